@@ -1,0 +1,85 @@
+"""The NNX backend: the train state is a TrainStateNNX, split into a flat nnx.State."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from trainer.backends.base import TrainTree, tree_mode
+from trainer.backends.codec import Codec, Path
+from trainer.backends.train_state import make_train_state
+from trainer.layers.sown import Sown, capture as capture_sown
+from trainer.models.init import init_variables
+from trainer.models.transformer import Decoder, Transformer
+from trainer.sharding import Axes
+
+
+class NNXBackend:
+    """Serves the combinations whose train state is NNX. See `Backend`."""
+
+    decoder: type[Decoder] = Decoder
+
+    def __init__(self, config, tx: optax.GradientTransformation):
+        self.config = config
+        self.tx = tx
+        with tree_mode():
+            abstract = nnx.eval_shape(lambda: make_train_state(self._make_model(jax.random.key(0)), tx))
+            self.graphdef, state = nnx.split(abstract)
+            self.model_graphdef, params, rest = nnx.split(abstract.model, nnx.Param, ...)
+        variables = {"params": nnx.to_pure_dict(params), "rest": nnx.to_pure_dict(rest)}
+        tree = TrainTree(
+            step=jax.ShapeDtypeStruct((), jnp.int32),
+            opt_state=jax.eval_shape(tx.init, variables["params"]),
+            **variables,
+        )
+        param_paths = {path for path, _ in nnx.to_flat_state(params)}
+        self._codec = Codec(state, tree, lambda path: _canonical(path, param_paths))
+        self._model_codec = Codec(state["model"], variables, lambda path: _canonical(("model", *path), param_paths))
+        self.param_axes = _axes(params)
+
+    def _make_model(self, key: jax.Array) -> Transformer:
+        return Transformer(self.config, nnx.Rngs(params=key), self.decoder)
+
+    def init(self, key: jax.Array) -> nnx.State:
+        """The train state at step 0; see `Backend.init`."""
+        with tree_mode():
+            params, rest = init_variables(self.config, key)
+            return self.pack(TrainTree(jnp.zeros((), jnp.int32), params, self.tx.init(params), rest))
+
+    def unpack(self, native: nnx.State) -> TrainTree:
+        """See `Backend.unpack`."""
+        return self._codec.unpack(native)
+
+    def pack(self, tree: TrainTree) -> nnx.State:
+        """See `Backend.pack`."""
+        return self._codec.pack(tree)
+
+    def apply(
+        self, params, rest, *inputs, method="hidden", capture=(), cache=None, key=None
+    ) -> tuple[Any, Sown, Any]:
+        """See `Backend.apply`."""
+        with tree_mode():
+            model = nnx.merge(self.model_graphdef, self._model_codec.pack({"params": params, "rest": rest}))
+            if method == "head":
+                return model.head(*inputs), {}, cache
+            (out, cache), sown = capture_sown(model, capture, method)(*inputs, cache, key, capture)
+            return out, sown, cache
+
+
+def _canonical(path: Path, param_paths: set[Path]) -> Path:
+    """From a path of a split TrainStateNNX to the TrainTree's."""
+    root, *names = path[:-1] if path[-1] == "value" else path
+    if root == "optimizer":
+        return tuple(names)  # opt_state/... and step
+    return ("params" if tuple(names) in param_paths else "rest", *names)
+
+
+def _axes(params: nnx.State) -> dict:
+    """The logical axis names that each Param carries, in the tree of params."""
+    return jax.tree.map(
+        lambda variable: Axes(variable.get_metadata("out_sharding")),
+        nnx.to_pure_dict(params, extract_fn=lambda variable: variable),
+        is_leaf=lambda x: isinstance(x, nnx.Variable),
+    )

@@ -1,0 +1,45 @@
+"""The native train state of NNX."""
+
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+
+class TrainStateNNX(nnx.Module):
+    """A model and its `nnx.Optimizer`. Split, it is an `nnx.State` with the top-level keys `model` and `optimizer`."""
+
+    def __init__(self, model: nnx.Module, optimizer: nnx.Optimizer):
+        self.model = model
+        self.optimizer = optimizer
+
+
+def make_train_state(model: nnx.Module, tx: optax.GradientTransformation) -> TrainStateNNX:
+    """A train state whose optimizer state has optax's own structure over the dict of canonical names."""
+    optimizer: nnx.Optimizer = nnx.Optimizer(model, over_dicts(tx), wrt=nnx.Param)
+    # Every combination counts steps in int32; nnx.Optimizer starts with uint32.
+    optimizer.step = nnx.optimizer.OptState(jnp.zeros((), jnp.int32))
+    return TrainStateNNX(model, optimizer)
+
+
+def over_dicts(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """`tx`, seeing nested dicts where NNX hands it an `nnx.State`.
+
+    Masks, labels and Muon's dimensions are functions of names and shapes; they, and the order in which a global norm
+    is summed, then do not depend on the module system.
+    """
+    inner = optax.with_extra_args_support(tx)
+
+    def init(params):
+        return inner.init(_to_dict(params))
+
+    def update(updates, state, params=None, **extra):
+        new, state = inner.update(_to_dict(updates), state, _to_dict(params), **extra)
+        if isinstance(updates, nnx.State):
+            new = nnx.State(new)
+        return new, state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _to_dict(tree):
+    return nnx.to_pure_dict(tree) if isinstance(tree, nnx.State) else tree

@@ -1,0 +1,129 @@
+"""YAML files that give keys: the user's, its parents and the presets."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from trainer.config.schema import BASE_YML, LOADER, Schema
+
+PRESETS = Path(__file__).parent / "models"
+_MAXTEXT_CONFIGS = "src/maxtext/configs/"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One key as a file gives it. `given` is its text, `where` the file and line."""
+
+    name: str
+    node: yaml.Node
+    given: str
+    where: str
+
+
+@dataclass(frozen=True)
+class YmlFile:
+    """A file's entries in its order, without base_config. A root has no parent but gives every key."""
+
+    path: Path
+    entries: list[Entry]
+    is_root: bool = False
+
+
+def preset_names() -> list[str]:
+    """Every value of model_name."""
+    return ["default", *sorted(path.stem for path in PRESETS.glob("*.yml"))]
+
+
+def read_chain(name: str, schema: Schema) -> tuple[list[YmlFile], list[str], list[str]]:
+    """The file `name` of a command line under its parents.
+
+    Returns:
+      The files, the topmost parent first and without the packed base.yml; mistakes; notes.
+    """
+    files: list[YmlFile] = []
+    mistakes: list[str] = []
+    notes: list[str] = []
+    wanted, where, folder = name, "command line", Path()
+    while True:
+        path = _find(wanted, folder, [file.path for file in files])
+        if path is None:
+            mistakes.append(f"{wanted} ({where}): there is no such file; the packed base.yml is called base.yml")
+            break
+        if path == BASE_YML:
+            if wanted.startswith(_MAXTEXT_CONFIGS):
+                notes.append(f"{wanted} does not exist here: took the packed base.yml")
+            break
+        if path.resolve() in [file.path.resolve() for file in files]:
+            mistakes.append(f"base_config={wanted} ({where}): the file is its own parent")
+            break
+        entries, problem = read_file(path)
+        parent = _take_parent(entries)
+        files.append(YmlFile(path, entries, is_root=parent is None))
+        if problem:
+            mistakes.append(problem)
+        elif parent is None:
+            mistakes += _missing(path, {entry.name for entry in entries}, schema)
+        if parent is None:
+            break
+        wanted, where, folder = parent.given, parent.where, path.parent
+    return files[::-1], mistakes, notes
+
+
+def read_file(path: Path) -> tuple[list[Entry], str | None]:
+    """The entries of the YAML file `path`, and why they could not be read."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        loader = LOADER(text)
+        node = loader.get_single_node()
+        if isinstance(node, yaml.MappingNode):
+            loader.flatten_mapping(node)
+    except OSError as error:
+        return [], f"{path}: cannot be read: {error.strerror}"
+    except UnicodeDecodeError:
+        return [], f"{path}: not UTF-8 text"
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else f"{path}"
+        return [], f"{where}: not YAML: {getattr(error, 'problem', None) or error}"
+    if node is None:
+        return [], None
+    if not isinstance(node, yaml.MappingNode):
+        return [], f"{path}: not a table of `key: value` lines"
+    return [_entry(path, text, key, value) for key, value in node.value], None
+
+
+def _entry(path: Path, text: str, key: yaml.Node, value: yaml.Node) -> Entry:
+    span = text[value.start_mark.index : value.end_mark.index]
+    given = value.value if isinstance(value, yaml.ScalarNode) else span
+    name = key.value if isinstance(key, yaml.ScalarNode) else text[key.start_mark.index : key.end_mark.index]
+    return Entry(name, value, given, f"{path}:{key.start_mark.line + 1}")
+
+
+def _take_parent(entries: list[Entry]) -> Entry | None:
+    """Removes base_config from `entries`; the last one given."""
+    parents = [entry for entry in entries if entry.name == "base_config" and entry.given]
+    entries[:] = [entry for entry in entries if entry.name != "base_config"]
+    return parents[-1] if parents else None
+
+
+def _find(wanted: str, folder: Path, visited: Iterable[Path]) -> Path | None:
+    """The file `wanted` as seen from `folder`; base.yml is the packed one where no other file has that name."""
+    path = folder / wanted
+    is_base = wanted == "base.yml"
+    itself = is_base and path.exists() and path.resolve() in [other.resolve() for other in visited]
+    if path.is_file() and not itself:
+        return path
+    if is_base or (wanted.startswith(_MAXTEXT_CONFIGS) and path.name == "base.yml"):
+        return BASE_YML
+    return None
+
+
+def _missing(path: Path, given: set[str], schema: Schema) -> list[str]:
+    lacking = [name for name in schema.keys if name not in given]
+    if not lacking:
+        return []
+    count = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+    names = ", ".join(lacking[:3]) + count
+    return [f"{path}: no base_config, and not every key is given ({names}); add the line `base_config: base.yml`"]

@@ -1,0 +1,55 @@
+"""The one table from the three flags to a combination's name. No other file of the package names the flags."""
+
+from typing import Any
+
+from trainer.config.errors import UserError
+
+FLAGS = ("enable_nnx", "pure_nnx_decoder", "pure_nnx")
+
+# name: (enable_nnx, pure_nnx_decoder, pure_nnx)
+COMBINATIONS: dict[str, tuple[bool, bool, bool]] = {
+    "nnx": (True, True, True),
+    "nnx_linen_decoder": (True, False, True),
+    "bridged": (True, True, False),
+    "bridged_linen_decoder": (True, False, False),
+    "linen": (False, False, False),
+}
+
+
+def combination(config: Any) -> str:
+    """The name of the combination that `config` asks for.
+
+    Raises:
+      UserError: the three flags are none of the five rows; the message names the flag to change.
+    """
+    if problem := unsupported(config):
+        raise UserError(problem)
+    return {flags: name for name, flags in COMBINATIONS.items()}[_flags(config)]
+
+
+def flags_of(name: str) -> dict[str, bool]:
+    """The three flags of the combination `name`, written out."""
+    return dict(zip(FLAGS, COMBINATIONS[name], strict=True))
+
+
+def unsupported(config: Any) -> str | None:
+    """Why the flags of `config` are no combination, and which to change; None where they are one."""
+    asked = _flags(config)
+    if asked in COMBINATIONS.values():
+        return None
+    changes = {name: _changes(asked, flags) for name, flags in COMBINATIONS.items()}
+    fewest = min(len(change) for change in changes.values())
+    # Whoever turns off enable_nnx most likely wants Linen throughout, however many flags that takes.
+    offers = [name for name in changes if len(changes[name]) == fewest or name == "linen"]
+    ways = " or ".join(f"set {' '.join(changes[name])} (combination {name})" for name in offers)
+    return f"no such combination of the module system; nearest: {ways}"
+
+
+def _flags(config: Any) -> tuple[bool, bool, bool]:
+    return config.enable_nnx, config.pure_nnx_decoder, config.pure_nnx
+
+
+def _changes(asked: tuple[bool, ...], flags: tuple[bool, ...]) -> list[str]:
+    return [
+        f"{name}={str(new).lower()}" for name, old, new in zip(FLAGS, asked, flags, strict=True) if old is not new
+    ]

@@ -1,0 +1,198 @@
+"""Stage 1: from a command line to a configuration, before any device is known and without JAX."""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ml_collections
+
+from trainer.config.check import contradictions
+from trainer.config.effects import without_effect
+from trainer.config.errors import nearest, report
+from trainer.config.files import PRESETS, Entry, YmlFile, preset_names, read_chain, read_file
+from trainer.config.help import help_text
+from trainer.config.rules import merge_rules, read_rules
+from trainer.config.schema import Key, Schema, schema
+from trainer.config.values import check, read_node, read_text
+
+_COMMAND_LINE = "command line"
+_YML_ENDINGS = (".yml", ".yaml")
+_RULES = "logical_axis_rules"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value that some source gives a key, and the place that gives it."""
+
+    value: Any
+    where: str
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a command line asks for.
+
+    Attributes:
+      config: every key of base.yml with its value; `auto`, -1 and other open values are still open.
+      changed: the keys that the user's yml or the command line gives, and where.
+      warnings: given keys that have no effect under the chosen settings, one line each.
+      notes: what was understood differently from how it was written, one line each.
+    """
+
+    config: ml_collections.ConfigDict
+    changed: dict[str, str]
+    warnings: list[str]
+    notes: list[str]
+
+
+@dataclass
+class _Reader:
+    """Reads settings by the schema; collects what is wrong, and the names of the keys whose value is unknown then."""
+
+    schema: Schema
+    mistakes: list[str] = field(default_factory=list)
+    broken: set[str] = field(default_factory=set)
+
+    def setting(self, name: str, given: str, where: str, read: Callable[[Key], Any]) -> dict[str, Setting]:
+        """{name: setting}, or {} after a mistake."""
+        shown = f"{name}={_short(given)} ({where})"
+        key = self.schema.keys.get(name)
+        if key is None:
+            self.mistakes.append(f"{shown}: there is no key {name}{nearest(name, self.schema.keys)}")
+            return {}
+        problems: list[str] = []
+        try:
+            value = read(key)
+        except ValueError as error:
+            problems = [f"{error}; allowed: {key.allowed}"]
+        else:
+            if problem := check(key, value):
+                problems = [f"{problem}; allowed: {key.allowed}{nearest(given, map(str, key.choices))}"]
+            elif name == _RULES:
+                value, problems = read_rules(value, [rule[0] for rule in key.default])
+        if problems:
+            self.mistakes += [f"{shown}: {problem}" for problem in problems]
+            self.broken.add(name)
+            return {}
+        return {name: Setting(value, where)}
+
+    def entry(self, entry: Entry) -> dict[str, Setting]:
+        """The setting of one entry of a file."""
+        return self.setting(entry.name, entry.given, entry.where, lambda key: read_node(key, entry.node))
+
+    def file(self, file: YmlFile) -> dict[str, Setting]:
+        """The settings of a file. Those of a root count where they differ from the packed base.yml, which it copies."""
+        settings: dict[str, Setting] = {}
+        for entry in file.entries:
+            settings |= self.entry(entry)
+        if not file.is_root:
+            return settings
+        return {name: it for name, it in settings.items() if it.value != self.schema.keys[name].default}
+
+
+def load(argv: Sequence[str]) -> Loaded:
+    """The configuration that `argv`, the words after the module's name, asks for: stage 1.
+
+    Later wins: base.yml, the preset of model_name, the user's yml over its parents, the command line.
+
+    Raises:
+      UserError: all mistakes of the stage at once, one line each.
+      SystemExit: with code 0, after `help`, `--help` or `-h` printed every key.
+    """
+    if {"help", "--help", "-h"} & set(argv):
+        print(help_text())
+        raise SystemExit(0)
+    reader = _Reader(schema())
+    yml, words = _split(argv)
+    files, mistakes, notes = read_chain(yml, reader.schema)
+    reader.mistakes += mistakes
+    given: dict[str, Setting] = {}
+    for file in files:
+        given = _merge(given, reader.file(file))
+    given = _merge(given, _command_line(reader, words))
+    name = given["model_name"].value if "model_name" in given else reader.schema.keys["model_name"].default
+    values = {key.name: Setting(copy.deepcopy(key.default), "default") for key in reader.schema.keys.values()}
+    values = _merge(_merge(values, _preset(reader, name, given)), given)
+
+    config = ml_collections.ConfigDict({name: setting.value for name, setting in values.items()})
+    changed = {name: setting.where for name, setting in given.items()}
+    notes += _end_synthetic(config, changed)
+    reader.mistakes += contradictions(config, {n: s.where for n, s in values.items()}, reader.broken)
+    if reader.mistakes:
+        raise report(reader.mistakes)
+    return Loaded(config, changed, without_effect(config, changed), notes)
+
+
+def _split(argv: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """The yml that the first word names, else base.yml, and the other words."""
+    first = argv[0] if argv else ""
+    looks_like_yml = first.endswith(_YML_ENDINGS) and ("=" not in first or Path(first).is_file())
+    if looks_like_yml or ("=" not in first and not first.startswith("-") and Path(first).is_file()):
+        return first, argv[1:]
+    return "base.yml", argv
+
+
+def _command_line(reader: _Reader, words: Sequence[str]) -> dict[str, Setting]:
+    settings: dict[str, Setting] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        problem = _malformed(reader.schema, name, bool(equals), text)
+        if problem:
+            reader.mistakes.append(f"{_short(word)} ({_COMMAND_LINE}): {problem}")
+        else:
+            settings |= reader.setting(name, text, _COMMAND_LINE, lambda key, text=text: read_text(key, text))
+    return settings
+
+
+def _malformed(schema: Schema, name: str, has_value: bool, text: str) -> str | None:
+    bare = name.lstrip("-").replace("-", "_")
+    if name.startswith("-"):
+        if bare not in schema.keys:
+            return f"there is no such option; keys are written key=value, --help lists them{nearest(bare, schema.keys)}"
+        return f"keys have no dashes; write {bare}={text if has_value else 'VALUE'}"
+    if has_value:
+        return None
+    if name.endswith(_YML_ENDINGS):
+        return "only the first word may be a yml; give it a parent with `base_config:`"
+    return f"no value; write {name}=VALUE" if name in schema.keys else f"not key=value{nearest(name, schema.keys)}"
+
+
+def _preset(reader: _Reader, name: str, given: dict[str, Setting]) -> dict[str, Setting]:
+    if name == "default":
+        return {}
+    if name not in preset_names():
+        names = preset_names()
+        where = given["model_name"].where
+        reader.mistakes.append(
+            f"model_name={_short(name)} ({where}): there is no such preset; allowed: {', '.join(names)}"
+            f"{nearest(name, names)}"
+        )
+        return {}
+    path = PRESETS / f"{name}.yml"
+    entries, problem = read_file(path)
+    assert problem is None, problem
+    return reader.file(YmlFile(path, entries))
+
+
+def _merge(below: dict[str, Setting], above: dict[str, Setting]) -> dict[str, Setting]:
+    merged = below | above
+    if _RULES in below and _RULES in above:
+        rules = merge_rules(below[_RULES].value, above[_RULES].value)
+        merged[_RULES] = Setting(rules, above[_RULES].where)
+    return merged
+
+
+def _end_synthetic(config: ml_collections.ConfigDict, changed: dict[str, str]) -> list[str]:
+    """Turns evaluation off where it would never end and nobody asked for it."""
+    endless = config.dataset_type == "synthetic" and config.eval_steps == -1 and config.eval_interval > 0
+    if not endless or {"eval_interval", "eval_steps"} & set(changed):
+        return []
+    config.eval_interval = -1
+    return ["synthetic rows have no end: no evaluation; eval_interval and eval_steps together turn it on"]
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 80 else f"{line[:77]}..."

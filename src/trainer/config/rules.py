@@ -1,0 +1,83 @@
+"""The value of logical_axis_rules: [name, mesh axis or list of axes] pairs, one rule per logical axis name."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from trainer.config.derived import MESH_AXES
+from trainer.config.errors import nearest
+
+Rule = list[Any]  # [name, mesh axis or list of mesh axes]
+
+# What of a tensor's logical axes meet on one mesh: a mesh axis may split one of them only.
+TENSORS: dict[str, tuple[str, ...]] = {
+    "token_embedder/embedding": ("vocab", "embed"),
+    "self_attention/query/kernel": ("layers", "embed", "heads", "head_dim"),
+    "self_attention/key/kernel": ("layers", "embed", "kv_heads", "head_dim"),
+    "self_attention/out/kernel": ("layers", "heads", "head_dim", "embed"),
+    "mlp/wi_0/kernel": ("layers", "embed", "mlp"),
+    "mlp/wo/kernel": ("layers", "mlp", "embed"),
+    "pre_self_attention_layer_norm/scale": ("layers", "norm"),
+    "decoder/logits_dense/kernel": ("embed", "vocab"),
+    "activations between blocks": ("activation_batch", "activation_length", "activation_embed"),
+    "queries": ("activation_batch", "activation_length", "activation_heads"),
+    "keys": ("activation_batch", "activation_length", "activation_kv_heads"),
+    "activations of the MLP": ("activation_batch", "activation_length", "activation_mlp"),
+    "logits": ("activation_batch", "activation_length", "activation_vocab"),
+}
+
+
+def read_rules(value: Sequence[Any], known: Iterable[str]) -> tuple[list[Rule], list[str]]:
+    """The rules that `value` gives, and what is wrong with it, one message each."""
+    names = list(known)
+    rules: dict[str, Rule] = {}
+    problems = []
+    for rule in value:
+        problem = _problem(rule, names, rules)
+        if problem:
+            problems.append(problem)
+        else:
+            rules[rule[0]] = [rule[0], rule[1] if isinstance(rule[1], str) else list(rule[1] or [])]
+    return list(rules.values()), problems
+
+
+def merge_rules(below: Iterable[Rule], above: Iterable[Rule]) -> list[Rule]:
+    """`below`, the rules of `above` in the place of those of the same name."""
+    new = {rule[0]: rule for rule in above}
+    return [new.get(rule[0], rule) for rule in below]
+
+
+def axes_of(rules: Iterable[Sequence[Any]]) -> dict[str, tuple[str, ...]]:
+    """Each logical name's mesh axes."""
+    return {name: (axes,) if isinstance(axes, str) else tuple(axes) for name, axes in rules}
+
+
+def collisions(rules: Iterable[Sequence[Any]]) -> list[str]:
+    """One message for each two axes of one tensor that take the same mesh axis."""
+    axes = axes_of(rules)
+    messages: dict[tuple[frozenset[str], str], str] = {}
+    for tensor, names in TENSORS.items():
+        taken: dict[str, str] = {}
+        for name in names:
+            for axis in axes[name]:
+                if axis in taken:
+                    both = f"{taken[axis]} and {name} of {tensor} [{', '.join(names)}]"
+                    messages.setdefault((frozenset((taken[axis], name)), axis), f"{both} both take mesh axis {axis}")
+                taken.setdefault(axis, name)
+    return list(messages.values())
+
+
+def _problem(rule: Any, names: list[str], seen: dict[str, Rule]) -> str | None:
+    if not isinstance(rule, list) or len(rule) != 2 or not isinstance(rule[0], str):
+        return f"{rule!r} is no rule; allowed: a list of [name, mesh axis or list of axes], as in [[embed,fsdp],[norm,[]]]"
+    name, axes = rule
+    if name not in names:
+        return f"there is no logical axis {name}; allowed: {', '.join(names)}{nearest(name, names)}"
+    if name in seen:
+        return f"two rules for {name}; a name has one rule, which may list several mesh axes"
+    listed = axes if isinstance(axes, list) else [axes] if axes is not None else []
+    for axis in listed:
+        if axis not in MESH_AXES:
+            return f"{name}: there is no mesh axis {axis}; allowed: {', '.join(MESH_AXES)}{nearest(str(axis), MESH_AXES)}"
+    if len(set(listed)) < len(listed):
+        return f"{name}: a mesh axis is listed twice"
+    return None

@@ -1,0 +1,160 @@
+"""The schema: base.yml, parsed. Its head describes the comment forms that narrow a key."""
+
+import functools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+BASE_YML = Path(__file__).parents[1] / "base.yml"
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster where PyYAML was built with libyaml
+
+_TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "any": object}
+_TYPE_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text", list: "a list", dict: "a dict"}
+_HEADING = re.compile(r"# -{2,} (?P<name>.+?) -+")
+_KEY_LINE = re.compile(r"(?P<name>[a-z]\w*):(?P<value>.*?)(?:\s#(?P<form>.*))?")
+_RANGE = re.compile(r"in (?P<open>[\[(])(?P<low>\S+), (?P<high>\S+)(?P<close>[\])])(?: or (?P<extra>.+))?")
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers between `low` and `high`, an end included or not, and the values `extras` besides."""
+
+    low: float
+    high: float
+    includes_low: bool
+    includes_high: bool
+    extras: tuple[float, ...] = ()
+
+    def __contains__(self, value: float) -> bool:
+        above = value >= self.low if self.includes_low else value > self.low
+        below = value <= self.high if self.includes_high else value < self.high
+        return (above and below) or value in self.extras
+
+    def __str__(self) -> str:
+        brackets = "[" if self.includes_low else "(", "]" if self.includes_high else ")"
+        extras = "".join(f" or {extra:g}" for extra in self.extras)
+        return f"in {brackets[0]}{self.low:g}, {self.high:g}{brackets[1]}{extras}"
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of base.yml. `item` is the type of a list's items, object for any; `doc` the comment above the key."""
+
+    name: str
+    default: Any
+    type: type
+    section: str = ""
+    doc: str = ""
+    choices: tuple[Any, ...] = ()
+    range: Range | None = None
+    item: type | None = None
+    optional: bool = False
+
+    @property
+    def allowed(self) -> str:
+        """What the key accepts, in words."""
+        if self.choices:
+            return ", ".join(str(choice) or '""' for choice in self.choices)
+        words = _TYPE_WORDS[self.type]
+        if self.range:
+            words += f" {self.range}"
+        if self.item not in (None, object):
+            words += f" of {self.item.__name__}"  # type: ignore[union-attr]
+        return words + (" or none" if self.optional else "")
+
+    def accepts(self, value: Any) -> bool:
+        """Whether `value`, which has the key's type, is one of its choices or in its range."""
+        if value is None:
+            return self.optional
+        return (not self.choices or value in self.choices) and (self.range is None or value in self.range)
+
+
+@dataclass(frozen=True)
+class Schema:
+    """All keys in the order of the file, and what introduces each section."""
+
+    keys: dict[str, Key]
+    intros: dict[str, str] = field(default_factory=dict)
+
+
+@functools.cache
+def schema() -> Schema:
+    """The schema of the trainer."""
+    return parse(BASE_YML.read_text(encoding="utf-8"))
+
+
+def parse(text: str) -> Schema:
+    """The schema in `text`.
+
+    Raises:
+      ValueError: a line that the small form does not allow, or a default that its own comment forbids.
+    """
+    defaults = yaml.load(text, Loader=LOADER)
+    result = Schema({})
+    section, block = "", []
+    lines = text.splitlines()
+    for above, line in zip(["", *lines], lines, strict=False):
+        if heading := _HEADING.fullmatch(line):
+            section, block = heading["name"], []
+        elif line.startswith("#"):
+            # A comment right below a key begins a new block; keys without one of their own share the last.
+            block = [*block, line[1:].removeprefix(" ")] if above.startswith("#") else [line[1:].removeprefix(" ")]
+        elif match := _KEY_LINE.fullmatch(line):
+            name, form = match["name"], (match["form"] or "").strip()
+            result.keys[name] = _key(name, defaults[name], form, section, "\n".join(block))
+        elif not line.strip():
+            if block and section and section not in {key.section for key in result.keys.values()}:
+                result.intros[section] = "\n".join(block)
+            block = []
+        elif not line.startswith((" ", "-")):
+            raise ValueError(f"base.yml: cannot read the line {line!r}")
+    return result
+
+
+def _key(name: str, default: Any, form: str, section: str, doc: str) -> Key:
+    form = form.partition(";")[0].strip()
+    kind: type = type(default)
+    narrowed: dict[str, Any] = {}
+    if form.startswith("one of "):
+        narrowed["choices"] = tuple(_literal(name, kind, word) for word in form.removeprefix("one of ").split(","))
+    elif match := _RANGE.fullmatch(form):
+        narrowed["range"] = _range(name, kind, match)
+    elif form.startswith("list of ") and kind is list and form[8:] in _TYPES:
+        narrowed["item"] = _TYPES[form[8:]]
+    elif form.endswith(" or none") and form[:-8] in ("str", "int", "float", "bool"):
+        kind = _TYPES[form[:-8]]
+        narrowed["optional"] = True
+    elif form:
+        raise ValueError(f"base.yml: {name}: {form!r} is none of the forms that the head of the file describes")
+    if kind is list and "item" not in narrowed:
+        raise ValueError(f"base.yml: {name}: a list needs a comment that says what it holds")
+    if kind not in _TYPE_WORDS:
+        raise ValueError(f"base.yml: {name}: the default {default!r} has no type that a key may have")
+    key = Key(name, default, kind, section, doc, **narrowed)
+    if not key.accepts(default):
+        raise ValueError(f"base.yml: {name}: the default {default!r} is not allowed: {key.allowed}")
+    return key
+
+
+def _range(name: str, kind: type, match: re.Match[str]) -> Range:
+    if kind not in (int, float):
+        raise ValueError(f"base.yml: {name}: a range needs a number, the default is a {kind.__name__}")
+    low, high = float(match["low"]), float(match["high"])
+    extras: Sequence[str] = match["extra"].split(",") if match["extra"] else ()
+    if math.isnan(low) or not low <= high:
+        raise ValueError(f"base.yml: {name}: the range {match[0]!r} is empty")
+    return Range(low, high, match["open"] == "[", match["close"] == "]", tuple(float(extra) for extra in extras))
+
+
+def _literal(name: str, kind: type, word: str) -> Any:
+    word = word.strip()
+    if kind is str:
+        return "" if word == '""' else word
+    if kind in (int, float):
+        return kind(word)
+    raise ValueError(f"base.yml: {name}: a choice needs text or a number, the default is a {kind.__name__}")

@@ -1,0 +1,129 @@
+"""Values as people write them, read by the type of the key's default."""
+
+import math
+import re
+from typing import Any
+
+import yaml
+
+from trainer.config.schema import LOADER, Key
+
+_TRUE = {"true", "yes", "on", "y", "t", "1"}
+_FALSE = {"false", "no", "off", "n", "f", "0"}
+_NONE = {"", "none", "null", "~"}
+_NULL_TAG = "tag:yaml.org,2002:null"
+
+
+def read_text(key: Key, text: str) -> Any:
+    """The value of `key=text` on a command line.
+
+    Text is taken verbatim, less the quotes of YAML around the whole; lists and dicts are YAML's flow form.
+
+    Raises:
+      ValueError: why the text is no value of the key's type.
+    """
+    unquoted = _unquote(text)
+    if key.type not in (list, dict):
+        return _scalar(key, unquoted)
+    if unquoted != text:
+        return read_node(key, yaml.ScalarNode("tag:yaml.org,2002:str", unquoted, style='"'))
+    if text.strip()[:1] not in ("[", "{"):
+        return read_node(key, yaml.ScalarNode("tag:yaml.org,2002:str", text.strip()))
+    try:
+        node = yaml.compose(text, Loader=LOADER)
+    except yaml.YAMLError as error:
+        raise ValueError(f"not YAML's flow form ({getattr(error, 'problem', error)}); quotes may be missing") from None
+    return read_node(key, node)
+
+
+def read_node(key: Key, node: yaml.Node) -> Any:
+    """The value that a YAML file gives `key`; a scalar is read from its text, so that `1e-3` is a number.
+
+    Raises:
+      ValueError: why the node is no value of the key's type.
+    """
+    if key.type is list:
+        return _list(key, node)
+    if key.type is dict:
+        if not isinstance(node, yaml.MappingNode):
+            raise ValueError("not a dict")
+        return construct(node)
+    if not isinstance(node, yaml.ScalarNode):
+        raise ValueError(f"{'a list' if isinstance(node, yaml.SequenceNode) else 'a dict'} where one value belongs")
+    return _scalar(key, "" if node.tag == _NULL_TAG else node.value)
+
+
+def construct(node: yaml.Node) -> Any:
+    """`node` as plain Python values, by YAML's own rules for types."""
+    loader = yaml.SafeLoader("")
+    try:
+        return loader.construct_object(node, deep=True)
+    finally:
+        loader.dispose()
+
+
+def check(key: Key, value: Any) -> str | None:
+    """Why `value`, which has the key's type, is not allowed; None where it is."""
+    if key.accepts(value):
+        return None
+    return "not one of the choices" if key.choices else "out of range"
+
+
+def _scalar(key: Key, text: str) -> Any:
+    word = text.strip().lower()
+    if key.optional and word in _NONE:
+        return None
+    if key.type is str:
+        return text
+    if key.type is bool:
+        if word in _TRUE | _FALSE:
+            return word in _TRUE
+        raise ValueError("not true or false")
+    return _number(key.type, word)
+
+
+def _number(kind: type, word: str) -> Any:
+    try:
+        if kind is int and re.fullmatch(r"[+-]?[0-9_]+", word):
+            return int(word)  # not by way of a float, which rounds beyond 2**53
+        number = float(word)
+    except ValueError:
+        number = math.nan
+    if kind is float and not math.isnan(number):
+        return number
+    if kind is int and number.is_integer():
+        return int(number)
+    noun = "an integer" if kind is int else "a number"
+    raise ValueError(f"not {noun}" if word else f"empty, not {noun}")
+
+
+def _list(key: Key, node: yaml.Node) -> list[Any]:
+    if isinstance(node, yaml.ScalarNode) and key.item is str:
+        if node.tag == _NULL_TAG or not node.value:
+            return []
+        if "," in node.value and not node.style:
+            raise ValueError("several words without brackets")
+        return [node.value]
+    if not isinstance(node, yaml.SequenceNode):
+        raise ValueError("not a list")
+    if key.item is object:
+        return construct(node)
+    item = Key(key.name, None, key.item or str)
+    return [_item(item, child) for child in node.value]
+
+
+def _item(item: Key, node: yaml.Node) -> Any:
+    if not isinstance(node, yaml.ScalarNode):
+        raise ValueError("a list or dict inside the list")
+    return _scalar(item, node.value)
+
+
+def _unquote(text: str) -> str:
+    quoted = len(text) >= 2 and text[0] == text[-1] and text[0] in "'\""
+    if not quoted:
+        return text
+    try:
+        value = yaml.load(text, Loader=LOADER)
+    except yaml.YAMLError:
+        return text
+    return value if isinstance(value, str) else text

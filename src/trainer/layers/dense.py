@@ -1,0 +1,65 @@
+"""Linear maps and the embedding table."""
+
+from collections.abc import Sequence
+from math import prod
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from trainer import sharding
+
+
+class Dense(nnx.Module):
+    """A linear map from the last `len(in_shape)` axes of its input to `out_shape`, without a bias.
+
+    Initial weights: normal, truncated at two standard deviations, variance 1 / fan-in (LeCun et al. 1998).
+    """
+
+    def __init__(
+        self,
+        in_shape: Sequence[int],
+        out_shape: Sequence[int],
+        names: Sequence[str],
+        *,
+        dtype: jnp.dtype,
+        weight_dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+    ):
+        """`names`: the logical name of each axis of the kernel, first the inputs', then the outputs'."""
+        self.inputs, self.outputs = len(in_shape), len(out_shape)
+        self.dtype = dtype
+        init = jax.nn.initializers.lecun_normal()
+        # The initializer takes fan-in from the last axis but one: draw a matrix, then shape it.
+        kernel = init(rngs.params(), (prod(in_shape), prod(out_shape)), weight_dtype)
+        self.kernel = nnx.Param(kernel.reshape(*in_shape, *out_shape), out_sharding=tuple(names))
+
+    def __call__(self, x: jax.Array, out_names: Sequence[str]) -> jax.Array:
+        """x [..., *in_shape] -> [..., *out_shape], its axes called `out_names`."""
+        inputs, outputs = "wxyz"[: self.inputs], "ijkl"[: self.outputs]
+        return sharding.einsum(
+            f"...{inputs},{inputs}{outputs}->...{outputs}",
+            x.astype(self.dtype),
+            self.kernel[...].astype(self.dtype),
+            out_names=out_names,
+        )
+
+
+class Embed(nnx.Module):
+    """The embedding table [vocab, embed]; initial entries are standard normal."""
+
+    def __init__(self, vocab: int, width: int, *, dtype: jnp.dtype, weight_dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.dtype = dtype
+        table = jax.random.normal(rngs.params(), (vocab, width), weight_dtype)
+        self.embedding = nnx.Param(table, out_sharding=("vocab", "embed"))
+
+    def __call__(self, id_bt: jax.Array) -> jax.Array:
+        """The rows of the table for `id_bt`: [b, t, e]."""
+        names = ("activation_batch", "activation_length", "activation_embed")
+        return sharding.take(self.embedding[...].astype(self.dtype), id_bt, names)
+
+    def attend(self, x_bte: jax.Array) -> jax.Array:
+        """Logits [b, t, v]: products of `x_bte` with every row of the table."""
+        table = self.embedding[...].astype(self.dtype)
+        names = ("activation_batch", "activation_length", "activation_vocab")
+        return sharding.einsum("bte,ve->btv", x_bte.astype(self.dtype), table, out_names=names)

@@ -1,0 +1,60 @@
+"""The feed-forward layer."""
+
+import functools
+import operator
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from trainer.layers.dense import Dense
+from trainer.ops.dropout import dropout
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+    "tanh": jnp.tanh,
+    "sigmoid": jax.nn.sigmoid,
+    "linear": lambda x: x,
+}
+
+
+class MLP(nnx.Module):
+    """The product of `activations`, each of a projection of its own, projected back: with ("silu", "linear") the gated
+    unit SwiGLU (Shazeer 2020, arXiv:2002.05202), with one activation the plain MLP.
+
+    The projections are called wi_0, wi_1, ... (wi where there is one) and wo.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        activations: Sequence[str],
+        *,
+        dropout_rate: float,
+        dtype: jnp.dtype,
+        weight_dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+    ):
+        dense = functools.partial(Dense, dtype=dtype, weight_dtype=weight_dtype, rngs=rngs)
+        self.activations = tuple(activations)
+        self.dropout_rate = dropout_rate
+        for name in self._projections():
+            setattr(self, name, dense([width], [hidden], ("embed", "mlp")))
+        self.wo = dense([hidden], [width], ("mlp", "embed"))
+
+    def _projections(self) -> list[str]:
+        return ["wi"] if len(self.activations) == 1 else [f"wi_{i}" for i in range(len(self.activations))]
+
+    def __call__(self, x_bte: jax.Array, row_b: jax.Array, key: jax.Array | None) -> jax.Array:
+        hidden_names = ("activation_batch", "activation_length", "activation_mlp")
+        factors = []
+        for name, activation in zip(self._projections(), self.activations, strict=True):
+            projected = checkpoint_name(getattr(self, name)(x_bte, hidden_names), name.replace("wi", "mlpwi"))
+            factors.append(ACTIVATIONS[activation](projected))
+        hidden = dropout(functools.reduce(operator.mul, factors), key, row_b, self.dropout_rate)
+        return checkpoint_name(self.wo(hidden, ("activation_batch", "activation_length", "activation_embed")), "mlpwo")

@@ -1,0 +1,20 @@
+"""Normalization."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+class RMSNorm(nnx.Module):
+    """Divide by the root of the mean square over the last axis, times a learned scale (Zhang and Sennrich 2019,
+    arXiv:1910.07467). Computed in float32, returned in `dtype`."""
+
+    def __init__(self, width: int, *, epsilon: float, dtype: jnp.dtype, weight_dtype: jnp.dtype):
+        self.epsilon = epsilon
+        self.dtype = dtype
+        self.scale = nnx.Param(jnp.ones(width, weight_dtype), out_sharding=("norm",))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x.astype(jnp.float32)
+        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
+        return (x * self.scale[...].astype(jnp.float32)).astype(self.dtype)

@@ -1,0 +1,77 @@
+"""A stack of equal blocks in NNX: the scan over layers and its rematerialization live here alone.
+
+A block has the signature `block(x, cache, *context, key) -> x, cache`. Its parameters are stacked on axis 0 whether the loop
+is rolled or not, so `scan` decides how the loop is compiled and not what a parameter is called.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from trainer.layers.remat import POLICIES
+from trainer.layers.sown import Sown, capture
+
+Block = TypeVar("Block", bound=nnx.Module)
+
+
+def make_stack(make_block: Callable[[nnx.Rngs], Block], layers: int, rngs: nnx.Rngs) -> Block:
+    """`layers` blocks as one block whose parameters have a leading axis of the logical name "layers"."""
+
+    @nnx.vmap(in_axes=0, out_axes=0)
+    @nnx.transform_metadata(in_axes=0, out_axes=0, partition="layers")
+    def make(rngs: nnx.Rngs) -> Block:
+        return make_block(rngs)
+
+    return make(rngs.split(layers))
+
+
+def run_stack(
+    blocks: nnx.Module,
+    x: jax.Array,
+    cache: Any,
+    *context: jax.Array,
+    key: jax.Array | None,
+    scan: bool,
+    remat_policy: str,
+    types: tuple[type[nnx.Variable], ...] = (),
+) -> tuple[jax.Array, Any, Sown]:
+    """Apply the blocks one after the other.
+
+    Args:
+      blocks: what `make_stack` made.
+      x: the first block's input.
+      cache: pytree with a leading layers axis, or None.
+      context: what every block gets.
+      key: layer i gets this key folded with i; None is passed on.
+      scan: roll the loop, or unroll it.
+      remat_policy: a name of `remat.POLICIES`, anything else recomputes nothing.
+      types: sown types to capture.
+
+    Returns:
+      the last block's x, the new cache, and what was sown, with a leading layers axis.
+    """
+    graphdef, params = nnx.split(blocks)
+
+    def body(x: jax.Array, layer: tuple[Any, ...]) -> tuple[jax.Array, tuple[Any, Sown]]:
+        params, index, cache = layer
+        layer_key = None if key is None else jax.random.fold_in(key, index)
+        (x, cache), sown = capture(nnx.merge(graphdef, params), types)(x, cache, *context, layer_key)
+        return x, (cache, sown)
+
+    if remat_policy in POLICIES:
+        body = jax.checkpoint(body, prevent_cse=not scan, policy=POLICIES[remat_policy])
+    layers = len(jax.tree.leaves(params)[0])
+    stacked = (params, jnp.arange(layers), cache)
+    if scan:
+        x, (cache, sown) = jax.lax.scan(body, x, stacked)
+        return x, cache, sown
+    outputs = []
+    for i in range(layers):
+        # Cut outside of the checkpointed body: the backward pass then keeps no second copy of the parameters.
+        x, output = body(x, jax.tree.map(lambda a, i=i: a[i], stacked))
+        outputs.append(output)
+    cache, sown = jax.tree.map(lambda *parts: jnp.stack(parts), *outputs)
+    return x, cache, sown

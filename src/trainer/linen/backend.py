@@ -1,0 +1,128 @@
+"""The combinations in which Linen has a part."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen, traverse_util
+from flax.training import train_state
+
+from trainer.backends.base import TrainTree, tree_mode
+from trainer.backends.codec import Codec, Path
+from trainer.backends.nnx_backend import NNXBackend
+from trainer.layers.sown import Sown
+from trainer.linen.bridge import capturing, to_linen
+from trainer.linen.decoder import LinenStackDecoder
+from trainer.linen.transformer import Transformer
+from trainer.models import transformer
+from trainer.models.init import init_variables
+from trainer.sharding import Axes
+
+
+class NNXLinenDecoder(NNXBackend):
+    """NNX model and train state, Linen decoder stack."""
+
+    decoder = LinenStackDecoder
+
+
+class TrainState(train_state.TrainState):
+    """Flax's TrainState and `rest`, the variables of other collections than params."""
+
+    rest: Any
+
+
+class Linen:
+    """Linen model, Linen TrainState. See `backends.Backend`."""
+
+    def __init__(self, config, tx: optax.GradientTransformation):
+        self.config = config
+        self.tx = tx
+        self.module = self._make_module()
+        id_bt, row_b = jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32)
+        with tree_mode():
+            boxed = jax.eval_shape(self.module.init, jax.random.key(0), id_bt, id_bt, id_bt, row_b)
+        self.param_axes = jax.tree.map(
+            lambda box: Axes(box.names), boxed["params"], is_leaf=lambda x: isinstance(x, linen.LogicallyPartitioned)
+        )
+        native_variables = linen.unbox(boxed)
+        params, rest = native_variables["params"], {k: v for k, v in native_variables.items() if k != "params"}
+        native = TrainState(
+            step=jax.ShapeDtypeStruct((), jnp.int32),
+            apply_fn=self.module.apply,
+            params=params,
+            tx=tx,
+            opt_state=jax.eval_shape(tx.init, params),
+            rest=rest,
+        )
+        tree = TrainTree(native.step, params, native.opt_state, _merged(rest))
+        self._codec = Codec(native, tree, lambda path: path[:1] + path[2:] if path[0] == "rest" else path)
+        self._variables_codec = Codec(native_variables, {"params": params, "rest": tree.rest}, _canonical_variable)
+
+    def _make_module(self) -> linen.Module:
+        return Transformer(self.config)
+
+    def init(self, key: jax.Array) -> TrainState:
+        """The train state at step 0; see `Backend.init`."""
+        with tree_mode():
+            params, rest = init_variables(self.config, key)
+            return self.pack(TrainTree(jnp.zeros((), jnp.int32), params, self.tx.init(params), rest))
+
+    def unpack(self, native: TrainState) -> TrainTree:
+        """See `Backend.unpack`."""
+        return self._codec.unpack(native)
+
+    def pack(self, tree: TrainTree) -> TrainState:
+        """See `Backend.pack`."""
+        return self._codec.pack(tree)
+
+    def apply(
+        self, params, rest, *inputs, method="hidden", capture=(), cache=None, key=None
+    ) -> tuple[Any, Sown, Any]:
+        """See `Backend.apply`."""
+        variables = self._variables_codec.pack({"params": params, "rest": rest})
+        with tree_mode():
+            if method == "head":
+                return self._head(variables, *inputs), {}, cache
+            (out, cache), sown = self._call(variables, method, *inputs, cache, key, types=capture)
+            return out, sown, cache
+
+    def _head(self, variables, x):
+        return self.module.apply(variables, x, method="head")
+
+    def _call(self, variables, method, *args, types) -> tuple[Any, Sown]:
+        names = [variable_type.__name__ for variable_type in types]
+        result, sown = self.module.apply(variables, *args, types, method=method, mutable=names)
+        flat = {name: traverse_util.flatten_dict(sown[name], sep="/") for name in names}
+        return result, flat
+
+
+class Bridged(Linen):
+    """NNX model bridged into Linen, Linen TrainState."""
+
+    decoder = transformer.Decoder
+
+    def _make_module(self) -> linen.Module:
+        return to_linen(transformer.Transformer, self.config, kwargs={"decoder": self.decoder})
+
+    def _head(self, variables, x):
+        return self.module.apply(variables, x, nnx_method="head")
+
+    def _call(self, variables, method, *args, types) -> tuple[Any, Sown]:
+        return self.module.apply(variables, *args, types, nnx_method=capturing(types, method))
+
+
+class BridgedLinenDecoder(Bridged):
+    """NNX model with a Linen decoder stack, bridged into Linen, Linen TrainState."""
+
+    decoder = LinenStackDecoder
+
+
+def _merged(rest: dict[str, dict]) -> dict:
+    """The collections of `rest` as one tree: canonical names do not depend on a variable's type."""
+    flat = {path[1:]: leaf for path, leaf in traverse_util.flatten_dict(rest).items()}
+    return traverse_util.unflatten_dict(flat)
+
+
+def _canonical_variable(path: Path) -> Path:
+    return path if path[0] == "params" else ("rest", *path[1:])

@@ -1,0 +1,62 @@
+"""The transformer in Linen; see `models.transformer`, whose structure and names it has."""
+
+from typing import Any
+
+from flax import linen
+
+from trainer.layers.sown import LATEST
+from trainer.linen.bridge import to_linen
+from trainer.linen.stack import Stack
+from trainer.models import transformer
+from trainer.models.transformer import BEFORE_HEAD, EMBEDDING, Types, outer_dropout, scale_logits
+
+
+class Decoder(Stack):
+    """The blocks, the norm after them and, where it is not the embedding table, the head."""
+
+    def setup(self):
+        self.decoder_norm = to_linen(_decoder_norm, self.config)
+        if not self.config.logits_via_embedding:
+            self.logits_dense = to_linen(transformer.make_logits_dense, self.config)
+
+    def __call__(self, x, cache, position, segment, row, key=None, types: Types = ()):
+        """See `models.transformer.Decoder.__call__`."""
+        x = outer_dropout(self.config, x, row, key, EMBEDDING)
+        x, cache, sown = self.run_layers(x, cache, position, segment, row, key=key, types=types)
+        for variable_type in types:
+            for path, value in sown[variable_type.__name__].items():
+                self.sow(variable_type.__name__, f"layers/{path}", value, **LATEST)
+        return outer_dropout(self.config, self.decoder_norm(x), row, key, BEFORE_HEAD), cache
+
+    def head(self, x):
+        """Logits of hidden states by a separate head."""
+        return self.logits_dense(x, ("activation_batch", "activation_length", "activation_vocab"))
+
+
+class Transformer(linen.Module):
+    """A decoder-only language model."""
+
+    config: Any
+
+    def setup(self):
+        self.token_embedder = to_linen(transformer.make_embedder, self.config)
+        self.decoder = Decoder(self.config)
+
+    def hidden(self, inputs, position, segment, row, cache=None, key=None, types: Types = ()):
+        """See `models.transformer.Transformer.hidden`."""
+        return self.decoder(self.token_embedder(inputs), cache, position, segment, row, key, types)
+
+    def head(self, x):
+        """See `models.transformer.Transformer.head`."""
+        if self.config.logits_via_embedding:
+            return scale_logits(self.config, self.token_embedder(x, nnx_method="attend"))
+        return self.decoder.head(x)
+
+    def __call__(self, *args, **kwargs):
+        """Logits; the arguments are those of `hidden`."""
+        return self.head(self.hidden(*args, **kwargs)[0])
+
+
+def _decoder_norm(config, rngs):
+    del rngs  # the bridge hands every module its generators; a norm draws nothing
+    return transformer.make_decoder_norm(config)

@@ -1,0 +1,13 @@
+"""The one place where initial parameters come from, for every combination."""
+
+import jax
+from flax import nnx
+
+from trainer.models.transformer import Transformer
+
+
+def init_variables(config, key: jax.Array) -> tuple[dict, dict]:
+    """Initial (params, rest): nested dicts of canonical names, layers on axis 0. Can be traced by jit."""
+    model = Transformer(config, nnx.Rngs(params=key))
+    _, params, rest = nnx.split(model, nnx.Param, ...)
+    return nnx.to_pure_dict(params), nnx.to_pure_dict(rest)

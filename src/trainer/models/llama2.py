@@ -1,0 +1,69 @@
+"""The block of the Llama family (Touvron et al. 2023, arXiv:2302.13971 and arXiv:2307.09288)."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from trainer import sharding
+from trainer.layers.attention import Attention, KVCache
+from trainer.layers.mlp import MLP
+from trainer.layers.norm import RMSNorm
+from trainer.layers.sown import LATEST, Total
+from trainer.ops.dropout import dropout
+
+RESIDUAL = ("activation_batch", "activation_length", "activation_embed")
+# Dropout sites of a block.
+ATTENTION, HIDDEN, OUTPUT = range(3)
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)), then dropout."""
+
+    def __init__(self, config, rngs: nnx.Rngs):
+        dtypes = {"dtype": jnp.dtype(config.dtype), "weight_dtype": jnp.dtype(config.weight_dtype)}
+        width, epsilon = config.base_emb_dim, config.normalization_layer_epsilon
+        on = config.enable_dropout
+        self.dropout_rate = config.dropout_rate if on else 0.0
+
+        self.pre_self_attention_layer_norm = RMSNorm(width, epsilon=epsilon, **dtypes)
+        self.self_attention = Attention(
+            width,
+            heads=config.base_num_query_heads,
+            kv_heads=config.base_num_kv_heads,
+            head_dim=config.head_dim,
+            op=config.attention,
+            timescales=(config.rope_min_timescale, config.rope_max_timescale),
+            dropout_rate=config.attention_dropout_rate if on else 0.0,
+            rngs=rngs,
+            **dtypes,
+        )
+        self.post_self_attention_layer_norm = RMSNorm(width, epsilon=epsilon, **dtypes)
+        self.mlp = MLP(
+            width, config.base_mlp_dim, config.mlp_activations, dropout_rate=self.dropout_rate, rngs=rngs, **dtypes
+        )
+
+    def __call__(
+        self,
+        x_bte: jax.Array,
+        cache: KVCache | None,
+        position_bt: jax.Array,
+        segment_bt: jax.Array,
+        row_b: jax.Array,
+        key: jax.Array | None,
+    ) -> tuple[jax.Array, KVCache | None]:
+        """One layer: [b, t, e] -> [b, t, e], with the cache (see `layers.attention`)."""
+        keys = [None] * 3 if key is None else [jax.random.fold_in(key, site) for site in range(3)]
+        h = self.pre_self_attention_layer_norm(x_bte)
+        h, cache = self.self_attention(h, cache, position_bt, segment_bt, row_b, keys[ATTENTION])
+        x = sharding.constrain(x_bte + h, RESIDUAL)
+        h = self.mlp(self.post_self_attention_layer_norm(x), row_b, keys[HIDDEN])
+        x = sharding.constrain(dropout(x + h, keys[OUTPUT], row_b, self.dropout_rate), RESIDUAL)
+        self._sow_statistics(x, segment_bt)
+        return x, cache
+
+    def _sow_statistics(self, x_bte: jax.Array, segment_bt: jax.Array) -> None:
+        x = jnp.where((segment_bt != 0)[..., None], x_bte.astype(jnp.float32), 0)
+        self.sow(Total, "output_sum", x.sum(), **LATEST)
+        self.sow(Total, "output_square_sum", (x * x).sum(), **LATEST)
+        zeros = (x_bte == 0) & (segment_bt != 0)[..., None]
+        self.sow(Total, "output_zeros", zeros.sum(dtype=jnp.float32), **LATEST)

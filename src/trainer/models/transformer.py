@@ -1,0 +1,170 @@
+"""The decoder-only transformer: embedding, a stack of blocks, norm, head."""
+
+import importlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from trainer.layers.attention import KVCache
+from trainer.layers.dense import Dense, Embed
+from trainer.layers.norm import RMSNorm
+from trainer.layers.sown import LATEST
+from trainer.layers.stack import make_stack, run_stack
+from trainer.ops.dropout import dropout
+
+# decoder_block -> the module that holds the family's Block
+FAMILIES = {"llama2": "trainer.models.llama2"}
+# Dropout sites outside of the blocks; their keys are folded as those of a layer after the last.
+EMBEDDING, BEFORE_HEAD = range(2)
+
+Types = tuple[type[nnx.Variable], ...]
+
+
+def make_block(config, rngs: nnx.Rngs) -> nnx.Module:
+    """One block of the configured family."""
+    return importlib.import_module(FAMILIES[config.decoder_block]).Block(config, rngs)
+
+
+def make_decoder_norm(config) -> RMSNorm:
+    """The norm after the last block."""
+    return RMSNorm(
+        config.base_emb_dim,
+        epsilon=config.normalization_layer_epsilon,
+        dtype=jnp.dtype(config.dtype),
+        weight_dtype=jnp.dtype(config.weight_dtype),
+    )
+
+
+def make_logits_dense(config, rngs: nnx.Rngs) -> Dense:
+    """The head of a model whose head is not the embedding table."""
+    return Dense(
+        [config.base_emb_dim],
+        [config.vocab_size],
+        ("embed", "vocab"),
+        dtype=jnp.dtype(config.dtype),
+        weight_dtype=jnp.dtype(config.weight_dtype),
+        rngs=rngs,
+    )
+
+
+def make_embedder(config, rngs: nnx.Rngs) -> Embed:
+    """The embedding table."""
+    return Embed(
+        config.vocab_size,
+        config.base_emb_dim,
+        dtype=jnp.dtype(config.dtype),
+        weight_dtype=jnp.dtype(config.weight_dtype),
+        rngs=rngs,
+    )
+
+
+def outer_dropout(config, x_bte: jax.Array, row_b: jax.Array, key: jax.Array | None, site: int) -> jax.Array:
+    """Dropout at a site outside of the blocks."""
+    if key is not None:
+        key = jax.random.fold_in(jax.random.fold_in(key, config.base_num_decoder_layers), site)
+    return dropout(x_bte, key, row_b, config.dropout_rate if config.enable_dropout else 0.0)
+
+
+def scale_logits(config, logits_btv: jax.Array) -> jax.Array:
+    """Logits of a tied head, scaled as `normalize_embedding_logits` says."""
+    return logits_btv / config.base_emb_dim**0.5 if config.normalize_embedding_logits else logits_btv
+
+
+class Decoder(nnx.Module):
+    """The blocks, the norm after them and, where it is not the embedding table, the head."""
+
+    def __init__(self, config, rngs: nnx.Rngs):
+        self.config = config
+        self.layers = self.make_layers(rngs)
+        self.decoder_norm = make_decoder_norm(config)
+        if not config.logits_via_embedding:
+            self.logits_dense = make_logits_dense(config, rngs)
+
+    def make_layers(self, rngs: nnx.Rngs) -> Any:
+        """The stack, as an attribute whose parameters lie at decoder/layers/..."""
+        return make_stack(lambda rngs: make_block(self.config, rngs), self.config.base_num_decoder_layers, rngs)
+
+    def run_layers(self, x, cache, *context, key, types):
+        """Run the stack: the last block's x, the cache, and what the blocks sowed."""
+        config = self.config
+        return run_stack(
+            self.layers,
+            x,
+            cache,
+            *context,
+            key=key,
+            scan=config.scan_layers,
+            remat_policy=config.remat_policy,
+            types=types,
+        )
+
+    def __call__(
+        self,
+        x_bte: jax.Array,
+        cache: KVCache | None,
+        position_bt: jax.Array,
+        segment_bt: jax.Array,
+        row_b: jax.Array,
+        key: jax.Array | None,
+        types: Types = (),
+    ) -> tuple[jax.Array, KVCache | None]:
+        """Embedded tokens [b, t, e] -> normed hidden states [b, t, e] and the cache."""
+        x = outer_dropout(self.config, x_bte, row_b, key, EMBEDDING)
+        x, cache, sown = self.run_layers(x, cache, position_bt, segment_bt, row_b, key=key, types=types)
+        for variable_type in types:
+            for path, value in sown[variable_type.__name__].items():
+                self.sow(variable_type, f"layers/{path}", value, **LATEST)
+        return outer_dropout(self.config, self.decoder_norm(x), row_b, key, BEFORE_HEAD), cache
+
+
+class Transformer(nnx.Module):
+    """A decoder-only language model.
+
+    `decoder` is the class of its decoder: a backend may put another one in place, with the same parameters.
+    """
+
+    def __init__(self, config, rngs: nnx.Rngs, decoder: type[Decoder] = Decoder):
+        self.config = config
+        self.token_embedder = make_embedder(config, rngs)
+        self.decoder = decoder(config, rngs)
+
+    def hidden(
+        self,
+        inputs: jax.Array,
+        inputs_position: jax.Array,
+        inputs_segmentation: jax.Array,
+        row: jax.Array,
+        cache: KVCache | None = None,
+        key: jax.Array | None = None,
+        types: Types = (),
+    ) -> tuple[jax.Array, KVCache | None]:
+        """What the head reads: [b, t, e], and the cache.
+
+        Args:
+          inputs, inputs_position, inputs_segmentation: int [b, t]; the names are those of a batch.
+          row: int [b], each row's index in the global batch.
+          cache: keys and values of earlier positions (`init_cache`), or None.
+          key: dropout key of this step, or None for no dropout.
+          types: sown types that the caller captures.
+        """
+        x = self.token_embedder(inputs)
+        return self.decoder(x, cache, inputs_position, inputs_segmentation, row, key, types)
+
+    def head(self, x_bte: jax.Array) -> jax.Array:
+        """Logits [b, t, v] of hidden states [b, t, e]."""
+        if self.config.logits_via_embedding:
+            return scale_logits(self.config, self.token_embedder.attend(x_bte))
+        return self.decoder.logits_dense(x_bte, ("activation_batch", "activation_length", "activation_vocab"))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
+        """Logits [b, t, v]; the arguments are those of `hidden`."""
+        return self.head(self.hidden(*args, **kwargs)[0])
+
+
+def init_cache(config, rows: int, length: int) -> KVCache:
+    """An empty cache for `rows` rows of up to `length` positions."""
+    shape = (config.base_num_decoder_layers, rows, length, config.base_num_kv_heads, config.head_dim)
+    empty = jnp.zeros(shape, config.dtype)
+    return KVCache(empty, empty)

@@ -1,0 +1,36 @@
+"""Dropout from explicit keys: a row's mask depends on its key and its index in the global batch, on nothing else."""
+
+import jax
+import jax.numpy as jnp
+
+
+def _row_keys(key: jax.Array, row_b: jax.Array) -> jax.Array:
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, row_b)
+
+
+def dropout(x: jax.Array, key: jax.Array | None, row_b: jax.Array, rate: float) -> jax.Array:
+    """Set each entry of `x` [b, ...] to zero with probability `rate`, and scale the others by 1 / (1 - rate).
+
+    Row i draws its mask from `key` folded with `row_b[i]`, so it is the same on every mesh and however the batch is
+    cut into microbatches. `key=None` or `rate=0` is the identity.
+    """
+    if key is None or rate == 0:
+        return x
+    keep = jax.vmap(lambda k: jax.random.bernoulli(k, 1 - rate, x.shape[1:]))(_row_keys(key, row_b))
+    return jnp.where(keep, x / (1 - rate), jnp.zeros_like(x))
+
+
+def attention_keep(
+    key: jax.Array, row_b: jax.Array, query_t: jax.Array, heads: int, keys: int, rate: float
+) -> jax.Array:
+    """Which attention weights stay: bool [b, h, t, s].
+
+    The mask of one query depends on its row and its index `query_t` in the row, so that an op that works in blocks of
+    queries draws what an op that takes them all at once draws.
+    """
+
+    def one(row_key: jax.Array, query: jax.Array) -> jax.Array:
+        return jax.random.bernoulli(jax.random.fold_in(row_key, query), 1 - rate, (heads, keys))
+
+    keep_bths = jax.vmap(jax.vmap(one, in_axes=(None, 0)), in_axes=(0, None))(_row_keys(key, row_b), query_t)
+    return keep_bths.swapaxes(1, 2)
