@@ -1,0 +1,30 @@
+"""From base.yml, presets and `key=value` to one frozen configuration. Importing it loads neither JAX nor Flax."""
+
+from trainer.config.derived import eval_batch_rows, global_batch_rows, mesh_axes, microbatch_rows
+from trainer.config.dump import to_yaml
+from trainer.config.errors import UserError, exit_on_user_error
+from trainer.config.flags import COMBINATIONS, combination, flags_of
+from trainer.config.help import help_text
+from trainer.config.load import Loaded, load
+from trainer.config.resolve import resolve
+from trainer.config.schema import Key, Schema, schema
+
+__all__ = [
+    "COMBINATIONS",
+    "Key",
+    "Loaded",
+    "Schema",
+    "UserError",
+    "combination",
+    "eval_batch_rows",
+    "exit_on_user_error",
+    "flags_of",
+    "global_batch_rows",
+    "help_text",
+    "load",
+    "mesh_axes",
+    "microbatch_rows",
+    "resolve",
+    "schema",
+    "to_yaml",
+]

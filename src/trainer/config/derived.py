@@ -10,6 +10,9 @@ MESH_AXES = {
     "tensor": "ici_tensor_parallelism",
 }
 
+# A key that is empty or 0 takes the value of another.
+FOLLOWS = {"mu_dtype": "weight_dtype", "eval_per_device_batch_size": "per_device_batch_size"}
+
 
 def mesh_axes(config: Any) -> dict[str, int]:
     """The sizes of the mesh axes, the outermost first."""

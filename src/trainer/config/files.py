@@ -9,6 +9,7 @@ import yaml
 from trainer.config.schema import BASE_YML, LOADER, Schema
 
 PRESETS = Path(__file__).parent / "models"
+COMMAND_LINE = "command line"  # where a setting comes from, if from no file
 _MAXTEXT_CONFIGS = "src/maxtext/configs/"
 
 
@@ -45,7 +46,7 @@ def read_chain(name: str, schema: Schema) -> tuple[list[YmlFile], list[str], lis
     files: list[YmlFile] = []
     mistakes: list[str] = []
     notes: list[str] = []
-    wanted, where, folder = name, "command line", Path()
+    wanted, where, folder = name, COMMAND_LINE, Path()
     while True:
         path = _find(wanted, folder, [file.path for file in files])
         if path is None:
@@ -114,7 +115,7 @@ def _find(wanted: str, folder: Path, visited: Iterable[Path]) -> Path | None:
     is_base = wanted == "base.yml"
     itself = is_base and path.exists() and path.resolve() in [other.resolve() for other in visited]
     if path.is_file() and not itself:
-        return path
+        return BASE_YML if path.samefile(BASE_YML) else path
     if is_base or (wanted.startswith(_MAXTEXT_CONFIGS) and path.name == "base.yml"):
         return BASE_YML
     return None

@@ -50,6 +50,4 @@ def _flags(config: Any) -> tuple[bool, bool, bool]:
 
 
 def _changes(asked: tuple[bool, ...], flags: tuple[bool, ...]) -> list[str]:
-    return [
-        f"{name}={str(new).lower()}" for name, old, new in zip(FLAGS, asked, flags, strict=True) if old is not new
-    ]
+    return [f"{name}={str(new).lower()}" for name, old, new in zip(FLAGS, asked, flags, strict=True) if old is not new]

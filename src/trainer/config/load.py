@@ -1,6 +1,7 @@
 """Stage 1: from a command line to a configuration, before any device is known and without JAX."""
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,13 +12,12 @@ import ml_collections
 from trainer.config.check import contradictions
 from trainer.config.effects import without_effect
 from trainer.config.errors import nearest, report
-from trainer.config.files import PRESETS, Entry, YmlFile, preset_names, read_chain, read_file
+from trainer.config.files import COMMAND_LINE, PRESETS, Entry, YmlFile, preset_names, read_chain, read_file
 from trainer.config.help import help_text
 from trainer.config.rules import merge_rules, read_rules
 from trainer.config.schema import Key, Schema, schema
 from trainer.config.values import check, read_node, read_text
 
-_COMMAND_LINE = "command line"
 _YML_ENDINGS = (".yml", ".yaml")
 _RULES = "logical_axis_rules"
 
@@ -80,7 +80,7 @@ class _Reader:
 
     def entry(self, entry: Entry) -> dict[str, Setting]:
         """The setting of one entry of a file."""
-        return self.setting(entry.name, entry.given, entry.where, lambda key: read_node(key, entry.node))
+        return self.setting(entry.name, entry.given, entry.where, functools.partial(read_node, node=entry.node))
 
     def file(self, file: YmlFile) -> dict[str, Setting]:
         """The settings of a file. Those of a root count where they differ from the packed base.yml, which it copies."""
@@ -112,9 +112,8 @@ def load(argv: Sequence[str]) -> Loaded:
     for file in files:
         given = _merge(given, reader.file(file))
     given = _merge(given, _command_line(reader, words))
-    name = given["model_name"].value if "model_name" in given else reader.schema.keys["model_name"].default
     values = {key.name: Setting(copy.deepcopy(key.default), "default") for key in reader.schema.keys.values()}
-    values = _merge(_merge(values, _preset(reader, name, given)), given)
+    values = _merge(_merge(values, _preset(reader, (values | given)["model_name"])), given)
 
     config = ml_collections.ConfigDict({name: setting.value for name, setting in values.items()})
     changed = {name: setting.where for name, setting in given.items()}
@@ -140,9 +139,9 @@ def _command_line(reader: _Reader, words: Sequence[str]) -> dict[str, Setting]:
         name, equals, text = word.partition("=")
         problem = _malformed(reader.schema, name, bool(equals), text)
         if problem:
-            reader.mistakes.append(f"{_short(word)} ({_COMMAND_LINE}): {problem}")
+            reader.mistakes.append(f"{_short(word)} ({COMMAND_LINE}): {problem}")
         else:
-            settings |= reader.setting(name, text, _COMMAND_LINE, lambda key, text=text: read_text(key, text))
+            settings |= reader.setting(name, text, COMMAND_LINE, functools.partial(read_text, text=text))
     return settings
 
 
@@ -159,21 +158,17 @@ def _malformed(schema: Schema, name: str, has_value: bool, text: str) -> str | N
     return f"no value; write {name}=VALUE" if name in schema.keys else f"not key=value{nearest(name, schema.keys)}"
 
 
-def _preset(reader: _Reader, name: str, given: dict[str, Setting]) -> dict[str, Setting]:
-    if name == "default":
-        return {}
+def _preset(reader: _Reader, model_name: Setting) -> dict[str, Setting]:
+    name = model_name.value
     if name not in preset_names():
-        names = preset_names()
-        where = given["model_name"].where
-        reader.mistakes.append(
-            f"model_name={_short(name)} ({where}): there is no such preset; allowed: {', '.join(names)}"
-            f"{nearest(name, names)}"
-        )
+        allowed = f"{', '.join(preset_names())}{nearest(name, preset_names())}"
+        shown = f"model_name={_short(name)} ({model_name.where})"
+        reader.mistakes.append(f"{shown}: there is no such preset; allowed: {allowed}")
+    if name == "default" or name not in preset_names():
         return {}
-    path = PRESETS / f"{name}.yml"
-    entries, problem = read_file(path)
+    entries, problem = read_file(PRESETS / f"{name}.yml")
     assert problem is None, problem
-    return reader.file(YmlFile(path, entries))
+    return reader.file(YmlFile(PRESETS / f"{name}.yml", entries))
 
 
 def _merge(below: dict[str, Setting], above: dict[str, Setting]) -> dict[str, Setting]:

@@ -41,9 +41,8 @@ def read_rules(value: Sequence[Any], known: Iterable[str]) -> tuple[list[Rule], 
 
 
 def merge_rules(below: Iterable[Rule], above: Iterable[Rule]) -> list[Rule]:
-    """`below`, the rules of `above` in the place of those of the same name."""
-    new = {rule[0]: rule for rule in above}
-    return [new.get(rule[0], rule) for rule in below]
+    """`below` with the rules of `above`, which replace those of the same name."""
+    return list(({rule[0]: rule for rule in below} | {rule[0]: rule for rule in above}).values())
 
 
 def axes_of(rules: Iterable[Sequence[Any]]) -> dict[str, tuple[str, ...]]:
@@ -68,16 +67,17 @@ def collisions(rules: Iterable[Sequence[Any]]) -> list[str]:
 
 def _problem(rule: Any, names: list[str], seen: dict[str, Rule]) -> str | None:
     if not isinstance(rule, list) or len(rule) != 2 or not isinstance(rule[0], str):
-        return f"{rule!r} is no rule; allowed: a list of [name, mesh axis or list of axes], as in [[embed,fsdp],[norm,[]]]"
+        return f"{rule!r} is no rule; allowed: [name, mesh axis or list of axes], as in [[embed,fsdp],[norm,[]]]"
     name, axes = rule
     if name not in names:
         return f"there is no logical axis {name}; allowed: {', '.join(names)}{nearest(name, names)}"
     if name in seen:
         return f"two rules for {name}; a name has one rule, which may list several mesh axes"
     listed = axes if isinstance(axes, list) else [axes] if axes is not None else []
-    for axis in listed:
+    for axis in map(str, listed):
         if axis not in MESH_AXES:
-            return f"{name}: there is no mesh axis {axis}; allowed: {', '.join(MESH_AXES)}{nearest(str(axis), MESH_AXES)}"
+            allowed = f"{', '.join(MESH_AXES)}{nearest(axis, MESH_AXES)}"
+            return f"{name}: there is no mesh axis {axis}; allowed: {allowed}"
     if len(set(listed)) < len(listed):
         return f"{name}: a mesh axis is listed twice"
     return None

@@ -43,11 +43,12 @@ class Range:
 
 @dataclass(frozen=True)
 class Key:
-    """One key of base.yml. `item` is the type of a list's items, object for any; `doc` the comment above the key."""
+    """One key of base.yml. `kind` is the type of its value, `item` that of a list's items (object for any), `doc` the
+    comment above it."""
 
     name: str
     default: Any
-    type: type
+    kind: type
     section: str = ""
     doc: str = ""
     choices: tuple[Any, ...] = ()
@@ -60,11 +61,11 @@ class Key:
         """What the key accepts, in words."""
         if self.choices:
             return ", ".join(str(choice) or '""' for choice in self.choices)
-        words = _TYPE_WORDS[self.type]
+        words = _TYPE_WORDS[self.kind]
         if self.range:
             words += f" {self.range}"
         if self.item not in (None, object):
-            words += f" of {self.item.__name__}"  # type: ignore[union-attr]
+            words += f" of {self.item.__name__}"
         return words + (" or none" if self.optional else "")
 
     def accepts(self, value: Any) -> bool:
@@ -96,7 +97,8 @@ def parse(text: str) -> Schema:
     """
     defaults = yaml.load(text, Loader=LOADER)
     result = Schema({})
-    section, block = "", []
+    section = ""
+    block: list[str] = []
     lines = text.splitlines()
     for above, line in zip(["", *lines], lines, strict=False):
         if heading := _HEADING.fullmatch(line):

@@ -23,7 +23,7 @@ def read_text(key: Key, text: str) -> Any:
       ValueError: why the text is no value of the key's type.
     """
     unquoted = _unquote(text)
-    if key.type not in (list, dict):
+    if key.kind not in (list, dict):
         return _scalar(key, unquoted)
     if unquoted != text:
         return read_node(key, yaml.ScalarNode("tag:yaml.org,2002:str", unquoted, style='"'))
@@ -33,6 +33,7 @@ def read_text(key: Key, text: str) -> Any:
         node = yaml.compose(text, Loader=LOADER)
     except yaml.YAMLError as error:
         raise ValueError(f"not YAML's flow form ({getattr(error, 'problem', error)}); quotes may be missing") from None
+    assert node is not None  # the text begins with a bracket
     return read_node(key, node)
 
 
@@ -42,9 +43,9 @@ def read_node(key: Key, node: yaml.Node) -> Any:
     Raises:
       ValueError: why the node is no value of the key's type.
     """
-    if key.type is list:
+    if key.kind is list:
         return _list(key, node)
-    if key.type is dict:
+    if key.kind is dict:
         if not isinstance(node, yaml.MappingNode):
             raise ValueError("not a dict")
         return construct(node)
@@ -54,12 +55,15 @@ def read_node(key: Key, node: yaml.Node) -> Any:
 
 
 def construct(node: yaml.Node) -> Any:
-    """`node` as plain Python values, by YAML's own rules for types."""
-    loader = yaml.SafeLoader("")
+    """`node` as plain Python values, by YAML's own rules for types.
+
+    Raises:
+      ValueError: a tag or a form that those rules do not know.
+    """
     try:
-        return loader.construct_object(node, deep=True)
-    finally:
-        loader.dispose()
+        return yaml.SafeLoader("").construct_object(node, deep=True)
+    except yaml.YAMLError as error:
+        raise ValueError(f"not plain YAML ({getattr(error, 'problem', error)})") from None
 
 
 def check(key: Key, value: Any) -> str | None:
@@ -73,13 +77,13 @@ def _scalar(key: Key, text: str) -> Any:
     word = text.strip().lower()
     if key.optional and word in _NONE:
         return None
-    if key.type is str:
+    if key.kind is str:
         return text
-    if key.type is bool:
+    if key.kind is bool:
         if word in _TRUE | _FALSE:
             return word in _TRUE
         raise ValueError("not true or false")
-    return _number(key.type, word)
+    return _number(key.kind, word)
 
 
 def _number(kind: type, word: str) -> Any:

@@ -62,8 +62,9 @@ class Block(nnx.Module):
         return x, cache
 
     def _sow_statistics(self, x_bte: jax.Array, segment_bt: jax.Array) -> None:
-        x = jnp.where((segment_bt != 0)[..., None], x_bte.astype(jnp.float32), 0)
+        real = (segment_bt != 0)[..., None]
+        x = jnp.where(real, x_bte.astype(jnp.float32), 0)
         self.sow(Total, "output_sum", x.sum(), **LATEST)
         self.sow(Total, "output_square_sum", (x * x).sum(), **LATEST)
-        zeros = (x_bte == 0) & (segment_bt != 0)[..., None]
-        self.sow(Total, "output_zeros", zeros.sum(dtype=jnp.float32), **LATEST)
+        self.sow(Total, "output_zeros", (real & (x_bte == 0)).sum(dtype=jnp.float32), **LATEST)
+        self.sow(Total, "output_count", real.sum(dtype=jnp.float32) * x.shape[-1], **LATEST)

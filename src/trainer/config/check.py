@@ -1,0 +1,153 @@
+"""Stage 1's contradictions: settings that exclude each other, seen without a device."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.config import flags
+from trainer.config.derived import MESH_AXES
+from trainer.config.errors import nearest
+from trainer.config.rules import collisions
+
+# The functions of these names are in layers/mlp.py.
+ACTIVATIONS = ("silu", "gelu", "relu", "tanh", "sigmoid", "linear")
+
+
+@dataclass(frozen=True)
+class Check:
+    """`problem(config)` says what is wrong between `keys`, or None."""
+
+    keys: Sequence[str]
+    problem: Callable[[Any], str | None]
+
+
+def contradictions(config: Any, where: Mapping[str, str], broken: set[str]) -> list[str]:
+    """One message for each check that fails, with the keys concerned, their values, and `where` they come from.
+
+    Checks of a key in `broken`, whose value could not be read, are left out.
+    """
+    messages = []
+    for check in CHECKS:
+        if broken.isdisjoint(check.keys) and (problem := check.problem(config)):
+            shown = ", ".join(f"{key}={_shown(config[key])} ({where[key]})" for key in check.keys)
+            messages.append(f"{shown}: {problem}")
+    return messages
+
+
+def _shown(value: Any) -> str:
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _checkpointing(config: Any) -> str | None:
+    return "not built yet; set enable_checkpointing=false" if config.enable_checkpointing else None
+
+
+def _run_name(config: Any) -> str | None:
+    if "/" in config.run_name or config.run_name in (".", ".."):
+        return "the name of one folder, without /; base_output_directory says where it lies"
+    return None
+
+
+def _local(key: str) -> Callable[[Any], str | None]:
+    def problem(config: Any) -> str | None:
+        return "remote paths are not built yet; give a local folder" if "://" in config[key] else None
+
+    return problem
+
+
+def _output_directory(config: Any) -> str | None:
+    return None if config.base_output_directory else "empty; write . for the current folder"
+
+
+def _heads(config: Any) -> str | None:
+    heads, kv_heads = config.base_num_query_heads, config.base_num_kv_heads
+    if heads % kv_heads == 0:
+        return None
+    divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+    best = min(divisors, key=lambda n: abs(n - kv_heads))
+    return f"query heads must be a multiple of key and value heads; nearest: base_num_kv_heads={best}"
+
+
+def _head_dim(config: Any) -> str | None:
+    if config.head_dim % 2:
+        return f"must be even, rotary positions turn pairs; nearest: {config.head_dim - 1} or {config.head_dim + 1}"
+    return None
+
+
+def _rope(config: Any) -> str | None:
+    if config.rope_min_timescale < config.rope_max_timescale:
+        return None
+    return "the shortest wavelength must lie below the longest"
+
+
+def _activations(config: Any) -> str | None:
+    if not config.mlp_activations:
+        return f"at least one; allowed: {', '.join(ACTIVATIONS)}"
+    for name in config.mlp_activations:
+        if name not in ACTIVATIONS:
+            return f"there is no activation {name}; allowed: {', '.join(ACTIVATIONS)}{nearest(name, ACTIVATIONS)}"
+    return None
+
+
+def _schedule_shares(config: Any) -> str | None:
+    total = config.warmup_steps_fraction + config.wsd_decay_steps_fraction
+    if config.lr_schedule_type != "wsd" or total <= 1 + 1e-9:
+        return None
+    return f"with lr_schedule_type=wsd warm-up and decay add up to {total:g} of the schedule; at most 1"
+
+
+def _steps(config: Any) -> str | None:
+    if config.steps == -1 and config.learning_rate_schedule_steps == -1:
+        return "each is said to follow the other; give one of them a number"
+    return None
+
+
+def _regexes(key: str) -> Callable[[Any], str | None]:
+    def problem(config: Any) -> str | None:
+        for pattern in config[key]:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                return f"{pattern!r} is no regular expression: {error}"
+        return None
+
+    return problem
+
+
+def _open_axes(config: Any) -> str | None:
+    unknown = [key for key in MESH_AXES.values() if config[key] == -1]
+    return "only one of them may be -1 and take what is left" if len(unknown) > 1 else None
+
+
+def _rules(config: Any) -> str | None:
+    found = collisions(config.logical_axis_rules)
+    return f"{'; '.join(found)}; move one of the two to another mesh axis or to []" if found else None
+
+
+def _endless_evaluation(config: Any) -> str | None:
+    if config.dataset_type == "synthetic" and config.eval_interval > 0 and config.eval_steps == -1:
+        return "synthetic rows have no end, so the evaluation would never end; give eval_steps or set eval_interval=-1"
+    return None
+
+
+CHECKS = (
+    Check(flags.FLAGS, flags.unsupported),
+    Check(("enable_checkpointing",), _checkpointing),
+    Check(("run_name",), _run_name),
+    Check(("base_output_directory",), _output_directory),
+    Check(("base_output_directory",), _local("base_output_directory")),
+    Check(("dataset_path",), _local("dataset_path")),
+    Check(("base_num_query_heads", "base_num_kv_heads"), _heads),
+    Check(("head_dim",), _head_dim),
+    Check(("rope_min_timescale", "rope_max_timescale"), _rope),
+    Check(("mlp_activations",), _activations),
+    Check(("warmup_steps_fraction", "wsd_decay_steps_fraction"), _schedule_shares),
+    Check(("steps", "learning_rate_schedule_steps"), _steps),
+    Check(("adamw_mask",), _regexes("adamw_mask")),
+    Check(("trainable_parameters_mask",), _regexes("trainable_parameters_mask")),
+    Check(tuple(MESH_AXES.values()), _open_axes),
+    Check(("logical_axis_rules",), _rules),
+    Check(("dataset_type", "eval_interval", "eval_steps"), _endless_evaluation),
+)

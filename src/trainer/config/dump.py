@@ -1,0 +1,26 @@
+"""Configurations as YAML."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from trainer.config.schema import schema
+
+
+def to_yaml(config: Any) -> str:
+    """All keys of `config` as a yml that `load` reads back to the same values, in the order of base.yml."""
+    lines = [f"{name}: {to_flow(config[name])}" for name in schema().keys]
+    return "\n".join(["base_config: base.yml", *lines, ""])
+
+
+def to_flow(value: Any) -> str:
+    """`value` as YAML on one line, text in double quotes."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(to_flow, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{to_flow(key)}: {to_flow(item)}' for key, item in value.items())}}}"
+    style = '"' if isinstance(value, str) else None
+    dumped = yaml.safe_dump([value], default_flow_style=True, default_style=style, width=math.inf, allow_unicode=True)
+    return dumped.strip()[1:-1]

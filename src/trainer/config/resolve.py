@@ -1,0 +1,153 @@
+"""Stage 2: with the devices known, what was open is filled in and what depends on the mesh is checked."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import ml_collections
+
+from trainer.config.derived import FOLLOWS, MESH_AXES
+from trainer.config.errors import report
+from trainer.config.rules import axes_of
+
+FLASH_LENGTH = 1024  # tokens; from this length on attention=autoselected takes flash
+
+# The key that says how long a logical axis is.
+DIMENSIONS = {
+    "layers": "base_num_decoder_layers",
+    "embed": "base_emb_dim",
+    "heads": "base_num_query_heads",
+    "kv_heads": "base_num_kv_heads",
+    "head_dim": "head_dim",
+    "mlp": "base_mlp_dim",
+    "vocab": "vocab_size",
+    "norm": "base_emb_dim",
+    "activation_length": "max_target_length",
+    "activation_embed": "base_emb_dim",
+    "activation_heads": "base_num_query_heads",
+    "activation_kv_heads": "base_num_kv_heads",
+    "activation_mlp": "base_mlp_dim",
+    "activation_vocab": "vocab_size",
+}
+
+
+def resolve(config: Any, *, device_count: int, platform: str) -> ml_collections.FrozenConfigDict:
+    """The configuration for `device_count` devices of `platform` (the mesh's: cpu, gpu or tpu), frozen.
+
+    Raises:
+      UserError: all mistakes of the stage at once, one line each.
+    """
+    values = {name: _frozen(value) for name, value in config.items()}
+    _fill(values, platform)
+    mistakes = _fill_mesh(values, device_count)
+    if not mistakes:
+        mesh = {axis: values[key] for axis, key in MESH_AXES.items()}
+        mistakes = [*_indivisible(values, mesh), *_uneven_rows(values, mesh)]
+    if mistakes:
+        raise report(mistakes)
+    return ml_collections.FrozenConfigDict(values)
+
+
+def _frozen(value: Any) -> Any:
+    """Lists as tuples, so that a configuration equals itself resolved again."""
+    return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value
+
+
+def _fill(values: dict[str, Any], platform: str) -> None:
+    if values["dtype"] == "auto":
+        values["dtype"] = "float32" if platform == "cpu" else "bfloat16"
+    for key, other in FOLLOWS.items():
+        values[key] = values[key] or values[other]
+    if values["attention"] == "autoselected":
+        values["attention"] = "dot_product" if values["max_target_length"] < FLASH_LENGTH else "flash"
+    if values["steps"] == -1:
+        values["steps"] = values["learning_rate_schedule_steps"]
+    if values["learning_rate_schedule_steps"] == -1:
+        values["learning_rate_schedule_steps"] = values["steps"]
+
+
+def _fill_mesh(values: dict[str, Any], device_count: int) -> list[str]:
+    """Gives the axis of size -1 what is left; what is wrong with the mesh."""
+    sizes = {axis: values[key] for axis, key in MESH_AXES.items()}
+    known = math.prod(size for size in sizes.values() if size != -1)
+    left_over = [axis for axis, size in sizes.items() if size == -1]
+    if left_over and device_count % known == 0:
+        values[MESH_AXES[left_over[0]]] = device_count // known
+        return []
+    if known == device_count:
+        return []
+    nearest = _nearest_mesh(sizes, device_count)
+    fitting = " ".join(f"{MESH_AXES[axis]}={size}" for axis, size in nearest.items() if size != sizes[axis])
+    asked = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != -1)
+    if left_over:
+        problem = f"{asked} = {known}, which does not divide the {device_count} devices for {left_over[0]} -1"
+    else:
+        problem = f"{asked} = {known}, but there are {device_count} devices"
+    return [f"{problem}; nearest: {fitting}"]
+
+
+def _nearest_mesh(sizes: Mapping[str, int], device_count: int) -> dict[str, int]:
+    """The mesh of `device_count` devices whose sizes have the smallest ratios to those asked for; -1 asks for none."""
+    asked = list(sizes.values())
+
+    def distance(mesh: Iterable[int]) -> float:
+        return sum(abs(math.log(a / b)) for a, b in zip(mesh, asked, strict=True) if b != -1)
+
+    return dict(zip(sizes, min(_factorizations(device_count, len(sizes)), key=distance), strict=True))
+
+
+def _factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+    if parts == 1:
+        yield (number,)
+        return
+    for first in range(1, number + 1):
+        if number % first == 0:
+            for rest in _factorizations(number // first, parts - 1):
+                yield (first, *rest)
+
+
+def _indivisible(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str]:
+    """One line for each length that the mesh axes of its rules do not divide."""
+    found: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    rules = axes_of(values["logical_axis_rules"])
+    for name, key in DIMENSIONS.items():
+        if values[key] % _product(mesh, rules[name]):
+            found.setdefault((key, rules[name]), []).append(name)
+    lines = []
+    for (key, axes), names in found.items():
+        size, parts = values[key], _product(mesh, axes)
+        fitting = " or ".join(str(n) for n in (size // parts * parts, (size // parts + 1) * parts) if n)
+        lines.append(f"{key}={size}: {_split(mesh, axes, names)} does not divide it; nearest: {fitting}")
+    return lines
+
+
+def _uneven_rows(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str]:
+    """One line for each batch that is not a whole number of rows for each part of the mesh that has rows of its own."""
+    keys = ["per_device_batch_size"]
+    if values["eval_interval"] > 0 and values["eval_per_device_batch_size"] != values["per_device_batch_size"]:
+        keys.append("eval_per_device_batch_size")
+    axes = axes_of(values["logical_axis_rules"])["activation_batch"]
+    devices, parts = math.prod(mesh.values()), _product(mesh, axes)
+    lines = []
+    for key in keys:
+        rows = values[key] * devices
+        # A share such as 0.1 is not exact in binary; 0.1 x 30 devices are 3 rows all the same.
+        if round(rows) >= 1 and abs(rows - round(rows)) < 1e-6 and round(rows) % parts == 0:
+            continue
+        below = math.floor(rows / parts) * parts
+        fitting = " or ".join(f"{n / devices:.12g}" for n in (below, below + parts) if n)
+        product = f"{values[key]:g} x {devices} devices = {rows:.6g} rows"
+        split = _split(mesh, axes, ["activation_batch"])
+        lines.append(f"{key}={values[key]:g}: {product}, not a whole multiple of {parts} ({split}); nearest: {fitting}")
+    return lines
+
+
+def _split(mesh: Mapping[str, int], axes: tuple[str, ...], names: list[str]) -> str:
+    """How a rule splits a length, in words: `fsdp 4 x tensor 2 = 8 (rule of embed)`."""
+    product = " x ".join(f"{axis} {mesh[axis]}" for axis in axes) or "no mesh axis"
+    total = f" = {_product(mesh, axes)}" if len(axes) > 1 else ""
+    return f"{product}{total} by the rule of {' and '.join(names)}"
+
+
+def _product(mesh: Mapping[str, int], axes: tuple[str, ...]) -> int:
+    return math.prod(mesh[axis] for axis in axes)

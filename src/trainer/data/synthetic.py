@@ -1,0 +1,50 @@
+"""Rows computed from their index, for tests and benchmarks without a corpus."""
+
+import numpy as np
+
+from trainer.data.batches import Batch, make_batch
+
+EVAL_ROWS = 256  # rows of the evaluation source
+EVAL_OFFSET = 1 << 48  # index of its first row, beyond any that training reaches
+_CUTS = 3  # a row has one segment more than cuts, or fewer where cuts fall together
+_STRIDE = 7  # a token follows another at this distance
+
+
+class SyntheticRows:
+    """Rows of `length` tokens, a pure function of (seed, offset + index).
+
+    Up to four segments of unequal length share a row, and up to an eighth of it, at the end, is padding. A segment
+    starts at a random token and goes on by next = (token + 7) mod vocab_size, a table that any model can learn.
+    `size` None has no end.
+    """
+
+    def __init__(self, length: int, vocab_size: int, *, seed: int, offset: int = 0, size: int | None = None):
+        self.length, self.size = length, size
+        self._vocab_size, self._seed, self._offset = vocab_size, seed, offset
+
+    def rows(self, indices: np.ndarray) -> Batch:
+        """The rows at `indices` [n], a batch without `row`."""
+        keys = _mix(_mix(np.full(1, self._seed, np.uint64)) + np.asarray(indices, np.uint64) + np.uint64(self._offset))
+        draw = np.stack([_mix(keys + np.uint64(i)) for i in range(2 * (_CUTS + 1))], axis=1)
+        column = np.arange(self.length)
+        cuts = draw[:, :_CUTS] % np.uint64(self.length)
+        segment = (column[None, None] >= cuts[..., None]).sum(axis=1)
+        # Cuts that fall together, or on column 0, leave ids unused: count the changes, so that ids have no gaps.
+        changes = np.diff(segment, axis=1, prepend=segment[:, :1]) != 0
+        segmentation = 1 + np.cumsum(changes, axis=1)
+        padding = draw[:, _CUTS] % np.uint64(self.length // 8 + 1)
+        segmentation = np.where(column < self.length - padding[:, None].astype(np.int64), segmentation, 0)
+        starts = np.take_along_axis(draw[:, _CUTS + 1 :], segment, axis=1) % np.uint64(self._vocab_size)
+        batch = make_batch(starts, starts, segmentation)
+        tokens = starts.astype(np.int64) + _STRIDE * batch["inputs_position"]
+        batch["inputs"] = (tokens % self._vocab_size * (segmentation != 0)).astype(np.int32)
+        batch["targets"] = ((tokens + _STRIDE) % self._vocab_size * (segmentation != 0)).astype(np.int32)
+        return batch
+
+
+def _mix(words: np.ndarray) -> np.ndarray:
+    """One step of SplitMix64 (Steele, Lea, Flood 2014) on uint64 words, elementwise."""
+    words = words + np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))

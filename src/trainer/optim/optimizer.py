@@ -1,0 +1,58 @@
+"""The optimizer, and which parameters it trains."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from trainer.optim.schedule import make_schedule
+
+Mask = Callable[[Any], Any]
+
+
+def make_optimizer(config) -> optax.GradientTransformation:
+    """Clipping by the global norm, then AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) or plain SGD.
+
+    Parameters that are not trainable keep their values and get no optimizer state.
+    """
+    schedule = make_schedule(config)
+    if config.opt_type == "sgd":
+        inner = optax.sgd(schedule)
+    else:
+        inner = optax.adamw(
+            schedule,
+            b1=config.adam_b1,
+            b2=config.adam_b2,
+            eps=config.adam_eps,
+            eps_root=config.adam_eps_root,
+            weight_decay=config.adam_weight_decay,
+            mu_dtype=jnp.dtype(config.mu_dtype),
+            mask=_matching(config.adamw_mask, found=False) if config.adamw_mask else None,
+        )
+    if config.gradient_clipping_threshold:
+        inner = optax.chain(optax.clip_by_global_norm(config.gradient_clipping_threshold), inner)
+    if config.trainable_parameters_mask:
+        frozen = _matching(config.trainable_parameters_mask, found=False)
+        inner = optax.transforms.selective_transform(inner, freeze_mask=frozen)
+    return inner
+
+
+def trainable(config) -> Mask:
+    """A function from the tree of params to a tree of bools: which of them are trained."""
+    return _matching(config.trainable_parameters_mask or [""], found=True)
+
+
+def _matching(patterns: Sequence[str], *, found: bool) -> Mask:
+    """A function from a tree to a tree of bools: `found` where a leaf's name a/b/c matches one of `patterns`."""
+    search = re.compile("|".join(f"(?:{pattern})" for pattern in patterns)).search
+
+    def mask(tree: Any) -> Any:
+        def one(path: Any, _: Any) -> bool:
+            return bool(search(jax.tree_util.keystr(path, simple=True, separator="/"))) == found
+
+        return jax.tree_util.tree_map_with_path(one, tree)
+
+    return mask

@@ -1,0 +1,52 @@
+"""The shardings of a train state, found by path over the TrainTree and so the same for every combination."""
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from trainer.backends import Backend, TrainTree
+from trainer.backends.codec import Path, path_of
+from trainer.sharding import Axes, Rules, spec
+
+
+def logical_axes(backend: Backend, tree: TrainTree) -> TrainTree:
+    """The logical axis names of every leaf of `tree`, at its place.
+
+    A leaf of the optimizer's state belongs to the parameter whose path its own ends with, if they have equally many
+    axes: that is how optax lays out moments, whatever it wraps around them. Other leaves have no names and are
+    replicated.
+    """
+    axes_of = _by_path(backend.param_axes)
+
+    def optimizer_axes(keypath: Any, leaf: Any) -> Axes:
+        path = path_of(keypath)
+        for start in range(len(path)):
+            axes = axes_of.get(path[start:])
+            if axes is not None and len(axes) == leaf.ndim:
+                return axes
+        return Axes((None,) * leaf.ndim)
+
+    return TrainTree(
+        step=Axes(),
+        params=jax.tree.map(lambda axes, _: axes, backend.param_axes, tree.params),
+        opt_state=jax.tree_util.tree_map_with_path(optimizer_axes, tree.opt_state),
+        rest=jax.tree.map(lambda leaf: Axes((None,) * leaf.ndim), tree.rest),
+    )
+
+
+def abstract_state(backend: Backend) -> Any:
+    """The native train state with a ShapeDtypeStruct at each leaf. Nothing is allocated."""
+    return jax.eval_shape(backend.init, jax.random.key(0))
+
+
+def state_shardings(backend: Backend, mesh: Mesh, rules: Rules) -> Any:
+    """The NamedSharding of every leaf of the native train state, in a tree of exactly its structure."""
+    tree = backend.unpack(abstract_state(backend))
+    return backend.pack(
+        jax.tree.map(lambda axes: NamedSharding(mesh, spec(axes, rules)), logical_axes(backend, tree)),
+    )
+
+
+def _by_path(tree: Any) -> dict[Path, Any]:
+    return {path_of(keypath): leaf for keypath, leaf in jax.tree_util.tree_leaves_with_path(tree)}

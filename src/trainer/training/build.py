@@ -1,0 +1,114 @@
+"""From a configuration and devices to everything that runs, the same for training and for ahead-of-time tools."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from trainer.backends import Backend, make_backend
+from trainer.config import eval_batch_rows, global_batch_rows, resolve
+from trainer.layers.sown import TYPES
+from trainer.objectives import Objective
+from trainer.optim import make_optimizer
+from trainer.sharding import Rules, make_mesh, make_rules, on_mesh, spec
+from trainer.state import abstract_state, init_state_fn, state_shardings
+from trainer.training.evaluate import make_eval_step
+from trainer.training.step import make_train_step
+
+BATCH_FIELDS = ("inputs", "targets", "inputs_position", "inputs_segmentation", "targets_segmentation")
+
+
+class Run(NamedTuple):
+    """What a configuration means on some devices. Functions are jitted; nothing has been allocated or compiled."""
+
+    config: Any  # resolved and frozen
+    mesh: Mesh
+    rules: Rules
+    backend: Backend
+    state_shardings: Any  # of the native train state, leaf for leaf
+    batch_shardings: dict[str, NamedSharding]
+    replicated: NamedSharding
+    init: Callable[[], Any]  # () -> native train state at step 0, sharded
+    step: Any  # jitted (state, batch) -> (state, metrics), the state donated
+    eval_step: Any  # jitted (state, batch, bytes per token [vocab]) -> sums
+
+    def abstract_args(self) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
+        """The arguments of `step`, as shapes with shardings."""
+        state = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            abstract_state(self.backend),
+            self.state_shardings,
+        )
+        return state, self.abstract_batch(self.rows)
+
+    def abstract_batch(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """A batch of `rows` rows, as shapes with shardings."""
+        shapes = dict.fromkeys(BATCH_FIELDS, (rows, self.config.max_target_length)) | {"row": (rows,)}
+        return {
+            name: jax.ShapeDtypeStruct(shape, "int32", sharding=self.batch_shardings[name])
+            for name, shape in shapes.items()
+        }
+
+    @property
+    def rows(self) -> int:
+        """Rows of the global batch of one update."""
+        return global_batch_rows(self.config)
+
+    @property
+    def eval_rows(self) -> int:
+        """Rows of an evaluation batch."""
+        return eval_batch_rows(self.config)
+
+    def compile(self) -> Any:
+        """The compiled training step."""
+        return self.step.lower(*self.abstract_args()).compile()
+
+    def placed(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn`, whose layers place their arrays on this run's mesh when it is traced."""
+        return _placed(fn, self.mesh, self.rules)
+
+
+def build(config, devices: Sequence[jax.Device]) -> Run:
+    """Resolve `config` for `devices`, and make mesh, backend, shardings and steps.
+
+    Raises:
+      UserError: the configuration does not fit the devices; all mistakes at once.
+    """
+    config = resolve(config, device_count=len(devices), platform=devices[0].platform)
+    mesh = make_mesh(config, devices)
+    rules = make_rules(config.logical_axis_rules)
+    tx = make_optimizer(config)
+    backend = make_backend(config, tx)
+    capture = TYPES if config.record_internal_nn_metrics else ()
+    objective = Objective(backend.apply, config.z_loss_multiplier, capture)
+
+    shardings = state_shardings(backend, mesh, rules)
+    rows = NamedSharding(mesh, spec(["activation_batch"], rules))
+    table = NamedSharding(mesh, spec(["activation_batch", "activation_length"], rules))
+    batch_shardings = dict.fromkeys(BATCH_FIELDS, table) | {"row": rows}
+    replicated = NamedSharding(mesh, spec([], rules))
+
+    step = jax.jit(
+        _placed(make_train_step(config, backend, tx, objective), mesh, rules),
+        in_shardings=(shardings, batch_shardings),
+        out_shardings=(shardings, replicated),
+        donate_argnums=0,
+    )
+    eval_step = jax.jit(
+        _placed(make_eval_step(backend, objective._replace(z_loss_multiplier=0.0, capture=())), mesh, rules),
+        in_shardings=(shardings, batch_shardings, replicated),
+        out_shardings=replicated,
+    )
+    init = init_state_fn(backend, shardings, config.init_weights_seed)
+    return Run(config, mesh, rules, backend, shardings, batch_shardings, replicated, init, step, eval_step)
+
+
+def _placed(fn: Callable[..., Any], mesh: Mesh, rules: Rules) -> Callable[..., Any]:
+    @functools.wraps(fn)
+    def on_this_mesh(*args: Any) -> Any:
+        with on_mesh(mesh, rules):
+            return fn(*args)
+
+    return on_this_mesh

@@ -1,0 +1,104 @@
+"""The loop. The device never waits for the host: metrics of a step are read after the next one was dispatched."""
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from trainer.data import Dataset, Loader, eval_batches
+from trainer.runtime import place
+from trainer.training.build import Run
+from trainer.training.evaluate import summarize
+
+Row = dict[str, Any]
+
+
+class Reports(NamedTuple):
+    """Who hears of what happens: a row per step, and a row per evaluation."""
+
+    step: Callable[[Row], None]
+    evaluation: Callable[[Row], None]
+
+
+def fit(run: Run, compiled_step: Callable[..., Any], dataset: Dataset, reports: Reports) -> Any:
+    """Train for `steps` updates from the initial state, evaluating on the way; gives back the last native train state.
+
+    Args:
+      run: from `build`.
+      compiled_step: `run.compile()`.
+      dataset: rows to train and to evaluate on.
+      reports: called once for each row, in order.
+    """
+    config = run.config
+    state = run.init()
+    reader = _Reader(reports.step)
+    with Loader(dataset.train, run.rows, config.steps) as batches, jax.transfer_guard("disallow"):
+        for step, batch in enumerate(batches):
+            state, metrics = compiled_step(state, place(batch, run.batch_shardings))
+            reader.push(step, metrics)
+            done = step + 1
+            if config.eval_interval > 0 and (done % config.eval_interval == 0 or done == config.steps):
+                reader.flush()
+                reports.evaluation(evaluate(run, state, dataset, step))
+                reader.restart_clock()
+        reader.flush()
+    return state
+
+
+def evaluate(run: Run, state: Any, dataset: Dataset, step: int) -> Row:
+    """A row of metrics over the held-out rows, or over the first `eval_steps` batches of them."""
+    started = time.perf_counter()
+    length = np.zeros(run.config.vocab_size, np.int32)
+    if dataset.tokenizer is not None:
+        length = dataset.tokenizer.bytes_per_token
+    table = jax.device_put(length, run.replicated)
+
+    def sums() -> Iterable[dict[str, np.ndarray]]:
+        waiting = None
+        for batch in eval_batches(dataset.evaluation, run.eval_rows, run.config.eval_steps):
+            current = run.eval_step(state, place(batch, run.batch_shardings), table)
+            if waiting is not None:
+                yield jax.device_get(waiting)
+            waiting = current
+        if waiting is not None:
+            yield jax.device_get(waiting)
+
+    return {"step": step, **summarize(sums()), "eval_time": time.perf_counter() - started}
+
+
+class _Reader:
+    """Turns metrics on the device into rows on the host, one step late."""
+
+    def __init__(self, report: Callable[[Row], None]):
+        self._report = report
+        self._waiting: tuple[int, Any] | None = None
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """The next step's time counts from now."""
+        self._clock = time.perf_counter()
+
+    def push(self, step: int, metrics: Any) -> None:
+        """Take the metrics of a step that was just dispatched, and report those of the step before."""
+        self.flush()
+        self._waiting = step, metrics
+
+    def flush(self) -> None:
+        """Wait for the last step and report it."""
+        if self._waiting is None:
+            return
+        step, metrics = self._waiting
+        self._waiting = None
+        values = {name: value.item() if value.ndim == 0 else value.tolist() for name, value in jax.device_get(metrics).items()}
+        now = time.perf_counter()
+        elapsed, self._clock = now - self._clock, now
+        tokens = int(values.pop("tokens"))
+        self._report({
+            "step": step,
+            **values,
+            "tokens": tokens,
+            "step_time": elapsed,
+            "tokens_per_second": tokens / elapsed,
+        })

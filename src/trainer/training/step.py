@@ -1,0 +1,111 @@
+"""One training step, in the order in which data meets it. Written over TrainTree, so it is the same for every combination."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from trainer.backends import Backend
+from trainer.layers.sown import Sown
+from trainer.objectives import Objective
+from trainer.optim import make_schedule, trainable
+
+Batch = dict[str, jax.Array]
+# What dropout keys are folded from: the seed of the parameters, folded with this.
+DROPOUT_STREAM = 2**31 - 1
+
+
+def make_train_step(
+    config, backend: Backend, tx: optax.GradientTransformation, objective: Objective
+) -> Callable[[Any, Batch], tuple[Any, dict[str, jax.Array]]]:
+    """`step(native_state, batch) -> (native_state, metrics)`, to be jitted with the state donated.
+
+    `batch` holds int32 [rows, length] arrays and `row` [rows]; rows is the global batch. Metrics are float32 scalars (and
+    arrays [layers] of activation statistics where they are recorded), weighted over the whole batch.
+    """
+    schedule = make_schedule(config)
+    is_trained = trainable(config)
+    microbatches = config.gradient_accumulation_steps
+    drops = config.enable_dropout and (config.dropout_rate > 0 or config.attention_dropout_rate > 0)
+
+    def step(state: Any, batch: Batch) -> tuple[Any, dict[str, jax.Array]]:
+        tree = backend.unpack(state)
+        key = None
+        if drops:
+            stream = jax.random.fold_in(jax.random.key(config.init_weights_seed), DROPOUT_STREAM)
+            key = jax.random.fold_in(stream, tree.step)
+        tokens = objective.weight(batch)
+        trained, frozen = _partition(is_trained(tree.params), tree.params)
+
+        def loss(trained: Any, batch: Batch) -> tuple[jax.Array, tuple[dict[str, jax.Array], Sown]]:
+            sums, sown = objective.sums(_combine(trained, frozen), tree.rest, batch, key)
+            terms = {name: total / jnp.maximum(tokens, 1) for name, total in sums.items()}
+            return sum(terms.values(), start=jnp.zeros(())), (terms, sown)
+
+        (total, (terms, sown)), grads = _accumulate(jax.value_and_grad(loss, has_aux=True), microbatches)(trained, batch)
+        metrics = {
+            "loss": total,
+            **terms,
+            "grad_norm": optax.global_norm(grads),
+            "learning_rate": jnp.asarray(schedule(tree.step), jnp.float32),
+            "tokens": tokens,
+            **_activation_statistics(sown),
+        }
+        grads = _combine(grads, jax.tree.map(jnp.zeros_like, frozen))
+        updates, opt_state = tx.update(grads, tree.opt_state, tree.params)
+        params = optax.apply_updates(tree.params, updates)
+        return backend.pack(tree._replace(step=tree.step + 1, params=params, opt_state=opt_state)), metrics
+
+    return step
+
+
+def _accumulate(value_and_grad: Callable[[Any, Batch], Any], microbatches: int) -> Callable[[Any, Batch], Any]:
+    """Sum `value_and_grad` over microbatches; microbatch j of n takes rows j, j + n, j + 2n, ...
+
+    So a device's rows stay on it: the rows of each microbatch are spread over the mesh as the whole batch is.
+    """
+    if microbatches == 1:
+        return value_and_grad
+
+    def summed(params: Any, batch: Batch) -> Any:
+        split = jax.tree.map(lambda x: x.reshape(-1, microbatches, *x.shape[1:]).swapaxes(0, 1), batch)
+
+        def body(total: Any, microbatch: Batch) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, value_and_grad(params, microbatch)), None
+
+        first = jax.tree.map(lambda x: x[0], split)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(value_and_grad, params, first))
+        return jax.lax.scan(body, zeros, split)[0]
+
+    return summed
+
+
+def _partition(mask: Any, tree: Any) -> tuple[Any, Any]:
+    """`tree` twice: its leaves where `mask` holds, and the others; None stands for what is missing."""
+    return (
+        jax.tree.map(lambda keep, leaf: leaf if keep else None, mask, tree),
+        jax.tree.map(lambda keep, leaf: None if keep else leaf, mask, tree),
+    )
+
+
+def _combine(left: Any, right: Any) -> Any:
+    """The inverse of `_partition`."""
+    return jax.tree.map(lambda a, b: b if a is None else a, left, right, is_leaf=lambda x: x is None)
+
+
+def _activation_statistics(sown: Sown) -> dict[str, jax.Array]:
+    """Mean, standard deviation and share of zeros of each layer's output, [layers], from sums over the batch."""
+    totals = sown.get("Total", {})
+    statistics = {}
+    for path, count in totals.items():
+        stem, found, _ = path.partition("output_count")
+        if not found:
+            continue
+        mean = totals[f"{stem}output_sum"] / count
+        square = totals[f"{stem}output_square_sum"] / count
+        statistics[f"{stem}output_mean"] = mean
+        statistics[f"{stem}output_stddev"] = jnp.sqrt(jnp.maximum(square - mean**2, 0))
+        statistics[f"{stem}output_fraction_zero"] = totals[f"{stem}output_zeros"] / count
+    return statistics

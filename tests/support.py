@@ -1,0 +1,78 @@
+"""Helpers that tests share."""
+
+from typing import Any
+
+import numpy as np
+
+from trainer.config import flags_of, load, resolve
+from trainer.config.flags import COMBINATIONS
+
+# Parametrized over, so that a removed backend takes its cases with it.
+ALL_COMBINATIONS = tuple(COMBINATIONS)
+
+TINY = {
+    "dataset_type": "synthetic",
+    "base_emb_dim": 16,
+    "base_num_query_heads": 4,
+    "base_num_kv_heads": 2,
+    "base_mlp_dim": 32,
+    "base_num_decoder_layers": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "max_target_length": 16,
+    "steps": 20,
+    "eval_interval": -1,
+    "per_device_batch_size": 4,
+}
+
+
+def pinned(combination: str) -> dict[str, bool]:
+    """The three flags of a combination, written out: what base.yml says does not matter to the test."""
+    return flags_of(combination)
+
+
+def arguments(combination: str, **overrides: Any) -> list[str]:
+    """A tiny configuration as command-line arguments, with its combination pinned."""
+    values = TINY | pinned(combination) | overrides
+    return ["base.yml", *(f"{key}={value}" for key, value in values.items())]
+
+
+def tiny_config(combination: str, *, devices: int = 1, **overrides: Any):
+    """A resolved tiny configuration for `devices` CPU devices."""
+    return resolve(load(arguments(combination, **overrides)).config, device_count=devices, platform="cpu")
+
+
+def packed_batch(config, rows: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random rows of up to three segments and some padding: a batch as the data room makes it."""
+    rng = np.random.default_rng(seed)
+    length = config.max_target_length
+    ends = np.sort(rng.integers(1, length + 1, (rows, 3)), axis=1)
+    index = np.arange(length)
+    segment = 1 + (index[None, :, None] >= ends[:, None, :]).sum(-1)
+    segment[segment > 3] = 0  # behind the last end lies padding
+    first = np.concatenate([np.ones((rows, 1), bool), segment[:, 1:] != segment[:, :-1]], axis=1)
+    position = index - np.maximum.accumulate(np.where(first, index, 0), axis=1)
+    tokens = rng.integers(0, config.vocab_size, (2, rows, length))
+    batch = {
+        "inputs": tokens[0],
+        "targets": tokens[1],
+        "inputs_position": position,
+        "inputs_segmentation": segment,
+        "targets_segmentation": segment,
+        "row": np.arange(rows),
+    }
+    return {name: array.astype(np.int32) for name, array in batch.items()}
+
+
+def assert_equal_bits(left: Any, right: Any) -> None:
+    """Two pytrees have the same structure and at every leaf the same dtype, shape and bits."""
+    import jax
+
+    leaves, structure = jax.tree_util.tree_flatten_with_path(left)
+    others, other_structure = jax.tree_util.tree_flatten_with_path(right)
+    assert structure == other_structure
+    for (path, a), (_, b) in zip(leaves, others, strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        name = jax.tree_util.keystr(path)
+        assert a.dtype == b.dtype, f"{name}: {a.dtype} and {b.dtype}"
+        assert a.tobytes() == b.tobytes(), f"{name} differs by up to {np.abs(a.astype(float) - b.astype(float)).max()}"

@@ -1,0 +1,237 @@
+"""Stage 1: what wins over what, which files are found, and how mistakes are told."""
+
+import pytest
+
+from trainer.config import UserError, load, schema
+from trainer.config.schema import BASE_YML
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    """Each test runs in a folder of its own; write(name, text) puts files there."""
+    monkeypatch.chdir(tmp_path)
+
+
+def write(name: str, text: str) -> str:
+    with open(name, "w") as file:
+        file.write(text)
+    return name
+
+
+def mistakes(*argv: str) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        load(argv)
+    head, *lines = str(caught.value).split("\n  ")
+    assert head == f"{len(lines)} mistake{'s' if len(lines) > 1 else ''} in the configuration:"
+    return lines
+
+
+@pytest.mark.parametrize("argv", [[], ["base.yml"], ["src/maxtext/configs/base.yml"]])
+def test_the_packed_base_yml_needs_no_file(argv):
+    loaded = load(argv)
+    assert loaded.config.to_dict() == {name: key.default for name, key in schema().keys.items()}
+    assert loaded.changed == {}
+    assert loaded.warnings == []
+    assert len(loaded.notes) == (1 if "/" in "".join(argv) else 0)
+
+
+def test_loading_twice_shares_nothing():
+    load([]).config.logical_axis_rules[0][1].append("tensor")
+    assert load([]).config.logical_axis_rules[0] == ["activation_batch", ["data", "fsdp"]]
+
+
+def test_precedence_is_base_preset_yml_command_line():
+    write("parent.yml", "base_config: base.yml\nmodel_name: llama2-7b\nsteps: 1\nhead_dim: 64\nvocab_size: 100\n")
+    write("my.yml", "base_config: parent.yml\nsteps: 2\nbase_mlp_dim: 300\n")
+    loaded = load(["my.yml", "vocab_size=99"])
+    config = loaded.config
+    assert config.base_emb_dim == 4096  # the preset over base.yml
+    assert (config.head_dim, config.base_mlp_dim) == (64, 300)  # the yml and its parent over the preset
+    assert config.steps == 2  # the yml over its parent
+    assert config.vocab_size == 99  # the command line over all
+    assert loaded.changed["vocab_size"] == "command line"
+    assert loaded.changed["steps"] == "my.yml:2"
+    assert loaded.changed["head_dim"] == "parent.yml:4"
+    assert "base_emb_dim" not in loaded.changed
+
+
+def test_the_command_line_beats_the_preset_without_further_ado():
+    assert load(["model_name=llama2-7b", "base_emb_dim=64"]).config.base_emb_dim == 64
+
+
+def test_a_key_given_twice_takes_the_last():
+    write("my.yml", "base_config: base.yml\nsteps: 1\nsteps: 2\n")
+    assert load(["my.yml"]).config.steps == 2
+    assert load(["steps=1", "steps=2"]).config.steps == 2
+
+
+def test_a_parent_is_found_relative_to_its_child(tmp_path):
+    (tmp_path / "sub").mkdir()
+    write("sub/parent.yml", "base_config: base.yml\nsteps: 5\n")
+    write("sub/my.yml", "base_config: parent.yml\n")
+    write("other.yml", "base_config: sub/my.yml\n")
+    assert load(["other.yml"]).config.steps == 5
+
+
+def test_a_base_yml_of_ones_own_may_have_the_packed_one_for_parent():
+    write("base.yml", "base_config: base.yml\nsteps: 5\n")
+    write("my.yml", "base_config: base.yml\neval_steps: 3\n")
+    assert load(["base.yml"]).config.steps == 5
+    assert load(["my.yml"]).config.steps == 5
+    assert load([]).config.steps == 5
+
+
+def test_a_full_copy_stands_below_the_preset_where_it_was_not_edited():
+    write("base.yml", BASE_YML.read_text().replace("base_mlp_dim: 512", "base_mlp_dim: 640"))
+    loaded = load(["base.yml", "model_name=llama2-7b"])
+    assert (loaded.config.base_emb_dim, loaded.config.base_mlp_dim) == (4096, 640)
+    assert set(loaded.changed) == {"model_name", "base_mlp_dim"}
+
+
+def test_any_name_and_a_path_with_an_equals_sign_will_do(tmp_path):
+    (tmp_path / "lr=3").mkdir()
+    write("lr=3/my.yml", "base_config: base.yml\nsteps: 5\n")
+    write("conf", "base_config: base.yml\nsteps: 6\n")
+    assert load(["lr=3/my.yml"]).config.steps == 5
+    assert load(["conf"]).config.steps == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("base_config: gone.yml\n", "gone.yml (my.yml:1): there is no such file"),
+        ("base_config: my.yml\n", "base_config=my.yml (my.yml:1)|its own parent"),
+        (
+            "steps: 5\n",
+            "my.yml: no base_config, and not every key is given (run_name, base_output",
+        ),
+        ("", "my.yml: no base_config"),
+        ("a: [1\n", "my.yml:2: not YAML"),
+        ("- steps\n", "my.yml: not a table"),
+        ("base_config: base.yml\nstepz: 5\n", "stepz=5 (my.yml:2): there is no key stepz; nearest: steps"),
+        ("base_config: base.yml\nsteps: [1]\n", "steps=[1] (my.yml:2): a list where one value belongs"),
+        ("base_config: base.yml\n? [a]\n: 1\n", "[a]=1 (my.yml:2): there is no key [a]"),
+    ],
+)
+def test_mistakes_in_a_yml_name_file_and_line(text, message):
+    write("my.yml", text)
+    (line,) = mistakes("my.yml")
+    assert all(part in line for part in message.split("|"))
+
+
+@pytest.mark.parametrize("path", ["gone.yml", "other/base.yml", "src/maxtext/configs/sft.yml"])
+def test_a_file_that_is_not_there(path):
+    assert mistakes(path) == [f"{path} (command line): there is no such file; the packed base.yml is called base.yml"]
+
+
+def test_a_folder_or_bytes_for_a_yml(tmp_path):
+    (tmp_path / "dir.yml").mkdir()
+    (tmp_path / "bytes.yml").write_bytes(b"steps: \xff")
+    assert "there is no such file" in mistakes("dir.yml")[0]
+    assert mistakes("bytes.yml") == ["bytes.yml: not UTF-8 text"]
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("stepz=3", "stepz=3 (command line): there is no key stepz; nearest: steps"),
+        ("qqqqqq=3", "qqqqqq=3 (command line): there is no key qqqqqq"),
+        ("emb_dim=3", "emb_dim=3 (command line): there is no key emb_dim; nearest: base_emb_dim"),
+        ("steps=abc", "steps=abc (command line): not an integer; allowed: an integer in [1, inf) or -1"),
+        ("steps=0", "steps=0 (command line): out of range; allowed: an integer in [1, inf) or -1"),
+        ("adam_b1=1", "adam_b1=1 (command line): out of range; allowed: a number in [0, 1)"),
+        ("scan_layers=x", "scan_layers=x (command line): not true or false; allowed: true or false"),
+        (
+            "opt_type=adamv",
+            "opt_type=adamv (command line): not one of the choices; allowed: adamw, sgd; near",
+        ),
+        ("--steps=3", "--steps=3 (command line): keys have no dashes; write steps=3"),
+        ("--scan-layers", "--scan-layers (command line): keys have no dashes; write scan_layers=VALUE"),
+        ("steps", "steps (command line): no value; write steps=VALUE"),
+        ("stepz", "stepz (command line): not key=value; nearest: steps"),
+        ("--verbose", "--verbose (command line): there is no such option"),
+        (
+            "model_name=llama2-7",
+            "model_name=llama2-7 (command line): there is no such preset; allowed: default, ll",
+        ),
+    ],
+)
+def test_mistakes_on_the_command_line(word, line):
+    (found,) = mistakes("base.yml", word)
+    assert found.startswith(line)
+
+
+def test_all_mistakes_are_told_at_once_one_line_each():
+    write("my.yml", "base_config: base.yml\nstepz: 5\nsteps: x\n")
+    lines = mistakes("my.yml", "other.yml", "foo=1", "prompt=a\nb", "dtype=float8\nx", "head_dim=3", "adamw_mask=[")
+    assert [line.split(" ")[0].split("=")[0] for line in lines] == [
+        "stepz", "steps", "other.yml", "foo", "dtype", "adamw_mask", "head_dim",
+    ]  # fmt: skip
+    assert not any("\n" in line for line in lines)
+
+
+def test_a_key_that_could_not_be_read_makes_no_contradiction():
+    assert len(mistakes("base_num_query_heads=x", "base_num_kv_heads=4")) == 1
+
+
+def test_rules_replace_those_of_their_name_at_every_level():
+    write("parent.yml", "base_config: base.yml\nlogical_axis_rules:\n- [embed, []]\n- [norm, fsdp]\n")
+    write("my.yml", "base_config: parent.yml\nlogical_axis_rules: [[norm, [data, fsdp]]]\n")
+    rules = dict(load(["my.yml", "logical_axis_rules=[[mlp,null],[vocab,[tensor]]]"]).config.logical_axis_rules)
+    assert rules["embed"] == []
+    assert rules["norm"] == ["data", "fsdp"]
+    assert rules["mlp"] == []
+    assert rules["vocab"] == ["tensor"]
+    assert rules["heads"] == "tensor"
+    assert list(rules) == [name for name, _ in schema().keys["logical_axis_rules"].default]
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ("[[embd,fsdp]]", "there is no logical axis embd; allowed: .*; nearest: embed"),
+        ("[[embed,fsdb]]", "embed: there is no mesh axis fsdb; allowed: data, fsdp, tensor; nearest: fsdp"),
+        ("[[embed,[fsdp,fsdp]]]", "embed: a mesh axis is listed twice"),
+        ("[[embed,fsdp],[embed,data]]", "two rules for embed"),
+        ("[embed,fsdp]", "'embed' is no rule"),
+        ("[[embed]]", "is no rule"),
+        ("[[embed,[[fsdp]]]]", "there is no mesh axis"),
+        ("[[mlp,fsdp]]", "embed and mlp of mlp/wi_0/kernel .* both take mesh axis fsdp"),
+        ("[[activation_length,fsdp]]", "activation_batch and activation_length of .* both take mesh axis fsdp"),
+    ],
+)
+def test_rules_that_are_none(rules, message):
+    with pytest.raises(UserError, match=message):
+        load([f"logical_axis_rules={rules}"])
+
+
+@pytest.mark.parametrize("word", ["help", "--help", "-h"])
+def test_help_prints_every_key_and_ends_well(word, capsys):
+    with pytest.raises(SystemExit) as caught:
+        load(["base.yml", word])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert all(f"\n{name}=" in text for name in schema().keys)
+    assert "Number of updates." in text
+    assert "an integer in [1, inf) or -1" in text
+
+
+def test_every_preset_loads():
+    from trainer.config.files import preset_names
+
+    assert "llama2-7b" in preset_names()
+    for name in preset_names():
+        assert load([f"model_name={name}"]).config.model_name == name
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "run_name=r base_output_directory=o dataset_type=synthetic steps=10",
+        "run_name=r dataset_type=synthetic per_device_batch_size=2 gradient_accumulation_steps=8 steps=10",
+        "run_name=r dataset_type=synthetic enable_nnx=true pure_nnx_decoder=true pure_nnx=true steps=10",
+        "dataset_type=synthetic enable_checkpointing=False eval_interval=5 eval_steps=2 steps=10",
+    ],
+)
+def test_command_lines_of_maxtext(words):
+    assert load(["base.yml", *words.split()]).config.steps == 10

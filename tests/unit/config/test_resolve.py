@@ -1,0 +1,203 @@
+"""Stage 2: open values, the mesh, and what the mesh must divide; the derived sizes; the dump."""
+
+import pytest
+
+from trainer.config import (
+    UserError,
+    eval_batch_rows,
+    global_batch_rows,
+    load,
+    mesh_axes,
+    microbatch_rows,
+    resolve,
+    to_yaml,
+)
+
+
+def resolved(words: str = "", devices: int = 1, platform: str = "cpu"):
+    return resolve(load(words.split()).config, device_count=devices, platform=platform)
+
+
+def mistakes(words: str, devices: int) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        resolved(words, devices)
+    return str(caught.value).split("\n  ")[1:]
+
+
+@pytest.mark.parametrize(
+    ("words", "platform", "key", "value"),
+    [
+        ("", "cpu", "dtype", "float32"),
+        ("", "tpu", "dtype", "bfloat16"),
+        ("", "gpu", "dtype", "bfloat16"),
+        ("dtype=float16", "cpu", "dtype", "float16"),
+        ("", "cpu", "mu_dtype", "float32"),
+        ("weight_dtype=bfloat16", "cpu", "mu_dtype", "bfloat16"),
+        ("mu_dtype=bfloat16", "cpu", "mu_dtype", "bfloat16"),
+        ("max_target_length=1023", "cpu", "attention", "dot_product"),
+        ("max_target_length=1024", "cpu", "attention", "flash"),
+        ("attention=flash", "cpu", "attention", "flash"),
+        ("steps=-1 learning_rate_schedule_steps=50", "cpu", "steps", 50),
+        ("steps=60", "cpu", "learning_rate_schedule_steps", 60),
+        ("steps=60 learning_rate_schedule_steps=50", "cpu", "learning_rate_schedule_steps", 50),
+        ("per_device_batch_size=4", "cpu", "eval_per_device_batch_size", 4.0),
+        ("eval_per_device_batch_size=2", "cpu", "eval_per_device_batch_size", 2.0),
+    ],
+)
+def test_open_values_are_filled_in(words, platform, key, value):
+    assert resolved(words, platform=platform)[key] == value
+
+
+def test_the_result_is_frozen_and_the_input_left_alone():
+    config = load([]).config
+    frozen = resolve(config, device_count=8, platform="cpu")
+    assert config.dtype == "auto"
+    assert config.ici_fsdp_parallelism == -1
+    with pytest.raises(AttributeError):
+        frozen.steps = 3
+
+
+def test_resolving_twice_changes_nothing():
+    once = resolved("", 8)
+    assert resolve(once, device_count=8, platform="cpu") == once
+
+
+@pytest.mark.parametrize(
+    ("words", "devices", "mesh"),
+    [
+        ("", 1, (1, 1, 1)),
+        ("", 8, (1, 8, 1)),
+        ("ici_fsdp_parallelism=4 ici_tensor_parallelism=-1 base_num_kv_heads=6", 8, (1, 4, 2)),
+        ("ici_data_parallelism=-1 ici_fsdp_parallelism=1", 8, (8, 1, 1)),
+        ("ici_data_parallelism=2 ici_fsdp_parallelism=4", 8, (2, 4, 1)),
+    ],
+)
+def test_the_open_axis_takes_what_is_left(words, devices, mesh):
+    axes = mesh_axes(resolved(words, devices))
+    assert list(axes) == ["data", "fsdp", "tensor"]
+    assert tuple(axes.values()) == mesh
+
+
+@pytest.mark.parametrize(
+    ("words", "devices", "line"),
+    [
+        (
+            "ici_data_parallelism=2 ici_fsdp_parallelism=3",
+            8,
+            "data 2 x fsdp 3 x tensor 1 = 6, but there are 8 devices; nearest: ici_fsdp_parallelism=4",
+        ),
+        (
+            "ici_data_parallelism=3",
+            8,
+            "data 3 x tensor 1 = 3, which does not divide the 8 devices for fsdp -1; "
+            "nearest: ici_data_parallelism=4 ici_fsdp_parallelism=2",
+        ),
+        (
+            "ici_fsdp_parallelism=16",
+            8,
+            "data 1 x fsdp 16 x tensor 1 = 16, but there are 8 devices; nearest: ici_fsdp_parallelism=8",
+        ),
+    ],
+)
+def test_a_mesh_that_does_not_fit_shows_the_arithmetic(words, devices, line):
+    assert mistakes(words, devices) == [line]
+
+
+@pytest.mark.parametrize(
+    ("words", "devices", "line"),
+    [
+        ("base_emb_dim=90", 4, "base_emb_dim=90: fsdp 4 by the rule of embed does not divide it; nearest: 88 or 92"),
+        (
+            "ici_fsdp_parallelism=1 ici_tensor_parallelism=2",
+            2,
+            "base_num_kv_heads=3: tensor 2 by the rule of kv_heads and activation_kv_heads does not divide it; "
+            "nearest: 2 or 4",
+        ),
+        (
+            "logical_axis_rules=[[embed,[data,fsdp]]] ici_data_parallelism=2 base_emb_dim=6",
+            4,
+            "base_emb_dim=6: data 2 x fsdp 2 = 4 by the rule of embed does not divide it; nearest: 4 or 8",
+        ),
+        (
+            "logical_axis_rules=[[layers,fsdp],[embed,[]]]",
+            4,
+            "base_num_decoder_layers=2: fsdp 4 by the rule of layers does not divide it; nearest: 4",
+        ),
+        (
+            "logical_axis_rules=[[activation_length,tensor],[activation_heads,[]],[activation_kv_heads,[]],"
+            "[activation_mlp,[]],[activation_vocab,[]],[kv_heads,[]]] "
+            "ici_fsdp_parallelism=1 ici_tensor_parallelism=2 max_target_length=127",
+            2,
+            "max_target_length=127: tensor 2 by the rule of activation_length does not divide it; nearest: 126 or 128",
+        ),
+    ],
+)
+def test_a_length_that_the_mesh_does_not_divide(words, devices, line):
+    assert mistakes(words, devices) == [line]
+
+
+@pytest.mark.parametrize(
+    ("words", "devices", "line"),
+    [
+        (
+            "per_device_batch_size=0.3",
+            8,
+            "per_device_batch_size=0.3: 0.3 x 8 devices = 2.4 rows, not a whole multiple of 8 "
+            "(data 1 x fsdp 8 = 8 by the rule of activation_batch); nearest: 1",
+        ),
+        ("per_device_batch_size=1.5", 2, "1.5 x 2 devices = 3 rows, not a whole multiple of 2|nearest: 1 or 2"),
+        ("per_device_batch_size=0.01", 1, "0.01 rows|nearest: 1"),
+        ("eval_per_device_batch_size=0.5", 2, "eval_per_device_batch_size=0.5: 0.5 x 2|nearest: 1"),
+    ],
+)
+def test_rows_must_be_whole_on_every_part_of_the_mesh(words, devices, line):
+    (found,) = mistakes(words, devices)
+    assert all(part in found for part in line.split("|"))
+
+
+def test_evaluation_rows_do_not_matter_without_evaluation():
+    resolved("eval_per_device_batch_size=0.5 eval_interval=-1", 2)
+
+
+def test_all_mistakes_of_the_stage_are_told_at_once():
+    words = "ici_fsdp_parallelism=4 ici_tensor_parallelism=2 base_emb_dim=90 per_device_batch_size=0.3"
+    assert [line.partition("=")[0] for line in mistakes(words, 8)] == [
+        "base_emb_dim",
+        "base_num_kv_heads",
+        "per_device_batch_size",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "devices", "rows"),
+    [
+        ("", 1, (8, 8, 8)),
+        ("per_device_batch_size=2 gradient_accumulation_steps=4 eval_per_device_batch_size=3", 8, (16, 64, 24)),
+        ("per_device_batch_size=0.5 ici_fsdp_parallelism=4 ici_tensor_parallelism=2 base_num_kv_heads=6", 8, (4, 4, 4)),
+        ("per_device_batch_size=0.1 ici_fsdp_parallelism=1 ici_tensor_parallelism=30 base_num_query_heads=30 "
+         "base_num_kv_heads=30 base_mlp_dim=30 vocab_size=30", 30, (3, 3, 3)),
+    ],
+)  # fmt: skip
+def test_rows_of_a_batch(words, devices, rows):
+    config = resolved(words, devices)
+    assert (microbatch_rows(config), global_batch_rows(config), eval_batch_rows(config)) == rows
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["model_name=llama2-7b", "base_emb_dim=192", "enable_dropout=true"],  # values of base.yml against a preset
+        ["prompt=a: 'b'\n\t\"c\" # ü \x7f\u2028", "run_name=123", "adamw_mask=[norm,'a,b']", "learning_rate=1e-3"],
+        ["logical_axis_rules=[[embed,[]],[mlp,[fsdp,tensor]]]", "dataset_type=synthetic", "run_name=null"],
+    ],
+)
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_dump_loads_back_to_the_same_configuration(words, devices, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = resolve(load(words).config, device_count=devices, platform="cpu")
+    (tmp_path / "config.yml").write_text(to_yaml(config), encoding="utf-8")
+    again = load(["config.yml"])
+    assert again.warnings == []
+    assert resolve(again.config, device_count=devices, platform="cpu") == config
+    assert to_yaml(again.config) == to_yaml(config)

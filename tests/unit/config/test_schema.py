@@ -1,0 +1,93 @@
+"""base.yml is the schema: its comment forms, and what a malformed one does."""
+
+import pytest
+
+from trainer.config import schema
+from trainer.config.check import ACTIVATIONS
+from trainer.config.flags import COMBINATIONS, FLAGS
+from trainer.config.resolve import DIMENSIONS
+from trainer.config.rules import TENSORS
+from trainer.config.schema import BASE_YML, parse
+
+
+def test_every_key_of_base_yml_is_parsed_with_a_section_and_a_doc():
+    keys = schema().keys
+    assert next(iter(keys)) == "run_name"
+    assert len(keys) > 60
+    assert all(key.section and key.doc for key in keys.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "default", "allowed"),
+    [
+        ("run_name", str, "", "text"),
+        ("scan_layers", bool, True, "true or false"),
+        ("record_internal_nn_metrics", int, 0, "0, 1"),
+        ("steps", int, 700, "an integer in [1, inf) or -1"),
+        ("dropout_rate", float, 0.0, "a number in [0, 1)"),
+        ("normalization_layer_epsilon", float, 1e-5, "a number in (0, inf)"),
+        ("mu_dtype", str, "", '"", float32, bfloat16, float16'),
+        ("adamw_mask", list, [], "a list of str"),
+    ],
+)
+def test_keys_have_the_type_of_their_default_and_what_the_comment_allows(name, kind, default, allowed):
+    key = schema().keys[name]
+    assert (key.kind, key.default, key.allowed) == (kind, default, allowed)
+
+
+def test_keys_without_a_comment_of_their_own_share_the_one_above():
+    keys = parse("# ---- A ---\n# Intro.\n\n# Both.\nx: 1\ny: 2\n\n# Alone.\nz: 3\n")
+    assert [key.doc for key in keys.keys.values()] == ["Both.", "Both.", "Alone."]
+    assert keys.intros == {"A": "Intro."}
+
+
+def test_an_empty_key_is_optional():
+    key = parse("x:  # float or none\n").keys["x"]
+    assert (key.kind, key.optional, key.allowed) == (float, True, "a number or none")
+    assert key.accepts(None)
+
+
+@pytest.mark.parametrize(
+    ("interval", "inside", "outside"),
+    [
+        ("[0.5, 1)", [0.5, 0.9], [0.4, 1.0]),
+        ("(0, 0.5]", [0.1, 0.5], [0.0, 0.6]),
+        ("[0.5, inf) or -1", [0.5, 1e9, -1.0], [0.0, -2.0, float("inf")]),
+    ],
+)
+def test_ranges(interval, inside, outside):
+    key = parse(f"x: 0.5  # in {interval}; free text").keys["x"]
+    assert all(key.accepts(value) for value in inside)
+    assert not any(key.accepts(value) for value in outside)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x: 1  # on of 1, 2", "none of the forms"),
+        ("x: 1  # in 0, 1", "none of the forms"),
+        ("x: 1  # in [3, 2]", "is empty"),
+        ("x: word  # in [0, 1]", "a range needs a number"),
+        ("x: 3  # one of 1, 2", "is not allowed"),
+        ("x: 3  # in [0, 1]", "is not allowed"),
+        ("x: []", "a list needs a comment"),
+        ("x: []  # list of cats", "none of the forms"),
+        ("x:", "no type"),
+        ("x: true  # one of true", "a choice needs text or a number"),
+        ("X y: 1", "cannot read the line"),
+    ],
+)
+def test_a_malformed_line_is_the_developers_mistake(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse(text)
+
+
+def test_names_that_code_and_base_yml_share_agree():
+    keys, text = schema().keys, BASE_YML.read_text()
+    assert f"any of {', '.join(ACTIVATIONS)}" in text
+    assert set(FLAGS) <= set(keys)
+    assert len(set(COMBINATIONS.values())) == 5
+    rules = {name for name, _ in keys["logical_axis_rules"].default}
+    assert rules == {"activation_batch", *DIMENSIONS}
+    assert {name for names in TENSORS.values() for name in names} == rules
+    assert set(DIMENSIONS.values()) <= set(keys)
