@@ -7,6 +7,7 @@ from typing import Any
 
 from trainer.config import flags
 from trainer.config.derived import MESH_AXES
+from trainer.config.dump import to_flow
 from trainer.config.errors import nearest
 from trainer.config.rules import collisions
 
@@ -36,7 +37,7 @@ def contradictions(config: Any, where: Mapping[str, str], broken: set[str]) -> l
 
 
 def _shown(value: Any) -> str:
-    text = str(value).lower() if isinstance(value, bool) else str(value)
+    text = to_flow(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.derived import FOLLOWS
+from trainer.config.dump import to_flow
 from trainer.config.files import COMMAND_LINE
 from trainer.config.schema import schema
 
@@ -64,8 +65,12 @@ def without_effect(config: Any, changed: Mapping[str, str]) -> list[str]:
     lines = []
     for inert in INERT:
         for key in inert.keys:
-            defaults = [schema().keys[key].default, *(config[FOLLOWS[it]] for it in FOLLOWS if it == key)]
-            repeats = config[key] in defaults and changed.get(key) != COMMAND_LINE
-            if key in changed and not repeats and inert.when(config):
-                lines.append(f"{key}={config[key]} ({changed[key]}) has no effect: {inert.reason}")
+            said = key in changed and (changed[key] == COMMAND_LINE or not _repeats_default(config, key))
+            if said and inert.when(config):
+                lines.append(f"{key}={to_flow(config[key])} ({changed[key]}) has no effect: {inert.reason}")
     return lines
+
+
+def _repeats_default(config: Any, key: str) -> bool:
+    default = schema().keys[key].default
+    return config[key] == default or (key in FOLLOWS and config[key] == config[FOLLOWS[key]])

@@ -70,7 +70,7 @@ def train_batch(
 def epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:
     """The order in which `epoch` visits the rows: a permutation of [0, size), int64, read-only.
 
-    It sorts the random words of Philox (Salmon et al. 2011), whose stream numpy promises to keep, unlike `permutation`'s.
+    It sorts the random words of Philox (Salmon et al. 2011), which numpy promises to keep; `permutation` may change.
     """
     words = np.random.Philox(key=[seed, epoch]).random_raw(size)
     order = np.argsort(words, kind="stable")

@@ -20,15 +20,17 @@ class Tokenizer:
         bpe.encode_special_tokens = True
         self._bpe = bpe
         self.vocab_size: int = bpe.get_vocab_size()
-        self.eot: int = bpe.token_to_id(EOT_TEXT)
-        # A byte-level token is written with one character per byte.
-        self.bytes_per_token = np.array([len(bpe.id_to_token(i)) for i in range(self.vocab_size)], np.int32)
+        ids = bpe.get_vocab()
+        self.eot = ids[EOT_TEXT]
+        self.bytes_per_token = np.zeros(self.vocab_size, np.int32)
         """Bytes that each token stands for, [vocab_size], int32; 0 for `eot`."""
-        self.bytes_per_token[self.eot] = 0
+        for token, i in ids.items():
+            # A byte-level token is written with one character per byte.
+            self.bytes_per_token[i] = 0 if i == self.eot else len(token)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Self:
-        """A tokenizer of at most `vocab_size` tokens (fewer if the texts are short); equal texts give equal tokenizers."""
+        """A tokenizer of `vocab_size` tokens, or fewer if the texts are short; equal texts give equal tokenizers."""
         bpe = tokenizers.Tokenizer(models.BPE())
         bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         bpe.decoder = decoders.ByteLevel()

@@ -4,7 +4,6 @@ from typing import Any
 
 from flax import linen
 
-from trainer.layers.sown import LATEST
 from trainer.linen.bridge import to_linen
 from trainer.linen.stack import Stack
 from trainer.models import transformer
@@ -25,7 +24,8 @@ class Decoder(Stack):
         x, cache, sown = self.run_layers(x, cache, position, segment, row, key=key, types=types)
         for variable_type in types:
             for path, value in sown[variable_type.__name__].items():
-                self.sow(variable_type.__name__, f"layers/{path}", value, **LATEST)
+                name = f"layers/{path}"
+                self.sow(variable_type.__name__, name, value, reduce_fn=lambda _, new: new, init_fn=lambda: None)
         return outer_dropout(self.config, self.decoder_norm(x), row, key, BEFORE_HEAD), cache
 
     def head(self, x):

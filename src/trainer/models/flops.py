@@ -2,8 +2,8 @@
 
 Model FLOPs as MaxText reports them, after PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B):
 - a multiplication and an addition are two operations;
-- matrix products with parameters count, the output head among them; the embedding lookup, norms, rotary positions, softmax,
-  activations and the optimizer do not;
+- matrix products with parameters count, the output head among them; the embedding lookup, norms, rotary positions,
+  softmax, activations and the optimizer do not;
 - attention scores and their products with the values count half of the square, because of the causal mask; that packed
   documents do not see each other is not deducted;
 - the backward pass is twice the forward pass, also where parameters are frozen; what rematerialization computes again

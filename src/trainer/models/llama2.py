@@ -8,7 +8,7 @@ from trainer import sharding
 from trainer.layers.attention import Attention, KVCache
 from trainer.layers.mlp import MLP
 from trainer.layers.norm import RMSNorm
-from trainer.layers.sown import LATEST, Total
+from trainer.layers.sown import Total, sow
 from trainer.ops.dropout import dropout
 
 RESIDUAL = ("activation_batch", "activation_length", "activation_embed")
@@ -64,7 +64,7 @@ class Block(nnx.Module):
     def _sow_statistics(self, x_bte: jax.Array, segment_bt: jax.Array) -> None:
         real = (segment_bt != 0)[..., None]
         x = jnp.where(real, x_bte.astype(jnp.float32), 0)
-        self.sow(Total, "output_sum", x.sum(), **LATEST)
-        self.sow(Total, "output_square_sum", (x * x).sum(), **LATEST)
-        self.sow(Total, "output_zeros", (real & (x_bte == 0)).sum(dtype=jnp.float32), **LATEST)
-        self.sow(Total, "output_count", real.sum(dtype=jnp.float32) * x.shape[-1], **LATEST)
+        sow(self, Total, "output_sum", x.sum())
+        sow(self, Total, "output_square_sum", (x * x).sum())
+        sow(self, Total, "output_zeros", (real & (x_bte == 0)).sum(dtype=jnp.float32))
+        sow(self, Total, "output_count", real.sum(dtype=jnp.float32) * x.shape[-1])

@@ -10,7 +10,7 @@ from flax import nnx
 from trainer.layers.attention import KVCache
 from trainer.layers.dense import Dense, Embed
 from trainer.layers.norm import RMSNorm
-from trainer.layers.sown import LATEST
+from trainer.layers.sown import sow
 from trainer.layers.stack import make_stack, run_stack
 from trainer.ops.dropout import dropout
 
@@ -115,7 +115,7 @@ class Decoder(nnx.Module):
         x, cache, sown = self.run_layers(x, cache, position_bt, segment_bt, row_b, key=key, types=types)
         for variable_type in types:
             for path, value in sown[variable_type.__name__].items():
-                self.sow(variable_type, f"layers/{path}", value, **LATEST)
+                sow(self, variable_type, f"layers/{path}", value)
         return outer_dropout(self.config, self.decoder_norm(x), row_b, key, BEFORE_HEAD), cache
 
 

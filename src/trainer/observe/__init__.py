@@ -1,0 +1,7 @@
+"""What a run shows and leaves behind: the console, the run directory, the metrics file. Importing it loads no JAX."""
+
+from trainer.observe.console import Console
+from trainer.observe.metrics import MetricsWriter
+from trainer.observe.rundir import open_run
+
+__all__ = ["Console", "MetricsWriter", "open_run"]

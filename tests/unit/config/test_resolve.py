@@ -189,6 +189,7 @@ def test_rows_of_a_batch(words, devices, rows):
         [],
         ["model_name=llama2-7b", "base_emb_dim=192", "enable_dropout=true"],  # values of base.yml against a preset
         ["prompt=a: 'b'\n\t\"c\" # ü \x7f\u2028", "run_name=123", "adamw_mask=[norm,'a,b']", "learning_rate=1e-3"],
+        [f"prompt={'many words ' * 20}"],
         ["logical_axis_rules=[[embed,[]],[mlp,[fsdp,tensor]]]", "dataset_type=synthetic", "run_name=null"],
     ],
 )
@@ -198,6 +199,7 @@ def test_a_dump_loads_back_to_the_same_configuration(words, devices, tmp_path, m
     config = resolve(load(words).config, device_count=devices, platform="cpu")
     (tmp_path / "config.yml").write_text(to_yaml(config), encoding="utf-8")
     again = load(["config.yml"])
+    assert to_yaml(config).count("\n") == len(config) + 1  # one line a key, and base_config
     assert again.warnings == []
     assert resolve(again.config, device_count=devices, platform="cpu") == config
     assert to_yaml(again.config) == to_yaml(config)

@@ -1,13 +1,19 @@
 """base.yml is the schema: its comment forms, and what a malformed one does."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from trainer.config import schema
 from trainer.config.check import ACTIVATIONS
+from trainer.config.dump import to_flow
 from trainer.config.flags import COMBINATIONS, FLAGS
 from trainer.config.resolve import DIMENSIONS
 from trainer.config.rules import TENSORS
 from trainer.config.schema import BASE_YML, parse
+
+FROM_MAXTEXT = Path(__file__).parents[3] / "docs" / "from-maxtext.md"
 
 
 def test_every_key_of_base_yml_is_parsed_with_a_section_and_a_doc():
@@ -91,3 +97,11 @@ def test_names_that_code_and_base_yml_share_agree():
     assert rules == {"activation_batch", *DIMENSIONS}
     assert {name for names in TENSORS.values() for name in names} == rules
     assert set(DIMENSIONS.values()) <= set(keys)
+
+
+def test_the_page_for_maxtext_users_has_the_defaults_of_base_yml():
+    _, _, table = FROM_MAXTEXT.read_text().partition("## Defaults")
+    rows = re.findall(r"^\| `(\w+)` \| `(.+)` \| `(.+)` \|$", table, re.MULTILINE)
+    assert len(rows) > 15
+    for name, theirs, ours in rows:
+        assert ours == to_flow(schema().keys[name].default) != theirs

@@ -104,4 +104,6 @@ def test_count_equals_that_of_the_model(tied, activations):
 
 
 def test_importing_it_loads_no_jax():
-    subprocess.run([sys.executable, "-c", "import trainer.models.flops, sys; assert 'jax' not in sys.modules"], check=True)
+    subprocess.run(
+        [sys.executable, "-c", "import trainer.models.flops, sys; assert 'jax' not in sys.modules"], check=True
+    )

@@ -1,0 +1,95 @@
+"""Folders of prepared data: written whole or not at all, by one process while others wait, and checked when read."""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from trainer.config.errors import UserError
+
+Progress = Callable[[str], None]
+META = "meta.json"
+
+
+def cache_root(dataset_path: str) -> Path:
+    """The folder that the key dataset_path names; empty: `trainer` in the user's cache folder."""
+    if dataset_path:
+        return Path(dataset_path).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainer"
+
+
+def ensure(folder: Path, build: Callable[[Path], dict[str, Any]], progress: Progress) -> None:
+    """Makes `folder`, unless it exists, with what `build(temporary folder)` writes, and the dict it returns as META.
+
+    The temporary folder lies beside `folder` and is renamed at the end. Of several processes one builds, and the others
+    wait for it. Raises UserError where the files cannot be written.
+    """
+    temporary = folder.with_name(folder.name + ".tmp")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder.with_name(folder.name + ".lock"), progress):
+            if folder.exists():
+                return
+            # The lock is ours, so what lies here was left by a run that died.
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            try:
+                meta = build(temporary)
+                meta["sha256"] = {name: _sha256(temporary / name) for name in _files(temporary)}
+                (temporary / META).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+                temporary.rename(folder)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot write the prepared data to {folder.parent}: {error.strerror or error}; "
+            "set dataset_path to a folder that can be written and has room"
+        ) from error
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """The dict that `build` returned, once every file of `folder` is found to be as it was written; else UserError."""
+    try:
+        meta = json.loads((folder / META).read_text(encoding="utf-8"))
+        sums = dict(meta["sha256"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise damaged(folder, META, f"cannot be read ({type(error).__name__}: {error})") from error
+    for name, expected in sums.items():
+        try:
+            found = _sha256(folder / name)
+        except OSError as error:
+            raise damaged(folder, name, f"cannot be read ({error.strerror or error})") from error
+        if found != expected:
+            raise damaged(folder, name, "is not what was written")
+    return meta
+
+
+def damaged(folder: Path, name: str, what: str) -> UserError:
+    """The error for file `name` of a prepared folder; `what` goes on from its name."""
+    return UserError(f"prepared data: {folder / name} {what}; delete {folder} and the next run prepares it again")
+
+
+@contextlib.contextmanager
+def _locked(path: Path, progress: Progress) -> Iterator[None]:
+    """Holds an exclusive lock on the file `path`, which stays: to remove it would let two processes in."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress(f"another run is preparing {path.with_suffix('')}: waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,55 @@
+"""What runs on what, said at the start."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from trainer.config import combination, global_batch_rows, mesh_axes
+from trainer.observe.lines import Work
+
+
+def work_of(config: Any, flops_per_token: float) -> Work:
+    """What one step of the resolved `config` computes."""
+    tokens = global_batch_rows(config) * config.max_target_length
+    return Work(math.prod(mesh_axes(config).values()), tokens, flops_per_token)
+
+
+def banner_rows(
+    config: Any,
+    *,
+    device_kind: str,
+    platform: str,
+    process_count: int,
+    parameters: int,
+    dataset: str,
+    run_dir: Path,
+) -> list[tuple[str, str]]:
+    """Labels and texts for the resolved `config`; the arguments are those of `Console.banner`."""
+    mesh = mesh_axes(config)
+    rows, length, tokens = global_batch_rows(config), config.max_target_length, work_of(config, 0.0).tokens
+    kind = device_kind if device_kind.lower() == platform else f"{device_kind} ({platform})"
+    heads, kv_heads = config.base_num_query_heads, config.base_num_kv_heads
+    batch = f"{rows} rows x {length} tokens = {tokens:,} tokens per step"
+    if config.gradient_accumulation_steps > 1:
+        batch += f", in {config.gradient_accumulation_steps} microbatches"
+    return [
+        ("devices", f"{math.prod(mesh.values())} x {kind}, {_count(process_count, 'process', 'processes')}"),
+        ("mesh", " x ".join(f"{axis} {size}" for axis, size in mesh.items())),
+        ("combination", combination(config)),
+        (
+            "model",
+            f"{config.decoder_block}: {_count(config.base_num_decoder_layers, 'layer', 'layers')}, "
+            f"width {config.base_emb_dim}, {heads} heads of {config.head_dim} ({kv_heads} key-value), "
+            f"MLP {config.base_mlp_dim}, vocabulary {config.vocab_size}, "
+            f"{'tied' if config.logits_via_embedding else 'separate'} head; {parameters:,} parameters",
+        ),
+        ("dtype", f"{config.dtype}, weights {config.weight_dtype}"),
+        ("batch", batch),
+        ("steps", f"{config.steps:,}"),
+        ("data", dataset),
+        ("run", str(run_dir)),
+    ]
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"

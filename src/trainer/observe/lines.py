@@ -1,0 +1,118 @@
+"""The lines of a step and of an evaluation, for a terminal and for programs that read MaxText's log."""
+
+import math
+import statistics
+from array import array
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from trainer.observe.text import Field, clock, perplexity, short_time, si
+
+# The first steps of a process wait for compilation and for the first batches.
+FIRST_STEPS = 2
+# Weight of the newest step in the smoothed step time.
+SMOOTHING = 0.05
+
+
+class Work(NamedTuple):
+    """What one step computes. Tokens are all positions of the batch, padding too, as MaxText counts them."""
+
+    devices: int
+    tokens: int  # rows x length
+    flops_per_token: float
+
+    def tokens_per_second(self, step_time: float) -> float:
+        """Tokens per second and device."""
+        return self.tokens / self.devices / step_time if step_time else math.inf
+
+    def flops_per_second(self, step_time: float) -> float:
+        """Model FLOPs per second and device."""
+        return self.flops_per_token * self.tokens_per_second(step_time)
+
+
+class Pace:
+    """What the steps so far say about speed, without the first two."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.tokens = 0
+        self._smoothed = 0.0
+        self._times, self._rates = array("d"), array("d")
+
+    def add(self, row: Mapping[str, float]) -> None:
+        """Take a step's row into account."""
+        self.steps += 1
+        self.tokens += int(row["tokens"])
+        if self.steps == FIRST_STEPS + 1:
+            self._times, self._rates = array("d"), array("d")
+        self._times.append(row["step_time"])
+        self._rates.append(row["tokens_per_second"])
+        if self.steps > FIRST_STEPS:
+            # A plain mean until there are enough steps to smooth.
+            weight = max(SMOOTHING, 1 / len(self._times))
+            self._smoothed += weight * (row["step_time"] - self._smoothed)
+
+    def eta(self, steps_left: int) -> str:
+        """Time to the end as h:mm:ss; "?" while only first steps were seen."""
+        if steps_left == 0:
+            return clock(0)
+        return clock(steps_left * self._smoothed) if self.steps > FIRST_STEPS else "?"
+
+    def medians(self) -> tuple[float, float]:
+        """Median step time in seconds and median tokens per second; over the first steps where there are no others."""
+        return statistics.median(self._times), statistics.median(self._rates)
+
+
+def step_fields(row: Mapping[str, float], total_steps: int, work: Work, eta: str) -> list[Field]:
+    """A step's dense line."""
+    digits = len(str(total_steps))
+    flops = si(work.flops_per_second(row["step_time"]), "FLOP/s")
+    return [
+        Field(f"{row['step']:>{digits}}/{total_steps}", style="dim"),
+        Field(f"loss {row['loss']:.3f}", style="bold"),
+        Field(f"lr {row['learning_rate']:.1e}", drop=5),
+        Field(f"grad {row['grad_norm']:>#5.3g}", drop=4),
+        Field(f"{si(row['tokens_per_second'], 'tok/s'):>11}", drop=2),
+        Field(f"{flops + ('/device' if work.devices > 1 else ''):>12}", drop=6),
+        Field(f"{short_time(row['step_time']):>6}", drop=3),
+        Field(f"eta {eta}", drop=1),
+    ]
+
+
+def step_line(row: Mapping[str, float], work: Work, eta: str) -> str:
+    """A step's line as MaxText writes it, then fields of our own."""
+    step_time = row["step_time"]
+    return (
+        f"completed step: {row['step']}, seconds: {step_time:.3f}, "
+        f"TFLOP/s/device: {work.flops_per_second(step_time) / 1e12:.3f}, "
+        f"Tokens/s/device: {work.tokens_per_second(step_time):.3f}, "
+        f"total_weights: {int(row['tokens'])}, loss: {row['loss']:.3f}, "
+        f"lm_loss: {row['lm_loss']:.3f}, perplexity: {perplexity(row['lm_loss']):.3f}, "
+        f"grad_norm: {row['grad_norm']:.3f}, learning_rate: {row['learning_rate']:.3e}, eta: {eta}"
+    )
+
+
+def evaluation_fields(row: Mapping[str, float]) -> list[Field]:
+    """An evaluation's dense line."""
+    fields = [
+        Field(f"evaluation at step {row['step']}", style="green"),
+        Field(f"loss {row['eval_loss']:.3f}", style="bold"),
+        Field(f"perplexity {row['eval_perplexity']:.2f}", drop=1),
+    ]
+    if "eval_bits_per_byte" in row:
+        fields.append(Field(f"{row['eval_bits_per_byte']:.4f} bits per byte", style="bold"))
+    return [
+        *fields,
+        Field(f"{int(row['eval_tokens']):,} tokens", drop=2),
+        Field(short_time(row["eval_time"]), drop=3),
+    ]
+
+
+def evaluation_line(row: Mapping[str, float]) -> str:
+    """An evaluation's line as MaxText writes it, then fields of our own."""
+    bits = f", bits_per_byte={row['eval_bits_per_byte']:.4f}" if "eval_bits_per_byte" in row else ""
+    return (
+        f"Completed eval after train step {row['step']}, loss={row['eval_loss']:.3f}, "
+        f"perplexity={row['eval_perplexity']:.3f}, total_weights={int(row['eval_tokens'])}"
+        f"{bits}, seconds={row['eval_time']:.3f}"
+    )

@@ -1,0 +1,62 @@
+"""Numbers and durations in words, and lines that fit."""
+
+import math
+import unicodedata
+from collections.abc import Sequence
+from typing import NamedTuple
+
+_PREFIXES = ("", "k", "M", "G", "T", "P", "E")
+
+
+def si(value: float, unit: str) -> str:
+    """`value` with three digits and a prefix of `unit`: si(10240, "tok/s") is "10.2 ktok/s"."""
+    scale = 0
+    while abs(value) >= 999.5 and scale < len(_PREFIXES) - 1:
+        value, scale = value / 1000, scale + 1
+    decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:.{decimals}f} {_PREFIXES[scale]}{unit}"
+
+
+def clock(seconds: float) -> str:
+    """`seconds` as h:mm:ss."""
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+
+
+def short_time(seconds: float) -> str:
+    """`seconds` with three digits: "104 ms", "6.31 s"."""
+    return f"{seconds * 1000:.0f} ms" if seconds < 0.9995 else si(seconds, "s")
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), infinite where a float cannot hold it."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def visible(text: str) -> str:
+    """`text` with control characters other than newline and tab escaped, so that it cannot steer a terminal."""
+    return "".join(
+        char if char in "\n\t" or unicodedata.category(char) != "Cc" else f"\\x{ord(char):02x}" for char in text
+    )
+
+
+class Field(NamedTuple):
+    """A part of a line. Of a line that is too long the highest `drop` goes first; 0 stays."""
+
+    text: str
+    drop: int = 0
+    style: str = ""
+
+
+def fit(fields: Sequence[Field], width: int, gap: str = "  ") -> list[Field]:
+    """The fields that fit in `width` characters, joined by `gap`, in their order."""
+    kept = list(fields)
+    while len(gap.join(field.text for field in kept)) > width:
+        last = max(kept, key=lambda field: field.drop)
+        if last.drop == 0:
+            break
+        kept.remove(last)
+    return kept

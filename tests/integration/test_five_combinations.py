@@ -1,0 +1,66 @@
+"""The promise of the three flags: same seed, same batches, same bits, in every combination."""
+
+import functools
+
+import jax
+import pytest
+from support import ALL_COMBINATIONS, arguments, assert_equal_bits, packed_batch
+
+from trainer.config import load
+from trainer.runtime import place
+from trainer.training import build
+
+STEPS = 20
+DROPOUT = {"dropout_rate": 0.1, "attention_dropout_rate": 0.1}
+SETTINGS = {
+    "scan with remat": {"scan_layers": True, "remat_policy": "full", **DROPOUT},
+    "unrolled, 12 layers": {
+        "scan_layers": False,
+        "base_num_decoder_layers": 12,
+        "remat_policy": "minimal",
+        "gradient_clipping_threshold": 0.05,
+        **DROPOUT,
+    },
+    "accumulation over 2 microbatches": {"gradient_accumulation_steps": 2, "record_internal_nn_metrics": 1, **DROPOUT},
+    "8 devices, fsdp 4 x tensor 2": {
+        "ici_fsdp_parallelism": 4,
+        "ici_tensor_parallelism": 2,
+        "per_device_batch_size": 1,
+        **DROPOUT,
+    },
+    "separate head, blockwise attention, bfloat16": {
+        "logits_via_embedding": False,
+        "attention": "flash",
+        "dtype": "bfloat16",
+        "remat_policy": "minimal",
+    },
+}
+
+
+@functools.cache
+def trained(combination, setting):
+    """The canonical train state after 20 AdamW steps, every step's metrics, and the gradients of one batch."""
+    overrides = SETTINGS[setting]
+    devices = jax.devices()[: 8 if "ici_fsdp_parallelism" in overrides else 1]
+    config = load(arguments(combination, steps=STEPS, learning_rate=1e-2, **overrides)).config
+    run = build(config, devices)
+    state = run.init()
+    start = jax.device_get(run.backend.unpack(state))
+    step = run.compile()
+    metrics = []
+    for i in range(STEPS):
+        state, row = step(state, place(packed_batch(run.config, run.rows, seed=i), run.batch_shardings))
+        metrics.append(row)
+    return start, jax.device_get(run.backend.unpack(state)), jax.device_get(metrics)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("combination", ALL_COMBINATIONS)
+def test_same_bits_after_20_steps(combination, setting):
+    reference = trained(ALL_COMBINATIONS[0], setting)
+    assert_equal_bits(trained(combination, setting), reference)
+    start, end, metrics = reference
+    assert end.step == STEPS
+    assert metrics[-1]["loss"] != metrics[0]["loss"]
+    with pytest.raises(AssertionError):
+        assert_equal_bits(start.params, end.params)

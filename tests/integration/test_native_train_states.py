@@ -1,0 +1,77 @@
+"""The native types are no facade: our steps equal what their own update methods do, bit for bit."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from support import arguments, assert_equal_bits, packed_batch
+
+from trainer.backends import TrainStateNNX
+from trainer.backends.base import tree_mode
+from trainer.config import load
+from trainer.ops.losses import cross_entropy
+from trainer.training import build
+
+STEPS = 10
+
+
+def runs(combination, **overrides):
+    run = build(load(arguments(combination, learning_rate=1e-2, **overrides)).config, jax.devices()[:1])
+    batches = [packed_batch(run.config, run.rows, seed=i) for i in range(STEPS)]
+    state, ours = run.init(), None
+    native = run.init()
+    for batch in batches:
+        ours, _ = run.step(state if ours is None else ours, batch)
+    return run, native, ours, batches
+
+
+def mean_loss(logits, batch):
+    real = batch["targets_segmentation"] != 0
+    nll, _ = cross_entropy(logits, batch["targets"])
+    total = jnp.sum(jnp.where(real, nll, 0))
+    return total / jnp.maximum(jnp.sum(real, dtype=jnp.float32), 1)
+
+
+FIELDS = ("inputs", "inputs_position", "inputs_segmentation", "row")
+
+
+def test_ten_steps_equal_nnx_optimizer_update():
+    run, state, ours, batches = runs("nnx")
+    assert isinstance(state, nnx.State)
+    assert set(state.keys()) == {"model", "optimizer"}
+    with tree_mode():
+
+        @jax.jit
+        def step(state, batch):
+            train_state = nnx.merge(run.backend.graphdef, state)
+            assert isinstance(train_state, TrainStateNNX)
+            graphdef, params = nnx.split(train_state.model)
+
+            def loss(params):
+                return mean_loss(nnx.merge(graphdef, params)(*(batch[name] for name in FIELDS)), batch)
+
+            train_state.optimizer.update(train_state.model, jax.grad(loss)(params))
+            return nnx.split(train_state)[1]
+
+        for batch in batches:
+            state = step(state, batch)
+    assert_equal_bits(state, ours)
+
+
+@pytest.mark.parametrize("combination", ["linen", "bridged"])
+def test_ten_steps_equal_linen_apply_gradients(combination):
+    run, state, ours, batches = runs(combination)
+
+    @jax.jit
+    def step(state, batch):
+        def loss(params):
+            inputs = [batch[name] for name in FIELDS]
+            with tree_mode():
+                return mean_loss(state.apply_fn({"params": params}, *inputs), batch)
+
+        return state.apply_gradients(grads=jax.grad(loss)(state.params))
+
+    for batch in batches:
+        state = step(state, batch)
+    assert_equal_bits(state, ours)
+

@@ -1,0 +1,162 @@
+"""The codec is a bijection by path, whatever the optimizer and whatever the leaves."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import struct
+from jax.sharding import PartitionSpec
+from support import ALL_COMBINATIONS, assert_equal_bits, tiny_config
+
+from trainer.backends import Codec, make_backend
+
+ADAM = optax.adamw(1e-3)
+
+
+def by_rank(params):
+    return jax.tree.map(lambda leaf: "matrix" if leaf.ndim > 1 else "rest", params)
+
+
+def is_matrix(params):
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+def muon_dimensions(params):
+    def one(leaf):
+        return optax.contrib.MuonDimensionNumbers((1,), (2,)) if leaf.ndim == 3 else None
+
+    return jax.tree.map(one, params)
+
+
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "adamw": ADAM,
+    "masked decay": optax.adamw(1e-3, mask=is_matrix),
+    "clipped": optax.chain(optax.clip_by_global_norm(1.0), ADAM),
+    "adafactor": optax.adafactor(1e-3),
+    "adagrad": optax.adagrad(1e-3),
+    "lion": optax.lion(1e-3),
+    "muon": optax.contrib.muon(1e-3, muon_weight_dimension_numbers=muon_dimensions),
+    "schedule free": optax.contrib.schedule_free_adamw(1e-3),
+    "multi_transform": optax.multi_transform({"matrix": ADAM, "rest": optax.sgd(0.1, momentum=0.9)}, by_rank),
+    "masked": optax.masked(ADAM, is_matrix),
+    "frozen": optax.transforms.selective_transform(ADAM, freeze_mask=is_matrix),
+    "apply_if_finite": optax.apply_if_finite(ADAM, 3),
+    "apply_if_finite muon": optax.apply_if_finite(
+        optax.contrib.muon(1e-3, muon_weight_dimension_numbers=muon_dimensions), 3
+    ),
+    "multi steps": optax.MultiSteps(ADAM, 2).gradient_transformation(),
+    "inject hyperparams": optax.inject_hyperparams(optax.adamw)(1e-3),
+    "ema": optax.chain(ADAM, optax.ema(0.99)),
+    "lookahead of noise": optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), ADAM),
+    "conditionally masked": optax.conditionally_mask(ADAM, lambda step: step < 3),
+    "accumulated updates": optax.apply_every(2),
+}
+
+
+@pytest.fixture(scope="module", params=ALL_COMBINATIONS)
+def config(request):
+    return tiny_config(request.param)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_bijection_for_every_optimizer(config, name):
+    tx = OPTIMIZERS[name]
+    backend = make_backend(config, tx)
+    native = jax.eval_shape(backend.init, jax.random.key(0))
+    tree = backend.unpack(native)
+
+    # optax's own structure over the dict, with the dtypes that optax gave.
+    expected = jax.eval_shape(tx.init, tree.params)
+    assert jax.tree.structure(tree.opt_state) == jax.tree.structure(expected)
+    assert [x.dtype for x in jax.tree.leaves(tree.opt_state)] == [x.dtype for x in jax.tree.leaves(expected)]
+    assert tree.step.dtype == jnp.int32
+
+    # Numbered leaves: every one arrives once, and comes back to its place.
+    leaves, structure = jax.tree.flatten(native)
+    numbered = structure.unflatten(list(range(len(leaves))))
+    unpacked = backend.unpack(numbered)
+    assert sorted(jax.tree.leaves(unpacked)) == list(range(len(leaves)))
+    assert jax.tree.leaves(backend.pack(unpacked)) == list(range(len(leaves)))
+    assert jax.tree.structure(backend.pack(unpacked)) == structure
+
+    # Each leaf stands where its shape belongs.
+    for kept, shape in zip(jax.tree.leaves(unpacked.params), jax.tree.leaves(tree.params), strict=True):
+        assert leaves[kept].shape == shape.shape
+
+
+class Quantized(struct.PyTreeNode):
+    """Stands for a leaf that is itself a pytree."""
+
+    value: object
+    scale: object
+
+
+@pytest.mark.parametrize(
+    "make_leaf",
+    [
+        lambda x: np.zeros(x.shape, x.dtype),
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
+        lambda x: PartitionSpec(*[None] * x.ndim),
+        lambda x: None,
+        lambda x: ("a", "tuple"),
+        lambda x: Quantized(np.ones(x.shape, np.int8), 2.0),
+    ],
+    ids=["arrays", "abstract", "specs", "none", "tuples", "pytrees"],
+)
+def test_leaves_may_be_anything(config, make_leaf):
+    backend = make_backend(config, OPTIMIZERS["clipped"])
+    native = jax.eval_shape(backend.init, jax.random.key(0))
+    replaced = jax.tree.map(make_leaf, native)
+    tree = backend.unpack(replaced)
+    shape = backend.unpack(native).params["token_embedder"]["embedding"]
+    expected = make_leaf(shape)
+    found = tree.params["token_embedder"]["embedding"]
+    assert type(found) is type(expected)
+    assert jax.tree.structure(backend.pack(tree)) == jax.tree.structure(replaced)
+    assert repr(jax.tree.leaves(backend.pack(tree))) == repr(jax.tree.leaves(replaced))
+
+
+class Pair(NamedTuple):
+    first: int
+    second: int
+
+
+def test_matches_by_path_and_not_by_position():
+    codec = Codec({"b": 0, "a": {"x": 0}}, {"z": {"x": 0}, "b": 0}, lambda path: ("z", "x") if path[0] == "a" else path)
+    assert codec.unpack({"b": 1, "a": {"x": 2}}) == {"z": {"x": 2}, "b": 1}
+    assert codec.pack({"z": {"x": 2}, "b": 1}) == {"b": 1, "a": {"x": 2}}
+    assert Codec(Pair(0, 0), {"second": 0, "first": 0}).unpack(Pair(1, 2)) == {"second": 2, "first": 1}
+
+
+def test_different_paths_are_named():
+    with pytest.raises(ValueError, match="only_here.*only_there"):
+        Codec({"only_here": 0}, {"only_there": 0})
+
+
+def test_state_that_is_no_parameter_goes_to_rest():
+    """A model with a counter: the codec of each train state carries it, though no block of ours has one yet."""
+    from flax import nnx
+
+    from trainer.backends.base import tree_mode
+    from trainer.backends.nnx_backend import _canonical
+
+    class Counting(nnx.Module):
+        def __init__(self):
+            self.kernel = nnx.Param(jnp.ones(3))
+            self.seen = nnx.BatchStat(jnp.zeros(2))
+
+    with tree_mode():
+        _, state = nnx.split({"model": Counting()})
+    codec = Codec(
+        state,
+        {"params": {"kernel": 0}, "rest": {"seen": 0}},
+        lambda path: _canonical(path, {("kernel",)}),
+    )
+    tree = codec.unpack(state)
+    assert_equal_bits(tree, {"params": {"kernel": np.ones(3, np.float32)}, "rest": {"seen": np.zeros(2, np.float32)}})
+    assert_equal_bits(codec.pack(tree), state)

@@ -1,0 +1,302 @@
+"""What the console writes, to the character."""
+
+import io
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.config import flags_of, load, resolve
+from trainer.observe import Console
+from trainer.observe.lines import Pace
+
+FLOPS_PER_TOKEN = 1e7
+ROW = {
+    "step": 12,
+    "loss": 4.82134,
+    "lm_loss": 4.80001,
+    "grad_norm": 1.23456,
+    "learning_rate": 5.1e-3,
+    "tokens": 1000,
+    "step_time": 0.1,
+    "tokens_per_second": 10000.0,
+}
+EVALUATION = {
+    "step": 350,
+    "eval_loss": 3.21,
+    "eval_perplexity": 24.7791,
+    "eval_bits_per_byte": 1.95123,
+    "eval_tokens": 12345,
+    "eval_time": 1.25,
+}
+# The form that monitors of MaxText's log read.
+MAXTEXT = re.compile(
+    r"completed step: \d+, seconds: \d+\.\d{3}, TFLOP/s/device: \d+\.\d{3}, Tokens/s/device: \d+\.\d{3}, "
+    r"total_weights: \d+, loss: \d+\.\d{3}, lm_loss: \d+\.\d{3}, perplexity: (\d+\.\d{3}|inf)"
+)
+
+
+def config(*words, devices=1, platform="cpu"):
+    flags = [f"{name}={value}" for name, value in flags_of("nnx").items()]
+    sizes = ["max_target_length=128", "per_device_batch_size=8", "steps=700", *flags]
+    return resolve(load([*sizes, *words]).config, device_count=devices, platform=platform)
+
+
+def begun(stream, *words, is_terminal=False, devices=1, **changes):
+    """A console after its banner."""
+    console = Console(stream, is_terminal)
+    facts = {
+        "device_kind": "cpu",
+        "platform": "cpu",
+        "process_count": 1,
+        "parameters": 1671104,
+        "flops_per_token": FLOPS_PER_TOKEN,
+        "dataset": "stdlib: 2,423,000 tokens",
+        "run_dir": Path("runs/run-0001"),
+    }
+    console.banner(config(*words, devices=devices), **facts | changes)
+    return console
+
+
+def written(act, *words, **changes):
+    """What `act(console)` writes after the banner."""
+    stream = io.StringIO()
+    console = begun(stream, *words, **changes)
+    start = stream.tell()
+    act(console)
+    return stream.getvalue()[start:]
+
+
+@pytest.fixture(autouse=True)
+def plain_terminal(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+def test_a_step_for_maxtexts_monitors():
+    line = written(lambda console: console.step(ROW, 700))
+    # 1024 positions in 0.1 s, of which 1000 bear loss.
+    assert line == (
+        "completed step: 12, seconds: 0.100, TFLOP/s/device: 0.102, Tokens/s/device: 10240.000, total_weights: 1000, "
+        "loss: 4.821, lm_loss: 4.800, perplexity: 121.512, grad_norm: 1.235, learning_rate: 5.100e-03, eta: ?\n"
+    )
+    assert MAXTEXT.match(line)
+
+
+@pytest.mark.parametrize("changes", [{"lm_loss": 1e4}, {"tokens": 1000.0}, {"step_time": 123.0}])
+def test_the_form_holds_for_other_values(changes):
+    assert MAXTEXT.match(written(lambda console: console.step(ROW | changes, 700)))
+
+
+def test_a_loss_that_is_not_a_number():
+    assert "loss: nan, lm_loss: nan, perplexity: nan, " in written(
+        lambda console: console.step(ROW | {"loss": math.nan, "lm_loss": math.nan}, 700)
+    )
+
+
+def test_rates_are_per_device_and_over_all_microbatches():
+    line = written(lambda console: console.step(ROW, 700), "gradient_accumulation_steps=2", devices=4)
+    # 4 devices x 8 rows x 2 microbatches x 128 tokens, per device 2048 in 0.1 s.
+    assert "TFLOP/s/device: 0.205, Tokens/s/device: 20480.000, " in line
+
+
+def test_a_step_that_took_no_time():
+    line = written(lambda console: console.step(ROW | {"step_time": 0.0}, 700))
+    assert "seconds: 0.000, TFLOP/s/device: inf, Tokens/s/device: inf, " in line
+
+
+def test_a_step_on_a_terminal():
+    line = written(lambda console: console.step(ROW, 700), is_terminal=True)
+    assert line == " 12/700  loss 4.821  lr 5.1e-03  grad  1.23  10.0 ktok/s   102 GFLOP/s  100 ms  eta ?\n"
+
+
+def test_a_step_on_four_devices_says_per_device():
+    assert "  102 GFLOP/s/device  " in written(lambda console: console.step(ROW, 700), is_terminal=True, devices=4)
+
+
+@pytest.mark.parametrize(
+    ("columns", "line"),
+    [
+        (85, " 12/700  loss 4.821  lr 5.1e-03  grad  1.23  10.0 ktok/s   102 GFLOP/s  100 ms  eta ?"),
+        (80, " 12/700  loss 4.821  lr 5.1e-03  grad  1.23  10.0 ktok/s  100 ms  eta ?"),
+        (70, " 12/700  loss 4.821  grad  1.23  10.0 ktok/s  100 ms  eta ?"),
+        (40, " 12/700  loss 4.821  10.0 ktok/s  eta ?"),
+        (20, " 12/700  loss 4.821"),
+    ],
+)
+def test_a_step_keeps_within_the_terminal(monkeypatch, columns, line):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert written(lambda console: console.step(ROW, 700), is_terminal=True) == line + "\n"
+
+
+def test_all_but_the_flops_fits_in_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    steps = [ROW | {"step": step, "grad_norm": 0.0123} for step in range(4)]
+    line = written(lambda console: [console.step(row, 700) for row in steps], is_terminal=True).splitlines()[-1]
+    assert line == "  3/700  loss 4.821  lr 5.1e-03  grad 0.0123  10.0 ktok/s  100 ms  eta 0:01:10"
+
+
+def test_the_eta_leaves_out_the_first_two_steps():
+    times = [50.0, 20.0, 2.0, 4.0]
+    rows = [ROW | {"step": step, "step_time": time} for step, time in enumerate(times)]
+    lines = written(lambda console: [console.step(row, 104) for row in rows]).splitlines()
+    # After step 2: 101 steps of 2 s are left; after step 3: 100 of 3 s.
+    assert [line.rpartition("eta: ")[2] for line in lines] == ["?", "?", "0:03:22", "0:05:00"]
+
+
+def test_the_eta_follows_a_change_of_pace():
+    pace = Pace()
+    for step_time in [9.0] * 2 + [1.0] * 200:
+        pace.add(ROW | {"step_time": step_time})
+    assert pace.eta(1000) == "0:16:40"
+    pace.add(ROW | {"step_time": 3.0})
+    assert pace.eta(1000) == "0:18:20"  # 1 s + 5 % of 2 s, a thousand times
+
+
+def test_the_last_step_has_no_time_left():
+    assert written(lambda console: console.step(ROW | {"step": 699}, 700)).endswith("eta: 0:00:00\n")
+
+
+def test_evaluation():
+    assert written(lambda console: console.evaluation(EVALUATION)) == (
+        "Completed eval after train step 350, loss=3.210, perplexity=24.779, total_weights=12345, "
+        "bits_per_byte=1.9512, seconds=1.250\n"
+    )
+    assert written(lambda console: console.evaluation(EVALUATION), is_terminal=True) == (
+        "evaluation at step 350  loss 3.210  perplexity 24.78  1.9512 bits per byte  12,345 tokens  1.25 s\n"
+    )
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_evaluation_without_a_tokenizer(is_terminal):
+    row = {name: value for name, value in EVALUATION.items() if name != "eval_bits_per_byte"}
+    text = written(lambda console: (console.evaluation(row), console.summary(1.0)), is_terminal=is_terminal)
+    assert "3.21" in text
+    assert "byte" not in text
+
+
+BANNER = """\
+devices      1 x cpu, 1 process
+mesh         data 1 x fsdp 1 x tensor 1
+combination  nnx
+model        llama2: 2 layers, width 192, 6 heads of 32 (3 key-value), MLP 512, vocabulary 4096, tied head; \
+1,671,104 parameters
+dtype        float32, weights float32
+batch        8 rows x 128 tokens = 1,024 tokens per step
+steps        700
+data         stdlib: 2,423,000 tokens
+run          runs/run-0001
+warning: eval_steps has no effect
+"""
+SIZES = [
+    "base_emb_dim=192",
+    "base_num_query_heads=6",
+    "base_num_kv_heads=3",
+    "head_dim=32",
+    "base_mlp_dim=512",
+    "base_num_decoder_layers=2",
+    "vocab_size=4096",
+    "logits_via_embedding=true",
+    "dtype=float32",
+]
+
+
+def test_banner():
+    stream = io.StringIO()
+    begun(stream, *SIZES, warnings=["eval_steps has no effect"])
+    assert stream.getvalue() == BANNER
+
+
+def test_banner_of_a_larger_machine():
+    stream = io.StringIO()
+    words = [*SIZES, "ici_tensor_parallelism=1", "gradient_accumulation_steps=2", "logits_via_embedding=false"]
+    begun(stream, *words, "dtype=bfloat16", devices=16, device_kind="TPU v5 lite", platform="tpu", process_count=4)
+    text = stream.getvalue()
+    assert "devices      16 x TPU v5 lite (tpu), 4 processes\nmesh         data 1 x fsdp 16 x tensor 1\n" in text
+    assert "batch        256 rows x 128 tokens = 32,768 tokens per step, in 2 microbatches\n" in text
+    assert "separate head" in text
+    assert "dtype        bfloat16, weights float32\n" in text
+
+
+def test_banner_wraps_on_a_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    stream = io.StringIO()
+    begun(
+        stream, *SIZES, is_terminal=True, warnings=["eval_steps has no effect with eval_interval=-1, so set only one"]
+    )
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) <= 60
+    assert " ".join(" ".join(lines).split()) == " ".join(
+        BANNER.replace("no effect", "no effect with eval_interval=-1, so set only one").split()
+    )
+    assert lines[4].startswith(" " * 13 + "key-value)")
+
+
+def test_summary():
+    def run(console):
+        for step, rate in enumerate([1.0, 2.0, 9000.0, 10000.0, 12000.0]):
+            console.step(ROW | {"step": step, "loss": 5.0 - step, "tokens_per_second": rate}, 5)
+        console.evaluation(EVALUATION)
+        console.summary(98.4)
+
+    assert written(run).splitlines()[-5:] == [
+        "done         5 steps, 5,000 tokens in 0:01:38",
+        "speed        10.0 ktok/s, 100 ms per step (medians)",
+        "last loss    1.0000",
+        "evaluation   loss 3.2100, 1.9512 bits per byte",
+        "run          runs/run-0001",
+    ]
+
+
+def test_summary_of_a_run_that_ended_at_once():
+    assert written(lambda console: console.summary(1.0)) == (
+        "done         0 steps, 0 tokens in 0:00:01\nrun          runs/run-0001\n"
+    )
+
+
+def test_sample():
+    text = written(lambda console: console.sample("def ", "def f(x):\n\treturn\x1b[2J x\n\n"))
+    assert text == ("---- sample, continues 'def ' ----\ndef f(x):\n\treturn\\x1b[2J x\n---- end of sample ----\n")
+
+
+def test_a_stream_that_cannot_say_a_character():
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    Console(stream).say("naïve")
+    assert stream.buffer.getvalue() == b"na\\xefve\n"
+
+
+def test_say_is_flushed():
+    stream = io.TextIOWrapper(io.BufferedWriter(raw := io.BytesIO()), encoding="utf-8")
+    Console(stream).say("compiling")
+    assert raw.getvalue() == b"compiling\n"
+
+
+def test_standard_output_is_the_default(capsys):
+    Console().say("hello")
+    assert capsys.readouterr().out == "hello\n"
+
+
+def test_colour_on_a_terminal_alone(monkeypatch):
+    def act(console):
+        console.step(ROW, 700)
+        console.sample("def ", "def f")
+
+    plain = written(act, is_terminal=True)
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "xterm")
+    coloured = written(act, is_terminal=True)
+    assert "\x1b[1mloss 4.821\x1b[0m" in coloured
+    assert "\x1b[1mdef \x1b[0mf\n" in coloured
+    assert re.sub(r"\x1b\[\d+m", "", coloured) == plain
+    assert "\x1b" not in plain
+    assert "\x1b" not in written(act)
+    monkeypatch.setenv("TERM", "dumb")
+    assert written(act, is_terminal=True) == plain
+
+
+def test_importing_it_loads_no_jax():
+    program = "import sys, trainer.observe; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)

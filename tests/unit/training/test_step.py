@@ -1,0 +1,178 @@
+"""The training step: accumulation, the trainable part, the mesh, what it compiles to."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import arguments, packed_batch, tiny_config
+
+from trainer.backends import make_backend
+from trainer.config import load
+from trainer.layers.sown import TYPES
+from trainer.objectives import Objective
+from trainer.optim import make_optimizer
+from trainer.runtime import place
+from trainer.training import build
+
+
+def gradients(devices=1, **overrides):
+    """One SGD step of rate 1 from the same parameters on the same 16 rows: the gradients, by the parameters' change."""
+    settings = {"opt_type": "sgd", "learning_rate": 1.0, "lr_schedule_type": "constant", "warmup_steps_fraction": 0}
+    settings |= {"gradient_clipping_threshold": 0, "dropout_rate": 0.2, "attention_dropout_rate": 0.2}
+    run = build(load(arguments("nnx", **settings | overrides)).config, jax.devices()[:devices])
+    assert run.rows == 16
+    state = run.init()
+    before = jax.device_get(run.backend.unpack(state).params)
+    state, metrics = run.step(state, place(packed_batch(run.config, 16), run.batch_shardings))
+    after = jax.device_get(run.backend.unpack(state).params)
+    return jax.tree.map(lambda a, b: a - b, before, after), jax.device_get(metrics)
+
+
+@functools.cache
+def reference():
+    return gradients(per_device_batch_size=16)
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_accumulation_gives_the_same_gradients(microbatches):
+    tokens = (packed_batch(tiny_config("nnx"), 16)["targets_segmentation"] != 0).sum(1)
+    parts = [tokens[j::microbatches].sum() for j in range(microbatches)]
+    assert len(set(parts)) > 1, "the microbatches should hold unequal numbers of real tokens"
+
+    expected, expected_metrics = reference()
+    actual, metrics = gradients(per_device_batch_size=16 // microbatches, gradient_accumulation_steps=microbatches)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max()
+    for name in ("loss", "lm_loss", "grad_norm", "tokens"):
+        np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("data", "fsdp", "tensor"), [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 4, 2)], ids=lambda size: str(size)
+)
+def test_a_mesh_gives_the_gradients_of_one_device(data, fsdp, tensor):
+    expected, expected_metrics = reference()
+    axes = {"ici_data_parallelism": data, "ici_fsdp_parallelism": fsdp, "ici_tensor_parallelism": tensor}
+    actual, metrics = gradients(devices=8, per_device_batch_size=2, **axes)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6 * max(np.abs(b).max(), 1))
+    np.testing.assert_allclose(metrics["loss"], expected_metrics["loss"], rtol=1e-6)
+
+
+def test_gradients_equal_finite_differences():
+    config = tiny_config("nnx", z_loss_multiplier=1e-2)
+    backend = make_backend(config, make_optimizer(config))
+    tree = backend.unpack(backend.init(jax.random.key(0)))
+    batch = jax.tree.map(jnp.asarray, packed_batch(config, 4))
+    objective = Objective(backend.apply, config.z_loss_multiplier)
+
+    @jax.jit
+    def loss(params):
+        return sum(objective.sums(params, tree.rest, batch, None)[0].values())
+
+    grads = jax.grad(loss)(tree.params)
+    rng = np.random.default_rng(0)
+    direction = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), tree.params)
+    slope = sum(jnp.vdot(g, d) for g, d in zip(jax.tree.leaves(grads), jax.tree.leaves(direction), strict=True))
+
+    def at(t):
+        return loss(jax.tree.map(lambda p, d: p + t * d, tree.params, direction))
+
+    h = 2e-3
+    difference = (8 * (at(h) - at(-h)) - (at(2 * h) - at(-2 * h))) / (12 * h)
+    np.testing.assert_allclose(difference, slope, rtol=5e-3)
+
+
+def test_loss_terms_and_statistics():
+    run = build(
+        load(arguments("nnx", z_loss_multiplier=0.1, record_internal_nn_metrics=1)).config, jax.devices()[:1]
+    )
+    state, batch = run.init(), packed_batch(run.config, run.rows)
+    tree = run.backend.unpack(state)
+    inputs = [batch[name] for name in ("inputs", "inputs_position", "inputs_segmentation", "row")]
+    hidden, sown, _ = run.backend.apply(tree.params, tree.rest, *inputs, capture=TYPES)
+    logits = np.asarray(run.backend.apply(tree.params, tree.rest, hidden, method="head")[0], np.float64)
+    real = batch["targets_segmentation"] != 0
+    log_z = np.log(np.exp(logits).sum(-1))
+    nll = log_z - np.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
+    _, metrics = run.step(state, batch)
+    np.testing.assert_allclose(metrics["tokens"], real.sum())
+    np.testing.assert_allclose(metrics["lm_loss"], nll[real].mean(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["z_loss"], 0.1 * (log_z[real] ** 2).mean(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["loss"], metrics["lm_loss"] + metrics["z_loss"], rtol=1e-6)
+    assert metrics["decoder/layers/output_mean"].shape == (run.config.base_num_decoder_layers,)
+    totals = sown["Total"]
+    assert totals["decoder/layers/output_count"].tolist() == [real.sum() * run.config.base_emb_dim] * 2
+    variance = totals["decoder/layers/output_square_sum"] / totals["decoder/layers/output_count"]
+    np.testing.assert_allclose(
+        metrics["decoder/layers/output_stddev"] ** 2 + metrics["decoder/layers/output_mean"] ** 2, variance, rtol=1e-4
+    )
+
+
+def test_only_trainable_parameters_move_and_have_moments():
+    config = load(arguments("nnx", trainable_parameters_mask="[mlp/wo, decoder_norm]")).config
+    run = build(config, jax.devices()[:1])
+    state = run.init()
+    before = jax.device_get(run.backend.unpack(state))
+    state, metrics = run.step(state, packed_batch(run.config, run.rows))
+    after = jax.device_get(run.backend.unpack(state))
+    moved = {
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for (path, a), b in zip(
+            jax.tree_util.tree_leaves_with_path(before.params), jax.tree.leaves(after.params), strict=True
+        )
+        if not np.array_equal(a, b)
+    }
+    assert moved == {"decoder/layers/mlp/wo/kernel", "decoder/decoder_norm/scale"}
+    moments = [leaf for leaf in jax.tree.leaves(before.opt_state) if leaf.ndim]
+    assert len(moments) == 2 * len(moved)
+    assert metrics["grad_norm"] > 0
+
+
+def test_compiled_once_and_donated():
+    run = build(load(arguments("nnx")).config, jax.devices()[:1])
+    state = first = run.init()
+    for i in range(3):
+        state, _ = run.step(state, place(packed_batch(run.config, run.rows, seed=i), run.batch_shardings))
+    assert run.step._cache_size() == 1
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first))
+
+
+def test_parameters_and_moments_are_really_sharded():
+    axes = {"ici_data_parallelism": 1, "ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2}
+    run = build(load(arguments("nnx", per_device_batch_size=1, **axes)).config, jax.devices())
+    tree = run.backend.unpack(run.init())
+    kernel = tree.params["decoder"]["layers"]["mlp"]["wi_0"]["kernel"]
+    layers, width, hidden = kernel.shape
+    assert {shard.data.shape for shard in kernel.addressable_shards} == {(layers, width // 4, hidden // 2)}
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+    on_first = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+    norms = sum(
+        leaf.nbytes for path, leaf in jax.tree_util.tree_leaves_with_path(tree) if "norm" in jax.tree_util.keystr(path)
+    )
+    assert on_first <= total / 8 + norms + 64
+
+
+def test_initialized_sharded_and_never_whole_on_one_device():
+    axes = {"ici_data_parallelism": 1, "ici_fsdp_parallelism": 8}
+    sizes = {"vocab_size": 4096, "base_emb_dim": 64, "per_device_batch_size": 1}
+    run = build(load(arguments("nnx", **axes, **sizes)).config, jax.devices())
+    init = jax.jit(run.backend.init, out_shardings=run.state_shardings).lower(jax.random.key(0)).compile()
+    table = 4096 * 64 * 4
+    memory = init.memory_analysis()
+    assert memory.output_size_in_bytes < 3 * table / 8 * 1.3  # parameters and two moments
+    assert memory.temp_size_in_bytes < table / 2
+
+
+def test_no_remat_recomputes_nothing():
+    def products(policy):
+        run = build(load(arguments("nnx", remat_policy=policy)).config, jax.devices()[:1])
+        return str(jax.make_jaxpr(run.step)(*run.abstract_args())).count("dot_general")
+
+    # The loop's body: 7 projections and 2 products of attention; twice as many backward; and the head's three.
+    forward = 9
+    assert products("none") == 3 * forward + 3
+    assert products("full") == products("none") + forward
+    assert products("none") < products("minimal") < products("full")
