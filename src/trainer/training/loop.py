@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from trainer.data import Dataset, Loader, eval_batches
+from trainer.data import Batch, Dataset, Loader, eval_batches, train_batch
 from trainer.runtime import place
 from trainer.training.build import Run
 from trainer.training.evaluate import summarize
@@ -34,7 +34,19 @@ def fit(run: Run, compiled_step: Callable[..., Any], dataset: Dataset, reports: 
     config = run.config
     state = run.init()
     reader = _Reader(reports.step)
-    with Loader(dataset.train, run.rows, config.steps) as batches, jax.transfer_guard("disallow"):
+
+    def load(step: int) -> Batch:
+        return train_batch(
+            dataset.train,
+            step,
+            run.rows,
+            seed=config.data_shuffle_seed,
+            shuffle=config.enable_data_shuffling,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+        )
+
+    with Loader(load, stop=config.steps) as batches, jax.transfer_guard("disallow"):
         for step, batch in enumerate(batches):
             state, metrics = compiled_step(state, place(batch, run.batch_shardings))
             reader.push(step, metrics)
@@ -50,14 +62,15 @@ def fit(run: Run, compiled_step: Callable[..., Any], dataset: Dataset, reports: 
 def evaluate(run: Run, state: Any, dataset: Dataset, step: int) -> Row:
     """A row of metrics over the held-out rows, or over the first `eval_steps` batches of them."""
     started = time.perf_counter()
-    length = np.zeros(run.config.vocab_size, np.int32)
+    lengths = np.zeros(run.config.vocab_size, np.int32)  # of no text: there are no bytes to count
     if dataset.tokenizer is not None:
-        length = dataset.tokenizer.bytes_per_token
-    table = jax.device_put(length, run.replicated)
+        lengths[: dataset.tokenizer.vocab_size] = dataset.tokenizer.bytes_per_token
+    table = jax.device_put(lengths, run.replicated)
 
     def sums() -> Iterable[dict[str, np.ndarray]]:
         waiting = None
-        for batch in eval_batches(dataset.evaluation, run.eval_rows, run.config.eval_steps):
+        share = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+        for batch in eval_batches(dataset.evaluation, run.eval_rows, run.config.eval_steps, **share):
             current = run.eval_step(state, place(batch, run.batch_shardings), table)
             if waiting is not None:
                 yield jax.device_get(waiting)

@@ -1,0 +1,103 @@
+"""`python -m trainer.train [base.yml] key=value ...`: train a language model."""
+
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from trainer.config import UserError, exit_on_user_error, load, to_yaml
+
+
+@exit_on_user_error
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line `argv` (default: the process's own)."""
+    started = time.perf_counter()
+    loaded = load(sys.argv[1:] if argv is None else argv)
+    # From here on the command line makes sense by itself; what follows loads JAX.
+    import jax
+
+    from trainer.data import open_dataset
+    from trainer.models.flops import flops_per_token, parameter_count
+    from trainer.observe import Console, MetricsWriter, open_run
+    from trainer.training import Reports, build, fit
+
+    console = Console()
+    for note in loaded.notes:
+        console.say(note)
+    devices = jax.devices()
+    run = build(loaded.config, devices)
+    with ThreadPoolExecutor(1) as background:
+        # The step is compiled while the data are prepared; both take seconds and neither needs the other.
+        compiling = background.submit(run.compile)
+        dataset = open_dataset(run.config, console.say)
+        prompt = _prompt(run.config, dataset.tokenizer)
+        run_dir = open_run(run.config.base_output_directory, run.config.run_name)
+        (run_dir / "config.yml").write_text(to_yaml(run.config))
+        console.banner(
+            run.config,
+            device_kind=devices[0].device_kind,
+            platform=devices[0].platform,
+            process_count=jax.process_count(),
+            parameters=parameter_count(run.config),
+            flops_per_token=flops_per_token(run.config),
+            dataset=dataset.summary,
+            run_dir=run_dir,
+            warnings=loaded.warnings,
+        )
+        if run.config.log_config:
+            console.say(to_yaml(run.config))
+        if not compiling.done():
+            console.say("compiling the training step")
+        compiled = compiling.result()
+
+    with MetricsWriter(run_dir) as writer:
+
+        def on_step(row):
+            writer.write(row)
+            console.step(row, run.config.steps)
+
+        def on_evaluation(row):
+            writer.write(row)
+            console.evaluation(row)
+
+        state = fit(run, compiled, dataset, Reports(on_step, on_evaluation))
+    console.summary(time.perf_counter() - started)
+    if prompt:
+        console.sample(run.config.prompt, _sample(run, state, dataset.tokenizer, prompt))
+
+
+def _prompt(config, tokenizer) -> list[int]:
+    """The prompt's tokens, [] for no sample; checked before training starts."""
+    if tokenizer is None or not config.prompt:
+        return []
+    tokens = [tokenizer.eot, *tokenizer.encode(config.prompt)]
+    if len(tokens) >= config.max_target_length:
+        raise UserError(
+            f"prompt has {len(tokens)} tokens and leaves no room in a row of max_target_length="
+            f"{config.max_target_length}: shorten it, or set prompt= for no sample"
+        )
+    return tokens
+
+
+def _sample(run, state, tokenizer, prompt: list[int]) -> str:
+    """The prompt and what the trained model makes of it, up to the end of the document."""
+    import jax
+
+    from trainer.inference import sample
+
+    tree = run.backend.unpack(state)
+    rows = run.mesh.size  # a row for every device, so that the batch can be placed on any mesh; the first is shown
+    temperature, seed = run.config.decode_sampling_temperature, run.config.init_weights_seed
+
+    def draw(params, rest):
+        return sample(
+            run.config, run.backend, params, rest, prompt, rows=rows, temperature=temperature, seed=seed
+        )
+
+    tokens = jax.device_get(jax.jit(run.placed(draw))(tree.params, tree.rest))[0].tolist()[1:]
+    end = tokens.index(tokenizer.eot) if tokenizer.eot in tokens else len(tokens)
+    return tokenizer.decode(tokens[:end])
+
+
+if __name__ == "__main__":
+    main()
