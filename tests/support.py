@@ -64,6 +64,13 @@ def packed_batch(config, rows: int, seed: int = 0) -> dict[str, np.ndarray]:
     return {name: array.astype(np.int32) for name, array in batch.items()}
 
 
+def copied(tree: Any) -> Any:
+    """The arrays of `tree` on the host. A plain device_get may be a view of a buffer that a later step overwrites."""
+    import jax
+
+    return jax.tree.map(lambda x: np.array(x, copy=True), tree)
+
+
 def assert_equal_bits(left: Any, right: Any) -> None:
     """Two pytrees have the same structure and at every leaf the same dtype, shape and bits."""
     import jax

@@ -4,7 +4,7 @@ import functools
 
 import jax
 import pytest
-from support import ALL_COMBINATIONS, arguments, assert_equal_bits, packed_batch
+from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, packed_batch
 
 from trainer.config import load
 from trainer.runtime import place
@@ -45,13 +45,13 @@ def trained(combination, setting):
     config = load(arguments(combination, steps=STEPS, learning_rate=1e-2, **overrides)).config
     run = build(config, devices)
     state = run.init()
-    start = jax.device_get(run.backend.unpack(state))
+    start = copied(run.backend.unpack(state))
     step = run.compile()
     metrics = []
     for i in range(STEPS):
         state, row = step(state, place(packed_batch(run.config, run.rows, seed=i), run.batch_shardings))
         metrics.append(row)
-    return start, jax.device_get(run.backend.unpack(state)), jax.device_get(metrics)
+    return start, copied(run.backend.unpack(state)), jax.device_get(metrics)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -35,8 +35,12 @@ def make_optimizer(config) -> optax.GradientTransformation:
     if config.gradient_clipping_threshold:
         inner = optax.chain(optax.clip_by_global_norm(config.gradient_clipping_threshold), inner)
     if config.trainable_parameters_mask:
-        frozen = _matching(config.trainable_parameters_mask, found=False)
-        inner = optax.transforms.selective_transform(inner, freeze_mask=frozen)
+        is_trained = trainable(config)
+
+        def labels(params: Any) -> Any:
+            return jax.tree.map(lambda trained: "train" if trained else "freeze", is_trained(params))
+
+        inner = optax.partition({"train": inner, "freeze": optax.set_to_zero()}, labels)
     return inner
 
 

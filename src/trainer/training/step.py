@@ -48,7 +48,7 @@ def make_train_step(
         metrics = {
             "loss": total,
             **terms,
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
             "learning_rate": jnp.asarray(schedule(tree.step), jnp.float32),
             "tokens": tokens,
             **_activation_statistics(sown),

@@ -44,7 +44,6 @@ OPTIMIZERS = {
     "schedule free": optax.contrib.schedule_free_adamw(1e-3),
     "multi_transform": optax.multi_transform({"matrix": ADAM, "rest": optax.sgd(0.1, momentum=0.9)}, by_rank),
     "masked": optax.masked(ADAM, is_matrix),
-    "frozen": optax.transforms.selective_transform(ADAM, freeze_mask=is_matrix),
     "apply_if_finite": optax.apply_if_finite(ADAM, 3),
     "apply_if_finite muon": optax.apply_if_finite(
         optax.contrib.muon(1e-3, muon_weight_dimension_numbers=muon_dimensions), 3
