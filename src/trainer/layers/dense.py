@@ -27,7 +27,7 @@ class Dense(nnx.Module):
         rngs: nnx.Rngs,
     ):
         """`names`: the logical name of each axis of the kernel, first the inputs', then the outputs'."""
-        self.inputs, self.outputs = len(in_shape), len(out_shape)
+        self.inputs = len(in_shape)
         self.dtype = dtype
         init = jax.nn.initializers.lecun_normal()
         # The initializer takes fan-in from the last axis but one: draw a matrix, then shape it.
@@ -36,13 +36,10 @@ class Dense(nnx.Module):
 
     def __call__(self, x: jax.Array, out_names: Sequence[str]) -> jax.Array:
         """x [..., *in_shape] -> [..., *out_shape], its axes called `out_names`."""
-        inputs, outputs = "wxyz"[: self.inputs], "ijkl"[: self.outputs]
-        return sharding.einsum(
-            f"...{inputs},{inputs}{outputs}->...{outputs}",
-            x.astype(self.dtype),
-            self.kernel[...].astype(self.dtype),
-            out_names=out_names,
-        )
+        kernel = self.kernel[...].astype(self.dtype)
+        out_shape = kernel.shape[self.inputs :]
+        out = _product(x.astype(self.dtype), self.inputs, kernel.reshape(-1, prod(out_shape)))
+        return sharding.constrain(out.reshape(*out.shape[:-1], *out_shape), out_names)
 
 
 class Embed(nnx.Module):
@@ -62,4 +59,14 @@ class Embed(nnx.Module):
         """Logits [b, t, v]: products of `x_bte` with every row of the table."""
         table = self.embedding[...].astype(self.dtype)
         names = ("activation_batch", "activation_length", "activation_vocab")
-        return sharding.einsum("bte,ve->btv", x_bte.astype(self.dtype), table, out_names=names)
+        return sharding.constrain(_product(x_bte.astype(self.dtype), 1, table.T), names)
+
+
+def _product(x: jax.Array, inputs: int, matrix: jax.Array) -> jax.Array:
+    """The last `inputs` axes of `x`, taken as one, times `matrix` [in, out]: [..., out].
+
+    All leading axes are taken as one too. For the gradient of the matrix XLA's CPU backend then transposes no copy of its
+    operands: the default model's step takes 114 ms where an einsum over [b, t, ...] takes 142.
+    """
+    leading = x.shape[: x.ndim - inputs]
+    return (x.reshape(prod(leading), -1) @ matrix).reshape(*leading, -1)

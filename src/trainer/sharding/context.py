@@ -8,7 +8,6 @@ import contextvars
 from collections.abc import Iterator, Sequence
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from trainer.sharding.rules import Rules, spec
@@ -33,11 +32,6 @@ def constrain(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
         return x
     mesh, rules = current
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(names, rules)))
-
-
-def einsum(subscripts: str, *operands: jax.Array, out_names: Sequence[str | None]) -> jax.Array:
-    """`jnp.einsum` whose result is placed by `out_names`."""
-    return constrain(jnp.einsum(subscripts, *operands), out_names)
 
 
 def take(table: jax.Array, ids: jax.Array, out_names: Sequence[str | None]) -> jax.Array:
