@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             process_count=jax.process_count(),
             parameters=parameter_count(run.config),
             flops_per_token=flops_per_token(run.config),
-            dataset=dataset.summary,
+            dataset=str(dataset),
             run_dir=run_dir,
             warnings=loaded.warnings,
         )
@@ -90,9 +90,7 @@ def _sample(run, state, tokenizer, prompt: list[int]) -> str:
     temperature, seed = run.config.decode_sampling_temperature, run.config.init_weights_seed
 
     def draw(params, rest):
-        return sample(
-            run.config, run.backend, params, rest, prompt, rows=rows, temperature=temperature, seed=seed
-        )
+        return sample(run.config, run.backend, params, rest, prompt, rows=rows, temperature=temperature, seed=seed)
 
     tokens = jax.device_get(jax.jit(run.placed(draw))(tree.params, tree.rest))[0].tolist()[1:]
     end = tokens.index(tokenizer.eot) if tokenizer.eot in tokens else len(tokens)

@@ -60,7 +60,7 @@ def test_ten_steps_equal_nnx_optimizer_update():
 
 @pytest.mark.parametrize("combination", ["linen", "bridged"])
 def test_ten_steps_equal_linen_apply_gradients(combination):
-    run, state, ours, batches = runs(combination)
+    _, state, ours, batches = runs(combination)
 
     @jax.jit
     def step(state, batch):
@@ -74,4 +74,3 @@ def test_ten_steps_equal_linen_apply_gradients(combination):
     for batch in batches:
         state = step(state, batch)
     assert_equal_bits(state, ours)
-

@@ -49,8 +49,8 @@ class Backend(Protocol):
     ) -> tuple[Any, Sown, Any]:
         """Run the model: (result, what was sown of the types in `capture`, the new cache).
 
-        `method` is "hidden" (inputs: tokens, positions, segments, row, see `models.transformer`) or "head" (inputs: hidden
-        states; the output head alone).
+        `method` is "hidden" (inputs: tokens, positions, segments, row, see `models.transformer`) or "head" (inputs:
+        hidden states; the output head alone).
         """
 
 

@@ -27,6 +27,8 @@ class Codec:
         Raises:
           ValueError: the trees do not hold the same paths; the message lists those of one side only.
         """
+        self._native: Any  # a PyTreeDef; its stubs lack flatten_up_to
+        self._canonical: Any
         native_leaves, self._native = jax.tree_util.tree_flatten_with_path(native)
         canonical_leaves, self._canonical = jax.tree_util.tree_flatten_with_path(canonical)
         natives = {rename(path_of(path)): i for i, (path, _) in enumerate(native_leaves)}

@@ -10,7 +10,7 @@ from flax import nnx
 from trainer.backends.base import TrainTree, tree_mode
 from trainer.backends.codec import Codec, Path
 from trainer.backends.train_state import make_train_state
-from trainer.layers.sown import Sown, capture as capture_sown
+from trainer.layers import sown
 from trainer.models.init import init_variables
 from trainer.models.transformer import Decoder, Transformer
 from trainer.sharding import Axes
@@ -27,14 +27,15 @@ class NNXBackend:
         with tree_mode():
             abstract = nnx.eval_shape(lambda: make_train_state(self._make_model(jax.random.key(0)), tx))
             self.graphdef, state = nnx.split(abstract)
-            self.model_graphdef, params, rest = nnx.split(abstract.model, nnx.Param, ...)
+            self.model_graphdef = nnx.graphdef(abstract.model)
+            params, rest = nnx.state(abstract.model, nnx.Param, nnx.Not(nnx.Param))
         variables = {"params": nnx.to_pure_dict(params), "rest": nnx.to_pure_dict(rest)}
         tree = TrainTree(
             step=jax.ShapeDtypeStruct((), jnp.int32),
             opt_state=jax.eval_shape(tx.init, variables["params"]),
             **variables,
         )
-        param_paths = {path for path, _ in nnx.to_flat_state(params)}
+        param_paths: set[Path] = {tuple(map(str, path)) for path, _ in nnx.to_flat_state(params)}
         self._codec = Codec(state, tree, lambda path: _canonical(path, param_paths))
         self._model_codec = Codec(state["model"], variables, lambda path: _canonical(("model", *path), param_paths))
         self.param_axes = _axes(params)
@@ -58,14 +59,14 @@ class NNXBackend:
 
     def apply(
         self, params, rest, *inputs, method="hidden", capture=(), cache=None, key=None
-    ) -> tuple[Any, Sown, Any]:
+    ) -> tuple[Any, sown.Sown, Any]:
         """See `Backend.apply`."""
         with tree_mode():
             model = nnx.merge(self.model_graphdef, self._model_codec.pack({"params": params, "rest": rest}))
             if method == "head":
                 return model.head(*inputs), {}, cache
-            (out, cache), sown = capture_sown(model, capture, method)(*inputs, cache, key, capture)
-            return out, sown, cache
+            (out, cache), extra = sown.capture(model, capture, method)(*inputs, cache, key, capture)
+            return out, extra, cache
 
 
 def _canonical(path: Path, param_paths: set[Path]) -> Path:

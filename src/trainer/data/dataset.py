@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.data.batches import RowSource
 from trainer.data.synthetic import EVAL_OFFSET, EVAL_ROWS, SyntheticRows
@@ -22,7 +22,17 @@ class Dataset:
     train: RowSource
     evaluation: RowSource
     tokenizer: "Tokenizer | None"
-    summary: dict[str, str | dict[str, int]]
+    summary: dict[str, Any]
+
+    def __str__(self) -> str:
+        """One line for the start of a run."""
+        if "folder" not in self.summary:
+            return self.summary["source"]
+        train, held_out = self.summary["train"], self.summary["validation"]
+        return (
+            f"{self.summary['source']}: {train['files']} files, {train['tokens']:,} tokens; held out "
+            f"{held_out['files']} files, {held_out['tokens']:,} tokens ({self.summary['folder']})"
+        )
 
 
 def open_dataset(config, progress: Callable[[str], None]) -> Dataset:

@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from trainer.layers.dense import Dense
 from trainer.ops.dropout import dropout
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,

@@ -1,7 +1,7 @@
 """Extra results of a layer: sown values, each of a type that names how they combine.
 
-A layer sows with `sow`; nothing happens unless the caller captures that type. A stack of layers gives back each value with
-the layers axis first.
+A layer sows with `sow`; nothing happens unless the caller captures that type. A stack of layers gives back each value
+with the layers axis first.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,6 +13,7 @@ from flax import nnx
 # name of the type -> path of the value in the model, such as "decoder/layers/output_sum" -> value
 Sown = Mapping[str, Mapping[str, jax.Array]]
 
+
 class Total(nnx.Variable):
     """A sum over the rows and tokens of a (micro)batch: sums of several batches add up."""
 
@@ -21,7 +22,7 @@ TYPES: tuple[type[nnx.Variable], ...] = (Total,)
 
 
 def sow(module: nnx.Module, variable_type: type[nnx.Variable], name: str, value: jax.Array) -> None:
-    """Leave `value` as an extra result of `module`. A module is called once in a forward pass; a second value replaces the first."""
+    """Leave `value` as an extra result of `module`, in place of an earlier one of the same name."""
     # nnx.capture marks the modules that it watches with __captures__; flax warns of a sow without one.
     if any(type(captured) is variable_type for captured in getattr(module, "__captures__", ())):
         module.sow(variable_type, name, value, reduce_fn=lambda _, new: new, init_fn=lambda: None)

@@ -1,7 +1,7 @@
 """A stack of equal blocks in NNX: the scan over layers and its rematerialization live here alone.
 
-A block has the signature `block(x, cache, *context, key) -> x, cache`. Its parameters are stacked on axis 0 whether the loop
-is rolled or not, so `scan` decides how the loop is compiled and not what a parameter is called.
+A block has the signature `block(x, cache, *context, key) -> x, cache`. Its parameters are stacked on axis 0 whether the
+loop is rolled or not, so `scan` decides how the loop is compiled and not what a parameter is called.
 """
 
 from collections.abc import Callable

@@ -48,7 +48,7 @@ class Linen:
         native_variables = linen.unbox(boxed)
         params, rest = native_variables["params"], {k: v for k, v in native_variables.items() if k != "params"}
         native = TrainState(
-            step=jax.ShapeDtypeStruct((), jnp.int32),
+            step=jnp.zeros((), jnp.int32),
             apply_fn=self.module.apply,
             params=params,
             tx=tx,
@@ -76,9 +76,7 @@ class Linen:
         """See `Backend.pack`."""
         return self._codec.pack(tree)
 
-    def apply(
-        self, params, rest, *inputs, method="hidden", capture=(), cache=None, key=None
-    ) -> tuple[Any, Sown, Any]:
+    def apply(self, params, rest, *inputs, method="hidden", capture=(), cache=None, key=None) -> tuple[Any, Sown, Any]:
         """See `Backend.apply`."""
         variables = self._variables_codec.pack({"params": params, "rest": rest})
         with tree_mode():

@@ -49,8 +49,8 @@ class Stack(linen.Module):
         return scan(to_linen(make_block, self.config, name="layers"), x, layers)
 
     def _unroll(self, body, x, layers):
-        # One parameter that holds the stacked tree, and a loop over slices cut outside of the checkpointed body: linen.scan's
-        # tree and axes, and the NNX stack's loop.
+        # One parameter that holds the stacked tree, and a loop over slices cut outside of the checkpointed body: the
+        # tree and axes of linen.scan, and the NNX stack's loop.
         block = to_linen(make_block, self.config, parent=None)
         params = self.param("layers", lambda key: self._init_stacked(block, body, key, x, layers))
 
@@ -83,5 +83,7 @@ class Stack(linen.Module):
 
         boxed = jax.vmap(init)(jax.random.split(key, self.config.base_num_decoder_layers))
         return jax.tree.map(
-            lambda box: box.add_axis(0, {linen.PARTITION_NAME: "layers"}), boxed, is_leaf=lambda x: hasattr(x, "add_axis")
+            lambda box: box.add_axis(0, {linen.PARTITION_NAME: "layers"}),
+            boxed,
+            is_leaf=lambda x: hasattr(x, "add_axis"),
         )

@@ -9,5 +9,5 @@ from trainer.models.transformer import Transformer
 def init_variables(config, key: jax.Array) -> tuple[dict, dict]:
     """Initial (params, rest): nested dicts of canonical names, layers on axis 0. Can be traced by jit."""
     model = Transformer(config, nnx.Rngs(params=key))
-    _, params, rest = nnx.split(model, nnx.Param, ...)
+    params, rest = nnx.state(model, nnx.Param, nnx.Not(nnx.Param))
     return nnx.to_pure_dict(params), nnx.to_pure_dict(rest)

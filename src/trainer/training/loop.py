@@ -104,14 +104,18 @@ class _Reader:
             return
         step, metrics = self._waiting
         self._waiting = None
-        values = {name: value.item() if value.ndim == 0 else value.tolist() for name, value in jax.device_get(metrics).items()}
+        values = {
+            name: value.item() if value.ndim == 0 else value.tolist() for name, value in jax.device_get(metrics).items()
+        }
         now = time.perf_counter()
         elapsed, self._clock = now - self._clock, now
         tokens = int(values.pop("tokens"))
-        self._report({
-            "step": step,
-            **values,
-            "tokens": tokens,
-            "step_time": elapsed,
-            "tokens_per_second": tokens / elapsed,
-        })
+        self._report(
+            {
+                "step": step,
+                **values,
+                "tokens": tokens,
+                "step_time": elapsed,
+                "tokens_per_second": tokens / elapsed,
+            }
+        )

@@ -1,4 +1,4 @@
-"""One training step, in the order in which data meets it. Written over TrainTree, so it is the same for every combination."""
+"""One training step, in the order in which data meets it; written over TrainTree, the same for every combination."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,8 +22,8 @@ def make_train_step(
 ) -> Callable[[Any, Batch], tuple[Any, dict[str, jax.Array]]]:
     """`step(native_state, batch) -> (native_state, metrics)`, to be jitted with the state donated.
 
-    `batch` holds int32 [rows, length] arrays and `row` [rows]; rows is the global batch. Metrics are float32 scalars (and
-    arrays [layers] of activation statistics where they are recorded), weighted over the whole batch.
+    `batch` holds int32 [rows, length] arrays and `row` [rows]; rows is the global batch. Metrics are float32 scalars
+    (and arrays [layers] of activation statistics where they are recorded), weighted over the whole batch.
     """
     schedule = make_schedule(config)
     is_trained = trainable(config)
@@ -44,7 +44,9 @@ def make_train_step(
             terms = {name: total / jnp.maximum(tokens, 1) for name, total in sums.items()}
             return sum(terms.values(), start=jnp.zeros(())), (terms, sown)
 
-        (total, (terms, sown)), grads = _accumulate(jax.value_and_grad(loss, has_aux=True), microbatches)(trained, batch)
+        (total, (terms, sown)), grads = _accumulate(jax.value_and_grad(loss, has_aux=True), microbatches)(
+            trained, batch
+        )
         metrics = {
             "loss": total,
             **terms,

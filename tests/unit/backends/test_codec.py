@@ -133,7 +133,7 @@ def test_matches_by_path_and_not_by_position():
 
 
 def test_different_paths_are_named():
-    with pytest.raises(ValueError, match="only_here.*only_there"):
+    with pytest.raises(ValueError, match=r"only_here.*only_there"):
         Codec({"only_here": 0}, {"only_there": 0})
 
 

@@ -24,7 +24,8 @@ def loops(query, key, value, mask):
         seen = [
             s
             for s in range(key.shape[1])
-            if mask.key_position[b, s] <= mask.query_position[b, t] and mask.key_segment[b, s] == mask.query_segment[b, t]
+            if mask.key_position[b, s] <= mask.query_position[b, t]
+            and mask.key_segment[b, s] == mask.query_segment[b, t]
         ]
         k = h // (HEADS // KV_HEADS)
         score = np.array([query[b, t, h].astype(float) @ key[b, s, k] for s in seen]) / WIDTH**0.5
@@ -46,9 +47,9 @@ def test_blockwise_op_equals_the_reference_op(block, rate):
     weight = np.random.default_rng(1).normal(size=query.shape)
 
     def run(op, **kwargs):
-        return jax.value_and_grad(
-            lambda *qkv: jnp.sum(op(*qkv, mask, dropout, **kwargs) * weight), argnums=(0, 1, 2)
-        )(query, key, value)
+        return jax.value_and_grad(lambda *qkv: jnp.sum(op(*qkv, mask, dropout, **kwargs) * weight), argnums=(0, 1, 2))(
+            query, key, value
+        )
 
     expected, expected_grads = run(dot_product_attention)
     actual, grads = run(blockwise_attention, block=block)

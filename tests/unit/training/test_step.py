@@ -88,9 +88,7 @@ def test_gradients_equal_finite_differences():
 
 
 def test_loss_terms_and_statistics():
-    run = build(
-        load(arguments("nnx", z_loss_multiplier=0.1, record_internal_nn_metrics=1)).config, jax.devices()[:1]
-    )
+    run = build(load(arguments("nnx", z_loss_multiplier=0.1, record_internal_nn_metrics=1)).config, jax.devices()[:1])
     state, batch = run.init(), packed_batch(run.config, run.rows)
     tree = run.backend.unpack(state)
     inputs = [batch[name] for name in ("inputs", "inputs_position", "inputs_segmentation", "row")]
@@ -173,8 +171,8 @@ def test_no_remat_recomputes_nothing():
         run = build(load(arguments("nnx", remat_policy=policy)).config, jax.devices()[:1])
         return str(jax.make_jaxpr(run.step)(*run.abstract_args())).count("dot_general")
 
-    # The loop's body has 7 projections and 2 products of attention, each with two products in the backward pass; the head
-    # has one and two. Recomputing a body needs all but its last product; minimal keeps the projections.
+    # The loop's body has 7 projections and 2 products of attention, each with two products in the backward pass; the
+    # head has one and two. Recomputing a body needs all but its last product; minimal keeps the projections.
     assert products("none") == 3 * 9 + 3
     assert products("minimal") == products("none") + 2
     assert products("full") == products("none") + 8

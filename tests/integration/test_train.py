@@ -1,0 +1,195 @@
+"""`python -m trainer.train` as a person runs it."""
+
+import importlib
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from support import ALL_COMBINATIONS, TINY, arguments, pinned
+
+from trainer.config import schema
+from trainer.train import main
+
+STEP_FIELDS = {
+    "step",
+    "loss",
+    "lm_loss",
+    "grad_norm",
+    "learning_rate",
+    "tokens",
+    "step_time",
+    "tokens_per_second",
+}
+MAXTEXT_LINE = re.compile(
+    r"^completed step: \d+, seconds: \d+\.\d{3}, TFLOP/s/device: \d+\.\d{3}, Tokens/s/device: \d+\.\d{3}, "
+    r"total_weights: \d+, loss: \d+\.\d{3}, lm_loss: \d+\.\d{3}, perplexity: \d+\.\d{3}(, |$)"
+)
+# A real run on text, small enough for the suite: the sources of this Python, a vocabulary of 512.
+TEXT = TINY | {
+    "dataset_type": "stdlib",
+    "vocab_size": 512,
+    "max_target_length": 64,
+    "steps": 12,
+    "eval_interval": 6,
+    "eval_steps": 2,
+    "learning_rate": 1e-2,
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return tmp_path_factory.mktemp("corpus")
+
+
+def run_module(*args, cwd, devices=1, **environment):
+    env = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"} | environment
+    command = [sys.executable, "-m", "trainer.train", *args]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+
+
+def rows_of(run_dir: Path) -> tuple[list[dict], list[dict]]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "loss" in row], [row for row in rows if "eval_loss" in row]
+
+
+def test_a_run_on_text_from_any_folder_without_a_yml(tmp_path, corpus):
+    done = run_module(*(f"{k}={v}" for k, v in TEXT.items()), f"dataset_path={corpus}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "run-0001" in done.stdout
+    run_dir = tmp_path / "runs" / "run-0001"
+
+    steps, evaluations = rows_of(run_dir)
+    assert [row["step"] for row in steps] == list(range(12))
+    assert all(set(row) == STEP_FIELDS for row in steps)
+    assert all(row["loss"] == row["lm_loss"] and row["tokens"] == 4 * 64 for row in steps)
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert [row["step"] for row in evaluations] == [5, 11]
+    for row in evaluations:
+        assert math.isclose(row["eval_perplexity"], math.exp(row["eval_loss"]))
+        assert 0 < row["eval_bits_per_byte"] < 8
+
+    lines = [line for line in done.stdout.splitlines() if line.startswith("completed step")]
+    assert len(lines) == 12
+    assert all(MAXTEXT_LINE.match(line) for line in lines)
+    assert "continues 'def '" in done.stdout
+    assert "bits per byte" in done.stdout
+    assert "training a BPE" in done.stdout
+
+    # The resolved configuration says everything; it runs again as it is, on the prepared data, to the same losses.
+    resolved = yaml.safe_load((run_dir / "config.yml").read_text())
+    assert resolved["dtype"] == "float32"
+    assert set(schema().keys) <= set(resolved)
+    again = run_module(str(run_dir / "config.yml"), "run_name=again", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert "training a BPE" not in again.stdout
+    repeated, _ = rows_of(tmp_path / "runs" / "again")
+    assert [row["loss"] for row in repeated] == [row["loss"] for row in steps]
+
+
+def test_runs_are_numbered_and_nothing_is_overwritten(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    args = arguments("nnx", steps=1, per_device_batch_size=1)
+    main(args)
+    main(args)
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["run-0001", "run-0002"]
+    with pytest.raises(SystemExit) as exit_:
+        main([*args, "run_name=run-0002"])
+    assert exit_.value.code == 2
+    assert "run_name" in capsys.readouterr().err
+    steps, _ = rows_of(tmp_path / "runs" / "run-0002")
+    assert len(steps) == 1
+
+
+def test_a_mistake_is_told_before_jax_is_loaded_and_leaves_nothing_behind(tmp_path):
+    code = (
+        "import sys\nfrom trainer.train import main\n"
+        "try: main(sys.argv[1:])\nfinally: print('jax' in sys.modules, 'flax' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "base.yml", "stps=10", "learning_rate=fast", "remat_policy=ful"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stdout.split() == ["False", "False"]
+    assert "Traceback" not in done.stderr
+    for expected in ("stps", "nearest: steps", "learning_rate", "remat_policy", "nearest: full"):
+        assert expected in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_does_not_fit_the_devices_is_told_at_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments("nnx", ici_fsdp_parallelism=3, ici_tensor_parallelism=2))
+    assert exit_.value.code == 2
+    assert "data 1 x fsdp 3 x tensor 2 = 6" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_prompt_that_fills_the_row_is_refused_before_training(tmp_path, corpus):
+    settings = TEXT | {"max_target_length": 8, "prompt": "def a_function_of_many(arguments, and_more): return"}
+    done = run_module(*(f"{k}={v}" for k, v in settings.items()), f"dataset_path={corpus}", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "prompt" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+class Recording:
+    """A configuration that remembers which keys were asked for."""
+
+    def __init__(self, config, seen):
+        self.__dict__.update(_config=config, _seen=seen)
+
+    def __getattr__(self, name):
+        if name in self._config:
+            self._seen.add(name)
+        return getattr(self._config, name)
+
+    def __getitem__(self, name):
+        self._seen.add(name)
+        return self._config[name]
+
+    def __iter__(self):
+        return iter(self._config)
+
+
+# Keys that have done their work when a run begins.
+READ_BY_LOADING = {
+    "model_name": "chooses a preset while the configuration is loaded",
+    "enable_checkpointing": "true is refused while the configuration is loaded",
+}
+
+
+def test_every_key_is_read(tmp_path, monkeypatch, corpus):
+    monkeypatch.chdir(tmp_path)
+    seen: set[str] = set()
+    module = importlib.import_module("trainer.training.build")
+    resolve = module.resolve
+    monkeypatch.setattr(module, "resolve", lambda *args, **kwargs: Recording(resolve(*args, **kwargs), seen))
+    monkeypatch.setattr("trainer.train.to_yaml", lambda config: "")  # writes every key out; that is not reading it
+    common = TEXT | pinned("nnx") | {"steps": 1, "per_device_batch_size": 1, "eval_interval": 1}
+    common |= {"dataset_path": corpus, "lr_schedule_type": "wsd"}
+    main([f"{k}={v}" for k, v in common.items()])
+    unread = set(schema().keys) - seen - set(READ_BY_LOADING)
+    assert not unread
+    assert not seen & set(READ_BY_LOADING), "a key that a run reads needs no excuse"
+
+
+@pytest.mark.parametrize("combination", ALL_COMBINATIONS)
+def test_every_combination_trains_from_the_command_line(tmp_path, monkeypatch, capsys, combination):
+    monkeypatch.chdir(tmp_path)
+    main([*arguments(combination, steps=3, per_device_batch_size=1, eval_interval=3, eval_steps=1), "run_name=one"])
+    assert re.search(rf"^combination +{combination}$", capsys.readouterr().out, re.MULTILINE)
+    steps, evaluations = rows_of(tmp_path / "runs" / "one")
+    assert len(steps) == 3
+    assert len(evaluations) == 1
+    assert "eval_bits_per_byte" not in evaluations[0]

@@ -1,0 +1,136 @@
+"""Single layers against their formulas in numpy."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from trainer.config.check import ACTIVATIONS as CHECKED
+from trainer.layers.dense import Dense, Embed
+from trainer.layers.mlp import ACTIVATIONS, MLP
+from trainer.layers.norm import RMSNorm
+
+FLOAT32 = {"dtype": jnp.float32, "weight_dtype": jnp.float32}
+
+FORMULAS = {
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    # The tanh form of Hendrycks and Gimpel 2016, arXiv:1606.08415.
+    "gelu": lambda x: x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "relu": lambda x: np.where(x > 0, x, 0),
+    "tanh": np.tanh,
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "linear": lambda x: x,
+}
+
+
+@pytest.fixture(autouse=True)
+def without_a_mesh():
+    with nnx.use_eager_sharding(False):
+        yield
+
+
+def normal(*shape):
+    return np.random.default_rng(shape).normal(size=shape).astype(np.float32)
+
+
+def double(x):
+    return np.asarray(x, np.float64)
+
+
+@pytest.mark.parametrize(
+    ("in_shape", "out_shape"), [([64], [512]), ([64], [8, 64]), ([8, 8], [512]), ([4, 16], [16, 32])], ids=str
+)
+def test_dense_starts_with_variance_one_over_fan_in(in_shape, out_shape):
+    names = [f"axis {i}" for i in range(len(in_shape) + len(out_shape))]
+    kernel = Dense(in_shape, out_shape, names, rngs=nnx.Rngs(0), **FLOAT32).kernel
+    assert kernel.shape == (*in_shape, *out_shape)
+    assert kernel.get_metadata("out_sharding") == tuple(names)
+    values = double(kernel[...])
+    # 32768 draws: the variance of a normal sample is known to 0.8 %.
+    np.testing.assert_allclose(values.var() * 64, 1, rtol=0.03)
+    assert abs(values.mean()) < 4 / math.sqrt(64 * values.size)
+    # Truncated at two standard deviations of the normal, whose own deviation is 1 / 0.8796 of what is left.
+    assert 2.1 < np.abs(values).max() * 8 < 2 / 0.8796 + 1e-3
+
+
+@pytest.mark.parametrize(("in_shape", "out_shape"), [([6], [5]), ([6], [2, 3]), ([2, 3], [5])], ids=str)
+def test_dense_is_a_sum_over_the_inputs(in_shape, out_shape):
+    names = ["a"] * (len(in_shape) + len(out_shape))
+    layer = Dense(in_shape, out_shape, names, rngs=nnx.Rngs(0), **FLOAT32)
+    x = normal(4, 7, *in_shape)
+    expected = np.tensordot(double(x), double(layer.kernel[...]), axes=len(in_shape))
+    out = layer(x, ["a"] * (2 + len(out_shape)))
+    assert out.shape == (4, 7, *out_shape)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+
+
+def test_dense_keeps_weights_and_activations_in_their_own_dtypes():
+    layer = Dense([4], [3], ["a", "b"], dtype=jnp.bfloat16, weight_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    assert layer.kernel.dtype == jnp.float32
+    assert layer(normal(2, 4), ["a", "b"]).dtype == jnp.bfloat16
+
+
+def test_rms_norm_equals_numpy():
+    layer = RMSNorm(8, epsilon=0.1, **FLOAT32)
+    np.testing.assert_array_equal(layer.scale[...], np.ones(8))
+    layer.scale[...] = jnp.asarray(normal(8))
+    x = normal(2, 5, 8)
+    expected = double(x) / np.sqrt((double(x) ** 2).mean(-1, keepdims=True) + 0.1) * double(layer.scale[...])
+    np.testing.assert_allclose(layer(x), expected, rtol=1e-5)
+
+
+def test_rms_norm_computes_in_float32():
+    layer = RMSNorm(8, epsilon=1e-5, dtype=jnp.bfloat16, weight_dtype=jnp.bfloat16)
+    x = jnp.asarray(normal(2, 8), jnp.bfloat16) * 1e3
+    expected = double(x) / np.sqrt((double(x) ** 2).mean(-1, keepdims=True) + 1e-5)
+    out = layer(x)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(out, jnp.asarray(expected, jnp.bfloat16))
+
+
+def test_every_activation_that_the_configuration_allows_exists():
+    assert set(ACTIVATIONS) == set(CHECKED) == set(FORMULAS)
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_activation_equals_its_formula(name):
+    x = np.linspace(-4, 4, 101, dtype=np.float32)
+    np.testing.assert_allclose(ACTIVATIONS[name](x), FORMULAS[name](double(x)), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "activations", [*([name] for name in FORMULAS), ["silu", "linear"], ["gelu", "linear", "sigmoid"]], ids="-".join
+)
+def test_mlp_equals_numpy(activations):
+    layer = MLP(6, 10, activations, dropout_rate=0.5, rngs=nnx.Rngs(0), **FLOAT32)
+    x = normal(2, 3, 6)
+    projections = ["wi"] if len(activations) == 1 else [f"wi_{i}" for i in range(len(activations))]
+    hidden = 1.0
+    for name, activation in zip(projections, activations, strict=True):
+        hidden = hidden * FORMULAS[activation](double(x) @ double(getattr(layer, name).kernel[...]))
+    expected = hidden @ double(layer.wo.kernel[...])
+    np.testing.assert_allclose(layer(x, jnp.arange(2), None), expected, atol=5e-6)
+
+
+def test_mlp_drops_hidden_units_before_the_last_projection():
+    layer = MLP(6, 10, ["silu", "linear"], dropout_rate=0.5, rngs=nnx.Rngs(0), **FLOAT32)
+    layer.wo.kernel[...] = jnp.ones((10, 6))  # every output is the sum of what is left of the hidden units
+    x, key, row = normal(2, 3, 6), jax.random.key(1), jnp.array([4, 9])
+    hidden = FORMULAS["silu"](double(x) @ double(layer.wi_0.kernel[...])) * (double(x) @ double(layer.wi_1.kernel[...]))
+    keep = np.stack([jax.random.bernoulli(jax.random.fold_in(key, r), 0.5, (3, 10)) for r in (4, 9)])
+    expected = np.repeat((hidden * keep * 2).sum(-1, keepdims=True), 6, axis=-1)
+    np.testing.assert_allclose(layer(x, row, key), expected, atol=5e-6)
+
+
+def test_embedding_takes_rows_and_attends_to_them():
+    layer = Embed(64, 512, rngs=nnx.Rngs(0), **FLOAT32)
+    table = double(layer.embedding[...])
+    assert layer.embedding.get_metadata("out_sharding") == ("vocab", "embed")
+    np.testing.assert_allclose([table.mean(), table.std()], [0, 1], atol=0.02)
+    ids = np.array([[0, 63, 5], [5, 1, 2]])
+    np.testing.assert_array_equal(layer(ids), table[ids])
+    x = normal(2, 3, 512)
+    np.testing.assert_allclose(layer.attend(x), double(x) @ table.T, atol=2e-4)

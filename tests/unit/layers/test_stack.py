@@ -1,0 +1,155 @@
+"""The stack of blocks: however the loop is compiled and whatever it recomputes, the same function of the same tree."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from support import assert_equal_bits
+
+from trainer.backends.base import tree_mode
+from trainer.layers.dense import Dense
+from trainer.layers.mlp import MLP
+from trainer.layers.norm import RMSNorm
+from trainer.layers.remat import POLICIES, PROJECTIONS
+from trainer.layers.sown import Total, sow
+from trainer.layers.stack import make_stack, run_stack
+from trainer.ops.dropout import dropout
+
+LAYERS, WIDTH, ROWS, LENGTH = 3, 8, 2, 4
+NAMES = ("activation_batch", "activation_length", "activation_embed")
+
+
+class Other(nnx.Variable):
+    """A sown type that nobody asks for."""
+
+
+class Block(nnx.Module):
+    """A block with everything a stack must carry: parameters, a cache, context, a key and sown values."""
+
+    def __init__(self, rngs):
+        dtypes = {"dtype": jnp.float32, "weight_dtype": jnp.float32}
+        self.norm = RMSNorm(WIDTH, epsilon=1e-5, **dtypes)
+        self.mix = Dense([WIDTH], [WIDTH], ("embed", "embed"), rngs=rngs, **dtypes)
+        self.mlp = MLP(WIDTH, 2 * WIDTH, ["silu", "linear"], dropout_rate=0.5, rngs=rngs, **dtypes)
+
+    def __call__(self, x, cache, scale, row, key):
+        cache = None if cache is None else cache + x.sum(axis=(1, 2))
+        x = x + scale * jnp.tanh(self.mix(x, NAMES))
+        x = x + dropout(self.mlp(self.norm(x), row, key), key, row, 0.25)
+        sow(self, Total, "total", x.sum())
+        sow(self, Other, "other", x.sum())
+        return x, cache
+
+
+@functools.cache
+def blocks():
+    with tree_mode():
+        return make_stack(Block, LAYERS, nnx.Rngs(0))
+
+
+def inputs():
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(ROWS, LENGTH, WIDTH)), jnp.float32)
+    return x, jnp.zeros((LAYERS, ROWS)), jnp.float32(0.7), jnp.arange(ROWS)
+
+
+@functools.cache
+def outputs_and_gradients(scan, remat_policy, types=(Total,)):
+    """(x, cache, sown) and the gradients of a weighted sum of x with respect to the parameters and the input."""
+    graphdef, params = nnx.split(blocks())
+    x, cache, scale, row = inputs()
+    weight = jnp.asarray(np.random.default_rng(1).normal(size=x.shape), jnp.float32)
+
+    @jax.jit
+    def run(params, x):
+        def loss(params, x):
+            stack, settings = nnx.merge(graphdef, params), {"scan": scan, "remat_policy": remat_policy, "types": types}
+            results = run_stack(stack, x, cache, scale, row, key=jax.random.key(5), **settings)
+            return jnp.sum(results[0] * weight), results
+
+        grads, results = jax.grad(loss, argnums=(0, 1), has_aux=True)(params, x)
+        return results, nnx.to_pure_dict(grads[0]), grads[1]
+
+    with tree_mode():
+        return jax.device_get(run(params, x))
+
+
+def test_parameters_are_stacked_under_a_layers_axis_and_drawn_independently():
+    params = nnx.to_pure_dict(nnx.state(blocks()), extract_fn=lambda variable: variable)
+    kernel = params["mlp"]["wi_0"]["kernel"]
+    assert kernel.shape == (LAYERS, WIDTH, 2 * WIDTH)
+    assert kernel.get_metadata("out_sharding") == ("layers", "embed", "mlp")
+    assert params["norm"]["scale"].get_metadata("out_sharding") == ("layers", "norm")
+    assert len({np.asarray(layer).tobytes() for layer in kernel[...]}) == LAYERS
+
+
+def test_the_stack_is_its_blocks_one_after_the_other():
+    graphdef, params = nnx.split(blocks())
+    x, cache, scale, row = inputs()
+    caches, totals = [], []
+    with tree_mode():
+        for i in range(LAYERS):
+            block = nnx.merge(graphdef, jax.tree.map(lambda a, i=i: a[i], params))
+            x, layer_cache = block(x, cache[i], scale, row, jax.random.fold_in(jax.random.key(5), i))
+            caches.append(layer_cache)
+            totals.append(x.sum())
+    (actual, actual_cache, sown), _, _ = outputs_and_gradients(True, "none")
+    np.testing.assert_allclose(actual, x, atol=1e-5)
+    np.testing.assert_allclose(actual_cache, jnp.stack(caches), atol=1e-5)
+    np.testing.assert_allclose(sown["Total"]["total"], jnp.stack(totals), atol=1e-4)
+
+
+@pytest.mark.parametrize("remat_policy", ["none", *POLICIES])
+def test_scanned_and_unrolled_give_the_same_bits(remat_policy):
+    assert_equal_bits(outputs_and_gradients(False, remat_policy), outputs_and_gradients(True, remat_policy))
+
+
+@pytest.mark.parametrize("remat_policy", POLICIES)
+def test_recomputing_changes_no_bit(remat_policy):
+    assert_equal_bits(outputs_and_gradients(True, remat_policy), outputs_and_gradients(True, "none"))
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_sown_values_come_out_with_a_layers_axis_and_only_when_asked_for(scan):
+    (x, _, sown), _, _ = outputs_and_gradients(scan, "none")
+    assert list(sown) == ["Total"]
+    assert list(sown["Total"]) == ["total"]
+    assert sown["Total"]["total"].shape == (LAYERS,)
+    np.testing.assert_allclose(sown["Total"]["total"][-1], x.sum(), rtol=1e-5)
+    (without, _, nothing), grads, _ = outputs_and_gradients(scan, "none", ())
+    assert nothing == {}
+    assert_equal_bits((without, grads), (x, outputs_and_gradients(scan, "none")[1]))
+
+
+def test_a_policy_recomputes_what_it_says():
+    """Products in the scanned step: 4 projections forward, twice as many backward, and what is recomputed."""
+    graphdef, params = nnx.split(blocks())
+    x, _, scale, row = inputs()
+
+    def products(policy):
+        def loss(params):
+            settings = {"key": None, "scan": True, "remat_policy": policy}
+            return jnp.sum(run_stack(nnx.merge(graphdef, params), x, None, scale, row, **settings)[0])
+
+        return str(jax.make_jaxpr(jax.grad(loss))(params)).count("dot_general")
+
+    with tree_mode():
+        counts = {policy: products(policy) for policy in ("none", "full", "minimal")}
+    # full computes all again but the last product, which nobody needs; minimal only mix, which has no name of PROJECTIONS.
+    assert counts == {"none": 12, "full": 15, "minimal": 13}
+
+
+def test_every_projection_of_a_layer_has_a_name_that_minimal_keeps():
+    graphdef, params = nnx.split(blocks())
+    x, _, scale, row = inputs()
+
+    def run(params):
+        return run_stack(nnx.merge(graphdef, params), x, None, scale, row, key=None, scan=True, remat_policy="none")[0]
+
+    with tree_mode():
+        text = str(jax.make_jaxpr(run)(params))
+    found = {name for name in PROJECTIONS if f"name[name={name}]" in text}
+    assert found == {"mlpwi_0", "mlpwi_1", "mlpwo"}
