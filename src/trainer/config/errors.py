@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import ParamSpec, TypeVar
@@ -17,6 +18,7 @@ class UserError(ValueError):
 def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
     """Decorates an entry point: a UserError prints its message on stderr and exits with code 2, without a traceback.
 
+    Ctrl-C ends with code 130 and a reader of the output that went away (`| head`) with 141, as a shell would have it.
     Every other exception passes.
     """
 
@@ -27,6 +29,13 @@ def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             raise SystemExit(2) from None
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            raise SystemExit(130) from None
+        except BrokenPipeError:
+            # Python flushes stdout once more at its end, which must not fail again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(141) from None
 
     return wrapped
 

@@ -16,7 +16,6 @@ from trainer.layers.norm import RMSNorm
 from trainer.layers.remat import POLICIES, PROJECTIONS
 from trainer.layers.sown import Total, sow
 from trainer.layers.stack import make_stack, run_stack
-from trainer.ops.dropout import dropout
 
 LAYERS, WIDTH, ROWS, LENGTH = 3, 8, 2, 4
 NAMES = ("activation_batch", "activation_length", "activation_embed")
@@ -33,12 +32,14 @@ class Block(nnx.Module):
         dtypes = {"dtype": jnp.float32, "weight_dtype": jnp.float32}
         self.norm = RMSNorm(WIDTH, epsilon=1e-5, **dtypes)
         self.mix = Dense([WIDTH], [WIDTH], ("embed", "embed"), rngs=rngs, **dtypes)
-        self.mlp = MLP(WIDTH, 2 * WIDTH, ["silu", "linear"], dropout_rate=0.5, rngs=rngs, **dtypes)
+        self.mlp = MLP(WIDTH, 2 * WIDTH, ["silu", "linear"], dropout_rate=0.0, rngs=rngs, **dtypes)
 
     def __call__(self, x, cache, scale, row, key):
         cache = None if cache is None else cache + x.sum(axis=(1, 2))
         x = x + scale * jnp.tanh(self.mix(x, NAMES))
-        x = x + dropout(self.mlp(self.norm(x), row, key), key, row, 0.25)
+        x = x + self.mlp(self.norm(x), row, None)
+        if key is not None:  # a stand-in for dropout, whose bits compile slowly
+            x = x * (1 + (jax.random.key_data(key)[0] % 8) / 16)
         sow(self, Total, "total", x.sum())
         sow(self, Other, "other", x.sum())
         return x, cache
@@ -47,7 +48,7 @@ class Block(nnx.Module):
 @functools.cache
 def blocks():
     with tree_mode():
-        return make_stack(Block, LAYERS, nnx.Rngs(0))
+        return jax.jit(lambda: make_stack(Block, LAYERS, nnx.Rngs(0)))()
 
 
 def inputs():
@@ -90,10 +91,15 @@ def test_the_stack_is_its_blocks_one_after_the_other():
     graphdef, params = nnx.split(blocks())
     x, cache, scale, row = inputs()
     caches, totals = [], []
+
+    @jax.jit
+    def apply(params, x, cache, key):
+        return nnx.merge(graphdef, params)(x, cache, scale, row, key)
+
     with tree_mode():
         for i in range(LAYERS):
-            block = nnx.merge(graphdef, jax.tree.map(lambda a, i=i: a[i], params))
-            x, layer_cache = block(x, cache[i], scale, row, jax.random.fold_in(jax.random.key(5), i))
+            layer_key = jax.random.fold_in(jax.random.key(5), i)
+            x, layer_cache = apply(jax.tree.map(lambda a, i=i: a[i], params), x, cache[i], layer_key)
             caches.append(layer_cache)
             totals.append(x.sum())
     (actual, actual_cache, sown), _, _ = outputs_and_gradients(True, "none")

@@ -1,0 +1,101 @@
+"""Every pair of choices of these options trains, and gives the losses of the plainest program with the same mathematics."""
+
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from support import ALL_COMBINATIONS, arguments, packed_batch
+
+from trainer.config import load
+from trainer.runtime import place
+from trainer.training import build
+
+MESHES = {
+    "1 device": {},
+    "data 8": {"ici_data_parallelism": 8, "ici_fsdp_parallelism": 1},
+    "fsdp 4 x tensor 2": {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2},
+    "data 2 x fsdp 2 x tensor 2": {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2},
+}
+# How the program is made; none of these changes what it computes.
+PROGRAM = {
+    "combination": ALL_COMBINATIONS,
+    "mesh": tuple(MESHES),
+    "scan_layers": (True, False),
+    "remat_policy": ("none", "minimal", "full"),
+    "attention": ("dot_product", "flash"),
+    "gradient_accumulation_steps": (1, 2),
+    "record_internal_nn_metrics": (0, 1),
+}
+# What it computes.
+MATHEMATICS = {
+    "dropout": (0.0, 0.2),
+    "logits_via_embedding": (True, False),
+    "mlp_activations": ("[silu,linear]", "[gelu]"),
+    "dtype": ("float32", "bfloat16"),
+    "trainable_parameters_mask": ("[]", "[layers]"),
+}
+OPTIONS = PROGRAM | MATHEMATICS
+PLAIN = {name: values[0] for name, values in PROGRAM.items()}
+ROWS, STEPS = 16, 2
+
+
+def covering_set():
+    """Greedily, choices of all options such that each pair of choices of two options occurs."""
+    names = list(OPTIONS)
+    missing = {
+        frozenset({(a, x), (b, y)})
+        for a, b in itertools.combinations(names, 2)
+        for x, y in itertools.product(OPTIONS[a], OPTIONS[b])
+    }
+    chosen = []
+    while missing:
+        case: dict = dict(sorted(missing, key=lambda pair: sorted(map(str, pair)))[0])
+        for name in names:
+            if name not in case:
+
+                def gain(value, name=name, case=case):
+                    return sum(frozenset({(name, value), item}) in missing for item in case.items())
+
+                case[name] = max(OPTIONS[name], key=gain)
+        missing -= {frozenset(pair) for pair in itertools.combinations(case.items(), 2)}
+        chosen.append(case)
+    return chosen
+
+
+def losses(case):
+    """Loss and gradient norm of two SGD steps from the same parameters on the same rows."""
+    case = dict(case)
+    combination, mesh, rate = case.pop("combination"), case.pop("mesh"), case.pop("dropout")
+    devices = 8 if MESHES[mesh] else 1
+    case |= {"dropout_rate": rate, "attention_dropout_rate": rate, **MESHES[mesh]}
+    case |= {"opt_type": "sgd", "learning_rate": 0.1, "lr_schedule_type": "constant", "warmup_steps_fraction": 0}
+    case["per_device_batch_size"] = ROWS / devices / case["gradient_accumulation_steps"]
+    run = build(load(arguments(combination, **case)).config, jax.devices()[:devices])
+    assert run.rows == ROWS
+    state, found = run.init(), []
+    for i in range(STEPS):
+        state, metrics = run.step(state, place(packed_batch(run.config, ROWS, seed=i), run.batch_shardings))
+        found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+    return np.array(found)
+
+
+@functools.cache
+def plain_losses(mathematics):
+    return losses(PLAIN | dict(mathematics))
+
+
+@pytest.mark.parametrize("case", covering_set(), ids=lambda case: "-".join(str(value) for value in case.values()))
+def test_gives_the_losses_of_the_plainest_program(case):
+    expected = plain_losses(tuple((name, case[name]) for name in MATHEMATICS))
+    # bfloat16 rounds products, and a mesh or another order of sums rounds them elsewhere.
+    tolerance = 1e-5 if case["dtype"] == "float32" else 1e-2
+    np.testing.assert_allclose(losses(case), expected, rtol=tolerance)
+
+
+def test_the_set_covers_every_pair():
+    pairs = {frozenset(pair) for case in covering_set() for pair in itertools.combinations(case.items(), 2)}
+    for a, b in itertools.combinations(OPTIONS, 2):
+        for x, y in itertools.product(OPTIONS[a], OPTIONS[b]):
+            assert frozenset({(a, x), (b, y)}) in pairs

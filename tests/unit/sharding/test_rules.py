@@ -1,0 +1,82 @@
+"""From logical names to mesh axes, on one array."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from support import tiny_config
+
+from trainer.sharding import Axes, constrain, make_mesh, make_rules, on_mesh, spec, take
+
+RULES = make_rules([["batch", ["data", "fsdp"]], ["embed", "fsdp"], ["heads", ["tensor"]], ["norm", []], ["mlp", None]])
+
+
+def test_rules_hold_tuples_of_mesh_axes():
+    assert RULES == {"batch": ("data", "fsdp"), "embed": ("fsdp",), "heads": ("tensor",), "norm": (), "mlp": ()}
+
+
+def test_the_rules_of_a_resolved_configuration_can_be_read():
+    rules = make_rules(tiny_config("nnx").logical_axis_rules)
+    assert rules["activation_batch"] == ("data", "fsdp")
+    assert rules["vocab"] == ("tensor",)
+    assert rules["layers"] == ()
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ([], P()),
+        (["batch"], P(("data", "fsdp"))),
+        (["embed", "heads"], P("fsdp", "tensor")),
+        (["heads", "embed"], P("tensor", "fsdp")),
+        (["norm", "embed"], P(None, "fsdp")),
+        ([None, "heads", None], P(None, "tensor", None)),
+        ([None, None], P(None, None)),
+        (["norm", "mlp", "norm"], P(None, None, None)),
+    ],
+)
+def test_spec(names, expected):
+    assert spec(names, RULES) == expected
+    assert spec(Axes(names), RULES) == expected
+
+
+@pytest.mark.parametrize("names", [["batch", "embed"], ["embed", "norm", "batch"], ["heads", "heads"]])
+def test_two_axes_of_an_array_on_one_mesh_axis_are_refused(names):
+    axis = "tensor" if "heads" in names else "fsdp"
+    with pytest.raises(ValueError, match=f"'{names[0]}' and '{names[-1]}' .* both map to mesh axis '{axis}'"):
+        spec(names, RULES)
+
+
+def test_a_name_without_a_rule_is_refused():
+    with pytest.raises(ValueError, match=r"no rule for the logical axis 'head'; .* batch, embed, heads, norm, mlp"):
+        spec(["embed", "head"], RULES)
+
+
+def test_axes_are_a_leaf_where_a_tuple_is_a_node():
+    assert jax.tree.leaves({"a": Axes(("embed", None))}) == [("embed", None)]
+    assert jax.tree.leaves({"a": ("embed", "mlp")}) == ["embed", "mlp"]
+
+
+def test_without_a_mesh_the_helpers_are_the_plain_operations():
+    x = jnp.arange(6.0).reshape(3, 2)
+    assert constrain(x, ["no such name", None]) is x
+    np.testing.assert_array_equal(take(x, jnp.array([[2, 0]]), [None] * 3), x[jnp.array([[2, 0]])])
+    assert "sharding_constraint" not in str(jax.make_jaxpr(lambda x: constrain(x, ["embed", None]))(x))
+
+
+def test_on_a_mesh_they_place_their_result_and_only_inside_of_the_context():
+    config = tiny_config("nnx", devices=8, ici_data_parallelism=2, ici_fsdp_parallelism=2, ici_tensor_parallelism=2)
+    mesh = make_mesh(config, jax.devices())
+    table = jnp.arange(32.0).reshape(8, 4)
+    with on_mesh(mesh, RULES):
+        placed = jax.jit(lambda x: constrain(x, ["batch", "heads"]))(table)
+        rows = jax.jit(lambda x: take(x, jnp.array([[1, 7], [0, 3]]), ["embed", None, "heads"]))(table)
+        with pytest.raises(ValueError, match="no rule"):
+            constrain(table, ["head", None])
+    assert placed.sharding.spec == P(("data", "fsdp"), "tensor")
+    assert {shard.data.shape for shard in placed.addressable_shards} == {(2, 2)}
+    assert {shard.data.shape for shard in rows.addressable_shards} == {(1, 2, 2)}
+    np.testing.assert_array_equal(placed, table)
+    np.testing.assert_array_equal(rows, np.asarray(table)[[[1, 7], [0, 3]]])
+    assert constrain(table, ["head", None]) is table
