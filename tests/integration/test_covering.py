@@ -1,4 +1,4 @@
-"""Every pair of choices of these options trains, and gives the losses of the plainest program with the same mathematics."""
+"""Every pair of choices of these options trains, with the losses of the plainest program of the same mathematics."""
 
 import functools
 import itertools
@@ -54,11 +54,10 @@ def covering_set():
         case: dict = dict(sorted(missing, key=lambda pair: sorted(map(str, pair)))[0])
         for name in names:
             if name not in case:
-
-                def gain(value, name=name, case=case):
-                    return sum(frozenset({(name, value), item}) in missing for item in case.items())
-
-                case[name] = max(OPTIONS[name], key=gain)
+                gains = [
+                    sum(frozenset({(name, value), item}) in missing for item in case.items()) for value in OPTIONS[name]
+                ]
+                case[name] = OPTIONS[name][gains.index(max(gains))]
         missing -= {frozenset(pair) for pair in itertools.combinations(case.items(), 2)}
         chosen.append(case)
     return chosen

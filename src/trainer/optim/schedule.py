@@ -6,11 +6,10 @@ import optax
 def make_schedule(config) -> optax.Schedule:
     """Linear warm-up from 0 to `learning_rate`, then the shape that `lr_schedule_type` names.
 
-    The schedule takes `learning_rate_schedule_steps` updates: the first `warmup_steps_fraction` of them warm up, and the
-    last one runs at the final rate, `learning_rate_final_fraction` of the peak, which then stays. wsd
-    (warm-up, stable, decay; Hu et al. 2024, arXiv:2404.06395) keeps the peak until its last
-    `wsd_decay_steps_fraction`. The first update already has a rate above 0: update i of w warm-up updates runs at
-    (i + 1) / w of the peak.
+    The schedule takes `learning_rate_schedule_steps` updates: the first `warmup_steps_fraction` of them warm up, the
+    last one runs at the final rate, `learning_rate_final_fraction` of the peak, which then stays. wsd (warm-up, stable,
+    decay; Hu et al. 2024, arXiv:2404.06395) keeps the peak until its last `wsd_decay_steps_fraction`. The first update
+    already has a rate above 0: update i of w warm-up updates runs at (i + 1) / w of the peak.
     """
     peak, final = config.learning_rate, config.learning_rate * config.learning_rate_final_fraction
     length = config.learning_rate_schedule_steps

@@ -65,17 +65,17 @@ def outputs_and_gradients(scan, remat_policy, types=(Total,)):
     weight = jnp.asarray(np.random.default_rng(1).normal(size=x.shape), jnp.float32)
 
     @jax.jit
-    def run(params, x):
+    def run(params, x, key):
         def loss(params, x):
             stack, settings = nnx.merge(graphdef, params), {"scan": scan, "remat_policy": remat_policy, "types": types}
-            results = run_stack(stack, x, cache, scale, row, key=jax.random.key(5), **settings)
+            results = run_stack(stack, x, cache, scale, row, key=key, **settings)
             return jnp.sum(results[0] * weight), results
 
         grads, results = jax.grad(loss, argnums=(0, 1), has_aux=True)(params, x)
         return results, nnx.to_pure_dict(grads[0]), grads[1]
 
     with tree_mode():
-        return jax.device_get(run(params, x))
+        return jax.device_get(run(params, x, jax.random.key(5)))
 
 
 def test_parameters_are_stacked_under_a_layers_axis_and_drawn_independently():
