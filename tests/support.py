@@ -4,11 +4,11 @@ from typing import Any
 
 import numpy as np
 
+from trainer.backends.registry import BACKENDS
 from trainer.config import flags_of, load, resolve
-from trainer.config.flags import COMBINATIONS
 
 # Parametrized over, so that a removed backend takes its cases with it.
-ALL_COMBINATIONS = tuple(COMBINATIONS)
+ALL_COMBINATIONS = tuple(BACKENDS)
 
 TINY = {
     "dataset_type": "synthetic",

@@ -3,7 +3,6 @@
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from trainer.config import UserError, exit_on_user_error, load, to_yaml
 
@@ -17,38 +16,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     import jax
 
     from trainer.data import open_dataset
-    from trainer.models.flops import flops_per_token, parameter_count
     from trainer.observe import Console, MetricsWriter, open_run
     from trainer.training import Reports, build, fit
 
     console = Console()
     for note in loaded.notes:
         console.say(note)
-    devices = jax.devices()
-    run = build(loaded.config, devices)
-    with ThreadPoolExecutor(1) as background:
-        # The step is compiled while the data are prepared; both take seconds and neither needs the other.
-        compiling = background.submit(run.compile)
-        dataset = open_dataset(run.config, console.say)
-        prompt = _prompt(run.config, dataset.tokenizer)
-        run_dir = open_run(run.config.base_output_directory, run.config.run_name)
-        (run_dir / "config.yml").write_text(to_yaml(run.config))
-        console.banner(
-            run.config,
-            device_kind=devices[0].device_kind,
-            platform=devices[0].platform,
-            process_count=jax.process_count(),
-            parameters=parameter_count(run.config),
-            flops_per_token=flops_per_token(run.config),
-            dataset=str(dataset),
-            run_dir=run_dir,
-            warnings=loaded.warnings,
-        )
-        if run.config.log_config:
-            console.say(to_yaml(run.config))
-        if not compiling.done():
-            console.say("compiling the training step")
-        compiled = compiling.result()
+    run = build(loaded.config, jax.devices())
+    dataset = open_dataset(run.config, console.say)
+    prompt = _prompt(run.config, dataset.tokenizer)
+    # All that can be wrong with the command has been seen: the run begins to leave traces.
+    run_dir = open_run(run.config.base_output_directory, run.config.run_name)
+    (run_dir / "config.yml").write_text(to_yaml(run.config))
+    _say_what_runs(console, run, dataset, run_dir, loaded.warnings)
+    console.say("compiling the training step")
+    compiled = run.compile()
 
     with MetricsWriter(run_dir) as writer:
 
@@ -64,6 +46,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     console.summary(time.perf_counter() - started)
     if prompt:
         console.sample(run.config.prompt, _sample(run, state, dataset.tokenizer, prompt))
+
+
+def _say_what_runs(console, run, dataset, run_dir, warnings: Sequence[str]) -> None:
+    import jax
+
+    from trainer.models.flops import flops_per_token, parameter_count
+
+    device = run.mesh.devices.flat[0]
+    console.banner(
+        run.config,
+        device_kind=device.device_kind,
+        platform=device.platform,
+        process_count=jax.process_count(),
+        parameters=parameter_count(run.config),
+        flops_per_token=flops_per_token(run.config),
+        dataset=str(dataset),
+        run_dir=run_dir,
+        warnings=warnings,
+    )
+    if run.config.log_config:
+        console.say(to_yaml(run.config))
 
 
 def _prompt(config, tokenizer) -> list[int]:

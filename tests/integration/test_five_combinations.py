@@ -3,10 +3,15 @@
 import functools
 
 import jax
+import numpy as np
 import pytest
-from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, packed_batch
+from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, packed_batch, tiny_config
 
+from trainer.backends import make_backend
 from trainer.config import load
+from trainer.objectives import Objective
+from trainer.ops.random import seed_key
+from trainer.optim import make_optimizer
 from trainer.runtime import place
 from trainer.training import build
 
@@ -39,7 +44,7 @@ SETTINGS = {
 
 @functools.cache
 def trained(combination, setting):
-    """The canonical train state after 20 AdamW steps, every step's metrics, and the gradients of one batch."""
+    """The canonical train state before and after 20 AdamW steps, and every step's metrics."""
     overrides = SETTINGS[setting]
     devices = jax.devices()[: 8 if "ici_fsdp_parallelism" in overrides else 1]
     config = load(arguments(combination, steps=STEPS, learning_rate=1e-2, **overrides)).config
@@ -64,3 +69,24 @@ def test_same_bits_after_20_steps(combination, setting):
     assert metrics[-1]["loss"] != metrics[0]["loss"]
     with pytest.raises(AssertionError):
         assert_equal_bits(start.params, end.params)
+
+
+@functools.cache
+def gradients(combination):
+    """Gradients of one batch with dropout and packing, under canonical names."""
+    config = tiny_config(combination, remat_policy="full", **DROPOUT)
+    backend = make_backend(config, make_optimizer(config))
+    tree = backend.unpack(backend.init(seed_key(0)))
+    objective = Objective(backend.apply)
+
+    def loss(params):
+        return objective.sums(params, tree.rest, packed_batch(config, 4), seed_key(1))[0]["lm_loss"]
+
+    return copied(jax.jit(jax.grad(loss))(tree.params))
+
+
+@pytest.mark.parametrize("combination", ALL_COMBINATIONS)
+def test_same_bits_of_gradients(combination):
+    reference = gradients(ALL_COMBINATIONS[0])
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(reference))
+    assert_equal_bits(gradients(combination), reference)

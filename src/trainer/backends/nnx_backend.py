@@ -13,6 +13,7 @@ from trainer.backends.train_state import make_train_state
 from trainer.layers import sown
 from trainer.models.init import init_variables
 from trainer.models.transformer import Decoder, Transformer
+from trainer.ops.random import seed_key
 from trainer.sharding import Axes
 
 
@@ -25,7 +26,7 @@ class NNXBackend:
         self.config = config
         self.tx = tx
         with tree_mode():
-            abstract = nnx.eval_shape(lambda: make_train_state(self._make_model(jax.random.key(0)), tx))
+            abstract = nnx.eval_shape(lambda: make_train_state(self._make_model(seed_key(0)), tx))
             self.graphdef, state = nnx.split(abstract)
             self.model_graphdef = nnx.graphdef(abstract.model)
             params, rest = nnx.state(abstract.model, nnx.Param, nnx.Not(nnx.Param))

@@ -7,6 +7,7 @@ from trainer.config.flags import COMBINATIONS, combination, flags_of
 from trainer.config.help import help_text
 from trainer.config.load import Loaded, load
 from trainer.config.resolve import resolve
+from trainer.config.rules import make_rules
 from trainer.config.schema import Key, Schema, schema
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "global_batch_rows",
     "help_text",
     "load",
+    "make_rules",
     "mesh_axes",
     "microbatch_rows",
     "resolve",

@@ -46,8 +46,8 @@ def _checkpointing(config: Any) -> str | None:
 
 
 def _run_name(config: Any) -> str | None:
-    if "/" in config.run_name or config.run_name in (".", ".."):
-        return "the name of one folder, without /; base_output_directory says where it lies"
+    if "/" in config.run_name or config.run_name in (".", "..") or not config.run_name.isprintable():
+        return "the name of one folder, without / or control characters; base_output_directory says where it lies"
     return None
 
 
@@ -84,8 +84,8 @@ def _rope(config: Any) -> str | None:
 
 
 def _activations(config: Any) -> str | None:
-    if not config.mlp_activations:
-        return f"at least one; allowed: {', '.join(ACTIVATIONS)}"
+    if len(config.mlp_activations) not in (1, 2):
+        return f"one, or two for a gated MLP; allowed: {', '.join(ACTIVATIONS)}"
     for name in config.mlp_activations:
         if name not in ACTIVATIONS:
             return f"there is no activation {name}; allowed: {', '.join(ACTIVATIONS)}{nearest(name, ACTIVATIONS)}"
@@ -127,10 +127,11 @@ def _rules(config: Any) -> str | None:
     return f"{'; '.join(found)}; move one of the two to another mesh axis or to []" if found else None
 
 
-def _endless_evaluation(config: Any) -> str | None:
-    if config.dataset_type == "synthetic" and config.eval_interval > 0 and config.eval_steps == -1:
-        return "synthetic rows have no end, so the evaluation would never end; give eval_steps or set eval_interval=-1"
-    return None
+def _stdlib(key: str, least: int, why: str) -> Callable[[Any], str | None]:
+    def problem(config: Any) -> str | None:
+        return f"at least {least}: {why}" if config.dataset_type == "stdlib" and config[key] < least else None
+
+    return problem
 
 
 CHECKS = (
@@ -150,5 +151,6 @@ CHECKS = (
     Check(("trainable_parameters_mask",), _regexes("trainable_parameters_mask")),
     Check(tuple(MESH_AXES.values()), _open_axes),
     Check(("logical_axis_rules",), _rules),
-    Check(("dataset_type", "eval_interval", "eval_steps"), _endless_evaluation),
+    Check(("dataset_type", "vocab_size"), _stdlib("vocab_size", 257, "256 bytes and the end of a document")),
+    Check(("dataset_type", "max_target_length"), _stdlib("max_target_length", 16, "shorter rows would be millions")),
 )

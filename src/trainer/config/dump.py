@@ -10,8 +10,11 @@ from trainer.config.schema import schema
 
 
 def to_yaml(config: Any) -> str:
-    """All keys of `config` as a yml that `load` reads back to the same values, in the order of base.yml."""
-    lines = [f"{name}: {to_flow(config[name])}" for name in schema().keys]
+    """The keys of `config` as a yml that `load` reads back to the same values, in the order of base.yml.
+
+    `run_name` is left out: the yml says what ran, and whoever runs it again gets a run of its own.
+    """
+    lines = [f"{name}: {to_flow(config[name])}" for name in schema().keys if name != "run_name"]
     return "\n".join(["base_config: base.yml", *lines, ""])
 
 

@@ -117,7 +117,6 @@ def load(argv: Sequence[str]) -> Loaded:
 
     config = ml_collections.ConfigDict({name: setting.value for name, setting in values.items()})
     changed = {name: setting.where for name, setting in given.items()}
-    notes += _end_synthetic(config, changed)
     reader.mistakes += contradictions(config, {n: s.where for n, s in values.items()}, reader.broken)
     if reader.mistakes:
         raise report(reader.mistakes)
@@ -177,15 +176,6 @@ def _merge(below: dict[str, Setting], above: dict[str, Setting]) -> dict[str, Se
         rules = merge_rules(below[_RULES].value, above[_RULES].value)
         merged[_RULES] = Setting(rules, above[_RULES].where)
     return merged
-
-
-def _end_synthetic(config: ml_collections.ConfigDict, changed: dict[str, str]) -> list[str]:
-    """Turns evaluation off where it would never end and nobody asked for it."""
-    endless = config.dataset_type == "synthetic" and config.eval_steps == -1 and config.eval_interval > 0
-    if not endless or {"eval_interval", "eval_steps"} & set(changed):
-        return []
-    config.eval_interval = -1
-    return ["synthetic rows have no end: no evaluation; eval_interval and eval_steps together turn it on"]
 
 
 def _short(text: str) -> str:

@@ -8,7 +8,7 @@ import ml_collections
 
 from trainer.config.derived import FOLLOWS, MESH_AXES
 from trainer.config.errors import report
-from trainer.config.rules import axes_of
+from trainer.config.rules import make_rules
 
 FLASH_LENGTH = 1024  # tokens; from this length on attention=autoselected takes flash
 
@@ -109,7 +109,7 @@ def _factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
 def _indivisible(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str]:
     """One line for each length that the mesh axes of its rules do not divide."""
     found: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    rules = axes_of(values["logical_axis_rules"])
+    rules = make_rules(values["logical_axis_rules"])
     for name, key in DIMENSIONS.items():
         if values[key] % _product(mesh, rules[name]):
             found.setdefault((key, rules[name]), []).append(name)
@@ -126,7 +126,7 @@ def _uneven_rows(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str
     keys = ["per_device_batch_size"]
     if values["eval_interval"] > 0 and values["eval_per_device_batch_size"] != values["per_device_batch_size"]:
         keys.append("eval_per_device_batch_size")
-    axes = axes_of(values["logical_axis_rules"])["activation_batch"]
+    axes = make_rules(values["logical_axis_rules"])["activation_batch"]
     devices, parts = math.prod(mesh.values()), _product(mesh, axes)
     lines = []
     for key in keys:

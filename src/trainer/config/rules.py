@@ -45,14 +45,14 @@ def merge_rules(below: Iterable[Rule], above: Iterable[Rule]) -> list[Rule]:
     return list(({rule[0]: rule for rule in below} | {rule[0]: rule for rule in above}).values())
 
 
-def axes_of(rules: Iterable[Sequence[Any]]) -> dict[str, tuple[str, ...]]:
+def make_rules(rules: Iterable[Sequence[Any]]) -> dict[str, tuple[str, ...]]:
     """Each logical name's mesh axes."""
-    return {name: (axes,) if isinstance(axes, str) else tuple(axes) for name, axes in rules}
+    return {name: (axes,) if isinstance(axes, str) else tuple(axes or ()) for name, axes in rules}
 
 
 def collisions(rules: Iterable[Sequence[Any]]) -> list[str]:
     """One message for each two axes of one tensor that take the same mesh axis."""
-    axes = axes_of(rules)
+    axes = make_rules(rules)
     messages: dict[tuple[frozenset[str], str], str] = {}
     for tensor, names in TENSORS.items():
         taken: dict[str, str] = {}

@@ -12,6 +12,8 @@ from typing import Protocol
 import numpy as np
 
 Batch = dict[str, np.ndarray]
+# The arrays [rows, length] of a batch.
+FIELDS = ("inputs", "targets", "inputs_position", "inputs_segmentation", "targets_segmentation")
 
 
 class RowSource(Protocol):
@@ -92,14 +94,11 @@ def eval_batches(
     for batch in range(count if max_batches < 0 else min(count, max_batches)):
         indices = batch * rows + row
         indices = indices[indices < source.size]
-        arrays = {name: np.zeros((len(row), source.length), np.int32) for name in BATCH_KEYS}
+        arrays = {name: np.zeros((len(row), source.length), np.int32) for name in FIELDS}
         if len(indices):
             for name, values in source.rows(indices).items():
                 arrays[name][: len(indices)] = values
         yield arrays | {"row": row.astype(np.int32)}
-
-
-BATCH_KEYS = ("inputs", "targets", "inputs_position", "inputs_segmentation", "targets_segmentation")
 
 
 def make_batch(inputs: np.ndarray, targets: np.ndarray, segmentation: np.ndarray) -> Batch:

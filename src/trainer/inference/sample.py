@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from trainer.backends import Backend
 from trainer.models.transformer import init_cache
+from trainer.ops.random import SAMPLING, seed_key
 
 
 def sample(
@@ -36,7 +37,7 @@ def sample(
         if temperature == 0:
             drawn = jnp.argmax(logits, axis=-1)
         else:
-            key = jax.random.fold_in(jax.random.key(seed), position)
+            key = jax.random.fold_in(seed_key(seed, SAMPLING), position)
             drawn = jax.random.categorical(key, logits / temperature, axis=-1)
         return (drawn, cache), token
 

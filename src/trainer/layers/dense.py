@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trainer import sharding
+from trainer.layers.param import param
 
 
 class Dense(nnx.Module):
@@ -32,7 +33,7 @@ class Dense(nnx.Module):
         init = jax.nn.initializers.lecun_normal()
         # The initializer takes fan-in from the last axis but one: draw a matrix, then shape it.
         kernel = init(rngs.params(), (prod(in_shape), prod(out_shape)), weight_dtype)
-        self.kernel = nnx.Param(kernel.reshape(*in_shape, *out_shape), out_sharding=tuple(names))
+        self.kernel = param(kernel.reshape(*in_shape, *out_shape), names)
 
     def __call__(self, x: jax.Array, out_names: Sequence[str | None]) -> jax.Array:
         """x [..., *in_shape] -> [..., *out_shape], its axes called `out_names`."""
@@ -48,7 +49,7 @@ class Embed(nnx.Module):
     def __init__(self, vocab: int, width: int, *, dtype: jnp.dtype, weight_dtype: jnp.dtype, rngs: nnx.Rngs):
         self.dtype = dtype
         table = jax.random.normal(rngs.params(), (vocab, width), weight_dtype)
-        self.embedding = nnx.Param(table, out_sharding=("vocab", "embed"))
+        self.embedding = param(table, ("vocab", "embed"))
 
     def __call__(self, id_bt: jax.Array) -> jax.Array:
         """The rows of the table for `id_bt`: [b, t, e]."""
@@ -66,7 +67,7 @@ def _product(x: jax.Array, inputs: int, matrix: jax.Array) -> jax.Array:
     """The last `inputs` axes of `x`, taken as one, times `matrix` [in, out]: [..., out].
 
     All leading axes are taken as one too. For the gradient of the matrix XLA's CPU backend then transposes no copy of
-    its operands (docs/experiments.md).
+    its operands (docs/decisions/0004).
     """
     leading = x.shape[: x.ndim - inputs]
     return (x.reshape(prod(leading), -1) @ matrix).reshape(*leading, -1)

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from trainer.layers.param import param
+
 
 class RMSNorm(nnx.Module):
     """Divide by the root of the mean square over the last axis, times a learned scale (Zhang and Sennrich 2019,
@@ -12,7 +14,7 @@ class RMSNorm(nnx.Module):
     def __init__(self, width: int, *, epsilon: float, dtype: jnp.dtype, weight_dtype: jnp.dtype):
         self.epsilon = epsilon
         self.dtype = dtype
-        self.scale = nnx.Param(jnp.ones(width, weight_dtype), out_sharding=("norm",))
+        self.scale = param(jnp.ones(width, weight_dtype), ("norm",))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x.astype(jnp.float32)

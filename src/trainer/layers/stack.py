@@ -47,7 +47,7 @@ def run_stack(
       context: what every block gets.
       key: layer i gets this key folded with i; None is passed on.
       scan: roll the loop, or unroll it.
-      remat_policy: a name of `remat.POLICIES`, anything else recomputes nothing.
+      remat_policy: a name of `remat.POLICIES`.
       types: sown types to capture.
 
     Returns:
@@ -61,8 +61,8 @@ def run_stack(
         (x, cache), sown = capture(nnx.merge(graphdef, params), types)(x, cache, *context, layer_key)
         return x, (cache, sown)
 
-    if remat_policy in POLICIES:
-        body = jax.checkpoint(body, prevent_cse=not scan, policy=POLICIES[remat_policy])
+    if (policy := POLICIES[remat_policy]) is not None:
+        body = jax.checkpoint(body, prevent_cse=not scan, policy=policy)
     layers = len(jax.tree.leaves(params)[0])
     stacked = (params, jnp.arange(layers), cache)
     if scan:

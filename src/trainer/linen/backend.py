@@ -17,6 +17,7 @@ from trainer.linen.decoder import LinenStackDecoder
 from trainer.linen.transformer import Transformer
 from trainer.models import transformer
 from trainer.models.init import init_variables
+from trainer.ops.random import seed_key
 from trainer.sharding import Axes
 
 
@@ -41,7 +42,7 @@ class Linen:
         self.module = self._make_module()
         id_bt, row_b = jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32)
         with tree_mode():
-            boxed = jax.eval_shape(self.module.init, jax.random.key(0), id_bt, id_bt, id_bt, row_b)
+            boxed = jax.eval_shape(self.module.init, seed_key(0), id_bt, id_bt, id_bt, row_b)
         self.param_axes = jax.tree.map(
             lambda box: Axes(box.names), boxed["params"], is_leaf=lambda x: isinstance(x, linen.LogicallyPartitioned)
         )

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
+from trainer.layers.param import param
 from trainer.linen.stack import Stack
 from trainer.models.transformer import Decoder
 
@@ -22,7 +23,7 @@ class LinenStackDecoder(Decoder):
         variables = init(rngs.params(), x, None, id_bt, id_bt, row_b, key=None, types=(), method="run_layers")
         return nnx.data(
             jax.tree.map(
-                lambda box: nnx.Param(box.value, out_sharding=box.names),
+                lambda box: param(box.value, box.names),
                 variables["params"]["layers"],
                 is_leaf=lambda x: isinstance(x, linen.LogicallyPartitioned),
             )

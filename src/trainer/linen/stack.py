@@ -36,9 +36,8 @@ class Stack(linen.Module):
         return x, cache, sown
 
     def _scan(self, body, x, layers):
-        policy = self.config.remat_policy
-        if policy in POLICIES:
-            body = linen.remat(body, prevent_cse=False, policy=POLICIES[policy])
+        if (policy := POLICIES[self.config.remat_policy]) is not None:
+            body = linen.remat(body, prevent_cse=False, policy=policy)
         scan = linen.scan(
             body,
             variable_axes={"params": 0},
@@ -57,9 +56,8 @@ class Stack(linen.Module):
         def step(params, x, layer):
             return body(lambda *args, **kw: block.apply({"params": params}, *args, **kw), x, layer)
 
-        policy = self.config.remat_policy
-        if policy in POLICIES:
-            step = jax.checkpoint(step, prevent_cse=True, policy=POLICIES[policy])
+        if (policy := POLICIES[self.config.remat_policy]) is not None:
+            step = jax.checkpoint(step, prevent_cse=True, policy=policy)
         outputs = []
         for i in range(self.config.base_num_decoder_layers):
             params_i, layer = jax.tree.map(lambda a, i=i: a[i], (linen.unbox(params), layers))

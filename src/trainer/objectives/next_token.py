@@ -22,8 +22,8 @@ class Objective(NamedTuple):
 
     @staticmethod
     def weight(batch: Batch) -> jax.Array:
-        """The number of loss-bearing tokens in `batch`, float32."""
-        return jnp.sum(batch["targets_segmentation"] != 0, dtype=jnp.float32)
+        """The number of loss-bearing tokens in `batch`, int32."""
+        return jnp.sum(batch["targets_segmentation"] != 0, dtype=jnp.int32)
 
     def sums(self, params: Any, rest: Any, batch: Batch, key: jax.Array | None) -> tuple[dict[str, jax.Array], Sown]:
         """Sums over the loss-bearing tokens of `batch`, float32 scalars in nats, one a term; and what was sown.

@@ -3,5 +3,6 @@
 from trainer.observe.console import Console
 from trainer.observe.metrics import MetricsWriter
 from trainer.observe.rundir import open_run
+from trainer.observe.text import perplexity
 
-__all__ = ["Console", "MetricsWriter", "open_run"]
+__all__ = ["Console", "MetricsWriter", "open_run", "perplexity"]

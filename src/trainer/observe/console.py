@@ -1,5 +1,6 @@
 """What a person sees of a run, and what programs that watch its output read."""
 
+import math
 import os
 import shutil
 import sys
@@ -30,6 +31,7 @@ class Console:
         self._pace = Pace()
         self._work: Work | None = None
         self._run_dir: Path | None = None
+        self._warned = False
         self._last: Mapping[str, float] = {}
         self._evaluated: Mapping[str, float] = {}
 
@@ -68,8 +70,7 @@ class Console:
             )
         )
         for warning in warnings:
-            for line in self._wrapped(f"warning: {warning}", indent=" " * 9):
-                self._print(self._styled(line, "yellow"))
+            self._warn(warning)
 
     def say(self, text: str) -> None:
         """A line on what is being done."""
@@ -86,6 +87,9 @@ class Console:
             self._dense(step_fields(row, total_steps, self._work, eta))
         else:
             self._print(step_line(row, self._work, eta))
+        if not math.isfinite(row["loss"]) and not self._warned:
+            self._warned = True
+            self._warn(f"the loss of step {row['step']} is {row['loss']}; the run goes on, and its parameters are lost")
 
     def evaluation(self, row: Mapping[str, float]) -> None:
         """A line on an evaluation: `row` as in metrics.jsonl."""
@@ -120,6 +124,10 @@ class Console:
             text = self._styled(prompt, "bold") + text.removeprefix(prompt)
         self._print(text)
         self._print(self._styled("---- end of sample ----", "dim"))
+
+    def _warn(self, text: str) -> None:
+        for line in self._wrapped(f"warning: {text}", indent=" " * 9):
+            self._print(self._styled(line, "yellow"))
 
     def _table(self, rows: Iterable[tuple[str, str]]) -> None:
         margin = 13

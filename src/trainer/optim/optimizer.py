@@ -7,7 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import tree_leaves_with_path
 
+from trainer.config import UserError
 from trainer.optim.schedule import make_schedule
 
 Mask = Callable[[Any], Any]
@@ -42,6 +44,22 @@ def make_optimizer(config) -> optax.GradientTransformation:
 
         inner = optax.partition({"train": inner, "freeze": optax.set_to_zero()}, labels)
     return inner
+
+
+def check_masks(config, params: Any) -> None:
+    """Refuse a mask of which nothing is found in any name of `params`: it would do nothing, silently.
+
+    Raises:
+      UserError: the mask, and the names there are.
+    """
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in tree_leaves_with_path(params)]
+    mistakes = [
+        f"{key}=[{','.join(config[key])}]: found in no parameter's name"
+        for key in ("adamw_mask", "trainable_parameters_mask")
+        if config[key] and not any(re.search(pattern, name) for pattern in config[key] for name in names)
+    ]
+    if mistakes:
+        raise UserError("\n  ".join([*mistakes, f"the parameters are: {', '.join(names)}"]))
 
 
 def trainable(config) -> Mask:

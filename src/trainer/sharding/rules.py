@@ -1,6 +1,6 @@
 """From logical axis names to mesh axes: arithmetic on one leaf."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from jax.sharding import PartitionSpec
 
@@ -9,11 +9,6 @@ Rules = Mapping[str, tuple[str, ...]]
 
 class Axes(tuple[str | None, ...]):
     """The logical axis names of one array. A pytree leaf, where a plain tuple would be a node."""
-
-
-def make_rules(table: Iterable[Sequence]) -> Rules:
-    """`logical_axis_rules` as a mapping: each name's mesh axes, () for an axis that is not sharded."""
-    return {name: (axes,) if isinstance(axes, str) else tuple(axes or ()) for name, axes in table}
 
 
 def spec(names: Sequence[str | None], rules: Rules) -> PartitionSpec:

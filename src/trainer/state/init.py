@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from trainer.backends import Backend
+from trainer.ops.random import seed_key
 
 
 def init_state_fn(backend: Backend, shardings: Any, seed: int) -> Callable[[], Any]:
@@ -17,4 +18,4 @@ def init_state_fn(backend: Backend, shardings: Any, seed: int) -> Callable[[], A
       seed: of the initial parameters; the same for every combination and every mesh.
     """
     init = jax.jit(backend.init, out_shardings=shardings)
-    return lambda: init(jax.random.key(seed))
+    return lambda: init(seed_key(seed))

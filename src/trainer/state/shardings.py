@@ -7,6 +7,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from trainer.backends import Backend, TrainTree
 from trainer.backends.codec import Path, path_of
+from trainer.ops.random import seed_key
 from trainer.sharding import Axes, Rules, spec
 
 
@@ -37,12 +38,12 @@ def logical_axes(backend: Backend, tree: TrainTree) -> TrainTree:
 
 def abstract_state(backend: Backend) -> Any:
     """The native train state with a ShapeDtypeStruct at each leaf. Nothing is allocated."""
-    return jax.eval_shape(backend.init, jax.random.key(0))
+    return jax.eval_shape(backend.init, seed_key(0))
 
 
-def state_shardings(backend: Backend, mesh: Mesh, rules: Rules) -> Any:
-    """The NamedSharding of every leaf of the native train state, in a tree of exactly its structure."""
-    tree = backend.unpack(abstract_state(backend))
+def state_shardings(backend: Backend, abstract: Any, mesh: Mesh, rules: Rules) -> Any:
+    """The NamedSharding of every leaf of `abstract`, a native train state, in a tree of exactly its structure."""
+    tree = backend.unpack(abstract)
     return backend.pack(
         jax.tree.map(lambda axes: NamedSharding(mesh, spec(axes, rules)), logical_axes(backend, tree)),
     )

@@ -9,15 +9,14 @@ from jax.sharding import Mesh, NamedSharding
 
 from trainer.backends import Backend, make_backend
 from trainer.config import eval_batch_rows, global_batch_rows, resolve
+from trainer.data import FIELDS
 from trainer.layers.sown import TYPES
 from trainer.objectives import Objective
-from trainer.optim import make_optimizer
+from trainer.optim import check_masks, make_optimizer
 from trainer.sharding import Rules, make_mesh, make_rules, on_mesh, spec
 from trainer.state import abstract_state, init_state_fn, state_shardings
 from trainer.training.evaluate import make_eval_step
 from trainer.training.step import make_train_step
-
-BATCH_FIELDS = ("inputs", "targets", "inputs_position", "inputs_segmentation", "targets_segmentation")
 
 
 class Run(NamedTuple):
@@ -27,7 +26,8 @@ class Run(NamedTuple):
     mesh: Mesh
     rules: Rules
     backend: Backend
-    state_shardings: Any  # of the native train state, leaf for leaf
+    abstract_state: Any  # the native train state, a ShapeDtypeStruct at each leaf
+    state_shardings: Any  # in a tree of exactly the same structure
     batch_shardings: dict[str, NamedSharding]
     replicated: NamedSharding
     init: Callable[[], Any]  # () -> native train state at step 0, sharded
@@ -38,14 +38,14 @@ class Run(NamedTuple):
         """The arguments of `step`, as shapes with shardings."""
         state = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            abstract_state(self.backend),
+            self.abstract_state,
             self.state_shardings,
         )
         return state, self.abstract_batch(self.rows)
 
     def abstract_batch(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         """A batch of `rows` rows, as shapes with shardings."""
-        shapes = dict.fromkeys(BATCH_FIELDS, (rows, self.config.max_target_length)) | {"row": (rows,)}
+        shapes = dict.fromkeys(FIELDS, (rows, self.config.max_target_length)) | {"row": (rows,)}
         return {
             name: jax.ShapeDtypeStruct(shape, "int32", sharding=self.batch_shardings[name])
             for name, shape in shapes.items()
@@ -81,13 +81,15 @@ def build(config, devices: Sequence[jax.Device]) -> Run:
     rules = make_rules(config.logical_axis_rules)
     tx = make_optimizer(config)
     backend = make_backend(config, tx)
+    abstract = abstract_state(backend)
+    check_masks(config, backend.unpack(abstract).params)
     capture = TYPES if config.record_internal_nn_metrics else ()
     objective = Objective(backend.apply, config.z_loss_multiplier, capture)
 
-    shardings = state_shardings(backend, mesh, rules)
+    shardings = state_shardings(backend, abstract, mesh, rules)
     rows = NamedSharding(mesh, spec(["activation_batch"], rules))
     table = NamedSharding(mesh, spec(["activation_batch", "activation_length"], rules))
-    batch_shardings = dict.fromkeys(BATCH_FIELDS, table) | {"row": rows}
+    batch_shardings = dict.fromkeys(FIELDS, table) | {"row": rows}
     replicated = NamedSharding(mesh, spec([], rules))
 
     step = jax.jit(
@@ -102,7 +104,7 @@ def build(config, devices: Sequence[jax.Device]) -> Run:
         out_shardings=replicated,
     )
     init = init_state_fn(backend, shardings, config.init_weights_seed)
-    return Run(config, mesh, rules, backend, shardings, batch_shardings, replicated, init, step, eval_step)
+    return Run(config, mesh, rules, backend, abstract, shardings, batch_shardings, replicated, init, step, eval_step)
 
 
 def _placed(fn: Callable[..., Any], mesh: Mesh, rules: Rules) -> Callable[..., Any]:

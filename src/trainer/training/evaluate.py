@@ -10,6 +10,7 @@ import numpy as np
 
 from trainer.backends import Backend
 from trainer.objectives import Objective
+from trainer.observe import perplexity
 
 
 def make_eval_step(backend: Backend, objective: Objective) -> Callable[..., dict[str, jax.Array]]:
@@ -39,7 +40,7 @@ def summarize(sums: Iterable[Mapping[str, np.ndarray]]) -> dict[str, float]:
     loss = totals["nats"] / max(totals["tokens"], 1)
     metrics = {
         "eval_loss": loss,
-        "eval_perplexity": math.exp(loss) if loss < 700 else math.inf,
+        "eval_perplexity": perplexity(loss),
         "eval_tokens": int(totals["tokens"]),
     }
     if totals["bytes"]:

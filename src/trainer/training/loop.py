@@ -109,7 +109,7 @@ class _Reader:
         }
         now = time.perf_counter()
         elapsed, self._clock = now - self._clock, now
-        tokens = int(values.pop("tokens"))
+        tokens = values.pop("tokens")
         self._report(
             {
                 "step": step,

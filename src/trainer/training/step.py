@@ -10,11 +10,10 @@ import optax
 from trainer.backends import Backend
 from trainer.layers.sown import Sown
 from trainer.objectives import Objective
+from trainer.ops.random import DROPOUT, seed_key
 from trainer.optim import make_schedule, trainable
 
 Batch = dict[str, jax.Array]
-# What dropout keys are folded from: the seed of the parameters, folded with this.
-DROPOUT_STREAM = 2**31 - 1
 
 
 def make_train_step(
@@ -22,8 +21,9 @@ def make_train_step(
 ) -> Callable[[Any, Batch], tuple[Any, dict[str, jax.Array]]]:
     """`step(native_state, batch) -> (native_state, metrics)`, to be jitted with the state donated.
 
-    `batch` holds int32 [rows, length] arrays and `row` [rows]; rows is the global batch. Metrics are float32 scalars
-    (and arrays [layers] of activation statistics where they are recorded), weighted over the whole batch.
+    `batch` holds int32 [rows, length] arrays and `row` [rows]; rows is the global batch. Metrics are weighted over the
+    whole batch: float32 scalars, `tokens` (int32), and activation statistics [layers] where they are recorded.
+    Gradients are summed in float32 and handed to the optimizer in the dtype of their parameter.
     """
     schedule = make_schedule(config)
     is_trained = trainable(config)
@@ -34,19 +34,20 @@ def make_train_step(
         tree = backend.unpack(state)
         key = None
         if drops:
-            stream = jax.random.fold_in(jax.random.key(config.init_weights_seed), DROPOUT_STREAM)
-            key = jax.random.fold_in(stream, tree.step)
+            key = jax.random.fold_in(seed_key(config.init_weights_seed, DROPOUT), tree.step)
         tokens = objective.weight(batch)
         trained, frozen = _partition(is_trained(tree.params), tree.params)
 
         def loss(trained: Any, batch: Batch) -> tuple[jax.Array, tuple[dict[str, jax.Array], Sown]]:
             sums, sown = objective.sums(_combine(trained, frozen), tree.rest, batch, key)
-            terms = {name: total / jnp.maximum(tokens, 1) for name, total in sums.items()}
+            terms = {name: total / jnp.maximum(tokens, 1).astype(jnp.float32) for name, total in sums.items()}
             return sum(terms.values(), start=jnp.zeros(())), (terms, sown)
 
-        (total, (terms, sown)), grads = _accumulate(jax.value_and_grad(loss, has_aux=True), microbatches)(
-            trained, batch
-        )
+        def value_and_grad(trained: Any, batch: Batch) -> Any:
+            value, grads = jax.value_and_grad(loss, has_aux=True)(trained, batch)
+            return value, jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
+
+        (total, (terms, sown)), grads = _accumulate(value_and_grad, microbatches)(trained, batch)
         metrics = {
             "loss": total,
             **terms,
@@ -55,6 +56,7 @@ def make_train_step(
             "tokens": tokens,
             **_activation_statistics(sown),
         }
+        grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, trained)
         grads = _combine(grads, jax.tree.map(jnp.zeros_like, frozen))
         updates, opt_state = tx.update(grads, tree.opt_state, tree.params)
         params = optax.apply_updates(tree.params, updates)
@@ -105,6 +107,7 @@ def _activation_statistics(sown: Sown) -> dict[str, jax.Array]:
         stem, found, _ = path.partition("output_count")
         if not found:
             continue
+        count = jnp.maximum(count, 1)  # a batch of padding only
         mean = totals[f"{stem}output_sum"] / count
         square = totals[f"{stem}output_square_sum"] / count
         statistics[f"{stem}output_mean"] = mean

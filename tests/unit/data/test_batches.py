@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from trainer.data.batches import BATCH_KEYS, Batch, epoch_order, eval_batches, make_batch, positions, train_batch
+from trainer.data.batches import FIELDS, Batch, epoch_order, eval_batches, make_batch, positions, train_batch
 
 
 class Numbered:
@@ -53,7 +53,7 @@ def test_the_parts_of_all_processes_make_the_global_batch(processes: int):
     parts = [
         train_batch(Numbered(10), 7, 12, **settings, process_index=i, process_count=processes) for i in range(processes)
     ]
-    assert set(whole) == {*BATCH_KEYS, "row"}
+    assert set(whole) == {*FIELDS, "row"}
     for name, values in whole.items():
         assert values.dtype == np.int32
         np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), values)

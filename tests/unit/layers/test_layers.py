@@ -26,12 +26,6 @@ FORMULAS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def without_a_mesh():
-    with nnx.use_eager_sharding(False):
-        yield
-
-
 def normal(*shape):
     return np.random.default_rng(shape).normal(size=shape).astype(np.float32)
 

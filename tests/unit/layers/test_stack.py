@@ -1,6 +1,7 @@
 """The stack of blocks: however the loop is compiled and whatever it recomputes, the same function of the same tree."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +39,10 @@ class Block(nnx.Module):
         cache = None if cache is None else cache + x.sum(axis=(1, 2))
         x = x + scale * jnp.tanh(self.mix(x, NAMES))
         x = x + self.mlp(self.norm(x), row, None)
-        if key is not None:  # a stand-in for dropout, whose bits compile slowly
-            x = x * (1 + (jax.random.key_data(key)[0] % 8) / 16)
+        if key is not None:
+            # A stand-in for dropout, which compiles slowly. It has no product that the compiler could contract with the
+            # next layer's first sum where the loop is unrolled.
+            x = jnp.where(jax.random.bernoulli(key, 0.5), x, -x)
         sow(self, Total, "total", x.sum())
         sow(self, Other, "other", x.sum())
         return x, cache
@@ -108,12 +111,12 @@ def test_the_stack_is_its_blocks_one_after_the_other():
     np.testing.assert_allclose(sown["Total"]["total"], jnp.stack(totals), atol=1e-4)
 
 
-@pytest.mark.parametrize("remat_policy", ["none", *POLICIES])
+@pytest.mark.parametrize("remat_policy", POLICIES)
 def test_scanned_and_unrolled_give_the_same_bits(remat_policy):
     assert_equal_bits(outputs_and_gradients(False, remat_policy), outputs_and_gradients(True, remat_policy))
 
 
-@pytest.mark.parametrize("remat_policy", POLICIES)
+@pytest.mark.parametrize("remat_policy", [policy for policy in POLICIES if policy != "none"])
 def test_recomputing_changes_no_bit(remat_policy):
     assert_equal_bits(outputs_and_gradients(True, remat_policy), outputs_and_gradients(True, "none"))
 
@@ -130,6 +133,15 @@ def test_sown_values_come_out_with_a_layers_axis_and_only_when_asked_for(scan):
     assert_equal_bits((without, grads), (x, outputs_and_gradients(scan, "none")[1]))
 
 
+def test_sowing_for_nobody_leaves_no_trace():
+    x, _, scale, row = inputs()
+    with tree_mode(), warnings.catch_warnings():
+        warnings.simplefilter("error")  # flax deprecates a sow outside of a capture, which would also store the value
+        block = Block(nnx.Rngs(0))
+        block(x, None, scale, row, None)
+    assert not hasattr(block, "total")
+
+
 def test_a_policy_recomputes_what_it_says():
     """Products in the scanned step: 4 projections forward, twice as many backward, and what is recomputed."""
     graphdef, params = nnx.split(blocks())
@@ -144,7 +156,7 @@ def test_a_policy_recomputes_what_it_says():
 
     with tree_mode():
         counts = {policy: products(policy) for policy in ("none", "full", "minimal")}
-    # full computes all again but the last product, which nobody needs; minimal only mix, which has no name of PROJECTIONS.
+    # full computes all again but the last product, which nobody needs; minimal only mix, which has no name.
     assert counts == {"none": 12, "full": 15, "minimal": 13}
 
 

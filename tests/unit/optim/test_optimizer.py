@@ -7,11 +7,16 @@ import optax
 import pytest
 from support import assert_equal_bits, tiny_config
 
-from trainer.optim import make_optimizer, make_schedule, trainable
+from trainer.config import UserError
+from trainer.optim import check_masks, make_optimizer, make_schedule, trainable
 
 STEPS = 4
 B1, B2, EPS, EPS_ROOT, DECAY, CLIP = 0.8, 0.9, 1e-3, 1e-4, 0.3, 2.0
 SETTINGS = {
+    "opt_type": "adamw",
+    "lr_schedule_type": "cosine",
+    "mu_dtype": "",
+    "weight_dtype": "float32",
     "learning_rate": 0.1,
     "steps": 8,
     "warmup_steps_fraction": 0.25,
@@ -169,3 +174,10 @@ def test_patterns_are_searched_in_the_whole_name(patterns, expected):
     mask = trainable(config_of(trainable_parameters_mask=patterns))(tree(0))
     assert jax.tree.structure(mask) == jax.tree.structure(tree(0))
     assert tuple(jax.tree.leaves(mask)) == expected
+
+
+@pytest.mark.parametrize("key", ["adamw_mask", "trainable_parameters_mask"])
+def test_a_mask_that_is_found_in_no_name_is_refused(key):
+    check_masks(config_of(**{key: "[nothing, wo]"}), tree(0))
+    with pytest.raises(UserError, match=rf"(?s){key}=\[nothing,\^wo\].*decoder/layers/mlp/wo/kernel"):
+        check_masks(config_of(**{key: "[nothing, ^wo]"}), tree(0))

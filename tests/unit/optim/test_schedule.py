@@ -20,6 +20,7 @@ def rates(count=LENGTH, **overrides):
         "steps": LENGTH,
         "warmup_steps_fraction": WARMUP / LENGTH,
         "wsd_decay_steps_fraction": 0.25,
+        "wsd_decay_style": "linear",
     }
     schedule = make_schedule(tiny_config("nnx", **(settings | overrides)))
     return np.array([float(schedule(i)) for i in range(count)])

@@ -1,0 +1,120 @@
+"""Sampling through the cache against full forward passes."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+from support import tiny_config
+
+from trainer.backends import make_backend
+from trainer.inference import sample
+from trainer.sharding import make_mesh, make_rules, on_mesh
+from trainer.state import abstract_state, state_shardings
+
+PROMPT = [5, 0, 17]
+ROWS, LENGTH, VOCABULARY = 8, 12, 64
+MODEL = {"max_target_length": LENGTH, "vocab_size": VOCABULARY, "logits_via_embedding": True}
+# Threefry compiles five times as fast at this level.
+QUICK = {"xla_backend_optimization_level": 0}
+
+
+@functools.cache
+def model():
+    """A configuration, its backend, and parameters whose likeliest token is far ahead of the next."""
+    config = tiny_config("nnx", **MODEL)
+    backend = make_backend(config, optax.sgd(0.1))
+    init = jax.jit(lambda: backend.unpack(backend.init(jax.random.key(0))).params, compiler_options=QUICK)
+    params = init()
+    # Off the diagonal, so that the tied head does not just repeat the last token.
+    params["decoder"]["decoder_norm"]["scale"] *= 8 * np.sign(np.random.default_rng(0).normal(size=16))
+    return config, backend, params
+
+
+@functools.cache
+def drawn(temperature, seed=0, prompt=tuple(PROMPT)):
+    config, backend, params = model()
+
+    def draw(params):
+        return sample(config, backend, params, {}, prompt, rows=ROWS, temperature=temperature, seed=seed)
+
+    return np.asarray(jax.jit(draw, compiler_options=QUICK)(params))
+
+
+def logits_after(tokens):
+    """The logits that follow each prefix of `tokens` [rows, length], from one forward pass without a cache."""
+    config, backend, params = model()
+    assert tokens.shape == (ROWS, LENGTH)
+    return np.asarray(_forward(config, backend)(params, tokens))
+
+
+@functools.cache
+def _forward(config, backend):
+    @jax.jit
+    def forward(params, tokens):
+        positions = np.broadcast_to(np.arange(LENGTH), tokens.shape)
+        hidden, _, _ = backend.apply(params, {}, tokens, positions, np.ones_like(positions), np.arange(ROWS))
+        return backend.apply(params, {}, hidden, method="head")[0]
+
+    return forward
+
+
+def test_temperature_zero_takes_the_likeliest_token_of_full_forward_passes():
+    tokens = np.zeros((ROWS, LENGTH), np.int32)
+    tokens[:, : len(PROMPT)] = PROMPT
+    for t in range(len(PROMPT), LENGTH):
+        tokens[:, t] = logits_after(tokens)[:, t - 1].argmax(-1)
+    found = drawn(0.0)
+    assert found.dtype == np.int32
+    np.testing.assert_array_equal(found, tokens)
+    assert len(set(tokens[0].tolist())) > 4, "the continuation should not be one token over and over"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_prompt_is_kept(temperature):
+    assert drawn(temperature).shape == (ROWS, LENGTH)
+    assert (drawn(temperature)[:, : len(PROMPT)] == PROMPT).all()
+
+
+def test_one_seed_gives_one_text_and_another_another():
+    first, other = drawn(1.0), drawn(1.0, seed=1)
+    drawn.cache_clear()
+    np.testing.assert_array_equal(drawn(1.0), first)
+    assert (other != first).any()
+    assert len({row.tobytes() for row in first}) > ROWS / 2  # each row draws for itself
+
+
+def test_the_temperature_divides_the_logits():
+    """A low temperature is close to the likeliest token; a high one is close to uniform."""
+    np.testing.assert_array_equal(drawn(1e-4), drawn(0.0))
+    free = drawn(1e6)[:, len(PROMPT) :]
+    assert len(np.unique(free)) > VOCABULARY / 3
+
+
+@pytest.mark.parametrize("length", [0, LENGTH, LENGTH + 1])
+def test_a_prompt_must_leave_room(length):
+    config, backend, params = model()
+    with pytest.raises(ValueError, match=f"{length} tokens leaves no room in a row of {LENGTH}"):
+        sample(config, backend, params, {}, [1] * length, rows=ROWS, temperature=0.0, seed=0)
+
+
+def test_the_longest_prompt_leaves_one_token():
+    found = drawn(0.0, prompt=(1,) * (LENGTH - 1))
+    assert (found[:, :-1] == 1).all()
+    np.testing.assert_array_equal(found[:, -1], logits_after(found)[:, -2].argmax(-1))
+
+
+def test_on_eight_devices_it_draws_the_same_text():
+    axes = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
+    config = tiny_config("nnx", devices=8, **MODEL, **axes)
+    backend = make_backend(config, optax.sgd(0.1))
+    mesh, rules = make_mesh(config, jax.devices()), make_rules(config.logical_axis_rules)
+    shardings = backend.unpack(state_shardings(backend, abstract_state(backend), mesh, rules)).params
+    params = jax.device_put(model()[2], shardings)
+
+    def draw(params):
+        with on_mesh(mesh, rules):
+            return sample(config, backend, params, {}, PROMPT, rows=ROWS, temperature=0.0, seed=0)
+
+    np.testing.assert_array_equal(jax.jit(draw, compiler_options=QUICK)(params), drawn(0.0))

@@ -1,0 +1,140 @@
+"""The shardings of a train state: its structure, moments beside their parameters, shards made where they live."""
+
+import functools
+
+import jax
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from support import ALL_COMBINATIONS, assert_equal_bits, copied, tiny_config
+
+from trainer.backends import make_backend
+from trainer.optim import make_optimizer
+from trainer.sharding import make_mesh, make_rules
+from trainer.state import abstract_state, init_state_fn, logical_axes, state_shardings
+
+AXES = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
+MODEL = {"logits_via_embedding": True, "mlp_activations": "[silu, linear]", "opt_type": "adamw"}
+
+
+def is_matrix(params):
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+def by_rank(params):
+    return jax.tree.map(lambda leaf: "matrix" if leaf.ndim > 1 else "rest", params)
+
+
+ADAM = optax.adamw(1e-3)
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1),
+    "adamw": ADAM,
+    "clipped, masked decay": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, mask=is_matrix)),
+    "partition": optax.partition({"matrix": ADAM, "rest": optax.sgd(0.1, momentum=0.9)}, by_rank),
+    "masked": optax.masked(ADAM, is_matrix),
+    "multi steps": optax.MultiSteps(ADAM, 2).gradient_transformation(),
+    "apply_if_finite": optax.apply_if_finite(ADAM, 3),
+    "adafactor": optax.adafactor(1e-3, min_dim_size_to_factor=8),
+    "muon": optax.contrib.muon(1e-3),
+}
+
+
+@pytest.fixture(scope="module", params=ALL_COMBINATIONS)
+def config(request):
+    return tiny_config(request.param, devices=8, **AXES, **MODEL)
+
+
+@functools.cache
+def sharded(config, tx):
+    """The backend, its abstract native state, and that state's shardings."""
+    backend = make_backend(config, tx)
+    mesh = make_mesh(config, jax.devices())
+    shardings = state_shardings(backend, abstract_state(backend), mesh, make_rules(config.logical_axis_rules))
+    return backend, abstract_state(backend), shardings
+
+
+def named(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_shardings_have_the_structure_of_the_state_and_fit_its_shapes(config, name):
+    _, state, shardings = sharded(config, OPTIMIZERS[name])
+    assert jax.tree.structure(shardings) == jax.tree.structure(state)
+    assert all(isinstance(leaf, NamedSharding) for leaf in jax.tree.leaves(shardings))
+    jax.tree.map(lambda leaf, sharding: sharding.shard_shape(leaf.shape), state, shardings)  # raises where it does not
+
+
+EXPECTED = {
+    "token_embedder/embedding": P("tensor", "fsdp"),
+    "decoder/decoder_norm/scale": P(None),
+    "decoder/layers/pre_self_attention_layer_norm/scale": P(None, None),
+    "decoder/layers/post_self_attention_layer_norm/scale": P(None, None),
+    "decoder/layers/self_attention/query/kernel": P(None, "fsdp", "tensor", None),
+    "decoder/layers/self_attention/key/kernel": P(None, "fsdp", "tensor", None),
+    "decoder/layers/self_attention/value/kernel": P(None, "fsdp", "tensor", None),
+    "decoder/layers/self_attention/out/kernel": P(None, "tensor", None, "fsdp"),
+    "decoder/layers/mlp/wi_0/kernel": P(None, "fsdp", "tensor"),
+    "decoder/layers/mlp/wi_1/kernel": P(None, "fsdp", "tensor"),
+    "decoder/layers/mlp/wo/kernel": P(None, "tensor", "fsdp"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_moments_lie_where_their_parameters_lie_and_scalars_everywhere(config, name):
+    backend, state, shardings = sharded(config, OPTIMIZERS[name])
+    specs = backend.unpack(jax.tree.map(lambda sharding: sharding.spec, shardings))
+    shapes = backend.unpack(state)
+    assert named(specs.params) == EXPECTED
+    assert specs.step == P()
+    parameters = {path: leaf.shape for path, leaf in named(shapes.params).items()}
+    moments = 0
+    found = named(specs.opt_state)
+    for path, leaf in named(shapes.opt_state).items():
+        owner = next((parameter for parameter in parameters if path.endswith(parameter)), None)
+        if leaf.ndim == 0:
+            assert found[path] == P(), path
+        elif owner is not None and leaf.shape == parameters[owner]:
+            assert found[path] == EXPECTED[owner], path
+            moments += 1
+    assert bool(moments) == (name != "sgd")
+
+
+def test_factored_moments_have_no_names(config):
+    """Adafactor keeps row and column sums in the parameter's place; they have fewer axes than it."""
+    backend, state, _ = sharded(config, OPTIMIZERS["adafactor"])
+    tree = backend.unpack(state)
+    axes = named(logical_axes(backend, tree).opt_state)
+    factored = [
+        path
+        for path, leaf in named(tree.opt_state).items()
+        if path.endswith("embedding") and "/v_" in f"/{path}" and leaf.ndim == 1
+    ]
+    assert len(factored) == 2
+    assert {axes[path] for path in factored} == {(None,)}
+
+
+# The first and the last, so one of each native state: initializing takes seconds to compile.
+@pytest.mark.parametrize("combination", sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]}))
+def test_the_state_is_made_sharded_and_is_that_of_one_device(combination):
+    config = tiny_config(combination, devices=8, **AXES, **MODEL)
+    backend, state, shardings = sharded(config, make_optimizer(config))
+    made = init_state_fn(backend, shardings, seed=5)()
+    assert jax.tree.structure(made) == jax.tree.structure(state)
+
+    def check(leaf, abstract, sharding):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+        assert {shard.data.shape for shard in leaf.addressable_shards} == {sharding.shard_shape(abstract.shape)}
+
+    jax.tree.map(check, made, state, shardings)
+    assert_equal_bits(copied(backend.unpack(made)), state_of_one_device())
+
+
+@functools.cache
+def state_of_one_device():
+    """The canonical initial state, made without shardings."""
+    config = tiny_config(ALL_COMBINATIONS[0], **MODEL)
+    backend = make_backend(config, make_optimizer(config))
+    return copied(backend.unpack(jax.jit(backend.init)(jax.random.key(5))))

@@ -1,0 +1,52 @@
+"""Promises about the source itself: who imports Linen, who knows the flags, how large the Linen room is."""
+
+import ast
+from pathlib import Path
+
+import trainer
+from trainer.config.flags import FLAGS
+
+SOURCE = Path(trainer.__file__).parent
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    """Dotted names of all that a file imports, at whatever depth."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def test_linen_is_imported_in_its_room_only():
+    linen = {path for path in FILES if any(n.startswith(("flax.linen", "flax.training")) for n in imported(path))}
+    assert linen
+    assert {path.relative_to(SOURCE).parts[0] for path in linen} == {"linen"}
+
+
+def test_the_flags_are_named_in_few_files():
+    naming = [path for path in FILES if any(flag in path.read_text() for flag in FLAGS)]
+    assert SOURCE / "config" / "flags.py" in naming
+    assert len(naming) <= 3
+
+
+def test_the_linen_room_is_small():
+    assert sum(len(path.read_text().splitlines()) for path in (SOURCE / "linen").glob("*.py")) < 600
+
+
+def test_layers_models_and_ops_hold_no_mesh():
+    for room in ("layers", "models", "ops"):
+        for path in (SOURCE / room).rglob("*.py"):
+            assert not any(name.startswith("jax.sharding") for name in imported(path)), path
+
+
+def test_importing_the_package_and_the_configuration_loads_no_jax():
+    import subprocess
+    import sys
+
+    code = "import sys, trainer, trainer.config, trainer.train; print('jax' in sys.modules, 'numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]

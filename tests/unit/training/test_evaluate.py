@@ -1,0 +1,105 @@
+"""Loss on held-out rows: sums per batch, and what is made of them."""
+
+import functools
+import math
+
+import jax
+import numpy as np
+import optax
+import pytest
+from support import ALL_COMBINATIONS, packed_batch, tiny_config
+
+from trainer.backends import make_backend
+from trainer.objectives import Objective
+from trainer.training.evaluate import make_eval_step, summarize
+
+ROWS = 5
+# Token 0 ends a document and stands for no byte.
+BYTES = np.arange(64, dtype=np.int32) % 7
+# Threefry compiles five times as fast at this level.
+QUICK = {"xla_backend_optimization_level": 0}
+
+
+def sums_of(nats, tokens, bytes=0):
+    return {"nats": np.float32(nats), "tokens": np.float32(tokens), "bytes": np.int32(bytes)}
+
+
+def test_summary_by_hand():
+    metrics = summarize([sums_of(6, 2, 3), sums_of(10, 6, 5)])
+    assert metrics == {
+        "eval_loss": 2.0,  # 16 nats over 8 tokens, where the mean of the batches' means would be 2.33
+        "eval_perplexity": pytest.approx(7.38905609893065),
+        "eval_tokens": 8,
+        "eval_bits_per_byte": pytest.approx(2.885390081777927),  # 16 / ln 2 bits over 8 bytes
+    }
+    assert isinstance(metrics["eval_tokens"], int)
+
+
+def test_batches_are_added_in_double_precision():
+    metrics = summarize([sums_of(2**24, 2**24), *[sums_of(1, 1)] * 3])
+    assert metrics["eval_tokens"] == 2**24 + 3
+    assert metrics["eval_loss"] == 1.0
+
+
+def test_text_that_stands_for_no_byte_has_no_bits_per_byte():
+    assert set(summarize([sums_of(6, 2)])) == {"eval_loss", "eval_perplexity", "eval_tokens"}
+
+
+def test_a_perplexity_too_large_for_a_float_is_infinite():
+    assert summarize([sums_of(699, 1)])["eval_perplexity"] == pytest.approx(math.exp(699))
+    assert summarize([sums_of(71000, 100)])["eval_perplexity"] == math.inf
+
+
+def test_no_tokens_at_all():
+    assert summarize([sums_of(0, 0)]) == {"eval_loss": 0.0, "eval_perplexity": 1.0, "eval_tokens": 0}
+    assert summarize([]) == {"eval_loss": 0.0, "eval_perplexity": 1.0, "eval_tokens": 0}
+
+
+@functools.cache
+def evaluation(combination):
+    """The compiled eval step, a state, and five rows of unequal numbers of real tokens."""
+    config = tiny_config(combination, enable_dropout=True, dropout_rate=0.5)
+    backend = make_backend(config, optax.sgd(0.1))
+    state = jax.jit(lambda: backend.init(jax.random.key(0)), compiler_options=QUICK)()
+    step = jax.jit(make_eval_step(backend, Objective(backend.apply)), compiler_options=QUICK)
+    return config, backend, lambda batch: jax.device_get(step(state, batch, BYTES)), state
+
+
+def batches(whole, rows):
+    """The rows of `whole` in batches of `rows`; what the last one lacks are rows of zeros."""
+    count = -(-ROWS // rows)
+    padded = {k: np.pad(v, [(0, count * rows - ROWS)] + [(0, 0)] * (v.ndim - 1)) for k, v in whole.items()}
+    return [{k: v[i * rows : (i + 1) * rows] for k, v in padded.items()} for i in range(count)]
+
+
+def add(sums):
+    return {name: sum(float(batch[name]) for batch in sums) for name in ("nats", "tokens", "bytes")}
+
+
+@pytest.mark.parametrize("combination", ALL_COMBINATIONS)
+def test_sums_do_not_depend_on_the_batch_size_or_on_padding(combination):
+    config, _, step, _ = evaluation(combination)
+    whole = packed_batch(config, ROWS)
+    single = [step(batch) for batch in batches(whole, 1)]
+    assert len({float(row["tokens"]) for row in single}) > 2
+    expected = add(single)
+    found = [step(batch) for batch in batches(whole, 3)]
+    assert add(found) == expected | {"nats": pytest.approx(expected["nats"], rel=1e-6)}
+    metrics = summarize(single)
+    assert summarize(found) == {name: pytest.approx(value, rel=1e-6) for name, value in metrics.items()}
+
+
+def test_the_sums_are_those_of_the_loss_bearing_tokens():
+    config, backend, step, state = evaluation(ALL_COMBINATIONS[0])
+    batch = packed_batch(config, 2)
+    batch["targets_segmentation"][:, ::3] = 0  # targets without loss, though their inputs are real
+    params = backend.unpack(state).params
+    inputs = [batch[name] for name in ("inputs", "inputs_position", "inputs_segmentation", "row")]
+    hidden, _, _ = backend.apply(params, {}, *inputs)
+    logits = np.asarray(backend.apply(params, {}, hidden, method="head")[0], np.float64)
+    nll = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
+    real = batch["targets_segmentation"] != 0
+    found = step(batch)
+    assert found["tokens"] == real.sum()
+    assert found["bytes"] == BYTES[batch["targets"][real]].sum()
+    np.testing.assert_allclose(found["nats"], nll[real].sum(), rtol=1e-5)
