@@ -19,6 +19,7 @@ TINY = {
     "base_num_decoder_layers": 2,
     "head_dim": 8,
     "vocab_size": 64,
+    "logits_via_embedding": True,
     "max_target_length": 16,
     "steps": 20,
     "eval_interval": -1,

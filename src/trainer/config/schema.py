@@ -37,8 +37,8 @@ class Range:
 
     def __str__(self) -> str:
         brackets = "[" if self.includes_low else "(", "]" if self.includes_high else ")"
-        extras = "".join(f" or {extra:g}" for extra in self.extras)
-        return f"in {brackets[0]}{self.low:g}, {self.high:g}{brackets[1]}{extras}"
+        extras = "".join(f" or {extra:.12g}" for extra in self.extras)
+        return f"in {brackets[0]}{self.low:.12g}, {self.high:.12g}{brackets[1]}{extras}"
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ class Console:
             self._print(step_line(row, self._work, eta))
         if not math.isfinite(row["loss"]) and not self._warned:
             self._warned = True
-            self._warn(f"the loss of step {row['step']} is {row['loss']}; the run goes on, and its parameters are lost")
+            self._warn(f"the loss of step {row['step']} is {row['loss']}; the run goes on")
 
     def evaluation(self, row: Mapping[str, float]) -> None:
         """A line on an evaluation: `row` as in metrics.jsonl."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.config import UserError, load
+from trainer.config import UserError, load, schema
 
 
 @pytest.mark.parametrize(
@@ -11,24 +11,29 @@ from trainer.config import UserError, load
         ("enable_checkpointing=true", "enable_checkpointing=true .*: not built yet"),
         ("run_name=a/b", "the name of one folder"),
         ("run_name=..", "the name of one folder"),
+        ("run_name=a\x1b[2Jb", "without / or control characters"),
         ("base_output_directory=gs://bucket/x", "remote paths are not built yet"),
         ("dataset_path=s3://bucket/x", "remote paths are not built yet"),
         ("base_output_directory=", "empty; write"),
         (
-            "base_num_query_heads=8",
-            r"=8 \(command line\), base_num_kv_heads=3 \(default\): .*kv_heads=2",
+            "base_num_query_heads=8 base_num_kv_heads=3",
+            r"=8 \(command line\), base_num_kv_heads=3 \(command line\): .*kv_heads=2",
         ),
         ("head_dim=33", "must be even.*nearest: 32 or 34"),
         ("rope_min_timescale=10000", "below the longest"),
-        ("mlp_activations=[]", "at least one"),
+        ("mlp_activations=[]", "one, or two"),
+        ("mlp_activations=[silu,gelu,linear]", "one, or two"),
         ("mlp_activations=[silo,linear]", "no activation silo; allowed: .*nearest: silu"),
         ("lr_schedule_type=wsd warmup_steps_fraction=0.6 wsd_decay_steps_fraction=0.5", "add up to 1.1"),
         ("steps=-1", "each is said to follow the other"),
         ("adamw_mask=[ok,'(']", "is no regular expression"),
         ("trainable_parameters_mask=[+]", "is no regular expression"),
-        ("ici_data_parallelism=-1", "only one of them may be -1"),
-        ("dataset_type=synthetic eval_interval=5", "never end"),
-        ("dataset_type=synthetic eval_steps=-1", "never end"),
+        (
+            "ici_data_parallelism=-1",
+            r"=-1 \(command line\), ici_fsdp_parallelism=-1 \(default\), .*only one of them may be -1",
+        ),
+        ("dataset_type=stdlib vocab_size=256", "vocab_size=256 .*: at least 257"),
+        ("dataset_type=stdlib max_target_length=15", "max_target_length=15 .*: at least 16"),
     ],
 )
 def test_contradictions(words, message):
@@ -44,27 +49,23 @@ def test_contradictions(words, message):
         "lr_schedule_type=wsd warmup_steps_fraction=0.7 wsd_decay_steps_fraction=0.3",
         "steps=-1 learning_rate_schedule_steps=100",
         "base_num_query_heads=8 base_num_kv_heads=2",
-        "dataset_type=synthetic eval_interval=5 eval_steps=2",
-        "dataset_type=synthetic eval_interval=-1",
+        "dataset_type=synthetic eval_interval=5 eval_steps=-1",
+        "dataset_type=synthetic vocab_size=2 max_target_length=2",
+        "dataset_type=stdlib vocab_size=257 max_target_length=16",
         "mlp_activations=gelu",
+        "mlp_activations=[relu,relu]",
+        "run_name=naïve-1.b",
     ],
 )
 def test_neighbours_of_contradictions_pass(words):
     load(words.split())
 
 
-def test_synthetic_data_turn_the_default_evaluation_off_and_say_so():
-    loaded = load(["dataset_type=synthetic"])
-    assert loaded.config.eval_interval == -1
-    assert "no evaluation" in loaded.notes[0]
-    assert load(["dataset_type=synthetic", "eval_steps=2"]).config.eval_interval == 350
-
-
 @pytest.mark.parametrize(
     ("words", "key", "reason"),
     [
-        ("wsd_decay_style=cosine", "wsd_decay_style", "lr_schedule_type"),
-        ("wsd_decay_steps_fraction=0.1", "wsd_decay_steps_fraction", "lr_schedule_type"),
+        ("lr_schedule_type=cosine wsd_decay_style=cosine", "wsd_decay_style", "lr_schedule_type"),
+        ("lr_schedule_type=linear wsd_decay_steps_fraction=0.1", "wsd_decay_steps_fraction", "lr_schedule_type"),
         ("lr_schedule_type=constant learning_rate_final_fraction=0.5", "learning_rate_final_fraction", "constant"),
         ("opt_type=sgd adam_b1=0.8", "adam_b1", "sgd"),
         ("opt_type=sgd mu_dtype=bfloat16", "mu_dtype", "sgd"),
@@ -95,11 +96,11 @@ def test_a_key_without_effect_is_a_warning(words, key, reason):
         "lr_schedule_type=wsd wsd_decay_style=cosine",
         "lr_schedule_type=constant warmup_steps_fraction=0.2",
         "opt_type=sgd",
-        "dropout_rate=0.1",
+        "enable_dropout=true dropout_rate=0.1",
         "eval_interval=10 eval_steps=3",
         "model_name=llama2-7b",
         "dataset_type=synthetic prompt=",
-        "data_shuffle_seed=1",
+        "dataset_type=stdlib enable_data_shuffling=true data_shuffle_seed=1",
     ],
 )
 def test_keys_with_effect_are_not_warned_about(words):
@@ -108,6 +109,9 @@ def test_keys_with_effect_are_not_warned_about(words):
 
 def test_a_yml_may_repeat_a_default_without_effect(tmp_path):
     path = tmp_path / "my.yml"
-    path.write_text("base_config: base.yml\nwsd_decay_style: linear\nwsd_decay_steps_fraction: 0.2\n")
+    style = schema().keys["wsd_decay_style"].default
+    path.write_text(
+        f"base_config: base.yml\nlr_schedule_type: cosine\nwsd_decay_style: {style}\nwsd_decay_steps_fraction: 0.37\n"
+    )
     (line,) = load([str(path)]).warnings
-    assert line.startswith(f"wsd_decay_steps_fraction=0.2 ({path}:3)")
+    assert line.startswith(f"wsd_decay_steps_fraction=0.37 ({path}:4)")

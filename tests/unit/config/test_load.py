@@ -41,14 +41,14 @@ def test_loading_twice_shares_nothing():
 
 
 def test_precedence_is_base_preset_yml_command_line():
-    write("parent.yml", "base_config: base.yml\nmodel_name: llama2-7b\nsteps: 1\nhead_dim: 64\nvocab_size: 100\n")
+    write("parent.yml", "base_config: base.yml\nmodel_name: llama2-7b\nsteps: 1\nhead_dim: 64\nvocab_size: 900\n")
     write("my.yml", "base_config: parent.yml\nsteps: 2\nbase_mlp_dim: 300\n")
-    loaded = load(["my.yml", "vocab_size=99"])
+    loaded = load(["my.yml", "vocab_size=901"])
     config = loaded.config
     assert config.base_emb_dim == 4096  # the preset over base.yml
     assert (config.head_dim, config.base_mlp_dim) == (64, 300)  # the yml and its parent over the preset
     assert config.steps == 2  # the yml over its parent
-    assert config.vocab_size == 99  # the command line over all
+    assert config.vocab_size == 901  # the command line over all
     assert loaded.changed["vocab_size"] == "command line"
     assert loaded.changed["steps"] == "my.yml:2"
     assert loaded.changed["head_dim"] == "parent.yml:4"
@@ -82,9 +82,10 @@ def test_a_base_yml_of_ones_own_may_have_the_packed_one_for_parent():
 
 
 def test_a_full_copy_stands_below_the_preset_where_it_was_not_edited():
-    write("base.yml", BASE_YML.read_text().replace("base_mlp_dim: 512", "base_mlp_dim: 640"))
+    width = schema().keys["base_mlp_dim"].default
+    write("base.yml", BASE_YML.read_text().replace(f"base_mlp_dim: {width}", f"base_mlp_dim: {width + 8}"))
     loaded = load(["base.yml", "model_name=llama2-7b"])
-    assert (loaded.config.base_emb_dim, loaded.config.base_mlp_dim) == (4096, 640)
+    assert (loaded.config.base_emb_dim, loaded.config.base_mlp_dim) == (4096, width + 8)
     assert set(loaded.changed) == {"model_name", "base_mlp_dim"}
 
 
@@ -145,6 +146,12 @@ def test_a_folder_or_bytes_for_a_yml(tmp_path):
             "opt_type=adamv",
             "opt_type=adamv (command line): not one of the choices; allowed: adamw, sgd; near",
         ),
+        ("dtype=float16", "dtype=float16 (command line): not one of the choices; allowed: auto, float32, bfloat16"),
+        ("weight_dtype=float16", "weight_dtype=float16 (command line): not one of the choices; allowed: float32, bf"),
+        ("mu_dtype=float16", 'mu_dtype=float16 (command line): not one of the choices; allowed: "", float32, bf'),
+        ("init_weights_seed=-1", "init_weights_seed=-1 (command line): out of range"),
+        ("init_weights_seed=4294967296", "init_weights_seed=4294967296 (command line): out of range"),
+        ("data_shuffle_seed=4294967296", "data_shuffle_seed=4294967296 (command line): out of range"),
         ("--steps=3", "--steps=3 (command line): keys have no dashes; write steps=3"),
         ("--scan-layers", "--scan-layers (command line): keys have no dashes; write scan_layers=VALUE"),
         ("steps", "steps (command line): no value; write steps=VALUE"),
@@ -159,6 +166,12 @@ def test_a_folder_or_bytes_for_a_yml(tmp_path):
 def test_mistakes_on_the_command_line(word, line):
     (found,) = mistakes("base.yml", word)
     assert found.startswith(line)
+
+
+@pytest.mark.parametrize("seed", [0, 4294967295])
+def test_seeds_are_those_of_32_bits(seed):
+    config = load([f"init_weights_seed={seed}", f"data_shuffle_seed={seed}"]).config
+    assert (config.init_weights_seed, config.data_shuffle_seed) == (seed, seed)
 
 
 def test_all_mistakes_are_told_at_once_one_line_each():

@@ -1,0 +1,41 @@
+"""The README's commands work as they stand."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+COMMANDS = [
+    line
+    for block in re.findall(r"^```\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    for line in block.splitlines()
+    if re.match(r"([A-Z_]+=\S+ )?python -m trainer", line) and "[" not in line
+]
+
+
+def test_there_are_commands():
+    assert len(COMMANDS) >= 4
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_the_readme_runs(command, tmp_path):
+    """With one step on synthetic rows; the last of a key's values wins, so the command's own are checked too."""
+    environment, _, words = command.partition("python -m ")
+    module, *args = shlex.split(words)
+    variables = {"XLA_FLAGS": ""} | dict(word.split("=", 1) for word in shlex.split(environment))
+    if "--help" not in args:
+        args += ["dataset_type=synthetic", "steps=1", "eval_interval=-1", f"base_output_directory={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, "-m", module, *args],
+        cwd=tmp_path,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
