@@ -14,18 +14,17 @@ from trainer.sharding import Axes, Rules, spec
 def logical_axes(backend: Backend, tree: TrainTree) -> TrainTree:
     """The logical axis names of every leaf of `tree`, at its place.
 
-    A leaf of the optimizer's state belongs to the parameter whose path its own ends with, if they have equally many
-    axes: that is how optax lays out moments, whatever it wraps around them. Other leaves have no names and are
-    replicated.
+    A leaf of the optimizer's state belongs to the parameter whose path its own ends with, if they have one shape: that
+    is how optax lays out moments, whatever it wraps around them. Other leaves have no names and are replicated.
     """
-    axes_of = _by_path(backend.param_axes)
+    axes_of, params = _by_path(backend.param_axes), _by_path(tree.params)
 
     def optimizer_axes(keypath: Any, leaf: Any) -> Axes:
         path = path_of(keypath)
         for start in range(len(path)):
-            axes = axes_of.get(path[start:])
-            if axes is not None and len(axes) == leaf.ndim:
-                return axes
+            param = params.get(path[start:])
+            if param is not None and param.shape == leaf.shape:
+                return axes_of[path[start:]]
         return Axes((None,) * leaf.ndim)
 
     return TrainTree(

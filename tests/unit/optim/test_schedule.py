@@ -47,8 +47,8 @@ def test_warm_up_is_a_line_that_ends_at_the_peak(kind):
 @pytest.mark.parametrize("warmup", [0, WARMUP])
 def test_decay_ends_at_the_last_update_and_the_rate_stays(kind, shape, warmup):
     found = rates(LENGTH + 5, lr_schedule_type=kind, warmup_steps_fraction=warmup / LENGTH)
-    last = LENGTH - 1
-    close(found[warmup:LENGTH], [shape((i - warmup) / (last - warmup)) for i in range(warmup, LENGTH)])
+    first, last = max(warmup - 1, 0), LENGTH - 1  # the update at the peak, and the one at the final rate
+    close(found[first:LENGTH], [shape((i - first) / (last - first)) for i in range(first, LENGTH)])
     close(found[last:], [FINAL] * 6)
 
 
@@ -78,7 +78,23 @@ def test_wsd_without_a_stable_part():
 def test_a_warm_up_of_the_whole_schedule(kind):
     found = rates(LENGTH + 4, lr_schedule_type=kind, warmup_steps_fraction=1.0, wsd_decay_steps_fraction=0.0)
     close(found[:LENGTH], [PEAK * (i + 1) / LENGTH for i in range(LENGTH)])
-    close(found[-1], PEAK if kind == "constant" else FINAL)
+    close(found[LENGTH:], [PEAK] * 4)  # no update was left to fall
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear"])
+def test_an_almost_whole_warm_up_ends_at_the_final_rate(kind):
+    close(rates(LENGTH, lr_schedule_type=kind, warmup_steps_fraction=(LENGTH - 1) / LENGTH)[-2:], [PEAK, FINAL])
+
+
+def test_wsd_without_a_decay_stays_at_the_peak():
+    close(
+        rates(LENGTH + 2, lr_schedule_type="wsd", wsd_decay_steps_fraction=0)[WARMUP:], [PEAK] * (LENGTH + 2 - WARMUP)
+    )
+
+
+def test_a_fraction_is_not_rounded_down_by_its_binary_form():
+    found = rates(100, steps=100, warmup_steps_fraction=0.29)  # 100 * 0.29 is 28.999...
+    close(found[:29], [PEAK * (i + 1) / 29 for i in range(29)])
 
 
 @pytest.mark.parametrize("length", [LENGTH // 2, LENGTH * 2])
@@ -92,12 +108,14 @@ def test_the_schedule_has_a_length_of_its_own(length):
 @pytest.mark.parametrize("length", [1, 2, 3])
 @pytest.mark.parametrize("warmup", [0.0, 0.34, 0.5, 1.0])
 def test_tiny_lengths(kind, length, warmup):
-    """Rates lie between 0 and the peak, and what follows is the final rate."""
+    """Rates lie between 0 and the peak; then comes the final rate, or the peak where no update was left to fall."""
     settings = {"lr_schedule_type": kind, "steps": length, "warmup_steps_fraction": warmup}
     found = rates(length + 3, **settings, wsd_decay_steps_fraction=1 - warmup)
     assert np.isfinite(found).all()
     assert (found > 0).all()
     assert found.max() <= PEAK * (1 + 1e-6)
-    if kind != "wsd" or warmup:  # without a warm-up, wsd that only decays begins below the peak
-        close(found.max(), PEAK)
-    close(found[-1], PEAK if kind == "constant" else FINAL)
+    close(found.max(), PEAK)
+    left = length - max(int(length * warmup + 1e-6), 1)
+    if kind == "wsd":
+        left = min(left, int(length * (1 - warmup) + 1e-6))
+    close(found[-1], PEAK if kind == "constant" or left == 0 else FINAL)
