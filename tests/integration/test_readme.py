@@ -10,12 +10,19 @@ from pathlib import Path
 import pytest
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
-COMMANDS = [
-    line
-    for block in re.findall(r"^```\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-    for line in block.splitlines()
-    if re.match(r"([A-Z_]+=\S+ )?python -m trainer", line) and "[" not in line
-]
+
+
+def commands():
+    """The lines in fenced blocks that run the trainer; a block of output is marked as text."""
+    fence = None
+    for line in README.splitlines():
+        if line.startswith("```"):
+            fence = line if fence is None else None
+        elif fence == "```" and re.match(r"([A-Z_]+=\S+ )?python -m trainer", line) and "[" not in line:
+            yield line
+
+
+COMMANDS = list(commands())
 
 
 def test_there_are_commands():
