@@ -141,13 +141,20 @@ def test_sgd_equals_numpy(clip):
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected"),
-    [({}, "float32"), ({"mu_dtype": "bfloat16"}, "bfloat16"), ({"weight_dtype": "bfloat16"}, "bfloat16")],
+    ("weights", "asked", "first"),
+    [
+        ("float32", "", "float32"),
+        ("float32", "bfloat16", "bfloat16"),
+        ("bfloat16", "", "bfloat16"),
+        ("bfloat16", "float32", "float32"),
+    ],
 )
-def test_dtype_of_the_first_moment(settings, expected):
-    state = jax.eval_shape(make_optimizer(config_of(**settings)).init, tree(0))
-    assert {leaf.dtype for leaf in jax.tree.leaves(optax.tree.get(state, "mu"))} == {jnp.dtype(expected)}
-    assert {leaf.dtype for leaf in jax.tree.leaves(optax.tree.get(state, "nu"))} == {jnp.dtype("float32")}
+def test_dtypes_of_the_moments(weights, asked, first):
+    """The first is mu_dtype, by default that of the weights; the second always follows the weights."""
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, weights), tree(0))
+    state = jax.eval_shape(make_optimizer(config_of(weight_dtype=weights, mu_dtype=asked)).init, params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(optax.tree.get(state, "mu"))} == {jnp.dtype(first)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(optax.tree.get(state, "nu"))} == {jnp.dtype(weights)}
 
 
 def test_frozen_parameters_stay_and_have_no_state_and_no_part_in_the_norm():
