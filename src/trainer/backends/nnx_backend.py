@@ -72,7 +72,7 @@ class NNXBackend:
 
 def _canonical(path: Path, param_paths: set[Path]) -> Path:
     """From a path of a split TrainStateNNX to the TrainTree's."""
-    root, *names = path[:-1] if path[-1] == "value" else path
+    root, *names = path[:-1]  # the last entry is the Variable's own: its value
     if root == "optimizer":
         return tuple(names)  # opt_state/... and step
     return ("params" if tuple(names) in param_paths else "rest", *names)
