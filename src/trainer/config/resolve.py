@@ -60,6 +60,13 @@ def _fill(values: dict[str, Any], platform: str) -> None:
         values[key] = values[key] or values[other]
     if values["attention"] == "autoselected":
         values["attention"] = "dot_product" if values["max_target_length"] < FLASH_LENGTH else "flash"
+    if values["attention"] == "flash":
+        values["attention"] = "blockwise"
+    published = {"llama3.1": (8.0, 8192), "yarn": (40.0, 4096)}
+    if values["rope_type"] in published:
+        factor, length = published[values["rope_type"]]
+        values["rope_factor"] = values["rope_factor"] or factor
+        values["original_max_position_embeddings"] = values["original_max_position_embeddings"] or length
     if values["steps"] == -1:
         values["steps"] = values["learning_rate_schedule_steps"]
     if values["learning_rate_schedule_steps"] == -1:

@@ -9,10 +9,11 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from trainer.layers.dense import Dense
+from trainer.layers.norm import RMSNorm
 from trainer.ops import attention as ops
-from trainer.ops.rope import rope
+from trainer.ops.rope import Rope, rope
 
-OPS = {"dot_product": ops.dot_product_attention, "flash": ops.blockwise_attention}
+OPS = {"dot_product": ops.dot_product_attention, "blockwise": ops.blockwise_attention}
 
 
 class KVCache(NamedTuple):
@@ -32,20 +33,30 @@ class Attention(nnx.Module):
         heads: int,
         kv_heads: int,
         head_dim: int,
-        op: str,
-        timescales: tuple[float, float],
-        dropout_rate: float,
+        rope: Rope,
+        op: str = "dot_product",
+        window: int = 0,
+        soft_cap: float = 0.0,
+        qk_norm_epsilon: float | None = None,
+        dropout_rate: float = 0.0,
         dtype: jnp.dtype,
         weight_dtype: jnp.dtype,
         rngs: nnx.Rngs,
     ):
-        """`op`: a name of OPS. `timescales`: shortest and longest of the rotary positions, see `ops.rope`."""
+        """`op`: a name of OPS. `window`, `soft_cap`: see `ops.attention`; 0 for none. `qk_norm_epsilon`: of a norm of
+        each head's queries and keys (Henry et al. 2020, arXiv:2010.04245); None for none."""
         dense = functools.partial(Dense, dtype=dtype, weight_dtype=weight_dtype, rngs=rngs)
-        self.op, self.timescales, self.dropout_rate = op, timescales, dropout_rate
+        self.op, self.rope, self.window, self.soft_cap = op, rope, window, soft_cap
+        self.dropout_rate = dropout_rate
         self.query = dense([width], [heads, head_dim], ("embed", "heads", "head_dim"))
         self.key = dense([width], [kv_heads, head_dim], ("embed", "kv_heads", "head_dim"))
         self.value = dense([width], [kv_heads, head_dim], ("embed", "kv_heads", "head_dim"))
         self.out = dense([heads, head_dim], [width], ("heads", "head_dim", "embed"))
+        self.norms_heads = qk_norm_epsilon is not None
+        if qk_norm_epsilon is not None:
+            norm = functools.partial(RMSNorm, head_dim, axis="head_dim", epsilon=qk_norm_epsilon)
+            self.query_norm = norm(dtype=dtype, weight_dtype=weight_dtype)
+            self.key_norm = norm(dtype=dtype, weight_dtype=weight_dtype)
 
     def __call__(
         self,
@@ -61,24 +72,27 @@ class Attention(nnx.Module):
         With a cache, the keys and values of `position_bt` are written to those places of it and the queries see all
         places up to their own; each row then holds one segment.
         """
-        low, high = self.timescales
-        rotate = functools.partial(rope, position_bt=position_bt, min_timescale=low, max_timescale=high)
         query_names = ("activation_batch", "activation_length", "activation_heads", None)
         key_names = ("activation_batch", "activation_length", "activation_kv_heads", None)
-        queries = rotate(checkpoint_name(self.query(x_bte, query_names), "query_proj"))
-        keys = rotate(checkpoint_name(self.key(x_bte, key_names), "key_proj"))
+        queries = checkpoint_name(self.query(x_bte, query_names), "query_proj")
+        keys = checkpoint_name(self.key(x_bte, key_names), "key_proj")
         values = checkpoint_name(self.value(x_bte, key_names), "value_proj")
+        if self.norms_heads:
+            queries, keys = self.query_norm(queries), self.key_norm(keys)
+        queries, keys = rope(queries, position_bt, self.rope), rope(keys, position_bt, self.rope)
 
-        mask = ops.Mask(position_bt, position_bt, segment_bt, segment_bt)
+        op, mask = self.op, ops.Mask(position_bt, position_bt, segment_bt, segment_bt)
         if cache is not None:
             rows = jnp.arange(x_bte.shape[0])[:, None]
             keys = cache.key.at[rows, position_bt].set(keys.astype(cache.key.dtype))
             values = cache.value.at[rows, position_bt].set(values.astype(cache.value.dtype))
             cache = KVCache(keys, values)
             places = jnp.broadcast_to(jnp.arange(keys.shape[1]), keys.shape[:2])
-            mask = ops.Mask(position_bt, places, segment_bt, jnp.broadcast_to(segment_bt[:, :1], keys.shape[:2]))
+            mask = ops.Mask(position_bt, places, segment_bt, jnp.broadcast_to(segment_bt[:, :1], places.shape))
+            op = "dot_product"  # the others take keys to stand where their queries stand
 
         drop = ops.Dropout(key, row_b, self.dropout_rate) if key is not None and self.dropout_rate else None
-        attended = OPS[self.op](queries, keys, values, mask, drop)
+        attended = OPS[op](queries, keys, values, mask, drop, window=self.window, soft_cap=self.soft_cap)
+        attended = checkpoint_name(attended, "context")
         out = self.out(attended, ("activation_batch", "activation_length", "activation_embed"))
         return checkpoint_name(out, "out_proj"), cache

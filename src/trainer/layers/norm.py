@@ -11,10 +11,11 @@ class RMSNorm(nnx.Module):
     """Divide by the root of the mean square over the last axis, times a learned scale (Zhang and Sennrich 2019,
     arXiv:1910.07467). Computed in float32, returned in `dtype`."""
 
-    def __init__(self, width: int, *, epsilon: float, dtype: jnp.dtype, weight_dtype: jnp.dtype):
+    def __init__(self, width: int, *, epsilon: float, dtype: jnp.dtype, weight_dtype: jnp.dtype, axis: str = "norm"):
+        """`axis`: the logical name of the scale's axis."""
         self.epsilon = epsilon
         self.dtype = dtype
-        self.scale = param(jnp.ones(width, weight_dtype), ("norm",))
+        self.scale = param(jnp.ones(width, weight_dtype), (axis,))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x.astype(jnp.float32)

@@ -7,7 +7,7 @@ from flax import linen
 from trainer.linen.bridge import to_linen
 from trainer.linen.stack import Stack
 from trainer.models import transformer
-from trainer.models.transformer import BEFORE_HEAD, EMBEDDING, Types, outer_dropout, scale_logits
+from trainer.models.transformer import BEFORE_HEAD, EMBEDDING, Types, finish_logits, outer_dropout
 
 
 class Decoder(Stack):
@@ -48,9 +48,8 @@ class Transformer(linen.Module):
 
     def head(self, x):
         """See `models.transformer.Transformer.head`."""
-        if self.config.logits_via_embedding:
-            return scale_logits(self.config, self.token_embedder(x, nnx_method="attend"))
-        return self.decoder.head(x)
+        tied = self.config.logits_via_embedding
+        return finish_logits(self.config, self.token_embedder(x, nnx_method="attend") if tied else self.decoder.head(x))
 
     def __call__(self, *args, **kwargs):
         """Logits; the arguments are those of `hidden`."""

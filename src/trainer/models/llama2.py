@@ -10,10 +10,30 @@ from trainer.layers.mlp import MLP
 from trainer.layers.norm import RMSNorm
 from trainer.layers.sown import Total, sow
 from trainer.ops.dropout import dropout
+from trainer.ops.rope import Rope
 
 RESIDUAL = ("activation_batch", "activation_length", "activation_embed")
 # Dropout sites of a block.
 ATTENTION, HIDDEN, OUTPUT = range(3)
+
+
+def make_rope(config) -> Rope:
+    """The rotary positions of a resolved configuration."""
+    return Rope(
+        min_timescale=config.rope_min_timescale,
+        max_timescale=config.rope_max_timescale,
+        kind=config.rope_type,
+        linear_scaling_factor=config.rope_linear_scaling_factor,
+        factor=config.rope_factor,
+        original_length=config.original_max_position_embeddings,
+        low_freq_factor=config.rope_low_freq_factor,
+        high_freq_factor=config.rope_high_freq_factor,
+        beta_fast=config.beta_fast,
+        beta_slow=config.beta_slow,
+        truncate=config.rope_truncate,
+        attention_scaling=config.rope_attention_scaling,
+        interleave=config.rope_interleave,
+    )
 
 
 class Block(nnx.Module):
@@ -31,8 +51,11 @@ class Block(nnx.Module):
             heads=config.base_num_query_heads,
             kv_heads=config.base_num_kv_heads,
             head_dim=config.head_dim,
+            rope=make_rope(config),
             op=config.attention,
-            timescales=(config.rope_min_timescale, config.rope_max_timescale),
+            window=config.sliding_window_size if config.attention_type == "local_sliding" else 0,
+            soft_cap=config.attn_logits_soft_cap,
+            qk_norm_epsilon=epsilon if config.use_qk_norm else None,
             dropout_rate=config.attention_dropout_rate if on else 0.0,
             rngs=rngs,
             **dtypes,

@@ -15,7 +15,11 @@ from trainer.layers.stack import make_stack, run_stack
 from trainer.ops.dropout import dropout
 
 # decoder_block -> the module that holds the family's Block
-FAMILIES = {"llama2": "trainer.models.llama2"}
+FAMILIES = {
+    "llama2": "trainer.models.llama2",
+    "mistral": "trainer.models.mistral",
+    "qwen3": "trainer.models.qwen3",
+}
 # Dropout sites outside of the blocks; their keys are folded as those of a layer after the last.
 EMBEDDING, BEFORE_HEAD = range(2)
 
@@ -67,9 +71,13 @@ def outer_dropout(config, x_bte: jax.Array, row_b: jax.Array, key: jax.Array | N
     return dropout(x_bte, key, row_b, config.dropout_rate if config.enable_dropout else 0.0)
 
 
-def scale_logits(config, logits_btv: jax.Array) -> jax.Array:
-    """Logits of a tied head, scaled as `normalize_embedding_logits` says."""
-    return logits_btv / config.base_emb_dim**0.5 if config.normalize_embedding_logits else logits_btv
+def finish_logits(config, logits_btv: jax.Array) -> jax.Array:
+    """The head's products as logits: those of a tied head scaled, where that is configured, and all soft-capped."""
+    if config.logits_via_embedding and config.normalize_embedding_logits:
+        logits_btv = logits_btv / config.base_emb_dim**0.5
+    if cap := config.final_logits_soft_cap:
+        logits_btv = (cap * jnp.tanh(logits_btv.astype(jnp.float32) / cap)).astype(logits_btv.dtype)
+    return logits_btv
 
 
 class Decoder(nnx.Module):
@@ -155,8 +163,10 @@ class Transformer(nnx.Module):
     def head(self, x_bte: jax.Array) -> jax.Array:
         """Logits [b, t, v] of hidden states [b, t, e]."""
         if self.config.logits_via_embedding:
-            return scale_logits(self.config, self.token_embedder.attend(x_bte))
-        return self.decoder.logits_dense(x_bte, ("activation_batch", "activation_length", "activation_vocab"))
+            logits = self.token_embedder.attend(x_bte)
+        else:
+            logits = self.decoder.logits_dense(x_bte, ("activation_batch", "activation_length", "activation_vocab"))
+        return finish_logits(self.config, logits)
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
         """Logits [b, t, v]; the arguments are those of `hidden`."""

@@ -2,6 +2,9 @@
 
 Both take queries [b, t, h, d], keys and values [b, s, k, d] with h a multiple of k (grouped-query attention, Ainslie et
 al. 2023, arXiv:2305.13245), and a `Mask`. Scores and softmax are float32, the result has the queries' dtype.
+
+`window` > 0: a query sees its own position and the window - 1 before it. `soft_cap` > 0: scores are bounded by
+soft_cap * tanh(scores / soft_cap) before the mask (Gemma 2, arXiv:2408.00118).
 """
 
 from typing import NamedTuple
@@ -30,10 +33,17 @@ class Dropout(NamedTuple):
 
 
 def dot_product_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, mask: Mask, dropout: Dropout | None = None
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: Mask,
+    dropout: Dropout | None = None,
+    *,
+    window: int = 0,
+    soft_cap: float = 0.0,
 ) -> jax.Array:
     """The reference op: [b, t, h, d], with all scores [b, h, t, s] in memory at once."""
-    return _attend(query, key, value, mask, dropout, jnp.arange(query.shape[1]))
+    return _attend(query, key, value, mask, dropout, jnp.arange(query.shape[1]), window, soft_cap)
 
 
 def blockwise_attention(
@@ -43,6 +53,8 @@ def blockwise_attention(
     mask: Mask,
     dropout: Dropout | None = None,
     *,
+    window: int = 0,
+    soft_cap: float = 0.0,
     block: int = 256,
 ) -> jax.Array:
     """The same function of its inputs, one block of queries after the other: scores take [b, h, block, s] at a time.
@@ -62,22 +74,33 @@ def blockwise_attention(
     @jax.checkpoint
     def one(args: tuple[jax.Array, ...]) -> jax.Array:
         query, position, segment, index = args
-        return _attend(query, key, value, mask._replace(query_position=position, query_segment=segment), dropout, index)
+        block_mask = mask._replace(query_position=position, query_segment=segment)
+        return _attend(query, key, value, block_mask, dropout, index, window, soft_cap)
 
     out = jax.lax.map(one, (blocks(query), blocks(mask.query_position), blocks(mask.query_segment), index))
     return out.swapaxes(0, 1).reshape(rows, count * block, *out.shape[3:])[:, :length]
 
 
 def _attend(
-    query: jax.Array, key: jax.Array, value: jax.Array, mask: Mask, dropout: Dropout | None, index_t: jax.Array
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: Mask,
+    dropout: Dropout | None,
+    index_t: jax.Array,
+    window: int,
+    soft_cap: float,
 ) -> jax.Array:
     rows, length, heads, width = query.shape
     kv_heads = key.shape[2]
     query = query.reshape(rows, length, kv_heads, heads // kv_heads, width)
     scores = jnp.einsum("btkgd,bskd->bkgts", query, key, preferred_element_type=jnp.float32) * width**-0.5
-    visible = (mask.query_position[:, :, None] >= mask.key_position[:, None, :]) & (
-        mask.query_segment[:, :, None] == mask.key_segment[:, None, :]
-    )
+    if soft_cap:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    distance = mask.query_position[:, :, None] - mask.key_position[:, None, :]
+    visible = (distance >= 0) & (mask.query_segment[:, :, None] == mask.key_segment[:, None, :])
+    if window:
+        visible &= distance < window
     # Finite, so that a query that sees nothing (padding of a block) gives no NaN.
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1)
