@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from trainer.config import UserError, exit_on_user_error, load, to_yaml
 
@@ -25,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run = build(loaded.config, jax.devices())
     dataset = open_dataset(run.config, console.say)
     prompt = _prompt(run.config, dataset.tokenizer)
+    params = _given_parameters(run, console.say)
     # All that can be wrong with the command has been seen: the run begins to leave traces.
     run_dir = open_run(run.config.base_output_directory, run.config.run_name)
     (run_dir / "config.yml").write_text(to_yaml(run.config))
@@ -42,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             writer.write(row)
             console.evaluation(row)
 
-        state = fit(run, compiled, dataset, Reports(on_step, on_evaluation))
+        state = fit(run, compiled, run.init(params), dataset, Reports(on_step, on_evaluation))
     console.summary(time.perf_counter() - started)
     if prompt:
         console.sample(run.config.prompt, _sample(run, state, dataset.tokenizer, prompt))
@@ -67,6 +69,16 @@ def _say_what_runs(console, run, dataset, run_dir, warnings: Sequence[str]) -> N
     )
     if run.config.log_config:
         console.say(to_yaml(run.config))
+
+
+def _given_parameters(run, say) -> Any:
+    """The parameters of load_parameters_path on their devices, or None."""
+    if not run.config.load_parameters_path:
+        return None
+    from trainer.checkpoint import load_parameters
+
+    abstract = run.backend.unpack(run.abstract_args()[0]).params
+    return load_parameters(run.config.load_parameters_path, run.config, abstract, say)
 
 
 def _prompt(config, tokenizer) -> list[int]:

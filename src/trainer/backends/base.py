@@ -5,9 +5,12 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
+import optax
 from flax import nnx
 
 from trainer.layers.sown import Sown
+from trainer.models.init import init_variables
 
 
 class TrainTree(NamedTuple):
@@ -28,8 +31,11 @@ class Backend(Protocol):
 
     param_axes: Any  # the tree of params, with a `sharding.Axes` at each leaf
 
-    def init(self, key: jax.Array) -> Any:
-        """The native train state at step 0. The same key gives the same parameters in every combination."""
+    def init(self, key: jax.Array, params: Any = None) -> Any:
+        """The native train state at step 0, with `params`, or with parameters drawn from `key`.
+
+        The same key gives the same parameters in every combination.
+        """
 
     def unpack(self, native: Any) -> TrainTree:
         """The canonical form of a native train state: a permutation of its leaves."""
@@ -52,6 +58,13 @@ class Backend(Protocol):
         `method` is "hidden" (inputs: tokens, positions, segments, row, see `models.transformer`) or "head" (inputs:
         hidden states; the output head alone).
         """
+
+
+def initial_tree(config, tx: optax.GradientTransformation, key: jax.Array, params: Any) -> TrainTree:
+    """What `Backend.init` packs."""
+    drawn, rest = init_variables(config, key)
+    params = drawn if params is None else params
+    return TrainTree(jnp.zeros((), jnp.int32), params, tx.init(params), rest)
 
 
 @contextlib.contextmanager

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from trainer.backends.base import TrainTree, tree_mode
+from trainer.backends.base import TrainTree, initial_tree, tree_mode
 from trainer.backends.codec import Codec, Path
 from trainer.backends.train_state import make_train_state
 from trainer.layers import sown
-from trainer.models.init import init_variables
 from trainer.models.transformer import Decoder, Transformer
 from trainer.ops.random import seed_key
 from trainer.sharding import Axes
@@ -44,11 +43,10 @@ class NNXBackend:
     def _make_model(self, key: jax.Array) -> Transformer:
         return Transformer(self.config, nnx.Rngs(params=key), self.decoder)
 
-    def init(self, key: jax.Array) -> nnx.State:
-        """The train state at step 0; see `Backend.init`."""
+    def init(self, key: jax.Array, params: Any = None) -> nnx.State:
+        """See `Backend.init`."""
         with tree_mode():
-            params, rest = init_variables(self.config, key)
-            return self.pack(TrainTree(jnp.zeros((), jnp.int32), params, self.tx.init(params), rest))
+            return self.pack(initial_tree(self.config, self.tx, key, params))
 
     def unpack(self, native: nnx.State) -> TrainTree:
         """See `Backend.unpack`."""

@@ -8,7 +8,7 @@ import optax
 from flax import linen, traverse_util
 from flax.training import train_state
 
-from trainer.backends.base import TrainTree, tree_mode
+from trainer.backends.base import TrainTree, initial_tree, tree_mode
 from trainer.backends.codec import Codec, Path
 from trainer.backends.nnx_backend import NNXBackend
 from trainer.layers.sown import Sown
@@ -16,7 +16,6 @@ from trainer.linen.bridge import capturing, to_linen
 from trainer.linen.decoder import LinenStackDecoder
 from trainer.linen.transformer import Transformer
 from trainer.models import transformer
-from trainer.models.init import init_variables
 from trainer.ops.random import seed_key
 from trainer.sharding import Axes
 
@@ -63,11 +62,10 @@ class Linen:
     def _make_module(self) -> linen.Module:
         return Transformer(self.config)
 
-    def init(self, key: jax.Array) -> TrainState:
-        """The train state at step 0; see `Backend.init`."""
+    def init(self, key: jax.Array, params: Any = None) -> TrainState:
+        """See `Backend.init`."""
         with tree_mode():
-            params, rest = init_variables(self.config, key)
-            return self.pack(TrainTree(jnp.zeros((), jnp.int32), params, self.tx.init(params), rest))
+            return self.pack(initial_tree(self.config, self.tx, key, params))
 
     def unpack(self, native: TrainState) -> TrainTree:
         """See `Backend.unpack`."""

@@ -30,7 +30,7 @@ class Run(NamedTuple):
     state_shardings: Any  # in a tree of exactly the same structure
     batch_shardings: dict[str, NamedSharding]
     replicated: NamedSharding
-    init: Callable[[], Any]  # () -> native train state at step 0, sharded
+    init: Callable[..., Any]  # (params=None) -> native train state at step 0, sharded; see `init_state_fn`
     step: Any  # jitted (state, batch) -> (state, metrics), the state donated
     eval_step: Any  # jitted (state, batch, bytes per token [vocab]) -> sums
 

@@ -22,17 +22,17 @@ class Reports(NamedTuple):
     evaluation: Callable[[Row], None]
 
 
-def fit(run: Run, compiled_step: Callable[..., Any], dataset: Dataset, reports: Reports) -> Any:
-    """Train for `steps` updates from the initial state, evaluating on the way; gives back the last native train state.
+def fit(run: Run, compiled_step: Callable[..., Any], state: Any, dataset: Dataset, reports: Reports) -> Any:
+    """Train for `steps` updates, evaluating on the way; gives back the last native train state.
 
     Args:
       run: from `build`.
       compiled_step: `run.compile()`.
+      state: from `run.init`; its buffers are donated.
       dataset: rows to train and to evaluate on.
       reports: called once for each row, in order.
     """
     config = run.config
-    state = run.init()
     reader = _Reader(reports.step)
 
     def load(step: int) -> Batch:
