@@ -8,9 +8,8 @@ import ml_collections
 
 from trainer.config.derived import FOLLOWS, MESH_AXES
 from trainer.config.errors import report
+from trainer.config.kernels import choose_attention
 from trainer.config.rules import make_rules
-
-FLASH_LENGTH = 1024  # tokens; from this length on attention=autoselected takes flash
 
 # The key that says how long a logical axis is.
 DIMENSIONS = {
@@ -40,9 +39,11 @@ def resolve(config: Any, *, device_count: int, platform: str) -> ml_collections.
     values = {name: _frozen(value) for name, value in config.items()}
     _fill(values, platform)
     mistakes = _fill_mesh(values, device_count)
-    if not mistakes:
-        mesh = {axis: values[key] for axis, key in MESH_AXES.items()}
+    mesh = {} if mistakes else {axis: values[key] for axis, key in MESH_AXES.items()}
+    if mesh:
         mistakes = [*_indivisible(values, mesh), *_uneven_rows(values, mesh)]
+    values["attention"], mistaken = choose_attention(values, mesh, platform)
+    mistakes += mistaken
     if mistakes:
         raise report(mistakes)
     return ml_collections.FrozenConfigDict(values)
@@ -58,10 +59,6 @@ def _fill(values: dict[str, Any], platform: str) -> None:
         values["dtype"] = "float32" if platform == "cpu" else "bfloat16"
     for key, other in FOLLOWS.items():
         values[key] = values[key] or values[other]
-    if values["attention"] == "autoselected":
-        values["attention"] = "dot_product" if values["max_target_length"] < FLASH_LENGTH else "flash"
-    if values["attention"] == "flash":
-        values["attention"] = "blockwise"
     published = {"llama3.1": (8.0, 8192), "yarn": (40.0, 4096)}
     if values["rope_type"] in published:
         factor, length = published[values["rope_type"]]

@@ -1,6 +1,7 @@
 """Self-attention with grouped queries, rotary positions, packed segments and a key-value cache."""
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -8,12 +9,27 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from trainer import sharding
 from trainer.layers.dense import Dense
 from trainer.layers.norm import RMSNorm
-from trainer.ops import attention as ops
+from trainer.ops.attention import Dropout, Mask, dot_product_attention
+from trainer.ops.blockwise import blockwise_attention
+from trainer.ops.cudnn import cudnn_attention
 from trainer.ops.rope import Rope, rope
+from trainer.ops.splash import splash_attention
 
-OPS = {"dot_product": ops.dot_product_attention, "blockwise": ops.blockwise_attention}
+OPS = {
+    "dot_product": dot_product_attention,
+    "blockwise": blockwise_attention,
+    "splash": splash_attention,
+    "cudnn_flash_jax": cudnn_attention,
+}
+# Kernels that the compiler can not split: each device runs them on its own rows and heads.
+KERNELS = ("splash", "cudnn_flash_jax")
+
+ROWS = sharding.Axes(("activation_batch", "activation_length"))
+QUERIES = sharding.Axes((*ROWS, "activation_heads", None))
+KEYS = sharding.Axes((*ROWS, "activation_kv_heads", None))
 
 
 class KVCache(NamedTuple):
@@ -72,27 +88,30 @@ class Attention(nnx.Module):
         With a cache, the keys and values of `position_bt` are written to those places of it and the queries see all
         places up to their own; each row then holds one segment.
         """
-        query_names = ("activation_batch", "activation_length", "activation_heads", None)
-        key_names = ("activation_batch", "activation_length", "activation_kv_heads", None)
-        queries = checkpoint_name(self.query(x_bte, query_names), "query_proj")
-        keys = checkpoint_name(self.key(x_bte, key_names), "key_proj")
-        values = checkpoint_name(self.value(x_bte, key_names), "value_proj")
+        queries = checkpoint_name(self.query(x_bte, QUERIES), "query_proj")
+        keys = checkpoint_name(self.key(x_bte, KEYS), "key_proj")
+        values = checkpoint_name(self.value(x_bte, KEYS), "value_proj")
         if self.norms_heads:
             queries, keys = self.query_norm(queries), self.key_norm(keys)
         queries, keys = rope(queries, position_bt, self.rope), rope(keys, position_bt, self.rope)
 
-        op, mask = self.op, ops.Mask(position_bt, position_bt, segment_bt, segment_bt)
+        op, mask = self.op, Mask(position_bt, position_bt, segment_bt, segment_bt)
         if cache is not None:
             rows = jnp.arange(x_bte.shape[0])[:, None]
             keys = cache.key.at[rows, position_bt].set(keys.astype(cache.key.dtype))
             values = cache.value.at[rows, position_bt].set(values.astype(cache.value.dtype))
             cache = KVCache(keys, values)
             places = jnp.broadcast_to(jnp.arange(keys.shape[1]), keys.shape[:2])
-            mask = ops.Mask(position_bt, places, segment_bt, jnp.broadcast_to(segment_bt[:, :1], places.shape))
+            mask = Mask(position_bt, places, segment_bt, jnp.broadcast_to(segment_bt[:, :1], places.shape))
             op = "dot_product"  # the others take keys to stand where their queries stand
 
-        drop = ops.Dropout(key, row_b, self.dropout_rate) if key is not None and self.dropout_rate else None
-        attended = OPS[op](queries, keys, values, mask, drop, window=self.window, soft_cap=self.soft_cap)
-        attended = checkpoint_name(attended, "context")
+        drop = Dropout(key, row_b, self.dropout_rate) if key is not None and self.dropout_rate else None
+        attend: Callable[..., jax.Array]
+        attend = functools.partial(OPS[op], dropout=drop, window=self.window, soft_cap=self.soft_cap)
+        if op in KERNELS:
+            attend = sharding.shard_mapped(attend, (QUERIES, KEYS, KEYS, ROWS), QUERIES, check=False)
+        attended = attend(queries, keys, values, mask)
+        if op != "splash":  # which names it itself, with what else its backward pass needs
+            attended = checkpoint_name(attended, "context")
         out = self.out(attended, ("activation_batch", "activation_length", "activation_embed"))
         return checkpoint_name(out, "out_proj"), cache

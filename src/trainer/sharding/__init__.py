@@ -1,8 +1,8 @@
 """Where things live: the mesh, the rules from logical axis names to mesh axes, and the helpers that layers use."""
 
 from trainer.config import make_rules
-from trainer.sharding.context import constrain, on_mesh, take
+from trainer.sharding.context import constrain, on_mesh, shard_mapped, take
 from trainer.sharding.mesh import make_mesh
 from trainer.sharding.rules import Axes, Rules, spec
 
-__all__ = ["Axes", "Rules", "constrain", "make_mesh", "make_rules", "on_mesh", "spec", "take"]
+__all__ = ["Axes", "Rules", "constrain", "make_mesh", "make_rules", "on_mesh", "shard_mapped", "spec", "take"]

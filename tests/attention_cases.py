@@ -1,0 +1,49 @@
+"""Inputs for attention ops, and what an op makes of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trainer.ops.attention import Mask
+
+
+def inputs(
+    rows: int, length: int, heads: int, kv_heads: int, width: int, *, dtype: Any = np.float32, seed: int = 0
+) -> tuple[jax.Array, jax.Array, jax.Array, Mask]:
+    """Queries, keys, values and the mask of rows with three segments each and padding (segment 0) behind them."""
+    rng = np.random.default_rng(seed)
+    query = rng.normal(size=(rows, length, heads, width))
+    key, value = rng.normal(size=(2, rows, length, kv_heads, width))
+    ends = np.sort(rng.choice(np.arange(1, length), (rows, 3), replace=False), axis=1)
+    place = np.arange(length)
+    segment = (place[None, :, None] >= ends[:, None, :]).sum(-1)
+    start = np.where(segment > 0, np.take_along_axis(ends, np.maximum(segment - 1, 0), axis=1), 0)
+    position, segment = place - start, np.where(segment < 3, segment + 1, 0)
+    ids = [jnp.asarray(x, jnp.int32) for x in (position, position, segment, segment)]
+    return *(jnp.asarray(x, dtype) for x in (query, key, value)), Mask(*ids)
+
+
+def value_and_grads(op: Callable[..., jax.Array], args: tuple, **how: Any) -> dict[str, np.ndarray]:
+    """The op's result, and the gradients of a weighted sum of it, in float32; padding has no weight and reads 0."""
+    query, key, value, mask = args
+    weight = np.random.default_rng(1).normal(size=query.shape) * (np.asarray(mask.query_segment) > 0)[..., None, None]
+
+    def loss(query, key, value):
+        out = op(query, key, value, mask, **how)
+        return jnp.sum(out.astype(jnp.float32) * weight), out
+
+    (_, out), grads = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(query, key, value)
+    real = np.where(weight != 0, out.astype(jnp.float32), 0)
+    return {"out": real} | {
+        name: np.asarray(grad.astype(jnp.float32)) for name, grad in zip(("query", "key", "value"), grads, strict=True)
+    }
+
+
+def assert_close(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolerance: float) -> None:
+    """Each array differs by no more than `tolerance` of the other's largest entry."""
+    for name, array in expected.items():
+        assert array.any(), name
+        np.testing.assert_allclose(actual[name], array, rtol=0, atol=tolerance * np.abs(array).max(), err_msg=name)

@@ -1,0 +1,78 @@
+"""The splash kernel in Pallas' interpreter against the reference op, and its lowering for a TPU that is not here."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import assert_close, inputs, value_and_grads
+
+from trainer.ops.attention import Dropout, dot_product_attention
+from trainer.ops.splash import splash_attention, splash_kernel
+
+interpreted = functools.partial(splash_attention, interpret=True)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "window", "soft_cap"), [(2, 2, 0, 0.0), (4, 2, 0, 2.0), (2, 1, 50, 0.0), (2, 1, 129, 2.0)]
+)
+def test_splash_equals_the_reference_op(heads, kv_heads, window, soft_cap):
+    args = inputs(2, 256, heads, kv_heads, 128)
+    how = {"window": window, "soft_cap": soft_cap}
+    expected = value_and_grads(dot_product_attention, args, **how)
+    assert_close(value_and_grads(interpreted, args, **how), expected, 1e-5)
+
+
+def test_splash_in_bfloat16_differs_by_its_rounding():
+    exact = value_and_grads(dot_product_attention, inputs(1, 256, 2, 1, 64), window=100)
+    args = inputs(1, 256, 2, 1, 64, dtype=jnp.bfloat16)
+    assert_close(value_and_grads(interpreted, args, window=100), exact, 0.02)
+
+
+def test_the_blocks_that_the_kernel_visits_grow_with_the_window_and_not_with_the_length():
+    def visits(length, window):
+        """Per block of queries, in the forward pass and in both of the backward pass."""
+        kernel = splash_kernel(length, 1, window=window, soft_cap=0.0)
+        infos = kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info
+        return [int((np.asarray(info.block_mask) > 0).sum()) / (length // 512) for info in infos]
+
+    assert visits(4096, 0) == [4.5] * 3  # half of the square of 8 x 8 blocks, and half of its diagonal
+    # The first blocks of queries have less before them: as many blocks less, however long the row.
+    assert visits(4096, 513) == [2 - 1 / 8] * 3
+    assert visits(8192, 513) == [2 - 1 / 16] * 3
+    assert visits(8192, 1537) == [4 - (1 + 2 + 3) / 16] * 3
+
+
+def test_what_splash_does_not_support_is_refused():
+    args = inputs(1, 256, 1, 1, 128)
+    with pytest.raises(ValueError, match="no dropout"):
+        interpreted(*args, Dropout(jax.random.key(0), jnp.arange(1), 0.1))
+    with pytest.raises(ValueError, match="multiple of 128, not 200"):
+        interpreted(*inputs(1, 200, 1, 1, 128))
+
+
+def kernels(op, args, **how):
+    """How many kernels a TPU runs for the op's gradients."""
+    query, key, value, mask = args
+
+    def loss(query, key, value):
+        return (op(query, key, value, mask, **how).astype(jnp.float32) ** 2).sum()
+
+    step = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+    text = step.trace(query, key, value).lower(lowering_platforms=("tpu",)).as_text()
+    return text.count("@tpu_custom_call")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_splash_lowers_to_tpu_kernels(dtype):
+    args = inputs(2, 256, 4, 2, 64, dtype=dtype)
+    # The forward pass, the gradient of the queries, that of keys and values.
+    assert kernels(splash_attention, args, window=100, soft_cap=2.0) == 3
+
+
+def test_a_policy_that_keeps_the_context_runs_the_forward_kernel_once():
+    args = inputs(1, 128, 1, 1, 128)
+    policies = jax.checkpoint_policies
+    assert kernels(jax.checkpoint(splash_attention, policy=policies.nothing_saveable), args) == 4
+    assert kernels(jax.checkpoint(splash_attention, policy=policies.save_only_these_names("context")), args) == 3
