@@ -1,5 +1,17 @@
 """Qwen3, dense (Qwen team 2025, arXiv:2505.09388): Llama's block with `use_qk_norm`."""
 
-from trainer.models.llama2 import Block
+from trainer.models.huggingface import Family, Layout
+from trainer.models.llama2 import LAYOUTS, Block
 
-__all__ = ["Block"]
+__all__ = ["HUGGING_FACE", "Block"]
+
+_NORMS = {
+    "decoder/layers/self_attention/query_norm/scale": Layout("model.layers.{}.self_attn.q_norm.weight", turned=True),
+    "decoder/layers/self_attention/key_norm/scale": Layout("model.layers.{}.self_attn.k_norm.weight", turned=True),
+}
+HUGGING_FACE = Family(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    LAYOUTS | _NORMS,
+    defaults={"head_dim": 128, "num_key_value_heads": 32, "sliding_window": 4096},
+)

@@ -1,0 +1,121 @@
+"""Hugging Face's directories: config.json and safetensors, in one file or in shards."""
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from trainer.checkpoint.description import check_same_model
+from trainer.checkpoint.source import LAYERS, Leaf, Shapes, check_tensors, read_json
+from trainer.config import UserError
+from trainer.models.huggingface import Layout, family
+from trainer.models.huggingface_config import NEUTRAL, model_keys
+
+INDEX = "model.safetensors.index.json"
+# safetensors' names of the dtypes that are read.
+_DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+_ROWS = 4096  # of a table, compared at once
+
+
+class HuggingFaceSource:
+    """See `Source`. Holds the files open; a tensor is read when a leaf's part is."""
+
+    kind = "Hugging Face"
+
+    def __init__(self, path: Path):
+        """
+        Raises:
+          UserError: config.json says what no key can say, or a file is missing or damaged.
+        """
+        self.path = path
+        self._config = read_json(path / "config.json")
+        self.keys: Mapping[str, Any] = model_keys(self._config, str(path / "config.json"))
+        self.neutral: Mapping[str, Any] = {
+            name: self._config[name] for name in NEUTRAL if self._config.get(name) is not None
+        }
+        self._files = {name: file for file in _open_files(path) for name in file.keys()}  # noqa: SIM118
+
+    def leaves(self, config: Any, shapes: Shapes) -> dict[str, Leaf]:
+        """See `Source.leaves`; also raises where config.json says another model than `config`."""
+        check_same_model(self.keys, config, str(self.path / "config.json"))
+        layouts = family(config.decoder_block).layouts
+        layers = config.base_num_decoder_layers
+        found = {}
+        for name, file in self._files.items():
+            header = file.get_slice(name)
+            dtype = _DTYPES.get(header.get_dtype())
+            found[name] = (tuple(header.get_shape()), dtype.name if dtype else header.get_dtype())
+        wanted = dict(tensor for name, shape in shapes.items() for tensor in tensors_of(layouts[name], name, shape))
+        head = layouts["decoder/logits_dense/kernel"].name
+        table = layouts["token_embedder/embedding"].name
+        if config.logits_via_embedding and head in found and found[head] == found.get(table):
+            self._check_tied(head, table, found.pop(head)[0][0])
+        # Buffers, which some files hold: they follow from config.json.
+        found = {name: it for name, it in found.items() if not name.endswith("rotary_emb.inv_freq")}
+        check_tensors(found, wanted, str(self.path))
+        return {
+            name: self._leaf(layouts[name], name, shape, config.rope_interleave, layers)
+            for name, shape in shapes.items()
+        }
+
+    def _leaf(self, layout: Layout, name: str, shape: tuple[int, ...], interleave: bool, layers: int) -> Leaf:
+        stacked = name.startswith(LAYERS)
+        tensors = [layout.name.format(i) for i in range(layers)] if stacked else [layout.name]
+        stored = _DTYPES[self._files[tensors[0]].get_slice(tensors[0]).get_dtype()]
+        part_shape = shape[1:] if stacked else shape
+
+        def read(tensor: str) -> np.ndarray:
+            return layout.to_ours(self._files[tensor].get_tensor(tensor), part_shape, interleave)
+
+        return Leaf(shape, stored, [functools.partial(read, tensor) for tensor in tensors])
+
+    def _check_tied(self, head: str, table: str, rows: int) -> None:
+        one, other = self._files[head].get_slice(head), self._files[table].get_slice(table)
+        for row in range(0, rows, _ROWS):
+            end = min(row + _ROWS, rows)
+            if one[row:end].tobytes() != other[row:end].tobytes():
+                raise UserError(f"{self.path}: the head is said to be the embedding table, but {head} is not {table}")
+
+
+def tensors_of(layout: Layout, name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
+    """Hugging Face's tensors, name and shape, of a canonical parameter."""
+    if not name.startswith(LAYERS):
+        return [(layout.name, layout.shape(shape))]
+    return [(layout.name.format(i), layout.shape(shape[1:])) for i in range(shape[0])]
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a directory: those that its index names, else the one that there is; [] for none.
+
+    Raises:
+      UserError: several files and no index.
+    """
+    if (path / INDEX).is_file():
+        weight_map = read_json(path / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise UserError(f"{path / INDEX}: no weight_map")
+        return [path / name for name in sorted(set(weight_map.values()))]
+    if (path / "model.safetensors").is_file():
+        return [path / "model.safetensors"]
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) > 1:
+        raise UserError(f"{path}: {len(files)} safetensors files, but no {INDEX} that says which belong to the model")
+    return files
+
+
+def _open_files(path: Path) -> list[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    files, problems = [], []
+    for name in weight_files(path):
+        try:
+            # Read, not mapped: pages of a map would count as this process's memory.
+            files.append(safe_open(name, framework="np", backend="pread"))
+        except (OSError, SafetensorError) as error:
+            problems.append(f"{name}: {error}")
+    if problems:
+        raise UserError("\n  ".join([f"{path}: weights cannot be read:", *problems]))
+    return files

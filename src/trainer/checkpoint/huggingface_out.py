@@ -1,0 +1,101 @@
+"""Writes Hugging Face's layout: config.json and safetensors, tensor by tensor."""
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.checkpoint.huggingface import INDEX, tensors_of
+from trainer.checkpoint.params_out import target_dtype
+from trainer.checkpoint.safetensors_file import SafetensorsFile, Tensors
+from trainer.checkpoint.source import LAYERS, Leaf, Tick, progress
+from trainer.models.huggingface import Layout, family
+from trainer.models.huggingface_config import config_json
+
+SHARD_BYTES = 4_000_000_000
+
+
+def write_huggingface(
+    folder: Path,
+    config: Any,
+    leaves: Mapping[str, Leaf],
+    dtype: str | None,
+    neutral: Mapping[str, Any],
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes config.json and the tensors of `leaves` into `folder`, which exists and is empty.
+
+    Args:
+      config: resolved.
+      dtype: to cast to; None leaves each tensor as it is stored.
+      neutral: see `config_json`.
+      shard_bytes: at most so many bytes of tensors go into one file, unless one tensor is larger.
+
+    Raises:
+      UserError: the model has what Hugging Face's architecture has no word for.
+    """
+    layouts = family(config.decoder_block).layouts
+    dtypes = {name: target_dtype(leaf.dtype, dtype) for name, leaf in leaves.items()}
+    data = config_json(config, dtypes["token_embedder/embedding"].name, neutral)
+    (folder / "config.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+    names = {name: tensors_of(layouts[name], name, leaf.shape) for name, leaf in leaves.items()}
+    shards = _shards(_in_order({name: (names[name], dtypes[name]) for name in leaves}), shard_bytes)
+    with contextlib.ExitStack() as stack:
+        files = {name: stack.enter_context(SafetensorsFile(folder / name, part)) for name, part in shards.items()}
+        file_of = {tensor: files[name] for name, tensors in shards.items() for tensor in tensors}
+        bar = stack.enter_context(progress(leaves.values(), "writing"))
+        for name, leaf in leaves.items():
+            targets = [(file_of[tensor], tensor) for tensor, _ in names[name]]
+            _write_leaf(leaf, layouts[name], dtypes[name], config.rope_interleave, targets, bar.update)
+    if len(shards) > 1:
+        _write_index(folder / INDEX, shards)
+
+
+def _write_leaf(
+    leaf: Leaf,
+    layout: Layout,
+    dtype: np.dtype,
+    interleave: bool,
+    targets: Sequence[tuple[SafetensorsFile, str]],
+    tick: Tick,
+) -> None:
+    """Writes the tensors of one leaf, layer by layer, to the files and under the names of `targets`."""
+    layers = leaf.layers(tick) if "{}" in layout.name else [leaf.read(leaf.dtype, tick)]
+    for (file, tensor), value in zip(targets, layers, strict=True):
+        file.write(tensor, layout.to_theirs(value, interleave).astype(dtype, copy=False))
+
+
+def _in_order(kinds: Mapping[str, tuple[list[tuple[str, tuple[int, ...]]], np.dtype]]) -> Tensors:
+    """All tensors as a forward pass meets them, layer by layer, so that a shard holds whole layers."""
+    placed = []
+    for name, (tensors, dtype) in kinds.items():
+        for layer, (tensor, shape) in enumerate(tensors):
+            part = 1 if name.startswith(LAYERS) else 0 if name.startswith("token_embedder/") else 2
+            placed.append((part, layer, tensor, shape, dtype))
+    return {tensor: (shape, dtype) for _, _, tensor, shape, dtype in sorted(placed, key=lambda it: it[:2])}
+
+
+def _shards(tensors: Tensors, shard_bytes: int) -> dict[str, Tensors]:
+    groups: list[Tensors] = [{}]
+    size = 0
+    for name, (shape, dtype) in tensors.items():
+        nbytes = int(np.prod(shape)) * dtype.itemsize
+        if groups[-1] and size + nbytes > shard_bytes:
+            groups.append({})
+            size = 0
+        groups[-1][name] = (shape, dtype)
+        size += nbytes
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
+
+
+def _write_index(path: Path, shards: Mapping[str, Tensors]) -> None:
+    total = sum(int(np.prod(shape)) * dtype.itemsize for group in shards.values() for shape, dtype in group.values())
+    weight_map = {tensor: name for name, group in shards.items() for tensor in group}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

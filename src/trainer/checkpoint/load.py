@@ -1,0 +1,76 @@
+"""`load_parameters_path`: what lies there, and its parameters on the devices."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from trainer.checkpoint.huggingface import HuggingFaceSource, weight_files
+from trainer.checkpoint.maxtext import MaxTextSource
+from trainer.checkpoint.params import CONFIG, TREE, ParamsSource
+from trainer.checkpoint.source import Leaf, Source, Tick, names_of, nested, progress
+from trainer.config import UserError
+
+_SHORT = 2.0  # seconds; loading that takes longer is reported
+
+
+def open_source(path: str) -> Source:
+    """The checkpoint at `path`, recognized by its files.
+
+    Raises:
+      UserError: nothing that could be one is there, or what is there is damaged.
+    """
+    folder = Path(path).expanduser()
+    if "://" in path:
+        raise UserError(f"{path}: remote paths are not built yet; give a local folder")
+    if (folder / "config.json").is_file() and weight_files(folder):
+        return HuggingFaceSource(folder)
+    if (folder / TREE).is_dir() and (folder / CONFIG).is_file():
+        return ParamsSource(folder)
+    for tree in (folder, folder / "items"):
+        if (tree / "_METADATA").is_file():
+            return MaxTextSource(tree)
+    state = "there is no such folder" if not folder.is_dir() else "nothing in it is a checkpoint"
+    raise UserError(
+        f"{path}: {state}; looked for config.json with *.safetensors (Hugging Face), {TREE}/ with {CONFIG} "
+        "(written by trainer.export), and _METADATA or items/_METADATA (MaxText)"
+    )
+
+
+def load_parameters(path: str, config: Any, abstract: Any, say: Callable[[str], Any]) -> Any:
+    """The parameters at `path` on the devices; on the host never more than one of them, all layers, at a time.
+
+    Args:
+      path: whatever `open_source` takes.
+      config: resolved; the checkpoint must hold the same model.
+      abstract: the canonical nested dict, a ShapeDtypeStruct with sharding at each leaf: what the result is like.
+      say: told one line if it takes long.
+
+    Raises:
+      UserError: nothing is there, another model is, or tensors are missing, too many or misshaped; in each case
+        before values are read.
+    """
+    started = time.perf_counter()
+    source = open_source(path)
+    wanted = names_of(abstract)
+    leaves = source.leaves(config, {name: leaf.shape for name, leaf in wanted.items()})
+    placed = {}
+    with progress(leaves.values(), "loading") as bar:
+        for name, leaf in leaves.items():
+            placed[name] = _place(leaf, wanted[name], bar.update)
+            placed[name].block_until_ready()  # before the next is read, so that this one's host memory is free
+    seconds, size = time.perf_counter() - started, sum(leaf.nbytes for leaf in leaves.values())
+    if seconds > _SHORT:
+        say(f"loaded {size / 1e9:.2f} GB of parameters from {path} ({source.kind}) in {seconds:.0f} s")
+    return nested(placed)
+
+
+def _place(leaf: Leaf, abstract: jax.ShapeDtypeStruct, tick: Tick) -> jax.Array:
+    if leaf.place is not None:
+        array = leaf.place(abstract)
+        tick(leaf.nbytes)
+        return array
+    value = leaf.read(abstract.dtype, tick)
+    return jax.make_array_from_callback(abstract.shape, abstract.sharding, lambda index: value[index])

@@ -1,0 +1,63 @@
+"""Parameters as this trainer writes them: an Orbax tree, config.yml and the tokenizer's files beside it.
+
+A folder holds
+  checkpoint/   an Orbax v1 checkpoint of {"params": canonical nested dict}; whatever else a checkpoint has stands
+                beside "params" and is not read here
+  config.yml    the model's keys, see `description.model_yaml`
+  huggingface.json    what a config.json that the parameters came from says besides, see `Source.neutral`; may lack
+"""
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.checkpoint import orbax
+from trainer.checkpoint.description import ORDER, check_same_model, read_model_yaml
+from trainer.checkpoint.source import Leaf, Shapes, check_tensors, read_json
+from trainer.models.huggingface import family, halves_of_pairs, pairs_of_halves
+
+TREE = "checkpoint"
+CONFIG = "config.yml"
+NEUTRAL = "huggingface.json"
+_ROOT = "params/"
+
+
+class ParamsSource:
+    """See `Source`."""
+
+    kind = "trainer"
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.keys: Mapping[str, Any] = read_model_yaml(path / CONFIG)
+        self.neutral: Mapping[str, Any] = read_json(path / NEUTRAL) if (path / NEUTRAL).is_file() else {}
+        self._headers = orbax.headers(path / TREE)
+
+    def leaves(self, config: Any, shapes: Shapes) -> dict[str, Leaf]:
+        """See `Source.leaves`; also raises where config.yml says another model than `config`."""
+        check_same_model(self.keys, config, str(self.path / CONFIG))
+        found = {
+            name.removeprefix(_ROOT): (tuple(header.shape), np.dtype(header.dtype).name)
+            for name, header in self._headers.items()
+            if name.startswith(_ROOT)
+        }
+        check_tensors(found, shapes, str(self.path))
+        layouts = family(config.decoder_block).layouts
+        turn = None
+        if self.keys[ORDER] != config[ORDER]:
+            turn = pairs_of_halves if config[ORDER] else halves_of_pairs
+        return {
+            name: self._leaf(name, shape, turn if name in layouts and layouts[name].turned else None)
+            for name, shape in shapes.items()
+        }
+
+    def _leaf(self, name: str, shape: tuple[int, ...], turn: Any) -> Leaf:
+        tree, path = self.path / TREE, _ROOT + name
+        dtype = np.dtype(self._headers[path].dtype)
+        read = functools.partial(orbax.read, tree, path, shape, dtype)
+        if turn is None:
+            return Leaf(shape, dtype, [read], functools.partial(orbax.place, tree, path))
+        return Leaf(shape, dtype, [lambda: turn(read())])

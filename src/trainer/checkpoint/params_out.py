@@ -1,0 +1,44 @@
+"""Writes parameters in this trainer's own layout; see `params`."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.checkpoint.description import model_yaml
+from trainer.checkpoint.params import CONFIG, NEUTRAL, TREE
+from trainer.checkpoint.source import Leaf, nested, progress
+
+
+def write_params(
+    folder: Path, config: Any, leaves: Mapping[str, Leaf], dtype: str | None, neutral: Mapping[str, Any]
+) -> None:
+    """Writes `leaves`, one after the other, and config.yml into `folder`, which exists and is empty.
+
+    Args:
+      config: resolved; the order of a head's entries is the one that it says.
+      neutral: see `Source.neutral`.
+      dtype: to cast floating-point values to; None leaves each as it is stored. Other values are never cast.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    context = ocp.Context()
+    context.array.saving.use_compression = False  # four times as fast, and 8 % larger
+    tree = folder.absolute() / TREE
+    with context, progress(leaves.values(), "writing") as bar:
+        for name, leaf in leaves.items():
+            # No name for the value: it would keep this leaf in memory while the next is read.
+            ocp.partial.save(tree, nested({f"params/{name}": leaf.read(target_dtype(leaf.dtype, dtype), bar.update)}))
+        ocp.partial.finalize(tree)
+    (folder / CONFIG).write_text(model_yaml(config), encoding="utf-8")
+    if neutral:
+        (folder / NEUTRAL).write_text(json.dumps(dict(neutral), indent=2) + "\n", encoding="utf-8")
+
+
+def target_dtype(stored: np.dtype, dtype: str | None) -> np.dtype:
+    """What values stored in `stored` are written in."""
+    import jax.numpy as jnp
+
+    return np.dtype(dtype) if dtype and jnp.issubdtype(stored, jnp.floating) else stored

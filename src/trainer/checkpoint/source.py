@@ -1,0 +1,155 @@
+"""What every kind of checkpoint looks like from here: named leaves that are read one part at a time."""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from trainer.config import UserError
+
+# Canonical names such as "decoder/layers/mlp/wi_0/kernel", and the shape of each, the layers axis first.
+Shapes = Mapping[str, tuple[int, ...]]
+Tick = Callable[[int], Any]  # told the bytes of each part that was read
+
+LAYERS = "decoder/layers/"
+# Tensors may be stored in these, by the names that NumPy gives them.
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One canonical parameter in a checkpoint: nothing of it has been read.
+
+    Attributes:
+      shape: canonical.
+      dtype: as stored.
+      parts: read the values in `dtype`: one part for each layer, or one for the whole leaf.
+      place: puts the leaf straight onto devices, given its shape, dtype and sharding; None where that takes the host.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    parts: Sequence[Callable[[], np.ndarray]]
+    place: Callable[[jax.ShapeDtypeStruct], jax.Array] | None = None
+
+    @property
+    def size(self) -> int:
+        """How many values."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values in `dtype`."""
+        return self.size * self.dtype.itemsize
+
+    def read(self, dtype: np.dtype, tick: Tick) -> np.ndarray:
+        """The whole leaf in `dtype`, parts read and cast one after the other."""
+        if len(self.parts) == 1:
+            value = self.parts[0]().astype(dtype, copy=False)
+            tick(self.nbytes)
+            return value.reshape(self.shape)  # the one layer of a model comes without its axis
+        whole = np.empty(self.shape, dtype)
+        for i, part in enumerate(self.parts):
+            whole[i] = part()
+            tick(self.nbytes // len(self.parts))
+        return whole
+
+    def layers(self, tick: Tick) -> Iterator[np.ndarray]:
+        """The leaf's layers in `dtype`, in their order."""
+        for part in self.parts:
+            value = part()
+            tick(value.nbytes)
+            yield from ([value] if value.ndim < len(self.shape) else value)
+
+
+class Source(Protocol):
+    """A checkpoint that was recognized. Its headers have been read, no values."""
+
+    path: Path
+    kind: str  # in words
+    keys: Mapping[str, Any]  # the model's keys that the checkpoint itself says, resolved; {} where it says none
+    neutral: Mapping[str, Any]  # keys of a config.json that came with it and say nothing about the function
+
+    def leaves(self, config: Any, shapes: Shapes) -> dict[str, Leaf]:
+        """The leaves that a model of `config`, resolved, with parameters of `shapes` needs, in that order.
+
+        Raises:
+          UserError: all tensors that are missing, that the model has no place for, or that have another shape.
+        """
+
+
+def check_tensors(
+    found: Mapping[str, tuple[tuple[int, ...], str]], wanted: Mapping[str, tuple[int, ...]], where: str
+) -> None:
+    """Compares the shape and dtype of each tensor found with the shape wanted.
+
+    Raises:
+      UserError: all differences, one line each.
+    """
+    lines = [f"{name}: missing, wanted {_shape(shape)}" for name, shape in wanted.items() if name not in found]
+    for name, (shape, dtype) in found.items():
+        if name not in wanted:
+            lines.append(f"{name}: the model has no place for it, found {_shape(shape)}")
+        elif shape != wanted[name]:
+            lines.append(f"{name}: found {_shape(shape)}, wanted {_shape(wanted[name])}")
+        elif dtype not in DTYPES:
+            lines.append(f"{name}: stored as {dtype}, known: {', '.join(DTYPES)}")
+    if lines:
+        count = "1 tensor does" if len(lines) == 1 else f"{len(lines)} tensors do"
+        raise UserError("\n  ".join([f"{where}: {count} not fit the configuration:", *lines]))
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def progress(leaves: Iterable[Leaf], label: str) -> Any:
+    """A bar over the bytes of `leaves` on stderr, only where that is a terminal and the work takes long."""
+    total = sum(leaf.nbytes for leaf in leaves)
+    return tqdm(
+        desc=label, total=total, unit="B", unit_scale=True, leave=False, disable=None, mininterval=0.2, delay=1.0
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+      UserError: it is none.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: not a JSON object")
+    return data
+
+
+def names_of(tree: Any) -> dict[str, Any]:
+    """The leaves of a nested dict by canonical name, in the order of the dict."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{key}/{name}": leaf for name, leaf in names_of(value).items()}
+        else:
+            flat[str(key)] = value
+    return flat
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `names_of`."""
+    tree: dict[str, Any] = {}
+    for name, leaf in flat.items():
+        *path, last = name.split("/")
+        node = tree
+        for key in path:
+            node = node.setdefault(key, {})
+        node[last] = leaf
+    return tree

@@ -1,0 +1,17 @@
+"""The files of a tokenizer that stand beside parameters."""
+
+import shutil
+from pathlib import Path
+
+# As transformers and sentencepiece call them, and how to generate, which holds the tokens that end a text.
+FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copies those of `FILES` that lie in `source`."""
+    for name in FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)

@@ -1,0 +1,111 @@
+"""`python -m trainer.export FROM OUT format=hf|params [dtype=...] [key=value ...]`: convert parameters."""
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.config import UserError, exit_on_user_error, schema
+
+FORMATS = ("hf", "params")
+DTYPES = ("float32", "bfloat16")
+HELP = """\
+usage: python -m trainer.export FROM OUT format=hf|params [dtype=float32|bfloat16] [key=value ...]
+
+FROM    what load_parameters_path takes: a directory of Hugging Face's layout, what this command wrote, or a MaxText
+        checkpoint (.../N/items)
+OUT     a new or empty folder
+format  hf: Hugging Face's layout, config.json and safetensors; params: parameters alone, for load_parameters_path
+dtype   of what is written; left out: as it is stored in FROM
+key     keys of the model, as for trainer.train. FROM's own config.json or config.yml says them; a MaxText checkpoint
+        says none, so give model_name=... or each of them. rope_interleave is converted.
+The files of a tokenizer beside FROM are copied."""
+
+
+@exit_on_user_error
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line `argv` (default: the process's own)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if {"help", "--help", "-h"} & set(words):
+        print(HELP)
+        return
+    source, out, options, keys = _read_words(words)
+    # From here on the command line makes sense by itself; what follows loads JAX.
+    from trainer.checkpoint import model_config, open_source
+
+    checkpoint = open_source(source)
+    config = model_config(checkpoint.keys, keys, str(checkpoint.path))
+    leaves = checkpoint.leaves(config, parameter_shapes(config))
+    partial = out.with_name(f"{out.name}.incomplete-{os.getpid()}")
+    partial.mkdir(parents=True)
+    try:
+        _write(partial, options, config, leaves, checkpoint)
+        os.rename(partial, out)  # only now there is something at OUT, and it is complete
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    _report(out, options, sum(leaf.size for leaf in leaves.values()))
+
+
+def _read_words(words: Sequence[str]) -> tuple[str, Path, dict[str, str], list[str]]:
+    """FROM, OUT, the options of this command, and the words that are keys of base.yml."""
+    places, rest = words[:2], words[2:]
+    named = {"format", "dtype", *schema().keys}
+    options = dict(word.split("=", 1) for word in rest if word.startswith(("format=", "dtype=")))
+    mistakes = []
+    if len(places) != 2 or any("=" in place and place.partition("=")[0] in named for place in places):
+        mistakes.append("the first two words are FROM and OUT")
+    elif Path(places[1]).exists() and not _is_empty(Path(places[1])):
+        mistakes.append(f"{places[1]}: exists and is no empty folder; give a new one")
+    if options.get("format") not in FORMATS:
+        mistakes.append(f"format={options.get('format', '')}: allowed: {', '.join(FORMATS)}")
+    if options.get("dtype", DTYPES[0]) not in DTYPES:
+        mistakes.append(f"dtype={options['dtype']}: allowed: {', '.join(DTYPES)}, or leave it out")
+    if mistakes:
+        raise UserError("\n  ".join(["cannot export:", *mistakes, "see python -m trainer.export --help"]))
+    keys = [word for word in rest if not word.startswith(("format=", "dtype="))]
+    return places[0], Path(places[1]).expanduser().absolute(), options, keys
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """The canonical parameters of a model and their shapes. Nothing is allocated."""
+    import jax
+
+    from trainer.backends.base import tree_mode
+    from trainer.checkpoint import names_of
+    from trainer.models.init import init_variables
+    from trainer.ops.random import seed_key
+
+    with tree_mode():
+        params, _ = jax.eval_shape(lambda key: init_variables(config, key), seed_key(0))
+    return {name: leaf.shape for name, leaf in names_of(params).items()}
+
+
+def _write(folder: Path, options: dict[str, str], config: Any, leaves: Any, checkpoint: Any) -> None:
+    from trainer.checkpoint import copy_tokenizer, write_huggingface, write_params
+
+    if options["format"] == "hf":
+        write_huggingface(folder, config, leaves, options.get("dtype"), checkpoint.neutral)
+    else:
+        write_params(folder, config, leaves, options.get("dtype"), checkpoint.neutral)
+    copy_tokenizer(checkpoint.path, folder)
+
+
+def _report(out: Path, options: dict[str, str], parameters: int) -> None:
+    from trainer.observe.text import si
+
+    dtype = options.get("dtype", "as stored")
+    print(f"{out}: {si(parameters, '').strip()} parameters, format={options['format']}, dtype {dtype}")
+    for path in sorted(out.iterdir()):
+        files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+        size = si(sum(file.stat().st_size for file in files), "B")
+        print(f"  {path.name + ('/' if path.is_dir() else ''):<36}{size:>10}")
+
+
+if __name__ == "__main__":
+    main()

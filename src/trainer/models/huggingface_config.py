@@ -1,0 +1,239 @@
+"""config.json in and out. Checked against transformers 5.23; the files are those that 4.x writes and reads too."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.config import UserError
+from trainer.models.huggingface import family
+from trainer.models.transformer import FAMILIES
+
+# Hugging Face's names of activations and ours. Its plain "gelu" is the exact one, which no key here says.
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_new": "gelu",
+    "relu": "relu",
+    "tanh": "tanh",
+    "sigmoid": "sigmoid",
+    "linear": "linear",
+}
+SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "base_emb_dim",
+    "intermediate_size": "base_mlp_dim",
+    "num_hidden_layers": "base_num_decoder_layers",
+    "num_attention_heads": "base_num_query_heads",
+}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+ROPE_TYPES = {"default": "default", "linear": "default", "llama3": "llama3.1", "yarn": "yarn"}
+# What RoPE of each kind needs and may have; original_max_position_embeddings may stand anywhere.
+_ROPE_WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
+    "yarn": (("factor",), ("attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim")),
+}
+# Keys of config.json that say nothing about the function that the model computes.
+NEUTRAL = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "max_position_embeddings")
+
+
+def model_keys(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The keys of base.yml that the config.json `data` says, those without effect left out.
+
+    Args:
+      data: config.json, parsed; `rope_theta` with `rope_scaling`, or the `rope_parameters` of transformers 5.
+      where: its path, for messages.
+
+    Raises:
+      UserError: all that `data` lacks or says and that no key can say.
+    """
+    blocks = {family(block).model_type: block for block in FAMILIES}
+    block = blocks.get(data.get("model_type", ""))
+    if block is None:
+        raise UserError(f"{where}: model_type={data.get('model_type')} is not known; known: {', '.join(blocks)}")
+    said = {"rms_norm_eps": 1e-6, "hidden_act": "silu", **family(block).defaults, **data}
+    if lacking := [name for name in SIZES if not isinstance(said.get(name), int)]:
+        raise UserError(f"{where}: no number is given for {', '.join(lacking)}")
+    refused = [
+        f"{name}={said[name]}" for name in ("attention_bias", "mlp_bias", "quantization_config") if said.get(name)
+    ]
+    keys = {ours: said[theirs] for theirs, ours in SIZES.items()}
+    heads = said["num_attention_heads"]
+    keys |= {
+        "decoder_block": block,
+        "base_num_kv_heads": said.get("num_key_value_heads") or heads,
+        "head_dim": said.get("head_dim") or said["hidden_size"] // heads,
+        "logits_via_embedding": bool(said.get("tie_word_embeddings", False)),
+        "normalization_layer_epsilon": float(said["rms_norm_eps"]),
+        "attn_logits_soft_cap": 0.0,
+        "final_logits_soft_cap": 0.0,
+        "use_qk_norm": block == "qwen3",
+    }
+    if keys["logits_via_embedding"]:
+        keys["normalize_embedding_logits"] = False
+    if said["hidden_act"] in ACTIVATIONS:
+        keys["mlp_activations"] = (ACTIVATIONS[said["hidden_act"]], "linear")
+    else:
+        refused.append(f"hidden_act={said['hidden_act']} (known: {', '.join(ACTIVATIONS)})")
+    keys |= _window_keys(said, block, refused) | _rope_keys(said, refused)
+    if refused:
+        raise UserError("\n  ".join([f"{where}: says what this trainer has no key for:", *refused]))
+    return keys
+
+
+def _window_keys(said: Mapping[str, Any], block: str, refused: list[str]) -> dict[str, Any]:
+    window = 0 if block == "llama2" else said.get("sliding_window") or 0
+    full = 0  # so many layers see everything, those after them a window
+    if block == "qwen3":
+        window = window if said.get("use_sliding_window") else 0
+        full = said.get("max_window_layers", 28)
+    kinds = set(
+        said.get("layer_types")
+        or [_SLIDING if window and i >= full else _FULL for i in range(said["num_hidden_layers"])]
+    )
+    if kinds == {_FULL}:
+        return {"attention_type": "global"}
+    if kinds == {_SLIDING} and window:
+        return {"attention_type": "local_sliding", "sliding_window_size": window}
+    refused.append(f"layers of kinds {' and '.join(sorted(kinds))} with sliding_window={said.get('sliding_window')}")
+    return {}
+
+
+def _rope_keys(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
+    rope = dict(said.get("rope_scaling") or said.get("rope_parameters") or {})
+    kind = rope.pop("rope_type", None) or rope.get("type") or "default"
+    rope.pop("type", None)
+    theta = rope.pop("rope_theta", None) or said.get("rope_theta") or 10000
+    if kind not in ROPE_TYPES:
+        refused.append(f"rope_type={kind} (known: {', '.join(ROPE_TYPES)})")
+        return {}
+    if theta != int(theta):
+        refused.append(f"rope_theta={theta} (rope_max_timescale is an integer)")
+    if rope.pop("partial_rotary_factor", 1.0) != 1.0 or said.get("partial_rotary_factor", 1.0) != 1.0:
+        refused.append("partial_rotary_factor other than 1")
+    needed, allowed = _ROPE_WORDS[kind]
+    if unknown := sorted(rope.keys() - {*needed, *allowed, "original_max_position_embeddings"}):
+        refused.append(f"{', '.join(unknown)} in RoPE of kind {kind}")
+    if lacking := [name for name in needed if rope.get(name) is None]:
+        refused.append(f"RoPE of kind {kind} without {', '.join(lacking)}")
+        return {}
+    keys: dict[str, Any] = {
+        "rope_type": ROPE_TYPES[kind],
+        "rope_min_timescale": 1,
+        "rope_max_timescale": int(theta),
+    }
+    if ROPE_TYPES[kind] == "default":
+        return keys | {"rope_linear_scaling_factor": float(rope.get("factor", 1.0))}
+    original = said.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    keys |= {
+        "rope_factor": float(rope["factor"]),
+        "original_max_position_embeddings": original or said.get("max_position_embeddings", 0),
+    }
+    if kind == "llama3":
+        low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+        return keys | {"rope_low_freq_factor": low, "rope_high_freq_factor": high}
+    return keys | {
+        "beta_fast": float(rope.get("beta_fast") or 32),
+        "beta_slow": float(rope.get("beta_slow") or 1),
+        "rope_truncate": bool(rope.get("truncate", True)),
+        "rope_attention_scaling": _scales_attention(rope, refused),
+    }
+
+
+def _scales_attention(rope: Mapping[str, Any], refused: list[str]) -> bool:
+    """Whether YaRN's factor on queries and keys is the paper's (Peng et al. 2023, arXiv:2309.00071) and not 1."""
+    usual = _yarn_scale(rope["factor"])
+    factor = rope.get("attention_factor")
+    if factor is None and rope.get("mscale") and rope.get("mscale_all_dim"):
+        factor = _yarn_scale(rope["factor"], rope["mscale"]) / _yarn_scale(rope["factor"], rope["mscale_all_dim"])
+    elif factor is None:
+        factor = usual
+    if factor == 1:
+        return False
+    if not math.isclose(factor, usual, rel_tol=1e-6):
+        refused.append(f"YaRN's attention_factor={factor:.6g} (known: 1, and {usual:.6g} of its factor)")
+    return True
+
+
+def _yarn_scale(factor: float, mscale: float = 1.0) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def config_json(config: Any, dtype: str, neutral: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json for a resolved configuration whose tensors are written in `dtype`.
+
+    RoPE is written as `rope_theta` and `rope_scaling`, which every version of transformers reads.
+
+    Args:
+      neutral: keys that are carried over as they are, such as eos_token_id; see `NEUTRAL`.
+
+    Raises:
+      UserError: every key whose value Hugging Face's architecture has no word for.
+    """
+    if refused := _unsayable(config):
+        head = f"{family(config.decoder_block).architecture} of Hugging Face has no word for"
+        raise UserError("\n  ".join([f"{head}:", *refused]))
+    hf = family(config.decoder_block)
+    theirs = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
+    data = {
+        "architectures": [hf.architecture],
+        "model_type": hf.model_type,
+        **{name: config[ours] for name, ours in SIZES.items()},
+        "num_key_value_heads": config.base_num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": theirs[config.mlp_activations[0]],
+        "rms_norm_eps": config.normalization_layer_epsilon,
+        "tie_word_embeddings": config.logits_via_embedding,
+        "rope_theta": float(config.rope_max_timescale),
+        "rope_scaling": _rope_scaling(config),
+        "max_position_embeddings": _context_length(config),
+        "torch_dtype": dtype,
+    }
+    window = config.sliding_window_size if config.attention_type == "local_sliding" else None
+    if config.decoder_block == "mistral":
+        data["sliding_window"] = window
+    if config.decoder_block == "qwen3":
+        data |= {"use_sliding_window": window is not None, "sliding_window": window}
+        data["max_window_layers"] = 0 if window else config.base_num_decoder_layers
+    return {**data, **neutral}
+
+
+def _context_length(config: Any) -> int:
+    stretched = config.rope_factor * config.original_max_position_embeddings if config.rope_type != "default" else 0
+    return max(config.max_target_length, round(stretched))
+
+
+def _rope_scaling(config: Any) -> dict[str, Any] | None:
+    if config.rope_type == "default":
+        factor = config.rope_linear_scaling_factor
+        return None if factor == 1 else {"rope_type": "linear", "factor": factor}
+    scaling = {
+        "rope_type": {ours: name for name, ours in ROPE_TYPES.items()}[config.rope_type],
+        "factor": config.rope_factor,
+        "original_max_position_embeddings": config.original_max_position_embeddings,
+    }
+    if config.rope_type == "llama3.1":
+        low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+        return scaling | {"low_freq_factor": low, "high_freq_factor": high}
+    scaling |= {"beta_fast": config.beta_fast, "beta_slow": config.beta_slow, "truncate": config.rope_truncate}
+    return scaling if config.rope_attention_scaling else scaling | {"attention_factor": 1.0}
+
+
+def _unsayable(config: Any) -> list[str]:
+    """`key=value` for each key that config.json can not say."""
+    block, activations = config.decoder_block, config.mlp_activations
+    gated = len(activations) == 2 and activations[1] == "linear" and activations[0] in ACTIVATIONS.values()
+    tied_scaled = config.logits_via_embedding and config.normalize_embedding_logits
+    conditions = {
+        "attn_logits_soft_cap": config.attn_logits_soft_cap != 0,
+        "final_logits_soft_cap": config.final_logits_soft_cap != 0,
+        "mlp_activations": not gated,
+        "normalize_embedding_logits": tied_scaled,
+        "use_qk_norm": config.use_qk_norm != (block == "qwen3"),
+        "attention_type": config.attention_type != "global" and block == "llama2",
+        "rope_min_timescale": config.rope_min_timescale != 1,
+        "base_emb_dim": block == "llama2" and config.base_emb_dim % config.base_num_query_heads != 0,
+    }
+    return [f"{key}={config[key]}" for key, refused in conditions.items() if refused]

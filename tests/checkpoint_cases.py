@@ -1,0 +1,196 @@
+"""Small checkpoints in the layouts of others, written by hand: what the trainer reads must not be written by it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from support import TINY
+
+from trainer.checkpoint import model_config, names_of, nested
+from trainer.export import parameter_shapes
+
+MODEL = {key: TINY[key] for key in TINY if key.startswith(("base_", "head_dim", "vocab_size"))}
+FAMILIES = {
+    "llama2": {"logits_via_embedding": False},
+    "mistral": {"attention_type": "local_sliding", "sliding_window_size": 5, "logits_via_embedding": False},
+    "qwen3": {"use_qk_norm": True, "logits_via_embedding": True, "normalize_embedding_logits": False},
+}
+ROPES = {
+    "default": {"rope_max_timescale": 5000},
+    "linear": {"rope_linear_scaling_factor": 4.0},
+    "llama3.1": {"rope_type": "llama3.1", "rope_factor": 8.0, "original_max_position_embeddings": 32},
+    "yarn": {"rope_type": "yarn", "rope_factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0},
+    "yarn_scaled": {"rope_type": "yarn", "rope_truncate": False, "rope_attention_scaling": True},
+}
+ARCHITECTURES = {"llama2": "Llama", "mistral": "Mistral", "qwen3": "Qwen3"}
+SUFFIX = {
+    "pre_self_attention_layer_norm/scale": "input_layernorm.weight",
+    "self_attention/query/kernel": "self_attn.q_proj.weight",
+    "self_attention/key/kernel": "self_attn.k_proj.weight",
+    "self_attention/value/kernel": "self_attn.v_proj.weight",
+    "self_attention/out/kernel": "self_attn.o_proj.weight",
+    "self_attention/query_norm/scale": "self_attn.q_norm.weight",
+    "self_attention/key_norm/scale": "self_attn.k_norm.weight",
+    "post_self_attention_layer_norm/scale": "post_attention_layernorm.weight",
+    "mlp/wi_0/kernel": "mlp.gate_proj.weight",
+    "mlp/wi_1/kernel": "mlp.up_proj.weight",
+    "mlp/wo/kernel": "mlp.down_proj.weight",
+}
+
+
+def words(**keys: Any) -> list[str]:
+    """Keys of a tiny model as words of a command line."""
+    return [f"{key}={value}" for key, value in (MODEL | keys).items()]
+
+
+def config_of(**keys: Any) -> Any:
+    """A tiny model's configuration, resolved."""
+    return model_config({}, words(**keys), "")
+
+
+def random_params(config: Any, dtype: Any = np.float32, seed: int = 0) -> dict[str, np.ndarray]:
+    """Parameters by canonical name, a head's entries turning as halves."""
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=shape).astype(dtype) for name, shape in parameter_shapes(config).items()}
+
+
+def in_pairs(params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same model with a head's entries turning as adjacent pairs."""
+    turned = ("query/kernel", "key/kernel", "query_norm/scale", "key_norm/scale")
+    return {name: pairs(value) if name.endswith(turned) else value for name, value in params.items()}
+
+
+def pairs(x: np.ndarray) -> np.ndarray:
+    """Halves as adjacent pairs, entry by entry."""
+    out, half = np.empty_like(x), x.shape[-1] // 2
+    for i in range(half):
+        out[..., 2 * i], out[..., 2 * i + 1] = x[..., i], x[..., half + i]
+    return out
+
+
+def hf_tensors(params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Hugging Face's tensors of `params`."""
+    tensors = {"model.embed_tokens.weight": params["token_embedder/embedding"]}
+    for suffix, name in SUFFIX.items():
+        for i, value in enumerate(params.get(f"decoder/layers/{suffix}", ())):
+            if suffix == "self_attention/out/kernel":
+                value = value.reshape(-1, value.shape[-1]).T
+            elif value.ndim > 1:
+                value = value.reshape(value.shape[0], -1).T
+            tensors[f"model.layers.{i}.{name}"] = value
+    tensors["model.norm.weight"] = params["decoder/decoder_norm/scale"]
+    if "decoder/logits_dense/kernel" in params:
+        tensors["lm_head.weight"] = params["decoder/logits_dense/kernel"].T
+    return {name: np.ascontiguousarray(value) for name, value in tensors.items()}
+
+
+def hf_config(config: Any, **changes: Any) -> dict[str, Any]:
+    """A config.json in the form of transformers 5; without the sizes that follow from others."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(config.rope_max_timescale)}
+    if config.rope_linear_scaling_factor != 1:
+        rope |= {"rope_type": "linear", "factor": config.rope_linear_scaling_factor}
+    if config.rope_type == "llama3.1":
+        rope |= {"rope_type": "llama3", "factor": config.rope_factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    if config.rope_type == "yarn":
+        rope |= {"rope_type": "yarn", "factor": config.rope_factor, "beta_fast": config.beta_fast}
+        rope |= {"truncate": config.rope_truncate}
+        rope |= {} if config.rope_attention_scaling else {"attention_factor": 1.0}
+    if config.rope_type != "default":
+        rope["original_max_position_embeddings"] = config.original_max_position_embeddings
+    data = {
+        "model_type": ARCHITECTURES[config.decoder_block].lower(),
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.base_emb_dim,
+        "intermediate_size": config.base_mlp_dim,
+        "num_hidden_layers": config.base_num_decoder_layers,
+        "num_attention_heads": config.base_num_query_heads,
+        "num_key_value_heads": config.base_num_kv_heads,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.normalization_layer_epsilon,
+        "tie_word_embeddings": config.logits_via_embedding,
+        "rope_parameters": rope,
+        "eos_token_id": 7,
+        "max_position_embeddings": 333,
+    }
+    if config.decoder_block == "mistral":
+        data["sliding_window"] = config.sliding_window_size or None
+    return data | changes
+
+
+def write_hf(folder: Path, config: Any, tensors: dict[str, np.ndarray], *, shards: int = 1, **changes: Any) -> Path:
+    """A Hugging Face directory with a tokenizer.json."""
+    from safetensors.numpy import save_file
+
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(hf_config(config, **changes)))
+    (folder / "tokenizer.json").write_text("{}")
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+    weight_map = {}
+    for i in range(shards):
+        file = f"model-{i + 1:05}-of-{shards:05}.safetensors"
+        part = dict(list(tensors.items())[i::shards])
+        save_file(part, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def maxtext_params(config: Any, params: dict[str, np.ndarray], *, scanned: bool) -> dict[str, np.ndarray]:
+    """The model of `params`, whose heads turn as halves, as MaxText stores it: names and values."""
+    if config.rope_type != "default":
+        params = in_pairs(params)
+    stored = {}
+    for name, value in params.items():
+        if name.endswith("query/kernel") and not config.use_qk_norm:
+            value = (value.astype(np.float32) / np.sqrt(config.head_dim)).astype(value.dtype)
+        if not name.startswith("decoder/layers/"):
+            stored[name] = value
+        elif scanned:
+            stored[name] = np.moveaxis(value, 0, 1)
+        else:
+            for i, layer in enumerate(value):
+                stored[name.replace("layers", f"layers_{i}")] = layer
+    return stored
+
+
+def write_maxtext(items: Path, stored: dict[str, np.ndarray], **more: Any) -> Path:
+    """A checkpoint of MaxText's layout, by Orbax's old interface: parameters, moments and the step."""
+    import jax.numpy as jnp
+    import orbax.checkpoint as orbax
+
+    params = nested({name: jnp.asarray(value) for name, value in stored.items()})
+    tree = {"params": {"params": params}, "opt_state": {"mu": {"params": params}}, "step": jnp.int32(3)} | more
+    orbax.PyTreeCheckpointer(use_ocdbt=True).save(items.absolute(), tree)
+    return items
+
+
+def read_hf(folder: Path) -> dict[str, np.ndarray]:
+    """All tensors of a directory, by the library."""
+    from safetensors.numpy import load_file
+
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def abstract_of(config: Any, dtype: Any = np.float32) -> dict[str, Any]:
+    """The canonical nested dict that is wanted of a load, on one device."""
+    import jax
+
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = parameter_shapes(config).items()
+    return nested({name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, shape in shapes})
+
+
+def assert_same(found: Any, wanted: dict[str, np.ndarray]) -> None:
+    """A nested dict, or a flat one, has the names, dtypes and bits of `wanted`."""
+    found = names_of(found)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype, name
+        assert np.asarray(found[name]).tobytes() == value.tobytes(), name
+
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

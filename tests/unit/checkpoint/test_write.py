@@ -1,0 +1,137 @@
+"""What is written, from leaves that need no source."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from checkpoint_cases import (
+    BFLOAT16,
+    FAMILIES,
+    abstract_of,
+    assert_same,
+    config_of,
+    hf_tensors,
+    in_pairs,
+    random_params,
+    read_hf,
+)
+
+from trainer.checkpoint import Leaf, load_parameters, open_source, write_huggingface, write_params
+from trainer.checkpoint.params_out import target_dtype
+from trainer.config import UserError, load
+
+
+def leaves_of(params):
+    """Leaves in one part each; those of layers in one part for each."""
+    return {
+        name: Leaf(
+            value.shape,
+            value.dtype,
+            [lambda x=x: x for x in value] if name.startswith("decoder/layers/") else [lambda value=value: value],
+        )
+        for name, value in params.items()
+    }
+
+
+def read(path, config, dtype=np.float32):
+    return load_parameters(str(path), config, abstract_of(config, dtype), print)
+
+
+@pytest.mark.parametrize("interleave", [False, True])
+@pytest.mark.parametrize("block", FAMILIES)
+def test_hugging_face(tmp_path, block, interleave):
+    config = config_of(decoder_block=block, **FAMILIES[block], rope_interleave=interleave)
+    params = random_params(config, BFLOAT16)
+    write_huggingface(tmp_path, config, leaves_of(in_pairs(params) if interleave else params), None, {})
+    wanted = hf_tensors(params)
+    assert_same(read_hf(tmp_path), wanted)
+    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_shards_hold_whole_layers_and_their_index_names_every_tensor(tmp_path):
+    config = config_of(decoder_block="llama2", **FAMILIES["llama2"])
+    params = random_params(config)
+    write_huggingface(tmp_path, config, leaves_of(params), None, {}, shard_bytes=10_000)
+    wanted = hf_tensors(params)
+    assert_same(read_hf(tmp_path), wanted)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == wanted.keys()
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in wanted.values())
+    assert len(set(index["weight_map"].values())) > 1
+    for file in tmp_path.glob("*.safetensors"):
+        assert file.stat().st_size < 10_000 + 2_000  # the header
+    assert_same(read(tmp_path, config), params)
+    numbers = [index["weight_map"][f"model.layers.{i}.input_layernorm.weight"] for i in range(2)]
+    assert numbers == sorted(numbers)
+
+
+def test_a_cast_touches_floating_point_only():
+    assert target_dtype(np.dtype(np.float32), "bfloat16") == BFLOAT16
+    assert target_dtype(BFLOAT16, "float32") == np.float32
+    assert target_dtype(BFLOAT16, None) == BFLOAT16
+    assert target_dtype(np.dtype(np.int32), "bfloat16") == np.int32
+
+
+def test_parameters_alone(tmp_path):
+    config = config_of(decoder_block="qwen3", **FAMILIES["qwen3"])
+    params = random_params(config, BFLOAT16)
+    write_params(tmp_path, config, leaves_of(params), None, {"eos_token_id": 7})
+    assert_same(read(tmp_path, config, BFLOAT16), params)
+    assert_same(read(tmp_path, config), {name: value.astype(np.float32) for name, value in params.items()})
+    source = open_source(str(tmp_path))
+    assert source.neutral == {"eos_token_id": 7}
+    # Nothing but parameters: no step, no optimizer.
+    headers = source._headers
+    assert {name.removeprefix("params/") for name in headers} == params.keys()
+    # config.yml alone makes the model, and leaves data and mesh open.
+    again = load([str(tmp_path / "config.yml"), "dataset_type=synthetic"]).config
+    assert (again.decoder_block, again.vocab_size, again.ici_fsdp_parallelism) == ("qwen3", config.vocab_size, -1)
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_the_order_of_a_heads_entries_is_converted(tmp_path, written):
+    halves = random_params(config_of(decoder_block="qwen3", **FAMILIES["qwen3"]))
+    orders = {order: in_pairs(halves) if order else halves for order in (False, True)}
+    configs = {
+        order: config_of(decoder_block="qwen3", **FAMILIES["qwen3"], rope_interleave=order) for order in (False, True)
+    }
+    write_params(tmp_path, configs[written], leaves_of(orders[written]), None, {})
+    for order in (False, True):
+        assert_same(read(tmp_path, configs[order]), orders[order])
+
+
+def test_tensors_that_do_not_fit_are_all_named(tmp_path):
+    config = config_of(decoder_block="llama2", **FAMILIES["llama2"])
+    params = random_params(config)
+    params["decoder/decoder_norm/scale"] = np.ones((3, 2), np.float32)
+    del params["decoder/layers/mlp/wo/kernel"]
+    write_params(tmp_path, config, leaves_of(params | {"odd": np.ones(4, np.float32)}), None, {})
+    with pytest.raises(UserError, match=r"(?s)3 tensors.*wo/kernel: missing.*scale: found \[3, 2\].*odd: the model"):
+        read(tmp_path, config)
+
+
+def test_another_model_is_refused(tmp_path):
+    config = config_of(decoder_block="llama2", **FAMILIES["llama2"])
+    write_params(tmp_path, config, leaves_of(random_params(config)), None, {})
+    other = config_of(decoder_block="llama2", **FAMILIES["llama2"], rope_max_timescale=7)
+    with pytest.raises(UserError, match=r"config.yml holds another.*give: rope_max_timescale=10000$"):
+        read(tmp_path, other)
+
+
+def test_parameters_alone_load_sharded(tmp_path):
+    config = config_of(decoder_block="llama2", **FAMILIES["llama2"])
+    params = random_params(config)
+    write_params(tmp_path, config, leaves_of(params), None, {})
+    mesh = jax.make_mesh((4,), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None))
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=split if leaf.shape[0] % 4 == 0 else sharding
+        ),
+        abstract_of(config),
+    )
+    result = load_parameters(str(tmp_path), config, abstract, print)
+    assert_same(result, params)
+    assert result["token_embedder"]["embedding"].sharding == split

@@ -1,0 +1,136 @@
+"""config.json in and out, and the arithmetic of layouts."""
+
+import numpy as np
+import pytest
+from checkpoint_cases import FAMILIES, ROPES, config_of, hf_config, pairs
+
+from trainer.checkpoint.description import described
+from trainer.config import UserError
+from trainer.models.huggingface import Layout, halves_of_pairs, pairs_of_halves, transposed
+from trainer.models.huggingface_config import config_json, model_keys
+
+CASES = [(block, rope) for block in FAMILIES for rope in ROPES]
+
+
+@pytest.mark.parametrize(("block", "rope"), CASES)
+def test_config_json_says_the_model(block, rope):
+    config = config_of(decoder_block=block, **FAMILIES[block], **ROPES[rope])
+    assert model_keys(hf_config(config), "") == described(config)
+    # What is written is read back, and says the same.
+    assert model_keys(config_json(config, "float32", {}), "") == described(config)
+
+
+def test_the_old_form_of_rope_says_the_same():
+    config = config_of(decoder_block="llama2", **FAMILIES["llama2"], **ROPES["llama3.1"])
+    data = hf_config(config)
+    rope = data.pop("rope_parameters")
+    data["rope_theta"] = rope.pop("rope_theta")
+    rope["type"] = rope.pop("rope_type")
+    assert model_keys(data | {"rope_scaling": rope}, "") == described(config)
+
+
+def test_what_config_json_leaves_out_follows_from_the_rest():
+    config = config_of(decoder_block="llama2", **FAMILIES["llama2"], head_dim=4, base_num_kv_heads=4)
+    data = hf_config(config)
+    for name in ("head_dim", "num_key_value_heads", "rope_parameters", "tie_word_embeddings", "rms_norm_eps"):
+        del data[name]
+    assert model_keys(data, "") == described(config) | {"normalization_layer_epsilon": 1e-6}
+    assert (
+        model_keys(data | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "")[
+            "original_max_position_embeddings"
+        ]
+        == data["max_position_embeddings"]
+    )
+    # Mistral's class has a window unless the file says null.
+    assert model_keys(data | {"model_type": "mistral"}, "")["sliding_window_size"] == 4096
+    assert model_keys(data | {"model_type": "mistral", "sliding_window": None}, "")["attention_type"] == "global"
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [
+        ({}, 0),
+        ({"use_sliding_window": True, "sliding_window": 5}, 0),  # 28 layers without a window; there are 2
+        ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}, 5),
+        ({"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention"] * 2}, 5),
+    ],
+)
+def test_windows_of_qwen3(changes, window):
+    config = config_of(decoder_block="qwen3", **FAMILIES["qwen3"])
+    assert model_keys(hf_config(config, **changes), "").get("sliding_window_size", 0) == window
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act=gelu"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type=dynamic"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "without factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "short_factor": [1]}}, "short_factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.5}}, "attention_factor=1.5"),
+        ({"rope_parameters": {"rope_theta": 0.5}}, "rope_theta=0.5"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}, "full_attention and sliding"),
+        ({"model_type": "gemma"}, "known: llama, mistral, qwen3"),
+        ({"hidden_size": None}, "hidden_size"),
+    ],
+)
+def test_what_no_key_says_is_refused(changes, named):
+    config = config_of(decoder_block="qwen3", **FAMILIES["qwen3"])
+    with pytest.raises(UserError, match=named):
+        model_keys(hf_config(config, **changes), "config.json")
+
+
+@pytest.mark.parametrize(
+    ("block", "keys", "named"),
+    [
+        ("llama2", {"attn_logits_soft_cap": 30.0}, "attn_logits_soft_cap=30"),
+        ("llama2", {"final_logits_soft_cap": 30.0}, "final_logits_soft_cap=30"),
+        ("llama2", {"attention_type": "local_sliding", "sliding_window_size": 4}, "attention_type=local_sliding"),
+        ("llama2", {"use_qk_norm": True}, "use_qk_norm=True"),
+        ("llama2", {"mlp_activations": "[silu]"}, "mlp_activations"),
+        ("llama2", {"logits_via_embedding": True}, "normalize_embedding_logits=True"),
+        ("llama2", {"rope_min_timescale": 2}, "rope_min_timescale=2"),
+        ("llama2", {"base_emb_dim": 18}, "base_emb_dim=18"),
+        ("qwen3", {"use_qk_norm": False}, "use_qk_norm=False"),
+    ],
+)
+def test_what_config_json_can_not_say_is_refused(block, keys, named):
+    config = config_of(decoder_block=block, **FAMILIES[block] | keys)
+    with pytest.raises(UserError, match=named):
+        config_json(config, "float32", {})
+
+
+def test_neutral_keys_are_carried_over():
+    config = config_of(decoder_block="llama2", **FAMILIES["llama2"])
+    data = config_json(config, "bfloat16", {"eos_token_id": 7, "max_position_embeddings": 333})
+    assert (data["eos_token_id"], data["max_position_embeddings"], data["torch_dtype"]) == (7, 333, "bfloat16")
+    assert config_json(config, "float32", {})["max_position_embeddings"] == config.max_target_length
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "uint16"])
+@pytest.mark.parametrize("shape", [(1, 1), (16, 5), (35, 17)])
+def test_transposed(shape, dtype):
+    matrix = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
+    result = transposed(matrix)
+    assert result.flags["C_CONTIGUOUS"]
+    np.testing.assert_array_equal(result, matrix.T)
+
+
+def test_pairs_and_halves():
+    x = np.arange(24).reshape(3, 8)
+    np.testing.assert_array_equal(pairs_of_halves(x), pairs(x))
+    np.testing.assert_array_equal(halves_of_pairs(pairs(x)), x)
+
+
+@pytest.mark.parametrize("interleave", [False, True])
+@pytest.mark.parametrize(("inputs", "shape"), [(0, (8,)), (1, (6, 3, 4)), (2, (3, 4, 6))])
+def test_a_layout_and_its_inverse(inputs, shape, interleave):
+    layout = Layout("x", inputs, turned=True)
+    ours = np.random.default_rng(0).normal(size=shape)
+    theirs = layout.to_theirs(ours, interleave)
+    assert theirs.shape == layout.shape(shape)
+    np.testing.assert_array_equal(layout.to_ours(theirs, shape, interleave), ours)
