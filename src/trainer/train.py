@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run = build(loaded.config, jax.devices())
     dataset = open_dataset(run.config, console.say)
     prompt = _prompt(run.config, dataset.tokenizer)
-    params = _given_parameters(run, console.say)
+    params = _given_parameters(run, console.say, loaded.changed)
     # All that can be wrong with the command has been seen: the run begins to leave traces.
     run_dir = open_run(run.config.base_output_directory, run.config.run_name)
     (run_dir / "config.yml").write_text(to_yaml(run.config))
@@ -71,14 +71,14 @@ def _say_what_runs(console, run, dataset, run_dir, warnings: Sequence[str]) -> N
         console.say(to_yaml(run.config))
 
 
-def _given_parameters(run, say) -> Any:
+def _given_parameters(run, say, given) -> Any:
     """The parameters of load_parameters_path on their devices, or None."""
     if not run.config.load_parameters_path:
         return None
     from trainer.checkpoint import load_parameters
 
     abstract = run.backend.unpack(run.abstract_args()[0]).params
-    return load_parameters(run.config.load_parameters_path, run.config, abstract, say)
+    return load_parameters(run.config.load_parameters_path, run.config, abstract, say, given)
 
 
 def _prompt(config, tokenizer) -> list[int]:

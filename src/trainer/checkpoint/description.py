@@ -1,6 +1,6 @@
 """Which keys say what function the parameters compute, and whether two sources say the same."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +37,26 @@ def described(config: Any) -> dict[str, Any]:
     return {name: tuple(config[name]) if name == "mlp_activations" else config[name] for name in names}
 
 
-def check_same_model(keys: Mapping[str, Any], config: Any, where: str) -> None:
+def check_same_model(
+    keys: Mapping[str, Any], config: Any, where: str, given: Collection[str] = (), say: Callable[[str], Any] = print
+) -> None:
     """Compares what a checkpoint says of its model with `config`, resolved.
 
+    Keys in `given` may differ, with a line to `say`: whoever writes rope_type=yarn wants to stretch a model that was
+    trained without it.
+
     Raises:
-      UserError: every key that differs, as the checkpoint has it.
+      UserError: every other key that differs, as the checkpoint has it.
     """
     ours = described(config)
-    differing = [name for name in keys if name != ORDER and ours.get(name) != keys[name]]
+    differing = []
+    for name in keys:
+        if name == ORDER or ours.get(name) == keys[name]:
+            continue
+        if name in given:
+            say(f"{where} says {name}={_text(keys[name])}; {name}={_text(config[name])} was given and counts")
+        else:
+            differing.append(name)
     if differing:
         have = ", ".join(f"{name}={_text(config[name])}" for name in differing)
         raise UserError(

@@ -1,12 +1,13 @@
 """`load_parameters_path`: what lies there, and its parameters on the devices."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from trainer.checkpoint.description import check_same_model
 from trainer.checkpoint.huggingface import HuggingFaceSource, weight_files
 from trainer.checkpoint.maxtext import MaxTextSource
 from trainer.checkpoint.params import CONFIG, TREE, ParamsSource
@@ -39,14 +40,17 @@ def open_source(path: str) -> Source:
     )
 
 
-def load_parameters(path: str, config: Any, abstract: Any, say: Callable[[str], Any]) -> Any:
+def load_parameters(
+    path: str, config: Any, abstract: Any, say: Callable[[str], Any], given: Collection[str] = ()
+) -> Any:
     """The parameters at `path` on the devices; on the host never more than one of them, all layers, at a time.
 
     Args:
       path: whatever `open_source` takes.
       config: resolved; the checkpoint must hold the same model.
       abstract: the canonical nested dict, a ShapeDtypeStruct with sharding at each leaf: what the result is like.
-      say: told one line if it takes long.
+      say: told one line if it takes long, and what differs on purpose.
+      given: keys that the user set, and that may therefore say another function than the checkpoint.
 
     Raises:
       UserError: nothing is there, another model is, or tensors are missing, too many or misshaped; in each case
@@ -55,6 +59,7 @@ def load_parameters(path: str, config: Any, abstract: Any, say: Callable[[str], 
     started = time.perf_counter()
     source = open_source(path)
     wanted = names_of(abstract)
+    check_same_model(source.keys, config, str(source.path), given, say)
     leaves = source.leaves(config, {name: leaf.shape for name, leaf in wanted.items()})
     placed = {}
     with progress(leaves.values(), "loading") as bar:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from trainer.checkpoint import orbax
-from trainer.checkpoint.description import ORDER, check_same_model, read_model_yaml
+from trainer.checkpoint.description import ORDER, read_model_yaml
 from trainer.checkpoint.source import Leaf, Shapes, check_tensors, read_json
 from trainer.models.huggingface import family, halves_of_pairs, pairs_of_halves
 
@@ -37,8 +37,7 @@ class ParamsSource:
         self._headers = orbax.headers(path / TREE)
 
     def leaves(self, config: Any, shapes: Shapes) -> dict[str, Leaf]:
-        """See `Source.leaves`; also raises where config.yml says another model than `config`."""
-        check_same_model(self.keys, config, str(self.path / CONFIG))
+        """See `Source.leaves`."""
         found = {
             name.removeprefix(_ROOT): (tuple(header.shape), np.dtype(header.dtype).name)
             for name, header in self._headers.items()

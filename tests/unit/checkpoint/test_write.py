@@ -17,7 +17,7 @@ from checkpoint_cases import (
     read_hf,
 )
 
-from trainer.checkpoint import Leaf, load_parameters, open_source, write_huggingface, write_params
+from trainer.checkpoint import Leaf, load_parameters, names_of, open_source, write_huggingface, write_params
 from trainer.checkpoint.params_out import target_dtype
 from trainer.config import UserError, load
 
@@ -115,8 +115,20 @@ def test_another_model_is_refused(tmp_path):
     config = config_of(decoder_block="llama2", **FAMILIES["llama2"])
     write_params(tmp_path, config, leaves_of(random_params(config)), None, {})
     other = config_of(decoder_block="llama2", **FAMILIES["llama2"], rope_max_timescale=7)
-    with pytest.raises(UserError, match=r"config.yml holds another.*give: rope_max_timescale=10000$"):
+    with pytest.raises(UserError, match=r"holds another model.*give: rope_max_timescale=10000$"):
         read(tmp_path, other)
+
+
+def test_a_key_that_the_user_gives_may_say_another_function(tmp_path):
+    config = config_of(decoder_block="llama2", **FAMILIES["llama2"])
+    params = random_params(config)
+    write_params(tmp_path, config, leaves_of(params), None, {})
+    other = config_of(decoder_block="llama2", **FAMILIES["llama2"], rope_max_timescale=7)
+    lines = []
+    given = {"rope_max_timescale"}
+    result = load_parameters(str(tmp_path), other, abstract_of(other, "float32"), lines.append, given)
+    assert_same(names_of(result), params)
+    assert lines == [f"{tmp_path} says rope_max_timescale=10000; rope_max_timescale=7 was given and counts"]
 
 
 def test_parameters_alone_load_sharded(tmp_path):
