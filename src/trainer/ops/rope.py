@@ -1,9 +1,11 @@
-"""Rotary position embedding (Su et al. 2021, RoFormer, arXiv:2104.09864)."""
+"""Rotary position embedding (Su et al. 2021, RoFormer, arXiv:2104.09864) and the ways to stretch it."""
 
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 class Rope(NamedTuple):
@@ -25,15 +27,62 @@ class Rope(NamedTuple):
 
 
 def rope(x_bthd: jax.Array, position_bt: jax.Array, how: Rope) -> jax.Array:
-    """Rotate the two halves of each head against each other, by angles that grow with the position.
+    """Turn the pairs of entries of each head by angles that grow with the position.
 
-    Pair i of the d / 2 pairs (x[i], x[i + d/2]) turns by position / timescale_i radians; timescales run
-    geometrically from `min_timescale` towards `max_timescale`. Computed in float32, returned in x's dtype.
+    Pair i of the d / 2 pairs turns by position * frequencies(how, d)[i] radians. It is (x[i], x[i + d/2]), or with
+    `interleave` (x[2i], x[2i + 1]). Computed in float32, returned in x's dtype.
     """
-    width = x_bthd.shape[-1]
-    exponent = jnp.arange(0, width, 2, dtype=jnp.float32) / width
-    timescale = how.min_timescale * (how.max_timescale / how.min_timescale) ** exponent
-    angle = position_bt[..., None, None].astype(jnp.float32) / timescale
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    first, second = jnp.split(x_bthd.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_bthd.dtype)
+    frequency = frequencies(how, x_bthd.shape[-1]).astype(np.float32)
+    angle = position_bt[..., None, None].astype(jnp.float32) * frequency
+    scale = attention_scale(how)
+    cos, sin = scale * jnp.cos(angle), scale * jnp.sin(angle)
+    x = x_bthd.astype(jnp.float32)
+    first, second = (x[..., ::2], x[..., 1::2]) if how.interleave else jnp.split(x, 2, axis=-1)
+    pair = first * cos - second * sin, second * cos + first * sin
+    turned = jnp.stack(pair, axis=-1).reshape(x.shape) if how.interleave else jnp.concatenate(pair, axis=-1)
+    return turned.astype(x_bthd.dtype)
+
+
+def frequencies(how: Rope, width: int) -> np.ndarray:
+    """Radians per token of each pair of a head of `width` entries: float64 [width / 2].
+
+    Wavelengths in units of 2 pi tokens run geometrically from `min_timescale` towards `max_timescale`; then
+    - default multiplies all of them by `linear_scaling_factor` (Chen et al. 2023, arXiv:2306.15595);
+    - llama3.1 multiplies by `factor` those that fit less than `low_freq_factor` times into `original_length` tokens,
+      leaves those that fit more than `high_freq_factor` times, and between the two mixes the frequencies by the number
+      of times (the reference code of Llama 3.1, meta-llama/llama-models, `apply_scaling`);
+    - yarn does so with `beta_slow` and `beta_fast`, but mixes by the pair's number (Peng et al. 2023,
+      arXiv:2309.00071, and its reference code).
+    """
+    ratio = how.max_timescale / how.min_timescale
+    plain = 1 / (how.min_timescale * ratio ** (np.arange(0, width, 2) / width))
+    if how.kind == "default":
+        return plain / how.linear_scaling_factor
+    if how.kind == "llama3.1":
+        turns = how.original_length / (2 * math.pi) * plain
+        kept: np.ndarray = (turns - how.low_freq_factor) / (how.high_freq_factor - how.low_freq_factor)
+    else:
+        assert how.kind == "yarn", how.kind
+        low, high = _yarn_range(how, width)
+        kept = 1 - (np.arange(width // 2) - low) / (high - low)
+    share = np.clip(kept, 0, 1)
+    return share * plain + (1 - share) * plain / how.factor
+
+
+def attention_scale(how: Rope) -> float:
+    """What YaRN multiplies queries and keys by, if it is to: 0.1 ln(factor) + 1 (arXiv:2309.00071, section 3.4)."""
+    return 0.1 * math.log(how.factor) + 1 if how.kind == "yarn" and how.attention_scaling else 1.0
+
+
+def _yarn_range(how: Rope, width: int) -> tuple[float, float]:
+    """Between which numbers of a pair YaRN mixes: those that turn beta_fast and beta_slow times."""
+
+    def pair(turns: float) -> float:
+        wavelength = how.original_length / (2 * math.pi * turns)
+        return width / 2 * math.log(wavelength / how.min_timescale) / math.log(how.max_timescale / how.min_timescale)
+
+    low, high = pair(how.beta_fast), pair(how.beta_slow)
+    if how.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    return low, max(high, low + 0.001)  # never an empty range, as in the reference code

@@ -1,0 +1,181 @@
+"""Writes tests/goldens: tiny random models of Hugging Face's transformers, and what they compute.
+
+    pip install -e ".[goldens]" && python scripts/write_goldens.py
+
+Each case is a directory as transformers' save_pretrained leaves it, with expected.npz beside it: two batches, their
+logits, and gradients of the mean cross entropy under transformers' names. "rows" is one document a row, masked by
+transformers itself; "packed" has several, with padding, under a mask that is written out here.
+"""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ["USE_HUB_KERNELS"] = "NO"  # transformers' own Python code, whatever else is installed
+
+import numpy as np
+import torch
+import transformers
+from torch.nn.functional import cross_entropy
+
+GOLDENS = Path(__file__).parent.parent / "tests" / "goldens"
+ROWS, LENGTH = 2, 20
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "attn_implementation": "eager",
+}
+LLAMA = (transformers.LlamaConfig, transformers.LlamaForCausalLM)
+MISTRAL = (transformers.MistralConfig, transformers.MistralForCausalLM)
+QWEN3 = (transformers.Qwen3Config, transformers.Qwen3ForCausalLM)
+# Of RoPE's kinds only these gradients are kept: the others are those of the plain case.
+TURNED = tuple(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qk")
+
+
+class Case(NamedTuple):
+    """A model, and which of its gradients are kept: those whose names these are, or all."""
+
+    family: tuple[type, type]
+    config: dict[str, Any]
+    gradients: tuple[str, ...] = ()
+
+
+def rope_case(**rope: Any) -> Case:
+    """Llama with another RoPE, whose 8 wavelengths are 6.3, 19.9, 62.8, 199, ... tokens."""
+    return Case(LLAMA, {"head_dim": 16, "rope_parameters": {"rope_theta": 10000.0, **rope}}, TURNED)
+
+
+CASES = {
+    "llama": Case(LLAMA, {"rms_norm_eps": 1e-5}),
+    "llama-tied": Case(LLAMA, {"tie_word_embeddings": True}),
+    "llama-linear": rope_case(rope_type="linear", factor=4.0),
+    # Short, mixed and long wavelengths occur for 64 tokens.
+    "llama-llama3": rope_case(
+        rope_type="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=64,
+    ),
+    "llama-yarn": rope_case(rope_type="yarn", factor=4.0, original_max_position_embeddings=64),
+    "llama-yarn-exact": rope_case(
+        rope_type="yarn",
+        factor=4.0,
+        original_max_position_embeddings=64,
+        beta_fast=4.0,
+        beta_slow=0.5,
+        truncate=False,
+        attention_factor=1.0,
+    ),
+    "mistral": Case(MISTRAL, {"sliding_window": 5, "head_dim": 8}),
+    "qwen3": Case(QWEN3, {"head_dim": 16}),
+    "qwen3-tied": Case(QWEN3, {"head_dim": 16, "tie_word_embeddings": True}),
+}
+
+
+def main() -> None:
+    """Writes every case and says what it wrote."""
+    torch.set_num_threads(1)  # one order of additions
+    transformers.utils.logging.disable_progress_bar()
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}")
+    for seed, (name, case) in enumerate(CASES.items()):
+        folder = GOLDENS / name
+        shutil.rmtree(folder, ignore_errors=True)
+        model = random_model(case, seed)
+        model.save_pretrained(folder)
+        (folder / "generation_config.json").unlink()
+        (folder / "model.safetensors").chmod(0o644)
+        arrays = {}
+        for kind, batch in {"rows": rows(seed), "packed": packed(seed)}.items():
+            logits, gradients = computed(model, batch, masked=kind == "packed")
+            if kind == "packed":
+                check_mask(model, batch, logits)
+            kept = {f"gradient/{n}": gradients[n] for n in case.gradients or gradients}
+            arrays |= {f"{kind}/{n}": array for n, array in (batch | {"logits": logits} | kept).items()}
+        np.savez_compressed(folder / "expected.npz", **arrays)
+        size = sum(file.stat().st_size for file in folder.iterdir())
+        print(f"{name}: {sum(p.numel() for p in model.parameters())} parameters, {size / 1e3:.0f} kB")
+
+
+def random_model(case: Case, seed: int) -> torch.nn.Module:
+    """A float32 model whose scores, activations and norms all matter: weights far from their usual small start."""
+    config, model = case.family
+    model = model(config(**SIZES, **case.config, dtype=torch.float32)).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.uniform_(0.5, 1.5, generator=generator)
+            else:
+                parameter.normal_(std=1.5 * parameter.shape[1] ** -0.5, generator=generator)
+    return model
+
+
+def rows(seed: int) -> dict[str, np.ndarray]:
+    """One document a row."""
+    return batch_of(np.ones((ROWS, LENGTH), np.int32), seed)
+
+
+def packed(seed: int) -> dict[str, np.ndarray]:
+    """Up to three documents a row, and padding."""
+    return batch_of(np.array([[1] * 8 + [2] * 9 + [0] * 3, [1] * 1 + [2] * 12 + [3] * 7], np.int32), seed + 1000)
+
+
+def batch_of(segment: np.ndarray, seed: int) -> dict[str, np.ndarray]:
+    """Random tokens and targets under the names of the trainer's batches; a tenth of the targets do not count."""
+    rng = np.random.default_rng(seed)
+    place = np.arange(segment.shape[1])
+    first = np.diff(segment, axis=1, prepend=-1) != 0
+    counts = rng.random(segment.shape) > 0.1
+    batch = {
+        "inputs": rng.integers(0, SIZES["vocab_size"], segment.shape),
+        "targets": rng.integers(0, SIZES["vocab_size"], segment.shape),
+        "inputs_position": place - np.maximum.accumulate(np.where(first, place, 0), axis=1),
+        "inputs_segmentation": segment,
+        "targets_segmentation": np.where(counts, segment, 0),
+    }
+    return {name: array.astype(np.int32) for name, array in batch.items()}
+
+
+def additive_mask(batch: dict[str, np.ndarray], window: int | None) -> torch.Tensor:
+    """0 where a query sees a key of its own segment, no later than itself and within the window; else very negative."""
+    segment, position = batch["inputs_segmentation"], batch["inputs_position"]
+    distance = position[:, :, None] - position[:, None, :]
+    seen = (segment[:, :, None] == segment[:, None, :]) & (distance >= 0)
+    if window is not None:
+        seen &= distance < window
+    return torch.tensor(np.where(seen, 0, np.finfo(np.float32).min)[:, None], dtype=torch.float32)
+
+
+def computed(model, batch: dict[str, np.ndarray], masked: bool) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Logits [rows, length, vocab], and the gradient of the mean cross entropy by each parameter."""
+    tokens = {name: torch.tensor(array, dtype=torch.long) for name, array in batch.items()}
+    packing: dict[str, torch.Tensor] = {}
+    if masked:
+        packing["attention_mask"] = additive_mask(batch, getattr(model.config, "sliding_window", None))
+        packing["position_ids"] = tokens["inputs_position"]
+    model.zero_grad()
+    logits = model(input_ids=tokens["inputs"], use_cache=False, **packing).logits
+    counts = tokens["targets_segmentation"] != 0
+    cross_entropy(logits[counts], tokens["targets"][counts]).backward()
+    return logits.detach().numpy(), {name: p.grad.numpy().copy() for name, p in model.named_parameters()}
+
+
+@torch.no_grad()
+def check_mask(model, batch: dict[str, np.ndarray], logits: np.ndarray) -> None:
+    """Each packed document by itself, masked by transformers, gives the same logits."""
+    for tokens, segment, row in zip(batch["inputs"], batch["inputs_segmentation"], logits, strict=True):
+        for number in set(segment) - {0}:
+            here = segment == number
+            alone = model(input_ids=torch.tensor(tokens[here], dtype=torch.long)[None], use_cache=False).logits[0]
+            np.testing.assert_allclose(row[here], alone.numpy(), atol=1e-4)
+
+
+if __name__ == "__main__":
+    main()
