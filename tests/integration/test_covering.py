@@ -23,8 +23,8 @@ PROGRAM = {
     "combination": ALL_COMBINATIONS,
     "mesh": tuple(MESHES),
     "scan_layers": (True, False),
-    "remat_policy": ("none", "minimal", "full"),
-    "attention": ("dot_product", "flash"),
+    "remat_policy": ("none", "minimal", "full", "minimal_with_context", "qkv_proj_offloaded"),
+    "attention": ("dot_product", "blockwise"),
     "gradient_accumulation_steps": (1, 2),
     "record_internal_nn_metrics": (0, 1),
 }
@@ -37,6 +37,16 @@ MATHEMATICS = {
     "trainable_parameters_mask": ("[]", "[layers]"),
     "z_loss_multiplier": (0.0, 0.01),
     "weight_dtype": ("float32", "bfloat16"),
+    "use_qk_norm": (False, True),
+    "sliding_window_size": (0, 5),
+    "attn_logits_soft_cap": (0.0, 2.0),
+    "final_logits_soft_cap": (0.0, 3.0),
+    "rope": ("default", "llama3.1", "yarn"),
+}
+ROPE = {
+    "default": {"rope_linear_scaling_factor": 2},
+    "llama3.1": {"rope_type": "llama3.1", "original_max_position_embeddings": 16},
+    "yarn": {"rope_type": "yarn", "original_max_position_embeddings": 16, "rope_interleave": True},
 }
 OPTIONS = PROGRAM | MATHEMATICS
 PLAIN = {name: values[0] for name, values in PROGRAM.items()}
@@ -71,6 +81,8 @@ def losses(case):
     case = dict(case)
     combination, mesh, rate = case.pop("combination"), case.pop("mesh"), case.pop("dropout")
     devices = 8 if MESHES[mesh] else 1
+    case |= ROPE[case.pop("rope")]
+    case["attention_type"] = "local_sliding" if case["sliding_window_size"] else "global"
     case |= {"dropout_rate": rate, "attention_dropout_rate": rate, **MESHES[mesh]}
     case |= {"opt_type": "sgd", "learning_rate": 0.1, "lr_schedule_type": "constant", "warmup_steps_fraction": 0}
     case["per_device_batch_size"] = ROWS / devices / case["gradient_accumulation_steps"]

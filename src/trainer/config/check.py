@@ -77,10 +77,28 @@ def _head_dim(config: Any) -> str | None:
     return None
 
 
+def _window(config: Any) -> str | None:
+    if config.attention_type == "local_sliding" and not config.sliding_window_size:
+        return "a sliding window has at least one token"
+    return None
+
+
 def _rope(config: Any) -> str | None:
     if config.rope_min_timescale < config.rope_max_timescale:
         return None
     return "the shortest wavelength must lie below the longest"
+
+
+def _llama_rope(config: Any) -> str | None:
+    if config.rope_type != "llama3.1" or config.rope_low_freq_factor < config.rope_high_freq_factor:
+        return None
+    return "with rope_type=llama3.1 the low factor must lie below the high one"
+
+
+def _yarn(config: Any) -> str | None:
+    if config.rope_type != "yarn" or config.beta_slow < config.beta_fast:
+        return None
+    return "with rope_type=yarn beta_slow must lie below beta_fast"
 
 
 def _activations(config: Any) -> str | None:
@@ -141,9 +159,13 @@ CHECKS = (
     Check(("base_output_directory",), _output_directory),
     Check(("base_output_directory",), _local("base_output_directory")),
     Check(("dataset_path",), _local("dataset_path")),
+    Check(("load_parameters_path",), _local("load_parameters_path")),
     Check(("base_num_query_heads", "base_num_kv_heads"), _heads),
     Check(("head_dim",), _head_dim),
     Check(("rope_min_timescale", "rope_max_timescale"), _rope),
+    Check(("rope_low_freq_factor", "rope_high_freq_factor"), _llama_rope),
+    Check(("beta_slow", "beta_fast"), _yarn),
+    Check(("attention_type", "sliding_window_size"), _window),
     Check(("mlp_activations",), _activations),
     Check(("warmup_steps_fraction", "wsd_decay_steps_fraction"), _schedule_shares),
     Check(("steps", "learning_rate_schedule_steps"), _steps),

@@ -21,7 +21,55 @@ class Inert:
 
 _ADAM = ("adam_b1", "adam_b2", "adam_eps", "adam_eps_root", "adam_weight_decay", "adamw_mask", "mu_dtype")
 
+# What remat_policy=custom decides one by one; the names are those of layers/remat.py.
+_REMAT = (
+    "decoder_layer_input",
+    "context",
+    "query_proj",
+    "key_proj",
+    "value_proj",
+    "out_proj",
+    "mlpwi",
+    "mlpwi_0",
+    "mlpwi_1",
+    "mlpwo",
+)
+
 INERT = (
+    Inert(("override_model_config",), lambda c: True, "the command line always wins over the preset"),
+    Inert(_REMAT, lambda c: c.remat_policy != "custom", "remat_policy is not custom"),
+    Inert(
+        ("mlpwi",),
+        lambda c: c.remat_policy == "custom" and len(c.mlp_activations) == 2,
+        "mlp_activations has two, whose projections are mlpwi_0 and mlpwi_1",
+    ),
+    Inert(
+        ("mlpwi_0", "mlpwi_1"),
+        lambda c: c.remat_policy == "custom" and len(c.mlp_activations) == 1,
+        "mlp_activations has one, whose projection is mlpwi",
+    ),
+    Inert(
+        ("mlpwo",),
+        lambda c: c.remat_policy == "custom" and c.mlpwo != "remat",
+        "the backward pass does not read it, so that it is neither kept nor computed again",
+    ),
+    Inert(("sliding_window_size",), lambda c: c.attention_type == "global", "attention_type=global"),
+    Inert(("rope_linear_scaling_factor",), lambda c: c.rope_type != "default", "rope_type is not default"),
+    Inert(
+        ("rope_factor", "original_max_position_embeddings"),
+        lambda c: c.rope_type == "default",
+        "rope_type=default",
+    ),
+    Inert(
+        ("rope_low_freq_factor", "rope_high_freq_factor"),
+        lambda c: c.rope_type != "llama3.1",
+        "rope_type is not llama3.1",
+    ),
+    Inert(
+        ("beta_fast", "beta_slow", "rope_truncate", "rope_attention_scaling"),
+        lambda c: c.rope_type != "yarn",
+        "rope_type is not yarn",
+    ),
     Inert(
         ("wsd_decay_steps_fraction", "wsd_decay_style"),
         lambda c: c.lr_schedule_type != "wsd",

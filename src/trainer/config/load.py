@@ -10,6 +10,7 @@ from typing import Any
 import ml_collections
 
 from trainer.config.check import contradictions
+from trainer.config.dump import to_flow
 from trainer.config.effects import without_effect
 from trainer.config.errors import nearest, report
 from trainer.config.files import COMMAND_LINE, PRESETS, Entry, YmlFile, preset_names, read_chain, read_file
@@ -38,7 +39,7 @@ class Loaded:
       config: every key of base.yml with its value; `auto`, -1 and other open values are still open.
       changed: the keys that the user's yml or the command line gives, and where.
       warnings: given keys that have no effect under the chosen settings, one line each.
-      notes: what was understood differently from how it was written, one line each.
+      notes: what was understood differently from how it was written, and what of the preset was changed, one line each.
     """
 
     config: ml_collections.ConfigDict
@@ -113,13 +114,15 @@ def load(argv: Sequence[str]) -> Loaded:
         given = _merge(given, reader.file(file))
     given = _merge(given, _command_line(reader, words))
     values = {key.name: Setting(copy.deepcopy(key.default), "default") for key in reader.schema.keys.values()}
-    values = _merge(_merge(values, _preset(reader, (values | given)["model_name"])), given)
+    preset = _preset(reader, (values | given)["model_name"])
+    values = _merge(_merge(values, preset), given)
 
     config = ml_collections.ConfigDict({name: setting.value for name, setting in values.items()})
     changed = {name: setting.where for name, setting in given.items()}
     reader.mistakes += contradictions(config, {n: s.where for n, s in values.items()}, reader.broken)
     if reader.mistakes:
         raise report(reader.mistakes)
+    notes += _changes(preset, values)
     return Loaded(config, changed, without_effect(config, changed), notes)
 
 
@@ -168,6 +171,16 @@ def _preset(reader: _Reader, model_name: Setting) -> dict[str, Setting]:
     entries, problem = read_file(PRESETS / f"{name}.yml")
     assert problem is None, problem
     return reader.file(YmlFile(PRESETS / f"{name}.yml", entries))
+
+
+def _changes(preset: dict[str, Setting], values: dict[str, Setting]) -> list[str]:
+    """One line for each key to which the user gives another value than the preset."""
+    name = values["model_name"].value
+    return [
+        f"model_name={name}: {key} {to_flow(said.value)} -> {to_flow(values[key].value)} ({values[key].where})"
+        for key, said in preset.items()
+        if values[key].value != said.value
+    ]
 
 
 def _merge(below: dict[str, Setting], above: dict[str, Setting]) -> dict[str, Setting]:

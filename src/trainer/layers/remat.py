@@ -1,13 +1,67 @@
-"""What a checkpointed block keeps for its backward pass."""
+"""What a checkpointed block keeps for its backward pass, by the names that layers give their tensors.
+
+Layers name them with `jax.ad_checkpoint.checkpoint_name`. A block's input is kept whatever the policy says, and of the
+named tensors those that the backward pass reads: mlpwo, say, is only added to the residual stream, so that no policy
+spends memory on it unless something reads it.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 
-# Names that layers give their matrix products with weights (jax.ad_checkpoint.checkpoint_name).
-PROJECTIONS = ("query_proj", "key_proj", "value_proj", "out_proj", "mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo")
+# The second argument of jax.checkpoint.
+Policy = Callable[..., Any]
 
-# remat_policy -> policy of jax.checkpoint, or None where nothing is recomputed.
-POLICIES = {
-    "none": None,
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "minimal": jax.checkpoint_policies.save_only_these_names(*PROJECTIONS),
+QKV = ("query_proj", "key_proj", "value_proj")
+ATTENTION = (*QKV, "out_proj")
+# Every matrix product with weights; "context" is what attention gives before its output projection.
+PROJECTIONS = (*ATTENTION, "mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo")
+LAYER_INPUT = "decoder_layer_input"
+# What `choices` speaks of.
+TENSORS = (LAYER_INPUT, "context", *PROJECTIONS)
+
+# remat_policy -> what is kept on the device besides the block's input.
+KEPT: dict[str, tuple[str, ...]] = {
+    "full": (),
+    "minimal": PROJECTIONS,
+    "minimal_with_quantization": PROJECTIONS,
+    "minimal_with_context": (*PROJECTIONS, "context"),
+    "minimal_with_context_and_quantization": (*PROJECTIONS, "context"),
+    "minimal_flash": (*PROJECTIONS, "context"),
+    "save_dot_with_context_except_mlp": (*ATTENTION, "context"),
+    "save_dot_except_mlpwi": (*ATTENTION, "mlpwo"),
+    "save_dot_except_mlp": ATTENTION,
+    "save_qkv_proj": QKV,
+    "save_out_proj": ("out_proj",),
 }
+# remat_policy -> what is kept in pinned host memory.
+OFFLOADED: dict[str, tuple[str, ...]] = {"qkv_proj_offloaded": QKV, "minimal_offloaded": PROJECTIONS}
+
+
+def offloaded(name: str, choices: Mapping[str, str]) -> tuple[str, ...]:
+    """The tensors that go to pinned host memory; the arguments are those of `make_policy`."""
+    if name == "custom":
+        return tuple(tensor for tensor in TENSORS if choices[tensor] == "offload")
+    return OFFLOADED.get(name, ())
+
+
+def make_policy(name: str, choices: Mapping[str, str]) -> Policy | None:
+    """What `jax.checkpoint` is given for a block, or None where nothing is computed again.
+
+    Args:
+      name: none, custom, or a key of KEPT or OFFLOADED.
+      choices: for custom, what to do with each of TENSORS: remat, device or offload.
+    """
+    if name == "none":
+        return None
+    if name == "custom":
+        kept = tuple(tensor for tensor in TENSORS if choices[tensor] == "device" and tensor != LAYER_INPUT)
+    else:
+        kept = () if name in OFFLOADED else KEPT[name]
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=kept,
+        names_which_can_be_offloaded=offloaded(name, choices),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )

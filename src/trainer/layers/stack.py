@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
-from trainer.layers.remat import POLICIES
+from trainer.layers.remat import LAYER_INPUT, Policy
 from trainer.layers.sown import Sown, capture
 
 Block = TypeVar("Block", bound=nnx.Module)
@@ -35,7 +36,7 @@ def run_stack(
     *context: jax.Array,
     key: jax.Array | None,
     scan: bool,
-    remat_policy: str,
+    remat: Policy | None,
     types: tuple[type[nnx.Variable], ...] = (),
 ) -> tuple[jax.Array, Any, Sown]:
     """Apply the blocks one after the other.
@@ -47,7 +48,7 @@ def run_stack(
       context: what every block gets.
       key: layer i gets this key folded with i; None is passed on.
       scan: roll the loop, or unroll it.
-      remat_policy: a name of `remat.POLICIES`.
+      remat: what each block keeps for its backward pass (`layers.remat.make_policy`); None: everything.
       types: sown types to capture.
 
     Returns:
@@ -58,11 +59,12 @@ def run_stack(
     def body(x: jax.Array, layer: tuple[Any, ...]) -> tuple[jax.Array, tuple[Any, Sown]]:
         params, index, cache = layer
         layer_key = None if key is None else jax.random.fold_in(key, index)
+        x = checkpoint_name(x, LAYER_INPUT)
         (x, cache), sown = capture(nnx.merge(graphdef, params), types)(x, cache, *context, layer_key)
         return x, (cache, sown)
 
-    if (policy := POLICIES[remat_policy]) is not None:
-        body = jax.checkpoint(body, prevent_cse=not scan, policy=policy)
+    if remat is not None:
+        body = jax.checkpoint(body, prevent_cse=not scan, policy=remat)
     layers = len(jax.tree.leaves(params)[0])
     stacked = (params, jnp.arange(layers), cache)
     if scan:

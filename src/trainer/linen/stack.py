@@ -5,10 +5,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen
+from jax.ad_checkpoint import checkpoint_name
 
-from trainer.layers.remat import POLICIES
+from trainer.layers.remat import LAYER_INPUT
 from trainer.layers.sown import Sown
 from trainer.linen.bridge import capturing, to_linen
+from trainer.models.remat import remat_policy
 from trainer.models.transformer import Types, make_block
 
 
@@ -25,6 +27,7 @@ class Stack(linen.Module):
         def body(block, x, layer):
             index, cache = layer
             layer_key = None if key is None else jax.random.fold_in(key, index)
+            x = checkpoint_name(x, LAYER_INPUT)
             (x, cache), sown = block(x, cache, *context, layer_key, nnx_method=call)
             return x, (cache, sown)
 
@@ -36,7 +39,7 @@ class Stack(linen.Module):
         return x, cache, sown
 
     def _scan(self, body, x, layers):
-        if (policy := POLICIES[self.config.remat_policy]) is not None:
+        if (policy := remat_policy(self.config)) is not None:
             body = linen.remat(body, prevent_cse=False, policy=policy)
         scan = linen.scan(
             body,
@@ -56,7 +59,7 @@ class Stack(linen.Module):
         def step(params, x, layer):
             return body(lambda *args, **kw: block.apply({"params": params}, *args, **kw), x, layer)
 
-        if (policy := POLICIES[self.config.remat_policy]) is not None:
+        if (policy := remat_policy(self.config)) is not None:
             step = jax.checkpoint(step, prevent_cse=True, policy=policy)
         outputs = []
         for i in range(self.config.base_num_decoder_layers):

@@ -4,8 +4,9 @@ Model FLOPs as MaxText reports them, after PaLM (Chowdhery et al. 2022, arXiv:22
 - a multiplication and an addition are two operations;
 - matrix products with parameters count, the output head among them; the embedding lookup, norms, rotary positions,
   softmax, activations and the optimizer do not;
-- attention scores and their products with the values count half of the square, because of the causal mask; that packed
-  documents do not see each other is not deducted;
+- attention scores and their products with the values count where the mask lets a query see a key, the diagonal of the
+  square as half: T / 2 keys for a query of a causal row of T tokens (the half of the square), w - w^2 / (2 T) under a
+  sliding window of w <= T tokens; that packed documents do not see each other is not deducted;
 - the backward pass is twice the forward pass, also where parameters are frozen; what rematerialization computes again
   is not added.
 """
@@ -16,7 +17,8 @@ from typing import Any
 def parameter_count(config: Any) -> int:
     """Parameters of the model: embedding table, blocks, norms and, where it is not the embedding table, the head."""
     width = config.base_emb_dim
-    norms = (2 * config.base_num_decoder_layers + 1) * width
+    heads_norms = 2 * config.head_dim if config.use_qk_norm else 0
+    norms = config.base_num_decoder_layers * (2 * width + heads_norms) + width
     untied_table = 0 if config.logits_via_embedding else config.vocab_size * width
     return matmul_parameters(config) + norms + untied_table
 
@@ -30,14 +32,25 @@ def matmul_parameters(config: Any) -> int:
     return config.base_num_decoder_layers * (attention + mlp) + width * config.vocab_size
 
 
-def forward_flops_per_token(config: Any) -> float:
-    """FLOPs of the forward pass for one token of a row of `config.max_target_length`, by the convention above."""
+def visible_keys(config: Any) -> float:
+    """Keys that a query sees on average over a row of `config.max_target_length` tokens, by the convention above."""
+    length = config.max_target_length
+    window = min(config.sliding_window_size, length) if config.attention_type == "local_sliding" else length
+    return window - window**2 / (2 * length)
+
+
+def forward_flops_per_token(config: Any, keys: float | None = None) -> float:
+    """FLOPs of the forward pass for one token of a row of `config.max_target_length`.
+
+    `keys`: for how many keys a query's scores are computed on average. None takes `visible_keys`, the convention of
+    model FLOPs; an op that computes more than it shows is counted by saying so (dot_product: the whole row).
+    """
     heads_width = config.base_num_query_heads * config.head_dim
-    # 4 T for the scores of one token and the sum of the values, halved.
-    attention = 2.0 * config.base_num_decoder_layers * heads_width * config.max_target_length
+    # For each key a score, and its share in the sum of the values.
+    attention = 4.0 * config.base_num_decoder_layers * heads_width * (visible_keys(config) if keys is None else keys)
     return 2 * matmul_parameters(config) + attention
 
 
-def flops_per_token(config: Any) -> float:
-    """FLOPs of one training step for one token: three times those of the forward pass."""
-    return 3 * forward_flops_per_token(config)
+def flops_per_token(config: Any, keys: float | None = None) -> float:
+    """FLOPs of one training step for one token: three times those of `forward_flops_per_token`."""
+    return 3 * forward_flops_per_token(config, keys)

@@ -12,6 +12,7 @@ from trainer.layers.dense import Dense, Embed
 from trainer.layers.norm import RMSNorm
 from trainer.layers.sown import sow
 from trainer.layers.stack import make_stack, run_stack
+from trainer.models.remat import remat_policy
 from trainer.ops.dropout import dropout
 
 # decoder_block -> the module that holds the family's Block
@@ -104,7 +105,7 @@ class Decoder(nnx.Module):
             *context,
             key=key,
             scan=config.scan_layers,
-            remat_policy=config.remat_policy,
+            remat=remat_policy(config),
             types=types,
         )
 

@@ -11,6 +11,7 @@ from trainer.backends import Backend, make_backend
 from trainer.config import eval_batch_rows, global_batch_rows, resolve
 from trainer.data import FIELDS
 from trainer.layers.sown import TYPES
+from trainer.models.remat import check_offload
 from trainer.objectives import Objective
 from trainer.optim import check_masks, make_optimizer
 from trainer.sharding import Rules, make_mesh, make_rules, on_mesh, spec
@@ -77,6 +78,7 @@ def build(config, devices: Sequence[jax.Device]) -> Run:
       UserError: the configuration does not fit the devices; all mistakes at once.
     """
     config = resolve(config, device_count=len(devices), platform=devices[0].platform)
+    check_offload(config, [memory.kind for memory in devices[0].addressable_memories()])
     mesh = make_mesh(config, devices)
     rules = make_rules(config.logical_axis_rules)
     tx = make_optimizer(config)

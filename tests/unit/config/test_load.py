@@ -59,6 +59,16 @@ def test_the_command_line_beats_the_preset_without_further_ado():
     assert load(["model_name=llama2-7b", "base_emb_dim=64"]).config.base_emb_dim == 64
 
 
+def test_the_start_says_which_keys_of_the_preset_were_changed():
+    write("my.yml", "base_config: base.yml\nmodel_name: llama2-7b\nremat_policy: minimal\nhead_dim: 128\n")
+    words = ["base_num_decoder_layers=4", "vocab_size=32000", "mlp_activations=gelu", "steps=3"]
+    assert load(["my.yml", *words]).notes == [
+        "model_name=llama2-7b: base_num_decoder_layers 32 -> 4 (command line)",
+        'model_name=llama2-7b: mlp_activations ["silu", "linear"] -> ["gelu"] (command line)',
+        'model_name=llama2-7b: remat_policy "full" -> "minimal" (my.yml:3)',
+    ]
+
+
 def test_a_key_given_twice_takes_the_last():
     write("my.yml", "base_config: base.yml\nsteps: 1\nsteps: 2\n")
     assert load(["my.yml"]).config.steps == 2

@@ -14,10 +14,12 @@ from trainer.backends.base import tree_mode
 from trainer.layers.dense import Dense
 from trainer.layers.mlp import MLP
 from trainer.layers.norm import RMSNorm
-from trainer.layers.remat import POLICIES, PROJECTIONS
+from trainer.layers.remat import PROJECTIONS, make_policy
 from trainer.layers.sown import Total, sow
 from trainer.layers.stack import make_stack, run_stack
 
+# One of each kind; tests/unit/layers/test_remat.py has them all.
+POLICIES = ("none", "full", "minimal", "minimal_offloaded")
 LAYERS, WIDTH, ROWS, LENGTH = 3, 8, 2, 4
 NAMES = ("activation_batch", "activation_length", "activation_embed")
 
@@ -70,7 +72,8 @@ def outputs_and_gradients(scan, remat_policy, types=(Total,)):
     @jax.jit
     def run(params, x, key):
         def loss(params, x):
-            stack, settings = nnx.merge(graphdef, params), {"scan": scan, "remat_policy": remat_policy, "types": types}
+            stack = nnx.merge(graphdef, params)
+            settings = {"scan": scan, "remat": make_policy(remat_policy, {}), "types": types}
             results = run_stack(stack, x, cache, scale, row, key=key, **settings)
             return jnp.sum(results[0] * weight), results
 
@@ -149,7 +152,7 @@ def test_a_policy_recomputes_what_it_says():
 
     def products(policy):
         def loss(params):
-            settings = {"key": None, "scan": True, "remat_policy": policy}
+            settings = {"key": None, "scan": True, "remat": make_policy(policy, {})}
             return jnp.sum(run_stack(nnx.merge(graphdef, params), x, None, scale, row, **settings)[0])
 
         return str(jax.make_jaxpr(jax.grad(loss))(params)).count("dot_general")
@@ -165,7 +168,7 @@ def test_every_projection_of_a_layer_has_a_name_that_minimal_keeps():
     x, _, scale, row = inputs()
 
     def run(params):
-        return run_stack(nnx.merge(graphdef, params), x, None, scale, row, key=None, scan=True, remat_policy="none")[0]
+        return run_stack(nnx.merge(graphdef, params), x, None, scale, row, key=None, scan=True, remat=None)[0]
 
     with tree_mode():
         text = str(jax.make_jaxpr(run)(params))

@@ -9,9 +9,9 @@ from trainer.backends import make_backend
 from trainer.config.rules import TENSORS
 
 
-def model_axes(combination: str, tied: bool) -> dict[str, tuple[str | None, ...]]:
+def model_axes(combination: str, tied: bool, **overrides) -> dict[str, tuple[str | None, ...]]:
     """The logical axes of every parameter, by its name."""
-    backend = make_backend(tiny_config(combination, logits_via_embedding=tied), optax.sgd(0.1))
+    backend = make_backend(tiny_config(combination, logits_via_embedding=tied, **overrides), optax.sgd(0.1))
     leaves = jax.tree_util.tree_leaves_with_path(backend.param_axes)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf) for path, leaf in leaves}
 
@@ -33,7 +33,7 @@ def test_the_table_leaves_out_no_parameter_whose_axes_could_meet(combination, ti
     """A parameter that the table does not name shares its axes with one that it does."""
     missing = {
         name: axes
-        for name, axes in model_axes(combination, tied).items()
+        for name, axes in model_axes(combination, tied, use_qk_norm=True).items()
         if not any(set(axes) <= set(known) for known in TENSORS.values())
     }
     assert missing == {}

@@ -4,9 +4,14 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import jax
 import pytest
+from support import packed_batch, tiny_config
 
-from trainer.models.flops import flops_per_token, forward_flops_per_token, parameter_count
+from trainer.backends import make_backend
+from trainer.models.flops import flops_per_token, forward_flops_per_token, parameter_count, visible_keys
+from trainer.objectives import Objective
+from trainer.optim import make_optimizer
 
 TINY = {
     "base_emb_dim": 8,
@@ -19,8 +24,11 @@ TINY = {
     "mlp_activations": ["silu", "linear"],
     "max_target_length": 16,
     "logits_via_embedding": True,
+    "use_qk_norm": False,
+    "attention_type": "global",
+    "sliding_window_size": 0,
 }
-LLAMA2_7B = {
+LLAMA2_7B = TINY | {
     "base_emb_dim": 4096,
     "base_num_query_heads": 32,
     "base_num_kv_heads": 32,
@@ -76,31 +84,92 @@ def test_llama2_7b_flops():
     assert flops_per_token(SimpleNamespace(**LLAMA2_7B)) == expected
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("activations", [["silu", "linear"], ["gelu"]])
-def test_count_equals_that_of_the_model(tied, activations):
-    import jax
-    from flax import nnx
+def test_norms_of_heads_add_their_scales_and_no_flops():
+    normed = tiny(use_qk_norm=True)
+    assert parameter_count(normed) - parameter_count(tiny()) == 3 * 2 * 4
+    assert flops_per_token(normed) == flops_per_token(tiny())
 
-    from trainer.models.transformer import Transformer
 
-    config = tiny(
-        logits_via_embedding=tied,
-        mlp_activations=activations,
-        decoder_block="llama2",
-        dtype="float32",
-        weight_dtype="float32",
-        normalization_layer_epsilon=1e-5,
-        attention="dot_product",
-        rope_min_timescale=1,
-        rope_max_timescale=10000,
-        enable_dropout=False,
-        dropout_rate=0.0,
-        attention_dropout_rate=0.0,
-    )
-    with nnx.use_eager_sharding(False):
-        params = nnx.eval_shape(lambda: nnx.state(Transformer(config, nnx.Rngs(0)), nnx.Param))
-    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == parameter_count(config)
+@pytest.mark.parametrize("window", [1, 4, 15, 16, 40])
+def test_a_window_counts_the_keys_that_its_mask_shows(window):
+    """But for the convention that the diagonal counts half, where the row's beginning has cut the window."""
+    length = 16
+    shown = sum(1 for query in range(length) for key in range(length) if 0 <= query - key < window) / length
+    reach = min(window, length)
+    config = tiny(attention_type="local_sliding", sliding_window_size=window)
+    assert visible_keys(config) == pytest.approx(shown - reach / (2 * length))
+    assert flops_per_token(tiny()) - flops_per_token(config) == pytest.approx(12 * 3 * 24 * (8 - visible_keys(config)))
+
+
+def test_a_window_says_nothing_under_global_attention():
+    assert visible_keys(tiny(sliding_window_size=4)) == 8
+
+
+def test_an_op_that_computes_more_than_it_shows_is_counted_by_its_keys():
+    whole = flops_per_token(tiny(), keys=16)
+    assert whole - flops_per_token(tiny()) == 12 * 3 * 24 * 8
+
+
+# Wide enough that what the convention leaves out, norms and the like, is little.
+WIDE = {
+    "base_emb_dim": 256,
+    "base_num_query_heads": 4,
+    "base_num_kv_heads": 2,
+    "head_dim": 128,
+    "base_mlp_dim": 512,
+    "vocab_size": 512,
+    "max_target_length": 128,
+    "attention": "dot_product",
+    "scan_layers": False,
+    "remat_policy": "none",
+}
+FAMILIES = {
+    "llama2": {"logits_via_embedding": False},
+    "llama2, tied": {"logits_via_embedding": True},
+    "llama2, ungated": {"logits_via_embedding": False, "mlp_activations": "gelu"},
+    "llama2, as many key as query heads": {"base_num_kv_heads": 4},
+    "mistral with a window": {
+        "decoder_block": "mistral",
+        "logits_via_embedding": False,
+        "attention_type": "local_sliding",
+        "sliding_window_size": 32,
+    },
+    "qwen3 with norms of heads": {"decoder_block": "qwen3", "use_qk_norm": True, "normalize_embedding_logits": False},
+    "qwen3, untied": {"decoder_block": "qwen3", "use_qk_norm": True, "logits_via_embedding": False},
+}
+
+
+def compiled_flops(config, gradients: bool) -> float:
+    """Per token, of the compiled loss and, if asked for, its gradients. Nothing is allocated."""
+    backend = make_backend(config, make_optimizer(config))
+    tree = jax.eval_shape(lambda: backend.unpack(backend.init(jax.random.key(0))))
+    objective, rows = Objective(backend.apply), 2
+
+    def loss(params, batch):
+        return objective.sums(params, tree.rest, batch, None)[0]["lm_loss"]
+
+    lowered = jax.jit(jax.value_and_grad(loss) if gradients else loss).lower(tree.params, packed_batch(config, rows))
+    compiled = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})  # which changes no FLOP
+    return compiled.cost_analysis()["flops"] / (rows * config.max_target_length)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_flops_of_a_family(family):
+    """dot_product computes the whole square, window or not."""
+    config = tiny_config("nnx", **WIDE | FAMILIES[family])
+    expected = flops_per_token(config, keys=config.max_target_length)
+    assert compiled_flops(config, gradients=True) == pytest.approx(expected, rel=0.02)
+
+
+def test_compiled_flops_of_blocks_under_a_window():
+    """A block of 256 queries reads its window's keys alone; of the two blocks the compiler counts the loop's body once.
+
+    Forward only: backward the op computes its scores again, which no convention of model FLOPs counts.
+    """
+    window = {"attention": "blockwise", "attention_type": "local_sliding", "sliding_window_size": 64}
+    config = tiny_config("nnx", **WIDE | window | {"max_target_length": 512})
+    expected = forward_flops_per_token(config, keys=(256 + 64 - 1) / 2)
+    assert compiled_flops(config, gradients=False) == pytest.approx(expected, rel=0.02)
 
 
 def test_importing_it_loads_no_jax():

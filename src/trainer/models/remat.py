@@ -1,0 +1,41 @@
+"""Rematerialization as a configuration asks for it."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from trainer.config.errors import UserError
+from trainer.layers.remat import TENSORS, Policy, make_policy, offloaded
+
+
+def remat_policy(config: Any) -> Policy | None:
+    """What a checkpointed block keeps, or None where nothing is computed again; see `layers.remat.make_policy`."""
+    return make_policy(config.remat_policy, _choices(config))
+
+
+def check_offload(config: Any, memory_kinds: Iterable[str]) -> None:
+    """Refuse tensors in pinned host memory where the devices have none.
+
+    Args:
+      config: resolved or not.
+      memory_kinds: the kinds of memory that a device of the mesh reaches (`device.addressable_memories()`).
+
+    Raises:
+      UserError: what is offloaded, and what to choose instead.
+    """
+    kinds = sorted(set(memory_kinds))
+    tensors = offloaded(config.remat_policy, _choices(config))
+    if not tensors or "pinned_host" in kinds:
+        return
+    has = f"these devices have no pinned_host memory (they have {', '.join(kinds) or 'none that is known'})"
+    if config.remat_policy == "custom":
+        given = ", ".join(f"{tensor}=offload" for tensor in tensors)
+        instead = "device" if "decoder_layer_input" in tensors else "device or remat"
+        raise UserError(f"remat_policy=custom with {given}: {has}; choose {instead} for each")
+    instead = {"qkv_proj_offloaded": "save_qkv_proj", "minimal_offloaded": "minimal"}[config.remat_policy]
+    raise UserError(
+        f"remat_policy={config.remat_policy}: {has}; {instead} keeps the same tensors on the device, full none"
+    )
+
+
+def _choices(config: Any) -> dict[str, str]:
+    return {tensor: config[tensor] for tensor in TENSORS}

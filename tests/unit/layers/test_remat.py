@@ -1,0 +1,259 @@
+"""Each remat policy keeps and computes again what its name says, and the scanned training step's memory follows."""
+
+import functools
+
+import jax
+import pytest
+from jax.extend.core import Literal, jaxprs_in_params
+from jax.interpreters.partial_eval import dce_jaxpr
+from support import ALL_COMBINATIONS, arguments, copied, packed_batch, tiny_config
+
+from trainer.backends import make_backend
+from trainer.config import UserError, load, schema
+from trainer.layers.remat import KEPT, OFFLOADED, TENSORS, make_policy
+from trainer.models.remat import check_offload
+from trainer.objectives import Objective
+from trainer.optim import make_optimizer
+from trainer.runtime import place
+from trainer.training import build
+
+QKV = {"query_proj", "key_proj", "value_proj"}
+ATTENTION = QKV | {"out_proj"}
+HIDDEN = {"mlpwi_0", "mlpwi_1"}
+# What each policy keeps of a gated block. mlpwo is never among it: the backward pass does not read it.
+EXPECTED = {
+    "full": set(),
+    "minimal": ATTENTION | HIDDEN,
+    "minimal_with_context": ATTENTION | HIDDEN | {"context"},
+    "save_dot_with_context_except_mlp": ATTENTION | {"context"},
+    "save_dot_except_mlpwi": ATTENTION,
+    "save_dot_except_mlp": ATTENTION,
+    "save_qkv_proj": QKV,
+    "save_out_proj": {"out_proj"},
+    "qkv_proj_offloaded": QKV,
+    "minimal_offloaded": ATTENTION | HIDDEN,
+}
+SAME = {
+    "minimal_with_quantization": "minimal",
+    "minimal_with_context_and_quantization": "minimal_with_context",
+    "minimal_flash": "minimal_with_context",
+}
+# Policies that give programs of their own, and how many of a block's nine products (seven with weights, scores, sum of
+# values) they compute again. Nobody needs mlpwo again; the weights of the softmax are never kept.
+RECOMPUTED = {
+    "full": 8,
+    "save_out_proj": 7,
+    "save_qkv_proj": 5,
+    "save_dot_except_mlp": 4,
+    "save_dot_with_context_except_mlp": 3,
+    "minimal": 2,
+    "minimal_with_context": 1,
+    "none": 0,
+}
+# A step whose memory is that of its activations: many tokens, no optimizer state.
+WIDE = {
+    "base_emb_dim": 64,
+    "base_mlp_dim": 192,
+    "head_dim": 16,
+    "max_target_length": 32,
+    "per_device_batch_size": 16,
+    "attention": "dot_product",
+    "opt_type": "sgd",
+    "gradient_clipping_threshold": 0,
+}
+TOKENS = 16 * 32
+# Entries per token of each tensor in a block of WIDE.
+WIDTH = {
+    "query_proj": 64,
+    "key_proj": 32,
+    "value_proj": 32,
+    "out_proj": 64,
+    "context": 64,
+    "mlpwi_0": 192,
+    "mlpwi_1": 192,
+}
+DEPTHS = (8, 12)
+
+
+def test_every_policy_of_the_schema_is_there():
+    assert {"none", "custom", *KEPT, *OFFLOADED} == set(schema().keys["remat_policy"].choices)
+    assert {*EXPECTED, *SAME} == {*KEPT, *OFFLOADED}
+    assert all(KEPT[name] == KEPT[other] for name, other in SAME.items())
+
+
+def test_every_choice_of_the_schema_is_there():
+    base = schema().keys
+    assert list(base)[list(base).index("remat_policy") + 1 :][: len(TENSORS)] == list(TENSORS)
+    assert {name: base[name].choices for name in TENSORS} == {
+        name: ("device", "offload") if name == "decoder_layer_input" else ("remat", "device", "offload")
+        for name in TENSORS
+    }
+
+
+def loss_and_arguments(combination, **overrides):
+    """The summed loss as a function of the parameters, and the parameters' shapes."""
+    config = tiny_config(combination, **{"attention": "dot_product"} | overrides)
+    backend = make_backend(config, make_optimizer(config))
+    tree = jax.eval_shape(lambda: backend.unpack(backend.init(jax.random.key(0))))
+    batch, objective = packed_batch(config, 2), Objective(backend.apply)
+    return lambda params: objective.sums(params, tree.rest, batch, None)[0]["lm_loss"], tree.params
+
+
+def equations(jaxpr):
+    """All of `jaxpr` that its results depend on: Flax's bridge traces an initialization that nothing reads."""
+    live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    for equation in live.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
+def kept(combination, **overrides):
+    """What the scan over layers hands to the backward pass of each layer: {name of the tensor: where it is kept}."""
+    loss, params = loss_and_arguments(combination, **overrides)
+    jaxpr = jax.make_jaxpr(lambda params: jax.vjp(loss, params)[1])(params).jaxpr
+    (scan,) = [equation for equation in equations(jaxpr) if equation.primitive.name == "scan"]
+    body = scan.params["jaxpr"].jaxpr
+    made_by = {variable: equation for equation in body.eqns for variable in equation.outvars}
+
+    def name(variable):
+        """Of the tensor that `variable` is but for casts and copies."""
+        while variable in made_by:
+            equation = made_by[variable]
+            if equation.primitive.name == "name":
+                return equation.params["name"]
+            assert equation.primitive.name in ("reduce_precision", "device_put"), equation
+            (variable,) = [v for v in equation.invars if not isinstance(v, Literal)]
+        assert variable is body.invars[scan.params["num_consts"]], "not the block's input"
+        return "input"
+
+    residuals = body.outvars[scan.params["num_carry"] :]
+    found = {name(variable): variable.aval.memory_space.name.lower() for variable in residuals}
+    assert len(found) == len(residuals), "something is kept twice"
+    return found
+
+
+@pytest.mark.parametrize("policy", EXPECTED)
+@pytest.mark.parametrize("combination", ALL_COMBINATIONS)
+def test_a_policy_keeps_what_its_name_says_where_it_says(combination, policy):
+    where = "host" if policy in OFFLOADED else "device"
+    expected = dict.fromkeys(EXPECTED[policy], where)
+    assert kept(combination, remat_policy=policy) == expected | {"input": "device"}
+
+
+@pytest.mark.parametrize("choice", ["device", "offload"])
+@pytest.mark.parametrize("tensor", ["context", *sorted(ATTENTION | HIDDEN), "mlpwo", "mlpwi"])
+def test_custom_keeps_one_tensor_alone(tensor, choice):
+    # An ungated MLP has the name mlpwi, a gated one mlpwi_0 and mlpwi_1.
+    gate = {"mlp_activations": "gelu"} if tensor == "mlpwi" else {}
+    where = {"device": "device", "offload": "host"}[choice]
+    read = {} if tensor == "mlpwo" else {tensor: where}
+    assert kept("nnx", remat_policy="custom", **{tensor: choice}, **gate) == read | {"input": "device"}
+
+
+@pytest.mark.parametrize("combination", ALL_COMBINATIONS)
+def test_custom_may_move_the_blocks_input_itself(combination):
+    found = kept(combination, remat_policy="custom", decoder_layer_input="offload", context="device")
+    assert found == {"decoder_layer_input": "host", "context": "device"}
+
+
+def test_choices_say_nothing_under_another_policy():
+    assert kept("nnx", remat_policy="save_qkv_proj", context="device") == kept("nnx", remat_policy="save_qkv_proj")
+
+
+@pytest.mark.parametrize("policy", RECOMPUTED)
+@pytest.mark.parametrize("combination", ALL_COMBINATIONS)
+def test_a_policy_computes_again_what_it_does_not_keep(combination, policy):
+    """Products in the scanned gradient: each twice backward for its once forward, and what is computed again."""
+    loss, params = loss_and_arguments(combination, remat_policy=policy)
+
+    def products(function):
+        found = equations(jax.make_jaxpr(function)(params).jaxpr)
+        return sum(equation.primitive.name == "dot_general" for equation in found)
+
+    forward = products(loss)
+    assert forward == 10  # a block's nine, in the body of the scan, and the head
+    assert products(jax.grad(loss)) == 3 * forward + RECOMPUTED[policy]
+
+
+@functools.cache
+def compiled(policy, layers):
+    run = build(
+        load(arguments("nnx", remat_policy=policy, base_num_decoder_layers=layers, **WIDE)).config, jax.devices()[:1]
+    )
+    options = {"xla_backend_optimization_level": 0}
+    return run, run.step.lower(*run.abstract_args()).compile(compiler_options=options)
+
+
+def temporaries(policy, layers):
+    return compiled(policy, layers)[1].memory_analysis().temp_size_in_bytes
+
+
+def named_bytes(policy):
+    """What the tensors that `policy` keeps take per layer, in float32."""
+    return 4 * TOKENS * sum(WIDTH[name] for name in EXPECTED[policy])
+
+
+@pytest.mark.parametrize("policy", [policy for policy in RECOMPUTED if policy not in ("none", "full")])
+def test_a_layer_more_costs_the_bytes_that_its_policy_names(policy):
+    """Exactly, in the compiled step: the difference between two depths is free of what the step takes once."""
+
+    def growth(policy):
+        return temporaries(policy, DEPTHS[1]) - temporaries(policy, DEPTHS[0])
+
+    assert growth(policy) - growth("full") == (DEPTHS[1] - DEPTHS[0]) * named_bytes(policy)
+
+
+def test_compiled_memory_and_flops_order_as_the_policies_do():
+    order = list(RECOMPUTED)
+    memory = [temporaries(policy, DEPTHS[0]) for policy in order]
+    flops = [compiled(policy, DEPTHS[0])[1].cost_analysis()["flops"] for policy in order]
+    assert memory == sorted(memory)
+    assert flops == sorted(flops, reverse=True)
+    assert len(set(memory)) == len(set(flops)) == len(order)
+
+
+def test_loss_and_gradients_do_not_depend_on_the_policy():
+    """Those that offload run too, but host and device share their memory on this platform."""
+    run, _ = compiled("none", DEPTHS[0])
+    state, batch = copied(run.init()), packed_batch(run.config, run.rows)
+    losses, norms = set(), []
+    for policy in (*RECOMPUTED, *OFFLOADED):
+        run, step = compiled(policy, DEPTHS[0])
+        _, metrics = step(jax.device_put(state, run.state_shardings), place(batch, run.batch_shardings))
+        losses.add(float(metrics["loss"]))
+        norms.append(float(metrics["grad_norm"]))
+    assert len(losses) == 1
+    assert norms == pytest.approx([norms[0]] * len(norms), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            {"remat_policy": "qkv_proj_offloaded"},
+            "=qkv_proj_offloaded: .*no pinned_host.*; save_qkv_proj keeps",
+        ),
+        ({"remat_policy": "minimal_offloaded"}, "remat_policy=minimal_offloaded: .*they have device.*; minimal keeps"),
+        ({"remat_policy": "custom", "context": "offload"}, "context=offload: .*; choose device or remat for each"),
+        (
+            {"remat_policy": "custom", "context": "offload", "decoder_layer_input": "offload"},
+            "decoder_layer_input=offload, context=offload: .*; choose device for each",
+        ),
+    ],
+)
+def test_offload_is_refused_by_name_without_pinned_host_memory(words, message):
+    config = tiny_config("nnx", **words)
+    with pytest.raises(UserError, match=message):
+        check_offload(config, ["device", "unpinned_host"])
+    check_offload(config, ["device", "pinned_host"])
+
+
+def test_what_offloads_nothing_needs_no_host_memory():
+    for words in ({"remat_policy": "full"}, {"remat_policy": "custom", "context": "device"}, {"context": "offload"}):
+        check_offload(tiny_config("nnx", **words), ["device"])
+
+
+def test_a_policy_that_is_none_of_them_is_a_key_error():
+    with pytest.raises(KeyError, match="ful"):
+        make_policy("ful", {})

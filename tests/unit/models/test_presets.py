@@ -1,0 +1,96 @@
+"""Presets against the published models: the sizes of their config.json and the count of their parameters."""
+
+import jax
+import ml_collections
+import pytest
+from flax import nnx
+
+from trainer.config import load, resolve
+from trainer.config.files import preset_names
+from trainer.models.flops import parameter_count
+from trainer.models.transformer import Transformer
+
+# hidden_size, num_attention_heads, num_key_value_heads, intermediate_size, num_hidden_layers, vocab_size, rms_norm_eps,
+# rope_theta, tie_word_embeddings of each model's config.json, and the parameters of its published weights (a tied
+# table counts once).
+PUBLISHED = {
+    "llama2-7b": (4096, 32, 32, 11008, 32, 32000, 1e-5, 10000, False, 6_738_415_616),
+    "llama2-13b": (5120, 40, 40, 13824, 40, 32000, 1e-5, 10000, False, 13_015_864_320),
+    "llama2-70b": (8192, 64, 8, 28672, 80, 32000, 1e-5, 10000, False, 68_976_648_192),
+    "llama3-8b": (4096, 32, 8, 14336, 32, 128256, 1e-5, 500000, False, 8_030_261_248),
+    "llama3-70b": (8192, 64, 8, 28672, 80, 128256, 1e-5, 500000, False, 70_553_706_496),
+    "llama3.1-8b": (4096, 32, 8, 14336, 32, 128256, 1e-5, 500000, False, 8_030_261_248),
+    "llama3.1-70b": (8192, 64, 8, 28672, 80, 128256, 1e-5, 500000, False, 70_553_706_496),
+    "llama3.1-405b": (16384, 128, 8, 53248, 126, 128256, 1e-5, 500000, False, 405_853_388_800),
+    "llama3.3-70b": (8192, 64, 8, 28672, 80, 128256, 1e-5, 500000, False, 70_553_706_496),
+    "mistral-7b": (4096, 32, 8, 14336, 32, 32000, 1e-5, 1000000, False, 7_241_732_096),
+    "qwen3-0.6b": (1024, 16, 8, 3072, 28, 151936, 1e-6, 1000000, True, 596_049_920),
+    "qwen3-1.7b": (2048, 16, 8, 6144, 28, 151936, 1e-6, 1000000, True, 1_720_574_976),
+    "qwen3-4b": (2560, 32, 8, 9728, 36, 151936, 1e-6, 1000000, True, 4_022_468_096),
+    "qwen3-8b": (4096, 32, 8, 12288, 36, 151936, 1e-6, 1000000, False, 8_190_735_360),
+    "qwen3-14b": (5120, 40, 8, 17408, 40, 151936, 1e-6, 1000000, False, 14_768_307_200),
+    "qwen3-32b": (5120, 64, 8, 25600, 64, 151936, 1e-6, 1000000, False, 32_762_123_264),
+}
+SIZES = (
+    "base_emb_dim",
+    "base_num_query_heads",
+    "base_num_kv_heads",
+    "base_mlp_dim",
+    "base_num_decoder_layers",
+    "vocab_size",
+    "normalization_layer_epsilon",
+    "rope_max_timescale",
+    "logits_via_embedding",
+)
+
+
+def preset(name: str, platform: str = "cpu") -> ml_collections.FrozenConfigDict:
+    loaded = load([f"model_name={name}", "dataset_type=synthetic"])
+    assert loaded.warnings == []
+    assert loaded.notes == []
+    return resolve(loaded.config, device_count=1, platform=platform)
+
+
+def test_every_preset_is_here():
+    assert preset_names() == ["default", *sorted(PUBLISHED)]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_has_the_sizes_of_the_published_model(name):
+    config = preset(name)
+    assert tuple(config[key] for key in SIZES) == PUBLISHED[name][:-1]
+    assert config.head_dim == 128
+    assert config.mlp_activations == ("silu", "linear")
+    assert config.decoder_block == {"l": "llama2", "m": "mistral", "q": "qwen3"}[name[0]]
+    assert config.use_qk_norm == name.startswith("qwen3")
+    assert config.attention_type == "global"
+    assert not (config.logits_via_embedding and config.normalize_embedding_logits)
+    assert not config.enable_dropout
+    assert config.remat_policy == "full"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_rope_is_scaled_where_it_was_published_so(name):
+    config = preset(name)
+    scaled = name.startswith(("llama3.1", "llama3.3"))
+    assert config.rope_type == ("llama3.1" if scaled else "default")
+    if scaled:
+        assert (config.rope_factor, config.original_max_position_embeddings) == (8, 8192)
+        assert (config.rope_low_freq_factor, config.rope_high_freq_factor) == (1, 4)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_has_as_many_parameters_as_the_published_model(name):
+    """By the sum of its config.json, by the closed form, and by the model itself, which is not allocated."""
+    width, heads, kv_heads, hidden, layers, vocab, _, _, tied, published = PUBLISHED[name]
+    query, key = heads * 128, kv_heads * 128
+    block = width * query + 2 * width * key + query * width + 3 * width * hidden + 2 * width
+    if name.startswith("qwen3"):
+        block += 2 * 128
+    assert vocab * width * (1 if tied else 2) + layers * block + width == published
+
+    config = preset(name)
+    assert parameter_count(config) == published
+    with nnx.use_eager_sharding(False):
+        params = nnx.eval_shape(lambda: nnx.state(Transformer(config, nnx.Rngs(0)), nnx.Param))
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == published
