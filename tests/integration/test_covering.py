@@ -9,6 +9,7 @@ import pytest
 from support import ALL_COMBINATIONS, arguments, packed_batch
 
 from trainer.config import load
+from trainer.ops.random import seed_key
 from trainer.runtime import place
 from trainer.training import build
 
@@ -51,6 +52,8 @@ ROPE = {
 OPTIONS = PROGRAM | MATHEMATICS
 PLAIN = {name: values[0] for name, values in PROGRAM.items()}
 ROWS, STEPS = 16, 2
+# Bits are not compared here, and at this level a step compiles several times as fast.
+QUICK = {"xla_backend_optimization_level": 0}
 
 
 def covering_set():
@@ -88,9 +91,11 @@ def losses(case):
     case["per_device_batch_size"] = ROWS / devices / case["gradient_accumulation_steps"]
     run = build(load(arguments(combination, **case)).config, jax.devices()[:devices])
     assert run.rows == ROWS
-    state, found = run.init(), []
+    step = run.step.lower(*run.abstract_args()).compile(QUICK)
+    init = jax.jit(run.backend.init, out_shardings=run.state_shardings).lower(seed_key(0)).compile(QUICK)
+    state, found = init(seed_key(0)), []
     for i in range(STEPS):
-        state, metrics = run.step(state, place(packed_batch(run.config, ROWS, seed=i), run.batch_shardings))
+        state, metrics = step(state, place(packed_batch(run.config, ROWS, seed=i), run.batch_shardings))
         found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
     return np.array(found)
 
