@@ -9,7 +9,6 @@ from typing import Any
 
 import grain
 import numpy as np
-from grain import experimental as gx
 
 from trainer.config.errors import UserError
 from trainer.data.batches import epoch_order
@@ -61,8 +60,7 @@ def _records(corpus: Corpus, seed: int | None, window: int, process_index: int, 
             records = records.shuffle(seed)
         mine = records.repeat()[process_index::process_count]
         return mine.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
-    files = _Files(corpus.parts, seed, [(process_index, process_count)])
-    return files if seed is None or window <= 1 else gx.WindowShuffleIterDataset(files, window_size=window, seed=seed)
+    return _Shuffled(_Files(corpus.parts, seed, [(process_index, process_count)]), seed, window)
 
 
 class _Concatenated:
@@ -106,7 +104,8 @@ class _Files(grain.IterDataset):
 
 
 class _FilesIterator(grain.DatasetIterator):
-    """Up to _OPEN_FILES files in turn, a record of each; without a seed one file after the other.
+    """(epoch, record) of up to _OPEN_FILES files in turn, a record of each; without a seed one file after the other.
+    The files of an epoch are read to their end before one of the next is opened.
 
     The state is which files are open and where: [number in the endless order of files, cursor, records read].
     """
@@ -119,10 +118,13 @@ class _FilesIterator(grain.DatasetIterator):
         self._readers: list[Iterator[tuple[int, float, Record]]] = [iter(())] * width
         self._next = self._turn = 0
 
-    def __next__(self) -> Record:
+    def __next__(self) -> tuple[int, Record]:
         ended = 0
         while True:
             place = self._open[self._turn]
+            if place is None and self._next % len(self._parts) == 0 and any(self._open):
+                self._turn = (self._turn + 1) % len(self._open)
+                continue
             if place is None:
                 place = self._open[self._turn] = [self._next, 0, 0]
                 self._readers[self._turn] = self._part(self._next).read()
@@ -141,7 +143,7 @@ class _FilesIterator(grain.DatasetIterator):
             place[2] += 1
             if (place[2] - 1) % self._count == self._index:
                 self._turn = (self._turn + 1) % len(self._open)
-                return record
+                return place[0] // len(self._parts), record
 
     def _part(self, number: int) -> Part:
         epoch, i = divmod(number, len(self._parts))
@@ -154,6 +156,63 @@ class _FilesIterator(grain.DatasetIterator):
         self._open = [place and list(place) for place in state["open"]]
         self._readers = [iter(()) if place is None else self._part(place[0]).read(place[1]) for place in self._open]
         self._next, self._turn = state["next"], state["turn"]
+
+
+class _Shuffled(grain.IterDataset):
+    """Records of a window at a time in an order of their own; a window ends where its epoch does. Without a seed in
+    their order."""
+
+    def __init__(self, parent: _Files, seed: int | None, window: int):
+        super().__init__(parent)
+        self._seed, self._window = seed, window
+
+    def __iter__(self) -> "_ShuffledIterator":
+        return _ShuffledIterator(self._parent.__iter__(), self._seed, self._window)
+
+
+class _ShuffledIterator(grain.DatasetIterator):
+    """The state is the files' at the beginning of the window, its number, and how many of its records are given."""
+
+    def __init__(self, parent: grain.DatasetIterator, seed: int | None, window: int):
+        super().__init__(parent)
+        self._seed, self._size = seed, 1 if seed is None else window
+        self._number = self._given = 0
+        self._begin = self._end = parent.get_state()  # the files' states around the window
+        self._records: list[Record] = []
+        self._ahead: tuple[int, Record] | None = None  # the first record behind the window, read to see its epoch
+
+    def __next__(self) -> Record:
+        if self._given == len(self._records):
+            self._number, self._given, self._begin = self._number + bool(self._records), 0, self._end
+            self._fill()
+        self._given += 1
+        return self._records[self._given - 1]
+
+    def _fill(self) -> None:
+        epoch, record = self._ahead or next(self._parent)
+        found = [record]
+        while True:
+            self._end = self._parent.get_state()
+            self._ahead = None
+            if len(found) == self._size:
+                break
+            self._ahead = next(self._parent)
+            if self._ahead[0] != epoch:
+                break
+            found.append(self._ahead[1])
+        order = range(1) if self._seed is None else epoch_order(len(found), self._seed, self._number)
+        self._records = [found[i] for i in order]
+
+    def get_state(self) -> dict[str, Any]:
+        return {"files": self._begin, "window": self._number, "given": self._given}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._parent.set_state(state["files"])
+        self._begin, self._end, self._number, self._given = state["files"], state["files"], state["window"], 0
+        self._records, self._ahead = [], None
+        if state["given"]:
+            self._fill()
+            self._given = state["given"]
 
 
 class _Packed(grain.IterDataset):
