@@ -65,7 +65,9 @@ def stdlib_corpora(root: Path) -> tuple[Corpus, Corpus]:
     splits = [tuple(file for file in files if file.held_out == held_out) for held_out in (False, True)]
     if not all(splits):
         raise UserError(f"{root} holds too few .py files: {len(splits[0])} to train on and {len(splits[1])} held out")
-    train, evaluation = (Corpus(str(root), (SourceFiles(str(root), split),), fingerprint(split)) for split in splits)
+    train, evaluation = (
+        Corpus(f"{len(split)} files of {root}", (SourceFiles(str(root), split),), fingerprint(split)) for split in splits
+    )
     return train, evaluation
 
 

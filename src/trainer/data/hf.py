@@ -13,9 +13,14 @@ from trainer.data.sources import Corpus, file_fingerprint
 BUILDERS = ("arrow", "csv", "json", "parquet", "text")
 
 
-def hf_corpus(path: str, name: str, data_dir: str, files: str, split: str, columns: Columns, key: str) -> Corpus:
-    """One split as a corpus. Raises UserError where it is not on this machine, or lacks the split or a column."""
-    table = _load(path, name, data_dir, files, split, key)
+def hf_corpus(
+    path: str, name: str, data_dir: str, cache: Path, files: str, split: str, columns: Columns, key: str
+) -> Corpus:
+    """One split as a corpus; what `datasets` makes of plain files it keeps in `cache`.
+
+    Raises UserError where it is not on this machine, or lacks the split or a column.
+    """
+    table = _load(path, {"name": name or None, "data_dir": data_dir or None, "cache_dir": str(cache)}, files, split, key)
     if missing := [column for column in columns if column not in table.column_names]:
         raise UserError(
             f"{path} {split} has no column {missing[0]}; set train_data_columns or eval_data_columns to some of: "
@@ -29,7 +34,7 @@ def hf_corpus(path: str, name: str, data_dir: str, files: str, split: str, colum
     return Corpus(f"{path} {split}", (part,), fingerprint, columns)
 
 
-def _load(path: str, name: str, data_dir: str, files: str, split: str, key: str) -> Any:
+def _load(path: str, settings: dict[str, str | None], files: str, split: str, key: str) -> Any:
     # Before the package reads it: nothing is asked of the hub.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
@@ -56,9 +61,7 @@ def _load(path: str, name: str, data_dir: str, files: str, split: str, key: str)
                 raise UserError(f"{key}={split}: {path} has the splits {', '.join(loaded)}{nearest(split, loaded)}")
             return loaded[split]
         source = str(folder) if folder.is_dir() else path
-        return datasets.load_dataset(
-            source, name or None, data_dir=data_dir or None, data_files=files or None, split=split or None
-        )
+        return datasets.load_dataset(source, data_files=files or None, split=split or None, **settings)
     except UserError:
         raise
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:

@@ -119,7 +119,7 @@ def _build(
     """Writes the rows into `folder`; returns the counts of its meta.json."""
     from trainer.data import rows as storage
 
-    name = ", ".join(corpus.name for corpus in corpora)
+    name = ", ".join(corpus.label for corpus in corpora)
     say(f"tokenizing and packing {name}")
     counts, totals = Counts(), {"rows": 0, "tokens": 0}
     lengths = encoder.tokenizer.bytes_per_token if encoder.tokenizer else None
@@ -140,7 +140,8 @@ def _build(
         rows = counted(packing.rows(documents, counts))
         first = next(rows, None)
         if first is None:
-            raise UserError(f"{name}: no document has text, so there is nothing to train or evaluate on")
+            hint = "; set a larger held_out_share" if corpora[0].evaluates else ""
+            raise UserError(f"{name}: there is no document with text{hint}")
         dataset = storage.write(
             folder, itertools.chain([first], rows), length=packing.length, vocab_size=limit, masked=encoder.masked
         )

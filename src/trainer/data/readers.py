@@ -150,9 +150,12 @@ class ArrayRecordPart(FilePart):
         self._parse, self._start, self._reader = parse, start, None
         with self._errors():
             count = self._open().num_records()
-        self._stop = count if stop is None else min(stop, count)
-        if self._stop <= start:
-            raise UserError(f"{path} holds no records")
+        self._stop = count if stop is None else stop
+        if not count:
+            # The number of records stands at a file's end.
+            raise UserError(f"{path} is damaged, cut short, or no ArrayRecord file: it shows no records; copy or make it anew")
+        if self._stop > count:
+            raise UserError(f"{path} holds {count} records, and dataset_info.json beside it says more; copy or make it anew")
         self._reader = None  # opened anew by whoever reads, maybe in another process
 
     def __len__(self) -> int:
@@ -258,7 +261,7 @@ class damaged_file:  # noqa: N801 - reads as a function
         if isinstance(error, self._errors) and not isinstance(error, UserError):
             text = " ".join(str(error).split())[:200]
             raise UserError(
-                f"{self._path} is damaged, or of another format than grain_file_type says ({text}); copy or make it anew"
+                f"{self._path} is damaged, or of another format than expected ({text}); copy or make it anew"
             ) from error
 
 

@@ -2,7 +2,6 @@
 
 import glob
 import hashlib
-import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from typing import Any
 
 from trainer.config import parse_mixture
 from trainer.config.errors import UserError, nearest
+from trainer.data.cache import cache_root
 from trainer.data.documents import Record, is_held_out
 from trainer.data.example_proto import parse_example
 from trainer.data.mixture import whole_weights
@@ -63,6 +63,13 @@ class Corpus:
                 if self.wants(record):
                     yield record
             before += part.weight
+
+    @property
+    def label(self) -> str:
+        """The name, and which share of it."""
+        if not self.held_out:
+            return self.name
+        return f"{self.name}, {self.held_out:g} held out" if self.evaluates else f"{self.name} without {self.held_out:g}"
 
     @property
     def identity(self) -> str:
@@ -232,7 +239,7 @@ def tfds_folder(data_dir: Path, dataset_name: str) -> Path:
     if not version and versions:
         return versions[-1]
     if not version or not (folder / version).is_dir():
-        there = ", ".join(path.name for path in versions or sorted(folder.iterdir()))
+        there = ", ".join(path.name for path in versions or sorted(folder.iterdir()) if not path.name.startswith("."))
         raise UserError(
             f"dataset_name={dataset_name}: {folder} holds {there or 'nothing'}; write name:version or name/config:version"
         )
@@ -242,7 +249,8 @@ def tfds_folder(data_dir: Path, dataset_name: str) -> Path:
 def _hf(config: Any) -> Source:
     from trainer.data.hf import hf_corpus
 
-    load = partial(hf_corpus, config.hf_path, config.hf_name, config.hf_data_dir)
+    cache = cache_root(config.data_cache_directory) / "huggingface"
+    load = partial(hf_corpus, config.hf_path, config.hf_name, config.hf_data_dir, cache)
     train = load(config.hf_train_files, config.train_split, tuple(config.train_data_columns), "train_split")
     evaluation: tuple[Corpus, ...] = ()
     if config.hf_eval_files or config.hf_eval_split:
@@ -253,8 +261,3 @@ def _hf(config: Any) -> Source:
 
 
 _OPEN: dict[str, Callable[[Any], Source]] = {"stdlib": _stdlib, "grain": _grain, "tfds": _tfds, "hf": _hf}
-
-
-def first_records(corpora: Sequence[Corpus], count: int) -> list[Record]:
-    """Up to `count` records of each corpus: reading them early finds a wrong column or format before work is done."""
-    return [record for corpus in corpora for record in itertools.islice(corpus.records(), count)]

@@ -18,6 +18,7 @@ from trainer.data.readers import IndexedPart, Part, indexed
 from trainer.data.sources import Corpus
 
 _OPEN_FILES = 8  # files that are read in turn where the order is shuffled
+_WINDOWS = 1 << 32  # added to the seed, so that windows are not ordered as files are
 _BUFFER = 4  # rows that a worker process makes ahead
 
 
@@ -200,7 +201,7 @@ class _ShuffledIterator(grain.DatasetIterator):
             if self._ahead[0] != epoch:
                 break
             found.append(self._ahead[1])
-        order = range(1) if self._seed is None else epoch_order(len(found), self._seed, self._number)
+        order = range(1) if self._seed is None else epoch_order(len(found), self._seed + _WINDOWS, self._number)
         self._records = [found[i] for i in order]
 
     def get_state(self) -> dict[str, Any]:
