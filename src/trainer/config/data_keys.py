@@ -42,7 +42,7 @@ def parse_mixture(files: str, config_path: str) -> list[tuple[str, Fraction]]:
     else:
         parts = [part.strip() for part in files.split(";") if part.strip()]
         weighted = [part.rpartition(",") for part in parts]
-        if len(parts) == 1 and "," not in parts[0] or all("," not in part for part in parts):
+        if (len(parts) == 1 and "," not in parts[0]) or all("," not in part for part in parts):
             pairs = [(part, "1") for part in parts]
         else:
             pairs = [(pattern.strip(), weight.strip()) for pattern, _, weight in weighted]
@@ -54,8 +54,8 @@ def parse_mixture(files: str, config_path: str) -> list[tuple[str, Fraction]]:
             value = Fraction(0)
         if not pattern or value <= 0:
             raise UserError(
-                f"{pattern or files!r} with the weight {weight!r} is no part of a mixture; write glob,weight;glob,weight with "
-                "weights above 0"
+                f"{pattern or files!r} with the weight {weight!r} is no part of a mixture; write "
+                "glob,weight;glob,weight with weights above 0"
             )
         result.append((pattern, value))
     if not result:
@@ -204,7 +204,11 @@ DATA_INERT: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         lambda c: c.dataset_type == "grain" and c.grain_file_type == "text",
         "grain_file_type=text has no columns",
     ),
-    (("held_out_share",), lambda c: c.dataset_type in ("stdlib", "synthetic"), "dataset_type has held-out rows of its own"),
+    (
+        ("held_out_share",),
+        lambda c: c.dataset_type in ("stdlib", "synthetic"),
+        "dataset_type has held-out rows of its own",
+    ),
     (
         ("held_out_share",),
         lambda c: bool(

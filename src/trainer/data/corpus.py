@@ -48,7 +48,7 @@ class SourceFiles:
         return sum(file.size for file in self.files)
 
     def read(self, cursor: int = 0) -> Iterator[tuple[int, float, Record]]:
-        done = 0
+        done = sum(file.size for file in self.files[:cursor])
         for i, file in enumerate(self.files[cursor:], cursor + 1):
             done += file.size
             yield i, done / self.weight, Record(file.path, (file.text,))
@@ -66,7 +66,8 @@ def stdlib_corpora(root: Path) -> tuple[Corpus, Corpus]:
     if not all(splits):
         raise UserError(f"{root} holds too few .py files: {len(splits[0])} to train on and {len(splits[1])} held out")
     train, evaluation = (
-        Corpus(f"{len(split)} files of {root}", (SourceFiles(str(root), split),), fingerprint(split)) for split in splits
+        Corpus(f"{len(split)} files of {root}", (SourceFiles(str(root), split),), fingerprint(split))
+        for split in splits
     )
     return train, evaluation
 

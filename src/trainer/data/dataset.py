@@ -45,14 +45,13 @@ class Dataset:
     def train_stream(
         self, position: Position | None = None, *, rows: int, process_index: int = 0, process_count: int = 1
     ) -> Stream:
-        """This process's part of the global batches of `rows` rows, without end, from `position` on: what the stream of an
-        equal dataset gave with a batch goes on exactly behind that batch.
+        """This process's part of the global batches of `rows` rows, without end, from `position` on: what the stream of
+        an equal dataset gave with a batch goes on exactly behind that batch.
 
         Raises UserError where the position belongs to other data, or cannot be resumed on this number of processes.
         """
-        return self.open_stream(
-            self.identity, position, rows=rows, process_index=process_index, process_count=process_count
-        )
+        share = {"process_index": process_index, "process_count": process_count}
+        return self.open_stream(identity=self.identity, position=position, rows=rows, **share)
 
     def __str__(self) -> str:
         return self.summary
@@ -125,8 +124,8 @@ def _synthetic(config: Any) -> Dataset:
         "order": f"seed {seed}",
     }
 
-    def open_stream(*args: Any, **settings: Any) -> Stream:
-        return PreparedStream(train, *args, seed=seed, shuffle=False, **settings)
+    def open_stream(**settings: Any) -> Stream:
+        return PreparedStream(train, seed=seed, shuffle=False, **settings)
 
     return Dataset(evaluation, None, identity, f"synthetic rows, {EVAL_ROWS} held out", open_stream)
 
@@ -143,8 +142,8 @@ def _prepared(
     rows = opened[0][0] if len(opened) == 1 else MixedRows([rows for rows, _ in opened], source.weights, **order)
     facts = " + ".join(_facts(meta) for _, meta in opened)
 
-    def open_stream(*args: Any, **settings: Any) -> Stream:
-        return PreparedStream(rows, *args, **order, **settings)
+    def open_stream(**settings: Any) -> Stream:
+        return PreparedStream(rows, **order, **settings)
 
     return open_stream, facts
 
@@ -160,7 +159,7 @@ def _streamed(
             raise UserError(f"{corpus.name}: no document has text, so there is nothing to train on")
     workers = config.grain_worker_count
 
-    def open_stream(*args: Any, process_index: int, process_count: int, **settings: Any) -> Stream:
+    def open_stream(*, process_index: int, process_count: int, **settings: Any) -> Stream:
         from trainer.data.streaming import streamed_rows
 
         place = {"workers": workers, "process_index": process_index, "process_count": process_count}
@@ -173,7 +172,7 @@ def _streamed(
             window=config.grain_shuffle_buffer_size,
             **place,
         )
-        return StreamingStream(rows, *args, say=say, **place, **settings)
+        return StreamingStream(rows, say=say, **place, **settings)
 
     return open_stream, "tokenized and packed while it trains"
 

@@ -65,8 +65,8 @@ class Counts:
             notes.append(f"{self.empty:,} of {self.documents + self.empty:,} documents have no text and are skipped")
         if self.cut:
             notes.append(
-                f"{self.cut:,} of {self.documents:,} documents are longer than a row and lose {self.cut_tokens:,} tokens "
-                "(use_truncation=true)"
+                f"{self.cut:,} of {self.documents:,} documents are longer than a row and lose {self.cut_tokens:,} "
+                "tokens (use_truncation=true)"
             )
         return notes
 
@@ -148,8 +148,8 @@ class Encoder:
             )
         if array.size and not 0 <= int(array.min()) <= int(array.max()) < self.vocab_size:
             raise UserError(
-                f"{record.where}: column {name} holds token {int(array.max())} and vocab_size={self.vocab_size}: ids lie "
-                f"from 0 to {self.vocab_size - 1}; set vocab_size above the largest id"
+                f"{record.where}: column {name} holds token {int(array.max())} and vocab_size={self.vocab_size}: ids "
+                f"lie from 0 to {self.vocab_size - 1}; set vocab_size above the largest id"
             )
         return array.astype(np.int32)
 
@@ -164,7 +164,8 @@ def _text(value: Any, name: str, record: Record) -> str:
             return value.decode()
         except UnicodeDecodeError as error:
             raise UserError(
-                f"{record.where}: column {name} is not UTF-8 at byte {error.start}; convert the file, or remove the record"
+                f"{record.where}: column {name} is not UTF-8 at byte {error.start}; convert the file, or remove "
+                "the record"
             ) from error
     if not isinstance(value, str):
         raise UserError(

@@ -1,7 +1,7 @@
 """tf.train.Example without TensorFlow: the few kinds of fields that its wire format has.
 
 https://protobuf.dev/programming-guides/encoding/ and tensorflow/core/example/{example,feature}.proto:
-Example{1: Features{1: map<string, Feature>}}, Feature{1: bytes list | 2: float list | 3: int64 list}, each list{1: values}.
+Example{1: Features{1: map<string, Feature>}}, Feature{1: bytes list | 2: float list | 3: int64 list}, list{1: values}.
 """
 
 import struct
@@ -38,7 +38,9 @@ def _feature(data: Any) -> Any:
             found = [bytes(value) for _, _, value in _fields(values)]
             return found[0] if len(found) == 1 else found
         if number == 2:
-            return np.concatenate([np.empty(0, "<f4"), *(np.frombuffer(value, "<f4") for _, _, value in _fields(values))])
+            return np.concatenate(
+                [np.empty(0, "<f4"), *(np.frombuffer(value, "<f4") for _, _, value in _fields(values))]
+            )
         if number == 3:
             return np.array([i for _, kind, value in _fields(values) for i in _integers(kind, value)], np.int64)
     return b""

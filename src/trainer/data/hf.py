@@ -20,7 +20,9 @@ def hf_corpus(
 
     Raises UserError where it is not on this machine, or lacks the split or a column.
     """
-    table = _load(path, {"name": name or None, "data_dir": data_dir or None, "cache_dir": str(cache)}, files, split, key)
+    table = _load(
+        path, {"name": name or None, "data_dir": data_dir or None, "cache_dir": str(cache)}, files, split, key
+    )
     if missing := [column for column in columns if column not in table.column_names]:
         raise UserError(
             f"{path} {split} has no column {missing[0]}; set train_data_columns or eval_data_columns to some of: "
@@ -46,9 +48,9 @@ def _load(path: str, settings: dict[str, str | None], files: str, split: str, ke
     folder = Path(path).expanduser()
     if not folder.is_dir() and path not in BUILDERS:
         raise UserError(
-            f"hf_path={path}: there is no such folder on this machine, and datasets are not downloaded; get it first, as by "
-            f"`hf download --repo-type dataset {path} --local-dir FOLDER`, and set hf_path=FOLDER; or name a reader of plain "
-            f"files ({', '.join(BUILDERS)}) and hf_train_files"
+            f"hf_path={path}: there is no such folder on this machine, and datasets are not downloaded; get it first, "
+            f"as by `hf download --repo-type dataset {path} --local-dir FOLDER`, and set hf_path=FOLDER; or name a reader "
+            f"of plain files ({', '.join(BUILDERS)}) and hf_train_files"
         )
     if path in BUILDERS and not folder.is_dir() and not files:
         raise UserError(f"hf_path={path} reads plain files: name them with hf_train_files or hf_eval_files")

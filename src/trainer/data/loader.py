@@ -23,9 +23,9 @@ class Loader(Generic[T], Iterator[T]):
     """Iterates over the first `count` items of an iterator, all if None, and takes `depth` of them ahead.
 
     One background thread calls the iterator, in order. What it raises is raised, traceback included, by the `next` that
-    asks for that item. An item is handed on as the iterator gave it, so a position in it is that behind the item itself,
-    however far the thread is ahead. Close the loader, or use it as a context manager: the thread ends, and the iterator is
-    closed.
+    asks for that item. An item is handed on as the iterator gave it, so a position in it is that behind the item
+    itself, however far the thread is ahead. Close the loader, or use it as a context manager: the thread ends, and the
+    iterator is closed.
 
     Attributes:
       waited: seconds that all `next` so far had to wait.

@@ -1,11 +1,11 @@
 """Documents to rows of equal length, one at a time: the same generators prepare rows and stream them.
 
 A document t0..tn, its special tokens included, becomes the inputs [t0, .., tn-1] with the targets [t1, .., tn]. It is
-shifted before it is packed, so no target lies in another document. Segment ids count from 1 in each row; behind the last
-segment a row is filled with zeros. The part of a document that goes on in another row is a segment of its own there.
+shifted before it is packed, so no target lies in another document. Segment ids count from 1 in each row; behind the
+last segment a row is filled with zeros. What of a document goes on in another row is a segment of its own there.
 
-Each row comes with where to go on behind it: `Resume(mark, skip, rows)` means the document that came with `mark`, without
-its first `skip` pairs, and of the rows that follow the first `rows` are already given.
+Each row comes with where to go on behind it: `Resume(mark, skip, rows)` means the document that came with `mark`,
+without its first `skip` pairs, and of the rows that follow the first `rows` are already given.
 """
 
 from collections.abc import Callable, Iterable, Iterator

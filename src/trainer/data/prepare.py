@@ -154,9 +154,7 @@ def _build(
     return {"dataset": dataset.relative_to(folder).as_posix(), **totals, **asdict(counts)}
 
 
-def _documents(
-    corpora: Sequence[Corpus], encoder: Encoder, counts: Counts, track: "_Bar"
-) -> Iterator[Document]:
+def _documents(corpora: Sequence[Corpus], encoder: Encoder, counts: Counts, track: "_Bar") -> Iterator[Document]:
     """The documents of all corpora in order, encoded a chunk at a time."""
     for i, corpus in enumerate(corpora):
         records = corpus.records(lambda share, i=i: track((i + share) / len(corpora)))  # type: ignore[misc]

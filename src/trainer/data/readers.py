@@ -1,7 +1,6 @@
 """Files of records, one class per format: in order from any place on, and by index where the format allows it.
 
-A *cursor* is where reading goes on: a byte in JSONL and TFRecord files, else the number of records before it. The records
-are dicts of the wanted columns.
+A *cursor* is where reading goes on: a byte in JSONL and TFRecord files, else the number of records before it.
 """
 
 import json
@@ -110,11 +109,10 @@ class ParquetPart(FilePart):
         super().__init__(path, columns)
         import pyarrow
 
-        with self._errors(pyarrow):
-            with self._open() as file:
-                names, self._rows = file.schema_arrow.names, file.metadata.num_rows
-                groups = range(file.metadata.num_row_groups)
-                self._groups = [file.metadata.row_group(i).num_rows for i in groups]
+        with self._errors(pyarrow), self._open() as file:
+            names, self._rows = file.schema_arrow.names, file.metadata.num_rows
+            groups = range(file.metadata.num_row_groups)
+            self._groups = [file.metadata.row_group(i).num_rows for i in groups]
         pick(dict.fromkeys(names), columns, self.name)
 
     def _open(self):
@@ -153,9 +151,13 @@ class ArrayRecordPart(FilePart):
         self._stop = count if stop is None else stop
         if not count:
             # The number of records stands at a file's end.
-            raise UserError(f"{path} is damaged, cut short, or no ArrayRecord file: it shows no records; copy or make it anew")
+            raise UserError(
+                f"{path} is damaged, cut short, or no ArrayRecord file: it shows no records; copy or make it anew"
+            )
         if self._stop > count:
-            raise UserError(f"{path} holds {count} records, and dataset_info.json beside it says more; copy or make it anew")
+            raise UserError(
+                f"{path} holds {count} records, and dataset_info.json beside it says more; copy or make it anew"
+            )
         self._reader = None  # opened anew by whoever reads, maybe in another process
 
     def __len__(self) -> int:
@@ -204,7 +206,9 @@ class TfrecordPart(FilePart):
                 size = struct.unpack("<Q", header[:8])[0] if len(header) == 12 else self.weight
                 data = file.read(size + 4) if cursor + size + 16 <= self.weight else b""
                 if len(data) != size + 4:
-                    raise UserError(f"{self.path}: the record at byte {cursor} is cut short or no TFRecord; copy it anew")
+                    raise UserError(
+                        f"{self.path}: the record at byte {cursor} is cut short or no TFRecord; copy it anew"
+                    )
                 start, cursor = cursor, cursor + size + 16
                 record = parsed(self._parse, data[:size], self.columns, f"{self.name}, record at byte {start}")
                 yield cursor, cursor / self.weight, record
@@ -248,7 +252,7 @@ def parsed(parse: Callable[[bytes], Any], data: bytes, columns: Columns, where: 
     return pick(values, columns, where)
 
 
-class damaged_file:  # noqa: N801 - reads as a function
+class damaged_file:
     """A context that turns `errors` into a UserError that names the file."""
 
     def __init__(self, path: Path, errors: tuple[type[Exception], ...]):

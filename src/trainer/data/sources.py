@@ -69,7 +69,9 @@ class Corpus:
         """The name, and which share of it."""
         if not self.held_out:
             return self.name
-        return f"{self.name}, {self.held_out:g} held out" if self.evaluates else f"{self.name} without {self.held_out:g}"
+        return (
+            f"{self.name}, {self.held_out:g} held out" if self.evaluates else f"{self.name} without {self.held_out:g}"
+        )
 
     @property
     def identity(self) -> str:
@@ -122,7 +124,9 @@ def _grain(config: Any) -> Source:
 
 
 def _files(pattern: str, kind: str, columns: Columns, key: str) -> Corpus:
-    paths = sorted(path for path in map(Path, glob.glob(str(Path(pattern).expanduser()), recursive=True)) if path.is_file())
+    paths = sorted(
+        path for path in map(Path, glob.glob(str(Path(pattern).expanduser()), recursive=True)) if path.is_file()
+    )
     if not paths:
         folder = Path(pattern).expanduser().parent
         there = f"there is no folder {folder}" if not glob.glob(str(folder)) else f"{folder} has no file of that name"
@@ -148,8 +152,8 @@ _FORMATS: dict[str, Callable[[Path, Columns], FilePart]] = {
 def file_fingerprint(paths: Sequence[Path], also: str = "") -> str:
     """sha256, in hexadecimal, of the files' names and contents, and of `also`.
 
-    Of files that have more than 256 MiB together it reads sizes and the first and last 64 KiB of each: a copy at another
-    place is the same data, and formats with an index change at their end with any record.
+    Of files that have more than 256 MiB together it reads sizes and the first and last 64 KiB of each. So a copy at
+    another place is the same data, and formats with an index change at their end with any record.
     """
     digest = hashlib.sha256(also.encode())
     sizes = [path.stat().st_size for path in paths]
@@ -187,7 +191,9 @@ def _tfds_split(data_dir: str, name: str, split: str, columns: Columns, key: str
     base = re.split(r"[\[+]", split)[0]
     if base not in info.splits:
         hint = "; eval_split= holds out held_out_share of the training documents" if key == "eval_split" else ""
-        raise UserError(f"{key}={split}: {folder} has the splits {', '.join(info.splits)}{nearest(base, info.splits)}{hint}")
+        raise UserError(
+            f"{key}={split}: {folder} has the splits {', '.join(info.splits)}{nearest(base, info.splits)}{hint}"
+        )
     if missing := [column for column in columns if column not in info.features]:
         raise UserError(
             f"{folder} has no column {missing[0]}; set train_data_columns or eval_data_columns to some of: "
@@ -202,9 +208,13 @@ def _tfds_split(data_dir: str, name: str, split: str, columns: Columns, key: str
         elif "tfrecord" in path.name and whole:
             parts.append(TfrecordPart(path, columns, parse))
         elif "tfrecord" in path.name:
-            raise UserError(f"{key}={split}: parts of a split need ArrayRecord files, and {path} is TFRecord; take {base}")
+            raise UserError(
+                f"{key}={split}: parts of a split need ArrayRecord files, and {path} is TFRecord; take {base}"
+            )
         else:
-            raise UserError(f"{path}: TFDS files are read as array_record or tfrecord; prepare the dataset as array_record")
+            raise UserError(
+                f"{path}: TFDS files are read as array_record or tfrecord; prepare the dataset as array_record"
+            )
     return _corpus(f"{name} {split}", parts, columns, split)
 
 
@@ -231,7 +241,9 @@ def tfds_folder(data_dir: Path, dataset_name: str) -> Path:
     folder = data_dir / name
     if not folder.is_dir():
         there = ", ".join(sorted(path.name for path in data_dir.glob("*") if path.is_dir())) or "no folder"
-        raise UserError(f"dataset_name={dataset_name}: there is no folder {folder}; dataset_path={data_dir} holds {there}")
+        raise UserError(
+            f"dataset_name={dataset_name}: there is no folder {folder}; dataset_path={data_dir} holds {there}"
+        )
     versions = sorted(
         (path for path in folder.iterdir() if re.fullmatch(r"\d+\.\d+\.\d+", path.name)),
         key=lambda path: [int(number) for number in path.name.split(".")],
@@ -241,7 +253,8 @@ def tfds_folder(data_dir: Path, dataset_name: str) -> Path:
     if not version or not (folder / version).is_dir():
         there = ", ".join(path.name for path in versions or sorted(folder.iterdir()) if not path.name.startswith("."))
         raise UserError(
-            f"dataset_name={dataset_name}: {folder} holds {there or 'nothing'}; write name:version or name/config:version"
+            f"dataset_name={dataset_name}: {folder} holds {there or 'nothing'}; write name:version or "
+            "name/config:version"
         )
     return folder / version
 

@@ -36,7 +36,7 @@ def streamed_rows(
 ) -> Any:
     """A grain.IterDataset of this process's rows, without end: dicts of arrays [length], and `counts`.
 
-    Files are divided over the processes where there are enough of them, else each process takes every n-th record of all.
+    Files are divided over the processes where there are enough of them, else each process takes every n-th record.
     `seed` None keeps the order. Files that can be read by index are shuffled as a whole, others file by file and in a
     window of `window` documents.
     """
@@ -82,7 +82,7 @@ class _Concatenated:
 class _Files(grain.IterDataset):
     """Records of files that are read from their beginning, epoch after epoch, the files of each in an order of its own.
 
-    `shares` are nested (index, count) pairs: of the processes, then of a process's workers. Each level divides the files
+    `shares` are nested (index, count) pairs: of the processes, then of a process's workers. A level divides the files
     where there are as many as takers, else the records.
     """
 
@@ -136,8 +136,8 @@ class _FilesIterator(grain.DatasetIterator):
                 ended += 1
                 if ended > 2 * len(self._parts) + len(self._open):
                     raise UserError(
-                        f"{self._parts[0].name} and the files beside it hold too few records for every process and worker "
-                        "to get one; use fewer, or data_pipeline=prepared"
+                        f"{self._parts[0].name} and the files beside it hold too few records for every process and "
+                        "worker to get one; use fewer, or data_pipeline=prepared"
                     )
                 continue
             place[1], _, record = found
@@ -228,7 +228,7 @@ class _Packed(grain.IterDataset):
 
 
 class _PackedIterator(grain.DatasetIterator):
-    """The state is the records' before the first document that is not wholly in rows given, and where to go on in it."""
+    """The state is that of the records before the first document that the rows given do not hold whole, and how far they do."""
 
     def __init__(self, parent: grain.DatasetIterator, *, corpus: Corpus, encoder: Encoder, packing: Packing):
         super().__init__(parent)

@@ -143,8 +143,8 @@ class StreamingStream:
         for key, now in self._place.items():
             if (then := position["place"][key]) != now:
                 raise UserError(
-                    f"the saved position in the data was taken with {key}={then}, and here it is {now}: a streamed corpus "
-                    "goes on exactly only as it was read; start with the same, or use data_pipeline=prepared, which "
+                    f"the saved position in the data was taken with {key}={then}, and here it is {now}: a "
+                    "streamed corpus goes on exactly only as it was read; start with the same, or use data_pipeline=prepared, which "
                     "resumes on any number of processes"
                 )
 

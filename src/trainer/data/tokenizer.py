@@ -1,4 +1,4 @@
-"""Text to tokens and back: the interface, the tokenizers of a tokenizer.json, among them the one we train, and bytes."""
+"""Text to tokens and back: the interface, tokenizers of a tokenizer.json, among them the one we train, and bytes."""
 
 import abc
 import hashlib

@@ -17,8 +17,8 @@ from trainer.data.tokenizer import CONFIG_FILE, JSON_FILE, ByteTokenizer, JsonTo
 _SENTENCEPIECE_FILE, _TIKTOKEN_FILE = "tokenizer.model", "tokenizer.tiktoken"
 _FILES = {"huggingface": JSON_FILE, "sentencepiece": _SENTENCEPIECE_FILE, "tiktoken": _TIKTOKEN_FILE}
 # The special tokens of well-known tokenizers, for a tokenizer.json without a tokenizer_config.json beside it.
-_BEGINS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<｜begin▁of▁sentence｜>", "[BOS]")
-_ENDS = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "<｜end▁of▁sentence｜>", "[EOS]")
+_BEGINS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "[BOS]")
+_ENDS = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[EOS]")
 # Llama 3's split into words and the number of its special tokens, which its file of ranks does not hold:
 # https://github.com/meta-llama/llama3/blob/main/llama/tokenizer.py
 _LLAMA3_WORDS = (
@@ -86,9 +86,7 @@ class TiktokenTokenizer(Tokenizer):
         count = len(ranks)
         names = ["<|begin_of_text|>", "<|end_of_text|>", *(f"<|special_{i}|>" for i in range(2, _LLAMA3_SPECIAL))]
         special = {name: count + i for i, name in enumerate(names)}
-        self._inner = tiktoken.Encoding(
-            file.name, pat_str=_LLAMA3_WORDS, mergeable_ranks=ranks, special_tokens=special
-        )
+        self._inner = tiktoken.Encoding(file.name, pat_str=_LLAMA3_WORDS, mergeable_ranks=ranks, special_tokens=special)
         self._text_tokens, self.vocab_size = count, count + _LLAMA3_SPECIAL
         self.bos, self.eos = count if add_bos else None, count + 1 if add_eos else None
         self.bytes_per_token = np.zeros(self.vocab_size, np.int32)
@@ -132,8 +130,8 @@ def _load_json(file: Path, *, add_bos: bool, add_eos: bool) -> JsonTokenizer:
     for key, wanted, name in (("add_bos", add_bos, begin), ("add_eos", add_eos, end)):
         if wanted and name is None:
             raise UserError(
-                f"tokenizer_path: {file} has no special token that we know for the ends of a document; name bos_token and "
-                f"eos_token in a {CONFIG_FILE} beside it, or set {key}=false"
+                f"tokenizer_path: {file} has no special token that we know for the ends of a document; name bos_token "
+                f"and eos_token in a {CONFIG_FILE} beside it, or set {key}=false"
             )
     return JsonTokenizer(inner, begin if add_bos else None, end if add_eos else None)
 
@@ -149,7 +147,9 @@ def _special_names(file: Path) -> dict[str, str]:
         raise UserError(f"tokenizer_path: {path} is no JSON ({error})") from error
     values = {name: given.get(name) for name in ("bos_token", "eos_token")}
     return {
-        name: value["content"] if isinstance(value, dict) else value for name, value in values.items() if value is not None
+        name: value["content"] if isinstance(value, dict) else value
+        for name, value in values.items()
+        if value is not None
     }
 
 

@@ -39,7 +39,9 @@ def say_nothing(line: str) -> None:
 def config_of(cache: Path, **keys: Any):
     """A configuration as a command line gives it; keys that the tests of data share have small values."""
     shared = {"max_target_length": LENGTH, "vocab_size": VOCAB, "data_cache_directory": cache, "eval_interval": -1}
-    words = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in (shared | keys).items()]
+    words = [
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in (shared | keys).items()
+    ]
     return load(words).config
 
 

@@ -51,7 +51,8 @@ def test_the_parts_of_all_processes_make_the_global_batch(processes: int):
     settings = {"seed": 1, "shuffle": True}
     whole = train_batch(Numbered(10), 84, 12, **settings)
     parts = [
-        train_batch(Numbered(10), 84, 12, **settings, process_index=i, process_count=processes) for i in range(processes)
+        train_batch(Numbered(10), 84, 12, **settings, process_index=i, process_count=processes)
+        for i in range(processes)
     ]
     assert set(whole) == {*FIELDS, "row"}
     for name, values in whole.items():

@@ -79,5 +79,5 @@ def test_mixtures_are_read_as_maxtext_writes_them(files: str, expected: list):
 
 @pytest.mark.parametrize("files", ["a,0;b,1", "a,x", "a,1;b", ",1", ";", "a,-1", "a,1/0"])
 def test_what_is_no_mixture_is_refused(files: str):
-    with pytest.raises(UserError, match="write glob,weight;glob,weight|names no files"):
+    with pytest.raises(UserError, match=r"write glob,weight;glob,weight|names no files"):
         parse_mixture(files, "")

@@ -1,5 +1,7 @@
 """Documents to rows, and going on behind any row."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -66,7 +68,10 @@ def test_first_fit_takes_the_first_row_with_room_and_best_fit_the_fullest():
 
 def test_a_limit_of_segments_and_one_document_a_row():
     texts = [1], [2], [3]
-    assert packed(Packing(6, "first_fit", max_segments=2), *texts)["segmentation"] == [[1, 1, 2, 2, 0, 0], [1, 1, 0, 0, 0, 0]]
+    assert packed(Packing(6, "first_fit", max_segments=2), *texts)["segmentation"] == [
+        [1, 1, 2, 2, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+    ]
     assert packed(Packing(6, together=False), *texts)["segmentation"] == [[1, 1, 0, 0, 0, 0]] * 3
 
 
@@ -95,7 +100,9 @@ def test_every_pair_is_in_some_row_once_and_segments_are_whole(packing: Packing)
         assert (segments[used:] == 0).all()
         assert (row["loss"] == (segments != 0)).all()
         assert set(np.diff(segments[:used])) <= {0, 1}
-        assert segments.max() <= (1 if not packing.together else packing.max_segments if packing.max_segments > 0 else 99)
+        assert segments.max() <= (
+            1 if not packing.together else packing.max_segments if packing.max_segments > 0 else 99
+        )
         for segment in range(1, segments.max() + 1):
             here = segments == segment
             assert (row["inputs"][here][1:] == row["targets"][here][:-1]).all()
@@ -103,7 +110,7 @@ def test_every_pair_is_in_some_row_once_and_segments_are_whole(packing: Packing)
     expected = []
     for text in texts:
         tokens = [EOT, *text, EOT]
-        pairs = list(zip(tokens[:-1], tokens[1:], strict=True))
+        pairs = list(itertools.pairwise(tokens))
         expected += pairs[: packing.length] if packing.truncate else pairs
     assert sorted(found) == sorted(expected)
 

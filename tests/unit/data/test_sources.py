@@ -64,12 +64,15 @@ def test_evaluation_files_leave_training_whole(corpora, tmp_path: Path):
 
 def test_a_mixture_in_json(corpora, tmp_path: Path):
     path = tmp_path / "mixture.json"
-    entries = {"a": {"path": f"{corpora('jsonl')}/0.*", "weight": 0.2}, "b": {"path": f"{corpora('jsonl')}/1.*", "weight": 2}}
+    entries = {
+        "a": {"path": f"{corpora('jsonl')}/0.*", "weight": 0.2},
+        "b": {"path": f"{corpora('jsonl')}/1.*", "weight": 2},
+    }
     path.write_text(json.dumps(entries))
     keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_mixture_config_path": path}
     assert source_of(tmp_path, **keys).weights == (1, 10)
     path.write_text('{"a": {"path": "x"}}')
-    with pytest.raises(UserError, match="KeyError: 'weight'"):
+    with pytest.raises(UserError, match=r"KeyError: 'weight'"):
         source_of(tmp_path, **keys)
 
 
@@ -86,7 +89,7 @@ def test_tfds_in_both_formats_and_in_parts(tmp_path: Path):
     to_tfrecord(tmp_path / "data" / "tiny" / "made" / "1.2.3")
     source = source_of(tmp_path, **keys)
     assert texts(source.train[0]) == [document(i) for i in range(20)]
-    with pytest.raises(UserError, match="parts of a split need ArrayRecord"):
+    with pytest.raises(UserError, match=r"parts of a split need ArrayRecord"):
         source_of(tmp_path, **keys, train_split="train[:50%]")
 
 
@@ -140,9 +143,9 @@ def test_hf_reads_folders_files_and_splits(tmp_path: Path):
     source = source_of(tmp_path, **keys, hf_eval_split="test")
     assert texts(source.train[0]) == [document(i) for i in range(10)]
     assert texts(source.evaluation[0]) == [document(i) for i in range(10, 12)]
-    with pytest.raises(UserError, match="train_split=tran: .* has the splits train, test; nearest: train"):
+    with pytest.raises(UserError, match=r"train_split=tran: .* has the splits train, test; nearest: train"):
         source_of(tmp_path, **keys, train_split="tran")
-    with pytest.raises(UserError, match="has no column txt; .* to some of: text, n"):
+    with pytest.raises(UserError, match=r"has no column txt; .* to some of: text, n"):
         source_of(tmp_path, **keys, train_data_columns="txt")
     write_records(tmp_path / "a.jsonl", "jsonl", rows)
     plain = {"dataset_type": "hf", "hf_path": "json", "hf_train_files": tmp_path / "a.jsonl"}
@@ -151,7 +154,7 @@ def test_hf_reads_folders_files_and_splits(tmp_path: Path):
     write_records(tmp_path / "folder" / "train.parquet", "parquet", rows)
     folder = {"dataset_type": "hf", "hf_path": tmp_path / "folder"}
     assert len(texts(source_of(tmp_path, **folder, held_out_share=0).train[0])) == 12
-    with pytest.raises(UserError, match="hf_path=allenai/c4: there is no such folder .* not downloaded"):
+    with pytest.raises(UserError, match=r"hf_path=allenai/c4: there is no such folder .* not downloaded"):
         source_of(tmp_path, dataset_type="hf", hf_path="allenai/c4")
 
 
@@ -169,12 +172,14 @@ def read_all(tmp_path: Path, kind: str, path: Path, **keys):
 
 @pytest.mark.parametrize("kind", ["arrayrecord", "jsonl", "parquet", "text", "tfrecord"])
 def test_missing_and_empty_files_are_named(tmp_path: Path, kind: str):
-    with pytest.raises(UserError, match=f"grain_train_files: .*none.{kind} matches no file .* has no file of that name"):
+    with pytest.raises(
+        UserError, match=rf"grain_train_files: .*none.{kind} matches no file .* has no file of that name"
+    ):
         read_all(tmp_path, kind, tmp_path / f"none.{kind}")
-    with pytest.raises(UserError, match="there is no folder .*nowhere"):
+    with pytest.raises(UserError, match=r"there is no folder .*nowhere"):
         read_all(tmp_path, kind, tmp_path / "nowhere" / "*")
     (tmp_path / "empty").touch()
-    with pytest.raises(UserError, match="empty is empty; remove it"):
+    with pytest.raises(UserError, match=r"empty is empty; remove it"):
         read_all(tmp_path, kind, tmp_path / "empty")
 
 
@@ -184,7 +189,7 @@ def test_damaged_files_are_named(tmp_path: Path, kind: str, damage: str):
     path = write_corpus(tmp_path / "files", kind, files=1) / f"0.{kind}"
     data = path.read_bytes()
     path.write_bytes(data[: len(data) * 2 // 3] if damage == "cut" else bytes(range(256)) * 4)
-    with pytest.raises(UserError, match=f"0.{kind}.*(damaged|cut short)"):
+    with pytest.raises(UserError, match=rf"0.{kind}.*(damaged|cut short)"):
         read_all(tmp_path, kind, path)
 
 
@@ -205,16 +210,16 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str):
 
 def test_bytes_that_are_no_utf8_are_named(tmp_path: Path):
     (tmp_path / "a.txt").write_bytes(b"good \xff bad")
-    with pytest.raises(UserError, match="a.txt: column text is not UTF-8 at byte 5"):
+    with pytest.raises(UserError, match=r"a.txt: column text is not UTF-8 at byte 5"):
         read_all(tmp_path, "text", tmp_path / "a.txt")
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "\xff"}\n')
-    with pytest.raises(UserError, match="a.jsonl, line 1, is no JSON"):
+    with pytest.raises(UserError, match=r"a.jsonl, line 1, is no JSON"):
         read_all(tmp_path, "jsonl", tmp_path / "a.jsonl")
 
 
 @pytest.mark.parametrize("kind", ["arrayrecord", "parquet", "tfrecord"])
 def test_a_missing_column_lists_those_there_are(corpora, tmp_path: Path, kind: str):
-    with pytest.raises(UserError, match="there is no column body; .* to some of: text, number"):
+    with pytest.raises(UserError, match=r"there is no column body; .* to some of: text, number"):
         read_all(tmp_path, kind, f"{corpora(kind)}/*", train_data_columns="body")
 
 
@@ -233,7 +238,7 @@ def test_token_ids_are_read_and_checked(corpora, tmp_path: Path):
         assert first.tokens.tolist() == [0, 1]
         with pytest.raises(UserError, match=rf"0.{kind}.* holds token 28 and vocab_size=28: ids lie from 0 to 27"):
             Encoder(None, ("number",), False, False, 28).encode(records, Counts())
-    with pytest.raises(UserError, match="not a list of token ids"):
+    with pytest.raises(UserError, match=r"not a list of token ids"):
         Encoder(None, ("text",), False, False, 28).encode([records[0]._replace(values=("words",))], Counts())
 
 
@@ -251,7 +256,7 @@ def test_example_messages():
     assert values["text"] == "ä".encode()
     assert values["ids"].tolist() == [0, 5, 300, -1]
     for data in (b"\xff\xff", b"plain text", b"", example(text="a")[:-1]):
-        with pytest.raises(ValueError, match="no tf.train.Example"):
+        with pytest.raises(ValueError, match=r"no tf.train.Example"):
             parse_example(data)
 
 

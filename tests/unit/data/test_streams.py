@@ -124,7 +124,7 @@ def test_workers_stream_and_resume(corpora, tmp_path: Path):
     dataset = opened(tmp_path, **keys, grain_worker_count=2)
     whole = batches(dataset, 8)
     assert_same(batches(dataset, 4, json.loads(json.dumps(whole[3][1]))), whole[4:])
-    with pytest.raises(UserError, match="grain_worker_count=2, and here it is 0"):
+    with pytest.raises(UserError, match=r"grain_worker_count=2, and here it is 0"):
         opened(tmp_path, **keys).train_stream(whole[3][1], rows=ROWS)
 
 
@@ -145,7 +145,7 @@ def test_processes_stream_different_documents(
         assert all(len(batch["inputs"]) == ROWS // processes for batch, _ in parts)
         assert [batch["row"][0] for batch, _ in parts] == [i * ROWS // processes] * len(parts)
         seen.append({row.tobytes() for batch, _ in parts for row in batch["inputs"]})
-        with pytest.raises(UserError, match=f"process_count={processes}, and here it is 1"):
+        with pytest.raises(UserError, match=rf"process_count={processes}, and here it is 1"):
             dataset.train_stream(parts[0][1], rows=ROWS)
     assert not set.intersection(*seen)
     assert len(set.union(*seen)) == documents
@@ -156,9 +156,7 @@ def test_prepared_positions_resume_on_any_number_of_processes(corpora, tmp_path:
     keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": f"{corpora('jsonl')}/*"}
     dataset = opened(tmp_path, **keys)
     whole = batches(dataset, 8)
-    parts = [
-        batches(dataset, 4, whole[3][1], process_index=i, process_count=processes) for i in range(processes)
-    ]
+    parts = [batches(dataset, 4, whole[3][1], process_index=i, process_count=processes) for i in range(processes)]
     for same, (batch, position) in zip(zip(*parts, strict=True), whole[4:], strict=True):
         for name in batch:
             np.testing.assert_array_equal(np.concatenate([part[name] for part, _ in same]), batch[name])
@@ -228,7 +226,7 @@ def test_no_record_for_a_process_is_an_error(tmp_path: Path):
     (tmp_path / "one.jsonl").write_text('{"text": "only one"}\n')
     keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": f"{tmp_path}/one.jsonl"}
     dataset = opened(tmp_path / "cache", **keys, data_pipeline="streaming", tokenizer_type="bytes")
-    with pytest.raises(UserError, match="too few records for every process"):
+    with pytest.raises(UserError, match=r"too few records for every process"):
         batches(dataset, 1, process_index=1, process_count=2)
 
 

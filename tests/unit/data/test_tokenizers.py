@@ -98,7 +98,10 @@ def test_tiktoken(ranks: Path, tmp_path: Path):
     assert_exact_bytes(tokenizer)
     assert_reads_back(tokenizer, tmp_path / "saved")
     lines = ranks.read_bytes().splitlines()
-    for data, message in (([*lines[:3], b"x"], "line 4, is not base64"), (lines[:-2] + lines[-1:], "the ranks are not 0 to 258")):
+    for data, message in (
+        ([*lines[:3], b"x"], "line 4, is not base64"),
+        (lines[:-2] + lines[-1:], "the ranks are not 0 to 258"),
+    ):
         (tmp_path / "bad.tiktoken").write_bytes(b"\n".join(data))
         with pytest.raises(UserError, match=message):
             load_tokenizer(str(tmp_path / "bad.tiktoken"), "tiktoken", **BOTH)
@@ -115,7 +118,7 @@ def test_sentencepiece(piece: Path, tmp_path: Path):
     assert tokenizer.encode_many([text, text]) == [ids, ids]
     assert_reads_back(tokenizer, tmp_path / "saved")
     (tmp_path / "bad.model").write_bytes(b"\x00 no model")
-    with pytest.raises(UserError, match="bad.model is no sentencepiece model"):
+    with pytest.raises(UserError, match=r"bad.model is no sentencepiece model"):
         load_tokenizer(str(tmp_path / "bad.model"), "auto", **BOTH)
 
 
@@ -164,15 +167,15 @@ def test_a_tokenizer_that_changes_text_counts_no_bytes(tmp_path: Path):
 
 
 def test_what_is_no_tokenizer_is_named(tmp_path: Path):
-    with pytest.raises(UserError, match="no special token that we know .* add_bos=false"):
+    with pytest.raises(UserError, match=r"no special token that we know .* add_bos=false"):
         load_tokenizer(json_tokenizer(tmp_path / "none", []), "auto", **BOTH)
     config = {"bos_token": "<x>", "eos_token": "</s>"}
-    with pytest.raises(UserError, match="tokenizer_config.json names <x>, which tokenizer.json lacks"):
+    with pytest.raises(UserError, match=r"tokenizer_config.json names <x>, which tokenizer.json lacks"):
         load_tokenizer(json_tokenizer(tmp_path / "wrong", ["</s>"], config=config), "auto", **BOTH)
     (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(UserError, match="bad.json is no tokenizer.json"):
+    with pytest.raises(UserError, match=r"bad.json is no tokenizer.json"):
         load_tokenizer(str(tmp_path / "bad.json"), "auto", **BOTH)
-    with pytest.raises(UserError, match="there is no such file"):
+    with pytest.raises(UserError, match=r"there is no such file"):
         load_tokenizer(str(tmp_path / "none.json"), "auto", **BOTH)
     with pytest.raises(UserError, match=r"holds no tokenizer.json or tokenizer.model"):
         load_tokenizer(str(tmp_path), "auto", **BOTH)
@@ -205,9 +208,9 @@ def test_every_tokenizer_trains(corpora, piece: Path, ranks: Path, bpe: JsonToke
 
 def test_a_vocabulary_that_is_too_small_is_found_at_once(corpora, piece: Path, tmp_path: Path):
     keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": f"{corpora('jsonl')}/*"}
-    with pytest.raises(UserError, match="vocab_size=300, but the tokenizer .* has 330 tokens; set vocab_size=330"):
+    with pytest.raises(UserError, match=r"vocab_size=300, but the tokenizer .* has 330 tokens; set vocab_size=330"):
         opened(tmp_path, **keys, tokenizer_path=piece)
-    with pytest.raises(UserError, match="the tokenizer bytes has 257 tokens"):
+    with pytest.raises(UserError, match=r"the tokenizer bytes has 257 tokens"):
         opened(tmp_path, **keys, tokenizer_type="bytes", vocab_size=256)
     assert not list(tmp_path.iterdir())
 
