@@ -49,8 +49,8 @@ def _load(path: str, settings: dict[str, str | None], files: str, split: str, ke
     if not folder.is_dir() and path not in BUILDERS:
         raise UserError(
             f"hf_path={path}: there is no such folder on this machine, and datasets are not downloaded; get it first, "
-            f"as by `hf download --repo-type dataset {path} --local-dir FOLDER`, and set hf_path=FOLDER; or name a reader "
-            f"of plain files ({', '.join(BUILDERS)}) and hf_train_files"
+            f"as by `hf download --repo-type dataset {path} --local-dir FOLDER`, and set hf_path=FOLDER; or name a "
+            f"reader of plain files ({', '.join(BUILDERS)}) and hf_train_files"
         )
     if path in BUILDERS and not folder.is_dir() and not files:
         raise UserError(f"hf_path={path} reads plain files: name them with hf_train_files or hf_eval_files")

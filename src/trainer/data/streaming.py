@@ -228,7 +228,7 @@ class _Packed(grain.IterDataset):
 
 
 class _PackedIterator(grain.DatasetIterator):
-    """The state is that of the records before the first document that the rows given do not hold whole, and how far they do."""
+    """The state is that of the records before the document that the rows given end in, and how much of it they hold."""
 
     def __init__(self, parent: grain.DatasetIterator, *, corpus: Corpus, encoder: Encoder, packing: Packing):
         super().__init__(parent)

@@ -144,8 +144,8 @@ class StreamingStream:
             if (then := position["place"][key]) != now:
                 raise UserError(
                     f"the saved position in the data was taken with {key}={then}, and here it is {now}: a "
-                    "streamed corpus goes on exactly only as it was read; start with the same, or use data_pipeline=prepared, which "
-                    "resumes on any number of processes"
+                    "streamed corpus goes on exactly only as it was read; start with the same, or use "
+                    "data_pipeline=prepared, which resumes on any number of processes"
                 )
 
 

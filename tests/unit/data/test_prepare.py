@@ -9,12 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sample_data import LENGTH, VOCAB, config_of, opened, say_nothing, write_corpus, write_tfds
 
 from trainer.config.errors import UserError
 from trainer.data import Dataset, cache, eval_batches, open_dataset
 from trainer.data.corpus import read_files
-
-from .conftest import LENGTH, VOCAB, config_of, opened, say_nothing, write_corpus, write_tfds
 
 SCRIPT = """
 import json, resource, sys

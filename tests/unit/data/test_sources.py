@@ -4,14 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from sample_data import config_of, document, example, opened, write_corpus, write_records, write_tfds
 
 from trainer.config import UserError
 from trainer.data.documents import Counts, Encoder, is_held_out
 from trainer.data.example_proto import parse_example
 from trainer.data.readers import ArrayRecordPart, JsonlPart, ParquetPart, TfrecordPart
 from trainer.data.sources import Corpus, file_fingerprint, open_source, tfds_folder
-
-from .conftest import config_of, document, example, opened, write_corpus, write_records, write_tfds
 
 
 def source_of(tmp_path: Path, **keys):
@@ -134,7 +133,8 @@ def test_the_newest_version_of_tfds_is_taken(tmp_path: Path):
 
 
 def test_hf_reads_folders_files_and_splits(tmp_path: Path):
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     datasets.disable_progress_bars()
     rows = [{"text": document(i), "n": i} for i in range(12)]
     splits = {"train": datasets.Dataset.from_list(rows[:10]), "test": datasets.Dataset.from_list(rows[10:])}

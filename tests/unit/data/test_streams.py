@@ -6,12 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sample_data import config_of, document, opened, write_corpus, write_tfds
 
 from trainer.config import UserError
 from trainer.data import Dataset, Loader, open_dataset
 from trainer.data.batches import FIELDS
-
-from .conftest import config_of, document, opened, write_corpus, write_tfds
 
 ROWS = 4
 WAYS = ("prepared", "streaming")
@@ -105,7 +104,8 @@ def test_tfds_resumes(tmp_path: Path, way: str, capsys):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_hf_resumes(tmp_path: Path, way: str):
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     datasets.disable_progress_bars()
     datasets.Dataset.from_list([{"text": document(i)} for i in range(30)]).save_to_disk(tmp_path / "hf")
     keys = {"dataset_type": "hf", "hf_path": tmp_path / "hf", "data_pipeline": way}

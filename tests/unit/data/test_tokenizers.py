@@ -7,12 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sample_data import document, opened
 
 from trainer.config import UserError
 from trainer.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, train_bpe
 from trainer.data.tokenizer_files import load_tokenizer
-
-from .conftest import document, opened
 
 TEXTS = ["", "def f(x):\r\n\treturn 'ä€😀\x00'\n", "  <|endoftext|> </s> is text here"]
 BOTH = {"add_bos": True, "add_eos": True}
@@ -34,7 +33,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def piece(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sentencepiece = pytest.importorskip("sentencepiece")
+    import sentencepiece
+
     folder = tmp_path_factory.mktemp("piece")
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([document(i) for i in range(50)]),
@@ -91,7 +91,6 @@ def test_bytes(tmp_path: Path):
 
 
 def test_tiktoken(ranks: Path, tmp_path: Path):
-    pytest.importorskip("tiktoken")
     tokenizer = load_tokenizer(str(ranks), "auto", **BOTH)
     assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eos) == (260 + 256, 260, 261)
     assert tokenizer.encode("docu") == [258]
