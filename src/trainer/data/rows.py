@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from trainer.data.batches import Batch, make_batch
+from trainer.data.example_proto import serialize_example
 from trainer.data.packing import PackedRow
 
 SPLIT = "rows"
@@ -50,6 +51,8 @@ def write(folder: Path, rows: Iterable[PackedRow], *, length: int, vocab_size: i
     if masked:
         features["loss"] = tfds.features.Tensor(shape=(length,), dtype=np.uint8, encoding="bytes")
 
+    dtypes = {name: np.dtype(feature.np_dtype) for name, feature in features.items()}
+
     class PackedRows(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
         # Next to the code TFDS would look for checksums of downloads, with a package that it does not declare.
         code_path = None
@@ -69,7 +72,7 @@ def write(folder: Path, rows: Iterable[PackedRow], *, length: int, vocab_size: i
         def _download_and_prepare(self, dl_manager, download_config):
             # TFDS's own writer holds a whole split, in memory and then in files that TensorFlow writes.
             template = self._get_filename_template(SPLIT)
-            lengths, size = _write_shards(Path(template.data_dir), rows, self.info.features, features)
+            lengths, size = _write_shards(Path(template.data_dir), rows, dtypes)
             for i in range(len(lengths)):
                 final = template.sharded_filepath(shard_index=i, num_shards=len(lengths))
                 _shard(Path(template.data_dir), i).rename(str(final))
@@ -85,7 +88,7 @@ def write(folder: Path, rows: Iterable[PackedRow], *, length: int, vocab_size: i
     return Path(builder.data_dir)
 
 
-def _write_shards(folder: Path, rows: Iterable[PackedRow], features, stored) -> tuple[list[int], int]:
+def _write_shards(folder: Path, rows: Iterable[PackedRow], dtypes: dict[str, np.dtype]) -> tuple[list[int], int]:
     """Rows of each shard, and the bytes of all."""
     from array_record.python.array_record_module import ArrayRecordWriter
 
@@ -99,8 +102,7 @@ def _write_shards(folder: Path, rows: Iterable[PackedRow], features, stored) -> 
                     writer.close()
                 writer, room = ArrayRecordWriter(str(_shard(folder, len(lengths))), "group_size:1"), SHARD_BYTES
                 lengths.append(0)
-            example = {name: row[name].astype(feature.np_dtype) for name, feature in stored.items()}
-            data = features.serialize_example(example)
+            data = serialize_example({name: row[name].astype(dtype).tobytes() for name, dtype in dtypes.items()})
             writer.write(data)  # type: ignore[union-attr]
             lengths[-1], total, room = lengths[-1] + 1, total + len(data), room - len(data)
     except RuntimeError as error:
