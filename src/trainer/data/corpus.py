@@ -66,7 +66,7 @@ def stdlib_corpora(root: Path) -> tuple[Corpus, Corpus]:
     if not all(splits):
         raise UserError(f"{root} holds too few .py files: {len(splits[0])} to train on and {len(splits[1])} held out")
     train, evaluation = (
-        Corpus(f"{len(split)} files of {root}", (SourceFiles(str(root), split),), fingerprint(split))
+        Corpus(f"{len(split)} files of the standard library", (SourceFiles(str(root), split),), fingerprint(split))
         for split in splits
     )
     return train, evaluation

@@ -19,9 +19,7 @@ class Record(NamedTuple):
 
     def key(self) -> bytes:
         """What the choice of held-out records goes by: the contents, so that copies go together."""
-        return b"\0".join(
-            value.encode() if isinstance(value, str) else bytes(np.asarray(value)) for value in self.values
-        )
+        return b"\0".join(map(_bytes_of, self.values))
 
 
 class Document(NamedTuple):
@@ -152,6 +150,14 @@ class Encoder:
                 f"lie from 0 to {self.vocab_size - 1}; set vocab_size above the largest id"
             )
         return array.astype(np.int32)
+
+
+def _bytes_of(value: Any) -> bytes:
+    if value is None:
+        return b""
+    if isinstance(value, str):
+        return value.encode()
+    return value if isinstance(value, bytes) else repr(np.asarray(value).tolist()).encode()
 
 
 def _text(value: Any, name: str, record: Record) -> str:

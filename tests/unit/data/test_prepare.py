@@ -260,6 +260,23 @@ def test_a_mixture_shares_what_its_parts_have_prepared(tmp_path: Path):
     assert len(folders(tmp_path / "cache")) == 2
 
 
+@pytest.mark.parametrize(("vocab_size", "size"), [(1 << 16, 2), ((1 << 16) + 1, 4)])
+def test_ids_are_stored_in_the_narrowest_type(tmp_path: Path, vocab_size: int, size: int):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": [vocab_size - 1] * 1000}) + "\n")
+    keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": f"{tmp_path}/a.jsonl"}
+    keys |= {
+        "tokenize_train_data": False,
+        "tokenize_eval_data": False,
+        "vocab_size": vocab_size,
+        "max_target_length": 999,
+    }
+    dataset = opened(tmp_path / "cache", **keys)
+    batch, _ = next(dataset.train_stream(rows=1))
+    assert (batch["inputs"] == vocab_size - 1).all()
+    (features,) = tmp_path.rglob("features.json")
+    assert features.read_text().count("uint16" if size == 2 else "int32") >= 3
+
+
 def test_rows_go_into_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_corpus(tmp_path / "files", "jsonl")
     keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": f"{tmp_path}/files/*"}

@@ -3,11 +3,12 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from sample_data import config_of, document, example, opened, write_corpus, write_records, write_tfds
 
 from trainer.config import UserError
-from trainer.data.documents import Counts, Encoder, is_held_out
+from trainer.data.documents import Counts, Encoder, Record, is_held_out
 from trainer.data.example_proto import parse_example, serialize_example
 from trainer.data.readers import ArrayRecordPart, JsonlPart, ParquetPart, TfrecordPart
 from trainer.data.sources import Corpus, file_fingerprint, open_source, tfds_folder
@@ -52,6 +53,16 @@ def test_the_held_out_share_goes_by_contents(corpora, tmp_path: Path):
     again = source_of(tmp_path, **grain_keys("parquet", f"{corpora('parquet')}/*"), held_out_share=0.3)
     assert sorted(texts(again.evaluation[0])) == sorted(texts(held_out))
     assert 280 < sum(is_held_out(str(i).encode(), 0.3) for i in range(1000)) < 320
+
+
+def test_what_is_held_out_does_not_depend_on_the_kind_of_value():
+    keys = [
+        Record("", (value,)).key() for value in ("ab", b"ab", [1, 20], np.array([1, 20]), np.array([1, 20], np.int32))
+    ]
+    assert keys[0] == keys[1]
+    assert keys[2] == keys[3] == keys[4]
+    assert keys[2] != Record("", ([12, 0],)).key()
+    assert Record("", (None, "a")).key() == Record("", ("", "a")).key() != Record("", ("a", "")).key()
 
 
 def test_evaluation_files_leave_training_whole(corpora, tmp_path: Path):
