@@ -85,7 +85,8 @@ def _prompt(config, tokenizer) -> list[int]:
     """The prompt's tokens, [] for no sample; checked before training starts."""
     if tokenizer is None or not config.prompt:
         return []
-    tokens = [tokenizer.eot, *tokenizer.encode(config.prompt)]
+    begin = [] if tokenizer.bos is None else [tokenizer.bos]
+    tokens = begin + tokenizer.encode(config.prompt)
     if len(tokens) >= config.max_target_length:
         raise UserError(
             f"prompt has {len(tokens)} tokens and leaves no room in a row of max_target_length="
@@ -107,8 +108,9 @@ def _sample(run, state, tokenizer, prompt: list[int]) -> str:
     def draw(params, rest):
         return sample(run.config, run.backend, params, rest, prompt, rows=rows, temperature=temperature, seed=seed)
 
-    tokens = jax.device_get(jax.jit(run.placed(draw))(tree.params, tree.rest))[0].tolist()[1:]
-    end = tokens.index(tokenizer.eot) if tokenizer.eot in tokens else len(tokens)
+    tokens = jax.device_get(jax.jit(run.placed(draw))(tree.params, tree.rest))[0].tolist()
+    # The end may be the token that also stands at the beginning.
+    end = tokens.index(tokenizer.eos, len(prompt)) if tokenizer.eos in tokens[len(prompt) :] else len(tokens)
     return tokenizer.decode(tokens[:end])
 
 

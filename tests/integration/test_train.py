@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from sample_data import document, write_corpus, write_tfds
 from support import ALL_COMBINATIONS, TINY, arguments, pinned
 
-from trainer.config import schema
+from trainer.config import load, schema
+from trainer.data import open_dataset
 from trainer.train import main
 
 STEP_FIELDS = {
@@ -25,6 +27,7 @@ STEP_FIELDS = {
     "tokens",
     "step_time",
     "tokens_per_second",
+    "data_wait",
 }
 MAXTEXT_LINE = re.compile(
     r"^completed step: \d+, seconds: \d+\.\d{3}, TFLOP/s/device: \d+\.\d{3}, Tokens/s/device: \d+\.\d{3}, "
@@ -59,7 +62,7 @@ def rows_of(run_dir: Path) -> tuple[list[dict], list[dict]]:
 
 
 def test_a_run_on_text_from_any_folder_without_a_yml(tmp_path, corpus):
-    done = run_module(*(f"{k}={v}" for k, v in TEXT.items()), f"dataset_path={corpus}", cwd=tmp_path)
+    done = run_module(*(f"{k}={v}" for k, v in TEXT.items()), f"data_cache_directory={corpus}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "run-0001" in done.stdout
     run_dir = tmp_path / "runs" / "run-0001"
@@ -140,7 +143,7 @@ def test_a_prompt_that_fills_the_row_is_refused_before_training(tmp_path, corpus
         "max_target_length": 16,
         "prompt": "def a_function_of_many(arguments, and_more, and_another): return None  # a long line",
     }
-    done = run_module(*(f"{k}={v}" for k, v in settings.items()), f"dataset_path={corpus}", cwd=tmp_path)
+    done = run_module(*(f"{k}={v}" for k, v in settings.items()), f"data_cache_directory={corpus}", cwd=tmp_path)
     assert done.returncode == 2
     assert "prompt" in done.stderr
     assert not (tmp_path / "runs").exists()
@@ -172,6 +175,25 @@ READ_BY_LOADING = {
 }
 
 
+def other_sources(folder: Path) -> list[list[str]]:
+    """Command lines of the other kinds of data, with what they name."""
+    import datasets
+
+    write_tfds(folder / "tfds")
+    write_corpus(folder / "jsonl", "jsonl")
+    rows = [{"text": document(i)} for i in range(9)]
+    datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name in ("train", "test")}).save_to_disk(
+        folder / "hf"
+    )
+    shared = ["eval_interval=1", "tokenizer_type=bytes", f"data_cache_directory={folder / 'cache'}"]
+    kinds = (
+        ["tfds", f"dataset_path={folder}/tfds", "dataset_name=tiny/made", "eval_dataset_name=tiny/made:1.2.3"],
+        ["grain", "grain_file_type=jsonl", f"grain_train_files={folder}/jsonl/*", "data_pipeline=streaming"],
+        ["hf", f"hf_path={folder}/hf", "hf_eval_split=test"],
+    )
+    return [[f"dataset_type={kind}", *words, *shared, "held_out_share=0.2"] for kind, *words in kinds]
+
+
 def test_every_key_is_read(tmp_path, monkeypatch, corpus):
     monkeypatch.chdir(tmp_path)
     seen: set[str] = set()
@@ -180,8 +202,10 @@ def test_every_key_is_read(tmp_path, monkeypatch, corpus):
     monkeypatch.setattr(module, "resolve", lambda *args, **kwargs: Recording(resolve(*args, **kwargs), seen))
     monkeypatch.setattr("trainer.train.to_yaml", lambda config: "")  # writes every key out; that is not reading it
     common = TEXT | pinned("nnx") | {"steps": 1, "per_device_batch_size": 1, "eval_interval": 1}
-    common |= {"dataset_path": corpus, "lr_schedule_type": "wsd"}
+    common |= {"data_cache_directory": corpus, "lr_schedule_type": "wsd"}
     main([f"{k}={v}" for k, v in common.items()])
+    for words in other_sources(tmp_path):
+        open_dataset(Recording(load(words).config, seen), lambda line: None)
     unread = set(schema().keys) - seen - set(READ_BY_LOADING)
     assert not unread
     assert not seen & set(READ_BY_LOADING), "a key that a run reads needs no excuse"

@@ -1,5 +1,6 @@
 """From base.yml, presets and `key=value` to one frozen configuration. Importing it loads neither JAX nor Flax."""
 
+from trainer.config.data_keys import parse_mixture
 from trainer.config.derived import eval_batch_rows, global_batch_rows, mesh_axes, microbatch_rows
 from trainer.config.dump import to_yaml
 from trainer.config.errors import UserError, exit_on_user_error
@@ -26,6 +27,7 @@ __all__ = [
     "make_rules",
     "mesh_axes",
     "microbatch_rows",
+    "parse_mixture",
     "resolve",
     "schema",
     "to_yaml",

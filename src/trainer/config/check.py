@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config import flags
+from trainer.config.data_keys import DATA_CHECKS, local
 from trainer.config.derived import MESH_AXES
 from trainer.config.dump import to_flow
 from trainer.config.errors import nearest
@@ -49,13 +50,6 @@ def _run_name(config: Any) -> str | None:
     if "/" in config.run_name or config.run_name in (".", "..") or not config.run_name.isprintable():
         return "the name of one folder, without / or control characters; base_output_directory says where it lies"
     return None
-
-
-def _local(key: str) -> Callable[[Any], str | None]:
-    def problem(config: Any) -> str | None:
-        return "remote paths are not built yet; give a local folder" if "://" in config[key] else None
-
-    return problem
 
 
 def _output_directory(config: Any) -> str | None:
@@ -145,21 +139,13 @@ def _rules(config: Any) -> str | None:
     return f"{'; '.join(found)}; move one of the two to another mesh axis or to []" if found else None
 
 
-def _stdlib(key: str, least: int, why: str) -> Callable[[Any], str | None]:
-    def problem(config: Any) -> str | None:
-        return f"at least {least}: {why}" if config.dataset_type == "stdlib" and config[key] < least else None
-
-    return problem
-
-
 CHECKS = (
     Check(flags.FLAGS, flags.unsupported),
     Check(("enable_checkpointing",), _checkpointing),
     Check(("run_name",), _run_name),
     Check(("base_output_directory",), _output_directory),
-    Check(("base_output_directory",), _local("base_output_directory")),
-    Check(("dataset_path",), _local("dataset_path")),
-    Check(("load_parameters_path",), _local("load_parameters_path")),
+    Check(("load_parameters_path",), local("load_parameters_path")),
+    Check(("base_output_directory",), local("base_output_directory")),
     Check(("base_num_query_heads", "base_num_kv_heads"), _heads),
     Check(("head_dim",), _head_dim),
     Check(("rope_min_timescale", "rope_max_timescale"), _rope),
@@ -173,6 +159,5 @@ CHECKS = (
     Check(("trainable_parameters_mask",), _regexes("trainable_parameters_mask")),
     Check(tuple(MESH_AXES.values()), _open_axes),
     Check(("logical_axis_rules",), _rules),
-    Check(("dataset_type", "vocab_size"), _stdlib("vocab_size", 257, "256 bytes and the end of a document")),
-    Check(("dataset_type", "max_target_length"), _stdlib("max_target_length", 16, "shorter rows would be millions")),
+    *(Check(keys, problem) for keys, problem in DATA_CHECKS),
 )

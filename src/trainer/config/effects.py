@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.config.data_keys import DATA_INERT
 from trainer.config.derived import FOLLOWS
 from trainer.config.dump import to_flow
 from trainer.config.files import COMMAND_LINE
@@ -91,17 +92,7 @@ INERT = (
         lambda c: c.dataset_type == "synthetic" and bool(c.prompt),
         "dataset_type=synthetic has no tokenizer",
     ),
-    Inert(("dataset_path",), lambda c: c.dataset_type == "synthetic", "dataset_type=synthetic stores nothing"),
-    Inert(
-        ("enable_data_shuffling",),
-        lambda c: c.dataset_type == "synthetic",
-        "dataset_type=synthetic has no files to shuffle",
-    ),
-    Inert(
-        ("data_shuffle_seed",),
-        lambda c: c.dataset_type != "synthetic" and not c.enable_data_shuffling,
-        "enable_data_shuffling=false",
-    ),
+    *(Inert(keys, when, reason) for keys, when, reason in DATA_INERT),
 )
 
 

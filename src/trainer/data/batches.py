@@ -40,7 +40,7 @@ def local_rows(global_rows: int, process_index: int = 0, process_count: int = 1)
 
 def train_batch(
     source: RowSource,
-    step: int,
+    first: int,
     global_rows: int,
     *,
     seed: int,
@@ -48,27 +48,33 @@ def train_batch(
     process_index: int = 0,
     process_count: int = 1,
 ) -> Batch:
-    """This process's part of global batch `step`, a pure function of the arguments.
+    """This process's part of the global batch that begins with row `first`, a pure function of the arguments.
 
-    Batch `step` is rows [step * global_rows, (step + 1) * global_rows) of one endless order: epoch after epoch of the
-    source, each in an order of its own drawn from `seed`, or all in the source's order without `shuffle`. A batch may
-    span two epochs. The only state is `step`, whatever the number of processes, so a run resumes on any number.
+    The batch is rows [first, first + global_rows) of one endless order: epoch after epoch of the source, each in an
+    order of its own drawn from `seed`, or all in the source's order without `shuffle`. A batch may span two epochs. The
+    only state is `first`, whatever the number of processes, so a run resumes on any number.
 
     The order is a permutation made with numpy, 8 bytes a row. grain.MapDataset gives the same random access, but its
     import takes 1.4 s and loads JAX; its order is not kept from release to release either, and raw Philox words are.
     """
     row = local_rows(global_rows, process_index, process_count)
-    indices = step * global_rows + row
+    indices = first + row
     if source.size is not None:
-        epochs, indices = np.divmod(indices, source.size)
-        if shuffle:
-            for epoch in np.unique(epochs).tolist():
-                here = epochs == epoch
-                indices[here] = epoch_order(source.size, seed, epoch)[indices[here]]
+        indices = visited(indices, source.size, seed=seed, shuffle=shuffle)
     return source.rows(indices) | {"row": row.astype(np.int32)}
 
 
-@functools.lru_cache(maxsize=4)
+def visited(indices: np.ndarray, size: int, *, seed: int, shuffle: bool) -> np.ndarray:
+    """The rows of a source of `size` rows that stand at `indices` [n] of its endless order of epochs."""
+    epochs, indices = np.divmod(indices, size)
+    if shuffle:
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            indices[here] = epoch_order(size, seed, epoch)[indices[here]]
+    return indices
+
+
+@functools.lru_cache(maxsize=16)
 def epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:
     """The order in which `epoch` visits the rows: a permutation of [0, size), int64, read-only.
 
@@ -101,15 +107,20 @@ def eval_batches(
         yield arrays | {"row": row.astype(np.int32)}
 
 
-def make_batch(inputs: np.ndarray, targets: np.ndarray, segmentation: np.ndarray) -> Batch:
-    """A batch without `row` from arrays [rows, length] of any integer type; positions follow from the segmentation."""
+def make_batch(
+    inputs: np.ndarray, targets: np.ndarray, segmentation: np.ndarray, loss: np.ndarray | None = None
+) -> Batch:
+    """A batch without `row` from arrays [rows, length] of any integer type; positions follow from the segmentation.
+
+    Targets where `loss` is 0 bear no loss; without it all do that are no padding.
+    """
     segmentation = segmentation.astype(np.int32)
     return {
         "inputs": inputs.astype(np.int32),
         "targets": targets.astype(np.int32),
         "inputs_position": positions(segmentation),
         "inputs_segmentation": segmentation,
-        "targets_segmentation": segmentation.copy(),
+        "targets_segmentation": segmentation.copy() if loss is None else segmentation * (loss != 0),
     }
 
 

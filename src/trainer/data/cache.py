@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,13 @@ from trainer.config.errors import UserError
 
 Progress = Callable[[str], None]
 META = "meta.json"
+HASHED = 1 << 30  # bytes of a folder that are read to compare it with what was written
 
 
-def cache_root(dataset_path: str) -> Path:
-    """The folder that the key dataset_path names; empty: `trainer` in the user's cache folder."""
-    if dataset_path:
-        return Path(dataset_path).expanduser().absolute()
+def cache_root(data_cache_directory: str) -> Path:
+    """The folder that the key data_cache_directory names; empty: `trainer` in the user's cache folder."""
+    if data_cache_directory:
+        return Path(data_cache_directory).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainer"
 
 
@@ -40,7 +41,7 @@ def ensure(folder: Path, build: Callable[[Path], dict[str, Any]], progress: Prog
             temporary.mkdir()
             try:
                 meta = build(temporary)
-                meta["sha256"] = {name: _sha256(temporary / name) for name in _files(temporary)}
+                meta["files"] = _describe(temporary, _files(temporary))
                 (temporary / META).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
                 temporary.rename(folder)
             finally:
@@ -48,23 +49,25 @@ def ensure(folder: Path, build: Callable[[Path], dict[str, Any]], progress: Prog
     except OSError as error:
         raise UserError(
             f"cannot write the prepared data to {folder.parent}: {error.strerror or error}; "
-            "set dataset_path to a folder that can be written and has room"
+            "set data_cache_directory to a folder that can be written and has room"
         ) from error
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """The dict that `build` returned, once every file of `folder` is found to be as it was written; else UserError."""
+    """The dict that `build` returned, once every file of `folder` is found to be as it was written; else UserError.
+
+    Folders of more than 1 GiB are compared by the sizes of their files alone.
+    """
     try:
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
-        sums = dict(meta["sha256"])
+        files = dict(meta["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise damaged(folder, META, f"cannot be read ({type(error).__name__}: {error})") from error
-    for name, expected in sums.items():
-        try:
-            found = _sha256(folder / name)
-        except OSError as error:
-            raise damaged(folder, name, f"cannot be read ({error.strerror or error})") from error
-        if found != expected:
+    for name in files:
+        if not (folder / name).is_file():
+            raise damaged(folder, name, "cannot be read (it is gone)")
+    for name, found in _describe(folder, files).items():
+        if found != files[name]:
             raise damaged(folder, name, "is not what was written")
     return meta
 
@@ -88,6 +91,14 @@ def _locked(path: Path, progress: Progress) -> Iterator[None]:
 
 def _files(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def _describe(folder: Path, names: Iterable[str]) -> dict[str, int | str]:
+    """Of each file its sha256, or, where they are too large to read at each start, its size."""
+    sizes = {name: (folder / name).stat().st_size for name in names}
+    if sum(sizes.values()) > HASHED:
+        return dict(sizes)
+    return {name: _sha256(folder / name) for name in sizes}
 
 
 def _sha256(path: Path) -> str:

@@ -3,8 +3,13 @@
 import hashlib
 import os
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from trainer.config.errors import UserError
+from trainer.data.documents import Record, is_held_out
+from trainer.data.sources import Corpus
 
 # Tests and the big applications. Some distributions ship Python without them, so that with them corpora would differ.
 EXCLUDED_FOLDERS = frozenset(
@@ -14,7 +19,7 @@ HELD_OUT_SHARE = 0.05
 
 
 @dataclass(frozen=True)
-class Document:
+class SourceFile:
     """One file: its path below the corpus, with forward slashes, its text, and its bytes as UTF-8."""
 
     path: str
@@ -28,8 +33,25 @@ class Document:
         The words before the path choose among equally random 5 %: without them one generated file of texts,
         pydoc_data/topics.py, would be 64 % of the held-out bytes.
         """
-        word = hashlib.sha256(f"held out: {self.path}".encode()).digest()[:8]
-        return int.from_bytes(word, "big") < HELD_OUT_SHARE * 2**64
+        return is_held_out(self.path.encode(), HELD_OUT_SHARE)
+
+
+@dataclass(frozen=True)
+class SourceFiles:
+    """Files in memory as a part of a corpus."""
+
+    name: str
+    files: tuple[SourceFile, ...]
+
+    @property
+    def weight(self) -> int:
+        return sum(file.size for file in self.files)
+
+    def read(self, cursor: int = 0) -> Iterator[tuple[int, float, Record]]:
+        done = sum(file.size for file in self.files[:cursor])
+        for i, file in enumerate(self.files[cursor:], cursor + 1):
+            done += file.size
+            yield i, done / self.weight, Record(file.path, (file.text,))
 
 
 def stdlib_folder() -> Path:
@@ -37,12 +59,25 @@ def stdlib_folder() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def read_corpus(root: Path) -> list[Document]:
+def stdlib_corpora(root: Path) -> tuple[Corpus, Corpus]:
+    """The files below `root` to train on and those held out. UserError where one of the two has none."""
+    files = read_files(root)
+    splits = [tuple(file for file in files if file.held_out == held_out) for held_out in (False, True)]
+    if not all(splits):
+        raise UserError(f"{root} holds too few .py files: {len(splits[0])} to train on and {len(splits[1])} held out")
+    train, evaluation = (
+        Corpus(f"{len(split)} files of the standard library", (SourceFiles(str(root), split),), fingerprint(split))
+        for split in splits
+    )
+    return train, evaluation
+
+
+def read_files(root: Path) -> list[SourceFile]:
     """The `.py` files below `root`, sorted by path, without EXCLUDED_FOLDERS, empty files and files not in UTF-8.
 
     Line ends are kept, so that a document's text encodes to exactly the bytes of its file.
     """
-    documents = []
+    found = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in EXCLUDED_FOLDERS]
         for name in files:
@@ -55,14 +90,14 @@ def read_corpus(root: Path) -> list[Document]:
             except UnicodeDecodeError:
                 continue
             if text:
-                documents.append(Document(path.relative_to(root).as_posix(), text, len(data)))
-    return sorted(documents, key=lambda document: document.path)
+                found.append(SourceFile(path.relative_to(root).as_posix(), text, len(data)))
+    return sorted(found, key=lambda file: file.path)
 
 
-def fingerprint(documents: list[Document]) -> str:
-    """sha256, in hexadecimal, of the documents' paths and contents."""
+def fingerprint(files: tuple[SourceFile, ...]) -> str:
+    """sha256, in hexadecimal, of the files' paths and contents."""
     digest = hashlib.sha256()
-    for document in documents:
-        digest.update(f"{document.path}\0{document.size}\0".encode())
-        digest.update(document.text.encode())
+    for file in files:
+        digest.update(f"{file.path}\0{file.size}\0".encode())
+        digest.update(file.text.encode())
     return digest.hexdigest()

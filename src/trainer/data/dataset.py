@@ -1,62 +1,202 @@
-"""Configuration to the two sources of rows that a run reads."""
+"""Configuration to what a run reads: batches to train on, rows held out, the tokenizer."""
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.config.errors import UserError
 from trainer.data.batches import RowSource
+from trainer.data.streams import Position, Stream, fingerprint
 from trainer.data.synthetic import EVAL_OFFSET, EVAL_ROWS, SyntheticRows
 
 if TYPE_CHECKING:
+    from trainer.data.documents import Encoder
+    from trainer.data.packing import Packing
+    from trainer.data.sources import Corpus, Source
     from trainer.data.tokenizer import Tokenizer
+
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Rows to train on, rows held out, the tokenizer (None for synthetic rows), and facts for people.
+    """What a run reads.
 
-    `summary` holds `source`, and for text `folder`, `fingerprint` (sha256 of the corpus), and `train` and `validation`,
-    each a dict with the numbers of `files`, `bytes`, `tokens` (those that bear loss) and `rows`.
+    Attributes:
+      evaluation: rows held out; None where eval_interval turns evaluation off.
+      tokenizer: None for synthetic rows, and where the data are token ids and tokenizer_path is empty.
+      identity: what the training batches and their order follow from, by name; part of every position.
+      summary: one line for people.
     """
 
-    train: RowSource
-    evaluation: RowSource
+    evaluation: RowSource | None
     tokenizer: "Tokenizer | None"
-    summary: dict[str, Any]
+    identity: dict[str, Any]
+    summary: str
+    open_stream: Callable[..., Stream]
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal training batches in an equal order."""
+        return fingerprint(self.identity)
+
+    def train_stream(
+        self, position: Position | None = None, *, rows: int, process_index: int = 0, process_count: int = 1
+    ) -> Stream:
+        """This process's part of the global batches of `rows` rows, without end, from `position` on: what the stream of
+        an equal dataset gave with a batch goes on exactly behind that batch.
+
+        Raises UserError where the position belongs to other data, or cannot be resumed on this number of processes.
+        """
+        share = {"process_index": process_index, "process_count": process_count}
+        return self.open_stream(identity=self.identity, position=position, rows=rows, **share)
 
     def __str__(self) -> str:
-        """One line for the start of a run."""
-        if "folder" not in self.summary:
-            return self.summary["source"]
-        train, held_out = self.summary["train"], self.summary["validation"]
-        return (
-            f"{self.summary['source']}: {train['files']} files, {train['tokens']:,} tokens; held out "
-            f"{held_out['files']} files, {held_out['tokens']:,} tokens ({self.summary['folder']})"
-        )
+        return self.summary
 
 
-def open_dataset(config, progress: Callable[[str], None]) -> Dataset:
-    """Opens what `dataset_type` names; the first time this prepares it, with one line to `progress` per phase.
+def open_dataset(config: Any, say: Say) -> Dataset:
+    """Opens what `dataset_type` names; what is prepared is prepared the first time, with lines to `say` on how it goes.
 
-    Raises UserError where the keys, the disk or a folder prepared earlier do not allow it.
+    Raises UserError where the keys, a file, the disk or a folder prepared earlier do not allow it.
     """
-    length, vocab_size = config.max_target_length, config.vocab_size
     if config.dataset_type == "synthetic":
-        seed = config.data_shuffle_seed
-        train = SyntheticRows(length, vocab_size, seed=seed)
-        evaluation = SyntheticRows(length, vocab_size, seed=seed, offset=EVAL_OFFSET, size=EVAL_ROWS)
-        return Dataset(train, evaluation, None, {"source": f"synthetic rows, {EVAL_ROWS} held out"})
+        return _synthetic(config)
     # Late: synthetic runs need neither TFDS nor a tokenizer.
+    from trainer.data import prepare
     from trainer.data.cache import cache_root
-    from trainer.data.corpus import stdlib_folder
-    from trainer.data.stdlib import open_corpus
+    from trainer.data.documents import Encoder
+    from trainer.data.packing import Packing
+    from trainer.data.sources import open_source
 
-    prepared = open_corpus(stdlib_folder(), cache_root(config.dataset_path), vocab_size, length, progress)
-    meta = prepared.meta
-    summary = {
-        "source": f"standard library of Python {meta['python']}",
-        "folder": str(prepared.folder),
-        "fingerprint": meta["fingerprint"],
-        **meta["splits"],
+    source, root = open_source(config), cache_root(config.data_cache_directory)
+    tokenizer = prepare.open_tokenizer(config, source.train, source.weights, root, say)
+    packing = Packing(
+        config.max_target_length,
+        config.grain_packing_type,
+        config.packing,
+        config.max_segments_per_seq,
+        config.use_truncation,
+    )
+
+    def encoder(corpus: "Corpus", tokenize: bool) -> "Encoder":
+        only = config.sft_train_on_completion_only
+        return Encoder(tokenizer, corpus.columns, tokenize, only, config.vocab_size)
+
+    evaluation, held_out = None, "no evaluation"
+    if config.eval_interval > 0:
+        if not source.evaluation:
+            raise UserError(
+                f"eval_interval={config.eval_interval}, but the data have nothing to evaluate on: set {_EVAL_KEYS}, a "
+                "held_out_share, or eval_interval=-1"
+            )
+        first = source.evaluation[0]
+        encode = encoder(first, config.tokenize_train_data if first.evaluates else config.tokenize_eval_data)
+        evaluation, meta = prepare.open_rows(source.evaluation, encode, packing, "held-out", root, say)
+        held_out = f"held out {_facts(meta)}"
+    encode = encoder(source.train[0], config.tokenize_train_data)
+    way = _streamed if config.data_pipeline == "streaming" else _prepared
+    open_stream, facts = way(config, source, encode, packing, root, say)
+    return Dataset(
+        evaluation,
+        tokenizer,
+        _identity(config, source, encode, packing),
+        f"{source.name}: {facts}; {held_out} ({root})",
+        open_stream,
+    )
+
+
+_EVAL_KEYS = "the files or split of evaluation (grain_eval_files, eval_split, hf_eval_split, hf_eval_files)"
+
+
+def _synthetic(config: Any) -> Dataset:
+    from trainer.data.streams import PreparedStream
+
+    seed, length, vocab_size = config.data_shuffle_seed, config.max_target_length, config.vocab_size
+    train = SyntheticRows(length, vocab_size, seed=seed)
+    evaluation = SyntheticRows(length, vocab_size, seed=seed, offset=EVAL_OFFSET, size=EVAL_ROWS)
+    identity = {
+        "way": "prepared",
+        "documents": f"synthetic, vocab_size {vocab_size}",
+        "length": length,
+        "order": f"seed {seed}",
     }
-    return Dataset(prepared.train, prepared.evaluation, prepared.tokenizer, summary)
+
+    def open_stream(**settings: Any) -> Stream:
+        return PreparedStream(train, seed=seed, shuffle=False, **settings)
+
+    return Dataset(evaluation, None, identity, f"synthetic rows, {EVAL_ROWS} held out", open_stream)
+
+
+def _prepared(
+    config: Any, source: "Source", encoder: "Encoder", packing: "Packing", root: Path, say: Say
+) -> tuple[Callable[..., Stream], str]:
+    from trainer.data import prepare
+    from trainer.data.mixture import MixedRows
+    from trainer.data.streams import PreparedStream
+
+    order = {"seed": config.data_shuffle_seed, "shuffle": config.enable_data_shuffling}
+    opened = [prepare.open_rows([corpus], encoder, packing, "train", root, say) for corpus in source.train]
+    rows = opened[0][0] if len(opened) == 1 else MixedRows([rows for rows, _ in opened], source.weights, **order)
+    facts = " + ".join(_facts(meta) for _, meta in opened)
+
+    def open_stream(**settings: Any) -> Stream:
+        return PreparedStream(rows, **order, **settings)
+
+    return open_stream, facts
+
+
+def _streamed(
+    config: Any, source: "Source", encoder: "Encoder", packing: "Packing", root: Path, say: Say
+) -> tuple[Callable[..., Stream], str]:
+    from trainer.data.documents import Counts
+    from trainer.data.streams import StreamingStream
+
+    for corpus in source.train:
+        if not any(encoder.encode([record], Counts())[0] for record in corpus.records()):
+            raise UserError(f"{corpus.name}: no document has text, so there is nothing to train on")
+    workers = config.grain_worker_count
+
+    def open_stream(*, process_index: int, process_count: int, **settings: Any) -> Stream:
+        from trainer.data.streaming import streamed_rows
+
+        place = {"workers": workers, "process_index": process_index, "process_count": process_count}
+        rows = streamed_rows(
+            source.train,
+            source.weights,
+            encoder,
+            packing,
+            seed=config.data_shuffle_seed if config.enable_data_shuffling else None,
+            window=config.grain_shuffle_buffer_size,
+            **place,
+        )
+        return StreamingStream(rows, say=say, **place, **settings)
+
+    return open_stream, "tokenized and packed while it trains"
+
+
+def _facts(meta: dict[str, Any]) -> str:
+    return f"{meta['documents']:,} documents, {meta['tokens']:,} tokens"
+
+
+def _identity(config: Any, source: "Source", encoder: "Encoder", packing: "Packing") -> dict[str, Any]:
+    facts = [[corpus.identity for corpus in source.train], encoder.tokenize, encoder.masked]
+    weights = ":".join(map(str, source.weights))
+    order = f"seed {config.data_shuffle_seed}" if config.enable_data_shuffling else "in order"
+    if config.data_pipeline == "streaming":
+        order += f", window {config.grain_shuffle_buffer_size}"
+    kind = packing.kind if packing.together else "one document a row"
+    return {
+        "way": config.data_pipeline,
+        "documents": f"{_short(facts)}, weights {weights}",
+        "tokenizer": _short(encoder.tokenizer.fingerprint) if encoder.tokenizer else None,
+        "length": packing.length,
+        "packing": f"{kind}, at most {packing.max_segments} segments, truncation {packing.truncate}",
+        "order": order,
+    }
+
+
+def _short(facts: Any) -> str:
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]

@@ -1,26 +1,42 @@
 """Loads batches ahead of the loop that consumes them."""
 
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Closable(Protocol[T_co]):
+    """An iterator that is closed at its end, as generators are."""
+
+    def __next__(self) -> T_co: ...
+
+    def close(self) -> object: ...
 
 
 class Loader(Generic[T], Iterator[T]):
-    """Iterates over load(start), load(start + 1), ..., up to but without load(stop), and `depth` of them ahead.
+    """Iterates over the first `count` items of an iterator, all if None, and takes `depth` of them ahead.
 
-    One background thread calls `load`, in order. What it raises is raised, traceback included, by the `next` that asks
-    for that step. Close it, or use it as a context manager, so that the thread ends.
+    One background thread calls the iterator, in order. What it raises is raised, traceback included, by the `next` that
+    asks for that item. An item is handed on as the iterator gave it, so a position in it is that behind the item
+    itself, however far the thread is ahead. Close the loader, or use it as a context manager: the thread ends, and the
+    iterator is closed.
+
+    Attributes:
+      waited: seconds that all `next` so far had to wait.
     """
 
-    def __init__(self, load: Callable[[int], T], start: int = 0, stop: int | None = None, *, depth: int = 2):
-        self._load, self._next, self._stop, self._depth = load, start, stop, depth
+    def __init__(self, items: Closable[T], count: int | None = None, *, depth: int = 2):
+        self._items, self._left, self._depth = items, count, depth
         self._ahead: deque[Future[T]] = deque()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self._open = True
+        self.waited = 0.0
         self._fill()
 
     def __next__(self) -> T:
@@ -28,13 +44,19 @@ class Loader(Generic[T], Iterator[T]):
             raise StopIteration
         first = self._ahead.popleft()
         self._fill()
-        return first.result()
+        started = time.perf_counter()
+        try:
+            return first.result()
+        finally:
+            self.waited += time.perf_counter() - started
 
     def close(self) -> None:
-        """Ends the thread, once the step it is loading is done, and the iteration."""
-        self._open = False
-        self._ahead.clear()
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        """Ends the thread, once the item it is loading is done, and the iteration; closes the iterator."""
+        if self._open:
+            self._open = False
+            self._ahead.clear()
+            self._thread.shutdown(wait=True, cancel_futures=True)
+            self._items.close()
 
     def __enter__(self) -> Self:
         return self
@@ -45,6 +67,6 @@ class Loader(Generic[T], Iterator[T]):
         self.close()
 
     def _fill(self) -> None:
-        while self._open and len(self._ahead) < self._depth and (self._stop is None or self._next < self._stop):
-            self._ahead.append(self._thread.submit(self._load, self._next))
-            self._next += 1
+        while self._open and len(self._ahead) < self._depth and self._left != 0:
+            self._ahead.append(self._thread.submit(self._items.__next__))
+            self._left = None if self._left is None else self._left - 1

@@ -1,29 +1,131 @@
-"""Documents to rows of equal length."""
+"""Documents to rows of equal length, one at a time: the same generators prepare rows and stream them.
 
-from collections.abc import Sequence
+A document t0..tn, its special tokens included, becomes the inputs [t0, .., tn-1] with the targets [t1, .., tn]. It is
+shifted before it is packed, so no target lies in another document. Segment ids count from 1 in each row; behind the
+last segment a row is filled with zeros. What of a document goes on in another row is a segment of its own there.
+
+Each row comes with where to go on behind it: `Resume(mark, skip, rows)` means the document that came with `mark`,
+without its first `skip` pairs, and of the rows that follow the first `rows` are already given.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from trainer.data.documents import Counts, Document
 
-def pack(documents: Sequence[Sequence[int]], eot: int, length: int) -> dict[str, np.ndarray]:
-    """Packs documents (token ids) into rows: `inputs`, `targets` and `segmentation`, each [rows, length].
+PackedRow = dict[str, np.ndarray]
+GROUP = 64  # rows that first_fit and best_fit fill at a time
 
-    A document t1..tn becomes the inputs [eot, t1, .., tn] with the targets [t1, .., tn, eot]. It is shifted before
-    it is packed: every token is a target once, and no target lies in another document. The pairs are laid end to end
-    and cut into rows; a document that a cut divides goes on as a new segment of the next row. Segment ids count from 1
-    in each row, and the last row is padded with zeros. The dtype is uint16 where every id fits, else int32.
-    """
-    lengths = np.array([len(document) + 1 for document in documents])
-    tokens = int(lengths.sum())
-    rows = -(-tokens // length)
-    flat = np.fromiter((t for document in documents for t in (eot, *document)), np.int32, tokens)
-    arrays = {name: np.zeros((rows, length), np.int32) for name in ("inputs", "targets", "segmentation")}
-    segments = arrays["segmentation"]
-    arrays["inputs"].flat[:tokens] = flat
-    # The first input of the next document is eot, which is the last target of this one.
-    arrays["targets"].flat[:tokens] = np.append(flat[1:], eot)
-    segments.flat[:tokens] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
-    segments -= np.where(segments != 0, segments[:, :1] - 1, 0)
-    fits = max(int(values.max()) for values in arrays.values()) < 1 << 16
-    dtype: type = np.uint16 if fits else np.int32
-    return {name: values.astype(dtype) for name, values in arrays.items()}
+
+class Resume(NamedTuple):
+    """Where packing goes on; see the module."""
+
+    mark: Any
+    skip: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How documents share rows of `length` tokens; the fields are the configuration's keys."""
+
+    length: int
+    kind: str = "concat_then_split"  # or first_fit, best_fit
+    together: bool = True  # several documents in a row
+    max_segments: int = -1
+    truncate: bool = False
+
+    def rows(
+        self, documents: Iterable[tuple[Any, Document]], counts: Counts, skip: int = 0
+    ) -> Iterator[tuple[PackedRow, Resume]]:
+        """The rows of `documents`, each a pair of a mark and the document; the first `skip` pairs of the first are left
+        out."""
+        if self.together and self.kind == "concat_then_split":
+            return _concat(documents, self.length, counts, skip)
+        return _fit(documents, self, counts, skip)
+
+
+@dataclass
+class _Row:
+    length: int
+    fill: int = 0
+    segments: int = 0
+    arrays: PackedRow = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.arrays = {name: np.zeros(self.length, np.int32) for name in ("inputs", "targets", "segmentation", "loss")}
+
+    def add(self, document: Document, start: int, stop: int) -> None:
+        """Appends pairs [start, stop) of a document as a new segment."""
+        here = slice(self.fill, self.fill + stop - start)
+        self.segments += 1
+        self.arrays["inputs"][here] = document.tokens[start:stop]
+        self.arrays["targets"][here] = document.tokens[start + 1 : stop + 1]
+        self.arrays["segmentation"][here] = self.segments
+        self.arrays["loss"][here] = 1 if document.loss is None else document.loss[start:stop]
+        self.fill = here.stop
+
+
+def _concat(
+    documents: Iterable[tuple[Any, Document]], length: int, counts: Counts, skip: int
+) -> Iterator[tuple[PackedRow, Resume]]:
+    """End to end, cut into rows."""
+    row = _Row(length)
+    for mark, document in documents:
+        start, skip, pairs = skip, 0, document.pairs
+        while start < pairs:
+            stop = min(pairs, start + length - row.fill)
+            row.add(document, start, stop)
+            if stop < pairs:
+                counts.split += start == 0
+            start = stop
+            if row.fill == length:
+                yield row.arrays, Resume(mark, start, 0)
+                row = _Row(length)
+    if row.fill:
+        yield row.arrays, Resume(None, 0, 0)
+
+
+def _fit(
+    documents: Iterable[tuple[Any, Document]], packing: Packing, counts: Counts, skip: int
+) -> Iterator[tuple[PackedRow, Resume]]:
+    """Each piece of a document whole, in the first row of a group that has room (first_fit), or in the fullest
+    (best_fit). A piece that no row of the group can take ends the group."""
+    length = packing.length
+    group: list[_Row] = []
+    begin = Resume(None, 0, 0)
+    limit, size = (packing.max_segments, GROUP) if packing.together else (1, 1)
+    choose: Callable[[list[_Row]], _Row] = (lambda rows: rows[0]) if packing.kind != "best_fit" else _fullest
+    for mark, document in documents:
+        start, skip = skip, 0
+        pairs = document.pairs
+        if pairs > length and packing.truncate:
+            counts.cut += 1
+            counts.cut_tokens += pairs - length
+            pairs = length
+        counts.split += start == 0 and pairs > length
+        for piece in range(start, pairs, length):
+            stop = min(piece + length, pairs)
+            room = [row for row in group if row.fill + stop - piece <= length and row.segments != limit]
+            if not room and len(group) == size:
+                after = Resume(mark, piece, 0)
+                yield from _given(group, begin, after)
+                group, begin = [], after
+            if not room:
+                begin = begin if group else Resume(mark, piece, 0)
+                group.append(_Row(length))
+                room = group[-1:]
+            choose(room).add(document, piece, stop)
+    yield from _given(group, begin, Resume(None, 0, 0))
+
+
+def _fullest(rows: list[_Row]) -> _Row:
+    return max(rows, key=lambda row: row.fill)
+
+
+def _given(group: list[_Row], begin: Resume, after: Resume) -> Iterator[tuple[PackedRow, Resume]]:
+    for i, row in enumerate(group, 1):
+        yield row.arrays, after if i == len(group) else begin._replace(rows=i)

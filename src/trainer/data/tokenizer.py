@@ -1,65 +1,146 @@
-"""The byte-level BPE that is trained on the corpus, and its file."""
+"""Text to tokens and back: the interface, tokenizers of a tokenizer.json, among them the one we train, and bytes."""
 
+import abc
+import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+
+if TYPE_CHECKING:
+    import tokenizers
 
 EOT_TEXT = "<|endoftext|>"
 MIN_VOCAB_SIZE = 257  # every byte, and the special token
+JSON_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 
 
-class Tokenizer:
-    """Text to tokens and back, byte for byte. The one special token, `eot`, stands before and after a document."""
+class Tokenizer(abc.ABC):
+    """Text to tokens and back.
 
-    def __init__(self, bpe: tokenizers.Tokenizer):
-        # The special token's name inside a text is text; this setting is not part of the saved file.
-        bpe.encode_special_tokens = True
-        self._bpe = bpe
-        self.vocab_size: int = bpe.get_vocab_size()
-        ids = bpe.get_vocab()
-        self.eot = ids[EOT_TEXT]
-        self.bytes_per_token = np.zeros(self.vocab_size, np.int32)
-        """Bytes that each token stands for, [vocab_size], int32; 0 for `eot`."""
-        for token, i in ids.items():
-            # A byte-level token is written with one character per byte.
-            self.bytes_per_token[i] = 0 if i == self.eot else len(token)
+    Attributes:
+      vocab_size: ids lie below it.
+      bos, eos: the tokens that stand before and behind each document, None where none does.
+      bytes_per_token: bytes of text that each token stands for, int32 [vocab_size], 0 for special tokens; None where
+        that is not exact, because the tokenizer changes the text.
+    """
 
-    @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int) -> Self:
-        """A tokenizer of `vocab_size` tokens, or fewer if the texts are short; equal texts give equal tokenizers."""
-        bpe = tokenizers.Tokenizer(models.BPE())
-        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        bpe.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            special_tokens=[EOT_TEXT],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        )
-        bpe.train_from_iterator(texts, trainer)
-        return cls(bpe)
+    vocab_size: int
+    bos: int | None
+    eos: int | None
+    bytes_per_token: np.ndarray | None = None
 
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Reads what `save` wrote."""
-        return cls(tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8")))
+    @property
+    @abc.abstractmethod
+    def fingerprint(self) -> str:
+        """Equal for tokenizers that give equal documents."""
 
-    def save(self, path: Path) -> None:
-        """Writes the tokenizer as a tokenizer.json."""
-        path.write_text(self._bpe.to_str(pretty=True), encoding="utf-8")
+    @abc.abstractmethod
+    def encode_many(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+        """The tokens of each text, without special tokens; the name of one inside a text is text."""
 
-    def encode(self, text: str) -> list[int]:
-        """The tokens of `text`, without `eot`."""
-        return self._bpe.encode(text, add_special_tokens=False).ids
-
-    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text, on all cores."""
-        return [encoding.ids for encoding in self._bpe.encode_batch_fast(texts, add_special_tokens=False)]
-
+    @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids` without special tokens; bytes that are no valid UTF-8 become U+FFFD."""
-        return self._bpe.decode(list(ids), skip_special_tokens=True)
+
+    @abc.abstractmethod
+    def save(self, directory: Path) -> None:
+        """Writes into `directory` the files from which tokenizer_path reads this tokenizer again."""
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of `text`, without special tokens."""
+        return list(self.encode_many([text])[0])
+
+
+class JsonTokenizer(Tokenizer):
+    """The tokenizer of a tokenizer.json."""
+
+    def __init__(self, inner: "tokenizers.Tokenizer", bos: str | None, eos: str | None):
+        # The special token's name inside a text is text; this setting is not part of the saved file.
+        inner.encode_special_tokens = True
+        self._inner, self._names = inner, (bos, eos)
+        ids = inner.get_vocab()
+        self.vocab_size = max(ids.values()) + 1
+        self.bos, self.eos = (None if name is None else ids[name] for name in self._names)
+        if _is_byte_level(json.loads(inner.to_str())):
+            self.bytes_per_token = np.zeros(self.vocab_size, np.int32)
+            for token, i in ids.items():
+                # A byte-level token is written with one character per byte.
+                self.bytes_per_token[i] = len(token)
+            for i, added in inner.get_added_tokens_decoder().items():
+                self.bytes_per_token[i] = 0 if added.special else len(added.content.encode())
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"{self._names} {self._inner.to_str()}".encode()).hexdigest()
+
+    def encode_many(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+        if len(texts) == 1:
+            return [self._inner.encode(texts[0], add_special_tokens=False).ids]
+        return [encoding.ids for encoding in self._inner.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._inner.decode(list(ids), skip_special_tokens=True)
+
+    def save(self, directory: Path) -> None:
+        (directory / JSON_FILE).write_text(self._inner.to_str(pretty=True), encoding="utf-8")
+        bos, eos = self._names
+        (directory / CONFIG_FILE).write_text(json.dumps({"bos_token": bos, "eos_token": eos}) + "\n", encoding="utf-8")
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, *, add_bos: bool = True, add_eos: bool = True) -> JsonTokenizer:
+    """A byte-level BPE of `vocab_size` tokens, or fewer if the texts are short; equal texts give equal tokenizers.
+
+    Its one special token stands before and behind each document.
+    """
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    bpe = tokenizers.Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOT_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return JsonTokenizer(bpe, EOT_TEXT if add_bos else None, EOT_TEXT if add_eos else None)
+
+
+class ByteTokenizer(Tokenizer):
+    """A token is a byte of UTF-8; 256 stands before and behind each document."""
+
+    def __init__(self, *, add_bos: bool = True, add_eos: bool = True):
+        self.vocab_size = 257
+        self.bos, self.eos = 256 if add_bos else None, 256 if add_eos else None
+        self.bytes_per_token = np.array([1] * 256 + [0], np.int32)
+
+    @property
+    def fingerprint(self) -> str:
+        return f"bytes {self.bos} {self.eos}"
+
+    def encode_many(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]  # type: ignore[misc]
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def save(self, directory: Path) -> None:
+        (directory / CONFIG_FILE).write_text(json.dumps({"tokenizer_type": "bytes"}) + "\n", encoding="utf-8")
+
+
+def _is_byte_level(spec: dict[str, Any]) -> bool:
+    """Whether tokens of this tokenizer.json stand for exactly the bytes of the text."""
+    if spec.get("normalizer") or (spec.get("decoder") or {}).get("type") != "ByteLevel":
+        return False
+    steps = spec.get("pre_tokenizer") or {}
+    steps = steps.get("pretokenizers", [steps])
+    levels = [step for step in steps if step.get("type") == "ByteLevel"]
+    return len(levels) == 1 and not levels[0].get("add_prefix_space")

@@ -202,7 +202,12 @@ def test_rows_of_a_batch(words, devices, rows):
             f"base_emb_dim={schema().keys['base_emb_dim'].default}",
             "enable_dropout=true",
         ],
-        ["prompt=a: 'b'\n\t\"c\" # ü \x7f\u2028", "dataset_path=123", "adamw_mask=[norm,'a,b']", "learning_rate=1e-3"],
+        [
+            "prompt=a: 'b'\n\t\"c\" # ü \x7f\u2028",
+            "data_cache_directory=123",
+            "adamw_mask=[norm,'a,b']",
+            "learning_rate=1e-3",
+        ],
         [f"prompt={'many words ' * 20}"],
         ["logical_axis_rules=[[embed,[]],[mlp,[fsdp,tensor]]]", "dataset_type=synthetic", "base_output_directory=null"],
     ],

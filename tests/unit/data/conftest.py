@@ -1,12 +1,10 @@
-"""A corpus of generated files, and what is prepared from it."""
+"""Corpora that the tests of data share."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from trainer.data.stdlib import Prepared, open_corpus
-
-LENGTH, VOCAB = 32, 300
+from sample_data import write_corpus
 
 
 @pytest.fixture(scope="session")
@@ -22,8 +20,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def prepared(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    """Opened a second time, so that it comes from the cache."""
-    folder = tmp_path_factory.mktemp("cache")
-    open_corpus(root, folder, VOCAB, LENGTH, lambda line: None)
-    return open_corpus(root, folder, VOCAB, LENGTH, lambda line: pytest.fail(f"prepared twice: {line}"))
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """corpora(kind): a folder of 30 documents in that format."""
+    base = tmp_path_factory.mktemp("formats")
+
+    def made(kind: str) -> Path:
+        return base / kind if (base / kind).exists() else write_corpus(base / kind, kind)
+
+    return made

@@ -1,4 +1,4 @@
-"""Batches as a function of the step, whatever the number of processes."""
+"""Batches as a function of their first row, whatever the number of processes."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ class Numbered:
 
 def seen(source: Numbered, steps: int, rows: int, **settings) -> list[int]:
     """The row numbers of `steps` batches."""
-    batches = [train_batch(source, step, rows, **settings) for step in range(steps)]
+    batches = [train_batch(source, step * rows, rows, **settings) for step in range(steps)]
     return np.concatenate([batch["inputs"][:, 0] - 1 for batch in batches]).tolist()
 
 
@@ -49,9 +49,10 @@ def test_an_endless_source_is_read_by_global_index():
 @pytest.mark.parametrize("processes", [1, 2, 3, 6])
 def test_the_parts_of_all_processes_make_the_global_batch(processes: int):
     settings = {"seed": 1, "shuffle": True}
-    whole = train_batch(Numbered(10), 7, 12, **settings)
+    whole = train_batch(Numbered(10), 84, 12, **settings)
     parts = [
-        train_batch(Numbered(10), 7, 12, **settings, process_index=i, process_count=processes) for i in range(processes)
+        train_batch(Numbered(10), 84, 12, **settings, process_index=i, process_count=processes)
+        for i in range(processes)
     ]
     assert set(whole) == {*FIELDS, "row"}
     for name, values in whole.items():
@@ -83,6 +84,20 @@ def test_evaluation_stops_after_max_batches():
 def test_evaluation_of_an_endless_source_is_refused():
     with pytest.raises(ValueError, match="endless"):
         next(eval_batches(Numbered(None), 4))
+
+
+def test_a_position_is_good_for_another_batch_size():
+    whole = seen(Numbered(10), 6, 4, seed=2, shuffle=True)
+    other = [train_batch(Numbered(10), 8 + 2 * i, 2, seed=2, shuffle=True)["inputs"][:, 0] - 1 for i in range(8)]
+    assert np.concatenate(other).tolist() == whole[8:]
+
+
+def test_targets_without_loss_are_not_padding():
+    ones = np.ones((1, 4))
+    batch = make_batch(ones, ones, np.array([[1, 1, 2, 0]]), np.array([[0, 1, 1, 0]]))
+    assert batch["targets_segmentation"].tolist() == [[0, 1, 2, 0]]
+    assert batch["inputs_segmentation"].tolist() == [[1, 1, 2, 0]]
+    assert batch["inputs_position"].tolist() == [[0, 1, 0, 0]]
 
 
 def test_positions_restart_with_each_segment():

@@ -1,6 +1,8 @@
 """Loading ahead in one thread."""
 
+import itertools
 import threading
+import time
 import traceback
 
 import pytest
@@ -8,45 +10,69 @@ import pytest
 from trainer.data.loader import Loader
 
 
-def test_batches_come_in_order_from_the_start_step():
-    with Loader(lambda step: step * 10, start=3, stop=8) as loader:
-        assert list(loader) == [30, 40, 50, 60, 70]
+def numbers(log: list[int] | None = None):
+    """0, 1, 2, ...; notes in `log` what was asked for, and -1 when it is closed."""
+    try:
+        for i in itertools.count():
+            if log is not None:
+                log.append(i)
+            yield i
+    finally:
+        if log is not None:
+            log.append(-1)
 
 
-def test_it_loads_two_ahead_and_no_more():
-    loaded, third = [], threading.Event()
+def test_items_come_in_order_up_to_the_count():
+    with Loader(numbers(), 5) as loader:
+        assert list(loader) == [0, 1, 2, 3, 4]
 
-    def load(step: int) -> int:
-        loaded.append(step)
-        if step == 2:
-            third.set()
-        return step
 
-    with Loader(load) as loader:
+def test_it_loads_two_ahead_and_no_more_and_closes_the_iterator():
+    log: list[int] = []
+    with Loader(numbers(log)) as loader:
         assert next(loader) == 0
-        assert third.wait(timeout=10)
-    assert loaded == [0, 1, 2]
+        for _ in range(1000):
+            if len(log) == 3:
+                break
+            time.sleep(0.01)
+        time.sleep(0.02)
+        assert log == [0, 1, 2]
+    assert log == [0, 1, 2, -1]
 
 
-def test_an_error_surfaces_where_its_step_is_asked_for_with_its_traceback():
-    def load(step: int) -> int:
-        if step == 1:
-            raise OSError("the disk is gone")
-        return step
+def test_an_error_surfaces_where_its_item_is_asked_for_with_its_traceback():
+    def items():
+        yield 0
+        raise OSError("the disk is gone")
 
-    with Loader(load) as loader:
+    with Loader(items(), 3) as loader:
         assert next(loader) == 0
         with pytest.raises(OSError, match="the disk is gone") as caught:
             next(loader)
-    assert "load" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert "items" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
 
 
 def test_closing_ends_the_thread_and_the_iteration():
     before = threading.active_count()
-    loader = Loader(lambda step: step)
+    loader = Loader(numbers())
     next(loader)
     assert threading.active_count() == before + 1
     loader.close()
     loader.close()
     assert threading.active_count() == before
     assert list(loader) == []
+
+
+def test_it_measures_the_time_waited_and_not_the_time_loaded():
+    def slow():
+        while True:
+            time.sleep(0.05)
+            yield 1
+
+    with Loader(slow()) as loader:
+        next(loader)
+        assert loader.waited >= 0.03
+        time.sleep(0.2)  # the next two are ready then
+        before = loader.waited
+        next(loader)
+        assert loader.waited - before < 0.03

@@ -1,44 +1,68 @@
 """Prepared data: what they hold, and what happens where they can not be written or read."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from sample_data import LENGTH, VOCAB, config_of, opened, say_nothing, write_corpus, write_tfds
 
 from trainer.config.errors import UserError
-from trainer.data import cache, open_dataset
-from trainer.data.batches import eval_batches
-from trainer.data.corpus import read_corpus
-from trainer.data.stdlib import Prepared, open_corpus
-
-from .conftest import LENGTH, VOCAB
+from trainer.data import Dataset, cache, eval_batches, open_dataset
+from trainer.data.corpus import read_files
 
 SCRIPT = """
 import json, resource, sys
+from trainer.config import load
+from trainer.data import corpus, open_dataset
 from pathlib import Path
-from trainer.data.stdlib import open_corpus
-root, folder, limit = sys.argv[1:]
+limit, root, *words = sys.argv[1:]
 if limit != "0":
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), resource.RLIM_INFINITY))
+corpus.stdlib_folder = lambda: Path(root)
 lines = []
-prepared = open_corpus(Path(root), Path(folder), 300, 32, lines.append)
-heavy = [name for name in ("tensorflow", "jax", "grain") if name in sys.modules]
-print(json.dumps({"lines": lines, "heavy": heavy, "rows": [prepared.train.size, prepared.evaluation.size]}))
+dataset = open_dataset(load(words).config, lines.append)
+batch, position = next(dataset.train_stream(rows=2))
+heavy = [name for name in ("tensorflow", "jax", "grain", "datasets", "sentencepiece") if name in sys.modules]
+print(json.dumps({"lines": lines, "heavy": heavy, "rows": dataset.evaluation.size}))
 """
 
 
 def start(root: Path, folder: Path, limit: int = 0) -> subprocess.Popen:
-    command = [sys.executable, "-c", SCRIPT, str(root), str(folder), str(limit)]
+    words = [f"data_cache_directory={folder}", f"vocab_size={VOCAB}", f"max_target_length={LENGTH}"]
+    command = [sys.executable, "-c", SCRIPT, str(limit), str(root), *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def silent(line: str) -> None:
-    pass
+@pytest.fixture
+def stdlib(root: Path, monkeypatch: pytest.MonkeyPatch):
+    """stdlib(folder, **keys): the dataset of the generated corpus, prepared in that folder."""
+    monkeypatch.setattr("trainer.data.corpus.stdlib_folder", lambda: root)
+
+    def made(folder: Path, **keys) -> Dataset:
+        return opened(folder, **{"dataset_type": "stdlib", "eval_interval": 1} | keys)
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def prepared(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """Opened a second time, so that it comes from the cache."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.data.corpus.stdlib_folder", lambda: root)
+        opened(folder, dataset_type="stdlib", eval_interval=1)
+        config = config_of(folder, dataset_type="stdlib", eval_interval=1)
+        return open_dataset(config, lambda line: pytest.fail(f"prepared twice: {line}"))
+
+
+def train_rows(dataset: Dataset):
+    """The source of rows behind the stream of a prepared dataset."""
+    return dataset.train_stream(rows=1)._source  # type: ignore[attr-defined]
 
 
 def documents_of(source, tokenizer) -> list[bytes]:
@@ -47,51 +71,50 @@ def documents_of(source, tokenizer) -> list[bytes]:
     real = batch["targets_segmentation"] != 0
     inputs, targets, place = batch["inputs"][real], batch["targets"][real], batch["inputs_position"][real]
     # A target that is not the end of a document is the next input.
-    inside = targets[:-1] != tokenizer.eot
+    inside = targets[:-1] != tokenizer.eos
     assert (targets[:-1][inside] == inputs[1:][inside]).all()
-    assert (inputs[1:][~inside] == tokenizer.eot).all()
-    assert inputs[0] == tokenizer.eot
+    assert (inputs[1:][~inside] == tokenizer.bos).all()
+    assert inputs[0] == tokenizer.bos
     assert (place[1:][~inside] == 0).all()
     assert (place == 0).sum() > len(place) // LENGTH
-    ends = np.flatnonzero(targets == tokenizer.eot)
+    ends = np.flatnonzero(targets == tokenizer.eos)
     assert ends[-1] == len(targets) - 1
     return [tokenizer.decode(part).encode() for part in np.split(targets, ends[:-1] + 1)]
 
 
-def test_rows_spell_every_file_once_in_order(prepared: Prepared, root: Path):
-    files = read_corpus(root)
-    for source, held_out in ((prepared.train, False), (prepared.evaluation, True)):
+def test_rows_spell_every_file_once_in_order(prepared: Dataset, root: Path):
+    files = read_files(root)
+    for source, held_out in ((train_rows(prepared), False), (prepared.evaluation, True)):
         expected = [(root / file.path).read_bytes() for file in files if file.held_out == held_out]
         assert documents_of(source, prepared.tokenizer) == expected
 
 
-def test_targets_stand_for_all_bytes_and_meta_counts_them(prepared: Prepared):
-    counts = prepared.meta["splits"]
-    assert counts["train"]["files"] + counts["validation"]["files"] == 60
-    for source, name in ((prepared.train, "train"), (prepared.evaluation, "validation")):
-        batches = list(eval_batches(source, 7))
-        targets = np.concatenate([b["targets"][b["targets_segmentation"] != 0] for b in batches])
-        assert prepared.tokenizer.bytes_per_token[targets].sum() == counts[name]["bytes"]
-        assert len(targets) == counts[name]["tokens"]
-        assert source.size == counts[name]["rows"]
+def test_targets_stand_for_all_bytes(prepared: Dataset, root: Path):
+    size = sum(file.size for file in read_files(root) if file.held_out)
+    batches = list(eval_batches(prepared.evaluation, 7))
+    targets = np.concatenate([b["targets"][b["targets_segmentation"] != 0] for b in batches])
+    assert prepared.tokenizer.bytes_per_token[targets].sum() == size
 
 
-def test_rows_come_as_they_were_asked_for(prepared: Prepared):
-    everything = prepared.train.rows(np.arange(prepared.train.size))
-    some = prepared.train.rows(np.array([5, 0, 5]))
+def test_rows_come_as_they_were_asked_for(prepared: Dataset):
+    source = train_rows(prepared)
+    everything = source.rows(np.arange(source.size))
+    some = source.rows(np.array([5, 0, 5]))
     for name, values in some.items():
         assert values.dtype == np.int32
         np.testing.assert_array_equal(values, everything[name][[5, 0, 5]])
 
 
-def test_two_first_runs_at_once_prepare_once_and_load_neither_tensorflow_nor_jax(root: Path, tmp_path: Path):
+def test_two_first_runs_at_once_prepare_once_and_load_nothing_heavy(root: Path, tmp_path: Path):
     runs = [start(root, tmp_path) for _ in range(2)]
     outputs = [run.communicate(timeout=60) for run in runs]
     assert [run.returncode for run in runs] == [0, 0], outputs
     reports = [json.loads(out) for out, _ in outputs]  # nothing else is printed
     assert [error for _, error in outputs] == ["", ""]
     assert reports[0]["rows"] == reports[1]["rows"]
-    assert sum(line.startswith("preparing") for report in reports for line in report["lines"]) == 1
+    lines = [line for report in reports for line in report["lines"]]
+    for beginning, times in (("training a BPE", 1), ("tokenizing and packing", 2), ("prepared", 2)):
+        assert sum(line.startswith(beginning) for line in lines) == times
     assert reports[0]["heavy"] == reports[1]["heavy"] == []
     assert not list(tmp_path.glob("*.tmp"))
 
@@ -110,7 +133,7 @@ def test_a_second_run_waits_and_says_so(tmp_path: Path):
         assert not folder.exists()
         finish.set()
 
-    first = threading.Thread(target=cache.ensure, args=(folder, build, silent))
+    first = threading.Thread(target=cache.ensure, args=(folder, build, say_nothing))
     first.start()
     assert started.wait(timeout=10)
     cache.ensure(folder, lambda temporary: pytest.fail("prepared twice"), wait)
@@ -128,12 +151,12 @@ def test_a_run_that_dies_leaves_no_half_cache(tmp_path: Path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        cache.ensure(folder, fail, silent)
+        cache.ensure(folder, fail, say_nothing)
     assert [path.name for path in tmp_path.iterdir()] == ["data.lock"]
     # Killed, it could not tidy up: the next run does.
     (tmp_path / "data.tmp").mkdir()
     (tmp_path / "data.tmp" / "half").touch()
-    cache.ensure(folder, lambda temporary: {"n": 1}, silent)
+    cache.ensure(folder, lambda temporary: {"n": 1}, say_nothing)
     assert [path.name for path in folder.iterdir()] == ["meta.json"]
     assert cache.read_meta(folder)["n"] == 1
 
@@ -145,15 +168,16 @@ def test_a_full_disk_is_named(root: Path, tmp_path: Path, limit: int):
     last = error.strip().splitlines()[-1]
     assert "UserError" in last
     assert str(tmp_path) in last
-    assert "dataset_path" in last
+    assert "data_cache_directory" in last
     assert "File too large" in last
-    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+    # What was whole stays, nothing else does.
+    assert all(path.suffix == ".lock" or (path / "meta.json").is_file() for path in tmp_path.iterdir())
 
 
-def test_a_folder_that_can_not_be_written_is_named(root: Path, tmp_path: Path):
+def test_a_folder_that_can_not_be_written_is_named(stdlib, tmp_path: Path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"cannot write .*file/below: Not a directory; set dataset_path"):
-        open_corpus(root, tmp_path / "file" / "below", VOCAB, LENGTH, silent)
+    with pytest.raises(UserError, match=r"cannot write .*file/below: Not a directory; set data_cache_directory"):
+        stdlib(tmp_path / "file" / "below")
 
 
 def edit_meta(change) -> object:
@@ -165,55 +189,153 @@ def edit_meta(change) -> object:
     return edit
 
 
-def more_rows(meta: dict) -> None:
-    meta["splits"]["train"]["rows"] += 1
-
-
 @pytest.mark.parametrize(
-    ("file", "damage", "message"),
+    ("folder", "file", "damage", "message"),
     [
-        ("meta.json", lambda path: path.write_text("{"), "cannot be read"),
-        ("meta.json", Path.unlink, "cannot be read"),
-        ("meta.json", edit_meta(lambda meta: meta.pop("splits")), "lacks an entry"),
-        ("meta.json", edit_meta(more_rows), "rows where there are"),
-        ("tokenizer.json", lambda path: path.write_text("{}"), "is not what was written"),
-        ("tokenizer.json", Path.unlink, "cannot be read"),
-        ("array_record-00000-of-00001", lambda path: path.write_bytes(path.read_bytes()[:-9]), "is not what"),
+        ("train", "meta.json", lambda path: path.write_text("{"), "cannot be read"),
+        ("train", "meta.json", Path.unlink, "cannot be read"),
+        ("train", "meta.json", edit_meta(lambda meta: meta.pop("rows")), "lacks an entry"),
+        ("train", "meta.json", edit_meta(lambda meta: meta.update(rows=7)), "rows where there are"),
+        ("bpe", "tokenizer.json", lambda path: path.write_text("{}"), "is not what was written"),
+        ("bpe", "tokenizer.json", Path.unlink, "cannot be read"),
+        (
+            "held-out",
+            "array_record-00000-of-00001",
+            lambda path: path.write_bytes(path.read_bytes()[:-9]),
+            "is not what",
+        ),
     ],
 )
-def test_damage_is_named_with_the_remedy(root: Path, tmp_path: Path, file: str, damage, message: str):
-    folder = open_corpus(root, tmp_path, VOCAB, LENGTH, silent).folder
-    path = next(path for path in sorted(folder.rglob("*")) if path.name.endswith(file))
+@pytest.mark.parametrize("hashed", [1 << 30, 0])
+def test_damage_is_named_with_the_remedy(
+    stdlib, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, file: str, damage, message: str, hashed: int
+):
+    """Also where the files are so large that only their sizes are compared."""
+    monkeypatch.setattr(cache, "HASHED", hashed)
+    stdlib(tmp_path)
+    (kept,) = (path for path in tmp_path.glob(f"{folder}-*") if path.is_dir())
+    (path,) = (path for path in kept.rglob("*") if path.name.endswith(file))
     damage(path)
     with pytest.raises(UserError) as caught:
-        open_corpus(root, tmp_path, VOCAB, LENGTH, silent)
-    assert all(part in str(caught.value) for part in (str(path), message, f"delete {folder}"))
+        stdlib(tmp_path)
+    assert all(part in str(caught.value) for part in (str(path), message, f"delete {kept}"))
 
 
-def test_other_settings_and_other_files_are_prepared_anew(root: Path, tmp_path: Path):
-    (tmp_path / "corpus").mkdir()
-    for file in root.rglob("*.py"):
-        (tmp_path / "corpus" / file.name).write_bytes(file.read_bytes())
-    args = tmp_path / "corpus", tmp_path / "cache"
-    folders = [open_corpus(*args, v, n, silent).folder for v, n in ((VOCAB, LENGTH), (VOCAB + 1, LENGTH), (VOCAB, 16))]
-    (tmp_path / "corpus" / "module1.py").write_text("changed = 1\n")
-    folders.append(open_corpus(*args, VOCAB, LENGTH, silent).folder)
-    assert len(set(folders)) == 4
+def folders(cache_folder: Path) -> set[str]:
+    return {path.name for path in cache_folder.iterdir() if path.is_dir()}
 
 
-def test_a_small_vocabulary_is_refused_with_the_minimum(root: Path, tmp_path: Path):
-    with pytest.raises(UserError, match=r"vocab_size=256: .* at least 257"):
-        open_corpus(root, tmp_path, 256, LENGTH, silent)
-    assert open_corpus(root, tmp_path, 257, LENGTH, silent).tokenizer.vocab_size == 257
+def test_only_what_changed_is_prepared_anew(tmp_path: Path):
+    write_corpus(tmp_path / "files", "jsonl")
+    keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": f"{tmp_path}/files/*"}
+    keys |= {"eval_interval": 1, "grain_eval_files": f"{tmp_path}/files/0.*"}
+    folder, seen = tmp_path / "cache", set()
+    for change, new in (
+        ({}, {"bpe", "train", "held-out"}),
+        ({"data_shuffle_seed": 1, "eval_steps": 3, "per_device_batch_size": 2}, set()),
+        ({"max_target_length": 16}, {"train", "held-out"}),
+        ({"vocab_size": VOCAB + 1}, {"bpe", "train", "held-out"}),
+        ({"add_eos": False}, {"train", "held-out"}),
+        ({"grain_packing_type": "first_fit"}, {"train", "held-out"}),
+        ({"grain_eval_files": f"{tmp_path}/files/1.*"}, {"held-out"}),
+        ({"eval_interval": -1}, set()),
+        ({"data_pipeline": "streaming"}, set()),
+    ):
+        opened(folder, **keys | change)
+        names = folders(folder)
+        assert {name.rsplit("-", 2)[0] for name in names - seen} == new, change
+        seen = names
+    with (tmp_path / "files" / "2.jsonl").open("a") as file:
+        file.write('{"text": "more"}\n')
+    opened(folder, **keys)
+    # A tokenizer is trained again and comes out the same, so the held-out rows are good still.
+    assert {name.rsplit("-", 2)[0] for name in folders(folder) - seen} == {"bpe", "train"}
 
 
-def test_a_corpus_too_small_to_split_is_refused(tmp_path: Path):
-    (tmp_path / "os.py").write_text("x = 1\n")
-    with pytest.raises(UserError, match="1 to train on and 0 held out"):
-        open_corpus(tmp_path, tmp_path / "cache", VOCAB, LENGTH, silent)
+def test_a_mixture_shares_what_its_parts_have_prepared(tmp_path: Path):
+    write_corpus(tmp_path / "files", "jsonl")
+    keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "tokenizer_type": "bytes"}
+    opened(tmp_path / "cache", **keys, grain_train_files=f"{tmp_path}/files/0.*")
+    opened(tmp_path / "cache", **keys, grain_train_files=f"{tmp_path}/files/0.*,0.3;{tmp_path}/files/1.*,0.7")
+    assert len(folders(tmp_path / "cache")) == 2
 
 
-def test_the_cache_folder_follows_dataset_path_then_xdg_then_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+@pytest.mark.parametrize(("vocab_size", "size"), [(1 << 16, 2), ((1 << 16) + 1, 4)])
+def test_ids_are_stored_in_the_narrowest_type(tmp_path: Path, vocab_size: int, size: int):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": [vocab_size - 1] * 1000}) + "\n")
+    keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": f"{tmp_path}/a.jsonl"}
+    keys |= {
+        "tokenize_train_data": False,
+        "tokenize_eval_data": False,
+        "vocab_size": vocab_size,
+        "max_target_length": 999,
+    }
+    dataset = opened(tmp_path / "cache", **keys)
+    batch, _ = next(dataset.train_stream(rows=1))
+    assert (batch["inputs"] == vocab_size - 1).all()
+    (features,) = tmp_path.rglob("features.json")
+    assert features.read_text().count("uint16" if size == 2 else "int32") >= 3
+
+
+def test_rows_go_into_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_corpus(tmp_path / "files", "jsonl")
+    keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": f"{tmp_path}/files/*"}
+    one = train_rows(opened(tmp_path / "one", **keys, tokenizer_type="bytes"))
+    monkeypatch.setattr("trainer.data.rows.SHARD_BYTES", 2000)
+    several = train_rows(opened(tmp_path / "several", **keys, tokenizer_type="bytes"))
+    assert len(list((tmp_path / "several").rglob("*.array_record-*"))) > 3
+    for name, values in one.rows(np.arange(one.size)).items():
+        np.testing.assert_array_equal(several.rows(np.arange(several.size))[name], values)
+
+
+def test_completions_bear_the_loss_in_prepared_rows(tmp_path: Path):
+    lines = [json.dumps({"prompt": "ask", "completion": "say" * (1 + i % 3)}) for i in range(20)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": f"{tmp_path}/a.jsonl"}
+    keys |= {"train_data_columns": "[prompt,completion]", "eval_data_columns": "[prompt,completion]"}
+    for way in ("prepared", "streaming"):
+        dataset = opened(tmp_path / "cache", **keys, tokenizer_type="bytes", data_pipeline=way)
+        stream = dataset.train_stream(rows=4)
+        batch, _ = next(stream)
+        stream.close()
+        borne = batch["targets"][batch["targets_segmentation"] != 0].tolist()
+        assert set(borne) == {*map(ord, "say"), 256}
+        assert {*map(ord, "ask")} <= set(batch["targets"][batch["inputs_segmentation"] != 0].tolist())
+
+
+def test_nothing_to_evaluate_on_is_an_error_that_says_what_to_set(tmp_path: Path):
+    write_corpus(tmp_path / "files", "jsonl", count=3)
+    keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": f"{tmp_path}/files/*"}
+    keys |= {"eval_interval": 5, "tokenizer_type": "bytes"}
+    with pytest.raises(
+        UserError, match=r"eval_interval=5, but .* set the files .* a held_out_share, or eval_interval=-1"
+    ):
+        opened(tmp_path / "cache", **keys, held_out_share=0)
+    with pytest.raises(UserError, match=r"0.001 held out: there is no document with text; set a larger held_out_share"):
+        opened(tmp_path / "cache", **keys, held_out_share=0.001)
+
+
+@pytest.mark.parametrize("way", ["prepared", "streaming"])
+def test_files_without_any_text_are_refused(tmp_path: Path, way: str):
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n' * 5)
+    keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": f"{tmp_path}/a.jsonl"}
+    with pytest.raises(UserError, match=r"a.jsonl.*: (there is )?no document (with|has) text"):
+        opened(tmp_path / "cache", **keys, tokenizer_type="bytes", data_pipeline=way)
+
+
+def test_preparing_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("trainer.data.prepare._INTERVAL", 0.0)
+    write_corpus(tmp_path / "files", "jsonl", count=300)
+    keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": f"{tmp_path}/files/*"}
+    lines: list[str] = []
+    open_dataset(config_of(tmp_path / "cache", **keys, tokenizer_type="bytes"), lines.append)
+    shares = [float(line.split(": ")[1].split(" %")[0]) for line in lines if " s left" in line]
+    assert shares == sorted(shares)
+    assert shares[0] < 10
+    assert shares[-1] == 100
+
+
+def test_the_cache_folder_follows_its_key_then_xdg_then_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert cache.cache_root("") == tmp_path / ".cache" / "trainer"
@@ -222,24 +344,61 @@ def test_the_cache_folder_follows_dataset_path_then_xdg_then_home(monkeypatch: p
     assert cache.cache_root("~/data") == tmp_path / "data"
 
 
-def config(**changes) -> SimpleNamespace:
-    keys = {"dataset_path": "", "max_target_length": LENGTH, "vocab_size": VOCAB, "data_shuffle_seed": 0}
-    return SimpleNamespace(**keys | changes)
-
-
-def test_open_dataset_stdlib(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("trainer.data.corpus.stdlib_folder", lambda: root)
-    dataset = open_dataset(config(dataset_type="stdlib", dataset_path=str(tmp_path)), silent)
-    assert dataset.tokenizer is not None
-    assert dataset.train.length == dataset.evaluation.length == LENGTH
-    assert dataset.summary["train"]["rows"] == dataset.train.size
-    assert dataset.summary["folder"].startswith(str(tmp_path))
-
-
-def test_open_dataset_synthetic():
-    dataset = open_dataset(config(dataset_type="synthetic"), silent)
+def test_synthetic_rows_are_opened(tmp_path: Path):
+    dataset = opened(tmp_path, dataset_type="synthetic")
     assert dataset.tokenizer is None
-    assert dataset.train.size is None
     first, *_, last = eval_batches(dataset.evaluation, 100)
     assert first["inputs"].shape == last["inputs"].shape == (100, LENGTH)
-    assert (first["inputs"][0] != dataset.train.rows(np.arange(1))["inputs"][0]).any()
+    batch, _ = next(dataset.train_stream(rows=1))
+    assert (first["inputs"][0] != batch["inputs"][0]).any()
+
+
+# A hook that fails the run where TensorFlow, or what is not asked for, is imported; it can be found all the same.
+HOOK = """
+import importlib.machinery, sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name in refused:
+            return importlib.machinery.ModuleSpec(name, self)
+    def create_module(self, spec):
+        raise AssertionError(f"{spec.name} is imported")
+    def exec_module(self, module):
+        pass
+refused = set(sys.argv[1].split(","))
+sys.meta_path.insert(0, Refuse())
+from trainer.config import load
+from trainer.data import open_dataset
+dataset = open_dataset(load(sys.argv[2:]).config, print)
+stream = dataset.train_stream(rows=2)
+next(stream)
+stream.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("keys", "refused"),
+    [
+        ({"dataset_type": "synthetic"}, "tensorflow,tensorflow_datasets,jax,grain,tokenizers"),
+        ({"grain_file_type": "jsonl"}, "tensorflow,jax,grain,datasets,sentencepiece,tiktoken,pyarrow.parquet"),
+        ({"grain_file_type": "tfrecord"}, "tensorflow,jax,grain,datasets,sentencepiece,tiktoken"),
+        (
+            {"grain_file_type": "arrayrecord", "data_pipeline": "streaming"},
+            "tensorflow,datasets,sentencepiece,tiktoken",
+        ),
+        ({"dataset_type": "tfds"}, "tensorflow,jax,grain,datasets,sentencepiece,tiktoken"),
+        ({"dataset_type": "tfds", "data_pipeline": "streaming"}, "tensorflow,datasets,sentencepiece,tiktoken"),
+    ],
+)
+def test_tensorflow_is_never_imported_and_others_only_when_used(corpora, tmp_path: Path, keys: dict, refused: str):
+    keys = {"dataset_type": "grain", "vocab_size": VOCAB, "data_cache_directory": tmp_path / "cache"} | keys
+    keys |= {"max_target_length": LENGTH, "eval_interval": -1}
+    if keys["dataset_type"] == "grain":
+        keys["grain_train_files"] = f"{corpora(keys['grain_file_type'])}/*"
+    if keys["dataset_type"] == "tfds":
+        write_tfds(tmp_path / "data")
+        keys |= {"dataset_path": tmp_path / "data", "dataset_name": "tiny/made"}
+    command = [sys.executable, "-c", HOOK, refused, *(f"{key}={value}" for key, value in keys.items())]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | {"JAX_PLATFORMS": "cpu"}
+    )
+    assert done.returncode == 0, done.stderr

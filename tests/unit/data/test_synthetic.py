@@ -26,7 +26,7 @@ def test_evaluation_rows_are_not_training_rows():
 
 @pytest.mark.parametrize(("length", "vocab_size"), [(2, 2), (9, 3), (128, 4096), (300, 70000)])
 def test_rows_exercise_packing(length: int, vocab_size: int):
-    batch = train_batch(SyntheticRows(length, vocab_size, **SEED), 3, 64, seed=0, shuffle=True)
+    batch = train_batch(SyntheticRows(length, vocab_size, **SEED), 192, 64, seed=0, shuffle=True)
     segmentation, real = batch["targets_segmentation"], batch["targets_segmentation"] != 0
     assert batch["inputs"].shape == (64, length)
     assert {values.dtype for values in batch.values()} == {np.dtype(np.int32)}

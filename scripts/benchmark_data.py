@@ -1,0 +1,123 @@
+"""Tokens per second of both ways to the data, on one core: `taskset -c 0 python scripts/benchmark_data.py`.
+
+The documents are the standard library's sources, written as files of each format into a temporary folder. Seconds are
+those of CPU time, so that other work on the machine does not count. Prints the table of docs/benchmarks/data.md.
+"""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from trainer.config import load
+from trainer.data import Dataset, open_dataset
+from trainer.data.corpus import read_files, stdlib_folder
+from trainer.data.example_proto import serialize_example
+
+LENGTH, ROWS, SECONDS, REPEATS = 2048, 8, 3.0, 3
+KINDS = ("jsonl", "parquet", "arrayrecord", "text")
+CASES = (
+    ("jsonl", "concat_then_split"),
+    ("jsonl", "first_fit"),
+    ("jsonl", "best_fit"),
+    ("parquet", "concat_then_split"),
+    ("arrayrecord", "concat_then_split"),
+    ("text", "concat_then_split"),
+)
+
+
+def write_files(folder: Path, kind: str) -> int:
+    """The corpus in 8 files of that format, or a file a document; gives back its bytes of text."""
+    folder.mkdir()
+    files = read_files(stdlib_folder())
+    for i, file in enumerate(files if kind == "text" else ()):
+        (folder / f"{i:04}.text").write_bytes(file.text.encode())
+    for i in range(8 if kind != "text" else 0):
+        texts = [file.text for file in files[i::8]]
+        path = folder / f"{i}.{kind}"
+        if kind == "jsonl":
+            path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        elif kind == "parquet":
+            import pyarrow
+            import pyarrow.parquet
+
+            pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
+        else:
+            from array_record.python.array_record_module import ArrayRecordWriter
+
+            writer = ArrayRecordWriter(str(path), "group_size:1")
+            for text in texts:
+                writer.write(serialize_example({"text": text.encode()}))
+            writer.close()
+    return sum(file.size for file in files)
+
+
+def open_files(folder: Path, kind: str, cache: Path, **keys: object) -> tuple[Dataset, float]:
+    """The dataset, and the seconds to open it."""
+    settings = {
+        "dataset_type": "grain",
+        "grain_file_type": kind,
+        "grain_train_files": f"{folder / kind}/*",
+        "data_cache_directory": cache,
+        "max_target_length": LENGTH,
+        "vocab_size": 8192,
+        "tokenizer_path": folder / "tokenizer",
+        "held_out_share": 0,
+        "eval_interval": -1,
+    }
+    config = load([f"{key}={value}" for key, value in (settings | keys).items()]).config
+    started = time.process_time()
+    return open_dataset(config, lambda line: None), time.process_time() - started
+
+
+def rate(dataset: Dataset) -> tuple[float, float, float]:
+    """Median of million tokens (that bear loss) a second, their share of the rows, and seconds to resume."""
+    stream = dataset.train_stream(rows=ROWS)
+    _, position = next(stream)
+    rates, tokens, places = [], 0, 0
+    for _ in range(REPEATS):
+        started, count = time.process_time(), 0
+        while time.process_time() - started < SECONDS:
+            batch, position = next(stream)
+            count += int((batch["targets_segmentation"] != 0).sum())
+            places += batch["targets"].size
+        rates.append(count / (time.process_time() - started) / 1e6)
+        tokens += count
+    stream.close()
+    started = time.process_time()
+    stream = dataset.train_stream(position, rows=ROWS)
+    next(stream)
+    resumed = time.process_time() - started
+    stream.close()
+    return statistics.median(rates), tokens / places, resumed
+
+
+def main() -> None:
+    """Measure and print."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    cores = len(os.sched_getaffinity(0))
+    print(f"`taskset -c 0 python scripts/benchmark_data.py`, commit {commit.stdout.strip()}, {cores} core ", end="")
+    print(f"({platform.machine()}), Python {platform.python_version()}; rows of {LENGTH} tokens, {ROWS} a batch.\n")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        size = {kind: write_files(folder / kind, kind) for kind in KINDS}["jsonl"]
+        # Trained once and given to all.
+        open_files(folder, "jsonl", folder / "bpe", tokenizer_path="", data_pipeline="streaming")
+        next(path for path in (folder / "bpe").iterdir() if path.is_dir()).rename(folder / "tokenizer")
+        columns = ("files", "packing", "prepare, MB/s", "prepared, Mtok/s", "streaming, Mtok/s", "resume, s", "filled")
+        print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+        for kind, packing in CASES:
+            keys = {"grain_packing_type": packing}
+            dataset, seconds = open_files(folder, kind, folder / f"cache-{kind}-{packing}", **keys)
+            prepared, used, _ = rate(dataset)
+            streaming, _, resumed = rate(open_files(folder, kind, folder, data_pipeline="streaming", **keys)[0])
+            cells = [f"{size / seconds / 1e6:.1f}", f"{prepared:.1f}", f"{streaming:.2f}", f"{resumed:.2f}"]
+            print(f"| {kind} | {packing} | {' | '.join(cells)} | {100 * used:.1f} % |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""Checks of the data's keys: what excludes each other, and what has no effect."""
+
+import json
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from trainer.config.errors import UserError
+
+# The keys that only one dataset_type reads.
+OWN_KEYS = {
+    "tfds": ("dataset_path", "dataset_name", "eval_dataset_name", "eval_split"),
+    "grain": ("grain_train_files", "grain_eval_files", "grain_train_mixture_config_path", "grain_file_type"),
+    "hf": ("hf_path", "hf_name", "hf_data_dir", "hf_train_files", "hf_eval_split", "hf_eval_files"),
+}
+_COLUMNS = ("train_data_columns", "eval_data_columns", "tokenize_train_data", "tokenize_eval_data")
+_TEXT = (
+    "data_cache_directory",
+    "tokenizer_path",
+    "tokenizer_type",
+    "add_bos",
+    "add_eos",
+    "packing",
+    "grain_packing_type",
+    "max_segments_per_seq",
+    "use_truncation",
+    "enable_data_shuffling",
+)
+Problem = Callable[[Any], str | None]
+
+
+def parse_mixture(files: str, config_path: str) -> list[tuple[str, Fraction]]:
+    """The globs of grain_train_files (`glob`, `glob;glob` or `glob,weight;glob,weight`), or of the JSON file at
+    `config_path` ({name: {"path": glob, "weight": number}}), each with its weight.
+
+    Raises:
+      UserError: what is wrong with it.
+    """
+    if config_path:
+        pairs = _read_mixture(Path(config_path).expanduser())
+    else:
+        parts = [part.strip() for part in files.split(";") if part.strip()]
+        weighted = [part.rpartition(",") for part in parts]
+        if (len(parts) == 1 and "," not in parts[0]) or all("," not in part for part in parts):
+            pairs = [(part, "1") for part in parts]
+        else:
+            pairs = [(pattern.strip(), weight.strip()) for pattern, _, weight in weighted]
+    result = []
+    for pattern, weight in pairs:
+        try:
+            value = Fraction(weight)
+        except (ValueError, ZeroDivisionError):
+            value = Fraction(0)
+        if not pattern or value <= 0:
+            raise UserError(
+                f"{pattern or files!r} with the weight {weight!r} is no part of a mixture; write "
+                "glob,weight;glob,weight with weights above 0"
+            )
+        result.append((pattern, value))
+    if not result:
+        raise UserError(f"{files!r} names no files")
+    return result
+
+
+def _read_mixture(path: Path) -> list[tuple[str, str]]:
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        return [(str(entry["path"]), str(entry["weight"])) for entry in entries.values()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f'grain_train_mixture_config_path={path} is not {{"name": {{"path": glob, "weight": number}}, ...}} '
+            f"({type(error).__name__}: {error})"
+        ) from error
+
+
+def _pipeline(config: Any) -> str | None:
+    if config.data_pipeline == "streaming" and config.dataset_type in ("stdlib", "synthetic"):
+        why = "is small and prepared in seconds" if config.dataset_type == "stdlib" else "is computed row by row"
+        return f"{config.dataset_type} {why}, there is nothing to stream; set data_pipeline=prepared"
+    return None
+
+
+def _demands(kind: str, key: str, example: str) -> Problem:
+    def problem(config: Any) -> str | None:
+        empty = config.dataset_type == kind and not config[key]
+        return f"dataset_type={kind} needs it; such as {key}={example}" if empty else None
+
+    return problem
+
+
+def _grain_files(config: Any) -> str | None:
+    if config.dataset_type != "grain":
+        return None
+    if not config.grain_train_files and not config.grain_train_mixture_config_path:
+        return "dataset_type=grain needs files; such as grain_train_files=/data/*.arrayrecord"
+    if config.grain_train_files and config.grain_train_mixture_config_path:
+        return "both name the training files; give one of them"
+    try:
+        parse_mixture(config.grain_train_files, config.grain_train_mixture_config_path)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _grain_eval_files(config: Any) -> str | None:
+    if config.dataset_type == "grain" and "," in config.grain_eval_files:
+        return "evaluation reads all its files once, there are no weights; write glob;glob"
+    return None
+
+
+def _columns(key: str) -> Problem:
+    def problem(config: Any) -> str | None:
+        if len(config[key]) in (1, 2) and all(config[key]):
+            return None
+        return "one column, or two: a prompt and its completion"
+
+    return problem
+
+
+def _tokenizer_path(config: Any) -> str | None:
+    kind = config.tokenizer_type
+    if kind in ("huggingface", "sentencepiece", "tiktoken") and not config.tokenizer_path:
+        return f"tokenizer_type={kind} needs the file; set tokenizer_path, or tokenizer_type=auto to train one"
+    if kind == "bytes" and config.tokenizer_path:
+        return "bytes need no file; leave one of them out"
+    return None
+
+
+def _tokenize(config: Any) -> str | None:
+    if config.dataset_type in ("stdlib", "synthetic") or config.tokenize_train_data:
+        return None
+    if config.dataset_type == "grain" and config.grain_file_type == "text":
+        return "files of text hold no token ids; set tokenize_train_data=true"
+    if config.tokenize_eval_data and not config.tokenizer_path and config.tokenizer_type != "bytes":
+        return "a tokenizer cannot be trained on token ids; set tokenizer_path, or tokenize_eval_data=false"
+    return None
+
+
+def _stdlib(key: str, least: int, why: str) -> Problem:
+    def problem(config: Any) -> str | None:
+        return f"at least {least}: {why}" if config.dataset_type == "stdlib" and config[key] < least else None
+
+    return problem
+
+
+def _trained_vocabulary(config: Any) -> str | None:
+    if config.tokenizer_path or config.tokenizer_type == "bytes":
+        return None
+    return _stdlib("vocab_size", 257, "256 bytes and the end of a document")(config)
+
+
+def local(key: str) -> Problem:
+    """Refuses a remote path."""
+
+    def problem(config: Any) -> str | None:
+        return "remote paths are not built yet; give a local folder" if "://" in config[key] else None
+
+    return problem
+
+
+_PATHS = (
+    "data_cache_directory",
+    "dataset_path",
+    "grain_train_files",
+    "grain_eval_files",
+    "grain_train_mixture_config_path",
+    "hf_path",
+    "hf_train_files",
+    "hf_eval_files",
+    "tokenizer_path",
+)
+
+# (keys concerned, problem), for config/check.py.
+DATA_CHECKS: tuple[tuple[tuple[str, ...], Problem], ...] = (
+    *(((key,), local(key)) for key in _PATHS),
+    (("dataset_type", "data_pipeline"), _pipeline),
+    (("dataset_type", "dataset_path"), _demands("tfds", "dataset_path", "/data/tensorflow_datasets")),
+    (("dataset_type", "dataset_name"), _demands("tfds", "dataset_name", "c4/en:3.0.1")),
+    (("dataset_type", "hf_path"), _demands("hf", "hf_path", "/data/a_dataset")),
+    (("dataset_type", "grain_train_files", "grain_train_mixture_config_path"), _grain_files),
+    (("grain_eval_files",), _grain_eval_files),
+    (("train_data_columns",), _columns("train_data_columns")),
+    (("eval_data_columns",), _columns("eval_data_columns")),
+    (("tokenizer_type", "tokenizer_path"), _tokenizer_path),
+    (("dataset_type", "tokenize_train_data", "tokenize_eval_data"), _tokenize),
+    (("dataset_type", "vocab_size"), _trained_vocabulary),
+    (("dataset_type", "max_target_length"), _stdlib("max_target_length", 16, "shorter rows would be millions")),
+)
+
+
+def _other_type(kind: str) -> Callable[[Any], bool]:
+    return lambda config: config.dataset_type != kind
+
+
+# (keys, when they have no effect, why), for config/effects.py.
+DATA_INERT: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (("data_cache_directory",), lambda c: c.dataset_type == "synthetic", "dataset_type=synthetic stores nothing"),
+    *((keys, _other_type(kind), f"dataset_type is not {kind}") for kind, keys in OWN_KEYS.items()),
+    (("train_split",), lambda c: c.dataset_type not in ("tfds", "hf"), "dataset_type is neither tfds nor hf"),
+    (_COLUMNS, lambda c: c.dataset_type in ("stdlib", "synthetic"), "dataset_type has files of its own"),
+    (
+        ("train_data_columns", "eval_data_columns"),
+        lambda c: c.dataset_type == "grain" and c.grain_file_type == "text",
+        "grain_file_type=text has no columns",
+    ),
+    (
+        ("held_out_share",),
+        lambda c: c.dataset_type in ("stdlib", "synthetic"),
+        "dataset_type has held-out rows of its own",
+    ),
+    (
+        ("held_out_share",),
+        lambda c: bool(
+            (c.dataset_type == "grain" and c.grain_eval_files)
+            or (c.dataset_type == "tfds" and c.eval_split)
+            or (c.dataset_type == "hf" and (c.hf_eval_split or c.hf_eval_files))
+        ),
+        "evaluation has documents of its own",
+    ),
+    (
+        ("sft_train_on_completion_only",),
+        lambda c: len(c.train_data_columns) == 1 and len(c.eval_data_columns) == 1,
+        "there is one column",
+    ),
+    (
+        tuple(key for key in _TEXT if key not in ("data_cache_directory", "enable_data_shuffling")),
+        lambda c: c.dataset_type == "synthetic",
+        "dataset_type=synthetic has no documents",
+    ),
+    (
+        ("enable_data_shuffling",),
+        lambda c: c.dataset_type == "synthetic",
+        "dataset_type=synthetic has no files to shuffle",
+    ),
+    (
+        ("data_shuffle_seed",),
+        lambda c: c.dataset_type != "synthetic" and not c.enable_data_shuffling,
+        "enable_data_shuffling=false",
+    ),
+    (("grain_worker_count",), lambda c: c.data_pipeline == "prepared", "data_pipeline=prepared"),
+    (
+        ("grain_shuffle_buffer_size",),
+        lambda c: c.data_pipeline == "prepared" or not c.enable_data_shuffling,
+        "data_pipeline=prepared, or enable_data_shuffling=false",
+    ),
+    (("grain_packing_type", "max_segments_per_seq"), lambda c: not c.packing, "packing=false"),
+    (
+        ("max_segments_per_seq", "use_truncation"),
+        lambda c: c.packing and c.grain_packing_type == "concat_then_split",
+        "grain_packing_type=concat_then_split",
+    ),
+)

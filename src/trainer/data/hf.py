@@ -1,0 +1,79 @@
+"""dataset_type=hf: tables of the `datasets` library that lie on this machine."""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+from trainer.config.errors import UserError, nearest
+from trainer.data.readers import Columns, TablePart
+from trainer.data.sources import Corpus, file_fingerprint
+
+# Builders of `datasets` that read plain files, which the keys hf_train_files and hf_eval_files name.
+BUILDERS = ("arrow", "csv", "json", "parquet", "text")
+
+
+def hf_corpus(
+    path: str, name: str, data_dir: str, cache: Path, files: str, split: str, columns: Columns, key: str
+) -> Corpus:
+    """One split as a corpus; what `datasets` makes of plain files it keeps in `cache`.
+
+    Raises UserError where it is not on this machine, or lacks the split or a column.
+    """
+    table = _load(
+        path, {"name": name or None, "data_dir": data_dir or None, "cache_dir": str(cache)}, files, split, key
+    )
+    if missing := [column for column in columns if column not in table.column_names]:
+        raise UserError(
+            f"{path} {split} has no column {missing[0]}; set train_data_columns or eval_data_columns to some of: "
+            f"{', '.join(table.column_names)}"
+        )
+    if not len(table):
+        raise UserError(f"{path} {split} holds no rows")
+    arrow = [Path(file["filename"]) for file in table.cache_files]
+    fingerprint = file_fingerprint(arrow, f"{split} {len(table)}") if arrow else _contents(table)
+    part = TablePart(f"{path} {split}", table.select_columns(list(columns)), columns)
+    return Corpus(f"{path} {split}", (part,), fingerprint, columns)
+
+
+def _load(path: str, settings: dict[str, str | None], files: str, split: str, key: str) -> Any:
+    # Before the package reads it: nothing is asked of the hub.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError("dataset_type=hf needs datasets: pip install 'trainer[hf]'") from error
+
+    datasets.disable_progress_bars()
+    folder = Path(path).expanduser()
+    if not folder.is_dir() and path not in BUILDERS:
+        raise UserError(
+            f"hf_path={path}: there is no such folder on this machine, and datasets are not downloaded; get it first, "
+            f"as by `hf download --repo-type dataset {path} --local-dir FOLDER`, and set hf_path=FOLDER; or name a "
+            f"reader of plain files ({', '.join(BUILDERS)}) and hf_train_files"
+        )
+    if path in BUILDERS and not folder.is_dir() and not files:
+        raise UserError(f"hf_path={path} reads plain files: name them with hf_train_files or hf_eval_files")
+    try:
+        if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+            loaded = datasets.load_from_disk(str(folder))
+            if isinstance(loaded, datasets.Dataset):
+                return loaded
+            if split not in loaded:
+                raise UserError(f"{key}={split}: {path} has the splits {', '.join(loaded)}{nearest(split, loaded)}")
+            return loaded[split]
+        source = str(folder) if folder.is_dir() else path
+        return datasets.load_dataset(source, data_files=files or None, split=split or None, **settings)
+    except UserError:
+        raise
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        text = " ".join(str(error).split())[:300]
+        raise UserError(f"hf_path={path}, {key}={split}: the dataset cannot be loaded: {text}") from error
+
+
+def _contents(table: Any) -> str:
+    """The fingerprint of a table that is in no file."""
+    digest = hashlib.sha256()
+    for values in table:
+        digest.update(repr(sorted(values.items())).encode())
+    return digest.hexdigest()

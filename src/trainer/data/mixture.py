@@ -1,0 +1,63 @@
+"""Mixtures: which component gives which row, as a pure function of the row's index."""
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+
+from trainer.data.batches import FIELDS, Batch, RowSource, visited
+
+_PRECISION = 10**6  # weights that are no ratio of small numbers are rounded to this share of their sum
+
+
+def whole_weights(weights: Sequence[Fraction]) -> tuple[int, ...]:
+    """Positive integers in the ratio of `weights`, exact where they add up to at most a million."""
+    scale = math.lcm(*(weight.denominator for weight in weights))
+    whole = [int(weight * scale) for weight in weights]
+    if sum(whole) > _PRECISION:
+        whole = [max(1, round(_PRECISION * weight / sum(weights))) for weight in weights]
+    divisor = math.gcd(*whole)
+    return tuple(weight // divisor for weight in whole)
+
+
+def interleave(indices: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """The component of each row in `indices` [n], and the row's index among that component's own, both int64 [n].
+
+    Of any first k rows a component has its share, rounded: of what the components before it leave, component i takes
+    weights[i] / (weights[i] + those behind it), evenly. The rule is grain.MapDataset.mix's.
+    """
+    component = np.full(len(indices), -1, np.int64)
+    within = np.zeros(len(indices), np.int64)
+    before, through = indices.astype(np.int64), indices.astype(np.int64) + 1  # rows that are left for those behind
+    left = sum(weights)
+    for i, weight in enumerate(weights):
+        next_before, next_through = before * (left - weight) // left, through * (left - weight) // left
+        here = (component < 0) & (before - next_before != through - next_through)
+        component[here], within[here] = i, (before - next_before)[here]
+        before, through, left = next_before, next_through, left - weight
+    return component, within
+
+
+class MixedRows:
+    """Rows of several sources in the ratio of `weights`, without end: each source epoch after epoch of its own."""
+
+    size = None
+
+    def __init__(self, sources: Sequence[RowSource], weights: Sequence[int], *, seed: int, shuffle: bool):
+        self._sources, self._weights, self._seed, self._shuffle = sources, weights, seed, shuffle
+        self.length = sources[0].length
+
+    def rows(self, indices: np.ndarray) -> Batch:
+        """The rows at `indices` [n], a batch without `row`."""
+        component, within = interleave(indices, self._weights)
+        batch = {name: np.zeros((len(indices), self.length), np.int32) for name in FIELDS}
+        for i, source in enumerate(self._sources):
+            here = component == i
+            if here.any():
+                assert source.size is not None
+                # A seed of its own, so that two sources of one size are not visited in one order.
+                own = visited(within[here], source.size, seed=self._seed + (i << 32), shuffle=self._shuffle)
+                for name, values in source.rows(own).items():
+                    batch[name][here] = values
+        return batch

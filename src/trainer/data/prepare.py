@@ -1,0 +1,191 @@
+"""The prepared way: documents are tokenized and packed once, into folders that later runs find again."""
+
+import hashlib
+import itertools
+import json
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from trainer.config.errors import UserError
+from trainer.data import cache
+from trainer.data.cache import Progress
+from trainer.data.documents import Counts, Document, Encoder
+from trainer.data.packing import PackedRow, Packing
+from trainer.data.sources import Corpus
+from trainer.data.tokenizer import MIN_VOCAB_SIZE, Tokenizer, train_bpe
+from trainer.data.tokenizer_files import load_tokenizer
+
+FORMAT = 2  # counts changes to what is written, so that older folders are not read
+BPE_BYTES = 64 << 20  # of text that a BPE is trained on at most
+_CHUNK = 64  # documents encoded at once
+_INTERVAL = 10.0  # seconds between two lines of progress where there is no terminal
+
+
+def open_tokenizer(
+    config: Any, train: Sequence[Corpus], weights: Sequence[int], root: Path, say: Progress
+) -> Tokenizer | None:
+    """The tokenizer of tokenizer_path and tokenizer_type, else a BPE trained on the first 64 MiB of the training
+    documents, kept below `root`; None where all columns hold token ids.
+
+    Raises UserError where vocab_size is too small for it.
+    """
+    settings = {"add_bos": config.add_bos, "add_eos": config.add_eos}
+    size = config.vocab_size
+    if config.tokenizer_path or config.tokenizer_type == "bytes":
+        tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer_type, **settings)
+        if tokenizer.vocab_size > size:
+            raise UserError(
+                f"vocab_size={size}, but the tokenizer {config.tokenizer_path or config.tokenizer_type} has "
+                f"{tokenizer.vocab_size} tokens; set vocab_size={tokenizer.vocab_size} or more"
+            )
+        return tokenizer
+    if not config.tokenize_train_data:
+        return None
+    if size < MIN_VOCAB_SIZE:
+        raise UserError(
+            f"vocab_size={size}: the byte-level tokenizer that is trained needs at least {MIN_VOCAB_SIZE} "
+            "(every byte and the end of a document)"
+        )
+    key = _key([FORMAT, size, BPE_BYTES, [corpus.identity for corpus in train], list(weights)])
+    folder = root / f"bpe-v{size}-{key}"
+
+    def build(temporary: Path) -> dict[str, Any]:
+        texts = _texts(train, weights)
+        say(f"training a BPE of {size} tokens on {sum(map(len, texts)) / 1e6:.1f} MB of text")
+        train_bpe(texts, size).save(temporary)
+        return {"vocab_size": size}
+
+    if not folder.exists():
+        cache.ensure(folder, build, say)
+    cache.read_meta(folder)
+    return load_tokenizer(str(folder), "huggingface", **settings)
+
+
+def _texts(train: Sequence[Corpus], weights: Sequence[int]) -> list[str]:
+    """Texts from the beginning of each corpus, together at most BPE_BYTES, in the ratio of the weights."""
+    texts: list[str] = []
+    for corpus, weight in zip(train, weights, strict=True):
+        left = BPE_BYTES * weight // sum(weights)
+        encoder = Encoder(None, corpus.columns, True, False, 0)
+        for record in corpus.records():
+            texts += (found := encoder.texts(record))
+            left -= sum(len(text.encode()) for text in found)
+            if left <= 0:
+                break
+    return texts
+
+
+def open_rows(
+    corpora: Sequence[Corpus], encoder: Encoder, packing: Packing, folder_name: str, root: Path, say: Progress
+) -> tuple[Any, dict[str, Any]]:
+    """The rows of the corpora, one behind the other, and the meta.json of their folder; prepared first if need be.
+
+    The folder is found by what the rows follow from: fingerprints of the records and of the tokenizer, the packing.
+    """
+    from trainer.data.rows import StoredRows
+
+    limit = encoder.tokenizer.vocab_size if encoder.tokenize and encoder.tokenizer else encoder.vocab_size
+    identity = {
+        "format": FORMAT,
+        "documents": [corpus.identity for corpus in corpora],
+        "tokenizer": encoder.tokenizer.fingerprint if encoder.tokenizer else None,
+        "tokenize": encoder.tokenize,
+        "masked": encoder.masked,
+        "vocab_size": limit,
+        "packing": asdict(packing),
+    }
+    folder = root / f"{folder_name}-l{packing.length}-{_key(identity)}"
+    if not folder.exists():
+        cache.ensure(folder, lambda temporary: identity | _build(temporary, corpora, encoder, packing, limit, say), say)
+    meta = cache.read_meta(folder)
+    try:
+        dataset, count = folder / meta["dataset"], meta["rows"]
+    except KeyError as error:
+        raise cache.damaged(folder, cache.META, f"lacks an entry ({error})") from error
+    rows = StoredRows(dataset)
+    if rows.size != count:
+        raise cache.damaged(folder, cache.META, f"says {count} rows where there are {rows.size}")
+    return rows, meta
+
+
+def _build(
+    folder: Path, corpora: Sequence[Corpus], encoder: Encoder, packing: Packing, limit: int, say: Progress
+) -> dict[str, Any]:
+    """Writes the rows into `folder`; returns the counts of its meta.json."""
+    from trainer.data import rows as storage
+
+    name = ", ".join(corpus.label for corpus in corpora)
+    say(f"tokenizing and packing {name}")
+    counts, totals = Counts(), {"rows": 0, "tokens": 0}
+    lengths = encoder.tokenizer.bytes_per_token if encoder.tokenizer else None
+    target_bytes = 0
+
+    def counted(rows: Iterable[tuple[PackedRow, Any]]) -> Iterator[PackedRow]:
+        nonlocal target_bytes
+        for row, _ in rows:
+            targets = row["targets"][row["loss"] != 0]
+            totals["rows"] += 1
+            totals["tokens"] += len(targets)
+            if lengths is not None:
+                target_bytes += int(lengths[targets].sum())
+            yield row
+
+    with _Bar(say, name) as bar:
+        documents = ((None, document) for document in _documents(corpora, encoder, counts, bar))
+        rows = counted(packing.rows(documents, counts))
+        first = next(rows, None)
+        if first is None:
+            hint = "; set a larger held_out_share" if corpora[0].evaluates else ""
+            raise UserError(f"{name}: there is no document with text{hint}")
+        dataset = storage.write(
+            folder, itertools.chain([first], rows), length=packing.length, vocab_size=limit, masked=encoder.masked
+        )
+    whole = encoder.tokenize and encoder.tokenizer is not None and encoder.tokenizer.bos is not None
+    if whole and lengths is not None and not encoder.masked and not counts.cut:
+        assert target_bytes == counts.bytes, f"targets stand for {target_bytes} bytes of {counts.bytes}"
+    for note in counts.notes():
+        say(note)
+    say(f"prepared {totals['rows']:,} rows: {counts.documents:,} documents, {totals['tokens']:,} tokens")
+    return {"dataset": dataset.relative_to(folder).as_posix(), **totals, **asdict(counts)}
+
+
+def _documents(corpora: Sequence[Corpus], encoder: Encoder, counts: Counts, track: "_Bar") -> Iterator[Document]:
+    """The documents of all corpora in order, encoded a chunk at a time."""
+    for i, corpus in enumerate(corpora):
+        records = corpus.records(lambda share, i=i: track((i + share) / len(corpora)))  # type: ignore[misc]
+        while chunk := list(itertools.islice(records, _CHUNK)):
+            yield from (document for document in encoder.encode(chunk, counts) if document is not None)
+
+
+def _key(facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
+
+
+class _Bar:
+    """Progress from 0 to 1: a bar on stderr where that is a terminal, elsewhere a line now and then, with an ETA."""
+
+    def __init__(self, say: Progress, label: str):
+        self._say, self._label = say, label
+        self._bar = tqdm(total=100, desc=label[:40], unit="%", leave=False, disable=None, mininterval=0.2)
+        self._started = self._said = time.monotonic()
+
+    def __call__(self, share: float) -> None:
+        if not self._bar.disable:
+            self._bar.update(round(100 * share, 1) - self._bar.n)
+            return
+        now = time.monotonic()
+        if now - self._said > _INTERVAL and share > 0:
+            self._said = now
+            left = (now - self._started) * (1 - share) / share
+            self._say(f"{self._label}: {100 * share:.0f} %, {left:.0f} s left")
+
+    def __enter__(self) -> "_Bar":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()

@@ -1,0 +1,274 @@
+"""Files of records, one class per format: in order from any place on, and by index where the format allows it.
+
+A *cursor* is where reading goes on: a byte in JSONL and TFRecord files, else the number of records before it.
+"""
+
+import json
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from trainer.config.errors import UserError
+from trainer.data.documents import Record
+
+Columns = tuple[str, ...]
+_CHUNK = 256  # records read at once
+
+
+class Part(Protocol):
+    """Some records of a source."""
+
+    @property
+    def name(self) -> str:
+        """The file, or what else a person would look for."""
+        ...
+
+    @property
+    def weight(self) -> int:
+        """Its size, for progress: bytes, or records."""
+        ...
+
+    def read(self, cursor: int = 0) -> Iterator[tuple[int, float, Record]]:
+        """From `cursor` on: the cursor behind a record, the share of the part that is read then, and the record."""
+        ...
+
+
+class IndexedPart(Part, Protocol):
+    """A part whose records can be read by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Record: ...
+
+
+class FilePart:
+    """A file; raises UserError where it is missing or empty."""
+
+    def __init__(self, path: Path, columns: Columns):
+        self.path, self.columns = path, columns
+        try:
+            self.weight = path.stat().st_size
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+        if not self.weight:
+            raise UserError(f"{path} is empty; remove it, or take it out of the files that the configuration names")
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    def pick(self, values: Any, where: str) -> Record:
+        """The record with the wanted columns of the dict `values`."""
+        return pick(values, self.columns, where)
+
+
+class TextPart(FilePart):
+    """A text file is one document."""
+
+    def read(self, cursor: int = 0) -> Iterator[tuple[int, float, Record]]:
+        if cursor == 0:
+            yield 1, 1.0, Record(self.name, (self.path.read_bytes(),))
+
+
+class JsonlPart(FilePart):
+    """An object of JSON a line; blank lines are passed over."""
+
+    def read(self, cursor: int = 0) -> Iterator[tuple[int, float, Record]]:
+        with self.path.open("rb") as file:
+            file.seek(cursor)
+            for line in file:
+                start, cursor = cursor, cursor + len(line)
+                if not line.strip():
+                    continue
+                try:
+                    values = json.loads(line)
+                except ValueError as error:
+                    raise self._broken(start, f"is no JSON ({error})") from error
+                if not isinstance(values, dict):
+                    raise self._broken(start, "is no JSON object")
+                try:
+                    record = self.pick(values, self.name)
+                except UserError as error:
+                    raise self._broken(start, str(error).removeprefix(f"{self.name}: ")) from error
+                yield cursor, cursor / self.weight, record
+
+    def _broken(self, start: int, what: str) -> UserError:
+        with self.path.open("rb") as file:
+            number, left = 1, start
+            while left > 0:
+                block = file.read(min(left, 1 << 20))
+                number, left = number + block.count(b"\n"), left - len(block)
+        return UserError(f"{self.name}, line {number}, {what}; mend or remove the line")
+
+
+class ParquetPart(FilePart):
+    """A Parquet file."""
+
+    def __init__(self, path: Path, columns: Columns):
+        super().__init__(path, columns)
+        import pyarrow
+
+        with self._errors(pyarrow), self._open() as file:
+            names, self._rows = file.schema_arrow.names, file.metadata.num_rows
+            groups = range(file.metadata.num_row_groups)
+            self._groups = [file.metadata.row_group(i).num_rows for i in groups]
+        pick(dict.fromkeys(names), columns, self.name)
+
+    def _open(self):
+        import pyarrow.parquet
+
+        return pyarrow.parquet.ParquetFile(self.path)
+
+    def _errors(self, pyarrow: Any):
+        return damaged_file(self.path, (pyarrow.ArrowException, OSError))
+
+    def read(self, cursor: int = 0) -> Iterator[tuple[int, float, Record]]:
+        import pyarrow
+
+        first, at = 0, 0
+        while first < len(self._groups) and at + self._groups[first] <= cursor:
+            at, first = at + self._groups[first], first + 1
+        with self._errors(pyarrow), self._open() as file:
+            groups = list(range(first, len(self._groups)))
+            for batch in file.iter_batches(_CHUNK, row_groups=groups, columns=list(self.columns)) if groups else ():
+                for values in batch.to_pylist() if at + len(batch) > cursor else [None] * len(batch):
+                    at += 1
+                    if at > cursor:
+                        yield at, at / self._rows, self.pick(values, f"{self.name}, row {at}")
+
+
+class ArrayRecordPart(FilePart):
+    """Records [start, stop) of an ArrayRecord file; `parse` makes a dict of one."""
+
+    def __init__(
+        self, path: Path, columns: Columns, parse: Callable[[bytes], Any], start: int = 0, stop: int | None = None
+    ):
+        super().__init__(path, columns)
+        self._parse, self._start, self._reader = parse, start, None
+        with self._errors():
+            count = self._open().num_records()
+        self._stop = count if stop is None else stop
+        if not count:
+            # The number of records stands at a file's end.
+            raise UserError(
+                f"{path} is damaged, cut short, or no ArrayRecord file: it shows no records; copy or make it anew"
+            )
+        if self._stop > count:
+            raise UserError(
+                f"{path} holds {count} records, and dataset_info.json beside it says more; copy or make it anew"
+            )
+        self._reader = None  # opened anew by whoever reads, maybe in another process
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def __getitem__(self, index: int) -> Record:
+        with self._errors():
+            (data,) = self._open().read([self._start + index])
+        return self._record(data, index)
+
+    def read(self, cursor: int = 0) -> Iterator[tuple[int, float, Record]]:
+        for first in range(self._start + cursor, self._stop, _CHUNK):
+            with self._errors():
+                chunk = self._open().read(list(range(first, min(first + _CHUNK, self._stop))))
+            for index, data in enumerate(chunk, first - self._start):
+                yield index + 1, (index + 1) / len(self), self._record(data, index)
+
+    def _record(self, data: bytes, index: int) -> Record:
+        return parsed(self._parse, data, self.columns, f"{self.name}, record {self._start + index}")
+
+    def _open(self) -> Any:
+        if self._reader is None:
+            from array_record.python.array_record_module import ArrayRecordReader
+
+            self._reader = ArrayRecordReader(str(self.path), "readahead_buffer_size:0,max_parallelism:0")
+        return self._reader
+
+    def _errors(self):
+        return damaged_file(self.path, (RuntimeError, ValueError, IndexError, OSError))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_reader": None}
+
+
+class TfrecordPart(FilePart):
+    """A TFRecord file; its checksums are not looked at, its lengths are."""
+
+    def __init__(self, path: Path, columns: Columns, parse: Callable[[bytes], Any]):
+        super().__init__(path, columns)
+        self._parse = parse
+
+    def read(self, cursor: int = 0) -> Iterator[tuple[int, float, Record]]:
+        with self.path.open("rb") as file:
+            file.seek(cursor)
+            while header := file.read(12):
+                size = struct.unpack("<Q", header[:8])[0] if len(header) == 12 else self.weight
+                data = file.read(size + 4) if cursor + size + 16 <= self.weight else b""
+                if len(data) != size + 4:
+                    raise UserError(
+                        f"{self.path}: the record at byte {cursor} is cut short or no TFRecord; copy it anew"
+                    )
+                start, cursor = cursor, cursor + size + 16
+                record = parsed(self._parse, data[:size], self.columns, f"{self.name}, record at byte {start}")
+                yield cursor, cursor / self.weight, record
+
+
+class TablePart:
+    """A table of the `datasets` library, or a list of dicts."""
+
+    def __init__(self, name: str, table: Any, columns: Columns):
+        self.name, self._table, self._columns, self.weight = name, table, columns, len(table)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: int) -> Record:
+        return pick(self._table[int(index)], self._columns, f"{self.name}, row {index}")
+
+    def read(self, cursor: int = 0) -> Iterator[tuple[int, float, Record]]:
+        for first in range(cursor, len(self), _CHUNK):
+            for index in range(first, min(first + _CHUNK, len(self))):
+                yield index + 1, (index + 1) / len(self), self[index]
+
+
+def pick(values: Any, columns: Columns, where: str) -> Record:
+    """The wanted columns of a dict; UserError names those that it has."""
+    try:
+        return Record(where, tuple(values[name] for name in columns))
+    except KeyError as error:
+        raise UserError(
+            f"{where}: there is no column {error.args[0]}; set train_data_columns or eval_data_columns to some of: "
+            f"{', '.join(map(str, values))}"
+        ) from error
+
+
+def parsed(parse: Callable[[bytes], Any], data: bytes, columns: Columns, where: str) -> Record:
+    """`pick` of what `parse` makes of `data`."""
+    try:
+        values = parse(data)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}; the file may be damaged, or of another grain_file_type") from error
+    return pick(values, columns, where)
+
+
+class damaged_file:
+    """A context that turns `errors` into a UserError that names the file."""
+
+    def __init__(self, path: Path, errors: tuple[type[Exception], ...]):
+        self._path, self._errors = path, errors
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        if isinstance(error, self._errors) and not isinstance(error, UserError):
+            text = " ".join(str(error).split())[:200]
+            raise UserError(
+                f"{self._path} is damaged, or of another format than expected ({text}); copy or make it anew"
+            ) from error
+
+
+def indexed(parts: Sequence[Part]) -> bool:
+    """Whether all records can be read by number."""
+    return all(hasattr(part, "__getitem__") for part in parts)

@@ -1,0 +1,276 @@
+"""The keys of each dataset_type to the files that hold its documents."""
+
+import glob
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trainer.config import parse_mixture
+from trainer.config.errors import UserError, nearest
+from trainer.data.cache import cache_root
+from trainer.data.documents import Record, is_held_out
+from trainer.data.example_proto import parse_example
+from trainer.data.mixture import whole_weights
+from trainer.data.readers import (
+    ArrayRecordPart,
+    Columns,
+    FilePart,
+    JsonlPart,
+    ParquetPart,
+    Part,
+    TextPart,
+    TfrecordPart,
+)
+
+WHOLE_CONTENT = 256 << 20  # bytes; a fingerprint reads a source up to this size as a whole
+_ENDS = 1 << 16  # bytes that it reads of each end of a file of a larger one
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents of one kind.
+
+    Attributes:
+      name: what a person would call it.
+      parts: where the records lie.
+      fingerprint: of the records and their order.
+      columns: the columns that a record has.
+      held_out: the share that evaluation takes of it; 0 where evaluation has documents of its own.
+      evaluates: this is that share, else it is the rest.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    fingerprint: str
+    columns: Columns = ("text",)
+    held_out: float = 0.0
+    evaluates: bool = False
+
+    def wants(self, record: Record) -> bool:
+        """Whether a record of the parts is one of the corpus."""
+        return not self.held_out or is_held_out(record.key(), self.held_out) == self.evaluates
+
+    def records(self, track: Callable[[float], None] = lambda share: None) -> Iterator[Record]:
+        """The records in order; `track` hears which share has been read."""
+        total, before = sum(part.weight for part in self.parts), 0
+        for part in self.parts:
+            for _, share, record in part.read():
+                track((before + share * part.weight) / total)
+                if self.wants(record):
+                    yield record
+            before += part.weight
+
+    @property
+    def label(self) -> str:
+        """The name, and which share of it."""
+        if not self.held_out:
+            return self.name
+        return (
+            f"{self.name}, {self.held_out:g} held out" if self.evaluates else f"{self.name} without {self.held_out:g}"
+        )
+
+    @property
+    def identity(self) -> str:
+        """The fingerprint, and which of the records are meant."""
+        return f"{self.fingerprint} {self.columns} {self.held_out} {self.evaluates}"
+
+
+@dataclass(frozen=True)
+class Source:
+    """What to train on, each corpus with its weight, and what to evaluate on; no corpus: nothing is held out."""
+
+    name: str
+    train: tuple[Corpus, ...]
+    weights: tuple[int, ...]
+    evaluation: tuple[Corpus, ...]
+
+
+def open_source(config: Any) -> Source:
+    """What the keys name. Raises UserError where a file or column is missing, empty or damaged."""
+    source = _OPEN[config.dataset_type](config)
+    if source.evaluation or not config.held_out_share:
+        return source
+    train = tuple(replace(corpus, held_out=config.held_out_share) for corpus in source.train)
+    return replace(source, train=train, evaluation=tuple(replace(corpus, evaluates=True) for corpus in train))
+
+
+def _stdlib(config: Any) -> Source:
+    from trainer.data.corpus import stdlib_corpora, stdlib_folder
+
+    train, evaluation = stdlib_corpora(stdlib_folder())
+    return Source(f"standard library of Python {_python()}", (train,), (1,), (evaluation,))
+
+
+def _python() -> str:
+    import platform
+
+    return platform.python_version()
+
+
+def _grain(config: Any) -> Source:
+    mixture = parse_mixture(config.grain_train_files, config.grain_train_mixture_config_path)
+    kind = config.grain_file_type
+    train = [_files(pattern, kind, tuple(config.train_data_columns), "grain_train_files") for pattern, _ in mixture]
+    evaluation = [
+        _files(pattern, kind, tuple(config.eval_data_columns), "grain_eval_files")
+        for pattern, _ in (parse_mixture(config.grain_eval_files, "") if config.grain_eval_files else [])
+    ]
+    name = f"{kind} files " + "; ".join(pattern for pattern, _ in mixture)
+    return Source(name, tuple(train), whole_weights([weight for _, weight in mixture]), tuple(evaluation))
+
+
+def _files(pattern: str, kind: str, columns: Columns, key: str) -> Corpus:
+    paths = sorted(
+        path for path in map(Path, glob.glob(str(Path(pattern).expanduser()), recursive=True)) if path.is_file()
+    )
+    if not paths:
+        folder = Path(pattern).expanduser().parent
+        there = f"there is no folder {folder}" if not glob.glob(str(folder)) else f"{folder} has no file of that name"
+        raise UserError(f"{key}: {pattern} matches no file ({there}); a glob is written as /data/*.{kind}")
+    columns = ("text",) if kind == "text" else columns
+    return _corpus(pattern, [_FORMATS[kind](path, columns) for path in paths], columns)
+
+
+def _corpus(name: str, parts: Sequence[Any], columns: Columns, also: str = "") -> Corpus:
+    paths = [part.path for part in parts if isinstance(part, FilePart)]
+    return Corpus(name, tuple(parts), file_fingerprint(paths, also), columns)
+
+
+_FORMATS: dict[str, Callable[[Path, Columns], FilePart]] = {
+    "arrayrecord": partial(ArrayRecordPart, parse=parse_example),
+    "tfrecord": partial(TfrecordPart, parse=parse_example),
+    "parquet": ParquetPart,
+    "jsonl": JsonlPart,
+    "text": TextPart,
+}
+
+
+def file_fingerprint(paths: Sequence[Path], also: str = "") -> str:
+    """sha256, in hexadecimal, of the files' names and contents, and of `also`.
+
+    Of files that have more than 256 MiB together it reads sizes and the first and last 64 KiB of each. So a copy at
+    another place is the same data, and formats with an index change at their end with any record.
+    """
+    digest = hashlib.sha256(also.encode())
+    sizes = [path.stat().st_size for path in paths]
+    for path, size in zip(paths, sizes, strict=True):
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            if sum(sizes) <= WHOLE_CONTENT:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+            else:
+                digest.update(file.read(_ENDS))
+                file.seek(max(0, size - _ENDS))
+                digest.update(file.read())
+    return digest.hexdigest()
+
+
+def _tfds(config: Any) -> Source:
+    columns, eval_columns = tuple(config.train_data_columns), tuple(config.eval_data_columns)
+    train = _tfds_split(config.dataset_path, config.dataset_name, config.train_split, columns, "train_split")
+    evaluation: tuple[Corpus, ...] = ()
+    if config.eval_split:
+        name = config.eval_dataset_name or config.dataset_name
+        evaluation = (_tfds_split(config.dataset_path, name, config.eval_split, eval_columns, "eval_split"),)
+    return Source(f"TFDS {config.dataset_name}", (train,), (1,), evaluation)
+
+
+def _tfds_split(data_dir: str, name: str, split: str, columns: Columns, key: str) -> Corpus:
+    import tensorflow_datasets as tfds
+
+    folder = tfds_folder(Path(data_dir).expanduser(), name)
+    try:
+        builder = tfds.builder_from_directory(folder)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise UserError(f"{folder} cannot be read as a TFDS dataset ({' '.join(str(error).split())[:200]})") from error
+    info = builder.info
+    base = re.split(r"[\[+]", split)[0]
+    if base not in info.splits:
+        hint = "; eval_split= holds out held_out_share of the training documents" if key == "eval_split" else ""
+        raise UserError(
+            f"{key}={split}: {folder} has the splits {', '.join(info.splits)}{nearest(base, info.splits)}{hint}"
+        )
+    if missing := [column for column in columns if column not in info.features]:
+        raise UserError(
+            f"{folder} has no column {missing[0]}; set train_data_columns or eval_data_columns to some of: "
+            f"{', '.join(info.features)}"
+        )
+    parse = _TfdsParser(str(folder))
+    parts: list[Part] = []
+    for shard in info.splits[split].file_instructions:
+        path, whole = Path(shard.filename), shard.takes_all and not shard.skip
+        if "array_record" in path.name:
+            parts.append(ArrayRecordPart(path, columns, parse, shard.skip, shard.skip + shard.take))
+        elif "tfrecord" in path.name and whole:
+            parts.append(TfrecordPart(path, columns, parse))
+        elif "tfrecord" in path.name:
+            raise UserError(
+                f"{key}={split}: parts of a split need ArrayRecord files, and {path} is TFRecord; take {base}"
+            )
+        else:
+            raise UserError(
+                f"{path}: TFDS files are read as array_record or tfrecord; prepare the dataset as array_record"
+            )
+    return _corpus(f"{name} {split}", parts, columns, split)
+
+
+class _TfdsParser:
+    """A record of a TFDS dataset to its features; made anew in each process that reads."""
+
+    def __init__(self, folder: str):
+        self._folder, self._features = folder, None
+
+    def __call__(self, data: bytes) -> Any:
+        if self._features is None:
+            import tensorflow_datasets as tfds
+
+            self._features = tfds.builder_from_directory(self._folder).info.features
+        return self._features.deserialize_example_np(data)  # type: ignore[attr-defined]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_folder": self._folder, "_features": None}
+
+
+def tfds_folder(data_dir: Path, dataset_name: str) -> Path:
+    """The folder of `name[/config][:version]` below `data_dir`; without a version, the newest there is."""
+    name, _, version = dataset_name.partition(":")
+    folder = data_dir / name
+    if not folder.is_dir():
+        there = ", ".join(sorted(path.name for path in data_dir.glob("*") if path.is_dir())) or "no folder"
+        raise UserError(
+            f"dataset_name={dataset_name}: there is no folder {folder}; dataset_path={data_dir} holds {there}"
+        )
+    versions = sorted(
+        (path for path in folder.iterdir() if re.fullmatch(r"\d+\.\d+\.\d+", path.name)),
+        key=lambda path: [int(number) for number in path.name.split(".")],
+    )
+    if not version and versions:
+        return versions[-1]
+    if not version or not (folder / version).is_dir():
+        there = ", ".join(path.name for path in versions or sorted(folder.iterdir()) if not path.name.startswith("."))
+        raise UserError(
+            f"dataset_name={dataset_name}: {folder} holds {there or 'nothing'}; write name:version or "
+            "name/config:version"
+        )
+    return folder / version
+
+
+def _hf(config: Any) -> Source:
+    from trainer.data.hf import hf_corpus
+
+    cache = cache_root(config.data_cache_directory) / "huggingface"
+    load = partial(hf_corpus, config.hf_path, config.hf_name, config.hf_data_dir, cache)
+    train = load(config.hf_train_files, config.train_split, tuple(config.train_data_columns), "train_split")
+    evaluation: tuple[Corpus, ...] = ()
+    if config.hf_eval_files or config.hf_eval_split:
+        split = config.hf_eval_split or "train"  # the name that datasets gives to files that have no split
+        files = config.hf_eval_files or config.hf_train_files
+        evaluation = (load(files, split, tuple(config.eval_data_columns), "hf_eval_split"),)
+    return Source(f"Hugging Face dataset {config.hf_path}", (train,), (1,), evaluation)
+
+
+_OPEN: dict[str, Callable[[Any], Source]] = {"stdlib": _stdlib, "grain": _grain, "tfds": _tfds, "hf": _hf}

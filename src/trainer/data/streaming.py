@@ -1,0 +1,262 @@
+"""The streaming way: grain reads, shuffles and mixes, and rows are tokenized and packed while training runs.
+
+This module imports grain: import it late.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import grain
+import numpy as np
+
+from trainer.config.errors import UserError
+from trainer.data.batches import epoch_order
+from trainer.data.documents import Counts, Document, Encoder, Record
+from trainer.data.packing import PackedRow, Packing, Resume
+from trainer.data.readers import IndexedPart, Part, indexed
+from trainer.data.sources import Corpus
+
+_OPEN_FILES = 8  # files that are read in turn where the order is shuffled
+_WINDOWS = 1 << 32  # added to the seed, so that windows are not ordered as files are
+_BUFFER = 4  # rows that a worker process makes ahead
+
+
+def streamed_rows(
+    corpora: Sequence[Corpus],
+    weights: Sequence[int],
+    encoder: Encoder,
+    packing: Packing,
+    *,
+    seed: int | None,
+    window: int,
+    workers: int,
+    process_index: int,
+    process_count: int,
+) -> Any:
+    """A grain.IterDataset of this process's rows, without end: dicts of arrays [length], and `counts`.
+
+    Files are divided over the processes where there are enough of them, else each process takes every n-th record.
+    `seed` None keeps the order. Files that can be read by index are shuffled as a whole, others file by file and in a
+    window of `window` documents.
+    """
+    parts = []
+    for corpus in corpora:
+        records = _records(corpus, seed, window, process_index, process_count)
+        parts.append(_Packed(records, corpus, encoder, packing))
+    rows: Any = parts[0] if len(parts) == 1 else grain.IterDataset.mix(parts, list(map(float, weights)))
+    if workers:
+        # grain reads absl's flags, which nothing else here does.
+        from absl import flags
+
+        flags.FLAGS.mark_as_parsed()
+        rows = rows.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=_BUFFER))
+    return rows
+
+
+def _records(corpus: Corpus, seed: int | None, window: int, process_index: int, process_count: int) -> Any:
+    if indexed(corpus.parts):
+        records = grain.MapDataset.source(_Concatenated(corpus.parts))  # type: ignore[arg-type]
+        if seed is not None:
+            records = records.shuffle(seed)
+        mine = records.repeat()[process_index::process_count]
+        return mine.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+    return _Shuffled(_Files(corpus.parts, seed, [(process_index, process_count)]), seed, window)
+
+
+class _Concatenated:
+    """The records of several parts by one index."""
+
+    def __init__(self, parts: Sequence[IndexedPart]):
+        self._parts = parts
+        self._ends = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Record:
+        i = int(np.searchsorted(self._ends, index, side="right"))
+        return self._parts[i][int(index - (self._ends[i - 1] if i else 0))]
+
+
+class _Files(grain.IterDataset):
+    """Records of files that are read from their beginning, epoch after epoch, the files of each in an order of its own.
+
+    `shares` are nested (index, count) pairs: of the processes, then of a process's workers. A level divides the files
+    where there are as many as takers, else the records.
+    """
+
+    def __init__(self, parts: Sequence[Part], seed: int | None, shares: list[tuple[int, int]]):
+        super().__init__()
+        self._parts, self._seed, self._shares = parts, seed, shares
+
+    def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
+        """Called in a worker process, with its share."""
+        self._shares = [*self._shares, (sl.start, sl.step)]
+
+    def __iter__(self) -> "_FilesIterator":
+        parts, index, count = list(self._parts), 0, 1
+        for i, n in self._shares:
+            if count == 1 and len(parts) >= n:
+                parts = parts[i::n]
+            else:
+                index, count = index + i * count, count * n
+        return _FilesIterator(parts, self._seed, index, count)
+
+
+class _FilesIterator(grain.DatasetIterator):
+    """(epoch, record) of up to _OPEN_FILES files in turn, a record of each; without a seed one file after the other.
+    The files of an epoch are read to their end before one of the next is opened.
+
+    The state is which files are open and where: [number in the endless order of files, cursor, records read].
+    """
+
+    def __init__(self, parts: Sequence[Part], seed: int | None, index: int, count: int):
+        super().__init__()
+        self._parts, self._seed, self._index, self._count = parts, seed, index, count
+        width = 1 if seed is None else min(_OPEN_FILES, len(parts))
+        self._open: list[list[int] | None] = [None] * width
+        self._readers: list[Iterator[tuple[int, float, Record]]] = [iter(())] * width
+        self._next = self._turn = 0
+
+    def __next__(self) -> tuple[int, Record]:
+        ended = 0
+        while True:
+            place = self._open[self._turn]
+            if place is None and self._next % len(self._parts) == 0 and any(self._open):
+                self._turn = (self._turn + 1) % len(self._open)
+                continue
+            if place is None:
+                place = self._open[self._turn] = [self._next, 0, 0]
+                self._readers[self._turn] = self._part(self._next).read()
+                self._next += 1
+            found = next(self._readers[self._turn], None)
+            if found is None:
+                self._open[self._turn] = None
+                ended += 1
+                if ended > 2 * len(self._parts) + len(self._open):
+                    raise UserError(
+                        f"{self._parts[0].name} and the files beside it hold too few records for every process and "
+                        "worker to get one; use fewer, or data_pipeline=prepared"
+                    )
+                continue
+            place[1], _, record = found
+            place[2] += 1
+            if (place[2] - 1) % self._count == self._index:
+                self._turn = (self._turn + 1) % len(self._open)
+                return place[0] // len(self._parts), record
+
+    def _part(self, number: int) -> Part:
+        epoch, i = divmod(number, len(self._parts))
+        return self._parts[i if self._seed is None else int(epoch_order(len(self._parts), self._seed, epoch)[i])]
+
+    def get_state(self) -> dict[str, Any]:
+        return {"open": [place and list(place) for place in self._open], "next": self._next, "turn": self._turn}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._open = [place and list(place) for place in state["open"]]
+        self._readers = [iter(()) if place is None else self._part(place[0]).read(place[1]) for place in self._open]
+        self._next, self._turn = state["next"], state["turn"]
+
+
+class _Shuffled(grain.IterDataset):
+    """Records of a window at a time in an order of their own; a window ends where its epoch does. Without a seed in
+    their order."""
+
+    def __init__(self, parent: _Files, seed: int | None, window: int):
+        super().__init__(parent)
+        self._seed, self._window = seed, window
+
+    def __iter__(self) -> "_ShuffledIterator":
+        return _ShuffledIterator(self._parent.__iter__(), self._seed, self._window)
+
+
+class _ShuffledIterator(grain.DatasetIterator):
+    """The state is the files' at the beginning of the window, its number, and how many of its records are given."""
+
+    def __init__(self, parent: grain.DatasetIterator, seed: int | None, window: int):
+        super().__init__(parent)
+        self._seed, self._size = seed, 1 if seed is None else window
+        self._number = self._given = 0
+        self._begin = self._end = parent.get_state()  # the files' states around the window
+        self._records: list[Record] = []
+        self._ahead: tuple[int, Record] | None = None  # the first record behind the window, read to see its epoch
+
+    def __next__(self) -> Record:
+        if self._given == len(self._records):
+            self._number, self._given, self._begin = self._number + bool(self._records), 0, self._end
+            self._fill()
+        self._given += 1
+        return self._records[self._given - 1]
+
+    def _fill(self) -> None:
+        epoch, record = self._ahead or next(self._parent)
+        found = [record]
+        while True:
+            self._end = self._parent.get_state()
+            self._ahead = None
+            if len(found) == self._size:
+                break
+            self._ahead = next(self._parent)
+            if self._ahead[0] != epoch:
+                break
+            found.append(self._ahead[1])
+        order = range(1) if self._seed is None else epoch_order(len(found), self._seed + _WINDOWS, self._number)
+        self._records = [found[i] for i in order]
+
+    def get_state(self) -> dict[str, Any]:
+        return {"files": self._begin, "window": self._number, "given": self._given}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._parent.set_state(state["files"])
+        self._begin, self._end, self._number, self._given = state["files"], state["files"], state["window"], 0
+        self._records, self._ahead = [], None
+        if state["given"]:
+            self._fill()
+            self._given = state["given"]
+
+
+class _Packed(grain.IterDataset):
+    """Rows made of records."""
+
+    def __init__(self, parent: grain.IterDataset, corpus: Corpus, encoder: Encoder, packing: Packing):
+        super().__init__(parent)
+        self._make = functools.partial(_PackedIterator, corpus=corpus, encoder=encoder, packing=packing)
+
+    def __iter__(self) -> "_PackedIterator":
+        return self._make(self._parent.__iter__())
+
+
+class _PackedIterator(grain.DatasetIterator):
+    """The state is that of the records before the document that the rows given end in, and how much of it they hold."""
+
+    def __init__(self, parent: grain.DatasetIterator, *, corpus: Corpus, encoder: Encoder, packing: Packing):
+        super().__init__(parent)
+        self._corpus, self._encoder, self._packing = corpus, encoder, packing
+        self._restart(Resume(parent.get_state(), 0, 0))
+
+    def _restart(self, resume: Resume) -> None:
+        self._resume, self._counts = resume, Counts()
+        self._rows = self._packing.rows(self._documents(), self._counts, resume.skip)
+        for _ in range(resume.rows):
+            next(self._rows)
+
+    def _documents(self) -> Iterator[tuple[Any, Document]]:
+        while True:
+            state = self._parent.get_state()
+            record = next(self._parent)
+            if self._corpus.wants(record):
+                (document,) = self._encoder.encode([record], self._counts)
+                if document is not None:
+                    yield state, document
+
+    def __next__(self) -> PackedRow:
+        row, self._resume = next(self._rows)
+        return row | {"counts": np.array(self._counts.take())}
+
+    def get_state(self) -> dict[str, Any]:
+        return {"records": self._resume.mark, "skip": self._resume.skip, "rows": self._resume.rows}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._parent.set_state(state["records"])
+        self._restart(Resume(state["records"], state["skip"], state["rows"]))

@@ -1,0 +1,167 @@
+"""The endless stream of a run's training batches, by either way, and the position behind each batch."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from trainer.config.errors import UserError
+from trainer.data.batches import Batch, RowSource, local_rows, make_batch, train_batch
+from trainer.data.documents import Counts
+
+Position = dict[str, Any]
+# What of a stream's identity a person would call it, where a position does not fit.
+_NAMES = {
+    "way": "data_pipeline",
+    "documents": "the training documents",
+    "tokenizer": "the tokenizer",
+    "length": "max_target_length",
+    "packing": "the packing",
+    "order": "the shuffling",
+}
+
+
+class Stream(Protocol):
+    """Iterates over (batch, position): this process's part of each global batch, and where the stream stands behind it.
+
+    A position is a small dict that JSON can hold. It depends on the process only where `per_process` is true.
+    """
+
+    per_process: bool
+
+    def __iter__(self) -> "Stream": ...
+
+    def __next__(self) -> tuple[Batch, Position]: ...
+
+    def close(self) -> None:
+        """Ends what runs in the background."""
+        ...
+
+
+class PreparedStream:
+    """Batches of prepared rows. The position is the index of the next row, the same for every number of processes."""
+
+    per_process = False
+
+    def __init__(
+        self,
+        source: RowSource,
+        identity: Mapping[str, Any],
+        position: Position | None,
+        *,
+        rows: int,
+        seed: int,
+        shuffle: bool,
+        process_index: int,
+        process_count: int,
+    ):
+        check_identity(identity, position)
+        self._source, self._identity, self._rows = source, dict(identity), rows
+        self._next = 0 if position is None else int(position["row"])
+        self._settings: dict[str, Any] = {
+            "seed": seed,
+            "shuffle": shuffle,
+            "process_index": process_index,
+            "process_count": process_count,
+        }
+
+    def __iter__(self) -> "PreparedStream":
+        return self
+
+    def __next__(self) -> tuple[Batch, Position]:
+        batch = train_batch(self._source, self._next, self._rows, **self._settings)
+        self._next += self._rows
+        return batch, {"identity": self._identity, "row": self._next}
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+class StreamingStream:
+    """Batches of rows that are made on the way. The position holds the state of this process's reading and packing."""
+
+    per_process = True
+
+    def __init__(
+        self,
+        dataset: Any,
+        identity: Mapping[str, Any],
+        position: Position | None,
+        *,
+        rows: int,
+        workers: int,
+        process_index: int,
+        process_count: int,
+        say: Callable[[str], None],
+    ):
+        import grain
+
+        self._place = {
+            "process_count": process_count,
+            "process_index": process_index,
+            "grain_worker_count": workers,
+            "grain": grain.__version__,
+        }
+        check_identity(identity, position)
+        if position is not None:
+            self._check_place(position)
+        self._identity, self._say, self._counts = dict(identity), say, Counts()
+        self._row = local_rows(rows, process_index, process_count).astype(np.int32)
+        self._iterator = dataset.__iter__()
+        if position is not None:
+            self._iterator.set_state(json.loads(json.dumps(position["state"])))
+
+    def __iter__(self) -> "StreamingStream":
+        return self
+
+    def __next__(self) -> tuple[Batch, Position]:
+        rows = [next(self._iterator) for _ in self._row]
+        for row in rows:
+            self._count(row["counts"])
+        names = ("inputs", "targets", "segmentation", "loss")
+        batch = make_batch(*(np.stack([row[name] for row in rows]) for name in names)) | {"row": self._row}
+        # Through JSON, so that what is kept is a copy, and what can not be stored is found here.
+        state = json.loads(json.dumps(self._iterator.get_state()))
+        return batch, {"identity": self._identity, "place": self._place, "state": state}
+
+    def close(self) -> None:
+        """Ends worker processes, and says what was skipped or cut."""
+        self._iterator.close()
+        for note in self._counts.notes():
+            self._say(f"streaming, in this process: {note}")
+
+    def _count(self, counts: np.ndarray) -> None:
+        first = not self._counts.notes()
+        self._counts.add(counts)
+        if first:
+            for note in self._counts.notes():
+                self._say(f"streaming, so far: {note}")
+
+    def _check_place(self, position: Position) -> None:
+        for key, now in self._place.items():
+            if (then := position["place"][key]) != now:
+                raise UserError(
+                    f"the saved position in the data was taken with {key}={then}, and here it is {now}: a "
+                    "streamed corpus goes on exactly only as it was read; start with the same, or use "
+                    "data_pipeline=prepared, which resumes on any number of processes"
+                )
+
+
+def fingerprint(identity: Mapping[str, Any]) -> str:
+    """A short hash of a stream's identity."""
+    return hashlib.sha256(json.dumps(dict(identity), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def check_identity(identity: Mapping[str, Any], position: Position | None) -> None:
+    """Raises UserError where `position` was taken from a stream of another identity, with the first difference."""
+    if position is None:
+        return
+    then = position["identity"]
+    for key, now in identity.items():
+        if then.get(key) != now:
+            raise UserError(
+                f"the saved position in the data belongs to other data: {_NAMES[key]} was {then.get(key)} and is {now} "
+                "now; give the settings and files of the run that saved it, or start a new run"
+            )

@@ -1,0 +1,218 @@
+"""tokenizer_path and tokenizer_type: the tokenizers that people have."""
+
+import base64
+import binascii
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.config.errors import UserError
+from trainer.data.tokenizer import CONFIG_FILE, JSON_FILE, ByteTokenizer, JsonTokenizer, Tokenizer
+
+_SENTENCEPIECE_FILE, _TIKTOKEN_FILE = "tokenizer.model", "tokenizer.tiktoken"
+_FILES = {"huggingface": JSON_FILE, "sentencepiece": _SENTENCEPIECE_FILE, "tiktoken": _TIKTOKEN_FILE}
+# The special tokens of well-known tokenizers, for a tokenizer.json without a tokenizer_config.json beside it.
+_BEGINS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "[BOS]")
+_ENDS = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[EOS]")
+# Llama 3's split into words and the number of its special tokens, which its file of ranks does not hold:
+# https://github.com/meta-llama/llama3/blob/main/llama/tokenizer.py
+_LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+_LLAMA3_SPECIAL = 256
+
+
+def load_tokenizer(path: str, kind: str, *, add_bos: bool, add_eos: bool) -> Tokenizer:
+    """The tokenizer of the file or folder `path`, of a type that tokenizer_type names; auto goes by the file.
+
+    Raises UserError where the file is missing or no tokenizer of that type, or a package is not installed.
+    """
+    if kind == "bytes":
+        return ByteTokenizer(add_bos=add_bos, add_eos=add_eos)
+    file = _file(Path(path).expanduser(), kind)
+    kind = _kind(file) if kind == "auto" else kind
+    if kind == "bytes":
+        return ByteTokenizer(add_bos=add_bos, add_eos=add_eos)
+    if kind == "huggingface":
+        return _load_json(file, add_bos=add_bos, add_eos=add_eos)
+    loaded = {"sentencepiece": SentencePieceTokenizer, "tiktoken": TiktokenTokenizer}[kind]
+    return loaded(file, add_bos=add_bos, add_eos=add_eos)
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """The tokenizer of a sentencepiece model. It may normalize text, so its tokens stand for no exact bytes."""
+
+    def __init__(self, file: Path, *, add_bos: bool, add_eos: bool):
+        sentencepiece = _import("sentencepiece", "sentencepiece")
+        self._file, self._data = file, file.read_bytes()
+        self._inner = sentencepiece.SentencePieceProcessor()
+        try:
+            self._inner.LoadFromSerializedProto(self._data)
+        except RuntimeError as error:
+            raise UserError(f"tokenizer_path: {file} is no sentencepiece model ({error})") from error
+        self.vocab_size = self._inner.vocab_size()
+        bos, eos = self._inner.bos_id(), self._inner.eos_id()
+        self.bos = (bos if bos >= 0 else _required(eos, file, "add_bos")) if add_bos else None
+        self.eos = _required(eos, file, "add_eos") if add_eos else None
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"{self.bos} {self.eos}".encode() + self._data).hexdigest()
+
+    def encode_many(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+        return self._inner.encode(list(texts))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._inner.decode([i for i in ids if i < self.vocab_size and not self._inner.is_control(i)])
+
+    def save(self, directory: Path) -> None:
+        (directory / _SENTENCEPIECE_FILE).write_bytes(self._data)
+
+
+class TiktokenTokenizer(Tokenizer):
+    """The tokenizer of a file of ranks (base64 of a token's bytes, a space, its rank), with Llama 3's split into words
+    and its 256 special tokens behind the ranks."""
+
+    def __init__(self, file: Path, *, add_bos: bool, add_eos: bool):
+        tiktoken = _import("tiktoken", "tiktoken")
+        self._file = file
+        ranks = _read_ranks(file)
+        count = len(ranks)
+        names = ["<|begin_of_text|>", "<|end_of_text|>", *(f"<|special_{i}|>" for i in range(2, _LLAMA3_SPECIAL))]
+        special = {name: count + i for i, name in enumerate(names)}
+        self._inner = tiktoken.Encoding(file.name, pat_str=_LLAMA3_WORDS, mergeable_ranks=ranks, special_tokens=special)
+        self._text_tokens, self.vocab_size = count, count + _LLAMA3_SPECIAL
+        self.bos, self.eos = count if add_bos else None, count + 1 if add_eos else None
+        self.bytes_per_token = np.zeros(self.vocab_size, np.int32)
+        for token, rank in ranks.items():
+            self.bytes_per_token[rank] = len(token)
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"{self.bos} {self.eos}".encode() + self._file.read_bytes()).hexdigest()
+
+    def encode_many(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+        if len(texts) == 1:
+            return [self._inner.encode_ordinary(texts[0])]
+        return self._inner.encode_ordinary_batch(list(texts))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._inner.decode([i for i in ids if i < self._text_tokens], errors="replace")
+
+    def save(self, directory: Path) -> None:
+        shutil.copyfile(self._file, directory / _TIKTOKEN_FILE)
+
+
+def _load_json(file: Path, *, add_bos: bool, add_eos: bool) -> JsonTokenizer:
+    import tokenizers
+
+    try:
+        inner = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except Exception as error:  # the package raises Exception itself
+        if type(error) is not Exception and not isinstance(error, UnicodeDecodeError):
+            raise
+        raise UserError(f"tokenizer_path: {file} is no tokenizer.json ({error})") from error
+    names = _special_names(file)
+    vocabulary = inner.get_vocab()
+    begin = names.get("bos_token") or next((name for name in _BEGINS if name in vocabulary), None)
+    end = names.get("eos_token") or next((name for name in _ENDS if name in vocabulary), None)
+    for name in (begin, end):
+        if name is not None and name not in vocabulary:
+            raise UserError(f"tokenizer_path: {file.with_name(CONFIG_FILE)} names {name}, which {file.name} lacks")
+    # Tokenizers without a token for the beginning, as GPT-2's and Qwen's, separate documents by that for the end.
+    begin = begin or end
+    for key, wanted, name in (("add_bos", add_bos, begin), ("add_eos", add_eos, end)):
+        if wanted and name is None:
+            raise UserError(
+                f"tokenizer_path: {file} has no special token that we know for the ends of a document; name bos_token "
+                f"and eos_token in a {CONFIG_FILE} beside it, or set {key}=false"
+            )
+    return JsonTokenizer(inner, begin if add_bos else None, end if add_eos else None)
+
+
+def _special_names(file: Path) -> dict[str, str]:
+    """bos_token and eos_token as tokenizer_config.json beside the file has them: a string, or a dict with `content`."""
+    path = file.with_name(CONFIG_FILE)
+    if not path.is_file():
+        return {}
+    try:
+        given: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"tokenizer_path: {path} is no JSON ({error})") from error
+    values = {name: given.get(name) for name in ("bos_token", "eos_token")}
+    return {
+        name: value["content"] if isinstance(value, dict) else value
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def _file(path: Path, kind: str) -> Path:
+    """The tokenizer's file, where `path` is the file or its folder."""
+    names = [_FILES[kind]] if kind in _FILES else list(_FILES.values())
+    if path.is_dir():
+        for name in names:
+            if (path / name).is_file():
+                return path / name
+        if kind == "auto" and (path / CONFIG_FILE).is_file():
+            return path / CONFIG_FILE
+        raise UserError(f"tokenizer_path={path} holds no {' or '.join(names)}")
+    if not path.is_file():
+        raise UserError(
+            f"tokenizer_path={path}: there is no such file; give a {', '.join(_FILES.values())}, or a folder with one "
+            "(names on a hub are not downloaded)"
+        )
+    return path
+
+
+def _kind(file: Path) -> str:
+    """The type of a tokenizer's file, by its name and first bytes."""
+    if file.name == CONFIG_FILE and json.loads(file.read_text(encoding="utf-8")).get("tokenizer_type") == "bytes":
+        return "bytes"
+    if file.suffix == ".json":
+        return "huggingface"
+    with file.open("rb") as lines:
+        first = lines.readline(1000).split()
+    try:
+        is_rank = len(first) == 2 and base64.b64decode(first[0], validate=True) and int(first[1]) == 0
+    except (ValueError, binascii.Error):
+        is_rank = False
+    return "tiktoken" if is_rank else "sentencepiece"
+
+
+def _read_ranks(file: Path) -> dict[bytes, int]:
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError as error:
+            raise UserError(
+                f"tokenizer_path: {file}, line {number}, is not base64, a space and a rank, as in a tiktoken file"
+            ) from error
+    if sorted(ranks.values()) != list(range(len(ranks))) or not ranks:
+        raise UserError(f"tokenizer_path: {file}: the ranks are not 0 to {len(ranks) - 1}; the file may be cut short")
+    return ranks
+
+
+def _required(i: int, file: Path, key: str) -> int:
+    if i < 0:
+        raise UserError(f"tokenizer_path: {file} has no token for the end of a document; set {key}=false")
+    return i
+
+
+def _import(module: str, package: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(f"this tokenizer needs {package}: pip install 'trainer[tokenizers]'") from error

@@ -1,0 +1,66 @@
+"""Training on files of one's own, by both ways, as a person runs it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sample_data import write_corpus, write_records, write_tfds
+from support import TINY
+
+SMALL = TINY | {"vocab_size": 300, "max_target_length": 32, "steps": 4, "eval_interval": 4, "per_device_batch_size": 2}
+
+
+def run(folder: Path, **keys) -> subprocess.CompletedProcess:
+    words = [f"{key}={value}" for key, value in (SMALL | {"data_cache_directory": folder / "cache"} | keys).items()]
+    command = [sys.executable, "-m", "trainer.train", *words, "run_name=run"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def rows_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("way", ["prepared", "streaming"])
+def test_a_mixture_of_files_trains(tmp_path: Path, way: str):
+    files = f"{write_corpus(tmp_path / 'a', 'jsonl')}/*,0.7;{write_corpus(tmp_path / 'b', 'jsonl', 50)}/*,0.3"
+    keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": files, "held_out_share": 0.2}
+    done = run(tmp_path, **keys, data_pipeline=way)
+    assert done.returncode == 0, done.stderr
+    assert "training a BPE" in done.stdout
+    steps = [row for row in rows_of(tmp_path) if "loss" in row]
+    assert len(steps) == 4
+    assert all(0 <= row["data_wait"] <= 1 for row in steps)
+    (evaluation,) = (row for row in rows_of(tmp_path) if "eval_loss" in row)
+    assert 0 < evaluation["eval_bits_per_byte"] < 10
+
+
+def test_a_tfds_directory_trains_without_a_prompt(tmp_path: Path):
+    write_tfds(tmp_path / "tfds")
+    keys = {"dataset_type": "tfds", "dataset_path": tmp_path / "tfds", "dataset_name": "tiny/made:1.2.3"}
+    done = run(tmp_path, **keys, tokenizer_type="bytes", prompt="")
+    assert done.returncode == 0, done.stderr
+    assert "TFDS tiny/made:1.2.3: 20 documents" in done.stdout
+    assert "held out 5 documents" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"grain_train_files": "none/*"}, "none/* matches no file"),
+        ({"grain_train_files": "a.jsonl"}, "a.jsonl, line 2, is no JSON"),
+        ({"grain_train_files": "a.jsonl", "tokenizer_type": "bytes", "vocab_size": 100}, "set vocab_size=257"),
+        ({"grain_train_files": "b.jsonl", "train_data_columns": "txt"}, "there is no column txt"),
+        ({"grain_train_files": "a.jsonl", "tokenizer_path": "none.json"}, "none.json: there is no such file"),
+    ],
+)
+@pytest.mark.parametrize("way", ["prepared", "streaming"])
+def test_mistakes_end_with_a_message_and_code_2(tmp_path: Path, keys: dict, message: str, way: str):
+    write_records(tmp_path / "b.jsonl", "jsonl", [{"text": "good"}])
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\nbad\n')
+    done = run(tmp_path, dataset_type="grain", grain_file_type="jsonl", data_pipeline=way, eval_interval=-1, **keys)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ")
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,250 @@
+"""Training batches by both ways: exact resume behind every batch, the same rows whoever asks, refusals."""
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sample_data import config_of, document, opened, write_corpus, write_tfds
+
+from trainer.config import UserError
+from trainer.data import Dataset, Loader, open_dataset
+from trainer.data.batches import FIELDS
+
+ROWS = 4
+WAYS = ("prepared", "streaming")
+KINDS = ("arrayrecord", "jsonl", "parquet", "text", "tfrecord")
+
+
+def batches(dataset: Dataset, count: int, position=None, **place):
+    """The first `count` pairs of a stream."""
+    stream = dataset.train_stream(position, rows=ROWS, **place)
+    try:
+        return [next(stream) for _ in range(count)]
+    finally:
+        stream.close()
+
+
+def assert_same(left, right) -> None:
+    for (batch, position), (other, other_position) in zip(left, right, strict=True):
+        assert set(batch) == {*FIELDS, "row"}
+        for name in batch:
+            np.testing.assert_array_equal(batch[name], other[name], err_msg=name)
+        assert position == other_position
+
+
+def assert_resumes(open_again, count: int = 8) -> None:
+    """A stream opened at the position behind any batch goes on as the undisturbed one did, to its end."""
+    whole = batches(open_again(), count)
+    dataset = open_again()
+    for i, (_, position) in enumerate(whole[:-1]):
+        stored = json.loads(json.dumps(position))
+        behind = min(count, i + 4) if i else count
+        assert_same(batches(dataset, behind - i - 1, stored), whole[i + 1 : behind])
+    assert len({batch["inputs"].tobytes() for batch, _ in whole}) > 1
+
+
+SETTINGS = [
+    {},
+    {"enable_data_shuffling": False},
+    {"grain_packing_type": "first_fit"},
+    {"grain_packing_type": "best_fit", "max_segments_per_seq": 2},
+    {"packing": False},
+    {"use_truncation": True, "grain_packing_type": "first_fit"},
+    {"grain_shuffle_buffer_size": 5, "data_shuffle_seed": 3},
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_format_resumes_behind_every_batch_over_epochs(corpora, tmp_path: Path, kind: str, way: str):
+    keys = {"dataset_type": "grain", "grain_file_type": kind, "grain_train_files": f"{corpora(kind)}/*"}
+    # A byte is a token, so the 30 documents are about 60 rows; 8 batches stay within the first epoch, 40 do not.
+    keys |= {"tokenizer_type": "bytes", "data_pipeline": way}
+    assert_resumes(lambda: opened(tmp_path, **keys))
+    dataset = opened(tmp_path, **keys)
+    whole = batches(dataset, 40)
+    assert_same(batches(dataset, 10, whole[29][1]), whole[30:])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: "-".join(s) or "defaults")
+def test_every_packing_and_order_resumes(corpora, tmp_path: Path, settings: dict, way: str):
+    keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": f"{corpora('jsonl')}/*"}
+    assert_resumes(lambda: opened(tmp_path, **keys, data_pipeline=way, tokenizer_type="bytes", **settings))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_mixtures_resume_and_keep_their_shares(tmp_path: Path, way: str):
+    for name, mark in (("a", "A"), ("b", "B")):
+        folder = tmp_path / name
+        folder.mkdir()
+        lines = [json.dumps({"text": mark * (5 + i % 20)}) for i in range(40)]
+        (folder / "x.jsonl").write_text("\n".join(lines))
+    files = f"{tmp_path}/a/*.jsonl,0.75;{tmp_path}/b/*.jsonl,0.25"
+    keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": files, "data_pipeline": way}
+
+    def dataset() -> Dataset:
+        return opened(tmp_path / "cache", **keys, tokenizer_type="bytes")
+
+    assert_resumes(dataset)
+    rows = np.concatenate([batch["inputs"] for batch, _ in batches(dataset(), 100)])
+    share = (rows == ord("A")).any(axis=1)
+    assert not (share & (rows == ord("B")).any(axis=1)).any()
+    assert abs(share.mean() - 0.75) < 0.01
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tfds_resumes(tmp_path: Path, way: str, capsys):
+    write_tfds(tmp_path / "data")
+    keys = {"dataset_type": "tfds", "dataset_path": tmp_path / "data", "dataset_name": "tiny/made:1.2.3"}
+    assert_resumes(lambda: opened(tmp_path, **keys, data_pipeline=way))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_hf_resumes(tmp_path: Path, way: str):
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_list([{"text": document(i)} for i in range(30)]).save_to_disk(tmp_path / "hf")
+    keys = {"dataset_type": "hf", "hf_path": tmp_path / "hf", "data_pipeline": way}
+    assert_resumes(lambda: opened(tmp_path, **keys))
+
+
+def test_synthetic_and_stdlib_resume(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("trainer.data.corpus.stdlib_folder", lambda: root)
+    assert_resumes(lambda: opened(tmp_path, dataset_type="synthetic"))
+    assert_resumes(lambda: opened(tmp_path, dataset_type="stdlib"))
+
+
+def test_workers_stream_and_resume(corpora, tmp_path: Path):
+    keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": f"{corpora('jsonl')}/*"}
+    keys |= {"data_pipeline": "streaming", "tokenizer_type": "bytes"}
+    dataset = opened(tmp_path, **keys, grain_worker_count=2)
+    whole = batches(dataset, 8)
+    assert_same(batches(dataset, 4, json.loads(json.dumps(whole[3][1]))), whole[4:])
+    with pytest.raises(UserError, match=r"grain_worker_count=2, and here it is 0"):
+        opened(tmp_path, **keys).train_stream(whole[3][1], rows=ROWS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "processes", "count", "documents"),
+    [("arrayrecord", 2, 7, 28), ("arrayrecord", 4, 7, 28), ("jsonl", 2, 10, 30), ("jsonl", 4, 9, 30)],
+)
+def test_processes_stream_different_documents(
+    corpora, tmp_path: Path, kind: str, processes: int, count: int, documents: int
+):
+    """Two processes share the three files of JSONL, four share the records of all files."""
+    keys = {"dataset_type": "grain", "grain_file_type": kind, "grain_train_files": f"{corpora(kind)}/*"}
+    keys |= {"data_pipeline": "streaming", "tokenizer_type": "bytes", "enable_data_shuffling": False, "packing": False}
+    dataset = opened(tmp_path, **keys, max_target_length=256)
+    seen = []
+    for i in range(processes):
+        parts = batches(dataset, count, process_index=i, process_count=processes)
+        assert all(len(batch["inputs"]) == ROWS // processes for batch, _ in parts)
+        assert [batch["row"][0] for batch, _ in parts] == [i * ROWS // processes] * len(parts)
+        seen.append({row.tobytes() for batch, _ in parts for row in batch["inputs"]})
+        with pytest.raises(UserError, match=rf"process_count={processes}, and here it is 1"):
+            dataset.train_stream(parts[0][1], rows=ROWS)
+    assert not set.intersection(*seen)
+    assert len(set.union(*seen)) == documents
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_prepared_positions_resume_on_any_number_of_processes(corpora, tmp_path: Path, processes: int):
+    keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": f"{corpora('jsonl')}/*"}
+    dataset = opened(tmp_path, **keys)
+    whole = batches(dataset, 8)
+    parts = [batches(dataset, 4, whole[3][1], process_index=i, process_count=processes) for i in range(processes)]
+    for same, (batch, position) in zip(zip(*parts, strict=True), whole[4:], strict=True):
+        for name in batch:
+            np.testing.assert_array_equal(np.concatenate([part[name] for part, _ in same]), batch[name])
+        assert all(part_position == position for _, part_position in same)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"grain_train_files": "other"}, "the training documents was"),
+        ({"tokenizer_type": "auto"}, "the tokenizer was"),
+        ({"max_target_length": 16}, "max_target_length was 32 and is 16"),
+        ({"packing": False}, "the packing was"),
+        ({"data_shuffle_seed": 1}, "the shuffling was seed 0"),
+        ({"data_pipeline": "streaming"}, "data_pipeline was prepared and is streaming"),
+        ({"held_out_share": 0.3}, "the training documents was"),
+    ],
+)
+def test_a_position_of_other_data_is_refused(corpora, tmp_path: Path, change: dict, named: str):
+    files = f"{corpora('jsonl')}/*"
+    keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": files, "tokenizer_type": "bytes"}
+    dataset = opened(tmp_path, **keys)
+    ((_, position),) = batches(dataset, 1)
+    if change.get("grain_train_files"):
+        change = {"grain_train_files": f"{write_corpus(tmp_path / 'other', 'jsonl', 20)}/*"}
+    other = opened(tmp_path, **keys | change)
+    assert other.fingerprint != dataset.fingerprint
+    with pytest.raises(UserError, match=named):
+        other.train_stream(position, rows=ROWS)
+
+
+def test_a_copy_of_the_files_elsewhere_is_the_same_data(corpora, tmp_path: Path):
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in corpora("jsonl").iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    keys = {"dataset_type": "grain", "grain_file_type": "jsonl"}
+    first, second = (
+        opened(tmp_path / "cache", **keys, grain_train_files=f"{folder}/*") for folder in (corpora("jsonl"), copy)
+    )
+    assert first.fingerprint == second.fingerprint
+    assert len(list((tmp_path / "cache").glob("train-*[!k]"))) == 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_epoch_has_every_document_in_an_order_of_its_own(corpora, tmp_path: Path, way: str):
+    for kind in ("jsonl", "arrayrecord"):
+        keys = {"dataset_type": "grain", "grain_file_type": kind, "grain_train_files": f"{corpora(kind)}/*"}
+        keys |= {"tokenizer_type": "bytes", "packing": False, "max_target_length": 256, "data_pipeline": way}
+        rows = [row.tobytes() for batch, _ in batches(opened(tmp_path, **keys), 15) for row in batch["inputs"]]
+        epochs = rows[:30], rows[30:]
+        assert epochs[0] != epochs[1]
+        assert [len(set(epoch)) for epoch in epochs] == [30, 30]
+
+
+def test_the_loader_hands_on_the_position_of_the_batch_consumed(corpora, tmp_path: Path):
+    keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": f"{corpora('jsonl')}/*"}
+    dataset = opened(tmp_path, **keys, data_pipeline="streaming")
+    whole = batches(dataset, 6)
+    with Loader(dataset.train_stream(rows=ROWS), 6) as loader:
+        assert_same(list(itertools.islice(loader, 2)), whole[:2])  # and two more are loaded
+    with Loader(dataset.train_stream(whole[1][1], rows=ROWS), 4) as loader:
+        assert_same(list(loader), whole[2:])
+
+
+def test_no_record_for_a_process_is_an_error(tmp_path: Path):
+    (tmp_path / "one.jsonl").write_text('{"text": "only one"}\n')
+    keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": f"{tmp_path}/one.jsonl"}
+    dataset = opened(tmp_path / "cache", **keys, data_pipeline="streaming", tokenizer_type="bytes")
+    with pytest.raises(UserError, match=r"too few records for every process"):
+        batches(dataset, 1, process_index=1, process_count=2)
+
+
+def test_streaming_says_what_it_cuts_and_skips(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x" * 100}) + "\n" + json.dumps({"text": ""}) + "\n")
+    keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": f"{tmp_path}/a.jsonl"}
+    keys |= {"use_truncation": True, "grain_packing_type": "first_fit", "data_pipeline": "streaming"}
+    lines: list[str] = []
+    dataset = open_dataset(config_of(tmp_path, **keys, tokenizer_type="bytes"), lines.append)
+    batches(dataset, 1)
+    assert any("longer than a row and lose" in line for line in lines), lines
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_bad_line_deep_in_a_file_is_named_by_the_loader(tmp_path: Path, way: str):
+    (tmp_path / "a.jsonl").write_text('{"text": "some good text"}\n' * 50 + "bad\n")
+    keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": f"{tmp_path}/a.jsonl"}
+    with pytest.raises(UserError, match=r"a.jsonl, line 51, is no JSON"):  # noqa: PT012 - either may find it
+        dataset = opened(tmp_path / "cache", **keys, tokenizer_type="bytes", data_pipeline=way)
+        with Loader(dataset.train_stream(rows=ROWS), 50) as loader:
+            list(loader)

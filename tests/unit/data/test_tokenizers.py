@@ -1,0 +1,220 @@
+"""Tokenizers: what is trained, and those that people have."""
+
+import base64
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sample_data import document, opened
+
+from trainer.config import UserError
+from trainer.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, train_bpe
+from trainer.data.tokenizer_files import load_tokenizer
+
+TEXTS = ["", "def f(x):\r\n\treturn 'ä€😀\x00'\n", "  <|endoftext|> </s> is text here"]
+BOTH = {"add_bos": True, "add_eos": True}
+
+
+@pytest.fixture(scope="module")
+def bpe() -> JsonTokenizer:
+    return train_bpe([document(i) for i in range(50)], 300)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of ranks: every byte, and a few merges."""
+    tokens = [bytes([i]) for i in range(256)] + [b"do", b"cu", b"docu", b" d"]
+    path = tmp_path_factory.mktemp("ranks") / "tokenizer.model"  # the name of Llama 3's own
+    path.write_bytes(b"\n".join(base64.b64encode(token) + b" %d" % i for i, token in enumerate(tokens)) + b"\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def piece(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import sentencepiece
+
+    folder = tmp_path_factory.mktemp("piece")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([document(i) for i in range(50)]),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=330,
+        model_type="bpe",
+        byte_fallback=True,
+        minloglevel=2,
+    )
+    return folder / "tokenizer.model"
+
+
+def assert_reads_back(tokenizer: Tokenizer, folder: Path) -> None:
+    folder.mkdir()
+    tokenizer.save(folder)
+    again = load_tokenizer(str(folder), "auto", add_bos=tokenizer.bos is not None, add_eos=tokenizer.eos is not None)
+    assert type(again) is type(tokenizer)
+    assert again.fingerprint == tokenizer.fingerprint
+    assert (again.vocab_size, again.bos, again.eos) == (tokenizer.vocab_size, tokenizer.bos, tokenizer.eos)
+    for text in TEXTS:
+        assert again.encode(text) == tokenizer.encode(text)
+
+
+def assert_exact_bytes(tokenizer: Tokenizer) -> None:
+    assert tokenizer.bytes_per_token is not None
+    assert tokenizer.bytes_per_token.shape == (tokenizer.vocab_size,)
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        special = [i for i in (tokenizer.bos, tokenizer.eos) if i is not None]
+        assert tokenizer.decode([*special, *ids, *special]) == text
+        assert tokenizer.bytes_per_token[ids].sum() == len(text.encode())
+        assert not set(special) & set(ids)
+        assert [list(part) for part in tokenizer.encode_many([text, text])] == [ids, ids]
+    assert tokenizer.bytes_per_token[special].tolist() == [0] * len(special)
+
+
+def test_the_trained_bpe(bpe: JsonTokenizer, tmp_path: Path):
+    assert bpe.vocab_size == 300
+    assert bpe.bos == bpe.eos == 0
+    assert_exact_bytes(bpe)
+    assert_reads_back(bpe, tmp_path / "saved")
+    again = train_bpe([document(i) for i in range(50)], 300)
+    assert again.fingerprint == bpe.fingerprint
+    assert train_bpe([document(i) for i in range(49)], 300).fingerprint != bpe.fingerprint
+
+
+def test_bytes(tmp_path: Path):
+    tokenizer = load_tokenizer("", "bytes", **BOTH)
+    assert isinstance(tokenizer, ByteTokenizer)
+    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eos) == (257, 256, 256)
+    assert tokenizer.encode("ä") == [0xC3, 0xA4]
+    assert_exact_bytes(tokenizer)
+    assert_reads_back(tokenizer, tmp_path / "saved")
+
+
+def test_tiktoken(ranks: Path, tmp_path: Path):
+    tokenizer = load_tokenizer(str(ranks), "auto", **BOTH)
+    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eos) == (260 + 256, 260, 261)
+    assert tokenizer.encode("docu") == [258]
+    assert_exact_bytes(tokenizer)
+    assert_reads_back(tokenizer, tmp_path / "saved")
+    lines = ranks.read_bytes().splitlines()
+    for data, message in (
+        ([*lines[:3], b"x"], "line 4, is not base64"),
+        (lines[:-2] + lines[-1:], "the ranks are not 0 to 258"),
+    ):
+        (tmp_path / "bad.tiktoken").write_bytes(b"\n".join(data))
+        with pytest.raises(UserError, match=message):
+            load_tokenizer(str(tmp_path / "bad.tiktoken"), "tiktoken", **BOTH)
+
+
+def test_sentencepiece(piece: Path, tmp_path: Path):
+    tokenizer = load_tokenizer(str(piece), "auto", **BOTH)
+    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eos) == (330, 1, 2)
+    assert tokenizer.bytes_per_token is None
+    text = document(5).strip()  # this model strips it too
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode([1, *ids, 2]) == text
+    assert 1 not in tokenizer.encode("<s> is text")
+    assert tokenizer.encode_many([text, text]) == [ids, ids]
+    assert_reads_back(tokenizer, tmp_path / "saved")
+    (tmp_path / "bad.model").write_bytes(b"\x00 no model")
+    with pytest.raises(UserError, match=r"bad.model is no sentencepiece model"):
+        load_tokenizer(str(tmp_path / "bad.model"), "auto", **BOTH)
+
+
+def json_tokenizer(folder: Path, special: list[str], normalizer=None, config: dict | None = None) -> str:
+    """A folder with a small tokenizer.json that has these special tokens."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    folder.mkdir()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = tokenizers.Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    if normalizer is not None:
+        inner.normalizer = normalizer
+    inner.add_special_tokens(special)
+    inner.add_tokens(["<plain>"])
+    inner.save(str(folder / "tokenizer.json"))
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_special_tokens_of_a_tokenizer_json(tmp_path: Path):
+    llama = json_tokenizer(tmp_path / "llama", ["<|begin_of_text|>", "<|end_of_text|>"])
+    tokenizer = load_tokenizer(llama, "huggingface", **BOTH)
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.vocab_size) == (256, 257, 259)
+    assert_exact_bytes(tokenizer)
+    assert_reads_back(tokenizer, tmp_path / "saved")
+    assert tokenizer.bytes_per_token is not None
+    assert tokenizer.bytes_per_token[258] == len("<plain>")
+    bare = load_tokenizer(llama, "huggingface", add_bos=False, add_eos=False)
+    assert (bare.bos, bare.eos) == (None, None)
+    gpt2 = load_tokenizer(json_tokenizer(tmp_path / "gpt2", ["<|endoftext|>"]), "auto", **BOTH)
+    assert gpt2.bos == gpt2.eos == 256
+    config = {"bos_token": None, "eos_token": {"content": "<end>"}}
+    named = load_tokenizer(json_tokenizer(tmp_path / "named", ["</s>", "<end>"], config=config), "auto", **BOTH)
+    assert named.bos == named.eos == 257
+
+
+def test_a_tokenizer_that_changes_text_counts_no_bytes(tmp_path: Path):
+    from tokenizers import normalizers
+
+    path = json_tokenizer(tmp_path / "nfc", ["</s>"], normalizers.NFC())
+    assert load_tokenizer(path, "auto", **BOTH).bytes_per_token is None
+
+
+def test_what_is_no_tokenizer_is_named(tmp_path: Path):
+    with pytest.raises(UserError, match=r"no special token that we know .* add_bos=false"):
+        load_tokenizer(json_tokenizer(tmp_path / "none", []), "auto", **BOTH)
+    config = {"bos_token": "<x>", "eos_token": "</s>"}
+    with pytest.raises(UserError, match=r"tokenizer_config.json names <x>, which tokenizer.json lacks"):
+        load_tokenizer(json_tokenizer(tmp_path / "wrong", ["</s>"], config=config), "auto", **BOTH)
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(UserError, match=r"bad.json is no tokenizer.json"):
+        load_tokenizer(str(tmp_path / "bad.json"), "auto", **BOTH)
+    with pytest.raises(UserError, match=r"there is no such file"):
+        load_tokenizer(str(tmp_path / "none.json"), "auto", **BOTH)
+    with pytest.raises(UserError, match=r"holds no tokenizer.json or tokenizer.model"):
+        load_tokenizer(str(tmp_path), "auto", **BOTH)
+
+
+@pytest.mark.parametrize("package", ["sentencepiece", "tiktoken"])
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str):
+    (tmp_path / "tokenizer.model").write_bytes(b"x")
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=rf"needs {package}: pip install 'trainer\[tokenizers\]'"):
+        load_tokenizer(str(tmp_path / "tokenizer.model"), package, **BOTH)
+
+
+@pytest.mark.parametrize("way", ["prepared", "streaming"])
+def test_every_tokenizer_trains(corpora, piece: Path, ranks: Path, bpe: JsonTokenizer, tmp_path: Path, way: str):
+    bpe.save(tmp_path)
+    keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": f"{corpora('jsonl')}/*"}
+    keys |= {"data_pipeline": way, "held_out_share": 0, "enable_data_shuffling": False, "vocab_size": 600}
+    for path in (piece, ranks, tmp_path / "tokenizer.json"):
+        dataset = opened(tmp_path / "cache", **keys, tokenizer_path=path)
+        stream = dataset.train_stream(rows=2)
+        batch, _ = next(stream)
+        stream.close()
+        tokenizer = dataset.tokenizer
+        assert tokenizer is not None
+        targets = batch["targets"][0][batch["targets_segmentation"][0] == 1].tolist()
+        assert document(0).startswith(tokenizer.decode(targets)[:10])
+        assert batch["inputs"][0][0] == tokenizer.bos
+
+
+def test_a_vocabulary_that_is_too_small_is_found_at_once(corpora, piece: Path, tmp_path: Path):
+    keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": f"{corpora('jsonl')}/*"}
+    with pytest.raises(UserError, match=r"vocab_size=300, but the tokenizer .* has 330 tokens; set vocab_size=330"):
+        opened(tmp_path, **keys, tokenizer_path=piece)
+    with pytest.raises(UserError, match=r"the tokenizer bytes has 257 tokens"):
+        opened(tmp_path, **keys, tokenizer_type="bytes", vocab_size=256)
+    assert not list(tmp_path.iterdir())
+
+
+def test_token_tables_are_of_all_ids(bpe: JsonTokenizer):
+    assert bpe.bytes_per_token is not None
+    assert bpe.bytes_per_token.dtype == np.int32
+    assert sorted(bpe.bytes_per_token)[1] == 1
