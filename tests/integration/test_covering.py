@@ -9,7 +9,7 @@ import pytest
 from support import ALL_COMBINATIONS, arguments, packed_batch
 
 from trainer.config import load
-from trainer.runtime import place
+from trainer.runtime.place import place
 from trainer.training import build
 
 MESHES = {

@@ -24,6 +24,13 @@ class Dataset:
     tokenizer: "Tokenizer | None"
     summary: dict[str, Any]
 
+    @property
+    def fingerprint(self) -> str:
+        return self.summary.get("folder", "") or self.summary["source"]
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        return {} if self.tokenizer is None else {"tokenizer.json": self.tokenizer._bpe.to_str().encode()}
+
     def __str__(self) -> str:
         """One line for the start of a run."""
         if "folder" not in self.summary:

@@ -13,7 +13,7 @@ from trainer.config import load
 from trainer.layers.sown import TYPES
 from trainer.objectives import Objective
 from trainer.optim import make_optimizer
-from trainer.runtime import place
+from trainer.runtime.place import place
 from trainer.training import build
 
 
