@@ -1,17 +1,17 @@
 """Whether a checkpoint holds what a run wants, told by names, shapes and dtypes before any array is read."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from trainer.backends.codec import path_of
 from trainer.config import UserError
 
 
-def check_structure(path: Path, found: Any, wanted: Any) -> None:
-    """Compares the leaves of two trees: what the checkpoint at `path` has, and what the run's state needs.
+def check_structure(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Compares leaves, part by part: what the checkpoint at `path` has, and what the run's state needs.
 
     Raises:
       UserError: names the first leaf that differs, its shape and dtype there and here, and how many do.
@@ -29,9 +29,16 @@ def check_structure(path: Path, found: Any, wanted: Any) -> None:
     )
 
 
-def _leaves(tree: Any) -> dict[str, str]:
+def _leaves(parts: Mapping[str, Any]) -> dict[str, str]:
     return {
-        "/".join(path_of(path)): f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        "/".join((name, *path_of(path))): _described(leaf)
+        for name, part in parts.items()  # in the order in which a person would look at them
+        for path, leaf in jax.tree_util.tree_leaves_with_path(part)
         if hasattr(leaf, "shape")
     }
+
+
+def _described(leaf: Any) -> str:
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.eval_shape(jax.random.key_data, leaf)  # what lies on the disk
+    return f"{leaf.dtype}{list(leaf.shape)}"

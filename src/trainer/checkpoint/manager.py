@@ -7,6 +7,7 @@ state/ {params, opt_state, step, rest}, with optax's own structure under opt_sta
 
 import contextlib
 import logging
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -34,14 +35,14 @@ class CheckpointManager:
         self._asynchronous = config.async_checkpointing
         # Orbax logs the tracebacks of what it raises, from its own threads.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
-        for path in sorted(self.directory.glob(f"*{_UNCOMMITTED}")):
-            say(f"{path} was never committed: removed")
         with _disk_errors(self.directory):
+            for path in sorted(self.directory.glob(f"*{_UNCOMMITTED}")):
+                shutil.rmtree(path)
+                say(f"{path} was never committed: removed")
             self._orbax = ocp.training.Checkpointer(
                 self.directory.absolute(),
                 context=_context(self._write_sums),
                 preservation_policy=_preservation(config),
-                cleanup_tmp_directories=True,
             )
 
     @property
@@ -62,7 +63,9 @@ class CheckpointManager:
         """
         contents = {_STATE: tree._asdict(), _RUN: BesideFiles(beside)}
         with _disk_errors(self.directory):
-            saving = self._orbax.save_checkpointables_async(updates, contents, force=True, metrics=dict(metrics))
+            saving = self._orbax.save_checkpointables_async(
+                updates, contents, force=True, metrics=dict(metrics) or None
+            )
             if not self._asynchronous and saving is not None:
                 saving.result()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from trainer.config import UserError
 
 SUMS = "sums.json"
+_METADATA = "_CHECKPOINT_METADATA"  # JSON into which Orbax writes the time of the commit, after the sums were made
 _CHUNK = 1 << 22  # bytes
 
 
@@ -29,6 +30,10 @@ def verify(folder: Path) -> None:
         sums = {name: (size, crc) for name, (size, crc) in json.loads((folder / SUMS).read_text("utf-8")).items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise damaged(folder, SUMS, f"cannot be read ({type(error).__name__}: {error})") from error
+    try:
+        json.loads((folder / _METADATA).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise damaged(folder, _METADATA, f"cannot be read ({type(error).__name__}: {error})") from error
     for name, (size, crc) in sums.items():
         path = folder / name
         try:
@@ -49,9 +54,8 @@ def damaged(folder: Path, name: str, what: str) -> UserError:
 
 
 def _files(folder: Path) -> list[str]:
-    return sorted(
-        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() and path.name != SUMS
-    )
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in (SUMS, _METADATA))
+    return sorted(path.relative_to(folder).as_posix() for path in files)
 
 
 def _crc(path: Path) -> int:

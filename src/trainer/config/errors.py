@@ -22,8 +22,8 @@ class RunStopped(RuntimeError):
 def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
     """Decorates an entry point: a UserError prints its message on stderr and exits with code 2, without a traceback.
 
-    RunStopped does the same with code 1. Ctrl-C ends with code 130 and a reader of the output that went away (`| head`) with 141, as a shell would have it.
-    Every other exception passes.
+    RunStopped does the same with code 1. Ctrl-C ends with code 130 and a reader of the output that went away (`| head`)
+    with 141, as a shell would have it. Every other exception passes.
     """
 
     @functools.wraps(main)
