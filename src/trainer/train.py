@@ -33,8 +33,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     _say_what_runs(console, run, dataset, run_dir.path, loaded.warnings)
     end = _train(loaded, run, dataset, run_dir, console)
+    if end is None:
+        console.say(f"{run_dir.path} is finished, there is nothing to do; a larger steps goes on with it")
+        return
     if end.preempted:
-        console.say(f"SIGTERM: saved and stopped in {run_dir.path}; the same command goes on from here")
+        saved = "saved, the same command goes on from here"
+        console.say(f"SIGTERM: {saved if run.config.enable_checkpointing else 'stopped'} ({run_dir.path})")
         raise SystemExit(EXIT_CODE)
     run_dir.finish()
     console.summary(time.perf_counter() - started)
@@ -43,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _train(loaded, run, dataset, run_dir, console):
-    """From where the run stands to its end; see `training.fit`."""
+    """From where the run stands to its end; see `training.fit`. None for a run that an earlier process finished."""
     from trainer.checkpoint import CheckpointManager
     from trainer.observe import MetricsWriter
     from trainer.training import Reports, fit, start
@@ -54,10 +58,14 @@ def _train(loaded, run, dataset, run_dir, console):
             manager = stack.enter_context(CheckpointManager(run_dir.path, run.config, console.say))
         schedule_given = loaded.config.learning_rate_schedule_steps != -1
         begin = start(run, dataset, manager, console.say, schedule_given=schedule_given)
+        if begin.updates == run.config.steps and run_dir.finished:
+            return None
         # All that can be wrong with the command has been seen: the run leaves its traces.
-        run_dir.begin(to_yaml(run.config))
-        console.say("compiling the training step")
-        compiled = run.compile()
+        run_dir.begin(to_yaml(run.config), resumed=begin.resumed, say=console.say)
+        compiled = None
+        if begin.updates < run.config.steps:
+            console.say("compiling the training step")
+            compiled = run.compile()
         writer = stack.enter_context(MetricsWriter(run_dir.path, begin.updates))
 
         def on_step(row):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-CONFIG, DATA, TOKENIZER = "config.yml", "data.json", "tokenizer"
+CONFIG, DATA, METRICS, TOKENIZER = "config.yml", "data.json", "metrics.json", "tokenizer"
 
 
 class Beside(NamedTuple):
@@ -22,8 +22,8 @@ class Beside(NamedTuple):
 class BesideFiles:
     """A `Beside` as Orbax's StatefulCheckpointable: files of a folder of the checkpoint, committed with the arrays."""
 
-    def __init__(self, beside: Beside | None = None):
-        self._beside = beside
+    def __init__(self, beside: Beside | None = None, metrics: Mapping[str, float] | None = None):
+        self._beside, self._metrics = beside, dict(metrics or {})
 
     def read(self) -> Beside:
         """What `load` found."""
@@ -48,6 +48,7 @@ class BesideFiles:
         (folder / CONFIG).write_text(beside.config, encoding="utf-8")
         data = {"position": beside.position, "fingerprint": beside.fingerprint}
         (folder / DATA).write_text(json.dumps(data) + "\n", encoding="utf-8")
+        (folder / METRICS).write_text(json.dumps(self._metrics) + "\n", encoding="utf-8")
         (folder / TOKENIZER).mkdir()
         for name, content in beside.tokenizer.items():
             (folder / TOKENIZER / name).write_bytes(content)
@@ -61,6 +62,11 @@ def read_beside(folder: Path) -> Beside:
     data = json.loads((folder / DATA).read_text(encoding="utf-8"))
     tokenizer = {path.name: path.read_bytes() for path in sorted((folder / TOKENIZER).iterdir())}
     return Beside((folder / CONFIG).read_text(encoding="utf-8"), tokenizer=tokenizer, **data)
+
+
+def read_metrics(folder: Path) -> dict[str, float]:
+    """The metrics by which retention chooses, in checkpoints/N/run."""
+    return json.loads((folder / METRICS).read_text(encoding="utf-8"))
 
 
 def saved_config(beside: Beside) -> dict[str, Any]:

@@ -2,13 +2,15 @@
 
 checkpoints/N holds the train state after N updates in canonical form, the same whichever combination trained it:
 state/ {params, opt_state, step, rest}, with optax's own structure under opt_state; run/ what must lie beside it (see
-`Beside`); metrics/ the numbers that retention asks for; sums.json.
+`Beside`) and the metrics that retention asks for; sums.json. A folder is given this name by the rename that
+commits it, and loses it by the rename that begins its deletion: what has the name was whole once, and should be now.
 """
 
 import contextlib
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,14 +18,16 @@ from typing import Any, Self
 from orbax.checkpoint import v1 as ocp
 
 from trainer.backends import TrainTree
-from trainer.checkpoint.beside import Beside, BesideFiles, read_beside
+from trainer.checkpoint.beside import METRICS, Beside, BesideFiles, read_beside, read_metrics
 from trainer.checkpoint.compare import check_structure
-from trainer.checkpoint.sums import verify, write_sums
+from trainer.checkpoint.retention import expired
+from trainer.checkpoint.sums import damaged, verify, write_sums
 from trainer.config import UserError
 
 FOLDER = "checkpoints"
-_UNCOMMITTED = ".orbax-checkpoint-tmp"
+_UNCOMMITTED, _EXPIRED = ".orbax-checkpoint-tmp", ".expired"
 _STATE, _RUN = "state", "run"
+_LOSS = "eval_loss"  # the lower, the better a checkpoint
 
 
 class CheckpointManager:
@@ -32,24 +36,24 @@ class CheckpointManager:
     def __init__(self, run_dir: Path, config: Any, say: Callable[[str], None]):
         """Opens run_dir/checkpoints. Saves that never committed are cleared away, with a line to `say`."""
         self.directory = run_dir / FOLDER
-        self._asynchronous = config.async_checkpointing
+        self._config = config
         # Orbax logs the tracebacks of what it raises, from its own threads.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         with _disk_errors(self.directory):
-            for path in sorted(self.directory.glob(f"*{_UNCOMMITTED}")):
-                shutil.rmtree(path)
-                say(f"{path} was never committed: removed")
+            self._tidy(say)
+            self._losses = {int(path.name): self._loss(path) for path in committed(self.directory)}
             self._orbax = ocp.training.Checkpointer(
                 self.directory.absolute(),
                 context=_context(self._write_sums),
-                preservation_policy=_preservation(config),
+                preservation_policy=ocp.training.preservation_policies.PreserveAll(),
             )
+        self._thread = ThreadPoolExecutor(1, "checkpoints")
+        self._ending: Future[None] | None = None  # of the save that was begun last
 
     @property
     def latest(self) -> int | None:
-        """The number of updates that the newest committed checkpoint holds."""
-        newest = self._orbax.latest
-        return None if newest is None else newest.step
+        """The number of updates in the newest checkpoint, which may still be on its way to the disk."""
+        return max(self._losses, default=None)
 
     def path(self, updates: int) -> Path:
         """The folder of the checkpoint of `updates`."""
@@ -61,18 +65,30 @@ class CheckpointManager:
         Raises:
           UserError: the disk did not take this checkpoint or the one before it. Those committed are intact.
         """
-        contents = {_STATE: tree._asdict(), _RUN: BesideFiles(beside)}
+        contents = {_STATE: tree._asdict(), _RUN: BesideFiles(beside, metrics)}
+        self.wait()
         with _disk_errors(self.directory):
-            saving = self._orbax.save_checkpointables_async(
-                updates, contents, force=True, metrics=dict(metrics) or None
-            )
-            if not self._asynchronous and saving is not None:
-                saving.result()
+            saving = self._orbax.save_checkpointables_async(updates, contents, force=True)
+        self._losses[updates] = metrics.get(_LOSS)
+        self._ending = self._thread.submit(self._end, saving)
+        if not self._config.async_checkpointing:
+            self.wait()
+
+    def wait(self) -> None:
+        """Returns when the last save is committed and what expired by it is deleted; raises UserError as `save` does."""
+        ending, self._ending = self._ending, None
+        if ending is not None:
+            with _disk_errors(self.directory):
+                ending.result()
 
     def close(self) -> None:
-        """Waits until the last save is committed. Raises UserError as `save` does."""
+        """Waits as `wait` does, and ends."""
         with _disk_errors(self.directory):
-            self._orbax.close()
+            try:
+                self.wait()
+            finally:
+                self._thread.shutdown()
+                self._orbax.close()
 
     def __enter__(self) -> Self:
         return self
@@ -86,6 +102,31 @@ class CheckpointManager:
         # Called when all files are written and before the rename that commits; one save runs at a time.
         for folder in self.directory.glob(f"*{_UNCOMMITTED}"):
             write_sums(folder)
+
+    def _end(self, saving: Any) -> None:
+        """Waits for a save, then deletes what it makes superfluous. Orbax would delete in place, and to be killed in
+        the middle of that leaves what looks like a damaged checkpoint."""
+        saving.result()
+        for updates in expired(self._losses, self._config):
+            del self._losses[updates]
+            path = self.path(updates)
+            shutil.rmtree(path.rename(path.with_suffix(_EXPIRED)))
+
+    def _tidy(self, say: Callable[[str], None]) -> None:
+        for path in self.directory.glob(f"*{_EXPIRED}"):
+            shutil.rmtree(path)
+        for path in sorted(self.directory.glob(f"*{_UNCOMMITTED}")):
+            shutil.rmtree(path)
+            say(f"{path} was never committed: removed")
+
+    def _loss(self, path: Path) -> float | None:
+        """The evaluation loss of a checkpoint, if it has one and somebody asks."""
+        if not self._config.keep_best_checkpoints:
+            return None
+        try:
+            return read_metrics(path / _RUN).get(_LOSS)
+        except (OSError, ValueError, AttributeError) as error:
+            raise damaged(path, f"{_RUN}/{METRICS}", f"cannot be read ({type(error).__name__}: {error})") from error
 
 
 def inspect(path: Path) -> Beside:
@@ -121,9 +162,14 @@ def newest(path: Path) -> Path | None:
     """The newest committed checkpoint of a run's folder, or `path` itself if it is a checkpoint."""
     if (path / _STATE).is_dir():
         return path
-    folder = path if path.name == FOLDER else path / FOLDER
-    steps = [child for child in folder.glob("*") if child.name.isdecimal()] if folder.is_dir() else []
-    return max(steps, key=lambda child: int(child.name), default=None)
+    found = committed(path if path.name == FOLDER else path / FOLDER)
+    return found[-1] if found else None
+
+
+def committed(folder: Path) -> list[Path]:
+    """The checkpoints in a folder of checkpoints, the newest last."""
+    found = [path for path in folder.glob("*") if path.name.isdecimal() and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name))
 
 
 def _context(before_commit: Callable[[], None] | None = None) -> ocp.Context:
@@ -132,25 +178,6 @@ def _context(before_commit: Callable[[], None] | None = None) -> ocp.Context:
     context.array.saving.use_compression = False  # a third of the time for a twelfth more disk
     context.asynchronous.post_finalization_callback = before_commit
     return context
-
-
-def _preservation(config: Any) -> Any:
-    policies = ocp.training.preservation_policies
-    if config.max_num_checkpoints_to_keep is None:
-        return policies.PreserveAll()
-    kept = [policies.LatestN(config.max_num_checkpoints_to_keep)]
-    if config.checkpoint_keep_period:
-        kept.append(policies.EveryNSteps(config.checkpoint_keep_period))
-    if config.keep_best_checkpoints:
-        kept.append(
-            policies.BestN(
-                get_metric_fn=lambda metrics: metrics["eval_loss"],
-                n=config.keep_best_checkpoints,
-                reverse=True,
-                keep_checkpoints_without_metrics=False,
-            )
-        )
-    return policies.AnyPreservationPolicy(kept)
 
 
 @contextlib.contextmanager

@@ -1,11 +1,15 @@
 """Which keys may differ between a checkpoint and the command that goes on from it."""
 
+from collections.abc import Mapping
 from typing import Any
+
+import ml_collections
 
 from trainer.config.derived import MESH_AXES, global_batch_rows
 from trainer.config.dump import to_flow
 from trainer.config.errors import UserError
 from trainer.config.flags import FLAGS
+from trainer.config.resolve import frozen
 from trainer.config.schema import schema
 
 # How the program is laid out and where it runs. None of these changes what is learned, but for the order of sums.
@@ -41,27 +45,30 @@ AROUND = (
 MAY_CHANGE = frozenset((*LAYOUT, *BATCH, *LENGTH, *AROUND))
 
 
-def check_resume(saved: Any, config: Any, schedule_given: bool, where: str) -> list[str]:
-    """Warnings about going on from a checkpoint of configuration `saved` under `config`, both resolved.
+def check_resume(saved: Mapping[str, Any], config: Any, schedule_given: bool, where: str) -> list[str]:
+    """Warnings about going on from a checkpoint of configuration `saved` under `config`.
 
     Args:
-      saved, config: resolved configurations.
+      saved: the keys of a config.yml. A key that it lacks was added to base.yml later: what it then did is its default.
+      config: resolved.
       schedule_given: the command says `learning_rate_schedule_steps` itself.
       where: the checkpoint, for the message.
 
     Raises:
       UserError: they differ in a key that must stay; the message has each one's old and new value.
     """
-    differing = [name for name in schema().keys if saved[name] != config[name]]
-    wrong = [_change(saved, config, name) for name in differing if name not in MAY_CHANGE]
-    if global_batch_rows(saved) != global_batch_rows(config):
-        changes = ", ".join(_change(saved, config, name) for name in BATCH if name in differing)
-        rows = f"{global_batch_rows(saved)} -> {global_batch_rows(config)} rows"
+    old = {name: frozen(saved.get(name, key.default)) for name, key in schema().keys.items()}
+    differing = [name for name in old if old[name] != frozen(config[name])]
+    before = ml_collections.FrozenConfigDict(old)
+    wrong = [_change(before, config, name) for name in differing if name not in MAY_CHANGE]
+    if global_batch_rows(before) != global_batch_rows(config):
+        changes = ", ".join(_change(before, config, name) for name in BATCH if name in differing)
+        rows = f"{global_batch_rows(before)} -> {global_batch_rows(config)} rows"
         wrong.append(f"the global batch must stay, {rows}: {changes or 'another number of devices'}")
     warnings = []
     if "learning_rate_schedule_steps" in differing:
-        change = _change(saved, config, "learning_rate_schedule_steps")
-        if schedule_given or saved.learning_rate_schedule_steps != saved.steps:
+        change = _change(before, config, "learning_rate_schedule_steps")
+        if schedule_given or before.learning_rate_schedule_steps != before.steps:
             wrong.append(change)
         else:
             warnings.append(f"the learning rate's schedule follows steps: {change}")
@@ -74,5 +81,5 @@ def check_resume(saved: Any, config: Any, schedule_given: bool, where: str) -> l
     return warnings
 
 
-def _change(saved: Any, config: Any, name: str) -> str:
-    return f"{name}: {to_flow(saved[name])} -> {to_flow(config[name])}"
+def _change(before: Any, config: Any, name: str) -> str:
+    return f"{name}: {to_flow(before[name])} -> {to_flow(config[name])}"

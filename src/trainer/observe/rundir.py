@@ -22,12 +22,38 @@ class RunDir(NamedTuple):
     path: Path
     lock: IO[str]
 
-    def begin(self, config_yml: str) -> None:
-        """Leaves the first trace: config.yml. The run is unfinished from here on."""
-        (self.path / FINISHED_FILE).unlink(missing_ok=True)
+    @property
+    def finished(self) -> bool:
+        """Whether an earlier process came to the end of this run."""
+        return (self.path / FINISHED_FILE).exists()
+
+    def begin(self, config_yml: str, *, resumed: bool, say: Callable[[str], None]) -> None:
+        """Leaves the first trace: config.yml. The run is unfinished from here on.
+
+        Args:
+          config_yml: the resolved configuration.
+          resumed: the run goes on from a checkpoint of its own. If not, rows of metrics that lie here will be lost; a
+            line to `say` tells so.
+
+        Raises:
+          UserError: those rows are of a run that ended, or that had no checkpoints; or the disk is full.
+        """
+        config = self.path / CONFIG_FILE
+        if not resumed and (self.path / METRICS_FILE).exists():
+            without = config.is_file() and "enable_checkpointing: false" in config.read_text("utf-8").splitlines()
+            if self.finished or without:
+                raise UserError(
+                    f"{self.path} holds the metrics of an earlier run and no checkpoint to go on from; choose another "
+                    "run_name, or remove the folder"
+                )
+            say(f"{self.path} has no checkpoint yet: beginning again")
         temporary = self.path / f"{CONFIG_FILE}.tmp"
-        temporary.write_text(config_yml, encoding="utf-8")
-        temporary.replace(self.path / CONFIG_FILE)
+        try:
+            (self.path / FINISHED_FILE).unlink(missing_ok=True)
+            temporary.write_text(config_yml, encoding="utf-8")
+            temporary.replace(config)
+        except OSError as error:
+            raise UserError(f"cannot write {config}: {error.strerror or error}; make room, and try again") from error
 
     def finish(self) -> None:
         """Notes that the run came to its end: an empty run_name does not go on with it."""
@@ -66,15 +92,22 @@ def open_run(
 
 def _unfinished(base: Path, config_yml: str, say: Callable[[str], None]) -> RunDir | None:
     for _, path in sorted(_numbers(base), reverse=True):
-        if (path / FINISHED_FILE).exists():
-            continue
-        config = path / CONFIG_FILE
-        begun = config.is_file()  # if not, a process ended before there was anything to lose
-        if (not begun or config.read_text("utf-8") == config_yml) and (held := lock(path)):
-            if begun:
-                say(f"{path} has this configuration and is unfinished: going on with it")
-            return RunDir(path, held)
+        # Looked at before it is locked, so that no run is kept from its own process, and again when it is ours.
+        if _fits(path, config_yml) and (held := lock(path)):
+            if _fits(path, config_yml):
+                if (path / CONFIG_FILE).exists():
+                    say(f"{path} has this configuration and is unfinished: going on with it")
+                return RunDir(path, held)
+            held.close()
     return None
+
+
+def _fits(path: Path, config_yml: str) -> bool:
+    """Whether a numbered run is unfinished and of this configuration, or ended before there was anything to lose."""
+    config = path / CONFIG_FILE
+    if config.is_file():
+        return config.read_text("utf-8") == config_yml and not (path / FINISHED_FILE).exists()
+    return path.is_dir() and not (path / METRICS_FILE).exists()
 
 
 def _numbers(base: Path) -> list[tuple[int, Path]]:

@@ -30,7 +30,7 @@ class Reports(NamedTuple):
 
 
 class End(NamedTuple):
-    """The last native train state, and whether a signal ended the run before its last step."""
+    """The last native train state, and whether a signal ended the run before its last update and evaluation."""
 
     state: Any
     preempted: bool
@@ -38,7 +38,7 @@ class End(NamedTuple):
 
 def fit(
     run: Run,
-    compiled_step: Callable[..., Any],
+    compiled_step: Callable[..., Any] | None,
     start: Start,
     dataset: Dataset,
     reports: Reports,
@@ -48,7 +48,7 @@ def fit(
 
     Args:
       run: from `build`.
-      compiled_step: `run.compile()`.
+      compiled_step: `run.compile()`; None will do where `start` holds all updates.
       start: where to begin; the buffers of its state are donated.
       dataset: rows to train and to evaluate on.
       reports: called once for each row, in order.
@@ -57,70 +57,104 @@ def fit(
     Raises:
       RunStopped: a loss or gradient is not finite, and the configuration says to stop then.
     """
-    config, state = run.config, start.state
-    reader = _Reader(reports.step, lambda row: _check_finite(config, row, run.rows))
-    last_evaluation: Row = {}
+    steps = run.config.steps
+    with Preemption() as preemption, Loader(_load(run, dataset), start.updates, steps) as batches:
+        loop = _Loop(run, start, dataset, reports, manager, preemption)
+        if start.resumed:
+            loop.evaluate_if_due()  # the process before may have been ended within this evaluation
+        else:
+            loop.save(initial=True)
+        with jax.transfer_guard("disallow"):
+            for batch in batches:
+                if preemption.requested:
+                    break
+                loop.update(compiled_step, batch)
+                loop.evaluate_if_due()
+                loop.save()
+            loop.reader.flush()
+        if preemption.requested:
+            loop.save(force=True)
+        if manager is not None:
+            manager.wait()  # a second SIGTERM shall not end the process within the save that the first one asked for
+    return End(loop.state, preempted=preemption.requested and (loop.done < steps or not loop.evaluated))
 
-    def evaluate_here(done: int) -> None:
-        reader.flush()
-        row = evaluate(run, state, dataset, done - 1, preemption)
+
+class _Loop:
+    """The native train state after `done` updates, and what is done with it between two of them."""
+
+    def __init__(
+        self,
+        run: Run,
+        start: Start,
+        dataset: Dataset,
+        reports: Reports,
+        manager: CheckpointManager | None,
+        preemption: Preemption,
+    ):
+        self.state, self.done = start.state, start.updates
+        self.evaluated = True  # no evaluation was due and could not be brought to its end
+        self.reader = _Reader(reports.step, lambda row: _check_finite(run.config, row, run.rows))
+        self._run, self._dataset, self._reports, self._manager = run, dataset, reports, manager
+        self._preemption = preemption
+        self._last_evaluation: Row = {}
+
+    def update(self, compiled_step: Callable[..., Any] | None, batch: Batch) -> None:
+        """Dispatches a step, and reports the one before."""
+        assert compiled_step is not None
+        self.state, metrics = compiled_step(self.state, place(batch, self._run.batch_shardings))
+        self.reader.push(self.done, metrics)
+        self.done += 1
+
+    def evaluate_if_due(self) -> None:
+        """Evaluates the state, unless an earlier process reported this evaluation, or a signal interrupts it."""
+        config, step = self._run.config, self.done - 1
+        due = config.eval_interval > 0 and (self.done % config.eval_interval == 0 or self.done == config.steps)
+        if not due or step in self._reports.evaluated:
+            return
+        self.reader.flush()
+        row = evaluate(self._run, self.state, self._dataset, step, self._preemption)
+        self.evaluated = row is not None
         if row is not None:
-            last_evaluation.update(row)
-            reports.evaluation(row)
-        reader.restart_clock()
+            self._last_evaluation = row
+            self._reports.evaluation(row)
+        self.reader.restart_clock()
 
-    def save(done: int, force: bool = False) -> None:
-        def before() -> Mapping[str, float]:
-            reader.flush()
-            reports.sync()
-            return {"eval_loss": last_evaluation["eval_loss"]} if last_evaluation.get("step") == done - 1 else {}
-
+    def save(self, *, initial: bool = False, force: bool = False) -> None:
+        """Saves the state if it is due."""
+        config, dataset = self._run.config, self._dataset
         maybe_save_checkpoint(
-            manager,
-            state,
-            done,
+            self._manager,
+            self.state,
+            self.done,
             config=config,
-            backend=run.backend,
-            beside=lambda: Beside(to_yaml(config), done, dataset.fingerprint, dataset.tokenizer_files()),
+            backend=self._run.backend,
+            beside=lambda: Beside(to_yaml(config), self.done, dataset.fingerprint, dataset.tokenizer_files()),
+            initial=initial,
             force=force,
-            before=before,
+            before=self._before_saving,
         )
 
+    def _before_saving(self) -> Mapping[str, float]:
+        self.reader.flush()
+        self._reports.sync()
+        row = self._last_evaluation
+        comparable = row.get("step") == self.done - 1 and math.isfinite(row["eval_loss"])
+        return {"eval_loss": row["eval_loss"]} if comparable else {}
+
+
+def _load(run: Run, dataset: Dataset) -> Callable[[int], Batch]:
     def load(step: int) -> Batch:
         return train_batch(
             dataset.train,
             step,
             run.rows,
-            seed=config.data_shuffle_seed,
-            shuffle=config.enable_data_shuffling,
+            seed=run.config.data_shuffle_seed,
+            shuffle=run.config.enable_data_shuffling,
             process_index=jax.process_index(),
             process_count=jax.process_count(),
         )
 
-    done = start.updates
-    with Preemption() as preemption, Loader(load, start.updates, config.steps) as batches:
-        if start.resumed and _evaluates(config, done) and done - 1 not in reports.evaluated:
-            evaluate_here(done)  # the process before was ended within this evaluation
-        elif not start.resumed:
-            save(done)
-        with jax.transfer_guard("disallow"):
-            for batch in batches:
-                if preemption.requested:
-                    break
-                state, metrics = compiled_step(state, place(batch, run.batch_shardings))
-                reader.push(done, metrics)
-                done += 1
-                if _evaluates(config, done):
-                    evaluate_here(done)
-                save(done)
-            reader.flush()
-        if preemption.requested:
-            save(done, force=True)
-    return End(state, preempted=preemption.requested and done < config.steps)
-
-
-def _evaluates(config, done: int) -> bool:
-    return config.eval_interval > 0 and done > 0 and (done % config.eval_interval == 0 or done == config.steps)
+    return load
 
 
 def evaluate(run: Run, state: Any, dataset: Dataset, step: int, preemption: Preemption | None = None) -> Row | None:

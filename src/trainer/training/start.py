@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import ml_collections
 import optax
 
 from trainer.backends import TrainTree
@@ -40,14 +39,19 @@ def start(run: Run, dataset: Dataset, manager: CheckpointManager | None, say: Sa
     if manager is not None and manager.latest is not None:
         path = manager.path(manager.latest)
         beside = inspect(path)
-        saved = ml_collections.ConfigDict(saved_config(beside))
-        for warning in check_resume(saved, config, schedule_given, str(path)):
+        for warning in check_resume(saved_config(beside), config, schedule_given, str(path)):
             say(f"warning: {warning}")
         if beside.fingerprint != dataset.fingerprint:
             raise UserError(f"{path} was trained on other data or with another tokenizer: {_two(beside, dataset)}")
         tree = restore(path, _abstract(run))
-        say(f"going on from {path}: {int(tree.step)} of {config.steps} updates done")
-        return Start(run.backend.pack(tree), int(tree.step), beside.position, resumed=True)
+        updates = int(tree.step)
+        if updates > config.steps:
+            raise UserError(
+                f"steps={config.steps}: {path} holds {updates} updates already; give steps={updates} or more, or "
+                "another run_name for a new run"
+            )
+        say(f"{path}: {updates} of {config.steps} updates are done")
+        return Start(run.backend.pack(tree), updates, beside.position, resumed=True)
     if config.load_full_state_path:
         return _other_run(run, dataset, say)
     if config.load_parameters_path:
@@ -68,6 +72,11 @@ def _other_run(run: Run, dataset: Dataset, say: Say) -> Start:
     else:
         state = run.backend.pack(restore(path, _abstract(run)))
     updates = int(run.backend.unpack(state).step)
+    if updates >= run.config.steps:
+        raise UserError(
+            f"steps={run.config.steps}: load_full_state_path={path} holds {updates} updates already, and steps counts "
+            "them too; give a larger steps"
+        )
     same_data = beside.fingerprint == dataset.fingerprint
     data = "its position in the data" if same_data else "the beginning of other data"
     optimizer = "a fresh optimizer" if run.config.reset_optimizer else "its optimizer"
