@@ -28,19 +28,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     dataset = open_dataset(run.config, console.say)
     prompt = _prompt(run.config, dataset.tokenizer)
     config_yml = to_yaml(run.config)
-    run_dir = open_run(
+    with open_run(
         run.config.base_output_directory, run.config.run_name, config_yml, run.config.enable_checkpointing, console.say
-    )
-    _say_what_runs(console, run, dataset, run_dir.path, loaded.warnings)
-    end = _train(loaded, run, dataset, run_dir, console)
-    if end is None:
-        console.say(f"{run_dir.path} is finished, there is nothing to do; a larger steps goes on with it")
-        return
-    if end.preempted:
-        saved = "saved, the same command goes on from here"
-        console.say(f"SIGTERM: {saved if run.config.enable_checkpointing else 'stopped'} ({run_dir.path})")
-        raise SystemExit(EXIT_CODE)
-    run_dir.finish()
+    ) as run_dir:
+        _say_what_runs(console, run, dataset, run_dir.path, loaded.warnings)
+        end = _train(loaded, run, dataset, run_dir, console)
+        if end is None:
+            console.say(f"{run_dir.path} is finished, there is nothing to do; a larger steps goes on with it")
+            return
+        if end.preempted:
+            saved = "saved, the same command goes on from here"
+            console.say(f"SIGTERM: {saved if run.config.enable_checkpointing else 'stopped'} ({run_dir.path})")
+            raise SystemExit(EXIT_CODE)
+        run_dir.finish()
     console.summary(time.perf_counter() - started)
     if prompt:
         console.sample(run.config.prompt, _sample(run, end.state, dataset.tokenizer, prompt))

@@ -75,7 +75,7 @@ class CheckpointManager:
             self.wait()
 
     def wait(self) -> None:
-        """Returns when the last save is committed and what expired by it is deleted; raises UserError as `save` does."""
+        """Returns when the last save is committed and what expired is deleted; raises UserError as `save` does."""
         ending, self._ending = self._ending, None
         if ending is not None:
             with _disk_errors(self.directory):

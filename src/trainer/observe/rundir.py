@@ -6,7 +6,8 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, NamedTuple
+from types import TracebackType
+from typing import IO, NamedTuple, Self
 
 from trainer.config import UserError
 from trainer.observe.metrics import METRICS_FILE
@@ -17,10 +18,18 @@ _NUMBERED = re.compile(r"run-(\d+)")
 
 
 class RunDir(NamedTuple):
-    """A run's folder, which is this process's alone as long as `lock` is open."""
+    """A run's folder, which is this process's alone as long as `lock` is open; a context manager that closes it."""
 
     path: Path
     lock: IO[str]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.lock.close()
 
     @property
     def finished(self) -> bool:

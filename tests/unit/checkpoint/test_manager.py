@@ -200,6 +200,82 @@ def test_retention(tmp_path, changes, kept):
     assert sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir()) == kept
 
 
+def test_a_process_killed_while_it_deletes_leaves_nothing_that_looks_damaged(tmp_path, monkeypatch):
+    """The rename is the first thing that happens to a checkpoint that expired."""
+
+    class Killed(BaseException):
+        pass
+
+    def rmtree(path):
+        (path / "sums.json").unlink()
+        raise Killed
+
+    manager = CheckpointManager(tmp_path, settings(max_num_checkpoints_to_keep=1), say=print)
+    manager.save(1, small_tree(), BESIDE, {})
+    manager.wait()
+    monkeypatch.setattr("shutil.rmtree", rmtree)
+    manager.save(2, small_tree(), BESIDE, {})
+    with pytest.raises(Killed):
+        manager.close()
+    monkeypatch.undo()
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"1.expired", "2"}
+    assert newest(tmp_path) == tmp_path / "checkpoints/2"
+    lines = []
+    with CheckpointManager(tmp_path, settings(max_num_checkpoints_to_keep=1), say=lines.append) as manager:
+        assert manager.latest == 2
+    assert lines == []
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"2"}
+
+
+def test_retention_goes_on_in_another_process(tmp_path):
+    keeping = settings(max_num_checkpoints_to_keep=1, keep_best_checkpoints=1)
+    for updates, loss in ((1, 2.0), (2, 1.0), (3, 3.0), (4, None)):
+        with CheckpointManager(tmp_path, keeping, say=print) as manager:
+            manager.save(updates, small_tree(), BESIDE, {} if loss is None else {"eval_loss": loss})
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"2", "4"}
+    (tmp_path / "checkpoints/2/run/metrics.json").write_text("{")
+    with pytest.raises(UserError, match=r"checkpoints/2 is damaged: run/metrics\.json cannot be read"):
+        CheckpointManager(tmp_path, keeping, say=print)
+
+
+@pytest.mark.parametrize("gone", ["_CHECKPOINT_METADATA", "sums.json", "state/_METADATA", "run/data.json"])
+def test_a_damaged_newest_checkpoint_is_still_the_newest(tmp_path, gone):
+    """Going back to an older one is the user's decision."""
+    for updates in (1, 2):
+        path = saved(tmp_path, updates)
+    (path / gone).unlink()
+    with CheckpointManager(tmp_path, settings(), say=print) as manager:
+        assert manager.latest == 2
+        with pytest.raises(UserError, match=f"is damaged: {gone} .*; to go on from the checkpoint before it, remove"):
+            inspect(manager.path(2))
+
+
+def test_other_things_may_lie_beside_checkpoints(tmp_path):
+    path = saved(tmp_path)
+    (path.parent / "notes.txt").write_text("mine")
+    (path.parent / "17").write_text("a file")
+    (path.parent / "backup").mkdir()
+    with CheckpointManager(tmp_path, settings(), say=print) as manager:
+        assert manager.latest == 3
+    assert newest(tmp_path) == path
+
+
+def test_latest_knows_of_a_save_that_is_under_way(tmp_path):
+    with CheckpointManager(tmp_path, settings(), say=print) as manager:
+        assert manager.latest is None
+        manager.save(5, small_tree(width=512), BESIDE, {})
+        assert manager.latest == 5
+        manager.wait()
+        assert newest(tmp_path) == manager.path(5)
+        manager.wait()
+
+
+def test_a_synchronous_save_is_committed_when_it_returns(tmp_path):
+    with CheckpointManager(tmp_path, settings(async_checkpointing=False), say=print) as manager:
+        manager.save(5, small_tree(), BESIDE, {})
+        assert inspect(manager.path(5)) == BESIDE
+
+
 def test_a_full_disk_is_one_message_and_the_last_checkpoint_stays(tmp_path):
     """A process that may write no file beyond 1 MB stands for a full disk."""
     program = """
