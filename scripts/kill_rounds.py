@@ -2,15 +2,17 @@
 
     python scripts/kill_rounds.py --rounds 30 dataset_type=synthetic steps=60 checkpoint_period=5 eval_interval=20
 
-Every round starts the same command and ends it by SIGKILL, or now and then SIGTERM, after a time drawn from 0 to what
-the undisturbed run took. A run that comes to its end is compared: metrics.jsonl but for its timing fields, and every
-array of the last checkpoint, bit for bit. Then the next one begins from nothing, until all rounds are done. With
-dataset_type=stdlib each run prepares its data in a folder of its own, so that kills fall into that too.
+Every round starts the same command and ends it by SIGKILL, or now and then SIGTERM: half of the times after a time
+drawn from 0 to what the undisturbed run took, half of the times at a moment drawn from its training alone. A run that
+comes to its end is compared: metrics.jsonl but for its timing fields, and every array of the last checkpoint, bit for
+bit. Then the next one begins from nothing, until all rounds are done. With dataset_type=stdlib each run prepares its
+data in a folder of its own, so that kills fall into that too.
 """
 
 import argparse
 import collections
 import json
+import logging
 import os
 import random
 import signal
@@ -19,43 +21,54 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 SIGTERM_SHARE = 0.25
+TRAINING = "completed step"  # what the trainer says of every step
 
 
 class Ended(NamedTuple):
-    """How one process ended: its exit code (-9 for SIGKILL), the last thing that it said, and when it ended."""
+    """How one process ended: its exit code (-9 for SIGKILL), the last thing that it said, and how long it took."""
 
     code: int
     phase: str
     seconds: float
+    training: float  # seconds of them since its first step
 
 
-def run_once(words: list[str], folder: Path, limit: float | None, how: signal.Signals = signal.SIGKILL) -> Ended:
-    """Runs the trainer in `folder` and sends it `how` after `limit` seconds, if it is still running."""
+def run_once(
+    words: list[str],
+    folder: Path,
+    limit: float | None = None,
+    how: signal.Signals = signal.SIGKILL,
+    after: str = "",
+) -> Ended:
+    """Runs the trainer in `folder` and sends it `how`, if it still runs, `limit` seconds after it has said `after`."""
     folder.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
     started = time.perf_counter()
-    with (folder / "log.txt").open("w+", encoding="utf-8") as log:
+    seen: dict[str, float] = {"": started}  # when each text was said first
+    with (folder / "log.txt").open("w", encoding="utf-8") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "trainer.train", "base.yml", f"base_output_directory={folder / 'runs'}", *words],
             stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=folder,
         )  # fmt: skip
-        try:
-            process.wait(limit)
-        except subprocess.TimeoutExpired:
-            process.send_signal(how)
-            process.wait()
-    return Ended(process.returncode, _phase(folder / "log.txt"), time.perf_counter() - started)
+        while process.poll() is None:
+            text = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
+            now = time.perf_counter()
+            for wanted in (after, TRAINING):
+                if wanted in text:
+                    seen.setdefault(wanted, now)
+            if limit is not None and after in seen and now - seen[after] >= limit:
+                process.send_signal(how)
+                process.wait()
+            time.sleep(0.005)
+    now = time.perf_counter()
+    return Ended(process.returncode, _phase(folder / "log.txt"), now - started, now - seen.get(TRAINING, now))
 
 
 def outcome(folder: Path) -> tuple[list[dict], dict[str, bytes]]:
     """Metrics without timing, and the bytes of every array of the newest checkpoint, of the only run in `folder`."""
-    import numpy as np
-    from orbax.checkpoint import v1 as ocp
-
-    from trainer.backends.codec import path_of
     from trainer.checkpoint import newest
     from trainer.observe.metrics import METRICS_FILE, TIMING_FIELDS, read_rows
 
@@ -63,11 +76,25 @@ def outcome(folder: Path) -> tuple[list[dict], dict[str, bytes]]:
     rows = [{k: v for k, v in row.items() if k not in TIMING_FIELDS} for row in read_rows(run / METRICS_FILE)]
     checkpoint = newest(run)
     assert checkpoint is not None, f"{run} has no checkpoint"
-    import jax
+    return rows, {name: array.tobytes() for name, array in arrays_of(checkpoint).items()}
 
-    state = ocp.load_checkpointables(checkpoint.absolute(), {"state": None})["state"]
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    return rows, {"/".join(path_of(path)): np.asarray(leaf).tobytes() for path, leaf in leaves}
+
+def arrays_of(checkpoint: Path) -> dict[str, Any]:
+    """The arrays of a checkpoint by their names, whatever devices it was saved on."""
+    import jax
+    import numpy as np
+    from orbax.checkpoint import v1 as ocp
+
+    from trainer.backends.codec import path_of
+
+    path, one = checkpoint.absolute(), jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax says that it cannot describe what lies beside the arrays
+    wanted = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one),
+        ocp.checkpointables_metadata(path).metadata["state"],
+    )
+    state = ocp.load_checkpointables(path, {"state": wanted})["state"]
+    return {"/".join(path_of(p)): np.asarray(leaf) for p, leaf in jax.tree_util.tree_leaves_with_path(state)}
 
 
 def differences(left: tuple[list[dict], dict[str, bytes]], right: tuple[list[dict], dict[str, bytes]]) -> list[str]:
@@ -86,7 +113,7 @@ def rounds(words: list[str], count: int, seed: int, folder: Path, say=print) -> 
       AssertionError: a process ended otherwise than by its signal, or a run differs from the undisturbed one.
     """
     draw = random.Random(seed)
-    whole = run_once(words, folder / "undisturbed", None)
+    whole = run_once(words, folder / "undisturbed")
     assert whole.code == 0, f"the undisturbed run ended with {whole.code}: {whole.phase}"
     expected = outcome(folder / "undisturbed")
     phases: collections.Counter[str] = collections.Counter()
@@ -95,14 +122,16 @@ def rounds(words: list[str], count: int, seed: int, folder: Path, say=print) -> 
         here = folder / f"disturbed-{compared + 1}"
         while True:
             how = signal.SIGTERM if draw.random() < SIGTERM_SHARE else signal.SIGKILL
-            limit = draw.uniform(0, whole.seconds) if done < count else None
-            ended = run_once(words, here, limit, how)
-            if ended.code == 0:
+            after, most = draw.choice([("", whole.seconds), (TRAINING, whole.training)])
+            limit = draw.uniform(0, most) if done < count else None
+            ended = run_once(words, here, limit, how, after)
+            if ended.code != 0:
+                assert ended.code in (-how, 143), f"ended with {ended.code}: {(here / 'log.txt').read_text()}"
+                done += 1
+                phases[" ".join(ended.phase.split()[:2])] += 1
+                say(f"round {done}: {how.name} after {ended.seconds:.1f} s, exit {ended.code}, at: {ended.phase}")
+            if list(here.glob("runs/*/finished")):  # it may have been ended after that, in its last words
                 break
-            assert ended.code in (-how, 143), f"ended with {ended.code}: {(here / 'log.txt').read_text()}"
-            done += 1
-            phases[ended.phase.split(" ")[0]] += 1
-            say(f"round {done}: {how.name} after {ended.seconds:.1f} s, exit {ended.code}, at: {ended.phase}")
         found = differences(expected, outcome(here))
         assert not found, f"{here}: {found}"
         compared += 1

@@ -37,8 +37,6 @@ class CheckpointManager:
         """Opens run_dir/checkpoints. Saves that never committed are cleared away, with a line to `say`."""
         self.directory = run_dir / FOLDER
         self._config = config
-        # Orbax logs the tracebacks of what it raises, from its own threads.
-        logging.getLogger("absl").setLevel(logging.CRITICAL)
         with _disk_errors(self.directory):
             self._tidy(say)
             self._losses = {int(path.name): self._loss(path) for path in committed(self.directory)}
@@ -173,6 +171,8 @@ def committed(folder: Path) -> list[Path]:
 
 
 def _context(before_commit: Callable[[], None] | None = None) -> ocp.Context:
+    # Orbax logs the tracebacks of what it raises, from its own threads, and what it does not know of `BesideFiles`.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     context = ocp.Context()
     context.pytree.loading.partial_load = True  # what is not wanted is not read
     context.array.saving.use_compression = False  # a third of the time for a twelfth more disk

@@ -51,6 +51,9 @@ def start(run: Run, dataset: Dataset, manager: CheckpointManager | None, say: Sa
                 "another run_name for a new run"
             )
         say(f"{path}: {updates} of {config.steps} updates are done")
+        for key in ("load_parameters_path", "load_full_state_path"):
+            if config[key]:
+                say(f"{key} is not read: the run has a checkpoint of its own")
         return Start(run.backend.pack(tree), updates, beside.position, resumed=True)
     if config.load_full_state_path:
         return _other_run(run, dataset, say)

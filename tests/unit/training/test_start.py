@@ -81,8 +81,10 @@ def test_its_own_checkpoint_beats_the_sources_that_the_command_names(tmp_path):
     this = run(load_full_state_path=str(tmp_path / "other"))
     assert begin(this, tmp_path / "mine").updates == 15
     state = save(tmp_path / "mine", this, 7)
-    begun = begin(this, tmp_path / "mine")
+    lines = []
+    begun = begin(this, tmp_path / "mine", lines)
     assert begun[1:] == (7, 7, True)
+    assert lines[1:] == ["load_full_state_path is not read: the run has a checkpoint of its own"]
     assert_equal(this, begun.state, state)
 
 
