@@ -25,7 +25,7 @@ from trainer.config import COMBINATIONS, flags_of, load
 from trainer.data import train_batch
 from trainer.data.synthetic import SyntheticRows
 from trainer.models.flops import flops_per_token
-from trainer.runtime import place
+from trainer.runtime.place import place
 from trainer.training import build
 
 ROUNDS, STEPS = 5, 20

@@ -24,6 +24,7 @@ TINY = {
     "steps": 20,
     "eval_interval": -1,
     "per_device_batch_size": 4,
+    "enable_checkpointing": False,  # a run writes no more than it is tested for
 }
 
 

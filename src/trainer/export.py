@@ -14,8 +14,8 @@ DTYPES = ("float32", "bfloat16")
 HELP = """\
 usage: python -m trainer.export FROM OUT format=hf|params [dtype=float32|bfloat16] [key=value ...]
 
-FROM    what load_parameters_path takes: a directory of Hugging Face's layout, what this command wrote, or a MaxText
-        checkpoint (.../N/items)
+FROM    what load_parameters_path takes: a run's folder or one of its checkpoints/N, a directory of Hugging Face's
+        layout, what this command wrote, or a MaxText checkpoint (.../N/items)
 OUT     a new or empty folder
 format  hf: Hugging Face's layout, config.json and safetensors; params: parameters alone, for load_parameters_path
 dtype   of what is written; left out: as it is stored in FROM
@@ -93,7 +93,7 @@ def _write(folder: Path, options: dict[str, str], config: Any, leaves: Any, chec
         write_huggingface(folder, config, leaves, options.get("dtype"), checkpoint.neutral)
     else:
         write_params(folder, config, leaves, options.get("dtype"), checkpoint.neutral)
-    copy_tokenizer(checkpoint.path, folder)
+    copy_tokenizer(checkpoint.tokenizer, folder)
 
 
 def _report(out: Path, options: dict[str, str], parameters: int) -> None:

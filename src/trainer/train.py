@@ -1,11 +1,12 @@
 """`python -m trainer.train [base.yml] key=value ...`: train a language model."""
 
+import contextlib
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from trainer.config import UserError, exit_on_user_error, load, to_yaml
+from trainer.runtime.preemption import EXIT_CODE
 
 
 @exit_on_user_error
@@ -17,8 +18,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     import jax
 
     from trainer.data import open_dataset
-    from trainer.observe import Console, MetricsWriter, open_run
-    from trainer.training import Reports, build, fit
+    from trainer.observe import Console, open_run
+    from trainer.training import build
 
     console = Console()
     for note in loaded.notes:
@@ -26,15 +27,46 @@ def main(argv: Sequence[str] | None = None) -> None:
     run = build(loaded.config, jax.devices())
     dataset = open_dataset(run.config, console.say)
     prompt = _prompt(run.config, dataset.tokenizer)
-    params = _given_parameters(run, console.say, loaded.changed)
-    # All that can be wrong with the command has been seen: the run begins to leave traces.
-    run_dir = open_run(run.config.base_output_directory, run.config.run_name)
-    (run_dir / "config.yml").write_text(to_yaml(run.config))
-    _say_what_runs(console, run, dataset, run_dir, loaded.warnings)
-    console.say("compiling the training step")
-    compiled = run.compile()
+    config_yml = to_yaml(run.config)
+    with open_run(
+        run.config.base_output_directory, run.config.run_name, config_yml, run.config.enable_checkpointing, console.say
+    ) as run_dir:
+        _say_what_runs(console, run, dataset, run_dir.path, loaded.warnings)
+        end = _train(loaded, run, dataset, run_dir, console)
+        if end is None:
+            console.say(f"{run_dir.path} is finished, there is nothing to do; a larger steps goes on with it")
+            return
+        if end.preempted:
+            saved = "saved, the same command goes on from here"
+            console.say(f"SIGTERM: {saved if run.config.enable_checkpointing else 'stopped'} ({run_dir.path})")
+            raise SystemExit(EXIT_CODE)
+        run_dir.finish()
+    console.summary(time.perf_counter() - started)
+    if prompt:
+        console.sample(run.config.prompt, _sample(run, end.state, dataset.tokenizer, prompt))
 
-    with MetricsWriter(run_dir) as writer:
+
+def _train(loaded, run, dataset, run_dir, console):
+    """From where the run stands to its end; see `training.fit`. None for a run that an earlier process finished."""
+    from trainer.checkpoint import CheckpointManager
+    from trainer.observe import MetricsWriter
+    from trainer.training import Reports, fit, start
+
+    with contextlib.ExitStack() as stack:
+        manager = None
+        if run.config.enable_checkpointing:
+            manager = stack.enter_context(CheckpointManager(run_dir.path, run.config, console.say))
+        schedule_given = loaded.config.learning_rate_schedule_steps != -1
+        begin = start(run, dataset, manager, console.say, schedule_given=schedule_given, given=loaded.changed)
+        if begin.updates == run.config.steps and run_dir.finished:
+            return None
+        # All that can be wrong with the command has been seen: the run leaves its traces.
+        run_dir.begin(to_yaml(run.config), resumed=begin.resumed, say=console.say)
+        compiled = None
+        if begin.updates < run.config.steps:
+            console.say("compiling the training step")
+            compiled = run.compile()
+        writer = stack.enter_context(MetricsWriter(run_dir.path, begin.updates))
 
         def on_step(row):
             writer.write(row)
@@ -44,10 +76,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             writer.write(row)
             console.evaluation(row)
 
-        state = fit(run, compiled, run.init(params), dataset, Reports(on_step, on_evaluation))
-    console.summary(time.perf_counter() - started)
-    if prompt:
-        console.sample(run.config.prompt, _sample(run, state, dataset.tokenizer, prompt))
+        evaluated = frozenset(row["step"] for row in writer.kept if "eval_loss" in row)
+        return fit(run, compiled, begin, dataset, Reports(on_step, on_evaluation, writer.sync, evaluated), manager)
 
 
 def _say_what_runs(console, run, dataset, run_dir, warnings: Sequence[str]) -> None:
@@ -69,16 +99,6 @@ def _say_what_runs(console, run, dataset, run_dir, warnings: Sequence[str]) -> N
     )
     if run.config.log_config:
         console.say(to_yaml(run.config))
-
-
-def _given_parameters(run, say, given) -> Any:
-    """The parameters of load_parameters_path on their devices, or None."""
-    if not run.config.load_parameters_path:
-        return None
-    from trainer.checkpoint import load_parameters
-
-    abstract = run.backend.unpack(run.abstract_args()[0]).params
-    return load_parameters(run.config.load_parameters_path, run.config, abstract, say, given)
 
 
 def _prompt(config, tokenizer) -> list[int]:

@@ -10,7 +10,7 @@ from support import ALL_COMBINATIONS, arguments, packed_batch
 
 from trainer.config import load
 from trainer.ops.random import seed_key
-from trainer.runtime import place
+from trainer.runtime.place import place
 from trainer.training import build
 
 MESHES = {

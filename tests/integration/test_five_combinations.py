@@ -12,7 +12,7 @@ from trainer.config import load
 from trainer.objectives import Objective
 from trainer.ops.random import seed_key
 from trainer.optim import make_optimizer
-from trainer.runtime import place
+from trainer.runtime.place import place
 from trainer.training import build
 
 STEPS = 20

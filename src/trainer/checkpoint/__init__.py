@@ -1,22 +1,33 @@
-"""Parameters on disk: what others wrote, and what `trainer.export` writes."""
+"""Train states and parameters on disk: a run's checkpoints, what others wrote, and what `trainer.export` writes."""
 
+from trainer.checkpoint.beside import Beside, saved_config
 from trainer.checkpoint.description import model_config
 from trainer.checkpoint.huggingface_out import write_huggingface
 from trainer.checkpoint.load import load_parameters, open_source
+from trainer.checkpoint.manager import CheckpointManager, inspect, newest, restore
 from trainer.checkpoint.params_out import write_params
+from trainer.checkpoint.save import is_due, maybe_save_checkpoint
 from trainer.checkpoint.source import Leaf, Shapes, Source, names_of, nested
 from trainer.checkpoint.tokenizer import copy_tokenizer
 
 __all__ = [
+    "Beside",
+    "CheckpointManager",
     "Leaf",
     "Shapes",
     "Source",
     "copy_tokenizer",
+    "inspect",
+    "is_due",
     "load_parameters",
+    "maybe_save_checkpoint",
     "model_config",
     "names_of",
     "nested",
+    "newest",
     "open_source",
+    "restore",
+    "saved_config",
     "write_huggingface",
     "write_params",
 ]

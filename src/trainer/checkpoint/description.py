@@ -4,6 +4,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from trainer.config import UserError, load, resolve
 from trainer.config.dump import to_flow
 
@@ -98,12 +100,14 @@ def model_yaml(config: Any) -> str:
 
 
 def read_model_yaml(path: Path) -> dict[str, Any]:
-    """The model's keys in a configuration beside a checkpoint: what `described` gives, and `rope_interleave`."""
-    # Only the model counts, so neither the data nor the mesh that the file asks for is looked at.
-    config = load([str(path), "dataset_type=synthetic"]).config
-    keys = {name: config[name] for names in (_ALWAYS, *_OF_ROPE.values()) for name in names}
-    keys |= {name: config[name] for name in ("sliding_window_size", "normalize_embedding_logits", ORDER)}
-    config = _resolved(as_words(keys))
+    """The model's keys in a configuration beside a checkpoint: what `described` gives, and `rope_interleave`.
+
+    Only the model counts: the data, the mesh and the platform that the file speaks of may not be here.
+    """
+    found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    names = [name for names in (_ALWAYS, *_OF_ROPE.values()) for name in names]
+    names += ["sliding_window_size", "normalize_embedding_logits", ORDER]
+    config = _resolved(as_words({name: found[name] for name in names if name in found}))
     return described(config) | {ORDER: config[ORDER]}
 
 

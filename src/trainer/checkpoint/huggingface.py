@@ -29,7 +29,7 @@ class HuggingFaceSource:
         Raises:
           UserError: config.json says what no key can say, or a file is missing or damaged.
         """
-        self.path = path
+        self.path = self.tokenizer = path
         self._config = read_json(path / "config.json")
         self.keys: Mapping[str, Any] = model_keys(self._config, str(path / "config.json"))
         self.neutral: Mapping[str, Any] = {

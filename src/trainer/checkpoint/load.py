@@ -7,8 +7,11 @@ from typing import Any
 
 import jax
 
+from trainer.checkpoint.beside import CONFIG as BESIDE_CONFIG
+from trainer.checkpoint.beside import TOKENIZER
 from trainer.checkpoint.description import check_same_model
 from trainer.checkpoint.huggingface import HuggingFaceSource, weight_files
+from trainer.checkpoint.manager import RUN, STATE, inspect, newest
 from trainer.checkpoint.maxtext import MaxTextSource
 from trainer.checkpoint.params import CONFIG, TREE, ParamsSource
 from trainer.checkpoint.source import Leaf, Source, Tick, names_of, nested, progress
@@ -30,13 +33,16 @@ def open_source(path: str) -> Source:
         return HuggingFaceSource(folder)
     if (folder / TREE).is_dir() and (folder / CONFIG).is_file():
         return ParamsSource(folder)
+    if (checkpoint := newest(folder)) is not None:
+        inspect(checkpoint)
+        return ParamsSource(checkpoint, STATE, f"{RUN}/{BESIDE_CONFIG}", f"{RUN}/{TOKENIZER}")
     for tree in (folder, folder / "items"):
         if (tree / "_METADATA").is_file():
             return MaxTextSource(tree)
     state = "there is no such folder" if not folder.is_dir() else "nothing in it is a checkpoint"
     raise UserError(
         f"{path}: {state}; looked for config.json with *.safetensors (Hugging Face), {TREE}/ with {CONFIG} "
-        "(written by trainer.export), and _METADATA or items/_METADATA (MaxText)"
+        "(written by trainer.export), checkpoints/ (a run), and _METADATA or items/_METADATA (MaxText)"
     )
 
 

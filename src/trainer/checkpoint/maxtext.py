@@ -36,7 +36,7 @@ class MaxTextSource:
         Raises:
           UserError: there are no parameters of a decoder in it.
         """
-        self.path = path
+        self.path = self.tokenizer = path
         headers = orbax.headers(path)
         roots = [name.removesuffix(_TABLE) for name in headers if name.endswith(_TABLE)]
         # Moments of the optimizer have the same names, below opt_state.

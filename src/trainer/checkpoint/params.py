@@ -1,6 +1,6 @@
 """Parameters as this trainer writes them: an Orbax tree, config.yml and the tokenizer's files beside it.
 
-A folder holds
+They are read from a run's checkpoint (see `manager`), or from what `trainer.export` wrote, a folder that holds
   checkpoint/   an Orbax v1 checkpoint of {"params": canonical nested dict}; whatever else a checkpoint has stands
                 beside "params" and is not read here
   config.yml    the model's keys, see `description.model_yaml`
@@ -30,11 +30,13 @@ class ParamsSource:
 
     kind = "trainer"
 
-    def __init__(self, path: Path):
-        self.path = path
-        self.keys: Mapping[str, Any] = read_model_yaml(path / CONFIG)
+    def __init__(self, path: Path, tree: str = TREE, config: str = CONFIG, tokenizer: str = ""):
+        """`tree`, `config`, `tokenizer`: where in the folder `path` they lie."""
+        self.path, self.tokenizer = path, path / tokenizer
+        self.keys: Mapping[str, Any] = read_model_yaml(path / config)
         self.neutral: Mapping[str, Any] = read_json(path / NEUTRAL) if (path / NEUTRAL).is_file() else {}
-        self._headers = orbax.headers(path / TREE)
+        self._tree = path / tree
+        self._headers = orbax.headers(self._tree)
 
     def leaves(self, config: Any, shapes: Shapes) -> dict[str, Leaf]:
         """See `Source.leaves`."""
@@ -54,7 +56,7 @@ class ParamsSource:
         }
 
     def _leaf(self, name: str, shape: tuple[int, ...], turn: Any) -> Leaf:
-        tree, path = self.path / TREE, _ROOT + name
+        tree, path = self._tree, _ROOT + name
         dtype = np.dtype(self._headers[path].dtype)
         read = functools.partial(orbax.read, tree, path, shape, dtype)
         if turn is None:

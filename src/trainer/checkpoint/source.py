@@ -72,6 +72,7 @@ class Source(Protocol):
     """A checkpoint that was recognized. Its headers have been read, no values."""
 
     path: Path
+    tokenizer: Path  # the folder in which the tokenizer's files lie, if there are any
     kind: str  # in words
     keys: Mapping[str, Any]  # the model's keys that the checkpoint itself says, resolved; {} where it says none
     neutral: Mapping[str, Any]  # keys of a config.json that came with it and say nothing about the function

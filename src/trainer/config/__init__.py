@@ -3,11 +3,12 @@
 from trainer.config.data_keys import parse_mixture
 from trainer.config.derived import eval_batch_rows, global_batch_rows, mesh_axes, microbatch_rows
 from trainer.config.dump import to_yaml
-from trainer.config.errors import UserError, exit_on_user_error
+from trainer.config.errors import RunStopped, UserError, exit_on_user_error
 from trainer.config.flags import COMBINATIONS, combination, flags_of
 from trainer.config.help import help_text
 from trainer.config.load import Loaded, load
 from trainer.config.resolve import resolve
+from trainer.config.resume import check_resume
 from trainer.config.rules import make_rules
 from trainer.config.schema import Key, Schema, schema
 
@@ -15,8 +16,10 @@ __all__ = [
     "COMBINATIONS",
     "Key",
     "Loaded",
+    "RunStopped",
     "Schema",
     "UserError",
+    "check_resume",
     "combination",
     "eval_batch_rows",
     "exit_on_user_error",

@@ -42,8 +42,19 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _checkpointing(config: Any) -> str | None:
-    return "not built yet; set enable_checkpointing=false" if config.enable_checkpointing else None
+def _kept(config: Any) -> str | None:
+    number = config.max_num_checkpoints_to_keep
+    return "at least 1, or none to keep all" if number is not None and number < 1 else None
+
+
+def _reset(config: Any) -> str | None:
+    if config.reset_optimizer and not config.load_full_state_path:
+        return "acts on the state of load_full_state_path; a run that goes on by itself keeps its optimizer"
+    return None
+
+
+def _sources(config: Any) -> str | None:
+    return "give one of them" if config.load_parameters_path and config.load_full_state_path else None
 
 
 def _run_name(config: Any) -> str | None:
@@ -141,7 +152,9 @@ def _rules(config: Any) -> str | None:
 
 CHECKS = (
     Check(flags.FLAGS, flags.unsupported),
-    Check(("enable_checkpointing",), _checkpointing),
+    Check(("max_num_checkpoints_to_keep",), _kept),
+    Check(("reset_optimizer", "load_full_state_path"), _reset),
+    Check(("load_parameters_path", "load_full_state_path"), _sources),
     Check(("run_name",), _run_name),
     Check(("base_output_directory",), _output_directory),
     Check(("load_parameters_path",), local("load_parameters_path")),

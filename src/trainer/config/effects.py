@@ -86,6 +86,29 @@ INERT = (
     Inert(("dropout_rate", "attention_dropout_rate"), lambda c: not c.enable_dropout, "enable_dropout=false"),
     Inert(("normalize_embedding_logits",), lambda c: not c.logits_via_embedding, "logits_via_embedding=false"),
     Inert(("eval_steps", "eval_per_device_batch_size"), lambda c: c.eval_interval <= 0, "eval_interval turns it off"),
+    Inert(
+        (
+            "checkpoint_period",
+            "save_checkpoint_on_start",
+            "save_checkpoint_on_completion",
+            "async_checkpointing",
+            "max_num_checkpoints_to_keep",
+            "checkpoint_keep_period",
+            "keep_best_checkpoints",
+        ),
+        lambda c: not c.enable_checkpointing,
+        "enable_checkpointing=false",
+    ),
+    Inert(
+        ("checkpoint_keep_period", "keep_best_checkpoints"),
+        lambda c: c.enable_checkpointing and c.max_num_checkpoints_to_keep is None,
+        "max_num_checkpoints_to_keep=none keeps all",
+    ),
+    Inert(
+        ("keep_best_checkpoints",),
+        lambda c: c.keep_best_checkpoints > 0 and c.eval_interval <= 0,
+        "eval_interval turns evaluation off",
+    ),
     Inert(("decode_sampling_temperature",), lambda c: not c.prompt, "prompt is empty"),
     Inert(
         ("prompt", "decode_sampling_temperature"),

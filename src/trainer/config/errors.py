@@ -15,11 +15,15 @@ class UserError(ValueError):
     """A user's mistake. The message says what is wrong, where, and what the nearest valid choice is."""
 
 
+class RunStopped(RuntimeError):
+    """What ends a run by the run's own rules, such as a loss of NaN. The message says what to do."""
+
+
 def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
     """Decorates an entry point: a UserError prints its message on stderr and exits with code 2, without a traceback.
 
-    Ctrl-C ends with code 130 and a reader of the output that went away (`| head`) with 141, as a shell would have it.
-    Every other exception passes.
+    RunStopped does the same with code 1. Ctrl-C ends with code 130 and a reader of the output that went away (`| head`)
+    with 141, as a shell would have it. Every other exception passes.
     """
 
     @functools.wraps(main)
@@ -29,6 +33,9 @@ def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             raise SystemExit(2) from None
+        except RunStopped as error:
+            print(f"stopped: {error}", file=sys.stderr)
+            raise SystemExit(1) from None
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             raise SystemExit(130) from None

@@ -36,7 +36,7 @@ def resolve(config: Any, *, device_count: int, platform: str) -> ml_collections.
     Raises:
       UserError: all mistakes of the stage at once, one line each.
     """
-    values = {name: _frozen(value) for name, value in config.items()}
+    values = {name: frozen(value) for name, value in config.items()}
     _fill(values, platform)
     mistakes = _fill_mesh(values, device_count)
     mesh = {} if mistakes else {axis: values[key] for axis, key in MESH_AXES.items()}
@@ -49,9 +49,9 @@ def resolve(config: Any, *, device_count: int, platform: str) -> ml_collections.
     return ml_collections.FrozenConfigDict(values)
 
 
-def _frozen(value: Any) -> Any:
+def frozen(value: Any) -> Any:
     """Lists as tuples, so that a configuration equals itself resolved again."""
-    return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value
+    return tuple(frozen(item) for item in value) if isinstance(value, list | tuple) else value
 
 
 def _fill(values: dict[str, Any], platform: str) -> None:

@@ -1,6 +1,8 @@
 """Configuration to what a run reads: batches to train on, rows held out, the tokenizer."""
 
+import functools
 import hashlib
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +54,15 @@ class Dataset:
         """
         share = {"process_index": process_index, "process_count": process_count}
         return self.open_stream(identity=self.identity, position=position, rows=rows, **share)
+
+    @functools.cached_property
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """The files from which tokenizer_path reads the tokenizer again, by name; {} without a tokenizer."""
+        if self.tokenizer is None:
+            return {}
+        with tempfile.TemporaryDirectory() as folder:
+            self.tokenizer.save(Path(folder))
+            return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
 
     def __str__(self) -> str:
         return self.summary

@@ -2,7 +2,7 @@
 
 from trainer.observe.console import Console
 from trainer.observe.metrics import MetricsWriter
-from trainer.observe.rundir import open_run
+from trainer.observe.rundir import RunDir, open_run
 from trainer.observe.text import perplexity
 
-__all__ = ["Console", "MetricsWriter", "open_run", "perplexity"]
+__all__ = ["Console", "MetricsWriter", "RunDir", "open_run", "perplexity"]

@@ -1,6 +1,5 @@
 """What a person sees of a run, and what programs that watch its output read."""
 
-import math
 import os
 import shutil
 import sys
@@ -31,8 +30,9 @@ class Console:
         self._pace = Pace()
         self._work: Work | None = None
         self._run_dir: Path | None = None
-        self._warned = False
+        self._first: Mapping[str, float] = {}
         self._last: Mapping[str, float] = {}
+        self._skipped = 0
         self._evaluated: Mapping[str, float] = {}
 
     def banner(
@@ -81,15 +81,17 @@ class Console:
         """A line on a step: `row` as in metrics.jsonl, of a run that ends after `total_steps`."""
         assert self._work is not None, "banner comes first"
         self._pace.add(row)
-        self._last = row
+        self._first, self._last = self._first or row, row
         eta = self._pace.eta(total_steps - 1 - int(row["step"]))
         if self._is_terminal:
             self._dense(step_fields(row, total_steps, self._work, eta))
         else:
             self._print(step_line(row, self._work, eta))
-        if not math.isfinite(row["loss"]) and not self._warned:
-            self._warned = True
-            self._warn(f"the loss of step {row['step']} is {row['loss']}; the run goes on")
+        if row["skipped"]:
+            self._skipped += 1
+            if self._skipped == 1:
+                values = f"loss {row['loss']:.3g} and gradient norm {row['grad_norm']:.3g}"
+                self._warn(f"step {row['step']} has {values}: its update is left out")
 
     def evaluation(self, row: Mapping[str, float]) -> None:
         """A line on an evaluation: `row` as in metrics.jsonl."""
@@ -100,9 +102,14 @@ class Console:
             self._print(evaluation_line(row))
 
     def summary(self, wall_time: float) -> None:
-        """What came of the steps and evaluations seen, after `wall_time` seconds."""
+        """What came of the steps and evaluations that this process has seen, after `wall_time` seconds."""
         pace = self._pace
-        rows = [("done", f"{pace.steps:,} steps, {pace.tokens:,} tokens in {clock(wall_time)}")]
+        steps = f"{pace.steps:,} steps"
+        if self._first.get("step"):
+            steps += f" ({self._first['step']} to {self._last['step']}, going on from earlier ones)"
+        rows = [("done", f"{steps}, {pace.tokens:,} tokens in {clock(wall_time)}")]
+        if self._skipped:
+            rows.append(("left out", f"{self._skipped:,} updates whose loss or gradient was not finite"))
         if pace.steps:
             step_time, rate = pace.medians()
             rows.append(("speed", f"{si(rate, 'tok/s')}, {short_time(step_time)} per step (medians)"))

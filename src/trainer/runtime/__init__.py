@@ -1,5 +1,1 @@
-"""What touches the machine: placing host arrays on devices."""
-
-from trainer.runtime.place import place
-
-__all__ = ["place"]
+"""What touches the machine: placing host arrays on devices, signals, locks. Its modules are imported one by one."""

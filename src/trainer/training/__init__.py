@@ -2,5 +2,6 @@
 
 from trainer.training.build import Run, build
 from trainer.training.loop import Reports, fit
+from trainer.training.start import Start, start
 
-__all__ = ["Reports", "Run", "build", "fit"]
+__all__ = ["Reports", "Run", "Start", "build", "fit", "start"]

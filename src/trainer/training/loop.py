@@ -1,16 +1,21 @@
 """The loop. The device never waits for the host: metrics of a step are read after the next one was dispatched."""
 
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from trainer.data import Dataset, Loader, eval_batches
-from trainer.runtime import place
+from trainer.checkpoint import Beside, CheckpointManager, maybe_save_checkpoint
+from trainer.config import RunStopped, to_yaml
+from trainer.data import Batch, Dataset, Loader, Position, eval_batches
+from trainer.runtime.place import place
+from trainer.runtime.preemption import Preemption
 from trainer.training.build import Run
 from trainer.training.evaluate import summarize
+from trainer.training.start import Start
 
 Row = dict[str, Any]
 
@@ -20,38 +25,128 @@ class Reports(NamedTuple):
 
     step: Callable[[Row], None]
     evaluation: Callable[[Row], None]
+    sync: Callable[[], None]  # returns when all rows so far are on the disk
+    evaluated: frozenset[int] = frozenset()  # steps whose evaluation an earlier process reported
 
 
-def fit(run: Run, compiled_step: Callable[..., Any], state: Any, dataset: Dataset, reports: Reports) -> Any:
-    """Train for `steps` updates, evaluating on the way; gives back the last native train state.
+class End(NamedTuple):
+    """The last native train state, and whether a signal ended the run before its last update and evaluation."""
+
+    state: Any
+    preempted: bool
+
+
+def fit(
+    run: Run,
+    compiled_step: Callable[..., Any] | None,
+    start: Start,
+    dataset: Dataset,
+    reports: Reports,
+    manager: CheckpointManager | None = None,
+) -> End:
+    """Train to `steps` updates, evaluating and saving on the way.
 
     Args:
       run: from `build`.
-      compiled_step: `run.compile()`.
-      state: from `run.init`; its buffers are donated.
+      compiled_step: `run.compile()`; None will do where `start` holds all updates.
+      start: where to begin; the buffers of its state are donated.
       dataset: rows to train and to evaluate on.
       reports: called once for each row, in order.
+      manager: takes the checkpoints.
+
+    Raises:
+      RunStopped: a loss or gradient is not finite, and the configuration says to stop then.
     """
-    config = run.config
-    reader = _Reader(reports.step)
+    steps = run.config.steps
+    share = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+    stream = dataset.train_stream(start.position, rows=run.rows, **share)
+    with Preemption() as preemption, Loader(stream, max(0, steps - start.updates)) as batches:
+        loop = _Loop(run, start, dataset, reports, manager, preemption)
+        if start.resumed:
+            loop.evaluate_if_due()  # the process before may have been ended within this evaluation
+        else:
+            loop.save(initial=True)
+        with jax.transfer_guard("disallow"):
+            for batch, position in batches:
+                if preemption.requested:
+                    break
+                loop.update(compiled_step, batch, position, batches.waited)
+                loop.evaluate_if_due()
+                loop.save()
+            loop.reader.flush()
+        if preemption.requested:
+            loop.save(force=True)
+        if manager is not None:
+            manager.wait()  # a second SIGTERM shall not end the process within the save that the first one asked for
+    return End(loop.state, preempted=preemption.requested and (loop.done < steps or not loop.evaluated))
 
-    place_of = {"process_index": jax.process_index(), "process_count": jax.process_count()}
-    stream = dataset.train_stream(rows=run.rows, **place_of)
-    with Loader(stream, config.steps) as batches, jax.transfer_guard("disallow"):
-        for step, (batch, _position) in enumerate(batches):
-            state, metrics = compiled_step(state, place(batch, run.batch_shardings))
-            reader.push(step, metrics, batches.waited)
-            done = step + 1
-            if config.eval_interval > 0 and (done % config.eval_interval == 0 or done == config.steps):
-                reader.flush()
-                reports.evaluation(evaluate(run, state, dataset, step))
-                reader.restart_clock()
-        reader.flush()
-    return state
+
+class _Loop:
+    """The native train state after `done` updates, and what is done with it between two of them."""
+
+    def __init__(
+        self,
+        run: Run,
+        start: Start,
+        dataset: Dataset,
+        reports: Reports,
+        manager: CheckpointManager | None,
+        preemption: Preemption,
+    ):
+        self.state, self.done, self._position = start.state, start.updates, start.position
+        self.evaluated = True  # no evaluation was due and could not be brought to its end
+        self.reader = _Reader(reports.step, lambda row: _check_finite(run.config, row, run.rows))
+        self._run, self._dataset, self._reports, self._manager = run, dataset, reports, manager
+        self._preemption = preemption
+        self._last_evaluation: Row = {}
+
+    def update(self, compiled_step: Callable[..., Any] | None, batch: Batch, position: Position, waited: float) -> None:
+        """Dispatches a step on `batch`, behind which the data stand at `position`, and reports the step before."""
+        assert compiled_step is not None
+        self.state, metrics = compiled_step(self.state, place(batch, self._run.batch_shardings))
+        self._position = position
+        self.reader.push(self.done, metrics, waited)
+        self.done += 1
+
+    def evaluate_if_due(self) -> None:
+        """Evaluates the state, unless an earlier process reported this evaluation, or a signal interrupts it."""
+        config, step = self._run.config, self.done - 1
+        due = config.eval_interval > 0 and (self.done % config.eval_interval == 0 or self.done == config.steps)
+        if not due or step in self._reports.evaluated:
+            return
+        self.reader.flush()
+        row = evaluate(self._run, self.state, self._dataset, step, self._preemption)
+        self.evaluated = row is not None
+        if row is not None:
+            self._last_evaluation = row
+            self._reports.evaluation(row)
+        self.reader.restart_clock()
+
+    def save(self, *, initial: bool = False, force: bool = False) -> None:
+        """Saves the state if it is due."""
+        config, dataset = self._run.config, self._dataset
+        maybe_save_checkpoint(
+            self._manager,
+            self.state,
+            self.done,
+            config=config,
+            backend=self._run.backend,
+            beside=lambda: Beside(to_yaml(config), self._position, dataset.fingerprint, dataset.tokenizer_files),
+            initial=initial,
+            force=force,
+            before=self._before_saving,
+        )
+
+    def _before_saving(self) -> Mapping[str, float]:
+        self.reader.flush()
+        self._reports.sync()
+        row = self._last_evaluation
+        comparable = row.get("step") == self.done - 1 and math.isfinite(row["eval_loss"])
+        return {"eval_loss": row["eval_loss"]} if comparable else {}
 
 
-def evaluate(run: Run, state: Any, dataset: Dataset, step: int) -> Row:
-    """A row of metrics over the held-out rows, or over the first `eval_steps` batches of them."""
+def evaluate(run: Run, state: Any, dataset: Dataset, step: int, preemption: Preemption | None = None) -> Row | None:
+    """A row of metrics over the held-out rows, or over the first `eval_steps` batches of them; None if preempted."""
     started = time.perf_counter()
     held_out = dataset.evaluation
     assert held_out is not None, "eval_interval is above 0"
@@ -64,6 +159,8 @@ def evaluate(run: Run, state: Any, dataset: Dataset, step: int) -> Row:
         waiting = None
         share = {"process_index": jax.process_index(), "process_count": jax.process_count()}
         for batch in eval_batches(held_out, run.eval_rows, run.config.eval_steps, **share):
+            if preemption is not None and preemption.requested:
+                return
             current = run.eval_step(state, place(batch, run.batch_shardings), table)
             if waiting is not None:
                 yield jax.device_get(waiting)
@@ -71,14 +168,32 @@ def evaluate(run: Run, state: Any, dataset: Dataset, step: int) -> Row:
         if waiting is not None:
             yield jax.device_get(waiting)
 
-    return {"step": step, **summarize(sums()), "eval_time": time.perf_counter() - started}
+    metrics = summarize(sums())
+    if preemption is not None and preemption.requested:
+        return None
+    return {"step": step, **metrics, "eval_time": time.perf_counter() - started}
+
+
+def _check_finite(config, row: Row, rows: int) -> None:
+    values = {name: row[name] for name in ("loss", "grad_norm")}
+    nan = config.abort_on_nan_loss and any(math.isnan(value) for value in values.values())
+    inf = config.abort_on_inf_loss and any(math.isinf(value) for value in values.values())
+    if nan or inf:
+        step, key = row["step"], "abort_on_nan_loss" if nan else "abort_on_inf_loss"
+        found = " and ".join(f"{name} {value}" for name, value in values.items() if not math.isfinite(value))
+        raise RunStopped(
+            f"step {step}: {found}. Its batch is rows {step * rows} to {(step + 1) * rows - 1} of the training order "
+            f"(data_shuffle_seed={config.data_shuffle_seed}). The update was left out, and the checkpoints are as they "
+            f"were. Lower learning_rate, or set {key}=false to leave such updates out and go on"
+        )
 
 
 class _Reader:
     """Turns metrics on the device into rows on the host, one step late."""
 
-    def __init__(self, report: Callable[[Row], None]):
-        self._report = report
+    def __init__(self, report: Callable[[Row], None], check: Callable[[Row], None]):
+        """Every row goes to `report` and then to `check`."""
+        self._report, self._check = report, check
         self._waiting: tuple[int, Any] | None = None
         self._waited = 0.0
         self.restart_clock()
@@ -109,14 +224,12 @@ class _Reader:
         now = time.perf_counter()
         elapsed, waited = now - self._clock, self._waited - self._waited_before
         self.restart_clock()
-        tokens = values.pop("tokens")
-        self._report(
-            {
-                "step": step,
-                **values,
-                "tokens": tokens,
-                "step_time": elapsed,
-                "tokens_per_second": tokens / elapsed,
-                "data_wait": min(1.0, waited / elapsed),
-            }
-        )
+        row = {
+            "step": step,
+            **values,
+            "step_time": elapsed,
+            "tokens_per_second": values["tokens"] / elapsed,
+            "data_wait": min(1.0, waited / elapsed),
+        }
+        self._report(row)
+        self._check(row)

@@ -22,7 +22,8 @@ def make_train_step(
     """`step(native_state, batch) -> (native_state, metrics)`, to be jitted with the state donated.
 
     `batch` holds int32 [rows, length] arrays and `row` [rows]; rows is the global batch. Metrics are weighted over the
-    whole batch: float32 scalars, `tokens` (int32), and activation statistics [layers] where they are recorded.
+    whole batch: float32 scalars, `tokens` and `skipped` (int32; 1 where loss or gradients are not finite and the update
+    is left out), and activation statistics [layers] where they are recorded.
     Gradients are summed in float32 and handed to the optimizer in the dtype of their parameter.
     """
     schedule = make_schedule(config)
@@ -48,10 +49,13 @@ def make_train_step(
             return value, jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
 
         (total, (terms, sown)), grads = _accumulate(value_and_grad, microbatches)(trained, batch)
+        grad_norm = optax.tree.norm(grads)
+        accept = jnp.isfinite(total) & jnp.isfinite(grad_norm)
         metrics = {
             "loss": total,
             **terms,
-            "grad_norm": optax.tree.norm(grads),
+            "grad_norm": grad_norm,
+            "skipped": jnp.where(accept, 0, 1),
             "learning_rate": jnp.asarray(schedule(tree.step), jnp.float32),
             "tokens": tokens,
             **_activation_statistics(sown),
@@ -60,6 +64,7 @@ def make_train_step(
         grads = _combine(grads, jax.tree.map(jnp.zeros_like, frozen))
         updates, opt_state = tx.update(grads, tree.opt_state, tree.params)
         params = optax.apply_updates(tree.params, updates)
+        params, opt_state = _select(accept, (params, opt_state), (tree.params, tree.opt_state))
         return backend.pack(tree._replace(step=tree.step + 1, params=params, opt_state=opt_state)), metrics
 
     return step
@@ -84,6 +89,11 @@ def _accumulate(value_and_grad: Callable[[Any, Batch], Any], microbatches: int) 
         return jax.lax.scan(body, zeros, split)[0]
 
     return summed
+
+
+def _select(accept: jax.Array, new: Any, old: Any) -> Any:
+    """`new` where the step is accepted, else `old`: a step that is not finite leaves no trace but the count."""
+    return jax.tree.map(lambda a, b: jnp.where(accept, a, b), new, old)
 
 
 def _partition(mask: Any, tree: Any) -> tuple[Any, Any]:

@@ -8,7 +8,9 @@ from trainer.config import UserError, load, schema
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("enable_checkpointing=true", "enable_checkpointing=true .*: not built yet"),
+        ("max_num_checkpoints_to_keep=0", "max_num_checkpoints_to_keep=0 .*: at least 1, or none to keep all"),
+        ("reset_optimizer=true", "reset_optimizer=true .*: acts on the state of load_full_state_path"),
+        ("load_parameters_path=a load_full_state_path=b", "load_parameters_path=.*: give one of them"),
         ("run_name=a/b", "the name of one folder"),
         ("run_name=..", "the name of one folder"),
         ("run_name=a\x1b[2Jb", "without / or control characters"),

@@ -19,6 +19,7 @@ ROW = {
     "loss": 4.82134,
     "lm_loss": 4.80001,
     "grad_norm": 1.23456,
+    "skipped": 0,
     "learning_rate": 5.1e-3,
     "tokens": 1000,
     "step_time": 0.1,
@@ -249,6 +250,28 @@ def test_summary():
         "evaluation   loss 3.2100, 1.9512 bits per byte",
         "run          runs/run-0001",
     ]
+
+
+def test_updates_that_were_left_out_are_warned_of_once_and_counted():
+    def run(console):
+        for step, skipped in enumerate([0, 1, 0, 1]):
+            values = {"loss": math.nan, "grad_norm": math.inf} if skipped else {}
+            console.step(ROW | {"step": step, "skipped": skipped} | values, 4)
+        console.summary(1.0)
+
+    lines = written(run).splitlines()
+    warnings = [line for line in lines if line.startswith("warning")]
+    assert warnings == ["warning: step 1 has loss nan and gradient norm inf: its update is left out"]
+    assert "left out     2 updates whose loss or gradient was not finite" in lines
+
+
+def test_the_summary_of_a_process_that_went_on_says_which_steps_are_its_own():
+    def run(console):
+        for step in (10, 11, 12):
+            console.step(ROW | {"step": step}, 13)
+        console.summary(1.0)
+
+    assert "done         3 steps (10 to 12, going on from earlier ones), 3,000 tokens in 0:00:01" in written(run)
 
 
 def test_summary_of_a_run_that_ended_at_once():

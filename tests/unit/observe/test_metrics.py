@@ -6,7 +6,9 @@ import math
 import numpy as np
 import pytest
 
+from trainer.config import UserError
 from trainer.observe import MetricsWriter
+from trainer.observe.metrics import read_rows
 
 
 def read(folder):
@@ -35,11 +37,63 @@ def test_each_row_is_on_disk_when_written(tmp_path):
             assert [row["step"] for row in read(tmp_path)] == list(range(step + 1))
 
 
-def test_rows_are_appended(tmp_path):
-    for step in range(2):
-        with MetricsWriter(tmp_path) as writer:
-            writer.write({"step": step})
-    assert [row["step"] for row in read(tmp_path)] == [0, 1]
+def test_a_later_process_goes_on_behind_the_rows_that_its_checkpoint_covers(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(5):
+            writer.write({"step": step, "loss": 1 / 3})
+        writer.write({"step": 4, "eval_loss": 1.0})
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with MetricsWriter(tmp_path, 3) as writer:
+        assert [row["step"] for row in writer.kept] == [0, 1, 2]
+        assert before.startswith((tmp_path / "metrics.jsonl").read_bytes())
+        writer.write({"step": 3, "loss": 1 / 3})
+    assert [row["step"] for row in read(tmp_path)] == [0, 1, 2, 3]
+    with MetricsWriter(tmp_path) as writer:
+        assert writer.kept == read(tmp_path) == []
+
+
+@pytest.mark.parametrize("torn", ['{"step": 1, "lo', '{"step": 1}', "{", "ä"[:1]])
+def test_a_line_that_was_cut_off_is_removed(tmp_path, torn):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n' + torn, encoding="utf-8")
+    assert read_rows(path) == [{"step": 0}]
+    with MetricsWriter(tmp_path, 5) as writer:
+        writer.write({"step": 5})
+    assert read(tmp_path) == [{"step": 0}, {"step": 5}]
+
+
+@pytest.mark.parametrize("line", ["", "{", "[]", '{"loss": 1}', "\0\0"])
+def test_another_line_that_is_no_row_is_named(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 0}}\n{line}\n{{"step": 1}}\n')
+    before = path.read_bytes()
+    with pytest.raises(UserError, match=r"metrics\.jsonl is damaged: line 2 is no row"):
+        MetricsWriter(tmp_path, 1)
+    assert path.read_bytes() == before
+
+
+def test_the_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1}\n')
+
+    def killed(self, target):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(path), "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        MetricsWriter(tmp_path, 1)
+    assert path.read_text() == '{"step": 0}\n{"step": 1}\n'
+    monkeypatch.undo()
+    with MetricsWriter(tmp_path, 1) as writer:
+        assert writer.kept == read(tmp_path) == [{"step": 0}]
+
+
+def test_a_full_disk_is_one_message(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer._file.close()
+        writer._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
+        with pytest.raises(UserError, match=r"cannot write .*metrics\.jsonl: No space left on device; .* make room"):
+            writer.write({"step": 0})
 
 
 def test_an_array_is_refused_and_leaves_no_trace(tmp_path):

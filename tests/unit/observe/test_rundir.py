@@ -1,6 +1,7 @@
-"""Run folders: numbers, names, and what is refused."""
+"""Run folders: numbers, names, who goes on with which, and what is refused."""
 
-import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,17 +10,52 @@ import pytest
 from trainer.config import UserError
 from trainer.observe import open_run
 
+CONFIG = "base_config: base.yml\nsteps: 20\nenable_checkpointing: true\n"
+
+
+OPEN = []
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    while OPEN:
+        OPEN.pop().lock.close()
+
+
+def opened(base, name="", config=CONFIG, resumes=True, say=lambda line: None):
+    OPEN.append(open_run(str(base), name, config, resumes, say))
+    return OPEN[-1]
+
+
+def begun(base, name="", config=CONFIG, resumes=True):
+    """The folder of a run that a process began and was ended in."""
+    run = opened(base, name, config, resumes)
+    run.begin(config, resumed=False, say=lambda line: None)
+    (run.path / "metrics.jsonl").write_text('{"step": 0}\n')
+    run.lock.close()
+    return run.path
+
+
+def finished(base, name="", config=CONFIG, resumes=True):
+    run = opened(base, name, config, resumes)
+    run.begin(config, resumed=False, say=lambda line: None)
+    (run.path / "metrics.jsonl").write_text('{"step": 0}\n')
+    run.finish()
+    run.lock.close()
+    return run.path
+
 
 def test_numbers_count_up(tmp_path):
     base = tmp_path / "a" / "runs"
-    assert [open_run(str(base), "").name for _ in range(3)] == ["run-0001", "run-0002", "run-0003"]
-    assert all(path.is_dir() and not any(path.iterdir()) for path in base.iterdir())
+    assert [finished(base).name for _ in range(3)] == ["run-0001", "run-0002", "run-0003"]
 
 
 def test_the_number_after_the_highest(tmp_path):
     for name in ("run-0002", "run-9999", "run-x", "other"):
         (tmp_path / name).mkdir()
-    assert open_run(str(tmp_path), "") == tmp_path / "run-10000"
+        (tmp_path / name / "metrics.jsonl").touch()
+    assert opened(tmp_path).path == tmp_path / "run-10000"
 
 
 def test_a_number_taken_meanwhile_is_passed_over(tmp_path, monkeypatch):
@@ -27,65 +63,176 @@ def test_a_number_taken_meanwhile_is_passed_over(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
     # Another process made them after this one had looked.
     monkeypatch.setattr(Path, "iterdir", lambda path: iter([]))
-    assert open_run(str(tmp_path), "") == tmp_path / "run-0003"
+    assert opened(tmp_path).path == tmp_path / "run-0003"
 
 
-def test_runs_that_begin_at_once_differ(tmp_path):
+@pytest.mark.parametrize("resumes", [False, True])
+def test_runs_that_begin_at_once_differ(tmp_path, resumes):
     with ThreadPoolExecutor(8) as pool:
-        names = list(pool.map(lambda _: open_run(str(tmp_path), "").name, range(32)))
-    assert sorted(names) == [f"run-{n:04}" for n in range(1, 33)]
+        runs = list(pool.map(lambda _: opened(tmp_path, resumes=resumes), range(32)))
+    assert len({run.path for run in runs}) == 32
+    assert len({run.path.name for run in runs} & {f"run-{n:04}" for n in range(1, 65)}) == 32
+
+
+def test_two_processes_at_once_do_not_go_on_with_the_same_run(tmp_path):
+    path = begun(tmp_path)
+    first, second = opened(tmp_path), opened(tmp_path)
+    assert first.path == path
+    assert second.path == tmp_path / "run-0002"
+    first.lock.close()
+    assert opened(tmp_path).path == path
+
+
+def test_the_newest_unfinished_run_of_the_same_configuration(tmp_path):
+    other = CONFIG.replace("20", "30")
+    older, _, _ = begun(tmp_path), begun(tmp_path, config=other), finished(tmp_path, config=CONFIG.replace("20", "40"))
+    with opened(tmp_path) as held:
+        assert held.path == older == tmp_path / "run-0001"
+        newer = begun(tmp_path)
+        assert newer.name == "run-0004"
+    assert opened(tmp_path).path == newer
+    lines = []
+    assert opened(tmp_path, say=lines.append).path == older, "one that a live process holds is passed over"
+    assert lines == [f"{older} has this configuration and is unfinished: going on with it"]
+
+
+def test_finished_runs_and_those_of_another_configuration_are_passed_over(tmp_path):
+    finished(tmp_path)
+    begun(tmp_path, config=CONFIG.replace("20", "30"))
+    lines = []
+    assert opened(tmp_path, say=lines.append).path == tmp_path / "run-0003"
+    assert lines == []
+
+
+def test_a_run_that_goes_on_is_unfinished_until_it_ends_again(tmp_path):
+    path = finished(tmp_path, "run-0001")
+    run = opened(tmp_path, "run-0001")
+    assert run.finished
+    run.begin(CONFIG.replace("20", "40"), resumed=True, say=lambda line: None)
+    assert not run.finished
+    assert (path / "config.yml").read_text() == CONFIG.replace("20", "40")
+    run.finish()
+    assert run.finished
+
+
+def test_a_folder_in_which_nothing_began_is_taken(tmp_path):
+    first = opened(tmp_path)
+    assert first.path.name == "run-0001"
+    first.lock.close()  # the process ended before it had begun anything
+    lines = []
+    assert opened(tmp_path, say=lines.append).path == first.path
+    assert lines == []
+
+
+def test_a_folder_with_metrics_whose_configuration_is_gone_is_left_alone(tmp_path):
+    (begun(tmp_path) / "config.yml").unlink()
+    assert opened(tmp_path).path == tmp_path / "run-0002"
+
+
+def test_without_checkpoints_every_run_is_a_new_one(tmp_path):
+    begun(tmp_path, resumes=False)
+    assert opened(tmp_path, resumes=False).path == tmp_path / "run-0002"
 
 
 def test_a_given_name(tmp_path):
-    assert open_run(str(tmp_path), "mine") == tmp_path / "mine"
-    assert (tmp_path / "mine").is_dir()
+    path = begun(tmp_path, "mine")
+    assert path == tmp_path / "mine"
+    assert opened(tmp_path, "mine").path == path, "whatever its state, and whatever the configuration"
+
+
+def test_a_held_run_refuses_its_name(tmp_path):
+    held = opened(tmp_path, "mine")
+    with pytest.raises(UserError, match=f"run_name=mine: another process is running in {tmp_path}/mine; wait for it"):
+        opened(tmp_path, "mine")
+    held.lock.close()
+    opened(tmp_path, "mine").lock.close()
+
+
+def test_a_run_whose_process_was_killed_is_free(tmp_path):
+    code = (
+        "import os, signal; from trainer.observe import open_run;"
+        f"run = open_run({str(tmp_path)!r}, 'mine', 'steps: 1', True, print); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    assert opened(tmp_path, "mine").path == tmp_path / "mine"
 
 
 def test_a_folder_without_metrics_may_be_used(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("kept")
-    assert open_run(str(tmp_path), "mine") == tmp_path / "mine"
+    assert begun(tmp_path, "mine") == tmp_path / "mine"
     assert (tmp_path / "mine" / "notes.txt").read_text() == "kept"
 
 
-def test_a_run_with_metrics_is_kept(tmp_path):
+def test_a_run_with_metrics_is_kept_where_runs_cannot_go_on(tmp_path):
     for name in ("mine", "mine-2"):
-        open_run(str(tmp_path), name)
-    (tmp_path / "mine" / "metrics.jsonl").write_text("{}\n")
+        begun(tmp_path, name)
     with pytest.raises(UserError) as error:
-        open_run(str(tmp_path), "mine")
+        opened(tmp_path, "mine", resumes=False)
     assert str(error.value) == (
-        f"run_name=mine: {tmp_path}/mine holds the metrics of an earlier run, which cannot be resumed; "
-        "choose another name or leave it empty for the next free number; nearest: mine-3"
+        f"run_name=mine: {tmp_path}/mine holds the metrics of an earlier run, and enable_checkpointing=false cannot go "
+        "on with it; choose another name or leave it empty for the next free number; nearest: mine-3"
     )
-    assert (tmp_path / "mine" / "metrics.jsonl").read_text() == "{}\n"
     assert not (tmp_path / "mine-3").exists()
+
+
+def test_metrics_that_no_checkpoint_covers(tmp_path):
+    """Those of a run that was killed before its first checkpoint come again; others would be lost."""
+    path = begun(tmp_path, "killed")
+    lines = []
+    run = opened(tmp_path, "killed")
+    run.begin(CONFIG, resumed=False, say=lines.append)
+    assert lines == [f"{path} has no checkpoint yet: beginning again"]
+
+    without = CONFIG.replace("true", "false")
+    for path in (finished(tmp_path, "ended"), begun(tmp_path, "without", without, resumes=False)):
+        before = sorted(path.iterdir())
+        with pytest.raises(UserError, match=f"{path} holds the metrics of an earlier run and no checkpoint"):
+            opened(tmp_path, path.name).begin(CONFIG, resumed=False, say=print)
+        assert sorted(path.iterdir()) == before
+        OPEN.pop().lock.close()
+    resumed = opened(tmp_path, "ended")
+    resumed.begin(CONFIG, resumed=True, say=print)
+    assert not resumed.finished
+
+
+def test_config_yml_is_replaced_as_a_whole(tmp_path, monkeypatch):
+    path = begun(tmp_path)
+    run = opened(tmp_path)
+
+    def killed(self, target):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(path), "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run.begin("steps: 30\n", resumed=True, say=print)
+    assert (path / "config.yml").read_text() == CONFIG
 
 
 @pytest.mark.parametrize("name", ["..", ".", "../other", "a/../../b", "/elsewhere"])
 def test_a_name_that_leaves_the_base(tmp_path, name):
     with pytest.raises(UserError, match=f"run_name={name} is no folder within base_output_directory"):
-        open_run(str(tmp_path / "runs"), name)
+        opened(tmp_path / "runs", name)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["runs"]
 
 
 def test_a_name_may_have_folders_and_the_base_be_linked(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "runs").symlink_to(tmp_path / "disk")
-    open_run(str(tmp_path / "runs"), "sweep/..a")
+    opened(tmp_path / "runs", "sweep/..a")
     assert (tmp_path / "disk" / "sweep" / "..a").is_dir()
 
 
 def test_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert open_run("~/runs", "mine") == tmp_path / "runs" / "mine"
+    assert opened("~/runs", "mine").path == tmp_path / "runs" / "mine"
 
 
 @pytest.mark.parametrize("run_name", ["", "mine"])
 def test_a_base_that_cannot_be_made(tmp_path, run_name):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError) as error:
-        open_run(f"{tmp_path}/file/runs", run_name)
+        opened(tmp_path / "file" / "runs", run_name)
     assert str(error.value) == (
         f"base_output_directory={tmp_path}/file/runs: cannot write there (Not a directory); "
         "give a folder that you can write"
@@ -94,15 +241,9 @@ def test_a_base_that_cannot_be_made(tmp_path, run_name):
 
 def test_a_run_folder_without_permission(tmp_path, monkeypatch):
     # Tests may run as root, whom no permission stops.
-    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "mine")
-    with pytest.raises(
-        UserError, match=r"base_output_directory=.* cannot write there \(no permission to write in .*mine"
-    ):
-        open_run(str(tmp_path), "mine")
+    def denied(path, *args, **kwargs):
+        raise PermissionError(13, "Permission denied")
 
-
-def test_a_remote_base(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="base_output_directory=gs://bucket/runs: remote"):
-        open_run("gs://bucket/runs", "")
-    assert not any(tmp_path.iterdir())
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(UserError, match=r"base_output_directory=.* cannot write there \(Permission denied\)"):
+        opened(tmp_path, "mine")

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from trainer.runtime import place
+from trainer.runtime.place import place
 
 
 def test_each_array_arrives_whole_and_split_by_its_own_sharding():

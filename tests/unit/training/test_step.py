@@ -5,15 +5,16 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from support import arguments, copied, packed_batch, tiny_config
+from support import arguments, assert_equal_bits, copied, packed_batch, tiny_config
 
 from trainer.backends import make_backend
 from trainer.config import load
 from trainer.layers.sown import TYPES
 from trainer.objectives import Objective
 from trainer.optim import make_optimizer
-from trainer.runtime import place
+from trainer.runtime.place import place
 from trainer.training import build
 
 
@@ -129,6 +130,51 @@ def test_only_trainable_parameters_move_and_have_moments():
     moments = [leaf for leaf in jax.tree.leaves(before.opt_state) if leaf.ndim]
     assert len(moments) == 2 * len(moved)
     assert metrics["grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "broken"),
+    [({}, "nan"), ({}, "inf"), ({"opt_type": "sgd"}, "nan"), ({"gradient_accumulation_steps": 2}, "nan")],
+)
+def test_a_step_that_is_not_finite_leaves_no_trace_but_its_count(settings, broken):
+    run = build(load(arguments("nnx", **settings)).config, jax.devices()[:1])
+    state, batch = run.init(), place(packed_batch(run.config, run.rows), run.batch_shardings)
+    state, metrics = run.step(state, batch)
+    assert metrics["skipped"] == 0
+    before = copied(run.backend.unpack(state))
+    # One parameter that is not finite makes the loss and all gradients so.
+    params = jax.tree.map(jnp.array, before.params)
+    params["decoder"]["decoder_norm"]["scale"] = params["decoder"]["decoder_norm"]["scale"].at[0].set(float(broken))
+    bad = run.backend.pack(before._replace(params=params))
+    bad_before = copied(run.backend.unpack(bad))
+    state, metrics = run.step(jax.device_put(bad, run.state_shardings), batch)
+    after = copied(run.backend.unpack(state))
+    assert metrics["skipped"] == 1
+    assert not np.isfinite(metrics["loss"])
+    assert after.step == before.step + 1
+    assert_equal_bits(after.params, bad_before.params)
+    assert_equal_bits(after.opt_state, bad_before.opt_state)
+
+
+def test_finite_steps_are_those_of_the_optimizer_alone():
+    """Selecting between the new and the old state changes no bit of an accepted step."""
+    run = build(load(arguments("nnx")).config, jax.devices()[:1])
+    tx = make_optimizer(run.config)
+    objective = Objective(run.backend.apply, 0.0)
+    batch = place(packed_batch(run.config, run.rows), run.batch_shardings)
+    tree = run.backend.unpack(run.init())
+
+    def plain(tree, batch):
+        def loss(params):
+            sums, _ = objective.sums(params, tree.rest, batch, None)
+            return sum(sums.values()) / objective.weight(batch).astype(jnp.float32)
+
+        updates, opt_state = tx.update(jax.grad(loss)(tree.params), tree.opt_state, tree.params)
+        return tree._replace(step=tree.step + 1, params=optax.apply_updates(tree.params, updates), opt_state=opt_state)
+
+    expected = copied(jax.jit(run.placed(plain))(tree, batch))
+    state, _ = run.step(run.init(), batch)
+    assert_equal_bits(copied(run.backend.unpack(state)), expected)
 
 
 def test_compiled_once_and_donated():

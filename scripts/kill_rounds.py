@@ -1,0 +1,158 @@
+"""Kills a run at random moments, again and again, and compares what comes of it with a run that nobody disturbed.
+
+    python scripts/kill_rounds.py --rounds 30 dataset_type=synthetic steps=60 checkpoint_period=5 eval_interval=20
+
+Every round starts the same command and ends it by SIGKILL, or now and then SIGTERM: half of the times after a time
+drawn from 0 to what the undisturbed run took, half of the times at a moment drawn from its training alone. A run that
+comes to its end is compared: metrics.jsonl but for its timing fields, and every array of the last checkpoint, bit for
+bit. Then the next one begins from nothing, until all rounds are done. With dataset_type=stdlib each run prepares its
+data in a folder of its own, so that kills fall into that too.
+"""
+
+import argparse
+import collections
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+SIGTERM_SHARE = 0.25
+TRAINING = "completed step"  # what the trainer says of every step
+
+
+class Ended(NamedTuple):
+    """How one process ended: its exit code (-9 for SIGKILL), the last thing that it said, and how long it took."""
+
+    code: int
+    phase: str
+    seconds: float
+    training: float  # seconds of them since its first step
+
+
+def run_once(
+    words: list[str],
+    folder: Path,
+    limit: float | None = None,
+    how: signal.Signals = signal.SIGKILL,
+    after: str = "",
+) -> Ended:
+    """Runs the trainer in `folder` and sends it `how`, if it still runs, `limit` seconds after it has said `after`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
+    started = time.perf_counter()
+    seen: dict[str, float] = {"": started}  # when each text was said first
+    with (folder / "log.txt").open("w", encoding="utf-8") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "trainer.train", "base.yml", f"base_output_directory={folder / 'runs'}", *words],
+            stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=folder,
+        )  # fmt: skip
+        while process.poll() is None:
+            text = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
+            now = time.perf_counter()
+            for wanted in (after, TRAINING):
+                if wanted in text:
+                    seen.setdefault(wanted, now)
+            if limit is not None and after in seen and now - seen[after] >= limit:
+                process.send_signal(how)
+                process.wait()
+            time.sleep(0.005)
+    now = time.perf_counter()
+    return Ended(process.returncode, _phase(folder / "log.txt"), now - started, now - seen.get(TRAINING, now))
+
+
+def outcome(folder: Path) -> tuple[list[dict], dict[str, bytes]]:
+    """Metrics without timing, and the bytes of every array of the newest checkpoint, of the only run in `folder`."""
+    from trainer.checkpoint import newest
+    from trainer.observe.metrics import METRICS_FILE, TIMING_FIELDS, read_rows
+
+    [run] = (folder / "runs").iterdir()
+    rows = [{k: v for k, v in row.items() if k not in TIMING_FIELDS} for row in read_rows(run / METRICS_FILE)]
+    checkpoint = newest(run)
+    assert checkpoint is not None, f"{run} has no checkpoint"
+    return rows, {name: array.tobytes() for name, array in arrays_of(checkpoint).items()}
+
+
+def arrays_of(checkpoint: Path) -> dict[str, Any]:
+    """The arrays of a checkpoint by their names, whatever devices it was saved on."""
+    import jax
+    import numpy as np
+    from orbax.checkpoint import v1 as ocp
+
+    from trainer.backends.codec import path_of
+
+    path, one = checkpoint.absolute(), jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax says that it cannot describe what lies beside the arrays
+    wanted = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one),
+        ocp.checkpointables_metadata(path).metadata["state"],
+    )
+    state = ocp.load_checkpointables(path, {"state": wanted})["state"]
+    return {"/".join(path_of(p)): np.asarray(leaf) for p, leaf in jax.tree_util.tree_leaves_with_path(state)}
+
+
+def differences(left: tuple[list[dict], dict[str, bytes]], right: tuple[list[dict], dict[str, bytes]]) -> list[str]:
+    """What differs between two outcomes, one line each; [] for equal bits."""
+    (rows, arrays), (other_rows, other_arrays) = left, right
+    lines = [f"{len(rows)} and {len(other_rows)} rows of metrics"] if len(rows) != len(other_rows) else []
+    lines += [f"{a} and {b}" for a, b in zip(rows, other_rows, strict=False) if json.dumps(a) != json.dumps(b)][:3]
+    names = arrays.keys() | other_arrays.keys()
+    return lines + [f"array {name}" for name in sorted(names) if arrays.get(name) != other_arrays.get(name)]
+
+
+def rounds(words: list[str], count: int, seed: int, folder: Path, say=print) -> int:
+    """Disturbs runs `count` times; gives the number of runs that came to an end and were compared.
+
+    Raises:
+      AssertionError: a process ended otherwise than by its signal, or a run differs from the undisturbed one.
+    """
+    draw = random.Random(seed)
+    whole = run_once(words, folder / "undisturbed")
+    assert whole.code == 0, f"the undisturbed run ended with {whole.code}: {whole.phase}"
+    expected = outcome(folder / "undisturbed")
+    phases: collections.Counter[str] = collections.Counter()
+    done, compared = 0, 0
+    while done < count:
+        here = folder / f"disturbed-{compared + 1}"
+        while True:
+            how = signal.SIGTERM if draw.random() < SIGTERM_SHARE else signal.SIGKILL
+            after, most = draw.choice([("", whole.seconds), (TRAINING, whole.training)])
+            limit = draw.uniform(0, most) if done < count else None
+            ended = run_once(words, here, limit, how, after)
+            if ended.code != 0:
+                assert ended.code in (-how, 143), f"ended with {ended.code}: {(here / 'log.txt').read_text()}"
+                done += 1
+                phases[" ".join(ended.phase.split()[:2])] += 1
+                say(f"round {done}: {how.name} after {ended.seconds:.1f} s, exit {ended.code}, at: {ended.phase}")
+            if list(here.glob("runs/*/finished")):  # it may have been ended after that, in its last words
+                break
+        found = differences(expected, outcome(here))
+        assert not found, f"{here}: {found}"
+        compared += 1
+        say(f"run {compared} came to its end: {len(expected[0])} rows and {len(expected[1])} arrays equal in every bit")
+    say(f"{done} rounds, {compared} runs compared; the last words before the signal: {dict(phases)}")
+    return compared
+
+
+def _phase(log: Path) -> str:
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return lines[-1][:70] if lines else "nothing"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    options, words = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as folder:
+        rounds(words, options.rounds, options.seed, Path(folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""What lies beside the arrays of a checkpoint, so that it can be understood by itself."""
+
+import json
+from collections.abc import Awaitable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+CONFIG, DATA, METRICS, TOKENIZER = "config.yml", "data.json", "metrics.json", "tokenizer"
+
+
+class Beside(NamedTuple):
+    """Read from, or to be written to, checkpoints/N/run."""
+
+    config: str  # config.yml: the resolved configuration
+    position: Any  # in the data, behind the last batch that went into the state; JSON
+    fingerprint: str  # of the data and the tokenizer that `position` counts in
+    tokenizer: Mapping[str, bytes]  # the tokenizer's files by name
+
+
+class BesideFiles:
+    """A `Beside` as Orbax's StatefulCheckpointable: files of a folder of the checkpoint, committed with the arrays."""
+
+    def __init__(self, beside: Beside | None = None, metrics: Mapping[str, float] | None = None):
+        self._beside, self._metrics = beside, dict(metrics or {})
+
+    def read(self) -> Beside:
+        """What `load` found."""
+        assert self._beside is not None
+        return self._beside
+
+    async def save(self, directory: Any) -> Awaitable[None]:
+        """Part of Orbax's protocol; the write itself happens in its background thread."""
+        return self._write(directory)
+
+    async def load(self, directory: Any) -> Awaitable[None]:
+        """Part of Orbax's protocol."""
+        return self._read(Path(directory))
+
+    async def _write(self, directory: Any) -> None:
+        import jax
+
+        folder = Path(await directory.await_creation())
+        if jax.process_index() != 0:
+            return
+        beside = self.read()
+        (folder / CONFIG).write_text(beside.config, encoding="utf-8")
+        data = {"position": beside.position, "fingerprint": beside.fingerprint}
+        (folder / DATA).write_text(json.dumps(data) + "\n", encoding="utf-8")
+        (folder / METRICS).write_text(json.dumps(self._metrics) + "\n", encoding="utf-8")
+        (folder / TOKENIZER).mkdir()
+        for name, content in beside.tokenizer.items():
+            (folder / TOKENIZER / name).write_bytes(content)
+
+    async def _read(self, folder: Path) -> None:
+        self._beside = read_beside(folder)
+
+
+def read_beside(folder: Path) -> Beside:
+    """Reads what was written to checkpoints/N/run."""
+    data = json.loads((folder / DATA).read_text(encoding="utf-8"))
+    tokenizer = {path.name: path.read_bytes() for path in sorted((folder / TOKENIZER).iterdir())}
+    return Beside((folder / CONFIG).read_text(encoding="utf-8"), tokenizer=tokenizer, **data)
+
+
+def read_metrics(folder: Path) -> dict[str, float]:
+    """The metrics by which retention chooses, in checkpoints/N/run."""
+    return json.loads((folder / METRICS).read_text(encoding="utf-8"))
+
+
+def saved_config(beside: Beside) -> dict[str, Any]:
+    """The keys of the resolved configuration that the checkpoint was saved under."""
+    return yaml.safe_load(beside.config)

@@ -1,0 +1,44 @@
+"""Whether a checkpoint holds what a run wants, told by names, shapes and dtypes before any array is read."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from trainer.backends.codec import path_of
+from trainer.config import UserError
+
+
+def check_structure(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Compares leaves, part by part: what the checkpoint at `path` has, and what the run's state needs.
+
+    Raises:
+      UserError: names the first leaf that differs, its shape and dtype there and here, and how many do.
+    """
+    there, here = _leaves(found), _leaves(wanted)
+    differing = [name for name in dict.fromkeys([*here, *there]) if there.get(name) != here.get(name)]
+    if not differing:
+        return
+    first = differing[0]
+    more = f", and {len(differing) - 1} more differ" if len(differing) > 1 else ""
+    raise UserError(
+        f"checkpoint {path} is of another {'optimizer' if first.startswith('opt_state') else 'model'}: {first} is "
+        f"{there.get(first, 'absent')} there and {here.get(first, 'absent')} in this run{more}; "
+        "give the configuration that it was saved under"
+    )
+
+
+def _leaves(parts: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "/".join((name, *path_of(path))): _described(leaf)
+        for name, part in parts.items()  # in the order in which a person would look at them
+        for path, leaf in jax.tree_util.tree_leaves_with_path(part)
+        if hasattr(leaf, "shape")
+    }
+
+
+def _described(leaf: Any) -> str:
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.eval_shape(jax.random.key_data, leaf)  # what lies on the disk
+    return f"{leaf.dtype}{list(leaf.shape)}"

@@ -1,0 +1,197 @@
+"""The checkpoints of one run: written by Orbax in the background, each committed whole or not at all.
+
+checkpoints/N holds the train state after N updates in canonical form, the same whichever combination trained it:
+state/ {params, opt_state, step, rest}, with optax's own structure under opt_state; run/ what must lie beside it (see
+`Beside`) and the metrics that retention asks for; sums.json. A folder is given this name by the rename that
+commits it, and loses it by the rename that begins its deletion: what has the name was whole once, and should be now.
+"""
+
+import contextlib
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from orbax.checkpoint import v1 as ocp
+
+from trainer.backends import TrainTree
+from trainer.checkpoint.beside import METRICS, Beside, BesideFiles, read_beside, read_metrics
+from trainer.checkpoint.compare import check_structure
+from trainer.checkpoint.retention import expired
+from trainer.checkpoint.sums import damaged, verify, write_sums
+from trainer.config import UserError
+
+FOLDER = "checkpoints"
+_UNCOMMITTED, _EXPIRED = ".orbax-checkpoint-tmp", ".expired"
+STATE, RUN = "state", "run"
+_LOSS = "eval_loss"  # the lower, the better a checkpoint
+
+
+class CheckpointManager:
+    """Saves and lists the checkpoints in a run's folder; a context manager that waits for the last save at its end."""
+
+    def __init__(self, run_dir: Path, config: Any, say: Callable[[str], None]):
+        """Opens run_dir/checkpoints. Saves that never committed are cleared away, with a line to `say`."""
+        self.directory = run_dir / FOLDER
+        self._config = config
+        with _disk_errors(self.directory):
+            self._tidy(say)
+            self._losses = {int(path.name): self._loss(path) for path in committed(self.directory)}
+            self._orbax = ocp.training.Checkpointer(
+                self.directory.absolute(),
+                context=_context(self._write_sums),
+                preservation_policy=ocp.training.preservation_policies.PreserveAll(),
+            )
+        self._thread = ThreadPoolExecutor(1, "checkpoints")
+        self._ending: Future[None] | None = None  # of the save that was begun last
+
+    @property
+    def latest(self) -> int | None:
+        """The number of updates in the newest checkpoint, which may still be on its way to the disk."""
+        return max(self._losses, default=None)
+
+    def path(self, updates: int) -> Path:
+        """The folder of the checkpoint of `updates`."""
+        return self.directory / str(updates)
+
+    def save(self, updates: int, tree: TrainTree, beside: Beside, metrics: Mapping[str, float]) -> None:
+        """Begins to save; the arrays are copied when this returns, so that a step may be given their buffers.
+
+        Raises:
+          UserError: the disk did not take this checkpoint or the one before it. Those committed are intact.
+        """
+        contents = {STATE: tree._asdict(), RUN: BesideFiles(beside, metrics)}
+        self.wait()
+        with _disk_errors(self.directory):
+            saving = self._orbax.save_checkpointables_async(updates, contents, force=True)
+        self._losses[updates] = metrics.get(_LOSS)
+        self._ending = self._thread.submit(self._end, saving)
+        if not self._config.async_checkpointing:
+            self.wait()
+
+    def wait(self) -> None:
+        """Returns when the last save is committed and what expired is deleted; raises UserError as `save` does."""
+        ending, self._ending = self._ending, None
+        if ending is not None:
+            with _disk_errors(self.directory):
+                ending.result()
+
+    def close(self) -> None:
+        """Waits as `wait` does, and ends."""
+        with _disk_errors(self.directory):
+            try:
+                self.wait()
+            finally:
+                self._thread.shutdown()
+                self._orbax.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write_sums(self) -> None:
+        # Called when all files are written and before the rename that commits; one save runs at a time.
+        for folder in self.directory.glob(f"*{_UNCOMMITTED}"):
+            write_sums(folder)
+
+    def _end(self, saving: Any) -> None:
+        """Waits for a save, then deletes what it makes superfluous. Orbax would delete in place, and to be killed in
+        the middle of that leaves what looks like a damaged checkpoint."""
+        saving.result()
+        for updates in expired(self._losses, self._config):
+            del self._losses[updates]
+            path = self.path(updates)
+            shutil.rmtree(path.rename(path.with_suffix(_EXPIRED)))
+
+    def _tidy(self, say: Callable[[str], None]) -> None:
+        for path in self.directory.glob(f"*{_EXPIRED}"):
+            shutil.rmtree(path)
+        for path in sorted(self.directory.glob(f"*{_UNCOMMITTED}")):
+            shutil.rmtree(path)
+            say(f"{path} was never committed: removed")
+
+    def _loss(self, path: Path) -> float | None:
+        """The evaluation loss of a checkpoint, if it has one and somebody asks."""
+        if not self._config.keep_best_checkpoints:
+            return None
+        try:
+            return read_metrics(path / RUN).get(_LOSS)
+        except (OSError, ValueError, AttributeError) as error:
+            raise damaged(path, f"{RUN}/{METRICS}", f"cannot be read ({type(error).__name__}: {error})") from error
+
+
+def inspect(path: Path) -> Beside:
+    """What lies beside the arrays of checkpoints/N, at `path`.
+
+    Raises:
+      UserError: a file of the checkpoint is damaged; names the first one.
+    """
+    verify(path)
+    return read_beside(path / RUN)
+
+
+def restore(path: Path, abstract: TrainTree) -> TrainTree:
+    """The train state of the checkpoint at `path`, which `inspect` found to be whole.
+
+    Args:
+      path: a folder checkpoints/N.
+      abstract: a ShapeDtypeStruct with a sharding at each leaf: the structure that is wanted, and where it shall live.
+        A field that is None is not read.
+
+    Raises:
+      UserError: the checkpoint is of another model or optimizer; names the first mismatch.
+    """
+    wanted = {name: part for name, part in abstract._asdict().items() if part is not None}
+    with _context():
+        found = ocp.checkpointables_metadata(path.absolute()).metadata[STATE]
+        check_structure(path, {name: found.get(name) for name in wanted}, wanted)
+        loaded = ocp.load_checkpointables(path.absolute(), {STATE: wanted})[STATE]
+    return abstract._replace(**loaded)
+
+
+def newest(path: Path) -> Path | None:
+    """The newest committed checkpoint of a run's folder, or `path` itself if it is a checkpoint."""
+    if (path / STATE).is_dir():
+        return path
+    found = committed(path if path.name == FOLDER else path / FOLDER)
+    return found[-1] if found else None
+
+
+def committed(folder: Path) -> list[Path]:
+    """The checkpoints in a folder of checkpoints, the newest last."""
+    found = [path for path in folder.glob("*") if path.name.isdecimal() and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name))
+
+
+def _context(before_commit: Callable[[], None] | None = None) -> ocp.Context:
+    # Orbax logs the tracebacks of what it raises, from its own threads, and what it does not know of `BesideFiles`.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True  # what is not wanted is not read
+    context.array.saving.use_compression = False  # a third of the time for a twelfth more disk
+    context.asynchronous.post_finalization_callback = before_commit
+    return context
+
+
+@contextlib.contextmanager
+def _disk_errors(directory: Path) -> Iterator[None]:
+    """Makes a full or unwritable disk a UserError. Those of TensorStore are ValueErrors with the system's code."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        if not isinstance(error, OSError) and "os_error_code" not in str(error):
+            raise
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"cannot write a checkpoint below {directory}: {reason}; the checkpoints that are committed there are "
+            "intact: make room and give the same command again"
+        ) from error

@@ -1,0 +1,24 @@
+"""Which checkpoints stay."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def expired(losses: Mapping[int, float | None], config: Any) -> list[int]:
+    """The checkpoints that the configuration does not keep, the oldest first.
+
+    Args:
+      losses: for each checkpoint, by its number of updates, the evaluation loss of its parameters, None if it was not
+        evaluated.
+      config: `max_num_checkpoints_to_keep` newest ones stay (None: all), besides them those whose number divides by
+        `checkpoint_keep_period` and the `keep_best_checkpoints` with the lowest loss.
+    """
+    if config.max_num_checkpoints_to_keep is None:
+        return []
+    updates = sorted(losses)
+    kept = set(updates[-config.max_num_checkpoints_to_keep :])
+    if config.checkpoint_keep_period:
+        kept.update(number for number in updates if number % config.checkpoint_keep_period == 0)
+    evaluated = [(loss, number) for number, loss in losses.items() if loss is not None]
+    kept.update(number for _, number in sorted(evaluated)[: config.keep_best_checkpoints])
+    return [number for number in updates if number not in kept]

@@ -1,0 +1,85 @@
+"""Which keys may differ between a checkpoint and the command that goes on from it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import ml_collections
+
+from trainer.config.derived import MESH_AXES, global_batch_rows
+from trainer.config.dump import to_flow
+from trainer.config.errors import UserError
+from trainer.config.flags import FLAGS
+from trainer.config.resolve import frozen
+from trainer.config.schema import schema
+
+# How the program is laid out and where it runs. None of these changes what is learned, but for the order of sums.
+LAYOUT = (*FLAGS, *MESH_AXES.values(), "logical_axis_rules", "scan_layers")
+# The same global batch may be cut in other ways.
+BATCH = ("per_device_batch_size", "gradient_accumulation_steps")
+# How long: the schedule may follow where it is not given.
+LENGTH = ("steps", "learning_rate_schedule_steps")
+# What is written, kept, printed and evaluated, and what happens to a bad step.
+AROUND = (
+    "run_name",
+    "base_output_directory",
+    "log_config",
+    "record_internal_nn_metrics",
+    "enable_checkpointing",
+    "checkpoint_period",
+    "save_checkpoint_on_start",
+    "save_checkpoint_on_completion",
+    "async_checkpointing",
+    "max_num_checkpoints_to_keep",
+    "checkpoint_keep_period",
+    "keep_best_checkpoints",
+    "abort_on_nan_loss",
+    "abort_on_inf_loss",
+    "eval_interval",
+    "eval_steps",
+    "eval_per_device_batch_size",
+    "prompt",
+    "decode_sampling_temperature",
+    "override_model_config",
+    "model_name",  # a name for sizes; the sizes themselves are compared
+)
+MAY_CHANGE = frozenset((*LAYOUT, *BATCH, *LENGTH, *AROUND))
+
+
+def check_resume(saved: Mapping[str, Any], config: Any, schedule_given: bool, where: str) -> list[str]:
+    """Warnings about going on from a checkpoint of configuration `saved` under `config`.
+
+    Args:
+      saved: the keys of a config.yml. A key that it lacks was added to base.yml later: what it then did is its default.
+      config: resolved.
+      schedule_given: the command says `learning_rate_schedule_steps` itself.
+      where: the checkpoint, for the message.
+
+    Raises:
+      UserError: they differ in a key that must stay; the message has each one's old and new value.
+    """
+    old = {name: frozen(saved.get(name, key.default)) for name, key in schema().keys.items()}
+    differing = [name for name in old if old[name] != frozen(config[name])]
+    before = ml_collections.FrozenConfigDict(old)
+    wrong = [_change(before, config, name) for name in differing if name not in MAY_CHANGE]
+    if global_batch_rows(before) != global_batch_rows(config):
+        changes = ", ".join(_change(before, config, name) for name in BATCH if name in differing)
+        rows = f"{global_batch_rows(before)} -> {global_batch_rows(config)} rows"
+        wrong.append(f"the global batch must stay, {rows}: {changes or 'another number of devices'}")
+    warnings = []
+    if "learning_rate_schedule_steps" in differing:
+        change = _change(before, config, "learning_rate_schedule_steps")
+        if schedule_given or before.learning_rate_schedule_steps != before.steps:
+            wrong.append(change)
+        else:
+            warnings.append(f"the learning rate's schedule follows steps: {change}")
+    if wrong:
+        lines = "\n  ".join(wrong)
+        raise UserError(
+            f"{where} was saved under another configuration (old -> new):\n  {lines}\n"
+            "give the old values again, or another run_name for a new run"
+        )
+    return warnings
+
+
+def _change(before: Any, config: Any, name: str) -> str:
+    return f"{name}: {to_flow(before[name])} -> {to_flow(config[name])}"

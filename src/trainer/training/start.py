@@ -1,0 +1,127 @@
+"""The state that a run begins with: its own newest checkpoint, another run's, given parameters, or initial ones."""
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from trainer.backends import TrainTree
+from trainer.checkpoint import Beside, CheckpointManager, inspect, load_parameters, newest, restore, saved_config
+from trainer.config import UserError, check_resume
+from trainer.data import Dataset
+from trainer.training.build import Run
+
+Say = Callable[[str], None]
+
+
+class Start(NamedTuple):
+    """A native train state, and where it stands."""
+
+    state: Any
+    updates: int = 0  # that the state holds
+    position: Any = None  # in the data; None is the beginning
+    resumed: bool = False  # this run was begun by an earlier process
+
+
+def start(
+    run: Run,
+    dataset: Dataset,
+    manager: CheckpointManager | None,
+    say: Say,
+    *,
+    schedule_given: bool,
+    given: Collection[str] = (),
+) -> Start:
+    """What the run begins with; lines to `say` tell where it comes from.
+
+    Args:
+      manager: of the run's own checkpoints, which beat every other source; None if it has none.
+      schedule_given: see `config.check_resume`.
+      given: keys that the user set; see `checkpoint.load_parameters`.
+
+    Raises:
+      UserError: what was asked for is not there, is damaged, or does not fit the configuration.
+    """
+    config = run.config
+    if manager is not None and manager.latest is not None:
+        path = manager.path(manager.latest)
+        beside = inspect(path)
+        for warning in check_resume(saved_config(beside), config, schedule_given, str(path)):
+            say(f"warning: {warning}")
+        _check_data(run, dataset, beside, path)
+        tree = restore(path, _abstract(run))
+        updates = int(tree.step)
+        if updates > config.steps:
+            raise UserError(
+                f"steps={config.steps}: {path} holds {updates} updates already; give steps={updates} or more, or "
+                "another run_name for a new run"
+            )
+        say(f"{path}: {updates} of {config.steps} updates are done")
+        for key in ("load_parameters_path", "load_full_state_path"):
+            if config[key]:
+                say(f"{key} is not read: the run has a checkpoint of its own")
+        return Start(run.backend.pack(tree), updates, beside.position, resumed=True)
+    if config.load_full_state_path:
+        return _other_run(run, dataset, say)
+    if config.load_parameters_path:
+        params = load_parameters(config.load_parameters_path, config, _abstract(run).params, say, given)
+        return Start(run.init(params))
+    return Start(run.init())
+
+
+def _other_run(run: Run, dataset: Dataset, say: Say) -> Start:
+    given = Path(run.config.load_full_state_path).expanduser()
+    path = newest(given)
+    if path is None:
+        raise UserError(
+            f"load_full_state_path={given}: no checkpoint there; give a run's folder or one of its checkpoints/N"
+        )
+    beside = inspect(path)
+    if run.config.reset_optimizer:
+        state = _with_fresh_optimizer(run, path)
+    else:
+        state = run.backend.pack(restore(path, _abstract(run)))
+    updates = int(run.backend.unpack(state).step)
+    if updates >= run.config.steps:
+        raise UserError(
+            f"steps={run.config.steps}: load_full_state_path={path} holds {updates} updates already, and steps counts "
+            "them too; give a larger steps"
+        )
+    same_data = beside.fingerprint == dataset.fingerprint
+    data = "its position in the data" if same_data else "the beginning of other data"
+    optimizer = "a fresh optimizer" if run.config.reset_optimizer else "its optimizer"
+    say(f"starting from {path}: {updates} updates, {optimizer}, {data}")
+    return Start(state, updates, beside.position if same_data else None)
+
+
+def _with_fresh_optimizer(run: Run, path: Path) -> Any:
+    """Parameters and step of the checkpoint; the learning rate's schedule goes on from that step."""
+    wanted = _abstract(run)._replace(opt_state=None)
+    tree = restore(path, wanted)
+    fresh = run.backend.unpack(run.init(tree.params))
+
+    def on_schedule(node: Any) -> Any:
+        counts = isinstance(node, optax.ScaleByScheduleState)
+        return node._replace(count=jax.device_put(tree.step, node.count.sharding)) if counts else node
+
+    opt_state = jax.tree.map(
+        on_schedule, fresh.opt_state, is_leaf=lambda node: isinstance(node, optax.ScaleByScheduleState)
+    )
+    return run.backend.pack(fresh._replace(step=tree.step, rest=tree.rest, opt_state=opt_state))
+
+
+def _abstract(run: Run) -> TrainTree:
+    return run.backend.unpack(run.abstract_args()[0])
+
+
+def _check_data(run: Run, dataset: Dataset, beside: Beside, path: Path) -> None:
+    share = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+    # Opened once here, so that what does not fit is told before anything is compiled.
+    dataset.train_stream(beside.position, rows=run.rows, **share).close()
+    if beside.fingerprint != dataset.fingerprint:
+        raise UserError(
+            f"{path} was trained on other data or with another tokenizer: {beside.fingerprint[:12]} there, "
+            f"{dataset.fingerprint[:12]} here; give the settings and files of that run, or start a new run"
+        )

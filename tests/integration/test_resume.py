@@ -1,0 +1,375 @@
+"""Runs that are ended, and go on: the same command, or one that differs in what may differ."""
+
+import contextlib
+import importlib
+import importlib.util
+import io
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from support import ALL_COMBINATIONS, TINY, pinned
+
+from trainer.checkpoint import inspect, newest
+from trainer.data import open_dataset, train_batch
+from trainer.objectives import Objective
+from trainer.observe.metrics import METRICS_FILE, TIMING_FIELDS, read_rows
+from trainer.train import main
+
+_spec = importlib.util.spec_from_file_location("kill_rounds", Path(__file__).parents[2] / "scripts" / "kill_rounds.py")
+kill_rounds = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(kill_rounds)
+arrays_of = kill_rounds.arrays_of
+
+SETTINGS = TINY | {
+    "enable_checkpointing": True,
+    "steps": 60,
+    "learning_rate_schedule_steps": 60,
+    "per_device_batch_size": 8,
+    "checkpoint_period": 10,
+    "max_num_checkpoints_to_keep": "none",
+    "eval_interval": 10,
+    "eval_steps": 2,
+    "dropout_rate": 0.1,
+}
+RUN = Path("runs/run-0001")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+    """Most runs here compile the same programs: they take them from a cache, in this process and in others."""
+    folder = str(tmp_path_factory.mktemp("programs"))
+    options = {
+        "jax_compilation_cache_dir": folder,
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in options.items():
+            jax.config.update(name, value)
+            patch.setenv(name.upper(), str(value))
+        compilation_cache.reset_cache()
+        yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def train(folder, *words, devices=1, combination="nnx", **overrides):
+    """The exit code and all that is printed by a run of the command in `folder` on some of the devices."""
+    settings = SETTINGS | pinned(combination) | overrides
+    devices = jax.devices()[:devices]
+    output, code = io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        patch.setattr(jax, "devices", lambda: devices)
+        patch.chdir(folder)
+        try:
+            main(["base.yml", *(f"{key}={value}" for key, value in settings.items()), *words])
+        except SystemExit as exit_:
+            code = exit_.code
+    return code, output.getvalue()
+
+
+def rows_of(run):
+    return [{k: v for k, v in row.items() if k not in TIMING_FIELDS} for row in read_rows(run / METRICS_FILE)]
+
+
+def assert_equal(run, other, updates=60):
+    """The metrics, and the last checkpoint in every bit."""
+    assert newest(run).name == str(updates)
+    assert rows_of(run) == [row for row in rows_of(other) if row["step"] < updates]
+    left, right = (arrays_of(x / f"checkpoints/{updates}") for x in (run, other))
+    assert left.keys() == right.keys()
+    for name, array in left.items():
+        assert array.tobytes() == right[name].tobytes(), name
+
+
+def assert_close(run, other, updates, rtol):
+    """Sums in another order: the losses agree, and the parameters as far as Adam lets them (it turns the rounding of a
+    gradient near zero into a whole step)."""
+    left, right = ([row["loss"] for row in rows_of(x) if "loss" in row][:updates] for x in (run, other))
+    assert len(left) == updates
+    np.testing.assert_allclose(left, right, rtol=rtol)
+    left, right = (arrays_of(x / f"checkpoints/{updates}") for x in (run, other))
+    for name in left:
+        if "params" in name:
+            assert np.abs(left[name] - right[name]).mean() < 1e-4, name
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """The folder of a run that nobody disturbed, all its checkpoints kept."""
+    folder = tmp_path_factory.mktemp("straight")
+    code, output = train(folder)
+    assert code == 0, output
+    return folder / RUN
+
+
+@pytest.fixture
+def at(straight, tmp_path):
+    """A folder with a copy of that run as a SIGKILL right after one of its checkpoints would have left it."""
+
+    def copy(updates):
+        run = tmp_path / RUN
+        shutil.copytree(straight, run)
+        (run / "finished").unlink()
+        for path in (run / "checkpoints").iterdir():
+            if int(path.name) > updates:
+                shutil.rmtree(path)
+        return run
+
+    return copy
+
+
+def test_the_same_command_goes_on_by_itself(straight, at, tmp_path):
+    run = at(30)
+    with (run / METRICS_FILE).open("a") as file:
+        file.write('{"step": 60, "lo')  # as a process leaves it that is killed while it writes
+    code, output = train(tmp_path)  # run_name is empty
+    assert code == 0
+    assert f"{RUN} has this configuration and is unfinished: going on with it" in output
+    assert f"{RUN}/checkpoints/30: 30 of 60 updates are done" in output
+    assert "(30 to 59, going on from earlier ones)" in output
+    assert_equal(run, straight)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run-0001"]
+
+
+def test_from_each_combination_to_the_next(straight, at, tmp_path):
+    """Ten updates in each; the first ten are those of the straight run."""
+    run = at(10)
+    assert ALL_COMBINATIONS[0] == "nnx"
+    for leg, combination in enumerate([*ALL_COMBINATIONS[1:], ALL_COMBINATIONS[0]], 2):
+        code, output = train(tmp_path, "run_name=run-0001", combination=combination, steps=10 * leg)
+        assert code == 0, output
+        assert_equal(run, straight, 10 * leg)
+    assert 10 * leg == 60
+
+
+def test_unrolled_layers_and_other_reports(straight, at, tmp_path):
+    """What is compiled in another form, printed, evaluated and kept in other ways learns the same, to the bit."""
+    run = at(50)
+    around = {"eval_interval": 4, "eval_steps": 1, "checkpoint_period": 3, "max_num_checkpoints_to_keep": 2}
+    code, output = train(tmp_path, "run_name=run-0001", scan_layers=False, log_config=True, **around)
+    assert code == 0, output
+    left, right = (arrays_of(newest(x)) for x in (run, straight))
+    for name, array in left.items():
+        assert array.tobytes() == right[name].tobytes(), name
+    assert sorted(int(path.name) for path in (run / "checkpoints").iterdir()) == [57, 60]
+    assert [row["step"] for row in rows_of(run) if "eval_loss" in row][-3:] == [51, 55, 59]
+
+
+def test_from_eight_devices_to_one(straight, tmp_path):
+    code, output = train(tmp_path, devices=8, per_device_batch_size=1, steps=10)
+    assert code == 0, output
+    code, output = train(tmp_path, "run_name=run-0001", steps=20)
+    assert code == 0, output
+    assert_close(tmp_path / RUN, straight, 20, rtol=1e-5)
+
+
+def test_the_same_batch_in_microbatches(straight, at, tmp_path):
+    run = at(50)
+    code, output = train(tmp_path, "run_name=run-0001", per_device_batch_size=4, gradient_accumulation_steps=2)
+    assert code == 0, output
+    assert_close(run, straight, 60, rtol=1e-5)
+
+
+def files_of(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"opt_type": "sgd"}, 'opt_type: "adamw" -> "sgd"'),
+        ({"base_mlp_dim": 48}, "base_mlp_dim: 32 -> 48"),
+        ({"init_weights_seed": 1, "data_shuffle_seed": 2}, "init_weights_seed: 0 -> 1\n  data_shuffle_seed: 0 -> 2"),
+        ({"per_device_batch_size": 4}, "the global batch must stay, 8 -> 4 rows: per_device_batch_size: 8.0 -> 4.0"),
+        ({"learning_rate_schedule_steps": 70}, "learning_rate_schedule_steps: 60 -> 70"),
+        ({"steps": 20}, "steps=20: runs/run-0001/checkpoints/30 holds 30 updates already; give steps=30 or more"),
+    ],
+)
+def test_what_must_not_change(at, tmp_path, changes, message):
+    run = at(30)
+    before = files_of(run)
+    code, output = train(tmp_path, "run_name=run-0001", **changes)
+    assert code == 2
+    assert message in output
+    assert "Traceback" not in output
+    assert files_of(run) == before
+
+
+@pytest.mark.parametrize("damage", ["truncated", "changed", "missing"])
+def test_a_damaged_checkpoint_is_an_error_and_never_a_start_from_nothing(at, tmp_path, damage):
+    run = at(30)
+    file = max((run / "checkpoints/30/state").rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)
+    content = file.read_bytes()
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(content[:-9] if damage == "truncated" else content[:-9] + bytes(9))
+    before = files_of(run)
+    code, output = train(tmp_path)
+    assert code == 2
+    assert f"checkpoint {RUN}/checkpoints/30 is damaged: {file.relative_to(run / 'checkpoints/30')} " in output
+    assert f"to go on from the checkpoint before it, remove {RUN}/checkpoints/30" in output
+    assert files_of(run) == before
+
+
+def test_a_finished_run_given_again(straight, tmp_path):
+    shutil.copytree(straight, tmp_path / RUN)
+    before = files_of(tmp_path / RUN)
+    code, output = train(tmp_path, "run_name=run-0001")
+    assert code == 0
+    assert f"{RUN} is finished, there is nothing to do; a larger steps goes on with it" in output
+    assert "compiling" not in output
+    assert files_of(tmp_path / RUN) == before
+
+
+def test_without_checkpoints(tmp_path):
+    settings = {"enable_checkpointing": False, "steps": 2, "eval_interval": -1}
+    assert train(tmp_path, **settings)[0] == 0
+    assert not (tmp_path / RUN / "checkpoints").exists()
+    code, output = train(tmp_path, "run_name=run-0001", **settings)
+    assert code == 2
+    assert "enable_checkpointing=false cannot go on with it" in output
+    before = files_of(tmp_path / RUN)
+    code, output = train(tmp_path, "run_name=run-0001", **settings | {"enable_checkpointing": True})
+    assert code == 2
+    assert "holds the metrics of an earlier run and no checkpoint to go on from" in output
+    assert {path: content for path, content in files_of(tmp_path / RUN).items() if path in before} == before
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Makes the loss of one step's batch wrong, by `wrong(loss)`."""
+
+    def poison(step, wrong):
+        from trainer.config import load
+
+        config = load([f"{key}={value}" for key, value in SETTINGS.items()]).config
+        batch = train_batch(open_dataset(config, print).train, step, 8, seed=0, shuffle=True)
+        mark = int(batch["inputs"].sum())
+
+        class Poisoned(Objective):
+            def sums(self, params, rest, batch, key):
+                sums, sown = super().sums(params, rest, batch, key)
+                hit = batch["inputs"].sum() == mark
+                return sums | {"lm_loss": jax.numpy.where(hit, wrong(sums["lm_loss"]), sums["lm_loss"])}, sown
+
+        # The package's name `build` is the function of the module.
+        monkeypatch.setattr(importlib.import_module("trainer.training.build"), "Objective", Poisoned)
+
+    return poison
+
+
+@pytest.mark.parametrize(
+    ("key", "other", "value", "wrong"),
+    [
+        ("abort_on_nan_loss", "abort_on_inf_loss", "nan", lambda loss: loss + np.nan),
+        ("abort_on_inf_loss", "abort_on_nan_loss", "inf", lambda loss: loss + np.inf),
+    ],
+)
+def test_a_step_that_is_not_finite(at, tmp_path, poisoned, key, other, value, wrong):
+    poisoned(52, wrong)
+    run = at(50)
+    code, output = train(tmp_path, "run_name=run-0001", **{other: False})
+    assert code == 1
+    assert f"stopped: step 52: loss {value}" in output
+    assert "Its batch is rows 416 to 423 of the training order (data_shuffle_seed=0)" in output
+    assert f"set {key}=false" in output
+    assert "Traceback" not in output
+    assert newest(run) == run / "checkpoints/50"
+    inspect(run / "checkpoints/50")
+
+    code, output = train(tmp_path, "run_name=run-0001", **{key: False})
+    assert code == 0, output
+    assert f"warning: step 52 has loss {value}" in output
+    assert "left out     1 updates whose loss or gradient was not finite" in output
+    skipped = [row["step"] for row in rows_of(run) if row.get("skipped")]
+    assert skipped == [52]
+    assert [row["step"] for row in rows_of(run) if "loss" in row] == list(range(60))
+    assert all(np.isfinite(array).all() for array in arrays_of(run / "checkpoints/60").values())
+
+
+# Real processes. What they do takes long enough to be disturbed, most of it in starting and compiling.
+WORDS = [f"{key}={value}" for key, value in (SETTINGS | pinned("nnx") | {"steps": 300, "eval_interval": 100}).items()]
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def killed(one_device, tmp_path_factory):
+    """A folder with the undisturbed run of WORDS, and what the driver said of those that it disturbed."""
+    folder, lines = tmp_path_factory.mktemp("rounds"), []
+    compared = kill_rounds.rounds(WORDS, 3, 0, folder, lines.append)
+    return folder, compared, lines
+
+
+def test_killed_at_random_moments(killed):
+    _, compared, lines = killed
+    assert compared >= 1
+    assert sum("SIGKILL" in line or "SIGTERM" in line for line in lines) == 3
+    assert any("equal in every bit" in line for line in lines)
+
+
+def wait_for(text, log, process):
+    until = time.monotonic() + 120
+    while text not in log.read_text():
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def begun(folder):
+    command = [sys.executable, "-m", "trainer.train", "base.yml", *WORDS, "run_name=run-0001"]
+    with (folder / "log.txt").open("w") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=folder, env=os.environ)
+
+
+def terminated(process, log):
+    """Sends SIGTERM and gives the output, all within seconds."""
+    started = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 143, log.read_text()
+    assert time.monotonic() - started < 20  # a second or two where the machine is quiet
+    assert "SIGTERM: saved, the same command goes on from here (runs/run-0001)" in log.read_text()
+
+
+def test_sigterm_in_training_and_in_an_evaluation(killed, tmp_path):
+    log, run = tmp_path / "log.txt", tmp_path / RUN
+    process = begun(tmp_path)
+    wait_for("completed step: 12,", log, process)
+    code, output = train(tmp_path, "run_name=run-0001", steps=300, eval_interval=100)
+    if process.poll() is None:  # it lived all the while
+        assert code == 2
+        assert "run_name=run-0001: another process is running in runs/run-0001" in output
+    terminated(process, log)
+    first = int(newest(run).name)
+    assert 12 < first < 300
+    assert not (run / "finished").exists()
+
+    process = begun(tmp_path)
+    wait_for("completed step: 99,", log, process)  # said right before the evaluation, which begins by compiling
+    terminated(process, log)
+    assert newest(run).name == "100"
+    assert not any("eval_loss" in row for row in rows_of(run)), "the signal came after the evaluation"
+
+    process = begun(tmp_path)
+    assert process.wait(120) == 0
+    assert "checkpoints/100: 100 of 300 updates are done" in log.read_text()
+    undisturbed = kill_rounds.outcome(killed[0] / "undisturbed")
+    assert kill_rounds.differences(undisturbed, kill_rounds.outcome(tmp_path)) == []

@@ -1,0 +1,108 @@
+"""When a checkpoint is saved."""
+
+import itertools
+
+import ml_collections
+import pytest
+
+from trainer.checkpoint import is_due, maybe_save_checkpoint
+
+
+def config(**changes):
+    values = {"steps": 10, "checkpoint_period": 4, "save_checkpoint_on_start": False}
+    return ml_collections.ConfigDict(values | {"save_checkpoint_on_completion": True} | changes)
+
+
+class Manager:
+    """Remembers what it was given."""
+
+    def __init__(self, events, latest=None):
+        self.events, self.latest = events, latest
+
+    def save(self, updates, tree, beside, metrics):
+        self.latest = updates
+        self.events.append(("save", updates, tree, beside, dict(metrics)))
+
+
+class Backend:
+    def unpack(self, state):
+        return f"tree of {state}"
+
+
+def attempt(updates, *, settings=None, latest=None, manager=True, **when):
+    """What happens, in order, and what is returned."""
+    events = []
+
+    def before():
+        events.append("before")
+        return {"eval_loss": 1.0}
+
+    begun = maybe_save_checkpoint(
+        Manager(events, latest) if manager else None,
+        "state",
+        updates,
+        config=config() if settings is None else settings,
+        backend=Backend(),
+        beside=lambda: "beside",
+        before=before,
+        **when,
+    )
+    return events, begun
+
+
+SAVED = ["before", ("save", 4, "tree of state", "beside", {"eval_loss": 1.0})]
+
+
+@pytest.mark.parametrize(
+    ("changes", "initial", "due"),
+    [
+        # Number of updates from 0 to 10: which are due.
+        ({}, False, [0, 4, 8, 10]),
+        ({"save_checkpoint_on_completion": False}, False, [0, 4, 8]),
+        ({"checkpoint_period": 5}, False, [0, 5, 10]),
+        ({"checkpoint_period": 5, "save_checkpoint_on_completion": False}, False, [0, 5, 10]),
+        ({"checkpoint_period": 100}, False, [0, 10]),
+        ({"checkpoint_period": 100, "save_checkpoint_on_completion": False}, False, [0]),
+        ({"checkpoint_period": 1}, False, list(range(11))),
+        ({}, True, []),  # the state that a run begins with, whatever its number
+        ({"save_checkpoint_on_start": True}, True, list(range(11))),
+    ],
+)
+def test_what_is_due(changes, initial, due):
+    assert [n for n in range(11) if is_due(config(**changes), n, initial=initial)] == due
+
+
+@pytest.mark.parametrize(("latest", "force"), list(itertools.product([None, 0, 3, 4], [False, True])))
+@pytest.mark.parametrize("updates", [4, 5])
+def test_when_it_saves(updates, latest, force):
+    events, begun = attempt(updates, latest=latest, force=force)
+    expected = latest != updates and (force or updates == 4)
+    assert begun is expected
+    assert [event[0] for event in events[1:]] == ["save"] * expected
+    assert events[:1] == ["before"] * expected
+
+
+def test_before_comes_before_and_all_is_handed_over():
+    assert attempt(4) == (SAVED, True)
+
+
+@pytest.mark.parametrize("on_start", [False, True])
+def test_the_initial_state(on_start):
+    for updates in (0, 4):
+        _, begun = attempt(updates, settings=config(save_checkpoint_on_start=on_start), initial=True)
+        assert begun is on_start
+
+
+def test_no_number_is_saved_twice():
+    events = []
+    manager = Manager(events)
+    for when in ({}, {"force": True}, {"initial": True}):
+        settings = config(save_checkpoint_on_start=True)
+        maybe_save_checkpoint(
+            manager, "state", 4, config=settings, backend=Backend(), beside=lambda: "beside", before=dict, **when
+        )
+    assert [event[1] for event in events] == [4]
+
+
+def test_without_a_manager_nothing_happens():
+    assert attempt(4, manager=False, force=True) == ([], False)

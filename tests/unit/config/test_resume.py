@@ -1,0 +1,149 @@
+"""What may differ between a checkpoint and the command that goes on from it."""
+
+import itertools
+
+import pytest
+import yaml
+
+from trainer.config import UserError, check_resume, load, resolve, schema, to_yaml
+from trainer.config.resolve import frozen
+from trainer.config.resume import AROUND, BATCH, LAYOUT, LENGTH, MAY_CHANGE
+
+BASE = "steps=20 per_device_batch_size=8 eval_interval=5 logical_axis_rules=[[norm,[]]]"
+
+
+def config(words="", devices=1):
+    loaded = load(f"{BASE} {words}".split())
+    return resolve(loaded.config, device_count=devices, platform="cpu")
+
+
+def saved(words="", devices=1):
+    """The configuration as it comes out of a checkpoint."""
+    return yaml.safe_load(to_yaml(config(words, devices)))
+
+
+def check(words, before="", devices=1, devices_before=1):
+    given = load(f"{BASE} {words}".split()).config.learning_rate_schedule_steps != -1
+    return check_resume(saved(before, devices_before), config(words, devices), given, "runs/x/checkpoints/5")
+
+
+def refused(*args, **kwargs):
+    with pytest.raises(UserError) as error:
+        check(*args, **kwargs)
+    first, *lines, last = str(error.value).splitlines()
+    assert first == "runs/x/checkpoints/5 was saved under another configuration (old -> new):"
+    assert last == "give the old values again, or another run_name for a new run"
+    return [line.strip() for line in lines]
+
+
+def test_each_key_is_in_one_group_and_there_are_no_others():
+    groups = (LAYOUT, BATCH, LENGTH, AROUND)
+    assert len(MAY_CHANGE) == sum(map(len, groups))
+    for one, other in itertools.combinations(groups, 2):
+        assert not set(one) & set(other)
+    assert set(schema().keys) >= MAY_CHANGE
+
+
+def test_the_same_configuration_has_nothing_to_say():
+    assert check("") == []
+
+
+# A value of each key other than in BASE, where not simply another one can be made up.
+OTHERS = {
+    "enable_nnx": "enable_nnx=false pure_nnx_decoder=false pure_nnx=false",
+    "pure_nnx_decoder": "pure_nnx_decoder=false",
+    "pure_nnx": "pure_nnx=false",
+    "logical_axis_rules": "logical_axis_rules=[[norm,[fsdp]]]",
+    "steps": "steps=40 learning_rate_schedule_steps=20",
+    "per_device_batch_size": "per_device_batch_size=4 gradient_accumulation_steps=2",
+    "gradient_accumulation_steps": "per_device_batch_size=2 gradient_accumulation_steps=4",
+}
+# These have tests of their own below.
+BY_ITSELF = {"run_name", "model_name", "learning_rate_schedule_steps"} | {k for k in LAYOUT if k.startswith("ici_")}
+
+
+def other(name):
+    key = schema().keys[name]
+    if name in OTHERS:
+        return OTHERS[name]
+    if key.kind is bool:
+        return f"{name}={not key.default}"
+    if key.choices:
+        return f"{name}={next(choice for choice in key.choices if choice != key.default)}"
+    return f"{name}=other" if key.kind is str else f"{name}={key.default + 2}"
+
+
+@pytest.mark.parametrize("name", sorted(MAY_CHANGE - BY_ITSELF))
+def test_what_may_change(name):
+    assert frozen(saved()[name]) != config(other(name))[name]
+    assert check(other(name)) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        ("opt_type=sgd", ['opt_type: "adamw" -> "sgd"']),
+        ("init_weights_seed=1", ["init_weights_seed: 0 -> 1"]),
+        ("base_emb_dim=96", ["base_emb_dim: 192 -> 96"]),
+        ("mlp_activations=[gelu]", ['mlp_activations: ["silu", "linear"] -> ["gelu"]']),
+        ("load_full_state_path=elsewhere", ['load_full_state_path: "" -> "elsewhere"']),
+        (
+            "learning_rate=1e-2 data_shuffle_seed=3 per_device_batch_size=4 eval_interval=7 adam_b2=0.9",
+            [  # in the order of base.yml, and what may change is not among them
+                "data_shuffle_seed: 0 -> 3",
+                "learning_rate: 0.006 -> 0.01",
+                "adam_b2: 0.95 -> 0.9",
+                "the global batch must stay, 8 -> 4 rows: per_device_batch_size: 8.0 -> 4.0",
+            ],
+        ),
+    ],
+)
+def test_all_other_differences_are_one_error(words, lines):
+    assert refused(words) == lines
+
+
+def test_every_other_key_is_compared():
+    now = saved()
+    for name in set(schema().keys) - MAY_CHANGE:
+        before = now | {name: "something else"}
+        with pytest.raises(UserError, match=rf'{name}: "something else" -> '):
+            check_resume(before, config(), False, "there")
+
+
+def test_the_mesh_may_change():
+    mesh = "per_device_batch_size=1 ici_data_parallelism=2 ici_fsdp_parallelism=2 ici_tensor_parallelism=2"
+    assert check(mesh, devices=8) == []
+    assert check("", before=mesh, devices_before=8) == []
+
+
+def test_the_run_may_have_another_name_and_place():
+    assert "run_name" not in saved()
+    assert check("run_name=other") == []
+
+
+def test_the_global_batch_stays_on_other_devices():
+    assert check("per_device_batch_size=1", devices=8) == []
+    assert refused("", devices=8) == ["the global batch must stay, 8 -> 64 rows: another number of devices"]
+    (line,) = refused("gradient_accumulation_steps=2 per_device_batch_size=1", devices=8)
+    assert line.endswith("8 -> 16 rows: per_device_batch_size: 8.0 -> 1.0, gradient_accumulation_steps: 1 -> 2")
+
+
+def test_the_schedule_follows_steps_only_where_it_is_not_given():
+    assert check("steps=40") == ["the learning rate's schedule follows steps: learning_rate_schedule_steps: 20 -> 40"]
+    fixed = "learning_rate_schedule_steps=30"
+    assert check(f"steps=40 {fixed}", before=fixed) == []
+    assert refused("steps=40 learning_rate_schedule_steps=40") == ["learning_rate_schedule_steps: 20 -> 40"]
+    assert refused("steps=40", before=fixed) == ["learning_rate_schedule_steps: 30 -> 40"]
+
+
+def test_a_key_that_the_checkpoint_does_not_know_had_its_default():
+    before = saved()
+    del before["use_qk_norm"]
+    assert check_resume(before, config(), False, "there") == []
+    with pytest.raises(UserError, match="use_qk_norm: false -> true"):
+        check_resume(before, config("use_qk_norm=true"), False, "there")
+
+
+def test_a_preset_may_be_replaced_by_its_sizes():
+    before = saved() | {"model_name": "of-old"}
+    assert check_resume(before, config(), False, "there") == []

@@ -1,0 +1,57 @@
+"""SIGTERM as a request."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from trainer.runtime.preemption import EXIT_CODE, Preemption
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_inside_the_signal_is_a_request():
+    with Preemption() as preemption:
+        assert not preemption.requested
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert preemption.requested
+        os.kill(os.getpid(), signal.SIGTERM)  # a second one is the same request
+        assert preemption.requested
+    assert preemption.requested
+
+
+def test_one_request_is_not_the_next_ones():
+    with Preemption() as first:
+        os.kill(os.getpid(), signal.SIGTERM)
+    with Preemption() as second:
+        assert not second.requested
+    assert first.requested
+
+
+def test_the_handler_goes_whatever_ends_the_context():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyError), Preemption():
+        raise KeyError
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_outside_it_ends_the_process():
+    code = (
+        "import os, signal; from trainer.runtime.preemption import Preemption\n"
+        "with Preemption(): os.kill(os.getpid(), signal.SIGTERM)\n"
+        "print('within', flush=True); os.kill(os.getpid(), signal.SIGTERM); print('not reached')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "within\n")
+
+
+def test_the_exit_code_is_what_a_shell_reports():
+    done = subprocess.run(["sh", "-c", "sh -c 'kill -TERM $$'; echo $?"], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == EXIT_CODE

@@ -1,0 +1,204 @@
+"""The state that a run begins with."""
+
+import functools
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import arguments, assert_equal_bits, copied
+
+from trainer.checkpoint import Beside, CheckpointManager
+from trainer.config import UserError, load, to_yaml
+from trainer.data import open_dataset
+from trainer.training import build, start
+
+
+@functools.cache
+def run(**overrides):
+    return build(load(arguments("nnx", steps=20, **overrides)).config, jax.devices()[:1])
+
+
+def native(this, seed, updates):
+    """A native state with contents of its own: no two arrays alike, the schedule's place and the step at `updates`."""
+    rng = np.random.default_rng(seed)
+
+    def one(x):
+        is_count = jnp.issubdtype(x.dtype, jnp.integer)
+        return np.asarray(updates if is_count else rng.normal(size=x.shape)).astype(x.dtype)
+
+    tree = jax.tree.map(one, this.backend.unpack(this.abstract_state))
+    return jax.device_put(this.backend.pack(tree), this.state_shardings)
+
+
+def dataset_of(this):
+    return open_dataset(this.config, print)
+
+
+def save(folder, this, updates, fingerprint=None):
+    """A run's folder with one checkpoint; gives the native state."""
+    state = native(this, updates, updates)
+    beside = Beside(to_yaml(this.config), updates, fingerprint or dataset_of(this).fingerprint, {})
+    with CheckpointManager(folder, this.config, print) as manager:
+        manager.save(updates, this.backend.unpack(state), beside, {})
+    return state
+
+
+def begin(this, folder=None, lines=None, schedule_given=False):
+    """`start` in a run's folder, or without checkpoints."""
+    say = (lambda line: None) if lines is None else lines.append
+    if folder is None:
+        return start(this, dataset_of(this), None, say, schedule_given=schedule_given)
+    with CheckpointManager(folder, this.config, say) as manager:
+        return start(this, dataset_of(this), manager, say, schedule_given=schedule_given)
+
+
+def assert_equal(this, left, right):
+    assert_equal_bits(*(copied(this.backend.unpack(state)) for state in (left, right)))
+
+
+def test_a_new_run_has_the_initial_state(tmp_path):
+    for folder in (None, tmp_path):
+        begun = begin(run(), folder)
+        assert begun[1:] == (0, None, False)
+        assert_equal(run(), begun.state, run().init())
+
+
+def test_its_own_newest_checkpoint(tmp_path):
+    save(tmp_path, run(), 5)
+    state = save(tmp_path, run(), 10)
+    lines = []
+    begun = begin(run(), tmp_path, lines)
+    assert begun[1:] == (10, 10, True)
+    assert_equal(run(), begun.state, state)
+    assert lines == [f"{tmp_path}/checkpoints/10: 10 of 20 updates are done"]
+
+
+def test_its_own_checkpoint_beats_the_sources_that_the_command_names(tmp_path):
+    save(tmp_path / "other", run(), 15)
+    this = run(load_full_state_path=str(tmp_path / "other"))
+    assert begin(this, tmp_path / "mine").updates == 15
+    state = save(tmp_path / "mine", this, 7)
+    lines = []
+    begun = begin(this, tmp_path / "mine", lines)
+    assert begun[1:] == (7, 7, True)
+    assert lines[1:] == ["load_full_state_path is not read: the run has a checkpoint of its own"]
+    assert_equal(this, begun.state, state)
+
+
+def test_a_schedule_that_follows_steps_is_a_warning(tmp_path):
+    save(tmp_path, run(), 5)
+    longer = build(load(arguments("nnx", steps=30)).config, jax.devices()[:1])
+    lines = []
+    assert begin(longer, tmp_path, lines).updates == 5
+    assert lines[0] == "warning: the learning rate's schedule follows steps: learning_rate_schedule_steps: 20 -> 30"
+
+
+def test_steps_below_the_checkpoint(tmp_path):
+    save(tmp_path, run(), 15)
+    shorter = build(load(arguments("nnx", steps=10)).config, jax.devices()[:1])
+    with pytest.raises(UserError, match=r"steps=10: .*/15 holds 15 updates already; give steps=15 or more"):
+        begin(shorter, tmp_path)
+
+
+def test_another_configuration_and_other_data(tmp_path):
+    save(tmp_path, run(), 5)
+    with pytest.raises(UserError, match=r'checkpoints/5 was saved under another .*\n  opt_type: "adamw" -> "sgd"'):
+        begin(run(opt_type="sgd"), tmp_path)
+    save(tmp_path, run(), 10, fingerprint="0123456789abcdef")
+    with pytest.raises(UserError, match=r"checkpoints/10 was trained on other data .*: 0123456789ab there, "):
+        begin(run(), tmp_path)
+
+
+@pytest.mark.parametrize("below", ["", "checkpoints", "checkpoints/10", "checkpoints/5"])
+def test_the_full_state_of_another_run(tmp_path, below):
+    states = {updates: save(tmp_path / "other", run(), updates) for updates in (5, 10)}
+    updates = 5 if below.endswith("/5") else 10
+    lines = []
+    this = run(load_full_state_path=str(tmp_path / "other" / below))
+    begun = begin(this, tmp_path / "mine", lines)
+    assert begun[1:] == (updates, updates, False)
+    assert_equal(this, begun.state, states[updates])
+    path = tmp_path / f"other/checkpoints/{updates}"
+    assert lines == [f"starting from {path}: {updates} updates, its optimizer, its position in the data"]
+    assert begin(this).updates == updates, "without checkpoints of its own too"
+
+
+def test_the_full_state_of_nothing(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "absent"):
+        with pytest.raises(UserError, match=f"load_full_state_path={tmp_path}/{name}: no checkpoint there; give a run"):
+            begin(run(load_full_state_path=str(tmp_path / name)))
+
+
+def test_a_damaged_full_state(tmp_path):
+    save(tmp_path, run(), 5)
+    (tmp_path / "checkpoints/5/run/data.json").write_text("{}")
+    with pytest.raises(UserError, match=r"checkpoints/5 is damaged: run/data\.json has 2 bytes of"):
+        begin(run(load_full_state_path=str(tmp_path)))
+
+
+def test_a_full_state_that_has_all_updates(tmp_path):
+    save(tmp_path, run(), 20)
+    with pytest.raises(UserError, match=r"steps=20: load_full_state_path=.*/20 holds 20 updates already"):
+        begin(run(load_full_state_path=str(tmp_path)))
+
+
+def test_other_data_begin_at_their_start(tmp_path):
+    save(tmp_path, run(), 5, fingerprint="of other data")
+    lines = []
+    begun = begin(run(load_full_state_path=str(tmp_path)), lines=lines)
+    assert begun[1:] == (5, None, False)
+    assert lines[0].endswith("5 updates, its optimizer, the beginning of other data")
+
+
+@pytest.mark.parametrize("opt_type", ["adamw", "sgd"])
+def test_a_fresh_optimizer_keeps_step_parameters_and_the_schedules_place(tmp_path, opt_type):
+    state = run().backend.unpack(save(tmp_path, run(), 5))
+    this = run(load_full_state_path=str(tmp_path), reset_optimizer=True, opt_type=opt_type)
+    lines = []
+    begun = begin(this, lines=lines)
+    tree, fresh = (this.backend.unpack(x) for x in (begun.state, this.init()))
+    assert begun[1:] == (5, 5, False)
+    assert tree.step == 5
+    assert_equal_bits(copied(tree.params), copied(state.params))
+    assert "a fresh optimizer" in lines[0]
+
+    def schedules(opt_state):
+        is_schedule = lambda node: isinstance(node, optax.ScaleByScheduleState)  # noqa: E731
+        return [n for n in jax.tree.leaves(opt_state, is_leaf=is_schedule) if is_schedule(n)]
+
+    (schedule,) = schedules(tree.opt_state)
+    assert schedule.count == 5
+    zeroed = jax.tree.map(
+        lambda n: n._replace(count=n.count * 0) if isinstance(n, optax.ScaleByScheduleState) else n,
+        tree.opt_state,
+        is_leaf=lambda n: isinstance(n, optax.ScaleByScheduleState),
+    )
+    assert_equal_bits(copied(zeroed), copied(fresh.opt_state))
+    # What jit makes of it is what it makes of any other state.
+    jax.block_until_ready(this.step.lower(begun.state, this.abstract_batch(this.rows)))
+
+
+def test_without_a_fresh_optimizer_another_one_is_refused(tmp_path):
+    save(tmp_path, run(), 5)
+    with pytest.raises(UserError, match=r"is of another optimizer: opt_state/"):
+        begin(run(load_full_state_path=str(tmp_path), opt_type="sgd"))
+
+
+def test_another_model_is_refused(tmp_path):
+    save(tmp_path, run(), 5)
+    with pytest.raises(
+        UserError, match=r"is of another model: params/.* float32\[.*\] there and float32\[.*\] in this"
+    ):
+        begin(run(load_full_state_path=str(tmp_path), base_mlp_dim=48))
+
+
+def test_the_other_run_may_go_away_afterwards(tmp_path):
+    state = save(tmp_path, run(), 5)
+    this = run(load_full_state_path=str(tmp_path))
+    begun = begin(this)
+    shutil.rmtree(tmp_path)
+    assert_equal(this, begun.state, state)
