@@ -119,7 +119,10 @@ def _abstract(run: Run) -> TrainTree:
 def _check_data(run: Run, dataset: Dataset, beside: Beside, path: Path) -> None:
     share = {"process_index": jax.process_index(), "process_count": jax.process_count()}
     # Opened once here, so that what does not fit is told before anything is compiled.
-    dataset.train_stream(beside.position, rows=run.rows, **share).close()
+    try:
+        dataset.train_stream(beside.position, rows=run.rows, **share).close()
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
     if beside.fingerprint != dataset.fingerprint:
         raise UserError(
             f"{path} was trained on other data or with another tokenizer: {beside.fingerprint[:12]} there, "

@@ -37,10 +37,18 @@ def dataset_of(this):
     return open_dataset(this.config, print)
 
 
-def save(folder, this, updates, fingerprint=None):
-    """A run's folder with one checkpoint; gives the native state."""
+def position_after(this, updates):
+    """Where the data stand behind the batch of the last of `updates`."""
+    return {"identity": dataset_of(this).identity, "row": updates * this.rows}
+
+
+def save(folder, this, updates, fingerprint=None, documents=None):
+    """A run's folder with one checkpoint, of `documents` if not the run's own; gives the native state."""
     state = native(this, updates, updates)
-    beside = Beside(to_yaml(this.config), updates, fingerprint or dataset_of(this).fingerprint, {})
+    position = position_after(this, updates)
+    if documents:
+        position["identity"] = position["identity"] | {"documents": documents}
+    beside = Beside(to_yaml(this.config), position, fingerprint or dataset_of(this).fingerprint, {})
     with CheckpointManager(folder, this.config, print) as manager:
         manager.save(updates, this.backend.unpack(state), beside, {})
     return state
@@ -71,7 +79,7 @@ def test_its_own_newest_checkpoint(tmp_path):
     state = save(tmp_path, run(), 10)
     lines = []
     begun = begin(run(), tmp_path, lines)
-    assert begun[1:] == (10, 10, True)
+    assert begun[1:] == (10, position_after(run(), 10), True)
     assert_equal(run(), begun.state, state)
     assert lines == [f"{tmp_path}/checkpoints/10: 10 of 20 updates are done"]
 
@@ -83,7 +91,7 @@ def test_its_own_checkpoint_beats_the_sources_that_the_command_names(tmp_path):
     state = save(tmp_path / "mine", this, 7)
     lines = []
     begun = begin(this, tmp_path / "mine", lines)
-    assert begun[1:] == (7, 7, True)
+    assert begun[1:] == (7, position_after(this, 7), True)
     assert lines[1:] == ["load_full_state_path is not read: the run has a checkpoint of its own"]
     assert_equal(this, begun.state, state)
 
@@ -110,6 +118,9 @@ def test_another_configuration_and_other_data(tmp_path):
     save(tmp_path, run(), 10, fingerprint="0123456789abcdef")
     with pytest.raises(UserError, match=r"checkpoints/10 was trained on other data .*: 0123456789ab there, "):
         begin(run(), tmp_path)
+    save(tmp_path, run(), 15, documents="a book")
+    with pytest.raises(UserError, match=r"checkpoints/15: .* belongs to other data: the training documents was a book"):
+        begin(run(), tmp_path)
 
 
 @pytest.mark.parametrize("below", ["", "checkpoints", "checkpoints/10", "checkpoints/5"])
@@ -119,7 +130,7 @@ def test_the_full_state_of_another_run(tmp_path, below):
     lines = []
     this = run(load_full_state_path=str(tmp_path / "other" / below))
     begun = begin(this, tmp_path / "mine", lines)
-    assert begun[1:] == (updates, updates, False)
+    assert begun[1:] == (updates, position_after(this, updates), False)
     assert_equal(this, begun.state, states[updates])
     path = tmp_path / f"other/checkpoints/{updates}"
     assert lines == [f"starting from {path}: {updates} updates, its optimizer, its position in the data"]
@@ -161,7 +172,7 @@ def test_a_fresh_optimizer_keeps_step_parameters_and_the_schedules_place(tmp_pat
     lines = []
     begun = begin(this, lines=lines)
     tree, fresh = (this.backend.unpack(x) for x in (begun.state, this.init()))
-    assert begun[1:] == (5, 5, False)
+    assert begun[1:] == (5, position_after(this, 5), False)
     assert tree.step == 5
     assert_equal_bits(copied(tree.params), copied(state.params))
     assert "a fresh optimizer" in lines[0]
