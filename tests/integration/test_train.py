@@ -178,6 +178,7 @@ class Recording:
 # Keys that have done their work when a run begins.
 READ_BY_LOADING = {
     "model_name": "chooses a preset while the configuration is loaded",
+    "reset_optimizer": "read where load_full_state_path names a state",
 }
 
 
@@ -206,7 +207,8 @@ def test_every_key_is_read(tmp_path, monkeypatch, corpus):
     module = importlib.import_module("trainer.training.build")
     resolve = module.resolve
     monkeypatch.setattr(module, "resolve", lambda *args, **kwargs: Recording(resolve(*args, **kwargs), seen))
-    monkeypatch.setattr("trainer.train.to_yaml", lambda config: "")  # writes every key out; that is not reading it
+    for user in ("trainer.train", "trainer.training.loop"):
+        monkeypatch.setattr(f"{user}.to_yaml", lambda config: "")  # writes every key out; that is not reading it
     common = TEXT | pinned("nnx") | {"steps": 1, "per_device_batch_size": 1, "eval_interval": 1}
     common |= {"data_cache_directory": corpus, "lr_schedule_type": "wsd"}
     main([f"{k}={v}" for k, v in common.items()])

@@ -7,6 +7,7 @@ commits it, and loses it by the rename that begins its deletion: what has the na
 """
 
 import contextlib
+import functools
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -42,7 +43,7 @@ class CheckpointManager:
             self._losses = {int(path.name): self._loss(path) for path in committed(self.directory)}
             self._orbax = ocp.training.Checkpointer(
                 self.directory.absolute(),
-                context=_context(self._write_sums),
+                context=_context(functools.partial(_write_sums, self.directory)),  # copied deeply: no method
                 preservation_policy=ocp.training.preservation_policies.PreserveAll(),
             )
         self._thread = ThreadPoolExecutor(1, "checkpoints")
@@ -95,11 +96,6 @@ class CheckpointManager:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-    def _write_sums(self) -> None:
-        # Called when all files are written and before the rename that commits; one save runs at a time.
-        for folder in self.directory.glob(f"*{_UNCOMMITTED}"):
-            write_sums(folder)
 
     def _end(self, saving: Any) -> None:
         """Waits for a save, then deletes what it makes superfluous. Orbax would delete in place, and to be killed in
@@ -168,6 +164,12 @@ def committed(folder: Path) -> list[Path]:
     """The checkpoints in a folder of checkpoints, the newest last."""
     found = [path for path in folder.glob("*") if path.name.isdecimal() and path.is_dir()]
     return sorted(found, key=lambda path: int(path.name))
+
+
+def _write_sums(directory: Path) -> None:
+    # Called when all files are written and before the rename that commits; one save runs at a time.
+    for folder in directory.glob(f"*{_UNCOMMITTED}"):
+        write_sums(folder)
 
 
 def _context(before_commit: Callable[[], None] | None = None) -> ocp.Context:
