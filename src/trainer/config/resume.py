@@ -18,7 +18,8 @@ LAYOUT = (*FLAGS, *MESH_AXES.values(), "logical_axis_rules", "scan_layers")
 BATCH = ("per_device_batch_size", "gradient_accumulation_steps")
 # How long: the schedule may follow where it is not given.
 LENGTH = ("steps", "learning_rate_schedule_steps")
-# What is written, kept, printed and evaluated, and what happens to a bad step.
+# What is written, kept, printed and evaluated, and what happens to a bad step. Where evaluation takes its rows from
+# the training documents, the data themselves tell that they are others.
 AROUND = (
     "run_name",
     "base_output_directory",
@@ -37,6 +38,14 @@ AROUND = (
     "eval_interval",
     "eval_steps",
     "eval_per_device_batch_size",
+    "eval_dataset_name",
+    "eval_split",
+    "eval_data_columns",
+    "tokenize_eval_data",
+    "grain_eval_files",
+    "hf_eval_split",
+    "hf_eval_files",
+    "data_cache_directory",
     "prompt",
     "decode_sampling_temperature",
     "override_model_config",

@@ -50,6 +50,7 @@ def test_the_same_configuration_has_nothing_to_say():
 
 # A value of each key other than in BASE, where not simply another one can be made up.
 OTHERS = {
+    "eval_data_columns": "eval_data_columns=[other]",
     "enable_nnx": "enable_nnx=false pure_nnx_decoder=false pure_nnx=false",
     "pure_nnx_decoder": "pure_nnx_decoder=false",
     "pure_nnx": "pure_nnx=false",
