@@ -39,15 +39,13 @@ class BesideFiles:
         return self._read(Path(directory))
 
     async def _write(self, directory: Any) -> None:
-        import jax
-
         folder = Path(await directory.await_creation())
-        if jax.process_index() != 0:
-            return
-        beside = self.read()
-        (folder / CONFIG).write_text(beside.config, encoding="utf-8")
+        beside, index = self.read(), _process_index()
         data = {"position": beside.position, "fingerprint": beside.fingerprint}
-        (folder / DATA).write_text(json.dumps(data) + "\n", encoding="utf-8")
+        (folder / _data_file(index)).write_text(json.dumps(data) + "\n", encoding="utf-8")
+        if index != 0:
+            return
+        (folder / CONFIG).write_text(beside.config, encoding="utf-8")
         (folder / METRICS).write_text(json.dumps(self._metrics) + "\n", encoding="utf-8")
         (folder / TOKENIZER).mkdir()
         for name, content in beside.tokenizer.items():
@@ -58,10 +56,22 @@ class BesideFiles:
 
 
 def read_beside(folder: Path) -> Beside:
-    """Reads what was written to checkpoints/N/run."""
-    data = json.loads((folder / DATA).read_text(encoding="utf-8"))
+    """Reads what was written to checkpoints/N/run, with this process's own position if it had one."""
+    own = folder / _data_file(_process_index())
+    data = json.loads((own if own.is_file() else folder / DATA).read_text(encoding="utf-8"))
     tokenizer = {path.name: path.read_bytes() for path in sorted((folder / TOKENIZER).iterdir())}
     return Beside((folder / CONFIG).read_text(encoding="utf-8"), tokenizer=tokenizer, **data)
+
+
+def _data_file(process: int) -> str:
+    """Streams stand elsewhere in each process; prepared data stand at one place, which data.json of process 0 has."""
+    return DATA if process == 0 else f"data-{process}.json"
+
+
+def _process_index() -> int:
+    import jax
+
+    return jax.process_index()
 
 
 def read_metrics(folder: Path) -> dict[str, float]:

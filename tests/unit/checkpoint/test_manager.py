@@ -1,5 +1,6 @@
 """Train states on disk: every optimizer's, in every combination; damage, disk errors, retention."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ from support import ALL_COMBINATIONS, assert_equal_bits, copied, tiny_config
 
 from trainer.backends import TrainTree, make_backend
 from trainer.checkpoint import Beside, CheckpointManager, inspect, newest, restore
+from trainer.checkpoint.beside import BesideFiles, read_beside
 from trainer.config import UserError
 
 BESIDE = Beside("base_config: base.yml\n", {"row": 3}, "corpus 1", {"tokenizer.json": b"{}"})
@@ -309,3 +311,23 @@ def test_sums_cover_every_file_but_the_mark_of_the_commit(tmp_path):
     path = saved(tmp_path)
     summed = json.loads((path / "sums.json").read_text())
     assert set(files(path)) - set(summed) <= {"sums.json", "commit_success.txt", "_CHECKPOINT_METADATA"}
+
+
+def test_each_process_has_a_position_of_its_own(tmp_path, monkeypatch):
+    for process in (0, 1):
+        monkeypatch.setattr("trainer.checkpoint.beside._process_index", lambda process=process: process)
+        write = BesideFiles(BESIDE._replace(position={"row": process}))._write(Created(tmp_path))
+        asyncio.run(write)
+    for process, row in ((0, 0), (1, 1), (2, 0)):
+        monkeypatch.setattr("trainer.checkpoint.beside._process_index", lambda process=process: process)
+        assert read_beside(tmp_path) == BESIDE._replace(position={"row": row})
+
+
+class Created:
+    """A folder as Orbax hands it to what is saved in it."""
+
+    def __init__(self, path):
+        self.path = path
+
+    async def await_creation(self):
+        return self.path
