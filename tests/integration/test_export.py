@@ -22,8 +22,11 @@ from checkpoint_cases import (
     write_hf,
     write_maxtext,
 )
+from support import ALL_COMBINATIONS, TINY, arguments
 
-from trainer.checkpoint import load_parameters
+from trainer import train
+from trainer.checkpoint import load_parameters, names_of
+from trainer.config import load, resolve
 from trainer.export import main
 
 
@@ -85,8 +88,12 @@ def test_from_maxtext_with_the_models_keys(tmp_path, capsys):
     np.testing.assert_allclose(query, wanted, rtol=1e-6)
     result["decoder"]["layers"]["self_attention"].pop("query")
     assert_same(result, params)
-    # Without them the default model is meant, which this is not.
-    assert "token_embedder/embedding: found [64, 16]" in failure(capsys, items, tmp_path / "no", "format=params")
+    assert "turn as adjacent pairs" in capsys.readouterr().out
+    for more in ([], ["rope_interleave=true"]):
+        message = failure(capsys, items, tmp_path / "no", "format=params", *more)
+        assert "this checkpoint says no keys of its model; give model_name=... or its keys" in message
+    message = failure(capsys, items, tmp_path / "no", "format=params", "model_name=mistral-7b")
+    assert "token_embedder/embedding: found [64, 16]" in message
     assert not list(tmp_path.glob("no*"))
 
 
@@ -100,6 +107,98 @@ def test_the_command_line_may_not_contradict_the_source(tmp_path, capsys):
     assert "base_emb_dim=16" in message
     assert "rope_max_timescale" not in message  # 7B has the same
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("block", "keys", "words_"),
+    [
+        ("llama2", ROPES["llama3.1"], ["rope_factor=8", "original_max_position_embeddings=32"]),
+        ("llama2", ROPES["yarn"], ["beta_fast=16"]),
+        ("mistral", {}, ["sliding_window_size=5"]),
+        ("qwen3", {}, ["normalize_embedding_logits=false"]),
+    ],
+)
+def test_what_the_source_says_may_be_repeated(tmp_path, capsys, block, keys, words_):
+    config = config_of(decoder_block=block, **FAMILIES[block] | keys)
+    write_hf(tmp_path / "hf", config, hf_tensors(random_params(config)))
+    main([str(tmp_path / "hf"), str(tmp_path / "out"), "format=params", *words_])
+    for word in words_:
+        if "=false" not in word:
+            message = failure(capsys, tmp_path / "hf", tmp_path / "no", "format=params", f"{word}1")
+            assert f"give: {word.partition('=')[0]}=" in message
+
+
+def test_keys_without_effect_are_refused(tmp_path, capsys):
+    config = config_of(decoder_block="llama2", **FAMILIES["llama2"])
+    write_hf(tmp_path / "hf", config, hf_tensors(random_params(config)))
+    given = ["steps=3", "load_parameters_path=x", "weight_dtype=bfloat16"]
+    message = failure(capsys, tmp_path / "hf", tmp_path / "out", "format=hf", *given)
+    assert "steps: not a key of the model\n" in message
+    assert "load_parameters_path: not a key of the model\n" in message
+    assert "weight_dtype: not a key of the model; dtype=..." in message
+    message = failure(capsys, tmp_path / "hf", tmp_path / "out", "format=hf", "beta_fast=3")
+    assert "beta_fast" in message
+
+
+def test_odd_places_to_write_to(tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "full" / "x").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for out, reason in (
+        (tmp_path / "file" / "a" / "b", "file is a file"),
+        (tmp_path / "link", "is a symbolic link"),
+        ("~/full", "exists and is no empty folder"),
+    ):
+        assert reason in failure(capsys, tmp_path, out, "format=hf")
+
+
+def test_the_context_length_can_be_given(tmp_path, capsys):
+    config = config_of(decoder_block="llama2", **FAMILIES["llama2"])
+    write_hf(tmp_path / "hf", config, hf_tensors(random_params(config)), max_position_embeddings=None)
+
+    def exported(source, out, *more):
+        main([str(tmp_path / source), str(tmp_path / out), "format=hf", *more])
+        return json.loads((tmp_path / out / "config.json").read_text())["max_position_embeddings"]
+
+    assert exported("hf", "a") == 128
+    assert "max_position_embeddings=128 is written" in capsys.readouterr().out
+    assert exported("hf", "b", "max_target_length=77") == 77
+    assert exported("b", "c") == 77
+    assert "is written" not in capsys.readouterr().out
+
+
+def test_a_run(tmp_path):
+    """From its folder; the same bytes whichever combination trained it."""
+    import orbax.checkpoint as orbax
+
+    exported = []
+    for combination in (ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]):
+        keys = {"steps": 2, "enable_checkpointing": True, "normalize_embedding_logits": False}
+        keys |= {"base_output_directory": tmp_path, "run_name": combination, "per_device_batch_size": 1}
+        train.main(arguments(combination, **keys))
+        run, hf, params = tmp_path / combination, tmp_path / f"{combination}-hf", tmp_path / f"{combination}-params"
+        main([str(run), str(hf), "format=hf"])
+        main([str(run), str(params), "format=params"])
+        tree = orbax.PyTreeCheckpointer().restore((run / "checkpoints" / "2" / "state").absolute())
+        stored = {name: np.asarray(value) for name, value in names_of(tree["params"]).items()}
+        assert_same(read_hf(hf), hf_tensors(stored))
+        config = resolve(load(arguments(combination, **keys)).config, device_count=1, platform="cpu")
+        assert_same(load_parameters(str(params), config, abstract_of(config), print), stored)
+        assert json.loads((hf / "config.json").read_text())["max_position_embeddings"] == TINY["max_target_length"]
+        exported.append({path.name: path.read_bytes() for path in hf.iterdir()})
+    assert exported[0] == exported[1]
+    assert "model.safetensors" in exported[0]
+
+
+def test_the_guides_stretched_model_trains(tmp_path, capsys):
+    sizes = TINY | {"logits_via_embedding": False}
+    config = resolve(load([f"{key}={value}" for key, value in sizes.items()]).config, device_count=1, platform="cpu")
+    path = write_hf(tmp_path / "hf", config, hf_tensors(random_params(config)))
+    keys = sizes | {"steps": 1, "per_device_batch_size": 1, "base_output_directory": tmp_path, "run_name": "long"}
+    keys |= {"load_parameters_path": path, "rope_type": "yarn", "rope_factor": 4}
+    train.main([f"{key}={value}" for key, value in keys.items()])
+    assert "says rope_type=default; rope_type=yarn was given and counts" in capsys.readouterr().out
 
 
 def test_mistakes_of_the_command_line_are_told_at_once(tmp_path, capsys):

@@ -178,6 +178,7 @@ class Recording:
 # Keys that have done their work when a run begins.
 READ_BY_LOADING = {
     "model_name": "chooses a preset while the configuration is loaded",
+    "override_model_config": "needless, and answered with a warning",
     "reset_optimizer": "read where load_full_state_path names a state",
 }
 
@@ -211,6 +212,7 @@ def test_every_key_is_read(tmp_path, monkeypatch, corpus):
         monkeypatch.setattr(f"{user}.to_yaml", lambda config: "")  # writes every key out; that is not reading it
     common = TEXT | pinned("nnx") | {"steps": 1, "per_device_batch_size": 1, "eval_interval": 1}
     common |= {"data_cache_directory": corpus, "lr_schedule_type": "wsd"}
+    common |= {"attention_type": "local_sliding", "sliding_window_size": 8}
     main([f"{k}={v}" for k, v in common.items()])
     for words in other_sources(tmp_path):
         open_dataset(Recording(load(words).config, seen), lambda line: None)

@@ -95,7 +95,9 @@ class _Loop:
     ):
         self.state, self.done, self._position = start.state, start.updates, start.position
         self.evaluated = True  # no evaluation was due and could not be brought to its end
-        self.reader = _Reader(reports.step, lambda row: _check_finite(run.config, row, run.rows))
+        self.reader = _Reader(
+            reports.step, lambda row: _check_finite(run.config, row, _batch_of(start, row["step"], run.rows))
+        )
         self._run, self._dataset, self._reports, self._manager = run, dataset, reports, manager
         self._preemption = preemption
         self._last_evaluation: Row = {}
@@ -174,7 +176,17 @@ def evaluate(run: Run, state: Any, dataset: Dataset, step: int, preemption: Pree
     return {"step": step, **metrics, "eval_time": time.perf_counter() - started}
 
 
-def _check_finite(config, row: Row, rows: int) -> None:
+def _batch_of(start: Start, step: int, rows: int) -> str:
+    """Which batch a step takes, in words."""
+    before = step - start.updates
+    first = (start.position or {"row": 0}).get("row")
+    if first is None:
+        return f"number {before + 1} of those streamed since this process began"
+    first += before * rows
+    return f"rows {first} to {first + rows - 1} of the training order"
+
+
+def _check_finite(config, row: Row, batch: str) -> None:
     values = {name: row[name] for name in ("loss", "grad_norm")}
     nan = config.abort_on_nan_loss and any(math.isnan(value) for value in values.values())
     inf = config.abort_on_inf_loss and any(math.isinf(value) for value in values.values())
@@ -182,7 +194,7 @@ def _check_finite(config, row: Row, rows: int) -> None:
         step, key = row["step"], "abort_on_nan_loss" if nan else "abort_on_inf_loss"
         found = " and ".join(f"{name} {value}" for name, value in values.items() if not math.isfinite(value))
         raise RunStopped(
-            f"step {step}: {found}. Its batch is rows {step * rows} to {(step + 1) * rows - 1} of the training order "
+            f"step {step}: {found}. Its batch is {batch} "
             f"(data_shuffle_seed={config.data_shuffle_seed}). The update was left out, and the checkpoints are as they "
             f"were. Lower learning_rate, or set {key}=false to leave such updates out and go on"
         )
