@@ -128,7 +128,7 @@ def rounds(words: list[str], count: int, seed: int, folder: Path, say=print) -> 
             if ended.code != 0:
                 assert ended.code in (-how, 143), f"ended with {ended.code}: {(here / 'log.txt').read_text()}"
                 done += 1
-                phases[" ".join(ended.phase.split()[:2])] += 1
+                phases[" ".join(ended.phase.partition(" /")[0].split()[:2])] += 1
                 say(f"round {done}: {how.name} after {ended.seconds:.1f} s, exit {ended.code}, at: {ended.phase}")
             if list(here.glob("runs/*/finished")):  # it may have been ended after that, in its last words
                 break

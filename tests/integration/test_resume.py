@@ -20,7 +20,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from support import ALL_COMBINATIONS, TINY, pinned
 
 from trainer.checkpoint import inspect, newest
-from trainer.data import open_dataset
+from trainer.data import eval_batches, open_dataset
 from trainer.objectives import Objective
 from trainer.observe.metrics import METRICS_FILE, TIMING_FIELDS, read_rows
 from trainer.train import main
@@ -142,6 +142,27 @@ def test_the_same_command_goes_on_by_itself(straight, at, tmp_path):
     assert "(30 to 59, going on from earlier ones)" in output
     assert_equal(run, straight)
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run-0001"]
+
+
+def test_sigterm_within_the_last_evaluation(straight, at, tmp_path, monkeypatch):
+    """All updates are done, and the run is not: the row of that evaluation is still to come."""
+    run = at(50)
+
+    def interrupted(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return eval_batches(*args, **kwargs)
+
+    monkeypatch.setattr("trainer.training.loop.eval_batches", interrupted)
+    code, output = train(tmp_path)
+    assert code == 143
+    assert f"SIGTERM: saved, the same command goes on from here ({RUN})" in output
+    assert newest(run).name == "60"
+    assert rows_of(run) == rows_of(straight)[:-1]
+    monkeypatch.undo()
+    code, output = train(tmp_path)
+    assert code == 0
+    assert "compiling the training step" not in output
+    assert_equal(run, straight)
 
 
 def test_from_each_combination_to_the_next(straight, at, tmp_path):

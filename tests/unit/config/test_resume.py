@@ -44,6 +44,20 @@ def test_each_key_is_in_one_group_and_there_are_no_others():
     assert set(schema().keys) >= MAY_CHANGE
 
 
+def test_the_list_is_this_one():
+    """So that a key does not leave it, or come to it, by accident."""
+    assert set(BATCH) == {"per_device_batch_size", "gradient_accumulation_steps"}
+    assert set(LENGTH) == {"steps", "learning_rate_schedule_steps"}
+    assert {"enable_nnx", "pure_nnx_decoder", "pure_nnx", "scan_layers", "logical_axis_rules"} <= set(LAYOUT)
+    sections = {"Run and output", "Checkpoints"}
+    around = {name for name, key in schema().keys.items() if key.section in sections}
+    around -= {"load_parameters_path", "load_full_state_path", "reset_optimizer"}  # what the run was begun with
+    evaluation = {"eval_interval", "eval_steps", "eval_per_device_batch_size", "prompt", "decode_sampling_temperature"}
+    evaluation |= {"eval_dataset_name", "eval_split", "eval_data_columns", "tokenize_eval_data", "grain_eval_files"}
+    evaluation |= {"hf_eval_split", "hf_eval_files"}
+    assert set(AROUND) == around | evaluation | {"data_cache_directory"}
+
+
 def test_the_same_configuration_has_nothing_to_say():
     assert check("") == []
 
