@@ -22,7 +22,7 @@ class Inert:
 
 _ADAM = ("adam_b1", "adam_b2", "adam_eps", "adam_eps_root", "adam_weight_decay", "adamw_mask", "mu_dtype")
 
-# What remat_policy=custom decides one by one; the names are those of layers/remat.py.
+# What remat_policy=custom decides one by one: TENSORS of layers/remat.py, which this room cannot import.
 _REMAT = (
     "decoder_layer_input",
     "context",

@@ -68,6 +68,14 @@ def choose_attention(values: Mapping[str, Any], mesh: Mapping[str, int], platfor
     ]
 
 
+def kernel_barred(config: Any, mesh: Mapping[str, int], platform: str) -> str:
+    """Why a resolved `config` with blockwise could not have the platform's kernel, in words; empty if it could."""
+    name = FLASH[platform]
+    if config["attention"] != "blockwise" or not (unmet := unsupported(KERNELS[name], config, mesh, platform)):
+        return ""
+    return f"{name} does not support {', '.join(unmet)}"
+
+
 def unsupported(kernel: Kernel, values: Mapping[str, Any], mesh: Mapping[str, int], platform: str) -> list[str]:
     """The settings that the kernel does not support, in words, with what it does support."""
     length, head_dim, dtype = values["max_target_length"], values["head_dim"], values["dtype"]

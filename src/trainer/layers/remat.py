@@ -1,8 +1,8 @@
 """What a checkpointed block keeps for its backward pass, by the names that layers give their tensors.
 
 Layers name them with `jax.ad_checkpoint.checkpoint_name`. A block's input is kept whatever the policy says, and of the
-named tensors those that the backward pass reads: mlpwo, say, is only added to the residual stream, so that no policy
-spends memory on it unless something reads it.
+named tensors those that the backward pass reads: mlpwo is only added to the residual stream, so that no policy spends
+memory on it.
 """
 
 from collections.abc import Callable, Mapping

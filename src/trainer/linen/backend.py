@@ -14,6 +14,7 @@ from trainer.backends.nnx_backend import NNXBackend
 from trainer.layers.sown import Sown
 from trainer.linen.bridge import capturing, to_linen
 from trainer.linen.decoder import LinenStackDecoder
+from trainer.linen.stack import initializing
 from trainer.linen.transformer import Transformer
 from trainer.models import transformer
 from trainer.ops.random import seed_key
@@ -38,10 +39,11 @@ class Linen:
     def __init__(self, config, tx: optax.GradientTransformation):
         self.config = config
         self.tx = tx
-        self.module = self._make_module()
+        self.module = self._make_module(config)
         id_bt, row_b = jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32)
         with tree_mode():
-            boxed = jax.eval_shape(self.module.init, seed_key(0), id_bt, id_bt, id_bt, row_b)
+            init = self._make_module(initializing(config)).init
+            boxed = jax.eval_shape(init, seed_key(0), id_bt, id_bt, id_bt, row_b)
         self.param_axes = jax.tree.map(
             lambda box: Axes(box.names), boxed["params"], is_leaf=lambda x: isinstance(x, linen.LogicallyPartitioned)
         )
@@ -59,8 +61,8 @@ class Linen:
         self._codec = Codec(native, tree, lambda path: path[:1] + path[2:] if path[0] == "rest" else path)
         self._variables_codec = Codec(native_variables, {"params": params, "rest": tree.rest}, _canonical_variable)
 
-    def _make_module(self) -> linen.Module:
-        return Transformer(self.config)
+    def _make_module(self, config) -> linen.Module:
+        return Transformer(config)
 
     def init(self, key: jax.Array, params: Any = None) -> TrainState:
         """See `Backend.init`."""
@@ -99,8 +101,8 @@ class Bridged(Linen):
 
     decoder = transformer.Decoder
 
-    def _make_module(self) -> linen.Module:
-        return to_linen(transformer.Transformer, self.config, kwargs={"decoder": self.decoder})
+    def _make_module(self, config) -> linen.Module:
+        return to_linen(transformer.Transformer, config, kwargs={"decoder": self.decoder})
 
     def _head(self, variables, x):
         return self.module.apply(variables, x, nnx_method="head")

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 from flax import linen
 from jax.ad_checkpoint import checkpoint_name
 
@@ -12,6 +13,14 @@ from trainer.layers.sown import Sown
 from trainer.linen.bridge import capturing, to_linen
 from trainer.models.remat import remat_policy
 from trainer.models.transformer import Types, make_block
+
+
+def initializing(config: Any) -> ml_collections.FrozenConfigDict:
+    """`config` for an initialization, which Linen traces with one token.
+
+    Parameters do not depend on the attention op, but kernels refuse such a length, or a row that no mesh splits.
+    """
+    return ml_collections.FrozenConfigDict({**config, "attention": "dot_product"})
 
 
 class Stack(linen.Module):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import combination, global_batch_rows, mesh_axes
+from trainer.config.kernels import kernel_barred
 from trainer.observe.lines import Work
 
 
@@ -28,6 +29,7 @@ def banner_rows(
     mesh = mesh_axes(config)
     rows, length, tokens = global_batch_rows(config), config.max_target_length, work_of(config, 0.0).tokens
     kind = device_kind if device_kind.lower() == platform else f"{device_kind} ({platform})"
+    barred = kernel_barred(config, mesh, platform)
     heads, kv_heads = config.base_num_query_heads, config.base_num_kv_heads
     batch = f"{rows} rows x {length} tokens = {tokens:,} tokens per step"
     if config.gradient_accumulation_steps > 1:
@@ -43,6 +45,7 @@ def banner_rows(
             f"MLP {config.base_mlp_dim}, vocabulary {config.vocab_size}, "
             f"{'tied' if config.logits_via_embedding else 'separate'} head; {parameters:,} parameters",
         ),
+        ("attention", f"{config.attention} ({barred})" if barred else config.attention),
         ("dtype", f"{config.dtype}, weights {config.weight_dtype}"),
         ("batch", batch),
         ("steps", f"{config.steps:,}"),

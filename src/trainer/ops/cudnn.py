@@ -24,7 +24,9 @@ def cudnn_attention(
     stand where their queries stand, with positions that grow by one along a segment. JAX gives it segments as a bias
     on the scores only: b t s bfloat16 numbers (128 MB a row of 8192 tokens) and, in the backward pass, as many for the
     bias's gradient, which cuDNN always writes. One bias serves all heads, so that is 1 / h of the square of scores, and
-    the compiler may share it between layers. `implementation` "xla" is the same call on any platform.
+    the compiler may share it between layers. The statistics of the softmax that the backward pass needs have no name
+    for `jax.checkpoint`: under a policy that keeps named tensors the forward pass runs again. `implementation` "xla" is
+    the same call on any platform.
 
     Raises:
       ValueError: dropout, a soft cap, or another dtype.

@@ -10,11 +10,12 @@ from support import ALL_COMBINATIONS, arguments, copied, packed_batch, tiny_conf
 
 from trainer.backends import make_backend
 from trainer.config import UserError, load, schema
+from trainer.config.effects import INERT
 from trainer.layers.remat import KEPT, OFFLOADED, TENSORS, make_policy
 from trainer.models.remat import check_offload
 from trainer.objectives import Objective
 from trainer.optim import make_optimizer
-from trainer.runtime import place
+from trainer.runtime.place import place
 from trainer.training import build
 
 QKV = {"query_proj", "key_proj", "value_proj"}
@@ -88,6 +89,11 @@ def test_every_choice_of_the_schema_is_there():
         name: ("device", "offload") if name == "decoder_layer_input" else ("remat", "device", "offload")
         for name in TENSORS
     }
+
+
+def test_the_warning_of_keys_without_effect_speaks_of_every_tensor():
+    (inert,) = [inert for inert in INERT if inert.reason == "remat_policy is not custom"]
+    assert inert.keys == TENSORS
 
 
 def loss_and_arguments(combination, **overrides):
@@ -202,6 +208,14 @@ def test_a_layer_more_costs_the_bytes_that_its_policy_names(policy):
         return temporaries(policy, DEPTHS[1]) - temporaries(policy, DEPTHS[0])
 
     assert growth(policy) - growth("full") == (DEPTHS[1] - DEPTHS[0]) * named_bytes(policy)
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept_here"), [("qkv_proj_offloaded", "save_qkv_proj"), ("minimal_offloaded", "minimal")]
+)
+def test_on_cpu_offloading_saves_nothing(policy, kept_here):
+    """As base.yml says; docs/benchmarks/remat.md has what it saves on a TPU."""
+    assert temporaries(policy, DEPTHS[0]) == temporaries(kept_here, DEPTHS[0])
 
 
 def test_compiled_memory_and_flops_order_as_the_policies_do():

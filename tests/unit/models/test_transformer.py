@@ -13,7 +13,7 @@ from support import ALL_COMBINATIONS, assert_equal_bits, copied, packed_batch, p
 
 from trainer.backends import make_backend
 from trainer.config import load, resolve
-from trainer.models.transformer import init_cache
+from trainer.models.transformer import finish_logits, init_cache
 
 ROWS, LENGTH = 2, 16
 # Threefry compiles five times as fast at this level.
@@ -32,6 +32,8 @@ MODELS = {
     },
     "untied, ungated": {"logits_via_embedding": False, "mlp_activations": "[gelu]"},
 }
+CAP = 0.7
+CAPPED = {"tied": "tied, gated", "separate": "untied, ungated"}
 
 # MaxText's names; 2 layers, width 16, 4 query and 2 key heads of 8, MLP 32, vocabulary 64.
 HEADED = {
@@ -295,6 +297,30 @@ def reference(name):
 def test_logits_equal_a_second_implementation(combination, name):
     m = model(combination, name)
     np.testing.assert_allclose(m.logits(packed_batch(m.config, ROWS, seed=2)), reference(name), atol=1e-4)
+
+
+@pytest.mark.parametrize("head", CAPPED)
+def test_the_soft_cap_bounds_the_logits_of_either_head(combination, head):
+    plain = model(ALL_COMBINATIONS[0], CAPPED[head])
+    config = tiny_config(combination, final_logits_soft_cap=CAP, max_target_length=LENGTH, **MODELS[CAPPED[head]])
+    backend, batch = make_backend(config, optax.sgd(0.1)), packed_batch(config, ROWS, seed=2)
+
+    def forward(params):
+        inputs = [batch[field] for field in ("inputs", "inputs_position", "inputs_segmentation", "row")]
+        return backend.apply(params, {}, backend.apply(params, {}, *inputs)[0], method="head")[0]
+
+    capped = np.asarray(jax.jit(forward, compiler_options=QUICK)(plain.params))
+    logits = reference(CAPPED[head])  # those of the tied head divided by sqrt(width) already
+    np.testing.assert_allclose(capped, CAP * np.tanh(logits / CAP), atol=1e-4)
+    assert np.abs(logits).max() > 2 * CAP
+
+
+def test_soft_caps_worked_out_by_hand():
+    settings = {"logits_via_embedding": True, "normalize_embedding_logits": True, "base_emb_dim": 16}
+    config = tiny_config("nnx", final_logits_soft_cap=5, **settings)
+    # Divided by sqrt(16): 0, 5, -10; of them 5 tanh(0), 5 tanh(1), 5 tanh(-2).
+    found = finish_logits(config, jnp.array([0.0, 20.0, -40.0]))
+    np.testing.assert_allclose(found, [0, 3.8079708, -4.8201379], rtol=1e-6)
 
 
 @functools.cache

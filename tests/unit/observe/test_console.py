@@ -185,6 +185,7 @@ mesh         data 1 x fsdp 1 x tensor 1
 combination  nnx
 model        llama2: 2 layers, width 192, 6 heads of 32 (3 key-value), MLP 512, vocabulary 4096, tied head; \
 1,671,104 parameters
+attention    dot_product
 dtype        float32, weights float32
 batch        8 rows x 128 tokens = 1,024 tokens per step
 steps        700

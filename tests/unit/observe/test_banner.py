@@ -1,0 +1,58 @@
+"""The attention op at the start of a run, and what keeps it from being the platform's kernel."""
+
+from pathlib import Path
+
+import pytest
+from support import pinned
+
+from trainer.config import load, resolve
+from trainer.observe.banner import banner_rows
+
+SIZES = {
+    "dataset_type": "synthetic",
+    "attention": "autoselected",
+    "max_target_length": 1024,
+    "head_dim": 64,
+    "base_num_query_heads": 4,
+    "base_num_kv_heads": 2,
+    "dtype": "bfloat16",
+    "ici_fsdp_parallelism": 4,
+    "ici_tensor_parallelism": 2,
+}
+DROPOUT = {"enable_dropout": True, "attention_dropout_rate": 0.1}
+UNALIKE = {"logical_axis_rules": "[[activation_kv_heads,[]]]"}
+
+
+def attention(platform, **overrides):
+    words = [f"{key}={value}" for key, value in (pinned("nnx") | SIZES | overrides).items()]
+    config = resolve(load(words).config, device_count=8, platform=platform)
+    facts = {"device_kind": platform, "process_count": 1, "parameters": 1, "dataset": "", "run_dir": Path("run")}
+    return dict(banner_rows(config, platform=platform, **facts))["attention"]
+
+
+@pytest.mark.parametrize(
+    ("platform", "overrides", "text"),
+    [
+        ("cpu", {}, "blockwise"),
+        ("cpu", DROPOUT, "blockwise"),
+        ("gpu", {}, "cudnn_flash_jax"),
+        ("tpu", {}, "splash"),
+        ("tpu", {"max_target_length": 128}, "dot_product"),
+        ("tpu", {"attention": "blockwise"}, "blockwise"),
+        ("tpu", DROPOUT, "blockwise (splash does not support attention_dropout_rate=0.1)"),
+        ("tpu", {"attention": "blockwise"} | DROPOUT, "blockwise (splash does not support attention_dropout_rate=0.1)"),
+        (
+            "gpu",
+            {"attn_logits_soft_cap": 30, "head_dim": 136},
+            "blockwise (cudnn_flash_jax does not support attn_logits_soft_cap=30, head_dim=136 (at most 128))",
+        ),
+        (
+            "tpu",
+            UNALIKE,
+            "blockwise (splash does not support different rules of activation_heads (tensor) and "
+            "activation_kv_heads (none))",
+        ),
+    ],
+)
+def test_the_start_names_the_attention_op_and_what_bars_the_kernel(platform, overrides, text):
+    assert attention(platform, **overrides) == text

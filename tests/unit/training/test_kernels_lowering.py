@@ -1,0 +1,71 @@
+"""The whole training step with the fused kernels, lowered on a CPU mesh for platforms that are not here."""
+
+import importlib
+import re
+
+import jax
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo
+from support import ALL_COMBINATIONS, arguments
+
+from trainer.config import load, resolve
+
+# The package exports the function under the module's name.
+building = importlib.import_module("trainer.training.build")
+
+SIZES = {
+    "attention": "flash",
+    "dtype": "bfloat16",
+    "max_target_length": 128,
+    "head_dim": 64,
+    "ici_data_parallelism": 1,
+    "ici_fsdp_parallelism": 4,
+    "ici_tensor_parallelism": 2,
+}
+LOWERED_AS = {"tpu": "tpu", "gpu": "cuda"}
+# How a kernel's calls are named in the lowered program.
+CALL = {"tpu": r'kernel_name = "splash_mha_([a-z]+)_', "gpu": r"custom_call @__cudnn\$fmha(\w+)\("}
+FORWARD = {"tpu": ["fwd"], "gpu": ["ScaleBiasSoftmax"]}
+BACKWARD = {"tpu": ["dkv", "dq"], "gpu": ["ScaleBiasSoftmaxBackward"]}
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """The calls of kernels in the lowered step of a combination, resolved for a platform and on eight devices."""
+    # Lowering for a GPU asks for the version of the installed library, and there is none.
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91100)
+
+    def found(combination, platform, **overrides):
+        def resolve_elsewhere(config, **here):
+            return resolve(config, **here | {"platform": platform})
+
+        monkeypatch.setattr(building, "resolve", resolve_elsewhere)
+        run = building.build(load(arguments(combination, **SIZES | overrides)).config, jax.devices())
+        assert dict(run.mesh.shape) == {"data": 1, "fsdp": 4, "tensor": 2}
+        step = run.step.trace(*run.abstract_args()).lower(lowering_platforms=(LOWERED_AS[platform],))
+        return sorted(re.findall(CALL[platform], step.as_text()))
+
+    return found
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+@pytest.mark.parametrize("platform", CALL)
+@pytest.mark.parametrize("combination", ALL_COMBINATIONS)
+def test_the_step_lowers_with_the_platforms_kernel(kernels, combination, platform, scan_layers):
+    found = kernels(combination, platform, scan_layers=scan_layers, base_num_decoder_layers=1, remat_policy="none")
+    assert found == sorted(FORWARD[platform] + BACKWARD[platform])
+
+
+@pytest.mark.parametrize(
+    ("platform", "policy", "forward_runs"),
+    [
+        ("tpu", "minimal", 2),
+        ("tpu", "minimal_with_context", 1),
+        # cuDNN's own residuals have no name that a policy could keep (base.yml says so).
+        ("gpu", "minimal_with_context", 2),
+        ("gpu", "none", 1),
+    ],
+)
+def test_context_spares_the_second_run_of_splash_alone(kernels, platform, policy, forward_runs):
+    found = kernels(ALL_COMBINATIONS[0], platform, remat_policy=policy)
+    assert found == sorted(FORWARD[platform] * forward_runs + BACKWARD[platform])
