@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 from support import TINY
 
-from trainer.checkpoint import model_config, names_of, nested
+from trainer.checkpoint import names_of, nested
+from trainer.config import load, resolve
 from trainer.export import parameter_shapes
 
 MODEL = {key: TINY[key] for key in TINY if key.startswith(("base_", "head_dim", "vocab_size"))}
@@ -47,7 +48,8 @@ def words(**keys: Any) -> list[str]:
 
 def config_of(**keys: Any) -> Any:
     """A tiny model's configuration, resolved."""
-    return model_config({}, words(**keys), "")
+    loaded = load(["base.yml", "dataset_type=synthetic", *words(**keys)])
+    return resolve(loaded.config, device_count=1, platform="cpu")
 
 
 def random_params(config: Any, dtype: Any = np.float32, seed: int = 0) -> dict[str, np.ndarray]:

@@ -20,7 +20,8 @@ OUT     a new or empty folder
 format  hf: Hugging Face's layout, config.json and safetensors; params: parameters alone, for load_parameters_path
 dtype   of what is written; left out: as it is stored in FROM
 key     keys of the model, as for trainer.train. FROM's own config.json or config.yml says them; a MaxText checkpoint
-        says none, so give model_name=... or each of them. rope_interleave is converted.
+        says none, so give model_name=... or each of them. rope_interleave is converted. max_target_length=... is
+        written as max_position_embeddings.
 The files of a tokenizer beside FROM are copied."""
 
 
@@ -33,15 +34,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     source, out, options, keys = _read_words(words)
     # From here on the command line makes sense by itself; what follows loads JAX.
-    from trainer.checkpoint import model_config, open_source
+    from trainer.checkpoint import copy_tokenizer, model_config, open_source
+    from trainer.checkpoint.description import check_words
 
     checkpoint = open_source(source)
     config = model_config(checkpoint.keys, keys, str(checkpoint.path))
+    check_words(checkpoint.keys, keys, config, str(checkpoint.path))
     leaves = checkpoint.leaves(config, parameter_shapes(config))
+    neutral = dict(checkpoint.neutral)
+    if any(word.startswith("max_target_length=") for word in keys):
+        neutral["max_position_embeddings"] = config.max_target_length
     partial = out.with_name(f"{out.name}.incomplete-{os.getpid()}")
-    partial.mkdir(parents=True)
     try:
-        _write(partial, options, config, leaves, checkpoint)
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"{partial}: cannot be made: {error.strerror}") from error
+    try:
+        for note in checkpoint.notes(config):
+            print(note)
+        _write(partial, options, config, leaves, neutral)
+        copy_tokenizer(checkpoint.tokenizer, partial)
         os.rename(partial, out)  # only now there is something at OUT, and it is complete
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -56,8 +68,8 @@ def _read_words(words: Sequence[str]) -> tuple[str, Path, dict[str, str], list[s
     mistakes = []
     if len(places) != 2 or any("=" in place and place.partition("=")[0] in named for place in places):
         mistakes.append("the first two words are FROM and OUT")
-    elif Path(places[1]).exists() and not _is_empty(Path(places[1])):
-        mistakes.append(f"{places[1]}: exists and is no empty folder; give a new one")
+    elif problem := _not_a_new_folder(Path(places[1]).expanduser().absolute()):
+        mistakes.append(f"{places[1]}: {problem}")
     if options.get("format") not in FORMATS:
         mistakes.append(f"format={options.get('format', '')}: allowed: {', '.join(FORMATS)}")
     if options.get("dtype", DTYPES[0]) not in DTYPES:
@@ -68,8 +80,13 @@ def _read_words(words: Sequence[str]) -> tuple[str, Path, dict[str, str], list[s
     return places[0], Path(places[1]).expanduser().absolute(), options, keys
 
 
-def _is_empty(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
+def _not_a_new_folder(path: Path) -> str | None:
+    if path.is_symlink():
+        return "is a symbolic link; give the folder itself"
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        return "exists and is no empty folder; give a new one"
+    above = next(parent for parent in path.parents if parent.exists())
+    return None if above.is_dir() else f"{above} is a file"
 
 
 def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
@@ -86,14 +103,16 @@ def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     return {name: leaf.shape for name, leaf in names_of(params).items()}
 
 
-def _write(folder: Path, options: dict[str, str], config: Any, leaves: Any, checkpoint: Any) -> None:
-    from trainer.checkpoint import copy_tokenizer, write_huggingface, write_params
+def _write(folder: Path, options: dict[str, str], config: Any, leaves: Any, neutral: dict[str, Any]) -> None:
+    from trainer.checkpoint import write_huggingface, write_params
+    from trainer.models.huggingface_config import length_notes
 
     if options["format"] == "hf":
-        write_huggingface(folder, config, leaves, options.get("dtype"), checkpoint.neutral)
+        for note in length_notes(config, neutral):
+            print(note)
+        write_huggingface(folder, config, leaves, options.get("dtype"), neutral)
     else:
-        write_params(folder, config, leaves, options.get("dtype"), checkpoint.neutral)
-    copy_tokenizer(checkpoint.tokenizer, folder)
+        write_params(folder, config, leaves, options.get("dtype"), neutral)
 
 
 def _report(out: Path, options: dict[str, str], parameters: int) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from trainer.config import UserError, exit_on_user_error, load, to_yaml
+from trainer.config.files import COMMAND_LINE
 from trainer.runtime.preemption import EXIT_CODE
 
 
@@ -56,8 +57,9 @@ def _train(loaded, run, dataset, run_dir, console):
         manager = None
         if run.config.enable_checkpointing:
             manager = stack.enter_context(CheckpointManager(run_dir.path, run.config, console.say))
+        given = {key for key, where in loaded.changed.items() if where == COMMAND_LINE}
         schedule_given = loaded.config.learning_rate_schedule_steps != -1
-        begin = start(run, dataset, manager, console.say, schedule_given=schedule_given, given=loaded.changed)
+        begin = start(run, dataset, manager, console.say, schedule_given=schedule_given, given=given)
         if begin.updates == run.config.steps and run_dir.finished:
             return None
         # All that can be wrong with the command has been seen: the run leaves its traces.

@@ -168,6 +168,7 @@ def test_the_context_length_can_be_given(tmp_path, capsys):
     assert "is written" not in capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
 def test_a_run(tmp_path):
     """From its folder; the same bytes whichever combination trained it."""
     import orbax.checkpoint as orbax

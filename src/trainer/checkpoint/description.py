@@ -25,8 +25,23 @@ _OF_ROPE = {
         "rope_attention_scaling",
     ),
 }
+# Keys that have an effect under one value of another, which says all there is to say where it differs.
+_BELOW = {
+    "rope_type": {name for names in _OF_ROPE.values() for name in names},
+    "attention_type": {"sliding_window_size"},
+}
 # How the columns of queries and keys are ordered. Not part of the function: it is converted as needed.
 ORDER = "rope_interleave"
+# Keys with which the same parameters compute another function. All others decide which parameters there are, and of
+# what shapes and in what order they act: these are the checkpoint's to say.
+FREE = {
+    *("normalization_layer_epsilon", "attn_logits_soft_cap", "final_logits_soft_cap", "normalize_embedding_logits"),
+    *("attention_type", "rope_type", "rope_min_timescale", "rope_max_timescale", *_BELOW["rope_type"]),
+    "sliding_window_size",
+}
+MODEL = {*_ALWAYS, *FREE, ORDER}
+# Keys of a command line of `trainer.export` besides: a preset of `MODEL`, and how long a text the model is for.
+_PRESET, LENGTH = "model_name", "max_target_length"
 
 
 def described(config: Any) -> dict[str, Any]:
@@ -44,18 +59,21 @@ def check_same_model(
 ) -> None:
     """Compares what a checkpoint says of its model with `config`, resolved.
 
-    Keys in `given` may differ, with a line to `say`: whoever writes rope_type=yarn wants to stretch a model that was
-    trained without it.
+    Keys in `given` that are in `FREE` may differ, with a line to `say`: whoever writes rope_type=yarn wants to
+    stretch a model that was trained without it. What either says below such a key, such as a factor, is not compared.
 
     Raises:
       UserError: every other key that differs, as the checkpoint has it.
     """
     ours = described(config)
+    free = FREE.intersection(given)
+    counting = [name for name in _BELOW if name in free and name in keys and ours[name] != keys[name]]
+    settled = {below for name in counting for below in _BELOW[name]} | {ORDER}
     differing = []
     for name in keys:
-        if name == ORDER or ours.get(name) == keys[name]:
+        if name in settled or ours.get(name) == keys[name]:
             continue
-        if name in given:
+        if name in free:
             say(f"{where} says {name}={_text(keys[name])}; {name}={_text(config[name])} was given and counts")
         else:
             differing.append(name)
@@ -84,13 +102,35 @@ def model_config(keys: Mapping[str, Any], words: Sequence[str], where: str) -> A
     Raises:
       UserError: a word, or the preset that it names, says another model than `keys`.
     """
-    config = _resolved([*as_words(keys), *words])
-    if not keys:
-        return config
-    asked = load(["base.yml", "dataset_type=synthetic", *words])
-    chosen = keys if asked.config.model_name != "default" else asked.changed
-    check_same_model({name: keys[name] for name in keys if name in chosen}, _resolved(words), where)
+    # Beside the checkpoint's keys a word may only make sense with them, so they come first.
+    loaded = load(["base.yml", "dataset_type=synthetic", *as_words(keys), *words])
+    given = [word.partition("=")[0] for word in words]
+    config = resolve(loaded.config, device_count=1, platform="cpu")
+    if _PRESET in given:
+        check_same_model(keys, _resolved(words), where)
+    check_same_model(keys, config, where)
     return config
+
+
+def check_words(keys: Mapping[str, Any], words: Sequence[str], config: Any, where: str) -> None:
+    """Checks that each of `words`, of which `model_config` made `config`, counts, and that they or `keys` say a model.
+
+    Raises:
+      UserError: a word is no key of a model, or has no effect on this one; or nothing says which model it is.
+    """
+    given = [word.partition("=")[0] for word in words]
+    hints = {"weight_dtype": "; dtype=... says in what to write"}
+    lines = [
+        f"{name}: not a key of the model{hints.get(name, '')}"
+        for name in dict.fromkeys(given)
+        if name not in {*MODEL, _PRESET, LENGTH}
+    ]
+    idle = MODEL.intersection(given) - described(config).keys() - {ORDER}
+    lines += [f"{name}: without effect on this model" for name in sorted(idle)]
+    if lines:
+        raise UserError("\n  ".join([f"{where}: only the model's keys can be given:", *lines]))
+    if not keys and not {*MODEL, _PRESET}.difference({ORDER}).intersection(given):
+        raise UserError(f"{where}: this checkpoint says no keys of its model; give model_name=... or its keys")
 
 
 def model_yaml(config: Any) -> str:
@@ -99,16 +139,23 @@ def model_yaml(config: Any) -> str:
     return "\n".join(["base_config: base.yml", *(f"{name}: {to_flow(value)}" for name, value in keys.items()), ""])
 
 
-def read_model_yaml(path: Path) -> dict[str, Any]:
-    """The model's keys in a configuration beside a checkpoint: what `described` gives, and `rope_interleave`.
+def read_model_yaml(path: Path) -> tuple[dict[str, Any], int | None]:
+    """What a configuration beside a checkpoint says of the model: the data, the mesh and the platform may not be here.
 
-    Only the model counts: the data, the mesh and the platform that the file speaks of may not be here.
+    Returns:
+      What `described` gives, and `rope_interleave`; and how long a text it was trained on, if the file says it.
+
+    Raises:
+      UserError: the file is none, or a value is not allowed.
     """
-    found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    names = [name for names in (_ALWAYS, *_OF_ROPE.values()) for name in names]
-    names += ["sliding_window_size", "normalize_embedding_logits", ORDER]
-    config = _resolved(as_words({name: found[name] for name in names if name in found}))
-    return described(config) | {ORDER: config[ORDER]}
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: not a table of `key: value` lines")
+    config = _resolved(as_words({name: found[name] for name in sorted(MODEL) if name in found}))
+    return described(config) | {ORDER: config[ORDER]}, found.get(LENGTH)
 
 
 def _resolved(words: Sequence[str]) -> Any:

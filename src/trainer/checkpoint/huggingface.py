@@ -1,14 +1,14 @@
 """Hugging Face's directories: config.json and safetensors, in one file or in shards."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from trainer.checkpoint.source import LAYERS, Leaf, Shapes, check_tensors, read_json
+from trainer.checkpoint.source import LAYERS, Leaf, Shapes, check_tensors, common_dtype, read_json
 from trainer.config import UserError
 from trainer.models.huggingface import Layout, family
 from trainer.models.huggingface_config import NEUTRAL, model_keys
@@ -37,6 +37,10 @@ class HuggingFaceSource:
         }
         self._files = {name: file for file in _open_files(path) for name in file.keys()}  # noqa: SIM118
 
+    def notes(self, config: Any) -> Sequence[str]:
+        """See `Source.notes`: nothing."""
+        return ()
+
     def leaves(self, config: Any, shapes: Shapes) -> dict[str, Leaf]:
         """See `Source.leaves`."""
         layouts = family(config.decoder_block).layouts
@@ -49,11 +53,14 @@ class HuggingFaceSource:
         wanted = dict(tensor for name, shape in shapes.items() for tensor in tensors_of(layouts[name], name, shape))
         head = layouts["decoder/logits_dense/kernel"].name
         table = layouts["token_embedder/embedding"].name
-        if config.logits_via_embedding and head in found and found[head] == found.get(table):
-            self._check_tied(head, table, found.pop(head)[0][0])
+        tied = config.logits_via_embedding and head in found and found[head] == found.get(table)
+        if tied:
+            del found[head]
         # Buffers, which some files hold: they follow from config.json.
         found = {name: it for name, it in found.items() if not name.endswith("rotary_emb.inv_freq")}
         check_tensors(found, wanted, str(self.path))
+        if tied:
+            self._check_tied(head, table, wanted[table][0])
         return {
             name: self._leaf(layouts[name], name, shape, config.rope_interleave, layers)
             for name, shape in shapes.items()
@@ -62,13 +69,13 @@ class HuggingFaceSource:
     def _leaf(self, layout: Layout, name: str, shape: tuple[int, ...], interleave: bool, layers: int) -> Leaf:
         stacked = name.startswith(LAYERS)
         tensors = [layout.name.format(i) for i in range(layers)] if stacked else [layout.name]
-        stored = _DTYPES[self._files[tensors[0]].get_slice(tensors[0]).get_dtype()]
+        stored, mixed = common_dtype([_DTYPES[self._files[it].get_slice(it).get_dtype()] for it in tensors])
         part_shape = shape[1:] if stacked else shape
 
         def read(tensor: str) -> np.ndarray:
             return layout.to_ours(self._files[tensor].get_tensor(tensor), part_shape, interleave)
 
-        return Leaf(shape, stored, [functools.partial(read, tensor) for tensor in tensors])
+        return Leaf(shape, stored, [functools.partial(read, tensor) for tensor in tensors], mixed=mixed)
 
     def _check_tied(self, head: str, table: str, rows: int) -> None:
         one, other = self._files[head].get_slice(head), self._files[table].get_slice(table)

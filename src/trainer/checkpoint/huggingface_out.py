@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from trainer.checkpoint.huggingface import INDEX, tensors_of
-from trainer.checkpoint.params_out import target_dtype
+from trainer.checkpoint.params_out import target_dtypes
 from trainer.checkpoint.safetensors_file import SafetensorsFile, Tensors
 from trainer.checkpoint.source import LAYERS, Leaf, Tick, progress
 from trainer.models.huggingface import Layout, family
@@ -35,10 +35,10 @@ def write_huggingface(
       shard_bytes: at most so many bytes of tensors go into one file, unless one tensor is larger.
 
     Raises:
-      UserError: the model has what Hugging Face's architecture has no word for.
+      UserError: the model has what Hugging Face's architecture has no word for; or see `target_dtypes`.
     """
     layouts = family(config.decoder_block).layouts
-    dtypes = {name: target_dtype(leaf.dtype, dtype) for name, leaf in leaves.items()}
+    dtypes = target_dtypes(leaves, dtype)
     data = config_json(config, dtypes["token_embedder/embedding"].name, neutral)
     (folder / "config.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
@@ -47,10 +47,10 @@ def write_huggingface(
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context(SafetensorsFile(folder / name, part)) for name, part in shards.items()}
         file_of = {tensor: files[name] for name, tensors in shards.items() for tensor in tensors}
-        bar = stack.enter_context(progress(leaves.values(), "writing"))
+        tick = stack.enter_context(progress(leaves.values(), "writing"))
         for name, leaf in leaves.items():
             targets = [(file_of[tensor], tensor) for tensor, _ in names[name]]
-            _write_leaf(leaf, layouts[name], dtypes[name], config.rope_interleave, targets, bar.update)
+            _write_leaf(leaf, layouts[name], dtypes[name], config.rope_interleave, targets, tick)
     if len(shards) > 1:
         _write_index(folder / INDEX, shards)
 

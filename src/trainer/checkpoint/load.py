@@ -11,7 +11,7 @@ from trainer.checkpoint.beside import CONFIG as BESIDE_CONFIG
 from trainer.checkpoint.beside import TOKENIZER
 from trainer.checkpoint.description import check_same_model
 from trainer.checkpoint.huggingface import HuggingFaceSource, weight_files
-from trainer.checkpoint.manager import RUN, STATE, inspect, newest
+from trainer.checkpoint.manager import RUN, inspect, newest
 from trainer.checkpoint.maxtext import MaxTextSource
 from trainer.checkpoint.params import CONFIG, TREE, ParamsSource
 from trainer.checkpoint.source import Leaf, Source, Tick, names_of, nested, progress
@@ -35,7 +35,7 @@ def open_source(path: str) -> Source:
         return ParamsSource(folder)
     if (checkpoint := newest(folder)) is not None:
         inspect(checkpoint)
-        return ParamsSource(checkpoint, STATE, f"{RUN}/{BESIDE_CONFIG}", f"{RUN}/{TOKENIZER}")
+        return ParamsSource(checkpoint, "", f"{RUN}/{BESIDE_CONFIG}", f"{RUN}/{TOKENIZER}")
     for tree in (folder, folder / "items"):
         if (tree / "_METADATA").is_file():
             return MaxTextSource(tree)
@@ -56,7 +56,8 @@ def load_parameters(
       config: resolved; the checkpoint must hold the same model.
       abstract: the canonical nested dict, a ShapeDtypeStruct with sharding at each leaf: what the result is like.
       say: told one line if it takes long, and what differs on purpose.
-      given: keys that the user set, and that may therefore say another function than the checkpoint.
+      given: keys of the command line, which may therefore say another function than the checkpoint; see `FREE` of
+        `description`.
 
     Raises:
       UserError: nothing is there, another model is, or tensors are missing, too many or misshaped; in each case
@@ -67,10 +68,12 @@ def load_parameters(
     wanted = names_of(abstract)
     check_same_model(source.keys, config, str(source.path), given, say)
     leaves = source.leaves(config, {name: leaf.shape for name, leaf in wanted.items()})
+    for note in source.notes(config):
+        say(note)
     placed = {}
-    with progress(leaves.values(), "loading") as bar:
+    with progress(leaves.values(), "loading", say) as tick:
         for name, leaf in leaves.items():
-            placed[name] = _place(leaf, wanted[name], bar.update)
+            placed[name] = _place(leaf, wanted[name], tick)
             placed[name].block_until_ready()  # before the next is read, so that this one's host memory is free
     seconds, size = time.perf_counter() - started, sum(leaf.nbytes for leaf in leaves.values())
     if seconds > _SHORT:

@@ -3,19 +3,18 @@
 What differs from ours, and is undone (docs/guides/weights.md):
 - scanned layers are stacked on axis 1, others lie in decoder/layers_0, decoder/layers_1, ...;
 - blocks llama2 and mistral hold 1 / sqrt(head_dim) in the query kernel, unless `use_qk_norm`;
-- a head's entries turn as halves with rope_type=default, as adjacent pairs with llama3.1 and, by its default
-  rope_interleave=true, with yarn.
+- a head's entries turn as halves or as adjacent pairs, which it decides by the model's name and rope_type.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from trainer.checkpoint import orbax
-from trainer.checkpoint.source import LAYERS, Leaf, Shapes, check_tensors
+from trainer.checkpoint.source import LAYERS, Leaf, Shapes, check_tensors, common_dtype
 from trainer.config import UserError
 from trainer.models.huggingface import family, halves_of_pairs, pairs_of_halves
 
@@ -48,6 +47,14 @@ class MaxTextSource:
             name.removeprefix(self._root): header for name, header in headers.items() if name.startswith(self._root)
         }
 
+    def notes(self, config: Any) -> Sequence[str]:
+        """See `Source.notes`: the order of a head's entries, which the checkpoint does not say."""
+        order = "adjacent pairs" if in_pairs(config) else "halves"
+        return [
+            f"{self.path}: entries of a head are taken to turn as {order}, as MaxText has them with "
+            f"model_name={config.model_name} and rope_type={config.rope_type}"
+        ]
+
     def leaves(self, config: Any, shapes: Shapes) -> dict[str, Leaf]:
         """See `Source.leaves`."""
         stored = {name: self._stored(name, shape) for name, shape in shapes.items()}
@@ -56,9 +63,9 @@ class MaxTextSource:
         check_tensors(found, wanted, str(self.path))
         leaves = {}
         for name, tensors in stored.items():
-            dtype = np.dtype(self._headers[next(iter(tensors))].dtype)
-            parts = [functools.partial(self._read, config, name, *tensor, dtype) for tensor in tensors.items()]
-            leaves[name] = Leaf(shapes[name], dtype, parts)
+            dtype, mixed = common_dtype([np.dtype(self._headers[tensor].dtype) for tensor in tensors])
+            parts = [functools.partial(self._read, config, name, *tensor) for tensor in tensors.items()]
+            leaves[name] = Leaf(shapes[name], dtype, parts, mixed=mixed)
         return leaves
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -70,14 +77,35 @@ class MaxTextSource:
             return {f"decoder/layers_{i}/{rest}": shape[1:] for i in range(shape[0])}
         return {name: (shape[1], shape[0], *shape[2:])}
 
-    def _read(self, config: Any, name: str, tensor: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        value = orbax.read(self.path, self._root + tensor, shape, dtype)
+    def _read(self, config: Any, name: str, tensor: str, shape: tuple[int, ...]) -> np.ndarray:
+        value = orbax.read(self.path, self._root + tensor, shape, np.dtype(self._headers[tensor].dtype))
         if tensor.startswith(LAYERS):
             value = np.moveaxis(value, 1, 0)
-        in_pairs = config.rope_type in ("llama3.1", "yarn")
-        layout = family(config.decoder_block).layouts.get(name)
-        if layout and layout.turned and in_pairs != config.rope_interleave:
+        its_family = family(config.decoder_block)
+        layout = its_family.layouts.get(name)
+        if layout and layout.turned and in_pairs(config) != config.rope_interleave:
             value = pairs_of_halves(value) if config.rope_interleave else halves_of_pairs(value)
-        if name == _QUERY and config.decoder_block in ("llama2", "mistral") and not config.use_qk_norm:
-            value = (value.astype(np.float32) * np.float32(config.head_dim**0.5)).astype(dtype)
+        if name == _QUERY and its_family.maxtext_scales_query and not config.use_qk_norm:
+            value = _scaled(value, config.head_dim**0.5)
         return value
+
+
+def in_pairs(config: Any) -> bool:
+    """Whether entries of a head turn as adjacent pairs in MaxText, and not as halves.
+
+    Its models llama3.1-* turn pairs whatever rope_type says, others with rope_type=llama3.1 and, by its default
+    rope_interleave=true, with yarn. Its llama3.3-* set no rope_type, as ours do, and so turn halves.
+    """
+    if config.model_name.startswith("llama3.1"):
+        return True
+    return config.rope_type == "yarn" or (
+        config.rope_type == "llama3.1" and not config.model_name.startswith("llama3.3")
+    )
+
+
+def _scaled(value: np.ndarray, factor: float) -> np.ndarray:
+    """`value` times `factor`, rounded once; in float32 it is never there as a whole."""
+    result = np.empty(value.shape, value.dtype)
+    for part, target in zip(value, result, strict=True):
+        target[...] = part.astype(np.float32) * np.float32(factor)
+    return result

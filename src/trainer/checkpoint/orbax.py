@@ -1,19 +1,26 @@
 """Orbax trees, read leaf by leaf."""
 
-from collections.abc import Mapping
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
-from trainer.checkpoint.source import names_of, nested
+from trainer.checkpoint.source import names_of, nested, read_json
+from trainer.config import UserError
 
 T = TypeVar("T")
 
 
 def headers(path: Path) -> dict[str, Any]:
-    """Shape and dtype of every leaf of an Orbax tree, by its path with slashes."""
+    """Shape and dtype of every leaf of an Orbax tree, by its path with slashes.
+
+    Raises:
+      UserError: the tree is damaged, or parts of it are missing.
+    """
     from orbax.checkpoint import v1 as ocp
 
     def as_dict(node: Any) -> Any:
@@ -21,17 +28,27 @@ def headers(path: Path) -> dict[str, Any]:
             node = dict(enumerate(node))
         return {str(key): as_dict(child) for key, child in node.items()} if isinstance(node, Mapping) else node
 
-    flat = names_of(as_dict(ocp.metadata(path.absolute()).metadata))
+    with _undamaged(str(path)):
+        for file in (*path.glob("_METADATA"), *path.glob("*/_METADATA")):
+            read_json(file)
+        tree = ocp.metadata(path.absolute()).metadata
+        if tree is None:
+            raise ValueError("its metadata or arrays cannot be read")
+    flat = names_of(as_dict(tree))
     return {name: leaf for name, leaf in flat.items() if hasattr(leaf, "shape")}
 
 
 def read(path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """One leaf on the host."""
+    """One leaf on the host; raises UserError if it is damaged."""
     return _load(path, name, np.broadcast_to(np.zeros((), dtype), shape))
 
 
 def place(path: Path, name: str, abstract: jax.ShapeDtypeStruct) -> jax.Array:
-    """One leaf in the dtype and sharding of `abstract`; every process reads what its devices hold."""
+    """One leaf in the dtype and sharding of `abstract`; every process reads what its devices hold.
+
+    Raises:
+      UserError: it is damaged.
+    """
     return _load(path, name, abstract)
 
 
@@ -40,5 +57,23 @@ def _load(path: Path, name: str, abstract: Any) -> Any:
 
     context = ocp.Context()
     context.pytree.loading.partial_load = True
-    with context:
+    with _undamaged(f"{path}: {name}"), context:
         return names_of(ocp.load(path.absolute(), nested({name: abstract})))[name]
+
+
+@contextlib.contextmanager
+def _undamaged(where: str) -> Iterator[None]:
+    """What Orbax and TensorStore raise for files that are missing, cut or not what they should be, as a UserError."""
+    # Orbax logs the tracebacks of what it raises.
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError) as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise UserError(f"{where}: the checkpoint is damaged or incomplete ({reason})") from error
+    finally:
+        logger.setLevel(level)

@@ -8,7 +8,7 @@ They are read from a run's checkpoint (see `manager`), or from what `trainer.exp
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,17 @@ class ParamsSource:
     def __init__(self, path: Path, tree: str = TREE, config: str = CONFIG, tokenizer: str = ""):
         """`tree`, `config`, `tokenizer`: where in the folder `path` they lie."""
         self.path, self.tokenizer = path, path / tokenizer
-        self.keys: Mapping[str, Any] = read_model_yaml(path / config)
+        self.keys: Mapping[str, Any]
+        self.keys, length = read_model_yaml(path / config)
         self.neutral: Mapping[str, Any] = read_json(path / NEUTRAL) if (path / NEUTRAL).is_file() else {}
+        if length is not None and self.keys["rope_type"] == "default":
+            self.neutral = {"max_position_embeddings": length} | self.neutral
         self._tree = path / tree
         self._headers = orbax.headers(self._tree)
+
+    def notes(self, config: Any) -> Sequence[str]:
+        """See `Source.notes`: nothing."""
+        return ()
 
     def leaves(self, config: Any, shapes: Shapes) -> dict[str, Leaf]:
         """See `Source.leaves`."""

@@ -10,6 +10,7 @@ import numpy as np
 from trainer.checkpoint.description import model_yaml
 from trainer.checkpoint.params import CONFIG, NEUTRAL, TREE
 from trainer.checkpoint.source import Leaf, nested, progress
+from trainer.config import UserError
 
 
 def write_params(
@@ -21,20 +22,36 @@ def write_params(
       config: resolved; the order of a head's entries is the one that it says.
       neutral: see `Source.neutral`.
       dtype: to cast floating-point values to; None leaves each as it is stored. Other values are never cast.
+
+    Raises:
+      UserError: see `target_dtypes`.
     """
     from orbax.checkpoint import v1 as ocp
 
+    targets = target_dtypes(leaves, dtype)
     context = ocp.Context()
     context.array.saving.use_compression = False  # four times as fast, and 8 % larger
     tree = folder.absolute() / TREE
-    with context, progress(leaves.values(), "writing") as bar:
+    with context, progress(leaves.values(), "writing") as tick:
         for name, leaf in leaves.items():
             # No name for the value: it would keep this leaf in memory while the next is read.
-            ocp.partial.save(tree, nested({f"params/{name}": leaf.read(target_dtype(leaf.dtype, dtype), bar.update)}))
+            ocp.partial.save(tree, nested({f"params/{name}": leaf.read(targets[name], tick)}))
         ocp.partial.finalize(tree)
     (folder / CONFIG).write_text(model_yaml(config), encoding="utf-8")
     if neutral:
         (folder / NEUTRAL).write_text(json.dumps(dict(neutral), indent=2) + "\n", encoding="utf-8")
+
+
+def target_dtypes(leaves: Mapping[str, Leaf], dtype: str | None) -> dict[str, np.dtype]:
+    """What each of `leaves` is written in.
+
+    Raises:
+      UserError: `dtype` is None and layers of one leaf are stored in several; names all such leaves.
+    """
+    if not dtype and (mixed := [f"{name}: {', '.join(leaf.mixed)}" for name, leaf in leaves.items() if leaf.mixed]):
+        head = "layers are stored in several dtypes; give dtype=float32, which loses nothing, or dtype=bfloat16:"
+        raise UserError("\n  ".join([head, *mixed]))
+    return {name: target_dtype(leaf.dtype, dtype) for name, leaf in leaves.items()}
 
 
 def target_dtype(stored: np.dtype, dtype: str | None) -> np.dtype:

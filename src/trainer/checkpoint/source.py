@@ -1,8 +1,11 @@
 """What every kind of checkpoint looks like from here: named leaves that are read one part at a time."""
 
+import contextlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +21,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 Tick = Callable[[int], Any]  # told the bytes of each part that was read
 
 LAYERS = "decoder/layers/"
+_EVERY = 10.0  # seconds between two lines that tell how far it is
 # Tensors may be stored in these, by the names that NumPy gives them.
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -28,8 +32,8 @@ class Leaf:
 
     Attributes:
       shape: canonical.
-      dtype: as stored.
-      parts: read the values in `dtype`: one part for each layer, or one for the whole leaf.
+      dtype: as stored; float32, which holds them all, where layers are stored in several.
+      parts: read the values as stored: one part for each layer, or one for the whole leaf.
       place: puts the leaf straight onto devices, given its shape, dtype and sharding; None where that takes the host.
     """
 
@@ -37,6 +41,7 @@ class Leaf:
     dtype: np.dtype
     parts: Sequence[Callable[[], np.ndarray]]
     place: Callable[[jax.ShapeDtypeStruct], jax.Array] | None = None
+    mixed: tuple[str, ...] = ()  # the names of the dtypes, where layers are stored in several
 
     @property
     def size(self) -> int:
@@ -45,7 +50,7 @@ class Leaf:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values in `dtype`."""
+        """Bytes of the values in `dtype`; no fewer than are stored."""
         return self.size * self.dtype.itemsize
 
     def read(self, dtype: np.dtype, tick: Tick) -> np.ndarray:
@@ -61,10 +66,10 @@ class Leaf:
         return whole
 
     def layers(self, tick: Tick) -> Iterator[np.ndarray]:
-        """The leaf's layers in `dtype`, in their order."""
+        """The leaf's layers as stored, in their order."""
         for part in self.parts:
             value = part()
-            tick(value.nbytes)
+            tick(self.nbytes // len(self.parts))
             yield from ([value] if value.ndim < len(self.shape) else value)
 
 
@@ -76,6 +81,9 @@ class Source(Protocol):
     kind: str  # in words
     keys: Mapping[str, Any]  # the model's keys that the checkpoint itself says, resolved; {} where it says none
     neutral: Mapping[str, Any]  # keys of a config.json that came with it and say nothing about the function
+
+    def notes(self, config: Any) -> Sequence[str]:
+        """What is taken for granted where it is read as a model of `config`, a line each."""
 
     def leaves(self, config: Any, shapes: Shapes) -> dict[str, Leaf]:
         """The leaves that a model of `config`, resolved, with parameters of `shapes` needs, in that order.
@@ -110,12 +118,34 @@ def _shape(shape: tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-def progress(leaves: Iterable[Leaf], label: str) -> Any:
-    """A bar over the bytes of `leaves` on stderr, only where that is a terminal and the work takes long."""
+def common_dtype(dtypes: Collection[np.dtype]) -> tuple[np.dtype, tuple[str, ...]]:
+    """`Leaf.dtype` and `Leaf.mixed` of a leaf whose layers are stored in `dtypes`."""
+    kinds = dict.fromkeys(dtypes)
+    return (next(iter(kinds)), ()) if len(kinds) == 1 else (np.dtype(np.float32), tuple(kind.name for kind in kinds))
+
+
+@contextlib.contextmanager
+def progress(leaves: Iterable[Leaf], label: str, say: Callable[[str], Any] = print) -> Iterator[Tick]:
+    """Shows how many of the bytes of `leaves` the function that it yields was told of, once the work takes long.
+
+    On a terminal a bar on stderr; elsewhere a line to `say`, at most one in 10 s.
+    """
     total = sum(leaf.nbytes for leaf in leaves)
-    return tqdm(
-        desc=label, total=total, unit="B", unit_scale=True, leave=False, disable=None, mininterval=0.2, delay=1.0
-    )
+    if sys.stderr.isatty():
+        with tqdm(desc=label, total=total, unit="B", unit_scale=True, leave=False, mininterval=0.2, delay=1.0) as bar:
+            yield bar.update
+        return
+    done, started = 0, time.monotonic()
+    last = started
+
+    def tick(size: int) -> None:
+        nonlocal done, last
+        done, now = done + size, time.monotonic()
+        if now - last >= _EVERY:
+            last = now
+            say(f"{label}: {done / 1e9:.2f} of {total / 1e9:.2f} GB, {done / (now - started) / 1e6:.0f} MB/s")
+
+    yield tick
 
 
 def read_json(path: Path) -> dict[str, Any]:

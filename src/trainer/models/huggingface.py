@@ -6,7 +6,7 @@ A family's table stands in the family's own file.
 import importlib
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -43,12 +43,27 @@ class Layout(NamedTuple):
 
 
 class Family(NamedTuple):
-    """A family as Hugging Face has it: `layouts` by canonical name, `defaults` of config.json's keys where absent."""
+    """A family as others have it.
+
+    Attributes:
+      model_type, architecture: Hugging Face's names of it.
+      layouts: by canonical name.
+      defaults: of config.json's keys, where absent.
+      qk_norm: it norms queries and keys; otherwise it can not.
+      window: "": it has none; "given": every layer, unless sliding_window is null; "switched": layers from
+        max_window_layers on, where use_sliding_window is true.
+      whole_heads: hidden_size must be a multiple of the number of heads.
+      maxtext_scales_query: MaxText keeps 1 / sqrt(head_dim) in the query kernel, unless `use_qk_norm`.
+    """
 
     model_type: str
     architecture: str
     layouts: Mapping[str, Layout]
     defaults: Mapping[str, Any]
+    qk_norm: bool = False
+    window: Literal["", "given", "switched"] = ""
+    whole_heads: bool = False
+    maxtext_scales_query: bool = False
 
 
 def transposed(matrix: np.ndarray) -> np.ndarray:

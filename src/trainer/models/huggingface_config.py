@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.config import UserError
-from trainer.models.huggingface import family
+from trainer.models.huggingface import Family, family
 from trainer.models.transformer import FAMILIES
 
 # Hugging Face's names of activations and ours. Its plain "gelu" is the exact one, which no key here says.
@@ -35,6 +35,20 @@ _ROPE_WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
     "yarn": (("factor",), ("attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim")),
 }
+# What the values of config.json and of its RoPE are; null is the same as absent.
+_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys((*SIZES, "num_key_value_heads", "head_dim", "sliding_window", "max_window_layers"), (int,)),
+    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), (int,)),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta", "partial_rotary_factor"), (int, float)),
+    **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias"), (bool,)),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), (dict,)),
+    **{"model_type": (str,), "hidden_act": (str,), "layer_types": (list,)},
+}
+_TYPES_OF_ROPE: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "mscale"), (int, float)),
+    **dict.fromkeys(("beta_fast", "beta_slow", "mscale_all_dim", "rope_theta", "partial_rotary_factor"), (int, float)),
+    **{"original_max_position_embeddings": (int,), "truncate": (bool,), "rope_type": (str,), "type": (str,)},
+}
 # Keys of config.json that say nothing about the function that the model computes.
 NEUTRAL = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "max_position_embeddings")
 
@@ -49,11 +63,14 @@ def model_keys(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises:
       UserError: all that `data` lacks or says and that no key can say.
     """
+    if wrong := _mistyped(data):
+        raise UserError("\n  ".join([f"{where}: values of another type:", *wrong]))
     blocks = {family(block).model_type: block for block in FAMILIES}
     block = blocks.get(data.get("model_type", ""))
     if block is None:
         raise UserError(f"{where}: model_type={data.get('model_type')} is not known; known: {', '.join(blocks)}")
-    said = {"rms_norm_eps": 1e-6, "hidden_act": "silu", **family(block).defaults, **data}
+    hf = family(block)
+    said = {"rms_norm_eps": 1e-6, "hidden_act": "silu", **hf.defaults, **data}
     if lacking := [name for name in SIZES if not isinstance(said.get(name), int)]:
         raise UserError(f"{where}: no number is given for {', '.join(lacking)}")
     refused = [
@@ -69,7 +86,7 @@ def model_keys(data: Mapping[str, Any], where: str) -> dict[str, Any]:
         "normalization_layer_epsilon": float(said["rms_norm_eps"]),
         "attn_logits_soft_cap": 0.0,
         "final_logits_soft_cap": 0.0,
-        "use_qk_norm": block == "qwen3",
+        "use_qk_norm": hf.qk_norm,
     }
     if keys["logits_via_embedding"]:
         keys["normalize_embedding_logits"] = False
@@ -77,16 +94,33 @@ def model_keys(data: Mapping[str, Any], where: str) -> dict[str, Any]:
         keys["mlp_activations"] = (ACTIVATIONS[said["hidden_act"]], "linear")
     else:
         refused.append(f"hidden_act={said['hidden_act']} (known: {', '.join(ACTIVATIONS)})")
-    keys |= _window_keys(said, block, refused) | _rope_keys(said, refused)
+    keys |= _window_keys(said, hf, refused) | _rope_keys(said, refused)
     if refused:
         raise UserError("\n  ".join([f"{where}: says what this trainer has no key for:", *refused]))
     return keys
 
 
-def _window_keys(said: Mapping[str, Any], block: str, refused: list[str]) -> dict[str, Any]:
-    window = 0 if block == "llama2" else said.get("sliding_window") or 0
+def _mistyped(data: Mapping[str, Any]) -> list[str]:
+    """`key=value` for each value whose type is none of those that config.json has there."""
+    wrong = []
+    for group, types in (
+        (data, _TYPES),
+        *((data.get(it), _TYPES_OF_ROPE) for it in ("rope_scaling", "rope_parameters")),
+    ):
+        for name, value in group.items() if isinstance(group, Mapping) else ():
+            allowed = types.get(name)
+            # In Python a bool is an int, too.
+            if value is None or allowed is None:
+                continue
+            if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+                wrong.append(f"{name}={value!r}, not {' or '.join(it.__name__ for it in allowed)}")
+    return wrong
+
+
+def _window_keys(said: Mapping[str, Any], hf: Family, refused: list[str]) -> dict[str, Any]:
+    window = said.get("sliding_window") or 0 if hf.window else 0
     full = 0  # so many layers see everything, those after them a window
-    if block == "qwen3":
+    if hf.window == "switched":
         window = window if said.get("use_sliding_window") else 0
         full = said.get("max_window_layers", 28)
     kinds = set(
@@ -192,17 +226,37 @@ def config_json(config: Any, dtype: str, neutral: Mapping[str, Any]) -> dict[str
         "torch_dtype": dtype,
     }
     window = config.sliding_window_size if config.attention_type == "local_sliding" else None
-    if config.decoder_block == "mistral":
+    if hf.window:
         data["sliding_window"] = window
-    if config.decoder_block == "qwen3":
-        data |= {"use_sliding_window": window is not None, "sliding_window": window}
+    if hf.window == "switched":
+        data["use_sliding_window"] = window is not None
         data["max_window_layers"] = 0 if window else config.base_num_decoder_layers
     return {**data, **neutral}
 
 
 def _context_length(config: Any) -> int:
-    stretched = config.rope_factor * config.original_max_position_embeddings if config.rope_type != "default" else 0
-    return max(config.max_target_length, round(stretched))
+    """How long a text the model is for, as far as its keys say it, else the length of a row."""
+    if config.rope_type == "default":
+        return config.max_target_length
+    return round(config.rope_factor * config.original_max_position_embeddings)
+
+
+def length_notes(config: Any, neutral: Mapping[str, Any]) -> list[str]:
+    """A line where the max_position_embeddings that `config_json` writes is a guess, or is understood in two ways."""
+    said, length = neutral.get("max_position_embeddings"), _context_length(config)
+    if said is None and config.rope_type == "default":
+        return [
+            f"max_position_embeddings={length} is written, the length of a row by default, because nothing says how "
+            "long a text the model is for; max_target_length=... sets it"
+        ]
+    if config.rope_type == "yarn" and said is not None and said != length:
+        original = config.original_max_position_embeddings
+        return [
+            f"warning: max_position_embeddings={said} is not rope_factor * original_max_position_embeddings = "
+            f"{length}: transformers 4 takes {said / original:g} for the factor; max_target_length={length} makes them "
+            "agree"
+        ]
+    return []
 
 
 def _rope_scaling(config: Any) -> dict[str, Any] | None:
@@ -223,7 +277,7 @@ def _rope_scaling(config: Any) -> dict[str, Any] | None:
 
 def _unsayable(config: Any) -> list[str]:
     """`key=value` for each key that config.json can not say."""
-    block, activations = config.decoder_block, config.mlp_activations
+    hf, activations = family(config.decoder_block), config.mlp_activations
     gated = len(activations) == 2 and activations[1] == "linear" and activations[0] in ACTIVATIONS.values()
     tied_scaled = config.logits_via_embedding and config.normalize_embedding_logits
     conditions = {
@@ -231,9 +285,9 @@ def _unsayable(config: Any) -> list[str]:
         "final_logits_soft_cap": config.final_logits_soft_cap != 0,
         "mlp_activations": not gated,
         "normalize_embedding_logits": tied_scaled,
-        "use_qk_norm": config.use_qk_norm != (block == "qwen3"),
-        "attention_type": config.attention_type != "global" and block == "llama2",
+        "use_qk_norm": config.use_qk_norm != hf.qk_norm,
+        "attention_type": config.attention_type != "global" and not hf.window,
         "rope_min_timescale": config.rope_min_timescale != 1,
-        "base_emb_dim": block == "llama2" and config.base_emb_dim % config.base_num_query_heads != 0,
+        "base_emb_dim": hf.whole_heads and config.base_emb_dim % config.base_num_query_heads != 0,
     }
     return [f"{key}={config[key]}" for key, refused in conditions.items() if refused]

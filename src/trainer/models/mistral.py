@@ -6,5 +6,10 @@ from trainer.models.llama2 import LAYOUTS, Block
 __all__ = ["HUGGING_FACE", "Block"]
 
 HUGGING_FACE = Family(
-    "mistral", "MistralForCausalLM", LAYOUTS, defaults={"sliding_window": 4096, "num_key_value_heads": 8}
+    "mistral",
+    "MistralForCausalLM",
+    LAYOUTS,
+    defaults={"sliding_window": 4096, "num_key_value_heads": 8},
+    window="given",
+    maxtext_scales_query=True,
 )

@@ -14,4 +14,6 @@ HUGGING_FACE = Family(
     "Qwen3ForCausalLM",
     LAYOUTS | _NORMS,
     defaults={"head_dim": 128, "num_key_value_heads": 32, "sliding_window": 4096},
+    qk_norm=True,
+    window="switched",
 )

@@ -1,7 +1,9 @@
 """`load_parameters` from each kind of source, and what it refuses."""
 
+import gc
 import json
 import re
+import shutil
 
 import jax
 import numpy as np
@@ -20,10 +22,12 @@ from checkpoint_cases import (
     write_hf,
     write_maxtext,
 )
-from support import ALL_COMBINATIONS, arguments
+from support import ALL_COMBINATIONS, TINY, arguments
 
-from trainer.checkpoint import load_parameters, names_of, nested, open_source
-from trainer.config import UserError, load
+from trainer.checkpoint import Leaf, load_parameters, names_of, nested, open_source, write_params
+from trainer.checkpoint.maxtext import in_pairs as in_pairs_in_maxtext
+from trainer.checkpoint.source import progress
+from trainer.config import UserError, load, resolve
 from trainer.training import build
 
 
@@ -32,8 +36,8 @@ def silent(text):
     raise AssertionError(text)
 
 
-def loaded(path, config, dtype=np.float32):
-    return load_parameters(str(path), config, abstract_of(config, dtype), silent)
+def loaded(path, config, dtype=np.float32, say=silent):
+    return load_parameters(str(path), config, abstract_of(config, dtype), say)
 
 
 def refusal(path, config):
@@ -83,6 +87,9 @@ def test_a_tied_model_may_hold_its_head(tmp_path):
     assert_same(loaded(write_hf(tmp_path / "same", config, same), config), params)
     same["lm_head.weight"][-1, -1] += 1
     assert "lm_head.weight is not model.embed" in refusal(write_hf(tmp_path / "other", config, same), config)
+    # Shapes come first: the tables of another model are not compared.
+    path = write_hf(tmp_path / "misshaped", config, same | {"model.norm.weight": np.ones(3, np.float32)})
+    assert "model.norm.weight: found [3]" in refusal(path, config)
 
 
 def test_another_model_is_refused_with_all_that_differs(tmp_path):
@@ -143,12 +150,146 @@ def test_maxtext(tmp_path, block, rope, scanned):
         params = random_params(config)
         items = tmp_path / str(interleave) / "0" / "items"
         write_maxtext(items, maxtext_params(config, params, scanned=scanned))
-        result = names_of(loaded(items.parent, config))
+        lines = []
+        result = names_of(loaded(items.parent, config, say=lines.append))
+        order = "halves" if rope == "default" else "adjacent pairs"
+        assert lines == [
+            f"{items}: entries of a head are taken to turn as {order}, as MaxText has them with model_name=default and "
+            f"rope_type={rope}"
+        ]
         query = "decoder/layers/self_attention/query/kernel"
         params = in_pairs(params) if interleave else params
         # Divided by sqrt(head_dim) and multiplied again.
         np.testing.assert_allclose(result[query], params[query], rtol=1e-6)
         assert_same(result | {query: params[query]}, params)
+
+
+@pytest.mark.parametrize(
+    ("name", "rope", "expected"),
+    [
+        ("default", "default", False),
+        ("default", "llama3.1", True),
+        ("default", "yarn", True),
+        ("llama3.1-8b", "llama3.1", True),
+        ("llama3.1-8b", "default", True),
+        ("llama3.3-70b", "llama3.1", False),  # MaxText's preset says no rope_type
+        ("llama3.3-70b", "yarn", True),
+        ("llama3-8b", "default", False),
+        ("mistral-7b", "llama3.1", True),
+    ],
+)
+def test_the_order_of_a_heads_entries_in_maxtext_follows_from_name_and_rope(name, rope, expected):
+    assert in_pairs_in_maxtext(load([f"model_name={name}", f"rope_type={rope}"]).config) == expected
+
+
+def test_maxtexts_llama3_3_is_read_as_halves(tmp_path):
+    sizes = {key: value for key, value in TINY.items() if key.startswith(("base_", "head_dim", "vocab_size"))}
+    config = load(
+        ["model_name=llama3.3-70b", "dataset_type=synthetic", *(f"{key}={value}" for key, value in sizes.items())]
+    ).config
+    config = resolve(config, device_count=1, platform="cpu")
+    assert config.rope_type == "llama3.1"
+    params = random_params(config)
+    # As its own preset has it: MaxText's layout of the default RoPE.
+    plain = config_of(decoder_block="llama2", **FAMILIES["llama2"])
+    items = write_maxtext(tmp_path / "items", maxtext_params(plain, params, scanned=True))
+    lines = []
+    result = names_of(loaded(items, config, say=lines.append))
+    assert "turn as halves" in lines[0]
+    key = "decoder/layers/self_attention/key/kernel"
+    assert_same({key: result[key]}, {key: params[key]})
+
+
+def test_bfloat16_queries_of_maxtext_are_scaled_in_float32(tmp_path):
+    config = config_of(decoder_block="llama2", **FAMILIES["llama2"])
+    query = "decoder/layers/self_attention/query/kernel"
+    stored = maxtext_params(config, random_params(config, BFLOAT16), scanned=True)
+    result = names_of(loaded(write_maxtext(tmp_path / "items", stored), config, BFLOAT16, say=print))
+    wanted = np.moveaxis(stored[query], 1, 0).astype(np.float32) * np.float32(8**0.5)
+    assert_same({query: result[query]}, {query: wanted.astype(BFLOAT16)})
+
+
+def test_each_layer_is_cast_from_its_own_dtype(tmp_path):
+    config = config_of(decoder_block="llama2", **FAMILIES["llama2"])
+    params = random_params(config)
+    tensors = hf_tensors(params)
+    name, ours = "model.layers.0.mlp.up_proj.weight", "decoder/layers/mlp/wi_1/kernel"
+    tensors[name] = tensors[name].astype(BFLOAT16)
+    params[ours][0] = params[ours][0].astype(BFLOAT16)
+    assert_same(loaded(write_hf(tmp_path / "hf", config, tensors), config), params)
+    stored = maxtext_params(config, params, scanned=False)
+    name = "decoder/layers_0/mlp/wi_1/kernel"
+    stored[name] = stored[name].astype(BFLOAT16)
+    result = names_of(loaded(write_maxtext(tmp_path / "items", stored), config, say=print))
+    assert_same({ours: result[ours]}, {ours: params[ours]})
+
+
+def damage(what):
+    """A way to damage the Orbax tree in a folder."""
+
+    def apply(tree):
+        for path in [tree, *tree.rglob("*")]:
+            if what == "arrays gone" and path.parent.name == "d":
+                path.unlink()
+            elif what == "arrays cut" and path.parent.name == "d":
+                path.write_bytes(path.read_bytes()[:10])
+            elif path.name == "_METADATA" and what in ("{}", "[]", ""):
+                path.write_text(what)
+            elif path.name == "_METADATA" and what == "metadata cut":
+                path.write_text(path.read_text()[:50])
+        if what == "state gone" and (tree / "state").is_dir():
+            shutil.rmtree(tree / "state")
+        elif what == "state gone":
+            shutil.rmtree(tree / "ocdbt.process_0")
+
+    return apply
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("kind", ["params", "maxtext"])
+@pytest.mark.parametrize("what", ["{}", "[]", "", "metadata cut", "arrays gone", "arrays cut", "state gone"])
+def test_a_damaged_orbax_tree_is_one_message(tmp_path, kind, what):
+    config = config_of(decoder_block="llama2", **FAMILIES["llama2"])
+    params = random_params(config)
+    if kind == "params":
+        leaves = {name: Leaf(value.shape, value.dtype, [lambda it=value: it]) for name, value in params.items()}
+        write_params(tmp_path, config, leaves, None, {})
+        tree = tmp_path / "checkpoint"
+    else:
+        tree = write_maxtext(tmp_path / "items", maxtext_params(config, params, scanned=True))
+    damage(what)(tree)
+    with pytest.raises(UserError, match=rf"{tree}.*(damaged or incomplete|cannot be read|not a JSON object)"):
+        loaded(tmp_path, config, say=print)
+    gc.collect()  # Orbax leaves futures behind that nobody asks for their error
+
+
+def test_a_model_is_stretched_by_keys_that_were_given(tmp_path):
+    keys = FAMILIES["llama2"]
+    path = write_hf(tmp_path / "hf", (it := config_of(decoder_block="llama2", **keys)), hf_tensors(random_params(it)))
+    config = config_of(decoder_block="llama2", **keys, rope_type="yarn", rope_factor=4.0)
+    lines = []
+    load_parameters(str(path), config, abstract_of(config), lines.append, ["rope_type", "rope_factor", "head_dim"])
+    assert lines == [f"{path} says rope_type=default; rope_type=yarn was given and counts"]
+    assert "give: rope_type=default rope_linear_scaling_factor=1.0" in refusal(path, config)
+
+
+def test_keys_that_decide_shapes_are_the_checkpoints(tmp_path):
+    keys = FAMILIES["qwen3"]
+    path = write_hf(tmp_path / "hf", (it := config_of(decoder_block="qwen3", **keys)), hf_tensors(random_params(it)))
+    config = config_of(decoder_block="qwen3", **keys | {"use_qk_norm": False}, mlp_activations="[relu,linear]")
+    with pytest.raises(UserError, match=r"give: use_qk_norm=true mlp_activations=\[silu,linear\]$"):
+        load_parameters(str(path), config, abstract_of(config), print, config.keys())
+
+
+def test_progress_off_a_terminal_is_a_line_in_ten_seconds(monkeypatch):
+    clock = iter([0.0, 4.0, 11.0, 12.0, 22.0])
+    monkeypatch.setattr("trainer.checkpoint.source.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False)
+    lines = []
+    with progress([Leaf((10**9,), np.dtype(np.float32), [])], "loading", lines.append) as tick:
+        for _ in range(4):
+            tick(1_000_000_000)
+    assert lines == ["loading: 2.00 of 4.00 GB, 182 MB/s", "loading: 4.00 of 4.00 GB, 182 MB/s"]
 
 
 def test_maxtext_is_read_without_its_moments(tmp_path):
@@ -157,7 +298,7 @@ def test_maxtext_is_read_without_its_moments(tmp_path):
     stored = maxtext_params(config, params, scanned=True)
     moments = nested({name: 0 * value for name, value in stored.items()})
     items = write_maxtext(tmp_path / "items", stored, opt_state={"m": moments, "odd": 3})
-    result = loaded(items, config)
+    result = loaded(items, config, say=print)
     assert all((value != 0).all() for value in names_of(result).values())
 
 

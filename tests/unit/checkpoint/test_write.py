@@ -15,9 +15,10 @@ from checkpoint_cases import (
     in_pairs,
     random_params,
     read_hf,
+    write_hf,
 )
 
-from trainer.checkpoint import Leaf, load_parameters, names_of, open_source, write_huggingface, write_params
+from trainer.checkpoint import Leaf, load_parameters, names_of, open_source, orbax, write_huggingface, write_params
 from trainer.checkpoint.params_out import target_dtype
 from trainer.config import UserError, load
 
@@ -71,6 +72,38 @@ def test_a_cast_touches_floating_point_only():
     assert target_dtype(BFLOAT16, "float32") == np.float32
     assert target_dtype(BFLOAT16, None) == BFLOAT16
     assert target_dtype(np.dtype(np.int32), "bfloat16") == np.int32
+
+
+def test_integers_are_written_as_they_are(tmp_path):
+    config = config_of(decoder_block="llama2", **FAMILIES["llama2"])
+    values = np.arange(-3, 3, dtype=np.int32) * 2**28 + 1  # bfloat16 would not hold them
+    odd = {"odd": values, "even": values.astype(np.float32)}
+    write_params(tmp_path, config, leaves_of(odd), "bfloat16", {})
+    tree = tmp_path / "checkpoint"
+    headers = orbax.headers(tree)
+    assert {name: np.dtype(it.dtype) for name, it in headers.items()} == {
+        "params/odd": np.int32,
+        "params/even": BFLOAT16,
+    }
+    assert orbax.read(tree, "params/odd", values.shape, values.dtype).tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize("write", [write_huggingface, write_params])
+def test_layers_in_several_dtypes_are_refused_by_name_or_cast(tmp_path, write):
+    config = config_of(decoder_block="llama2", **FAMILIES["llama2"])
+    params = random_params(config)
+    tensors = hf_tensors(params)
+    for name, dtype in (("mlp.up_proj", BFLOAT16), ("self_attn.o_proj", np.float16)):
+        name = f"model.layers.0.{name}.weight"
+        tensors[name] = tensors[name].astype(dtype)
+    source = open_source(str(write_hf(tmp_path / "hf", config, tensors)))
+    leaves = source.leaves(config, {name: value.shape for name, value in params.items()})
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UserError, match=r"(?s)dtype=float32.*wi_1/kernel: bfloat16, float32.*out/kernel: float16, f"):
+        write(tmp_path / "out", config, leaves, None, {})
+    write(tmp_path / "out", config, leaves, "float32", {})
+    wanted = names_of(read(tmp_path / "hf", config))
+    assert_same(read(tmp_path / "out", config), {name: np.asarray(value) for name, value in wanted.items()})
 
 
 def test_parameters_alone(tmp_path):

@@ -1,5 +1,7 @@
 """config.json in and out, and the arithmetic of layouts."""
 
+import re
+
 import numpy as np
 import pytest
 from checkpoint_cases import FAMILIES, ROPES, config_of, hf_config, pairs
@@ -7,7 +9,7 @@ from checkpoint_cases import FAMILIES, ROPES, config_of, hf_config, pairs
 from trainer.checkpoint.description import described
 from trainer.config import UserError
 from trainer.models.huggingface import Layout, halves_of_pairs, pairs_of_halves, transposed
-from trainer.models.huggingface_config import config_json, model_keys
+from trainer.models.huggingface_config import config_json, length_notes, model_keys
 
 CASES = [(block, rope) for block in FAMILIES for rope in ROPES]
 
@@ -76,6 +78,13 @@ def test_windows_of_qwen3(changes, window):
         ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}, "full_attention and sliding"),
         ({"model_type": "gemma"}, "known: llama, mistral, qwen3"),
         ({"hidden_size": None}, "hidden_size"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps='x', not int or float"),
+        ({"rope_scaling": "linear"}, "rope_scaling='linear', not dict"),
+        ({"head_dim": "16"}, "head_dim='16', not int"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false', not bool"),
+        ({"num_attention_heads": True}, "num_attention_heads=True, not int"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor='2', not int or float"),
+        ({"model_type": ["llama"]}, "model_type="),
     ],
 )
 def test_what_no_key_says_is_refused(changes, named):
@@ -109,6 +118,26 @@ def test_neutral_keys_are_carried_over():
     data = config_json(config, "bfloat16", {"eos_token_id": 7, "max_position_embeddings": 333})
     assert (data["eos_token_id"], data["max_position_embeddings"], data["torch_dtype"]) == (7, 333, "bfloat16")
     assert config_json(config, "float32", {})["max_position_embeddings"] == config.max_target_length
+
+
+@pytest.mark.parametrize(
+    ("rope", "said", "length", "note"),
+    [
+        ("default", None, 128, "max_position_embeddings=128 is written.*max_target_length"),
+        ("default", 333, 333, None),
+        ("llama3.1", None, 8 * 32, None),
+        ("yarn", None, 4 * 64, None),
+        ("yarn", 256, 256, None),
+        ("yarn", 128, 128, "max_position_embeddings=128 is not .* = 256: transformers 4 takes 2 for the factor"),
+    ],
+)
+def test_the_context_length_that_is_written(rope, said, length, note):
+    config = config_of(decoder_block="llama2", **FAMILIES["llama2"], **ROPES[rope])
+    neutral = {} if said is None else {"max_position_embeddings": said}
+    assert config_json(config, "float32", neutral)["max_position_embeddings"] == length
+    notes = length_notes(config, neutral)
+    assert len(notes) == (note is not None)
+    assert note is None or re.search(note, notes[0])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "uint16"])
