@@ -2,8 +2,8 @@
 
     python scripts/kill_rounds.py --rounds 30 dataset_type=synthetic steps=60 checkpoint_period=5 eval_interval=20
 
-Every round starts the same command and ends it by SIGKILL, or now and then SIGTERM: half of the times after a time
-drawn from 0 to what the undisturbed run took, half of the times at a moment drawn from its training alone. A run that
+Every round starts the same command and ends it by SIGKILL, or now and then SIGTERM, at a moment drawn from one of its
+phases: starting, preparing data, restoring and compiling, training, as long as the undisturbed run had them. A run that
 comes to its end is compared: metrics.jsonl but for its timing fields, and every array of the last checkpoint, bit for
 bit. Then the next one begins from nothing, until all rounds are done. With dataset_type=stdlib each run prepares its
 data in a folder of its own, so that kills fall into that too.
@@ -24,16 +24,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SIGTERM_SHARE = 0.25
-TRAINING = "completed step"  # what the trainer says of every step
+# What the trainer says when a phase begins, in their order; all that comes before is starting.
+PHASES = ("", "preparing ", "\nrun  ", "completed step")
 
 
 class Ended(NamedTuple):
     """How one process ended: its exit code (-9 for SIGKILL), the last thing that it said, and how long it took."""
 
     code: int
-    phase: str
+    words: str
     seconds: float
-    training: float  # seconds of them since its first step
+    phases: dict[str, float]  # how long each of PHASES took
 
 
 def run_once(
@@ -47,7 +48,7 @@ def run_once(
     folder.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
     started = time.perf_counter()
-    seen: dict[str, float] = {"": started}  # when each text was said first
+    seen = {"": started}  # when each phase began
     with (folder / "log.txt").open("w", encoding="utf-8") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "trainer.train", "base.yml", f"base_output_directory={folder / 'runs'}", *words],
@@ -56,15 +57,16 @@ def run_once(
         while process.poll() is None:
             text = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
             now = time.perf_counter()
-            for wanted in (after, TRAINING):
-                if wanted in text:
-                    seen.setdefault(wanted, now)
+            for phase in PHASES:
+                if phase in text:
+                    seen.setdefault(phase, now)
             if limit is not None and after in seen and now - seen[after] >= limit:
                 process.send_signal(how)
                 process.wait()
             time.sleep(0.005)
-    now = time.perf_counter()
-    return Ended(process.returncode, _phase(folder / "log.txt"), now - started, now - seen.get(TRAINING, now))
+    ends = [*seen.values(), time.perf_counter()]
+    lasted = {phase: ends[i + 1] - ends[i] for i, phase in enumerate(seen)}
+    return Ended(process.returncode, _last_words(folder / "log.txt"), ends[-1] - started, lasted)
 
 
 def outcome(folder: Path) -> tuple[list[dict], dict[str, bytes]]:
@@ -114,7 +116,7 @@ def rounds(words: list[str], count: int, seed: int, folder: Path, say=print) -> 
     """
     draw = random.Random(seed)
     whole = run_once(words, folder / "undisturbed")
-    assert whole.code == 0, f"the undisturbed run ended with {whole.code}: {whole.phase}"
+    assert whole.code == 0, f"the undisturbed run ended with {whole.code}: {whole.words}"
     expected = outcome(folder / "undisturbed")
     phases: collections.Counter[str] = collections.Counter()
     done, compared = 0, 0
@@ -122,14 +124,14 @@ def rounds(words: list[str], count: int, seed: int, folder: Path, say=print) -> 
         here = folder / f"disturbed-{compared + 1}"
         while True:
             how = signal.SIGTERM if draw.random() < SIGTERM_SHARE else signal.SIGKILL
-            after, most = draw.choice([("", whole.seconds), (TRAINING, whole.training)])
+            after, most = draw.choice(list(whole.phases.items()))
             limit = draw.uniform(0, most) if done < count else None
             ended = run_once(words, here, limit, how, after)
             if ended.code != 0:
                 assert ended.code in (-how, 143), f"ended with {ended.code}: {(here / 'log.txt').read_text()}"
                 done += 1
-                phases[" ".join(ended.phase.partition(" /")[0].split()[:2])] += 1
-                say(f"round {done}: {how.name} after {ended.seconds:.1f} s, exit {ended.code}, at: {ended.phase}")
+                phases[" ".join(ended.words.partition(" /")[0].split()[:2])] += 1
+                say(f"round {done}: {how.name} after {ended.seconds:.1f} s, exit {ended.code}, at: {ended.words}")
             if list(here.glob("runs/*/finished")):  # it may have been ended after that, in its last words
                 break
         found = differences(expected, outcome(here))
@@ -140,7 +142,7 @@ def rounds(words: list[str], count: int, seed: int, folder: Path, say=print) -> 
     return compared
 
 
-def _phase(log: Path) -> str:
+def _last_words(log: Path) -> str:
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     return lines[-1][:70] if lines else "nothing"
 
