@@ -53,6 +53,16 @@ def _reset(config: Any) -> str | None:
     return None
 
 
+def _best(config: Any) -> str | None:
+    if (
+        not config.keep_best_checkpoints
+        or config.eval_interval <= 0
+        or not config.eval_interval % config.checkpoint_period
+    ):
+        return None
+    return "the best are chosen among states that are evaluated and saved: let checkpoint_period divide eval_interval"
+
+
 def _sources(config: Any) -> str | None:
     return "give one of them" if config.load_parameters_path and config.load_full_state_path else None
 
@@ -153,6 +163,7 @@ def _rules(config: Any) -> str | None:
 CHECKS = (
     Check(flags.FLAGS, flags.unsupported),
     Check(("max_num_checkpoints_to_keep",), _kept),
+    Check(("keep_best_checkpoints", "checkpoint_period", "eval_interval"), _best),
     Check(("reset_optimizer", "load_full_state_path"), _reset),
     Check(("load_parameters_path", "load_full_state_path"), _sources),
     Check(("run_name",), _run_name),

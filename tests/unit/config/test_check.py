@@ -39,6 +39,10 @@ from trainer.config import UserError, load, schema
             "dataset_type=grain grain_file_type=text grain_train_files=x tokenize_train_data=false",
             "files of text hold no token ids",
         ),
+        (
+            "keep_best_checkpoints=1 checkpoint_period=100 eval_interval=50",
+            "let checkpoint_period divide eval_interval",
+        ),
         ("base_output_directory=", "empty; write"),
         (
             "base_num_query_heads=8 base_num_kv_heads=3",
@@ -91,6 +95,7 @@ def test_contradictions(words, message):
         "dataset_type=hf hf_path=x tokenize_train_data=false tokenize_eval_data=false",
         "dataset_type=hf hf_path=x train_data_columns=[a,b] eval_data_columns=[a,b]",
         "dataset_type=hf hf_path=x tokenizer_path=y vocab_size=100",
+        "keep_best_checkpoints=1 checkpoint_period=100 eval_interval=300",
         "mlp_activations=gelu",
         "mlp_activations=[relu,relu]",
         "run_name=naïve-1.b",
