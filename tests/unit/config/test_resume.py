@@ -69,6 +69,7 @@ OTHERS = {
     "pure_nnx_decoder": "pure_nnx_decoder=false",
     "pure_nnx": "pure_nnx=false",
     "logical_axis_rules": "logical_axis_rules=[[norm,[fsdp]]]",
+    "keep_best_checkpoints": "keep_best_checkpoints=2 checkpoint_period=5",
     "steps": "steps=40 learning_rate_schedule_steps=20",
     "per_device_batch_size": "per_device_batch_size=4 gradient_accumulation_steps=2",
     "gradient_accumulation_steps": "per_device_batch_size=2 gradient_accumulation_steps=4",
