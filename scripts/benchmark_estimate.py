@@ -113,15 +113,15 @@ def main() -> None:
         f"""# Estimated and measured time of a step
 
 `python scripts/benchmark_estimate.py`, commit {commit}, {time.strftime("%Y-%m-%d")}; {os.cpu_count()} cores
-({platform.machine()}), Python {platform.python_version()}, JAX {jax.__version__}. Medians of {ROUNDS}; the machine's load
-was {load_average:.1f}.
+({platform.machine()}), Python {platform.python_version()}, JAX {jax.__version__}. Medians of {ROUNDS}; the machine's
+load was {load_average:.1f}.
 
-The machine's figures, taken between the steps: {peak / 1e9:.0f} GFLOP/s of float32 matrix products, {bandwidth / 1e9:.1f}
-GB/s of memory. Simulated devices share both. GFLOP and GB are of all devices, times in milliseconds. The estimate is
-the largest part, which no step beats; serial is their sum.
+The machine's figures, taken between the steps: {peak / 1e9:.0f} GFLOP/s of float32 matrix products,
+{bandwidth / 1e9:.1f} GB/s of memory. Simulated devices share both. GFLOP and GB are of all devices, times in
+milliseconds. The estimate is the largest part, which no step beats; serial is their sum.
 
 | model | devices | GFLOP | GB | compute | memory | network | estimate | serial | step | bound | estimate / step |
-|---|---|---|---|---|---|---|---|---|---|---|---|
+|{"---|" * 12}
 {chr(10).join(rows)}"""
     )
 
