@@ -4,12 +4,16 @@ import itertools
 
 import pytest
 import yaml
+from support import pinned
 
 from trainer.config import UserError, check_resume, load, resolve, schema, to_yaml
+from trainer.config.flags import FLAGS
 from trainer.config.resolve import frozen
 from trainer.config.resume import AROUND, BATCH, LAYOUT, LENGTH, MAY_CHANGE
 
-BASE = "steps=20 per_device_batch_size=8 eval_interval=5 logical_axis_rules=[[norm,[]]]"
+BASE = "steps=20 per_device_batch_size=8 eval_interval=5 logical_axis_rules=[[norm,[]]] " + " ".join(
+    f"{flag}={value}" for flag, value in pinned("nnx").items()
+)
 
 
 def config(words="", devices=1):
@@ -48,7 +52,7 @@ def test_the_list_is_this_one():
     """So that a key does not leave it, or come to it, by accident."""
     assert set(BATCH) == {"per_device_batch_size", "gradient_accumulation_steps"}
     assert set(LENGTH) == {"steps", "learning_rate_schedule_steps"}
-    assert {"enable_nnx", "pure_nnx_decoder", "pure_nnx", "scan_layers", "logical_axis_rules"} <= set(LAYOUT)
+    assert {*FLAGS, "scan_layers", "logical_axis_rules"} <= set(LAYOUT)
     sections = {"Run and output", "Checkpoints"}
     around = {name for name, key in schema().keys.items() if key.section in sections}
     around -= {"load_parameters_path", "load_full_state_path", "reset_optimizer"}  # what the run was begun with
@@ -65,17 +69,16 @@ def test_the_same_configuration_has_nothing_to_say():
 # A value of each key other than in BASE, where not simply another one can be made up.
 OTHERS = {
     "eval_data_columns": "eval_data_columns=[other]",
-    "enable_nnx": "enable_nnx=false pure_nnx_decoder=false pure_nnx=false",
-    "pure_nnx_decoder": "pure_nnx_decoder=false",
-    "pure_nnx": "pure_nnx=false",
     "logical_axis_rules": "logical_axis_rules=[[norm,[fsdp]]]",
     "keep_best_checkpoints": "keep_best_checkpoints=2 checkpoint_period=5",
     "steps": "steps=40 learning_rate_schedule_steps=20",
     "per_device_batch_size": "per_device_batch_size=4 gradient_accumulation_steps=2",
     "gradient_accumulation_steps": "per_device_batch_size=2 gradient_accumulation_steps=4",
 }
-# These have tests of their own below.
-BY_ITSELF = {"run_name", "model_name", "learning_rate_schedule_steps"} | {k for k in LAYOUT if k.startswith("ici_")}
+# These have tests of their own below; the flags in tests/unit/linen/test_flags.py.
+BY_ITSELF = {"run_name", "model_name", "learning_rate_schedule_steps", *FLAGS} | {
+    k for k in LAYOUT if k.startswith("ici_")
+}
 
 
 def other(name):
