@@ -11,6 +11,7 @@ from trainer.config.resolve import resolve
 from trainer.config.resume import check_resume
 from trainer.config.rules import make_rules
 from trainer.config.schema import Key, Schema, schema
+from trainer.config.sides import Side, differences, load_sides
 
 __all__ = [
     "COMBINATIONS",
@@ -18,15 +19,18 @@ __all__ = [
     "Loaded",
     "RunStopped",
     "Schema",
+    "Side",
     "UserError",
     "check_resume",
     "combination",
+    "differences",
     "eval_batch_rows",
     "exit_on_user_error",
     "flags_of",
     "global_batch_rows",
     "help_text",
     "load",
+    "load_sides",
     "make_rules",
     "mesh_axes",
     "microbatch_rows",
