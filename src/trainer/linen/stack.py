@@ -9,7 +9,7 @@ from flax import linen
 from jax.ad_checkpoint import checkpoint_name
 
 from trainer.layers.remat import LAYER_INPUT
-from trainer.layers.sown import Sown
+from trainer.layers.sown import Sown, with_output
 from trainer.linen.bridge import capturing, to_linen
 from trainer.models.remat import remat_policy
 from trainer.models.transformer import Types, make_block
@@ -38,7 +38,7 @@ class Stack(linen.Module):
             layer_key = None if key is None else jax.random.fold_in(key, index)
             x = checkpoint_name(x, LAYER_INPUT)
             (x, cache), sown = block(x, cache, *context, layer_key, nnx_method=call)
-            return x, (cache, sown)
+            return x, (cache, with_output(sown, types, x))
 
         layers = jnp.arange(self.config.base_num_decoder_layers), cache
         if self.config.scan_layers:

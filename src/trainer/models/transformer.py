@@ -10,7 +10,7 @@ from flax import nnx
 from trainer.layers.attention import KVCache
 from trainer.layers.dense import Dense, Embed
 from trainer.layers.norm import RMSNorm
-from trainer.layers.sown import sow
+from trainer.layers.sown import Activation, sow
 from trainer.layers.stack import make_stack, run_stack
 from trainer.models.remat import remat_policy
 from trainer.ops.dropout import dropout
@@ -29,7 +29,12 @@ Types = tuple[type[nnx.Variable], ...]
 
 def make_block(config, rngs: nnx.Rngs) -> nnx.Module:
     """One block of the configured family."""
-    return importlib.import_module(FAMILIES[config.decoder_block]).Block(config, rngs)
+    return block_class(config)(config, rngs)
+
+
+def block_class(config) -> Any:
+    """The class of the configured family's blocks."""
+    return importlib.import_module(FAMILIES[config.decoder_block]).Block
 
 
 def make_decoder_norm(config) -> RMSNorm:
@@ -159,6 +164,7 @@ class Transformer(nnx.Module):
           types: sown types that the caller captures.
         """
         x = self.token_embedder(inputs)
+        sow(self, Activation, "embedding", x)
         return self.decoder(x, cache, inputs_position, inputs_segmentation, row, key, types)
 
     def head(self, x_bte: jax.Array) -> jax.Array:

@@ -1,19 +1,61 @@
 """One training step, in the order in which data meets it; written over TrainTree, the same for every combination."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from trainer.backends import Backend
+from trainer.backends import Backend, TrainTree
 from trainer.layers.sown import Sown
 from trainer.objectives import Objective
 from trainer.ops.random import DROPOUT, seed_key
 from trainer.optim import make_schedule, trainable
 
 Batch = dict[str, jax.Array]
+
+
+class Gradients(NamedTuple):
+    """Of one batch: means over its loss-bearing tokens, and the values that its microbatches sowed."""
+
+    loss: jax.Array
+    terms: dict[str, jax.Array]  # that the loss is the sum of
+    tokens: jax.Array  # loss-bearing ones, int32
+    sown: Sown
+    grads: Any  # of the trained parameters, float32; None in place of the others
+
+
+def make_gradients(config, objective: Objective) -> Callable[[TrainTree, Batch], Gradients]:
+    """`gradients(tree, batch)`, microbatch by microbatch; the first half of a training step."""
+    is_trained = trainable(config)
+    microbatches = config.gradient_accumulation_steps
+
+    def gradients(tree: TrainTree, batch: Batch) -> Gradients:
+        key = dropout_key(config, tree.step)
+        tokens = objective.weight(batch)
+        trained, frozen = _partition(is_trained(tree.params), tree.params)
+
+        def loss(trained: Any, batch: Batch) -> tuple[jax.Array, tuple[dict[str, jax.Array], Sown]]:
+            sums, sown = objective.sums(_combine(trained, frozen), tree.rest, batch, key)
+            terms = {name: total / jnp.maximum(tokens, 1).astype(jnp.float32) for name, total in sums.items()}
+            return sum(terms.values(), start=jnp.zeros(())), (terms, sown)
+
+        def value_and_grad(trained: Any, batch: Batch) -> Any:
+            value, grads = jax.value_and_grad(loss, has_aux=True)(trained, batch)
+            return value, jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
+
+        (total, (terms, sown)), grads = _accumulate(value_and_grad, microbatches)(trained, batch)
+        return Gradients(total, terms, tokens, sown, grads)
+
+    return gradients
+
+
+def dropout_key(config, step: jax.Array) -> jax.Array | None:
+    """The key of all dropout in update `step`; None where nothing is dropped."""
+    if not config.enable_dropout or not (config.dropout_rate > 0 or config.attention_dropout_rate > 0):
+        return None
+    return jax.random.fold_in(seed_key(config.init_weights_seed, DROPOUT), step)
 
 
 def make_train_step(
@@ -28,27 +70,11 @@ def make_train_step(
     """
     schedule = make_schedule(config)
     is_trained = trainable(config)
-    microbatches = config.gradient_accumulation_steps
-    drops = config.enable_dropout and (config.dropout_rate > 0 or config.attention_dropout_rate > 0)
+    gradients = make_gradients(config, objective)
 
     def step(state: Any, batch: Batch) -> tuple[Any, dict[str, jax.Array]]:
         tree = backend.unpack(state)
-        key = None
-        if drops:
-            key = jax.random.fold_in(seed_key(config.init_weights_seed, DROPOUT), tree.step)
-        tokens = objective.weight(batch)
-        trained, frozen = _partition(is_trained(tree.params), tree.params)
-
-        def loss(trained: Any, batch: Batch) -> tuple[jax.Array, tuple[dict[str, jax.Array], Sown]]:
-            sums, sown = objective.sums(_combine(trained, frozen), tree.rest, batch, key)
-            terms = {name: total / jnp.maximum(tokens, 1).astype(jnp.float32) for name, total in sums.items()}
-            return sum(terms.values(), start=jnp.zeros(())), (terms, sown)
-
-        def value_and_grad(trained: Any, batch: Batch) -> Any:
-            value, grads = jax.value_and_grad(loss, has_aux=True)(trained, batch)
-            return value, jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
-
-        (total, (terms, sown)), grads = _accumulate(value_and_grad, microbatches)(trained, batch)
+        total, terms, tokens, sown, grads = gradients(tree, batch)
         grad_norm = optax.tree.norm(grads)
         accept = jnp.isfinite(total) & jnp.isfinite(grad_norm)
         metrics = {
@@ -60,6 +86,7 @@ def make_train_step(
             "tokens": tokens,
             **_activation_statistics(sown),
         }
+        trained, frozen = _partition(is_trained(tree.params), tree.params)
         grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, trained)
         grads = _combine(grads, jax.tree.map(jnp.zeros_like, frozen))
         updates, opt_state = tx.update(grads, tree.opt_state, tree.params)
