@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from trainer.checkpoint import inspect, newest, orbax
-from trainer.checkpoint.manager import STATE
 from trainer.checkpoint.params import CONFIG, TREE
-from trainer.compare.difference import Difference, Tolerance, differences
+from trainer.compare.difference import Difference, Tolerance, differences, forward_order
 from trainer.compare.report import Comparison, Quantity, Report
 from trainer.config import UserError
+
+Readers = Mapping[str, Callable[[], np.ndarray]]
 
 # What the first component of a leaf's path says, in the order in which a person would look.
 _PARTS = {"params": "parameters", "opt_state": "optimizer state", "rest": "other variables", "step": "step"}
@@ -30,15 +30,15 @@ def compare_checkpoints(left: str, right: str, tolerance: Tolerance, say: Callab
       UserError: there is no checkpoint, or it is damaged.
     """
     trees = [_tree(left), _tree(right)]
-    headers = [orbax.headers(tree) for tree in trees]
-    parts = [{name.partition("/")[0] for name in found} for found in headers]
+    readers = [orbax.readers(tree) for tree in trees]
+    parts = [{name.partition("/")[0] for name in found} for found in readers]
     # Parameters alone are no checkpoint that lacks its optimizer.
     both = parts[0] & parts[1] if {"params"} in parts else parts[0] | parts[1]
     quantities = []
     for part, words in _PARTS.items():
         if part in both:
             say(words)
-            quantities.append(Quantity(words, _differences(part, trees, headers, tolerance)))
+            quantities.append(Quantity(words, _differences(part, readers, tolerance)))
     head = [("left", str(trees[0])), ("right", str(trees[1]))]
     if alone := sorted(_PARTS[part] for part in (parts[0] | parts[1]) - both):
         head.append(("left out", f"{', '.join(alone)}: on one side only"))
@@ -46,7 +46,7 @@ def compare_checkpoints(left: str, right: str, tolerance: Tolerance, say: Callab
 
 
 def _tree(given: str) -> Path:
-    """The Orbax tree below a folder that somebody names."""
+    """The Orbax tree in a folder that somebody names: of a checkpoint, the folder itself."""
     folder = Path(given).expanduser()
     if (folder / TREE).is_dir() and (folder / CONFIG).is_file():
         return folder / TREE
@@ -58,20 +58,14 @@ def _tree(given: str) -> Path:
             "format=params"
         )
     inspect(checkpoint)
-    return checkpoint / STATE
+    return checkpoint
 
 
-def _differences(
-    part: str, trees: Sequence[Path], headers: Sequence[Mapping[str, Any]], tolerance: Tolerance
-) -> list[Difference]:
-    names = [name for found in headers for name in found if name.partition("/")[0] == part]
+def _differences(part: str, readers: Sequence[Readers], tolerance: Tolerance) -> list[Difference]:
+    """Of the leaves below `part`, two of which are read at a time."""
     apart: list[Difference] = []
-    for name in dict.fromkeys(names):
-        values = [
-            {name.removeprefix(f"{part}/"): orbax.read(tree, name, tuple(it.shape), np.dtype(it.dtype))}
-            if (it := found.get(name))
-            else {}
-            for tree, found in zip(trees, headers, strict=True)
-        ]
-        apart += differences(values[0], values[1], tolerance)
-    return apart
+    for name in dict.fromkeys(name for found in readers for name in found if name.partition("/")[0] == part):
+        short = name.removeprefix(f"{part}/")
+        left, right = ({short: found[name]()} if name in found else {} for found in readers)
+        apart += differences(left, right, tolerance)
+    return sorted(apart, key=forward_order)

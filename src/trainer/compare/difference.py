@@ -48,6 +48,13 @@ class Difference(NamedTuple):
         return self.name if self.layer is None else f"{self.name}, layer {self.layer}"
 
 
+def forward_order(it: Difference) -> tuple[int, int, bool, str]:
+    """Sorts arrays in the order of the forward pass: embedding, layer by layer with its result last, norm, logits."""
+    if LAYERS in it.name.split("/"):
+        return 1, it.layer or 0, it.name.endswith("/output"), it.name
+    return 0 if "embedd" in it.name else 2, 0, False, it.name
+
+
 def differences(left: Mapping[str, Any], right: Mapping[str, Any], tolerance: Tolerance) -> list[Difference]:
     """One for each array, or layer of it, that either side has: by the names on the left, then the others.
 
@@ -85,8 +92,8 @@ def difference(
     scale = max(_largest(a), _largest(b))
     with np.errstate(invalid="ignore"):
         apart = np.abs(a - b)
-    apart[(a == b) | (np.isnan(a) & np.isnan(b))] = 0.0  # infinities of one sign too
-    apart[np.isnan(apart)] = math.inf
+    apart = np.where(np.isnan(apart), math.inf, apart)
+    apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, apart)  # infinities of one sign too
     absolute = float(apart.max(initial=0.0))
     relative = absolute / scale if scale else absolute
     tolerates = tolerance != BITS and (absolute <= tolerance.atol or relative <= tolerance.rtol)

@@ -1,7 +1,8 @@
 """What a program holds and computes: parameters, activations, loss, gradients, one update, the compiled step.
 
-Each measurement places the common starting point on the devices anew and lets go of its program when it is done: no
-more than one state and one executable are alive at a time.
+Each measurement places the common starting point on the devices anew, so that one state is alive at a time. The
+executables of one measurement live until all sides are through: a side whose program is the same text as an earlier
+one's runs that one.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +26,11 @@ from trainer.runtime.place import place
 from trainer.training import Run, Start
 from trainer.training.step import dropout_key, make_gradients
 
+# Facts about the compiled step; numbers are those of one device.
+TEXT, FLOPS, ARGUMENTS, TEMPORARIES = "program text", "FLOPs", "memory: state, batch", "memory: temporaries"
+
 Arrays = dict[str, Any]  # by canonical name
+Executables = dict[Any, Callable[..., Any]]  # by the text of their programs
 
 
 @dataclass(frozen=True)
@@ -121,14 +126,23 @@ def _with_later(program: Program, native: Any, later: Mapping[str, np.ndarray]) 
     return program.run.backend.pack(structure.unflatten(leaves)._replace(params=tree.params))
 
 
-def parameters(program: Program, snapshot: Snapshot, batch: Batch) -> Measured:
+def _compiled(known: Executables, fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """`fn`, compiled for arguments such as `args`, or what of `known` is the same program."""
+    lowered = jax.jit(fn).lower(*args)
+    key = (lowered.as_text(), lowered.in_tree, lowered.out_tree)
+    if key not in known:
+        known[key] = lowered.compile()
+    return known[key]
+
+
+def parameters(program: Program, snapshot: Snapshot, batch: Batch, known: Executables) -> Measured:
     """What the native train state holds."""
-    del batch
+    del batch, known
     tree = program.run.backend.unpack(state(program, snapshot))
     return Measured({"parameters": program.names.of(names_of(tree.params))})
 
 
-def activations(program: Program, snapshot: Snapshot, batch: Batch) -> Measured:
+def activations(program: Program, snapshot: Snapshot, batch: Batch, known: Executables) -> Measured:
     """The forward pass on `batch`: embedding, what each block sows and gives, final norm, logits; padding is 0."""
     run = program.run
     tree = run.backend.unpack(state(program, snapshot))._replace(opt_state=None)
@@ -142,8 +156,8 @@ def activations(program: Program, snapshot: Snapshot, batch: Batch) -> Measured:
         real = batch["inputs_segmentation"] != 0
         return {name: _without_padding(name, x, real) for name, x in found.items()}
 
-    found = jax.jit(run.placed(forward))(tree, place(batch, run.batch_shardings))
-    return Measured({"activations": found})
+    placed = place(batch, run.batch_shardings)
+    return Measured({"activations": _compiled(known, run.placed(forward), tree, placed)(tree, placed)})
 
 
 def _without_padding(name: str, x: jax.Array, real_bt: jax.Array) -> jax.Array:
@@ -154,25 +168,24 @@ def _without_padding(name: str, x: jax.Array, real_bt: jax.Array) -> jax.Array:
     return jnp.where(real_bt.reshape((1,) * lead + axes + (1,) * (x.ndim - lead - 2)), x, 0)
 
 
-def gradients(program: Program, snapshot: Snapshot, batch: Batch) -> Measured:
+def gradients(program: Program, snapshot: Snapshot, batch: Batch, known: Executables) -> Measured:
     """Loss, its terms, and gradients of the trained parameters, float32, before clipping."""
     run = program.run
     tree = run.backend.unpack(state(program, snapshot))._replace(opt_state=None)
-    found = jax.jit(run.placed(_gradients_of(run)))(tree, place(batch, run.batch_shardings))
+    fn = make_gradients(run.config, Objective(run.backend.apply, run.config.z_loss_multiplier))
+    placed = place(batch, run.batch_shardings)
+    found = _compiled(known, run.placed(fn), tree, placed)(tree, placed)
     grads = {"/".join(path_of(path)): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(found.grads)}
     return Measured({"loss": {"loss": found.loss, **found.terms}, "gradients": program.names.of(grads)})
 
 
-def _gradients_of(run: Run) -> Callable[..., Any]:
-    return make_gradients(run.config, Objective(run.backend.apply, run.config.z_loss_multiplier))
-
-
-def update(program: Program, snapshot: Snapshot, batch: Batch) -> Measured:
+def update(program: Program, snapshot: Snapshot, batch: Batch, known: Executables) -> Measured:
     """The training step itself, compiled as for training: parameters and optimizer after one update; its cost."""
+    del known  # each native state has a step of its own
     run = program.run
     text = _text(program)
     compiled = run.compile()
-    facts = {"program": text, **_cost(compiled)}
+    facts = {TEXT: text, **_cost(compiled)}
     native, _ = compiled(state(program, snapshot), place(batch, run.batch_shardings))
     tree = run.backend.unpack(native)
     after = {
@@ -200,8 +213,8 @@ def _text(program: Program) -> str:
 def _cost(compiled: Any) -> dict[str, Any]:
     """FLOPs, and bytes on each device, where the compiler tells them."""
     cost, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
-    facts: dict[str, Any] = {"FLOPs": cost.get("flops")}
+    facts: dict[str, Any] = {FLOPS: cost.get("flops")}
     if memory is not None:
-        facts["state and batch"] = memory.argument_size_in_bytes
-        facts["temporaries"] = memory.temp_size_in_bytes
+        facts[ARGUMENTS] = memory.argument_size_in_bytes
+        facts[TEMPORARIES] = memory.temp_size_in_bytes
     return {name: float(value) for name, value in facts.items() if value is not None}

@@ -10,12 +10,13 @@ import ml_collections
 
 from trainer.checkpoint import names_of
 from trainer.compare import measure
-from trainer.compare.difference import LAYERS, Difference, Tolerance, differences
+from trainer.compare.difference import Tolerance, differences, forward_order
 from trainer.compare.measure import Measured, Program, Snapshot
 from trainer.compare.names import names_of_block
 from trainer.compare.report import Comparison, Quantity, Report
 from trainer.config import Side, UserError, combination, mesh_axes, schema
 from trainer.config import differences as differing_keys
+from trainer.config.dump import to_flow
 from trainer.config.files import COMMAND_LINE
 from trainer.config.flags import FLAGS
 from trainer.config.resume import MAY_CHANGE
@@ -58,11 +59,12 @@ def compare_programs(sides: Sequence[Side], devices: Sequence[jax.Device], toler
     for step in (measure.parameters, measure.activations, measure.gradients, measure.update):
         rows = _activation_rows(programs) if step is measure.activations else left.run.rows
         part = {name: array[:rows] for name, array in batch.items()}
+        known: measure.Executables = {}
         say(f"{left.name}: {step.__name__}")
-        expected = step(left, snapshot, part).on_host()
+        expected = step(left, snapshot, part, known).on_host()
         for program in rights:
             say(f"{program.name}: {step.__name__}")
-            found = step(program, snapshot, part)
+            found = step(program, snapshot, part, known)
             quantities[program.name] += _quantities(left, program, expected, found, tolerance)
             facts[program.name] |= _facts(expected.facts, found.facts)
     comparisons = [Comparison(it.name, quantities[it.name], facts[it.name]) for it in rights]
@@ -135,7 +137,7 @@ def _quantities(left: Program, right: Program, expected: Measured, found: Measur
             arrays = {key: array for key, array in arrays.items() if key in others}
             others = {key: others[key] for key in arrays}
         # The backward pass begins at the end.
-        ordered = sorted(differences(arrays, others, tolerance), key=_place, reverse=name == "gradients")
+        ordered = sorted(differences(arrays, others, tolerance), key=forward_order, reverse=name == "gradients")
         quantities.append(Quantity(name, ordered, notes, remarks))
     return quantities
 
@@ -150,20 +152,9 @@ def _other_axes(left: Program, right: Program) -> list[str]:
     ]
 
 
-def _place(it: Difference) -> tuple[int, int, bool, str]:
-    """Sorts arrays in the order of the forward pass: embedding, layer by layer with its result last, norm, logits."""
-    if LAYERS in it.name.split("/"):
-        return 1, it.layer or 0, it.name.endswith("/output"), it.name
-    return 0 if "embedd" in it.name else 2, 0, False, it.name
-
-
 def _facts(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
-    facts: dict[str, Any] = {}
-    for name in left.keys() & right.keys():
-        facts[name] = (left[name], right[name])
-    if texts := facts.pop("program", None):
-        facts = {"program": same_text(*texts), **facts}
-    return facts
+    both = {name: (value, right[name]) for name, value in left.items() if name in right}
+    return {name: same_text(*values) if name == measure.TEXT else values for name, values in both.items()}
 
 
 def same_text(left: str, right: str) -> str:
@@ -191,8 +182,11 @@ def _head(sides: Sequence[Side], programs: Sequence[Program], dataset: Dataset) 
         )
         rows.append({label: text for label, text in banner if label in _HEAD})
     head = [(label, text) for label, text in rows[0].items() if all(other[label] == text for other in rows)]
+    if "devices" not in dict(head):
+        head.insert(0, ("devices", " | ".join(row["devices"] for row in rows)))
     named = all(side.name == combination(program.config) for side, program in zip(sides, programs, strict=True))
-    for key, values in differing_keys(sides).items():
+    for key in differing_keys(sides):
         if not (named and key in FLAGS):
-            head.append((key, " | ".join(values)))
+            values = [program.config[key] for program in programs]
+            head.append((key, " | ".join(it if isinstance(it, str) and it else to_flow(it) for it in values)))
     return head

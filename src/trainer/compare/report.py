@@ -46,7 +46,10 @@ class Quantity:
         if self.notes:
             return self.notes[0]
         apart = [it for it in self.differences if not it.equal] or [it for it in self.differences if not it.bits]
-        return f"{apart[0].place}{f' ({apart[0].note})' if apart[0].note else ''}" if apart else None
+        if not apart:
+            return None
+        missing = f" ({apart[0].note})" if math.isinf(apart[0].absolute) and apart[0].note else ""
+        return apart[0].place + missing
 
 
 @dataclass(frozen=True)

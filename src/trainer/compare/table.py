@@ -11,7 +11,7 @@ from trainer.observe.text import si
 
 WIDTH = 120
 _BITS, _WITHIN = "equal bits", "within tolerance"
-_LISTED = 12  # layers that part and are listed one by one
+_LISTED = 12  # stages of the activations that are listed one by one
 
 
 def table(report: Report) -> str:
@@ -33,9 +33,11 @@ def _verdict(report: Report) -> str:
     apart = [it for it in report.comparisons if not it.equal]
     if apart:
         return "\n".join(f"{report.left} and {it.right} part first in {it.first}" for it in apart)
+    sides = ", ".join([report.left, *(it.right for it in report.comparisons[:-1])])
+    sides = f"{sides} and {report.comparisons[-1].right} are equal"
     if all(it.bits for it in report.comparisons):
-        return "equal in every bit"
-    return f"equal within {' and '.join(f'{n}={v:g}' for n, v in report.tolerance._asdict().items() if v)}"
+        return f"{sides} in every bit"
+    return f"{sides} within {' and '.join(f'{n}={v:g}' for n, v in report.tolerance._asdict().items() if v)}"
 
 
 def _beside(comparisons: Sequence[Comparison], left: str) -> list[str]:
@@ -44,7 +46,7 @@ def _beside(comparisons: Sequence[Comparison], left: str) -> list[str]:
     for quantities in zip(*(it.quantities for it in comparisons), strict=True):
         rows.append([quantities[0].name, *map(_cell, quantities)])
     for name in comparisons[0].facts:
-        rows.append([name, *(_fact(it.facts[name]) for it in comparisons)])
+        rows.append([f"step: {name}", *(_fact(it.facts[name]) for it in comparisons)])
     lines = _columns(rows)
     return lines if max(map(len, lines)) <= WIDTH else []
 
@@ -65,31 +67,45 @@ def _fact(fact: tuple[float, float] | str) -> str:
 
 def _alone(comparison: Comparison, left: str) -> list[str]:
     """A line for each quantity, with the largest differences and the first place where the sides part."""
-    rows = [[f"{comparison.right} against {left}", "arrays", "absolute", "relative", "first difference"]]
+    rows = [[f"{comparison.right} against {left}", "arrays", "", "absolute", "relative", "first difference"]]
     remarks: list[str] = []
     for quantity in comparison.quantities:
         rows.append(_row(quantity.name, quantity))
         if quantity.name == "activations" and not quantity.bits:
-            rows += [_row(f"  {name}", part) for name, part in _stages(quantity)]
+            rows += _stage_rows(quantity)
         remarks += [f"{quantity.name}: {text}" for text in (*quantity.notes, *quantity.remarks)]
-    lines = _columns(rows, rights=(1, 2, 3))
+    lines = _columns(rows, rights=(1, 3, 4))
     if comparison.facts:
         facts = [["training step", left, comparison.right]]
         for name, fact in comparison.facts.items():
-            facts.append([name, fact] if isinstance(fact, str) else [name, *(si(value, "").strip() for value in fact)])
-        lines += ["", *_columns(facts)]
+            if not isinstance(fact, str):
+                facts.append([name, *(si(value, "B" if name.startswith("memory") else "FLOP") for value in fact)])
+        lines += ["", *_columns(facts, rights=(1, 2))]
+        lines += [f"{name}: {fact}" for name, fact in comparison.facts.items() if isinstance(fact, str)]
     return [*lines, *remarks]
 
 
-def _row(name: str, quantity: Quantity) -> list[str]:
+def _row(name: str, quantity: Quantity, short: bool = False) -> list[str]:
     arrays = f"{len({it.name for it in quantity.differences})}"
     if quantity.bits:
         return [name, arrays, _BITS]
-    return [name, arrays, _size(quantity.absolute), _size(quantity.relative), quantity.first or ""]
+    state = "within" if quantity.equal else "apart"
+    first = quantity.first or ""
+    if short:  # the row says which layer
+        first = first.rpartition(", layer ")[0].rpartition("/")[2]
+    return [name, arrays, state, _size(quantity.absolute), _size(quantity.relative), first]
 
 
 def _size(value: float) -> str:
     return f"{value:.1e}" if math.isfinite(value) else "-"
+
+
+def _stage_rows(quantity: Quantity) -> list[list[str]]:
+    rows = [_row(f"  {name}", part, short=True) for name, part in _stages(quantity)]
+    if len(rows) <= _LISTED:
+        return rows
+    half = _LISTED // 2
+    return [*rows[:half], [f"  ... {len(rows) - 2 * half} more"], *rows[-half:]]
 
 
 def _stages(quantity: Quantity) -> list[tuple[str, Quantity]]:
@@ -103,7 +119,7 @@ def _stages(quantity: Quantity) -> list[tuple[str, Quantity]]:
             found.append((f"layers {run[0][0].split()[1]} to {run[-1][0].split()[1]}", Quantity("", merged)))
         else:
             found += run
-    return found if len(found) <= _LISTED else [*found[: _LISTED // 2], *found[-_LISTED // 2 :]]
+    return found
 
 
 def _stage(it: Difference) -> str:

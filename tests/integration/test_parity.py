@@ -1,0 +1,139 @@
+"""trainer.parity as a user runs it: what is equal, where a planted difference is found, mistakes."""
+
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from support import ALL_COMBINATIONS, TINY, pinned
+
+from trainer import parity
+from trainer.models import llama2, mistral
+
+# Few leaves compile in little time.
+SMALL = TINY | {"opt_type": "sgd", "gradient_clipping_threshold": 0, "per_device_batch_size": 8}
+SMALL |= {"base_num_decoder_layers": 3, "base_num_query_heads": 2, "base_num_kv_heads": 2}
+QUANTITIES = ["parameters", "activations", "loss", "gradients", "updated parameters", "optimizer state"]
+
+
+@pytest.fixture(autouse=True)
+def _compiles_fast():
+    """What is compared here is compiled alike on both sides, so it may be compiled without optimizations."""
+    with jax.disable_most_optimizations(True):
+        yield
+
+
+def run(capsys, *words, combination="nnx", **keys):
+    """The exit code, stdout and stderr of the command."""
+    settings = SMALL | pinned(combination) | keys
+    code = 0
+    try:
+        parity.main(["base.yml", *(f"{key}={value}" for key, value in settings.items()), *words])
+    except SystemExit as ended:
+        code = ended.code
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_all_combinations_are_equal_in_every_bit(capsys):
+    one, *others = ALL_COMBINATIONS
+    code, out, _ = run(
+        capsys, f"left={one}", f"right={','.join(others)}", "--json", dropout_rate=0.1, gradient_accumulation_steps=2
+    )
+    report = json.loads(out)
+    assert (code, report["equal"], report["left"]) == (0, True, one)
+    assert [it["right"] for it in report["comparisons"]] == others
+    for comparison in report["comparisons"]:
+        assert comparison["bits"]
+        assert list(comparison["quantities"]) == QUANTITIES
+        activations = comparison["quantities"]["activations"]["arrays"]
+        assert [(it["name"], it["layer"]) for it in activations] == [
+            ("embedding", None),
+            *((f"decoder/layers/{name}", i) for i in range(3) for name in ("attention_output", "mlp_output", "output")),
+            ("final_norm", None),
+            ("logits", None),
+        ]
+        assert comparison["facts"]["program text"].startswith("the same text")
+        assert comparison["facts"]["FLOPs"][0] == comparison["facts"]["FLOPs"][1] > 0
+        assert comparison["facts"]["memory: temporaries"][0] == comparison["facts"]["memory: temporaries"][1] > 0
+
+
+def test_a_planted_difference_is_found_in_its_layer(capsys, monkeypatch):
+    layers = itertools.cycle(range(3))
+
+    class Wrong(llama2.Block):
+        def __init__(self, config, rngs):
+            super().__init__(config, rngs)
+            self.mlp = WrongMLP(
+                16, 32, config.mlp_activations, dtype=jnp.float32, weight_dtype=jnp.float32, rngs=rngs, dropout_rate=0.0
+            )
+
+    class WrongMLP(llama2.MLP):
+        def __call__(self, *args):
+            # Unrolled, a block is traced once for every layer.
+            return super().__call__(*args) * (1.001 if next(layers) == 1 else 1.0)
+
+    monkeypatch.setattr(mistral, "Block", Wrong)
+    code, out, _ = run(capsys, "right.decoder_block=mistral", scan_layers=False)
+    lines = out.splitlines()
+    assert code == 1
+    assert lines[-1] == "left and right part first in activations: decoder/layers/mlp_output, layer 1"
+    rows = {line.split("  ")[0] or line.strip().split("  ")[0]: line.split() for line in lines}
+    assert rows["parameters"][2:] == ["equal", "bits"]
+    assert rows["layer 0"][3:] == ["equal", "bits"]
+    assert rows["layer 1"][3] == "apart"
+    assert rows["layer 1"][-1] == "mlp_output"
+    assert rows["layer 2"][3] == "apart"
+    assert rows["loss"][2] == "apart"
+    # The backward pass parts where the forward pass changed what it reads: at its end, in the head.
+    assert rows["gradients"][2] == "apart"
+
+
+def test_another_dtype_parts_in_bits_and_is_equal_within_a_tolerance(capsys):
+    code, out, _ = run(capsys, "left.dtype=float32", "right.dtype=bfloat16", "rtol=0.2", "--json")
+    (comparison,) = json.loads(out)["comparisons"]
+    assert (code, comparison["equal"], comparison["bits"]) == (0, True, False)
+    activations = comparison["quantities"]["activations"]
+    assert (activations["equal"], activations["bits"]) == (True, False)
+    assert 1e-4 < activations["relative"] < 0.1
+    assert activations["arrays"][0]["note"] == "float32 against bfloat16"
+
+
+def test_another_mesh_on_devices_of_its_own_number(capsys):
+    meshes = (
+        "left.ici_fsdp_parallelism=1",
+        "left.per_device_batch_size=8",
+        "right.ici_fsdp_parallelism=4",
+        "right.ici_tensor_parallelism=2",
+        "right.per_device_batch_size=1",
+    )
+    code, out, _ = run(capsys, *meshes, "rtol=1e-4")
+    assert code == 0
+    assert "1 x cpu, 1 process | 8 x cpu, 1 process" in out
+    assert out.splitlines()[-1] == "left and right are equal within rtol=0.0001"
+    code, _, err = run(capsys, *meshes[:4])
+    assert code == 2
+    assert "right has 64 rows" in err
+    assert "nearest for right: per_device_batch_size=1" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "nothing to compare"),
+        (["left=nnx", "rtol=-1"], "rtol=-1: a number"),
+        (["left.data_shuffle_seed=1"], "data_shuffle_seed: not the same in left and right"),
+        (["left.attention=blokwise"], "nearest: blockwise"),
+        (["right.ici_tensor_parallelism=3"], "right: 1 mistake in the configuration:\n  tensor 3 = 3"),
+    ],
+)
+def test_mistakes_end_with_code_2(capsys, words, message):
+    code, out, err = run(capsys, *words)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_help_needs_no_jax(capsys):
+    parity.main(["--help"])
+    assert "left.KEY=VALUE" in capsys.readouterr().out

@@ -1,0 +1,23 @@
+"""A block's own names in the words of another."""
+
+import numpy as np
+
+from trainer.compare.names import Names
+
+NAMES = Names({"attend/q/kernel": "self_attention/query/kernel"})
+
+
+def test_names_of_parameters_and_of_what_belongs_to_them():
+    assert NAMES.common("decoder/layers/attend/q/kernel") == "decoder/layers/self_attention/query/kernel"
+    assert NAMES.common("0/mu/decoder/layers/attend/q/kernel") == "0/mu/decoder/layers/self_attention/query/kernel"
+    assert NAMES.common("decoder/layers/attend/k/kernel") == "decoder/layers/attend/k/kernel"
+    assert NAMES.common("attend/q/kernel") == "attend/q/kernel"
+
+
+def test_only_what_has_a_name_of_its_own_takes_another_shape():
+    merged = np.arange(24).reshape(2, 3, 4)
+    arrays = {"decoder/layers/self_attention/query/kernel": merged, "decoder/layers/other": merged}
+    like = {name: np.zeros((2, 3, 2, 2)) for name in arrays}
+    shaped = NAMES.shaped(arrays, like)
+    assert shaped["decoder/layers/self_attention/query/kernel"].shape == (2, 3, 2, 2)
+    assert shaped["decoder/layers/other"].shape == (2, 3, 4)
