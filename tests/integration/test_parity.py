@@ -20,8 +20,9 @@ QUANTITIES = ["parameters", "activations", "loss", "gradients", "updated paramet
 @pytest.fixture(autouse=True)
 def _compiles_fast():
     """What is compared here is compiled alike on both sides, so it may be compiled without optimizations."""
-    with jax.disable_most_optimizations(True):
-        yield
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def run(capsys, *words, combination="nnx", **keys):
@@ -38,9 +39,7 @@ def run(capsys, *words, combination="nnx", **keys):
 
 def test_all_combinations_are_equal_in_every_bit(capsys):
     one, *others = ALL_COMBINATIONS
-    code, out, _ = run(
-        capsys, f"left={one}", f"right={','.join(others)}", "--json", dropout_rate=0.1, gradient_accumulation_steps=2
-    )
+    code, out, _ = run(capsys, f"left={one}", f"right={','.join(others)}", "--json", dropout_rate=0.1)
     report = json.loads(out)
     assert (code, report["equal"], report["left"]) == (0, True, one)
     assert [it["right"] for it in report["comparisons"]] == others
@@ -90,16 +89,6 @@ def test_a_planted_difference_is_found_in_its_layer(capsys, monkeypatch):
     assert rows["gradients"][2] == "apart"
 
 
-def test_another_dtype_parts_in_bits_and_is_equal_within_a_tolerance(capsys):
-    code, out, _ = run(capsys, "left.dtype=float32", "right.dtype=bfloat16", "rtol=0.2", "--json")
-    (comparison,) = json.loads(out)["comparisons"]
-    assert (code, comparison["equal"], comparison["bits"]) == (0, True, False)
-    activations = comparison["quantities"]["activations"]
-    assert (activations["equal"], activations["bits"]) == (True, False)
-    assert 1e-4 < activations["relative"] < 0.1
-    assert activations["arrays"][0]["note"] == "float32 against bfloat16"
-
-
 def test_another_mesh_on_devices_of_its_own_number(capsys):
     meshes = (
         "left.ici_fsdp_parallelism=1",
@@ -114,7 +103,7 @@ def test_another_mesh_on_devices_of_its_own_number(capsys):
     assert out.splitlines()[-1] == "left and right are equal within rtol=0.0001"
     code, _, err = run(capsys, *meshes[:4])
     assert code == 2
-    assert "right has 64 rows" in err
+    assert "left has 8 rows in its batch and right has 64" in err
     assert "nearest for right: per_device_batch_size=1" in err
 
 

@@ -177,7 +177,7 @@ def _head(sides: Sequence[Side], programs: Sequence[Program], dataset: Dataset) 
             platform=device.platform,
             process_count=1,
             parameters=parameter_count(it.config),
-            dataset=str(dataset),
+            dataset=str(dataset).partition("; ")[0],  # what is held out does not matter here
             run_dir=Path(),
         )
         rows.append({label: text for label, text in banner if label in _HEAD})

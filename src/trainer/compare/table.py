@@ -44,11 +44,16 @@ def _beside(comparisons: Sequence[Comparison], left: str) -> list[str]:
     """A column for each right side; nothing where that does not fit."""
     rows = [[f"against {left}", *(it.right for it in comparisons)]]
     for quantities in zip(*(it.quantities for it in comparisons), strict=True):
-        rows.append([quantities[0].name, *map(_cell, quantities)])
+        rows.append([f"{quantities[0].name}, {_arrays(quantities[0])}", *map(_cell, quantities)])
     for name in comparisons[0].facts:
         rows.append([f"step: {name}", *(_fact(it.facts[name]) for it in comparisons)])
     lines = _columns(rows)
     return lines if max(map(len, lines)) <= WIDTH else []
+
+
+def _arrays(quantity: Quantity) -> str:
+    count = len({it.name for it in quantity.differences})
+    return "1 array" if count == 1 else f"{count} arrays"
 
 
 def _cell(quantity: Quantity) -> str:
