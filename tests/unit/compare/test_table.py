@@ -51,9 +51,8 @@ def test_several_right_sides_stand_beside_each_other_and_what_parts_gets_a_table
     good, bad = Comparison("linen", [activations()], FACTS), Comparison("bridged", [activations(2)], FACTS)
     lines = table(report(good, bad)).splitlines()
     assert ["against", "nnx", "linen", "bridged"] in [line.split() for line in lines]
-    assert any(
-        line.split() == ["activations,", "3", "arrays", "equal", "bits", "apart", "by", "5.0e-01"] for line in lines
-    )
+    (row,) = [line for line in lines if line.startswith("activations, 3 arrays")]
+    assert row.split()[3:] == ["equal", "bits", "apart", "by", "5.0e-01"]
     assert any(line.startswith("bridged against nnx") for line in lines)
     assert not any(line.startswith("linen against nnx") for line in lines)
     assert lines[-1] == "nnx and bridged part first in activations: decoder/layers/output, layer 2"
