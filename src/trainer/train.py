@@ -85,16 +85,14 @@ def _train(loaded, run, dataset, run_dir, console):
 def _say_what_runs(console, run, dataset, run_dir, warnings: Sequence[str]) -> None:
     import jax
 
-    from trainer.models.flops import flops_per_token, parameter_count
-
     device = run.mesh.devices.flat[0]
     console.banner(
         run.config,
         device_kind=device.device_kind,
         platform=device.platform,
         process_count=jax.process_count(),
-        parameters=parameter_count(run.config),
-        flops_per_token=flops_per_token(run.config),
+        parameters=run.parameters,
+        flops_per_token=run.flops_per_token,
         dataset=str(dataset),
         run_dir=run_dir,
         warnings=warnings,
@@ -105,7 +103,7 @@ def _say_what_runs(console, run, dataset, run_dir, warnings: Sequence[str]) -> N
 
 def _prompt(config, tokenizer) -> list[int]:
     """The prompt's tokens, [] for no sample; checked before training starts."""
-    if tokenizer is None or not config.prompt:
+    if tokenizer is None or not config.prompt or ":" in config.decoder_block:
         return []
     begin = [] if tokenizer.bos is None else [tokenizer.bos]
     tokens = begin + tokenizer.encode(config.prompt)

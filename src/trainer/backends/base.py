@@ -11,6 +11,7 @@ from flax import nnx
 
 from trainer.layers.sown import Sown
 from trainer.models.init import init_variables
+from trainer.models.transformer import Decoder
 
 
 class TrainTree(NamedTuple):
@@ -60,9 +61,11 @@ class Backend(Protocol):
         """
 
 
-def initial_tree(config, tx: optax.GradientTransformation, key: jax.Array, params: Any) -> TrainTree:
-    """What `Backend.init` packs."""
-    drawn, rest = init_variables(config, key)
+def initial_tree(
+    config, tx: optax.GradientTransformation, key: jax.Array, params: Any, decoder: type[Decoder]
+) -> TrainTree:
+    """What `Backend.init` packs; `decoder` draws the layers' parameters."""
+    drawn, rest = init_variables(config, key, decoder)
     params = drawn if params is None else params
     return TrainTree(jnp.zeros((), jnp.int32), params, tx.init(params), rest)
 

@@ -46,7 +46,10 @@ class NNXBackend:
     def init(self, key: jax.Array, params: Any = None) -> nnx.State:
         """See `Backend.init`."""
         with tree_mode():
-            return self.pack(initial_tree(self.config, self.tx, key, params))
+            return self.pack(initial_tree(self.config, self.tx, key, params, self._initial_decoder()))
+
+    def _initial_decoder(self) -> type[Decoder]:
+        return Decoder
 
     def unpack(self, native: nnx.State) -> TrainTree:
         """See `Backend.unpack`."""
@@ -77,9 +80,18 @@ def _canonical(path: Path, param_paths: set[Path]) -> Path:
 
 
 def _axes(params: nnx.State) -> dict:
-    """The logical axis names that each Param carries, in the tree of params."""
+    """The logical axis names that each Param carries, in the tree of params.
+
+    Only a layer of somebody's own leaves axes without names, and all layers are stacked on their first axis.
+    """
+
+    def names(variable: nnx.Variable) -> Axes:
+        return Axes(
+            variable.get_metadata().get("out_sharding") or ("layers", *[None] * (variable.get_value().ndim - 1))
+        )
+
     return jax.tree.map(
-        lambda variable: Axes(variable.get_metadata("out_sharding")),
+        names,
         nnx.to_pure_dict(params, extract_fn=lambda variable: variable),
         is_leaf=lambda x: isinstance(x, nnx.Variable),
     )

@@ -53,14 +53,11 @@ class ParamsSource:
             if name.startswith(_ROOT)
         }
         check_tensors(found, shapes, str(self.path))
-        layouts = family(config.decoder_block).layouts
-        turn = None
+        turned: set[str] = set()
         if self.keys[ORDER] != config[ORDER]:
-            turn = pairs_of_halves if config[ORDER] else halves_of_pairs
-        return {
-            name: self._leaf(name, shape, turn if name in layouts and layouts[name].turned else None)
-            for name, shape in shapes.items()
-        }
+            turned = {name for name, layout in family(config.decoder_block).layouts.items() if layout.turned}
+        turn = pairs_of_halves if config[ORDER] else halves_of_pairs
+        return {name: self._leaf(name, shape, turn if name in turned else None) for name, shape in shapes.items()}
 
     def _leaf(self, name: str, shape: tuple[int, ...], turn: Any) -> Leaf:
         tree, path = self._tree, _ROOT + name

@@ -21,8 +21,7 @@ from trainer.config.files import COMMAND_LINE
 from trainer.config.flags import FLAGS
 from trainer.config.resume import MAY_CHANGE
 from trainer.data import Batch, Dataset, open_dataset
-from trainer.models.flops import parameter_count
-from trainer.models.transformer import block_class
+from trainer.models.blocks import block_class
 from trainer.observe.banner import banner_rows
 from trainer.training import build, start
 
@@ -76,7 +75,13 @@ def _program(side: Side, devices: Sequence[jax.Device]) -> Program:
     wanted = len(devices) if -1 in sizes else min(math.prod(sizes), len(devices))
     try:
         run = build(side.loaded.config, devices[:wanted])
-        return Program(side.name, run, names_of_block(block_class(run.config)))
+        program = Program(side.name, run, names_of_block(block_class(run.config)))
+        if unused := program.names.unused(names_of(program.abstract.params)):
+            raise UserError(
+                f"PARAMETER_NAMES of decoder_block={run.config.decoder_block} names {unused[0]}, but the block has no "
+                "such parameter"
+            )
+        return program
     except UserError as error:
         hint = ""
         if devices[0].platform == "cpu" and len(devices) == 1:
@@ -143,13 +148,13 @@ def _quantities(left: Program, right: Program, expected: Measured, found: Measur
 
 
 def _other_axes(left: Program, right: Program) -> list[str]:
-    """One line for each parameter of both sides whose logical axes differ."""
+    """In words, whether parameters of both sides have other logical axes."""
     here, there = (it.names.of(names_of(it.run.backend.param_axes)) for it in (left, right))
-    return [
-        f"logical axes of {name}: {', '.join(map(str, axes))} against {', '.join(map(str, there[name]))}"
-        for name, axes in here.items()
-        if name in there and axes != there[name]
-    ]
+    names = [name for name, axes in here.items() if name in there and axes != there[name]]
+    if not names:
+        return []
+    first = " against ".join(f"[{', '.join(map(str, side[names[0]]))}]" for side in (here, there))
+    return [f"logical axes of {names[0]}: {first}" + (f", and of {len(names) - 1} more" if names[1:] else "")]
 
 
 def _facts(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,7 +181,7 @@ def _head(sides: Sequence[Side], programs: Sequence[Program], dataset: Dataset) 
             device_kind=device.device_kind,
             platform=device.platform,
             process_count=1,
-            parameters=parameter_count(it.config),
+            parameters=it.run.parameters,
             dataset=str(dataset).partition("; ")[0],  # what is held out does not matter here
             run_dir=Path(),
         )

@@ -3,8 +3,8 @@
 from trainer.config.data_keys import parse_mixture
 from trainer.config.derived import eval_batch_rows, global_batch_rows, mesh_axes, microbatch_rows
 from trainer.config.dump import to_yaml
-from trainer.config.errors import RunStopped, UserError, exit_on_user_error
-from trainer.config.flags import COMBINATIONS, combination, flags_of
+from trainer.config.errors import RunStopped, UserError, exit_on_user_error, nearest
+from trainer.config.flags import COMBINATIONS, combination, flags_of, linen_stack
 from trainer.config.help import help_text
 from trainer.config.load import Loaded, load
 from trainer.config.resolve import resolve
@@ -29,11 +29,13 @@ __all__ = [
     "flags_of",
     "global_batch_rows",
     "help_text",
+    "linen_stack",
     "load",
     "load_sides",
     "make_rules",
     "mesh_axes",
     "microbatch_rows",
+    "nearest",
     "parse_mixture",
     "resolve",
     "schema",

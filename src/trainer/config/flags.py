@@ -32,6 +32,28 @@ def flags_of(name: str) -> dict[str, bool]:
     return dict(zip(FLAGS, COMBINATIONS[name], strict=True))
 
 
+def linen_stack(config: Any) -> str | None:
+    """How to get a decoder stack in Linen under the flags of `config`; None where they have one."""
+    asked = _flags(config)
+    if not config.pure_nnx_decoder:
+        return None
+    offers = [(_changes(asked, flags), name) for name, flags in COMBINATIONS.items() if not flags[1]]
+    if not offers:
+        return "a Linen module needs a decoder stack in Linen, which is no longer here"
+    changes, name = min(offers, key=lambda offer: len(offer[0]))
+    return f"a Linen module needs a decoder stack in Linen: set {' '.join(changes)} (combination {name})"
+
+
+def removal(config: Any) -> str | None:
+    """What to tell whoever runs a part of Linen; None for the others."""
+    if all(_flags(config)):
+        return None
+    return (
+        f"combination {combination(config)}: the Linen paths will be removed; docs/guides/migrating.md leads to "
+        f"{next(iter(COMBINATIONS))}"
+    )
+
+
 def unsupported(config: Any) -> str | None:
     """Why the flags of `config` are no combination, and which to change; None where they are one."""
     asked = _flags(config)
@@ -42,7 +64,8 @@ def unsupported(config: Any) -> str | None:
     # Whoever turns off enable_nnx most likely wants Linen throughout, however many flags that takes.
     offers = [name for name in changes if len(changes[name]) == fewest or name == "linen"]
     ways = " or ".join(f"set {' '.join(changes[name])} (combination {name})" for name in offers)
-    return f"no such combination of the module system; nearest: {ways}"
+    what = "no such combination of the module system" if "linen" in COMBINATIONS else "the Linen paths were removed"
+    return f"{what}; nearest: {ways} (docs/guides/migrating.md)"
 
 
 def _flags(config: Any) -> tuple[bool, bool, bool]:

@@ -14,6 +14,7 @@ from trainer.config.dump import to_flow
 from trainer.config.effects import without_effect
 from trainer.config.errors import nearest, report
 from trainer.config.files import COMMAND_LINE, PRESETS, Entry, YmlFile, preset_names, read_chain, read_file
+from trainer.config.flags import removal
 from trainer.config.help import help_text
 from trainer.config.rules import merge_rules, read_rules
 from trainer.config.schema import Key, Schema, schema
@@ -123,6 +124,8 @@ def load(argv: Sequence[str]) -> Loaded:
     if reader.mistakes:
         raise report(reader.mistakes)
     notes += _changes(preset, values)
+    if notice := removal(config):
+        notes.append(notice)
     return Loaded(config, changed, without_effect(config, changed), notes)
 
 

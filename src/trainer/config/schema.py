@@ -17,6 +17,9 @@ _TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool,
 _TYPE_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text", list: "a list", dict: "a dict"}
 _HEADING = re.compile(r"# -{2,} (?P<name>.+?) -+")
 _KEY_LINE = re.compile(r"(?P<name>[a-z]\w*):(?P<value>.*?)(?:\s#(?P<form>.*))?")
+# An import path, as decoder_block takes it.
+IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_OR_IMPORT_PATH = " or package.module:Class"
 _RANGE = re.compile(r"in (?P<open>[\[(])(?P<low>\S+), (?P<high>\S+)(?P<close>[\])])(?: or (?P<extra>.+))?")
 
 
@@ -52,6 +55,7 @@ class Key:
     section: str = ""
     doc: str = ""
     choices: tuple[Any, ...] = ()
+    importable: bool = False  # an import path, `package.module:Class`, is as good as a choice
     range: Range | None = None
     item: type | None = None
     optional: bool = False
@@ -60,7 +64,8 @@ class Key:
     def allowed(self) -> str:
         """What the key accepts, in words."""
         if self.choices:
-            return ", ".join(str(choice) or '""' for choice in self.choices)
+            words = ", ".join(str(choice) or '""' for choice in self.choices)
+            return words + _OR_IMPORT_PATH if self.importable else words
         words = _TYPE_WORDS[self.kind]
         if self.range:
             words += f" {self.range}"
@@ -72,6 +77,8 @@ class Key:
         """Whether `value`, which has the key's type, is one of its choices or in its range."""
         if value is None:
             return self.optional
+        if self.importable and IMPORT_PATH.fullmatch(value):
+            return True
         return (not self.choices or value in self.choices) and (self.range is None or value in self.range)
 
 
@@ -123,7 +130,9 @@ def _key(name: str, default: Any, form: str, section: str, doc: str) -> Key:
     kind: type = type(default)
     narrowed: dict[str, Any] = {}
     if form.startswith("one of "):
-        narrowed["choices"] = tuple(_literal(name, kind, word) for word in form.removeprefix("one of ").split(","))
+        words = form.removeprefix("one of ").removesuffix(_OR_IMPORT_PATH)
+        narrowed["choices"] = tuple(_literal(name, kind, word) for word in words.split(","))
+        narrowed["importable"] = form.endswith(_OR_IMPORT_PATH) and kind is str
     elif match := _RANGE.fullmatch(form):
         narrowed["range"] = _range(name, kind, match)
     elif form.startswith("list of ") and kind is list and form[8:] in _TYPES:

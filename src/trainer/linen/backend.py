@@ -12,19 +12,21 @@ from trainer.backends.base import TrainTree, initial_tree, tree_mode
 from trainer.backends.codec import Codec, Path
 from trainer.backends.nnx_backend import NNXBackend
 from trainer.layers.sown import Sown
-from trainer.linen.bridge import capturing, to_linen
-from trainer.linen.decoder import LinenStackDecoder
+from trainer.linen.bridge import capturing, is_box, to_linen, unboxed
+from trainer.linen.decoder import LinenStackDecoder, initial_decoder
 from trainer.linen.stack import initializing
 from trainer.linen.transformer import Transformer
 from trainer.models import transformer
 from trainer.ops.random import seed_key
-from trainer.sharding import Axes
 
 
 class NNXLinenDecoder(NNXBackend):
     """NNX model and train state, Linen decoder stack."""
 
     decoder = LinenStackDecoder
+
+    def _initial_decoder(self) -> type[transformer.Decoder]:
+        return initial_decoder(self.config)
 
 
 class TrainState(train_state.TrainState):
@@ -44,9 +46,7 @@ class Linen:
         with tree_mode():
             init = self._make_module(initializing(config)).init
             boxed = jax.eval_shape(init, seed_key(0), id_bt, id_bt, id_bt, row_b)
-        self.param_axes = jax.tree.map(
-            lambda box: Axes(box.names), boxed["params"], is_leaf=lambda x: isinstance(x, linen.LogicallyPartitioned)
-        )
+        self.param_axes = jax.tree.map(lambda leaf: unboxed(leaf)[1], boxed["params"], is_leaf=is_box)
         native_variables = linen.unbox(boxed)
         params, rest = native_variables["params"], {k: v for k, v in native_variables.items() if k != "params"}
         native = TrainState(
@@ -67,7 +67,7 @@ class Linen:
     def init(self, key: jax.Array, params: Any = None) -> TrainState:
         """See `Backend.init`."""
         with tree_mode():
-            return self.pack(initial_tree(self.config, self.tx, key, params))
+            return self.pack(initial_tree(self.config, self.tx, key, params, initial_decoder(self.config)))
 
     def unpack(self, native: TrainState) -> TrainTree:
         """See `Backend.unpack`."""

@@ -7,6 +7,7 @@ from flax import linen, nnx
 from flax.nnx import bridge
 
 from trainer.layers.sown import Sown, capture
+from trainer.sharding import Axes
 
 
 def to_linen(make: Callable[..., nnx.Module], *args: Any, **fields: Any) -> linen.Module:
@@ -17,6 +18,21 @@ def to_linen(make: Callable[..., nnx.Module], *args: Any, **fields: Any) -> line
 def capturing(types: tuple[type[nnx.Variable], ...], method: str = "__call__") -> Callable[..., tuple[Any, Sown]]:
     """A method for `ToLinen`'s nnx_method: runs `method` and also returns what was sown of `types`."""
     return lambda module, *args: capture(module, types, method)(*args)
+
+
+def is_box(x: Any) -> bool:
+    """Whether `x` is a parameter in the box that holds its logical axis names."""
+    return isinstance(x, linen.LogicallyPartitioned)
+
+
+def unboxed(parameter: Any) -> tuple[Any, Axes]:
+    """A parameter's value and its logical axis names.
+
+    Only a layer of somebody's own leaves axes without names, and all layers are stacked on their first axis.
+    """
+    if is_box(parameter):
+        return parameter.value, Axes(parameter.names)
+    return parameter, Axes(("layers", *[None] * (parameter.ndim - 1)))
 
 
 def _box(variable: nnx.Variable) -> Any:

@@ -2,9 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-from flax import linen, nnx
+from flax import nnx
 
 from trainer.layers.param import param
+from trainer.linen.bridge import is_box, unboxed
+from trainer.linen.layer import is_linen
 from trainer.linen.stack import Stack, initializing
 from trainer.models.transformer import Decoder
 
@@ -18,19 +20,18 @@ class LinenStackDecoder(Decoder):
         id_bt, row_b = jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32)
         init = _stack(initializing(self.config)).init
         variables = init(rngs.params(), x, None, id_bt, id_bt, row_b, key=None, types=(), method="run_layers")
-        return nnx.data(
-            jax.tree.map(
-                lambda box: param(box.value, box.names),
-                variables["params"]["layers"],
-                is_leaf=lambda x: isinstance(x, linen.LogicallyPartitioned),
-            )
-        )
+        return nnx.data(jax.tree.map(lambda leaf: param(*unboxed(leaf)), variables["params"]["layers"], is_leaf=is_box))
 
     def run_layers(self, x, cache, *context, key, types):
         """See `Decoder.run_layers`."""
         params = {"layers": nnx.to_pure_dict(nnx.state(self.layers))}
         apply = _stack(self.config).apply
         return apply({"params": params}, x, cache, *context, key=key, types=types, method="run_layers")
+
+
+def initial_decoder(config) -> type[Decoder]:
+    """The decoder that draws initial parameters: the one of all combinations, unless NNX can not make the block."""
+    return LinenStackDecoder if is_linen(config) else Decoder
 
 
 def _stack(config) -> Stack:

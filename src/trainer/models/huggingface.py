@@ -10,6 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from trainer.config import UserError
+
 
 class Layout(NamedTuple):
     """Where one parameter lies in a Hugging Face checkpoint.
@@ -90,7 +92,16 @@ def halves_of_pairs(x: np.ndarray) -> np.ndarray:
 
 
 def family(decoder_block: str) -> Family:
-    """The Hugging Face side of a family."""
-    from trainer.models.transformer import FAMILIES
+    """The Hugging Face side of a family.
 
+    Raises:
+      UserError: the block was given by import path.
+    """
+    from trainer.models.blocks import FAMILIES
+
+    if decoder_block not in FAMILIES:
+        raise UserError(
+            f"decoder_block={decoder_block} was given by import path: how its parameters are laid out in a checkpoint "
+            "of Hugging Face or MaxText is not known; a run's folder and format=params are read and written"
+        )
     return importlib.import_module(FAMILIES[decoder_block]).HUGGING_FACE

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.config import UserError
+from trainer.models.blocks import FAMILIES
 from trainer.models.huggingface import Family, family
-from trainer.models.transformer import FAMILIES
 
 # Hugging Face's names of activations and ours. Its plain "gelu" is the exact one, which no key here says.
 ACTIVATIONS = {

@@ -3,11 +3,11 @@
 import jax
 from flax import nnx
 
-from trainer.models.transformer import Transformer
+from trainer.models.transformer import Decoder, Transformer
 
 
-def init_variables(config, key: jax.Array) -> tuple[dict, dict]:
+def init_variables(config, key: jax.Array, decoder: type[Decoder] = Decoder) -> tuple[dict, dict]:
     """Initial (params, rest): nested dicts of canonical names, layers on axis 0. Can be traced by jit."""
-    model = Transformer(config, nnx.Rngs(params=key))
+    model = Transformer(config, nnx.Rngs(params=key), decoder)
     params, rest = nnx.state(model, nnx.Param, nnx.Not(nnx.Param))
     return nnx.to_pure_dict(params), nnx.to_pure_dict(rest)

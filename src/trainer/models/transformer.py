@@ -1,6 +1,5 @@
 """The decoder-only transformer: embedding, a stack of blocks, norm, head."""
 
-import importlib
 from typing import Any
 
 import jax
@@ -12,29 +11,14 @@ from trainer.layers.dense import Dense, Embed
 from trainer.layers.norm import RMSNorm
 from trainer.layers.sown import Activation, sow
 from trainer.layers.stack import make_stack, run_stack
+from trainer.models.blocks import make_block
 from trainer.models.remat import remat_policy
 from trainer.ops.dropout import dropout
 
-# decoder_block -> the module that holds the family's Block
-FAMILIES = {
-    "llama2": "trainer.models.llama2",
-    "mistral": "trainer.models.mistral",
-    "qwen3": "trainer.models.qwen3",
-}
 # Dropout sites outside of the blocks; their keys are folded as those of a layer after the last.
 EMBEDDING, BEFORE_HEAD = range(2)
 
 Types = tuple[type[nnx.Variable], ...]
-
-
-def make_block(config, rngs: nnx.Rngs) -> nnx.Module:
-    """One block of the configured family."""
-    return block_class(config)(config, rngs)
-
-
-def block_class(config) -> Any:
-    """The class of the configured family's blocks."""
-    return importlib.import_module(FAMILIES[config.decoder_block]).Block
 
 
 def make_decoder_norm(config) -> RMSNorm:

@@ -1,6 +1,7 @@
 """From a configuration and devices to everything that runs, the same for training and for ahead-of-time tools."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,8 @@ from trainer.backends import Backend, make_backend
 from trainer.config import eval_batch_rows, global_batch_rows, resolve
 from trainer.data import FIELDS
 from trainer.layers.sown import TYPES
+from trainer.models import blocks
+from trainer.models.flops import flops_per_token
 from trainer.models.remat import check_offload
 from trainer.objectives import Objective
 from trainer.optim import check_masks, make_optimizer
@@ -61,6 +64,22 @@ class Run(NamedTuple):
     def eval_rows(self) -> int:
         """Rows of an evaluation batch."""
         return eval_batch_rows(self.config)
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the model."""
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self._params))
+
+    @property
+    def flops_per_token(self) -> float:
+        """Model FLOPs of one training step for one token; see `models.flops`."""
+        if self.config.decoder_block in blocks.FAMILIES:
+            return flops_per_token(self.config)
+        return 3 * blocks.forward_flops_per_token(self.config, self._params)
+
+    @property
+    def _params(self) -> Any:
+        return self.backend.unpack(self.abstract_state).params
 
     def compile(self) -> Any:
         """The compiled training step."""

@@ -1,0 +1,73 @@
+"""The block that the decoder repeats: a family's, or anyone's by import path.
+
+A block is a class. It is made as `Class(config, rngs)` if it is an `nnx.Module` and as `Class(config)` if it is a
+Linen module, for which the decoder stack must be Linen's too, and called as
+`block(x, cache, position, segment, row, key) -> x, cache` (see `models.llama2.Block`). `config` is resolved; a block
+may read its keys. `cache` is None in training; a block that takes no cache can be trained and not sampled from.
+"""
+
+import importlib
+import math
+from typing import Any
+
+import jax
+from flax import nnx
+
+from trainer.config import UserError, linen_stack, nearest
+
+# decoder_block -> the module that holds the family's Block
+FAMILIES = {
+    "llama2": "trainer.models.llama2",
+    "mistral": "trainer.models.mistral",
+    "qwen3": "trainer.models.qwen3",
+}
+
+
+def block_class(config) -> Any:
+    """The class of the configured block.
+
+    Raises:
+      UserError: there is no such module or class, or the decoder stack can not hold it.
+    """
+    name = config.decoder_block
+    if name in FAMILIES:
+        return importlib.import_module(FAMILIES[name]).Block
+    found = _imported(name)
+    if not isinstance(found, type):
+        raise UserError(f"decoder_block={name}: this is no class")
+    if not issubclass(found, nnx.Module) and (problem := linen_stack(config)):
+        raise UserError(f"decoder_block={name}: this is no nnx.Module; {problem}")
+    return found
+
+
+def _imported(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    try:
+        imported = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        # Only what the name itself spells is the user's mistake here; a missing import of theirs keeps its traceback.
+        if error.name is None or f"{module}.".startswith(f"{error.name}.") is False:
+            raise
+        raise UserError(
+            f"decoder_block={name}: there is no module {error.name}; it is looked for in the current folder and where "
+            "Python finds packages (PYTHONPATH, pip install)"
+        ) from None
+    if not hasattr(imported, attribute):
+        classes = [key for key, value in vars(imported).items() if isinstance(value, type)]
+        raise UserError(f"decoder_block={name}: {module} has no {attribute}{nearest(attribute, classes)}")
+    return getattr(imported, attribute)
+
+
+def make_block(config, rngs: nnx.Rngs) -> nnx.Module:
+    """One block, an NNX module."""
+    return block_class(config)(config, rngs)
+
+
+def forward_flops_per_token(config, params: Any) -> float:
+    """FLOPs of the forward pass for one token of a model whose block was given by import path.
+
+    From `params`, canonical, arrays or their shapes: every parameter of a layer with two axes or more is taken for the
+    kernel of a matrix product, which each token passes once. Scores of attention are not known and not counted.
+    """
+    kernels = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params["decoder"]["layers"]) if leaf.ndim > 2)
+    return 2.0 * (kernels + config.base_emb_dim * config.vocab_size)

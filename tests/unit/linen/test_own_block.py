@@ -1,0 +1,130 @@
+"""A block that a team wrote by hand in Linen, in the decoder stacks of Linen."""
+
+import functools
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from flax import linen
+from support import assert_equal_bits, compiled, copied, packed_batch, tiny_config
+
+from trainer.backends import make_backend
+from trainer.config import UserError
+from trainer.layers.sown import Total
+from trainer.objectives import Objective
+from trainer.ops.random import seed_key
+from trainer.optim import make_optimizer
+
+GUIDES = Path(__file__).parents[3] / "docs" / "guides"
+LINEN, NNX = "team_block:LinenBlock", "team_block:NNXBlock"
+LINEN_STACKS = ("nnx_linen_decoder", "bridged_linen_decoder", "linen")
+
+
+@pytest.fixture(autouse=True)
+def in_the_guides(monkeypatch):
+    monkeypatch.syspath_prepend(str(GUIDES))
+
+
+def backend_of(combination, block, **keys):
+    config = tiny_config(combination, decoder_block=block, remat_policy="full", **keys)
+    return config, make_backend(config, make_optimizer(config))
+
+
+def value_and_grads(config, backend, params, capture=()):
+    """((loss, sown), gradients) as a function of a dropout key or None."""
+    objective = Objective(backend.apply, capture=capture)
+
+    def loss(params, key):
+        sums, sown = objective.sums(params, {}, packed_batch(config, 4), key)
+        return sums["lm_loss"], sown
+
+    return functools.partial(jax.value_and_grad(loss, has_aux=True), params)
+
+
+@functools.cache
+def trained(combination, scan=True):
+    config, backend = backend_of(combination, LINEN, scan_layers=scan)
+    params = backend.unpack(backend.init(seed_key(0))).params
+    results = copied(compiled(value_and_grads(config, backend, params), None)(None))
+    return results, copied(params), backend.param_axes
+
+
+@pytest.mark.parametrize("combination", LINEN_STACKS)
+def test_the_same_bits_in_every_linen_stack(combination):
+    reference = trained("linen")
+    results, params, axes = trained(combination)
+    assert_equal_bits((results, params), reference[:2])
+    assert axes == reference[2]
+    assert axes["decoder"]["layers"]["c_attn"]["kernel"] == ("layers", None, None)
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(results[1]))
+
+
+@pytest.mark.parametrize("combination", LINEN_STACKS[1:])
+def test_unrolled_it_starts_the_same_and_computes_the_same(combination):
+    (value, _), grads = trained(combination, scan=False)[0]
+    (rolled, _), rolled_grads = trained(combination)[0]
+    assert_equal_bits(trained(combination, scan=False)[1], trained(combination)[1])
+    np.testing.assert_allclose(value, rolled, rtol=1e-6)  # other sums; see tests/unit/models/test_blocks.py
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max()), grads, rolled_grads)
+
+
+def renamed(params):
+    """Parameters of the Linen block under the NNX block's names."""
+    import team_block
+
+    layers = params["decoder"]["layers"]
+    names = team_block.NNXBlock.PARAMETER_NAMES
+    return params | {"decoder": params["decoder"] | {"layers": {ours: layers[its] for ours, its in names.items()}}}
+
+
+@pytest.mark.parametrize("combination", ["nnx", "linen"])
+def test_the_nnx_block_that_takes_its_place_computes_the_same(combination):
+    (value, _), grads = trained("linen")[0]
+    config, backend = backend_of(combination, NNX)
+    other = compiled(value_and_grads(config, backend, renamed(trained("linen")[1])), None)(None)
+    assert_equal_bits(other[1], renamed(grads))
+    assert other[0][0] == value
+
+
+class Sowing(linen.Module):
+    """Sows as a block of ours does, and drops out by Linen's own generators."""
+
+    config: object
+
+    @linen.compact
+    def __call__(self, x, cache, position, segment, row, key):
+        x = linen.Dropout(0.5, deterministic=key is None)(x + linen.Dense(x.shape[-1])(x))
+        self.sow("Total", "outputs", x.sum())
+        return x, cache
+
+
+def test_what_it_sows_arrives_and_dropout_draws_from_the_key(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sowing", SimpleNamespace(Sowing=Sowing))
+    results = []
+    for combination, scan in (("linen", True), ("nnx_linen_decoder", True), ("linen", False)):
+        config, backend = backend_of(combination, "sowing:Sowing", scan_layers=scan)
+        params = backend.unpack(backend.init(seed_key(0))).params
+        step = compiled(value_and_grads(config, backend, params, (Total,)), seed_key(1))
+        results.append([copied(step(seed_key(seed))) for seed in (1, 2)])
+    assert_equal_bits(*results[:2])
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), results[1][0][0], results[2][0][0])
+    losses = {float(loss) for (loss, _), _ in results[0]}
+    assert len(losses) == 2
+    (_, sown), _ = results[0][0]
+    assert sown["Total"]["decoder/layers/outputs"].shape == (config.base_num_decoder_layers,)
+
+
+@pytest.mark.parametrize(
+    ("combination", "change"), [("nnx", "nnx_linen_decoder"), ("bridged", "bridged_linen_decoder")]
+)
+def test_an_nnx_stack_refuses_it_and_says_how_to_change(combination, change):
+    with pytest.raises(UserError, match=rf"this is no nnx.Module; .* \(combination {change}\)"):
+        backend_of(combination, LINEN)
+
+
+def test_what_is_no_module_at_all():
+    with pytest.raises(UserError, match="neither an nnx"):
+        backend_of("linen", "pathlib:Path")

@@ -1,0 +1,107 @@
+"""A block by import path."""
+
+import functools
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from support import ALL_COMBINATIONS, arguments, assert_equal_bits, compiled, copied, packed_batch, pinned, tiny_config
+
+from trainer.backends import make_backend
+from trainer.config import UserError, load
+from trainer.models import blocks
+from trainer.models.huggingface import family
+from trainer.objectives import Objective
+from trainer.ops.random import seed_key
+from trainer.optim import make_optimizer
+from trainer.training import build
+
+GUIDES = Path(__file__).parents[3] / "docs" / "guides"
+OWN = "team_block:NNXBlock"
+
+
+@pytest.fixture(autouse=True)
+def in_the_guides(monkeypatch):
+    """As `python -m` has the current folder on its path."""
+    monkeypatch.syspath_prepend(str(GUIDES))
+
+
+@functools.cache
+def gradients(combination, scan):
+    config = tiny_config(combination, decoder_block=OWN, scan_layers=scan, base_num_decoder_layers=3)
+    backend = make_backend(config, make_optimizer(config))
+    tree = backend.unpack(backend.init(seed_key(0)))
+    objective = Objective(backend.apply)
+
+    def loss(params):
+        return objective.sums(params, tree.rest, packed_batch(config, 4), None)[0]["lm_loss"]
+
+    results = compiled(jax.value_and_grad(loss), tree.params)(tree.params)
+    return copied(results), copied(tree.params), backend.param_axes
+
+
+@pytest.mark.parametrize("combination", ALL_COMBINATIONS)
+def test_an_nnx_block_trains_in_every_combination(combination):
+    results, params, axes = gradients(combination, True)
+    reference = gradients("nnx", True)
+    assert_equal_bits(results, reference[0])
+    assert_equal_bits(params, reference[1])
+    assert axes == reference[2]
+    assert axes["decoder"]["layers"]["qkv"]["kernel"] == ("layers", None, None)
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(results[1]))
+
+
+def test_unrolled():
+    (value, grads), params, _ = gradients("nnx", False)
+    (rolled_value, rolled_grads), rolled_params, _ = gradients("nnx", True)
+    assert_equal_bits(params, rolled_params)
+    # A block that ends in a plain product is compiled to other sums where the loop is unrolled.
+    np.testing.assert_allclose(value, rolled_value, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max()), grads, rolled_grads)
+
+
+def test_its_size_is_counted_from_its_parameters():
+    run = build(load(arguments("nnx", decoder_block=OWN)).config, jax.devices()[:1])
+    matrices = 16 * 96 + 32 * 16 + 16 * 32 + 32 * 16
+    assert run.parameters == 64 * 16 + 16 + 2 * (matrices + 96 + 16 + 32 + 16 + 4 * 16)
+    assert run.flops_per_token == 6 * (2 * matrices + 64 * 16)
+    family_run = build(load(arguments("nnx")).config, jax.devices()[:1])
+    assert family_run.parameters == sum(x.size for x in jax.tree.leaves(family_run.abstract_state["model"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("team_block:NNXblock", "team_block has no NNXblock; nearest: NNXBlock"),
+        ("team_blocks:NNXBlock", "there is no module team_blocks; it is looked for in the current folder"),
+        ("json.team_block:NNXBlock", "there is no module json.team_block"),
+        ("team_block:attend", "this is no class"),
+    ],
+)
+def test_a_path_that_leads_nowhere(name, message):
+    with pytest.raises(UserError) as error:
+        blocks.block_class(tiny_config("nnx", decoder_block=name))
+    assert str(error.value).startswith(f"decoder_block={name}: {message}")
+
+
+def test_what_is_missing_within_the_module_keeps_its_traceback(tmp_path, monkeypatch):
+    (tmp_path / "broken_block.py").write_text("import not_installed_anywhere\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
+        blocks.block_class(tiny_config("nnx", decoder_block="broken_block:Block"))
+    assert "broken_block" not in sys.modules
+
+
+def test_what_is_not_known_of_it():
+    with pytest.raises(UserError, match="given by import path"):
+        family(OWN)
+    loaded = load([f"decoder_block={OWN}", "prompt=x", *(f"{k}={v}" for k, v in pinned("nnx").items())])
+    assert any(line.startswith("prompt=") or "prompt" in line for line in loaded.warnings)
+
+
+@pytest.mark.parametrize("name", ["lama2", "team_block", "team_block:", "a b:C", ":Block"])
+def test_what_is_no_import_path(name):
+    with pytest.raises(UserError, match=r"allowed: llama2, mistral, qwen3 or package\.module:Class"):
+        load([f"decoder_block={name}"])
