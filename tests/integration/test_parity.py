@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 from support import ALL_COMBINATIONS, TINY, pinned
 
 from trainer import parity
+from trainer.compare import programs
 from trainer.models import llama2, mistral
 
 # Few leaves compile in little time.
@@ -23,6 +25,12 @@ def _compiles_fast():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def only_forward(monkeypatch):
+    """Leaves out the gradients and the update, where the forward pass shows what the test is about."""
+    return lambda: monkeypatch.setattr(programs, "MEASURES", programs.MEASURES[:2])
 
 
 def run(capsys, *words, combination="nnx", **keys):
@@ -58,7 +66,8 @@ def test_all_combinations_are_equal_in_every_bit(capsys):
         assert comparison["facts"]["memory: temporaries"][0] == comparison["facts"]["memory: temporaries"][1] > 0
 
 
-def test_a_planted_difference_is_found_in_its_layer(capsys, monkeypatch):
+def test_a_planted_difference_is_found_in_its_layer(capsys, monkeypatch, only_forward):
+    only_forward()
     layers = itertools.cycle(range(3))
 
     class Wrong(llama2.Block):
@@ -84,9 +93,30 @@ def test_a_planted_difference_is_found_in_its_layer(capsys, monkeypatch):
     assert rows["layer 1"][3] == "apart"
     assert rows["layer 1"][-1] == "mlp_output"
     assert rows["layer 2"][3] == "apart"
-    assert rows["loss"][2] == "apart"
-    # The backward pass parts where the forward pass changed what it reads: at its end, in the head.
-    assert rows["gradients"][2] == "apart"
+
+
+def test_a_team_s_linen_block_against_its_nnx_counterpart(capsys, monkeypatch, only_forward):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "docs" / "guides"))
+    import team_block
+
+    class Wrong(team_block.NNXBlock):
+        def __init__(self, config, rngs):
+            super().__init__(config, rngs)
+            self.mlp_norm.epsilon = 1e-3
+
+    monkeypatch.setattr(team_block, "Wrong", Wrong, raising=False)
+    linen = ("left=linen", "left.decoder_block=team_block:LinenBlock", "right=nnx", "--json")
+    code, out, _ = run(capsys, *linen, "right.decoder_block=team_block:NNXBlock")
+    (comparison,) = json.loads(out)["comparisons"]
+    assert (code, comparison["bits"]) == (0, True)
+    parameters = {it["name"] for it in comparison["quantities"]["parameters"]["arrays"]}
+    assert "decoder/layers/c_attn/kernel" in parameters
+
+    only_forward()
+    code, out, _ = run(capsys, *linen, "right.decoder_block=team_block:Wrong")
+    (comparison,) = json.loads(out)["comparisons"]
+    assert (code, comparison["first"]) == (1, "activations: decoder/layers/output, layer 0")
+    assert comparison["quantities"]["parameters"]["bits"]
 
 
 def test_another_mesh_on_devices_of_its_own_number(capsys):

@@ -29,6 +29,8 @@ Say = Callable[[str], None]
 
 # Where parameters and tokens come from: the left side's are everybody's.
 _COMMON = ("vocab_size", "load_parameters_path", "load_full_state_path", "reset_optimizer")
+# In the order in which a training step comes to them.
+MEASURES = (measure.parameters, measure.activations, measure.gradients, measure.update)
 # Rows of the banner that say what a comparison is about.
 _HEAD = ("devices", "model", "attention", "dtype", "batch", "data")
 
@@ -55,7 +57,7 @@ def compare_programs(sides: Sequence[Side], devices: Sequence[jax.Device], toler
 
     quantities: dict[str, list[Quantity]] = {program.name: [] for program in rights}
     facts: dict[str, dict[str, Any]] = {program.name: {} for program in rights}
-    for step in (measure.parameters, measure.activations, measure.gradients, measure.update):
+    for step in MEASURES:
         rows = _activation_rows(programs) if step is measure.activations else left.run.rows
         part = {name: array[:rows] for name, array in batch.items()}
         known: measure.Executables = {}
@@ -186,6 +188,9 @@ def _head(sides: Sequence[Side], programs: Sequence[Program], dataset: Dataset) 
             run_dir=Path(),
         )
         rows.append({label: text for label, text in banner if label in _HEAD})
+    if len({row["model"] for row in rows}) > 1:
+        for row in rows:
+            row["model"] = row["model"].partition(": ")[2]  # decoder_block has a line of its own then
     head = [(label, text) for label, text in rows[0].items() if all(other[label] == text for other in rows)]
     if "devices" not in dict(head):
         head.insert(0, ("devices", " | ".join(row["devices"] for row in rows)))
