@@ -2,49 +2,19 @@
 
 import itertools
 import json
-from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import pytest
-from support import ALL_COMBINATIONS, TINY, pinned
+from parity_cases import run
+from support import ALL_COMBINATIONS
 
 from trainer import parity
-from trainer.compare import programs
 from trainer.models import llama2, mistral
 
-# Few leaves compile in little time.
-SMALL = TINY | {"opt_type": "sgd", "gradient_clipping_threshold": 0, "per_device_batch_size": 8}
-SMALL |= {"base_num_decoder_layers": 3, "base_num_query_heads": 2, "base_num_kv_heads": 2}
 QUANTITIES = ["parameters", "activations", "loss", "gradients", "updated parameters", "optimizer state"]
 
 
-@pytest.fixture(autouse=True)
-def _compiles_fast():
-    """What is compared here is compiled alike on both sides, so it may be compiled without optimizations."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.fixture
-def only_forward(monkeypatch):
-    """Leaves out the gradients and the update, where the forward pass shows what the test is about."""
-    return lambda: monkeypatch.setattr(programs, "MEASURES", programs.MEASURES[:2])
-
-
-def run(capsys, *words, combination="nnx", **keys):
-    """The exit code, stdout and stderr of the command."""
-    settings = SMALL | pinned(combination) | keys
-    code = 0
-    try:
-        parity.main(["base.yml", *(f"{key}={value}" for key, value in settings.items()), *words])
-    except SystemExit as ended:
-        code = ended.code
-    said = capsys.readouterr()
-    return code, said.out, said.err
-
-
+@pytest.mark.skipif(len(ALL_COMBINATIONS) == 1, reason="there is one combination")
 def test_all_combinations_are_equal_in_every_bit(capsys):
     one, *others = ALL_COMBINATIONS
     code, out, _ = run(capsys, f"left={one}", f"right={','.join(others)}", "--json")
@@ -66,8 +36,7 @@ def test_all_combinations_are_equal_in_every_bit(capsys):
         assert comparison["facts"]["memory: temporaries"][0] == comparison["facts"]["memory: temporaries"][1] > 0
 
 
-def test_a_planted_difference_is_found_in_its_layer(capsys, monkeypatch, only_forward):
-    only_forward()
+def test_a_planted_difference_is_found_in_its_layer(capsys, monkeypatch):
     layers = itertools.cycle(range(3))
 
     class Wrong(llama2.Block):
@@ -83,7 +52,7 @@ def test_a_planted_difference_is_found_in_its_layer(capsys, monkeypatch, only_fo
             return super().__call__(*args) * (1.001 if next(layers) == 1 else 1.0)
 
     monkeypatch.setattr(mistral, "Block", Wrong)
-    code, out, _ = run(capsys, "right.decoder_block=mistral", scan_layers=False)
+    code, out, _ = run(capsys, "right.decoder_block=mistral", only_forward=True, scan_layers=False)
     lines = out.splitlines()
     assert code == 1
     assert lines[-1] == "left and right part first in activations: decoder/layers/mlp_output, layer 1"
@@ -93,30 +62,6 @@ def test_a_planted_difference_is_found_in_its_layer(capsys, monkeypatch, only_fo
     assert rows["layer 1"][3] == "apart"
     assert rows["layer 1"][-1] == "mlp_output"
     assert rows["layer 2"][3] == "apart"
-
-
-def test_a_team_s_linen_block_against_its_nnx_counterpart(capsys, monkeypatch, only_forward):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "docs" / "guides"))
-    import team_block
-
-    class Wrong(team_block.NNXBlock):
-        def __init__(self, config, rngs):
-            super().__init__(config, rngs)
-            self.mlp_norm.epsilon = 1e-3
-
-    monkeypatch.setattr(team_block, "Wrong", Wrong, raising=False)
-    linen = ("left=linen", "left.decoder_block=team_block:LinenBlock", "right=nnx", "--json")
-    code, out, _ = run(capsys, *linen, "right.decoder_block=team_block:NNXBlock")
-    (comparison,) = json.loads(out)["comparisons"]
-    assert (code, comparison["bits"]) == (0, True)
-    parameters = {it["name"] for it in comparison["quantities"]["parameters"]["arrays"]}
-    assert "decoder/layers/c_attn/kernel" in parameters
-
-    only_forward()
-    code, out, _ = run(capsys, *linen, "right.decoder_block=team_block:Wrong")
-    (comparison,) = json.loads(out)["comparisons"]
-    assert (code, comparison["first"]) == (1, "activations: decoder/layers/output, layer 0")
-    assert comparison["quantities"]["parameters"]["bits"]
 
 
 def test_another_mesh_on_devices_of_its_own_number(capsys):

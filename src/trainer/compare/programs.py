@@ -19,7 +19,7 @@ from trainer.config import differences as differing_keys
 from trainer.config.dump import to_flow
 from trainer.config.files import COMMAND_LINE
 from trainer.config.flags import FLAGS
-from trainer.config.resume import MAY_CHANGE
+from trainer.config.resume import AROUND, MAY_CHANGE
 from trainer.data import Batch, Dataset, open_dataset
 from trainer.models.blocks import block_class
 from trainer.observe.banner import banner_rows
@@ -29,6 +29,7 @@ Say = Callable[[str], None]
 
 # Where parameters and tokens come from: the left side's are everybody's.
 _COMMON = ("vocab_size", "load_parameters_path", "load_full_state_path", "reset_optimizer")
+_IDLE = frozenset(AROUND) - {"model_name", "record_internal_nn_metrics"}
 # In the order in which a training step comes to them.
 MEASURES = (measure.parameters, measure.activations, measure.gradients, measure.update)
 # Rows of the banner that say what a comparison is about.
@@ -52,6 +53,8 @@ def compare_programs(sides: Sequence[Side], devices: Sequence[jax.Device], toler
     programs = [_program(side, devices) for side in sides]
     left, *rights = programs
     _check_common(left, rights)
+    for key in differing_keys(sides).keys() & _IDLE:
+        say(f"{key} has no effect here: nothing is written, evaluated or sampled")
     dataset = open_dataset(ml_collections.FrozenConfigDict({**left.config, "eval_interval": -1}), say)
     snapshot, batch = _begin(sides[0], left, dataset, say)
 

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from support import arguments, assert_equal_bits, copied
+from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied
 
 from trainer.checkpoint import names_of
 from trainer.compare import measure
@@ -11,6 +11,8 @@ from trainer.compare.names import Names
 from trainer.config import UserError, load
 from trainer.models import llama2, transformer
 from trainer.training import Start, build
+
+LAST = ALL_COMBINATIONS[-1]
 
 
 def program(combination, **keys):
@@ -32,15 +34,15 @@ def left():
 
 
 def test_a_trained_state_is_moved_whole_to_another_combination(left):
-    begin, right = trained(left), program("linen")
+    begin, right = trained(left), program(LAST)
     moved = measure.state(right, measure.take(left, begin))
     assert_equal_bits(copied(right.run.backend.unpack(moved)), copied(left.run.backend.unpack(begin.state)))
 
 
 def test_a_trained_state_of_another_optimizer_is_refused(left):
     snapshot = measure.take(left, trained(left))
-    with pytest.raises(UserError, match=r"linen: its optimizer has another state.*load_parameters_path"):
-        measure.state(program("linen", opt_type="sgd"), snapshot)
+    with pytest.raises(UserError, match=rf"{LAST}: its optimizer has another state.*load_parameters_path"):
+        measure.state(program(LAST, opt_type="sgd"), snapshot)
 
 
 def test_training_does_not_pay_for_what_is_sown_for_comparisons(left, monkeypatch):
@@ -54,7 +56,7 @@ def test_training_does_not_pay_for_what_is_sown_for_comparisons(left, monkeypatc
 def test_at_step_0_only_parameters_are_moved_and_what_is_lacking_is_initial(left):
     snapshot = measure.take(left, trained(left, updates=0))
     assert snapshot.later is None
-    right = program("linen", opt_type="sgd", use_qk_norm=True)
+    right = program(LAST, opt_type="sgd", use_qk_norm=True)
     found = names_of(copied(right.run.backend.unpack(measure.state(right, snapshot)).params))
     lacking = {name for name in found if name not in snapshot.params}
     assert lacking == {f"decoder/layers/self_attention/{name}_norm/scale" for name in ("query", "key")}
