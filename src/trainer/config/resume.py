@@ -18,8 +18,10 @@ LAYOUT = (
     *ICI.values(),
     *DCN.values(),
     "allow_split_physical_axes",
+    "shard_optimizer_over_data",
     "logical_axis_rules",
     "sharding_tolerance",
+    "debug_sharding",
     "scan_layers",
 )
 # The same global batch may be cut in other ways.
