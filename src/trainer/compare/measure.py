@@ -150,8 +150,9 @@ def activations(program: Program, snapshot: Snapshot, batch: Batch, known: Execu
     def forward(tree: TrainTree, batch: Any) -> Arrays:
         inputs = (batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"], batch["row"])
         call: dict[str, Any] = {"capture": (Activation,), "key": dropout_key(run.config, tree.step)}
-        hidden, sown, _ = run.backend.apply(tree.params, tree.rest, *inputs, **call)
-        logits, _, _ = run.backend.apply(tree.params, tree.rest, hidden, method="head")
+        params = jax.lax.with_sharding_constraint(tree.params, run.layout.during)
+        hidden, sown, _ = run.backend.apply(params, tree.rest, *inputs, **call)
+        logits, _, _ = run.backend.apply(params, tree.rest, hidden, method="head")
         found = {**sown[Activation.__name__], "final_norm": hidden, "logits": logits}
         real = batch["inputs_segmentation"] != 0
         return {name: _without_padding(name, x, real) for name, x in found.items()}
@@ -172,7 +173,7 @@ def gradients(program: Program, snapshot: Snapshot, batch: Batch, known: Executa
     """Loss, its terms, and gradients of the trained parameters, float32, before clipping."""
     run = program.run
     tree = run.backend.unpack(state(program, snapshot))._replace(opt_state=None)
-    fn = make_gradients(run.config, Objective(run.backend.apply, run.config.z_loss_multiplier))
+    fn = make_gradients(run.config, Objective(run.backend.apply, run.config.z_loss_multiplier), run.layout)
     placed = place(batch, run.batch_shardings)
     found = _compiled(known, run.placed(fn), tree, placed)(tree, placed)
     grads = {"/".join(path_of(path)): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(found.grads)}

@@ -14,8 +14,9 @@ from trainer.compare.difference import Tolerance, differences, forward_order
 from trainer.compare.measure import Measured, Program, Snapshot
 from trainer.compare.names import names_of_block
 from trainer.compare.report import Comparison, Quantity, Report
-from trainer.config import Side, UserError, combination, mesh_axes, schema
+from trainer.config import Side, UserError, combination, schema
 from trainer.config import differences as differing_keys
+from trainer.config.derived import DCN, ICI
 from trainer.config.dump import to_flow
 from trainer.config.files import COMMAND_LINE
 from trainer.config.flags import FLAGS
@@ -76,7 +77,7 @@ def compare_programs(sides: Sequence[Side], devices: Sequence[jax.Device], toler
 
 
 def _program(side: Side, devices: Sequence[jax.Device]) -> Program:
-    sizes = list(mesh_axes(side.loaded.config).values())
+    sizes = [side.loaded.config[key] for key in (*ICI.values(), *DCN.values())]
     wanted = len(devices) if -1 in sizes else min(math.prod(sizes), len(devices))
     try:
         run = build(side.loaded.config, devices[:wanted])

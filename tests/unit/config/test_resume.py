@@ -68,6 +68,7 @@ OTHERS = {
     "enable_nnx": "enable_nnx=false pure_nnx_decoder=false pure_nnx=false",
     "pure_nnx_decoder": "pure_nnx_decoder=false",
     "pure_nnx": "pure_nnx=false",
+    "sharding_tolerance": "sharding_tolerance=0.5",
     "logical_axis_rules": "logical_axis_rules=[[norm,[fsdp]]]",
     "keep_best_checkpoints": "keep_best_checkpoints=2 checkpoint_period=5",
     "steps": "steps=40 learning_rate_schedule_steps=20",
@@ -75,7 +76,9 @@ OTHERS = {
     "gradient_accumulation_steps": "per_device_batch_size=2 gradient_accumulation_steps=4",
 }
 # These have tests of their own below.
-BY_ITSELF = {"run_name", "model_name", "learning_rate_schedule_steps"} | {k for k in LAYOUT if k.startswith("ici_")}
+BY_ITSELF = {"run_name", "model_name", "learning_rate_schedule_steps"} | {
+    k for k in LAYOUT if k.startswith(("ici_", "dcn_"))
+}
 
 
 def other(name):
