@@ -24,6 +24,7 @@ from trainer.config.resume import AROUND, MAY_CHANGE
 from trainer.data import Batch, Dataset, open_dataset
 from trainer.models.blocks import block_class
 from trainer.observe.banner import banner_rows
+from trainer.sharding import slice_count
 from trainer.training import build, start
 
 Say = Callable[[str], None]
@@ -77,8 +78,12 @@ def compare_programs(sides: Sequence[Side], devices: Sequence[jax.Device], toler
 
 
 def _program(side: Side, devices: Sequence[jax.Device]) -> Program:
-    sizes = [side.loaded.config[key] for key in (*ICI.values(), *DCN.values())]
-    wanted = len(devices) if -1 in sizes else min(math.prod(sizes), len(devices))
+    config = side.loaded.config
+    sizes = [config[key] for key in ICI.values()]
+    wanted = len(devices)
+    if -1 not in sizes and (slice_count(devices) or 1) == 1:
+        # Over slices an open axis counts them.
+        wanted = min(wanted, math.prod(sizes) * abs(math.prod(config[key] for key in DCN.values())))
     try:
         run = build(side.loaded.config, devices[:wanted])
         program = Program(side.name, run, names_of_block(block_class(run.config)))
