@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trainer.aot.cost import analyze
 from trainer.backends import TrainTree
 from trainer.backends.codec import path_of
 from trainer.checkpoint import names_of, nested
@@ -213,9 +214,8 @@ def _text(program: Program) -> str:
 
 def _cost(compiled: Any) -> dict[str, Any]:
     """FLOPs, and bytes on each device, where the compiler tells them."""
-    cost, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
-    facts: dict[str, Any] = {FLOPS: cost.get("flops")}
-    if memory is not None:
-        facts[ARGUMENTS] = memory.argument_size_in_bytes
-        facts[TEMPORARIES] = memory.temp_size_in_bytes
-    return {name: float(value) for name, value in facts.items() if value is not None}
+    facts = {FLOPS: analyze(compiled.as_text()).flops}
+    if (memory := compiled.memory_analysis()) is not None:
+        facts[ARGUMENTS] = float(memory.argument_size_in_bytes)
+        facts[TEMPORARIES] = float(memory.temp_size_in_bytes)
+    return facts
