@@ -126,9 +126,10 @@ def _sample(run, state, tokenizer, prompt: list[int]) -> str:
     temperature, seed = run.config.decode_sampling_temperature, run.config.init_weights_seed
 
     def draw(params, rest):
+        params = jax.lax.with_sharding_constraint(params, run.backend.unpack(run.compute_shardings).params)
         return sample(run.config, run.backend, params, rest, prompt, rows=rows, temperature=temperature, seed=seed)
 
-    tokens = jax.device_get(jax.jit(run.placed(draw))(tree.params, tree.rest))[0].tolist()
+    tokens = jax.device_get(jax.jit(run.placed(draw, whole_rows=True))(tree.params, tree.rest))[0].tolist()
     # The end may be the token that also stands at the beginning.
     end = tokens.index(tokenizer.eos, len(prompt)) if tokenizer.eos in tokens[len(prompt) :] else len(tokens)
     return tokenizer.decode(tokens[:end])

@@ -1,14 +1,16 @@
 """Orbax trees, read leaf by leaf."""
 
 import contextlib
+import functools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
+from trainer.backends.codec import path_of
 from trainer.checkpoint.source import names_of, nested, read_json
 from trainer.config import UserError
 
@@ -36,6 +38,31 @@ def headers(path: Path) -> dict[str, Any]:
             raise ValueError("its metadata or arrays cannot be read")
     flat = names_of(as_dict(tree))
     return {name: leaf for name, leaf in flat.items() if hasattr(leaf, "shape")}
+
+
+def readers(path: Path) -> dict[str, Callable[[], np.ndarray]]:
+    """A function for every leaf of an Orbax tree, lists in it or not, that reads it onto the host; by `headers`' names.
+
+    Raises:
+      UserError: the tree is damaged, now or when a leaf is read.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    headers(path)  # says what is damaged
+    found, structure = _flattened(ocp.metadata(path.absolute()).metadata)
+
+    def reader(i: int, name: str, leaf: Any) -> np.ndarray:
+        wanted: list[Any] = [ocp.PLACEHOLDER] * len(found)
+        wanted[i] = np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+        with _undamaged(f"{path}: {name}"):
+            return jax.tree.leaves(ocp.load(path.absolute(), structure.unflatten(wanted)))[i]
+
+    return {name: functools.partial(reader, i, name, leaf) for i, (name, leaf) in enumerate(found)}
+
+
+def _flattened(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    return [("/".join(path_of(path)), leaf) for path, leaf in leaves], structure
 
 
 def read(path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -11,6 +11,7 @@ from trainer.config.resolve import resolve
 from trainer.config.resume import check_resume
 from trainer.config.rules import make_rules
 from trainer.config.schema import Key, Schema, schema
+from trainer.config.sides import Side, differences, load_sides
 
 __all__ = [
     "COMBINATIONS",
@@ -18,9 +19,11 @@ __all__ = [
     "Loaded",
     "RunStopped",
     "Schema",
+    "Side",
     "UserError",
     "check_resume",
     "combination",
+    "differences",
     "eval_batch_rows",
     "exit_on_user_error",
     "flags_of",
@@ -28,6 +31,7 @@ __all__ = [
     "help_text",
     "linen_stack",
     "load",
+    "load_sides",
     "make_rules",
     "mesh_axes",
     "microbatch_rows",

@@ -18,6 +18,11 @@ class Total(nnx.Variable):
     """A sum over the rows and tokens of a (micro)batch: sums of several batches add up."""
 
 
+class Activation(nnx.Variable):
+    """A tensor [b, t, ...] of the forward pass, to compare two programs by. Training never captures it."""
+
+
+# What a training step captures where it records statistics.
 TYPES: tuple[type[nnx.Variable], ...] = (Total,)
 
 
@@ -26,6 +31,12 @@ def sow(module: nnx.Module, variable_type: type[nnx.Variable], name: str, value:
     # nnx.capture marks the modules that it watches with __captures__; flax warns of a sow without one.
     if any(type(captured) is variable_type for captured in getattr(module, "__captures__", ())):
         module.sow(variable_type, name, value, reduce_fn=lambda _, new: new, init_fn=lambda: None)
+
+
+def with_output(sown: Sown, types: tuple[type[nnx.Variable], ...], x: jax.Array) -> Sown:
+    """`sown` of a block and, where activations are captured, its result `x`, whoever wrote the block."""
+    name = Activation.__name__
+    return {**sown, name: {**sown.get(name, {}), "output": x}} if Activation in types else sown
 
 
 def capture(

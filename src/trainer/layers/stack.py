@@ -13,7 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from trainer.layers.remat import LAYER_INPUT, Policy
-from trainer.layers.sown import Sown, capture
+from trainer.layers.sown import Sown, capture, with_output
 
 Block = TypeVar("Block", bound=nnx.Module)
 
@@ -61,7 +61,7 @@ def run_stack(
         layer_key = None if key is None else jax.random.fold_in(key, index)
         x = checkpoint_name(x, LAYER_INPUT)
         (x, cache), sown = capture(nnx.merge(graphdef, params), types)(x, cache, *context, layer_key)
-        return x, (cache, sown)
+        return x, (cache, with_output(sown, types, x))
 
     if remat is not None:
         body = jax.checkpoint(body, prevent_cse=not scan, policy=remat)

@@ -10,7 +10,7 @@ from flax import linen
 from jax.ad_checkpoint import checkpoint_name
 
 from trainer.layers.remat import LAYER_INPUT
-from trainer.layers.sown import Sown
+from trainer.layers.sown import Sown, with_output
 from trainer.linen.layer import apply_layer, call_layer, make_layer
 from trainer.models.remat import remat_policy
 from trainer.models.transformer import Types
@@ -39,7 +39,7 @@ class Stack(linen.Module):
             layer_key = None if key is None else jax.random.fold_in(key, index)
             x = checkpoint_name(x, LAYER_INPUT)
             (x, cache), sown = call(types, x, cache, *context, layer_key)
-            return x, (cache, sown)
+            return x, (cache, with_output(sown, types, x))
 
         layers = jnp.arange(self.config.base_num_decoder_layers), cache
         if self.config.scan_layers:

@@ -4,6 +4,7 @@ from typing import Any
 
 from flax import linen
 
+from trainer.layers.sown import Activation
 from trainer.linen.bridge import to_linen
 from trainer.linen.stack import Stack
 from trainer.models import transformer
@@ -24,8 +25,7 @@ class Decoder(Stack):
         x, cache, sown = self.run_layers(x, cache, position, segment, row, key=key, types=types)
         for variable_type in types:
             for path, value in sown[variable_type.__name__].items():
-                name = f"layers/{path}"
-                self.sow(variable_type.__name__, name, value, reduce_fn=lambda _, new: new, init_fn=lambda: None)
+                _sow(self, variable_type, f"layers/{path}", value)
         return outer_dropout(self.config, self.decoder_norm(x), row, key, BEFORE_HEAD), cache
 
     def head(self, x):
@@ -44,7 +44,10 @@ class Transformer(linen.Module):
 
     def hidden(self, inputs, position, segment, row, cache=None, key=None, types: Types = ()):
         """See `models.transformer.Transformer.hidden`."""
-        return self.decoder(self.token_embedder(inputs), cache, position, segment, row, key, types)
+        x = self.token_embedder(inputs)
+        if Activation in types:
+            _sow(self, Activation, "embedding", x)
+        return self.decoder(x, cache, position, segment, row, key, types)
 
     def head(self, x):
         """See `models.transformer.Transformer.head`."""
@@ -54,6 +57,10 @@ class Transformer(linen.Module):
     def __call__(self, *args, **kwargs):
         """Logits; the arguments are those of `hidden`."""
         return self.head(self.hidden(*args, **kwargs)[0])
+
+
+def _sow(module, variable_type, name, value):
+    module.sow(variable_type.__name__, name, value, reduce_fn=lambda _, new: new, init_fn=lambda: None)
 
 
 def _decoder_norm(config, rngs):

@@ -8,12 +8,12 @@ from trainer import sharding
 from trainer.layers.attention import Attention, KVCache
 from trainer.layers.mlp import MLP
 from trainer.layers.norm import RMSNorm
-from trainer.layers.sown import Total, sow
+from trainer.layers.sown import Activation, Total, sow
 from trainer.models.huggingface import Family, Layout
 from trainer.ops.dropout import dropout
 from trainer.ops.rope import Rope
 
-RESIDUAL = ("activation_batch", "activation_length", "activation_embed")
+RESIDUAL = ("activation_batch", "activation_norm_length", "activation_embed")
 # Dropout sites of a block.
 ATTENTION, HIDDEN, OUTPUT = range(3)
 
@@ -79,8 +79,10 @@ class Block(nnx.Module):
         keys = [None] * 3 if key is None else [jax.random.fold_in(key, site) for site in range(3)]
         h = self.pre_self_attention_layer_norm(x_bte)
         h, cache = self.self_attention(h, cache, position_bt, segment_bt, row_b, keys[ATTENTION])
+        sow(self, Activation, "attention_output", h)
         x = sharding.constrain(x_bte + h, RESIDUAL)
         h = self.mlp(self.post_self_attention_layer_norm(x), row_b, keys[HIDDEN])
+        sow(self, Activation, "mlp_output", h)
         x = sharding.constrain(dropout(x + h, keys[OUTPUT], row_b, self.dropout_rate), RESIDUAL)
         self._sow_statistics(x, segment_bt)
         return x, cache

@@ -9,7 +9,7 @@ from flax import nnx
 from trainer.layers.attention import KVCache
 from trainer.layers.dense import Dense, Embed
 from trainer.layers.norm import RMSNorm
-from trainer.layers.sown import sow
+from trainer.layers.sown import Activation, sow
 from trainer.layers.stack import make_stack, run_stack
 from trainer.models.blocks import make_block
 from trainer.models.remat import remat_policy
@@ -148,6 +148,7 @@ class Transformer(nnx.Module):
           types: sown types that the caller captures.
         """
         x = self.token_embedder(inputs)
+        sow(self, Activation, "embedding", x)
         return self.decoder(x, cache, inputs_position, inputs_segmentation, row, key, types)
 
     def head(self, x_bte: jax.Array) -> jax.Array:

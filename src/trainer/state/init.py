@@ -9,14 +9,14 @@ from trainer.backends import Backend
 from trainer.ops.random import seed_key
 
 
-def init_state_fn(backend: Backend, shardings: Any, seed: int) -> Callable[..., Any]:
+def init_state_fn(backend: Backend, shardings: Any = None, seed: int = 0) -> Callable[..., Any]:
     """`init(params=None)`, which makes the native train state at step 0 where it will live.
 
     Each device computes its own shard. Given `params`, canonical and placed, the state has them and their buffers.
 
     Args:
       backend: whose native state to make.
-      shardings: from `state_shardings`.
+      shardings: from `state_shardings`, or None to leave the placement to JAX.
       seed: of the initial parameters; the same for every combination and every mesh.
     """
     init = jax.jit(backend.init, out_shardings=shardings, donate_argnums=1)

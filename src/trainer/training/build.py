@@ -17,10 +17,18 @@ from trainer.models.flops import flops_per_token
 from trainer.models.remat import check_offload
 from trainer.objectives import Objective
 from trainer.optim import check_masks, make_optimizer
-from trainer.sharding import Rules, make_mesh, make_rules, on_mesh, spec
-from trainer.state import abstract_state, init_state_fn, state_shardings
+from trainer.sharding import Rules, make_mesh, make_rules, on_mesh, slice_count, spec
+from trainer.state import (
+    abstract_state,
+    build_zero1_input_state_mesh_shardings,
+    check_tolerance,
+    init_state_fn,
+    set_named_sharding_nnx,
+    state_shardings,
+    tensors,
+)
 from trainer.training.evaluate import make_eval_step
-from trainer.training.step import make_train_step
+from trainer.training.step import Layout, make_train_step
 
 
 class Run(NamedTuple):
@@ -31,7 +39,8 @@ class Run(NamedTuple):
     rules: Rules
     backend: Backend
     abstract_state: Any  # the native train state, a ShapeDtypeStruct at each leaf
-    state_shardings: Any  # in a tree of exactly the same structure
+    state_shardings: Any  # in a tree of exactly the same structure: between steps
+    compute_shardings: Any  # another, while the model computes: under Zero-1 it has the parameters whole over data
     batch_shardings: dict[str, NamedSharding]
     replicated: NamedSharding
     init: Callable[..., Any]  # (params=None) -> native train state at step 0, sharded; see `init_state_fn`
@@ -40,12 +49,7 @@ class Run(NamedTuple):
 
     def abstract_args(self) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
         """The arguments of `step`, as shapes with shardings."""
-        state = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            self.abstract_state,
-            self.state_shardings,
-        )
-        return state, self.abstract_batch(self.rows)
+        return set_named_sharding_nnx(self.abstract_state, self.state_shardings), self.abstract_batch(self.rows)
 
     def abstract_batch(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         """A batch of `rows` rows, as shapes with shardings."""
@@ -54,6 +58,11 @@ class Run(NamedTuple):
             name: jax.ShapeDtypeStruct(shape, "int32", sharding=self.batch_shardings[name])
             for name, shape in shapes.items()
         }
+
+    @property
+    def layout(self) -> Layout:
+        """Where the parameters live, between steps and during one."""
+        return _layout(self.backend, self.state_shardings, self.compute_shardings)
 
     @property
     def rows(self) -> int:
@@ -85,9 +94,13 @@ class Run(NamedTuple):
         """The compiled training step."""
         return self.step.lower(*self.abstract_args()).compile()
 
-    def placed(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """`fn`, whose layers place their arrays on this run's mesh when it is traced."""
-        return _placed(fn, self.mesh, self.rules)
+    def placed(self, fn: Callable[..., Any], *, whole_rows: bool = False) -> Callable[..., Any]:
+        """`fn`, whose layers place their arrays on this run's mesh when it is traced.
+
+        With `whole_rows` no mesh axis splits the tokens of a row, as for a row that is made token by token.
+        """
+        whole = dict.fromkeys(("activation_length", "activation_norm_length"), ()) if whole_rows else {}
+        return _placed(fn, self.mesh, {**self.rules, **whole})
 
 
 def build(config, devices: Sequence[jax.Device]) -> Run:
@@ -96,7 +109,8 @@ def build(config, devices: Sequence[jax.Device]) -> Run:
     Raises:
       UserError: the configuration does not fit the devices; all mistakes at once.
     """
-    config = resolve(config, device_count=len(devices), platform=devices[0].platform)
+    platform, slices = devices[0].platform, slice_count(devices)
+    config = resolve(config, device_count=len(devices), platform=platform, num_slices=slices)
     check_offload(config, [memory.kind for memory in devices[0].addressable_memories()])
     mesh = make_mesh(config, devices)
     rules = make_rules(config.logical_axis_rules)
@@ -107,25 +121,44 @@ def build(config, devices: Sequence[jax.Device]) -> Run:
     capture = TYPES if config.record_internal_nn_metrics else ()
     objective = Objective(backend.apply, config.z_loss_multiplier, capture)
 
-    shardings = state_shardings(backend, abstract, mesh, rules)
+    shardings = state_shardings(backend, abstract, mesh, rules, zero1=config.shard_optimizer_over_data)
+    check_tolerance(tensors(backend, abstract), abstract, shardings, config.sharding_tolerance)
+    during = _during(config, backend, abstract, shardings, rules)
+    layout = _layout(backend, shardings, during)
     rows = NamedSharding(mesh, spec(["activation_batch"], rules))
     table = NamedSharding(mesh, spec(["activation_batch", "activation_length"], rules))
     batch_shardings = dict.fromkeys(FIELDS, table) | {"row": rows}
     replicated = NamedSharding(mesh, spec([], rules))
 
     step = jax.jit(
-        _placed(make_train_step(config, backend, tx, objective), mesh, rules),
+        _placed(make_train_step(config, backend, tx, objective, layout), mesh, rules),
         in_shardings=(shardings, batch_shardings),
         out_shardings=(shardings, replicated),
         donate_argnums=0,
     )
+    eval_objective = objective._replace(z_loss_multiplier=0.0, capture=())
     eval_step = jax.jit(
-        _placed(make_eval_step(backend, objective._replace(z_loss_multiplier=0.0, capture=())), mesh, rules),
+        _placed(make_eval_step(backend, eval_objective, layout.during), mesh, rules),
         in_shardings=(shardings, batch_shardings, replicated),
         out_shardings=replicated,
     )
     init = init_state_fn(backend, shardings, config.init_weights_seed)
-    return Run(config, mesh, rules, backend, abstract, shardings, batch_shardings, replicated, init, step, eval_step)
+    return Run(
+        config, mesh, rules, backend, abstract, shardings, during, batch_shardings, replicated, init, step, eval_step
+    )
+
+
+def _during(config, backend: Backend, abstract: Any, shardings: Any, rules: Rules) -> Any:
+    """The state's shardings while a step computes."""
+    if not config.shard_optimizer_over_data:
+        return shardings
+    mesh = jax.tree.leaves(shardings)[0].mesh
+    params = backend.unpack(state_shardings(backend, abstract, mesh, rules)).params
+    return build_zero1_input_state_mesh_shardings(config, shardings, params)
+
+
+def _layout(backend: Backend, between: Any, during: Any) -> Layout:
+    return Layout(backend.unpack(between).params, backend.unpack(during).params)
 
 
 def _placed(fn: Callable[..., Any], mesh: Mesh, rules: Rules) -> Callable[..., Any]:

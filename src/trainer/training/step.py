@@ -1,13 +1,13 @@
 """One training step, in the order in which data meets it; written over TrainTree, the same for every combination."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from trainer.backends import Backend
+from trainer.backends import Backend, TrainTree
 from trainer.layers.sown import Sown
 from trainer.objectives import Objective
 from trainer.ops.random import DROPOUT, seed_key
@@ -16,28 +16,38 @@ from trainer.optim import make_schedule, trainable
 Batch = dict[str, jax.Array]
 
 
-def make_train_step(
-    config, backend: Backend, tx: optax.GradientTransformation, objective: Objective
-) -> Callable[[Any, Batch], tuple[Any, dict[str, jax.Array]]]:
-    """`step(native_state, batch) -> (native_state, metrics)`, to be jitted with the state donated.
+class Layout(NamedTuple):
+    """Where parameters live, as trees of their canonical structure with a sharding at each leaf."""
 
-    `batch` holds int32 [rows, length] arrays and `row` [rows]; rows is the global batch. Metrics are weighted over the
-    whole batch: float32 scalars, `tokens` and `skipped` (int32; 1 where loss or gradients are not finite and the update
-    is left out), and activation statistics [layers] where they are recorded.
-    Gradients are summed in float32 and handed to the optimizer in the dtype of their parameter.
+    between: Any  # steps: there gradients are summed, and there the update runs
+    during: Any  # a step: there the model computes
+
+
+class Gradients(NamedTuple):
+    """Of one batch: means over its loss-bearing tokens, and the values that its microbatches sowed."""
+
+    loss: jax.Array
+    terms: dict[str, jax.Array]  # that the loss is the sum of
+    tokens: jax.Array  # loss-bearing ones, int32
+    sown: Sown
+    grads: Any  # of the trained parameters, float32; None in place of the others
+
+
+def make_gradients(config, objective: Objective, layout: Layout) -> Callable[[TrainTree, Batch], Gradients]:
+    """`gradients(tree, batch)`, microbatch by microbatch; the first half of a training step.
+
+    Gradients are summed in float32. Parameters are moved once, at entry, from where they lie between steps to where the
+    model computes; their gradients come back at once.
     """
-    schedule = make_schedule(config)
     is_trained = trainable(config)
     microbatches = config.gradient_accumulation_steps
-    drops = config.enable_dropout and (config.dropout_rate > 0 or config.attention_dropout_rate > 0)
 
-    def step(state: Any, batch: Batch) -> tuple[Any, dict[str, jax.Array]]:
-        tree = backend.unpack(state)
-        key = None
-        if drops:
-            key = jax.random.fold_in(seed_key(config.init_weights_seed, DROPOUT), tree.step)
+    def gradients(tree: TrainTree, batch: Batch) -> Gradients:
+        key = dropout_key(config, tree.step)
         tokens = objective.weight(batch)
-        trained, frozen = _partition(is_trained(tree.params), tree.params)
+        mask = is_trained(tree.params)
+        trained, frozen = _partition(mask, jax.lax.with_sharding_constraint(tree.params, layout.during))
+        trained_layout, _ = _partition(mask, layout.between)
 
         def loss(trained: Any, batch: Batch) -> tuple[jax.Array, tuple[dict[str, jax.Array], Sown]]:
             sums, sown = objective.sums(_combine(trained, frozen), tree.rest, batch, key)
@@ -46,9 +56,39 @@ def make_train_step(
 
         def value_and_grad(trained: Any, batch: Batch) -> Any:
             value, grads = jax.value_and_grad(loss, has_aux=True)(trained, batch)
-            return value, jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
+            grads = jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
+            return value, jax.lax.with_sharding_constraint(grads, trained_layout)
 
         (total, (terms, sown)), grads = _accumulate(value_and_grad, microbatches)(trained, batch)
+        return Gradients(total, terms, tokens, sown, grads)
+
+    return gradients
+
+
+def dropout_key(config, step: jax.Array) -> jax.Array | None:
+    """The key of all dropout in update `step`; None where nothing is dropped."""
+    if not config.enable_dropout or not (config.dropout_rate > 0 or config.attention_dropout_rate > 0):
+        return None
+    return jax.random.fold_in(seed_key(config.init_weights_seed, DROPOUT), step)
+
+
+def make_train_step(
+    config, backend: Backend, tx: optax.GradientTransformation, objective: Objective, layout: Layout
+) -> Callable[[Any, Batch], tuple[Any, dict[str, jax.Array]]]:
+    """`step(native_state, batch) -> (native_state, metrics)`, to be jitted with the state donated.
+
+    `batch` holds int32 [rows, length] arrays and `row` [rows]; rows is the global batch. Metrics are weighted over the
+    whole batch: float32 scalars, `tokens` and `skipped` (int32; 1 where loss or gradients are not finite and the update
+    is left out), and activation statistics [layers] where they are recorded.
+    Gradients (`make_gradients`) are handed to the optimizer in the dtype of their parameter.
+    """
+    schedule = make_schedule(config)
+    is_trained = trainable(config)
+    gradients = make_gradients(config, objective, layout)
+
+    def step(state: Any, batch: Batch) -> tuple[Any, dict[str, jax.Array]]:
+        tree = backend.unpack(state)
+        total, terms, tokens, sown, grads = gradients(tree, batch)
         grad_norm = optax.tree.norm(grads)
         accept = jnp.isfinite(total) & jnp.isfinite(grad_norm)
         metrics = {
@@ -60,6 +100,7 @@ def make_train_step(
             "tokens": tokens,
             **_activation_statistics(sown),
         }
+        trained, frozen = _partition(is_trained(tree.params), tree.params)
         grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, trained)
         grads = _combine(grads, jax.tree.map(jnp.zeros_like, frozen))
         updates, opt_state = tx.update(grads, tree.opt_state, tree.params)

@@ -69,6 +69,7 @@ def test_the_same_configuration_has_nothing_to_say():
 # A value of each key other than in BASE, where not simply another one can be made up.
 OTHERS = {
     "eval_data_columns": "eval_data_columns=[other]",
+    "sharding_tolerance": "sharding_tolerance=0.5",
     "logical_axis_rules": "logical_axis_rules=[[norm,[fsdp]]]",
     "keep_best_checkpoints": "keep_best_checkpoints=2 checkpoint_period=5",
     "steps": "steps=40 learning_rate_schedule_steps=20",
@@ -77,7 +78,7 @@ OTHERS = {
 }
 # These have tests of their own below; the flags in tests/unit/linen/test_flags.py.
 BY_ITSELF = {"run_name", "model_name", "learning_rate_schedule_steps", *FLAGS} | {
-    k for k in LAYOUT if k.startswith("ici_")
+    k for k in LAYOUT if k.startswith(("ici_", "dcn_"))
 }
 
 

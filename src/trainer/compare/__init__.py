@@ -1,0 +1,8 @@
+"""Whether two programs, or two checkpoints, hold and compute the same; where they part first, and by how much."""
+
+from trainer.compare.checkpoints import compare_checkpoints
+from trainer.compare.difference import BITS, Tolerance
+from trainer.compare.programs import compare_programs
+from trainer.compare.report import Comparison, Quantity, Report
+
+__all__ = ["BITS", "Comparison", "Quantity", "Report", "Tolerance", "compare_checkpoints", "compare_programs"]

@@ -1,0 +1,221 @@
+"""What a program holds and computes: parameters, activations, loss, gradients, one update, the compiled step.
+
+Each measurement places the common starting point on the devices anew, so that one state is alive at a time. The
+executables of one measurement live until all sides are through: a side whose program is the same text as an earlier
+one's runs that one.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trainer.aot.cost import analyze
+from trainer.backends import TrainTree
+from trainer.backends.codec import path_of
+from trainer.checkpoint import names_of, nested
+from trainer.compare.difference import LAYERS
+from trainer.compare.names import Names
+from trainer.config import UserError
+from trainer.data import Batch
+from trainer.layers.sown import Activation
+from trainer.objectives import Objective
+from trainer.runtime.place import place
+from trainer.training import Run, Start
+from trainer.training.step import dropout_key, make_gradients
+
+# Facts about the compiled step; numbers are those of one device.
+TEXT, FLOPS, ARGUMENTS, TEMPORARIES = "program text", "FLOPs", "memory: state, batch", "memory: temporaries"
+
+Arrays = dict[str, Any]  # by canonical name
+Executables = dict[Any, Callable[..., Any]]  # by the text of their programs
+
+
+@dataclass(frozen=True)
+class Program:
+    """A side's run, and what the names of its parameters are on the left side."""
+
+    name: str
+    run: Run
+    names: Names
+
+    @property
+    def config(self) -> Any:
+        """Resolved and frozen."""
+        return self.run.config
+
+    @property
+    def abstract(self) -> TrainTree:
+        """The canonical train state as shapes with shardings."""
+        return self.run.backend.unpack(self.run.abstract_args()[0])
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Where every side starts, on the host: parameters by the left side's names. `later` is the rest of a state that
+    has been trained, by path: step, optimizer, variables that no gradient touches; None at step 0."""
+
+    params: Arrays
+    later: Arrays | None
+
+
+@dataclass
+class Measured:
+    """Arrays of each quantity, and facts about a program. The arrays are on the devices until `on_host`."""
+
+    arrays: dict[str, Arrays]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def on_host(self) -> "Measured":
+        """The same, with copies of the arrays."""
+        return Measured({name: jax.tree.map(np.array, arrays) for name, arrays in self.arrays.items()}, self.facts)
+
+
+def take(program: Program, begin: Start) -> Snapshot:
+    """The snapshot of a state that `training.start` made."""
+    tree = program.run.backend.unpack(begin.state)
+    params = {program.names.common(name): np.array(leaf) for name, leaf in names_of(tree.params).items()}
+    later = tree._replace(params=None)
+    return Snapshot(params, {k: np.array(v) for k, v in paths_of(later).items()} if begin.updates else None)
+
+
+def paths_of(tree: Any) -> Arrays:
+    """The leaves of any pytree by path."""
+    return {"/".join(path_of(path)): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def state(program: Program, snapshot: Snapshot) -> Any:
+    """The side's native train state, with the parameters of `snapshot` cast and placed as the side has them.
+
+    A parameter that the snapshot lacks, or has in another size, is the side's own initial one.
+
+    Raises:
+      UserError: the snapshot has been trained, and this side's optimizer is another one.
+    """
+    run = program.run
+    wanted = names_of(program.abstract.params)
+    given = {name: snapshot.params.get(program.names.common(name)) for name in wanted}
+    fits = {name: it for name, it in given.items() if it is not None and it.size == wanted[name].size}
+    params = {} if len(fits) == len(wanted) else names_of(run.backend.unpack(run.init()).params)
+    for name, array in fits.items():
+        leaf = wanted[name]
+        params[name] = jax.device_put(array.reshape(leaf.shape).astype(leaf.dtype), leaf.sharding)
+    native = run.init(nested({name: params[name] for name in wanted}))
+    return native if snapshot.later is None else _with_later(program, native, snapshot.later)
+
+
+def _with_later(program: Program, native: Any, later: Mapping[str, np.ndarray]) -> Any:
+    tree = program.run.backend.unpack(native)
+    structure: Any  # a PyTreeDef; its stubs lack unflatten
+    rest, structure = jax.tree_util.tree_flatten_with_path(tree._replace(params=None))
+    renamed = {program.names.common("/".join(path_of(path))): leaf for path, leaf in rest}
+    if renamed.keys() != later.keys() or any(leaf.size != later[name].size for name, leaf in renamed.items()):
+        odd = sorted(renamed.keys() ^ later.keys()) or sorted(
+            name for name, leaf in renamed.items() if leaf.size != later[name].size
+        )
+        raise UserError(
+            f"{program.name}: its optimizer has another state than the one of load_full_state_path (first: {odd[0]}); "
+            "compare from parameters alone, with load_parameters_path"
+        )
+    leaves = [
+        jax.device_put(later[name].reshape(leaf.shape).astype(leaf.dtype), leaf.sharding)
+        for name, leaf in renamed.items()
+    ]
+    return program.run.backend.pack(structure.unflatten(leaves)._replace(params=tree.params))
+
+
+def _compiled(known: Executables, fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """`fn`, compiled for arguments such as `args`, or what of `known` is the same program."""
+    lowered = jax.jit(fn).lower(*args)
+    key = (lowered.as_text(), lowered.in_tree, lowered.out_tree)
+    if key not in known:
+        known[key] = lowered.compile()
+    return known[key]
+
+
+def parameters(program: Program, snapshot: Snapshot, batch: Batch, known: Executables) -> Measured:
+    """What the native train state holds."""
+    del batch, known
+    tree = program.run.backend.unpack(state(program, snapshot))
+    return Measured({"parameters": program.names.of(names_of(tree.params))})
+
+
+def activations(program: Program, snapshot: Snapshot, batch: Batch, known: Executables) -> Measured:
+    """The forward pass on `batch`: embedding, what each block sows and gives, final norm, logits; padding is 0."""
+    run = program.run
+    tree = run.backend.unpack(state(program, snapshot))._replace(opt_state=None)
+
+    def forward(tree: TrainTree, batch: Any) -> Arrays:
+        inputs = (batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"], batch["row"])
+        call: dict[str, Any] = {"capture": (Activation,), "key": dropout_key(run.config, tree.step)}
+        params = jax.lax.with_sharding_constraint(tree.params, run.layout.during)
+        hidden, sown, _ = run.backend.apply(params, tree.rest, *inputs, **call)
+        logits, _, _ = run.backend.apply(params, tree.rest, hidden, method="head")
+        found = {**sown[Activation.__name__], "final_norm": hidden, "logits": logits}
+        real = batch["inputs_segmentation"] != 0
+        return {name: _without_padding(name, x, real) for name, x in found.items()}
+
+    placed = place(batch, run.batch_shardings)
+    return Measured({"activations": _compiled(known, run.placed(forward), tree, placed)(tree, placed)})
+
+
+def _without_padding(name: str, x: jax.Array, real_bt: jax.Array) -> jax.Array:
+    axes = real_bt.shape
+    lead = 1 if LAYERS in name.split("/") else 0
+    if x.shape[lead : lead + 2] != axes:
+        return x
+    return jnp.where(real_bt.reshape((1,) * lead + axes + (1,) * (x.ndim - lead - 2)), x, 0)
+
+
+def gradients(program: Program, snapshot: Snapshot, batch: Batch, known: Executables) -> Measured:
+    """Loss, its terms, and gradients of the trained parameters, float32, before clipping."""
+    run = program.run
+    tree = run.backend.unpack(state(program, snapshot))._replace(opt_state=None)
+    fn = make_gradients(run.config, Objective(run.backend.apply, run.config.z_loss_multiplier), run.layout)
+    placed = place(batch, run.batch_shardings)
+    found = _compiled(known, run.placed(fn), tree, placed)(tree, placed)
+    grads = {"/".join(path_of(path)): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(found.grads)}
+    return Measured({"loss": {"loss": found.loss, **found.terms}, "gradients": program.names.of(grads)})
+
+
+def update(program: Program, snapshot: Snapshot, batch: Batch, known: Executables) -> Measured:
+    """The training step itself, compiled as for training: parameters and optimizer after one update; its cost."""
+    del known  # each native state has a step of its own
+    run = program.run
+    text = _text(program)
+    compiled = run.compile()
+    facts = {TEXT: text, **_cost(compiled)}
+    native, _ = compiled(state(program, snapshot), place(batch, run.batch_shardings))
+    tree = run.backend.unpack(native)
+    after = {
+        "updated parameters": program.names.of(names_of(tree.params)),
+        "optimizer state": program.names.of(paths_of(tree._replace(params=None))),
+    }
+    return Measured(after, facts)
+
+
+def _text(program: Program) -> str:
+    """The step as StableHLO, over the canonical train state: the order of a native state's leaves does not show."""
+    run = program.run
+    step = run.step.__wrapped__
+
+    def canonical(tree: TrainTree, batch: Any) -> Any:
+        native, metrics = step(run.backend.pack(tree), batch)
+        return run.backend.unpack(native), metrics
+
+    tree, batch = program.abstract, run.abstract_batch(run.rows)
+    places = jax.tree.map(lambda leaf: leaf.sharding, tree)
+    jitted = jax.jit(canonical, out_shardings=(places, run.replicated), donate_argnums=0)
+    return jitted.lower(tree, batch).as_text()
+
+
+def _cost(compiled: Any) -> dict[str, Any]:
+    """FLOPs, and bytes on each device, where the compiler tells them."""
+    facts = {FLOPS: analyze(compiled.as_text()).flops}
+    if (memory := compiled.memory_analysis()) is not None:
+        facts[ARGUMENTS] = float(memory.argument_size_in_bytes)
+        facts[TEMPORARIES] = float(memory.temp_size_in_bytes)
+    return facts

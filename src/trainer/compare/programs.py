@@ -1,0 +1,211 @@
+"""Programs of several configurations, from the same parameters and batch, each against the first one."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_collections
+
+from trainer.checkpoint import names_of
+from trainer.compare import measure
+from trainer.compare.difference import Tolerance, differences, forward_order
+from trainer.compare.measure import Measured, Program, Snapshot
+from trainer.compare.names import names_of_block
+from trainer.compare.report import Comparison, Quantity, Report
+from trainer.config import Side, UserError, combination, schema
+from trainer.config import differences as differing_keys
+from trainer.config.derived import DCN, ICI
+from trainer.config.dump import to_flow
+from trainer.config.files import COMMAND_LINE
+from trainer.config.flags import FLAGS
+from trainer.config.resume import AROUND, MAY_CHANGE
+from trainer.data import Batch, Dataset, open_dataset
+from trainer.models.blocks import block_class
+from trainer.observe.banner import banner_rows
+from trainer.sharding import slice_count
+from trainer.training import build, start
+
+Say = Callable[[str], None]
+
+# Where parameters and tokens come from: the left side's are everybody's.
+_COMMON = ("vocab_size", "load_parameters_path", "load_full_state_path", "reset_optimizer")
+_IDLE = frozenset(AROUND) - {"model_name", "record_internal_nn_metrics"}
+# In the order in which a training step comes to them.
+MEASURES = (measure.parameters, measure.activations, measure.gradients, measure.update)
+# Rows of the banner that say what a comparison is about.
+_HEAD = ("devices", "model", "attention", "dtype", "batch", "data")
+
+
+def compare_programs(sides: Sequence[Side], devices: Sequence[jax.Device], tolerance: Tolerance, say: Say) -> Report:
+    """Builds each side's programs, starts them from the left side's parameters, hands them its batch, and compares.
+
+    One side's state is on the devices at a time, and one of its programs; what is compared with it waits on the host.
+
+    Args:
+      sides: the left one, and those that are compared with it.
+      devices: all there are. A side whose mesh is written out takes as many of them as it needs, others take all.
+      tolerance: for every array of every quantity.
+      say: told how it goes.
+
+    Raises:
+      UserError: a side does not fit the devices, or cannot take the left side's batch.
+    """
+    programs = [_program(side, devices) for side in sides]
+    left, *rights = programs
+    _check_common(left, rights)
+    for key in differing_keys(sides).keys() & _IDLE:
+        say(f"{key} has no effect here: nothing is written, evaluated or sampled")
+    dataset = open_dataset(ml_collections.FrozenConfigDict({**left.config, "eval_interval": -1}), say)
+    snapshot, batch = _begin(sides[0], left, dataset, say)
+
+    quantities: dict[str, list[Quantity]] = {program.name: [] for program in rights}
+    facts: dict[str, dict[str, Any]] = {program.name: {} for program in rights}
+    for step in MEASURES:
+        rows = _activation_rows(programs) if step is measure.activations else left.run.rows
+        part = {name: array[:rows] for name, array in batch.items()}
+        known: measure.Executables = {}
+        say(f"{left.name}: {step.__name__}")
+        expected = step(left, snapshot, part, known).on_host()
+        for program in rights:
+            say(f"{program.name}: {step.__name__}")
+            found = step(program, snapshot, part, known)
+            quantities[program.name] += _quantities(left, program, expected, found, tolerance)
+            facts[program.name] |= _facts(expected.facts, found.facts)
+    comparisons = [Comparison(it.name, quantities[it.name], facts[it.name]) for it in rights]
+    return Report(left.name, tolerance, _head(sides, programs, dataset), comparisons)
+
+
+def _program(side: Side, devices: Sequence[jax.Device]) -> Program:
+    config = side.loaded.config
+    sizes = [config[key] for key in ICI.values()]
+    wanted = len(devices)
+    if -1 not in sizes and (slice_count(devices) or 1) == 1:
+        # Over slices an open axis counts them.
+        wanted = min(wanted, math.prod(sizes) * abs(math.prod(config[key] for key in DCN.values())))
+    try:
+        run = build(side.loaded.config, devices[:wanted])
+        program = Program(side.name, run, names_of_block(block_class(run.config)))
+        if unused := program.names.unused(names_of(program.abstract.params)):
+            raise UserError(
+                f"PARAMETER_NAMES of decoder_block={run.config.decoder_block} names {unused[0]}, but the block has no "
+                "such parameter"
+            )
+        return program
+    except UserError as error:
+        hint = ""
+        if devices[0].platform == "cpu" and len(devices) == 1:
+            hint = "\n  XLA_FLAGS=--xla_force_host_platform_device_count=8 makes 8 devices of this machine's CPU"
+        raise UserError(f"{side.name}: {error}{hint}") from None
+
+
+def _check_common(left: Program, rights: Sequence[Program]) -> None:
+    """Refuses sides that cannot begin with the left one's parameters and batch."""
+    data = [key.name for key in schema().keys.values() if key.section == "Data" and key.name not in MAY_CHANGE]
+    mistakes = []
+    for right in rights:
+        other = [key for key in (*data, *_COMMON) if left.config[key] != right.config[key]]
+        if other:
+            mistakes.append(
+                f"{', '.join(other)}: not the same in {left.name} and {right.name}, but both get the same parameters "
+                "and one batch; give them without left. and right."
+            )
+        elif left.run.rows != right.run.rows:
+            fitting = right.config.per_device_batch_size * left.run.rows / right.run.rows
+            mistakes.append(
+                f"{left.name} has {left.run.rows} rows in its batch and {right.name} has {right.run.rows}, but both "
+                f"get one batch; nearest for {right.name}: per_device_batch_size={fitting:.12g}"
+            )
+    if mistakes:
+        raise UserError("\n  ".join(["these sides cannot be compared:", *mistakes]))
+
+
+def _begin(side: Side, left: Program, dataset: Dataset, say: Say) -> tuple[Snapshot, Batch]:
+    """What every side begins with: the left one's state on the host, and its next batch."""
+    given = {key for key, where in side.loaded.changed.items() if where == COMMAND_LINE}
+    scheduled = side.loaded.config.learning_rate_schedule_steps != -1
+    begin = start(left.run, dataset, None, say, schedule_given=scheduled, given=given)
+    stream = dataset.train_stream(begin.position, rows=left.run.rows)
+    try:
+        batch, _ = next(stream)
+    finally:
+        stream.close()
+    return measure.take(left, begin), batch
+
+
+def _activation_rows(programs: Sequence[Program]) -> int:
+    """The fewest rows that each side can spread over its mesh as it does a microbatch."""
+    return math.lcm(*(it.run.rows // it.config.gradient_accumulation_steps for it in programs))
+
+
+def _quantities(left: Program, right: Program, expected: Measured, found: Measured, tolerance: Tolerance) -> list:
+    quantities = []
+    for name, arrays in expected.arrays.items():
+        others, notes, remarks = right.names.shaped(found.arrays[name], arrays), [], []
+        if name == "parameters":
+            notes = _other_axes(left, right)
+            if left.config.decoder_block != right.config.decoder_block:
+                notes, remarks = [], notes  # another author's names for axes
+        elif name == "activations":
+            # What a block leaves besides its result is its author's choice.
+            remarks = [f"{it}: sown on one side only" for it in sorted(arrays.keys() ^ others.keys())]
+            arrays = {key: array for key, array in arrays.items() if key in others}
+            others = {key: others[key] for key in arrays}
+        # The backward pass begins at the end.
+        ordered = sorted(differences(arrays, others, tolerance), key=forward_order, reverse=name == "gradients")
+        quantities.append(Quantity(name, ordered, notes, remarks))
+    return quantities
+
+
+def _other_axes(left: Program, right: Program) -> list[str]:
+    """In words, whether parameters of both sides have other logical axes."""
+    here, there = (it.names.of(names_of(it.run.backend.param_axes)) for it in (left, right))
+    names = [name for name, axes in here.items() if name in there and axes != there[name]]
+    if not names:
+        return []
+    first = " against ".join(f"[{', '.join(map(str, side[names[0]]))}]" for side in (here, there))
+    return [f"logical axes of {names[0]}: {first}" + (f", and of {len(names) - 1} more" if names[1:] else "")]
+
+
+def _facts(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
+    both = {name: (value, right[name]) for name, value in left.items() if name in right}
+    return {name: same_text(*values) if name == measure.TEXT else values for name, values in both.items()}
+
+
+def same_text(left: str, right: str) -> str:
+    """Whether two programs are the same text, in words."""
+    if left == right:
+        return f"the same text, {len(left.splitlines()):,} lines"
+    here, there = left.splitlines(), right.splitlines()
+    first = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), min(len(here), len(there)))
+    return f"another text from line {first + 1} of {len(here):,} on, against {len(there):,}"
+
+
+def _head(sides: Sequence[Side], programs: Sequence[Program], dataset: Dataset) -> list[tuple[str, str]]:
+    """What was compared: what the sides have in common, and the keys in which they differ."""
+    rows: list[dict[str, str]] = []
+    for it in programs:
+        device = it.run.mesh.devices.flat[0]
+        banner = banner_rows(
+            it.config,
+            device_kind=device.device_kind,
+            platform=device.platform,
+            process_count=1,
+            parameters=it.run.parameters,
+            dataset=str(dataset).partition("; ")[0],  # what is held out does not matter here
+            run_dir=Path(),
+        )
+        rows.append({label: text for label, text in banner if label in _HEAD})
+    if len({row["model"] for row in rows}) > 1:
+        for row in rows:
+            row["model"] = row["model"].partition(": ")[2]  # decoder_block has a line of its own then
+    head = [(label, text) for label, text in rows[0].items() if all(other[label] == text for other in rows)]
+    if "devices" not in dict(head):
+        head.insert(0, ("devices", " | ".join(row["devices"] for row in rows)))
+    named = all(side.name == combination(program.config) for side, program in zip(sides, programs, strict=True))
+    for key in differing_keys(sides):
+        if not (named and key in FLAGS):
+            values = [program.config[key] for program in programs]
+            head.append((key, " | ".join(it if isinstance(it, str) and it else to_flow(it) for it in values)))
+    return head

@@ -1,0 +1,146 @@
+"""A report as text of at most 120 columns."""
+
+import itertools
+import math
+import textwrap
+from collections.abc import Sequence
+
+from trainer.compare.difference import LAYERS, Difference
+from trainer.compare.report import Comparison, Quantity, Report
+from trainer.observe.text import si
+
+WIDTH = 120
+_BITS, _WITHIN = "equal bits", "within tolerance"
+_LISTED = 12  # stages of the activations that are listed one by one
+
+
+def table(report: Report) -> str:
+    """What was compared, one table for all right sides, or one for each where they do not fit beside each other, and
+    the verdict."""
+    label = max((len(name) for name, _ in report.head), default=0) + 2
+    lines = []
+    for name, text in report.head:
+        lines += textwrap.wrap(text, WIDTH, initial_indent=f"{name:<{label}}", subsequent_indent=" " * label)
+    if len(report.comparisons) > 1:
+        lines += ["", *_beside(report.comparisons, report.left)]
+    for comparison in report.comparisons:
+        if len(report.comparisons) == 1 or not comparison.equal:
+            lines += ["", *_alone(comparison, report.left)]
+    return "\n".join([*lines, "", _verdict(report)])
+
+
+def _verdict(report: Report) -> str:
+    apart = [it for it in report.comparisons if not it.equal]
+    if apart:
+        return "\n".join(f"{report.left} and {it.right} part first in {it.first}" for it in apart)
+    sides = ", ".join([report.left, *(it.right for it in report.comparisons[:-1])])
+    sides = f"{sides} and {report.comparisons[-1].right} are equal"
+    if all(it.bits for it in report.comparisons):
+        return f"{sides} in every bit"
+    return f"{sides} within {' and '.join(f'{n}={v:g}' for n, v in report.tolerance._asdict().items() if v)}"
+
+
+def _beside(comparisons: Sequence[Comparison], left: str) -> list[str]:
+    """A column for each right side; nothing where that does not fit."""
+    rows = [[f"against {left}", *(it.right for it in comparisons)]]
+    for quantities in zip(*(it.quantities for it in comparisons), strict=True):
+        rows.append([f"{quantities[0].name}, {_arrays(quantities[0])}", *map(_cell, quantities)])
+    for name in comparisons[0].facts:
+        rows.append([f"step: {name}", *(_fact(it.facts[name]) for it in comparisons)])
+    lines = _columns(rows)
+    return lines if max(map(len, lines)) <= WIDTH else []
+
+
+def _arrays(quantity: Quantity) -> str:
+    count = len({it.name for it in quantity.differences})
+    return "1 array" if count == 1 else f"{count} arrays"
+
+
+def _cell(quantity: Quantity) -> str:
+    if quantity.bits:
+        return _BITS
+    return _WITHIN if quantity.equal else f"apart by {_size(quantity.absolute)}"
+
+
+def _fact(fact: tuple[float, float] | str) -> str:
+    """A fact in one cell."""
+    if isinstance(fact, str):
+        return fact.partition(",")[0].partition(" from")[0]
+    left, right = fact
+    return "equal" if left == right else f"{si(right, '')} / {si(left, '')}"
+
+
+def _alone(comparison: Comparison, left: str) -> list[str]:
+    """A line for each quantity, with the largest differences and the first place where the sides part."""
+    rows = [[f"{comparison.right} against {left}", "arrays", "", "absolute", "relative", "first difference"]]
+    remarks: list[str] = []
+    for quantity in comparison.quantities:
+        rows.append(_row(quantity.name, quantity))
+        if quantity.name == "activations" and not quantity.bits:
+            rows += _stage_rows(quantity)
+        remarks += [f"{quantity.name}: {text}" for text in (*quantity.notes, *quantity.remarks)]
+    lines = _columns(rows, rights=(1, 3, 4))
+    if comparison.facts:
+        facts = [["training step", left, comparison.right]]
+        for name, fact in comparison.facts.items():
+            if not isinstance(fact, str):
+                facts.append([name, *(si(value, "B" if name.startswith("memory") else "FLOP") for value in fact)])
+        lines += ["", *_columns(facts, rights=(1, 2))]
+        lines += [f"{name}: {fact}" for name, fact in comparison.facts.items() if isinstance(fact, str)]
+    return [*lines, *remarks]
+
+
+def _row(name: str, quantity: Quantity, short: bool = False) -> list[str]:
+    arrays = f"{len({it.name for it in quantity.differences})}"
+    if quantity.bits:
+        return [name, arrays, _BITS]
+    state = "within" if quantity.equal else "apart"
+    first = quantity.first or ""
+    if short:  # the row says which layer
+        first = first.rpartition(", layer ")[0].rpartition("/")[2]
+    return [name, arrays, state, _size(quantity.absolute), _size(quantity.relative), first]
+
+
+def _size(value: float) -> str:
+    return f"{value:.1e}" if math.isfinite(value) else "-"
+
+
+def _stage_rows(quantity: Quantity) -> list[list[str]]:
+    rows = [_row(f"  {name}", part, short=True) for name, part in _stages(quantity)]
+    if len(rows) <= _LISTED:
+        return rows
+    half = _LISTED // 2
+    return [*rows[:half], [f"  ... {len(rows) - 2 * half} more"], *rows[-half:]]
+
+
+def _stages(quantity: Quantity) -> list[tuple[str, Quantity]]:
+    """The activations stage by stage, layers in a row that are equal in every bit as one."""
+    stages = [(name, Quantity(name, list(group))) for name, group in itertools.groupby(quantity.differences, _stage)]
+    found: list[tuple[str, Quantity]] = []
+    for same, group in itertools.groupby(stages, lambda it: it[1].bits and it[0].startswith("layer ")):
+        run = list(group)
+        if same and len(run) > 1:
+            merged = [it for _, part in run for it in part.differences]
+            found.append((f"layers {run[0][0].split()[1]} to {run[-1][0].split()[1]}", Quantity("", merged)))
+        else:
+            found += run
+    return found
+
+
+def _stage(it: Difference) -> str:
+    return f"layer {it.layer}" if LAYERS in it.name.split("/") else it.name.replace("_", " ")
+
+
+def _columns(rows: Sequence[Sequence[str]], rights: Sequence[int] = ()) -> list[str]:
+    """Rows, the first of which is a heading, as aligned columns; those in `rights` are flush right."""
+    count = max(map(len, rows))
+    filled = [[*row, *[""] * (count - len(row))] for row in rows]
+    widths = [max(len(row[i]) for row in filled if len(row) > i) for i in range(count)]
+    lines = []
+    for row in filled:
+        cells = [
+            f"{cell:>{width}}" if i in rights else f"{cell:<{width}}"
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]

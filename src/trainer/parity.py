@@ -1,0 +1,98 @@
+"""`python -m trainer.parity base.yml key=value ... left.KEY=VALUE right.KEY=VALUE`: compare two programs."""
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from trainer.config import UserError, exit_on_user_error, load_sides
+
+HELP = """\
+usage: python -m trainer.parity [FILE.yml] [key=value ...] left.KEY=VALUE right.KEY=VALUE [rtol=X] [atol=X] [--json]
+       python -m trainer.parity CHECKPOINT CHECKPOINT [rtol=X] [atol=X] [--json]
+
+Builds a program for each side from the keys for all and its own, starts both from the left side's parameters, hands
+both its first batch, and compares parameters, activations layer by layer, loss, gradients and one update.
+
+left.KEY=VALUE   a key of base.yml on one side; any may differ: flags, attention, remat_policy, dtype, the mesh, ...
+right.KEY=VALUE  Where parameters and batches come from cannot: those are the left side's.
+left=NAME        a combination of the three flags by name, as right=NAME; right=NAME,NAME and right=all: several
+CHECKPOINT       a run's folder, one of its checkpoints/N, or what trainer.export format=params wrote
+rtol, atol       equal is what lies no further apart than atol, or than rtol times the largest magnitude in an array;
+                 without them equal is what has equal bits
+--json           every array on stdout, in place of the table
+
+Exit code: 0 equal, 1 not equal, 2 a mistake in the command. FLOPs, memory and the text of the step only inform.
+A side whose mesh is written out in numbers takes that many devices, others take all there are."""
+
+
+@exit_on_user_error
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line `argv` (default: the process's own)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if {"help", "--help", "-h"} & set(words):
+        print(HELP)
+        return
+    tolerance, as_json, rest = _options(words)
+    report = _compare(rest, tolerance)
+    if as_json:
+        print(json.dumps(report.to_json(), indent=1))
+    else:
+        from trainer.compare.table import table
+
+        print(table(report))
+    if not report.equal:
+        raise SystemExit(1)
+
+
+def _options(words: Sequence[str]) -> tuple[dict[str, float], bool, list[str]]:
+    """The tolerances, whether to print JSON, and the words that are left."""
+    tolerance: dict[str, float] = {}
+    rest = []
+    for word in words:
+        name, equals, text = word.partition("=")
+        if equals and name in ("rtol", "atol"):
+            tolerance[name] = _number(word, text)
+        elif word != "--json":
+            rest.append(word)
+    return tolerance, "--json" in words, rest
+
+
+def _number(word: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise UserError(f"{word}: a number that is not negative, such as 1e-5")
+    return value
+
+
+def _compare(words: Sequence[str], given: dict[str, float]) -> Any:
+    places = [word for word in words if "=" not in word and not word.startswith("-")]
+    if len(places) == 2 and len(words) == 2:
+        # From here on the command line makes sense by itself; what follows loads JAX.
+        from trainer.compare import Tolerance, compare_checkpoints
+
+        return compare_checkpoints(places[0], places[1], Tolerance(**given), _say)
+    sides = load_sides(words)
+    if len(sides) == 1:
+        raise UserError(
+            "nothing to compare: give left.KEY=VALUE or right.KEY=VALUE, left=NAME or right=NAME, or two checkpoints; "
+            "see python -m trainer.parity --help"
+        )
+    for line in dict.fromkeys(line for side in sides for line in (*side.loaded.notes, *side.loaded.warnings)):
+        _say(line)
+    import jax
+
+    from trainer.compare import Tolerance, compare_programs
+
+    return compare_programs(sides, jax.devices(), Tolerance(**given), _say)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

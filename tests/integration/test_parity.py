@@ -1,0 +1,103 @@
+"""trainer.parity as a user runs it: what is equal, where a planted difference is found, mistakes."""
+
+import itertools
+import json
+
+import jax.numpy as jnp
+import pytest
+from parity_cases import run
+from support import ALL_COMBINATIONS
+
+from trainer import parity
+from trainer.models import llama2, mistral
+
+QUANTITIES = ["parameters", "activations", "loss", "gradients", "updated parameters", "optimizer state"]
+
+
+@pytest.mark.skipif(len(ALL_COMBINATIONS) == 1, reason="there is one combination")
+def test_all_combinations_are_equal_in_every_bit(capsys):
+    one, *others = ALL_COMBINATIONS
+    code, out, _ = run(capsys, f"left={one}", f"right={','.join(others)}", "--json")
+    report = json.loads(out)
+    assert (code, report["equal"], report["left"]) == (0, True, one)
+    assert [it["right"] for it in report["comparisons"]] == others
+    for comparison in report["comparisons"]:
+        assert comparison["bits"]
+        assert list(comparison["quantities"]) == QUANTITIES
+        activations = comparison["quantities"]["activations"]["arrays"]
+        assert [(it["name"], it["layer"]) for it in activations] == [
+            ("embedding", None),
+            *((f"decoder/layers/{name}", i) for i in range(3) for name in ("attention_output", "mlp_output", "output")),
+            ("final_norm", None),
+            ("logits", None),
+        ]
+        assert comparison["facts"]["program text"].startswith("the same text")
+        assert comparison["facts"]["FLOPs"][0] == comparison["facts"]["FLOPs"][1] > 0
+        assert comparison["facts"]["memory: temporaries"][0] == comparison["facts"]["memory: temporaries"][1] > 0
+
+
+def test_a_planted_difference_is_found_in_its_layer(capsys, monkeypatch):
+    layers = itertools.cycle(range(3))
+
+    class Wrong(llama2.Block):
+        def __init__(self, config, rngs):
+            super().__init__(config, rngs)
+            self.mlp = WrongMLP(
+                16, 32, config.mlp_activations, dtype=jnp.float32, weight_dtype=jnp.float32, rngs=rngs, dropout_rate=0.0
+            )
+
+    class WrongMLP(llama2.MLP):
+        def __call__(self, *args):
+            # Unrolled, a block is traced once for every layer.
+            return super().__call__(*args) * (1.001 if next(layers) == 1 else 1.0)
+
+    monkeypatch.setattr(mistral, "Block", Wrong)
+    code, out, _ = run(capsys, "right.decoder_block=mistral", only_forward=True, scan_layers=False)
+    lines = out.splitlines()
+    assert code == 1
+    assert lines[-1] == "left and right part first in activations: decoder/layers/mlp_output, layer 1"
+    rows = {line.split("  ")[0] or line.strip().split("  ")[0]: line.split() for line in lines}
+    assert rows["parameters"][2:] == ["equal", "bits"]
+    assert rows["layer 0"][3:] == ["equal", "bits"]
+    assert rows["layer 1"][3] == "apart"
+    assert rows["layer 1"][-1] == "mlp_output"
+    assert rows["layer 2"][3] == "apart"
+
+
+def test_another_mesh_on_devices_of_its_own_number(capsys):
+    meshes = (
+        "left.ici_fsdp_parallelism=1",
+        "left.per_device_batch_size=8",
+        "right.ici_fsdp_parallelism=4",
+        "right.ici_tensor_parallelism=2",
+        "right.per_device_batch_size=1",
+    )
+    code, out, _ = run(capsys, *meshes, "rtol=1e-4")
+    assert code == 0
+    assert "1 x cpu, 1 process | 8 x cpu, 1 process" in out
+    assert out.splitlines()[-1] == "left and right are equal within rtol=0.0001"
+    code, _, err = run(capsys, *meshes[:4])
+    assert code == 2
+    assert "left has 8 rows in its batch and right has 64" in err
+    assert "nearest for right: per_device_batch_size=1" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "nothing to compare"),
+        (["left=nnx", "rtol=-1"], "rtol=-1: a number"),
+        (["left.data_shuffle_seed=1"], "data_shuffle_seed: not the same in left and right"),
+        (["left.attention=blokwise"], "nearest: blockwise"),
+        (["right.ici_tensor_parallelism=3"], "does not divide the 8 devices"),
+    ],
+)
+def test_mistakes_end_with_code_2(capsys, words, message):
+    code, out, err = run(capsys, *words)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_help_needs_no_jax(capsys):
+    parity.main(["--help"])
+    assert "left.KEY=VALUE" in capsys.readouterr().out

@@ -1,0 +1,36 @@
+"""The command `trainer.parity` on a tiny model, in this process."""
+
+from typing import Any
+
+import jax
+import pytest
+from support import TINY, pinned
+
+from trainer import parity
+from trainer.compare import programs
+
+# Few leaves compile in little time.
+SMALL = TINY | {"opt_type": "sgd", "gradient_clipping_threshold": 0, "per_device_batch_size": 8}
+SMALL |= {"base_num_decoder_layers": 3, "base_num_query_heads": 2, "base_num_kv_heads": 2}
+
+
+def run(capsys: Any, *words: str, only_forward: bool = False, **keys: Any) -> tuple[int, str, str]:
+    """The exit code, stdout and stderr of the command; the flags are nnx's where `words` name no combination.
+
+    What is compared is compiled alike on both sides, so it is compiled without optimizations. `only_forward` leaves out
+    gradients and update, for tests of what the forward pass shows.
+    """
+    settings = SMALL | pinned("nnx") | keys
+    code = 0
+    jax.config.update("jax_disable_most_optimizations", True)
+    with pytest.MonkeyPatch.context() as patch:
+        if only_forward:
+            patch.setattr(programs, "MEASURES", programs.MEASURES[:2])
+        try:
+            parity.main(["base.yml", *(f"{key}={value}" for key, value in settings.items()), *words])
+        except SystemExit as ended:
+            code = int(str(ended.code))
+        finally:
+            jax.config.update("jax_disable_most_optimizations", False)
+    said = capsys.readouterr()
+    return code, said.out, said.err

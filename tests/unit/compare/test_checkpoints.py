@@ -1,0 +1,102 @@
+"""Two checkpoints, leaf by leaf."""
+
+import json
+
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+import optax
+import pytest
+from checkpoint_cases import config_of, random_params
+
+from trainer import parity
+from trainer.backends import TrainTree
+from trainer.checkpoint import Beside, CheckpointManager, Leaf, write_params
+from trainer.config import to_yaml
+
+SETTINGS = {
+    "async_checkpointing": False,
+    "max_num_checkpoints_to_keep": None,
+    "checkpoint_keep_period": 0,
+    "keep_best_checkpoints": 0,
+}
+
+
+def saved(folder, changes=(), *, updates=3, tx=None):
+    """A run's folder with one checkpoint; `changes` are (layer, value) of one parameter."""
+    kernel = np.ones((4, 2, 2), np.float32)
+    for layer, value in changes:
+        kernel[layer, 0, 0] = value
+    params = {"decoder": {"layers": {"kernel": jnp.asarray(kernel)}, "norm": jnp.ones(3)}}
+    tree = TrainTree(jnp.asarray(updates, jnp.int32), params, (tx or optax.adam(0.1)).init(params), {})
+    with CheckpointManager(folder, ml_collections.ConfigDict(SETTINGS), say=print) as manager:
+        manager.save(updates, tree, Beside(to_yaml(config_of()), {"row": 3}, "corpus 1", {}), {})
+    return folder
+
+
+def compared(capsys, *words):
+    code = 0
+    try:
+        parity.main([*map(str, words), "--json"])
+    except SystemExit as ended:
+        code = ended.code
+    said = capsys.readouterr()
+    return code, json.loads(said.out) if said.out else said.err
+
+
+def test_equal_checkpoints(tmp_path, capsys):
+    left, right = saved(tmp_path / "a"), saved(tmp_path / "b")
+    code, report = compared(capsys, left, right / "checkpoints" / "3")
+    quantities = report["comparisons"][0]["quantities"]
+    assert (code, report["equal"]) == (0, True)
+    assert {name: len(it["arrays"]) for name, it in quantities.items()} == {
+        "parameters": 5,  # four layers and a norm
+        "optimizer state": 11,  # two moments of each, and a count
+        "step": 1,
+    }
+
+
+def test_a_difference_is_found_in_its_layer(tmp_path, capsys):
+    left, right = saved(tmp_path / "a"), saved(tmp_path / "b", [(2, 1.5), (3, 9.0)])
+    code, report = compared(capsys, left, right)
+    (comparison,) = report["comparisons"]
+    assert (code, comparison["first"]) == (1, "parameters: decoder/layers/kernel, layer 2")
+    parameters = comparison["quantities"]["parameters"]
+    assert (parameters["absolute"], parameters["relative"]) == (8.0, 8 / 9)
+    assert comparison["quantities"]["optimizer state"]["bits"]
+    assert compared(capsys, left, right, "atol=8")[0] == 0
+
+
+def test_another_optimizer_has_other_leaves(tmp_path, capsys):
+    code, report = compared(capsys, saved(tmp_path / "a"), saved(tmp_path / "b", tx=optax.sgd(0.1, momentum=0.9)))
+    assert code == 1
+    assert "only on the" in report["comparisons"][0]["quantities"]["optimizer state"]["first"]
+
+
+def test_parameters_alone_are_compared_with_a_run_s(tmp_path, capsys):
+    config = config_of()
+    for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
+        leaves = {
+            name: Leaf(value.shape, value.dtype, [lambda value=value: value])
+            for name, value in random_params(config, seed=seed).items()
+        }
+        (tmp_path / folder).mkdir()
+        write_params(tmp_path / folder, config, leaves, None, {})
+    assert compared(capsys, tmp_path / "a", tmp_path / "b")[0] == 0
+    assert compared(capsys, tmp_path / "a", tmp_path / "c")[0] == 1
+    code, report = compared(capsys, tmp_path / "a", saved(tmp_path / "run"))
+    assert code == 1  # another model
+    assert list(report["comparisons"][0]["quantities"]) == ["parameters"]
+    assert ["left out", "optimizer state, step: on one side only"] in report["compared"]
+
+
+@pytest.mark.parametrize("damage", [False, True])
+def test_what_is_missing_or_damaged_ends_with_code_2(tmp_path, capsys, damage):
+    left, right = saved(tmp_path / "a"), tmp_path / "b"
+    if damage:
+        folder = saved(right) / "checkpoints" / "3"
+        victim = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+        victim.write_bytes(victim.read_bytes()[:-1])
+    code, message = compared(capsys, left, right)
+    assert code == 2
+    assert ("damaged" if damage else "there is no such folder") in message
