@@ -9,8 +9,9 @@ from flax import linen
 from jax.ad_checkpoint import checkpoint_name
 
 from trainer.layers.remat import LAYER_INPUT
-from trainer.layers.sown import Sown
-from trainer.linen.bridge import capturing, to_linen
+from trainer.layers.sown import Sown, capture
+from trainer.layers.stack import cast_in_loop
+from trainer.linen.bridge import to_linen
 from trainer.models.remat import remat_policy
 from trainer.models.transformer import Types, make_block
 
@@ -31,13 +32,17 @@ class Stack(linen.Module):
     @linen.compact
     def run_layers(self, x, cache, *context, key, types: Types) -> tuple[jax.Array, Any, Sown]:
         """What `layers.stack.run_stack` does: the last block's x, the cache, and what the blocks sowed."""
-        call = capturing(types)
+
+        def call(block, index, x, *args):
+            if self.config.scan_layers:
+                block = cast_in_loop(block, index, x.dtype)
+            return capture(block, types)(x, *args)
 
         def body(block, x, layer):
             index, cache = layer
             layer_key = None if key is None else jax.random.fold_in(key, index)
             x = checkpoint_name(x, LAYER_INPUT)
-            (x, cache), sown = block(x, cache, *context, layer_key, nnx_method=call)
+            (x, cache), sown = block(index, x, cache, *context, layer_key, nnx_method=call)
             return x, (cache, sown)
 
         layers = jnp.arange(self.config.base_num_decoder_layers), cache
