@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.config import flags
 from trainer.config.data_keys import DATA_CHECKS, local
-from trainer.config.derived import MESH_AXES
+from trainer.config.derived import DCN, ICI, MESH_AXES, UNUSED_AXES
 from trainer.config.dump import to_flow
 from trainer.config.errors import nearest
 from trainer.config.rules import collisions
@@ -151,9 +151,16 @@ def _regexes(key: str) -> Callable[[Any], str | None]:
     return problem
 
 
-def _open_axes(config: Any) -> str | None:
-    unknown = [key for key in MESH_AXES.values() if config[key] == -1]
-    return "only one of them may be -1 and take what is left" if len(unknown) > 1 else None
+def _open_axes(keys: Sequence[str]) -> Callable[[Any], str | None]:
+    def problem(config: Any) -> str | None:
+        unknown = [key for key in keys if config[key] == -1]
+        return "only one of them may be -1 and take what is left" if len(unknown) > 1 else None
+
+    return problem
+
+
+def _unused_axis(key: str, reason: str) -> Callable[[Any], str | None]:
+    return lambda config: None if config[key] == 1 else f"{reason}; leave it at 1"
 
 
 def _rules(config: Any) -> str | None:
@@ -168,8 +175,15 @@ def _topology(config: Any) -> str | None:
 
 def _slices(config: Any) -> str | None:
     simulated = config.compile_topology.startswith("cpu-")
-    return "simulated CPU devices are one slice" if simulated and config.compile_topology_num_slices > 1 else None
+    return (
+        "simulated CPU devices lie in no slices: give cpu-N with all of them"
+        if simulated and config.compile_topology_num_slices > 1
+        else None
+    )
 
+
+# The axes' keys within a slice, and over slices.
+_SIZES = tuple(tuple(keys[axis] for axis in MESH_AXES if axis not in UNUSED_AXES) for keys in (ICI, DCN))
 
 CHECKS = (
     Check(flags.FLAGS, flags.unsupported),
@@ -192,7 +206,12 @@ CHECKS = (
     Check(("steps", "learning_rate_schedule_steps"), _steps),
     Check(("adamw_mask",), _regexes("adamw_mask")),
     Check(("trainable_parameters_mask",), _regexes("trainable_parameters_mask")),
-    Check(tuple(MESH_AXES.values()), _open_axes),
+    *(Check(keys, _open_axes(keys)) for keys in _SIZES),
+    *(
+        Check((keys[axis],), _unused_axis(keys[axis], reason))
+        for axis, reason in UNUSED_AXES.items()
+        for keys in (ICI, DCN)
+    ),
     Check(("logical_axis_rules",), _rules),
     Check(("compile_topology",), _topology),
     Check(("compile_topology", "compile_topology_num_slices"), _slices),

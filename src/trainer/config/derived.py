@@ -3,11 +3,33 @@
 import math
 from typing import Any
 
-# The mesh axes, the outermost first, and the key that gives each its size.
-MESH_AXES = {
-    "data": "ici_data_parallelism",
-    "fsdp": "ici_fsdp_parallelism",
-    "tensor": "ici_tensor_parallelism",
+# The mesh axes, the outermost first.
+MESH_AXES = (
+    "diloco",
+    "data",
+    "stage",
+    "fsdp",
+    "fsdp_transpose",
+    "context",
+    "context_usp_ulysses",
+    "context_autoregressive",
+    "tensor",
+    "tensor_sequence",
+    "expert",
+    "autoregressive",
+)
+# The keys that give each axis its size: devices within a slice, and slices.
+ICI = {axis: f"ici_{'pipeline' if axis == 'stage' else axis}_parallelism" for axis in MESH_AXES}
+DCN = {axis: f"dcn_{'pipeline' if axis == 'stage' else axis}_parallelism" for axis in MESH_AXES}
+# The axes that nothing uses yet, and what is missing.
+UNUSED_AXES = {
+    "diloco": "there are no islands with optimizers of their own yet",
+    "stage": "there is no pipeline of layers yet",
+    "context": "no attention op works on parts of a row yet",
+    "context_usp_ulysses": "no attention op works on parts of a row yet",
+    "context_autoregressive": "no attention op works on parts of a cache yet",
+    "expert": "there are no blocks with experts yet",
+    "autoregressive": "there is no serving of several devices yet",
 }
 
 # A key that is empty or 0 takes the value of another.
@@ -15,8 +37,8 @@ FOLLOWS = {"mu_dtype": "weight_dtype", "eval_per_device_batch_size": "per_device
 
 
 def mesh_axes(config: Any) -> dict[str, int]:
-    """The sizes of the mesh axes, the outermost first."""
-    return {axis: config[key] for axis, key in MESH_AXES.items()}
+    """The sizes of the mesh axes over all slices, the outermost first."""
+    return {axis: config[ICI[axis]] * config[DCN[axis]] for axis in MESH_AXES}
 
 
 def microbatch_rows(config: Any) -> int:

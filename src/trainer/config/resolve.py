@@ -1,14 +1,15 @@
 """Stage 2: with the devices known, what was open is filled in and what depends on the mesh is checked."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import ml_collections
 
-from trainer.config.derived import FOLLOWS, MESH_AXES
+from trainer.config.derived import FOLLOWS, mesh_axes
 from trainer.config.errors import report
 from trainer.config.kernels import choose_attention
+from trainer.config.mesh_sizes import fill_mesh
 from trainer.config.rules import make_rules
 
 # The key that says how long a logical axis is.
@@ -30,16 +31,20 @@ DIMENSIONS = {
 }
 
 
-def resolve(config: Any, *, device_count: int, platform: str) -> ml_collections.FrozenConfigDict:
+def resolve(
+    config: Any, *, device_count: int, platform: str, num_slices: int | None = None
+) -> ml_collections.FrozenConfigDict:
     """The configuration for `device_count` devices of `platform` (the mesh's: cpu, gpu or tpu), frozen.
+
+    `num_slices`: in how many slices they lie; None for devices that know of none (see `mesh_sizes.fill_mesh`).
 
     Raises:
       UserError: all mistakes of the stage at once, one line each.
     """
     values = {name: frozen(value) for name, value in config.items()}
     _fill(values, platform)
-    mistakes = _fill_mesh(values, device_count)
-    mesh = {} if mistakes else {axis: values[key] for axis, key in MESH_AXES.items()}
+    mistakes = fill_mesh(values, device_count, num_slices)
+    mesh = {} if mistakes else mesh_axes(values)
     if mesh:
         mistakes = [*_indivisible(values, mesh), *_uneven_rows(values, mesh)]
     values["attention"], mistaken = choose_attention(values, mesh, platform)
@@ -68,46 +73,6 @@ def _fill(values: dict[str, Any], platform: str) -> None:
         values["steps"] = values["learning_rate_schedule_steps"]
     if values["learning_rate_schedule_steps"] == -1:
         values["learning_rate_schedule_steps"] = values["steps"]
-
-
-def _fill_mesh(values: dict[str, Any], device_count: int) -> list[str]:
-    """Gives the axis of size -1 what is left; what is wrong with the mesh."""
-    sizes = {axis: values[key] for axis, key in MESH_AXES.items()}
-    known = math.prod(size for size in sizes.values() if size != -1)
-    left_over = [axis for axis, size in sizes.items() if size == -1]
-    if left_over and device_count % known == 0:
-        values[MESH_AXES[left_over[0]]] = device_count // known
-        return []
-    if known == device_count:
-        return []
-    nearest = _nearest_mesh(sizes, device_count)
-    fitting = " ".join(f"{MESH_AXES[axis]}={size}" for axis, size in nearest.items() if size != sizes[axis])
-    asked = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != -1)
-    if left_over:
-        problem = f"{asked} = {known}, which does not divide the {device_count} devices for {left_over[0]} -1"
-    else:
-        problem = f"{asked} = {known}, but there are {device_count} devices"
-    return [f"{problem}; nearest: {fitting}"]
-
-
-def _nearest_mesh(sizes: Mapping[str, int], device_count: int) -> dict[str, int]:
-    """The mesh of `device_count` devices whose sizes have the smallest ratios to those asked for; -1 asks for none."""
-    asked = list(sizes.values())
-
-    def distance(mesh: Iterable[int]) -> float:
-        return sum(abs(math.log(a / b)) for a, b in zip(mesh, asked, strict=True) if b != -1)
-
-    return dict(zip(sizes, min(_factorizations(device_count, len(sizes)), key=distance), strict=True))
-
-
-def _factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
-    if parts == 1:
-        yield (number,)
-        return
-    for first in range(1, number + 1):
-        if number % first == 0:
-            for rest in _factorizations(number // first, parts - 1):
-                yield (first, *rest)
 
 
 def _indivisible(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import combination, global_batch_rows, mesh_axes
+from trainer.config.derived import DCN
 from trainer.config.kernels import kernel_barred
 from trainer.observe.lines import Work
 
@@ -36,7 +37,7 @@ def banner_rows(
         batch += f", in {config.gradient_accumulation_steps} microbatches"
     return [
         ("devices", f"{math.prod(mesh.values())} x {kind}, {_count(process_count, 'process', 'processes')}"),
-        ("mesh", " x ".join(f"{axis} {size}" for axis, size in mesh.items())),
+        ("mesh", _mesh(config)),
         ("combination", combination(config)),
         (
             "model",
@@ -52,6 +53,16 @@ def banner_rows(
         ("data", dataset),
         ("run", str(run_dir)),
     ]
+
+
+def _mesh(config: Any) -> str:
+    """The axes above 1, and which of them slices lie along."""
+
+    def product(sizes: dict[str, int]) -> str:
+        return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+
+    slices = product({axis: config[key] for axis, key in DCN.items()})
+    return (product(mesh_axes(config)) or "one device") + (f" (slices: {slices})" if slices else "")
 
 
 def _count(number: int, one: str, many: str) -> str:

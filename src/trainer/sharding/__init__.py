@@ -2,7 +2,19 @@
 
 from trainer.config import make_rules
 from trainer.sharding.context import constrain, on_mesh, shard_mapped, take
-from trainer.sharding.mesh import make_mesh
+from trainer.sharding.mesh import get_mesh_from_config, make_mesh, slice_count
 from trainer.sharding.rules import Axes, Rules, spec
 
-__all__ = ["Axes", "Rules", "constrain", "make_mesh", "make_rules", "on_mesh", "shard_mapped", "spec", "take"]
+__all__ = [
+    "Axes",
+    "Rules",
+    "constrain",
+    "get_mesh_from_config",
+    "make_mesh",
+    "make_rules",
+    "on_mesh",
+    "shard_mapped",
+    "slice_count",
+    "spec",
+    "take",
+]

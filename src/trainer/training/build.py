@@ -14,7 +14,7 @@ from trainer.layers.sown import TYPES
 from trainer.models.remat import check_offload
 from trainer.objectives import Objective
 from trainer.optim import check_masks, make_optimizer
-from trainer.sharding import Rules, make_mesh, make_rules, on_mesh, spec
+from trainer.sharding import Rules, make_mesh, make_rules, on_mesh, slice_count, spec
 from trainer.state import abstract_state, init_state_fn, state_shardings
 from trainer.training.evaluate import make_eval_step
 from trainer.training.step import make_train_step
@@ -77,7 +77,8 @@ def build(config, devices: Sequence[jax.Device]) -> Run:
     Raises:
       UserError: the configuration does not fit the devices; all mistakes at once.
     """
-    config = resolve(config, device_count=len(devices), platform=devices[0].platform)
+    platform, slices = devices[0].platform, slice_count(devices)
+    config = resolve(config, device_count=len(devices), platform=platform, num_slices=slices)
     check_offload(config, [memory.kind for memory in devices[0].addressable_memories()])
     mesh = make_mesh(config, devices)
     rules = make_rules(config.logical_axis_rules)

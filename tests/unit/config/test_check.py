@@ -67,6 +67,13 @@ from trainer.config import UserError, load, schema
             "ici_data_parallelism=-1",
             r"=-1 \(command line\), ici_fsdp_parallelism=-1 \(default\), .*only one of them may be -1",
         ),
+        ("dcn_fsdp_parallelism=-1", r"dcn_data_parallelism=-1 \(default\), .*only one of them may be -1"),
+        (
+            "ici_context_parallelism=4",
+            r"\n  ici_context_parallelism=4 \(command line\): no attention op .*; leave it at 1$",
+        ),
+        ("dcn_pipeline_parallelism=2", "there is no pipeline of layers yet; leave it at 1"),
+        ("ici_expert_parallelism=-1", "no blocks with experts yet"),
         ("dataset_type=stdlib vocab_size=256", "vocab_size=256 .*: at least 257"),
         ("dataset_type=stdlib max_target_length=15", "max_target_length=15 .*: at least 16"),
     ],

@@ -125,8 +125,8 @@ def test_a_mesh_that_does_not_serve_is_refused_by_its_rules(words, line):
 def test_the_kernel_is_told_with_the_other_mistakes_of_the_stage():
     words = f"attention=flash {DROPOUT} {KV_HEADS_WHOLE}"
     lines = mistakes(f"{words} ici_fsdp_parallelism=3", "tpu", devices=2)
-    assert [line.partition(":")[0].partition(" =")[0] for line in lines] == [
-        "data 1 x fsdp 3 x tensor 1",
+    assert [line.partition(":")[0].partition(",")[0] for line in lines] == [
+        "fsdp 3",
         "attention=flash",
     ]
     lines = mistakes(f"{words} base_emb_dim=193", "tpu", devices=2)

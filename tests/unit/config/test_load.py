@@ -213,7 +213,7 @@ def test_rules_replace_those_of_their_name_at_every_level():
     ("rules", "message"),
     [
         ("[[embd,fsdp]]", "there is no logical axis embd; allowed: .*; nearest: embed"),
-        ("[[embed,fsdb]]", "embed: there is no mesh axis fsdb; allowed: data, fsdp, tensor; nearest: fsdp"),
+        ("[[embed,fsdb]]", "embed: there is no mesh axis fsdb; allowed: diloco, data, stage, fsdp, .*; nearest: fsdp"),
         ("[[embed,[fsdp,fsdp]]]", "embed: a mesh axis is listed twice"),
         ("[[embed,fsdp],[embed,data]]", "two rules for embed"),
         ("[embed,fsdp]", "'embed' is no rule"),

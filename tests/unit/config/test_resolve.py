@@ -13,6 +13,7 @@ from trainer.config import (
     schema,
     to_yaml,
 )
+from trainer.config.derived import DCN, ICI, MESH_AXES
 
 # Written out, since the defaults of base.yml may change.
 SIZES = """
@@ -22,13 +23,14 @@ gradient_accumulation_steps=1 steps=100 eval_interval=50
 """
 
 
-def resolved(words: str = "", devices: int = 1, platform: str = "cpu"):
-    return resolve(load((SIZES + words).split()).config, device_count=devices, platform=platform)
+def resolved(words: str = "", devices: int = 1, platform: str = "cpu", slices: int | None = None):
+    config = load((SIZES + words).split()).config
+    return resolve(config, device_count=devices, platform=platform, num_slices=slices)
 
 
-def mistakes(words: str, devices: int) -> list[str]:
+def mistakes(words: str, devices: int, slices: int | None = None) -> list[str]:
     with pytest.raises(UserError) as caught:
-        resolved(words, devices)
+        resolved(words, devices, slices=slices)
     return str(caught.value).split("\n  ")[1:]
 
 
@@ -71,44 +73,93 @@ def test_resolving_twice_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    ("words", "devices", "mesh"),
+    ("words", "devices", "slices", "mesh"),
     [
-        ("", 1, (1, 1, 1)),
-        ("", 8, (1, 8, 1)),
-        ("ici_fsdp_parallelism=4 ici_tensor_parallelism=-1 base_num_kv_heads=6", 8, (1, 4, 2)),
-        ("ici_data_parallelism=-1 ici_fsdp_parallelism=1", 8, (8, 1, 1)),
-        ("ici_data_parallelism=2 ici_fsdp_parallelism=4", 8, (2, 4, 1)),
+        ("", 1, None, {}),
+        ("", 8, None, {"fsdp": 8}),
+        ("ici_fsdp_parallelism=4 ici_tensor_parallelism=-1 base_num_kv_heads=6", 8, None, {"fsdp": 4, "tensor": 2}),
+        ("ici_data_parallelism=-1 ici_fsdp_parallelism=1", 8, None, {"data": 8}),
+        ("ici_data_parallelism=2 ici_fsdp_parallelism=4", 8, None, {"data": 2, "fsdp": 4}),
+        ("ici_fsdp_transpose_parallelism=2 ici_tensor_sequence_parallelism=2", 8, None,
+         {"fsdp": 2, "fsdp_transpose": 2, "tensor_sequence": 2}),
+        ("", 8, 2, {"data": 2, "fsdp": 4}),
+        ("dcn_data_parallelism=1 dcn_fsdp_parallelism=-1", 8, 2, {"fsdp": 8}),
+        ("dcn_data_parallelism=2", 8, None, {"data": 2, "fsdp": 4}),
+        ("dcn_data_parallelism=2 dcn_fsdp_parallelism=2 ici_fsdp_parallelism=1 ici_data_parallelism=-1", 8, None,
+         {"data": 4, "fsdp": 2}),
     ],
-)
-def test_the_open_axis_takes_what_is_left(words, devices, mesh):
-    axes = mesh_axes(resolved(words, devices))
-    assert list(axes) == ["data", "fsdp", "tensor"]
-    assert tuple(axes.values()) == mesh
+)  # fmt: skip
+def test_the_open_axis_takes_what_is_left(words, devices, slices, mesh):
+    config = resolved(words, devices, slices=slices)
+    axes = mesh_axes(config)
+    assert tuple(axes) == MESH_AXES
+    assert {axis: size for axis, size in axes.items() if size > 1} == mesh
+    assert -1 not in [config[key] for key in (*ICI.values(), *DCN.values())]
+    assert resolve(config, device_count=devices, platform="cpu", num_slices=slices) == config
 
 
 @pytest.mark.parametrize(
-    ("words", "devices", "line"),
+    ("words", "devices", "slices", "line"),
     [
         (
             "ici_data_parallelism=2 ici_fsdp_parallelism=3",
             8,
-            "data 2 x fsdp 3 x tensor 1 = 6, but there are 8 devices; nearest: ici_fsdp_parallelism=4",
+            None,
+            "data 2 x fsdp 3 = 6, but there are 8 devices; nearest: ici_fsdp_parallelism=4",
         ),
         (
             "ici_data_parallelism=3",
             8,
-            "data 3 x tensor 1 = 3, which does not divide the 8 devices for fsdp -1; "
+            None,
+            "data 3, which does not divide the 8 devices for ici_fsdp_parallelism=-1; "
             "nearest: ici_data_parallelism=4 ici_fsdp_parallelism=2",
         ),
         (
             "ici_fsdp_parallelism=16",
             8,
-            "data 1 x fsdp 16 x tensor 1 = 16, but there are 8 devices; nearest: ici_fsdp_parallelism=8",
+            None,
+            "fsdp 16, but there are 8 devices; nearest: ici_fsdp_parallelism=8",
+        ),
+        (
+            "ici_fsdp_parallelism=2 ici_tensor_sequence_parallelism=2",
+            1,
+            None,
+            "fsdp 2 x tensor_sequence 2 = 4, but there is 1 device; "
+            "nearest: ici_fsdp_parallelism=1 ici_tensor_sequence_parallelism=1",
+        ),
+        (
+            "ici_fsdp_parallelism=8",
+            8,
+            2,
+            "fsdp 8, but there are 4 devices in each of 2 slices; nearest: ici_fsdp_parallelism=4",
+        ),
+        (
+            "dcn_data_parallelism=4",
+            8,
+            2,
+            "data 4, but there are 2 slices; nearest: dcn_data_parallelism=2",
+        ),
+        (
+            "dcn_data_parallelism=-1 dcn_fsdp_parallelism=3",
+            8,
+            2,
+            "fsdp 3, which does not divide the 2 slices for dcn_data_parallelism=-1; "
+            "nearest: dcn_data_parallelism=1 dcn_fsdp_parallelism=2",
+        ),
+        (
+            "dcn_data_parallelism=3",
+            8,
+            None,
+            "data 3 slices, into which the 8 devices cannot be divided; nearest: 4 slices",
         ),
     ],
 )
-def test_a_mesh_that_does_not_fit_shows_the_arithmetic(words, devices, line):
-    assert mistakes(words, devices) == [line]
+def test_a_mesh_that_does_not_fit_shows_the_arithmetic(words, devices, slices, line):
+    assert mistakes(words, devices, slices) == [line]
+
+
+def test_what_is_wrong_within_slices_and_over_them_is_told_at_once():
+    assert len(mistakes("ici_fsdp_parallelism=3 dcn_data_parallelism=3", 8, 2)) == 2
 
 
 @pytest.mark.parametrize(

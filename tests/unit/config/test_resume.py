@@ -75,7 +75,9 @@ OTHERS = {
     "gradient_accumulation_steps": "per_device_batch_size=2 gradient_accumulation_steps=4",
 }
 # These have tests of their own below.
-BY_ITSELF = {"run_name", "model_name", "learning_rate_schedule_steps"} | {k for k in LAYOUT if k.startswith("ici_")}
+BY_ITSELF = {"run_name", "model_name", "learning_rate_schedule_steps"} | {
+    k for k in LAYOUT if k.startswith(("ici_", "dcn_"))
+}
 
 
 def other(name):

@@ -1,0 +1,85 @@
+"""The sizes of the mesh axes: open ones are filled in; what does not fit the devices is told with its arithmetic."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from trainer.config.derived import DCN, ICI, UNUSED_AXES
+
+
+def fill_mesh(values: dict[str, Any], device_count: int, num_slices: int | None) -> list[str]:
+    """Gives each axis of size -1 in `values` what is left, within a slice and over slices; what is wrong with the mesh.
+
+    `num_slices` is None for devices that know of no slices, such as those of a CPU: then there are as many slices as
+    the sizes over slices ask for.
+    """
+    if num_slices is None:
+        num_slices = math.prod(size for size in _sizes(values, DCN).values() if size != -1)
+        if device_count % num_slices:
+            asked = _product(_sizes(values, DCN))
+            fitting = [n for n in range(1, device_count + 1) if device_count % n == 0]
+            best = min(fitting, key=lambda n: abs(math.log(n / num_slices)))
+            return [f"{asked} slices, into which the {device_count} devices cannot be divided; nearest: {best} slices"]
+    in_slices = f" in each of {num_slices} slices" if num_slices > 1 else ""
+    return [
+        *_fill(values, ICI, device_count // num_slices, f"{_count(device_count // num_slices, 'device')}{in_slices}"),
+        *_fill(values, DCN, num_slices, _count(num_slices, "slice")),
+    ]
+
+
+def _fill(values: dict[str, Any], keys: Mapping[str, str], count: int, what: str) -> list[str]:
+    """`keys` gives each axis its key; their product must be `count`, which `what` says in words."""
+    sizes = _sizes(values, keys)
+    known = math.prod(size for size in sizes.values() if size != -1)
+    left_over = [axis for axis, size in sizes.items() if size == -1]
+    if left_over and count % known == 0:
+        values[keys[left_over[0]]] = count // known
+        return []
+    if known == count:
+        return []
+    nearest = _nearest_mesh(sizes, count)
+    fitting = " ".join(f"{keys[axis]}={size}" for axis, size in nearest.items() if size != sizes[axis])
+    if left_over:
+        problem = f"{_product(sizes)}, which does not divide the {what} for {keys[left_over[0]]}=-1"
+    else:
+        problem = f"{_product(sizes)}, but there {'is' if count == 1 else 'are'} {what}"
+    return [f"{problem}; nearest: {fitting}"]
+
+
+def _sizes(values: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, int]:
+    return {axis: values[key] for axis, key in keys.items()}
+
+
+def _product(sizes: Mapping[str, int]) -> str:
+    """`data 2 x fsdp 3 = 6`, without the axes of size 1 and those left open."""
+    shown = {axis: size for axis, size in sizes.items() if size not in (1, -1)}
+    factors = " x ".join(f"{axis} {size}" for axis, size in shown.items()) or "all axes 1"
+    return f"{factors} = {math.prod(shown.values())}" if len(shown) > 1 else factors
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _nearest_mesh(sizes: Mapping[str, int], count: int) -> dict[str, int]:
+    """The mesh of `count` devices whose sizes have the smallest ratios to those asked for; -1 asks for none.
+
+    Axes that were left at 1 stay there, but for data and fsdp.
+    """
+    free = [axis for axis, size in sizes.items() if axis in ("data", "fsdp") or (size != 1 and axis not in UNUSED_AXES)]
+    asked = [sizes[axis] for axis in free]
+
+    def distance(mesh: Iterable[int]) -> float:
+        return sum(abs(math.log(a / b)) for a, b in zip(mesh, asked, strict=True) if b != -1)
+
+    return dict(zip(free, min(_factorizations(count, len(free)), key=distance), strict=True))
+
+
+def _factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+    if parts == 1:
+        yield (number,)
+        return
+    for first in range(1, number + 1):
+        if number % first == 0:
+            for rest in _factorizations(number // first, parts - 1):
+                yield (first, *rest)
