@@ -1,0 +1,185 @@
+"""Who holds the memory of a compiled step: the temporaries that live at its fullest moment, with their sources."""
+
+import math
+import re
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple
+
+from trainer.aot.dump import Dump
+from trainer.aot.hlo import Instruction, Module, parse, shapes_of
+
+GRADIENTS, SAVED, OTHER = "gradients", "saved for the backward pass", "other temporaries"
+
+_ALLOCATION = re.compile(r"^allocation \d+: size (\d+),(?: color (\d+),)?(.*)")
+_VALUE = re.compile(r"^ value: <\d+ (\S+?)(\{[\d,]*\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)")
+_RANGE = re.compile(r"^    (\S+?)(\{[\d,]*\}):(\d+)-(\d+)$")
+
+
+Key = tuple[str, str]  # of a value: the name of the instruction that makes it, the index in its tuple
+
+
+class Buffer(NamedTuple):
+    """An array in the device's main memory.
+
+    Attributes:
+      name: of the instruction that makes it.
+      size: bytes, with the padding of its layout.
+      shape: as HLO writes it, such as f32[32,256,4096].
+      kind: GRADIENTS, SAVED or OTHER.
+      op_name: the traced operation, "" where the compiler made it up.
+      source: file:line that asked for it, or "".
+    """
+
+    name: str
+    size: int
+    shape: str
+    kind: str
+    op_name: str
+    source: str
+
+
+class Leaf(NamedTuple):
+    """An array of the train state: its shape on one device, its whole shape, its bytes on one device."""
+
+    dims: tuple[int, ...]
+    whole: tuple[int, ...]
+    bytes: int
+
+
+def temporaries(dump: Dump, parameters: Collection[tuple[int, ...]] = ()) -> tuple[Buffer, ...]:
+    """The temporaries that live at the moment when they take most, the largest first.
+
+    Of the buffers that share a place at that moment, one is named. Kinds are told by what made a buffer: a value of
+    the backward pass in the shape of a parameter is a gradient, a value of the forward pass that still lives while
+    the backward pass runs was saved for it.
+
+    Args:
+      dump: of the compilation; where it holds no buffer assignment there are none.
+      parameters: shapes of the parameters on one device, and whole, for gradients that are yet to be reduced.
+    """
+    if not (dump.assignment and dump.live_range and dump.optimized):
+        return ()
+    values = _temporary_values(dump.assignment)
+    ranges = {(name, index): (int(first), int(last)) for name, index, first, last in _ranges(dump.live_range)}
+    moment = _fullest(values, ranges)
+    module = parse(dump.optimized)
+    made = _Made(module)
+    by_place: dict[int, tuple[int, str, str]] = {}
+    for (name, index), (size, offset, shape) in values.items():
+        first, last = ranges.get((name, index), (0, -1))
+        if first <= moment <= last and size > by_place.get(offset, (0, "", ""))[0]:
+            by_place[offset] = (size, name, shape)
+    whole = {tuple(sorted(dims)) for dims in parameters}
+    found = [_buffer(made, size, name, shape, whole) for size, name, shape in by_place.values()]
+    if "transpose(" not in made.op_name(_running(dump.live_range, moment)):
+        found = [buffer._replace(kind=OTHER) if buffer.kind == SAVED else buffer for buffer in found]
+    return tuple(sorted(found, key=lambda buffer: -buffer.size))
+
+
+def by_kind(buffers: Iterable[Buffer]) -> dict[str, int]:
+    """Bytes of each kind of temporary."""
+    sums = dict.fromkeys((GRADIENTS, SAVED, OTHER), 0)
+    for buffer in buffers:
+        sums[buffer.kind] += buffer.size
+    return sums
+
+
+def leaves(tree: Any) -> list[Leaf]:
+    """The leaves of a tree of abstract arrays with shardings, as one device holds them.
+
+    What lies in another memory than the device's (offloaded to the host) is left out.
+    """
+    import jax
+
+    found = []
+    for leaf in jax.tree.leaves(tree):
+        if leaf.sharding.memory_kind in (None, "device", "unpinned_host"):
+            dims = leaf.sharding.shard_shape(leaf.shape)
+            found.append(Leaf(tuple(dims), tuple(leaf.shape), math.prod(dims) * leaf.dtype.itemsize))
+    return found
+
+
+def _temporary_values(assignment: str) -> dict[Key, tuple[int, int, str]]:
+    """(name, index in its tuple) -> (size, offset, shape) of what lies in the temporaries of the main memory."""
+    values: dict[Key, tuple[int, int, str]] = {}
+    inside = False
+    for line in assignment.splitlines():
+        if header := _ALLOCATION.match(line):
+            inside = "preallocated-temp" in header[3] and header[2] in (None, "0")
+        elif inside and (value := _VALUE.match(line)):
+            name, index, size, offset, shape = value.groups()
+            values[name, index or "{}"] = (int(size), int(offset), shape)
+    return values
+
+
+def _ranges(live_range: str) -> list[tuple[str, str, str, str]]:
+    return [found.groups() for line in live_range.splitlines() if (found := _RANGE.match(line))]  # type: ignore[misc]
+
+
+def _fullest(
+    values: dict[tuple[str, str], tuple[int, int, str]], ranges: dict[tuple[str, str], tuple[int, int]]
+) -> int:
+    """The moment at which the values take most, those that share a place counted once."""
+    events: dict[int, list[tuple[int, int, int]]] = {}
+    for key, (size, offset, _) in values.items():
+        if key in ranges:
+            first, last = ranges[key]
+            events.setdefault(first, []).append((1, size, offset))
+            events.setdefault(last + 1, []).append((-1, size, offset))
+    living: dict[tuple[int, int], int] = {}
+    best, fullest = -1, 0
+    for moment in sorted(events):
+        for change, size, offset in events[moment]:
+            living[offset, size] = living.get((offset, size), 0) + change
+        places: dict[int, int] = {}
+        for (offset, size), count in living.items():
+            if count > 0:
+                places[offset] = max(places.get(offset, 0), size)
+        if sum(places.values()) > best:
+            best, fullest = sum(places.values()), moment
+        living = {key: count for key, count in living.items() if count}
+    return fullest
+
+
+def _running(live_range: str, moment: int) -> str:
+    """The instruction that runs at a moment of the schedule."""
+    found = re.search(rf"^    {moment}:(\S+)$", live_range, re.MULTILINE)
+    return found[1] if found else ""
+
+
+class _Made:
+    """Where the instructions of a module come from."""
+
+    def __init__(self, module: Module):
+        self.module = module
+        self.instructions = {i.name: i for computation in module.computations.values() for i in computation}
+        self.home = {i.name: computation.name for computation in module.computations.values() for i in computation}
+        self.callers = {called: i for i in self.instructions.values() for called in i.called}
+
+    def named(self, name: str) -> Instruction | None:
+        """The instruction that says what was traced: itself, its first operand, or the loop that carries it."""
+        instruction = self.instructions.get(name)
+        for _ in range(16):
+            if instruction is None or instruction.op_name:
+                break
+            above = self.callers.get(self.home[instruction.name])
+            instruction = self.instructions[instruction.operands[0]] if instruction.operands else above
+        return instruction
+
+    def op_name(self, name: str) -> str:
+        """The traced operation behind an instruction, or ""."""
+        found = self.named(name)
+        return found.op_name if found else ""
+
+
+def _buffer(made: _Made, size: int, name: str, shape: str, parameters: set[tuple[int, ...]]) -> Buffer:
+    instruction = made.named(name)
+    op_name = instruction.op_name if instruction else ""
+    arrays = shapes_of(shape)
+    dims = tuple(sorted(arrays[0].dims)) if arrays else ()
+    if "transpose(" in op_name and len(dims) > 1 and dims in parameters:
+        kind = GRADIENTS
+    else:
+        kind = SAVED if "jvp(" in op_name and "transpose(" not in op_name else OTHER
+    short = f"{arrays[0].dtype}[{','.join(map(str, arrays[0].dims))}]" if arrays else shape
+    return Buffer(name, size, short, kind, op_name, made.module.source(instruction) if instruction else "")

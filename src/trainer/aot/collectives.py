@@ -1,0 +1,231 @@
+"""The collectives of a step, by kind, dtype, bytes and mesh axis, each as often as its loop runs.
+
+Bytes are those that leave a device when a collective of n devices goes around a ring, for an array of s bytes (the
+larger of operand and result):
+  all-gather, reduce-scatter        s (n - 1) / n
+  all-reduce                        2 s (n - 1) / n      a reduce-scatter, then an all-gather
+  all-to-all                        s (n - 1) / n
+  collective-permute, -broadcast    s
+Chan et al. 2007, Collective communication: theory, practice, and experience; Patarasuk and Yuan 2009.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trainer.aot.hlo import Computation, Instruction, Module
+
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+_GROUPS = re.compile(
+    r"(?:replica_groups|source_target_pairs)=(mesh\[[^\]]*\](?:, device_ids=\(\[[\d,]+\](?:T\([\d,]+\))?\))? \{[^}]*\}"
+    r"|\{\{.*?\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)"
+)
+_SIZES = re.compile(r"'[^']+'=(\d+)")
+_MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}")
+_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """All collectives of a step that have the same kind, dtype, axes and size.
+
+    Attributes:
+      kind: one of KINDS.
+      dtype: of its elements, in HLO's spelling ("bf16").
+      axes: the mesh axes along which it goes, outermost first; () where there is no mesh.
+      devices: how many devices take part in one of its groups.
+      slices: over how many slices of devices a group is spread; more than 1: over the data center's network.
+      size: bytes of the array on one device, the larger of operand and result.
+      count: how often it runs in a step.
+      bytes: what leaves one device in a step, all runs together.
+      sources: up to three of the traced operations that asked for it.
+    """
+
+    kind: str
+    dtype: str
+    axes: tuple[str, ...]
+    devices: int
+    slices: int
+    size: int
+    count: int
+    bytes: float
+    sources: tuple[str, ...]
+
+
+def collectives(module: Module, mesh: Any = None) -> tuple[tuple[Collective, ...], list[str]]:
+    """The collectives of `module`, those that move most first, and what could not be counted, in sentences.
+
+    Two collectives of one computation with the same operands and groups are counted once: the partitioner writes a
+    gather for each use, and the compiler then makes one of them.
+
+    Args:
+      module: after partitioning.
+      mesh: a `jax.sharding.Mesh`, an ordered mapping from axis to size, or None.
+    """
+    names, sizes = _axes(mesh)
+    slices = _slices(mesh)
+    merged: dict[tuple[Any, ...], list[tuple[int, str]]] = {}
+    notes: list[str] = []
+    for instruction, dtype, size, times in _found(module, module.entry, 1, notes):
+        groups = replica_groups(instruction, math.prod(sizes))
+        kind = instruction.opcode.removesuffix("-start")
+        axes = _varying(groups, names, sizes) if names else ()
+        devices = max((len(group) for group in groups), default=1)
+        spread = max((len({slices[i] for i in group}) for group in groups), default=1) if slices else 1
+        if kind == "collective-permute":
+            devices = math.prod(sizes[names.index(axis)] for axis in axes) if names else len(groups)
+        if devices > 1:
+            merged.setdefault((kind, dtype, axes, devices, spread, size), []).append((times, instruction.op_name))
+    found = [
+        Collective(
+            kind,
+            dtype,
+            axes,
+            devices,
+            spread,
+            size,
+            count=sum(times for times, _ in runs),
+            bytes=sum(times for times, _ in runs) * moved(kind, size, devices),
+            sources=tuple(dict.fromkeys(source for _, source in runs if source))[:3],
+        )
+        for (kind, dtype, axes, devices, spread, size), runs in merged.items()
+    ]
+    return tuple(sorted(found, key=lambda c: -c.bytes)), notes
+
+
+def moved(kind: str, size: int, devices: int) -> float:
+    """Bytes that leave a device for one collective on an array of `size` bytes among `devices`, on a ring."""
+    if kind in ("collective-permute", "collective-broadcast"):
+        return float(size)
+    return (2.0 if kind == "all-reduce" else 1.0) * size * (devices - 1) / devices
+
+
+def _found(module: Module, name: str, times: int, notes: list[str]) -> Iterator[tuple[Instruction, str, int, int]]:
+    """Collectives below a computation: (instruction, dtype, bytes, how often)."""
+    computation = module.computations[name]
+    seen = set()
+    for instruction in computation:
+        if instruction.opcode.removesuffix("-start") in KINDS:
+            key = (instruction.opcode, instruction.operands, _groups_text(instruction))
+            if key not in seen:
+                seen.add(key)
+                yield from ((instruction, *part, times) for part in _parts(computation, instruction))
+        elif instruction.opcode == "while":
+            trips = module.trips(computation, instruction)
+            if trips is None:
+                notes.append(f"the loop {instruction.op_name or instruction.name} counts its collectives once")
+            for called in instruction.called:
+                yield from _found(module, called, times * (1 if trips is None else trips), notes)
+        elif instruction.opcode in ("call", "fusion", "async-start"):
+            yield from _found(module, instruction.called[0], times, notes)
+        elif instruction.opcode == "conditional":
+            branches = [list(_found(module, called, times, notes)) for called in instruction.called]
+            yield from max(branches, key=lambda branch: sum(size * runs for _, _, size, runs in branch))
+
+
+def _parts(computation: Computation, instruction: Instruction) -> list[tuple[str, int]]:
+    """(dtype, bytes) of each array that a collective moves: it may take several at once."""
+    operands = [shape for operand in computation.operands(instruction) for shape in operand.shapes]
+    if instruction.opcode.startswith("ragged"):
+        operands = operands[:1]
+    results = instruction.shapes[-len(operands) :] if instruction.opcode == "all-gather-start" else instruction.shapes
+    if instruction.opcode == "collective-permute-start":
+        results = instruction.shapes[:1]
+    if instruction.opcode == "all-to-all" and len(operands) > 1:
+        return [(operands[0].dtype, sum(shape.bytes for shape in operands))]
+    parts = zip(operands, results, strict=False)
+    return [(operand.dtype, max(operand.bytes, result.bytes)) for operand, result in parts]
+
+
+def replica_groups(instruction: Instruction, devices: int) -> list[list[int]]:
+    """The groups of device numbers among which a collective goes; for a permutation its (from, to) pairs.
+
+    Read in each of HLO's forms: lists `{{0,1},{2,3}}`, iota `[2,2]<=[4]T(1,0)`, and axes of a mesh
+    `mesh['a'=2,'b'=2] {'a'}`. Device numbers are places in the flattened mesh.
+    """
+    text = _groups_text(instruction)
+    if text == "{}":
+        return [list(range(devices))]
+    if text.startswith("{{"):
+        return [_ints(group) for group in re.findall(r"\{([\d,]+)\}", text)]
+    if text.startswith("["):
+        shape, *rest = _IOTA.fullmatch(text).groups()  # type: ignore[union-attr]
+        return _iota(*rest).reshape(_ints(shape)).tolist()
+    axes, order, transposed, chosen = _MESH.match(text).groups()  # type: ignore[union-attr]
+    return _mesh_groups(axes, order, transposed, chosen)
+
+
+def _groups_text(instruction: Instruction) -> str:
+    found = _GROUPS.search(instruction.text)
+    return found[1] if found else "{}"
+
+
+def _mesh_groups(axes: str, order: str | None, transposed: str | None, chosen: str) -> list[list[int]]:
+    """Groups of `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}`: along the chosen axes, or parts of them.
+
+    A part `'b':(m)n` of an axis of size s is the axis n of [m, n, s / (m n)].
+    """
+    names = re.findall(r"'([^']+)'=", axes)
+    sizes = [int(size) for size in _SIZES.findall(axes)]
+    ids = np.arange(math.prod(sizes))
+    if order is not None:
+        ids = _iota(order, transposed)
+    split: list[int] = []
+    picked: list[int] = []
+    parts = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", chosen)
+    for name, size in zip(names, sizes, strict=True):
+        cuts = sorted((int(before), int(width)) for axis, before, width in parts if axis == name and before)
+        if not cuts:
+            picked += [len(split)] if any(axis == name for axis, *_ in parts) else []
+            split.append(size)
+            continue
+        done = 1
+        for before, width in cuts:
+            split += [before // done, width]
+            picked.append(len(split) - 1)
+            done = before * width
+        split.append(size // done)
+    grid = ids.reshape(split)
+    kept = [axis for axis in range(len(split)) if axis not in picked]
+    return grid.transpose(kept + picked).reshape(-1, math.prod(split[axis] for axis in picked)).tolist()
+
+
+def _iota(dims: str, transposed: str | None) -> np.ndarray:
+    ids = np.arange(math.prod(_ints(dims))).reshape(_ints(dims))
+    return (ids.transpose(_ints(transposed)) if transposed else ids).reshape(-1)
+
+
+def _ints(text: str) -> list[int]:
+    return [int(digits) for digits in text.split(",")]
+
+
+def _axes(mesh: Any) -> tuple[list[str], list[int]]:
+    shape: Mapping[str, int] = {} if mesh is None else getattr(mesh, "shape", mesh)
+    return list(shape), list(shape.values())
+
+
+def _slices(mesh: Any) -> list[int]:
+    """The slice of each device of a mesh, or [] where it has none."""
+    devices = getattr(mesh, "devices", None)
+    return [] if devices is None else [getattr(device, "slice_index", None) or 0 for device in devices.flat]
+
+
+def _varying(groups: Sequence[Sequence[int]], names: list[str], sizes: list[int]) -> tuple[str, ...]:
+    """The mesh axes along which the devices of a group differ."""
+    varying: set[int] = set()
+    for group in groups:
+        places = np.stack(np.unravel_index(np.asarray(group), sizes))
+        varying |= set(np.flatnonzero((places != places[:, :1]).any(axis=1)))
+    return tuple(name for axis, name in enumerate(names) if axis in varying)

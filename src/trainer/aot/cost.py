@@ -1,0 +1,287 @@
+"""FLOPs and memory traffic of a whole step, from the HLO text of a compiled module.
+
+The rules are those of XLA's cost analysis (openxla/xla, xla/service/hlo_cost_analysis.cc), as `cost_analysis()` of a
+compiled function reports them, but for loops: XLA counts the body of a loop once, here it counts as often as it runs.
+- A multiplication and an addition are two operations, so a matrix product has 2 m n k.
+- An elementwise operation is one per element of the result, whatever its dtype; exp, log, sqrt, tanh, powers, sines and
+  the like are counted apart, as transcendentals. A reduction has one per element that disappears.
+- Bytes accessed: every instruction that is not inside a fusion reads its operands and writes its result once; slices
+  and updates of a larger array touch their part only; what a fusion computes on the way touches no memory.
+- A custom call of a kernel counts as `aot.kernels` says.
+"""
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.aot import kernels, products
+from trainer.aot.collectives import Collective, collectives
+from trainer.aot.hlo import Computation, Instruction, Module, Shape, parse
+from trainer.aot.opcodes import ELEMENTWISE, FREE, TRANSCENDENTAL
+
+MAIN_MEMORY = 0
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over instructions, of one device. `main_bytes` are the bytes in the device's main memory."""
+
+    flops: float = 0.0
+    transcendentals: float = 0.0
+    bytes: float = 0.0
+    main_bytes: float = 0.0
+    matmul_flops: dict[str, float] = field(default_factory=dict)
+
+    def add(self, other: "Totals", times: float = 1) -> None:
+        """Add `other`, `times` over."""
+        self.flops += times * other.flops
+        self.transcendentals += times * other.transcendentals
+        self.bytes += times * other.bytes
+        self.main_bytes += times * other.main_bytes
+        for dtype, flops in other.matmul_flops.items():
+            self.matmul_flops[dtype] = self.matmul_flops.get(dtype, 0.0) + times * flops
+
+    def touch(self, *shapes: Shape) -> None:
+        """Read or write arrays once."""
+        for shape in shapes:
+            self.bytes += shape.bytes
+            self.main_bytes += shape.bytes if shape.space == MAIN_MEMORY else 0
+
+    def multiply(self, dtype: str, flops: float) -> None:
+        """A matrix product whose operands have `dtype`."""
+        self.flops += flops
+        self.matmul_flops[dtype] = self.matmul_flops.get(dtype, 0.0) + flops
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one step costs on one device.
+
+    Attributes:
+      flops: operations, matrix products and elementwise ones.
+      matmul_flops: those of matrix products and kernels, by the dtype of their operands in HLO's spelling ("bf16").
+      transcendentals: elements of exp, log, tanh, ...
+      bytes_accessed: bytes read and written, wherever they lie.
+      hbm_bytes: those of them in the device's main memory; on a TPU the compiler puts some arrays into VMEM instead.
+      rolled_flops, rolled_bytes_accessed: the same with each loop's body counted once, as `cost_analysis()` does.
+      collectives: every kind of collective with the same dtype, axes and size; see `aot.collectives`.
+      notes: what could not be counted, in sentences; empty where everything was.
+    """
+
+    flops: float
+    matmul_flops: dict[str, float]
+    transcendentals: float
+    bytes_accessed: float
+    hbm_bytes: float
+    rolled_flops: float
+    rolled_bytes_accessed: float
+    collectives: tuple[Collective, ...]
+    notes: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: plain dicts, lists and numbers."""
+        return dataclasses.asdict(self)
+
+
+def analyze(hlo_text: str, mesh: Any = None, partitioned_text: str | None = None) -> Cost:
+    """The cost of a step, per device.
+
+    Args:
+      hlo_text: the optimized module, `compiled.as_text()`.
+      mesh: the `jax.sharding.Mesh` that was compiled for, or its axes as an ordered mapping of sizes; collectives are
+        named by its axes. None: they have no axes.
+      partitioned_text: the module as the partitioner left it (`aot.dump`), from which collectives are counted. The
+        optimized module of a TPU repeats a collective in every fusion that it overlaps with, so without this text they
+        are counted too often there; on CPU the optimized module is as good.
+
+    Raises:
+      ValueError: a text is no HLO module.
+    """
+    module = parse(hlo_text)
+    whole = _Counter(module, rolled=False)
+    totals = whole.computation(module.entry)
+    rolled = _Counter(module, rolled=True).computation(module.entry)
+    found, notes = collectives(parse(partitioned_text) if partitioned_text else module, mesh)
+    return Cost(
+        flops=totals.flops,
+        matmul_flops=totals.matmul_flops,
+        transcendentals=totals.transcendentals,
+        bytes_accessed=totals.bytes,
+        hbm_bytes=totals.main_bytes,
+        rolled_flops=rolled.flops,
+        rolled_bytes_accessed=rolled.bytes,
+        collectives=found,
+        notes=tuple(dict.fromkeys([*whole.notes, *notes])),
+    )
+
+
+class _Counter:
+    """Totals of computations, each computed once."""
+
+    def __init__(self, module: Module, rolled: bool):
+        self.module = module
+        self.rolled = rolled
+        self.notes: list[str] = []
+        self.known: dict[tuple[str, bool], Totals] = {}
+
+    def computation(self, name: str, fused: bool = False) -> Totals:
+        """One run of a computation; `fused`: its instructions touch no memory."""
+        if (name, fused) not in self.known:
+            totals = self.known[name, fused] = Totals()
+            computation = self.module.computations[name]
+            for instruction in computation:
+                self._work(totals, computation, instruction, fused)
+                if not fused:
+                    self._traffic(totals, computation, instruction)
+        return self.known[name, fused]
+
+    def _work(self, totals: Totals, computation: Computation, i: Instruction, fused: bool) -> None:
+        """Add an instruction's operations, and everything of the computations that it runs."""
+        if i.opcode in ELEMENTWISE:
+            totals.flops += i.shape.elements
+        elif i.opcode in TRANSCENDENTAL or i.opcode.startswith("rng"):
+            totals.transcendentals += sum(shape.elements for shape in i.shapes)
+        elif i.opcode in ("dot", "convolution"):
+            left, right = (operand.shape for operand in computation.operands(i)[:2])
+            totals.multiply(
+                left.dtype, products.dot(i, left) if i.opcode == "dot" else products.convolution(i, left, right)
+            )
+        elif i.opcode in ("all-reduce", "all-reduce-start"):
+            totals.flops += sum(shape.elements for shape in i.shapes)
+        elif i.opcode == "fusion":
+            totals.add(self.computation(i.attribute("calls"), fused=True))
+        elif i.opcode in ("call", "async-start"):
+            totals.add(self.computation(i.called[0], fused))
+        elif i.opcode == "while":
+            for name in i.called:
+                totals.add(self.computation(name, fused), self._trips(computation, i))
+        elif i.opcode == "conditional":
+            branches = [self.computation(name, fused) for name in i.called]
+            totals.add(max(branches, key=lambda branch: (branch.flops, branch.bytes)))
+        elif i.opcode == "custom-call":
+            self._custom_call(totals, computation, i)
+        else:
+            self._applied(totals, computation, i)
+
+    def _applied(self, totals: Totals, computation: Computation, i: Instruction) -> None:
+        """Reductions, scatters and sorts: a small function applied many times."""
+        operands = [operand.shape.elements for operand in computation.operands(i)]
+        window = math.prod(int(size) for size in products.window(i, "size"))
+        if i.opcode == "reduce":
+            times = operands[0] - i.shape.elements
+        elif i.opcode == "reduce-window":
+            times = (window - 1) * i.shape.elements
+        elif i.opcode == "select-and-scatter":
+            times = window * operands[1]
+        elif i.opcode == "scatter":
+            times = operands[-1]
+        elif i.opcode == "map":
+            times = i.shape.elements
+        elif i.opcode == "sort":
+            totals.flops += operands[0] * math.ceil(math.log2(max(2, operands[0])))
+            return
+        else:
+            return
+        one = self.computation(i.called[0], fused=True)
+        totals.flops += times * one.flops
+        totals.transcendentals += times * one.transcendentals
+
+    def _trips(self, computation: Computation, loop: Instruction) -> int:
+        if self.rolled:
+            return 1
+        trips = self.module.trips(computation, loop)
+        if trips is None:
+            self.notes.append(f"the loop {loop.op_name or loop.name} does not say how often it runs: counted once")
+        return 1 if trips is None else trips
+
+    def _custom_call(self, totals: Totals, computation: Computation, i: Instruction) -> None:
+        operands = [operand.shape for operand in computation.operands(i)]
+        kernel = kernels.cost(i, operands)
+        if kernel is not None:
+            totals.multiply(kernel.dtype, kernel.flops)
+            totals.transcendentals += kernel.transcendentals
+        elif kernels.computes(i):
+            self.notes.append(
+                f"the kernel {i.op_name or i.attribute('custom_call_target')} has no cost estimate: its operations are "
+                "not counted, its operands and results as read and written once"
+            )
+
+    def _traffic(self, totals: Totals, computation: Computation, i: Instruction) -> None:
+        """Add what an instruction outside of fusions reads and writes."""
+        operands = computation.operands(i)
+        shapes = [shape for operand in operands for shape in operand.shapes]
+        if i.opcode in FREE:
+            return
+        if i.opcode == "fusion":
+            self._fusion_traffic(totals, i, operands)
+        elif i.opcode == "custom-call":
+            kernel = kernels.cost(i, shapes)
+            if kernel is not None and kernel.bytes is not None:
+                totals.bytes += kernel.bytes
+                totals.main_bytes += kernel.bytes
+            elif kernel is not None or kernels.computes(i):
+                totals.touch(*shapes, *i.shapes)
+        elif i.opcode in ("slice", "dynamic-slice"):
+            totals.touch(i.shape, i.shape._replace(space=shapes[0].space), *shapes[1:2])
+        elif i.opcode == "gather":
+            totals.touch(i.shape, i.shape._replace(space=shapes[0].space), shapes[1])
+        elif i.opcode == "dynamic-update-slice":
+            totals.touch(shapes[1], shapes[1]._replace(space=i.shape.space), *shapes[2:3])
+        elif i.opcode == "scatter":
+            totals.touch(shapes[-1], *[shapes[-1]._replace(space=i.shape.space)] * 2, shapes[-2])
+        elif i.opcode in ("copy-start", "slice-start"):
+            # The result's tuple holds what is copied, the source again, and a word to wait on.
+            copied = i.shapes[0] if i.opcode == "copy-start" else i.shapes[-2]
+            totals.touch(copied, copied._replace(space=shapes[0].space))
+        elif i.opcode.endswith("-start"):
+            totals.touch(*shapes, *i.shapes[len(shapes) : 2 * len(shapes)])
+        else:
+            totals.touch(*shapes, *i.shapes)
+
+    def _fusion_traffic(self, totals: Totals, fusion: Instruction, operands: list[Instruction]) -> None:
+        inside = self.module.computations[fusion.attribute("calls")]
+        root = inside.instructions[inside.root]
+        written = inside.operands(root) if root.opcode == "tuple" else [root]
+        if len(written) == len(fusion.shapes):
+            for part, shape in zip(written, fusion.shapes, strict=True):
+                while part.opcode == "bitcast":
+                    part = inside.operands(part)[0]
+                if part.opcode == "dynamic-update-slice":
+                    shape = inside.operands(part)[1].shape._replace(space=shape.space)
+                if part.opcode != "parameter" or root.opcode != "tuple":  # else it is handed through, not copied
+                    totals.touch(shape)
+        else:
+            totals.touch(*fusion.shapes)
+        for number, operand in enumerate(operands):
+            size = self._read(inside.name, number)
+            whole = sum(shape.bytes for shape in operand.shapes)
+            totals.bytes += size
+            in_main = sum(shape.bytes for shape in operand.shapes if shape.space == MAIN_MEMORY)
+            totals.main_bytes += size * in_main / whole if whole else 0
+
+    @functools.cached_property
+    def _users(self) -> dict[str, dict[str, list[Instruction]]]:
+        return {name: computation.users() for name, computation in self.module.computations.items()}
+
+    def _read(self, computation: str, number: int) -> int:
+        """Bytes that a fusion reads of its parameter `number`: the slices that it takes, or all of it once."""
+        inside = self.module.computations[computation]
+        parameter = inside.parameters[number]
+        whole = sum(shape.bytes for shape in parameter.shapes)
+        size, shared = 0, False
+        for user in self._users[computation][parameter.name]:
+            if user.opcode == "tuple":
+                continue
+            if user.opcode == "fusion":
+                places = [place for place, name in enumerate(user.operands) if name == parameter.name]
+                size += sum(self._read(user.attribute("calls"), place) for place in places)
+            elif user.opcode == "slice" or (user.opcode == "dynamic-slice" and user.operands[0] == parameter.name):
+                size += user.shape.bytes
+            elif user.opcode in ("broadcast", "reshape"):
+                size += whole
+            elif not (user.opcode == "dynamic-update-slice" and user.operands[0] == parameter.name) and not shared:
+                shared = True
+                size += whole
+        return size

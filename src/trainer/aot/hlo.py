@@ -1,0 +1,309 @@
+"""HLO text as the compiler prints it: computations, instructions, shapes, loops and where an instruction comes from.
+
+The grammar is XLA's (openxla/xla, xla/hlo/parser). What is read here is the long form with `%` before names, as
+`compiled.as_text()` and the compiler's dumps give it. A module after partitioning holds the shapes of one device.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+# Bits of an element; tokens and opaque values take no memory. pred is stored as a byte.
+BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128, "bf16": 16}
+
+_LEAF = re.compile(r"(\w+)\[([\d,<= ]*)\](\{[^{}]*\})?")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%([^\s=]+) = ")
+_COMPUTATION = re.compile(r"^(ENTRY )?%([^\s(]+) \(.*-> .*\{$")
+_END = re.compile(r"^\}($| //|, execution_thread)")
+_NAME = re.compile(r"%([\w.\-]+)")
+_CALLED = re.compile(r"(?:calls|to_apply|body|condition|select|scatter|true_computation|false_computation)=%([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+
+
+class Shape(NamedTuple):
+    """An array: `dims` in elements, `space` the memory space (0 is the device's main memory, HBM on a TPU)."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    space: int
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.dims)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes without the padding of a tiled layout."""
+        return -(-self.elements * bits(self.dtype) // 8)
+
+
+@functools.cache
+def bits(dtype: str) -> int:
+    """Bits of an element of HLO's `dtype`, f32 or s4 or f8e4m3fn."""
+    if dtype in BITS:
+        return BITS[dtype]
+    found = re.match(r"[fsu](\d+)", dtype)
+    assert found, f"unknown element type {dtype}"
+    return int(found[1])
+
+
+@dataclass(slots=True)
+class Instruction:
+    """One instruction. `shapes` are the arrays of its result, a tuple's flattened; `text` is what follows operands."""
+
+    name: str
+    opcode: str
+    shapes: tuple[Shape, ...]
+    operands: tuple[str, ...]
+    arguments: str
+    text: str
+
+    @property
+    def shape(self) -> Shape:
+        return self.shapes[0]
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """Names of the computations that it calls, in the order of the text."""
+        branches = _BRANCHES.search(self.text)
+        return (*_CALLED.findall(self.text), *(_NAME.findall(branches[1]) if branches else ()))
+
+    def attribute(self, name: str) -> str:
+        """The text of an attribute `name=%value`, `name={...}` or `name=word`, or "" where there is none."""
+        found = re.search(rf"\b{name}=(\{{[^{{}}]*\}}|%?[^\s,]+)", self.text)
+        return found[1].lstrip("%") if found else ""
+
+    def numbers(self, name: str) -> tuple[int, ...]:
+        """The numbers of an attribute such as `dimensions={0,2}`."""
+        return tuple(int(digits) for digits in re.findall(r"\d+", self.attribute(name)))
+
+    @property
+    def op_name(self) -> str:
+        """The traced operation, such as `jit(step)/while/body/dot_general`; "" for what the compiler added."""
+        found = re.search(r'op_name="([^"]*)"', self.text)
+        return found[1] if found else ""
+
+
+@dataclass(slots=True)
+class Computation:
+    """Instructions by name, in order, and the name of the root."""
+
+    name: str
+    instructions: dict[str, Instruction] = field(default_factory=dict)
+    root: str = ""
+
+    def __iter__(self) -> Iterator[Instruction]:
+        return iter(self.instructions.values())
+
+    def operands(self, instruction: Instruction) -> list[Instruction]:
+        """The instructions that make `instruction`'s operands."""
+        return [self.instructions[name] for name in instruction.operands]
+
+    @property
+    def parameters(self) -> list[Instruction]:
+        """By parameter number."""
+        found = [i for i in self if i.opcode == "parameter"]
+        return sorted(found, key=lambda i: int(i.arguments))
+
+    def users(self) -> dict[str, list[Instruction]]:
+        """By name, the instructions that read it."""
+        users: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
+        for instruction in self:
+            for name in dict.fromkeys(instruction.operands):
+                users[name].append(instruction)
+        return users
+
+
+@dataclass(slots=True)
+class Module:
+    """A module: computations by name, the entry's name, and the tables behind `stack_frame_id`."""
+
+    computations: dict[str, Computation]
+    entry: str
+    frames: dict[int, tuple[str, int]]  # stack_frame_id -> (file, line) of the innermost frame
+
+    def source(self, instruction: Instruction) -> str:
+        """`file:line` that traced `instruction`, or ""."""
+        direct = re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.text)
+        if direct:
+            return f"{direct[1]}:{direct[2]}"
+        frame = re.search(r"stack_frame_id=(\d+)", instruction.text)
+        file, line = self.frames.get(int(frame[1]), ("", 0)) if frame else ("", 0)
+        return f"{file}:{line}" if file else ""
+
+    def trips(self, computation: Computation, loop: Instruction) -> int | None:
+        """How often the body of a `while` of `computation` runs, or None where the text does not say.
+
+        From `known_trip_count`, or from a condition `i < limit` over constants, where i starts at a constant and the
+        body adds a constant to it: the form of `lax.scan` and of the loops that the partitioner makes.
+        """
+        known = _TRIPS.search(loop.text)
+        if known:
+            return int(known[1])
+        condition = self.computations[loop.attribute("condition")]
+        compare = _through(condition, condition.root)
+        if compare.opcode != "compare" or "direction=LT" not in compare.text:
+            return None
+        left, right = (_through(condition, name) for name in compare.operands)
+        if left.opcode != "get-tuple-element":
+            return None
+        index = int(left.attribute("index"))
+        first = self._initial(computation, loop, index)
+        limit = _constant(right)
+        if right.opcode == "get-tuple-element":
+            limit = self._initial(computation, loop, int(right.attribute("index")))
+        step = self._step(self.computations[loop.attribute("body")], index)
+        if first is None or limit is None or not step:
+            return None
+        return max(0, -(-(limit - first) // step))
+
+    def _initial(self, computation: Computation, loop: Instruction, index: int) -> int | None:
+        start = _through(computation, loop.operands[0])
+        return _constant(_through(computation, start.operands[index])) if start.opcode == "tuple" else None
+
+    def _step(self, body: Computation, index: int) -> int | None:
+        root = _through(body, body.root)
+        if root.opcode != "tuple":
+            return None
+        added = _through(body, root.operands[index])
+        inputs = body
+        if added.opcode == "fusion":
+            inputs = self.computations[added.attribute("calls")]
+            added = _through(inputs, inputs.root)
+        if added.opcode != "add":
+            return None
+        constants = [_constant(_through(inputs, name)) for name in added.operands]
+        return next((value for value in constants if value is not None), 1)
+
+
+def _through(computation: Computation, name: str) -> Instruction:
+    """The instruction behind copies and bitcasts."""
+    instruction = computation.instructions[name]
+    while instruction.opcode in ("copy", "bitcast", "convert", "optimization-barrier", "copy-done", "copy-start"):
+        instruction = computation.instructions[instruction.operands[0]]
+    return instruction
+
+
+def _constant(instruction: Instruction) -> int | None:
+    if instruction.opcode != "constant" or not re.fullmatch(r"-?\d+", instruction.arguments):
+        return None
+    return int(instruction.arguments)
+
+
+def parse(text: str) -> Module:
+    """The module that `text` prints.
+
+    Raises:
+      ValueError: `text` holds no entry computation.
+    """
+    computations: dict[str, Computation] = {}
+    current: Computation | None = None
+    entry = ""
+    for line in _logical_lines(text):
+        if current is None:
+            header = _COMPUTATION.match(line)
+            if header:
+                current = computations[header[2]] = Computation(header[2])
+                entry = header[2] if header[1] else entry
+        elif _END.match(line):
+            current = None
+        else:
+            found = _INSTRUCTION.match(line)
+            if found:
+                instruction = _instruction(found[2], line[found.end() :])
+                current.instructions[instruction.name] = instruction
+                current.root = instruction.name if found[1] else current.root
+    if not entry:
+        raise ValueError("this is no HLO module: it has no ENTRY computation")
+    return Module(computations, entry, _frames(text))
+
+
+def _logical_lines(text: str) -> Iterator[str]:
+    """Lines, an instruction's further lines joined to its first: attributes of kernels may hold newlines."""
+    pending = ""
+    for line in text.splitlines():
+        starts = _INSTRUCTION.match(line)
+        if pending and not starts and not _END.match(line):
+            pending += line
+            continue
+        if pending:
+            yield pending
+        pending = line if starts else ""
+        if not starts:
+            yield line
+    if pending:
+        yield pending
+
+
+def _instruction(name: str, rest: str) -> Instruction:
+    """From what follows `%name = `: a shape, an opcode, operands in parentheses, attributes."""
+    end = _closing(rest, 0) if rest.startswith("(") else rest.index(" ")
+    opening = rest.index("(", end)
+    opcode = rest[end:opening].strip()
+    closing = _closing(rest, opening)
+    arguments = rest[opening + 1 : closing - 1]
+    operands = () if opcode in ("constant", "parameter") else tuple(_NAME.findall(arguments))
+    return Instruction(name, opcode, shapes_of(rest[:end]), operands, arguments, rest[closing:])
+
+
+def _closing(text: str, opening: int) -> int:
+    """The index behind the parenthesis that closes the one at `opening`."""
+    depth = 0
+    for parenthesis in re.finditer(r"[()]", text[opening:]):
+        depth += 1 if parenthesis[0] == "(" else -1
+        if depth == 0:
+            return opening + parenthesis.end()
+    raise ValueError(f"unbalanced parentheses: {text[:200]}")
+
+
+def shapes_of(text: str) -> tuple[Shape, ...]:
+    """The arrays of a shape's text, a tuple's flattened."""
+    return tuple(_shape(*leaf.groups()) for leaf in _LEAF.finditer(text))
+
+
+@functools.lru_cache(maxsize=4096)
+def _shape(dtype: str, dims: str, layout: str | None) -> Shape:
+    space = re.search(r"S\((\d+)\)", layout or "")
+    sizes = tuple(int(digits) for digits in re.findall(r"\d+", dims))
+    return Shape(dtype, sizes, int(space[1]) if space else 0)
+
+
+def _frames(text: str) -> dict[int, tuple[str, int]]:
+    """`stack_frame_id` -> (file, line), from the tables before the first computation.
+
+    Of the frames that called each other the innermost one outside of installed packages is taken, if there is one.
+    """
+    tables: dict[str, dict[int, str]] = {"StackFrames": {}, "FileLocations": {}, "FileNames": {}}
+    rows: dict[int, str] = {}
+    for line in text.splitlines():
+        if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
+            rows = tables[line] = {}
+        elif line.startswith(("%", "ENTRY")):
+            break
+        elif found := re.match(r"(\d+) (.*)", line):
+            rows[int(found[1])] = found[2]
+
+    def place(frame: int) -> tuple[str, int]:
+        location = tables["FileLocations"].get(_number(tables["StackFrames"][frame], "file_location_id"), "")
+        file = tables["FileNames"].get(_number(location, "file_name_id"), "")
+        return file.strip('"'), _number(location, "line")
+
+    frames = {}
+    for frame in tables["StackFrames"]:
+        chain = [frame]
+        while (parent := _number(tables["StackFrames"][chain[-1]], "parent_frame_id")) in tables["StackFrames"]:
+            if parent in chain:  # the outermost frame names itself
+                break
+            chain.append(parent)
+        places = [place(number) for number in chain]
+        frames[frame] = next((found for found in places if "site-packages" not in found[0]), places[0])
+    return frames
+
+
+def _number(row: str, name: str) -> int:
+    found = re.search(rf"\b{name}=(\d+)", row)
+    return int(found[1]) if found else -1

@@ -1,0 +1,55 @@
+"""Operations of matrix products, from their shapes."""
+
+import functools
+import math
+
+import numpy as np
+
+from trainer.aot.hlo import Instruction, Shape
+
+
+def dot(product: Instruction, left: Shape) -> float:
+    """Operations of a `dot` whose left operand has the shape `left`."""
+    width = math.prod(left.dims[axis] for axis in product.numbers("lhs_contracting_dims"))
+    return 2.0 * product.shape.elements * width
+
+
+def window(i: Instruction, name: str) -> list[str]:
+    """One part of `window={size=2x3 pad=0_1x0_0 stride=1x1}`, a text per dimension."""
+    found = i.attribute("window").partition(f"{name}=")[2].split(" ")[0].rstrip("}")
+    return found.split("x") if found else []
+
+
+def convolution(i: Instruction, left: Shape, right: Shape) -> float:
+    """Operations of a `convolution`: those that meet elements and not padding.
+
+    A TPU's matrix products are convolutions, whose batch dimensions are windows in which few places are valid.
+    """
+    inputs, rest = i.attribute("dim_labels").split("_")
+    kernel, outputs = rest.split("->")
+    sizes = window(i, "size")
+    spatial = [str(n) for n in range(len(sizes))]
+    defaults = {"stride": "1", "pad": "0_0", "lhs_dilate": "1", "rhs_dilate": "1"}
+    parts = {name: window(i, name) or [default] * len(sizes) for name, default in defaults.items()}
+    valid = 1
+    for n in spatial:
+        place = int(n)
+        valid *= _valid_places(
+            left.dims[inputs.index(n)],
+            right.dims[kernel.index(n)],
+            i.shape.dims[outputs.index(n)],
+            int(parts["stride"][place]),
+            int(parts["pad"][place].split("_")[0]),
+            int(parts["lhs_dilate"][place]),
+            int(parts["rhs_dilate"][place]),
+        )
+    features = left.dims[inputs.index("f")] // int(i.attribute("feature_group_count") or 1)
+    batch = left.dims[inputs.index("b")] // int(i.attribute("batch_group_count") or 1)
+    return 2.0 * features * batch * i.shape.dims[outputs.index("f")] * valid
+
+
+@functools.lru_cache(maxsize=1024)
+def _valid_places(size: int, kernel: int, output: int, stride: int, low: int, dilation: int, spread: int) -> int:
+    """Pairs of an output's and a kernel's position that meet an element of the input and not its padding."""
+    place = np.arange(output)[:, None] * stride - low + np.arange(kernel)[None] * spread
+    return int(((place % dilation == 0) & (place >= 0) & (place // dilation < size)).sum())

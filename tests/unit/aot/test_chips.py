@@ -1,0 +1,68 @@
+"""The table of chips and the roofline."""
+
+import pytest
+
+from trainer.aot.chips import CHIPS, chip_of, estimate
+from trainer.aot.collectives import Collective
+from trainer.aot.cost import Cost
+
+V5E = CHIPS["v5e"]
+
+
+def cost(flops=0.0, hbm=0.0, collectives=(), dtype="bf16"):
+    return Cost(flops, {dtype: flops}, 0.0, 2 * hbm, hbm, flops, hbm, tuple(collectives), ())
+
+
+def collective(kind="all-gather", devices=16, slices=1, size=16_000, count=10, moved=150_000.0):
+    return Collective(kind, "bf16", ("fsdp",), devices, slices, size, count, moved, ())
+
+
+@pytest.mark.parametrize("name", CHIPS)
+def test_figures_are_in_a_plausible_range(name):
+    chip = CHIPS[name]
+    assert chip.name == name
+    assert 15e9 < chip.hbm_bytes < 110e9
+    assert 0.5e12 < chip.hbm_bandwidth < 10e12
+    assert chip.flops("bf16") == chip.flops("f32") <= max(chip.peak.values())
+    assert chip.dcn_bandwidth < chip.ici_bandwidth < chip.hbm_bandwidth
+    assert all(chip_of(kind) is chip for kind in chip.kinds)
+
+
+def test_a_cpu_is_no_chip():
+    assert chip_of("cpu") is None
+
+
+def test_each_part_can_be_the_bound():
+    compute = estimate(cost(flops=197e12), V5E, devices=16)
+    assert (compute.bound, compute.seconds, compute.memory_seconds) == ("compute", 1, 0)
+    memory = estimate(cost(flops=197e11, hbm=819e9), V5E, devices=16)
+    assert (memory.bound, memory.seconds, memory.compute_seconds) == ("memory", 1, 0.1)
+    network = estimate(cost(hbm=1, collectives=[collective(moved=200e9)]), V5E, devices=16)
+    assert (network.bound, network.seconds) == ("network", 1)
+    assert network.serial_seconds == pytest.approx(1 + 1 / 819e9)
+
+
+def test_integers_are_faster_where_the_table_says_so():
+    assert estimate(cost(flops=393e12, dtype="s8"), V5E, devices=1).compute_seconds == 1
+
+
+def test_a_part_of_a_slice_uses_one_dimension_of_the_torus():
+    whole, half = (estimate(cost(collectives=[collective()]), V5E, devices=n).ici_seconds for n in (16, 32))
+    assert half == 2 * whole == 150_000 / 100e9
+
+
+def test_devices_of_one_chip_share_it():
+    chip = CHIPS["tpu7x"]
+    shared = estimate(cost(flops=2307e12, hbm=7.38e12, collectives=[collective(moved=600e9)]), chip, devices=16)
+    assert (shared.compute_seconds, shared.memory_seconds, shared.ici_seconds) == (2, 2, 2)
+
+
+def test_between_slices_each_device_sends_its_share():
+    """16 devices on 2 slices: 8 within each, which move 7/8 of the array; then an eighth goes to the other slice."""
+    gather = estimate(cost(collectives=[collective(slices=2)]), V5E, devices=16, slices=2)
+    assert gather.ici_seconds == pytest.approx(10 * 16_000 * 7 / 8 / 200e9)
+    assert gather.dcn_seconds == pytest.approx(10 * 16_000 / 8 / 2 / 3.125e9)
+    reduce = estimate(cost(collectives=[collective("all-reduce", 2, 2, moved=160_000.0)]), V5E, devices=16, slices=2)
+    assert (reduce.ici_seconds, reduce.dcn_seconds) == (0, pytest.approx(160_000 / 3.125e9))
+    permute = estimate(cost(collectives=[collective("collective-permute", slices=2)]), V5E, devices=16, slices=2)
+    assert (permute.ici_seconds, permute.dcn_seconds) == (0, pytest.approx(150_000 / 3.125e9))

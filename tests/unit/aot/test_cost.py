@@ -1,0 +1,115 @@
+"""Counts of a step: against XLA's own where it counts the same, against closed forms, and on a TPU's program."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from trainer.aot.cost import analyze
+from trainer.config import resolve
+from trainer.models.flops import flops_per_token
+from trainer.training import build
+
+DATA = Path(__file__).parent / "data"
+
+
+def compiled(fn, *shapes):
+    return jax.jit(fn).lower(*[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]).compile()
+
+
+def without_loops(x, w):
+    h = jax.nn.softmax(jnp.tanh(x @ w), axis=-1) * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-5)
+    h = jnp.concatenate([h[:, :16], jnp.where(h > 0.1, h, jnp.exp(-h))[:, 16:]], axis=1)
+    return jnp.sum(jnp.log1p(h @ w.T), axis=0), jnp.argmax(h, axis=1), h[jnp.argsort(h[:, 0])[:8]]
+
+
+@pytest.mark.parametrize("fn", [without_loops, jax.grad(lambda x, w: without_loops(x, w)[0].sum(), argnums=(0, 1))])
+def test_without_loops_the_counts_are_xlas(fn):
+    program = compiled(fn, (64, 48), (48, 96))
+    theirs, ours = program.cost_analysis(), analyze(program.as_text())
+    assert ours.flops == pytest.approx(theirs["flops"], rel=0.01)
+    assert ours.transcendentals == pytest.approx(theirs["transcendentals"], rel=0.01)
+    assert ours.bytes_accessed == pytest.approx(theirs["bytes accessed"], rel=0.03)
+    assert ours.hbm_bytes == ours.bytes_accessed
+    assert (ours.rolled_flops, ours.rolled_bytes_accessed) == (ours.flops, ours.bytes_accessed)
+
+
+def test_loops_count_as_often_as_they_run_and_nested_ones_multiply():
+    def fn(x, w):
+        def inner(x, _):
+            return jnp.tanh(x @ w), None
+
+        def outer(x, _):
+            return jax.lax.scan(inner, x, length=5)[0] + 1, None
+
+        return jax.lax.scan(outer, x, length=3)[0]
+
+    cost = analyze(compiled(fn, (32, 32), (32, 32)).as_text())
+    assert cost.matmul_flops == {"f32": 15 * 2 * 32**3}
+    assert cost.transcendentals == 15 * 32 * 32
+    assert cost.rolled_flops < 2 * 2 * 32**3
+    assert cost.notes == ()
+
+
+def test_the_rolled_counts_of_a_step_are_xlas(step):
+    theirs, ours = step.compiled.cost_analysis(), analyze(step.compiled.as_text())
+    assert ours.rolled_flops == pytest.approx(theirs["flops"], rel=0.001)
+    assert ours.rolled_bytes_accessed == pytest.approx(theirs["bytes accessed"], rel=0.001)
+    assert ours.notes == ()
+
+
+def test_a_step_multiplies_matrices_as_the_closed_form_says(step):
+    """Rematerialization adds the blocks' forward pass, but for the last product, which no backward pass reads."""
+    config = step.run.config
+    tokens = step.run.rows * config.max_target_length / 8
+    head = 2 * config.base_emb_dim * config.vocab_size
+    output = 2 * config.base_emb_dim * config.base_mlp_dim
+    every = flops_per_token(config, keys=config.max_target_length)
+    again = every / 3 - head - config.base_num_decoder_layers * output
+    assert analyze(step.compiled.as_text()).matmul_flops == {"f32": pytest.approx(tokens * (every + again), rel=1e-9)}
+
+
+def test_an_unrolled_step_multiplies_as_much_as_a_scanned_one(step):
+    config = resolve(dict(step.run.config.items()) | {"scan_layers": False}, device_count=8, platform="cpu")
+    run = build(config, jax.devices())
+    unrolled = run.step.lower(*run.abstract_args()).compile(compiler_options={"xla_backend_optimization_level": 0})
+    whole, rolled = analyze(step.compiled.as_text()), analyze(unrolled.as_text())
+    assert rolled.matmul_flops == whole.matmul_flops
+    assert rolled.rolled_flops == rolled.flops == pytest.approx(whole.flops, rel=0.05)
+
+
+def test_a_tpus_program_with_its_kernels():
+    """data/write_v5e_scan.py: four rows on four devices, so one row on each."""
+    layers, length, heads, head_dim, width = 3, 1024, 2, 128, 256
+    product = 2 * length * width * heads * head_dim
+    # Visited blocks: 1, 1, 2, 2 of 256 x 512; 2, 2, 1, 1 of 512 x 256; 1, 2 of 512 x 512. Products in a block: 2, 4, 3.
+    kernels = 2 * heads * head_dim * (2 * 6 * 256 * 512 + 4 * 6 * 512 * 256 + 3 * 3 * 512 * 512)
+    mesh = {"data": 2, "fsdp": 2}
+    cost = analyze((DATA / "v5e_scan.hlo").read_text(), mesh, (DATA / "v5e_scan_partitioned.hlo").read_text())
+    assert cost.matmul_flops == {"bf16": layers * (6 * product + kernels)}
+    assert cost.notes == ()
+    # XLA's analysis gave 809859072 for this program: one layer, and nothing for the kernels.
+    assert cost.rolled_flops - kernels == pytest.approx(809859072, rel=0.001)
+    # Part of the arrays lie in the chip's VMEM.
+    assert 0.2 * cost.bytes_accessed < cost.hbm_bytes < 0.8 * cost.bytes_accessed
+    gathered = [c for c in cost.collectives if c.kind == "all-gather"]
+    assert [(c.axes, c.dtype, c.size, c.count) for c in gathered] == [
+        (("fsdp",), "bf16", width * 2 * 128 * 2, 2 * layers)
+    ]
+    reduced = {c.axes: (c.dtype, c.count, c.bytes) for c in cost.collectives if c.kind == "all-reduce"}
+    assert reduced == {("fsdp",): ("bf16", 6, 6 * 131072), ("data",): ("bf16", 6, 6 * 65536)}
+
+
+def test_what_cannot_be_counted_is_said():
+    text = (DATA / "v5e_scan.hlo").read_text()
+    cost = analyze(text.replace("splash_mha", "other_mha").replace("direction=LT", "direction=NE"))
+    assert len(cost.notes) > 3
+    assert any("kernel" in note and "other_mha" in note for note in cost.notes)
+    assert any("loop" in note for note in cost.notes)
+
+
+def test_a_cost_is_json(step):
+    cost = analyze(step.compiled.as_text(), step.run.mesh).as_dict()
+    assert json.loads(json.dumps(cost))["collectives"][0]["axes"]

@@ -1,0 +1,72 @@
+"""Costs of custom calls."""
+
+import itertools
+
+import pytest
+
+from trainer.aot import kernels
+from trainer.aot.hlo import Instruction, Shape, shapes_of
+
+
+def call(name, text, results="bf16[1,4,2048,128]{3,2,1,0}"):
+    text = f', custom_call_target="tpu_custom_call", metadata={{op_name="jit(f)/{name}/pallas_call"}}{text}'
+    return Instruction("k", "custom-call", shapes_of(results), (), "", text)
+
+
+def splash(kind, q, kv, steps, suffix="", extra=""):
+    """The cost of a splash kernel: 2048 tokens, 4 query and 2 key heads of 128; a grid as wide as `steps`."""
+    blocks = f'"{{\\"block_q{suffix}\\": {q}, \\"block_kv{suffix}\\": {kv}{extra}}}"'
+    rows, columns = 2048 // q, 2048 // kv
+    grid = (1, steps, columns) if suffix == "_dkv" else (1, rows, steps)
+    heads = [Shape("bf16", (1, n, 2048, 128), 0) for n in (4, 2, 2)]
+    operands = [Shape("s8", grid, 0), Shape("s8", grid, 0), *heads, Shape("s32", (1, 2048, 128), 0)]
+    return kernels.cost(call(f"splash_mha_{kind}_no_residuals", blocks), operands)
+
+
+def visible(q, kv, window=2048):
+    """Blocks in which some query sees some key, by looking at every pair of blocks' corners."""
+    places = itertools.product(range(2048 // q), range(2048 // kv))
+    return sum(j * kv <= i * q + q - 1 and (j + 1) * kv - 1 > i * q - window for i, j in places)
+
+
+@pytest.mark.parametrize(("q", "kv"), [(512, 512), (256, 512), (512, 256), (2048, 128)])
+@pytest.mark.parametrize(("kind", "suffix", "products"), [("fwd", "", 2), ("dkv", "_dkv", 4), ("dq", "_dq", 3)])
+def test_splash_counts_the_blocks_that_it_visits(kind, suffix, products, q, kv):
+    steps = 2048 // q if suffix == "_dkv" else 2048 // kv
+    cost = splash(kind, q, kv, steps, suffix)
+    assert cost.flops == 2 * products * 4 * visible(q, kv) * q * kv * 128
+    assert cost.dtype == "bf16"
+
+
+@pytest.mark.parametrize(("kind", "suffix"), [("fwd", ""), ("dkv", "_dkv"), ("dq", "_dq")])
+def test_a_window_makes_the_grid_narrow(kind, suffix):
+    whole, narrow = (splash(kind, 256, 256, steps, suffix) for steps in (8, 3))
+    assert narrow.flops / whole.flops == pytest.approx(visible(256, 256, window=512) / visible(256, 256))
+    assert narrow.bytes < whole.bytes
+
+
+def test_the_fused_backward_kernel_gives_the_queries_gradient_too():
+    plain, fused = (
+        splash("dkv", 512, 512, 4, "_dkv", extra=extra) for extra in ("", ', \\"use_fused_bwd_kernel\\": true')
+    )
+    assert fused.flops / plain.flops == 5 / 4
+
+
+def test_bytes_of_splash_are_keys_and_values_for_each_visited_block():
+    cost = splash("fwd", 512, 512, 4)
+    queries = results = 4 * 2048 * 128 * 2
+    keys = 4 * visible(512, 512) * 512 * 128 * 2
+    assert cost.bytes == queries + 2 * keys + results
+
+
+def test_an_authors_estimate_is_taken():
+    estimate = '{"flops":"12","transcendentals":"3","bytes_accessed":"99","remote_bytes_transferred":"0"}'
+    text = f', backend_config={{"custom_call_config":{{"cost_estimate":{estimate}}}}}'
+    assert kernels.cost(call("mine", text), [Shape("f32", (8,), 0)]) == (12, 3, 99, "f32")
+
+
+def test_other_kernels_are_unknown_and_markers_cost_nothing():
+    assert kernels.cost(call("mine", ""), [Shape("f32", (8,), 0)]) is None
+    assert kernels.computes(call("mine", ""))
+    marker = Instruction("m", "custom-call", (), (), "", ', custom_call_target="AsyncCollectiveDone"')
+    assert not kernels.computes(marker)

@@ -1,0 +1,90 @@
+"""What to try when a step does not fit."""
+
+import pytest
+from support import tiny_config
+
+from trainer.aot.suggest import suggest
+from trainer.config import resolve
+
+TIGHT = {"needed": 20, "available": 16, "arguments": 5}
+
+
+def settings(config, check=None, **sizes):
+    return [suggestion.settings for suggestion in suggest(config, **(TIGHT | sizes), check=check)]
+
+
+def on_eight(values):
+    return resolve(values, device_count=8, platform="cpu")
+
+
+def test_nothing_where_it_fits():
+    assert settings(tiny_config("nnx"), needed=16) == []
+
+
+def test_the_cheapest_come_first():
+    config = tiny_config("nnx", devices=8, scan_layers=False, ici_data_parallelism=2, ici_fsdp_parallelism=4)
+    assert settings(config, on_eight) == [
+        "scan_layers=true",
+        "attention=flash",
+        "remat_policy=minimal_with_context",
+        "remat_policy=save_dot_with_context_except_mlp",
+        "remat_policy=full",
+        "remat_policy=minimal_offloaded",
+        "remat_policy=custom decoder_layer_input=offload",
+        "ici_data_parallelism=1 ici_fsdp_parallelism=8",
+        "per_device_batch_size=2 gradient_accumulation_steps=2",
+        "per_device_batch_size=2",
+        "mu_dtype=bfloat16",
+        "weight_dtype=bfloat16",
+        "max_target_length=8",
+    ]
+    assert all(suggestion.price for suggestion in suggest(config, **TIGHT))
+
+
+@pytest.mark.parametrize("policy", ["full", "qkv_proj_offloaded", "minimal_offloaded"])
+def test_only_policies_that_keep_less(policy):
+    found = settings(tiny_config("nnx", remat_policy=policy))
+    assert [line for line in found if "remat_policy" in line] == ["remat_policy=custom decoder_layer_input=offload"]
+
+
+def test_a_custom_policy_is_read():
+    config = tiny_config("nnx", remat_policy="custom", context="device", decoder_layer_input="offload")
+    assert [line for line in settings(config) if "remat_policy" in line] == ["remat_policy=full"]
+    config = tiny_config("nnx", remat_policy="custom", mlpwi_0="device", query_proj="offload")
+    assert "remat_policy=custom decoder_layer_input=offload" in settings(config)
+
+
+def test_arguments_that_do_not_fit_need_a_smaller_state():
+    config = tiny_config("nnx", devices=8, ici_data_parallelism=2, ici_fsdp_parallelism=4)
+    found = settings(config, on_eight, arguments=17)
+    assert found == ["ici_data_parallelism=1 ici_fsdp_parallelism=8", "mu_dtype=bfloat16", "weight_dtype=bfloat16"]
+
+
+def test_what_configuration_refuses_is_not_suggested():
+    config = tiny_config("nnx", devices=8, base_emb_dim=20, ici_data_parallelism=2, ici_fsdp_parallelism=4)
+    assert "ici_data_parallelism=1 ici_fsdp_parallelism=8" in settings(config)
+    assert not [line for line in settings(config, on_eight) if "ici_" in line]
+    rows = tiny_config("nnx", devices=8, per_device_batch_size=1)
+    assert not [line for line in settings(rows, on_eight) if "per_device_batch_size" in line]
+
+
+def test_keys_of_host_memory_zero_1_and_topology_are_used_where_there_are_such():
+    import ml_collections
+
+    config = tiny_config("nnx", devices=8, ici_data_parallelism=8, ici_fsdp_parallelism=1)
+    keys = {
+        "optimizer_memory_host_offload": False,
+        "parameter_memory_host_offload": False,
+        "shard_optimizer_over_data": False,
+        "compile_topology": "v5e-8",
+    }
+    found = settings(ml_collections.FrozenConfigDict(dict(config.items()) | keys), arguments=17)
+    assert found[:5] == [
+        "optimizer_memory_host_offload=true",
+        "parameter_memory_host_offload=true",
+        "shard_optimizer_over_data=true",
+        "ici_data_parallelism=1 ici_fsdp_parallelism=8",
+        "compile_topology=v5e-16 ici_fsdp_parallelism=2",
+    ]
+    given = ml_collections.FrozenConfigDict(dict(config.items()) | dict.fromkeys(keys, True) | {"compile_topology": ""})
+    assert settings(given, arguments=17)[0] == "ici_data_parallelism=1 ici_fsdp_parallelism=8"
