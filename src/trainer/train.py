@@ -4,9 +4,11 @@ import contextlib
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from trainer.config import UserError, exit_on_user_error, load, to_yaml
 from trainer.config.files import COMMAND_LINE
+from trainer.runtime.platforms import leave_out_absent_tpu
 from trainer.runtime.preemption import EXIT_CODE
 
 
@@ -16,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     started = time.perf_counter()
     loaded = load(sys.argv[1:] if argv is None else argv)
     # From here on the command line makes sense by itself; what follows loads JAX.
+    leave_out_absent_tpu()
     import jax
 
     from trainer.data import open_dataset
@@ -25,6 +28,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     console = Console()
     for note in loaded.notes:
         console.say(note)
+    for key in ("compile_topology", "compile_topology_num_slices", "compile_report_file"):
+        if loaded.changed.get(key) == COMMAND_LINE:
+            loaded.warnings.append(
+                f"{key} ({COMMAND_LINE}) has no effect: trainer.train runs on the devices that it has"
+            )
     run = build(loaded.config, jax.devices())
     dataset = open_dataset(run.config, console.say)
     prompt = _prompt(run.config, dataset.tokenizer)
@@ -62,10 +70,12 @@ def _train(loaded, run, dataset, run_dir, console):
         begin = start(run, dataset, manager, console.say, schedule_given=schedule_given, given=given)
         if begin.updates == run.config.steps and run_dir.finished:
             return None
+        compiled = None
+        if run.config.compiled_trainstep_file:
+            compiled = _load_step(run, console)
         # All that can be wrong with the command has been seen: the run leaves its traces.
         run_dir.begin(to_yaml(run.config), resumed=begin.resumed, say=console.say)
-        compiled = None
-        if begin.updates < run.config.steps:
+        if compiled is None and begin.updates < run.config.steps:
             console.say("compiling the training step")
             compiled = run.compile()
         writer = stack.enter_context(MetricsWriter(run_dir.path, begin.updates))
@@ -80,6 +90,17 @@ def _train(loaded, run, dataset, run_dir, console):
 
         evaluated = frozenset(row["step"] for row in writer.kept if "eval_loss" in row)
         return fit(run, compiled, begin, dataset, Reports(on_step, on_evaluation, writer.sync, evaluated), manager)
+
+
+def _load_step(run, console):
+    """The step that `trainer.train_compile` compiled."""
+    from trainer.aot import executable
+
+    path = Path(run.config.compiled_trainstep_file).expanduser()
+    devices, args = list(run.mesh.devices.flat), run.abstract_args()
+    step = executable.load(path, executable.origin_of(run.config, devices, args), args, devices)
+    console.say(f"the training step is that of {path}, nothing is compiled")
+    return step
 
 
 def _say_what_runs(console, run, dataset, run_dir, warnings: Sequence[str]) -> None:

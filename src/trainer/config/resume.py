@@ -49,6 +49,10 @@ AROUND = (
     "prompt",
     "decode_sampling_temperature",
     "override_model_config",
+    "compile_topology",
+    "compile_topology_num_slices",
+    "compiled_trainstep_file",
+    "compile_report_file",
     "model_name",  # a name for sizes; the sizes themselves are compared
 )
 MAY_CHANGE = frozenset((*LAYOUT, *BATCH, *LENGTH, *AROUND))

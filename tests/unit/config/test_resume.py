@@ -49,7 +49,7 @@ def test_the_list_is_this_one():
     assert set(BATCH) == {"per_device_batch_size", "gradient_accumulation_steps"}
     assert set(LENGTH) == {"steps", "learning_rate_schedule_steps"}
     assert {"enable_nnx", "pure_nnx_decoder", "pure_nnx", "scan_layers", "logical_axis_rules"} <= set(LAYOUT)
-    sections = {"Run and output", "Checkpoints"}
+    sections = {"Run and output", "Checkpoints", "Ahead-of-time compilation"}
     around = {name for name, key in schema().keys.items() if key.section in sections}
     around -= {"load_parameters_path", "load_full_state_path", "reset_optimizer"}  # what the run was begun with
     evaluation = {"eval_interval", "eval_steps", "eval_per_device_batch_size", "prompt", "decode_sampling_temperature"}
