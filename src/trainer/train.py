@@ -148,10 +148,12 @@ def _sample(run, state, tokenizer, prompt: list[int]) -> str:
     rows = run.mesh.size  # a row for every device, so that the batch can be placed on any mesh; the first is shown
     temperature, seed = run.config.decode_sampling_temperature, run.config.init_weights_seed
 
-    def draw(params, rest):
+    def draw(tree):
+        params, rest = run.fetch(tree).params, tree.rest
         return sample(run.config, run.backend, params, rest, prompt, rows=rows, temperature=temperature, seed=seed)
 
-    tokens = jax.device_get(jax.jit(run.placed(draw))(tree.params, tree.rest))[0].tolist()
+    tree = tree._replace(opt_state=None)
+    tokens = jax.device_get(jax.jit(run.placed(draw))(tree))[0].tolist()
     # The end may be the token that also stands at the beginning.
     end = tokens.index(tokenizer.eos, len(prompt)) if tokenizer.eos in tokens[len(prompt) :] else len(tokens)
     return tokenizer.decode(tokens[:end])

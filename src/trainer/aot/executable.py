@@ -106,7 +106,7 @@ def load(path: Path, origin: Origin, args: Any, devices: Sequence[jax.Device]) -
 
 
 def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    lines = []
+    lines: list[str] = []
     for group, values in here.items():
         old = there.get(group, {})
         if group == "arguments" and lines:

@@ -16,6 +16,7 @@ from trainer.objectives import Objective
 from trainer.optim import check_masks, make_optimizer
 from trainer.sharding import Rules, make_mesh, make_rules, on_mesh, slice_count, spec
 from trainer.state import abstract_state, init_state_fn, state_shardings
+from trainer.state.host import Fetch, check_host_memory, fetcher, waiting_shardings
 from trainer.training.evaluate import make_eval_step
 from trainer.training.step import make_train_step
 
@@ -34,6 +35,7 @@ class Run(NamedTuple):
     init: Callable[..., Any]  # (params=None) -> native train state at step 0, sharded; see `init_state_fn`
     step: Any  # jitted (state, batch) -> (state, metrics), the state donated
     eval_step: Any  # jitted (state, batch, bytes per token [vocab]) -> sums
+    fetch: Fetch  # for inside of jit: a TrainTree with what waits in the host's memory brought to the device
 
     def abstract_args(self) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
         """The arguments of `step`, as shapes with shardings."""
@@ -79,7 +81,9 @@ def build(config, devices: Sequence[jax.Device]) -> Run:
     """
     platform, slices = devices[0].platform, slice_count(devices)
     config = resolve(config, device_count=len(devices), platform=platform, num_slices=slices)
-    check_offload(config, [memory.kind for memory in devices[0].addressable_memories()])
+    memory_kinds = [memory.kind for memory in devices[0].addressable_memories()]
+    check_offload(config, memory_kinds)
+    check_host_memory(config, memory_kinds)
     mesh = make_mesh(config, devices)
     rules = make_rules(config.logical_axis_rules)
     tx = make_optimizer(config)
@@ -89,25 +93,29 @@ def build(config, devices: Sequence[jax.Device]) -> Run:
     capture = TYPES if config.record_internal_nn_metrics else ()
     objective = Objective(backend.apply, config.z_loss_multiplier, capture)
 
-    shardings = state_shardings(backend, abstract, mesh, rules)
+    on_device = state_shardings(backend, abstract, mesh, rules)
+    shardings = waiting_shardings(config, backend, abstract, on_device)
+    fetch = fetcher(config, backend.unpack(on_device))
     rows = NamedSharding(mesh, spec(["activation_batch"], rules))
     table = NamedSharding(mesh, spec(["activation_batch", "activation_length"], rules))
     batch_shardings = dict.fromkeys(FIELDS, table) | {"row": rows}
     replicated = NamedSharding(mesh, spec([], rules))
 
     step = jax.jit(
-        _placed(make_train_step(config, backend, tx, objective), mesh, rules),
+        _placed(make_train_step(config, backend, tx, objective, fetch), mesh, rules),
         in_shardings=(shardings, batch_shardings),
         out_shardings=(shardings, replicated),
         donate_argnums=0,
     )
     eval_step = jax.jit(
-        _placed(make_eval_step(backend, objective._replace(z_loss_multiplier=0.0, capture=())), mesh, rules),
+        _placed(make_eval_step(backend, objective._replace(z_loss_multiplier=0.0, capture=()), fetch), mesh, rules),
         in_shardings=(shardings, batch_shardings, replicated),
         out_shardings=replicated,
     )
-    init = init_state_fn(backend, shardings, config.init_weights_seed)
-    return Run(config, mesh, rules, backend, abstract, shardings, batch_shardings, replicated, init, step, eval_step)
+    init = init_state_fn(backend, shardings, config.init_weights_seed, fetch)
+    return Run(
+        config, mesh, rules, backend, abstract, shardings, batch_shardings, replicated, init, step, eval_step, fetch
+    )
 
 
 def _placed(fn: Callable[..., Any], mesh: Mesh, rules: Rules) -> Callable[..., Any]:

@@ -11,14 +11,17 @@ import numpy as np
 from trainer.backends import Backend
 from trainer.objectives import Objective
 from trainer.observe import perplexity
+from trainer.state.host import Fetch
 
 
-def make_eval_step(backend: Backend, objective: Objective) -> Callable[..., dict[str, jax.Array]]:
+def make_eval_step(
+    backend: Backend, objective: Objective, fetch: Fetch = lambda tree: tree
+) -> Callable[..., dict[str, jax.Array]]:
     """`eval_step(native_state, batch, bytes_per_token [vocab]) -> sums` over the loss-bearing tokens of `batch`: the
-    cross entropy in nats, the number of tokens, and the bytes that their targets stand for. Without dropout."""
+    cross entropy in nats, the number of tokens, and the bytes that their targets stand for. Without dropout. `fetch`: see `state.host.fetcher`."""
 
     def eval_step(state: Any, batch: Mapping[str, jax.Array], bytes_per_token: jax.Array) -> dict[str, jax.Array]:
-        tree = backend.unpack(state)
+        tree = fetch(backend.unpack(state))
         sums, _ = objective.sums(tree.params, tree.rest, batch, key=None)
         bears_loss = batch["targets_segmentation"] != 0
         return {

@@ -12,19 +12,25 @@ from trainer.layers.sown import Sown
 from trainer.objectives import Objective
 from trainer.ops.random import DROPOUT, seed_key
 from trainer.optim import make_schedule, trainable
+from trainer.state.host import Fetch
 
 Batch = dict[str, jax.Array]
 
 
 def make_train_step(
-    config, backend: Backend, tx: optax.GradientTransformation, objective: Objective
+    config,
+    backend: Backend,
+    tx: optax.GradientTransformation,
+    objective: Objective,
+    fetch: Fetch = lambda tree: tree,
 ) -> Callable[[Any, Batch], tuple[Any, dict[str, jax.Array]]]:
     """`step(native_state, batch) -> (native_state, metrics)`, to be jitted with the state donated.
 
     `batch` holds int32 [rows, length] arrays and `row` [rows]; rows is the global batch. Metrics are weighted over the
     whole batch: float32 scalars, `tokens` and `skipped` (int32; 1 where loss or gradients are not finite and the update
     is left out), and activation statistics [layers] where they are recorded.
-    Gradients are summed in float32 and handed to the optimizer in the dtype of their parameter.
+    Gradients are summed in float32 and handed to the optimizer in the dtype of their parameter. `fetch` brings what
+    waits in the host's memory to the device (`state.host.fetcher`).
     """
     schedule = make_schedule(config)
     is_trained = trainable(config)
@@ -32,7 +38,7 @@ def make_train_step(
     drops = config.enable_dropout and (config.dropout_rate > 0 or config.attention_dropout_rate > 0)
 
     def step(state: Any, batch: Batch) -> tuple[Any, dict[str, jax.Array]]:
-        tree = backend.unpack(state)
+        tree = fetch(backend.unpack(state))
         key = None
         if drops:
             key = jax.random.fold_in(seed_key(config.init_weights_seed, DROPOUT), tree.step)
