@@ -65,7 +65,7 @@ def _step(module: Module, body: Computation, index: int) -> int | None:
 def _through(computation: Computation, name: str) -> Instruction:
     """The instruction behind copies and bitcasts."""
     instruction = computation.instructions[name]
-    while instruction.opcode in ("copy", "bitcast", "convert", "optimization-barrier", "copy-done", "copy-start"):
+    while instruction.opcode in ("copy", "bitcast", "convert", "copy-done", "copy-start"):
         instruction = computation.instructions[instruction.operands[0]]
     return instruction
 
