@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from trainer.aot.dump import Dump
 from trainer.aot.hlo import Instruction, Module, parse, shapes_of
 
-GRADIENTS, SAVED, OTHER = "gradients", "saved for the backward pass", "other temporaries"
+GRADIENTS, SAVED = "gradients", "saved for the backward pass"
+COPIES, OTHER = "copies of the state", "other temporaries"
 
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+),(?: color (\d+),)?(.*)")
 _VALUE = re.compile(r"^ value: <\d+ (\S+?)(\{[\d,]*\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)")
@@ -25,7 +26,7 @@ class Buffer(NamedTuple):
       name: of the instruction that makes it.
       size: bytes, with the padding of its layout.
       shape: as HLO writes it, such as f32[32,256,4096].
-      kind: GRADIENTS, SAVED or OTHER.
+      kind: GRADIENTS, SAVED, COPIES or OTHER.
       op_name: the traced operation, "" where the compiler made it up.
       source: file:line that asked for it, or "".
     """
@@ -51,7 +52,8 @@ def temporaries(dump: Dump, parameters: Collection[tuple[int, ...]] = ()) -> tup
 
     Of the buffers that share a place at that moment, one is named. Kinds are told by what made a buffer: a value of
     the backward pass in the shape of a parameter is a gradient, a value of the forward pass that still lives while
-    the backward pass runs was saved for it.
+    the backward pass runs was saved for it; what carries the name of an argument is a copy of it, with another dtype or
+    layout.
 
     Args:
       dump: of the compilation; where it holds no buffer assignment there are none.
@@ -78,7 +80,7 @@ def temporaries(dump: Dump, parameters: Collection[tuple[int, ...]] = ()) -> tup
 
 def by_kind(buffers: Iterable[Buffer]) -> dict[str, int]:
     """Bytes of each kind of temporary."""
-    sums = dict.fromkeys((GRADIENTS, SAVED, OTHER), 0)
+    sums = dict.fromkeys((GRADIENTS, SAVED, COPIES, OTHER), 0)
     for buffer in buffers:
         sums[buffer.kind] += buffer.size
     return sums
@@ -179,6 +181,8 @@ def _buffer(made: _Made, size: int, name: str, shape: str, parameters: set[tuple
     dims = tuple(sorted(arrays[0].dims)) if arrays else ()
     if "transpose(" in op_name and len(dims) > 1 and dims in parameters:
         kind = GRADIENTS
+    elif op_name.startswith("state["):
+        kind = COPIES
     else:
         kind = SAVED if "jvp(" in op_name and "transpose(" not in op_name else OTHER
     short = f"{arrays[0].dtype}[{','.join(map(str, arrays[0].dims))}]" if arrays else shape

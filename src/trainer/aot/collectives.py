@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from trainer.aot import loops
 from trainer.aot.hlo import Computation, Instruction, Module
 
 KINDS = (
@@ -123,7 +124,7 @@ def _found(module: Module, name: str, times: int, notes: list[str]) -> Iterator[
                 seen.add(key)
                 yield from ((instruction, *part, times) for part in _parts(computation, instruction))
         elif instruction.opcode == "while":
-            trips = module.trips(computation, instruction)
+            trips = loops.trips(module, computation, instruction)
             if trips is None:
                 notes.append(f"the loop {instruction.op_name or instruction.name} counts its collectives once")
             for called in instruction.called:

@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.aot import kernels, products
+from trainer.aot import kernels, loops, products
 from trainer.aot.collectives import Collective, collectives
 from trainer.aot.hlo import Computation, Instruction, Module, Shape, parse
 from trainer.aot.opcodes import ELEMENTWISE, FREE, TRANSCENDENTAL
@@ -191,7 +191,7 @@ class _Counter:
     def _trips(self, computation: Computation, loop: Instruction) -> int:
         if self.rolled:
             return 1
-        trips = self.module.trips(computation, loop)
+        trips = loops.trips(self.module, computation, loop)
         if trips is None:
             self.notes.append(f"the loop {loop.op_name or loop.name} does not say how often it runs: counted once")
         return 1 if trips is None else trips

@@ -1,4 +1,4 @@
-"""HLO text as the compiler prints it: computations, instructions, shapes, loops and where an instruction comes from.
+"""HLO text as the compiler prints it: computations, instructions, shapes, and where an instruction comes from.
 
 The grammar is XLA's (openxla/xla, xla/hlo/parser). What is read here is the long form with `%` before names, as
 `compiled.as_text()` and the compiler's dumps give it. A module after partitioning holds the shapes of one device.
@@ -21,7 +21,6 @@ _END = re.compile(r"^\}($| //|, execution_thread)")
 _NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|select|scatter|true_computation|false_computation)=%([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
 class Shape(NamedTuple):
@@ -134,64 +133,6 @@ class Module:
         frame = re.search(r"stack_frame_id=(\d+)", instruction.text)
         file, line = self.frames.get(int(frame[1]), ("", 0)) if frame else ("", 0)
         return f"{file}:{line}" if file else ""
-
-    def trips(self, computation: Computation, loop: Instruction) -> int | None:
-        """How often the body of a `while` of `computation` runs, or None where the text does not say.
-
-        From `known_trip_count`, or from a condition `i < limit` over constants, where i starts at a constant and the
-        body adds a constant to it: the form of `lax.scan` and of the loops that the partitioner makes.
-        """
-        known = _TRIPS.search(loop.text)
-        if known:
-            return int(known[1])
-        condition = self.computations[loop.attribute("condition")]
-        compare = _through(condition, condition.root)
-        if compare.opcode != "compare" or "direction=LT" not in compare.text:
-            return None
-        left, right = (_through(condition, name) for name in compare.operands)
-        if left.opcode != "get-tuple-element":
-            return None
-        index = int(left.attribute("index"))
-        first = self._initial(computation, loop, index)
-        limit = _constant(right)
-        if right.opcode == "get-tuple-element":
-            limit = self._initial(computation, loop, int(right.attribute("index")))
-        step = self._step(self.computations[loop.attribute("body")], index)
-        if first is None or limit is None or not step:
-            return None
-        return max(0, -(-(limit - first) // step))
-
-    def _initial(self, computation: Computation, loop: Instruction, index: int) -> int | None:
-        start = _through(computation, loop.operands[0])
-        return _constant(_through(computation, start.operands[index])) if start.opcode == "tuple" else None
-
-    def _step(self, body: Computation, index: int) -> int | None:
-        root = _through(body, body.root)
-        if root.opcode != "tuple":
-            return None
-        added = _through(body, root.operands[index])
-        inputs = body
-        if added.opcode == "fusion":
-            inputs = self.computations[added.attribute("calls")]
-            added = _through(inputs, inputs.root)
-        if added.opcode != "add":
-            return None
-        constants = [_constant(_through(inputs, name)) for name in added.operands]
-        return next((value for value in constants if value is not None), 1)
-
-
-def _through(computation: Computation, name: str) -> Instruction:
-    """The instruction behind copies and bitcasts."""
-    instruction = computation.instructions[name]
-    while instruction.opcode in ("copy", "bitcast", "convert", "optimization-barrier", "copy-done", "copy-start"):
-        instruction = computation.instructions[instruction.operands[0]]
-    return instruction
-
-
-def _constant(instruction: Instruction) -> int | None:
-    if instruction.opcode != "constant" or not re.fullmatch(r"-?\d+", instruction.arguments):
-        return None
-    return int(instruction.arguments)
 
 
 def parse(text: str) -> Module:

@@ -3,6 +3,7 @@
 import pytest
 
 from trainer.aot import hlo
+from trainer.aot.loops import trips
 
 LOOP = """HloModule loop
 
@@ -58,7 +59,7 @@ def loop(step="1", first="0", **replaced):
         text = text.replace(old, new)
     module = hlo.parse(text)
     main = module.computations[module.entry]
-    return module, module.trips(main, main.instructions["loop"])
+    return module, trips(module, main, main.instructions["loop"])
 
 
 def test_instructions_and_their_shapes():
@@ -103,6 +104,21 @@ def test_trips_of_loops():
     assert loop(other=("direction=LT", "direction=NE"))[1] is None
 
 
+def test_a_loops_counter_may_grow_in_several_steps_and_in_a_fusion():
+    twice = "%half = s32[] add(%i, %one)\n  %next = s32[] add(%one, %half)"
+    assert loop(twice=("%next = s32[] add(%i, %one)", twice))[1] == 4
+    fused = "%next = s32[] fusion(%i), kind=kLoop, calls=%sum"
+    function = """%sum (q: s32[]) -> s32[] {
+  %q = s32[] parameter(0)
+  %three = s32[] constant(3)
+  ROOT %added = s32[] add(%q, %three)
+}
+
+ENTRY"""
+    assert loop(fused=("%next = s32[] add(%i, %one)", fused), function=("ENTRY", function))[1] == 3
+    assert loop(product=("add(%i, %one)", "multiply(%i, %one)"))[1] is None
+
+
 def test_the_limit_of_a_loop_may_be_carried_along():
     text = LOOP.replace("STEP", "1").replace("FIRST", "0").replace("(s32[], f32[8,16]", "(s32[], s32[], f32[8,16]")
     text = text.replace("%limit = s32[] constant(7)", "%limit = s32[] get-tuple-element(%p.1), index=1")
@@ -110,7 +126,7 @@ def test_the_limit_of_a_loop_may_be_carried_along():
     text = text.replace("  %zero =", "  %nine = s32[] constant(9)\n  %zero =")
     module = hlo.parse(text)
     main = module.computations["main"]
-    assert module.trips(main, main.instructions["loop"]) == 9
+    assert trips(module, main, main.instructions["loop"]) == 9
 
 
 def test_other_text_is_refused():

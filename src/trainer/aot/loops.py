@@ -1,0 +1,76 @@
+"""How often a loop runs."""
+
+import re
+
+from trainer.aot.hlo import Computation, Instruction, Module
+
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+
+
+def trips(module: Module, computation: Computation, loop: Instruction) -> int | None:
+    """How often the body of a `while` of `computation` runs, or None where the text does not say.
+
+    From `known_trip_count`, or from a condition `i < limit` over constants, where i starts at a constant and the
+    body adds a constant to it: the form of `lax.scan` and of the loops that the partitioner makes.
+    """
+    known = _TRIPS.search(loop.text)
+    if known:
+        return int(known[1])
+    condition = module.computations[loop.attribute("condition")]
+    compare = _through(condition, condition.root)
+    if compare.opcode != "compare" or "direction=LT" not in compare.text:
+        return None
+    left, right = (_through(condition, name) for name in compare.operands)
+    if left.opcode != "get-tuple-element":
+        return None
+    index = int(left.attribute("index"))
+    first = _initial(computation, loop, index)
+    limit = _constant(right)
+    if right.opcode == "get-tuple-element":
+        limit = _initial(computation, loop, int(right.attribute("index")))
+    step = _step(module, module.computations[loop.attribute("body")], index)
+    if first is None or limit is None or not step or step < 0:
+        return None
+    return max(0, -(-(limit - first) // step))
+
+
+def _initial(computation: Computation, loop: Instruction, index: int) -> int | None:
+    start = _through(computation, loop.operands[0])
+    return _constant(_through(computation, start.operands[index])) if start.opcode == "tuple" else None
+
+
+def _step(module: Module, body: Computation, index: int) -> int | None:
+    """What a run of `body` adds to the element `index` of what it carries; None where it is no constant."""
+    root = _through(body, body.root)
+    if root.opcode != "tuple":
+        return None
+    step, inputs, name = 0, body, root.operands[index]
+    fusion: Instruction | None = None
+    while True:
+        value = _through(inputs, name)
+        if value.opcode == "fusion" and fusion is None:
+            fusion, inputs = value, module.computations[value.attribute("calls")]
+            name = inputs.root
+        elif value.opcode == "parameter" and fusion is not None:
+            inputs, name, fusion = body, fusion.operands[int(value.arguments)], None
+        elif value.opcode == "add":
+            left, right = (_constant(_through(inputs, operand)) for operand in value.operands)
+            step += (left or 0) + (right or 0)
+            name = value.operands[0 if left is None else 1]
+        else:
+            carried = value.opcode == "get-tuple-element" and int(value.attribute("index")) == index
+            return step if carried else None
+
+
+def _through(computation: Computation, name: str) -> Instruction:
+    """The instruction behind copies and bitcasts."""
+    instruction = computation.instructions[name]
+    while instruction.opcode in ("copy", "bitcast", "convert", "copy-done", "copy-start"):
+        instruction = computation.instructions[instruction.operands[0]]
+    return instruction
+
+
+def _constant(instruction: Instruction) -> int | None:
+    if instruction.opcode != "constant" or not re.fullmatch(r"-?\d+", instruction.arguments):
+        return None
+    return int(instruction.arguments)
