@@ -4,7 +4,7 @@ devices that are not here, say what it takes, and keep the executable."""
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,13 +52,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"wrote {path}")
 
 
-def compile_for_topology(config: Any) -> Compilation:
+def compile_for_topology(config: Any, compiler_options: Mapping[str, Any] | None = None) -> Compilation:
     """Compiles what `trainer.train` would run on the devices that `compile_topology` names.
 
     A step that does not fit is a result, not an error.
 
     Args:
       config: from `config.load`, not resolved.
+      compiler_options: of XLA besides.
 
     Raises:
       UserError: the configuration does not fit the devices, or there is no compiler for them.
@@ -81,7 +82,7 @@ def compile_for_topology(config: Any) -> Compilation:
     compiled, failure = None, ""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            compiled = lowered.compile(dump.options(folder))
+            compiled = lowered.compile({**dump.options(folder), **(compiler_options or {})})
         except JaxRuntimeError as error:
             if not OUT_OF_MEMORY.search(str(error)):
                 raise

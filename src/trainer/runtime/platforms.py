@@ -2,14 +2,12 @@
 
 import importlib.util
 import os
+import pkgutil
 from importlib import metadata
 from pathlib import Path
 
-# JAX's name of a platform, the modules of its plugin, and a device file that is there where such hardware is.
-_GPUS = (
-    ("cuda", ("jax_cuda12_plugin", "jax_cuda13_plugin"), "/dev/nvidiactl"),
-    ("rocm", ("jax_rocm60_plugin", "jax_rocm7_plugin"), "/dev/kfd"),
-)
+# The beginning of a JAX plugin's name: JAX's name of its platform, a device file that is there where the hardware is.
+_GPUS = {"xla_cuda": ("cuda", "/dev/nvidiactl"), "xla_rocm": ("rocm", "/dev/kfd")}
 
 
 def leave_out_absent_tpu() -> None:
@@ -21,15 +19,14 @@ def leave_out_absent_tpu() -> None:
     """
     if os.environ.get("JAX_PLATFORMS") or importlib.util.find_spec("libtpu") is None or _has_tpu():
         return
-    plugins = {entry.name for entry in metadata.entry_points(group="jax_plugins")}
-    known = {module.removesuffix("_plugin").removeprefix("jax_") for _, modules, _ in _GPUS for module in modules}
-    if any(plugin.removeprefix("jax_").removesuffix("_plugin") not in known for plugin in plugins):
-        return
-    gpus = [
-        name
-        for name, modules, device in _GPUS
-        if Path(device).exists() and any(importlib.util.find_spec(module) for module in modules)
-    ]
+    gpus = []
+    for plugin in _plugins():
+        found = next((gpu for prefix, gpu in _GPUS.items() if plugin.startswith(prefix)), None)
+        if found is None:
+            return
+        platform, device = found
+        if Path(device).exists():
+            gpus.append(platform)
     os.environ["JAX_PLATFORMS"] = ",".join([*gpus, "cpu"])
 
 
@@ -47,6 +44,14 @@ def prepare_compile_only_tpu() -> None:
         ("TPU_WORKER_ID", "0"),
     ):
         os.environ.setdefault(name, value)
+
+
+def _plugins() -> set[str]:
+    """The names of JAX's plugins, found as JAX finds them."""
+    spec = importlib.util.find_spec("jax_plugins")
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    entries = metadata.entry_points(group="jax_plugins")
+    return {module.name for module in pkgutil.iter_modules(folders)} | {entry.name for entry in entries}
 
 
 def _has_tpu() -> bool:

@@ -10,9 +10,7 @@ from trainer.ops.random import seed_key
 from trainer.state.host import Fetch
 
 
-def init_state_fn(
-    backend: Backend, shardings: Any, seed: int, fetch: Fetch = lambda tree: tree
-) -> Callable[..., Any]:
+def init_state_fn(backend: Backend, shardings: Any, seed: int, fetch: Fetch = lambda tree: tree) -> Callable[..., Any]:
     """`init(params=None)`, which makes the native train state at step 0 where it will live.
 
     Each device computes its own shard. Given `params`, canonical and placed, the state has them and their buffers.

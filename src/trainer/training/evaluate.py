@@ -18,7 +18,8 @@ def make_eval_step(
     backend: Backend, objective: Objective, fetch: Fetch = lambda tree: tree
 ) -> Callable[..., dict[str, jax.Array]]:
     """`eval_step(native_state, batch, bytes_per_token [vocab]) -> sums` over the loss-bearing tokens of `batch`: the
-    cross entropy in nats, the number of tokens, and the bytes that their targets stand for. Without dropout. `fetch`: see `state.host.fetcher`."""
+    cross entropy in nats, the number of tokens, and the bytes that their targets stand for. Without dropout. `fetch`
+    brings what waits in the host's memory to the device (`state.host.fetcher`)."""
 
     def eval_step(state: Any, batch: Mapping[str, jax.Array], bytes_per_token: jax.Array) -> dict[str, jax.Array]:
         tree = fetch(backend.unpack(state))

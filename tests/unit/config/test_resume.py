@@ -64,6 +64,7 @@ def test_the_same_configuration_has_nothing_to_say():
 
 # A value of each key other than in BASE, where not simply another one can be made up.
 OTHERS = {
+    "compile_topology": "compile_topology=v5e-8",
     "eval_data_columns": "eval_data_columns=[other]",
     "enable_nnx": "enable_nnx=false pure_nnx_decoder=false pure_nnx=false",
     "pure_nnx_decoder": "pure_nnx_decoder=false",
