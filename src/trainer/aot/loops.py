@@ -29,7 +29,7 @@ def trips(module: Module, computation: Computation, loop: Instruction) -> int | 
     if right.opcode == "get-tuple-element":
         limit = _initial(computation, loop, int(right.attribute("index")))
     step = _step(module, module.computations[loop.attribute("body")], index)
-    if first is None or limit is None or not step or step < 0:
+    if first is None or limit is None or step is None or step <= 0:
         return None
     return max(0, -(-(limit - first) // step))
 

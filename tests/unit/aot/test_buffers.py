@@ -62,6 +62,57 @@ def test_kinds_of_temporaries(step, parameters):
     assert without[buffers.GRADIENTS] == 0
 
 
+OPTIMIZED = """ENTRY %main (p: f32[4,8]) -> f32[4,8] {
+  %p = f32[4,8]{1,0} parameter(0), metadata={op_name="state['kernel']"}
+  %half = bf16[4,8]{1,0} convert(%p)
+  %saved = f32[4,8]{1,0} negate(%p), metadata={op_name="jit(step)/jvp()/neg"}
+  %grad = f32[8,4]{1,0} transpose(%p), metadata={op_name="jit(step)/transpose(jvp())/neg"}
+  %work = f32[16]{0} slice(%p), metadata={op_name="jit(step)/transpose(jvp())/slice"}
+  %early = f32[999]{0} iota(), metadata={op_name="jit(step)/jvp()/iota"}
+  ROOT %out = f32[4,8]{1,0} negate(%p), metadata={op_name="jit(step)/sub"}
+}
+"""
+ASSIGNMENT = """BufferAssignment:
+allocation 0: size 128, parameter 0, shape |f32[4,8]| at ShapeIndex {}:
+ value: <0 p @0> (size=128,offset=0): f32[4,8]{1,0}
+allocation 1: size 4096, preallocated-temp:
+ value: <1 half @0> (size=64,offset=0): bf16[4,8]{1,0}
+ value: <2 saved @0> (size=128,offset=64): f32[4,8]{1,0}
+ value: <3 grad{1} (phi) @0> (size=128,offset=192): f32[8,4]{1,0}
+ value: <4 work @0> (size=64,offset=320): f32[16]{0}
+ value: <5 early @0> (size=300,offset=0): f32[75]{0}
+allocation 2: size 4096, color 1, preallocated-temp:
+ value: <6 out @1> (size=4096,offset=0): f32[4,8]{1,0:S(1)}
+"""
+LIVE_RANGE = """HloLiveRange (max 9):
+  InstructionSequence:
+    0:early
+    1:saved
+    4:work
+  BufferLiveRange:
+    half{}:1-9
+    saved{}:1-6
+    grad{1}:4-6
+    work{}:4-5
+    early{}:0-0
+    out{}:0-9
+"""
+
+
+def test_kinds_are_told_by_what_made_a_buffer():
+    texts = dump.Dump("", OPTIMIZED, ASSIGNMENT, LIVE_RANGE)
+    found = buffers.temporaries(texts, [(4, 8)])
+    assert {b.name: (b.size, b.kind) for b in found} == {
+        "half": (64, buffers.COPIES),
+        "saved": (128, buffers.SAVED),
+        "grad": (128, buffers.GRADIENTS),
+        "work": (64, buffers.OTHER),
+    }
+    # While the forward pass runs, its values are nothing special.
+    forward = buffers.temporaries(texts._replace(live_range=LIVE_RANGE.replace("4:work", "4:saved")), [(4, 8)])
+    assert {b.name: b.kind for b in forward}["saved"] == buffers.OTHER
+
+
 def test_nothing_is_known_without_an_assignment(step):
     assert buffers.temporaries(step.texts._replace(assignment="")) == ()
     assert math.isclose(sum(buffers.by_kind(()).values()), 0)

@@ -19,21 +19,69 @@ def compiled(fn, *shapes):
     return jax.jit(fn).lower(*[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]).compile()
 
 
-def without_loops(x, w):
+def block(x, w):
     h = jax.nn.softmax(jnp.tanh(x @ w), axis=-1) * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-5)
     h = jnp.concatenate([h[:, :16], jnp.where(h > 0.1, h, jnp.exp(-h))[:, 16:]], axis=1)
-    return jnp.sum(jnp.log1p(h @ w.T), axis=0), jnp.argmax(h, axis=1), h[jnp.argsort(h[:, 0])[:8]]
+    return jnp.sum(jnp.log1p(h @ w.T))
 
 
-@pytest.mark.parametrize("fn", [without_loops, jax.grad(lambda x, w: without_loops(x, w)[0].sum(), argnums=(0, 1))])
-def test_without_loops_the_counts_are_xlas(fn):
-    program = compiled(fn, (64, 48), (48, 96))
+PROGRAMS = {
+    "product": lambda x, w: x @ w,
+    "batched product": lambda x, w: jnp.einsum("abc,dbc->bad", x.reshape(8, 8, 48), w.T.reshape(12, 8, 48)),
+    "sum": lambda x, w: (x.sum(axis=1), w.max(axis=0)),
+    "exponentials": lambda x, w: (jnp.exp(x), jnp.tanh(w) ** 3.5),
+    "take": lambda x, w: jnp.take(w, x[:8, 0].astype(int), axis=0),
+    "scatter": lambda x, w: w.at[x[:, 0].astype(int)].add(1.0),
+    "slices": lambda x, w: jax.lax.dynamic_update_slice(w, x[:4, :8], (x[0, 0].astype(int), 0)) + 1,
+    "running sum": lambda x, w: jnp.cumsum(x, axis=0),
+    "block": block,
+    "gradients": jax.grad(block, argnums=(0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_without_loops_the_counts_are_xlas(name):
+    program = compiled(PROGRAMS[name], (64, 48), (48, 96))
     theirs, ours = program.cost_analysis(), analyze(program.as_text())
-    assert ours.flops == pytest.approx(theirs["flops"], rel=0.01)
-    assert ours.transcendentals == pytest.approx(theirs["transcendentals"], rel=0.01)
-    assert ours.bytes_accessed == pytest.approx(theirs["bytes accessed"], rel=0.03)
+    assert ours.flops == pytest.approx(theirs.get("flops", 0), rel=0.001)
+    assert ours.transcendentals == pytest.approx(theirs.get("transcendentals", 0), rel=0.001)
+    assert ours.bytes_accessed == pytest.approx(theirs["bytes accessed"], rel=0.01)
     assert ours.hbm_bytes == ours.bytes_accessed
     assert (ours.rolled_flops, ours.rolled_bytes_accessed) == (ours.flops, ours.bytes_accessed)
+
+
+VMEM = """ENTRY %main (a: f32[1024]) -> f32[1024] {
+  %a = f32[1024]{0} parameter(0)
+  %start = (f32[1024]{0:T(1024)S(1)}, f32[1024]{0}, u32[]{:S(2)}) copy-start(%a)
+  %done = f32[1024]{0:T(1024)S(1)} copy-done(%start)
+  %sum = f32[1024]{0:T(1024)S(1)} add(%done, %done)
+  ROOT %out = f32[1024]{0} negate(%sum)
+}
+"""
+
+
+def test_main_memory_is_touched_where_arrays_lie_in_it():
+    """Copied in: once there and once here. The sum: three times here. The result: read here, written there."""
+    cost = analyze(VMEM)
+    assert cost.bytes_accessed == 7 * 4096
+    assert cost.hbm_bytes == 2 * 4096
+
+
+PARTS = """ENTRY %main (a: f32[1024], i: s32[8], s: s32[]) -> f32[1024] {
+  %a = f32[1024]{0} parameter(0)
+  %i = s32[8,1]{1,0} parameter(1)
+  %s = s32[] parameter(2)
+  %taken = f32[8]{0} gather(%a, %i), offset_dims={}, collapsed_slice_dims={0}, start_index_map={0}, slice_sizes={1}
+  %cut = f32[16]{0} dynamic-slice(%a, %s), dynamic_slice_sizes={16}
+  %front = f32[32]{0} slice(%a), slice={[0:32]}
+  ROOT %set = f32[1024]{0} dynamic-update-slice(%a, %cut, %s)
+}
+"""
+
+
+def test_parts_of_an_array_are_touched_and_no_more():
+    gather, cut, front, set_in_place = 2 * 32 + 32, 2 * 64 + 4, 2 * 128, 2 * 64 + 4
+    assert analyze(PARTS).bytes_accessed == gather + cut + front + set_in_place
 
 
 def test_loops_count_as_often_as_they_run_and_nested_ones_multiply():

@@ -101,6 +101,7 @@ def test_trips_of_loops():
     assert loop(known=known)[1] == 5
     counted_by_unknown = ("%zero = s32[] constant(0)", "%zero = s32[] custom-call(%a)")
     assert loop(unknown=counted_by_unknown)[1] is None
+    assert loop(step="-1")[1] is None
     assert loop(other=("direction=LT", "direction=NE"))[1] is None
 
 
