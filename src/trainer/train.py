@@ -149,11 +149,12 @@ def _sample(run, state, tokenizer, prompt: list[int]) -> str:
     temperature, seed = run.config.decode_sampling_temperature, run.config.init_weights_seed
 
     def draw(tree):
-        params, rest = run.fetch(tree).params, tree.rest
-        return sample(run.config, run.backend, params, rest, prompt, rows=rows, temperature=temperature, seed=seed)
+        params = run.fetch(tree).params
+        params = jax.lax.with_sharding_constraint(params, run.backend.unpack(run.compute_shardings).params)
+        return sample(run.config, run.backend, params, tree.rest, prompt, rows=rows, temperature=temperature, seed=seed)
 
     tree = tree._replace(opt_state=None)
-    tokens = jax.device_get(jax.jit(run.placed(draw))(tree))[0].tolist()
+    tokens = jax.device_get(jax.jit(run.placed(draw, whole_rows=True))(tree))[0].tolist()
     # The end may be the token that also stands at the beginning.
     end = tokens.index(tokenizer.eos, len(prompt)) if tokenizer.eos in tokens[len(prompt) :] else len(tokens)
     return tokenizer.decode(tokens[:end])

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from trainer.backends.codec import Path
 from trainer.layers.sown import Sown
 from trainer.models.init import init_variables
 
@@ -42,6 +43,9 @@ class Backend(Protocol):
 
     def pack(self, tree: TrainTree) -> Any:
         """The inverse of `unpack`."""
+
+    def canonical(self, path: Path) -> Path:
+        """Where in a TrainTree the leaf at `path` of a native train state lies, whatever its optimizer."""
 
     def apply(
         self,

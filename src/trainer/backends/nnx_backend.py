@@ -35,9 +35,9 @@ class NNXBackend:
             opt_state=jax.eval_shape(tx.init, variables["params"]),
             **variables,
         )
-        param_paths: set[Path] = {tuple(map(str, path)) for path, _ in nnx.to_flat_state(params)}
-        self._codec = Codec(state, tree, lambda path: _canonical(path, param_paths))
-        self._model_codec = Codec(state["model"], variables, lambda path: _canonical(("model", *path), param_paths))
+        self._param_paths: set[Path] = {tuple(map(str, path)) for path, _ in nnx.to_flat_state(params)}
+        self._codec = Codec(state, tree, self.canonical)
+        self._model_codec = Codec(state["model"], variables, lambda path: self.canonical(("model", *path)))
         self.param_axes = _axes(params)
 
     def _make_model(self, key: jax.Array) -> Transformer:
@@ -55,6 +55,10 @@ class NNXBackend:
     def pack(self, tree: TrainTree) -> nnx.State:
         """See `Backend.pack`."""
         return self._codec.pack(tree)
+
+    def canonical(self, path: Path) -> Path:
+        """See `Backend.canonical`."""
+        return _canonical(path, self._param_paths)
 
     def apply(
         self, params, rest, *inputs, method="hidden", capture=(), cache=None, key=None

@@ -109,6 +109,6 @@ def _unmet_on_mesh(kernel: Kernel, values: Mapping[str, Any], mesh: Mapping[str,
     if split("activation_length"):
         unmet.append(f"rows split over the mesh (rule of activation_length: {', '.join(split('activation_length'))})")
     if split("activation_heads") != split("activation_kv_heads"):
-        heads, kv_heads = (", ".join(rules[name]) or "none" for name in ("activation_heads", "activation_kv_heads"))
+        heads, kv_heads = (", ".join(split(name)) or "none" for name in ("activation_heads", "activation_kv_heads"))
         unmet.append(f"different rules of activation_heads ({heads}) and activation_kv_heads ({kv_heads})")
     return unmet

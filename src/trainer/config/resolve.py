@@ -16,13 +16,16 @@ from trainer.config.rules import make_rules
 DIMENSIONS = {
     "layers": "base_num_decoder_layers",
     "embed": "base_emb_dim",
+    "q_heads": "base_num_query_heads",
     "heads": "base_num_query_heads",
     "kv_heads": "base_num_kv_heads",
-    "head_dim": "head_dim",
+    "kv": "head_dim",
+    "kv_head_dim": "head_dim",
     "mlp": "base_mlp_dim",
     "vocab": "vocab_size",
     "norm": "base_emb_dim",
     "activation_length": "max_target_length",
+    "activation_norm_length": "max_target_length",
     "activation_embed": "base_emb_dim",
     "activation_heads": "base_num_query_heads",
     "activation_kv_heads": "base_num_kv_heads",
@@ -112,9 +115,10 @@ def _uneven_rows(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str
 
 
 def _split(mesh: Mapping[str, int], axes: tuple[str, ...], names: list[str]) -> str:
-    """How a rule splits a length, in words: `fsdp 4 x tensor 2 = 8 (rule of embed)`."""
-    product = " x ".join(f"{axis} {mesh[axis]}" for axis in axes) or "no mesh axis"
-    total = f" = {_product(mesh, axes)}" if len(axes) > 1 else ""
+    """How a rule splits a length, in words: `fsdp 4 x tensor 2 = 8 by the rule of embed`."""
+    splitting = [axis for axis in axes if mesh[axis] > 1]
+    product = " x ".join(f"{axis} {mesh[axis]}" for axis in splitting) or "no mesh axis above 1"
+    total = f" = {_product(mesh, axes)}" if len(splitting) > 1 else ""
     return f"{product}{total} by the rule of {' and '.join(names)}"
 
 

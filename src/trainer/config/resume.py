@@ -13,8 +13,19 @@ from trainer.config.resolve import frozen
 from trainer.config.schema import schema
 
 # How the program is laid out and where it runs. None of these changes what is learned, but for the order of sums.
-LAYOUT = (*FLAGS, *ICI.values(), *DCN.values(), "allow_split_physical_axes", "logical_axis_rules", "scan_layers")
-LAYOUT += ("optimizer_memory_host_offload", "parameter_memory_host_offload")
+LAYOUT = (
+    *FLAGS,
+    *ICI.values(),
+    *DCN.values(),
+    "allow_split_physical_axes",
+    "shard_optimizer_over_data",
+    "optimizer_memory_host_offload",
+    "parameter_memory_host_offload",
+    "logical_axis_rules",
+    "sharding_tolerance",
+    "debug_sharding",
+    "scan_layers",
+)
 # The same global batch may be cut in other ways.
 BATCH = ("per_device_batch_size", "gradient_accumulation_steps")
 # How long: the schedule may follow where it is not given.

@@ -30,6 +30,9 @@ KERNELS = ("splash", "cudnn_flash_jax")
 ROWS = sharding.Axes(("activation_batch", "activation_length"))
 QUERIES = sharding.Axes((*ROWS, "activation_heads", None))
 KEYS = sharding.Axes((*ROWS, "activation_kv_heads", None))
+# What a layer of products with weights reads and writes: whole rows in, and out what lies between layers.
+INPUT = sharding.Axes((*ROWS, "activation_embed"))
+OUTPUT = sharding.Axes(("activation_batch", "activation_norm_length", "activation_embed"))
 
 
 class KVCache(NamedTuple):
@@ -64,13 +67,13 @@ class Attention(nnx.Module):
         dense = functools.partial(Dense, dtype=dtype, weight_dtype=weight_dtype, rngs=rngs)
         self.op, self.rope, self.window, self.soft_cap = op, rope, window, soft_cap
         self.dropout_rate = dropout_rate
-        self.query = dense([width], [heads, head_dim], ("embed", "heads", "head_dim"))
-        self.key = dense([width], [kv_heads, head_dim], ("embed", "kv_heads", "head_dim"))
-        self.value = dense([width], [kv_heads, head_dim], ("embed", "kv_heads", "head_dim"))
-        self.out = dense([heads, head_dim], [width], ("heads", "head_dim", "embed"))
+        self.query = dense([width], [heads, head_dim], ("embed", "q_heads", "kv"))
+        self.key = dense([width], [kv_heads, head_dim], ("embed", "kv_heads", "kv_head_dim"))
+        self.value = dense([width], [kv_heads, head_dim], ("embed", "kv_heads", "kv_head_dim"))
+        self.out = dense([heads, head_dim], [width], ("heads", "kv", "embed"))
         self.norms_heads = qk_norm_epsilon is not None
         if qk_norm_epsilon is not None:
-            norm = functools.partial(RMSNorm, head_dim, axis="head_dim", epsilon=qk_norm_epsilon)
+            norm = functools.partial(RMSNorm, head_dim, epsilon=qk_norm_epsilon)
             self.query_norm = norm(dtype=dtype, weight_dtype=weight_dtype)
             self.key_norm = norm(dtype=dtype, weight_dtype=weight_dtype)
 
@@ -88,6 +91,7 @@ class Attention(nnx.Module):
         With a cache, the keys and values of `position_bt` are written to those places of it and the queries see all
         places up to their own; each row then holds one segment.
         """
+        x_bte = sharding.constrain(x_bte, INPUT)
         queries = checkpoint_name(self.query(x_bte, QUERIES), "query_proj")
         keys = checkpoint_name(self.key(x_bte, KEYS), "key_proj")
         values = checkpoint_name(self.value(x_bte, KEYS), "value_proj")
@@ -113,5 +117,5 @@ class Attention(nnx.Module):
         attended = attend(queries, keys, values, mask)
         if op != "splash":  # which names it itself, with what else its backward pass needs
             attended = checkpoint_name(attended, "context")
-        out = self.out(attended, ("activation_batch", "activation_length", "activation_embed"))
+        out = self.out(attended, OUTPUT)
         return checkpoint_name(out, "out_proj"), cache

@@ -53,7 +53,7 @@ class Embed(nnx.Module):
 
     def __call__(self, id_bt: jax.Array) -> jax.Array:
         """The rows of the table for `id_bt`: [b, t, e]."""
-        names = ("activation_batch", "activation_length", "activation_embed")
+        names = ("activation_batch", "activation_norm_length", "activation_embed")
         return sharding.take(self.embedding[...].astype(self.dtype), id_bt, names)
 
     def attend(self, x_bte: jax.Array) -> jax.Array:

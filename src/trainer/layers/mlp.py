@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from trainer import sharding
 from trainer.layers.dense import Dense
 from trainer.ops.dropout import dropout
 
@@ -51,10 +52,12 @@ class MLP(nnx.Module):
         return ["wi"] if len(self.activations) == 1 else [f"wi_{i}" for i in range(len(self.activations))]
 
     def __call__(self, x_bte: jax.Array, row_b: jax.Array, key: jax.Array | None) -> jax.Array:
+        x_bte = sharding.constrain(x_bte, ("activation_batch", "activation_length", "activation_embed"))
         hidden_names = ("activation_batch", "activation_length", "activation_mlp")
         factors = []
         for name, activation in zip(self._projections(), self.activations, strict=True):
             projected = checkpoint_name(getattr(self, name)(x_bte, hidden_names), name.replace("wi", "mlpwi"))
             factors.append(ACTIVATIONS[activation](projected))
         hidden = dropout(functools.reduce(operator.mul, factors), key, row_b, self.dropout_rate)
-        return checkpoint_name(self.wo(hidden, ("activation_batch", "activation_length", "activation_embed")), "mlpwo")
+        out = self.wo(hidden, ("activation_batch", "activation_norm_length", "activation_embed"))
+        return checkpoint_name(out, "mlpwo")

@@ -11,11 +11,10 @@ class RMSNorm(nnx.Module):
     """Divide by the root of the mean square over the last axis, times a learned scale (Zhang and Sennrich 2019,
     arXiv:1910.07467). Computed in float32, returned in `dtype`."""
 
-    def __init__(self, width: int, *, epsilon: float, dtype: jnp.dtype, weight_dtype: jnp.dtype, axis: str = "norm"):
-        """`axis`: the logical name of the scale's axis."""
+    def __init__(self, width: int, *, epsilon: float, dtype: jnp.dtype, weight_dtype: jnp.dtype):
         self.epsilon = epsilon
         self.dtype = dtype
-        self.scale = param(jnp.ones(width, weight_dtype), (axis,))
+        self.scale = param(jnp.ones(width, weight_dtype), ("norm",))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x.astype(jnp.float32)

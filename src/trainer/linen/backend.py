@@ -58,7 +58,7 @@ class Linen:
             rest=rest,
         )
         tree = TrainTree(native.step, params, native.opt_state, _merged(rest))
-        self._codec = Codec(native, tree, lambda path: path[:1] + path[2:] if path[0] == "rest" else path)
+        self._codec = Codec(native, tree, self.canonical)
         self._variables_codec = Codec(native_variables, {"params": params, "rest": tree.rest}, _canonical_variable)
 
     def _make_module(self, config) -> linen.Module:
@@ -76,6 +76,10 @@ class Linen:
     def pack(self, tree: TrainTree) -> TrainState:
         """See `Backend.pack`."""
         return self._codec.pack(tree)
+
+    def canonical(self, path: Path) -> Path:
+        """See `Backend.canonical`."""
+        return path[:1] + path[2:] if path[0] == "rest" else path
 
     def apply(self, params, rest, *inputs, method="hidden", capture=(), cache=None, key=None) -> tuple[Any, Sown, Any]:
         """See `Backend.apply`."""

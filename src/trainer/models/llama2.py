@@ -13,7 +13,7 @@ from trainer.models.huggingface import Family, Layout
 from trainer.ops.dropout import dropout
 from trainer.ops.rope import Rope
 
-RESIDUAL = ("activation_batch", "activation_length", "activation_embed")
+RESIDUAL = ("activation_batch", "activation_norm_length", "activation_embed")
 # Dropout sites of a block.
 ATTENTION, HIDDEN, OUTPUT = range(3)
 

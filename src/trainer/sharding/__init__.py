@@ -3,15 +3,18 @@
 from trainer.config import make_rules
 from trainer.sharding.context import constrain, on_mesh, shard_mapped, take
 from trainer.sharding.mesh import get_mesh_from_config, make_mesh, slice_count
-from trainer.sharding.rules import Axes, Rules, spec
+from trainer.sharding.rules import Axes, Rules, axes_of, entry, named_sharding, spec
 
 __all__ = [
     "Axes",
     "Rules",
+    "axes_of",
     "constrain",
+    "entry",
     "get_mesh_from_config",
     "make_mesh",
     "make_rules",
+    "named_sharding",
     "on_mesh",
     "shard_mapped",
     "slice_count",

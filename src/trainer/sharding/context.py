@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
-from trainer.sharding.rules import Axes, Rules, spec
+from trainer.sharding.rules import Axes, Rules, named_sharding, spec
 
 _current: contextvars.ContextVar[tuple[Mesh, Rules] | None] = contextvars.ContextVar("mesh and rules", default=None)
 
@@ -28,12 +28,16 @@ def on_mesh(mesh: Mesh, rules: Rules) -> Iterator[None]:
 
 
 def constrain(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
-    """`x`, placed by the logical name of each of its axes."""
+    """`x`, placed by the logical name of each of its axes.
+
+    Raises:
+      UserError: see `rules.named_sharding`.
+    """
     current = _current.get()
     if current is None:
         return x
     mesh, rules = current
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(names, rules)))
+    return jax.lax.with_sharding_constraint(x, named_sharding(mesh, names, x.shape, rules))
 
 
 def take(table: jax.Array, ids: jax.Array, out_names: Sequence[str | None]) -> jax.Array:

@@ -1,8 +1,12 @@
 """From logical axis names to mesh axes: arithmetic on one leaf."""
 
+import math
 from collections.abc import Mapping, Sequence
 
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from trainer.config import UserError
+from trainer.config.errors import nearest
 
 Rules = Mapping[str, tuple[str, ...]]
 
@@ -11,21 +15,58 @@ class Axes(tuple[str | None, ...]):
     """The logical axis names of one array. A pytree leaf, where a plain tuple would be a node."""
 
 
-def spec(names: Sequence[str | None], rules: Rules) -> PartitionSpec:
-    """The PartitionSpec of an array whose axes are called `names`; None is an axis that is never sharded.
+def spec(names: Sequence[str | None], rules: Rules, what: str = "an array") -> PartitionSpec:
+    """The PartitionSpec of `what`, whose axes are called `names`; None is an axis that is never sharded.
 
     Raises:
-      ValueError: a name without a rule, or two axes of the array on one mesh axis.
+      UserError: a name without a rule, or two axes of the array on one mesh axis.
     """
     entries = []
     taken: dict[str, str] = {}
     for name in names:
         if name is not None and name not in rules:
-            raise ValueError(f"no rule for the logical axis {name!r}; logical_axis_rules has {', '.join(rules)}")
+            known = f"logical_axis_rules has {', '.join(rules)}{nearest(name, rules)}"
+            raise UserError(f"{what} {_list(names)}: no rule for the logical axis {name}; {known}")
         axes = rules[name] if name is not None else ()
         for axis in axes:
             if axis in taken:
-                raise ValueError(f"axes {taken[axis]!r} and {name!r} of {tuple(names)} both map to mesh axis {axis!r}")
+                raise UserError(
+                    f"{what} {_list(names)}: {taken[axis]} and {name} both map to mesh axis {axis}; "
+                    "give one of them another rule"
+                )
             taken[axis] = str(name)
-        entries.append(axes[0] if len(axes) == 1 else axes or None)
+        entries.append(entry(axes))
     return PartitionSpec(*entries)
+
+
+def named_sharding(
+    mesh: Mesh, names: Sequence[str | None], shape: Sequence[int], rules: Rules, what: str = "an array"
+) -> NamedSharding:
+    """Where `what`, of this shape and with axes called `names`, lives on `mesh`.
+
+    Raises:
+      UserError: as `spec`, and an axis that its mesh axes do not divide.
+    """
+    found = spec(names, rules, what)
+    for name, size, axes in zip(names, shape, map(axes_of, found), strict=True):
+        parts = math.prod(mesh.shape[axis] for axis in axes)
+        if size % parts:
+            split = " x ".join(f"{axis} {mesh.shape[axis]}" for axis in axes)
+            raise UserError(
+                f"{what} {_list(names)} of shape {_list(shape)}: {split} by the rule of {name} does not divide {size}"
+            )
+    return NamedSharding(mesh, found)
+
+
+def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes of one entry of a PartitionSpec."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def entry(axes: Sequence[str]) -> str | tuple[str, ...] | None:
+    """The entry of a PartitionSpec for mesh axes: the inverse of `axes_of`."""
+    return axes[0] if len(axes) == 1 else tuple(axes) or None
+
+
+def _list(items: Sequence[object]) -> str:
+    return f"[{', '.join(map(str, items))}]"

@@ -1,6 +1,35 @@
-"""Everything that pairs trees with trees: a train state, its logical axes, its shardings."""
+"""Everything that pairs trees with trees: a train state, its logical axes, its shardings.
 
+What is public is importable from here; docs/guides/state-sharding.md shows it at work.
+"""
+
+from trainer.backends import TrainStateNNX
+from trainer.sharding import get_mesh_from_config
+from trainer.state.builders import (
+    AbstractState,
+    build_zero1_input_state_mesh_shardings,
+    get_abstract_state_nnx,
+    get_named_sharding_nnx,
+    get_partition_spec_nnx,
+    set_named_sharding_nnx,
+)
 from trainer.state.init import init_state_fn
-from trainer.state.shardings import abstract_state, logical_axes, state_shardings
+from trainer.state.shardings import Tensor, abstract_state, state_shardings, tensors
+from trainer.state.tolerance import check_tolerance
 
-__all__ = ["abstract_state", "init_state_fn", "logical_axes", "state_shardings"]
+__all__ = [
+    "AbstractState",
+    "Tensor",
+    "TrainStateNNX",
+    "abstract_state",
+    "build_zero1_input_state_mesh_shardings",
+    "check_tolerance",
+    "get_abstract_state_nnx",
+    "get_mesh_from_config",
+    "get_named_sharding_nnx",
+    "get_partition_spec_nnx",
+    "init_state_fn",
+    "set_named_sharding_nnx",
+    "state_shardings",
+    "tensors",
+]

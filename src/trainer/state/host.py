@@ -1,5 +1,6 @@
 """Parts of a train state that wait in the host's memory between updates."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,16 @@ def fetcher(config: Any, shardings: TrainTree) -> Fetch:
         return tree._replace(**{part: jax.device_put(getattr(tree, part), getattr(shardings, part)) for part in there})
 
     return fetch
+
+
+def fetched(fn: Callable[..., Any], backend: Backend, fetch: Fetch) -> Callable[..., Any]:
+    """`fn`, whose first argument is a native train state, getting all of it on the device."""
+
+    @functools.wraps(fn)
+    def on_device(state: Any, *args: Any) -> Any:
+        return fn(backend.pack(fetch(backend.unpack(state))), *args)
+
+    return on_device
 
 
 def check_host_memory(config: Any, memory_kinds: list[str]) -> None:

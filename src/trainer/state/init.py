@@ -10,14 +10,16 @@ from trainer.ops.random import seed_key
 from trainer.state.host import Fetch
 
 
-def init_state_fn(backend: Backend, shardings: Any, seed: int, fetch: Fetch = lambda tree: tree) -> Callable[..., Any]:
+def init_state_fn(
+    backend: Backend, shardings: Any = None, seed: int = 0, fetch: Fetch = lambda tree: tree
+) -> Callable[..., Any]:
     """`init(params=None)`, which makes the native train state at step 0 where it will live.
 
     Each device computes its own shard. Given `params`, canonical and placed, the state has them and their buffers.
 
     Args:
       backend: whose native state to make.
-      shardings: from `state_shardings`.
+      shardings: from `state_shardings`, or None to leave the placement to JAX.
       seed: of the initial parameters; the same for every combination and every mesh.
       fetch: brings parameters that lie in the host's memory to the device (`state.host.fetcher`).
     """

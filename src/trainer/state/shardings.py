@@ -1,38 +1,52 @@
-"""The shardings of a train state, found by path over the TrainTree and so the same for every combination."""
+"""Where each tensor of a train state lives, found by its path and so the same for every combination and optimizer."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
-from trainer.backends import Backend, TrainTree
+from trainer.backends import Backend
 from trainer.backends.codec import Path, path_of
 from trainer.ops.random import seed_key
-from trainer.sharding import Axes, Rules, spec
+from trainer.sharding import Axes, Rules, named_sharding
+from trainer.state.zero1 import over_data
 
 
-def logical_axes(backend: Backend, tree: TrainTree) -> TrainTree:
-    """The logical axis names of every leaf of `tree`, at its place.
+@dataclass(frozen=True)
+class Tensor:
+    """What is known of a leaf of a train state by its place: a pytree leaf itself."""
 
-    A leaf of the optimizer's state belongs to the parameter whose path its own ends with, if they have one shape: that
-    is how optax lays out moments, whatever it wraps around them. Other leaves have no names and are replicated.
+    path: Path  # in the TrainTree: params/..., opt_state/..., step, rest/...
+    axes: Axes  # logical names
+    of_parameter: bool  # a parameter, or what an optimizer keeps for one
+
+    @property
+    def name(self) -> str:
+        """The path as one word."""
+        return "/".join(self.path)
+
+
+def tensors(backend: Backend, native: Any) -> Any:
+    """A `Tensor` at the place of every leaf of `native`, a native train state of arrays or ShapeDtypeStructs.
+
+    A leaf of the optimizer's state belongs to the parameter whose path its own ends with: that is how optax lays out
+    moments, whatever it wraps around them. It has the parameter's axes if it has its shape (Adafactor's row and column
+    sums have not). Other leaves have no names.
     """
-    axes_of, params = _by_path(backend.param_axes), _by_path(tree.params)
+    axes_of = _by_path(backend.param_axes)
+    leaves = [(backend.canonical(path), leaf) for path, leaf in _by_path(native).items()]
+    shapes = {path[1:]: leaf.shape for path, leaf in leaves if path[0] == "params"}
 
-    def optimizer_axes(keypath: Any, leaf: Any) -> Axes:
-        path = path_of(keypath)
-        for start in range(len(path)):
-            param = params.get(path[start:])
-            if param is not None and param.shape == leaf.shape:
-                return axes_of[path[start:]]
-        return Axes((None,) * leaf.ndim)
+    def tensor(path: Path, leaf: Any) -> Tensor:
+        if path[0] in ("params", "opt_state"):
+            for start in range(1, len(path)):
+                if (owner := path[start:]) in axes_of:
+                    same_shape = shapes.get(owner) == leaf.shape
+                    return Tensor(path, axes_of[owner] if same_shape else Axes((None,) * leaf.ndim), True)
+        return Tensor(path, Axes((None,) * leaf.ndim), False)
 
-    return TrainTree(
-        step=Axes(),
-        params=jax.tree.map(lambda axes, _: axes, backend.param_axes, tree.params),
-        opt_state=jax.tree_util.tree_map_with_path(optimizer_axes, tree.opt_state),
-        rest=jax.tree.map(lambda leaf: Axes((None,) * leaf.ndim), tree.rest),
-    )
+    return jax.tree.structure(native).unflatten([tensor(path, leaf) for path, leaf in leaves])
 
 
 def abstract_state(backend: Backend) -> Any:
@@ -40,12 +54,20 @@ def abstract_state(backend: Backend) -> Any:
     return jax.eval_shape(backend.init, seed_key(0))
 
 
-def state_shardings(backend: Backend, abstract: Any, mesh: Mesh, rules: Rules) -> Any:
-    """The NamedSharding of every leaf of `abstract`, a native train state, in a tree of exactly its structure."""
-    tree = backend.unpack(abstract)
-    return backend.pack(
-        jax.tree.map(lambda axes: NamedSharding(mesh, spec(axes, rules)), logical_axes(backend, tree)),
-    )
+def state_shardings(backend: Backend, abstract: Any, mesh: Mesh, rules: Rules, *, zero1: bool = False) -> Any:
+    """The NamedSharding of every leaf of `abstract`, a native train state, in a tree of exactly its structure.
+
+    With `zero1`, parameters and what the optimizer keeps for them are split over the axis data too (`over_data`).
+
+    Raises:
+      UserError: a tensor does not fit mesh and rules.
+    """
+
+    def one(tensor: Tensor, leaf: Any) -> Any:
+        found = named_sharding(mesh, tensor.axes, leaf.shape, rules, tensor.name)
+        return over_data(found, leaf.shape) if zero1 and tensor.of_parameter else found
+
+    return jax.tree.map(one, tensors(backend, abstract), abstract)
 
 
 def _by_path(tree: Any) -> dict[Path, Any]:

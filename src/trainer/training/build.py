@@ -15,10 +15,18 @@ from trainer.models.remat import check_offload
 from trainer.objectives import Objective
 from trainer.optim import check_masks, make_optimizer
 from trainer.sharding import Rules, make_mesh, make_rules, on_mesh, slice_count, spec
-from trainer.state import abstract_state, init_state_fn, state_shardings
-from trainer.state.host import Fetch, check_host_memory, fetcher, waiting_shardings
+from trainer.state import (
+    abstract_state,
+    build_zero1_input_state_mesh_shardings,
+    check_tolerance,
+    init_state_fn,
+    set_named_sharding_nnx,
+    state_shardings,
+    tensors,
+)
+from trainer.state.host import Fetch, check_host_memory, fetched, fetcher, waiting_shardings
 from trainer.training.evaluate import make_eval_step
-from trainer.training.step import make_train_step
+from trainer.training.step import Layout, make_train_step
 
 
 class Run(NamedTuple):
@@ -29,7 +37,8 @@ class Run(NamedTuple):
     rules: Rules
     backend: Backend
     abstract_state: Any  # the native train state, a ShapeDtypeStruct at each leaf
-    state_shardings: Any  # in a tree of exactly the same structure
+    state_shardings: Any  # in a tree of exactly the same structure: between steps
+    compute_shardings: Any  # another, while the model computes: under Zero-1 it has the parameters whole over data
     batch_shardings: dict[str, NamedSharding]
     replicated: NamedSharding
     init: Callable[..., Any]  # (params=None) -> native train state at step 0, sharded; see `init_state_fn`
@@ -39,12 +48,7 @@ class Run(NamedTuple):
 
     def abstract_args(self) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
         """The arguments of `step`, as shapes with shardings."""
-        state = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            self.abstract_state,
-            self.state_shardings,
-        )
-        return state, self.abstract_batch(self.rows)
+        return set_named_sharding_nnx(self.abstract_state, self.state_shardings), self.abstract_batch(self.rows)
 
     def abstract_batch(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         """A batch of `rows` rows, as shapes with shardings."""
@@ -68,9 +72,13 @@ class Run(NamedTuple):
         """The compiled training step."""
         return self.step.lower(*self.abstract_args()).compile()
 
-    def placed(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """`fn`, whose layers place their arrays on this run's mesh when it is traced."""
-        return _placed(fn, self.mesh, self.rules)
+    def placed(self, fn: Callable[..., Any], *, whole_rows: bool = False) -> Callable[..., Any]:
+        """`fn`, whose layers place their arrays on this run's mesh when it is traced.
+
+        With `whole_rows` no mesh axis splits the tokens of a row, as for a row that is made token by token.
+        """
+        whole = dict.fromkeys(("activation_length", "activation_norm_length"), ()) if whole_rows else {}
+        return _placed(fn, self.mesh, {**self.rules, **whole})
 
 
 def build(config, devices: Sequence[jax.Device]) -> Run:
@@ -93,29 +101,54 @@ def build(config, devices: Sequence[jax.Device]) -> Run:
     capture = TYPES if config.record_internal_nn_metrics else ()
     objective = Objective(backend.apply, config.z_loss_multiplier, capture)
 
-    on_device = state_shardings(backend, abstract, mesh, rules)
-    shardings = waiting_shardings(config, backend, abstract, on_device)
-    fetch = fetcher(config, backend.unpack(on_device))
+    shardings = state_shardings(backend, abstract, mesh, rules, zero1=config.shard_optimizer_over_data)
+    check_tolerance(tensors(backend, abstract), abstract, shardings, config.sharding_tolerance)
+    during = _during(config, backend, abstract, shardings, rules)
+    layout = Layout(backend.unpack(shardings).params, backend.unpack(during).params)
+    waiting = waiting_shardings(config, backend, abstract, shardings)
+    fetch = fetcher(config, backend.unpack(shardings))
     rows = NamedSharding(mesh, spec(["activation_batch"], rules))
     table = NamedSharding(mesh, spec(["activation_batch", "activation_length"], rules))
     batch_shardings = dict.fromkeys(FIELDS, table) | {"row": rows}
     replicated = NamedSharding(mesh, spec([], rules))
 
     step = jax.jit(
-        _placed(make_train_step(config, backend, tx, objective, fetch), mesh, rules),
-        in_shardings=(shardings, batch_shardings),
-        out_shardings=(shardings, replicated),
+        _placed(fetched(make_train_step(config, backend, tx, objective, layout), backend, fetch), mesh, rules),
+        in_shardings=(waiting, batch_shardings),
+        out_shardings=(waiting, replicated),
         donate_argnums=0,
     )
+    eval_objective = objective._replace(z_loss_multiplier=0.0, capture=())
     eval_step = jax.jit(
-        _placed(make_eval_step(backend, objective._replace(z_loss_multiplier=0.0, capture=()), fetch), mesh, rules),
-        in_shardings=(shardings, batch_shardings, replicated),
+        _placed(fetched(make_eval_step(backend, eval_objective, layout.during), backend, fetch), mesh, rules),
+        in_shardings=(waiting, batch_shardings, replicated),
         out_shardings=replicated,
     )
-    init = init_state_fn(backend, shardings, config.init_weights_seed, fetch)
+    init = init_state_fn(backend, waiting, config.init_weights_seed, fetch)
     return Run(
-        config, mesh, rules, backend, abstract, shardings, batch_shardings, replicated, init, step, eval_step, fetch
+        config,
+        mesh,
+        rules,
+        backend,
+        abstract,
+        waiting,
+        during,
+        batch_shardings,
+        replicated,
+        init,
+        step,
+        eval_step,
+        fetch,
     )
+
+
+def _during(config, backend: Backend, abstract: Any, shardings: Any, rules: Rules) -> Any:
+    """The state's shardings while a step computes."""
+    if not config.shard_optimizer_over_data:
+        return shardings
+    mesh = jax.tree.leaves(shardings)[0].mesh
+    params = backend.unpack(state_shardings(backend, abstract, mesh, rules)).params
+    return build_zero1_input_state_mesh_shardings(config, shardings, params)
 
 
 def _placed(fn: Callable[..., Any], mesh: Mesh, rules: Rules) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """One training step, in the order in which data meets it; written over TrainTree, the same for every combination."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,25 +12,27 @@ from trainer.layers.sown import Sown
 from trainer.objectives import Objective
 from trainer.ops.random import DROPOUT, seed_key
 from trainer.optim import make_schedule, trainable
-from trainer.state.host import Fetch
 
 Batch = dict[str, jax.Array]
 
 
+class Layout(NamedTuple):
+    """Where parameters live, as trees of their canonical structure with a sharding at each leaf."""
+
+    between: Any  # steps: there gradients are summed, and there the update runs
+    during: Any  # a step: there the model computes
+
+
 def make_train_step(
-    config,
-    backend: Backend,
-    tx: optax.GradientTransformation,
-    objective: Objective,
-    fetch: Fetch = lambda tree: tree,
+    config, backend: Backend, tx: optax.GradientTransformation, objective: Objective, layout: Layout
 ) -> Callable[[Any, Batch], tuple[Any, dict[str, jax.Array]]]:
     """`step(native_state, batch) -> (native_state, metrics)`, to be jitted with the state donated.
 
     `batch` holds int32 [rows, length] arrays and `row` [rows]; rows is the global batch. Metrics are weighted over the
     whole batch: float32 scalars, `tokens` and `skipped` (int32; 1 where loss or gradients are not finite and the update
     is left out), and activation statistics [layers] where they are recorded.
-    Gradients are summed in float32 and handed to the optimizer in the dtype of their parameter. `fetch` brings what
-    waits in the host's memory to the device (`state.host.fetcher`).
+    Gradients are summed in float32 and handed to the optimizer in the dtype of their parameter. Parameters are moved
+    once, at entry, from where they lie between steps to where the model computes; their gradients come back at once.
     """
     schedule = make_schedule(config)
     is_trained = trainable(config)
@@ -38,12 +40,14 @@ def make_train_step(
     drops = config.enable_dropout and (config.dropout_rate > 0 or config.attention_dropout_rate > 0)
 
     def step(state: Any, batch: Batch) -> tuple[Any, dict[str, jax.Array]]:
-        tree = fetch(backend.unpack(state))
+        tree = backend.unpack(state)
         key = None
         if drops:
             key = jax.random.fold_in(seed_key(config.init_weights_seed, DROPOUT), tree.step)
         tokens = objective.weight(batch)
-        trained, frozen = _partition(is_trained(tree.params), tree.params)
+        mask = is_trained(tree.params)
+        trained, frozen = _partition(mask, jax.lax.with_sharding_constraint(tree.params, layout.during))
+        trained_layout, _ = _partition(mask, layout.between)
 
         def loss(trained: Any, batch: Batch) -> tuple[jax.Array, tuple[dict[str, jax.Array], Sown]]:
             sums, sown = objective.sums(_combine(trained, frozen), tree.rest, batch, key)
@@ -52,7 +56,8 @@ def make_train_step(
 
         def value_and_grad(trained: Any, batch: Batch) -> Any:
             value, grads = jax.value_and_grad(loss, has_aux=True)(trained, batch)
-            return value, jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
+            grads = jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
+            return value, jax.lax.with_sharding_constraint(grads, trained_layout)
 
         (total, (terms, sown)), grads = _accumulate(value_and_grad, microbatches)(trained, batch)
         grad_norm = optax.tree.norm(grads)

@@ -37,7 +37,7 @@ def test_the_packed_base_yml_needs_no_file(argv):
 
 def test_loading_twice_shares_nothing():
     load([]).config.logical_axis_rules[0][1].append("tensor")
-    assert load([]).config.logical_axis_rules[0] == ["activation_batch", ["data", "fsdp"]]
+    assert load([]).config.logical_axis_rules[0] == ["activation_batch", ["data", "fsdp", "fsdp_transpose"]]
 
 
 def test_precedence_is_base_preset_yml_command_line():
@@ -205,7 +205,7 @@ def test_rules_replace_those_of_their_name_at_every_level():
     assert rules["norm"] == ["data", "fsdp"]
     assert rules["mlp"] == []
     assert rules["vocab"] == ["tensor"]
-    assert rules["heads"] == "tensor"
+    assert rules["heads"] == ["tensor", "tensor_sequence"]
     assert list(rules) == [name for name, _ in schema().keys["logical_axis_rules"].default]
 
 

@@ -202,7 +202,7 @@ def test_a_length_that_the_mesh_does_not_divide(words, devices, line):
             "per_device_batch_size=0.3",
             8,
             "per_device_batch_size=0.3: 0.3 x 8 devices = 2.4 rows, not a whole multiple of 8 "
-            "(data 1 x fsdp 8 = 8 by the rule of activation_batch); nearest: 1",
+            "(fsdp 8 by the rule of activation_batch); nearest: 1",
         ),
         ("per_device_batch_size=1.5", 2, "1.5 x 2 devices = 3 rows, not a whole multiple of 2|nearest: 1 or 2"),
         ("per_device_batch_size=0.01", 1, "0.01 rows|nearest: 1"),

@@ -69,6 +69,7 @@ OTHERS = {
     "enable_nnx": "enable_nnx=false pure_nnx_decoder=false pure_nnx=false",
     "pure_nnx_decoder": "pure_nnx_decoder=false",
     "pure_nnx": "pure_nnx=false",
+    "sharding_tolerance": "sharding_tolerance=0.5",
     "logical_axis_rules": "logical_axis_rules=[[norm,[fsdp]]]",
     "keep_best_checkpoints": "keep_best_checkpoints=2 checkpoint_period=5",
     "steps": "steps=40 learning_rate_schedule_steps=20",

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from attention_cases import assert_close, inputs
 from flax import nnx
-from jax.sharding import AxisType, Mesh
 
 from trainer import sharding
-from trainer.config import make_rules, schema
+from trainer.config import load, make_rules, schema
 from trainer.layers import attention
 from trainer.ops.cudnn import cudnn_attention
 from trainer.ops.rope import Rope
@@ -61,8 +60,8 @@ def test_a_kernel_in_the_layer_equals_the_reference_op(op, dtype, tolerance, on_
 
     monkeypatch.setitem(attention.OPS, op, spied)
     if on_a_mesh:
-        devices = np.array(jax.devices()).reshape(1, 4, 2)
-        mesh = Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+        sizes = {"dataset_type": "synthetic", "ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2}
+        mesh = sharding.get_mesh_from_config(load([f"{key}={value}" for key, value in sizes.items()]).config)
         with sharding.on_mesh(mesh, make_rules(schema().keys["logical_axis_rules"].default)):
             actual = run(op, dtype, mask)
         assert set(parts) == {((1, 128, 2, 64), (1, 128, 1, 64), (1, 128))}

@@ -37,10 +37,10 @@ CAPPED = {"tied": "tied, gated", "separate": "untied, ungated"}
 
 # MaxText's names; 2 layers, width 16, 4 query and 2 key heads of 8, MLP 32, vocabulary 64.
 HEADED = {
-    "decoder/layers/self_attention/query/kernel": ((2, 16, 4, 8), ("layers", "embed", "heads", "head_dim")),
-    "decoder/layers/self_attention/key/kernel": ((2, 16, 2, 8), ("layers", "embed", "kv_heads", "head_dim")),
-    "decoder/layers/self_attention/value/kernel": ((2, 16, 2, 8), ("layers", "embed", "kv_heads", "head_dim")),
-    "decoder/layers/self_attention/out/kernel": ((2, 4, 8, 16), ("layers", "heads", "head_dim", "embed")),
+    "decoder/layers/self_attention/query/kernel": ((2, 16, 4, 8), ("layers", "embed", "q_heads", "kv")),
+    "decoder/layers/self_attention/key/kernel": ((2, 16, 2, 8), ("layers", "embed", "kv_heads", "kv_head_dim")),
+    "decoder/layers/self_attention/value/kernel": ((2, 16, 2, 8), ("layers", "embed", "kv_heads", "kv_head_dim")),
+    "decoder/layers/self_attention/out/kernel": ((2, 4, 8, 16), ("layers", "heads", "kv", "embed")),
 }
 COMMON = HEADED | {
     "token_embedder/embedding": ((64, 16), ("vocab", "embed")),

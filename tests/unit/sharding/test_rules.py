@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import tiny_config
 
-from trainer.sharding import Axes, constrain, make_mesh, make_rules, on_mesh, spec, take
+from trainer.config import UserError
+from trainer.sharding import Axes, constrain, make_mesh, make_rules, named_sharding, on_mesh, spec, take
 
 RULES = make_rules([["batch", ["data", "fsdp"]], ["embed", "fsdp"], ["heads", ["tensor"]], ["norm", []], ["mlp", None]])
 
@@ -18,8 +20,8 @@ def test_rules_hold_tuples_of_mesh_axes():
 
 def test_the_rules_of_a_resolved_configuration_can_be_read():
     rules = make_rules(tiny_config("nnx").logical_axis_rules)
-    assert rules["activation_batch"] == ("data", "fsdp")
-    assert rules["vocab"] == ("tensor",)
+    assert rules["activation_batch"] == ("data", "fsdp", "fsdp_transpose")
+    assert rules["embed"] == ("fsdp",)
     assert rules["layers"] == ()
 
 
@@ -44,13 +46,29 @@ def test_spec(names, expected):
 @pytest.mark.parametrize("names", [["batch", "embed"], ["embed", "norm", "batch"], ["heads", "heads"]])
 def test_two_axes_of_an_array_on_one_mesh_axis_are_refused(names):
     axis = "tensor" if "heads" in names else "fsdp"
-    with pytest.raises(ValueError, match=f"'{names[0]}' and '{names[-1]}' .* both map to mesh axis '{axis}'"):
-        spec(names, RULES)
+    expected = rf"kernel \[{', '.join(names)}\]: {names[0]} and {names[-1]} both map to mesh axis {axis}"
+    with pytest.raises(UserError, match=expected):
+        spec(names, RULES, "kernel")
 
 
 def test_a_name_without_a_rule_is_refused():
-    with pytest.raises(ValueError, match=r"no rule for the logical axis 'head'; .* batch, embed, heads, norm, mlp"):
-        spec(["embed", "head"], RULES)
+    expected = r"kernel \[embed, head\]: no rule for the logical axis head; .* batch, .*, mlp; nearest: heads"
+    with pytest.raises(UserError, match=expected):
+        spec(["embed", "head"], RULES, "kernel")
+
+
+def test_an_axis_that_its_mesh_axes_do_not_divide_is_refused():
+    mesh = jax.make_mesh((2, 2), ("data", "fsdp"), (AxisType.Auto,) * 2)
+    rules = {"batch": ("data", "fsdp"), "embed": ("fsdp",)}
+    assert named_sharding(mesh, ["batch", None], (8, 3), rules) == NamedSharding(mesh, P(("data", "fsdp"), None))
+    expected = r"kernel \[None, batch\] of shape \[4, 6\]: data 2 x fsdp 2 by the rule of batch does not divide 6"
+    with pytest.raises(UserError, match=expected):
+        named_sharding(mesh, [None, "batch"], (4, 6), rules, "kernel")
+    with (
+        on_mesh(mesh, rules),
+        pytest.raises(UserError, match=r"\[3, 2\]: fsdp 2 by the rule of embed does not divide 3"),
+    ):
+        constrain(jnp.ones((3, 2)), ["embed", None])
 
 
 def test_axes_are_a_leaf_where_a_tuple_is_a_node():

@@ -12,7 +12,7 @@ from support import ALL_COMBINATIONS, assert_equal_bits, copied, tiny_config
 from trainer.backends import make_backend
 from trainer.optim import make_optimizer
 from trainer.sharding import make_mesh, make_rules
-from trainer.state import abstract_state, init_state_fn, logical_axes, state_shardings
+from trainer.state import abstract_state, init_state_fn, state_shardings, tensors
 
 AXES = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
 MODEL = {"logits_via_embedding": True, "mlp_activations": "[silu, linear]", "opt_type": "adamw"}
@@ -67,18 +67,20 @@ def test_the_shardings_have_the_structure_of_the_state_and_fit_its_shapes(config
     jax.tree.map(lambda leaf, sharding: sharding.shard_shape(leaf.shape), state, shardings)  # raises where it does not
 
 
+HEADS = ("tensor", "tensor_sequence")
+WIDE = (*HEADS, "fsdp_transpose")
 EXPECTED = {
-    "token_embedder/embedding": P("tensor", "fsdp"),
+    "token_embedder/embedding": P(WIDE, "fsdp"),
     "decoder/decoder_norm/scale": P(None),
     "decoder/layers/pre_self_attention_layer_norm/scale": P(None, None),
     "decoder/layers/post_self_attention_layer_norm/scale": P(None, None),
-    "decoder/layers/self_attention/query/kernel": P(None, "fsdp", "tensor", None),
-    "decoder/layers/self_attention/key/kernel": P(None, "fsdp", "tensor", None),
-    "decoder/layers/self_attention/value/kernel": P(None, "fsdp", "tensor", None),
-    "decoder/layers/self_attention/out/kernel": P(None, "tensor", None, "fsdp"),
-    "decoder/layers/mlp/wi_0/kernel": P(None, "fsdp", "tensor"),
-    "decoder/layers/mlp/wi_1/kernel": P(None, "fsdp", "tensor"),
-    "decoder/layers/mlp/wo/kernel": P(None, "tensor", "fsdp"),
+    "decoder/layers/self_attention/query/kernel": P(None, "fsdp", HEADS, "fsdp_transpose"),
+    "decoder/layers/self_attention/key/kernel": P(None, "fsdp", HEADS, "fsdp_transpose"),
+    "decoder/layers/self_attention/value/kernel": P(None, "fsdp", HEADS, "fsdp_transpose"),
+    "decoder/layers/self_attention/out/kernel": P(None, HEADS, "fsdp_transpose", "fsdp"),
+    "decoder/layers/mlp/wi_0/kernel": P(None, "fsdp", WIDE),
+    "decoder/layers/mlp/wi_1/kernel": P(None, "fsdp", WIDE),
+    "decoder/layers/mlp/wo/kernel": P(None, WIDE, "fsdp"),
 }
 
 
@@ -106,7 +108,7 @@ def test_factored_moments_have_no_names(config):
     """Adafactor keeps row and column sums in the parameter's place; they have fewer axes than it."""
     backend, state, _ = sharded(config, OPTIMIZERS["adafactor"])
     tree = backend.unpack(state)
-    axes = named(logical_axes(backend, tree).opt_state)
+    axes = {path: tensor.axes for path, tensor in named(backend.unpack(tensors(backend, state)).opt_state).items()}
     factored = [
         path
         for path, leaf in named(tree.opt_state).items()

@@ -61,7 +61,8 @@ def evaluation(combination):
     config = tiny_config(combination, enable_dropout=True, dropout_rate=0.5)
     backend = make_backend(config, optax.sgd(0.1))
     state = jax.jit(lambda: backend.init(jax.random.key(0)), compiler_options=QUICK)()
-    step = jax.jit(make_eval_step(backend, Objective(backend.apply)), compiler_options=QUICK)
+    here = jax.tree.map(lambda leaf: leaf.sharding, backend.unpack(state).params)
+    step = jax.jit(make_eval_step(backend, Objective(backend.apply), here), compiler_options=QUICK)
     return config, backend, lambda batch: jax.device_get(step(state, batch, BYTES)), state
 
 

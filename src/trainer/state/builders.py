@@ -1,0 +1,127 @@
+"""Trees of shapes, shardings and specs beside a native train state, under the names that MaxText's users know.
+
+One invariant holds: each of these trees has exactly the structure of the state it belongs to, so that any two of them
+can be zipped with `jax.tree.map`. docs/guides/state-sharding.md teaches the idea.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from trainer.backends import Backend, make_backend
+from trainer.backends.base import tree_mode
+from trainer.backends.codec import path_of
+from trainer.config import UserError, make_rules, resolve
+from trainer.sharding import slice_count
+from trainer.state.shardings import state_shardings
+
+
+class AbstractState(NamedTuple):
+    """Three trees of one structure."""
+
+    state: Any  # ShapeDtypeStructs that carry their shardings
+    specs: Any  # PartitionSpecs
+    shardings: Any  # NamedShardings
+
+
+def get_abstract_state_nnx(
+    config: Any, mesh: Mesh, init_fn: Callable[[], Any], is_training: bool = True
+) -> AbstractState:
+    """The train state that `init_fn` would make, on `mesh` by the rules of `config`. Nothing is allocated.
+
+    Args:
+      config: resolved or not; its combination must be that of the state.
+      mesh: from `get_mesh_from_config`.
+      init_fn: without arguments; gives a native train state: an `nnx.State`, a `TrainStateNNX`, which is split, or a
+        Linen `TrainState`. `init_state_fn(backend)` is one. The optimizer may be any.
+      is_training: False for the layout in which states are evaluated and sampled from: shard_optimizer_over_data does
+        not act, and the state may lack an optimizer.
+
+    Raises:
+      UserError: a tensor does not fit mesh and rules.
+    """
+    config = _resolved(config, mesh)
+    with tree_mode():
+        abstract = jax.eval_shape(init_fn)
+        if isinstance(abstract, nnx.Module):
+            abstract = nnx.state(abstract)
+    shardings = state_shardings(
+        _model_backend(config),
+        abstract,
+        mesh,
+        make_rules(config.logical_axis_rules),
+        zero1=is_training and config.shard_optimizer_over_data,
+    )
+    return AbstractState(set_named_sharding_nnx(abstract, shardings), get_partition_spec_nnx(shardings), shardings)
+
+
+def get_named_sharding_nnx(abstract_state: Any) -> Any:
+    """The shardings that the leaves of `abstract_state` carry, arrays or ShapeDtypeStructs; none is constructed."""
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
+
+
+def set_named_sharding_nnx(abstract_state: Any, named_sharding: Any) -> Any:
+    """`abstract_state` as ShapeDtypeStructs that carry the shardings of `named_sharding`, a tree of its structure."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        abstract_state,
+        named_sharding,
+    )
+
+
+def get_partition_spec_nnx(named_sharding: Any) -> Any:
+    """The PartitionSpec of each sharding of a tree."""
+    return jax.tree.map(lambda sharding: sharding.spec, named_sharding)
+
+
+def build_zero1_input_state_mesh_shardings(config: Any, state_mesh_shardings: Any, params_shardings: Any) -> Any:
+    """The layout in which a step under Zero-1 computes: its parameters gathered over data, the rest as between steps.
+
+    Args:
+      config: resolved or not; its combination must be that of the state.
+      state_mesh_shardings: of a native train state, as it lies between steps.
+      params_shardings: of its parameters, as the step computes with them: a nested dict of canonical names (of a
+        `TrainTree`, or the `params` of a Linen TrainState), or an `nnx.State` of Params.
+
+    Returns:
+      a copy of `state_mesh_shardings` that has `params_shardings` on its parameters.
+
+    Raises:
+      UserError: the two do not hold the same parameters.
+    """
+    mesh = jax.tree.leaves(state_mesh_shardings)[0].mesh
+    backend = _model_backend(_resolved(config, mesh))
+    is_state = isinstance(params_shardings, nnx.State)
+    leaves = jax.tree_util.tree_leaves_with_path(params_shardings)
+    given = {path_of(keypath)[: -1 if is_state else None]: leaf for keypath, leaf in leaves}
+    unseen = set(given)
+
+    def one(keypath: Any, sharding: Any) -> Any:
+        root, *names = backend.canonical(path_of(keypath))
+        if root != "params":
+            return sharding
+        unseen.discard(tuple(names))
+        if tuple(names) not in given:
+            raise UserError(f"params_shardings lacks the parameter {'/'.join(names)}")
+        return given[tuple(names)]
+
+    overlaid = jax.tree_util.tree_map_with_path(one, state_mesh_shardings)
+    if unseen:
+        raise UserError(f"params_shardings holds what the state does not: {', '.join(map('/'.join, sorted(unseen)))}")
+    return overlaid
+
+
+def _resolved(config: Any, mesh: Mesh) -> Any:
+    devices = mesh.devices.ravel().tolist()
+    return resolve(config, device_count=len(devices), platform=devices[0].platform, num_slices=slice_count(devices))
+
+
+@functools.lru_cache(maxsize=8)
+def _model_backend(config: Any) -> Backend:
+    """A backend that knows the names and paths of the model's parameters, for no optimizer in particular."""
+    return make_backend(config, optax.identity())

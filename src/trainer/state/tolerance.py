@@ -1,0 +1,49 @@
+"""sharding_tolerance: what lies whole on every device although the mesh could split it."""
+
+import math
+from typing import Any
+
+import jax
+
+from trainer.config import UserError
+from trainer.sharding import axes_of
+from trainer.state.zero1 import DATA
+
+SHOWN = 5  # of the largest
+
+
+def check_tolerance(tensors: Any, abstract: Any, shardings: Any, tolerance: float) -> None:
+    """Refuse a layout that leaves more than the share `tolerance` of the parameters whole on an axis that could split.
+
+    Axes of size 1 and data, which replicates, do not count; neither does a parameter none of whose dimensions the axis
+    divides.
+
+    Args:
+      tensors, abstract, shardings: trees of one structure, see `state.shardings`.
+
+    Raises:
+      UserError: the axis, the share, and the largest parameters.
+    """
+    rows = list(zip(*map(jax.tree.leaves, (tensors, abstract, shardings)), strict=True))
+    params = [(t, leaf.shape, sharding) for t, leaf, sharding in rows if t.path[0] == "params"]
+    total = sum(math.prod(shape) for _, shape, _ in params)
+    problems = []
+    for axis, size in params[0][2].mesh.shape.items():
+        whole = [(t, shape) for t, shape, sharding in params if size > 1 and _could_split(axis, shape, sharding)]
+        share = sum(math.prod(shape) for _, shape in whole) / total
+        if axis == DATA or share <= tolerance:
+            continue
+        largest = sorted(whole, key=lambda row: -math.prod(row[1]))[:SHOWN]
+        listed = ", ".join(f"{t.name} [{', '.join(map(str, t.axes))}] {list(shape)}" for t, shape in largest)
+        problems.append(
+            f"mesh axis {axis} leaves {share:.1%} of the parameters whole, more than sharding_tolerance={tolerance:g}; "
+            f"the largest: {listed}. Give one of their axes a rule with {axis}, or {axis} the size 1"
+        )
+    if problems:
+        raise UserError("\n  ".join(problems))
+
+
+def _could_split(axis: str, shape: tuple[int, ...], sharding: Any) -> bool:
+    if any(axis in axes_of(entry) for entry in sharding.spec):
+        return False
+    return any(size % sharding.mesh.shape[axis] == 0 for size in sharding.shard_shape(shape))
