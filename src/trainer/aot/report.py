@@ -63,6 +63,12 @@ class Report:
     compile_seconds: float
     suggestions: tuple[Suggestion, ...] = ()
 
+    @property
+    def gradients_reduced_in(self) -> list[str]:
+        """The dtypes, in HLO's spelling, in which devices sum their gradients."""
+        sums = [it for it in self.cost.collectives if it.kind in ("all-reduce", "reduce-scatter") and it.size > 1024]
+        return sorted({it.dtype for it in sums if any("transpose(" in source for source in it.sources)})
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         memory = self.memory
@@ -88,6 +94,7 @@ class Report:
             "rolled_bytes_accessed": self.rolled_bytes_accessed,
             "matmul_flops": self.cost.matmul_flops,
             "hbm_bytes_accessed": self.cost.hbm_bytes,
+            "gradients_reduced_in": self.gradients_reduced_in,
             "collectives": [dataclasses.asdict(collective) for collective in self.cost.collectives],
             "estimate": self.estimate._asdict() if self.estimate else None,
             "suggestions": [suggestion._asdict() for suggestion in self.suggestions],

@@ -73,6 +73,9 @@ def _cost(report: Report) -> Iterator[str]:
         along = ", ".join(collective.axes) or "no axis"
         count = f"{collective.count} x {si(collective.size, 'B')}"
         yield f"{si(collective.bytes, 'B'):>12}  {collective.kind} {collective.dtype} along {along}, {count}"
+    if report.gradients_reduced_in:
+        dtypes = " and ".join(report.gradients_reduced_in)
+        yield f"  devices sum gradients in {dtypes}: the compiler takes the dtype of the products that make them"
     for note in cost.notes:
         yield f"  not counted: {note}"
     if report.estimate:

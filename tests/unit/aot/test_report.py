@@ -33,6 +33,7 @@ def test_json_has_the_bytes_of_a_device(step, report):
     assert values["mesh"] == {"data": 2, "fsdp": 4}
     analysis = step.compiled.cost_analysis()
     assert (values["rolled_flops"], values["rolled_bytes_accessed"]) == (analysis["flops"], analysis["bytes accessed"])
+    assert values["gradients_reduced_in"] == ["f32"]
     assert values["flops"] > 1.5 * values["rolled_flops"]  # three layers
 
 
