@@ -104,6 +104,8 @@ def analyze(hlo_text: str, mesh: Any = None, partitioned_text: str | None = None
     totals = whole.computation(module.entry)
     rolled = _Counter(module, rolled=True).computation(module.entry)
     found, notes = collectives(parse(partitioned_text) if partitioned_text else module, mesh)
+    if not partitioned_text and '"AsyncCollectiveStart"' in hlo_text:
+        notes.append("collectives are counted in the optimized module, which repeats those that it overlaps")
     return Cost(
         flops=totals.flops,
         matmul_flops=totals.matmul_flops,

@@ -156,6 +156,9 @@ def test_what_cannot_be_counted_is_said():
     assert len(cost.notes) > 3
     assert any("kernel" in note and "other_mha" in note for note in cost.notes)
     assert any("loop" in note for note in cost.notes)
+    overlapped = VMEM.replace("copy-done(%start)", 'custom-call(%start), custom_call_target="AsyncCollectiveStart"')
+    assert [note for note in analyze(overlapped).notes if "repeats" in note]
+    assert analyze(overlapped, None, VMEM).notes == ()
 
 
 def test_a_cost_is_json(step):
