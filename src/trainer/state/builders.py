@@ -57,9 +57,7 @@ def get_abstract_state_nnx(
         make_rules(config.logical_axis_rules),
         zero1=is_training and config.shard_optimizer_over_data,
     )
-    return AbstractState(
-        set_named_sharding_nnx(abstract, shardings), get_partition_spec_nnx(shardings), shardings
-    )
+    return AbstractState(set_named_sharding_nnx(abstract, shardings), get_partition_spec_nnx(shardings), shardings)
 
 
 def get_named_sharding_nnx(abstract_state: Any) -> Any:
@@ -120,9 +118,7 @@ def build_zero1_input_state_mesh_shardings(config: Any, state_mesh_shardings: An
 
 def _resolved(config: Any, mesh: Mesh) -> Any:
     devices = mesh.devices.ravel().tolist()
-    return resolve(
-        config, device_count=len(devices), platform=devices[0].platform, num_slices=slice_count(devices)
-    )
+    return resolve(config, device_count=len(devices), platform=devices[0].platform, num_slices=slice_count(devices))
 
 
 @functools.lru_cache(maxsize=8)
