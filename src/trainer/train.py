@@ -107,6 +107,7 @@ def _say_what_runs(console, run, dataset, run_dir, warnings: Sequence[str]) -> N
     import jax
 
     from trainer.models.flops import flops_per_token, parameter_count
+    from trainer.state import table
 
     device = run.mesh.devices.flat[0]
     console.banner(
@@ -120,6 +121,11 @@ def _say_what_runs(console, run, dataset, run_dir, warnings: Sequence[str]) -> N
         run_dir=run_dir,
         warnings=warnings,
     )
+    if run.config.shard_optimizer_over_data and run.mesh.shape["data"] == 1:
+        console.say("warning: shard_optimizer_over_data=true has no effect: the mesh axis data has size 1")
+    if run.config.debug_sharding:
+        found = run.table()
+        console.say(table.text(found["tensors"], found["totals"]))
     if run.config.log_config:
         console.say(to_yaml(run.config))
 

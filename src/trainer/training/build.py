@@ -13,7 +13,7 @@ from trainer.data import FIELDS
 from trainer.layers.sown import TYPES
 from trainer.models.remat import check_offload
 from trainer.objectives import Objective
-from trainer.optim import check_masks, make_optimizer
+from trainer.optim import check_masks, make_optimizer, trainable
 from trainer.sharding import Rules, make_mesh, make_rules, on_mesh, slice_count, spec
 from trainer.state import (
     abstract_state,
@@ -22,6 +22,7 @@ from trainer.state import (
     init_state_fn,
     set_named_sharding_nnx,
     state_shardings,
+    table,
     tensors,
 )
 from trainer.state.host import Fetch, check_host_memory, fetched, fetcher, waiting_shardings
@@ -67,6 +68,15 @@ class Run(NamedTuple):
     def eval_rows(self) -> int:
         """Rows of an evaluation batch."""
         return eval_batch_rows(self.config)
+
+    def table(self) -> dict[str, Any]:
+        """Where the train state lives, as plain data: the mesh axes above 1, a row for each tensor, and totals."""
+        trees = tensors(self.backend, self.abstract_state), self.abstract_state, self.state_shardings
+        rows = table.rows(*trees)
+        trained = trainable(self.config)({row["name"]: 0 for row in rows if row["name"].startswith("params/")})
+        gradients = table.gradient_rows(*trees, [name for name, is_trained in trained.items() if is_trained])
+        axes = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
+        return {"mesh": axes, "tensors": rows, "totals": table.totals([*rows, *gradients])}
 
     def compile(self) -> Any:
         """The compiled training step."""

@@ -1,0 +1,101 @@
+"""Several configurations from one command line: `key=value` for all, `left.key=value` and `right.key=value` for one.
+
+`left=NAME` and `right=NAME` stand for the three flags of that combination; `right=NAME,NAME` and `right=all` make
+several right sides, each compared with the left one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainer.config.dump import to_flow
+from trainer.config.errors import UserError, nearest
+from trainer.config.flags import COMBINATIONS, combination, flags_of
+from trainer.config.load import Loaded, load
+from trainer.config.schema import schema
+
+LEFT, RIGHT, ALL = "left", "right", "all"
+
+
+@dataclass(frozen=True)
+class Side:
+    """One configuration of a command line. `name` tells it from the others, `words` are those of this side alone."""
+
+    name: str
+    words: tuple[str, ...]
+    loaded: Loaded
+
+
+def load_sides(argv: Sequence[str]) -> list[Side]:
+    """The left side and the right ones, in the order of the command line; one side called "" where no word names one.
+
+    Within a side later words win, and its own words win over those for all.
+
+    Raises:
+      UserError: the mistakes of the first side that has any.
+    """
+    shared, left, right, names = _split(argv)
+    if not left and not right and not names:
+        return [Side("", (), load(argv))]
+    lefts, rights = names.get(LEFT, [""]), names.get(RIGHT, [""])
+    if len(lefts) > 1:
+        raise UserError(f"left={','.join(lefts)}: one combination; right= takes several")
+    if rights == [ALL]:
+        own = lefts[0] or combination(_load(LEFT, [*shared, *left]).config)
+        rights = [name for name in COMBINATIONS if name != own]
+    asked = [(LEFT, lefts[0], left), *((RIGHT, name, right) for name in rights)]
+    loaded = [_load(side, [*shared, *_flag_words(name), *words]) for side, name, words in asked]
+    labels = [combination(it.config) for it in loaded]
+    if len(set(labels)) < len(labels):
+        # Where the combination does not tell the sides apart, their place does.
+        labels = [side if len(rights) == 1 or side == LEFT else f"{side}={name}" for side, name, _ in asked]
+    return [
+        Side(label, (*_flag_words(name), *words), it)
+        for label, (_, name, words), it in zip(labels, asked, loaded, strict=True)
+    ]
+
+
+def differences(sides: Sequence[Side]) -> dict[str, list[str]]:
+    """The keys whose values are not the same on all sides, and each side's value as text."""
+    values = {key: [to_flow(side.loaded.config[key]) for side in sides] for key in schema().keys}
+    return {key: texts for key, texts in values.items() if len(set(texts)) > 1}
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str], list[str], dict[str, list[str]]]:
+    """The words for all, those of the left and of the right, and the combinations that a side is said to have."""
+    shared: list[str] = []
+    own: dict[str, list[str]] = {LEFT: [], RIGHT: []}
+    names: dict[str, list[str]] = {}
+    for word in argv:
+        side, dot, rest = word.partition(".")
+        head, equals, text = word.partition("=")
+        if dot and side in own and "=" not in side:
+            own[side].append(rest)
+        elif equals and head in own:
+            names[head] = _combinations(word, text)
+        else:
+            shared.append(word)
+    return shared, own[LEFT], own[RIGHT], names
+
+
+def _combinations(word: str, text: str) -> list[str]:
+    names = list(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in COMBINATIONS and names != [ALL]:
+            raise UserError(
+                f"{word}: there is no combination {name}; allowed: {', '.join(COMBINATIONS)}, several with commas "
+                f"between them on the right, or right={ALL}{nearest(name, COMBINATIONS)}"
+            )
+    if names == [ALL] and word.startswith(LEFT):
+        raise UserError(f"{word}: one combination; right={ALL} compares all others with it")
+    return names
+
+
+def _flag_words(name: str) -> list[str]:
+    return [f"{flag}={str(value).lower()}" for flag, value in flags_of(name).items()] if name else []
+
+
+def _load(side: str, argv: Sequence[str]) -> Loaded:
+    try:
+        return load(argv)
+    except UserError as error:
+        raise UserError(f"{side}: {error}") from None
