@@ -4,9 +4,11 @@ import contextlib
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from trainer.config import UserError, exit_on_user_error, load, to_yaml
 from trainer.config.files import COMMAND_LINE
+from trainer.runtime.platforms import leave_out_absent_tpu
 from trainer.runtime.preemption import EXIT_CODE
 
 
@@ -16,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     started = time.perf_counter()
     loaded = load(sys.argv[1:] if argv is None else argv)
     # From here on the command line makes sense by itself; what follows loads JAX.
+    leave_out_absent_tpu()
     import jax
 
     from trainer.data import open_dataset
@@ -25,6 +28,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     console = Console()
     for note in loaded.notes:
         console.say(note)
+    for key in ("compile_topology", "compile_topology_num_slices", "compile_report_file"):
+        if loaded.changed.get(key) == COMMAND_LINE:
+            loaded.warnings.append(
+                f"{key} ({COMMAND_LINE}) has no effect: trainer.train runs on the devices that it has"
+            )
     run = build(loaded.config, jax.devices())
     dataset = open_dataset(run.config, console.say)
     prompt = _prompt(run.config, dataset.tokenizer)
@@ -62,10 +70,12 @@ def _train(loaded, run, dataset, run_dir, console):
         begin = start(run, dataset, manager, console.say, schedule_given=schedule_given, given=given)
         if begin.updates == run.config.steps and run_dir.finished:
             return None
+        compiled = None
+        if run.config.compiled_trainstep_file:
+            compiled = _load_step(run, console)
         # All that can be wrong with the command has been seen: the run leaves its traces.
         run_dir.begin(to_yaml(run.config), resumed=begin.resumed, say=console.say)
-        compiled = None
-        if begin.updates < run.config.steps:
+        if compiled is None and begin.updates < run.config.steps:
             console.say("compiling the training step")
             compiled = run.compile()
         writer = stack.enter_context(MetricsWriter(run_dir.path, begin.updates))
@@ -82,8 +92,21 @@ def _train(loaded, run, dataset, run_dir, console):
         return fit(run, compiled, begin, dataset, Reports(on_step, on_evaluation, writer.sync, evaluated), manager)
 
 
+def _load_step(run, console):
+    """The step that `trainer.train_compile` compiled."""
+    from trainer.aot import executable
+
+    path = Path(run.config.compiled_trainstep_file).expanduser()
+    devices, args = list(run.mesh.devices.flat), run.abstract_args()
+    step = executable.load(path, executable.origin_of(run.config, devices, args), args, devices)
+    console.say(f"the training step is that of {path}, nothing is compiled")
+    return step
+
+
 def _say_what_runs(console, run, dataset, run_dir, warnings: Sequence[str]) -> None:
     import jax
+
+    from trainer.state import table
 
     device = run.mesh.devices.flat[0]
     console.banner(
@@ -97,6 +120,11 @@ def _say_what_runs(console, run, dataset, run_dir, warnings: Sequence[str]) -> N
         run_dir=run_dir,
         warnings=warnings,
     )
+    if run.config.shard_optimizer_over_data and run.mesh.shape["data"] == 1:
+        console.say("warning: shard_optimizer_over_data=true has no effect: the mesh axis data has size 1")
+    if run.config.debug_sharding:
+        found = run.table()
+        console.say(table.text(found["tensors"], found["totals"]))
     if run.config.log_config:
         console.say(to_yaml(run.config))
 
@@ -125,11 +153,13 @@ def _sample(run, state, tokenizer, prompt: list[int]) -> str:
     rows = run.mesh.size  # a row for every device, so that the batch can be placed on any mesh; the first is shown
     temperature, seed = run.config.decode_sampling_temperature, run.config.init_weights_seed
 
-    def draw(params, rest):
+    def draw(tree):
+        params = run.fetch(tree).params
         params = jax.lax.with_sharding_constraint(params, run.backend.unpack(run.compute_shardings).params)
-        return sample(run.config, run.backend, params, rest, prompt, rows=rows, temperature=temperature, seed=seed)
+        return sample(run.config, run.backend, params, tree.rest, prompt, rows=rows, temperature=temperature, seed=seed)
 
-    tokens = jax.device_get(jax.jit(run.placed(draw, whole_rows=True))(tree.params, tree.rest))[0].tolist()
+    tree = tree._replace(opt_state=None)
+    tokens = jax.device_get(jax.jit(run.placed(draw, whole_rows=True))(tree))[0].tolist()
     # The end may be the token that also stands at the beginning.
     end = tokens.index(tokenizer.eos, len(prompt)) if tokenizer.eos in tokens[len(prompt) :] else len(tokens)
     return tokenizer.decode(tokens[:end])

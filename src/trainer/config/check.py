@@ -11,6 +11,7 @@ from trainer.config.derived import DCN, ICI, MESH_AXES, UNUSED_AXES
 from trainer.config.dump import to_flow
 from trainer.config.errors import nearest
 from trainer.config.rules import collisions
+from trainer.config.topologies import find_topology
 
 # The functions of these names are in layers/mlp.py.
 ACTIVATIONS = ("silu", "gelu", "relu", "tanh", "sigmoid", "linear")
@@ -167,6 +168,20 @@ def _rules(config: Any) -> str | None:
     return f"{'; '.join(found)}; move one of the two to another mesh axis or to []" if found else None
 
 
+def _topology(config: Any) -> str | None:
+    found = find_topology(config.compile_topology) if config.compile_topology else None
+    return found if isinstance(found, str) else None
+
+
+def _slices(config: Any) -> str | None:
+    simulated = config.compile_topology.startswith("cpu-")
+    return (
+        "simulated CPU devices lie in no slices: give cpu-N with all of them"
+        if simulated and config.compile_topology_num_slices > 1
+        else None
+    )
+
+
 # The axes' keys within a slice, and over slices.
 _SIZES = tuple(tuple(keys[axis] for axis in MESH_AXES if axis not in UNUSED_AXES) for keys in (ICI, DCN))
 
@@ -198,5 +213,7 @@ CHECKS = (
         for keys in (ICI, DCN)
     ),
     Check(("logical_axis_rules",), _rules),
+    Check(("compile_topology",), _topology),
+    Check(("compile_topology", "compile_topology_num_slices"), _slices),
     *(Check(keys, problem) for keys, problem in DATA_CHECKS),
 )

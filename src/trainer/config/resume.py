@@ -19,6 +19,8 @@ LAYOUT = (
     *DCN.values(),
     "allow_split_physical_axes",
     "shard_optimizer_over_data",
+    "optimizer_memory_host_offload",
+    "parameter_memory_host_offload",
     "logical_axis_rules",
     "sharding_tolerance",
     "debug_sharding",
@@ -59,6 +61,10 @@ AROUND = (
     "prompt",
     "decode_sampling_temperature",
     "override_model_config",
+    "compile_topology",
+    "compile_topology_num_slices",
+    "compiled_trainstep_file",
+    "compile_report_file",
     "model_name",  # a name for sizes; the sizes themselves are compared
 )
 MAY_CHANGE = frozenset((*LAYOUT, *BATCH, *LENGTH, *AROUND))

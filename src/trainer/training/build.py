@@ -16,7 +16,7 @@ from trainer.models import blocks
 from trainer.models.flops import flops_per_token
 from trainer.models.remat import check_offload
 from trainer.objectives import Objective
-from trainer.optim import check_masks, make_optimizer
+from trainer.optim import check_masks, make_optimizer, trainable
 from trainer.sharding import Rules, make_mesh, make_rules, on_mesh, slice_count, spec
 from trainer.state import (
     abstract_state,
@@ -25,8 +25,10 @@ from trainer.state import (
     init_state_fn,
     set_named_sharding_nnx,
     state_shardings,
+    table,
     tensors,
 )
+from trainer.state.host import Fetch, check_host_memory, fetched, fetcher, waiting_shardings
 from trainer.training.evaluate import make_eval_step
 from trainer.training.step import Layout, make_train_step
 
@@ -46,6 +48,7 @@ class Run(NamedTuple):
     init: Callable[..., Any]  # (params=None) -> native train state at step 0, sharded; see `init_state_fn`
     step: Any  # jitted (state, batch) -> (state, metrics), the state donated
     eval_step: Any  # jitted (state, batch, bytes per token [vocab]) -> sums
+    fetch: Fetch  # for inside of jit: a TrainTree with what waits in the host's memory brought to the device
 
     def abstract_args(self) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
         """The arguments of `step`, as shapes with shardings."""
@@ -90,6 +93,15 @@ class Run(NamedTuple):
     def _params(self) -> Any:
         return self.backend.unpack(self.abstract_state).params
 
+    def table(self) -> dict[str, Any]:
+        """Where the train state lives, as plain data: the mesh axes above 1, a row for each tensor, and totals."""
+        trees = tensors(self.backend, self.abstract_state), self.abstract_state, self.state_shardings
+        rows = table.rows(*trees)
+        trained = trainable(self.config)({row["name"]: 0 for row in rows if row["name"].startswith("params/")})
+        gradients = table.gradient_rows(*trees, [name for name, is_trained in trained.items() if is_trained])
+        axes = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
+        return {"mesh": axes, "tensors": rows, "totals": table.totals([*rows, *gradients])}
+
     def compile(self) -> Any:
         """The compiled training step."""
         return self.step.lower(*self.abstract_args()).compile()
@@ -111,7 +123,9 @@ def build(config, devices: Sequence[jax.Device]) -> Run:
     """
     platform, slices = devices[0].platform, slice_count(devices)
     config = resolve(config, device_count=len(devices), platform=platform, num_slices=slices)
-    check_offload(config, [memory.kind for memory in devices[0].addressable_memories()])
+    memory_kinds = [memory.kind for memory in devices[0].addressable_memories()]
+    check_offload(config, memory_kinds)
+    check_host_memory(config, memory_kinds)
     mesh = make_mesh(config, devices)
     rules = make_rules(config.logical_axis_rules)
     tx = make_optimizer(config)
@@ -125,26 +139,40 @@ def build(config, devices: Sequence[jax.Device]) -> Run:
     check_tolerance(tensors(backend, abstract), abstract, shardings, config.sharding_tolerance)
     during = _during(config, backend, abstract, shardings, rules)
     layout = _layout(backend, shardings, during)
+    waiting = waiting_shardings(config, backend, abstract, shardings)
+    fetch = fetcher(config, backend.unpack(shardings))
     rows = NamedSharding(mesh, spec(["activation_batch"], rules))
     table = NamedSharding(mesh, spec(["activation_batch", "activation_length"], rules))
     batch_shardings = dict.fromkeys(FIELDS, table) | {"row": rows}
     replicated = NamedSharding(mesh, spec([], rules))
 
     step = jax.jit(
-        _placed(make_train_step(config, backend, tx, objective, layout), mesh, rules),
-        in_shardings=(shardings, batch_shardings),
-        out_shardings=(shardings, replicated),
+        _placed(fetched(make_train_step(config, backend, tx, objective, layout), backend, fetch), mesh, rules),
+        in_shardings=(waiting, batch_shardings),
+        out_shardings=(waiting, replicated),
         donate_argnums=0,
     )
     eval_objective = objective._replace(z_loss_multiplier=0.0, capture=())
     eval_step = jax.jit(
-        _placed(make_eval_step(backend, eval_objective, layout.during), mesh, rules),
-        in_shardings=(shardings, batch_shardings, replicated),
+        _placed(fetched(make_eval_step(backend, eval_objective, layout.during), backend, fetch), mesh, rules),
+        in_shardings=(waiting, batch_shardings, replicated),
         out_shardings=replicated,
     )
-    init = init_state_fn(backend, shardings, config.init_weights_seed)
+    init = init_state_fn(backend, waiting, config.init_weights_seed, fetch)
     return Run(
-        config, mesh, rules, backend, abstract, shardings, during, batch_shardings, replicated, init, step, eval_step
+        config,
+        mesh,
+        rules,
+        backend,
+        abstract,
+        waiting,
+        during,
+        batch_shardings,
+        replicated,
+        init,
+        step,
+        eval_step,
+        fetch,
     )
 
 

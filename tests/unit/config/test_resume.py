@@ -53,7 +53,7 @@ def test_the_list_is_this_one():
     assert set(BATCH) == {"per_device_batch_size", "gradient_accumulation_steps"}
     assert set(LENGTH) == {"steps", "learning_rate_schedule_steps"}
     assert {*FLAGS, "scan_layers", "logical_axis_rules"} <= set(LAYOUT)
-    sections = {"Run and output", "Checkpoints"}
+    sections = {"Run and output", "Checkpoints", "Ahead-of-time compilation"}
     around = {name for name, key in schema().keys.items() if key.section in sections}
     around -= {"load_parameters_path", "load_full_state_path", "reset_optimizer"}  # what the run was begun with
     evaluation = {"eval_interval", "eval_steps", "eval_per_device_batch_size", "prompt", "decode_sampling_temperature"}
@@ -68,6 +68,7 @@ def test_the_same_configuration_has_nothing_to_say():
 
 # A value of each key other than in BASE, where not simply another one can be made up.
 OTHERS = {
+    "compile_topology": "compile_topology=v5e-8",
     "eval_data_columns": "eval_data_columns=[other]",
     "sharding_tolerance": "sharding_tolerance=0.5",
     "logical_axis_rules": "logical_axis_rules=[[norm,[fsdp]]]",
