@@ -1,6 +1,7 @@
 """`python -m trainer.train [base.yml] key=value ...`: train a language model."""
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -16,18 +17,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     started = time.perf_counter()
     loaded = load(sys.argv[1:] if argv is None else argv)
     # From here on the command line makes sense by itself; what follows loads JAX.
-    import jax
+    from trainer.runtime.distributed import distributed
 
-    from trainer.data import open_dataset
+    with distributed(loaded.config), contextlib.ExitStack() as stack:
+        _run(loaded, started, stack)
+
+
+def _run(loaded, started: float, stack: contextlib.ExitStack) -> None:
     from trainer.observe import Console, open_run
-    from trainer.training import build
+    from trainer.runtime.agreement import agreed, check_same, is_first
 
-    console = Console()
+    # The first process speaks for all, but of what goes wrong.
+    console = Console(None if is_first() else stack.enter_context(open(os.devnull, "w")))
     for note in loaded.notes:
         console.say(note)
-    run = build(loaded.config, jax.devices())
-    dataset = open_dataset(run.config, console.say)
-    prompt = _prompt(run.config, dataset.tokenizer)
+    run, dataset, prompt = agreed(lambda: _prepare(loaded, console))
+    check_same("the training data", dataset.fingerprint)
     config_yml = to_yaml(run.config)
     with open_run(
         run.config.base_output_directory, run.config.run_name, config_yml, run.config.enable_checkpointing, console.say
@@ -47,11 +52,28 @@ def main(argv: Sequence[str] | None = None) -> None:
         console.sample(run.config.prompt, _sample(run, end.state, dataset.tokenizer, prompt))
 
 
+def _prepare(loaded, console):
+    """The run, the data that it reads, and the tokens of its prompt."""
+    import jax
+
+    from trainer.data import open_dataset
+    from trainer.training import build
+
+    run = build(loaded.config, jax.devices())
+    index = jax.process_index()
+
+    def say(text: str) -> None:
+        # What is read, waited for, skipped or cut differs between processes.
+        console.say(text) if index == 0 else print(f"process {index}: {text}", flush=True)
+
+    dataset = open_dataset(run.config, say)
+    return run, dataset, _prompt(run.config, dataset.tokenizer)
+
+
 def _train(loaded, run, dataset, run_dir, console):
     """From where the run stands to its end; see `training.fit`. None for a run that an earlier process finished."""
     from trainer.checkpoint import CheckpointManager
-    from trainer.observe import MetricsWriter
-    from trainer.training import Reports, fit, start
+    from trainer.training import fit, start
 
     with contextlib.ExitStack() as stack:
         manager = None
@@ -68,18 +90,39 @@ def _train(loaded, run, dataset, run_dir, console):
         if begin.updates < run.config.steps:
             console.say("compiling the training step")
             compiled = run.compile()
-        writer = stack.enter_context(MetricsWriter(run_dir.path, begin.updates))
+        reports = _reports(run, run_dir, begin.updates, console, stack)
+        return fit(run, compiled, begin, dataset, reports, manager)
 
-        def on_step(row):
+
+def _reports(run, run_dir, updates: int, console, stack: contextlib.ExitStack):
+    """Rows for metrics.jsonl, which the first process writes, and for the console."""
+    from trainer.observe import MetricsWriter
+    from trainer.runtime.agreement import from_first
+    from trainer.training import Reports
+
+    writers = []
+
+    def open_metrics() -> list[int]:
+        writers.append(stack.enter_context(MetricsWriter(run_dir.path, updates)))
+        return [row["step"] for row in writers[0].kept if "eval_loss" in row]
+
+    evaluated = frozenset(from_first(open_metrics))
+
+    def on_step(row):
+        for writer in writers:
             writer.write(row)
-            console.step(row, run.config.steps)
+        console.step(row, run.config.steps)
 
-        def on_evaluation(row):
+    def on_evaluation(row):
+        for writer in writers:
             writer.write(row)
-            console.evaluation(row)
+        console.evaluation(row)
 
-        evaluated = frozenset(row["step"] for row in writer.kept if "eval_loss" in row)
-        return fit(run, compiled, begin, dataset, Reports(on_step, on_evaluation, writer.sync, evaluated), manager)
+    def sync():
+        for writer in writers:
+            writer.sync()
+
+    return Reports(on_step, on_evaluation, sync, evaluated)
 
 
 def _say_what_runs(console, run, dataset, run_dir, warnings: Sequence[str]) -> None:
@@ -130,7 +173,8 @@ def _sample(run, state, tokenizer, prompt: list[int]) -> str:
     def draw(params, rest):
         return sample(run.config, run.backend, params, rest, prompt, rows=rows, temperature=temperature, seed=seed)
 
-    tokens = jax.device_get(jax.jit(run.placed(draw))(tree.params, tree.rest))[0].tolist()
+    drawn = jax.jit(run.placed(draw), out_shardings=run.replicated)(tree.params, tree.rest)
+    tokens = jax.device_get(drawn)[0].tolist()
     # The end may be the token that also stands at the beginning.
     end = tokens.index(tokenizer.eos, len(prompt)) if tokenizer.eos in tokens[len(prompt) :] else len(tokens)
     return tokenizer.decode(tokens[:end])

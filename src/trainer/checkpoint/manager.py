@@ -24,6 +24,7 @@ from trainer.checkpoint.compare import check_structure
 from trainer.checkpoint.retention import expired
 from trainer.checkpoint.sums import damaged, verify, write_sums
 from trainer.config import UserError
+from trainer.runtime.agreement import agreed, from_first, is_first
 
 FOLDER = "checkpoints"
 _UNCOMMITTED, _EXPIRED = ".orbax-checkpoint-tmp", ".expired"
@@ -38,9 +39,8 @@ class CheckpointManager:
         """Opens run_dir/checkpoints. Saves that never committed are cleared away, with a line to `say`."""
         self.directory = run_dir / FOLDER
         self._config = config
+        self._losses: dict[int, float | None] = {int(name): loss for name, loss in from_first(lambda: self._found(say))}
         with _disk_errors(self.directory):
-            self._tidy(say)
-            self._losses = {int(path.name): self._loss(path) for path in committed(self.directory)}
             self._orbax = ocp.training.Checkpointer(
                 self.directory.absolute(),
                 context=_context(functools.partial(_write_sums, self.directory)),  # copied deeply: no method
@@ -104,7 +104,15 @@ class CheckpointManager:
         for updates in expired(self._losses, self._config):
             del self._losses[updates]
             path = self.path(updates)
+            if not is_first():
+                continue
             shutil.rmtree(path.rename(path.with_suffix(_EXPIRED)))
+
+    def _found(self, say: Callable[[str], None]) -> list[tuple[str, float | None]]:
+        """The checkpoints that are there, once what is left of others is cleared away."""
+        with _disk_errors(self.directory):
+            self._tidy(say)
+            return [(path.name, self._loss(path)) for path in committed(self.directory)]
 
     def _tidy(self, say: Callable[[str], None]) -> None:
         for path in self.directory.glob(f"*{_EXPIRED}"):
@@ -129,8 +137,8 @@ def inspect(path: Path) -> Beside:
     Raises:
       UserError: a file of the checkpoint is damaged; names the first one.
     """
-    verify(path)
-    return read_beside(path / RUN)
+    from_first(lambda: verify(path))
+    return agreed(lambda: read_beside(path / RUN))
 
 
 def restore(path: Path, abstract: TrainTree) -> TrainTree:

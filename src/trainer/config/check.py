@@ -77,6 +77,19 @@ def _output_directory(config: Any) -> str | None:
     return None if config.base_output_directory else "empty; write . for the current folder"
 
 
+def _processes(config: Any) -> str | None:
+    given = [bool(config.coordinator_address), config.num_processes > 0, config.process_id >= 0]
+    if not any(given):
+        return None
+    if not all(given):
+        return "these three go together, such as coordinator_address=10.0.0.1:1234 num_processes=2 process_id=0"
+    if not re.fullmatch(r".+:\d+", config.coordinator_address):
+        return f"coordinator_address is host:port; nearest: {config.coordinator_address}:1234"
+    if config.process_id >= config.num_processes:
+        return f"processes count from 0; at most process_id={config.num_processes - 1}"
+    return None
+
+
 def _heads(config: Any) -> str | None:
     heads, kv_heads = config.base_num_query_heads, config.base_num_kv_heads
     if heads % kv_heads == 0:
@@ -170,6 +183,7 @@ CHECKS = (
     Check(("base_output_directory",), _output_directory),
     Check(("load_parameters_path",), local("load_parameters_path")),
     Check(("base_output_directory",), local("base_output_directory")),
+    Check(("coordinator_address", "num_processes", "process_id"), _processes),
     Check(("base_num_query_heads", "base_num_kv_heads"), _heads),
     Check(("head_dim",), _head_dim),
     Check(("rope_min_timescale", "rope_max_timescale"), _rope),

@@ -6,14 +6,14 @@ from typing import Any
 import ml_collections
 
 from trainer.config.derived import MESH_AXES, global_batch_rows
-from trainer.config.dump import to_flow
+from trainer.config.dump import PROCESSES, to_flow
 from trainer.config.errors import UserError
 from trainer.config.flags import FLAGS
 from trainer.config.resolve import frozen
 from trainer.config.schema import schema
 
 # How the program is laid out and where it runs. None of these changes what is learned, but for the order of sums.
-LAYOUT = (*FLAGS, *MESH_AXES.values(), "logical_axis_rules", "scan_layers")
+LAYOUT = (*FLAGS, *MESH_AXES.values(), "logical_axis_rules", "scan_layers", *PROCESSES)
 # The same global batch may be cut in other ways.
 BATCH = ("per_device_batch_size", "gradient_accumulation_steps")
 # How long: the schedule may follow where it is not given.

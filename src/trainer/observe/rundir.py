@@ -11,6 +11,7 @@ from typing import IO, NamedTuple, Self
 
 from trainer.config import UserError
 from trainer.observe.metrics import METRICS_FILE
+from trainer.runtime.agreement import from_first
 from trainer.runtime.lock import lock
 
 CONFIG_FILE, FINISHED_FILE = "config.yml", "finished"
@@ -18,10 +19,13 @@ _NUMBERED = re.compile(r"run-(\d+)")
 
 
 class RunDir(NamedTuple):
-    """A run's folder, which is this process's alone as long as `lock` is open; a context manager that closes it."""
+    """A run's folder, which is this process's alone as long as `lock` is open; a context manager that closes it.
+
+    Of several processes that train together the first has the lock, for all of them, and writes what is written.
+    """
 
     path: Path
-    lock: IO[str]
+    lock: IO[str] | None
 
     def __enter__(self) -> Self:
         return self
@@ -29,12 +33,13 @@ class RunDir(NamedTuple):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.lock.close()
+        if self.lock is not None:
+            self.lock.close()
 
     @property
     def finished(self) -> bool:
         """Whether an earlier process came to the end of this run."""
-        return (self.path / FINISHED_FILE).exists()
+        return from_first((self.path / FINISHED_FILE).exists)
 
     def begin(self, config_yml: str, *, resumed: bool, say: Callable[[str], None]) -> None:
         """Leaves the first trace: config.yml. The run is unfinished from here on.
@@ -47,10 +52,13 @@ class RunDir(NamedTuple):
         Raises:
           UserError: those rows are of a run that ended, or that had no checkpoints; or the disk is full.
         """
+        from_first(lambda: self._begin(config_yml, resumed, say))
+
+    def _begin(self, config_yml: str, resumed: bool, say: Callable[[str], None]) -> None:
         config = self.path / CONFIG_FILE
         if not resumed and (self.path / METRICS_FILE).exists():
             without = config.is_file() and "enable_checkpointing: false" in config.read_text("utf-8").splitlines()
-            if self.finished or without:
+            if (self.path / FINISHED_FILE).exists() or without:
                 raise UserError(
                     f"{self.path} holds the metrics of an earlier run and no checkpoint to go on from; choose another "
                     "run_name, or remove the folder"
@@ -66,13 +74,13 @@ class RunDir(NamedTuple):
 
     def finish(self) -> None:
         """Notes that the run came to its end: an empty run_name does not go on with it."""
-        (self.path / FINISHED_FILE).touch()
+        from_first((self.path / FINISHED_FILE).touch)
 
 
 def open_run(
     base_output_directory: str, run_name: str, config_yml: str, resumes: bool, say: Callable[[str], None]
 ) -> RunDir:
-    """Choose the run's folder, make it if it is new, and lock it.
+    """Choose the run's folder, make it if it is new, and lock it. Of several processes the first does so for all.
 
     With a name given it is base_output_directory/run_name, and folders above it are made too. An empty `run_name` goes
     on with the newest numbered run (run-0001, run-0002, ...) whose config.yml is `config_yml`, which did not finish and
@@ -87,6 +95,19 @@ def open_run(
       UserError: the folder cannot be made or written, the name leaves `base_output_directory`, a live process holds the
         run, or it cannot be resumed.
     """
+    opened: list[RunDir] = []
+
+    def choose() -> str:
+        opened.append(_open(base_output_directory, run_name, config_yml, resumes, say))
+        return str(opened[0].path)
+
+    path = from_first(choose)
+    return opened[0] if opened else RunDir(Path(path), None)
+
+
+def _open(
+    base_output_directory: str, run_name: str, config_yml: str, resumes: bool, say: Callable[[str], None]
+) -> RunDir:
     base = Path(os.path.expanduser(base_output_directory))
     try:
         base.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,8 @@ from trainer.backends import TrainTree
 from trainer.checkpoint import Beside, CheckpointManager, inspect, load_parameters, newest, restore, saved_config
 from trainer.config import UserError, check_resume
 from trainer.data import Dataset
+from trainer.runtime.agreement import agreed
+from trainer.runtime.place import share_of_rows
 from trainer.training.build import Run
 
 Say = Callable[[str], None]
@@ -50,7 +52,7 @@ def start(
         beside = inspect(path)
         for warning in check_resume(saved_config(beside), config, schedule_given, str(path)):
             say(f"warning: {warning}")
-        _check_data(run, dataset, beside, path)
+        agreed(lambda: _check_data(run, dataset, beside, path))
         tree = restore(path, _abstract(run))
         updates = int(tree.step)
         if updates > config.steps:
@@ -117,7 +119,7 @@ def _abstract(run: Run) -> TrainTree:
 
 
 def _check_data(run: Run, dataset: Dataset, beside: Beside, path: Path) -> None:
-    share = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+    share = share_of_rows(run.batch_shardings["row"], run.rows)
     # Opened once here, so that what does not fit is told before anything is compiled.
     try:
         dataset.train_stream(beside.position, rows=run.rows, **share).close()
