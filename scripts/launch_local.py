@@ -22,7 +22,8 @@ from typing import IO
 
 HEARTBEAT = 10  # seconds without a sign of life after which processes give each other up
 LEFT_TO_END = 20.0  # seconds that the others have to end by themselves, once one has ended with an error
-_SIGNAL_POLL = 0.05
+_POLL = 0.05
+_COUNT = "--xla_force_host_platform_device_count"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment = dict(os.environ)
     if options.devices:
         environment["JAX_PLATFORMS"] = "cpu"
-        environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={options.devices}"
+        flags = [flag for flag in environment.get("XLA_FLAGS", "").split() if _COUNT not in flag]
+        environment["XLA_FLAGS"] = " ".join([*flags, f"{_COUNT}={options.devices}"])
     address = f"127.0.0.1:{_free_port()}"
     processes = [
         subprocess.Popen(
@@ -84,7 +86,7 @@ def _wait(processes: Sequence[subprocess.Popen]) -> int:
             since = time.monotonic()
         elif time.monotonic() - since > LEFT_TO_END:
             _send(processes, signal.SIGKILL)
-        time.sleep(_SIGNAL_POLL)
+        time.sleep(_POLL)
     failed = _first_failure(processes) if failed is None else failed
     if failed is None:
         return 0
@@ -93,16 +95,18 @@ def _wait(processes: Sequence[subprocess.Popen]) -> int:
 
 
 def _first_failure(processes: Sequence[subprocess.Popen]) -> int | None:
-    """The process that failed, named on stderr. Where several did, one that a signal ended: others die of its end."""
-    codes = {index: process.poll() for index, process in enumerate(processes)}
-    failures = sorted((code > 0, index) for index, code in codes.items() if code)
-    if not failures:
+    """The process that failed, named on stderr, unless it met a request. Of several the likeliest cause of the others:
+    they lose it, and end with code 1, or are aborted by JAX where it was the first process."""
+    codes = {index: code for index, process in enumerate(processes) if (code := process.poll())}
+    if not codes:
         return None
-    index = failures[0][1]
-    code = codes[index] or 0
+    index = min(codes, key=lambda index: (codes[index] == -signal.SIGABRT, codes[index] > 0, -codes[index]))
+    code = codes[index]
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    if {code for code in codes.values()} != {143}:  # all of them met a request
-        print(f"launch_local: process {index} of {len(processes)} {how}; the others end too", file=sys.stderr)
+    if code != 128 + signal.SIGTERM:
+        print(
+            f"launch_local: process {index} of {len(processes)} {how}; the others end too", file=sys.stderr, flush=True
+        )
     return index
 
 

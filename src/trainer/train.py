@@ -28,7 +28,8 @@ def _run(loaded, started: float, stack: contextlib.ExitStack) -> None:
     from trainer.runtime.agreement import agreed, check_same, is_first
 
     # The first process speaks for all, but of what goes wrong.
-    console = Console(None if is_first() else stack.enter_context(open(os.devnull, "w")))
+    silence = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+    console = Console(None if is_first() else silence)
     for note in loaded.notes:
         console.say(note)
     run, dataset, prompt = agreed(lambda: _prepare(loaded, console))

@@ -35,7 +35,7 @@ def distributed(config: Any) -> Iterator[None]:
     except (AgreedError, RunStopped, SystemExit):
         jax.distributed.shutdown()
         raise
-    except BaseException as error:  # noqa: B036, nothing goes on from here
+    except BaseException as error:  # nothing goes on from here
         _end_alone(error)
     jax.distributed.shutdown()
 
@@ -56,8 +56,8 @@ def _join(cluster: Cluster, config: Any) -> None:
     except (ValueError, RuntimeError) as error:  # JaxRuntimeError is one
         reason = str(error).partition("\n")[0]
         raise UserError(
-            f"the processes that {cluster.said_by} speaks of did not find each other ({reason}); start all of them, let "
-            "them reach the first one's address, or set skip_jax_distributed_system=true to train with this one alone"
+            f"the processes that {cluster.said_by} speaks of did not find each other ({reason}); start all of them so "
+            "that they reach the first one's address, or set skip_jax_distributed_system=true to train with one alone"
         ) from error
 
 
@@ -67,7 +67,7 @@ def _end_alone(error: BaseException) -> NoReturn:
         _raise(error)
     except SystemExit as end:
         code = end.code
-    except BaseException as other:  # noqa: B036
+    except BaseException as other:
         traceback.print_exception(other)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from trainer.config import UserError, check_resume, load, resolve, schema, to_yaml
+from trainer.config.dump import PROCESSES
 from trainer.config.resolve import frozen
 from trainer.config.resume import AROUND, BATCH, LAYOUT, LENGTH, MAY_CHANGE
 
@@ -76,6 +77,7 @@ OTHERS = {
 }
 # These have tests of their own below.
 BY_ITSELF = {"run_name", "model_name", "learning_rate_schedule_steps"} | {k for k in LAYOUT if k.startswith("ici_")}
+BY_ITSELF |= set(PROCESSES)
 
 
 def other(name):
@@ -135,6 +137,12 @@ def test_the_mesh_may_change():
 def test_the_run_may_have_another_name_and_place():
     assert "run_name" not in saved()
     assert check("run_name=other") == []
+
+
+def test_how_processes_find_each_other_is_no_part_of_a_configuration():
+    assert {name for name, key in schema().keys.items() if key.section == "Several processes"} == set(PROCESSES)
+    assert not set(PROCESSES) & set(saved())
+    assert check("coordinator_address=there:1 num_processes=4 process_id=3 skip_jax_distributed_system=true") == []
 
 
 def test_the_global_batch_stays_on_other_devices():
