@@ -1,7 +1,7 @@
 """`python -m trainer.train [base.yml] key=value ...`: train a language model."""
 
 import contextlib
-import os
+import io
 import sys
 import time
 from collections.abc import Sequence
@@ -19,17 +19,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     # From here on the command line makes sense by itself; what follows loads JAX.
     from trainer.runtime.distributed import distributed
 
-    with distributed(loaded.config), contextlib.ExitStack() as stack:
-        _run(loaded, started, stack)
+    with distributed(loaded.config):
+        _run(loaded, started)
 
 
-def _run(loaded, started: float, stack: contextlib.ExitStack) -> None:
+class _Silence(io.StringIO):
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+def _run(loaded, started: float) -> None:
     from trainer.observe import Console, open_run
     from trainer.runtime.agreement import agreed, check_same, is_first
 
     # The first process speaks for all, but of what goes wrong.
-    silence = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
-    console = Console(None if is_first() else silence)
+    console = Console(None if is_first() else _Silence())
     for note in loaded.notes:
         console.say(note)
     run, dataset, prompt = agreed(lambda: _prepare(loaded, console))
@@ -38,14 +42,15 @@ def _run(loaded, started: float, stack: contextlib.ExitStack) -> None:
     with open_run(
         run.config.base_output_directory, run.config.run_name, config_yml, run.config.enable_checkpointing, console.say
     ) as run_dir:
-        _say_what_runs(console, run, dataset, run_dir.path, loaded.warnings)
+        _say_what_runs(console, run, dataset, run_dir.place, loaded.warnings)
         end = _train(loaded, run, dataset, run_dir, console)
         if end is None:
-            console.say(f"{run_dir.path} is finished, there is nothing to do; a larger steps goes on with it")
+            console.say(f"{run_dir.place} is finished, there is nothing to do; a larger steps goes on with it")
             return
+        run_dir.upload()
         if end.preempted:
             saved = "saved, the same command goes on from here"
-            console.say(f"SIGTERM: {saved if run.config.enable_checkpointing else 'stopped'} ({run_dir.path})")
+            console.say(f"SIGTERM: {saved if run.config.enable_checkpointing else 'stopped'} ({run_dir.place})")
             raise SystemExit(EXIT_CODE)
         run_dir.finish()
     console.summary(time.perf_counter() - started)
@@ -79,7 +84,7 @@ def _train(loaded, run, dataset, run_dir, console):
     with contextlib.ExitStack() as stack:
         manager = None
         if run.config.enable_checkpointing:
-            manager = stack.enter_context(CheckpointManager(run_dir.path, run.config, console.say))
+            manager = stack.enter_context(CheckpointManager(run_dir.place, run.config, console.say))
         given = {key for key, where in loaded.changed.items() if where == COMMAND_LINE}
         schedule_given = loaded.config.learning_rate_schedule_steps != -1
         begin = start(run, dataset, manager, console.say, schedule_given=schedule_given, given=given)
@@ -122,6 +127,7 @@ def _reports(run, run_dir, updates: int, console, stack: contextlib.ExitStack):
     def sync():
         for writer in writers:
             writer.sync()
+        run_dir.upload()
 
     return Reports(on_step, on_evaluation, sync, evaluated)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
+from program_cache import cached_programs
 from support import ALL_COMBINATIONS, TINY, pinned
 
 from trainer.checkpoint import inspect, newest
@@ -46,23 +46,8 @@ RUN = Path("runs/run-0001")
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once(tmp_path_factory):
-    """Most runs here compile the same programs: they take them from a cache, in this process and in others."""
-    folder = str(tmp_path_factory.mktemp("programs"))
-    options = {
-        "jax_compilation_cache_dir": folder,
-        "jax_persistent_cache_min_compile_time_secs": 0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in options}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in options.items():
-            jax.config.update(name, value)
-            patch.setenv(name.upper(), str(value))
-        compilation_cache.reset_cache()
+    with cached_programs(tmp_path_factory.mktemp("programs")):
         yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 def train(folder, *words, devices=1, combination="nnx", **overrides):

@@ -18,8 +18,8 @@ class Cluster(NamedTuple):
     said_by: str  # in words
     method: str | None  # one of JAX's cluster_detection_method; None: JAX tries all that it knows
     address: str | None = None  # host:port of the first process
-    count: int | None = None
-    index: int | None = None
+    processes: int | None = None
+    process: int | None = None
 
 
 def find_cluster(config: Any, environ: Mapping[str, str]) -> Cluster | None:

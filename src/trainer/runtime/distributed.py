@@ -46,8 +46,8 @@ def _join(cluster: Cluster, config: Any) -> None:
     try:
         jax.distributed.initialize(
             cluster.address,
-            cluster.count,
-            cluster.index,
+            cluster.processes,
+            cluster.process,
             cluster_detection_method=cluster.method,
             initialization_timeout=config.jax_distributed_initialization_timeout,
             heartbeat_timeout_seconds=config.jax_distributed_heartbeat_timeout_seconds,

@@ -26,8 +26,8 @@ def share_of_rows(sharding: NamedSharding, rows: int) -> dict[str, int]:
     """
     if jax.process_count() == 1:
         return {"process_index": 0, "process_count": 1}
-    slices = (index[0].indices(rows) for index in sharding.addressable_devices_indices_map((rows,)).values())
-    held = sorted({row for start, stop, _ in slices for row in range(start, stop)})
+    indices = sharding.addressable_devices_indices_map((rows,)).values()
+    held = sorted({row for index in indices if index is not None for row in range(*index[0].indices(rows))})
     count, rest = divmod(rows, len(held))
     if rest or held[0] % len(held) or held[-1] - held[0] + 1 != len(held):
         raise UserError(
