@@ -103,7 +103,7 @@ def _first_failure(processes: Sequence[subprocess.Popen]) -> int | None:
     index = min(codes, key=lambda index: (codes[index] == -signal.SIGABRT, codes[index] > 0, -codes[index]))
     code = codes[index]
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    if code != 128 + signal.SIGTERM:
+    if code not in (128 + signal.SIGTERM, 128 + signal.SIGINT):
         print(
             f"launch_local: process {index} of {len(processes)} {how}; the others end too", file=sys.stderr, flush=True
         )

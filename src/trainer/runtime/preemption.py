@@ -14,7 +14,7 @@ class Preemption:
     to one of them is a request to all.
 
     Attributes:
-      requested: the run shall end. Of several processes, what `check` said last.
+      requested: the run shall end. Of several processes, what `check` said last; for one by itself it is up to date.
     """
 
     def __init__(self) -> None:
@@ -22,15 +22,17 @@ class Preemption:
 
         self.requested = False
         self._alone = jax.process_count() == 1
-        self._checks = 0
 
-    def check(self) -> bool:
-        """Whether to end. Every process asks at the same places, and all are told at the same one; cheap."""
+    def check(self, updates: int) -> bool:
+        """Whether to end before the next update. Every process asks after each, and all are told at the same one; cheap.
+
+        JAX agrees on the largest number that a process has asked with, and one more. Orbax asks too when it saves, with
+        its own number, which is `updates`: so the next number to ask with is always one more, whoever asked last.
+        """
         if not self._alone and not self.requested:
             from jax.experimental.multihost_utils import reached_preemption_sync_point
 
-            self._checks += 1
-            self.requested = reached_preemption_sync_point(self._checks)
+            self.requested = reached_preemption_sync_point(updates + 1)
             if self.requested:
                 # A second one shall not end the process within the save that the first one asked for.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)

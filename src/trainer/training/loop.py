@@ -68,13 +68,13 @@ def fit(
             loop.save(initial=True)
         with jax.transfer_guard("disallow"):
             for batch, position in batches:
-                if preemption.check():
+                if preemption.check(loop.done):
                     break
                 loop.update(compiled_step, batch, position, batches.waited)
                 loop.evaluate_if_due()
                 loop.save()
             loop.reader.flush()
-        if preemption.check():
+        if preemption.check(loop.done):
             loop.save(force=True)
         if manager is not None:
             manager.wait()  # a second SIGTERM shall not end the process within the save that the first one asked for
@@ -161,7 +161,7 @@ def evaluate(run: Run, state: Any, dataset: Dataset, step: int, preemption: Pree
         waiting = None
         share = share_of_rows(run.batch_shardings["row"], run.eval_rows)
         for batch in eval_batches(held_out, run.eval_rows, run.config.eval_steps, **share):
-            if preemption is not None and preemption.check():
+            if preemption is not None and preemption.requested:
                 return
             current = run.eval_step(state, place(batch, run.batch_shardings, run.eval_rows), table)
             if waiting is not None:
