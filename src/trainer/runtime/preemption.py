@@ -24,7 +24,7 @@ class Preemption:
         self._alone = jax.process_count() == 1
 
     def check(self, updates: int) -> bool:
-        """Whether to end before the next update. Every process asks after each, and all are told at the same one; cheap.
+        """Whether to end before the next update. Every process asks after each, and all are told the same; cheap.
 
         JAX agrees on the largest number that a process has asked with, and one more. Orbax asks too when it saves, with
         its own number, which is `updates`: so the next number to ask with is always one more, whoever asked last.
