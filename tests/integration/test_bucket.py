@@ -13,7 +13,7 @@ from support import TINY, pinned
 
 from trainer.checkpoint import newest
 from trainer.export import main as export
-from trainer.observe import open_run
+from trainer.observe import Console, open_run
 from trainer.observe.metrics import METRICS_FILE, TIMING_FIELDS, read_rows
 from trainer.train import main
 
@@ -67,28 +67,37 @@ def text(tmp_path_factory):
         yield
 
 
-def test_a_run_in_a_bucket(bucket, tmp_path):  # noqa: F811
+def test_a_run_in_a_bucket(bucket, tmp_path, monkeypatch):  # noqa: F811
+    step = Console.step
+
+    def interrupted(console, row, total):
+        if row["step"] == 10:
+            raise KeyboardInterrupt
+        step(console, row, total)
+
+    monkeypatch.setattr(Console, "step", interrupted)
     code, output = train()
-    assert code == 0, output
+    assert code == 130, output
     assert f"run          {RUN}" in output
     run = bucket / "runs/run-0001"
-    assert {path.name for path in run.iterdir()} == {"checkpoints", "config.yml", "metrics.jsonl", "finished"}
-    assert checkpoints(run) == ["8", "12"], "what expired is gone"
+    assert {path.name for path in run.iterdir()} == {"checkpoints", "config.yml", "metrics.jsonl"}
+    assert checkpoints(run) == ["4", "8"]
+    assert rows_of(run)[-1]["step"] == 7, "copied before the checkpoint that covers them"
+    monkeypatch.setattr(Console, "step", step)
     assert train(base=tmp_path / "runs")[0] == 0
-    assert rows_of(run) == rows_of(tmp_path / "runs/run-0001")
 
-    # A machine that knows nothing of it goes on from what a killed process left there.
+    # A machine that knows nothing of it goes on; a killed process left half a checkpoint.
     shutil.rmtree(tmp_path / "cache" / "trainer")
-    (run / "finished").unlink()
-    for name in ("commit_success.txt", "sums.json"):
-        (run / "checkpoints/12" / name).unlink()
+    shutil.copytree(run / "checkpoints/8", run / "checkpoints/12")
+    (run / "checkpoints/12/commit_success.txt").unlink()
     code, output = train()
     assert code == 0, output
     assert f"{RUN} has this configuration and is unfinished: going on with it" in output
     assert f"{RUN}/checkpoints/12 was never committed: removed" in output
     assert f"{RUN}/checkpoints/8: 8 of 12 updates are done" in output
     assert rows_of(run) == rows_of(tmp_path / "runs/run-0001")
-    assert checkpoints(run) == ["8", "12"]
+    assert checkpoints(run) == ["8", "12"], "what expired is gone"
+    assert (run / "finished").exists()
     assert f"{RUN} is finished, there is nothing to do" in train("run_name=run-0001")[1]
 
     # Others begin with it, or convert it.
