@@ -7,7 +7,6 @@ from pathlib import Path
 
 import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from support import TINY, pinned
 
 from trainer.checkpoint import newest
@@ -31,26 +30,6 @@ SETTINGS = TINY | {
     "dropout_rate": 0.1,
 }
 RUN = Path("runs/run-0001")
-
-
-@contextlib.contextmanager
-def compiled_once(folder):
-    """Runs that compile the same programs take them from a cache in `folder`, in this process and in others."""
-    options = {
-        "jax_compilation_cache_dir": str(folder),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in options}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in options.items():
-            jax.config.update(name, value)
-            patch.setenv(name.upper(), str(value))
-        compilation_cache.reset_cache()
-        yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 def train(folder, *words, devices=1, combination="nnx", **overrides):

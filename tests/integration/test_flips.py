@@ -7,7 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from runs import RUN, SETTINGS, assert_equal, compiled_once, train
+from program_cache import cached_programs
+from runs import RUN, SETTINGS, assert_equal, train
 from support import ALL_COMBINATIONS, pinned
 
 from trainer.config import schema
@@ -20,7 +21,7 @@ OTHER_OPTIMIZERS = [name for name in schema().keys["opt_type"].choices if name !
 
 @pytest.fixture(scope="module", autouse=True)
 def programs(tmp_path_factory):
-    with compiled_once(tmp_path_factory.mktemp("programs")):
+    with cached_programs(tmp_path_factory.mktemp("programs")):
         yield
 
 

@@ -12,7 +12,8 @@ import time
 import jax
 import numpy as np
 import pytest
-from runs import RUN, SETTINGS, arrays_of, assert_equal, compiled_once, kill_rounds, rows_of, train
+from program_cache import cached_programs
+from runs import RUN, SETTINGS, arrays_of, assert_equal, kill_rounds, rows_of, train
 from support import pinned
 
 from trainer.checkpoint import inspect, newest
@@ -23,7 +24,7 @@ from trainer.observe.metrics import METRICS_FILE
 
 @pytest.fixture(scope="module", autouse=True)
 def programs(tmp_path_factory):
-    with compiled_once(tmp_path_factory.mktemp("programs")):
+    with cached_programs(tmp_path_factory.mktemp("programs")):
         yield
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config import flags
-from trainer.config.data_keys import DATA_CHECKS, local
+from trainer.config.data_keys import DATA_CHECKS
 from trainer.config.derived import DCN, ICI, MESH_AXES, UNUSED_AXES
 from trainer.config.dump import to_flow
 from trainer.config.errors import nearest
@@ -76,6 +76,27 @@ def _run_name(config: Any) -> str | None:
 
 def _output_directory(config: Any) -> str | None:
     return None if config.base_output_directory else "empty; write . for the current folder"
+
+
+def _bucket(key: str) -> Callable[[Any], str | None]:
+    def problem(config: Any) -> str | None:
+        scheme, separator, _ = config[key].partition("://")
+        return "of remote paths only gs:// is built" if separator and scheme != "gs" else None
+
+    return problem
+
+
+def _processes(config: Any) -> str | None:
+    given = [bool(config.coordinator_address), config.num_processes > 0, config.process_id >= 0]
+    if not any(given):
+        return None
+    if not all(given):
+        return "these three go together, such as coordinator_address=10.0.0.1:1234 num_processes=2 process_id=0"
+    if not re.fullmatch(r".+:\d+", config.coordinator_address):
+        return f"coordinator_address is host:port; nearest: {config.coordinator_address}:1234"
+    if config.process_id >= config.num_processes:
+        return f"processes count from 0; at most process_id={config.num_processes - 1}"
+    return None
 
 
 def _heads(config: Any) -> str | None:
@@ -193,8 +214,8 @@ CHECKS = (
     Check(("load_parameters_path", "load_full_state_path"), _sources),
     Check(("run_name",), _run_name),
     Check(("base_output_directory",), _output_directory),
-    Check(("load_parameters_path",), local("load_parameters_path")),
-    Check(("base_output_directory",), local("base_output_directory")),
+    *(Check((key,), _bucket(key)) for key in ("base_output_directory", "load_parameters_path", "load_full_state_path")),
+    Check(("coordinator_address", "num_processes", "process_id"), _processes),
     Check(("base_num_query_heads", "base_num_kv_heads"), _heads),
     Check(("head_dim",), _head_dim),
     Check(("rope_min_timescale", "rope_max_timescale"), _rope),

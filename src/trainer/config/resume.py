@@ -6,7 +6,7 @@ from typing import Any
 import ml_collections
 
 from trainer.config.derived import DCN, ICI, global_batch_rows
-from trainer.config.dump import to_flow
+from trainer.config.dump import PROCESSES, to_flow
 from trainer.config.errors import UserError
 from trainer.config.flags import FLAGS
 from trainer.config.resolve import frozen
@@ -25,6 +25,7 @@ LAYOUT = (
     "sharding_tolerance",
     "debug_sharding",
     "scan_layers",
+    *PROCESSES,
 )
 # The same global batch may be cut in other ways.
 BATCH = ("per_device_batch_size", "gradient_accumulation_steps")

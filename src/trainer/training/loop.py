@@ -11,7 +11,7 @@ import numpy as np
 from trainer.checkpoint import Beside, CheckpointManager, maybe_save_checkpoint
 from trainer.config import RunStopped, to_yaml
 from trainer.data import Batch, Dataset, Loader, Position, eval_batches
-from trainer.runtime.place import place
+from trainer.runtime.place import place, replicate, share_of_rows
 from trainer.runtime.preemption import Preemption
 from trainer.training.build import Run
 from trainer.training.evaluate import summarize
@@ -58,7 +58,7 @@ def fit(
       RunStopped: a loss or gradient is not finite, and the configuration says to stop then.
     """
     steps = run.config.steps
-    share = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+    share = share_of_rows(run.batch_shardings["row"], run.rows)
     stream = dataset.train_stream(start.position, rows=run.rows, **share)
     with Preemption() as preemption, Loader(stream, max(0, steps - start.updates)) as batches:
         loop = _Loop(run, start, dataset, reports, manager, preemption)
@@ -68,13 +68,13 @@ def fit(
             loop.save(initial=True)
         with jax.transfer_guard("disallow"):
             for batch, position in batches:
-                if preemption.requested:
+                if preemption.check(loop.done):
                     break
                 loop.update(compiled_step, batch, position, batches.waited)
                 loop.evaluate_if_due()
                 loop.save()
             loop.reader.flush()
-        if preemption.requested:
+        if preemption.check(loop.done):
             loop.save(force=True)
         if manager is not None:
             manager.wait()  # a second SIGTERM shall not end the process within the save that the first one asked for
@@ -105,7 +105,7 @@ class _Loop:
     def update(self, compiled_step: Callable[..., Any] | None, batch: Batch, position: Position, waited: float) -> None:
         """Dispatches a step on `batch`, behind which the data stand at `position`, and reports the step before."""
         assert compiled_step is not None
-        self.state, metrics = compiled_step(self.state, place(batch, self._run.batch_shardings))
+        self.state, metrics = compiled_step(self.state, place(batch, self._run.batch_shardings, self._run.rows))
         self._position = position
         self.reader.push(self.done, metrics, waited)
         self.done += 1
@@ -155,15 +155,15 @@ def evaluate(run: Run, state: Any, dataset: Dataset, step: int, preemption: Pree
     lengths = np.zeros(run.config.vocab_size, np.int32)  # of no text: there are no bytes to count
     if dataset.tokenizer is not None and dataset.tokenizer.bytes_per_token is not None:
         lengths[: dataset.tokenizer.vocab_size] = dataset.tokenizer.bytes_per_token
-    table = jax.device_put(lengths, run.replicated)
+    table = replicate(lengths, run.replicated)
 
     def sums() -> Iterable[dict[str, np.ndarray]]:
         waiting = None
-        share = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+        share = share_of_rows(run.batch_shardings["row"], run.eval_rows)
         for batch in eval_batches(held_out, run.eval_rows, run.config.eval_steps, **share):
             if preemption is not None and preemption.requested:
                 return
-            current = run.eval_step(state, place(batch, run.batch_shardings), table)
+            current = run.eval_step(state, place(batch, run.batch_shardings, run.eval_rows), table)
             if waiting is not None:
                 yield jax.device_get(waiting)
             waiting = current

@@ -7,6 +7,7 @@ import yaml
 from support import pinned
 
 from trainer.config import UserError, check_resume, load, resolve, schema, to_yaml
+from trainer.config.dump import PROCESSES
 from trainer.config.flags import FLAGS
 from trainer.config.resolve import frozen
 from trainer.config.resume import AROUND, BATCH, LAYOUT, LENGTH, MAY_CHANGE
@@ -81,6 +82,7 @@ OTHERS = {
 BY_ITSELF = {"run_name", "model_name", "learning_rate_schedule_steps", *FLAGS} | {
     k for k in LAYOUT if k.startswith(("ici_", "dcn_"))
 }
+BY_ITSELF |= set(PROCESSES)
 
 
 def other(name):
@@ -140,6 +142,12 @@ def test_the_mesh_may_change():
 def test_the_run_may_have_another_name_and_place():
     assert "run_name" not in saved()
     assert check("run_name=other") == []
+
+
+def test_how_processes_find_each_other_is_no_part_of_a_configuration():
+    assert {name for name, key in schema().keys.items() if key.section == "Several processes"} == set(PROCESSES)
+    assert not set(PROCESSES) & set(saved())
+    assert check("coordinator_address=there:1 num_processes=4 process_id=3 skip_jax_distributed_system=true") == []
 
 
 def test_the_global_batch_stays_on_other_devices():
