@@ -89,7 +89,8 @@ def test_another_mesh_on_devices_of_its_own_number(capsys):
         (["left=nnx", "rtol=-1"], "rtol=-1: a number"),
         (["left.data_shuffle_seed=1"], "data_shuffle_seed: not the same in left and right"),
         (["left.attention=blokwise"], "nearest: blockwise"),
-        (["right.ici_tensor_parallelism=3"], "does not divide the 8 devices"),
+        (["right.ici_tensor_parallelism=16"], "error: right: "),
+        (["right.ici_tensor_parallelism=16"], "but there are 8 devices"),
     ],
 )
 def test_mistakes_end_with_code_2(capsys, words, message):
