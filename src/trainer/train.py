@@ -105,7 +105,7 @@ def _train(loaded, run, dataset, run_dir, console):
         run_dir.begin(to_yaml(run.config), resumed=begin.resumed, say=console.say)
         if compiled is None and begin.updates < run.config.steps:
             console.say("compiling the training step")
-            compiled = run.compile()
+            compiled = run.compile_on_leaves()
         reports = _reports(run, run_dir, begin.updates, console, stack)
         return fit(run, compiled, begin, dataset, reports, manager)
 

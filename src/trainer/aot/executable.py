@@ -72,7 +72,9 @@ def save(path: Path, compiled: Any, origin: Origin) -> None:
 
 
 def load(path: Path, origin: Origin, args: Any, devices: Sequence[jax.Device]) -> Any:
-    """The compiled step in the file, to be called with arguments like `args` on `devices`.
+    """The compiled step in the file, to be called on `devices` with a list of the leaves of a state, and a batch.
+
+    `args` are the state and the batch, abstract.
 
     The file is code and is run: load only what you made.
 
@@ -98,8 +100,9 @@ def load(path: Path, origin: Origin, args: Any, devices: Sequence[jax.Device]) -
         raise UserError(f"{named} holds another step (there -> here):\n  {lines}\ncompile again, or leave the key out")
     if hashlib.sha256(payload).hexdigest() != head["sha256"]:
         raise UserError(f"{named}: damaged, its step is not what was written; compile again")
-    in_tree = jax.tree.structure((args, {}))
-    out_tree = jax.tree.structure((args[0], dict.fromkeys(head["metrics"], 0)))
+    leaves = jax.tree.leaves(args[0])
+    in_tree = jax.tree.structure(((leaves, args[1]), {}))
+    out_tree = jax.tree.structure((leaves, dict.fromkeys(head["metrics"], 0)))
     return serialize_executable.deserialize_and_load(
         payload, in_tree, out_tree, backend=devices[0].client, execution_devices=devices
     )

@@ -47,6 +47,7 @@ class Run(NamedTuple):
     replicated: NamedSharding
     init: Callable[..., Any]  # (params=None) -> native train state at step 0, sharded; see `init_state_fn`
     step: Any  # jitted (state, batch) -> (state, metrics), the state donated
+    step_on_leaves: Any  # the same of the state's leaves, a list: whoever calls it again and again takes it apart once
     eval_step: Any  # jitted (state, batch, bytes per token [vocab]) -> sums
     fetch: Fetch  # for inside of jit: a TrainTree with what waits in the host's memory brought to the device
 
@@ -106,6 +107,11 @@ class Run(NamedTuple):
         """The compiled training step."""
         return self.step.lower(*self.abstract_args()).compile()
 
+    def compile_on_leaves(self) -> Any:
+        """The compiled `step_on_leaves`. Taking an `nnx.State` apart walks over each Variable, in Python."""
+        state, batch = self.abstract_args()
+        return self.step_on_leaves.lower(jax.tree.leaves(state), batch).compile()
+
     def placed(self, fn: Callable[..., Any], *, whole_rows: bool = False) -> Callable[..., Any]:
         """`fn`, whose layers place their arrays on this run's mesh when it is traced.
 
@@ -146,11 +152,10 @@ def build(config, devices: Sequence[jax.Device]) -> Run:
     batch_shardings = dict.fromkeys(FIELDS, table) | {"row": rows}
     replicated = NamedSharding(mesh, spec([], rules))
 
-    step = jax.jit(
-        _placed(fetched(make_train_step(config, backend, tx, objective, layout), backend, fetch), mesh, rules),
-        in_shardings=(waiting, batch_shardings),
-        out_shardings=(waiting, replicated),
-        donate_argnums=0,
+    train_step = _placed(fetched(make_train_step(config, backend, tx, objective, layout), backend, fetch), mesh, rules)
+    step, step_on_leaves = (
+        jax.jit(fn, in_shardings=(at, batch_shardings), out_shardings=(at, replicated), donate_argnums=0)
+        for fn, at in ((train_step, waiting), (_on_leaves(train_step, abstract), jax.tree.leaves(waiting)))
     )
     eval_objective = objective._replace(z_loss_multiplier=0.0, capture=())
     eval_step = jax.jit(
@@ -171,6 +176,7 @@ def build(config, devices: Sequence[jax.Device]) -> Run:
         replicated,
         init,
         step,
+        step_on_leaves,
         eval_step,
         fetch,
     )
@@ -187,6 +193,17 @@ def _during(config, backend: Backend, abstract: Any, shardings: Any, rules: Rule
 
 def _layout(backend: Backend, between: Any, during: Any) -> Layout:
     return Layout(backend.unpack(between).params, backend.unpack(during).params)
+
+
+def _on_leaves(step: Callable[..., Any], abstract: Any) -> Callable[..., Any]:
+    structure: Any = jax.tree.structure(abstract)  # its stubs lack unflatten
+
+    @functools.wraps(step)
+    def on_leaves(leaves: list[Any], batch: Any) -> Any:
+        state, metrics = step(structure.unflatten(leaves), batch)
+        return jax.tree.leaves(state), metrics
+
+    return on_leaves
 
 
 def _placed(fn: Callable[..., Any], mesh: Mesh, rules: Rules) -> Callable[..., Any]:

@@ -48,7 +48,7 @@ def fit(
 
     Args:
       run: from `build`.
-      compiled_step: `run.compile()`; None will do where `start` holds all updates.
+      compiled_step: `run.compile_on_leaves()`; None will do where `start` holds all updates.
       start: where to begin; the buffers of its state are donated.
       dataset: rows to train and to evaluate on.
       reports: called once for each row, in order.
@@ -93,7 +93,9 @@ class _Loop:
         manager: CheckpointManager | None,
         preemption: Preemption,
     ):
-        self.state, self.done, self._position = start.state, start.updates, start.position
+        self._structure: Any  # a PyTreeDef; its stubs lack unflatten
+        self._leaves, self._structure = jax.tree.flatten(start.state)
+        self.done, self._position = start.updates, start.position
         self.evaluated = True  # no evaluation was due and could not be brought to its end
         self.reader = _Reader(
             reports.step, lambda row: _check_finite(run.config, row, _batch_of(start, row["step"], run.rows))
@@ -102,10 +104,15 @@ class _Loop:
         self._preemption = preemption
         self._last_evaluation: Row = {}
 
+    @property
+    def state(self) -> Any:
+        """The native train state."""
+        return self._structure.unflatten(self._leaves)
+
     def update(self, compiled_step: Callable[..., Any] | None, batch: Batch, position: Position, waited: float) -> None:
         """Dispatches a step on `batch`, behind which the data stand at `position`, and reports the step before."""
         assert compiled_step is not None
-        self.state, metrics = compiled_step(self.state, place(batch, self._run.batch_shardings, self._run.rows))
+        self._leaves, metrics = compiled_step(self._leaves, place(batch, self._run.batch_shardings, self._run.rows))
         self._position = position
         self.reader.push(self.done, metrics, waited)
         self.done += 1
