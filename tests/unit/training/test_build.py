@@ -1,5 +1,6 @@
 """What `build` makes of a configuration, and refuses once it sees the devices."""
 
+import re
 from types import SimpleNamespace
 
 import jax
@@ -21,5 +22,6 @@ def test_offloading_needs_pinned_host_memory():
 def test_the_step_on_leaves_is_the_same_program(combination):
     run = build(load(arguments(combination)).config, jax.devices()[:1])
     state, batch = run.abstract_args()
-    on_leaves = run.step_on_leaves.lower(jax.tree.leaves(state), batch)
-    assert on_leaves.as_text() == run.step.lower(state, batch).as_text()
+    lowered = run.step_on_leaves.lower(jax.tree.leaves(state), batch), run.step.lower(state, batch)
+    ours, native = (re.sub('jax.result_info = "[^"]*"', "", program.as_text()) for program in lowered)
+    assert ours == native
