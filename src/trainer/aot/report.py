@@ -129,7 +129,9 @@ def make_report(
         if compiled is not None
         else _memory_of_failure(failure, dump, sum(state.values()))
     )
-    cost = analyze(compiled.as_text() if compiled is not None else dump.optimized, run.mesh, dump.partitioned or None)
+    # The compiler's own text: jaxlib cannot print every program of a newer libtpu (llama3.1-70b on v5p with 0.0.51).
+    text = dump.optimized or (compiled.as_text() if compiled is not None else "")
+    cost = analyze(text, run.mesh, dump.partitioned or None)
     rolled = compiled.cost_analysis() if compiled is not None else {}
     return Report(
         topology=run.config.compile_topology,

@@ -13,6 +13,8 @@ _BESIDES = {
     "eval_per_device_batch_size",
     "prompt",
     "decode_sampling_temperature",
+    "debug_sharding",
+    "sharding_tolerance",
 }
 
 
