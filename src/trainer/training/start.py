@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from trainer.backends import TrainTree
@@ -107,7 +108,8 @@ def _with_fresh_optimizer(run: Run, path: Any) -> Any:
 
     def on_schedule(node: Any) -> Any:
         counts = isinstance(node, optax.ScaleByScheduleState)
-        return node._replace(count=jax.device_put(tree.step, node.count.sharding)) if counts else node
+        # A copy: the step that trains is given both, to overwrite them.
+        return node._replace(count=jax.device_put(jnp.copy(tree.step), node.count.sharding)) if counts else node
 
     opt_state = jax.tree.map(
         on_schedule, fresh.opt_state, is_leaf=lambda node: isinstance(node, optax.ScaleByScheduleState)

@@ -189,6 +189,9 @@ def test_a_fresh_optimizer_keeps_step_parameters_and_the_schedules_place(tmp_pat
         is_leaf=lambda n: isinstance(n, optax.ScaleByScheduleState),
     )
     assert_equal_bits(copied(zeroed), copied(fresh.opt_state))
+    shards = [shard.data for leaf in jax.tree.leaves(begun.state) for shard in leaf.addressable_shards]
+    places = [shard.unsafe_buffer_pointer() for shard in shards]
+    assert len(set(places)) == len(places), "no buffer is donated twice"
     # What jit makes of it is what it makes of any other state.
     jax.block_until_ready(this.step.lower(begun.state, this.abstract_batch(this.rows)))
 
