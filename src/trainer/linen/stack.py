@@ -13,7 +13,7 @@ from trainer.layers.sown import Sown, capture
 from trainer.layers.stack import cast_in_loop
 from trainer.linen.bridge import to_linen
 from trainer.models.remat import remat_policy
-from trainer.models.transformer import Types, make_block
+from trainer.models.transformer import Types, casts_in_loop, make_block
 
 
 def initializing(config: Any) -> ml_collections.FrozenConfigDict:
@@ -34,7 +34,7 @@ class Stack(linen.Module):
         """What `layers.stack.run_stack` does: the last block's x, the cache, and what the blocks sowed."""
 
         def call(block, index, x, *args):
-            if self.config.scan_layers:
+            if casts_in_loop(self.config):
                 block = cast_in_loop(block, index, x.dtype)
             return capture(block, types)(x, *args)
 
