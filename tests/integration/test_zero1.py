@@ -109,3 +109,25 @@ def test_it_learns_what_data_parallelism_learns(combination):
     np.testing.assert_allclose(split_rows, rows, rtol=1e-6)
     # Sums over devices in another order.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), split_params, params)
+
+
+def test_a_tpu_gathers_matrices_in_the_dtype_of_the_products(monkeypatch):
+    """Compiled ahead of time: the cast goes before the gather, which so sends half of what float32 would."""
+    pytest.importorskip("libtpu")
+    from jax.experimental import topologies
+
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    described = {"chip_config_name": "default", "chips_per_host_bounds": (2, 2, 1), "num_slices": 1}
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4", **described).devices
+    sizes = {"base_emb_dim": 128, "base_mlp_dim": 256, "head_dim": 32, "vocab_size": 512, "max_target_length": 128}
+    words = arguments(ALL_COMBINATIONS[0], **DATA, **sizes, shard_optimizer_over_data=True, remat_policy="full")
+    run = build(load(words).config, devices)
+    program = run.step.lower(*run.abstract_args()).compile({"exec_time_optimization_effort": -1.0})
+    found = {shape for shape, _ in collectives(program, "all-gather")}
+    matrices = [leaf.shape for leaf in jax.tree.leaves(params_of(run)) if leaf.size > 1024]
+    assert len(matrices) == 8
+    for shape in matrices:
+        text = ",".join(map(str, shape))
+        assert f"bf16[{text}]" in found
+        assert f"f32[{text}]" not in found

@@ -56,6 +56,7 @@ def run_stack(
     key: jax.Array | None,
     scan: bool,
     remat: Policy | None,
+    cast_inside: bool = False,
     types: tuple[type[nnx.Variable], ...] = (),
 ) -> tuple[jax.Array, Any, Sown]:
     """Apply the blocks one after the other.
@@ -68,6 +69,7 @@ def run_stack(
       key: layer i gets this key folded with i; None is passed on.
       scan: roll the loop, or unroll it.
       remat: what each block keeps for its backward pass (`layers.remat.make_policy`); None: everything.
+      cast_inside: let a rolled loop cast its weights inside (`cast_in_loop`).
       types: sown types to capture.
 
     Returns:
@@ -79,7 +81,7 @@ def run_stack(
         params, index, cache = layer
         layer_key = None if key is None else jax.random.fold_in(key, index)
         x = checkpoint_name(x, LAYER_INPUT)
-        if scan:
+        if cast_inside:
             params = cast_in_loop(params, index, x.dtype)
         (x, cache), sown = capture(nnx.merge(graphdef, params), types)(x, cache, *context, layer_key)
         return x, (cache, with_output(sown, types, x))

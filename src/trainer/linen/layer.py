@@ -29,18 +29,23 @@ def make_layer(config: Any, **fields: Any) -> linen.Module:
     return found(config, **fields)
 
 
-def call_layer(block: linen.Module, types: Types, index: jax.Array, x: jax.Array, *args: Any) -> tuple[Any, Sown]:
+def call_layer(
+    block: linen.Module, cast_inside: bool, types: Types, index: jax.Array, x: jax.Array, *args: Any
+) -> tuple[Any, Sown]:
     """One turn of the rolled loop: what `block`, a child of the module that runs, gives for `x` and `args`, and what it
-    sowed of `types`. `index` is the layer's."""
+    sowed of `types`. `index` is the layer's; for `cast_inside` see `layers.stack.run_stack`."""
     if isinstance(block, bridge.ToLinen):
 
         def in_loop(module, index, x, *args):
-            return capture(cast_in_loop(module, index, x.dtype), types)(x, *args)
+            module = cast_in_loop(module, index, x.dtype) if cast_inside else module
+            return capture(module, types)(x, *args)
 
         return block(index, x, *args, nnx_method=in_loop)
     if block.is_initializing():
         return block(x, *args), {}
-    params = cast_in_loop(block.variables["params"], index, x.dtype)
+    params = block.variables["params"]
+    if cast_inside:
+        params = cast_in_loop(params, index, x.dtype)
     return apply_layer(block.clone(parent=None), params, types, index, x, *args)
 
 

@@ -13,7 +13,7 @@ from trainer.layers.remat import LAYER_INPUT
 from trainer.layers.sown import Sown, with_output
 from trainer.linen.layer import apply_layer, call_layer, make_layer
 from trainer.models.remat import remat_policy
-from trainer.models.transformer import Types
+from trainer.models.transformer import Types, casts_in_loop
 
 
 def initializing(config: Any) -> ml_collections.FrozenConfigDict:
@@ -49,8 +49,10 @@ class Stack(linen.Module):
         return x, cache, sown
 
     def _scan(self, body, x, layers):
+        cast_inside = casts_in_loop(self.config)
+
         def bound(block, x, layer):
-            return body(functools.partial(call_layer, block), x, layer)
+            return body(functools.partial(call_layer, block, cast_inside), x, layer)
 
         if (policy := remat_policy(self.config)) is not None:
             bound = linen.remat(bound, prevent_cse=False, policy=policy)
@@ -64,8 +66,7 @@ class Stack(linen.Module):
         return scan(make_layer(self.config, name="layers"), x, layers)
 
     def _unroll(self, body, x, layers):
-        # A loop over slices cut outside of the checkpointed body: the
-        # tree and axes of linen.scan, and the NNX stack's loop.
+        # The NNX stack's loop, over slices cut outside of the checkpointed body, of the tree that linen.scan makes.
         block = make_layer(self.config, parent=None)
         params = linen.unbox(self.get_variable("params", "layers"))
 
