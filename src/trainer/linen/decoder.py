@@ -7,6 +7,7 @@ from flax import linen, nnx
 from trainer.layers.param import param
 from trainer.linen.stack import Stack, initializing
 from trainer.models.transformer import Decoder
+from trainer.sharding import off_mesh
 
 
 class LinenStackDecoder(Decoder):
@@ -17,7 +18,8 @@ class LinenStackDecoder(Decoder):
         x = jnp.zeros((1, 1, self.config.base_emb_dim), self.config.dtype)
         id_bt, row_b = jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32)
         init = _stack(initializing(self.config)).init
-        variables = init(rngs.params(), x, None, id_bt, id_bt, row_b, key=None, types=(), method="run_layers")
+        with off_mesh():
+            variables = init(rngs.params(), x, None, id_bt, id_bt, row_b, key=None, types=(), method="run_layers")
         return nnx.data(
             jax.tree.map(
                 lambda box: param(box.value, box.names),
