@@ -142,7 +142,7 @@ def test_what_does_not_fit_the_devices_is_told_at_once(tmp_path, monkeypatch, ca
     with pytest.raises(SystemExit) as exit_:
         main(arguments("nnx", ici_fsdp_parallelism=3, ici_tensor_parallelism=2))
     assert exit_.value.code == 2
-    assert "data 1 x fsdp 3 x tensor 2 = 6" in capsys.readouterr().err
+    assert "fsdp 3 x tensor 2 = 6" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

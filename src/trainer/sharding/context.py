@@ -20,17 +20,20 @@ _current: contextvars.ContextVar[tuple[Mesh, Rules] | None] = contextvars.Contex
 @contextlib.contextmanager
 def on_mesh(mesh: Mesh, rules: Rules) -> Iterator[None]:
     """What is traced inside places its arrays on `mesh` by `rules`."""
-    token = _current.set((mesh, rules))
-    try:
+    with _placing((mesh, rules)):
         yield
-    finally:
-        _current.reset(token)
 
 
 @contextlib.contextmanager
 def off_mesh() -> Iterator[None]:
-    """What is traced inside places nothing, as for an initialization of which only names and shapes are wanted."""
-    token = _current.set(None)
+    """What is traced inside places nothing: shapes of an initialization, say, that no mesh need divide."""
+    with _placing(None):
+        yield
+
+
+@contextlib.contextmanager
+def _placing(where: tuple[Mesh, Rules] | None) -> Iterator[None]:
+    token = _current.set(where)
     try:
         yield
     finally:

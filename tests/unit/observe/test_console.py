@@ -181,7 +181,7 @@ def test_evaluation_without_a_tokenizer(is_terminal):
 
 BANNER = """\
 devices      1 x cpu, 1 process
-mesh         data 1 x fsdp 1 x tensor 1
+mesh         one device
 combination  nnx
 model        llama2: 2 layers, width 192, 6 heads of 32 (3 key-value), MLP 512, vocabulary 4096, tied head; \
 1,671,104 parameters
@@ -212,12 +212,18 @@ def test_banner():
     assert stream.getvalue() == BANNER
 
 
+def test_banner_of_slices():
+    stream = io.StringIO()
+    begun(stream, *SIZES, "dcn_data_parallelism=2", "ici_tensor_parallelism=2", "base_num_kv_heads=6", devices=8)
+    assert "mesh         data 2 x fsdp 2 x tensor 2 (slices: data 2)\n" in stream.getvalue()
+
+
 def test_banner_of_a_larger_machine():
     stream = io.StringIO()
     words = [*SIZES, "ici_tensor_parallelism=1", "gradient_accumulation_steps=2", "logits_via_embedding=false"]
     begun(stream, *words, "dtype=bfloat16", devices=16, device_kind="TPU v5 lite", platform="tpu", process_count=4)
     text = stream.getvalue()
-    assert "devices      16 x TPU v5 lite (tpu), 4 processes\nmesh         data 1 x fsdp 16 x tensor 1\n" in text
+    assert "devices      16 x TPU v5 lite (tpu), 4 processes\nmesh         fsdp 16\n" in text
     assert "batch        256 rows x 128 tokens = 32,768 tokens per step, in 2 microbatches\n" in text
     assert "separate head" in text
     assert "dtype        bfloat16, weights float32\n" in text
