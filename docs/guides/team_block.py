@@ -64,8 +64,21 @@ class NNXBlock(nnx.Module):
 
     def __call__(self, x, cache, position, segment, row, key):
         """See `LinenBlock`."""
+        x = self.attend(x, segment)
+        return x + self.mlp_out(jax.nn.gelu(self.mlp_in(self.mlp_norm(x)))), cache
+
+    def attend(self, x, segment):
+        """x + attention(norm(x))."""
         q, k, v = jnp.split(self.qkv(self.attention_norm(x)), 3, axis=-1)
         q, k, v = (a.reshape(*a.shape[:2], self.heads, self.head_dim) for a in (q, k, v))
         h = attend(q, k, v, segment).reshape(*x.shape[:2], self.heads * self.head_dim)
-        x = x + self.attention_out(h)
-        return x + self.mlp_out(jax.nn.gelu(self.mlp_in(self.mlp_norm(x)))), cache
+        return x + self.attention_out(h)
+
+
+class NNXBlockWithABug(NNXBlock):
+    """A translation that went wrong in one place: GELU is exact, where Linen's is the approximation by tanh."""
+
+    def __call__(self, x, cache, position, segment, row, key):
+        """See `LinenBlock`."""
+        x = self.attend(x, segment)
+        return x + self.mlp_out(jax.nn.gelu(self.mlp_in(self.mlp_norm(x)), approximate=False)), cache

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import UserError, exit_on_user_error, schema
+from trainer.runtime.platforms import leave_out_absent_tpu
 
 FORMATS = ("hf", "params")
 DTYPES = ("float32", "bfloat16")
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     source, out, options, keys = _read_words(words)
     # From here on the command line makes sense by itself; what follows loads JAX.
+    leave_out_absent_tpu()
     from trainer.checkpoint import copy_tokenizer, model_config, open_source
     from trainer.checkpoint.description import check_words
 

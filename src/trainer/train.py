@@ -1,12 +1,15 @@
 """`python -m trainer.train [base.yml] key=value ...`: train a language model."""
 
 import contextlib
+import io
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from trainer.config import UserError, exit_on_user_error, load, to_yaml
 from trainer.config.files import COMMAND_LINE
+from trainer.runtime.platforms import leave_out_absent_tpu
 from trainer.runtime.preemption import EXIT_CODE
 
 
@@ -16,30 +19,46 @@ def main(argv: Sequence[str] | None = None) -> None:
     started = time.perf_counter()
     loaded = load(sys.argv[1:] if argv is None else argv)
     # From here on the command line makes sense by itself; what follows loads JAX.
-    import jax
+    leave_out_absent_tpu()
+    from trainer.runtime.distributed import distributed
 
-    from trainer.data import open_dataset
+    with distributed(loaded.config):
+        _run(loaded, started)
+
+
+class _Silence(io.StringIO):
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+def _run(loaded, started: float) -> None:
     from trainer.observe import Console, open_run
-    from trainer.training import build
+    from trainer.runtime.agreement import agreed, check_same, is_first
 
-    console = Console()
+    # The first process speaks for all, but of what goes wrong.
+    console = Console(None if is_first() else _Silence())
     for note in loaded.notes:
         console.say(note)
-    run = build(loaded.config, jax.devices())
-    dataset = open_dataset(run.config, console.say)
-    prompt = _prompt(run.config, dataset.tokenizer)
+    for key in ("compile_topology", "compile_topology_num_slices", "compile_report_file"):
+        if loaded.changed.get(key) == COMMAND_LINE:
+            loaded.warnings.append(
+                f"{key} ({COMMAND_LINE}) has no effect: trainer.train runs on the devices that it has"
+            )
+    run, dataset, prompt = agreed(lambda: _prepare(loaded, console))
+    check_same("the training data", dataset.fingerprint)
     config_yml = to_yaml(run.config)
     with open_run(
         run.config.base_output_directory, run.config.run_name, config_yml, run.config.enable_checkpointing, console.say
     ) as run_dir:
-        _say_what_runs(console, run, dataset, run_dir.path, loaded.warnings)
+        _say_what_runs(console, run, dataset, run_dir.place, loaded.warnings)
         end = _train(loaded, run, dataset, run_dir, console)
         if end is None:
-            console.say(f"{run_dir.path} is finished, there is nothing to do; a larger steps goes on with it")
+            console.say(f"{run_dir.place} is finished, there is nothing to do; a larger steps goes on with it")
             return
+        run_dir.upload()
         if end.preempted:
             saved = "saved, the same command goes on from here"
-            console.say(f"SIGTERM: {saved if run.config.enable_checkpointing else 'stopped'} ({run_dir.path})")
+            console.say(f"SIGTERM: {saved if run.config.enable_checkpointing else 'stopped'} ({run_dir.place})")
             raise SystemExit(EXIT_CODE)
         run_dir.finish()
     console.summary(time.perf_counter() - started)
@@ -47,43 +66,97 @@ def main(argv: Sequence[str] | None = None) -> None:
         console.sample(run.config.prompt, _sample(run, end.state, dataset.tokenizer, prompt))
 
 
+def _prepare(loaded, console):
+    """The run, the data that it reads, and the tokens of its prompt."""
+    import jax
+
+    from trainer.data import open_dataset
+    from trainer.training import build
+
+    run = build(loaded.config, jax.devices())
+    index = jax.process_index()
+
+    def say(text: str) -> None:
+        # What is read, waited for, skipped or cut differs between processes.
+        console.say(text) if index == 0 else print(f"process {index}: {text}", flush=True)
+
+    dataset = open_dataset(run.config, say)
+    return run, dataset, _prompt(run.config, dataset.tokenizer)
+
+
 def _train(loaded, run, dataset, run_dir, console):
     """From where the run stands to its end; see `training.fit`. None for a run that an earlier process finished."""
     from trainer.checkpoint import CheckpointManager
-    from trainer.observe import MetricsWriter
-    from trainer.training import Reports, fit, start
+    from trainer.training import fit, start
 
     with contextlib.ExitStack() as stack:
         manager = None
         if run.config.enable_checkpointing:
-            manager = stack.enter_context(CheckpointManager(run_dir.path, run.config, console.say))
+            manager = stack.enter_context(CheckpointManager(run_dir.place, run.config, console.say))
         given = {key for key, where in loaded.changed.items() if where == COMMAND_LINE}
         schedule_given = loaded.config.learning_rate_schedule_steps != -1
         begin = start(run, dataset, manager, console.say, schedule_given=schedule_given, given=given)
         if begin.updates == run.config.steps and run_dir.finished:
             return None
+        compiled = None
+        if run.config.compiled_trainstep_file:
+            compiled = _load_step(run, console)
         # All that can be wrong with the command has been seen: the run leaves its traces.
         run_dir.begin(to_yaml(run.config), resumed=begin.resumed, say=console.say)
-        compiled = None
-        if begin.updates < run.config.steps:
+        if compiled is None and begin.updates < run.config.steps:
             console.say("compiling the training step")
-            compiled = run.compile()
-        writer = stack.enter_context(MetricsWriter(run_dir.path, begin.updates))
+            compiled = run.compile_on_leaves()
+        reports = _reports(run, run_dir, begin.updates, console, stack)
+        return fit(run, compiled, begin, dataset, reports, manager)
 
-        def on_step(row):
+
+def _reports(run, run_dir, updates: int, console, stack: contextlib.ExitStack):
+    """Rows for metrics.jsonl, which the first process writes, and for the console."""
+    from trainer.observe import MetricsWriter
+    from trainer.runtime.agreement import from_first
+    from trainer.training import Reports
+
+    writers = []
+
+    def open_metrics() -> list[int]:
+        writers.append(stack.enter_context(MetricsWriter(run_dir.path, updates)))
+        return [row["step"] for row in writers[0].kept if "eval_loss" in row]
+
+    evaluated = frozenset(from_first(open_metrics))
+
+    def on_step(row):
+        for writer in writers:
             writer.write(row)
-            console.step(row, run.config.steps)
+        console.step(row, run.config.steps)
 
-        def on_evaluation(row):
+    def on_evaluation(row):
+        for writer in writers:
             writer.write(row)
-            console.evaluation(row)
+        console.evaluation(row)
 
-        evaluated = frozenset(row["step"] for row in writer.kept if "eval_loss" in row)
-        return fit(run, compiled, begin, dataset, Reports(on_step, on_evaluation, writer.sync, evaluated), manager)
+    def sync():
+        for writer in writers:
+            writer.sync()
+        run_dir.upload()
+
+    return Reports(on_step, on_evaluation, sync, evaluated)
+
+
+def _load_step(run, console):
+    """The step that `trainer.train_compile` compiled."""
+    from trainer.aot import executable
+
+    path = Path(run.config.compiled_trainstep_file).expanduser()
+    devices, args = list(run.mesh.devices.flat), run.abstract_args()
+    step = executable.load(path, executable.origin_of(run.config, devices, args), args, devices)
+    console.say(f"the training step is that of {path}, nothing is compiled")
+    return step
 
 
 def _say_what_runs(console, run, dataset, run_dir, warnings: Sequence[str]) -> None:
     import jax
+
+    from trainer.state import table
 
     device = run.mesh.devices.flat[0]
     console.banner(
@@ -97,6 +170,11 @@ def _say_what_runs(console, run, dataset, run_dir, warnings: Sequence[str]) -> N
         run_dir=run_dir,
         warnings=warnings,
     )
+    if run.config.shard_optimizer_over_data and run.mesh.shape["data"] == 1:
+        console.say("warning: shard_optimizer_over_data=true has no effect: the mesh axis data has size 1")
+    if run.config.debug_sharding:
+        found = run.table()
+        console.say(table.text(found["tensors"], found["totals"]))
     if run.config.log_config:
         console.say(to_yaml(run.config))
 
@@ -125,11 +203,14 @@ def _sample(run, state, tokenizer, prompt: list[int]) -> str:
     rows = run.mesh.size  # a row for every device, so that the batch can be placed on any mesh; the first is shown
     temperature, seed = run.config.decode_sampling_temperature, run.config.init_weights_seed
 
-    def draw(params, rest):
+    def draw(tree):
+        params = run.fetch(tree).params
         params = jax.lax.with_sharding_constraint(params, run.backend.unpack(run.compute_shardings).params)
-        return sample(run.config, run.backend, params, rest, prompt, rows=rows, temperature=temperature, seed=seed)
+        return sample(run.config, run.backend, params, tree.rest, prompt, rows=rows, temperature=temperature, seed=seed)
 
-    tokens = jax.device_get(jax.jit(run.placed(draw, whole_rows=True))(tree.params, tree.rest))[0].tolist()
+    tree = tree._replace(opt_state=None)
+    drawn = jax.jit(run.placed(draw, whole_rows=True), out_shardings=run.replicated)(tree)
+    tokens = jax.device_get(drawn)[0].tolist()
     # The end may be the token that also stands at the beginning.
     end = tokens.index(tokenizer.eos, len(prompt)) if tokenizer.eos in tokens[len(prompt) :] else len(tokens)
     return tokenizer.decode(tokens[:end])

@@ -15,9 +15,21 @@ from trainer.training import build
 
 MESHES = {
     "1 device": {},
-    "data 8": {"ici_data_parallelism": 8, "ici_fsdp_parallelism": 1},
+    "data 8, Zero-1": {"ici_data_parallelism": 8, "ici_fsdp_parallelism": 1, "shard_optimizer_over_data": True},
     "fsdp 4 x tensor 2": {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2},
-    "data 2 x fsdp 2 x tensor 2": {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2},
+    "data 2 x fsdp 2 x tensor 2, Zero-1": {
+        "ici_data_parallelism": 2,
+        "ici_fsdp_parallelism": 2,
+        "ici_tensor_parallelism": 2,
+        "shard_optimizer_over_data": True,
+    },
+    "fsdp 4 x tensor_sequence 2": {"ici_fsdp_parallelism": 4, "ici_tensor_sequence_parallelism": 2},
+    "2 slices of fsdp_transpose 2 x tensor_sequence 2": {
+        "dcn_data_parallelism": 2,
+        "ici_fsdp_parallelism": 1,
+        "ici_fsdp_transpose_parallelism": 2,
+        "ici_tensor_sequence_parallelism": 2,
+    },
 }
 # How the program is made; none of these changes what it computes.
 PROGRAM = {

@@ -1,9 +1,6 @@
 """Runs that are ended, and go on: the same command, or one that differs in what may differ."""
 
-import contextlib
 import importlib
-import importlib.util
-import io
 import itertools
 import os
 import shutil
@@ -11,87 +8,24 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
-from support import ALL_COMBINATIONS, TINY, pinned
+from program_cache import cached_programs
+from runs import RUN, SETTINGS, arrays_of, assert_equal, kill_rounds, rows_of, train
+from support import pinned
 
 from trainer.checkpoint import inspect, newest
 from trainer.data import eval_batches, open_dataset
 from trainer.objectives import Objective
-from trainer.observe.metrics import METRICS_FILE, TIMING_FIELDS, read_rows
-from trainer.train import main
-
-_spec = importlib.util.spec_from_file_location("kill_rounds", Path(__file__).parents[2] / "scripts" / "kill_rounds.py")
-kill_rounds = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(kill_rounds)
-arrays_of = kill_rounds.arrays_of
-
-SETTINGS = TINY | {
-    "enable_checkpointing": True,
-    "steps": 60,
-    "learning_rate_schedule_steps": 60,
-    "per_device_batch_size": 8,
-    "checkpoint_period": 10,
-    "max_num_checkpoints_to_keep": "none",
-    "eval_interval": 10,
-    "eval_steps": 2,
-    "dropout_rate": 0.1,
-}
-RUN = Path("runs/run-0001")
+from trainer.observe.metrics import METRICS_FILE
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """Most runs here compile the same programs: they take them from a cache, in this process and in others."""
-    folder = str(tmp_path_factory.mktemp("programs"))
-    options = {
-        "jax_compilation_cache_dir": folder,
-        "jax_persistent_cache_min_compile_time_secs": 0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in options}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in options.items():
-            jax.config.update(name, value)
-            patch.setenv(name.upper(), str(value))
-        compilation_cache.reset_cache()
+def programs(tmp_path_factory):
+    with cached_programs(tmp_path_factory.mktemp("programs")):
         yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-
-
-def train(folder, *words, devices=1, combination="nnx", **overrides):
-    """The exit code and all that is printed by a run of the command in `folder` on some of the devices."""
-    settings = SETTINGS | pinned(combination) | overrides
-    devices = jax.devices()[:devices]
-    output, code = io.StringIO(), 0
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        patch.setattr(jax, "devices", lambda: devices)
-        patch.chdir(folder)
-        try:
-            main(["base.yml", *(f"{key}={value}" for key, value in settings.items()), *words])
-        except SystemExit as exit_:
-            code = exit_.code
-    return code, output.getvalue()
-
-
-def rows_of(run):
-    return [{k: v for k, v in row.items() if k not in TIMING_FIELDS} for row in read_rows(run / METRICS_FILE)]
-
-
-def assert_equal(run, other, updates=60):
-    """The metrics, and the last checkpoint in every bit."""
-    assert newest(run).name == str(updates)
-    assert rows_of(run) == [row for row in rows_of(other) if row["step"] < updates]
-    left, right = (arrays_of(x / f"checkpoints/{updates}") for x in (run, other))
-    assert left.keys() == right.keys()
-    for name, array in left.items():
-        assert array.tobytes() == right[name].tobytes(), name
 
 
 def assert_close(run, other, updates, rtol):
@@ -163,17 +97,6 @@ def test_sigterm_within_the_last_evaluation(straight, at, tmp_path, monkeypatch)
     assert code == 0
     assert "compiling the training step" not in output
     assert_equal(run, straight)
-
-
-def test_from_each_combination_to_the_next(straight, at, tmp_path):
-    """Ten updates in each; the first ten are those of the straight run."""
-    run = at(10)
-    assert ALL_COMBINATIONS[0] == "nnx"
-    for leg, combination in enumerate([*ALL_COMBINATIONS[1:], ALL_COMBINATIONS[0]], 2):
-        code, output = train(tmp_path, "run_name=run-0001", combination=combination, steps=10 * leg)
-        assert code == 0, output
-        assert_equal(run, straight, 10 * leg)
-    assert 10 * leg == 60
 
 
 def test_unrolled_layers_and_other_reports(straight, at, tmp_path):

@@ -15,6 +15,7 @@ from sample_data import document, write_corpus, write_tfds
 from support import ALL_COMBINATIONS, TINY, arguments, pinned
 
 from trainer.config import load, schema
+from trainer.config.dump import PROCESSES
 from trainer.data import open_dataset
 from trainer.train import main
 
@@ -94,7 +95,7 @@ def test_a_run_on_text_from_any_folder_without_a_yml(tmp_path, corpus):
     # The resolved configuration says everything; it runs again as it is, on the prepared data, with the same losses.
     resolved = yaml.safe_load((run_dir / "config.yml").read_text())
     assert resolved["dtype"] == "float32"
-    assert set(schema().keys) - set(resolved) == {"run_name"}
+    assert set(schema().keys) - set(resolved) == {"run_name", *PROCESSES}
     again = run_module(str(run_dir / "config.yml"), cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert "training a BPE" not in again.stdout
@@ -180,6 +181,7 @@ READ_BY_LOADING = {
     "model_name": "chooses a preset while the configuration is loaded",
     "override_model_config": "needless, and answered with a warning",
     "reset_optimizer": "read where load_full_state_path names a state",
+    **dict.fromkeys(PROCESSES, "read where processes find each other, before there is a run"),
 }
 
 

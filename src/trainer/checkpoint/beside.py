@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Awaitable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+
+from trainer.runtime.storage import entries
 
 CONFIG, DATA, METRICS, TOKENIZER = "config.yml", "data.json", "metrics.json", "tokenizer"
 
@@ -36,10 +37,10 @@ class BesideFiles:
 
     async def load(self, directory: Any) -> Awaitable[None]:
         """Part of Orbax's protocol."""
-        return self._read(Path(directory))
+        return self._read(directory)
 
     async def _write(self, directory: Any) -> None:
-        folder = Path(await directory.await_creation())
+        folder = await directory.await_creation()
         beside, index = self.read(), _process_index()
         data = {"position": beside.position, "fingerprint": beside.fingerprint}
         (folder / _data_file(index)).write_text(json.dumps(data) + "\n", encoding="utf-8")
@@ -51,15 +52,15 @@ class BesideFiles:
         for name, content in beside.tokenizer.items():
             (folder / TOKENIZER / name).write_bytes(content)
 
-    async def _read(self, folder: Path) -> None:
+    async def _read(self, folder: Any) -> None:
         self._beside = read_beside(folder)
 
 
-def read_beside(folder: Path) -> Beside:
+def read_beside(folder: Any) -> Beside:
     """Reads what was written to checkpoints/N/run, with this process's own position if it had one."""
     own = folder / _data_file(_process_index())
     data = json.loads((own if own.is_file() else folder / DATA).read_text(encoding="utf-8"))
-    tokenizer = {path.name: path.read_bytes() for path in sorted((folder / TOKENIZER).iterdir())}
+    tokenizer = {path.name: path.read_bytes() for path in entries(folder / TOKENIZER)}
     return Beside((folder / CONFIG).read_text(encoding="utf-8"), tokenizer=tokenizer, **data)
 
 
@@ -74,7 +75,7 @@ def _process_index() -> int:
     return jax.process_index()
 
 
-def read_metrics(folder: Path) -> dict[str, float]:
+def read_metrics(folder: Any) -> dict[str, float]:
     """The metrics by which retention chooses, in checkpoints/N/run."""
     return json.loads((folder / METRICS).read_text(encoding="utf-8"))
 

@@ -16,6 +16,7 @@ from trainer.checkpoint.maxtext import MaxTextSource
 from trainer.checkpoint.params import CONFIG, TREE, ParamsSource
 from trainer.checkpoint.source import Leaf, Source, Tick, names_of, nested, progress
 from trainer.config import UserError
+from trainer.runtime import storage
 
 _SHORT = 2.0  # seconds; loading that takes longer is reported
 
@@ -26,9 +27,9 @@ def open_source(path: str) -> Source:
     Raises:
       UserError: nothing that could be one is there, or what is there is damaged.
     """
-    folder = Path(path).expanduser()
     if "://" in path:
-        raise UserError(f"{path}: remote paths are not built yet; give a local folder")
+        return _remote_run(path)
+    folder = Path(path).expanduser()
     if (folder / "config.json").is_file() and weight_files(folder):
         return HuggingFaceSource(folder)
     if (folder / TREE).is_dir() and (folder / CONFIG).is_file():
@@ -44,6 +45,16 @@ def open_source(path: str) -> Source:
         f"{path}: {state}; looked for config.json with *.safetensors (Hugging Face), {TREE}/ with {CONFIG} "
         "(written by trainer.export), checkpoints/ (a run), and _METADATA or items/_METADATA (MaxText)"
     )
+
+
+def _remote_run(path: str) -> Source:
+    if (checkpoint := newest(storage.folder(path))) is None:
+        raise UserError(
+            f"{path}: no run with a checkpoint there; of what lies in a bucket only a run's folder or one of its "
+            "checkpoints/N is read: copy other checkpoints to this machine"
+        )
+    inspect(checkpoint)
+    return ParamsSource(checkpoint, "", f"{RUN}/{BESIDE_CONFIG}", f"{RUN}/{TOKENIZER}")
 
 
 def load_parameters(

@@ -4,15 +4,14 @@ checkpoints/N holds the train state after N updates in canonical form, the same 
 state/ {params, opt_state, step, rest}, with optax's own structure under opt_state; run/ what must lie beside it (see
 `Beside`) and the metrics that retention asks for; sums.json. A folder is given this name by the rename that
 commits it, and loses it by the rename that begins its deletion: what has the name was whole once, and should be now.
+In a bucket, which has no rename, a file commit_success.txt does what the name does here: it comes last and goes first.
 """
 
 import contextlib
 import functools
 import logging
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,6 +23,8 @@ from trainer.checkpoint.compare import check_structure
 from trainer.checkpoint.retention import expired
 from trainer.checkpoint.sums import damaged, verify, write_sums
 from trainer.config import UserError
+from trainer.runtime.agreement import agreed, from_first, is_first
+from trainer.runtime.storage import COMMITTED, absolute, entries, is_remote, remove_tree
 
 FOLDER = "checkpoints"
 _UNCOMMITTED, _EXPIRED = ".orbax-checkpoint-tmp", ".expired"
@@ -34,15 +35,17 @@ _LOSS = "eval_loss"  # the lower, the better a checkpoint
 class CheckpointManager:
     """Saves and lists the checkpoints in a run's folder; a context manager that waits for the last save at its end."""
 
-    def __init__(self, run_dir: Path, config: Any, say: Callable[[str], None]):
-        """Opens run_dir/checkpoints. Saves that never committed are cleared away, with a line to `say`."""
+    def __init__(self, run_dir: Any, config: Any, say: Callable[[str], None]):
+        """Opens run_dir/checkpoints. Saves that never committed are cleared away, with a line to `say`.
+
+        `run_dir`: of this machine or of a bucket.
+        """
         self.directory = run_dir / FOLDER
         self._config = config
+        self._losses: dict[int, float | None] = {int(name): loss for name, loss in from_first(lambda: self._found(say))}
         with _disk_errors(self.directory):
-            self._tidy(say)
-            self._losses = {int(path.name): self._loss(path) for path in committed(self.directory)}
             self._orbax = ocp.training.Checkpointer(
-                self.directory.absolute(),
+                absolute(self.directory),
                 context=_context(functools.partial(_write_sums, self.directory)),  # copied deeply: no method
                 preservation_policy=ocp.training.preservation_policies.PreserveAll(),
             )
@@ -54,7 +57,7 @@ class CheckpointManager:
         """The number of updates in the newest checkpoint, which may still be on its way to the disk."""
         return max(self._losses, default=None)
 
-    def path(self, updates: int) -> Path:
+    def path(self, updates: int) -> Any:
         """The folder of the checkpoint of `updates`."""
         return self.directory / str(updates)
 
@@ -104,16 +107,29 @@ class CheckpointManager:
         for updates in expired(self._losses, self._config):
             del self._losses[updates]
             path = self.path(updates)
-            shutil.rmtree(path.rename(path.with_suffix(_EXPIRED)))
+            if not is_first():
+                continue
+            if is_remote(path):
+                (path / COMMITTED).unlink()
+                remove_tree(path)
+            else:
+                remove_tree(path.rename(path.with_suffix(_EXPIRED)))
+
+    def _found(self, say: Callable[[str], None]) -> list[tuple[str, float | None]]:
+        """The checkpoints that are there, once what is left of others is cleared away."""
+        with _disk_errors(self.directory):
+            self._tidy(say)
+            return [(path.name, self._loss(path)) for path in committed(self.directory)]
 
     def _tidy(self, say: Callable[[str], None]) -> None:
-        for path in self.directory.glob(f"*{_EXPIRED}"):
-            shutil.rmtree(path)
-        for path in sorted(self.directory.glob(f"*{_UNCOMMITTED}")):
-            shutil.rmtree(path)
+        for path in entries(self.directory):
+            if path.name.endswith(_EXPIRED):
+                remove_tree(path)
+        for path in _uncommitted(self.directory):
+            remove_tree(path)
             say(f"{path} was never committed: removed")
 
-    def _loss(self, path: Path) -> float | None:
+    def _loss(self, path: Any) -> float | None:
         """The evaluation loss of a checkpoint, if it has one and somebody asks."""
         if not self._config.keep_best_checkpoints:
             return None
@@ -123,17 +139,17 @@ class CheckpointManager:
             raise damaged(path, f"{RUN}/{METRICS}", f"cannot be read ({type(error).__name__}: {error})") from error
 
 
-def inspect(path: Path) -> Beside:
+def inspect(path: Any) -> Beside:
     """What lies beside the arrays of checkpoints/N, at `path`.
 
     Raises:
       UserError: a file of the checkpoint is damaged; names the first one.
     """
-    verify(path)
-    return read_beside(path / RUN)
+    from_first(lambda: verify(path))
+    return agreed(lambda: read_beside(path / RUN))
 
 
-def restore(path: Path, abstract: TrainTree) -> TrainTree:
+def restore(path: Any, abstract: TrainTree) -> TrainTree:
     """The train state of the checkpoint at `path`, which `inspect` found to be whole.
 
     Args:
@@ -146,29 +162,40 @@ def restore(path: Path, abstract: TrainTree) -> TrainTree:
     """
     wanted = {name: part for name, part in abstract._asdict().items() if part is not None}
     with _context():
-        found = ocp.checkpointables_metadata(path.absolute()).metadata[STATE]
+        found = ocp.checkpointables_metadata(absolute(path)).metadata[STATE]
         check_structure(path, {name: found.get(name) for name in wanted}, wanted)
-        loaded = ocp.load_checkpointables(path.absolute(), {STATE: wanted})[STATE]
+        loaded = ocp.load_checkpointables(absolute(path), {STATE: wanted})[STATE]
     return abstract._replace(**loaded)
 
 
-def newest(path: Path) -> Path | None:
-    """The newest committed checkpoint of a run's folder, or `path` itself if it is a checkpoint."""
-    if (path / STATE).is_dir():
+def newest(path: Any) -> Any:
+    """The newest committed checkpoint of a run's folder, or `path` itself if it is a checkpoint; None without one."""
+    if (path / STATE).is_dir() and path not in _uncommitted(path.parent):
         return path
     found = committed(path if path.name == FOLDER else path / FOLDER)
     return found[-1] if found else None
 
 
-def committed(folder: Path) -> list[Path]:
+def committed(folder: Any) -> list[Any]:
     """The checkpoints in a folder of checkpoints, the newest last."""
-    found = [path for path in folder.glob("*") if path.name.isdecimal() and path.is_dir()]
+    found = [path for path in entries(folder) if path.name.isdecimal() and path.is_dir() and _whole(path)]
     return sorted(found, key=lambda path: int(path.name))
 
 
-def _write_sums(directory: Path) -> None:
-    # Called when all files are written and before the rename that commits; one save runs at a time.
-    for folder in directory.glob(f"*{_UNCOMMITTED}"):
+def _uncommitted(folder: Any) -> list[Any]:
+    """Saves that run, or never came to their end, and in a bucket also what is left of checkpoints that expired."""
+    if not is_remote(folder):
+        return [path for path in entries(folder) if _UNCOMMITTED in path.name]
+    return [path for path in entries(folder) if path.name.isdecimal() and not _whole(path)]
+
+
+def _whole(path: Any) -> bool:
+    return not is_remote(path) or (path / COMMITTED).exists()
+
+
+def _write_sums(directory: Any) -> None:
+    # Called when all files are written and before what commits them; one save runs at a time.
+    for folder in _uncommitted(directory):
         write_sums(folder)
 
 
@@ -183,7 +210,7 @@ def _context(before_commit: Callable[[], None] | None = None) -> ocp.Context:
 
 
 @contextlib.contextmanager
-def _disk_errors(directory: Path) -> Iterator[None]:
+def _disk_errors(directory: Any) -> Iterator[None]:
     """Makes a full or unwritable disk a UserError. Those of TensorStore are ValueErrors with the system's code."""
     try:
         yield

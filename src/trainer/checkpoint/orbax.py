@@ -13,6 +13,7 @@ import numpy as np
 from trainer.backends.codec import path_of
 from trainer.checkpoint.source import names_of, nested, read_json
 from trainer.config import UserError
+from trainer.runtime.storage import absolute, entries
 
 T = TypeVar("T")
 
@@ -31,9 +32,10 @@ def headers(path: Path) -> dict[str, Any]:
         return {str(key): as_dict(child) for key, child in node.items()} if isinstance(node, Mapping) else node
 
     with _undamaged(str(path)):
-        for file in (*path.glob("_METADATA"), *path.glob("*/_METADATA")):
-            read_json(file)
-        tree = ocp.metadata(path.absolute()).metadata
+        for file in (path / "_METADATA", *(entry / "_METADATA" for entry in entries(path))):
+            if file.exists():
+                read_json(file)
+        tree = ocp.metadata(absolute(path)).metadata
         if tree is None:
             raise ValueError("its metadata or arrays cannot be read")
     flat = names_of(as_dict(tree))
@@ -85,7 +87,7 @@ def _load(path: Path, name: str, abstract: Any) -> Any:
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     with _undamaged(f"{path}: {name}"), context:
-        return names_of(ocp.load(path.absolute(), nested({name: abstract})))[name]
+        return names_of(ocp.load(absolute(path), nested({name: abstract})))[name]
 
 
 @contextlib.contextmanager

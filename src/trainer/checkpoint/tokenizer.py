@@ -1,6 +1,5 @@
 """The files of a tokenizer that stand beside parameters."""
 
-import shutil
 from pathlib import Path
 
 # As transformers and sentencepiece call them, and how to generate, which holds the tokens that end a text.
@@ -14,4 +13,4 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     """Copies those of `FILES` that lie in `source`."""
     for name in FILES:
         if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+            (target / name).write_bytes((source / name).read_bytes())

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config import flags
-from trainer.config.data_keys import DATA_CHECKS, local
+from trainer.config.data_keys import DATA_CHECKS
 from trainer.config.derived import DCN, ICI, MESH_AXES, UNUSED_AXES
 from trainer.config.dump import to_flow
 from trainer.config.errors import nearest
 from trainer.config.rules import collisions
+from trainer.config.topologies import find_topology
 
 # The functions of these names are in layers/mlp.py.
 ACTIVATIONS = ("silu", "gelu", "relu", "tanh", "sigmoid", "linear")
@@ -75,6 +76,27 @@ def _run_name(config: Any) -> str | None:
 
 def _output_directory(config: Any) -> str | None:
     return None if config.base_output_directory else "empty; write . for the current folder"
+
+
+def _bucket(key: str) -> Callable[[Any], str | None]:
+    def problem(config: Any) -> str | None:
+        scheme, separator, _ = config[key].partition("://")
+        return "of remote paths only gs:// is built" if separator and scheme != "gs" else None
+
+    return problem
+
+
+def _processes(config: Any) -> str | None:
+    given = [bool(config.coordinator_address), config.num_processes > 0, config.process_id >= 0]
+    if not any(given):
+        return None
+    if not all(given):
+        return "these three go together, such as coordinator_address=10.0.0.1:1234 num_processes=2 process_id=0"
+    if not re.fullmatch(r".+:\d+", config.coordinator_address):
+        return f"coordinator_address is host:port; nearest: {config.coordinator_address}:1234"
+    if config.process_id >= config.num_processes:
+        return f"processes count from 0; at most process_id={config.num_processes - 1}"
+    return None
 
 
 def _heads(config: Any) -> str | None:
@@ -167,6 +189,20 @@ def _rules(config: Any) -> str | None:
     return f"{'; '.join(found)}; move one of the two to another mesh axis or to []" if found else None
 
 
+def _topology(config: Any) -> str | None:
+    found = find_topology(config.compile_topology) if config.compile_topology else None
+    return found if isinstance(found, str) else None
+
+
+def _slices(config: Any) -> str | None:
+    simulated = config.compile_topology.startswith("cpu-")
+    return (
+        "simulated CPU devices lie in no slices: give cpu-N with all of them"
+        if simulated and config.compile_topology_num_slices > 1
+        else None
+    )
+
+
 # The axes' keys within a slice, and over slices.
 _SIZES = tuple(tuple(keys[axis] for axis in MESH_AXES if axis not in UNUSED_AXES) for keys in (ICI, DCN))
 
@@ -178,8 +214,8 @@ CHECKS = (
     Check(("load_parameters_path", "load_full_state_path"), _sources),
     Check(("run_name",), _run_name),
     Check(("base_output_directory",), _output_directory),
-    Check(("load_parameters_path",), local("load_parameters_path")),
-    Check(("base_output_directory",), local("base_output_directory")),
+    *(Check((key,), _bucket(key)) for key in ("base_output_directory", "load_parameters_path", "load_full_state_path")),
+    Check(("coordinator_address", "num_processes", "process_id"), _processes),
     Check(("base_num_query_heads", "base_num_kv_heads"), _heads),
     Check(("head_dim",), _head_dim),
     Check(("rope_min_timescale", "rope_max_timescale"), _rope),
@@ -198,5 +234,7 @@ CHECKS = (
         for keys in (ICI, DCN)
     ),
     Check(("logical_axis_rules",), _rules),
+    Check(("compile_topology",), _topology),
+    Check(("compile_topology", "compile_topology_num_slices"), _slices),
     *(Check(keys, problem) for keys, problem in DATA_CHECKS),
 )

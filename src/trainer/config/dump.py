@@ -8,13 +8,23 @@ import yaml
 
 from trainer.config.schema import schema
 
+# How processes find each other. What runs, and what it learns, follows from none of these.
+PROCESSES = (
+    "coordinator_address",
+    "num_processes",
+    "process_id",
+    "skip_jax_distributed_system",
+    "jax_distributed_initialization_timeout",
+    "jax_distributed_heartbeat_timeout_seconds",
+)
+
 
 def to_yaml(config: Any) -> str:
     """The keys of `config` as a yml that `load` reads back to the same values, in the order of base.yml.
 
-    `run_name` is left out: the yml says what ran, and whoever runs it again gets a run of its own.
+    `run_name` is left out: the yml says what ran, and whoever runs it again gets a run of its own. So is `PROCESSES`.
     """
-    lines = [f"{name}: {to_flow(config[name])}" for name in schema().keys if name != "run_name"]
+    lines = [f"{name}: {to_flow(config[name])}" for name in schema().keys if name not in ("run_name", *PROCESSES)]
     return "\n".join(["base_config: base.yml", *lines, ""])
 
 

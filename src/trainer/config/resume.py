@@ -6,7 +6,7 @@ from typing import Any
 import ml_collections
 
 from trainer.config.derived import DCN, ICI, global_batch_rows
-from trainer.config.dump import to_flow
+from trainer.config.dump import PROCESSES, to_flow
 from trainer.config.errors import UserError
 from trainer.config.flags import FLAGS
 from trainer.config.resolve import frozen
@@ -19,10 +19,13 @@ LAYOUT = (
     *DCN.values(),
     "allow_split_physical_axes",
     "shard_optimizer_over_data",
+    "optimizer_memory_host_offload",
+    "parameter_memory_host_offload",
     "logical_axis_rules",
     "sharding_tolerance",
     "debug_sharding",
     "scan_layers",
+    *PROCESSES,
 )
 # The same global batch may be cut in other ways.
 BATCH = ("per_device_batch_size", "gradient_accumulation_steps")
@@ -59,6 +62,10 @@ AROUND = (
     "prompt",
     "decode_sampling_temperature",
     "override_model_config",
+    "compile_topology",
+    "compile_topology_num_slices",
+    "compiled_trainstep_file",
+    "compile_report_file",
     "model_name",  # a name for sizes; the sizes themselves are compared
 )
 MAY_CHANGE = frozenset((*LAYOUT, *BATCH, *LENGTH, *AROUND))

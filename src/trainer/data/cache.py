@@ -4,13 +4,13 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from trainer.config.errors import UserError
+from trainer.runtime.storage import user_cache
 
 Progress = Callable[[str], None]
 META = "meta.json"
@@ -21,7 +21,7 @@ def cache_root(data_cache_directory: str) -> Path:
     """The folder that the key data_cache_directory names; empty: `trainer` in the user's cache folder."""
     if data_cache_directory:
         return Path(data_cache_directory).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainer"
+    return user_cache()
 
 
 def ensure(folder: Path, build: Callable[[Path], dict[str, Any]], progress: Progress) -> None:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from trainer.layers.remat import LAYER_INPUT, Policy
 from trainer.layers.sown import Sown, capture, with_output
@@ -27,6 +28,24 @@ def make_stack(make_block: Callable[[nnx.Rngs], Block], layers: int, rngs: nnx.R
         return make_block(rngs)
 
     return make(rngs.split(layers))
+
+
+def cast_in_loop(block: Any, index: jax.Array, dtype: jnp.dtype) -> Any:
+    """`block`, a module or its state, with the same values, whose matrices can not be cast to `dtype` for all layers.
+
+    In a loop over stacked float32 weights that are cast to bfloat16 inside, XLA's TPU compiler casts all layers before
+    the loop and holds them through the step, and turns their order in memory into the one that the products inside
+    like, in float32. A cast of what depends on the loop's `index` stays where it is, and the order is fixed here. A
+    product with one is exact, so this changes no bit.
+    """
+    one = jnp.where(index < 0, 0.0, 1.0)
+
+    def tied(leaf: jax.Array) -> jax.Array:
+        if leaf.ndim < 2 or leaf.dtype.itemsize <= dtype.itemsize:
+            return leaf
+        return with_layout_constraint(leaf, Layout(tuple(range(leaf.ndim)))) * one.astype(leaf.dtype)
+
+    return jax.tree.map(tied, block)
 
 
 def run_stack(
@@ -60,6 +79,8 @@ def run_stack(
         params, index, cache = layer
         layer_key = None if key is None else jax.random.fold_in(key, index)
         x = checkpoint_name(x, LAYER_INPUT)
+        if scan:
+            params = cast_in_loop(params, index, x.dtype)
         (x, cache), sown = capture(nnx.merge(graphdef, params), types)(x, cache, *context, layer_key)
         return x, (cache, with_output(sown, types, x))
 

@@ -9,6 +9,7 @@ from trainer.linen.bridge import is_box, unboxed
 from trainer.linen.layer import is_linen
 from trainer.linen.stack import Stack, initializing
 from trainer.models.transformer import Decoder
+from trainer.sharding import off_mesh
 
 
 class LinenStackDecoder(Decoder):
@@ -19,7 +20,9 @@ class LinenStackDecoder(Decoder):
         x = jnp.zeros((1, 1, self.config.base_emb_dim), self.config.dtype)
         id_bt, row_b = jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32)
         init = _stack(initializing(self.config)).init
-        variables = init(rngs.params(), x, None, id_bt, id_bt, row_b, key=None, types=(), method="run_layers")
+        # The bridge makes the model again within a step, where one row of one token fits no mesh.
+        with off_mesh():
+            variables = init(rngs.params(), x, None, id_bt, id_bt, row_b, key=None, types=(), method="run_layers")
         return nnx.data(jax.tree.map(lambda leaf: param(*unboxed(leaf)), variables["params"]["layers"], is_leaf=is_box))
 
     def run_layers(self, x, cache, *context, key, types):

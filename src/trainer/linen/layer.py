@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import jax
 from flax import linen, nnx, traverse_util
 from flax.nnx import bridge
 
 from trainer.config import UserError
-from trainer.layers.sown import Sown
+from trainer.layers.sown import Sown, capture
+from trainer.layers.stack import cast_in_loop
 from trainer.linen.bridge import capturing, to_linen
 from trainer.models.blocks import block_class, make_block
 from trainer.models.transformer import Types
@@ -27,21 +29,28 @@ def make_layer(config: Any, **fields: Any) -> linen.Module:
     return found(config, **fields)
 
 
-def call_layer(block: linen.Module, types: Types, *args: Any) -> tuple[Any, Sown]:
-    """What `block`, a child of the module that runs, gives for `args`, and what it sowed of `types`."""
+def call_layer(block: linen.Module, types: Types, index: jax.Array, x: jax.Array, *args: Any) -> tuple[Any, Sown]:
+    """One turn of the rolled loop: what `block`, a child of the module that runs, gives for `x` and `args`, and what it
+    sowed of `types`. `index` is the layer's."""
     if isinstance(block, bridge.ToLinen):
-        return block(*args, nnx_method=capturing(types))
+
+        def in_loop(module, index, x, *args):
+            return capture(cast_in_loop(module, index, x.dtype), types)(x, *args)
+
+        return block(index, x, *args, nnx_method=in_loop)
     if block.is_initializing():
-        return block(*args), {}
-    return apply_layer(block.clone(parent=None), block.variables["params"], types, *args)
+        return block(x, *args), {}
+    params = cast_in_loop(block.variables["params"], index, x.dtype)
+    return apply_layer(block.clone(parent=None), params, types, index, x, *args)
 
 
-def apply_layer(block: linen.Module, params: Any, types: Types, *args: Any) -> tuple[Any, Sown]:
-    """The same of a block without a parent, with `params`.
+def apply_layer(block: linen.Module, params: Any, types: Types, index: Any, *args: Any) -> tuple[Any, Sown]:
+    """The same of a block without a parent, with `params`, of which the unrolled loop holds no copy.
 
     A Linen block sows into collections of the types' names, and draws dropout from the layer's key (the last of
     `args`), which is also its argument.
     """
+    del index
     if isinstance(block, bridge.ToLinen):
         return block.apply({"params": params}, *args, nnx_method=capturing(types))
     names = [variable_type.__name__ for variable_type in types]

@@ -38,7 +38,7 @@ class Stack(linen.Module):
             index, cache = layer
             layer_key = None if key is None else jax.random.fold_in(key, index)
             x = checkpoint_name(x, LAYER_INPUT)
-            (x, cache), sown = call(types, x, cache, *context, layer_key)
+            (x, cache), sown = call(types, index, x, cache, *context, layer_key)
             return x, (cache, with_output(sown, types, x))
 
         layers = jnp.arange(self.config.base_num_decoder_layers), cache

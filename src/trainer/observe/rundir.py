@@ -4,24 +4,35 @@ import contextlib
 import itertools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import IO, NamedTuple, Self
+from typing import IO, Any, NamedTuple, Self
 
 from trainer.config import UserError
 from trainer.observe.metrics import METRICS_FILE
+from trainer.runtime.agreement import from_first
 from trainer.runtime.lock import lock
+from trainer.runtime.storage import entries, folder, is_remote, mirror
 
 CONFIG_FILE, FINISHED_FILE = "config.yml", "finished"
+_FILES = (CONFIG_FILE, METRICS_FILE, FINISHED_FILE)
 _NUMBERED = re.compile(r"run-(\d+)")
 
 
 class RunDir(NamedTuple):
-    """A run's folder, which is this process's alone as long as `lock` is open; a context manager that closes it."""
+    """A run's folder, which is this process's alone as long as `lock` is open; a context manager that closes it.
+
+    Of several processes that train together the first has the lock, for all of them, and writes what is written.
+
+    Attributes:
+      path: where files are written.
+      remote: the run's folder in a bucket, to which they are copied; None for a run of this machine.
+    """
 
     path: Path
-    lock: IO[str]
+    lock: IO[str] | None
+    remote: Any = None
 
     def __enter__(self) -> Self:
         return self
@@ -29,12 +40,40 @@ class RunDir(NamedTuple):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.lock.close()
+        self.close()
+
+    def close(self) -> None:
+        """Gives the folder up."""
+        if self.lock is not None:
+            self.lock.close()
+
+    @property
+    def place(self) -> Any:
+        """Where the run lies for its user, and its checkpoints."""
+        return self.path if self.remote is None else self.remote
+
+    def upload(self) -> None:
+        """Copies what this process wrote to the bucket, if the run lies in one. Raises UserError if it cannot."""
+        if self.remote is not None and self.lock is not None:
+            with _remote_errors(self.remote):
+                for name in _FILES:
+                    if (self.path / name).exists():
+                        (self.remote / name).write_bytes((self.path / name).read_bytes())
+
+    def _download(self) -> Self:
+        """Makes the files of this machine those of the bucket."""
+        if self.remote is not None:
+            for name in _FILES:
+                if (self.remote / name).exists():
+                    (self.path / name).write_bytes((self.remote / name).read_bytes())
+                else:
+                    (self.path / name).unlink(missing_ok=True)
+        return self
 
     @property
     def finished(self) -> bool:
         """Whether an earlier process came to the end of this run."""
-        return (self.path / FINISHED_FILE).exists()
+        return from_first((self.path / FINISHED_FILE).exists)
 
     def begin(self, config_yml: str, *, resumed: bool, say: Callable[[str], None]) -> None:
         """Leaves the first trace: config.yml. The run is unfinished from here on.
@@ -47,15 +86,18 @@ class RunDir(NamedTuple):
         Raises:
           UserError: those rows are of a run that ended, or that had no checkpoints; or the disk is full.
         """
+        from_first(lambda: self._begin(config_yml, resumed, say))
+
+    def _begin(self, config_yml: str, resumed: bool, say: Callable[[str], None]) -> None:
         config = self.path / CONFIG_FILE
         if not resumed and (self.path / METRICS_FILE).exists():
             without = config.is_file() and "enable_checkpointing: false" in config.read_text("utf-8").splitlines()
-            if self.finished or without:
+            if (self.path / FINISHED_FILE).exists() or without:
                 raise UserError(
-                    f"{self.path} holds the metrics of an earlier run and no checkpoint to go on from; choose another "
+                    f"{self.place} holds the metrics of an earlier run and no checkpoint to go on from; choose another "
                     "run_name, or remove the folder"
                 )
-            say(f"{self.path} has no checkpoint yet: beginning again")
+            say(f"{self.place} has no checkpoint yet: beginning again")
         temporary = self.path / f"{CONFIG_FILE}.tmp"
         try:
             (self.path / FINISHED_FILE).unlink(missing_ok=True)
@@ -63,16 +105,21 @@ class RunDir(NamedTuple):
             temporary.replace(config)
         except OSError as error:
             raise UserError(f"cannot write {config}: {error.strerror or error}; make room, and try again") from error
+        if self.remote is not None:
+            with _remote_errors(self.remote):
+                (self.remote / FINISHED_FILE).unlink(missing_ok=True)
+            self.upload()
 
     def finish(self) -> None:
         """Notes that the run came to its end: an empty run_name does not go on with it."""
-        (self.path / FINISHED_FILE).touch()
+        from_first((self.path / FINISHED_FILE).touch)
+        self.upload()
 
 
 def open_run(
     base_output_directory: str, run_name: str, config_yml: str, resumes: bool, say: Callable[[str], None]
 ) -> RunDir:
-    """Choose the run's folder, make it if it is new, and lock it.
+    """Choose the run's folder, make it if it is new, and lock it. Of several processes the first does so for all.
 
     With a name given it is base_output_directory/run_name, and folders above it are made too. An empty `run_name` goes
     on with the newest numbered run (run-0001, run-0002, ...) whose config.yml is `config_yml`, which did not finish and
@@ -87,31 +134,55 @@ def open_run(
       UserError: the folder cannot be made or written, the name leaves `base_output_directory`, a live process holds the
         run, or it cannot be resumed.
     """
-    base = Path(os.path.expanduser(base_output_directory))
+    opened: list[RunDir] = []
+
+    def choose() -> list[str]:
+        opened.append(_open(base_output_directory, run_name, config_yml, resumes, say))
+        return [str(opened[0].path), str(opened[0].place)]
+
+    path, place = from_first(choose)
+    return opened[0] if opened else RunDir(Path(path), None, None if place == path else folder(place))
+
+
+def _open(
+    base_output_directory: str, run_name: str, config_yml: str, resumes: bool, say: Callable[[str], None]
+) -> RunDir:
+    base = folder(base_output_directory)
     try:
-        base.mkdir(parents=True, exist_ok=True)
-        if run_name:
-            run = _named(base, run_name, resumes)
-        else:
-            run = (resumes and _unfinished(base, config_yml, say)) or _numbered(base)
+        with _remote_errors(base):
+            if not is_remote(base):
+                base.mkdir(parents=True, exist_ok=True)
+            if run_name:
+                return _named(base, run_name, resumes)
+            return (resumes and _unfinished(base, config_yml, say)) or _numbered(base)
     except OSError as error:
         raise _unwritable(base_output_directory, error.strerror or str(error)) from error
-    return run
 
 
-def _unfinished(base: Path, config_yml: str, say: Callable[[str], None]) -> RunDir | None:
+def _locked(path: Any) -> RunDir | None:
+    """The run whose folder is `path`, if no live process has it."""
+    if not is_remote(path):
+        held = lock(path)
+        return None if held is None else RunDir(path, held)
+    local = mirror(path)
+    local.mkdir(parents=True, exist_ok=True)
+    held = lock(local)
+    return None if held is None else RunDir(local, held, path)._download()
+
+
+def _unfinished(base: Any, config_yml: str, say: Callable[[str], None]) -> RunDir | None:
     for _, path in sorted(_numbers(base), reverse=True):
         # Looked at before it is locked, so that no run is kept from its own process, and again when it is ours.
-        if _fits(path, config_yml) and (held := lock(path)):
+        if _fits(path, config_yml) and (run := _locked(path)):
             if _fits(path, config_yml):
                 if (path / CONFIG_FILE).exists():
                     say(f"{path} has this configuration and is unfinished: going on with it")
-                return RunDir(path, held)
-            held.close()
+                return run
+            run.close()
     return None
 
 
-def _fits(path: Path, config_yml: str) -> bool:
+def _fits(path: Any, config_yml: str) -> bool:
     """Whether a numbered run is unfinished and of this configuration, or ended before there was anything to lose."""
     config = path / CONFIG_FILE
     if config.is_file():
@@ -119,23 +190,24 @@ def _fits(path: Path, config_yml: str) -> bool:
     return path.is_dir() and not (path / METRICS_FILE).exists()
 
 
-def _numbers(base: Path) -> list[tuple[int, Path]]:
-    return [(int(match[1]), path) for path in base.iterdir() if (match := _NUMBERED.fullmatch(path.name))]
+def _numbers(base: Any) -> list[tuple[int, Any]]:
+    return [(int(match[1]), path) for path in entries(base) if (match := _NUMBERED.fullmatch(path.name))]
 
 
-def _numbered(base: Path) -> RunDir:
+def _numbered(base: Any) -> RunDir:
     number = max((number for number, _ in _numbers(base)), default=0) + 1
     while True:
         path = base / f"run-{number:04}"
         # Of two processes at once one gets the number: the other finds the folder, or its lock, taken.
         with contextlib.suppress(FileExistsError):
-            path.mkdir()
-            if held := lock(path):
-                return RunDir(path, held)
+            if not is_remote(path):
+                path.mkdir()
+            if run := _locked(path):
+                return run
         number += 1
 
 
-def _named(base: Path, run_name: str, resumes: bool) -> RunDir:
+def _named(base: Any, run_name: str, resumes: bool) -> RunDir:
     path = base / run_name
     if os.path.isabs(run_name) or os.path.normpath(run_name).split(os.sep)[0] in (".", ".."):
         raise UserError(
@@ -147,13 +219,25 @@ def _named(base: Path, run_name: str, resumes: bool) -> RunDir:
             f"run_name={run_name}: {path} holds the metrics of an earlier run, and enable_checkpointing=false cannot "
             f"go on with it; choose another name or leave it empty for the next free number; nearest: {free}"
         )
-    path.mkdir(parents=True, exist_ok=True)
-    held = lock(path)
-    if held is None:
+    if not is_remote(path):
+        path.mkdir(parents=True, exist_ok=True)
+    run = _locked(path)
+    if run is None:
         raise UserError(
             f"run_name={run_name}: another process is running in {path}; wait for it, or choose another name"
         )
-    return RunDir(path, held)
+    return run
+
+
+@contextlib.contextmanager
+def _remote_errors(path: Any) -> Iterator[None]:
+    """Makes what a bucket does not allow or cannot be asked a UserError; other errors pass."""
+    try:
+        yield
+    except OSError as error:
+        if not is_remote(path):
+            raise
+        raise UserError(f"{path}: the bucket cannot be read or written: {error}") from error
 
 
 def _unwritable(base_output_directory: str, why: str) -> UserError:

@@ -1,1 +1,1 @@
-"""What touches the machine: placing host arrays on devices, signals, locks. Its modules are imported one by one."""
+"""What touches the machine: several processes, devices, signals, locks. Its modules are imported one by one."""

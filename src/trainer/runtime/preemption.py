@@ -1,4 +1,4 @@
-"""SIGTERM as a request that is met between two steps."""
+"""SIGTERM as a request that is met between two steps, by all processes between the same two."""
 
 import signal
 from types import FrameType, TracebackType
@@ -8,19 +8,46 @@ EXIT_CODE = 143  # what a shell reports of a process that SIGTERM ended: 128 + 1
 
 
 class Preemption:
-    """A context in which SIGTERM only sets `requested`. Outside of it the signal ends the process at once."""
+    """A context in which SIGTERM only makes a request. Outside of it the signal ends a process by itself at once.
+
+    Of several processes each keeps the signal from `jax.distributed.initialize` on, by a handler of JAX's, and a signal
+    to one of them is a request to all.
+
+    Attributes:
+      requested: the run shall end. Of several processes, what `check` said last; for one by itself it is up to date.
+    """
 
     def __init__(self) -> None:
+        import jax
+
         self.requested = False
+        self._alone = jax.process_count() == 1
+
+    def check(self, updates: int) -> bool:
+        """Whether to end before the next update. Every process asks after each, and all are told the same; cheap.
+
+        JAX agrees on the largest number that a process has asked with, and one more. Orbax asks too when it saves, with
+        its own number, which is `updates`: so the next number to ask with is always one more, whoever asked last.
+        """
+        if not self._alone and not self.requested:
+            from jax.experimental.multihost_utils import reached_preemption_sync_point
+
+            self.requested = reached_preemption_sync_point(updates + 1)
+            if self.requested:
+                # A second one shall not end the process within the save that the first one asked for.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return self.requested
 
     def __enter__(self) -> Self:
-        self._before: Any = signal.signal(signal.SIGTERM, self._request)
+        if self._alone:
+            self._before: Any = signal.signal(signal.SIGTERM, self._request)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        signal.signal(signal.SIGTERM, self._before)
+        if self._alone:
+            signal.signal(signal.SIGTERM, self._before)
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         self.requested = True

@@ -27,6 +27,16 @@ def on_mesh(mesh: Mesh, rules: Rules) -> Iterator[None]:
         _current.reset(token)
 
 
+@contextlib.contextmanager
+def off_mesh() -> Iterator[None]:
+    """What is traced inside places nothing, as for an initialization of which only names and shapes are wanted."""
+    token = _current.set(None)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
 def constrain(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
     """`x`, placed by the logical name of each of its axes.
 

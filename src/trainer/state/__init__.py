@@ -5,6 +5,7 @@ What is public is importable from here; docs/guides/state-sharding.md shows it a
 
 from trainer.backends import TrainStateNNX
 from trainer.sharding import get_mesh_from_config
+from trainer.state import table
 from trainer.state.builders import (
     AbstractState,
     build_zero1_input_state_mesh_shardings,
@@ -31,5 +32,6 @@ __all__ = [
     "init_state_fn",
     "set_named_sharding_nnx",
     "state_shardings",
+    "table",
     "tensors",
 ]

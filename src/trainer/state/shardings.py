@@ -46,7 +46,7 @@ def tensors(backend: Backend, native: Any) -> Any:
                     return Tensor(path, axes_of[owner] if same_shape else Axes((None,) * leaf.ndim), True)
         return Tensor(path, Axes((None,) * leaf.ndim), False)
 
-    return jax.tree.structure(native).unflatten([tensor(path, leaf) for path, leaf in leaves])
+    return jax.tree.unflatten(jax.tree.structure(native), [tensor(path, leaf) for path, leaf in leaves])
 
 
 def abstract_state(backend: Backend) -> Any:

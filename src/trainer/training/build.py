@@ -16,7 +16,7 @@ from trainer.models import blocks
 from trainer.models.flops import flops_per_token
 from trainer.models.remat import check_offload
 from trainer.objectives import Objective
-from trainer.optim import check_masks, make_optimizer
+from trainer.optim import check_masks, make_optimizer, trainable
 from trainer.sharding import Rules, make_mesh, make_rules, on_mesh, slice_count, spec
 from trainer.state import (
     abstract_state,
@@ -25,8 +25,10 @@ from trainer.state import (
     init_state_fn,
     set_named_sharding_nnx,
     state_shardings,
+    table,
     tensors,
 )
+from trainer.state.host import Fetch, check_host_memory, fetched, fetcher, waiting_shardings
 from trainer.training.evaluate import make_eval_step
 from trainer.training.step import Layout, make_train_step
 
@@ -45,7 +47,9 @@ class Run(NamedTuple):
     replicated: NamedSharding
     init: Callable[..., Any]  # (params=None) -> native train state at step 0, sharded; see `init_state_fn`
     step: Any  # jitted (state, batch) -> (state, metrics), the state donated
+    step_on_leaves: Any  # the same of the state's leaves, a list: whoever calls it again and again takes it apart once
     eval_step: Any  # jitted (state, batch, bytes per token [vocab]) -> sums
+    fetch: Fetch  # for inside of jit: a TrainTree with what waits in the host's memory brought to the device
 
     def abstract_args(self) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
         """The arguments of `step`, as shapes with shardings."""
@@ -90,9 +94,23 @@ class Run(NamedTuple):
     def _params(self) -> Any:
         return self.backend.unpack(self.abstract_state).params
 
+    def table(self) -> dict[str, Any]:
+        """Where the train state lives, as plain data: the mesh axes above 1, a row for each tensor, and totals."""
+        trees = tensors(self.backend, self.abstract_state), self.abstract_state, self.state_shardings
+        rows = table.rows(*trees)
+        trained = trainable(self.config)({row["name"]: 0 for row in rows if row["name"].startswith("params/")})
+        gradients = table.gradient_rows(*trees, [name for name, is_trained in trained.items() if is_trained])
+        axes = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
+        return {"mesh": axes, "tensors": rows, "totals": table.totals([*rows, *gradients])}
+
     def compile(self) -> Any:
         """The compiled training step."""
         return self.step.lower(*self.abstract_args()).compile()
+
+    def compile_on_leaves(self) -> Any:
+        """The compiled `step_on_leaves`. Taking an `nnx.State` apart walks over each Variable, in Python."""
+        state, batch = self.abstract_args()
+        return self.step_on_leaves.lower(jax.tree.leaves(state), batch).compile()
 
     def placed(self, fn: Callable[..., Any], *, whole_rows: bool = False) -> Callable[..., Any]:
         """`fn`, whose layers place their arrays on this run's mesh when it is traced.
@@ -111,7 +129,9 @@ def build(config, devices: Sequence[jax.Device]) -> Run:
     """
     platform, slices = devices[0].platform, slice_count(devices)
     config = resolve(config, device_count=len(devices), platform=platform, num_slices=slices)
-    check_offload(config, [memory.kind for memory in devices[0].addressable_memories()])
+    memory_kinds = [memory.kind for memory in devices[0].addressable_memories()]
+    check_offload(config, memory_kinds)
+    check_host_memory(config, memory_kinds)
     mesh = make_mesh(config, devices)
     rules = make_rules(config.logical_axis_rules)
     tx = make_optimizer(config)
@@ -125,26 +145,40 @@ def build(config, devices: Sequence[jax.Device]) -> Run:
     check_tolerance(tensors(backend, abstract), abstract, shardings, config.sharding_tolerance)
     during = _during(config, backend, abstract, shardings, rules)
     layout = _layout(backend, shardings, during)
+    waiting = waiting_shardings(config, backend, abstract, shardings)
+    fetch = fetcher(config, backend.unpack(shardings))
     rows = NamedSharding(mesh, spec(["activation_batch"], rules))
     table = NamedSharding(mesh, spec(["activation_batch", "activation_length"], rules))
     batch_shardings = dict.fromkeys(FIELDS, table) | {"row": rows}
     replicated = NamedSharding(mesh, spec([], rules))
 
-    step = jax.jit(
-        _placed(make_train_step(config, backend, tx, objective, layout), mesh, rules),
-        in_shardings=(shardings, batch_shardings),
-        out_shardings=(shardings, replicated),
-        donate_argnums=0,
+    train_step = _placed(fetched(make_train_step(config, backend, tx, objective, layout), backend, fetch), mesh, rules)
+    step, step_on_leaves = (
+        jax.jit(fn, in_shardings=(at, batch_shardings), out_shardings=(at, replicated), donate_argnums=0)
+        for fn, at in ((train_step, waiting), (_on_leaves(train_step, abstract), jax.tree.leaves(waiting)))
     )
     eval_objective = objective._replace(z_loss_multiplier=0.0, capture=())
     eval_step = jax.jit(
-        _placed(make_eval_step(backend, eval_objective, layout.during), mesh, rules),
-        in_shardings=(shardings, batch_shardings, replicated),
+        _placed(fetched(make_eval_step(backend, eval_objective, layout.during), backend, fetch), mesh, rules),
+        in_shardings=(waiting, batch_shardings, replicated),
         out_shardings=replicated,
     )
-    init = init_state_fn(backend, shardings, config.init_weights_seed)
+    init = init_state_fn(backend, waiting, config.init_weights_seed, fetch)
     return Run(
-        config, mesh, rules, backend, abstract, shardings, during, batch_shardings, replicated, init, step, eval_step
+        config,
+        mesh,
+        rules,
+        backend,
+        abstract,
+        waiting,
+        during,
+        batch_shardings,
+        replicated,
+        init,
+        step,
+        step_on_leaves,
+        eval_step,
+        fetch,
     )
 
 
@@ -159,6 +193,17 @@ def _during(config, backend: Backend, abstract: Any, shardings: Any, rules: Rule
 
 def _layout(backend: Backend, between: Any, during: Any) -> Layout:
     return Layout(backend.unpack(between).params, backend.unpack(during).params)
+
+
+def _on_leaves(step: Callable[..., Any], abstract: Any) -> Callable[..., Any]:
+    structure: Any = jax.tree.structure(abstract)  # its stubs lack unflatten
+
+    @functools.wraps(step)
+    def on_leaves(leaves: list[Any], batch: Any) -> Any:
+        state, metrics = step(structure.unflatten(leaves), batch)
+        return jax.tree.leaves(state), metrics
+
+    return on_leaves
 
 
 def _placed(fn: Callable[..., Any], mesh: Mesh, rules: Rules) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ import numpy as np
 from trainer.checkpoint import Beside, CheckpointManager, maybe_save_checkpoint
 from trainer.config import RunStopped, to_yaml
 from trainer.data import Batch, Dataset, Loader, Position, eval_batches
-from trainer.runtime.place import place
+from trainer.runtime.place import place, replicate, share_of_rows
 from trainer.runtime.preemption import Preemption
 from trainer.training.build import Run
 from trainer.training.evaluate import summarize
@@ -48,7 +48,7 @@ def fit(
 
     Args:
       run: from `build`.
-      compiled_step: `run.compile()`; None will do where `start` holds all updates.
+      compiled_step: `run.compile_on_leaves()`; None will do where `start` holds all updates.
       start: where to begin; the buffers of its state are donated.
       dataset: rows to train and to evaluate on.
       reports: called once for each row, in order.
@@ -58,7 +58,7 @@ def fit(
       RunStopped: a loss or gradient is not finite, and the configuration says to stop then.
     """
     steps = run.config.steps
-    share = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+    share = share_of_rows(run.batch_shardings["row"], run.rows)
     stream = dataset.train_stream(start.position, rows=run.rows, **share)
     with Preemption() as preemption, Loader(stream, max(0, steps - start.updates)) as batches:
         loop = _Loop(run, start, dataset, reports, manager, preemption)
@@ -68,13 +68,13 @@ def fit(
             loop.save(initial=True)
         with jax.transfer_guard("disallow"):
             for batch, position in batches:
-                if preemption.requested:
+                if preemption.check(loop.done):
                     break
                 loop.update(compiled_step, batch, position, batches.waited)
                 loop.evaluate_if_due()
                 loop.save()
             loop.reader.flush()
-        if preemption.requested:
+        if preemption.check(loop.done):
             loop.save(force=True)
         if manager is not None:
             manager.wait()  # a second SIGTERM shall not end the process within the save that the first one asked for
@@ -93,7 +93,9 @@ class _Loop:
         manager: CheckpointManager | None,
         preemption: Preemption,
     ):
-        self.state, self.done, self._position = start.state, start.updates, start.position
+        self._structure: Any  # a PyTreeDef; its stubs lack unflatten
+        self._leaves, self._structure = jax.tree.flatten(start.state)
+        self.done, self._position = start.updates, start.position
         self.evaluated = True  # no evaluation was due and could not be brought to its end
         self.reader = _Reader(
             reports.step, lambda row: _check_finite(run.config, row, _batch_of(start, row["step"], run.rows))
@@ -102,10 +104,15 @@ class _Loop:
         self._preemption = preemption
         self._last_evaluation: Row = {}
 
+    @property
+    def state(self) -> Any:
+        """The native train state."""
+        return self._structure.unflatten(self._leaves)
+
     def update(self, compiled_step: Callable[..., Any] | None, batch: Batch, position: Position, waited: float) -> None:
         """Dispatches a step on `batch`, behind which the data stand at `position`, and reports the step before."""
         assert compiled_step is not None
-        self.state, metrics = compiled_step(self.state, place(batch, self._run.batch_shardings))
+        self._leaves, metrics = compiled_step(self._leaves, place(batch, self._run.batch_shardings, self._run.rows))
         self._position = position
         self.reader.push(self.done, metrics, waited)
         self.done += 1
@@ -155,15 +162,15 @@ def evaluate(run: Run, state: Any, dataset: Dataset, step: int, preemption: Pree
     lengths = np.zeros(run.config.vocab_size, np.int32)  # of no text: there are no bytes to count
     if dataset.tokenizer is not None and dataset.tokenizer.bytes_per_token is not None:
         lengths[: dataset.tokenizer.vocab_size] = dataset.tokenizer.bytes_per_token
-    table = jax.device_put(lengths, run.replicated)
+    table = replicate(lengths, run.replicated)
 
     def sums() -> Iterable[dict[str, np.ndarray]]:
         waiting = None
-        share = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+        share = share_of_rows(run.batch_shardings["row"], run.eval_rows)
         for batch in eval_batches(held_out, run.eval_rows, run.config.eval_steps, **share):
             if preemption is not None and preemption.requested:
                 return
-            current = run.eval_step(state, place(batch, run.batch_shardings), table)
+            current = run.eval_step(state, place(batch, run.batch_shardings, run.eval_rows), table)
             if waiting is not None:
                 yield jax.device_get(waiting)
             waiting = current

@@ -1,7 +1,6 @@
 """The state that a run begins with: its own newest checkpoint, another run's, given parameters, or initial ones."""
 
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +10,9 @@ from trainer.backends import TrainTree
 from trainer.checkpoint import Beside, CheckpointManager, inspect, load_parameters, newest, restore, saved_config
 from trainer.config import UserError, check_resume
 from trainer.data import Dataset
+from trainer.runtime.agreement import agreed, from_first
+from trainer.runtime.place import share_of_rows
+from trainer.runtime.storage import folder
 from trainer.training.build import Run
 
 Say = Callable[[str], None]
@@ -50,7 +52,7 @@ def start(
         beside = inspect(path)
         for warning in check_resume(saved_config(beside), config, schedule_given, str(path)):
             say(f"warning: {warning}")
-        _check_data(run, dataset, beside, path)
+        agreed(lambda: _check_data(run, dataset, beside, path))
         tree = restore(path, _abstract(run))
         updates = int(tree.step)
         if updates > config.steps:
@@ -72,12 +74,13 @@ def start(
 
 
 def _other_run(run: Run, dataset: Dataset, say: Say) -> Start:
-    given = Path(run.config.load_full_state_path).expanduser()
-    path = newest(given)
-    if path is None:
+    given = folder(run.config.load_full_state_path)
+    path = from_first(lambda: str(newest(given) or ""))
+    if not path:
         raise UserError(
             f"load_full_state_path={given}: no checkpoint there; give a run's folder or one of its checkpoints/N"
         )
+    path = folder(path)
     beside = inspect(path)
     if run.config.reset_optimizer:
         state = _with_fresh_optimizer(run, path)
@@ -96,7 +99,7 @@ def _other_run(run: Run, dataset: Dataset, say: Say) -> Start:
     return Start(state, updates, beside.position if same_data else None)
 
 
-def _with_fresh_optimizer(run: Run, path: Path) -> Any:
+def _with_fresh_optimizer(run: Run, path: Any) -> Any:
     """Parameters and step of the checkpoint; the learning rate's schedule goes on from that step."""
     wanted = _abstract(run)._replace(opt_state=None)
     tree = restore(path, wanted)
@@ -116,8 +119,8 @@ def _abstract(run: Run) -> TrainTree:
     return run.backend.unpack(run.abstract_args()[0])
 
 
-def _check_data(run: Run, dataset: Dataset, beside: Beside, path: Path) -> None:
-    share = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+def _check_data(run: Run, dataset: Dataset, beside: Beside, path: Any) -> None:
+    share = share_of_rows(run.batch_shardings["row"], run.rows)
     # Opened once here, so that what does not fit is told before anything is compiled.
     try:
         dataset.train_stream(beside.position, rows=run.rows, **share).close()

@@ -26,6 +26,7 @@ def mistakes(*argv: str) -> list[str]:
     return lines
 
 
+@pytest.mark.default_combination
 @pytest.mark.parametrize("argv", [[], ["base.yml"], ["src/maxtext/configs/base.yml"]])
 def test_the_packed_base_yml_needs_no_file(argv):
     loaded = load(argv)
@@ -59,6 +60,7 @@ def test_the_command_line_beats_the_preset_without_further_ado():
     assert load(["model_name=llama2-7b", "base_emb_dim=64"]).config.base_emb_dim == 64
 
 
+@pytest.mark.default_combination
 def test_the_start_says_which_keys_of_the_preset_were_changed():
     write("my.yml", "base_config: base.yml\nmodel_name: llama2-7b\nremat_policy: minimal\nhead_dim: 128\n")
     words = ["base_num_decoder_layers=4", "vocab_size=32000", "mlp_activations=gelu", "steps=3"]

@@ -4,12 +4,17 @@ import itertools
 
 import pytest
 import yaml
+from support import pinned
 
 from trainer.config import UserError, check_resume, load, resolve, schema, to_yaml
+from trainer.config.dump import PROCESSES
+from trainer.config.flags import FLAGS
 from trainer.config.resolve import frozen
 from trainer.config.resume import AROUND, BATCH, LAYOUT, LENGTH, MAY_CHANGE
 
-BASE = "steps=20 per_device_batch_size=8 eval_interval=5 logical_axis_rules=[[norm,[]]]"
+BASE = "steps=20 per_device_batch_size=8 eval_interval=5 logical_axis_rules=[[norm,[]]] " + " ".join(
+    f"{flag}={value}" for flag, value in pinned("nnx").items()
+)
 
 
 def config(words="", devices=1):
@@ -48,8 +53,8 @@ def test_the_list_is_this_one():
     """So that a key does not leave it, or come to it, by accident."""
     assert set(BATCH) == {"per_device_batch_size", "gradient_accumulation_steps"}
     assert set(LENGTH) == {"steps", "learning_rate_schedule_steps"}
-    assert {"enable_nnx", "pure_nnx_decoder", "pure_nnx", "scan_layers", "logical_axis_rules"} <= set(LAYOUT)
-    sections = {"Run and output", "Checkpoints"}
+    assert {*FLAGS, "scan_layers", "logical_axis_rules"} <= set(LAYOUT)
+    sections = {"Run and output", "Checkpoints", "Ahead-of-time compilation"}
     around = {name for name, key in schema().keys.items() if key.section in sections}
     around -= {"load_parameters_path", "load_full_state_path", "reset_optimizer"}  # what the run was begun with
     evaluation = {"eval_interval", "eval_steps", "eval_per_device_batch_size", "prompt", "decode_sampling_temperature"}
@@ -64,10 +69,8 @@ def test_the_same_configuration_has_nothing_to_say():
 
 # A value of each key other than in BASE, where not simply another one can be made up.
 OTHERS = {
+    "compile_topology": "compile_topology=v5e-8",
     "eval_data_columns": "eval_data_columns=[other]",
-    "enable_nnx": "enable_nnx=false pure_nnx_decoder=false pure_nnx=false",
-    "pure_nnx_decoder": "pure_nnx_decoder=false",
-    "pure_nnx": "pure_nnx=false",
     "sharding_tolerance": "sharding_tolerance=0.5",
     "logical_axis_rules": "logical_axis_rules=[[norm,[fsdp]]]",
     "keep_best_checkpoints": "keep_best_checkpoints=2 checkpoint_period=5",
@@ -75,10 +78,11 @@ OTHERS = {
     "per_device_batch_size": "per_device_batch_size=4 gradient_accumulation_steps=2",
     "gradient_accumulation_steps": "per_device_batch_size=2 gradient_accumulation_steps=4",
 }
-# These have tests of their own below.
-BY_ITSELF = {"run_name", "model_name", "learning_rate_schedule_steps"} | {
+# These have tests of their own below; the flags in tests/unit/linen/test_flags.py.
+BY_ITSELF = {"run_name", "model_name", "learning_rate_schedule_steps", *FLAGS} | {
     k for k in LAYOUT if k.startswith(("ici_", "dcn_"))
 }
+BY_ITSELF |= set(PROCESSES)
 
 
 def other(name):
@@ -138,6 +142,12 @@ def test_the_mesh_may_change():
 def test_the_run_may_have_another_name_and_place():
     assert "run_name" not in saved()
     assert check("run_name=other") == []
+
+
+def test_how_processes_find_each_other_is_no_part_of_a_configuration():
+    assert {name for name, key in schema().keys.items() if key.section == "Several processes"} == set(PROCESSES)
+    assert not set(PROCESSES) & set(saved())
+    assert check("coordinator_address=there:1 num_processes=4 process_id=3 skip_jax_distributed_system=true") == []
 
 
 def test_the_global_batch_stays_on_other_devices():

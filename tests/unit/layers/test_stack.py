@@ -16,7 +16,7 @@ from trainer.layers.mlp import MLP
 from trainer.layers.norm import RMSNorm
 from trainer.layers.remat import PROJECTIONS, make_policy
 from trainer.layers.sown import Total, sow
-from trainer.layers.stack import make_stack, run_stack
+from trainer.layers.stack import cast_in_loop, make_stack, run_stack
 
 # One of each kind; tests/unit/layers/test_remat.py has them all.
 POLICIES = ("none", "full", "minimal", "minimal_offloaded")
@@ -174,3 +174,21 @@ def test_every_projection_of_a_layer_has_a_name_that_minimal_keeps():
         text = str(jax.make_jaxpr(run)(params))
     found = {name for name in PROJECTIONS if f"name[name={name}]" in text}
     assert found == {"mlpwi_0", "mlpwi_1", "mlpwo"}
+
+
+def test_weights_are_cast_inside_of_the_loop():
+    """A cast of the whole stack before the loop would take the memory of a copy; see `cast_in_loop`."""
+    stacked = {"kernel": jnp.full((3, 8, 8), -0.0), "scale": jnp.ones((3, 8))}
+
+    def step(x, layer):
+        index, weights = layer
+        return x, cast_in_loop(weights, index, x.dtype)
+
+    _, tied = jax.lax.scan(step, jnp.zeros(8, jnp.bfloat16), (jnp.arange(3), stacked))
+    assert_equal_bits(tied, stacked)  # even the sign of zero stays
+
+    def operations(dtype):
+        return str(jax.make_jaxpr(lambda w, i: cast_in_loop(w, i, jnp.dtype(dtype)))(stacked, 1))
+
+    assert operations("bfloat16").count("layout_constraint") == 2
+    assert "layout_constraint" not in operations("float32")  # nothing is cast there

@@ -1,9 +1,11 @@
-"""What `build` refuses once it sees the devices."""
+"""What `build` makes of a configuration, and refuses once it sees the devices."""
 
+import re
 from types import SimpleNamespace
 
+import jax
 import pytest
-from support import arguments
+from support import ALL_COMBINATIONS, arguments
 
 from trainer.config import UserError, load
 from trainer.training import build
@@ -14,3 +16,12 @@ def test_offloading_needs_pinned_host_memory():
     config = load(arguments("nnx", remat_policy="minimal_offloaded")).config
     with pytest.raises(UserError, match=r"remat_policy=minimal_offloaded: these devices have no pinned_host memory"):
         build(config, [device])
+
+
+@pytest.mark.parametrize("combination", ALL_COMBINATIONS)
+def test_the_step_on_leaves_is_the_same_program(combination):
+    run = build(load(arguments(combination)).config, jax.devices()[:1])
+    state, batch = run.abstract_args()
+    lowered = run.step_on_leaves.lower(jax.tree.leaves(state), batch), run.step.lower(state, batch)
+    ours, native = (re.sub('jax.result_info = "[^"]*"', "", program.as_text()) for program in lowered)
+    assert ours == native

@@ -1,0 +1,124 @@
+"""Measures the five combinations side by side and prints a Markdown report.
+
+    python scripts/benchmark_migration.py > docs/benchmarks/migration.md
+
+Steps of all combinations are timed in turns, so that whatever else the machine does falls on each of them alike.
+"""
+
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+from flax import nnx
+
+from trainer.config import COMBINATIONS, flags_of, load
+from trainer.config.flags import FLAGS
+from trainer.data import train_batch
+from trainer.data.synthetic import SyntheticRows
+from trainer.runtime.place import place
+from trainer.training import build
+
+ROUNDS, STEPS = 10, 10
+SUBLAYERS = 84  # with their kernels, biases and two moments each: 504 leaves
+HOST = {
+    "decoder_block": "scripts.benchmark_migration:Distinct",
+    "remat_policy": "none",
+    "base_num_decoder_layers": 1,
+    "base_emb_dim": 2,
+    "vocab_size": 2,
+    "max_target_length": 2,
+    "per_device_batch_size": 1,
+}
+
+
+class Distinct(nnx.Module):
+    """A block of many distinct sublayers, which are not stacked: a train state of many leaves."""
+
+    def __init__(self, config, rngs: nnx.Rngs):
+        self.parts = nnx.List(
+            [nnx.Linear(config.base_emb_dim, config.base_emb_dim, rngs=rngs) for _ in range(SUBLAYERS)]
+        )
+
+    def __call__(self, x, cache, position, segment, row, key):
+        """x + part(x), for each."""
+        for part in self.parts:
+            x = x + part(x)
+        return x, cache
+
+
+class Measured:
+    """One combination's compiled step, and what it took."""
+
+    def __init__(self, name: str, **overrides):
+        keys = {"dataset_type": "synthetic", "eval_interval": -1} | overrides | flags_of(name)
+        run = build(load([f"{key}={value}" for key, value in keys.items()]).config, jax.devices())
+        self.leaves = jax.tree.leaves(run.init())
+        started = time.perf_counter()
+        lowered = run.step_on_leaves.lower(self.leaves, run.abstract_args()[1])
+        self.trace = time.perf_counter() - started
+        started = time.perf_counter()
+        # Code that is not timed is compiled quickly.
+        self.compiled = lowered.compile({"xla_backend_optimization_level": 0} if overrides else None)
+        self.compile = time.perf_counter() - started
+        source = SyntheticRows(run.config.max_target_length, run.config.vocab_size, seed=0)
+        batch = train_batch(source, 0, run.rows, seed=0, shuffle=False)
+        self.batch = place(batch, run.batch_shardings, run.rows)
+        self.seconds: list[float] = []
+        self.dispatch: list[float] = []
+
+    def steps(self) -> None:
+        """A few steps, timed to the return of the call and to their end."""
+        for _ in range(STEPS):
+            started = time.perf_counter()
+            self.leaves, metrics = self.compiled(self.leaves, self.batch)
+            self.dispatch.append(time.perf_counter() - started)
+            jax.block_until_ready(metrics)
+            self.seconds.append(time.perf_counter() - started)
+
+
+def main() -> None:
+    """Print the report."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
+    print("# The five combinations side by side\n")
+    print(f"`python scripts/benchmark_migration.py`, commit {commit.strip()}, {time.strftime('%Y-%m-%d')}; ", end="")
+    load_average = os.getloadavg()[0]
+    print(f"{os.cpu_count()} cores ({platform.machine()}), load {load_average:.1f}, JAX {jax.__version__}.\n")
+    print(
+        "The default model; `host` is a train state of 504 leaves with next to no arithmetic, where what is left of a"
+    )
+    print("step is the host's work: the time until the call of the step returns.\n")
+    default = {name: Measured(name) for name in COMBINATIONS}
+    host = {name: Measured(name, **HOST) for name in COMBINATIONS}
+    for _ in range(ROUNDS):
+        for measured in (*default.values(), *host.values()):
+            measured.steps()
+    columns = ["combination", "step, ms", "trace and lower, s", "compile, s", "arguments, MB", "temporaries, MB"]
+    columns += ["GFLOP", "host, ms"]
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    for name, it in default.items():
+        memory, flops = it.compiled.memory_analysis(), it.compiled.cost_analysis()["flops"]
+        numbers = (
+            f"{memory.argument_size_in_bytes / 1e6:.2f} | {memory.temp_size_in_bytes / 1e6:.2f} | {flops / 1e9:.4f}"
+        )
+        step, call = (1e3 * statistics.median(x) for x in (it.seconds, host[name].dispatch))
+        print(f"| {name} | {step:.1f} | {it.trace:.2f} | {it.compile:.2f} | {numbers} | {call:.2f} |")
+    source = Path(__file__).parents[1] / "src" / "trainer"
+    print("\nWhere the three flags are named in src/trainer:\n")
+    for path in sorted(source.rglob("*.py")):
+        if found := len(re.findall("|".join(rf"\b{flag}\b" for flag in FLAGS), path.read_text(encoding="utf-8"))):
+            print(f"- {path.relative_to(source)}: {found}")
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (source / "linen").glob("*.py"))
+    print(f"\nLines of src/trainer/linen: {lines}.")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    main()

@@ -1,0 +1,166 @@
+"""Every mesh x combination x loop x accumulation trains and gives one device's losses: the full product, in pieces.
+
+    python scripts/matrix.py --part 1/4 --out matrix.jsonl     # and 2/4 ...; cases that the file holds are left out
+    python scripts/matrix.py --table matrix.jsonl              # the table of docs/benchmarks/sharding.md
+
+Eight simulated devices, a tiny model, two SGD steps. The suite runs a pairwise covering set of more options.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import time
+from pathlib import Path
+
+MESHES = {
+    "1 device": {},
+    "data 8": {"ici_data_parallelism": 8, "ici_fsdp_parallelism": 1},
+    "fsdp 8": {"ici_fsdp_parallelism": 8},
+    "data 2 x fsdp 4": {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 4},
+    "fsdp 4 x tensor 2": {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2},
+    "data 2 x tensor 4, Zero-1": {
+        "ici_data_parallelism": 2,
+        "ici_fsdp_parallelism": 1,
+        "ici_tensor_parallelism": 4,
+        "shard_optimizer_over_data": True,
+    },
+    "data 4 x fsdp 2, Zero-1": {
+        "ici_data_parallelism": 4,
+        "ici_fsdp_parallelism": 2,
+        "shard_optimizer_over_data": True,
+    },
+    "fsdp 4 x tensor_sequence 2": {"ici_fsdp_parallelism": 4, "ici_tensor_sequence_parallelism": 2},
+    "fsdp 2 x fsdp_transpose 2 x tensor 2": {
+        "ici_fsdp_parallelism": 2,
+        "ici_fsdp_transpose_parallelism": 2,
+        "ici_tensor_parallelism": 2,
+    },
+    "2 slices: data 2 x fsdp 2 x tensor_sequence 2": {
+        "dcn_data_parallelism": 2,
+        "ici_fsdp_parallelism": 2,
+        "ici_tensor_sequence_parallelism": 2,
+    },
+}
+SIZES = {
+    "dataset_type": "synthetic",
+    "base_emb_dim": 16,
+    "base_num_query_heads": 4,
+    "base_num_kv_heads": 4,
+    "base_mlp_dim": 32,
+    "base_num_decoder_layers": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "max_target_length": 16,
+    "eval_interval": -1,
+    "opt_type": "sgd",
+    "learning_rate": 0.1,
+    "lr_schedule_type": "constant",
+    "warmup_steps_fraction": 0,
+}
+ROWS, STEPS = 16, 2
+# Losses in float32; a mesh adds them in another order.
+TOLERANCE = 1e-5
+
+
+def losses(combination: str, mesh: str, scan_layers: bool, microbatches: int) -> list[float]:
+    """Loss and gradient norm of each step."""
+    import jax
+
+    from trainer.config import flags_of, load
+    from trainer.data.batches import train_batch
+    from trainer.data.synthetic import SyntheticRows
+    from trainer.ops.random import seed_key
+    from trainer.runtime.place import place
+    from trainer.training import build
+
+    devices = jax.devices() if MESHES[mesh] else jax.devices()[:1]
+    words = SIZES | flags_of(combination) | MESHES[mesh] | {"scan_layers": scan_layers}
+    words |= {"gradient_accumulation_steps": microbatches, "per_device_batch_size": ROWS / len(devices) / microbatches}
+    run = build(load([f"{key}={value}" for key, value in words.items()]).config, devices)
+    # Bits are not compared, and at this level a step compiles several times as fast.
+    quick = {"xla_backend_optimization_level": 0}
+    step = run.step.lower(*run.abstract_args()).compile(quick)
+    source = SyntheticRows(run.config.max_target_length, run.config.vocab_size, seed=0)
+    # Not compiled: the same operations serve every case.
+    state, found = jax.device_put(run.backend.init(seed_key(0)), run.state_shardings), []
+    for i in range(STEPS):
+        batch = train_batch(source, i * ROWS, ROWS, seed=0, shuffle=False)
+        state, metrics = step(state, place(batch, run.batch_shardings))
+        found += [float(metrics["loss"]), float(metrics["grad_norm"])]
+    return found
+
+
+def cases() -> list[tuple[str, str, bool, int]]:
+    """The full product; the first is what the others are compared with."""
+    from trainer.backends.registry import BACKENDS
+
+    return list(itertools.product(BACKENDS, MESHES, (True, False), (1, 2)))
+
+
+def run_part(part: int, parts: int, out: Path) -> None:
+    """Run every `parts`-th case, beginning with number `part`, and append what it gives to `out`."""
+    done = {tuple(row["case"]) for row in read(out)}
+    for case in cases()[part - 1 :: parts]:
+        if case in done:
+            continue
+        began = time.perf_counter()
+        row = {"case": case, "losses": losses(*case), "seconds": round(time.perf_counter() - began, 1)}
+        with out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(row, flush=True)
+
+
+def read(path: Path) -> list[dict]:
+    """The rows that were written so far."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown: a line a mesh, a column a combination; each cell the largest relative difference from one device.
+
+    Raises:
+      SystemExit: a case is missing, or one differs by more than rounding.
+    """
+    found = {tuple(row["case"]): row["losses"] for row in rows}
+    missing = [case for case in cases() if case not in found]
+    if missing:
+        raise SystemExit(f"{len(missing)} of {len(cases())} cases have not been run, such as {missing[0]}")
+    combinations = list(dict.fromkeys(case[0] for case in cases()))
+    lines = ["| mesh | " + " | ".join(combinations) + " |", "|---" * (len(combinations) + 1) + "|"]
+    worst = 0.0
+    for mesh in MESHES:
+        cells = []
+        for combination in combinations:
+            errors = [
+                abs(a / b - 1)
+                for case, values in found.items()
+                if case[:2] == (combination, mesh)
+                for a, b in zip(values, found[cases()[0]], strict=True)
+            ]
+            worst = max(worst, *errors)
+            cells.append(f"{max(errors):.0e}")
+        lines.append(f"| {mesh} | " + " | ".join(cells) + " |")
+    if worst > TOLERANCE:
+        raise SystemExit("\n".join([*lines, f"a case differs by {worst:.1e}, more than {TOLERANCE:.0e}"]))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run a part, or print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", default="1/1", help="i/n: every n-th case, beginning with the i-th")
+    parser.add_argument("--out", type=Path, default=Path("matrix.jsonl"))
+    parser.add_argument("--table", type=Path, help="print the table of these results")
+    arguments = parser.parse_args()
+    if arguments.table:
+        print(table(read(arguments.table)))
+        return
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    part, _, parts = arguments.part.partition("/")
+    run_part(int(part), int(parts), arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Removes Linen in a temporary copy of the checkout, and runs what is left of the suite there.
+
+    python scripts/rehearse_removal.py [pytest's options]
+
+What one commit will delete: the folder src/trainer/linen, its tests in tests/unit/linen, its rows in the table of the
+flags (config/flags.py, base.yml) and in the registry of backends, and the contract that nothing imports it. Ends with
+the suite's exit code.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+REGISTRY, TABLE = Path("src/trainer/backends/registry.py"), Path("src/trainer/config/flags.py")
+
+
+def copy_checkout(folder: Path) -> None:
+    """All files that git knows or would take, as they are now."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    files = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
+    for name in filter(None, files):
+        source, target = ROOT / name, folder / name
+        if source.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target, follow_symlinks=False)
+
+
+def edit(path: Path, pattern: str, count: int) -> None:
+    """Deletes the `count` matches of `pattern` in `path`; another number of them is an error."""
+    text, found = re.subn(pattern, "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    if found != count:
+        raise SystemExit(f"{path}: {found} matches of {pattern!r}, expected {count}")
+    path.write_text(text, encoding="utf-8")
+
+
+def remove_linen(folder: Path) -> int:
+    """Deletes Linen from the checkout in `folder`; the number of combinations that are gone."""
+    shutil.rmtree(folder / "src/trainer/linen")
+    shutil.rmtree(folder / "tests/unit/linen")
+    gone = re.findall(r'^    "(\w+)": "trainer\.linen\.', (folder / REGISTRY).read_text(encoding="utf-8"), re.MULTILINE)
+    names = "|".join(gone)
+    edit(folder / REGISTRY, rf'^    "({names})": .*\n', len(gone))
+    edit(folder / TABLE, rf'^    "({names})": .*\n', len(gone))
+    edit(folder / "base.yml", r"^#   (?=.*\bfalse\b)(true|false) +(true|false) +(true|false) .*\n", len(gone))
+    contract = r"\[\[tool\.importlinter\.contracts\]\]\nname = .Nothing imports the Linen room"
+    edit(folder / "pyproject.toml", rf"^{contract}(.*\n)+?forbidden_modules .*\n", 1)
+    return len(gone)
+
+
+def check_message(folder: Path, environment: dict[str, str]) -> None:
+    """A flag of Linen is a configuration error that says what happened."""
+    command = [sys.executable, "-m", "trainer.train", "base.yml"]
+    flags = ["enable_nnx=false", "pure_nnx_decoder=false", "pure_nnx=false"]
+    done = subprocess.run([*command, *flags], cwd=folder, env=environment, capture_output=True, text=True)
+    print(done.stderr, end="")
+    if done.returncode != 2 or "the Linen paths were removed" not in done.stderr:
+        raise SystemExit("a flag of Linen is not refused as it should be")
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(prefix="without-linen-") as name:
+        folder = Path(name)
+        copy_checkout(folder)
+        gone = remove_linen(folder)
+        print(f"removed Linen with its {gone} combinations in a copy", flush=True)
+        environment = os.environ | {"PYTHONPATH": str(folder / "src")}
+        check_message(folder, environment)
+        suite = subprocess.run([sys.executable, "-m", "pytest", *sys.argv[1:]], cwd=folder, env=environment)
+        raise SystemExit(suite.returncode)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""A compiled training step in a file, with what it was made of."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import trainer
+from trainer.config.errors import UserError
+from trainer.config.step_keys import step_keys
+
+MAGIC = b"trainer-executable 1\n"
+# Rooms and files whose code makes the step.
+_SOURCE = (
+    *("backends", "layers", "linen", "models", "objectives", "ops", "optim", "sharding", "state"),
+    *("training/build.py", "training/step.py"),
+)
+_PACKAGES = ("jax", "jaxlib", "flax", "optax")
+
+# What a step was made of: group -> name -> value, all JSON.
+Origin = dict[str, dict[str, Any]]
+
+
+def origin_of(config: Any, devices: Sequence[jax.Device], args: Any) -> Origin:
+    """What makes a compiled step what it is.
+
+    Args:
+      config: resolved.
+      devices: of the mesh, in its order.
+      args: the step's abstract arguments, with shardings.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(args)
+    first = devices[0]
+    packages = (*_PACKAGES, "libtpu") if first.platform == "tpu" else _PACKAGES
+    return {
+        "configuration": {name: _plain(config[name]) for name in step_keys()},
+        "devices": {
+            "kind": first.device_kind,
+            "number": len(devices),
+            "slices": len({getattr(device, "slice_index", None) for device in devices}),
+        }
+        | ({"machine": _machine()} if first.platform == "cpu" else {}),
+        "versions": {name: metadata.version(name) for name in packages} | {"source of trainer": _source()},
+        "arguments": {
+            jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)} {leaf.sharding.spec}" for path, leaf in leaves
+        },
+    }
+
+
+def save(path: Path, compiled: Any, origin: Origin) -> None:
+    """Writes `compiled`, a step `(state, batch) -> (state, metrics)`; the file appears once it is whole.
+
+    Raises:
+      UserError: the path cannot be written.
+    """
+    from jax.experimental import serialize_executable
+
+    payload, _, out_tree = serialize_executable.serialize(compiled)
+    metrics = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))[1]
+    head = {"origin": origin, "metrics": sorted(metrics), "sha256": hashlib.sha256(payload).hexdigest()}
+    partial = path.with_name(f"{path.name}.incomplete")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(MAGIC + json.dumps(head).encode() + b"\n" + payload)
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(f"compiled_trainstep_file={path}: cannot be written: {error.strerror}") from error
+
+
+def load(path: Path, origin: Origin, args: Any, devices: Sequence[jax.Device]) -> Any:
+    """The compiled step in the file, to be called on `devices` with a list of the leaves of a state, and a batch.
+
+    `args` are the state and the batch, abstract.
+
+    The file is code and is run: load only what you made.
+
+    Raises:
+      UserError: the file cannot be read, or its step was made of something else than `origin` says; all differences.
+    """
+    from jax.experimental import serialize_executable
+
+    named = f"compiled_trainstep_file={path}"
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{named}: cannot be read: {error.strerror}") from error
+    head_line, _, payload = content.removeprefix(MAGIC).partition(b"\n")
+    if not content.startswith(MAGIC):
+        raise UserError(f"{named}: not a file that trainer.train_compile wrote")
+    try:
+        head = json.loads(head_line)
+    except ValueError as error:
+        raise UserError(f"{named}: damaged, its head is no JSON; compile again") from error
+    if differences := _differences(head["origin"], json.loads(json.dumps(origin))):
+        lines = "\n  ".join(differences)
+        raise UserError(f"{named} holds another step (there -> here):\n  {lines}\ncompile again, or leave the key out")
+    if hashlib.sha256(payload).hexdigest() != head["sha256"]:
+        raise UserError(f"{named}: damaged, its step is not what was written; compile again")
+    leaves = jax.tree.leaves(args[0])
+    in_tree = jax.tree.structure(((leaves, args[1]), {}))
+    out_tree = jax.tree.structure((leaves, dict.fromkeys(head["metrics"], 0)))
+    return serialize_executable.deserialize_and_load(
+        payload, in_tree, out_tree, backend=devices[0].client, execution_devices=devices
+    )
+
+
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    lines: list[str] = []
+    for group, values in here.items():
+        old = there.get(group, {})
+        if group == "arguments" and lines:
+            break  # they follow from the rest
+        changed = [name for name in {**old, **values} if old.get(name) != values.get(name)]
+        for name in changed[:8]:
+            what = name if group == "configuration" else f"{group.rstrip('s')} {name}"
+            lines.append(f"{what}: {_shown(old.get(name))} -> {_shown(values.get(name))}")
+        if len(changed) > 8:
+            lines.append(f"and {len(changed) - 8} more {group}")
+    return lines
+
+
+def _shown(value: Any) -> str:
+    text = "none" if value is None else json.dumps(value) if isinstance(value, list | bool) else str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _machine() -> str:
+    """A digest of what this machine's processor can do: XLA's CPU code is made for it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return hashlib.sha256(flags.encode()).hexdigest()[:12]
+
+
+def _source() -> str:
+    """A digest of the code that makes the step."""
+    root = Path(trainer.__file__).parent
+    files = [
+        file for name in _SOURCE for file in ([root / name] if name.endswith(".py") else (root / name).glob("*.py"))
+    ]
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        digest.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:12]

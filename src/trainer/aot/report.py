@@ -1,0 +1,187 @@
+"""What is known of a step before it runs: memory, cost, time."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.aot.buffers import Buffer, by_kind, leaves, temporaries
+from trainer.aot.chips import Chip, Estimate, chip_of, estimate
+from trainer.aot.cost import Cost, analyze
+from trainer.aot.dump import Dump
+from trainer.aot.suggest import Suggestion
+
+_TEMPORARIES = re.compile(r"^allocation \d+: size (\d+),(?: color 0,)? page \d+, preallocated-temp:", re.MULTILINE)
+_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+# What the TPU's compiler says of a step that does not fit, and the size in it.
+OUT_OF_MEMORY = re.compile(r"CompileTimeHbmOom.*?([\d.]+)([KMGT]?)\b", re.DOTALL)
+LARGEST = 12  # buffers in a report
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device.
+
+    Attributes:
+      arguments: the train state and the batch.
+      outputs: the new state and the metrics; `aliased` of them lie where arguments lay.
+      temporaries: the largest sum at one moment, with the holes between them.
+      peak: the most that is taken at one moment.
+      code: the program itself, which lies beside all this.
+      host: of the arguments and temporaries in the host's memory.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    peak: int
+    code: int
+    host: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """Of one step on one topology; figures are those of one device."""
+
+    topology: str
+    num_slices: int
+    device_kind: str
+    devices: int
+    mesh: Mapping[str, int]
+    memory: Memory
+    hbm_bytes: int | None  # what a device has; None for simulated ones
+    fits: bool | None
+    state: Mapping[str, int]  # bytes of parameters, optimizer, ...
+    buffers: tuple[Buffer, ...]  # temporaries at the fullest moment
+    cost: Cost
+    rolled_flops: float
+    rolled_bytes_accessed: float
+    estimate: Estimate | None
+    trace_seconds: float
+    compile_seconds: float
+    suggestions: tuple[Suggestion, ...] = ()
+
+    @property
+    def gradients_reduced_in(self) -> list[str]:
+        """The dtypes, in HLO's spelling, in which devices sum their gradients."""
+        sums = [it for it in self.cost.collectives if it.kind in ("all-reduce", "reduce-scatter") and it.size > 1024]
+        return sorted({it.dtype for it in sums if any("transpose(" in source for source in it.sources)})
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        memory = self.memory
+        over = memory.peak - self.hbm_bytes if self.hbm_bytes is not None else None
+        return {
+            **{name: getattr(self, name) for name in ("topology", "num_slices", "device_kind", "devices")},
+            "mesh": dict(self.mesh),
+            "argument_bytes": memory.arguments,
+            "output_bytes": memory.outputs,
+            "alias_bytes": memory.aliased,
+            "temp_bytes": memory.temporaries,
+            "peak_bytes": memory.peak,
+            "generated_code_bytes": memory.code,
+            "host_bytes": memory.host,
+            "hbm_bytes": self.hbm_bytes,
+            "fits": self.fits,
+            "missing_bytes": None if over is None else max(over, 0),
+            "breakdown": {**self.state, **by_kind(self.buffers)},
+            "largest_buffers": [buffer._asdict() for buffer in self.buffers[:LARGEST]],
+            "flops": self.cost.flops,
+            "bytes_accessed": self.cost.bytes_accessed,
+            "rolled_flops": self.rolled_flops,
+            "rolled_bytes_accessed": self.rolled_bytes_accessed,
+            "matmul_flops": self.cost.matmul_flops,
+            "hbm_bytes_accessed": self.cost.hbm_bytes,
+            "gradients_reduced_in": self.gradients_reduced_in,
+            "collectives": [dataclasses.asdict(collective) for collective in self.cost.collectives],
+            "estimate": self.estimate._asdict() if self.estimate else None,
+            "suggestions": [suggestion._asdict() for suggestion in self.suggestions],
+            "notes": list(self.cost.notes),
+            "trace_seconds": self.trace_seconds,
+            "compile_seconds": self.compile_seconds,
+        }
+
+
+def make_report(
+    run: Any, compiled: Any | None, failure: str, dump: Dump, seconds: tuple[float, float], num_slices: int
+) -> Report:
+    """The report of a compilation.
+
+    Args:
+      run: from `training.build`.
+      compiled: the compiled step; None where it did not fit.
+      failure: what the compiler said then.
+      dump: what the compiler wrote down.
+      seconds: of tracing, of compiling.
+      num_slices: that the devices lie in.
+    """
+    first = run.mesh.devices.flat[0]
+    chip = chip_of(first.device_kind)
+    args = run.abstract_args()
+    tree = run.backend.unpack(args[0])
+    parts = {"parameters": tree.params, "optimizer": tree.opt_state, "other state": (tree.rest, tree.step)}
+    state = {name: sum(leaf.bytes for leaf in leaves(part)) for name, part in (parts | {"batch": args[1]}).items()}
+    shapes = [shape for leaf in leaves(tree.params) for shape in (leaf.dims, leaf.whole)]
+    memory = (
+        _memory(compiled, first.platform)
+        if compiled is not None
+        else _memory_of_failure(failure, dump, sum(state.values()))
+    )
+    # The compiler's own text: jaxlib cannot print every program of a newer libtpu (llama3.1-70b on v5p with 0.0.51).
+    text = dump.optimized or (compiled.as_text() if compiled is not None else "")
+    cost = analyze(text, run.mesh, dump.partitioned or None)
+    rolled = compiled.cost_analysis() if compiled is not None else {}
+    return Report(
+        topology=run.config.compile_topology,
+        num_slices=num_slices,
+        device_kind=first.device_kind,
+        devices=run.mesh.size,
+        mesh={axis: size for axis, size in run.mesh.shape.items() if size > 1},
+        memory=memory,
+        hbm_bytes=chip.hbm_bytes if chip else None,
+        fits=_fits(compiled, memory, chip),
+        state=state,
+        buffers=temporaries(dump, shapes),
+        cost=cost,
+        rolled_flops=rolled.get("flops", cost.rolled_flops),
+        rolled_bytes_accessed=rolled.get("bytes accessed", cost.rolled_bytes_accessed),
+        estimate=estimate(cost, chip, run.mesh.size, num_slices) if chip else None,
+        trace_seconds=round(seconds[0], 2),
+        compile_seconds=round(seconds[1], 2),
+    )
+
+
+def _fits(compiled: Any | None, memory: Memory, chip: Chip | None) -> bool | None:
+    """The compiler's word where it counts: it refuses what does not fit. It does not count what lies there already."""
+    if chip is None:
+        return None
+    return compiled is not None and memory.peak <= chip.hbm_bytes
+
+
+def _memory(compiled: Any, platform: str) -> Memory:
+    stats = compiled.memory_analysis()
+    taken = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return Memory(
+        arguments=stats.argument_size_in_bytes,
+        outputs=stats.output_size_in_bytes,
+        aliased=stats.alias_size_in_bytes,
+        temporaries=stats.temp_size_in_bytes,
+        # The CPU's compiler leaves its temporaries out.
+        peak=stats.peak_memory_in_bytes if platform == "tpu" else taken + stats.temp_size_in_bytes,
+        code=stats.generated_code_size_in_bytes,
+        host=stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes,
+    )
+
+
+def _memory_of_failure(failure: str, dump: Dump, arguments: int) -> Memory:
+    """Of a step that did not fit: its temporaries as the compiler laid them out, or else as its message says."""
+    found = _TEMPORARIES.findall(dump.assignment)
+    if found:
+        temporary = max(map(int, found))
+    else:
+        said = OUT_OF_MEMORY.search(failure)
+        assert said is not None, failure
+        temporary = int(float(said[1]) * 1024 ** _UNITS[said[2]])
+    return Memory(arguments, arguments, arguments, temporary, arguments + temporary, 0, 0)

@@ -1,0 +1,105 @@
+"""A report as people read it."""
+
+from collections.abc import Iterator
+
+from trainer.aot.buffers import GRADIENTS, OTHER, SAVED, by_kind
+from trainer.aot.report import Report
+from trainer.observe.text import short_time, si
+
+GIB = 1024**3
+_SHOWN = 8  # buffers, and kinds of collectives
+
+
+def report_text(report: Report) -> str:
+    """The report for a terminal."""
+    return "\n".join([*_head(report), *_memory(report), *_buffers(report), *_cost(report), *_missing(report)])
+
+
+def verdict(report: Report) -> str:
+    """Fit or not, in one line."""
+    peak = _gib(report.memory.peak)
+    if report.hbm_bytes is None:
+        return f"takes {peak} on each simulated device"
+    if report.fits:
+        return f"fits: {peak} of {_gib(report.hbm_bytes)} on each device ({report.memory.peak / report.hbm_bytes:.0%})"
+    over = max(report.memory.peak - report.hbm_bytes, 0)
+    return f"does not fit: it needs {peak}, each device has {_gib(report.hbm_bytes)}, {_gib(over)} are missing"
+
+
+def _head(report: Report) -> Iterator[str]:
+    slices = f", {report.num_slices} slices" if report.num_slices > 1 else ""
+    mesh = " x ".join(f"{axis} {size}" for axis, size in report.mesh.items()) or "one device"
+    yield f"{report.topology}{slices}: {report.devices} x {report.device_kind}, {mesh}"
+    yield f"traced in {short_time(report.trace_seconds)}, compiled in {short_time(report.compile_seconds)}"
+    yield ""
+    yield verdict(report)
+
+
+def _memory(report: Report) -> Iterator[str]:
+    memory, kinds = report.memory, by_kind(report.buffers)
+    yield _row("arguments", memory.arguments)
+    for name, size in report.state.items():
+        if size:
+            yield _row(f"  {name}", size)
+    if memory.outputs - memory.aliased > GIB // 1024:
+        yield _row("outputs beside them", memory.outputs - memory.aliased)
+    yield _row("temporaries", memory.temporaries)
+    for kind in (GRADIENTS, SAVED, OTHER):
+        if kinds[kind]:
+            yield _row(f"  {kind}", kinds[kind])
+    holes = memory.temporaries - sum(kinds.values())
+    if report.buffers and holes > GIB // 1024:
+        yield _row("  holes between them", holes)
+    if memory.host:
+        yield _row("in the host's memory", memory.host)
+
+
+def _buffers(report: Report) -> Iterator[str]:
+    if report.buffers:
+        yield ""
+        yield "largest temporaries at the fullest moment:"
+    for buffer in report.buffers[:_SHOWN]:
+        made = buffer.op_name or buffer.name
+        made = made if len(made) <= 60 else f"...{made[-57:]}"
+        source = buffer.source.rpartition("/trainer/")[2]  # of this package, or whole
+        yield f"{_gib(buffer.size):>12}  {buffer.shape:<26} {made}  {source}".rstrip()
+
+
+def _cost(report: Report) -> Iterator[str]:
+    cost = report.cost
+    yield ""
+    yield f"a step, per device: {si(cost.flops, 'FLOP')}, {si(cost.bytes_accessed, 'B')} accessed"
+    for collective in sorted(cost.collectives, key=lambda collective: -collective.bytes)[:_SHOWN]:
+        along = ", ".join(collective.axes) or "no axis"
+        count = f"{collective.count} x {si(collective.size, 'B')}"
+        yield f"{si(collective.bytes, 'B'):>12}  {collective.kind} {collective.dtype} along {along}, {count}"
+    if report.gradients_reduced_in:
+        dtypes = " and ".join(report.gradients_reduced_in)
+        yield f"  devices sum gradients in {dtypes}: the compiler takes the dtype of the products that make them"
+    for note in cost.notes:
+        yield f"  not counted: {note}"
+    if report.estimate:
+        at_best = report.estimate
+        parts = (("compute", at_best.compute_seconds), ("memory", at_best.memory_seconds))
+        shown = ", ".join(f"{name} {short_time(seconds)}" for name, seconds in parts)
+        network = f"network {short_time(at_best.network_seconds)}"
+        yield (
+            f"estimate: at best {short_time(at_best.seconds)} a step, bound by {at_best.bound} ({shown}, {network}); "
+            f"{short_time(at_best.serial_seconds)} if nothing overlaps"
+        )
+
+
+def _missing(report: Report) -> Iterator[str]:
+    if report.suggestions:
+        yield ""
+        yield "settings to try, those that cost least first:"
+    for suggestion in report.suggestions:
+        yield f"  {suggestion.settings}  ({suggestion.price})"
+
+
+def _row(name: str, size: int) -> str:
+    return f"  {name:<36}{_gib(size):>12}"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.2f} GiB" if abs(size) >= GIB / 100 else f"{size / 1024**2:.2f} MiB"

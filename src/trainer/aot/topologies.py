@@ -1,0 +1,56 @@
+"""Devices to compile for that this machine does not have."""
+
+import importlib.util
+from typing import Any
+
+import jax
+
+from trainer.config.errors import UserError
+from trainer.config.topologies import Topology, find_topology
+from trainer.runtime.platforms import prepare_compile_only_tpu
+
+NO_LIBTPU = "needs libtpu, the TPU's compiler, which runs on Linux on x86-64: pip install 'trainer[tpu-aot]'"
+
+
+def topology_of(config: Any) -> Topology:
+    """The topology that `compile_topology` names.
+
+    Raises:
+      UserError: it names none.
+    """
+    if not config.compile_topology:
+        raise UserError("compile_topology is empty: give the devices to compile for, such as v5e-16, v5p-8 or cpu-8")
+    found = find_topology(config.compile_topology)
+    assert isinstance(found, Topology), found  # the configuration was checked
+    return found
+
+
+def devices_of(topology: Topology, num_slices: int = 1) -> list[jax.Device]:
+    """The devices of `num_slices` slices. Those of a TPU compile and cannot run; those of a CPU are this process's.
+
+    Raises:
+      UserError: libtpu is not installed; the process has fewer CPU devices.
+    """
+    if topology.generation is None:
+        found = jax.devices("cpu")
+        if len(found) < topology.devices:
+            raise UserError(
+                f"compile_topology={topology.name}: this process has {len(found)} CPU devices; start it with "
+                f"XLA_FLAGS=--xla_force_host_platform_device_count={topology.devices}"
+            )
+        return found[: topology.devices]
+    if importlib.util.find_spec("libtpu") is None:
+        raise UserError(f"compile_topology={topology.name} {NO_LIBTPU}")
+    prepare_compile_only_tpu()
+    from jax.experimental import topologies
+
+    sides = "x".join(map(str, topology.shape))
+    description = topologies.get_topology_desc(
+        platform="tpu",
+        topology_name=f"{topology.generation.libtpu_name}:{sides}",
+        chip_config_name=topology.generation.chip_config,
+        chips_per_host_bounds=(1, 1, 1) if max(topology.shape) == 1 else (2, 2, 1),
+        num_slices=num_slices,
+        wrap=topology.wrap,
+    )
+    return description.devices

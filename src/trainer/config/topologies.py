@@ -1,0 +1,123 @@
+"""TPU topologies by the names of `compile_topology`. Data: what compiles for them is in `trainer.aot`.
+
+Names and counting are MaxText's: the number counts TensorCores for v4, v5p and tpu7x (two a chip), chips for v5e, v6e.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trainer.config.errors import nearest
+
+_TORI = """
+2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x4x12 4x8x8 4x4x20 4x8x12 4x4x28 8x8x8 4x12x12 4x8x20 4x4x44 8x8x12 4x4x52
+4x8x28 4x12x20 8x8x16 4x4x68 8x12x12 4x4x76 8x8x20 4x12x28 4x8x44 4x4x92 8x12x16 4x20x20 4x8x52 12x12x12 8x8x28
+4x4x116 8x12x20 4x4x124 8x16x16 4x12x44 4x8x68 4x20x28 12x12x16 4x4x148 4x8x76 4x12x52 8x16x20 4x4x164 8x12x28
+4x4x172 8x8x44 12x12x20 4x8x92 4x4x188 12x16x16 4x28x28 8x20x20 4x12x68 8x8x52 4x4x212 12x12x24 4x20x44 8x16x28
+4x12x76 4x8x116 4x4x236 12x16x20 4x4x244 4x8x124 12x12x28 16x16x16 4x20x52 8x12x44 8x8x68 4x12x92 8x20x28 12x16x24
+4x8x148 12x20x20 8x8x76 4x28x44 8x12x52 16x16x20 12x12x36 4x8x164 12x16x28 4x20x68 4x8x172 4x12x116 8x16x44 12x20x24
+4x28x52 8x8x92 4x12x124 4x8x188 4x20x76 16x16x24 12x24x24 16x20x28
+"""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One kind of TPU: how libtpu calls it, and the slices of it that can be had.
+
+    A slice's shape counts chips along each dimension of the network between them.
+    """
+
+    libtpu_name: str
+    chip_config: str  # libtpu's: whether the two cores of a chip are one device
+    shapes: tuple[str, ...]
+    counted_per_chip: int  # how much a chip adds to the number in a name
+    devices_per_chip: int = 1
+
+
+GENERATIONS = {
+    "v4": Generation(
+        "v4",
+        "megacore_dense",
+        (
+            *("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x4x12", "4x8x8", "8x8x8", "8x8x12", "8x8x16"),
+            "8x16x16",
+        ),
+        counted_per_chip=2,
+    ),
+    "v5p": Generation("v5", "megacore", tuple(_TORI.split()), counted_per_chip=2),
+    "v5e": Generation(
+        "v5e", "default", ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"), counted_per_chip=1
+    ),
+    "v6e": Generation(
+        "v6e", "default", ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"), counted_per_chip=1
+    ),
+    "tpu7x": Generation(
+        "tpu7x",
+        "default",
+        ("1x1x1", *_TORI.split(), "16x16x32", "16x24x24"),
+        counted_per_chip=2,
+        devices_per_chip=2,
+    ),
+}
+SIMULATED = "cpu"  # cpu-N: N simulated CPU devices
+
+
+@dataclass(frozen=True)
+class Topology:
+    """One slice. `generation` is None and `shape` empty for simulated CPU devices."""
+
+    name: str
+    generation: Generation | None
+    shape: tuple[int, ...]  # chips along each dimension
+    devices: int
+
+    @property
+    def platform(self) -> str:
+        """That of its devices."""
+        return "tpu" if self.generation else "cpu"
+
+    @property
+    def wrap(self) -> tuple[bool, bool, bool]:
+        """Which dimensions close to a ring: those of 16 in two dimensions, and all of a torus of 4x4x4 cubes."""
+        if len(self.shape) == 2:
+            return (self.shape[0] == 16, self.shape[1] == 16, False)
+        torus = all(side % 4 == 0 for side in self.shape)
+        return (torus, torus, torus)
+
+
+def topologies() -> Mapping[str, Topology]:
+    """All TPU slices by name."""
+    found = {}
+    for kind, generation in GENERATIONS.items():
+        for text in generation.shapes:
+            shape = tuple(int(side) for side in text.split("x"))
+            chips = math.prod(shape)
+            name = f"{kind}-{chips * generation.counted_per_chip}"
+            found[name] = Topology(name, generation, shape, chips * generation.devices_per_chip)
+    return found
+
+
+def find_topology(name: str) -> Topology | str:
+    """The topology called `name`, or what is wrong with that name and which is the nearest."""
+    known = topologies()
+    if name in known:
+        return known[name]
+    kind, dash, number = name.partition("-")
+    count = int(number) if re.fullmatch(r"[1-9][0-9]{0,5}", number) else 0
+    if kind == SIMULATED:
+        if count:
+            return Topology(name, None, (), count)
+        return f"there is no {name!r}; cpu-N stands for N simulated CPU devices, as in cpu-8"
+    of_kind = [topology for topology in known if topology.startswith(f"{kind}-")]
+    if not of_kind or not dash:
+        kinds = ", ".join(f"{kind}-N" for kind in (*GENERATIONS, SIMULATED))
+        return f"there is no topology {name!r}; allowed: {kinds}{nearest(name, known)}"
+    if not count:
+        return f"{number!r} is no number of a topology; {kind} has {_shown(of_kind)}"
+    close = min(of_kind, key=lambda other: abs(math.log(int(other.partition("-")[2]) / count)))
+    return f"there is no slice {name}; {kind} has {_shown(of_kind)}; nearest: {close}"
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= 12 else f"{', '.join(names[:10])} ... {names[-1]}"

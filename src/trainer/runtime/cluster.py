@@ -1,0 +1,118 @@
+"""Which process of how many this one is, and where the first one listens: from keys, or from what a launcher says."""
+
+import glob
+import importlib.util
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from trainer.config import UserError
+
+# MaxText's launchers give the port only for GPUs.
+_PORT = "1234"
+_SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+
+
+class Cluster(NamedTuple):
+    """What `jax.distributed.initialize` is to be told. Fields that are None JAX finds out by its `method`."""
+
+    said_by: str  # in words
+    method: str | None  # one of JAX's cluster_detection_method; None: JAX tries all that it knows
+    address: str | None = None  # host:port of the first process
+    processes: int | None = None
+    process: int | None = None
+
+
+def find_cluster(config: Any, environ: Mapping[str, str]) -> Cluster | None:
+    """The cluster that this process belongs to, None for a process by itself. Loads nothing and asks no network.
+
+    The first that applies: skip_jax_distributed_system, the keys, MaxText's variables, Slurm, MPI, TPU, Kubernetes.
+
+    Raises:
+      UserError: variables that belong together are incomplete, or are no numbers.
+    """
+    if config.skip_jax_distributed_system:
+        return None
+    if config.coordinator_address:
+        where = config.coordinator_address, config.num_processes, config.process_id
+        return Cluster("coordinator_address", "deactivate", *where)
+    finders = (_maxtext_gpu, _maxtext_cpu, _slurm, _mpi, _tpu, _kubernetes)
+    return next((found for find in finders if (found := find(environ))), None)
+
+
+def _maxtext_gpu(environ: Mapping[str, str]) -> Cluster | None:
+    if not environ.get("JAX_COORDINATOR_IP"):
+        return None
+    names = ("JAX_COORDINATOR_PORT", "NNODES", "NODE_RANK")
+    port, count, index = _numbers(environ, names, "JAX_COORDINATOR_IP")
+    return Cluster("JAX_COORDINATOR_IP", "deactivate", f"{environ['JAX_COORDINATOR_IP']}:{port}", count, index)
+
+
+def _maxtext_cpu(environ: Mapping[str, str]) -> Cluster | None:
+    if not environ.get("JAX_PROCESS_COUNT"):
+        return None
+    names = ("JAX_PROCESS_COUNT", "JOB_INDEX", "PROCESSES_IN_JOB", "JOB_COMPLETION_INDEX")
+    count, job, per_job, index = _numbers(environ, names, "JAX_PROCESS_COUNT")
+    return Cluster("JAX_PROCESS_COUNT", "deactivate", _address(environ), count, job * per_job + index)
+
+
+def _slurm(environ: Mapping[str, str]) -> Cluster | None:
+    # In a batch script's own shell there is no list of the step's nodes: only what srun starts is one of several.
+    if not all(environ.get(name) for name in _SLURM) or _numbers(environ, ["SLURM_NTASKS"], "Slurm") == [1]:
+        return None
+    return Cluster("Slurm", "slurm")
+
+
+def _mpi(environ: Mapping[str, str]) -> Cluster | None:
+    for names in (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK")):
+        if not environ.get(names[0]):
+            continue
+        count, index = _numbers(environ, names, names[0])
+        if count == 1:
+            return None
+        if "OMPI_MCA_orte_hnp_uri" in environ and not environ.get("JAX_COORDINATOR_ADDRESS"):
+            return Cluster("Open MPI", "ompi")
+        return Cluster("MPI", "deactivate", _address(environ), count, index)
+    return None
+
+
+def _tpu(environ: Mapping[str, str]) -> Cluster | None:
+    hosts = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES") or ""
+    [slices] = _numbers(environ, ["MEGASCALE_NUM_SLICES"], "Megascale") if environ.get("MEGASCALE_NUM_SLICES") else [1]
+    if "," in hosts or slices > 1:
+        return Cluster("the TPU's environment", None)
+    # A virtual machine of Compute Engine with TPUs says nothing in its environment; JAX asks its metadata server.
+    asked = not hosts and "TPU_SKIP_MDS_QUERY" not in environ and environ.get("JAX_PLATFORMS", "tpu") == "tpu"
+    if asked and glob.glob("/dev/accel[0-9]*") and importlib.util.find_spec("libtpu") is not None:
+        return Cluster("the TPU's metadata", None)
+    return None
+
+
+def _kubernetes(environ: Mapping[str, str]) -> Cluster | None:
+    if not environ.get("KUBERNETES_SERVICE_HOST") or not environ.get("JOB_COMPLETION_INDEX"):
+        return None
+    if importlib.util.find_spec("kubernetes") is None:
+        raise UserError(
+            "this is a pod of an indexed job, and to find the others JAX needs the package kubernetes: install it, or "
+            "set coordinator_address, num_processes and process_id; skip_jax_distributed_system=true trains alone"
+        )
+    return Cluster("Kubernetes", "k8s")
+
+
+def _address(environ: Mapping[str, str]) -> str:
+    address = environ.get("JAX_COORDINATOR_ADDRESS")
+    if not address:
+        raise UserError(
+            "several processes were started, and nothing says where the first one listens: set JAX_COORDINATOR_ADDRESS "
+            "(host or host:port), or skip_jax_distributed_system=true if each shall train alone"
+        )
+    return address if ":" in address else f"{address}:{_PORT}"
+
+
+def _numbers(environ: Mapping[str, str], names: tuple[str, ...] | list[str], given: str) -> list[int]:
+    wrong = [f"{name}={environ.get(name, '')}" for name in names if not environ.get(name, "").isdecimal()]
+    if wrong:
+        raise UserError(
+            f"{given} is set in the environment, so these must be numbers: {', '.join(wrong)}; "
+            "skip_jax_distributed_system=true trains with this process alone"
+        )
+    return [int(environ[name]) for name in names]

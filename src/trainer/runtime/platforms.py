@@ -1,0 +1,58 @@
+"""Environment variables that JAX and libtpu read when they are loaded: set before anything imports JAX."""
+
+import importlib.util
+import os
+import pkgutil
+from importlib import metadata
+from pathlib import Path
+
+# The beginning of a JAX plugin's name: JAX's name of its platform, a device file that is there where the hardware is.
+_GPUS = {"xla_cuda": ("cuda", "/dev/nvidiactl"), "xla_rocm": ("rocm", "/dev/kfd")}
+
+
+def leave_out_absent_tpu() -> None:
+    """Keeps JAX from starting libtpu on a machine without a TPU, where the package is for ahead-of-time compilation.
+
+    JAX starts every platform whose library is installed. Without a TPU libtpu then prints warnings, and holds a lock
+    file on which a second process stops. Nothing is changed if JAX_PLATFORMS is set, if there is a TPU, or if a plugin
+    is installed whose name is not known here.
+    """
+    if os.environ.get("JAX_PLATFORMS") or importlib.util.find_spec("libtpu") is None or _has_tpu():
+        return
+    gpus = []
+    for plugin in _plugins():
+        found = next((gpu for prefix, gpu in _GPUS.items() if plugin.startswith(prefix)), None)
+        if found is None:
+            return
+        platform, device = found
+        if Path(device).exists():
+            gpus.append(platform)
+    os.environ["JAX_PLATFORMS"] = ",".join([*gpus, "cpu"])
+
+
+def prepare_compile_only_tpu() -> None:
+    """Lets libtpu compile without a TPU, beside other processes that do so, and without its warnings.
+
+    Call it before libtpu is loaded. The variables describe a machine that is not asked for anything.
+    """
+    for name, value in (
+        ("JAX_PLATFORMS", "cpu"),
+        ("TPU_SKIP_MDS_QUERY", "1"),
+        ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
+        ("TPU_ACCELERATOR_TYPE", "v5litepod-4"),
+        ("TPU_WORKER_HOSTNAMES", "localhost"),
+        ("TPU_WORKER_ID", "0"),
+    ):
+        os.environ.setdefault(name, value)
+
+
+def _plugins() -> set[str]:
+    """The names of JAX's plugins, found as JAX finds them."""
+    spec = importlib.util.find_spec("jax_plugins")
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    entries = metadata.entry_points(group="jax_plugins")
+    return {module.name for module in pkgutil.iter_modules(folders)} | {entry.name for entry in entries}
+
+
+def _has_tpu() -> bool:
+    return any(Path("/dev").glob("accel[0-9]*")) or any(Path("/dev/vfio").glob("[0-9]*"))

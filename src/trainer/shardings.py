@@ -1,0 +1,70 @@
+"""`python -m trainer.shardings [base.yml] [--json] key=value ...`: where every tensor of the train state lives.
+
+Nothing is allocated. `left.key=value` and `right.key=value` compare two configurations side by side.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from trainer.config import exit_on_user_error
+from trainer.config.sides import Side, differences, load_sides
+
+
+@exit_on_user_error
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line `argv` (default: the process's own)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    as_json = "--json" in words
+    sides = load_sides([word for word in words if word != "--json"])
+    for side in sides:
+        for line in (*side.loaded.notes, *side.loaded.warnings):
+            print(f"{side.name}: {line}" if side.name else line, file=sys.stderr)
+    found = {side.name: describe(side.loaded.config) for side in sides}
+    if as_json:
+        print(json.dumps(found if len(sides) > 1 else found[sides[0].name], indent=1))
+    elif len(sides) == 1:
+        from trainer.state import table
+
+        (only,) = found.values()
+        print(table.text(only["tensors"], only["totals"]))
+    else:
+        print(_beside(sides, found))
+
+
+def describe(config: Any) -> dict[str, Any]:
+    """The table of `config` on this machine's devices as plain data: `mesh`, `tensors` and `totals`."""
+    import jax
+
+    from trainer.training import build
+
+    return build(config, jax.devices()).table()
+
+
+def _beside(sides: Sequence[Side], found: dict[str, Any]) -> str:
+    """What differs between the sides: settings, tensors, totals."""
+    from trainer.state import table
+
+    head = ["", *(side.name for side in sides)]
+    settings = [[key, *texts] for key, texts in differences(sides).items()]
+    by_name = [{row["name"]: row for row in it["tensors"]} for it in found.values()]
+    names = dict.fromkeys(name for rows in by_name for name in rows)
+    tensors = [[name, *(_place(rows.get(name)) for rows in by_name)] for name in names]
+    differing = [line for line in tensors if len(set(line[1:])) > 1]
+    sums = [[key, *(f"{it['totals'][key]:,}" for it in found.values())] for key in next(iter(found.values()))["totals"]]
+    same = f"{len(tensors) - len(differing)} of {len(tensors)} tensors lie alike on all sides"
+    lines = table.aligned([head, *settings, *differing, *sums])
+    return "\n".join([*lines, same])
+
+
+def _place(row: dict[str, Any] | None) -> str:
+    """A tensor's shape on a device, and by which mesh axes it came to it."""
+    if row is None:
+        return "not there"
+    axes = ", ".join("+".join(entry) or "-" for entry in row["spec"])
+    return f"{row['per_device_shape']} of {row['shape']} by [{axes}]"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Parts of a train state that wait in the host's memory between updates."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from trainer.backends import Backend, TrainTree
+from trainer.config import UserError
+
+HOST = "pinned_host"
+# The key that keeps a part of a TrainTree there.
+KEYS = {"params": "parameter_memory_host_offload", "opt_state": "optimizer_memory_host_offload"}
+
+Fetch = Callable[[Any], Any]
+
+
+def waiting_shardings(config: Any, backend: Backend, abstract: Any, shardings: Any) -> Any:
+    """`shardings` of a native train state, with what waits in the host's memory placed there.
+
+    Scalars stay on the device: nothing is gained by moving them.
+    """
+    shapes, tree = backend.unpack(abstract), backend.unpack(shardings)
+
+    def moved(shape: Any, sharding: Any) -> Any:
+        return sharding.with_memory_kind(HOST) if shape.ndim else sharding
+
+    parts = {
+        part: jax.tree.map(moved, getattr(shapes, part), getattr(tree, part))
+        for part, key in KEYS.items()
+        if config[key]
+    }
+    return backend.pack(tree._replace(**parts))
+
+
+def fetcher(config: Any, shardings: TrainTree) -> Fetch:
+    """A function for inside of jit: a TrainTree with what waits in the host's memory brought to the device.
+
+    A part that is None stays None.
+
+    Args:
+      config: resolved.
+      shardings: of the tree on the device.
+    """
+    parts = [part for part, key in KEYS.items() if config[key]]
+
+    def fetch(tree: TrainTree) -> TrainTree:
+        there = [part for part in parts if getattr(tree, part) is not None]
+        return tree._replace(**{part: jax.device_put(getattr(tree, part), getattr(shardings, part)) for part in there})
+
+    return fetch
+
+
+def fetched(fn: Callable[..., Any], backend: Backend, fetch: Fetch) -> Callable[..., Any]:
+    """`fn`, whose first argument is a native train state, getting all of it on the device."""
+
+    @functools.wraps(fn)
+    def on_device(state: Any, *args: Any) -> Any:
+        return fn(backend.pack(fetch(backend.unpack(state))), *args)
+
+    return on_device
+
+
+def check_host_memory(config: Any, memory_kinds: list[str]) -> None:
+    """Refuses these keys where the devices have no pinned host memory.
+
+    Raises:
+      UserError: the keys that are set.
+    """
+    given = [f"{key}=true" for key in KEYS.values() if config[key]]
+    if given and HOST not in memory_kinds:
+        has = ", ".join(sorted(memory_kinds)) or "none that is known"
+        raise UserError(f"{' '.join(given)}: these devices have no {HOST} memory (they have {has}); leave it false")

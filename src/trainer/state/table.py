@@ -1,0 +1,101 @@
+"""Where every tensor of a train state lives, as rows that a person can read and as plain data."""
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from trainer.sharding import axes_of
+
+Row = dict[str, Any]
+COLUMNS = ("name", "axes", "spec", "shape", "per_device_shape", "bytes_per_device", "replicated")
+# Totals by what the names begin with.
+KINDS = {"params": "parameters", "opt_state": "optimizer", "rest": "other", "step": "other"}
+
+
+def rows(tensors: Any, abstract: Any, shardings: Any) -> list[Row]:
+    """A row for each leaf of three trees of one structure (see `state.shardings`): params first, then the optimizer.
+
+    `replicated` is the share of the devices' bytes that repeat what another device holds: 0 for an array that every
+    mesh axis splits, 1 - 1/n for one that lies whole on n devices.
+    """
+    leaves = zip(*map(jax.tree.leaves, (tensors, abstract, shardings)), strict=True)
+    ordered = sorted(leaves, key=lambda row: list(KINDS).index(row[0].path[0]))
+    return [_row(tensor.name, tensor.axes, leaf.shape, leaf.dtype, sharding) for tensor, leaf, sharding in ordered]
+
+
+def gradient_rows(tensors: Any, abstract: Any, shardings: Any, trained: Collection[str]) -> list[Row]:
+    """A row for the gradient of each parameter in `trained`: float32, and where the parameter lies between steps."""
+    leaves = zip(*map(jax.tree.leaves, (tensors, abstract, shardings)), strict=True)
+    return [
+        _row(f"gradients/{'/'.join(tensor.path[1:])}", tensor.axes, leaf.shape, jnp.dtype("float32"), sharding)
+        for tensor, leaf, sharding in leaves
+        if tensor.name in trained
+    ]
+
+
+def totals(found: Iterable[Row]) -> dict[str, int]:
+    """Plain integers: how many parameters, and bytes per device and in all of each kind."""
+    found = list(found)
+    result = {"parameters": sum(math.prod(row["shape"]) for row in found if row["name"].startswith("params/"))}
+    for kind in (*dict.fromkeys(KINDS.values()), "gradients"):
+        of_kind = [row for row in found if KINDS.get(row["name"].split("/")[0], "gradients") == kind]
+        result[f"{kind}_bytes"] = sum(row["bytes"] for row in of_kind)
+        result[f"{kind}_bytes_per_device"] = sum(row["bytes_per_device"] for row in of_kind)
+    return result
+
+
+def text(found: Sequence[Row], sums: Mapping[str, int]) -> str:
+    """The table, and below it the totals."""
+    lines = [COLUMNS, *(tuple(_cell(row[column]) for column in COLUMNS) for row in found)]
+    return "\n".join([*aligned(lines), "", *total_lines(sums)])
+
+
+def total_lines(sums: Mapping[str, int]) -> list[str]:
+    """The totals in words."""
+    kinds = [key.removesuffix("_bytes") for key in sums if key.endswith("_bytes") and sums[key]]
+    return [
+        f"{sums['parameters']:,} parameters",
+        *(
+            f"{kind}: {sums[f'{kind}_bytes_per_device']:,} of {sums[f'{kind}_bytes']:,} bytes a device"
+            for kind in kinds
+        ),
+    ]
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Columns of equal width, numbers to the right."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+
+    def cell(word: str, width: int) -> str:
+        return word.rjust(width) if word[:1].isdigit() else word.ljust(width)
+
+    return ["  ".join(map(cell, line, widths)).rstrip() for line in lines]
+
+
+def _row(name: str, axes: Sequence[str | None], shape: tuple[int, ...], dtype: Any, sharding: Any) -> Row:
+    part, itemsize = sharding.shard_shape(shape), dtype.itemsize
+    size, here, devices = math.prod(shape) * itemsize, math.prod(part) * itemsize, sharding.mesh.size
+    return {
+        "name": name,
+        "axes": list(axes),
+        "spec": [[axis for axis in axes_of(entry) if sharding.mesh.shape[axis] > 1] for entry in sharding.spec],
+        "dtype": str(dtype),
+        "shape": list(shape),
+        "per_device_shape": list(part),
+        "bytes": size,
+        "bytes_per_device": here,
+        "replicated": 1 - size / (here * devices) if here else 0.0,
+    }
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join('-' if item in (None, []) else _entry(item) for item in value)}]"
+    return f"{value:.1%}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _entry(item: Any) -> str:
+    return "+".join(item) if isinstance(item, list) else str(item)

@@ -1,0 +1,130 @@
+"""`python -m trainer.train_compile [base.yml] compile_topology=v5e-256 key=value ...`: compile the training step for
+devices that are not here, say what it takes, and keep the executable."""
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.config import UserError, exit_on_user_error, load
+from trainer.config.topologies import Topology, find_topology
+from trainer.runtime.platforms import prepare_compile_only_tpu
+
+DOES_NOT_FIT = 3  # exit code
+
+
+class Compilation(NamedTuple):
+    """A `training.Run`, its compiled step or None where that does not fit, and the `aot.report.Report`."""
+
+    run: Any
+    compiled: Any
+    report: Any
+
+
+@exit_on_user_error
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line `argv` (default: the process's own)."""
+    loaded = load(sys.argv[1:] if argv is None else argv)
+    topology = find_topology(loaded.config.compile_topology)
+    prepare_compile_only_tpu()
+    if isinstance(topology, Topology) and topology.generation is None:
+        flag = f"--xla_force_host_platform_device_count={topology.devices}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()  # the last one counts
+    # From here on the command line makes sense by itself; what follows loads JAX.
+    from trainer.aot import executable
+    from trainer.aot.text import report_text, verdict
+
+    for line in (*loaded.notes, *(f"warning: {warning}" for warning in loaded.warnings)):
+        print(line, flush=True)
+    run, compiled, report = compile_for_topology(loaded.config)
+    print(report_text(report), flush=True)
+    if run.config.compile_report_file:
+        _write(Path(run.config.compile_report_file).expanduser(), report.as_dict())
+    if compiled is None:
+        print(f"error: {verdict(report)}", file=sys.stderr)
+        raise SystemExit(DOES_NOT_FIT)
+    if run.config.compiled_trainstep_file:
+        path = Path(run.config.compiled_trainstep_file).expanduser()
+        origin = executable.origin_of(run.config, list(run.mesh.devices.flat), run.abstract_args())
+        executable.save(path, compiled, origin)
+        print(f"wrote {path}")
+
+
+def compile_for_topology(config: Any, compiler_options: Mapping[str, Any] | None = None) -> Compilation:
+    """Compiles what `trainer.train` would run on the devices that `compile_topology` names.
+
+    A step that does not fit is a result, not an error.
+
+    Args:
+      config: from `config.load`, not resolved.
+      compiler_options: of XLA besides.
+
+    Raises:
+      UserError: the configuration does not fit the devices, or there is no compiler for them.
+    """
+    import tempfile
+    import time
+
+    from jax.errors import JaxRuntimeError
+
+    from trainer.aot import dump
+    from trainer.aot.report import OUT_OF_MEMORY, make_report
+    from trainer.aot.topologies import devices_of, topology_of
+    from trainer.training import build
+
+    slices = config.compile_topology_num_slices
+    run = build(config, devices_of(topology_of(config), slices))
+    began = time.perf_counter()
+    lowered = run.step.lower(*run.abstract_args())
+    traced = time.perf_counter()
+    compiled, failure = None, ""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            compiled = lowered.compile({**dump.options(folder), **(compiler_options or {})})
+        except JaxRuntimeError as error:
+            if not OUT_OF_MEMORY.search(str(error)):
+                raise
+            failure = str(error)
+        seconds = traced - began, time.perf_counter() - traced
+        report = make_report(run, compiled, failure, dump.read(folder), seconds, slices)
+    if report.fits is False:
+        report = _with_suggestions(report, config, run)
+    return Compilation(run, compiled, report)
+
+
+def _with_suggestions(report: Any, config: Any, run: Any) -> Any:
+    import dataclasses
+
+    from trainer.aot.suggest import suggest
+    from trainer.config import resolve
+
+    def check(values: dict[str, Any]) -> None:
+        topology = find_topology(values["compile_topology"])
+        if not isinstance(topology, Topology):
+            raise UserError(topology)
+        slices = config.compile_topology_num_slices
+        resolve(values, device_count=topology.devices * slices, platform=topology.platform, num_slices=slices)
+
+    assert report.hbm_bytes is not None  # a simulated device has no size to exceed
+    found = suggest(
+        run.config,
+        needed=max(report.memory.peak, report.hbm_bytes + 1),
+        available=report.hbm_bytes,
+        arguments=report.memory.arguments,
+        check=check,
+    )
+    return dataclasses.replace(report, suggestions=found)
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"compile_report_file={path}: cannot be written: {error.strerror}") from error
+
+
+if __name__ == "__main__":
+    main()

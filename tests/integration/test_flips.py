@@ -1,0 +1,81 @@
+"""The flags may be flipped in the middle of a run: nothing is converted, and nothing changes, to the last bit."""
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from program_cache import cached_programs
+from runs import RUN, SETTINGS, assert_equal, train
+from support import ALL_COMBINATIONS, pinned
+
+from trainer.config import schema
+
+HALF = 10
+ONE_DEVICE = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+RUNS = SETTINGS | {"steps": 2 * HALF, "learning_rate_schedule_steps": 3 * HALF, "eval_interval": -1}
+OTHER_OPTIMIZERS = [name for name in schema().keys["opt_type"].choices if name != "adamw"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs(tmp_path_factory):
+    with cached_programs(tmp_path_factory.mktemp("programs")):
+        yield
+
+
+def run(folder, combination, **keys):
+    code, output = train(folder, "run_name=run-0001", combination=combination, **RUNS | keys)
+    assert code == 0, output
+    return folder / RUN
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """A run under the first combination that nobody flipped."""
+    return run(tmp_path_factory.mktemp("straight"), ALL_COMBINATIONS[0], steps=3 * HALF)
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory):
+    """The first half under each combination."""
+    folders = {combination: tmp_path_factory.mktemp(combination) for combination in ALL_COMBINATIONS}
+    return {combination: run(folder, combination, steps=HALF) for combination, folder in folders.items()}
+
+
+def assert_same(flipped, straight, updates):
+    """Losses, parameters, optimizer and step, and the position in the data."""
+    assert_equal(flipped, straight, updates)
+    left, right = ((x / f"checkpoints/{updates}/run/data.json").read_bytes() for x in (flipped, straight))
+    assert left == right
+
+
+@pytest.mark.parametrize(("first", "second"), [*itertools.permutations(ALL_COMBINATIONS, 2)])
+def test_half_under_one_and_half_under_the_other(first, second, halves, straight, tmp_path):
+    shutil.copytree(halves[first], tmp_path / RUN)
+    assert_same(run(tmp_path, second), straight, 2 * HALF)
+
+
+def test_processes_one_after_the_other(straight, tmp_path):
+    """There and back, by command line: the last combination of the table, the first, the last."""
+    there, back = ALL_COMBINATIONS[-1], ALL_COMBINATIONS[0]
+    for leg, combination in enumerate((there, back, there), 1):
+        settings = RUNS | {"steps": leg * HALF, "run_name": "run-0001"} | pinned(combination)
+        words = [f"{key}={value}" for key, value in settings.items()]
+        command = [sys.executable, "-m", "trainer.train", "base.yml", *words]
+        done = subprocess.run(command, cwd=tmp_path, env=ONE_DEVICE, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"combination  {combination}" in done.stdout
+    assert_same(tmp_path / RUN, straight, 3 * HALF)
+
+
+@pytest.mark.parametrize("opt_type", OTHER_OPTIMIZERS)
+def test_a_flip_of_every_other_optimizer(opt_type, tmp_path):
+    """The states of all of optax: tests/unit/backends/test_codec.py and tests/unit/checkpoint/test_manager.py."""
+    (tmp_path / "flipped").mkdir()
+    (tmp_path / "straight").mkdir()
+    keys = {"opt_type": opt_type, "learning_rate": 0.1}
+    straight = run(tmp_path / "straight", ALL_COMBINATIONS[0], **keys)
+    run(tmp_path / "flipped", ALL_COMBINATIONS[-1], **keys, steps=HALF)
+    assert_same(run(tmp_path / "flipped", ALL_COMBINATIONS[0], **keys), straight, 2 * HALF)

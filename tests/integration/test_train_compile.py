@@ -1,0 +1,104 @@
+"""`python -m trainer.train_compile` as a person runs it, and `trainer.train` with what it made."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from support import ALL_COMBINATIONS, arguments
+
+from trainer.config import UserError, load
+from trainer.train import main
+from trainer.train_compile import compile_for_topology
+from trainer.training.build import Run
+
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+STEPS = {"steps": 6, "eval_interval": 3, "eval_steps": 1, "per_device_batch_size": 1, "ici_fsdp_parallelism": 8}
+TPU = {
+    "compile_topology": "v5e-4",
+    "ici_fsdp_parallelism": 4,
+    "per_device_batch_size": 1,
+    "base_emb_dim": 256,
+    "head_dim": 128,
+    "base_mlp_dim": 512,
+    "base_num_decoder_layers": 3,
+    "max_target_length": 256,
+    "attention": "flash",
+    "remat_policy": "full",
+}
+
+
+def train_compile(*args, cwd):
+    env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    command = [sys.executable, "-m", "trainer.train_compile", *args]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+
+
+def losses(folder, *args):
+    main(arguments("nnx", **STEPS, base_output_directory=folder, prompt="", **dict(args)))
+    rows = [json.loads(line) for line in (folder / "run-0001" / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row.get("loss"), row.get("eval_loss")) for row in rows]
+
+
+def test_train_takes_the_step_that_another_process_compiled(tmp_path, monkeypatch, capsys):
+    step, report = tmp_path / "step", tmp_path / "below" / "report.json"
+    written = {"compile_topology": "cpu-8", "compiled_trainstep_file": step, "compile_report_file": report}
+    done = train_compile(*arguments("nnx", **STEPS, **written), cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("cpu-8: 8 x cpu, fsdp 8\n")
+    assert done.stdout.endswith(f"wrote {step}\n")
+    assert json.loads(report.read_text())["topology"] == "cpu-8"
+
+    expected = losses(tmp_path / "plain")
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "compile", lambda run: pytest.fail("compiled"))
+        assert losses(tmp_path / "loaded", ("compiled_trainstep_file", step)) == expected
+    assert [(number, bool(loss)) for number, loss, _ in expected].count((2, False)) == 1  # an evaluation
+    assert f"the training step is that of {step}, nothing is compiled" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        losses(tmp_path / "other", ("compiled_trainstep_file", step), ("learning_rate", 0.5))
+    assert "learning_rate: 0.006 -> 0.5" in capsys.readouterr().err
+    assert not (tmp_path / "other" / "run-0001" / "config.yml").exists()
+
+
+def test_no_topology_and_no_libtpu(tmp_path, monkeypatch):
+    done = train_compile("dataset_type=synthetic", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: compile_topology is empty: give the devices to compile for, such as v5e-16")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"compile_topology=v5p-8 needs libtpu, .* pip install 'trainer\[tpu-aot\]'"):
+        compile_for_topology(load(arguments("nnx", compile_topology="v5p-8")).config)
+
+
+@needs_libtpu
+def test_a_step_that_does_not_fit_is_a_report(tmp_path):
+    large = TPU | {"per_device_batch_size": 4096, "vocab_size": 32000, "compile_report_file": "report.json"}
+    done = train_compile(*arguments("nnx", **large), cwd=tmp_path)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert done.returncode == 3
+    assert done.stderr.startswith("error: does not fit: it needs ")
+    assert len(done.stderr.splitlines()) == 1  # nothing of libtpu's
+    assert not report["fits"]
+    assert report["missing_bytes"] == report["peak_bytes"] - report["hbm_bytes"] > 0
+    assert report["largest_buffers"][0]["shape"].endswith("[4096,256,32000]")
+    settings = [suggestion["settings"] for suggestion in report["suggestions"]]
+    assert "per_device_batch_size=2048" in settings
+    assert "compile_topology=v5e-8 ici_fsdp_parallelism=8" in settings
+
+
+@needs_libtpu
+@pytest.mark.parametrize("combination", ALL_COMBINATIONS)
+def test_every_combination_compiles_for_a_tpu(combination):
+    """Two slices of four chips, a fused kernel, and no copy of all layers in bfloat16."""
+    slices = {"compile_topology_num_slices": 2, "dcn_data_parallelism": 2}
+    config = load(arguments(combination, **TPU, **slices)).config
+    run, compiled, report = compile_for_topology(config, {"exec_time_optimization_effort": -1.0})
+    assert (run.config.dtype, run.config.attention) == ("bfloat16", "splash")
+    assert (report.devices, dict(report.mesh), report.fits) == (8, {"data": 2, "fsdp": 4}, True)
+    assert {collective.slices for collective in report.cost.collectives} == {1, 2}
+    assert report.estimate.dcn_seconds > 0
+    assert "tpu_custom_call" in compiled.as_text()
+    assert "f32[3,64,512]" in compiled.as_text()  # wi_0 and wi_1 of all layers, as each device holds them
+    assert "bf16[3,64,512]" not in compiled.as_text()

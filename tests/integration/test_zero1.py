@@ -1,0 +1,111 @@
+"""Zero-1 in the compiled step: what it holds on a device, what it sends, and that it learns the same."""
+
+import functools
+import math
+import re
+
+import jax
+import numpy as np
+import pytest
+from support import ALL_COMBINATIONS, arguments, copied, packed_batch
+
+from trainer.config import load
+from trainer.ops.random import seed_key
+from trainer.runtime.place import place
+from trainer.state import tensors
+from trainer.training import build
+
+DATA = {"ici_data_parallelism": 8, "ici_fsdp_parallelism": 1, "per_device_batch_size": 2}
+SGD = {"opt_type": "sgd", "learning_rate": 0.1, "lr_schedule_type": "constant", "warmup_steps_fraction": 0}
+QUICK = {"xla_backend_optimization_level": 0}
+ROWS = 16
+
+
+@functools.cache
+def compiled(combination=ALL_COMBINATIONS[0], **overrides):
+    run = build(load(arguments(combination, **{**DATA, **overrides})).config, jax.devices())
+    return run, run.step.lower(*run.abstract_args()).compile(QUICK)
+
+
+def state_bytes(run):
+    """(bytes on a device, bytes in all, names that lie whole) of parameters and optimizer."""
+    trees = (tensors(run.backend, run.abstract_state), run.abstract_state, run.state_shardings)
+    here = total = 0
+    whole = []
+    for tensor, leaf, sharding in zip(*map(jax.tree.leaves, trees), strict=True):
+        part = math.prod(sharding.shard_shape(leaf.shape))
+        here, total = here + part * leaf.dtype.itemsize, total + leaf.size * leaf.dtype.itemsize
+        if part == leaf.size:
+            whole.append(tensor.name)
+    return here, total, whole
+
+
+def batch_bytes(run):
+    """Of what the step reads on a device; a row's index is for dropout, which is off here."""
+    args = [leaf for name, leaf in run.abstract_args()[1].items() if name != "row"]
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in args)
+
+
+def collectives(program, kind):
+    """(shape, name of the computation it stands in) of every collective of a kind in the compiled program."""
+    found, computation = [], ""
+    for line in program.as_text().splitlines():
+        if line.startswith(("%", "ENTRY")):
+            computation = line.split()[0]
+        if match := re.search(rf"= (\S+?)(?:{{\S+)? {kind}(?:-start)?\(", line):
+            found.append((match[1], computation))
+    return found
+
+
+def test_a_device_holds_its_part_of_parameters_and_optimizer():
+    for overrides, parts in (({}, 1), ({"shard_optimizer_over_data": True}, 8)):
+        run, program = compiled(**overrides)
+        here, total, whole = state_bytes(run)
+        held_whole = 8  # bytes of the two counts: of steps, and of Adam's
+        assert here == (total - held_whole) // parts + held_whole
+        assert (whole == ["step", "opt_state/1/0/count"]) or parts == 1
+        # The program is given exactly that, and gives it back in the same place.
+        memory = program.memory_analysis()
+        assert memory.argument_size_in_bytes == here + batch_bytes(run)
+        assert memory.alias_size_in_bytes >= here - held_whole
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_parameters_are_gathered_once_outside_of_every_loop(microbatches):
+    rows = ROWS / 8 / microbatches
+    overrides = {"shard_optimizer_over_data": True, "gradient_accumulation_steps": microbatches}
+    run, program = compiled(per_device_batch_size=rows, **overrides)
+    shapes = [f"f32[{','.join(map(str, leaf.shape))}]" for leaf in jax.tree.leaves(params_of(run))]
+    found = collectives(program, "all-gather")
+    assert sorted(shape for shape, _ in found) == sorted(shapes)
+    assert {computation for _, computation in found} == {"ENTRY"}
+    assert collectives(program, "all-reduce")  # of the gradients: the search finds what there is
+
+
+def params_of(run):
+    return run.backend.unpack(run.abstract_state).params
+
+
+def test_plain_data_parallelism_gathers_nothing():
+    assert collectives(compiled()[1], "all-gather") == []
+
+
+@functools.cache
+def trained(combination=ALL_COMBINATIONS[0], **overrides):
+    """Losses and gradient norms of three SGD steps, and the parameters after them."""
+    run, program = compiled(combination, **SGD, **overrides)
+    init = jax.jit(run.backend.init, out_shardings=run.state_shardings).lower(seed_key(0)).compile(QUICK)
+    state, rows = init(seed_key(0)), []
+    for i in range(3):
+        state, metrics = program(state, place(packed_batch(run.config, ROWS, seed=i), run.batch_shardings))
+        rows.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+    return rows, copied(run.backend.unpack(state).params)
+
+
+@pytest.mark.parametrize("combination", sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]}))
+def test_it_learns_what_data_parallelism_learns(combination):
+    rows, params = trained()
+    split_rows, split_params = trained(combination, shard_optimizer_over_data=True)
+    np.testing.assert_allclose(split_rows, rows, rtol=1e-6)
+    # Sums over devices in another order.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), split_params, params)

@@ -1,0 +1,120 @@
+"""Shows that no test takes its backend from base.yml by accident.
+
+The suite runs on a copy of base.yml in which the defaults of the three flags are flipped to a setting that no backend
+serves. A test that pins its combination does not notice. A test that does not, and then runs a model, ends with
+`KeyError: 'taken from base.yml'`. Those that take the default on purpose carry the mark `default_combination` and run
+on base.yml as it is; tests/unit/test_pins.py lists them.
+"""
+
+import contextlib
+import importlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from trainer.config.flags import COMBINATIONS, FLAGS
+
+MARK = "default_combination"
+UNPINNED = "taken from base.yml"
+FLIPPED = (False, True, True)  # none of the combinations
+# What runs a model on a command line.
+ENTRIES = ("trainer.train", "trainer.train_compile", "trainer.parity", "trainer.shardings", "launch_local.py")
+
+_schema = importlib.import_module("trainer.config.schema")  # the package's name `schema` is the function
+_readers = (_schema, importlib.import_module("trainer.config.files"))
+ORIGINAL = _schema.BASE_YML
+_popen = subprocess.Popen
+
+
+def flipped(text: str) -> str:
+    """`text`, base.yml, with other defaults of the flags."""
+    for flag, value in zip(FLAGS, FLIPPED, strict=True):
+        text, found = re.subn(rf"^{flag}: (true|false)$", f"{flag}: {str(value).lower()}", text, flags=re.MULTILINE)
+        assert found == 1, flag
+    return text
+
+
+class _Copy(type(Path())):
+    """A copy of base.yml that counts as the same file as the one in the checkout, the current folder's perhaps."""
+
+    def stat(self, **options):
+        return ORIGINAL.stat(**options)
+
+
+class _Popen(subprocess.Popen):
+    """Other processes read base.yml as it is: their command lines must write the flags out."""
+
+    def __init__(self, args: Sequence[str] | str, *rest: object, **options: object):
+        check_command(args if isinstance(args, str) else [str(word) for word in args])
+        super().__init__(args, *rest, **options)
+
+
+def check_command(words: Sequence[str] | str) -> None:
+    """Fails on a command that takes its combination from base.yml."""
+    words = words.split() if isinstance(words, str) else words
+    if any(word.endswith(ENTRIES) for word in words):
+        written = {word.rpartition(".")[2].partition("=")[0] for word in words if "=" in word}
+        assert written >= set(FLAGS) or {"left", "right"} <= written, f"pin the combination of {' '.join(words)}"
+
+
+@contextlib.contextmanager
+def flipped_defaults() -> Iterator[None]:
+    """base.yml with flipped defaults, in this process and wherever the configuration is read in it."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = _Copy(folder, "base.yml")
+        copy.write_text(flipped(ORIGINAL.read_text(encoding="utf-8")), encoding="utf-8")
+        COMBINATIONS[UNPINNED] = FLIPPED
+        _read_from(copy)
+        subprocess.Popen = _Popen
+        try:
+            yield
+        finally:
+            _restore()
+
+
+@contextlib.contextmanager
+def true_defaults() -> Iterator[None]:
+    """Within `flipped_defaults`: base.yml as it is."""
+    copy = _schema.BASE_YML
+    _restore()
+    try:
+        yield
+    finally:
+        COMBINATIONS[UNPINNED] = FLIPPED
+        _read_from(copy)
+        subprocess.Popen = _Popen
+
+
+def _restore() -> None:
+    COMBINATIONS.pop(UNPINNED)
+    _read_from(ORIGINAL)
+    subprocess.Popen = _popen
+
+
+def _read_from(path: Path) -> None:
+    for module in _readers:
+        module.BASE_YML = path
+    _schema.schema.cache_clear()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", f"{MARK}: takes the combination of base.yml on purpose")
+    config.stash[_KEY] = contextlib.ExitStack()
+    config.stash[_KEY].enter_context(flipped_defaults())
+
+
+_KEY = pytest.StashKey[contextlib.ExitStack]()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    config.stash[_KEY].close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    with true_defaults() if item.get_closest_marker(MARK) else contextlib.nullcontext():
+        return (yield)

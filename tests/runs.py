@@ -1,0 +1,61 @@
+"""Runs of the command in a folder, for tests: begun in this process, and compared by what they leave."""
+
+import contextlib
+import importlib.util
+import io
+from pathlib import Path
+
+import jax
+import pytest
+from support import TINY, pinned
+
+from trainer.checkpoint import newest
+from trainer.observe.metrics import METRICS_FILE, TIMING_FIELDS, read_rows
+from trainer.train import main
+
+_spec = importlib.util.spec_from_file_location("kill_rounds", Path(__file__).parents[1] / "scripts" / "kill_rounds.py")
+kill_rounds = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(kill_rounds)
+arrays_of = kill_rounds.arrays_of
+
+SETTINGS = TINY | {
+    "enable_checkpointing": True,
+    "steps": 60,
+    "learning_rate_schedule_steps": 60,
+    "per_device_batch_size": 8,
+    "checkpoint_period": 10,
+    "max_num_checkpoints_to_keep": "none",
+    "eval_interval": 10,
+    "eval_steps": 2,
+    "dropout_rate": 0.1,
+}
+RUN = Path("runs/run-0001")
+
+
+def train(folder, *words, devices=1, combination="nnx", **overrides):
+    """The exit code and all that is printed by a run of the command in `folder` on some of the devices."""
+    settings = SETTINGS | pinned(combination) | overrides
+    devices = jax.devices()[:devices]
+    output, code = io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        patch.setattr(jax, "devices", lambda: devices)
+        patch.chdir(folder)
+        try:
+            main(["base.yml", *(f"{key}={value}" for key, value in settings.items()), *words])
+        except SystemExit as exit_:
+            code = exit_.code
+    return code, output.getvalue()
+
+
+def rows_of(run):
+    return [{k: v for k, v in row.items() if k not in TIMING_FIELDS} for row in read_rows(run / METRICS_FILE)]
+
+
+def assert_equal(run, other, updates=60):
+    """The metrics, and the last checkpoint in every bit."""
+    assert newest(run).name == str(updates)
+    assert rows_of(run) == [row for row in rows_of(other) if row["step"] < updates]
+    left, right = (arrays_of(x / f"checkpoints/{updates}") for x in (run, other))
+    assert left.keys() == right.keys()
+    for name, array in left.items():
+        assert array.tobytes() == right[name].tobytes(), name

@@ -1,0 +1,74 @@
+"""The report of a compilation, for JSON and for people."""
+
+import json
+
+import pytest
+
+from trainer.aot.dump import Dump
+from trainer.aot.report import make_report
+from trainer.aot.text import report_text, verdict
+
+GIB = 1024**3
+MESSAGE = (
+    "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
+    "temporaries (20.00G) exceeds available HBM (15.75G). HLO module: jit_step."
+)
+
+
+@pytest.fixture(scope="module")
+def report(step):
+    return make_report(step.run, step.compiled, "", step.texts, (0.5, 1.25), 1)
+
+
+def test_json_has_the_bytes_of_a_device(step, report):
+    stats = step.compiled.memory_analysis()
+    values = json.loads(json.dumps(report.as_dict()))
+    assert values["argument_bytes"] == stats.argument_size_in_bytes
+    assert values["output_bytes"] == stats.output_size_in_bytes
+    assert values["alias_bytes"] == stats.alias_size_in_bytes > 0.9 * stats.output_size_in_bytes
+    assert values["temp_bytes"] == stats.temp_size_in_bytes
+    assert values["peak_bytes"] >= values["temp_bytes"] + values["argument_bytes"]
+    assert (values["hbm_bytes"], values["fits"], values["estimate"]) == (None, None, None)
+    assert (values["trace_seconds"], values["compile_seconds"]) == (0.5, 1.25)
+    assert values["mesh"] == {"data": 2, "fsdp": 4}
+    analysis = step.compiled.cost_analysis()
+    assert (values["rolled_flops"], values["rolled_bytes_accessed"]) == (analysis["flops"], analysis["bytes accessed"])
+    assert values["gradients_reduced_in"] == ["f32"]
+    assert values["flops"] > 1.5 * values["rolled_flops"]  # three layers
+
+
+def test_the_breakdown_adds_up(report):
+    values = report.as_dict()
+    parts = values["breakdown"]
+    state = parts["parameters"] + parts["optimizer"] + parts["other state"] + parts["batch"]
+    assert state == pytest.approx(values["argument_bytes"], rel=0.01)
+    assert parts["optimizer"] == pytest.approx(2 * parts["parameters"], rel=0.01)
+    assert parts["gradients"] > 0
+    temporaries = sum(parts[kind] for kind in ("gradients", "saved for the backward pass", "other temporaries"))
+    assert 0.5 * values["temp_bytes"] < temporaries <= values["temp_bytes"]
+
+
+def test_people_read_all_of_it(report):
+    text = report_text(report)
+    assert text.startswith(": 8 x cpu, data 2 x fsdp 4\ntraced in 500 ms, compiled in 1.25 s\n\ntakes ")
+    assert "layers/stack.py:" in text
+    assert "all-gather f32 along fsdp" in text
+    assert max(map(len, text.splitlines())) < 160
+
+
+def test_a_step_that_does_not_fit(step, monkeypatch):
+    class Chip:
+        hbm_bytes = int(15.75 * GIB)
+
+    monkeypatch.setattr("trainer.aot.report.chip_of", lambda kind: Chip)
+    monkeypatch.setattr("trainer.aot.report.estimate", lambda *args: None)
+    texts = step.texts._replace(assignment="", live_range="")
+    failed = make_report(step.run, None, MESSAGE, texts, (0.0, 0.0), 1)
+    assert (failed.fits, failed.memory.temporaries) == (False, 20 * GIB)
+    assert failed.memory.peak == 20 * GIB + failed.memory.arguments
+    assert verdict(failed) == "does not fit: it needs 20.00 GiB, each device has 15.75 GiB, 4.25 GiB are missing"
+    assert failed.as_dict()["missing_bytes"] == failed.memory.peak - failed.hbm_bytes
+    assignment = f"allocation 7: size {17 * GIB}, page 0, preallocated-temp:\nallocation 8: size 9, color 2, page 0, x"
+    laid_out = make_report(step.run, None, MESSAGE, Dump(*texts)._replace(assignment=assignment), (0.0, 0.0), 1)
+    assert laid_out.memory.temporaries == 17 * GIB
+    assert failed.cost.rolled_flops == failed.rolled_flops

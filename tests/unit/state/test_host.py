@@ -1,0 +1,60 @@
+"""Parts of the train state in the host's memory: CPU devices have such a memory, so all but the saving shows there."""
+
+import jax
+import pytest
+from support import arguments, assert_equal_bits, copied, packed_batch
+
+from trainer.config import UserError, load
+from trainer.runtime.place import place
+from trainer.state.host import check_host_memory
+from trainer.training import build
+
+BOTH = {"optimizer_memory_host_offload": True, "parameter_memory_host_offload": True}
+MESH = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "per_device_batch_size": 2}
+QUICK = {"xla_backend_optimization_level": 0}
+
+
+def trained(combination, **overrides):
+    """The run, and the train state after two steps of the kind that accumulates, with and without Zero-1."""
+    config = load(arguments(combination, gradient_accumulation_steps=2, **MESH, **overrides)).config
+    run = build(config, jax.devices()[:4])
+    step = run.step.lower(*run.abstract_args()).compile(QUICK)
+    state = run.init()
+    for i in range(2):
+        state, _ = step(state, place(packed_batch(run.config, run.rows, seed=i), run.batch_shardings))
+    return run, state
+
+
+def kinds(tree):
+    return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.ndim}
+
+
+@pytest.mark.parametrize(("combination", "zero1"), [("nnx", False), ("linen", True)])
+def test_the_same_bits_and_the_state_waits_on_the_host(combination, zero1):
+    run, state = trained(combination, shard_optimizer_over_data=zero1, **BOTH)
+    tree = run.backend.unpack(state)
+    assert kinds(tree.params) == kinds(tree.opt_state) == {"pinned_host"}
+    assert tree.step.sharding.memory_kind == "device"
+    plain_run, plain = trained(combination, shard_optimizer_over_data=zero1)
+    assert kinds(plain_run.backend.unpack(plain).params) == {"device"}
+    assert_equal_bits(copied(tree), copied(plain_run.backend.unpack(plain)))
+
+    again = run.backend.unpack(run.init(jax.tree.map(lambda x: x.copy(), tree.params)))
+    assert kinds(again.params) == {"pinned_host"}
+    assert_equal_bits(copied(again.params), copied(tree.params))
+
+
+def test_one_part_alone():
+    config = load(arguments("nnx", optimizer_memory_host_offload=True)).config
+    run = build(config, jax.devices()[:1])
+    state, _ = run.abstract_args()
+    tree = run.backend.unpack(state)
+    assert (kinds(tree.params), kinds(tree.opt_state)) == ({"device"}, {"pinned_host"})
+
+
+def test_refused_without_such_a_memory():
+    config = load(arguments("nnx", optimizer_memory_host_offload=True)).config
+    check_host_memory(config, ["device", "pinned_host"])
+    message = r"optimizer_memory_host_offload=true: these devices have no pinned_host memory \(they have device\)"
+    with pytest.raises(UserError, match=message):
+        check_host_memory(config, ["device"])

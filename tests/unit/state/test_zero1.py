@@ -1,0 +1,149 @@
+"""Zero-1's layout: the axis data on whatever belongs to a parameter, and only there."""
+
+import functools
+import math
+
+import jax
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from optimizers import OPTIMIZERS
+from support import ALL_COMBINATIONS, tiny_config
+
+from trainer.backends import make_backend
+from trainer.config import UserError, make_rules
+from trainer.state import (
+    build_zero1_input_state_mesh_shardings,
+    get_abstract_state_nnx,
+    get_mesh_from_config,
+    get_named_sharding_nnx,
+    get_partition_spec_nnx,
+    init_state_fn,
+    set_named_sharding_nnx,
+    state_shardings,
+    tensors,
+)
+from trainer.state.zero1 import over_data
+
+AXES = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
+# One of each native state.
+BOTH = sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]})
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "expected"),
+    [
+        (P(None, "fsdp", "tensor"), (4, 16, 6), P("data", "fsdp", "tensor")),
+        (P(None, "fsdp", "tensor"), (3, 16, 6), P(None, ("fsdp", "data"), "tensor")),
+        (P(None, "fsdp", "tensor"), (3, 6, 8), P(None, "fsdp", "tensor")),  # 6 / 2 is odd, and the last is tensor's
+        (P(("tensor", "none"), "fsdp"), (8, 8), P(("tensor", "none"), ("fsdp", "data"))),
+        (P(("none", "tensor"), None), (8, 8), P(("none", "tensor"), "data")),
+        (P("tensor_sequence"), (8,), P(("tensor_sequence", "data"))),  # of size 1, so it splits nothing
+        (P("fsdp"), (16, 3), P(("fsdp", "data"), None)),
+        (P(), (5, 7), P()),
+        (P(), (), P()),
+        (P(("fsdp", "data"), None), (16, 16), P(("fsdp", "data"), None)),
+    ],
+    ids=str,
+)
+def test_data_goes_to_the_first_dimension_that_it_can_split(spec, shape, expected):
+    names = ("data", "fsdp", "tensor", "tensor_sequence", "none")
+    mesh = jax.make_mesh((2, 2, 2, 1, 1), names, (AxisType.Auto,) * 5)
+    assert over_data(NamedSharding(mesh, spec), shape) == NamedSharding(mesh, expected)
+
+
+def test_without_a_data_axis_nothing_changes():
+    sharding = NamedSharding(jax.make_mesh((1, 8), ("data", "fsdp"), (AxisType.Auto,) * 2), P("fsdp"))
+    assert over_data(sharding, (16,)) is sharding
+
+
+@functools.cache
+def laid_out(combination, name):
+    """Rows of (tensor, leaf, sharding between steps, sharding without Zero-1)."""
+    config = tiny_config(combination, devices=8, **AXES, base_num_decoder_layers=3)
+    backend = make_backend(config, OPTIMIZERS[name])
+    native = jax.eval_shape(backend.init, jax.random.key(0))
+    mesh, rules = get_mesh_from_config(config), make_rules(config.logical_axis_rules)
+    split, whole = (state_shardings(backend, native, mesh, rules, zero1=zero1) for zero1 in (True, False))
+    return list(zip(*map(jax.tree.leaves, (tensors(backend, native), native, split, whole)), strict=True))
+
+
+@pytest.mark.parametrize("combination", BOTH)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_all_that_belongs_to_a_parameter_is_split_whatever_the_optimizer(combination, name):
+    undivided = set()
+    for tensor, leaf, split, whole in laid_out(combination, name):
+        per_device, before = split.shard_shape(leaf.shape), whole.shard_shape(leaf.shape)
+        if tensor.path[0] == "step" or not tensor.of_parameter:
+            assert split == whole, tensor.name
+            assert leaf.size <= 3, tensor.name  # counts, coefficients, a generator's key
+        elif per_device == before:
+            undivided.add((tensor.path[-1], leaf.shape))
+        else:
+            assert sum(a != b for a, b in zip(per_device, before, strict=True)) == 1
+            assert 2 * math.prod(per_device) == math.prod(before)
+    # Adafactor keeps a single zero for what it does not factor.
+    assert undivided == ({(name, (1,)) for name, _ in undivided} if "adafactor" in name else set())
+
+
+@pytest.mark.parametrize("combination", ALL_COMBINATIONS)
+def test_the_named_builders_keep_one_structure_on_every_native_state(combination):
+    config = tiny_config(combination, devices=8, **AXES, shard_optimizer_over_data=True)
+    mesh, tx = get_mesh_from_config(config), OPTIMIZERS["clipped"]
+    backend = make_backend(config, tx)
+    init = init_state_fn(backend)
+    state, specs, shardings = get_abstract_state_nnx(config, mesh, init)
+    assert jax.tree.structure(state) == jax.tree.structure(shardings) == jax.tree.structure(jax.eval_shape(init))
+    assert jax.tree.all(jax.tree.map(lambda a, b: a is b, get_named_sharding_nnx(state), shardings))
+    assert jax.tree.all(jax.tree.map(lambda spec, it: spec == it.spec, specs, shardings))
+    assert get_partition_spec_nnx(shardings) == specs
+    assert shardings == state_shardings(backend, state, mesh, make_rules(config.logical_axis_rules), zero1=True)
+
+    _, _, whole = get_abstract_state_nnx(config, mesh, init, is_training=False)
+    assert whole == state_shardings(backend, state, mesh, make_rules(config.logical_axis_rules))
+    again = set_named_sharding_nnx(state, whole)
+    assert get_named_sharding_nnx(again) == whole
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), again) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), state
+    )
+
+    during = build_zero1_input_state_mesh_shardings(config, shardings, backend.unpack(whole).params)
+    assert jax.tree.structure(during) == jax.tree.structure(shardings)
+    assert backend.unpack(during).params == backend.unpack(whole).params != backend.unpack(shardings).params
+    assert backend.unpack(during).opt_state == backend.unpack(shardings).opt_state
+    if isinstance(whole, nnx.State):
+        given = nnx.state(whole["model"], nnx.Param)
+        assert build_zero1_input_state_mesh_shardings(config, shardings, given) == during
+
+
+def test_a_train_state_of_nnx_is_split_and_inference_needs_no_optimizer():
+    config = tiny_config("nnx", devices=8, **AXES)
+    mesh, backend = get_mesh_from_config(config), make_backend(tiny_config("nnx", devices=8), optax.sgd(0.1))
+    whole = get_abstract_state_nnx(config, mesh, init_state_fn(backend))
+
+    def train_state():
+        return nnx.merge(backend.graphdef, backend.init(jax.random.key(0)))
+
+    assert get_abstract_state_nnx(config, mesh, train_state).specs == whole.specs
+
+    def model_alone():
+        return nnx.State({"model": backend.init(jax.random.key(0))["model"]})
+
+    specs = get_abstract_state_nnx(config, mesh, model_alone, is_training=False).specs
+    assert jax.tree.leaves(specs["model"]) == jax.tree.leaves(whole.specs["model"])
+
+
+def test_parameters_that_are_missing_or_too_many_are_told():
+    config = tiny_config("nnx", devices=8, **AXES)
+    backend = make_backend(config, optax.sgd(0.1))
+    shardings = get_abstract_state_nnx(config, get_mesh_from_config(config), init_state_fn(backend)).shardings
+    params = dict(backend.unpack(shardings).params)
+    lacking = {"decoder": params["decoder"]}
+    with pytest.raises(UserError, match="lacks the parameter token_embedder/embedding"):
+        build_zero1_input_state_mesh_shardings(config, shardings, lacking)
+    with pytest.raises(UserError, match="what the state does not: odd"):
+        build_zero1_input_state_mesh_shardings(
+            config, shardings, params | {"odd": params["token_embedder"]["embedding"]}
+        )

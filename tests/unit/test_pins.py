@@ -1,0 +1,69 @@
+"""Which tests take the combination of base.yml, and that no other can: see tests/pins.py."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pins import FLIPPED, MARK, UNPINNED, check_command, flipped
+from support import ALL_COMBINATIONS, arguments, pinned, tiny_config
+
+from trainer.backends import make_backend
+from trainer.config import combination, flags_of, load, resolve
+from trainer.optim import make_optimizer
+
+TESTS = Path(__file__).parents[1]
+TAKE_THE_DEFAULT = [
+    "unit/config/test_flags.py::*",
+    "unit/config/test_load.py::test_the_packed_base_yml_needs_no_file",
+    "unit/config/test_load.py::test_the_start_says_which_keys_of_the_preset_were_changed",
+    "unit/linen/test_flags.py::*",
+]
+
+
+def test_the_defaults_are_flipped_here():
+    config = load([]).config
+    assert combination(config) == UNPINNED
+    assert UNPINNED not in ALL_COMBINATIONS
+    resolved = resolve(config, device_count=1, platform="cpu")
+    with pytest.raises(KeyError, match=UNPINNED):
+        make_backend(resolved, make_optimizer(resolved))
+
+
+@pytest.mark.parametrize("name", ALL_COMBINATIONS)
+def test_whoever_pins_does_not_notice(name):
+    assert combination(tiny_config(name)) == name
+    assert combination(load(arguments(name)).config) == name
+    assert pinned(name) == flags_of(name)
+
+
+@pytest.mark.default_combination
+def test_whoever_takes_the_default_gets_that_of_base_yml():
+    assert combination(load([]).config) == "nnx"
+
+
+def test_only_the_defaults_of_the_flags_are_flipped():
+    text = (Path(sys.modules["trainer"].__file__).parent / "base.yml").read_text()
+    changed = [(a, b) for a, b in zip(text.splitlines(), flipped(text).splitlines(), strict=True) if a != b]
+    assert [new.partition(": ")[2] == "true" for _, new in changed] == [new for new in FLIPPED if not new]
+
+
+def test_other_processes_pin_on_their_command_line():
+    with pytest.raises(AssertionError, match="pin the combination"):
+        subprocess.run([sys.executable, "-m", "trainer.train", "base.yml", "enable_nnx=true"], check=True)
+    check_command(["python", "-m", "trainer.train", "base.yml", *(f"{k}={v}" for k, v in pinned("nnx").items())])
+    check_command(["python", "-m", "trainer.parity", "base.yml", "left=linen", "right=nnx"])
+
+
+def test_the_list_of_those_that_take_the_default():
+    one, module = rf"^@pytest\.mark\.{MARK}$(?:\n(?:@| |\)).*$)*\ndef (\w+)", rf"^pytestmark = .*{MARK}"
+    marked = re.compile(f"{one}|{module}", re.MULTILINE)
+    found = [
+        f"{path.relative_to(TESTS)}::{match[1] or '*'}"
+        for path in sorted(TESTS.rglob("test_*.py"))
+        for match in marked.finditer(path.read_text())
+        if path != Path(__file__)
+    ]
+    # Without tests/unit/linen, which goes with Linen, there is one less.
+    assert found == [name for name in TAKE_THE_DEFAULT if (TESTS / name.partition("::")[0]).is_file()]
