@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainer.config import UserError, exit_on_user_error, load_sides
+from trainer.runtime.platforms import leave_out_absent_tpu
 
 HELP = """\
 usage: python -m trainer.parity [FILE.yml] [key=value ...] left.KEY=VALUE right.KEY=VALUE [rtol=X] [atol=X] [--json]
@@ -72,6 +73,7 @@ def _compare(words: Sequence[str], given: dict[str, float]) -> Any:
     places = [word for word in words if "=" not in word and not word.startswith("-")]
     if len(places) == 2 and len(words) == 2:
         # From here on the command line makes sense by itself; what follows loads JAX.
+        leave_out_absent_tpu()
         from trainer.compare import Tolerance, compare_checkpoints
 
         return compare_checkpoints(places[0], places[1], Tolerance(**given), _say)
@@ -83,6 +85,9 @@ def _compare(words: Sequence[str], given: dict[str, float]) -> Any:
         )
     for line in dict.fromkeys(line for side in sides for line in (*side.loaded.notes, *side.loaded.warnings)):
         _say(line)
+    if any(side.loaded.config.num_processes > 1 for side in sides):
+        raise UserError("num_processes: programs are compared within one process; leave its keys away")
+    leave_out_absent_tpu()
     import jax
 
     from trainer.compare import Tolerance, compare_programs

@@ -87,6 +87,7 @@ def test_another_mesh_on_devices_of_its_own_number(capsys):
     [
         ([], "nothing to compare"),
         (["left=nnx", "rtol=-1"], "rtol=-1: a number"),
+        (["left=nnx", "num_processes=2", "coordinator_address=localhost:1", "process_id=0"], "within one process"),
         (["left.data_shuffle_seed=1"], "data_shuffle_seed: not the same in left and right"),
         (["left.attention=blokwise"], "nearest: blockwise"),
         (["right.ici_tensor_parallelism=16"], "error: right: "),

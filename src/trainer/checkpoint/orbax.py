@@ -51,13 +51,13 @@ def readers(path: Path) -> dict[str, Callable[[], np.ndarray]]:
     from orbax.checkpoint import v1 as ocp
 
     headers(path)  # says what is damaged
-    found, structure = _flattened(ocp.metadata(path.absolute()).metadata)
+    found, structure = _flattened(ocp.metadata(absolute(path)).metadata)
 
     def reader(i: int, name: str, leaf: Any) -> np.ndarray:
         wanted: list[Any] = [ocp.PLACEHOLDER] * len(found)
         wanted[i] = np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
         with _undamaged(f"{path}: {name}"):
-            return jax.tree.leaves(ocp.load(path.absolute(), structure.unflatten(wanted)))[i]
+            return jax.tree.leaves(ocp.load(absolute(path), structure.unflatten(wanted)))[i]
 
     return {name: functools.partial(reader, i, name, leaf) for i, (name, leaf) in enumerate(found)}
 

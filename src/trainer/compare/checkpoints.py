@@ -1,7 +1,7 @@
 """Two checkpoints, leaf by leaf."""
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from trainer.checkpoint.params import CONFIG, TREE
 from trainer.compare.difference import Difference, Tolerance, differences, forward_order
 from trainer.compare.report import Comparison, Quantity, Report
 from trainer.config import UserError
+from trainer.runtime import storage
 
 Readers = Mapping[str, Callable[[], np.ndarray]]
 
@@ -22,7 +23,8 @@ def compare_checkpoints(left: str, right: str, tolerance: Tolerance, say: Callab
 
     Args:
       left, right: a run's folder, which stands for its newest checkpoint; one of its checkpoints/N; or what
-        `trainer.export ... format=params` wrote. Where one of them holds parameters alone, so much is compared.
+        `trainer.export ... format=params` wrote. Runs and checkpoints may lie in a bucket. Where one of the two holds
+        parameters alone, so much is compared.
       tolerance: for every leaf.
       say: told how it goes.
 
@@ -45,9 +47,9 @@ def compare_checkpoints(left: str, right: str, tolerance: Tolerance, say: Callab
     return Report("left", tolerance, head, [Comparison("right", quantities)])
 
 
-def _tree(given: str) -> Path:
+def _tree(given: str) -> Any:
     """The Orbax tree in a folder that somebody names: of a checkpoint, the folder itself."""
-    folder = Path(given).expanduser()
+    folder = storage.folder(given)
     if (folder / TREE).is_dir() and (folder / CONFIG).is_file():
         return folder / TREE
     checkpoint = newest(folder)

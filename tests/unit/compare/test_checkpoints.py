@@ -7,12 +7,14 @@ import ml_collections
 import numpy as np
 import optax
 import pytest
+from bucket import bucket  # noqa: F401, a fixture
 from checkpoint_cases import config_of, random_params
 
 from trainer import parity
 from trainer.backends import TrainTree
 from trainer.checkpoint import Beside, CheckpointManager, Leaf, write_params
 from trainer.config import to_yaml
+from trainer.runtime import storage
 
 SETTINGS = {
     "async_checkpointing": False,
@@ -54,6 +56,13 @@ def test_equal_checkpoints(tmp_path, capsys):
         "optimizer state": 11,  # two moments of each, and a count
         "step": 1,
     }
+
+
+def test_a_checkpoint_in_a_bucket(tmp_path, capsys, bucket):  # noqa: F811
+    saved(storage.folder("gs://bucket/a"))
+    code, report = compared(capsys, "gs://bucket/a", saved(tmp_path / "b"))
+    assert (code, report["equal"]) == (0, True)
+    assert ["left", "gs://bucket/a/checkpoints/3"] in report["compared"]
 
 
 def test_a_difference_is_found_in_its_layer(tmp_path, capsys):
