@@ -42,8 +42,10 @@ def read(folder: str | Path) -> Dump:
     files = sorted(Path(folder).glob("*.txt"))
 
     def text(pattern: str) -> str:
-        # The last one: a program may be compiled again with other options after a first try.
-        found = [path for path in files if path.match(f"*{pattern}")]
+        # Beside the step there may be small programs for a chip's other cores. Of those of the step's size the last
+        # one: a program may be compiled again with other options after a first try.
+        sizes = {path: path.stat().st_size for path in files if path.match(f"*{pattern}")}
+        found = [path for path, size in sizes.items() if 2 * size >= max(sizes.values())]
         return found[-1].read_text() if found else ""
 
     return Dump(text(_PARTITIONED), text(_OPTIMIZED), text(_ASSIGNMENT), text(_LIVE_RANGE))

@@ -29,6 +29,12 @@ def test_one_device_needs_no_partitioning(tmp_path):
     assert dump.read(tmp_path / "nothing") == ("", "", "", "")
 
 
+def test_a_small_program_beside_the_step_is_not_taken_for_it(tmp_path):
+    for number, text in enumerate(("the step, at first", "the step, again too", "small")):
+        (tmp_path / f"module_{number:04}.jit_f.after_optimizations.txt").write_text(text)
+    assert dump.read(tmp_path).optimized == "the step, again too"
+
+
 def test_leaves_are_what_one_device_holds(step, parameters):
     state, batch = step.run.abstract_args()
     total = sum(leaf.bytes for leaf in buffers.leaves((state, batch)))
