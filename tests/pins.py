@@ -3,7 +3,7 @@
 The suite runs on a copy of base.yml in which the defaults of the three flags are flipped to a setting that no backend
 serves. A test that pins its combination does not notice. A test that does not, and then runs a model, ends with
 `KeyError: 'taken from base.yml'`. Those that take the default on purpose carry the mark `default_combination` and run
-on base.yml as it is; tests/unit/test_pins.py lists them.
+on base.yml as it is.
 """
 
 import contextlib
@@ -16,9 +16,19 @@ from pathlib import Path
 
 import pytest
 
+from trainer.config import flags
 from trainer.config.flags import COMBINATIONS, FLAGS
 
 MARK = "default_combination"
+# The tests that do, or their files.
+TAKE_THE_DEFAULT = (
+    "integration/test_readme.py::test_a_command_of_the_readme_runs",
+    "unit/config/test_flags.py",
+    "unit/config/test_load.py::test_the_packed_base_yml_needs_no_file",
+    "unit/config/test_load.py::test_the_start_says_which_keys_of_the_preset_were_changed",
+    "unit/linen/test_flags.py",
+    "unit/test_pins.py::test_whoever_takes_the_default_gets_that_of_base_yml",
+)
 UNPINNED = "taken from base.yml"
 FLIPPED = (False, True, True)  # none of the combinations
 # What runs a model on a command line.
@@ -56,8 +66,11 @@ class _Popen(subprocess.Popen):
 def check_command(words: Sequence[str] | str) -> None:
     """Fails on a command that takes its combination from base.yml."""
     words = words.split() if isinstance(words, str) else words
-    if any(word.endswith(ENTRIES) for word in words):
+    if any(word.endswith(ENTRIES) for word in words) and "--help" not in words:
         written = {word.rpartition(".")[2].partition("=")[0] for word in words if "=" in word}
+        for word in words:  # a resolved configuration
+            if word.endswith("config.yml") and Path(word).is_file():
+                written |= {line.partition(":")[0] for line in Path(word).read_text(encoding="utf-8").splitlines()}
         assert written >= set(FLAGS) or {"left", "right"} <= written, f"pin the combination of {' '.join(words)}"
 
 
@@ -67,9 +80,7 @@ def flipped_defaults() -> Iterator[None]:
     with tempfile.TemporaryDirectory() as folder:
         copy = _Copy(folder, "base.yml")
         copy.write_text(flipped(ORIGINAL.read_text(encoding="utf-8")), encoding="utf-8")
-        COMBINATIONS[UNPINNED] = FLIPPED
-        _read_from(copy)
-        subprocess.Popen = _Popen
+        _flip(copy)
         try:
             yield
         finally:
@@ -84,13 +95,18 @@ def true_defaults() -> Iterator[None]:
     try:
         yield
     finally:
-        COMBINATIONS[UNPINNED] = FLIPPED
-        _read_from(copy)
-        subprocess.Popen = _Popen
+        _flip(copy)
+
+
+def _flip(copy: Path) -> None:
+    # The table as flags.py sees it: whoever asks for all combinations by name gets those that there are.
+    flags.COMBINATIONS = COMBINATIONS | {UNPINNED: FLIPPED}
+    _read_from(copy)
+    subprocess.Popen = _Popen
 
 
 def _restore() -> None:
-    COMBINATIONS.pop(UNPINNED)
+    flags.COMBINATIONS = COMBINATIONS
     _read_from(ORIGINAL)
     subprocess.Popen = _popen
 
@@ -112,6 +128,13 @@ _KEY = pytest.StashKey[contextlib.ExitStack]()
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     config.stash[_KEY].close()
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    for item in items:
+        name = item.nodeid.removeprefix("tests/").partition("[")[0]
+        if item.get_closest_marker(MARK) and not {name, name.partition("::")[0]} & set(TAKE_THE_DEFAULT):
+            raise pytest.UsageError(f"{name} takes the combination of base.yml: pin it, or list it in tests/pins.py")
 
 
 @pytest.hookimpl(wrapper=True)

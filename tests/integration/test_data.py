@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from sample_data import write_corpus, write_records, write_tfds
-from support import TINY
+from support import TINY, pinned
 
-SMALL = TINY | {"vocab_size": 300, "max_target_length": 32, "steps": 4, "eval_interval": 4, "per_device_batch_size": 2}
+SMALL = TINY | pinned("nnx")
+SMALL |= {"vocab_size": 300, "max_target_length": 32, "steps": 4, "eval_interval": 4, "per_device_batch_size": 2}
 
 
 def run(folder: Path, **keys) -> subprocess.CompletedProcess:

@@ -13,7 +13,7 @@ README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
 def commands():
-    """The lines in fenced blocks that run the trainer; a block of output is marked as text."""
+    """The lines in fenced blocks that run the trainer. Those of output are marked as text, those of minutes as bash."""
     fence = None
     for line in README.splitlines():
         if line.startswith("```"):
@@ -29,6 +29,7 @@ def test_there_are_commands():
     assert len(COMMANDS) >= 4
 
 
+@pytest.mark.default_combination
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_of_the_readme_runs(command, tmp_path):
     """With one step on synthetic rows; the last of a key's values wins, so the command's own are checked too."""

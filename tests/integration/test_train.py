@@ -36,16 +36,20 @@ MAXTEXT_LINE = re.compile(
     r"total_weights: \d+, loss: \d+\.\d{3}, lm_loss: \d+\.\d{3}, perplexity: \d+\.\d{3}(, |$)"
 )
 # A real run on text, small enough for the suite: the sources of this Python, a vocabulary of 512.
-TEXT = TINY | {
-    "dataset_type": "stdlib",
-    "vocab_size": 512,
-    "max_target_length": 64,
-    "steps": 12,
-    "eval_interval": 6,
-    "eval_steps": 2,
-    "learning_rate": 1e-2,
-    "enable_checkpointing": True,
-}
+TEXT = (
+    TINY
+    | pinned("nnx")
+    | {
+        "dataset_type": "stdlib",
+        "vocab_size": 512,
+        "max_target_length": 64,
+        "steps": 12,
+        "eval_interval": 6,
+        "eval_steps": 2,
+        "learning_rate": 1e-2,
+        "enable_checkpointing": True,
+    }
+)
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,19 @@
 """Which tests take the combination of base.yml, and that no other can: see tests/pins.py."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from pins import FLIPPED, MARK, UNPINNED, check_command, flipped
+from pins import (
+    FLIPPED,
+    MARK,
+    TAKE_THE_DEFAULT,
+    UNPINNED,
+    check_command,
+    flipped,
+    pytest_collection_modifyitems,
+)
 from support import ALL_COMBINATIONS, arguments, pinned, tiny_config
 
 from trainer.backends import make_backend
@@ -14,12 +21,6 @@ from trainer.config import combination, flags_of, load, resolve
 from trainer.optim import make_optimizer
 
 TESTS = Path(__file__).parents[1]
-TAKE_THE_DEFAULT = [
-    "unit/config/test_flags.py::*",
-    "unit/config/test_load.py::test_the_packed_base_yml_needs_no_file",
-    "unit/config/test_load.py::test_the_start_says_which_keys_of_the_preset_were_changed",
-    "unit/linen/test_flags.py::*",
-]
 
 
 def test_the_defaults_are_flipped_here():
@@ -56,14 +57,21 @@ def test_other_processes_pin_on_their_command_line():
     check_command(["python", "-m", "trainer.parity", "base.yml", "left=linen", "right=nnx"])
 
 
-def test_the_list_of_those_that_take_the_default():
-    one, module = rf"^@pytest\.mark\.{MARK}$(?:\n(?:@| |\)).*$)*\ndef (\w+)", rf"^pytestmark = .*{MARK}"
-    marked = re.compile(f"{one}|{module}", re.MULTILINE)
-    found = [
-        f"{path.relative_to(TESTS)}::{match[1] or '*'}"
-        for path in sorted(TESTS.rglob("test_*.py"))
-        for match in marked.finditer(path.read_text())
-        if path != Path(__file__)
-    ]
-    # Without tests/unit/linen, which goes with Linen, there is one less.
-    assert found == [name for name in TAKE_THE_DEFAULT if (TESTS / name.partition("::")[0]).is_file()]
+def test_whoever_is_not_on_the_list_can_not_take_the_default():
+    class Item:
+        nodeid = "tests/unit/data/test_cache.py::test_new[a]"
+
+        def get_closest_marker(self, name):
+            return name == MARK
+
+    with pytest.raises(pytest.UsageError, match="takes the combination of base"):
+        pytest_collection_modifyitems([Item()])
+
+
+def test_the_list_has_no_dead_entry():
+    for entry in TAKE_THE_DEFAULT:
+        file, _, name = entry.partition("::")
+        path = TESTS / file
+        if path.is_file():  # those of Linen go with it
+            assert MARK in path.read_text()
+            assert f"def {name}" in path.read_text()

@@ -22,7 +22,7 @@ def capturing(types: tuple[type[nnx.Variable], ...], method: str = "__call__") -
 
 def is_box(x: Any) -> bool:
     """Whether `x` is a parameter in the box that holds its logical axis names."""
-    return isinstance(x, linen.LogicallyPartitioned)
+    return isinstance(x, linen.Partitioned)  # LogicallyPartitioned, too
 
 
 def unboxed(parameter: Any) -> tuple[Any, Axes]:

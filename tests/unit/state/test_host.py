@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from support import arguments, assert_equal_bits, copied, packed_batch
+from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, packed_batch
 
 from trainer.config import UserError, load
 from trainer.runtime.place import place
@@ -29,7 +29,7 @@ def kinds(tree):
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.ndim}
 
 
-@pytest.mark.parametrize(("combination", "zero1"), [("nnx", False), ("linen", True)])
+@pytest.mark.parametrize(("combination", "zero1"), [(ALL_COMBINATIONS[0], False), (ALL_COMBINATIONS[-1], True)])
 def test_the_same_bits_and_the_state_waits_on_the_host(combination, zero1):
     run, state = trained(combination, shard_optimizer_over_data=zero1, **BOTH)
     tree = run.backend.unpack(state)
