@@ -11,6 +11,10 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
+INIT = jax.nn.initializers.lecun_normal()
+# Logical names of a kernel's axes, out of and into the residual stream.
+UP, DOWN = ("embed", "mlp"), ("mlp", "embed")
+
 
 def attend(q_bthd: jax.Array, k_bthd: jax.Array, v_bthd: jax.Array, segment_bt: jax.Array) -> jax.Array:
     """Causal attention within documents, [b, t, heads, d]; segment 0 is padding."""
@@ -19,6 +23,11 @@ def attend(q_bthd: jax.Array, k_bthd: jax.Array, v_bthd: jax.Array, segment_bt: 
     scores = jnp.einsum("bthd,bshd->bhts", q_bthd, k_bthd) * q_bthd.shape[-1] ** -0.5
     weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -1e30), axis=-1)
     return jnp.einsum("bhts,bshd->bthd", weights, v_bthd)
+
+
+def linen_dense(features: int, names: tuple[str, str], name: str) -> linen.Dense:
+    """A dense layer whose kernel's axes have logical names, by which it is sharded."""
+    return linen.Dense(features, kernel_init=linen.with_logical_partitioning(INIT, names), name=name)
 
 
 class LinenBlock(linen.Module):
@@ -31,12 +40,17 @@ class LinenBlock(linen.Module):
         """One layer: [b, t, e] -> [b, t, e]; position, segment int [b, t], row int [b], key for dropout or None."""
         heads, head_dim = self.config.base_num_query_heads, self.config.head_dim
         h = linen.LayerNorm(name="ln_1")(x)
-        q, k, v = jnp.split(linen.Dense(3 * heads * head_dim, name="c_attn")(h), 3, axis=-1)
+        q, k, v = jnp.split(linen_dense(3 * heads * head_dim, UP, "c_attn")(h), 3, axis=-1)
         q, k, v = (a.reshape(*a.shape[:2], heads, head_dim) for a in (q, k, v))
         h = attend(q, k, v, segment).reshape(*x.shape[:2], heads * head_dim)
-        x = x + linen.Dense(x.shape[-1], name="c_proj")(h)
-        h = linen.Dense(self.config.base_mlp_dim, name="fc_in")(linen.LayerNorm(name="ln_2")(x))
-        return x + linen.Dense(x.shape[-1], name="fc_out")(linen.gelu(h)), cache
+        x = x + linen_dense(x.shape[-1], DOWN, "c_proj")(h)
+        h = linen_dense(self.config.base_mlp_dim, UP, "fc_in")(linen.LayerNorm(name="ln_2")(x))
+        return x + linen_dense(x.shape[-1], DOWN, "fc_out")(linen.gelu(h)), cache
+
+
+def nnx_linear(inputs: int, features: int, names: tuple[str, str], rngs: nnx.Rngs) -> nnx.Linear:
+    """See `linen_dense`."""
+    return nnx.Linear(inputs, features, kernel_init=nnx.with_partitioning(INIT, names), rngs=rngs)
 
 
 class NNXBlock(nnx.Module):
@@ -56,11 +70,11 @@ class NNXBlock(nnx.Module):
         width, self.heads, self.head_dim = config.base_emb_dim, config.base_num_query_heads, config.head_dim
         attention = self.heads * self.head_dim
         self.attention_norm = nnx.LayerNorm(width, rngs=rngs)
-        self.qkv = nnx.Linear(width, 3 * attention, rngs=rngs)
-        self.attention_out = nnx.Linear(attention, width, rngs=rngs)
+        self.qkv = nnx_linear(width, 3 * attention, UP, rngs)
+        self.attention_out = nnx_linear(attention, width, DOWN, rngs)
         self.mlp_norm = nnx.LayerNorm(width, rngs=rngs)
-        self.mlp_in = nnx.Linear(width, config.base_mlp_dim, rngs=rngs)
-        self.mlp_out = nnx.Linear(config.base_mlp_dim, width, rngs=rngs)
+        self.mlp_in = nnx_linear(width, config.base_mlp_dim, UP, rngs)
+        self.mlp_out = nnx_linear(config.base_mlp_dim, width, DOWN, rngs)
 
     def __call__(self, x, cache, position, segment, row, key):
         """See `LinenBlock`."""

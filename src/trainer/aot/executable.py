@@ -1,6 +1,7 @@
 """A compiled training step in a file, with what it was made of."""
 
 import hashlib
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -12,6 +13,7 @@ import jax
 import trainer
 from trainer.config.errors import UserError
 from trainer.config.step_keys import step_keys
+from trainer.models.blocks import block_class
 
 MAGIC = b"trainer-executable 1\n"
 # Rooms and files whose code makes the step.
@@ -44,7 +46,9 @@ def origin_of(config: Any, devices: Sequence[jax.Device], args: Any) -> Origin:
             "slices": len({getattr(device, "slice_index", None) for device in devices}),
         }
         | ({"machine": _machine()} if first.platform == "cpu" else {}),
-        "versions": {name: metadata.version(name) for name in packages} | {"source of trainer": _source()},
+        "versions": {name: metadata.version(name) for name in packages}
+        | {"source of trainer": _source()}
+        | ({"source of decoder_block": _source_of_block(config)} if ":" in config.decoder_block else {}),
         "arguments": {
             jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)} {leaf.sharding.spec}" for path, leaf in leaves
         },
@@ -138,6 +142,12 @@ def _machine() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return hashlib.sha256(flags.encode()).hexdigest()[:12]
+
+
+def _source_of_block(config: Any) -> str:
+    """A digest of the file that holds a user's block; what it imports is not seen."""
+    file = inspect.getsourcefile(block_class(config))
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12] if file else "not in a file"
 
 
 def _source() -> str:

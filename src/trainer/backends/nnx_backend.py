@@ -11,6 +11,7 @@ from trainer.backends.base import TrainTree, initial_tree, tree_mode
 from trainer.backends.codec import Codec, Path
 from trainer.backends.train_state import make_train_state
 from trainer.layers import sown
+from trainer.models.blocks import check_state
 from trainer.models.transformer import Decoder, Transformer
 from trainer.ops.random import seed_key
 from trainer.sharding import Axes
@@ -25,6 +26,7 @@ class NNXBackend:
         self.config = config
         self.tx = tx
         with tree_mode():
+            check_state(config)
             abstract = nnx.eval_shape(lambda: make_train_state(self._make_model(seed_key(0)), tx))
             self.graphdef, state = nnx.split(abstract)
             self.model_graphdef = nnx.graphdef(abstract.model)

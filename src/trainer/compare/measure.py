@@ -18,10 +18,10 @@ from trainer.backends import TrainTree
 from trainer.backends.codec import path_of
 from trainer.checkpoint import names_of, nested
 from trainer.compare.difference import LAYERS
-from trainer.compare.names import Names
 from trainer.config import UserError
 from trainer.data import Batch
 from trainer.layers.sown import Activation
+from trainer.models.names import Names
 from trainer.objectives import Objective
 from trainer.runtime.place import place
 from trainer.training import Run, Start

@@ -12,7 +12,6 @@ from trainer.checkpoint import names_of
 from trainer.compare import measure
 from trainer.compare.difference import Tolerance, differences, forward_order
 from trainer.compare.measure import Measured, Program, Snapshot
-from trainer.compare.names import names_of_block
 from trainer.compare.report import Comparison, Quantity, Report
 from trainer.config import Side, UserError, combination, schema
 from trainer.config import differences as differing_keys
@@ -23,6 +22,7 @@ from trainer.config.flags import FLAGS
 from trainer.config.resume import AROUND, MAY_CHANGE
 from trainer.data import Batch, Dataset, open_dataset
 from trainer.models.blocks import block_class
+from trainer.models.names import names_of_block
 from trainer.observe.banner import banner_rows
 from trainer.sharding import slice_count
 from trainer.training import build, start

@@ -14,6 +14,7 @@ from trainer.backends.nnx_backend import NNXBackend
 from trainer.layers.sown import Sown
 from trainer.linen.bridge import capturing, is_box, to_linen, unboxed
 from trainer.linen.decoder import LinenStackDecoder, initial_decoder
+from trainer.linen.layer import check_layer
 from trainer.linen.stack import initializing
 from trainer.linen.transformer import Transformer
 from trainer.models import transformer
@@ -24,6 +25,11 @@ class NNXLinenDecoder(NNXBackend):
     """NNX model and train state, Linen decoder stack."""
 
     decoder = LinenStackDecoder
+
+    def __init__(self, config, tx: optax.GradientTransformation):
+        with tree_mode():
+            check_layer(config)
+        super().__init__(config, tx)
 
     def _initial_decoder(self) -> type[transformer.Decoder]:
         return initial_decoder(self.config)
@@ -41,6 +47,8 @@ class Linen:
     def __init__(self, config, tx: optax.GradientTransformation):
         self.config = config
         self.tx = tx
+        with tree_mode():
+            check_layer(config)
         self.module = self._make_module(config)
         id_bt, row_b = jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32)
         with tree_mode():

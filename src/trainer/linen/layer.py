@@ -3,15 +3,17 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen, nnx, traverse_util
 from flax.nnx import bridge
 
 from trainer.config import UserError
-from trainer.layers.sown import Sown, capture
+from trainer.layers.sown import TYPES, Activation, Sown, capture
 from trainer.layers.stack import cast_in_loop
 from trainer.linen.bridge import capturing, to_linen
-from trainer.models.blocks import block_class, make_block
+from trainer.models.blocks import block_class, check_state, make_block, refuse_state
 from trainer.models.transformer import Types
+from trainer.ops.random import seed_key
 
 
 def is_linen(config: Any) -> bool:
@@ -27,6 +29,22 @@ def make_layer(config: Any, **fields: Any) -> linen.Module:
     if not issubclass(found, linen.Module):
         raise UserError(f"decoder_block={config.decoder_block}: this is neither an nnx.Module nor a linen.Module")
     return found(config, **fields)
+
+
+def check_layer(config: Any) -> None:
+    """`models.blocks.check_state` for both kinds of blocks."""
+    check_state(config)
+    if not is_linen(config):
+        return
+    x, id_bt = jnp.zeros((1, 1, config.base_emb_dim), config.dtype), jnp.zeros((1, 1), jnp.int32)
+    # With generators of both kinds: what draws from one is told of below, or draws from the key that it is given.
+    keys = {"params": seed_key(0), "dropout": seed_key(0)}
+    args = x, None, id_bt, id_bt, jnp.zeros(1, jnp.int32), None
+    variables = dict(jax.eval_shape(lambda: make_layer(config, parent=None).init(keys, *args)))
+    params = variables.pop("params", {})
+    types: Types = (Activation, *TYPES)
+    sown = {"intermediates", *(kind.__name__ for kind in types)}
+    refuse_state(config, bool(params), sorted(set(variables) - sown))
 
 
 def call_layer(

@@ -8,6 +8,7 @@ may read its keys. `cache` is None in training; a block that takes no cache can 
 
 import importlib
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -61,6 +62,31 @@ def _imported(name: str) -> Any:
 def make_block(config, rngs: nnx.Rngs) -> nnx.Module:
     """One block, an NNX module."""
     return block_class(config)(config, rngs)
+
+
+def check_state(config) -> None:
+    """Checks that a user's NNX block holds parameters, and nothing else that a forward pass would have to update.
+
+    Raises:
+      UserError: what it holds besides, such as running statistics or generators of random numbers.
+    """
+    if config.decoder_block in FAMILIES or not issubclass(block_class(config), nnx.Module):
+        return
+    block = nnx.eval_shape(lambda: make_block(config, nnx.Rngs(0)))
+    params, rest = nnx.state(block, nnx.Param, nnx.Not(nnx.Param))
+    others = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(rest)]
+    refuse_state(config, bool(nnx.to_flat_state(params)), others)
+
+
+def refuse_state(config, has_parameters: bool, others: Sequence[str]) -> None:
+    """Raises the UserError for a block without parameters, or with other state besides, given by its paths."""
+    if others:
+        raise UserError(
+            f"decoder_block={config.decoder_block} holds state besides its parameters: {', '.join(others[:3])}; a "
+            "block may have none: dropout draws from the argument key, and nothing updates statistics"
+        )
+    if not has_parameters:
+        raise UserError(f"decoder_block={config.decoder_block} holds no parameters: there is nothing to train")
 
 
 def forward_flops_per_token(config, params: Any) -> float:

@@ -11,6 +11,8 @@ from trainer.backends import TrainTree
 from trainer.checkpoint import Beside, CheckpointManager, inspect, load_parameters, newest, restore, saved_config
 from trainer.config import UserError, check_resume
 from trainer.data import Dataset
+from trainer.models.blocks import block_class
+from trainer.models.names import names_of_block, renamed
 from trainer.runtime.agreement import agreed, from_first
 from trainer.runtime.place import share_of_rows
 from trainer.runtime.storage import folder
@@ -84,9 +86,9 @@ def _other_run(run: Run, dataset: Dataset, say: Say) -> Start:
     path = folder(path)
     beside = inspect(path)
     if run.config.reset_optimizer:
-        state = _with_fresh_optimizer(run, path)
+        state = _with_fresh_optimizer(run, path, beside)
     else:
-        state = run.backend.pack(restore(path, _abstract(run)))
+        state = run.backend.pack(_restored(run, path, beside, _abstract(run)))
     updates = int(run.backend.unpack(state).step)
     if updates >= run.config.steps:
         raise UserError(
@@ -100,10 +102,18 @@ def _other_run(run: Run, dataset: Dataset, say: Say) -> Start:
     return Start(state, updates, beside.position if same_data else None)
 
 
-def _with_fresh_optimizer(run: Run, path: Any) -> Any:
+def _restored(run: Run, path: Any, beside: Beside, wanted: TrainTree) -> TrainTree:
+    """What the checkpoint of another run holds. If it trained another block, the configured one, which a user wrote to
+    take its place, may say what its parameters were called there: `PARAMETER_NAMES`."""
+    if saved_config(beside)["decoder_block"] == run.config.decoder_block:
+        return restore(path, wanted)
+    names = names_of_block(block_class(run.config))
+    return renamed(restore(path, renamed(wanted, names)), names.inverse())
+
+
+def _with_fresh_optimizer(run: Run, path: Any, beside: Beside) -> Any:
     """Parameters and step of the checkpoint; the learning rate's schedule goes on from that step."""
-    wanted = _abstract(run)._replace(opt_state=None)
-    tree = restore(path, wanted)
+    tree = _restored(run, path, beside, _abstract(run)._replace(opt_state=None))
     fresh = run.backend.unpack(run.init(tree.params))
 
     def on_schedule(node: Any) -> Any:

@@ -7,9 +7,9 @@ from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied
 
 from trainer.checkpoint import names_of
 from trainer.compare import measure
-from trainer.compare.names import Names
 from trainer.config import UserError, load
 from trainer.models import llama2, transformer
+from trainer.models.names import Names
 from trainer.training import Start, build
 
 LAST = ALL_COMBINATIONS[-1]

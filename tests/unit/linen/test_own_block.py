@@ -58,7 +58,7 @@ def test_the_same_bits_in_every_linen_stack(combination):
     results, params, axes = trained(combination)
     assert_equal_bits((results, params), reference[:2])
     assert axes == reference[2]
-    assert axes["decoder"]["layers"]["c_attn"]["kernel"] == ("layers", None, None)
+    assert axes["decoder"]["layers"]["c_attn"] == {"bias": ("layers", None), "kernel": ("layers", "embed", "mlp")}
     assert all(np.any(leaf) for leaf in jax.tree.leaves(results[1]))
 
 
@@ -123,6 +123,40 @@ def test_what_it_sows_arrives_and_dropout_draws_from_the_key(monkeypatch):
 def test_an_nnx_stack_refuses_it_and_says_how_to_change(combination, change):
     with pytest.raises(UserError, match=rf"this is no nnx.Module; .* \(combination {change}\)"):
         backend_of(combination, LINEN)
+
+
+class Boxed(linen.Module):
+    """Names its axes by the older kind of box."""
+
+    config: object
+
+    @linen.compact
+    def __call__(self, x, cache, position, segment, row, key):
+        init = linen.with_partitioning(linen.initializers.lecun_normal(), ("embed", "mlp"))
+        return x + linen.Dense(x.shape[-1], kernel_init=init, name="mix")(x), cache
+
+
+class WithStatistics(linen.Module):
+    config: object
+
+    @linen.compact
+    def __call__(self, x, cache, position, segment, row, key):
+        return linen.BatchNorm(use_running_average=False)(x), cache
+
+
+@pytest.mark.parametrize("combination", LINEN_STACKS)
+def test_axes_named_by_the_older_kind_of_box(combination, monkeypatch):
+    monkeypatch.setitem(sys.modules, "boxed", SimpleNamespace(Boxed=Boxed))
+    _, backend = backend_of(combination, "boxed:Boxed")
+    axes = backend.param_axes["decoder"]["layers"]
+    assert axes == {"mix": {"bias": ("layers", None), "kernel": ("layers", "embed", "mlp")}}
+
+
+@pytest.mark.parametrize("combination", LINEN_STACKS)
+def test_what_a_block_may_not_hold(combination, monkeypatch):
+    monkeypatch.setitem(sys.modules, "statistics_block", SimpleNamespace(Block=WithStatistics))
+    with pytest.raises(UserError, match="holds state besides its parameters: batch_stats"):
+        backend_of(combination, "statistics_block:Block")
 
 
 def test_what_is_no_module_at_all():

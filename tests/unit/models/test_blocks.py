@@ -3,10 +3,12 @@
 import functools
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from support import ALL_COMBINATIONS, arguments, assert_equal_bits, compiled, copied, packed_batch, pinned, tiny_config
 
 from trainer.backends import make_backend
@@ -49,7 +51,7 @@ def test_an_nnx_block_trains_in_every_combination(combination):
     assert_equal_bits(results, reference[0])
     assert_equal_bits(params, reference[1])
     assert axes == reference[2]
-    assert axes["decoder"]["layers"]["qkv"]["kernel"] == ("layers", None, None)
+    assert axes["decoder"]["layers"]["qkv"] == {"bias": ("layers", None), "kernel": ("layers", "embed", "mlp")}
     assert all(np.any(leaf) for leaf in jax.tree.leaves(results[1]))
 
 
@@ -84,6 +86,38 @@ def test_a_path_that_leads_nowhere(name, message):
     with pytest.raises(UserError) as error:
         blocks.block_class(tiny_config("nnx", decoder_block=name))
     assert str(error.value).startswith(f"decoder_block={name}: {message}")
+
+
+class WithStatistics(nnx.Module):
+    def __init__(self, config, rngs):
+        self.norm = nnx.BatchNorm(config.base_emb_dim, rngs=rngs)
+
+
+class WithGenerator(nnx.Module):
+    def __init__(self, config, rngs):
+        self.dense = nnx.Linear(config.base_emb_dim, config.base_emb_dim, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+
+class WithNothing(nnx.Module):
+    def __init__(self, config, rngs):
+        del config, rngs
+
+
+@pytest.mark.parametrize("combination", [ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]])
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (WithStatistics, "holds state besides its parameters: norm/mean, norm/var"),
+        (WithGenerator, "holds state besides its parameters: dropout/rngs/"),
+        (WithNothing, "holds no parameters"),
+    ],
+)
+def test_what_a_block_may_not_hold(block, message, combination, monkeypatch):
+    monkeypatch.setitem(sys.modules, "blocks_of_a_test", SimpleNamespace(Block=block))
+    config = tiny_config(combination, decoder_block="blocks_of_a_test:Block")
+    with pytest.raises(UserError, match=f"decoder_block=blocks_of_a_test:Block {message}"):
+        make_backend(config, make_optimizer(config))
 
 
 def test_what_is_missing_within_the_module_keeps_its_traceback(tmp_path, monkeypatch):

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
+from flax import traverse_util
+
 T = TypeVar("T")
 
 _BLOCK = "decoder/layers/"
@@ -15,6 +17,10 @@ class Names:
         """`within_block`: the block's own path of a parameter, or of several below it, within a layer -> the reference
         block's, as in {"qkv": "c_attn", "norm/scale": "ln_1/scale"}."""
         self._table = {f"{own}/": f"{other}/" for own, other in within_block.items()}
+
+    def inverse(self) -> "Names":
+        """From the reference block's names to the own ones."""
+        return Names({other.removesuffix("/"): own.removesuffix("/") for own, other in self._table.items()})
 
     def common(self, name: str) -> str:
         """The common name of a parameter, or of what belongs to it, such as a moment: `.../mu/` and its name."""
@@ -48,6 +54,21 @@ class Names:
             return array.reshape(other.shape)
 
         return {name: one(name, array) for name, array in arrays.items()}
+
+
+def renamed(node: Any, names: Names) -> Any:
+    """A tree in which trees of parameters lie (a `TrainTree`, optax's states), with common names in their layers."""
+    if isinstance(node, dict):
+        node = {key: renamed(value, names) for key, value in node.items()}
+        if isinstance(layers := node.get("layers"), dict):
+            flat = traverse_util.flatten_dict(layers, sep="/")
+            flat = {names.common(_BLOCK + path).removeprefix(_BLOCK): leaf for path, leaf in flat.items()}
+            node["layers"] = traverse_util.unflatten_dict(flat, sep="/")
+        return node
+    if isinstance(node, tuple | list):
+        parts = [renamed(part, names) for part in node]
+        return type(node)(*parts) if hasattr(node, "_fields") else type(node)(parts)
+    return node
 
 
 def names_of_block(block: Any) -> Names:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from trainer.compare.names import Names
+from trainer.models.names import Names
 
 NAMES = Names({"attend/q/kernel": "self_attention/query/kernel", "norm": "ln_1"})
 

@@ -1,0 +1,50 @@
+"""A run of a team's own Linen block goes on as a run of the NNX block that takes its place, without losing a step."""
+
+from pathlib import Path
+
+from runs import RUN, SETTINGS, arrays_of, rows_of, train
+
+GUIDES = Path(__file__).parents[3] / "docs" / "guides"
+# Without clipping: the norm of all gradients is summed in the order of their names, which change here.
+KEYS = SETTINGS | {
+    "learning_rate_schedule_steps": 20,
+    "eval_interval": -1,
+    "dropout_rate": 0.0,
+    "gradient_clipping_threshold": 0,
+}
+
+
+def linen_run(folder, steps):
+    folder.mkdir()
+    code, output = train(
+        folder, combination="linen", **KEYS | {"decoder_block": "team_block:LinenBlock", "steps": steps}
+    )
+    assert code == 0, output
+    return folder / RUN
+
+
+def losses_of(run):
+    return [row["loss"] for row in rows_of(run)]
+
+
+def test_parameters_optimizer_and_place_in_the_data_are_carried_over(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(GUIDES))
+    from team_block import NNXBlock
+
+    whole, half = linen_run(tmp_path / "whole", 20), linen_run(tmp_path / "half", 10)
+    keys = KEYS | {"decoder_block": "team_block:NNXBlock", "steps": 20, "load_full_state_path": half}
+    for reset in (False, True):
+        code, output = train(tmp_path, f"run_name={reset}", combination="nnx", **keys | {"reset_optimizer": reset})
+        assert code == 0, output
+        assert f"starting from {half}/checkpoints/10: 10 updates, " in output
+    carried, fresh = (tmp_path / "runs" / name for name in ("False", "True"))
+    assert losses_of(carried) == losses_of(whole)[10:]
+    assert losses_of(fresh)[0] == losses_of(whole)[10]  # the parameters and the batch
+    assert losses_of(fresh)[5] != losses_of(whole)[15]
+
+    found, expected = (arrays_of(run / "checkpoints/20") for run in (carried, whole))
+    assert len(found) == len(expected) > 30
+    for name, array in expected.items():
+        for ours, theirs in NNXBlock.PARAMETER_NAMES.items():
+            name = name.replace(theirs, ours)
+        assert array.tobytes() == found[name].tobytes(), name
