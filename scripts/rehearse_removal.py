@@ -21,9 +21,13 @@ REGISTRY, TABLE = Path("src/trainer/backends/registry.py"), Path("src/trainer/co
 
 def copy_checkout(folder: Path) -> None:
     """All files that git knows or would take, as they are now."""
-    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    files = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
-    for name in filter(None, files):
+    if shutil.which("git") is None:
+        raise SystemExit("git is missing; it knows which files belong to the copy")
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        raise SystemExit(f"{ROOT}: the copy is made of a git checkout, and git says: {listed.stderr.strip()}")
+    for name in filter(None, listed.stdout.split("\0")):
         source, target = ROOT / name, folder / name
         if source.exists():
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
     python scripts/run_guide.py docs/guides/migrating.md
 
 A block must end with exit code 0, or with the one that a comment right before it says: `<!-- exit code: 1 -->`.
+The guide's runs begin from nothing, so those of an earlier reading must not be there.
 """
 
 import os
@@ -21,6 +22,12 @@ def main(guide: str) -> None:
     blocks = list(BLOCK.finditer(Path(guide).read_text(encoding="utf-8")))
     if not blocks:
         raise SystemExit(f"{guide} holds no commands")
+    commands = "".join(block["commands"] for block in blocks)
+    runs = [f"runs/{name}" for name in dict.fromkeys(re.findall(r"\brun_name[=:] *([\w.-]+)", commands))]
+    if there := [run for run in runs if (ROOT / run).exists()]:
+        raise SystemExit(
+            f"{guide} begins runs that are there already: {', '.join(there)}; move them away or delete them"
+        )
     # `python` is the one that runs this script.
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     for number, block in enumerate(blocks, 1):

@@ -20,7 +20,7 @@ right.KEY=VALUE  Where parameters and batches come from cannot: those are the le
 left=NAME        a combination of the three flags by name, as right=NAME; right=NAME,NAME and right=all: several
 CHECKPOINT       a run's folder, one of its checkpoints/N, or what trainer.export format=params wrote
 rtol, atol       equal is what lies no further apart than atol, or than rtol times the largest magnitude in an array;
-                 without them equal is what has equal bits
+                 without them, and for integers, equal is what has equal bits
 --json           every array on stdout, in place of the table
 
 Exit code: 0 equal, 1 not equal, 2 a mistake in the command. FLOPs, memory and the text of the step only inform.
@@ -85,8 +85,10 @@ def _compare(words: Sequence[str], given: dict[str, float]) -> Any:
         )
     for line in dict.fromkeys(line for side in sides for line in (*side.loaded.notes, *side.loaded.warnings)):
         _say(line)
-    if any(side.loaded.config.num_processes > 1 for side in sides):
-        raise UserError("num_processes: programs are compared within one process; leave its keys away")
+    if any(side.loaded.config.num_processes > 0 for side in sides):
+        raise UserError(
+            "coordinator_address, num_processes, process_id: trainer.parity runs in one process; leave them away"
+        )
     leave_out_absent_tpu()
     import jax
 

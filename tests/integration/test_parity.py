@@ -9,6 +9,7 @@ from parity_cases import run
 from support import ALL_COMBINATIONS
 
 from trainer import parity
+from trainer.compare import programs
 from trainer.models import llama2, mistral
 
 QUANTITIES = ["parameters", "activations", "loss", "gradients", "updated parameters", "optimizer state"]
@@ -87,7 +88,8 @@ def test_another_mesh_on_devices_of_its_own_number(capsys):
     [
         ([], "nothing to compare"),
         (["left=nnx", "rtol=-1"], "rtol=-1: a number"),
-        (["left=nnx", "num_processes=2", "coordinator_address=localhost:1", "process_id=0"], "within one process"),
+        (["left=nnx", "num_processes=1", "coordinator_address=localhost:1", "process_id=0"], "runs in one process"),
+        (["right.grain_eval_files=x"], "grain_eval_files: not the same in left and right"),
         (["left.data_shuffle_seed=1"], "data_shuffle_seed: not the same in left and right"),
         (["left.attention=blokwise"], "nearest: blockwise"),
         (["right.ici_tensor_parallelism=16"], "error: right: "),
@@ -98,6 +100,23 @@ def test_mistakes_end_with_code_2(capsys, words, message):
     code, out, err = run(capsys, *words)
     assert (code, out) == (2, "")
     assert message in err
+
+
+def test_keys_that_mean_nothing_to_it_are_named(capsys, monkeypatch):
+    monkeypatch.setattr(programs, "MEASURES", ())
+    idle = ["compile_topology=v5e-8", "compiled_trainstep_file=x", "compile_report_file=y", "right.prompt=z"]
+    code, _, err = run(capsys, *idle, "skip_jax_distributed_system=true", enable_checkpointing=True)
+    assert code == 0
+    (line,) = [line for line in err.splitlines() if "have no effect here" in line]
+    assert line.partition(" have")[0].split(", ") == [
+        "enable_checkpointing",
+        "eval_interval",
+        "prompt",
+        "skip_jax_distributed_system",
+        "compile_topology",
+        "compiled_trainstep_file",
+        "compile_report_file",
+    ]
 
 
 def test_help_needs_no_jax(capsys):

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 LAYERS = "layers"  # a component of the name of whatever has a leading axis of layers
@@ -11,7 +12,8 @@ LAYERS = "layers"  # a component of the name of whatever has a leading axis of l
 
 class Tolerance(NamedTuple):
     """Two arrays are equal within it if no two elements lie further apart than `atol`, or than `rtol` times the largest
-    magnitude in both arrays. 0 and 0 ask for equal bits."""
+    magnitude in both arrays. 0 and 0 ask for equal bits. Integers and bools count something, and are never equal
+    within it."""
 
     rtol: float = 0.0
     atol: float = 0.0
@@ -96,7 +98,8 @@ def difference(
     apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, apart)  # infinities of one sign too
     absolute = float(apart.max(initial=0.0))
     relative = absolute / scale if scale else absolute
-    tolerates = tolerance != BITS and (absolute <= tolerance.atol or relative <= tolerance.rtol)
+    rounded = all(jnp.issubdtype(it.dtype, jnp.inexact) for it in (left, right))  # numpy knows no bfloat16
+    tolerates = rounded and tolerance != BITS and (absolute <= tolerance.atol or relative <= tolerance.rtol)
     return Difference(name, layer, False, tolerates, absolute, relative, note)
 
 

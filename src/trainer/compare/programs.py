@@ -16,7 +16,7 @@ from trainer.compare.report import Comparison, Quantity, Report
 from trainer.config import Side, UserError, combination, schema
 from trainer.config import differences as differing_keys
 from trainer.config.derived import DCN, ICI
-from trainer.config.dump import to_flow
+from trainer.config.dump import PROCESSES, to_flow
 from trainer.config.files import COMMAND_LINE
 from trainer.config.flags import FLAGS
 from trainer.config.resume import AROUND, MAY_CHANGE
@@ -30,8 +30,21 @@ from trainer.training import build, start
 Say = Callable[[str], None]
 
 # Where parameters and tokens come from: the left side's are everybody's.
-_COMMON = ("vocab_size", "load_parameters_path", "load_full_state_path", "reset_optimizer")
-_IDLE = frozenset(AROUND) - {"model_name", "record_internal_nn_metrics"}
+_COMMON = (
+    "vocab_size",
+    "load_parameters_path",
+    "load_full_state_path",
+    "reset_optimizer",
+    "data_cache_directory",
+    # What evaluation has of its own is not held out of the training documents.
+    "eval_split",
+    "grain_eval_files",
+    "hf_eval_split",
+    "hf_eval_files",
+)
+# override_model_config has no effect anywhere, which is said wherever it is given.
+_USED = {"model_name", "record_internal_nn_metrics", "override_model_config", *_COMMON}
+_IDLE = frozenset((*AROUND, *PROCESSES, "debug_sharding")) - _USED
 # In the order in which a training step comes to them.
 MEASURES = (measure.parameters, measure.activations, measure.gradients, measure.update)
 # Rows of the banner that say what a comparison is about.
@@ -55,8 +68,11 @@ def compare_programs(sides: Sequence[Side], devices: Sequence[jax.Device], toler
     programs = [_program(side, devices) for side in sides]
     left, *rights = programs
     _check_common(left, rights)
-    for key in differing_keys(sides).keys() & _IDLE:
-        say(f"{key} has no effect here: nothing is written, evaluated or sampled")
+    if idle := _idle(sides):
+        say(
+            f"{', '.join(idle)} have no effect here: one process compares on the devices that it has, and nothing is "
+            "written, evaluated or sampled"
+        )
     dataset = open_dataset(ml_collections.FrozenConfigDict({**left.config, "eval_interval": -1}), say)
     snapshot, batch = _begin(sides[0], left, dataset, say)
 
@@ -75,6 +91,16 @@ def compare_programs(sides: Sequence[Side], devices: Sequence[jax.Device], toler
             facts[program.name] |= _facts(expected.facts, found.facts)
     comparisons = [Comparison(it.name, quantities[it.name], facts[it.name]) for it in rights]
     return Report(left.name, tolerance, _head(sides, programs, dataset), comparisons)
+
+
+def _idle(sides: Sequence[Side]) -> list[str]:
+    """The keys without a meaning here that a command gives or in which the sides differ.
+
+    A yml may hold them: it is that of a run, which trains.
+    """
+    given = {key for side in sides for key, where in side.loaded.changed.items() if where == COMMAND_LINE}
+    said = (given | differing_keys(sides).keys()) & _IDLE
+    return [key for key in schema().keys if key in said]
 
 
 def _program(side: Side, devices: Sequence[jax.Device]) -> Program:

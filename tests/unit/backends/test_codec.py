@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 from flax import struct
 from jax.sharding import PartitionSpec
+from ml_collections import FrozenConfigDict
 from optimizers import OPTIMIZERS
 from support import ALL_COMBINATIONS, assert_equal_bits, tiny_config
 
 from trainer.backends import Codec, make_backend
+from trainer.config import schema
+from trainer.optim import make_optimizer
 
 
 @pytest.fixture(scope="module", params=ALL_COMBINATIONS)
@@ -19,9 +22,9 @@ def config(request):
     return tiny_config(request.param)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *(f"opt_type={choice}" for choice in schema().keys["opt_type"].choices)])
 def test_bijection_for_every_optimizer(config, name):
-    tx = OPTIMIZERS[name]
+    tx = OPTIMIZERS.get(name) or make_optimizer(FrozenConfigDict({**config, "opt_type": name.partition("=")[2]}))
     backend = make_backend(config, tx)
     native = jax.eval_shape(backend.init, jax.random.key(0))
     tree = backend.unpack(native)

@@ -43,6 +43,16 @@ def test_equal_bits_and_what_only_looks_like_them():
     assert (other.bits, other.equal, other.note) == (False, False, "float32 against bfloat16")
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.uint8, ml_dtypes.int4, bool])
+def test_what_counts_is_equal_or_not(dtype):
+    found = of([1, 0], [1, 1], Tolerance(rtol=1.0, atol=9.0), dtype)
+    assert (found.bits, found.equal, found.absolute) == (False, False, 1.0)
+    assert of([1, 0], [1, 0], Tolerance(rtol=1.0), dtype).equal
+    assert of([1.0], [1.5], Tolerance(atol=1.0), ml_dtypes.bfloat16).equal
+    other = difference("x", np.ones(2, dtype), np.ones(2, np.float32), Tolerance(rtol=1.0))
+    assert (other.equal, other.absolute) == (False, 0.0)
+
+
 @pytest.mark.parametrize("right", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_on_one_side_lies_infinitely_apart(right):
     found = of(2.0, right, Tolerance(rtol=1.0, atol=1e9))
