@@ -9,6 +9,7 @@ Eight simulated devices, a tiny model, two SGD steps. The suite runs a pairwise 
 import argparse
 import itertools
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -133,7 +134,7 @@ def table(rows: list[dict]) -> str:
         cells = []
         for combination in combinations:
             errors = [
-                abs(a / b - 1)
+                abs(a / b - 1) if math.isfinite(a) else math.inf
                 for case, values in found.items()
                 if case[:2] == (combination, mesh)
                 for a, b in zip(values, found[cases()[0]], strict=True)

@@ -4,12 +4,15 @@ Nothing is allocated. `left.key=value` and `right.key=value` compare two configu
 """
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from trainer.config import exit_on_user_error
 from trainer.config.sides import Side, differences, load_sides
+from trainer.config.topologies import Topology, find_topology
+from trainer.runtime.platforms import leave_out_absent_tpu, prepare_compile_only_tpu
 
 
 @exit_on_user_error
@@ -21,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for side in sides:
         for line in (*side.loaded.notes, *side.loaded.warnings):
             print(f"{side.name}: {line}" if side.name else line, file=sys.stderr)
+    _prepare([side.loaded.config for side in sides])
     found = {side.name: describe(side.loaded.config) for side in sides}
     if as_json:
         print(json.dumps(found if len(sides) > 1 else found[sides[0].name], indent=1))
@@ -33,13 +37,34 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(_beside(sides, found))
 
 
+def _prepare(configs: Sequence[Any]) -> None:
+    """Sets what JAX reads when it is imported."""
+    topologies = [find_topology(config.compile_topology) for config in configs if config.compile_topology]
+    if not topologies:
+        leave_out_absent_tpu()
+        return
+    prepare_compile_only_tpu()
+    simulated = [found.devices for found in topologies if isinstance(found, Topology) and found.generation is None]
+    if simulated:
+        flag = f"--xla_force_host_platform_device_count={max(simulated)}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()  # the last one counts
+
+
 def describe(config: Any) -> dict[str, Any]:
-    """The table of `config` on this machine's devices as plain data: `mesh`, `tensors` and `totals`."""
+    """The table of `config` as plain data: `mesh`, `tensors` and `totals`.
+
+    On the devices of `compile_topology`, where it is given, else on this machine's.
+    """
     import jax
 
+    from trainer.aot.topologies import devices_of, topology_of
     from trainer.training import build
 
-    return build(config, jax.devices()).table()
+    if config.compile_topology:
+        devices = devices_of(topology_of(config), config.compile_topology_num_slices)
+    else:
+        devices = jax.devices()
+    return build(config, devices).table()
 
 
 def _beside(sides: Sequence[Side], found: dict[str, Any]) -> str:

@@ -105,10 +105,17 @@ def test_two_configurations_beside_each_other(capsys):
     assert lines[-1].startswith("1 of ")  # the step
 
 
-def test_nothing_is_allocated(capsys):
-    before = {id(array) for array in jax.live_arrays()}
-    printed(capsys, *arguments(ALL_COMBINATIONS[0], **MESH))
-    assert {id(array) for array in jax.live_arrays()} <= before
+def test_nothing_is_allocated_or_compiled(capsys, monkeypatch):
+    """A model of terabytes, which fits no machine."""
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *args, **options: pytest.fail("compiled"))
+    sizes = {"base_emb_dim": 65536, "base_mlp_dim": 262144, "base_num_decoder_layers": 1000}
+    out = printed(capsys, *arguments(ALL_COMBINATIONS[0], **MESH | sizes))
+    assert "params/decoder/layers/mlp/wi_0/kernel" in str(out)
+
+
+def test_the_devices_of_a_topology():
+    config = load(arguments(ALL_COMBINATIONS[0], compile_topology="cpu-4")).config
+    assert shardings.describe(config)["mesh"] == {"fsdp": 4}
 
 
 def test_a_layout_that_leaves_much_whole_is_refused():

@@ -1,11 +1,11 @@
 """Which process of how many this one is, and where the first one listens: from keys, or from what a launcher says."""
 
-import glob
 import importlib.util
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from trainer.config import UserError
+from trainer.runtime.platforms import has_tpu
 
 # MaxText's launchers give the port only for GPUs.
 _PORT = "1234"
@@ -35,7 +35,9 @@ def find_cluster(config: Any, environ: Mapping[str, str]) -> Cluster | None:
     if config.coordinator_address:
         where = config.coordinator_address, config.num_processes, config.process_id
         return Cluster("coordinator_address", "deactivate", *where)
-    finders = (_maxtext_gpu, _maxtext_cpu, _slurm, _mpi, _tpu, _kubernetes)
+    # mpirun over several nodes of Slurm starts its ranks within a Slurm step, whose variables they inherit.
+    under_mpirun = (_mpi, _slurm) if environ.get("OMPI_COMM_WORLD_SIZE") else (_slurm, _mpi)
+    finders = (_maxtext_gpu, _maxtext_cpu, *under_mpirun, _tpu, _kubernetes)
     return next((found for find in finders if (found := find(environ))), None)
 
 
@@ -81,8 +83,9 @@ def _tpu(environ: Mapping[str, str]) -> Cluster | None:
     if "," in hosts or slices > 1:
         return Cluster("the TPU's environment", None)
     # A virtual machine of Compute Engine with TPUs says nothing in its environment; JAX asks its metadata server.
-    asked = not hosts and "TPU_SKIP_MDS_QUERY" not in environ and environ.get("JAX_PLATFORMS", "tpu") == "tpu"
-    if asked and glob.glob("/dev/accel[0-9]*") and importlib.util.find_spec("libtpu") is not None:
+    wanted = "tpu" in (environ.get("JAX_PLATFORMS") or "tpu").split(",")
+    asked = wanted and not hosts and "TPU_SKIP_MDS_QUERY" not in environ
+    if asked and has_tpu() and importlib.util.find_spec("libtpu") is not None:
         return Cluster("the TPU's metadata", None)
     return None
 

@@ -19,22 +19,24 @@ def share_of_rows(sharding: NamedSharding, rows: int) -> dict[str, int]:
       sharding: of an array [rows].
 
     Returns:
-      process_index and process_count: of the parts, which are contiguous, equal and in order.
+      process_index and process_count: of the parts, which are equal. A mesh follows the network of its devices, so a
+      part's places in the batch need not lie side by side; each row carries its own index.
 
     Raises:
-      UserError: the mesh gives this process rows that are no such part.
+      UserError: the mesh gives processes parts that overlap, or of different lengths.
     """
     if jax.process_count() == 1:
         return {"process_index": 0, "process_count": 1}
-    indices = sharding.addressable_devices_indices_map((rows,)).values()
-    held = sorted({row for index in indices if index is not None for row in range(*index[0].indices(rows))})
-    count, rest = divmod(rows, len(held))
-    if rest or held[0] % len(held) or held[-1] - held[0] + 1 != len(held):
+    held: dict[int, set[int]] = {}
+    for device, index in sharding.devices_indices_map((rows,)).items():
+        held.setdefault(device.process_index, set()).update(range(*index[0].indices(rows)))
+    parts = sorted({tuple(sorted(part)) for part in held.values()})
+    if sum(map(len, parts)) != rows or len({len(part) for part in parts}) > 1:
         raise UserError(
-            f"process {jax.process_index()}: the mesh gives it rows {held[0]} to {held[-1]} of {rows}, but not all of "
-            "them or no whole part; let data and fsdp, the outermost axes, follow the processes"
+            f"the mesh gives the processes parts of the {rows} rows that overlap or are not equal; let data and fsdp, "
+            "the outermost axes, follow the processes"
         )
-    return {"process_index": held[0] // len(held), "process_count": count}
+    return {"process_index": parts.index(tuple(sorted(held[jax.process_index()]))), "process_count": len(parts)}
 
 
 def place(

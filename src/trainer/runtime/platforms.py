@@ -17,7 +17,7 @@ def leave_out_absent_tpu() -> None:
     file on which a second process stops. Nothing is changed if JAX_PLATFORMS is set, if there is a TPU, or if a plugin
     is installed whose name is not known here.
     """
-    if os.environ.get("JAX_PLATFORMS") or importlib.util.find_spec("libtpu") is None or _has_tpu():
+    if os.environ.get("JAX_PLATFORMS") or importlib.util.find_spec("libtpu") is None or has_tpu():
         return
     gpus = []
     for plugin in _plugins():
@@ -54,5 +54,6 @@ def _plugins() -> set[str]:
     return {module.name for module in pkgutil.iter_modules(folders)} | {entry.name for entry in entries}
 
 
-def _has_tpu() -> bool:
+def has_tpu() -> bool:
+    """Whether the machine has a TPU: a device file of one of the two kinds that Cloud's machines have."""
     return any(Path("/dev").glob("accel[0-9]*")) or any(Path("/dev/vfio").glob("[0-9]*"))

@@ -18,6 +18,7 @@ from trainer.backends.base import tree_mode
 from trainer.backends.codec import path_of
 from trainer.config import UserError, make_rules, resolve
 from trainer.sharding import slice_count
+from trainer.state.host import waiting_shardings
 from trainer.state.shardings import state_shardings
 
 
@@ -39,8 +40,8 @@ def get_abstract_state_nnx(
       mesh: from `get_mesh_from_config`.
       init_fn: without arguments; gives a native train state: an `nnx.State`, a `TrainStateNNX`, which is split, or a
         Linen `TrainState`. `init_state_fn(backend)` is one. The optimizer may be any.
-      is_training: False for the layout in which states are evaluated and sampled from: shard_optimizer_over_data does
-        not act, and the state may lack an optimizer.
+      is_training: False for the layout in which states are evaluated and sampled from: shard_optimizer_over_data and
+        offloading to the host do not act, and the state may lack an optimizer.
 
     Raises:
       UserError: a tensor does not fit mesh and rules.
@@ -50,19 +51,33 @@ def get_abstract_state_nnx(
         abstract = jax.eval_shape(init_fn)
         if isinstance(abstract, nnx.Module):
             abstract = nnx.state(abstract)
+    backend = _model_backend(config)
     shardings = state_shardings(
-        _model_backend(config),
+        backend,
         abstract,
         mesh,
         make_rules(config.logical_axis_rules),
         zero1=is_training and config.shard_optimizer_over_data,
     )
+    if is_training:
+        shardings = waiting_shardings(config, backend, abstract, shardings)
     return AbstractState(set_named_sharding_nnx(abstract, shardings), get_partition_spec_nnx(shardings), shardings)
 
 
 def get_named_sharding_nnx(abstract_state: Any) -> Any:
-    """The shardings that the leaves of `abstract_state` carry, arrays or ShapeDtypeStructs; none is constructed."""
-    return jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
+    """The shardings that the leaves of `abstract_state` carry, arrays or ShapeDtypeStructs; none is constructed.
+
+    Raises:
+      UserError: a leaf carries none: a tree without it would not have the state's structure.
+    """
+
+    def one(path: Any, leaf: Any) -> Any:
+        if getattr(leaf, "sharding", None) is None:
+            name = jax.tree_util.keystr(path)
+            raise UserError(f"{name} carries no sharding: see get_abstract_state_nnx and set_named_sharding_nnx")
+        return leaf.sharding
+
+    return jax.tree_util.tree_map_with_path(one, abstract_state)
 
 
 def set_named_sharding_nnx(abstract_state: Any, named_sharding: Any) -> Any:

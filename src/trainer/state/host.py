@@ -8,6 +8,7 @@ import jax
 
 from trainer.backends import Backend, TrainTree
 from trainer.config import UserError
+from trainer.state.shardings import Tensor, tensors
 
 HOST = "pinned_host"
 # The key that keeps a part of a TrainTree there.
@@ -21,17 +22,12 @@ def waiting_shardings(config: Any, backend: Backend, abstract: Any, shardings: A
 
     Scalars stay on the device: nothing is gained by moving them.
     """
-    shapes, tree = backend.unpack(abstract), backend.unpack(shardings)
 
-    def moved(shape: Any, sharding: Any) -> Any:
-        return sharding.with_memory_kind(HOST) if shape.ndim else sharding
+    def moved(tensor: Tensor, leaf: Any, sharding: Any) -> Any:
+        key = KEYS.get(tensor.path[0])
+        return sharding.with_memory_kind(HOST) if key and config[key] and leaf.ndim else sharding
 
-    parts = {
-        part: jax.tree.map(moved, getattr(shapes, part), getattr(tree, part))
-        for part, key in KEYS.items()
-        if config[key]
-    }
-    return backend.pack(tree._replace(**parts))
+    return jax.tree.map(moved, tensors(backend, abstract), abstract, shardings)
 
 
 def fetcher(config: Any, shardings: TrainTree) -> Fetch:

@@ -75,10 +75,20 @@ def test_a_pod_of_an_indexed_job(monkeypatch):
         found(KUBERNETES)
 
 
+def test_mpirun_within_slurm_is_mpi():
+    slurm = dict.fromkeys(("SLURM_PROCID", "SLURM_NTASKS"), "2") | {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_NODELIST": "a,b",
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_NODELIST": "a,b",
+    }
+    assert found(slurm | OPEN_MPI | {"JAX_COORDINATOR_ADDRESS": "a"}).name == "MPI"
+
+
 def test_a_virtual_machine_with_tpus_asks_its_metadata(monkeypatch):
-    monkeypatch.setattr("glob.glob", lambda pattern: ["/dev/accel0"])
+    monkeypatch.setattr("trainer.runtime.cluster.has_tpu", lambda: True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert found({}) == Cluster("the TPU's metadata", None)
+    assert found({}) == found({"JAX_PLATFORMS": "tpu,cpu"}) == Cluster("the TPU's metadata", None)
     for others in ({"JAX_PLATFORMS": "cpu"}, {"TPU_SKIP_MDS_QUERY": "1"}, {"TPU_WORKER_HOSTNAMES": "localhost"}):
         assert found(others) is None
 

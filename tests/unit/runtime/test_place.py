@@ -49,19 +49,38 @@ def test_shares_of_rows(monkeypatch, shape, of_two, of_four):
     sharding = NamedSharding(Mesh(devices, ("data", "tensor")), P("data"))
     assert share_of_rows(sharding, 16) == {"process_index": 0, "process_count": 1}
     for expected, processes in ((of_two, 2), (of_four, 4)):
+        process_of = {device: i * processes // 8 for i, device in enumerate(devices.ravel())}
+        among = of_processes(sharding.devices_indices_map((16,)), process_of)
         monkeypatch.setattr(jax, "process_count", lambda processes=processes: processes)
         for process, (index, count) in enumerate(expected):
-            own = np.split(devices.ravel(), processes)[process]
-            only = SimpleNamespace(
-                addressable_devices_indices_map=lambda shape, own=own: {
-                    device: index for device, index in sharding.devices_indices_map(shape).items() if device in own
-                }
-            )
-            assert share_of_rows(only, 16) == {"process_index": index, "process_count": count}
+            monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+            assert share_of_rows(among, 16) == {"process_index": index, "process_count": count}
+
+
+class Device:
+    def __init__(self, process_index):
+        self.process_index = process_index
+
+
+def of_processes(indices, process_of):
+    """A sharding of which only the rows are asked, on devices of several processes."""
+    rows = {Device(process_of[device]): index for device, index in indices.items()}
+    return SimpleNamespace(devices_indices_map=lambda shape: rows)
+
+
+def test_parts_need_not_lie_side_by_side(monkeypatch):
+    """As on a torus of TPUs, whose mesh follows the network: process 0 has the first and the last two rows."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    indices = {i: (slice(2 * i, 2 * i + 2),) for i in range(4)}
+    among = of_processes(indices, {0: 0, 1: 1, 2: 1, 3: 0})
+    for process in range(2):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        assert share_of_rows(among, 8) == {"process_index": process, "process_count": 2}
 
 
 def test_rows_that_are_no_share(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    every_other = SimpleNamespace(addressable_devices_indices_map=lambda shape: {0: (slice(0, 2),), 1: (slice(4, 6),)})
-    with pytest.raises(UserError, match="rows 0 to 5 of 8, but not all of them"):
-        share_of_rows(every_other, 8)
+    monkeypatch.setattr(jax, "process_index", lambda: 0)
+    overlapping = of_processes({0: (slice(0, 6),), 1: (slice(4, 8),)}, {0: 0, 1: 1})
+    with pytest.raises(UserError, match="parts of the 8 rows that overlap or are not equal"):
+        share_of_rows(overlapping, 8)

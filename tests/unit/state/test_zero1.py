@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from ml_collections import FrozenConfigDict
 from optimizers import OPTIMIZERS
 from support import ALL_COMBINATIONS, tiny_config
 
@@ -100,6 +101,12 @@ def test_the_named_builders_keep_one_structure_on_every_native_state(combination
     assert jax.tree.all(jax.tree.map(lambda spec, it: spec == it.spec, specs, shardings))
     assert get_partition_spec_nnx(shardings) == specs
     assert shardings == state_shardings(backend, state, mesh, make_rules(config.logical_axis_rules), zero1=True)
+
+    offloading = FrozenConfigDict({**config, "optimizer_memory_host_offload": True})
+    waiting = get_abstract_state_nnx(offloading, mesh, init).shardings
+    kinds = {leaf.memory_kind for leaf in jax.tree.leaves(backend.unpack(waiting).opt_state)}
+    assert kinds == {"device", "pinned_host"}  # scalars stay
+    assert backend.unpack(waiting).params == backend.unpack(shardings).params
 
     _, _, whole = get_abstract_state_nnx(config, mesh, init, is_training=False)
     assert whole == state_shardings(backend, state, mesh, make_rules(config.logical_axis_rules))
