@@ -25,6 +25,7 @@ from trainer.models.blocks import block_class
 from trainer.models.names import names_of_block
 from trainer.observe.banner import banner_rows
 from trainer.sharding import slice_count
+from trainer.state.host import KEYS
 from trainer.training import build, start
 
 Say = Callable[[str], None]
@@ -129,7 +130,12 @@ def _program(side: Side, devices: Sequence[jax.Device]) -> Program:
 def _check_common(left: Program, rights: Sequence[Program]) -> None:
     """Refuses sides that cannot begin with the left one's parameters and batch."""
     data = [key.name for key in schema().keys.values() if key.section == "Data" and key.name not in MAY_CHANGE]
-    mistakes = []
+    mistakes = [
+        f"{program.name}: {key}=true: what is compared is computed from a state on the device; leave the key out"
+        for program in (left, *rights)
+        for key in KEYS.values()
+        if program.config[key]
+    ]
     for right in rights:
         other = [key for key in (*data, *_COMMON) if left.config[key] != right.config[key]]
         if other:

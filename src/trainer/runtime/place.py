@@ -28,7 +28,8 @@ def share_of_rows(sharding: NamedSharding, rows: int) -> dict[str, int]:
     if jax.process_count() == 1:
         return {"process_index": 0, "process_count": 1}
     held: dict[int, set[int]] = {}
-    for device, index in sharding.devices_indices_map((rows,)).items():
+    indices: Mapping[Any, Any] = sharding.devices_indices_map((rows,))
+    for device, index in indices.items():
         held.setdefault(device.process_index, set()).update(range(*index[0].indices(rows)))
     parts = sorted({tuple(sorted(part)) for part in held.values()})
     if sum(map(len, parts)) != rows or len({len(part) for part in parts}) > 1:

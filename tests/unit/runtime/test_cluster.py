@@ -76,13 +76,8 @@ def test_a_pod_of_an_indexed_job(monkeypatch):
 
 
 def test_mpirun_within_slurm_is_mpi():
-    slurm = dict.fromkeys(("SLURM_PROCID", "SLURM_NTASKS"), "2") | {
-        "SLURM_JOB_ID": "7",
-        "SLURM_STEP_NODELIST": "a,b",
-        "SLURM_LOCALID": "0",
-        "SLURM_STEP_NODELIST": "a,b",
-    }
-    assert found(slurm | OPEN_MPI | {"JAX_COORDINATOR_ADDRESS": "a"}).name == "MPI"
+    assert found(SLURM | OPEN_MPI | {"JAX_COORDINATOR_ADDRESS": "a"}).said_by == "MPI"
+    assert found(SLURM).said_by == "Slurm"
 
 
 def test_a_virtual_machine_with_tpus_asks_its_metadata(monkeypatch):

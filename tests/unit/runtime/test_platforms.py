@@ -19,7 +19,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if libtpu else None)
         monkeypatch.setattr(platforms, "_plugins", lambda: set(plugins))
         monkeypatch.setattr(platforms.Path, "exists", lambda path: str(path) in devices)
-        monkeypatch.setattr(platforms, "_has_tpu", lambda: tpu)
+        monkeypatch.setattr(platforms, "has_tpu", lambda: tpu)
         platforms.leave_out_absent_tpu()
         return os.environ.get("JAX_PLATFORMS")
 
