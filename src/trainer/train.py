@@ -47,6 +47,7 @@ def _run(loaded, started: float) -> None:
     run, dataset, prompt = agreed(lambda: _prepare(loaded, console))
     check_same("the training data", dataset.fingerprint)
     config_yml = to_yaml(run.config)
+    check_same("the configuration", config_yml)
     with open_run(
         run.config.base_output_directory, run.config.run_name, config_yml, run.config.enable_checkpointing, console.say
     ) as run_dir:
@@ -87,6 +88,7 @@ def _prepare(loaded, console):
 def _train(loaded, run, dataset, run_dir, console):
     """From where the run stands to its end; see `training.fit`. None for a run that an earlier process finished."""
     from trainer.checkpoint import CheckpointManager
+    from trainer.runtime.agreement import agreed
     from trainer.training import fit, start
 
     with contextlib.ExitStack() as stack:
@@ -100,7 +102,7 @@ def _train(loaded, run, dataset, run_dir, console):
             return None
         compiled = None
         if run.config.compiled_trainstep_file:
-            compiled = _load_step(run, console)
+            compiled = agreed(lambda: _load_step(run, console))
         # All that can be wrong with the command has been seen: the run leaves its traces.
         run_dir.begin(to_yaml(run.config), resumed=begin.resumed, say=console.say)
         if compiled is None and begin.updates < run.config.steps:

@@ -40,16 +40,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(line, flush=True)
     run, compiled, report = compile_for_topology(loaded.config)
     print(report_text(report), flush=True)
-    if run.config.compile_report_file:
-        _write(Path(run.config.compile_report_file).expanduser(), report.as_dict())
-    if compiled is None:
-        print(f"error: {verdict(report)}", file=sys.stderr)
-        raise SystemExit(DOES_NOT_FIT)
-    if run.config.compiled_trainstep_file:
+    if compiled is not None and run.config.compiled_trainstep_file:
         path = Path(run.config.compiled_trainstep_file).expanduser()
         origin = executable.origin_of(run.config, list(run.mesh.devices.flat), run.abstract_args())
         executable.save(path, compiled, origin)
         print(f"wrote {path}")
+    if run.config.compile_report_file:
+        _write(Path(run.config.compile_report_file).expanduser(), report.as_dict())
+    if report.fits is False:
+        print(f"error: {verdict(report)}", file=sys.stderr)
+        raise SystemExit(DOES_NOT_FIT)
 
 
 def compile_for_topology(config: Any, compiler_options: Mapping[str, Any] | None = None) -> Compilation:

@@ -53,7 +53,7 @@ def test_train_takes_the_step_that_another_process_compiled(tmp_path, monkeypatc
 
     expected = losses(tmp_path / "plain")
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "compile", lambda run: pytest.fail("compiled"))
+        patch.setattr(Run, "compile_on_leaves", lambda run: pytest.fail("compiled"))
         assert losses(tmp_path / "loaded", ("compiled_trainstep_file", step)) == expected
     assert [(number, bool(loss)) for number, loss, _ in expected].count((2, False)) == 1  # an evaluation
     assert f"the training step is that of {step}, nothing is compiled" in capsys.readouterr().out
@@ -64,7 +64,7 @@ def test_train_takes_the_step_that_another_process_compiled(tmp_path, monkeypatc
 
 
 def test_no_topology_and_no_libtpu(tmp_path, monkeypatch):
-    done = train_compile("dataset_type=synthetic", cwd=tmp_path)
+    done = train_compile(*arguments("nnx"), cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("error: compile_topology is empty: give the devices to compile for, such as v5e-16")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

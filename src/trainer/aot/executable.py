@@ -18,7 +18,7 @@ from trainer.models.blocks import block_class
 MAGIC = b"trainer-executable 1\n"
 # Rooms and files whose code makes the step.
 _SOURCE = (
-    *("backends", "layers", "linen", "models", "objectives", "ops", "optim", "sharding", "state"),
+    *("backends", "config", "layers", "linen", "models", "objectives", "ops", "optim", "sharding", "state"),
     *("training/build.py", "training/step.py"),
 )
 _PACKAGES = ("jax", "jaxlib", "flax", "optax")

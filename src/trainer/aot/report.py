@@ -15,7 +15,9 @@ from trainer.aot.suggest import Suggestion
 _TEMPORARIES = re.compile(r"^allocation \d+: size (\d+),(?: color 0,)? page \d+, preallocated-temp:", re.MULTILINE)
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 # What the TPU's compiler says of a step that does not fit, and the size in it.
-OUT_OF_MEMORY = re.compile(r"CompileTimeHbmOom.*?([\d.]+)([KMGT]?)\b", re.DOTALL)
+OUT_OF_MEMORY = re.compile(
+    r"(?:CompileTimeHbmOom|Ran out of memory in memory space hbm).*?([\d.]+)([KMGT]?)\b", re.DOTALL
+)
 LARGEST = 12  # buffers in a report
 
 

@@ -3,7 +3,7 @@
 from trainer.config.schema import schema
 
 # Sections of base.yml whose keys do not enter the step, and those of their keys that do.
-_AROUND = {"Run and output", "Checkpoints", "Data", "Ahead-of-time compilation"}
+_AROUND = {"Run and output", "Checkpoints", "Data", "Ahead-of-time compilation", "Several processes"}
 _BUT = {"record_internal_nn_metrics", "max_target_length", "per_device_batch_size"}
 # Keys of other sections that do not. The schedule's length is learning_rate_schedule_steps.
 _BESIDES = {

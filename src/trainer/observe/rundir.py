@@ -11,8 +11,8 @@ from typing import IO, Any, NamedTuple, Self
 
 from trainer.config import UserError
 from trainer.observe.metrics import METRICS_FILE
-from trainer.runtime.agreement import from_first
-from trainer.runtime.lock import lock
+from trainer.runtime.agreement import agreed, from_first
+from trainer.runtime.lock import LOCK_FILE, lock
 from trainer.runtime.storage import entries, folder, is_remote, mirror
 
 CONFIG_FILE, FINISHED_FILE = "config.yml", "finished"
@@ -138,9 +138,19 @@ def open_run(
 
     def choose() -> list[str]:
         opened.append(_open(base_output_directory, run_name, config_yml, resumes, say))
-        return [str(opened[0].path), str(opened[0].place)]
+        path, place = str(opened[0].path.absolute()), str(opened[0].place)
+        return [path, place if is_remote(opened[0].place) else path]
 
     path, place = from_first(choose)
+
+    def seen() -> None:
+        if place == path and not Path(path, LOCK_FILE).exists():
+            raise UserError(
+                f"{path} was made by process 0, and this process does not see it: base_output_directory must be a "
+                "folder that all processes share, or a bucket"
+            )
+
+    agreed(seen)
     return opened[0] if opened else RunDir(Path(path), None, None if place == path else folder(place))
 
 

@@ -72,9 +72,16 @@ def check_same(what: str, value: str) -> None:
     values = gather(value)
     other = next((i for i, found in enumerate(values) if found != values[0]), None)
     if other is not None:
+        first, second = _differing(values[0], values[other]), _differing(values[other], values[0])
         raise AgreedError(
-            f"{what} must be the same in every process: {values[0]} in process 0, {values[other]} in process {other}"
+            f"{what} must be the same in every process: {first} in process 0, {second} in process {other}"
         )
+
+
+def _differing(text: str, other: str) -> str:
+    """The lines of `text` that `other` does not have."""
+    lines = set(other.splitlines())
+    return ", ".join(line for line in text.splitlines() if line not in lines)
 
 
 def gather(text: str) -> list[str]:

@@ -35,8 +35,8 @@ def prepare_compile_only_tpu() -> None:
 
     Call it before libtpu is loaded. The variables describe a machine that is not asked for anything.
     """
+    os.environ["JAX_PLATFORMS"] = "cpu"  # whatever it was: nothing runs here
     for name, value in (
-        ("JAX_PLATFORMS", "cpu"),
         ("TPU_SKIP_MDS_QUERY", "1"),
         ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
         ("TPU_ACCELERATOR_TYPE", "v5litepod-4"),

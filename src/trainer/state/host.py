@@ -43,7 +43,9 @@ def fetcher(config: Any, shardings: TrainTree) -> Fetch:
 
     def fetch(tree: TrainTree) -> TrainTree:
         there = [part for part in parts if getattr(tree, part) is not None]
-        return tree._replace(**{part: jax.device_put(getattr(tree, part), getattr(shardings, part)) for part in there})
+        moved = {part: jax.device_put(getattr(tree, part), getattr(shardings, part)) for part in there}
+        # The compiler must not gather between devices what still lies in the host's memory.
+        return tree._replace(**jax.lax.optimization_barrier(moved))
 
     return fetch
 

@@ -3,6 +3,7 @@
 import pytest
 
 from trainer.config import UserError, load
+from trainer.config.dump import PROCESSES
 from trainer.config.step_keys import step_keys
 from trainer.config.topologies import GENERATIONS, find_topology, topologies
 
@@ -79,4 +80,5 @@ def test_which_keys_make_the_step():
     }
     assert inside | {"record_internal_nn_metrics", "ici_fsdp_parallelism", "mu_dtype", "attention"} <= keys
     outside = {"run_name", "steps", "eval_interval", "dataset_type", "checkpoint_period", "compile_topology", "prompt"}
+    outside |= set(PROCESSES)
     assert not keys & (outside | {"compiled_trainstep_file", "load_parameters_path", "eval_per_device_batch_size"})

@@ -46,6 +46,7 @@ def test_a_gpu_is_found_all_the_same(machine):
 def test_variables_of_the_user_stay(monkeypatch):
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "mine")
     monkeypatch.delenv("TPU_WORKER_ID", raising=False)
-    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(os, "environ", os.environ | {"JAX_PLATFORMS": "tpu"})
     platforms.prepare_compile_only_tpu()
     assert (os.environ["TPU_WORKER_HOSTNAMES"], os.environ["TPU_WORKER_ID"]) == ("mine", "0")
+    assert os.environ["JAX_PLATFORMS"] == "cpu"  # nothing runs
