@@ -22,7 +22,7 @@ from checkpoint_cases import (
     write_hf,
     write_maxtext,
 )
-from support import ALL_COMBINATIONS, TINY, arguments
+from support import ALL_COMBINATIONS, TINY, arguments, pinned
 
 from trainer import train
 from trainer.checkpoint import load_parameters, names_of
@@ -193,7 +193,7 @@ def test_a_run(tmp_path):
 
 
 def test_the_guides_stretched_model_trains(tmp_path, capsys):
-    sizes = TINY | {"logits_via_embedding": False}
+    sizes = TINY | pinned("nnx") | {"logits_via_embedding": False}
     config = resolve(load([f"{key}={value}" for key, value in sizes.items()]).config, device_count=1, platform="cpu")
     path = write_hf(tmp_path / "hf", config, hf_tensors(random_params(config)))
     keys = sizes | {"steps": 1, "per_device_batch_size": 1, "base_output_directory": tmp_path, "run_name": "long"}

@@ -185,6 +185,10 @@ READ_BY_LOADING = {
     "model_name": "chooses a preset while the configuration is loaded",
     "override_model_config": "needless, and answered with a warning",
     "reset_optimizer": "read where load_full_state_path names a state",
+    "allow_split_physical_axes": "read where the mesh is made of other devices than a CPU's",
+    "compile_topology": "read by trainer.train_compile and trainer.shardings",
+    "compile_topology_num_slices": "read by trainer.train_compile and trainer.shardings",
+    "compile_report_file": "read by trainer.train_compile",
     **dict.fromkeys(PROCESSES, "read where processes find each other, before there is a run"),
 }
 

@@ -6,6 +6,7 @@ from support import tiny_config
 from trainer.aot.suggest import suggest
 from trainer.config import resolve
 
+STATE = ["optimizer_memory_host_offload=true", "parameter_memory_host_offload=true", "shard_optimizer_over_data=true"]
 TIGHT = {"needed": 20, "available": 16, "arguments": 5}
 
 
@@ -31,6 +32,7 @@ def test_the_cheapest_come_first():
         "remat_policy=full",
         "remat_policy=minimal_offloaded",
         "remat_policy=custom decoder_layer_input=offload",
+        *STATE,
         "ici_data_parallelism=1 ici_fsdp_parallelism=8",
         "per_device_batch_size=2 gradient_accumulation_steps=2",
         "per_device_batch_size=2",
@@ -57,7 +59,8 @@ def test_a_custom_policy_is_read():
 def test_arguments_that_do_not_fit_need_a_smaller_state():
     config = tiny_config("nnx", devices=8, ici_data_parallelism=2, ici_fsdp_parallelism=4)
     found = settings(config, on_eight, arguments=17)
-    assert found == ["ici_data_parallelism=1 ici_fsdp_parallelism=8", "mu_dtype=bfloat16", "weight_dtype=bfloat16"]
+    mesh = "ici_data_parallelism=1 ici_fsdp_parallelism=8"
+    assert found == [*STATE, mesh, "mu_dtype=bfloat16", "weight_dtype=bfloat16"]
 
 
 def test_what_configuration_refuses_is_not_suggested():

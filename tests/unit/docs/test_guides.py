@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 GUIDES = Path(__file__).parents[3] / "docs" / "guides"
 
@@ -17,6 +18,7 @@ def run(name):
     return names
 
 
+@pytest.mark.default_combination
 def test_the_guide_to_the_trees_beside_a_state():
     names = run("state-sharding.md")
     count = names["state_to_sharded_layout"](3.0, jnp.ones((2, 6)), 10.0)

@@ -3,8 +3,8 @@
 import pytest
 from support import ALL_COMBINATIONS, arguments, pinned, tiny_config
 
-from trainer.config import UserError, check_resume, combination, load
-from trainer.config.flags import COMBINATIONS, FLAGS
+from trainer.config import COMBINATIONS, UserError, check_resume, combination, load
+from trainer.config.flags import FLAGS
 
 pytestmark = pytest.mark.default_combination  # the table itself is what is tested
 

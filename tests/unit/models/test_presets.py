@@ -4,6 +4,7 @@ import jax
 import ml_collections
 import pytest
 from flax import nnx
+from support import pinned
 
 from trainer.config import load, resolve
 from trainer.config.files import preset_names
@@ -45,7 +46,7 @@ SIZES = (
 
 
 def preset(name: str, platform: str = "cpu") -> ml_collections.FrozenConfigDict:
-    loaded = load([f"model_name={name}", "dataset_type=synthetic"])
+    loaded = load([f"model_name={name}", "dataset_type=synthetic", *(f"{k}={v}" for k, v in pinned("nnx").items())])
     assert loaded.warnings == []
     assert loaded.notes == []
     return resolve(loaded.config, device_count=1, platform=platform)
