@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from program_cache import cached_programs
-from runs import RUN, SETTINGS, assert_equal, train
+from run_cases import RUN, SETTINGS, assert_equal, train
 from support import ALL_COMBINATIONS, pinned
 
 from trainer.config import schema

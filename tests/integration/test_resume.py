@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from program_cache import cached_programs
-from runs import RUN, SETTINGS, arrays_of, assert_equal, kill_rounds, rows_of, train
+from run_cases import RUN, SETTINGS, arrays_of, assert_equal, kill_rounds, rows_of, train
 from support import pinned
 
 from trainer.checkpoint import inspect, newest

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from runs import RUN, SETTINGS, arrays_of, rows_of, train
+from run_cases import RUN, SETTINGS, arrays_of, rows_of, train
 
 GUIDES = Path(__file__).parents[3] / "docs" / "guides"
 # Without clipping: the norm of all gradients is summed in the order of their names, which change here.
