@@ -34,12 +34,17 @@ RUN = Path("runs/run-0001")
 
 def train(folder, *words, devices=1, combination="nnx", **overrides):
     """The exit code and all that is printed by a run of the command in `folder` on some of the devices."""
-    settings = SETTINGS | pinned(combination) | overrides
-    devices = jax.devices()[:devices]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return command(SETTINGS | pinned(combination) | overrides, *words, devices=devices)
+
+
+def command(settings, *words, devices=1):
+    """The same in the current folder, of a command that gives `settings` and then `words`."""
+    found = jax.devices()[:devices]
     output, code = io.StringIO(), 0
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        patch.setattr(jax, "devices", lambda: devices)
-        patch.chdir(folder)
+        patch.setattr(jax, "devices", lambda: found)
         try:
             main(["base.yml", *(f"{key}={value}" for key, value in settings.items()), *words])
         except SystemExit as exit_:

@@ -5,17 +5,15 @@ import io
 import shutil
 from pathlib import Path
 
-import jax
 import pytest
 from bucket import FolderBackend, bucket  # noqa: F401, a fixture
 from program_cache import cached_programs
+from run_cases import command, rows_of
 from support import TINY, pinned
 
 from trainer.checkpoint import newest
 from trainer.export import main as export
 from trainer.observe import Console, open_run
-from trainer.observe.metrics import METRICS_FILE, TIMING_FIELDS, read_rows
-from trainer.train import main
 
 SETTINGS = TINY | {
     "enable_checkpointing": True,
@@ -36,19 +34,7 @@ RUN = "gs://bucket/runs/run-0001"
 
 def train(*words, base="gs://bucket/runs", **changes):
     """The exit code and all that is printed by a run on one device."""
-    settings = SETTINGS | pinned("nnx") | {"base_output_directory": base} | changes
-    output, code, one = io.StringIO(), 0, jax.devices()[:1]
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        patch.setattr(jax, "devices", lambda: one)
-        try:
-            main(["base.yml", *(f"{key}={value}" for key, value in settings.items()), *words])
-        except SystemExit as exit_:
-            code = exit_.code
-    return code, output.getvalue()
-
-
-def rows_of(run):
-    return [{k: v for k, v in row.items() if k not in TIMING_FIELDS} for row in read_rows(run / METRICS_FILE)]
+    return command(SETTINGS | pinned("nnx") | {"base_output_directory": base} | changes, *words)
 
 
 def checkpoints(run):

@@ -14,7 +14,9 @@ from trainer.train import main
 from trainer.train_compile import compile_for_topology
 from trainer.training.build import Run
 
-needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="there is no libtpu but for Linux on x86-64"
+)
 STEPS = {"steps": 6, "eval_interval": 3, "eval_steps": 1, "per_device_batch_size": 1, "ici_fsdp_parallelism": 8}
 TPU = {
     "compile_topology": "v5e-4",

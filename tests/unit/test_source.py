@@ -1,24 +1,8 @@
 """Promises about the source itself: who knows the flags, what a room may import, how fast the package loads."""
 
-import ast
-from pathlib import Path
+from sources import FILES, SOURCE, imported
 
-import trainer
 from trainer.config.flags import FLAGS
-
-SOURCE = Path(trainer.__file__).parent
-FILES = sorted(SOURCE.rglob("*.py"))
-
-
-def imported(path: Path) -> set[str]:
-    """Dotted names of all that a file imports, at whatever depth."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
 
 
 def test_the_flags_are_named_in_few_files():
