@@ -4,7 +4,6 @@ Nothing is allocated. `left.key=value` and `right.key=value` compare two configu
 """
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from trainer.config import exit_on_user_error
 from trainer.config.sides import Side, differences, load_sides
 from trainer.config.topologies import Topology, find_topology
-from trainer.runtime.platforms import leave_out_absent_tpu, prepare_compile_only_tpu
+from trainer.runtime.platforms import leave_out_absent_tpu, prepare_compile_only_tpu, simulate_cpu_devices
 
 
 @exit_on_user_error
@@ -46,8 +45,7 @@ def _prepare(configs: Sequence[Any]) -> None:
     prepare_compile_only_tpu()
     simulated = [found.devices for found in topologies if isinstance(found, Topology) and found.generation is None]
     if simulated:
-        flag = f"--xla_force_host_platform_device_count={max(simulated)}"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()  # the last one counts
+        simulate_cpu_devices(max(simulated))
 
 
 def describe(config: Any) -> dict[str, Any]:

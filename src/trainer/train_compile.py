@@ -2,7 +2,6 @@
 devices that are not here, say what it takes, and keep the executable."""
 
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 
 from trainer.config import UserError, exit_on_user_error, load
 from trainer.config.topologies import Topology, find_topology
-from trainer.runtime.platforms import prepare_compile_only_tpu
+from trainer.runtime.platforms import prepare_compile_only_tpu, simulate_cpu_devices
 
 DOES_NOT_FIT = 3  # exit code
 
@@ -30,8 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     topology = find_topology(loaded.config.compile_topology)
     prepare_compile_only_tpu()
     if isinstance(topology, Topology) and topology.generation is None:
-        flag = f"--xla_force_host_platform_device_count={topology.devices}"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()  # the last one counts
+        simulate_cpu_devices(topology.devices)
     # From here on the command line makes sense by itself; what follows loads JAX.
     from trainer.aot import executable
     from trainer.aot.text import report_text, verdict

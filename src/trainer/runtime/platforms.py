@@ -46,6 +46,12 @@ def prepare_compile_only_tpu() -> None:
         os.environ.setdefault(name, value)
 
 
+def simulate_cpu_devices(count: int) -> None:
+    """Makes `count` devices of this machine's CPU. What XLA_FLAGS held stays, but for an earlier number."""
+    flag = f"--xla_force_host_platform_device_count={count}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()  # the last one counts
+
+
 def _plugins() -> set[str]:
     """The names of JAX's plugins, found as JAX finds them."""
     spec = importlib.util.find_spec("jax_plugins")
