@@ -185,7 +185,7 @@ def _unused_axis(key: str, reason: str) -> Callable[[Any], str | None]:
 
 
 def _rules(config: Any) -> str | None:
-    found = collisions(config.logical_axis_rules)
+    found = collisions(config)
     return f"{'; '.join(found)}; move one of the two to another mesh axis or to []" if found else None
 
 

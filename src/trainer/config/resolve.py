@@ -10,28 +10,7 @@ from trainer.config.derived import FOLLOWS, mesh_axes
 from trainer.config.errors import report
 from trainer.config.kernels import choose_attention
 from trainer.config.mesh_sizes import fill_mesh
-from trainer.config.rules import make_rules
-
-# The key that says how long a logical axis is.
-DIMENSIONS = {
-    "layers": "base_num_decoder_layers",
-    "embed": "base_emb_dim",
-    "q_heads": "base_num_query_heads",
-    "heads": "base_num_query_heads",
-    "kv_heads": "base_num_kv_heads",
-    "kv": "head_dim",
-    "kv_head_dim": "head_dim",
-    "mlp": "base_mlp_dim",
-    "vocab": "vocab_size",
-    "norm": "base_emb_dim",
-    "activation_length": "max_target_length",
-    "activation_norm_length": "max_target_length",
-    "activation_embed": "base_emb_dim",
-    "activation_heads": "base_num_query_heads",
-    "activation_kv_heads": "base_num_kv_heads",
-    "activation_mlp": "base_mlp_dim",
-    "activation_vocab": "vocab_size",
-}
+from trainer.config.rules import DIMENSIONS, TENSORS, make_rules, with_lengths
 
 
 def resolve(
@@ -89,7 +68,9 @@ def _indivisible(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str
     for (key, axes), names in found.items():
         size, parts = values[key], _product(mesh, axes)
         fitting = " or ".join(str(n) for n in (size // parts * parts, (size // parts + 1) * parts) if n)
-        lines.append(f"{key}={size}: {_split(mesh, axes, names)} does not divide it; nearest: {fitting}")
+        tensor, axis_names = next((tensor, all_of) for tensor, all_of in TENSORS.items() if names[0] in all_of)
+        where = f"{tensor} {with_lengths(axis_names, values)}"
+        lines.append(f"{key}={size}: {_split(mesh, axes, names)} does not divide it in {where}; nearest: {fitting}")
     return lines
 
 

@@ -1,6 +1,6 @@
 """The value of logical_axis_rules: [name, mesh axis or list of axes] pairs, one rule per logical axis name."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from trainer.config.derived import MESH_AXES
@@ -24,6 +24,27 @@ TENSORS: dict[str, tuple[str, ...]] = {
     "keys": ("activation_batch", "activation_length", "activation_kv_heads"),
     "activations of the MLP": ("activation_batch", "activation_length", "activation_mlp"),
     "logits": ("activation_batch", "activation_length", "activation_vocab"),
+}
+
+# The key that says how long a logical axis is.
+DIMENSIONS = {
+    "layers": "base_num_decoder_layers",
+    "embed": "base_emb_dim",
+    "q_heads": "base_num_query_heads",
+    "heads": "base_num_query_heads",
+    "kv_heads": "base_num_kv_heads",
+    "kv": "head_dim",
+    "kv_head_dim": "head_dim",
+    "mlp": "base_mlp_dim",
+    "vocab": "vocab_size",
+    "norm": "base_emb_dim",
+    "activation_length": "max_target_length",
+    "activation_norm_length": "max_target_length",
+    "activation_embed": "base_emb_dim",
+    "activation_heads": "base_num_query_heads",
+    "activation_kv_heads": "base_num_kv_heads",
+    "activation_mlp": "base_mlp_dim",
+    "activation_vocab": "vocab_size",
 }
 
 
@@ -51,16 +72,22 @@ def make_rules(rules: Iterable[Sequence[Any]]) -> dict[str, tuple[str, ...]]:
     return {name: (axes,) if isinstance(axes, str) else tuple(axes or ()) for name, axes in rules}
 
 
-def collisions(rules: Iterable[Sequence[Any]]) -> list[str]:
-    """One message for each two axes of one tensor that take the same mesh axis."""
-    axes = make_rules(rules)
+def with_lengths(names: Iterable[str], config: Mapping[str, Any]) -> str:
+    """`[layers 2, embed 192]`: a tensor's logical axes, each with its length where a key of `config` says it."""
+    lengths = {name: config.get(DIMENSIONS.get(name, ""), "") for name in names}
+    return f"[{', '.join(f'{name} {length}'.rstrip() for name, length in lengths.items())}]"
+
+
+def collisions(config: Mapping[str, Any]) -> list[str]:
+    """One message for each two axes of one tensor that the rules of `config` give the same mesh axis."""
+    axes = make_rules(config["logical_axis_rules"])
     messages: dict[tuple[frozenset[str], str], str] = {}
     for tensor, names in TENSORS.items():
         taken: dict[str, str] = {}
         for name in names:
             for axis in axes[name]:
                 if axis in taken:
-                    both = f"{taken[axis]} and {name} of {tensor} [{', '.join(names)}]"
+                    both = f"{taken[axis]} and {name} of {tensor} {with_lengths(names, config)}"
                     messages.setdefault((frozenset((taken[axis], name)), axis), f"{both} both take mesh axis {axis}")
                 taken.setdefault(axis, name)
     return list(messages.values())

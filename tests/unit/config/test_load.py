@@ -221,7 +221,7 @@ def test_rules_replace_those_of_their_name_at_every_level():
         ("[embed,fsdp]", "'embed' is no rule"),
         ("[[embed]]", "is no rule"),
         ("[[embed,[[fsdp]]]]", "there is no mesh axis"),
-        ("[[mlp,fsdp]]", "embed and mlp of mlp/wi_0/kernel .* both take mesh axis fsdp"),
+        ("[[mlp,fsdp]]", r"embed and mlp of mlp/wi_0/kernel \[layers 2, embed 192, mlp 512\] both take mesh axis fsdp"),
         ("[[activation_length,fsdp]]", "activation_batch and activation_length of .* both take mesh axis fsdp"),
     ],
 )

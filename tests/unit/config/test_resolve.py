@@ -166,29 +166,38 @@ def test_what_is_wrong_within_slices_and_over_them_is_told_at_once():
 @pytest.mark.parametrize(
     ("words", "devices", "line"),
     [
-        ("base_emb_dim=90", 4, "base_emb_dim=90: fsdp 4 by the rule of embed does not divide it; nearest: 88 or 92"),
+        (
+            "base_emb_dim=90",
+            4,
+            "base_emb_dim=90: fsdp 4 by the rule of embed does not divide it in "
+            "token_embedder/embedding [vocab 4096, embed 90]; nearest: 88 or 92",
+        ),
         (
             "ici_fsdp_parallelism=1 ici_tensor_parallelism=2 base_num_kv_heads=3",
             2,
-            "base_num_kv_heads=3: tensor 2 by the rule of kv_heads and activation_kv_heads does not divide it; "
-            "nearest: 2 or 4",
+            "base_num_kv_heads=3: tensor 2 by the rule of kv_heads and activation_kv_heads does not divide it in "
+            "self_attention/key/kernel [layers 2, embed 192, kv_heads 3, kv_head_dim 32]; nearest: 2 or 4",
         ),
         (
             "logical_axis_rules=[[embed,[data,fsdp]]] ici_data_parallelism=2 base_emb_dim=6",
             4,
-            "base_emb_dim=6: data 2 x fsdp 2 = 4 by the rule of embed does not divide it; nearest: 4 or 8",
+            "base_emb_dim=6: data 2 x fsdp 2 = 4 by the rule of embed does not divide it in "
+            "token_embedder/embedding [vocab 4096, embed 6]; nearest: 4 or 8",
         ),
         (
             "logical_axis_rules=[[layers,fsdp],[embed,[]]]",
             4,
-            "base_num_decoder_layers=2: fsdp 4 by the rule of layers does not divide it; nearest: 4",
+            "base_num_decoder_layers=2: fsdp 4 by the rule of layers does not divide it in "
+            "self_attention/query/kernel [layers 2, embed 192, q_heads 6, kv 32]; nearest: 4",
         ),
         (
             "logical_axis_rules=[[activation_length,tensor],[activation_heads,[]],[activation_kv_heads,[]],"
             "[activation_mlp,[]],[activation_vocab,[]],[kv_heads,[]]] "
             "ici_fsdp_parallelism=1 ici_tensor_parallelism=2 max_target_length=127",
             2,
-            "max_target_length=127: tensor 2 by the rule of activation_length does not divide it; nearest: 126 or 128",
+            "max_target_length=127: tensor 2 by the rule of activation_length does not divide it in "
+            "inputs of attention and MLP [activation_batch, activation_length 127, activation_embed 192]; "
+            "nearest: 126 or 128",
         ),
     ],
 )

@@ -9,8 +9,7 @@ from trainer.config import schema
 from trainer.config.check import ACTIVATIONS
 from trainer.config.dump import to_flow
 from trainer.config.flags import FLAGS
-from trainer.config.resolve import DIMENSIONS
-from trainer.config.rules import TENSORS
+from trainer.config.rules import DIMENSIONS, TENSORS
 from trainer.config.schema import BASE_YML, parse
 
 FROM_MAXTEXT = Path(__file__).parents[3] / "docs" / "from-maxtext.md"
