@@ -15,24 +15,28 @@ class Axes(tuple[str | None, ...]):
     """The logical axis names of one array. A pytree leaf, where a plain tuple would be a node."""
 
 
-def spec(names: Sequence[str | None], rules: Rules, what: str = "an array") -> PartitionSpec:
+def spec(
+    names: Sequence[str | None], rules: Rules, what: str = "an array", shape: Sequence[int] | None = None
+) -> PartitionSpec:
     """The PartitionSpec of `what`, whose axes are called `names`; None is an axis that is never sharded.
+
+    `shape` only makes messages clearer.
 
     Raises:
       UserError: a name without a rule, or two axes of the array on one mesh axis.
     """
     entries = []
     taken: dict[str, str] = {}
+    title = _title(what, names, shape)
     for name in names:
         if name is not None and name not in rules:
             known = f"logical_axis_rules has {', '.join(rules)}{nearest(name, rules)}"
-            raise UserError(f"{what} {_list(names)}: no rule for the logical axis {name}; {known}")
+            raise UserError(f"{title}: no rule for the logical axis {name}; {known}")
         axes = rules[name] if name is not None else ()
         for axis in axes:
             if axis in taken:
                 raise UserError(
-                    f"{what} {_list(names)}: {taken[axis]} and {name} both map to mesh axis {axis}; "
-                    "give one of them another rule"
+                    f"{title}: {taken[axis]} and {name} both map to mesh axis {axis}; give one of them another rule"
                 )
             taken[axis] = str(name)
         entries.append(entry(axes))
@@ -47,14 +51,12 @@ def named_sharding(
     Raises:
       UserError: as `spec`, and an axis that its mesh axes do not divide.
     """
-    found = spec(names, rules, what)
+    found = spec(names, rules, what, shape)
     for name, size, axes in zip(names, shape, map(axes_of, found), strict=True):
         parts = math.prod(mesh.shape[axis] for axis in axes)
         if size % parts:
             split = " x ".join(f"{axis} {mesh.shape[axis]}" for axis in axes)
-            raise UserError(
-                f"{what} {_list(names)} of shape {_list(shape)}: {split} by the rule of {name} does not divide {size}"
-            )
+            raise UserError(f"{_title(what, names, shape)}: {split} by the rule of {name} does not divide {size}")
     return NamedSharding(mesh, found)
 
 
@@ -66,6 +68,10 @@ def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 def entry(axes: Sequence[str]) -> str | tuple[str, ...] | None:
     """The entry of a PartitionSpec for mesh axes: the inverse of `axes_of`."""
     return axes[0] if len(axes) == 1 else tuple(axes) or None
+
+
+def _title(what: str, names: Sequence[str | None], shape: Sequence[int] | None) -> str:
+    return f"{what} {_list(names)}" + (f" of shape {_list(shape)}" if shape is not None else "")
 
 
 def _list(items: Sequence[object]) -> str:

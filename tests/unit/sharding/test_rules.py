@@ -49,6 +49,9 @@ def test_two_axes_of_an_array_on_one_mesh_axis_are_refused(names):
     expected = rf"kernel \[{', '.join(names)}\]: {names[0]} and {names[-1]} both map to mesh axis {axis}"
     with pytest.raises(UserError, match=expected):
         spec(names, RULES, "kernel")
+    shape = range(2, 2 + len(names))
+    with pytest.raises(UserError, match=rf"\] of shape \[2, .*\]: {names[0]} and {names[-1]} both map"):
+        named_sharding(jax.make_mesh((1, 1), ("data", "fsdp")), names, tuple(shape), RULES, "kernel")
 
 
 def test_a_name_without_a_rule_is_refused():
