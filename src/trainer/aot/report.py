@@ -61,6 +61,7 @@ class Report:
     rolled_flops: float
     rolled_bytes_accessed: float
     estimate: Estimate | None
+    grad_dtype: str
     trace_seconds: float
     compile_seconds: float
     suggestions: tuple[Suggestion, ...] = ()
@@ -96,6 +97,7 @@ class Report:
             "rolled_bytes_accessed": self.rolled_bytes_accessed,
             "matmul_flops": self.cost.matmul_flops,
             "hbm_bytes_accessed": self.cost.hbm_bytes,
+            "grad_dtype": self.grad_dtype,
             "gradients_reduced_in": self.gradients_reduced_in,
             "collectives": [dataclasses.asdict(collective) for collective in self.cost.collectives],
             "estimate": self.estimate._asdict() if self.estimate else None,
@@ -150,6 +152,7 @@ def make_report(
         rolled_flops=rolled.get("flops", cost.rolled_flops),
         rolled_bytes_accessed=rolled.get("bytes accessed", cost.rolled_bytes_accessed),
         estimate=estimate(cost, chip, run.mesh.size, num_slices) if chip else None,
+        grad_dtype=run.config.grad_dtype,
         trace_seconds=round(seconds[0], 2),
         compile_seconds=round(seconds[1], 2),
     )

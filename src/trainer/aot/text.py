@@ -7,6 +7,7 @@ from trainer.aot.report import Report
 from trainer.observe.text import short_time, si
 
 GIB = 1024**3
+_HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16"}
 _SHOWN = 8  # buffers, and kinds of collectives
 
 
@@ -75,7 +76,12 @@ def _cost(report: Report) -> Iterator[str]:
         yield f"{si(collective.bytes, 'B'):>12}  {collective.kind} {collective.dtype} along {along}, {count}"
     if report.gradients_reduced_in:
         dtypes = " and ".join(report.gradients_reduced_in)
-        yield f"  devices sum gradients in {dtypes}: the compiler takes the dtype of the products that make them"
+        exception = ""
+        if report.gradients_reduced_in != [_HLO_DTYPES[report.grad_dtype]]:
+            exception = (
+                f", not in grad_dtype={report.grad_dtype}: the compiler takes that of the products they come from"
+            )
+        yield f"  devices sum gradients in {dtypes}{exception}"
     for note in cost.notes:
         yield f"  not counted: {note}"
     if report.estimate:

@@ -171,7 +171,7 @@ def _without_padding(name: str, x: jax.Array, real_bt: jax.Array) -> jax.Array:
 
 
 def gradients(program: Program, snapshot: Snapshot, batch: Batch, known: Executables) -> Measured:
-    """Loss, its terms, and gradients of the trained parameters, float32, before clipping."""
+    """Loss, its terms, and gradients of the trained parameters, in `grad_dtype`, before clipping."""
     run = program.run
     tree = run.backend.unpack(state(program, snapshot))._replace(opt_state=None)
     fn = make_gradients(run.config, Objective(run.backend.apply, run.config.z_loss_multiplier), run.layout)

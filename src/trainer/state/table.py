@@ -26,11 +26,11 @@ def rows(tensors: Any, abstract: Any, shardings: Any) -> list[Row]:
     return [_row(tensor.name, tensor.axes, leaf.shape, leaf.dtype, sharding) for tensor, leaf, sharding in ordered]
 
 
-def gradient_rows(tensors: Any, abstract: Any, shardings: Any, trained: Collection[str]) -> list[Row]:
-    """A row for the gradient of each parameter in `trained`: float32, and where the parameter lies between steps."""
+def gradient_rows(tensors: Any, abstract: Any, shardings: Any, trained: Collection[str], dtype: str) -> list[Row]:
+    """A row for the gradient of each parameter in `trained`: of `dtype`, and where the parameter lies between steps."""
     leaves = zip(*map(jax.tree.leaves, (tensors, abstract, shardings)), strict=True)
     return [
-        _row(f"gradients/{'/'.join(tensor.path[1:])}", tensor.axes, leaf.shape, jnp.dtype("float32"), sharding)
+        _row(f"gradients/{'/'.join(tensor.path[1:])}", tensor.axes, leaf.shape, jnp.dtype(dtype), sharding)
         for tensor, leaf, sharding in leaves
         if tensor.name in trained
     ]

@@ -99,7 +99,8 @@ class Run(NamedTuple):
         trees = tensors(self.backend, self.abstract_state), self.abstract_state, self.state_shardings
         rows = table.rows(*trees)
         trained = trainable(self.config)({row["name"]: 0 for row in rows if row["name"].startswith("params/")})
-        gradients = table.gradient_rows(*trees, [name for name, is_trained in trained.items() if is_trained])
+        names = [name for name, is_trained in trained.items() if is_trained]
+        gradients = table.gradient_rows(*trees, names, self.config.grad_dtype)
         axes = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
         return {"mesh": axes, "tensors": rows, "totals": table.totals([*rows, *gradients])}
 

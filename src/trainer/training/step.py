@@ -30,14 +30,14 @@ class Gradients(NamedTuple):
     terms: dict[str, jax.Array]  # that the loss is the sum of
     tokens: jax.Array  # loss-bearing ones, int32
     sown: Sown
-    grads: Any  # of the trained parameters, float32; None in place of the others
+    grads: Any  # of the trained parameters, in grad_dtype; None in place of the others
 
 
 def make_gradients(config, objective: Objective, layout: Layout) -> Callable[[TrainTree, Batch], Gradients]:
     """`gradients(tree, batch)`, microbatch by microbatch; the first half of a training step.
 
-    Gradients are summed in float32. Parameters are moved once, at entry, from where they lie between steps to where the
-    model computes; their gradients come back at once.
+    Gradients are summed in float32 and then held in `grad_dtype`. Parameters are moved once, at entry, from where they
+    lie between steps to where the model computes; their gradients come back at once.
     """
     is_trained = trainable(config)
     microbatches = config.gradient_accumulation_steps
@@ -60,7 +60,7 @@ def make_gradients(config, objective: Objective, layout: Layout) -> Callable[[Tr
             return value, jax.lax.with_sharding_constraint(grads, trained_layout)
 
         (total, (terms, sown)), grads = _accumulate(value_and_grad, microbatches)(trained, batch)
-        return Gradients(total, terms, tokens, sown, grads)
+        return Gradients(total, terms, tokens, sown, _held(grads, jnp.dtype(config.grad_dtype)))
 
     return gradients
 
@@ -89,7 +89,7 @@ def make_train_step(
     def step(state: Any, batch: Batch) -> tuple[Any, dict[str, jax.Array]]:
         tree = backend.unpack(state)
         total, terms, tokens, sown, grads = gradients(tree, batch)
-        grad_norm = optax.tree.norm(grads)
+        grad_norm = optax.tree.norm(jax.tree.map(lambda grad: grad.astype(jnp.float32), grads))
         accept = jnp.isfinite(total) & jnp.isfinite(grad_norm)
         metrics = {
             "loss": total,
@@ -130,6 +130,13 @@ def _accumulate(value_and_grad: Callable[[Any, Batch], Any], microbatches: int) 
         return jax.lax.scan(body, zeros, split)[0]
 
     return summed
+
+
+def _held(grads: Any, dtype: jnp.dtype) -> Any:
+    """Float32 gradients in `dtype`. Without the barrier XLA may skip a rounding whose result is cast back."""
+    if dtype == jnp.float32:
+        return grads
+    return jax.lax.optimization_barrier(jax.tree.map(lambda grad: grad.astype(dtype), grads))
 
 
 def _select(accept: jax.Array, new: Any, old: Any) -> Any:

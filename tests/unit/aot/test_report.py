@@ -1,5 +1,6 @@
 """The report of a compilation, for JSON and for people."""
 
+import dataclasses
 import json
 
 import pytest
@@ -33,7 +34,7 @@ def test_json_has_the_bytes_of_a_device(step, report):
     assert values["mesh"] == {"data": 2, "fsdp": 4}
     analysis = step.compiled.cost_analysis()
     assert (values["rolled_flops"], values["rolled_bytes_accessed"]) == (analysis["flops"], analysis["bytes accessed"])
-    assert values["gradients_reduced_in"] == ["f32"]
+    assert (values["grad_dtype"], values["gradients_reduced_in"]) == ("float32", ["f32"])
     assert values["flops"] > 1.5 * values["rolled_flops"]  # three layers
 
 
@@ -54,6 +55,9 @@ def test_people_read_all_of_it(report):
     assert "layers/stack.py:" in text
     assert "all-gather f32 along fsdp" in text
     assert max(map(len, text.splitlines())) < 160
+    assert "devices sum gradients in f32\n" in text + "\n"
+    elsewhere = report_text(dataclasses.replace(report, grad_dtype="bfloat16"))
+    assert "devices sum gradients in f32, not in grad_dtype=bfloat16: the compiler takes" in elsewhere
 
 
 def test_a_step_that_does_not_fit(step, monkeypatch):

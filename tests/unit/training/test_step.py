@@ -16,6 +16,7 @@ from trainer.objectives import Objective
 from trainer.optim import make_optimizer
 from trainer.runtime.place import place
 from trainer.training import build
+from trainer.training.step import make_gradients
 
 
 def gradients(devices=1, **overrides):
@@ -110,6 +111,30 @@ def test_loss_terms_and_statistics():
     np.testing.assert_allclose(
         metrics["decoder/layers/output_stddev"] ** 2 + metrics["decoder/layers/output_mean"] ** 2, variance, rtol=1e-4
     )
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_gradients_wait_in_grad_dtype(microbatches):
+    """They are rounded after the sum over microbatches, and the update sees the rounded ones."""
+
+    def one_step(dtype):
+        settings = {"opt_type": "sgd", "learning_rate": 1.0, "lr_schedule_type": "constant", "warmup_steps_fraction": 0}
+        settings |= {"gradient_clipping_threshold": 0, "gradient_accumulation_steps": microbatches, "grad_dtype": dtype}
+        run = build(load(arguments("nnx", **settings)).config, jax.devices()[:1])
+        batch = place(packed_batch(run.config, run.rows), run.batch_shardings)
+        gradients = make_gradients(run.config, Objective(run.backend.apply, 0.0), run.layout)
+        tree = run.backend.unpack(run.init())
+        grads = copied(jax.jit(run.placed(gradients))(tree, batch).grads)
+        params = copied(tree.params)
+        state, metrics = run.step(run.init(), batch)
+        return params, grads, copied(run.backend.unpack(state).params), metrics
+
+    params, grads, _, metrics = one_step("float32")
+    _, rounded, updated, rounded_metrics = one_step("bfloat16")
+    assert_equal_bits(rounded, jax.tree.map(lambda grad: grad.astype(jnp.bfloat16), grads))
+    assert_equal_bits(updated, jax.tree.map(lambda p, grad: p - grad.astype(np.float32), params, rounded))
+    assert rounded_metrics["grad_norm"] != metrics["grad_norm"]
+    np.testing.assert_allclose(rounded_metrics["grad_norm"], metrics["grad_norm"], rtol=1e-3)
 
 
 def test_only_trainable_parameters_move_and_have_moments():
