@@ -104,3 +104,12 @@ def test_every_combination_compiles_for_a_tpu(combination):
     assert "tpu_custom_call" in compiled.as_text()
     assert "f32[3,64,512]" in compiled.as_text()  # wi_0 and wi_1 of all layers, as each device holds them
     assert "bf16[3,64,512]" not in compiled.as_text()
+
+
+@needs_libtpu
+def test_a_tpu_pads_no_gradients():
+    """64 columns would be padded to 128: the gradients of wo, as the weights themselves, lie the other way around."""
+    config = load(arguments("nnx", **TPU)).config
+    _, compiled, _ = compile_for_topology(config, {"exec_time_optimization_effort": -1.0})
+    assert "f32[3,512,64]{1,2,0" in compiled.as_text()
+    assert "f32[3,512,64]{2,1,0" not in compiled.as_text()

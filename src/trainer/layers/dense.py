@@ -25,10 +25,13 @@ class Dense(nnx.Module):
         *,
         dtype: jnp.dtype,
         weight_dtype: jnp.dtype,
+        settles: bool = False,
         rngs: nnx.Rngs,
     ):
-        """`names`: the logical name of each axis of the kernel, first the inputs', then the outputs'."""
+        """`names`: the logical name of each axis of the kernel, first the inputs', then the outputs'. `settles`: its
+        gradient is summed over devices at once (`sharding.settle_gradient`)."""
         self.inputs = len(in_shape)
+        self.settled_names = tuple(names) if settles else None
         self.dtype = dtype
         init = jax.nn.initializers.lecun_normal()
         # The initializer takes fan-in from the last axis but one: draw a matrix, then shape it.
@@ -38,9 +41,14 @@ class Dense(nnx.Module):
     def __call__(self, x: jax.Array, out_names: Sequence[str | None]) -> jax.Array:
         """x [..., *in_shape] -> [..., *out_shape], its axes called `out_names`."""
         kernel = self.kernel[...].astype(self.dtype)
+        if self.settled_names is not None:
+            x, kernel = sharding.settle_gradient(x, kernel, self.settled_names)
         out_shape = kernel.shape[self.inputs :]
         out = _product(x.astype(self.dtype), self.inputs, kernel.reshape(-1, prod(out_shape)))
         return sharding.constrain(out.reshape(*out.shape[:-1], *out_shape), out_names)
+
+
+TABLE = ("vocab", "embed")
 
 
 class Embed(nnx.Module):
@@ -49,7 +57,7 @@ class Embed(nnx.Module):
     def __init__(self, vocab: int, width: int, *, dtype: jnp.dtype, weight_dtype: jnp.dtype, rngs: nnx.Rngs):
         self.dtype = dtype
         table = jax.random.normal(rngs.params(), (vocab, width), weight_dtype)
-        self.embedding = param(table, ("vocab", "embed"))
+        self.embedding = param(table, TABLE)
 
     def __call__(self, id_bt: jax.Array) -> jax.Array:
         """The rows of the table for `id_bt`: [b, t, e]."""
@@ -58,7 +66,7 @@ class Embed(nnx.Module):
 
     def attend(self, x_bte: jax.Array) -> jax.Array:
         """Logits [b, t, v]: products of `x_bte` with every row of the table."""
-        table = self.embedding[...].astype(self.dtype)
+        x_bte, table = sharding.settle_gradient(x_bte, self.embedding[...].astype(self.dtype), TABLE)
         names = ("activation_batch", "activation_length", "activation_vocab")
         return sharding.constrain(_product(x_bte.astype(self.dtype), 1, table.T), names)
 

@@ -30,6 +30,18 @@ def make_stack(make_block: Callable[[nnx.Rngs], Block], layers: int, rngs: nnx.R
     return make(rngs.split(layers))
 
 
+@jax.custom_vjp
+def _in_order(leaf: jax.Array) -> jax.Array:
+    """`leaf` with its axes in memory as they are written; its gradient may lie as it likes.
+
+    In that order the gradient of a matrix whose last axis is split into 16 would be padded to eight times its size.
+    """
+    return with_layout_constraint(leaf, Layout(tuple(range(leaf.ndim))))
+
+
+_in_order.defvjp(lambda leaf: (_in_order(leaf), None), lambda _, gradient: (gradient,))
+
+
 def cast_in_loop(block: Any, index: jax.Array, dtype: jnp.dtype) -> Any:
     """`block`, a module or its state, with the same values, whose matrices can not be cast to `dtype` for all layers.
 
@@ -43,7 +55,7 @@ def cast_in_loop(block: Any, index: jax.Array, dtype: jnp.dtype) -> Any:
     def tied(leaf: jax.Array) -> jax.Array:
         if leaf.ndim < 2 or leaf.dtype.itemsize <= dtype.itemsize:
             return leaf
-        return with_layout_constraint(leaf, Layout(tuple(range(leaf.ndim)))) * one.astype(leaf.dtype)
+        return _in_order(leaf) * one.astype(leaf.dtype)
 
     return jax.tree.map(tied, block)
 

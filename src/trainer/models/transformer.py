@@ -39,6 +39,7 @@ def make_logits_dense(config, rngs: nnx.Rngs) -> Dense:
         ("embed", "vocab"),
         dtype=jnp.dtype(config.dtype),
         weight_dtype=jnp.dtype(config.weight_dtype),
+        settles=True,
         rngs=rngs,
     )
 

@@ -1,9 +1,9 @@
 """Where things live: the mesh, the rules from logical axis names to mesh axes, and the helpers that layers use."""
 
 from trainer.config import make_rules
-from trainer.sharding.context import constrain, off_mesh, on_mesh, shard_mapped, take
+from trainer.sharding.context import constrain, off_mesh, on_mesh, settle_gradient, shard_mapped, take
 from trainer.sharding.mesh import get_mesh_from_config, make_mesh, slice_count
-from trainer.sharding.rules import Axes, Rules, axes_of, entry, named_sharding, spec
+from trainer.sharding.rules import Axes, Rules, axes_of, entry, memory_order, named_sharding, spec
 
 __all__ = [
     "Axes",
@@ -14,9 +14,11 @@ __all__ = [
     "get_mesh_from_config",
     "make_mesh",
     "make_rules",
+    "memory_order",
     "named_sharding",
     "off_mesh",
     "on_mesh",
+    "settle_gradient",
     "shard_mapped",
     "slice_count",
     "spec",

@@ -5,12 +5,13 @@ Outside of `on_mesh` each of them is the plain operation, so that a layer works 
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from trainer.sharding.rules import Axes, Rules, named_sharding, spec
 
@@ -51,6 +52,37 @@ def constrain(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
         return x
     mesh, rules = current
     return jax.lax.with_sharding_constraint(x, named_sharding(mesh, names, x.shape, rules))
+
+
+def settle_gradient(x: jax.Array, matrix: jax.Array, names: Sequence[str | None]) -> tuple[jax.Array, jax.Array]:
+    """`x` and `matrix`, unchanged, for their product. In the backward pass the gradient of `matrix`, whose axes are
+    called `names`, is summed over devices and split as its parameter is before anything goes on from `x`.
+
+    For a large matrix at the end of a model: the compiler else sums its gradient late, together with others, and the
+    whole of it waits through the backward pass of all layers.
+    """
+    current = _current.get()
+    if current is None:
+        return x, matrix
+    mesh, rules = current
+    return _settled(x, matrix, named_sharding(mesh, names, matrix.shape, rules))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _settled(x: jax.Array, matrix: jax.Array, at: NamedSharding) -> tuple[jax.Array, jax.Array]:
+    return x, matrix
+
+
+def _settled_forward(x: jax.Array, matrix: jax.Array, at: NamedSharding) -> Any:
+    return (x, matrix), None
+
+
+def _settled_backward(at: NamedSharding, _: None, cotangents: tuple[jax.Array, jax.Array]) -> Any:
+    x_bar, matrix_bar = cotangents
+    return jax.lax.optimization_barrier((x_bar, jax.lax.with_sharding_constraint(matrix_bar, at)))
+
+
+_settled.defvjp(_settled_forward, _settled_backward)
 
 
 def take(table: jax.Array, ids: jax.Array, out_names: Sequence[str | None]) -> jax.Array:

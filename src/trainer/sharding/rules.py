@@ -60,6 +60,22 @@ def named_sharding(
     return NamedSharding(mesh, found)
 
 
+def memory_order(shape: Sequence[int]) -> tuple[int, ...]:
+    """The order, outermost first, in which a TPU's memory takes least for an array of `shape` on one device.
+
+    It lays out the last two axes in tiles of 8 x 128 numbers and pads what does not fill them. One axis may be moved to
+    the end; the order as written wins a tie.
+    """
+
+    def padded(order: tuple[int, ...]) -> int:
+        *outer, rows, columns = (shape[axis] for axis in order)
+        return math.prod(outer) * math.ceil(rows / 8) * 8 * math.ceil(columns / 128) * 128
+
+    axes = tuple(range(len(shape)))
+    orders = [(*axes[:last], *axes[last + 1 :], last) for last in reversed(axes)]
+    return min(orders, key=padded) if len(shape) > 1 else axes
+
+
 def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """The mesh axes of one entry of a PartitionSpec."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())

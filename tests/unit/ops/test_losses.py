@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from trainer.ops.losses import cross_entropy
 
@@ -37,3 +38,34 @@ def test_gradient_equals_finite_differences():
         step[index] = 0.05
         slope = (loss(jnp.asarray(logits + step)) - loss(jnp.asarray(logits - step))) / 0.1
         np.testing.assert_allclose(grad[index], slope, atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_equal_those_of_the_plain_formula(dtype):
+    logits, target = example()
+    logits, target = jnp.asarray(logits, dtype), jnp.asarray(target)
+
+    def plain(logits, target):
+        log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
+        nll = -jnp.take_along_axis(log_p, target[..., None], -1)[..., 0]
+        return nll, jax.nn.logsumexp(logits.astype(jnp.float32), -1)
+
+    def loss(fn):
+        def of(logits):
+            nll, log_z = fn(logits, target)
+            return jnp.sum(nll * jnp.arange(5) + 0.1 * log_z**2)
+
+        return of
+
+    actual, expected = (jax.grad(loss(fn))(logits) for fn in (cross_entropy, plain))
+    assert actual.dtype == expected.dtype == dtype
+    tolerance = 1e-5 if dtype == "float32" else 2**-7
+    np.testing.assert_allclose(actual.astype("float32"), expected.astype("float32"), rtol=tolerance, atol=1e-5)
+
+
+def test_the_backward_pass_keeps_the_logits_as_they_came():
+    logits, target = example()
+    logits = jnp.asarray(logits, jnp.bfloat16)
+    _, pull = jax.vjp(lambda logits: cross_entropy(logits, jnp.asarray(target)), logits)
+    kept = [leaf for leaf in jax.tree.leaves(pull) if getattr(leaf, "size", 0) >= logits.size]
+    assert [leaf.dtype for leaf in kept] == [logits.dtype]

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from support import tiny_config
 
 from trainer.config import UserError
-from trainer.sharding import Axes, constrain, make_mesh, make_rules, named_sharding, on_mesh, spec, take
+from trainer.sharding import Axes, constrain, make_mesh, make_rules, memory_order, named_sharding, on_mesh, spec, take
 
 RULES = make_rules([["batch", ["data", "fsdp"]], ["embed", "fsdp"], ["heads", ["tensor"]], ["norm", []], ["mlp", None]])
 
@@ -101,3 +101,20 @@ def test_on_a_mesh_they_place_their_result_and_only_inside_of_the_context():
     np.testing.assert_array_equal(placed, table)
     np.testing.assert_array_equal(rows, np.asarray(table)[[[1, 7], [0, 3]]])
     assert constrain(table, ["head", None]) is table
+
+
+@pytest.mark.parametrize(
+    ("shape", "order"),
+    [
+        ((), ()),
+        ((5,), (0,)),
+        ((4096, 128), (0, 1)),
+        ((80, 28672, 64), (0, 2, 1)),  # 64 columns would be padded to 128
+        ((80, 64, 28672), (0, 1, 2)),
+        ((80, 64, 128, 64), (0, 1, 3, 2)),
+        ((80, 64, 64, 128), (0, 1, 2, 3)),
+        ((3, 8, 8), (0, 1, 2)),  # nothing helps
+    ],
+)
+def test_the_order_in_which_a_tpu_pads_least(shape, order):
+    assert memory_order(shape) == order

@@ -1,0 +1,50 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from trainer.config import UserError
+from trainer.sharding import on_mesh, settle_gradient
+
+RULES = {"batch": ("data",), "embed": ("data",), "vocab": ()}
+
+
+def gradients(names):
+    """Of a product's sum of squares: by its input and its matrix, jitted anew."""
+    rng = np.random.default_rng(0)
+    x, matrix = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((16, 8), (8, 4)))
+
+    def loss(x, matrix):
+        if names is not None:
+            x, matrix = settle_gradient(x, matrix, names)
+        return jnp.sum((x @ matrix) ** 2)
+
+    fn = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    return fn(x, matrix), str(jax.make_jaxpr(fn)(x, matrix))
+
+
+def test_the_gradients_stay_and_that_of_the_matrix_comes_first():
+    expected, plain = gradients(None)
+    off_mesh, text = gradients(("embed", "vocab"))
+    assert "optimization_barrier" not in plain + text
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
+    with on_mesh(mesh, RULES):
+        settled, text = gradients(("embed", "vocab"))
+    for actual in (off_mesh, settled):
+        for a, b in zip(actual, expected, strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert settled[1].sharding.is_equivalent_to(NamedSharding(mesh, P("data", None)), 2)
+    # What the barrier takes are the input's gradient and the matrix' placed one; nothing passes it one by one.
+    before, _, after = text.partition("optimization_barrier")
+    assert before.count("sharding_constraint") == 1
+    assert "sharding_constraint" not in after
+
+
+def test_its_names_obey_the_rules():
+    with (
+        on_mesh(jax.make_mesh((8,), ("data",), (AxisType.Auto,)), RULES),
+        pytest.raises(UserError, match=r"\[batch, embed\] of shape \[8, 4\]: batch and embed both map"),
+    ):
+        gradients(("batch", "embed"))
