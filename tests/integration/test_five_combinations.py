@@ -19,9 +19,9 @@ STEPS = 20
 DROPOUT = {"dropout_rate": 0.1, "attention_dropout_rate": 0.1}
 SETTINGS = {
     "scan with remat": {"scan_layers": True, "remat_policy": "full", **DROPOUT},
-    "unrolled, 12 layers": {
+    "unrolled, 6 layers": {
         "scan_layers": False,
-        "base_num_decoder_layers": 12,
+        "base_num_decoder_layers": 6,
         "remat_policy": "minimal",
         "gradient_clipping_threshold": 0.05,
         **DROPOUT,
