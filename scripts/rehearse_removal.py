@@ -3,8 +3,8 @@
     python scripts/rehearse_removal.py [pytest's options]
 
 What one commit will delete: the folder src/trainer/linen, its tests in tests/unit/linen, its rows in the table of the
-flags (config/flags.py, base.yml) and in the registry of backends, and the contract that nothing imports it. Ends with
-the suite's exit code.
+flags (config/flags.py, base.yml, README.md) and in the registry of backends, the README's command with a flag of Linen,
+and the contract that nothing imports it. Ends with the suite's exit code.
 """
 
 import os
@@ -51,6 +51,9 @@ def remove_linen(folder: Path) -> int:
     edit(folder / REGISTRY, rf'^    "({names})": .*\n', len(gone))
     edit(folder / TABLE, rf'^    "({names})": .*\n', len(gone))
     edit(folder / "base.yml", r"^#   (?=.*\bfalse\b)(true|false) +(true|false) +(true|false) .*\n", len(gone))
+    flag = r"(enable_nnx|pure_nnx|pure_nnx_decoder)=false"
+    edit(folder / "README.md", rf"^python -m trainer\.train .*\b{flag}\b.*\n", 1)
+    edit(folder / "README.md", rf"^\| `({names})` \| .*\n", len(gone))
     contract = r"\[\[tool\.importlinter\.contracts\]\]\nname = .Nothing imports the Linen room"
     edit(folder / "pyproject.toml", rf"^{contract}(.*\n)+?forbidden_modules .*\n", 1)
     return len(gone)

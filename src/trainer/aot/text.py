@@ -76,12 +76,9 @@ def _cost(report: Report) -> Iterator[str]:
         yield f"{si(collective.bytes, 'B'):>12}  {collective.kind} {collective.dtype} along {along}, {count}"
     if report.gradients_reduced_in:
         dtypes = " and ".join(report.gradients_reduced_in)
-        exception = ""
-        if report.gradients_reduced_in != [_HLO_DTYPES[report.grad_dtype]]:
-            exception = (
-                f", not in grad_dtype={report.grad_dtype}: the compiler takes that of the products they come from"
-            )
-        yield f"  devices sum gradients in {dtypes}{exception}"
+        others = " and ".join(it for it in report.gradients_reduced_in if it != _HLO_DTYPES[report.grad_dtype])
+        why = f"; {others}, not grad_dtype={report.grad_dtype}, where the products that they come from are in {others}"
+        yield f"  devices sum gradients in {dtypes}{why if others else ''}"
     for note in cost.notes:
         yield f"  not counted: {note}"
     if report.estimate:

@@ -88,6 +88,11 @@ INERT = (
     ),
     Inert(_ADAM, lambda c: c.opt_type == "sgd", "opt_type=sgd has neither moments nor weight decay"),
     Inert(("adamw_mask",), lambda c: c.opt_type == "adamw" and c.adam_weight_decay == 0, "adam_weight_decay=0"),
+    Inert(
+        ("grad_dtype",),
+        lambda c: c.weight_dtype == "bfloat16" and c.gradient_accumulation_steps == 1,
+        "with weight_dtype=bfloat16 the gradients of one microbatch have no more bits",
+    ),
     Inert(("dropout_rate", "attention_dropout_rate"), lambda c: not c.enable_dropout, "enable_dropout=false"),
     Inert(("normalize_embedding_logits",), lambda c: not c.logits_via_embedding, "logits_via_embedding=false"),
     Inert(("eval_steps", "eval_per_device_batch_size"), lambda c: c.eval_interval <= 0, "eval_interval turns it off"),

@@ -34,7 +34,7 @@ def make_stack(make_block: Callable[[nnx.Rngs], Block], layers: int, rngs: nnx.R
 def _in_order(leaf: jax.Array) -> jax.Array:
     """`leaf` with its axes in memory as they are written; its gradient may lie as it likes.
 
-    In that order the gradient of a matrix whose last axis is split into 16 would be padded to eight times its size.
+    In that order the gradient of a matrix that has 16 columns on a device would be padded to eight times its size.
     """
     return with_layout_constraint(leaf, Layout(tuple(range(leaf.ndim))))
 

@@ -9,8 +9,9 @@ def cross_entropy(logits_btv: jax.Array, target_bt: jax.Array) -> tuple[jax.Arra
     """Negative log-likelihood of each target in nats, and the log of the softmax's normalizer Z: float32 [b, t].
 
     Computed in float32, of which nothing as large as the logits is held: the backward pass makes the softmax again from
-    the logits in their own dtype and log Z, and a target is picked by comparison, which the compiler merges into the
-    sums around it, where a gather would want the float32 logits in memory.
+    the logits in their own dtype and log Z, and a target, which lies below v, is picked by comparison, which the
+    compiler merges into the sums around it, where a gather would want the float32 logits in memory. Differentiable in
+    reverse mode only.
     """
     logits = logits_btv.astype(jnp.float32)
     log_z = jax.nn.logsumexp(logits, axis=-1)

@@ -56,7 +56,7 @@ def constrain(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
 
 def settle_gradient(x: jax.Array, matrix: jax.Array, names: Sequence[str | None]) -> tuple[jax.Array, jax.Array]:
     """`x` and `matrix`, unchanged, for their product. In the backward pass the gradient of `matrix`, whose axes are
-    called `names`, is summed over devices and split as its parameter is before anything goes on from `x`.
+    called `names`, is summed over devices and placed as the matrix is before anything goes on from `x`.
 
     For a large matrix at the end of a model: the compiler else sums its gradient late, together with others, and the
     whole of it waits through the backward pass of all layers.

@@ -138,8 +138,8 @@ def _accumulate(value_and_grad: Callable[[Any, Batch], Any], microbatches: int) 
 def _at_home(grad: jax.Array, at: Sharding) -> jax.Array:
     """A gradient in float32 where its parameter lies between steps; on a TPU in the order that its memory pads least.
 
-    XLA else takes the order of the product that made it, which doubles the gradients of a matrix whose last axis is
-    split into 64 columns.
+    XLA else takes the order of the product that made it, which doubles the gradient of a matrix with 64 columns on a
+    device.
     """
     grad = jax.lax.with_sharding_constraint(grad.astype(jnp.float32), at)
     if next(iter(at.device_set)).platform != "tpu":

@@ -237,6 +237,15 @@ def test_initialized_sharded_and_never_whole_on_one_device():
     assert memory.temp_size_in_bytes < table / 2
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_gradient_of_the_head_is_settled(tied):
+    run = build(load(arguments("nnx", logits_via_embedding=tied)).config, jax.devices())
+    text = str(jax.make_jaxpr(run.step)(*run.abstract_args()))
+    head = f"f32[{'64,16' if tied else '16,64'}]"
+    barriers = [line for line in text.splitlines() if "optimization_barrier" in line]
+    assert [line for line in barriers if head in line], barriers
+
+
 def test_no_remat_recomputes_nothing():
     def products(policy):
         run = build(load(arguments("nnx", remat_policy=policy)).config, jax.devices()[:1])
