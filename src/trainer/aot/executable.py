@@ -44,6 +44,7 @@ def origin_of(config: Any, devices: Sequence[jax.Device], args: Any) -> Origin:
             "kind": first.device_kind,
             "number": len(devices),
             "slices": len({getattr(device, "slice_index", None) for device in devices}),
+            "places": _places(devices),
         }
         | ({"machine": _machine()} if first.platform == "cpu" else {}),
         "versions": {name: metadata.version(name) for name in packages}
@@ -134,6 +135,12 @@ def _shown(value: Any) -> str:
 
 def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _places(devices: Sequence[jax.Device]) -> str:
+    """The extent of the devices' coordinates within a slice, such as 4x4x1; "" for devices without any."""
+    coordinates = [device.coords for device in devices if hasattr(device, "coords")]
+    return "x".join(str(max(axis) - min(axis) + 1) for axis in zip(*coordinates, strict=True))
 
 
 def _machine() -> str:

@@ -1,6 +1,8 @@
 """A compiled step in a file: what it was made of is compared before it runs."""
 
 import copy
+import itertools
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -59,6 +61,17 @@ def test_what_differs_is_named(step, file, origin):
     assert "\n  scan_layers: true -> false\n  learning_rate: 0.006 -> 0.5\n  device number: 8 -> 4\n" in message
     assert f"\n  version jax: {jax.__version__} -> 0.0.1\ncompile again" in message
     assert "argument" not in message  # they follow from the rest
+
+
+def test_a_slice_of_another_shape_is_another_topology(step, file, origin):
+    def chips(*sizes):
+        return [SimpleNamespace(coords=place) for place in itertools.product(*map(range, sizes))]
+
+    assert executable._places(chips(4, 4, 1)) == "4x4x1"
+    other = copy.deepcopy(origin)
+    assert other["devices"]["places"] == ""
+    other["devices"]["places"] = executable._places(chips(2, 8, 1))
+    assert "device places:  -> 2x8x1" in refused(step, file, other)
 
 
 def test_other_shapes_of_the_same_configuration_are_named(step, file, origin):
