@@ -89,6 +89,8 @@ def load(path: Path, origin: Origin, args: Any, devices: Sequence[jax.Device]) -
     from jax.experimental import serialize_executable
 
     named = f"compiled_trainstep_file={path}"
+    if devices[0].platform == "cpu" and len({device.process_index for device in devices}) > 1:
+        raise UserError(f"{named}: a compiled step of CPU devices runs in one process only; leave the key out")
     try:
         content = path.read_bytes()
     except OSError as error:

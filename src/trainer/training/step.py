@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding
 
 from trainer.backends import Backend, TrainTree
 from trainer.layers.sown import Sown
@@ -135,14 +135,14 @@ def _accumulate(value_and_grad: Callable[[Any, Batch], Any], microbatches: int) 
     return summed
 
 
-def _at_home(grad: jax.Array, at: Sharding) -> jax.Array:
+def _at_home(grad: jax.Array, at: NamedSharding) -> jax.Array:
     """A gradient in float32 where its parameter lies between steps; on a TPU in the order that its memory pads least.
 
     XLA else takes the order of the product that made it, which doubles the gradient of a matrix with 64 columns on a
     device.
     """
     grad = jax.lax.with_sharding_constraint(grad.astype(jnp.float32), at)
-    if next(iter(at.device_set)).platform != "tpu":
+    if at.mesh.devices.flat[0].platform != "tpu":
         return grad
     return with_layout_constraint(grad, MemoryLayout(memory_order(at.shard_shape(grad.shape))))
 

@@ -74,6 +74,12 @@ def test_a_slice_of_another_shape_is_another_topology(step, file, origin):
     assert "device places:  -> 2x8x1" in refused(step, file, other)
 
 
+def test_processes_of_cpu_devices_cannot_share_a_step(step, file, origin):
+    devices = [SimpleNamespace(platform="cpu", process_index=index) for index in range(2)]
+    with pytest.raises(UserError, match=f"compiled_trainstep_file={file}: a compiled step of CPU devices runs in one"):
+        executable.load(file, origin, step.run.abstract_args(), devices)
+
+
 def test_other_shapes_of_the_same_configuration_are_named(step, file, origin):
     other = copy.deepcopy(origin)
     name = next(name for name in other["arguments"] if "embedding" in name)
