@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from trainer.config import exit_on_user_error
+from trainer.config import UserError, exit_on_user_error
 from trainer.config.sides import Side, differences, load_sides
 from trainer.config.topologies import Topology, find_topology
 from trainer.runtime.platforms import leave_out_absent_tpu, prepare_compile_only_tpu, simulate_cpu_devices
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for line in (*side.loaded.notes, *side.loaded.warnings):
             print(f"{side.name}: {line}" if side.name else line, file=sys.stderr)
     _prepare([side.loaded.config for side in sides])
-    found = {side.name: describe(side.loaded.config) for side in sides}
+    found = {side.name: describe(side.loaded.config, side.name) for side in sides}
     if as_json:
         print(json.dumps(found if len(sides) > 1 else found[sides[0].name], indent=1))
     elif len(sides) == 1:
@@ -48,21 +48,30 @@ def _prepare(configs: Sequence[Any]) -> None:
         simulate_cpu_devices(max(simulated))
 
 
-def describe(config: Any) -> dict[str, Any]:
+def describe(config: Any, side: str = "") -> dict[str, Any]:
     """The table of `config` as plain data: `mesh`, `tensors` and `totals`.
 
-    On the devices of `compile_topology`, where it is given, else on this machine's.
+    On the devices of `compile_topology`, where it is given, else on this machine's. `side` is the name of the side of a
+    comparison, which takes as many of them as its mesh needs, as in parity.
+
+    Raises:
+      UserError: the configuration does not fit the devices; it begins with `side`.
     """
     import jax
 
     from trainer.aot.topologies import devices_of, topology_of
+    from trainer.sharding import side_devices
     from trainer.training import build
 
+    devices: Sequence[Any]
     if config.compile_topology:
         devices = devices_of(topology_of(config), config.compile_topology_num_slices)
     else:
-        devices = jax.devices()
-    return build(config, devices).table()
+        devices = side_devices(config, jax.devices()) if side else jax.devices()
+    try:
+        return build(config, devices).table()
+    except UserError as error:
+        raise UserError(f"{side}: {error}" if side else str(error)) from None
 
 
 def _beside(sides: Sequence[Side], found: dict[str, Any]) -> str:

@@ -105,6 +105,18 @@ def test_two_configurations_beside_each_other(capsys):
     assert lines[-1].startswith("1 of ")  # the step
 
 
+def test_two_meshes_beside_each_other(capsys):
+    words = arguments(ALL_COMBINATIONS[0], **MESH | {"ici_data_parallelism": 1, "ici_tensor_parallelism": 1})
+    lines = printed(capsys, *words, "left.ici_fsdp_parallelism=4", "right.ici_fsdp_parallelism=8").splitlines()
+    assert ["ici_fsdp_parallelism", "4", "8"] in [line.split() for line in lines]
+    (line,) = [line for line in lines if line.startswith("params/token_embedder")]
+    assert "[64, 4] of [64, 16]" in line
+    assert "[64, 2] of [64, 16]" in line
+    with pytest.raises(SystemExit, match="2"):
+        shardings.main([*words, "left.ici_fsdp_parallelism=4", "right.ici_fsdp_parallelism=16"])
+    assert "right: " in capsys.readouterr().err
+
+
 def test_nothing_is_allocated_or_compiled(capsys, monkeypatch):
     """A model of terabytes, which fits no machine."""
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *args, **options: pytest.fail("compiled"))

@@ -15,7 +15,6 @@ from trainer.compare.measure import Measured, Program, Snapshot
 from trainer.compare.report import Comparison, Quantity, Report
 from trainer.config import Side, UserError, combination, schema
 from trainer.config import differences as differing_keys
-from trainer.config.derived import DCN, ICI
 from trainer.config.dump import PROCESSES, to_flow
 from trainer.config.files import COMMAND_LINE
 from trainer.config.flags import FLAGS
@@ -24,7 +23,7 @@ from trainer.data import Batch, Dataset, open_dataset
 from trainer.models.blocks import block_class
 from trainer.models.names import names_of_block
 from trainer.observe.banner import banner_rows
-from trainer.sharding import slice_count
+from trainer.sharding import side_devices
 from trainer.state.host import KEYS
 from trainer.training import build, start
 
@@ -106,13 +105,8 @@ def _idle(sides: Sequence[Side]) -> list[str]:
 
 def _program(side: Side, devices: Sequence[jax.Device]) -> Program:
     config = side.loaded.config
-    sizes = [config[key] for key in ICI.values()]
-    wanted = len(devices)
-    if -1 not in sizes and (slice_count(devices) or 1) == 1:
-        # Over slices an open axis counts them.
-        wanted = min(wanted, math.prod(sizes) * abs(math.prod(config[key] for key in DCN.values())))
     try:
-        run = build(side.loaded.config, devices[:wanted])
+        run = build(config, side_devices(config, devices))
         program = Program(side.name, run, names_of_block(block_class(run.config)))
         if unused := program.names.unused(names_of(program.abstract.params)):
             raise UserError(

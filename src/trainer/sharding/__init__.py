@@ -2,7 +2,7 @@
 
 from trainer.config import make_rules
 from trainer.sharding.context import constrain, off_mesh, on_mesh, settle_gradient, shard_mapped, take
-from trainer.sharding.mesh import get_mesh_from_config, make_mesh, slice_count
+from trainer.sharding.mesh import get_mesh_from_config, make_mesh, side_devices, slice_count
 from trainer.sharding.rules import Axes, Rules, axes_of, entry, memory_order, named_sharding, spec
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "on_mesh",
     "settle_gradient",
     "shard_mapped",
+    "side_devices",
     "slice_count",
     "spec",
     "take",

@@ -1,5 +1,6 @@
 """The device mesh."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,15 @@ def slice_count(devices: Sequence[jax.Device]) -> int | None:
     """In how many slices `devices` lie; None where they know of no slices, as those of a CPU."""
     slices = {getattr(device, "slice_index", None) for device in devices}
     return None if None in slices else len(slices)
+
+
+def side_devices(config, devices: Sequence[jax.Device]) -> Sequence[jax.Device]:
+    """Those of `devices` that one side of a comparison takes: as many as its mesh needs where all of its sizes are
+    written out, else all."""
+    sizes = [config[key] for key in ICI.values()]
+    if -1 in sizes or (slice_count(devices) or 1) > 1:  # over slices an open axis counts them
+        return devices
+    return devices[: math.prod(sizes) * abs(math.prod(config[key] for key in DCN.values()))]
 
 
 def make_mesh(config, devices: Sequence[jax.Device]) -> Mesh:
