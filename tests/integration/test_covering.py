@@ -15,7 +15,11 @@ from trainer.training import build
 
 MESHES = {
     "1 device": {},
-    "data 8, Zero-1": {"ici_data_parallelism": 8, "ici_fsdp_parallelism": 1, "shard_optimizer_over_data": True},
+    "data 4 x fsdp 2, Zero-1": {
+        "ici_data_parallelism": 4,
+        "ici_fsdp_parallelism": 2,
+        "shard_optimizer_over_data": True,
+    },
     "fsdp 4 x tensor 2": {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2},
     "data 2 x fsdp 2 x tensor 2, Zero-1": {
         "ici_data_parallelism": 2,

@@ -9,6 +9,7 @@ import sys
 import pytest
 from support import ALL_COMBINATIONS, arguments
 
+from trainer.aot.text import report_text
 from trainer.config import UserError, load
 from trainer.train import main
 from trainer.train_compile import compile_for_topology
@@ -101,6 +102,8 @@ def test_every_combination_compiles_for_a_tpu(combination):
     assert (report.devices, dict(report.mesh), report.fits) == (8, {"data": 2, "fsdp": 4}, True)
     assert {collective.slices for collective in report.cost.collectives} == {1, 2}
     assert report.estimate.dcn_seconds > 0
+    assert "bf16" in report.gradients_reduced_in  # whatever grad_dtype is, and the report says so
+    assert "bf16, not grad_dtype=float32" in report_text(report)
     assert "tpu_custom_call" in compiled.as_text()
     assert "f32[3,64,512]" in compiled.as_text()  # wi_0 and wi_1 of all layers, as each device holds them
     assert "bf16[3,64,512]" not in compiled.as_text()

@@ -114,8 +114,11 @@ def test_it_learns_what_data_parallelism_learns(combination):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), split_params, params)
 
 
-def test_a_tpu_gathers_matrices_in_the_dtype_of_the_products(monkeypatch):
-    """Compiled ahead of time: the cast goes before the gather, which so sends half of what float32 would."""
+def test_a_tpu_gathers_the_matrices_of_a_small_model_in_the_dtype_of_the_products(monkeypatch):
+    """Compiled ahead of time: the cast goes before the gather, which so sends half of what float32 would.
+
+    The compiler decides that; larger matrices it gathers in float32 (docs/benchmarks/sharding.md).
+    """
     pytest.importorskip("libtpu", reason="there is no libtpu but for Linux on x86-64")
     from jax.experimental import topologies
 

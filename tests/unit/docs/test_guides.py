@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 GUIDES = Path(__file__).parents[3] / "docs" / "guides"
 
@@ -29,3 +30,11 @@ def test_the_guide_to_sharding():
     names = run("sharding.md")
     assert names["y"].shape == (8, 4)
     assert len(names["y"].sharding.device_set) == jax.device_count() == 8
+
+
+def test_the_guide_to_migration_names_where_the_train_state_is_imported():
+    (line,) = re.findall(r"^from trainer\.state import .*$", (GUIDES / "migrating.md").read_text(), re.MULTILINE)
+    names = {}
+    exec(line, names)
+    assert issubclass(names["TrainStateNNX"], nnx.Module)
+    assert callable(names["init_state_fn"])

@@ -54,7 +54,7 @@ def test_accumulation_gives_the_same_gradients(microbatches):
 
 
 @pytest.mark.parametrize(
-    ("data", "fsdp", "tensor"), [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 4, 2)], ids=lambda size: str(size)
+    ("data", "fsdp", "tensor"), [(8, 1, 1), (1, 8, 1), (2, 4, 1), (2, 2, 2), (1, 4, 2)], ids=lambda size: str(size)
 )
 def test_a_mesh_gives_the_gradients_of_one_device(data, fsdp, tensor):
     expected, expected_metrics = reference()
