@@ -8,9 +8,10 @@ import pytest
 from parity_cases import run
 from support import ALL_COMBINATIONS
 
-from trainer import parity
+from trainer import parity, training
 from trainer.compare import programs
 from trainer.models import llama2, mistral
+from trainer.sharding import Axes
 
 QUANTITIES = ["parameters", "activations", "loss", "gradients", "updated parameters", "optimizer state"]
 
@@ -63,6 +64,40 @@ def test_a_planted_difference_is_found_in_its_layer(capsys, monkeypatch):
     assert rows["layer 1"][3] == "apart"
     assert rows["layer 1"][-1] == "mlp_output"
     assert rows["layer 2"][3] == "apart"
+
+
+def test_other_logical_axes_are_a_difference(capsys, monkeypatch):
+    """Between programs of one block; another block's author may have other names."""
+    built = []
+
+    def build(config, devices):
+        run = training.build(config, devices)
+        if built:
+            run.backend.param_axes["decoder"]["layers"]["mlp"]["wo"]["kernel"] = Axes(("layers", "mlp", "norm"))
+        built.append(run)
+        return run
+
+    monkeypatch.setattr(programs, "build", build)
+    said = "logical axes of decoder/layers/mlp/wo/kernel: [layers, mlp, embed] against [layers, mlp, norm]"
+    for word, expected in (("right.scan_layers=false", 1), ("right.decoder_block=mistral", 0)):
+        built.clear()
+        code, out, _ = run(capsys, word, only_forward=True)
+        assert code == expected, out
+        assert said in out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["right.remat_policy=full"], 0),
+        (["right.attention=blockwise", "rtol=1e-5"], 0),
+        (["right.dtype=bfloat16"], 1),
+        (["right.dtype=bfloat16", "rtol=0.05"], 0),
+    ],
+)
+def test_sides_of_another_program(capsys, words, expected):
+    code, out, _ = run(capsys, *words, only_forward=True)
+    assert code == expected, out
 
 
 def test_another_mesh_on_devices_of_its_own_number(capsys):
