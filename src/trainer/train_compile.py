@@ -2,6 +2,7 @@
 devices that are not here, say what it takes, and keep the executable."""
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     loaded = load(sys.argv[1:] if argv is None else argv)
     topology = find_topology(loaded.config.compile_topology)
     prepare_compile_only_tpu()
+    # A program from the cache was not compiled, and the compiler wrote nothing down of it.
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     if isinstance(topology, Topology) and topology.generation is None:
         simulate_cpu_devices(topology.devices)
     # From here on the command line makes sense by itself; what follows loads JAX.
