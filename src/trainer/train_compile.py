@@ -2,7 +2,6 @@
 devices that are not here, say what it takes, and keep the executable."""
 
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,8 +28,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     loaded = load(sys.argv[1:] if argv is None else argv)
     topology = find_topology(loaded.config.compile_topology)
     prepare_compile_only_tpu()
-    # A program from the cache was not compiled, and the compiler wrote nothing down of it.
-    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     if isinstance(topology, Topology) and topology.generation is None:
         simulate_cpu_devices(topology.devices)
     # From here on the command line makes sense by itself; what follows loads JAX.
@@ -81,7 +78,7 @@ def compile_for_topology(config: Any, compiler_options: Mapping[str, Any] | None
     lowered = run.step.lower(*run.abstract_args())
     traced = time.perf_counter()
     compiled, failure = None, ""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, dump.uncached():
         try:
             compiled = lowered.compile({**dump.options(folder), **(compiler_options or {})})
         except JaxRuntimeError as error:

@@ -35,7 +35,6 @@ TPU = {
 
 def train_compile(*args, cwd):
     env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    env |= {"JAX_COMPILATION_CACHE_DIR": str(cwd / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     command = [sys.executable, "-m", "trainer.train_compile", *args]
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
 
@@ -53,8 +52,6 @@ def test_train_takes_the_step_that_another_process_compiled(tmp_path, monkeypatc
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("cpu-8: 8 x cpu, fsdp 8\n")
     assert done.stdout.endswith(f"wrote {step}\n")
-    assert "largest temporaries at the fullest moment" in done.stdout
-    assert not (tmp_path / "cache").exists(), "what comes from the cache has no texts to report on"
     assert json.loads(report.read_text())["topology"] == "cpu-8"
 
     expected = losses(tmp_path / "plain")

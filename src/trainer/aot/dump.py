@@ -1,6 +1,6 @@
 """What the compiler writes down on the way, of one compilation: the module after partitioning, and who holds memory.
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, dump.uncached():
         try:
             compiled = lowered.compile(compiler_options=dump.options(folder))
         finally:  # the files are there too where the step does not fit
@@ -9,8 +9,13 @@
 The options are those of one compilation, so they need no environment variable before the backend starts.
 """
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 # Suffixes of the files' names; a TPU's and a CPU's compiler put different words before them.
 _PARTITIONED = "after_*spmd-partitioning.before_*"
@@ -35,6 +40,20 @@ def options(folder: str | Path) -> dict[str, str | bool]:
         "xla_dump_hlo_as_text": True,
         "xla_dump_hlo_pass_re": ".*spmd-partitioning",
     }
+
+
+@contextlib.contextmanager
+def uncached() -> Iterator[None]:
+    """Without JAX's cache of compiled programs: of a program from there the compiler writes no buffers down."""
+    option = "jax_enable_compilation_cache"
+    before = getattr(jax.config, option)  # the stubs lack it
+    jax.config.update(option, False)
+    compilation_cache.reset_cache()  # whether it is used is looked up once
+    try:
+        yield
+    finally:
+        jax.config.update(option, before)
+        compilation_cache.reset_cache()
 
 
 def read(folder: str | Path) -> Dump:

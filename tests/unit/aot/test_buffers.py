@@ -4,6 +4,7 @@ import math
 
 import jax
 import pytest
+from program_cache import cached_programs
 
 from trainer.aot import buffers, dump
 
@@ -27,6 +28,21 @@ def test_one_device_needs_no_partitioning(tmp_path):
     assert texts.optimized
     assert not [c for c in ("all-gather", "all-reduce") if c in texts.partitioned]
     assert dump.read(tmp_path / "nothing") == ("", "", "", "")
+
+
+def test_what_a_cache_holds_is_compiled_all_the_same(tmp_path):
+    """Of a program that comes from JAX's cache nobody says who holds memory."""
+
+    def texts(folder):
+        jax.jit(lambda x: x * 3 + 1).lower(1.0).compile(compiler_options=dump.options(folder))
+        return dump.read(folder)
+
+    with cached_programs(tmp_path / "programs"):
+        assert texts(tmp_path / "first").assignment
+        assert not texts(tmp_path / "from the cache").assignment
+        with dump.uncached():
+            assert texts(tmp_path / "again").assignment
+        assert not texts(tmp_path / "from the cache, after that").assignment
 
 
 def test_a_small_program_beside_the_step_is_not_taken_for_it(tmp_path):
