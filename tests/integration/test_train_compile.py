@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 
@@ -116,3 +118,17 @@ def test_a_tpu_pads_no_gradients():
     _, compiled, _ = compile_for_topology(config, {"exec_time_optimization_effort": -1.0})
     assert "f32[3,512,64]{1,2,0" in compiled.as_text()
     assert "f32[3,512,64]{2,1,0" not in compiled.as_text()
+
+
+@needs_libtpu
+def test_a_tpu_copies_no_heads_into_another_order():
+    """What the kernel of attention reads and writes, heads first, is what products with weights read and write."""
+    heads = {"base_num_query_heads": 6, "base_num_kv_heads": 3}  # as many numbers as no other array has
+    rows = {"per_device_batch_size": 2, "max_target_length": 512}
+    config = load(arguments("nnx", **TPU | rows | heads)).config
+    _, compiled, _ = compile_for_topology(config, {"exec_time_optimization_effort": -1.0})
+    text = compiled.as_text()
+    copies = [tuple(map(int, dims.split(","))) for dims in re.findall(r"= bf16\[([\d,]+)\]\S* copy\(", text)]
+    for count in heads.values():
+        assert f"bf16[2,{count},512,128]" in text
+        assert [dims for dims in copies if math.prod(dims) == 2 * 512 * count * 128] == []

@@ -43,9 +43,7 @@ class Dense(nnx.Module):
         kernel = self.kernel[...].astype(self.dtype)
         if self.settled_names is not None:
             x, kernel = sharding.settle_gradient(x, kernel, self.settled_names)
-        out_shape = kernel.shape[self.inputs :]
-        out = _product(x.astype(self.dtype), self.inputs, kernel.reshape(-1, prod(out_shape)))
-        return sharding.constrain(out.reshape(*out.shape[:-1], *out_shape), out_names)
+        return sharding.constrain(_product(x.astype(self.dtype), self.inputs, kernel), out_names)
 
 
 TABLE = ("vocab", "embed")
@@ -62,7 +60,7 @@ class Embed(nnx.Module):
     def __call__(self, id_bt: jax.Array) -> jax.Array:
         """The rows of the table for `id_bt`: [b, t, e]."""
         names = ("activation_batch", "activation_norm_length", "activation_embed")
-        return sharding.take(self.embedding[...].astype(self.dtype), id_bt, names)
+        return sharding.take(self.embedding[...], id_bt, names, self.dtype)
 
     def attend(self, x_bte: jax.Array) -> jax.Array:
         """Logits [b, t, v]: products of `x_bte` with every row of the table."""
@@ -71,11 +69,15 @@ class Embed(nnx.Module):
         return sharding.constrain(_product(x_bte.astype(self.dtype), 1, table.T), names)
 
 
-def _product(x: jax.Array, inputs: int, matrix: jax.Array) -> jax.Array:
-    """The last `inputs` axes of `x`, taken as one, times `matrix` [in, out]: [..., out].
+def _product(x: jax.Array, inputs: int, kernel: jax.Array) -> jax.Array:
+    """The last `inputs` axes of `x` times the first ones of `kernel`: [..., *in] and [*in, *out] -> [..., *out].
 
-    All leading axes are taken as one too. For the gradient of the matrix XLA's CPU backend then transposes no copy of
-    its operands (docs/decisions/0004).
+    Off a TPU this is one product of matrices: for the gradient of the kernel XLA's CPU backend then transposes no copy
+    of its operands. On a TPU it is not: axes that were taken as one would have to be copied into each other's order
+    (docs/decisions/0004).
     """
-    leading = x.shape[: x.ndim - inputs]
-    return (x.reshape(prod(leading), -1) @ matrix).reshape(*leading, -1)
+    if sharding.on_tpu():
+        return jnp.tensordot(x, kernel, inputs)
+    leading, out_shape = x.shape[: x.ndim - inputs], kernel.shape[inputs:]
+    out = x.reshape(prod(leading), -1) @ kernel.reshape(-1, prod(out_shape))
+    return out.reshape(*leading, *out_shape)

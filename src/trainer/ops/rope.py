@@ -30,17 +30,30 @@ def rope(x_bthd: jax.Array, position_bt: jax.Array, how: Rope) -> jax.Array:
     """Turn the pairs of entries of each head by angles that grow with the position.
 
     Pair i of the d / 2 pairs turns by position * frequencies(how, d)[i] radians. It is (x[i], x[i + d/2]), or with
-    `interleave` (x[2i], x[2i + 1]). Computed in float32, returned in x's dtype.
+    `interleave` (x[2i], x[2i + 1]). Computed in float32, returned in x's dtype. Whole heads are turned: of half ones a
+    TPU fills half of each register.
     """
     frequency = frequencies(how, x_bthd.shape[-1]).astype(np.float32)
     angle = position_bt[..., None, None].astype(jnp.float32) * frequency
     scale = attention_scale(how)
     cos, sin = scale * jnp.cos(angle), scale * jnp.sin(angle)
-    x = x_bthd.astype(jnp.float32)
-    first, second = (x[..., ::2], x[..., 1::2]) if how.interleave else jnp.split(x, 2, axis=-1)
-    pair = first * cos - second * sin, second * cos + first * sin
-    turned = jnp.stack(pair, axis=-1).reshape(x.shape) if how.interleave else jnp.concatenate(pair, axis=-1)
+    x, partner = (part.astype(jnp.float32) for part in (x_bthd, _partner(x_bthd, how)))
+    turned = x * _joined(cos, cos, how) + partner * _joined(-sin, sin, how)
     return turned.astype(x_bthd.dtype)
+
+
+def _partner(x: jax.Array, how: Rope) -> jax.Array:
+    """Each entry's other one of its pair."""
+    if how.interleave:
+        return x.reshape(*x.shape[:-1], -1, 2)[..., ::-1].reshape(x.shape)
+    return jnp.roll(x, x.shape[-1] // 2, axis=-1)
+
+
+def _joined(first: jax.Array, second: jax.Array, how: Rope) -> jax.Array:
+    """What belongs to the first and to the second entry of each pair [..., d / 2], in the order of entries [..., d]."""
+    if how.interleave:
+        return jnp.stack((first, second), axis=-1).reshape(*first.shape[:-1], -1)
+    return jnp.concatenate((first, second), axis=-1)
 
 
 def frequencies(how: Rope, width: int) -> np.ndarray:

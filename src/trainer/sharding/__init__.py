@@ -1,7 +1,7 @@
 """Where things live: the mesh, the rules from logical axis names to mesh axes, and the helpers that layers use."""
 
 from trainer.config import make_rules
-from trainer.sharding.context import constrain, off_mesh, on_mesh, settle_gradient, shard_mapped, take
+from trainer.sharding.context import constrain, off_mesh, on_mesh, on_tpu, settle_gradient, shard_mapped, take
 from trainer.sharding.mesh import get_mesh_from_config, make_mesh, side_devices, slice_count
 from trainer.sharding.rules import Axes, Rules, axes_of, entry, memory_order, named_sharding, spec
 
@@ -18,6 +18,7 @@ __all__ = [
     "named_sharding",
     "off_mesh",
     "on_mesh",
+    "on_tpu",
     "settle_gradient",
     "shard_mapped",
     "side_devices",

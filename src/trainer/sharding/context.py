@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
@@ -39,6 +40,12 @@ def _placing(where: tuple[Mesh, Rules] | None) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+def on_tpu() -> bool:
+    """Whether what is traced will run on TPUs: those of the mesh or, outside of `on_mesh`, JAX's default devices."""
+    current = _current.get()
+    return (current[0].devices.flat[0].platform if current else jax.default_backend()) == "tpu"
 
 
 def constrain(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
@@ -85,9 +92,33 @@ def _settled_backward(at: NamedSharding, _: None, cotangents: tuple[jax.Array, j
 _settled.defvjp(_settled_forward, _settled_backward)
 
 
-def take(table: jax.Array, ids: jax.Array, out_names: Sequence[str | None]) -> jax.Array:
-    """Rows `ids` (any shape, int) of `table` [rows, ...], placed by `out_names`."""
-    return constrain(table[ids], out_names)
+def take(
+    table: jax.Array, ids: jax.Array, out_names: Sequence[str | None], dtype: jnp.dtype | None = None
+) -> jax.Array:
+    """Rows `ids` (any shape, int) of `table` [rows, ...] in `dtype` (None: the table's), placed by `out_names`.
+
+    The gradient of a row is summed over its occurrences in float32: the thousands of a frequent token's, one after the
+    other in bfloat16, would stop growing at 256 times the size of one.
+    """
+    return constrain(_rows(table, ids, dtype or table.dtype), out_names)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _rows(table: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return table.astype(dtype)[ids]
+
+
+def _rows_forward(table: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> Any:
+    return _rows(table, ids, dtype), (table, ids)
+
+
+def _rows_backward(dtype: jnp.dtype, kept: Any, cotangent: jax.Array) -> Any:
+    table, ids = kept
+    gradient = jnp.zeros(table.shape, jnp.float32).at[ids].add(cotangent.astype(jnp.float32))
+    return gradient.astype(table.dtype), None
+
+
+_rows.defvjp(_rows_forward, _rows_backward)
 
 
 def shard_mapped(fn: Callable[..., Any], in_names: Any, out_names: Any, *, check: bool = True) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from trainer.layers.sown import Sown
 from trainer.objectives import Objective
 from trainer.ops.random import DROPOUT, seed_key
 from trainer.optim import make_schedule, trainable
-from trainer.sharding import memory_order
+from trainer.sharding import memory_order, on_tpu
 
 Batch = dict[str, jax.Array]
 
@@ -142,7 +142,7 @@ def _at_home(grad: jax.Array, at: NamedSharding) -> jax.Array:
     device.
     """
     grad = jax.lax.with_sharding_constraint(grad.astype(jnp.float32), at)
-    if at.mesh.devices.flat[0].platform != "tpu":
+    if not on_tpu():
         return grad
     return with_layout_constraint(grad, MemoryLayout(memory_order(at.shard_shape(grad.shape))))
 

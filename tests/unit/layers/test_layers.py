@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from trainer import sharding
 from trainer.config.check import ACTIVATIONS as CHECKED
 from trainer.layers.dense import Dense, Embed
 from trainer.layers.mlp import ACTIVATIONS, MLP
@@ -59,6 +60,26 @@ def test_dense_is_a_sum_over_the_inputs(in_shape, out_shape):
     out = layer(x, ["a"] * (2 + len(out_shape)))
     assert out.shape == (4, 7, *out_shape)
     np.testing.assert_allclose(out, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize(("in_shape", "out_shape"), [([6], [5]), ([6], [2, 3]), ([2, 3], [5])], ids=str)
+def test_dense_on_a_tpu_is_the_same_sum(monkeypatch, in_shape, out_shape):
+    names = ["a"] * (len(in_shape) + len(out_shape))
+    layer = Dense(in_shape, out_shape, names, rngs=nnx.Rngs(0), **FLOAT32)
+    graph, state = nnx.split(layer)
+
+    def value_and_gradients():
+        loss = lambda state, x: jnp.sum(nnx.merge(graph, state)(x, ["a"] * (2 + len(out_shape))) ** 2)
+        program = str(jax.make_jaxpr(loss)(state, normal(4, 7, *in_shape)))
+        return program, jax.tree.leaves(jax.value_and_grad(loss, argnums=(0, 1))(state, normal(4, 7, *in_shape)))
+
+    program, expected = value_and_gradients()
+    monkeypatch.setattr(sharding, "on_tpu", lambda: True)
+    without_reshapes, found = value_and_gradients()
+    assert "reshape" in program
+    assert "reshape" not in without_reshapes
+    for a, b in zip(expected, found, strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-5)  # sums in another order
 
 
 def test_dense_keeps_weights_and_activations_in_their_own_dtypes():
@@ -128,3 +149,17 @@ def test_embedding_takes_rows_and_attends_to_them():
     np.testing.assert_array_equal(layer(ids), table[ids])
     x = normal(2, 3, 512)
     np.testing.assert_allclose(layer.attend(x), double(x) @ table.T, atol=2e-4)
+
+
+def test_a_frequent_token_loses_nothing_of_its_gradient():
+    """4096 gradients around one: a sum in bfloat16 would stop at 256."""
+    layer = Embed(8, 16, dtype=jnp.bfloat16, weight_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(layer)
+    id_bt = jnp.zeros((2, 2048), jnp.int32).at[1, 0].set(5)
+    cotangent = jnp.asarray(1 + normal(2, 2048, 16), jnp.bfloat16)
+    _, backward = jax.vjp(lambda state: nnx.merge(graph, state)(id_bt), state)
+    gradient = backward(cotangent)[0]["embedding"][...]
+    assert gradient.dtype == jnp.float32
+    expected = np.zeros((8, 16))
+    np.add.at(expected, np.asarray(id_bt), double(cotangent))
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5)
