@@ -100,7 +100,7 @@ def take(
     The gradient of a row is summed over its occurrences in float32: the thousands of a frequent token's, one after the
     other in bfloat16, would stop growing at 256 times the size of one.
     """
-    return constrain(_rows(table, ids, dtype or table.dtype), out_names)
+    return constrain(_rows(table, ids, table.dtype if dtype is None else dtype), out_names)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

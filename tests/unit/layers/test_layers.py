@@ -69,7 +69,9 @@ def test_dense_on_a_tpu_is_the_same_sum(monkeypatch, in_shape, out_shape):
     graph, state = nnx.split(layer)
 
     def value_and_gradients():
-        loss = lambda state, x: jnp.sum(nnx.merge(graph, state)(x, ["a"] * (2 + len(out_shape))) ** 2)
+        def loss(state, x):
+            return jnp.sum(nnx.merge(graph, state)(x, ["a"] * (2 + len(out_shape))) ** 2)
+
         program = str(jax.make_jaxpr(loss)(state, normal(4, 7, *in_shape)))
         return program, jax.tree.leaves(jax.value_and_grad(loss, argnums=(0, 1))(state, normal(4, 7, *in_shape)))
 
