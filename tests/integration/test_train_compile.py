@@ -128,7 +128,8 @@ def test_a_tpu_copies_no_heads_into_another_order():
     config = load(arguments("nnx", **TPU | rows | heads)).config
     _, compiled, _ = compile_for_topology(config, {"exec_time_optimization_effort": -1.0})
     text = compiled.as_text()
-    copies = [tuple(map(int, dims.split(","))) for dims in re.findall(r"= bf16\[([\d,]+)\]\S* copy\(", text)]
+    found = re.findall(r"= (?:bf16|f32)\[([\d,]+)\]\S* copy\(", text)
+    copies = [tuple(map(int, dims.split(","))) for dims in found]
     for count in heads.values():
         assert f"bf16[2,{count},512,128]" in text
         assert [dims for dims in copies if math.prod(dims) == 2 * 512 * count * 128] == []

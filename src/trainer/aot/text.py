@@ -77,7 +77,7 @@ def _cost(report: Report) -> Iterator[str]:
     if report.gradients_reduced_in:
         dtypes = " and ".join(report.gradients_reduced_in)
         others = " and ".join(it for it in report.gradients_reduced_in if it != _HLO_DTYPES[report.grad_dtype])
-        why = f"; {others}, not grad_dtype={report.grad_dtype}, where the products that they come from are in {others}"
+        why = f"; {others}, not grad_dtype={report.grad_dtype}, where what they are made from is in {others}"
         yield f"  devices sum gradients in {dtypes}{why if others else ''}"
     for note in cost.notes:
         yield f"  not counted: {note}"

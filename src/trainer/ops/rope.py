@@ -30,15 +30,15 @@ def rope(x_bthd: jax.Array, position_bt: jax.Array, how: Rope) -> jax.Array:
     """Turn the pairs of entries of each head by angles that grow with the position.
 
     Pair i of the d / 2 pairs turns by position * frequencies(how, d)[i] radians. It is (x[i], x[i + d/2]), or with
-    `interleave` (x[2i], x[2i + 1]). Computed in float32, returned in x's dtype. Whole heads are turned: of half ones a
-    TPU fills half of each register.
+    `interleave` (x[2i], x[2i + 1]). Computed in float32, returned in x's dtype. Half heads would leave half of
+    each of a TPU's registers empty, so whole ones are turned.
     """
     frequency = frequencies(how, x_bthd.shape[-1]).astype(np.float32)
     angle = position_bt[..., None, None].astype(jnp.float32) * frequency
     scale = attention_scale(how)
     cos, sin = scale * jnp.cos(angle), scale * jnp.sin(angle)
-    x, partner = (part.astype(jnp.float32) for part in (x_bthd, _partner(x_bthd, how)))
-    turned = x * _joined(cos, cos, how) + partner * _joined(-sin, sin, how)
+    partner = _partner(x_bthd, how).astype(jnp.float32)  # before the cast: half as many bytes are moved
+    turned = x_bthd.astype(jnp.float32) * _joined(cos, cos, how) + partner * _joined(-sin, sin, how)
     return turned.astype(x_bthd.dtype)
 
 

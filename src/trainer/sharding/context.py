@@ -1,6 +1,6 @@
-"""The helpers by which layers reach the mesh. They take logical names only.
+"""The helpers by which layers reach the mesh. Those that place arrays take logical names only.
 
-Outside of `on_mesh` each of them is the plain operation, so that a layer works in a notebook.
+Outside of `on_mesh` they place nothing, so that a layer works in a notebook.
 """
 
 import contextlib
@@ -98,13 +98,14 @@ def take(
     """Rows `ids` (any shape, int) of `table` [rows, ...] in `dtype` (None: the table's), placed by `out_names`.
 
     The gradient of a row is summed over its occurrences in float32: the thousands of a frequent token's, one after the
-    other in bfloat16, would stop growing at 256 times the size of one.
+    other in bfloat16, would stop growing at 256 times the size of one. Differentiable in reverse mode only.
     """
     return constrain(_rows(table, ids, table.dtype if dtype is None else dtype), out_names)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _rows(table: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    # Rows of a float32 table, cast after the fact, would have such a sum too, and travel between devices in float32.
     return table.astype(dtype)[ids]
 
 
@@ -113,7 +114,7 @@ def _rows_forward(table: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> Any:
 
 
 def _rows_backward(dtype: jnp.dtype, kept: Any, cotangent: jax.Array) -> Any:
-    table, ids = kept
+    table, ids = kept  # of the table only shape and dtype are used
     gradient = jnp.zeros(table.shape, jnp.float32).at[ids].add(cotangent.astype(jnp.float32))
     return gradient.astype(table.dtype), None
 

@@ -1,5 +1,7 @@
 """From logical names to mesh axes, on one array."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,18 @@ from jax.sharding import PartitionSpec as P
 from support import tiny_config
 
 from trainer.config import UserError
-from trainer.sharding import Axes, constrain, make_mesh, make_rules, memory_order, named_sharding, on_mesh, spec, take
+from trainer.sharding import (
+    Axes,
+    constrain,
+    make_mesh,
+    make_rules,
+    memory_order,
+    named_sharding,
+    on_mesh,
+    on_tpu,
+    spec,
+    take,
+)
 
 RULES = make_rules([["batch", ["data", "fsdp"]], ["embed", "fsdp"], ["heads", ["tensor"]], ["norm", []], ["mlp", None]])
 
@@ -118,3 +131,15 @@ def test_on_a_mesh_they_place_their_result_and_only_inside_of_the_context():
 )
 def test_the_order_in_which_a_tpu_pads_least(shape, order):
     assert memory_order(shape) == order
+
+
+def test_the_platform_is_that_of_the_mesh(monkeypatch):
+    def mesh(platform):
+        return types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform=platform)]))
+
+    with on_mesh(mesh("tpu"), {}):
+        assert on_tpu()
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert on_tpu()
+    with on_mesh(mesh("cpu"), {}):
+        assert not on_tpu()
