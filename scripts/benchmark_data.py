@@ -15,8 +15,8 @@ from pathlib import Path
 
 from trainer.config import load
 from trainer.data import Dataset, open_dataset
-from trainer.data.corpus import read_files, stdlib_folder
 from trainer.data.example_proto import serialize_example
+from trainer.data.stdlib import read_files, stdlib_folder
 
 LENGTH, ROWS, SECONDS, REPEATS = 2048, 8, 3.0, 3
 KINDS = ("jsonl", "parquet", "arrayrecord", "text")

@@ -1,103 +1,81 @@
-"""The default corpus: the sources of this Python's own standard library."""
+"""Documents of one kind, wherever they lie."""
 
 import hashlib
-import os
-import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.config.errors import UserError
 from trainer.data.documents import Record, is_held_out
-from trainer.data.sources import Corpus
+from trainer.data.readers import Columns, Part
 
-# Tests and the big applications. Some distributions ship Python without them, so that with them corpora would differ.
-EXCLUDED_FOLDERS = frozenset(
-    {"test", "tests", "idle_test", "idlelib", "tkinter", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
-)
-HELD_OUT_SHARE = 0.05
+WHOLE_CONTENT = 256 << 20  # bytes; a fingerprint reads a source up to this size as a whole
+_ENDS = 1 << 16  # bytes that it reads of each end of a file of a larger one
 
 
 @dataclass(frozen=True)
-class SourceFile:
-    """One file: its path below the corpus, with forward slashes, its text, and its bytes as UTF-8."""
+class Corpus:
+    """Documents of one kind.
 
-    path: str
-    text: str
-    size: int
-
-    @property
-    def held_out(self) -> bool:
-        """Whether the file is evaluated on and never trained on: 5 % of all paths, wherever the corpus lies.
-
-        The words before the path choose among equally random 5 %: without them one generated file of texts,
-        pydoc_data/topics.py, would be 64 % of the held-out bytes.
-        """
-        return is_held_out(self.path.encode(), HELD_OUT_SHARE)
-
-
-@dataclass(frozen=True)
-class SourceFiles:
-    """Files in memory as a part of a corpus."""
+    Attributes:
+      name: what a person would call it.
+      parts: where the records lie.
+      fingerprint: of the records and their order.
+      columns: the columns that a record has.
+      held_out: the share that evaluation takes of it; 0 where evaluation has documents of its own.
+      evaluates: this is that share, else it is the rest.
+    """
 
     name: str
-    files: tuple[SourceFile, ...]
+    parts: tuple[Part, ...]
+    fingerprint: str
+    columns: Columns = ("text",)
+    held_out: float = 0.0
+    evaluates: bool = False
+
+    def wants(self, record: Record) -> bool:
+        """Whether a record of the parts is one of the corpus."""
+        return not self.held_out or is_held_out(record.key(), self.held_out) == self.evaluates
+
+    def records(self, track: Callable[[float], None] = lambda share: None) -> Iterator[Record]:
+        """The records in order; `track` hears which share has been read."""
+        total, before = sum(part.weight for part in self.parts), 0
+        for part in self.parts:
+            for _, share, record in part.read():
+                track((before + share * part.weight) / total)
+                if self.wants(record):
+                    yield record
+            before += part.weight
 
     @property
-    def weight(self) -> int:
-        return sum(file.size for file in self.files)
+    def label(self) -> str:
+        """The name, and which share of it."""
+        if not self.held_out:
+            return self.name
+        return (
+            f"{self.name}, {self.held_out:g} held out" if self.evaluates else f"{self.name} without {self.held_out:g}"
+        )
 
-    def read(self, cursor: int = 0) -> Iterator[tuple[int, float, Record]]:
-        done = sum(file.size for file in self.files[:cursor])
-        for i, file in enumerate(self.files[cursor:], cursor + 1):
-            done += file.size
-            yield i, done / self.weight, Record(file.path, (file.text,))
-
-
-def stdlib_folder() -> Path:
-    """The folder of this Python's standard library."""
-    return Path(sysconfig.get_paths()["stdlib"])
-
-
-def stdlib_corpora(root: Path) -> tuple[Corpus, Corpus]:
-    """The files below `root` to train on and those held out. UserError where one of the two has none."""
-    files = read_files(root)
-    splits = [tuple(file for file in files if file.held_out == held_out) for held_out in (False, True)]
-    if not all(splits):
-        raise UserError(f"{root} holds too few .py files: {len(splits[0])} to train on and {len(splits[1])} held out")
-    train, evaluation = (
-        Corpus(f"{len(split)} files of the standard library", (SourceFiles(str(root), split),), fingerprint(split))
-        for split in splits
-    )
-    return train, evaluation
+    @property
+    def identity(self) -> str:
+        """The fingerprint, and which of the records are meant."""
+        return f"{self.fingerprint} {self.columns} {self.held_out} {self.evaluates}"
 
 
-def read_files(root: Path) -> list[SourceFile]:
-    """The `.py` files below `root`, sorted by path, without EXCLUDED_FOLDERS, empty files and files not in UTF-8.
+def file_fingerprint(paths: Sequence[Path], also: str = "") -> str:
+    """sha256, in hexadecimal, of the files' names and contents, and of `also`.
 
-    Line ends are kept, so that a document's text encodes to exactly the bytes of its file.
+    Of files that have more than 256 MiB together it reads sizes and the first and last 64 KiB of each. So a copy at
+    another place is the same data, and formats with an index change at their end with any record.
     """
-    found = []
-    for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in EXCLUDED_FOLDERS]
-        for name in files:
-            if not name.endswith(".py"):
-                continue
-            path = Path(folder, name)
-            data = path.read_bytes()
-            try:
-                text = data.decode()
-            except UnicodeDecodeError:
-                continue
-            if text:
-                found.append(SourceFile(path.relative_to(root).as_posix(), text, len(data)))
-    return sorted(found, key=lambda file: file.path)
-
-
-def fingerprint(files: tuple[SourceFile, ...]) -> str:
-    """sha256, in hexadecimal, of the files' paths and contents."""
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(f"{file.path}\0{file.size}\0".encode())
-        digest.update(file.text.encode())
+    digest = hashlib.sha256(also.encode())
+    sizes = [path.stat().st_size for path in paths]
+    for path, size in zip(paths, sizes, strict=True):
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            if sum(sizes) <= WHOLE_CONTENT:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+            else:
+                digest.update(file.read(_ENDS))
+                file.seek(max(0, size - _ENDS))
+                digest.update(file.read())
     return digest.hexdigest()

@@ -14,9 +14,10 @@ from trainer.data.streams import Position, Stream, fingerprint
 from trainer.data.synthetic import EVAL_OFFSET, EVAL_ROWS, SyntheticRows
 
 if TYPE_CHECKING:
+    from trainer.data.corpus import Corpus
     from trainer.data.documents import Encoder
     from trainer.data.packing import Packing
-    from trainer.data.sources import Corpus, Source
+    from trainer.data.sources import Source
     from trainer.data.tokenizer import Tokenizer
 
 Say = Callable[[str], None]

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.errors import UserError, nearest
+from trainer.data.corpus import Corpus, file_fingerprint
 from trainer.data.readers import Columns, TablePart
-from trainer.data.sources import Corpus, file_fingerprint
 
 # Builders of `datasets` that read plain files, which the keys hf_train_files and hf_eval_files name.
 BUILDERS = ("arrow", "csv", "json", "parquet", "text")

@@ -14,9 +14,9 @@ from tqdm import tqdm
 from trainer.config.errors import UserError
 from trainer.data import cache
 from trainer.data.cache import Progress
+from trainer.data.corpus import Corpus
 from trainer.data.documents import Counts, Document, Encoder
 from trainer.data.packing import PackedRow, Packing
-from trainer.data.sources import Corpus
 from trainer.data.tokenizer import MIN_VOCAB_SIZE, Tokenizer, train_bpe
 from trainer.data.tokenizer_files import load_tokenizer
 

@@ -1,9 +1,8 @@
 """The keys of each dataset_type to the files that hold its documents."""
 
 import glob
-import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from trainer.config import parse_mixture
 from trainer.config.errors import UserError, nearest
 from trainer.data.cache import cache_root
-from trainer.data.documents import Record, is_held_out
+from trainer.data.corpus import Corpus, file_fingerprint
 from trainer.data.example_proto import parse_example
 from trainer.data.mixture import whole_weights
 from trainer.data.readers import (
@@ -25,58 +24,6 @@ from trainer.data.readers import (
     TextPart,
     TfrecordPart,
 )
-
-WHOLE_CONTENT = 256 << 20  # bytes; a fingerprint reads a source up to this size as a whole
-_ENDS = 1 << 16  # bytes that it reads of each end of a file of a larger one
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Documents of one kind.
-
-    Attributes:
-      name: what a person would call it.
-      parts: where the records lie.
-      fingerprint: of the records and their order.
-      columns: the columns that a record has.
-      held_out: the share that evaluation takes of it; 0 where evaluation has documents of its own.
-      evaluates: this is that share, else it is the rest.
-    """
-
-    name: str
-    parts: tuple[Part, ...]
-    fingerprint: str
-    columns: Columns = ("text",)
-    held_out: float = 0.0
-    evaluates: bool = False
-
-    def wants(self, record: Record) -> bool:
-        """Whether a record of the parts is one of the corpus."""
-        return not self.held_out or is_held_out(record.key(), self.held_out) == self.evaluates
-
-    def records(self, track: Callable[[float], None] = lambda share: None) -> Iterator[Record]:
-        """The records in order; `track` hears which share has been read."""
-        total, before = sum(part.weight for part in self.parts), 0
-        for part in self.parts:
-            for _, share, record in part.read():
-                track((before + share * part.weight) / total)
-                if self.wants(record):
-                    yield record
-            before += part.weight
-
-    @property
-    def label(self) -> str:
-        """The name, and which share of it."""
-        if not self.held_out:
-            return self.name
-        return (
-            f"{self.name}, {self.held_out:g} held out" if self.evaluates else f"{self.name} without {self.held_out:g}"
-        )
-
-    @property
-    def identity(self) -> str:
-        """The fingerprint, and which of the records are meant."""
-        return f"{self.fingerprint} {self.columns} {self.held_out} {self.evaluates}"
 
 
 @dataclass(frozen=True)
@@ -99,7 +46,7 @@ def open_source(config: Any) -> Source:
 
 
 def _stdlib(config: Any) -> Source:
-    from trainer.data.corpus import stdlib_corpora, stdlib_folder
+    from trainer.data.stdlib import stdlib_corpora, stdlib_folder
 
     train, evaluation = stdlib_corpora(stdlib_folder())
     return Source(f"standard library of Python {_python()}", (train,), (1,), (evaluation,))
@@ -147,26 +94,6 @@ _FORMATS: dict[str, Callable[[Path, Columns], FilePart]] = {
     "jsonl": JsonlPart,
     "text": TextPart,
 }
-
-
-def file_fingerprint(paths: Sequence[Path], also: str = "") -> str:
-    """sha256, in hexadecimal, of the files' names and contents, and of `also`.
-
-    Of files that have more than 256 MiB together it reads sizes and the first and last 64 KiB of each. So a copy at
-    another place is the same data, and formats with an index change at their end with any record.
-    """
-    digest = hashlib.sha256(also.encode())
-    sizes = [path.stat().st_size for path in paths]
-    for path, size in zip(paths, sizes, strict=True):
-        digest.update(f"{path.name}\0{size}\0".encode())
-        with path.open("rb") as file:
-            if sum(sizes) <= WHOLE_CONTENT:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-            else:
-                digest.update(file.read(_ENDS))
-                file.seek(max(0, size - _ENDS))
-                digest.update(file.read())
-    return digest.hexdigest()
 
 
 def _tfds(config: Any) -> Source:

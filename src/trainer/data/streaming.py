@@ -12,10 +12,10 @@ import numpy as np
 
 from trainer.config.errors import UserError
 from trainer.data.batches import epoch_order
+from trainer.data.corpus import Corpus
 from trainer.data.documents import Counts, Document, Encoder, Record
 from trainer.data.packing import PackedRow, Packing, Resume
 from trainer.data.readers import IndexedPart, Part, indexed
-from trainer.data.sources import Corpus
 
 _OPEN_FILES = 8  # files that are read in turn where the order is shuffled
 _WINDOWS = 1 << 32  # added to the seed, so that windows are not ordered as files are

@@ -13,17 +13,17 @@ from sample_data import LENGTH, VOCAB, config_of, opened, say_nothing, write_cor
 
 from trainer.config.errors import UserError
 from trainer.data import Dataset, cache, eval_batches, open_dataset
-from trainer.data.corpus import read_files
+from trainer.data.stdlib import read_files
 
 SCRIPT = """
 import json, resource, sys
 from trainer.config import load
-from trainer.data import corpus, open_dataset
+from trainer.data import open_dataset, stdlib
 from pathlib import Path
 limit, root, *words = sys.argv[1:]
 if limit != "0":
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), resource.RLIM_INFINITY))
-corpus.stdlib_folder = lambda: Path(root)
+stdlib.stdlib_folder = lambda: Path(root)
 lines = []
 dataset = open_dataset(load(words).config, lines.append)
 batch, position = next(dataset.train_stream(rows=2))
@@ -41,7 +41,7 @@ def start(root: Path, folder: Path, limit: int = 0) -> subprocess.Popen:
 @pytest.fixture
 def stdlib(root: Path, monkeypatch: pytest.MonkeyPatch):
     """stdlib(folder, **keys): the dataset of the generated corpus, prepared in that folder."""
-    monkeypatch.setattr("trainer.data.corpus.stdlib_folder", lambda: root)
+    monkeypatch.setattr("trainer.data.stdlib.stdlib_folder", lambda: root)
 
     def made(folder: Path, **keys) -> Dataset:
         return opened(folder, **{"dataset_type": "stdlib", "eval_interval": 1} | keys)
@@ -54,7 +54,7 @@ def prepared(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     """Opened a second time, so that it comes from the cache."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.data.corpus.stdlib_folder", lambda: root)
+        patch.setattr("trainer.data.stdlib.stdlib_folder", lambda: root)
         opened(folder, dataset_type="stdlib", eval_interval=1)
         config = config_of(folder, dataset_type="stdlib", eval_interval=1)
         return open_dataset(config, lambda line: pytest.fail(f"prepared twice: {line}"))

@@ -8,10 +8,11 @@ import pytest
 from sample_data import config_of, document, example, opened, write_corpus, write_records, write_tfds
 
 from trainer.config import UserError
+from trainer.data.corpus import Corpus, file_fingerprint
 from trainer.data.documents import Counts, Encoder, Record, is_held_out
 from trainer.data.example_proto import parse_example, serialize_example
 from trainer.data.readers import ArrayRecordPart, JsonlPart, ParquetPart, TfrecordPart
-from trainer.data.sources import Corpus, file_fingerprint, open_source, tfds_folder
+from trainer.data.sources import open_source, tfds_folder
 
 
 def source_of(tmp_path: Path, **keys):
@@ -283,8 +284,8 @@ def test_large_files_are_told_apart_by_their_ends(tmp_path: Path, monkeypatch: p
     for data in (b"a" * 200, b"b" + b"a" * 199, b"a" * 199 + b"b", b"a" * 201):
         path.write_bytes(data)
         prints.add(file_fingerprint([path]))
-        monkeypatch.setattr("trainer.data.sources.WHOLE_CONTENT", 100)
-        monkeypatch.setattr("trainer.data.sources._ENDS", 10)
+        monkeypatch.setattr("trainer.data.corpus.WHOLE_CONTENT", 100)
+        monkeypatch.setattr("trainer.data.corpus._ENDS", 10)
         prints.add(file_fingerprint([path]))
         monkeypatch.undo()
     assert len(prints) == 8

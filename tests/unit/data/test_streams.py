@@ -113,7 +113,7 @@ def test_hf_resumes(tmp_path: Path, way: str):
 
 
 def test_synthetic_and_stdlib_resume(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("trainer.data.corpus.stdlib_folder", lambda: root)
+    monkeypatch.setattr("trainer.data.stdlib.stdlib_folder", lambda: root)
     assert_resumes(lambda: opened(tmp_path, dataset_type="synthetic"))
     assert_resumes(lambda: opened(tmp_path, dataset_type="stdlib"))
 

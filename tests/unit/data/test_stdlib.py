@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from trainer.config import UserError
-from trainer.data.corpus import SourceFile, fingerprint, read_files, stdlib_corpora, stdlib_folder
+from trainer.data.stdlib import SourceFile, fingerprint, read_files, stdlib_corpora, stdlib_folder
 
 
 def test_the_choice_of_held_out_files_is_stable():
