@@ -40,10 +40,14 @@ class Dense(nnx.Module):
 
     def __call__(self, x: jax.Array, out_names: Sequence[str | None]) -> jax.Array:
         """x [..., *in_shape] -> [..., *out_shape], its axes called `out_names`."""
-        kernel = self.kernel[...].astype(self.dtype)
+        kernel = self.weights()
         if self.settled_names is not None:
             x, kernel = sharding.settle_gradient(x, kernel, self.settled_names)
-        return sharding.constrain(_product(x.astype(self.dtype), self.inputs, kernel), out_names)
+        return sharding.constrain(product(x.astype(self.dtype), self.inputs, kernel), out_names)
+
+    def weights(self) -> jax.Array:
+        """The kernel [*in_shape, *out_shape] in the dtype of the product."""
+        return self.kernel[...].astype(self.dtype)
 
 
 TABLE = ("vocab", "embed")
@@ -66,10 +70,10 @@ class Embed(nnx.Module):
         """Logits [b, t, v]: products of `x_bte` with every row of the table."""
         x_bte, table = sharding.settle_gradient(x_bte, self.embedding[...].astype(self.dtype), TABLE)
         names = ("activation_batch", "activation_length", "activation_vocab")
-        return sharding.constrain(_product(x_bte.astype(self.dtype), 1, table.T), names)
+        return sharding.constrain(product(x_bte.astype(self.dtype), 1, table.T), names)
 
 
-def _product(x: jax.Array, inputs: int, kernel: jax.Array) -> jax.Array:
+def product(x: jax.Array, inputs: int, kernel: jax.Array) -> jax.Array:
     """The last `inputs` axes of `x` times the first ones of `kernel`: [..., *in] and [*in, *out] -> [..., *out].
 
     Off a TPU this is one product of matrices: for the gradient of the kernel XLA's CPU backend then transposes no copy

@@ -3,6 +3,7 @@
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from trainer import sharding
-from trainer.layers.dense import Dense
+from trainer.layers.dense import Dense, product
 from trainer.ops.dropout import dropout
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -21,6 +22,12 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "sigmoid": jax.nn.sigmoid,
     "linear": lambda x: x,
 }
+
+INPUT = ("activation_batch", "activation_length", "activation_embed")
+HIDDEN = ("activation_batch", "activation_length", "activation_mlp")
+OUTPUT = ("activation_batch", "activation_norm_length", "activation_embed")
+# Of the matrices: those that project to hidden units, and the one that projects back.
+WI, WO = ("embed", "mlp"), ("mlp", "embed")
 
 
 class MLP(nnx.Module):
@@ -45,19 +52,99 @@ class MLP(nnx.Module):
         self.activations = tuple(activations)
         self.dropout_rate = dropout_rate
         for name in self._projections():
-            setattr(self, name, dense([width], [hidden], ("embed", "mlp")))
-        self.wo = dense([hidden], [width], ("mlp", "embed"))
+            setattr(self, name, dense([width], [hidden], WI))
+        self.wo = dense([hidden], [width], WO)
 
     def _projections(self) -> list[str]:
         return ["wi"] if len(self.activations) == 1 else [f"wi_{i}" for i in range(len(self.activations))]
 
     def __call__(self, x_bte: jax.Array, row_b: jax.Array, key: jax.Array | None) -> jax.Array:
-        x_bte = sharding.constrain(x_bte, ("activation_batch", "activation_length", "activation_embed"))
-        hidden_names = ("activation_batch", "activation_length", "activation_mlp")
-        factors = []
-        for name, activation in zip(self._projections(), self.activations, strict=True):
-            projected = checkpoint_name(getattr(self, name)(x_bte, hidden_names), name.replace("wi", "mlpwi"))
-            factors.append(ACTIVATIONS[activation](projected))
-        hidden = dropout(functools.reduce(operator.mul, factors), key, row_b, self.dropout_rate)
-        out = self.wo(hidden, ("activation_batch", "activation_norm_length", "activation_embed"))
-        return checkpoint_name(out, "mlpwo")
+        x_bte = sharding.constrain(x_bte, INPUT).astype(self.wo.dtype)
+        names = self._projections()
+        wis = tuple(getattr(self, name).weights() for name in names)
+        units = _Units(self.activations, tuple(name.replace("wi", "mlpwi") for name in names), self.dropout_rate)
+        out = _mlp(units, x_bte, wis, self.wo.weights(), row_b, key)
+        return checkpoint_name(sharding.constrain(out, OUTPUT), "mlpwo")
+
+
+class _Units(NamedTuple):
+    """How hidden units are made of projections that are called `names`."""
+
+    activations: tuple[str, ...]
+    names: tuple[str, ...]
+    dropout_rate: float
+
+    def activate(self, *projected: jax.Array) -> jax.Array:
+        """Projections, each [b, t, h] -> hidden units [b, t, h], before dropout."""
+        factors = (ACTIVATIONS[name](x) for name, x in zip(self.activations, projected, strict=True))
+        return functools.reduce(operator.mul, factors)
+
+    def projection_bars(self, projected: tuple[jax.Array, ...], hidden_bar: jax.Array) -> tuple[jax.Array, ...]:
+        """The gradients of `projected` from that of what `activate` makes of them."""
+        return jax.vjp(self.activate, *projected)[1](hidden_bar)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mlp(
+    units: _Units,
+    x_bte: jax.Array,
+    wis: tuple[jax.Array, ...],
+    wo: jax.Array,
+    row_b: jax.Array,
+    key: jax.Array | None,
+) -> jax.Array:
+    """Hidden units from `x_bte` times each of `wis` [e, h], times `wo` [h, e]: [b, t, e]."""
+    return _mlp_forward(units, x_bte, wis, wo, row_b, key)[0]
+
+
+def _mlp_forward(units: _Units, x_bte, wis, wo, row_b, key):
+    projected = tuple(
+        checkpoint_name(sharding.constrain(product(x_bte, 1, wi), HIDDEN), name)
+        for name, wi in zip(units.names, wis, strict=True)
+    )
+    hidden = dropout(units.activate(*projected), key, row_b, units.dropout_rate)
+    return product(hidden, 1, wo), (x_bte, wis, wo, projected, row_b, key)
+
+
+def _mlp_backward(units: _Units, kept, out_bar):
+    """One after the other the gradients of `wo`, of the input and of each of `wis`. That of a matrix is summed over
+    devices, and placed as the matrix is, before anything goes on.
+
+    The compiler else makes those of all matrices first, beside the gathered matrices that the input's is yet to be
+    made with, and holds them whole until the end of the layer (docs/decisions/0009).
+    """
+    x_bte, wis, wo, projected, row_b, key = kept
+    drop = functools.partial(dropout, key=key, row_b=row_b, rate=units.dropout_rate)
+
+    wo_bar = sharding.constrain(_matrix_bar(drop(units.activate(*projected)), out_bar), WO)
+    wo_bar, out_bar, projected = jax.lax.optimization_barrier((wo_bar, out_bar, projected))
+
+    hidden_bar = drop(_input_bar(out_bar, wo))
+    x_bars = map(_input_bar, units.projection_bars(projected, hidden_bar), wis)
+    x_bar = sharding.constrain(functools.reduce(operator.add, x_bars), INPUT)
+
+    hidden_bar, projected, x_bar = jax.lax.optimization_barrier((hidden_bar, projected, x_bar))
+
+    wi_bars = []
+    for i in range(len(wis)):
+        # Made once more, inside of the product: held, each would take as much as a projection.
+        projection_bar = units.projection_bars(projected, hidden_bar)[i]
+        wi_bar = sharding.constrain(_matrix_bar(x_bte, projection_bar), WI)
+        wi_bar, hidden_bar, projected, x_bar = jax.lax.optimization_barrier((wi_bar, hidden_bar, projected, x_bar))
+        wi_bars.append(wi_bar)
+    return x_bar, tuple(wi_bars), wo_bar, None, None
+
+
+_mlp.defvjp(_mlp_forward, _mlp_backward)
+
+
+def _input_bar(out_bar: jax.Array, matrix: jax.Array) -> jax.Array:
+    """The gradient of the input of a product with `matrix`."""
+    x = jax.ShapeDtypeStruct((*out_bar.shape[:-1], matrix.shape[0]), out_bar.dtype)
+    return jax.linear_transpose(lambda x: product(x, 1, matrix), x)(out_bar)[0]
+
+
+def _matrix_bar(x: jax.Array, out_bar: jax.Array) -> jax.Array:
+    """The gradient of the matrix of a product with `x`."""
+    matrix = jax.ShapeDtypeStruct((x.shape[-1], out_bar.shape[-1]), x.dtype)
+    return jax.linear_transpose(lambda matrix: product(x, 1, matrix), matrix)(out_bar)[0]

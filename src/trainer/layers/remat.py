@@ -2,13 +2,15 @@
 
 Layers name them with `jax.ad_checkpoint.checkpoint_name`. A block's input is kept whatever the policy says, and of the
 named tensors those that the backward pass reads: mlpwo is only added to the residual stream, so that no policy spends
-memory on it.
+memory on it. What is the same in every layer is kept once for all of them, under every policy.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+
+from trainer.ops.rope import ROTATION
 
 # The second argument of jax.checkpoint.
 Policy = Callable[..., Any]
@@ -60,7 +62,7 @@ def make_policy(name: str, choices: Mapping[str, str]) -> Policy | None:
     else:
         kept = () if name in OFFLOADED else KEPT[name]
     return jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=kept,
+        names_which_can_be_saved=(*kept, ROTATION),
         names_which_can_be_offloaded=offloaded(name, choices),
         offload_src="device",
         offload_dst="pinned_host",

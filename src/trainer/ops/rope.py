@@ -6,6 +6,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+# What the factors of `rope` are called for rematerialization.
+ROTATION = "rotation"
 
 
 class Rope(NamedTuple):
@@ -37,8 +41,10 @@ def rope(x_bthd: jax.Array, position_bt: jax.Array, how: Rope) -> jax.Array:
     angle = position_bt[..., None, None].astype(jnp.float32) * frequency
     scale = attention_scale(how)
     cos, sin = scale * jnp.cos(angle), scale * jnp.sin(angle)
+    # The same in every layer: named, so that a rematerialized one does not make them again.
+    own, others = checkpoint_name((_joined(cos, cos, how), _joined(-sin, sin, how)), ROTATION)
     partner = _partner(x_bthd, how).astype(jnp.float32)  # before the cast: half as many bytes are moved
-    turned = x_bthd.astype(jnp.float32) * _joined(cos, cos, how) + partner * _joined(-sin, sin, how)
+    turned = x_bthd.astype(jnp.float32) * own + partner * others
     return turned.astype(x_bthd.dtype)
 
 

@@ -1,6 +1,7 @@
 """Single layers against their formulas in numpy."""
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -165,3 +166,14 @@ def test_a_frequent_token_loses_nothing_of_its_gradient():
     expected = np.zeros((8, 16))
     np.add.at(expected, np.asarray(id_bt), double(cotangent))
     np.testing.assert_allclose(gradient, expected, rtol=1e-5)
+
+
+def test_ids_are_not_sorted_before_there_is_something_to_sum():
+    """What a TPU's compiler sorts for the sum depends on `id_bt` alone: it would sort first, and hold it for long."""
+    layer = Embed(8, 16, rngs=nnx.Rngs(0), **FLOAT32)
+    graph, state = nnx.split(layer)
+    gradient = jax.grad(lambda state, ids: nnx.merge(graph, state)(ids).sum())
+    before, _ = str(jax.make_jaxpr(gradient)(state, jnp.zeros(4, int))).split("scatter-add")
+    held = re.search(r"(\w+):i32\[4\] \w+:f32\[4,16\] = optimization_barrier", before)
+    assert held
+    assert f" {held[1]} " in before[held.end() :]  # what indexes the sum is made of what the barrier gave

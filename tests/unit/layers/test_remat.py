@@ -147,6 +147,19 @@ def test_a_policy_keeps_what_its_name_says_where_it_says(combination, policy):
     assert kept(combination, remat_policy=policy) == expected | {"input": "device"}
 
 
+@pytest.mark.parametrize("combination", ALL_COMBINATIONS)
+def test_angles_of_positions_are_made_once_a_step(combination):
+    """Not in each layer, and not again for its backward pass, though nothing else is kept."""
+    loss, params = loss_and_arguments(combination, remat_policy="full")
+    found = list(equations(jax.make_jaxpr(jax.grad(loss))(params).jaxpr))
+    scans = [equation for equation in found if equation.primitive.name == "scan"]
+    assert len(scans) == 2
+    inside = [inner for scan in scans for inner in equations(scan.params["jaxpr"].jaxpr)]
+    assert "dot_general" in {equation.primitive.name for equation in inside}
+    assert "cos" in {equation.primitive.name for equation in found}
+    assert {"cos", "sin"}.isdisjoint(equation.primitive.name for equation in inside)
+
+
 @pytest.mark.parametrize("choice", ["device", "offload"])
 @pytest.mark.parametrize("tensor", ["context", *sorted(ATTENTION | HIDDEN), "mlpwo", "mlpwi"])
 def test_custom_keeps_one_tensor_alone(tensor, choice):
