@@ -140,8 +140,8 @@ def test_a_tpu_copies_no_heads_into_another_order():
 
 
 @needs_libtpu
-def test_a_tpu_holds_no_gradients_of_an_mlp_whole(monkeypatch):
-    """Nor gathered matrices beside them: the backward pass of autodiff, which the compiler orders, takes more."""
+def test_the_order_in_which_an_mlp_goes_backward_saves_memory(monkeypatch):
+    """Against what autodiff makes of its forward pass, which the compiler orders: measured, 0.78 of its temporaries."""
 
     def temporaries():
         sizes = {"base_emb_dim": 512, "base_mlp_dim": 8192, "base_num_decoder_layers": 2, "max_target_length": 512}

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from trainer import sharding
-from trainer.layers.dense import Dense
+from trainer.layers.dense import INPUT, OUTPUT, ROWS, Dense
 from trainer.layers.norm import RMSNorm
 from trainer.ops.attention import Dropout, Mask, dot_product_attention
 from trainer.ops.blockwise import blockwise_attention
@@ -27,12 +27,8 @@ OPS = {
 # Kernels that the compiler can not split: each device runs them on its own rows and heads.
 KERNELS = ("splash", "cudnn_flash_jax")
 
-ROWS = sharding.Axes(("activation_batch", "activation_length"))
 QUERIES = sharding.Axes((*ROWS, "activation_heads", None))
 KEYS = sharding.Axes((*ROWS, "activation_kv_heads", None))
-# What a layer of products with weights reads and writes: whole rows in, and out what lies between layers.
-INPUT = sharding.Axes((*ROWS, "activation_embed"))
-OUTPUT = sharding.Axes(("activation_batch", "activation_norm_length", "activation_embed"))
 
 
 class KVCache(NamedTuple):

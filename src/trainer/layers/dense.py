@@ -10,6 +10,11 @@ from flax import nnx
 from trainer import sharding
 from trainer.layers.param import param
 
+ROWS = sharding.Axes(("activation_batch", "activation_length"))
+# What a layer of products with weights reads and writes: whole rows in, and out what lies between layers.
+INPUT = sharding.Axes((*ROWS, "activation_embed"))
+OUTPUT = sharding.Axes(("activation_batch", "activation_norm_length", "activation_embed"))
+
 
 class Dense(nnx.Module):
     """A linear map from the last `len(in_shape)` axes of its input to `out_shape`, without a bias.
@@ -50,7 +55,7 @@ class Dense(nnx.Module):
         return self.kernel[...].astype(self.dtype)
 
 
-TABLE = ("vocab", "embed")
+TABLE = sharding.Axes(("vocab", "embed"))
 
 
 class Embed(nnx.Module):
@@ -63,14 +68,12 @@ class Embed(nnx.Module):
 
     def __call__(self, id_bt: jax.Array) -> jax.Array:
         """The rows of the table for `id_bt`: [b, t, e]."""
-        names = ("activation_batch", "activation_norm_length", "activation_embed")
-        return sharding.take(self.embedding[...], id_bt, names, self.dtype)
+        return sharding.take(self.embedding[...], id_bt, OUTPUT, self.dtype)
 
     def attend(self, x_bte: jax.Array) -> jax.Array:
         """Logits [b, t, v]: products of `x_bte` with every row of the table."""
         x_bte, table = sharding.settle_gradient(x_bte, self.embedding[...].astype(self.dtype), TABLE)
-        names = ("activation_batch", "activation_length", "activation_vocab")
-        return sharding.constrain(product(x_bte.astype(self.dtype), 1, table.T), names)
+        return sharding.constrain(product(x_bte.astype(self.dtype), 1, table.T), (*ROWS, "activation_vocab"))
 
 
 def product(x: jax.Array, inputs: int, kernel: jax.Array) -> jax.Array:

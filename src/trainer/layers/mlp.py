@@ -11,7 +11,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from trainer import sharding
-from trainer.layers.dense import Dense, product
+from trainer.layers.dense import INPUT, OUTPUT, ROWS, Dense, product
 from trainer.ops.dropout import dropout
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -23,9 +23,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "linear": lambda x: x,
 }
 
-INPUT = ("activation_batch", "activation_length", "activation_embed")
-HIDDEN = ("activation_batch", "activation_length", "activation_mlp")
-OUTPUT = ("activation_batch", "activation_norm_length", "activation_embed")
+HIDDEN = sharding.Axes((*ROWS, "activation_mlp"))
 # Of the matrices: those that project to hidden units, and the one that projects back.
 WI, WO = ("embed", "mlp"), ("mlp", "embed")
 
@@ -62,7 +60,7 @@ class MLP(nnx.Module):
         x_bte = sharding.constrain(x_bte, INPUT).astype(self.wo.dtype)
         names = self._projections()
         wis = tuple(getattr(self, name).weights() for name in names)
-        units = _Units(self.activations, tuple(name.replace("wi", "mlpwi") for name in names), self.dropout_rate)
+        units = _Units(self.activations, tuple(f"mlp{name}" for name in names), self.dropout_rate)
         out = _mlp(units, x_bte, wis, self.wo.weights(), row_b, key)
         return checkpoint_name(sharding.constrain(out, OUTPUT), "mlpwo")
 
@@ -75,12 +73,12 @@ class _Units(NamedTuple):
     dropout_rate: float
 
     def activate(self, *projected: jax.Array) -> jax.Array:
-        """Projections, each [b, t, h] -> hidden units [b, t, h], before dropout."""
+        """Projections, each [b, t, f] -> hidden units [b, t, f], before dropout."""
         factors = (ACTIVATIONS[name](x) for name, x in zip(self.activations, projected, strict=True))
         return functools.reduce(operator.mul, factors)
 
     def projection_bars(self, projected: tuple[jax.Array, ...], hidden_bar: jax.Array) -> tuple[jax.Array, ...]:
-        """The gradients of `projected` from that of what `activate` makes of them."""
+        """The gradients of `projected`, each [b, t, f], from that of what `activate` makes of them."""
         return jax.vjp(self.activate, *projected)[1](hidden_bar)
 
 
@@ -93,7 +91,10 @@ def _mlp(
     row_b: jax.Array,
     key: jax.Array | None,
 ) -> jax.Array:
-    """Hidden units from `x_bte` times each of `wis` [e, h], times `wo` [h, e]: [b, t, e]."""
+    """Hidden units from `x_bte` times each of `wis` [e, f], times `wo` [f, e]: [b, t, e].
+
+    Differentiable in reverse mode only, and where it runs: its gradients are placed by the mesh of the moment.
+    """
     return _mlp_forward(units, x_bte, wis, wo, row_b, key)[0]
 
 
@@ -114,12 +115,14 @@ def _mlp_backward(units: _Units, kept, out_bar):
     made with, and holds them whole until the end of the layer (docs/decisions/0009).
     """
     x_bte, wis, wo, projected, row_b, key = kept
+    out_bar = sharding.constrain(out_bar, INPUT)  # gathered once for both products with it
+    # Linear, entry by entry: its own transpose.
     drop = functools.partial(dropout, key=key, row_b=row_b, rate=units.dropout_rate)
 
     wo_bar = sharding.constrain(_matrix_bar(drop(units.activate(*projected)), out_bar), WO)
     wo_bar, out_bar, projected = jax.lax.optimization_barrier((wo_bar, out_bar, projected))
 
-    hidden_bar = drop(_input_bar(out_bar, wo))
+    hidden_bar = sharding.constrain(drop(_input_bar(out_bar, wo)), HIDDEN)
     x_bars = map(_input_bar, units.projection_bars(projected, hidden_bar), wis)
     x_bar = sharding.constrain(functools.reduce(operator.add, x_bars), INPUT)
 
@@ -139,12 +142,12 @@ _mlp.defvjp(_mlp_forward, _mlp_backward)
 
 
 def _input_bar(out_bar: jax.Array, matrix: jax.Array) -> jax.Array:
-    """The gradient of the input of a product with `matrix`."""
+    """The gradient [b, t, i] of what was multiplied by `matrix` [i, o], from that of the product [b, t, o]."""
     x = jax.ShapeDtypeStruct((*out_bar.shape[:-1], matrix.shape[0]), out_bar.dtype)
     return jax.linear_transpose(lambda x: product(x, 1, matrix), x)(out_bar)[0]
 
 
 def _matrix_bar(x: jax.Array, out_bar: jax.Array) -> jax.Array:
-    """The gradient of the matrix of a product with `x`."""
+    """The gradient [i, o] of the matrix that `x` [b, t, i] was multiplied by, from that of the product [b, t, o]."""
     matrix = jax.ShapeDtypeStruct((x.shape[-1], out_bar.shape[-1]), x.dtype)
     return jax.linear_transpose(lambda matrix: product(x, 1, matrix), matrix)(out_bar)[0]

@@ -2,7 +2,8 @@
 
 Layers name them with `jax.ad_checkpoint.checkpoint_name`. A block's input is kept whatever the policy says, and of the
 named tensors those that the backward pass reads: mlpwo is only added to the residual stream, so that no policy spends
-memory on it. What is the same in every layer is kept once for all of them, under every policy.
+memory on it. The factors of rotary positions, the same in every layer, are kept whatever the policy says: once, outside
+of a rolled loop; of an unrolled one the compiler merges them.
 """
 
 from collections.abc import Callable, Mapping

@@ -41,7 +41,7 @@ def rope(x_bthd: jax.Array, position_bt: jax.Array, how: Rope) -> jax.Array:
     angle = position_bt[..., None, None].astype(jnp.float32) * frequency
     scale = attention_scale(how)
     cos, sin = scale * jnp.cos(angle), scale * jnp.sin(angle)
-    # The same in every layer: named, so that a rematerialized one does not make them again.
+    # The same in every layer: named, so that they are made and kept outside of a loop over rematerialized layers.
     own, others = checkpoint_name((_joined(cos, cos, how), _joined(-sin, sin, how)), ROTATION)
     partner = _partner(x_bthd, how).astype(jnp.float32)  # before the cast: half as many bytes are moved
     turned = x_bthd.astype(jnp.float32) * own + partner * others

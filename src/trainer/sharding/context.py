@@ -115,7 +115,8 @@ def _rows_forward(table: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> Any:
 
 def _rows_backward(dtype: jnp.dtype, kept: Any, cotangent: jax.Array) -> Any:
     table, ids = kept  # of the table only shape and dtype are used
-    ids, cotangent = jax.lax.optimization_barrier((ids, cotangent))  # else they are sorted before, and held sorted
+    # The compiler sorts the ids for this sum: else before the backward pass, through which they would be held.
+    ids, cotangent = jax.lax.optimization_barrier((ids, cotangent))
     gradient = jnp.zeros(table.shape, jnp.float32).at[ids].add(cotangent.astype(jnp.float32))
     # The compiler else begins this sum with a tied head's gradient, for which it gathers that, whole.
     return jax.lax.optimization_barrier(gradient).astype(table.dtype), None
