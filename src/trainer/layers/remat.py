@@ -50,7 +50,7 @@ def offloaded(name: str, choices: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def make_policy(name: str, choices: Mapping[str, str]) -> Policy | None:
-    """What `jax.checkpoint` is given for a block, or None where nothing is computed again.
+    """What `jax.checkpoint` is given for a block, or None where no block is checkpointed.
 
     Args:
       name: none, custom, or a key of KEPT or OFFLOADED.
