@@ -10,7 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from trainer import sharding
-from trainer.layers.dense import INPUT, OUTPUT, ROWS, Dense
+from trainer.layers.dense import INPUT, RESIDUAL, ROWS, Dense
 from trainer.layers.norm import RMSNorm
 from trainer.ops.attention import Dropout, Mask, dot_product_attention
 from trainer.ops.blockwise import blockwise_attention
@@ -113,5 +113,5 @@ class Attention(nnx.Module):
         attended = attend(queries, keys, values, mask)
         if op != "splash":  # which names it itself, with what else its backward pass needs
             attended = checkpoint_name(attended, "context")
-        out = self.out(attended, OUTPUT)
+        out = self.out(attended, RESIDUAL)
         return checkpoint_name(out, "out_proj"), cache

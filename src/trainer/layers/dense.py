@@ -13,7 +13,7 @@ from trainer.layers.param import param
 ROWS = sharding.Axes(("activation_batch", "activation_length"))
 # What a layer of products with weights reads and writes: whole rows in, and out what lies between layers.
 INPUT = sharding.Axes((*ROWS, "activation_embed"))
-OUTPUT = sharding.Axes(("activation_batch", "activation_norm_length", "activation_embed"))
+RESIDUAL = sharding.Axes(("activation_batch", "activation_norm_length", "activation_embed"))
 
 
 class Dense(nnx.Module):
@@ -68,7 +68,7 @@ class Embed(nnx.Module):
 
     def __call__(self, id_bt: jax.Array) -> jax.Array:
         """The rows of the table for `id_bt`: [b, t, e]."""
-        return sharding.take(self.embedding[...], id_bt, OUTPUT, self.dtype)
+        return sharding.take(self.embedding[...], id_bt, RESIDUAL, self.dtype)
 
     def attend(self, x_bte: jax.Array) -> jax.Array:
         """Logits [b, t, v]: products of `x_bte` with every row of the table."""

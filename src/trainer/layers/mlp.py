@@ -11,7 +11,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from trainer import sharding
-from trainer.layers.dense import INPUT, OUTPUT, ROWS, Dense, product
+from trainer.layers.dense import INPUT, RESIDUAL, ROWS, Dense, product
 from trainer.ops.dropout import dropout
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -62,7 +62,7 @@ class MLP(nnx.Module):
         wis = tuple(getattr(self, name).weights() for name in names)
         units = _Units(self.activations, tuple(f"mlp{name}" for name in names), self.dropout_rate)
         out = _mlp(units, x_bte, wis, self.wo.weights(), row_b, key)
-        return checkpoint_name(sharding.constrain(out, OUTPUT), "mlpwo")
+        return checkpoint_name(sharding.constrain(out, RESIDUAL), "mlpwo")
 
 
 class _Units(NamedTuple):
@@ -93,7 +93,8 @@ def _mlp(
 ) -> jax.Array:
     """Hidden units from `x_bte` times each of `wis` [e, f], times `wo` [f, e]: [b, t, e].
 
-    Differentiable in reverse mode only, and where it runs: its gradients are placed by the mesh of the moment.
+    Differentiable in reverse mode only, and to be differentiated inside of the same `on_mesh`: the backward pass places
+    its gradients by the mesh that is current when it is traced.
     """
     return _mlp_forward(units, x_bte, wis, wo, row_b, key)[0]
 

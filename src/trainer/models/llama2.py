@@ -6,7 +6,7 @@ from flax import nnx
 
 from trainer import sharding
 from trainer.layers.attention import Attention, KVCache
-from trainer.layers.dense import OUTPUT
+from trainer.layers.dense import RESIDUAL
 from trainer.layers.mlp import MLP
 from trainer.layers.norm import RMSNorm
 from trainer.layers.sown import Activation, Total, sow
@@ -15,7 +15,7 @@ from trainer.ops.dropout import dropout
 from trainer.ops.rope import Rope
 
 # Dropout sites of a block.
-ATTENTION, HIDDEN, LAST = range(3)
+ATTENTION, HIDDEN, OUTPUT = range(3)
 
 
 def make_rope(config) -> Rope:
@@ -80,10 +80,10 @@ class Block(nnx.Module):
         h = self.pre_self_attention_layer_norm(x_bte)
         h, cache = self.self_attention(h, cache, position_bt, segment_bt, row_b, keys[ATTENTION])
         sow(self, Activation, "attention_output", h)
-        x = sharding.constrain(x_bte + h, OUTPUT)
+        x = sharding.constrain(x_bte + h, RESIDUAL)
         h = self.mlp(self.post_self_attention_layer_norm(x), row_b, keys[HIDDEN])
         sow(self, Activation, "mlp_output", h)
-        x = sharding.constrain(dropout(x + h, keys[LAST], row_b, self.dropout_rate), OUTPUT)
+        x = sharding.constrain(dropout(x + h, keys[OUTPUT], row_b, self.dropout_rate), RESIDUAL)
         self._sow_statistics(x, segment_bt)
         return x, cache
 

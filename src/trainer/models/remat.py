@@ -8,7 +8,7 @@ from trainer.layers.remat import TENSORS, Policy, make_policy, offloaded
 
 
 def remat_policy(config: Any) -> Policy | None:
-    """What a checkpointed block keeps, or None where nothing is computed again; see `layers.remat.make_policy`."""
+    """What a checkpointed block keeps, or None where no block is checkpointed; see `layers.remat.make_policy`."""
     return make_policy(config.remat_policy, _choices(config))
 
 

@@ -115,7 +115,7 @@ def _rows_forward(table: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> Any:
 
 def _rows_backward(dtype: jnp.dtype, kept: Any, cotangent: jax.Array) -> Any:
     table, ids = kept  # of the table only shape and dtype are used
-    # The compiler sorts the ids for this sum: else before the backward pass, through which they would be held.
+    # The compiler sorts the ids for this sum; untied, it does so before the backward pass, and holds them through it.
     ids, cotangent = jax.lax.optimization_barrier((ids, cotangent))
     gradient = jnp.zeros(table.shape, jnp.float32).at[ids].add(cotangent.astype(jnp.float32))
     # The compiler else begins this sum with a tied head's gradient, for which it gathers that, whole.

@@ -37,7 +37,7 @@ def loss_of(activations, dtype=jnp.float32, rate=0.0):
     return loss, params, x
 
 
-def without_mine(monkeypatch):
+def with_autodiff(monkeypatch):
     """Autodiff of the forward pass in place of the backward pass that is written out."""
     monkeypatch.setattr(mlp, "_mlp", lambda *args: mlp._mlp_forward(*args)[0])
 
@@ -48,7 +48,7 @@ def without_mine(monkeypatch):
 def test_gradients_are_the_bits_of_autodiff(activations, dtype, rate, monkeypatch):
     loss, params, x = loss_of(activations, jnp.dtype(dtype), rate)
     found = jax.grad(loss, argnums=(0, 1))(params, x)
-    without_mine(monkeypatch)
+    with_autodiff(monkeypatch)
     expected = jax.grad(loss, argnums=(0, 1))(params, x)
     for a, b in zip(jax.tree.leaves(expected[0]), jax.tree.leaves(found[0]), strict=True):
         assert (a.dtype, b.dtype) == (jnp.float32, jnp.float32)
@@ -70,7 +70,7 @@ def test_gradients_on_a_mesh_are_those_of_autodiff_off_it(rate, monkeypatch):
     # The hidden units' gradient too is placed: after the two projections.
     placed = NamedSharding(mesh, P(("data", "fsdp"), None, "tensor"))
     assert text.count(f"spec={placed.spec}") == 3, text
-    without_mine(monkeypatch)
+    with_autodiff(monkeypatch)
     loss, params, x = loss_of(["silu", "linear"], rate=rate)
     expected = jax.grad(loss, argnums=(0, 1))(params, x)
     for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
@@ -92,7 +92,7 @@ def test_nothing_is_made_before_its_turn():
         products += [behind] * str(equation).count("dot_general[")
         passed |= dict.fromkeys(equation.outvars, behind)
     first, second, third = {0}, {0, 1}, {0, 1, 2}
-    # hidden = two projections, out; wo's gradient; the hidden units' and twice the input's; wi_0's; wi_1's.
+    # Two projections, out; wo's gradient; the hidden units' and twice the input's; wi_0's; wi_1's.
     assert products == [set(), set(), set(), set(), first, first, first, second, third]
     # Nothing goes on from the input's gradient, the last result, before the last of the matrices'.
     assert passed[jaxpr.outvars[-1]] == {0, 1, 2, 3}
