@@ -250,7 +250,7 @@ def test_the_gradient_of_the_head_is_settled(tied):
     assert [line for line in barriers if head in line], barriers
 
 
-def test_no_remat_recomputes_nothing():
+def test_no_remat_recomputes_no_product():
     def products(policy):
         run = build(load(arguments("nnx", remat_policy=policy)).config, jax.devices()[:1])
         return str(jax.make_jaxpr(run.step)(*run.abstract_args())).count("dot_general")
