@@ -71,7 +71,7 @@ def describe(config: Any, side: str = "") -> dict[str, Any]:
     try:
         return build(config, devices).table()
     except UserError as error:
-        raise UserError(f"{side}: {error}" if side else str(error)) from None
+        raise type(error)(f"{side}: {error}" if side else str(error)) from None
 
 
 def _beside(sides: Sequence[Side], found: dict[str, Any]) -> str:

@@ -48,7 +48,7 @@ def native_step(run, state):
             def loss(params):
                 return mean_loss(nnx.merge(graphdef, params)(*(batch[name] for name in FIELDS)), batch)
 
-            train_state.optimizer.update(train_state.model, jax.grad(loss)(params))
+            train_state.apply_gradients(jax.grad(loss)(params))
             return nnx.split(train_state)[1]
 
         return step

@@ -1,16 +1,39 @@
 """The native train state of NNX."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import optax
 from flax import nnx
 
 
 class TrainStateNNX(nnx.Module):
-    """A model and its `nnx.Optimizer`. Split, it is an `nnx.State` with the top-level keys `model` and `optimizer`."""
+    """A model and its `nnx.Optimizer`. Split, it is an `nnx.State` with the top-level keys `model` and `optimizer`.
 
-    def __init__(self, model: nnx.Module, optimizer: nnx.Optimizer):
+    A state for inference may have no optimizer; its split state then has the key `model` alone.
+    """
+
+    def __init__(self, model: nnx.Module, optimizer: nnx.Optimizer | None = None):
         self.model = model
         self.optimizer = optimizer
+
+    def apply_gradients(self, grads: Any, **kwargs: Any) -> None:
+        """Update model and optimizer in place by one step.
+
+        Args:
+          grads: of the model's parameters, as `nnx.grad` gives them: an `nnx.State`, or a module in tree mode.
+          kwargs: extra arguments of the optax transformation, such as `value` of `optax.contrib.reduce_on_plateau`.
+            Trees that go with the parameters are given as an `nnx.State`.
+
+        Raises:
+          RuntimeError: the state has no optimizer.
+        """
+        if self.optimizer is None:
+            raise RuntimeError(
+                "apply_gradients: this TrainStateNNX has no optimizer; give one, TrainStateNNX(model, "
+                "nnx.Optimizer(model, tx, wrt=nnx.Param))"
+            )
+        self.optimizer.update(self.model, grads, **kwargs)
 
 
 def make_train_state(model: nnx.Module, tx: optax.GradientTransformation) -> TrainStateNNX:
@@ -22,7 +45,7 @@ def make_train_state(model: nnx.Module, tx: optax.GradientTransformation) -> Tra
 
 
 def over_dicts(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`tx`, seeing nested dicts where NNX hands it an `nnx.State`.
+    """`tx`, seeing nested dicts where NNX hands it an `nnx.State`, extra arguments included.
 
     Masks, labels and Muon's dimensions are functions of names and shapes; they, and the order in which a global norm
     is summed, then do not depend on the module system.
@@ -33,6 +56,7 @@ def over_dicts(tx: optax.GradientTransformation) -> optax.GradientTransformation
         return inner.init(_to_dict(params))
 
     def update(updates, state, params=None, **extra):
+        extra = {name: _to_dict(value) for name, value in extra.items()}
         new, state = inner.update(_to_dict(updates), state, _to_dict(params), **extra)
         if isinstance(updates, nnx.State):
             new = nnx.State(new)

@@ -3,7 +3,7 @@
 from trainer.config.data_keys import parse_mixture
 from trainer.config.derived import eval_batch_rows, global_batch_rows, mesh_axes, microbatch_rows
 from trainer.config.dump import to_yaml
-from trainer.config.errors import RunStopped, UserError, exit_on_user_error, nearest
+from trainer.config.errors import NotBuilt, RunStopped, UserError, exit_on_user_error, nearest
 from trainer.config.flags import COMBINATIONS, combination, flags_of, linen_stack
 from trainer.config.help import help_text
 from trainer.config.load import Loaded, load
@@ -17,6 +17,7 @@ __all__ = [
     "COMBINATIONS",
     "Key",
     "Loaded",
+    "NotBuilt",
     "RunStopped",
     "Schema",
     "Side",

@@ -9,7 +9,7 @@ from trainer.config import flags
 from trainer.config.data_keys import DATA_CHECKS
 from trainer.config.derived import DCN, ICI, MESH_AXES, UNUSED_AXES
 from trainer.config.dump import to_flow
-from trainer.config.errors import nearest
+from trainer.config.errors import Unbuilt, nearest
 from trainer.config.rules import collisions
 from trainer.config.topologies import find_topology
 
@@ -34,7 +34,7 @@ def contradictions(config: Any, where: Mapping[str, str], broken: set[str]) -> l
     for check in CHECKS:
         if broken.isdisjoint(check.keys) and (problem := check.problem(config)):
             shown = ", ".join(f"{key}={_shown(config[key])} ({where[key]})" for key in check.keys)
-            messages.append(f"{shown}: {problem}")
+            messages.append(type(problem)(f"{shown}: {problem}"))  # an Unbuilt stays one
     return messages
 
 
@@ -81,7 +81,7 @@ def _output_directory(config: Any) -> str | None:
 def _bucket(key: str) -> Callable[[Any], str | None]:
     def problem(config: Any) -> str | None:
         scheme, separator, _ = config[key].partition("://")
-        return "of remote paths only gs:// is built" if separator and scheme != "gs" else None
+        return Unbuilt("of remote paths only gs:// is built") if separator and scheme != "gs" else None
 
     return problem
 
@@ -181,7 +181,7 @@ def _open_axes(keys: Sequence[str]) -> Callable[[Any], str | None]:
 
 
 def _unused_axis(key: str, reason: str) -> Callable[[Any], str | None]:
-    return lambda config: None if config[key] == 1 else f"{reason}; leave it at 1"
+    return lambda config: None if config[key] == 1 else Unbuilt(f"{reason}; leave it at 1")
 
 
 def _rules(config: Any) -> str | None:

@@ -6,7 +6,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from trainer.config.errors import UserError
+from trainer.config.errors import Unbuilt, UserError
 
 # The keys that only one dataset_type reads.
 OWN_KEYS = {
@@ -154,7 +154,7 @@ def local(key: str) -> Problem:
     """Refuses a remote path."""
 
     def problem(config: Any) -> str | None:
-        return "remote paths are not built yet; give a local folder" if "://" in config[key] else None
+        return Unbuilt("remote paths are not built yet; give a local folder") if "://" in config[key] else None
 
     return problem
 

@@ -15,6 +15,14 @@ class UserError(ValueError):
     """A user's mistake. The message says what is wrong, where, and what the nearest valid choice is."""
 
 
+class NotBuilt(UserError, NotImplementedError):
+    """A setting that has a meaning but no implementation here yet, alone or among other mistakes."""
+
+
+class Unbuilt(str):
+    """The message of a mistake that asks for what is not built yet: with it among the mistakes, `report` gives NotBuilt."""
+
+
 class RunStopped(RuntimeError):
     """What ends a run by the run's own rules, such as a loss of NaN. The message says what to do."""
 
@@ -48,9 +56,10 @@ def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
 
 
 def report(mistakes: Sequence[str]) -> UserError:
-    """One error for all `mistakes` of a stage, one line each."""
+    """One error for all `mistakes` of a stage, one line each; a NotBuilt if one of them is `Unbuilt`."""
     count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
-    return UserError("\n  ".join([f"{count} in the configuration:", *mistakes]))
+    kind = NotBuilt if any(isinstance(mistake, Unbuilt) for mistake in mistakes) else UserError
+    return kind("\n  ".join([f"{count} in the configuration:", *mistakes]))
 
 
 def nearest(word: str, names: Iterable[str]) -> str:

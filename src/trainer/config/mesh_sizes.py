@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from trainer.config.derived import DCN, ICI, UNUSED_AXES
+from trainer.config.errors import Unbuilt
 
 
 def fill_mesh(values: dict[str, Any], device_count: int, num_slices: int | None) -> list[str]:
@@ -13,6 +14,8 @@ def fill_mesh(values: dict[str, Any], device_count: int, num_slices: int | None)
     `num_slices` is None for devices that know of no slices, such as those of a CPU: then there are as many slices as
     the sizes over slices ask for.
     """
+    if missing := _unbuilt(values):
+        return missing
     if num_slices is None:
         num_slices = math.prod(size for size in _sizes(values, DCN).values() if size != -1)
         if device_count % num_slices:
@@ -24,6 +27,16 @@ def fill_mesh(values: dict[str, Any], device_count: int, num_slices: int | None)
     return [
         *_fill(values, ICI, device_count // num_slices, f"{_count(device_count // num_slices, 'device')}{in_slices}"),
         *_fill(values, DCN, num_slices, _count(num_slices, "slice")),
+    ]
+
+
+def _unbuilt(values: Mapping[str, Any]) -> list[str]:
+    """One line for each axis that nothing uses yet: a configuration may have been changed since it was loaded."""
+    return [
+        Unbuilt(f"{keys[axis]}={values[keys[axis]]}: {reason}; leave it at 1")
+        for axis, reason in UNUSED_AXES.items()
+        for keys in (ICI, DCN)
+        if values[keys[axis]] != 1
     ]
 
 

@@ -98,4 +98,4 @@ def _load(side: str, argv: Sequence[str]) -> Loaded:
     try:
         return load(argv)
     except UserError as error:
-        raise UserError(f"{side}: {error}") from None
+        raise type(error)(f"{side}: {error}") from None

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from trainer.config import UserError
+from trainer.config import NotBuilt, UserError
 
 # Orbax writes it into a folder of a bucket as its last act: what has it is whole.
 COMMITTED = "commit_success.txt"
@@ -24,7 +24,7 @@ def folder(text: str) -> Any:
     if "://" not in text:
         return Path(text).expanduser()
     if not text.startswith("gs://"):
-        raise UserError(f"{text}: of remote paths only gs:// is built")
+        raise NotBuilt(f"{text}: of remote paths only gs:// is built")
     from etils import epath
 
     path = epath.Path(text)

@@ -2,7 +2,9 @@
 
 import pytest
 
-from trainer.config import UserError, load, schema
+from trainer import train, train_compile
+from trainer.config import NotBuilt, UserError, load, resolve, schema
+from trainer.config.derived import DCN, ICI, UNUSED_AXES
 
 
 @pytest.mark.parametrize(
@@ -86,6 +88,37 @@ def test_contradictions(words, message):
     with pytest.raises(UserError, match=message) as caught:
         load(words.split())
     assert "1 mistake in" in str(caught.value)
+
+
+@pytest.mark.parametrize("key", [keys[axis] for axis in UNUSED_AXES for keys in (ICI, DCN)])
+@pytest.mark.parametrize("main", [train.main, train_compile.main])
+def test_what_is_not_built_is_also_a_not_implemented_error(main, key, capsys):
+    """It still ends with code 2, beside the other mistakes."""
+    words = ["base.yml", f"{key}=2", "stps=3", "compile_topology=cpu-8"]
+    with pytest.raises(NotImplementedError) as caught:
+        main.__wrapped__(words)
+    assert isinstance(caught.value, UserError)
+    assert "mistakes in the configuration:\n  stps=3" in str(caught.value)
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert f"\n  {key}=2 (command line): " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", [ICI["stage"], DCN["stage"]])
+def test_what_is_not_built_is_refused_after_loading_too(key):
+    config = load(["base.yml", "dataset_type=synthetic"]).config
+    config[key] = 2
+    with pytest.raises(NotBuilt, match=f"{key}=2: there is no pipeline of layers yet; leave it at 1"):
+        resolve(config, device_count=8, platform="cpu")
+
+
+def test_other_mistakes_are_not_called_unbuilt():
+    with pytest.raises(UserError) as caught:
+        load(["stps=3"])
+    assert not isinstance(caught.value, NotImplementedError)
+    with pytest.raises(NotBuilt, match="of remote paths only gs:// is built"):
+        load(["base_output_directory=s3://bucket/x"])
 
 
 @pytest.mark.parametrize(
