@@ -20,7 +20,7 @@ class NotBuilt(UserError, NotImplementedError):
 
 
 class Unbuilt(str):
-    """The message of a mistake that asks for what is not built yet: with it among the mistakes, `report` gives NotBuilt."""
+    """The message of a mistake that asks for what is not built yet; `report` makes a NotBuilt of it."""
 
 
 class RunStopped(RuntimeError):
