@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from trainer.config import UserError, exit_on_user_error, load
 from trainer.config.topologies import Topology, find_topology
-from trainer.runtime.allocator import start_again_with_fast_allocator
 from trainer.runtime.platforms import prepare_compile_only_tpu, simulate_cpu_devices
 
 DOES_NOT_FIT = 3  # exit code
@@ -127,6 +126,5 @@ def _write(path: Path, values: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    start_again_with_fast_allocator()
     gc.disable()  # saves 0.3 s of tracing; the process ends soon
     main()
