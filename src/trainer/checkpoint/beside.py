@@ -4,8 +4,7 @@ import json
 from collections.abc import Awaitable, Mapping
 from typing import Any, NamedTuple
 
-import yaml
-
+from trainer.config import read_saved
 from trainer.runtime.storage import entries
 
 CONFIG, DATA, METRICS, TOKENIZER = "config.yml", "data.json", "metrics.json", "tokenizer"
@@ -80,6 +79,10 @@ def read_metrics(folder: Any) -> dict[str, float]:
     return json.loads((folder / METRICS).read_text(encoding="utf-8"))
 
 
-def saved_config(beside: Beside) -> dict[str, Any]:
-    """The keys of the resolved configuration that the checkpoint was saved under."""
-    return yaml.safe_load(beside.config)
+def saved_config(beside: Beside, where: Any) -> dict[str, Any]:
+    """The keys of the resolved configuration that the checkpoint `where` was saved under.
+
+    Raises:
+      UserError: its config.yml is none.
+    """
+    return read_saved(beside.config, f"{where}/{CONFIG}")

@@ -6,8 +6,9 @@ from typing import Any
 
 import yaml
 
-from trainer.config import UserError, load, resolve
+from trainer.config import UserError, load, read_saved, resolve
 from trainer.config.dump import to_flow
+from trainer.config.plain_yaml import read_text
 
 _ALWAYS = (
     *("decoder_block", "base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "base_mlp_dim"),
@@ -149,11 +150,10 @@ def read_model_yaml(path: Path) -> tuple[dict[str, Any], int | None]:
       UserError: the file is none, or a value is not allowed.
     """
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = read_text(path)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path}: not a table of `key: value` lines")
+    found = read_saved(text, str(path))
     config = _resolved(as_words({name: found[name] for name in sorted(MODEL) if name in found}))
     return described(config) | {ORDER: config[ORDER]}, found.get(LENGTH)
 

@@ -10,6 +10,7 @@ from trainer.config.load import Loaded, load
 from trainer.config.resolve import resolve
 from trainer.config.resume import check_resume
 from trainer.config.rules import make_rules
+from trainer.config.saved import read_saved
 from trainer.config.schema import Key, Schema, schema
 from trainer.config.sides import Side, differences, load_sides
 
@@ -38,6 +39,7 @@ __all__ = [
     "microbatch_rows",
     "nearest",
     "parse_mixture",
+    "read_saved",
     "resolve",
     "schema",
     "to_yaml",

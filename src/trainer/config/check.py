@@ -9,7 +9,7 @@ from trainer.config import flags
 from trainer.config.data_keys import DATA_CHECKS
 from trainer.config.derived import DCN, ICI, MESH_AXES, UNUSED_AXES
 from trainer.config.dump import to_flow
-from trainer.config.errors import Unbuilt, nearest
+from trainer.config.errors import Unbuilt, nearest, shortened
 from trainer.config.rules import collisions
 from trainer.config.topologies import find_topology
 
@@ -33,14 +33,9 @@ def contradictions(config: Any, where: Mapping[str, str], broken: set[str]) -> l
     messages = []
     for check in CHECKS:
         if broken.isdisjoint(check.keys) and (problem := check.problem(config)):
-            shown = ", ".join(f"{key}={_shown(config[key])} ({where[key]})" for key in check.keys)
+            shown = ", ".join(f"{key}={shortened(to_flow(config[key]))} ({where[key]})" for key in check.keys)
             messages.append(type(problem)(f"{shown}: {problem}"))  # an Unbuilt stays one
     return messages
-
-
-def _shown(value: Any) -> str:
-    text = to_flow(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _kept(config: Any) -> str | None:

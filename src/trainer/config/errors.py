@@ -66,3 +66,9 @@ def nearest(word: str, names: Iterable[str]) -> str:
     """The end of a message, `; nearest: NAME`, or nothing where no name resembles `word`."""
     close = difflib.get_close_matches(word, list(names), n=1, cutoff=0.4)
     return f"; nearest: {close[0]}" if close else ""
+
+
+def shortened(text: str) -> str:
+    """`text` on one line, for a message; its beginning where it is long."""
+    line = " ".join(text[:400].split())
+    return line if len(line) <= 80 and len(text) <= 400 else f"{line[:77]}..."

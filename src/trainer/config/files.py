@@ -1,12 +1,15 @@
 """YAML files that give keys: the user's, its parents and the presets."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
-from trainer.config.schema import BASE_YML, LOADER, Schema
+from trainer.config.errors import shortened
+from trainer.config.paths import path_problem
+from trainer.config.plain_yaml import compose, flatten, read_text, repeated_keys
+from trainer.config.schema import BASE_YML, Schema
 
 PRESETS = Path(__file__).parent / "models"
 COMMAND_LINE = "command line"  # where a setting comes from, if from no file
@@ -30,6 +33,7 @@ class YmlFile:
     path: Path
     entries: list[Entry]
     is_root: bool = False
+    repeated: Sequence[str] = ()  # a line for each key that it gives more than once
 
 
 def preset_names() -> list[str]:
@@ -50,7 +54,8 @@ def read_chain(name: str, schema: Schema) -> tuple[list[YmlFile], list[str], lis
     while True:
         path = _find(wanted, folder, [file.path for file in files])
         if path is None:
-            mistakes.append(f"{wanted} ({where}): there is no such file; the packed base.yml is called base.yml")
+            why = path_problem(wanted) or "there is no such file; the packed base.yml is called base.yml"
+            mistakes.append(f"{shortened(wanted)} ({where}): {why}")
             break
         if path == BASE_YML:
             if wanted.startswith(_MAXTEXT_CONFIGS):
@@ -59,9 +64,9 @@ def read_chain(name: str, schema: Schema) -> tuple[list[YmlFile], list[str], lis
         if path.resolve() in [file.path.resolve() for file in files]:
             mistakes.append(f"base_config={wanted} ({where}): the file is its own parent")
             break
-        entries, problem = read_file(path)
+        entries, problem, repeated = read_file(path)
         parent = _take_parent(entries)
-        files.append(YmlFile(path, entries, is_root=parent is None))
+        files.append(YmlFile(path, entries, is_root=parent is None, repeated=repeated))
         if problem:
             mistakes.append(problem)
         elif parent is None:
@@ -72,27 +77,32 @@ def read_chain(name: str, schema: Schema) -> tuple[list[YmlFile], list[str], lis
     return files[::-1], mistakes, notes
 
 
-def read_file(path: Path) -> tuple[list[Entry], str | None]:
-    """The entries of the YAML file `path`, and why they could not be read."""
+def read_file(path: Path) -> tuple[list[Entry], str | None, list[str]]:
+    """The entries of the YAML file `path`, why they could not be read, and a line for each key given more than once."""
     try:
-        text = path.read_text(encoding="utf-8")
-        loader = LOADER(text)
-        node = loader.get_single_node()
+        text = read_text(path)
+        node = compose(text)
+        repeated: list[str] = []
         if isinstance(node, yaml.MappingNode):
-            loader.flatten_mapping(node)
+            repeated = [
+                f"{path}:{lines[-1]}: {shortened(key)} is given {len(lines)} times, first in line {lines[0]}; the last "
+                "one counts"
+                for key, lines in repeated_keys(node).items()
+            ]
+            flatten(node)
     except OSError as error:
-        return [], f"{path}: cannot be read: {error.strerror}"
+        return [], f"{path}: cannot be read: {error.strerror}", []
     except UnicodeDecodeError:
-        return [], f"{path}: not UTF-8 text"
+        return [], f"{path}: not UTF-8 text", []
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else f"{path}"
-        return [], f"{where}: not YAML: {getattr(error, 'problem', None) or error}"
+        return [], f"{where}: not YAML: {getattr(error, 'problem', None) or error}", []
     if node is None:
-        return [], None
+        return [], None, []
     if not isinstance(node, yaml.MappingNode):
-        return [], f"{path}: not a table of `key: value` lines"
-    return [_entry(path, text, key, value) for key, value in node.value], None
+        return [], f"{path}: not a table of `key: value` lines", []
+    return [_entry(path, text, key, value) for key, value in node.value], None, repeated
 
 
 def _entry(path: Path, text: str, key: yaml.Node, value: yaml.Node) -> Entry:
@@ -111,6 +121,8 @@ def _take_parent(entries: list[Entry]) -> Entry | None:
 
 def _find(wanted: str, folder: Path, visited: Iterable[Path]) -> Path | None:
     """The file `wanted` as seen from `folder`; base.yml is the packed one where no other file has that name."""
+    if path_problem(wanted):
+        return None
     path = folder / wanted
     is_base = wanted == "base.yml"
     itself = is_base and path.exists() and path.resolve() in [other.resolve() for other in visited]

@@ -4,7 +4,6 @@ import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import ml_collections
@@ -12,10 +11,11 @@ import ml_collections
 from trainer.config.check import contradictions
 from trainer.config.dump import to_flow
 from trainer.config.effects import without_effect
-from trainer.config.errors import nearest, report
+from trainer.config.errors import nearest, report, shortened
 from trainer.config.files import COMMAND_LINE, PRESETS, Entry, YmlFile, preset_names, read_chain, read_file
 from trainer.config.flags import removal
 from trainer.config.help import help_text
+from trainer.config.paths import is_file
 from trainer.config.rules import merge_rules, read_rules
 from trainer.config.schema import Key, Schema, schema
 from trainer.config.values import check, read_node, read_text
@@ -39,7 +39,7 @@ class Loaded:
     Attributes:
       config: every key of base.yml with its value; `auto`, -1 and other open values are still open.
       changed: the keys that the user's yml or the command line gives, and where.
-      warnings: given keys that have no effect under the chosen settings, one line each.
+      warnings: keys that a file gives twice, and given keys without effect under the chosen settings, one line each.
       notes: what was understood differently from how it was written, and what of the preset was changed, one line each.
     """
 
@@ -59,10 +59,10 @@ class _Reader:
 
     def setting(self, name: str, given: str, where: str, read: Callable[[Key], Any]) -> dict[str, Setting]:
         """{name: setting}, or {} after a mistake."""
-        shown = f"{name}={_short(given)} ({where})"
+        shown = f"{shortened(name)}={shortened(given)} ({where})"
         key = self.schema.keys.get(name)
         if key is None:
-            self.mistakes.append(f"{shown}: there is no key {name}{nearest(name, self.schema.keys)}")
+            self.mistakes.append(f"{shown}: there is no key {shortened(name)}{nearest(name, self.schema.keys)}")
             return {}
         problems: list[str] = []
         try:
@@ -126,14 +126,15 @@ def load(argv: Sequence[str]) -> Loaded:
     notes += _changes(preset, values)
     if notice := removal(config):
         notes.append(notice)
-    return Loaded(config, changed, without_effect(config, changed), notes)
+    warnings = [line for file in files for line in file.repeated] + without_effect(config, changed)
+    return Loaded(config, changed, warnings, notes)
 
 
 def _split(argv: Sequence[str]) -> tuple[str, Sequence[str]]:
     """The yml that the first word names, else base.yml, and the other words."""
     first = argv[0] if argv else ""
-    looks_like_yml = first.endswith(_YML_ENDINGS) and ("=" not in first or Path(first).is_file())
-    if looks_like_yml or ("=" not in first and not first.startswith("-") and Path(first).is_file()):
+    looks_like_yml = first.endswith(_YML_ENDINGS) and ("=" not in first or is_file(first))
+    if looks_like_yml or ("=" not in first and not first.startswith("-") and is_file(first)):
         return first, argv[1:]
     return "base.yml", argv
 
@@ -144,7 +145,7 @@ def _command_line(reader: _Reader, words: Sequence[str]) -> dict[str, Setting]:
         name, equals, text = word.partition("=")
         problem = _malformed(reader.schema, name, bool(equals), text)
         if problem:
-            reader.mistakes.append(f"{_short(word)} ({COMMAND_LINE}): {problem}")
+            reader.mistakes.append(f"{shortened(word)} ({COMMAND_LINE}): {problem}")
         else:
             settings |= reader.setting(name, text, COMMAND_LINE, functools.partial(read_text, text=text))
     return settings
@@ -155,7 +156,7 @@ def _malformed(schema: Schema, name: str, has_value: bool, text: str) -> str | N
     if name.startswith("-"):
         if bare not in schema.keys:
             return f"there is no such option; keys are written key=value, --help lists them{nearest(bare, schema.keys)}"
-        return f"keys have no dashes; write {bare}={text if has_value else 'VALUE'}"
+        return f"keys have no dashes; write {bare}={shortened(text) if has_value else 'VALUE'}"
     if has_value:
         return None
     if name.endswith(_YML_ENDINGS):
@@ -167,11 +168,11 @@ def _preset(reader: _Reader, model_name: Setting) -> dict[str, Setting]:
     name = model_name.value
     if name not in preset_names():
         allowed = f"{', '.join(preset_names())}{nearest(name, preset_names())}"
-        shown = f"model_name={_short(name)} ({model_name.where})"
+        shown = f"model_name={shortened(name)} ({model_name.where})"
         reader.mistakes.append(f"{shown}: there is no such preset; allowed: {allowed}")
     if name == "default" or name not in preset_names():
         return {}
-    entries, problem = read_file(PRESETS / f"{name}.yml")
+    entries, problem, _ = read_file(PRESETS / f"{name}.yml")
     assert problem is None, problem
     return reader.file(YmlFile(PRESETS / f"{name}.yml", entries))
 
@@ -192,8 +193,3 @@ def _merge(below: dict[str, Setting], above: dict[str, Setting]) -> dict[str, Se
         rules = merge_rules(below[_RULES].value, above[_RULES].value)
         merged[_RULES] = Setting(rules, above[_RULES].where)
     return merged
-
-
-def _short(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= 80 else f"{line[:77]}..."

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from trainer.config.derived import MESH_AXES
-from trainer.config.errors import nearest
+from trainer.config.errors import nearest, shortened
 
 Rule = list[Any]  # [name, mesh axis or list of mesh axes]
 
@@ -95,17 +95,18 @@ def collisions(config: Mapping[str, Any]) -> list[str]:
 
 def _problem(rule: Any, names: list[str], seen: dict[str, Rule]) -> str | None:
     if not isinstance(rule, list) or len(rule) != 2 or not isinstance(rule[0], str):
-        return f"{rule!r} is no rule; allowed: [name, mesh axis or list of axes], as in [[embed,fsdp],[norm,[]]]"
+        allowed = "[name, mesh axis or list of axes], as in [[embed,fsdp],[norm,[]]]"
+        return f"{shortened(repr(rule))} is no rule; allowed: {allowed}"
     name, axes = rule
     if name not in names:
-        return f"there is no logical axis {name}; allowed: {', '.join(names)}{nearest(name, names)}"
+        return f"there is no logical axis {shortened(name)}; allowed: {', '.join(names)}{nearest(name, names)}"
     if name in seen:
         return f"two rules for {name}; a name has one rule, which may list several mesh axes"
     listed = axes if isinstance(axes, list) else [axes] if axes is not None else []
     for axis in map(str, listed):
         if axis not in MESH_AXES:
             allowed = f"{', '.join(MESH_AXES)}{nearest(axis, MESH_AXES)}"
-            return f"{name}: there is no mesh axis {axis}; allowed: {allowed}"
+            return f"{name}: there is no mesh axis {shortened(axis)}; allowed: {allowed}"
     if len(set(listed)) < len(listed):
         return f"{name}: a mesh axis is listed twice"
     return None

@@ -6,7 +6,8 @@ from typing import Any
 
 import yaml
 
-from trainer.config.schema import LOADER, Key
+from trainer.config.plain_yaml import compose, construct
+from trainer.config.schema import Key
 
 _TRUE = {"true", "yes", "on", "y", "t", "1"}
 _FALSE = {"false", "no", "off", "n", "f", "0"}
@@ -30,7 +31,7 @@ def read_text(key: Key, text: str) -> Any:
     if text.strip()[:1] not in ("[", "{"):
         return read_node(key, yaml.ScalarNode("tag:yaml.org,2002:str", text.strip()))
     try:
-        node = yaml.compose(text, Loader=LOADER)
+        node = compose(text)
     except yaml.YAMLError as error:
         raise ValueError(f"not YAML's flow form ({getattr(error, 'problem', error)}); quotes may be missing") from None
     assert node is not None  # the text begins with a bracket
@@ -52,18 +53,6 @@ def read_node(key: Key, node: yaml.Node) -> Any:
     if not isinstance(node, yaml.ScalarNode):
         raise ValueError(f"{'a list' if isinstance(node, yaml.SequenceNode) else 'a dict'} where one value belongs")
     return _scalar(key, "" if node.tag == _NULL_TAG else node.value)
-
-
-def construct(node: yaml.Node) -> Any:
-    """`node` as plain Python values, by YAML's own rules for types.
-
-    Raises:
-      ValueError: a tag or a form that those rules do not know.
-    """
-    try:
-        return yaml.SafeLoader("").construct_object(node, deep=True)
-    except yaml.YAMLError as error:
-        raise ValueError(f"not plain YAML ({getattr(error, 'problem', error)})") from None
 
 
 def check(key: Key, value: Any) -> str | None:
@@ -127,7 +116,7 @@ def _unquote(text: str) -> str:
     if not quoted:
         return text
     try:
-        value = yaml.load(text, Loader=LOADER)
+        node = compose(text)
     except yaml.YAMLError:
         return text
-    return value if isinstance(value, str) else text
+    return node.value if isinstance(node, yaml.ScalarNode) and node.style == text[0] else text

@@ -53,7 +53,7 @@ def start(
     if manager is not None and manager.latest is not None:
         path = manager.path(manager.latest)
         beside = inspect(path)
-        for warning in check_resume(saved_config(beside), config, schedule_given, str(path)):
+        for warning in check_resume(saved_config(beside, path), config, schedule_given, str(path)):
             say(f"warning: {warning}")
         agreed(lambda: _check_data(run, dataset, beside, path))
         tree = restore(path, _abstract(run))
@@ -105,7 +105,7 @@ def _other_run(run: Run, dataset: Dataset, say: Say) -> Start:
 def _restored(run: Run, path: Any, beside: Beside, wanted: TrainTree) -> TrainTree:
     """What the checkpoint of another run holds. If it trained another block, the configured one, which a user wrote to
     take its place, may say what its parameters were called there: `PARAMETER_NAMES`."""
-    if saved_config(beside)["decoder_block"] == run.config.decoder_block:
+    if saved_config(beside, path).get("decoder_block") == run.config.decoder_block:
         return restore(path, wanted)
     names = names_of_block(block_class(run.config))
     return renamed(restore(path, renamed(wanted, names)), names.inverse())

@@ -1,0 +1,45 @@
+"""Paths as people write them: what no system call would take is told before one fails."""
+
+import os
+from pathlib import Path
+
+from trainer.config.errors import UserError, shortened
+
+MAX_NAME, MAX_PATH = 255, 4095  # bytes, on Linux
+
+
+def path_problem(text: str) -> str | None:
+    """Why `text` can be no path of this machine, or None."""
+    try:
+        path = os.fsencode(Path(text).expanduser())
+    except RuntimeError:
+        return f"there is no home folder {shortened(Path(text).parts[0])}; write the whole path"
+    except UnicodeEncodeError:
+        path = b"\0"
+    if b"\0" in path:
+        return "not the text of a path"
+    longest = max(path.split(b"/"), key=len)
+    if len(longest) > MAX_NAME:
+        return f"a name of {len(longest)} bytes; a file system takes {MAX_NAME}"
+    if len(path) > MAX_PATH:
+        return f"{len(path)} bytes; a path has at most {MAX_PATH}"
+    return None
+
+
+def local_path(text: str, what: str = "") -> Path:
+    """The path that a person means by `text`, `~` expanded.
+
+    Args:
+      what: the beginning of the message, such as `tokenizer_path=`.
+
+    Raises:
+      UserError: it can be none; see `path_problem`.
+    """
+    if problem := path_problem(text):
+        raise UserError(f"{what}{shortened(text)}: {problem}")
+    return Path(text).expanduser()
+
+
+def is_file(text: str) -> bool:
+    """Whether `text` names a file."""
+    return path_problem(text) is None and Path(text).is_file()

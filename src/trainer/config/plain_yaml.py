@@ -1,0 +1,149 @@
+"""YAML within limits: whoever wrote the text, a small one cannot make a large value.
+
+Every YAML text that a person or a folder gives is read here. What goes beyond a limit is a `yaml.YAMLError`, as a
+syntax error is.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainer.config.schema import LOADER
+
+# base.yml, the longest file of keys, has 30,000 characters, 900 nodes and a depth of 4.
+MAX_LENGTH = 1 << 18  # characters of the text, and of all its nodes once aliases and merge keys are expanded
+MAX_DEPTH = 24
+_TAG = "tag:yaml.org,2002:"
+_PLAIN_TAGS = {f"{_TAG}{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")}
+
+
+def read_text(path: Path) -> str:
+    """The text of a file of keys.
+
+    Raises:
+      OSError: it cannot be read.
+      UnicodeDecodeError: it is not UTF-8.
+      yaml.YAMLError: it is too long.
+    """
+    with path.open("rb") as file:
+        # A character has at most four bytes.
+        data = file.read(4 * MAX_LENGTH + 1)
+    if len(data) > 4 * MAX_LENGTH:
+        raise _limit(f"more than {MAX_LENGTH} characters", None)
+    return data.decode("utf-8")
+
+
+def compose(text: str) -> yaml.Node | None:
+    """The root node of `text`; None where there is none. Merge keys (`<<`) are left as they are; see `flatten`.
+
+    Raises:
+      yaml.YAMLError: it is not YAML, or beyond a limit.
+    """
+    if len(text) > MAX_LENGTH:
+        raise _limit(f"more than {MAX_LENGTH} characters", None)
+    _check_limits(text)
+    return yaml.compose(text, Loader=LOADER)
+
+
+def flatten(node: yaml.MappingNode) -> None:
+    """Expands the merge keys (`<<`) of `node` in place."""
+    yaml.SafeLoader("").flatten_mapping(node)
+
+
+def construct(node: yaml.Node) -> Any:
+    """`node`, from `compose`, as null, true, false, numbers, text, lists and dicts.
+
+    Raises:
+      ValueError: another tag, such as a date, or a value that its tag does not fit.
+    """
+    for child in _walk(node):
+        if child.tag not in _PLAIN_TAGS or (isinstance(child, yaml.ScalarNode) and not _fits(child)):
+            where = f", line {child.start_mark.line + 1}" if child.start_mark else ""
+            raise ValueError(f"not plain YAML ({child.tag.removeprefix(_TAG)}{where})")
+    try:
+        return yaml.SafeLoader("").construct_object(node, deep=True)
+    except yaml.YAMLError as error:
+        raise ValueError(f"not plain YAML ({getattr(error, 'problem', error)})") from None
+    except ValueError:  # of int(): the text is that of a number
+        raise ValueError("not plain YAML (an integer of thousands of digits)") from None
+
+
+def describe(error: yaml.YAMLError) -> str:
+    """What is wrong, and in which line, if that is known."""
+    mark = getattr(error, "problem_mark", None)
+    line = f"line {mark.line + 1}: " if mark else ""
+    return f"{line}not YAML: {getattr(error, 'problem', None) or ' '.join(str(error).split())}"
+
+
+def repeated_keys(node: yaml.MappingNode) -> dict[str, list[int]]:
+    """The lines of each key that `node` gives more than once. Call it before `flatten`."""
+    lines: dict[str, list[int]] = {}
+    for key, _ in node.value:
+        if isinstance(key, yaml.ScalarNode):
+            lines.setdefault(key.value, []).append(key.start_mark.line + 1)
+    return {key: found for key, found in lines.items() if len(found) > 1}
+
+
+def _check_limits(text: str) -> None:
+    """Follows the parser's events, which needs neither recursion nor memory, and adds up what composing would make."""
+    anchors: dict[str | None, tuple[int, int] | None] = {}  # (length, depth) of each; None while it is open
+    open_nodes: list[tuple[str | None, int, int]] = []  # (anchor, length so far, depth so far)
+
+    def add(length: int, depth: int, mark: Any) -> None:
+        if not open_nodes:
+            return
+        anchor, old_length, old_depth = open_nodes[-1]
+        length, depth = old_length + length, max(old_depth, depth + 1)
+        if length > MAX_LENGTH:
+            raise _limit(f"more than {MAX_LENGTH} characters once its aliases are expanded", mark)
+        if len(open_nodes) + depth - 1 > MAX_DEPTH:
+            raise _limit(f"nested deeper than {MAX_DEPTH}", mark)
+        open_nodes[-1] = anchor, length, depth
+
+    for event in yaml.parse(text, Loader=LOADER):
+        mark = event.start_mark
+        if isinstance(event, yaml.CollectionStartEvent):
+            if len(open_nodes) >= MAX_DEPTH:
+                raise _limit(f"nested deeper than {MAX_DEPTH}", mark)
+            open_nodes.append((event.anchor, 1, 1))
+            if event.anchor is not None:
+                anchors[event.anchor] = None
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, length, depth = open_nodes.pop()
+            if anchor is not None:
+                anchors[anchor] = length, depth
+            add(length, depth, mark)
+        elif isinstance(event, yaml.ScalarEvent):
+            if event.anchor is not None:
+                anchors[event.anchor] = len(event.value) + 1, 1
+            add(len(event.value) + 1, 1, mark)
+        elif isinstance(event, yaml.AliasEvent):
+            # The composer tells of an alias without an anchor.
+            size = anchors.get(event.anchor, (0, 0))
+            if size is None:
+                raise _limit(f"the alias *{event.anchor} stands inside of its own anchor", mark)
+            add(*size, mark)
+
+
+def _limit(problem: str, mark: Any) -> yaml.YAMLError:
+    return yaml.MarkedYAMLError(None, None, problem, mark)
+
+
+def _walk(node: yaml.Node) -> Iterator[yaml.Node]:
+    yield node
+    if isinstance(node, yaml.SequenceNode):
+        for child in node.value:
+            yield from _walk(child)
+    elif isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield from _walk(key)
+            yield from _walk(value)
+
+
+def _fits(node: yaml.ScalarNode) -> bool:
+    """Whether a scalar is of the type that its text alone says: `!!int x` and `!!bool 3` are not."""
+    if node.tag == f"{_TAG}str":
+        return True
+    return not node.style and yaml.SafeLoader("").resolve(yaml.ScalarNode, node.value, (True, False)) == node.tag

@@ -1,0 +1,47 @@
+"""The config.yml of a folder: what some run was, read as data."""
+
+from typing import Any
+
+import yaml
+
+from trainer.config.errors import UserError, shortened
+from trainer.config.plain_yaml import compose, describe
+from trainer.config.schema import schema
+from trainer.config.values import check, read_node
+
+_MOST_LINES = 12  # of a message
+
+
+def read_saved(text: str, where: str) -> dict[str, Any]:
+    """The keys of base.yml that `text` gives, each with a value that base.yml allows. Other keys are left out.
+
+    Args:
+      where: the file, for messages.
+
+    Raises:
+      UserError: it is not YAML, beyond the limits of `plain_yaml`, or a value is not allowed; all such values.
+    """
+    try:
+        node = compose(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{where}: {describe(error)}") from None
+    if not isinstance(node, yaml.MappingNode):
+        raise UserError(f"{where}: not a table of `key: value` lines")
+    found: dict[str, Any] = {}
+    mistakes = []
+    for name_node, value_node in node.value:
+        key = schema().keys.get(name_node.value) if isinstance(name_node, yaml.ScalarNode) else None
+        if key is None:
+            continue
+        try:
+            found[key.name] = read_node(key, value_node)
+            problem = check(key, found[key.name])
+        except ValueError as error:
+            problem = str(error)
+        if problem:
+            start, end = value_node.start_mark.index, value_node.end_mark.index
+            mistakes.append(f"{key.name}={shortened(text[start:end])}: {problem}; allowed: {key.allowed}")
+    if mistakes:
+        more = [f"and {len(mistakes) - _MOST_LINES} more"] if len(mistakes) > _MOST_LINES else []
+        raise UserError("\n  ".join([f"{where}: values that are not allowed:", *mistakes[:_MOST_LINES], *more]))
+    return found
