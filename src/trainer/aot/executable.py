@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 import json
+import sysconfig
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -11,15 +12,21 @@ from typing import Any
 import jax
 
 import trainer
+from trainer.aot import sources
 from trainer.config.errors import UserError
 from trainer.config.step_keys import step_keys
 from trainer.models.blocks import block_class
 
 MAGIC = b"trainer-executable 1\n"
-# Rooms and files whose code makes the step.
-_SOURCE = (
-    *("backends", "config", "layers", "linen", "models", "objectives", "ops", "optim", "sharding", "state"),
-    *("training/build.py", "training/step.py"),
+# The module that makes the step, from what it imports.
+_MAKER = "trainer.training.build"
+# Settings of JAX that change what a traced step computes.
+_SETTINGS = (
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_enable_x64",
+    "jax_numpy_dtype_promotion",
+    "jax_threefry_partitionable",
 )
 _PACKAGES = ("jax", "jaxlib", "flax", "optax")
 
@@ -50,6 +57,7 @@ def origin_of(config: Any, devices: Sequence[jax.Device], args: Any) -> Origin:
         "versions": {name: metadata.version(name) for name in packages}
         | {"source of trainer": _source()}
         | ({"source of decoder_block": _source_of_block(config)} if ":" in config.decoder_block else {}),
+        "settings": {name: str(getattr(jax.config, name)) for name in _SETTINGS},
         "arguments": {
             jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)} {leaf.sharding.spec}" for path, leaf in leaves
         },
@@ -154,18 +162,17 @@ def _machine() -> str:
 
 
 def _source_of_block(config: Any) -> str:
-    """A digest of the file that holds a user's block; what it imports is not seen."""
-    file = inspect.getsourcefile(block_class(config))
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12] if file else "not in a file"
+    """A digest of the file that holds a user's block, and of what it imports from the same folder or package."""
+    block = block_class(config)
+    file = inspect.getsourcefile(block)
+    if file is None:
+        return "not in a file"
+    path, module = Path(file), block.__module__
+    root = path.parents[module.count(".") + (path.name == "__init__.py")]
+    installed = str(root) in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+    return sources.digest(root, [module], lambda top: not installed or top == module.partition(".")[0])
 
 
 def _source() -> str:
     """A digest of the code that makes the step."""
-    root = Path(trainer.__file__).parent
-    files = [
-        file for name in _SOURCE for file in ([root / name] if name.endswith(".py") else (root / name).glob("*.py"))
-    ]
-    digest = hashlib.sha256()
-    for file in sorted(files):
-        digest.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
-    return digest.hexdigest()[:12]
+    return sources.digest(Path(trainer.__file__).parents[1], [_MAKER], lambda top: top == trainer.__name__)

@@ -2,16 +2,24 @@
 
 import copy
 import itertools
+import shutil
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
-from support import assert_equal_bits, copied, packed_batch
+from sources import SOURCE
+from support import ALL_COMBINATIONS, assert_equal_bits, copied, packed_batch, tiny_config
 
-from trainer.aot import executable
+from trainer.aot import executable, sources
 from trainer.config import UserError
 from trainer.runtime.place import place
+from trainer.training import build
+
+# They make the configuration, whose values are in the key themselves.
+READS_BASE_YML = ("schema.py", "values.py")
 
 
 @pytest.fixture(scope="module")
@@ -100,14 +108,87 @@ def test_a_damaged_file_and_another_one_are_refused(step, file, origin, tmp_path
     assert "cannot be read: No such file" in refused(step, tmp_path / "none", origin)
 
 
-def test_the_code_of_the_step_counts_and_no_other(monkeypatch, tmp_path):
-    for name in ("ops/rope.py", "training/build.py", "training/step.py", "training/loop.py"):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("1\n")
-    monkeypatch.setattr(executable.trainer, "__file__", str(tmp_path / "__init__.py"))
+def test_another_setting_of_jax_is_named(step, file, origin):
+    with jax.default_matmul_precision("float32"):
+        other = executable.origin_of(step.run.config, list(step.run.mesh.devices.flat), step.run.abstract_args())
+    assert "\n  setting jax_default_matmul_precision: None -> float32\n" in refused(step, file, other)
+
+
+def test_the_key_is_of_the_checkout_that_runs(monkeypatch, tmp_path):
+    """A changed file counts if the step is made of it, and no other."""
+    copied = tmp_path / "trainer"
+    shutil.copytree(SOURCE, copied, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(executable.trainer, "__file__", str(copied / "__init__.py"))
     before = executable._source()
-    (tmp_path / "training/loop.py").write_text("2\n")
-    assert executable._source() == before
-    (tmp_path / "ops/rope.py").write_text("2\n")
-    assert executable._source() != before
+
+    def after_a_change_of(name):
+        text = (copied / name).read_text()
+        (copied / name).write_text(f"{text}# changed\n")
+        changed = executable._source()
+        (copied / name).write_text(text)
+        return changed
+
+    for name in ("training/step.py", "linen/stack.py"):
+        assert after_a_change_of(name) != before, name
+    for name in ("training/loop.py", "data/packing.py"):
+        assert after_a_change_of(name) == before, name
+
+
+# The first and the last, so one of each module system.
+@pytest.mark.parametrize("combination", sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]}))
+def test_whatever_runs_while_a_step_is_traced_is_in_the_key(combination):
+    """The imports, which the key is derived from, against the files that tracing really runs."""
+    config = tiny_config(combination, dropout_rate=0.1, gradient_accumulation_steps=2, record_internal_nn_metrics=1)
+    ran = set()
+
+    def profile(frame, event, _):
+        if event == "call":
+            ran.add(frame.f_code.co_filename)
+
+    sys.setprofile(profile)
+    try:
+        run = build(config, jax.devices()[:1])
+        run.step.lower(*run.abstract_args())
+    finally:
+        sys.setprofile(None)
+    ran = {Path(name) for name in ran if Path(name).is_relative_to(SOURCE)}
+    known = sources.source_files(SOURCE.parent, [executable._MAKER], lambda top: top == "trainer")
+    assert SOURCE / "training" / "step.py" in ran
+    assert ran - set(known) <= {SOURCE / "config" / name for name in READS_BASE_YML}
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_what_a_users_block_imports_from_beside_it_counts(monkeypatch, tmp_path, installed):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    if installed:
+        monkeypatch.setattr(executable.sysconfig, "get_path", lambda name: str(tmp_path))
+    files = {
+        "beside.py": "SIZE = 1\n",
+        "theirs/__init__.py": "",
+        "theirs/parts.py": "WIDTH = 1\n",
+        "theirs/block.py": """
+from flax import nnx
+import beside
+from .parts import WIDTH
+
+class Block(nnx.Module):
+    pass
+""",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    config = tiny_config(ALL_COMBINATIONS[0], decoder_block="theirs.block:Block")
+    before = executable._source_of_block(config)
+
+    def after_a_change_of(name):
+        (tmp_path / name).write_text(f"{files[name]}# changed\n")
+        changed = executable._source_of_block(config)
+        (tmp_path / name).write_text(files[name])
+        return changed
+
+    for name in ("theirs/block.py", "theirs/parts.py"):
+        assert after_a_change_of(name) != before, name
+    assert (after_a_change_of("beside.py") == before) == installed
+    for name in ("theirs.block", "theirs.parts", "theirs", "beside"):
+        sys.modules.pop(name, None)

@@ -1,0 +1,105 @@
+"""The source files that a module is made of: its own and all that it imports, read from the source, not run.
+
+An import is followed by name. `from package import name` leads through the package's `__init__.py` to the module that
+defines `name`, and to none of the others that the package offers. A string such as "package.module:Class", from which a
+registry imports, counts as an import too.
+"""
+
+import ast
+import hashlib
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+_DOTTED = re.compile(r"(\w+(?:\.\w+)+)(?::\w+)?")
+
+
+def digest(root: Path, modules: Iterable[str], belongs: Callable[[str], bool]) -> str:
+    """A digest of the names and contents of `source_files`."""
+    total = hashlib.sha256()
+    for file in source_files(root, modules, belongs):
+        total.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
+    return total.hexdigest()[:12]
+
+
+def source_files(root: Path, modules: Iterable[str], belongs: Callable[[str], bool]) -> list[Path]:
+    """The files of `modules` and of all modules below `root` that they import, sorted.
+
+    Args:
+      root: the folder that holds the top-level modules and packages.
+      modules: dotted names.
+      belongs: whether imports of a top-level name are followed; those of others' packages should not be.
+    """
+    found = _Imports(root, belongs)
+    for module in modules:
+        found.module(module)
+    return sorted(found.files)
+
+
+class _Imports:
+    """Follows imports and collects the files."""
+
+    def __init__(self, root: Path, belongs: Callable[[str], bool]):
+        self.root, self.belongs = root, belongs
+        self.files: set[Path] = set()
+        self._followed: set[str] = set()
+        self._parsed: dict[Path, list[ast.AST]] = {}
+
+    def module(self, module: str) -> None:
+        """A whole module, with everything that it imports."""
+        file = self._file(module)
+        if file is None or module in self._followed:
+            return
+        self._followed.add(module)
+        self.files.add(file)
+        parts = module.split(".")
+        packages = (self._file(".".join(parts[:depth])) for depth in range(1, len(parts)))
+        self.files.update(package for package in packages if package is not None)  # they run first
+        for node in self._nodes(file):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    self.module(alias.name)
+            elif isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    self._name(_absolute(node, module, file), alias.name)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                if dotted := _DOTTED.fullmatch(node.value):
+                    self.module(dotted[1])
+
+    def _name(self, module: str, name: str) -> None:
+        """What `from module import name` brings."""
+        file = self._file(module)
+        submodule = f"{module}.{name}"
+        if file is not None and file.name == "__init__.py":
+            self.files.add(file)
+            if self._file(submodule) is not None:
+                self.module(submodule)
+                return
+            for node in self._nodes(file):
+                for alias in node.names if isinstance(node, ast.ImportFrom) else ():
+                    if (alias.asname or alias.name) == name:
+                        self._name(_absolute(node, module, file), alias.name)
+                        return
+        self.module(module)  # it defines the name itself
+
+    def _file(self, module: str) -> Path | None:
+        if not self.belongs(module.partition(".")[0]):
+            return None
+        path = self.root.joinpath(*module.split("."))
+        return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
+
+    def _nodes(self, file: Path) -> list[ast.AST]:
+        """All nodes of a file that import something or may name what is imported."""
+        if file not in self._parsed:
+            kinds = (ast.Import, ast.ImportFrom, ast.Constant)
+            self._parsed[file] = [n for n in ast.walk(ast.parse(file.read_bytes())) if isinstance(n, kinds)]
+        return self._parsed[file]
+
+
+def _absolute(node: ast.ImportFrom, module: str, file: Path) -> str:
+    """The module that `node`, in `module`, imports from."""
+    if not node.level:
+        return node.module or ""
+    parts = module.split(".")
+    package = parts[: len(parts) - node.level + (file.name == "__init__.py")]
+    return ".".join([*package, *([node.module] if node.module else [])])
