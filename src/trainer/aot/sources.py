@@ -62,9 +62,8 @@ class _Imports:
             elif isinstance(node, ast.ImportFrom):
                 for alias in node.names:
                     self._name(_absolute(node, module, file), alias.name)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                if dotted := _DOTTED.fullmatch(node.value):
-                    self.module(dotted[1])
+            elif isinstance(node, ast.Constant) and (dotted := _DOTTED.fullmatch(str(node.value))):
+                self.module(dotted[1])
 
     def _name(self, module: str, name: str) -> None:
         """What `from module import name` brings."""

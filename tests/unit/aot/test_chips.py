@@ -2,9 +2,10 @@
 
 import pytest
 
-from trainer.aot.chips import CHIPS, chip_of, estimate
+from trainer.aot.chips import CHIPS, GIB, chip_of, estimate
 from trainer.aot.collectives import Collective
 from trainer.aot.cost import Cost
+from trainer.config.topologies import GENERATIONS
 
 V5E = CHIPS["v5e"]
 
@@ -26,6 +27,33 @@ def test_figures_are_in_a_plausible_range(name):
     assert chip.flops("bf16") == chip.flops("f32") <= max(chip.peak.values())
     assert chip.dcn_bandwidth < chip.ici_bandwidth < chip.hbm_bandwidth
     assert all(chip_of(kind) is chip for kind in chip.kinds)
+
+
+# As published, in the publisher's units, per chip: TFLOP/s of bf16, of int8 (tpu7x: fp8), HBM in GB, GB/s of HBM, GB/s
+# of ICI in both directions together, and Gbit/s of the data center's network. The sources are in aot/chips.py.
+PUBLISHED = {
+    "v4": (275, 275, 32, 1200, 600, 50),
+    "v5e": (197, 393, 16, 819, 400, 2 * 100 / 8),
+    "v5p": (459, 918, 95, 2765, 1200, 50),
+    "v6e": (918, 1836, 32, 1638, 800, 4 * 200 / 8),
+    "tpu7x": (2307, 4614, 192, 7380, 1200, 100),
+}
+TORI = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}
+
+
+@pytest.mark.parametrize("name", CHIPS)
+def test_figures_are_the_published_ones(name):
+    chip = CHIPS[name]
+    bf16, narrow, capacity, hbm, ici, network = PUBLISHED[name]
+    assert chip.peak["bf16"] == bf16 * 1e12
+    assert {flops for dtype, flops in chip.peak.items() if dtype != "bf16"} == {narrow * 1e12}
+    assert chip.hbm_bandwidth == hbm * 1e9
+    assert chip.ici_bandwidth == ici * 1e9 / 2
+    assert chip.dcn_bandwidth == network * 1e9 / 8
+    assert chip.torus == TORI[name] == len(GENERATIONS[name].shapes[0].split("x"))
+    assert chip.devices == GENERATIONS[name].devices_per_chip
+    # What libtpu hands out is up to 3 % less than is built in; a "GB" there is a GiB, and v5p's 95 are 96 less some.
+    assert 0.97 * capacity < chip.hbm_bytes * chip.devices / GIB <= 1.01 * capacity
 
 
 def test_a_cpu_is_no_chip():

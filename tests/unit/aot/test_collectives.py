@@ -87,6 +87,31 @@ def test_a_mapping_or_nothing_serves_as_a_mesh(program):
     assert sum(c.bytes for c in with_names) == sum(c.bytes for c in without)
 
 
+def test_collectives_in_nested_loops_multiply(tmp_path):
+    """One at each depth of loops of 2, 3 and 5 rounds, counted before and after the compiler's optimizations."""
+    mesh = Mesh(np.array(jax.devices()), ("fsdp",))
+
+    def exchanged(x, places):
+        return jax.lax.ppermute(x, "fsdp", [(i, (i + places) % 8) for i in range(8)]) * 0.5
+
+    def loop(rounds, body):
+        return lambda x: jax.lax.scan(lambda x, _: (body(x), None), x, length=rounds)[0]
+
+    inner = loop(5, lambda x: exchanged(x, 3))
+    middle = loop(3, lambda x: inner(exchanged(x, 2)))
+    outer = loop(2, lambda x: middle(exchanged(x, 1)))
+    split = PartitionSpec("fsdp")
+    mapped = jax.shard_map(lambda x: exchanged(outer(x), 4), mesh=mesh, in_specs=split, out_specs=split)
+    x = jax.ShapeDtypeStruct((64,), jnp.float32, sharding=NamedSharding(mesh, split))
+    options = dump.options(tmp_path) | {"xla_backend_optimization_level": 0}
+    optimized = jax.jit(mapped).lower(x).compile(compiler_options=options).as_text()
+    for text in (dump.read(tmp_path).partitioned, optimized):
+        found, notes = collectives(parse(text), mesh)
+        assert notes == []
+        assert sum(c.count for c in found) == 1 + 2 + 2 * 3 + 2 * 3 * 5
+        assert sum(c.bytes for c in found) == 39 * 8 * 4
+
+
 TWICE = """ENTRY %main (a: f32[4]) -> f32[8] {
   %a = f32[4]{0} parameter(0)
   %g.1 = f32[8]{0} all-gather(%a), channel_id=1, replica_groups=[1,2]<=[2], dimensions={0}

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -10,6 +11,7 @@ from support import tiny_config
 
 from trainer.backends import make_backend
 from trainer.inference import sample
+from trainer.models.transformer import init_cache
 from trainer.sharding import make_mesh, make_rules, on_mesh
 from trainer.state import abstract_state, state_shardings
 
@@ -118,3 +120,57 @@ def test_on_eight_devices_it_draws_the_same_text():
             return sample(config, backend, params, {}, PROMPT, rows=ROWS, temperature=0.0, seed=0)
 
     np.testing.assert_array_equal(jax.jit(draw, compiler_options=QUICK)(params), drawn(0.0))
+
+
+# What a block's attention is told besides its inputs must reach it through the cache too.
+VARIANTS = {
+    "all tokens": {},
+    "window": {"attention_type": "local_sliding", "sliding_window_size": 4},
+    "window, blockwise": {"attention_type": "local_sliding", "sliding_window_size": 5, "attention": "blockwise"},
+    "soft cap": {"attn_logits_soft_cap": 0.05},
+    "head norms and yarn": {
+        "use_qk_norm": True,
+        "rope_type": "yarn",
+        "original_max_position_embeddings": 4,
+        "rope_factor": 4.0,
+    },
+}
+
+
+@functools.cache
+def logits_of(variant):
+    """Logits of one row, [length, vocab] twice: token by token through the cache, and from one pass without."""
+    config = tiny_config("nnx", **MODEL, **{"attention": "dot_product"} | VARIANTS[variant])
+    backend = make_backend(config, optax.sgd(0.1))
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (1, LENGTH)).astype(np.int32)
+
+    def both(key):
+        params = backend.unpack(backend.init(key)).params
+        # Sharper scores, so that what a token sees makes a difference.
+        attention = params["decoder"]["layers"]["self_attention"]
+        attention["query"]["kernel"] *= 10
+
+        def logits(tokens, positions, cache):
+            args = params, {}, tokens, positions, jnp.ones_like(tokens), jnp.zeros(1, jnp.int32)
+            hidden, _, cache = backend.apply(*args, cache=cache)
+            return cache, backend.apply(params, {}, hidden, method="head")[0][0]
+
+        def step(cache, position):
+            return logits(jax.lax.dynamic_slice(tokens, (0, position), (1, 1)), position[None, None], cache)
+
+        alone = jax.lax.scan(step, init_cache(config, 1, LENGTH), jnp.arange(LENGTH))[1]
+        return alone[:, 0], logits(tokens, jnp.arange(LENGTH)[None], None)[1]
+
+    return jax.device_get(jax.jit(both, compiler_options=QUICK)(jax.random.key(0)))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_token_by_token_the_logits_are_those_of_the_whole_row(variant):
+    alone, together = logits_of(variant)
+    # The same sums in another order, in float32; logits are of the order of 1.
+    np.testing.assert_allclose(alone, together, atol=2e-5)
+
+
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant != "all tokens"])
+def test_what_these_variants_change_is_far_beyond_the_tolerance(variant):
+    assert np.abs(logits_of(variant)[1] - logits_of("all tokens")[1]).max() > 1e-2

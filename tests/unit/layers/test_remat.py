@@ -180,19 +180,28 @@ def test_choices_say_nothing_under_another_policy():
     assert kept("nnx", remat_policy="save_qkv_proj", context="device") == kept("nnx", remat_policy="save_qkv_proj")
 
 
-@pytest.mark.parametrize("policy", RECOMPUTED)
+UNROLLED = ("full", "save_qkv_proj", "none")
+
+
+@pytest.mark.parametrize(
+    ("policy", "scan"), [*((policy, True) for policy in RECOMPUTED), *((policy, False) for policy in UNROLLED)]
+)
 @pytest.mark.parametrize("combination", ALL_COMBINATIONS)
-def test_a_policy_computes_again_what_it_does_not_keep(combination, policy):
-    """Products in the scanned gradient: each twice backward for its once forward, and what is computed again."""
-    loss, params = loss_and_arguments(combination, remat_policy=policy)
+def test_a_policy_computes_again_what_it_does_not_keep(combination, policy, scan):
+    """Products in the gradient: each twice backward for its once forward, and what is computed again.
+
+    A rolled loop has those of a layer once, in the body of the scan; an unrolled one those of both layers.
+    """
+    layers = 1 if scan else 2
+    loss, params = loss_and_arguments(combination, remat_policy=policy, scan_layers=scan)
 
     def products(function):
         found = equations(jax.make_jaxpr(function)(params).jaxpr)
         return sum(equation.primitive.name == "dot_general" for equation in found)
 
     forward = products(loss)
-    assert forward == 10  # a block's nine, in the body of the scan, and the head
-    assert products(jax.grad(loss)) == 3 * forward + RECOMPUTED[policy]
+    assert forward == 9 * layers + 1  # a block's nine, and the head
+    assert products(jax.grad(loss)) == 3 * forward + layers * RECOMPUTED[policy]
 
 
 @functools.cache
