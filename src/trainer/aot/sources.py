@@ -75,7 +75,9 @@ class _Imports:
                 self.module(submodule)
                 return
             for node in self._nodes(file):
-                for alias in node.names if isinstance(node, ast.ImportFrom) else ():
+                if not isinstance(node, ast.ImportFrom):
+                    continue
+                for alias in node.names:
                     if (alias.asname or alias.name) == name:
                         self._name(_absolute(node, module, file), alias.name)
                         return
