@@ -3,12 +3,16 @@
 import difflib
 import functools
 import os
+import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+# No message is longer than this.
+SCREEN_LINES, SCREEN_COLUMNS = 40, 160
 
 
 class UserError(ValueError):
@@ -56,16 +60,81 @@ def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
 
 
 def report(mistakes: Sequence[str]) -> UserError:
-    """One error for all `mistakes` of a stage, one line each; a NotBuilt if one of them is `Unbuilt`."""
+    """One error for all `mistakes` of a stage, a line each, and no longer than a screen; a NotBuilt if one of them is
+    `Unbuilt`."""
     count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
     kind = NotBuilt if any(isinstance(mistake, Unbuilt) for mistake in mistakes) else UserError
-    return kind("\n  ".join([f"{count} in the configuration:", *mistakes]))
+    return kind("\n  ".join([f"{count} in the configuration:", *on_one_screen(mistakes)]))
+
+
+def on_one_screen(lines: Sequence[str]) -> list[str]:
+    """`lines`, or where they fill more than a screen, the first of each kind and how many more of it there are.
+
+    Lines are of one kind if they say the same about different keys. A line that is too long by itself loses its middle.
+    """
+    clipped = [_clip(line) for line in lines]
+    if _height(clipped) < SCREEN_LINES:
+        return clipped
+    kinds: dict[str, list[str]] = {}
+    for line in clipped:
+        kinds.setdefault(_kind(line), []).append(line)
+    groups = list(kinds.values())
+    # As many kinds as have room, then as many of each.
+    trials = [_counted(groups[:count], groups[count:], 1) for count in range(1, len(groups) + 1)]
+    shown = [trial for trial in trials if _height(trial) < SCREEN_LINES][-1]
+    if shown is trials[-1]:
+        trials = [_counted(groups, [], each) for each in range(1, SCREEN_LINES)]
+        shown = [trial for trial in trials if _height(trial) < SCREEN_LINES][-1]
+    return shown
+
+
+def _counted(groups: Sequence[Sequence[str]], others: Sequence[Sequence[str]], each: int) -> list[str]:
+    """At most `each` lines of each of `groups` and the number of its other lines; the number of lines of `others`."""
+    shown: list[str] = []
+    for lines in groups:
+        shown += lines[:each]
+        if left := len(lines[each:]):
+            shown.append(f"and {left} more like {'these' if each > 1 else 'this'}")
+    if others:
+        shown.append(f"and {sum(map(len, others))} more of other kinds")
+    return shown
+
+
+def _height(lines: Iterable[str]) -> int:
+    return sum(-(-(len(line) + 2) // SCREEN_COLUMNS) for line in lines)
+
+
+def _clip(line: str) -> str:
+    """`line` in at most eight rows of a screen; its end may name the nearest choice, so that it loses its middle."""
+    most = 8 * SCREEN_COLUMNS - 2
+    return line if len(line) <= most else f"{line[: most - 205]} ... {line[-200:]}"
+
+
+def _kind(line: str) -> str:
+    """The first words of what `line` says, without the key, its value, where it stands and other names and numbers."""
+    head, _, said = line.partition("): ")
+    name = head.partition("=")[0].partition(" ")[0]
+    words = re.sub(r"'.*?'|\".*?\"|[0-9]+", "", (said or line).replace(name, "")).split()
+    return " ".join(words[:4])
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
-    """The end of a message, `; nearest: NAME`, or nothing where no name resembles `word`."""
-    close = difflib.get_close_matches(word, list(names), n=1, cutoff=0.4)
-    return f"; nearest: {close[0]}" if close else ""
+    """The end of a message, `; nearest: NAME`, or nothing where no name resembles `word`.
+
+    A name resembles it if most of the letters agree, or if it has all of the word's parts, as per_device_batch_size has
+    those of batch_size.
+    """
+    candidates = list(names)
+    parts = _parts(word)
+    holding = [name for name in candidates if parts and parts <= _parts(name)]
+    close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.7)
+    if close and (len(parts) < 2 or not holding):
+        return f"; nearest: {close[0]}"
+    return f"; nearest: {min(holding, key=len)}" if holding else ""
+
+
+def _parts(name: str) -> set[str]:
+    return {part for part in re.split(r"[_\W]+", name) if len(part) > 2}
 
 
 def shortened(text: str) -> str:
