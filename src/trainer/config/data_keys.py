@@ -1,18 +1,25 @@
 """Checks of the data's keys: what excludes each other, and what has no effect."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from trainer.config.errors import Unbuilt, UserError
+from trainer.config.errors import Unbuilt, UserError, shortened
+from trainer.config.schema import schema
 
 # The keys that only one dataset_type reads.
 OWN_KEYS = {
     "tfds": ("dataset_path", "dataset_name", "eval_dataset_name", "eval_split"),
     "grain": ("grain_train_files", "grain_eval_files", "grain_train_mixture_config_path", "grain_file_type"),
     "hf": ("hf_path", "hf_name", "hf_data_dir", "hf_train_files", "hf_eval_split", "hf_eval_files"),
+}
+# Those of them that name training data, and a split of it.
+_NAMES_DATA = {
+    "tfds": ("dataset_path", "dataset_name", "train_split"),
+    "grain": ("grain_train_files", "grain_train_mixture_config_path", "grain_file_type"),
+    "hf": ("hf_path", "hf_name", "hf_data_dir", "hf_train_files"),
 }
 _COLUMNS = ("train_data_columns", "eval_data_columns", "tokenize_train_data", "tokenize_eval_data")
 _TEXT = (
@@ -27,6 +34,7 @@ _TEXT = (
     "use_truncation",
     "enable_data_shuffling",
 )
+DEFAULT = "default"  # where a value comes from that nobody gave
 Problem = Callable[[Any], str | None]
 
 
@@ -120,6 +128,8 @@ def _columns(key: str) -> Problem:
 
 def _tokenizer_path(config: Any) -> str | None:
     kind = config.tokenizer_type
+    if config.dataset_type == "synthetic":
+        return None
     if kind in ("huggingface", "sentencepiece", "tiktoken") and not config.tokenizer_path:
         return f"tokenizer_type={kind} needs the file; set tokenizer_path, or tokenizer_type=auto to train one"
     if kind == "bytes" and config.tokenizer_path:
@@ -187,6 +197,28 @@ DATA_CHECKS: tuple[tuple[tuple[str, ...], Problem], ...] = (
     (("dataset_type", "vocab_size"), _trained_vocabulary),
     (("dataset_type", "max_target_length"), _stdlib("max_target_length", 16, "shorter rows would be millions")),
 )
+
+
+def data_not_asked_for(config: Any, where: Mapping[str, str], changed: Mapping[str, str]) -> list[str]:
+    """One message for each dataset_type whose data are named although nobody gave dataset_type: MaxText's default is
+    tfds, and to train on the default of base.yml instead would be another training.
+
+    Args:
+      where: the place that gives each key its value.
+      changed: the keys that the user's yml or the command line gives.
+    """
+    if where["dataset_type"] != DEFAULT:
+        return []
+    named: dict[str, list[str]] = {}
+    for kind, keys in _NAMES_DATA.items():
+        given = [key for key in keys if key in changed and config[key] != schema().keys[key].default]
+        named[kind] = [f"{key}={shortened(str(config[key]))} ({where[key]})" for key in given]
+    return [
+        f"{', '.join(keys)}: names data, but dataset_type is not given, and its default {config.dataset_type} reads "
+        f"others; add dataset_type={kind}, or dataset_type={config.dataset_type} to train on those all the same"
+        for kind, keys in named.items()
+        if keys
+    ]
 
 
 def _other_type(kind: str) -> Callable[[Any], bool]:

@@ -8,8 +8,9 @@ import yaml
 
 from trainer.config.schema import schema
 
-# How processes find each other. What runs, and what it learns, follows from none of these.
+# How processes find each other and on what they run. What is learned follows from none of these.
 PROCESSES = (
+    "hardware",
     "coordinator_address",
     "num_processes",
     "process_id",

@@ -143,6 +143,11 @@ def without_effect(config: Any, changed: Mapping[str, str]) -> list[str]:
     return lines
 
 
+def inert_keys(config: Any) -> set[str]:
+    """The keys that do nothing under the settings of `config`, whoever gives them."""
+    return {key for inert in INERT if inert.when(config) for key in inert.keys}
+
+
 def _repeats_default(config: Any, key: str) -> bool:
     default = schema().keys[key].default
     return config[key] == default or (key in FOLLOWS and config[key] == config[FOLLOWS[key]])

@@ -5,7 +5,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")

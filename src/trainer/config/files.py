@@ -1,5 +1,6 @@
 """YAML files that give keys: the user's, its parents and the presets."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,13 +8,16 @@ from pathlib import Path
 import yaml
 
 from trainer.config.errors import shortened
+from trainer.config.maxtext import verdicts
 from trainer.config.paths import path_problem
 from trainer.config.plain_yaml import compose, flatten, read_text, repeated_keys
 from trainer.config.schema import BASE_YML, Schema
 
 PRESETS = Path(__file__).parent / "models"
 COMMAND_LINE = "command line"  # where a setting comes from, if from no file
-_MAXTEXT_CONFIGS = "src/maxtext/configs/"
+MAXTEXT_YML = Path(__file__).parent / "maxtext.yml"
+# Where MaxText's base.yml lies in its checkouts.
+_MAXTEXT_BASE = re.compile(r"(.*/)?maxtext/configs/base\.yml", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class YmlFile:
     path: Path
     entries: list[Entry]
     is_root: bool = False
+    is_maxtext: bool = False  # a version of MaxText's base.yml, which is a root
     repeated: Sequence[str] = ()  # a line for each key that it gives more than once
 
 
@@ -54,22 +59,23 @@ def read_chain(name: str, schema: Schema) -> tuple[list[YmlFile], list[str], lis
     while True:
         path = _find(wanted, folder, [file.path for file in files])
         if path is None:
-            why = path_problem(wanted) or "there is no such file; the packed base.yml is called base.yml"
+            why = path_problem(wanted) or "there is no such file; the packed ones are called base.yml and maxtext.yml"
             mistakes.append(f"{shortened(wanted)} ({where}): {why}")
             break
         if path == BASE_YML:
-            if wanted.startswith(_MAXTEXT_CONFIGS):
-                notes.append(f"{wanted} does not exist here: took the packed base.yml")
+            if wanted != "base.yml" and _MAXTEXT_BASE.fullmatch(wanted) and not (folder / wanted).is_file():
+                notes.append(f"{shortened(wanted)} does not exist here: took the packed base.yml")
             break
         if path.resolve() in [file.path.resolve() for file in files]:
             mistakes.append(f"base_config={wanted} ({where}): the file is its own parent")
             break
         entries, problem, repeated = read_file(path)
         parent = _take_parent(entries)
-        files.append(YmlFile(path, entries, is_root=parent is None, repeated=repeated))
+        is_maxtext = parent is None and _is_maxtext(entries, schema)
+        files.append(YmlFile(path, entries, parent is None, is_maxtext, repeated))
         if problem:
             mistakes.append(problem)
-        elif parent is None:
+        elif parent is None and not is_maxtext:
             mistakes += _missing(path, {entry.name for entry in entries}, schema)
         if parent is None:
             break
@@ -120,17 +126,28 @@ def _take_parent(entries: list[Entry]) -> Entry | None:
 
 
 def _find(wanted: str, folder: Path, visited: Iterable[Path]) -> Path | None:
-    """The file `wanted` as seen from `folder`; base.yml is the packed one where no other file has that name."""
+    """The file `wanted` as seen from `folder`, for a file of MaxText's also from its configs folder; base.yml and
+    maxtext.yml are the packed ones where no other file has that name."""
     if path_problem(wanted):
         return None
     path = folder / wanted
-    is_base = wanted == "base.yml"
-    itself = is_base and path.exists() and path.resolve() in [other.resolve() for other in visited]
+    packed = {"base.yml": BASE_YML, "maxtext.yml": MAXTEXT_YML}.get(wanted)
+    itself = packed is not None and path.exists() and path.resolve() in [other.resolve() for other in visited]
     if path.is_file() and not itself:
         return BASE_YML if path.samefile(BASE_YML) else path
-    if is_base or (wanted.startswith(_MAXTEXT_CONFIGS) and path.name == "base.yml"):
-        return BASE_YML
-    return None
+    for above in folder.resolve().parents:
+        if above.name == "configs" and above.parent.name.lower() == "maxtext" and (above / wanted).is_file():
+            return above / wanted
+    return BASE_YML if _MAXTEXT_BASE.fullmatch(wanted) else packed
+
+
+def _is_maxtext(entries: Sequence[Entry], schema: Schema) -> bool:
+    """Whether a file without base_config is a version of MaxText's base.yml.
+
+    The first version had 38 keys, 14 of which base.yml lacks; a copy of base.yml gives no others than its own.
+    """
+    foreign = {entry.name for entry in entries} - set(schema.keys)
+    return len(foreign) >= 10 and sum(name in verdicts() for name in foreign) >= 10
 
 
 def _missing(path: Path, given: set[str], schema: Schema) -> list[str]:
@@ -139,4 +156,7 @@ def _missing(path: Path, given: set[str], schema: Schema) -> list[str]:
         return []
     count = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
     names = ", ".join(lacking[:3]) + count
-    return [f"{path}: no base_config, and not every key is given ({names}); add the line `base_config: base.yml`"]
+    is_preset = f", or model_name={path.stem} for the preset of that name" if path.stem in preset_names() else ""
+    return [
+        f"{path}: no base_config, and not every key is given ({names}); add the line `base_config: base.yml`{is_preset}"
+    ]

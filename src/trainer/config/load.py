@@ -2,34 +2,27 @@
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ml_collections
 
+from trainer.config import maxtext, maxtext_base
 from trainer.config.check import contradictions
+from trainer.config.data_keys import DEFAULT, OWN_KEYS, data_not_asked_for
 from trainer.config.dump import to_flow
-from trainer.config.effects import without_effect
-from trainer.config.errors import nearest, report, shortened
-from trainer.config.files import COMMAND_LINE, PRESETS, Entry, YmlFile, preset_names, read_chain, read_file
+from trainer.config.effects import inert_keys, without_effect
+from trainer.config.errors import nearest, on_one_screen, report, shortened
+from trainer.config.files import COMMAND_LINE, MAXTEXT_YML, PRESETS, YmlFile, preset_names, read_chain, read_file
 from trainer.config.flags import removal
 from trainer.config.help import help_text
 from trainer.config.paths import is_file
-from trainer.config.rules import merge_rules, read_rules
-from trainer.config.schema import Key, Schema, schema
-from trainer.config.values import check, read_node, read_text
+from trainer.config.reader import Reader, Setting, merge
+from trainer.config.schema import Schema, schema
+from trainer.config.values import read_text
 
 _YML_ENDINGS = (".yml", ".yaml")
-_RULES = "logical_axis_rules"
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A value that some source gives a key, and the place that gives it."""
-
-    value: Any
-    where: str
 
 
 @dataclass(frozen=True)
@@ -49,55 +42,11 @@ class Loaded:
     notes: list[str]
 
 
-@dataclass
-class _Reader:
-    """Reads settings by the schema; collects what is wrong, and the names of the keys whose value is unknown then."""
-
-    schema: Schema
-    mistakes: list[str] = field(default_factory=list)
-    broken: set[str] = field(default_factory=set)
-
-    def setting(self, name: str, given: str, where: str, read: Callable[[Key], Any]) -> dict[str, Setting]:
-        """{name: setting}, or {} after a mistake."""
-        shown = f"{shortened(name)}={shortened(given)} ({where})"
-        key = self.schema.keys.get(name)
-        if key is None:
-            self.mistakes.append(f"{shown}: there is no key {shortened(name)}{nearest(name, self.schema.keys)}")
-            return {}
-        problems: list[str] = []
-        try:
-            value = read(key)
-        except ValueError as error:
-            problems = [f"{error}; allowed: {key.allowed}"]
-        else:
-            if problem := check(key, value):
-                problems = [f"{problem}; allowed: {key.allowed}{nearest(given, map(str, key.choices))}"]
-            elif name == _RULES:
-                value, problems = read_rules(value, [rule[0] for rule in key.default])
-        if problems:
-            self.mistakes += [f"{shown}: {problem}" for problem in problems]
-            self.broken.add(name)
-            return {}
-        return {name: Setting(value, where)}
-
-    def entry(self, entry: Entry) -> dict[str, Setting]:
-        """The setting of one entry of a file."""
-        return self.setting(entry.name, entry.given, entry.where, functools.partial(read_node, node=entry.node))
-
-    def file(self, file: YmlFile) -> dict[str, Setting]:
-        """The settings of a file. Those of a root count where they differ from the packed base.yml, which it copies."""
-        settings: dict[str, Setting] = {}
-        for entry in file.entries:
-            settings |= self.entry(entry)
-        if not file.is_root:
-            return settings
-        return {name: it for name, it in settings.items() if it.value != self.schema.keys[name].default}
-
-
 def load(argv: Sequence[str]) -> Loaded:
     """The configuration that `argv`, the words after the module's name, asks for: stage 1.
 
-    Later wins: base.yml, the preset of model_name, the user's yml over its parents, the command line.
+    Later wins: base.yml, maxtext.yml where that is the yml or a parent of it, the preset of model_name, the user's yml
+    over its parents, the command line.
 
     Raises:
       UserError: all mistakes of the stage at once, one line each.
@@ -106,28 +55,62 @@ def load(argv: Sequence[str]) -> Loaded:
     if {"help", "--help", "-h"} & set(argv):
         print(help_text())
         raise SystemExit(0)
-    reader = _Reader(schema())
+    reader = Reader(schema())
     yml, words = _split(argv)
     files, mistakes, notes = read_chain(yml, reader.schema)
     reader.mistakes += mistakes
     given: dict[str, Setting] = {}
+    values = {key.name: Setting(copy.deepcopy(key.default), DEFAULT) for key in reader.schema.keys.values()}
     for file in files:
-        given = _merge(given, reader.file(file))
-    given = _merge(given, _command_line(reader, words))
-    values = {key.name: Setting(copy.deepcopy(key.default), "default") for key in reader.schema.keys.values()}
+        settings = reader.file(file)
+        if file.path == MAXTEXT_YML:
+            values |= {name: Setting(it.value, MAXTEXT_YML.name) for name, it in settings.items()}
+        else:
+            given = merge(given, settings)
+    given = merge(given, _command_line(reader, words))
     preset = _preset(reader, (values | given)["model_name"])
-    values = _merge(_merge(values, preset), given)
+    values = merge(merge(values, preset), given)
 
     config = ml_collections.ConfigDict({name: setting.value for name, setting in values.items()})
     changed = {name: setting.where for name, setting in given.items()}
-    reader.mistakes += contradictions(config, {n: s.where for n, s in values.items()}, reader.broken)
+    where = {name: setting.where for name, setting in values.items()}
+    reader.mistakes += contradictions(config, where, reader.broken)
+    reader.mistakes += data_not_asked_for(config, where, changed)
     if reader.mistakes:
         raise report(reader.mistakes)
-    notes += _changes(preset, values)
+    notes += _other_defaults(files, config, where, notes)
+    notes += [*_changes(preset, values), *maxtext.notes_of(reader.accepted)]
     if notice := removal(config):
         notes.append(notice)
-    warnings = [line for file in files for line in file.repeated] + without_effect(config, changed)
-    return Loaded(config, changed, warnings, notes)
+    warnings = [line for file in files for line in file.repeated] + _not_known(reader.unknown)
+    warnings += without_effect(config, changed)
+    return Loaded(config, changed, on_one_screen(warnings), on_one_screen(notes))
+
+
+def _other_defaults(files: Sequence[YmlFile], config: Any, where: Mapping[str, str], notes: Sequence[str]) -> list[str]:
+    """One line about defaults that are not MaxText's, where a person may expect those: with MaxText's base.yml, with a
+    preset, with data of one's own."""
+    base = [file for file in files if file.is_maxtext]
+    own = config.model_name != "default" or config.dataset_type in OWN_KEYS
+    if not (base or notes or own):
+        return []
+    inert = inert_keys(config)
+    unset = [name for name, place in where.items() if place == DEFAULT and name not in inert]
+    differing = maxtext_base.differing(config, unset)
+    said = "is MaxText's base.yml: what was changed in it counts, the rest takes the defaults of ours"
+    begin = [f"{file.path} {said}" for file in base]
+    if not differing:
+        return begin
+    listed = f"defaults of base.yml (MaxText's in brackets): {', '.join(differing)}"
+    return ["; ".join([*begin, listed, "base_config: maxtext.yml, or maxtext.yml as the first word, takes MaxText's"])]
+
+
+def _not_known(names: Sequence[str]) -> list[str]:
+    """One line about keys of a MaxText base.yml of another version."""
+    if not names:
+        return []
+    shown = f"{', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
+    return [f"keys of this MaxText base.yml that are not known here, and not read: {shown}"]
 
 
 def _split(argv: Sequence[str]) -> tuple[str, Sequence[str]]:
@@ -139,7 +122,7 @@ def _split(argv: Sequence[str]) -> tuple[str, Sequence[str]]:
     return "base.yml", argv
 
 
-def _command_line(reader: _Reader, words: Sequence[str]) -> dict[str, Setting]:
+def _command_line(reader: Reader, words: Sequence[str]) -> dict[str, Setting]:
     settings: dict[str, Setting] = {}
     for word in words:
         name, equals, text = word.partition("=")
@@ -164,7 +147,7 @@ def _malformed(schema: Schema, name: str, has_value: bool, text: str) -> str | N
     return f"no value; write {name}=VALUE" if name in schema.keys else f"not key=value{nearest(name, schema.keys)}"
 
 
-def _preset(reader: _Reader, model_name: Setting) -> dict[str, Setting]:
+def _preset(reader: Reader, model_name: Setting) -> dict[str, Setting]:
     name = model_name.value
     if name not in preset_names():
         allowed = f"{', '.join(preset_names())}{nearest(name, preset_names())}"
@@ -185,11 +168,3 @@ def _changes(preset: dict[str, Setting], values: dict[str, Setting]) -> list[str
         for key, said in preset.items()
         if values[key].value != said.value
     ]
-
-
-def _merge(below: dict[str, Setting], above: dict[str, Setting]) -> dict[str, Setting]:
-    merged = below | above
-    if _RULES in below and _RULES in above:
-        rules = merge_rules(below[_RULES].value, above[_RULES].value)
-        merged[_RULES] = Setting(rules, above[_RULES].where)
-    return merged

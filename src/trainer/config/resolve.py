@@ -25,15 +25,23 @@ def resolve(
     """
     values = {name: frozen(value) for name, value in config.items()}
     _fill(values, platform)
-    mistakes = fill_mesh(values, device_count, num_slices)
-    mesh = {} if mistakes else mesh_axes(values)
+    mistakes = _other_hardware(values["hardware"], platform)
+    mistaken = fill_mesh(values, device_count, num_slices)
+    mistakes += mistaken
+    mesh = {} if mistaken else mesh_axes(values)
     if mesh:
-        mistakes = [*_indivisible(values, mesh), *_uneven_rows(values, mesh)]
+        mistakes += [*_indivisible(values, mesh), *_uneven_rows(values, mesh)]
     values["attention"], mistaken = choose_attention(values, mesh, platform)
     mistakes += mistaken
     if mistakes:
         raise report(mistakes)
     return ml_collections.FrozenConfigDict(values)
+
+
+def _other_hardware(hardware: str, platform: str) -> list[str]:
+    if not hardware or hardware.partition("_")[0] == platform:
+        return []
+    return [f"hardware={hardware}: the devices are {platform}; leave it out, JAX_PLATFORMS chooses which are used"]
 
 
 def frozen(value: Any) -> Any:

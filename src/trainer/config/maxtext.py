@@ -1,0 +1,136 @@
+"""MaxText's keys that base.yml lacks: maxtext_keys.yml, read only when such a key is given."""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainer.config.dump import to_flow
+from trainer.config.errors import shortened
+from trainer.config.schema import LOADER, Key
+
+TABLE = Path(__file__).parent / "maxtext_keys.yml"
+RENAMED, NEEDLESS, NOT_YET, NEVER = "renamed", "needless", "not yet", "never"
+ANY = "any"  # every value is neutral
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of a key of MaxText's.
+
+    Attributes:
+      kind: renamed, needless, not yet or never.
+      why: of needless: why the key changes nothing; else what to use instead.
+      neutral: the values at which it changes nothing; None where no value does.
+      to: the key of base.yml that takes the value of a renamed one.
+    """
+
+    name: str
+    kind: str
+    why: str
+    neutral: tuple[Any, ...] | None = ()
+    to: str = ""
+
+    def accepts(self, read: Callable[[Key], Any]) -> bool:
+        """Whether the value that `read` finds for a key of a given type changes nothing."""
+        return self.neutral is None or any(_same(self.name, value, read) for value in self.neutral)
+
+    def problem(self, given: str) -> str:
+        """What a message says about the value `given`, which changes something."""
+        if self.kind == RENAMED:
+            return f"{self.why}; write {self.to}={given}"
+        allowed = shortened(" or ".join(to_flow(value) for value in self.neutral or ()))
+        only = f" (only {allowed} is accepted)" if allowed else ""
+        return f"{'not built yet' if self.kind == NOT_YET else 'no key here'}{only}; instead: {self.why}"
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """A key of MaxText's that was given a value that changes nothing."""
+
+    verdict: Verdict
+    given: str
+
+
+def find(name: str) -> Verdict | None:
+    """The verdict about MaxText's key `name`; None if it is no key of MaxText's, or one of base.yml's."""
+    return verdicts().get(name)
+
+
+@functools.cache
+def verdicts() -> Mapping[str, Verdict]:
+    """All verdicts by name."""
+    found = {}
+    for group in _table()["groups"]:
+        kind, why, to = group["verdict"], group["why"], group.get("to", "")
+        for name, values in group["keys"].items():
+            found[name] = Verdict(name, kind, why, None if values == ANY else tuple(values), to)
+        for name in group.get("dependents", ()):
+            found[name] = Verdict(name, kind, f"MaxText reads it only with {_list(list(group['keys']), 3)}", None)
+    return found
+
+
+def former_defaults(name: str, present: Iterable[str]) -> list[Any] | None:
+    """The values that MaxText's base.yml gave `name` by itself in the version of a file that has the keys `present`,
+    besides its neutral values and those of maxtext.yml; None for a key without such values."""
+    given, rows = set(present), _table()["earlier"].get(name)
+    if rows is None:
+        return None
+    return [value for newer, values in rows.items() if newer not in given for value in values]
+
+
+def is_prefix(name: str) -> bool:
+    """Whether MaxText has keys `name.something`."""
+    return any(known.startswith(f"{name}.") for known in verdicts())
+
+
+def notes_of(accepted: Sequence[Accepted]) -> list[str]:
+    """What the start says about accepted keys: a line for those at neutral values, and one for each reason."""
+    lines = []
+    neutral = {it.verdict.name: it.given for it in accepted if it.verdict.neutral is not None}
+    if neutral:
+        shown = _list([f"{name}={given}" for name, given in neutral.items()])
+        lines.append(f"MaxText's keys at values that change nothing here: {shown}")
+    reasons: dict[str, list[str]] = {}
+    for it in accepted:
+        # Without the value, which may be a secret such as hf_access_token.
+        if it.verdict.neutral is None and it.verdict.name not in (names := reasons.setdefault(it.verdict.why, [])):
+            names.append(it.verdict.name)
+    return lines + [f"MaxText's {_list(names)} {_verb(names)} nothing here: {why}" for why, names in reasons.items()]
+
+
+def same_as_any(name: str, values: Iterable[Any], read: Callable[[Key], Any]) -> bool:
+    """Whether the value that `read` finds is one of `values`."""
+    return any(_same(name, value, read) for value in values)
+
+
+def _list(words: Sequence[str], most: int = 12) -> str:
+    left = len(words) - most
+    return ", ".join(words[:most]) + (f" and {left} more" if left > 0 else "")
+
+
+def _verb(names: Sequence[str]) -> str:
+    return "changes" if len(names) == 1 else "change"
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    return yaml.load(TABLE.read_text(encoding="utf-8"), Loader=LOADER)
+
+
+def _same(name: str, value: Any, read: Callable[[Key], Any]) -> bool:
+    """Whether `read` finds `value`; MaxText reads the word none as no value for every key, and 1 as 1.0."""
+    kind = str if value is None else float if type(value) is int else type(value)
+    key = Key(name, value, kind, item=object if kind is list else None, optional=kind is str)
+    try:
+        found = read(key)
+    except ValueError:
+        return False
+    return _text(found) == _text(value) if kind is str else bool(found == value)
+
+
+def _text(value: Any) -> str:
+    return "" if str(value).lower() in ("none", "null", "~") else value

@@ -1,0 +1,95 @@
+"""From words and entries of files to settings by the schema, with all mistakes collected."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.config import maxtext, maxtext_base
+from trainer.config.errors import Unbuilt, nearest, shortened
+from trainer.config.files import Entry, YmlFile
+from trainer.config.rules import merge_rules, read_rules
+from trainer.config.schema import Key, Schema
+from trainer.config.values import check, read_node
+
+_RULES = "logical_axis_rules"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value that some source gives a key, and the place that gives it."""
+
+    value: Any
+    where: str
+
+
+@dataclass
+class Reader:
+    """Reads settings by the schema; collects what is wrong, and the names of the keys whose value is unknown then."""
+
+    schema: Schema
+    mistakes: list[str] = field(default_factory=list)
+    broken: set[str] = field(default_factory=set)
+    accepted: list[maxtext.Accepted] = field(default_factory=list)  # MaxText's keys that need nothing here
+    unknown: list[str] = field(default_factory=list)  # keys of a MaxText base.yml that nobody here knows
+
+    def setting(self, name: str, given: str, where: str, read: Callable[[Key], Any]) -> dict[str, Setting]:
+        """{name: setting}, or {} after a mistake."""
+        shown = f"{shortened(name)}={shortened(given)} ({where})"
+        key = self.schema.keys.get(name)
+        if key is None:
+            self._foreign(name, given, shown, read)
+            return {}
+        problems: list[str] = []
+        try:
+            value = read(key)
+        except ValueError as error:
+            problems = [f"{error}; allowed: {key.allowed}"]
+        else:
+            if problem := check(key, value):
+                problems = [f"{problem}; allowed: {key.allowed}{nearest(given, map(str, key.choices))}"]
+            elif name == _RULES:
+                value, problems = read_rules(value, [rule[0] for rule in key.default])
+        if problems:
+            self.mistakes += [f"{shown}: {problem}" for problem in problems]
+            self.broken.add(name)
+            return {}
+        return {name: Setting(value, where)}
+
+    def entry(self, entry: Entry) -> dict[str, Setting]:
+        """The setting of one entry of a file."""
+        return self.setting(entry.name, entry.given, entry.where, functools.partial(read_node, node=entry.node))
+
+    def file(self, file: YmlFile) -> dict[str, Setting]:
+        """The settings of a file. Those of a root count where they differ from what it copies, the packed base.yml or
+        MaxText's."""
+        settings: dict[str, Setting] = {}
+        entries: Sequence[Entry] = maxtext_base.flatten(file.entries)
+        if file.is_maxtext:
+            entries, unknown = maxtext_base.changed_entries(entries, self.schema)
+            self.unknown += unknown
+        for entry in entries:
+            settings |= self.entry(entry)
+        if not file.is_root or file.is_maxtext:
+            return settings
+        return {name: it for name, it in settings.items() if it.value != self.schema.keys[name].default}
+
+    def _foreign(self, name: str, given: str, shown: str, read: Callable[[Key], Any]) -> None:
+        """A key that base.yml lacks: MaxText's, or nobody's."""
+        verdict = maxtext.find(name)
+        if verdict is None:
+            self.mistakes.append(f"{shown}: there is no key {shortened(name)}{nearest(name, self.schema.keys)}")
+        elif verdict.accepts(read):
+            self.accepted.append(maxtext.Accepted(verdict, shortened(given)))
+        else:
+            message = f"{shown}: {verdict.problem(shortened(given))}"
+            self.mistakes.append(Unbuilt(message) if verdict.kind == maxtext.NOT_YET else message)
+
+
+def merge(below: dict[str, Setting], above: dict[str, Setting]) -> dict[str, Setting]:
+    """`below` with the settings of `above` over them; rules replace those of their name."""
+    merged = below | above
+    if _RULES in below and _RULES in above:
+        rules = merge_rules(below[_RULES].value, above[_RULES].value)
+        merged[_RULES] = Setting(rules, above[_RULES].where)
+    return merged

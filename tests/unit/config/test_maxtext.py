@@ -1,0 +1,341 @@
+"""MaxText's keys, its base.yml, and its defaults."""
+
+import functools
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from trainer.config import UserError, load, maxtext, maxtext_base, schema
+from trainer.config.errors import NotBuilt
+from trainer.config.files import COMMAND_LINE
+from trainer.config.values import read_text
+
+GROUPS = yaml.safe_load(maxtext.TABLE.read_text())["groups"]
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def write(name: str, text: str) -> str:
+    with open(name, "w") as file:
+        file.write(text)
+    return name
+
+
+def notes(*argv: str) -> list[str]:
+    """Without the one about the combination, which tests may change."""
+    return [note for note in load(argv).notes if not note.startswith("combination")]
+
+
+def mistakes(*argv: str) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        load(argv)
+    return str(caught.value).split("\n  ")[1:]
+
+
+# ---- The table
+
+
+def test_no_key_of_base_yml_is_in_the_table():
+    """A key that base.yml gains leaves the table."""
+    assert not set(maxtext.verdicts()) & set(schema().keys)
+
+
+def test_every_group_has_a_verdict_and_says_why():
+    for group in GROUPS:
+        assert group["verdict"] in (maxtext.RENAMED, maxtext.NEEDLESS, maxtext.NOT_YET, maxtext.NEVER)
+        assert group["why"] == group["why"].strip(" .")
+        assert "\n" not in group["why"]
+        # Dependents are read only with one of the keys: a group without keys would accept them for no reason.
+        assert group["keys"]
+        assert set(group) <= {"verdict", "why", "to", "keys", "dependents"}
+        assert ("to" in group) == (group["verdict"] == maxtext.RENAMED)
+        assert group.get("to", "steps") in schema().keys
+        if group["verdict"] == maxtext.NEEDLESS:
+            assert set(group["keys"].values()) == {maxtext.ANY}
+            assert not group.get("dependents")
+    names = [name for group in GROUPS for name in (*group["keys"], *group.get("dependents", ()))]
+    assert len(set(names)) == len(names) == len(maxtext.verdicts())
+
+
+def test_neutral_values_are_read_back_as_neutral():
+    """Each as a person writes it on a command line."""
+    seen = 0
+    for verdict in maxtext.verdicts().values():
+        for value in verdict.neutral or ():
+            given = value if isinstance(value, str) else "none" if value is None else str(value)
+            assert verdict.accepts(functools.partial(read_text, text=given)), (verdict.name, value)
+            seen += 1
+    assert seen > 200
+
+
+def test_former_defaults_are_told_by_the_keys_of_the_file():
+    assert False in maxtext.former_defaults("enable_nnx", ["run_name"])
+    assert False not in maxtext.former_defaults("enable_nnx", ["run_name", "kv_proj"])
+
+
+def test_a_run_that_gives_none_of_these_keys_does_not_read_the_table():
+    code = (
+        "from trainer.config import load, maxtext; load(['steps=3', 'base_emb_dim=64']);"
+        "print(maxtext._table.cache_info().currsize)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "0"
+
+
+# ---- Its keys on a command line
+
+
+def test_neutral_values_and_harmless_keys_are_one_line_each_kind():
+    words = (
+        "mtp_num_layers=0 logits_dot_in_fp32=false enable_goodput_recording=False dpo.algo=orpo num_experts=1.0 "
+        "weight_sparsity_n=null checkpoint_conversion_fn=none engram_layers=[] use_iota_embed=true "
+        "enable_tensorboard=false hf_access_token=secret steps=10"
+    )
+    loaded = load(words.split())
+    assert loaded.changed == {"steps": COMMAND_LINE}
+    assert loaded.warnings == []
+    first, *others = notes(*words.split())
+    assert first.startswith(
+        "MaxText's keys at values that change nothing here: mtp_num_layers=0, logits_dot_in_fp32=false"
+    )
+    assert "engram_layers=[]" in first
+    assert len(others) == 4
+    assert "secret" not in str(others)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        (
+            "target_eval_loss=2.5",
+            "target_eval_loss=2.5 (command line): not built yet (only 0.0 is accepted); instead: steps",
+        ),
+        ("enable_rampup_batch_size=true", "instead: per_device_batch_size and gradient_accumulation_steps"),
+        ("mtp_num_layers=1", "not built yet (only 0 is accepted)"),
+        ("logits_dot_in_fp32=true", "instead: dtype=float32"),
+        ("lora.enable_lora=true", "lora.enable_lora=true (command line): not built yet"),
+        ("enable_goodput_recording=true", "no key here (only false is accepted)"),
+        ("mesh_axes=[data]", "instead: ici_* and dcn_* keys"),
+        ("save_period=30", "an earlier name in MaxText; write checkpoint_period=30"),
+        ("emb_dim=3", "MaxText computes it from base_emb_dim; write base_emb_dim=3"),
+        ("num_experts=many", "not built yet"),
+    ],
+)
+def test_another_value_is_an_error_that_says_what_to_use(word, message):
+    (line,) = mistakes(word)
+    assert message in line
+
+
+def test_what_is_not_built_is_a_not_implemented_error():
+    with pytest.raises(NotBuilt):
+        load(["num_experts=8"])
+
+
+def test_nested_keys_of_a_yml():
+    write("my.yml", "base_config: base.yml\nlora:\n  enable_lora: false\n  lora_rank: 4\n")
+    assert load(["my.yml"]).changed == {}
+    write("my.yml", "base_config: base.yml\nlora: {enable_lora: true}\n")
+    (line,) = mistakes("my.yml")
+    assert line.startswith("lora.enable_lora=true (my.yml:2): not built yet")
+
+
+# ---- Data that nobody asked for
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("dataset_path=DATA", "tfds"),
+        ("dataset_name=c4/en:3.0.1", "tfds"),
+        ("train_split=train[:1%]", "tfds"),
+        ("hf_path=allenai/c4 hf_data_dir=en", "hf"),
+        ("grain_train_files=/data/*", "grain"),
+    ],
+)
+def test_data_without_dataset_type_is_an_error(words, kind):
+    (line,) = mistakes(*words.split(), "steps=100")
+    assert f"add dataset_type={kind}, or dataset_type=stdlib" in line
+    write("my.yml", "base_config: base.yml\n" + words.split()[0].replace("=", ": '", 1) + "'\n")
+    (line,) = mistakes("my.yml")
+    assert "(my.yml:2)" in line
+    given = load([*words.split(), "dataset_type=synthetic"])
+    assert given.config.dataset_type == "synthetic"
+    assert all("has no effect" in warning for warning in given.warnings)
+    assert given.warnings
+
+
+def test_a_default_said_again_names_no_data():
+    assert load(["train_split=train", "dataset_path=", "eval_split=test"]).config.dataset_type == "stdlib"
+
+
+# ---- maxtext.yml
+
+
+def test_maxtext_yml_differs_from_base_yml_in_every_line():
+    for name, value in maxtext_base.defaults().items():
+        assert value != schema().keys[name].default, name
+
+
+@pytest.mark.parametrize("how", ["word", "parent", "grandparent"])
+def test_maxtext_yml_gives_its_defaults(how, tmp_path):
+    (tmp_path / "sub").mkdir()
+    write("sub/one.yml", "base_config: maxtext.yml\nsteps: 7\n")
+    write("two.yml", "base_config: sub/one.yml\n")
+    words = {"word": ["maxtext.yml", "steps=7"], "parent": ["sub/one.yml"], "grandparent": ["two.yml"]}[how]
+    loaded = load([*words, "dataset_type=synthetic"])
+    theirs = maxtext_base.defaults()
+    differing = {name for name, value in theirs.items() if loaded.config[name] != value}
+    assert differing == {"steps", "dataset_type"}
+    assert set(loaded.changed) == {"steps", "dataset_type"}
+    assert loaded.warnings == []
+    assert notes(*words, "dataset_type=synthetic") == []
+
+
+def test_a_preset_wins_over_maxtext_yml():
+    config = load(["maxtext.yml", "model_name=qwen3-0.6b", "dataset_type=synthetic"]).config
+    assert (config.base_emb_dim, config.max_target_length) == (1024, 2048)
+
+
+def test_maxtext_yml_takes_tfds_without_being_asked():
+    words = ["maxtext.yml", "dataset_path=DATA", "tokenizer_path=TOK"]
+    assert load(words).config.dataset_type == "tfds"
+
+
+# ---- MaxText's base.yml
+
+
+def their_base(**changes) -> str:
+    """A file such as MaxText's base.yml: keys of ours at MaxText's defaults, and a good part of its own."""
+    values = {
+        name: key.default for name, key in schema().keys.items() if name not in ("held_out_share", "data_pipeline")
+    }
+    values |= {name: value for name, value in maxtext_base.defaults().items() if name in values}
+    values |= {
+        name: it.neutral[0] for name, it in list(maxtext.verdicts().items())[::3] if it.neutral and "." not in name
+    }
+    values |= {"hardware": "tpu", "rope_factor": 40, "compile_topology_num_slices": -1, "kv_proj": "remat"}
+    values |= {"mesh_axes": ["a", "b"], "logical_axis_rules": [["nobody_knows", ["model"]]]}
+    return yaml.safe_dump(values | changes, sort_keys=False)
+
+
+@pytest.mark.parametrize("path", ["src/maxtext/configs/base.yml", "MaxText/configs/base.yml", "theirs.yml"])
+def test_their_base_is_recognized_by_what_it_holds(path, tmp_path):
+    (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+    write(path, their_base())
+    loaded = load([path, "dataset_type=synthetic", "steps=10"])
+    assert loaded.config.to_dict() == load(["dataset_type=synthetic", "steps=10"]).config.to_dict()
+    assert loaded.warnings == []
+    (note,) = notes(path, "dataset_type=synthetic", "steps=10")
+    assert note.startswith(f"{path} is MaxText's base.yml: ")
+    for listed in ("base_emb_dim=192 (2048)", 'dtype="auto" ("bfloat16")', "max_target_length=128 (2048)"):
+        assert listed in note
+    assert " steps=" not in note
+    assert "dataset_type=" not in note
+    assert "maxtext.yml" in note
+
+
+def test_what_a_person_changed_in_their_base_counts():
+    write("theirs.yml", their_base(base_emb_dim=64, learning_rate=1e-3, scan_layers=False, use_iota_embed=True))
+    loaded = load(["theirs.yml", "model_name=llama2-7b"])
+    assert (loaded.config.base_emb_dim, loaded.config.learning_rate, loaded.config.scan_layers) == (64, 1e-3, False)
+    assert loaded.config.base_mlp_dim == 11008  # of the preset
+    assert set(loaded.changed) == {"base_emb_dim", "learning_rate", "scan_layers", "model_name"}
+
+
+def test_a_feature_turned_on_in_their_base_is_an_error_with_its_line():
+    write("theirs.yml", their_base(mtp_num_layers=2, dataset_path="DATA", save_period=30))
+    lines = mistakes("theirs.yml")
+    assert len(lines) == 3
+    assert all("(theirs.yml:" in line for line in lines)
+
+
+def test_a_data_path_for_their_base_needs_a_dataset_type():
+    write("theirs.yml", their_base())
+    (line,) = mistakes("theirs.yml", "dataset_path=DATA")
+    assert "add dataset_type=tfds" in line
+
+
+def test_an_older_base_is_at_its_own_defaults():
+    older = {"enable_nnx": False, "collect_stack_trace": True, "tokenizer_path": "assets/tokenizer.llama2"}
+    keys = yaml.safe_load(their_base(**older))
+    del keys["kv_proj"]
+    keys.pop("generate_padding_batch_eval", None)
+    write("theirs.yml", yaml.safe_dump(keys))
+    assert load(["theirs.yml"]).changed == {}
+
+
+def test_keys_of_a_later_version_are_one_warning():
+    write("theirs.yml", their_base(**{f"newer_{i}": i for i in range(20)}))
+    (line,) = load(["theirs.yml"]).warnings
+    assert "newer_0, newer_1" in line
+    assert line.endswith("and 12 more")
+
+
+def test_a_child_of_their_base_finds_it_beside_itself_or_in_their_configs_folder(tmp_path):
+    (tmp_path / "maxtext/configs/gpu/models").mkdir(parents=True)
+    write("maxtext/configs/base.yml", their_base(learning_rate=1e-3))
+    write("maxtext/configs/sft.yml", "base_config: base.yml\nsteps: 3\nlora: {enable_lora: false}\n")
+    write(
+        "maxtext/configs/gpu/models/m.yml", 'base_config: "base.yml"\nsteps: 3\nhardware: gpu\nuse_iota_embed: true\n'
+    )
+    for child in ("maxtext/configs/sft.yml", "maxtext/configs/gpu/models/m.yml"):
+        loaded = load([child])
+        assert (loaded.config.steps, loaded.config.learning_rate) == (3, 1e-3)
+        assert "is MaxText's base.yml" in loaded.notes[0]
+
+
+def test_a_preset_file_of_theirs_says_how_presets_are_chosen():
+    write("llama2-7b.yml", "base_emb_dim: 4096\nhead_dim: 128\n")
+    (line,) = mistakes("llama2-7b.yml")
+    assert "or model_name=llama2-7b for the preset of that name" in line
+
+
+@pytest.mark.parametrize(
+    "path", ["src/maxtext/configs/base.yml", "src/MaxText/configs/base.yml", "/deps/MaxText/configs/base.yml"]
+)
+def test_a_path_of_theirs_that_is_not_there_is_the_packed_base(path):
+    loaded = load([path])
+    assert loaded.changed == {}
+    assert loaded.notes[0] == f"{path} does not exist here: took the packed base.yml"
+    assert "base_emb_dim=192 (2048)" in loaded.notes[1]
+
+
+# ---- Defaults where a person of MaxText's would expect others
+
+
+def test_a_preset_with_our_defaults_says_which_they_are():
+    (note,) = notes("model_name=llama2-7b", "dataset_type=synthetic", "steps=10", "max_target_length=64")
+    assert "learning_rate=0.006 (3.0e-05)" in note
+    assert "max_target_length" not in note
+    assert notes("dataset_type=synthetic") == []
+
+
+def test_data_of_ones_own_say_which_defaults_differ():
+    (note,) = notes("dataset_type=hf", "hf_path=x")
+    assert "held_out_share=0.01 (0.0)" in note
+    assert "grain_worker_count" not in note  # data_pipeline=prepared has no such workers
+
+
+# ---- Typical command lines, in our words
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "run_name=r base_output_directory=o dataset_type=synthetic steps=10 enable_goodput_recording=False",
+        "run_name=r dataset_type=synthetic gcs_metrics=true save_config_to_gcs=true enable_tensorboard=false steps=10",
+        "dataset_type=synthetic hardware=cpu skip_jax_distributed_system=true enable_checkpointing=false steps=10",
+        "dataset_type=synthetic use_iota_embed=true attention=flash remat_policy=full steps=10 scan_layers=false",
+        "dataset_type=hf hf_path=allenai/c4 hf_data_dir=en train_split=tr tokenizer_path=t steps=10 hf_access_token=x",
+        "dataset_type=grain grain_file_type=arrayrecord grain_train_files=/d/*,1 grain_ram_budget_mb=512 steps=10",
+        "dataset_type=synthetic monitor_goodput=False shard_mode=auto allow_split_physical_axes=true steps=10",
+    ],
+)
+@pytest.mark.parametrize("yml", ["src/maxtext/configs/base.yml", "base.yml"])
+def test_lines_of_theirs_without_a_feature_that_is_missing_here_load(yml, words):
+    assert load([yml, *words.split()]).config.steps == 10
