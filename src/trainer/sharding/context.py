@@ -131,8 +131,13 @@ def shard_mapped(fn: Callable[..., Any], in_names: Any, out_names: Any, *, check
     `in_names` (a tuple, one entry per positional argument) and `out_names` hold `Axes`, each of which stands for the
     array or the whole subtree in its place, as PartitionSpecs do in `jax.shard_map`. An NNX module in tree mode may be
     an argument: with one `Axes` for all of it, or as a module that holds `Axes` in place of its Variables. What `fn`
-    sets in its Variables is set when the call returns. `check=False` is for kernels, whose results JAX can not tell to
-    be equal on all devices: it then believes `out_names`, and the names of Variables that `fn` sets.
+    sets in its Variables is set when the call returns; attributes that it adds are not. `check=False` is for kernels,
+    whose results JAX can not tell to be equal on all devices: it then believes `out_names`, and the names of Variables
+    that `fn` sets. Outside of `on_mesh` this is `fn` itself.
+
+    Raises:
+      ValueError: at the call: a Variable is in two places of the arguments; or a result, or an update of a Variable, may
+        differ between devices on which it is the same according to its names.
     """
     current = _current.get()
     if current is None:

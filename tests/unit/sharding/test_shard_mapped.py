@@ -114,3 +114,75 @@ def test_a_value_that_is_not_equal_on_all_devices_is_found(mesh):
         run(False)(jnp.ones((8, 4)))
         with pytest.raises(ValueError, match="out_specs"):
             run(True)(jnp.ones((8, 4)))
+
+
+class Seen(nnx.Module):
+    """Sums over all rows, those of the other devices too, into a Variable of its own or into new attributes."""
+
+    def __init__(self):
+        self.kernel = nnx.Param(jnp.arange(24.0).reshape(4, 6), out_sharding=("depth", "width"))
+        self.total = nnx.BatchStat(jnp.zeros(6), out_sharding=("width",))
+
+    def __call__(self, x):
+        out = x @ self.kernel[...]
+        self.total[...] += jax.lax.psum(out.sum(axis=0), ("data", "fsdp"))
+        self.last = nnx.Variable(out)
+        self.note = "called"
+        return out
+
+
+@pytest.fixture
+def tree_mode():
+    with nnx.set_graph_mode(False), nnx.set_graph_updates(False), nnx.use_eager_sharding(False):
+        yield
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_updates_of_variables_come_back_and_new_attributes_do_not(mesh, tree_mode, whole):
+    """The sum is over the devices of the batch, and `check` finds it equal on them. The names are plain `Axes`: of the
+    whole module, or in the place of each Variable."""
+    module, x = Seen(), jnp.asarray(np.random.default_rng(2).integers(-4, 5, (8, 4)), jnp.float32)
+    with on_mesh(mesh, RULES):
+        for calls in (1, 2):
+            out = through(module, x, whole)
+            np.testing.assert_array_equal(module.total[...], calls * np.asarray(x @ module.kernel[...]).sum(axis=0))
+    np.testing.assert_array_equal(out, x @ module.kernel[...])
+    assert len(out.sharding.device_set) == 8
+    assert set(nnx.state(module)) == {"kernel", "total"}
+    assert not hasattr(module, "last")
+    assert not hasattr(module, "note")
+
+
+def test_an_update_that_is_not_equal_on_all_devices_is_found(mesh, tree_mode):
+    class Local(Seen):
+        def __call__(self, x):
+            self.total[...] += (x @ self.kernel[...]).sum(axis=0)  # of this device's rows
+            return x @ self.kernel[...]
+
+    message = r"(?s)out_specs which require replication .*and not \{data,fsdp\}"
+    with on_mesh(mesh, RULES), pytest.raises(ValueError, match=message):
+        through(Local(), jnp.ones((8, 4)), False)
+
+
+def test_a_variable_in_two_places_is_refused(mesh, tree_mode):
+    """Of one module or of two: each place would get an update of its own."""
+
+    class Tied(nnx.Module):
+        def __init__(self):
+            self.embedding = nnx.Param(jnp.ones((4, 6)))
+            self.head = self.embedding
+
+    everywhere, module, x = Axes(()), Seen(), jnp.ones((8, 4))
+    with on_mesh(mesh, RULES):
+        with pytest.raises(ValueError, match=r"(?s)Duplicate Param.*\.embedding.*\.head"):
+            shard_mapped(lambda tied, x: x @ tied.head[...], (everywhere, ROWS), ROWS)(Tied(), x)
+        with pytest.raises(ValueError, match=r"(?s)Duplicate Param.*args\[0\]\.kernel.*args\[1\]\.kernel"):
+            shard_mapped(lambda one, two, x: x, (everywhere, everywhere, ROWS), ROWS)(module, module, x)
+
+
+def test_it_runs_in_tree_mode_whatever_the_mode_around_it(mesh):
+    with nnx.set_graph_mode(True), nnx.set_graph_updates(True), nnx.use_eager_sharding(False), on_mesh(mesh, RULES):
+        module = Seen()
+        through(module, jnp.ones((8, 4)), True)
+    assert not hasattr(module, "last")
+    np.testing.assert_array_equal(module.total[...], 8 * np.arange(24.0).reshape(4, 6).sum(axis=0))
