@@ -136,8 +136,8 @@ def shard_mapped(fn: Callable[..., Any], in_names: Any, out_names: Any, *, check
     that `fn` sets. Outside of `on_mesh` this is `fn` itself.
 
     Raises:
-      ValueError: at the call: a Variable is in two places of the arguments; or a result, or an update of a Variable, may
-        differ between devices on which it is the same according to its names.
+      ValueError: at the call: a Variable is in two places of the arguments; or a result, or an update of a Variable,
+        may differ between devices on which it is the same according to its names.
     """
     current = _current.get()
     if current is None:

@@ -1,0 +1,67 @@
+"""What each mesh axis splits by the default rules. A rule that is lost changes no result, only memory and speed."""
+
+import jax
+import pytest
+from support import ALL_COMBINATIONS, arguments
+
+from trainer.config import load, make_rules, schema
+from trainer.config.derived import MESH_AXES, UNUSED_AXES
+from trainer.config.rules import TENSORS
+from trainer.training import build
+
+RULES = make_rules(schema().keys["logical_axis_rules"].default)
+HEADS = {"q_heads", "heads", "kv_heads", "activation_heads", "activation_kv_heads"}
+WIDE = {"mlp", "vocab", "activation_mlp", "activation_vocab"}
+SPLITS = {
+    "data": {"activation_batch"},
+    "fsdp": {"activation_batch", "embed"},
+    "fsdp_transpose": {"activation_batch", "kv", "kv_head_dim", "mlp", "vocab"},
+    "tensor": HEADS | WIDE,
+    "tensor_sequence": HEADS | WIDE | {"activation_norm_length"},
+}
+# Of the tensors that are as large as a layer's weights or its activations, the few that an axis may leave replicated.
+# Between blocks `tensor` has whole rows; norms are small.
+REPLICATED = {
+    "data": {tensor for tensor in TENSORS if "/" in tensor},  # parameters, that is
+    "tensor": {"activations between blocks", "inputs of attention and MLP"},
+    "tensor_sequence": {"inputs of attention and MLP"},
+}
+NORM = "pre_self_attention_layer_norm/scale"
+
+
+def test_every_mesh_axis_splits_what_it_is_there_for():
+    used = [axis for axis in MESH_AXES if axis not in UNUSED_AXES]
+    assert {axis: {name for name in RULES if axis in RULES[name]} for axis in used} == SPLITS
+    assert all(set(axes) <= set(used) for axes in RULES.values())
+
+
+@pytest.mark.parametrize("axis", SPLITS)
+def test_no_large_tensor_is_left_replicated(axis):
+    whole = {tensor for tensor, names in TENSORS.items() if not SPLITS[axis] & set(names)}
+    assert whole - {NORM} == REPLICATED.get(axis, set()) - {NORM}
+
+
+def test_the_outer_axis_of_a_dimension_is_the_same_for_weights_and_activations():
+    """Else a product would move one of them, whole, from device to device."""
+    tensor = tuple(axis for axis in MESH_AXES if axis.startswith("tensor"))
+    assert {RULES[name] for name in HEADS} == {tensor}
+    assert {RULES[name][:2] for name in WIDE} == {tensor}
+    assert RULES["activation_batch"] == ("data", "fsdp", "fsdp_transpose")
+
+
+SIZES = {"base_num_query_heads": 8, "base_num_kv_heads": 8, "logits_via_embedding": False}
+
+
+@pytest.mark.parametrize("axis", ["fsdp", "fsdp_transpose", "tensor", "tensor_sequence"])
+def test_a_device_of_eight_holds_an_eighth_of_the_state(axis):
+    """But for the norms and three counts: parameters, Adam's moments and gradients."""
+    mesh = {"ici_fsdp_parallelism": 1, f"ici_{axis}_parallelism": 8}
+    config = load(arguments(ALL_COMBINATIONS[0], **SIZES | mesh)).config
+    table = build(config, jax.devices()).table()
+    rows = {row["name"]: row for row in table["tensors"]}
+    whole = {name for name, row in rows.items() if row["replicated"]}
+    assert {name for name in whole if "norm/scale" not in name} == {
+        "step",
+        *(name for name in rows if name.endswith("count")),
+    }
+    assert all(8 * row["bytes_per_device"] == row["bytes"] for name, row in rows.items() if name not in whole)
