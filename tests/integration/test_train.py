@@ -183,6 +183,7 @@ class Recording:
 # Keys that have done their work when a run begins.
 READ_BY_LOADING = {
     "model_name": "chooses a preset while the configuration is loaded",
+    "global_parameter_scale": "applied while the configuration is loaded",
     "override_model_config": "needless, and answered with a warning",
     "reset_optimizer": "read where load_full_state_path names a state",
     "allow_split_physical_axes": "read where the mesh is made of other devices than a CPU's",

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config import flags
+from trainer.config import flags, scale
 from trainer.config.data_keys import DATA_CHECKS
 from trainer.config.derived import DCN, ICI, MESH_AXES, UNUSED_AXES
 from trainer.config.dump import to_flow
@@ -220,6 +220,7 @@ CHECKS = (
     Check(("mlp_activations",), _activations),
     Check(("warmup_steps_fraction", "wsd_decay_steps_fraction"), _schedule_shares),
     Check(("steps", "learning_rate_schedule_steps"), _steps),
+    Check((scale.SCALE,), scale.problem),
     Check(("adamw_mask",), _regexes("adamw_mask")),
     Check(("trainable_parameters_mask",), _regexes("trainable_parameters_mask")),
     *(Check(keys, _open_axes(keys)) for keys in _SIZES),

@@ -19,6 +19,7 @@ from trainer.config.flags import removal
 from trainer.config.help import help_text
 from trainer.config.paths import is_file
 from trainer.config.reader import Reader, Setting, merge
+from trainer.config.scale import growth, scaled
 from trainer.config.schema import Schema, schema
 from trainer.config.values import read_text
 
@@ -30,7 +31,8 @@ class Loaded:
     """What a command line asks for.
 
     Attributes:
-      config: every key of base.yml with its value; `auto`, -1 and other open values are still open.
+      config: every key of base.yml with its value; `auto`, -1 and other open values are still open. The sizes of the
+        model are those after `global_parameter_scale`, which is 1 here.
       changed: the keys that the user's yml or the command line gives, and where.
       warnings: keys that a file gives twice, and given keys without effect under the chosen settings, one line each.
       notes: what was understood differently from how it was written, and what of the preset was changed, one line each.
@@ -71,15 +73,16 @@ def load(argv: Sequence[str]) -> Loaded:
     preset = _preset(reader, (values | given)["model_name"])
     values = merge(merge(values, preset), given)
 
-    config = ml_collections.ConfigDict({name: setting.value for name, setting in values.items()})
+    sized = scaled(values)
+    config = ml_collections.ConfigDict({name: setting.value for name, setting in sized.items()})
     changed = {name: setting.where for name, setting in given.items()}
-    where = {name: setting.where for name, setting in values.items()}
+    where = {name: setting.where for name, setting in sized.items()}
     reader.mistakes += contradictions(config, where, reader.broken)
     reader.mistakes += data_not_asked_for(config, where, changed)
     if reader.mistakes:
         raise report(reader.mistakes)
     notes += _other_defaults(files, config, where, notes)
-    notes += [*_changes(preset, values), *maxtext.notes_of(reader.accepted)]
+    notes += [*_changes(preset, values), *growth(values, sized), *maxtext.notes_of(reader.accepted)]
     if notice := removal(config):
         notes.append(notice)
     warnings = [line for file in files for line in file.repeated] + _not_known(reader.unknown)

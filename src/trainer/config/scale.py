@@ -1,0 +1,67 @@
+"""global_parameter_scale: a model with about that many times the parameters."""
+
+from collections.abc import Mapping
+
+from trainer.config.reader import Setting
+
+SCALE = "global_parameter_scale"
+
+
+def factors(scale: int) -> dict[str, int]:
+    """What each size is multiplied by for `scale` times the parameters, a power of two.
+
+    With log2(scale) = 3 a + r: layers by 2^a, heads and MLP by 2^(a + [r > 0]), width by 2^(a + [r > 1]). These are
+    MaxText's factors. `head_dim` and `vocab_size` stay.
+    """
+    a, r = divmod(scale.bit_length() - 1, 3)
+    heads = 2 ** (a + (r > 0))
+    return {
+        "base_emb_dim": 2 ** (a + (r > 1)),
+        "base_num_query_heads": heads,
+        "base_num_kv_heads": heads,
+        "base_mlp_dim": heads,
+        "base_num_decoder_layers": 2**a,
+    }
+
+
+def scaled(values: dict[str, Setting]) -> dict[str, Setting]:
+    """The settings with the sizes that `global_parameter_scale` asks for, and that key at 1.
+
+    This is the only place that applies the scale: whatever reads a size afterwards, in a run's config.yml too, reads
+    the scaled one. A scale that is no power of two stays, and `problem` tells it.
+    """
+    scale = values[SCALE]
+    if scale.value == 1 or not is_power_of_two(scale.value):
+        return values
+    grown = {
+        name: Setting(values[name].value * factor, f"{values[name].where}, x {factor} by {SCALE}={scale.value}")
+        for name, factor in factors(scale.value).items()
+        if factor > 1
+    }
+    return values | grown | {SCALE: Setting(1, scale.where)}
+
+
+def growth(values: dict[str, Setting], sized: dict[str, Setting]) -> list[str]:
+    """One line that lists the sizes that `scaled` changed."""
+    if sized is values:
+        return []
+    sizes = [
+        f"{name} {values[name].value} -> {it.value}"
+        for name, it in sized.items()
+        if name != SCALE and it.value != values[name].value
+    ]
+    return [f"{SCALE}={values[SCALE].value}: {', '.join(sizes)}"]
+
+
+def is_power_of_two(scale: int) -> bool:
+    """Whether `scale` is 1, 2, 4, ..."""
+    return scale >= 1 and scale & (scale - 1) == 0
+
+
+def problem(config: Mapping[str, int]) -> str | None:
+    """Why the scale cannot be applied. It is 1 in a configuration whose sizes are scaled."""
+    scale = config[SCALE]
+    if is_power_of_two(scale):
+        return None
+    below = 1 << (scale.bit_length() - 1)
+    return f"a power of two; nearest: {below} or {2 * below}; for a size between them set the base_* keys"
