@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.config import UserError, exit_on_user_error, load, to_yaml
+from trainer.config.effects import without_effect_here
 from trainer.config.files import COMMAND_LINE
 from trainer.runtime.platforms import leave_out_absent_tpu
 from trainer.runtime.preemption import EXIT_CODE
@@ -51,7 +52,8 @@ def _run(loaded, started: float) -> None:
     with open_run(
         run.config.base_output_directory, run.config.run_name, config_yml, run.config.enable_checkpointing, console.say
     ) as run_dir:
-        _say_what_runs(console, run, dataset, run_dir.place, loaded.warnings)
+        warnings = [*loaded.warnings, *without_effect_here(run.config, loaded.changed)]
+        _say_what_runs(console, run, dataset, run_dir.place, warnings)
         end = _train(loaded, run, dataset, run_dir, console)
         if end is None:
             console.say(f"{run_dir.place} is finished, there is nothing to do; a larger steps goes on with it")

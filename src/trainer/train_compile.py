@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.config import UserError, exit_on_user_error, load
+from trainer.config.effects import without_effect_here
 from trainer.config.topologies import Topology, find_topology
 from trainer.runtime.platforms import prepare_compile_only_tpu, simulate_cpu_devices
 
@@ -38,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for line in (*loaded.notes, *(f"warning: {warning}" for warning in loaded.warnings)):
         print(line, flush=True)
     run, compiled, report = compile_for_topology(loaded.config)
+    for warning in without_effect_here(run.config, loaded.changed):
+        print(f"warning: {warning}")
     print(report_text(report), flush=True)
     if compiled is not None and run.config.compiled_trainstep_file:
         path = Path(run.config.compiled_trainstep_file).expanduser()
@@ -69,6 +72,7 @@ def compile_for_topology(config: Any, compiler_options: Mapping[str, Any] | None
     from jax.errors import JaxRuntimeError
 
     from trainer.aot import dump
+    from trainer.aot.kernels import tiles_fit
     from trainer.aot.report import OUT_OF_MEMORY, make_report
     from trainer.aot.topologies import devices_of, topology_of
     from trainer.training import build
@@ -81,7 +85,8 @@ def compile_for_topology(config: Any, compiler_options: Mapping[str, Any] | None
     compiled, failure = None, ""
     with tempfile.TemporaryDirectory() as folder, dump.uncached():
         try:
-            compiled = lowered.compile({**dump.options(folder), **(compiler_options or {})})
+            with tiles_fit():
+                compiled = lowered.compile({**dump.options(folder), **(compiler_options or {})})
         except JaxRuntimeError as error:
             if not OUT_OF_MEMORY.search(str(error)):
                 raise

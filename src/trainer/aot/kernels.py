@@ -4,14 +4,24 @@ A Pallas kernel arrives as a custom call. If its author gave a `pl.CostEstimate`
 is taken. Else a formula by the kernel's name: its grid times what its body does, from the shapes of its operands.
 """
 
+import contextlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from jax.errors import JaxRuntimeError
+
 from trainer.aot.hlo import Instruction, Shape, bits
+from trainer.config import UserError
 
 PALLAS = "tpu_custom_call"
+
+
+_OUT_OF_VMEM = re.compile(
+    r"memory space vmem while allocating on stack for %?(splash_\w+).*?size ([\d.]+\w?) and limit ([\d.]+\w?)",
+    re.DOTALL,
+)
 
 
 class KernelCost(NamedTuple):
@@ -24,6 +34,20 @@ class KernelCost(NamedTuple):
 
 
 Formula = Callable[[Instruction, Sequence[Shape]], KernelCost]
+
+
+@contextlib.contextmanager
+def tiles_fit() -> Iterator[None]:
+    """Around a compilation: tiles of splash attention that exceed the chip's vector memory are a UserError."""
+    try:
+        yield
+    except JaxRuntimeError as error:
+        if not (found := _OUT_OF_VMEM.search(str(error))):
+            raise
+        raise UserError(
+            f"sa_block_*: {found[1]} needs {found[2]} of the chip's vector memory, and a kernel may take {found[3]}; "
+            "give smaller tiles, or leave these keys at 0"
+        ) from None
 
 
 def computes(call: Instruction) -> bool:
@@ -51,27 +75,36 @@ def _splash(products: int, suffix: str, stays: int = 2, keys_stay: bool = False)
     `products` matrix products for each block of scores that it visits. `suffix`: of its block sizes' names.
     `keys_stay`: a block of keys and values stays on the chip while blocks of queries and of the output's gradient
     pass by; else the other way around. `stays`: how many tensors stay; two pass by. A block is read from main memory
-    as often as it arrives.
+    as often as it arrives. The fused backward kernel visits a grid of full width under a window too, and skips blocks
+    within it, which cannot be seen here: its figures are those without the window.
     """
 
     def formula(call: Instruction, operands: Sequence[Shape]) -> KernelCost:
         query, key = [shape for shape in operands if shape.dtype[0] in "bf"][:2]
-        length, width = query.dims[-2:]
+        length, width = _length_and_width(query, "q", call)
         heads = query.elements // (length * width)
         blocks = {name: int(size) for name, size in re.findall(r'\\"(block_\w+)\\": (\d+)', call.text)}
         block_q, block_kv = (blocks.get(f"block_{side}{suffix}", length) for side in ("q", "kv"))
-        rows, columns = length // block_q, key.dims[-2] // block_kv
+        rows, columns = length // block_q, _length_and_width(key, "k", call)[0] // block_kv
         # The grid is as wide as the row of blocks that visits most of them: a window makes it narrow.
         grid = operands[0].dims if operands[0].dtype[0] in "su" else (rows, columns)
         visited = heads * _visited(rows, columns, block_q, block_kv, grid[-2 if keys_stay else -1], keys_stay)
         scores = float(visited * block_q * block_kv)
-        fused = keys_stay and '"use_fused_bwd_kernel\\": true' in call.text  # which gives the queries' gradient too
+        # The fused kernel gives the queries' gradient too: a part for each block of keys.
+        fused = keys_stay and any(len(shape.dims) > len(query.dims) for shape in call.shapes)
         stay, pass_by = (columns * block_kv, visited * block_q) if keys_stay else (length, visited * block_kv)
         read = width * (stays * heads * stay + 2.0 * pass_by) * bits(query.dtype) / 8
         written = sum(shape.bytes for shape in call.shapes)
         return KernelCost(2.0 * (products + fused) * scores * width, scores, read + written, query.dtype)
 
     return formula
+
+
+def _length_and_width(shape: Shape, tensor: str, call: Instruction) -> tuple[int, ...]:
+    """Tokens and width of a head of queries (tensor "q") or keys ("k"), in whichever layout the kernel has them."""
+    layout = re.search(rf'\\"{tensor}_layout\\": (\d+)', call.text)
+    seq_minor = layout is not None and layout[1] == "2"  # QKVLayout.SEQ_MINOR
+    return shape.dims[-2:][::-1] if seq_minor else shape.dims[-2:]
 
 
 def _visited(rows: int, columns: int, block_q: int, block_kv: int, steps: int, keys_stay: bool) -> int:

@@ -9,6 +9,7 @@ from trainer.config.derived import FOLLOWS
 from trainer.config.dump import to_flow
 from trainer.config.files import COMMAND_LINE
 from trainer.config.schema import schema
+from trainer.config.tiles import KEYS, OF_DQ
 
 
 @dataclass(frozen=True)
@@ -129,13 +130,33 @@ INERT = (
 )
 
 
+# Of a resolved configuration: what the devices decide.
+INERT_HERE = (
+    Inert(tuple(KEYS.values()), lambda c: c.attention != "splash", "the attention op is not splash here"),
+    Inert(
+        tuple(KEYS[name] for name in OF_DQ),
+        lambda c: c.attention == "splash" and c.sa_use_fused_bwd_kernel,
+        "sa_use_fused_bwd_kernel=true computes the gradient of queries in the dkv kernel",
+    ),
+)
+
+
 def without_effect(config: Any, changed: Mapping[str, str]) -> list[str]:
     """One line for each key that the user gives and that has no effect under the other settings.
 
     A yml may repeat a default without a warning, so that a run's whole configuration can be given again.
     """
+    return _lines(INERT, config, changed)
+
+
+def without_effect_here(config: Any, changed: Mapping[str, str]) -> list[str]:
+    """The same for what only a resolved `config` tells."""
+    return _lines(INERT_HERE, config, changed)
+
+
+def _lines(table: Sequence[Inert], config: Any, changed: Mapping[str, str]) -> list[str]:
     lines = []
-    for inert in INERT:
+    for inert in table:
         for key in inert.keys:
             said = key in changed and (changed[key] == COMMAND_LINE or not _repeats_default(config, key))
             if said and inert.when(config):

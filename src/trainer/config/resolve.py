@@ -11,6 +11,7 @@ from trainer.config.errors import report
 from trainer.config.kernels import choose_attention
 from trainer.config.mesh_sizes import fill_mesh
 from trainer.config.rules import DIMENSIONS, TENSORS, make_rules, with_lengths
+from trainer.config.tiles import misfits
 
 
 def resolve(
@@ -32,7 +33,7 @@ def resolve(
     if mesh:
         mistakes += [*_indivisible(values, mesh), *_uneven_rows(values, mesh)]
     values["attention"], mistaken = choose_attention(values, mesh, platform)
-    mistakes += mistaken
+    mistakes += mistaken or (misfits(values) if values["attention"] == "splash" else [])
     if mistakes:
         raise report(mistakes)
     return ml_collections.FrozenConfigDict(values)

@@ -11,6 +11,7 @@ from trainer.config.errors import UserError
 from trainer.config.flags import FLAGS
 from trainer.config.resolve import frozen
 from trainer.config.schema import schema
+from trainer.config.tiles import KEYS as TILES
 
 # How the program is laid out and where it runs. None of these changes what is learned, but for the order of sums.
 LAYOUT = (
@@ -25,6 +26,7 @@ LAYOUT = (
     "sharding_tolerance",
     "debug_sharding",
     "scan_layers",
+    *TILES.values(),
     *PROCESSES,
 )
 # The same global batch may be cut in other ways.

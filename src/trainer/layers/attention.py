@@ -10,6 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from trainer import sharding
+from trainer.config.tiles import AUTOMATIC, Tiles
 from trainer.layers.dense import INPUT, RESIDUAL, ROWS, Dense
 from trainer.layers.norm import RMSNorm
 from trainer.ops.attention import Dropout, Mask, dot_product_attention
@@ -52,17 +53,19 @@ class Attention(nnx.Module):
         op: str = "dot_product",
         window: int = 0,
         soft_cap: float = 0.0,
+        tiles: Tiles = AUTOMATIC,
         qk_norm_epsilon: float | None = None,
         dropout_rate: float = 0.0,
         dtype: jnp.dtype,
         weight_dtype: jnp.dtype,
         rngs: nnx.Rngs,
     ):
-        """`op`: a name of OPS. `window`, `soft_cap`: see `ops.attention`; 0 for none. `qk_norm_epsilon`: of a norm of
-        each head's queries and keys (Henry et al. 2020, arXiv:2010.04245); None for none."""
+        """`op`: a name of OPS. `window`, `soft_cap`: see `ops.attention`; 0 for none. `tiles`: of the op splash.
+        `qk_norm_epsilon`: of a norm of each head's queries and keys (Henry et al. 2020, arXiv:2010.04245); None for
+        none."""
         dense = functools.partial(Dense, dtype=dtype, weight_dtype=weight_dtype, rngs=rngs)
         self.op, self.rope, self.window, self.soft_cap = op, rope, window, soft_cap
-        self.dropout_rate = dropout_rate
+        self.tiles, self.dropout_rate = tiles, dropout_rate
         self.query = dense([width], [heads, head_dim], ("embed", "q_heads", "kv"))
         self.key = dense([width], [kv_heads, head_dim], ("embed", "kv_heads", "kv_head_dim"))
         self.value = dense([width], [kv_heads, head_dim], ("embed", "kv_heads", "kv_head_dim"))
@@ -108,6 +111,8 @@ class Attention(nnx.Module):
         drop = Dropout(key, row_b, self.dropout_rate) if key is not None and self.dropout_rate else None
         attend: Callable[..., jax.Array]
         attend = functools.partial(OPS[op], dropout=drop, window=self.window, soft_cap=self.soft_cap)
+        if op == "splash":
+            attend = functools.partial(attend, tiles=self.tiles)
         if op in KERNELS:
             attend = sharding.shard_mapped(attend, (QUERIES, KEYS, KEYS, ROWS), QUERIES, check=False)
         attended = attend(queries, keys, values, mask)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trainer import sharding
+from trainer.config.tiles import tiles_of
 from trainer.layers.attention import Attention, KVCache
 from trainer.layers.dense import RESIDUAL
 from trainer.layers.mlp import MLP
@@ -56,6 +57,7 @@ class Block(nnx.Module):
             op=config.attention,
             window=config.sliding_window_size if config.attention_type == "local_sliding" else 0,
             soft_cap=config.attn_logits_soft_cap,
+            tiles=tiles_of(config),
             qk_norm_epsilon=epsilon if config.use_qk_norm else None,
             dropout_rate=config.attention_dropout_rate if on else 0.0,
             rngs=rngs,

@@ -3,10 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from trainer.config.tiles import AUTOMATIC, LANES, OF_DQ, Tiles
 from trainer.ops.attention import Dropout, Mask
-
-LANES = 128  # block sizes, so lengths too, are multiples of a TPU register's lanes
-LARGEST_BLOCK = 512
 
 
 def splash_attention(
@@ -18,6 +16,7 @@ def splash_attention(
     *,
     window: int = 0,
     soft_cap: float = 0.0,
+    tiles: Tiles = AUTOMATIC,
     interpret: bool = False,
 ) -> jax.Array:
     """`dot_product_attention` without dropout, for lengths that are a multiple of 128: [b, t, h, d].
@@ -26,7 +25,7 @@ def splash_attention(
     visited. They count places in the row and not `mask`'s positions: keys must stand where their queries stand, with
     positions that grow by one along a segment. What the backward pass needs of the forward pass is named "context"
     (`jax.ad_checkpoint.checkpoint_name`), so that a policy that keeps it saves the second run of the kernel.
-    `interpret` runs the kernel on any platform, slowly.
+    `tiles`: the kernel's, fitted to the length. `interpret` runs the kernel on any platform, slowly.
 
     Raises:
       ValueError: dropout, or a length that is no multiple of 128.
@@ -37,7 +36,7 @@ def splash_attention(
         raise ValueError(f"splash_attention takes lengths that are a multiple of {LANES}, not {query.shape[1]}")
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
-    kernel = splash_kernel(*query.shape[1:3], window=window, soft_cap=soft_cap, interpret=interpret)
+    kernel = splash_kernel(*query.shape[1:3], window=window, soft_cap=soft_cap, tiles=tiles, interpret=interpret)
     # The kernel does not scale.
     query = (query.astype(jnp.float32) * query.shape[-1] ** -0.5).astype(query.dtype)
     heads_first = (x.swapaxes(1, 2) for x in (query, key, value))
@@ -45,22 +44,20 @@ def splash_attention(
     return out.swapaxes(1, 2)
 
 
-def splash_kernel(length: int, heads: int, *, window: int, soft_cap: float, interpret: bool = False):
-    """JAX's kernel for one row: (queries [h, t, d], keys and values [k, t, d], segments) -> [h, t, d].
-
-    Its blocks are square, with the largest side of 128, 256 or 512 that divides the length.
-    """
+def splash_kernel(
+    length: int, heads: int, *, window: int, soft_cap: float, tiles: Tiles = AUTOMATIC, interpret: bool = False
+):
+    """JAX's kernel for one row: (queries [h, t, d], keys and values [k, t, d], segments) -> [h, t, d]."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     shape = (length, length)
     one = splash.LocalMask(shape, (window - 1, 0), offset=0) if window else splash.CausalMask(shape)
-    block = next(size for size in (LARGEST_BLOCK, 256, LANES) if length % size == 0)
-    sizes = splash.BlockSizes(
-        block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, block_q_dq=block, block_kv_dq=block
-    )
+    sizes = tiles.fitted(length)._asdict()
+    layouts = {name: splash.QKVLayout[sizes[name]] for name in ("q_layout", "k_layout", "v_layout")}
+    unused = dict.fromkeys(OF_DQ) if tiles.use_fused_bwd_kernel else {}
     return splash.make_splash_mha(
         splash.MultiHeadMask([one] * heads),
-        block_sizes=sizes,
+        block_sizes=splash.BlockSizes(**{**sizes, **layouts, **unused}),
         head_shards=1,
         q_seq_shards=1,
         attn_logits_soft_cap=soft_cap or None,

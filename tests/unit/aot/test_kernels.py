@@ -3,9 +3,11 @@
 import itertools
 
 import pytest
+from jax.errors import JaxRuntimeError
 
 from trainer.aot import kernels
 from trainer.aot.hlo import Instruction, Shape, shapes_of
+from trainer.config import UserError
 
 
 def call(name, text, results="bf16[1,4,2048,128]{3,2,1,0}"):
@@ -13,14 +15,16 @@ def call(name, text, results="bf16[1,4,2048,128]{3,2,1,0}"):
     return Instruction("k", "custom-call", shapes_of(results), (), "", text)
 
 
-def splash(kind, q, kv, steps, suffix="", extra=""):
+def splash(kind, q, kv, steps, suffix="", turned="", **results):
     """The cost of a splash kernel: 2048 tokens, 4 query and 2 key heads of 128; a grid as wide as `steps`."""
-    blocks = f'"{{\\"block_q{suffix}\\": {q}, \\"block_kv{suffix}\\": {kv}{extra}}}"'
+    layouts = "".join(f', \\"{name}_layout\\": {2 if name in turned else 1}' for name in "qkv")
+    blocks = f'"{{\\"block_q{suffix}\\": {q}, \\"block_kv{suffix}\\": {kv}{layouts}}}"'
     rows, columns = 2048 // q, 2048 // kv
     grid = (1, steps, columns) if suffix == "_dkv" else (1, rows, steps)
-    heads = [Shape("bf16", (1, n, 2048, 128), 0) for n in (4, 2, 2)]
+    sides = {name: (128, 2048) if name in turned else (2048, 128) for name in "qkv"}
+    heads = [Shape("bf16", (1, n, *sides[name]), 0) for name, n in (("q", 4), ("k", 2), ("v", 2))]
     operands = [Shape("s8", grid, 0), Shape("s8", grid, 0), *heads, Shape("s32", (1, 2048, 128), 0)]
-    return kernels.cost(call(f"splash_mha_{kind}_no_residuals", blocks), operands)
+    return kernels.cost(call(f"splash_mha_{kind}_no_residuals", blocks, **results), operands)
 
 
 def visible(q, kv, window=2048):
@@ -46,10 +50,18 @@ def test_a_window_makes_the_grid_narrow(kind, suffix):
 
 
 def test_the_fused_backward_kernel_gives_the_queries_gradient_too():
-    plain, fused = (
-        splash("dkv", 512, 512, 4, "_dkv", extra=extra) for extra in ("", ', \\"use_fused_bwd_kernel\\": true')
-    )
+    gradients = "(bf16[1,2,2048,128]{3,2,1,0}, bf16[1,2,2048,128]{3,2,1,0})"
+    plain = splash("dkv", 512, 512, 4, "_dkv", results=gradients)
+    # As JAX's kernel writes it: a part of the queries' gradient for each of the 4 blocks of keys.
+    fused = splash("dkv", 512, 512, 4, "_dkv", results=f"(bf16[1,4,4,2048,128]{{4,3,2,1,0}}, {gradients[1:]}")
     assert fused.flops / plain.flops == 5 / 4
+    assert fused.bytes - plain.bytes == 4 * 4 * 2048 * 128 * 2
+
+
+@pytest.mark.parametrize(("kind", "suffix"), [("fwd", ""), ("dkv", "_dkv"), ("dq", "_dq")])
+@pytest.mark.parametrize("turned", ["q", "k", "qk"])
+def test_a_layout_changes_no_figure(kind, suffix, turned):
+    assert splash(kind, 256, 512, 4, suffix, turned=turned) == splash(kind, 256, 512, 4, suffix)
 
 
 def test_bytes_of_splash_are_keys_and_values_for_each_visited_block():
@@ -70,3 +82,20 @@ def test_other_kernels_are_unknown_and_markers_cost_nothing():
     assert kernels.computes(call("mine", ""))
     marker = Instruction("m", "custom-call", (), (), "", ', custom_call_target="AsyncCollectiveDone"')
     assert not kernels.computes(marker)
+
+
+# What libtpu 0.0.51 says of tiles of 2048 x 2048 for a v5e, shortened.
+OUT_OF_VMEM = """RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:
+Ran out of memory in memory space vmem while allocating on stack for %splash_mha_fwd_segmented_residuals.1 = (f32[2048,
+128]{1,0:T(8,128)}) custom-call(%get-tuple-element.5890), custom_call_target="tpu_custom_call", frontend_attributes={
+}, metadata={}. Scoped allocation with size 22.98M and limit 16.00M exceeded scoped vmem limit by 6.98M."""
+
+
+def test_tiles_that_exceed_vector_memory_are_the_users_mistake_and_other_errors_pass():
+    with (
+        pytest.raises(UserError, match=r"splash_mha_fwd\w+ needs 22.98M .* may take 16.00M; give smaller tiles"),
+        kernels.tiles_fit(),
+    ):
+        raise JaxRuntimeError(OUT_OF_VMEM)
+    with pytest.raises(JaxRuntimeError, match="fusion"), kernels.tiles_fit():
+        raise JaxRuntimeError(OUT_OF_VMEM.replace("splash_mha_fwd_segmented_residuals", "fusion"))

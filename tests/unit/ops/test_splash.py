@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from attention_cases import assert_close, inputs, value_and_grads
 
+from trainer.config.tiles import Tiles
 from trainer.ops.attention import Dropout, dot_product_attention
 from trainer.ops.splash import splash_attention, splash_kernel
 
@@ -22,6 +23,23 @@ def test_splash_equals_the_reference_op(heads, kv_heads, window, soft_cap):
     how = {"window": window, "soft_cap": soft_cap}
     expected = value_and_grads(dot_product_attention, args, **how)
     assert_close(value_and_grads(interpreted, args, **how), expected, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("window", "tiles"),
+    [
+        (0, Tiles(block_q=128, block_kv=256, block_kv_compute=128, block_q_dkv=256, block_kv_dkv=128, block_q_dq=128)),
+        (129, Tiles(block_kv=128, block_kv_dkv=256, block_kv_dkv_compute=128, block_kv_dq=128)),
+        (129, Tiles(use_fused_bwd_kernel=True, block_q_dkv=128, block_kv_dkv=256, block_kv_dkv_compute=128)),
+        (0, Tiles(use_fused_bwd_kernel=True, block_q=128, block_q_dq=128, q_layout="SEQ_MINOR", v_layout="SEQ_MINOR")),
+        (50, Tiles(block_q_dkv=128, q_layout="SEQ_MINOR", k_layout="SEQ_MINOR")),
+    ],
+)
+def test_other_tiles_and_layouts_give_the_same(window, tiles):
+    args = inputs(2, 256, 4, 2, 128)
+    how = {"window": window, "soft_cap": 2.0}
+    expected = value_and_grads(dot_product_attention, args, **how)
+    assert_close(value_and_grads(interpreted, args, **how, tiles=tiles), expected, 1e-5)
 
 
 def test_splash_in_bfloat16_differs_by_its_rounding():
@@ -69,6 +87,15 @@ def test_splash_lowers_to_tpu_kernels(dtype):
     args = inputs(2, 256, 4, 2, 64, dtype=dtype)
     # The forward pass, the gradient of the queries, that of keys and values.
     assert kernels(splash_attention, args, window=100, soft_cap=2.0) == 3
+
+
+def test_tiles_change_the_program_and_the_fused_kernel_leaves_one_out():
+    args = inputs(1, 512, 2, 1, 64)
+    fused = Tiles(use_fused_bwd_kernel=True, block_q_dq=128)
+    assert kernels(splash_attention, args, tiles=fused) == 2
+    sizes = splash_kernel(512, 2, window=0, soft_cap=0.0, tiles=Tiles(block_q=128, k_layout="SEQ_MINOR")).kwargs
+    assert (sizes["block_sizes"].block_q, sizes["block_sizes"].block_kv) == (128, 512)
+    assert sizes["block_sizes"].k_layout.name == "SEQ_MINOR"
 
 
 def test_a_policy_that_keeps_the_context_runs_the_forward_kernel_once():

@@ -69,3 +69,9 @@ def test_the_step_lowers_with_the_platforms_kernel(kernels, combination, platfor
 def test_context_spares_the_second_run_of_splash_alone(kernels, platform, policy, forward_runs):
     found = kernels(ALL_COMBINATIONS[0], platform, remat_policy=policy)
     assert found == sorted(FORWARD[platform] * forward_runs + BACKWARD[platform])
+
+
+def test_the_keys_of_splash_reach_its_kernels(kernels):
+    tiles = {"max_target_length": 256, "sa_block_kv_dkv": 128, "sa_use_fused_bwd_kernel": True}
+    assert kernels(ALL_COMBINATIONS[0], "tpu", **tiles) == ["dkv", "fwd"]
+    assert kernels(ALL_COMBINATIONS[0], "tpu", **tiles | {"sa_use_fused_bwd_kernel": False}) == ["dkv", "dq", "fwd"]

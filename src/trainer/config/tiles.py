@@ -1,0 +1,87 @@
+"""The tiles in which splash attention works: the keys sa_*, and what the kernel accepts."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+LANES = 128  # of a TPU register; tiles, so lengths too, are multiples of it
+_CHOICES = (512, 256, LANES)
+
+
+class Tiles(NamedTuple):
+    """The fields of JAX's `splash_attention.BlockSizes`. A size is in tokens; 0: chosen by `fitted`.
+
+    `block_q`, `block_kv`: a tile of scores of the forward pass. `*_dkv`, `*_dq`: of the kernels for the gradients of
+    keys and values, and of queries. `*_compute`: the part of a tile of keys that one matrix product takes.
+    `use_fused_bwd_kernel`: the dkv kernel gives the gradient of the queries too. `*_layout`: which dimension of a tile
+    lies in the register's lanes, HEAD_DIM_MINOR or SEQ_MINOR.
+    """
+
+    block_q: int = 0
+    block_kv: int = 0
+    block_kv_compute: int = 0
+    block_q_dkv: int = 0
+    block_kv_dkv: int = 0
+    block_kv_dkv_compute: int = 0
+    block_q_dq: int = 0
+    block_kv_dq: int = 0
+    use_fused_bwd_kernel: bool = False
+    q_layout: str = "HEAD_DIM_MINOR"
+    k_layout: str = "HEAD_DIM_MINOR"
+    v_layout: str = "HEAD_DIM_MINOR"
+
+    def fitted(self, length: int) -> "Tiles":
+        """The tiles for rows of `length` tokens, a multiple of 128.
+
+        A size beyond the length is the length. An open one is the largest of 512, 256 and 128 that divides the length;
+        for `*_compute`, that divides the tile it is a part of.
+        """
+        sizes = {name: min(getattr(self, name) or _largest(length), length) for name in _WHOLE}
+        sizes |= {name: min(getattr(self, name), length) or _largest(sizes[whole]) for name, whole in _PARTS.items()}
+        return Tiles(**{**self._asdict(), **sizes})
+
+
+AUTOMATIC = Tiles()
+_PARTS = {"block_kv_compute": "block_kv", "block_kv_dkv_compute": "block_kv_dkv"}
+_WHOLE = tuple(name for name in Tiles._fields if name.startswith("block_") and name not in _PARTS)
+# The keys, by field.
+KEYS = {name: f"sa_{name}" for name in Tiles._fields}
+# The fields that the fused kernel has no use for.
+OF_DQ = ("block_q_dq", "block_kv_dq")
+
+
+def tiles_of(config: Any) -> Tiles:
+    """The tiles that a configuration asks for."""
+    return Tiles(**{name: config[key] for name, key in KEYS.items()})
+
+
+def misfits(values: Mapping[str, Any]) -> list[str]:
+    """One line for each size that the kernel does not accept for rows of max_target_length, a multiple of 128."""
+    length = values["max_target_length"]
+    given = tiles_of(values)
+    fitted = given.fitted(length)
+    unused = OF_DQ if given.use_fused_bwd_kernel else ()
+    lines = []
+    for name in (*_WHOLE, *_PARTS):
+        size, whole = getattr(fitted, name), length
+        what = f"max_target_length={length}"
+        if name in _PARTS:
+            whole = getattr(fitted, _PARTS[name])
+            what = f"{KEYS[_PARTS[name]]}={whole}"
+        if name in unused or whole % LANES or (size % LANES == 0 and whole % size == 0):
+            continue
+        lines.append(
+            f"{KEYS[name]}={getattr(given, name)}: splash attention needs a multiple of {LANES} that divides {what}; "
+            f"nearest: {_nearest(size, whole)}"
+        )
+    return lines
+
+
+def _largest(whole: int) -> int:
+    return next((size for size in _CHOICES if whole % size == 0), whole)
+
+
+def _nearest(size: int, whole: int) -> str:
+    fitting: Sequence[int] = [part for part in range(LANES, whole + 1, LANES) if whole % part == 0]
+    below = [part for part in fitting if part < size]
+    above = [part for part in fitting if part > size]
+    return " or ".join(map(str, below[-1:] + above[:1]))
