@@ -1,16 +1,16 @@
 """Configuration to what a run reads: batches to train on, rows held out, the tokenizer."""
 
+import dataclasses
 import functools
 import hashlib
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.errors import UserError
 from trainer.data.batches import RowSource
-from trainer.data.streams import Position, Stream, fingerprint
+from trainer.data.streams import Position, RepeatedStream, Stream, fingerprint
 from trainer.data.synthetic import EVAL_OFFSET, EVAL_ROWS, SyntheticRows
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Dataset:
     """What a run reads.
 
@@ -32,6 +32,7 @@ class Dataset:
       tokenizer: None for synthetic rows, and where the data are token ids and tokenizer_path is empty.
       identity: what the training batches and their order follow from, by name; part of every position.
       summary: one line for people.
+      repeats: training takes the first batch of the stream again and again.
     """
 
     evaluation: RowSource | None
@@ -39,6 +40,7 @@ class Dataset:
     identity: dict[str, Any]
     summary: str
     open_stream: Callable[..., Stream]
+    repeats: bool = False
 
     @property
     def fingerprint(self) -> str:
@@ -54,7 +56,8 @@ class Dataset:
         Raises UserError where the position belongs to other data, or cannot be resumed on this number of processes.
         """
         share = {"process_index": process_index, "process_count": process_count}
-        return self.open_stream(identity=self.identity, position=position, rows=rows, **share)
+        stream = self.open_stream(identity=self.identity, position=position, rows=rows, **share)
+        return RepeatedStream(stream) if self.repeats else stream
 
     @functools.cached_property
     def tokenizer_files(self) -> dict[str, bytes]:
@@ -74,8 +77,18 @@ def open_dataset(config: Any, say: Say) -> Dataset:
 
     Raises UserError where the keys, a file, the disk or a folder prepared earlier do not allow it.
     """
-    if config.dataset_type == "synthetic":
-        return _synthetic(config)
+    dataset = _synthetic(config) if config.dataset_type == "synthetic" else _of_documents(config, say)
+    if not config.reuse_example_batch:
+        return dataset
+    return dataclasses.replace(
+        dataset,
+        identity=dataset.identity | {"order": f"{dataset.identity['order']}, the first batch again and again"},
+        summary=f"{dataset.summary}; reuse_example_batch: trains on the first batch only",
+        repeats=True,
+    )
+
+
+def _of_documents(config: Any, say: Say) -> Dataset:
     # Late: synthetic runs need neither TFDS nor a tokenizer.
     from trainer.data import prepare
     from trainer.data.cache import cache_root

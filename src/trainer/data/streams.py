@@ -35,6 +35,10 @@ class Stream(Protocol):
 
     def __next__(self) -> tuple[Batch, Position]: ...
 
+    def position(self) -> Position:
+        """Where the stream stands now."""
+        ...
+
     def close(self) -> None:
         """Ends what runs in the background."""
         ...
@@ -73,7 +77,11 @@ class PreparedStream:
     def __next__(self) -> tuple[Batch, Position]:
         batch = train_batch(self._source, self._next, self._rows, **self._settings)
         self._next += self._rows
-        return batch, {"identity": self._identity, "row": self._next}
+        return batch, self.position()
+
+    def position(self) -> Position:
+        """The index of the next row."""
+        return {"identity": self._identity, "row": self._next}
 
     def close(self) -> None:
         """Nothing runs."""
@@ -122,9 +130,13 @@ class StreamingStream:
             self._count(row["counts"])
         names = ("inputs", "targets", "segmentation", "loss")
         batch = make_batch(*(np.stack([row[name] for row in rows]) for name in names)) | {"row": self._row}
+        return batch, self.position()
+
+    def position(self) -> Position:
+        """The state of the reading, and on which of how many processes it goes on."""
         # Through JSON, so that what is kept is a copy, and what can not be stored is found here.
         state = json.loads(json.dumps(self._iterator.get_state()))
-        return batch, {"identity": self._identity, "place": self._place, "state": state}
+        return {"identity": self._identity, "place": self._place, "state": state}
 
     def close(self) -> None:
         """Ends worker processes, and says what was skipped or cut."""
@@ -147,6 +159,32 @@ class StreamingStream:
                     "streamed corpus goes on exactly only as it was read; start with the same, or use "
                     "data_pipeline=prepared, which resumes on any number of processes"
                 )
+
+
+class RepeatedStream:
+    """The first batch of `stream` without end. The position stays before it, so that a resumed run repeats it too."""
+
+    def __init__(self, stream: Stream):
+        self._stream, self.per_process = stream, stream.per_process
+        self._first: tuple[Batch, Position] | None = None
+
+    def __iter__(self) -> "RepeatedStream":
+        return self
+
+    def __next__(self) -> tuple[Batch, Position]:
+        if self._first is None:
+            before = self._stream.position()
+            batch, _ = next(self._stream)
+            self._first = batch, before
+        return self._first
+
+    def position(self) -> Position:
+        """That before the batch."""
+        return self._stream.position() if self._first is None else self._first[1]
+
+    def close(self) -> None:
+        """Ends what runs in the background."""
+        self._stream.close()
 
 
 def fingerprint(identity: Mapping[str, Any]) -> str:

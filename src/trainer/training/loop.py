@@ -98,7 +98,7 @@ class _Loop:
         self.done, self._position = start.updates, start.position
         self.evaluated = True  # no evaluation was due and could not be brought to its end
         self.reader = _Reader(
-            reports.step, lambda row: _check_finite(run.config, row, _batch_of(start, row["step"], run.rows))
+            reports.step, lambda row: _check_finite(run.config, row, _batch_of(run, start, row["step"]))
         )
         self._run, self._dataset, self._reports, self._manager = run, dataset, reports, manager
         self._preemption = preemption
@@ -183,9 +183,9 @@ def evaluate(run: Run, state: Any, dataset: Dataset, step: int, preemption: Pree
     return {"step": step, **metrics, "eval_time": time.perf_counter() - started}
 
 
-def _batch_of(start: Start, step: int, rows: int) -> str:
+def _batch_of(run: Run, start: Start, step: int) -> str:
     """Which batch a step takes, in words."""
-    before = step - start.updates
+    rows, before = run.rows, 0 if run.config.reuse_example_batch else step - start.updates
     first = (start.position or {"row": 0}).get("row")
     if first is None:
         return f"number {before + 1} of those streamed since this process began"

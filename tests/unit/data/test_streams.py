@@ -9,7 +9,7 @@ import pytest
 from sample_data import config_of, document, opened, write_corpus, write_tfds
 
 from trainer.config import UserError
-from trainer.data import Dataset, Loader, open_dataset
+from trainer.data import Dataset, Loader, open_dataset, train_batch
 from trainer.data.batches import FIELDS
 
 ROWS = 4
@@ -248,3 +248,44 @@ def test_a_bad_line_deep_in_a_file_is_named_by_the_loader(tmp_path: Path, way: s
         dataset = opened(tmp_path / "cache", **keys, tokenizer_type="bytes", data_pipeline=way)
         with Loader(dataset.train_stream(rows=ROWS), 50) as loader:
             list(loader)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"dataset_type": "synthetic"},
+        {"dataset_type": "grain", "data_pipeline": "prepared"},
+        {"dataset_type": "grain", "data_pipeline": "streaming"},
+    ],
+    ids=lambda keys: "-".join(map(str, keys.values())),
+)
+def test_the_first_batch_is_repeated_and_so_it_is_on_resume(corpora, tmp_path: Path, keys: dict):
+    if keys["dataset_type"] == "grain":
+        keys = keys | {"grain_file_type": "jsonl", "grain_train_files": f"{corpora('jsonl')}/*"}
+        keys |= {"tokenizer_type": "bytes"}
+    plain = opened(tmp_path, **keys)
+    reusing = opened(tmp_path, **keys, reuse_example_batch=1)
+    (first, behind), (second, _) = batches(plain, 2)
+    repeated = batches(reusing, 3)
+    for batch, position in repeated:
+        assert batch["inputs"].tobytes() == first["inputs"].tobytes() != second["inputs"].tobytes()
+        assert position != behind
+    # The position stays, on disk too.
+    assert_same(batches(reusing, 3, json.loads(json.dumps(repeated[2][1]))), repeated)
+    assert reusing.fingerprint != plain.fingerprint
+    assert "first batch only" in str(reusing)
+    with pytest.raises(UserError, match="belongs to other data"):
+        plain.train_stream(repeated[0][1], rows=ROWS)
+
+
+def test_a_repeated_batch_is_made_once(tmp_path: Path, monkeypatch):
+    made = []
+
+    def counted(*args, **kwargs):
+        made.append(args)
+        return train_batch(*args, **kwargs)
+
+    monkeypatch.setattr("trainer.data.streams.train_batch", counted)
+    with Loader(opened(tmp_path, dataset_type="synthetic", reuse_example_batch=1).train_stream(rows=ROWS), 6) as loader:
+        assert len(list(loader)) == 6
+    assert len(made) == 1
