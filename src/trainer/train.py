@@ -105,43 +105,69 @@ def _train(loaded, run, dataset, run_dir, console):
         compiled = None
         if run.config.compiled_trainstep_file:
             compiled = agreed(lambda: _load_step(run, console))
+        metrics_files = _metrics_files(run, run_dir)
         # All that can be wrong with the command has been seen: the run leaves its traces.
         run_dir.begin(to_yaml(run.config), resumed=begin.resumed, say=console.say)
         if compiled is None and begin.updates < run.config.steps:
             console.say("compiling the training step")
             compiled = run.compile_on_leaves()
-        reports = _reports(run, run_dir, begin.updates, console, stack)
+        reports = _reports(run, run_dir, begin, metrics_files, console, stack)
         return fit(run, compiled, begin, dataset, reports, manager)
 
 
-def _reports(run, run_dir, updates: int, console, stack: contextlib.ExitStack):
-    """Rows for metrics.jsonl, which the first process writes, and for the console."""
-    from trainer.observe import MetricsWriter
+def _metrics_files(run, run_dir):
+    """What the key metrics_file names, checked: one in the first process, if the key is given, else none."""
+    from trainer.observe import MetricsFile
+    from trainer.runtime.agreement import from_first
+
+    found = []
+
+    def check() -> None:
+        if run.config.metrics_file:
+            found.append(MetricsFile(run.config.metrics_file, run_dir.path, run_dir.place.name))
+
+    from_first(check)
+    return found
+
+
+def _reports(run, run_dir, begin, metrics_files, console, stack: contextlib.ExitStack):
+    """Rows for the files of metrics, which the first process writes, and for the console."""
+    from trainer.observe import MetricsWriter, maxtext_row, work_of
     from trainer.runtime.agreement import from_first
     from trainer.training import Reports
 
-    writers = []
+    config, work = run.config, work_of(run.config, run.flops_per_token)
+    writers, maxtext_writers = [], []
 
     def open_metrics() -> list[int]:
-        writers.append(stack.enter_context(MetricsWriter(run_dir.path, updates)))
+        writers.append(stack.enter_context(MetricsWriter(run_dir.path, begin.updates)))
+        for file in metrics_files:
+            writer = file.open(begin.updates, resumed=begin.resumed, say=console.say)
+            maxtext_writers.append(stack.enter_context(writer))
         return [row["step"] for row in writers[0].kept if "eval_loss" in row]
 
     evaluated = frozenset(from_first(open_metrics))
 
-    def on_step(row):
+    def write(row) -> None:
         for writer in writers:
             writer.write(row)
-        console.step(row, run.config.steps)
+        for writer in maxtext_writers:
+            writer.write(maxtext_row(row, work, config.gradient_clipping_threshold, run_dir.place.name))
 
-    def on_evaluation(row):
-        for writer in writers:
-            writer.write(row)
-        console.evaluation(row)
-
-    def sync():
-        for writer in writers:
+    def sync() -> None:
+        for writer in (*writers, *maxtext_writers):
             writer.sync()
         run_dir.upload()
+
+    def on_step(row) -> None:
+        write(row)
+        console.step(row, config.steps)
+        if (row["step"] + 1) % config.log_period == 0:
+            sync()
+
+    def on_evaluation(row) -> None:
+        write(row)
+        console.evaluation(row)
 
     return Reports(on_step, on_evaluation, sync, evaluated)
 

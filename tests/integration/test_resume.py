@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -19,7 +20,7 @@ from support import pinned
 from trainer.checkpoint import inspect, newest
 from trainer.data import eval_batches, open_dataset
 from trainer.objectives import Objective
-from trainer.observe.metrics import METRICS_FILE
+from trainer.observe.metrics import METRICS_FILE, read_rows
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -191,6 +192,56 @@ def test_without_checkpoints(tmp_path):
     assert code == 2
     assert "holds the metrics of an earlier run and no checkpoint to go on from" in output
     assert {path: content for path, content in files_of(tmp_path / RUN).items() if path in before} == before
+
+
+def test_a_run_on_one_batch_of_a_scaled_model_goes_on_with_its_metrics_file(tmp_path):
+    settings = {
+        "run_name": "one",
+        "reuse_example_batch": 1,
+        "global_parameter_scale": 2,
+        "metrics_file": "metrics.txt",
+        "checkpoint_period": 4,
+        "eval_interval": 4,
+        "eval_steps": 1,
+        "dropout_rate": 0.0,
+        "learning_rate_schedule_steps": 6,
+    }
+
+    def rows_of_file(folder):
+        rows = [json.loads(line) for line in (folder / "metrics.txt").read_text().splitlines()]
+        return [{name: value for name, value in row.items() if not name.startswith("perf/")} for row in rows]
+
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder, counts in ((whole, (6,)), (parts, (4, 6))):
+        folder.mkdir()
+        for steps in counts:
+            code, output = train(folder, **settings | {"steps": steps})
+            assert code == 0, output
+            assert "base_num_query_heads 4 -> 8" in output
+            assert "trains on the first batch only" in output
+    assert "checkpoints/4: 4 of 6 updates are done" in output
+    assert_equal(parts / "runs/one", whole / "runs/one", updates=6)
+    rows = rows_of_file(whole)
+    assert rows_of_file(parts) == rows
+    assert [row["step"] for row in rows if "learning/loss" in row] == list(range(6))
+    assert [row["step"] for row in rows if "eval/avg_loss" in row] == [3, 5]
+    losses = [row["learning/loss"] for row in rows if "learning/loss" in row]
+    assert losses == sorted(losses, reverse=True)  # of one batch, without dropout
+
+
+def test_files_of_metrics_are_forced_to_disk_every_log_period(tmp_path, monkeypatch):
+    done = []
+
+    def sync(self):
+        done.append(sum("loss" in row for row in read_rows(tmp_path / RUN / METRICS_FILE)))
+
+    monkeypatch.setattr("trainer.observe.metrics.MetricsWriter.sync", sync)
+    monkeypatch.setattr("trainer.observe.rundir.RunDir.upload", lambda self: done.append("upload"))
+    code, output = train(tmp_path, enable_checkpointing=False, eval_interval=-1, steps=7, log_period=3)
+    assert code == 0, output
+    # The run's begin, its end and its mark of the end upload too; see RunDir.
+    assert [count for count in done if count != "upload"] == [3, 6]
+    assert done[:4] == [3, "upload", 6, "upload"]
 
 
 @pytest.fixture

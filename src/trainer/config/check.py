@@ -81,6 +81,14 @@ def _bucket(key: str) -> Callable[[Any], str | None]:
     return problem
 
 
+def _metrics_file(config: Any) -> str | None:
+    if "://" in config.metrics_file:
+        return "a file of this machine; a run in a bucket has its metrics.jsonl there, copied every log_period updates"
+    if not (config.metrics_file or "x").isprintable():
+        return "a path without control characters"
+    return None
+
+
 def _processes(config: Any) -> str | None:
     given = [bool(config.coordinator_address), config.num_processes > 0, config.process_id >= 0]
     if not any(given):
@@ -210,7 +218,9 @@ CHECKS = (
     Check(("run_name",), _run_name),
     Check(("base_output_directory",), _output_directory),
     *(Check((key,), _bucket(key)) for key in ("base_output_directory", "load_parameters_path", "load_full_state_path")),
+    Check(("metrics_file",), _metrics_file),
     Check(("coordinator_address", "num_processes", "process_id"), _processes),
+    Check((scale.SCALE,), scale.problem),
     Check(("base_num_query_heads", "base_num_kv_heads"), _heads),
     Check(("head_dim",), _head_dim),
     Check(("rope_min_timescale", "rope_max_timescale"), _rope),
@@ -220,7 +230,6 @@ CHECKS = (
     Check(("mlp_activations",), _activations),
     Check(("warmup_steps_fraction", "wsd_decay_steps_fraction"), _schedule_shares),
     Check(("steps", "learning_rate_schedule_steps"), _steps),
-    Check((scale.SCALE,), scale.problem),
     Check(("adamw_mask",), _regexes("adamw_mask")),
     Check(("trainable_parameters_mask",), _regexes("trainable_parameters_mask")),
     *(Check(keys, _open_axes(keys)) for keys in _SIZES),

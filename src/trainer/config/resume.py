@@ -39,6 +39,8 @@ AROUND = (
     "run_name",
     "base_output_directory",
     "log_config",
+    "metrics_file",
+    "log_period",
     "record_internal_nn_metrics",
     "enable_checkpointing",
     "checkpoint_period",

@@ -1,8 +1,19 @@
 """What a run shows and leaves behind: the console, the run directory, the metrics file. Importing it loads no JAX."""
 
+from trainer.observe.banner import work_of
 from trainer.observe.console import Console
 from trainer.observe.metrics import MetricsWriter
+from trainer.observe.metrics_file import MetricsFile, maxtext_row
 from trainer.observe.rundir import RunDir, open_run
 from trainer.observe.text import perplexity
 
-__all__ = ["Console", "MetricsWriter", "RunDir", "open_run", "perplexity"]
+__all__ = [
+    "Console",
+    "MetricsFile",
+    "MetricsWriter",
+    "RunDir",
+    "maxtext_row",
+    "open_run",
+    "perplexity",
+    "work_of",
+]

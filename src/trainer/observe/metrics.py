@@ -16,19 +16,19 @@ TIMING_FIELDS = ("step_time", "tokens_per_second", "eval_time", "data_wait")
 
 
 class MetricsWriter:
-    """Appends rows to run_dir/metrics.jsonl, each flushed when it is written; a context manager.
+    """Appends rows to folder/metrics.jsonl, each flushed when it is written; a context manager.
 
     Floats are written so that reading gives the same bits back. NaN and infinities are written as NaN, Infinity and
     -Infinity, which Python's json reads and strict JSON readers do not.
     """
 
-    def __init__(self, run_dir: Path, step: int = 0):
+    def __init__(self, folder: Path, step: int = 0, name: str = METRICS_FILE):
         """Rows of earlier runs stay up to but without `step`; later ones, and a line that was cut off, are removed.
 
         Raises:
           UserError: the file cannot be written, or a line of it is no row.
         """
-        self._path = run_dir / METRICS_FILE
+        self._path = folder / name
         with _disk_errors(self._path):
             self.kept = _cut(self._path, step) if self._path.exists() else []
             self._file = self._path.open("ab", buffering=0)
@@ -86,7 +86,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def _cut(path: Path, step: int) -> list[dict[str, Any]]:
     """Leaves the rows below `step` in the file, which is replaced as a whole; gives them."""
     rows = [row for row in read_rows(path) if row["step"] < step]
-    temporary = path.with_suffix(".tmp")
+    temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.writelines(f"{json.dumps(row)}\n" for row in rows)
         file.flush()

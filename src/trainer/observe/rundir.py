@@ -17,6 +17,7 @@ from trainer.runtime.storage import entries, folder, is_remote, mirror
 
 CONFIG_FILE, FINISHED_FILE = "config.yml", "finished"
 _FILES = (CONFIG_FILE, METRICS_FILE, FINISHED_FILE)
+OWN_FILES = (*_FILES, LOCK_FILE)  # what a run writes into its folder itself, besides checkpoints
 _NUMBERED = re.compile(r"run-(\d+)")
 
 

@@ -1,0 +1,96 @@
+"""metrics_file: the rows of metrics.jsonl under MaxText's field names, for programs that read MaxText's file."""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.config import UserError
+from trainer.observe.lines import Work
+from trainer.observe.metrics import MetricsWriter, read_rows
+from trainer.observe.rundir import OWN_FILES
+from trainer.observe.text import perplexity
+
+
+def maxtext_row(row: Mapping[str, Any], work: Work, clipping_threshold: float, run_name: str) -> dict[str, float | str]:
+    """A row of metrics.jsonl as MaxText's `metrics_file` has it; numbers are floats.
+
+    Args:
+      row: of a step or of an evaluation.
+      work: of one step.
+      clipping_threshold: of the gradient's norm; 0: off.
+    """
+    ends: dict[str, float | str] = {"step": float(row["step"]), "run_name": run_name}
+    if "eval_loss" in row:
+        return {
+            "eval/avg_loss": row["eval_loss"],
+            "eval/avg_perplexity": row["eval_perplexity"],
+            "eval/total_weights": float(row["eval_tokens"]),
+            **ends,
+        }
+    norm, seconds = row["grad_norm"], row["step_time"]
+    tokens = work.tokens / work.devices
+    return {
+        "learning/loss": row["loss"],
+        "learning/lm_loss": row["lm_loss"],
+        "learning/perplexity": perplexity(row["lm_loss"]),
+        "learning/z_loss": row.get("z_loss", 0.0),
+        "learning/total_weights": float(row["tokens"]),
+        "learning/grad_norm": clipping_threshold if 0 < clipping_threshold < norm else norm,
+        "learning/raw_grad_norm": norm,
+        "learning/current_learning_rate": row["learning_rate"],
+        "perf/step_time_seconds": seconds,
+        "perf/per_device_tflops": work.flops_per_token * tokens / 1e12,
+        "perf/per_device_tflops_per_sec": work.flops_per_second(seconds) / 1e12,
+        "perf/per_device_tokens": tokens,
+        "perf/per_device_tokens_per_sec": work.tokens_per_second(seconds),
+        **ends,
+    }
+
+
+class MetricsFile:
+    """The file that the key `metrics_file` names.
+
+    A run that goes on keeps its rows up to its checkpoint. What else lies there is moved to PATH.1, PATH.2, ...
+    """
+
+    def __init__(self, path: str, run_dir: Path, run_name: str):
+        """Checks that the file can be written; folders above it are made.
+
+        Raises:
+          UserError: it cannot be, `run_dir` has a file of its own there, or it holds no metrics.
+        """
+        self.path, self._run_name = Path(os.path.realpath(os.path.expanduser(path))), run_name
+        if self.path in [Path(os.path.realpath(run_dir / name)) for name in OWN_FILES]:
+            raise UserError(f"metrics_file={path}: the run writes that file itself; give another name")
+        if self.path.exists() and not self.path.is_file():
+            raise UserError(f"metrics_file={path} exists and is no file; give another name")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a+b") as file:
+                file.seek(0)
+                self._begins = file.read(1)
+            rows = read_rows(self.path)
+        except OSError as error:
+            raise UserError(
+                f"metrics_file={path}: cannot be written: {error.strerror or error}; give a file in a folder that you "
+                "can write"
+            ) from error
+        except UserError as error:
+            raise UserError(f"metrics_file={path} exists and is no file of metrics; give another name") from error
+        if self._begins not in (b"", b"{"):
+            raise UserError(f"metrics_file={path} exists and is no file of metrics; give another name")
+        self._own = bool(rows) and all(row.get("run_name") == run_name for row in rows)
+
+    def open(self, updates: int, *, resumed: bool, say: Callable[[str], None]) -> MetricsWriter:
+        """A writer of rows from step `updates` on; a line to `say` tells what was moved.
+
+        `resumed`: the run goes on, so that rows of its name are its own.
+        """
+        if self._begins and not (resumed and self._own):
+            number = 1
+            while (beside := self.path.with_name(f"{self.path.name}.{number}")).exists():
+                number += 1
+            self.path.rename(beside)
+            say(f"{self.path} held metrics of another run, which are now in {beside}")
+        return MetricsWriter(self.path.parent, updates, self.path.name)

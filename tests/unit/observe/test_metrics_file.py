@@ -1,0 +1,150 @@
+"""metrics_file: MaxText's fields, continued by the run that goes on, and nobody's rows lost."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from trainer.config import UserError, load
+from trainer.observe import MetricsFile, maxtext_row
+from trainer.observe.lines import Work
+
+WORK = Work(devices=4, tokens=1024, flops_per_token=2e9)
+STEP = {
+    "step": 7, "loss": 2.5, "lm_loss": 2.0, "z_loss": 0.5, "grad_norm": 3.0, "skipped": 0, "learning_rate": 0.01,
+    "tokens": 1000, "step_time": 0.5, "tokens_per_second": 2000.0, "data_wait": 0.0, "decoder/output_mean": [1.0, 2.0],
+}  # fmt: skip
+
+
+def test_a_step_has_maxtexts_names_units_and_floats():
+    row = maxtext_row(STEP, WORK, 1.0, "run")
+    assert row == {
+        "learning/loss": 2.5,
+        "learning/lm_loss": 2.0,
+        "learning/perplexity": math.exp(2.0),
+        "learning/z_loss": 0.5,
+        "learning/total_weights": 1000.0,
+        "learning/grad_norm": 1.0,
+        "learning/raw_grad_norm": 3.0,
+        "learning/current_learning_rate": 0.01,
+        "perf/step_time_seconds": 0.5,
+        "perf/per_device_tflops": 0.512,
+        "perf/per_device_tflops_per_sec": 1.024,
+        "perf/per_device_tokens": 256.0,
+        "perf/per_device_tokens_per_sec": 512.0,
+        "step": 7.0,
+        "run_name": "run",
+    }
+    assert all(isinstance(value, float) for name, value in row.items() if name != "run_name")
+
+
+@pytest.mark.parametrize(("threshold", "norm", "clipped"), [(0.0, 3.0, 3.0), (5.0, 3.0, 3.0), (1.0, 3.0, 1.0)])
+def test_the_norm_after_clipping(threshold, norm, clipped):
+    assert maxtext_row(STEP | {"grad_norm": norm}, WORK, threshold, "")["learning/grad_norm"] == clipped
+    assert math.isnan(maxtext_row(STEP | {"grad_norm": math.nan}, WORK, threshold, "")["learning/grad_norm"])
+
+
+def test_an_evaluation():
+    row = {"step": 9, "eval_loss": 1.5, "eval_perplexity": 4.5, "eval_tokens": 77, "eval_time": 1.0}
+    assert maxtext_row(row, WORK, 1.0, "run") == {
+        "eval/avg_loss": 1.5,
+        "eval/avg_perplexity": 4.5,
+        "eval/total_weights": 77.0,
+        "step": 9.0,
+        "run_name": "run",
+    }
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes rows of some steps, as a process of a run does; returns what it says."""
+
+    def run(steps, name="mine", resumed=False, path=None):
+        said = []
+        file = MetricsFile(str(path or tmp_path / "metrics.txt"), tmp_path / "run", name)
+        with file.open(steps.start, resumed=resumed, say=said.append) as writer:
+            for step in steps:
+                writer.write(maxtext_row(STEP | {"step": step}, WORK, 1.0, name))
+        return said
+
+    return run
+
+
+def steps_of(path):
+    return [(row["run_name"], int(row["step"])) for row in lines(path)]
+
+
+def test_a_run_that_goes_on_continues_its_rows(tmp_path, write):
+    path = tmp_path / "metrics.txt"
+    assert write(range(5)) == []
+    with path.open("a") as file:
+        file.write('{"learning/lo')  # as a process leaves it that is killed while it writes
+    assert write(range(3, 7), resumed=True) == []
+    assert steps_of(path) == [("mine", step) for step in range(7)]
+    assert sorted(os.listdir(tmp_path)) == ["metrics.txt"]
+
+
+@pytest.mark.parametrize(("name", "resumed"), [("mine", False), ("other", False), ("other", True)])
+def test_rows_of_another_run_are_kept_beside(tmp_path, write, name, resumed):
+    path = tmp_path / "metrics.txt"
+    write(range(5))
+    before = path.read_bytes()
+    (line,) = write(range(2), name, resumed)
+    assert line == f"{path} held metrics of another run, which are now in {path}.1"
+    assert Path(f"{path}.1").read_bytes() == before
+    assert steps_of(path) == [(name, 0), (name, 1)]
+    write(range(1), "third")
+    assert steps_of(Path(f"{path}.2")) == [(name, 0), (name, 1)]
+    assert Path(f"{path}.1").read_bytes() == before
+
+
+def test_folders_are_made_and_links_are_followed(tmp_path, write):
+    (tmp_path / "link").symlink_to(tmp_path / "far" / "metrics.txt")
+    write(range(2), path=tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert len(lines(tmp_path / "far" / "metrics.txt")) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "message"),
+    [
+        ("file/below", None, "cannot be written: "),
+        ("folder", None, "exists and is no file"),
+        ("/dev/null", None, "exists and is no file"),
+        ("model.py", "import jax\n", "exists and is no file of metrics"),
+        ("note", "no line end", "exists and is no file of metrics"),
+        ("bytes", "\0\0", "exists and is no file of metrics"),
+        ("run/metrics.jsonl", None, "the run writes that file itself"),
+        ("run/../run/config.yml", None, "the run writes that file itself"),
+        ("link.jsonl", None, "the run writes that file itself"),
+    ],
+)
+def test_what_cannot_be_written_is_told_before_training(tmp_path, path, content, message):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "run" / "metrics.jsonl")
+    if content is not None:
+        (tmp_path / path).write_text(content)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match=message) as error:
+        MetricsFile(str(tmp_path / path), tmp_path / "run", "mine")
+    assert str(error.value).startswith(f"metrics_file={tmp_path / path}")
+    assert sorted(tmp_path.rglob("*")) == before
+    if content is not None:
+        assert (tmp_path / path).read_text() == content
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [("gs://bucket/m.txt", "a file of this machine; a run in a bucket"), ("a\nb", "without control characters")],
+)
+def test_a_path_of_no_file_here_is_refused_by_name(given, message):
+    with pytest.raises(UserError, match=f"metrics_file=.*{message}"):
+        load([f"metrics_file={given}"])
