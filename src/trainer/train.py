@@ -89,6 +89,7 @@ def _prepare(loaded, console):
 
 def _train(loaded, run, dataset, run_dir, console):
     """From where the run stands to its end; see `training.fit`. None for a run that an earlier process finished."""
+    from trainer.aot.kernels import tiles_fit
     from trainer.checkpoint import CheckpointManager
     from trainer.runtime.agreement import agreed
     from trainer.training import fit, start
@@ -110,7 +111,8 @@ def _train(loaded, run, dataset, run_dir, console):
         run_dir.begin(to_yaml(run.config), resumed=begin.resumed, say=console.say)
         if compiled is None and begin.updates < run.config.steps:
             console.say("compiling the training step")
-            compiled = run.compile_on_leaves()
+            with tiles_fit():
+                compiled = run.compile_on_leaves()
         reports = _reports(run, run_dir, begin, metrics_files, console, stack)
         return fit(run, compiled, begin, dataset, reports, manager)
 

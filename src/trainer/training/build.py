@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from trainer.aot.kernels import tiles_fit
 from trainer.backends import Backend, make_backend
 from trainer.config import eval_batch_rows, global_batch_rows, resolve
 from trainer.data import FIELDS
@@ -107,14 +106,12 @@ class Run(NamedTuple):
 
     def compile(self) -> Any:
         """The compiled training step."""
-        with tiles_fit():
-            return self.step.lower(*self.abstract_args()).compile()
+        return self.step.lower(*self.abstract_args()).compile()
 
     def compile_on_leaves(self) -> Any:
         """The compiled `step_on_leaves`. Taking an `nnx.State` apart walks over each Variable, in Python."""
         state, batch = self.abstract_args()
-        with tiles_fit():
-            return self.step_on_leaves.lower(jax.tree.leaves(state), batch).compile()
+        return self.step_on_leaves.lower(jax.tree.leaves(state), batch).compile()
 
     def placed(self, fn: Callable[..., Any], *, whole_rows: bool = False) -> Callable[..., Any]:
         """`fn`, whose layers place their arrays on this run's mesh when it is traced.

@@ -28,15 +28,13 @@ def test_splash_equals_the_reference_op(heads, kv_heads, window, soft_cap):
 @pytest.mark.parametrize(
     ("window", "tiles"),
     [
-        (0, Tiles(block_q=128, block_kv=256, block_kv_compute=128, block_q_dkv=256, block_kv_dkv=128, block_q_dq=128)),
-        (129, Tiles(block_kv=128, block_kv_dkv=256, block_kv_dkv_compute=128, block_kv_dq=128)),
-        (129, Tiles(use_fused_bwd_kernel=True, block_q_dkv=128, block_kv_dkv=256, block_kv_dkv_compute=128)),
-        (0, Tiles(use_fused_bwd_kernel=True, block_q=128, block_q_dq=128, q_layout="SEQ_MINOR", v_layout="SEQ_MINOR")),
-        (50, Tiles(block_q_dkv=128, q_layout="SEQ_MINOR", k_layout="SEQ_MINOR")),
+        (0, Tiles(block_q=128, block_kv_compute=128, block_kv_dkv=128, block_q_dq=128, k_layout="SEQ_MINOR")),
+        (129, Tiles(block_kv=128, block_q_dkv=128, block_kv_dkv_compute=128, block_kv_dq=128, q_layout="SEQ_MINOR")),
+        (129, Tiles(use_fused_bwd_kernel=True, block_q_dkv=128, block_kv_dkv_compute=128, v_layout="SEQ_MINOR")),
     ],
 )
 def test_other_tiles_and_layouts_give_the_same(window, tiles):
-    args = inputs(2, 256, 4, 2, 128)
+    args = inputs(1, 256, 2, 1, 128)
     how = {"window": window, "soft_cap": 2.0}
     expected = value_and_grads(dot_product_attention, args, **how)
     assert_close(value_and_grads(interpreted, args, **how, tiles=tiles), expected, 1e-5)
