@@ -20,7 +20,7 @@ from support import pinned
 from trainer.checkpoint import inspect, newest
 from trainer.data import eval_batches, open_dataset
 from trainer.objectives import Objective
-from trainer.observe.metrics import METRICS_FILE, read_rows
+from trainer.observe.metrics import METRICS_FILE
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -227,21 +227,6 @@ def test_a_run_on_one_batch_of_a_scaled_model_goes_on_with_its_metrics_file(tmp_
     assert [row["step"] for row in rows if "eval/avg_loss" in row] == [3, 5]
     losses = [row["learning/loss"] for row in rows if "learning/loss" in row]
     assert losses == sorted(losses, reverse=True)  # of one batch, without dropout
-
-
-def test_files_of_metrics_are_forced_to_disk_every_log_period(tmp_path, monkeypatch):
-    done = []
-
-    def sync(self):
-        done.append(sum("loss" in row for row in read_rows(tmp_path / RUN / METRICS_FILE)))
-
-    monkeypatch.setattr("trainer.observe.metrics.MetricsWriter.sync", sync)
-    monkeypatch.setattr("trainer.observe.rundir.RunDir.upload", lambda self: done.append("upload"))
-    code, output = train(tmp_path, enable_checkpointing=False, eval_interval=-1, steps=7, log_period=3)
-    assert code == 0, output
-    # The run's begin, its end and its mark of the end upload too; see RunDir.
-    assert [count for count in done if count != "upload"] == [3, 6]
-    assert done[:4] == [3, "upload", 6, "upload"]
 
 
 @pytest.fixture

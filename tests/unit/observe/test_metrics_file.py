@@ -1,15 +1,19 @@
 """metrics_file: MaxText's fields, continued by the run that goes on, and nobody's rows lost."""
 
+import contextlib
 import json
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from trainer.config import UserError, load
 from trainer.observe import MetricsFile, maxtext_row
 from trainer.observe.lines import Work
+from trainer.observe.metrics import MetricsWriter, read_rows
+from trainer.train import _reports
 
 WORK = Work(devices=4, tokens=1024, flops_per_token=2e9)
 STEP = {
@@ -148,3 +152,27 @@ def test_what_cannot_be_written_is_told_before_training(tmp_path, path, content,
 def test_a_path_of_no_file_here_is_refused_by_name(given, message):
     with pytest.raises(UserError, match=f"metrics_file=.*{message}"):
         load([f"metrics_file={given}"])
+
+
+def test_both_files_are_forced_to_disk_every_log_period(tmp_path, monkeypatch):
+    config = load(["log_period=3", "ici_fsdp_parallelism=1", "dcn_data_parallelism=1"]).config
+    run_dir = SimpleNamespace(path=tmp_path, place=tmp_path / "mine", upload=lambda: done.append("upload"))
+    done = []
+
+    def sync(writer):
+        done.append((writer._path.name, len(read_rows(writer._path))))
+
+    monkeypatch.setattr(MetricsWriter, "sync", sync)
+    run = SimpleNamespace(config=config, flops_per_token=1.0)
+    begin = SimpleNamespace(updates=0, resumed=False)
+    console = SimpleNamespace(step=lambda row, steps: None, evaluation=lambda row: None, say=None)
+    with contextlib.ExitStack() as stack:
+        file = MetricsFile(str(tmp_path / "metrics.txt"), tmp_path / "mine", "mine")
+        reports = _reports(run, run_dir, begin, [file], console, stack)
+        for step in range(7):
+            reports.step(STEP | {"step": step})
+        reports.sync()
+    counts = (3, 6, 7)
+    names = ("metrics.jsonl", "metrics.txt")
+    assert done == [it for count in counts for it in (*((name, count) for name in names), "upload")]
+    assert [row["run_name"] for row in read_rows(tmp_path / "metrics.txt")] == ["mine"] * 7
