@@ -220,6 +220,7 @@ def their_base(**changes) -> str:
     }
     values |= {"hardware": "tpu", "rope_factor": 40, "compile_topology_num_slices": -1, "kv_proj": "remat"}
     values |= {"mesh_axes": ["a", "b"], "logical_axis_rules": [["nobody_knows", ["model"]]]}
+    values |= {"data_sharding": [["a"]]}  # in no version that had scan_layers=false
     return yaml.safe_dump(values | changes, sort_keys=False)
 
 
