@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         from trainer.state import table
 
         (only,) = found.values()
-        print(table.text(only["tensors"], only["totals"]))
+        print(table.text(only["tensors"], only["totals"], only["warnings"]))
     else:
         print(_beside(sides, found))
 
@@ -49,7 +49,7 @@ def _prepare(configs: Sequence[Any]) -> None:
 
 
 def describe(config: Any, side: str = "") -> dict[str, Any]:
-    """The table of `config` as plain data: `mesh`, `tensors` and `totals`.
+    """The table of `config` as plain data: `mesh`, `tensors`, `totals` and `warnings`.
 
     On the devices of `compile_topology`, where it is given, else on this machine's. `side` is the name of the side of a
     comparison, which takes as many of them as its mesh needs, as in parity.
@@ -85,9 +85,10 @@ def _beside(sides: Sequence[Side], found: dict[str, Any]) -> str:
     tensors = [[name, *(_place(rows.get(name)) for rows in by_name)] for name in names]
     differing = [line for line in tensors if len(set(line[1:])) > 1]
     sums = [[key, *(f"{it['totals'][key]:,}" for it in found.values())] for key in next(iter(found.values()))["totals"]]
+    warnings = [f"warning: {name}: {warning}" for name, it in found.items() for warning in it["warnings"]]
     same = f"{len(tensors) - len(differing)} of {len(tensors)} tensors lie alike on all sides"
     lines = table.aligned([head, *settings, *differing, *sums])
-    return "\n".join([*lines, same])
+    return "\n".join([*lines, *warnings, same])
 
 
 def _place(row: dict[str, Any] | None) -> str:

@@ -206,7 +206,7 @@ def _say_what_runs(console, run, dataset, run_dir, warnings: Sequence[str]) -> N
         console.say("warning: shard_optimizer_over_data=true has no effect: the mesh axis data has size 1")
     if run.config.debug_sharding:
         found = run.table()
-        console.say(table.text(found["tensors"], found["totals"]))
+        console.say(table.text(found["tensors"], found["totals"], found["warnings"]))
     if run.config.log_config:
         console.say(to_yaml(run.config))
 

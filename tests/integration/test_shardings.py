@@ -1,6 +1,7 @@
 """`python -m trainer.shardings`: the table, as text, as JSON and side by side; and that it tells the truth."""
 
 import json
+from pathlib import Path
 
 import jax
 import pytest
@@ -140,6 +141,27 @@ def test_a_layout_that_leaves_much_whole_is_refused():
         building(load(arguments(ALL_COMBINATIONS[0], **MESH, **rules)).config, jax.devices())
     assert "axis fsdp" not in str(caught.value)
     building(load(arguments(ALL_COMBINATIONS[0], **MESH, **rules, sharding_tolerance=1)).config, jax.devices())
+
+
+def test_a_kernel_and_a_bias_that_disagree_are_named(capsys, monkeypatch):
+    """Those of a block of one's own, whose kernels have names and whose biases have none; also under Zero-1."""
+
+    def outputs(name, axis):
+        return f"[{name}] are split by [{axis}], the bias [-] by [-]; give the bias the axis names of the outputs"
+
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "docs" / "guides"))
+    words = arguments(ALL_COMBINATIONS[0], **MESH, decoder_block="team_block:NNXBlock", sharding_tolerance=1)
+    for also in ([], ["shard_optimizer_over_data=true"]):
+        lines = [line for line in printed(capsys, *words, *also).splitlines() if line.startswith("warning: ")]
+        assert {line.split(":")[1].rpartition("/")[2]: line.partition("outputs ")[2] for line in lines} == {
+            "qkv": outputs("mlp", "tensor"),
+            "mlp_in": outputs("mlp", "tensor"),
+            "attention_out": outputs("embed", "fsdp"),
+            "mlp_out": outputs("embed", "fsdp"),
+        }
+    out = printed(capsys, *words, "right.ici_tensor_parallelism=1", "right.ici_fsdp_parallelism=4")
+    assert "warning: left: params/decoder/layers/qkv: kernel and bias disagree" in out
+    assert as_json(capsys)["warnings"] == []
 
 
 def test_training_prints_the_table_where_it_is_asked_for(capsys, tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from trainer.state.builders import (
     set_named_sharding_nnx,
 )
 from trainer.state.init import init_state_fn
+from trainer.state.layout import pick_spec, state_layout, state_to_sharded_layout
 from trainer.state.shardings import Tensor, abstract_state, state_shardings, tensors
 from trainer.state.tolerance import check_tolerance
 
@@ -30,8 +31,11 @@ __all__ = [
     "get_named_sharding_nnx",
     "get_partition_spec_nnx",
     "init_state_fn",
+    "pick_spec",
     "set_named_sharding_nnx",
+    "state_layout",
     "state_shardings",
+    "state_to_sharded_layout",
     "table",
     "tensors",
 ]

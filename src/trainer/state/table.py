@@ -47,10 +47,34 @@ def totals(found: Iterable[Row]) -> dict[str, int]:
     return result
 
 
-def text(found: Sequence[Row], sums: Mapping[str, int]) -> str:
-    """The table, and below it the totals."""
+def disagreements(found: Iterable[Row]) -> list[str]:
+    """A sentence for each parameter named bias that is not split as the outputs of the kernel beside it.
+
+    A bias is added to its kernel's outputs. Where a mesh axis splits one of them alone, a step moves the other between
+    devices; or, if the axis splits the batch too, more devices hold the bias than need to.
+    """
+    rows = {row["name"]: row for row in found if row["name"].startswith("params/")}
+    sentences = []
+    for name, bias in rows.items():
+        layer, _, last = name.rpartition("/")
+        kernel = rows.get(f"{layer}/kernel")
+        if last != "bias" or kernel is None:
+            continue
+        stacked = kernel["axes"][0] == bias["axes"][0] == "layers"
+        outputs = len(bias["shape"]) - stacked
+        if outputs and kernel["spec"][-outputs:] != bias["spec"][-outputs:]:
+            sentences.append(
+                f"{layer}: kernel and bias disagree: the kernel's outputs {_named(kernel, outputs)} are split by "
+                f"{_cell(kernel['spec'][-outputs:])}, the bias {_named(bias, outputs)} by "
+                f"{_cell(bias['spec'][-outputs:])}; give the bias the axis names of the outputs"
+            )
+    return sentences
+
+
+def text(found: Sequence[Row], sums: Mapping[str, int], warnings: Sequence[str] = ()) -> str:
+    """The table, below it the totals, and below them `warnings`."""
     lines = [COLUMNS, *(tuple(_cell(row[column]) for column in COLUMNS) for row in found)]
-    return "\n".join([*aligned(lines), "", *total_lines(sums)])
+    return "\n".join([*aligned(lines), "", *total_lines(sums), *(f"warning: {warning}" for warning in warnings)])
 
 
 def total_lines(sums: Mapping[str, int]) -> list[str]:
@@ -89,6 +113,10 @@ def _row(name: str, axes: Sequence[str | None], shape: tuple[int, ...], dtype: A
         "bytes_per_device": here,
         "replicated": 1 - size / (here * devices) if here else 0.0,
     }
+
+
+def _named(row: Row, last: int) -> str:
+    return _cell(row["axes"][-last:])
 
 
 def _cell(value: Any) -> str:

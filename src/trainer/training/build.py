@@ -95,14 +95,16 @@ class Run(NamedTuple):
         return self.backend.unpack(self.abstract_state).params
 
     def table(self) -> dict[str, Any]:
-        """Where the train state lives, as plain data: the mesh axes above 1, a row for each tensor, and totals."""
+        """Where the train state lives, as plain data: mesh axes above 1, a row for each tensor, totals and warnings."""
         trees = tensors(self.backend, self.abstract_state), self.abstract_state, self.state_shardings
         rows = table.rows(*trees)
+        computing = table.rows(*trees[:2], self.compute_shardings)
         trained = trainable(self.config)({row["name"]: 0 for row in rows if row["name"].startswith("params/")})
         names = [name for name, is_trained in trained.items() if is_trained]
         gradients = table.gradient_rows(*trees, names, self.config.grad_dtype)
         axes = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
-        return {"mesh": axes, "tensors": rows, "totals": table.totals([*rows, *gradients])}
+        totals = table.totals([*rows, *gradients])
+        return {"mesh": axes, "tensors": rows, "totals": totals, "warnings": table.disagreements(computing)}
 
     def compile(self) -> Any:
         """The compiled training step."""

@@ -1,6 +1,8 @@
 """The Python in the guides runs, block after block, as a reader would type it."""
 
+import builtins
 import re
+import sys
 from pathlib import Path
 
 import jax
@@ -11,12 +13,38 @@ from flax import nnx
 GUIDES = Path(__file__).parents[3] / "docs" / "guides"
 
 
+# A block of Python and, where the reader is shown how it fails, the last lines of the traceback; ... is left out.
+BLOCK = re.compile(
+    r"^```python\n(.*?)^```\n(?:\n```text\n(\w+(?:Error|Exception): .*?)\n```\n)?", re.MULTILINE | re.DOTALL
+)
+
+
 def run(name):
-    blocks = re.findall(r"^```python\n(.*?)^```$", (GUIDES / name).read_text(), re.MULTILINE | re.DOTALL)
+    blocks = BLOCK.findall((GUIDES / name).read_text())
     assert blocks
     names = {"__name__": name}
-    exec("\n".join(blocks), names)
+    for code, failure in blocks:
+        if not failure:
+            exec(code, names)
+            continue
+        kind, _, message = failure.partition(": ")
+        with pytest.raises(getattr(builtins, kind)) as caught:
+            exec(code, names)
+        assert re.match(".*".join(map(re.escape, message.split("..."))), str(caught.value), re.DOTALL), caught.value
     return names
+
+
+def test_a_failure_that_does_not_come_as_shown_is_found(monkeypatch, tmp_path):
+    def guide(code, shown):
+        (tmp_path / "guide.md").write_text(f"```python\n{code}\n```\n\n```text\n{shown}\n```\n")
+        run("guide.md")
+
+    monkeypatch.setattr(sys.modules[__name__], "GUIDES", tmp_path)
+    guide("[][1]", "IndexError: list index...range")
+    guide("x = 1", "what it gives")  # no failure is shown
+    for code, shown in (("[][1]", "IndexError: another"), ("[][1]", "KeyError: list index"), ("x = 1", "KeyError: x")):
+        with pytest.raises((AssertionError, IndexError, pytest.fail.Exception)):
+            guide(code, shown)
 
 
 @pytest.mark.default_combination

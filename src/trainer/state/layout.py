@@ -1,0 +1,77 @@
+"""PartitionSpecs for the state of any NNX module, from names and shapes alone: see docs/guides/state-sharding.md.
+
+The layout is tensor parallelism over one mesh axis. The trainer's own states get theirs from logical names and rules
+(`state.shardings`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from trainer.backends.codec import Path, path_of
+
+# The mesh axis, and what `nnx.MultiHeadAttention` calls its projections.
+MODEL = "model"
+_TO_HEADS, _FROM_HEADS = ("query", "key", "value"), "out"
+
+
+def pick_spec(leaf: Any, path: Sequence[str] = ()) -> PartitionSpec:
+    """Where one leaf of a state is split.
+
+    A kernel is split along its outputs, and so is whatever is added to them or multiplies them, a bias or a scale. In
+    attention the heads are split, on both sides of it.
+
+    Args:
+      leaf: an array, or anything with `ndim`.
+      path: its names in the state, such as ("attention", "query", "kernel"). Without them the rank decides alone, which
+        is right for all but attention: its kernels have the rank of a one-dimensional convolution's.
+    """
+    layer, name = (("", "") + tuple(path))[-2:]
+    match leaf.ndim:
+        case 0:
+            return PartitionSpec()
+        case 1:  # bias, scale, running mean
+            return PartitionSpec(MODEL)
+        case 2 if name == "bias":  # of queries, keys and values: [heads, head_dim]
+            return PartitionSpec(MODEL, None)
+        case 3 if layer in _TO_HEADS:  # [features, heads, head_dim]
+            return PartitionSpec(None, MODEL, None)
+        case 3 if layer == _FROM_HEADS:  # [heads, head_dim, features]
+            return PartitionSpec(MODEL, None, None)
+        case ndim:  # [inputs, outputs], an embedding's [entries, features], a convolution's [*window, inputs, outputs]
+            return PartitionSpec(*[None] * (ndim - 1), MODEL)
+
+
+def state_layout(state: nnx.State) -> nnx.State:
+    """The tree of PartitionSpecs with the structure of `state`: `pick_spec` at each leaf, biases as their kernels.
+
+    A bias has the axes of its kernel's outputs, so that adding it moves nothing between devices.
+    """
+    ranks = {path: leaf.ndim for path, leaf in _leaves(state).items()}
+    specs = {path: pick_spec(leaf, path) for path, leaf in _leaves(state).items()}
+    for path, kernel in specs.items():
+        bias = (*path[:-1], "bias")
+        if path[-1] == "kernel" and bias in specs:
+            specs[bias] = PartitionSpec(*kernel[len(kernel) - ranks[bias] :])
+    return jax.tree.unflatten(jax.tree.structure(state), specs.values())
+
+
+def state_to_sharded_layout(seed: Any, x: jax.Array, features: Any) -> jax.Array:
+    """How many leaves the layout of a linear layer on `x` has, float32 [1].
+
+    Args:
+      seed, features: numbers; floats are made integers.
+      x: [..., inputs].
+    """
+    layer = nnx.Linear(x.shape[-1], int(features), rngs=nnx.Rngs(int(seed)))
+    specs = state_layout(nnx.state(layer))
+    return jnp.array([len(jax.tree.leaves(specs))], jnp.float32)
+
+
+def _leaves(state: nnx.State) -> dict[Path, Any]:
+    # The last entry of a path is the Variable's own: its value.
+    return {path_of(keypath)[:-1]: leaf for keypath, leaf in jax.tree_util.tree_leaves_with_path(state)}
