@@ -77,10 +77,11 @@ class MetricsFile:
                 "can write"
             ) from error
         except UserError as error:
-            raise UserError(f"metrics_file={path} exists and is no file of metrics; give another name") from error
-        if self._begins not in (b"", b"{"):
-            raise UserError(f"metrics_file={path} exists and is no file of metrics; give another name")
-        self._own = bool(rows) and all(row.get("run_name") == run_name for row in rows)
+            raise _foreign(path) from error
+        # Rows without run_name are of another kind, such as those of a metrics.jsonl.
+        if self._begins not in (b"", b"{") or not all("run_name" in row for row in rows):
+            raise _foreign(path)
+        self._own = bool(rows) and all(row["run_name"] == run_name for row in rows)
 
     def open(self, updates: int, *, resumed: bool, say: Callable[[str], None]) -> MetricsWriter:
         """A writer of rows from step `updates` on; a line to `say` tells what was moved.
@@ -94,3 +95,7 @@ class MetricsFile:
             self.path.rename(beside)
             say(f"{self.path} held metrics of another run, which are now in {beside}")
         return MetricsWriter(self.path.parent, updates, self.path.name)
+
+
+def _foreign(path: str) -> UserError:
+    return UserError(f"metrics_file={path} exists and holds something else than such rows; give another name")
