@@ -1,10 +1,14 @@
-"""Removes Linen in a temporary copy of the checkout, and runs what is left of the suite there.
+"""Removes Linen and then the three flags in a temporary copy of the checkout, and runs the tests of what they touch.
 
     python scripts/rehearse_removal.py [pytest's options]
 
 What one commit will delete: the folder src/trainer/linen, its tests in tests/unit/linen, its rows in the table of the
 flags (config/flags.py, base.yml, README.md) and in the registry of backends, the README's command with a flag of Linen,
-and the contract that nothing imports it. Ends with the suite's exit code.
+and the contract that nothing imports it. A flag of Linen is then refused by name. What the next commit will delete: the
+flags themselves, from base.yml, config/flags.py and README.md, and tests/pins.py, which guards their defaults.
+
+The tests: TOUCHED below, after the whole suite was collected, so that nothing imports what is gone. Options that name
+tests replace them. Ends with pytest's exit code.
 """
 
 import os
@@ -17,6 +21,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 REGISTRY, TABLE = Path("src/trainer/backends/registry.py"), Path("src/trainer/config/flags.py")
+# What reads the flags, the registry, the combinations or a command line.
+TOUCHED = (
+    *("tests/unit/backends", "tests/unit/compare", "tests/unit/config", "tests/unit/docs", "tests/unit/state"),
+    *("tests/unit/models/test_blocks.py", "tests/unit/aot/test_executable.py", "tests/unit/training/test_build.py"),
+    *("tests/unit/observe/test_banner.py", "tests/unit/test_source.py"),
+    *("tests/integration/test_five_combinations.py", "tests/integration/test_native_train_states.py"),
+    *("tests/integration/test_parity.py", "tests/integration/test_readme.py", "tests/integration/test_train.py"),
+    "tests/integration/test_train_compile.py",
+)
 
 
 def copy_checkout(folder: Path) -> None:
@@ -34,9 +47,9 @@ def copy_checkout(folder: Path) -> None:
             shutil.copy2(source, target, follow_symlinks=False)
 
 
-def edit(path: Path, pattern: str, count: int) -> None:
-    """Deletes the `count` matches of `pattern` in `path`; another number of them is an error."""
-    text, found = re.subn(pattern, "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+def edit(path: Path, pattern: str, count: int, *, replacement: str = "") -> None:
+    """Deletes or replaces the `count` matches of `pattern` in `path`; another number of them is an error."""
+    text, found = re.subn(pattern, replacement, path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     if found != count:
         raise SystemExit(f"{path}: {found} matches of {pattern!r}, expected {count}")
     path.write_text(text, encoding="utf-8")
@@ -59,25 +72,47 @@ def remove_linen(folder: Path) -> int:
     return len(gone)
 
 
-def check_message(folder: Path, environment: dict[str, str]) -> None:
-    """A flag of Linen is a configuration error that says what happened."""
+def remove_flags(folder: Path) -> None:
+    """Deletes the three flags from the checkout in `folder`, which has one combination left."""
+    (folder / "tests/pins.py").unlink()
+    (folder / "tests/unit/test_pins.py").unlink()
+    (folder / "tests/unit/config/test_flags.py").unlink()
+    for path in (folder / "tests").rglob("test_*.py"):
+        mark = r"^(@|pytestmark = )pytest\.mark\.default_combination.*\n"
+        edit(path, mark, len(re.findall(mark, path.read_text(encoding="utf-8"), re.MULTILINE)))
+    edit(folder / "tests/conftest.py", r'(?<=^pytest_plugins = \["checkout"), "pins"(?=\])', 1)
+    edit(folder / "base.yml", r"^# ---- Module system -+\n(?:.*\n)+?(?=^# ---- )", 1)
+    edit(folder / TABLE, r'(?<=^FLAGS = \().*(?=\)$)', 1)
+    edit(folder / TABLE, r'(?<=^    "nnx": \().*(?=\),$)', 1)
+    edit(folder / TABLE, r"(?<=^FLAGS) (?== \(\))", 1, replacement=": tuple[str, ...] ")
+    edit(folder / "README.md", r"^## From Linen to NNX\n(?:.*\n)+?(?=^## )", 1)
+
+
+def check_message(folder: Path, environment: dict[str, str], message: str) -> None:
+    """The flags of Linen are a configuration error that says what happened."""
     command = [sys.executable, "-m", "trainer.train", "base.yml"]
     flags = ["enable_nnx=false", "pure_nnx_decoder=false", "pure_nnx=false"]
     done = subprocess.run([*command, *flags], cwd=folder, env=environment, capture_output=True, text=True)
     print(done.stderr, end="")
-    if done.returncode != 2 or "the Linen paths were removed" not in done.stderr:
-        raise SystemExit("a flag of Linen is not refused as it should be")
+    if done.returncode != 2 or message not in done.stderr:
+        raise SystemExit(f"a flag of Linen is not refused with {message!r}")
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="without-linen-") as name:
         folder = Path(name)
         copy_checkout(folder)
+        environment = os.environ | {"PYTHONPATH": str(folder / "src")}
         gone = remove_linen(folder)
         print(f"removed Linen with its {gone} combinations in a copy", flush=True)
-        environment = os.environ | {"PYTHONPATH": str(folder / "src")}
-        check_message(folder, environment)
-        suite = subprocess.run([sys.executable, "-m", "pytest", *sys.argv[1:]], cwd=folder, env=environment)
+        check_message(folder, environment, "the Linen paths were removed")
+        remove_flags(folder)
+        print("removed the three flags", flush=True)
+        check_message(folder, environment, "enable_nnx")
+        pytest = [sys.executable, "-m", "pytest", *sys.argv[1:]]
+        subprocess.run([*pytest[:3], "--collect-only", "-qqq"], cwd=folder, env=environment, check=True)
+        names_tests = any(word.startswith("tests") for word in sys.argv[1:])
+        suite = subprocess.run([*pytest, *(() if names_tests else TOUCHED)], cwd=folder, env=environment)
         raise SystemExit(suite.returncode)
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from bucket import FolderBackend, bucket  # noqa: F401, a fixture
-from program_cache import cached_programs
 from run_cases import command, rows_of
 from support import TINY, pinned
 
@@ -47,7 +46,7 @@ def text(tmp_path_factory):
     for i in range(20):
         (folder / f"{i}.txt").write_text(f"This is text number {i}. " * 20)
     files = {"grain_train_files": f"{folder}/1?.txt", "grain_eval_files": f"{folder}/?.txt"}
-    with pytest.MonkeyPatch.context() as patch, cached_programs(tmp_path_factory.mktemp("programs")):
+    with pytest.MonkeyPatch.context() as patch:
         for key, value in (files | {"data_cache_directory": folder / "cache"}).items():
             patch.setitem(SETTINGS, key, value)
         yield

@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-from program_cache import cached_programs
 from run_cases import RUN, SETTINGS, assert_equal, train
 from support import ALL_COMBINATIONS, pinned
 
@@ -17,12 +16,6 @@ HALF = 10
 ONE_DEVICE = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
 RUNS = SETTINGS | {"steps": 2 * HALF, "learning_rate_schedule_steps": 3 * HALF, "eval_interval": -1}
 OTHER_OPTIMIZERS = [name for name in schema().keys["opt_type"].choices if name != "adamw"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs(tmp_path_factory):
-    with cached_programs(tmp_path_factory.mktemp("programs")):
-        yield
 
 
 def run(folder, combination, **keys):

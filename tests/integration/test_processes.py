@@ -12,7 +12,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from program_cache import cached_programs
 from support import TINY, pinned
 
 from trainer.checkpoint import inspect, newest
@@ -117,10 +116,9 @@ def test_four_processes_then_two_then_one(tmp_path):
     last = int(newest(tmp_path / "runs/run").name)
     assert last > done
 
-    with cached_programs(tmp_path / "programs"):
-        said = alone(tmp_path, 4, steps=last + 2)
-        (tmp_path / "straight").mkdir()
-        alone(tmp_path / "straight", 4, steps=last + 2, checkpoint_period=1000)
+    said = alone(tmp_path, 4, steps=last + 2)
+    (tmp_path / "straight").mkdir()
+    alone(tmp_path / "straight", 4, steps=last + 2, checkpoint_period=1000)
     assert f"checkpoints/{last}: {last} of {last + 2} updates are done" in said
     found, expected = rows_of(tmp_path), rows_of(tmp_path / "straight")
     assert [(row["step"], row.keys()) for row in found] == [(row["step"], row.keys()) for row in expected]

@@ -13,7 +13,6 @@ import time
 import jax
 import numpy as np
 import pytest
-from program_cache import cached_programs
 from run_cases import RUN, SETTINGS, arrays_of, assert_equal, kill_rounds, rows_of, train
 from support import pinned
 
@@ -21,12 +20,6 @@ from trainer.checkpoint import inspect, newest
 from trainer.data import eval_batches, open_dataset
 from trainer.objectives import Objective
 from trainer.observe.metrics import METRICS_FILE
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs(tmp_path_factory):
-    with cached_programs(tmp_path_factory.mktemp("programs")):
-        yield
 
 
 def assert_close(run, other, updates, rtol):

@@ -7,7 +7,7 @@ from trainer.config.errors import UserError
 FLAGS = ("enable_nnx", "pure_nnx_decoder", "pure_nnx")
 
 # name: (enable_nnx, pure_nnx_decoder, pure_nnx)
-COMBINATIONS: dict[str, tuple[bool, bool, bool]] = {
+COMBINATIONS: dict[str, tuple[bool, ...]] = {
     "nnx": (True, True, True),
     "nnx_linen_decoder": (True, False, True),
     "bridged": (True, True, False),
@@ -34,13 +34,13 @@ def flags_of(name: str) -> dict[str, bool]:
 
 def linen_stack(config: Any) -> str | None:
     """How to get a decoder stack in Linen under the flags of `config`; None where they have one."""
-    asked = _flags(config)
-    if not config.pure_nnx_decoder:
+    linen = {name: flags for name, flags in COMBINATIONS.items() if flags[1:2] == (False,)}
+    if combination(config) in linen:
         return None
-    offers = [(_changes(asked, flags), name) for name, flags in COMBINATIONS.items() if not flags[1]]
-    if not offers:
+    if not linen:
         return "a Linen module needs a decoder stack in Linen, which is no longer here"
-    changes, name = min(offers, key=lambda offer: len(offer[0]))
+    asked = _flags(config)
+    changes, name = min(((_changes(asked, flags), name) for name, flags in linen.items()), key=lambda way: len(way[0]))
     return f"a Linen module needs a decoder stack in Linen: set {' '.join(changes)} (combination {name})"
 
 
@@ -68,8 +68,8 @@ def unsupported(config: Any) -> str | None:
     return f"{what}; nearest: {ways} (docs/guides/migrating.md)"
 
 
-def _flags(config: Any) -> tuple[bool, bool, bool]:
-    return config.enable_nnx, config.pure_nnx_decoder, config.pure_nnx
+def _flags(config: Any) -> tuple[bool, ...]:
+    return tuple(config[flag] for flag in FLAGS)
 
 
 def _changes(asked: tuple[bool, ...], flags: tuple[bool, ...]) -> list[str]:

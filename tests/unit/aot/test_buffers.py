@@ -4,7 +4,6 @@ import math
 
 import jax
 import pytest
-from program_cache import cached_programs
 
 from trainer.aot import buffers, dump
 
@@ -23,7 +22,8 @@ def test_a_compilation_writes_its_texts_into_a_folder_of_its_own(step):
 
 
 def test_one_device_needs_no_partitioning(tmp_path):
-    jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options=dump.options(tmp_path))
+    with dump.uncached():
+        jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options=dump.options(tmp_path))
     texts = dump.read(tmp_path)
     assert texts.optimized
     assert not [c for c in ("all-gather", "all-reduce") if c in texts.partitioned]
@@ -37,12 +37,13 @@ def test_what_a_cache_holds_is_compiled_all_the_same(tmp_path):
         jax.jit(lambda x: x * 3 + 1).lower(1.0).compile(compiler_options=dump.options(folder))
         return dump.read(folder)
 
-    with cached_programs(tmp_path / "programs"):
+    with dump.uncached():
         assert texts(tmp_path / "first").assignment
-        assert not texts(tmp_path / "from the cache").assignment
-        with dump.uncached():
-            assert texts(tmp_path / "again").assignment
-        assert not texts(tmp_path / "from the cache, after that").assignment
+    texts(tmp_path / "into the cache")  # of the suite, see tests/conftest.py
+    assert not texts(tmp_path / "from the cache").assignment
+    with dump.uncached():
+        assert texts(tmp_path / "again").assignment
+    assert not texts(tmp_path / "from the cache, after that").assignment
 
 
 def test_a_small_program_beside_the_step_is_not_taken_for_it(tmp_path):
