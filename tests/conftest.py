@@ -1,7 +1,7 @@
 """The suite runs on eight simulated CPU devices, whatever the machine has. Set before anything imports JAX.
 
-Both workers and every process that a test starts share one cache of compiled programs, which ends with the suite: what is
-the same program text in several combinations, runs or processes is compiled once.
+Both workers and every process that a test starts share one cache of compiled programs, which ends with the suite: a
+program whose text is the same in several combinations, runs or processes is compiled once.
 """
 
 import os
