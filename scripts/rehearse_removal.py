@@ -93,7 +93,7 @@ def remove_flags(folder: Path) -> None:
         edit(path, mark, len(re.findall(mark, path.read_text(encoding="utf-8"), re.MULTILINE)))
     edit(folder / "tests/conftest.py", r'(?<=^pytest_plugins = \["checkout"), "pins"(?=\])', 1)
     edit(folder / "base.yml", r"^# ---- Module system -+\n(?:.*\n)+?(?=^# ---- )", 1)
-    edit(folder / TABLE, r'(?<=^FLAGS = \().*(?=\)$)', 1)
+    edit(folder / TABLE, r"(?<=^FLAGS = \().*(?=\)$)", 1)
     edit(folder / TABLE, r'(?<=^    "nnx": \().*(?=\),$)', 1)
     edit(folder / TABLE, r"(?<=^FLAGS) (?== \(\))", 1, replacement=": tuple[str, ...] ")
     edit(folder / TOLERATED, "^groups:\n", 1, replacement=f"groups:\n{LEFT_OF_THE_FLAGS}")
