@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import UserError, exit_on_user_error, schema
+from trainer.config.errors import shortened
+from trainer.config.paths import local_path, path_problem
 from trainer.runtime.platforms import leave_out_absent_tpu
 
 FORMATS = ("hf", "params")
@@ -70,7 +72,10 @@ def _read_words(words: Sequence[str]) -> tuple[str, Path, dict[str, str], list[s
     mistakes = []
     if len(places) != 2 or any("=" in place and place.partition("=")[0] in named for place in places):
         mistakes.append("the first two words are FROM and OUT")
-    elif problem := _not_a_new_folder(Path(places[1]).expanduser().absolute()):
+    else:
+        problems = ((place, path_problem(place)) for place in places)
+        mistakes += [f"{shortened(place)}: {problem}" for place, problem in problems if problem]
+    if not mistakes and (problem := _not_a_new_folder(local_path(places[1]).absolute())):
         mistakes.append(f"{places[1]}: {problem}")
     if options.get("format") not in FORMATS:
         mistakes.append(f"format={options.get('format', '')}: allowed: {', '.join(FORMATS)}")
@@ -79,7 +84,7 @@ def _read_words(words: Sequence[str]) -> tuple[str, Path, dict[str, str], list[s
     if mistakes:
         raise UserError("\n  ".join(["cannot export:", *mistakes, "see python -m trainer.export --help"]))
     keys = [word for word in rest if not word.startswith(("format=", "dtype="))]
-    return places[0], Path(places[1]).expanduser().absolute(), options, keys
+    return places[0], local_path(places[1]).absolute(), options, keys
 
 
 def _not_a_new_folder(path: Path) -> str | None:

@@ -5,11 +5,11 @@ import io
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from trainer.config import UserError, exit_on_user_error, load, to_yaml
 from trainer.config.effects import without_effect_here
 from trainer.config.files import COMMAND_LINE
+from trainer.config.paths import local_path
 from trainer.runtime.platforms import leave_out_absent_tpu
 from trainer.runtime.preemption import EXIT_CODE
 
@@ -178,7 +178,7 @@ def _load_step(run, console):
     """The step that `trainer.train_compile` compiled."""
     from trainer.aot import executable
 
-    path = Path(run.config.compiled_trainstep_file).expanduser()
+    path = local_path(run.config.compiled_trainstep_file, "compiled_trainstep_file=")
     devices, args = list(run.mesh.devices.flat), run.abstract_args()
     step = executable.load(path, executable.origin_of(run.config, devices, args), args, devices)
     console.say(f"the training step is that of {path}, nothing is compiled")

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from trainer.config import UserError, exit_on_user_error, load
 from trainer.config.effects import without_effect_here
+from trainer.config.paths import local_path
 from trainer.config.topologies import Topology, find_topology
 from trainer.runtime.platforms import prepare_compile_only_tpu, simulate_cpu_devices
 
@@ -43,12 +44,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"warning: {warning}")
     print(report_text(report), flush=True)
     if compiled is not None and run.config.compiled_trainstep_file:
-        path = Path(run.config.compiled_trainstep_file).expanduser()
+        path = local_path(run.config.compiled_trainstep_file, "compiled_trainstep_file=")
         origin = executable.origin_of(run.config, list(run.mesh.devices.flat), run.abstract_args())
         executable.save(path, compiled, origin)
         print(f"wrote {path}")
     if run.config.compile_report_file:
-        _write(Path(run.config.compile_report_file).expanduser(), report.as_dict())
+        _write(local_path(run.config.compile_report_file, "compile_report_file="), report.as_dict())
     if report.fits is False:
         print(f"error: {verdict(report)}", file=sys.stderr)
         raise SystemExit(DOES_NOT_FIT)

@@ -8,6 +8,7 @@ import yaml
 
 from trainer.config import UserError, load, read_saved, resolve
 from trainer.config.dump import to_flow
+from trainer.config.files import COMMAND_LINE
 from trainer.config.plain_yaml import read_text
 
 _ALWAYS = (
@@ -101,12 +102,20 @@ def model_config(keys: Mapping[str, Any], words: Sequence[str], where: str) -> A
     """The configuration, resolved for one device, of a checkpoint that says `keys`, with `words` of a command line.
 
     Raises:
-      UserError: a word, or the preset that it names, says another model than `keys`.
+      UserError: `keys` do not go together or name code that no word names; or a word, or the preset that it names, says
+        another model than `keys`.
     """
+    _resolved(as_words(keys), where)
     # Beside the checkpoint's keys a word may only make sense with them, so they come first.
     loaded = load(["base.yml", "dataset_type=synthetic", *as_words(keys), *words])
     given = [word.partition("=")[0] for word in words]
     config = resolve(loaded.config, device_count=1, platform="cpu")
+    block = keys.get("decoder_block", "")
+    if ":" in block and "decoder_block" not in given:
+        raise UserError(
+            f"{where} names code: decoder_block={block}. Code that a folder names is only run if you name it, too: "
+            f"if you know it, add decoder_block={block} to the command"
+        )
     if _PRESET in given:
         check_same_model(keys, _resolved(words), where)
     check_same_model(keys, config, where)
@@ -154,10 +163,10 @@ def read_model_yaml(path: Path) -> tuple[dict[str, Any], int | None]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
     found = read_saved(text, str(path))
-    config = _resolved(as_words({name: found[name] for name in sorted(MODEL) if name in found}))
+    config = _resolved(as_words({name: found[name] for name in sorted(MODEL) if name in found}), str(path))
     return described(config) | {ORDER: config[ORDER]}, found.get(LENGTH)
 
 
-def _resolved(words: Sequence[str]) -> Any:
-    loaded = load(["base.yml", "dataset_type=synthetic", *words])
+def _resolved(words: Sequence[str], where: str = COMMAND_LINE) -> Any:
+    loaded = load(["base.yml", "dataset_type=synthetic", *words], where)
     return resolve(loaded.config, device_count=1, platform="cpu")

@@ -8,10 +8,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from trainer.checkpoint.source import LAYERS, Leaf, Shapes, check_tensors, common_dtype, read_json
+from trainer.checkpoint.source import LAYERS, Leaf, Shapes, check_tensors, common_dtype
 from trainer.config import UserError
+from trainer.config.errors import shortened
+from trainer.config.json_files import read_object, shown
+from trainer.config.paths import path_problem
 from trainer.models.huggingface import Layout, family
-from trainer.models.huggingface_config import NEUTRAL, model_keys
+from trainer.models.huggingface_config import model_keys
+from trainer.models.huggingface_fields import neutral_keys
 
 INDEX = "model.safetensors.index.json"
 # safetensors' names of the dtypes that are read.
@@ -30,11 +34,9 @@ class HuggingFaceSource:
           UserError: config.json says what no key can say, or a file is missing or damaged.
         """
         self.path = self.tokenizer = path
-        self._config = read_json(path / "config.json")
-        self.keys: Mapping[str, Any] = model_keys(self._config, str(path / "config.json"))
-        self.neutral: Mapping[str, Any] = {
-            name: self._config[name] for name in NEUTRAL if self._config.get(name) is not None
-        }
+        config = read_object(path / "config.json")
+        self.keys: Mapping[str, Any] = model_keys(config, str(path / "config.json"))
+        self.neutral: Mapping[str, Any] = neutral_keys(config, str(path / "config.json"))
         self._files = {name: file for file in _open_files(path) for name in file.keys()}  # noqa: SIM118
 
     def notes(self, config: Any) -> Sequence[str]:
@@ -45,6 +47,8 @@ class HuggingFaceSource:
         """See `Source.leaves`."""
         layouts = family(config.decoder_block).layouts
         layers = config.base_num_decoder_layers
+        if layers > len(self._files):  # before as many names are made
+            raise UserError(f"{self.path}: {len(self._files)} tensors, too few for num_hidden_layers={layers}")
         found = {}
         for name, file in self._files.items():
             header = file.get_slice(name)
@@ -96,12 +100,18 @@ def weight_files(path: Path) -> list[Path]:
     """The safetensors files of a directory: those that its index names, else the one that there is; [] for none.
 
     Raises:
-      UserError: several files and no index.
+      UserError: several files and no index, or one that names something else than files of the directory.
     """
     if (path / INDEX).is_file():
-        weight_map = read_json(path / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict):
+        weight_map = read_object(path / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
             raise UserError(f"{path / INDEX}: no weight_map")
+        for tensor, name in weight_map.items():
+            if not _is_file_name(name):
+                raise UserError(
+                    f"{path / INDEX}: {shortened(tensor)} is said to lie in {shown(name)}, which is no name of a file "
+                    "beside it"
+                )
         return [path / name for name in sorted(set(weight_map.values()))]
     if (path / "model.safetensors").is_file():
         return [path / "model.safetensors"]
@@ -109,6 +119,11 @@ def weight_files(path: Path) -> list[Path]:
     if len(files) > 1:
         raise UserError(f"{path}: {len(files)} safetensors files, but no {INDEX} that says which belong to the model")
     return files
+
+
+def _is_file_name(name: Any) -> bool:
+    plain = isinstance(name, str) and "/" not in name and name not in ("", ".", "..")
+    return plain and path_problem(f"a/{name}") is None
 
 
 def _open_files(path: Path) -> list[Any]:
@@ -120,7 +135,7 @@ def _open_files(path: Path) -> list[Any]:
             # Read, not mapped: pages of a map would count as this process's memory.
             files.append(safe_open(name, framework="np", backend="pread"))
         except (OSError, SafetensorError) as error:
-            problems.append(f"{name}: {error}")
+            problems.append(f"{name}: {shortened(str(error))}")
     if problems:
         raise UserError("\n  ".join([f"{path}: weights cannot be read:", *problems]))
     return files

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ from trainer.checkpoint.maxtext import MaxTextSource
 from trainer.checkpoint.params import CONFIG, TREE, ParamsSource
 from trainer.checkpoint.source import Leaf, Source, Tick, names_of, nested, progress
 from trainer.config import UserError
+from trainer.config.paths import local_path
 from trainer.runtime import storage
 
 _SHORT = 2.0  # seconds; loading that takes longer is reported
@@ -29,7 +29,7 @@ def open_source(path: str) -> Source:
     """
     if "://" in path:
         return _remote_run(path)
-    folder = Path(path).expanduser()
+    folder = local_path(path)
     if (folder / "config.json").is_file() and weight_files(folder):
         return HuggingFaceSource(folder)
     if (folder / TREE).is_dir() and (folder / CONFIG).is_file():

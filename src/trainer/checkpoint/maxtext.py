@@ -74,7 +74,9 @@ class MaxTextSource:
             return {name: shape}
         rest = name.removeprefix(LAYERS)
         if f"decoder/layers_0/{rest}" in self._headers:
-            return {f"decoder/layers_{i}/{rest}": shape[1:] for i in range(shape[0])}
+            # Of more layers than there are tensors one is missing: that many names need not be made to tell.
+            layers = min(shape[0], len(self._headers) + 1)
+            return {f"decoder/layers_{i}/{rest}": shape[1:] for i in range(layers)}
         return {name: (shape[1], shape[0], *shape[2:])}
 
     def _read(self, config: Any, name: str, tensor: str, shape: tuple[int, ...]) -> np.ndarray:

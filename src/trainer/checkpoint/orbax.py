@@ -11,8 +11,9 @@ import jax
 import numpy as np
 
 from trainer.backends.codec import path_of
-from trainer.checkpoint.source import names_of, nested, read_json
+from trainer.checkpoint.source import names_of, nested
 from trainer.config import UserError
+from trainer.config.json_files import read_object
 from trainer.runtime.storage import absolute, entries
 
 T = TypeVar("T")
@@ -34,7 +35,7 @@ def headers(path: Path) -> dict[str, Any]:
     with _undamaged(str(path)):
         for file in (path / "_METADATA", *(entry / "_METADATA" for entry in entries(path))):
             if file.exists():
-                read_json(file)
+                read_object(file)
         tree = ocp.metadata(absolute(path)).metadata
         if tree is None:
             raise ValueError("its metadata or arrays cannot be read")
@@ -101,7 +102,7 @@ def _undamaged(where: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RecursionError) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise UserError(f"{where}: the checkpoint is damaged or incomplete ({reason})") from error
     finally:

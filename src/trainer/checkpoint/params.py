@@ -16,8 +16,10 @@ import numpy as np
 
 from trainer.checkpoint import orbax
 from trainer.checkpoint.description import ORDER, read_model_yaml
-from trainer.checkpoint.source import Leaf, Shapes, check_tensors, read_json
+from trainer.checkpoint.source import Leaf, Shapes, check_tensors
+from trainer.config.json_files import read_object
 from trainer.models.huggingface import family, halves_of_pairs, pairs_of_halves
+from trainer.models.huggingface_fields import neutral_keys
 
 TREE = "checkpoint"
 CONFIG = "config.yml"
@@ -35,7 +37,9 @@ class ParamsSource:
         self.path, self.tokenizer = path, path / tokenizer
         self.keys: Mapping[str, Any]
         self.keys, length = read_model_yaml(path / config)
-        self.neutral: Mapping[str, Any] = read_json(path / NEUTRAL) if (path / NEUTRAL).is_file() else {}
+        self.neutral: Mapping[str, Any] = {}
+        if (path / NEUTRAL).is_file():
+            self.neutral = neutral_keys(read_object(path / NEUTRAL), str(path / NEUTRAL))
         if length is not None and self.keys["rope_type"] == "default":
             self.neutral = {"max_position_embeddings": length} | self.neutral
         self._tree = path / tree

@@ -1,7 +1,6 @@
 """What every kind of checkpoint looks like from here: named leaves that are read one part at a time."""
 
 import contextlib
-import json
 import math
 import sys
 import time
@@ -15,6 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from trainer.config import UserError
+from trainer.config.errors import shortened
 
 # Canonical names such as "decoder/layers/mlp/wi_0/kernel", and the shape of each, the layers axis first.
 Shapes = Mapping[str, tuple[int, ...]]
@@ -22,6 +22,7 @@ Tick = Callable[[int], Any]  # told the bytes of each part that was read
 
 LAYERS = "decoder/layers/"
 _EVERY = 10.0  # seconds between two lines that tell how far it is
+_MOST_LINES = 20  # of a message
 # Tensors may be stored in these, by the names that NumPy gives them.
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -101,17 +102,22 @@ def check_tensors(
     Raises:
       UserError: all differences, one line each.
     """
-    lines = [f"{name}: missing, wanted {_shape(shape)}" for name, shape in wanted.items() if name not in found]
+    lines = []
     for name, (shape, dtype) in found.items():
-        if name not in wanted:
-            lines.append(f"{name}: the model has no place for it, found {_shape(shape)}")
-        elif shape != wanted[name]:
+        if name in wanted and shape != wanted[name]:
             lines.append(f"{name}: found {_shape(shape)}, wanted {_shape(wanted[name])}")
-        elif dtype not in DTYPES:
+        elif name in wanted and dtype not in DTYPES:
             lines.append(f"{name}: stored as {dtype}, known: {', '.join(DTYPES)}")
+    lines += [f"{name}: missing, wanted {_shape(shape)}" for name, shape in wanted.items() if name not in found]
+    lines += [
+        f"{shortened(name)}: the model has no place for it, found {_shape(shape)}"
+        for name, (shape, _) in found.items()
+        if name not in wanted
+    ]
     if lines:
         count = "1 tensor does" if len(lines) == 1 else f"{len(lines)} tensors do"
-        raise UserError("\n  ".join([f"{where}: {count} not fit the configuration:", *lines]))
+        more = [f"and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
+        raise UserError("\n  ".join([f"{where}: {count} not fit the configuration:", *lines[:_MOST_LINES], *more]))
 
 
 def _shape(shape: tuple[int, ...]) -> str:
@@ -146,21 +152,6 @@ def progress(leaves: Iterable[Leaf], label: str, say: Callable[[str], Any] = pri
             say(f"{label}: {done / 1e9:.2f} of {total / 1e9:.2f} GB, {done / (now - started) / 1e6:.0f} MB/s")
 
     yield tick
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-      UserError: it is none.
-    """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(data, dict):
-        raise UserError(f"{path}: not a JSON object")
-    return data
 
 
 def names_of(tree: Any) -> dict[str, Any]:

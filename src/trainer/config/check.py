@@ -1,15 +1,17 @@
 """Stage 1's contradictions: settings that exclude each other, seen without a device."""
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trainer.config import flags, scale
-from trainer.config.data_keys import DATA_CHECKS
+from trainer.config.data_keys import DATA_CHECKS, DATA_PATHS, LISTS_OF_FILES
 from trainer.config.derived import DCN, ICI, MESH_AXES, UNUSED_AXES
 from trainer.config.dump import to_flow
 from trainer.config.errors import Unbuilt, nearest, shortened
+from trainer.config.paths import path_problem
 from trainer.config.rules import collisions
 from trainer.config.topologies import find_topology
 
@@ -63,7 +65,19 @@ def _sources(config: Any) -> str | None:
     return "give one of them" if config.load_parameters_path and config.load_full_state_path else None
 
 
+def _path(key: str) -> Callable[[Any], str | None]:
+    def problem(config: Any) -> str | None:
+        if "://" in config[key]:
+            return None  # `_bucket` and `local` tell which of them are read
+        separators = "[;,]" if key in LISTS_OF_FILES else "$^"
+        return next(filter(None, map(path_problem, re.split(separators, config[key]))), None)
+
+    return problem
+
+
 def _run_name(config: Any) -> str | None:
+    if problem := path_problem(f"a/{config.run_name}"):
+        return problem
     if "/" in config.run_name or config.run_name in (".", "..") or not config.run_name.isprintable():
         return "the name of one folder, without / or control characters; base_output_directory says where it lies"
     return None
@@ -106,7 +120,7 @@ def _heads(config: Any) -> str | None:
     heads, kv_heads = config.base_num_query_heads, config.base_num_kv_heads
     if heads % kv_heads == 0:
         return None
-    divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+    divisors = {d for n in range(1, math.isqrt(heads) + 1) if heads % n == 0 for d in (n, heads // n)}
     best = min(divisors, key=lambda n: abs(n - kv_heads))
     return f"query heads must be a multiple of key and value heads; nearest: base_num_kv_heads={best}"
 
@@ -146,7 +160,8 @@ def _activations(config: Any) -> str | None:
         return f"one, or two for a gated MLP; allowed: {', '.join(ACTIVATIONS)}"
     for name in config.mlp_activations:
         if name not in ACTIVATIONS:
-            return f"there is no activation {name}; allowed: {', '.join(ACTIVATIONS)}{nearest(name, ACTIVATIONS)}"
+            allowed = f"{', '.join(ACTIVATIONS)}{nearest(name, ACTIVATIONS)}"
+            return f"there is no activation {shortened(name)}; allowed: {allowed}"
     return None
 
 
@@ -209,6 +224,16 @@ def _slices(config: Any) -> str | None:
 # The axes' keys within a slice, and over slices.
 _SIZES = tuple(tuple(keys[axis] for axis in MESH_AXES if axis not in UNUSED_AXES) for keys in (ICI, DCN))
 
+_PATHS = (
+    "base_output_directory",
+    "load_parameters_path",
+    "load_full_state_path",
+    "compiled_trainstep_file",
+    "compile_report_file",
+    "metrics_file",
+    *("dataset_name", "eval_dataset_name", "hf_name", "hf_data_dir"),  # below another
+)
+
 CHECKS = (
     Check(flags.FLAGS, flags.unsupported),
     Check(("max_num_checkpoints_to_keep",), _kept),
@@ -219,6 +244,7 @@ CHECKS = (
     Check(("base_output_directory",), _output_directory),
     *(Check((key,), _bucket(key)) for key in ("base_output_directory", "load_parameters_path", "load_full_state_path")),
     Check(("metrics_file",), _metrics_file),
+    *(Check((key,), _path(key)) for key in (*DATA_PATHS, *_PATHS)),
     Check(("coordinator_address", "num_processes", "process_id"), _processes),
     Check((scale.SCALE,), scale.problem),
     Check(("base_num_query_heads", "base_num_kv_heads"), _heads),

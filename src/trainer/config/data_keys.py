@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.errors import Unbuilt, UserError, shortened
+from trainer.config.paths import local_path
 from trainer.config.schema import schema
 
 # The keys that only one dataset_type reads.
@@ -46,7 +47,7 @@ def parse_mixture(files: str, config_path: str) -> list[tuple[str, Fraction]]:
       UserError: what is wrong with it.
     """
     if config_path:
-        pairs = _read_mixture(Path(config_path).expanduser())
+        pairs = _read_mixture(local_path(config_path, "grain_train_mixture_config_path="))
     else:
         parts = [part.strip() for part in files.split(";") if part.strip()]
         weighted = [part.rpartition(",") for part in parts]
@@ -169,7 +170,7 @@ def local(key: str) -> Problem:
     return problem
 
 
-_PATHS = (
+DATA_PATHS = (
     "data_cache_directory",
     "dataset_path",
     "grain_train_files",
@@ -180,10 +181,12 @@ _PATHS = (
     "hf_eval_files",
     "tokenizer_path",
 )
+# Of these, those that take several globs, with weights.
+LISTS_OF_FILES = ("grain_train_files", "grain_eval_files", "hf_train_files", "hf_eval_files")
 
 # (keys concerned, problem), for config/check.py.
 DATA_CHECKS: tuple[tuple[tuple[str, ...], Problem], ...] = (
-    *(((key,), local(key)) for key in _PATHS),
+    *(((key,), local(key)) for key in DATA_PATHS),
     (("dataset_type", "data_pipeline"), _pipeline),
     (("dataset_type", "dataset_path"), _demands("tfds", "dataset_path", "/data/tensorflow_datasets")),
     (("dataset_type", "dataset_name"), _demands("tfds", "dataset_name", "c4/en:3.0.1")),

@@ -21,6 +21,7 @@ from trainer.config.paths import is_file
 from trainer.config.reader import Reader, Setting, merge
 from trainer.config.scale import growth, scaled
 from trainer.config.schema import Schema, schema
+from trainer.config.trust import foreign_code
 from trainer.config.values import read_text
 
 _YML_ENDINGS = (".yml", ".yaml")
@@ -44,11 +45,11 @@ class Loaded:
     notes: list[str]
 
 
-def load(argv: Sequence[str]) -> Loaded:
+def load(argv: Sequence[str], place: str = COMMAND_LINE) -> Loaded:
     """The configuration that `argv`, the words after the module's name, asks for: stage 1.
 
     Later wins: base.yml, maxtext.yml where that is the yml or a parent of it, the preset of model_name, the user's yml
-    over its parents, the command line.
+    over its parents, the command line. `place` is where the words come from, for messages.
 
     Raises:
       UserError: all mistakes of the stage at once, one line each.
@@ -69,7 +70,7 @@ def load(argv: Sequence[str]) -> Loaded:
             values |= {name: Setting(it.value, MAXTEXT_YML.name) for name, it in settings.items()}
         else:
             given = merge(given, settings)
-    given = merge(given, _command_line(reader, words))
+    given = merge(given, _command_line(reader, words, place))
     preset = _preset(reader, (values | given)["model_name"])
     values = merge(merge(values, preset), given)
 
@@ -79,6 +80,7 @@ def load(argv: Sequence[str]) -> Loaded:
     where = {name: setting.where for name, setting in sized.items()}
     reader.mistakes += contradictions(config, where, reader.broken)
     reader.mistakes += data_not_asked_for(config, where, changed)
+    reader.mistakes += foreign_code(reader.schema.keys, config, changed)
     if reader.mistakes:
         raise report(reader.mistakes)
     notes += _other_defaults(files, config, where, notes)
@@ -125,15 +127,15 @@ def _split(argv: Sequence[str]) -> tuple[str, Sequence[str]]:
     return "base.yml", argv
 
 
-def _command_line(reader: Reader, words: Sequence[str]) -> dict[str, Setting]:
+def _command_line(reader: Reader, words: Sequence[str], place: str) -> dict[str, Setting]:
     settings: dict[str, Setting] = {}
     for word in words:
         name, equals, text = word.partition("=")
         problem = _malformed(reader.schema, name, bool(equals), text)
         if problem:
-            reader.mistakes.append(f"{shortened(word)} ({COMMAND_LINE}): {problem}")
+            reader.mistakes.append(f"{shortened(word)} ({place}): {problem}")
         else:
-            settings |= reader.setting(name, text, COMMAND_LINE, functools.partial(read_text, text=text))
+            settings |= reader.setting(name, text, place, functools.partial(read_text, text=text))
     return settings
 
 

@@ -12,6 +12,9 @@ import yaml
 
 BASE_YML = Path(__file__).parents[1] / "base.yml"
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster where PyYAML was built with libyaml
+# Counts are held in 32 bits on the devices, numbers in float32 at most.
+INT32_MAX = 2**31 - 1
+FLOAT32_MAX = 3.4e38
 
 _TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "any": object}
 _TYPE_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text", list: "a list", dict: "a dict"}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.errors import UserError
+from trainer.config.paths import local_path
 from trainer.runtime.storage import user_cache
 
 Progress = Callable[[str], None]
@@ -20,7 +21,7 @@ HASHED = 1 << 30  # bytes of a folder that are read to compare it with what was 
 def cache_root(data_cache_directory: str) -> Path:
     """The folder that the key data_cache_directory names; empty: `trainer` in the user's cache folder."""
     if data_cache_directory:
-        return Path(data_cache_directory).expanduser().absolute()
+        return local_path(data_cache_directory, "data_cache_directory=").absolute()
     return user_cache()
 
 

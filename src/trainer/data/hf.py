@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.errors import UserError, nearest
+from trainer.config.paths import local_path
 from trainer.data.corpus import Corpus, file_fingerprint
 from trainer.data.readers import Columns, TablePart
 
@@ -45,7 +46,7 @@ def _load(path: str, settings: dict[str, str | None], files: str, split: str, ke
         raise UserError("dataset_type=hf needs datasets: pip install 'trainer[hf]'") from error
 
     datasets.disable_progress_bars()
-    folder = Path(path).expanduser()
+    folder = local_path(path, "hf_path=")
     if not folder.is_dir() and path not in BUILDERS:
         raise UserError(
             f"hf_path={path}: there is no such folder on this machine, and datasets are not downloaded; get it first, "

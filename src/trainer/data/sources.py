@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import parse_mixture
-from trainer.config.errors import UserError, nearest
+from trainer.config.errors import UserError, nearest, shortened
+from trainer.config.json_files import read_object
+from trainer.config.paths import local_path
 from trainer.data.cache import cache_root
 from trainer.data.corpus import Corpus, file_fingerprint
 from trainer.data.example_proto import parse_example
@@ -71,11 +73,9 @@ def _grain(config: Any) -> Source:
 
 
 def _files(pattern: str, kind: str, columns: Columns, key: str) -> Corpus:
-    paths = sorted(
-        path for path in map(Path, glob.glob(str(Path(pattern).expanduser()), recursive=True)) if path.is_file()
-    )
+    paths = sorted(path for path in map(Path, glob.glob(str(local_path(pattern)), recursive=True)) if path.is_file())
     if not paths:
-        folder = Path(pattern).expanduser().parent
+        folder = local_path(pattern).parent
         there = f"there is no folder {folder}" if not glob.glob(str(folder)) else f"{folder} has no file of that name"
         raise UserError(f"{key}: {pattern} matches no file ({there}); a glob is written as /data/*.{kind}")
     columns = ("text",) if kind == "text" else columns
@@ -109,7 +109,8 @@ def _tfds(config: Any) -> Source:
 def _tfds_split(data_dir: str, name: str, split: str, columns: Columns, key: str) -> Corpus:
     import tensorflow_datasets as tfds
 
-    folder = tfds_folder(Path(data_dir).expanduser(), name)
+    folder = tfds_folder(local_path(data_dir, "dataset_path="), name)
+    check_features(folder)
     try:
         builder = tfds.builder_from_directory(folder)
     except (OSError, ValueError, KeyError, AttributeError) as error:
@@ -143,6 +144,28 @@ def _tfds_split(data_dir: str, name: str, split: str, columns: Columns, key: str
                 f"{path}: TFDS files are read as array_record or tfrecord; prepare the dataset as array_record"
             )
     return _corpus(f"{name} {split}", parts, columns, split)
+
+
+def check_features(folder: Path) -> None:
+    """Checks that the features of a TFDS dataset are TFDS' own: it would import the module of any other.
+
+    Raises:
+      UserError: features.json names a class of another package, or is no JSON.
+    """
+    path = folder / "features.json"
+    if not path.is_file():
+        return  # TFDS says what is missing
+    nodes: list[Any] = [read_object(path)]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, list):
+            nodes += node
+        if not isinstance(node, dict):
+            continue
+        nodes += node.values()
+        for name in (node.get(key) for key in ("type", "pythonClassName", "python_class_name")):
+            if isinstance(name, str) and "." in name and not name.startswith("tensorflow_datasets."):
+                raise UserError(f"{path}: {shortened(name)} is no feature of TFDS; code that data name is not run")
 
 
 class _TfdsParser:

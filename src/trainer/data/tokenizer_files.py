@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from trainer.config.errors import UserError
+from trainer.config.paths import local_path
 from trainer.data.tokenizer import CONFIG_FILE, JSON_FILE, ByteTokenizer, JsonTokenizer, Tokenizer
 
 _SENTENCEPIECE_FILE, _TIKTOKEN_FILE = "tokenizer.model", "tokenizer.tiktoken"
@@ -35,7 +36,7 @@ def load_tokenizer(path: str, kind: str, *, add_bos: bool, add_eos: bool) -> Tok
     """
     if kind == "bytes":
         return ByteTokenizer(add_bos=add_bos, add_eos=add_eos)
-    file = _file(Path(path).expanduser(), kind)
+    file = _file(local_path(path, "tokenizer_path="), kind)
     kind = _kind(file) if kind == "auto" else kind
     if kind == "bytes":
         return ByteTokenizer(add_bos=add_bos, add_eos=add_eos)

@@ -4,9 +4,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.config import UserError
+from trainer.config import UserError, schema
+from trainer.config.errors import shortened
+from trainer.config.json_files import shown
+from trainer.config.values import check
 from trainer.models.blocks import FAMILIES
 from trainer.models.huggingface import Family, family
+from trainer.models.huggingface_fields import SIZES, mistyped
 
 # Hugging Face's names of activations and ours. Its plain "gelu" is the exact one, which no key here says.
 ACTIVATIONS = {
@@ -19,13 +23,6 @@ ACTIVATIONS = {
     "sigmoid": "sigmoid",
     "linear": "linear",
 }
-SIZES = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "base_emb_dim",
-    "intermediate_size": "base_mlp_dim",
-    "num_hidden_layers": "base_num_decoder_layers",
-    "num_attention_heads": "base_num_query_heads",
-}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 ROPE_TYPES = {"default": "default", "linear": "default", "llama3": "llama3.1", "yarn": "yarn"}
 # What RoPE of each kind needs and may have; original_max_position_embeddings may stand anywhere.
@@ -35,22 +32,6 @@ _ROPE_WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
     "yarn": (("factor",), ("attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim")),
 }
-# What the values of config.json and of its RoPE are; null is the same as absent.
-_TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys((*SIZES, "num_key_value_heads", "head_dim", "sliding_window", "max_window_layers"), (int,)),
-    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), (int,)),
-    **dict.fromkeys(("rms_norm_eps", "rope_theta", "partial_rotary_factor"), (int, float)),
-    **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias"), (bool,)),
-    **dict.fromkeys(("rope_scaling", "rope_parameters"), (dict,)),
-    **{"model_type": (str,), "hidden_act": (str,), "layer_types": (list,)},
-}
-_TYPES_OF_ROPE: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "mscale"), (int, float)),
-    **dict.fromkeys(("beta_fast", "beta_slow", "mscale_all_dim", "rope_theta", "partial_rotary_factor"), (int, float)),
-    **{"original_max_position_embeddings": (int,), "truncate": (bool,), "rope_type": (str,), "type": (str,)},
-}
-# Keys of config.json that say nothing about the function that the model computes.
-NEUTRAL = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "max_position_embeddings")
 
 
 def model_keys(data: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -63,18 +44,21 @@ def model_keys(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises:
       UserError: all that `data` lacks or says and that no key can say.
     """
-    if wrong := _mistyped(data):
-        raise UserError("\n  ".join([f"{where}: values of another type:", *wrong]))
+    if wrong := mistyped(data):
+        raise UserError("\n  ".join([f"{where}: values that config.json does not have there:", *wrong]))
     blocks = {family(block).model_type: block for block in FAMILIES}
     block = blocks.get(data.get("model_type", ""))
     if block is None:
-        raise UserError(f"{where}: model_type={data.get('model_type')} is not known; known: {', '.join(blocks)}")
+        given = shortened(data.get("model_type", "(absent)"))
+        raise UserError(f"{where}: model_type={given} is not known; known: {', '.join(blocks)}")
     hf = family(block)
     said = {"rms_norm_eps": 1e-6, "hidden_act": "silu", **hf.defaults, **data}
-    if lacking := [name for name in SIZES if not isinstance(said.get(name), int)]:
+    if lacking := [name for name in SIZES if name not in said]:
         raise UserError(f"{where}: no number is given for {', '.join(lacking)}")
     refused = [
-        f"{name}={said[name]}" for name in ("attention_bias", "mlp_bias", "quantization_config") if said.get(name)
+        f"{name}={shown(said[name])}"
+        for name in ("attention_bias", "mlp_bias", "quantization_config")
+        if said.get(name)
     ]
     keys = {ours: said[theirs] for theirs, ours in SIZES.items()}
     heads = said["num_attention_heads"]
@@ -93,28 +77,16 @@ def model_keys(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     if said["hidden_act"] in ACTIVATIONS:
         keys["mlp_activations"] = (ACTIVATIONS[said["hidden_act"]], "linear")
     else:
-        refused.append(f"hidden_act={said['hidden_act']} (known: {', '.join(ACTIVATIONS)})")
+        refused.append(f"hidden_act={shortened(said['hidden_act'])} (known: {', '.join(ACTIVATIONS)})")
     keys |= _window_keys(said, hf, refused) | _rope_keys(said, refused)
+    refused += [
+        f"{name}={keys[name]}: {problem}; allowed: {key.allowed}"
+        for name, key in schema().keys.items()
+        if name in keys and (problem := check(key, keys[name]))
+    ]
     if refused:
         raise UserError("\n  ".join([f"{where}: says what this trainer has no key for:", *refused]))
     return keys
-
-
-def _mistyped(data: Mapping[str, Any]) -> list[str]:
-    """`key=value` for each value whose type is none of those that config.json has there."""
-    wrong = []
-    for group, types in (
-        (data, _TYPES),
-        *((data.get(it), _TYPES_OF_ROPE) for it in ("rope_scaling", "rope_parameters")),
-    ):
-        for name, value in group.items() if isinstance(group, Mapping) else ():
-            allowed = types.get(name)
-            # In Python a bool is an int, too.
-            if value is None or allowed is None:
-                continue
-            if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
-                wrong.append(f"{name}={value!r}, not {' or '.join(it.__name__ for it in allowed)}")
-    return wrong
 
 
 def _window_keys(said: Mapping[str, Any], hf: Family, refused: list[str]) -> dict[str, Any]:
@@ -123,15 +95,20 @@ def _window_keys(said: Mapping[str, Any], hf: Family, refused: list[str]) -> dic
     if hf.window == "switched":
         window = window if said.get("use_sliding_window") else 0
         full = said.get("max_window_layers", 28)
-    kinds = set(
-        said.get("layer_types")
-        or [_SLIDING if window and i >= full else _FULL for i in range(said["num_hidden_layers"])]
-    )
+    layers = said["num_hidden_layers"]
+    if given := said.get("layer_types"):
+        kinds = set(given)
+        if len(given) != layers:
+            refused.append(f"layer_types of {len(given)} layers with num_hidden_layers={layers}")
+    else:
+        kinds = {_SLIDING if window and layer >= full else _FULL for layer in (0, layers - 1)}
     if kinds == {_FULL}:
         return {"attention_type": "global"}
     if kinds == {_SLIDING} and window:
         return {"attention_type": "local_sliding", "sliding_window_size": window}
-    refused.append(f"layers of kinds {' and '.join(sorted(kinds))} with sliding_window={said.get('sliding_window')}")
+    refused.append(
+        f"layers of kinds {shortened(' and '.join(sorted(kinds)))} with sliding_window={said.get('sliding_window')}"
+    )
     return {}
 
 
@@ -141,15 +118,15 @@ def _rope_keys(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
     rope.pop("type", None)
     theta = rope.pop("rope_theta", None) or said.get("rope_theta") or 10000
     if kind not in ROPE_TYPES:
-        refused.append(f"rope_type={kind} (known: {', '.join(ROPE_TYPES)})")
+        refused.append(f"rope_type={shortened(kind)} (known: {', '.join(ROPE_TYPES)})")
         return {}
     if theta != int(theta):
         refused.append(f"rope_theta={theta} (rope_max_timescale is an integer)")
-    if rope.pop("partial_rotary_factor", 1.0) != 1.0 or said.get("partial_rotary_factor", 1.0) != 1.0:
+    if {rope.pop("partial_rotary_factor", None), said.get("partial_rotary_factor")} - {None, 1}:
         refused.append("partial_rotary_factor other than 1")
     needed, allowed = _ROPE_WORDS[kind]
     if unknown := sorted(rope.keys() - {*needed, *allowed, "original_max_position_embeddings"}):
-        refused.append(f"{', '.join(unknown)} in RoPE of kind {kind}")
+        refused.append(f"{shortened(', '.join(unknown))} in RoPE of kind {kind}")
     if lacking := [name for name in needed if rope.get(name) is None]:
         refused.append(f"RoPE of kind {kind} without {', '.join(lacking)}")
         return {}
@@ -159,12 +136,16 @@ def _rope_keys(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
         "rope_max_timescale": int(theta),
     }
     if ROPE_TYPES[kind] == "default":
-        return keys | {"rope_linear_scaling_factor": float(rope.get("factor", 1.0))}
-    original = said.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-    keys |= {
-        "rope_factor": float(rope["factor"]),
-        "original_max_position_embeddings": original or said.get("max_position_embeddings", 0),
-    }
+        return keys | {"rope_linear_scaling_factor": float(rope.get("factor") or 1.0)}
+    lengths = (
+        *(said.get("original_max_position_embeddings"), rope.get("original_max_position_embeddings")),
+        said.get("max_position_embeddings"),
+    )
+    original = next((length for length in lengths if length), None)
+    if original is None:
+        refused.append(f"RoPE of kind {kind} without original_max_position_embeddings or max_position_embeddings")
+        return {}
+    keys |= {"rope_factor": float(rope["factor"]), "original_max_position_embeddings": original}
     if kind == "llama3":
         low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
         return keys | {"rope_low_freq_factor": low, "rope_high_freq_factor": high}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import NotBuilt, UserError
+from trainer.config.paths import local_path
 
 # Orbax writes it into a folder of a bucket as its last act: what has it is whole.
 COMMITTED = "commit_success.txt"
@@ -22,7 +23,7 @@ def folder(text: str) -> Any:
       UserError: it is remote and no gs://, or the package for it is missing.
     """
     if "://" not in text:
-        return Path(text).expanduser()
+        return local_path(text)
     if not text.startswith("gs://"):
         raise NotBuilt(f"{text}: of remote paths only gs:// is built")
     from etils import epath

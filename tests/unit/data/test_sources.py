@@ -1,6 +1,7 @@
 """Sources by their keys: what they read, and what they say of files that are missing, empty or damaged."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -135,6 +136,31 @@ def test_what_tfds_lacks_is_named_with_what_there_is(tmp_path: Path, keys: dict,
     shared = {"dataset_type": "tfds", "dataset_path": tmp_path / "data", "dataset_name": "tiny/made:1.2.3"}
     with pytest.raises(UserError, match=message):
         source_of(tmp_path, **shared | keys)
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"type": "named_by_data.Feature", "content": {}},
+        {"pythonClassName": "named_by_data.Feature"},
+        {
+            "pythonClassName": "tensorflow_datasets.core.features.features_dict.FeaturesDict",
+            "featuresDict": {"features": {"text": {"python_class_name": "named_by_data.Feature"}}},
+        },
+    ],
+)
+def test_features_of_tfds_name_no_code_of_others(tmp_path: Path, monkeypatch, features: dict):
+    (tmp_path / "named_by_data.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    write_tfds(tmp_path / "data")
+    (found,) = (tmp_path / "data").rglob("features.json")
+    found.write_text(json.dumps(features))
+    keys = {"dataset_type": "tfds", "dataset_path": tmp_path / "data", "dataset_name": "tiny/made:1.2.3"}
+    with pytest.raises(
+        UserError, match=r"named_by_data\.Feature is no feature of TFDS; code that data name is not run"
+    ):
+        source_of(tmp_path, **keys)
+    assert "named_by_data" not in sys.modules
 
 
 def test_the_newest_version_of_tfds_is_taken(tmp_path: Path):

@@ -1,0 +1,119 @@
+"""JSON files that others wrote: read within limits, and their fields by type and range."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.config.errors import UserError, shortened
+from trainer.config.schema import FLOAT32_MAX, INT32_MAX
+
+MAX_BYTES = 64 << 20  # the index of a model of 100,000 tensors has 10 MB
+MAX_DEPTH = 64
+_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text", list: "a list", dict: "an object"}
+
+
+@dataclass(frozen=True)
+class Field:
+    """What the value of a name may be.
+
+    Attributes:
+      kind: bool, int, float (which an integer is, too), str, list or dict.
+      low, high: ends of a number's range, both included; NaN and infinities are never allowed.
+      null: whether null is allowed.
+      item: the type of a list's items.
+      many: a list of such values is allowed too.
+    """
+
+    kind: type
+    low: float | None = None
+    high: float | None = None
+    null: bool = False
+    item: type | None = None
+    many: bool = False
+
+    @property
+    def allowed(self) -> str:
+        """What the value may be, in words."""
+        words = _WORDS[self.kind]
+        if self.kind in (int, float):
+            low, high = self._range
+            words += f" in [{low:.12g}, {high:.12g}]"
+        if self.item:
+            words += f" of {self.item.__name__}"
+        return words + (", or a list of such" if self.many else "") + (" or null" if self.null else "")
+
+    def accepts(self, value: Any) -> bool:
+        """Whether `value`, as `json` reads it, is allowed."""
+        if value is None:
+            return self.null
+        if self.many and isinstance(value, list):
+            return all(self._fits(item) for item in value)
+        return self._fits(value)
+
+    @property
+    def _range(self) -> tuple[float, float]:
+        most = INT32_MAX if self.kind is int else FLOAT32_MAX
+        return -most if self.low is None else self.low, most if self.high is None else self.high
+
+    def _fits(self, value: Any) -> bool:
+        if isinstance(value, bool):  # in Python a bool is an int, too
+            return self.kind is bool
+        if self.kind in (int, float):
+            low, high = self._range
+            allowed = int if self.kind is int else (int, float)
+            return isinstance(value, allowed) and low <= value <= high
+        fits = isinstance(value, self.kind)
+        return fits and (self.item is None or all(isinstance(item, self.item) for item in value))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, whose values may be of any type.
+
+    Raises:
+      UserError: it cannot be read, is none, or is larger or nested deeper than any that this program knows.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"more than {MAX_BYTES} bytes")
+        found = json.loads(data.decode("utf-8"))
+        _check_depth(found)
+    except RecursionError:
+        raise UserError(f"{path}: cannot be read: nested deeper than {MAX_DEPTH}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise UserError(f"{path}: cannot be read: {shortened(str(error))}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: not a JSON object")
+    return found
+
+
+def field_problems(data: Mapping[str, Any], fields: Mapping[str, Field]) -> list[str]:
+    """A line for each value in `data` that its field does not allow. Names that are no field are not looked at."""
+    return [
+        f"{name}={shown(data[name])}, not {field.allowed}"
+        for name, field in fields.items()
+        if name in data and not field.accepts(data[name])
+    ]
+
+
+def shown(value: Any) -> str:
+    """`value` as JSON, for a message; its beginning where it is long."""
+    return shortened(json.dumps(value))
+
+
+def _check_depth(value: Any) -> None:
+    level: list[Any] = [value]
+    depth = 0
+    while level := [child for node in level if isinstance(node, dict | list) for child in _children(node)]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise RecursionError
+
+
+def _children(node: Any) -> list[Any]:
+    return list(node.values()) if isinstance(node, dict) else node

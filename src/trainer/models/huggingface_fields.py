@@ -1,0 +1,66 @@
+"""Which values the fields of a config.json may have."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.config import UserError
+from trainer.config.json_files import Field, field_problems
+
+# The fields of a model's sizes, and our keys.
+SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "base_emb_dim",
+    "intermediate_size": "base_mlp_dim",
+    "num_hidden_layers": "base_num_decoder_layers",
+    "num_attention_heads": "base_num_query_heads",
+}
+_SIZE, _SWITCH = Field(int, low=1), Field(bool, null=True)
+_OPTIONAL_SIZE, _OPTIONAL_NUMBER = Field(int, low=1, null=True), Field(float, null=True)
+_TOKEN = Field(int, null=True, many=True)
+# What the values of config.json and of its RoPE may be, where they are there.
+_FIELDS = {
+    **dict.fromkeys(SIZES, _SIZE),
+    **dict.fromkeys(("num_key_value_heads", "head_dim", "max_position_embeddings"), _OPTIONAL_SIZE),
+    **{"sliding_window": Field(int, low=0, null=True), "max_window_layers": Field(int, low=0)},
+    **{"rms_norm_eps": Field(float, low=1e-37), "initializer_range": Field(float, low=0, null=True)},
+    **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias"), _SWITCH),
+    **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), Field(dict, null=True)),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _TOKEN),
+    **{"model_type": Field(str), "hidden_act": Field(str), "layer_types": Field(list, null=True, item=str)},
+}
+_FIELDS_OF_ROPE = {
+    **dict.fromkeys(("rope_type", "type"), Field(str, null=True)),
+    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), Field(float, low=1e-37, null=True)),
+    **dict.fromkeys(("attention_factor", "beta_fast", "beta_slow"), Field(float, low=0, null=True)),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), Field(float, low=0, null=True)),
+    "truncate": _SWITCH,
+}
+# Words of RoPE that stand in config.json itself, too.
+_FIELDS_OF_BOTH = {
+    "rope_theta": Field(float, low=1, high=1e15, null=True),
+    "partial_rotary_factor": _OPTIONAL_NUMBER,
+    "original_max_position_embeddings": _OPTIONAL_SIZE,
+}
+# Keys of config.json that say nothing about the function that the model computes.
+NEUTRAL = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "max_position_embeddings")
+
+
+def neutral_keys(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """`NEUTRAL` of a config.json `data`, those without a value left out.
+
+    Raises:
+      UserError: a value is of another type.
+    """
+    found = {name: data[name] for name in NEUTRAL if data.get(name) is not None}
+    if wrong := field_problems(found, _FIELDS):
+        raise UserError("\n  ".join([f"{where}: values that config.json does not have there:", *wrong]))
+    return found
+
+
+def mistyped(data: Mapping[str, Any]) -> list[str]:
+    """A line for each value that is none of those that config.json has there."""
+    wrong = field_problems(data, _FIELDS | _FIELDS_OF_BOTH)
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(data.get(name), Mapping):
+            wrong += [f"{name}: {line}" for line in field_problems(data[name], _FIELDS_OF_ROPE | _FIELDS_OF_BOTH)]
+    return wrong
