@@ -222,6 +222,16 @@ def test_a_run_on_one_batch_of_a_scaled_model_goes_on_with_its_metrics_file(tmp_
     assert losses == sorted(losses, reverse=True)  # of one batch, without dropout
 
 
+def test_checkpoints_that_cannot_be_written_are_told_before_training(tmp_path):
+    (tmp_path / RUN).mkdir(parents=True)
+    (tmp_path / RUN / "checkpoints").touch()
+    code, output = train(tmp_path)
+    assert code == 2
+    assert f"error: {RUN}/checkpoints is no folder, and checkpoints are to be saved below it" in output
+    assert "compiling" not in output
+    assert not (tmp_path / RUN / "config.yml").exists()
+
+
 @pytest.fixture
 def poisoned(monkeypatch):
     """Makes the loss of one step's batch wrong, by `wrong(loss)`."""

@@ -7,29 +7,37 @@ commits it, and loses it by the rename that begins its deletion: what has the na
 In a bucket, which has no rename, a file commit_success.txt does what the name does here: it comes last and goes first.
 """
 
-import contextlib
+import concurrent.futures
 import functools
-import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
 
+import jax
 from orbax.checkpoint import v1 as ocp
 
 from trainer.backends import TrainTree
 from trainer.checkpoint.beside import METRICS, Beside, BesideFiles, read_beside, read_metrics
 from trainer.checkpoint.compare import check_structure
+from trainer.checkpoint.disk import (
+    EXPIRED,
+    check_writable,
+    disk_errors,
+    forget_failures,
+    logged_failure,
+    silence_orbax,
+)
 from trainer.checkpoint.retention import expired
 from trainer.checkpoint.sums import damaged, verify, write_sums
-from trainer.config import UserError
 from trainer.runtime.agreement import agreed, from_first, is_first
 from trainer.runtime.storage import COMMITTED, absolute, entries, is_remote, remove_tree
 
 FOLDER = "checkpoints"
-_UNCOMMITTED, _EXPIRED = ".orbax-checkpoint-tmp", ".expired"
+_UNCOMMITTED = ".orbax-checkpoint-tmp"
 STATE, RUN = "state", "run"
 _LOSS = "eval_loss"  # the lower, the better a checkpoint
+_POLL = 0.2  # seconds
 
 
 class CheckpointManager:
@@ -43,14 +51,17 @@ class CheckpointManager:
         self.directory = run_dir / FOLDER
         self._config = config
         self._losses: dict[int, float | None] = {int(name): loss for name, loss in from_first(lambda: self._found(say))}
-        with _disk_errors(self.directory):
+        with disk_errors(self.directory):
             self._orbax = ocp.training.Checkpointer(
                 absolute(self.directory),
                 context=_context(functools.partial(_write_sums, self.directory)),  # copied deeply: no method
                 preservation_policy=ocp.training.preservation_policies.PreserveAll(),
             )
+        agreed(lambda: check_writable(self.directory, jax.process_index()))
+        self._say = say
         self._thread = ThreadPoolExecutor(1, "checkpoints")
         self._ending: Future[None] | None = None  # of the save that was begun last
+        self._lost = False  # a save failed in this process, and its threads wait for the other processes
 
     @property
     def latest(self) -> int | None:
@@ -69,7 +80,8 @@ class CheckpointManager:
         """
         contents = {STATE: tree._asdict(), RUN: BesideFiles(beside, metrics)}
         self.wait()
-        with _disk_errors(self.directory):
+        forget_failures()
+        with disk_errors(self.directory):
             saving = self._orbax.save_checkpointables_async(updates, contents, force=True)
         self._losses[updates] = metrics.get(_LOSS)
         self._ending = self._thread.submit(self._end, saving)
@@ -78,19 +90,23 @@ class CheckpointManager:
 
     def wait(self) -> None:
         """Returns when the last save is committed and what expired is deleted; raises UserError as `save` does."""
-        ending, self._ending = self._ending, None
-        if ending is not None:
-            with _disk_errors(self.directory):
-                ending.result()
+        ending = self._ending
+        if ending is None or self._lost:
+            return
+        with disk_errors(self.directory):
+            self._watch(ending)
+            self._ending = None
+            ending.result()
 
     def close(self) -> None:
         """Waits as `wait` does, and ends."""
-        with _disk_errors(self.directory):
+        with disk_errors(self.directory):
             try:
                 self.wait()
             finally:
-                self._thread.shutdown()
-                self._orbax.close()
+                self._thread.shutdown(wait=not self._lost)
+                if not self._lost:
+                    self._orbax.close()
 
     def __enter__(self) -> Self:
         return self
@@ -99,6 +115,13 @@ class CheckpointManager:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _watch(self, ending: Future[None]) -> None:
+        """Of several processes: returns at the end of a save, or raises what failed in this one."""
+        while jax.process_count() > 1 and concurrent.futures.wait([ending], _POLL).not_done:
+            if error := logged_failure():
+                self._lost = True
+                raise error
 
     def _end(self, saving: Any) -> None:
         """Waits for a save, then deletes what it makes superfluous. Orbax would delete in place, and to be killed in
@@ -113,17 +136,17 @@ class CheckpointManager:
                 (path / COMMITTED).unlink()
                 remove_tree(path)
             else:
-                remove_tree(path.rename(path.with_suffix(_EXPIRED)))
+                remove_tree(path.rename(path.with_suffix(EXPIRED)))
 
     def _found(self, say: Callable[[str], None]) -> list[tuple[str, float | None]]:
         """The checkpoints that are there, once what is left of others is cleared away."""
-        with _disk_errors(self.directory):
+        with disk_errors(self.directory):
             self._tidy(say)
             return [(path.name, self._loss(path)) for path in committed(self.directory)]
 
     def _tidy(self, say: Callable[[str], None]) -> None:
         for path in entries(self.directory):
-            if path.name.endswith(_EXPIRED):
+            if path.name.endswith(EXPIRED):
                 remove_tree(path)
         for path in _uncommitted(self.directory):
             remove_tree(path)
@@ -200,27 +223,11 @@ def _write_sums(directory: Any) -> None:
 
 
 def _context(before_commit: Callable[[], None] | None = None) -> ocp.Context:
-    # Orbax logs the tracebacks of what it raises, from its own threads, and what it does not know of `BesideFiles`.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    silence_orbax()
     context = ocp.Context()
     context.pytree.loading.partial_load = True  # what is not wanted is not read
     context.array.saving.use_compression = False  # a third of the time for a twelfth more disk
     context.asynchronous.post_finalization_callback = before_commit
+    # By its own thread: where the disk refuses a folder, the threads that write into it would wait for it for ever.
+    context.asynchronous.create_directories_asynchronously = False
     return context
-
-
-@contextlib.contextmanager
-def _disk_errors(directory: Any) -> Iterator[None]:
-    """Makes a full or unwritable disk a UserError. Those of TensorStore are ValueErrors with the system's code."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (OSError, ValueError) as error:
-        if not isinstance(error, OSError) and "os_error_code" not in str(error):
-            raise
-        reason = str(error).partition("\n")[0]
-        raise UserError(
-            f"cannot write a checkpoint below {directory}: {reason}; the checkpoints that are committed there are "
-            "intact: make room and give the same command again"
-        ) from error

@@ -1,11 +1,15 @@
 """Train states on disk: every optimizer's, in every combination; damage, disk errors, retention."""
 
 import asyncio
+import errno
 import json
+import logging
 import os
 import subprocess
 import sys
 import textwrap
+import types
+from concurrent.futures import Future
 from pathlib import Path
 
 import jax
@@ -278,16 +282,29 @@ def test_a_synchronous_save_is_committed_when_it_returns(tmp_path):
         assert inspect(manager.path(5)) == BESIDE
 
 
-def test_a_full_disk_is_one_message_and_the_last_checkpoint_stays(tmp_path):
-    """A process that may write no file beyond 1 MB stands for a full disk."""
-    program = """
-        import resource, signal, sys
+def in_process_of_its_own(program, **names):
+    """What a process prints that runs `program`, to which this file is `module`."""
+    head = """
+        import importlib.util, sys
+        from pathlib import Path
         sys.path.insert(0, "TESTS")
-        import importlib.util
         spec = importlib.util.spec_from_file_location("test_manager", "HERE")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        from pathlib import Path
+    """
+    program = textwrap.dedent(head) + textwrap.dedent(program)
+    here = Path(__file__)
+    for name, value in ({"TESTS": here.parents[2], "HERE": here} | names).items():
+        program = program.replace(name, str(value))
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=os.environ, timeout=120
+    )
+
+
+def test_a_full_disk_is_one_message_and_the_last_checkpoint_stays(tmp_path):
+    """A process that may write no file beyond 1 MB stands for a full disk."""
+    program = """
+        import resource, signal
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         module.saved(Path("RUN"), 1)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
@@ -296,15 +313,89 @@ def test_a_full_disk_is_one_message_and_the_last_checkpoint_stays(tmp_path):
         except module.UserError as error:
             print("error:", error)
     """
-    here = Path(__file__)
-    program = textwrap.dedent(program).replace("TESTS", str(here.parents[2])).replace("HERE", str(here))
-    program = program.replace("RUN", str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=os.environ)
-    assert "error: cannot write a checkpoint below" in done.stdout
-    assert "make room and give the same command again" in done.stdout
-    assert "Traceback" not in done.stderr
+    done = in_process_of_its_own(program, RUN=tmp_path)
+    assert f"error: cannot write a checkpoint below {tmp_path}/checkpoints: File too large; the" in done.stdout
+    assert "are intact: make room and give the same command again" in done.stdout
+    assert done.stderr == ""
     assert newest(tmp_path) == tmp_path / "checkpoints/1"
     assert inspect(tmp_path / "checkpoints/1") == BESIDE
+
+
+def test_a_process_ends_after_a_save_for_which_no_folder_could_be_made(tmp_path):
+    """A thread of Orbax that waited for the folder would keep the process."""
+    program = """
+        for background in (True, False):
+            run = Path("RUN") / str(background)
+            try:
+                settings = module.settings(async_checkpointing=background)
+                with module.CheckpointManager(run, settings, say=print) as manager:
+                    manager.save(1, module.small_tree(), module.BESIDE, {})
+                    manager.wait()
+                    manager.directory.rename(run / "moved")
+                    manager.directory.touch()
+                    manager.save(2, module.small_tree(), module.BESIDE, {})
+            except module.UserError as error:
+                print("error:", error)
+    """
+    done = in_process_of_its_own(program, RUN=tmp_path)
+    for background in (True, False):
+        assert (
+            f"error: cannot write a checkpoint below {tmp_path}/{background}/checkpoints: Not a directory"
+            in done.stdout
+        )
+        assert inspect(tmp_path / f"{background}/moved/1") == BESIDE
+    assert done.stderr == ""
+
+
+def test_what_fails_after_a_part_of_a_save_failed_prints_nothing(tmp_path, monkeypatch, capfd):
+    """Orbax closes the event loop to which TensorStore's threads would report."""
+
+    async def write(self, directory):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(BesideFiles, "_write", write)
+    with pytest.raises(UserError, match=r"checkpoints: No space left on device; .* make room and give the same"):
+        saved(tmp_path, tree=small_tree(width=1024))
+    sys.unraisablehook(types.SimpleNamespace(object=None, exc_value=RuntimeError("Event loop is closed")))
+    assert capfd.readouterr() == ("", "")
+    assert newest(tmp_path) is None
+
+
+def test_checkpoints_is_a_file(tmp_path):
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(UserError, match=f"{tmp_path}/checkpoints is no folder, and checkpoints are to be saved below"):
+        CheckpointManager(tmp_path, settings(), say=print)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (errno.ENOSPC, "No space left on device; make room and give the same command again, or set enable_checkpoi"),
+        (errno.EROFS, "Read-only file system; make the folder writable and give the same command again, or set"),
+    ],
+)
+def test_a_folder_that_takes_no_file_is_told_before_training(tmp_path, monkeypatch, code, message):
+    def refused(path, content):
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", refused)
+    with pytest.raises(UserError, match=f"cannot write checkpoints below {tmp_path}/checkpoints: {message}"):
+        CheckpointManager(tmp_path, settings(), say=print)
+    monkeypatch.undo()
+    lines = []
+    with CheckpointManager(tmp_path, settings(), say=lines.append):
+        assert lines == []
+        assert list((tmp_path / "checkpoints").iterdir()) == [], "neither trial is left"
+
+
+def test_of_several_processes_the_one_whose_disk_fails_does_not_wait_for_the_others(tmp_path, monkeypatch):
+    with CheckpointManager(tmp_path, settings(), say=print) as manager:
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        manager._ending = Future()  # never ends: the other process waits for this one
+        error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        logging.getLogger("absl").error("as a thread of Orbax does", exc_info=error)
+        with pytest.raises(UserError, match=r"cannot write a checkpoint below .*: No space left on device"):
+            manager.wait()
 
 
 def test_sums_cover_every_file_but_the_mark_of_the_commit(tmp_path):

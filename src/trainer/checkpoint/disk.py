@@ -1,0 +1,132 @@
+"""A folder of checkpoints that cannot be written: tried before training, and told in one message when it happens."""
+
+import contextlib
+import errno
+import functools
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from trainer.config import UserError
+from trainer.runtime.storage import remove_tree
+
+EXPIRED = ".expired"  # ends the name of a folder that may be removed at any time
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_BLOCK = 4096  # bytes; a full disk still takes an empty file
+
+
+@contextlib.contextmanager
+def disk_errors(directory: Any) -> Iterator[None]:
+    """Makes a full or unwritable disk a UserError. Those of TensorStore are ValueErrors with the system's code."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        if not _of_disk(error):
+            raise
+        raise UserError(
+            f"cannot write a checkpoint below {directory}: {_reason(error)}; the checkpoints that are committed there "
+            f"are intact: {_remedy(error)} and give the same command again"
+        ) from error
+
+
+def check_writable(directory: Any, process: int) -> None:
+    """Makes the folder of checkpoints, and writes and removes a file in it.
+
+    Args:
+      directory: the folder, of this machine or of a bucket.
+      process: the index of this process. Each process uses a name of its own.
+
+    Raises:
+      UserError: the folder does not take the file, so that no save could succeed.
+    """
+    trial = directory / f"trial-{process}{EXPIRED}"
+    try:
+        trial.mkdir(parents=True, exist_ok=True)
+        (trial / "file").write_bytes(bytes(_BLOCK))
+        remove_tree(trial)
+    except OSError as error:
+        if isinstance(error, FileExistsError | NotADirectoryError):
+            raise UserError(
+                f"{directory} is no folder, and checkpoints are to be saved below it; rename or remove it, or choose "
+                "another run_name"
+            ) from error
+        raise UserError(
+            f"cannot write checkpoints below {directory}: {_reason(error)}; {_remedy(error)} and give the same "
+            "command again, or set enable_checkpointing=false to train without checkpoints"
+        ) from error
+
+
+def _of_disk(error: Exception) -> bool:
+    return isinstance(error, OSError) or (isinstance(error, ValueError) and "os_error_code" in str(error))
+
+
+def _code(error: Exception) -> int | None:
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"os_error_code='(\d+)'", str(error))
+    return int(found[1]) if found else None
+
+
+def _reason(error: Exception) -> str:
+    code = _code(error)
+    return str(error).partition("\n")[0] if code is None else os.strerror(code)
+
+
+def _remedy(error: Exception) -> str:
+    return "make room" if _code(error) in _FULL else "make the folder writable"
+
+
+class _Log(logging.Filter):
+    """Drops what Orbax logs, and keeps the first error of the disk in it."""
+
+    error: Exception | None = None
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if self.error is None and isinstance(error, Exception) and _of_disk(error):
+            self.error = error
+        return record.levelno >= logging.CRITICAL
+
+
+_LOG = _Log()
+
+
+def silence_orbax() -> None:
+    """Keeps Orbax from printing tracebacks of its own beside the exception that it raises."""
+    logger = logging.getLogger("absl")
+    logger.addFilter(_LOG)  # a second time it does nothing
+    logger.setLevel(logging.ERROR)
+    _ignore_closed_loops()
+
+
+def forget_failures() -> None:
+    """Comes before a save begins; see `logged_failure`."""
+    _LOG.error = None
+
+
+def logged_failure() -> Exception | None:
+    """An error of the disk in the save that runs, if a thread of Orbax met one.
+
+    Of several processes the save raises it much later: other threads first wait, for up to 20 minutes, for processes
+    that wait for what the failed thread was to write.
+    """
+    return _LOG.error
+
+
+@functools.cache
+def _ignore_closed_loops() -> None:
+    """When a part of a save fails, Orbax closes the event loop of the other parts, which then fail in TensorStore's
+    threads, where nobody can catch it."""
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        error = unraisable.exc_value
+        if not (unraisable.object is None and isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+            before(unraisable)
+
+    sys.unraisablehook = hook
