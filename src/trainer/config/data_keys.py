@@ -90,9 +90,14 @@ def _pipeline(config: Any) -> str | None:
     return None
 
 
+def _compiles(config: Any) -> bool:
+    """Whether the command is one of trainer.train_compile, which reads no data."""
+    return bool(config.compile_topology)
+
+
 def _demands(kind: str, key: str, example: str) -> Problem:
     def problem(config: Any) -> str | None:
-        empty = config.dataset_type == kind and not config[key]
+        empty = config.dataset_type == kind and not config[key] and not _compiles(config)
         return f"dataset_type={kind} needs it; such as {key}={example}" if empty else None
 
     return problem
@@ -102,6 +107,8 @@ def _grain_files(config: Any) -> str | None:
     if config.dataset_type != "grain":
         return None
     if not config.grain_train_files and not config.grain_train_mixture_config_path:
+        if _compiles(config):
+            return None
         return "dataset_type=grain needs files; such as grain_train_files=/data/*.arrayrecord"
     if config.grain_train_files and config.grain_train_mixture_config_path:
         return "both name the training files; give one of them"
@@ -129,7 +136,7 @@ def _columns(key: str) -> Problem:
 
 def _tokenizer_path(config: Any) -> str | None:
     kind = config.tokenizer_type
-    if config.dataset_type == "synthetic":
+    if config.dataset_type == "synthetic" or _compiles(config):
         return None
     if kind in ("huggingface", "sentencepiece", "tiktoken") and not config.tokenizer_path:
         return f"tokenizer_type={kind} needs the file; set tokenizer_path, or tokenizer_type=auto to train one"

@@ -17,7 +17,7 @@ PRESETS = Path(__file__).parent / "models"
 COMMAND_LINE = "command line"  # where a setting comes from, if from no file
 MAXTEXT_YML = Path(__file__).parent / "maxtext.yml"
 # Where MaxText's base.yml lies in its checkouts.
-_MAXTEXT_BASE = re.compile(r"(.*/)?maxtext/configs/base\.yml", re.IGNORECASE)
+_MAXTEXT_BASE = re.compile(r"(.*/)?maxtext/configs/+base\.yml", re.IGNORECASE)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import sys
 import pytest
 import yaml
 
-from trainer.config import UserError, load, maxtext, maxtext_base, schema
+from trainer.config import UserError, load, maxtext, maxtext_base, resolve, schema
 from trainer.config.errors import NotBuilt
 from trainer.config.files import COMMAND_LINE
 from trainer.config.values import read_text
@@ -204,6 +204,13 @@ def test_a_preset_wins_over_maxtext_yml():
 def test_maxtext_yml_takes_tfds_without_being_asked():
     words = ["maxtext.yml", "dataset_path=DATA", "tokenizer_path=TOK"]
     assert load(words).config.dataset_type == "tfds"
+
+
+@pytest.mark.parametrize("kind", ["tfds", "hf", "grain"])
+def test_compiling_ahead_needs_no_data(kind):
+    words = ["maxtext.yml", "compile_topology=v5e-256", "model_name=llama2-7b", f"dataset_type={kind}"]
+    config = load(words).config
+    assert resolve(config, device_count=256, platform="tpu").max_target_length == 2048
 
 
 # ---- MaxText's base.yml

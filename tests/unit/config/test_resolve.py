@@ -295,3 +295,15 @@ def test_a_dump_has_no_name_for_the_run_that_repeats_it(tmp_path):
     assert config.run_name == "first"
     assert "run_name" not in path.read_text(encoding="utf-8")
     assert load([str(path)]).config.run_name == ""
+
+
+@pytest.mark.parametrize(
+    ("hardware", "platform"), [("tpu", "tpu"), ("gpu_multiprocess", "gpu"), ("cpu", "cpu"), ("", "gpu")]
+)
+def test_hardware_is_the_devices(hardware, platform):
+    assert resolve(load([f"hardware={hardware}"]).config, device_count=1, platform=platform).hardware == hardware
+
+
+def test_other_hardware_is_an_error():
+    with pytest.raises(UserError, match="hardware=tpu: the devices are cpu; leave it out, JAX_PLATFORMS chooses"):
+        resolve(load(["hardware=tpu"]).config, device_count=1, platform="cpu")

@@ -9,6 +9,7 @@ from trainer.config import schema
 from trainer.config.check import ACTIVATIONS
 from trainer.config.dump import to_flow
 from trainer.config.flags import FLAGS
+from trainer.config.maxtext_base import defaults
 from trainer.config.rules import DIMENSIONS, TENSORS
 from trainer.config.schema import BASE_YML, parse
 
@@ -97,9 +98,11 @@ def test_names_that_code_and_base_yml_share_agree():
     assert set(DIMENSIONS.values()) <= set(keys)
 
 
-def test_the_page_for_maxtext_users_has_the_defaults_of_base_yml():
-    _, _, table = FROM_MAXTEXT.read_text().partition("## Defaults")
+def test_the_page_for_maxtext_users_has_the_defaults_of_both_files():
+    _, _, rest = FROM_MAXTEXT.read_text().partition("## Defaults")
+    table, _, _ = rest.partition("## Presets")
     rows = re.findall(r"^\| `(\w+)` \| `(.+)` \| `(.+)` \|$", table, re.MULTILINE)
-    assert len(rows) > 15
-    for name, theirs, ours in rows:
-        assert ours == to_flow(schema().keys[name].default) != theirs
+    assert [(name, theirs) for name, theirs, _ in rows] == [(k, to_flow(value)) for k, value in defaults().items()]
+    assert [(name, ours) for name, _, ours in rows] == [
+        (name, to_flow(schema().keys[name].default)) for name, *_ in rows
+    ]
