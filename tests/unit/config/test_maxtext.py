@@ -73,6 +73,11 @@ def test_neutral_values_are_read_back_as_neutral():
     assert seen > 200
 
 
+def test_former_defaults_are_those_of_known_keys():
+    earlier = yaml.safe_load(maxtext.TABLE.read_text())["earlier"]
+    assert set(earlier) <= set(schema().keys) | set(maxtext.verdicts())
+
+
 def test_former_defaults_are_told_by_the_keys_of_the_file():
     assert False in maxtext.former_defaults("enable_nnx", ["run_name"])
     assert False not in maxtext.former_defaults("enable_nnx", ["run_name", "kv_proj"])
