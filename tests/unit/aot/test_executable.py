@@ -1,5 +1,6 @@
 """A compiled step in a file: what it was made of is compared before it runs."""
 
+import ast
 import copy
 import itertools
 import shutil
@@ -14,7 +15,8 @@ from sources import SOURCE
 from support import ALL_COMBINATIONS, assert_equal_bits, copied, packed_batch, tiny_config
 
 from trainer.aot import executable, sources
-from trainer.config import UserError
+from trainer.config import UserError, schema
+from trainer.config.step_keys import step_keys
 from trainer.runtime.place import place
 from trainer.training import build
 
@@ -155,6 +157,25 @@ def test_whatever_runs_while_a_step_is_traced_is_in_the_key(combination):
     known = sources.source_files(SOURCE.parent, [executable._MAKER], lambda top: top == "trainer")
     assert SOURCE / "training" / "step.py" in ran
     assert ran - set(known) <= {SOURCE / "config" / name for name in READS_BASE_YML}
+
+
+# Of the keys that the code of the step reads, those that do not make it: what follows from them has keys of its own.
+READ_BESIDES = {"eval_interval", "eval_per_device_batch_size", "hardware", "sharding_tolerance", "steps"}
+
+
+def test_every_key_that_the_code_of_the_step_reads_is_in_the_key():
+    """Read from the source: `config.NAME`, and NAME as a string."""
+    known, read = set(schema().keys), set()
+    for file in sources.source_files(SOURCE.parent, [executable._MAKER], lambda top: top == "trainer"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute):
+                owner = node.value
+                name = owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", "")
+                read |= {node.attr} & known if name in ("config", "c") else set()
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                read |= {node.value} & known
+    assert len(read) > 80
+    assert read - set(step_keys()) == READ_BESIDES
 
 
 @pytest.mark.parametrize("installed", [False, True])
