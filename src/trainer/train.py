@@ -142,9 +142,10 @@ def _reports(run, run_dir, begin, metrics_files, console, stack: contextlib.Exit
     writers, maxtext_writers = [], []
 
     def open_metrics() -> list[int]:
-        writers.append(stack.enter_context(MetricsWriter(run_dir.path, begin.updates)))
+        resumes = config.enable_checkpointing
+        writers.append(stack.enter_context(MetricsWriter(run_dir.path, begin.updates, resumes=resumes)))
         for file in metrics_files:
-            writer = file.open(begin.updates, resumed=begin.resumed, say=console.say)
+            writer = file.open(begin.updates, resumed=begin.resumed, resumes=resumes, say=console.say)
             maxtext_writers.append(stack.enter_context(writer))
         return [row["step"] for row in writers[0].kept if "eval_loss" in row]
 

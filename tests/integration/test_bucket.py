@@ -114,6 +114,19 @@ def test_one_process_of_a_machine(bucket):  # noqa: F811
     assert list(bucket.iterdir()) == [], "nothing began"
 
 
+def test_an_earlier_run_without_checkpoints_is_kept_beside(bucket, tmp_path):  # noqa: F811
+    for number in range(3):
+        with open_run("gs://bucket/runs", "mine", "enable_checkpointing: false", False, print) as run:
+            run.begin("enable_checkpointing: false", resumed=False, say=print)
+            (run.path / "metrics.jsonl").write_text(f'{{"step": {number}}}\n')
+            run.upload()
+        shutil.rmtree(tmp_path / "cache" / "trainer")  # the next one is on another machine
+    rows = {path.name: path.read_text() for path in (bucket / "runs/mine").glob("metrics*")}
+    names = ("metrics-1.jsonl", "metrics-2.jsonl", "metrics.jsonl")
+    assert rows == {name: f'{{"step": {number}}}\n' for number, name in enumerate(names)}
+    assert (bucket / "runs/mine/config-2.yml").exists()
+
+
 def test_a_package_that_is_missing(bucket, monkeypatch):  # noqa: F811
     def exists(self, path):
         raise ImportError("gcsfs")

@@ -177,14 +177,22 @@ def test_without_checkpoints(tmp_path):
     settings = {"enable_checkpointing": False, "steps": 2, "eval_interval": -1}
     assert train(tmp_path, **settings)[0] == 0
     assert not (tmp_path / RUN / "checkpoints").exists()
+    first = (tmp_path / RUN / METRICS_FILE).read_bytes()
+    code, output = train(tmp_path, "run_name=run-0001", **settings)
+    assert code == 0, output
+    assert f"{RUN} holds an earlier run without checkpoints: kept beside as metrics-1.jsonl and config-1.yml" in output
+    assert (tmp_path / RUN / "metrics-1.jsonl").read_bytes() == first
+    second = rows_of(tmp_path / RUN)
+    assert len(second) == 2
+    code, output = train(tmp_path, "run_name=run-0001", **settings | {"enable_checkpointing": True})
+    assert code == 0, output
+    assert "kept beside as metrics-2.jsonl and config-2.yml" in output
+    assert rows_of(tmp_path / RUN) == second
+    before = files_of(tmp_path / RUN)
     code, output = train(tmp_path, "run_name=run-0001", **settings)
     assert code == 2
-    assert "enable_checkpointing=false cannot go on with it" in output
-    before = files_of(tmp_path / RUN)
-    code, output = train(tmp_path, "run_name=run-0001", **settings | {"enable_checkpointing": True})
-    assert code == 2
-    assert "holds the metrics of an earlier run and no checkpoint to go on from" in output
-    assert {path: content for path, content in files_of(tmp_path / RUN).items() if path in before} == before
+    assert f"{RUN} holds a run with checkpoints, and enable_checkpointing=false cannot go on with it" in output
+    assert files_of(tmp_path / RUN) == before
 
 
 def test_a_run_on_one_batch_of_a_scaled_model_goes_on_with_its_metrics_file(tmp_path):

@@ -1,7 +1,6 @@
 """A folder of checkpoints that cannot be written: tried before training, and told in one message when it happens."""
 
 import contextlib
-import errno
 import functools
 import logging
 import os
@@ -11,10 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainer.config import UserError
-from trainer.runtime.storage import remove_tree
+from trainer.runtime.storage import remedy, remove_tree
 
 EXPIRED = ".expired"  # ends the name of a folder that may be removed at any time
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _BLOCK = 4096  # bytes; a full disk still takes an empty file
 
 
@@ -30,7 +28,7 @@ def disk_errors(directory: Any) -> Iterator[None]:
             raise
         raise UserError(
             f"cannot write a checkpoint below {directory}: {_reason(error)}; the checkpoints that are committed there "
-            f"are intact: {_remedy(error)} and give the same command again"
+            f"are intact: {remedy(_code(error))} and give the same command again"
         ) from error
 
 
@@ -56,7 +54,7 @@ def check_writable(directory: Any, process: int) -> None:
                 "another run_name"
             ) from error
         raise UserError(
-            f"cannot write checkpoints below {directory}: {_reason(error)}; {_remedy(error)} and give the same "
+            f"cannot write checkpoints below {directory}: {_reason(error)}; {remedy(_code(error))} and give the same "
             "command again, or set enable_checkpointing=false to train without checkpoints"
         ) from error
 
@@ -75,10 +73,6 @@ def _code(error: Exception) -> int | None:
 def _reason(error: Exception) -> str:
     code = _code(error)
     return str(error).partition("\n")[0] if code is None else os.strerror(code)
-
-
-def _remedy(error: Exception) -> str:
-    return "make room" if _code(error) in _FULL else "make the folder writable"
 
 
 class _Log(logging.Filter):

@@ -30,10 +30,10 @@ from trainer.checkpoint.disk import (
 )
 from trainer.checkpoint.retention import expired
 from trainer.checkpoint.sums import damaged, verify, write_sums
+from trainer.observe.rundir import CHECKPOINTS
 from trainer.runtime.agreement import agreed, from_first, is_first
 from trainer.runtime.storage import COMMITTED, absolute, entries, is_remote, remove_tree
 
-FOLDER = "checkpoints"
 _UNCOMMITTED = ".orbax-checkpoint-tmp"
 STATE, RUN = "state", "run"
 _LOSS = "eval_loss"  # the lower, the better a checkpoint
@@ -48,7 +48,7 @@ class CheckpointManager:
 
         `run_dir`: of this machine or of a bucket.
         """
-        self.directory = run_dir / FOLDER
+        self.directory = run_dir / CHECKPOINTS
         self._config = config
         self._losses: dict[int, float | None] = {int(name): loss for name, loss in from_first(lambda: self._found(say))}
         with disk_errors(self.directory):
@@ -195,7 +195,7 @@ def newest(path: Any) -> Any:
     """The newest committed checkpoint of a run's folder, or `path` itself if it is a checkpoint; None without one."""
     if (path / STATE).is_dir() and path not in _uncommitted(path.parent):
         return path
-    found = committed(path if path.name == FOLDER else path / FOLDER)
+    found = committed(path if path.name == CHECKPOINTS else path / CHECKPOINTS)
     return found[-1] if found else None
 
 

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from trainer.config import UserError
+from trainer.runtime.storage import remedy
 
 METRICS_FILE = "metrics.jsonl"
 # Fields that tell how long something took. Two runs of the same command differ in these alone.
@@ -22,14 +23,16 @@ class MetricsWriter:
     -Infinity, which Python's json reads and strict JSON readers do not.
     """
 
-    def __init__(self, folder: Path, step: int = 0, name: str = METRICS_FILE):
+    def __init__(self, folder: Path, step: int = 0, name: str = METRICS_FILE, *, resumes: bool = True):
         """Rows of earlier runs stay up to but without `step`; later ones, and a line that was cut off, are removed.
+
+        `resumes`: the run has checkpoints to go on from, for the message about a full disk.
 
         Raises:
           UserError: the file cannot be written, or a line of it is no row.
         """
-        self._path = folder / name
-        with _disk_errors(self._path):
+        self._path, self._resumes = folder / name, resumes
+        with self._disk_errors():
             self.kept = _cut(self._path, step) if self._path.exists() else []
             self._file = self._path.open("ab", buffering=0)
 
@@ -41,14 +44,27 @@ class MetricsWriter:
           UserError: the disk is full.
         """
         line = f"{json.dumps(dict(row))}\n".encode()
-        with _disk_errors(self._path):
+        with self._disk_errors():
             while line:
                 line = line[self._file.write(line) :]
 
     def sync(self) -> None:
         """Return when all rows are on the disk. Raises UserError as `write` does."""
-        with _disk_errors(self._path):
+        with self._disk_errors():
             os.fsync(self._file.fileno())
+
+    @contextlib.contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            what, remedied = f"cannot write {self._path}: {error.strerror or error}", remedy(error.errno)
+            if self._resumes:
+                what += "; the checkpoints that are committed are intact"
+                remedied += " and give the same command again"
+            else:
+                remedied += ". The run saves no checkpoints, so it would begin again"
+            raise UserError(f"{what}: {remedied}") from error
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
@@ -93,14 +109,3 @@ def _cut(path: Path, step: int) -> list[dict[str, Any]]:
         os.fsync(file.fileno())
     temporary.replace(path)
     return rows
-
-
-@contextlib.contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"cannot write {path}: {error.strerror or error}; the checkpoints that are committed are intact: make room "
-            "and give the same command again"
-        ) from error

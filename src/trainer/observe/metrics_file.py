@@ -83,10 +83,10 @@ class MetricsFile:
             raise _foreign(path)
         self._own = bool(rows) and all(row["run_name"] == run_name for row in rows)
 
-    def open(self, updates: int, *, resumed: bool, say: Callable[[str], None]) -> MetricsWriter:
+    def open(self, updates: int, *, resumed: bool, say: Callable[[str], None], resumes: bool = True) -> MetricsWriter:
         """A writer of rows from step `updates` on; a line to `say` tells what was moved.
 
-        `resumed`: the run goes on, so that rows of its name are its own.
+        `resumed`: the run goes on, so that rows of its name are its own. `resumes`: see `MetricsWriter`.
         """
         if self._begins and not (resumed and self._own):
             number = 1
@@ -94,7 +94,7 @@ class MetricsFile:
                 number += 1
             self.path.rename(beside)
             say(f"{self.path} held metrics of another run, which are now in {beside}")
-        return MetricsWriter(self.path.parent, updates, self.path.name)
+        return MetricsWriter(self.path.parent, updates, self.path.name, resumes=resumes)
 
 
 def _foreign(path: str) -> UserError:

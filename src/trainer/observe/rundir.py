@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -13,9 +14,9 @@ from trainer.config import UserError
 from trainer.observe.metrics import METRICS_FILE
 from trainer.runtime.agreement import agreed, from_first
 from trainer.runtime.lock import LOCK_FILE, lock
-from trainer.runtime.storage import entries, folder, is_remote, mirror
+from trainer.runtime.storage import entries, folder, is_remote, mirror, remedy
 
-CONFIG_FILE, FINISHED_FILE = "config.yml", "finished"
+CONFIG_FILE, FINISHED_FILE, CHECKPOINTS = "config.yml", "finished", "checkpoints"
 _FILES = (CONFIG_FILE, METRICS_FILE, FINISHED_FILE)
 OWN_FILES = (*_FILES, LOCK_FILE)  # what a run writes into its folder itself, besides checkpoints
 _NUMBERED = re.compile(r"run-(\d+)")
@@ -81,40 +82,69 @@ class RunDir(NamedTuple):
 
         Args:
           config_yml: the resolved configuration.
-          resumed: the run goes on from a checkpoint of its own. If not, rows of metrics that lie here will be lost; a
-            line to `say` tells so.
+          resumed: the run goes on from a checkpoint of its own.
+          say: is told what becomes of rows of metrics that lie here although no checkpoint covers them. Those of a run
+            without checkpoints are kept beside. Those of a run that ended before its first checkpoint come again.
 
         Raises:
-          UserError: those rows are of a run that ended, or that had no checkpoints; or the disk is full.
+          UserError: those rows are of a run that ended, and whose checkpoints are gone; or the disk is full.
         """
         from_first(lambda: self._begin(config_yml, resumed, say))
 
     def _begin(self, config_yml: str, resumed: bool, say: Callable[[str], None]) -> None:
         config = self.path / CONFIG_FILE
-        if not resumed and (self.path / METRICS_FILE).exists():
-            without = config.is_file() and "enable_checkpointing: false" in config.read_text("utf-8").splitlines()
-            if (self.path / FINISHED_FILE).exists() or without:
-                raise UserError(
-                    f"{self.place} holds the metrics of an earlier run and no checkpoint to go on from; choose another "
-                    "run_name, or remove the folder"
-                )
-            say(f"{self.place} has no checkpoint yet: beginning again")
-        temporary = self.path / f"{CONFIG_FILE}.tmp"
-        try:
+        with _writing(config):
+            if not (self.path / METRICS_FILE).exists():
+                if resumed:
+                    say(f"{self.place / METRICS_FILE} is gone: the rows of earlier steps are missing in the new one")
+            elif not resumed:
+                self._make_way(config_yml, say)
+            temporary = self.path / f"{CONFIG_FILE}.tmp"
             (self.path / FINISHED_FILE).unlink(missing_ok=True)
             temporary.write_text(config_yml, encoding="utf-8")
             temporary.replace(config)
-        except OSError as error:
-            raise UserError(f"cannot write {config}: {error.strerror or error}; make room, and try again") from error
         if self.remote is not None:
             with _remote_errors(self.remote):
                 (self.remote / FINISHED_FILE).unlink(missing_ok=True)
             self.upload()
 
+    def _make_way(self, config_yml: str, say: Callable[[str], None]) -> None:
+        """Keeps the metrics of an earlier run, unless this one will write them again."""
+        config = self.path / CONFIG_FILE
+        earlier = config.read_text("utf-8") if config.is_file() else ""
+        if _without_checkpoints(earlier) or _without_checkpoints(config_yml):
+            self._keep_beside(say)
+        elif (self.path / FINISHED_FILE).exists():
+            raise UserError(
+                f"{self.place} holds the metrics of an earlier run that ended, and its checkpoints are gone; choose "
+                "another run_name, or remove the folder"
+            )
+        else:
+            say(f"{self.place} has no checkpoint yet: beginning again")
+
+    def _keep_beside(self, say: Callable[[str], None]) -> None:
+        taken = {path.name for path in entries(self.place)}
+        kept = [METRICS_FILE, *([CONFIG_FILE] if (self.path / CONFIG_FILE).is_file() else [])]
+        number = next(n for n in itertools.count(1) if taken.isdisjoint(_numbered_file(name, n) for name in kept))
+        # The metrics go last: as long as they are here, a process that is started again keeps all of it once more.
+        if self.remote is not None:
+            for name in kept:
+                (self.remote / _numbered_file(name, number)).write_bytes((self.path / name).read_bytes())
+            (self.remote / METRICS_FILE).unlink(missing_ok=True)
+        for name in kept[1:]:
+            shutil.copyfile(self.path / name, self.path / _numbered_file(name, number))
+        (self.path / METRICS_FILE).rename(self.path / _numbered_file(METRICS_FILE, number))
+        names = " and ".join(_numbered_file(name, number) for name in kept)
+        say(f"{self.place} holds an earlier run without checkpoints: kept beside as {names}")
+
     def finish(self) -> None:
         """Notes that the run came to its end: an empty run_name does not go on with it."""
-        from_first((self.path / FINISHED_FILE).touch)
+        from_first(self._finish)
         self.upload()
+
+    def _finish(self) -> None:
+        with _writing(self.path / FINISHED_FILE):
+            (self.path / FINISHED_FILE).touch()
 
 
 def open_run(
@@ -129,7 +159,7 @@ def open_run(
     Args:
       config_yml: the resolved configuration, as it is to be written.
       resumes: runs can go on from checkpoints; if not, an empty name always takes the next number, and a name whose
-        folder holds metrics is refused.
+        folder holds checkpoints is refused.
 
     Raises:
       UserError: the folder cannot be made or written, the name leaves `base_output_directory`, a live process holds the
@@ -224,11 +254,11 @@ def _named(base: Any, run_name: str, resumes: bool) -> RunDir:
         raise UserError(
             f"run_name={run_name} is no folder within base_output_directory; give a name, or leave it empty"
         )
-    if not resumes and (path / METRICS_FILE).exists():
+    if not resumes and entries(path / CHECKPOINTS):
         free = next(name for n in itertools.count(2) if not (base / (name := f"{run_name}-{n}")).exists())
         raise UserError(
-            f"run_name={run_name}: {path} holds the metrics of an earlier run, and enable_checkpointing=false cannot "
-            f"go on with it; choose another name or leave it empty for the next free number; nearest: {free}"
+            f"run_name={run_name}: {path} holds a run with checkpoints, and enable_checkpointing=false cannot go on "
+            f"with it; choose another name or leave it empty for the next free number; nearest: {free}"
         )
     if not is_remote(path):
         path.mkdir(parents=True, exist_ok=True)
@@ -249,6 +279,23 @@ def _remote_errors(path: Any) -> Iterator[None]:
         if not is_remote(path):
             raise
         raise UserError(f"{path}: the bucket cannot be read or written: {error}") from error
+
+
+@contextlib.contextmanager
+def _writing(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror or error}; {remedy(error.errno)}") from error
+
+
+def _without_checkpoints(config_yml: str) -> bool:
+    return "enable_checkpointing: false" in config_yml.splitlines()
+
+
+def _numbered_file(name: str, number: int) -> str:
+    stem, _, ending = name.rpartition(".")
+    return f"{stem}-{number}.{ending}"
 
 
 def _unwritable(base_output_directory: str, why: str) -> UserError:

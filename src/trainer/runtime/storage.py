@@ -4,6 +4,7 @@ A folder of a bucket is an `etils.epath.Path`, which has pathlib's methods as fa
 folders without files and no rename of one: what must happen at once is the writing of a single file.
 """
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -70,6 +71,12 @@ def remove_tree(path: Any) -> None:
         path.rmtree()
     else:
         shutil.rmtree(path)
+
+
+def remedy(code: int | None) -> str:
+    """What a user can do about a folder that was not written, by the system's error code."""
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return "make room" if code in full else "make the folder writable"
 
 
 def user_cache() -> Path:

@@ -1,5 +1,7 @@
 """Run folders: numbers, names, who goes on with which, and what is refused."""
 
+import errno
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -164,36 +166,112 @@ def test_a_folder_without_metrics_may_be_used(tmp_path):
     assert (tmp_path / "mine" / "notes.txt").read_text() == "kept"
 
 
-def test_a_run_with_metrics_is_kept_where_runs_cannot_go_on(tmp_path):
+def test_a_run_with_checkpoints_is_left_alone_where_runs_cannot_go_on(tmp_path):
     for name in ("mine", "mine-2"):
-        begun(tmp_path, name)
+        (begun(tmp_path, name) / "checkpoints/100").mkdir(parents=True)
     with pytest.raises(UserError) as error:
         opened(tmp_path, "mine", resumes=False)
     assert str(error.value) == (
-        f"run_name=mine: {tmp_path}/mine holds the metrics of an earlier run, and enable_checkpointing=false cannot go "
-        "on with it; choose another name or leave it empty for the next free number; nearest: mine-3"
+        f"run_name=mine: {tmp_path}/mine holds a run with checkpoints, and enable_checkpointing=false cannot go on "
+        "with it; choose another name or leave it empty for the next free number; nearest: mine-3"
     )
     assert not (tmp_path / "mine-3").exists()
 
 
+WITHOUT = CONFIG.replace("true", "false")
+
+
+def test_a_run_without_checkpoints_given_again_keeps_the_earlier_ones(tmp_path):
+    """Each with its configuration; whether or not they ended, and whatever the new one does."""
+    path = begun(tmp_path, "mine", f"{WITHOUT}note: 1\n", resumes=False)
+    (path / "metrics.jsonl").write_text('{"step": 1}\n')
+    finished(tmp_path, "mine", f"{WITHOUT}note: 2\n", resumes=False)
+    (path / "metrics.jsonl").write_text('{"step": 2}\n')
+    lines = []
+    opened(tmp_path, "mine").begin(CONFIG, resumed=False, say=lines.append)
+    assert lines == [
+        f"{path} holds an earlier run without checkpoints: kept beside as metrics-2.jsonl and config-2.yml"
+    ]
+    assert {file.name: file.read_text() for file in path.iterdir()} == {
+        ".lock": "",
+        "config.yml": CONFIG,
+        "metrics-1.jsonl": '{"step": 1}\n',
+        "config-1.yml": f"{WITHOUT}note: 1\n",
+        "metrics-2.jsonl": '{"step": 2}\n',
+        "config-2.yml": f"{WITHOUT}note: 2\n",
+    }
+
+
+def test_a_name_taken_by_another_file_is_passed_over(tmp_path):
+    path = begun(tmp_path, "mine", WITHOUT, resumes=False)
+    (path / "config-1.yml").touch()
+    opened(tmp_path, "mine", resumes=False).begin(WITHOUT, resumed=False, say=print)
+    assert (path / "metrics-2.jsonl").exists()
+    assert (path / "config-1.yml").read_text() == ""
+
+
+def test_a_process_killed_while_it_keeps_the_earlier_run_loses_nothing(tmp_path, monkeypatch):
+    path = begun(tmp_path, "mine", WITHOUT, resumes=False)
+    run = opened(tmp_path, "mine", resumes=False)
+
+    def killed(self, target):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(path), "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run.begin("steps: 30\n", resumed=False, say=print)
+    assert (path / "metrics.jsonl").read_text() == '{"step": 0}\n'
+    assert (path / "config.yml").read_text() == WITHOUT
+
+
 def test_metrics_that_no_checkpoint_covers(tmp_path):
-    """Those of a run that was killed before its first checkpoint come again; others would be lost."""
+    """Those of a run that was killed before its first checkpoint come again, unless this one saves none."""
     path = begun(tmp_path, "killed")
     lines = []
     run = opened(tmp_path, "killed")
     run.begin(CONFIG, resumed=False, say=lines.append)
     assert lines == [f"{path} has no checkpoint yet: beginning again"]
+    run.lock.close()
+    opened(tmp_path, "killed", resumes=False).begin(WITHOUT, resumed=False, say=lines.append)
+    assert lines[1:] == [
+        f"{path} holds an earlier run without checkpoints: kept beside as metrics-1.jsonl and config-1.yml"
+    ]
 
-    without = CONFIG.replace("true", "false")
-    for path in (finished(tmp_path, "ended"), begun(tmp_path, "without", without, resumes=False)):
-        before = sorted(path.iterdir())
-        with pytest.raises(UserError, match=f"{path} holds the metrics of an earlier run and no checkpoint"):
-            opened(tmp_path, path.name).begin(CONFIG, resumed=False, say=print)
-        assert sorted(path.iterdir()) == before
-        OPEN.pop().lock.close()
+    path = finished(tmp_path, "ended")
+    before = sorted(path.iterdir())
+    with pytest.raises(
+        UserError, match=f"{path} holds the metrics of an earlier run that ended, and its checkpoints a"
+    ):
+        opened(tmp_path, path.name).begin(CONFIG, resumed=False, say=print)
+    assert sorted(path.iterdir()) == before
+    OPEN.pop().lock.close()
     resumed = opened(tmp_path, "ended")
     resumed.begin(CONFIG, resumed=True, say=print)
     assert not resumed.finished
+
+
+def test_metrics_that_were_removed_are_told_where_a_run_goes_on(tmp_path):
+    path, lines = begun(tmp_path, "mine"), []
+    run = opened(tmp_path, "mine")
+    run.begin(CONFIG, resumed=True, say=lines.append)
+    assert lines == []
+    (path / "metrics.jsonl").unlink()
+    run.begin(CONFIG, resumed=True, say=lines.append)
+    assert lines == [f"{path}/metrics.jsonl is gone: the rows of earlier steps are missing in the new one"]
+
+
+def test_a_full_disk(tmp_path, monkeypatch):
+    run = opened(tmp_path, "mine")
+
+    def full(path, *args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for name in ("write_text", "touch"):
+        monkeypatch.setattr(Path, name, full)
+    with pytest.raises(UserError, match=r"cannot write .*/mine/config\.yml: No space left on device; make room$"):
+        run.begin(CONFIG, resumed=False, say=print)
+    with pytest.raises(UserError, match=r"cannot write .*/mine/finished: No space left on device; make room$"):
+        run.finish()
 
 
 def test_config_yml_is_replaced_as_a_whole(tmp_path, monkeypatch):
