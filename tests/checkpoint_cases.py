@@ -170,6 +170,48 @@ def write_maxtext(items: Path, stored: dict[str, np.ndarray], **more: Any) -> Pa
     return items
 
 
+def maxtext_run(
+    folder: Path, stored: dict[str, np.ndarray], *, nnx: bool = False, full: bool = True, scan: bool = True, **more: Any
+) -> Path:
+    """A run's folder as MaxText saves it, by the same calls of Orbax, with two checkpoints of which the newer counts.
+
+    Args:
+      stored: see `maxtext_params`.
+      nnx: by its NNX path. A full state then has the state of random numbers besides; parameters alone lie at the root.
+      full: with the optimizer's state; otherwise as its tool writes parameters alone: step 0, without `scan` beside.
+      more: further items of each checkpoint, such as the position in the data.
+    """
+    import jax.numpy as jnp
+    import orbax.checkpoint as orbax
+
+    arrays = {name: jnp.asarray(value) for name, value in stored.items()}
+    params = {"params": nested(arrays)}
+    state: Any = {"params": params, "opt_state": {}, "step": 0}
+    if full:
+        adam = {"count": jnp.int32(3), "mu": params, "nu": params}
+        state |= {"opt_state": [adam, None, {"count": jnp.int32(3)}], "step": jnp.int32(3)}
+        if nnx:
+            key = {"rngs": {"params": {"count": jnp.uint32(1), "key": jnp.ones(4, jnp.uint32)}}}
+            state["nnx_aux"] = {"model": {"decoder": {"dropout": key}}}
+    elif nnx:
+        state = nested({f"{name}/value": value for name, value in arrays.items()})
+    handlers = {"items": orbax.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True)}
+    handlers |= {name: orbax.JsonCheckpointHandler() for name in more}
+    options = orbax.CheckpointManagerOptions(create=True, enable_async_checkpointing=False)
+    with orbax.CheckpointManager(
+        (folder / "checkpoints").absolute(), item_names=tuple(handlers), item_handlers=handlers, options=options
+    ) as manager:
+        for step in (9, 10) if full else (0,):
+            items = state if step != 9 else {"step": state["step"]}
+            args = orbax.args.PyTreeSave(items, ocdbt_target_data_file_size=1 << 31)
+            manager.save(
+                step,
+                args=orbax.args.Composite(items=args, **{name: orbax.args.JsonSave(it) for name, it in more.items()}),
+                custom_metadata={"scan_layers": scan} if full else {},
+            )
+    return folder
+
+
 def read_hf(folder: Path) -> dict[str, np.ndarray]:
     """All tensors of a directory, by the library."""
     from safetensors.numpy import load_file

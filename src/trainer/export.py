@@ -1,6 +1,7 @@
-"""`python -m trainer.export FROM OUT format=hf|params [dtype=...] [key=value ...]`: convert parameters."""
+"""`python -m trainer.export FROM OUT format=hf|params|maxtext [dtype=...] [key=value ...]`: convert parameters."""
 
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -10,17 +11,21 @@ from typing import Any
 from trainer.config import UserError, exit_on_user_error, schema
 from trainer.config.errors import shortened
 from trainer.config.paths import local_path, path_problem
+from trainer.config.values import read_text
 from trainer.runtime.platforms import leave_out_absent_tpu
 
-FORMATS = ("hf", "params")
+FORMATS = ("hf", "params", "maxtext")
 DTYPES = ("float32", "bfloat16")
 HELP = """\
-usage: python -m trainer.export FROM OUT format=hf|params [dtype=float32|bfloat16] [key=value ...]
+usage: python -m trainer.export FROM OUT format=hf|params|maxtext [dtype=float32|bfloat16] [key=value ...]
 
-FROM    what load_parameters_path takes: a run's folder or one of its checkpoints/N, a directory of Hugging Face's
-        layout, what this command wrote, or a MaxText checkpoint (.../N/items)
+FROM    what load_parameters_path takes: a run's folder or one of its checkpoints/N, of this trainer or of MaxText;
+        a directory of Hugging Face's layout; what this command wrote; a MaxText checkpoint's tree (.../N/items)
 OUT     a new or empty folder
-format  hf: Hugging Face's layout, config.json and safetensors; params: parameters alone, for load_parameters_path
+format  hf: Hugging Face's layout, config.json and safetensors
+        params: parameters alone, for load_parameters_path
+        maxtext: OUT/0/items for MaxText's load_parameters_path, with scan_layers=true (default) or false; the last
+        line printed is the command line with which MaxText loads it
 dtype   of what is written; left out: as it is stored in FROM
 key     keys of the model, as for trainer.train. FROM's own config.json or config.yml says them; a MaxText checkpoint
         says none, so give model_name=... or each of them. rope_interleave is converted. max_target_length=... is
@@ -62,13 +67,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     _report(out, options, sum(leaf.size for leaf in leaves.values()))
+    if options["format"] == "maxtext":
+        print(_maxtext_line(out, options, config))
 
 
 def _read_words(words: Sequence[str]) -> tuple[str, Path, dict[str, str], list[str]]:
     """FROM, OUT, the options of this command, and the words that are keys of base.yml."""
     places, rest = words[:2], words[2:]
     named = {"format", "dtype", *schema().keys}
-    options = dict(word.split("=", 1) for word in rest if word.startswith(("format=", "dtype=")))
+    own: tuple[str, ...] = ("format=", "dtype=")
+    if "format=maxtext" in rest:
+        own += ("scan_layers=",)
+    options = dict(word.split("=", 1) for word in rest if word.startswith(own))
     mistakes = []
     if len(places) != 2 or any("=" in place and place.partition("=")[0] in named for place in places):
         mistakes.append("the first two words are FROM and OUT")
@@ -81,10 +91,18 @@ def _read_words(words: Sequence[str]) -> tuple[str, Path, dict[str, str], list[s
         mistakes.append(f"format={options.get('format', '')}: allowed: {', '.join(FORMATS)}")
     if options.get("dtype", DTYPES[0]) not in DTYPES:
         mistakes.append(f"dtype={options['dtype']}: allowed: {', '.join(DTYPES)}, or leave it out")
+    try:
+        _scans(options)
+    except ValueError as error:
+        mistakes.append(f"scan_layers={options['scan_layers']}: {error}")
     if mistakes:
         raise UserError("\n  ".join(["cannot export:", *mistakes, "see python -m trainer.export --help"]))
-    keys = [word for word in rest if not word.startswith(("format=", "dtype="))]
+    keys = [word for word in rest if not word.startswith(own)]
     return places[0], local_path(places[1]).absolute(), options, keys
+
+
+def _scans(options: dict[str, str]) -> bool:
+    return read_text(schema().keys["scan_layers"], options.get("scan_layers", "true"))
 
 
 def _not_a_new_folder(path: Path) -> str | None:
@@ -111,13 +129,18 @@ def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _write(folder: Path, options: dict[str, str], config: Any, leaves: Any, neutral: dict[str, Any]) -> None:
-    from trainer.checkpoint import write_huggingface, write_params
+    from trainer.checkpoint import write_huggingface, write_maxtext, write_params
     from trainer.models.huggingface_config import length_notes
+    from trainer.models.maxtext_config import maxtext_notes
 
     if options["format"] == "hf":
         for note in length_notes(config, neutral):
             print(note)
         write_huggingface(folder, config, leaves, options.get("dtype"), neutral)
+    elif options["format"] == "maxtext":
+        for note in maxtext_notes(config):
+            print(note)
+        write_maxtext(folder, config, leaves, options.get("dtype"), _scans(options))
     else:
         write_params(folder, config, leaves, options.get("dtype"), neutral)
 
@@ -131,6 +154,16 @@ def _report(out: Path, options: dict[str, str], parameters: int) -> None:
         files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
         size = si(sum(file.stat().st_size for file in files), "B")
         print(f"  {path.name + ('/' if path.is_dir() else ''):<36}{size:>10}")
+
+
+def _maxtext_line(out: Path, options: dict[str, str], config: Any) -> str:
+    """How MaxText loads what was written: a checkpoint says nothing of its model there."""
+    from trainer.checkpoint.description import as_words
+    from trainer.checkpoint.maxtext_out import ITEMS, STEP
+    from trainer.models.maxtext_config import maxtext_keys
+
+    keys = {"load_parameters_path": str(out / STEP / ITEMS), "scan_layers": _scans(options)} | maxtext_keys(config)
+    return f"to load it in MaxText, give: {shlex.join(as_words(keys))}"
 
 
 if __name__ == "__main__":

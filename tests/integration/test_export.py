@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 
@@ -95,6 +96,37 @@ def test_from_maxtext_with_the_models_keys(tmp_path, capsys):
     message = failure(capsys, items, tmp_path / "no", "format=params", "model_name=mistral-7b")
     assert "decoder/logits_dense/kernel: found [16, 64], wanted [4096, 32000]" in message
     assert not list(tmp_path.glob("no*"))
+
+
+@pytest.mark.parametrize("scan", ["", "scan_layers=false"])
+def test_to_maxtext(tmp_path, capsys, scan):
+    keys = FAMILIES["llama2"] | ROPES["yarn"] | {"head_dim": 16}
+    config = config_of(decoder_block="llama2", **keys)
+    params = random_params(config)
+    write_hf(tmp_path / "hf", config, hf_tensors(params))
+    main([str(tmp_path / "hf"), str(tmp_path / "out"), "format=maxtext", *([scan] if scan else [])])
+    *_, line = capsys.readouterr().out.splitlines()
+    head, *given = shlex.split(line.partition("give: ")[2])
+    assert head == f"load_parameters_path={tmp_path / 'out' / '0' / 'items'}"
+    assert given[0] == (scan or "scan_layers=true")
+    assert {"base_emb_dim=16", "rope_type=yarn", "rope_factor=4", "mlp_activations=[silu,linear]"} <= set(given)
+    # With the words of that line it comes back here too, less those that MaxText alone has.
+    given = [word for word in given if not word.startswith(("scan_layers=", "max_position_embeddings=", "rope_inter"))]
+    main([str(tmp_path / "out"), str(tmp_path / "back"), "format=hf", *given])
+    assert_same(read_hf(tmp_path / "back"), hf_tensors(params))
+    assert (tmp_path / "back" / "tokenizer.json").is_file()
+
+
+def test_mistakes_of_an_export_to_maxtext(tmp_path, capsys):
+    config = config_of(decoder_block="mistral", **FAMILIES["mistral"])
+    write_hf(tmp_path / "hf", config, hf_tensors(random_params(config)))
+    hf, out = tmp_path / "hf", tmp_path / "out"
+    assert "scan_layers=maybe: " in failure(capsys, hf, out, "format=maxtext", "scan_layers=maybe")
+    assert "scan_layers: not a key of the model" in failure(capsys, hf, out, "format=hf", "scan_layers=true")
+    main([str(hf), str(out), "format=maxtext", "dtype=bfloat16"])
+    shown = capsys.readouterr().out
+    assert "rows longer than sliding_window_size=5 come out different" in shown
+    assert "attention_type" not in shown.splitlines()[-1]
 
 
 def test_the_command_line_may_not_contradict_the_source(tmp_path, capsys):
@@ -207,7 +239,7 @@ def test_mistakes_of_the_command_line_are_told_at_once(tmp_path, capsys):
     (tmp_path / "full" / "x").touch()
     message = failure(capsys, tmp_path, tmp_path / "full", "format=gguf", "dtype=int8")
     assert "exists and is no empty folder" in message
-    assert "format=gguf: allowed: hf, params" in message
+    assert "format=gguf: allowed: hf, params, maxtext" in message
     assert "dtype=int8: allowed" in message
     assert "the first two words are FROM and OUT" in failure(capsys, "format=hf", "vocab_size=3")
     assert "nothing in it is a checkpoint" in failure(capsys, tmp_path, tmp_path / "out", "format=hf")

@@ -5,6 +5,7 @@ from trainer.checkpoint.description import model_config
 from trainer.checkpoint.huggingface_out import write_huggingface
 from trainer.checkpoint.load import load_parameters, open_source
 from trainer.checkpoint.manager import CheckpointManager, inspect, newest, restore
+from trainer.checkpoint.maxtext_out import write_maxtext
 from trainer.checkpoint.params_out import write_params
 from trainer.checkpoint.save import is_due, maybe_save_checkpoint
 from trainer.checkpoint.source import Leaf, Shapes, Source, names_of, nested
@@ -29,5 +30,6 @@ __all__ = [
     "restore",
     "saved_config",
     "write_huggingface",
+    "write_maxtext",
     "write_params",
 ]

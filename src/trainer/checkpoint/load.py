@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,12 +11,13 @@ from trainer.checkpoint.beside import CONFIG as BESIDE_CONFIG
 from trainer.checkpoint.beside import TOKENIZER
 from trainer.checkpoint.description import check_same_model
 from trainer.checkpoint.huggingface import HuggingFaceSource, weight_files
-from trainer.checkpoint.manager import RUN, inspect, newest
-from trainer.checkpoint.maxtext import MaxTextSource
+from trainer.checkpoint.manager import RUN, committed, inspect, newest, written_by_maxtext
+from trainer.checkpoint.maxtext import ITEMS, MaxTextSource
 from trainer.checkpoint.params import CONFIG, TREE, ParamsSource
 from trainer.checkpoint.source import Leaf, Source, Tick, names_of, nested, progress
 from trainer.config import UserError
 from trainer.config.paths import local_path
+from trainer.observe.rundir import CHECKPOINTS
 from trainer.runtime import storage
 
 _SHORT = 2.0  # seconds; loading that takes longer is reported
@@ -34,17 +36,27 @@ def open_source(path: str) -> Source:
         return HuggingFaceSource(folder)
     if (folder / TREE).is_dir() and (folder / CONFIG).is_file():
         return ParamsSource(folder)
+    if (tree := _maxtexts_tree(folder)) is not None:
+        return MaxTextSource(tree, folder)
     if (checkpoint := newest(folder)) is not None:
         inspect(checkpoint)
         return ParamsSource(checkpoint, "", f"{RUN}/{BESIDE_CONFIG}", f"{RUN}/{TOKENIZER}")
-    for tree in (folder, folder / "items"):
-        if (tree / "_METADATA").is_file():
-            return MaxTextSource(tree)
     state = "there is no such folder" if not folder.is_dir() else "nothing in it is a checkpoint"
     raise UserError(
         f"{path}: {state}; looked for config.json with *.safetensors (Hugging Face), {TREE}/ with {CONFIG} "
-        "(written by trainer.export), checkpoints/ (a run), and _METADATA or items/_METADATA (MaxText)"
+        f"(written by trainer.export), {CHECKPOINTS}/N or N (a run, here or in MaxText), {ITEMS}/_METADATA or _METADATA "
+        "(a MaxText checkpoint)"
     )
+
+
+def _maxtexts_tree(folder: Path) -> Path | None:
+    """The parameters' tree in a checkpoint of MaxText: in the newest, if `folder` is a run's; None if there is none."""
+    if (folder / "_METADATA").is_file():
+        return folder
+    for checkpoint in (folder, *(found[-1] for found in map(committed, (folder, folder / CHECKPOINTS)) if found)):
+        if written_by_maxtext(checkpoint):
+            return checkpoint / ITEMS
+    return None
 
 
 def _remote_run(path: str) -> Source:

@@ -28,8 +28,10 @@ from trainer.checkpoint.disk import (
     logged_failure,
     silence_orbax,
 )
+from trainer.checkpoint.maxtext import ITEMS
 from trainer.checkpoint.retention import expired
 from trainer.checkpoint.sums import damaged, verify, write_sums
+from trainer.config import UserError
 from trainer.observe.rundir import CHECKPOINTS
 from trainer.runtime.agreement import agreed, from_first, is_first
 from trainer.runtime.storage import COMMITTED, absolute, entries, is_remote, remove_tree
@@ -141,6 +143,8 @@ class CheckpointManager:
     def _found(self, say: Callable[[str], None]) -> list[tuple[str, float | None]]:
         """The checkpoints that are there, once what is left of others is cleared away."""
         with disk_errors(self.directory):
+            for path in committed(self.directory):
+                _refuse_maxtexts(path)
             self._tidy(say)
             return [(path.name, self._loss(path)) for path in committed(self.directory)]
 
@@ -166,9 +170,14 @@ def inspect(path: Any) -> Beside:
     """What lies beside the arrays of checkpoints/N, at `path`.
 
     Raises:
-      UserError: a file of the checkpoint is damaged; names the first one.
+      UserError: a file of the checkpoint is damaged; names the first one. Or the checkpoint is MaxText's.
     """
-    from_first(lambda: verify(path))
+
+    def check() -> None:
+        _refuse_maxtexts(path)
+        verify(path)
+
+    from_first(check)
     return agreed(lambda: read_beside(path / RUN))
 
 
@@ -203,6 +212,20 @@ def committed(folder: Any) -> list[Any]:
     """The checkpoints in a folder of checkpoints, the newest last."""
     found = [path for path in entries(folder) if path.name.isdecimal() and path.is_dir() and _whole(path)]
     return sorted(found, key=lambda path: int(path.name))
+
+
+def written_by_maxtext(path: Any) -> bool:
+    """Whether checkpoints/N at `path` is one of MaxText's."""
+    return (path / ITEMS / "_METADATA").exists() and not (path / STATE).is_dir()
+
+
+def _refuse_maxtexts(path: Any) -> None:
+    if written_by_maxtext(path):
+        place = "a copy of it on this machine" if is_remote(path) else path
+        raise UserError(
+            f"{path} was written by MaxText, of whose checkpoints only the parameters are read: give "
+            f"load_parameters_path={place}, and a run_name that has no checkpoints yet"
+        )
 
 
 def _uncommitted(folder: Any) -> list[Any]:

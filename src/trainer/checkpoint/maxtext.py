@@ -1,7 +1,9 @@
 """MaxText's checkpoints: an Orbax tree of another trainer, of which only the parameters are read.
 
-What differs from ours, and is undone (docs/guides/weights.md):
-- scanned layers are stacked on axis 1, others lie in decoder/layers_0, decoder/layers_1, ...;
+A run of MaxText holds checkpoints/N/items, the tree, and beside it _CHECKPOINT_METADATA and sometimes the position in
+the data. In the tree the parameters lie below params/params, or where MaxText's NNX alone wrote them at its root, each
+as {"value": array}. What differs from ours, and is converted (docs/guides/weights.md):
+- scanned layers are stacked on axis 1 or, with param_scan_axis=0, on axis 0; others lie in decoder/layers_0, ...;
 - blocks llama2 and mistral hold 1 / sqrt(head_dim) in the query kernel, unless `use_qk_norm`;
 - a head's entries turn as halves or as adjacent pairs, which it decides by the model's name and rope_type.
 """
@@ -18,7 +20,15 @@ from trainer.checkpoint.source import LAYERS, Leaf, Shapes, check_tensors, commo
 from trainer.config import UserError
 from trainer.models.huggingface import family, halves_of_pairs, pairs_of_halves
 
+ITEMS = "items"  # the tree in checkpoints/N
+# What custom metadata say: MaxText's own key; and, of those that we write, whether heads turn as adjacent pairs.
+SCAN, PAIRS = "scan_layers", "rotary_pairs"
+ROOT = "params/params/"
 _TABLE = "token_embedder/embedding"
+# Where else parameters lie: written by MaxText's NNX model alone, with its whole state, or by its post-training.
+_ROOTS = (ROOT, "", "model/", "base/", "model_params/")
+_VALUE = "/value"
+_RANDOM = {"rngs", "dropout"}  # state beside the parameters in those
 _QUERY = "decoder/layers/self_attention/query/kernel"
 
 
@@ -29,67 +39,116 @@ class MaxTextSource:
     keys: Mapping[str, Any] = {}
     neutral: Mapping[str, Any] = {}
 
-    def __init__(self, path: Path):
-        """`path`: the folder of the Orbax tree.
+    def __init__(self, path: Path, tokenizer: Path):
+        """`path`: the folder of the Orbax tree; `tokenizer`: where the tokenizer's files may lie.
 
         Raises:
           UserError: there are no parameters of a decoder in it.
         """
-        self.path = self.tokenizer = path
+        self.path, self.tokenizer = path, tokenizer
         headers = orbax.headers(path)
-        roots = [name.removesuffix(_TABLE) for name in headers if name.endswith(_TABLE)]
-        # Moments of the optimizer have the same names, below opt_state.
-        roots = [root for root in roots if set(root.split("/")) <= {"params", ""}]
-        if not roots:
-            raise UserError(f"{path}: an Orbax checkpoint without params/params/{_TABLE}, so not one of MaxText's")
-        self._root = min(roots, key=len)
+        ends = ("", _VALUE)
+        found = [(root, end) for root in _ROOTS for end in ends if root + _TABLE + end in headers]
+        if not found:
+            raise UserError(f"{path}: {_not_maxtexts(headers)}")
+        root, end = found[0]
+        # Names as they are stored, and headers, by the parameter's name.
         self._headers = {
-            name.removeprefix(self._root): header for name, header in headers.items() if name.startswith(self._root)
+            name.removeprefix(root).removesuffix(end): (name, header)
+            for name, header in headers.items()
+            if name.startswith(root) and name.endswith(end) and not _RANDOM.intersection(name.split("/"))
+        }
+        self._said = {
+            key: value for key, value in orbax.custom_metadata(path).items() if key in (SCAN, PAIRS) and value in (0, 1)
         }
 
     def notes(self, config: Any) -> Sequence[str]:
-        """See `Source.notes`: the order of a head's entries, which the checkpoint does not say."""
-        order = "adjacent pairs" if in_pairs(config) else "halves"
-        return [
-            f"{self.path}: entries of a head are taken to turn as {order}, as MaxText has them with "
-            f"model_name={config.model_name} and rope_type={config.rope_type}"
-        ]
+        """See `Source.notes`: the order of a head's entries, which MaxText does not say; and what the checkpoint says
+        but does not hold."""
+        lines = []
+        if PAIRS not in self._said:
+            order = "adjacent pairs" if in_pairs(config) else "halves"
+            lines.append(
+                f"{self.path}: entries of a head are taken to turn as {order}, as MaxText has them with "
+                f"model_name={config.model_name} and rope_type={config.rope_type}"
+            )
+        scanned = any(name.startswith(LAYERS) for name in self._headers)
+        if self._said.get(SCAN, scanned) != scanned:
+            layers = "stacked" if scanned else "stored one by one"
+            lines.append(
+                f"{self.path}: its metadata say {SCAN}={not scanned}, but its layers are {layers}: read as such"
+            )
+        return lines
 
     def leaves(self, config: Any, shapes: Shapes) -> dict[str, Leaf]:
         """See `Source.leaves`."""
-        stored = {name: self._stored(name, shape) for name, shape in shapes.items()}
-        found = {name: (tuple(it.shape), np.dtype(it.dtype).name) for name, it in self._headers.items()}
+        axis = self._scan_axis(shapes)
+        stored = {name: self._stored(name, shape, axis) for name, shape in shapes.items()}
+        found = {name: (tuple(it.shape), np.dtype(it.dtype).name) for name, (_, it) in self._headers.items()}
         wanted = {name: shape for tensors in stored.values() for name, shape in tensors.items()}
         check_tensors(found, wanted, str(self.path))
         leaves = {}
         for name, tensors in stored.items():
-            dtype, mixed = common_dtype([np.dtype(self._headers[tensor].dtype) for tensor in tensors])
-            parts = [functools.partial(self._read, config, name, *tensor) for tensor in tensors.items()]
+            dtype, mixed = common_dtype([np.dtype(self._headers[tensor][1].dtype) for tensor in tensors])
+            parts = [functools.partial(self._read, config, name, axis, *tensor) for tensor in tensors.items()]
             leaves[name] = Leaf(shapes[name], dtype, parts, mixed=mixed)
         return leaves
 
-    def _stored(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    def _scan_axis(self, shapes: Shapes) -> int:
+        """The axis on which layers are stacked.
+
+        Raises:
+          UserError: every array has the same shape with either.
+        """
+        stacked = {name: shape for name, shape in shapes.items() if name.startswith(LAYERS) and name in self._headers}
+        fits = [
+            sum(tuple(self._headers[name][1].shape) == _with_layers_on(axis, shape) for name, shape in stacked.items())
+            for axis in (0, 1)
+        ]
+        if stacked and fits == [len(stacked)] * 2:
+            raise UserError(
+                f"{self.path}: as many layers as every parameter's first axis is long: whether param_scan_axis is 0 or "
+                "1 cannot be told from shapes; have MaxText write it with scan_layers=false"
+            )
+        return 0 if fits[0] > fits[1] else 1
+
+    def _stored(self, name: str, shape: tuple[int, ...], axis: int) -> dict[str, tuple[int, ...]]:
         """The tensors, name and shape, of a canonical parameter."""
         if not name.startswith(LAYERS):
             return {name: shape}
-        rest = name.removeprefix(LAYERS)
-        if f"decoder/layers_0/{rest}" in self._headers:
+        if layer_name(name, 0) in self._headers:
             # Of more layers than there are tensors one is missing: that many names need not be made to tell.
             layers = min(shape[0], len(self._headers) + 1)
-            return {f"decoder/layers_{i}/{rest}": shape[1:] for i in range(layers)}
-        return {name: (shape[1], shape[0], *shape[2:])}
+            return {layer_name(name, i): shape[1:] for i in range(layers)}
+        return {name: _with_layers_on(axis, shape)}
 
-    def _read(self, config: Any, name: str, tensor: str, shape: tuple[int, ...]) -> np.ndarray:
-        value = orbax.read(self.path, self._root + tensor, shape, np.dtype(self._headers[tensor].dtype))
+    def _read(self, config: Any, name: str, axis: int, tensor: str, shape: tuple[int, ...]) -> np.ndarray:
+        stored, header = self._headers[tensor]
+        value = orbax.read(self.path, stored, shape, np.dtype(header.dtype))
         if tensor.startswith(LAYERS):
-            value = np.moveaxis(value, 1, 0)
-        its_family = family(config.decoder_block)
-        layout = its_family.layouts.get(name)
-        if layout and layout.turned and in_pairs(config) != config.rope_interleave:
+            value = np.moveaxis(value, axis, 0)
+        if turns(config, name, self._said.get(PAIRS, in_pairs(config))):
             value = pairs_of_halves(value) if config.rope_interleave else halves_of_pairs(value)
-        if name == _QUERY and its_family.maxtext_scales_query and not config.use_qk_norm:
-            value = _scaled(value, config.head_dim**0.5)
-        return value
+        return scaled(value, np.multiply, query_scale(config, name))
+
+
+def _not_maxtexts(headers: Mapping[str, Any]) -> str:
+    """Why an Orbax tree is refused."""
+    if f"params/{_TABLE}" in headers:
+        return (
+            "a part of a checkpoint of this trainer, not of MaxText; give the run's folder, its checkpoints/N, or the "
+            "folder that trainer.export wrote"
+        )
+    return f"an Orbax checkpoint without {ROOT}{_TABLE}, or {_TABLE} with or without {_VALUE}: not one of MaxText's"
+
+
+def _with_layers_on(axis: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[1 : axis + 1], shape[0], *shape[axis + 1 :])
+
+
+def layer_name(name: str, layer: int) -> str:
+    """Where MaxText has one layer of the canonical parameter `name`, if layers are not scanned."""
+    return f"decoder/layers_{layer}/{name.removeprefix(LAYERS)}"
 
 
 def in_pairs(config: Any) -> bool:
@@ -105,9 +164,18 @@ def in_pairs(config: Any) -> bool:
     )
 
 
-def _scaled(value: np.ndarray, factor: float) -> np.ndarray:
-    """`value` times `factor`, rounded once; in float32 it is never there as a whole."""
-    result = np.empty(value.shape, value.dtype)
-    for part, target in zip(value, result, strict=True):
-        target[...] = part.astype(np.float32) * np.float32(factor)
-    return result
+def turns(config: Any, name: str, pairs: bool) -> bool:
+    """Whether entries of a head in the canonical parameter `name` are in another order than with adjacent `pairs`."""
+    layout = family(config.decoder_block).layouts.get(name)
+    return layout is not None and layout.turned and pairs != config.rope_interleave
+
+
+def query_scale(config: Any, name: str) -> float:
+    """How many times MaxText's parameter the canonical parameter `name` is."""
+    scales = family(config.decoder_block).maxtext_scales_query and not config.use_qk_norm
+    return config.head_dim**0.5 if name == _QUERY and scales else 1.0
+
+
+def scaled(value: np.ndarray, operation: np.ufunc, factor: float) -> np.ndarray:
+    """`value` times or over `factor`, as `operation` says: in float32, so that the caller's cast is what rounds it."""
+    return value if factor == 1 else operation(value, np.float32(factor), dtype=np.float32)

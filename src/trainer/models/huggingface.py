@@ -56,6 +56,7 @@ class Family(NamedTuple):
         max_window_layers on, where use_sliding_window is true.
       whole_heads: hidden_size must be a multiple of the number of heads.
       maxtext_scales_query: MaxText keeps 1 / sqrt(head_dim) in the query kernel, unless `use_qk_norm`.
+      maxtext_caps_scores: MaxText's block reads `attn_logits_soft_cap`.
     """
 
     model_type: str
@@ -66,6 +67,7 @@ class Family(NamedTuple):
     window: Literal["", "given", "switched"] = ""
     whole_heads: bool = False
     maxtext_scales_query: bool = False
+    maxtext_caps_scores: bool = False
 
 
 def transposed(matrix: np.ndarray) -> np.ndarray:

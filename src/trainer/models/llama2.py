@@ -114,4 +114,12 @@ LAYOUTS = {
     "decoder/decoder_norm/scale": Layout("model.norm.weight"),
     "decoder/logits_dense/kernel": Layout("lm_head.weight", inputs=1),
 }
-HUGGING_FACE = Family("llama", "LlamaForCausalLM", LAYOUTS, defaults={}, whole_heads=True, maxtext_scales_query=True)
+HUGGING_FACE = Family(
+    "llama",
+    "LlamaForCausalLM",
+    LAYOUTS,
+    defaults={},
+    whole_heads=True,
+    maxtext_scales_query=True,
+    maxtext_caps_scores=True,
+)

@@ -92,6 +92,22 @@ def test_a_tied_model_may_hold_its_head(tmp_path):
     assert "model.norm.weight: found [3]" in refusal(path, config)
 
 
+def test_every_row_of_a_tied_head_is_compared(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.checkpoint.huggingface._ROWS", 24)
+    config = config_of(decoder_block="qwen3", **FAMILIES["qwen3"])
+    params = random_params(config)
+    tensors = hf_tensors(params)
+    table = tensors["model.embed_tokens.weight"]
+    assert len(table) > 2 * 24
+    assert len(table) % 24, "the last rows are fewer"
+    assert_same(loaded(write_hf(tmp_path / "same", config, tensors | {"lm_head.weight": table.copy()}), config), params)
+    for row in (0, 23, 24, 47, 48, len(table) - 1):
+        head = table.copy()
+        head[row, 3] += 1
+        path = write_hf(tmp_path / str(row), config, tensors | {"lm_head.weight": head})
+        assert "lm_head.weight is not model.embed" in refusal(path, config)
+
+
 def test_another_model_is_refused_with_all_that_differs(tmp_path):
     config = config_of(decoder_block="llama2", **FAMILIES["llama2"])
     path = write_hf(tmp_path / "hf", config, hf_tensors(random_params(config)), rms_norm_eps=1e-6, vocab_size=65)

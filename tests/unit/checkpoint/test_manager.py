@@ -143,6 +143,18 @@ def test_any_damaged_file_is_named(tmp_path):
     assert inspect(path) == BESIDE
 
 
+def test_damage_is_found_wherever_it_is_in_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.checkpoint.sums._CHUNK", 16)
+    path = saved(tmp_path)
+    name = max(files(path), key=lambda name: (path / name).stat().st_size)
+    content = (path / name).read_bytes()
+    assert len(content) > 4 * 16
+    for i in (0, 16, len(content) // 2, len(content) - 1):
+        (path / name).write_bytes(content[:i] + bytes([content[i] ^ 1]) + content[i + 1 :])
+        with pytest.raises(UserError, match=f"is damaged: {name} is not what was written"):
+            inspect(path)
+
+
 @pytest.mark.parametrize("content", [None, "", "[]", '{"a": 1}'])
 def test_sums_that_cannot_be_read_are_damage(tmp_path, content):
     path = saved(tmp_path)

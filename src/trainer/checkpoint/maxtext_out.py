@@ -1,0 +1,73 @@
+"""Writes parameters as MaxText's load_parameters_path takes them: the inverse of `maxtext`."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.checkpoint import orbax
+from trainer.checkpoint.maxtext import ITEMS, PAIRS, ROOT, SCAN, layer_name, query_scale, scaled, turns
+from trainer.checkpoint.params_out import target_dtypes
+from trainer.checkpoint.source import LAYERS, Leaf, Tick, progress
+from trainer.models.huggingface import halves_of_pairs, pairs_of_halves
+from trainer.models.maxtext_config import maxtext_keys
+
+STEP = "0"  # the folder of the one checkpoint in what is written
+_HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
+_COMMITTED = "commit_success.txt"
+
+
+def write_maxtext(folder: Path, config: Any, leaves: Mapping[str, Leaf], dtype: str | None, scan: bool) -> None:
+    """Writes `leaves`, one after the other, below `folder`/0/items; `folder` exists and is empty.
+
+    Args:
+      config: resolved; the order of a head's entries is the one that it says.
+      dtype: see `params_out.write_params`.
+      scan: layers are stacked on axis 1, as MaxText has them with scan_layers=true and its default param_scan_axis.
+
+    Raises:
+      UserError: MaxText cannot compute this model, see `maxtext_keys`; or see `target_dtypes`.
+    """
+    maxtext_keys(config)
+    targets = target_dtypes(leaves, dtype)
+    # Written for the keys that `maxtext_keys` gives: without a model's name rope_type alone decides there.
+    pairs = config.rope_type != "default"
+    step = folder / STEP
+    with orbax.writer(step, {SCAN: scan, PAIRS: pairs}) as write, progress(leaves.values(), "writing") as tick:
+        for name, leaf in leaves.items():
+            write(_stored(config, name, leaf, targets[name], scan, pairs, tick))
+    _as_maxtext_has_it(step)
+
+
+def _stored(
+    config: Any, name: str, leaf: Leaf, dtype: np.dtype, scan: bool, pairs: bool, tick: Tick
+) -> dict[str, np.ndarray]:
+    """MaxText's arrays of one canonical parameter, by path."""
+    turn = pairs_of_halves if pairs else halves_of_pairs
+    factor = query_scale(config, name)
+
+    def theirs(value: np.ndarray) -> np.ndarray:
+        value = turn(value) if turns(config, name, pairs) else value
+        return scaled(value, np.divide, factor).astype(dtype, copy=False)
+
+    if not name.startswith(LAYERS):
+        return {ROOT + name: leaf.read(dtype, tick)}
+    if not scan:
+        return {ROOT + layer_name(name, i): theirs(layer) for i, layer in enumerate(leaf.layers(tick))}
+    stacked = np.empty((leaf.shape[1], leaf.shape[0], *leaf.shape[2:]), dtype)
+    for i, layer in enumerate(leaf.layers(tick)):
+        stacked[:, i] = theirs(layer)
+    return {ROOT + name: stacked}
+
+
+def _as_maxtext_has_it(step: Path) -> None:
+    """Gives the checkpoint that Orbax v1 wrote the names and files of Orbax v0, by which MaxText saves."""
+    (step / "state").rename(step / ITEMS)
+    (step / "orbax.checkpoint").unlink()
+    for folder in (step, step / ITEMS):
+        (folder / _COMMITTED).touch()  # a bucket's mark of what is complete, for whoever copies it there
+    file = step / orbax.COMPOSITE
+    metadata = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps(metadata | {"item_handlers": {ITEMS: _HANDLER}}), encoding="utf-8")

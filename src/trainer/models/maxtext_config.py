@@ -1,0 +1,72 @@
+"""A model's keys as words of MaxText's command line. Checked against MaxText's commit e591f30."""
+
+from typing import Any
+
+from trainer.config import UserError
+from trainer.models.huggingface import family
+from trainer.models.huggingface_config import SIZES
+
+# What MaxText's RoPE of type llama3.1 has in its code.
+_LLAMA31 = {
+    "rope_factor": 8,
+    "rope_low_freq_factor": 1,
+    "rope_high_freq_factor": 4,
+    "original_max_position_embeddings": 8192,
+}
+# Whole numbers in MaxText, of RoPE of any type and of YaRN.
+_WHOLE = ("rope_min_timescale", "rope_max_timescale")
+_WHOLE_YARN = ("rope_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+
+
+def maxtext_keys(config: Any) -> dict[str, Any]:
+    """MaxText's keys of the model that `config`, resolved, describes; its `model_name` stays the default.
+
+    Raises:
+      UserError: every key whose value MaxText's block cannot compute.
+    """
+    if refused := _unsayable(config):
+        raise UserError("\n  ".join([f"MaxText's block {config.decoder_block} cannot compute:", *refused]))
+    names = ("decoder_block", *SIZES.values(), "base_num_kv_heads", "head_dim", "mlp_activations")
+    names += ("normalization_layer_epsilon", "logits_via_embedding", "normalize_embedding_logits", "use_qk_norm")
+    names += ("attn_logits_soft_cap", "final_logits_soft_cap", "rope_type")
+    keys = {name: config[name] for name in names} | {name: int(config[name]) for name in _WHOLE}
+    if not config.logits_via_embedding:
+        del keys["normalize_embedding_logits"]
+    if config.rope_type == "default":
+        keys["rope_linear_scaling_factor"] = config.rope_linear_scaling_factor
+    if config.rope_type == "yarn":
+        keys |= {name: int(config[name]) for name in _WHOLE_YARN}
+        keys |= {"rope_truncate": config.rope_truncate, "rope_attention_scaling": config.rope_attention_scaling}
+        # Adjacent pairs, see `checkpoint.maxtext.in_pairs`; and the length of MaxText's table of angles.
+        length = keys["rope_factor"] * keys["original_max_position_embeddings"]
+        keys |= {"rope_interleave": True, "max_position_embeddings": length}
+    return keys
+
+
+def maxtext_notes(config: Any) -> list[str]:
+    """A line where MaxText computes the same function on short texts alone."""
+    if config.attention_type == "global":
+        return []
+    return [
+        f"warning: MaxText's block {config.decoder_block} attends to the whole row whatever attention_type says: rows "
+        f"longer than sliding_window_size={config.sliding_window_size} come out different there"
+    ]
+
+
+def _unsayable(config: Any) -> list[str]:
+    theirs = family(config.decoder_block)
+    refused = []
+    if config.use_qk_norm and not theirs.qk_norm:
+        refused.append("use_qk_norm=True: it has no such norm")
+    if config.attn_logits_soft_cap and not theirs.maxtext_caps_scores:
+        refused.append(f"attn_logits_soft_cap={config.attn_logits_soft_cap}: it does not read this key")
+    if config.rope_type == "llama3.1":
+        refused += [
+            f"{name}={config[name]}: {value} is fixed in its code"
+            for name, value in _LLAMA31.items()
+            if config[name] != value
+        ]
+    for name in (*_WHOLE, *(_WHOLE_YARN if config.rope_type == "yarn" else ())):
+        if config[name] != int(config[name]):
+            refused.append(f"{name}={config[name]}: a whole number there")
+    return refused
