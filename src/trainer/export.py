@@ -51,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_words(checkpoint.keys, keys, config, str(checkpoint.path))
     leaves = checkpoint.leaves(config, parameter_shapes(config))
     neutral = dict(checkpoint.neutral)
-    if any(word.startswith("max_target_length=") for word in keys):
+    length = {"max_target_length": config.max_target_length} if _length_given(keys) else {}
+    if length:
         neutral["max_position_embeddings"] = config.max_target_length
     partial = out.with_name(f"{out.name}.incomplete-{os.getpid()}")
     try:
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         shutil.rmtree(partial, ignore_errors=True)
     _report(out, options, sum(leaf.size for leaf in leaves.values()))
     if options["format"] == "maxtext":
-        print(_maxtext_line(out, options, config))
+        print(_maxtext_line(out, options, config, length))
 
 
 def _read_words(words: Sequence[str]) -> tuple[str, Path, dict[str, str], list[str]]:
@@ -103,6 +104,10 @@ def _read_words(words: Sequence[str]) -> tuple[str, Path, dict[str, str], list[s
 
 def _scans(options: dict[str, str]) -> bool:
     return read_text(schema().keys["scan_layers"], options.get("scan_layers", "true"))
+
+
+def _length_given(keys: Sequence[str]) -> bool:
+    return any(word.startswith("max_target_length=") for word in keys)
 
 
 def _not_a_new_folder(path: Path) -> str | None:
@@ -156,13 +161,14 @@ def _report(out: Path, options: dict[str, str], parameters: int) -> None:
         print(f"  {path.name + ('/' if path.is_dir() else ''):<36}{size:>10}")
 
 
-def _maxtext_line(out: Path, options: dict[str, str], config: Any) -> str:
+def _maxtext_line(out: Path, options: dict[str, str], config: Any, length: dict[str, int]) -> str:
     """How MaxText loads what was written: a checkpoint says nothing of its model there."""
     from trainer.checkpoint.description import as_words
     from trainer.checkpoint.maxtext_out import ITEMS, STEP
     from trainer.models.maxtext_config import maxtext_keys
 
-    keys = {"load_parameters_path": str(out / STEP / ITEMS), "scan_layers": _scans(options)} | maxtext_keys(config)
+    keys = {"load_parameters_path": str(out / STEP / ITEMS), "scan_layers": _scans(options)}
+    keys |= maxtext_keys(config) | length
     return f"to load it in MaxText, give: {shlex.join(as_words(keys))}"
 
 

@@ -123,8 +123,9 @@ def test_mistakes_of_an_export_to_maxtext(tmp_path, capsys):
     hf, out = tmp_path / "hf", tmp_path / "out"
     assert "scan_layers=maybe: " in failure(capsys, hf, out, "format=maxtext", "scan_layers=maybe")
     assert "scan_layers: not a key of the model" in failure(capsys, hf, out, "format=hf", "scan_layers=true")
-    main([str(hf), str(out), "format=maxtext", "dtype=bfloat16"])
+    main([str(hf), str(out), "format=maxtext", "dtype=bfloat16", "max_target_length=77"])
     shown = capsys.readouterr().out
+    assert "max_target_length=77" in shown.splitlines()[-1]
     assert "rows longer than sliding_window_size=5 come out different" in shown
     assert "attention_type" not in shown.splitlines()[-1]
 

@@ -44,8 +44,8 @@ def open_source(path: str) -> Source:
     state = "there is no such folder" if not folder.is_dir() else "nothing in it is a checkpoint"
     raise UserError(
         f"{path}: {state}; looked for config.json with *.safetensors (Hugging Face), {TREE}/ with {CONFIG} "
-        f"(written by trainer.export), {CHECKPOINTS}/N or N (a run, here or in MaxText), {ITEMS}/_METADATA or _METADATA "
-        "(a MaxText checkpoint)"
+        f"(written by trainer.export), {CHECKPOINTS}/N or N (a run, here or in MaxText), {ITEMS}/_METADATA or "
+        "_METADATA (a MaxText checkpoint)"
     )
 
 
