@@ -75,7 +75,9 @@ def _prepare(loaded, console):
 
     from trainer.data import open_dataset
     from trainer.training import build
+    from trainer.training.memory import check_memory
 
+    check_memory(loaded.config, jax.devices())
     run = build(loaded.config, jax.devices())
     index = jax.process_index()
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Awaitable, Mapping
 from typing import Any, NamedTuple
 
+from trainer.checkpoint.sums import damaged
 from trainer.config import read_saved
 from trainer.runtime.storage import entries
 
@@ -58,9 +59,26 @@ class BesideFiles:
 def read_beside(folder: Any) -> Beside:
     """Reads what was written to checkpoints/N/run, with this process's own position if it had one."""
     own = folder / _data_file(_process_index())
-    data = json.loads((own if own.is_file() else folder / DATA).read_text(encoding="utf-8"))
+    data = _object(folder, own.name if own.is_file() else DATA)
+    if not isinstance(data.get("fingerprint"), str):
+        raise damaged(folder, DATA, "says no fingerprint of the data")
     tokenizer = {path.name: path.read_bytes() for path in entries(folder / TOKENIZER)}
-    return Beside((folder / CONFIG).read_text(encoding="utf-8"), tokenizer=tokenizer, **data)
+    try:
+        config = (folder / CONFIG).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise damaged(folder, CONFIG, f"cannot be read ({error})") from error
+    return Beside(config, data.get("position"), data["fingerprint"], tokenizer)
+
+
+def _object(folder: Any, name: str) -> dict[str, Any]:
+    """The JSON object in a file of the folder; raises UserError where it is none."""
+    try:
+        found = json.loads((folder / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise damaged(folder, name, f"cannot be read ({type(error).__name__}: {error})") from error
+    if not isinstance(found, dict):
+        raise damaged(folder, name, "is no JSON object")
+    return found
 
 
 def _data_file(process: int) -> str:
@@ -76,7 +94,7 @@ def _process_index() -> int:
 
 def read_metrics(folder: Any) -> dict[str, float]:
     """The metrics by which retention chooses, in checkpoints/N/run."""
-    return json.loads((folder / METRICS).read_text(encoding="utf-8"))
+    return _object(folder, METRICS)
 
 
 def saved_config(beside: Beside, where: Any) -> dict[str, Any]:

@@ -30,11 +30,11 @@ def verify(folder: Any) -> None:
     """
     try:
         sums = {name: (length, crc) for name, (length, crc) in json.loads((folder / SUMS).read_text("utf-8")).items()}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(folder, SUMS, f"cannot be read ({type(error).__name__}: {error})") from error
     try:
         json.loads((folder / _METADATA).read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise damaged(folder, _METADATA, f"cannot be read ({type(error).__name__}: {error})") from error
     for name, (length, crc) in sums.items():
         path = folder / name
@@ -44,8 +44,9 @@ def verify(folder: Any) -> None:
                 raise damaged(folder, name, f"has {found} bytes of {length}")
             if crc is not None and _crc(path) != crc:
                 raise damaged(folder, name, "is not what was written")
-        except OSError as error:
-            raise damaged(folder, name, f"cannot be read ({error.strerror or error})") from error
+        except (OSError, ValueError) as error:  # ValueError: of a name that is none
+            why = getattr(error, "strerror", None) or error
+            raise damaged(folder, name, f"cannot be read ({why})") from error
 
 
 def damaged(folder: Any, name: str, what: str) -> UserError:

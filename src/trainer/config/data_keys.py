@@ -1,12 +1,13 @@
 """Checks of the data's keys: what excludes each other, and what has no effect."""
 
-import json
+import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from trainer.config.errors import Unbuilt, UserError, shortened
+from trainer.config.json_files import read_object
 from trainer.config.paths import local_path
 from trainer.config.schema import schema
 
@@ -37,6 +38,8 @@ _TEXT = (
 )
 DEFAULT = "default"  # where a value comes from that nobody gave
 Problem = Callable[[Any], str | None]
+# A weight of a mixture. Fractions are exact, and those of 1e999999999 take all memory.
+_WEIGHT = re.compile(r"[0-9./]{1,24}(e[+-]?[0-9]{1,2})?", re.IGNORECASE)
 
 
 def parse_mixture(files: str, config_path: str) -> list[tuple[str, Fraction]]:
@@ -58,12 +61,12 @@ def parse_mixture(files: str, config_path: str) -> list[tuple[str, Fraction]]:
     result = []
     for pattern, weight in pairs:
         try:
-            value = Fraction(weight)
+            value = Fraction(weight if _WEIGHT.fullmatch(weight) else 0)
         except (ValueError, ZeroDivisionError):
             value = Fraction(0)
         if not pattern or value <= 0:
             raise UserError(
-                f"{pattern or files!r} with the weight {weight!r} is no part of a mixture; write "
+                f"{shortened(pattern or files)!r} with the weight {shortened(weight)!r} is no part of a mixture; write "
                 "glob,weight;glob,weight with weights above 0"
             )
         result.append((pattern, value))
@@ -74,9 +77,8 @@ def parse_mixture(files: str, config_path: str) -> list[tuple[str, Fraction]]:
 
 def _read_mixture(path: Path) -> list[tuple[str, str]]:
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-        return [(str(entry["path"]), str(entry["weight"])) for entry in entries.values()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [(str(entry["path"]), str(entry["weight"])) for entry in read_object(path).values()]
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f'grain_train_mixture_config_path={path} is not {{"name": {{"path": glob, "weight": number}}, ...}} '
             f"({type(error).__name__}: {error})"

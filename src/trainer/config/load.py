@@ -78,6 +78,7 @@ def load(argv: Sequence[str], place: str = COMMAND_LINE) -> Loaded:
     config = ml_collections.ConfigDict({name: setting.value for name, setting in sized.items()})
     changed = {name: setting.where for name, setting in given.items()}
     where = {name: setting.where for name, setting in sized.items()}
+    reader.mistakes += _outgrown(reader.schema, values, sized)
     reader.mistakes += contradictions(config, where, reader.broken)
     reader.mistakes += data_not_asked_for(config, where, changed)
     reader.mistakes += foreign_code(reader.schema.keys, config, changed)
@@ -90,6 +91,17 @@ def load(argv: Sequence[str], place: str = COMMAND_LINE) -> Loaded:
     warnings = [line for file in files for line in file.repeated] + _not_known(reader.unknown)
     warnings += without_effect(config, changed)
     return Loaded(config, changed, on_one_screen(warnings), on_one_screen(notes))
+
+
+def _outgrown(schema: Schema, values: dict[str, Setting], sized: dict[str, Setting]) -> list[str]:
+    """One line for each size that global_parameter_scale takes out of its range."""
+    grown = {name: it for name, it in sized.items() if it.value != values[name].value}
+    checked = ((name, it, schema.keys[name]) for name, it in grown.items())
+    return [
+        f"{name}={it.value} ({it.where}): out of range; allowed: {key.allowed}"
+        for name, it, key in checked
+        if not key.accepts(it.value)
+    ]
 
 
 def _other_defaults(files: Sequence[YmlFile], config: Any, where: Mapping[str, str], notes: Sequence[str]) -> list[str]:

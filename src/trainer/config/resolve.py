@@ -11,6 +11,7 @@ from trainer.config.errors import report
 from trainer.config.kernels import choose_attention
 from trainer.config.mesh_sizes import fill_mesh
 from trainer.config.rules import DIMENSIONS, TENSORS, make_rules, with_lengths
+from trainer.config.sizes import too_large
 from trainer.config.tiles import misfits
 
 
@@ -33,6 +34,8 @@ def resolve(
     if mesh:
         mistakes += [*_indivisible(values, mesh), *_uneven_rows(values, mesh)]
     values["attention"], mistaken = choose_attention(values, mesh, platform)
+    if mesh:
+        mistakes += too_large(values)
     mistakes += mistaken or (misfits(values) if values["attention"] == "splash" else [])
     if mistakes:
         raise report(mistakes)

@@ -3,7 +3,6 @@
 import base64
 import binascii
 import hashlib
-import json
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from trainer.config.errors import UserError
+from trainer.config.json_files import read_object, shown
 from trainer.config.paths import local_path
 from trainer.data.tokenizer import CONFIG_FILE, JSON_FILE, ByteTokenizer, JsonTokenizer, Tokenizer
 
@@ -27,6 +27,7 @@ _LLAMA3_WORDS = (
     r"\s+(?!\S)|\s+"
 )
 _LLAMA3_SPECIAL = 256
+_MOST_TOKENS = 1 << 24  # tables of this many entries are held
 
 
 def load_tokenizer(path: str, kind: str, *, add_bos: bool, add_eos: bool) -> Tokenizer:
@@ -121,6 +122,8 @@ def _load_json(file: Path, *, add_bos: bool, add_eos: bool) -> JsonTokenizer:
         raise UserError(f"tokenizer_path: {file} is no tokenizer.json ({error})") from error
     names = _special_names(file)
     vocabulary = inner.get_vocab()
+    if not vocabulary or max(vocabulary.values()) >= _MOST_TOKENS:
+        raise UserError(f"tokenizer_path: {file}: its tokens are none, or have ids of {_MOST_TOKENS} and more")
     begin = names.get("bos_token") or next((name for name in _BEGINS if name in vocabulary), None)
     end = names.get("eos_token") or next((name for name in _ENDS if name in vocabulary), None)
     for name in (begin, end):
@@ -142,16 +145,18 @@ def _special_names(file: Path) -> dict[str, str]:
     path = file.with_name(CONFIG_FILE)
     if not path.is_file():
         return {}
-    try:
-        given: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"tokenizer_path: {path} is no JSON ({error})") from error
-    values = {name: given.get(name) for name in ("bos_token", "eos_token")}
-    return {
-        name: value["content"] if isinstance(value, dict) else value
-        for name, value in values.items()
-        if value is not None
-    }
+    given = read_object(path)
+    names = {}
+    for name in ("bos_token", "eos_token"):
+        value = given.get(name)
+        value = value.get("content") if isinstance(value, dict) else value
+        if not isinstance(value, str | None):
+            raise UserError(
+                f"tokenizer_path: {path}: {name}={shown(given[name])}, not text, nor an object with content"
+            )
+        if value is not None:
+            names[name] = value
+    return names
 
 
 def _file(path: Path, kind: str) -> Path:
@@ -174,7 +179,7 @@ def _file(path: Path, kind: str) -> Path:
 
 def _kind(file: Path) -> str:
     """The type of a tokenizer's file, by its name and first bytes."""
-    if file.name == CONFIG_FILE and json.loads(file.read_text(encoding="utf-8")).get("tokenizer_type") == "bytes":
+    if file.name == CONFIG_FILE and read_object(file).get("tokenizer_type") == "bytes":
         return "bytes"
     if file.suffix == ".json":
         return "huggingface"

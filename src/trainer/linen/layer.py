@@ -11,7 +11,7 @@ from trainer.config import UserError
 from trainer.layers.sown import TYPES, Activation, Sown, capture
 from trainer.layers.stack import cast_in_loop
 from trainer.linen.bridge import capturing, to_linen
-from trainer.models.blocks import block_class, check_state, make_block, refuse_state
+from trainer.models.blocks import block_class, check_calls, check_state, make_block, refuse_state
 from trainer.models.transformer import Types
 from trainer.ops.random import seed_key
 
@@ -28,6 +28,7 @@ def make_layer(config: Any, **fields: Any) -> linen.Module:
     found = block_class(config)
     if not issubclass(found, linen.Module):
         raise UserError(f"decoder_block={config.decoder_block}: this is neither an nnx.Module nor a linen.Module")
+    check_calls(found, ("config",), config.decoder_block)
     return found(config, **fields)
 
 

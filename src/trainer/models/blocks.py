@@ -7,7 +7,9 @@ may read its keys. `cache` is None in training; a block that takes no cache can 
 """
 
 import importlib
+import inspect
 import math
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ import jax
 from flax import nnx
 
 from trainer.config import UserError, linen_stack, nearest
+from trainer.config.errors import shortened
 
 # decoder_block -> the module that holds the family's Block
 FAMILIES = {
@@ -22,6 +25,8 @@ FAMILIES = {
     "mistral": "trainer.models.mistral",
     "qwen3": "trainer.models.qwen3",
 }
+# Of a block's call.
+_ARGUMENTS = ("x", "cache", "position", "segment", "row", "key")
 
 
 def block_class(config) -> Any:
@@ -36,9 +41,34 @@ def block_class(config) -> Any:
     found = _imported(name)
     if not isinstance(found, type):
         raise UserError(f"decoder_block={name}: this is no class")
-    if not issubclass(found, nnx.Module) and (problem := linen_stack(config)):
+    if issubclass(found, nnx.Module):
+        check_calls(found, ("config", "rngs"), name)
+    elif problem := linen_stack(config):
         raise UserError(f"decoder_block={name}: this is no nnx.Module; {problem}")
     return found
+
+
+def check_calls(found: type, made_of: Sequence[str], name: str) -> None:
+    """Checks that a class can be made of the arguments `made_of`, and called as a block is.
+
+    Raises:
+      UserError: it cannot; `name` is the decoder_block that it stands for.
+    """
+    if inspect.isabstract(found):
+        raise UserError(f"decoder_block={name}: the class {found.__name__} is abstract; give one that can be made")
+    for method, arguments in {"__init__": made_of, "__call__": _ARGUMENTS}.items():
+        # Not by getattr, which finds what calls a class, too; nor by a class's signature, which its metaclass hides.
+        fn = next((vars(base)[method] for base in found.__mro__ if method in vars(base)), None)
+        if fn is None:
+            raise UserError(f"decoder_block={name} is no block: {found.__name__} has no {method}")
+        try:
+            inspect.signature(fn).bind(found, *arguments)
+        except (TypeError, ValueError) as error:
+            call = f"{'block' if method == '__call__' else found.__name__}({', '.join(arguments)})"
+            raise UserError(
+                f"decoder_block={name} is no block: it is not called as {call} ({error}); docs/guides/migrating.md has "
+                "an example"
+            ) from None
 
 
 def _imported(name: str) -> Any:
@@ -46,13 +76,18 @@ def _imported(name: str) -> Any:
     try:
         imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        # Only what the name itself spells is the user's mistake here; a missing import of theirs keeps its traceback.
-        if error.name is None or f"{module}.".startswith(f"{error.name}.") is False:
-            raise
+        missing = error.name or str(error)
+        by = "" if f"{module}.".startswith(f"{missing}.") else f", which {module} imports"
         raise UserError(
-            f"decoder_block={name}: there is no module {error.name}; it is looked for in the current folder and where "
+            f"decoder_block={name}: there is no module {missing}{by}; it is looked for in the current folder and where "
             "Python finds packages (PYTHONPATH, pip install)"
         ) from None
+    except (Exception, SystemExit) as error:  # anything may go wrong in somebody's own module
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(
+            f"decoder_block={name}: importing {module} fails: {type(error).__name__}: {shortened(str(error))} "
+            f"({at.filename}:{at.lineno})"
+        ) from error
     if not hasattr(imported, attribute):
         classes = [key for key, value in vars(imported).items() if isinstance(value, type)]
         raise UserError(f"decoder_block={name}: {module} has no {attribute}{nearest(attribute, classes)}")

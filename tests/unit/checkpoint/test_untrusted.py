@@ -89,8 +89,10 @@ def test_rope_of_a_type_without_any_length_is_refused():
 
 
 def test_many_layers_are_not_counted_out():
-    data = hf_config(config_of(decoder_block="mistral", **FAMILIES["mistral"])) | {"num_hidden_layers": 2**31 - 1}
-    assert model_keys(data, "config.json")["base_num_decoder_layers"] == 2**31 - 1
+    data = hf_config(config_of(decoder_block="mistral", **FAMILIES["mistral"])) | {"num_hidden_layers": 65536}
+    assert model_keys(data, "config.json")["base_num_decoder_layers"] == 65536
+    data["num_hidden_layers"] = 2**31 - 1  # a list of as many kinds takes all memory
+    assert "base_num_decoder_layers=2147483647: out of range" in refusal(model_keys, data, "config.json")
 
 
 @pytest.fixture
@@ -150,12 +152,12 @@ def test_damaged_headers_of_safetensors(hugging_face, content):
 
 
 def test_more_layers_than_tensors(hugging_face):
-    data = json.loads((hugging_face / "config.json").read_text()) | {"num_hidden_layers": 2**31 - 1}
+    data = json.loads((hugging_face / "config.json").read_text()) | {"num_hidden_layers": 65536}
     (hugging_face / "config.json").write_text(json.dumps(data))
     source = open_source(str(hugging_face))
     config = model_config(source.keys, [], str(source.path))
-    shapes = {"decoder/layers/mlp/wi_0/kernel": (2**31 - 1, 2, 2)}
-    assert "too few for num_hidden_layers=2147483647" in refusal(source.leaves, config, shapes)
+    shapes = {"decoder/layers/mlp/wi_0/kernel": (65536, 2, 2)}
+    assert "too few for num_hidden_layers=65536" in refusal(source.leaves, config, shapes)
 
 
 def test_a_long_list_of_tensors_is_cut_short(hugging_face):
@@ -252,3 +254,40 @@ def test_the_yml_of_the_folder_that_a_run_starts_from_is_data(tmp_path, monkeypa
     Path("child.yml").write_text(f"base_config: {theirs}\n")
     assert "names code" in refusal(load, ["child.yml", f"{key}=theirs"])
     load([theirs])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("data.json", "[]", "data.json is no JSON object"),
+        ("data.json", "[" * 100_000, "data.json cannot be read (RecursionError"),
+        ("data.json", "{}", "data.json says no fingerprint"),
+        ("data.json", '{"fingerprint": 3, "position": null}', "data.json says no fingerprint"),
+        ("config.yml", b"\xff", "config.yml cannot be read"),
+    ],
+)
+def test_what_lies_beside_a_checkpoint_is_of_its_types(tmp_path, name, content, problem):
+    from trainer.checkpoint.beside import read_beside
+
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "config.yml").write_text("steps: 3\n")
+    (tmp_path / "data.json").write_text('{"fingerprint": "a", "position": null, "more": 1}')
+    assert read_beside(tmp_path).fingerprint == "a"
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert problem in refusal(read_beside, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ('{"a\\u0000b": [1, 2]}', "cannot be read"),
+        ('{"a": 3}', "sums.json cannot be read"),
+        ("[" * 100_000, "sums.json cannot be read"),
+    ],
+)
+def test_sums_of_other_types(tmp_path, content, problem):
+    from trainer.checkpoint.sums import verify
+
+    (tmp_path / "_CHECKPOINT_METADATA").write_text("{}")
+    (tmp_path / "sums.json").write_text(content)
+    assert problem in refusal(verify, tmp_path)

@@ -140,7 +140,7 @@ def test_tensors_that_do_not_fit_are_all_named(tmp_path):
     params["decoder/decoder_norm/scale"] = np.ones((3, 2), np.float32)
     del params["decoder/layers/mlp/wo/kernel"]
     write_params(tmp_path, config, leaves_of(params | {"odd": np.ones(4, np.float32)}), None, {})
-    with pytest.raises(UserError, match=r"(?s)3 tensors.*wo/kernel: missing.*scale: found \[3, 2\].*odd: the model"):
+    with pytest.raises(UserError, match=r"(?s)3 tensors.*scale: found \[3, 2\].*wo/kernel: missing.*odd: the model"):
         read(tmp_path, config)
 
 

@@ -244,3 +244,48 @@ def test_a_yml_may_repeat_a_default_without_effect(tmp_path):
     )
     (line,) = load([str(path)]).warnings
     assert line.startswith(f"wsd_decay_steps_fraction=0.37 ({path}:4)")
+
+
+def test_the_preset_is_checked_together_with_what_is_given_beside_it():
+    # base.yml has 2 of 6 key and value heads, llama3-8b 8 of 32, llama2-7b 32 of 32.
+    with pytest.raises(
+        UserError,
+        match=r"base_num_query_heads=32 \(.*llama3-8b.yml:\d+\), base_num_kv_heads=3 .*nearest: base_num_kv_heads=2",
+    ):
+        load(["model_name=llama3-8b", "base_num_kv_heads=3"])
+    assert load(["model_name=llama2-7b", "base_num_kv_heads=4"]).config.base_num_kv_heads == 4
+
+
+@pytest.mark.parametrize("weight", ["1e999999999", "1e-999999999", "9" * 5000, "1/0", "nan", "x" * 5000])
+def test_weights_of_a_mixture_are_numbers_of_a_few_digits(weight):
+    with pytest.raises(UserError, match=r"with the weight .* is no part of a mixture") as caught:
+        load(["dataset_type=grain", f"grain_train_files=a,{weight};b,1"])
+    assert len(str(caught.value)) < 800
+    load(["dataset_type=grain", "grain_train_files=a,2/3;b,1.5e-3;c,.5"])
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["base_output_directory", "load_parameters_path", "tokenizer_path", "compiled_trainstep_file", "metrics_file"],
+)
+def test_paths_that_no_file_system_takes(key):
+    for value, problem in {
+        "~nobody-of-that-name/x": "there is no home folder ~nobody-of-that-name",
+        "x" * 256: "a name of 256 bytes; a file system takes 255",
+        "x/" * 2048 + "x": "4097 bytes; a path has at most 4095",
+    }.items():
+        with pytest.raises(UserError, match=problem):
+            load([f"{key}={value}"])
+
+
+def test_a_run_name_is_no_longer_than_a_name_of_a_file():
+    with pytest.raises(UserError, match=r"run_name=.*a name of 300 bytes; a file system takes 255"):
+        load([f"run_name={'x' * 300}"])
+    load([f"run_name={'x' * 255}"])
+    load(["run_name=~nobody-of-that-name"])
+
+
+def test_globs_of_a_mixture_are_paths_each():
+    with pytest.raises(UserError, match="there is no home folder ~nobody-of-that-name"):
+        load(["dataset_type=grain", "grain_train_files=a/*.jsonl,1;~nobody-of-that-name/*.jsonl,2"])
+    load(["dataset_type=grain", f"grain_train_files={';'.join(f'{n:0200}/*.jsonl,1' for n in range(40))}"])

@@ -155,8 +155,8 @@ def test_a_folder_or_bytes_for_a_yml(tmp_path):
         ("num_layers=3", "num_layers=3 (command line): there is no key num_layers; nearest: base_num_decoder_layers"),
         ("qqqqqq=3", "qqqqqq=3 (command line): there is no key qqqqqq"),
         ("base_embed_dim=3", "base_embed_dim=3 (command line): there is no key base_embed_dim; nearest: base_emb_dim"),
-        ("steps=abc", "steps=abc (command line): not an integer; allowed: an integer in [1, inf) or -1"),
-        ("steps=0", "steps=0 (command line): out of range; allowed: an integer in [1, inf) or -1"),
+        ("steps=abc", "steps=abc (command line): not an integer; allowed: an integer in [1, 2147483647] or -1"),
+        ("steps=0", "steps=0 (command line): out of range; allowed: an integer in [1, 2147483647] or -1"),
         ("adam_b1=1", "adam_b1=1 (command line): out of range; allowed: a number in [0, 1)"),
         ("scan_layers=x", "scan_layers=x (command line): not true or false; allowed: true or false"),
         (
@@ -243,7 +243,7 @@ def test_help_prints_every_key_and_ends_well(word, capsys):
     text = capsys.readouterr().out
     assert all(f"\n{name}=" in text for name in schema().keys)
     assert "Number of updates." in text
-    assert "an integer in [1, inf) or -1" in text
+    assert "an integer in [1, 2147483647] or -1" in text
 
 
 def test_every_preset_loads():

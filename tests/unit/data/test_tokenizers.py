@@ -218,3 +218,28 @@ def test_token_tables_are_of_all_ids(bpe: JsonTokenizer):
     assert bpe.bytes_per_token is not None
     assert bpe.bytes_per_token.dtype == np.int32
     assert sorted(bpe.bytes_per_token)[1] == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("[]", "not a JSON object"),
+        ("[" * 100_000, "nested deeper"),
+        ('{"bos_token": 3}', "bos_token=3, not text"),
+        ('{"eos_token": {"contents": "x"}, "bos_token": [1]}', r"bos_token=\[1\], not text"),
+        ('{"bos_token": {"content": {}}}', "not text, nor an object with content"),
+    ],
+)
+def test_a_tokenizer_config_of_other_types(tmp_path, config, message):
+    train_bpe(["a text"], 300).save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(str(tmp_path), "auto", add_bos=True, add_eos=True)
+
+
+@pytest.mark.parametrize("vocabulary", [{}, {"a": 1 << 31}])
+def test_a_tokenizer_without_tokens_or_with_huge_ids(tmp_path, vocabulary):
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "a"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
+    with pytest.raises(UserError, match="its tokens are none, or have ids of 16777216 and more"):
+        load_tokenizer(str(tmp_path), "auto", add_bos=False, add_eos=False)

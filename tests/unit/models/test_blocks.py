@@ -1,5 +1,6 @@
 """A block by import path."""
 
+import abc
 import functools
 import sys
 from pathlib import Path
@@ -88,18 +89,23 @@ def test_a_path_that_leads_nowhere(name, message):
     assert str(error.value).startswith(f"decoder_block={name}: {message}")
 
 
-class WithStatistics(nnx.Module):
+class Called(nnx.Module):
+    def __call__(self, x, cache, position, segment, row, key):
+        return x, cache
+
+
+class WithStatistics(Called):
     def __init__(self, config, rngs):
         self.norm = nnx.BatchNorm(config.base_emb_dim, rngs=rngs)
 
 
-class WithGenerator(nnx.Module):
+class WithGenerator(Called):
     def __init__(self, config, rngs):
         self.dense = nnx.Linear(config.base_emb_dim, config.base_emb_dim, rngs=rngs)
         self.dropout = nnx.Dropout(0.1, rngs=rngs)
 
 
-class WithNothing(nnx.Module):
+class WithNothing(Called):
     def __init__(self, config, rngs):
         del config, rngs
 
@@ -120,10 +126,58 @@ def test_what_a_block_may_not_hold(block, message, combination, monkeypatch):
         make_backend(config, make_optimizer(config))
 
 
-def test_what_is_missing_within_the_module_keeps_its_traceback(tmp_path, monkeypatch):
-    (tmp_path / "broken_block.py").write_text("import not_installed_anywhere\n")
+class Abstract(Called, abc.ABC):
+    @abc.abstractmethod
+    def attend(self): ...
+
+
+class WithAnotherCall(nnx.Module):
+    def __init__(self, config, rngs):
+        del config, rngs
+
+    def __call__(self, x):
+        return x
+
+
+class WithMoreArguments(Called):
+    def __init__(self, config, rngs, width):
+        del config, rngs, width
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (nnx.Linear, r"it is not called as Linear\(config, rngs\) \(missing a required"),
+        (nnx.Module, "is no block: Module has no __call__"),
+        (nnx.Dropout, r"it is not called as Dropout\(config, rngs\) \(too many"),
+        (WithAnotherCall, r"it is not called as block\(x, cache, position, segment, row, key\)"),
+        (WithMoreArguments, "missing a required argument: 'width'"),
+        (Abstract, "the class Abstract is abstract"),
+        (dict, "this is no nnx.Module"),
+        (len, "this is no class"),
+        (nnx, "this is no class"),
+    ],
+)
+def test_what_is_no_block_is_refused_before_it_is_built(block, message, monkeypatch):
+    monkeypatch.setitem(sys.modules, "blocks_of_a_test", SimpleNamespace(Block=block))
+    with pytest.raises(UserError, match=f"decoder_block=blocks_of_a_test:Block.*{message}"):
+        blocks.block_class(tiny_config("nnx", decoder_block="blocks_of_a_test:Block"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import not_installed_anywhere\n", "there is no module not_installed_anywhere, which broken_block imports;"),
+        ("from json import nothing_of_that_name\n", "importing broken_block fails: ImportError: cannot import name"),
+        ("\n1 / 0\n", "importing broken_block fails: ZeroDivisionError: division by zero .*broken_block.py:2"),
+        ("def f(:\n", "importing broken_block fails: SyntaxError"),
+        ("import sys\nsys.exit(0)\n", "importing broken_block fails: SystemExit"),
+    ],
+)
+def test_a_module_that_cannot_be_imported(text, message, tmp_path, monkeypatch):
+    (tmp_path / "broken_block.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
+    with pytest.raises(UserError, match=f"decoder_block=broken_block:Block: {message}"):
         blocks.block_class(tiny_config("nnx", decoder_block="broken_block:Block"))
     assert "broken_block" not in sys.modules
 

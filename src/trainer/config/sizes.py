@@ -1,0 +1,89 @@
+"""Products of sizes, by arithmetic alone: what no program could hold is told before one is traced."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.config.derived import mesh_axes
+from trainer.config.rules import DIMENSIONS, TENSORS, with_lengths
+from trainer.config.schema import INT32_MAX
+
+# Entries of one array over all devices. The largest of published models have 2^38; XLA's sizes in bytes end at 2^63.
+MAX_ENTRIES = 2**46
+_BYTES = {"float32": 4, "bfloat16": 2}
+# The parameters around the blocks, which a model has whatever its block.
+_OUTSIDE = ("token_embedder/embedding", "decoder/logits_dense/kernel")
+
+
+def too_large(values: Mapping[str, Any]) -> list[str]:
+    """One line for each product of sizes in `values`, whose mesh is filled in, that is beyond all bounds."""
+    return [*_too_many_tokens(values), *_too_many_entries(values)]
+
+
+def least_bytes(config: Any) -> int:
+    """Bytes that training surely takes on the devices, all together: parameters, optimizer, and the hidden states of
+    one microbatch, as if nothing was replicated. What waits in the host's memory is left out.
+
+    Args:
+      config: resolved.
+    """
+    parameters = sum(math.prod(_lengths(config, names)) for names in _parameters(config).values())
+    each = 0 if config["parameter_memory_host_offload"] else _BYTES[config["weight_dtype"]]
+    if config["opt_type"] == "adamw" and not config["trainable_parameters_mask"]:
+        moments = _BYTES[config["mu_dtype"]] + _BYTES[config["weight_dtype"]]
+        each += 0 if config["optimizer_memory_host_offload"] else moments
+    hidden = _microbatch_rows(config) * config["max_target_length"] * config["base_emb_dim"]
+    return parameters * each + hidden * _BYTES[config["dtype"]]
+
+
+def _too_many_tokens(values: Mapping[str, Any]) -> list[str]:
+    length, devices = values["max_target_length"], math.prod(mesh_axes(values).values())
+    parts = {"per_device_batch_size": "an update", "eval_per_device_batch_size": "an evaluation batch"}
+    lines = []
+    for key, what in parts.items():
+        if what != "an update" and (values["eval_interval"] <= 0 or values[key] == values["per_device_batch_size"]):
+            continue
+        steps = values["gradient_accumulation_steps"] if what == "an update" else 1
+        tokens = round(values[key] * devices) * steps * length
+        if tokens > INT32_MAX:
+            product = f"{values[key]:g} x {devices} devices{f' x {steps} microbatches' if steps > 1 else ''}"
+            lines.append(
+                f"{key}={values[key]:g}: {product} x {length} tokens = {tokens:.4g} tokens in {what}; they are counted "
+                f"in 32 bits, at most {INT32_MAX}"
+            )
+    return lines
+
+
+def _too_many_entries(values: Mapping[str, Any]) -> list[str]:
+    arrays = dict(_parameters(values))
+    if ":" not in values["decoder_block"]:
+        arrays = dict(TENSORS)
+        if values["attention"] == "dot_product":
+            scores = ("activation_batch", "activation_heads", "activation_length", "activation_length")
+            arrays["scores of attention=dot_product"] = scores
+    lines = []
+    for tensor, names in arrays.items():
+        entries = math.prod(_lengths(values, names))
+        if entries > MAX_ENTRIES:
+            lines.append(
+                f"{tensor} {with_lengths(names, values)}: {entries:.4g} entries, more than any device or compiler takes"
+            )
+    return lines[:1]  # where one is, others of the same sizes are
+
+
+def _parameters(values: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    names = [name for name in TENSORS if "/" in name]
+    if ":" in values["decoder_block"]:
+        names = list(_OUTSIDE)
+    if values["logits_via_embedding"]:
+        names.remove("decoder/logits_dense/kernel")
+    return {name: TENSORS[name] for name in names}
+
+
+def _lengths(values: Mapping[str, Any], names: tuple[str, ...]) -> list[int]:
+    rows = _microbatch_rows(values)
+    return [rows if name == "activation_batch" else values[DIMENSIONS[name]] for name in names]
+
+
+def _microbatch_rows(values: Mapping[str, Any]) -> int:
+    return round(values["per_device_batch_size"] * math.prod(mesh_axes(values).values()))

@@ -1,0 +1,58 @@
+"""Whether a model can fit the devices at all, told before anything is traced or allocated."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from trainer.config import UserError, resolve
+from trainer.config.sizes import least_bytes
+from trainer.observe.text import si
+from trainer.sharding import slice_count
+
+# Where a container's limit stands, in the two versions of control groups.
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def check_memory(config: Any, devices: Sequence[jax.Device]) -> None:
+    """Compares the least that training takes, see `least_bytes`, with what the devices have.
+
+    It catches what is out of all proportion; only compiling tells what a step takes exactly.
+
+    Args:
+      config: from `config.load`, not resolved.
+      devices: real ones, on which the program is to run.
+
+    Raises:
+      UserError: it does not fit `devices`, or the configuration is not for them.
+    """
+    platform, count = devices[0].platform, len(devices)
+    resolved = resolve(config, device_count=count, platform=platform, num_slices=slice_count(devices))
+    needed, here = least_bytes(resolved) / count, device_memory(devices)
+    if here is not None and needed > here:
+        raise UserError(
+            f"the model, its optimizer and one batch of hidden states take at least {si(needed, 'B').strip()} on each "
+            f"of {count} devices, which have {si(here, 'B').strip()}: a smaller model or batch, or more devices; "
+            "trainer.train_compile compiles it for devices that are not here"
+        )
+
+
+def device_memory(devices: Sequence[jax.Device]) -> float | None:
+    """Bytes of one of `devices`; for CPU devices their share of this machine's memory. None where it is not known."""
+    local = [device for device in devices if device.process_index == jax.process_index()]
+    if not local:
+        return None
+    if local[0].platform == "cpu":
+        return host_memory() / len(local)
+    return (local[0].memory_stats() or {}).get("bytes_limit")
+
+
+def host_memory() -> int:
+    """Bytes of this machine's memory, or of what its container may use."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in map(Path, _LIMITS):
+        if path.is_file() and (text := path.read_text().strip()).isdecimal():
+            found.append(int(text))
+    return min(found)
