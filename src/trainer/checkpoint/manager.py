@@ -143,7 +143,7 @@ class CheckpointManager:
     def _found(self, say: Callable[[str], None]) -> list[tuple[str, float | None]]:
         """The checkpoints that are there, once what is left of others is cleared away."""
         with disk_errors(self.directory):
-            for path in committed(self.directory):
+            for path in reversed(committed(self.directory)):
                 _refuse_maxtexts(path)
             self._tidy(say)
             return [(path.name, self._loss(path)) for path in committed(self.directory)]
