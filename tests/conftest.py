@@ -4,23 +4,21 @@ Both workers and every process that a test starts share one cache of compiled pr
 program whose text is the same in several combinations, runs or processes is compiled once.
 """
 
+import atexit
 import os
 import shutil
 import tempfile
-
-import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 pytest_plugins = ["checkout", "pins"]  # in this order: pins imports the package
 
-
-def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput"):
-        return  # a worker of xdist inherits the environment of the process that started it
+# Here and not in a hook: the conftest.py of a folder that is named on the command line is imported, with JAX, before
+# any hook runs. A worker of xdist inherits the environment of the process that started it.
+if "PYTEST_XDIST_WORKER" not in os.environ:
     folder = tempfile.mkdtemp(prefix="trainer-tests-programs-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
