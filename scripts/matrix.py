@@ -84,7 +84,7 @@ def losses(combination: str, mesh: str, scan_layers: bool, microbatches: int) ->
     step = run.step.lower(*run.abstract_args()).compile(quick)
     source = SyntheticRows(run.config.max_target_length, run.config.vocab_size, seed=0)
     # Not compiled: the same operations serve every case.
-    state, found = jax.device_put(run.backend.init(seed_key(0)), run.state_shardings), []
+    state, found = jax.device_put(run.codec.init(seed_key(0)), run.state_shardings), []
     for i in range(STEPS):
         batch = train_batch(source, i * ROWS, ROWS, seed=0, shuffle=False)
         state, metrics = step(state, place(batch, run.batch_shardings))
@@ -94,9 +94,9 @@ def losses(combination: str, mesh: str, scan_layers: bool, microbatches: int) ->
 
 def cases() -> list[tuple[str, str, bool, int]]:
     """The full product; the first is what the others are compared with."""
-    from trainer.backends.registry import BACKENDS
+    from trainer.backends.registry import MODELS
 
-    return list(itertools.product(BACKENDS, MESHES, (True, False), (1, 2)))
+    return list(itertools.product(MODELS, MESHES, (True, False), (1, 2)))
 
 
 def run_part(part: int, parts: int, out: Path) -> None:

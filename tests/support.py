@@ -4,11 +4,11 @@ from typing import Any
 
 import numpy as np
 
-from trainer.backends.registry import BACKENDS
+from trainer.backends.registry import MODELS
 from trainer.config import flags_of, load, resolve
 
-# Parametrized over, so that a removed backend takes its cases with it.
-ALL_COMBINATIONS = tuple(BACKENDS)
+# Parametrized over, so that a removed combination takes its cases with it.
+ALL_COMBINATIONS = tuple(MODELS)
 
 TINY = {
     "dataset_type": "synthetic",

@@ -234,14 +234,14 @@ def _sample(run, state, tokenizer, prompt: list[int]) -> str:
 
     from trainer.inference import sample
 
-    tree = run.backend.unpack(state)
+    tree = run.codec.unpack(state)
     rows = run.mesh.size  # a row for every device, so that the batch can be placed on any mesh; the first is shown
     temperature, seed = run.config.decode_sampling_temperature, run.config.init_weights_seed
 
     def draw(tree):
         params = run.fetch(tree).params
-        params = jax.lax.with_sharding_constraint(params, run.backend.unpack(run.compute_shardings).params)
-        return sample(run.config, run.backend, params, tree.rest, prompt, rows=rows, temperature=temperature, seed=seed)
+        params = jax.lax.with_sharding_constraint(params, run.codec.unpack(run.compute_shardings).params)
+        return sample(run.config, run.model, params, tree.rest, prompt, rows=rows, temperature=temperature, seed=seed)
 
     tree = tree._replace(opt_state=None)
     drawn = jax.jit(run.placed(draw, whole_rows=True), out_shardings=run.replicated)(tree)

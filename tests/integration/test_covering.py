@@ -108,7 +108,7 @@ def losses(case):
     run = build(load(arguments(combination, **case)).config, jax.devices()[:devices])
     assert run.rows == ROWS
     step = run.step.lower(*run.abstract_args()).compile(QUICK)
-    init = jax.jit(run.backend.init, out_shardings=run.state_shardings).lower(seed_key(0)).compile(QUICK)
+    init = jax.jit(run.codec.init, out_shardings=run.state_shardings).lower(seed_key(0)).compile(QUICK)
     state, found = init(seed_key(0)), []
     for i in range(STEPS):
         state, metrics = step(state, place(packed_batch(run.config, ROWS, seed=i), run.batch_shardings))

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, packed_batch, tiny_config
 
-from trainer.backends import make_backend
+from trainer.backends import make_model
 from trainer.config import load
 from trainer.objectives import Objective
 from trainer.ops.random import seed_key
-from trainer.optim import make_optimizer
 from trainer.runtime.place import place
 from trainer.training import build
 
@@ -52,13 +51,13 @@ def trained(combination, setting):
     config = load(arguments(combination, steps=STEPS, learning_rate=1e-2, **overrides)).config
     run = build(config, devices)
     state = run.init()
-    start = copied(run.backend.unpack(state))
+    start = copied(run.codec.unpack(state))
     step = run.step.lower(*run.abstract_args()).compile(QUICK)
     metrics = []
     for i in range(STEPS):
         state, row = step(state, place(packed_batch(run.config, run.rows, seed=i), run.batch_shardings))
         metrics.append(row)
-    return start, copied(run.backend.unpack(state)), jax.device_get(metrics)
+    return start, copied(run.codec.unpack(state)), jax.device_get(metrics)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -77,14 +76,14 @@ def test_same_bits_after_20_steps(combination, setting):
 def gradients(combination):
     """Gradients of one batch with dropout and packing, under canonical names."""
     config = tiny_config(combination, remat_policy="full", **DROPOUT)
-    backend = make_backend(config, make_optimizer(config))
-    tree = backend.unpack(backend.init(seed_key(0)))
-    objective = Objective(backend.apply)
+    model = make_model(config)
+    params, rest = model.init(seed_key(0))
+    objective = Objective(model.apply)
 
     def loss(params):
-        return objective.sums(params, tree.rest, packed_batch(config, 4), seed_key(1))[0]["lm_loss"]
+        return objective.sums(params, rest, packed_batch(config, 4), seed_key(1))[0]["lm_loss"]
 
-    return copied(jax.jit(jax.grad(loss))(tree.params))
+    return copied(jax.jit(jax.grad(loss))(params))
 
 
 @pytest.mark.parametrize("combination", ALL_COMBINATIONS)

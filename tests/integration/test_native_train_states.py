@@ -41,7 +41,7 @@ def native_step(run, state):
         assert set(state.keys()) == {"model", "optimizer"}
 
         def step(state, batch):
-            train_state = nnx.merge(run.backend.graphdef, state)
+            train_state = nnx.merge(nnx.graphdef(run.model.train_state_module(run.codec.tx)), state)
             assert isinstance(train_state, TrainStateNNX)
             graphdef, params = nnx.split(train_state.model)
 

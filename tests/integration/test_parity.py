@@ -73,7 +73,7 @@ def test_other_logical_axes_are_a_difference(capsys, monkeypatch):
     def build(config, devices):
         run = training.build(config, devices)
         if built:
-            run.backend.param_axes["decoder"]["layers"]["mlp"]["wo"]["kernel"] = Axes(("layers", "mlp", "norm"))
+            run.model.param_axes["decoder"]["layers"]["mlp"]["wo"]["kernel"] = Axes(("layers", "mlp", "norm"))
         built.append(run)
         return run
 

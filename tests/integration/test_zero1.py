@@ -31,7 +31,7 @@ def compiled(combination=ALL_COMBINATIONS[0], **overrides):
 
 def state_bytes(run):
     """(bytes on a device, bytes in all, names that lie whole) of parameters and optimizer."""
-    trees = (tensors(run.backend, run.abstract_state), run.abstract_state, run.state_shardings)
+    trees = (tensors(run.model, run.abstract_state), run.abstract_state, run.state_shardings)
     here = total = 0
     whole = []
     for tensor, leaf, sharding in zip(*map(jax.tree.leaves, trees), strict=True):
@@ -86,7 +86,7 @@ def test_parameters_are_gathered_once_outside_of_every_loop(microbatches):
 
 
 def params_of(run):
-    return run.backend.unpack(run.abstract_state).params
+    return run.codec.unpack(run.abstract_state).params
 
 
 def test_plain_data_parallelism_gathers_nothing():
@@ -97,12 +97,12 @@ def test_plain_data_parallelism_gathers_nothing():
 def trained(combination=ALL_COMBINATIONS[0], **overrides):
     """Losses and gradient norms of three SGD steps, and the parameters after them."""
     run, program = compiled(combination, **SGD, **overrides)
-    init = jax.jit(run.backend.init, out_shardings=run.state_shardings).lower(seed_key(0)).compile(QUICK)
+    init = jax.jit(run.codec.init, out_shardings=run.state_shardings).lower(seed_key(0)).compile(QUICK)
     state, rows = init(seed_key(0)), []
     for i in range(3):
         state, metrics = program(state, place(packed_batch(run.config, ROWS, seed=i), run.batch_shardings))
         rows.append([float(metrics["loss"]), float(metrics["grad_norm"])])
-    return rows, copied(run.backend.unpack(state).params)
+    return rows, copied(run.codec.unpack(state).params)
 
 
 @pytest.mark.parametrize("combination", sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]}))

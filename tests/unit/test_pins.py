@@ -16,9 +16,8 @@ from pins import (
 )
 from support import ALL_COMBINATIONS, arguments, pinned, tiny_config
 
-from trainer.backends import make_backend
+from trainer.backends import make_model
 from trainer.config import combination, flags_of, load, resolve
-from trainer.optim import make_optimizer
 
 TESTS = Path(__file__).parents[1]
 
@@ -29,7 +28,7 @@ def test_the_defaults_are_flipped_here():
     assert UNPINNED not in ALL_COMBINATIONS
     resolved = resolve(config, device_count=1, platform="cpu")
     with pytest.raises(KeyError, match=UNPINNED):
-        make_backend(resolved, make_optimizer(resolved))
+        make_model(resolved)
 
 
 @pytest.mark.parametrize("name", ALL_COMBINATIONS)

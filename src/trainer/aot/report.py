@@ -124,7 +124,7 @@ def make_report(
     first = run.mesh.devices.flat[0]
     chip = chip_of(first.device_kind)
     args = run.abstract_args()
-    tree = run.backend.unpack(args[0])
+    tree = run.codec.unpack(args[0])
     parts = {"parameters": tree.params, "optimizer": tree.opt_state, "other state": (tree.rest, tree.step)}
     state = {name: sum(leaf.bytes for leaf in leaves(part)) for name, part in (parts | {"batch": args[1]}).items()}
     shapes = [shape for leaf in leaves(tree.params) for shape in (leaf.dims, leaf.whole)]

@@ -1,12 +1,12 @@
 """The seam between the trainer and the module systems.
 
-A backend serves one row of the flags' table. It makes a native train state, runs the model, and translates between the
-native state and a `TrainTree`, over which everything else is written once.
+A model serves one row of the flags' table: it draws initial parameters and runs. A `StateCodec`, made from a model and
+an optimizer, makes native train states and translates them to a `TrainTree`; all else is written once, over that.
 """
 
-from trainer.backends.base import Backend, TrainTree
+from trainer.backends.base import Model, StateCodec, TrainTree
 from trainer.backends.codec import Codec
-from trainer.backends.registry import make_backend
+from trainer.backends.registry import make_model
 from trainer.backends.train_state import TrainStateNNX
 
-__all__ = ["Backend", "Codec", "TrainStateNNX", "TrainTree", "make_backend"]
+__all__ = ["Codec", "Model", "StateCodec", "TrainStateNNX", "TrainTree", "make_model"]

@@ -1,4 +1,4 @@
-"""What a backend is."""
+"""What a model is, and how a train state is made of one and an optimizer."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from trainer.backends.codec import Path
+from trainer.backends.codec import Codec, Path
 from trainer.layers.sown import Sown
-from trainer.models.init import init_variables
-from trainer.models.transformer import Decoder
+from trainer.ops.random import seed_key
 
 
 class TrainTree(NamedTuple):
@@ -28,25 +27,15 @@ class TrainTree(NamedTuple):
     rest: Any
 
 
-class Backend(Protocol):
-    """One combination's model and codec."""
+class Model(Protocol):
+    """One combination's model, made from a resolved configuration alone."""
 
+    config: Any
     param_axes: Any  # the tree of params, with a `sharding.Axes` at each leaf
 
-    def init(self, key: jax.Array, params: Any = None) -> Any:
-        """The native train state at step 0, with `params`, or with parameters drawn from `key`.
-
-        The same key gives the same parameters in every combination.
-        """
-
-    def unpack(self, native: Any) -> TrainTree:
-        """The canonical form of a native train state: a permutation of its leaves."""
-
-    def pack(self, tree: TrainTree) -> Any:
-        """The inverse of `unpack`."""
-
-    def canonical(self, path: Path) -> Path:
-        """Where in a TrainTree the leaf at `path` of a native train state lies, whatever its optimizer."""
+    def init(self, key: jax.Array) -> tuple[Any, Any]:
+        """Initial (params, rest), nested dicts of canonical names. The same key gives the same values in every
+        combination."""
 
     def apply(
         self,
@@ -64,14 +53,39 @@ class Backend(Protocol):
         hidden states; the output head alone).
         """
 
+    def abstract_train_state(self, tx: optax.GradientTransformation) -> Any:
+        """The native train state with the optimizer `tx`, a ShapeDtypeStruct at each leaf. An `nnx.State` or a Linen
+        TrainState. Nothing is allocated."""
 
-def initial_tree(
-    config, tx: optax.GradientTransformation, key: jax.Array, params: Any, decoder: type[Decoder]
-) -> TrainTree:
-    """What `Backend.init` packs; `decoder` draws the layers' parameters."""
-    drawn, rest = init_variables(config, key, decoder)
-    params = drawn if params is None else params
-    return TrainTree(jnp.zeros((), jnp.int32), params, tx.init(params), rest)
+    def canonical(self, path: Path) -> Path:
+        """Where in a TrainTree the leaf at `path` of a native train state lies, whatever the optimizer."""
+
+
+class StateCodec:
+    """Translates between the native train state of a model with an optimizer and a `TrainTree`."""
+
+    def __init__(self, model: Model, tx: optax.GradientTransformation):
+        self.model = model
+        self.tx = tx
+        params, rest = jax.eval_shape(model.init, seed_key(0))
+        step = jax.ShapeDtypeStruct((), jnp.int32)
+        tree = TrainTree(step, params, jax.eval_shape(tx.init, params), rest)
+        self._codec = Codec(model.abstract_train_state(tx), tree, model.canonical)
+
+    def init(self, key: jax.Array, params: Any = None) -> Any:
+        """The native train state at step 0, with the canonical `params`, or with those that the model draws from `key`.
+        Can be traced by jit."""
+        drawn, rest = self.model.init(key)
+        params = drawn if params is None else params
+        return self.pack(TrainTree(jnp.zeros((), jnp.int32), params, self.tx.init(params), rest))
+
+    def unpack(self, native: Any) -> TrainTree:
+        """The canonical form of a native train state: a permutation of its leaves."""
+        return self._codec.unpack(native)
+
+    def pack(self, tree: TrainTree) -> Any:
+        """The inverse of `unpack`."""
+        return self._codec.pack(tree)
 
 
 @contextlib.contextmanager

@@ -1,23 +1,21 @@
-"""From the name of a combination to the backend that serves it."""
+"""From the name of a combination to the model that serves it."""
 
 import importlib
 
-import optax
-
-from trainer.backends.base import Backend
+from trainer.backends.base import Model
 from trainer.config import combination
 
 # Imported late, so that what one combination needs is not loaded for another.
-BACKENDS = {
-    "nnx": "trainer.backends.nnx_backend:NNXBackend",
-    "nnx_linen_decoder": "trainer.linen.backend:NNXLinenDecoder",
-    "bridged": "trainer.linen.backend:Bridged",
-    "bridged_linen_decoder": "trainer.linen.backend:BridgedLinenDecoder",
-    "linen": "trainer.linen.backend:Linen",
+MODELS = {
+    "nnx": "trainer.backends.nnx_model:NNXModel",
+    "nnx_linen_decoder": "trainer.linen.model:NNXLinenDecoder",
+    "bridged": "trainer.linen.model:Bridged",
+    "bridged_linen_decoder": "trainer.linen.model:BridgedLinenDecoder",
+    "linen": "trainer.linen.model:Linen",
 }
 
 
-def make_backend(config, tx: optax.GradientTransformation) -> Backend:
-    """The backend of the combination that a resolved configuration chooses, for the optimizer `tx`."""
-    module, _, name = BACKENDS[combination(config)].partition(":")
-    return getattr(importlib.import_module(module), name)(config, tx)
+def make_model(config) -> Model:
+    """The model of the combination that a resolved configuration chooses."""
+    module, _, name = MODELS[combination(config)].partition(":")
+    return getattr(importlib.import_module(module), name)(config)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainer.backends import Backend
+from trainer.backends import StateCodec
 from trainer.checkpoint.beside import Beside
 from trainer.checkpoint.manager import CheckpointManager
 
@@ -24,7 +24,7 @@ def maybe_save_checkpoint(
     updates: int,
     *,
     config: Any,
-    backend: Backend,
+    codec: StateCodec,
     beside: Callable[[], Beside],
     initial: bool = False,
     force: bool = False,
@@ -47,5 +47,5 @@ def maybe_save_checkpoint(
     if manager is None or manager.latest == updates or not (force or is_due(config, updates, initial=initial)):
         return False
     metrics = before()
-    manager.save(updates, backend.unpack(state), beside(), metrics)
+    manager.save(updates, codec.unpack(state), beside(), metrics)
     return True

@@ -50,7 +50,7 @@ class Program:
     @property
     def abstract(self) -> TrainTree:
         """The canonical train state as shapes with shardings."""
-        return self.run.backend.unpack(self.run.abstract_args()[0])
+        return self.run.codec.unpack(self.run.abstract_args()[0])
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Measured:
 
 def take(program: Program, begin: Start) -> Snapshot:
     """The snapshot of a state that `training.start` made."""
-    tree = program.run.backend.unpack(begin.state)
+    tree = program.run.codec.unpack(begin.state)
     params = {program.names.common(name): np.array(leaf) for name, leaf in names_of(tree.params).items()}
     later = tree._replace(params=None)
     return Snapshot(params, {k: np.array(v) for k, v in paths_of(later).items()} if begin.updates else None)
@@ -99,7 +99,7 @@ def state(program: Program, snapshot: Snapshot) -> Any:
     wanted = names_of(program.abstract.params)
     given = {name: snapshot.params.get(program.names.common(name)) for name in wanted}
     fits = {name: it for name, it in given.items() if it is not None and it.size == wanted[name].size}
-    params = {} if len(fits) == len(wanted) else names_of(run.backend.unpack(run.init()).params)
+    params = {} if len(fits) == len(wanted) else names_of(run.codec.unpack(run.init()).params)
     for name, array in fits.items():
         leaf = wanted[name]
         params[name] = jax.device_put(array.reshape(leaf.shape).astype(leaf.dtype), leaf.sharding)
@@ -108,7 +108,7 @@ def state(program: Program, snapshot: Snapshot) -> Any:
 
 
 def _with_later(program: Program, native: Any, later: Mapping[str, np.ndarray]) -> Any:
-    tree = program.run.backend.unpack(native)
+    tree = program.run.codec.unpack(native)
     structure: Any  # a PyTreeDef; its stubs lack unflatten
     rest, structure = jax.tree_util.tree_flatten_with_path(tree._replace(params=None))
     renamed = {program.names.common("/".join(path_of(path))): leaf for path, leaf in rest}
@@ -124,7 +124,7 @@ def _with_later(program: Program, native: Any, later: Mapping[str, np.ndarray]) 
         jax.device_put(later[name].reshape(leaf.shape).astype(leaf.dtype), leaf.sharding)
         for name, leaf in renamed.items()
     ]
-    return program.run.backend.pack(structure.unflatten(leaves)._replace(params=tree.params))
+    return program.run.codec.pack(structure.unflatten(leaves)._replace(params=tree.params))
 
 
 def _compiled(known: Executables, fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
@@ -139,21 +139,21 @@ def _compiled(known: Executables, fn: Callable[..., Any], *args: Any) -> Callabl
 def parameters(program: Program, snapshot: Snapshot, batch: Batch, known: Executables) -> Measured:
     """What the native train state holds."""
     del batch, known
-    tree = program.run.backend.unpack(state(program, snapshot))
+    tree = program.run.codec.unpack(state(program, snapshot))
     return Measured({"parameters": program.names.of(names_of(tree.params))})
 
 
 def activations(program: Program, snapshot: Snapshot, batch: Batch, known: Executables) -> Measured:
     """The forward pass on `batch`: embedding, what each block sows and gives, final norm, logits; padding is 0."""
     run = program.run
-    tree = run.backend.unpack(state(program, snapshot))._replace(opt_state=None)
+    tree = run.codec.unpack(state(program, snapshot))._replace(opt_state=None)
 
     def forward(tree: TrainTree, batch: Any) -> Arrays:
         inputs = (batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"], batch["row"])
         call: dict[str, Any] = {"capture": (Activation,), "key": dropout_key(run.config, tree.step)}
         params = jax.lax.with_sharding_constraint(tree.params, run.layout.during)
-        hidden, sown, _ = run.backend.apply(params, tree.rest, *inputs, **call)
-        logits, _, _ = run.backend.apply(params, tree.rest, hidden, method="head")
+        hidden, sown, _ = run.model.apply(params, tree.rest, *inputs, **call)
+        logits, _, _ = run.model.apply(params, tree.rest, hidden, method="head")
         found = {**sown[Activation.__name__], "final_norm": hidden, "logits": logits}
         real = batch["inputs_segmentation"] != 0
         return {name: _without_padding(name, x, real) for name, x in found.items()}
@@ -173,8 +173,8 @@ def _without_padding(name: str, x: jax.Array, real_bt: jax.Array) -> jax.Array:
 def gradients(program: Program, snapshot: Snapshot, batch: Batch, known: Executables) -> Measured:
     """Loss, its terms, and gradients of the trained parameters, in `grad_dtype`, before clipping."""
     run = program.run
-    tree = run.backend.unpack(state(program, snapshot))._replace(opt_state=None)
-    fn = make_gradients(run.config, Objective(run.backend.apply, run.config.z_loss_multiplier), run.layout)
+    tree = run.codec.unpack(state(program, snapshot))._replace(opt_state=None)
+    fn = make_gradients(run.config, Objective(run.model.apply, run.config.z_loss_multiplier), run.layout)
     placed = place(batch, run.batch_shardings)
     found = _compiled(known, run.placed(fn), tree, placed)(tree, placed)
     grads = {"/".join(path_of(path)): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(found.grads)}
@@ -189,7 +189,7 @@ def update(program: Program, snapshot: Snapshot, batch: Batch, known: Executable
     compiled = run.compile()
     facts = {TEXT: text, **_cost(compiled)}
     native, _ = compiled(state(program, snapshot), place(batch, run.batch_shardings))
-    tree = run.backend.unpack(native)
+    tree = run.codec.unpack(native)
     after = {
         "updated parameters": program.names.of(names_of(tree.params)),
         "optimizer state": program.names.of(paths_of(tree._replace(params=None))),
@@ -203,8 +203,8 @@ def _text(program: Program) -> str:
     step = run.step.__wrapped__
 
     def canonical(tree: TrainTree, batch: Any) -> Any:
-        native, metrics = step(run.backend.pack(tree), batch)
-        return run.backend.unpack(native), metrics
+        native, metrics = step(run.codec.pack(tree), batch)
+        return run.codec.unpack(native), metrics
 
     tree, batch = program.abstract, run.abstract_batch(run.rows)
     places = jax.tree.map(lambda leaf: leaf.sharding, tree)

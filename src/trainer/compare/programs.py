@@ -188,7 +188,7 @@ def _quantities(left: Program, right: Program, expected: Measured, found: Measur
 
 def _other_axes(left: Program, right: Program) -> list[str]:
     """In words, whether parameters of both sides have other logical axes."""
-    here, there = (it.names.of(names_of(it.run.backend.param_axes)) for it in (left, right))
+    here, there = (it.names.of(names_of(it.run.model.param_axes)) for it in (left, right))
     names = [name for name, axes in here.items() if name in there and axes != there[name]]
     if not names:
         return []

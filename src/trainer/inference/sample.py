@@ -6,13 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trainer.backends import Backend
+from trainer.backends import Model
 from trainer.models.transformer import init_cache
 from trainer.ops.random import SAMPLING, seed_key
 
 
 def sample(
-    config, backend: Backend, params: Any, rest: Any, prompt: Sequence[int], *, rows: int, temperature: float, seed: int
+    config, model: Model, params: Any, rest: Any, prompt: Sequence[int], *, rows: int, temperature: float, seed: int
 ) -> jax.Array:
     """Continue `prompt` to `config.max_target_length` tokens, `rows` times: int32 [rows, length], prompt included.
 
@@ -32,8 +32,8 @@ def sample(
         drawn, cache = carry
         token = jnp.where(given[position] >= 0, given[position], drawn)
         tokens, positions = token[:, None], jnp.full((rows, 1), position)
-        hidden, _, cache = backend.apply(params, rest, tokens, positions, jnp.ones_like(tokens), row, cache=cache)
-        logits = backend.apply(params, rest, hidden, method="head")[0][:, 0].astype(jnp.float32)
+        hidden, _, cache = model.apply(params, rest, tokens, positions, jnp.ones_like(tokens), row, cache=cache)
+        logits = model.apply(params, rest, hidden, method="head")[0][:, 0].astype(jnp.float32)
         if temperature == 0:
             drawn = jnp.argmax(logits, axis=-1)
         else:

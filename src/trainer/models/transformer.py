@@ -130,7 +130,7 @@ class Decoder(nnx.Module):
 class Transformer(nnx.Module):
     """A decoder-only language model.
 
-    `decoder` is the class of its decoder: a backend may put another one in place, with the same parameters.
+    `decoder` is the class of its decoder: a combination may put another one in its place, with the same parameters.
     """
 
     def __init__(self, config, rngs: nnx.Rngs, decoder: type[Decoder] = Decoder):

@@ -16,7 +16,7 @@ class Objective(NamedTuple):
     """Cross entropy of the next token and, with `z_loss_multiplier`, the mean of log(Z)^2 (Chowdhery et al. 2022, PaLM,
     arXiv:2204.02311), both over the tokens whose target belongs to a segment."""
 
-    apply: Callable[..., tuple[Any, Sown, Any]]  # a backend's
+    apply: Callable[..., tuple[Any, Sown, Any]]  # a model's
     z_loss_multiplier: float = 0.0
     capture: tuple[type, ...] = ()
 

@@ -15,11 +15,19 @@ from trainer.optim.schedule import make_schedule
 Mask = Callable[[Any], Any]
 
 
-def make_optimizer(config) -> optax.GradientTransformation:
+def make_optimizer(config, param_axes: Any) -> optax.GradientTransformation:
     """Clipping by the global norm, then AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) or plain SGD.
 
     Parameters that are not trainable keep their values and get no optimizer state.
+
+    Args:
+      config: resolved.
+      param_axes: the logical axes of every parameter (`backends.Model.param_axes`).
+
+    Raises:
+      UserError: a mask matches no parameter.
     """
+    _check_masks(config, param_axes)
     schedule = make_schedule(config)
     if config.opt_type == "sgd":
         inner = optax.sgd(schedule)
@@ -46,13 +54,9 @@ def make_optimizer(config) -> optax.GradientTransformation:
     return inner
 
 
-def check_masks(config, params: Any) -> None:
-    """Refuse a mask of which nothing is found in any name of `params`: it would do nothing, silently.
-
-    Raises:
-      UserError: the mask, and the names there are.
-    """
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in tree_leaves_with_path(params)]
+def _check_masks(config, param_axes: Any) -> None:
+    """Refuses a mask that matches no parameter's name: it would silently do nothing."""
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in tree_leaves_with_path(param_axes)]
     mistakes = [
         f"{key}=[{','.join(config[key])}]: found in no parameter's name"
         for key in ("adamw_mask", "trainable_parameters_mask")

@@ -4,16 +4,14 @@ One invariant holds: each of these trees has exactly the structure of the state 
 can be zipped with `jax.tree.map`. docs/guides/state-sharding.md teaches the idea.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from trainer.backends import Backend, make_backend
+from trainer.backends import make_model
 from trainer.backends.base import tree_mode
 from trainer.backends.codec import path_of
 from trainer.config import UserError, make_rules, resolve
@@ -39,7 +37,7 @@ def get_abstract_state_nnx(
       config: resolved or not; its combination must be that of the state.
       mesh: from `get_mesh_from_config`.
       init_fn: without arguments; gives a native train state: an `nnx.State`, a `TrainStateNNX`, which is split, or a
-        Linen `TrainState`. `init_state_fn(backend)` is one. The optimizer may be any.
+        Linen `TrainState`. `init_state_fn(codec)` is one. The optimizer may be any.
       is_training: False for the layout in which states are evaluated and sampled from: shard_optimizer_over_data and
         offloading to the host do not act, and the state may lack an optimizer.
 
@@ -51,16 +49,16 @@ def get_abstract_state_nnx(
         abstract = jax.eval_shape(init_fn)
         if isinstance(abstract, nnx.Module):
             abstract = nnx.state(abstract)
-    backend = _model_backend(config)
+    model = make_model(config)
     shardings = state_shardings(
-        backend,
+        model,
         abstract,
         mesh,
         make_rules(config.logical_axis_rules),
         zero1=is_training and config.shard_optimizer_over_data,
     )
     if is_training:
-        shardings = waiting_shardings(config, backend, abstract, shardings)
+        shardings = waiting_shardings(config, model, abstract, shardings)
     return AbstractState(set_named_sharding_nnx(abstract, shardings), get_partition_spec_nnx(shardings), shardings)
 
 
@@ -110,14 +108,14 @@ def build_zero1_input_state_mesh_shardings(config: Any, state_mesh_shardings: An
       UserError: the two do not hold the same parameters.
     """
     mesh = jax.tree.leaves(state_mesh_shardings)[0].mesh
-    backend = _model_backend(_resolved(config, mesh))
+    model = make_model(_resolved(config, mesh))
     is_state = isinstance(params_shardings, nnx.State)
     leaves = jax.tree_util.tree_leaves_with_path(params_shardings)
     given = {path_of(keypath)[: -1 if is_state else None]: leaf for keypath, leaf in leaves}
     unseen = set(given)
 
     def one(keypath: Any, sharding: Any) -> Any:
-        root, *names = backend.canonical(path_of(keypath))
+        root, *names = model.canonical(path_of(keypath))
         if root != "params":
             return sharding
         unseen.discard(tuple(names))
@@ -134,9 +132,3 @@ def build_zero1_input_state_mesh_shardings(config: Any, state_mesh_shardings: An
 def _resolved(config: Any, mesh: Mesh) -> Any:
     devices = mesh.devices.ravel().tolist()
     return resolve(config, device_count=len(devices), platform=devices[0].platform, num_slices=slice_count(devices))
-
-
-@functools.lru_cache(maxsize=8)
-def _model_backend(config: Any) -> Backend:
-    """A backend that knows the names and paths of the model's parameters, for no optimizer in particular."""
-    return make_backend(config, optax.identity())

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from trainer.backends import Backend, TrainTree
+from trainer.backends import Model, StateCodec, TrainTree
 from trainer.config import UserError
 from trainer.state.shardings import Tensor, tensors
 
@@ -17,7 +17,7 @@ KEYS = {"params": "parameter_memory_host_offload", "opt_state": "optimizer_memor
 Fetch = Callable[[Any], Any]
 
 
-def waiting_shardings(config: Any, backend: Backend, abstract: Any, shardings: Any) -> Any:
+def waiting_shardings(config: Any, model: Model, abstract: Any, shardings: Any) -> Any:
     """`shardings` of a native train state, with what waits in the host's memory placed there.
 
     Scalars stay on the device: nothing is gained by moving them.
@@ -27,7 +27,7 @@ def waiting_shardings(config: Any, backend: Backend, abstract: Any, shardings: A
         key = KEYS.get(tensor.path[0])
         return sharding.with_memory_kind(HOST) if key and config[key] and leaf.ndim else sharding
 
-    return jax.tree.map(moved, tensors(backend, abstract), abstract, shardings)
+    return jax.tree.map(moved, tensors(model, abstract), abstract, shardings)
 
 
 def fetcher(config: Any, shardings: TrainTree) -> Fetch:
@@ -50,12 +50,12 @@ def fetcher(config: Any, shardings: TrainTree) -> Fetch:
     return fetch
 
 
-def fetched(fn: Callable[..., Any], backend: Backend, fetch: Fetch) -> Callable[..., Any]:
+def fetched(fn: Callable[..., Any], codec: StateCodec, fetch: Fetch) -> Callable[..., Any]:
     """`fn`, whose first argument is a native train state, getting all of it on the device."""
 
     @functools.wraps(fn)
     def on_device(state: Any, *args: Any) -> Any:
-        return fn(backend.pack(fetch(backend.unpack(state))), *args)
+        return fn(codec.pack(fetch(codec.unpack(state))), *args)
 
     return on_device
 

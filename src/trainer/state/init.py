@@ -5,20 +5,20 @@ from typing import Any
 
 import jax
 
-from trainer.backends import Backend, TrainTree
+from trainer.backends import StateCodec, TrainTree
 from trainer.ops.random import seed_key
 from trainer.state.host import Fetch
 
 
 def init_state_fn(
-    backend: Backend, shardings: Any = None, seed: int = 0, fetch: Fetch = lambda tree: tree
+    codec: StateCodec, shardings: Any = None, seed: int = 0, fetch: Fetch = lambda tree: tree
 ) -> Callable[..., Any]:
     """`init(params=None)`, which makes the native train state at step 0 where it will live.
 
     Each device computes its own shard. Given `params`, canonical and placed, the state has them and their buffers.
 
     Args:
-      backend: whose native state to make.
+      codec: whose native state to make.
       shardings: from `state_shardings`, or None to leave the placement to JAX.
       seed: of the initial parameters; the same for every combination and every mesh.
       fetch: brings parameters that lie in the host's memory to the device (`state.host.fetcher`).
@@ -27,7 +27,7 @@ def init_state_fn(
     def make(key: jax.Array, params: Any) -> Any:
         if params is not None:
             params = fetch(TrainTree(None, params, None, None)).params
-        return backend.init(key, params)
+        return codec.init(key, params)
 
     init = jax.jit(make, out_shardings=shardings, donate_argnums=1)
     return lambda params=None: init(seed_key(seed), params)

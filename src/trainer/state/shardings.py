@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from trainer.backends import Backend
+from trainer.backends import Model, StateCodec
 from trainer.backends.codec import Path, path_of
 from trainer.ops.random import seed_key
 from trainer.sharding import Axes, Rules, named_sharding
@@ -27,15 +27,15 @@ class Tensor:
         return "/".join(self.path)
 
 
-def tensors(backend: Backend, native: Any) -> Any:
+def tensors(model: Model, native: Any) -> Any:
     """A `Tensor` at the place of every leaf of `native`, a native train state of arrays or ShapeDtypeStructs.
 
     A leaf of the optimizer's state belongs to the parameter whose path its own ends with: that is how optax lays out
     moments, whatever it wraps around them. It has the parameter's axes if it has its shape (Adafactor's row and column
     sums have not). Other leaves have no names.
     """
-    axes_of = _by_path(backend.param_axes)
-    leaves = [(backend.canonical(path), leaf) for path, leaf in _by_path(native).items()]
+    axes_of = _by_path(model.param_axes)
+    leaves = [(model.canonical(path), leaf) for path, leaf in _by_path(native).items()]
     shapes = {path[1:]: leaf.shape for path, leaf in leaves if path[0] == "params"}
 
     def tensor(path: Path, leaf: Any) -> Tensor:
@@ -49,12 +49,12 @@ def tensors(backend: Backend, native: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(native), [tensor(path, leaf) for path, leaf in leaves])
 
 
-def abstract_state(backend: Backend) -> Any:
+def abstract_state(codec: StateCodec) -> Any:
     """The native train state with a ShapeDtypeStruct at each leaf. Nothing is allocated."""
-    return jax.eval_shape(backend.init, seed_key(0))
+    return jax.eval_shape(codec.init, seed_key(0))
 
 
-def state_shardings(backend: Backend, abstract: Any, mesh: Mesh, rules: Rules, *, zero1: bool = False) -> Any:
+def state_shardings(model: Model, abstract: Any, mesh: Mesh, rules: Rules, *, zero1: bool = False) -> Any:
     """The NamedSharding of every leaf of `abstract`, a native train state, in a tree of exactly its structure.
 
     With `zero1`, parameters and what the optimizer keeps for them are split over the axis data too (`over_data`).
@@ -67,7 +67,7 @@ def state_shardings(backend: Backend, abstract: Any, mesh: Mesh, rules: Rules, *
         found = named_sharding(mesh, tensor.axes, leaf.shape, rules, tensor.name)
         return over_data(found, leaf.shape) if zero1 and tensor.of_parameter else found
 
-    return jax.tree.map(one, tensors(backend, abstract), abstract)
+    return jax.tree.map(one, tensors(model, abstract), abstract)
 
 
 def _by_path(tree: Any) -> dict[Path, Any]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from trainer.backends import Backend, make_backend
+from trainer.backends import Model, StateCodec, make_model
 from trainer.config import eval_batch_rows, global_batch_rows, resolve
 from trainer.data import FIELDS
 from trainer.layers.sown import TYPES
@@ -16,11 +16,10 @@ from trainer.models import blocks
 from trainer.models.flops import flops_per_token
 from trainer.models.remat import check_offload
 from trainer.objectives import Objective
-from trainer.optim import check_masks, make_optimizer, trainable
+from trainer.optim import make_optimizer, trainable
 from trainer.sharding import Rules, make_mesh, make_rules, on_mesh, slice_count, spec
 from trainer.state import (
     abstract_state,
-    build_zero1_input_state_mesh_shardings,
     check_tolerance,
     init_state_fn,
     set_named_sharding_nnx,
@@ -39,7 +38,8 @@ class Run(NamedTuple):
     config: Any  # resolved and frozen
     mesh: Mesh
     rules: Rules
-    backend: Backend
+    model: Model
+    codec: StateCodec
     abstract_state: Any  # the native train state, a ShapeDtypeStruct at each leaf
     state_shardings: Any  # in a tree of exactly the same structure: between steps
     compute_shardings: Any  # another, while the model computes: under Zero-1 it has the parameters whole over data
@@ -66,7 +66,7 @@ class Run(NamedTuple):
     @property
     def layout(self) -> Layout:
         """Where the parameters live, between steps and during one."""
-        return _layout(self.backend, self.state_shardings, self.compute_shardings)
+        return _layout(self.codec, self.state_shardings, self.compute_shardings)
 
     @property
     def rows(self) -> int:
@@ -92,11 +92,11 @@ class Run(NamedTuple):
 
     @property
     def _params(self) -> Any:
-        return self.backend.unpack(self.abstract_state).params
+        return self.codec.unpack(self.abstract_state).params
 
     def table(self) -> dict[str, Any]:
         """Where the train state lives, as plain data: mesh axes above 1, a row for each tensor, totals and warnings."""
-        trees = tensors(self.backend, self.abstract_state), self.abstract_state, self.state_shardings
+        trees = tensors(self.model, self.abstract_state), self.abstract_state, self.state_shardings
         rows = table.rows(*trees)
         computing = table.rows(*trees[:2], self.compute_shardings)
         trained = trainable(self.config)({row["name"]: 0 for row in rows if row["name"].startswith("params/")})
@@ -125,7 +125,7 @@ class Run(NamedTuple):
 
 
 def build(config, devices: Sequence[jax.Device]) -> Run:
-    """Resolve `config` for `devices`, and make mesh, backend, shardings and steps.
+    """Resolve `config` for `devices`, and make mesh, model, codec, shardings and steps.
 
     Raises:
       UserError: the configuration does not fit the devices; all mistakes at once.
@@ -137,41 +137,41 @@ def build(config, devices: Sequence[jax.Device]) -> Run:
     check_host_memory(config, memory_kinds)
     mesh = make_mesh(config, devices)
     rules = make_rules(config.logical_axis_rules)
-    tx = make_optimizer(config)
-    backend = make_backend(config, tx)
-    abstract = abstract_state(backend)
-    check_masks(config, backend.unpack(abstract).params)
+    model = make_model(config)
+    codec = StateCodec(model, make_optimizer(config, model.param_axes))
+    abstract = abstract_state(codec)
     capture = TYPES if config.record_internal_nn_metrics else ()
-    objective = Objective(backend.apply, config.z_loss_multiplier, capture)
+    objective = Objective(model.apply, config.z_loss_multiplier, capture)
 
-    shardings = state_shardings(backend, abstract, mesh, rules, zero1=config.shard_optimizer_over_data)
-    check_tolerance(tensors(backend, abstract), abstract, shardings, config.sharding_tolerance)
-    during = _during(config, backend, abstract, shardings, rules)
-    layout = _layout(backend, shardings, during)
-    waiting = waiting_shardings(config, backend, abstract, shardings)
-    fetch = fetcher(config, backend.unpack(shardings))
+    shardings = state_shardings(model, abstract, mesh, rules, zero1=config.shard_optimizer_over_data)
+    check_tolerance(tensors(model, abstract), abstract, shardings, config.sharding_tolerance)
+    during = _during(config, model, codec, abstract, shardings, rules)
+    layout = _layout(codec, shardings, during)
+    waiting = waiting_shardings(config, model, abstract, shardings)
+    fetch = fetcher(config, codec.unpack(shardings))
     rows = NamedSharding(mesh, spec(["activation_batch"], rules))
     table = NamedSharding(mesh, spec(["activation_batch", "activation_length"], rules))
     batch_shardings = dict.fromkeys(FIELDS, table) | {"row": rows}
     replicated = NamedSharding(mesh, spec([], rules))
 
-    train_step = _placed(fetched(make_train_step(config, backend, tx, objective, layout), backend, fetch), mesh, rules)
+    train_step = _placed(fetched(make_train_step(config, codec, objective, layout), codec, fetch), mesh, rules)
     step, step_on_leaves = (
         jax.jit(fn, in_shardings=(at, batch_shardings), out_shardings=(at, replicated), donate_argnums=0)
         for fn, at in ((train_step, waiting), (_on_leaves(train_step, abstract), jax.tree.leaves(waiting)))
     )
     eval_objective = objective._replace(z_loss_multiplier=0.0, capture=())
     eval_step = jax.jit(
-        _placed(fetched(make_eval_step(backend, eval_objective, layout.during), backend, fetch), mesh, rules),
+        _placed(fetched(make_eval_step(codec, eval_objective, layout.during), codec, fetch), mesh, rules),
         in_shardings=(waiting, batch_shardings, replicated),
         out_shardings=replicated,
     )
-    init = init_state_fn(backend, waiting, config.init_weights_seed, fetch)
+    init = init_state_fn(codec, waiting, config.init_weights_seed, fetch)
     return Run(
         config,
         mesh,
         rules,
-        backend,
+        model,
+        codec,
         abstract,
         waiting,
         during,
@@ -185,17 +185,17 @@ def build(config, devices: Sequence[jax.Device]) -> Run:
     )
 
 
-def _during(config, backend: Backend, abstract: Any, shardings: Any, rules: Rules) -> Any:
+def _during(config, model: Model, codec: StateCodec, abstract: Any, shardings: Any, rules: Rules) -> Any:
     """The state's shardings while a step computes."""
     if not config.shard_optimizer_over_data:
         return shardings
     mesh = jax.tree.leaves(shardings)[0].mesh
-    params = backend.unpack(state_shardings(backend, abstract, mesh, rules)).params
-    return build_zero1_input_state_mesh_shardings(config, shardings, params)
+    params = codec.unpack(state_shardings(model, abstract, mesh, rules)).params
+    return codec.pack(codec.unpack(shardings)._replace(params=params))
 
 
-def _layout(backend: Backend, between: Any, during: Any) -> Layout:
-    return Layout(backend.unpack(between).params, backend.unpack(during).params)
+def _layout(codec: StateCodec, between: Any, during: Any) -> Layout:
+    return Layout(codec.unpack(between).params, codec.unpack(during).params)
 
 
 def _on_leaves(step: Callable[..., Any], abstract: Any) -> Callable[..., Any]:

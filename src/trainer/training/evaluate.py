@@ -8,19 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trainer.backends import Backend
+from trainer.backends import StateCodec
 from trainer.objectives import Objective
 from trainer.observe import perplexity
 
 
-def make_eval_step(backend: Backend, objective: Objective, during: Any) -> Callable[..., dict[str, jax.Array]]:
+def make_eval_step(codec: StateCodec, objective: Objective, during: Any) -> Callable[..., dict[str, jax.Array]]:
     """`eval_step(native_state, batch, bytes_per_token [vocab]) -> sums` over the loss-bearing tokens of `batch`: the
     cross entropy in nats, the number of tokens, and the bytes that their targets stand for. Without dropout.
 
     `during`: where the model computes with its parameters, see `step.Layout`."""
 
     def eval_step(state: Any, batch: Mapping[str, jax.Array], bytes_per_token: jax.Array) -> dict[str, jax.Array]:
-        tree = backend.unpack(state)
+        tree = codec.unpack(state)
         params = jax.lax.with_sharding_constraint(tree.params, during)
         sums, _ = objective.sums(params, tree.rest, batch, key=None)
         bears_loss = batch["targets_segmentation"] != 0

@@ -139,7 +139,7 @@ class _Loop:
             self.state,
             self.done,
             config=config,
-            backend=self._run.backend,
+            codec=self._run.codec,
             beside=lambda: Beside(to_yaml(config), self._position, dataset.fingerprint, dataset.tokenizer_files),
             initial=initial,
             force=force,

@@ -67,7 +67,7 @@ def start(
         for key in ("load_parameters_path", "load_full_state_path"):
             if config[key]:
                 say(f"{key} is not read: the run has a checkpoint of its own")
-        return Start(run.backend.pack(tree), updates, beside.position, resumed=True)
+        return Start(run.codec.pack(tree), updates, beside.position, resumed=True)
     if config.load_full_state_path:
         return _other_run(run, dataset, say)
     if config.load_parameters_path:
@@ -88,8 +88,8 @@ def _other_run(run: Run, dataset: Dataset, say: Say) -> Start:
     if run.config.reset_optimizer:
         state = _with_fresh_optimizer(run, path, beside)
     else:
-        state = run.backend.pack(_restored(run, path, beside, _abstract(run)))
-    updates = int(run.backend.unpack(state).step)
+        state = run.codec.pack(_restored(run, path, beside, _abstract(run)))
+    updates = int(run.codec.unpack(state).step)
     if updates >= run.config.steps:
         raise UserError(
             f"steps={run.config.steps}: load_full_state_path={path} holds {updates} updates already, and steps counts "
@@ -114,7 +114,7 @@ def _restored(run: Run, path: Any, beside: Beside, wanted: TrainTree) -> TrainTr
 def _with_fresh_optimizer(run: Run, path: Any, beside: Beside) -> Any:
     """Parameters and step of the checkpoint; the learning rate's schedule goes on from that step."""
     tree = _restored(run, path, beside, _abstract(run)._replace(opt_state=None))
-    fresh = run.backend.unpack(run.init(tree.params))
+    fresh = run.codec.unpack(run.init(tree.params))
 
     def on_schedule(node: Any) -> Any:
         counts = isinstance(node, optax.ScaleByScheduleState)
@@ -124,11 +124,11 @@ def _with_fresh_optimizer(run: Run, path: Any, beside: Beside) -> Any:
     opt_state = jax.tree.map(
         on_schedule, fresh.opt_state, is_leaf=lambda node: isinstance(node, optax.ScaleByScheduleState)
     )
-    return run.backend.pack(fresh._replace(step=tree.step, rest=tree.rest, opt_state=opt_state))
+    return run.codec.pack(fresh._replace(step=tree.step, rest=tree.rest, opt_state=opt_state))
 
 
 def _abstract(run: Run) -> TrainTree:
-    return run.backend.unpack(run.abstract_args()[0])
+    return run.codec.unpack(run.abstract_args()[0])
 
 
 def _check_data(run: Run, dataset: Dataset, beside: Beside, path: Any) -> None:

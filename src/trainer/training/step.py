@@ -10,7 +10,7 @@ from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 from jax.sharding import NamedSharding
 
-from trainer.backends import Backend, TrainTree
+from trainer.backends import StateCodec, TrainTree
 from trainer.layers.sown import Sown
 from trainer.objectives import Objective
 from trainer.ops.random import DROPOUT, seed_key
@@ -76,7 +76,7 @@ def dropout_key(config, step: jax.Array) -> jax.Array | None:
 
 
 def make_train_step(
-    config, backend: Backend, tx: optax.GradientTransformation, objective: Objective, layout: Layout
+    config, codec: StateCodec, objective: Objective, layout: Layout
 ) -> Callable[[Any, Batch], tuple[Any, dict[str, jax.Array]]]:
     """`step(native_state, batch) -> (native_state, metrics)`, to be jitted with the state donated.
 
@@ -90,7 +90,7 @@ def make_train_step(
     gradients = make_gradients(config, objective, layout)
 
     def step(state: Any, batch: Batch) -> tuple[Any, dict[str, jax.Array]]:
-        tree = backend.unpack(state)
+        tree = codec.unpack(state)
         total, terms, tokens, sown, grads = gradients(tree, batch)
         grad_norm = optax.tree.norm(jax.tree.map(lambda grad: grad.astype(jnp.float32), grads))
         accept = jnp.isfinite(total) & jnp.isfinite(grad_norm)
@@ -106,10 +106,10 @@ def make_train_step(
         trained, frozen = _partition(is_trained(tree.params), tree.params)
         grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, trained)
         grads = _combine(grads, jax.tree.map(jnp.zeros_like, frozen))
-        updates, opt_state = tx.update(grads, tree.opt_state, tree.params)
+        updates, opt_state = codec.tx.update(grads, tree.opt_state, tree.params)
         params = optax.apply_updates(tree.params, updates)
         params, opt_state = _select(accept, (params, opt_state), (tree.params, tree.opt_state))
-        return backend.pack(tree._replace(step=tree.step + 1, params=params, opt_state=opt_state)), metrics
+        return codec.pack(tree._replace(step=tree.step + 1, params=params, opt_state=opt_state)), metrics
 
     return step
 

@@ -11,7 +11,7 @@ from trainer.aot import buffers, dump
 @pytest.fixture(scope="module")
 def parameters(step):
     state, _ = step.run.abstract_args()
-    return buffers.leaves(step.run.backend.unpack(state).params)
+    return buffers.leaves(step.run.codec.unpack(state).params)
 
 
 def test_a_compilation_writes_its_texts_into_a_folder_of_its_own(step):

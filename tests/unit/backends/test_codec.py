@@ -12,7 +12,7 @@ from ml_collections import FrozenConfigDict
 from optimizers import OPTIMIZERS
 from support import ALL_COMBINATIONS, assert_equal_bits, tiny_config
 
-from trainer.backends import Codec, make_backend
+from trainer.backends import Codec, StateCodec, make_model
 from trainer.config import schema
 from trainer.optim import make_optimizer
 
@@ -24,10 +24,12 @@ def config(request):
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *(f"opt_type={choice}" for choice in schema().keys["opt_type"].choices)])
 def test_bijection_for_every_optimizer(config, name):
-    tx = OPTIMIZERS.get(name) or make_optimizer(FrozenConfigDict({**config, "opt_type": name.partition("=")[2]}))
-    backend = make_backend(config, tx)
-    native = jax.eval_shape(backend.init, jax.random.key(0))
-    tree = backend.unpack(native)
+    model = make_model(config)
+    own = FrozenConfigDict({**config, "opt_type": name.partition("=")[2]})
+    tx = OPTIMIZERS.get(name) or make_optimizer(own, model.param_axes)
+    codec = StateCodec(model, tx)
+    native = jax.eval_shape(codec.init, jax.random.key(0))
+    tree = codec.unpack(native)
 
     # optax's own structure over the dict, with the dtypes that optax gave.
     expected = jax.eval_shape(tx.init, tree.params)
@@ -38,10 +40,10 @@ def test_bijection_for_every_optimizer(config, name):
     # Numbered leaves: every one arrives once, and comes back to its place.
     leaves, structure = jax.tree.flatten(native)
     numbered = structure.unflatten(list(range(len(leaves))))
-    unpacked = backend.unpack(numbered)
+    unpacked = codec.unpack(numbered)
     assert sorted(jax.tree.leaves(unpacked)) == list(range(len(leaves)))
-    assert jax.tree.leaves(backend.pack(unpacked)) == list(range(len(leaves)))
-    assert jax.tree.structure(backend.pack(unpacked)) == structure
+    assert jax.tree.leaves(codec.pack(unpacked)) == list(range(len(leaves)))
+    assert jax.tree.structure(codec.pack(unpacked)) == structure
 
     # Each leaf stands where its shape belongs.
     for kept, shape in zip(jax.tree.leaves(unpacked.params), jax.tree.leaves(tree.params), strict=True):
@@ -68,16 +70,16 @@ class Quantized(struct.PyTreeNode):
     ids=["arrays", "abstract", "specs", "none", "tuples", "pytrees"],
 )
 def test_leaves_may_be_anything(config, make_leaf):
-    backend = make_backend(config, OPTIMIZERS["clipped"])
-    native = jax.eval_shape(backend.init, jax.random.key(0))
+    codec = StateCodec(make_model(config), OPTIMIZERS["clipped"])
+    native = jax.eval_shape(codec.init, jax.random.key(0))
     replaced = jax.tree.map(make_leaf, native)
-    tree = backend.unpack(replaced)
-    shape = backend.unpack(native).params["token_embedder"]["embedding"]
+    tree = codec.unpack(replaced)
+    shape = codec.unpack(native).params["token_embedder"]["embedding"]
     expected = make_leaf(shape)
     found = tree.params["token_embedder"]["embedding"]
     assert type(found) is type(expected)
-    assert jax.tree.structure(backend.pack(tree)) == jax.tree.structure(replaced)
-    assert repr(jax.tree.leaves(backend.pack(tree))) == repr(jax.tree.leaves(replaced))
+    assert jax.tree.structure(codec.pack(tree)) == jax.tree.structure(replaced)
+    assert repr(jax.tree.leaves(codec.pack(tree))) == repr(jax.tree.leaves(replaced))
 
 
 class Pair(NamedTuple):
@@ -100,9 +102,9 @@ def test_different_paths_are_named():
 def test_state_that_is_no_parameter_goes_to_rest():
     """A model with a counter: the codec of each train state carries it, though no block of ours has one yet."""
     from flax import nnx
+    from trainer.backends.nnx_backend import _canonical
 
     from trainer.backends.base import tree_mode
-    from trainer.backends.nnx_backend import _canonical
 
     class Counting(nnx.Module):
         def __init__(self):

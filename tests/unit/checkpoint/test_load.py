@@ -68,7 +68,7 @@ def test_the_result_has_the_dtypes_and_shardings_of_a_run(tmp_path, combination)
     sizes = {"decoder_block": "mistral", "logits_via_embedding": False, "per_device_batch_size": 1}
     mesh = {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2}
     run = build(load(arguments(combination, **sizes, **mesh)).config, jax.devices())
-    abstract = run.backend.unpack(run.abstract_args()[0]).params
+    abstract = run.codec.unpack(run.abstract_args()[0]).params
     params = random_params(run.config, BFLOAT16)
     path = write_hf(tmp_path / "hf", run.config, hf_tensors(params))
     result = load_parameters(str(path), run.config, abstract, silent)

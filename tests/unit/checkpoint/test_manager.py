@@ -21,7 +21,7 @@ import pytest
 from optimizers import OPTIMIZERS
 from support import ALL_COMBINATIONS, assert_equal_bits, copied, tiny_config
 
-from trainer.backends import TrainTree, make_backend
+from trainer.backends import StateCodec, TrainTree, make_model
 from trainer.checkpoint import Beside, CheckpointManager, inspect, newest, restore
 from trainer.checkpoint.beside import BesideFiles, read_beside
 from trainer.config import UserError
@@ -74,8 +74,8 @@ def test_every_optimizers_state_comes_back(index, tmp_path):
     """Each of them in one combination, and restored into the next one's native state."""
     one, other = (ALL_COMBINATIONS[(index + i) % len(ALL_COMBINATIONS)] for i in range(2))
     tx = list(OPTIMIZERS.values())[index]
-    backend, into = (make_backend(tiny_config(c, weight_dtype="bfloat16"), tx) for c in (one, other))
-    tree = random_like(backend.unpack(backend.init(jax.random.key(0))), seed=index)
+    codec, into = (StateCodec(make_model(tiny_config(c, weight_dtype="bfloat16")), tx) for c in (one, other))
+    tree = random_like(codec.unpack(codec.init(jax.random.key(0))), seed=index)
     path = saved(tmp_path, 7, tree)
     wanted = into.unpack(jax.eval_shape(into.init, jax.random.key(0)))
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])

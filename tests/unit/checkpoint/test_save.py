@@ -24,7 +24,7 @@ class Manager:
         self.events.append(("save", updates, tree, beside, dict(metrics)))
 
 
-class Backend:
+class Codec:
     def unpack(self, state):
         return f"tree of {state}"
 
@@ -42,7 +42,7 @@ def attempt(updates, *, settings=None, latest=None, manager=True, **when):
         "state",
         updates,
         config=config() if settings is None else settings,
-        backend=Backend(),
+        codec=Codec(),
         beside=lambda: "beside",
         before=before,
         **when,
@@ -99,7 +99,7 @@ def test_no_number_is_saved_twice():
     for when in ({}, {"force": True}, {"initial": True}):
         settings = config(save_checkpoint_on_start=True)
         maybe_save_checkpoint(
-            manager, "state", 4, config=settings, backend=Backend(), beside=lambda: "beside", before=dict, **when
+            manager, "state", 4, config=settings, codec=Codec(), beside=lambda: "beside", before=dict, **when
         )
     assert [event[1] for event in events] == [4]
 

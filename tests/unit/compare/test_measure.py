@@ -24,8 +24,8 @@ def trained(program, updates=5):
     """A state whose leaves are all distinct, as if it had seen updates."""
     rng = np.random.default_rng(0)
     run = program.run
-    tree = jax.tree.map(lambda x: rng.integers(1, 9, x.shape).astype(x.dtype), run.backend.unpack(run.abstract_state))
-    return Start(run.backend.pack(tree), updates)
+    tree = jax.tree.map(lambda x: rng.integers(1, 9, x.shape).astype(x.dtype), run.codec.unpack(run.abstract_state))
+    return Start(run.codec.pack(tree), updates)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def left():
 def test_a_trained_state_is_moved_whole_to_another_combination(left):
     begin, right = trained(left), program(LAST)
     moved = measure.state(right, measure.take(left, begin))
-    assert_equal_bits(copied(right.run.backend.unpack(moved)), copied(left.run.backend.unpack(begin.state)))
+    assert_equal_bits(copied(right.run.codec.unpack(moved)), copied(left.run.codec.unpack(begin.state)))
 
 
 def test_a_trained_state_of_another_optimizer_is_refused(left):
@@ -57,7 +57,7 @@ def test_at_step_0_only_parameters_are_moved_and_what_is_lacking_is_initial(left
     snapshot = measure.take(left, trained(left, updates=0))
     assert snapshot.later is None
     right = program(LAST, opt_type="sgd", use_qk_norm=True)
-    found = names_of(copied(right.run.backend.unpack(measure.state(right, snapshot)).params))
+    found = names_of(copied(right.run.codec.unpack(measure.state(right, snapshot)).params))
     lacking = {name for name in found if name not in snapshot.params}
     assert lacking == {f"decoder/layers/self_attention/{name}_norm/scale" for name in ("query", "key")}
     for name, value in found.items():

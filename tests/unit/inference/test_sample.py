@@ -9,7 +9,7 @@ import optax
 import pytest
 from support import tiny_config
 
-from trainer.backends import make_backend
+from trainer.backends import StateCodec, make_model
 from trainer.inference import sample
 from trainer.models.transformer import init_cache
 from trainer.sharding import make_mesh, make_rules, on_mesh
@@ -23,41 +23,40 @@ QUICK = {"xla_backend_optimization_level": 0}
 
 
 @functools.cache
-def model():
-    """A configuration, its backend, and parameters whose likeliest token is far ahead of the next."""
+def small():
+    """A configuration, its model, and parameters whose likeliest token is far ahead of the next."""
     config = tiny_config("nnx", **MODEL)
-    backend = make_backend(config, optax.sgd(0.1))
-    init = jax.jit(lambda: backend.unpack(backend.init(jax.random.key(0))).params, compiler_options=QUICK)
-    params = init()
+    model = make_model(config)
+    params, _ = jax.jit(model.init, compiler_options=QUICK)(jax.random.key(0))
     # Off the diagonal, so that the tied head does not just repeat the last token.
     params["decoder"]["decoder_norm"]["scale"] *= 8 * np.sign(np.random.default_rng(0).normal(size=16))
-    return config, backend, params
+    return config, model, params
 
 
 @functools.cache
 def drawn(temperature, seed=0, prompt=tuple(PROMPT)):
-    config, backend, params = model()
+    config, model, params = small()
 
     def draw(params):
-        return sample(config, backend, params, {}, prompt, rows=ROWS, temperature=temperature, seed=seed)
+        return sample(config, model, params, {}, prompt, rows=ROWS, temperature=temperature, seed=seed)
 
     return np.asarray(jax.jit(draw, compiler_options=QUICK)(params))
 
 
 def logits_after(tokens):
     """The logits that follow each prefix of `tokens` [rows, length], from one forward pass without a cache."""
-    config, backend, params = model()
+    config, model, params = small()
     assert tokens.shape == (ROWS, LENGTH)
-    return np.asarray(_forward(config, backend)(params, tokens))
+    return np.asarray(_forward(config, model)(params, tokens))
 
 
 @functools.cache
-def _forward(config, backend):
+def _forward(config, model):
     @jax.jit
     def forward(params, tokens):
         positions = np.broadcast_to(np.arange(LENGTH), tokens.shape)
-        hidden, _, _ = backend.apply(params, {}, tokens, positions, np.ones_like(positions), np.arange(ROWS))
-        return backend.apply(params, {}, hidden, method="head")[0]
+        hidden, _, _ = model.apply(params, {}, tokens, positions, np.ones_like(positions), np.arange(ROWS))
+        return model.apply(params, {}, hidden, method="head")[0]
 
     return forward
 
@@ -96,9 +95,9 @@ def test_the_temperature_divides_the_logits():
 
 @pytest.mark.parametrize("length", [0, LENGTH, LENGTH + 1])
 def test_a_prompt_must_leave_room(length):
-    config, backend, params = model()
+    config, model, params = small()
     with pytest.raises(ValueError, match=f"{length} tokens leaves no room in a row of {LENGTH}"):
-        sample(config, backend, params, {}, [1] * length, rows=ROWS, temperature=0.0, seed=0)
+        sample(config, model, params, {}, [1] * length, rows=ROWS, temperature=0.0, seed=0)
 
 
 def test_the_longest_prompt_leaves_one_token():
@@ -110,14 +109,15 @@ def test_the_longest_prompt_leaves_one_token():
 def test_on_eight_devices_it_draws_the_same_text():
     axes = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
     config = tiny_config("nnx", devices=8, **MODEL, **axes)
-    backend = make_backend(config, optax.sgd(0.1))
+    model = make_model(config)
+    codec = StateCodec(model, optax.sgd(0.1))
     mesh, rules = make_mesh(config, jax.devices()), make_rules(config.logical_axis_rules)
-    shardings = backend.unpack(state_shardings(backend, abstract_state(backend), mesh, rules)).params
-    params = jax.device_put(model()[2], shardings)
+    shardings = codec.unpack(state_shardings(model, abstract_state(codec), mesh, rules)).params
+    params = jax.device_put(small()[2], shardings)
 
     def draw(params):
         with on_mesh(mesh, rules):
-            return sample(config, backend, params, {}, PROMPT, rows=ROWS, temperature=0.0, seed=0)
+            return sample(config, model, params, {}, PROMPT, rows=ROWS, temperature=0.0, seed=0)
 
     np.testing.assert_array_equal(jax.jit(draw, compiler_options=QUICK)(params), drawn(0.0))
 

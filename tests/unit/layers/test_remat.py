@@ -8,13 +8,12 @@ from jax.extend.core import Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 from support import ALL_COMBINATIONS, arguments, copied, packed_batch, tiny_config
 
-from trainer.backends import make_backend
+from trainer.backends import make_model
 from trainer.config import UserError, load, schema
 from trainer.config.effects import INERT
 from trainer.layers.remat import KEPT, OFFLOADED, TENSORS, make_policy
 from trainer.models.remat import check_offload
 from trainer.objectives import Objective
-from trainer.optim import make_optimizer
 from trainer.runtime.place import place
 from trainer.training import build
 
@@ -99,10 +98,10 @@ def test_the_warning_of_keys_without_effect_speaks_of_every_tensor():
 def loss_and_arguments(combination, **overrides):
     """The summed loss as a function of the parameters, and the parameters' shapes."""
     config = tiny_config(combination, **{"attention": "dot_product"} | overrides)
-    backend = make_backend(config, make_optimizer(config))
-    tree = jax.eval_shape(lambda: backend.unpack(backend.init(jax.random.key(0))))
-    batch, objective = packed_batch(config, 2), Objective(backend.apply)
-    return lambda params: objective.sums(params, tree.rest, batch, None)[0]["lm_loss"], tree.params
+    model = make_model(config)
+    params, rest = jax.eval_shape(model.init, jax.random.key(0))
+    batch, objective = packed_batch(config, 2), Objective(model.apply)
+    return lambda params: objective.sums(params, rest, batch, None)[0]["lm_loss"], params
 
 
 def equations(jaxpr):

@@ -11,12 +11,11 @@ import pytest
 from flax import linen
 from support import assert_equal_bits, compiled, copied, packed_batch, tiny_config
 
-from trainer.backends import make_backend
+from trainer.backends import make_model
 from trainer.config import UserError
 from trainer.layers.sown import Total
 from trainer.objectives import Objective
 from trainer.ops.random import seed_key
-from trainer.optim import make_optimizer
 
 GUIDES = Path(__file__).parents[3] / "docs" / "guides"
 LINEN, NNX = "team_block:LinenBlock", "team_block:NNXBlock"
@@ -28,14 +27,14 @@ def in_the_guides(monkeypatch):
     monkeypatch.syspath_prepend(str(GUIDES))
 
 
-def backend_of(combination, block, **keys):
+def model_of(combination, block, **keys):
     config = tiny_config(combination, decoder_block=block, remat_policy="full", **keys)
-    return config, make_backend(config, make_optimizer(config))
+    return config, make_model(config)
 
 
-def value_and_grads(config, backend, params, capture=()):
+def value_and_grads(config, model, params, capture=()):
     """((loss, sown), gradients) as a function of a dropout key or None."""
-    objective = Objective(backend.apply, capture=capture)
+    objective = Objective(model.apply, capture=capture)
 
     def loss(params, key):
         sums, sown = objective.sums(params, {}, packed_batch(config, 4), key)
@@ -46,10 +45,10 @@ def value_and_grads(config, backend, params, capture=()):
 
 @functools.cache
 def trained(combination, scan=True):
-    config, backend = backend_of(combination, LINEN, scan_layers=scan)
-    params = backend.unpack(backend.init(seed_key(0))).params
-    results = copied(compiled(value_and_grads(config, backend, params), None)(None))
-    return results, copied(params), backend.param_axes
+    config, model = model_of(combination, LINEN, scan_layers=scan)
+    params = model.init(seed_key(0))[0]
+    results = copied(compiled(value_and_grads(config, model, params), None)(None))
+    return results, copied(params), model.param_axes
 
 
 @pytest.mark.parametrize("combination", LINEN_STACKS)
@@ -84,8 +83,8 @@ def renamed(params):
 @pytest.mark.parametrize("combination", ["nnx", "linen"])
 def test_the_nnx_block_that_takes_its_place_computes_the_same(combination):
     (value, _), grads = trained("linen")[0]
-    config, backend = backend_of(combination, NNX)
-    other = compiled(value_and_grads(config, backend, renamed(trained("linen")[1])), None)(None)
+    config, model = model_of(combination, NNX)
+    other = compiled(value_and_grads(config, model, renamed(trained("linen")[1])), None)(None)
     assert_equal_bits(other[1], renamed(grads))
     assert other[0][0] == value
 
@@ -106,9 +105,9 @@ def test_what_it_sows_arrives_and_dropout_draws_from_the_key(monkeypatch):
     monkeypatch.setitem(sys.modules, "sowing", SimpleNamespace(Sowing=Sowing))
     results = []
     for combination, scan in (("linen", True), ("nnx_linen_decoder", True), ("linen", False)):
-        config, backend = backend_of(combination, "sowing:Sowing", scan_layers=scan)
-        params = backend.unpack(backend.init(seed_key(0))).params
-        step = compiled(value_and_grads(config, backend, params, (Total,)), seed_key(1))
+        config, model = model_of(combination, "sowing:Sowing", scan_layers=scan)
+        params = model.init(seed_key(0))[0]
+        step = compiled(value_and_grads(config, model, params, (Total,)), seed_key(1))
         results.append([copied(step(seed_key(seed))) for seed in (1, 2)])
     assert_equal_bits(*results[:2])
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), results[1][0][0], results[2][0][0])
@@ -123,7 +122,7 @@ def test_what_it_sows_arrives_and_dropout_draws_from_the_key(monkeypatch):
 )
 def test_an_nnx_stack_refuses_it_and_says_how_to_change(combination, change):
     with pytest.raises(UserError, match=rf"this is no nnx.Module; .* \(combination {change}\)"):
-        backend_of(combination, LINEN)
+        model_of(combination, LINEN)
 
 
 class Boxed(linen.Module):
@@ -148,8 +147,8 @@ class WithStatistics(linen.Module):
 @pytest.mark.parametrize("combination", LINEN_STACKS)
 def test_axes_named_by_the_older_kind_of_box(combination, monkeypatch):
     monkeypatch.setitem(sys.modules, "boxed", SimpleNamespace(Boxed=Boxed))
-    _, backend = backend_of(combination, "boxed:Boxed")
-    axes = backend.param_axes["decoder"]["layers"]
+    _, model = model_of(combination, "boxed:Boxed")
+    axes = model.param_axes["decoder"]["layers"]
     assert axes == {"mix": {"bias": ("layers", None), "kernel": ("layers", "embed", "mlp")}}
 
 
@@ -157,9 +156,9 @@ def test_axes_named_by_the_older_kind_of_box(combination, monkeypatch):
 def test_what_a_block_may_not_hold(combination, monkeypatch):
     monkeypatch.setitem(sys.modules, "statistics_block", SimpleNamespace(Block=WithStatistics))
     with pytest.raises(UserError, match="holds state besides its parameters: batch_stats"):
-        backend_of(combination, "statistics_block:Block")
+        model_of(combination, "statistics_block:Block")
 
 
 def test_what_is_no_module_at_all():
     with pytest.raises(UserError, match="neither an nnx"):
-        backend_of("linen", "pathlib:Path")
+        model_of("linen", "pathlib:Path")

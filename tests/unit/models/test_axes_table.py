@@ -1,18 +1,17 @@
 """config/rules.py knows the model's logical axes without building it; here the two are held together."""
 
 import jax
-import optax
 import pytest
 from support import ALL_COMBINATIONS, tiny_config
 
-from trainer.backends import make_backend
+from trainer.backends import make_model
 from trainer.config.rules import TENSORS
 
 
 def model_axes(combination: str, tied: bool, **overrides) -> dict[str, tuple[str | None, ...]]:
     """The logical axes of every parameter, by its name."""
-    backend = make_backend(tiny_config(combination, logits_via_embedding=tied, **overrides), optax.sgd(0.1))
-    leaves = jax.tree_util.tree_leaves_with_path(backend.param_axes)
+    model = make_model(tiny_config(combination, logits_via_embedding=tied, **overrides))
+    leaves = jax.tree_util.tree_leaves_with_path(model.param_axes)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf) for path, leaf in leaves}
 
 

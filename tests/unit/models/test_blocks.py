@@ -12,13 +12,12 @@ import pytest
 from flax import nnx
 from support import ALL_COMBINATIONS, arguments, assert_equal_bits, compiled, copied, packed_batch, pinned, tiny_config
 
-from trainer.backends import make_backend
+from trainer.backends import make_model
 from trainer.config import UserError, load
 from trainer.models import blocks
 from trainer.models.huggingface import family
 from trainer.objectives import Objective
 from trainer.ops.random import seed_key
-from trainer.optim import make_optimizer
 from trainer.training import build
 
 GUIDES = Path(__file__).parents[3] / "docs" / "guides"
@@ -34,15 +33,15 @@ def in_the_guides(monkeypatch):
 @functools.cache
 def gradients(combination, scan):
     config = tiny_config(combination, decoder_block=OWN, scan_layers=scan, base_num_decoder_layers=3)
-    backend = make_backend(config, make_optimizer(config))
-    tree = backend.unpack(backend.init(seed_key(0)))
-    objective = Objective(backend.apply)
+    model = make_model(config)
+    params, rest = model.init(seed_key(0))
+    objective = Objective(model.apply)
 
     def loss(params):
-        return objective.sums(params, tree.rest, packed_batch(config, 4), None)[0]["lm_loss"]
+        return objective.sums(params, rest, packed_batch(config, 4), None)[0]["lm_loss"]
 
-    results = compiled(jax.value_and_grad(loss), tree.params)(tree.params)
-    return copied(results), copied(tree.params), backend.param_axes
+    results = compiled(jax.value_and_grad(loss), params)(params)
+    return copied(results), copied(params), model.param_axes
 
 
 @pytest.mark.parametrize("combination", ALL_COMBINATIONS)
@@ -123,7 +122,7 @@ def test_what_a_block_may_not_hold(block, message, combination, monkeypatch):
     monkeypatch.setitem(sys.modules, "blocks_of_a_test", SimpleNamespace(Block=block))
     config = tiny_config(combination, decoder_block="blocks_of_a_test:Block")
     with pytest.raises(UserError, match=f"decoder_block=blocks_of_a_test:Block {message}"):
-        make_backend(config, make_optimizer(config))
+        make_model(config)
 
 
 class Abstract(Called, abc.ABC):

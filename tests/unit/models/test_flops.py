@@ -8,10 +8,9 @@ import jax
 import pytest
 from support import packed_batch, tiny_config
 
-from trainer.backends import make_backend
+from trainer.backends import make_model
 from trainer.models.flops import flops_per_token, forward_flops_per_token, parameter_count, visible_keys
 from trainer.objectives import Objective
-from trainer.optim import make_optimizer
 
 TINY = {
     "base_emb_dim": 8,
@@ -141,14 +140,14 @@ FAMILIES = {
 
 def compiled_flops(config, gradients: bool) -> float:
     """Per token, of the compiled loss and, if asked for, its gradients. Nothing is allocated."""
-    backend = make_backend(config, make_optimizer(config))
-    tree = jax.eval_shape(lambda: backend.unpack(backend.init(jax.random.key(0))))
-    objective, rows = Objective(backend.apply), 2
+    model = make_model(config)
+    params, rest = jax.eval_shape(model.init, jax.random.key(0))
+    objective, rows = Objective(model.apply), 2
 
     def loss(params, batch):
-        return objective.sums(params, tree.rest, batch, None)[0]["lm_loss"]
+        return objective.sums(params, rest, batch, None)[0]["lm_loss"]
 
-    lowered = jax.jit(jax.value_and_grad(loss) if gradients else loss).lower(tree.params, packed_batch(config, rows))
+    lowered = jax.jit(jax.value_and_grad(loss) if gradients else loss).lower(params, packed_batch(config, rows))
     compiled = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})  # which changes no FLOP
     return compiled.cost_analysis()["flops"] / (rows * config.max_target_length)
 

@@ -67,7 +67,7 @@ def run_of(case, combination, **overrides):
 
 
 def parameters(case, run):
-    abstract = run.backend.unpack(run.abstract_args()[0])
+    abstract = run.codec.unpack(run.abstract_args()[0])
     return load_parameters(str(GOLDENS / case), run.config, abstract.params, print), abstract.rest
 
 
@@ -78,8 +78,8 @@ def inputs_of(batch):
 
 def logits_of(run, params, rest, batch):
     inputs = (batch[name] for name in ("inputs", "inputs_position", "inputs_segmentation", "row"))
-    hidden, _, _ = run.backend.apply(params, rest, *inputs)
-    return run.backend.apply(params, rest, hidden, method="head")[0]
+    hidden, _, _ = run.model.apply(params, rest, *inputs)
+    return run.model.apply(params, rest, hidden, method="head")[0]
 
 
 def computed(case, run):
@@ -92,7 +92,7 @@ def computed(case, run):
         outputs = []
 
         def apply(*args, **how):
-            result = run.backend.apply(*args, **how)
+            result = run.model.apply(*args, **how)
             outputs.append(result[0])
             return result
 

@@ -7,11 +7,10 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from support import ALL_COMBINATIONS, assert_equal_bits, copied, packed_batch, pinned, tiny_config
 
-from trainer.backends import make_backend
+from trainer.backends import make_model
 from trainer.config import load, resolve
 from trainer.models.transformer import finish_logits, init_cache
 
@@ -81,18 +80,18 @@ def with_random_scales(params):
 
 @functools.cache
 def model(combination, name="tied, gated"):
-    """Configuration, backend, initial parameters, and compiled functions of one model in one combination."""
+    """Configuration, initial parameters, and compiled functions of one model in one combination."""
     config = tiny_config(combination, max_target_length=LENGTH, **MODELS[name], **DROPOUT)
-    backend = make_backend(config, optax.sgd(0.1))
-    init = jax.jit(lambda seed: backend.unpack(backend.init(jax.random.key(seed))).params, compiler_options=QUICK)
+    made = make_model(config)
+    init = jax.jit(lambda seed: made.init(jax.random.key(seed))[0], compiler_options=QUICK)
     own = name == "tied, gated" or combination == ALL_COMBINATIONS[0]
     initial = copied(init(3)) if own else model(ALL_COMBINATIONS[0], name).initial
     params = with_random_scales(initial)
 
     def forward(params, batch, key=None, cache=None):
         inputs = [batch[field] for field in ("inputs", "inputs_position", "inputs_segmentation", "row")]
-        hidden, _, cache = backend.apply(params, {}, *inputs, key=key, cache=cache)
-        return backend.apply(params, {}, hidden, method="head")[0], cache
+        hidden, _, cache = made.apply(params, {}, *inputs, key=key, cache=cache)
+        return made.apply(params, {}, hidden, method="head")[0], cache
 
     run = jax.jit(forward, compiler_options=QUICK)
 
@@ -120,20 +119,20 @@ def random_rows(seed=0):
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_names_shapes_and_axes_are_those_of_maxtext(combination, name):
-    backend = make_backend(tiny_config(combination, **MODELS[name]), optax.sgd(0.1))
-    tree = backend.unpack(jax.eval_shape(backend.init, jax.random.key(0)))
-    shapes = {path: leaf.shape for path, leaf in flat(tree.params).items()}
-    axes = {path: tuple(leaf) for path, leaf in flat(backend.param_axes).items()}
+    made = make_model(tiny_config(combination, **MODELS[name]))
+    params, rest = jax.eval_shape(made.init, jax.random.key(0))
+    shapes = {path: leaf.shape for path, leaf in flat(params).items()}
+    axes = {path: tuple(leaf) for path, leaf in flat(made.param_axes).items()}
     assert shapes == {path: shape for path, (shape, _) in EXPECTED[name].items()}
     assert axes == {path: names for path, (_, names) in EXPECTED[name].items()}
-    assert {leaf.dtype for leaf in flat(tree.params).values()} == {jnp.dtype("float32")}
-    assert tree.rest == {}
+    assert {leaf.dtype for leaf in flat(params).values()} == {jnp.dtype("float32")}
+    assert rest == {}
 
 
 @pytest.mark.parametrize("scan_layers", [True, False])
 def test_names_do_not_depend_on_how_the_loop_is_compiled(combination, scan_layers):
-    backend = make_backend(tiny_config(combination, scan_layers=scan_layers, **MODELS["tied, gated"]), optax.sgd(0.1))
-    params = backend.unpack(jax.eval_shape(backend.init, jax.random.key(0))).params
+    made = make_model(tiny_config(combination, scan_layers=scan_layers, **MODELS["tied, gated"]))
+    params, _ = jax.eval_shape(made.init, jax.random.key(0))
     assert {path: leaf.shape for path, leaf in flat(params).items()} == {
         path: shape for path, (shape, _) in EXPECTED["tied, gated"].items()
     }
@@ -152,8 +151,7 @@ def test_another_seed_gives_others(combination):
 def test_llama2_7b_has_its_published_size(combination):
     arguments = ["base.yml", "model_name=llama2-7b", *(f"{key}={value}" for key, value in pinned(combination).items())]
     config = resolve(load(arguments).config, device_count=1, platform="cpu")
-    backend = make_backend(config, optax.sgd(0.1))
-    params = flat(backend.unpack(jax.eval_shape(backend.init, jax.random.key(0))).params)
+    params = flat(jax.eval_shape(make_model(config).init, jax.random.key(0))[0])
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in params.values())  # nothing is allocated
     assert sum(leaf.size for leaf in params.values()) == 6738415616
 
@@ -303,11 +301,11 @@ def test_logits_equal_a_second_implementation(combination, name):
 def test_the_soft_cap_bounds_the_logits_of_either_head(combination, head):
     plain = model(ALL_COMBINATIONS[0], CAPPED[head])
     config = tiny_config(combination, final_logits_soft_cap=CAP, max_target_length=LENGTH, **MODELS[CAPPED[head]])
-    backend, batch = make_backend(config, optax.sgd(0.1)), packed_batch(config, ROWS, seed=2)
+    made, batch = make_model(config), packed_batch(config, ROWS, seed=2)
 
     def forward(params):
         inputs = [batch[field] for field in ("inputs", "inputs_position", "inputs_segmentation", "row")]
-        return backend.apply(params, {}, backend.apply(params, {}, *inputs)[0], method="head")[0]
+        return made.apply(params, {}, made.apply(params, {}, *inputs)[0], method="head")[0]
 
     capped = np.asarray(jax.jit(forward, compiler_options=QUICK)(plain.params))
     logits = reference(CAPPED[head])  # those of the tied head divided by sqrt(width) already

@@ -32,14 +32,14 @@ def kinds(tree):
 @pytest.mark.parametrize(("combination", "zero1"), [(ALL_COMBINATIONS[0], False), (ALL_COMBINATIONS[-1], True)])
 def test_the_same_bits_and_the_state_waits_on_the_host(combination, zero1):
     run, state = trained(combination, shard_optimizer_over_data=zero1, **BOTH)
-    tree = run.backend.unpack(state)
+    tree = run.codec.unpack(state)
     assert kinds(tree.params) == kinds(tree.opt_state) == {"pinned_host"}
     assert tree.step.sharding.memory_kind == "device"
     plain_run, plain = trained(combination, shard_optimizer_over_data=zero1)
-    assert kinds(plain_run.backend.unpack(plain).params) == {"device"}
-    assert_equal_bits(copied(tree), copied(plain_run.backend.unpack(plain)))
+    assert kinds(plain_run.codec.unpack(plain).params) == {"device"}
+    assert_equal_bits(copied(tree), copied(plain_run.codec.unpack(plain)))
 
-    again = run.backend.unpack(run.init(jax.tree.map(lambda x: x.copy(), tree.params)))
+    again = run.codec.unpack(run.init(jax.tree.map(lambda x: x.copy(), tree.params)))
     assert kinds(again.params) == {"pinned_host"}
     assert_equal_bits(copied(again.params), copied(tree.params))
 
@@ -48,7 +48,7 @@ def test_one_part_alone():
     config = load(arguments("nnx", optimizer_memory_host_offload=True)).config
     run = build(config, jax.devices()[:1])
     state, _ = run.abstract_args()
-    tree = run.backend.unpack(state)
+    tree = run.codec.unpack(state)
     assert (kinds(tree.params), kinds(tree.opt_state)) == ({"device"}, {"pinned_host"})
 
 

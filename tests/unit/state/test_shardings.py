@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import ALL_COMBINATIONS, assert_equal_bits, copied, tiny_config
 
-from trainer.backends import make_backend
+from trainer.backends import StateCodec, make_model
 from trainer.optim import make_optimizer
 from trainer.sharding import make_mesh, make_rules
 from trainer.state import abstract_state, init_state_fn, state_shardings, tensors
@@ -47,11 +47,11 @@ def config(request):
 
 @functools.cache
 def sharded(config, tx):
-    """The backend, its abstract native state, and that state's shardings."""
-    backend = make_backend(config, tx)
+    """The codec, its abstract native state, and that state's shardings."""
+    codec = StateCodec(make_model(config), tx)
     mesh = make_mesh(config, jax.devices())
-    shardings = state_shardings(backend, abstract_state(backend), mesh, make_rules(config.logical_axis_rules))
-    return backend, abstract_state(backend), shardings
+    shardings = state_shardings(codec.model, abstract_state(codec), mesh, make_rules(config.logical_axis_rules))
+    return codec, abstract_state(codec), shardings
 
 
 def named(tree):
@@ -86,9 +86,9 @@ EXPECTED = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_moments_lie_where_their_parameters_lie_and_scalars_everywhere(config, name):
-    backend, state, shardings = sharded(config, OPTIMIZERS[name])
-    specs = backend.unpack(jax.tree.map(lambda sharding: sharding.spec, shardings))
-    shapes = backend.unpack(state)
+    codec, state, shardings = sharded(config, OPTIMIZERS[name])
+    specs = codec.unpack(jax.tree.map(lambda sharding: sharding.spec, shardings))
+    shapes = codec.unpack(state)
     assert named(specs.params) == EXPECTED
     assert specs.step == P()
     parameters = {path: leaf.shape for path, leaf in named(shapes.params).items()}
@@ -106,9 +106,9 @@ def test_moments_lie_where_their_parameters_lie_and_scalars_everywhere(config, n
 
 def test_factored_moments_have_no_names(config):
     """Adafactor keeps row and column sums in the parameter's place; they have fewer axes than it."""
-    backend, state, _ = sharded(config, OPTIMIZERS["adafactor"])
-    tree = backend.unpack(state)
-    axes = {path: tensor.axes for path, tensor in named(backend.unpack(tensors(backend, state)).opt_state).items()}
+    codec, state, _ = sharded(config, OPTIMIZERS["adafactor"])
+    tree = codec.unpack(state)
+    axes = {path: tensor.axes for path, tensor in named(codec.unpack(tensors(codec.model, state)).opt_state).items()}
     factored = [
         path
         for path, leaf in named(tree.opt_state).items()
@@ -122,8 +122,8 @@ def test_factored_moments_have_no_names(config):
 @pytest.mark.parametrize("combination", sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]}))
 def test_the_state_is_made_sharded_and_is_that_of_one_device(combination):
     config = tiny_config(combination, devices=8, **AXES, **MODEL)
-    backend, state, shardings = sharded(config, make_optimizer(config))
-    made = init_state_fn(backend, shardings, seed=5)()
+    codec, state, shardings = sharded(config, make_optimizer(config, make_model(config).param_axes))
+    made = init_state_fn(codec, shardings, seed=5)()
     assert jax.tree.structure(made) == jax.tree.structure(state)
 
     def check(leaf, abstract, sharding):
@@ -131,12 +131,13 @@ def test_the_state_is_made_sharded_and_is_that_of_one_device(combination):
         assert {shard.data.shape for shard in leaf.addressable_shards} == {sharding.shard_shape(abstract.shape)}
 
     jax.tree.map(check, made, state, shardings)
-    assert_equal_bits(copied(backend.unpack(made)), state_of_one_device())
+    assert_equal_bits(copied(codec.unpack(made)), state_of_one_device())
 
 
 @functools.cache
 def state_of_one_device():
     """The canonical initial state, made without shardings."""
     config = tiny_config(ALL_COMBINATIONS[0], **MODEL)
-    backend = make_backend(config, make_optimizer(config))
-    return copied(backend.unpack(jax.jit(backend.init)(jax.random.key(5))))
+    model = make_model(config)
+    codec = StateCodec(model, make_optimizer(config, model.param_axes))
+    return copied(codec.unpack(jax.jit(codec.init)(jax.random.key(5))))

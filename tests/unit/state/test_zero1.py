@@ -13,7 +13,7 @@ from ml_collections import FrozenConfigDict
 from optimizers import OPTIMIZERS
 from support import ALL_COMBINATIONS, tiny_config
 
-from trainer.backends import make_backend
+from trainer.backends import StateCodec, make_model
 from trainer.config import UserError, make_rules
 from trainer.state import (
     build_zero1_input_state_mesh_shardings,
@@ -64,11 +64,11 @@ def test_without_a_data_axis_nothing_changes():
 def laid_out(combination, name):
     """Rows of (tensor, leaf, sharding between steps, sharding without Zero-1)."""
     config = tiny_config(combination, devices=8, **AXES, base_num_decoder_layers=3)
-    backend = make_backend(config, OPTIMIZERS[name])
-    native = jax.eval_shape(backend.init, jax.random.key(0))
+    codec = StateCodec(make_model(config), OPTIMIZERS[name])
+    native = jax.eval_shape(codec.init, jax.random.key(0))
     mesh, rules = get_mesh_from_config(config), make_rules(config.logical_axis_rules)
-    split, whole = (state_shardings(backend, native, mesh, rules, zero1=zero1) for zero1 in (True, False))
-    return list(zip(*map(jax.tree.leaves, (tensors(backend, native), native, split, whole)), strict=True))
+    split, whole = (state_shardings(codec.model, native, mesh, rules, zero1=zero1) for zero1 in (True, False))
+    return list(zip(*map(jax.tree.leaves, (tensors(codec.model, native), native, split, whole)), strict=True))
 
 
 @pytest.mark.parametrize("combination", BOTH)
@@ -93,33 +93,33 @@ def test_all_that_belongs_to_a_parameter_is_split_whatever_the_optimizer(combina
 def test_the_named_builders_keep_one_structure_on_every_native_state(combination):
     config = tiny_config(combination, devices=8, **AXES, shard_optimizer_over_data=True)
     mesh, tx = get_mesh_from_config(config), OPTIMIZERS["clipped"]
-    backend = make_backend(config, tx)
-    init = init_state_fn(backend)
+    codec = StateCodec(make_model(config), tx)
+    init = init_state_fn(codec)
     state, specs, shardings = get_abstract_state_nnx(config, mesh, init)
     assert jax.tree.structure(state) == jax.tree.structure(shardings) == jax.tree.structure(jax.eval_shape(init))
     assert jax.tree.all(jax.tree.map(lambda a, b: a is b, get_named_sharding_nnx(state), shardings))
     assert jax.tree.all(jax.tree.map(lambda spec, it: spec == it.spec, specs, shardings))
     assert get_partition_spec_nnx(shardings) == specs
-    assert shardings == state_shardings(backend, state, mesh, make_rules(config.logical_axis_rules), zero1=True)
+    assert shardings == state_shardings(codec.model, state, mesh, make_rules(config.logical_axis_rules), zero1=True)
 
     offloading = FrozenConfigDict({**config, "optimizer_memory_host_offload": True})
     waiting = get_abstract_state_nnx(offloading, mesh, init).shardings
-    kinds = {leaf.memory_kind for leaf in jax.tree.leaves(backend.unpack(waiting).opt_state)}
+    kinds = {leaf.memory_kind for leaf in jax.tree.leaves(codec.unpack(waiting).opt_state)}
     assert kinds == {"device", "pinned_host"}  # scalars stay
-    assert backend.unpack(waiting).params == backend.unpack(shardings).params
+    assert codec.unpack(waiting).params == codec.unpack(shardings).params
 
     _, _, whole = get_abstract_state_nnx(config, mesh, init, is_training=False)
-    assert whole == state_shardings(backend, state, mesh, make_rules(config.logical_axis_rules))
+    assert whole == state_shardings(codec.model, state, mesh, make_rules(config.logical_axis_rules))
     again = set_named_sharding_nnx(state, whole)
     assert get_named_sharding_nnx(again) == whole
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), again) == jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype), state
     )
 
-    during = build_zero1_input_state_mesh_shardings(config, shardings, backend.unpack(whole).params)
-    assert jax.tree.structure(during) == jax.tree.structure(shardings)
-    assert backend.unpack(during).params == backend.unpack(whole).params != backend.unpack(shardings).params
-    assert backend.unpack(during).opt_state == backend.unpack(shardings).opt_state
+    during = build_zero1_input_state_mesh_shardings(config, shardings, codec.unpack(whole).params)
+    assert during == codec.pack(codec.unpack(shardings)._replace(params=codec.unpack(whole).params))
+    assert codec.unpack(during).params == codec.unpack(whole).params != codec.unpack(shardings).params
+    assert codec.unpack(during).opt_state == codec.unpack(shardings).opt_state
     if isinstance(whole, nnx.State):
         given = nnx.state(whole["model"], nnx.Param)
         assert build_zero1_input_state_mesh_shardings(config, shardings, given) == during
@@ -127,16 +127,16 @@ def test_the_named_builders_keep_one_structure_on_every_native_state(combination
 
 def test_a_train_state_of_nnx_is_split_and_inference_needs_no_optimizer():
     config = tiny_config("nnx", devices=8, **AXES)
-    mesh, backend = get_mesh_from_config(config), make_backend(tiny_config("nnx", devices=8), optax.sgd(0.1))
-    whole = get_abstract_state_nnx(config, mesh, init_state_fn(backend))
+    mesh, codec = get_mesh_from_config(config), StateCodec(make_model(tiny_config("nnx", devices=8)), optax.sgd(0.1))
+    whole = get_abstract_state_nnx(config, mesh, init_state_fn(codec))
 
     def train_state():
-        return nnx.merge(backend.graphdef, backend.init(jax.random.key(0)))
+        return nnx.merge(nnx.graphdef(codec.model.train_state_module(codec.tx)), codec.init(jax.random.key(0)))
 
     assert get_abstract_state_nnx(config, mesh, train_state).specs == whole.specs
 
     def model_alone():
-        return nnx.State({"model": backend.init(jax.random.key(0))["model"]})
+        return nnx.State({"model": codec.init(jax.random.key(0))["model"]})
 
     specs = get_abstract_state_nnx(config, mesh, model_alone, is_training=False).specs
     assert jax.tree.leaves(specs["model"]) == jax.tree.leaves(whole.specs["model"])
@@ -144,9 +144,9 @@ def test_a_train_state_of_nnx_is_split_and_inference_needs_no_optimizer():
 
 def test_parameters_that_are_missing_or_too_many_are_told():
     config = tiny_config("nnx", devices=8, **AXES)
-    backend = make_backend(config, optax.sgd(0.1))
-    shardings = get_abstract_state_nnx(config, get_mesh_from_config(config), init_state_fn(backend)).shardings
-    params = dict(backend.unpack(shardings).params)
+    codec = StateCodec(make_model(config), optax.sgd(0.1))
+    shardings = get_abstract_state_nnx(config, get_mesh_from_config(config), init_state_fn(codec)).shardings
+    params = dict(codec.unpack(shardings).params)
     lacking = {"decoder": params["decoder"]}
     with pytest.raises(UserError, match="lacks the parameter token_embedder/embedding"):
         build_zero1_input_state_mesh_shardings(config, shardings, lacking)

@@ -9,7 +9,7 @@ import optax
 import pytest
 from support import ALL_COMBINATIONS, packed_batch, tiny_config
 
-from trainer.backends import make_backend
+from trainer.backends import StateCodec, make_model
 from trainer.objectives import Objective
 from trainer.training.evaluate import make_eval_step, summarize
 
@@ -59,11 +59,12 @@ def test_no_tokens_at_all():
 def evaluation(combination):
     """The compiled eval step, a state, and five rows of unequal numbers of real tokens."""
     config = tiny_config(combination, enable_dropout=True, dropout_rate=0.5)
-    backend = make_backend(config, optax.sgd(0.1))
-    state = jax.jit(lambda: backend.init(jax.random.key(0)), compiler_options=QUICK)()
-    here = jax.tree.map(lambda leaf: leaf.sharding, backend.unpack(state).params)
-    step = jax.jit(make_eval_step(backend, Objective(backend.apply), here), compiler_options=QUICK)
-    return config, backend, lambda batch: jax.device_get(step(state, batch, BYTES)), state
+    model = make_model(config)
+    codec = StateCodec(model, optax.sgd(0.1))
+    state = jax.jit(lambda: codec.init(jax.random.key(0)), compiler_options=QUICK)()
+    here = jax.tree.map(lambda leaf: leaf.sharding, codec.unpack(state).params)
+    step = jax.jit(make_eval_step(codec, Objective(model.apply), here), compiler_options=QUICK)
+    return config, codec, lambda batch: jax.device_get(step(state, batch, BYTES)), state
 
 
 def batches(whole, rows):
@@ -91,13 +92,13 @@ def test_sums_do_not_depend_on_the_batch_size_or_on_padding(combination):
 
 
 def test_the_sums_are_those_of_the_loss_bearing_tokens():
-    config, backend, step, state = evaluation(ALL_COMBINATIONS[0])
+    config, codec, step, state = evaluation(ALL_COMBINATIONS[0])
     batch = packed_batch(config, 2)
     batch["targets_segmentation"][:, ::3] = 0  # targets without loss, though their inputs are real
-    params = backend.unpack(state).params
+    params = codec.unpack(state).params
     inputs = [batch[name] for name in ("inputs", "inputs_position", "inputs_segmentation", "row")]
-    hidden, _, _ = backend.apply(params, {}, *inputs)
-    logits = np.asarray(backend.apply(params, {}, hidden, method="head")[0], np.float64)
+    hidden, _, _ = codec.model.apply(params, {}, *inputs)
+    logits = np.asarray(codec.model.apply(params, {}, hidden, method="head")[0], np.float64)
     nll = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
     real = batch["targets_segmentation"] != 0
     found = step(batch)

@@ -29,8 +29,8 @@ def native(this, seed, updates):
         is_count = jnp.issubdtype(x.dtype, jnp.integer)
         return np.asarray(updates if is_count else rng.normal(size=x.shape)).astype(x.dtype)
 
-    tree = jax.tree.map(one, this.backend.unpack(this.abstract_state))
-    return jax.device_put(this.backend.pack(tree), this.state_shardings)
+    tree = jax.tree.map(one, this.codec.unpack(this.abstract_state))
+    return jax.device_put(this.codec.pack(tree), this.state_shardings)
 
 
 def dataset_of(this):
@@ -50,7 +50,7 @@ def save(folder, this, updates, fingerprint=None, documents=None):
         position["identity"] = position["identity"] | {"documents": documents}
     beside = Beside(to_yaml(this.config), position, fingerprint or dataset_of(this).fingerprint, {})
     with CheckpointManager(folder, this.config, print) as manager:
-        manager.save(updates, this.backend.unpack(state), beside, {})
+        manager.save(updates, this.codec.unpack(state), beside, {})
     return state
 
 
@@ -64,7 +64,7 @@ def begin(this, folder=None, lines=None, schedule_given=False):
 
 
 def assert_equal(this, left, right):
-    assert_equal_bits(*(copied(this.backend.unpack(state)) for state in (left, right)))
+    assert_equal_bits(*(copied(this.codec.unpack(state)) for state in (left, right)))
 
 
 def test_a_new_run_has_the_initial_state(tmp_path):
@@ -167,11 +167,11 @@ def test_other_data_begin_at_their_start(tmp_path):
 
 @pytest.mark.parametrize("opt_type", ["adamw", "sgd"])
 def test_a_fresh_optimizer_keeps_step_parameters_and_the_schedules_place(tmp_path, opt_type):
-    state = run().backend.unpack(save(tmp_path, run(), 5))
+    state = run().codec.unpack(save(tmp_path, run(), 5))
     this = run(load_full_state_path=str(tmp_path), reset_optimizer=True, opt_type=opt_type)
     lines = []
     begun = begin(this, lines=lines)
-    tree, fresh = (this.backend.unpack(x) for x in (begun.state, this.init()))
+    tree, fresh = (this.codec.unpack(x) for x in (begun.state, this.init()))
     assert begun[1:] == (5, position_after(this, 5), False)
     assert tree.step == 5
     assert_equal_bits(copied(tree.params), copied(state.params))

@@ -9,7 +9,7 @@ import optax
 import pytest
 from support import arguments, assert_equal_bits, copied, packed_batch, tiny_config
 
-from trainer.backends import make_backend
+from trainer.backends import make_model
 from trainer.config import load
 from trainer.layers.sown import TYPES
 from trainer.objectives import Objective
@@ -29,10 +29,10 @@ def gradients(devices=1, **overrides):
     run = build(load(arguments("nnx", **settings | overrides)).config, jax.devices()[:devices])
     assert run.rows == 16
     state = run.init()
-    before = copied(run.backend.unpack(state).params)
+    before = copied(run.codec.unpack(state).params)
     step = run.step.lower(*run.abstract_args()).compile(QUICK)
     state, metrics = step(state, place(packed_batch(run.config, 16), run.batch_shardings))
-    after = copied(run.backend.unpack(state).params)
+    after = copied(run.codec.unpack(state).params)
     change = jax.tree.map(lambda a, b: a - b, before, after)
     assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(change))
     return change, jax.device_get(metrics)
@@ -71,22 +71,22 @@ def test_a_mesh_gives_the_gradients_of_one_device(data, fsdp, tensor):
 
 def test_gradients_equal_finite_differences():
     config = tiny_config("nnx", z_loss_multiplier=1e-2)
-    backend = make_backend(config, make_optimizer(config))
-    tree = backend.unpack(backend.init(jax.random.key(0)))
+    model = make_model(config)
+    params, rest = model.init(jax.random.key(0))
     batch = jax.tree.map(jnp.asarray, packed_batch(config, 4))
-    objective = Objective(backend.apply, config.z_loss_multiplier)
+    objective = Objective(model.apply, config.z_loss_multiplier)
 
     @jax.jit
     def loss(params):
-        return sum(objective.sums(params, tree.rest, batch, None)[0].values())
+        return sum(objective.sums(params, rest, batch, None)[0].values())
 
-    grads = jax.grad(loss)(tree.params)
+    grads = jax.grad(loss)(params)
     rng = np.random.default_rng(0)
-    direction = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), tree.params)
+    direction = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), params)
     slope = sum(jnp.vdot(g, d) for g, d in zip(jax.tree.leaves(grads), jax.tree.leaves(direction), strict=True))
 
     def at(t):
-        return loss(jax.tree.map(lambda p, d: p + t * d, tree.params, direction))
+        return loss(jax.tree.map(lambda p, d: p + t * d, params, direction))
 
     h = 2e-3
     difference = (8 * (at(h) - at(-h)) - (at(2 * h) - at(-2 * h))) / (12 * h)
@@ -96,10 +96,10 @@ def test_gradients_equal_finite_differences():
 def test_loss_terms_and_statistics():
     run = build(load(arguments("nnx", z_loss_multiplier=0.1, record_internal_nn_metrics=1)).config, jax.devices()[:1])
     state, batch = run.init(), packed_batch(run.config, run.rows)
-    tree = run.backend.unpack(state)
+    tree = run.codec.unpack(state)
     inputs = [batch[name] for name in ("inputs", "inputs_position", "inputs_segmentation", "row")]
-    hidden, sown, _ = run.backend.apply(tree.params, tree.rest, *inputs, capture=TYPES)
-    logits = np.asarray(run.backend.apply(tree.params, tree.rest, hidden, method="head")[0], np.float64)
+    hidden, sown, _ = run.model.apply(tree.params, tree.rest, *inputs, capture=TYPES)
+    logits = np.asarray(run.model.apply(tree.params, tree.rest, hidden, method="head")[0], np.float64)
     real = batch["targets_segmentation"] != 0
     log_z = np.log(np.exp(logits).sum(-1))
     nll = log_z - np.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
@@ -125,13 +125,13 @@ def test_gradients_wait_in_grad_dtype():
         settings |= {"gradient_clipping_threshold": 0, "gradient_accumulation_steps": 2, "grad_dtype": dtype}
         run = build(load(arguments("nnx", **settings)).config, jax.devices()[:1])
         batch = place(packed_batch(run.config, run.rows), run.batch_shardings)
-        gradients = make_gradients(run.config, Objective(run.backend.apply, 0.0), run.layout)
+        gradients = make_gradients(run.config, Objective(run.model.apply, 0.0), run.layout)
         state = run.init()
-        tree = run.backend.unpack(state)
+        tree = run.codec.unpack(state)
         grads = copied(jax.jit(run.placed(gradients)).lower(tree, batch).compile(QUICK)(tree, batch).grads)
         params = copied(tree.params)
         state, metrics = run.step.lower(*run.abstract_args()).compile(QUICK)(state, batch)
-        return params, grads, copied(run.backend.unpack(state).params), metrics
+        return params, grads, copied(run.codec.unpack(state).params), metrics
 
     params, grads, _, metrics = one_step("float32")
     _, rounded, updated, rounded_metrics = one_step("bfloat16")
@@ -145,9 +145,9 @@ def test_only_trainable_parameters_move_and_have_moments():
     config = load(arguments("nnx", trainable_parameters_mask="[mlp/wo, decoder_norm]")).config
     run = build(config, jax.devices()[:1])
     state = run.init()
-    before = copied(run.backend.unpack(state))
+    before = copied(run.codec.unpack(state))
     state, metrics = run.step(state, packed_batch(run.config, run.rows))
-    after = copied(run.backend.unpack(state))
+    after = copied(run.codec.unpack(state))
     moved = {
         jax.tree_util.keystr(path, simple=True, separator="/")
         for (path, a), b in zip(
@@ -170,14 +170,14 @@ def test_a_step_that_is_not_finite_leaves_no_trace_but_its_count(settings, broke
     state, batch = run.init(), place(packed_batch(run.config, run.rows), run.batch_shardings)
     state, metrics = run.step(state, batch)
     assert metrics["skipped"] == 0
-    before = copied(run.backend.unpack(state))
+    before = copied(run.codec.unpack(state))
     # One parameter that is not finite makes the loss and all gradients so.
     params = jax.tree.map(jnp.array, before.params)
     params["decoder"]["decoder_norm"]["scale"] = params["decoder"]["decoder_norm"]["scale"].at[0].set(float(broken))
-    bad = run.backend.pack(before._replace(params=params))
-    bad_before = copied(run.backend.unpack(bad))
+    bad = run.codec.pack(before._replace(params=params))
+    bad_before = copied(run.codec.unpack(bad))
     state, metrics = run.step(jax.device_put(bad, run.state_shardings), batch)
-    after = copied(run.backend.unpack(state))
+    after = copied(run.codec.unpack(state))
     assert metrics["skipped"] == 1
     assert not np.isfinite(metrics["loss"])
     assert after.step == before.step + 1
@@ -188,10 +188,10 @@ def test_a_step_that_is_not_finite_leaves_no_trace_but_its_count(settings, broke
 def test_finite_steps_are_those_of_the_optimizer_alone():
     """Selecting between the new and the old state changes no bit of an accepted step."""
     run = build(load(arguments("nnx")).config, jax.devices()[:1])
-    tx = make_optimizer(run.config)
-    objective = Objective(run.backend.apply, 0.0)
+    tx = make_optimizer(run.config, run.model.param_axes)
+    objective = Objective(run.model.apply, 0.0)
     batch = place(packed_batch(run.config, run.rows), run.batch_shardings)
-    tree = run.backend.unpack(run.init())
+    tree = run.codec.unpack(run.init())
 
     def plain(tree, batch):
         def loss(params):
@@ -203,7 +203,7 @@ def test_finite_steps_are_those_of_the_optimizer_alone():
 
     expected = copied(jax.jit(run.placed(plain))(tree, batch))
     state, _ = run.step(run.init(), batch)
-    assert_equal_bits(copied(run.backend.unpack(state)), expected)
+    assert_equal_bits(copied(run.codec.unpack(state)), expected)
 
 
 def test_compiled_once_and_donated():
@@ -218,7 +218,7 @@ def test_compiled_once_and_donated():
 def test_parameters_and_moments_are_really_sharded():
     axes = {"ici_data_parallelism": 1, "ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2}
     run = build(load(arguments("nnx", per_device_batch_size=1, **axes)).config, jax.devices())
-    tree = run.backend.unpack(run.init())
+    tree = run.codec.unpack(run.init())
     kernel = tree.params["decoder"]["layers"]["mlp"]["wi_0"]["kernel"]
     layers, width, hidden = kernel.shape
     assert {shard.data.shape for shard in kernel.addressable_shards} == {(layers, width // 4, hidden // 2)}

@@ -8,9 +8,9 @@ import optax
 from flax import linen, traverse_util
 from flax.training import train_state
 
-from trainer.backends.base import TrainTree, initial_tree, tree_mode
+from trainer.backends.base import tree_mode
 from trainer.backends.codec import Codec, Path
-from trainer.backends.nnx_backend import NNXBackend
+from trainer.backends.nnx_model import NNXModel
 from trainer.layers.sown import Sown
 from trainer.linen.bridge import capturing, is_box, to_linen, unboxed
 from trainer.linen.decoder import LinenStackDecoder, initial_decoder
@@ -18,18 +18,19 @@ from trainer.linen.layer import check_layer
 from trainer.linen.stack import initializing
 from trainer.linen.transformer import Transformer
 from trainer.models import transformer
+from trainer.models.init import init_variables
 from trainer.ops.random import seed_key
 
 
-class NNXLinenDecoder(NNXBackend):
+class NNXLinenDecoder(NNXModel):
     """NNX model and train state, Linen decoder stack."""
 
     decoder = LinenStackDecoder
 
-    def __init__(self, config, tx: optax.GradientTransformation):
+    def __init__(self, config):
         with tree_mode():
             check_layer(config)
-        super().__init__(config, tx)
+        super().__init__(config)
 
     def _initial_decoder(self) -> type[transformer.Decoder]:
         return initial_decoder(self.config)
@@ -42,11 +43,10 @@ class TrainState(train_state.TrainState):
 
 
 class Linen:
-    """Linen model, Linen TrainState. See `backends.Backend`."""
+    """Linen model, Linen TrainState. See `backends.Model`."""
 
-    def __init__(self, config, tx: optax.GradientTransformation):
+    def __init__(self, config):
         self.config = config
-        self.tx = tx
         with tree_mode():
             check_layer(config)
         self.module = self._make_module(config)
@@ -55,9 +55,22 @@ class Linen:
             init = self._make_module(initializing(config)).init
             boxed = jax.eval_shape(init, seed_key(0), id_bt, id_bt, id_bt, row_b)
         self.param_axes = jax.tree.map(lambda leaf: unboxed(leaf)[1], boxed["params"], is_leaf=is_box)
-        native_variables = linen.unbox(boxed)
-        params, rest = native_variables["params"], {k: v for k, v in native_variables.items() if k != "params"}
-        native = TrainState(
+        self._abstract = linen.unbox(boxed)
+        params, rest = _parts(self._abstract)
+        self._codec = Codec(self._abstract, {"params": params, "rest": _merged(rest)}, _canonical_variable)
+
+    def _make_module(self, config) -> linen.Module:
+        return Transformer(config)
+
+    def init(self, key: jax.Array) -> tuple[Any, Any]:
+        """See `Model.init`."""
+        with tree_mode():
+            return init_variables(self.config, key, initial_decoder(self.config))
+
+    def abstract_train_state(self, tx: optax.GradientTransformation) -> TrainState:
+        """See `Model.abstract_train_state`."""
+        params, rest = _parts(self._abstract)
+        return TrainState(
             step=jnp.zeros((), jnp.int32),
             apply_fn=self.module.apply,
             params=params,
@@ -65,33 +78,14 @@ class Linen:
             opt_state=jax.eval_shape(tx.init, params),
             rest=rest,
         )
-        tree = TrainTree(native.step, params, native.opt_state, _merged(rest))
-        self._codec = Codec(native, tree, self.canonical)
-        self._variables_codec = Codec(native_variables, {"params": params, "rest": tree.rest}, _canonical_variable)
-
-    def _make_module(self, config) -> linen.Module:
-        return Transformer(config)
-
-    def init(self, key: jax.Array, params: Any = None) -> TrainState:
-        """See `Backend.init`."""
-        with tree_mode():
-            return self.pack(initial_tree(self.config, self.tx, key, params, initial_decoder(self.config)))
-
-    def unpack(self, native: TrainState) -> TrainTree:
-        """See `Backend.unpack`."""
-        return self._codec.unpack(native)
-
-    def pack(self, tree: TrainTree) -> TrainState:
-        """See `Backend.pack`."""
-        return self._codec.pack(tree)
 
     def canonical(self, path: Path) -> Path:
-        """See `Backend.canonical`."""
+        """See `Model.canonical`."""
         return path[:1] + path[2:] if path[0] == "rest" else path
 
     def apply(self, params, rest, *inputs, method="hidden", capture=(), cache=None, key=None) -> tuple[Any, Sown, Any]:
-        """See `Backend.apply`."""
-        variables = self._variables_codec.pack({"params": params, "rest": rest})
+        """See `Model.apply`."""
+        variables = self._codec.pack({"params": params, "rest": rest})
         with tree_mode():
             if method == "head":
                 return self._head(variables, *inputs), {}, cache
@@ -127,6 +121,11 @@ class BridgedLinenDecoder(Bridged):
     """NNX model with a Linen decoder stack, bridged into Linen, Linen TrainState."""
 
     decoder = LinenStackDecoder
+
+
+def _parts(variables: Any) -> tuple[Any, Any]:
+    """The params of Linen variables, and their other collections."""
+    return variables["params"], {name: part for name, part in variables.items() if name != "params"}
 
 
 def _merged(rest: dict[str, dict]) -> dict:

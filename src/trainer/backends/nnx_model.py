@@ -1,0 +1,92 @@
+"""The NNX model. Its train state is a TrainStateNNX, split into a flat nnx.State."""
+
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+
+from trainer.backends.base import tree_mode
+from trainer.backends.codec import Codec, Path
+from trainer.backends.train_state import TrainStateNNX, make_train_state
+from trainer.layers import sown
+from trainer.models.blocks import check_state
+from trainer.models.init import init_variables
+from trainer.models.transformer import Decoder, Transformer
+from trainer.ops.random import seed_key
+from trainer.sharding import Axes
+
+
+class NNXModel:
+    """Serves the combinations whose train state is NNX. See `Model`."""
+
+    decoder: type[Decoder] = Decoder
+
+    def __init__(self, config):
+        self.config = config
+        with tree_mode():
+            check_state(config)
+            abstract = nnx.eval_shape(self._make)
+            self._graphdef, state = nnx.split(abstract)
+            params, rest = nnx.state(abstract, nnx.Param, nnx.Not(nnx.Param))
+        variables = {"params": nnx.to_pure_dict(params), "rest": nnx.to_pure_dict(rest)}
+        self._param_paths: set[Path] = {tuple(map(str, path)) for path, _ in nnx.to_flat_state(params)}
+        self._codec = Codec(state, variables, lambda path: self.canonical(("model", *path)))
+        self.param_axes = _axes(params)
+
+    def _make(self) -> Transformer:
+        return Transformer(self.config, nnx.Rngs(params=seed_key(0)), self.decoder)
+
+    def _initial_decoder(self) -> type[Decoder]:
+        return Decoder
+
+    def init(self, key: jax.Array) -> tuple[Any, Any]:
+        """See `Model.init`."""
+        with tree_mode():
+            return init_variables(self.config, key, self._initial_decoder())
+
+    def apply(
+        self, params, rest, *inputs, method="hidden", capture=(), cache=None, key=None
+    ) -> tuple[Any, sown.Sown, Any]:
+        """See `Model.apply`."""
+        with tree_mode():
+            model = nnx.merge(self._graphdef, self._codec.pack({"params": params, "rest": rest}))
+            if method == "head":
+                return model.head(*inputs), {}, cache
+            (out, cache), extra = sown.capture(model, capture, method)(*inputs, cache, key, capture)
+            return out, extra, cache
+
+    def train_state_module(self, tx: optax.GradientTransformation) -> TrainStateNNX:
+        """The TrainStateNNX of ShapeDtypeStructs whose split state is the native train state."""
+        with tree_mode():
+            return nnx.eval_shape(lambda: make_train_state(self._make(), tx))
+
+    def abstract_train_state(self, tx: optax.GradientTransformation) -> nnx.State:
+        """See `Model.abstract_train_state`."""
+        with tree_mode():
+            return nnx.state(self.train_state_module(tx))
+
+    def canonical(self, path: Path) -> Path:
+        """See `Model.canonical`."""
+        root, *names = path[:-1]  # the last entry is the Variable's own: its value
+        if root == "optimizer":
+            return tuple(names)  # opt_state/... and step
+        return ("params" if tuple(names) in self._param_paths else "rest", *names)
+
+
+def _axes(params: nnx.State) -> dict:
+    """The logical axis names that each Param carries, in the tree of params.
+
+    Only a layer of somebody's own leaves axes without names, and all layers are stacked on their first axis.
+    """
+
+    def names(variable: nnx.Variable) -> Axes:
+        return Axes(
+            variable.get_metadata().get("out_sharding") or ("layers", *[None] * (variable.get_value().ndim - 1))
+        )
+
+    return jax.tree.map(
+        names,
+        nnx.to_pure_dict(params, extract_fn=lambda variable: variable),
+        is_leaf=lambda x: isinstance(x, nnx.Variable),
+    )
