@@ -68,10 +68,15 @@ class NNXModel:
 
     def canonical(self, path: Path) -> Path:
         """See `Model.canonical`."""
-        root, *names = path[:-1]  # the last entry is the Variable's own: its value
-        if root == "optimizer":
-            return tuple(names)  # opt_state/... and step
-        return ("params" if tuple(names) in self._param_paths else "rest", *names)
+        return canonical(path, self._param_paths)
+
+
+def canonical(path: Path, param_paths: set[Path]) -> Path:
+    """From a path of a split TrainStateNNX to the TrainTree's. `param_paths`: of the model's parameters."""
+    root, *names = path[:-1]  # the last entry is the Variable's own: its value
+    if root == "optimizer":
+        return tuple(names)  # opt_state/... and step
+    return ("params" if tuple(names) in param_paths else "rest", *names)
 
 
 def _axes(params: nnx.State) -> dict:

@@ -102,9 +102,8 @@ def test_different_paths_are_named():
 def test_state_that_is_no_parameter_goes_to_rest():
     """A model with a counter: the codec of each train state carries it, though no block of ours has one yet."""
     from flax import nnx
-    from trainer.backends.nnx_backend import _canonical
-
     from trainer.backends.base import tree_mode
+    from trainer.backends.nnx_model import canonical
 
     class Counting(nnx.Module):
         def __init__(self):
@@ -116,7 +115,7 @@ def test_state_that_is_no_parameter_goes_to_rest():
     codec = Codec(
         state,
         {"params": {"kernel": 0}, "rest": {"seen": 0}},
-        lambda path: _canonical(path, {("kernel",)}),
+        lambda path: canonical(path, {("kernel",)}),
     )
     tree = codec.unpack(state)
     assert_equal_bits(tree, {"params": {"kernel": np.ones(3, np.float32)}, "rest": {"seen": np.zeros(2, np.float32)}})
