@@ -116,5 +116,5 @@ def test_the_model_that_is_built_is_the_scaled_one():
 
     words = arguments(ALL_COMBINATIONS[0], global_parameter_scale=8)
     run = build(load(words).config, jax.devices()[:1])
-    kernel = run.backend.unpack(run.abstract_state).params["decoder"]["layers"]["self_attention"]["query"]["kernel"]
+    kernel = run.codec.unpack(run.abstract_state).params["decoder"]["layers"]["self_attention"]["query"]["kernel"]
     assert kernel.shape == (2 * 2, 2 * 16, 2 * 4, 8)

@@ -141,19 +141,19 @@ VARIANTS = {
 def logits_of(variant):
     """Logits of one row, [length, vocab] twice: token by token through the cache, and from one pass without."""
     config = tiny_config("nnx", **MODEL, **{"attention": "dot_product"} | VARIANTS[variant])
-    backend = make_backend(config, optax.sgd(0.1))
+    model = make_model(config)
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, (1, LENGTH)).astype(np.int32)
 
     def both(key):
-        params = backend.unpack(backend.init(key)).params
+        params, _ = model.init(key)
         # Sharper scores, so that what a token sees makes a difference.
         attention = params["decoder"]["layers"]["self_attention"]
         attention["query"]["kernel"] *= 10
 
         def logits(tokens, positions, cache):
             args = params, {}, tokens, positions, jnp.ones_like(tokens), jnp.zeros(1, jnp.int32)
-            hidden, _, cache = backend.apply(*args, cache=cache)
-            return cache, backend.apply(params, {}, hidden, method="head")[0][0]
+            hidden, _, cache = model.apply(*args, cache=cache)
+            return cache, model.apply(params, {}, hidden, method="head")[0][0]
 
         def step(cache, position):
             return logits(jax.lax.dynamic_slice(tokens, (0, position), (1, 1)), position[None, None], cache)
