@@ -102,6 +102,7 @@ def test_different_paths_are_named():
 def test_state_that_is_no_parameter_goes_to_rest():
     """A model with a counter: the codec of each train state carries it, though no block of ours has one yet."""
     from flax import nnx
+
     from trainer.backends.base import tree_mode
     from trainer.backends.nnx_model import canonical
 
