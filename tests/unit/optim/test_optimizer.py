@@ -113,7 +113,6 @@ def test_adamw_equals_numpy(clip):
         ("[scale]", (False, True, True)),
         ("[^token_embedder, norm/scale$]", (False, True, False)),
         ("['layers/.*/kernel']", (True, False, True)),
-        ("[nothing]", (True, True, True)),
     ],
 )
 def test_adamw_mask_names_what_is_not_decayed(patterns, decayed):
