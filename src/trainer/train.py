@@ -74,7 +74,7 @@ def _prepare(loaded, console):
     import jax
 
     from trainer.data import open_dataset
-    from trainer.training import build
+    from trainer.training import build, check_held_out
     from trainer.training.memory import check_memory
 
     check_memory(loaded.config, jax.devices())
@@ -86,7 +86,8 @@ def _prepare(loaded, console):
         console.say(text) if index == 0 else print(f"process {index}: {text}", flush=True)
 
     dataset = open_dataset(run.config, say)
-    return run, dataset, _prompt(run.config, dataset.tokenizer)
+    check_held_out(dataset.evaluation, run.eval_rows, run.config.eval_steps)
+    return run, dataset, _prompt(run.config, dataset.tokenizer, console.say)
 
 
 def _train(loaded, run, dataset, run_dir, console):
@@ -214,12 +215,17 @@ def _say_what_runs(console, run, dataset, run_dir, warnings: Sequence[str]) -> N
         console.say(to_yaml(run.config))
 
 
-def _prompt(config, tokenizer) -> list[int]:
+def _prompt(config, tokenizer, say) -> list[int]:
     """The prompt's tokens, [] for no sample; checked before training starts."""
+    from trainer.data.text import mended
+
     if tokenizer is None or not config.prompt or ":" in config.decoder_block:
         return []
     begin = [] if tokenizer.bos is None else [tokenizer.bos]
-    tokens = begin + tokenizer.encode(config.prompt)
+    prompt, replaced = mended(config.prompt)
+    if replaced:
+        say(f"prompt: lone surrogates are replaced by U+FFFD: {replaced}")
+    tokens = begin + tokenizer.encode(prompt)
     if len(tokens) >= config.max_target_length:
         raise UserError(
             f"prompt has {len(tokens)} tokens and leaves no room in a row of max_target_length="

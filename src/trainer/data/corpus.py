@@ -1,6 +1,7 @@
 """Documents of one kind, wherever they lie."""
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,7 @@ def file_fingerprint(paths: Sequence[Path], also: str = "") -> str:
     digest = hashlib.sha256(also.encode())
     sizes = [path.stat().st_size for path in paths]
     for path, size in zip(paths, sizes, strict=True):
-        digest.update(f"{path.name}\0{size}\0".encode())
+        digest.update(os.fsencode(path.name) + f"\0{size}\0".encode())
         with path.open("rb") as file:
             if sum(sizes) <= WHOLE_CONTENT:
                 digest.update(hashlib.file_digest(file, "sha256").digest())

@@ -96,7 +96,7 @@ def _of_documents(config: Any, say: Say) -> Dataset:
     from trainer.data.packing import Packing
     from trainer.data.sources import open_source
 
-    source, root = open_source(config), cache_root(config.data_cache_directory)
+    source, root = open_source(config, say), cache_root(config.data_cache_directory)
     tokenizer = prepare.open_tokenizer(config, source.train, source.weights, root, say)
     packing = Packing(
         config.max_target_length,
@@ -123,11 +123,12 @@ def _of_documents(config: Any, say: Say) -> Dataset:
         held_out = f"held out {_facts(meta)}"
     encode = encoder(source.train[0], config.tokenize_train_data)
     way = _streamed if config.data_pipeline == "streaming" else _prepared
-    open_stream, facts = way(config, source, encode, packing, root, say)
+    order = _order(config)
+    open_stream, facts = way(config, source, encode, packing, order, root, say)
     return Dataset(
         evaluation,
         tokenizer,
-        _identity(config, source, encode, packing),
+        _identity(config, source, encode, packing, order),
         f"{source.name}: {facts}; {held_out} ({root})",
         open_stream,
     )
@@ -155,14 +156,21 @@ def _synthetic(config: Any) -> Dataset:
     return Dataset(evaluation, None, identity, f"synthetic rows, {EVAL_ROWS} held out", open_stream)
 
 
+def _order(config: Any) -> dict[str, Any]:
+    """What the order of documents or rows follows from, as the way that `data_pipeline` names takes it."""
+    shuffle, seed, window = config.enable_data_shuffling, config.data_shuffle_seed, config.grain_shuffle_buffer_size
+    if config.data_pipeline == "streaming":
+        return {"seed": seed, "window": window} if shuffle else {"seed": None, "window": 1}
+    return {"seed": seed if shuffle else 0, "shuffle": shuffle}
+
+
 def _prepared(
-    config: Any, source: "Source", encoder: "Encoder", packing: "Packing", root: Path, say: Say
+    config: Any, source: "Source", encoder: "Encoder", packing: "Packing", order: dict[str, Any], root: Path, say: Say
 ) -> tuple[Callable[..., Stream], str]:
     from trainer.data import prepare
     from trainer.data.mixture import MixedRows
     from trainer.data.streams import PreparedStream
 
-    order = {"seed": config.data_shuffle_seed, "shuffle": config.enable_data_shuffling}
     opened = [prepare.open_rows([corpus], encoder, packing, "train", root, say) for corpus in source.train]
     rows = opened[0][0] if len(opened) == 1 else MixedRows([rows for rows, _ in opened], source.weights, **order)
     facts = " + ".join(_facts(meta) for _, meta in opened)
@@ -174,29 +182,20 @@ def _prepared(
 
 
 def _streamed(
-    config: Any, source: "Source", encoder: "Encoder", packing: "Packing", root: Path, say: Say
+    config: Any, source: "Source", encoder: "Encoder", packing: "Packing", order: dict[str, Any], root: Path, say: Say
 ) -> tuple[Callable[..., Stream], str]:
-    from trainer.data.documents import Counts
+    from trainer.data.prepare import check_trainable
     from trainer.data.streams import StreamingStream
 
     for corpus in source.train:
-        if not any(encoder.encode([record], Counts())[0] for record in corpus.records()):
-            raise UserError(f"{corpus.name}: no document has text, so there is nothing to train on")
+        check_trainable(corpus, encoder, packing)
     workers = config.grain_worker_count
 
     def open_stream(*, process_index: int, process_count: int, **settings: Any) -> Stream:
         from trainer.data.streaming import streamed_rows
 
         place = {"workers": workers, "process_index": process_index, "process_count": process_count}
-        rows = streamed_rows(
-            source.train,
-            source.weights,
-            encoder,
-            packing,
-            seed=config.data_shuffle_seed if config.enable_data_shuffling else None,
-            window=config.grain_shuffle_buffer_size,
-            **place,
-        )
+        rows = streamed_rows(source.train, source.weights, encoder, packing, **order, **place)
         return StreamingStream(rows, say=say, **place, **settings)
 
     return open_stream, "tokenized and packed while it trains"
@@ -206,21 +205,26 @@ def _facts(meta: dict[str, Any]) -> str:
     return f"{meta['documents']:,} documents, {meta['tokens']:,} tokens"
 
 
-def _identity(config: Any, source: "Source", encoder: "Encoder", packing: "Packing") -> dict[str, Any]:
-    facts = [[corpus.identity for corpus in source.train], encoder.tokenize, encoder.masked]
-    weights = ":".join(map(str, source.weights))
-    order = f"seed {config.data_shuffle_seed}" if config.enable_data_shuffling else "in order"
-    if config.data_pipeline == "streaming":
-        order += f", window {config.grain_shuffle_buffer_size}"
-    kind = packing.kind if packing.together else "one document a row"
+def _identity(
+    config: Any, source: "Source", encoder: "Encoder", packing: "Packing", order: dict[str, Any]
+) -> dict[str, Any]:
+    from trainer.data.prepare import FORMAT
+
+    facts = [[corpus.identity for corpus in source.train], encoder.identity | {"tokenizer": None}]
     return {
+        "format": FORMAT,
         "way": config.data_pipeline,
-        "documents": f"{_short(facts)}, weights {weights}",
+        "documents": f"{_short(facts)}, weights {':'.join(map(str, source.weights))}",
         "tokenizer": _short(encoder.tokenizer.fingerprint) if encoder.tokenizer else None,
         "length": packing.length,
-        "packing": f"{kind}, at most {packing.max_segments} segments, truncation {packing.truncate}",
-        "order": order,
+        # In both every setting, so that none is left out.
+        "packing": _words(dataclasses.asdict(packing)),
+        "order": _words(order),
     }
+
+
+def _words(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
 def _short(facts: Any) -> str:

@@ -2,19 +2,20 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from trainer.config.errors import UserError
+from trainer.data.text import canonical, decoded, encoding_hint, mended
 from trainer.data.tokenizer import Tokenizer
 
 
 class Record(NamedTuple):
-    """What a source gives: where it stands, in words, and its columns' values: text, bytes, or token ids."""
+    """What a source gives: where it stands, which `str` says in words, and its columns' values: text, bytes or ids."""
 
-    where: str
+    where: Any
     values: tuple[Any, ...]
 
     def key(self) -> bytes:
@@ -44,27 +45,49 @@ class Counts:
     split: int = 0  # longer than (what was left of) a row, continued in another
     cut: int = 0  # documents that lost their end to use_truncation, and the tokens lost
     cut_tokens: int = 0
+    silent: int = 0  # documents in rows that have no token that bears loss
+    mended: int = 0  # documents with lone surrogates, the surrogates, and where the first document stands
+    mended_characters: int = 0
+    mended_first: str = ""
 
-    def take(self) -> tuple[int, ...]:
+    def take(self) -> "Counts":
         """The counts so far, and begins anew."""
-        values = tuple(asdict(self).values())
+        taken = replace(self)
         self.__init__()  # type: ignore[misc]
-        return values
+        return taken
 
-    def add(self, values: Iterable[int]) -> None:
+    def add(self, other: "Counts") -> None:
         """Adds what `take` gave."""
-        for name, value in zip(asdict(self), values, strict=True):
-            setattr(self, name, getattr(self, name) + int(value))
+        first = self.mended_first or other.mended_first
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+        self.mended_first = first
 
     def notes(self) -> list[str]:
-        """What a person should know."""
-        notes = []
+        """What a person should know, a line for each kind of it."""
+        return list(self.notes_by_kind().values())
+
+    def notes_by_kind(self) -> dict[str, str]:
+        """The same, each line with a name that stays while its numbers change."""
+        notes = {}
         if self.empty:
-            notes.append(f"{self.empty:,} of {self.documents + self.empty:,} documents have no text and are skipped")
+            every = self.documents + self.empty
+            notes["empty"] = f"{self.empty:,} of {every:,} documents have no text and are skipped"
         if self.cut:
-            notes.append(
+            notes["cut"] = (
                 f"{self.cut:,} of {self.documents:,} documents are longer than a row and lose {self.cut_tokens:,} "
                 "tokens (use_truncation=true)"
+            )
+        if self.silent:
+            notes["silent"] = (
+                f"{self.silent:,} of {self.documents:,} documents have no token that bears loss: their completion is "
+                "empty, or lies behind the end of the row"
+            )
+        if self.mended:
+            every = self.documents + self.empty
+            notes["mended"] = (
+                f"lone surrogates are replaced by U+FFFD: {self.mended_characters:,} in {self.mended:,} of {every:,} "
+                f"documents, the first in {self.mended_first}"
             )
         return notes
 
@@ -98,13 +121,30 @@ class Encoder:
         """Whether some tokens of a document bear no loss."""
         return self.completion_only and len(self.columns) > 1
 
+    @property
+    def limit(self) -> int:
+        """Ids of documents lie below it."""
+        return self.tokenizer.vocab_size if self.tokenize and self.tokenizer else self.vocab_size
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Equal for encoders that make equal documents of equal records; as JSON holds it."""
+        effective = {
+            "tokenizer": self.tokenizer.fingerprint if self.tokenizer else None,
+            "columns": len(self.columns),  # which ones a source knows
+            "completion_only": self.masked,
+            "vocab_size": None if self.tokenize else self.vocab_size,  # with a tokenizer its own counts
+        }
+        # From the fields, so that none is left out.
+        return {field.name: effective.get(field.name, getattr(self, field.name)) for field in fields(self)}
+
     def encode(self, records: Sequence[Record], counts: Counts) -> list[Document | None]:
         """The documents of `records`, None for one without text or without a target.
 
         Raises UserError that names the record: bytes that are no UTF-8, a value of another type, an id out of range.
         """
         if self.tokenize:
-            texts = [text for record in records for text in self.texts(record)]
+            texts = [text for record in records for text in self.texts(record, counts)]
             assert self.tokenizer is not None
             counts.bytes += sum(len(text.encode()) for text in texts)
             flat = [np.array(ids, np.int32) for ids in self.tokenizer.encode_many(texts)]
@@ -117,9 +157,15 @@ class Encoder:
         counts.documents += len(documents) - missing
         return documents
 
-    def texts(self, record: Record) -> list[str]:
-        """The text of each column of a record; UserError as for `encode`."""
-        return [_text(value, name, record) for value, name in self._named(record)]
+    def texts(self, record: Record, counts: Counts | None = None) -> list[str]:
+        """The text of each column of a record, lone surrogates replaced and counted; UserError as for `encode`."""
+        found = [_text(value, name, record) for value, name in self._named(record)]
+        replaced = sum(number for _, number in found)
+        if counts is not None and replaced:
+            counts.mended_first = counts.mended_first or mended(str(record.where))[0]
+            counts.mended += 1
+            counts.mended_characters += replaced
+        return [text for text, _ in found]
 
     def _named(self, record: Record) -> Iterable[tuple[Any, str]]:
         return zip(record.values, self.columns, strict=True)
@@ -138,15 +184,19 @@ class Encoder:
         return Document(tokens, loss)
 
     def _ids(self, value: Any, name: str, record: Record) -> np.ndarray:
-        array = np.atleast_1d(np.asarray(value if value is not None else [], dtype=None))
+        try:
+            array = np.atleast_1d(np.asarray(value if value is not None else []))
+        except ValueError:  # lists of unequal length
+            array = np.zeros(1, object)
         if array.size and (array.ndim != 1 or array.dtype.kind not in "iu"):
             raise UserError(
                 f"{record.where}: column {name} holds {type(value).__name__}, not a list of token ids; set "
                 "tokenize_train_data or tokenize_eval_data to true for text"
             )
-        if array.size and not 0 <= int(array.min()) <= int(array.max()) < self.vocab_size:
+        wrong = array[(array < 0) | (array >= self.vocab_size)] if array.size else array
+        if wrong.size:
             raise UserError(
-                f"{record.where}: column {name} holds token {int(array.max())} and vocab_size={self.vocab_size}: ids "
+                f"{record.where}: column {name} holds token {wrong[0]} and vocab_size={self.vocab_size}: ids "
                 f"lie from 0 to {self.vocab_size - 1}; set vocab_size above the largest id"
             )
         return array.astype(np.int32)
@@ -155,27 +205,31 @@ class Encoder:
 def _bytes_of(value: Any) -> bytes:
     if value is None:
         return b""
-    if isinstance(value, str):
-        return value.encode()
-    return value if isinstance(value, bytes) else repr(np.asarray(value).tolist()).encode()
+    if isinstance(value, str | bytes):
+        return canonical(value)
+    try:
+        return repr(np.asarray(value).tolist()).encode()
+    except ValueError:  # lists of unequal length
+        return repr(value).encode()
 
 
-def _text(value: Any, name: str, record: Record) -> str:
+def _text(value: Any, name: str, record: Record) -> tuple[str, int]:
+    """The text of a value, and how many lone surrogates were replaced in it."""
     if value is None:
-        return ""
+        return "", 0
     if isinstance(value, np.ndarray) and value.size == 1:
         value = value.item()
     if isinstance(value, bytes):
         try:
-            return value.decode()
+            return decoded(value)
         except UnicodeDecodeError as error:
             raise UserError(
-                f"{record.where}: column {name} is not UTF-8 at byte {error.start}; convert the file, or remove "
-                "the record"
+                f"{record.where}: column {name} is not UTF-8 at byte {error.start}{encoding_hint(value)}; convert the "
+                "file, or remove the record"
             ) from error
     if not isinstance(value, str):
         raise UserError(
             f"{record.where}: column {name} holds {type(value).__name__}, not text; for token ids set "
             "tokenize_train_data or tokenize_eval_data to false"
         )
-    return value
+    return mended(value)

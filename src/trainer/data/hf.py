@@ -2,28 +2,29 @@
 
 import hashlib
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from trainer.config.errors import UserError, nearest
 from trainer.config.paths import local_path
 from trainer.data.corpus import Corpus, file_fingerprint
+from trainer.data.hf_files import mended_table
 from trainer.data.readers import Columns, TablePart
 
+Say = Callable[[str], None]
 # Builders of `datasets` that read plain files, which the keys hf_train_files and hf_eval_files name.
 BUILDERS = ("arrow", "csv", "json", "parquet", "text")
 
 
 def hf_corpus(
-    path: str, name: str, data_dir: str, cache: Path, files: str, split: str, columns: Columns, key: str
+    path: str, name: str, data_dir: str, cache: Path, say: Say, files: str, split: str, columns: Columns, key: str
 ) -> Corpus:
     """One split as a corpus; what `datasets` makes of plain files it keeps in `cache`.
 
     Raises UserError where it is not on this machine, or lacks the split or a column.
     """
-    table = _load(
-        path, {"name": name or None, "data_dir": data_dir or None, "cache_dir": str(cache)}, files, split, key
-    )
+    table = _load(path, name, data_dir, cache, say, files, split, key)
     if missing := [column for column in columns if column not in table.column_names]:
         raise UserError(
             f"{path} {split} has no column {missing[0]}; set train_data_columns or eval_data_columns to some of: "
@@ -37,7 +38,7 @@ def hf_corpus(
     return Corpus(f"{path} {split}", (part,), fingerprint, columns)
 
 
-def _load(path: str, settings: dict[str, str | None], files: str, split: str, key: str) -> Any:
+def _load(path: str, name: str, data_dir: str, cache: Path, say: Say, files: str, split: str, key: str) -> Any:
     # Before the package reads it: nothing is asked of the hub.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
@@ -63,13 +64,31 @@ def _load(path: str, settings: dict[str, str | None], files: str, split: str, ke
             if split not in loaded:
                 raise UserError(f"{key}={split}: {path} has the splits {', '.join(loaded)}{nearest(split, loaded)}")
             return loaded[split]
-        source = str(folder) if folder.is_dir() else path
-        return datasets.load_dataset(source, data_files=files or None, split=split or None, **settings)
+        load = {
+            "path": str(folder) if folder.is_dir() else path,
+            "name": name or None,
+            "data_dir": data_dir or None,
+            "data_files": files or None,
+            "split": split or None,
+            "cache_dir": str(cache),
+        }
+        try:
+            return datasets.load_dataset(**load)
+        except datasets.exceptions.DatasetGenerationError:
+            if (table := mended_table(datasets, load, cache, say)) is None:
+                raise
+            return table
     except UserError:
         raise
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        text = " ".join(str(error).split())[:300]
+        text = ": ".join(" ".join(str(reason).split())[:300] for reason in _reasons(error))
         raise UserError(f"hf_path={path}, {key}={split}: the dataset cannot be loaded: {text}") from error
+
+
+def _reasons(error: BaseException) -> Iterator[BaseException]:
+    yield error
+    if error.__cause__ is not None:
+        yield from _reasons(error.__cause__)
 
 
 def _contents(table: Any) -> str:

@@ -43,9 +43,21 @@ class Packing:
     ) -> Iterator[tuple[PackedRow, Resume]]:
         """The rows of `documents`, each a pair of a mark and the document; the first `skip` pairs of the first are left
         out."""
-        if self.together and self.kind == "concat_then_split":
+        documents = self._counted(documents, counts)
+        if self._concatenates:
             return _concat(documents, self.length, counts, skip)
         return _fit(documents, self, counts, skip)
+
+    @property
+    def _concatenates(self) -> bool:
+        return self.together and self.kind == "concat_then_split"
+
+    def _counted(self, documents: Iterable[tuple[Any, Document]], counts: Counts) -> Iterator[tuple[Any, Document]]:
+        """`documents`, with a count of those that give rows no token that bears loss."""
+        kept = self.length if self.truncate and not self._concatenates else None
+        for mark, document in documents:
+            counts.silent += document.loss is not None and not document.loss[:kept].any()
+            yield mark, document
 
 
 @dataclass

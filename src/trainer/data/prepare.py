@@ -4,11 +4,12 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from trainer.config.errors import UserError
@@ -20,7 +21,7 @@ from trainer.data.packing import PackedRow, Packing
 from trainer.data.tokenizer import MIN_VOCAB_SIZE, Tokenizer, train_bpe
 from trainer.data.tokenizer_files import load_tokenizer
 
-FORMAT = 2  # counts changes to what is written, so that older folders are not read
+FORMAT = 3  # counts changes to the rows of equal documents, so that older folders and positions are not read
 BPE_BYTES = 64 << 20  # of text that a BPE is trained on at most
 _CHUNK = 64  # documents encoded at once
 _INTERVAL = 10.0  # seconds between two lines of progress where there is no terminal
@@ -89,19 +90,15 @@ def open_rows(
     """
     from trainer.data.rows import StoredRows
 
-    limit = encoder.tokenizer.vocab_size if encoder.tokenize and encoder.tokenizer else encoder.vocab_size
     identity = {
         "format": FORMAT,
         "documents": [corpus.identity for corpus in corpora],
-        "tokenizer": encoder.tokenizer.fingerprint if encoder.tokenizer else None,
-        "tokenize": encoder.tokenize,
-        "masked": encoder.masked,
-        "vocab_size": limit,
+        "encoding": encoder.identity,
         "packing": asdict(packing),
     }
     folder = root / f"{folder_name}-l{packing.length}-{_key(identity)}"
     if not folder.exists():
-        cache.ensure(folder, lambda temporary: identity | _build(temporary, corpora, encoder, packing, limit, say), say)
+        cache.ensure(folder, lambda temporary: identity | _build(temporary, corpora, encoder, packing, say), say)
     meta = cache.read_meta(folder)
     try:
         dataset, count = folder / meta["dataset"], meta["rows"]
@@ -114,20 +111,21 @@ def open_rows(
 
 
 def _build(
-    folder: Path, corpora: Sequence[Corpus], encoder: Encoder, packing: Packing, limit: int, say: Progress
+    folder: Path, corpora: Sequence[Corpus], encoder: Encoder, packing: Packing, say: Progress
 ) -> dict[str, Any]:
-    """Writes the rows into `folder`; returns the counts of its meta.json."""
+    """Writes the rows into `folder`; returns the counts of its meta.json. UserError where no token bears loss."""
     from trainer.data import rows as storage
 
-    name = ", ".join(corpus.label for corpus in corpora)
+    name = _label(corpora)
     say(f"tokenizing and packing {name}")
-    counts, totals = Counts(), {"rows": 0, "tokens": 0}
+    counts, totals, pairs = Counts(), {"rows": 0, "tokens": 0}, 0
     lengths = encoder.tokenizer.bytes_per_token if encoder.tokenizer else None
     target_bytes = 0
 
     def counted(rows: Iterable[tuple[PackedRow, Any]]) -> Iterator[PackedRow]:
-        nonlocal target_bytes
+        nonlocal pairs, target_bytes
         for row, _ in rows:
+            pairs += int(np.count_nonzero(row["segmentation"]))
             targets = row["targets"][row["loss"] != 0]
             totals["rows"] += 1
             totals["tokens"] += len(targets)
@@ -140,11 +138,16 @@ def _build(
         rows = counted(packing.rows(documents, counts))
         first = next(rows, None)
         if first is None:
-            hint = "; set a larger held_out_share" if corpora[0].evaluates else ""
-            raise UserError(f"{name}: there is no document with text{hint}")
+            raise no_text(corpora)
         dataset = storage.write(
-            folder, itertools.chain([first], rows), length=packing.length, vocab_size=limit, masked=encoder.masked
+            folder,
+            itertools.chain([first], rows),
+            length=packing.length,
+            vocab_size=encoder.limit,
+            masked=encoder.masked,
         )
+    if not totals["tokens"]:
+        raise no_loss(corpora, pairs, counts, packing)
     whole = encoder.tokenize and encoder.tokenizer is not None and encoder.tokenizer.bos is not None
     if whole and lengths is not None and not encoder.masked and not counts.cut:
         assert target_bytes == counts.bytes, f"targets stand for {target_bytes} bytes of {counts.bytes}"
@@ -154,7 +157,45 @@ def _build(
     return {"dataset": dataset.relative_to(folder).as_posix(), **totals, **asdict(counts)}
 
 
-def _documents(corpora: Sequence[Corpus], encoder: Encoder, counts: Counts, track: "_Bar") -> Iterator[Document]:
+def check_trainable(corpus: Corpus, encoder: Encoder, packing: Packing) -> None:
+    """Raises UserError where no row of a corpus would have a token that bears loss; reads to the first that does."""
+    counts, pairs = Counts(), 0
+    documents = ((None, document) for document in _documents([corpus], encoder, counts, lambda share: None))
+    for row, _ in packing.rows(documents, counts):
+        if row["loss"].any():
+            return
+        pairs += int(np.count_nonzero(row["segmentation"]))
+    raise no_loss([corpus], pairs, counts, packing) if pairs else no_text([corpus])
+
+
+def no_text(corpora: Sequence[Corpus]) -> UserError:
+    """The error for corpora without a document."""
+    first, hint = corpora[0], ""
+    if first.held_out:
+        hint = (
+            "; set a larger held_out_share" if first.evaluates else "; fill the column, or set a smaller held_out_share"
+        )
+    return UserError(f"{_label(corpora)}: there is no document with text{hint}")
+
+
+def no_loss(corpora: Sequence[Corpus], pairs: int, counts: Counts, packing: Packing) -> UserError:
+    """The error for corpora whose `pairs` tokens in rows all bear no loss. It takes two columns to come here."""
+    cut = f"{counts.cut:,} of them cut off by use_truncation=true, " if counts.cut else ""
+    return UserError(
+        f"{_label(corpora)}: 0 of {pairs:,} tokens bear loss, in {counts.documents:,} documents, {cut}so there is "
+        "nothing to train or to evaluate on: every completion is empty, or lies behind the end of its row of "
+        f"max_target_length={packing.length} tokens; fill the column, raise max_target_length, or set "
+        "use_truncation=false or sft_train_on_completion_only=false"
+    )
+
+
+def _label(corpora: Sequence[Corpus]) -> str:
+    return ", ".join(corpus.label for corpus in corpora)
+
+
+def _documents(
+    corpora: Sequence[Corpus], encoder: Encoder, counts: Counts, track: Callable[[float], None]
+) -> Iterator[Document]:
     """The documents of all corpora in order, encoded a chunk at a time."""
     for i, corpus in enumerate(corpora):
         records = corpus.records(lambda share, i=i: track((i + share) / len(corpora)))  # type: ignore[misc]

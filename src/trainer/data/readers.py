@@ -3,14 +3,16 @@
 A *cursor* is where reading goes on: a byte in JSONL and TFRecord files, else the number of records before it.
 """
 
+import codecs
 import json
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from trainer.config.errors import UserError
 from trainer.data.documents import Record
+from trainer.data.text import encoding_hint, strings_as_bytes
 
 Columns = tuple[str, ...]
 _CHUNK = 256  # records read at once
@@ -58,17 +60,32 @@ class FilePart:
     def name(self) -> str:
         return str(self.path)
 
-    def pick(self, values: Any, where: str) -> Record:
+    def pick(self, values: Any, where: Any) -> Record:
         """The record with the wanted columns of the dict `values`."""
         return pick(values, self.columns, where)
 
 
 class TextPart(FilePart):
-    """A text file is one document."""
+    """A text file is one document, without the byte order mark before it."""
 
     def read(self, cursor: int = 0) -> Iterator[tuple[int, float, Record]]:
         if cursor == 0:
-            yield 1, 1.0, Record(self.name, (self.path.read_bytes(),))
+            yield 1, 1.0, Record(self.name, (self.path.read_bytes().removeprefix(codecs.BOM_UTF8),))
+
+
+class Line(NamedTuple):
+    """The line of a file that begins at a byte. Its number is counted when somebody asks."""
+
+    path: Path
+    start: int
+
+    def __str__(self) -> str:
+        with self.path.open("rb") as file:
+            number, left = 1, self.start
+            while left > 0:
+                block = file.read(min(left, 1 << 20))
+                number, left = number + block.count(b"\n"), left - len(block)
+        return f"{self.path}, line {number}"
 
 
 class JsonlPart(FilePart):
@@ -78,28 +95,19 @@ class JsonlPart(FilePart):
         with self.path.open("rb") as file:
             file.seek(cursor)
             for line in file:
-                start, cursor = cursor, cursor + len(line)
+                where, cursor = Line(self.path, cursor), cursor + len(line)
                 if not line.strip():
                     continue
                 try:
-                    values = json.loads(line)
-                except ValueError as error:
-                    raise self._broken(start, f"is no JSON ({error})") from error
+                    # Surrogates of a text may be escaped, or encoded as if they were characters.
+                    values = json.loads(line.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogatepass"))
+                except (ValueError, RecursionError) as error:
+                    raise UserError(
+                        f"{where}, is no JSON ({error}){encoding_hint(line)}; mend or remove the line"
+                    ) from error
                 if not isinstance(values, dict):
-                    raise self._broken(start, "is no JSON object")
-                try:
-                    record = self.pick(values, self.name)
-                except UserError as error:
-                    raise self._broken(start, str(error).removeprefix(f"{self.name}: ")) from error
-                yield cursor, cursor / self.weight, record
-
-    def _broken(self, start: int, what: str) -> UserError:
-        with self.path.open("rb") as file:
-            number, left = 1, start
-            while left > 0:
-                block = file.read(min(left, 1 << 20))
-                number, left = number + block.count(b"\n"), left - len(block)
-        return UserError(f"{self.name}, line {number}, {what}; mend or remove the line")
+                    raise UserError(f"{where}, is no JSON object; mend or remove the line")
+                yield cursor, cursor / self.weight, self.pick(values, where)
 
 
 class ParquetPart(FilePart):
@@ -132,7 +140,7 @@ class ParquetPart(FilePart):
         with self._errors(pyarrow), self._open() as file:
             groups = list(range(first, len(self._groups)))
             for batch in file.iter_batches(_CHUNK, row_groups=groups, columns=list(self.columns)) if groups else ():
-                for values in batch.to_pylist() if at + len(batch) > cursor else [None] * len(batch):
+                for values in _rows(batch) if at + len(batch) > cursor else [None] * len(batch):
                     at += 1
                     if at > cursor:
                         yield at, at / self._rows, self.pick(values, f"{self.name}, row {at}")
@@ -224,7 +232,11 @@ class TablePart:
         return len(self._table)
 
     def __getitem__(self, index: int) -> Record:
-        return pick(self._table[int(index)], self._columns, f"{self.name}, row {index}")
+        try:
+            values = self._table[int(index)]
+        except UnicodeDecodeError:
+            (values,) = _rows(self._table.with_format("arrow")[int(index) : int(index) + 1])
+        return pick(values, self._columns, f"{self.name}, row {index}")
 
     def read(self, cursor: int = 0) -> Iterator[tuple[int, float, Record]]:
         for first in range(cursor, len(self), _CHUNK):
@@ -232,13 +244,21 @@ class TablePart:
                 yield index + 1, (index + 1) / len(self), self[index]
 
 
-def pick(values: Any, columns: Columns, where: str) -> Record:
+def _rows(table: Any) -> list[dict[str, Any]]:
+    """The rows of a table or batch of Arrow. Strings that are no UTF-8 come as bytes, with those beside them."""
+    try:
+        return table.to_pylist()
+    except UnicodeDecodeError:
+        return strings_as_bytes(table).to_pylist()
+
+
+def pick(values: Any, columns: Columns, where: Any) -> Record:
     """The wanted columns of a dict; UserError names those that it has."""
     try:
         return Record(where, tuple(values[name] for name in columns))
     except KeyError as error:
         raise UserError(
-            f"{where}: there is no column {error.args[0]}; set train_data_columns or eval_data_columns to some of: "
+            f"{where}, there is no column {error.args[0]}; set train_data_columns or eval_data_columns to some of: "
             f"{', '.join(map(str, values))}"
         ) from error
 

@@ -12,7 +12,7 @@ from trainer.config import parse_mixture
 from trainer.config.errors import UserError, nearest, shortened
 from trainer.config.json_files import read_object
 from trainer.config.paths import local_path
-from trainer.data.cache import cache_root
+from trainer.data.cache import Progress, cache_root
 from trainer.data.corpus import Corpus, file_fingerprint
 from trainer.data.example_proto import parse_example
 from trainer.data.mixture import whole_weights
@@ -38,16 +38,17 @@ class Source:
     evaluation: tuple[Corpus, ...]
 
 
-def open_source(config: Any) -> Source:
-    """What the keys name. Raises UserError where a file or column is missing, empty or damaged."""
-    source = _OPEN[config.dataset_type](config)
+def open_source(config: Any, say: Progress = lambda line: None) -> Source:
+    """What the keys name; `say` is told what was replaced in files. Raises UserError where a file or column is missing,
+    empty or damaged."""
+    source = _OPEN[config.dataset_type](config, say)
     if source.evaluation or not config.held_out_share:
         return source
     train = tuple(replace(corpus, held_out=config.held_out_share) for corpus in source.train)
     return replace(source, train=train, evaluation=tuple(replace(corpus, evaluates=True) for corpus in train))
 
 
-def _stdlib(config: Any) -> Source:
+def _stdlib(config: Any, say: Progress) -> Source:
     from trainer.data.stdlib import stdlib_corpora, stdlib_folder
 
     train, evaluation = stdlib_corpora(stdlib_folder())
@@ -60,7 +61,7 @@ def _python() -> str:
     return platform.python_version()
 
 
-def _grain(config: Any) -> Source:
+def _grain(config: Any, say: Progress) -> Source:
     mixture = parse_mixture(config.grain_train_files, config.grain_train_mixture_config_path)
     kind = config.grain_file_type
     train = [_files(pattern, kind, tuple(config.train_data_columns), "grain_train_files") for pattern, _ in mixture]
@@ -96,7 +97,7 @@ _FORMATS: dict[str, Callable[[Path, Columns], FilePart]] = {
 }
 
 
-def _tfds(config: Any) -> Source:
+def _tfds(config: Any, say: Progress) -> Source:
     columns, eval_columns = tuple(config.train_data_columns), tuple(config.eval_data_columns)
     train = _tfds_split(config.dataset_path, config.dataset_name, config.train_split, columns, "train_split")
     evaluation: tuple[Corpus, ...] = ()
@@ -209,11 +210,11 @@ def tfds_folder(data_dir: Path, dataset_name: str) -> Path:
     return folder / version
 
 
-def _hf(config: Any) -> Source:
+def _hf(config: Any, say: Progress) -> Source:
     from trainer.data.hf import hf_corpus
 
     cache = cache_root(config.data_cache_directory) / "huggingface"
-    load = partial(hf_corpus, config.hf_path, config.hf_name, config.hf_data_dir, cache)
+    load = partial(hf_corpus, config.hf_path, config.hf_name, config.hf_data_dir, cache, say)
     train = load(config.hf_train_files, config.train_split, tuple(config.train_data_columns), "train_split")
     evaluation: tuple[Corpus, ...] = ()
     if config.hf_eval_files or config.hf_eval_split:
@@ -223,4 +224,4 @@ def _hf(config: Any) -> Source:
     return Source(f"Hugging Face dataset {config.hf_path}", (train,), (1,), evaluation)
 
 
-_OPEN: dict[str, Callable[[Any], Source]] = {"stdlib": _stdlib, "grain": _grain, "tfds": _tfds, "hf": _hf}
+_OPEN: dict[str, Callable[[Any, Progress], Source]] = {"stdlib": _stdlib, "grain": _grain, "tfds": _tfds, "hf": _hf}

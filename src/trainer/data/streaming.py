@@ -14,7 +14,7 @@ from trainer.config.errors import UserError
 from trainer.data.batches import epoch_order
 from trainer.data.corpus import Corpus
 from trainer.data.documents import Counts, Document, Encoder, Record
-from trainer.data.packing import PackedRow, Packing, Resume
+from trainer.data.packing import Packing, Resume
 from trainer.data.readers import IndexedPart, Part, indexed
 
 _OPEN_FILES = 8  # files that are read in turn where the order is shuffled
@@ -34,7 +34,7 @@ def streamed_rows(
     process_index: int,
     process_count: int,
 ) -> Any:
-    """A grain.IterDataset of this process's rows, without end: dicts of arrays [length], and `counts`.
+    """A grain.IterDataset of this process's rows, without end: dicts of arrays [length], and `counts`, a `Counts`.
 
     Files are divided over the processes where there are enough of them, else each process takes every n-th record.
     `seed` None keeps the order. Files that can be read by index are shuffled as a whole, others file by file and in a
@@ -250,9 +250,9 @@ class _PackedIterator(grain.DatasetIterator):
                 if document is not None:
                     yield state, document
 
-    def __next__(self) -> PackedRow:
+    def __next__(self) -> dict[str, Any]:
         row, self._resume = next(self._rows)
-        return row | {"counts": np.array(self._counts.take())}
+        return row | {"counts": self._counts.take()}
 
     def get_state(self) -> dict[str, Any]:
         return {"records": self._resume.mark, "skip": self._resume.skip, "rows": self._resume.rows}

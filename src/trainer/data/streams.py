@@ -14,6 +14,7 @@ from trainer.data.documents import Counts
 Position = dict[str, Any]
 # What of a stream's identity a person would call it, where a position does not fit.
 _NAMES = {
+    "format": "the version of what prepares the data",
     "way": "data_pipeline",
     "documents": "the training documents",
     "tokenizer": "the tokenizer",
@@ -115,7 +116,7 @@ class StreamingStream:
         check_identity(identity, position)
         if position is not None:
             self._check_place(position)
-        self._identity, self._say, self._counts = dict(identity), say, Counts()
+        self._identity, self._say, self._counts, self._said = dict(identity), say, Counts(), set[str]()
         self._row = local_rows(rows, process_index, process_count).astype(np.int32)
         self._iterator = dataset.__iter__()
         if position is not None:
@@ -144,11 +145,11 @@ class StreamingStream:
         for note in self._counts.notes():
             self._say(f"streaming, in this process: {note}")
 
-    def _count(self, counts: np.ndarray) -> None:
-        first = not self._counts.notes()
+    def _count(self, counts: Counts) -> None:
         self._counts.add(counts)
-        if first:
-            for note in self._counts.notes():
+        for kind, note in self._counts.notes_by_kind().items():
+            if kind not in self._said:
+                self._said.add(kind)
                 self._say(f"streaming, so far: {note}")
 
     def _check_place(self, position: Position) -> None:

@@ -3,8 +3,9 @@
 import base64
 import binascii
 import hashlib
+import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ _LLAMA3_WORDS = (
 )
 _LLAMA3_SPECIAL = 256
 _MOST_TOKENS = 1 << 24  # tables of this many entries are held
+# The split into words goes back over white space, and overflows its stack within a million characters of it.
+_SPACE_LIMIT = 25_000
+_LONG_SPACE = re.compile(rf"(?<!\s)\s{{{_SPACE_LIMIT + 1},}}")
 
 
 def load_tokenizer(path: str, kind: str, *, add_bos: bool, add_eos: bool) -> Tokenizer:
@@ -100,6 +104,8 @@ class TiktokenTokenizer(Tokenizer):
         return hashlib.sha256(f"{self.bos} {self.eos}".encode() + self._file.read_bytes()).hexdigest()
 
     def encode_many(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+        if any(map(_LONG_SPACE.search, texts)):
+            return [[i for part in _parts(text) for i in self._inner.encode_ordinary(part)] for text in texts]
         if len(texts) == 1:
             return [self._inner.encode_ordinary(texts[0])]
         return self._inner.encode_ordinary_batch(list(texts))
@@ -109,6 +115,16 @@ class TiktokenTokenizer(Tokenizer):
 
     def save(self, directory: Path) -> None:
         shutil.copyfile(self._file, directory / _TIKTOKEN_FILE)
+
+
+def _parts(text: str) -> Iterator[str]:
+    """`text`, cut within white space that is too long for the split into words."""
+    start = 0
+    for match in _LONG_SPACE.finditer(text):
+        for end in range(match.start() + _SPACE_LIMIT, match.end(), _SPACE_LIMIT):
+            yield text[start:end]
+            start = end
+    yield text[start:]
 
 
 def _load_json(file: Path, *, add_bos: bool, add_eos: bool) -> JsonTokenizer:

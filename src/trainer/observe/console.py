@@ -32,7 +32,7 @@ class Console:
         self._run_dir: Path | None = None
         self._first: Mapping[str, float] = {}
         self._last: Mapping[str, float] = {}
-        self._skipped = 0
+        self._skipped = self._without_loss = 0
         self._evaluated: Mapping[str, float] = {}
 
     def banner(
@@ -87,7 +87,11 @@ class Console:
             self._dense(step_fields(row, total_steps, self._work, eta))
         else:
             self._print(step_line(row, self._work, eta))
-        if row["skipped"]:
+        if not row["tokens"]:
+            self._without_loss += 1
+            if self._without_loss == 1:
+                self._warn(f"step {row['step']}: 0 tokens of its batch bear loss: its update is left out")
+        elif row["skipped"]:
             self._skipped += 1
             if self._skipped == 1:
                 values = f"loss {row['loss']:.3g} and gradient norm {row['grad_norm']:.3g}"
@@ -110,6 +114,8 @@ class Console:
         rows = [("done", f"{steps}, {pace.tokens:,} tokens in {clock(wall_time)}")]
         if self._skipped:
             rows.append(("left out", f"{self._skipped:,} updates whose loss or gradient was not finite"))
+        if self._without_loss:
+            rows.append(("left out", f"{self._without_loss:,} updates whose batch had no token that bears loss"))
         if pace.steps:
             step_time, rate = pace.medians()
             rows.append(("speed", f"{si(rate, 'tok/s')}, {short_time(step_time)} per step (medians)"))

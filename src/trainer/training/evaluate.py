@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from trainer.backends import StateCodec
+from trainer.config import RunStopped, UserError
+from trainer.data import RowSource, eval_batches
 from trainer.objectives import Objective
 from trainer.observe import perplexity
 
@@ -33,14 +35,38 @@ def make_eval_step(codec: StateCodec, objective: Objective, during: Any) -> Call
     return eval_step
 
 
+def check_held_out(rows: RowSource | None, batch_rows: int, eval_steps: int) -> None:
+    """Raises UserError where none of the first `eval_steps` batches of `batch_rows` rows has a token that bears loss.
+
+    It reads to the first that has one. All batches together, `eval_steps` -1, have one: else they are not prepared.
+    """
+    if rows is None or eval_steps < 0:
+        return
+    tokens = 0
+    for batch in eval_batches(rows, batch_rows, eval_steps):
+        if batch["targets_segmentation"].any():
+            return
+        tokens += int(np.count_nonzero(batch["inputs_segmentation"]))
+    raise UserError(
+        f"eval_steps={eval_steps}: 0 of {tokens:,} tokens bear loss in the first {eval_steps} evaluation batches of "
+        f"{batch_rows} rows, so there is nothing to evaluate on; set a larger eval_steps, or -1 for all held-out rows"
+    )
+
+
 def summarize(sums: Iterable[Mapping[str, np.ndarray]]) -> dict[str, float]:
     """Metrics over all batches, weighted by token: eval_loss (nats per token), eval_perplexity, eval_tokens and, where
-    the targets stand for bytes, eval_bits_per_byte (document ends cost bits and stand for no byte)."""
+    the targets stand for bytes, eval_bits_per_byte (document ends cost bits and stand for no byte).
+
+    Raises RunStopped where no token bears loss: there is no mean of nothing, and 0 would be the best loss of all."""
     totals = {"nats": 0.0, "tokens": 0.0, "bytes": 0.0}
     for batch in sums:
         for name in totals:
             totals[name] += float(batch[name])
-    loss = totals["nats"] / max(totals["tokens"], 1)
+    if not totals["tokens"]:
+        raise RunStopped(
+            "evaluation: 0 tokens bear loss in its batches; evaluate on other data, or set eval_interval=-1"
+        )
+    loss = totals["nats"] / totals["tokens"]
     metrics = {
         "eval_loss": loss,
         "eval_perplexity": perplexity(loss),

@@ -20,6 +20,13 @@ from trainer.training.start import Start
 Row = dict[str, Any]
 
 
+_NO_TOKENS = (
+    "0 tokens bear loss in the {count:,} batches of this run, so no update was made: their prompts fill the rows, or "
+    "their completions are empty; raise max_target_length, set use_truncation=false or "
+    "sft_train_on_completion_only=false, or take more steps"
+)
+
+
 class Reports(NamedTuple):
     """Who hears of what happens: a row per step, and a row per evaluation."""
 
@@ -55,7 +62,8 @@ def fit(
       manager: takes the checkpoints.
 
     Raises:
-      RunStopped: a loss or gradient is not finite, and the configuration says to stop then.
+      RunStopped: a loss or gradient is not finite, and the configuration says to stop then; or no batch of a new run,
+        or of an evaluation, has a token that bears loss.
     """
     steps = run.config.steps
     share = share_of_rows(run.batch_shardings["row"], run.rows)
@@ -76,6 +84,8 @@ def fit(
             loop.reader.flush()
         if preemption.check(loop.done):
             loop.save(force=True)
+        elif loop.done > start.updates and not (start.resumed or loop.reader.tokens):
+            raise RunStopped(_NO_TOKENS.format(count=loop.done - start.updates))
         if manager is not None:
             manager.wait()  # a second SIGTERM shall not end the process within the save that the first one asked for
     return End(loop.state, preempted=preemption.requested and (loop.done < steps or not loop.evaluated))
@@ -177,10 +187,10 @@ def evaluate(run: Run, state: Any, dataset: Dataset, step: int, preemption: Pree
         if waiting is not None:
             yield jax.device_get(waiting)
 
-    metrics = summarize(sums())
+    found = list(sums())
     if preemption is not None and preemption.requested:
         return None
-    return {"step": step, **metrics, "eval_time": time.perf_counter() - started}
+    return {"step": step, **summarize(found), "eval_time": time.perf_counter() - started}
 
 
 def _batch_of(run: Run, start: Start, step: int) -> str:
@@ -194,6 +204,8 @@ def _batch_of(run: Run, start: Start, step: int) -> str:
 
 
 def _check_finite(config, row: Row, batch: str) -> None:
+    if not row["tokens"]:
+        return  # there is no loss; the update is left out
     values = {name: row[name] for name in ("loss", "grad_norm")}
     nan = config.abort_on_nan_loss and any(math.isnan(value) for value in values.values())
     inf = config.abort_on_inf_loss and any(math.isinf(value) for value in values.values())
@@ -215,6 +227,7 @@ class _Reader:
         self._report, self._check = report, check
         self._waiting: tuple[int, Any] | None = None
         self._waited = 0.0
+        self.tokens = 0  # that bear loss, in all rows so far
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -250,5 +263,6 @@ class _Reader:
             "tokens_per_second": values["tokens"] / elapsed,
             "data_wait": min(1.0, waited / elapsed),
         }
+        self.tokens += row["tokens"]
         self._report(row)
         self._check(row)

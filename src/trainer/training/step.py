@@ -28,7 +28,8 @@ class Layout(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of one batch: means over its loss-bearing tokens, and the values that its microbatches sowed."""
+    """Of one batch: means over its loss-bearing tokens, NaN where there are none, and the values that its microbatches
+    sowed."""
 
     loss: jax.Array
     terms: dict[str, jax.Array]  # that the loss is the sum of
@@ -55,7 +56,8 @@ def make_gradients(config, objective: Objective, layout: Layout) -> Callable[[Tr
 
         def loss(trained: Any, batch: Batch) -> tuple[jax.Array, tuple[dict[str, jax.Array], Sown]]:
             sums, sown = objective.sums(_combine(trained, frozen), tree.rest, batch, key)
-            terms = {name: total / jnp.maximum(tokens, 1).astype(jnp.float32) for name, total in sums.items()}
+            # Of no tokens there is no mean: NaN, and the step is left out.
+            terms = {name: total / tokens.astype(jnp.float32) for name, total in sums.items()}
             return sum(terms.values(), start=jnp.zeros(())), (terms, sown)
 
         def value_and_grad(trained: Any, batch: Batch) -> Any:
@@ -81,8 +83,8 @@ def make_train_step(
     """`step(native_state, batch) -> (native_state, metrics)`, to be jitted with the state donated.
 
     `batch` holds int32 [rows, length] arrays and `row` [rows]; rows is the global batch. Metrics are weighted over the
-    whole batch: float32 scalars, `tokens` and `skipped` (int32; 1 where loss or gradients are not finite and the update
-    is left out), and activation statistics [layers] where they are recorded.
+    whole batch: float32 scalars, `tokens` and `skipped` (int32; 1 where loss or gradients are not finite, as where no
+    token bears loss, and the update is left out), and activation statistics [layers] where they are recorded.
     Gradients (`make_gradients`) are handed to the optimizer in the dtype of their parameter.
     """
     schedule = make_schedule(config)

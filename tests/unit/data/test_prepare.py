@@ -303,6 +303,28 @@ def test_completions_bear_the_loss_in_prepared_rows(tmp_path: Path):
         assert {*map(ord, "ask")} <= set(batch["targets"][batch["inputs_segmentation"] != 0].tolist())
 
 
+@pytest.mark.parametrize("way", ["prepared", "streaming"])
+def test_rows_with_and_without_loss_on_the_prompt_lie_beside_each_other(tmp_path: Path, way: str):
+    """One cache folder, asked both ways twice: what bears loss is as asked, in training and in evaluation."""
+    (tmp_path / "a.jsonl").write_text('{"prompt": "ask", "completion": "say"}\n' * 8)
+    keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": f"{tmp_path}/a.jsonl"}
+    keys |= {"train_data_columns": "[prompt,completion]", "eval_data_columns": "[prompt,completion]"}
+    keys |= {"tokenizer_type": "bytes", "grain_eval_files": f"{tmp_path}/a.jsonl", "eval_interval": 1}
+    fingerprints = []
+    for only in (True, False, True, False):
+        dataset = opened(tmp_path / "cache", **keys, data_pipeline=way, sft_train_on_completion_only=only)
+        stream = dataset.train_stream(rows=1)
+        batch, _ = next(stream)
+        stream.close()
+        for found in (batch, dataset.evaluation.rows(np.arange(1))):
+            real, loss = found["inputs_segmentation"] != 0, found["targets_segmentation"] != 0
+            assert (ord("s") in found["targets"][loss], ord("k") in found["targets"][loss]) == (True, not only)
+            assert (loss == real).all() == (not only)
+        fingerprints.append(dataset.fingerprint)
+    assert fingerprints[:2] == fingerprints[2:]
+    assert fingerprints[0] != fingerprints[1]
+
+
 def test_nothing_to_evaluate_on_is_an_error_that_says_what_to_set(tmp_path: Path):
     write_corpus(tmp_path / "files", "jsonl", count=3)
     keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": f"{tmp_path}/files/*"}

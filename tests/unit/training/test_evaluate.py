@@ -7,10 +7,12 @@ import jax
 import numpy as np
 import optax
 import pytest
-from support import ALL_COMBINATIONS, packed_batch, tiny_config
+from support import ALL_COMBINATIONS, arguments, packed_batch, tiny_config
 
 from trainer.backends import StateCodec, make_model
+from trainer.config import RunStopped, load
 from trainer.objectives import Objective
+from trainer.training import build
 from trainer.training.evaluate import make_eval_step, summarize
 
 ROWS = 5
@@ -50,9 +52,30 @@ def test_a_perplexity_too_large_for_a_float_is_infinite():
     assert summarize([sums_of(71000, 100)])["eval_perplexity"] == math.inf
 
 
-def test_no_tokens_at_all():
-    assert summarize([sums_of(0, 0)]) == {"eval_loss": 0.0, "eval_perplexity": 1.0, "eval_tokens": 0}
-    assert summarize([]) == {"eval_loss": 0.0, "eval_perplexity": 1.0, "eval_tokens": 0}
+@pytest.mark.parametrize("sums", [[], [sums_of(0, 0)], [sums_of(0, 0), sums_of(0, 0)]])
+def test_no_tokens_at_all_are_no_perfect_model(sums):
+    with pytest.raises(RunStopped, match=r"0 tokens bear loss in its batches; evaluate on other data"):
+        summarize(sums)
+
+
+def test_evaluation_is_the_same_program_with_any_z_loss():
+    programs = []
+    for multiplier in (0.0, 1e-4, 100.0):
+        run = build(load(arguments("nnx", z_loss_multiplier=multiplier)).config, jax.devices()[:1])
+        state, _ = run.abstract_args()
+        lengths = jax.ShapeDtypeStruct((run.config.vocab_size,), "int32", sharding=run.replicated)
+        programs.append(run.eval_step.lower(state, run.abstract_batch(run.eval_rows), lengths).as_text())
+    assert programs[0] == programs[1] == programs[2]
+
+
+def test_the_sums_hold_the_cross_entropy_alone():
+    """Also where an objective with other terms is evaluated."""
+    config, codec, step, state = evaluation(ALL_COMBINATIONS[0])
+    here = jax.tree.map(lambda leaf: leaf.sharding, codec.unpack(state).params)
+    objective = Objective(codec.model.apply, z_loss_multiplier=100.0)
+    batch = packed_batch(config, 2)
+    with_z = jax.jit(make_eval_step(codec, objective, here), compiler_options=QUICK)(state, batch, BYTES)
+    assert jax.device_get(with_z) == step(batch)
 
 
 @functools.cache

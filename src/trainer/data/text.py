@@ -1,0 +1,64 @@
+"""Text as records hold it: what is replaced in it, and what is no text."""
+
+import codecs
+import re
+from typing import Any
+
+REPLACEMENT = "\ufffd"
+# In bytes a surrogate is what UTF-8 would make of its number (WTF-8); no other character begins like that.
+_SURROGATE_BYTES = re.compile(rb"\xed[\xa0-\xbf]")
+_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+def mended(text: str) -> tuple[str, int]:
+    """`text` with U+FFFD for each lone surrogate, and how many there were. Pairs become the characters they encode.
+
+    JSON can hold half of a pair, as in "\\ud83d", where a program cut a text between the two. It is no character, so no
+    tokenizer takes it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        found = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        return found, found.count(REPLACEMENT) - text.count(REPLACEMENT)
+    return text, 0
+
+
+def decoded(data: bytes) -> tuple[str, int]:
+    """`mended` of UTF-8 in which surrogates may be encoded too. Raises UnicodeDecodeError for other bytes."""
+    try:
+        return data.decode(), 0
+    except UnicodeDecodeError:
+        return mended(data.decode("utf-8", "surrogatepass"))
+
+
+def canonical(value: str | bytes) -> bytes:
+    """The UTF-8 of a text, mended; equal for a text and its bytes. Bytes that are no UTF-8 come back as they are."""
+    if isinstance(value, str):
+        return mended(value)[0].encode()
+    if not _SURROGATE_BYTES.search(value):
+        return value
+    try:
+        return decoded(value)[0].encode()
+    except UnicodeDecodeError:
+        return value
+
+
+def encoding_hint(data: bytes) -> str:
+    """The end of a message on `data` that are no UTF-8: what else they look like, or nothing."""
+    looks = data.startswith(_UTF_16) or b"\0" in data[:4]
+    return " (it looks like UTF-16 or UTF-32)" if looks else ""
+
+
+def strings_as_bytes(table: Any) -> Any:
+    """A table or batch of Arrow with its columns of strings as bytes: Arrow does not check that strings are UTF-8."""
+    import pyarrow
+
+    kinds = pyarrow.types
+    for i, field in enumerate(table.schema):
+        if kinds.is_dictionary(field.type) or kinds.is_string_view(field.type):
+            table = table.set_column(i, field.name, table.column(i).cast(pyarrow.string()))
+        kind = table.schema.field(i).type
+        if kinds.is_string(kind) or kinds.is_large_string(kind):
+            table = table.set_column(i, field.name, table.column(i).cast(pyarrow.large_binary()))
+    return table

@@ -1,0 +1,94 @@
+"""Batches without a token that bears loss, as a run meets them."""
+
+import contextlib
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+from run_cases import RUN, command, rows_of
+from support import TINY, arguments, pinned
+
+from trainer.config import RunStopped, load
+from trainer.data import open_dataset
+from trainer.training import Reports, Start, build, fit
+
+LONG, SHORT = {"prompt": "p" * 40, "completion": "c"}, {"prompt": "p", "completion": "cc"}
+SMALL = {
+    "dataset_type": "grain",
+    "grain_file_type": "jsonl",
+    "grain_train_files": "a.jsonl",
+    "train_data_columns": "[prompt,completion]",
+    "eval_data_columns": "[prompt,completion]",
+    "data_cache_directory": "cache",
+    "tokenizer_type": "bytes",
+    "vocab_size": 300,
+    "use_truncation": True,
+    "packing": False,
+    "held_out_share": 0,
+    "enable_data_shuffling": False,
+    "per_device_batch_size": 2,
+    "prompt": "",
+    "base_num_decoder_layers": 1,
+}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """run(rows, **keys): the exit code and the output of a run on those rows."""
+    monkeypatch.chdir(tmp_path)
+
+    def started(rows, **keys):
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return command(TINY | pinned("nnx") | SMALL | keys)
+
+    return started
+
+
+@pytest.mark.parametrize("way", ["prepared", "streaming"])
+def test_no_loss_at_all_ends_before_anything_is_compiled(run, way):
+    code, output = run([LONG] * 6, data_pipeline=way)
+    assert code == 2, output
+    assert "0 of 96 tokens bear loss, in 6 documents" in output
+    assert "compiling" not in output
+
+
+def test_evaluation_batches_without_loss_end_before_anything_is_compiled(run, tmp_path):
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [LONG, LONG, SHORT]))
+    code, output = run([SHORT] * 4, eval_interval=2, eval_steps=1, grain_eval_files="b.jsonl")
+    assert code == 2, output
+    assert "eval_steps=1: 0 of 32 tokens bear loss" in " ".join(output.split())
+    assert "compiling" not in output
+
+
+def test_a_batch_without_loss_is_left_out(run, tmp_path):
+    code, output = run([LONG] * 4 + [SHORT] * 40, steps=4, data_pipeline="streaming")
+    assert code == 0, output
+    found = rows_of(tmp_path / RUN)
+    assert [(row["tokens"], row["skipped"]) for row in found] == [(0, 1), (0, 1), (6, 0), (6, 0)]
+    assert [math.isnan(row["loss"]) for row in found] == [True, True, False, False]
+    assert "step 0: 0 tokens of its batch bear loss: its update is left out" in output
+    assert "2 updates whose batch had no token that bears loss" in output
+
+
+@pytest.mark.parametrize(
+    ("tokens", "resumed", "stops"), [([0, 0], False, True), ([0, 3], False, False), ([0, 0], True, False)]
+)
+def test_a_run_whose_batches_bear_no_loss_is_stopped(tokens, resumed, stops):
+    """Of a resumed run other batches may have."""
+    left = iter(tokens)
+
+    def step(leaves, batch):
+        count = next(left)
+        values = {"loss": 1.0 if count else math.nan, "grad_norm": 1.0, "skipped": int(not count), "tokens": count}
+        return leaves, {name: np.asarray(value) for name, value in values.items()}
+
+    built = build(load(arguments("nnx", steps=2)).config, jax.devices()[:1])
+    dataset = open_dataset(built.config, print)
+    rows = []
+    reports = Reports(rows.append, lambda row: None, lambda: None)
+    started = Start([], resumed=resumed)
+    with pytest.raises(RunStopped, match=r"0 tokens bear loss in the 2 batches") if stops else contextlib.nullcontext():
+        fit(built, step, started, dataset, reports)
+    assert [row["tokens"] for row in rows] == tokens
