@@ -193,7 +193,11 @@ import beside
 from .parts import WIDTH
 
 class Block(nnx.Module):
-    pass
+    def __init__(self, config, rngs):
+        pass
+
+    def __call__(self, x, cache, position, segment, row, key):
+        return x, cache
 """,
     }
     for name, text in files.items():
