@@ -51,5 +51,16 @@ def convolution(i: Instruction, left: Shape, right: Shape) -> float:
 @functools.lru_cache(maxsize=1024)
 def _valid_places(size: int, kernel: int, output: int, stride: int, low: int, dilation: int, spread: int) -> int:
     """Pairs of an output's and a kernel's position that meet an element of the input and not its padding."""
-    place = np.arange(output)[:, None] * stride - low + np.arange(kernel)[None] * spread
-    return int(((place % dilation == 0) & (place >= 0) & (place // dilation < size)).sum())
+    # Output o and kernel position k meet place o * stride - low + k * spread. Both play the same part: of the fewer
+    # each is looked at, of the others those are counted that meet an element.
+    if kernel > output:
+        kernel, spread, output, stride = output, stride, kernel, spread
+    offset = np.arange(kernel, dtype=np.int64) * spread - low
+    # Where o * stride + offset divides by the dilation, it does so again `step` further on.
+    common = math.gcd(stride, dilation)
+    step = dilation // common
+    residue = -(offset // common) * pow(stride // common, -1, step) % step
+    least = np.maximum(0, -(offset // stride))
+    most = np.minimum(output - 1, ((size - 1) * dilation - offset) // stride)
+    first = least + (residue - least) % step
+    return int(np.where(offset % common == 0, np.maximum(0, (most - first) // step + 1), 0).sum())
