@@ -9,7 +9,8 @@ import yaml
 from trainer.config import UserError, load, read_saved, resolve
 from trainer.config.dump import to_flow
 from trainer.config.files import COMMAND_LINE
-from trainer.config.plain_yaml import read_text
+from trainer.config.plain_yaml import describe, read_text
+from trainer.config.trust import code_of_checkpoint
 
 _ALWAYS = (
     *("decoder_block", "base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "base_mlp_dim"),
@@ -110,12 +111,8 @@ def model_config(keys: Mapping[str, Any], words: Sequence[str], where: str) -> A
     loaded = load(["base.yml", "dataset_type=synthetic", *as_words(keys), *words])
     given = [word.partition("=")[0] for word in words]
     config = resolve(loaded.config, device_count=1, platform="cpu")
-    block = keys.get("decoder_block", "")
-    if ":" in block and "decoder_block" not in given:
-        raise UserError(
-            f"{where} names code: decoder_block={block}. Code that a folder names is only run if you name it, too: "
-            f"if you know it, add decoder_block={block} to the command"
-        )
+    if code := code_of_checkpoint(keys, given, where):
+        raise UserError("\n  ".join(code))
     if _PRESET in given:
         check_same_model(keys, _resolved(words), where)
     check_same_model(keys, config, where)
@@ -160,7 +157,9 @@ def read_model_yaml(path: Path) -> tuple[dict[str, Any], int | None]:
     """
     try:
         text = read_text(path)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except yaml.YAMLError as error:
+        raise UserError(describe(error, str(path))) from error
+    except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
     found = read_saved(text, str(path))
     config = _resolved(as_words({name: found[name] for name in sorted(MODEL) if name in found}), str(path))

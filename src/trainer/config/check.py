@@ -1,9 +1,11 @@
 """Stage 1's contradictions: settings that exclude each other, seen without a device."""
 
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from trainer.config import flags, scale
@@ -100,7 +102,13 @@ def _metrics_file(config: Any) -> str | None:
         return "a file of this machine; a run in a bucket has its metrics.jsonl there, copied every log_period updates"
     if not (config.metrics_file or "x").isprintable():
         return "a path without control characters"
-    return None
+    if not config.metrics_file or path_problem(config.metrics_file):
+        return None  # `_path` reports the latter
+    path = Path(config.metrics_file).expanduser()
+    if os.path.exists(path) and not os.path.isfile(path):
+        return "exists and is no file; give another name"
+    above = next((folder for folder in path.parents if os.path.exists(folder)), None)
+    return f"{above} is no folder; give a file in a folder" if above and not os.path.isdir(above) else None
 
 
 def _processes(config: Any) -> str | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.errors import Unbuilt, UserError, shortened
+from trainer.config.files import DEFAULT
 from trainer.config.json_files import read_object
 from trainer.config.paths import local_path
 from trainer.config.schema import schema
@@ -36,7 +37,6 @@ _TEXT = (
     "use_truncation",
     "enable_data_shuffling",
 )
-DEFAULT = "default"  # where a value comes from that nobody gave
 Problem = Callable[[Any], str | None]
 # A weight of a mixture. Fractions are exact, and those of 1e999999999 take all memory.
 _WEIGHT = re.compile(r"[0-9./]{1,24}(e[+-]?[0-9]{1,2})?", re.IGNORECASE)
@@ -65,9 +65,10 @@ def parse_mixture(files: str, config_path: str) -> list[tuple[str, Fraction]]:
         except (ValueError, ZeroDivisionError):
             value = Fraction(0)
         if not pattern or value <= 0:
+            braces = " (a comma separates a weight; braces are not expanded)" if "{" in files else ""
             raise UserError(
-                f"{shortened(pattern or files)!r} with the weight {shortened(weight)!r} is no part of a mixture; write "
-                "glob,weight;glob,weight with weights above 0"
+                f"{shortened(pattern or files)!r} with the weight {shortened(weight)!r} is no part of a "
+                f"mixture{braces}; write glob,weight;glob,weight with weights above 0"
             )
         result.append((pattern, value))
     if not result:
@@ -123,7 +124,8 @@ def _grain_files(config: Any) -> str | None:
 
 def _grain_eval_files(config: Any) -> str | None:
     if config.dataset_type == "grain" and "," in config.grain_eval_files:
-        return "evaluation reads all its files once, there are no weights; write glob;glob"
+        braces = ", and braces are not expanded" if "{" in config.grain_eval_files else ""
+        return f"evaluation reads all its files once, there are no weights{braces}; write glob;glob"
     return None
 
 
@@ -227,7 +229,7 @@ def data_not_asked_for(config: Any, where: Mapping[str, str], changed: Mapping[s
         named[kind] = [f"{key}={shortened(str(config[key]))} ({where[key]})" for key in given]
     return [
         f"{', '.join(keys)}: names data, but dataset_type is not given, and its default {config.dataset_type} reads "
-        f"others; add dataset_type={kind}, or dataset_type={config.dataset_type} to train on those all the same"
+        f"others; add dataset_type={kind}, or dataset_type={config.dataset_type} to train on those anyway"
         for kind, keys in named.items()
         if keys
     ]

@@ -155,13 +155,13 @@ def without_effect_here(config: Any, changed: Mapping[str, str]) -> list[str]:
 
 
 def _lines(table: Sequence[Inert], config: Any, changed: Mapping[str, str]) -> list[str]:
-    lines = []
+    lines: dict[str, str] = {}  # of each key the first reason only
     for inert in table:
         for key in inert.keys:
             said = key in changed and (changed[key] == COMMAND_LINE or not _repeats_default(config, key))
-            if said and inert.when(config):
-                lines.append(f"{key}={to_flow(config[key])} ({changed[key]}) has no effect: {inert.reason}")
-    return lines
+            if said and key not in lines and inert.when(config):
+                lines[key] = f"{key}={to_flow(config[key])} ({changed[key]}) has no effect: {inert.reason}"
+    return list(lines.values())
 
 
 def inert_keys(config: Any) -> set[str]:

@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import itertools
 import os
 import re
 import sys
@@ -79,13 +80,13 @@ def on_one_screen(lines: Sequence[str]) -> list[str]:
     for line in clipped:
         kinds.setdefault(_kind(line), []).append(line)
     groups = list(kinds.values())
-    # As many kinds as have room, then as many of each.
-    trials = [_counted(groups[:count], groups[count:], 1) for count in range(1, len(groups) + 1)]
-    shown = [trial for trial in trials if _height(trial) < SCREEN_LINES][-1]
-    if shown is trials[-1]:
-        trials = [_counted(groups, [], each) for each in range(1, SCREEN_LINES)]
-        shown = [trial for trial in trials if _height(trial) < SCREEN_LINES][-1]
-    return shown
+    # As many kinds as have room, then as many of each. No trial is shorter than the one before it.
+    trials = itertools.chain(
+        (_counted(groups[:count], groups[count:], 1) for count in range(1, len(groups) + 1)),
+        (_counted(groups, [], each) for each in range(2, SCREEN_LINES)),
+    )
+    fitting = itertools.takewhile(lambda trial: _height(trial) < SCREEN_LINES, trials)
+    return list(fitting)[-1]
 
 
 def _counted(groups: Sequence[Sequence[str]], others: Sequence[Sequence[str]], each: int) -> list[str]:

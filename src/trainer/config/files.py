@@ -10,11 +10,12 @@ import yaml
 from trainer.config.errors import shortened
 from trainer.config.maxtext import verdicts
 from trainer.config.paths import path_problem
-from trainer.config.plain_yaml import compose, flatten, read_text, repeated_keys
+from trainer.config.plain_yaml import compose, describe, flatten, read_text, repeated_keys
 from trainer.config.schema import BASE_YML, Schema
 
 PRESETS = Path(__file__).parent / "models"
-COMMAND_LINE = "command line"  # where a setting comes from, if from no file
+# Where a setting comes from, if from no file; otherwise it is FILE:LINE.
+COMMAND_LINE, DEFAULT = "command line", "default"
 MAXTEXT_YML = Path(__file__).parent / "maxtext.yml"
 # Where MaxText's base.yml lies in its checkouts.
 _MAXTEXT_BASE = re.compile(r"(.*/)?maxtext/configs/+base\.yml", re.IGNORECASE)
@@ -41,6 +42,12 @@ class YmlFile:
     repeated: Sequence[str] = ()  # a line for each key that it gives more than once
 
 
+def file_of(where: str) -> Path | None:
+    """The file of a place FILE:LINE; None for any other place."""
+    path, _, line = where.rpartition(":")
+    return Path(path) if path and line.isdecimal() else None
+
+
 def preset_names() -> list[str]:
     """Every value of model_name."""
     return ["default", *sorted(path.stem for path in PRESETS.glob("*.yml"))]
@@ -59,8 +66,8 @@ def read_chain(name: str, schema: Schema) -> tuple[list[YmlFile], list[str], lis
     while True:
         path = _find(wanted, folder, [file.path for file in files])
         if path is None:
-            why = path_problem(wanted) or "there is no such file; the packed ones are called base.yml and maxtext.yml"
-            mistakes.append(f"{shortened(wanted)} ({where}): {why}")
+            key = "" if where == COMMAND_LINE else "base_config="
+            mistakes.append(f"{key}{shortened(wanted)} ({where}): {_why_not_found(wanted, folder)}")
             break
         if path == BASE_YML:
             if wanted != "base.yml" and _MAXTEXT_BASE.fullmatch(wanted) and not (folder / wanted).is_file():
@@ -101,9 +108,7 @@ def read_file(path: Path) -> tuple[list[Entry], str | None, list[str]]:
     except UnicodeDecodeError:
         return [], f"{path}: not UTF-8 text", []
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else f"{path}"
-        return [], f"{where}: not YAML: {getattr(error, 'problem', None) or error}", []
+        return [], describe(error, str(path)), []
     if node is None:
         return [], None, []
     if not isinstance(node, yaml.MappingNode):
@@ -139,6 +144,13 @@ def _find(wanted: str, folder: Path, visited: Iterable[Path]) -> Path | None:
         if above.name == "configs" and above.parent.name.lower() == "maxtext" and (above / wanted).is_file():
             return above / wanted
     return BASE_YML if _MAXTEXT_BASE.fullmatch(wanted) else packed
+
+
+def _why_not_found(wanted: str, folder: Path) -> str:
+    if problem := path_problem(wanted):
+        return problem
+    found = "this is a folder" if (folder / wanted).is_dir() else "there is no such file"
+    return f"{found}; the packed ones are called base.yml and maxtext.yml"
 
 
 def _is_maxtext(entries: Sequence[Entry], schema: Schema) -> bool:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +11,20 @@ import ml_collections
 
 from trainer.config import maxtext, maxtext_base
 from trainer.config.check import contradictions
-from trainer.config.data_keys import DEFAULT, OWN_KEYS, data_not_asked_for
+from trainer.config.data_keys import OWN_KEYS, data_not_asked_for
 from trainer.config.dump import to_flow
 from trainer.config.effects import inert_keys, without_effect
 from trainer.config.errors import nearest, on_one_screen, report, shortened
-from trainer.config.files import COMMAND_LINE, MAXTEXT_YML, PRESETS, YmlFile, preset_names, read_chain, read_file
+from trainer.config.files import (
+    COMMAND_LINE,
+    DEFAULT,
+    MAXTEXT_YML,
+    PRESETS,
+    YmlFile,
+    preset_names,
+    read_chain,
+    read_file,
+)
 from trainer.config.flags import removal
 from trainer.config.help import help_text
 from trainer.config.paths import is_file
@@ -143,7 +153,7 @@ def _command_line(reader: Reader, words: Sequence[str], place: str) -> dict[str,
     settings: dict[str, Setting] = {}
     for word in words:
         name, equals, text = word.partition("=")
-        problem = _malformed(reader.schema, name, bool(equals), text)
+        problem = _malformed(reader, name, bool(equals), text)
         if problem:
             reader.mistakes.append(f"{shortened(word)} ({place}): {problem}")
         else:
@@ -151,17 +161,20 @@ def _command_line(reader: Reader, words: Sequence[str], place: str) -> dict[str,
     return settings
 
 
-def _malformed(schema: Schema, name: str, has_value: bool, text: str) -> str | None:
+def _malformed(reader: Reader, name: str, has_value: bool, text: str) -> str | None:
+    keys = reader.schema.keys
     bare = name.lstrip("-").replace("-", "_")
+    if re.match("base_config(:|$)", bare):
+        return "base_config belongs in a yml; on the command line the first word names the yml"
     if name.startswith("-"):
-        if bare not in schema.keys:
-            return f"there is no such option; keys are written key=value, --help lists them{nearest(bare, schema.keys)}"
+        if bare not in keys:
+            return f"there is no such option; keys are written key=value, --help lists them{reader.nearest_key(bare)}"
         return f"keys have no dashes; write {bare}={shortened(text) if has_value else 'VALUE'}"
     if has_value:
         return None
     if name.endswith(_YML_ENDINGS):
         return "only the first word may be a yml; give it a parent with `base_config:`"
-    return f"no value; write {name}=VALUE" if name in schema.keys else f"not key=value{nearest(name, schema.keys)}"
+    return f"no value; write {name}=VALUE" if name in keys else f"not key=value{reader.nearest_key(name)}"
 
 
 def _preset(reader: Reader, model_name: Setting) -> dict[str, Setting]:

@@ -28,7 +28,7 @@ def defaults() -> Mapping[str, Any]:
 
 
 def changed_entries(entries: Sequence[Entry], schema: Schema) -> tuple[list[Entry], list[str]]:
-    """The entries of a MaxText base.yml that a person changed, and the names of those that nobody here knows."""
+    """The entries of a MaxText base.yml that a person changed, and the names of those that neither program has."""
     present = [entry.name for entry in entries]
     changed, unknown = [], []
     for entry in entries:

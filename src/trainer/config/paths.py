@@ -1,4 +1,4 @@
-"""Paths as people write them: what no system call would take is told before one fails."""
+"""Paths as people write them: what no system call accepts is reported before one fails."""
 
 import os
 from pathlib import Path
@@ -20,9 +20,9 @@ def path_problem(text: str) -> str | None:
         return "not the text of a path"
     longest = max(path.split(b"/"), key=len)
     if len(longest) > MAX_NAME:
-        return f"a name of {len(longest)} bytes; a file system takes {MAX_NAME}"
+        return f"the name has {len(longest)} bytes; the limit is {MAX_NAME}"
     if len(path) > MAX_PATH:
-        return f"{len(path)} bytes; a path has at most {MAX_PATH}"
+        return f"the path has {len(path)} bytes; the limit is {MAX_PATH}"
     return None
 
 

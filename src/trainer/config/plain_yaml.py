@@ -1,7 +1,7 @@
 """YAML within limits: whoever wrote the text, a small one cannot make a large value.
 
-Every YAML text that a person or a folder gives is read here. What goes beyond a limit is a `yaml.YAMLError`, as a
-syntax error is.
+Every YAML text that a person or a folder gives is read here. What goes beyond a limit is a `Limit`, which is a
+`yaml.YAMLError` as a syntax error is.
 """
 
 from collections.abc import Iterator
@@ -19,13 +19,17 @@ _TAG = "tag:yaml.org,2002:"
 _PLAIN_TAGS = {f"{_TAG}{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")}
 
 
+class Limit(yaml.MarkedYAMLError):
+    """The text goes beyond a limit of this module. It may be valid YAML."""
+
+
 def read_text(path: Path) -> str:
     """The text of a file of keys.
 
     Raises:
       OSError: it cannot be read.
       UnicodeDecodeError: it is not UTF-8.
-      yaml.YAMLError: it is too long.
+      Limit: it is too long.
     """
     with path.open("rb") as file:
         # A character has at most four bytes.
@@ -60,8 +64,7 @@ def construct(node: yaml.Node) -> Any:
     """
     for child in _walk(node):
         if child.tag not in _PLAIN_TAGS or (isinstance(child, yaml.ScalarNode) and not _fits(child)):
-            where = f", line {child.start_mark.line + 1}" if child.start_mark else ""
-            raise ValueError(f"not plain YAML ({child.tag.removeprefix(_TAG)}{where})")
+            raise _not_plain(child)
     try:
         return yaml.SafeLoader("").construct_object(node, deep=True)
     except yaml.YAMLError as error:
@@ -70,11 +73,27 @@ def construct(node: yaml.Node) -> Any:
         raise ValueError("not plain YAML (an integer of thousands of digits)") from None
 
 
-def describe(error: yaml.YAMLError) -> str:
-    """What is wrong, and in which line, if that is known."""
+def check_tag(node: yaml.Node) -> None:
+    """Checks that `node` may be read from its text or its children.
+
+    Raises:
+      ValueError: it has a tag outside plain YAML, such as !!binary, that its text alone does not give it. The text
+        2001-01-01 gives itself the tag of a timestamp.
+    """
+    if node.tag not in _PLAIN_TAGS and not (isinstance(node, yaml.ScalarNode) and _fits(node)):
+        raise _not_plain(node)
+
+
+def reason(error: yaml.YAMLError) -> str:
+    """What is wrong, on one line, without its place."""
+    return getattr(error, "problem", None) or " ".join(str(error).split())
+
+
+def describe(error: yaml.YAMLError, where: str) -> str:
+    """A message: what is wrong in the file `where`, and in which line if that is known."""
     mark = getattr(error, "problem_mark", None)
-    line = f"line {mark.line + 1}: " if mark else ""
-    return f"{line}not YAML: {getattr(error, 'problem', None) or ' '.join(str(error).split())}"
+    line = f":{mark.line + 1}" if mark else ""
+    return f"{where}{line}: {'' if isinstance(error, Limit) else 'not YAML: '}{reason(error)}"
 
 
 def repeated_keys(node: yaml.MappingNode) -> dict[str, list[int]]:
@@ -127,8 +146,13 @@ def _check_limits(text: str) -> None:
             add(*size, mark)
 
 
-def _limit(problem: str, mark: Any) -> yaml.YAMLError:
-    return yaml.MarkedYAMLError(None, None, problem, mark)
+def _limit(problem: str, mark: Any) -> Limit:
+    return Limit(None, None, problem, mark)
+
+
+def _not_plain(node: yaml.Node) -> ValueError:
+    where = f", line {node.start_mark.line + 1}" if node.start_mark else ""
+    return ValueError(f"not plain YAML ({node.tag.removeprefix(_TAG)}{where})")
 
 
 def _walk(node: yaml.Node) -> Iterator[yaml.Node]:

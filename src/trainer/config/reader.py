@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.config import maxtext, maxtext_base
-from trainer.config.errors import Unbuilt, nearest, shortened
+from trainer.config.errors import SCREEN_LINES, Unbuilt, nearest, shortened
 from trainer.config.files import Entry, YmlFile
 from trainer.config.rules import merge_rules, read_rules
 from trainer.config.schema import Key, Schema
@@ -31,7 +31,13 @@ class Reader:
     mistakes: list[str] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
     accepted: list[maxtext.Accepted] = field(default_factory=list)  # MaxText's keys that need nothing here
-    unknown: list[str] = field(default_factory=list)  # keys of a MaxText base.yml that nobody here knows
+    unknown: list[str] = field(default_factory=list)  # keys of a MaxText base.yml that neither program has
+    _suggested: int = 0
+
+    def nearest_key(self, name: str) -> str:
+        """See `nearest`. It takes milliseconds, and only so many messages fit a screen: after those, nothing."""
+        self._suggested += 1
+        return nearest(name, self.schema.keys) if self._suggested <= SCREEN_LINES else ""
 
     def setting(self, name: str, given: str, where: str, read: Callable[[Key], Any]) -> dict[str, Setting]:
         """{name: setting}, or {} after a mistake."""
@@ -78,7 +84,7 @@ class Reader:
         """A key that base.yml lacks: MaxText's, or nobody's."""
         verdict = maxtext.find(name)
         if verdict is None:
-            self.mistakes.append(f"{shown}: there is no key {shortened(name)}{nearest(name, self.schema.keys)}")
+            self.mistakes.append(f"{shown}: there is no key {shortened(name)}{self.nearest_key(name)}")
         elif verdict.accepts(read):
             self.accepted.append(maxtext.Accepted(verdict, shortened(given)))
         else:

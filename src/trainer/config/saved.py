@@ -24,7 +24,7 @@ def read_saved(text: str, where: str) -> dict[str, Any]:
     try:
         node = compose(text)
     except yaml.YAMLError as error:
-        raise UserError(f"{where}: {describe(error)}") from None
+        raise UserError(describe(error, where)) from None
     if not isinstance(node, yaml.MappingNode):
         raise UserError(f"{where}: not a table of `key: value` lines")
     found: dict[str, Any] = {}

@@ -1,12 +1,12 @@
 """Code that a folder names runs only if the command line names it, too (docs/guides/weights.md: what is trusted)."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.config.files import COMMAND_LINE
+from trainer.config.files import COMMAND_LINE, file_of
 from trainer.config.paths import path_problem
-from trainer.config.schema import Key
+from trainer.config.schema import Key, schema
 
 _FOLDERS = ("load_parameters_path", "load_full_state_path")
 
@@ -29,20 +29,37 @@ def foreign_code(keys: Mapping[str, Key], config: Any, changed: Mapping[str, str
     for name, where in changed.items():
         if where == COMMAND_LINE or not names_code(keys[name], config[name]):
             continue
-        yml = Path(where.rpartition(":")[0]).resolve()
-        if any(root is not None and yml.is_relative_to(root) for root in roots):
-            lines.append(
-                f"{name}={config[name]} ({where}): the folder that you start from names code, which is only run if you "
-                f"name it, too: if you know it, add {name}={config[name]} to the command"
-            )
+        yml = file_of(where)
+        if yml and any(root is not None and yml.resolve().is_relative_to(root) for root in roots):
+            lines.append(_refusal(name, config[name], where))
     return lines
 
 
+def code_of_checkpoint(values: Mapping[str, Any], given: Collection[str], where: str) -> list[str]:
+    """A line for each of a checkpoint's keys, `values`, that names code.
+
+    Args:
+      given: the keys that the command line gives, which are left out.
+      where: the checkpoint, for messages.
+    """
+    keys = schema().keys
+    return [
+        _refusal(name, value, where)
+        for name, value in values.items()
+        if name not in given and names_code(keys[name], value)
+    ]
+
+
+def _refusal(name: str, value: Any, where: str) -> str:
+    return (
+        f"{name}={value} ({where}): code that a folder names is only run if you name it, too; if you know it, add "
+        f"{name}={value} to the command"
+    )
+
+
 def _root(text: str) -> Path | None:
-    """The folder of a run whose checkpoints or checkpoints/N is given; else the folder itself."""
+    """The folder of a run of which its checkpoints, or anything below them, is given; else the folder itself."""
     if path_problem(text):
         return None
     path = Path(text).expanduser().resolve()
-    if path.name == "checkpoints":
-        return path.parent
-    return path.parents[1] if path.parent.name == "checkpoints" else path
+    return next((folder.parent for folder in (path, *path.parents) if folder.name == "checkpoints"), path)

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from trainer.config.plain_yaml import compose, construct
+from trainer.config.plain_yaml import Limit, check_tag, compose, construct, reason
 from trainer.config.schema import Key
 
 _TRUE = {"true", "yes", "on", "y", "t", "1"}
@@ -33,7 +33,9 @@ def read_text(key: Key, text: str) -> Any:
     try:
         node = compose(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"not YAML's flow form ({getattr(error, 'problem', error)}); quotes may be missing") from None
+        if isinstance(error, Limit):
+            raise ValueError(reason(error)) from None
+        raise ValueError(f"not YAML's flow form ({reason(error)}); quotes may be missing") from None
     assert node is not None  # the text begins with a bracket
     return read_node(key, node)
 
@@ -44,6 +46,7 @@ def read_node(key: Key, node: yaml.Node) -> Any:
     Raises:
       ValueError: why the node is no value of the key's type.
     """
+    check_tag(node)
     if key.kind is list:
         return _list(key, node)
     if key.kind is dict:
@@ -108,6 +111,7 @@ def _list(key: Key, node: yaml.Node) -> list[Any]:
 def _item(item: Key, node: yaml.Node) -> Any:
     if not isinstance(node, yaml.ScalarNode):
         raise ValueError("a list or dict inside the list")
+    check_tag(node)
     return _scalar(item, node.value)
 
 

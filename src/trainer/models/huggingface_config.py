@@ -45,7 +45,7 @@ def model_keys(data: Mapping[str, Any], where: str) -> dict[str, Any]:
       UserError: all that `data` lacks or says and that no key can say.
     """
     if wrong := mistyped(data):
-        raise UserError("\n  ".join([f"{where}: values that config.json does not have there:", *wrong]))
+        raise UserError("\n  ".join([f"{where}: values that are not allowed in config.json:", *wrong]))
     blocks = {family(block).model_type: block for block in FAMILIES}
     block = blocks.get(data.get("model_type", ""))
     if block is None:

@@ -214,7 +214,8 @@ def test_export_imports_no_module_that_only_the_folder_names(named_by_a_folder, 
         export.main([str(folder), str(tmp_path / "out"), "format=params", *words_])
     assert exit_.value.code == 2
     error = capsys.readouterr().err
-    assert "Code that a folder names is only run if you name it, too" in error
+    assert f"{named_by_a_folder} ({folder}" in error
+    assert "code that a folder names is only run if you name it, too" in error
     assert f"add {named_by_a_folder} to the command" in error
     assert "a_strangers_block" not in sys.modules
     # Named by the person it is taken; the tensors then do not fit.
@@ -244,15 +245,16 @@ def test_the_yml_of_the_folder_that_a_run_starts_from_is_data(tmp_path, monkeypa
     theirs, mine = "theirs/config.yml", "mine/config.yml"
     for name in (theirs, mine):
         Path(name).write_text("base_config: base.yml\ndecoder_block: a:B\ncompiled_trainstep_file: step.bin\n")
-    for path in ("theirs", "theirs/checkpoints", "theirs/checkpoints/7", "./mine/../theirs/"):
+    below = ("theirs/checkpoints", "theirs/checkpoints/7", "theirs/checkpoints/7/items", "theirs/checkpoints/7/a/b")
+    for path in ("theirs", *below, "./mine/../theirs/"):
         message = refusal(load, [theirs, f"{key}={path}"])
-        assert "decoder_block=a:B (theirs/config.yml:2): the folder that you start from names code" in message
+        assert "decoder_block=a:B (theirs/config.yml:2): code that a folder names is only run if" in message
         assert "compiled_trainstep_file=step.bin (theirs/config.yml:3)" in message
         load([theirs, f"{key}={path}", "decoder_block=a:B", "compiled_trainstep_file="])
         load([mine, f"{key}={path}"])
     # Through a parent it comes from there all the same.
     Path("child.yml").write_text(f"base_config: {theirs}\n")
-    assert "names code" in refusal(load, ["child.yml", f"{key}=theirs"])
+    assert "code that a folder names" in refusal(load, ["child.yml", f"{key}=theirs"])
     load([theirs])
 
 

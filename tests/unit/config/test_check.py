@@ -168,6 +168,7 @@ def test_neighbours_of_contradictions_pass(words):
         ("dataset_type=synthetic prompt=hello", "prompt", "tokenizer"),
         ("dataset_type=synthetic data_cache_directory=x", "data_cache_directory", "synthetic"),
         ("dataset_type=synthetic packing=false", "packing", "no documents"),
+        ("dataset_type=synthetic max_segments_per_seq=2", "max_segments_per_seq", "no documents"),
         ("dataset_type=stdlib dataset_path=x", "dataset_path", "dataset_type is not tfds"),
         ("dataset_type=stdlib hf_train_files=x", "hf_train_files", "dataset_type is not hf"),
         ("dataset_type=stdlib grain_file_type=text", "grain_file_type", "dataset_type is not grain"),
@@ -271,18 +272,37 @@ def test_weights_of_a_mixture_are_numbers_of_a_few_digits(weight):
 def test_paths_that_no_file_system_takes(key):
     for value, problem in {
         "~nobody-of-that-name/x": "there is no home folder ~nobody-of-that-name",
-        "x" * 256: "a name of 256 bytes; a file system takes 255",
-        "x/" * 2048 + "x": "4097 bytes; a path has at most 4095",
+        "x" * 256: "the name has 256 bytes; the limit is 255",
+        "x/" * 2048 + "x": "the path has 4097 bytes; the limit is 4095",
     }.items():
         with pytest.raises(UserError, match=problem):
             load([f"{key}={value}"])
 
 
 def test_a_run_name_is_no_longer_than_a_name_of_a_file():
-    with pytest.raises(UserError, match=r"run_name=.*a name of 300 bytes; a file system takes 255"):
+    with pytest.raises(UserError, match=r"run_name=.*the name has 300 bytes; the limit is 255"):
         load([f"run_name={'x' * 300}"])
     load([f"run_name={'x' * 255}"])
     load(["run_name=~nobody-of-that-name"])
+
+
+def test_braces_in_a_glob_are_not_expanded():
+    said = r"'/a/\{x' with the weight .* \(a comma separates a weight; braces are not expanded\); write glob,weight"
+    with pytest.raises(UserError, match=said):
+        load(["dataset_type=grain", "grain_train_files=/a/{x,y}*.arrayrecord"])
+    with pytest.raises(UserError, match=r"grain_eval_files=.* and braces are not expanded; write glob;glob"):
+        load(["dataset_type=grain", "grain_train_files=/a/*", "grain_eval_files=/a/{x,y}*"])
+
+
+@pytest.mark.parametrize("path", ["/", ".", "folder/", "~", "/dev/null", "file/below", "file/far/below"])
+def test_metrics_file_is_a_file_before_anything_is_prepared(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"metrics_file=.* is no (file; give another name|folder; give a file in a)"):
+        load([f"metrics_file={path}"])
+    for good in ("file", "folder/file", "new/folder/file"):
+        load([f"metrics_file={good}"])
 
 
 def test_globs_of_a_mixture_are_paths_each():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.config import load, nearest, schema
+from trainer.config import errors, load, nearest, schema
 from trainer.config.errors import SCREEN_COLUMNS, SCREEN_LINES, UserError, report
 
 
@@ -62,6 +62,19 @@ def test_no_message_is_longer_than_a_screen(lines):
 
 def test_a_long_line_keeps_its_end():
     assert str(report([f"k=1: {'x' * 5000}; nearest: steps"])).endswith("; nearest: steps")
+
+
+def test_only_the_mistakes_of_one_screen_get_a_suggestion(monkeypatch):
+    seen, counted = [], errors._counted
+    monkeypatch.setattr("trainer.config.reader.nearest", lambda word, names: seen.append(word) or "; nearest: steps")
+    monkeypatch.setattr("trainer.config.errors._counted", lambda *args: seen.append("") or counted(*args))
+    for words in ([f"stepz_{i}=1" for i in range(900)], [f"--stepz_{chr(192 + i)}" for i in range(900)]):
+        seen.clear()
+        with pytest.raises(UserError) as caught:
+            load(words)
+        assert str(caught.value).count("; nearest: steps") > 30
+        assert len([word for word in seen if word]) == SCREEN_LINES
+        assert seen.count("") <= SCREEN_LINES + 1  # trials of what fits
 
 
 def test_a_command_line_of_many_mistakes_fits_a_screen():

@@ -112,7 +112,8 @@ def test_any_name_and_a_path_with_an_equals_sign_will_do(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("base_config: gone.yml\n", "gone.yml (my.yml:1): there is no such file"),
+        ("base_config: gone.yml\n", "base_config=gone.yml (my.yml:1): there is no such file"),
+        ("base_config: .\n", "base_config=. (my.yml:1): this is a folder; the packed ones are called"),
         ("base_config: my.yml\n", "base_config=my.yml (my.yml:1)|its own parent"),
         (
             "steps: 5\n",
@@ -141,7 +142,8 @@ def test_a_file_that_is_not_there(path):
 def test_a_folder_or_bytes_for_a_yml(tmp_path):
     (tmp_path / "dir.yml").mkdir()
     (tmp_path / "bytes.yml").write_bytes(b"steps: \xff")
-    assert "there is no such file" in mistakes("dir.yml")[0]
+    said = "this is a folder; the packed ones are called base.yml and maxtext.yml"
+    assert mistakes("dir.yml") == [f"dir.yml (command line): {said}"]
     assert mistakes("bytes.yml") == ["bytes.yml: not UTF-8 text"]
 
 
@@ -174,6 +176,8 @@ def test_a_folder_or_bytes_for_a_yml(tmp_path):
         ("steps", "steps (command line): no value; write steps=VALUE"),
         ("stepz", "stepz (command line): not key=value; nearest: steps"),
         ("--verbose", "--verbose (command line): there is no such option"),
+        ("base_config=my.yml", "base_config=my.yml (command line): base_config belongs in a yml"),
+        ("base_config: my.yml", "base_config: my.yml (command line): base_config belongs in a yml"),
         (
             "model_name=llama2-7",
             "model_name=llama2-7 (command line): there is no such preset; allowed: default, ll",

@@ -29,8 +29,8 @@ BOMBS = {
     f"prompt: {'x' * (1 << 21)}\n": "more than 262144 characters",
     f"{'k' * 5000}: 1\n": "not YAML",
     f"? [{'k,' * 5000}]\n: 1\n": "there is no key",
-    f"base_config: {'x' * 5000}\n": "a name of 5000 bytes; a file system takes 255",
-    f"base_config: {'x/' * 5000}\n": "bytes; a path has at most 4095",
+    f"base_config: {'x' * 5000}\n": "the name has 5000 bytes; the limit is 255",
+    f"base_config: {'x/' * 5000}\n": "bytes; the limit is 4095",
     f"base_config: [{'x,' * 5000}]\n": "bytes",
     'base_config: "a\\0b"\n': "not the text of a path",
     "base_config: ~nobody-of-that-name/x.yml\n": "there is no home folder ~nobody-of-that-name",
@@ -40,7 +40,8 @@ BOMBS = {
     "logical_axis_rules: [[embed, !!binary x]]\n": "not plain YAML (binary, line 2)",
     "logical_axis_rules: [[!!python/object/apply:os.getcwd [], x]]\n": "not plain YAML",
     f"logical_axis_rules: [[embed, {'9' * 10_000}]]\n": "an integer of thousands of digits",
-    "steps: !!timestamp x\n": "not an integer",
+    "steps: !!timestamp x\n": "not plain YAML (timestamp, line 2)",
+    "run_name: a\nprompt: 'x\a'\n": "my.yml: not YAML: ",
     f"steps: {'9' * 100_000}\n": "not an integer",
 }
 
@@ -57,6 +58,9 @@ def test_a_yml_beyond_a_limit_is_one_short_message(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.yml").write_text(text if text.startswith("base_config") else PARENT + text)
     assert BOMBS[text] in message("my.yml")
+    assert len(message("my.yml").splitlines()) == 2
+    # What goes beyond a limit may be YAML.
+    assert ("not YAML" in message("my.yml")) == BOMBS[text].endswith(("not YAML", "not YAML: "))
     (tmp_path / "child.yml").write_text("base_config: my.yml\n")
     assert BOMBS[text] in message("child.yml")
 
@@ -73,7 +77,7 @@ def test_a_yml_beyond_a_limit_is_one_short_message(text, tmp_path, monkeypatch):
         (f"logical_axis_rules=[{{a: {'x' * 9000}}}]", "is no rule"),
         ("mlp_activations=" + "[a," * 3000, "nested deeper than 24"),
         ("x" * 5000, "not key=value"),
-        ("x" * 5000 + ".yml", "a name of 5004 bytes"),
+        ("x" * 5000 + ".yml", "the name has 5004 bytes"),
         (f"{'x' * 5000}=1", "there is no key"),
         (f"--steps={'9' * 5000}", "keys have no dashes"),
         (f"steps={'9' * 100_000}", "not an integer"),
@@ -81,6 +85,7 @@ def test_a_yml_beyond_a_limit_is_one_short_message(text, tmp_path, monkeypatch):
 )
 def test_so_is_a_word_of_the_command_line(word, problem):
     assert problem in message(word)
+    assert "YAML's flow form" not in message(word)
 
 
 def test_a_merge_key_gives_what_the_table_itself_does_not(tmp_path):
@@ -101,19 +106,21 @@ def test_a_key_given_twice_in_a_file_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        (LISTS, "line 6: not YAML: more than 262144 characters"),
+        (LISTS, "config.yml:6: more than 262144 characters"),
+        ("steps: \a", "config.yml: not YAML: "),
+        ("steps: [1", "config.yml:2: not YAML: "),
         ("[" * 20_000, "nested deeper than 24"),
         ("- steps", "not a table"),
         ("", "not a table"),
         ("steps: [1]\nhead_dim: 3e9\ndtype: !!timestamp x", "steps=[1]: a list where one value belongs"),
-        ("steps: [1]\nhead_dim: nan\ndtype: !!timestamp x", "dtype=!!timestamp x: not one of the choices"),
+        ("steps: [1]\nhead_dim: nan\ndtype: !!timestamp x", "dtype=!!timestamp x: not plain YAML (timestamp, line 3)"),
         ("".join(f"{key}: x\n" for key in load([]).config if key != "run_name"), "and "),
     ],
 )
 def test_the_config_yml_of_a_folder_is_read_within_the_same_limits(text, problem):
     with pytest.raises(UserError) as caught:
         read_saved(text, "config.yml")
-    assert str(caught.value).startswith("config.yml: ")
+    assert str(caught.value).startswith("config.yml:")
     assert problem in str(caught.value)
     assert len(str(caught.value)) < 3000
 

@@ -82,6 +82,8 @@ def test_text_of_a_command_line(key, text, value):
         (NUMBERS, "[a]", "not an integer"),
         (DICT, "[a]", "not a dict"),
         (ANY, "[!!python/name:os.system x]", "not plain YAML"),
+        (WORDS, "[!!binary aGVs]", r"not plain YAML \(binary, line 1\)"),
+        (WORDS, "[" * 99, "^nested deeper than 24$"),
     ],
 )
 def test_text_that_is_no_value_says_why(key, text, message):
@@ -103,11 +105,31 @@ def test_text_that_is_no_value_says_why(key, text, message):
         (WORDS, "null", []),
         (WORDS, "- a\n- 1e3", ["a", "1e3"]),
         (MAYBE, "null", None),
+        (STR, "2001-01-01", "2001-01-01"),
+        (STR, "=", "="),
+        (WORDS, "[2001-01-01, <<]", ["2001-01-01", "<<"]),
+        (FLOAT, "!!float 1e-3", 1e-3),
+        (STR, "!!str 3", "3"),
     ],
 )
 def test_nodes_of_a_yml(key, text, value):
     read = read_node(key, yaml.compose(text))
     assert (read, type(read)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "tag"),
+    [
+        (WORDS, "!!timestamp x", "timestamp"),
+        (WORDS, "!!python/tuple [a]", "python/tuple"),
+        (STR, "!!binary aGVs", "binary"),
+        (INT, "!steps 3", "!steps"),
+        (MAYBE, "!!timestamp '2001-01-01'", "timestamp"),
+    ],
+)
+def test_a_tag_that_would_be_lost_is_refused(key, text, tag):
+    with pytest.raises(ValueError, match=rf"not plain YAML \({tag}, line 1\)"):
+        read_node(key, yaml.compose(text))
 
 
 @pytest.mark.parametrize(("text", "message"), [("[1]", "a list where"), ("{a: 1}", "a dict where")])
