@@ -53,7 +53,7 @@ def neutral_keys(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     """
     found = {name: data[name] for name in NEUTRAL if data.get(name) is not None}
     if wrong := field_problems(found, _FIELDS):
-        raise UserError("\n  ".join([f"{where}: values that config.json does not have there:", *wrong]))
+        raise UserError("\n  ".join([f"{where}: values that are not allowed in config.json:", *wrong]))
     return found
 
 

@@ -61,6 +61,7 @@ def test_a_field_of_config_json_of_another_type_or_range(field):
         assert message.startswith("config.json: ")
         told = (field, "RoPE of kind", "rope_type", "layers of kinds")
         assert any(words in message for words in told), value
+    assert "values that are not allowed in config.json:" in refusal(model_keys, data | {field: 10**40}, "config.json")
 
 
 @pytest.mark.parametrize(
