@@ -1,7 +1,8 @@
 """The suite runs on eight simulated CPU devices, whatever the machine has. Set before anything imports JAX.
 
-Both workers and every process that a test starts share one cache of compiled programs, which ends with the suite: a
-program whose text is the same in several combinations, runs or processes is compiled once.
+Both workers and every process that a test starts share one cache of compiled programs: a program whose text is the same
+in several combinations, runs or processes is compiled once. It is that of JAX_COMPILATION_CACHE_DIR, or ends with the
+suite.
 """
 
 import atexit
@@ -17,8 +18,8 @@ pytest_plugins = ["checkout", "pins"]  # in this order: pins imports the package
 # Here and not in a hook: the conftest.py of a folder that is named on the command line is imported, with JAX, before
 # any hook runs. A worker of xdist inherits the environment of the process that started it.
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    folder = tempfile.mkdtemp(prefix="trainer-tests-programs-")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        folder = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="trainer-tests-programs-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
