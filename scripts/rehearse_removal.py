@@ -3,7 +3,7 @@
     python scripts/rehearse_removal.py [pytest's options]
 
 What one commit will delete: the folder src/trainer/linen, its tests in tests/unit/linen, its rows in the table of the
-flags (config/flags.py, base.yml, README.md) and in the registry of backends, the README's command with a flag of Linen,
+flags (config/flags.py, base.yml, README.md) and in the registry of models, the README's command with a flag of Linen,
 and the contract that nothing imports it. A flag of Linen is then refused by name. What the next commit will delete: the
 flags themselves, from base.yml, config/flags.py and README.md, and tests/pins.py, which guards their defaults. The
 table of MaxText's keys then tolerates them at true.

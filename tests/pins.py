@@ -1,6 +1,6 @@
-"""Shows that no test takes its backend from base.yml by accident.
+"""Shows that no test takes its combination from base.yml by accident.
 
-The suite runs on a copy of base.yml in which the defaults of the three flags are flipped to a setting that no backend
+The suite runs on a copy of base.yml in which the defaults of the three flags are flipped to a setting that no model
 serves. A test that pins its combination does not notice. A test that does not, and then runs a model, ends with
 `KeyError: 'taken from base.yml'`. Those that take the default on purpose carry the mark `default_combination` and run
 on base.yml as it is.

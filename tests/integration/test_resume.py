@@ -180,7 +180,10 @@ def test_without_checkpoints(tmp_path):
     first = (tmp_path / RUN / METRICS_FILE).read_bytes()
     code, output = train(tmp_path, "run_name=run-0001", **settings)
     assert code == 0, output
-    assert f"{RUN} holds an earlier run without checkpoints: kept beside as metrics-1.jsonl and config-1.yml" in output
+    assert (
+        f"{RUN} holds an earlier run whose checkpoints are not here: kept beside as metrics-1.jsonl and config-1.yml"
+        in output
+    )
     assert (tmp_path / RUN / "metrics-1.jsonl").read_bytes() == first
     second = rows_of(tmp_path / RUN)
     assert len(second) == 2

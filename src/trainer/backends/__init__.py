@@ -5,8 +5,7 @@ an optimizer, makes native train states and translates them to a `TrainTree`; al
 """
 
 from trainer.backends.base import Model, StateCodec, TrainTree
-from trainer.backends.codec import Codec
 from trainer.backends.registry import make_model
 from trainer.backends.train_state import TrainStateNNX
 
-__all__ = ["Codec", "Model", "StateCodec", "TrainStateNNX", "TrainTree", "make_model"]
+__all__ = ["Model", "StateCodec", "TrainStateNNX", "TrainTree", "make_model"]

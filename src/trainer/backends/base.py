@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from trainer.backends.codec import Codec, Path
+from trainer.backends.permutation import Path, Permutation
 from trainer.layers.sown import Sown
 from trainer.ops.random import seed_key
 
@@ -18,7 +18,7 @@ class TrainTree(NamedTuple):
     """A train state in canonical form, the same for every combination.
 
     `params` and `rest` are nested dicts of canonical names; `opt_state` is optax's own structure over `params`; `rest`
-    is state that no gradient touches. Leaves may be arrays or whatever stands for them (see `Codec`).
+    is state that no gradient touches. Leaves may be arrays or whatever stands for them (see `Permutation`).
     """
 
     step: Any
@@ -54,15 +54,19 @@ class Model(Protocol):
         """
 
     def abstract_train_state(self, tx: optax.GradientTransformation) -> Any:
-        """The native train state with the optimizer `tx`, a ShapeDtypeStruct at each leaf. An `nnx.State` or a Linen
-        TrainState. Nothing is allocated."""
+        """The native train state with the optimizer `tx`, an `nnx.State` or a Linen TrainState, with a ShapeDtypeStruct
+        at each leaf. Nothing is allocated."""
 
     def canonical(self, path: Path) -> Path:
         """Where in a TrainTree the leaf at `path` of a native train state lies, whatever the optimizer."""
 
 
 class StateCodec:
-    """Translates between the native train state of a model with an optimizer and a `TrainTree`."""
+    """Translates between the native train state of a model with an optimizer and a `TrainTree`.
+
+    Attributes:
+      abstract: the native train state, a ShapeDtypeStruct at each leaf.
+    """
 
     def __init__(self, model: Model, tx: optax.GradientTransformation):
         self.model = model
@@ -70,22 +74,24 @@ class StateCodec:
         params, rest = jax.eval_shape(model.init, seed_key(0))
         step = jax.ShapeDtypeStruct((), jnp.int32)
         tree = TrainTree(step, params, jax.eval_shape(tx.init, params), rest)
-        self._codec = Codec(model.abstract_train_state(tx), tree, model.canonical)
+        self.abstract = model.abstract_train_state(tx)
+        self._leaves = Permutation(self.abstract, tree, model.canonical)
 
     def init(self, key: jax.Array, params: Any = None) -> Any:
         """The native train state at step 0, with the canonical `params`, or with those that the model draws from `key`.
-        Can be traced by jit."""
+
+        Trace it with jit: called eagerly, it draws parameters also where `params` are given."""
         drawn, rest = self.model.init(key)
         params = drawn if params is None else params
         return self.pack(TrainTree(jnp.zeros((), jnp.int32), params, self.tx.init(params), rest))
 
     def unpack(self, native: Any) -> TrainTree:
         """The canonical form of a native train state: a permutation of its leaves."""
-        return self._codec.unpack(native)
+        return self._leaves.unpack(native)
 
     def pack(self, tree: TrainTree) -> Any:
         """The inverse of `unpack`."""
-        return self._codec.pack(tree)
+        return self._leaves.pack(tree)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import optax
 from flax import nnx
 
 from trainer.backends.base import tree_mode
-from trainer.backends.codec import Codec, Path
+from trainer.backends.permutation import Path, Permutation
 from trainer.backends.train_state import TrainStateNNX, make_train_state
 from trainer.layers import sown
 from trainer.models.blocks import check_state
@@ -31,7 +31,7 @@ class NNXModel:
             params, rest = nnx.state(abstract, nnx.Param, nnx.Not(nnx.Param))
         variables = {"params": nnx.to_pure_dict(params), "rest": nnx.to_pure_dict(rest)}
         self._param_paths: set[Path] = {tuple(map(str, path)) for path, _ in nnx.to_flat_state(params)}
-        self._codec = Codec(state, variables, lambda path: self.canonical(("model", *path)))
+        self._variables = Permutation(state, variables, lambda path: self.canonical(("model", *path)))
         self.param_axes = _axes(params)
 
     def _make(self) -> Transformer:
@@ -50,7 +50,7 @@ class NNXModel:
     ) -> tuple[Any, sown.Sown, Any]:
         """See `Model.apply`."""
         with tree_mode():
-            model = nnx.merge(self._graphdef, self._codec.pack({"params": params, "rest": rest}))
+            model = nnx.merge(self._graphdef, self._variables.pack({"params": params, "rest": rest}))
             if method == "head":
                 return model.head(*inputs), {}, cache
             (out, cache), extra = sown.capture(model, capture, method)(*inputs, cache, key, capture)

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from trainer.backends.codec import path_of
+from trainer.backends.permutation import path_of
 from trainer.config import UserError
 
 

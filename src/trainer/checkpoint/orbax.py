@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from trainer.backends.codec import path_of
+from trainer.backends.permutation import path_of
 from trainer.checkpoint.source import names_of, nested
 from trainer.config import UserError
 from trainer.config.json_files import read_object

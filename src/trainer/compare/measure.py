@@ -15,7 +15,7 @@ import numpy as np
 
 from trainer.aot.cost import analyze
 from trainer.backends import TrainTree
-from trainer.backends.codec import path_of
+from trainer.backends.permutation import path_of
 from trainer.checkpoint import names_of, nested
 from trainer.compare.difference import LAYERS
 from trainer.config import UserError

@@ -9,8 +9,8 @@ from flax import linen, traverse_util
 from flax.training import train_state
 
 from trainer.backends.base import tree_mode
-from trainer.backends.codec import Codec, Path
 from trainer.backends.nnx_model import NNXModel
+from trainer.backends.permutation import Path, Permutation
 from trainer.layers.sown import Sown
 from trainer.linen.bridge import capturing, is_box, to_linen, unboxed
 from trainer.linen.decoder import LinenStackDecoder, initial_decoder
@@ -57,7 +57,7 @@ class Linen:
         self.param_axes = jax.tree.map(lambda leaf: unboxed(leaf)[1], boxed["params"], is_leaf=is_box)
         self._abstract = linen.unbox(boxed)
         params, rest = _parts(self._abstract)
-        self._codec = Codec(self._abstract, {"params": params, "rest": _merged(rest)}, _canonical_variable)
+        self._variables = Permutation(self._abstract, {"params": params, "rest": _merged(rest)}, _canonical_variable)
 
     def _make_module(self, config) -> linen.Module:
         return Transformer(config)
@@ -71,7 +71,7 @@ class Linen:
         """See `Model.abstract_train_state`."""
         params, rest = _parts(self._abstract)
         return TrainState(
-            step=jnp.zeros((), jnp.int32),
+            step=jax.ShapeDtypeStruct((), jnp.int32),  # type: ignore[arg-type]
             apply_fn=self.module.apply,
             params=params,
             tx=tx,
@@ -85,7 +85,7 @@ class Linen:
 
     def apply(self, params, rest, *inputs, method="hidden", capture=(), cache=None, key=None) -> tuple[Any, Sown, Any]:
         """See `Model.apply`."""
-        variables = self._codec.pack({"params": params, "rest": rest})
+        variables = self._variables.pack({"params": params, "rest": rest})
         with tree_mode():
             if method == "head":
                 return self._head(variables, *inputs), {}, cache

@@ -135,7 +135,7 @@ class RunDir(NamedTuple):
             shutil.copyfile(self.path / name, self.path / _numbered_file(name, number))
         (self.path / METRICS_FILE).rename(self.path / _numbered_file(METRICS_FILE, number))
         names = " and ".join(_numbered_file(name, number) for name in kept)
-        say(f"{self.place} holds an earlier run without checkpoints: kept beside as {names}")
+        say(f"{self.place} holds an earlier run whose checkpoints are not here: kept beside as {names}")
 
     def finish(self) -> None:
         """Notes that the run came to its end: an empty run_name does not go on with it."""

@@ -16,14 +16,13 @@ from trainer.state.builders import (
 )
 from trainer.state.init import init_state_fn
 from trainer.state.layout import pick_spec, state_layout, state_to_sharded_layout
-from trainer.state.shardings import Tensor, abstract_state, state_shardings, tensors
+from trainer.state.shardings import Tensor, state_shardings, tensors
 from trainer.state.tolerance import check_tolerance
 
 __all__ = [
     "AbstractState",
     "Tensor",
     "TrainStateNNX",
-    "abstract_state",
     "build_zero1_input_state_mesh_shardings",
     "check_tolerance",
     "get_abstract_state_nnx",

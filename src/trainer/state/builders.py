@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from trainer.backends import make_model
 from trainer.backends.base import tree_mode
-from trainer.backends.codec import path_of
+from trainer.backends.permutation import path_of
 from trainer.config import UserError, make_rules, resolve
 from trainer.sharding import slice_count
 from trainer.state.host import waiting_shardings

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from trainer.backends.codec import Path, path_of
+from trainer.backends.permutation import Path, path_of
 
 # The mesh axis, and what `nnx.MultiHeadAttention` calls its projections.
 MODEL = "model"

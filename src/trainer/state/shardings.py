@@ -6,9 +6,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from trainer.backends import Model, StateCodec
-from trainer.backends.codec import Path, path_of
-from trainer.ops.random import seed_key
+from trainer.backends import Model
+from trainer.backends.permutation import Path, path_of
 from trainer.sharding import Axes, Rules, named_sharding
 from trainer.state.zero1 import over_data
 
@@ -47,11 +46,6 @@ def tensors(model: Model, native: Any) -> Any:
         return Tensor(path, Axes((None,) * leaf.ndim), False)
 
     return jax.tree.unflatten(jax.tree.structure(native), [tensor(path, leaf) for path, leaf in leaves])
-
-
-def abstract_state(codec: StateCodec) -> Any:
-    """The native train state with a ShapeDtypeStruct at each leaf. Nothing is allocated."""
-    return jax.eval_shape(codec.init, seed_key(0))
 
 
 def state_shardings(model: Model, abstract: Any, mesh: Mesh, rules: Rules, *, zero1: bool = False) -> Any:

@@ -19,7 +19,6 @@ from trainer.objectives import Objective
 from trainer.optim import make_optimizer, trainable
 from trainer.sharding import Rules, make_mesh, make_rules, on_mesh, slice_count, spec
 from trainer.state import (
-    abstract_state,
     check_tolerance,
     init_state_fn,
     set_named_sharding_nnx,
@@ -139,7 +138,7 @@ def build(config, devices: Sequence[jax.Device]) -> Run:
     rules = make_rules(config.logical_axis_rules)
     model = make_model(config)
     codec = StateCodec(model, make_optimizer(config, model.param_axes))
-    abstract = abstract_state(codec)
+    abstract = codec.abstract
     capture = TYPES if config.record_internal_nn_metrics else ()
     objective = Objective(model.apply, config.z_loss_multiplier, capture)
 

@@ -12,7 +12,8 @@ from ml_collections import FrozenConfigDict
 from optimizers import OPTIMIZERS
 from support import ALL_COMBINATIONS, assert_equal_bits, tiny_config
 
-from trainer.backends import Codec, StateCodec, make_model
+from trainer.backends import StateCodec, make_model
+from trainer.backends.permutation import Permutation
 from trainer.config import schema
 from trainer.optim import make_optimizer
 
@@ -29,6 +30,11 @@ def test_bijection_for_every_optimizer(config, name):
     tx = OPTIMIZERS.get(name) or make_optimizer(own, model.param_axes)
     codec = StateCodec(model, tx)
     native = jax.eval_shape(codec.init, jax.random.key(0))
+    assert {type(leaf) for leaf in jax.tree.leaves(codec.abstract)} == {jax.ShapeDtypeStruct}
+    assert jax.tree.structure(codec.abstract) == jax.tree.structure(native)
+    assert [(x.shape, x.dtype) for x in jax.tree.leaves(codec.abstract)] == [
+        (x.shape, x.dtype) for x in jax.tree.leaves(native)
+    ]
     tree = codec.unpack(native)
 
     # optax's own structure over the dict, with the dtypes that optax gave.
@@ -88,15 +94,17 @@ class Pair(NamedTuple):
 
 
 def test_matches_by_path_and_not_by_position():
-    codec = Codec({"b": 0, "a": {"x": 0}}, {"z": {"x": 0}, "b": 0}, lambda path: ("z", "x") if path[0] == "a" else path)
+    codec = Permutation(
+        {"b": 0, "a": {"x": 0}}, {"z": {"x": 0}, "b": 0}, lambda path: ("z", "x") if path[0] == "a" else path
+    )
     assert codec.unpack({"b": 1, "a": {"x": 2}}) == {"z": {"x": 2}, "b": 1}
     assert codec.pack({"z": {"x": 2}, "b": 1}) == {"b": 1, "a": {"x": 2}}
-    assert Codec(Pair(0, 0), {"second": 0, "first": 0}).unpack(Pair(1, 2)) == {"second": 2, "first": 1}
+    assert Permutation(Pair(0, 0), {"second": 0, "first": 0}).unpack(Pair(1, 2)) == {"second": 2, "first": 1}
 
 
 def test_different_paths_are_named():
     with pytest.raises(ValueError, match=r"only_here.*only_there"):
-        Codec({"only_here": 0}, {"only_there": 0})
+        Permutation({"only_here": 0}, {"only_there": 0})
 
 
 def test_state_that_is_no_parameter_goes_to_rest():
@@ -113,7 +121,7 @@ def test_state_that_is_no_parameter_goes_to_rest():
 
     with tree_mode():
         _, state = nnx.split({"model": Counting()})
-    codec = Codec(
+    codec = Permutation(
         state,
         {"params": {"kernel": 0}, "rest": {"seen": 0}},
         lambda path: canonical(path, {("kernel",)}),

@@ -13,7 +13,7 @@ from trainer.backends import StateCodec, make_model
 from trainer.inference import sample
 from trainer.models.transformer import init_cache
 from trainer.sharding import make_mesh, make_rules, on_mesh
-from trainer.state import abstract_state, state_shardings
+from trainer.state import state_shardings
 
 PROMPT = [5, 0, 17]
 ROWS, LENGTH, VOCABULARY = 8, 12, 64
@@ -112,7 +112,7 @@ def test_on_eight_devices_it_draws_the_same_text():
     model = make_model(config)
     codec = StateCodec(model, optax.sgd(0.1))
     mesh, rules = make_mesh(config, jax.devices()), make_rules(config.logical_axis_rules)
-    shardings = codec.unpack(state_shardings(model, abstract_state(codec), mesh, rules)).params
+    shardings = codec.unpack(state_shardings(model, codec.abstract, mesh, rules)).params
     params = jax.device_put(small()[2], shardings)
 
     def draw(params):

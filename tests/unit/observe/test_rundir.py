@@ -190,7 +190,7 @@ def test_a_run_without_checkpoints_given_again_keeps_the_earlier_ones(tmp_path):
     lines = []
     opened(tmp_path, "mine").begin(CONFIG, resumed=False, say=lines.append)
     assert lines == [
-        f"{path} holds an earlier run without checkpoints: kept beside as metrics-2.jsonl and config-2.yml"
+        f"{path} holds an earlier run whose checkpoints are not here: kept beside as metrics-2.jsonl and config-2.yml"
     ]
     assert {file.name: file.read_text() for file in path.iterdir()} == {
         ".lock": "",
@@ -234,7 +234,7 @@ def test_metrics_that_no_checkpoint_covers(tmp_path):
     run.lock.close()
     opened(tmp_path, "killed", resumes=False).begin(WITHOUT, resumed=False, say=lines.append)
     assert lines[1:] == [
-        f"{path} holds an earlier run without checkpoints: kept beside as metrics-1.jsonl and config-1.yml"
+        f"{path} holds an earlier run whose checkpoints are not here: kept beside as metrics-1.jsonl and config-1.yml"
     ]
 
     path = finished(tmp_path, "ended")

@@ -12,7 +12,7 @@ from support import ALL_COMBINATIONS, assert_equal_bits, copied, tiny_config
 from trainer.backends import StateCodec, make_model
 from trainer.optim import make_optimizer
 from trainer.sharding import make_mesh, make_rules
-from trainer.state import abstract_state, init_state_fn, state_shardings, tensors
+from trainer.state import init_state_fn, state_shardings, tensors
 
 AXES = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
 MODEL = {"logits_via_embedding": True, "mlp_activations": "[silu, linear]", "opt_type": "adamw"}
@@ -50,8 +50,8 @@ def sharded(config, tx):
     """The codec, its abstract native state, and that state's shardings."""
     codec = StateCodec(make_model(config), tx)
     mesh = make_mesh(config, jax.devices())
-    shardings = state_shardings(codec.model, abstract_state(codec), mesh, make_rules(config.logical_axis_rules))
-    return codec, abstract_state(codec), shardings
+    shardings = state_shardings(codec.model, codec.abstract, mesh, make_rules(config.logical_axis_rules))
+    return codec, codec.abstract, shardings
 
 
 def named(tree):
