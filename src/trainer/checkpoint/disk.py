@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainer.config import UserError
-from trainer.runtime.storage import remedy, remove_tree
+from trainer.runtime.storage import is_remote, remedy, remove_tree
 
 EXPIRED = ".expired"  # ends the name of a folder that may be removed at any time
 _BLOCK = 4096  # bytes; a full disk still takes an empty file
@@ -44,7 +44,10 @@ def check_writable(directory: Any, process: int) -> None:
     """
     trial = directory / f"trial-{process}{EXPIRED}"
     try:
-        trial.mkdir(parents=True, exist_ok=True)
+        trial.parent.mkdir(parents=True, exist_ok=True)
+        if not is_remote(trial) and trial.exists():
+            remove_tree(trial)  # a process was killed here
+        trial.mkdir(exist_ok=True)
         (trial / "file").write_bytes(bytes(_BLOCK))
         remove_tree(trial)
     except OSError as error:

@@ -52,6 +52,7 @@ class CheckpointManager:
         """
         self.directory = run_dir / CHECKPOINTS
         self._config = config
+        agreed(lambda: check_writable(self.directory, jax.process_index()))
         self._losses: dict[int, float | None] = {int(name): loss for name, loss in from_first(lambda: self._found(say))}
         with disk_errors(self.directory):
             self._orbax = ocp.training.Checkpointer(
@@ -59,7 +60,6 @@ class CheckpointManager:
                 context=_context(functools.partial(_write_sums, self.directory)),  # copied deeply: no method
                 preservation_policy=ocp.training.preservation_policies.PreserveAll(),
             )
-        agreed(lambda: check_writable(self.directory, jax.process_index()))
         self._say = say
         self._thread = ThreadPoolExecutor(1, "checkpoints")
         self._ending: Future[None] | None = None  # of the save that was begun last

@@ -254,7 +254,7 @@ def _named(base: Any, run_name: str, resumes: bool) -> RunDir:
         raise UserError(
             f"run_name={run_name} is no folder within base_output_directory; give a name, or leave it empty"
         )
-    if not resumes and entries(path / CHECKPOINTS):
+    if not resumes and any(entry.name.isdecimal() for entry in entries(path / CHECKPOINTS)):
         free = next(name for n in itertools.count(2) if not (base / (name := f"{run_name}-{n}")).exists())
         raise UserError(
             f"run_name={run_name}: {path} holds a run with checkpoints, and enable_checkpointing=false cannot go on "

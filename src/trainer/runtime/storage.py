@@ -66,17 +66,22 @@ def size(path: Any) -> int:
 
 
 def remove_tree(path: Any) -> None:
-    """Removes a folder and what is in it."""
+    """Removes a folder and what is in it; of this machine also a file."""
     if is_remote(path):
         path.rmtree()
-    else:
+    elif path.is_dir():
         shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def remedy(code: int | None) -> str:
     """What a user can do about a folder that was not written, by the system's error code."""
-    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    return "make room" if code in full else "make the folder writable"
+    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return "make room"
+    if code in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "make the folder writable"
+    return "check the disk or the connection to it"
 
 
 def user_cache() -> Path:

@@ -373,8 +373,9 @@ def test_what_fails_after_a_part_of_a_save_failed_prints_nothing(tmp_path, monke
     assert newest(tmp_path) is None
 
 
-def test_checkpoints_is_a_file(tmp_path):
-    (tmp_path / "checkpoints").touch()
+@pytest.mark.parametrize("make", [Path.touch, lambda path: path.symlink_to("nowhere")])
+def test_checkpoints_is_no_folder(tmp_path, make):
+    make(tmp_path / "checkpoints")
     with pytest.raises(UserError, match=f"{tmp_path}/checkpoints is no folder, and checkpoints are to be saved below"):
         CheckpointManager(tmp_path, settings(), say=print)
 
@@ -384,6 +385,7 @@ def test_checkpoints_is_a_file(tmp_path):
     [
         (errno.ENOSPC, "No space left on device; make room and give the same command again, or set enable_checkpoi"),
         (errno.EROFS, "Read-only file system; make the folder writable and give the same command again, or set"),
+        (errno.EIO, "Input/output error; check the disk or the connection to it and give the same command again, or"),
     ],
 )
 def test_a_folder_that_takes_no_file_is_told_before_training(tmp_path, monkeypatch, code, message):
@@ -398,6 +400,13 @@ def test_a_folder_that_takes_no_file_is_told_before_training(tmp_path, monkeypat
     with CheckpointManager(tmp_path, settings(), say=lines.append):
         assert lines == []
         assert list((tmp_path / "checkpoints").iterdir()) == [], "neither trial is left"
+
+
+def test_what_a_killed_trial_left_is_cleared_away(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/trial-0.expired").touch()
+    with CheckpointManager(tmp_path, settings(), say=print):
+        assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def test_of_several_processes_the_one_whose_disk_fails_does_not_wait_for_the_others(tmp_path, monkeypatch):

@@ -176,6 +176,8 @@ def test_a_run_with_checkpoints_is_left_alone_where_runs_cannot_go_on(tmp_path):
         "with it; choose another name or leave it empty for the next free number; nearest: mine-3"
     )
     assert not (tmp_path / "mine-3").exists()
+    (begun(tmp_path, "other") / "checkpoints/trial-0.expired").mkdir(parents=True)  # holds no state
+    opened(tmp_path, "other", resumes=False).close()
 
 
 WITHOUT = CONFIG.replace("true", "false")
