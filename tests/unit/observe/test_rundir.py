@@ -177,7 +177,7 @@ def test_a_run_with_checkpoints_is_left_alone_where_runs_cannot_go_on(tmp_path):
     )
     assert not (tmp_path / "mine-3").exists()
     (begun(tmp_path, "other") / "checkpoints/trial-0.expired").mkdir(parents=True)  # holds no state
-    opened(tmp_path, "other", resumes=False).close()
+    assert opened(tmp_path, "other", resumes=False).path == tmp_path / "other"
 
 
 WITHOUT = CONFIG.replace("true", "false")
