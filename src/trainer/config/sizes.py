@@ -11,6 +11,7 @@ from trainer.config.schema import INT32_MAX
 # Entries of one array over all devices. The largest of published models have 2^38; XLA's sizes in bytes end at 2^63.
 MAX_ENTRIES = 2**46
 _BYTES = {"float32": 4, "bfloat16": 2}
+_BYTES_OF_TOKEN = 5 * 4  # in a batch: the arrays [rows, length], int32, that every objective needs
 # The parameters around the blocks, which a model has whatever its block.
 _OUTSIDE = ("token_embedder/embedding", "decoder/logits_dense/kernel")
 
@@ -21,8 +22,8 @@ def too_large(values: Mapping[str, Any]) -> list[str]:
 
 
 def least_bytes(config: Any) -> int:
-    """Bytes that training surely takes on the devices, all together: parameters, optimizer, and the hidden states of
-    one microbatch, as if nothing was replicated. What waits in the host's memory is left out.
+    """Bytes that training surely takes on the devices, all together: parameters, optimizer, the batch of an update and
+    the hidden states of one microbatch, as if nothing was replicated. What waits in the host's memory is left out.
 
     Args:
       config: resolved.
@@ -32,8 +33,9 @@ def least_bytes(config: Any) -> int:
     if config["opt_type"] == "adamw" and not config["trainable_parameters_mask"]:
         moments = _BYTES[config["mu_dtype"]] + _BYTES[config["weight_dtype"]]
         each += 0 if config["optimizer_memory_host_offload"] else moments
-    hidden = _microbatch_rows(config) * config["max_target_length"] * config["base_emb_dim"]
-    return parameters * each + hidden * _BYTES[config["dtype"]]
+    tokens = _microbatch_rows(config) * config["max_target_length"]
+    batch = tokens * config["gradient_accumulation_steps"] * _BYTES_OF_TOKEN
+    return parameters * each + batch + tokens * config["base_emb_dim"] * _BYTES[config["dtype"]]
 
 
 def _too_many_tokens(values: Mapping[str, Any]) -> list[str]:

@@ -33,7 +33,7 @@ def check_memory(config: Any, devices: Sequence[jax.Device]) -> None:
     needed, here = least_bytes(resolved) / count, device_memory(devices)
     if here is not None and needed > here:
         raise UserError(
-            f"the model, its optimizer and one batch of hidden states take at least {si(needed, 'B').strip()} on each "
+            f"the model, its optimizer, a batch and its hidden states take at least {si(needed, 'B').strip()} on each "
             f"of {count} devices, which have {si(here, 'B').strip()}: a smaller model or batch, or more devices; "
             "trainer.train_compile compiles it for devices that are not here"
         )

@@ -109,7 +109,7 @@ def test_the_least_that_training_takes():
     def least(*words):
         return least_bytes(resolve(load(["dataset_type=synthetic", *words]).config, device_count=2, platform="cpu"))
 
-    hidden = 16 * 128 * 192 * 4
+    hidden = 16 * 128 * (192 * 4 + 5 * 4)  # and the batch
     parameters = (least() - hidden) // 12
     assert (
         1_500_000 < parameters < 1_967_040
@@ -118,5 +118,6 @@ def test_the_least_that_training_takes():
     assert least("optimizer_memory_host_offload=true") == 4 * parameters + hidden
     assert least("weight_dtype=bfloat16") == 6 * parameters + hidden
     assert least("trainable_parameters_mask=[norm]") == 4 * parameters + hidden
+    assert least("gradient_accumulation_steps=3") == 12 * parameters + hidden + 2 * 16 * 128 * 5 * 4
     outside = 2 * 3072 * 192
     assert least("decoder_block=a:B") == 12 * outside + hidden
