@@ -1,7 +1,7 @@
 """Checks of the data's keys: what excludes each other, and what has no effect."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,6 @@ OWN_KEYS = {
     "tfds": ("dataset_path", "dataset_name", "eval_dataset_name", "eval_split"),
     "grain": ("grain_train_files", "grain_eval_files", "grain_train_mixture_config_path", "grain_file_type"),
     "hf": ("hf_path", "hf_name", "hf_data_dir", "hf_train_files", "hf_eval_split", "hf_eval_files"),
-}
-# Those of them that name training data, and a split of it.
-_NAMES_DATA = {
-    "tfds": ("dataset_path", "dataset_name", "train_split"),
-    "grain": ("grain_train_files", "grain_train_mixture_config_path", "grain_file_type"),
-    "hf": ("hf_path", "hf_name", "hf_data_dir", "hf_train_files"),
 }
 _COLUMNS = ("train_data_columns", "eval_data_columns", "tokenize_train_data", "tokenize_eval_data")
 _TEXT = (
@@ -173,10 +167,12 @@ def _trained_vocabulary(config: Any) -> str | None:
 
 
 def local(key: str) -> Problem:
-    """Refuses a remote path."""
+    """Refuses a remote path where the key is read."""
 
     def problem(config: Any) -> str | None:
-        return Unbuilt("remote paths are not built yet; give a local folder") if "://" in config[key] else None
+        if "://" not in config[key] or any(key in keys and when(config) for keys, when, _ in DATA_INERT):
+            return None
+        return Unbuilt("remote paths are not built yet; give a local folder")
 
     return problem
 
@@ -213,23 +209,35 @@ DATA_CHECKS: tuple[tuple[tuple[str, ...], Problem], ...] = (
 )
 
 
-def data_not_asked_for(config: Any, where: Mapping[str, str], changed: Mapping[str, str]) -> list[str]:
+def data_not_asked_for(
+    config: Any, where: Mapping[str, str], changed: Mapping[str, str], maxtext_base: str | None
+) -> list[str]:
     """One message for each dataset_type whose data are named although nobody gave dataset_type: MaxText's default is
     tfds, and to train on the default of base.yml instead would be another training.
 
     Args:
       where: the place that gives each key its value.
       changed: the keys that the user's yml or the command line gives.
+      maxtext_base: the file that is MaxText's base.yml, if there is one; its dataset_type is read as a default.
     """
     if where["dataset_type"] != DEFAULT:
         return []
-    named: dict[str, list[str]] = {}
-    for kind, keys in _NAMES_DATA.items():
-        given = [key for key in keys if key in changed and config[key] != schema().keys[key].default]
-        named[kind] = [f"{key}={shortened(str(config[key]))} ({where[key]})" for key in given]
+
+    def given(keys: Sequence[str]) -> list[str]:
+        said = [key for key in keys if key in changed and config[key] != schema().keys[key].default]
+        return [f"{key}={shortened(str(config[key]))} ({where[key]})" for key in said]
+
+    named = {kind: given(keys) for kind, keys in OWN_KEYS.items()}
+    # Both tfds and hf read it.
+    named[next((kind for kind in ("tfds", "hf", "grain") if named[kind]), "tfds")] += given(["train_split"])
+    missing, place = "dataset_type is not given", ""
+    if maxtext_base:
+        missing = f"dataset_type is not given (the line in {maxtext_base} is read as a default)"
+        place = " on the command line"
+    ours = config.dataset_type
     return [
-        f"{', '.join(keys)}: names data, but dataset_type is not given, and its default {config.dataset_type} reads "
-        f"others; add dataset_type={kind}, or dataset_type={config.dataset_type} to train on those anyway"
+        f"{', '.join(keys)}: names data, but {missing}, and its default {ours} reads others; "
+        f"add dataset_type={kind}{place}, or dataset_type={ours} to train on those anyway"
         for kind, keys in named.items()
         if keys
     ]

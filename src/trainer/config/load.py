@@ -90,7 +90,9 @@ def load(argv: Sequence[str], place: str = COMMAND_LINE) -> Loaded:
     where = {name: setting.where for name, setting in sized.items()}
     reader.mistakes += _outgrown(reader.schema, values, sized)
     reader.mistakes += contradictions(config, where, reader.broken)
-    reader.mistakes += data_not_asked_for(config, where, changed)
+    if "dataset_type" not in reader.broken:
+        base = next((str(file.path) for file in files if file.is_maxtext), None)
+        reader.mistakes += data_not_asked_for(config, where, changed, base)
     reader.mistakes += foreign_code(reader.schema.keys, config, changed)
     if reader.mistakes:
         raise report(reader.mistakes)

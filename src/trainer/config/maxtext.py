@@ -44,7 +44,8 @@ class Verdict:
             return f"{self.why}; write {self.to}={given}"
         allowed = shortened(" or ".join(to_flow(value) for value in self.neutral or ()))
         only = f" (only {allowed} is accepted)" if allowed else ""
-        return f"{'not built yet' if self.kind == NOT_YET else 'no key here'}{only}; instead: {self.why}"
+        instead = "" if self.why.startswith("leave it out") else "instead: "
+        return f"{'not built yet' if self.kind == NOT_YET else 'no key here'}{only}; {instead}{self.why}"
 
 
 @dataclass(frozen=True)

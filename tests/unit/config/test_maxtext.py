@@ -10,6 +10,7 @@ import yaml
 from trainer.config import UserError, load, maxtext, maxtext_base, resolve, schema
 from trainer.config.errors import NotBuilt
 from trainer.config.files import COMMAND_LINE
+from trainer.config.reader import Reader
 from trainer.config.values import read_text
 
 GROUPS = yaml.safe_load(maxtext.TABLE.read_text())["groups"]
@@ -130,6 +131,9 @@ def test_neutral_values_and_harmless_keys_are_one_line_each_kind():
         ("logits_dot_in_fp32=true", "instead: dtype=float32"),
         ("lora.enable_lora=true", "lora.enable_lora=true (command line): not built yet"),
         ("enable_goodput_recording=true", "no key here (only false is accepted)"),
+        ("num_heads=8", "no key here; instead: base_num_query_heads and base_num_kv_heads"),
+        ("warmup_steps=100", "no key here; instead: warmup_steps_fraction, the share of the steps"),
+        ("quantization=int8", 'not built yet (only "" is accepted); leave it out; '),
         ("mesh_axes=[data]", "instead: ici_* and dcn_* keys"),
         ("save_period=30", "an earlier name in MaxText; write checkpoint_period=30"),
         ("emb_dim=3", "MaxText computes it from base_emb_dim; write base_emb_dim=3"),
@@ -139,6 +143,16 @@ def test_neutral_values_and_harmless_keys_are_one_line_each_kind():
 def test_another_value_is_an_error_that_says_what_to_use(word, message):
     (line,) = mistakes(word)
     assert message in line
+
+
+@pytest.mark.parametrize("verdict", [it for it in maxtext.verdicts().values() if it.kind == maxtext.RENAMED])
+def test_what_a_renamed_key_advises_loads(verdict):
+    """With a value that MaxText's base.yml once gave the old name."""
+    rows = yaml.safe_load(maxtext.TABLE.read_text())["earlier"].get(verdict.name, {})
+    value = next((value for values in rows.values() for value in values), schema().keys[verdict.to].default)
+    reader = Reader(schema())
+    assert reader.setting(verdict.to, str(value), "", functools.partial(read_text, text=str(value)))
+    assert not reader.mistakes
 
 
 def test_what_is_not_built_is_a_not_implemented_error():
@@ -165,6 +179,11 @@ def test_nested_keys_of_a_yml():
         ("train_split=train[:1%]", "tfds"),
         ("hf_path=allenai/c4 hf_data_dir=en", "hf"),
         ("grain_train_files=/data/*", "grain"),
+        ("hf_path=json train_split=tr", "hf"),
+        ("eval_split=test", "tfds"),
+        ("eval_dataset_name=c4", "tfds"),
+        ("hf_eval_files=a.json", "hf"),
+        ("grain_eval_files=/x", "grain"),
     ],
 )
 def test_data_without_dataset_type_is_an_error(words, kind):
@@ -180,7 +199,20 @@ def test_data_without_dataset_type_is_an_error(words, kind):
 
 
 def test_a_default_said_again_names_no_data():
-    assert load(["train_split=train", "dataset_path=", "eval_split=test"]).config.dataset_type == "stdlib"
+    assert load(["train_split=train", "dataset_path=", "eval_split=validation"]).config.dataset_type == "stdlib"
+
+
+def test_a_dataset_type_that_does_not_exist_is_one_mistake():
+    (line,) = mistakes("dataset_type=c4_mlperf", "dataset_path=/d")
+    assert line.startswith("dataset_type=c4_mlperf (command line): ")
+
+
+@pytest.mark.parametrize("word", ["dataset_path=gs://x", "tokenizer_path=gs://t/tok", "hf_eval_files=gs://x"])
+def test_a_remote_path_without_effect_is_a_warning(word):
+    (line,) = load(["dataset_type=synthetic", word]).warnings
+    assert "has no effect" in line
+    with pytest.raises(NotBuilt):
+        load(["dataset_type=hf", "hf_path=d", "hf_eval_files=gs://x"])
 
 
 # ---- maxtext.yml
@@ -275,7 +307,8 @@ def test_a_feature_turned_on_in_their_base_is_an_error_with_its_line():
 def test_a_data_path_for_their_base_needs_a_dataset_type():
     write("theirs.yml", their_base())
     (line,) = mistakes("theirs.yml", "dataset_path=DATA")
-    assert "add dataset_type=tfds" in line
+    assert "(the line in theirs.yml is read as a default)" in line
+    assert "add dataset_type=tfds on the command line" in line
 
 
 def test_an_older_base_is_at_its_own_defaults():
