@@ -1,5 +1,6 @@
 """YAML files that give keys: the user's, its parents and the presets."""
 
+import dataclasses
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -8,10 +9,10 @@ from pathlib import Path
 import yaml
 
 from trainer.config.errors import shortened
-from trainer.config.maxtext import verdicts
+from trainer.config.maxtext import find, is_base, is_prefix, verdicts
 from trainer.config.paths import path_problem
 from trainer.config.plain_yaml import compose, describe, flatten, read_text, repeated_keys
-from trainer.config.schema import BASE_YML, Schema
+from trainer.config.schema import BASE_YML, Schema, schema
 
 PRESETS = Path(__file__).parent / "models"
 # Where a setting comes from, if from no file; otherwise it is FILE:LINE.
@@ -97,12 +98,7 @@ def read_file(path: Path) -> tuple[list[Entry], str | None, list[str]]:
         node = compose(text)
         repeated: list[str] = []
         if isinstance(node, yaml.MappingNode):
-            repeated = [
-                f"{path}:{lines[-1]}: {shortened(key)} is given {len(lines)} times, first in line {lines[0]}; the last "
-                "one counts"
-                for key, lines in repeated_keys(node).items()
-            ]
-            flatten(node)
+            entries = _entries(path, text, node, repeated)
     except OSError as error:
         return [], f"{path}: cannot be read: {error.strerror}", []
     except UnicodeDecodeError:
@@ -113,7 +109,30 @@ def read_file(path: Path) -> tuple[list[Entry], str | None, list[str]]:
         return [], None, []
     if not isinstance(node, yaml.MappingNode):
         return [], f"{path}: not a table of `key: value` lines", []
-    return [_entry(path, text, key, value) for key, value in node.value], None, repeated
+    return entries, None, repeated
+
+
+def _entries(path: Path, text: str, node: yaml.MappingNode, repeated: list[str], prefix: str = "") -> list[Entry]:
+    """The entries of `node`, with those of a dict under a name of MaxText's, as `lora: {lora_rank: 8}`, by the names
+    that they have on a command line; adds to `repeated`."""
+    repeated += [
+        f"{path}:{lines[-1]}: {shortened(prefix + key)} is given {len(lines)} times, first in line {lines[0]}; "
+        "the last one counts"
+        for key, lines in repeated_keys(node).items()
+    ]
+    flatten(node)
+    found: list[Entry] = []
+    for key, value in node.value:
+        entry = _entry(path, text, key, value)
+        if isinstance(value, yaml.MappingNode) and not prefix and _is_group(entry.name):
+            found += _entries(path, text, value, repeated, f"{entry.name}.")
+        else:
+            found.append(dataclasses.replace(entry, name=prefix + entry.name))
+    return found
+
+
+def _is_group(name: str) -> bool:
+    return name not in schema().keys and find(name) is None and is_prefix(name)
 
 
 def _entry(path: Path, text: str, key: yaml.Node, value: yaml.Node) -> Entry:
@@ -156,10 +175,11 @@ def _why_not_found(wanted: str, folder: Path) -> str:
 def _is_maxtext(entries: Sequence[Entry], schema: Schema) -> bool:
     """Whether a file without base_config is a version of MaxText's base.yml.
 
-    The first version had 38 keys, 14 of which base.yml lacks; a copy of base.yml gives no others than its own.
+    The first version had 38 keys, 17 of which base.yml lacks; a copy of base.yml gives no others than its own.
     """
-    foreign = {entry.name for entry in entries} - set(schema.keys)
-    return len(foreign) >= 10 and sum(name in verdicts() for name in foreign) >= 10
+    names = {entry.name for entry in entries}
+    foreign = names - set(schema.keys)
+    return len(foreign) >= 10 and sum(name in verdicts() for name in foreign) >= 10 and is_base(names)
 
 
 def _missing(path: Path, given: set[str], schema: Schema) -> list[str]:

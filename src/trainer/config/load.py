@@ -96,7 +96,7 @@ def load(argv: Sequence[str], place: str = COMMAND_LINE) -> Loaded:
     reader.mistakes += foreign_code(reader.schema.keys, config, changed)
     if reader.mistakes:
         raise report(reader.mistakes)
-    notes += _other_defaults(files, config, where, notes)
+    notes += _other_defaults(yml, files, config, where, notes)
     notes += [*_changes(preset, values), *growth(values, sized), *maxtext.notes_of(reader.accepted)]
     if notice := removal(config):
         notes.append(notice)
@@ -116,8 +116,10 @@ def _outgrown(schema: Schema, values: dict[str, Setting], sized: dict[str, Setti
     ]
 
 
-def _other_defaults(files: Sequence[YmlFile], config: Any, where: Mapping[str, str], notes: Sequence[str]) -> list[str]:
-    """One line about defaults that are not MaxText's, where a person may expect those: with MaxText's base.yml, with a
+def _other_defaults(
+    yml: str, files: Sequence[YmlFile], config: Any, where: Mapping[str, str], notes: Sequence[str]
+) -> list[str]:
+    """Lines about defaults that are not MaxText's, where a person may expect those: with MaxText's base.yml, with a
     preset, with data of one's own."""
     base = [file for file in files if file.is_maxtext]
     own = config.model_name != "default" or config.dataset_type in OWN_KEYS
@@ -126,12 +128,19 @@ def _other_defaults(files: Sequence[YmlFile], config: Any, where: Mapping[str, s
     inert = inert_keys(config)
     unset = [name for name, place in where.items() if place == DEFAULT and name not in inert]
     differing = maxtext_base.differing(config, unset)
-    said = "is MaxText's base.yml: what was changed in it counts, the rest takes the defaults of ours"
-    begin = [f"{file.path} {said}" for file in base]
-    if not differing:
-        return begin
-    listed = f"defaults of base.yml (MaxText's in brackets): {', '.join(differing)}"
-    return ["; ".join([*begin, listed, "base_config: maxtext.yml, or maxtext.yml as the first word, takes MaxText's"])]
+    said = "is MaxText's base.yml: what was changed in it counts, all other keys take this trainer's defaults"
+    begin = [f"{file.path} {said}{maxtext_base.tables(file.entries)}" for file in base]
+    return [*begin, *differing, f"for MaxText's defaults {_how_to_take_theirs(yml, files)}"] if differing else begin
+
+
+def _how_to_take_theirs(yml: str, files: Sequence[YmlFile]) -> str:
+    children = [file for file in files if not file.is_maxtext]
+    if children:
+        return f"write base_config: maxtext.yml in {children[0].path}"
+    if yml == "base.yml" and not files:
+        return "write maxtext.yml as the first word"
+    changed = ", and what was changed in it as key=value" if files else ""
+    return f"write maxtext.yml in place of {shortened(yml)}{changed}"
 
 
 def _not_known(names: Sequence[str]) -> list[str]:

@@ -1,5 +1,6 @@
 """MaxText's keys that base.yml lacks: maxtext_keys.yml, read only when such a key is given."""
 
+import difflib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,6 +82,22 @@ def former_defaults(name: str, present: Iterable[str]) -> list[Any] | None:
     if rows is None:
         return None
     return [value for newer, values in rows.items() if newer not in given for value in values]
+
+
+def is_base(names: Iterable[str]) -> bool:
+    """Whether a file that gives the keys `names` is a version of MaxText's base.yml, whose values may be read as
+    defaults."""
+    given, told = set(names), _table()["base"]
+    return len(given.intersection(told["gives"])) >= 0.8 * len(told["gives"]) and given.isdisjoint(told["lacks"])
+
+
+def nearest_name(word: str) -> str | None:
+    """The name of MaxText's that `word` begins, or is a part or nearly all of."""
+    names = list(verdicts())
+    parts = [name for name in names if name.rpartition(".")[2] == word]
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.85)
+    begun = sorted((name for name in names if name.startswith(f"{word}_")), key=len)
+    return next(iter([*parts, *close, *begun]), None)
 
 
 def is_prefix(name: str) -> bool:

@@ -4,8 +4,6 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
-
 from trainer.config import maxtext
 from trainer.config.dump import to_flow
 from trainer.config.files import MAXTEXT_YML, Entry, read_file
@@ -46,28 +44,22 @@ def changed_entries(entries: Sequence[Entry], schema: Schema) -> tuple[list[Entr
     return changed, unknown
 
 
+def tables(entries: Sequence[Entry]) -> str:
+    """What a note says about the tables that a MaxText base.yml gives."""
+    names = [entry.name for entry in entries if entry.name in TABLES]
+    return f"; its {', '.join(names)} {'is' if len(names) == 1 else 'are'} not read" if names else ""
+
+
 def differing(values: Mapping[str, Any], unset: Sequence[str]) -> list[str]:
-    """`key=ours (MaxText's)` for each of the keys `unset` whose default in base.yml is not MaxText's, of those that say
-    what is trained on what and how."""
+    """A line for each section of base.yml, with `key=ours (MaxText's)` for each of the keys `unset` whose default is
+    not MaxText's, of those that say what is trained on what and how."""
     keys = schema().keys
+    sections: dict[str, list[str]] = {}
+    for name, theirs in defaults().items():
+        section = keys[name].section
+        if name in unset and section in _NOTED and name not in _NOT_NOTED and values[name] != theirs:
+            sections.setdefault(section, []).append(f"{name}={to_flow(values[name])} ({to_flow(theirs)})")
     return [
-        f"{name}={to_flow(values[name])} ({to_flow(theirs)})"
-        for name, theirs in defaults().items()
-        if name in unset and keys[name].section in _NOTED and name not in _NOT_NOTED and values[name] != theirs
+        f"{section}: defaults that are not MaxText's (those in brackets): {', '.join(said)}"
+        for section, said in sections.items()
     ]
-
-
-def flatten(entries: Sequence[Entry]) -> list[Entry]:
-    """`entries` with a dict under a name of MaxText's, as `lora: {lora_rank: 8}`, as entries of their own."""
-    flat: list[Entry] = []
-    known = schema().keys
-    for entry in entries:
-        nested = isinstance(entry.node, yaml.MappingNode) and entry.name not in known
-        if nested and maxtext.find(entry.name) is None and maxtext.is_prefix(entry.name):
-            assert isinstance(entry.node, yaml.MappingNode)
-            for key, node in entry.node.value:
-                given = node.value if isinstance(node, yaml.ScalarNode) else "..."
-                flat.append(Entry(f"{entry.name}.{key.value}", node, given, entry.where))
-        else:
-            flat.append(entry)
-    return flat

@@ -37,7 +37,12 @@ class Reader:
     def nearest_key(self, name: str) -> str:
         """See `nearest`. It takes milliseconds, and only so many messages fit a screen: after those, nothing."""
         self._suggested += 1
-        return nearest(name, self.schema.keys) if self._suggested <= SCREEN_LINES else ""
+        if self._suggested > SCREEN_LINES:
+            return ""
+        ours, theirs = nearest(name, self.schema.keys), maxtext.nearest_name(name)
+        holds = bool(ours) and all(part in ours for part in name.split("_"))  # not only letters in common
+        begun = theirs is not None and theirs.startswith(f"{name}_") and not holds
+        return f"; nearest: {theirs} (of MaxText)" if theirs and (begun or not ours) else ours
 
     def setting(self, name: str, given: str, where: str, read: Callable[[Key], Any]) -> dict[str, Setting]:
         """{name: setting}, or {} after a mistake."""
@@ -70,7 +75,7 @@ class Reader:
         """The settings of a file. Those of a root count where they differ from what it copies, the packed base.yml or
         MaxText's."""
         settings: dict[str, Setting] = {}
-        entries: Sequence[Entry] = maxtext_base.flatten(file.entries)
+        entries: Sequence[Entry] = file.entries
         if file.is_maxtext:
             entries, unknown = maxtext_base.changed_entries(entries, self.schema)
             self.unknown += unknown
@@ -83,7 +88,9 @@ class Reader:
     def _foreign(self, name: str, given: str, shown: str, read: Callable[[Key], Any]) -> None:
         """A key that base.yml lacks: MaxText's, or nobody's."""
         verdict = maxtext.find(name)
-        if verdict is None:
+        if verdict is None and maxtext.is_prefix(name):
+            self.mistakes.append(f"{shown}: a group of MaxText's keys; give them one by one, {name}.KEY=VALUE")
+        elif verdict is None:
             self.mistakes.append(f"{shown}: there is no key {shortened(name)}{self.nearest_key(name)}")
         elif verdict.accepts(read):
             self.accepted.append(maxtext.Accepted(verdict, shortened(given)))

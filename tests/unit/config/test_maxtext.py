@@ -168,6 +168,38 @@ def test_nested_keys_of_a_yml():
     assert line.startswith("lora.enable_lora=true (my.yml:2): not built yet")
 
 
+def test_a_group_has_the_lines_and_warnings_of_its_own_keys():
+    write("my.yml", "base_config: base.yml\nlora:\n  <<: {lora_rank: 4}\n  lora_alpha: 1.0\n  enable_lora: true\n")
+    (line,) = mistakes("my.yml")
+    assert line.startswith("lora.enable_lora=true (my.yml:5): not built yet")
+    write("my.yml", "base_config: base.yml\nlora:\n  lora_rank: 4\n  lora_rank: 8\n  [a, b]: 1\n")
+    (line,) = mistakes("my.yml")
+    assert line.startswith("lora.[a, b]=1 (my.yml:5): there is no key")
+    write("my.yml", "base_config: base.yml\nlora:\n  lora_rank: 4\n  lora_rank: 8\n")
+    (line,) = load(["my.yml"]).warnings
+    assert line == "my.yml:4: lora.lora_rank is given 2 times, first in line 3; the last one counts"
+    assert "a group of MaxText's keys" in mistakes("lora={}")[0]
+
+
+@pytest.mark.parametrize(
+    ("word", "name"),
+    [
+        ("enable_goodput", "enable_goodput_recording"),
+        ("hf_acess_token", "hf_access_token"),
+        ("num_expert", "num_experts"),
+        ("lora_rank", "lora.lora_rank"),
+    ],
+)
+def test_names_of_maxtext_are_near_too(word, name):
+    (line,) = mistakes(f"{word}=1")
+    assert line.endswith(f"; nearest: {name} (of MaxText)")
+
+
+def test_names_of_base_yml_are_nearer():
+    for word, name in (("batch_size", "per_device_batch_size"), ("head_dims", "head_dim")):
+        assert mistakes(f"{word}=1")[0].endswith(f"; nearest: {name}")
+
+
 # ---- Data that nobody asked for
 
 
@@ -280,13 +312,31 @@ def test_their_base_is_recognized_by_what_it_holds(path, tmp_path):
     loaded = load([path, "dataset_type=synthetic", "steps=10"])
     assert loaded.config.to_dict() == load(["dataset_type=synthetic", "steps=10"]).config.to_dict()
     assert loaded.warnings == []
-    (note,) = notes(path, "dataset_type=synthetic", "steps=10")
-    assert note.startswith(f"{path} is MaxText's base.yml: ")
+    first, *differing, last = notes(path, "dataset_type=synthetic", "steps=10")
+    assert first.startswith(f"{path} is MaxText's base.yml: ")
+    assert "its logical_axis_rules, " in first
+    assert first.endswith("mesh_axes, data_sharding are not read")
+    note = "\n".join(differing)
     for listed in ("base_emb_dim=192 (2048)", 'dtype="auto" ("bfloat16")', "max_target_length=128 (2048)"):
         assert listed in note
     assert " steps=" not in note
     assert "dataset_type=" not in note
-    assert "maxtext.yml" in note
+    assert f"maxtext.yml in place of {path}" in last
+
+
+@pytest.mark.parametrize("kind", ["a copy of ours", "a part"])
+def test_a_file_that_is_not_their_base_counts_in_full(kind):
+    """Whatever keys of MaxText's it gives: its values are not read as defaults."""
+    neutral = {name: it.neutral[0] for name, it in maxtext.verdicts().items() if it.neutral and "." not in name}
+    theirs = dict(list(neutral.items())[:15]) | {"learning_rate": 3e-5, "base_emb_dim": 2048, "steps": 77}
+    ours = {name: key.default for name, key in schema().keys.items()} if kind == "a copy of ours" else {}
+    write("mine.yml", yaml.safe_dump(ours | theirs))
+    if kind == "a part":
+        (line,) = mistakes("mine.yml")
+        assert line.startswith("mine.yml: no base_config, and not every key is given")
+    else:
+        config = load(["mine.yml"]).config
+        assert (config.base_emb_dim, config.learning_rate, config.steps) == (2048, 3e-5, 77)
 
 
 def test_what_a_person_changed_in_their_base_counts():
@@ -360,14 +410,16 @@ def test_a_path_of_theirs_that_is_not_there_is_the_packed_base(path):
 
 
 def test_a_preset_with_our_defaults_says_which_they_are():
-    (note,) = notes("model_name=llama2-7b", "dataset_type=synthetic", "steps=10", "max_target_length=64")
+    *differing, last = notes("model_name=llama2-7b", "dataset_type=synthetic", "steps=10", "max_target_length=64")
+    assert last == "for MaxText's defaults write maxtext.yml as the first word"
+    note = "\n".join(differing)
     assert "learning_rate=0.006 (3.0e-05)" in note
     assert "max_target_length" not in note
     assert notes("dataset_type=synthetic") == []
 
 
 def test_data_of_ones_own_say_which_defaults_differ():
-    (note,) = notes("dataset_type=hf", "hf_path=x")
+    note = "\n".join(notes("dataset_type=hf", "hf_path=x"))
     assert "held_out_share=0.01 (0.0)" in note
     assert "grain_worker_count" not in note  # data_pipeline=prepared has no such workers
 

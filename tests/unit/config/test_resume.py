@@ -12,8 +12,10 @@ from trainer.config.flags import FLAGS
 from trainer.config.resolve import frozen
 from trainer.config.resume import AROUND, BATCH, LAYOUT, LENGTH, MAY_CHANGE
 
-BASE = "steps=20 per_device_batch_size=8 eval_interval=5 logical_axis_rules=[[norm,[]]] " + " ".join(
-    f"{flag}={value}" for flag, value in pinned("nnx").items()
+# With dataset_type, without which a key that names other data is an error.
+BASE = (
+    "dataset_type=stdlib steps=20 per_device_batch_size=8 eval_interval=5 logical_axis_rules=[[norm,[]]] "
+    + " ".join(f"{flag}={value}" for flag, value in pinned("nnx").items())
 )
 
 
