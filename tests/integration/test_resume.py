@@ -288,11 +288,26 @@ def test_a_step_that_is_not_finite(at, tmp_path, poisoned, key, other, value, wr
     code, output = train(tmp_path, "run_name=run-0001", **{key: False})
     assert code == 0, output
     assert f"warning: step 52 has loss {value}" in output
-    assert "left out     1 updates whose loss or gradient was not finite" in output
+    assert "left out     1 updates: they, their loss or their gradient were not finite" in output
     skipped = [row["step"] for row in rows_of(run) if row.get("skipped")]
     assert skipped == [52]
     assert [row["step"] for row in rows_of(run) if "loss" in row] == list(range(60))
     assert all(np.isfinite(array).all() for array in arrays_of(run / "checkpoints/60").values())
+
+
+def test_an_update_that_is_not_finite(tmp_path):
+    """Tokens that a batch lacks have moments of zero, of which Adam without epsilon makes 0 / 0."""
+    settings = {"adam_eps": 0, "logits_via_embedding": False, "steps": 3, "checkpoint_period": 1, "eval_interval": -1}
+    code, output = train(tmp_path, **settings)
+    assert code == 1
+    assert "stopped: step 0: loss 4." in output
+    assert "are finite, and the update with learning_rate" in output
+    assert newest(tmp_path / RUN) is None
+    code, output = train(tmp_path, "run_name=run-0001", **settings, abort_on_nan_loss=False, abort_on_inf_loss=False)
+    assert code == 0, output
+    assert "and an update that is not finite: its update is left out" in output
+    assert [row["skipped"] for row in rows_of(tmp_path / RUN)] == [1, 1, 1]
+    assert all(np.isfinite(array).all() for array in arrays_of(tmp_path / RUN / "checkpoints/3").values())
 
 
 # Real processes. What they do takes long enough to be disturbed, most of it in starting and compiling.

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainer.backends import StateCodec
+import jax
+
+from trainer.backends import StateCodec, TrainTree
 from trainer.checkpoint.beside import Beside
 from trainer.checkpoint.manager import CheckpointManager
 
@@ -21,7 +23,7 @@ def is_due(config: Any, updates: int, *, initial: bool = False) -> bool:
 def maybe_save_checkpoint(
     manager: CheckpointManager | None,
     state: Any,
-    updates: int,
+    updates: int | None = None,
     *,
     config: Any,
     codec: StateCodec,
@@ -30,11 +32,13 @@ def maybe_save_checkpoint(
     force: bool = False,
     before: Callable[[], Mapping[str, float]] = dict,
 ) -> bool:
-    """Saves the native train state after `updates` updates if it is due; the only place that decides.
+    """Saves the native train state if it is due; the only place that decides.
 
     Args:
       manager: None saves nothing.
       state: native; its arrays may be donated when this returns.
+      updates: how many updates `state` holds, for a caller that counts them itself. None: the state's own step, for
+        which each call waits for the device. A save compares the two in any case.
       beside: gives what lies beside the state.
       initial: see `is_due`.
       force: save although no checkpoint is due, because the run ends here.
@@ -43,9 +47,23 @@ def maybe_save_checkpoint(
 
     Returns:
       whether a save was begun.
+
+    Raises:
+      ValueError: `updates` is not the state's own step; nothing is saved.
     """
-    if manager is None or manager.latest == updates or not (force or is_due(config, updates, initial=initial)):
+    if manager is None:
         return False
+    if updates is None:
+        updates = _step_of(codec.unpack(state))
+    if manager.latest == updates or not (force or is_due(config, updates, initial=initial)):
+        return False
+    tree = codec.unpack(state)
+    if _step_of(tree) != updates:
+        raise ValueError(f"a checkpoint of {updates} updates is due, and the state holds {_step_of(tree)}")
     metrics = before()
-    manager.save(updates, codec.unpack(state), beside(), metrics)
+    manager.save(updates, tree, beside(), metrics)
     return True
+
+
+def _step_of(tree: TrainTree) -> int:
+    return int(jax.device_get(tree.step))

@@ -15,6 +15,7 @@ from trainer.runtime.place import place, replicate, share_of_rows
 from trainer.runtime.preemption import Preemption
 from trainer.training.build import Run
 from trainer.training.evaluate import summarize
+from trainer.training.finite import check_finite, names_not_finite
 from trainer.training.start import Start
 
 Row = dict[str, Any]
@@ -62,8 +63,8 @@ def fit(
       manager: takes the checkpoints.
 
     Raises:
-      RunStopped: a loss or gradient is not finite, and the configuration says to stop then; or no batch of a new run,
-        or of an evaluation, has a token that bears loss.
+      RunStopped: a loss, gradient or update is not finite, and the configuration says to stop then; or no batch of a
+        new run, or of an evaluation, has a token that bears loss.
     """
     steps = run.config.steps
     share = share_of_rows(run.batch_shardings["row"], run.rows)
@@ -103,13 +104,12 @@ class _Loop:
         manager: CheckpointManager | None,
         preemption: Preemption,
     ):
+        self._start = start._replace(state=None)
         self._structure: Any  # a PyTreeDef; its stubs lack unflatten
         self._leaves, self._structure = jax.tree.flatten(start.state)
         self.done, self._position = start.updates, start.position
         self.evaluated = True  # no evaluation was due and could not be brought to its end
-        self.reader = _Reader(
-            reports.step, lambda row: _check_finite(run.config, row, _batch_of(run, start, row["step"]))
-        )
+        self.reader = _Reader(reports.step, self._check_finite)
         self._run, self._dataset, self._reports, self._manager = run, dataset, reports, manager
         self._preemption = preemption
         self._last_evaluation: Row = {}
@@ -126,6 +126,10 @@ class _Loop:
         self._position = position
         self.reader.push(self.done, metrics, waited)
         self.done += 1
+
+    def _check_finite(self, row: Row) -> None:
+        batch = _batch_of(self._run, self._start, row["step"])
+        check_finite(self._run.config, row, batch, lambda: names_not_finite(self._run, self.state))
 
     def evaluate_if_due(self) -> None:
         """Evaluates the state, unless an earlier process reported this evaluation, or a signal interrupts it."""
@@ -201,22 +205,6 @@ def _batch_of(run: Run, start: Start, step: int) -> str:
         return f"number {before + 1} of those streamed since this process began"
     first += before * rows
     return f"rows {first} to {first + rows - 1} of the training order"
-
-
-def _check_finite(config, row: Row, batch: str) -> None:
-    if not row["tokens"]:
-        return  # there is no loss; the update is left out
-    values = {name: row[name] for name in ("loss", "grad_norm")}
-    nan = config.abort_on_nan_loss and any(math.isnan(value) for value in values.values())
-    inf = config.abort_on_inf_loss and any(math.isinf(value) for value in values.values())
-    if nan or inf:
-        step, key = row["step"], "abort_on_nan_loss" if nan else "abort_on_inf_loss"
-        found = " and ".join(f"{name} {value}" for name, value in values.items() if not math.isfinite(value))
-        raise RunStopped(
-            f"step {step}: {found}. Its batch is {batch} "
-            f"(data_shuffle_seed={config.data_shuffle_seed}). The update was left out, and the checkpoints are as they "
-            f"were. Lower learning_rate, or set {key}=false to leave such updates out and go on"
-        )
 
 
 class _Reader:

@@ -17,6 +17,7 @@ from trainer.runtime.agreement import agreed, from_first
 from trainer.runtime.place import share_of_rows
 from trainer.runtime.storage import folder
 from trainer.training.build import Run
+from trainer.training.finite import names_not_finite
 
 Say = Callable[[str], None]
 
@@ -69,11 +70,21 @@ def start(
                 say(f"{key} is not read: the run has a checkpoint of its own")
         return Start(run.codec.pack(tree), updates, beside.position, resumed=True)
     if config.load_full_state_path:
-        return _other_run(run, dataset, say)
+        begin = _other_run(run, dataset, say)
+        _check_finite(run, begin.state, f"load_full_state_path={config.load_full_state_path}")
+        return begin
     if config.load_parameters_path:
         params = load_parameters(config.load_parameters_path, config, _abstract(run).params, say, given)
-        return Start(run.init(params))
+        state = run.init(params)
+        _check_finite(run, state, f"load_parameters_path={config.load_parameters_path}")
+        return Start(state)
     return Start(run.init())
+
+
+def _check_finite(run: Run, state: Any, loaded: str) -> None:
+    if names := names_not_finite(run, state):
+        more = f" and in {len(names) - 1} other arrays" if len(names) > 1 else ""
+        raise UserError(f"{loaded}: there is a NaN or an infinity in {names[0]}{more}; load a checkpoint without")
 
 
 def _other_run(run: Run, dataset: Dataset, say: Say) -> Start:

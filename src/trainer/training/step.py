@@ -1,5 +1,6 @@
 """One training step, in the order in which data meets it; written over TrainTree, the same for every combination."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -83,8 +84,9 @@ def make_train_step(
     """`step(native_state, batch) -> (native_state, metrics)`, to be jitted with the state donated.
 
     `batch` holds int32 [rows, length] arrays and `row` [rows]; rows is the global batch. Metrics are weighted over the
-    whole batch: float32 scalars, `tokens` and `skipped` (int32; 1 where loss or gradients are not finite, as where no
-    token bears loss, and the update is left out), and activation statistics [layers] where they are recorded.
+    whole batch: float32 scalars, `tokens` and `skipped` (int32; 1 where loss, gradients, new parameters or new
+    optimizer state are not finite, as where no token bears loss, and the update is left out), and activation statistics
+    [layers] where they are recorded.
     Gradients (`make_gradients`) are handed to the optimizer in the dtype of their parameter.
     """
     schedule = make_schedule(config)
@@ -95,7 +97,14 @@ def make_train_step(
         tree = codec.unpack(state)
         total, terms, tokens, sown, grads = gradients(tree, batch)
         grad_norm = optax.tree.norm(jax.tree.map(lambda grad: grad.astype(jnp.float32), grads))
-        accept = jnp.isfinite(total) & jnp.isfinite(grad_norm)
+        trained, frozen = _partition(is_trained(tree.params), tree.params)
+        grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, trained)
+        grads = _combine(grads, jax.tree.map(jnp.zeros_like, frozen))
+        updates, opt_state = codec.tx.update(grads, tree.opt_state, tree.params)
+        params = optax.apply_updates(tree.params, updates)
+        # Finite gradients may give an update that is not: a quotient of Adam without epsilon, a huge learning rate.
+        accept = jnp.isfinite(total) & jnp.isfinite(grad_norm) & all_finite((params, opt_state))
+        params, opt_state = _select(accept, (params, opt_state), (tree.params, tree.opt_state))
         metrics = {
             "loss": total,
             **terms,
@@ -105,12 +114,6 @@ def make_train_step(
             "tokens": tokens,
             **_activation_statistics(sown),
         }
-        trained, frozen = _partition(is_trained(tree.params), tree.params)
-        grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, trained)
-        grads = _combine(grads, jax.tree.map(jnp.zeros_like, frozen))
-        updates, opt_state = codec.tx.update(grads, tree.opt_state, tree.params)
-        params = optax.apply_updates(tree.params, updates)
-        params, opt_state = _select(accept, (params, opt_state), (tree.params, tree.opt_state))
         return codec.pack(tree._replace(step=tree.step + 1, params=params, opt_state=opt_state)), metrics
 
     return step
@@ -154,6 +157,12 @@ def _held(grads: Any, dtype: jnp.dtype) -> Any:
     if dtype == jnp.float32:
         return grads
     return jax.lax.optimization_barrier(jax.tree.map(lambda grad: grad.astype(dtype), grads))
+
+
+def all_finite(tree: Any) -> jax.Array:
+    """Whether no floating-point number in `tree` is NaN or infinite, a bool []."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    return functools.reduce(jnp.logical_and, [jnp.isfinite(leaf).all() for leaf in leaves], jnp.asarray(True))
 
 
 def _select(accept: jax.Array, new: Any, old: Any) -> Any:

@@ -3,8 +3,10 @@
 import itertools
 
 import ml_collections
+import numpy as np
 import pytest
 
+from trainer.backends import TrainTree
 from trainer.checkpoint import is_due, maybe_save_checkpoint
 
 
@@ -25,8 +27,10 @@ class Manager:
 
 
 class Codec:
+    """Its native state is the state's step."""
+
     def unpack(self, state):
-        return f"tree of {state}"
+        return TrainTree(np.int32(state), {}, (), {})
 
 
 def attempt(updates, *, settings=None, latest=None, manager=True, **when):
@@ -39,7 +43,7 @@ def attempt(updates, *, settings=None, latest=None, manager=True, **when):
 
     begun = maybe_save_checkpoint(
         Manager(events, latest) if manager else None,
-        "state",
+        updates,
         updates,
         config=config() if settings is None else settings,
         codec=Codec(),
@@ -50,7 +54,7 @@ def attempt(updates, *, settings=None, latest=None, manager=True, **when):
     return events, begun
 
 
-SAVED = ["before", ("save", 4, "tree of state", "beside", {"eval_loss": 1.0})]
+SAVED = ["before", ("save", 4, Codec().unpack(4), "beside", {"eval_loss": 1.0})]
 
 
 @pytest.mark.parametrize(
@@ -99,10 +103,30 @@ def test_no_number_is_saved_twice():
     for when in ({}, {"force": True}, {"initial": True}):
         settings = config(save_checkpoint_on_start=True)
         maybe_save_checkpoint(
-            manager, "state", 4, config=settings, codec=Codec(), beside=lambda: "beside", before=dict, **when
+            manager, 4, 4, config=settings, codec=Codec(), beside=lambda: "beside", before=dict, **when
         )
     assert [event[1] for event in events] == [4]
 
 
 def test_without_a_manager_nothing_happens():
     assert attempt(4, manager=False, force=True) == ([], False)
+
+
+def test_the_state_says_how_many_updates_it_holds():
+    events = []
+    given = {"config": config(), "codec": Codec(), "beside": lambda: "beside"}
+    assert [n for n in range(11) if maybe_save_checkpoint(Manager(events), n, **given)] == [0, 4, 8, 10]
+    assert [event[1] for event in events] == [0, 4, 8, 10]
+
+
+def test_a_number_that_is_not_the_states_own_is_refused():
+    events = []
+    given = {
+        "config": config(),
+        "codec": Codec(),
+        "beside": lambda: "beside",
+        "before": lambda: events.append("before"),
+    }
+    with pytest.raises(ValueError, match="a checkpoint of 8 updates is due, and the state holds 7"):
+        maybe_save_checkpoint(Manager(events), 7, 8, **given)
+    assert events == []

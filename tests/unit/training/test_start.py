@@ -216,3 +216,19 @@ def test_the_other_run_may_go_away_afterwards(tmp_path):
     begun = begin(this)
     shutil.rmtree(tmp_path)
     assert_equal(this, begun.state, state)
+
+
+@pytest.mark.parametrize("key", ["load_full_state_path", "load_parameters_path"])
+def test_what_is_loaded_must_be_finite(tmp_path, key):
+    this = run()
+    tree = this.codec.unpack(native(this, 1, 8))
+    tree.params["token_embedder"]["embedding"] = tree.params["token_embedder"]["embedding"].at[2, 3].set(jnp.nan)
+    beside = Beside(to_yaml(this.config), position_after(this, 8), dataset_of(this).fingerprint, {})
+    with CheckpointManager(tmp_path / "other", this.config, print) as manager:
+        manager.save(8, tree, beside, {})
+    with pytest.raises(UserError) as error:
+        begin(run(**{key: tmp_path / "other"}))
+    place = "params/token_embedder/embedding"
+    assert str(error.value) == (
+        f"{key}={tmp_path}/other: there is a NaN or an infinity in {place}; load a checkpoint without"
+    )

@@ -9,14 +9,15 @@ import optax
 import pytest
 from support import arguments, assert_equal_bits, copied, packed_batch, tiny_config
 
-from trainer.backends import make_model
+from trainer.backends import StateCodec, make_model
 from trainer.config import load
 from trainer.layers.sown import TYPES
 from trainer.objectives import Objective
 from trainer.optim import make_optimizer
 from trainer.runtime.place import place
 from trainer.training import build
-from trainer.training.step import make_gradients
+from trainer.training.finite import names_not_finite
+from trainer.training.step import Layout, make_gradients, make_train_step
 
 # At this level a step compiles several times as fast.
 QUICK = {"xla_backend_optimization_level": 0}
@@ -183,6 +184,45 @@ def test_a_step_that_is_not_finite_leaves_no_trace_but_its_count(settings, broke
     assert after.step == before.step + 1
     assert_equal_bits(after.params, bad_before.params)
     assert_equal_bits(after.opt_state, bad_before.opt_state)
+
+
+# Tokens that a batch lacks have moments of zero, of which Adam without epsilon makes 0 / 0.
+ZERO_BY_ZERO = {"adam_eps": 0.0, "logits_via_embedding": False, "warmup_steps_fraction": 0.0}
+OVERFLOW = {"learning_rate": 1e38, "adam_weight_decay": 100.0, "warmup_steps_fraction": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("combination", "settings"), [("nnx", ZERO_BY_ZERO), ("linen", ZERO_BY_ZERO), ("nnx", OVERFLOW)]
+)
+def test_an_update_that_is_not_finite_is_left_out_though_its_gradient_is(combination, settings):
+    run = build(load(arguments(combination, **settings)).config, jax.devices()[:1])
+    state, batch = run.init(), place(packed_batch(run.config, run.rows), run.batch_shardings)
+    before = copied(run.codec.unpack(state))
+    state, metrics = run.step.lower(*run.abstract_args()).compile(QUICK)(state, batch)
+    after = copied(run.codec.unpack(state))
+    assert np.isfinite([metrics["loss"], metrics["grad_norm"], metrics["learning_rate"]]).all()
+    assert metrics["skipped"] == 1
+    assert after.step == before.step + 1
+    assert_equal_bits((after.params, after.opt_state), (before.params, before.opt_state))
+    assert names_not_finite(run, state) == []
+
+
+def test_optimizer_state_that_is_not_finite_is_not_kept():
+    """Of an optimizer whose parameters would not show it."""
+
+    def update(grads, state, params):
+        return jax.tree.map(jnp.zeros_like, grads), state / 0
+
+    tx = optax.GradientTransformation(lambda params: jnp.ones(()), update)
+    config = tiny_config("nnx")
+    model = make_model(config)
+    codec = StateCodec(model, tx)
+    state = jax.jit(lambda: codec.init(jax.random.key(0)), compiler_options=QUICK)()
+    here = jax.tree.map(lambda leaf: leaf.sharding, codec.unpack(state).params)
+    step = make_train_step(config, codec, Objective(model.apply), Layout(here, here))
+    state, metrics = jax.jit(step, compiler_options=QUICK)(state, packed_batch(config, 2))
+    assert metrics["skipped"] == 1
+    assert codec.unpack(state).opt_state == 1
 
 
 def test_finite_steps_are_those_of_the_optimizer_alone():
