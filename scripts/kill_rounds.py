@@ -87,7 +87,7 @@ def arrays_of(checkpoint: Path) -> dict[str, Any]:
     import numpy as np
     from orbax.checkpoint import v1 as ocp
 
-    from trainer.backends.codec import path_of
+    from trainer.backends.permutation import path_of
 
     path, one = checkpoint.absolute(), jax.sharding.SingleDeviceSharding(jax.devices()[0])
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax says that it cannot describe what lies beside the arrays
