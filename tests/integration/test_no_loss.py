@@ -72,6 +72,16 @@ def test_a_batch_without_loss_is_left_out(run, tmp_path):
     assert "2 updates whose batch had no token that bears loss" in output
 
 
+def test_a_run_that_learned_nothing_stays_refused(run, tmp_path):
+    """The last rows alone bear loss, and the run ends before it comes to them."""
+    rows, keys = [LONG] * 12 + [SHORT] * 2, {"data_pipeline": "streaming", "enable_checkpointing": True}
+    for _ in range(2):
+        code, output = run(rows, steps=4, checkpoint_period=2, run_name="x", **keys)
+        assert code == 1, output
+        assert "0 tokens bear loss in the 2 batches of this run" in output
+    assert not any(path.name.isdecimal() for path in (tmp_path / "runs/x/checkpoints").iterdir())
+
+
 @pytest.mark.parametrize(
     ("tokens", "resumed", "stops"), [([0, 0], False, True), ([0, 3], False, False), ([0, 0], True, False)]
 )

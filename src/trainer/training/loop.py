@@ -85,8 +85,8 @@ def fit(
             loop.reader.flush()
         if preemption.check(loop.done):
             loop.save(force=True)
-        elif loop.done > start.updates and not (start.resumed or loop.reader.tokens):
-            raise RunStopped(_NO_TOKENS.format(count=loop.done - start.updates))
+        else:
+            loop.check_tokens()
         if manager is not None:
             manager.wait()  # a second SIGTERM shall not end the process within the save that the first one asked for
     return End(loop.state, preempted=preemption.requested and (loop.done < steps or not loop.evaluated))
@@ -160,8 +160,16 @@ class _Loop:
             before=self._before_saving,
         )
 
+    def check_tokens(self) -> None:
+        """Stops a new run whose batches so far had no token that bears loss: no update was made. It has no checkpoint
+        from which the same command could go on and call itself finished."""
+        updates = self.done - self._start.updates
+        if updates and not (self._start.resumed or self.reader.tokens):
+            raise RunStopped(_NO_TOKENS.format(count=updates))
+
     def _before_saving(self) -> Mapping[str, float]:
         self.reader.flush()
+        self.check_tokens()
         self._reports.sync()
         row = self._last_evaluation
         comparable = row.get("step") == self.done - 1 and math.isfinite(row["eval_loss"])
