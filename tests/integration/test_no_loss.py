@@ -91,7 +91,13 @@ def test_a_run_whose_batches_bear_no_loss_is_stopped(tokens, resumed, stops):
 
     def step(leaves, batch):
         count = next(left)
-        values = {"loss": 1.0 if count else math.nan, "grad_norm": 1.0, "skipped": int(not count), "tokens": count}
+        values = {
+            "loss": 1.0 if count else math.nan,
+            "grad_norm": 1.0,
+            "skipped": int(not count),
+            "tokens": count,
+            "finite": 1,
+        }
         return leaves, {name: np.asarray(value) for name, value in values.items()}
 
     built = build(load(arguments("nnx", steps=2)).config, jax.devices()[:1])

@@ -1,6 +1,5 @@
 """What a person sees of a run, and what programs that watch its output read."""
 
-import math
 import os
 import shutil
 import sys
@@ -96,8 +95,6 @@ class Console:
             self._skipped += 1
             if self._skipped == 1:
                 values = f"loss {row['loss']:.3g} and gradient norm {row['grad_norm']:.3g}"
-                if math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]):
-                    values += ", and an update that is not finite"
                 self._warn(f"step {row['step']} has {values}: its update is left out")
 
     def evaluation(self, row: Mapping[str, float]) -> None:
@@ -116,7 +113,7 @@ class Console:
             steps += f" ({self._first['step']} to {self._last['step']}, going on from earlier ones)"
         rows = [("done", f"{steps}, {pace.tokens:,} tokens in {clock(wall_time)}")]
         if self._skipped:
-            rows.append(("left out", f"{self._skipped:,} updates: they, their loss or their gradient were not finite"))
+            rows.append(("left out", f"{self._skipped:,} updates whose loss or gradient was not finite"))
         if self._without_loss:
             rows.append(("left out", f"{self._without_loss:,} updates whose batch had no token that bears loss"))
         if pace.steps:

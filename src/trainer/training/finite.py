@@ -1,4 +1,4 @@
-"""Steps that were left out because something in them is not finite: what it was, in words."""
+"""Steps in which something is not finite: what it was, in words."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,41 +12,43 @@ from trainer.training.step import all_finite
 
 
 def check_finite(config: Any, row: Mapping[str, Any], batch: str, not_finite: Callable[[], Sequence[str]]) -> None:
-    """Ends the run at a step that was left out, if the configuration says so.
+    """Ends the run at a step that is not finite, if the configuration says so or the state is lost.
 
     Args:
-      row: the metrics of the step.
+      row: the metrics of the step, with `skipped` and `finite`; see `step.make_train_step`.
       batch: which batch it took, in words.
       not_finite: the names of arrays of the train state that hold a NaN or an infinity.
 
     Raises:
       RunStopped: says what was not finite: the loss or the gradient, the update, or the state before it.
     """
-    if not row["skipped"] or not row["tokens"]:  # without a token that bears loss there is no loss
-        return
-    values = {name: row[name] for name in ("loss", "grad_norm")}
-    nan, inf = (any(wrong(value) for value in values.values()) for wrong in (math.isnan, math.isinf))
-    # Of an update nobody knows which of the two it has.
-    kinds = {"abort_on_nan_loss": nan or not inf, "abort_on_inf_loss": inf or not nan}
+    bad = {name: row[name] for name in ("loss", "grad_norm") if not math.isfinite(row[name])}
+    nan, inf = (any(wrong(value) for value in bad.values()) for wrong in (math.isnan, math.isinf))
+    kinds = {"abort_on_nan_loss": nan, "abort_on_inf_loss": inf}
     keys = [key for key, found in kinds.items() if found and config[key]]
-    if not keys:
+    lost = not row["finite"]
+    # Without a token that bears loss there is no loss, and nothing is wrong.
+    if not lost and (not keys or not row["tokens"]):
         return
-    bad = " and ".join(f"{name} {value}" for name, value in values.items() if not math.isfinite(value))
-    what, advice = bad, "Lower learning_rate"
-    if not bad:
-        what = (
-            f"loss {row['loss']:.6g} and grad_norm {row['grad_norm']:.6g} are finite, and the update with "
-            f"learning_rate {row['learning_rate']:.6g} is not"
+    its_batch = f"Its batch is {batch} (data_shuffle_seed={config.data_shuffle_seed})"
+    if not lost:
+        found = " and ".join(f"{name} {value}" for name, value in bad.items())
+        raise RunStopped(
+            f"step {row['step']}: {found}. {its_batch}. The update was left out, and the checkpoints are as they were. "
+            f"Lower learning_rate, or set {' and '.join(f'{key}=false' for key in keys)} to leave such updates out and "
+            "go on"
         )
-        advice = "Lower learning_rate, raise adam_eps"
-    if names := not_finite():
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        what += f". The state that this process began with is not finite: {names[0]}{more}"
-        advice = "Begin with other parameters or another checkpoint"
+    first, *others = not_finite()
+    where = f"{first} and {len(others)} more arrays" if others else first
+    if row["skipped"]:
+        raise RunStopped(
+            f"step {row['step']}: the state before it holds a NaN or an infinity in {where}. Begin with other "
+            "parameters or another checkpoint"
+        )
     raise RunStopped(
-        f"step {row['step']}: {what}. Its batch is {batch} (data_shuffle_seed={config.data_shuffle_seed}). The update "
-        f"was left out, and the checkpoints are as they were. {advice}, or set "
-        f"{' and '.join(f'{key}=false' for key in keys)} to leave such updates out and go on"
+        f"step {row['step']}: loss {row['loss']:.6g} and grad_norm {row['grad_norm']:.6g} are finite, and the update "
+        f"with learning_rate {row['learning_rate']:.6g} is not: {where}. {its_batch}. No checkpoint holds this update. "
+        "Lower learning_rate or raise adam_eps"
     )
 
 

@@ -260,5 +260,6 @@ class _Reader:
             "data_wait": min(1.0, waited / elapsed),
         }
         self.tokens += row["tokens"]
+        finite = row.pop("finite")
         self._report(row)
-        self._check(row)
+        self._check(row | {"finite": finite})

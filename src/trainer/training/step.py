@@ -84,9 +84,9 @@ def make_train_step(
     """`step(native_state, batch) -> (native_state, metrics)`, to be jitted with the state donated.
 
     `batch` holds int32 [rows, length] arrays and `row` [rows]; rows is the global batch. Metrics are weighted over the
-    whole batch: float32 scalars, `tokens` and `skipped` (int32; 1 where loss, gradients, new parameters or new
-    optimizer state are not finite, as where no token bears loss, and the update is left out), and activation statistics
-    [layers] where they are recorded.
+    whole batch: float32 scalars; int32 `tokens`, `skipped` (1 where loss or gradients are not finite, as where no token
+    bears loss, and the update is left out) and `finite` (1 where parameters and optimizer state are finite after the
+    step); and activation statistics [layers] where they are recorded.
     Gradients (`make_gradients`) are handed to the optimizer in the dtype of their parameter.
     """
     schedule = make_schedule(config)
@@ -102,14 +102,16 @@ def make_train_step(
         grads = _combine(grads, jax.tree.map(jnp.zeros_like, frozen))
         updates, opt_state = codec.tx.update(grads, tree.opt_state, tree.params)
         params = optax.apply_updates(tree.params, updates)
-        # Finite gradients may give an update that is not: a quotient of Adam without epsilon, a huge learning rate.
-        accept = jnp.isfinite(total) & jnp.isfinite(grad_norm) & all_finite((params, opt_state))
+        accept = jnp.isfinite(total) & jnp.isfinite(grad_norm)
         params, opt_state = _select(accept, (params, opt_state), (tree.params, tree.opt_state))
         metrics = {
             "loss": total,
             **terms,
             "grad_norm": grad_norm,
             "skipped": jnp.where(accept, 0, 1),
+            # Finite gradients may give an update that is not: Adam without epsilon, a huge learning rate. To leave it
+            # out here, the step would have to keep the old state beside the new one (docs/experiments.md).
+            "finite": jnp.where(all_finite((params, opt_state)), 1, 0),
             "learning_rate": jnp.asarray(schedule(tree.step), jnp.float32),
             "tokens": tokens,
             **_activation_statistics(sown),

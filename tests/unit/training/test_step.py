@@ -194,20 +194,16 @@ OVERFLOW = {"learning_rate": 1e38, "adam_weight_decay": 100.0, "warmup_steps_fra
 @pytest.mark.parametrize(
     ("combination", "settings"), [("nnx", ZERO_BY_ZERO), ("linen", ZERO_BY_ZERO), ("nnx", OVERFLOW)]
 )
-def test_an_update_that_is_not_finite_is_left_out_though_its_gradient_is(combination, settings):
+def test_an_update_that_is_not_finite_is_told_though_its_gradient_is(combination, settings):
     run = build(load(arguments(combination, **settings)).config, jax.devices()[:1])
     state, batch = run.init(), place(packed_batch(run.config, run.rows), run.batch_shardings)
-    before = copied(run.codec.unpack(state))
     state, metrics = run.step.lower(*run.abstract_args()).compile(QUICK)(state, batch)
-    after = copied(run.codec.unpack(state))
     assert np.isfinite([metrics["loss"], metrics["grad_norm"], metrics["learning_rate"]]).all()
-    assert metrics["skipped"] == 1
-    assert after.step == before.step + 1
-    assert_equal_bits((after.params, after.opt_state), (before.params, before.opt_state))
-    assert names_not_finite(run, state) == []
+    assert (metrics["skipped"], metrics["finite"]) == (0, 0)
+    assert names_not_finite(run, state)
 
 
-def test_optimizer_state_that_is_not_finite_is_not_kept():
+def test_optimizer_state_that_is_not_finite_is_told():
     """Of an optimizer whose parameters would not show it."""
 
     def update(grads, state, params):
@@ -221,8 +217,8 @@ def test_optimizer_state_that_is_not_finite_is_not_kept():
     here = jax.tree.map(lambda leaf: leaf.sharding, codec.unpack(state).params)
     step = make_train_step(config, codec, Objective(model.apply), Layout(here, here))
     state, metrics = jax.jit(step, compiler_options=QUICK)(state, packed_batch(config, 2))
-    assert metrics["skipped"] == 1
-    assert codec.unpack(state).opt_state == 1
+    assert metrics["finite"] == 0
+    assert codec.unpack(state).opt_state == np.inf
 
 
 def test_finite_steps_are_those_of_the_optimizer_alone():
