@@ -1,6 +1,7 @@
 """The training step: accumulation, the trainable part, the mesh, what it compiles to."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -296,3 +297,25 @@ def test_no_remat_recomputes_no_product():
     assert products("none") == 3 * 9 + 3
     assert products("minimal") == products("none") + 2
     assert products("full") == products("none") + 8
+
+
+def test_the_learning_rate_in_the_metrics_is_that_of_the_step_itself():
+    """With gradients of 1 it is what SGD subtracts."""
+    config = tiny_config("nnx", opt_type="sgd", steps=8, warmup_steps_fraction=0.5, gradient_clipping_threshold=0)
+    model = make_model(config)
+    codec = StateCodec(model, make_optimizer(config, model.param_axes))
+    ones = SimpleNamespace(
+        weight=lambda batch: jnp.ones((), jnp.int32),
+        sums=lambda params, *_: ({"lm_loss": sum(jnp.sum(leaf) for leaf in jax.tree.leaves(params))}, {}),
+    )
+    state = jax.jit(lambda: codec.init(jax.random.key(0)), compiler_options=QUICK)()
+    here = jax.tree.map(lambda leaf: leaf.sharding, codec.unpack(state).params)
+    step = jax.jit(make_train_step(config, codec, ones, Layout(here, here)), compiler_options=QUICK)
+    rates = []
+    for _ in range(4):
+        before = np.asarray(codec.unpack(state).params["decoder"]["decoder_norm"]["scale"])
+        state, metrics = step(state, packed_batch(config, 2))
+        moved = before - np.asarray(codec.unpack(state).params["decoder"]["decoder_norm"]["scale"])
+        rates.append(float(metrics["learning_rate"]))
+        np.testing.assert_allclose(moved, rates[-1], atol=2e-7)  # rounding of parameters near 1
+    assert np.diff(rates).min() > 1e-4, "they can be told apart"

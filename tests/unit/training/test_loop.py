@@ -1,0 +1,83 @@
+"""The loop around a step, with steps and evaluations that compute nothing."""
+
+import itertools
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from support import arguments
+
+from trainer.checkpoint.save import is_due
+from trainer.config import load
+from trainer.data import open_dataset
+from trainer.training import Reports, Start, build, fit
+from trainer.training import loop as module
+from trainer.training.loop import evaluate
+
+STEP, EVALUATION = 1.0, 1000.0  # seconds on the clock below
+
+
+class Loop:
+    """`fit` of a tiny configuration. Every step takes STEP seconds, every batch of an evaluation EVALUATION."""
+
+    def __init__(self, monkeypatch, **keys):
+        config = load(arguments("nnx", **keys)).config
+        self.clock, self.batches, self.losses = 0.0, 0, itertools.count(5)
+        self.steps, self.evaluations, self.saved = [], [], {}
+        self.run = build(config, jax.devices()[:1])._replace(eval_step=self._eval_step)
+        self.dataset = open_dataset(self.run.config, print)
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=self._now))
+        monkeypatch.setattr(module, "maybe_save_checkpoint", self._save)
+
+    def fit(self):
+        reports = Reports(self.steps.append, self.evaluations.append, lambda: None)
+        fit(self.run, self._step, Start([]), self.dataset, reports)
+
+    def _now(self):
+        self.clock += 1e-3  # no two readings are equal
+        return self.clock
+
+    def _step(self, leaves, batch):
+        self.clock += STEP
+        values = {"loss": 1.0, "grad_norm": 1.0, "skipped": 0, "finite": 1, "tokens": 8, "learning_rate": 0.1}
+        return leaves, {name: np.asarray(value) for name, value in values.items()}
+
+    def _eval_step(self, state, batch, table):
+        self.clock += EVALUATION
+        self.batches += 1
+        return {"nats": np.asarray(float(next(self.losses))), "tokens": np.asarray(1), "bytes": np.asarray(0)}
+
+    def _save(self, manager, state, updates, *, config, before, initial=False, **_):
+        if is_due(config, updates, initial=initial):
+            self.saved[updates] = dict(before())
+
+
+def test_a_checkpoint_gets_the_evaluation_of_its_own_step_or_none(monkeypatch):
+    loop = Loop(monkeypatch, steps=8, eval_interval=4, eval_steps=1, checkpoint_period=2)
+    loop.fit()
+    assert [(row["step"], row["eval_loss"]) for row in loop.evaluations] == [(3, 5.0), (7, 6.0)]
+    assert loop.saved == {2: {}, 4: {"eval_loss": 5.0}, 6: {}, 8: {"eval_loss": 6.0}}
+
+
+def test_a_steps_time_has_no_evaluation_in_it(monkeypatch):
+    loop = Loop(monkeypatch, steps=6, eval_interval=2, eval_steps=1, checkpoint_period=100)
+    loop.fit()
+    assert [row["step"] for row in loop.steps] == list(range(6))
+    assert all(row["step_time"] < EVALUATION for row in loop.steps)
+    assert [row["eval_time"] for row in loop.evaluations] == pytest.approx([EVALUATION] * 3, abs=0.1)
+
+
+@pytest.mark.parametrize("asked_after", [1, 3])
+def test_a_signal_within_an_evaluation_takes_no_further_batch(monkeypatch, asked_after):
+    class Asked:
+        @property
+        def requested(self):
+            return loop.batches >= asked_after
+
+    loop = Loop(monkeypatch, eval_interval=1, eval_steps=-1)
+    assert evaluate(loop.run, [], loop.dataset, 0, Asked()) is None
+    assert loop.batches == asked_after
+    loop.batches = -1000
+    assert evaluate(loop.run, [], loop.dataset, 0, Asked()) is not None
+    assert loop.batches + 1000 > 3, "there are more batches than that"
