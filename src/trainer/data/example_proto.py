@@ -10,7 +10,7 @@ import numpy as np
 
 
 def parse_example(data: bytes) -> dict[str, Any]:
-    """Each feature's values: bytes where there is one string, a list of bytes, or an array of int64 or float32.
+    """Each feature's values, by name in alphabetical order: bytes where there is one string, a list of bytes, or an array of int64 or float32.
 
     Raises:
       ValueError: `data` is no such message.
@@ -24,7 +24,7 @@ def parse_example(data: bytes) -> dict[str, Any]:
         raise ValueError(f"no tf.train.Example ({error})") from error
     if not features:
         raise ValueError("no tf.train.Example, or one without features")
-    return {name: _values(feature) for name, feature in features.items()}
+    return {name: _values(features[name]) for name in sorted(features)}  # a map of protobuf has no order
 
 
 def serialize_example(values: Mapping[str, bytes]) -> bytes:

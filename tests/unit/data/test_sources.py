@@ -257,7 +257,7 @@ def test_bytes_that_are_no_utf8_are_named(tmp_path: Path):
 
 @pytest.mark.parametrize("kind", ["arrayrecord", "parquet", "tfrecord"])
 def test_a_missing_column_lists_those_there_are(corpora, tmp_path: Path, kind: str):
-    with pytest.raises(UserError, match=r"there is no column body; .* to some of: text, number"):
+    with pytest.raises(UserError, match=r"there is no column body; .* to some of: (text, number|number, text)"):
         read_all(tmp_path, kind, f"{corpora(kind)}/*", train_data_columns="body")
 
 

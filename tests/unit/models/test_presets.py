@@ -48,7 +48,7 @@ SIZES = (
 def preset(name: str, platform: str = "cpu") -> ml_collections.FrozenConfigDict:
     loaded = load([f"model_name={name}", "dataset_type=synthetic", *(f"{k}={v}" for k, v in pinned("nnx").items())])
     assert loaded.warnings == []
-    assert [note for note in loaded.notes if not note.startswith("defaults of base.yml")] == []
+    assert [note for note in loaded.notes if note.startswith("model_name=")] == []  # nothing of the preset is changed
     return resolve(loaded.config, device_count=1, platform=platform)
 
 
