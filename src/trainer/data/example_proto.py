@@ -10,7 +10,8 @@ import numpy as np
 
 
 def parse_example(data: bytes) -> dict[str, Any]:
-    """Each feature's values, by name in alphabetical order: bytes where there is one string, a list of bytes, or an array of int64 or float32.
+    """Each feature's values, names in alphabetical order: bytes where there is one string, a list of bytes, or an array
+    of int64 or float32.
 
     Raises:
       ValueError: `data` is no such message.
