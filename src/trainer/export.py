@@ -3,12 +3,11 @@
 import os
 import shlex
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.config import UserError, exit_on_user_error, schema
+from trainer.config import UserError, command_line, exit_on_user_error, schema, take_interrupts
 from trainer.config.errors import shortened
 from trainer.config.paths import local_path, path_problem
 from trainer.config.values import read_text
@@ -36,7 +35,7 @@ The files of a tokenizer beside FROM are copied."""
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (default: the process's own)."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = command_line(argv)
     if {"help", "--help", "-h"} & set(words):
         print(HELP)
         return
@@ -46,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from trainer.checkpoint import copy_tokenizer, model_config, open_source
     from trainer.checkpoint.description import check_words
 
+    take_interrupts()
     checkpoint = open_source(source)
     config = model_config(checkpoint.keys, keys, str(checkpoint.path))
     check_words(checkpoint.keys, keys, config, str(checkpoint.path))

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from trainer.config import UserError, exit_on_user_error, load_sides
+from trainer.config import UserError, command_line, exit_on_user_error, load_sides
 from trainer.runtime.platforms import leave_out_absent_tpu
 
 HELP = """\
@@ -30,7 +30,7 @@ A side whose mesh is written out in numbers takes that many devices, others take
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (default: the process's own)."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = command_line(argv)
     if {"help", "--help", "-h"} & set(words):
         print(HELP)
         return

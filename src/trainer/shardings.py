@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from trainer.config import UserError, exit_on_user_error
+from trainer.config import UserError, command_line, exit_on_user_error
 from trainer.config.sides import Side, differences, load_sides
 from trainer.config.topologies import Topology, find_topology
 from trainer.runtime.platforms import leave_out_absent_tpu, prepare_compile_only_tpu, simulate_cpu_devices
@@ -17,7 +17,7 @@ from trainer.runtime.platforms import leave_out_absent_tpu, prepare_compile_only
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (default: the process's own)."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = command_line(argv)
     as_json = "--json" in words
     sides = load_sides([word for word in words if word != "--json"])
     for side in sides:

@@ -2,23 +2,22 @@
 
 import contextlib
 import io
-import sys
 import time
 from collections.abc import Sequence
 
-from trainer.config import UserError, exit_on_user_error, load, to_yaml
+from trainer.config import UserError, command_line, exit_on_user_error, load, take_interrupts, to_yaml
 from trainer.config.effects import without_effect_here
 from trainer.config.files import COMMAND_LINE
 from trainer.config.paths import local_path
 from trainer.runtime.platforms import leave_out_absent_tpu
-from trainer.runtime.preemption import EXIT_CODE
+from trainer.runtime.preemption import EXIT_CODE, ends_at_sigterm
 
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (default: the process's own)."""
     started = time.perf_counter()
-    loaded = load(sys.argv[1:] if argv is None else argv)
+    loaded = load(command_line(argv))
     # From here on the command line makes sense by itself; what follows loads JAX.
     leave_out_absent_tpu()
     from trainer.runtime.distributed import distributed
@@ -77,6 +76,7 @@ def _prepare(loaded, console):
     from trainer.training import build, check_held_out
     from trainer.training.memory import check_memory
 
+    take_interrupts()
     check_memory(loaded.config, jax.devices())
     run = build(loaded.config, jax.devices())
     index = jax.process_index()
@@ -114,7 +114,8 @@ def _train(loaded, run, dataset, run_dir, console):
         run_dir.begin(to_yaml(run.config), resumed=begin.resumed, say=console.say)
         if compiled is None and begin.updates < run.config.steps:
             console.say("compiling the training step")
-            with tiles_fit():
+            ended = f"SIGTERM: ended before the first update, the same command begins here again ({run_dir.place})"
+            with tiles_fit(), ends_at_sigterm(ended):
                 compiled = run.compile_on_leaves()
         reports = _reports(run, run_dir, begin, metrics_files, console, stack)
         return fit(run, compiled, begin, dataset, reports, manager)

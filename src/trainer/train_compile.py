@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.config import UserError, exit_on_user_error, load
+from trainer.config import UserError, command_line, exit_on_user_error, load
 from trainer.config.effects import without_effect_here
 from trainer.config.paths import local_path
 from trainer.config.topologies import Topology, find_topology
@@ -28,7 +28,7 @@ class Compilation(NamedTuple):
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (default: the process's own)."""
-    loaded = load(sys.argv[1:] if argv is None else argv)
+    loaded = load(command_line(argv))
     topology = find_topology(loaded.config.compile_topology)
     prepare_compile_only_tpu()
     if isinstance(topology, Topology) and topology.generation is None:

@@ -96,15 +96,21 @@ class CheckpointManager:
         if ending is None or self._lost:
             return
         with disk_errors(self.directory):
-            self._watch(ending)
-            self._ending = None
-            ending.result()
+            try:
+                self._watch(ending)
+                ending.result()
+            finally:
+                if ending.done():  # otherwise Ctrl-C came, and `close` waits again
+                    self._ending = None
 
     def close(self) -> None:
         """Waits as `wait` does, and ends."""
         with disk_errors(self.directory):
             try:
                 self.wait()
+            except KeyboardInterrupt:
+                self._lost = True
+                raise
             finally:
                 self._thread.shutdown(wait=not self._lost)
                 if not self._lost:
@@ -116,6 +122,11 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if kind is KeyboardInterrupt and self._ending is not None and not self._ending.done():
+            self._say(
+                f"interrupted: waiting for the checkpoint of {self.latest} updates, which is being written; Ctrl-C "
+                "again ends without it"
+            )
         self.close()
 
     def _watch(self, ending: Future[None]) -> None:

@@ -3,7 +3,15 @@
 from trainer.config.data_keys import parse_mixture
 from trainer.config.derived import eval_batch_rows, global_batch_rows, mesh_axes, microbatch_rows
 from trainer.config.dump import to_yaml
-from trainer.config.errors import NotBuilt, RunStopped, UserError, exit_on_user_error, nearest
+from trainer.config.errors import (
+    NotBuilt,
+    RunStopped,
+    UserError,
+    command_line,
+    exit_on_user_error,
+    nearest,
+    take_interrupts,
+)
 from trainer.config.flags import COMBINATIONS, combination, flags_of, linen_stack
 from trainer.config.help import help_text
 from trainer.config.load import Loaded, load
@@ -25,6 +33,7 @@ __all__ = [
     "UserError",
     "check_resume",
     "combination",
+    "command_line",
     "differences",
     "eval_batch_rows",
     "exit_on_user_error",
@@ -42,5 +51,6 @@ __all__ = [
     "read_saved",
     "resolve",
     "schema",
+    "take_interrupts",
     "to_yaml",
 ]

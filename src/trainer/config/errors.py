@@ -1,17 +1,23 @@
 """Mistakes of the user, and how an entry point ends on one."""
 
+import _thread
+import contextlib
 import difflib
 import functools
 import itertools
 import os
 import re
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_MOMENT = 0.01  # seconds
 # No message is longer than this.
 SCREEN_LINES, SCREEN_COLUMNS = 40, 160
 
@@ -37,10 +43,15 @@ def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
 
     RunStopped does the same with code 1. Ctrl-C ends with code 130 and a reader of the output that went away (`| head`)
     with 141, as a shell would have it. Every other exception passes.
+
+    Where the package left Ctrl-C to the system (see `trainer/__init__.py`) it stays with it until `take_interrupts`,
+    and is the system's again when `main` ends: the process ends without waiting for threads.
     """
 
     @functools.wraps(main)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        before = sys.unraisablehook
+        owned = _left_to_the_system()
         try:
             return main(*args, **kwargs)
         except UserError as error:
@@ -51,13 +62,68 @@ def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
             raise SystemExit(1) from None
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
+            if owned:
+                _end_as_interrupted()
             raise SystemExit(130) from None
         except BrokenPipeError:
             # Python flushes stdout once more at its end, which must not fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(141) from None
+        finally:
+            if owned:
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
+                sys.unraisablehook = before
 
     return wrapped
+
+
+def _left_to_the_system() -> bool:
+    return threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+
+
+def take_interrupts() -> None:
+    """Makes Ctrl-C an exception where it was left to the system: from here on there is something to close.
+
+    Comes after JAX was imported, which is no place for such an exception.
+    """
+    if not _left_to_the_system():
+        return
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        # Python drops what is raised within a callback of its garbage collector; JAX has one.
+        if unraisable.exc_type is KeyboardInterrupt:
+            threading.Timer(_MOMENT, _thread.interrupt_main).start()
+        else:
+            before(unraisable)
+
+    sys.unraisablehook = hook
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end_as_interrupted() -> None:
+    """Ends the process as the system does at Ctrl-C, so that a shell's loop around it ends too."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def command_line(argv: Sequence[str] | None) -> list[str]:
+    """The words of the command: `argv`, or those of the process.
+
+    Raises:
+      UserError: bytes in them are not UTF-8.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    # Python keeps such bytes as lone surrogates.
+    bad = [os.fsencode(word) for word in words if not word.isascii() and _SURROGATE.search(word)]
+    if bad:
+        raise UserError(
+            "\n  ".join(["the command line must be UTF-8; other bytes are in:", *(repr(word)[1:] for word in bad)])
+        )
+    return words
 
 
 def report(mistakes: Sequence[str]) -> UserError:

@@ -1,6 +1,11 @@
 """SIGTERM as a request that is met between two steps, by all processes between the same two."""
 
+import contextlib
+import os
 import signal
+import sys
+import threading
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -51,3 +56,39 @@ class Preemption:
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
+
+
+@contextlib.contextmanager
+def ends_at_sigterm(text: str) -> Iterator[None]:
+    """A context in which SIGTERM prints `text` and ends the process at once, with `EXIT_CODE`.
+
+    For compilations, which may take minutes: a handler in Python, and any exception, would wait for their end. So a
+    thread is told of the signal by the system, and ends the process itself. Of several processes JAX keeps the signal.
+    """
+    import jax
+
+    if jax.process_count() > 1:
+        yield
+        return
+    received, sent = os.pipe()
+    os.set_blocking(sent, False)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    fd_before = signal.set_wakeup_fd(sent)
+    thread = threading.Thread(target=_end_when_told, args=(received, text), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(fd_before)
+        signal.signal(signal.SIGTERM, before)
+        os.close(sent)
+        thread.join()
+        os.close(received)
+
+
+def _end_when_told(received: int, text: str) -> None:
+    while number := os.read(received, 1):
+        if number[0] == signal.SIGTERM:
+            print(text, flush=True)
+            sys.stderr.flush()
+            os._exit(EXIT_CODE)

@@ -419,6 +419,30 @@ def test_of_several_processes_the_one_whose_disk_fails_does_not_wait_for_the_oth
             manager.wait()
 
 
+class Endless(Future):
+    """A save whose end is waited for until Ctrl-C comes a second time."""
+
+    def result(self):
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_waits_for_the_save_that_runs_and_a_second_one_does_not(tmp_path):
+    lines = []
+
+    def interrupted():
+        with CheckpointManager(tmp_path, settings(), say=lines.append) as manager:
+            manager.save(1, small_tree(), BESIDE, {})
+            manager.wait()
+            manager._ending = Endless()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert lines == [
+        "interrupted: waiting for the checkpoint of 1 updates, which is being written; Ctrl-C again ends without it"
+    ]
+
+
 def test_sums_cover_every_file_but_the_mark_of_the_commit(tmp_path):
     path = saved(tmp_path)
     summed = json.loads((path / "sums.json").read_text())

@@ -1,11 +1,15 @@
 """How a user's mistake ends a program, and that configuration loads nothing heavy."""
 
+import os
+import signal
 import subprocess
 import sys
+import threading
+import types
 
 import pytest
 
-from trainer.config import UserError, exit_on_user_error
+from trainer.config import UserError, command_line, exit_on_user_error, take_interrupts
 
 PROGRAM = """
 import atexit, sys
@@ -48,3 +52,80 @@ def test_other_exceptions_and_results_pass():
     with pytest.raises(SystemExit) as caught:
         main(UserError("a user's"))
     assert caught.value.code == 2
+
+
+def test_bytes_that_are_not_utf8():
+    words = [os.fsdecode(word) for word in (b"steps=3", b"run_name=\xe9t\xe9", "prompt=été".encode(), b"\xff")]
+    with pytest.raises(UserError) as error:
+        command_line(words)
+    assert str(error.value) == (
+        "the command line must be UTF-8; other bytes are in:\n  'run_name=\\xe9t\\xe9'\n  '\\xff'"
+    )
+    assert command_line(words[::2]) == ["steps=3", "prompt=été"]
+
+
+def test_ctrl_c_while_a_command_is_imported_is_the_systems():
+    code = (
+        "import sys; sys.argv = ['-m']; import os, signal, trainer\n"  # as `python -m` has it at that moment
+        "os.kill(os.getpid(), signal.SIGINT); print('not reached')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+    done = subprocess.run([sys.executable, "-c", code[code.index("import os") :]], capture_output=True, check=False)
+    assert b"KeyboardInterrupt" in done.stderr, "a program that imports the package keeps Python's handler"
+
+
+def test_ctrl_c_in_a_command_ends_it_as_the_system_would():
+    code = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+        "from trainer.config import exit_on_user_error, take_interrupts\n"
+        "@exit_on_user_error\n"
+        "def main():\n"
+        "    take_interrupts()\n"
+        "    try: os.kill(os.getpid(), signal.SIGINT); [None for _ in range(1000)]\n"
+        "    finally: print('closed')\n"
+        "main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "closed\n", "interrupted\n")
+
+
+@pytest.fixture
+def left_to_the_system():
+    handler, hook = signal.signal(signal.SIGINT, signal.SIG_DFL), sys.unraisablehook
+    yield
+    signal.signal(signal.SIGINT, handler)
+    sys.unraisablehook = hook
+
+
+@pytest.mark.usefixtures("left_to_the_system")
+def test_ctrl_c_is_an_exception_from_take_interrupts_on_until_the_end():
+    @exit_on_user_error
+    def main():
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+        take_interrupts()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        raise UserError("x")
+
+    hook = sys.unraisablehook
+    with pytest.raises(SystemExit):
+        main()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    assert sys.unraisablehook is hook
+
+
+@pytest.mark.usefixtures("left_to_the_system")
+def test_ctrl_c_within_a_callback_of_the_garbage_collector_is_not_lost(capsys):
+    take_interrupts()
+    waiting = threading.Event()
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        sys.unraisablehook(types.SimpleNamespace(exc_type=KeyboardInterrupt))
+        waiting.wait(60)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_ctrl_c_stays_with_a_program_that_calls_a_command():
+    take_interrupts()
+    with pytest.raises(SystemExit) as caught:
+        exit_on_user_error(lambda: signal.raise_signal(signal.SIGINT))()
+    assert caught.value.code == 130

@@ -4,10 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from trainer.runtime.preemption import EXIT_CODE, Preemption
+from trainer.runtime.preemption import EXIT_CODE, Preemption, ends_at_sigterm
 
 
 @pytest.fixture(autouse=True)
@@ -55,3 +56,23 @@ def test_outside_it_ends_the_process():
 def test_the_exit_code_is_what_a_shell_reports():
     done = subprocess.run(["sh", "-c", "sh -c 'kill -TERM $$'; echo $?"], capture_output=True, text=True, check=True)
     assert int(done.stdout) == EXIT_CODE
+
+
+def test_a_signal_while_python_is_away_is_told_by_a_thread(monkeypatch, capsys):
+    """The main thread is in a compiler then, for which a wait stands here."""
+    ended, codes = threading.Event(), []
+    monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), ended.set()))
+    with ends_at_sigterm("ended while it compiled"):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ended.wait(60)
+    assert codes == [EXIT_CODE]
+    assert capsys.readouterr().out == "ended while it compiled\n"
+
+
+def test_no_signal_leaves_nothing_behind(capsys):
+    threads = threading.active_count()
+    with ends_at_sigterm("not said"):
+        pass
+    assert threading.active_count() == threads
+    assert signal.set_wakeup_fd(-1) == -1
+    assert capsys.readouterr().out == ""
