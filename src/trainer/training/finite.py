@@ -25,7 +25,7 @@ def check_finite(config: Any, row: Mapping[str, Any], batch: str, not_finite: Ca
     bad = {name: row[name] for name in ("loss", "grad_norm") if not math.isfinite(row[name])}
     nan, inf = (any(wrong(value) for value in bad.values()) for wrong in (math.isnan, math.isinf))
     kinds = {"abort_on_nan_loss": nan, "abort_on_inf_loss": inf}
-    keys = [key for key, found in kinds.items() if found and config[key]]
+    keys = [key for key, found in kinds.items() if config[key] and found]
     lost = not row["finite"]
     # Without a token that bears loss there is no loss, and nothing is wrong.
     if not lost and (not keys or not row["tokens"]):
