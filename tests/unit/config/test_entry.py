@@ -64,14 +64,17 @@ def test_bytes_that_are_not_utf8():
     assert command_line(words[::2]) == ["steps=3", "prompt=été"]
 
 
+# A process that a script starts in the background ignores Ctrl-C, and so do its children.
+AS_ON_A_TERMINAL = "import os, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+
+
 def test_ctrl_c_while_a_command_is_imported_is_the_systems():
-    code = (
-        "import sys; sys.argv = ['-m']; import os, signal, trainer\n"  # as `python -m` has it at that moment
-        "os.kill(os.getpid(), signal.SIGINT); print('not reached')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    as_a_command = "sys.argv = ['-m']\n"  # as `python -m` has it at that moment
+    code = "import trainer; os.kill(os.getpid(), signal.SIGINT); print('not reached')"
+    command = [sys.executable, "-c", AS_ON_A_TERMINAL + as_a_command + code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
-    done = subprocess.run([sys.executable, "-c", code[code.index("import os") :]], capture_output=True, check=False)
+    done = subprocess.run([sys.executable, "-c", AS_ON_A_TERMINAL + code], capture_output=True, check=False)
     assert b"KeyboardInterrupt" in done.stderr, "a program that imports the package keeps Python's handler"
 
 
@@ -124,6 +127,14 @@ def test_ctrl_c_within_a_callback_of_the_garbage_collector_is_not_lost(capsys):
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.fixture
+def on_a_terminal():
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.usefixtures("on_a_terminal")
 def test_ctrl_c_stays_with_a_program_that_calls_a_command():
     take_interrupts()
     with pytest.raises(SystemExit) as caught:
