@@ -122,7 +122,10 @@ def main() -> None:
         print("removed the three flags", flush=True)
         check_message(folder, environment, "the model is always NNX")
         pytest = [sys.executable, "-m", "pytest", *sys.argv[1:]]
-        subprocess.run([*pytest[:3], "--collect-only", "-qqq"], cwd=folder, env=environment, check=True)
+        collect = [*pytest[:3], "--collect-only", "-qqq"]
+        collected = subprocess.run(collect, cwd=folder, env=environment, capture_output=True, text=True)
+        if collected.returncode:
+            raise SystemExit(f"something imports what is gone:\n{collected.stdout}")
         names_tests = any(word.startswith("tests") for word in sys.argv[1:])
         suite = subprocess.run([*pytest, *(() if names_tests else TOUCHED)], cwd=folder, env=environment)
         raise SystemExit(suite.returncode)

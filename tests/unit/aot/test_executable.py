@@ -130,7 +130,8 @@ def test_the_key_is_of_the_checkout_that_runs(monkeypatch, tmp_path):
         (copied / name).write_text(text)
         return changed
 
-    for name in ("training/step.py", "linen/stack.py"):
+    # The registry names the second by a string; it goes when Linen does.
+    for name in ("training/step.py", *(["linen/stack.py"] if (copied / "linen").exists() else [])):
         assert after_a_change_of(name) != before, name
     for name in ("training/loop.py", "data/packing.py"):
         assert after_a_change_of(name) == before, name
