@@ -5,11 +5,12 @@ A batch is a dict of int32 numpy arrays of shape [rows, length]: `inputs`, `targ
 Segment ids count from 1 within a row, 0 is padding, and a position bears loss where `targets_segmentation` is not 0.
 """
 
-import functools
 from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
+
+from trainer.data.order import visited
 
 Batch = dict[str, np.ndarray]
 # The arrays [rows, length] of a batch.
@@ -53,37 +54,12 @@ def train_batch(
     The batch is rows [first, first + global_rows) of one endless order: epoch after epoch of the source, each in an
     order of its own drawn from `seed`, or all in the source's order without `shuffle`. A batch may span two epochs. The
     only state is `first`, whatever the number of processes, so a run resumes on any number.
-
-    The order is a permutation made with numpy, 8 bytes a row. grain.MapDataset gives the same random access, but its
-    import takes 1.4 s and loads JAX; its order is not kept from release to release either, and raw Philox words are.
     """
     row = local_rows(global_rows, process_index, process_count)
     indices = first + row
     if source.size is not None:
         indices = visited(indices, source.size, seed=seed, shuffle=shuffle)
     return source.rows(indices) | {"row": row.astype(np.int32)}
-
-
-def visited(indices: np.ndarray, size: int, *, seed: int, shuffle: bool) -> np.ndarray:
-    """The rows of a source of `size` rows that stand at `indices` [n] of its endless order of epochs."""
-    epochs, indices = np.divmod(indices, size)
-    if shuffle:
-        for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            indices[here] = epoch_order(size, seed, epoch)[indices[here]]
-    return indices
-
-
-@functools.lru_cache(maxsize=16)
-def epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:
-    """The order in which `epoch` visits the rows: a permutation of [0, size), int64, read-only.
-
-    It sorts the random words of Philox (Salmon et al. 2011), which numpy promises to keep; `permutation` may change.
-    """
-    words = np.random.Philox(key=[seed, epoch]).random_raw(size)
-    order = np.argsort(words, kind="stable")
-    order.flags.writeable = False
-    return order
 
 
 def eval_batches(

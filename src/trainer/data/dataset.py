@@ -208,6 +208,7 @@ def _facts(meta: dict[str, Any]) -> str:
 def _identity(
     config: Any, source: "Source", encoder: "Encoder", packing: "Packing", order: dict[str, Any]
 ) -> dict[str, Any]:
+    from trainer.data.order import VERSION as ORDER
     from trainer.data.prepare import FORMAT
 
     facts = [[corpus.identity for corpus in source.train], encoder.identity | {"tokenizer": None}]
@@ -219,7 +220,7 @@ def _identity(
         "length": packing.length,
         # In both every setting, so that none is left out.
         "packing": _words(dataclasses.asdict(packing)),
-        "order": _words(order),
+        "order": _words(order | ({"version": ORDER} if config.enable_data_shuffling else {})),
     }
 
 

@@ -6,7 +6,8 @@ from fractions import Fraction
 
 import numpy as np
 
-from trainer.data.batches import FIELDS, Batch, RowSource, visited
+from trainer.data.batches import FIELDS, Batch, RowSource
+from trainer.data.order import visited
 
 _PRECISION = 10**6  # weights that are no ratio of small numbers are rounded to this share of their sum
 

@@ -11,9 +11,9 @@ import grain
 import numpy as np
 
 from trainer.config.errors import UserError
-from trainer.data.batches import epoch_order
 from trainer.data.corpus import Corpus
 from trainer.data.documents import Counts, Document, Encoder, Record
+from trainer.data.order import permuted
 from trainer.data.packing import Packing, Resume
 from trainer.data.readers import IndexedPart, Part, indexed
 
@@ -148,7 +148,9 @@ class _FilesIterator(grain.DatasetIterator):
 
     def _part(self, number: int) -> Part:
         epoch, i = divmod(number, len(self._parts))
-        return self._parts[i if self._seed is None else int(epoch_order(len(self._parts), self._seed, epoch)[i])]
+        if self._seed is not None:
+            (i,) = permuted(np.array([i]), len(self._parts), seed=self._seed, epoch=epoch)
+        return self._parts[i]
 
     def get_state(self) -> dict[str, Any]:
         return {"open": [place and list(place) for place in self._open], "next": self._next, "turn": self._turn}
@@ -201,8 +203,10 @@ class _ShuffledIterator(grain.DatasetIterator):
             if self._ahead[0] != epoch:
                 break
             found.append(self._ahead[1])
-        order = range(1) if self._seed is None else epoch_order(len(found), self._seed + _WINDOWS, self._number)
-        self._records = [found[i] for i in order]
+        self._records = found
+        if self._seed is not None:
+            order = permuted(np.arange(len(found)), len(found), seed=self._seed + _WINDOWS, epoch=self._number)
+            self._records = [found[i] for i in order]
 
     def get_state(self) -> dict[str, Any]:
         return {"files": self._begin, "window": self._number, "given": self._given}

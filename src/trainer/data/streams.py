@@ -202,5 +202,5 @@ def check_identity(identity: Mapping[str, Any], position: Position | None) -> No
         if then.get(key) != now:
             raise UserError(
                 f"the saved position in the data belongs to other data: {_NAMES[key]} was {then.get(key)} and is {now} "
-                "now; give the settings and files of the run that saved it, or start a new run"
+                "now; go on with the settings, the files and the version of trainer that saved it, or start a new run"
             )

@@ -3,6 +3,7 @@
 import numpy as np
 
 from trainer.data.batches import Batch, make_batch
+from trainer.data.order import mix
 
 EVAL_ROWS = 256  # rows of the evaluation source
 EVAL_OFFSET = 1 << 48  # index of its first row, beyond any that training reaches
@@ -24,8 +25,8 @@ class SyntheticRows:
 
     def rows(self, indices: np.ndarray) -> Batch:
         """The rows at `indices` [n], a batch without `row`."""
-        keys = _mix(_mix(np.full(1, self._seed, np.uint64)) + np.asarray(indices, np.uint64) + np.uint64(self._offset))
-        draw = np.stack([_mix(keys + np.uint64(i)) for i in range(2 * (_CUTS + 1))], axis=1)
+        keys = mix(mix(np.full(1, self._seed, np.uint64)) + np.asarray(indices, np.uint64) + np.uint64(self._offset))
+        draw = np.stack([mix(keys + np.uint64(i)) for i in range(2 * (_CUTS + 1))], axis=1)
         column = np.arange(self.length)
         cuts = draw[:, :_CUTS] % np.uint64(self.length)
         segment = (column[None, None] >= cuts[..., None]).sum(axis=1)
@@ -40,11 +41,3 @@ class SyntheticRows:
         batch["inputs"] = (tokens % self._vocab_size * (segmentation != 0)).astype(np.int32)
         batch["targets"] = ((tokens + _STRIDE) % self._vocab_size * (segmentation != 0)).astype(np.int32)
         return batch
-
-
-def _mix(words: np.ndarray) -> np.ndarray:
-    """One step of SplitMix64 (Steele, Lea, Flood 2014) on uint64 words, elementwise."""
-    words = words + np.uint64(0x9E3779B97F4A7C15)
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from trainer.data.batches import FIELDS, Batch, epoch_order, eval_batches, make_batch, positions, train_batch
+from trainer.data.batches import FIELDS, Batch, eval_batches, make_batch, positions, train_batch
 
 
 class Numbered:
@@ -32,10 +32,6 @@ def test_each_epoch_visits_every_row_once_in_an_order_of_its_own():
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len(set(map(tuple, epochs))) == 3
     assert order != seen(Numbered(10), 5, 6, seed=4, shuffle=True)
-
-
-def test_the_order_of_a_seed_is_kept():
-    assert epoch_order(8, 0, 0).tolist() == [0, 2, 1, 5, 4, 3, 6, 7]
 
 
 def test_without_shuffling_rows_come_in_order():

@@ -13,6 +13,7 @@ import trainer.config
 from trainer.config import UserError
 from trainer.data import Dataset, Loader, open_dataset, train_batch
 from trainer.data.batches import FIELDS
+from trainer.data.order import VERSION
 
 ROWS = 4
 WAYS = ("prepared", "streaming")
@@ -188,6 +189,22 @@ def test_a_position_of_other_data_is_refused(corpora, tmp_path: Path, change: di
     assert other.fingerprint != dataset.fingerprint
     with pytest.raises(UserError, match=named):
         other.train_stream(position, rows=ROWS)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_position_in_an_older_order_is_refused_by_name(corpora, tmp_path: Path, way: str, shuffle: bool):
+    keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": f"{corpora('jsonl')}/*"}
+    keys |= {"data_pipeline": way, "tokenizer_type": "bytes", "enable_data_shuffling": shuffle}
+    dataset = opened(tmp_path, **keys)
+    whole = batches(dataset, 2)
+    position = json.loads(json.dumps(whole[0][1]))
+    position["identity"]["order"] = position["identity"]["order"].removesuffix(f", version {VERSION}")
+    if shuffle:
+        with pytest.raises(UserError, match=rf"the shuffling was (.*) and is \1, version {VERSION} now; .* new run"):
+            dataset.train_stream(position, rows=ROWS)
+    else:
+        assert_same(batches(dataset, 1, position), whole[1:])
 
 
 BYTES = {"tokenizer_type": "bytes"}

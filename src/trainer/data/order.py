@@ -1,0 +1,53 @@
+"""The order of rows: a permutation of each epoch, computed index by index."""
+
+import math
+
+import numpy as np
+
+VERSION = 2  # of the order that a seed means; a position in another order is refused
+_ROUNDS = 10  # with 6, some orders of 6 rows are seen too often
+
+
+def visited(indices: np.ndarray, size: int, *, seed: int, shuffle: bool) -> np.ndarray:
+    """The rows of a source of `size` rows that stand at `indices` [n] of its endless order of epochs."""
+    epochs, indices = np.divmod(indices, size)
+    if shuffle:
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            indices[here] = permuted(indices[here], size, seed=seed, epoch=epoch)
+    return indices
+
+
+def permuted(indices: np.ndarray, size: int, *, seed: int, epoch: int) -> np.ndarray:
+    """The images of `indices` [n], int64, under the permutation of [0, size) that (seed, epoch) means.
+
+    A generalized Feistel network (Black and Rogaway 2002): an index is a pair (left, right) below (columns, rows),
+    whose product is at least `size`, and each round adds a hash of one half to the other, modulo its range. An image
+    that is not below `size` goes through the network again (cycle walking), which fewer than `columns` do. So memory
+    and time depend on n alone. The keys are raw words of Philox, which NumPy keeps from release to release.
+    """
+    columns = math.isqrt(size - 1) + 1
+    rows = -(-size // columns)
+    keys = np.random.Philox(key=[seed, epoch]).random_raw(2 * _ROUNDS)
+    images = np.array(indices, np.uint64)
+    outside = np.ones(len(images), bool)
+    while outside.any():
+        left, right = np.divmod(images[outside], np.uint64(rows))
+        for key_of_left, key_of_right in keys.reshape(_ROUNDS, 2):
+            left = (left + _hash(right, key_of_left)) % np.uint64(columns)
+            right = (right + _hash(left, key_of_right)) % np.uint64(rows)
+        images[outside] = left * np.uint64(rows) + right
+        outside = images >= size
+    return images.astype(np.int64)
+
+
+def _hash(half: np.ndarray, key: np.uint64) -> np.ndarray:
+    return mix(half ^ key) >> np.uint64(1)  # one bit less, so that adding a half cannot overflow
+
+
+def mix(words: np.ndarray) -> np.ndarray:
+    """One step of SplitMix64 (Steele, Lea, Flood 2014) on uint64 words, elementwise."""
+    words = words + np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
