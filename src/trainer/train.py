@@ -74,10 +74,10 @@ def _prepare(loaded, console):
 
     from trainer.data import open_dataset
     from trainer.training import build, check_held_out
-    from trainer.training.memory import check_memory
+    from trainer.training.memory import check_memory, device_memory
 
     take_interrupts()
-    check_memory(loaded.config, jax.devices())
+    check_memory(loaded.config, jax.devices(), device_memory(jax.devices()))
     run = build(loaded.config, jax.devices())
     index = jax.process_index()
 

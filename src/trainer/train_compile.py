@@ -15,6 +15,8 @@ from trainer.config.topologies import Topology, find_topology
 from trainer.runtime.platforms import prepare_compile_only_tpu, simulate_cpu_devices
 
 DOES_NOT_FIT = 3  # exit code
+# A step that needs more than so many times the devices' memory is not compiled: libtpu might never come back.
+OUT_OF_PROPORTION = 100
 
 
 class Compilation(NamedTuple):
@@ -58,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def compile_for_topology(config: Any, compiler_options: Mapping[str, Any] | None = None) -> Compilation:
     """Compiles what `trainer.train` would run on the devices that `compile_topology` names.
 
-    A step that does not fit is a result, not an error.
+    A step that does not fit is a result, not an error, unless its needs are out of all proportion.
 
     Args:
       config: from `config.load`, not resolved.
@@ -73,13 +75,18 @@ def compile_for_topology(config: Any, compiler_options: Mapping[str, Any] | None
     from jax.errors import JaxRuntimeError
 
     from trainer.aot import dump
+    from trainer.aot.chips import chip_of
     from trainer.aot.kernels import tiles_fit
     from trainer.aot.report import OUT_OF_MEMORY, make_report
     from trainer.aot.topologies import devices_of, topology_of
     from trainer.training import build
+    from trainer.training.memory import check_memory
 
     slices = config.compile_topology_num_slices
-    run = build(config, devices_of(topology_of(config), slices))
+    devices = devices_of(topology_of(config), slices)
+    chip = chip_of(devices[0].device_kind)
+    check_memory(config, devices, chip.hbm_bytes if chip else None, margin=OUT_OF_PROPORTION)
+    run = build(config, devices)
     began = time.perf_counter()
     lowered = run.step.lower(*run.abstract_args())
     traced = time.perf_counter()

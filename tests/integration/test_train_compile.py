@@ -95,6 +95,15 @@ def test_a_step_that_does_not_fit_is_a_report(tmp_path):
 
 
 @needs_libtpu
+@pytest.mark.parametrize("size", ["base_emb_dim", "base_mlp_dim", "vocab_size"])
+def test_a_step_out_of_all_proportion_is_not_compiled(size):
+    """libtpu would take minutes or for ever."""
+    config = load(arguments("nnx", compile_topology="v5e-8", ici_fsdp_parallelism=8, **{size: 2147483640})).config
+    with pytest.raises(UserError, match=r"at least .* on each of 8 devices, which have 16\.9 GB"):
+        compile_for_topology(config)
+
+
+@needs_libtpu
 @pytest.mark.parametrize("combination", ALL_COMBINATIONS)
 def test_every_combination_compiles_for_a_tpu(combination):
     """Two slices of four chips, a fused kernel, and no copy of all layers in bfloat16."""

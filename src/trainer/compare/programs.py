@@ -26,7 +26,7 @@ from trainer.observe.banner import banner_rows
 from trainer.sharding import side_devices
 from trainer.state.host import KEYS
 from trainer.training import build, start
-from trainer.training.memory import check_memory
+from trainer.training.memory import check_memory, device_memory
 
 Say = Callable[[str], None]
 
@@ -107,8 +107,9 @@ def _idle(sides: Sequence[Side]) -> list[str]:
 def _program(side: Side, devices: Sequence[jax.Device]) -> Program:
     config = side.loaded.config
     try:
-        check_memory(config, side_devices(config, devices))
-        run = build(config, side_devices(config, devices))
+        used = side_devices(config, devices)
+        check_memory(config, used, device_memory(used))
+        run = build(config, used)
         program = Program(side.name, run, names_of_block(block_class(run.config)))
         if unused := program.names.unused(names_of(program.abstract.params)):
             raise UserError(

@@ -16,26 +16,27 @@ from trainer.sharding import slice_count
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def check_memory(config: Any, devices: Sequence[jax.Device]) -> None:
-    """Compares the least that training takes, see `least_bytes`, with what the devices have.
+def check_memory(config: Any, devices: Sequence[jax.Device], memory: float | None, margin: float = 1) -> None:
+    """Compares the least that training takes, see `least_bytes`, with the memory of the devices.
 
     It catches what is out of all proportion; only compiling tells what a step takes exactly.
 
     Args:
       config: from `config.load`, not resolved.
-      devices: real ones, on which the program is to run.
+      devices: on which the program is to run.
+      memory: bytes of each device; None where it is not known, and nothing is checked.
+      margin: how many times that memory is accepted.
 
     Raises:
       UserError: it does not fit `devices`, or the configuration is not for them.
     """
     platform, count = devices[0].platform, len(devices)
     resolved = resolve(config, device_count=count, platform=platform, num_slices=slice_count(devices))
-    needed, here = least_bytes(resolved) / count, device_memory(devices)
-    if here is not None and needed > here:
+    needed = least_bytes(resolved) / count
+    if memory is not None and needed > margin * memory:
         raise UserError(
             f"the model, its optimizer, a batch and its hidden states take at least {si(needed, 'B').strip()} on each "
-            f"of {count} devices, which have {si(here, 'B').strip()}: a smaller model or batch, or more devices; "
-            "trainer.train_compile compiles it for devices that are not here"
+            f"of {count} devices, which have {si(memory, 'B').strip()}: a smaller model or batch, or more devices"
         )
 
 

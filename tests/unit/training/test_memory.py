@@ -18,8 +18,10 @@ def test_a_model_beyond_the_memory_is_refused_with_both_figures(monkeypatch):
     share = 4_000_000_000 / len(jax.local_devices()[:1])
     assert memory.device_memory(devices) == share
     with pytest.raises(UserError, match=r"take at least 19\.8 TB on each of 1 devices, which have 4\.00 GB"):
-        memory.check_memory(config, devices)
-    memory.check_memory(load(WORDS).config, devices)
+        memory.check_memory(config, devices, share)
+    memory.check_memory(config, devices, share, margin=10_000)
+    memory.check_memory(config, devices, None)
+    memory.check_memory(load(WORDS).config, devices, share)
 
 
 def test_memory_of_other_devices_is_what_they_say():
