@@ -1,6 +1,7 @@
-"""The helpers by which layers reach the mesh. Those that place arrays take logical names only.
+"""The helpers by which layers reach the mesh. They take logical names only.
 
-Outside of `on_mesh` they place nothing, so that a layer works in a notebook.
+Outside of `on_mesh` they do nothing, so that a layer works in a notebook. Inside of `shard_mapped` they place arrays
+over the mesh axes that are not manual there.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from trainer.sharding.rules import Axes, Rules, named_sharding, spec
+from trainer.sharding.rules import Axes, Rules, axes_of, named_sharding, spec
 
 _current: contextvars.ContextVar[tuple[Mesh, Rules] | None] = contextvars.ContextVar("mesh and rules", default=None)
 
@@ -54,11 +55,40 @@ def constrain(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
     Raises:
       UserError: see `rules.named_sharding`.
     """
+    at = _sharding(names, x.shape)
+    return x if at is None else jax.lax.with_sharding_constraint(x, at)
+
+
+def mesh_axes(name: str) -> tuple[str, ...]:
+    """The mesh axes over which this code sees parts of axes of the logical `name`, for collectives inside of
+    `shard_mapped`: `jax.lax.psum(x, mesh_axes("activation_kv_length"))` is right wherever it runs.
+
+    () outside of `shard_mapped` and for axes that are not manual there: the sum of x over no axes is x.
+
+    Raises:
+      UserError: there is no rule for `name`.
+    """
     current = _current.get()
     if current is None:
-        return x
+        return ()
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return tuple(axis for axis in axes_of(spec([name], current[1])[0]) if axis in manual)
+
+
+def _sharding(names: Sequence[str | None], shape: Sequence[int]) -> NamedSharding | None:
+    """Where an array of `shape` with axes called `names` lives; None where nothing is to be placed.
+
+    Inside of `shard_mapped` the shape is that of a device's part, and manual mesh axes are left out.
+    """
+    current = _current.get()
+    if current is None:
+        return None
     mesh, rules = current
-    return jax.lax.with_sharding_constraint(x, named_sharding(mesh, names, x.shape, rules))
+    inside = jax.sharding.get_abstract_mesh()
+    if not inside.manual_axes:
+        return named_sharding(mesh, names, shape, rules)
+    free = {name: tuple(axis for axis in axes if axis not in inside.manual_axes) for name, axes in rules.items()}
+    return named_sharding(inside, names, shape, free)
 
 
 def settle_gradient(x: jax.Array, matrix: jax.Array, names: Sequence[str | None]) -> tuple[jax.Array, jax.Array]:
@@ -68,11 +98,8 @@ def settle_gradient(x: jax.Array, matrix: jax.Array, names: Sequence[str | None]
     For a large matrix at the end of a model: the compiler else sums its gradient late, together with others, and the
     whole of it waits through the backward pass of all layers.
     """
-    current = _current.get()
-    if current is None:
-        return x, matrix
-    mesh, rules = current
-    return _settled(x, matrix, named_sharding(mesh, names, matrix.shape, rules))
+    at = _sharding(names, matrix.shape)
+    return (x, matrix) if at is None else _settled(x, matrix, at)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -125,24 +152,42 @@ def _rows_backward(dtype: jnp.dtype, kept: Any, cotangent: jax.Array) -> Any:
 _rows.defvjp(_rows_forward, _rows_backward)
 
 
-def shard_mapped(fn: Callable[..., Any], in_names: Any, out_names: Any, *, check: bool = True) -> Callable[..., Any]:
-    """`fn`, run on each device with that device's part of its arguments, and made whole again by `out_names`.
+def shard_mapped(
+    fn: Callable[..., Any], in_names: Any, out_names: Any, *, over: Sequence[str] | None = None, check: bool = True
+) -> Callable[..., Any]:
+    """`fn`, run on each device with that device's part of its arguments; its results are joined by `out_names`.
 
-    `in_names` (a tuple, one entry per positional argument) and `out_names` hold `Axes`, each of which stands for the
-    array or the whole subtree in its place, as PartitionSpecs do in `jax.shard_map`. An NNX module in tree mode may be
-    an argument: with one `Axes` for all of it, or as a module that holds `Axes` in place of its Variables. What `fn`
-    sets in its Variables is set when the call returns; attributes that it adds are not. `check=False` is for kernels,
-    whose results JAX can not tell to be equal on all devices: it then believes `out_names`, and the names of Variables
-    that `fn` sets. Outside of `on_mesh` this is `fn` itself.
+    Inside, `mesh_axes` gives the mesh axes of a logical name, for collectives. An NNX module in tree mode may be an
+    argument. What `fn` sets in its Variables is set when the call returns; attributes that it adds are not. Outside of
+    `on_mesh` this is `fn` itself.
+
+    Args:
+      in_names: a tuple with an entry for each positional argument: `Axes` for an array or a whole subtree, as
+        PartitionSpecs in `jax.shard_map`, or a tree of them; for a module one `Axes` for all of it, or a module that
+        holds `Axes` in place of its Variables.
+      out_names: the same of the result.
+      over: logical names; `fn` sees parts over their mesh axes only, and the compiler shards the others as everywhere
+        else. None: over all mesh axes.
+      check: False for kernels and for custom backward passes (those of `take` and `settle_gradient` too), of whose
+        results JAX cannot tell whether they are equal on all devices: it then believes `out_names`, and the names of
+        Variables that `fn` sets.
 
     Raises:
       ValueError: at the call: a Variable is in two places of the arguments; or a result, or an update of a Variable,
         may differ between devices on which it is the same according to its names.
+      UserError: there is no rule for a name.
     """
     current = _current.get()
     if current is None:
         return fn
     mesh, rules = current
+    if over is None:
+        manual = set(mesh.axis_names)
+    else:
+        manual = {axis for name in over for axis in axes_of(spec([name], rules)[0])}
+        if not manual:  # an empty set stands for all axes in JAX
+            return fn
+        rules = {name: tuple(axis for axis in axes if axis in manual) for name, axes in rules.items()}
 
     def specs(names: Any) -> Any:
         return jax.tree.map(lambda axes: spec(axes, rules), names, is_leaf=lambda node: isinstance(node, Axes))
@@ -152,6 +197,7 @@ def shard_mapped(fn: Callable[..., Any], in_names: Any, out_names: Any, *, check
         mesh=mesh,
         in_specs=specs(in_names),
         out_specs=specs(out_names),
+        axis_names=manual,
         check_vma=check,
         graph=False,
         graph_updates=False,

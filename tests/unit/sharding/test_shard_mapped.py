@@ -1,5 +1,7 @@
 """shard_mapped: each device's part of arrays and of NNX modules, and the same results as without a mesh."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh
 
-from trainer.sharding import Axes, on_mesh, shard_mapped
+from trainer.sharding import Axes, constrain, mesh_axes, on_mesh, settle_gradient, shard_mapped, take
 
 RULES = {"batch": ("data", "fsdp"), "width": ("tensor",), "depth": ()}
 ROWS = Axes(("batch", "depth"))
@@ -34,6 +36,39 @@ def test_each_device_sees_its_part(mesh):
     assert seen == [((8, 4), (8, 4), (6,)), ((2, 4), (2, 4), (3,))]
     for name, value in plain.items():
         np.testing.assert_array_equal(out[name], value)
+
+
+@pytest.mark.parametrize("over", [None, ("batch",), ("batch", "width"), ("width",), ("depth",)])
+def test_a_collective_by_a_logical_name_is_right_over_any_axes(mesh, over):
+    """Where the axis is not manual, or there is no mesh, the sum is over no axes. The helpers of layers place arrays over
+    the axes that are left."""
+    shapes = []
+
+    def shares(x, table):
+        shapes.append((x.shape, table.shape, mesh_axes("batch"), mesh_axes("depth")))
+        x = constrain(x @ table, ("batch", "width"))
+        return x / jax.lax.psum(x.sum(axis=0), mesh_axes("batch"))
+
+    def looked_up(x, table):
+        x, table = settle_gradient(x, table, ("depth", "width"))
+        return shares(take(x, jnp.arange(x.shape[0]), ("batch", "depth")), table)
+
+    def run(x, table, fn=shares):
+        names = ROWS, Axes(("depth", "width"))
+        return shard_mapped(fn, names, Axes(("batch", "width")), over=over)(x, table)
+
+    x, table = jnp.arange(32.0).reshape(8, 4) % 5, jnp.arange(24.0).reshape(4, 6) % 7
+    expected = run(x, table)
+    with on_mesh(mesh, RULES):
+        out = jax.jit(run)(x, table)
+        np.testing.assert_array_equal(jax.jit(functools.partial(run, fn=looked_up))(x, table), out)
+        gradient = jax.jit(jax.grad(lambda x, table: run(x, table)[0, 0], argnums=1))(x, table)
+    np.testing.assert_allclose(out, expected, rtol=1e-6)  # a sum in another order
+    np.testing.assert_allclose(gradient, jax.grad(lambda table: run(x, table)[0, 0])(table), atol=1e-6)
+    by_batch, by_width = over is None or "batch" in over, over is None or "width" in over
+    axes = ("data", "fsdp") if by_batch else ()
+    assert shapes[1] == ((2 if by_batch else 8, 4), (4, 3 if by_width else 6), axes, ())
+    assert shapes[0] == ((8, 4), (4, 6), (), ())
 
 
 def test_gradients_equal_those_without_a_mesh(mesh):
@@ -65,13 +100,9 @@ class Counter(nnx.Module):
     def __call__(self, x):
         out = x @ self.kernel[...]
         self.calls[...] += 1
-        self.largest[...] = jnp.maximum(self.largest[...], reduce_max(jnp.abs(out).max(axis=0)))
+        largest = jax.lax.pmax(jnp.abs(out).max(axis=0), mesh_axes("batch"))
+        self.largest[...] = jnp.maximum(self.largest[...], largest)
         return out
-
-
-def reduce_max(x):
-    """The maximum over the devices of the batch, where there are such."""
-    return jax.lax.pmax(x, ("data", "fsdp")) if jax.sharding.get_abstract_mesh().manual_axes else x
 
 
 def call(module, x):
@@ -125,7 +156,7 @@ class Seen(nnx.Module):
 
     def __call__(self, x):
         out = x @ self.kernel[...]
-        self.total[...] += jax.lax.psum(out.sum(axis=0), ("data", "fsdp"))
+        self.total[...] += jax.lax.psum(out.sum(axis=0), mesh_axes("batch"))
         self.last = nnx.Variable(out)
         self.note = "called"
         return out
