@@ -15,8 +15,8 @@ from trainer.config.topologies import Topology, find_topology
 from trainer.runtime.platforms import prepare_compile_only_tpu, simulate_cpu_devices
 
 DOES_NOT_FIT = 3  # exit code
-# A step that needs more than so many times the devices' memory is not compiled: libtpu might never come back.
-OUT_OF_PROPORTION = 100
+# A step that surely needs more than so many times the devices' memory is not compiled: libtpu takes minutes over it.
+OUT_OF_PROPORTION = 64
 
 
 class Compilation(NamedTuple):

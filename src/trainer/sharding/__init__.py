@@ -1,7 +1,16 @@
 """Where things live: the mesh, the rules from logical axis names to mesh axes, and the helpers that layers use."""
 
 from trainer.config import make_rules
-from trainer.sharding.context import constrain, mesh_axes, off_mesh, on_mesh, on_tpu, settle_gradient, shard_mapped, take
+from trainer.sharding.context import (
+    constrain,
+    mesh_axes,
+    off_mesh,
+    on_mesh,
+    on_tpu,
+    settle_gradient,
+    shard_mapped,
+    take,
+)
 from trainer.sharding.mesh import get_mesh_from_config, make_mesh, side_devices, slice_count
 from trainer.sharding.rules import Axes, Rules, axes_of, entry, memory_order, named_sharding, spec
 

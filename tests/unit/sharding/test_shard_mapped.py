@@ -40,8 +40,7 @@ def test_each_device_sees_its_part(mesh):
 
 @pytest.mark.parametrize("over", [None, ("batch",), ("batch", "width"), ("width",), ("depth",)])
 def test_a_collective_by_a_logical_name_is_right_over_any_axes(mesh, over):
-    """Where the axis is not manual, or there is no mesh, the sum is over no axes. The helpers of layers place arrays over
-    the axes that are left."""
+    """Where the axis is not manual, or there is no mesh, the sum is over no axes. The other helpers work inside."""
     shapes = []
 
     def shares(x, table):
