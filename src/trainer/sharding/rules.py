@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from trainer.config import UserError
 from trainer.config.errors import nearest
@@ -44,7 +44,11 @@ def spec(
 
 
 def named_sharding(
-    mesh: Mesh, names: Sequence[str | None], shape: Sequence[int], rules: Rules, what: str = "an array"
+    mesh: Mesh | AbstractMesh,
+    names: Sequence[str | None],
+    shape: Sequence[int],
+    rules: Rules,
+    what: str = "an array",
 ) -> NamedSharding:
     """Where `what`, of this shape and with axes called `names`, lives on `mesh`.
 
