@@ -47,7 +47,7 @@ class Distinct(nnx.Module):
             [nnx.Linear(config.base_emb_dim, config.base_emb_dim, rngs=rngs) for _ in range(SUBLAYERS)]
         )
 
-    def __call__(self, x, cache, position, segment, row, key):
+    def __call__(self, x, cache, context):
         """x + part(x), for each."""
         for part in self.parts:
             x = x + part(x)

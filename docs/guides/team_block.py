@@ -36,13 +36,13 @@ class LinenBlock(linen.Module):
     config: Any
 
     @linen.compact
-    def __call__(self, x, cache, position, segment, row, key):
-        """One layer: [b, t, e] -> [b, t, e]; position, segment int [b, t], row int [b], key for dropout or None."""
+    def __call__(self, x, cache, context):
+        """One layer: [b, t, e] -> [b, t, e]. `context`: see `trainer.layers.context`."""
         heads, head_dim = self.config.base_num_query_heads, self.config.head_dim
         h = linen.LayerNorm(name="ln_1")(x)
         q, k, v = jnp.split(linen_dense(3 * heads * head_dim, UP, "c_attn")(h), 3, axis=-1)
         q, k, v = (a.reshape(*a.shape[:2], heads, head_dim) for a in (q, k, v))
-        h = attend(q, k, v, segment).reshape(*x.shape[:2], heads * head_dim)
+        h = attend(q, k, v, context.segments).reshape(*x.shape[:2], heads * head_dim)
         x = x + linen_dense(x.shape[-1], DOWN, "c_proj")(h)
         h = linen_dense(self.config.base_mlp_dim, UP, "fc_in")(linen.LayerNorm(name="ln_2")(x))
         return x + linen_dense(x.shape[-1], DOWN, "fc_out")(linen.gelu(h)), cache
@@ -76,23 +76,23 @@ class NNXBlock(nnx.Module):
         self.mlp_in = nnx_linear(width, config.base_mlp_dim, UP, rngs)
         self.mlp_out = nnx_linear(config.base_mlp_dim, width, DOWN, rngs)
 
-    def __call__(self, x, cache, position, segment, row, key):
+    def __call__(self, x, cache, context):
         """See `LinenBlock`."""
-        x = self.attend(x, segment)
+        x = self.attend(x, context.segments)
         return x + self.mlp_out(jax.nn.gelu(self.mlp_in(self.mlp_norm(x)))), cache
 
-    def attend(self, x, segment):
+    def attend(self, x, segments):
         """x + attention(norm(x))."""
         q, k, v = jnp.split(self.qkv(self.attention_norm(x)), 3, axis=-1)
         q, k, v = (a.reshape(*a.shape[:2], self.heads, self.head_dim) for a in (q, k, v))
-        h = attend(q, k, v, segment).reshape(*x.shape[:2], self.heads * self.head_dim)
+        h = attend(q, k, v, segments).reshape(*x.shape[:2], self.heads * self.head_dim)
         return x + self.attention_out(h)
 
 
 class NNXBlockWithABug(NNXBlock):
     """A translation that went wrong in one place: GELU is exact, where Linen's is the approximation by tanh."""
 
-    def __call__(self, x, cache, position, segment, row, key):
+    def __call__(self, x, cache, context):
         """See `LinenBlock`."""
-        x = self.attend(x, segment)
+        x = self.attend(x, context.segments)
         return x + self.mlp_out(jax.nn.gelu(self.mlp_in(self.mlp_norm(x)), approximate=False)), cache

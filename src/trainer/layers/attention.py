@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from trainer import sharding
 from trainer.config.tiles import AUTOMATIC, Tiles
+from trainer.layers.context import Context
 from trainer.layers.dense import INPUT, RESIDUAL, ROWS, Dense
 from trainer.layers.norm import RMSNorm
 from trainer.ops.attention import Dropout, Mask, dot_product_attention
@@ -80,16 +81,14 @@ class Attention(nnx.Module):
         self,
         x_bte: jax.Array,
         cache: KVCache | None,
-        position_bt: jax.Array,
-        segment_bt: jax.Array,
-        row_b: jax.Array,
-        key: jax.Array | None,
+        context: Context,
     ) -> tuple[jax.Array, KVCache | None]:
         """Attend within each segment to positions not beyond one's own: [b, t, e] and the cache with them added.
 
-        With a cache, the keys and values of `position_bt` are written to those places of it and the queries see all
+        With a cache, the keys and values of `context.positions` are written to those places of it and the queries see all
         places up to their own; each row then holds one segment.
         """
+        position_bt, segment_bt = context.positions, context.segments
         x_bte = sharding.constrain(x_bte, INPUT)
         queries = checkpoint_name(self.query(x_bte, QUERIES), "query_proj")
         keys = checkpoint_name(self.key(x_bte, KEYS), "key_proj")
@@ -108,7 +107,9 @@ class Attention(nnx.Module):
             mask = Mask(position_bt, places, segment_bt, jnp.broadcast_to(segment_bt[:, :1], places.shape))
             op = "dot_product"  # the others take keys to stand where their queries stand
 
-        drop = Dropout(key, row_b, self.dropout_rate) if key is not None and self.dropout_rate else None
+        drop = None
+        if context.key is not None and self.dropout_rate:
+            drop = Dropout(context.key, context.rows, self.dropout_rate)
         attend: Callable[..., jax.Array]
         attend = functools.partial(OPS[op], dropout=drop, window=self.window, soft_cap=self.soft_cap)
         if op == "splash":

@@ -1,6 +1,6 @@
 """A stack of equal blocks in NNX: the scan over layers and its rematerialization live here alone.
 
-A block has the signature `block(x, cache, *context, key) -> x, cache`. Its parameters are stacked on axis 0 whether the
+A block has the signature `block(x, cache, context) -> x, cache`. Its parameters are stacked on axis 0 whether the
 loop is rolled or not, so `scan` decides how the loop is compiled and not what a parameter is called.
 """
 
@@ -13,6 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from trainer.layers.context import Context
 from trainer.layers.remat import LAYER_INPUT, Policy
 from trainer.layers.sown import Sown, capture, with_output
 
@@ -64,8 +65,8 @@ def run_stack(
     blocks: nnx.Module,
     x: jax.Array,
     cache: Any,
-    *context: jax.Array,
-    key: jax.Array | None,
+    context: Context,
+    *,
     scan: bool,
     remat: Policy | None,
     cast_inside: bool = False,
@@ -77,8 +78,7 @@ def run_stack(
       blocks: what `make_stack` made.
       x: the first block's input.
       cache: pytree with a leading layers axis, or None.
-      context: what every block gets.
-      key: layer i gets this key folded with i; None is passed on.
+      context: what every block gets, layer i with `context.at(i)`'s key.
       scan: roll the loop, or unroll it.
       remat: what each block keeps for its backward pass (`layers.remat.make_policy`); None: everything.
       cast_inside: let a rolled loop cast its weights inside (`cast_in_loop`).
@@ -91,11 +91,10 @@ def run_stack(
 
     def body(x: jax.Array, layer: tuple[Any, ...]) -> tuple[jax.Array, tuple[Any, Sown]]:
         params, index, cache = layer
-        layer_key = None if key is None else jax.random.fold_in(key, index)
         x = checkpoint_name(x, LAYER_INPUT)
         if cast_inside:
             params = cast_in_loop(params, index, x.dtype)
-        (x, cache), sown = capture(nnx.merge(graphdef, params), types)(x, cache, *context, layer_key)
+        (x, cache), sown = capture(nnx.merge(graphdef, params), types)(x, cache, context.at(index))
         return x, (cache, with_output(sown, types, x))
 
     if remat is not None:

@@ -8,6 +8,7 @@ from flax import linen, nnx, traverse_util
 from flax.nnx import bridge
 
 from trainer.config import UserError
+from trainer.layers.context import Context
 from trainer.layers.sown import TYPES, Activation, Sown, capture
 from trainer.layers.stack import cast_in_loop
 from trainer.linen.bridge import capturing, to_linen
@@ -37,10 +38,10 @@ def check_layer(config: Any) -> None:
     check_state(config)
     if not is_linen(config):
         return
-    x, id_bt = jnp.zeros((1, 1, config.base_emb_dim), config.dtype), jnp.zeros((1, 1), jnp.int32)
+    x, ids = jnp.zeros((1, 1, config.base_emb_dim), config.dtype), jnp.zeros((1, 1), jnp.int32)
     # With generators of both kinds: what draws from one is told of below, or draws from the key that it is given.
     keys = {"params": seed_key(0), "dropout": seed_key(0)}
-    args = x, None, id_bt, id_bt, jnp.zeros(1, jnp.int32), None
+    args = x, None, Context(ids, ids, rows=ids[0], key=None)
     variables = dict(jax.eval_shape(lambda: make_layer(config, parent=None).init(keys, *args)))
     params = variables.pop("params", {})
     types: Types = (Activation, *TYPES)
@@ -71,14 +72,14 @@ def call_layer(
 def apply_layer(block: linen.Module, params: Any, types: Types, index: Any, *args: Any) -> tuple[Any, Sown]:
     """The same of a block without a parent, with `params`, of which the unrolled loop holds no copy.
 
-    A Linen block sows into collections of the types' names, and draws dropout from the layer's key (the last of
-    `args`), which is also its argument.
+    A Linen block sows into collections of the types' names, and draws dropout from the layer's key, which is also in
+    its context (the last of `args`).
     """
     del index
     if isinstance(block, bridge.ToLinen):
         return block.apply({"params": params}, *args, nnx_method=capturing(types))
     names = [variable_type.__name__ for variable_type in types]
-    rngs = None if args[-1] is None else {"dropout": args[-1]}
+    rngs = None if args[-1].key is None else {"dropout": args[-1].key}
     result, sown = block.apply({"params": params}, *args, rngs=rngs, mutable=names)
     return result, {name: _last(traverse_util.flatten_dict(sown.get(name, {}), sep="/")) for name in names}
 

@@ -9,6 +9,7 @@ import ml_collections
 from flax import linen
 from jax.ad_checkpoint import checkpoint_name
 
+from trainer.layers.context import Context
 from trainer.layers.remat import LAYER_INPUT
 from trainer.layers.sown import Sown, with_output
 from trainer.linen.layer import apply_layer, call_layer, make_layer
@@ -31,14 +32,13 @@ class Stack(linen.Module):
     config: Any
 
     @linen.compact
-    def run_layers(self, x, cache, *context, key, types: Types) -> tuple[jax.Array, Any, Sown]:
+    def run_layers(self, x, cache, context: Context, types: Types) -> tuple[jax.Array, Any, Sown]:
         """What `layers.stack.run_stack` does: the last block's x, the cache, and what the blocks sowed."""
 
         def body(call, x, layer):
             index, cache = layer
-            layer_key = None if key is None else jax.random.fold_in(key, index)
             x = checkpoint_name(x, LAYER_INPUT)
-            (x, cache), sown = call(types, index, x, cache, *context, layer_key)
+            (x, cache), sown = call(types, index, x, cache, context.at(index))
             return x, (cache, with_output(sown, types, x))
 
         layers = jnp.arange(self.config.base_num_decoder_layers), cache

@@ -4,6 +4,7 @@ from typing import Any
 
 from flax import linen
 
+from trainer.layers.context import Context
 from trainer.layers.sown import Activation
 from trainer.linen.bridge import to_linen
 from trainer.linen.stack import Stack
@@ -19,14 +20,14 @@ class Decoder(Stack):
         if not self.config.logits_via_embedding:
             self.logits_dense = to_linen(transformer.make_logits_dense, self.config)
 
-    def __call__(self, x, cache, position, segment, row, key=None, types: Types = ()):
+    def __call__(self, x, cache, context: Context, types: Types = ()):
         """See `models.transformer.Decoder.__call__`."""
-        x = outer_dropout(self.config, x, row, key, EMBEDDING)
-        x, cache, sown = self.run_layers(x, cache, position, segment, row, key=key, types=types)
+        x = outer_dropout(self.config, x, context, EMBEDDING)
+        x, cache, sown = self.run_layers(x, cache, context, types)
         for variable_type in types:
             for path, value in sown[variable_type.__name__].items():
                 _sow(self, variable_type, f"layers/{path}", value)
-        return outer_dropout(self.config, self.decoder_norm(x), row, key, BEFORE_HEAD), cache
+        return outer_dropout(self.config, self.decoder_norm(x), context, BEFORE_HEAD), cache
 
     def head(self, x):
         """Logits of hidden states by a separate head."""
@@ -47,7 +48,7 @@ class Transformer(linen.Module):
         x = self.token_embedder(inputs)
         if Activation in types:
             _sow(self, Activation, "embedding", x)
-        return self.decoder(x, cache, position, segment, row, key, types)
+        return self.decoder(x, cache, Context(position, segment, row, key), types)
 
     def head(self, x):
         """See `models.transformer.Transformer.head`."""

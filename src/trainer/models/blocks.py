@@ -2,7 +2,7 @@
 
 A block is a class. It is made as `Class(config, rngs)` if it is an `nnx.Module` and as `Class(config)` if it is a
 Linen module, for which the decoder stack must be Linen's too, and called as
-`block(x, cache, position, segment, row, key) -> x, cache` (see `models.llama2.Block`). `config` is resolved; a block
+`block(x, cache, context) -> x, cache` (see `layers.context` and `models.llama2.Block`). `config` is resolved; a block
 may read its keys. `cache` is None in training; a block that takes no cache can be trained and not sampled from.
 """
 
@@ -18,6 +18,7 @@ from flax import nnx
 
 from trainer.config import UserError, linen_stack, nearest
 from trainer.config.errors import shortened
+from trainer.layers.context import Context
 
 # decoder_block -> the module that holds the family's Block
 FAMILIES = {
@@ -26,7 +27,7 @@ FAMILIES = {
     "qwen3": "trainer.models.qwen3",
 }
 # Of a block's call.
-_ARGUMENTS = ("x", "cache", "position", "segment", "row", "key")
+_ARGUMENTS = ("x", "cache", "context")
 
 
 def block_class(config) -> Any:
@@ -65,6 +66,8 @@ def check_calls(found: type, made_of: Sequence[str], name: str) -> None:
             inspect.signature(fn).bind(found, *arguments)
         except (TypeError, ValueError) as error:
             call = f"{'block' if method == '__call__' else found.__name__}({', '.join(arguments)})"
+            if method == "__call__":
+                call += f", where context has the fields {', '.join(Context._fields)}"
             raise UserError(
                 f"decoder_block={name} is no block: it is not called as {call} ({error}); docs/guides/migrating.md has "
                 "an example"
@@ -118,7 +121,7 @@ def refuse_state(config, has_parameters: bool, others: Sequence[str]) -> None:
     if others:
         raise UserError(
             f"decoder_block={config.decoder_block} holds state besides its parameters: {', '.join(others[:3])}; a "
-            "block may have none: dropout draws from the argument key, and nothing updates statistics"
+            "block may have none: dropout draws from context.key, and nothing updates statistics"
         )
     if not has_parameters:
         raise UserError(f"decoder_block={config.decoder_block} holds no parameters: there is nothing to train")

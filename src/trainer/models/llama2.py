@@ -7,6 +7,7 @@ from flax import nnx
 from trainer import sharding
 from trainer.config.tiles import tiles_of
 from trainer.layers.attention import Attention, KVCache
+from trainer.layers.context import Context
 from trainer.layers.dense import RESIDUAL
 from trainer.layers.mlp import MLP
 from trainer.layers.norm import RMSNorm
@@ -72,21 +73,17 @@ class Block(nnx.Module):
         self,
         x_bte: jax.Array,
         cache: KVCache | None,
-        position_bt: jax.Array,
-        segment_bt: jax.Array,
-        row_b: jax.Array,
-        key: jax.Array | None,
+        context: Context,
     ) -> tuple[jax.Array, KVCache | None]:
         """One layer: [b, t, e] -> [b, t, e], with the cache (see `layers.attention`)."""
-        keys = [None] * 3 if key is None else [jax.random.fold_in(key, site) for site in range(3)]
         h = self.pre_self_attention_layer_norm(x_bte)
-        h, cache = self.self_attention(h, cache, position_bt, segment_bt, row_b, keys[ATTENTION])
+        h, cache = self.self_attention(h, cache, context.at(ATTENTION))
         sow(self, Activation, "attention_output", h)
         x = sharding.constrain(x_bte + h, RESIDUAL)
-        h = self.mlp(self.post_self_attention_layer_norm(x), row_b, keys[HIDDEN])
+        h = self.mlp(self.post_self_attention_layer_norm(x), context.rows, context.at(HIDDEN).key)
         sow(self, Activation, "mlp_output", h)
-        x = sharding.constrain(dropout(x + h, keys[OUTPUT], row_b, self.dropout_rate), RESIDUAL)
-        self._sow_statistics(x, segment_bt)
+        x = sharding.constrain(dropout(x + h, context.at(OUTPUT).key, context.rows, self.dropout_rate), RESIDUAL)
+        self._sow_statistics(x, context.segments)
         return x, cache
 
     def _sow_statistics(self, x_bte: jax.Array, segment_bt: jax.Array) -> None:

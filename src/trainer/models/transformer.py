@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trainer.layers.attention import KVCache
+from trainer.layers.context import Context
 from trainer.layers.dense import Dense, Embed
 from trainer.layers.norm import RMSNorm
 from trainer.layers.sown import Activation, sow
@@ -63,11 +64,10 @@ def casts_in_loop(config) -> bool:
     return config.scan_layers and not config.shard_optimizer_over_data
 
 
-def outer_dropout(config, x_bte: jax.Array, row_b: jax.Array, key: jax.Array | None, site: int) -> jax.Array:
+def outer_dropout(config, x_bte: jax.Array, context: Context, site: int) -> jax.Array:
     """Dropout at a site outside of the blocks."""
-    if key is not None:
-        key = jax.random.fold_in(jax.random.fold_in(key, config.base_num_decoder_layers), site)
-    return dropout(x_bte, key, row_b, config.dropout_rate if config.enable_dropout else 0.0)
+    key = context.at(config.base_num_decoder_layers).at(site).key
+    return dropout(x_bte, key, context.rows, config.dropout_rate if config.enable_dropout else 0.0)
 
 
 def finish_logits(config, logits_btv: jax.Array) -> jax.Array:
@@ -93,15 +93,14 @@ class Decoder(nnx.Module):
         """The stack, as an attribute whose parameters lie at decoder/layers/..."""
         return make_stack(lambda rngs: make_block(self.config, rngs), self.config.base_num_decoder_layers, rngs)
 
-    def run_layers(self, x, cache, *context, key, types):
+    def run_layers(self, x, cache, context, types):
         """Run the stack: the last block's x, the cache, and what the blocks sowed."""
         config = self.config
         return run_stack(
             self.layers,
             x,
             cache,
-            *context,
-            key=key,
+            context,
             scan=config.scan_layers,
             remat=remat_policy(config),
             cast_inside=casts_in_loop(config),
@@ -112,19 +111,16 @@ class Decoder(nnx.Module):
         self,
         x_bte: jax.Array,
         cache: KVCache | None,
-        position_bt: jax.Array,
-        segment_bt: jax.Array,
-        row_b: jax.Array,
-        key: jax.Array | None,
+        context: Context,
         types: Types = (),
     ) -> tuple[jax.Array, KVCache | None]:
         """Embedded tokens [b, t, e] -> normed hidden states [b, t, e] and the cache."""
-        x = outer_dropout(self.config, x_bte, row_b, key, EMBEDDING)
-        x, cache, sown = self.run_layers(x, cache, position_bt, segment_bt, row_b, key=key, types=types)
+        x = outer_dropout(self.config, x_bte, context, EMBEDDING)
+        x, cache, sown = self.run_layers(x, cache, context, types)
         for variable_type in types:
             for path, value in sown[variable_type.__name__].items():
                 sow(self, variable_type, f"layers/{path}", value)
-        return outer_dropout(self.config, self.decoder_norm(x), row_b, key, BEFORE_HEAD), cache
+        return outer_dropout(self.config, self.decoder_norm(x), context, BEFORE_HEAD), cache
 
 
 class Transformer(nnx.Module):
@@ -159,7 +155,7 @@ class Transformer(nnx.Module):
         """
         x = self.token_embedder(inputs)
         sow(self, Activation, "embedding", x)
-        return self.decoder(x, cache, inputs_position, inputs_segmentation, row, key, types)
+        return self.decoder(x, cache, Context(inputs_position, inputs_segmentation, row, key), types)
 
     def head(self, x_bte: jax.Array) -> jax.Array:
         """Logits [b, t, v] of hidden states [b, t, e]."""

@@ -197,7 +197,7 @@ class Block(nnx.Module):
     def __init__(self, config, rngs):
         pass
 
-    def __call__(self, x, cache, position, segment, row, key):
+    def __call__(self, x, cache, context):
         return x, cache
 """,
     }

@@ -12,6 +12,7 @@ from flax import nnx
 from trainer import sharding
 from trainer.config import load, make_rules, schema
 from trainer.layers import attention
+from trainer.layers.context import Context
 from trainer.ops.cudnn import cudnn_attention
 from trainer.ops.rope import Rope
 from trainer.ops.splash import splash_attention
@@ -36,7 +37,7 @@ def run(op, dtype, mask, **how):
 
     def loss(params, x):
         layer = nnx.merge(graphdef, params)
-        out, cache = layer(x.astype(dtype), None, mask.query_position, mask.query_segment, jnp.arange(4), None)
+        out, cache = layer(x.astype(dtype), None, Context(mask.query_position, mask.query_segment, jnp.arange(4), None))
         assert cache is None
         return jnp.sum(out.astype(jnp.float32) * weight), out * (weight != 0)
 

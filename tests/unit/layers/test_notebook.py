@@ -5,6 +5,7 @@ import numpy as np
 from flax import nnx
 from support import tiny_config
 
+from trainer.layers.context import Context
 from trainer.models.llama2 import Block
 
 
@@ -12,7 +13,7 @@ def test_a_block_works_in_a_notebook():
     config = tiny_config("nnx")
     block = Block(config, nnx.Rngs(0))
     x, index = jnp.ones((2, 4, config.base_emb_dim)), jnp.tile(jnp.arange(4), (2, 1))
-    out, cache = block(x, None, index, jnp.ones_like(index), jnp.arange(2), None)
+    out, cache = block(x, None, Context(index, jnp.ones_like(index), jnp.arange(2), None))
     assert out.shape == x.shape
     assert np.isfinite(out).all()
     assert cache is None

@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from flax import nnx
 from support import assert_equal_bits
 
 from trainer.backends.base import tree_mode
+from trainer.layers import context
 from trainer.layers.dense import Dense
 from trainer.layers.mlp import MLP
 from trainer.layers.norm import RMSNorm
@@ -22,6 +24,16 @@ from trainer.layers.stack import cast_in_loop, make_stack, run_stack
 POLICIES = ("none", "full", "minimal", "minimal_offloaded")
 LAYERS, WIDTH, ROWS, LENGTH = 3, 8, 2, 4
 NAMES = ("activation_batch", "activation_length", "activation_embed")
+
+
+class Context(NamedTuple):
+    """A context with a field more, which the stack need not know."""
+
+    scale: jax.Array
+    rows: jax.Array
+    key: jax.Array | None
+
+    at = context.Context.at
 
 
 class Other(nnx.Variable):
@@ -37,14 +49,14 @@ class Block(nnx.Module):
         self.mix = Dense([WIDTH], [WIDTH], ("embed", "embed"), rngs=rngs, **dtypes)
         self.mlp = MLP(WIDTH, 2 * WIDTH, ["silu", "linear"], dropout_rate=0.0, rngs=rngs, **dtypes)
 
-    def __call__(self, x, cache, scale, row, key):
+    def __call__(self, x, cache, context):
         cache = None if cache is None else cache + x.sum(axis=(1, 2))
-        x = x + scale * jnp.tanh(self.mix(x, NAMES))
-        x = x + self.mlp(self.norm(x), row, None)
-        if key is not None:
+        x = x + context.scale * jnp.tanh(self.mix(x, NAMES))
+        x = x + self.mlp(self.norm(x), context.rows, None)
+        if context.key is not None:
             # A stand-in for dropout, which compiles slowly. It has no product that the compiler could contract with the
             # next layer's first sum where the loop is unrolled.
-            x = jnp.where(jax.random.bernoulli(key, 0.5), x, -x)
+            x = jnp.where(jax.random.bernoulli(context.key, 0.5), x, -x)
         sow(self, Total, "total", x.sum())
         sow(self, Other, "other", x.sum())
         return x, cache
@@ -74,7 +86,7 @@ def outputs_and_gradients(scan, remat_policy, types=(Total,)):
         def loss(params, x):
             stack = nnx.merge(graphdef, params)
             settings = {"scan": scan, "remat": make_policy(remat_policy, {}), "types": types}
-            results = run_stack(stack, x, cache, scale, row, key=key, **settings)
+            results = run_stack(stack, x, cache, Context(scale, row, key), **settings)
             return jnp.sum(results[0] * weight), results
 
         grads, results = jax.grad(loss, argnums=(0, 1), has_aux=True)(params, x)
@@ -100,7 +112,7 @@ def test_the_stack_is_its_blocks_one_after_the_other():
 
     @jax.jit
     def apply(params, x, cache, key):
-        return nnx.merge(graphdef, params)(x, cache, scale, row, key)
+        return nnx.merge(graphdef, params)(x, cache, Context(scale, row, key))
 
     with tree_mode():
         for i in range(LAYERS):
@@ -141,7 +153,7 @@ def test_sowing_for_nobody_leaves_no_trace():
     with tree_mode(), warnings.catch_warnings():
         warnings.simplefilter("error")  # flax deprecates a sow outside of a capture, which would also store the value
         block = Block(nnx.Rngs(0))
-        block(x, None, scale, row, None)
+        block(x, None, Context(scale, row, None))
     assert not hasattr(block, "total")
 
 
@@ -152,8 +164,8 @@ def test_a_policy_recomputes_what_it_says():
 
     def products(policy):
         def loss(params):
-            settings = {"key": None, "scan": True, "remat": make_policy(policy, {})}
-            return jnp.sum(run_stack(nnx.merge(graphdef, params), x, None, scale, row, **settings)[0])
+            settings = {"scan": True, "remat": make_policy(policy, {})}
+            return jnp.sum(run_stack(nnx.merge(graphdef, params), x, None, Context(scale, row, None), **settings)[0])
 
         return str(jax.make_jaxpr(jax.grad(loss))(params)).count("dot_general")
 
@@ -168,7 +180,7 @@ def test_every_projection_of_a_layer_has_a_name_that_minimal_keeps():
     x, _, scale, row = inputs()
 
     def run(params):
-        return run_stack(nnx.merge(graphdef, params), x, None, scale, row, key=None, scan=True, remat=None)[0]
+        return run_stack(nnx.merge(graphdef, params), x, None, Context(scale, row, None), scan=True, remat=None)[0]
 
     with tree_mode():
         text = str(jax.make_jaxpr(run)(params))

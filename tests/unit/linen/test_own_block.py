@@ -95,8 +95,8 @@ class Sowing(linen.Module):
     config: object
 
     @linen.compact
-    def __call__(self, x, cache, position, segment, row, key):
-        x = linen.Dropout(0.5, deterministic=key is None)(x + linen.Dense(x.shape[-1])(x))
+    def __call__(self, x, cache, context):
+        x = linen.Dropout(0.5, deterministic=context.key is None)(x + linen.Dense(x.shape[-1])(x))
         self.sow("Total", "outputs", x.sum())
         return x, cache
 
@@ -131,7 +131,7 @@ class Boxed(linen.Module):
     config: object
 
     @linen.compact
-    def __call__(self, x, cache, position, segment, row, key):
+    def __call__(self, x, cache, context):
         init = linen.with_partitioning(linen.initializers.lecun_normal(), ("embed", "mlp"))
         return x + linen.Dense(x.shape[-1], kernel_init=init, name="mix")(x), cache
 
@@ -140,7 +140,7 @@ class WithStatistics(linen.Module):
     config: object
 
     @linen.compact
-    def __call__(self, x, cache, position, segment, row, key):
+    def __call__(self, x, cache, context):
         return linen.BatchNorm(use_running_average=False)(x), cache
 
 

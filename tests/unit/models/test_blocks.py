@@ -89,7 +89,7 @@ def test_a_path_that_leads_nowhere(name, message):
 
 
 class Called(nnx.Module):
-    def __call__(self, x, cache, position, segment, row, key):
+    def __call__(self, x, cache, context):
         return x, cache
 
 
@@ -138,6 +138,13 @@ class WithAnotherCall(nnx.Module):
         return x
 
 
+class WithSixArguments(WithAnotherCall):
+    """The call of earlier versions."""
+
+    def __call__(self, x, cache, position, segment, row, key):
+        return x, cache
+
+
 class WithMoreArguments(Called):
     def __init__(self, config, rngs, width):
         del config, rngs, width
@@ -149,7 +156,12 @@ class WithMoreArguments(Called):
         (nnx.Linear, r"it is not called as Linear\(config, rngs\) \(missing a required"),
         (nnx.Module, "is no block: Module has no __call__"),
         (nnx.Dropout, r"it is not called as Dropout\(config, rngs\) \(too many"),
-        (WithAnotherCall, r"it is not called as block\(x, cache, position, segment, row, key\)"),
+        (WithAnotherCall, r"it is not called as block\(x, cache, context\)"),
+        (
+            WithSixArguments,
+            r"it is not called as block\(x, cache, context\), where context has the fields positions, segments, rows, "
+            r"key \(missing a required argument: 'segment'\)",
+        ),
         (WithMoreArguments, "missing a required argument: 'width'"),
         (Abstract, "the class Abstract is abstract"),
         (dict, "this is no nnx.Module"),
