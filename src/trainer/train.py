@@ -219,8 +219,12 @@ def _say_what_runs(console, run, dataset, run_dir, warnings: Sequence[str]) -> N
 def _prompt(config, tokenizer, say) -> list[int]:
     """The prompt's tokens, [] for no sample; checked before training starts."""
     from trainer.data.text import mended
+    from trainer.models.families import takes_cache
 
-    if tokenizer is None or not config.prompt or ":" in config.decoder_block:
+    if tokenizer is None or not config.prompt:
+        return []
+    if not takes_cache(config):
+        say(f"decoder_block={config.decoder_block} has no init_cache: the model is trained and not sampled from")
         return []
     begin = [] if tokenizer.bos is None else [tokenizer.bos]
     prompt, replaced = mended(config.prompt)

@@ -1,5 +1,6 @@
 """trainer.parity as a user runs it: what is equal, where a planted difference is found, mistakes."""
 
+import dataclasses
 import itertools
 import json
 
@@ -10,6 +11,7 @@ from support import ALL_COMBINATIONS
 
 from trainer import parity, training
 from trainer.compare import programs
+from trainer.layers.stack import Stack
 from trainer.models import llama2, mistral
 from trainer.sharding import Axes
 
@@ -53,7 +55,8 @@ def test_a_planted_difference_is_found_in_its_layer(capsys, monkeypatch):
             # Unrolled, a block is traced once for every layer.
             return super().__call__(*args) * (1.001 if next(layers) == 1 else 1.0)
 
-    monkeypatch.setattr(mistral, "Block", Wrong)
+    stacks = [Stack("layers", (Wrong,), 3)]
+    monkeypatch.setattr(mistral, "FAMILY", dataclasses.replace(mistral.FAMILY, stacks=lambda config: stacks))
     code, out, _ = run(capsys, "right.decoder_block=mistral", only_forward=True, scan_layers=False)
     lines = out.splitlines()
     assert code == 1

@@ -1,8 +1,8 @@
 """A compiled training step in a file, with what it was made of."""
 
 import hashlib
-import inspect
 import json
+import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -15,7 +15,7 @@ import trainer
 from trainer.aot import sources
 from trainer.config.errors import UserError
 from trainer.config.step_keys import step_keys
-from trainer.models.blocks import block_class
+from trainer.models.families import block_class, blocks, stacks
 
 MAGIC = b"trainer-executable 1\n"
 # The module that makes the step, from what it imports.
@@ -162,12 +162,17 @@ def _machine() -> str:
 
 
 def _source_of_block(config: Any) -> str:
-    """A digest of the file that holds a user's block, and of what it imports from the same folder or package."""
-    block = block_class(config)
-    file = inspect.getsourcefile(block)
+    """Digests of the files that hold a user's family and blocks, and of what those import from their own package."""
+    classes = map(block_class, blocks(stacks(config)))
+    modules = {config.decoder_block.partition(":")[0], *(it.__module__ for it in classes)}
+    return " ".join(map(_source_of_module, sorted(modules)))
+
+
+def _source_of_module(module: str) -> str:
+    file = getattr(sys.modules[module], "__file__", None)
     if file is None:
         return "not in a file"
-    path, module = Path(file), block.__module__
+    path = Path(file)
     root = path.parents[module.count(".") + (path.name == "__init__.py")]
     installed = str(root) in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
     return sources.digest(root, [module], lambda top: not installed or top == module.partition(".")[0])

@@ -10,7 +10,7 @@ from trainer.backends.base import tree_mode
 from trainer.backends.permutation import Path, Permutation
 from trainer.backends.train_state import TrainStateNNX, make_train_state
 from trainer.layers import sown
-from trainer.models.blocks import check_state
+from trainer.models.families import check_state
 from trainer.models.init import init_variables
 from trainer.models.transformer import Decoder, Transformer
 from trainer.ops.random import seed_key

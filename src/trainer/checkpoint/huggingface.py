@@ -8,12 +8,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from trainer.checkpoint.source import LAYERS, Leaf, Shapes, check_tensors, common_dtype
+from trainer.checkpoint.source import Leaf, Shapes, check_tensors, common_dtype
 from trainer.config import UserError
 from trainer.config.errors import shortened
 from trainer.config.json_files import read_object, shown
 from trainer.config.paths import path_problem
-from trainer.models.huggingface import Layout, family
+from trainer.models.families import Place, hugging_face, place, stacks
+from trainer.models.huggingface import Layout
 from trainer.models.huggingface_config import model_keys
 from trainer.models.huggingface_fields import neutral_keys
 
@@ -45,7 +46,7 @@ class HuggingFaceSource:
 
     def leaves(self, config: Any, shapes: Shapes) -> dict[str, Leaf]:
         """See `Source.leaves`."""
-        layouts = family(config.decoder_block).layouts
+        layouts = hugging_face(config.decoder_block).layouts
         layers = config.base_num_decoder_layers
         if layers > len(self._files):  # before as many names are made
             raise UserError(f"{self.path}: {len(self._files)} tensors, too few for num_hidden_layers={layers}")
@@ -54,7 +55,10 @@ class HuggingFaceSource:
             header = file.get_slice(name)
             dtype = _DTYPES.get(header.get_dtype())
             found[name] = (tuple(header.get_shape()), dtype.name if dtype else header.get_dtype())
-        wanted = dict(tensor for name, shape in shapes.items() for tensor in tensors_of(layouts[name], name, shape))
+        places = {name: place(stacks(config), name) for name in shapes}
+        wanted = dict(
+            tensor for name, shape in shapes.items() for tensor in tensors_of(layouts[name], places[name], shape)
+        )
         head = layouts["decoder/logits_dense/kernel"].name
         table = layouts["token_embedder/embedding"].name
         tied = config.logits_via_embedding and head in found and found[head] == found.get(table)
@@ -66,15 +70,14 @@ class HuggingFaceSource:
         if tied:
             self._check_tied(head, table, wanted[table][0])
         return {
-            name: self._leaf(layouts[name], name, shape, config.rope_interleave, layers)
+            name: self._leaf(layouts[name], places[name], shape, config.rope_interleave)
             for name, shape in shapes.items()
         }
 
-    def _leaf(self, layout: Layout, name: str, shape: tuple[int, ...], interleave: bool, layers: int) -> Leaf:
-        stacked = name.startswith(LAYERS)
-        tensors = [layout.name.format(i) for i in range(layers)] if stacked else [layout.name]
+    def _leaf(self, layout: Layout, where: Place | None, shape: tuple[int, ...], interleave: bool) -> Leaf:
+        tensors = [name for name, _ in tensors_of(layout, where, shape)]
         stored, mixed = common_dtype([_DTYPES[self._files[it].get_slice(it).get_dtype()] for it in tensors])
-        part_shape = shape[1:] if stacked else shape
+        part_shape = shape if where is None else shape[1:]
 
         def read(tensor: str) -> np.ndarray:
             return layout.to_ours(self._files[tensor].get_tensor(tensor), part_shape, interleave)
@@ -89,11 +92,11 @@ class HuggingFaceSource:
                 raise UserError(f"{self.path}: the head is said to be the embedding table, but {head} is not {table}")
 
 
-def tensors_of(layout: Layout, name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
-    """Hugging Face's tensors, name and shape, of a canonical parameter."""
-    if not name.startswith(LAYERS):
+def tensors_of(layout: Layout, where: Place | None, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
+    """Hugging Face's tensors, name and shape, of a canonical parameter at the place `where` in the stacks."""
+    if where is None:
         return [(layout.name, layout.shape(shape))]
-    return [(layout.name.format(i), layout.shape(shape[1:])) for i in range(shape[0])]
+    return [(layout.name.format(i), layout.shape(shape[1:])) for i in where.layers]
 
 
 def weight_files(path: Path) -> list[Path]:

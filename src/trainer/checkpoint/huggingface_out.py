@@ -11,8 +11,9 @@ import numpy as np
 from trainer.checkpoint.huggingface import INDEX, tensors_of
 from trainer.checkpoint.params_out import target_dtypes
 from trainer.checkpoint.safetensors_file import SafetensorsFile, Tensors
-from trainer.checkpoint.source import LAYERS, Leaf, Tick, progress
-from trainer.models.huggingface import Layout, family
+from trainer.checkpoint.source import Leaf, Tick, progress
+from trainer.models.families import Place, hugging_face, place, stacks
+from trainer.models.huggingface import Layout
 from trainer.models.huggingface_config import config_json
 
 SHARD_BYTES = 4_000_000_000
@@ -37,13 +38,14 @@ def write_huggingface(
     Raises:
       UserError: the model has what Hugging Face's architecture has no word for; or see `target_dtypes`.
     """
-    layouts = family(config.decoder_block).layouts
+    layouts = hugging_face(config.decoder_block).layouts
     dtypes = target_dtypes(leaves, dtype)
     data = config_json(config, dtypes["token_embedder/embedding"].name, neutral)
     (folder / "config.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
-    names = {name: tensors_of(layouts[name], name, leaf.shape) for name, leaf in leaves.items()}
-    shards = _shards(_in_order({name: (names[name], dtypes[name]) for name in leaves}), shard_bytes)
+    places = {name: place(stacks(config), name) for name in leaves}
+    names = {name: tensors_of(layouts[name], places[name], leaf.shape) for name, leaf in leaves.items()}
+    shards = _shards(_in_order({name: (places[name], names[name], dtypes[name]) for name in leaves}), shard_bytes)
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context(SafetensorsFile(folder / name, part)) for name, part in shards.items()}
         file_of = {tensor: files[name] for name, tensors in shards.items() for tensor in tensors}
@@ -69,12 +71,12 @@ def _write_leaf(
         file.write(tensor, layout.to_theirs(value, interleave).astype(dtype, copy=False))
 
 
-def _in_order(kinds: Mapping[str, tuple[list[tuple[str, tuple[int, ...]]], np.dtype]]) -> Tensors:
+def _in_order(kinds: Mapping[str, tuple[Place | None, list[tuple[str, tuple[int, ...]]], np.dtype]]) -> Tensors:
     """All tensors as a forward pass meets them, layer by layer, so that a shard holds whole layers."""
     placed = []
-    for name, (tensors, dtype) in kinds.items():
-        for layer, (tensor, shape) in enumerate(tensors):
-            part = 1 if name.startswith(LAYERS) else 0 if name.startswith("token_embedder/") else 2
+    for name, (where, tensors, dtype) in kinds.items():
+        part = 1 if where else 0 if name.startswith("token_embedder/") else 2
+        for layer, (tensor, shape) in zip(where.layers if where else [0], tensors, strict=True):
             placed.append((part, layer, tensor, shape, dtype))
     return {tensor: (shape, dtype) for _, _, tensor, shape, dtype in sorted(placed, key=lambda it: it[:2])}
 

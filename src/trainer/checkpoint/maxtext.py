@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from trainer.checkpoint import orbax
-from trainer.checkpoint.source import LAYERS, Leaf, Shapes, check_tensors, common_dtype
+from trainer.checkpoint.source import Leaf, Shapes, check_tensors, common_dtype
 from trainer.config import UserError
-from trainer.models.huggingface import family, halves_of_pairs, pairs_of_halves
+from trainer.models.families import Place, family, hugging_face, place, stacks
+from trainer.models.huggingface import halves_of_pairs, pairs_of_halves
 
 ITEMS = "items"  # the tree in checkpoints/N
 # What custom metadata say: MaxText's own key; and, of those that we write, whether heads turn as adjacent pairs.
@@ -29,7 +30,6 @@ _TABLE = "token_embedder/embedding"
 _ROOTS = (ROOT, "", "model/", "base/", "model_params/")
 _VALUE = "/value"
 _RANDOM = {"rngs", "dropout"}  # state beside the parameters in those
-_QUERY = "decoder/layers/self_attention/query/kernel"
 
 
 class MaxTextSource:
@@ -72,7 +72,7 @@ class MaxTextSource:
                 f"{self.path}: entries of a head are taken to turn as {order}, as MaxText has them with "
                 f"model_name={config.model_name} and rope_type={config.rope_type}"
             )
-        scanned = any(name.startswith(LAYERS) for name in self._headers)
+        scanned = any(place(stacks(config), name) for name in self._headers)
         if self._said.get(SCAN, scanned) != scanned:
             layers = "stacked" if scanned else "stored one by one"
             lines.append(
@@ -82,25 +82,29 @@ class MaxTextSource:
 
     def leaves(self, config: Any, shapes: Shapes) -> dict[str, Leaf]:
         """See `Source.leaves`."""
-        axis = self._scan_axis(shapes)
-        stored = {name: self._stored(name, shape, axis) for name, shape in shapes.items()}
+        places = {name: place(stacks(config), name) for name in shapes}
+        axis = self._scan_axis({name: shape for name, shape in shapes.items() if places[name]})
+        stored = {name: self._stored(name, shape, places[name], axis) for name, shape in shapes.items()}
         found = {name: (tuple(it.shape), np.dtype(it.dtype).name) for name, (_, it) in self._headers.items()}
         wanted = {name: shape for tensors in stored.values() for name, shape in tensors.items()}
         check_tensors(found, wanted, str(self.path))
         leaves = {}
         for name, tensors in stored.items():
             dtype, mixed = common_dtype([np.dtype(self._headers[tensor][1].dtype) for tensor in tensors])
-            parts = [functools.partial(self._read, config, name, axis, *tensor) for tensor in tensors.items()]
+            parts = [
+                functools.partial(self._read, config, name, axis if places[name] else 0, *tensor)
+                for tensor in tensors.items()
+            ]
             leaves[name] = Leaf(shapes[name], dtype, parts, mixed=mixed)
         return leaves
 
     def _scan_axis(self, shapes: Shapes) -> int:
-        """The axis on which layers are stacked.
+        """The axis on which layers are stacked; `shapes` are those of the stacks' parameters.
 
         Raises:
           UserError: every array has the same shape with either.
         """
-        stacked = {name: shape for name, shape in shapes.items() if name.startswith(LAYERS) and name in self._headers}
+        stacked = {name: shape for name, shape in shapes.items() if name in self._headers}
         fits = [
             sum(tuple(self._headers[name][1].shape) == _with_layers_on(axis, shape) for name, shape in stacked.items())
             for axis in (0, 1)
@@ -112,20 +116,20 @@ class MaxTextSource:
             )
         return 0 if fits[0] > fits[1] else 1
 
-    def _stored(self, name: str, shape: tuple[int, ...], axis: int) -> dict[str, tuple[int, ...]]:
+    def _stored(self, name: str, shape: tuple[int, ...], where: Place | None, axis: int) -> dict[str, tuple[int, ...]]:
         """The tensors, name and shape, of a canonical parameter."""
-        if not name.startswith(LAYERS):
+        if where is None:
             return {name: shape}
-        if layer_name(name, 0) in self._headers:
+        if layer_name(where, 0) in self._headers:
             # Of more layers than there are tensors one is missing: that many names need not be made to tell.
             layers = min(shape[0], len(self._headers) + 1)
-            return {layer_name(name, i): shape[1:] for i in range(layers)}
+            return {layer_name(where, i): shape[1:] for i in range(layers)}
         return {name: _with_layers_on(axis, shape)}
 
     def _read(self, config: Any, name: str, axis: int, tensor: str, shape: tuple[int, ...]) -> np.ndarray:
         stored, header = self._headers[tensor]
         value = orbax.read(self.path, stored, shape, np.dtype(header.dtype))
-        if tensor.startswith(LAYERS):
+        if tensor == name:
             value = np.moveaxis(value, axis, 0)
         if turns(config, name, self._said.get(PAIRS, in_pairs(config))):
             value = pairs_of_halves(value) if config.rope_interleave else halves_of_pairs(value)
@@ -146,9 +150,9 @@ def _with_layers_on(axis: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[1 : axis + 1], shape[0], *shape[axis + 1 :])
 
 
-def layer_name(name: str, layer: int) -> str:
-    """Where MaxText has one layer of the canonical parameter `name`, if layers are not scanned."""
-    return f"decoder/layers_{layer}/{name.removeprefix(LAYERS)}"
+def layer_name(where: Place, index: int) -> str:
+    """Where MaxText has a parameter of one layer, the `index`-th that it holds, if layers are not scanned."""
+    return f"decoder/{where.stack}_{where.layers[index] - where.first}/{where.path}"
 
 
 def in_pairs(config: Any) -> bool:
@@ -166,14 +170,14 @@ def in_pairs(config: Any) -> bool:
 
 def turns(config: Any, name: str, pairs: bool) -> bool:
     """Whether entries of a head in the canonical parameter `name` are in another order than with adjacent `pairs`."""
-    layout = family(config.decoder_block).layouts.get(name)
+    layout = hugging_face(config.decoder_block).layouts.get(name)
     return layout is not None and layout.turned and pairs != config.rope_interleave
 
 
 def query_scale(config: Any, name: str) -> float:
     """How many times MaxText's parameter the canonical parameter `name` is."""
-    scales = family(config.decoder_block).maxtext_scales_query and not config.use_qk_norm
-    return config.head_dim**0.5 if name == _QUERY and scales else 1.0
+    scales = name in family(config.decoder_block).maxtext.scaled_queries and not config.use_qk_norm
+    return config.head_dim**0.5 if scales else 1.0
 
 
 def scaled(value: np.ndarray, operation: np.ufunc, factor: float) -> np.ndarray:

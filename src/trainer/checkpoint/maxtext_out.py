@@ -10,7 +10,8 @@ import numpy as np
 from trainer.checkpoint import orbax
 from trainer.checkpoint.maxtext import ITEMS, PAIRS, ROOT, SCAN, layer_name, query_scale, scaled, turns
 from trainer.checkpoint.params_out import target_dtypes
-from trainer.checkpoint.source import LAYERS, Leaf, Tick, progress
+from trainer.checkpoint.source import Leaf, Tick, progress
+from trainer.models.families import place, stacks
 from trainer.models.huggingface import halves_of_pairs, pairs_of_halves
 from trainer.models.maxtext_config import maxtext_keys
 
@@ -52,10 +53,10 @@ def _stored(
         value = turn(value) if turns(config, name, pairs) else value
         return scaled(value, np.divide, factor).astype(dtype, copy=False)
 
-    if not name.startswith(LAYERS):
+    if (where := place(stacks(config), name)) is None:
         return {ROOT + name: leaf.read(dtype, tick)}
     if not scan:
-        return {ROOT + layer_name(name, i): theirs(layer) for i, layer in enumerate(leaf.layers(tick))}
+        return {ROOT + layer_name(where, i): theirs(layer) for i, layer in enumerate(leaf.layers(tick))}
     stacked = np.empty((leaf.shape[1], leaf.shape[0], *leaf.shape[2:]), dtype)
     for i, layer in enumerate(leaf.layers(tick)):
         stacked[:, i] = theirs(layer)

@@ -18,7 +18,8 @@ from trainer.checkpoint import orbax
 from trainer.checkpoint.description import ORDER, read_model_yaml
 from trainer.checkpoint.source import Leaf, Shapes, check_tensors
 from trainer.config.json_files import read_object
-from trainer.models.huggingface import family, halves_of_pairs, pairs_of_halves
+from trainer.models.families import hugging_face
+from trainer.models.huggingface import halves_of_pairs, pairs_of_halves
 from trainer.models.huggingface_fields import neutral_keys
 
 TREE = "checkpoint"
@@ -59,7 +60,7 @@ class ParamsSource:
         check_tensors(found, shapes, str(self.path))
         turned: set[str] = set()
         if self.keys[ORDER] != config[ORDER]:
-            turned = {name for name, layout in family(config.decoder_block).layouts.items() if layout.turned}
+            turned = {name for name, layout in hugging_face(config.decoder_block).layouts.items() if layout.turned}
         turn = pairs_of_halves if config[ORDER] else halves_of_pairs
         return {name: self._leaf(name, shape, turn if name in turned else None) for name, shape in shapes.items()}
 

@@ -20,7 +20,6 @@ from trainer.config.errors import shortened
 Shapes = Mapping[str, tuple[int, ...]]
 Tick = Callable[[int], Any]  # told the bytes of each part that was read
 
-LAYERS = "decoder/layers/"
 _EVERY = 10.0  # seconds between two lines that tell how far it is
 _MOST_LINES = 20  # of a message
 # Tensors may be stored in these, by the names that NumPy gives them.

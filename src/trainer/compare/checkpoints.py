@@ -1,6 +1,7 @@
 """Two checkpoints, leaf by leaf."""
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from trainer.checkpoint.params import CONFIG, TREE
 from trainer.compare.difference import Difference, Tolerance, differences, forward_order
 from trainer.compare.report import Comparison, Quantity, Report
 from trainer.config import UserError
+from trainer.models.families import BESIDE
 from trainer.runtime import storage
 
 Readers = Mapping[str, Callable[[], np.ndarray]]
@@ -69,5 +71,11 @@ def _differences(part: str, readers: Sequence[Readers], tolerance: Tolerance) ->
     for name in dict.fromkeys(name for found in readers for name in found if name.partition("/")[0] == part):
         short = name.removeprefix(f"{part}/")
         left, right = ({short: found[name]()} if name in found else {} for found in readers)
-        apart += differences(left, right, tolerance)
+        apart += differences(left, right, tolerance, _layers)
     return sorted(apart, key=forward_order)
+
+
+def _layers(name: str) -> Iterable[int] | None:
+    """The layers of an array of a stack, counted within the stack: a decoder holds stacks and what `BESIDE` names."""
+    _, found, path = f"/{name}".partition("/decoder/")
+    return itertools.count() if found and path.partition("/")[0] not in BESIDE else None

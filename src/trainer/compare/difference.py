@@ -1,13 +1,14 @@
 """How far two arrays lie apart."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-LAYERS = "layers"  # a component of the name of whatever has a leading axis of layers
+# From the name of an array to the numbers of the layers that it holds along its first axis; None: it holds none.
+Layers = Callable[[str], Iterable[int] | None]
 
 
 class Tolerance(NamedTuple):
@@ -52,12 +53,14 @@ class Difference(NamedTuple):
 
 def forward_order(it: Difference) -> tuple[int, int, bool, str]:
     """Sorts arrays in the order of the forward pass: embedding, layer by layer with its result last, norm, logits."""
-    if LAYERS in it.name.split("/"):
-        return 1, it.layer or 0, it.name.endswith("/output"), it.name
+    if it.layer is not None:
+        return 1, it.layer, it.name.endswith("/output"), it.name
     return 0 if "embedd" in it.name else 2, 0, False, it.name
 
 
-def differences(left: Mapping[str, Any], right: Mapping[str, Any], tolerance: Tolerance) -> list[Difference]:
+def differences(
+    left: Mapping[str, Any], right: Mapping[str, Any], tolerance: Tolerance, layers: Layers
+) -> list[Difference]:
     """One for each array, or layer of it, that either side has: by the names on the left, then the others.
 
     Arrays may live on devices: they come to the host one at a time.
@@ -68,17 +71,19 @@ def differences(left: Mapping[str, Any], right: Mapping[str, Any], tolerance: To
             side = "left" if name in left else "right"
             found.append(Difference(name, None, False, False, math.inf, math.inf, f"only on the {side}"))
             continue
-        found += _of_array(name, np.asarray(left[name]), np.asarray(right[name]), tolerance)
+        found += _of_array(name, np.asarray(left[name]), np.asarray(right[name]), tolerance, layers(name))
     return found
 
 
-def _of_array(name: str, left: np.ndarray, right: np.ndarray, tolerance: Tolerance) -> Iterator[Difference]:
+def _of_array(
+    name: str, left: np.ndarray, right: np.ndarray, tolerance: Tolerance, layers: Iterable[int] | None
+) -> Iterator[Difference]:
     if left.shape != right.shape:
         note = f"shape {list(left.shape)} against {list(right.shape)}"
         yield Difference(name, None, False, False, math.inf, math.inf, note)
-    elif LAYERS in name.split("/") and left.ndim:
-        for i in range(left.shape[0]):
-            yield difference(name, left[i], right[i], tolerance, layer=i)
+    elif layers is not None and left.ndim:
+        for layer, a, b in zip(layers, left, right, strict=False):
+            yield difference(name, a, b, tolerance, layer=layer)
     else:
         yield difference(name, left, right, tolerance)
 

@@ -17,10 +17,10 @@ from trainer.aot.cost import analyze
 from trainer.backends import TrainTree
 from trainer.backends.permutation import path_of
 from trainer.checkpoint import names_of, nested
-from trainer.compare.difference import LAYERS
 from trainer.config import UserError
 from trainer.data import Batch
 from trainer.layers.sown import Activation
+from trainer.models import families
 from trainer.models.names import Names
 from trainer.objectives import Objective
 from trainer.runtime.place import place
@@ -46,6 +46,11 @@ class Program:
     def config(self) -> Any:
         """Resolved and frozen."""
         return self.run.config
+
+    def layers(self, name: str) -> range | None:
+        """The numbers of the layers that an array of that canonical name holds; None: it lies in no stack."""
+        found = families.place(families.stacks(self.config), name)
+        return None if found is None else found.layers
 
     @property
     def abstract(self) -> TrainTree:
@@ -156,15 +161,14 @@ def activations(program: Program, snapshot: Snapshot, batch: Batch, known: Execu
         logits, _, _ = run.model.apply(params, tree.rest, hidden, method="head")
         found = {**sown[Activation.__name__], "final_norm": hidden, "logits": logits}
         real = batch["inputs_segmentation"] != 0
-        return {name: _without_padding(name, x, real) for name, x in found.items()}
+        return {name: _without_padding(x, real, program.layers(name) is not None) for name, x in found.items()}
 
     placed = place(batch, run.batch_shardings)
     return Measured({"activations": _compiled(known, run.placed(forward), tree, placed)(tree, placed)})
 
 
-def _without_padding(name: str, x: jax.Array, real_bt: jax.Array) -> jax.Array:
-    axes = real_bt.shape
-    lead = 1 if LAYERS in name.split("/") else 0
+def _without_padding(x: jax.Array, real_bt: jax.Array, stacked: bool) -> jax.Array:
+    axes, lead = real_bt.shape, int(stacked)
     if x.shape[lead : lead + 2] != axes:
         return x
     return jnp.where(real_bt.reshape((1,) * lead + axes + (1,) * (x.ndim - lead - 2)), x, 0)

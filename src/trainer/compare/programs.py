@@ -20,8 +20,7 @@ from trainer.config.files import COMMAND_LINE
 from trainer.config.flags import FLAGS
 from trainer.config.resume import AROUND, MAY_CHANGE
 from trainer.data import Batch, Dataset, open_dataset
-from trainer.models.blocks import block_class
-from trainer.models.names import names_of_block
+from trainer.models.names import names_of_blocks
 from trainer.observe.banner import banner_rows
 from trainer.sharding import side_devices
 from trainer.state.host import KEYS
@@ -110,7 +109,7 @@ def _program(side: Side, devices: Sequence[jax.Device]) -> Program:
         used = side_devices(config, devices)
         check_memory(config, used, device_memory(used))
         run = build(config, used)
-        program = Program(side.name, run, names_of_block(block_class(run.config)))
+        program = Program(side.name, run, names_of_blocks(run.config))
         if unused := program.names.unused(names_of(program.abstract.params)):
             raise UserError(
                 f"PARAMETER_NAMES of decoder_block={run.config.decoder_block} names {unused[0]}, but the block has no "
@@ -182,7 +181,8 @@ def _quantities(left: Program, right: Program, expected: Measured, found: Measur
             arrays = {key: array for key, array in arrays.items() if key in others}
             others = {key: others[key] for key in arrays}
         # The backward pass begins at the end.
-        ordered = sorted(differences(arrays, others, tolerance), key=forward_order, reverse=name == "gradients")
+        found_apart = differences(arrays, others, tolerance, left.layers)
+        ordered = sorted(found_apart, key=forward_order, reverse=name == "gradients")
         quantities.append(Quantity(name, ordered, notes, remarks))
     return quantities
 

@@ -5,7 +5,7 @@ import math
 import textwrap
 from collections.abc import Sequence
 
-from trainer.compare.difference import LAYERS, Difference
+from trainer.compare.difference import Difference
 from trainer.compare.report import Comparison, Quantity, Report
 from trainer.observe.text import si
 
@@ -128,7 +128,7 @@ def _stages(quantity: Quantity) -> list[tuple[str, Quantity]]:
 
 
 def _stage(it: Difference) -> str:
-    return f"layer {it.layer}" if LAYERS in it.name.split("/") else it.name.replace("_", " ")
+    return f"layer {it.layer}" if it.layer is not None else it.name.replace("_", " ")
 
 
 def _columns(rows: Sequence[Sequence[str]], rights: Sequence[int] = ()) -> list[str]:

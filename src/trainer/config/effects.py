@@ -38,11 +38,6 @@ _REMAT = (
 )
 
 INERT = (
-    Inert(
-        ("prompt", "decode_sampling_temperature"),
-        lambda c: ":" in c.decoder_block,
-        "a decoder_block given by import path need not take a cache, and is not sampled from",
-    ),
     Inert(("override_model_config",), lambda c: True, "the command line always wins over the preset"),
     Inert(_REMAT, lambda c: c.remat_policy != "custom", "remat_policy is not custom"),
     Inert(

@@ -22,7 +22,7 @@ _HEADING = re.compile(r"# -{2,} (?P<name>.+?) -+")
 _KEY_LINE = re.compile(r"(?P<name>[a-z]\w*):(?P<value>.*?)(?:\s#(?P<form>.*))?")
 # An import path, as decoder_block takes it.
 IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-_OR_IMPORT_PATH = " or package.module:Class"
+_OR_IMPORT_PATH = " or package.module:name"
 _RANGE = re.compile(r"in (?P<open>[\[(])(?P<low>\S+), (?P<high>\S+)(?P<close>[\])])(?: or (?P<extra>.+))?")
 
 
@@ -58,7 +58,7 @@ class Key:
     section: str = ""
     doc: str = ""
     choices: tuple[Any, ...] = ()
-    importable: bool = False  # an import path, `package.module:Class`, is as good as a choice
+    importable: bool = False  # an import path, `package.module:name`, is as good as a choice
     range: Range | None = None
     item: type | None = None
     optional: bool = False

@@ -1,4 +1,4 @@
-"""Text from a model, one token at a time through the key-value cache."""
+"""Text from a model, one token at a time through the caches of the blocks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from trainer.backends import Model
-from trainer.models.transformer import init_cache
+from trainer.backends.base import tree_mode
+from trainer.models.families import init_cache
 from trainer.ops.random import SAMPLING, seed_key
 
 
@@ -16,30 +17,37 @@ def sample(
 ) -> jax.Array:
     """Continue `prompt` to `config.max_target_length` tokens, `rows` times: int32 [rows, length], prompt included.
 
-    Every token is drawn from softmax(logits / temperature); temperature 0 takes the likeliest. One compiled loop serves
-    prompt and continuation: while the prompt lasts, its next token replaces what was drawn.
+    Every token is drawn from softmax(logits / temperature); temperature 0 takes the likeliest. One pass over a row that
+    holds the prompt alone fills the cache, by the attention op of training; a loop then draws token by token.
 
     Raises:
       ValueError: the prompt is empty or fills the whole length.
     """
-    length = config.max_target_length
-    if not 0 < len(prompt) < length:
-        raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in a row of {length}")
-    given = jnp.full(length, -1).at[: len(prompt)].set(jnp.asarray(prompt))
+    length, given = config.max_target_length, len(prompt)
+    if not 0 < given < length:
+        raise ValueError(f"a prompt of {given} tokens leaves no room in a row of {length}")
     row = jnp.arange(rows)
 
-    def advance(carry: tuple[jax.Array, Any], position: jax.Array) -> tuple[tuple[jax.Array, Any], jax.Array]:
-        drawn, cache = carry
-        token = jnp.where(given[position] >= 0, given[position], drawn)
-        tokens, positions = token[:, None], jnp.full((rows, 1), position)
-        hidden, _, cache = model.apply(params, rest, tokens, positions, jnp.ones_like(tokens), row, cache=cache)
+    def draw(hidden: jax.Array, position: jax.Array | int) -> jax.Array:
+        """The tokens [rows] after `position`, from its hidden states [rows, 1, e]."""
         logits = model.apply(params, rest, hidden, method="head")[0][:, 0].astype(jnp.float32)
         if temperature == 0:
-            drawn = jnp.argmax(logits, axis=-1)
-        else:
-            key = jax.random.fold_in(seed_key(seed, SAMPLING), position)
-            drawn = jax.random.categorical(key, logits / temperature, axis=-1)
-        return (drawn, cache), token
+            return jnp.argmax(logits, axis=-1)
+        key = jax.random.fold_in(seed_key(seed, SAMPLING), position)
+        return jax.random.categorical(key, logits / temperature, axis=-1)
 
-    start = (jnp.zeros(rows, jnp.int32), init_cache(config, rows, length))
-    return jax.lax.scan(advance, start, jnp.arange(length))[1].T
+    def advance(carry: tuple[jax.Array, Any], position: jax.Array) -> tuple[tuple[jax.Array, Any], jax.Array]:
+        token, cache = carry
+        tokens, positions = token[:, None], jnp.full((rows, 1), position)
+        hidden, _, cache = model.apply(params, rest, tokens, positions, jnp.ones_like(tokens), row, cache=cache)
+        return (draw(hidden, position), cache), token
+
+    positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
+    tokens = jnp.zeros_like(positions).at[:, :given].set(jnp.asarray(prompt))
+    segments = jnp.where(positions < given, 1, 0)
+    with tree_mode():
+        cache = init_cache(config, rows, length)
+    hidden, _, cache = model.apply(params, rest, tokens, positions, segments, row, cache=cache)
+    first = draw(hidden[:, given - 1 : given], given - 1)
+    drawn = jax.lax.scan(advance, (first, cache), jnp.arange(given, length))[1]
+    return jnp.concatenate([tokens[:, :given], drawn.T], axis=1)

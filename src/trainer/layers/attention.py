@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from trainer import sharding
 from trainer.config.tiles import AUTOMATIC, Tiles
+from trainer.layers.cache import Cache
 from trainer.layers.context import Context
 from trainer.layers.dense import INPUT, RESIDUAL, ROWS, Dense
 from trainer.layers.norm import RMSNorm
@@ -34,7 +35,7 @@ KEYS = sharding.Axes((*ROWS, "activation_kv_heads", None))
 
 
 class KVCache(NamedTuple):
-    """Keys and values of the positions seen so far, each [b, s, k, d] ([layers, b, s, k, d] for a stack)."""
+    """Keys and values of the positions seen so far, each [b, s, k, d]: what `layers.cache` holds for each layer."""
 
     key: jax.Array
     value: jax.Array
@@ -77,16 +78,21 @@ class Attention(nnx.Module):
             self.query_norm = norm(dtype=dtype, weight_dtype=weight_dtype)
             self.key_norm = norm(dtype=dtype, weight_dtype=weight_dtype)
 
+    def init_cache(self, rows: int, length: int) -> KVCache:
+        """An empty cache for `rows` rows of up to `length` positions."""
+        empty = jnp.zeros((rows, length, *self.key.kernel.shape[-2:]), self.key.dtype)
+        return KVCache(empty, empty)
+
     def __call__(
         self,
         x_bte: jax.Array,
-        cache: KVCache | None,
+        cache: Cache | None,
         context: Context,
-    ) -> tuple[jax.Array, KVCache | None]:
+    ) -> tuple[jax.Array, Cache | None]:
         """Attend within each segment to positions not beyond one's own: [b, t, e] and the cache with them added.
 
-        With a cache, the keys and values of `context.positions` are written to those places of it and the queries see all
-        places up to their own; each row then holds one segment.
+        With a cache, each row holds one segment, whose keys and values are written to their positions. Where earlier
+        ones lie in it, queries see all places up to their own.
         """
         position_bt, segment_bt = context.positions, context.segments
         x_bte = sharding.constrain(x_bte, INPUT)
@@ -99,12 +105,12 @@ class Attention(nnx.Module):
 
         op, mask = self.op, Mask(position_bt, position_bt, segment_bt, segment_bt)
         if cache is not None:
-            rows = jnp.arange(x_bte.shape[0])[:, None]
-            keys = cache.key.at[rows, position_bt].set(keys.astype(cache.key.dtype))
-            values = cache.value.at[rows, position_bt].set(values.astype(cache.value.dtype))
-            cache = KVCache(keys, values)
+            cache = cache.write(KVCache(keys, values), position_bt, segment_bt)
+        if cache is not None and cache.begun:
+            keys, values = cache.read()
             places = jnp.broadcast_to(jnp.arange(keys.shape[1]), keys.shape[:2])
-            mask = Mask(position_bt, places, segment_bt, jnp.broadcast_to(segment_bt[:, :1], places.shape))
+            segment = jnp.broadcast_to(segment_bt.max(axis=1, keepdims=True), places.shape)
+            mask = Mask(position_bt, places, segment_bt, segment)
             op = "dot_product"  # the others take keys to stand where their queries stand
 
         drop = None

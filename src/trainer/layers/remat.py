@@ -6,7 +6,7 @@ memory on it. The factors of rotary positions, the same in every layer, are kept
 of a rolled loop; of an unrolled one the compiler merges them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -42,29 +42,35 @@ KEPT: dict[str, tuple[str, ...]] = {
 OFFLOADED: dict[str, tuple[str, ...]] = {"qkv_proj_offloaded": QKV, "minimal_offloaded": PROJECTIONS}
 
 
-def offloaded(name: str, choices: Mapping[str, str]) -> tuple[str, ...]:
+def _with(own: Sequence[str], tensors: tuple[str, ...]) -> tuple[str, ...]:
+    """`tensors`, with those of a family's `own` where they hold all projections."""
+    return (*tensors, *own) if set(PROJECTIONS) <= set(tensors) else tensors
+
+
+def offloaded(name: str, choices: Mapping[str, str], own: Sequence[str] = ()) -> tuple[str, ...]:
     """The tensors that go to pinned host memory; the arguments are those of `make_policy`."""
     if name == "custom":
-        return tuple(tensor for tensor in TENSORS if choices[tensor] == "offload")
-    return OFFLOADED.get(name, ())
+        return tuple(tensor for tensor, choice in choices.items() if choice == "offload")
+    return _with(own, OFFLOADED.get(name, ()))
 
 
-def make_policy(name: str, choices: Mapping[str, str]) -> Policy | None:
+def make_policy(name: str, choices: Mapping[str, str], own: Sequence[str] = ()) -> Policy | None:
     """What `jax.checkpoint` is given for a block, or None where no block is checkpointed.
 
     Args:
       name: none, custom, or a key of KEPT or OFFLOADED.
-      choices: for custom, what to do with each of TENSORS: remat, device or offload.
+      choices: for custom, what to do with each tensor: remat, device or offload.
+      own: a family's names of projections besides PROJECTIONS; policies that keep all of those keep these.
     """
     if name == "none":
         return None
     if name == "custom":
-        kept = tuple(tensor for tensor in TENSORS if choices[tensor] == "device" and tensor != LAYER_INPUT)
+        kept = tuple(tensor for tensor, choice in choices.items() if choice == "device" and tensor != LAYER_INPUT)
     else:
-        kept = () if name in OFFLOADED else KEPT[name]
+        kept = () if name in OFFLOADED else _with(own, KEPT[name])
     return jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=(*kept, ROTATION),
-        names_which_can_be_offloaded=offloaded(name, choices),
+        names_which_can_be_offloaded=offloaded(name, choices, own),
         offload_src="device",
         offload_dst="pinned_host",
     )

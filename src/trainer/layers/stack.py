@@ -1,11 +1,13 @@
-"""A stack of equal blocks in NNX: the scan over layers and its rematerialization live here alone.
+"""Stacks of blocks: the loop over layers and its rematerialization live here alone.
 
-A block has the signature `block(x, cache, context) -> x, cache`. Its parameters are stacked on axis 0 whether the
-loop is rolled or not, so `scan` decides how the loop is compiled and not what a parameter is called.
+A decoder is a list of stacks, each with its parameters stacked on axis 0 and a loop of its own. They are stacked
+whether the loop is rolled or not, so `scan` decides how the loop is compiled and not what a parameter is called.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,22 +15,60 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from trainer.layers.cache import Cache
 from trainer.layers.context import Context
 from trainer.layers.remat import LAYER_INPUT, Policy
 from trainer.layers.sown import Sown, capture, with_output
 
-Block = TypeVar("Block", bound=nnx.Module)
+# Makes a block: a class, or a partial of one.
+MakeBlock = Callable[..., Any]
 
 
-def make_stack(make_block: Callable[[nnx.Rngs], Block], layers: int, rngs: nnx.Rngs) -> Block:
-    """`layers` blocks as one block whose parameters have a leading axis of the logical name "layers"."""
+@dataclass(frozen=True)
+class Stack:
+    """An entry of a decoder: the pattern `blocks`, repeated `count` times, with its parameters stacked below `name`.
+
+    The blocks of a pattern of several are called layers_0, layers_1, ... below it.
+    """
+
+    name: str
+    blocks: tuple[MakeBlock, ...]
+    count: int
+
+    @property
+    def layers(self) -> int:
+        """How many layers it has."""
+        return self.count * len(self.blocks)
+
+    @property
+    def children(self) -> list[str]:
+        """The name of each block of a pattern; "" where there is one block, which has none."""
+        return [""] if len(self.blocks) == 1 else [f"layers_{i}" for i in range(len(self.blocks))]
+
+    @property
+    def prefixes(self) -> list[str]:
+        """What the names of each block begin with below `name`."""
+        return [f"{child}/" if child else "" for child in self.children]
+
+
+class Pattern(nnx.Module):
+    """Blocks that follow one another, as one: layers_0, layers_1, ..."""
+
+    def __init__(self, blocks: Sequence[MakeBlock], *args: Any):
+        for i, block in enumerate(blocks):
+            setattr(self, f"layers_{i}", block(*args))
+
+
+def make_stack(blocks: Sequence[MakeBlock], count: int, rngs: nnx.Rngs) -> nnx.Module:
+    """The pattern of `blocks`, each made by `block(rngs)`, `count` times as one module, whose parameters have a leading
+    axis of the logical name "layers"."""
 
     @nnx.vmap(in_axes=0, out_axes=0)
     @nnx.transform_metadata(in_axes=0, out_axes=0, partition="layers")
-    def make(rngs: nnx.Rngs) -> Block:
-        return make_block(rngs)
+    def make(rngs: nnx.Rngs) -> nnx.Module:
+        return blocks[0](rngs) if len(blocks) == 1 else Pattern(blocks, rngs)
 
-    return make(rngs.split(layers))
+    return make(rngs.split(count))
 
 
 @jax.custom_vjp
@@ -61,53 +101,114 @@ def cast_in_loop(block: Any, index: jax.Array, dtype: jnp.dtype) -> Any:
     return jax.tree.map(tied, block)
 
 
+class Loop(NamedTuple):
+    """What a loop over the layers of a stack is given, whichever module system holds its blocks.
+
+    Attributes:
+      stack: which one.
+      first: the number of its first layer among those of the model.
+      context: what every block gets; layer i of the model gets `context.at(i)`.
+      types: sown types to capture.
+      begun: see `layers.cache`.
+    """
+
+    stack: Stack
+    first: int
+    context: Context
+    types: tuple[type[nnx.Variable], ...] = ()
+    begun: bool = False
+
+    def numbers(self) -> list[jax.Array]:
+        """For each block of the pattern, the numbers [count] of its layers."""
+        period = len(self.stack.blocks)
+        return [jnp.arange(self.first + i, self.first + self.stack.layers, period) for i in range(period)]
+
+    def layer(self, call: Callable[..., Any], x: jax.Array, entries: Any, number: jax.Array) -> tuple[Any, Any, Sown]:
+        """One layer: x, the stack's cache with its entries, and what it sowed.
+
+        `call(x, cache, context)` runs its block: ((x, cache), what was sown).
+        """
+        x = checkpoint_name(x, LAYER_INPUT)
+        cache = None
+        if entries is not None:
+            cache = Cache(entries, (number - self.first) // len(self.stack.blocks), self.begun)
+        (x, cache), sown = call(x, cache, self.context.at(number))
+        return x, None if cache is None else cache.entries, with_output(sown, self.types, x)
+
+    def turn(self, layers: Sequence[Callable[..., Any]], carry: tuple[Any, Any], numbers: Any) -> tuple[Any, Sown]:
+        """One turn of the loop, which carries x and the caches: each of `layers`, `(x, entries, number)` as `layer`
+        has them, after the other."""
+        x, entries = carry
+        after: list[Any] = []
+        sown: dict[str, dict[str, jax.Array]] = {it.__name__: {} for it in self.types}
+        for layer, prefix, cache, number in zip(layers, self.stack.prefixes, entries, numbers, strict=True):
+            x, cache, found = layer(x, cache, number)
+            after.append(cache)
+            for name, values in found.items():
+                sown[name] |= {prefix + path: value for path, value in values.items()}
+        return (x, after), sown
+
+
 def run_stack(
-    blocks: nnx.Module,
+    loop: Loop,
+    apply: Sequence[Callable[..., Any]],
+    variables: Sequence[Any],
     x: jax.Array,
-    cache: Any,
-    context: Context,
+    entries: Sequence[Any],
     *,
     scan: bool,
     remat: Policy | None,
     cast_inside: bool = False,
-    types: tuple[type[nnx.Variable], ...] = (),
-) -> tuple[jax.Array, Any, Sown]:
-    """Apply the blocks one after the other.
+) -> tuple[jax.Array, Sequence[Any], Sown]:
+    """Apply the layers of a stack one after the other.
 
     Args:
-      blocks: what `make_stack` made.
+      apply: for each block of the pattern, `apply(variables, x, cache, context) -> (x, cache), sown` of one layer.
+      variables: the stacked variables of each.
       x: the first block's input.
-      cache: pytree with a leading layers axis, or None.
-      context: what every block gets, layer i with `context.at(i)`'s key.
+      entries: the stacked cache of each, or None.
       scan: roll the loop, or unroll it.
-      remat: what each block keeps for its backward pass (`layers.remat.make_policy`); None: everything.
+      remat: what each layer keeps for its backward pass (`layers.remat.make_policy`); None: everything.
       cast_inside: let a rolled loop cast its weights inside (`cast_in_loop`).
-      types: sown types to capture.
 
     Returns:
-      the last block's x, the new cache, and what was sown, with a leading layers axis.
+      the last block's x, the new caches, and what was sown, with a leading axis of turns.
     """
-    graphdef, params = nnx.split(blocks)
 
-    def body(x: jax.Array, layer: tuple[Any, ...]) -> tuple[jax.Array, tuple[Any, Sown]]:
-        params, index, cache = layer
-        x = checkpoint_name(x, LAYER_INPUT)
-        if cast_inside:
-            params = cast_in_loop(params, index, x.dtype)
-        (x, cache), sown = capture(nnx.merge(graphdef, params), types)(x, cache, context.at(index))
-        return x, (cache, with_output(sown, types, x))
+    def bound(block: Callable[..., Any]) -> Callable[..., Any]:
+        def layer(variables: Any, x: jax.Array, entries: Any, number: jax.Array) -> tuple[Any, Any, Sown]:
+            if cast_inside:
+                variables = cast_in_loop(variables, number, x.dtype)
+            return loop.layer(lambda *args: block(variables, *args), x, entries, number)
 
-    if remat is not None:
-        body = jax.checkpoint(body, prevent_cse=not scan, policy=remat)
-    layers = len(jax.tree.leaves(params)[0])
-    stacked = (params, jnp.arange(layers), cache)
+        # Each layer by itself, so that the backward pass of a pattern holds one layer's temporaries.
+        return layer if remat is None else jax.checkpoint(layer, prevent_cse=not scan, policy=remat)
+
+    layers = [bound(block) for block in apply]
+
+    def body(carry: tuple[Any, Any], turn: tuple[Any, Any]) -> tuple[Any, Sown]:
+        variables, numbers = turn
+        return loop.turn(list(map(functools.partial, layers, variables)), carry, numbers)
+
+    carry, stacked = (x, list(entries)), (list(variables), loop.numbers())
     if scan:
-        x, (cache, sown) = jax.lax.scan(body, x, stacked)
-        return x, cache, sown
+        (x, entries), sown = jax.lax.scan(body, carry, stacked)
+        return x, entries, sown
     outputs = []
-    for i in range(layers):
-        # Cut outside of the checkpointed body: the backward pass then keeps no second copy of the parameters.
-        x, output = body(x, jax.tree.map(lambda a, i=i: a[i], stacked))
+    for i in range(loop.stack.count):
+        # Cut outside of the checkpointed layer: the backward pass then keeps no second copy of the parameters.
+        carry, output = body(carry, jax.tree.map(lambda a, i=i: a[i], stacked))
         outputs.append(output)
-    cache, sown = jax.tree.map(lambda *parts: jnp.stack(parts), *outputs)
-    return x, cache, sown
+    return *carry, jax.tree.map(lambda *parts: jnp.stack(parts), *outputs)
+
+
+def run_modules(loop: Loop, module: nnx.Module, x: jax.Array, entries: Sequence[Any], **how: Any) -> Any:
+    """`run_stack` of what `make_stack` made."""
+    blocks = [getattr(module, child) if child else module for child in loop.stack.children]
+    # Parameters first, as Linen has them.
+    graphdefs, *variables = zip(*(nnx.split(block, nnx.Param, ...) for block in blocks), strict=True)
+
+    def bound(graphdef: Any) -> Callable[..., Any]:
+        return lambda variables, *args: capture(nnx.merge(graphdef, *variables), loop.types)(*args)
+
+    return run_stack(loop, [bound(it) for it in graphdefs], list(zip(*variables, strict=True)), x, entries, **how)

@@ -1,4 +1,4 @@
-"""The configured block as a Linen module: an NNX block bridged, a Linen block as it is."""
+"""A block as a Linen module: an NNX block bridged, a Linen block as it is."""
 
 from typing import Any
 
@@ -9,78 +9,83 @@ from flax.nnx import bridge
 
 from trainer.config import UserError
 from trainer.layers.context import Context
+from trainer.layers.param import REST
 from trainer.layers.sown import TYPES, Activation, Sown, capture
-from trainer.layers.stack import cast_in_loop
+from trainer.layers.stack import MakeBlock, cast_in_loop
 from trainer.linen.bridge import capturing, to_linen
-from trainer.models.blocks import block_class, check_calls, check_state, make_block, refuse_state
+from trainer.models.families import block_class, blocks, check_calls, check_state, make_block, refuse_state, stacks
 from trainer.models.transformer import Types
 from trainer.ops.random import seed_key
 
-
-def is_linen(config: Any) -> bool:
-    """Whether the configured block is somebody's own Linen module."""
-    return not issubclass(block_class(config), nnx.Module)
+# The collections of Linen that a block may have, each stacked.
+COLLECTIONS = ("params", REST)
 
 
-def make_layer(config: Any, **fields: Any) -> linen.Module:
+def is_linen(block: MakeBlock) -> bool:
+    """Whether a block is somebody's own Linen module."""
+    return not issubclass(block_class(block), nnx.Module)
+
+
+def make_layer(config: Any, block: MakeBlock, **fields: Any) -> linen.Module:
     """One block. `fields` are those of every Linen module: name, parent."""
-    if not is_linen(config):
-        return to_linen(make_block, config, **fields)
-    found = block_class(config)
-    if not issubclass(found, linen.Module):
+    if not is_linen(block):
+        return to_linen(make_block, block, config, **fields)
+    if not issubclass(block_class(block), linen.Module):
         raise UserError(f"decoder_block={config.decoder_block}: this is neither an nnx.Module nor a linen.Module")
-    check_calls(found, ("config",), config.decoder_block)
-    return found(config, **fields)
+    check_calls(block, ("config",), config.decoder_block)
+    return block(config, **fields)
 
 
 def check_layer(config: Any) -> None:
-    """`models.blocks.check_state` for both kinds of blocks."""
+    """`models.families.check_state` for both kinds of blocks."""
     check_state(config)
-    if not is_linen(config):
-        return
+    for block in filter(is_linen, blocks(stacks(config))):
+        _check_linen(config, block)
+
+
+def _check_linen(config: Any, block: MakeBlock) -> None:
     x, ids = jnp.zeros((1, 1, config.base_emb_dim), config.dtype), jnp.zeros((1, 1), jnp.int32)
     # With generators of both kinds: what draws from one is told of below, or draws from the key that it is given.
     keys = {"params": seed_key(0), "dropout": seed_key(0)}
     args = x, None, Context(ids, ids, rows=ids[0], key=None)
-    variables = dict(jax.eval_shape(lambda: make_layer(config, parent=None).init(keys, *args)))
+    variables = dict(jax.eval_shape(lambda: make_layer(config, block, parent=None).init(keys, *args)))
     params = variables.pop("params", {})
     types: Types = (Activation, *TYPES)
-    sown = {"intermediates", *(kind.__name__ for kind in types)}
-    refuse_state(config, bool(params), sorted(set(variables) - sown))
+    known = {REST, "intermediates", *(kind.__name__ for kind in types)}
+    refuse_state(config, bool(params), sorted(set(variables) - known))
 
 
 def call_layer(
-    block: linen.Module, cast_inside: bool, types: Types, index: jax.Array, x: jax.Array, *args: Any
+    block: linen.Module, cast_inside: bool, types: Types, number: jax.Array, x: jax.Array, *args: Any
 ) -> tuple[Any, Sown]:
-    """One turn of the rolled loop: what `block`, a child of the module that runs, gives for `x` and `args`, and what it
-    sowed of `types`. `index` is the layer's; for `cast_inside` see `layers.stack.run_stack`."""
+    """A layer of the rolled loop: what `block`, a child of the module that runs, gives for `x` and `args`, and what it
+    sowed of `types`. `number` is the layer's; for `cast_inside` see `layers.stack.run_stack`."""
     if isinstance(block, bridge.ToLinen):
 
-        def in_loop(module, index, x, *args):
-            module = cast_in_loop(module, index, x.dtype) if cast_inside else module
+        def in_loop(module, number, x, *args):
+            module = cast_in_loop(module, number, x.dtype) if cast_inside else module
             return capture(module, types)(x, *args)
 
-        return block(index, x, *args, nnx_method=in_loop)
+        return block(number, x, *args, nnx_method=in_loop)
     if block.is_initializing():
         return block(x, *args), {}
-    params = block.variables["params"]
+    variables = dict(block.variables)
     if cast_inside:
-        params = cast_in_loop(params, index, x.dtype)
-    return apply_layer(block.clone(parent=None), params, types, index, x, *args)
+        variables = cast_in_loop(variables, number, x.dtype)
+    return apply_layer(block.clone(parent=None), types, variables, x, *args)
 
 
-def apply_layer(block: linen.Module, params: Any, types: Types, index: Any, *args: Any) -> tuple[Any, Sown]:
-    """The same of a block without a parent, with `params`, of which the unrolled loop holds no copy.
+def apply_layer(block: linen.Module, types: Types, variables: Any, *args: Any) -> tuple[Any, Sown]:
+    """The same of a block without a parent, with `variables`, of which the unrolled loop holds no copy.
 
     A Linen block sows into collections of the types' names, and draws dropout from the layer's key, which is also in
     its context (the last of `args`).
     """
-    del index
     if isinstance(block, bridge.ToLinen):
-        return block.apply({"params": params}, *args, nnx_method=capturing(types))
+        return block.apply(variables, *args, nnx_method=capturing(types))
     names = [variable_type.__name__ for variable_type in types]
     rngs = None if args[-1].key is None else {"dropout": args[-1].key}
-    result, sown = block.apply({"params": params}, *args, rngs=rngs, mutable=names)
+    result, sown = block.apply(variables, *args, rngs=rngs, mutable=names)
     return result, {name: _last(traverse_util.flatten_dict(sown.get(name, {}), sep="/")) for name in names}
 
 

@@ -1,20 +1,20 @@
-"""The decoder stack in Linen: `linen.scan` and `linen.remat` over the configured block."""
+"""The decoder's stacks in Linen: `linen.scan` and `linen.remat` over the configured blocks."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_collections
 from flax import linen
-from jax.ad_checkpoint import checkpoint_name
 
+from trainer.layers.cache import Cache
 from trainer.layers.context import Context
-from trainer.layers.remat import LAYER_INPUT
-from trainer.layers.sown import Sown, with_output
-from trainer.linen.layer import apply_layer, call_layer, make_layer
+from trainer.layers.sown import Sown
+from trainer.layers.stack import Loop, MakeBlock, run_stack
+from trainer.linen.layer import COLLECTIONS, apply_layer, call_layer, make_layer
 from trainer.models.remat import remat_policy
-from trainer.models.transformer import Types, casts_in_loop
+from trainer.models.transformer import Types, casts_in_loop, run_stacks
 
 
 def initializing(config: Any) -> ml_collections.FrozenConfigDict:
@@ -26,58 +26,66 @@ def initializing(config: Any) -> ml_collections.FrozenConfigDict:
     return ml_collections.FrozenConfigDict({**config, "attention": "dot_product", "scan_layers": True})
 
 
-class Stack(linen.Module):
-    """The blocks; their parameters are stacked on axis 0 under the name "layers", rolled loop or not."""
+class Pattern(linen.Module):
+    """See `layers.stack.Pattern`."""
+
+    config: Any
+    blocks: Sequence[MakeBlock]
+
+    def setup(self):
+        for i, block in enumerate(self.blocks):
+            setattr(self, f"layers_{i}", make_layer(self.config, block))
+
+
+class Stacks(linen.Module):
+    """The stacks, each with its variables stacked on axis 0 below its name, rolled loop or not."""
 
     config: Any
 
     @linen.compact
-    def run_layers(self, x, cache, context: Context, types: Types) -> tuple[jax.Array, Any, Sown]:
-        """What `layers.stack.run_stack` does: the last block's x, the cache, and what the blocks sowed."""
+    def run_layers(self, x, cache: Cache | None, context: Context, types: Types) -> tuple[jax.Array, Any, Sown]:
+        """See `models.transformer.Decoder.run_layers`."""
+        run = self._scan if self.config.scan_layers else self._unroll
+        return run_stacks(self.config, run, x, cache, context, types)
 
-        def body(call, x, layer):
-            index, cache = layer
-            x = checkpoint_name(x, LAYER_INPUT)
-            (x, cache), sown = call(types, index, x, cache, context.at(index))
-            return x, (cache, with_output(sown, types, x))
+    def _scan(self, loop: Loop, x, entries):
+        stack, policy = loop.stack, remat_policy(self.config)
 
-        layers = jnp.arange(self.config.base_num_decoder_layers), cache
-        if self.config.scan_layers:
-            x, (cache, sown) = self._scan(body, x, layers)
-        else:
-            x, (cache, sown) = self._unroll(body, x, layers)
-        return x, cache, sown
+        def layer(block, x, entries, number):
+            call = functools.partial(call_layer, block, casts_in_loop(self.config), loop.types, number)
+            return loop.layer(call, x, entries, number)
 
-    def _scan(self, body, x, layers):
-        cast_inside = casts_in_loop(self.config)
+        if policy is not None:
+            layer = linen.remat(layer, prevent_cse=False, policy=policy)
 
-        def bound(block, x, layer):
-            return body(functools.partial(call_layer, block, cast_inside), x, layer)
+        def turn(module, carry, numbers):
+            blocks = _blocks(loop, module)
+            return loop.turn([functools.partial(layer, block) for block in blocks], carry, numbers)
 
-        if (policy := remat_policy(self.config)) is not None:
-            bound = linen.remat(bound, prevent_cse=False, policy=policy)
         scan = linen.scan(
-            bound,
-            variable_axes={"params": 0},
+            turn,
+            variable_axes=dict.fromkeys(COLLECTIONS, 0),
             split_rngs={"params": True},
-            length=self.config.base_num_decoder_layers,
+            length=stack.count,
             metadata_params={linen.PARTITION_NAME: "layers"},
         )
-        return scan(make_layer(self.config, name="layers"), x, layers)
+        if len(stack.blocks) == 1:
+            module = make_layer(self.config, stack.blocks[0], name=stack.name)
+        else:
+            module = Pattern(self.config, stack.blocks, name=stack.name)
+        (x, entries), sown = scan(module, (x, list(entries)), loop.numbers())
+        return x, entries, sown
 
-    def _unroll(self, body, x, layers):
-        # The NNX stack's loop, over slices cut outside of the checkpointed body, of the tree that linen.scan makes.
-        block = make_layer(self.config, parent=None)
-        params = linen.unbox(self.get_variable("params", "layers"))
+    def _unroll(self, loop: Loop, x, entries):
+        # The NNX stack's loop, over the variables that linen.scan makes.
+        stack, apply, variables = loop.stack, [], []
+        held = {name: part[stack.name] for name, part in linen.unbox(self.variables).items() if stack.name in part}
+        for block, child in zip(stack.blocks, stack.children, strict=True):
+            apply.append(functools.partial(apply_layer, make_layer(self.config, block, parent=None), loop.types))
+            below = {name: part.get(child) for name, part in held.items()} if child else held
+            variables.append({name: part for name, part in below.items() if part})
+        return run_stack(loop, apply, variables, x, entries, scan=False, remat=remat_policy(self.config))
 
-        def step(params, x, layer):
-            return body(functools.partial(apply_layer, block, params), x, layer)
 
-        if (policy := remat_policy(self.config)) is not None:
-            step = jax.checkpoint(step, prevent_cse=True, policy=policy)
-        outputs = []
-        for i in range(self.config.base_num_decoder_layers):
-            params_i, layer = jax.tree.map(lambda a, i=i: a[i], (params, layers))
-            x, output = step(params_i, x, layer)
-            outputs.append(output)
-        return x, jax.tree.map(lambda *parts: jnp.stack(parts), *outputs)
+def _blocks(loop: Loop, module: linen.Module) -> list[linen.Module]:
+    return [getattr(module, child) if child else module for child in loop.stack.children]

@@ -7,12 +7,12 @@ from flax import linen
 from trainer.layers.context import Context
 from trainer.layers.sown import Activation
 from trainer.linen.bridge import to_linen
-from trainer.linen.stack import Stack
+from trainer.linen.stack import Stacks
 from trainer.models import transformer
 from trainer.models.transformer import BEFORE_HEAD, EMBEDDING, Types, finish_logits, outer_dropout
 
 
-class Decoder(Stack):
+class Decoder(Stacks):
     """The blocks, the norm after them and, where it is not the embedding table, the head."""
 
     def setup(self):
@@ -26,7 +26,7 @@ class Decoder(Stack):
         x, cache, sown = self.run_layers(x, cache, context, types)
         for variable_type in types:
             for path, value in sown[variable_type.__name__].items():
-                _sow(self, variable_type, f"layers/{path}", value)
+                _sow(self, variable_type, path, value)
         return outer_dropout(self.config, self.decoder_norm(x), context, BEFORE_HEAD), cache
 
     def head(self, x):

@@ -3,14 +3,11 @@
 A family's table stands in the family's own file.
 """
 
-import importlib
 import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-
-from trainer.config import UserError
 
 
 class Layout(NamedTuple):
@@ -44,8 +41,8 @@ class Layout(NamedTuple):
         return transposed(ours.reshape(math.prod(ours.shape[: self.inputs]), -1)) if self.inputs else ours
 
 
-class Family(NamedTuple):
-    """A family as others have it.
+class HuggingFace(NamedTuple):
+    """A family as Hugging Face's transformers have it.
 
     Attributes:
       model_type, architecture: Hugging Face's names of it.
@@ -55,8 +52,6 @@ class Family(NamedTuple):
       window: "": it has none; "given": every layer, unless sliding_window is null; "switched": layers from
         max_window_layers on, where use_sliding_window is true.
       whole_heads: hidden_size must be a multiple of the number of heads.
-      maxtext_scales_query: MaxText keeps 1 / sqrt(head_dim) in the query kernel, unless `use_qk_norm`.
-      maxtext_caps_scores: MaxText's block reads `attn_logits_soft_cap`.
     """
 
     model_type: str
@@ -66,8 +61,6 @@ class Family(NamedTuple):
     qk_norm: bool = False
     window: Literal["", "given", "switched"] = ""
     whole_heads: bool = False
-    maxtext_scales_query: bool = False
-    maxtext_caps_scores: bool = False
 
 
 def transposed(matrix: np.ndarray) -> np.ndarray:
@@ -91,19 +84,3 @@ def pairs_of_halves(x: np.ndarray) -> np.ndarray:
 def halves_of_pairs(x: np.ndarray) -> np.ndarray:
     """The inverse of `pairs_of_halves`."""
     return x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape)
-
-
-def family(decoder_block: str) -> Family:
-    """The Hugging Face side of a family.
-
-    Raises:
-      UserError: the block was given by import path.
-    """
-    from trainer.models.blocks import FAMILIES
-
-    if decoder_block not in FAMILIES:
-        raise UserError(
-            f"decoder_block={decoder_block} was given by import path: how its parameters are laid out in a checkpoint "
-            "of Hugging Face or MaxText is not known; a run's folder and format=params are read and written"
-        )
-    return importlib.import_module(FAMILIES[decoder_block]).HUGGING_FACE

@@ -8,8 +8,8 @@ from trainer.config import UserError, schema
 from trainer.config.errors import shortened
 from trainer.config.json_files import shown
 from trainer.config.values import check
-from trainer.models.blocks import FAMILIES
-from trainer.models.huggingface import Family, family
+from trainer.models.families import FAMILIES, hugging_face
+from trainer.models.huggingface import HuggingFace
 from trainer.models.huggingface_fields import SIZES, mistyped
 
 # Hugging Face's names of activations and ours. Its plain "gelu" is the exact one, which no key here says.
@@ -46,12 +46,12 @@ def model_keys(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     """
     if wrong := mistyped(data):
         raise UserError("\n  ".join([f"{where}: values that are not allowed in config.json:", *wrong]))
-    blocks = {family(block).model_type: block for block in FAMILIES}
+    blocks = {hugging_face(block).model_type: block for block in FAMILIES}
     block = blocks.get(data.get("model_type", ""))
     if block is None:
         given = shortened(data.get("model_type", "(absent)"))
         raise UserError(f"{where}: model_type={given} is not known; known: {', '.join(blocks)}")
-    hf = family(block)
+    hf = hugging_face(block)
     said = {"rms_norm_eps": 1e-6, "hidden_act": "silu", **hf.defaults, **data}
     if lacking := [name for name in SIZES if name not in said]:
         raise UserError(f"{where}: no number is given for {', '.join(lacking)}")
@@ -89,7 +89,7 @@ def model_keys(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     return keys
 
 
-def _window_keys(said: Mapping[str, Any], hf: Family, refused: list[str]) -> dict[str, Any]:
+def _window_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> dict[str, Any]:
     window = said.get("sliding_window") or 0 if hf.window else 0
     full = 0  # so many layers see everything, those after them a window
     if hf.window == "switched":
@@ -187,10 +187,10 @@ def config_json(config: Any, dtype: str, neutral: Mapping[str, Any]) -> dict[str
     Raises:
       UserError: every key whose value Hugging Face's architecture has no word for.
     """
+    hf = hugging_face(config.decoder_block)
     if refused := _unsayable(config):
-        head = f"{family(config.decoder_block).architecture} of Hugging Face has no word for"
+        head = f"{hf.architecture} of Hugging Face has no word for"
         raise UserError("\n  ".join([f"{head}:", *refused]))
-    hf = family(config.decoder_block)
     theirs = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
     data = {
         "architectures": [hf.architecture],
@@ -258,7 +258,7 @@ def _rope_scaling(config: Any) -> dict[str, Any] | None:
 
 def _unsayable(config: Any) -> list[str]:
     """`key=value` for each key that config.json can not say."""
-    hf, activations = family(config.decoder_block), config.mlp_activations
+    hf, activations = hugging_face(config.decoder_block), config.mlp_activations
     gated = len(activations) == 2 and activations[1] == "linear" and activations[0] in ACTIVATIONS.values()
     tied_scaled = config.logits_via_embedding and config.normalize_embedding_logits
     conditions = {

@@ -1,4 +1,6 @@
-"""The block of the Llama family (Touvron et al. 2023, arXiv:2302.13971 and arXiv:2307.09288)."""
+"""The Llama family (Touvron et al. 2023, arXiv:2302.13971 and arXiv:2307.09288)."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -7,12 +9,16 @@ from flax import nnx
 from trainer import sharding
 from trainer.config.tiles import tiles_of
 from trainer.layers.attention import Attention, KVCache
+from trainer.layers.cache import Cache
 from trainer.layers.context import Context
 from trainer.layers.dense import RESIDUAL
 from trainer.layers.mlp import MLP
 from trainer.layers.norm import RMSNorm
 from trainer.layers.sown import Activation, Total, sow
-from trainer.models.huggingface import Family, Layout
+from trainer.layers.stack import Stack
+from trainer.models.family import Family, MaxText
+from trainer.models.flops import forward_flops_per_token
+from trainer.models.huggingface import HuggingFace, Layout
 from trainer.ops.dropout import dropout
 from trainer.ops.rope import Rope
 
@@ -69,13 +75,12 @@ class Block(nnx.Module):
             width, config.base_mlp_dim, config.mlp_activations, dropout_rate=self.dropout_rate, rngs=rngs, **dtypes
         )
 
-    def __call__(
-        self,
-        x_bte: jax.Array,
-        cache: KVCache | None,
-        context: Context,
-    ) -> tuple[jax.Array, KVCache | None]:
-        """One layer: [b, t, e] -> [b, t, e], with the cache (see `layers.attention`)."""
+    def init_cache(self, rows: int, length: int) -> KVCache:
+        """See `Attention.init_cache`."""
+        return self.self_attention.init_cache(rows, length)
+
+    def __call__(self, x_bte: jax.Array, cache: Cache | None, context: Context) -> tuple[jax.Array, Cache | None]:
+        """One layer: [b, t, e] -> [b, t, e], and the cache with keys and values added (see `layers.attention`)."""
         h = self.pre_self_attention_layer_norm(x_bte)
         h, cache = self.self_attention(h, cache, context.at(ATTENTION))
         sow(self, Activation, "attention_output", h)
@@ -111,12 +116,17 @@ LAYOUTS = {
     "decoder/decoder_norm/scale": Layout("model.norm.weight"),
     "decoder/logits_dense/kernel": Layout("lm_head.weight", inputs=1),
 }
-HUGGING_FACE = Family(
-    "llama",
-    "LlamaForCausalLM",
-    LAYOUTS,
-    defaults={},
-    whole_heads=True,
-    maxtext_scales_query=True,
-    maxtext_caps_scores=True,
+MAXTEXT = MaxText(scaled_queries=("decoder/layers/self_attention/query/kernel",))
+
+
+def stacks(config) -> list[Stack]:
+    """One stack of equal blocks."""
+    return [Stack("layers", (Block,), config.base_num_decoder_layers)]
+
+
+FAMILY = Family(
+    stacks,
+    forward_flops_per_token,
+    hugging_face=HuggingFace("llama", "LlamaForCausalLM", LAYOUTS, defaults={}, whole_heads=True),
+    maxtext=dataclasses.replace(MAXTEXT, caps_scores=True),
 )

@@ -3,7 +3,7 @@
 from typing import Any
 
 from trainer.config import UserError
-from trainer.models.huggingface import family
+from trainer.models.families import family, hugging_face
 from trainer.models.huggingface_config import SIZES
 
 # What MaxText's RoPE of type llama3.1 has in its code.
@@ -54,11 +54,10 @@ def maxtext_notes(config: Any) -> list[str]:
 
 
 def _unsayable(config: Any) -> list[str]:
-    theirs = family(config.decoder_block)
     refused = []
-    if config.use_qk_norm and not theirs.qk_norm:
+    if config.use_qk_norm and not hugging_face(config.decoder_block).qk_norm:
         refused.append("use_qk_norm=True: it has no such norm")
-    if config.attn_logits_soft_cap and not theirs.maxtext_caps_scores:
+    if config.attn_logits_soft_cap and not family(config.decoder_block).maxtext.caps_scores:
         refused.append(f"attn_logits_soft_cap={config.attn_logits_soft_cap}: it does not read this key")
     if config.rope_type == "llama3.1":
         refused += [

@@ -1,19 +1,23 @@
 """Qwen3, dense (Qwen team 2025, arXiv:2505.09388): Llama's block with `use_qk_norm`."""
 
-from trainer.models.huggingface import Family, Layout
-from trainer.models.llama2 import LAYOUTS, Block
-
-__all__ = ["HUGGING_FACE", "Block"]
+from trainer.models.family import Family
+from trainer.models.flops import forward_flops_per_token
+from trainer.models.huggingface import HuggingFace, Layout
+from trainer.models.llama2 import LAYOUTS, stacks
 
 _NORMS = {
     "decoder/layers/self_attention/query_norm/scale": Layout("model.layers.{}.self_attn.q_norm.weight", turned=True),
     "decoder/layers/self_attention/key_norm/scale": Layout("model.layers.{}.self_attn.k_norm.weight", turned=True),
 }
-HUGGING_FACE = Family(
-    "qwen3",
-    "Qwen3ForCausalLM",
-    LAYOUTS | _NORMS,
-    defaults={"head_dim": 128, "num_key_value_heads": 32, "sliding_window": 4096},
-    qk_norm=True,
-    window="switched",
+FAMILY = Family(
+    stacks,
+    forward_flops_per_token,
+    hugging_face=HuggingFace(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        LAYOUTS | _NORMS,
+        defaults={"head_dim": 128, "num_key_value_heads": 32, "sliding_window": 4096},
+        qk_norm=True,
+        window="switched",
+    ),
 )

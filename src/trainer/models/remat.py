@@ -5,11 +5,12 @@ from typing import Any
 
 from trainer.config.errors import UserError
 from trainer.layers.remat import TENSORS, Policy, make_policy, offloaded
+from trainer.models.families import family
 
 
 def remat_policy(config: Any) -> Policy | None:
     """What a checkpointed block keeps, or None where no block is checkpointed; see `layers.remat.make_policy`."""
-    return make_policy(config.remat_policy, _choices(config))
+    return make_policy(config.remat_policy, _choices(config), family(config.decoder_block).projections)
 
 
 def check_offload(config: Any, memory_kinds: Iterable[str]) -> None:
@@ -23,7 +24,7 @@ def check_offload(config: Any, memory_kinds: Iterable[str]) -> None:
       UserError: what is offloaded, and what to choose instead.
     """
     kinds = sorted(set(memory_kinds))
-    tensors = offloaded(config.remat_policy, _choices(config))
+    tensors = offloaded(config.remat_policy, _choices(config), family(config.decoder_block).projections)
     if not tensors or "pinned_host" in kinds:
         return
     has = f"these devices have no pinned_host memory (they have {', '.join(kinds) or 'none that is known'})"
@@ -38,4 +39,5 @@ def check_offload(config: Any, memory_kinds: Iterable[str]) -> None:
 
 
 def _choices(config: Any) -> dict[str, str]:
-    return {tensor: config[tensor] for tensor in TENSORS}
+    tensors = (*TENSORS, *family(config.decoder_block).projections)
+    return {tensor: config[tensor] for tensor in tensors if tensor in config}

@@ -1,18 +1,19 @@
-"""The decoder-only transformer: embedding, a stack of blocks, norm, head."""
+"""The decoder-only transformer: embedding, stacks of blocks, norm, head."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trainer.layers.attention import KVCache
+from trainer.layers.cache import Cache
 from trainer.layers.context import Context
 from trainer.layers.dense import Dense, Embed
 from trainer.layers.norm import RMSNorm
-from trainer.layers.sown import Activation, sow
-from trainer.layers.stack import make_stack, run_stack
-from trainer.models.blocks import make_block
+from trainer.layers.sown import Activation, Sown, sow
+from trainer.layers.stack import Loop, MakeBlock, make_stack, run_modules
+from trainer.models.families import make_block, stacks
 from trainer.models.remat import remat_policy
 from trainer.ops.dropout import dropout
 
@@ -66,7 +67,7 @@ def casts_in_loop(config) -> bool:
 
 def outer_dropout(config, x_bte: jax.Array, context: Context, site: int) -> jax.Array:
     """Dropout at a site outside of the blocks."""
-    key = context.at(config.base_num_decoder_layers).at(site).key
+    key = context.at(sum(stack.layers for stack in stacks(config))).at(site).key
     return dropout(x_bte, key, context.rows, config.dropout_rate if config.enable_dropout else 0.0)
 
 
@@ -84,43 +85,60 @@ class Decoder(nnx.Module):
 
     def __init__(self, config, rngs: nnx.Rngs):
         self.config = config
-        self.layers = self.make_layers(rngs)
+        for name, layers in self.make_layers(rngs).items():
+            setattr(self, name, layers)
         self.decoder_norm = make_decoder_norm(config)
         if not config.logits_via_embedding:
             self.logits_dense = make_logits_dense(config, rngs)
 
-    def make_layers(self, rngs: nnx.Rngs) -> Any:
-        """The stack, as an attribute whose parameters lie at decoder/layers/..."""
-        return make_stack(lambda rngs: make_block(self.config, rngs), self.config.base_num_decoder_layers, rngs)
-
-    def run_layers(self, x, cache, context, types):
-        """Run the stack: the last block's x, the cache, and what the blocks sowed."""
+    def make_layers(self, rngs: nnx.Rngs) -> dict[str, Any]:
+        """The stacks by name: the attributes below which their parameters lie."""
         config = self.config
-        return run_stack(
-            self.layers,
-            x,
-            cache,
-            context,
-            scan=config.scan_layers,
-            remat=remat_policy(config),
-            cast_inside=casts_in_loop(config),
-            types=types,
-        )
+        return {
+            stack.name: make_stack([_maker(block, config) for block in stack.blocks], stack.count, rngs)
+            for stack in stacks(config)
+        }
+
+    def run_layers(self, x: jax.Array, cache: Cache | None, context: Context, types: Types) -> tuple[Any, Any, Sown]:
+        """Run the stacks: the last block's x, the cache, and what the blocks sowed."""
+        config = self.config
+
+        def run(loop: Loop, x: jax.Array, entries: Any) -> tuple[Any, Any, Sown]:
+            how = {"scan": config.scan_layers, "remat": remat_policy(config), "cast_inside": casts_in_loop(config)}
+            return run_modules(loop, getattr(self, loop.stack.name), x, entries, **how)
+
+        return run_stacks(config, run, x, cache, context, types)
 
     def __call__(
-        self,
-        x_bte: jax.Array,
-        cache: KVCache | None,
-        context: Context,
-        types: Types = (),
-    ) -> tuple[jax.Array, KVCache | None]:
+        self, x_bte: jax.Array, cache: Cache | None, context: Context, types: Types = ()
+    ) -> tuple[jax.Array, Cache | None]:
         """Embedded tokens [b, t, e] -> normed hidden states [b, t, e] and the cache."""
         x = outer_dropout(self.config, x_bte, context, EMBEDDING)
         x, cache, sown = self.run_layers(x, cache, context, types)
         for variable_type in types:
             for path, value in sown[variable_type.__name__].items():
-                sow(self, variable_type, f"layers/{path}", value)
+                sow(self, variable_type, path, value)
         return outer_dropout(self.config, self.decoder_norm(x), context, BEFORE_HEAD), cache
+
+
+def run_stacks(
+    config: Any, run: Callable[..., Any], x: jax.Array, cache: Cache | None, context: Context, types: Types
+) -> tuple[jax.Array, Cache | None, Sown]:
+    """`run(loop, x, entries)`, see `layers.stack.run_stack`, for one stack of the decoder after the other."""
+    entries, first = {}, 0
+    sown: dict[str, dict[str, jax.Array]] = {variable_type.__name__: {} for variable_type in types}
+    for stack in stacks(config):
+        held = [None] * len(stack.blocks) if cache is None else cache.entries[stack.name]
+        loop = Loop(stack, first, context, types, begun=cache is not None and cache.begun)
+        x, entries[stack.name], found = run(loop, x, held)
+        for name, values in found.items():
+            sown[name] |= {f"{stack.name}/{path}": value for path, value in values.items()}
+        first += stack.layers
+    return x, None if cache is None else Cache(entries, begun=True), sown
+
+
+def _maker(block: MakeBlock, config: Any) -> Callable[[nnx.Rngs], nnx.Module]:
+    return lambda rngs: make_block(block, config, rngs)
 
 
 class Transformer(nnx.Module):
@@ -140,16 +158,16 @@ class Transformer(nnx.Module):
         inputs_position: jax.Array,
         inputs_segmentation: jax.Array,
         row: jax.Array,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         key: jax.Array | None = None,
         types: Types = (),
-    ) -> tuple[jax.Array, KVCache | None]:
+    ) -> tuple[jax.Array, Cache | None]:
         """What the head reads: [b, t, e], and the cache.
 
         Args:
           inputs, inputs_position, inputs_segmentation: int [b, t]; the names are those of a batch.
           row: int [b], each row's index in the global batch.
-          cache: keys and values of earlier positions (`init_cache`), or None.
+          cache: of earlier positions (`models.families.init_cache`), or None.
           key: dropout key of this step, or None for no dropout.
           types: sown types that the caller captures.
         """
@@ -168,10 +186,3 @@ class Transformer(nnx.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
         """Logits [b, t, v]; the arguments are those of `hidden`."""
         return self.head(self.hidden(*args, **kwargs)[0])
-
-
-def init_cache(config, rows: int, length: int) -> KVCache:
-    """An empty cache for `rows` rows of up to `length` positions."""
-    shape = (config.base_num_decoder_layers, rows, length, config.base_num_kv_heads, config.head_dim)
-    empty = jnp.zeros(shape, config.dtype)
-    return KVCache(empty, empty)

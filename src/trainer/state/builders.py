@@ -14,7 +14,8 @@ from jax.sharding import Mesh
 from trainer.backends import make_model
 from trainer.backends.base import tree_mode
 from trainer.backends.permutation import path_of
-from trainer.config import UserError, make_rules, resolve
+from trainer.config import UserError, resolve
+from trainer.models.families import axis_rules
 from trainer.sharding import slice_count
 from trainer.state.host import waiting_shardings
 from trainer.state.shardings import state_shardings
@@ -54,7 +55,7 @@ def get_abstract_state_nnx(
         model,
         abstract,
         mesh,
-        make_rules(config.logical_axis_rules),
+        axis_rules(config),
         zero1=is_training and config.shard_optimizer_over_data,
     )
     if is_training:

@@ -12,12 +12,11 @@ from trainer.backends import Model, StateCodec, make_model
 from trainer.config import eval_batch_rows, global_batch_rows, resolve
 from trainer.data import FIELDS
 from trainer.layers.sown import TYPES
-from trainer.models import blocks
-from trainer.models.flops import flops_per_token
+from trainer.models.families import axis_rules, forward_flops_per_token
 from trainer.models.remat import check_offload
 from trainer.objectives import Objective
 from trainer.optim import make_optimizer, trainable
-from trainer.sharding import Rules, make_mesh, make_rules, on_mesh, slice_count, spec
+from trainer.sharding import Rules, make_mesh, on_mesh, slice_count, spec
 from trainer.state import (
     check_tolerance,
     init_state_fn,
@@ -84,10 +83,8 @@ class Run(NamedTuple):
 
     @property
     def flops_per_token(self) -> float:
-        """Model FLOPs of one training step for one token; see `models.flops`."""
-        if self.config.decoder_block in blocks.FAMILIES:
-            return flops_per_token(self.config)
-        return 3 * blocks.forward_flops_per_token(self.config, self._params)
+        """Model FLOPs of one training step for one token; see `models.families.forward_flops_per_token`."""
+        return 3 * forward_flops_per_token(self.config, self._params)
 
     @property
     def _params(self) -> Any:
@@ -135,7 +132,7 @@ def build(config, devices: Sequence[jax.Device]) -> Run:
     check_offload(config, memory_kinds)
     check_host_memory(config, memory_kinds)
     mesh = make_mesh(config, devices)
-    rules = make_rules(config.logical_axis_rules)
+    rules = axis_rules(config)
     model = make_model(config)
     codec = StateCodec(model, make_optimizer(config, model.param_axes))
     abstract = codec.abstract

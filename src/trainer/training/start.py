@@ -11,8 +11,7 @@ from trainer.backends import TrainTree
 from trainer.checkpoint import Beside, CheckpointManager, inspect, load_parameters, newest, restore, saved_config
 from trainer.config import UserError, check_resume
 from trainer.data import Dataset
-from trainer.models.blocks import block_class
-from trainer.models.names import names_of_block, renamed
+from trainer.models.names import names_of_blocks, renamed
 from trainer.runtime.agreement import agreed, from_first
 from trainer.runtime.place import share_of_rows
 from trainer.runtime.storage import folder
@@ -118,7 +117,7 @@ def _restored(run: Run, path: Any, beside: Beside, wanted: TrainTree) -> TrainTr
     take its place, may say what its parameters were called there: `PARAMETER_NAMES`."""
     if saved_config(beside, path).get("decoder_block") == run.config.decoder_block:
         return restore(path, wanted)
-    names = names_of_block(block_class(run.config))
+    names = names_of_blocks(run.config)
     return renamed(restore(path, renamed(wanted, names)), names.inverse())
 
 

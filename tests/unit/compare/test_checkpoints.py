@@ -29,7 +29,7 @@ def saved(folder, changes=(), *, updates=3, tx=None):
     kernel = np.ones((4, 2, 2), np.float32)
     for layer, value in changes:
         kernel[layer, 0, 0] = value
-    params = {"decoder": {"layers": {"kernel": jnp.asarray(kernel)}, "norm": jnp.ones(3)}}
+    params = {"decoder": {"layers": {"kernel": jnp.asarray(kernel)}, "decoder_norm": jnp.ones(3)}}
     tree = TrainTree(jnp.asarray(updates, jnp.int32), params, (tx or optax.adam(0.1)).init(params), {})
     with CheckpointManager(folder, ml_collections.ConfigDict(SETTINGS), say=print) as manager:
         manager.save(updates, tree, Beside(to_yaml(config_of()), {"row": 3}, "corpus 1", {}), {})

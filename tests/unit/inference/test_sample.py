@@ -11,7 +11,7 @@ from support import tiny_config
 
 from trainer.backends import StateCodec, make_model
 from trainer.inference import sample
-from trainer.models.transformer import init_cache
+from trainer.models.families import init_cache
 from trainer.sharding import make_mesh, make_rules, on_mesh
 from trainer.state import state_shardings
 
@@ -139,7 +139,7 @@ VARIANTS = {
 
 @functools.cache
 def logits_of(variant):
-    """Logits of one row, [length, vocab] twice: token by token through the cache, and from one pass without."""
+    """Logits of one row, [length, vocab] twice: through the cache, three tokens and then one by one; and without it."""
     config = tiny_config("nnx", **MODEL, **{"attention": "dot_product"} | VARIANTS[variant])
     model = make_model(config)
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, (1, LENGTH)).astype(np.int32)
@@ -150,22 +150,29 @@ def logits_of(variant):
         attention = params["decoder"]["layers"]["self_attention"]
         attention["query"]["kernel"] *= 10
 
-        def logits(tokens, positions, cache):
-            args = params, {}, tokens, positions, jnp.ones_like(tokens), jnp.zeros(1, jnp.int32)
-            hidden, _, cache = model.apply(*args, cache=cache)
+        def logits(tokens, positions, cache, segments):
+            hidden, _, cache = model.apply(
+                params, {}, tokens, positions, segments, jnp.zeros(1, jnp.int32), cache=cache
+            )
             return cache, model.apply(params, {}, hidden, method="head")[0][0]
 
         def step(cache, position):
-            return logits(jax.lax.dynamic_slice(tokens, (0, position), (1, 1)), position[None, None], cache)
+            token = jax.lax.dynamic_slice(tokens, (0, position), (1, 1))
+            return logits(token, position[None, None], cache, jnp.ones_like(token))
 
-        alone = jax.lax.scan(step, init_cache(config, 1, LENGTH), jnp.arange(LENGTH))[1]
-        return alone[:, 0], logits(tokens, jnp.arange(LENGTH)[None], None)[1]
+        # Padding claims the first place, as it does in a batch: it must not be written there.
+        real = jnp.arange(LENGTH)[None] < 3
+        positions = jnp.where(real, jnp.arange(LENGTH)[None], 0)
+        cache, first = logits(tokens, positions, init_cache(config, 1, LENGTH), real.astype(jnp.int32))
+        alone = jax.lax.scan(step, cache, jnp.arange(3, LENGTH))[1][:, 0]
+        together = logits(tokens, jnp.arange(LENGTH)[None], None, jnp.ones_like(tokens))[1]
+        return jnp.concatenate([first[:3], alone]), together
 
     return jax.device_get(jax.jit(both, compiler_options=QUICK)(jax.random.key(0)))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_token_by_token_the_logits_are_those_of_the_whole_row(variant):
+def test_through_the_cache_the_logits_are_those_of_the_whole_row(variant):
     alone, together = logits_of(variant)
     # The same sums in another order, in float32; logits are of the order of 1.
     np.testing.assert_allclose(alone, together, atol=2e-5)

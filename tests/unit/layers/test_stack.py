@@ -13,12 +13,13 @@ from support import assert_equal_bits
 
 from trainer.backends.base import tree_mode
 from trainer.layers import context
+from trainer.layers.cache import Cache
 from trainer.layers.dense import Dense
 from trainer.layers.mlp import MLP
 from trainer.layers.norm import RMSNorm
 from trainer.layers.remat import PROJECTIONS, make_policy
 from trainer.layers.sown import Total, sow
-from trainer.layers.stack import cast_in_loop, make_stack, run_stack
+from trainer.layers.stack import Loop, Stack, cast_in_loop, make_stack, run_modules
 
 # One of each kind; tests/unit/layers/test_remat.py has them all.
 POLICIES = ("none", "full", "minimal", "minimal_offloaded")
@@ -50,7 +51,7 @@ class Block(nnx.Module):
         self.mlp = MLP(WIDTH, 2 * WIDTH, ["silu", "linear"], dropout_rate=0.0, rngs=rngs, **dtypes)
 
     def __call__(self, x, cache, context):
-        cache = None if cache is None else cache + x.sum(axis=(1, 2))
+        cache = None if cache is None else cache.replace(cache.read() + x.sum(axis=(1, 2)))
         x = x + context.scale * jnp.tanh(self.mix(x, NAMES))
         x = x + self.mlp(self.norm(x), context.rows, None)
         if context.key is not None:
@@ -65,13 +66,17 @@ class Block(nnx.Module):
 @functools.cache
 def blocks():
     with tree_mode():
-        return jax.jit(lambda: make_stack(Block, LAYERS, nnx.Rngs(0)))()
+        return jax.jit(lambda: make_stack([Block], LAYERS, nnx.Rngs(0)))()
 
 
 def inputs():
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(ROWS, LENGTH, WIDTH)), jnp.float32)
     return x, jnp.zeros((LAYERS, ROWS)), jnp.float32(0.7), jnp.arange(ROWS)
+
+
+def loop(context, types=()):
+    return Loop(Stack("layers", (Block,), LAYERS), 0, context, types)
 
 
 @functools.cache
@@ -85,8 +90,8 @@ def outputs_and_gradients(scan, remat_policy, types=(Total,)):
     def run(params, x, key):
         def loss(params, x):
             stack = nnx.merge(graphdef, params)
-            settings = {"scan": scan, "remat": make_policy(remat_policy, {}), "types": types}
-            results = run_stack(stack, x, cache, Context(scale, row, key), **settings)
+            settings = {"scan": scan, "remat": make_policy(remat_policy, {})}
+            results = run_modules(loop(Context(scale, row, key), types), stack, x, [cache], **settings)
             return jnp.sum(results[0] * weight), results
 
         grads, results = jax.grad(loss, argnums=(0, 1), has_aux=True)(params, x)
@@ -117,10 +122,10 @@ def test_the_stack_is_its_blocks_one_after_the_other():
     with tree_mode():
         for i in range(LAYERS):
             layer_key = jax.random.fold_in(jax.random.key(5), i)
-            x, layer_cache = apply(jax.tree.map(lambda a, i=i: a[i], params), x, cache[i], layer_key)
-            caches.append(layer_cache)
+            x, layer_cache = apply(jax.tree.map(lambda a, i=i: a[i], params), x, Cache(cache, i), layer_key)
+            caches.append(layer_cache.read())
             totals.append(x.sum())
-    (actual, actual_cache, sown), _, _ = outputs_and_gradients(True, "none")
+    (actual, (actual_cache,), sown), _, _ = outputs_and_gradients(True, "none")
     np.testing.assert_allclose(actual, x, atol=1e-5)
     np.testing.assert_allclose(actual_cache, jnp.stack(caches), atol=1e-5)
     np.testing.assert_allclose(sown["Total"]["total"], jnp.stack(totals), atol=1e-4)
@@ -165,7 +170,8 @@ def test_a_policy_recomputes_what_it_says():
     def products(policy):
         def loss(params):
             settings = {"scan": True, "remat": make_policy(policy, {})}
-            return jnp.sum(run_stack(nnx.merge(graphdef, params), x, None, Context(scale, row, None), **settings)[0])
+            stack = nnx.merge(graphdef, params)
+            return jnp.sum(run_modules(loop(Context(scale, row, None)), stack, x, [None], **settings)[0])
 
         return str(jax.make_jaxpr(jax.grad(loss))(params)).count("dot_general")
 
@@ -180,7 +186,8 @@ def test_every_projection_of_a_layer_has_a_name_that_minimal_keeps():
     x, _, scale, row = inputs()
 
     def run(params):
-        return run_stack(nnx.merge(graphdef, params), x, None, Context(scale, row, None), scan=True, remat=None)[0]
+        stack = nnx.merge(graphdef, params)
+        return run_modules(loop(Context(scale, row, None)), stack, x, [None], scan=True, remat=None)[0]
 
     with tree_mode():
         text = str(jax.make_jaxpr(run)(params))
@@ -208,3 +215,36 @@ def test_weights_are_cast_inside_of_the_loop():
     # Not on the gradient, which would be padded in this order.
     assert str(jax.make_jaxpr(tied)(stacked)).count("layout_constraint") == forward
     assert "layout_constraint" not in operations("float32")  # nothing is cast there
+
+
+class Keyed(nnx.Module):
+    """Sows the key that it is given."""
+
+    def __init__(self, rngs):
+        self.weight = nnx.Param(jax.random.normal(rngs.params(), (WIDTH,)))
+
+    def __call__(self, x, cache, context):
+        sow(self, Total, "key", jax.random.key_data(context.key))
+        return x, cache
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_layers_are_numbered_through_all_stacks_so_that_no_two_share_a_key(scan):
+    key, rngs, first = jax.random.key(5), nnx.Rngs(0), 0
+    x, _, scale, row = inputs()
+    found, weights = {}, []
+    with tree_mode():
+        for stack in (Stack("single", (Keyed,), 2), Stack("pairs", (Keyed, Keyed), 2)):
+            module = make_stack(stack.blocks, stack.count, rngs)
+            weights += jax.tree.leaves(nnx.state(module))
+            settings = Loop(stack, first, Context(scale, row, key), (Total,))
+            sown = run_modules(settings, module, x, [None] * len(stack.blocks), scan=scan, remat=None)[2]
+            found |= {f"{stack.name}/{path}": value.tolist() for path, value in sown["Total"].items()}
+            first += stack.layers
+    keys = [jax.random.key_data(jax.random.fold_in(key, layer)).tolist() for layer in range(6)]
+    assert found == {
+        "single/key": keys[:2],
+        "pairs/layers_0/key": [keys[2], keys[4]],
+        "pairs/layers_1/key": [keys[3], keys[5]],
+    }
+    assert len({layer.tobytes() for weight in weights for layer in np.asarray(weight)}) == 6

@@ -45,4 +45,4 @@ def test_a_name_that_the_block_does_not_have_is_refused(capsys, team_block, monk
     monkeypatch.setattr(team_block, "Misnamed", Misnamed, raising=False)
     code, _, err = run(capsys, *LEFT, "right.decoder_block=team_block:Misnamed")
     assert code == 2
-    assert "team_block:Misnamed names qvk, but the block has no such parameter" in err
+    assert "team_block:Misnamed names decoder/layers/qvk, but the block has no such parameter" in err

@@ -10,12 +10,11 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from support import ALL_COMBINATIONS, arguments, assert_equal_bits, compiled, copied, packed_batch, pinned, tiny_config
+from support import ALL_COMBINATIONS, arguments, assert_equal_bits, compiled, copied, packed_batch, tiny_config
 
 from trainer.backends import make_model
 from trainer.config import UserError, load
-from trainer.models import blocks
-from trainer.models.huggingface import family
+from trainer.models.families import hugging_face, stacks, takes_cache
 from trainer.objectives import Objective
 from trainer.ops.random import seed_key
 from trainer.training import build
@@ -79,12 +78,12 @@ def test_its_size_is_counted_from_its_parameters():
         ("team_block:NNXblock", "team_block has no NNXblock; nearest: NNXBlock"),
         ("team_blocks:NNXBlock", "there is no module team_blocks; it is looked for in the current folder"),
         ("json.team_block:NNXBlock", "there is no module json.team_block"),
-        ("team_block:attend", "this is no class"),
+        ("team_block:attend", "this is neither a class nor a trainer.models.family.Family"),
     ],
 )
 def test_a_path_that_leads_nowhere(name, message):
     with pytest.raises(UserError) as error:
-        blocks.block_class(tiny_config("nnx", decoder_block=name))
+        stacks(tiny_config("nnx", decoder_block=name))
     assert str(error.value).startswith(f"decoder_block={name}: {message}")
 
 
@@ -164,15 +163,15 @@ class WithMoreArguments(Called):
         ),
         (WithMoreArguments, "missing a required argument: 'width'"),
         (Abstract, "the class Abstract is abstract"),
-        (dict, "this is no nnx.Module"),
-        (len, "this is no class"),
-        (nnx, "this is no class"),
+        (dict, "dict is no nnx.Module"),
+        (len, "this is neither a class nor"),
+        (nnx, "this is neither a class nor"),
     ],
 )
 def test_what_is_no_block_is_refused_before_it_is_built(block, message, monkeypatch):
     monkeypatch.setitem(sys.modules, "blocks_of_a_test", SimpleNamespace(Block=block))
     with pytest.raises(UserError, match=f"decoder_block=blocks_of_a_test:Block.*{message}"):
-        blocks.block_class(tiny_config("nnx", decoder_block="blocks_of_a_test:Block"))
+        stacks(tiny_config("nnx", decoder_block="blocks_of_a_test:Block"))
 
 
 @pytest.mark.parametrize(
@@ -189,18 +188,17 @@ def test_a_module_that_cannot_be_imported(text, message, tmp_path, monkeypatch):
     (tmp_path / "broken_block.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(UserError, match=f"decoder_block=broken_block:Block: {message}"):
-        blocks.block_class(tiny_config("nnx", decoder_block="broken_block:Block"))
+        stacks(tiny_config("nnx", decoder_block="broken_block:Block"))
     assert "broken_block" not in sys.modules
 
 
 def test_what_is_not_known_of_it():
-    with pytest.raises(UserError, match="given by import path"):
-        family(OWN)
-    loaded = load([f"decoder_block={OWN}", "prompt=x", *(f"{k}={v}" for k, v in pinned("nnx").items())])
-    assert any(line.startswith("prompt=") or "prompt" in line for line in loaded.warnings)
+    with pytest.raises(UserError, match="declares no names of Hugging Face"):
+        hugging_face(OWN)
+    assert not takes_cache(tiny_config("nnx", decoder_block=OWN))
 
 
 @pytest.mark.parametrize("name", ["lama2", "team_block", "team_block:", "a b:C", ":Block"])
 def test_what_is_no_import_path(name):
-    with pytest.raises(UserError, match=r"allowed: llama2, mistral, qwen3 or package\.module:Class"):
+    with pytest.raises(UserError, match=r"allowed: llama2, mistral, qwen3 or package\.module:name"):
         load([f"decoder_block={name}"])

@@ -4,7 +4,8 @@ import numpy as np
 
 from trainer.models.names import Names
 
-NAMES = Names({"attend/q/kernel": "self_attention/query/kernel", "norm": "ln_1"})
+LAYERS = "decoder/layers/"
+NAMES = Names({f"{LAYERS}attend/q/kernel": f"{LAYERS}self_attention/query/kernel", f"{LAYERS}norm": f"{LAYERS}ln_1"})
 
 
 def test_names_of_parameters_and_of_what_belongs_to_them():
@@ -14,7 +15,7 @@ def test_names_of_parameters_and_of_what_belongs_to_them():
     assert NAMES.common("decoder/layers/norm/scale") == "decoder/layers/ln_1/scale"
     assert NAMES.common("decoder/layers/norm_2/scale") == "decoder/layers/norm_2/scale"
     assert NAMES.common("token_embedder/norm/scale") == "token_embedder/norm/scale"
-    assert NAMES.unused(["decoder/layers/norm/scale", "attend/q/kernel"]) == ["attend/q/kernel"]
+    assert NAMES.unused(["decoder/layers/norm/scale", "attend/q/kernel"]) == [f"{LAYERS}attend/q/kernel"]
 
 
 def test_only_what_has_a_name_of_its_own_takes_another_shape():

@@ -1,0 +1,83 @@
+"""Caches of a stack: what a write changes, and that a loop over tokens updates them in place."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from support import tiny_config
+
+from trainer.backends import make_model
+from trainer.layers.attention import OPS, Attention, KVCache
+from trainer.layers.cache import Cache
+from trainer.layers.context import Context
+from trainer.models.families import init_cache
+from trainer.ops.random import seed_key
+from trainer.ops.rope import Rope
+
+LAYERS, ROWS, LENGTH = 3, 2, 5
+
+
+def test_a_write_changes_its_places_in_one_layer_and_padding_writes_nothing():
+    entries = jnp.zeros((LAYERS, ROWS, LENGTH, 2))
+    new = jnp.arange(1, 1 + ROWS * 3 * 2, dtype=jnp.float32).reshape(ROWS, 3, 2)
+    places, segments = jnp.array([[0, 1, 0], [2, 3, 4]]), jnp.array([[1, 1, 0], [0, 4, 4]])
+    cache = Cache({"a": entries}, jnp.int32(1)).write({"a": new}, places, segments)
+    expected = np.zeros(entries.shape, np.float32)
+    expected[1, 0, [0, 1]] = new[0, :2]
+    expected[1, 1, [3, 4]] = new[1, 1:]
+    np.testing.assert_array_equal(cache.entries["a"], expected)
+    np.testing.assert_array_equal(cache.read()["a"], expected[1])
+    replaced = cache.replace({"a": cache.read()["a"] + 1}).entries["a"]
+    np.testing.assert_array_equal(replaced, expected + np.array([0, 1, 0])[:, None, None, None])
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_the_op_is_that_of_training_until_there_are_earlier_positions(begun, monkeypatch):
+    """A kernel fills the cache; what reads it is the reference op, with keys that are not where their queries are."""
+    calls = []
+
+    def op(name, query, key, value, mask, **settings):
+        calls.append((name, key.shape[1]))
+        return query
+
+    for name in OPS:
+        monkeypatch.setitem(OPS, name, functools.partial(op, name))
+    dtypes = {"dtype": jnp.dtype("float32"), "weight_dtype": jnp.dtype("float32")}
+    settings = {"heads": 2, "kv_heads": 1, "head_dim": 4, "rope": Rope(1, 10000), "op": "blockwise"}
+    layer = Attention(8, rngs=nnx.Rngs(0), **settings, **dtypes)
+    entries = jax.tree.map(lambda array: array[None], layer.init_cache(ROWS, LENGTH))
+    position = jnp.tile(jnp.arange(3), (ROWS, 1))
+    context = Context(position, jnp.ones_like(position), jnp.arange(ROWS), None)
+    _, cache = layer(jnp.ones((ROWS, 3, 8)), Cache(entries, 0, begun), context)
+    assert calls == [("dot_product", LENGTH) if begun else ("blockwise", 3)]
+    assert isinstance(cache.entries, KVCache)
+    written = np.asarray(cache.entries.value).any(axis=(3, 4))
+    np.testing.assert_array_equal(written, np.tile(np.arange(LENGTH) < 3, (1, ROWS, 1)))
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_a_loop_over_tokens_updates_its_caches_in_place(scan):
+    """In the compiled loop nothing of a cache's size is made but the updated cache: no copy, no concatenation."""
+    config = tiny_config("nnx", base_num_decoder_layers=LAYERS, scan_layers=scan, max_target_length=11)
+    model = make_model(config)
+    params, rest = jax.eval_shape(model.init, seed_key(0))
+    cache = init_cache(config, ROWS, 11)
+    ids, row = jnp.ones((ROWS, 1), jnp.int32), jnp.arange(ROWS)
+
+    def decode(params, rest, cache):
+        def step(cache, position):
+            _, _, cache = model.apply(params, rest, ids, jnp.full_like(ids, position), ids, row, cache=cache)
+            return cache, None
+
+        start = model.apply(params, rest, ids, ids, ids, row, cache=cache)[2]
+        return jax.lax.scan(step, start, jnp.arange(1, 11))[0]
+
+    text = jax.jit(decode, donate_argnums=2).lower(params, rest, cache).compile().as_text()
+    shape = ",".join(map(str, cache.entries["layers"][0].key.shape))
+    made = set(re.findall(rf"= f32\[{shape}\]\S* ([\w-]+)\(", text))
+    assert made >= {"scatter"}
+    assert made <= {"scatter", "fusion", "parameter", "get-tuple-element", "bitcast"}

@@ -1,0 +1,154 @@
+"""A family that lives outside of the trainer (tests/two_kinds.py) works like the built-in ones."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from parity_cases import run as parity
+from run_cases import arrays_of, train
+from support import ALL_COMBINATIONS, arguments, assert_equal_bits, packed_batch, tiny_config
+
+from trainer.backends import make_model
+from trainer.checkpoint import names_of
+from trainer.compare import measure
+from trainer.config import UserError, load
+from trainer.inference import sample
+from trainer.models.families import place, stacks
+from trainer.models.names import names_of_blocks
+from trainer.ops.random import seed_key
+from trainer.training import build
+
+OWN = {"decoder_block": "two_kinds:family", "base_num_decoder_layers": 3}
+# Threefry compiles five times as fast at this level.
+QUICK = {"xla_backend_optimization_level": 0}
+
+
+@functools.cache
+def built(combination, **keys):
+    words = arguments(combination, **OWN | {"opt_type": "sgd"} | keys)
+    return build(load(words).config, jax.devices()[:1])
+
+
+def program(run):
+    return measure.Program("", run, names_of_blocks(run.config))
+
+
+def test_where_its_parameters_lie():
+    run = built("nnx", base_num_decoder_layers=5)
+    tree = run.codec.unpack(run.abstract_state)
+    assert {name for name in names_of(tree.params) if "mix" in name} == {
+        "decoder/shift_layers/mix/kernel",
+        "decoder/layers/layers_1/mix/kernel",
+    }
+    assert {name: leaf.shape for name, leaf in names_of(tree.rest).items()} == {
+        "decoder/shift_layers/bias": (1, 16),
+        "decoder/layers/layers_1/bias": (2, 16),
+    }
+    assert run.model.param_axes["decoder"]["layers"]["layers_1"]["mix"]["kernel"] == ("layers", "embed", "shifted")
+    assert run.flops_per_token == 3000
+    where = {name: place(stacks(run.config), f"0/mu/{name}") for name in names_of(tree.params)}
+    assert list(where["decoder/shift_layers/mix/kernel"].layers) == [0]
+    assert list(where["decoder/layers/layers_0/mlp/wo/kernel"].layers) == [1, 3]
+    assert list(where["decoder/layers/layers_1/mix/kernel"].layers) == [2, 4]
+    assert where["decoder/decoder_norm/scale"] is None
+    assert names_of_blocks(run.config).common("decoder/layers/layers_1/mix/kernel").endswith("layers_1/shift/kernel")
+
+
+def test_it_trains_by_the_same_program_in_every_combination():
+    """The training step over the canonical state."""
+    assert len({measure._text(program(built(name))) for name in ALL_COMBINATIONS}) == 1
+
+
+def test_so_it_does_unrolled():
+    ends = ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]
+    assert len({measure._text(program(built(name, scan_layers=False))) for name in ends}) == 1
+
+
+def test_it_trains_and_no_gradient_reaches_a_buffer():
+    run = built("nnx")
+    state = run.init()
+    before = jax.tree.map(np.asarray, run.codec.unpack(state))
+    batch = packed_batch(run.config, run.rows)
+    step = run.step.lower(*run.abstract_args()).compile(compiler_options=QUICK)
+    losses = []
+    for _ in range(2):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    after = run.codec.unpack(state)
+    assert losses[1] < losses[0]
+    assert_equal_bits(after.rest, before.rest)
+    moved = jax.tree.map(lambda a, b: bool(np.any(np.asarray(a) != b)), after.params, before.params)
+    assert all(jax.tree.leaves(moved))
+
+
+def test_policies_keep_what_it_names():
+    def products(policy):
+        model = make_model(tiny_config("nnx", **OWN, remat_policy=policy))
+        params, rest = jax.eval_shape(model.init, seed_key(0))
+        rows = jax.ShapeDtypeStruct((2, 16), jnp.int32)
+
+        def loss(params, rest, ids, row):
+            return model.apply(params, rest, ids, ids, ids, row)[0].sum()
+
+        args = params, rest, rows, jax.ShapeDtypeStruct((2,), jnp.int32)
+        return str(jax.make_jaxpr(jax.grad(loss))(*args)).count("dot_general")
+
+    counts = {policy: products(policy) for policy in ("none", "full", "minimal")}
+    assert counts["none"] < counts["minimal"] < counts["full"]
+    # Two products that no policy but none keeps, scores and their sum; full also those of the weights, without the
+    # last of a layer, which nobody needs.
+    assert counts["minimal"] - counts["none"] == 2
+    assert counts["full"] - counts["none"] == 2 + 6
+
+
+def test_it_is_sampled_from_through_caches_of_both_kinds():
+    config = tiny_config("nnx", **OWN, max_target_length=6)
+    model = make_model(config)
+    params, rest = jax.jit(model.init, compiler_options=QUICK)(seed_key(0))
+    prompt = [3, 1, 4]
+
+    def draw(params):
+        return sample(config, model, params, rest, prompt, rows=1, temperature=0.0, seed=0)
+
+    def forward(params, tokens):
+        positions = jnp.broadcast_to(jnp.arange(6), tokens.shape)
+        hidden, _, _ = model.apply(params, rest, tokens, positions, jnp.ones_like(tokens), jnp.arange(1))
+        return model.apply(params, rest, hidden, method="head")[0]
+
+    params["decoder"]["decoder_norm"]["scale"] *= 8 * np.sign(np.random.default_rng(0).normal(size=16))
+    tokens = np.asarray(jax.jit(draw, compiler_options=QUICK)(params))
+    logits = np.asarray(jax.jit(forward, compiler_options=QUICK)(params, tokens))
+    np.testing.assert_array_equal(tokens[:, 3:], logits[:, 2:-1].argmax(-1))
+    assert len(set(tokens[0, 3:].tolist())) > 2
+
+
+def test_a_run_goes_on_from_its_checkpoint_in_another_combination(tmp_path):
+    keys = OWN | {"opt_type": "sgd", "learning_rate_schedule_steps": 4, "eval_interval": -1, "dropout_rate": 0.0}
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        for steps, combination in ((2, ALL_COMBINATIONS[0]), (4, ALL_COMBINATIONS[-1])):
+            code, out = train(tmp_path, "run_name=own", combination=combination, steps=steps, **keys)
+            assert code == 0, out
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+    found = {step: arrays_of(tmp_path / f"runs/own/checkpoints/{step}") for step in (2, 4)}
+    bias, mix = ("rest/decoder/layers/layers_1/bias", "params/decoder/layers/layers_1/mix/kernel")
+    assert found[2][bias].tobytes() == found[4][bias].tobytes()
+    assert found[2][mix].tobytes() != found[4][mix].tobytes()
+
+
+def test_parity_goes_through_the_layers_of_both_stacks(capsys):
+    code, out, _ = parity(capsys, "left=nnx", "right=linen", "--json", only_forward=True, **OWN)
+    (comparison,) = json.loads(out)["comparisons"]
+    assert (code, comparison["bits"]) == (0, True)
+    activations = comparison["quantities"]["activations"]["arrays"]
+    outputs = [(it["name"], it["layer"]) for it in activations if it["name"].endswith("output")]
+    assert [layer for name, layer in outputs if name.endswith("/output")] == [0, 1, 2]
+
+
+def test_stacks_that_are_none():
+    with pytest.raises(UserError, match=r"decoder_block=two_kinds:wrong: .* found: layers, layers"):
+        make_model(tiny_config("nnx", decoder_block="two_kinds:wrong"))
