@@ -78,8 +78,8 @@ class Machine:
         return Chip("cpu", ("cpu",), 1, 0, share, peak, share, 1, share)
 
 
-def row(machine: Machine, name: str, devices: int, overrides: dict[str, object]) -> str:
-    """A line of the table: what a step is estimated to take, and takes."""
+def row(machine: Machine, name: str, devices: int, overrides: dict[str, object]) -> tuple[str, str]:
+    """Estimate against step, and the parts of the estimate: a line for each of the two tables."""
     settings = {"dataset_type": "synthetic", "eval_interval": -1, "enable_checkpointing": False} | overrides
     run = build(load(["base.yml", *(f"{k}={v}" for k, v in settings.items())]).config, jax.devices()[:devices])
     with tempfile.TemporaryDirectory() as folder:
@@ -97,10 +97,13 @@ def row(machine: Machine, name: str, devices: int, overrides: dict[str, object])
         taken.append(time.perf_counter() - started)
     real = statistics.median(taken[1:])
     guess = estimate(cost, machine.chip(devices), devices)
-    parts = (guess.compute_seconds, guess.memory_seconds, guess.network_seconds)
-    columns = " | ".join(f"{1e3 * value:.3g}" for value in (*parts, guess.seconds, guess.serial_seconds, real))
+    parts = (guess.compute_seconds, guess.memory_seconds, guess.network_seconds, guess.seconds, guess.serial_seconds)
+    compute, memory, network, total, serial, measured = (f"{1e3 * value:.3g}" for value in (*parts, real))
     flops = f"{devices * cost.flops / 1e9:.3g} | {devices * cost.bytes_accessed / 1e9:.3g}"
-    return f"| {name} | {devices} | {flops} | {columns} | {guess.bound} | {guess.seconds / real:.2f} |"
+    return (
+        f"| {name} | {total} | {measured} | {guess.seconds / real:.2f} |",
+        f"| {name} | {devices} | {flops} | {compute} | {memory} | {network} | {serial} | {guess.bound} |",
+    )
 
 
 def main() -> None:
@@ -113,16 +116,21 @@ def main() -> None:
         f"""# Estimated and measured time of a step
 
 `python scripts/benchmark_estimate.py`, commit {commit}, {time.strftime("%Y-%m-%d")}; {os.cpu_count()} cores
-({platform.machine()}), Python {platform.python_version()}, JAX {jax.__version__}. Medians of {ROUNDS}; the machine's
-load was {load_average:.1f}.
+({platform.machine()}), Python {platform.python_version()}, JAX {jax.__version__}. Medians of {ROUNDS}; load {load_average:.1f}.
 
-The machine's figures, taken between the steps: {peak / 1e9:.0f} GFLOP/s of float32 matrix products,
-{bandwidth / 1e9:.1f} GB/s of memory. Simulated devices share both. GFLOP and GB are of all devices, times in
-milliseconds. The estimate is the largest part, which no step beats; serial is their sum.
+| model | estimate, ms | step, ms | estimate / step |
+|{"---|" * 4}
+{chr(10).join(summary for summary, _ in rows)}
 
-| model | devices | GFLOP | GB | compute | memory | network | estimate | serial | step | bound | estimate / step |
-|{"---|" * 12}
-{chr(10).join(rows)}"""
+The parts of the estimate, in milliseconds; GFLOP and GB are those of all devices:
+
+| model | devices | GFLOP | GB | compute | memory | network | serial | bound |
+|{"---|" * 9}
+{chr(10).join(parts for _, parts in rows)}
+
+The estimate is the largest part, a lower bound of the step's time; serial is the sum of the parts. The machine's speed
+was measured between the steps: {peak / 1e9:.0f} GFLOP/s of float32 matrix products and {bandwidth / 1e9:.1f} GB/s of
+memory. Simulated devices share both."""
     )
 
 
