@@ -116,7 +116,8 @@ def main() -> None:
         f"""# Estimated and measured time of a step
 
 `python scripts/benchmark_estimate.py`, commit {commit}, {time.strftime("%Y-%m-%d")}; {os.cpu_count()} cores
-({platform.machine()}), Python {platform.python_version()}, JAX {jax.__version__}. Medians of {ROUNDS}; load {load_average:.1f}.
+({platform.machine()}), Python {platform.python_version()}, JAX {jax.__version__}. Medians of {ROUNDS};
+load {load_average:.1f}.
 
 | model | estimate, ms | step, ms | estimate / step |
 |{"---|" * 4}
