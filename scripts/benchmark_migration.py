@@ -124,8 +124,8 @@ def main() -> None:
     leaves = ", ".join(map(str, sorted({len(it.leaves) for it in host.values()})))
     print(
         f'\nA train state of {leaves} leaves with almost no arithmetic. "Step" is called with the leaves, as in the\n'
-        'loop. "Unpack and pack" is the time that each call would add if it took the native state. The loop unpacks and\n'
-        "packs only once.\n\n| combination | step, ms | unpack and pack, ms |\n|---|---|---|"
+        'loop. "Unpack and pack" is the time that each call would add if it took the native state. The loop unpacks\n'
+        "and packs only once.\n\n| combination | step, ms | unpack and pack, ms |\n|---|---|---|"
     )
     for name, it in host.items():
         print(f"| {name} | {milliseconds(it.seconds):.2f} | {milliseconds(it.apart):.2f} |")
