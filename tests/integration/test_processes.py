@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import signal
 import subprocess
@@ -99,6 +100,17 @@ def test_four_processes_then_two_then_one(tmp_path):
     assert len(positions) == 4
     assert len(set(positions.values())) == 1, "prepared data stand at one place"
     assert inspect(first).position["row"] == 8 * done
+    files = {path.relative_to(first).as_posix(): path for path in first.rglob("*") if path.is_file()}
+    sums = json.loads(files["sums.json"].read_text())
+    assert files.keys() - sums <= {"sums.json", "commit_success.txt", "_CHECKPOINT_METADATA"}
+    damaged = next(name for name in sums if "ocdbt.process_3/d/" in name)
+    content = files[damaged].read_bytes()
+
+    files[damaged].write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with launched(tmp_path, 2, 2) as (launcher, log):
+        assert launcher.wait(60) == 2, log.read_text()
+        assert f"checkpoint runs/run/checkpoints/{done} is damaged: {damaged} is not what was" in log.read_text()
+    files[damaged].write_bytes(content)
 
     with launched(tmp_path, 2, 2) as (launcher, log):
         wait_for(f"completed step: {done + 5},", launcher, log)

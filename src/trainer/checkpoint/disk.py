@@ -32,6 +32,18 @@ def disk_errors(directory: Any) -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def read_errors(directory: Any) -> Iterator[None]:
+    """Makes a folder of checkpoints that cannot be read a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot read the checkpoints below {directory}: {_reason(error)}; make the folder readable, or check the "
+            "disk or the connection to it, and give the same command again"
+        ) from error
+
+
 def check_writable(directory: Any, process: int) -> None:
     """Makes the folder of checkpoints, and writes and removes a file in it.
 

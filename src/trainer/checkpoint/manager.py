@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import jax
+from orbax.checkpoint import multihost
 from orbax.checkpoint import v1 as ocp
 
 from trainer.backends import TrainTree
@@ -26,6 +27,7 @@ from trainer.checkpoint.disk import (
     disk_errors,
     forget_failures,
     logged_failure,
+    read_errors,
     silence_orbax,
 )
 from trainer.checkpoint.maxtext import ITEMS
@@ -40,6 +42,7 @@ _UNCOMMITTED = ".orbax-checkpoint-tmp"
 STATE, RUN = "state", "run"
 _LOSS = "eval_loss"  # the lower, the better a checkpoint
 _POLL = 0.2  # seconds
+_PATIENCE = 1200  # seconds for another process's part of a save, as Orbax has it
 
 
 class CheckpointManager:
@@ -57,7 +60,7 @@ class CheckpointManager:
         with disk_errors(self.directory):
             self._orbax = ocp.training.Checkpointer(
                 absolute(self.directory),
-                context=_context(functools.partial(_write_sums, self.directory)),  # copied deeply: no method
+                context=_context(functools.partial(_sum_all, self.directory)),  # copied deeply: no method
                 preservation_policy=ocp.training.preservation_policies.PreserveAll(),
             )
         self._say = say
@@ -86,7 +89,7 @@ class CheckpointManager:
         with disk_errors(self.directory):
             saving = self._orbax.save_checkpointables_async(updates, contents, force=True)
         self._losses[updates] = metrics.get(_LOSS)
-        self._ending = self._thread.submit(self._end, saving)
+        self._ending = self._thread.submit(self._end, saving, updates)
         if not self._config.async_checkpointing:
             self.wait()
 
@@ -136,9 +139,11 @@ class CheckpointManager:
                 self._lost = True
                 raise error
 
-    def _end(self, saving: Any) -> None:
+    def _end(self, saving: Any, updates: int) -> None:
         """Waits for a save, then deletes what it makes superfluous. Orbax would delete in place, and to be killed in
         the middle of that leaves what looks like a damaged checkpoint."""
+        if not is_first():
+            _sum(_being_saved(self.path(updates)))
         saving.result()
         for updates in expired(self._losses, self._config):
             del self._losses[updates]
@@ -153,11 +158,13 @@ class CheckpointManager:
 
     def _found(self, say: Callable[[str], None]) -> list[tuple[str, float | None]]:
         """The checkpoints that are there, once what is left of others is cleared away."""
-        with disk_errors(self.directory):
-            for path in reversed(committed(self.directory)):
+        with read_errors(self.directory):
+            found = committed(self.directory)
+            for path in reversed(found):
                 _refuse_maxtexts(path)
+        with disk_errors(self.directory):
             self._tidy(say)
-            return [(path.name, self._loss(path)) for path in committed(self.directory)]
+        return [(path.name, self._loss(path)) for path in found]
 
     def _tidy(self, say: Callable[[str], None]) -> None:
         for path in entries(self.directory):
@@ -184,11 +191,8 @@ def inspect(path: Any) -> Beside:
       UserError: a file of the checkpoint is damaged; names the first one. Or the checkpoint is MaxText's.
     """
 
-    def check() -> None:
-        _refuse_maxtexts(path)
-        verify(path)
-
-    from_first(check)
+    from_first(lambda: _refuse_maxtexts(path))
+    agreed(lambda: verify(path, jax.process_index(), jax.process_count()))
     return agreed(lambda: read_beside(path / RUN))
 
 
@@ -250,10 +254,22 @@ def _whole(path: Any) -> bool:
     return not is_remote(path) or (path / COMMITTED).exists()
 
 
-def _write_sums(directory: Any) -> None:
-    # Called when all files are written and before what commits them; one save runs at a time.
+def _sum_all(directory: Any) -> None:
+    # Called in the first process when all files are written, before what commits them; one save runs at a time.
     for folder in _uncommitted(directory):
-        write_sums(folder)
+        _sum(folder)
+
+
+def _sum(folder: Any) -> None:
+    meet = multihost.get_barrier_sync_fn()  # for any thread; does nothing in a process by itself
+    write_sums(
+        folder, jax.process_index(), jax.process_count(), lambda place: meet(key=place, timeout_ms=1000 * _PATIENCE)
+    )
+
+
+def _being_saved(path: Any) -> Any:
+    """The folder in which the checkpoint `path` is written."""
+    return path if is_remote(path) else path.with_suffix(_UNCOMMITTED)
 
 
 def _context(before_commit: Callable[[], None] | None = None) -> ocp.Context:

@@ -2,51 +2,86 @@
 
 The arrays themselves carry no checksum on the disk: without one, a changed byte would be a changed parameter. Of files
 in a bucket only sizes are taken, without reading them: the store has checksums of its own, and changes no object.
+Several processes share the work: each sums the files that it wrote, and compares an equal share of all.
 """
 
 import json
+import os
+import re
 import zlib
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from trainer.config import UserError
-from trainer.runtime.storage import files_below, is_remote, size
+from trainer.runtime.storage import absolute, files_below, is_remote, size
+
+T = TypeVar("T")
 
 SUMS = "sums.json"
+_PART = "sums-{}.json"  # of a process, until they are joined
 _METADATA = "_CHECKPOINT_METADATA"  # JSON into which Orbax writes the time of the commit, after the sums were made
+_WITHOUT = re.compile(rf"sums(-\d+)?\.json|{_METADATA}")  # files that have no sums
+_WRITER = re.compile(r"(?:^|/)ocdbt\.process_(\d+)/")  # the process whose arrays a file holds
 _CHUNK = 1 << 22  # bytes
+_THREADS = min(16, os.cpu_count() or 1)
 
 
-def write_sums(folder: Any) -> None:
-    """Writes the size and CRC-32 of every file below `folder` into it."""
-    sums = {name: [size(folder / name), _crc(folder / name)] for name in _files(folder)}
-    (folder / SUMS).write_text(json.dumps(sums, indent=0) + "\n", encoding="utf-8")
+def write_sums(
+    folder: Any, process: int = 0, processes: int = 1, meet: Callable[[str], Any] = lambda place: None
+) -> None:
+    """Writes the size and CRC-32 of every file below `folder` into it.
+
+    Args:
+      process: of several `processes`, which all call this, the first one when every file is written. Each reads what it
+        wrote, and the first one joins the sums.
+      meet: returns when every process has called it with the same name of a place.
+    """
+    meet(f"{absolute(folder)} is written")
+    names = [name for name in _files(folder) if _writer(name) % processes == process]
+    sums = dict(_in_threads(lambda name: (name, [size(folder / name), _crc(folder / name)]), names))
+    if process:
+        _write(folder / _PART.format(process), sums)
+    meet(f"{absolute(folder)} is summed")
+    if process == 0:
+        for part in [folder / _PART.format(other) for other in range(1, processes)]:
+            sums |= json.loads(part.read_text(encoding="utf-8"))
+            part.unlink()
+        _write(folder / SUMS, sums)
 
 
-def verify(folder: Any) -> None:
-    """Compares every file of a checkpoint with what was written.
+def verify(folder: Any, process: int = 0, processes: int = 1) -> None:
+    """Compares a process's share of a checkpoint's files with what was written, in threads.
 
     Raises:
-      UserError: a file is missing, shorter, longer or other; the message names the first one.
+      UserError: a file is missing, shorter, longer or other; the message names one.
     """
     try:
-        sums = {name: (length, crc) for name, (length, crc) in json.loads((folder / SUMS).read_text("utf-8")).items()}
+        found = json.loads((folder / SUMS).read_text("utf-8"))
+        sums = {name: (int(length), crc) for name, (length, crc) in found.items()}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(folder, SUMS, f"cannot be read ({type(error).__name__}: {error})") from error
     try:
         json.loads((folder / _METADATA).read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise damaged(folder, _METADATA, f"cannot be read ({type(error).__name__}: {error})") from error
-    for name, (length, crc) in sums.items():
-        path = folder / name
+
+    def compare(name: str) -> None:
+        length, crc = sums[name]
         try:
-            found = size(path)
-            if found != length:
-                raise damaged(folder, name, f"has {found} bytes of {length}")
-            if crc is not None and _crc(path) != crc:
-                raise damaged(folder, name, "is not what was written")
+            found = size(folder / name)
+            other = found == length and crc is not None and _crc(folder / name) != crc
         except (OSError, ValueError) as error:  # ValueError: of a name that is none
             why = getattr(error, "strerror", None) or error
             raise damaged(folder, name, f"cannot be read ({why})") from error
+        if found != length:
+            raise damaged(folder, name, f"has {found} bytes of {length}")
+        if other:
+            raise damaged(folder, name, "is not what was written")
+
+    # The largest first, so that the shares are about equal.
+    names = sorted(sums, key=lambda name: sums[name][0], reverse=True)
+    list(_in_threads(compare, names[process::processes]))
 
 
 def damaged(folder: Any, name: str, what: str) -> UserError:
@@ -57,8 +92,24 @@ def damaged(folder: Any, name: str, what: str) -> UserError:
 
 
 def _files(folder: Any) -> list[str]:
-    names = (SUMS, _METADATA)
-    return [path for path in files_below(folder) if path.rpartition("/")[2] not in names]
+    """The files that have sums."""
+    return [name for name in files_below(folder) if not _WITHOUT.fullmatch(name)]
+
+
+def _writer(name: str) -> int:
+    """The process that wrote a file; 0 where its name does not say."""
+    found = _WRITER.search(name)
+    return int(found[1]) if found else 0
+
+
+def _in_threads(fn: Callable[[str], T], names: Sequence[str]) -> Iterator[T]:
+    """The results in order; the first exception ends the iteration, and what was not begun is left out."""
+    with ThreadPoolExecutor(_THREADS, "sums") as pool:
+        yield from pool.map(fn, names)
+
+
+def _write(path: Any, sums: dict[str, Any]) -> None:
+    path.write_text(json.dumps(sums, indent=0) + "\n", encoding="utf-8")
 
 
 def _crc(path: Any) -> int | None:

@@ -137,7 +137,8 @@ def test_any_damaged_file_is_named(tmp_path):
         changed = content[:-1] + bytes([content[-1] ^ 1]) if name != "_CHECKPOINT_METADATA" else b"no JSON"
         for damage in (content[:-1], changed, None):
             (path / name).unlink() if damage is None else (path / name).write_bytes(damage)
-            with pytest.raises(UserError, match=f"is damaged: {name} (has|is not|cannot)"):
+            told = rf"^checkpoint {path} is damaged: {name} (has|is not|cannot).*; to go on"
+            with pytest.raises(UserError, match=told):
                 inspect(path)
         (path / name).write_bytes(content)
     assert inspect(path) == BESIDE
@@ -441,6 +442,19 @@ def test_ctrl_c_waits_for_the_save_that_runs_and_a_second_one_does_not(tmp_path)
     assert lines == [
         "interrupted: waiting for the checkpoint of 1 updates, which is being written; Ctrl-C again ends without it"
     ]
+
+
+def test_a_folder_that_cannot_be_read_is_not_told_as_one_that_cannot_be_written(tmp_path, monkeypatch):
+    saved(tmp_path)
+
+    def refused(path):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr("trainer.checkpoint.manager.entries", refused)
+    with pytest.raises(
+        UserError, match=f"^cannot read the checkpoints below {tmp_path}/checkpoints: Permission denied"
+    ):
+        CheckpointManager(tmp_path, settings(), say=print)
 
 
 def test_sums_cover_every_file_but_the_mark_of_the_commit(tmp_path):
