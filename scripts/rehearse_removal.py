@@ -35,7 +35,8 @@ LEFT_OF_THE_FLAGS = """\
 # What reads the flags, the registry, the combinations or a command line.
 TOUCHED = (
     *("tests/unit/backends", "tests/unit/compare", "tests/unit/config", "tests/unit/docs", "tests/unit/state"),
-    *("tests/unit/models/test_blocks.py", "tests/unit/aot/test_executable.py", "tests/unit/training/test_build.py"),
+    *("tests/unit/models/test_blocks.py", "tests/unit/models/test_family.py", "tests/unit/aot/test_executable.py"),
+    "tests/unit/training/test_build.py",
     *("tests/unit/observe/test_banner.py", "tests/unit/test_source.py"),
     *("tests/integration/test_five_combinations.py", "tests/integration/test_native_train_states.py"),
     *("tests/integration/test_parity.py", "tests/integration/test_readme.py", "tests/integration/test_train.py"),
