@@ -13,10 +13,13 @@ from support import ALL_COMBINATIONS, arguments, assert_equal_bits, packed_batch
 
 from trainer.backends import make_model
 from trainer.checkpoint import names_of
+from trainer.checkpoint.huggingface import tensors_of
+from trainer.checkpoint.maxtext import layer_name
 from trainer.compare import measure
 from trainer.config import UserError, load
 from trainer.inference import sample
 from trainer.models.families import place, stacks
+from trainer.models.huggingface import Layout
 from trainer.models.names import names_of_blocks
 from trainer.ops.random import seed_key
 from trainer.training import build
@@ -54,6 +57,10 @@ def test_where_its_parameters_lie():
     assert list(where["decoder/layers/layers_0/mlp/wo/kernel"].layers) == [1, 3]
     assert list(where["decoder/layers/layers_1/mix/kernel"].layers) == [2, 4]
     assert where["decoder/decoder_norm/scale"] is None
+    mix = where["decoder/layers/layers_1/mix/kernel"]
+    tensors = tensors_of(Layout("model.layers.{}.mix", inputs=1), mix, (2, 16, 8))
+    assert tensors == [("model.layers.2.mix", (8, 16)), ("model.layers.4.mix", (8, 16))]
+    assert [layer_name(mix, i) for i in range(2)] == ["decoder/layers_1/mix/kernel", "decoder/layers_3/mix/kernel"]
     assert names_of_blocks(run.config).common("decoder/layers/layers_1/mix/kernel").endswith("layers_1/shift/kernel")
 
 
