@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     from trainer.checkpoint.description import check_words
 
     take_interrupts()
-    checkpoint = open_source(source)
+    given = dict(word.partition("=")[::2] for word in keys)
+    checkpoint = open_source(source, given.get("decoder_block", ""))
     config = model_config(checkpoint.keys, keys, str(checkpoint.path))
     check_words(checkpoint.keys, keys, config, str(checkpoint.path))
     leaves = checkpoint.leaves(config, parameter_shapes(config))

@@ -29,14 +29,15 @@ class HuggingFaceSource:
 
     kind = "Hugging Face"
 
-    def __init__(self, path: Path):
-        """
+    def __init__(self, path: Path, decoder_block: str = ""):
+        """`decoder_block`: see `model_keys`.
+
         Raises:
           UserError: config.json says what no key can say, or a file is missing or damaged.
         """
         self.path = self.tokenizer = path
         config = read_object(path / "config.json")
-        self.keys: Mapping[str, Any] = model_keys(config, str(path / "config.json"))
+        self.keys: Mapping[str, Any] = model_keys(config, str(path / "config.json"), decoder_block)
         self.neutral: Mapping[str, Any] = neutral_keys(config, str(path / "config.json"))
         self._files = {name: file for file in _open_files(path) for name in file.keys()}  # noqa: SIM118
 

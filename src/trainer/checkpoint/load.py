@@ -23,8 +23,8 @@ from trainer.runtime import storage
 _SHORT = 2.0  # seconds; loading that takes longer is reported
 
 
-def open_source(path: str) -> Source:
-    """The checkpoint at `path`, recognized by its files.
+def open_source(path: str, decoder_block: str = "") -> Source:
+    """The checkpoint at `path`, recognized by its files. `decoder_block`: the configured family, if one is.
 
     Raises:
       UserError: nothing that could be one is there, or what is there is damaged.
@@ -33,7 +33,7 @@ def open_source(path: str) -> Source:
         return _remote_run(path)
     folder = local_path(path)
     if (folder / "config.json").is_file() and weight_files(folder):
-        return HuggingFaceSource(folder)
+        return HuggingFaceSource(folder, decoder_block)
     if (folder / TREE).is_dir() and (folder / CONFIG).is_file():
         return ParamsSource(folder)
     if (tree := _maxtexts_tree(folder)) is not None:
@@ -87,7 +87,7 @@ def load_parameters(
         before values are read.
     """
     started = time.perf_counter()
-    source = open_source(path)
+    source = open_source(path, config.decoder_block)
     wanted = names_of(abstract)
     check_same_model(source.keys, config, str(source.path), given, say)
     leaves = source.leaves(config, {name: leaf.shape for name, leaf in wanted.items()})

@@ -8,7 +8,7 @@ from trainer.config import UserError, schema
 from trainer.config.errors import shortened
 from trainer.config.json_files import shown
 from trainer.config.values import check
-from trainer.models.families import FAMILIES, hugging_face
+from trainer.models.families import FAMILIES, family, hugging_face
 from trainer.models.huggingface import HuggingFace
 from trainer.models.huggingface_fields import SIZES, mistyped
 
@@ -34,19 +34,21 @@ _ROPE_WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-def model_keys(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> dict[str, Any]:
     """The keys of base.yml that the config.json `data` says, those without effect left out.
 
     Args:
       data: config.json, parsed; `rope_theta` with `rope_scaling`, or the `rope_parameters` of transformers 5.
       where: its path, for messages.
+      decoder_block: the configured family, which may have been given by import path; "" where none is.
 
     Raises:
       UserError: all that `data` lacks or says and that no key can say.
     """
     if wrong := mistyped(data):
         raise UserError("\n  ".join([f"{where}: values that are not allowed in config.json:", *wrong]))
-    blocks = {hugging_face(block).model_type: block for block in FAMILIES}
+    own = [decoder_block] if ":" in decoder_block and family(decoder_block).hugging_face else []
+    blocks = {hugging_face(block).model_type: block for block in [*FAMILIES, *own]}
     block = blocks.get(data.get("model_type", ""))
     if block is None:
         given = shortened(data.get("model_type", "(absent)"))

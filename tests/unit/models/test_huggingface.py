@@ -1,6 +1,9 @@
 """config.json in and out, and the arithmetic of layouts."""
 
+import dataclasses
 import re
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +11,7 @@ from checkpoint_cases import FAMILIES, ROPES, config_of, hf_config, pairs
 
 from trainer.checkpoint.description import described
 from trainer.config import UserError
+from trainer.models import llama2
 from trainer.models.huggingface import Layout, halves_of_pairs, pairs_of_halves, transposed
 from trainer.models.huggingface_config import config_json, length_notes, model_keys
 
@@ -20,6 +24,18 @@ def test_config_json_says_the_model(block, rope):
     assert model_keys(hf_config(config), "") == described(config)
     # What is written is read back, and says the same.
     assert model_keys(config_json(config, "float32", {}), "") == described(config)
+
+
+def test_a_family_by_import_path_is_known_by_its_model_type(monkeypatch):
+    tables = llama2.FAMILY.hugging_face._replace(model_type="mine")
+    own = SimpleNamespace(family=dataclasses.replace(llama2.FAMILY, hugging_face=tables))
+    monkeypatch.setitem(sys.modules, "mine", own)
+    config = config_of(decoder_block="mine:family", **FAMILIES["llama2"])
+    data = config_json(config, "float32", {})
+    assert data["model_type"] == "mine"
+    assert model_keys(data, "", "mine:family") == described(config)
+    with pytest.raises(UserError, match="model_type=mine is not known"):
+        model_keys(data, "")
 
 
 def test_the_old_form_of_rope_says_the_same():
