@@ -19,17 +19,17 @@ HELP = """\
 usage: python -m trainer.export FROM OUT format=hf|params|maxtext [dtype=float32|bfloat16] [key=value ...]
 
 FROM    what load_parameters_path takes: a run's folder or one of its checkpoints/N, of this trainer or of MaxText;
-        a directory of Hugging Face's layout; what this command wrote; a MaxText checkpoint's tree (.../N/items)
+        a Hugging Face model directory; the output of this command; a MaxText checkpoint's tree (.../N/items)
 OUT     a new or empty folder
-format  hf: Hugging Face's layout, config.json and safetensors
-        params: parameters alone, for load_parameters_path
+format  hf: a Hugging Face model directory, config.json and safetensors
+        params: parameters only, for load_parameters_path
         maxtext: OUT/0/items for MaxText's load_parameters_path, with scan_layers=true (default) or false; the last
         line printed is the command line with which MaxText loads it
-dtype   of what is written; left out: as it is stored in FROM
-key     keys of the model, as for trainer.train. FROM's own config.json or config.yml says them; a MaxText checkpoint
-        says none, so give model_name=... or each of them. rope_interleave is converted. max_target_length=... is
+dtype   of the output; default: as stored in FROM
+key     keys of the model, as for trainer.train. They default to FROM's config.json or config.yml; a MaxText checkpoint
+        has neither, so give model_name=... or each key. rope_interleave is converted. max_target_length=... is
         written as max_position_embeddings.
-The files of a tokenizer beside FROM are copied."""
+Tokenizer files next to FROM are copied."""
 
 
 @exit_on_user_error
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(HELP)
         return
     source, out, options, keys = _read_words(words)
-    # From here on the command line makes sense by itself; what follows loads JAX.
+    # Imports that load JAX come after the checks that do not need it.
     leave_out_absent_tpu()
     from trainer.checkpoint import copy_tokenizer, model_config, open_source
     from trainer.checkpoint.description import check_words
@@ -59,13 +59,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         partial.mkdir(parents=True)
     except OSError as error:
-        raise UserError(f"{partial}: cannot be made: {error.strerror}") from error
+        raise UserError(f"{partial}: cannot be created: {error.strerror}") from error
     try:
         for note in checkpoint.notes(config):
             print(note)
         _write(partial, options, config, leaves, neutral)
         copy_tokenizer(checkpoint.tokenizer, partial)
-        os.rename(partial, out)  # only now there is something at OUT, and it is complete
+        os.rename(partial, out)  # OUT appears only when it is complete
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     _report(out, options, sum(leaf.size for leaf in leaves.values()))
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _read_words(words: Sequence[str]) -> tuple[str, Path, dict[str, str], list[str]]:
-    """FROM, OUT, the options of this command, and the words that are keys of base.yml."""
+    """FROM, OUT, the options of this command, and the `key=value` arguments for base.yml."""
     places, rest = words[:2], words[2:]
     named = {"format", "dtype", *schema().keys}
     own: tuple[str, ...] = ("format=", "dtype=")
@@ -115,13 +115,13 @@ def _not_a_new_folder(path: Path) -> str | None:
     if path.is_symlink():
         return "is a symbolic link; give the folder itself"
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        return "exists and is no empty folder; give a new one"
+        return "exists and is not an empty folder; choose a new one"
     above = next(parent for parent in path.parents if parent.exists())
     return None if above.is_dir() else f"{above} is a file"
 
 
 def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """The canonical parameters of a model and their shapes. Nothing is allocated."""
+    """The canonical parameter names of a model and their shapes. Nothing is allocated."""
     import jax
 
     from trainer.backends.base import tree_mode
@@ -163,7 +163,7 @@ def _report(out: Path, options: dict[str, str], parameters: int) -> None:
 
 
 def _maxtext_line(out: Path, options: dict[str, str], config: Any, length: dict[str, int]) -> str:
-    """How MaxText loads what was written: a checkpoint says nothing of its model there."""
+    """The command line with which MaxText loads the output: its checkpoints do not describe their model."""
     from trainer.checkpoint.description import as_words
     from trainer.checkpoint.maxtext_out import ITEMS, STEP
     from trainer.models.maxtext_config import maxtext_keys

@@ -12,19 +12,19 @@ HELP = """\
 usage: python -m trainer.parity [FILE.yml] [key=value ...] left.KEY=VALUE right.KEY=VALUE [rtol=X] [atol=X] [--json]
        python -m trainer.parity CHECKPOINT CHECKPOINT [rtol=X] [atol=X] [--json]
 
-Builds a program for each side from the keys for all and its own, starts both from the left side's parameters, hands
-both its first batch, and compares parameters, activations layer by layer, loss, gradients and one update.
+Builds a program for each side from the shared keys and its own keys, starts both from the left side's parameters, gives
+both the left side's first batch, and compares parameters, activations by layer, loss, gradients and one update.
 
-left.KEY=VALUE   a key of base.yml on one side; any may differ: flags, attention, remat_policy, dtype, the mesh, ...
-right.KEY=VALUE  Where parameters and batches come from cannot: those are the left side's.
-left=NAME        a combination of the three flags by name, as right=NAME; right=NAME,NAME and right=all: several
-CHECKPOINT       a run's folder, one of its checkpoints/N, or what trainer.export format=params wrote
-rtol, atol       equal is what lies no further apart than atol, or than rtol times the largest magnitude in an array;
-                 without them, and for integers, equal is what has equal bits
---json           every array on stdout, in place of the table
+left.KEY=VALUE   a key of base.yml on one side: flags, attention, remat_policy, dtype, the mesh, ...
+right.KEY=VALUE  The sources of parameters and batches cannot differ: both sides use the left side's.
+left=NAME        a combination of the three flags by name, also right=NAME; right=NAME,NAME and right=all: several
+CHECKPOINT       a run's folder, one of its checkpoints/N, or the output of trainer.export format=params
+rtol, atol       tolerances: two arrays are equal if their elements differ by at most atol, or by at most rtol times the
+                 largest magnitude in both; without them, and for integers, only equal bits are equal
+--json           print every array as JSON in place of the table
 
-Exit code: 0 equal, 1 not equal, 2 a mistake in the command. FLOPs, memory and the text of the step only inform.
-A side whose mesh is written out in numbers takes that many devices, others take all there are."""
+Exit code: 0 equal, 1 not equal, 2 an error in the command. FLOPs, memory and program text do not affect it.
+A side whose mesh sizes are all given as numbers takes that many devices; other sides take all devices."""
 
 
 @exit_on_user_error
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _options(words: Sequence[str]) -> tuple[dict[str, float], bool, list[str]]:
-    """The tolerances, whether to print JSON, and the words that are left."""
+    """The tolerances, whether to print JSON, and the remaining words."""
     tolerance: dict[str, float] = {}
     rest = []
     for word in words:
@@ -65,14 +65,14 @@ def _number(word: str, text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise UserError(f"{word}: a number that is not negative, such as 1e-5")
+        raise UserError(f"{word}: must be a non-negative number, such as 1e-5")
     return value
 
 
 def _compare(words: Sequence[str], given: dict[str, float]) -> Any:
     places = [word for word in words if "=" not in word and not word.startswith("-")]
     if len(places) == 2 and len(words) == 2:
-        # From here on the command line makes sense by itself; what follows loads JAX.
+        # Imports that load JAX come after the checks that do not need it.
         leave_out_absent_tpu()
         from trainer.compare import Tolerance, compare_checkpoints
 
@@ -87,7 +87,7 @@ def _compare(words: Sequence[str], given: dict[str, float]) -> Any:
         _say(line)
     if any(side.loaded.config.num_processes > 0 for side in sides):
         raise UserError(
-            "coordinator_address, num_processes, process_id: trainer.parity runs in one process; leave them away"
+            "coordinator_address, num_processes, process_id: trainer.parity runs in one process; leave them out"
         )
     leave_out_absent_tpu()
     import jax

@@ -1,4 +1,4 @@
-"""`python -m trainer.shardings [base.yml] [--json] key=value ...`: where every tensor of the train state lives.
+"""`python -m trainer.shardings [base.yml] [--json] key=value ...`: how every tensor of the train state is sharded.
 
 Nothing is allocated. `left.key=value` and `right.key=value` compare two configurations side by side.
 """
@@ -33,11 +33,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         (only,) = found.values()
         print(table.text(only["tensors"], only["totals"], only["warnings"]))
     else:
-        print(_beside(sides, found))
+        print(_side_by_side(sides, found))
 
 
 def _prepare(configs: Sequence[Any]) -> None:
-    """Sets what JAX reads when it is imported."""
+    """Sets the environment variables that JAX reads when it is imported."""
     topologies = [find_topology(config.compile_topology) for config in configs if config.compile_topology]
     if not topologies:
         leave_out_absent_tpu()
@@ -51,11 +51,11 @@ def _prepare(configs: Sequence[Any]) -> None:
 def describe(config: Any, side: str = "") -> dict[str, Any]:
     """The table of `config` as plain data: `mesh`, `tensors`, `totals` and `warnings`.
 
-    On the devices of `compile_topology`, where it is given, else on this machine's. `side` is the name of the side of a
-    comparison, which takes as many of them as its mesh needs, as in parity.
+    The devices are those of `compile_topology` if it is given, otherwise this machine's. `side` is the name of a side
+    of a comparison, which takes as many of this machine's devices as its mesh needs, as in parity.
 
     Raises:
-      UserError: the configuration does not fit the devices; it begins with `side`.
+      UserError: the configuration does not fit the devices; the message begins with `side`.
     """
     import jax
 
@@ -74,27 +74,27 @@ def describe(config: Any, side: str = "") -> dict[str, Any]:
         raise type(error)(f"{side}: {error}" if side else str(error)) from None
 
 
-def _beside(sides: Sequence[Side], found: dict[str, Any]) -> str:
-    """What differs between the sides: settings, tensors, totals."""
+def _side_by_side(sides: Sequence[Side], found: dict[str, Any]) -> str:
+    """The differences between the sides: settings, tensors, totals."""
     from trainer.state import table
 
     head = ["", *(side.name for side in sides)]
     settings = [[key, *texts] for key, texts in differences(sides).items()]
     by_name = [{row["name"]: row for row in it["tensors"]} for it in found.values()]
     names = dict.fromkeys(name for rows in by_name for name in rows)
-    tensors = [[name, *(_place(rows.get(name)) for rows in by_name)] for name in names]
+    tensors = [[name, *(_sharding(rows.get(name)) for rows in by_name)] for name in names]
     differing = [line for line in tensors if len(set(line[1:])) > 1]
     sums = [[key, *(f"{it['totals'][key]:,}" for it in found.values())] for key in next(iter(found.values()))["totals"]]
     warnings = [f"warning: {name}: {warning}" for name, it in found.items() for warning in it["warnings"]]
-    same = f"{len(tensors) - len(differing)} of {len(tensors)} tensors lie alike on all sides"
+    same = f"{len(tensors) - len(differing)} of {len(tensors)} tensors are sharded alike on all sides"
     lines = table.aligned([head, *settings, *differing, *sums])
     return "\n".join([*lines, *warnings, same])
 
 
-def _place(row: dict[str, Any] | None) -> str:
-    """A tensor's shape on a device, and by which mesh axes it came to it."""
+def _sharding(row: dict[str, Any] | None) -> str:
+    """A tensor's shape on a device, its full shape, and the mesh axes that shard each dimension."""
     if row is None:
-        return "not there"
+        return "absent"
     axes = ", ".join("+".join(entry) or "-" for entry in row["spec"])
     return f"{row['per_device_shape']} of {row['shape']} by [{axes}]"
 

@@ -77,7 +77,7 @@ def test_a_run_in_a_bucket(bucket, tmp_path, monkeypatch):  # noqa: F811
     (run / "checkpoints/12/commit_success.txt").unlink()
     code, output = train()
     assert code == 0, output
-    assert f"{RUN} has this configuration and is unfinished: going on with it" in output
+    assert f"{RUN} has this configuration and is unfinished: resuming it" in output
     assert f"{RUN}/checkpoints/12 was never committed: removed" in output
     assert f"{RUN}/checkpoints/8: 8 of 12 updates are done" in output
     assert rows_of(run) == rows_of(tmp_path / "runs/run-0001")
@@ -134,7 +134,7 @@ def test_a_package_that_is_missing(bucket, monkeypatch):  # noqa: F811
     monkeypatch.setattr(FolderBackend, "exists", exists)
     code, output = train()
     assert code == 2
-    assert "gs://bucket/runs: buckets need a package that is missing: pip install 'trainer[gcs]'" in output
+    assert "gs://bucket/runs: a package for buckets is missing: pip install 'trainer[gcs]'" in output
 
 
 def test_what_is_not_in_the_bucket(bucket, tmp_path):  # noqa: F811

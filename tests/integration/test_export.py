@@ -181,7 +181,7 @@ def test_odd_places_to_write_to(tmp_path, capsys, monkeypatch):
     for out, reason in (
         (tmp_path / "file" / "a" / "b", "file is a file"),
         (tmp_path / "link", "is a symbolic link"),
-        ("~/full", "exists and is no empty folder"),
+        ("~/full", "exists and is not an empty folder"),
     ):
         assert reason in failure(capsys, tmp_path, out, "format=hf")
 
@@ -239,7 +239,7 @@ def test_mistakes_of_the_command_line_are_told_at_once(tmp_path, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
     message = failure(capsys, tmp_path, tmp_path / "full", "format=gguf", "dtype=int8")
-    assert "exists and is no empty folder" in message
+    assert "exists and is not an empty folder" in message
     assert "format=gguf: allowed: hf, params, maxtext" in message
     assert "dtype=int8: allowed" in message
     assert "the first two words are FROM and OUT" in failure(capsys, "format=hf", "vocab_size=3")

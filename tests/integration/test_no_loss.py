@@ -68,8 +68,8 @@ def test_a_batch_without_loss_is_left_out(run, tmp_path):
     found = rows_of(tmp_path / RUN)
     assert [(row["tokens"], row["skipped"]) for row in found] == [(0, 1), (0, 1), (6, 0), (6, 0)]
     assert [math.isnan(row["loss"]) for row in found] == [True, True, False, False]
-    assert "step 0: 0 tokens of its batch bear loss: its update is left out" in output
-    assert "2 updates whose batch had no token that bears loss" in output
+    assert "step 0: no token in its batch contributes to the loss: its update is skipped" in output
+    assert "2 updates whose batch had no token with a loss" in output
 
 
 def test_a_run_that_learned_nothing_stays_refused(run, tmp_path):

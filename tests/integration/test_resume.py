@@ -65,9 +65,9 @@ def test_the_same_command_goes_on_by_itself(straight, at, tmp_path):
         file.write('{"step": 60, "lo')  # as a process leaves it that is killed while it writes
     code, output = train(tmp_path)  # run_name is empty
     assert code == 0
-    assert f"{RUN} has this configuration and is unfinished: going on with it" in output
+    assert f"{RUN} has this configuration and is unfinished: resuming it" in output
     assert f"{RUN}/checkpoints/30: 30 of 60 updates are done" in output
-    assert "(30 to 59, going on from earlier ones)" in output
+    assert "(30 to 59, resumed)" in output
     assert_equal(run, straight)
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run-0001"]
 
@@ -181,7 +181,7 @@ def test_without_checkpoints(tmp_path):
     code, output = train(tmp_path, "run_name=run-0001", **settings)
     assert code == 0, output
     assert (
-        f"{RUN} holds an earlier run whose checkpoints are not here: kept beside as metrics-1.jsonl and config-1.yml"
+        f"{RUN} holds an earlier run without checkpoints: its files are kept as metrics-1.jsonl and config-1.yml"
         in output
     )
     assert (tmp_path / RUN / "metrics-1.jsonl").read_bytes() == first
@@ -189,12 +189,12 @@ def test_without_checkpoints(tmp_path):
     assert len(second) == 2
     code, output = train(tmp_path, "run_name=run-0001", **settings | {"enable_checkpointing": True})
     assert code == 0, output
-    assert "kept beside as metrics-2.jsonl and config-2.yml" in output
+    assert "its files are kept as metrics-2.jsonl and config-2.yml" in output
     assert rows_of(tmp_path / RUN) == second
     before = files_of(tmp_path / RUN)
     code, output = train(tmp_path, "run_name=run-0001", **settings)
     assert code == 2
-    assert f"{RUN} holds a run with checkpoints, and enable_checkpointing=false cannot go on with it" in output
+    assert f"{RUN} holds a run with checkpoints, and enable_checkpointing=false cannot resume it" in output
     assert files_of(tmp_path / RUN) == before
 
 
@@ -288,7 +288,7 @@ def test_a_step_that_is_not_finite(at, tmp_path, poisoned, key, other, value, wr
     code, output = train(tmp_path, "run_name=run-0001", **{key: False})
     assert code == 0, output
     assert f"warning: step 52 has loss {value}" in output
-    assert "left out     1 updates whose loss or gradient was not finite" in output
+    assert "skipped      1 updates whose loss or gradient was not finite" in output
     skipped = [row["step"] for row in rows_of(run) if row.get("skipped")]
     assert skipped == [52]
     assert [row["step"] for row in rows_of(run) if "loss" in row] == list(range(60))

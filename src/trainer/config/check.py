@@ -92,7 +92,7 @@ def _output_directory(config: Any) -> str | None:
 def _bucket(key: str) -> Callable[[Any], str | None]:
     def problem(config: Any) -> str | None:
         scheme, separator, _ = config[key].partition("://")
-        return Unbuilt("of remote paths only gs:// is built") if separator and scheme != "gs" else None
+        return Unbuilt("only gs:// is supported for remote paths") if separator and scheme != "gs" else None
 
     return problem
 

@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: the console, the run directory, the metrics file. Importing it loads no JAX."""
+"""The output of a run: the console, the run directory, the metrics files. Importing it does not load JAX."""
 
 from trainer.observe.banner import work_of
 from trainer.observe.console import Console

@@ -1,4 +1,4 @@
-"""What runs on what, said at the start."""
+"""The summary printed at the start of a run: devices, model, batch, data."""
 
 import math
 from pathlib import Path
@@ -11,7 +11,7 @@ from trainer.observe.lines import Work
 
 
 def work_of(config: Any, flops_per_token: float) -> Work:
-    """What one step of the resolved `config` computes."""
+    """The work of one step of the resolved `config`."""
     tokens = global_batch_rows(config) * config.max_target_length
     return Work(math.prod(mesh_axes(config).values()), tokens, flops_per_token)
 
@@ -26,7 +26,7 @@ def banner_rows(
     dataset: str,
     run_dir: Path,
 ) -> list[tuple[str, str]]:
-    """Labels and texts for the resolved `config`; the arguments are those of `Console.banner`."""
+    """(label, text) rows for the resolved `config`; for the arguments see `Console.banner`."""
     mesh = mesh_axes(config)
     rows, length, tokens = global_batch_rows(config), config.max_target_length, work_of(config, 0.0).tokens
     kind = device_kind if device_kind.lower() == platform else f"{device_kind} ({platform})"
@@ -56,7 +56,7 @@ def banner_rows(
 
 
 def _mesh(config: Any) -> str:
-    """The axes above 1, and which of them slices lie along."""
+    """The axes larger than 1, and how slices divide them."""
 
     def product(sizes: dict[str, int]) -> str:
         return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)

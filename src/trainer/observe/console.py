@@ -1,4 +1,4 @@
-"""What a person sees of a run, and what programs that watch its output read."""
+"""Progress output, for people and for programs that parse it."""
 
 import os
 import shutil
@@ -16,11 +16,11 @@ _STYLES = {"bold": "1", "dim": "2", "green": "32", "yellow": "33"}
 
 
 class Console:
-    """Writes a run's progress to `stream` (standard output), each line flushed.
+    """Writes a run's progress to `stream` (standard output) and flushes each line.
 
-    On a terminal: dense lines with the fields that its width has room for, and a little colour unless NO_COLOR is set.
-    Elsewhere: whole lines, those of steps and evaluations as MaxText writes them, so that programs that read its log
-    read ours.
+    On a terminal, a line has the fields that fit its width, in colour unless NO_COLOR is set. Elsewhere lines are
+    complete, and step and evaluation lines have MaxText's format, so that programs that parse MaxText's log can parse
+    this one.
     """
 
     def __init__(self, stream: TextIO | None = None, is_terminal: bool | None = None):
@@ -48,7 +48,7 @@ class Console:
         run_dir: Path,
         warnings: Sequence[str] = (),
     ) -> None:
-        """Say what runs on what, and each warning; comes before the first `step`.
+        """Print the summary of the run and each warning. Call it before the first `step`.
 
         Args:
           config: resolved.
@@ -73,13 +73,13 @@ class Console:
             self._warn(warning)
 
     def say(self, text: str) -> None:
-        """A line on what is being done."""
+        """Print a line of text."""
         for line in self._wrapped(text):
             self._print(line)
 
     def step(self, row: Mapping[str, float], total_steps: int) -> None:
-        """A line on a step: `row` as in metrics.jsonl, of a run that ends after `total_steps`."""
-        assert self._work is not None, "banner comes first"
+        """Print a step's line. `row` is as in metrics.jsonl; the run ends after `total_steps`."""
+        assert self._work is not None, "call banner first"
         self._pace.add(row)
         self._first, self._last = self._first or row, row
         eta = self._pace.eta(total_steps - 1 - int(row["step"]))
@@ -90,15 +90,15 @@ class Console:
         if not row["tokens"]:
             self._without_loss += 1
             if self._without_loss == 1:
-                self._warn(f"step {row['step']}: 0 tokens of its batch bear loss: its update is left out")
+                self._warn(f"step {row['step']}: no token in its batch contributes to the loss: its update is skipped")
         elif row["skipped"]:
             self._skipped += 1
             if self._skipped == 1:
                 values = f"loss {row['loss']:.3g} and gradient norm {row['grad_norm']:.3g}"
-                self._warn(f"step {row['step']} has {values}: its update is left out")
+                self._warn(f"step {row['step']} has {values}: its update is skipped")
 
     def evaluation(self, row: Mapping[str, float]) -> None:
-        """A line on an evaluation: `row` as in metrics.jsonl."""
+        """Print an evaluation's line. `row` is as in metrics.jsonl."""
         self._evaluated = row
         if self._is_terminal:
             self._dense(evaluation_fields(row))
@@ -106,16 +106,16 @@ class Console:
             self._print(evaluation_line(row))
 
     def summary(self, wall_time: float) -> None:
-        """What came of the steps and evaluations that this process has seen, after `wall_time` seconds."""
+        """Print a summary of this process's steps and evaluations, after `wall_time` seconds."""
         pace = self._pace
         steps = f"{pace.steps:,} steps"
         if self._first.get("step"):
-            steps += f" ({self._first['step']} to {self._last['step']}, going on from earlier ones)"
+            steps += f" ({self._first['step']} to {self._last['step']}, resumed)"
         rows = [("done", f"{steps}, {pace.tokens:,} tokens in {clock(wall_time)}")]
         if self._skipped:
-            rows.append(("left out", f"{self._skipped:,} updates whose loss or gradient was not finite"))
+            rows.append(("skipped", f"{self._skipped:,} updates whose loss or gradient was not finite"))
         if self._without_loss:
-            rows.append(("left out", f"{self._without_loss:,} updates whose batch had no token that bears loss"))
+            rows.append(("skipped", f"{self._without_loss:,} updates whose batch had no token with a loss"))
         if pace.steps:
             step_time, rate = pace.medians()
             rows.append(("speed", f"{si(rate, 'tok/s')}, {short_time(step_time)} per step (medians)"))
@@ -130,7 +130,7 @@ class Console:
         self._table(rows)
 
     def sample(self, prompt: str, text: str) -> None:
-        """Text from the model, set off; `text` begins with `prompt`."""
+        """Print text that the model generated between two delimiter lines; `text` begins with `prompt`."""
         prompt, text = visible(prompt), visible(text).rstrip("\n")
         self._print(self._styled(f"---- sample, continues {prompt!r} ----", "dim"))
         if text.startswith(prompt):
@@ -154,7 +154,7 @@ class Console:
         self._print("  ".join(self._styled(text, style) for text, _, style in fit(fields, self._width())))
 
     def _wrapped(self, text: str, indent: str = "") -> list[str]:
-        """`text` in lines of the terminal's width; paths stay whole, and so does all text elsewhere."""
+        """`text` wrapped to the terminal's width without breaking paths; one line if the stream is not a terminal."""
         if not self._is_terminal:
             return [text]
         return textwrap.wrap(
@@ -168,6 +168,6 @@ class Console:
         return f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if self._colour and style else text
 
     def _print(self, line: str) -> None:
-        # A stream that cannot say a character, such as a log in ASCII, must not end a run.
+        # A character that the stream cannot encode, such as in an ASCII log, must not end a run.
         encoding = self._stream.encoding or "utf-8"
         print(line.encode(encoding, "backslashreplace").decode(encoding), file=self._stream, flush=True)

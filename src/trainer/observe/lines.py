@@ -1,4 +1,4 @@
-"""The lines of a step and of an evaluation, for a terminal and for programs that read MaxText's log."""
+"""The lines of a step and of an evaluation, for a terminal and for programs that parse MaxText's log."""
 
 import math
 import statistics
@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 from trainer.observe.text import Field, clock, perplexity, short_time, si
 
-# The first steps of a process wait for compilation and for the first batches.
+# The first steps of a process are left out of timing: they wait for compilation and for the first batches.
 FIRST_STEPS = 2
 # Weight of the newest step in the smoothed step time.
 SMOOTHING = 0.05
 
 
 class Work(NamedTuple):
-    """What one step computes. Tokens are all positions of the batch, padding too, as MaxText counts them."""
+    """The work of one step. Tokens are all positions of the batch including padding, as MaxText counts them."""
 
     devices: int
     tokens: int  # rows x length
@@ -31,7 +31,7 @@ class Work(NamedTuple):
 
 
 class Pace:
-    """What the steps so far say about speed, without the first two."""
+    """The speed of the steps so far, without the first two."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -40,7 +40,7 @@ class Pace:
         self._times, self._rates = array("d"), array("d")
 
     def add(self, row: Mapping[str, float]) -> None:
-        """Take a step's row into account."""
+        """Add a step's row."""
         self.steps += 1
         self.tokens += int(row["tokens"])
         if self.steps == FIRST_STEPS + 1:
@@ -48,23 +48,23 @@ class Pace:
         self._times.append(row["step_time"])
         self._rates.append(row["tokens_per_second"])
         if self.steps > FIRST_STEPS:
-            # A plain mean until there are enough steps to smooth.
+            # A plain mean until there are enough steps for an exponential moving average.
             weight = max(SMOOTHING, 1 / len(self._times))
             self._smoothed += weight * (row["step_time"] - self._smoothed)
 
     def eta(self, steps_left: int) -> str:
-        """Time to the end as h:mm:ss; "?" while only first steps were seen."""
+        """Time to the end as h:mm:ss; "?" during the first two steps."""
         if steps_left == 0:
             return clock(0)
         return clock(steps_left * self._smoothed) if self.steps > FIRST_STEPS else "?"
 
     def medians(self) -> tuple[float, float]:
-        """Median step time in seconds and median tokens per second; over the first steps where there are no others."""
+        """Median step time in seconds and median tokens per second; of the first two steps if there are no others."""
         return statistics.median(self._times), statistics.median(self._rates)
 
 
 def step_fields(row: Mapping[str, float], total_steps: int, work: Work, eta: str) -> list[Field]:
-    """A step's dense line."""
+    """A step's fields for a terminal."""
     digits = len(str(total_steps))
     flops = si(work.flops_per_second(row["step_time"]), "FLOP/s")
     return [
@@ -80,7 +80,7 @@ def step_fields(row: Mapping[str, float], total_steps: int, work: Work, eta: str
 
 
 def step_line(row: Mapping[str, float], work: Work, eta: str) -> str:
-    """A step's line as MaxText writes it, then fields of our own."""
+    """A step's line in MaxText's format, followed by additional fields."""
     step_time = row["step_time"]
     return (
         f"completed step: {row['step']}, seconds: {step_time:.3f}, "
@@ -93,7 +93,7 @@ def step_line(row: Mapping[str, float], work: Work, eta: str) -> str:
 
 
 def evaluation_fields(row: Mapping[str, float]) -> list[Field]:
-    """An evaluation's dense line."""
+    """An evaluation's fields for a terminal."""
     fields = [
         Field(f"evaluation at step {row['step']}", style="green"),
         Field(f"loss {row['eval_loss']:.3f}", style="bold"),
@@ -109,7 +109,7 @@ def evaluation_fields(row: Mapping[str, float]) -> list[Field]:
 
 
 def evaluation_line(row: Mapping[str, float]) -> str:
-    """An evaluation's line as MaxText writes it, then fields of our own."""
+    """An evaluation's line in MaxText's format, followed by additional fields."""
     bits = f", bits_per_byte={row['eval_bits_per_byte']:.4f}" if "eval_bits_per_byte" in row else ""
     return (
         f"Completed eval after train step {row['step']}, loss={row['eval_loss']:.3f}, "

@@ -1,4 +1,4 @@
-"""metrics_file: the rows of metrics.jsonl under MaxText's field names, for programs that read MaxText's file."""
+"""metrics_file: the rows of metrics.jsonl with MaxText's field names, for programs that read MaxText's file."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -13,12 +13,12 @@ from trainer.observe.text import perplexity
 
 
 def maxtext_row(row: Mapping[str, Any], work: Work, clipping_threshold: float, run_name: str) -> dict[str, float | str]:
-    """A row of metrics.jsonl as MaxText's `metrics_file` has it; numbers are floats.
+    """A row of metrics.jsonl in the format of MaxText's `metrics_file`; numbers are floats.
 
     Args:
       row: of a step or of an evaluation.
       work: of one step.
-      clipping_threshold: of the gradient's norm; 0: off.
+      clipping_threshold: of the gradient norm; 0: off.
     """
     ends: dict[str, float | str] = {"step": float(row["step"]), "run_name": run_name}
     if "eval_loss" in row:
@@ -51,20 +51,20 @@ def maxtext_row(row: Mapping[str, Any], work: Work, clipping_threshold: float, r
 class MetricsFile:
     """The file that the key `metrics_file` names.
 
-    A run that goes on keeps its rows up to its checkpoint. What else lies there is moved to PATH.1, PATH.2, ...
+    A resumed run keeps its rows up to its checkpoint. Any other existing file is moved to PATH.1, PATH.2, ...
     """
 
     def __init__(self, path: str, run_dir: Path, run_name: str):
-        """Checks that the file can be written; folders above it are made.
+        """Checks that the file can be written; creates its parent folders.
 
         Raises:
-          UserError: it cannot be, `run_dir` has a file of its own there, or it holds no metrics.
+          UserError: it cannot be written, is one of the run's own files in `run_dir`, or holds something else.
         """
         self.path, self._run_name = Path(os.path.realpath(os.path.expanduser(path))), run_name
         if self.path in [Path(os.path.realpath(run_dir / name)) for name in OWN_FILES]:
-            raise UserError(f"metrics_file={path}: the run writes that file itself; give another name")
+            raise UserError(f"metrics_file={path}: the run writes that file itself; choose another path")
         if self.path.exists() and not self.path.is_file():
-            raise UserError(f"metrics_file={path} exists and is no file; give another name")
+            raise UserError(f"metrics_file={path} exists and is not a file; choose another path")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a+b") as file:
@@ -73,29 +73,28 @@ class MetricsFile:
             rows = read_rows(self.path)
         except OSError as error:
             raise UserError(
-                f"metrics_file={path}: cannot be written: {error.strerror or error}; give a file in a folder that you "
-                "can write"
+                f"metrics_file={path}: cannot be written: {error.strerror or error}; choose a file in a writable folder"
             ) from error
         except UserError as error:
             raise _foreign(path) from error
-        # Rows without run_name are of another kind, such as those of a metrics.jsonl.
+        # Rows without run_name are in another format, such as that of metrics.jsonl.
         if self._begins not in (b"", b"{") or not all("run_name" in row for row in rows):
             raise _foreign(path)
         self._own = bool(rows) and all(row["run_name"] == run_name for row in rows)
 
     def open(self, updates: int, *, resumed: bool, say: Callable[[str], None], resumes: bool = True) -> MetricsWriter:
-        """A writer of rows from step `updates` on; a line to `say` tells what was moved.
+        """A writer of rows from step `updates` on; reports to `say` what was moved.
 
-        `resumed`: the run goes on, so that rows of its name are its own. `resumes`: see `MetricsWriter`.
+        `resumed`: the run is resumed, so rows with its name are its own. `resumes`: see `MetricsWriter`.
         """
         if self._begins and not (resumed and self._own):
             number = 1
-            while (beside := self.path.with_name(f"{self.path.name}.{number}")).exists():
+            while (moved := self.path.with_name(f"{self.path.name}.{number}")).exists():
                 number += 1
-            self.path.rename(beside)
-            say(f"{self.path} held metrics of another run, which are now in {beside}")
+            self.path.rename(moved)
+            say(f"{self.path} held metrics of another run; moved to {moved}")
         return MetricsWriter(self.path.parent, updates, self.path.name, resumes=resumes)
 
 
 def _foreign(path: str) -> UserError:
-    return UserError(f"metrics_file={path} exists and holds something else than such rows; give another name")
+    return UserError(f"metrics_file={path} exists but does not hold such metrics; choose another path")

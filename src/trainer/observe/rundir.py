@@ -18,18 +18,18 @@ from trainer.runtime.storage import entries, folder, is_remote, mirror, remedy
 
 CONFIG_FILE, FINISHED_FILE, CHECKPOINTS = "config.yml", "finished", "checkpoints"
 _FILES = (CONFIG_FILE, METRICS_FILE, FINISHED_FILE)
-OWN_FILES = (*_FILES, LOCK_FILE)  # what a run writes into its folder itself, besides checkpoints
+OWN_FILES = (*_FILES, LOCK_FILE)  # what a run writes into its folder besides checkpoints
 _NUMBERED = re.compile(r"run-(\d+)")
 
 
 class RunDir(NamedTuple):
-    """A run's folder, which is this process's alone as long as `lock` is open; a context manager that closes it.
+    """A run's folder, owned exclusively while `lock` is open; a context manager that closes it.
 
-    Of several processes that train together the first has the lock, for all of them, and writes what is written.
+    When several processes train together, process 0 holds the lock for all of them and writes all files.
 
     Attributes:
       path: where files are written.
-      remote: the run's folder in a bucket, to which they are copied; None for a run of this machine.
+      remote: the run's folder in a bucket, to which the files are copied; None for a local run.
     """
 
     path: Path
@@ -45,17 +45,17 @@ class RunDir(NamedTuple):
         self.close()
 
     def close(self) -> None:
-        """Gives the folder up."""
+        """Releases the lock."""
         if self.lock is not None:
             self.lock.close()
 
     @property
     def place(self) -> Any:
-        """Where the run lies for its user, and its checkpoints."""
+        """The run's folder as the user knows it, with its checkpoints: in the bucket if there is one."""
         return self.path if self.remote is None else self.remote
 
     def upload(self) -> None:
-        """Copies what this process wrote to the bucket, if the run lies in one. Raises UserError if it cannot."""
+        """Copies what this process wrote to the bucket, for a run in a bucket. Raises UserError if that fails."""
         if self.remote is not None and self.lock is not None:
             with _remote_errors(self.remote):
                 for name in _FILES:
@@ -63,7 +63,7 @@ class RunDir(NamedTuple):
                         (self.remote / name).write_bytes((self.path / name).read_bytes())
 
     def _download(self) -> Self:
-        """Makes the files of this machine those of the bucket."""
+        """Replaces the local files by those in the bucket."""
         if self.remote is not None:
             for name in _FILES:
                 if (self.remote / name).exists():
@@ -74,20 +74,22 @@ class RunDir(NamedTuple):
 
     @property
     def finished(self) -> bool:
-        """Whether an earlier process came to the end of this run."""
+        """Whether an earlier process finished this run."""
         return from_first((self.path / FINISHED_FILE).exists)
 
     def begin(self, config_yml: str, *, resumed: bool, say: Callable[[str], None]) -> None:
-        """Leaves the first trace: config.yml. The run is unfinished from here on.
+        """Writes config.yml and marks the run as unfinished.
+
+        Existing metrics of a run without checkpoints are kept under a numbered name. Metrics of a run that ended before
+        its first checkpoint are written again.
 
         Args:
           config_yml: the resolved configuration.
-          resumed: the run goes on from a checkpoint of its own.
-          say: is told what becomes of rows of metrics that lie here although no checkpoint covers them. Those of a run
-            without checkpoints are kept beside. Those of a run that ended before its first checkpoint come again.
+          resumed: the run resumes from one of its own checkpoints.
+          say: receives a line about existing metrics that no checkpoint covers.
 
         Raises:
-          UserError: those rows are of a run that ended, and whose checkpoints are gone; or the disk is full.
+          UserError: existing metrics are of a finished run whose checkpoints are gone; or the disk is full.
         """
         from_first(lambda: self._begin(config_yml, resumed, say))
 
@@ -98,7 +100,7 @@ class RunDir(NamedTuple):
                 if resumed:
                     say(f"{self.place / METRICS_FILE} is gone: the rows of earlier steps are missing in the new one")
             elif not resumed:
-                self._make_way(config_yml, say)
+                self._keep_earlier(config_yml, say)
             temporary = self.path / f"{CONFIG_FILE}.tmp"
             (self.path / FINISHED_FILE).unlink(missing_ok=True)
             temporary.write_text(config_yml, encoding="utf-8")
@@ -108,25 +110,26 @@ class RunDir(NamedTuple):
                 (self.remote / FINISHED_FILE).unlink(missing_ok=True)
             self.upload()
 
-    def _make_way(self, config_yml: str, say: Callable[[str], None]) -> None:
-        """Keeps the metrics of an earlier run, unless this one will write them again."""
+    def _keep_earlier(self, config_yml: str, say: Callable[[str], None]) -> None:
+        """Keeps the metrics of an earlier run, unless this run will write them again."""
         config = self.path / CONFIG_FILE
         earlier = config.read_text("utf-8") if config.is_file() else ""
         if _without_checkpoints(earlier) or _without_checkpoints(config_yml):
-            self._keep_beside(say)
+            self._rename_earlier(say)
         elif (self.path / FINISHED_FILE).exists():
             raise UserError(
-                f"{self.place} holds the metrics of an earlier run that ended, and its checkpoints are gone; choose "
-                "another run_name, or remove the folder"
+                f"{self.place} holds the metrics of a finished run whose checkpoints are gone; choose another "
+                "run_name, or remove the folder"
             )
         else:
-            say(f"{self.place} has no checkpoint yet: beginning again")
+            say(f"{self.place} has no checkpoint yet: starting over")
 
-    def _keep_beside(self, say: Callable[[str], None]) -> None:
+    def _rename_earlier(self, say: Callable[[str], None]) -> None:
+        """Keeps metrics.jsonl and config.yml of an earlier run under the next free number."""
         taken = {path.name for path in entries(self.place)}
         kept = [METRICS_FILE, *([CONFIG_FILE] if (self.path / CONFIG_FILE).is_file() else [])]
         number = next(n for n in itertools.count(1) if taken.isdisjoint(_numbered_file(name, n) for name in kept))
-        # The metrics go last: as long as they are here, a process that is started again keeps all of it once more.
+        # The metrics are renamed last: until then, a restarted process repeats all of this.
         if self.remote is not None:
             for name in kept:
                 (self.remote / _numbered_file(name, number)).write_bytes((self.path / name).read_bytes())
@@ -135,10 +138,10 @@ class RunDir(NamedTuple):
             shutil.copyfile(self.path / name, self.path / _numbered_file(name, number))
         (self.path / METRICS_FILE).rename(self.path / _numbered_file(METRICS_FILE, number))
         names = " and ".join(_numbered_file(name, number) for name in kept)
-        say(f"{self.place} holds an earlier run whose checkpoints are not here: kept beside as {names}")
+        say(f"{self.place} holds an earlier run without checkpoints: its files are kept as {names}")
 
     def finish(self) -> None:
-        """Notes that the run came to its end: an empty run_name does not go on with it."""
+        """Marks the run as finished: an empty run_name does not resume it."""
         from_first(self._finish)
         self.upload()
 
@@ -150,20 +153,20 @@ class RunDir(NamedTuple):
 def open_run(
     base_output_directory: str, run_name: str, config_yml: str, resumes: bool, say: Callable[[str], None]
 ) -> RunDir:
-    """Choose the run's folder, make it if it is new, and lock it. Of several processes the first does so for all.
+    """Choose the run's folder, create it if it is new, and lock it. Process 0 does so for all processes.
 
-    With a name given it is base_output_directory/run_name, and folders above it are made too. An empty `run_name` goes
-    on with the newest numbered run (run-0001, run-0002, ...) whose config.yml is `config_yml`, which did not finish and
-    which no live process holds; else it takes the next number. One line to `say` tells which.
+    A given name means base_output_directory/run_name; parent folders are created too. An empty `run_name` resumes the
+    newest numbered run (run-0001, run-0002, ...) that has `config_yml` as its config.yml, is unfinished and is not
+    locked by a live process; otherwise it takes the next number. `say` receives a line if it resumes one.
 
     Args:
       config_yml: the resolved configuration, as it is to be written.
-      resumes: runs can go on from checkpoints; if not, an empty name always takes the next number, and a name whose
-        folder holds checkpoints is refused.
+      resumes: runs save checkpoints that they can resume from. If not, an empty name always takes the next number, and
+        a name whose folder holds checkpoints is refused.
 
     Raises:
-      UserError: the folder cannot be made or written, the name leaves `base_output_directory`, a live process holds the
-        run, or it cannot be resumed.
+      UserError: the folder cannot be created or written, the name is outside `base_output_directory`, a live process
+        has locked the run, or it cannot be resumed.
     """
     opened: list[RunDir] = []
 
@@ -174,14 +177,14 @@ def open_run(
 
     path, place = from_first(choose)
 
-    def seen() -> None:
+    def check_shared() -> None:
         if place == path and not Path(path, LOCK_FILE).exists():
             raise UserError(
-                f"{path} was made by process 0, and this process does not see it: base_output_directory must be a "
-                "folder that all processes share, or a bucket"
+                f"process 0 created {path}, but this process cannot see it: base_output_directory must be a folder "
+                "that all processes share, or a bucket"
             )
 
-    agreed(seen)
+    agreed(check_shared)
     return opened[0] if opened else RunDir(Path(path), None, None if place == path else folder(place))
 
 
@@ -201,7 +204,7 @@ def _open(
 
 
 def _locked(path: Any) -> RunDir | None:
-    """The run whose folder is `path`, if no live process has it."""
+    """The locked run of the folder `path`; None if a live process holds the lock."""
     if not is_remote(path):
         held = lock(path)
         return None if held is None else RunDir(path, held)
@@ -213,18 +216,18 @@ def _locked(path: Any) -> RunDir | None:
 
 def _unfinished(base: Any, config_yml: str, say: Callable[[str], None]) -> RunDir | None:
     for _, path in sorted(_numbers(base), reverse=True):
-        # Looked at before it is locked, so that no run is kept from its own process, and again when it is ours.
+        # Checked before locking, so as not to lock out a run's own process, and again once it is locked.
         if _fits(path, config_yml) and (run := _locked(path)):
             if _fits(path, config_yml):
                 if (path / CONFIG_FILE).exists():
-                    say(f"{path} has this configuration and is unfinished: going on with it")
+                    say(f"{path} has this configuration and is unfinished: resuming it")
                 return run
             run.close()
     return None
 
 
 def _fits(path: Any, config_yml: str) -> bool:
-    """Whether a numbered run is unfinished and of this configuration, or ended before there was anything to lose."""
+    """Whether a numbered run is unfinished and has this configuration, or ended before it wrote anything."""
     config = path / CONFIG_FILE
     if config.is_file():
         return config.read_text("utf-8") == config_yml and not (path / FINISHED_FILE).exists()
@@ -239,7 +242,7 @@ def _numbered(base: Any) -> RunDir:
     number = max((number for number, _ in _numbers(base)), default=0) + 1
     while True:
         path = base / f"run-{number:04}"
-        # Of two processes at once one gets the number: the other finds the folder, or its lock, taken.
+        # If two processes race for a number, the loser finds the folder or its lock taken.
         with contextlib.suppress(FileExistsError):
             if not is_remote(path):
                 path.mkdir()
@@ -252,13 +255,13 @@ def _named(base: Any, run_name: str, resumes: bool) -> RunDir:
     path = base / run_name
     if os.path.isabs(run_name) or os.path.normpath(run_name).split(os.sep)[0] in (".", ".."):
         raise UserError(
-            f"run_name={run_name} is no folder within base_output_directory; give a name, or leave it empty"
+            f"run_name={run_name} is not a folder within base_output_directory; give a name, or leave it empty"
         )
     if not resumes and any(entry.name.isdecimal() for entry in entries(path / CHECKPOINTS)):
         free = next(name for n in itertools.count(2) if not (base / (name := f"{run_name}-{n}")).exists())
         raise UserError(
-            f"run_name={run_name}: {path} holds a run with checkpoints, and enable_checkpointing=false cannot go on "
-            f"with it; choose another name or leave it empty for the next free number; nearest: {free}"
+            f"run_name={run_name}: {path} holds a run with checkpoints, and enable_checkpointing=false cannot resume "
+            f"it; choose another name or leave it empty for the next free number; nearest: {free}"
         )
     if not is_remote(path):
         path.mkdir(parents=True, exist_ok=True)
@@ -272,7 +275,7 @@ def _named(base: Any, run_name: str, resumes: bool) -> RunDir:
 
 @contextlib.contextmanager
 def _remote_errors(path: Any) -> Iterator[None]:
-    """Makes what a bucket does not allow or cannot be asked a UserError; other errors pass."""
+    """Turns an OSError of a bucket into a UserError; other errors pass through."""
     try:
         yield
     except OSError as error:
@@ -300,5 +303,5 @@ def _numbered_file(name: str, number: int) -> str:
 
 def _unwritable(base_output_directory: str, why: str) -> UserError:
     return UserError(
-        f"base_output_directory={base_output_directory}: cannot write there ({why}); give a folder that you can write"
+        f"base_output_directory={base_output_directory}: cannot write there ({why}); choose a writable folder"
     )

@@ -1,4 +1,4 @@
-"""Numbers and durations in words, and lines that fit."""
+"""Formatting of numbers and durations, and lines that fit a width."""
 
 import math
 import unicodedata
@@ -29,7 +29,7 @@ def short_time(seconds: float) -> str:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), infinite where a float cannot hold it."""
+    """exp(loss); infinity on overflow."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -37,14 +37,14 @@ def perplexity(loss: float) -> float:
 
 
 def visible(text: str) -> str:
-    """`text` with control characters other than newline and tab escaped, so that it cannot steer a terminal."""
+    """`text` with control characters other than newline and tab escaped, so that it cannot control a terminal."""
     return "".join(
         char if char in "\n\t" or unicodedata.category(char) != "Cc" else f"\\x{ord(char):02x}" for char in text
     )
 
 
 class Field(NamedTuple):
-    """A part of a line. Of a line that is too long the highest `drop` goes first; 0 stays."""
+    """A part of a line. Fields with the highest `drop` are dropped first from a line that is too long; 0 never is."""
 
     text: str
     drop: int = 0
@@ -52,7 +52,7 @@ class Field(NamedTuple):
 
 
 def fit(fields: Sequence[Field], width: int, gap: str = "  ") -> list[Field]:
-    """The fields that fit in `width` characters, joined by `gap`, in their order."""
+    """The fields that fit in `width` characters when joined by `gap`, in order."""
     kept = list(fields)
     while len(gap.join(field.text for field in kept)) > width:
         last = max(kept, key=lambda field: field.drop)

@@ -1,8 +1,8 @@
-"""Causal attention over packed segments: the plain op that all others are held against.
+"""Causal attention over packed segments: the reference op that all other attention ops are tested against.
 
-Every attention op has its signature and is the same function of its inputs: queries [b, t, h, d], keys and values
+Every attention op has the same signature and computes the same function: queries [b, t, h, d], keys and values
 [b, s, k, d] with h a multiple of k (grouped-query attention, Ainslie et al. 2023, arXiv:2305.13245), and a `Mask`.
-Scores and softmax are float32, the result has the queries' dtype. What an op cannot do it refuses with a ValueError.
+Scores and softmax are float32; the result has the queries' dtype. An op raises ValueError for what it does not support.
 
 `window` > 0: a query sees its own position and the window - 1 before it. `soft_cap` > 0: scores are bounded by
 soft_cap * tanh(scores / soft_cap) before the mask (Gemma 2, arXiv:2408.00118).
@@ -17,7 +17,7 @@ from trainer.ops.dropout import attention_keep
 
 
 class Mask(NamedTuple):
-    """A query sees the keys of its own segment whose position is not beyond its own."""
+    """A query attends to the keys of its own segment at positions up to its own."""
 
     query_position: jax.Array  # [b, t] int
     key_position: jax.Array  # [b, s] int
@@ -43,7 +43,7 @@ def dot_product_attention(
     window: int = 0,
     soft_cap: float = 0.0,
 ) -> jax.Array:
-    """The reference op: [b, t, h, d], with all scores [b, h, t, s] in memory at once."""
+    """The reference op: [b, t, h, d]. It materializes all scores [b, h, t, s]."""
     keep, rate = None, 0.0
     if dropout is not None:
         rate = dropout.rate
@@ -62,7 +62,7 @@ def attend(
     window: int,
     soft_cap: float,
 ) -> jax.Array:
-    """Attention with the weights `keep_bhts` (all: None) kept and scaled by 1 / (1 - rate): [b, t, h, d]."""
+    """Attention that keeps the weights in `keep_bhts` (None: all) and scales them by 1 / (1 - rate): [b, t, h, d]."""
     rows, length, heads, width = query.shape
     kv_heads = key.shape[2]
     query = query.reshape(rows, length, kv_heads, heads // kv_heads, width)
@@ -73,7 +73,7 @@ def attend(
     visible = (distance >= 0) & (mask.query_segment[:, :, None] == mask.key_segment[:, None, :])
     if window:
         visible &= distance < window
-    # Finite, so that a query that sees nothing (padding of a block) gives no NaN.
+    # Finite, so that a fully masked query (padding of a block) gives no NaN.
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1)
     if keep_bhts is not None:

@@ -1,7 +1,7 @@
-"""Attention in blocks of queries, in plain XLA: neither pass ever holds the square of scores.
+"""Attention in blocks of queries, in plain XLA: neither pass materializes the full score matrix.
 
-The backward pass computes each block's scores again. It is written out because it adds what a block gives its keys to
-those keys alone; the derivative of a loop with slices in it would add up whole arrays of keys, block by block.
+The backward pass recomputes each block's scores. It is written by hand so that a block's key gradients are added to the
+slice of keys that the block read; autodiff of a loop over slices would add arrays of all keys for every block.
 """
 
 import functools
@@ -14,21 +14,21 @@ from trainer.ops.attention import Dropout, Mask, attend
 from trainer.ops.dropout import attention_keep
 
 
-class _How(NamedTuple):
-    """What is known when the program is traced. Block i reads the keys from i * stride to i * stride + reach."""
+class _Static(NamedTuple):
+    """Static parameters. Block i reads the keys from i * stride to i * stride + reach."""
 
     stride: int
     reach: int
-    length: int  # keys of a row, without padding
+    length: int  # keys per row, without padding
     window: int
     soft_cap: float
     rate: float
 
 
 class _Context(NamedTuple):
-    """What no gradient is taken of: of the queries in blocks [n, b, t, ...], of the keys [b, s]."""
+    """Inputs without a gradient: for the n blocks of queries [n, b, t], for the keys [b, s]."""
 
-    place: jax.Array  # [n, t] of the queries in their row
+    query_index: jax.Array  # [n, t] within the row
     query_position: jax.Array  # [n, b, t]
     query_segment: jax.Array  # [n, b, t]
     key_position: jax.Array
@@ -48,11 +48,10 @@ def blockwise_attention(
     soft_cap: float = 0.0,
     block: int = 256,
 ) -> jax.Array:
-    """`dot_product_attention`, one block of queries after the other: scores take [b, h, block, s] at a time.
+    """`dot_product_attention`, one block of queries at a time: scores take [b, h, block, s].
 
-    With a window, a block reads the block + window - 1 keys within its reach and no others, in both passes; keys must
-    then stand where their queries stand, with positions that grow by one along a segment. Dropout draws the masks of
-    `dot_product_attention`.
+    With a window, both passes read only the block + window - 1 keys that a block can see. Key i must then belong to
+    query i, and positions must grow by one along a segment. Dropout draws the same masks as `dot_product_attention`.
     """
     rows, length = query.shape[:2]
     block = min(block, length)
@@ -70,10 +69,10 @@ def blockwise_attention(
         stride, reach = block, block + window - 1
         ends = ((0, 0), (window - 1, padding))
         key, value = (jnp.pad(x, (*ends, (0, 0), (0, 0))) for x in (key, value))
-        # Padding lies beyond every query's position, so that none sees it.
+        # Padding gets the largest position, so that no query sees it.
         key_position = jnp.pad(key_position, ends, constant_values=jnp.iinfo(jnp.int32).max)
         key_segment = jnp.pad(key_segment, ends)
-    how = _How(stride, reach, mask.key_position.shape[1], window, soft_cap, dropout.rate if dropout else 0.0)
+    static = _Static(stride, reach, mask.key_position.shape[1], window, soft_cap, dropout.rate if dropout else 0.0)
     context = _Context(
         jnp.arange(count * block).reshape(count, block),
         blocks(mask.query_position),
@@ -83,63 +82,65 @@ def blockwise_attention(
         dropout.key if dropout else None,
         dropout.row if dropout else None,
     )
-    out = _all_blocks(how, blocks(query), key, value, context)
+    out = _all_blocks(static, blocks(query), key, value, context)
     return out.swapaxes(0, 1).reshape(rows, count * block, *out.shape[3:])[:, :length]
 
 
-def _part(how: _How, x: jax.Array, i: jax.Array, axis: int = 1) -> jax.Array:
-    """What block i sees of `x`."""
-    return jax.lax.dynamic_slice_in_dim(x, i * how.stride, how.reach, axis) if how.stride else x
+def _part(static: _Static, x: jax.Array, i: jax.Array, axis: int = 1) -> jax.Array:
+    """The slice of `x` that block i reads."""
+    return jax.lax.dynamic_slice_in_dim(x, i * static.stride, static.reach, axis) if static.stride else x
 
 
-def _one_block(how: _How, context: _Context, i: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array):
-    """Block i of the output [b, t, h, d], from its queries and the keys and values that it reads."""
+def _one_block(static: _Static, context: _Context, i: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array):
+    """Block i of the output, [b, t, h, d], from its queries and the keys and values that it reads."""
     mask = Mask(
         context.query_position[i],
-        _part(how, context.key_position, i),
+        _part(static, context.key_position, i),
         context.query_segment[i],
-        _part(how, context.key_segment, i),
+        _part(static, context.key_segment, i),
     )
     keep = None
     if context.dropout_key is not None and context.row is not None:
-        # Drawn for all keys of the row, as the reference op draws it, so with a window this costs the whole length.
-        keep = attention_keep(context.dropout_key, context.row, context.place[i], query.shape[2], how.length, how.rate)
-        if how.stride:
-            after = context.key_position.shape[1] - how.length - (how.window - 1)
-            keep = _part(how, jnp.pad(keep, ((0, 0), (0, 0), (0, 0), (how.window - 1, after))), i, axis=3)
-    return attend(query, key, value, mask, keep, how.rate, how.window, how.soft_cap)
+        # Drawn for all keys of the row, as in the reference op, even with a window.
+        keep = attention_keep(
+            context.dropout_key, context.row, context.query_index[i], query.shape[2], static.length, static.rate
+        )
+        if static.stride:
+            after = context.key_position.shape[1] - static.length - (static.window - 1)
+            keep = _part(static, jnp.pad(keep, ((0, 0), (0, 0), (0, 0), (static.window - 1, after))), i, axis=3)
+    return attend(query, key, value, mask, keep, static.rate, static.window, static.soft_cap)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _all_blocks(how: _How, query: jax.Array, key: jax.Array, value: jax.Array, context: _Context) -> jax.Array:
+def _all_blocks(static: _Static, query: jax.Array, key: jax.Array, value: jax.Array, context: _Context) -> jax.Array:
     """Queries [n, b, t, h, d], keys and values [b, s, k, d] -> [n, b, t, h, d]."""
 
     def step(_, xs):
         i, query = xs
-        return None, _one_block(how, context, i, query, _part(how, key, i), _part(how, value, i))
+        return None, _one_block(static, context, i, query, _part(static, key, i), _part(static, value, i))
 
     return jax.lax.scan(step, None, (jnp.arange(len(query)), query))[1]
 
 
-def _forward(how: _How, query: jax.Array, key: jax.Array, value: jax.Array, context: _Context):
-    return _all_blocks(how, query, key, value, context), (query, key, value, context)
+def _forward(static: _Static, query: jax.Array, key: jax.Array, value: jax.Array, context: _Context):
+    return _all_blocks(static, query, key, value, context), (query, key, value, context)
 
 
-def _backward(how: _How, inputs: tuple[jax.Array, jax.Array, jax.Array, _Context], out_grad: jax.Array):
+def _backward(static: _Static, inputs: tuple[jax.Array, jax.Array, jax.Array, _Context], out_grad: jax.Array):
     query, key, value, context = inputs
 
     def add(total: jax.Array, part: jax.Array, i: jax.Array) -> jax.Array:
-        if not how.stride:
+        if not static.stride:
             return total + part
-        return jax.lax.dynamic_update_slice_in_dim(total, _part(how, total, i) + part, i * how.stride, axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(total, _part(static, total, i) + part, i * static.stride, axis=1)
 
     def step(totals, xs):
         i, query, out_grad = xs
-        block = functools.partial(_one_block, how, context, i)
-        query_grad, *grads = jax.vjp(block, query, _part(how, key, i), _part(how, value, i))[1](out_grad)
+        block = functools.partial(_one_block, static, context, i)
+        query_grad, *grads = jax.vjp(block, query, _part(static, key, i), _part(static, value, i))[1](out_grad)
         return tuple(add(total, grad, i) for total, grad in zip(totals, grads, strict=True)), query_grad
 
-    # float32, since a key gets a share from many blocks.
+    # float32: a key's gradient is a sum over many blocks.
     totals = jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32)
     (key_grad, value_grad), query_grad = jax.lax.scan(step, totals, (jnp.arange(len(query)), query, out_grad))
     return query_grad, key_grad.astype(key.dtype), value_grad.astype(value.dtype), None

@@ -1,4 +1,4 @@
-"""Attention on NVIDIA GPUs: cuDNN's fused kernel, by way of `jax.nn.dot_product_attention`."""
+"""Attention on NVIDIA GPUs: cuDNN's fused kernel, through `jax.nn.dot_product_attention`."""
 
 from typing import Literal
 
@@ -18,21 +18,21 @@ def cudnn_attention(
     soft_cap: float = 0.0,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> jax.Array:
-    """`dot_product_attention` without dropout and soft cap, in bfloat16: [b, t, h, d].
+    """`dot_product_attention` without dropout or soft cap, in bfloat16: [b, t, h, d].
 
-    The kernel knows the causal mask and the window, which count places in the row and not `mask`'s positions: keys must
-    stand where their queries stand, with positions that grow by one along a segment. JAX gives it segments as a bias
-    on the scores only: b t s bfloat16 numbers (128 MB a row of 8192 tokens) and, in the backward pass, as many for the
-    bias's gradient, which cuDNN always writes. One bias serves all heads, so that is 1 / h of the square of scores, and
-    the compiler may share it between layers. The statistics of the softmax that the backward pass needs have no name
-    for `jax.checkpoint`: under a policy that keeps named tensors the forward pass runs again. `implementation` "xla" is
-    the same call on any platform.
+    The kernel applies the causal mask and the window by index in the row, not by `mask`'s positions: key i must belong
+    to query i, and positions must grow by one along a segment. JAX can pass segments to cuDNN only as a bias on the
+    scores: b t s bfloat16 numbers (128 MB per row of 8192 tokens). The backward pass takes as many again for the bias's
+    gradient, which cuDNN always writes. All heads share one bias, so it is 1 / h of the score matrix, and the compiler
+    may share it between layers. The softmax statistics that the backward pass needs have no `checkpoint_name`, so a
+    rematerialization policy that saves named tensors runs the forward pass again. `implementation="xla"` is the same
+    call on any platform.
 
     Raises:
       ValueError: dropout, a soft cap, or another dtype.
     """
     if dropout is not None or soft_cap:
-        raise ValueError("cudnn_attention has neither dropout of attention weights nor a soft cap")
+        raise ValueError("cudnn_attention supports neither dropout of attention weights nor a soft cap")
     if query.dtype != jax.numpy.bfloat16:
         raise ValueError(f"cudnn_attention takes bfloat16, not {query.dtype}")
     same_segment = mask.query_segment[:, None, :, None] == mask.key_segment[:, None, None, :]

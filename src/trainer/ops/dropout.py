@@ -1,4 +1,4 @@
-"""Dropout from explicit keys: a row's mask depends on its key and its index in the global batch, on nothing else."""
+"""Dropout from explicit keys: a row's mask depends only on the key and on the row's index in the global batch."""
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,8 @@ def _row_keys(key: jax.Array, row_b: jax.Array) -> jax.Array:
 def dropout(x: jax.Array, key: jax.Array | None, row_b: jax.Array, rate: float) -> jax.Array:
     """Set each entry of `x` [b, ...] to zero with probability `rate`, and scale the others by 1 / (1 - rate).
 
-    Row i draws its mask from `key` folded with `row_b[i]`, so it is the same on every mesh and however the batch is
-    cut into microbatches. `key=None` or `rate=0` is the identity.
+    Row i draws its mask from `key` folded with `row_b[i]`, so the mask does not depend on the mesh or on how the batch
+    is split into microbatches. `key=None` or `rate=0` is the identity.
     """
     if key is None or rate == 0:
         return x
@@ -23,10 +23,10 @@ def dropout(x: jax.Array, key: jax.Array | None, row_b: jax.Array, rate: float) 
 def attention_keep(
     key: jax.Array, row_b: jax.Array, query_t: jax.Array, heads: int, keys: int, rate: float
 ) -> jax.Array:
-    """Which attention weights stay: bool [b, h, t, s].
+    """Which attention weights dropout keeps: bool [b, h, t, s].
 
-    The mask of one query depends on its row and its index `query_t` in the row, so that an op that works in blocks of
-    queries draws what an op that takes them all at once draws.
+    A query's mask depends on its row and on its index `query_t` in the row, so an op that works in blocks of queries
+    draws the same mask as one that takes all queries at once.
     """
 
     def one(row_key: jax.Array, query: jax.Array) -> jax.Array:

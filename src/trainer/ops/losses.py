@@ -1,4 +1,4 @@
-"""Losses of single tokens."""
+"""Per-token losses."""
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +8,9 @@ import jax.numpy as jnp
 def cross_entropy(logits_btv: jax.Array, target_bt: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Negative log-likelihood of each target in nats, and the log of the softmax's normalizer Z: float32 [b, t].
 
-    Computed in float32, of which nothing as large as the logits is held: the backward pass makes the softmax again from
-    the logits in their own dtype and log Z, and a target, which lies below v, is picked by comparison, which the
-    compiler merges into the sums around it, where a gather would want the float32 logits in memory. Differentiable in
-    reverse mode only.
+    Computed in float32 without materializing float32 logits. The backward pass recomputes the softmax from the logits,
+    in their own dtype, and log Z. The target (less than v) is selected by comparison, which the compiler fuses into the
+    surrounding sums; a gather would need the float32 logits in memory. Supports reverse mode only.
     """
     logits = logits_btv.astype(jnp.float32)
     log_z = jax.nn.logsumexp(logits, axis=-1)
@@ -28,13 +27,13 @@ def _forward(logits_btv, target_bt):
     return (nll, log_z), (logits_btv, target_bt, log_z)
 
 
-def _backward(kept, cotangents):
+def _backward(residuals, grads):
     """d nll / d logits = softmax - one-hot, d log Z / d logits = softmax."""
-    logits_btv, target_bt, log_z = kept
-    nll_bar, log_z_bar = cotangents
+    logits_btv, target_bt, log_z = residuals
+    nll_grad, log_z_grad = grads
     softmax = jnp.exp(logits_btv.astype(jnp.float32) - log_z[..., None])
-    at_target = jnp.where(_is_target(logits_btv, target_bt), nll_bar[..., None], 0)
-    return (softmax * (nll_bar + log_z_bar)[..., None] - at_target).astype(logits_btv.dtype), None
+    at_target = jnp.where(_is_target(logits_btv, target_bt), nll_grad[..., None], 0)
+    return (softmax * (nll_grad + log_z_grad)[..., None] - at_target).astype(logits_btv.dtype), None
 
 
 cross_entropy.defvjp(_forward, _backward)

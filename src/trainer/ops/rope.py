@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, RoFormer, arXiv:2104.09864) and the ways to stretch it."""
+"""Rotary position embedding (Su et al. 2021, RoFormer, arXiv:2104.09864) and its context-extension variants."""
 
 import math
 from typing import NamedTuple
@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-# What the factors of `rope` are called for rematerialization.
+# The name of the cos/sin tables for rematerialization.
 ROTATION = "rotation"
 
 
 class Rope(NamedTuple):
-    """How a head's pairs of entries turn with the position; the fields are the keys of base.yml."""
+    """Parameters of the rotation; the fields are the keys of base.yml."""
 
     min_timescale: float
     max_timescale: float
@@ -31,32 +31,32 @@ class Rope(NamedTuple):
 
 
 def rope(x_bthd: jax.Array, position_bt: jax.Array, how: Rope) -> jax.Array:
-    """Turn the pairs of entries of each head by angles that grow with the position.
+    """Rotate the pairs of entries of each head by angles that grow with the position.
 
     Pair i of the d / 2 pairs turns by position * frequencies(how, d)[i] radians. It is (x[i], x[i + d/2]), or with
-    `interleave` (x[2i], x[2i + 1]). Computed in float32, returned in x's dtype. Half heads would leave half of
-    each of a TPU's registers empty, so whole ones are turned.
+    `interleave` (x[2i], x[2i + 1]). Computed in float32, returned in x's dtype. The arithmetic is on full heads: halves
+    would leave half of each TPU register empty.
     """
     frequency = frequencies(how, x_bthd.shape[-1]).astype(np.float32)
     angle = position_bt[..., None, None].astype(jnp.float32) * frequency
     scale = attention_scale(how)
     cos, sin = scale * jnp.cos(angle), scale * jnp.sin(angle)
-    # The same in every layer: named, so that they are made and kept outside of a loop over rematerialized layers.
-    own, others = checkpoint_name((_joined(cos, cos, how), _joined(-sin, sin, how)), ROTATION)
-    partner = _partner(x_bthd, how).astype(jnp.float32)  # before the cast: half as many bytes are moved
-    turned = x_bthd.astype(jnp.float32) * own + partner * others
-    return turned.astype(x_bthd.dtype)
+    # The same in every layer. The name lets a loop over rematerialized layers compute the tables once, outside.
+    cos, sin = checkpoint_name((_per_entry(cos, cos, how), _per_entry(-sin, sin, how)), ROTATION)
+    partner = _partner(x_bthd, how).astype(jnp.float32)  # moved before the cast: half the bytes
+    rotated = x_bthd.astype(jnp.float32) * cos + partner * sin
+    return rotated.astype(x_bthd.dtype)
 
 
 def _partner(x: jax.Array, how: Rope) -> jax.Array:
-    """Each entry's other one of its pair."""
+    """For each entry, the other entry of its pair."""
     if how.interleave:
         return x.reshape(*x.shape[:-1], -1, 2)[..., ::-1].reshape(x.shape)
     return jnp.roll(x, x.shape[-1] // 2, axis=-1)
 
 
-def _joined(first: jax.Array, second: jax.Array, how: Rope) -> jax.Array:
-    """What belongs to the first and to the second entry of each pair [..., d / 2], in the order of entries [..., d]."""
+def _per_entry(first: jax.Array, second: jax.Array, how: Rope) -> jax.Array:
+    """Values of the first and of the second entries of the pairs, each [..., d / 2], in head order [..., d]."""
     if how.interleave:
         return jnp.stack((first, second), axis=-1).reshape(*first.shape[:-1], -1)
     return jnp.concatenate((first, second), axis=-1)
@@ -65,12 +65,12 @@ def _joined(first: jax.Array, second: jax.Array, how: Rope) -> jax.Array:
 def frequencies(how: Rope, width: int) -> np.ndarray:
     """Radians per token of each pair of a head of `width` entries: float64 [width / 2].
 
-    Wavelengths in units of 2 pi tokens run geometrically from `min_timescale` towards `max_timescale`; then
+    Wavelengths, in units of 2 pi tokens, grow geometrically from `min_timescale` towards `max_timescale`. Then
     - default multiplies all of them by `linear_scaling_factor` (Chen et al. 2023, arXiv:2306.15595);
-    - llama3.1 multiplies by `factor` those that fit less than `low_freq_factor` times into `original_length` tokens,
-      leaves those that fit more than `high_freq_factor` times, and between the two mixes the frequencies by the number
-      of times (the reference code of Llama 3.1, meta-llama/llama-models, `apply_scaling`);
-    - yarn does so with `beta_slow` and `beta_fast`, but mixes by the pair's number (Peng et al. 2023,
+    - llama3.1 multiplies by `factor` the wavelengths that fit fewer than `low_freq_factor` times into `original_length`
+      tokens, keeps those that fit more than `high_freq_factor` times, and interpolates the frequencies in between by
+      that number (the reference code of Llama 3.1, meta-llama/llama-models, `apply_scaling`);
+    - yarn does the same with `beta_slow` and `beta_fast`, but interpolates by the pair's index (Peng et al. 2023,
       arXiv:2309.00071, and its reference code).
     """
     ratio = how.max_timescale / how.min_timescale
@@ -89,12 +89,13 @@ def frequencies(how: Rope, width: int) -> np.ndarray:
 
 
 def attention_scale(how: Rope) -> float:
-    """What YaRN multiplies queries and keys by, if it is to: 0.1 ln(factor) + 1 (arXiv:2309.00071, section 3.4)."""
+    """The factor on queries and keys: 0.1 ln(factor) + 1 for YaRN with attention scaling (arXiv:2309.00071, section
+    3.4), otherwise 1."""
     return 0.1 * math.log(how.factor) + 1 if how.kind == "yarn" and how.attention_scaling else 1.0
 
 
 def _yarn_range(how: Rope, width: int) -> tuple[float, float]:
-    """Between which numbers of a pair YaRN mixes: those that turn beta_fast and beta_slow times."""
+    """The pair indices between which YaRN interpolates: the pairs that turn beta_fast and beta_slow times."""
 
     def pair(turns: float) -> float:
         wavelength = how.original_length / (2 * math.pi * turns)
@@ -104,4 +105,4 @@ def _yarn_range(how: Rope, width: int) -> tuple[float, float]:
     if how.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
-    return low, max(high, low + 0.001)  # never an empty range, as in the reference code
+    return low, max(high, low + 0.001)  # not empty, as in the reference code

@@ -1,4 +1,4 @@
-"""Attention on TPU: the splash attention that JAX ships, a Pallas kernel that never holds the square of scores."""
+"""Attention on TPU: JAX's splash attention, a Pallas kernel that never materializes the score matrix."""
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +21,17 @@ def splash_attention(
 ) -> jax.Array:
     """`dot_product_attention` without dropout, for lengths that are a multiple of 128: [b, t, h, d].
 
-    The causal mask and the window are known when the program is traced, and blocks of scores that they hide are never
-    visited. They count places in the row and not `mask`'s positions: keys must stand where their queries stand, with
-    positions that grow by one along a segment. What the backward pass needs of the forward pass is named "context"
-    (`jax.ad_checkpoint.checkpoint_name`), so that a policy that keeps it saves the second run of the kernel.
-    `tiles`: the kernel's, fitted to the length. `interpret` runs the kernel on any platform, slowly.
+    The causal mask and the window are static, and the kernel skips blocks of scores that they mask out. They apply by
+    index in the row, not by `mask`'s positions: key i must belong to query i, and positions must grow by one along a
+    segment. The residuals of the backward pass are named "context" (`jax.ad_checkpoint.checkpoint_name`), so a
+    rematerialization policy that saves "context" does not run the kernel a second time. `tiles` are fitted to the
+    length. `interpret` runs the kernel on any platform, slowly.
 
     Raises:
-      ValueError: dropout, or a length that is no multiple of 128.
+      ValueError: dropout, or a length that is not a multiple of 128.
     """
     if dropout is not None:
-        raise ValueError("splash_attention has no dropout of attention weights")
+        raise ValueError("splash_attention does not support dropout of attention weights")
     if query.shape[1] != key.shape[1] or query.shape[1] % LANES:
         raise ValueError(f"splash_attention takes lengths that are a multiple of {LANES}, not {query.shape[1]}")
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds

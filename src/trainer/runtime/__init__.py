@@ -1,1 +1,1 @@
-"""What touches the machine: several processes, devices, signals, locks. Its modules are imported one by one."""
+"""The machine: processes, devices, signals, locks, storage. Import its modules individually."""

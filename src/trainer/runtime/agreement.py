@@ -1,6 +1,6 @@
-"""What several processes agree on. Every process makes the same calls in the same order; one alone makes plain calls.
+"""Agreement between processes. Every process must make the same calls in the same order; a single process needs none.
 
-Not for the loop: each call waits for all processes. Threads other than the main one may not use these.
+Each call waits for all processes, so do not use them in the training loop. Only the main thread may use them.
 """
 
 import json
@@ -15,21 +15,21 @@ T = TypeVar("T")
 
 
 class AgreedError(UserError):
-    """A UserError that every process raises at the same place, whichever had it first."""
+    """A UserError that every process raises at the same point, whichever process hit it first."""
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes what is written once."""
+    """Whether this is process 0, which writes the files and messages that all processes share."""
     import jax
 
     return jax.process_index() == 0
 
 
 def from_first(fn: Callable[[], T]) -> T:
-    """What `fn` returns in the first process, in all of them; the others do not call it. JSON must be able to say it.
+    """Calls `fn` in process 0 only and returns its result, which must be JSON-serializable, in every process.
 
     Raises:
-      UserError: `fn` did.
+      UserError: `fn` raised it.
     """
     if _count() == 1:
         return fn()
@@ -47,10 +47,10 @@ def from_first(fn: Callable[[], T]) -> T:
 
 
 def agreed(fn: Callable[[], T]) -> T:
-    """What `fn` returns in this process, once it has returned in all of them. It may not itself wait for the others.
+    """Calls `fn`, waits until it has returned in all processes, and returns its result. `fn` must not wait for others.
 
     Raises:
-      UserError: it did in one of them.
+      UserError: `fn` raised it in one of the processes.
     """
     if _count() == 1:
         return fn()
@@ -68,7 +68,7 @@ def agreed(fn: Callable[[], T]) -> T:
 
 
 def check_same(what: str, value: str) -> None:
-    """Raises UserError where `value` differs between processes; `what` it is, for the message."""
+    """Raises UserError if `value` differs between processes; `what` names it in the message."""
     values = gather(value)
     other = next((i for i, found in enumerate(values) if found != values[0]), None)
     if other is not None:
@@ -79,20 +79,20 @@ def check_same(what: str, value: str) -> None:
 
 
 def _differing(text: str, other: str) -> str:
-    """The lines of `text` that `other` does not have."""
+    """The lines of `text` that are not in `other`."""
     lines = set(other.splitlines())
     return ", ".join(line for line in text.splitlines() if line not in lines)
 
 
 def gather(text: str) -> list[str]:
-    """The text of every process, in their order."""
+    """The text of every process, in process order."""
     if _count() == 1:
         return [text]
     from jax.experimental.multihost_utils import process_allgather
 
     data = np.frombuffer(text.encode(), np.uint8)
     sizes = np.ravel(process_allgather(np.asarray(len(data), np.int32)))
-    # Powers of two, so that few sizes are compiled.
+    # Powers of two limit the number of compiled sizes.
     padded = np.zeros(max(1024, 1 << int(sizes.max()).bit_length()), np.uint8)
     padded[: len(data)] = data
     rows = process_allgather(padded)

@@ -1,4 +1,4 @@
-"""Which process of how many this one is, and where the first one listens: from keys, or from what a launcher says."""
+"""The number of processes, this one's index and the coordinator's address, from keys or a launcher's environment."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -13,29 +13,29 @@ _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID",
 
 
 class Cluster(NamedTuple):
-    """What `jax.distributed.initialize` is to be told. Fields that are None JAX finds out by its `method`."""
+    """Arguments of `jax.distributed.initialize`. JAX determines the fields that are None by `method`."""
 
-    said_by: str  # in words
-    method: str | None  # one of JAX's cluster_detection_method; None: JAX tries all that it knows
+    source: str  # where this comes from, for messages
+    method: str | None  # JAX's cluster_detection_method; None: JAX tries all of its methods
     address: str | None = None  # host:port of the first process
     processes: int | None = None
     process: int | None = None
 
 
 def find_cluster(config: Any, environ: Mapping[str, str]) -> Cluster | None:
-    """The cluster that this process belongs to, None for a process by itself. Loads nothing and asks no network.
+    """The cluster that this process belongs to; None for a single process. Imports nothing and sends no requests.
 
     The first that applies: skip_jax_distributed_system, the keys, MaxText's variables, Slurm, MPI, TPU, Kubernetes.
 
     Raises:
-      UserError: variables that belong together are incomplete, or are no numbers.
+      UserError: a set of variables is incomplete, or one that must be a number is not.
     """
     if config.skip_jax_distributed_system:
         return None
     if config.coordinator_address:
         where = config.coordinator_address, config.num_processes, config.process_id
         return Cluster("coordinator_address", "deactivate", *where)
-    # mpirun over several nodes of Slurm starts its ranks within a Slurm step, whose variables they inherit.
+    # On a Slurm cluster mpirun starts its ranks within a Slurm step, whose variables they inherit.
     under_mpirun = (_mpi, _slurm) if environ.get("OMPI_COMM_WORLD_SIZE") else (_slurm, _mpi)
     finders = (_maxtext_gpu, _maxtext_cpu, *under_mpirun, _tpu, _kubernetes)
     return next((found for find in finders if (found := find(environ))), None)
@@ -58,7 +58,7 @@ def _maxtext_cpu(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def _slurm(environ: Mapping[str, str]) -> Cluster | None:
-    # In a batch script's own shell there is no list of the step's nodes: only what srun starts is one of several.
+    # The shell of a batch script has no SLURM_STEP_NODELIST: only processes that srun starts have peers.
     if not all(environ.get(name) for name in _SLURM) or _numbers(environ, ["SLURM_NTASKS"], "Slurm") == [1]:
         return None
     return Cluster("Slurm", "slurm")
@@ -82,10 +82,10 @@ def _tpu(environ: Mapping[str, str]) -> Cluster | None:
     [slices] = _numbers(environ, ["MEGASCALE_NUM_SLICES"], "Megascale") if environ.get("MEGASCALE_NUM_SLICES") else [1]
     if "," in hosts or slices > 1:
         return Cluster("the TPU's environment", None)
-    # A virtual machine of Compute Engine with TPUs says nothing in its environment; JAX asks its metadata server.
+    # A TPU VM of Compute Engine sets no such variables; JAX asks its metadata server.
     wanted = "tpu" in (environ.get("JAX_PLATFORMS") or "tpu").split(",")
-    asked = wanted and not hosts and "TPU_SKIP_MDS_QUERY" not in environ
-    if asked and has_tpu() and importlib.util.find_spec("libtpu") is not None:
+    query = wanted and not hosts and "TPU_SKIP_MDS_QUERY" not in environ
+    if query and has_tpu() and importlib.util.find_spec("libtpu") is not None:
         return Cluster("the TPU's metadata", None)
     return None
 
@@ -95,8 +95,9 @@ def _kubernetes(environ: Mapping[str, str]) -> Cluster | None:
         return None
     if importlib.util.find_spec("kubernetes") is None:
         raise UserError(
-            "this is a pod of an indexed job, and to find the others JAX needs the package kubernetes: install it, or "
-            "set coordinator_address, num_processes and process_id; skip_jax_distributed_system=true trains alone"
+            "this is a pod of an indexed job, and JAX needs the package kubernetes to find the other pods: install it, "
+            "or set coordinator_address, num_processes and process_id; skip_jax_distributed_system=true trains with "
+            "this process only"
         )
     return Cluster("Kubernetes", "k8s")
 
@@ -105,8 +106,8 @@ def _address(environ: Mapping[str, str]) -> str:
     address = environ.get("JAX_COORDINATOR_ADDRESS")
     if not address:
         raise UserError(
-            "several processes were started, and nothing says where the first one listens: set JAX_COORDINATOR_ADDRESS "
-            "(host or host:port), or skip_jax_distributed_system=true if each shall train alone"
+            "several processes were started, but the address of process 0 is not set: set JAX_COORDINATOR_ADDRESS "
+            "(host or host:port), or skip_jax_distributed_system=true to train each process by itself"
         )
     return address if ":" in address else f"{address}:{_PORT}"
 
@@ -116,6 +117,6 @@ def _numbers(environ: Mapping[str, str], names: tuple[str, ...] | list[str], giv
     if wrong:
         raise UserError(
             f"{given} is set in the environment, so these must be numbers: {', '.join(wrong)}; "
-            "skip_jax_distributed_system=true trains with this process alone"
+            "skip_jax_distributed_system=true trains with this process only"
         )
     return [int(environ[name]) for name in names]

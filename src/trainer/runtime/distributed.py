@@ -1,4 +1,4 @@
-"""Several processes as one run: how they find each other, and how they end."""
+"""Several processes as one run: how they connect, and how they end."""
 
 import contextlib
 import os
@@ -14,14 +14,14 @@ from trainer.runtime.cluster import Cluster, find_cluster
 
 @contextlib.contextmanager
 def distributed(config: Any) -> Iterator[None]:
-    """`jax.distributed` around a run, if this process is one of several; comes before the first use of a device.
+    """Runs the body within `jax.distributed` if this process is one of several. Enter before the first use of a device.
 
-    What ends all processes alike (the end of the run, SIGTERM, an `AgreedError`, `RunStopped`) passes. Any other
-    exception is this process's own: it is reported, and the process ends at once, without waiting for the others,
-    which wait for it and learn of it by its end.
+    What ends all processes alike (the end of the run, SIGTERM, an `AgreedError`, `RunStopped`) passes through. Any
+    other exception is local to this process: it is reported, and the process exits immediately, without waiting for the
+    others. Its exit ends them.
 
     Raises:
-      UserError: see `find_cluster`; or the others did not come in time.
+      UserError: see `find_cluster`; or the other processes did not connect in time.
     """
     cluster = find_cluster(config, os.environ)
     if cluster is None:
@@ -35,7 +35,7 @@ def distributed(config: Any) -> Iterator[None]:
     except (AgreedError, RunStopped, SystemExit):
         jax.distributed.shutdown()
         raise
-    except BaseException as error:  # nothing goes on from here
+    except BaseException as error:  # ends the process
         _end_alone(error)
     jax.distributed.shutdown()
 
@@ -53,11 +53,12 @@ def _join(cluster: Cluster, config: Any) -> None:
             heartbeat_timeout_seconds=config.jax_distributed_heartbeat_timeout_seconds,
             shutdown_timeout_seconds=config.jax_distributed_heartbeat_timeout_seconds,
         )
-    except (ValueError, RuntimeError) as error:  # JaxRuntimeError is one
+    except (ValueError, RuntimeError) as error:  # includes JaxRuntimeError
         reason = str(error).partition("\n")[0]
         raise UserError(
-            f"the processes that {cluster.said_by} speaks of did not find each other ({reason}); start all of them so "
-            "that they reach the first one's address, or set skip_jax_distributed_system=true to train with one alone"
+            f"the processes given by {cluster.source} could not connect to each other ({reason}); start all of them, "
+            "and check that they can reach the address of process 0; or set skip_jax_distributed_system=true to train "
+            "with this process only"
         ) from error
 
 
@@ -71,7 +72,7 @@ def _end_alone(error: BaseException) -> NoReturn:
         traceback.print_exception(other)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # Python's own end would wait for the other processes
+    os._exit(code)  # a normal exit would wait for the other processes
 
 
 @exit_on_user_error

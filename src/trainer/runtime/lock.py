@@ -1,4 +1,4 @@
-"""One process at a time in a folder."""
+"""A lock that only one process can hold on a folder."""
 
 import fcntl
 from pathlib import Path
@@ -8,9 +8,9 @@ LOCK_FILE = ".lock"
 
 
 def lock(folder: Path) -> IO[str] | None:
-    """Takes the folder for this process: an open file that holds the lock until it is closed or the process ends.
+    """Locks the folder for this process. The lock is held until the returned file is closed or the process ends.
 
-    None where another live process has it. The file stays behind; a lock of a process that died is free.
+    Returns None if another live process holds the lock. The lock file is not deleted.
     """
     file = (folder / LOCK_FILE).open("a", encoding="utf-8")
     try:

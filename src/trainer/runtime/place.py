@@ -1,4 +1,4 @@
-"""From host memory to devices."""
+"""Transfers from host memory to devices."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,19 +11,20 @@ from trainer.config import UserError
 
 
 def share_of_rows(sharding: NamedSharding, rows: int) -> dict[str, int]:
-    """Which part of each batch of `rows` rows this process loads, as the data room calls it.
+    """Which part of each batch of `rows` rows this process loads, as arguments for the data package.
 
-    Processes whose devices hold the same rows (those of one group of tensor parallelism, say) load the same part.
+    Processes whose devices hold the same rows (those of one tensor-parallel group, for example) load the same part.
 
     Args:
       sharding: of an array [rows].
 
     Returns:
-      process_index and process_count: of the parts, which are equal. A mesh follows the network of its devices, so a
-      part's places in the batch need not lie side by side; each row carries its own index.
+      process_index and process_count: the index of this process's part and the number of parts, which have equal sizes.
+      The rows of a part need not be contiguous in the batch, since the mesh follows the physical network; each row
+      carries its own index.
 
     Raises:
-      UserError: the mesh gives processes parts that overlap, or of different lengths.
+      UserError: the mesh assigns the processes parts that overlap or differ in size.
     """
     if jax.process_count() == 1:
         return {"process_index": 0, "process_count": 1}
@@ -34,8 +35,8 @@ def share_of_rows(sharding: NamedSharding, rows: int) -> dict[str, int]:
     parts = sorted({tuple(sorted(part)) for part in held.values()})
     if sum(map(len, parts)) != rows or len({len(part) for part in parts}) > 1:
         raise UserError(
-            f"the mesh gives the processes parts of the {rows} rows that overlap or are not equal; let data and fsdp, "
-            "the outermost axes, follow the processes"
+            f"the mesh assigns the processes parts of the {rows} rows that overlap or differ in size; choose sizes of "
+            "data and fsdp, the outermost axes, such that process boundaries fall between their shards"
         )
     return {"process_index": parts.index(tuple(sorted(held[jax.process_index()]))), "process_count": len(parts)}
 
@@ -43,17 +44,17 @@ def share_of_rows(sharding: NamedSharding, rows: int) -> dict[str, int]:
 def place(
     batch: Mapping[str, np.ndarray], shardings: Mapping[str, NamedSharding], rows: int | None = None
 ) -> dict[str, jax.Array]:
-    """A batch on the devices, each array by its sharding. Every process passes the rows of `share_of_rows`.
+    """Transfers a batch to the devices, each array by its sharding. Each process passes its `share_of_rows`.
 
     Args:
-      rows: of the global batch; None where this process has all.
+      rows: of the global batch; None if this process passes all of them.
     """
-    with jax.transfer_guard_host_to_device("allow"):  # this is the transfer that is meant
+    with jax.transfer_guard_host_to_device("allow"):  # an intended transfer
         return {name: _place(array, shardings[name], rows) for name, array in batch.items()}
 
 
 def replicate(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """An array that every process has, on all devices."""
+    """Transfers an array that every process has to all devices."""
     with jax.transfer_guard_host_to_device("allow"):
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 

@@ -1,4 +1,4 @@
-"""Environment variables that JAX and libtpu read when they are loaded: set before anything imports JAX."""
+"""Environment variables that JAX and libtpu read when they are loaded. Set them before anything imports JAX."""
 
 import importlib.util
 import os
@@ -6,16 +6,16 @@ import pkgutil
 from importlib import metadata
 from pathlib import Path
 
-# The beginning of a JAX plugin's name: JAX's name of its platform, a device file that is there where the hardware is.
+# Prefix of a JAX plugin's name: JAX's name of its platform, and a device file that exists if the hardware is present.
 _GPUS = {"xla_cuda": ("cuda", "/dev/nvidiactl"), "xla_rocm": ("rocm", "/dev/kfd")}
 
 
 def leave_out_absent_tpu() -> None:
-    """Keeps JAX from starting libtpu on a machine without a TPU, where the package is for ahead-of-time compilation.
+    """Keeps JAX from starting libtpu on a machine without a TPU, where libtpu serves ahead-of-time compilation only.
 
-    JAX starts every platform whose library is installed. Without a TPU libtpu then prints warnings, and holds a lock
-    file on which a second process stops. Nothing is changed if JAX_PLATFORMS is set, if there is a TPU, or if a plugin
-    is installed whose name is not known here.
+    JAX starts every platform whose library is installed. Without a TPU, libtpu then prints warnings and holds a lock
+    file that makes a second process fail. Changes nothing if JAX_PLATFORMS is set, if there is a TPU, or if an unknown
+    plugin is installed.
     """
     if os.environ.get("JAX_PLATFORMS") or importlib.util.find_spec("libtpu") is None or has_tpu():
         return
@@ -31,11 +31,11 @@ def leave_out_absent_tpu() -> None:
 
 
 def prepare_compile_only_tpu() -> None:
-    """Lets libtpu compile without a TPU, beside other processes that do so, and without its warnings.
+    """Lets libtpu compile without a TPU, in several processes at a time, and without its warnings.
 
-    Call it before libtpu is loaded. The variables describe a machine that is not asked for anything.
+    Call it before libtpu is loaded. The variables describe a placeholder machine.
     """
-    os.environ["JAX_PLATFORMS"] = "cpu"  # whatever it was: nothing runs here
+    os.environ["JAX_PLATFORMS"] = "cpu"  # overrides the user's: nothing runs on a TPU
     for name, value in (
         ("TPU_SKIP_MDS_QUERY", "1"),
         ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
@@ -47,13 +47,13 @@ def prepare_compile_only_tpu() -> None:
 
 
 def simulate_cpu_devices(count: int) -> None:
-    """Makes `count` devices of this machine's CPU. What XLA_FLAGS held stays, but for an earlier number."""
+    """Makes `count` devices of this machine's CPU. Other XLA_FLAGS are kept; an earlier number is overridden."""
     flag = f"--xla_force_host_platform_device_count={count}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()  # the last one counts
 
 
 def _plugins() -> set[str]:
-    """The names of JAX's plugins, found as JAX finds them."""
+    """The names of the installed JAX plugins, discovered as JAX does."""
     spec = importlib.util.find_spec("jax_plugins")
     folders = list(spec.submodule_search_locations or ()) if spec else []
     entries = metadata.entry_points(group="jax_plugins")
@@ -61,5 +61,5 @@ def _plugins() -> set[str]:
 
 
 def has_tpu() -> bool:
-    """Whether the machine has a TPU: a device file of one of the two kinds that Cloud's machines have."""
+    """Whether the machine has a TPU: one of the two kinds of device files on Cloud TPU machines."""
     return any(Path("/dev").glob("accel[0-9]*")) or any(Path("/dev/vfio").glob("[0-9]*"))

@@ -1,4 +1,4 @@
-"""SIGTERM as a request that is met between two steps, by all processes between the same two."""
+"""SIGTERM as a request to end after the current step, the same step in all processes."""
 
 import contextlib
 import os
@@ -13,13 +13,13 @@ EXIT_CODE = 143  # what a shell reports of a process that SIGTERM ended: 128 + 1
 
 
 class Preemption:
-    """A context in which SIGTERM only makes a request. Outside of it the signal ends a process by itself at once.
+    """A context in which SIGTERM only requests the end of the run. Outside of it SIGTERM ends a single process at once.
 
-    Of several processes each keeps the signal from `jax.distributed.initialize` on, by a handler of JAX's, and a signal
-    to one of them is a request to all.
+    With several processes, JAX handles the signal from `jax.distributed.initialize` on, and a signal to one process is
+    a request to all.
 
     Attributes:
-      requested: the run shall end. Of several processes, what `check` said last; for one by itself it is up to date.
+      requested: the run is to end. With several processes this is the last result of `check`; with one it is current.
     """
 
     def __init__(self) -> None:
@@ -29,17 +29,17 @@ class Preemption:
         self._alone = jax.process_count() == 1
 
     def check(self, updates: int) -> bool:
-        """Whether to end before the next update. Every process asks after each, and all are told the same; cheap.
+        """Whether to end before the next update. Every process calls it after each update; all get the same answer.
 
-        JAX agrees on the largest number that a process has asked with, and one more. Orbax asks too when it saves, with
-        its own number, which is `updates`: so the next number to ask with is always one more, whoever asked last.
+        It is cheap. JAX synchronizes at one more than the largest number that any process has passed. Orbax also passes
+        a number when it saves, which is `updates`, so `updates + 1` is always the next number.
         """
         if not self._alone and not self.requested:
             from jax.experimental.multihost_utils import reached_preemption_sync_point
 
             self.requested = reached_preemption_sync_point(updates + 1)
             if self.requested:
-                # A second one shall not end the process within the save that the first one asked for.
+                # A second SIGTERM must not end the process during the save that the first one requested.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return self.requested
 
@@ -62,8 +62,9 @@ class Preemption:
 def ends_at_sigterm(text: str) -> Iterator[None]:
     """A context in which SIGTERM prints `text` and ends the process at once, with `EXIT_CODE`.
 
-    For compilations, which may take minutes: a handler in Python, and any exception, would wait for their end. So a
-    thread is told of the signal by the system, and ends the process itself. Of several processes JAX keeps the signal.
+    For compilations, which may take minutes: a Python signal handler, or an exception, would wait for their end. So the
+    signal wakes a thread through a file descriptor, and the thread ends the process. With several processes, JAX
+    handles the signal, and this context does nothing.
     """
     import jax
 
@@ -74,7 +75,7 @@ def ends_at_sigterm(text: str) -> Iterator[None]:
     os.set_blocking(sent, False)
     before = signal.signal(signal.SIGTERM, lambda number, frame: None)
     fd_before = signal.set_wakeup_fd(sent)
-    thread = threading.Thread(target=_end_when_told, args=(received, text), daemon=True)
+    thread = threading.Thread(target=_exit_at_sigterm, args=(received, text), daemon=True)
     thread.start()
     try:
         yield
@@ -86,7 +87,7 @@ def ends_at_sigterm(text: str) -> Iterator[None]:
         os.close(received)
 
 
-def _end_when_told(received: int, text: str) -> None:
+def _exit_at_sigterm(received: int, text: str) -> None:
     while number := os.read(received, 1):
         if number[0] == signal.SIGTERM:
             print(text, flush=True)

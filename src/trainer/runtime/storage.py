@@ -1,7 +1,7 @@
-"""Folders of this machine and of buckets (gs://), by one set of functions.
+"""One set of functions for local folders and for folders in buckets (gs://).
 
-A folder of a bucket is an `etils.epath.Path`, which has pathlib's methods as far as they are used here. A bucket has no
-folders without files and no rename of one: what must happen at once is the writing of a single file.
+A folder in a bucket is an `etils.epath.Path`, which has the methods of pathlib that are used here. A bucket has no
+empty folders and cannot rename a folder; only the write of a single file is atomic.
 """
 
 import errno
@@ -13,27 +13,27 @@ from typing import Any
 from trainer.config import NotBuilt, UserError
 from trainer.config.paths import local_path
 
-# Orbax writes it into a folder of a bucket as its last act: what has it is whole.
+# Orbax writes this file into a folder of a bucket last: a folder that has it is complete.
 COMMITTED = "commit_success.txt"
 
 
 def folder(text: str) -> Any:
-    """The path that a user means by `text`: a pathlib.Path, or that of a bucket.
+    """The path of `text`: a pathlib.Path, or an `etils.epath.Path` in a bucket.
 
     Raises:
-      UserError: it is remote and no gs://, or the package for it is missing.
+      UserError: it is remote but not gs://, or the package for buckets is missing.
     """
     if "://" not in text:
         return local_path(text)
     if not text.startswith("gs://"):
-        raise NotBuilt(f"{text}: of remote paths only gs:// is built")
+        raise NotBuilt(f"{text}: only gs:// is supported for remote paths")
     from etils import epath
 
     path = epath.Path(text)
     try:
         path.exists()
     except ImportError as error:
-        raise UserError(f"{text}: buckets need a package that is missing: pip install 'trainer[gcs]'") from error
+        raise UserError(f"{text}: a package for buckets is missing: pip install 'trainer[gcs]'") from error
     return path
 
 
@@ -43,17 +43,17 @@ def is_remote(path: Any) -> bool:
 
 
 def absolute(path: Any) -> Any:
-    """The path from the root; one in a bucket is."""
+    """The absolute path; paths in a bucket are absolute."""
     return path if is_remote(path) else path.absolute()
 
 
 def entries(path: Any) -> list[Any]:
-    """What lies in a folder, by name; [] where there is no such folder."""
+    """The entries of a folder, sorted; [] if the folder does not exist."""
     return sorted(path.iterdir()) if path.is_dir() else []
 
 
 def files_below(path: Any) -> list[str]:
-    """The files of a folder and of those in it, by their paths from there."""
+    """All files below a folder, as paths relative to it."""
     found = []
     for entry in entries(path):
         found += [f"{entry.name}/{name}" for name in files_below(entry)] if entry.is_dir() else [entry.name]
@@ -61,12 +61,12 @@ def files_below(path: Any) -> list[str]:
 
 
 def size(path: Any) -> int:
-    """Bytes of a file; raises OSError where there is none."""
+    """The size of a file in bytes; raises OSError if it does not exist."""
     return path.stat().length if is_remote(path) else path.stat().st_size
 
 
 def remove_tree(path: Any) -> None:
-    """Removes a folder and what is in it; of this machine also a file."""
+    """Removes a folder with its contents, or a local file."""
     if is_remote(path):
         path.rmtree()
     elif path.is_dir():
@@ -76,19 +76,19 @@ def remove_tree(path: Any) -> None:
 
 
 def remedy(code: int | None) -> str:
-    """What a user can do about a folder that was not written, by the system's error code."""
+    """What the user can do about a failed write, by the system's error code."""
     if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return "make room"
+        return "free disk space"
     if code in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "make the folder writable"
-    return "check the disk or the connection to it"
+    return "check the disk or its connection"
 
 
 def user_cache() -> Path:
-    """The trainer's folder in the user's cache folder."""
+    """The trainer's folder within the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainer"
 
 
 def mirror(path: Any) -> Path:
-    """The folder of this machine in which files of a bucket's folder are written before they are copied there."""
+    """The local folder where the files of a bucket's folder are written before they are copied to the bucket."""
     return user_cache() / "buckets" / os.fspath(path).replace("://", "/")

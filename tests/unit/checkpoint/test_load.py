@@ -322,7 +322,7 @@ def test_nothing_there(tmp_path):
     config = config_of(decoder_block="llama2", **FAMILIES["llama2"])
     assert "there is no such folder; looked for config.json" in refusal(tmp_path / "none", config)
     assert "nothing in it is a checkpoint" in refusal(tmp_path, config)
-    assert "of remote paths only gs:// is built" in refusal("s3://bucket/model", config)
+    assert "only gs:// is supported for remote paths" in refusal("s3://bucket/model", config)
 
 
 def test_a_damaged_directory(tmp_path):

@@ -328,7 +328,7 @@ def test_a_full_disk_is_one_message_and_the_last_checkpoint_stays(tmp_path):
     """
     done = in_process_of_its_own(program, RUN=tmp_path)
     assert f"error: cannot write a checkpoint below {tmp_path}/checkpoints: File too large; the" in done.stdout
-    assert "are intact: make room and give the same command again" in done.stdout
+    assert "are intact: free disk space and give the same command again" in done.stdout
     assert done.stderr == ""
     assert newest(tmp_path) == tmp_path / "checkpoints/1"
     assert inspect(tmp_path / "checkpoints/1") == BESIDE
@@ -367,7 +367,7 @@ def test_what_fails_after_a_part_of_a_save_failed_prints_nothing(tmp_path, monke
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(BesideFiles, "_write", write)
-    with pytest.raises(UserError, match=r"checkpoints: No space left on device; .* make room and give the same"):
+    with pytest.raises(UserError, match=r"checkpoints: No space left on device; .* free disk space and give the same"):
         saved(tmp_path, tree=small_tree(width=1024))
     sys.unraisablehook(types.SimpleNamespace(object=None, exc_value=RuntimeError("Event loop is closed")))
     assert capfd.readouterr() == ("", "")
@@ -384,9 +384,12 @@ def test_checkpoints_is_no_folder(tmp_path, make):
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        (errno.ENOSPC, "No space left on device; make room and give the same command again, or set enable_checkpoi"),
+        (
+            errno.ENOSPC,
+            "No space left on device; free disk space and give the same command again, or set enable_checkpoi",
+        ),
         (errno.EROFS, "Read-only file system; make the folder writable and give the same command again, or set"),
-        (errno.EIO, "Input/output error; check the disk or the connection to it and give the same command again, or"),
+        (errno.EIO, "Input/output error; check the disk or its connection and give the same command again, or"),
     ],
 )
 def test_a_folder_that_takes_no_file_is_told_before_training(tmp_path, monkeypatch, code, message):

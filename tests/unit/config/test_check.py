@@ -16,8 +16,8 @@ from trainer.config.derived import DCN, ICI, UNUSED_AXES
         ("run_name=a/b", "the name of one folder"),
         ("run_name=..", "the name of one folder"),
         ("run_name=a\x1b[2Jb", "without / or control characters"),
-        ("base_output_directory=s3://bucket/x", "of remote paths only gs:// is built"),
-        ("load_parameters_path=az://bucket/x", "of remote paths only gs:// is built"),
+        ("base_output_directory=s3://bucket/x", "only gs:// is supported for remote paths"),
+        ("load_parameters_path=az://bucket/x", "only gs:// is supported for remote paths"),
         ("dataset_type=tfds dataset_name=x dataset_path=s3://bucket/x", "remote paths are not built yet"),
         ("data_cache_directory=gs://bucket/x", "remote paths are not built yet"),
         ("process_id=0", "these three go together"),
@@ -117,7 +117,7 @@ def test_other_mistakes_are_not_called_unbuilt():
     with pytest.raises(UserError) as caught:
         load(["stps=3"])
     assert not isinstance(caught.value, NotImplementedError)
-    with pytest.raises(NotBuilt, match="of remote paths only gs:// is built"):
+    with pytest.raises(NotBuilt, match="only gs:// is supported for remote paths"):
         load(["base_output_directory=s3://bucket/x"])
 
 

@@ -268,8 +268,8 @@ def test_updates_that_were_left_out_are_warned_of_once_and_counted():
 
     lines = written(run).splitlines()
     warnings = [line for line in lines if line.startswith("warning")]
-    assert warnings == ["warning: step 1 has loss nan and gradient norm inf: its update is left out"]
-    assert "left out     2 updates whose loss or gradient was not finite" in lines
+    assert warnings == ["warning: step 1 has loss nan and gradient norm inf: its update is skipped"]
+    assert "skipped      2 updates whose loss or gradient was not finite" in lines
 
 
 def test_the_summary_of_a_process_that_went_on_says_which_steps_are_its_own():
@@ -278,7 +278,7 @@ def test_the_summary_of_a_process_that_went_on_says_which_steps_are_its_own():
             console.step(ROW | {"step": step}, 13)
         console.summary(1.0)
 
-    assert "done         3 steps (10 to 12, going on from earlier ones), 3,000 tokens in 0:00:01" in written(run)
+    assert "done         3 steps (10 to 12, resumed), 3,000 tokens in 0:00:01" in written(run)
 
 
 def test_summary_of_a_run_that_ended_at_once():

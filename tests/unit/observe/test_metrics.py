@@ -67,7 +67,7 @@ def test_another_line_that_is_no_row_is_named(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 0}}\n{line}\n{{"step": 1}}\n')
     before = path.read_bytes()
-    with pytest.raises(UserError, match=r"metrics\.jsonl is damaged: line 2 is no row"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl is damaged: line 2 is not a row"):
         MetricsWriter(tmp_path, 1)
     assert path.read_bytes() == before
 
@@ -91,8 +91,8 @@ def test_the_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("resumes", "ending"),
     [
-        (True, "; the checkpoints that are committed are intact: make room and give the same command again"),
-        (False, ": make room. The run saves no checkpoints, so it would begin again"),
+        (True, "; the committed checkpoints are intact: free disk space and run the same command again"),
+        (False, ": free disk space. The run saves no checkpoints, so it would start over"),
     ],
 )
 def test_a_full_disk_is_one_message(tmp_path, resumes, ending):

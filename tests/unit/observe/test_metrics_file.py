@@ -100,7 +100,7 @@ def test_rows_of_another_run_are_kept_beside(tmp_path, write, name, resumed):
     write(range(5))
     before = path.read_bytes()
     (line,) = write(range(2), name, resumed)
-    assert line == f"{path} held metrics of another run, which are now in {path}.1"
+    assert line == f"{path} held metrics of another run; moved to {path}.1"
     assert Path(f"{path}.1").read_bytes() == before
     assert steps_of(path) == [(name, 0), (name, 1)]
     write(range(1), "third")
@@ -119,12 +119,12 @@ def test_folders_are_made_and_links_are_followed(tmp_path, write):
     ("path", "content", "message"),
     [
         ("file/below", None, "cannot be written: "),
-        ("folder", None, "exists and is no file"),
-        ("/dev/null", None, "exists and is no file"),
-        ("model.py", "import jax\n", "holds something else"),
-        ("note", "no line end", "holds something else"),
-        ("metrics.jsonl", '{"step": 0, "loss": 1.0}\n', "holds something else"),
-        ("bytes", "\0\0", "holds something else"),
+        ("folder", None, "exists and is not a file"),
+        ("/dev/null", None, "exists and is not a file"),
+        ("model.py", "import jax\n", "does not hold such metrics"),
+        ("note", "no line end", "does not hold such metrics"),
+        ("metrics.jsonl", '{"step": 0, "loss": 1.0}\n', "does not hold such metrics"),
+        ("bytes", "\0\0", "does not hold such metrics"),
         ("run/metrics.jsonl", None, "the run writes that file itself"),
         ("run/../run/config.yml", None, "the run writes that file itself"),
         ("link.jsonl", None, "the run writes that file itself"),

@@ -95,7 +95,7 @@ def test_the_newest_unfinished_run_of_the_same_configuration(tmp_path):
     assert opened(tmp_path).path == newer
     lines = []
     assert opened(tmp_path, say=lines.append).path == older, "one that a live process holds is passed over"
-    assert lines == [f"{older} has this configuration and is unfinished: going on with it"]
+    assert lines == [f"{older} has this configuration and is unfinished: resuming it"]
 
 
 def test_finished_runs_and_those_of_another_configuration_are_passed_over(tmp_path):
@@ -172,8 +172,8 @@ def test_a_run_with_checkpoints_is_left_alone_where_runs_cannot_go_on(tmp_path):
     with pytest.raises(UserError) as error:
         opened(tmp_path, "mine", resumes=False)
     assert str(error.value) == (
-        f"run_name=mine: {tmp_path}/mine holds a run with checkpoints, and enable_checkpointing=false cannot go on "
-        "with it; choose another name or leave it empty for the next free number; nearest: mine-3"
+        f"run_name=mine: {tmp_path}/mine holds a run with checkpoints, and enable_checkpointing=false cannot resume "
+        "it; choose another name or leave it empty for the next free number; nearest: mine-3"
     )
     assert not (tmp_path / "mine-3").exists()
     (begun(tmp_path, "other") / "checkpoints/trial-0.expired").mkdir(parents=True)  # holds no state
@@ -192,7 +192,7 @@ def test_a_run_without_checkpoints_given_again_keeps_the_earlier_ones(tmp_path):
     lines = []
     opened(tmp_path, "mine").begin(CONFIG, resumed=False, say=lines.append)
     assert lines == [
-        f"{path} holds an earlier run whose checkpoints are not here: kept beside as metrics-2.jsonl and config-2.yml"
+        f"{path} holds an earlier run without checkpoints: its files are kept as metrics-2.jsonl and config-2.yml"
     ]
     assert {file.name: file.read_text() for file in path.iterdir()} == {
         ".lock": "",
@@ -232,18 +232,16 @@ def test_metrics_that_no_checkpoint_covers(tmp_path):
     lines = []
     run = opened(tmp_path, "killed")
     run.begin(CONFIG, resumed=False, say=lines.append)
-    assert lines == [f"{path} has no checkpoint yet: beginning again"]
+    assert lines == [f"{path} has no checkpoint yet: starting over"]
     run.lock.close()
     opened(tmp_path, "killed", resumes=False).begin(WITHOUT, resumed=False, say=lines.append)
     assert lines[1:] == [
-        f"{path} holds an earlier run whose checkpoints are not here: kept beside as metrics-1.jsonl and config-1.yml"
+        f"{path} holds an earlier run without checkpoints: its files are kept as metrics-1.jsonl and config-1.yml"
     ]
 
     path = finished(tmp_path, "ended")
     before = sorted(path.iterdir())
-    with pytest.raises(
-        UserError, match=f"{path} holds the metrics of an earlier run that ended, and its checkpoints a"
-    ):
+    with pytest.raises(UserError, match=f"{path} holds the metrics of a finished run whose checkpoints are gone"):
         opened(tmp_path, path.name).begin(CONFIG, resumed=False, say=print)
     assert sorted(path.iterdir()) == before
     OPEN.pop().lock.close()
@@ -270,9 +268,9 @@ def test_a_full_disk(tmp_path, monkeypatch):
 
     for name in ("write_text", "touch"):
         monkeypatch.setattr(Path, name, full)
-    with pytest.raises(UserError, match=r"cannot write .*/mine/config\.yml: No space left on device; make room$"):
+    with pytest.raises(UserError, match=r"cannot write .*/mine/config\.yml: No space left on device; free disk space$"):
         run.begin(CONFIG, resumed=False, say=print)
-    with pytest.raises(UserError, match=r"cannot write .*/mine/finished: No space left on device; make room$"):
+    with pytest.raises(UserError, match=r"cannot write .*/mine/finished: No space left on device; free disk space$"):
         run.finish()
 
 
@@ -291,7 +289,7 @@ def test_config_yml_is_replaced_as_a_whole(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["..", ".", "../other", "a/../../b", "/elsewhere"])
 def test_a_name_that_leaves_the_base(tmp_path, name):
-    with pytest.raises(UserError, match=f"run_name={name} is no folder within base_output_directory"):
+    with pytest.raises(UserError, match=f"run_name={name} is not a folder within base_output_directory"):
         opened(tmp_path / "runs", name)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["runs"]
 
@@ -314,8 +312,7 @@ def test_a_base_that_cannot_be_made(tmp_path, run_name):
     with pytest.raises(UserError) as error:
         opened(tmp_path / "file" / "runs", run_name)
     assert str(error.value) == (
-        f"base_output_directory={tmp_path}/file/runs: cannot write there (Not a directory); "
-        "give a folder that you can write"
+        f"base_output_directory={tmp_path}/file/runs: cannot write there (Not a directory); choose a writable folder"
     )
 
 

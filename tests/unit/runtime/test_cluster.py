@@ -76,8 +76,8 @@ def test_a_pod_of_an_indexed_job(monkeypatch):
 
 
 def test_mpirun_within_slurm_is_mpi():
-    assert found(SLURM | OPEN_MPI | {"JAX_COORDINATOR_ADDRESS": "a"}).said_by == "MPI"
-    assert found(SLURM).said_by == "Slurm"
+    assert found(SLURM | OPEN_MPI | {"JAX_COORDINATOR_ADDRESS": "a"}).source == "MPI"
+    assert found(SLURM).source == "Slurm"
 
 
 def test_a_virtual_machine_with_tpus_asks_its_metadata(monkeypatch):

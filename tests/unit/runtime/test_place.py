@@ -82,5 +82,5 @@ def test_rows_that_are_no_share(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: 0)
     overlapping = of_processes({0: (slice(0, 6),), 1: (slice(4, 8),)}, {0: 0, 1: 1})
-    with pytest.raises(UserError, match="parts of the 8 rows that overlap or are not equal"):
+    with pytest.raises(UserError, match="parts of the 8 rows that overlap or differ in size"):
         share_of_rows(overlapping, 8)
