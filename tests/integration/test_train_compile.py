@@ -116,7 +116,7 @@ def test_every_combination_compiles_for_a_tpu(combination):
     assert {collective.slices for collective in report.cost.collectives} == {1, 2}
     assert report.estimate.dcn_seconds > 0
     assert "bf16" in report.gradients_reduced_in  # whatever grad_dtype is, and the report says so
-    assert "bf16, not grad_dtype=float32" in report_text(report)
+    assert "bf16 instead of grad_dtype=float32" in report_text(report)
     assert "tpu_custom_call" in compiled.as_text()
     assert "f32[3,64,512]" in compiled.as_text()  # wi_0 and wi_1 of all layers, as each device holds them
     assert "bf16[3,64,512]" not in compiled.as_text()

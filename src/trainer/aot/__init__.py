@@ -1,1 +1,1 @@
-"""Ahead of time: what a compiled step costs, what holds its memory, how long it would take on a chip."""
+"""Ahead-of-time analysis of a compiled step: its cost, its memory, and an estimate of its time on a chip."""

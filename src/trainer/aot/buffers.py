@@ -1,4 +1,4 @@
-"""Who holds the memory of a compiled step: the temporaries that live at its fullest moment, with their sources."""
+"""The memory of a compiled step: the temporaries that are live at its peak, with their sources."""
 
 import math
 import re
@@ -15,20 +15,19 @@ _ALLOCATION = re.compile(r"^allocation \d+: size (\d+),(?: color (\d+),)?(.*)")
 _VALUE = re.compile(r"^ value: <\d+ (\S+?)(\{[\d,]*\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)")
 _RANGE = re.compile(r"^    (\S+?)(\{[\d,]*\}):(\d+)-(\d+)$")
 
-
-Key = tuple[str, str]  # of a value: the name of the instruction that makes it, the index in its tuple
+Key = tuple[str, str]  # of a value: the name of the instruction that produces it, the index in its tuple
 
 
 class Buffer(NamedTuple):
     """An array in the device's main memory.
 
     Attributes:
-      name: of the instruction that makes it.
-      size: bytes, with the padding of its layout.
-      shape: as HLO writes it, such as f32[32,256,4096].
+      name: of the instruction that produces it.
+      size: bytes, including the padding of its layout.
+      shape: in HLO's spelling, such as f32[32,256,4096].
       kind: GRADIENTS, SAVED, COPIES or OTHER.
-      op_name: the traced operation, "" where the compiler made it up.
-      source: file:line that asked for it, or "".
+      op_name: the traced operation; "" if the compiler added the instruction.
+      source: file:line of the traced operation, or "".
     """
 
     name: str
@@ -40,40 +39,40 @@ class Buffer(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """An array of the train state: its shape on one device, its whole shape, its bytes on one device."""
+    """An array of the train state: its shape on one device, its global shape, its bytes on one device."""
 
     dims: tuple[int, ...]
-    whole: tuple[int, ...]
+    global_dims: tuple[int, ...]
     bytes: int
 
 
 def temporaries(dump: Dump, parameters: Collection[tuple[int, ...]] = ()) -> tuple[Buffer, ...]:
-    """The temporaries that live at the moment when they take most, the largest first.
+    """The temporaries that are live at their peak, the largest first.
 
-    Of the buffers that share a place at that moment, one is named. Kinds are told by what made a buffer: a value of
-    the backward pass in the shape of a parameter is a gradient, a value of the forward pass that still lives while
-    the backward pass runs was saved for it; what carries the name of an argument is a copy of it, with another dtype or
-    layout.
+    Of the buffers that share an address at the peak, one is listed. The kind follows from the instruction that produces
+    a buffer: a value of the backward pass with the shape of a parameter is a gradient; a value of the forward pass that
+    is live during the backward pass was saved for it; a value with the name of an argument is a copy of it in another
+    dtype or layout.
 
     Args:
-      dump: of the compilation; where it holds no buffer assignment there are none.
-      parameters: shapes of the parameters on one device, and whole, for gradients that are yet to be reduced.
+      dump: of the compilation; without a buffer assignment the result is ().
+      parameters: shapes of the parameters on one device, and their global shapes, for gradients before the reduction.
     """
     if not (dump.assignment and dump.live_range and dump.optimized):
         return ()
     values = _temporary_values(dump.assignment)
     ranges = {(name, index): (int(first), int(last)) for name, index, first, last in _ranges(dump.live_range)}
-    moment = _fullest(values, ranges)
+    moment = _peak(values, ranges)
     module = parse(dump.optimized)
-    made = _Made(module)
-    by_place: dict[int, tuple[int, str, str]] = {}
+    origins = _Origins(module)
+    by_offset: dict[int, tuple[int, str, str]] = {}
     for (name, index), (size, offset, shape) in values.items():
         first, last = ranges.get((name, index), (0, -1))
-        if first <= moment <= last and size > by_place.get(offset, (0, "", ""))[0]:
-            by_place[offset] = (size, name, shape)
-    whole = {tuple(sorted(dims)) for dims in parameters}
-    found = [_buffer(made, size, name, shape, whole) for size, name, shape in by_place.values()]
-    if "transpose(" not in made.op_name(_running(dump.live_range, moment)):
+        if first <= moment <= last and size > by_offset.get(offset, (0, "", ""))[0]:
+            by_offset[offset] = (size, name, shape)
+    shapes = {tuple(sorted(dims)) for dims in parameters}
+    found = [_buffer(origins, size, name, shape, shapes) for size, name, shape in by_offset.values()]
+    if "transpose(" not in origins.op_name(_running(dump.live_range, moment)):
         found = [buffer._replace(kind=OTHER) if buffer.kind == SAVED else buffer for buffer in found]
     return tuple(sorted(found, key=lambda buffer: -buffer.size))
 
@@ -89,7 +88,7 @@ def by_kind(buffers: Iterable[Buffer]) -> dict[str, int]:
 def leaves(tree: Any) -> list[Leaf]:
     """The leaves of a tree of abstract arrays with shardings, as one device holds them.
 
-    What lies in another memory than the device's (offloaded to the host) is left out.
+    Leaves that are offloaded to host memory are left out.
     """
     import jax
 
@@ -102,7 +101,7 @@ def leaves(tree: Any) -> list[Leaf]:
 
 
 def _temporary_values(assignment: str) -> dict[Key, tuple[int, int, str]]:
-    """(name, index in its tuple) -> (size, offset, shape) of what lies in the temporaries of the main memory."""
+    """(name, index in its tuple) -> (size, offset, shape) of the values in main memory's temporary allocation."""
     values: dict[Key, tuple[int, int, str]] = {}
     inside = False
     for line in assignment.splitlines():
@@ -118,54 +117,52 @@ def _ranges(live_range: str) -> list[tuple[str, str, str, str]]:
     return [found.groups() for line in live_range.splitlines() if (found := _RANGE.match(line))]  # type: ignore[misc]
 
 
-def _fullest(
-    values: dict[tuple[str, str], tuple[int, int, str]], ranges: dict[tuple[str, str], tuple[int, int]]
-) -> int:
-    """The moment at which the values take most, those that share a place counted once."""
+def _peak(values: dict[tuple[str, str], tuple[int, int, str]], ranges: dict[tuple[str, str], tuple[int, int]]) -> int:
+    """The time in the schedule when the live values take the most memory; values at one offset count once."""
     events: dict[int, list[tuple[int, int, int]]] = {}
     for key, (size, offset, _) in values.items():
         if key in ranges:
             first, last = ranges[key]
             events.setdefault(first, []).append((1, size, offset))
             events.setdefault(last + 1, []).append((-1, size, offset))
-    living: dict[tuple[int, int], int] = {}
-    best, fullest = -1, 0
+    live: dict[tuple[int, int], int] = {}
+    most, peak = -1, 0
     for moment in sorted(events):
         for change, size, offset in events[moment]:
-            living[offset, size] = living.get((offset, size), 0) + change
-        places: dict[int, int] = {}
-        for (offset, size), count in living.items():
+            live[offset, size] = live.get((offset, size), 0) + change
+        sizes: dict[int, int] = {}
+        for (offset, size), count in live.items():
             if count > 0:
-                places[offset] = max(places.get(offset, 0), size)
-        if sum(places.values()) > best:
-            best, fullest = sum(places.values()), moment
-        living = {key: count for key, count in living.items() if count}
-    return fullest
+                sizes[offset] = max(sizes.get(offset, 0), size)
+        if sum(sizes.values()) > most:
+            most, peak = sum(sizes.values()), moment
+        live = {key: count for key, count in live.items() if count}
+    return peak
 
 
 def _running(live_range: str, moment: int) -> str:
-    """The instruction that runs at a moment of the schedule."""
+    """The instruction that runs at a time of the schedule."""
     found = re.search(rf"^    {moment}:(\S+)$", live_range, re.MULTILINE)
     return found[1] if found else ""
 
 
-class _Made:
-    """Where the instructions of a module come from."""
+class _Origins:
+    """The traced operations behind the instructions of a module."""
 
     def __init__(self, module: Module):
         self.module = module
         self.instructions = {i.name: i for computation in module.computations.values() for i in computation}
-        self.home = {i.name: computation.name for computation in module.computations.values() for i in computation}
+        self.parent = {i.name: computation.name for computation in module.computations.values() for i in computation}
         self.callers = {called: i for i in self.instructions.values() for called in i.called}
 
     def named(self, name: str) -> Instruction | None:
-        """The instruction that says what was traced: itself, its first operand, or the loop that carries it."""
+        """The nearest instruction with an op_name: itself, its first operand, or the loop that carries it."""
         instruction = self.instructions.get(name)
         for _ in range(16):
             if instruction is None or instruction.op_name:
                 break
-            above = self.callers.get(self.home[instruction.name])
-            instruction = self.instructions[instruction.operands[0]] if instruction.operands else above
+            caller = self.callers.get(self.parent[instruction.name])
+            instruction = self.instructions[instruction.operands[0]] if instruction.operands else caller
         return instruction
 
     def op_name(self, name: str) -> str:
@@ -174,8 +171,8 @@ class _Made:
         return found.op_name if found else ""
 
 
-def _buffer(made: _Made, size: int, name: str, shape: str, parameters: set[tuple[int, ...]]) -> Buffer:
-    instruction = made.named(name)
+def _buffer(origins: _Origins, size: int, name: str, shape: str, parameters: set[tuple[int, ...]]) -> Buffer:
+    instruction = origins.named(name)
     op_name = instruction.op_name if instruction else ""
     arrays = shapes_of(shape)
     dims = tuple(sorted(arrays[0].dims)) if arrays else ()
@@ -186,4 +183,4 @@ def _buffer(made: _Made, size: int, name: str, shape: str, parameters: set[tuple
     else:
         kind = SAVED if "jvp(" in op_name and "transpose(" not in op_name else OTHER
     short = f"{arrays[0].dtype}[{','.join(map(str, arrays[0].dims))}]" if arrays else shape
-    return Buffer(name, size, short, kind, op_name, made.module.source(instruction) if instruction else "")
+    return Buffer(name, size, short, kind, op_name, origins.module.source(instruction) if instruction else "")

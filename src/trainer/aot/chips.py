@@ -1,4 +1,4 @@
-"""A table of chips, and how long a step would take on one: a roofline, which is a lower bound and no promise."""
+"""A table of chips, and a roofline estimate of a step's time on one: a lower bound, not a prediction."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ GIB = 1024**3
 
 @dataclass(frozen=True)
 class Chip:
-    """What a chip can do at most, as published; per chip unless it says otherwise.
+    """Published peak figures; per chip unless stated otherwise.
 
     Attributes:
       name: the table's key.
       kinds: `device_kind` of its JAX devices.
-      devices: JAX devices in a chip. v4 and v5p join their two cores into one device, tpu7x shows two.
-      hbm_bytes: of main memory on one device, as much as the compiler hands out, a little less than is built in.
-      hbm_bandwidth: bytes per second between main memory and the cores.
-      peak: FLOP/s of matrix products by the operands' dtype in HLO's spelling. float32 operands have bfloat16's: at
-        JAX's default precision a TPU rounds them to it.
-      ici_bandwidth: bytes per second that leave a chip through all of its links within a slice.
-      torus: dimensions of the network within a slice, each with a link in both directions.
-      dcn_bandwidth: bytes per second that leave a chip for another slice, a chip's share of its host's network.
+      devices: JAX devices per chip. v4 and v5p present their two cores as one device, tpu7x as two.
+      hbm_bytes: HBM of one device that is available to the compiler, slightly less than the physical size.
+      hbm_bandwidth: bytes per second between HBM and the cores.
+      peak: FLOP/s of matrix products by the operands' dtype in HLO's spelling. float32 operands run at bfloat16's
+        rate: at JAX's default precision a TPU rounds them to bfloat16.
+      ici_bandwidth: bytes per second that a chip sends over all of its links within a slice.
+      torus: dimensions of the network within a slice, each with links in both directions.
+      dcn_bandwidth: bytes per second that a chip sends to other slices, its share of the host's network.
     """
 
     name: str
@@ -38,13 +38,13 @@ class Chip:
     dcn_bandwidth: float
 
     def flops(self, dtype: str) -> float:
-        """Peak FLOP/s of one device for operands of `dtype`; a dtype that is not in the table has bfloat16's."""
+        """Peak FLOP/s of one device for operands of `dtype`; bfloat16's for a dtype that is not in the table."""
         return self.peak.get(dtype, self.peak["bf16"]) / self.devices
 
 
-# Sources, read on 2026-11-21: https://docs.cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e and /tpu7x, their tables of
-# specifications; an ICI bandwidth that is given for both directions is halved. hbm_bytes is what libtpu 0.0.51 calls
-# "available HBM" when a program does not fit. What those pages do not say:
+# Sources, read on 2026-11-21: the specification tables of https://docs.cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e
+# and /tpu7x; an ICI bandwidth given for both directions is halved. hbm_bytes is what libtpu 0.0.51 reports as
+# "available HBM" when a program does not fit. Not in those pages:
 # - v4: ICI and DCN from https://jax-ml.github.io/scaling-book/tpus, with the 2400 Gbit/s of the v4 paper
 #   (Jouppi et al. 2023, arXiv:2304.01433).
 # - v5e, v6e: DCN is the host's network cards, 2 x 100 and 4 x 200 Gbit/s, shared by its 8 chips.
@@ -111,7 +111,7 @@ CHIPS: dict[str, Chip] = {
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """The chip of a JAX device (`device.device_kind`), or None for one that is not in the table, a CPU for instance."""
+    """The chip of a JAX device (`device.device_kind`), or None if it is not in the table, such as a CPU."""
     return next((chip for chip in CHIPS.values() if device_kind in chip.kinds), None)
 
 
@@ -119,13 +119,13 @@ class Estimate(NamedTuple):
     """Seconds of a step on one device.
 
     Attributes:
-      seconds: the largest of the parts, as if they overlapped perfectly. No program is faster than that.
-      serial_seconds: their sum, as if nothing overlapped.
+      seconds: the largest of the parts, as if they overlapped perfectly: a lower bound.
+      serial_seconds: the sum of the parts, as if nothing overlapped.
       compute_seconds: matrix products at the peak for their dtype.
-      memory_seconds: bytes in main memory at its bandwidth.
-      network_seconds: the slower of the next two.
-      ici_seconds: collectives within a slice, one after the other.
-      dcn_seconds: between slices.
+      memory_seconds: HBM traffic at its bandwidth.
+      network_seconds: the larger of the next two.
+      ici_seconds: collectives within a slice, in sequence.
+      dcn_seconds: collectives between slices, in sequence.
       bound: the largest part, "compute", "memory" or "network".
     """
 
@@ -140,18 +140,18 @@ class Estimate(NamedTuple):
 
 
 def estimate(cost: Cost, chip: Chip, devices: int, slices: int = 1) -> Estimate:
-    """The time of a step by a roofline.
+    """The roofline estimate of a step's time.
 
-    Assumptions: every part runs at its peak; elementwise operations cost memory traffic only; a collective goes around
-    rings in both directions of one dimension of the torus, or of all of them if it takes all devices of a slice; rings
-    close (small slices are meshes without the closing links, and half as fast); collectives share no links; latencies
-    are zero. A collective over several slices is done within each first, so that every device sends its share.
+    Assumptions: every part runs at its peak; elementwise operations cost memory traffic only; a collective uses rings
+    in both directions of one dimension of the torus, or of all dimensions if it spans all devices of a slice; rings are
+    closed (small slices lack the wraparound links and are half as fast); collectives share no links; latencies are
+    zero. A collective over several slices runs within each slice first, so that every device sends its share.
 
     Args:
-      cost: what `aot.cost.analyze` counted, per device.
+      cost: from `aot.cost.analyze`, per device.
       chip: of the devices.
       devices: of the whole mesh.
-      slices: that they are spread over.
+      slices: of the whole mesh.
     """
     compute = sum(flops / chip.flops(dtype) for dtype, flops in cost.matmul_flops.items())
     memory = cost.hbm_bytes / (chip.hbm_bandwidth / chip.devices)
@@ -167,7 +167,7 @@ def estimate(cost: Cost, chip: Chip, devices: int, slices: int = 1) -> Estimate:
 
 
 def _bytes(collective: Collective) -> tuple[float, float]:
-    """Bytes that leave a device in a step within its slice, and those for another slice."""
+    """Bytes that a device sends in a step within its slice, and to other slices."""
     kind, slices = collective.kind, collective.slices
     if slices == 1:
         return collective.bytes, 0.0

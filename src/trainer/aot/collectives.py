@@ -1,7 +1,7 @@
-"""The collectives of a step, by kind, dtype, bytes and mesh axis, each as often as its loop runs.
+"""The collectives of a step by kind, dtype, bytes and mesh axes; those in a loop count once per iteration.
 
-Bytes are those that leave a device when a collective of n devices goes around a ring, for an array of s bytes (the
-larger of operand and result):
+Bytes are those that a device sends in a ring algorithm over n devices, for an array of s bytes (the larger of operand
+and result):
   all-gather, reduce-scatter        s (n - 1) / n
   all-reduce                        2 s (n - 1) / n      a reduce-scatter, then an all-gather
   all-to-all                        s (n - 1) / n
@@ -40,18 +40,18 @@ _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
 @dataclass(frozen=True)
 class Collective:
-    """All collectives of a step that have the same kind, dtype, axes and size.
+    """All collectives of a step with the same kind, dtype, axes and size.
 
     Attributes:
       kind: one of KINDS.
       dtype: of its elements, in HLO's spelling ("bf16").
-      axes: the mesh axes along which it goes, outermost first; () where there is no mesh.
-      devices: how many devices take part in one of its groups.
-      slices: over how many slices of devices a group is spread; more than 1: over the data center's network.
+      axes: the mesh axes that it spans, outermost first; () without a mesh.
+      devices: the number of devices in a group.
+      slices: the number of slices that a group spans; more than 1 means the data center network.
       size: bytes of the array on one device, the larger of operand and result.
-      count: how often it runs in a step.
-      bytes: what leaves one device in a step, all runs together.
-      sources: up to three of the traced operations that asked for it.
+      count: executions per step.
+      bytes: sent by one device per step, over all executions.
+      sources: up to three of the traced operations behind it.
     """
 
     kind: str
@@ -66,10 +66,10 @@ class Collective:
 
 
 def collectives(module: Module, mesh: Any = None) -> tuple[tuple[Collective, ...], list[str]]:
-    """The collectives of `module`, those that move most first, and what could not be counted, in sentences.
+    """The collectives of `module`, most bytes first, and notes on what could not be counted.
 
-    Two collectives of one computation with the same operands and groups are counted once: the partitioner writes a
-    gather for each use, and the compiler then makes one of them.
+    Collectives of one computation with the same operands and groups count once: the partitioner emits a gather for each
+    use, and the compiler later merges them.
 
     Args:
       module: after partitioning.
@@ -107,14 +107,14 @@ def collectives(module: Module, mesh: Any = None) -> tuple[tuple[Collective, ...
 
 
 def moved(kind: str, size: int, devices: int) -> float:
-    """Bytes that leave a device for one collective on an array of `size` bytes among `devices`, on a ring."""
+    """Bytes that a device sends in one collective on an array of `size` bytes over a ring of `devices`."""
     if kind in ("collective-permute", "collective-broadcast"):
         return float(size)
     return (2.0 if kind == "all-reduce" else 1.0) * size * (devices - 1) / devices
 
 
 def _found(module: Module, name: str, times: int, notes: list[str]) -> Iterator[tuple[Instruction, str, int, int]]:
-    """Collectives below a computation: (instruction, dtype, bytes, how often)."""
+    """Collectives of a computation and of those that it calls: (instruction, dtype, bytes, executions)."""
     computation = module.computations[name]
     seen = set()
     for instruction in computation:
@@ -126,7 +126,7 @@ def _found(module: Module, name: str, times: int, notes: list[str]) -> Iterator[
         elif instruction.opcode == "while":
             trips = loops.trips(module, computation, instruction)
             if trips is None:
-                notes.append(f"the loop {instruction.op_name or instruction.name} counts its collectives once")
+                notes.append(f"collectives in the loop {instruction.op_name or instruction.name} are counted once")
             for called in instruction.called:
                 yield from _found(module, called, times * (1 if trips is None else trips), notes)
         elif instruction.opcode in ("call", "fusion", "async-start"):
@@ -137,7 +137,7 @@ def _found(module: Module, name: str, times: int, notes: list[str]) -> Iterator[
 
 
 def _parts(computation: Computation, instruction: Instruction) -> list[tuple[str, int]]:
-    """(dtype, bytes) of each array that a collective moves: it may take several at once."""
+    """(dtype, bytes) of each array that a collective transfers; it may have several operands."""
     operands = [shape for operand in computation.operands(instruction) for shape in operand.shapes]
     if instruction.opcode.startswith("ragged"):
         operands = operands[:1]
@@ -151,10 +151,10 @@ def _parts(computation: Computation, instruction: Instruction) -> list[tuple[str
 
 
 def replica_groups(instruction: Instruction, devices: int) -> list[list[int]]:
-    """The groups of device numbers among which a collective goes; for a permutation its (from, to) pairs.
+    """The device groups of a collective; for a permutation its (source, target) pairs.
 
-    Read in each of HLO's forms: lists `{{0,1},{2,3}}`, iota `[2,2]<=[4]T(1,0)`, and axes of a mesh
-    `mesh['a'=2,'b'=2] {'a'}`. Device numbers are places in the flattened mesh.
+    Parses each of HLO's forms: lists `{{0,1},{2,3}}`, iota `[2,2]<=[4]T(1,0)`, and axes of a mesh
+    `mesh['a'=2,'b'=2] {'a'}`. Device numbers are indices into the flattened mesh.
     """
     text = _groups_text(instruction)
     if text == "{}":
@@ -174,9 +174,9 @@ def _groups_text(instruction: Instruction) -> str:
 
 
 def _mesh_groups(axes: str, order: str | None, transposed: str | None, chosen: str) -> list[list[int]]:
-    """Groups of `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}`: along the chosen axes, or parts of them.
+    """Groups of `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}`: along the chosen axes or sub-axes.
 
-    A part `'b':(m)n` of an axis of size s is the axis n of [m, n, s / (m n)].
+    The sub-axis `'b':(m)n` of an axis of size s is the axis n of [m, n, s / (m n)].
     """
     names = re.findall(r"'([^']+)'=", axes)
     sizes = [int(size) for size in _SIZES.findall(axes)]
@@ -218,7 +218,7 @@ def _axes(mesh: Any) -> tuple[list[str], list[int]]:
 
 
 def _slices(mesh: Any) -> list[int]:
-    """The slice of each device of a mesh, or [] where it has none."""
+    """The slice index of each device of a mesh; [] if it has no devices."""
     devices = getattr(mesh, "devices", None)
     return [] if devices is None else [getattr(device, "slice_index", None) or 0 for device in devices.flat]
 
@@ -227,6 +227,6 @@ def _varying(groups: Sequence[Sequence[int]], names: list[str], sizes: list[int]
     """The mesh axes along which the devices of a group differ."""
     varying: set[int] = set()
     for group in groups:
-        places = np.stack(np.unravel_index(np.asarray(group), sizes))
-        varying |= set(np.flatnonzero((places != places[:, :1]).any(axis=1)))
+        coordinates = np.stack(np.unravel_index(np.asarray(group), sizes))
+        varying |= set(np.flatnonzero((coordinates != coordinates[:, :1]).any(axis=1)))
     return tuple(name for axis, name in enumerate(names) if axis in varying)

@@ -1,13 +1,13 @@
-"""FLOPs and memory traffic of a whole step, from the HLO text of a compiled module.
+"""FLOPs and memory traffic of a step, from the HLO text of a compiled module.
 
 The rules are those of XLA's cost analysis (openxla/xla, xla/service/hlo_cost_analysis.cc), as `cost_analysis()` of a
-compiled function reports them, but for loops: XLA counts the body of a loop once, here it counts as often as it runs.
+compiled function reports it, except for loops: XLA counts the body of a loop once, here it counts once per iteration.
 - A multiplication and an addition are two operations, so a matrix product has 2 m n k.
-- An elementwise operation is one per element of the result, whatever its dtype; exp, log, sqrt, tanh, powers, sines and
-  the like are counted apart, as transcendentals. A reduction has one per element that disappears.
-- Bytes accessed: every instruction that is not inside a fusion reads its operands and writes its result once; slices
-  and updates of a larger array touch their part only; what a fusion computes on the way touches no memory.
-- A custom call of a kernel counts as `aot.kernels` says.
+- An elementwise operation has one operation per element of the result, for any dtype. exp, log, sqrt, tanh, power, sine
+  and the like are counted separately, as transcendentals. A reduction has one per element that it removes.
+- Bytes accessed: every instruction outside fusions reads its operands and writes its result once; slices and updates of
+  a larger array access only their part; intermediate values of a fusion access no memory.
+- For the custom call of a kernel see `aot.kernels`.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ MAIN_MEMORY = 0
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over instructions, of one device. `main_bytes` are the bytes in the device's main memory."""
+    """Sums over instructions on one device. `main_bytes` are the bytes accessed in main memory (HBM)."""
 
     flops: float = 0.0
     transcendentals: float = 0.0
@@ -35,7 +35,7 @@ class Totals:
     matmul_flops: dict[str, float] = field(default_factory=dict)
 
     def add(self, other: "Totals", times: float = 1) -> None:
-        """Add `other`, `times` over."""
+        """Add `other`, multiplied by `times`."""
         self.flops += times * other.flops
         self.transcendentals += times * other.transcendentals
         self.bytes += times * other.bytes
@@ -43,14 +43,14 @@ class Totals:
         for dtype, flops in other.matmul_flops.items():
             self.matmul_flops[dtype] = self.matmul_flops.get(dtype, 0.0) + times * flops
 
-    def touch(self, *shapes: Shape) -> None:
-        """Read or write arrays once."""
+    def access(self, *shapes: Shape) -> None:
+        """Add one read or write of each array."""
         for shape in shapes:
             self.bytes += shape.bytes
             self.main_bytes += shape.bytes if shape.space == MAIN_MEMORY else 0
 
     def multiply(self, dtype: str, flops: float) -> None:
-        """A matrix product whose operands have `dtype`."""
+        """Add a matrix product with operands of `dtype`."""
         self.flops += flops
         self.matmul_flops[dtype] = self.matmul_flops.get(dtype, 0.0) + flops
 
@@ -60,14 +60,14 @@ class Cost:
     """What one step costs on one device.
 
     Attributes:
-      flops: operations, matrix products and elementwise ones.
+      flops: operations of matrix products, kernels and elementwise instructions.
       matmul_flops: those of matrix products and kernels, by the dtype of their operands in HLO's spelling ("bf16").
       transcendentals: elements of exp, log, tanh, ...
-      bytes_accessed: bytes read and written, wherever they lie.
-      hbm_bytes: those of them in the device's main memory; on a TPU the compiler puts some arrays into VMEM instead.
+      bytes_accessed: bytes read and written in all memories.
+      hbm_bytes: bytes read and written in main memory; on a TPU the compiler keeps some arrays in VMEM.
       rolled_flops, rolled_bytes_accessed: the same with each loop's body counted once, as `cost_analysis()` does.
-      collectives: every kind of collective with the same dtype, axes and size; see `aot.collectives`.
-      notes: what could not be counted, in sentences; empty where everything was.
+      collectives: grouped by kind, dtype, axes and size; see `aot.collectives`.
+      notes: what could not be counted; empty if everything was.
     """
 
     flops: float
@@ -90,22 +90,22 @@ def analyze(hlo_text: str, mesh: Any = None, partitioned_text: str | None = None
 
     Args:
       hlo_text: the optimized module, `compiled.as_text()`.
-      mesh: the `jax.sharding.Mesh` that was compiled for, or its axes as an ordered mapping of sizes; collectives are
-        named by its axes. None: they have no axes.
-      partitioned_text: the module as the partitioner left it (`aot.dump`), from which collectives are counted. The
-        optimized module of a TPU repeats a collective in every fusion that it overlaps with, so without this text they
-        are counted too often there; on CPU the optimized module is as good.
+      mesh: the `jax.sharding.Mesh` of the compilation, or an ordered mapping of its axes to their sizes, which names
+        the axes of collectives. None: they have no axes.
+      partitioned_text: the module after partitioning (`aot.dump`), in which collectives are counted. A TPU's optimized
+        module repeats a collective in every fusion that it overlaps with, so without this text they are counted too
+        often. On CPU the optimized module serves as well.
 
     Raises:
-      ValueError: a text is no HLO module.
+      ValueError: a text is not an HLO module.
     """
     module = parse(hlo_text)
-    whole = _Counter(module, rolled=False)
-    totals = whole.computation(module.entry)
+    unrolled = _Counter(module, rolled=False)
+    totals = unrolled.computation(module.entry)
     rolled = _Counter(module, rolled=True).computation(module.entry)
     found, notes = collectives(parse(partitioned_text) if partitioned_text else module, mesh)
     if not partitioned_text and '"AsyncCollectiveStart"' in hlo_text:
-        notes.append("collectives are counted in the optimized module, which repeats those that it overlaps")
+        notes.append("collectives are counted in the optimized module, which repeats overlapped collectives")
     return Cost(
         flops=totals.flops,
         matmul_flops=totals.matmul_flops,
@@ -115,7 +115,7 @@ def analyze(hlo_text: str, mesh: Any = None, partitioned_text: str | None = None
         rolled_flops=rolled.flops,
         rolled_bytes_accessed=rolled.bytes,
         collectives=found,
-        notes=tuple(dict.fromkeys([*whole.notes, *notes])),
+        notes=tuple(dict.fromkeys([*unrolled.notes, *notes])),
     )
 
 
@@ -129,7 +129,7 @@ class _Counter:
         self.known: dict[tuple[str, bool], Totals] = {}
 
     def computation(self, name: str, fused: bool = False) -> Totals:
-        """One run of a computation; `fused`: its instructions touch no memory."""
+        """One execution of a computation; `fused`: its instructions access no memory."""
         if (name, fused) not in self.known:
             totals = self.known[name, fused] = Totals()
             computation = self.module.computations[name]
@@ -140,7 +140,7 @@ class _Counter:
         return self.known[name, fused]
 
     def _work(self, totals: Totals, computation: Computation, i: Instruction, fused: bool) -> None:
-        """Add an instruction's operations, and everything of the computations that it runs."""
+        """Add an instruction's operations, and the totals of the computations that it calls."""
         if i.opcode in ELEMENTWISE:
             totals.flops += i.shape.elements
         elif i.opcode in TRANSCENDENTAL or i.opcode.startswith("rng"):
@@ -195,7 +195,7 @@ class _Counter:
             return 1
         trips = loops.trips(self.module, computation, loop)
         if trips is None:
-            self.notes.append(f"the loop {loop.op_name or loop.name} does not say how often it runs: counted once")
+            self.notes.append(f"the trip count of the loop {loop.op_name or loop.name} is unknown: counted once")
         return 1 if trips is None else trips
 
     def _custom_call(self, totals: Totals, computation: Computation, i: Instruction) -> None:
@@ -207,11 +207,11 @@ class _Counter:
         elif kernels.computes(i):
             self.notes.append(
                 f"the kernel {i.op_name or i.attribute('custom_call_target')} has no cost estimate: its operations are "
-                "not counted, its operands and results as read and written once"
+                "not counted, its operands and results count as read and written once"
             )
 
     def _traffic(self, totals: Totals, computation: Computation, i: Instruction) -> None:
-        """Add what an instruction outside of fusions reads and writes."""
+        """Add the bytes that an instruction outside fusions reads and writes."""
         operands = computation.operands(i)
         shapes = [shape for operand in operands for shape in operand.shapes]
         if i.opcode in FREE:
@@ -224,23 +224,23 @@ class _Counter:
                 totals.bytes += kernel.bytes
                 totals.main_bytes += kernel.bytes
             elif kernel is not None or kernels.computes(i):
-                totals.touch(*shapes, *i.shapes)
+                totals.access(*shapes, *i.shapes)
         elif i.opcode in ("slice", "dynamic-slice"):
-            totals.touch(i.shape, i.shape._replace(space=shapes[0].space), *shapes[1:2])
+            totals.access(i.shape, i.shape._replace(space=shapes[0].space), *shapes[1:2])
         elif i.opcode == "gather":
-            totals.touch(i.shape, i.shape._replace(space=shapes[0].space), shapes[1])
+            totals.access(i.shape, i.shape._replace(space=shapes[0].space), shapes[1])
         elif i.opcode == "dynamic-update-slice":
-            totals.touch(shapes[1], shapes[1]._replace(space=i.shape.space), *shapes[2:3])
+            totals.access(shapes[1], shapes[1]._replace(space=i.shape.space), *shapes[2:3])
         elif i.opcode == "scatter":
-            totals.touch(shapes[-1], *[shapes[-1]._replace(space=i.shape.space)] * 2, shapes[-2])
+            totals.access(shapes[-1], *[shapes[-1]._replace(space=i.shape.space)] * 2, shapes[-2])
         elif i.opcode in ("copy-start", "slice-start"):
-            # The result's tuple holds what is copied, the source again, and a word to wait on.
+            # The result is a tuple of the copy, the source, and a context to wait on.
             copied = i.shapes[0] if i.opcode == "copy-start" else i.shapes[-2]
-            totals.touch(copied, copied._replace(space=shapes[0].space))
+            totals.access(copied, copied._replace(space=shapes[0].space))
         elif i.opcode.endswith("-start"):
-            totals.touch(*shapes, *i.shapes[len(shapes) : 2 * len(shapes)])
+            totals.access(*shapes, *i.shapes[len(shapes) : 2 * len(shapes)])
         else:
-            totals.touch(*shapes, *i.shapes)
+            totals.access(*shapes, *i.shapes)
 
     def _fusion_traffic(self, totals: Totals, fusion: Instruction, operands: list[Instruction]) -> None:
         inside = self.module.computations[fusion.attribute("calls")]
@@ -252,10 +252,10 @@ class _Counter:
                     part = inside.operands(part)[0]
                 if part.opcode == "dynamic-update-slice":
                     shape = inside.operands(part)[1].shape._replace(space=shape.space)
-                if part.opcode != "parameter" or root.opcode != "tuple":  # else it is handed through, not copied
-                    totals.touch(shape)
+                if part.opcode != "parameter" or root.opcode != "tuple":  # passed through, not copied
+                    totals.access(shape)
         else:
-            totals.touch(*fusion.shapes)
+            totals.access(*fusion.shapes)
         for number, operand in enumerate(operands):
             size = self._read(inside.name, number)
             whole = sum(shape.bytes for shape in operand.shapes)
@@ -268,7 +268,7 @@ class _Counter:
         return {name: computation.users() for name, computation in self.module.computations.items()}
 
     def _read(self, computation: str, number: int) -> int:
-        """Bytes that a fusion reads of its parameter `number`: the slices that it takes, or all of it once."""
+        """Bytes that a fusion reads of its parameter `number`: the slices that it takes, or the array once."""
         inside = self.module.computations[computation]
         parameter = inside.parameters[number]
         whole = sum(shape.bytes for shape in parameter.shapes)
@@ -277,8 +277,8 @@ class _Counter:
             if user.opcode == "tuple":
                 continue
             if user.opcode == "fusion":
-                places = [place for place, name in enumerate(user.operands) if name == parameter.name]
-                size += sum(self._read(user.attribute("calls"), place) for place in places)
+                numbers = [i for i, name in enumerate(user.operands) if name == parameter.name]
+                size += sum(self._read(user.attribute("calls"), i) for i in numbers)
             elif user.opcode == "slice" or (user.opcode == "dynamic-slice" and user.operands[0] == parameter.name):
                 size += user.shape.bytes
             elif user.opcode in ("broadcast", "reshape"):

@@ -1,12 +1,12 @@
-"""What the compiler writes down on the way, of one compilation: the module after partitioning, and who holds memory.
+"""XLA's dumps of one compilation: the module after partitioning, the optimized module, buffers and live ranges.
 
     with tempfile.TemporaryDirectory() as folder, dump.uncached():
         try:
             compiled = lowered.compile(compiler_options=dump.options(folder))
-        finally:  # the files are there too where the step does not fit
+        finally:  # the files exist even if the step does not fit
             texts = dump.read(folder)
 
-The options are those of one compilation, so they need no environment variable before the backend starts.
+The options apply to one compilation, so no environment variable must be set before the backend starts.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-# Suffixes of the files' names; a TPU's and a CPU's compiler put different words before them.
+# Suffixes of the file names; the prefixes differ between the TPU's and the CPU's compiler.
 _PARTITIONED = "after_*spmd-partitioning.before_*"
 _OPTIMIZED = "after_optimizations.txt"
 _ASSIGNMENT = "after_optimizations-buffer-assignment.txt"
@@ -25,7 +25,7 @@ _LIVE_RANGE = "after_optimizations-live-range.txt"
 
 
 class Dump(NamedTuple):
-    """Texts of one compilation; "" where the compiler wrote none: nothing is partitioned for one device."""
+    """Texts of one compilation; "" for a file that the compiler did not write, such as `partitioned` for one device."""
 
     partitioned: str
     optimized: str
@@ -34,7 +34,7 @@ class Dump(NamedTuple):
 
 
 def options(folder: str | Path) -> dict[str, str | bool]:
-    """`compiler_options` that make a compilation write what `read` reads into `folder`."""
+    """`compiler_options` with which a compilation writes the files for `read` into `folder`."""
     return {
         "xla_dump_to": str(folder),
         "xla_dump_hlo_as_text": True,
@@ -44,11 +44,11 @@ def options(folder: str | Path) -> dict[str, str | bool]:
 
 @contextlib.contextmanager
 def uncached() -> Iterator[None]:
-    """Without JAX's cache of compiled programs: of a program from there the compiler writes no buffers down."""
+    """Disables JAX's compilation cache: for a cached program the compiler dumps nothing."""
     option = "jax_enable_compilation_cache"
-    before = getattr(jax.config, option)  # the stubs lack it
+    before = getattr(jax.config, option)  # missing in the stubs
     jax.config.update(option, False)
-    compilation_cache.reset_cache()  # whether it is used is looked up once
+    compilation_cache.reset_cache()  # JAX reads the option once
     try:
         yield
     finally:
@@ -57,12 +57,12 @@ def uncached() -> Iterator[None]:
 
 
 def read(folder: str | Path) -> Dump:
-    """The texts that one compilation left in `folder`; a folder serves one compilation."""
+    """The texts that one compilation wrote into `folder`, which must hold no others."""
     files = sorted(Path(folder).glob("*.txt"))
 
     def text(pattern: str) -> str:
-        # Beside the step there may be small programs for a chip's other cores. Of those of the step's size the last
-        # one: a program may be compiled again with other options after a first try.
+        # There may be small programs for a chip's other cores. Of those of the step's size take the last one: the
+        # compiler may retry with other options.
         sizes = {path: path.stat().st_size for path in files if path.match(f"*{pattern}")}
         found = [path for path, size in sizes.items() if 2 * size >= max(sizes.values())]
         return found[-1].read_text() if found else ""

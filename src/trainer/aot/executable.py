@@ -1,4 +1,4 @@
-"""A compiled training step in a file, with what it was made of."""
+"""A compiled training step in a file, with everything that it depends on."""
 
 import hashlib
 import json
@@ -18,9 +18,9 @@ from trainer.config.step_keys import step_keys
 from trainer.models.families import block_class, blocks, stacks
 
 MAGIC = b"trainer-executable 1\n"
-# The module that makes the step, from what it imports.
-_MAKER = "trainer.training.build"
-# Settings of JAX that change what a traced step computes.
+# The module that builds the step; with its imports it is the step's source code.
+_BUILDER = "trainer.training.build"
+# JAX settings that change what a traced step computes.
 _SETTINGS = (
     "jax_default_matmul_precision",
     "jax_default_prng_impl",
@@ -30,12 +30,12 @@ _SETTINGS = (
 )
 _PACKAGES = ("jax", "jaxlib", "flax", "optax")
 
-# What a step was made of: group -> name -> value, all JSON.
+# What a step depends on: group -> name -> value, all JSON.
 Origin = dict[str, dict[str, Any]]
 
 
 def origin_of(config: Any, devices: Sequence[jax.Device], args: Any) -> Origin:
-    """What makes a compiled step what it is.
+    """Everything that a compiled step depends on.
 
     Args:
       config: resolved.
@@ -51,7 +51,7 @@ def origin_of(config: Any, devices: Sequence[jax.Device], args: Any) -> Origin:
             "kind": first.device_kind,
             "number": len(devices),
             "slices": len({getattr(device, "slice_index", None) for device in devices}),
-            "places": _places(devices),
+            "extent": _extent(devices),
         }
         | ({"machine": _machine()} if first.platform == "cpu" else {}),
         "versions": {name: metadata.version(name) for name in packages}
@@ -65,7 +65,7 @@ def origin_of(config: Any, devices: Sequence[jax.Device], args: Any) -> Origin:
 
 
 def save(path: Path, compiled: Any, origin: Origin) -> None:
-    """Writes `compiled`, a step `(state, batch) -> (state, metrics)`; the file appears once it is whole.
+    """Writes `compiled`, a step `(state, batch) -> (state, metrics)`; the file appears only when it is complete.
 
     Raises:
       UserError: the path cannot be written.
@@ -85,14 +85,14 @@ def save(path: Path, compiled: Any, origin: Origin) -> None:
 
 
 def load(path: Path, origin: Origin, args: Any, devices: Sequence[jax.Device]) -> Any:
-    """The compiled step in the file, to be called on `devices` with a list of the leaves of a state, and a batch.
+    """The compiled step in the file. It runs on `devices` and takes a list of the leaves of a state, and a batch.
 
-    `args` are the state and the batch, abstract.
+    `args` are the abstract state and batch.
 
-    The file is code and is run: load only what you made.
+    The file contains executable code: load only files that you trust.
 
     Raises:
-      UserError: the file cannot be read, or its step was made of something else than `origin` says; all differences.
+      UserError: the file cannot be read, or its step does not match `origin`; the message lists the differences.
     """
     from jax.experimental import serialize_executable
 
@@ -109,12 +109,12 @@ def load(path: Path, origin: Origin, args: Any, devices: Sequence[jax.Device]) -
     try:
         head = json.loads(head_line)
     except ValueError as error:
-        raise UserError(f"{named}: damaged, its head is no JSON; compile again") from error
+        raise UserError(f"{named}: damaged, its header is not JSON; compile again") from error
     if differences := _differences(head["origin"], json.loads(json.dumps(origin))):
         lines = "\n  ".join(differences)
-        raise UserError(f"{named} holds another step (there -> here):\n  {lines}\ncompile again, or leave the key out")
+        raise UserError(f"{named} holds another step (file -> run):\n  {lines}\ncompile again, or leave the key out")
     if hashlib.sha256(payload).hexdigest() != head["sha256"]:
-        raise UserError(f"{named}: damaged, its step is not what was written; compile again")
+        raise UserError(f"{named}: damaged, its checksum does not match; compile again")
     leaves = jax.tree.leaves(args[0])
     in_tree = jax.tree.structure(((leaves, args[1]), {}))
     out_tree = jax.tree.structure((leaves, dict.fromkeys(head["metrics"], 0)))
@@ -128,7 +128,7 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]
     for group, values in here.items():
         old = there.get(group, {})
         if group == "arguments" and lines:
-            break  # they follow from the rest
+            break  # they follow from the other differences
         changed = [name for name in {**old, **values} if old.get(name) != values.get(name)]
         for name in changed[:8]:
             what = name if group == "configuration" else f"{group.rstrip('s')} {name}"
@@ -147,14 +147,14 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _places(devices: Sequence[jax.Device]) -> str:
-    """The extent of the devices' coordinates within a slice, such as 4x4x1; "" for devices without any."""
+def _extent(devices: Sequence[jax.Device]) -> str:
+    """The extent of the devices' coordinates within a slice, such as 4x4x1; "" for devices without coordinates."""
     coordinates = [device.coords for device in devices if hasattr(device, "coords")]
     return "x".join(str(max(axis) - min(axis) + 1) for axis in zip(*coordinates, strict=True))
 
 
 def _machine() -> str:
-    """A digest of what this machine's processor can do: XLA's CPU code is made for it."""
+    """A digest of this machine's CPU features, for which XLA compiles CPU code."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
@@ -162,7 +162,7 @@ def _machine() -> str:
 
 
 def _source_of_block(config: Any) -> str:
-    """Digests of the files that hold a user's family and blocks, and of what those import from their own package."""
+    """Digests of the files of a user's family and blocks, and of their imports from the same folder or package."""
     classes = map(block_class, blocks(stacks(config)))
     modules = {config.decoder_block.partition(":")[0], *(it.__module__ for it in classes)}
     return " ".join(map(_source_of_module, sorted(modules)))
@@ -179,5 +179,5 @@ def _source_of_module(module: str) -> str:
 
 
 def _source() -> str:
-    """A digest of the code that makes the step."""
-    return sources.digest(Path(trainer.__file__).parents[1], [_MAKER], lambda top: top == trainer.__name__)
+    """A digest of the code that builds the step."""
+    return sources.digest(Path(trainer.__file__).parents[1], [_BUILDER], lambda top: top == trainer.__name__)

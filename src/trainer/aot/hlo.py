@@ -1,7 +1,7 @@
-"""HLO text as the compiler prints it: computations, instructions, shapes, and where an instruction comes from.
+"""A parser of HLO text: computations, instructions, shapes, and the source lines of instructions.
 
-The grammar is XLA's (openxla/xla, xla/hlo/parser). What is read here is the long form with `%` before names, as
-`compiled.as_text()` and the compiler's dumps give it. A module after partitioning holds the shapes of one device.
+The grammar is XLA's (openxla/xla, xla/hlo/parser). This parses the long form with `%` before names, as in
+`compiled.as_text()` and the compiler's dumps. Shapes of a partitioned module are those of one device.
 """
 
 import functools
@@ -24,7 +24,7 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 
 class Shape(NamedTuple):
-    """An array: `dims` in elements, `space` the memory space (0 is the device's main memory, HBM on a TPU)."""
+    """An array: `dims` in elements, `space` the memory space (0 is main memory, HBM on a TPU)."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -42,7 +42,7 @@ class Shape(NamedTuple):
 
 @functools.cache
 def bits(dtype: str) -> int:
-    """Bits of an element of HLO's `dtype`, f32 or s4 or f8e4m3fn."""
+    """Bits of an element of HLO's `dtype`, such as f32, s4 or f8e4m3fn."""
     if dtype in BITS:
         return BITS[dtype]
     found = re.match(r"[fsu](\d+)", dtype)
@@ -52,7 +52,7 @@ def bits(dtype: str) -> int:
 
 @dataclass(slots=True)
 class Instruction:
-    """One instruction. `shapes` are the arrays of its result, a tuple's flattened; `text` is what follows operands."""
+    """One instruction. `shapes` are the arrays of its result, tuples flattened; `text` is what follows the operands."""
 
     name: str
     opcode: str
@@ -72,7 +72,7 @@ class Instruction:
         return (*_CALLED.findall(self.text), *(_NAME.findall(branches[1]) if branches else ()))
 
     def attribute(self, name: str) -> str:
-        """The text of an attribute `name=%value`, `name={...}` or `name=word`, or "" where there is none."""
+        """The text of an attribute `name=%value`, `name={...}` or `name=word`; "" if it is absent."""
         found = re.search(rf"\b{name}=(\{{[^{{}}]*\}}|%?[^\s,]+)", self.text)
         return found[1].lstrip("%") if found else ""
 
@@ -99,7 +99,7 @@ class Computation:
         return iter(self.instructions.values())
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
-        """The instructions that make `instruction`'s operands."""
+        """The instructions that produce `instruction`'s operands."""
         return [self.instructions[name] for name in instruction.operands]
 
     @property
@@ -109,7 +109,7 @@ class Computation:
         return sorted(found, key=lambda i: int(i.arguments))
 
     def users(self) -> dict[str, list[Instruction]]:
-        """By name, the instructions that read it."""
+        """For each instruction name, the instructions that read it."""
         users: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
         for instruction in self:
             for name in dict.fromkeys(instruction.operands):
@@ -119,7 +119,7 @@ class Computation:
 
 @dataclass(slots=True)
 class Module:
-    """A module: computations by name, the entry's name, and the tables behind `stack_frame_id`."""
+    """A module: computations by name, the entry's name, and the source lines of stack frames."""
 
     computations: dict[str, Computation]
     entry: str
@@ -136,10 +136,10 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """The module that `text` prints.
+    """The module in `text`.
 
     Raises:
-      ValueError: `text` holds no entry computation.
+      ValueError: `text` has no entry computation.
     """
     computations: dict[str, Computation] = {}
     current: Computation | None = None
@@ -159,12 +159,12 @@ def parse(text: str) -> Module:
                 current.instructions[instruction.name] = instruction
                 current.root = instruction.name if found[1] else current.root
     if not entry:
-        raise ValueError("this is no HLO module: it has no ENTRY computation")
+        raise ValueError("not an HLO module: it has no ENTRY computation")
     return Module(computations, entry, _frames(text))
 
 
 def _logical_lines(text: str) -> Iterator[str]:
-    """Lines, an instruction's further lines joined to its first: attributes of kernels may hold newlines."""
+    """Lines, with the continuation lines of an instruction joined: attributes of kernels may contain newlines."""
     pending = ""
     for line in text.splitlines():
         starts = _INSTRUCTION.match(line)
@@ -192,7 +192,7 @@ def _instruction(name: str, rest: str) -> Instruction:
 
 
 def _closing(text: str, opening: int) -> int:
-    """The index behind the parenthesis that closes the one at `opening`."""
+    """The index after the parenthesis that closes the one at `opening`."""
     depth = 0
     for parenthesis in re.finditer(r"[()]", text[opening:]):
         depth += 1 if parenthesis[0] == "(" else -1
@@ -202,7 +202,7 @@ def _closing(text: str, opening: int) -> int:
 
 
 def shapes_of(text: str) -> tuple[Shape, ...]:
-    """The arrays of a shape's text, a tuple's flattened."""
+    """The arrays in the text of a shape, tuples flattened."""
     return tuple(_shape(*leaf.groups()) for leaf in _LEAF.finditer(text))
 
 
@@ -216,7 +216,7 @@ def _shape(dtype: str, dims: str, layout: str | None) -> Shape:
 def _frames(text: str) -> dict[int, tuple[str, int]]:
     """`stack_frame_id` -> (file, line), from the tables before the first computation.
 
-    Of the frames that called each other the innermost one outside of installed packages is taken, if there is one.
+    Takes the innermost frame of the call stack outside installed packages, or the innermost frame if there is none.
     """
     tables: dict[str, dict[int, str]] = {"StackFrames": {}, "FileLocations": {}, "FileNames": {}}
     rows: dict[int, str] = {}
@@ -228,7 +228,7 @@ def _frames(text: str) -> dict[int, tuple[str, int]]:
         elif found := re.match(r"(\d+) (.*)", line):
             rows[int(found[1])] = found[2]
 
-    def place(frame: int) -> tuple[str, int]:
+    def source(frame: int) -> tuple[str, int]:
         location = tables["FileLocations"].get(_number(tables["StackFrames"][frame], "file_location_id"), "")
         file = tables["FileNames"].get(_number(location, "file_name_id"), "")
         return file.strip('"'), _number(location, "line")
@@ -237,11 +237,11 @@ def _frames(text: str) -> dict[int, tuple[str, int]]:
     for frame in tables["StackFrames"]:
         chain = [frame]
         while (parent := _number(tables["StackFrames"][chain[-1]], "parent_frame_id")) in tables["StackFrames"]:
-            if parent in chain:  # the outermost frame names itself
+            if parent in chain:  # the outermost frame is its own parent
                 break
             chain.append(parent)
-        places = [place(number) for number in chain]
-        frames[frame] = next((found for found in places if "site-packages" not in found[0]), places[0])
+        stack = [source(number) for number in chain]
+        frames[frame] = next((found for found in stack if "site-packages" not in found[0]), stack[0])
     return frames
 
 

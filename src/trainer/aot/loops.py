@@ -1,4 +1,4 @@
-"""How often a loop runs."""
+"""Trip counts of loops."""
 
 import re
 
@@ -8,10 +8,10 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
 def trips(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """How often the body of a `while` of `computation` runs, or None where the text does not say.
+    """The trip count of a `while` of `computation`, or None if the text does not determine it.
 
-    From `known_trip_count`, or from a condition `i < limit` over constants, where i starts at a constant and the
-    body adds a constant to it: the form of `lax.scan` and of the loops that the partitioner makes.
+    From `known_trip_count`, or from a condition `i < limit` with a constant limit, where i starts at a constant and the
+    body adds a constant to it: the form of `lax.scan` and of the loops that the partitioner creates.
     """
     known = _TRIPS.search(loop.text)
     if known:
@@ -40,7 +40,7 @@ def _initial(computation: Computation, loop: Instruction, index: int) -> int | N
 
 
 def _step(module: Module, body: Computation, index: int) -> int | None:
-    """What a run of `body` adds to the element `index` of what it carries; None where it is no constant."""
+    """The constant that `body` adds to element `index` of its carry; None if it is not a constant."""
     root = _through(body, body.root)
     if root.opcode != "tuple":
         return None

@@ -1,4 +1,4 @@
-"""Opcodes of HLO by what they cost."""
+"""HLO opcodes by cost."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -19,7 +19,7 @@ ELEMENTWISE = _words(
     subtract xor
     """
 )
-# These move no array: they rename, wait, or leave the work to the computation that they call.
+# These access no memory: they rename, wait, or call a computation that is counted by itself.
 FREE = _words(
     """
     add-dependency after-all all-gather-done all-reduce-done async-done async-start async-update bitcast call

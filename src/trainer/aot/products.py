@@ -1,4 +1,4 @@
-"""Operations of matrix products, from their shapes."""
+"""Operation counts of matrix products, from their shapes."""
 
 import functools
 import math
@@ -21,9 +21,9 @@ def window(i: Instruction, name: str) -> list[str]:
 
 
 def convolution(i: Instruction, left: Shape, right: Shape) -> float:
-    """Operations of a `convolution`: those that meet elements and not padding.
+    """Operations of a `convolution`, without those on padding.
 
-    A TPU's matrix products are convolutions, whose batch dimensions are windows in which few places are valid.
+    Matrix products on a TPU are convolutions, whose batch dimensions are windows with few valid positions.
     """
     inputs, rest = i.attribute("dim_labels").split("_")
     kernel, outputs = rest.split("->")
@@ -33,15 +33,15 @@ def convolution(i: Instruction, left: Shape, right: Shape) -> float:
     parts = {name: window(i, name) or [default] * len(sizes) for name, default in defaults.items()}
     valid = 1
     for n in spatial:
-        place = int(n)
-        valid *= _valid_places(
+        axis = int(n)
+        valid *= _valid_positions(
             left.dims[inputs.index(n)],
             right.dims[kernel.index(n)],
             i.shape.dims[outputs.index(n)],
-            int(parts["stride"][place]),
-            int(parts["pad"][place].split("_")[0]),
-            int(parts["lhs_dilate"][place]),
-            int(parts["rhs_dilate"][place]),
+            int(parts["stride"][axis]),
+            int(parts["pad"][axis].split("_")[0]),
+            int(parts["lhs_dilate"][axis]),
+            int(parts["rhs_dilate"][axis]),
         )
     features = left.dims[inputs.index("f")] // int(i.attribute("feature_group_count") or 1)
     batch = left.dims[inputs.index("b")] // int(i.attribute("batch_group_count") or 1)
@@ -49,14 +49,14 @@ def convolution(i: Instruction, left: Shape, right: Shape) -> float:
 
 
 @functools.lru_cache(maxsize=1024)
-def _valid_places(size: int, kernel: int, output: int, stride: int, low: int, dilation: int, spread: int) -> int:
-    """Pairs of an output's and a kernel's position that meet an element of the input and not its padding."""
-    # Output o and kernel position k meet place o * stride - low + k * spread. Both play the same part: of the fewer
-    # each is looked at, of the others those are counted that meet an element.
+def _valid_positions(size: int, kernel: int, output: int, stride: int, low: int, dilation: int, spread: int) -> int:
+    """The number of (output position, kernel position) pairs that read an element of the input and not padding."""
+    # Output o and kernel position k read position o * stride - low + k * spread. The two are symmetric: enumerate the
+    # shorter one, and count the valid positions of the other in closed form.
     if kernel > output:
         kernel, spread, output, stride = output, stride, kernel, spread
     offset = np.arange(kernel, dtype=np.int64) * spread - low
-    # Where o * stride + offset divides by the dilation, it does so again `step` further on.
+    # If the dilation divides o * stride + offset, it does so again at o + step.
     common = math.gcd(stride, dilation)
     step = dilation // common
     residue = -(offset // common) * pow(stride // common, -1, step) % step

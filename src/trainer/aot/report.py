@@ -1,4 +1,4 @@
-"""What is known of a step before it runs: memory, cost, time."""
+"""The report on a compiled step before it runs: memory, cost, estimated time."""
 
 import dataclasses
 import re
@@ -14,7 +14,7 @@ from trainer.aot.suggest import Suggestion
 
 _TEMPORARIES = re.compile(r"^allocation \d+: size (\d+),(?: color 0,)? page \d+, preallocated-temp:", re.MULTILINE)
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-# What the TPU's compiler says of a step that does not fit, and the size in it.
+# The TPU compiler's message about a step that does not fit, and the size in it.
 OUT_OF_MEMORY = re.compile(
     r"(?:CompileTimeHbmOom|Ran out of memory in memory space hbm).*?([\d.]+)([KMGT]?)\b", re.DOTALL
 )
@@ -27,11 +27,11 @@ class Memory:
 
     Attributes:
       arguments: the train state and the batch.
-      outputs: the new state and the metrics; `aliased` of them lie where arguments lay.
-      temporaries: the largest sum at one moment, with the holes between them.
-      peak: the most that is taken at one moment.
-      code: the program itself, which lies beside all this.
-      host: of the arguments and temporaries in the host's memory.
+      outputs: the new state and the metrics; `aliased` of them reuse the memory of arguments.
+      temporaries: the size of their allocation, including fragmentation.
+      peak: the peak of all but `code` and `host`.
+      code: the program itself.
+      host: arguments and temporaries in host memory.
     """
 
     arguments: int
@@ -45,7 +45,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Report:
-    """Of one step on one topology; figures are those of one device."""
+    """One step on one topology; figures are those of one device."""
 
     topology: str
     num_slices: int
@@ -53,10 +53,10 @@ class Report:
     devices: int
     mesh: Mapping[str, int]
     memory: Memory
-    hbm_bytes: int | None  # what a device has; None for simulated ones
+    hbm_bytes: int | None  # of a device; None for simulated devices
     fits: bool | None
     state: Mapping[str, int]  # bytes of parameters, optimizer, ...
-    buffers: tuple[Buffer, ...]  # temporaries at the fullest moment
+    buffers: tuple[Buffer, ...]  # temporaries that are live at the peak
     cost: Cost
     rolled_flops: float
     rolled_bytes_accessed: float
@@ -68,7 +68,7 @@ class Report:
 
     @property
     def gradients_reduced_in(self) -> list[str]:
-        """The dtypes, in HLO's spelling, in which devices sum their gradients."""
+        """The dtypes, in HLO's spelling, in which gradients are all-reduced or reduce-scattered."""
         sums = [it for it in self.cost.collectives if it.kind in ("all-reduce", "reduce-scatter") and it.size > 1024]
         return sorted({it.dtype for it in sums if any("transpose(" in source for source in it.sources)})
 
@@ -115,11 +115,11 @@ def make_report(
 
     Args:
       run: from `training.build`.
-      compiled: the compiled step; None where it did not fit.
-      failure: what the compiler said then.
-      dump: what the compiler wrote down.
+      compiled: the compiled step; None if it did not fit.
+      failure: the compiler's message in that case.
+      dump: the compiler's dumps.
       seconds: of tracing, of compiling.
-      num_slices: that the devices lie in.
+      num_slices: the number of slices of the devices.
     """
     first = run.mesh.devices.flat[0]
     chip = chip_of(first.device_kind)
@@ -127,13 +127,13 @@ def make_report(
     tree = run.codec.unpack(args[0])
     parts = {"parameters": tree.params, "optimizer": tree.opt_state, "other state": (tree.rest, tree.step)}
     state = {name: sum(leaf.bytes for leaf in leaves(part)) for name, part in (parts | {"batch": args[1]}).items()}
-    shapes = [shape for leaf in leaves(tree.params) for shape in (leaf.dims, leaf.whole)]
+    shapes = [shape for leaf in leaves(tree.params) for shape in (leaf.dims, leaf.global_dims)]
     memory = (
         _memory(compiled, first.platform)
         if compiled is not None
         else _memory_of_failure(failure, dump, sum(state.values()))
     )
-    # The compiler's own text: jaxlib cannot print every program of a newer libtpu (llama3.1-70b on v5p with 0.0.51).
+    # Prefer the dumped text: jaxlib cannot print every program of a newer libtpu (llama3.1-70b on v5p with 0.0.51).
     text = dump.optimized or (compiled.as_text() if compiled is not None else "")
     cost = analyze(text, run.mesh, dump.partitioned or None)
     rolled = compiled.cost_analysis() if compiled is not None else {}
@@ -159,7 +159,7 @@ def make_report(
 
 
 def _fits(compiled: Any | None, memory: Memory, chip: Chip | None) -> bool | None:
-    """The compiler's word where it counts: it refuses what does not fit. It does not count what lies there already."""
+    """Whether the step fits: the compiler accepted it, and its peak, arguments included, is within the HBM."""
     if chip is None:
         return None
     return compiled is not None and memory.peak <= chip.hbm_bytes
@@ -173,7 +173,7 @@ def _memory(compiled: Any, platform: str) -> Memory:
         outputs=stats.output_size_in_bytes,
         aliased=stats.alias_size_in_bytes,
         temporaries=stats.temp_size_in_bytes,
-        # The CPU's compiler leaves its temporaries out.
+        # The CPU compiler's peak leaves out temporaries.
         peak=stats.peak_memory_in_bytes if platform == "tpu" else taken + stats.temp_size_in_bytes,
         code=stats.generated_code_size_in_bytes,
         host=stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes,
@@ -181,7 +181,7 @@ def _memory(compiled: Any, platform: str) -> Memory:
 
 
 def _memory_of_failure(failure: str, dump: Dump, arguments: int) -> Memory:
-    """Of a step that did not fit: its temporaries as the compiler laid them out, or else as its message says."""
+    """The memory of a step that did not fit: its temporaries from the buffer assignment or the compiler's message."""
     found = _TEMPORARIES.findall(dump.assignment)
     if found:
         temporary = max(map(int, found))

@@ -1,8 +1,7 @@
-"""The source files that a module is made of: its own and all that it imports, read from the source, not run.
+"""The source files that a module depends on, found by static analysis of its imports.
 
-An import is followed by name. `from package import name` leads through the package's `__init__.py` to the module that
-defines `name`, and to none of the others that the package offers. A string such as "package.module:Class", from which a
-registry imports, counts as an import too.
+Imports are followed by name. `from package import name` leads through the package's `__init__.py` only to the module
+that defines `name`. A string such as "package.module:Class", from which a registry imports, also counts as an import.
 """
 
 import ast
@@ -28,7 +27,7 @@ def source_files(root: Path, modules: Iterable[str], belongs: Callable[[str], bo
     Args:
       root: the folder that holds the top-level modules and packages.
       modules: dotted names.
-      belongs: whether imports of a top-level name are followed; those of others' packages should not be.
+      belongs: whether to follow imports of a top-level name; false for third-party packages.
     """
     found = _Imports(root, belongs)
     for module in modules:
@@ -46,7 +45,7 @@ class _Imports:
         self._parsed: dict[Path, list[ast.AST]] = {}
 
     def module(self, module: str) -> None:
-        """A whole module, with everything that it imports."""
+        """A module, with everything that it imports."""
         file = self._file(module)
         if file is None or module in self._followed:
             return
@@ -66,7 +65,7 @@ class _Imports:
                 self.module(dotted[1])
 
     def _name(self, module: str, name: str) -> None:
-        """What `from module import name` brings."""
+        """The files that `from module import name` imports."""
         file = self._file(module)
         submodule = f"{module}.{name}"
         if file is not None and file.name == "__init__.py":
@@ -90,7 +89,7 @@ class _Imports:
         return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
 
     def _nodes(self, file: Path) -> list[ast.AST]:
-        """All nodes of a file that import something or may name what is imported."""
+        """All nodes of a file that are imports, or strings that may name one."""
         if file not in self._parsed:
             kinds = (ast.Import, ast.ImportFrom, ast.Constant)
             self._parsed[file] = [n for n in ast.walk(ast.parse(file.read_bytes())) if isinstance(n, kinds)]

@@ -1,4 +1,4 @@
-"""Which settings to try when a step does not fit, those that cost least first."""
+"""Settings to try when a step does not fit, cheapest first."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ EVERYTHING = ("context", *PROJECTIONS)
 
 
 class Suggestion(NamedTuple):
-    """`settings` for the command line, and the `price` of them; `state`: they make the train state smaller."""
+    """`settings` for the command line and their `price`; `state`: they shrink the train state."""
 
     settings: str
     price: str
@@ -26,19 +26,19 @@ def suggest(
     arguments: int = 0,
     check: Callable[[dict[str, Any]], Any] | None = None,
 ) -> tuple[Suggestion, ...]:
-    """Settings that make a step take less memory, ordered by what they cost; () where it fits.
+    """Settings that reduce a step's memory, cheapest first; () if it fits.
 
-    The order: what costs nothing, computing again, host memory, more sharding, smaller batches, fewer bits, shorter
-    rows. Each applies to `config` as it is; how much it saves is found by compiling again.
+    The order: free changes, rematerialization, host offload, more sharding, smaller batches, fewer bits, shorter rows.
+    Each applies to `config` by itself. Compile again to see how much it saves.
 
     Args:
       config: resolved.
       needed: bytes that the step takes on a device.
       available: bytes that a device has.
-      arguments: those of `needed` that the arguments take. If they alone do not fit, only what makes the state smaller
-        is named.
-      check: called with the values of a changed configuration, all keys; raises UserError where the change is refused,
-        and then it is not suggested. It is `resolve` for as many devices as the topology of those values has.
+      arguments: the part of `needed` that the arguments take. If they do not fit by themselves, only settings that
+        shrink the train state are suggested.
+      check: called with all values of a changed configuration; a change for which it raises UserError is not suggested.
+        It should resolve the configuration for the devices of its topology.
     """
     if needed <= available:
         return ()
@@ -61,7 +61,7 @@ def _accepted(config: Any, changes: dict[str, Any], check: Callable[[dict[str, A
     return True
 
 
-# What to change, its price, whether it makes the train state smaller.
+# The changes, their price, whether they shrink the train state.
 Candidate = tuple[dict[str, Any], str, bool]
 
 
@@ -74,17 +74,17 @@ def _candidates(config: Any) -> Iterator[tuple[Suggestion, dict[str, Any]]]:
 
 def _free(config: Any) -> Iterator[Candidate]:
     if not config.scan_layers:
-        yield {"scan_layers": True}, "nothing: a rolled loop holds one layer's temporaries", False
+        yield {"scan_layers": True}, "free: a rolled loop holds one layer's temporaries", False
     if config.attention == "dot_product":
-        yield {"attention": "flash"}, "nothing: the kernel never holds the square of scores", False
+        yield {"attention": "flash"}, "free: the kernel never materializes the score matrix", False
 
 
 def _recompute(config: Any) -> Iterator[Candidate]:
     kept = _kept(config)
     prices = {
-        "minimal_with_context": "norms and activations are computed again",
-        "save_dot_with_context_except_mlp": "the MLP's input projections are computed again",
-        "full": "each block's forward pass is computed again: about a third more FLOPs",
+        "minimal_with_context": "norms and activation functions are recomputed",
+        "save_dot_with_context_except_mlp": "the MLP's input projections are recomputed",
+        "full": "each block's forward pass is recomputed: about a third more FLOPs",
     }
     for policy, price in prices.items():
         if set(KEPT[policy]) - {"mlpwo"} < kept:
@@ -92,7 +92,7 @@ def _recompute(config: Any) -> Iterator[Candidate]:
 
 
 def _kept(config: Any) -> set[str]:
-    """What the blocks keep on the device besides their inputs; "everything" is more than all names."""
+    """The tensors that blocks save on the device besides their inputs; "everything" stands for unnamed ones."""
     if config.remat_policy == "none":
         return {*EVERYTHING, "everything"}
     if config.remat_policy == "custom":
@@ -101,18 +101,18 @@ def _kept(config: Any) -> set[str]:
 
 
 def _offload(config: Any) -> Iterator[Candidate]:
-    moves = "moves between device and host in every step"
+    moves = "moves between device and host at every step"
     if _kept(config) >= set(PROJECTIONS) - {"mlpwi", "mlpwo"} and config.remat_policy not in OFFLOADED:
-        yield {"remat_policy": "minimal_offloaded"}, f"what remat_policy=minimal keeps {moves}", False
+        yield {"remat_policy": "minimal_offloaded"}, f"what remat_policy=minimal saves {moves}", False
     choices = {key: config[key] for key in ("decoder_layer_input", *EVERYTHING)}
     if "decoder_layer_input" not in offloaded(config.remat_policy, choices):
         changes = {"remat_policy": "custom", "decoder_layer_input": "offload"}
         if config.remat_policy != "custom":
             changes |= dict.fromkeys(EVERYTHING, "remat")
             changes = {key: value for key, value in changes.items() if value != "remat" or config[key] != "remat"}
-        yield changes, f"each block is computed again, and its input {moves}", False
+        yield changes, f"each block is recomputed, and its input {moves}", False
     if not config.get("optimizer_memory_host_offload", True):
-        yield {"optimizer_memory_host_offload": True}, f"the optimizer's state {moves}", True
+        yield {"optimizer_memory_host_offload": True}, f"the optimizer state {moves}", True
     if not config.get("parameter_memory_host_offload", True):
         yield {"parameter_memory_host_offload": True}, f"the stored copy of the parameters {moves}", True
 
@@ -120,10 +120,10 @@ def _offload(config: Any) -> Iterator[Candidate]:
 def _shard(config: Any) -> Iterator[Candidate]:
     data, fsdp = config.ici_data_parallelism, config.ici_fsdp_parallelism
     if not config.get("shard_optimizer_over_data", True) and (data > 1 or config.get("dcn_data_parallelism", 1) > 1):
-        yield {"shard_optimizer_over_data": True}, "parameters are gathered once after each update", True
+        yield {"shard_optimizer_over_data": True}, "parameters are all-gathered once after each update", True
     if data > 1:
         changes = {"ici_data_parallelism": 1, "ici_fsdp_parallelism": data * fsdp}
-        yield changes, "each layer's parameters are gathered from more devices", True
+        yield changes, "each layer's parameters are all-gathered from more devices", True
     topology = re.fullmatch(r"(\w+)-(\d+)", config.get("compile_topology", ""))
     if topology:
         larger = {"compile_topology": f"{topology[1]}-{2 * int(topology[2])}", "ici_fsdp_parallelism": 2 * fsdp}
@@ -135,11 +135,11 @@ def _less(config: Any) -> Iterator[Candidate]:
     rows = int(half) if half == int(half) else half
     steps = config.gradient_accumulation_steps
     changes = {"per_device_batch_size": rows, "gradient_accumulation_steps": 2 * steps}
-    sums = "" if steps > 1 else ", and a float32 sum of the gradients is held"
-    yield changes, f"the same global batch; parameters are gathered twice as often{sums}", False
-    yield {"per_device_batch_size": rows}, "half the tokens in a step", False
+    sums = "" if steps > 1 else ", and gradients are accumulated in float32"
+    yield changes, f"the same global batch; parameters are all-gathered twice as often{sums}", False
+    yield {"per_device_batch_size": rows}, "half the tokens per step", False
     if config.opt_type == "adamw" and config.mu_dtype == "float32":
-        yield {"mu_dtype": "bfloat16"}, "a first moment of 8 bits of precision", True
+        yield {"mu_dtype": "bfloat16"}, "a first moment with 8 bits of precision", True
     if config.weight_dtype == "float32":
-        yield {"weight_dtype": "bfloat16"}, "parameters of 8 bits of precision: small updates are lost", True
-    yield {"max_target_length": config.max_target_length // 2}, "half the context", False
+        yield {"weight_dtype": "bfloat16"}, "parameters with 8 bits of precision: small updates are lost", True
+    yield {"max_target_length": config.max_target_length // 2}, "half the context length", False

@@ -1,4 +1,4 @@
-"""A report as people read it."""
+"""A report as text."""
 
 from collections.abc import Iterator
 
@@ -17,14 +17,15 @@ def report_text(report: Report) -> str:
 
 
 def verdict(report: Report) -> str:
-    """Fit or not, in one line."""
+    """Whether the step fits, in one line."""
     peak = _gib(report.memory.peak)
+    hbm = _gib(report.hbm_bytes or 0)
     if report.hbm_bytes is None:
         return f"takes {peak} on each simulated device"
     if report.fits:
-        return f"fits: {peak} of {_gib(report.hbm_bytes)} on each device ({report.memory.peak / report.hbm_bytes:.0%})"
+        return f"fits: {peak} of {hbm} on each device ({report.memory.peak / report.hbm_bytes:.0%})"
     over = max(report.memory.peak - report.hbm_bytes, 0)
-    return f"does not fit: it needs {peak}, each device has {_gib(report.hbm_bytes)}, {_gib(over)} are missing"
+    return f"does not fit: it needs {peak} on each device, {_gib(over)} more than the available {hbm}"
 
 
 def _head(report: Report) -> Iterator[str]:
@@ -43,27 +44,27 @@ def _memory(report: Report) -> Iterator[str]:
         if size:
             yield _row(f"  {name}", size)
     if memory.outputs - memory.aliased > GIB // 1024:
-        yield _row("outputs beside them", memory.outputs - memory.aliased)
+        yield _row("other outputs", memory.outputs - memory.aliased)
     yield _row("temporaries", memory.temporaries)
     for kind in (GRADIENTS, SAVED, OTHER):
         if kinds[kind]:
             yield _row(f"  {kind}", kinds[kind])
-    holes = memory.temporaries - sum(kinds.values())
-    if report.buffers and holes > GIB // 1024:
-        yield _row("  holes between them", holes)
+    fragmentation = memory.temporaries - sum(kinds.values())
+    if report.buffers and fragmentation > GIB // 1024:
+        yield _row("  fragmentation", fragmentation)
     if memory.host:
-        yield _row("in the host's memory", memory.host)
+        yield _row("host memory", memory.host)
 
 
 def _buffers(report: Report) -> Iterator[str]:
     if report.buffers:
         yield ""
-        yield "largest temporaries at the fullest moment:"
+        yield "largest temporaries at the peak:"
     for buffer in report.buffers[:_SHOWN]:
-        made = buffer.op_name or buffer.name
-        made = made if len(made) <= 60 else f"...{made[-57:]}"
-        source = buffer.source.rpartition("/trainer/")[2]  # of this package, or whole
-        yield f"{_gib(buffer.size):>12}  {buffer.shape:<26} {made}  {source}".rstrip()
+        name = buffer.op_name or buffer.name
+        name = name if len(name) <= 60 else f"...{name[-57:]}"
+        source = buffer.source.rpartition("/trainer/")[2]  # relative to this package, or the full path
+        yield f"{_gib(buffer.size):>12}  {buffer.shape:<26} {name}  {source}".rstrip()
 
 
 def _cost(report: Report) -> Iterator[str]:
@@ -77,25 +78,24 @@ def _cost(report: Report) -> Iterator[str]:
     if report.gradients_reduced_in:
         dtypes = " and ".join(report.gradients_reduced_in)
         others = " and ".join(it for it in report.gradients_reduced_in if it != _HLO_DTYPES[report.grad_dtype])
-        why = f"; {others}, not grad_dtype={report.grad_dtype}, where what they are made from is in {others}"
-        yield f"  devices sum gradients in {dtypes}{why if others else ''}"
+        why = f"; {others} instead of grad_dtype={report.grad_dtype} where their operands are in {others}"
+        yield f"  gradients are reduced in {dtypes}{why if others else ''}"
     for note in cost.notes:
         yield f"  not counted: {note}"
     if report.estimate:
-        at_best = report.estimate
-        parts = (("compute", at_best.compute_seconds), ("memory", at_best.memory_seconds))
+        it = report.estimate
+        parts = (("compute", it.compute_seconds), ("memory", it.memory_seconds), ("network", it.network_seconds))
         shown = ", ".join(f"{name} {short_time(seconds)}" for name, seconds in parts)
-        network = f"network {short_time(at_best.network_seconds)}"
         yield (
-            f"estimate: at best {short_time(at_best.seconds)} a step, bound by {at_best.bound} ({shown}, {network}); "
-            f"{short_time(at_best.serial_seconds)} if nothing overlaps"
+            f"estimate: at least {short_time(it.seconds)} per step, bound by {it.bound} ({shown}); "
+            f"{short_time(it.serial_seconds)} if nothing overlaps"
         )
 
 
 def _missing(report: Report) -> Iterator[str]:
     if report.suggestions:
         yield ""
-        yield "settings to try, those that cost least first:"
+        yield "settings to try, cheapest first:"
     for suggestion in report.suggestions:
         yield f"  {suggestion.settings}  ({suggestion.price})"
 

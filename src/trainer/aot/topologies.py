@@ -1,4 +1,4 @@
-"""Devices to compile for that this machine does not have."""
+"""Devices that this machine does not have, for compilation only."""
 
 import importlib.util
 from typing import Any
@@ -9,14 +9,14 @@ from trainer.config.errors import UserError
 from trainer.config.topologies import Topology, find_topology
 from trainer.runtime.platforms import prepare_compile_only_tpu
 
-NO_LIBTPU = "needs libtpu, the TPU's compiler, which runs on Linux on x86-64: pip install 'trainer[tpu-aot]'"
+NO_LIBTPU = "needs libtpu, the TPU compiler, for Linux on x86-64: pip install 'trainer[tpu-aot]'"
 
 
 def topology_of(config: Any) -> Topology:
     """The topology that `compile_topology` names.
 
     Raises:
-      UserError: it names none.
+      UserError: `compile_topology` is empty.
     """
     if not config.compile_topology:
         raise UserError("compile_topology is empty: give the devices to compile for, such as v5e-16, v5p-8 or cpu-8")
@@ -26,7 +26,7 @@ def topology_of(config: Any) -> Topology:
 
 
 def devices_of(topology: Topology, num_slices: int = 1) -> list[jax.Device]:
-    """The devices of `num_slices` slices. Those of a TPU compile and cannot run; those of a CPU are this process's.
+    """The devices of `num_slices` slices. TPU devices are for compilation only; CPU devices are this process's own.
 
     Raises:
       UserError: libtpu is not installed; the process has fewer CPU devices.

@@ -56,11 +56,11 @@ def test_leaves_are_what_one_device_holds(step, parameters):
     state, batch = step.run.abstract_args()
     total = sum(leaf.bytes for leaf in buffers.leaves((state, batch)))
     assert total == pytest.approx(step.compiled.memory_analysis().argument_size_in_bytes, rel=0.01)
-    embedding = next(leaf for leaf in parameters if leaf.whole == (64, 16))
+    embedding = next(leaf for leaf in parameters if leaf.global_dims == (64, 16))
     assert (embedding.dims, embedding.bytes) == ((64, 4), 64 * 4 * 4)
 
 
-def test_the_temporaries_at_the_fullest_moment(step, parameters):
+def test_the_temporaries_at_the_peak(step, parameters):
     found = buffers.temporaries(step.texts, [leaf.dims for leaf in parameters])
     taken = step.compiled.memory_analysis().temp_size_in_bytes
     assert 0.85 * taken < sum(buffer.size for buffer in found) <= taken

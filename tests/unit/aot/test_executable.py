@@ -67,7 +67,7 @@ def test_what_differs_is_named(step, file, origin):
     other["versions"]["jax"] = "0.0.1"
     other["arguments"] = {"a": "int32[1]"}
     message = refused(step, file, other)
-    assert message.startswith(f"compiled_trainstep_file={file} holds another step (there -> here):")
+    assert message.startswith(f"compiled_trainstep_file={file} holds another step (file -> run):")
     assert "\n  scan_layers: true -> false\n  learning_rate: 0.006 -> 0.5\n  device number: 8 -> 4\n" in message
     assert f"\n  version jax: {jax.__version__} -> 0.0.1\ncompile again" in message
     assert "argument" not in message  # they follow from the rest
@@ -77,11 +77,11 @@ def test_a_slice_of_another_shape_is_another_topology(step, file, origin):
     def chips(*sizes):
         return [SimpleNamespace(coords=place) for place in itertools.product(*map(range, sizes))]
 
-    assert executable._places(chips(4, 4, 1)) == "4x4x1"
+    assert executable._extent(chips(4, 4, 1)) == "4x4x1"
     other = copy.deepcopy(origin)
-    assert other["devices"]["places"] == ""
-    other["devices"]["places"] = executable._places(chips(2, 8, 1))
-    assert "device places:  -> 2x8x1" in refused(step, file, other)
+    assert other["devices"]["extent"] == ""
+    other["devices"]["extent"] = executable._extent(chips(2, 8, 1))
+    assert "device extent:  -> 2x8x1" in refused(step, file, other)
 
 
 def test_processes_of_cpu_devices_cannot_share_a_step(step, file, origin):
@@ -100,8 +100,8 @@ def test_other_shapes_of_the_same_configuration_are_named(step, file, origin):
 def test_a_damaged_file_and_another_one_are_refused(step, file, origin, tmp_path):
     content = file.read_bytes()
     for damaged, message in (
-        (content[:-1] + bytes([content[-1] ^ 1]), "damaged, its step is not what was written"),
-        (executable.MAGIC + b"{\n", "damaged, its head is no JSON"),
+        (content[:-1] + bytes([content[-1] ^ 1]), "damaged, its checksum does not match"),
+        (executable.MAGIC + b"{\n", "damaged, its header is not JSON"),
         (b"something else", "not a file that trainer.train_compile wrote"),
     ):
         path = tmp_path / "damaged"

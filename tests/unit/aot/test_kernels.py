@@ -93,7 +93,7 @@ Ran out of memory in memory space vmem while allocating on stack for %splash_mha
 
 def test_tiles_that_exceed_vector_memory_are_the_users_mistake_and_other_errors_pass():
     with (
-        pytest.raises(UserError, match=r"splash_mha_fwd\w+ needs 22.98M .* may take 16.00M; give smaller tiles"),
+        pytest.raises(UserError, match=r"splash_mha_fwd\w+ needs 22.98M .* may use 16.00M; choose smaller tiles"),
         kernels.tiles_fit(),
     ):
         raise JaxRuntimeError(OUT_OF_VMEM)

@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from trainer.aot.products import _valid_places
+from trainer.aot.products import _valid_positions
 
 
 def by_table(size, kernel, output, stride, low, dilation, spread):
@@ -18,11 +18,11 @@ def by_table(size, kernel, output, stride, low, dilation, spread):
 def test_places_that_meet_an_element(dilation):
     for size, kernel, output, stride, low, spread in product((1, 4), (1, 3, 6), (1, 5), (1, 2, 3), (-2, 0, 5), (1, 2)):
         case = size, kernel, output, stride, low, dilation, spread
-        assert _valid_places(*case) == by_table(*case), case
+        assert _valid_positions(*case) == by_table(*case), case
 
 
 def test_two_million_rows_take_no_table_of_their_pairs():
     started = time.perf_counter()
     rows = 2_097_151  # of an int64 table of all pairs: 32 TiB
-    assert _valid_places(rows, rows, rows, 1, rows - 1, 1, 1) == rows * (rows + 1) // 2
+    assert _valid_positions(rows, rows, rows, 1, rows - 1, 1, 1) == rows * (rows + 1) // 2
     assert time.perf_counter() - started < 5

@@ -55,7 +55,7 @@ def test_people_read_all_of_it(report):
     assert "layers/stack.py:" in text
     assert "all-gather f32 along fsdp" in text
     assert max(map(len, text.splitlines())) < 160
-    assert "devices sum gradients in f32\n" in text + "\n"
+    assert "gradients are reduced in f32\n" in text + "\n"
     elsewhere = report_text(dataclasses.replace(report, grad_dtype="bfloat16"))
     assert "in f32; f32, not grad_dtype=bfloat16, where what they are made from is in f32" in elsewhere
 
@@ -70,7 +70,9 @@ def test_a_step_that_does_not_fit(step, monkeypatch):
     failed = make_report(step.run, None, MESSAGE, texts, (0.0, 0.0), 1)
     assert (failed.fits, failed.memory.temporaries) == (False, 20 * GIB)
     assert failed.memory.peak == 20 * GIB + failed.memory.arguments
-    assert verdict(failed) == "does not fit: it needs 20.00 GiB, each device has 15.75 GiB, 4.25 GiB are missing"
+    assert (
+        verdict(failed) == "does not fit: it needs 20.00 GiB on each device, 4.25 GiB more than the available 15.75 GiB"
+    )
     assert failed.as_dict()["missing_bytes"] == failed.memory.peak - failed.hbm_bytes
     assignment = f"allocation 7: size {17 * GIB}, page 0, preallocated-temp:\nallocation 8: size 9, color 2, page 0, x"
     laid_out = make_report(step.run, None, MESSAGE, Dump(*texts)._replace(assignment=assignment), (0.0, 0.0), 1)
