@@ -155,7 +155,7 @@ def test_whatever_runs_while_a_step_is_traced_is_in_the_key(combination):
     finally:
         sys.setprofile(None)
     ran = {Path(name) for name in ran if Path(name).is_relative_to(SOURCE)}
-    known = sources.source_files(SOURCE.parent, [executable._MAKER], lambda top: top == "trainer")
+    known = sources.source_files(SOURCE.parent, [executable._BUILDER], lambda top: top == "trainer")
     assert SOURCE / "training" / "step.py" in ran
     assert ran - set(known) <= {SOURCE / "config" / name for name in READS_BASE_YML}
 
@@ -167,7 +167,7 @@ READ_BESIDES = {"eval_interval", "eval_per_device_batch_size", "hardware", "shar
 def test_every_key_that_the_code_of_the_step_reads_is_in_the_key():
     """Read from the source: `config.NAME`, and NAME as a string."""
     known, read = set(schema().keys), set()
-    for file in sources.source_files(SOURCE.parent, [executable._MAKER], lambda top: top == "trainer"):
+    for file in sources.source_files(SOURCE.parent, [executable._BUILDER], lambda top: top == "trainer"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Attribute):
                 owner = node.value

@@ -57,7 +57,7 @@ def test_people_read_all_of_it(report):
     assert max(map(len, text.splitlines())) < 160
     assert "gradients are reduced in f32\n" in text + "\n"
     elsewhere = report_text(dataclasses.replace(report, grad_dtype="bfloat16"))
-    assert "in f32; f32, not grad_dtype=bfloat16, where what they are made from is in f32" in elsewhere
+    assert "in f32; f32 instead of grad_dtype=bfloat16 where their operands are in f32" in elsewhere
 
 
 def test_a_step_that_does_not_fit(step, monkeypatch):
