@@ -4,7 +4,7 @@ This module imports grain: import it late.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grain
@@ -20,6 +20,7 @@ from trainer.data.readers import IndexedPart, Part, indexed
 _OPEN_FILES = 8  # files that are read in turn where the order is shuffled
 _WINDOWS = 1 << 32  # added to the seed, so that windows are not ordered as files are
 _BUFFER = 4  # rows that a worker process makes ahead
+_PASSES = 2  # over a share without a document, after which the search ends
 
 
 def streamed_rows(
@@ -42,8 +43,8 @@ def streamed_rows(
     """
     parts = []
     for corpus in corpora:
-        records = _records(corpus, seed, window, process_index, process_count)
-        parts.append(_Packed(records, corpus, encoder, packing))
+        records, epoch_of = _records(corpus, seed, window, process_index, process_count)
+        parts.append(_Packed(records, epoch_of, corpus, encoder, packing))
     rows: Any = parts[0] if len(parts) == 1 else grain.IterDataset.mix(parts, list(map(float, weights)))
     if workers:
         # grain reads absl's flags, which nothing else here does.
@@ -54,14 +55,27 @@ def streamed_rows(
     return rows
 
 
-def _records(corpus: Corpus, seed: int | None, window: int, process_index: int, process_count: int) -> Any:
+def _records(
+    corpus: Corpus, seed: int | None, window: int, process_index: int, process_count: int
+) -> tuple[Any, Callable[[Any], int]]:
+    """This process's records, and the epoch in which their iterator stands by its state."""
     if indexed(corpus.parts):
-        records = grain.MapDataset.source(_Concatenated(corpus.parts))  # type: ignore[arg-type]
+        every = _Concatenated(corpus.parts)  # type: ignore[arg-type]
+        records = grain.MapDataset.source(every)
         if seed is not None:
             records = records.shuffle(seed)
         mine = records.repeat()[process_index::process_count]
-        return mine.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
-    return _Shuffled(_Files(corpus.parts, seed, [(process_index, process_count)]), seed, window)
+        options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+        return mine.to_iter_dataset(options), functools.partial(_epoch_of_index, -(-len(every) // process_count))
+    return _Shuffled(_Files(corpus.parts, seed, [(process_index, process_count)]), seed, window), _epoch_of_files
+
+
+def _epoch_of_index(share: int, state: Any) -> int:
+    return state["next_index"] // share
+
+
+def _epoch_of_files(state: Any) -> int:
+    return state["files"]["epoch"]
 
 
 class _Concatenated:
@@ -153,7 +167,8 @@ class _FilesIterator(grain.DatasetIterator):
         return self._parts[i]
 
     def get_state(self) -> dict[str, Any]:
-        return {"open": [place and list(place) for place in self._open], "next": self._next, "turn": self._turn}
+        places, epoch = [place and list(place) for place in self._open], self._next // len(self._parts)
+        return {"open": places, "next": self._next, "turn": self._turn, "epoch": epoch}
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._open = [place and list(place) for place in state["open"]]
@@ -213,7 +228,8 @@ class _ShuffledIterator(grain.DatasetIterator):
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._parent.set_state(state["files"])
-        self._begin, self._end, self._number, self._given = state["files"], state["files"], state["window"], 0
+        self._begin = self._end = self._parent.get_state()
+        self._number, self._given = state["window"], 0
         self._records, self._ahead = [], None
         if state["given"]:
             self._fill()
@@ -223,9 +239,18 @@ class _ShuffledIterator(grain.DatasetIterator):
 class _Packed(grain.IterDataset):
     """Rows made of records."""
 
-    def __init__(self, parent: grain.IterDataset, corpus: Corpus, encoder: Encoder, packing: Packing):
+    def __init__(
+        self,
+        parent: grain.IterDataset,
+        epoch_of: Callable[[Any], int],
+        corpus: Corpus,
+        encoder: Encoder,
+        packing: Packing,
+    ):
         super().__init__(parent)
-        self._make = functools.partial(_PackedIterator, corpus=corpus, encoder=encoder, packing=packing)
+        self._make = functools.partial(
+            _PackedIterator, epoch_of=epoch_of, corpus=corpus, encoder=encoder, packing=packing
+        )
 
     def __iter__(self) -> "_PackedIterator":
         return self._make(self._parent.__iter__())
@@ -234,9 +259,17 @@ class _Packed(grain.IterDataset):
 class _PackedIterator(grain.DatasetIterator):
     """The state is that of the records before the document that the rows given end in, and how much of it they hold."""
 
-    def __init__(self, parent: grain.DatasetIterator, *, corpus: Corpus, encoder: Encoder, packing: Packing):
+    def __init__(
+        self,
+        parent: grain.DatasetIterator,
+        *,
+        epoch_of: Callable[[Any], int],
+        corpus: Corpus,
+        encoder: Encoder,
+        packing: Packing,
+    ):
         super().__init__(parent)
-        self._corpus, self._encoder, self._packing = corpus, encoder, packing
+        self._epoch_of, self._corpus, self._encoder, self._packing = epoch_of, corpus, encoder, packing
         self._restart(Resume(parent.get_state(), 0, 0))
 
     def _restart(self, resume: Resume) -> None:
@@ -246,13 +279,23 @@ class _PackedIterator(grain.DatasetIterator):
             next(self._rows)
 
     def _documents(self) -> Iterator[tuple[Any, Document]]:
+        read = first = 0  # records since the last document, and the epoch of the first of them
         while True:
             state = self._parent.get_state()
+            epoch = self._epoch_of(state)
+            first, read = first if read else epoch, read + 1
+            if epoch > first + _PASSES:
+                raise UserError(
+                    f"{self._corpus.label}: this process's share has no document with text: all of {read - 1:,} "
+                    f"records in {_PASSES} passes are empty or held out; use fewer processes or workers, or "
+                    "data_pipeline=prepared"
+                )
             record = next(self._parent)
             if self._corpus.wants(record):
                 (document,) = self._encoder.encode([record], self._counts)
                 if document is not None:
                     yield state, document
+                    read = 0
 
     def __next__(self) -> dict[str, Any]:
         row, self._resume = next(self._rows)

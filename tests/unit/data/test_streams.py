@@ -313,6 +313,18 @@ def test_no_record_for_a_process_is_an_error(tmp_path: Path):
         batches(dataset, 1, process_index=1, process_count=2)
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "arrayrecord"])
+def test_a_share_without_text_is_an_error(tmp_path: Path, kind: str):
+    """Of two processes one gets every second record, all of which are empty."""
+    write_records(tmp_path / f"a.{kind}", kind, [{"text": document(i) if i % 2 else ""} for i in range(40)])
+    keys = {"dataset_type": "grain", "grain_file_type": kind, "grain_train_files": tmp_path / f"a.{kind}"}
+    keys |= {"held_out_share": 0, "eval_interval": -1, "enable_data_shuffling": False, "tokenizer_type": "bytes"}
+    dataset = opened(tmp_path / "cache", **keys, data_pipeline="streaming")
+    with pytest.raises(UserError, match=r"share has no document with text: all of \d+ records in 2 passes are"):
+        batches(dataset, 1, process_index=0, process_count=2)
+    assert len(batches(dataset, 40, process_index=1, process_count=2)) == 40
+
+
 def test_streaming_says_what_it_cuts_and_skips(tmp_path: Path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x" * 100}) + "\n" + json.dumps({"text": ""}) + "\n")
     keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": f"{tmp_path}/a.jsonl"}
