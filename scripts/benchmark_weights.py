@@ -3,7 +3,8 @@
     python scripts/benchmark_weights.py [GB]
 
 Each row is measured in a process of its own. Memory is the largest resident set (VmHWM), less what the process has
-before it starts to read and, where it builds the model, less the model's own bytes. Files are in the page cache.
+before it starts to read and, where it loads, less the parameters that are on the devices (CPU devices: their memory is
+this process's) once the parameter that is being loaded is there too. Files are in the page cache.
 """
 
 import json
@@ -13,12 +14,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 WIDTH, MLP, VOCAB, HEADS, HEAD_DIM = 2048, 5632, 32000, 16, 128
 LAYER = WIDTH * WIDTH * 4 + 3 * WIDTH * MLP + 2 * WIDTH
 TABLES = 2 * VOCAB * WIDTH + WIDTH
+EIGHT = ("ici_fsdp_parallelism=4", "ici_tensor_parallelism=2")
 
 
 def words(layers: int) -> list[str]:
@@ -62,26 +65,32 @@ def make(folder: Path, layers: int) -> None:
     write_huggingface(folder, config, leaves, None, {})
 
 
-def load(folder: Path, layers: int, weight_dtype: str) -> dict[str, float]:
-    """`load_parameters` onto one CPU device."""
+def load(folder: Path, layers: int, weight_dtype: str, *keys: str) -> dict[str, float]:
+    """`load_parameters` onto the CPU devices that there are, sharded as `keys` say."""
     import jax
+    from orbax.checkpoint import v1  # noqa: F401
 
-    from trainer.checkpoint import load_parameters, model_config, nested
-    from trainer.export import parameter_shapes
+    import trainer.checkpoint.load as loading
+    import trainer.config
+    from trainer.training import build
 
-    config = model_config({}, words(layers), "")
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    abstract = nested(
-        {
-            name: jax.ShapeDtypeStruct(shape, weight_dtype, sharding=sharding)
-            for name, shape in parameter_shapes(config).items()
-        }
-    )
+    given = ["base.yml", "dataset_type=synthetic", *words(layers), f"weight_dtype={weight_dtype}", *keys]
+    run = build(trainer.config.load(given).config, jax.devices())
+    abstract = run.codec.unpack(run.abstract_args()[0]).params
+    place, loaded, above = loading._place, 0, 0
+
+    def measured(*arguments: Any) -> jax.Array:
+        nonlocal loaded, above
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+        array = jax.block_until_ready(place(*arguments))
+        loaded += array.nbytes
+        above = max(above, resident("VmHWM") - before - loaded)
+        return array
+
+    loading._place = measured
     before, started = resident("VmRSS"), time.perf_counter()
-    params = jax.block_until_ready(load_parameters(str(folder), config, abstract, print))
-    seconds = time.perf_counter() - started
-    model = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    return {"seconds": seconds, "memory": resident("VmHWM") - before - model}
+    loading.load_parameters(str(folder), run.config, abstract, print)
+    return {"seconds": time.perf_counter() - started, "memory": above}
 
 
 def export(source: Path, target: Path, *options: str) -> dict[str, float]:
@@ -114,7 +123,7 @@ def main() -> None:
         if name == "make":
             make(folder, layers)
         elif name == "load":
-            print(json.dumps(load(folder, layers, rest[2])))
+            print(json.dumps(load(folder, layers, *rest[2:])))
         else:
             print(json.dumps(export(folder, Path(rest[2]), *rest[3:])))
         return
@@ -122,18 +131,25 @@ def main() -> None:
     layers = max(1, round((gigabytes * 5e8 - TABLES) / LAYER))
     size = 2 * (layers * LAYER + TABLES)
     with tempfile.TemporaryDirectory() as temporary:
-        hf, params = Path(temporary) / "hf", Path(temporary) / "params"
+        hf, params, maxtext = (Path(temporary) / name for name in ("hf", "params", "maxtext"))
         measure("make", hf, layers)
         rows = {
             "load Hugging Face, bfloat16": measure("load", hf, layers, "bfloat16"),
             "load Hugging Face as float32": measure("load", hf, layers, "float32"),
             "export Hugging Face -> params": measure("export", hf, layers, params, "format=params"),
             "load params, bfloat16": measure("load", params, layers, "bfloat16"),
+            "load Hugging Face as float32, 8 devices": measure("load", hf, layers, "float32", *EIGHT),
+            "load params, bfloat16, 8 devices": measure("load", params, layers, "bfloat16", *EIGHT),
             "export params -> Hugging Face": measure("export", params, layers, Path(temporary) / "back", "format=hf"),
             "export Hugging Face -> Hugging Face": measure("export", hf, layers, Path(temporary) / "copy", "format=hf"),
+            "export Hugging Face -> MaxText": measure("export", hf, layers, maxtext, "format=maxtext"),
+            "load MaxText, bfloat16, 8 devices": measure("load", maxtext, layers, "bfloat16", *EIGHT),
         }
-    stack = 2 * layers * WIDTH * MLP
-    print(f"{layers} layers, {size / 1e9:.2f} GB in bfloat16; the largest stacked tensor has {stack / 1e6:.0f} MB\n")
+    layer = 2 * WIDTH * MLP
+    print(
+        f"{layers} layers, {size / 1e9:.2f} GB in bfloat16; the largest stacked parameter: {layers * layer / 1e6:.0f} "
+        f"MB, a layer of it: {layer / 1e6:.0f} MB, the table: {2 * VOCAB * WIDTH / 1e6:.0f} MB\n"
+    )
     print("| | seconds | MB/s | memory above the model, MB |\n|---|---|---|---|")
     for label, row in rows.items():
         print(f"| {label} | {row['seconds']:.1f} | {size / 1e6 / row['seconds']:.0f} | {row['memory'] / 1e6:.0f} |")
@@ -142,8 +158,10 @@ def main() -> None:
 def measure(name: str, *arguments: object) -> dict[str, float]:
     """One row, in a process of its own; its last line is the result."""
     command = [sys.executable, __file__, name, *map(str, arguments)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout.splitlines()[-1]) if done.stdout else {}
+    flags = "--xla_force_host_platform_device_count=8" if EIGHT[0] in arguments else ""
+    environment = os.environ | {"XLA_FLAGS": flags}
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    return json.loads(done.stdout.splitlines()[-1]) if name != "make" else {}
 
 
 if __name__ == "__main__":

@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
+import jax
 import numpy as np
 
-from trainer.checkpoint.source import Leaf, Shapes, check_tensors, common_dtype
+from trainer.checkpoint.safetensors_file import DTYPES, Box, StoredTensor, stored_tensors
+from trainer.checkpoint.source import Leaf, Shapes, check_tensors, common_dtype, put_slices, whole, within
 from trainer.config import UserError
 from trainer.config.errors import shortened
 from trainer.config.json_files import read_object, shown
@@ -19,13 +20,11 @@ from trainer.models.huggingface_config import model_keys
 from trainer.models.huggingface_fields import neutral_keys
 
 INDEX = "model.safetensors.index.json"
-# safetensors' names of the dtypes that are read.
-_DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 _ROWS = 4096  # of a table, compared at once
 
 
 class HuggingFaceSource:
-    """See `Source`. Holds the files open; a tensor is read when a leaf's part is."""
+    """See `Source`."""
 
     kind = "Hugging Face"
 
@@ -39,7 +38,7 @@ class HuggingFaceSource:
         config = read_object(path / "config.json")
         self.keys: Mapping[str, Any] = model_keys(config, str(path / "config.json"), decoder_block)
         self.neutral: Mapping[str, Any] = neutral_keys(config, str(path / "config.json"))
-        self._files = {name: file for file in _open_files(path) for name in file.keys()}  # noqa: SIM118
+        self._tensors = _tensors(path)
 
     def notes(self, config: Any) -> Sequence[str]:
         """See `Source.notes`: nothing."""
@@ -49,13 +48,12 @@ class HuggingFaceSource:
         """See `Source.leaves`."""
         layouts = hugging_face(config.decoder_block).layouts
         layers = config.base_num_decoder_layers
-        if layers > len(self._files):  # before as many names are made
-            raise UserError(f"{self.path}: {len(self._files)} tensors, too few for num_hidden_layers={layers}")
-        found = {}
-        for name, file in self._files.items():
-            header = file.get_slice(name)
-            dtype = _DTYPES.get(header.get_dtype())
-            found[name] = (tuple(header.get_shape()), dtype.name if dtype else header.get_dtype())
+        if layers > len(self._tensors):  # before as many names are made
+            raise UserError(f"{self.path}: {len(self._tensors)} tensors, too few for num_hidden_layers={layers}")
+        found = {
+            name: (tensor.shape, tensor.dtype.name if tensor.kind in DTYPES else tensor.kind)
+            for name, tensor in self._tensors.items()
+        }
         places = {name: place(stacks(config), name) for name in shapes}
         wanted = dict(
             tensor for name, shape in shapes.items() for tensor in tensors_of(layouts[name], places[name], shape)
@@ -76,21 +74,39 @@ class HuggingFaceSource:
         }
 
     def _leaf(self, layout: Layout, where: Place | None, shape: tuple[int, ...], interleave: bool) -> Leaf:
-        tensors = [name for name, _ in tensors_of(layout, where, shape)]
-        stored, mixed = common_dtype([_DTYPES[self._files[it].get_slice(it).get_dtype()] for it in tensors])
+        tensors = [self._tensors[name] for name, _ in tensors_of(layout, where, shape)]
+        stored, mixed = common_dtype([tensor.dtype for tensor in tensors])
         part_shape = shape if where is None else shape[1:]
 
-        def read(tensor: str) -> np.ndarray:
-            return layout.to_ours(self._files[tensor].get_tensor(tensor), part_shape, interleave)
+        def read(tensor: StoredTensor) -> np.ndarray:
+            return _read(tensor, layout, part_shape, whole(part_shape), interleave)
 
-        return Leaf(shape, stored, [functools.partial(read, tensor) for tensor in tensors], mixed=mixed)
+        def put(tensor: StoredTensor, abstract: jax.ShapeDtypeStruct) -> jax.Array:
+            def part(box: Box) -> np.ndarray:
+                if where is None:
+                    return _read(tensor, layout, part_shape, box, interleave)
+                return _read(tensor, layout, part_shape, box[1:], interleave)[None]
+
+            return put_slices(part, abstract)
+
+        parts = [functools.partial(read, tensor) for tensor in tensors]
+        puts = [functools.partial(put, tensor) for tensor in tensors]
+        return Leaf(shape, stored, parts, puts, mixed)
 
     def _check_tied(self, head: str, table: str, rows: int) -> None:
-        one, other = self._files[head].get_slice(head), self._files[table].get_slice(table)
+        one, other = self._tensors[head], self._tensors[table]
         for row in range(0, rows, _ROWS):
-            end = min(row + _ROWS, rows)
-            if one[row:end].tobytes() != other[row:end].tobytes():
+            box = (slice(row, min(row + _ROWS, rows)), slice(0, one.shape[1]))
+            if one.read(box).tobytes() != other.read(box).tobytes():
                 raise UserError(f"{self.path}: the head is said to be the embedding table, but {head} is not {table}")
+
+
+def _read(tensor: StoredTensor, layout: Layout, shape: tuple[int, ...], box: Box, interleave: bool) -> np.ndarray:
+    """`box` of our parameter of `shape` that `tensor` holds."""
+    wide = layout.widened(shape, box)
+    sizes = tuple(cut.stop - cut.start for cut in wide)
+    value = layout.to_ours(tensor.read(layout.box(shape, wide)), sizes, interleave)
+    return value[within(box, wide)]
 
 
 def tensors_of(layout: Layout, where: Place | None, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
@@ -130,16 +146,16 @@ def _is_file_name(name: Any) -> bool:
     return plain and path_problem(f"a/{name}") is None
 
 
-def _open_files(path: Path) -> list[Any]:
-    from safetensors import SafetensorError, safe_open
+def _tensors(path: Path) -> dict[str, StoredTensor]:
+    from safetensors import SafetensorError
 
-    files, problems = [], []
-    for name in weight_files(path):
+    tensors: dict[str, StoredTensor] = {}
+    problems = []
+    for file in weight_files(path):
         try:
-            # Read, not mapped: pages of a map would count as this process's memory.
-            files.append(safe_open(name, framework="np", backend="pread"))
+            tensors |= stored_tensors(file)
         except (OSError, SafetensorError) as error:
-            problems.append(f"{name}: {shortened(str(error))}")
+            problems.append(f"{file}: {shortened(str(error))}")
     if problems:
         raise UserError("\n  ".join([f"{path}: weights cannot be read:", *problems]))
-    return files
+    return tensors

@@ -1,11 +1,13 @@
 """`load_parameters_path`: what lies there, and its parameters on the devices."""
 
+import functools
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from trainer.checkpoint.beside import CONFIG as BESIDE_CONFIG
 from trainer.checkpoint.beside import TOKENIZER
@@ -14,7 +16,7 @@ from trainer.checkpoint.huggingface import HuggingFaceSource, weight_files
 from trainer.checkpoint.manager import RUN, committed, inspect, newest, written_by_maxtext
 from trainer.checkpoint.maxtext import ITEMS, MaxTextSource
 from trainer.checkpoint.params import CONFIG, TREE, ParamsSource
-from trainer.checkpoint.source import Leaf, Source, Tick, names_of, nested, progress
+from trainer.checkpoint.source import Leaf, Source, Tick, names_of, nested, progress, resharded
 from trainer.config import UserError
 from trainer.config.paths import local_path
 from trainer.observe.rundir import CHECKPOINTS
@@ -72,7 +74,7 @@ def _remote_run(path: str) -> Source:
 def load_parameters(
     path: str, config: Any, abstract: Any, say: Callable[[str], Any], given: Collection[str] = ()
 ) -> Any:
-    """The parameters at `path` on the devices; on the host never more than one of them, all layers, at a time.
+    """The parameters at `path` on the devices. The host holds what its devices need of one layer of one parameter.
 
     Args:
       path: whatever `open_source` takes.
@@ -97,7 +99,6 @@ def load_parameters(
     with progress(leaves.values(), "loading", say) as tick:
         for name, leaf in leaves.items():
             placed[name] = _place(leaf, wanted[name], tick)
-            placed[name].block_until_ready()  # before the next is read, so that this one's host memory is free
     seconds, size = time.perf_counter() - started, sum(leaf.nbytes for leaf in leaves.values())
     if seconds > _SHORT:
         say(f"loaded {size / 1e9:.2f} GB of parameters from {path} ({source.kind}) in {seconds:.0f} s")
@@ -105,9 +106,25 @@ def load_parameters(
 
 
 def _place(leaf: Leaf, abstract: jax.ShapeDtypeStruct, tick: Tick) -> jax.Array:
-    if leaf.place is not None:
-        array = leaf.place(abstract)
+    """The leaf as `abstract` says, put together on the devices."""
+    if len(leaf.puts) == 1:
+        array = leaf.puts[0](abstract).block_until_ready()
         tick(leaf.nbytes)
         return array
-    value = leaf.read(abstract.dtype, tick)
-    return jax.make_array_from_callback(abstract.shape, abstract.sharding, lambda index: value[index])
+    count, ndim = len(leaf.puts), len(leaf.shape)
+    shape = (leaf.shape[0] // count, *leaf.shape[1:])
+    layer = jax.ShapeDtypeStruct(
+        shape, abstract.dtype, sharding=resharded(abstract.sharding, ndim, lambda axes: [None, *axes[1:]])
+    )
+    array = jnp.zeros(leaf.shape, abstract.dtype, device=resharded(abstract.sharding, ndim, lambda axes: axes))
+    for i, put in enumerate(leaf.puts):
+        part = put(layer).block_until_ready()  # before the next is read, so that this one's host memory is free
+        array = _with_part(array, part, i * shape[0])
+        tick(leaf.nbytes // count)
+    return jax.device_put(array, abstract.sharding)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _with_part(array: jax.Array, part: jax.Array, start: int) -> jax.Array:
+    """`array` with `part` from index `start` of its first axis on, in the same memory."""
+    return jax.lax.dynamic_update_slice_in_dim(array, part, start, axis=0)

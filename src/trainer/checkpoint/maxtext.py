@@ -9,14 +9,16 @@ as {"value": array}. What differs from ours, and is converted (docs/guides/weigh
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from trainer.checkpoint import orbax
-from trainer.checkpoint.source import Leaf, Shapes, check_tensors, common_dtype
+from trainer.checkpoint.source import Leaf, Shapes, check_tensors, common_dtype, resharded
 from trainer.config import UserError
 from trainer.models.families import Place, family, hugging_face, place, stacks
 from trainer.models.huggingface import halves_of_pairs, pairs_of_halves
@@ -91,11 +93,10 @@ class MaxTextSource:
         leaves = {}
         for name, tensors in stored.items():
             dtype, mixed = common_dtype([np.dtype(self._headers[tensor][1].dtype) for tensor in tensors])
-            parts = [
-                functools.partial(self._read, config, name, axis if places[name] else 0, *tensor)
-                for tensor in tensors.items()
-            ]
-            leaves[name] = Leaf(shapes[name], dtype, parts, mixed=mixed)
+            of = (config, name, axis if places[name] else 0)
+            parts = [functools.partial(self._read, *of, *tensor) for tensor in tensors.items()]
+            puts = [functools.partial(self._put, *of, *tensor) for tensor in tensors.items()]
+            leaves[name] = Leaf(shapes[name], dtype, parts, puts, mixed)
         return leaves
 
     def _scan_axis(self, shapes: Shapes) -> int:
@@ -131,9 +132,45 @@ class MaxTextSource:
         value = orbax.read(self.path, stored, shape, np.dtype(header.dtype))
         if tensor == name:
             value = np.moveaxis(value, axis, 0)
-        if turns(config, name, self._said.get(PAIRS, in_pairs(config))):
-            value = pairs_of_halves(value) if config.rope_interleave else halves_of_pairs(value)
-        return scaled(value, np.multiply, query_scale(config, name))
+        turn = self._turn(config, name)
+        return scaled(turn(value) if turn else value, np.multiply, query_scale(config, name))
+
+    def _put(
+        self,
+        config: Any,
+        name: str,
+        axis: int,
+        tensor: str,
+        shape: tuple[int, ...],
+        abstract: jax.ShapeDtypeStruct,
+    ) -> jax.Array:
+        """The same on devices, each process reading what its own need. It is converted there."""
+        stored, header = self._headers[tensor]
+        axis = axis if tensor == name else -1  # of one layer
+
+        def theirs(ours: list[Any]) -> list[Any]:
+            return ours[1:] if axis < 0 else list(_with_layers_on(axis, tuple(ours)))
+
+        sharding = resharded(abstract.sharding, len(abstract.shape), theirs)
+        factor = query_scale(config, name)
+        dtype = abstract.dtype if factor == 1 else np.dtype(header.dtype)  # scaled before it is rounded
+        value = orbax.place(self.path, stored, jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
+        value = _to_ours(value, axis, self._turn(config, name), factor, abstract.dtype)
+        return jax.device_put(value, abstract.sharding)
+
+    def _turn(self, config: Any, name: str) -> Callable[[Any], Any] | None:
+        """What brings entries of a head into the order that `config` says."""
+        if not turns(config, name, self._said.get(PAIRS, in_pairs(config))):
+            return None
+        return pairs_of_halves if config.rope_interleave else halves_of_pairs
+
+
+@functools.partial(jax.jit, static_argnames=("axis", "turn", "factor", "dtype"))
+def _to_ours(value: jax.Array, axis: int, turn: Callable[[Any], Any] | None, factor: float, dtype: Any) -> jax.Array:
+    """A tensor as ours, whose layers lie on `axis`; -1: it is of one layer, and has no such axis."""
+    value = value[None] if axis < 0 else jnp.moveaxis(value, axis, 0)
+    value = turn(value) if turn else value
+    return (value if factor == 1 else value.astype(jnp.float32) * factor).astype(dtype)
 
 
 def _not_maxtexts(headers: Mapping[str, Any]) -> str:

@@ -96,7 +96,7 @@ def read(path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.n
 
 
 def place(path: Path, name: str, abstract: jax.ShapeDtypeStruct) -> jax.Array:
-    """One leaf in the dtype and sharding of `abstract`; every process reads what its devices hold.
+    """One leaf in the dtype and sharding of `abstract`; every process reads the chunks in which its slices lie.
 
     Raises:
       UserError: it is damaged.
@@ -140,8 +140,12 @@ def _undamaged(where: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, RecursionError) as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    except Exception as error:
+        # What reading a shard raises comes as the cause of a bare Exception.
+        cause = error.__cause__ if type(error) is Exception else error
+        if not isinstance(cause, OSError | ValueError | KeyError | RecursionError):
+            raise
+        reason = f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
         raise UserError(f"{where}: the checkpoint is damaged or incomplete ({reason})") from error
     finally:
         logger.setLevel(level)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from trainer.checkpoint import orbax
@@ -68,6 +69,13 @@ class ParamsSource:
         tree, path = self._tree, _ROOT + name
         dtype = np.dtype(self._headers[path].dtype)
         read = functools.partial(orbax.read, tree, path, shape, dtype)
+        place = functools.partial(orbax.place, tree, path)
         if turn is None:
-            return Leaf(shape, dtype, [read], functools.partial(orbax.place, tree, path))
-        return Leaf(shape, dtype, [lambda: turn(read())])
+            return Leaf(shape, dtype, [read], [place])
+        turned = jax.jit(turn)
+        return Leaf(
+            shape,
+            dtype,
+            [lambda: turn(read())],
+            [lambda abstract: jax.device_put(turned(place(abstract)), abstract.sharding)],
+        )

@@ -1,23 +1,82 @@
-"""Safetensors files, written tensor by tensor. The library's own writer wants all of a file's tensors at once."""
+"""Safetensors files, read and written in parts. The library reads whole tensors, and writes all of a file at once.
+
+The format: the header's length as 8 bytes, little-endian; the header, JSON; then the bytes of the tensors in C order
+(https://huggingface.co/docs/safetensors, "Format").
+"""
 
 import json
+import math
 import os
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
+import ml_dtypes
 import numpy as np
 
-_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+from trainer.config import UserError
 
+# The dtypes that are read and written, by their names in the format.
+DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+_STRIP = 1 << 25  # bytes that are read at once
+
+Box = tuple[slice, ...]  # a part of an array: for each axis a start and a stop
 Tensors = dict[str, tuple[tuple[int, ...], np.dtype]]  # name: (shape, dtype)
 
 
-class SafetensorsFile:
-    """A safetensors file whose tensors are written in any order.
+class StoredTensor(NamedTuple):
+    """A tensor in a file."""
 
-    The format: the header's length as 8 bytes, little-endian; the header, JSON; then the bytes of the tensors in C
-    order (https://huggingface.co/docs/safetensors, "Format").
+    path: Path
+    kind: str  # the dtype, as the format calls it; it may be none that is read
+    shape: tuple[int, ...]
+    start: int  # of its first byte in the file
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype, one of `DTYPES`."""
+        return DTYPES[self.kind]
+
+    def read(self, box: Box) -> np.ndarray:
+        """The values in `box`: whole rows are read, in strips, and those columns of them are kept.
+
+        Raises:
+          UserError: the file was cut since it was opened.
+        """
+        row, size = math.prod(self.shape[1:]), self.dtype.itemsize
+        values = np.empty([cut.stop - cut.start for cut in box], f"u{size}")  # NumPy reads no bfloat16 from files
+        step = max(1, _STRIP // (row * size))
+        for first in range(box[0].start, box[0].stop, step):
+            rows = min(step, box[0].stop - first)
+            strip = np.fromfile(self.path, values.dtype, rows * row, offset=self.start + first * row * size)
+            if len(strip) < rows * row:
+                raise UserError(f"{self.path}: the file ends within its tensors")
+            at = first - box[0].start
+            values[at : at + rows] = strip.reshape(rows, *self.shape[1:])[(slice(None), *box[1:])]
+        return values.view(self.dtype)
+
+
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file by name, none of them read.
+
+    Raises:
+      OSError, safetensors.SafetensorError: the file cannot be read, or its header is not one of its tensors.
     """
+    from safetensors import safe_open
+
+    with safe_open(path, framework="np"), path.open("rb") as file:  # the library checks the header
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return {
+        name: StoredTensor(path, it["dtype"], tuple(it["shape"]), 8 + length + it["data_offsets"][0])
+        for name, it in header.items()
+    }
+
+
+class SafetensorsFile:
+    """A safetensors file whose tensors are written in any order."""
 
     def __init__(self, path: Path, tensors: Tensors):
         self._offsets: dict[str, tuple[int, int]] = {}
@@ -26,7 +85,7 @@ class SafetensorsFile:
         for name, (shape, dtype) in tensors.items():
             start, end = end, end + int(np.prod(shape)) * dtype.itemsize
             self._offsets[name] = (start, end)
-            header[name] = {"dtype": _NAMES[dtype.name], "shape": list(shape), "data_offsets": [start, end]}
+            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._start = 8 + len(text)

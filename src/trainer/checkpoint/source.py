@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from trainer.checkpoint.safetensors_file import Box
 from trainer.config import UserError
 from trainer.config.errors import shortened
 
@@ -34,13 +35,14 @@ class Leaf:
       shape: canonical.
       dtype: as stored; float32, which holds them all, where layers are stored in several.
       parts: read the values as stored: one part for each layer, or one for the whole leaf.
-      place: puts the leaf straight onto devices, given its shape, dtype and sharding; None where that takes the host.
+      puts: put the same parts onto devices, given shape, dtype and sharding of a part, layers first.
+        The host holds what its devices need of a part. () for a leaf that is only written.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     parts: Sequence[Callable[[], np.ndarray]]
-    place: Callable[[jax.ShapeDtypeStruct], jax.Array] | None = None
+    puts: Sequence[Callable[[jax.ShapeDtypeStruct], jax.Array]] = ()
     mixed: tuple[str, ...] = ()  # the names of the dtypes, where layers are stored in several
 
     @property
@@ -71,6 +73,40 @@ class Leaf:
             value = part()
             tick(self.nbytes // len(self.parts))
             yield from ([value] if value.ndim < len(self.shape) else value)
+
+
+def whole(shape: tuple[int, ...]) -> Box:
+    """The box that is all of an array."""
+    return tuple(slice(0, size) for size in shape)
+
+
+def within(box: Box, outer: Box) -> Box:
+    """`box` as a part of the array that `outer` is."""
+    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, outer, strict=True))
+
+
+def put_slices(read: Callable[[Box], np.ndarray], abstract: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array on devices. `read` gives the slice of one device at a time, and that of its replicas here."""
+    shape, sharding = abstract.shape, abstract.sharding
+    devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        ends = tuple(cut.indices(size)[:2] for cut, size in zip(index or (), shape, strict=True))
+        devices.setdefault(ends, []).append(device)
+    arrays = []
+    for ends, replicas in devices.items():
+        value = read(tuple(slice(*pair) for pair in ends)).astype(abstract.dtype, copy=False)
+        for device in replicas:
+            target = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+            arrays.append(jax.device_put(value, target).block_until_ready())  # so that the value's memory is free
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+def resharded(sharding: Any, ndim: int, change: Callable[[list[Any]], list[Any]]) -> Any:
+    """The sharding, in device memory, of an array whose axes are those of one of `ndim` axes under `change`."""
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return sharding  # one device
+    axes = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
+    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*change(axes)))
 
 
 class Source(Protocol):

@@ -29,8 +29,23 @@ class Layout(NamedTuple):
         """The tensor's shape, of one layer, for our shape of one layer."""
         return (math.prod(ours[self.inputs :]), math.prod(ours[: self.inputs])) if self.inputs else ours
 
+    def widened(self, shape: tuple[int, ...], box: tuple[slice, ...]) -> tuple[slice, ...]:
+        """`box` of one layer of our `shape`, made larger until it is a box of the tensor and holds all that turns."""
+        outer = {0, self.inputs} if self.inputs else set(range(len(shape)))
+        if self.turned:
+            outer -= {len(shape) - 1}
+        return tuple(cut if axis in outer else slice(0, shape[axis]) for axis, cut in enumerate(box))
+
+    def box(self, shape: tuple[int, ...], box: tuple[slice, ...]) -> tuple[slice, ...]:
+        """The box of the tensor that holds `box`, a widened one, of our `shape`."""
+        if not self.inputs:
+            return box
+        rows, columns = math.prod(shape[self.inputs + 1 :]), math.prod(shape[1 : self.inputs])
+        out, into = box[self.inputs], box[0]
+        return slice(out.start * rows, out.stop * rows), slice(into.start * columns, into.stop * columns)
+
     def to_ours(self, theirs: np.ndarray, shape: tuple[int, ...], interleave: bool) -> np.ndarray:
-        """The parameter of `shape` for one layer."""
+        """The parameter of `shape` for one layer, or a widened box of it."""
         ours = transposed(theirs).reshape(shape) if self.inputs else theirs
         return pairs_of_halves(ours) if self.turned and interleave else ours
 
