@@ -23,7 +23,7 @@ from trainer.checkpoint import Leaf, load_parameters, names_of, write_params
 from trainer.checkpoint import huggingface as hf
 from trainer.checkpoint.safetensors_file import StoredTensor, stored_tensors
 from trainer.config import UserError, load
-from trainer.models.huggingface import family
+from trainer.models.families import hugging_face
 from trainer.training import build
 
 MESH = {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2, "per_device_batch_size": 1}
@@ -50,7 +50,7 @@ def test_any_box_of_a_parameter_is_read_as_it_is(tmp_path, block, interleave):
     write_hf(tmp_path / "hf", config, hf_tensors(params))
     tensors = stored_tensors(tmp_path / "hf/model.safetensors")
     for name, value in (in_pairs(params) if interleave else params).items():
-        layout = family(block).layouts[name]
+        layout = hugging_face(block).layouts[name]
         ours = value[1] if "{}" in layout.name else value
         cuts = [[(0, n), (0, n // 2), (n // 2, n), (n - 1, n)] for n in ours.shape]
         for ends in itertools.product(*cuts):
