@@ -1,6 +1,6 @@
-"""A block as a team may have it, written by hand in Linen, and the NNX block that is to take its place.
+"""A team's own block, written directly in Linen, and the NNX block that replaces it.
 
-The example of docs/guides/migrating.md. Both are taken by import path:
+The example of docs/guides/migrating.md. Both are named by import path:
 
     python -m trainer.train base.yml decoder_block=docs.guides.team_block:NNXBlock
 """
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import linen, nnx
 
 INIT = jax.nn.initializers.lecun_normal()
-# Logical names of a kernel's axes, out of and into the residual stream.
+# Logical names of a kernel's axes: from and to the residual stream.
 UP, DOWN = ("embed", "mlp"), ("mlp", "embed")
 
 
@@ -26,7 +26,7 @@ def attend(q_bthd: jax.Array, k_bthd: jax.Array, v_bthd: jax.Array, segment_bt: 
 
 
 def linen_dense(features: int, names: tuple[str, str], name: str) -> linen.Dense:
-    """A dense layer whose kernel's axes have logical names, by which it is sharded."""
+    """A dense layer whose kernel is sharded by the logical names of its axes."""
     return linen.Dense(features, kernel_init=linen.with_logical_partitioning(INIT, names), name=name)
 
 
@@ -56,7 +56,7 @@ def nnx_linear(inputs: int, features: int, names: tuple[str, str], rngs: nnx.Rng
 class NNXBlock(nnx.Module):
     """The same block in NNX, with better names."""
 
-    # From names in this block to names in the block that it replaces.
+    # Maps names in this block to names in the block that it replaces.
     PARAMETER_NAMES = {
         "attention_norm": "ln_1",
         "qkv": "c_attn",
@@ -90,7 +90,7 @@ class NNXBlock(nnx.Module):
 
 
 class NNXBlockWithABug(NNXBlock):
-    """A translation that went wrong in one place: GELU is exact, where Linen's is the approximation by tanh."""
+    """A translation with one bug: GELU is exact, but Linen's is the tanh approximation."""
 
     def __call__(self, x, cache, context):
         """See `LinenBlock`."""
