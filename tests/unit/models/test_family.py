@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from parity_cases import run as parity
 from run_cases import arrays_of, train
-from support import ALL_COMBINATIONS, arguments, assert_equal_bits, packed_batch, tiny_config
+from support import ALL_COMBINATIONS, arguments, tiny_config
 
 from trainer.backends import make_model
 from trainer.checkpoint import names_of
@@ -74,23 +74,6 @@ def test_so_it_does_unrolled():
     assert len({measure._text(program(built(name, scan_layers=False))) for name in ends}) == 1
 
 
-def test_it_trains_and_no_gradient_reaches_a_buffer():
-    run = built("nnx")
-    state = run.init()
-    before = jax.tree.map(np.asarray, run.codec.unpack(state))
-    batch = packed_batch(run.config, run.rows)
-    step = run.step.lower(*run.abstract_args()).compile(compiler_options=QUICK)
-    losses = []
-    for _ in range(2):
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
-    after = run.codec.unpack(state)
-    assert losses[1] < losses[0]
-    assert_equal_bits(after.rest, before.rest)
-    moved = jax.tree.map(lambda a, b: bool(np.any(np.asarray(a) != b)), after.params, before.params)
-    assert all(jax.tree.leaves(moved))
-
-
 def test_policies_keep_what_it_names():
     def products(policy):
         model = make_model(tiny_config("nnx", **OWN, remat_policy=policy))
@@ -132,7 +115,7 @@ def test_it_is_sampled_from_through_caches_of_both_kinds():
     assert len(set(tokens[0, 3:].tolist())) > 2
 
 
-def test_a_run_goes_on_from_its_checkpoint_in_another_combination(tmp_path):
+def test_it_trains_and_a_run_goes_on_from_its_checkpoint_in_another_combination(tmp_path):
     keys = OWN | {"opt_type": "sgd", "learning_rate_schedule_steps": 4, "eval_interval": -1, "dropout_rate": 0.0}
     jax.config.update("jax_disable_most_optimizations", True)
     try:
@@ -142,9 +125,11 @@ def test_a_run_goes_on_from_its_checkpoint_in_another_combination(tmp_path):
     finally:
         jax.config.update("jax_disable_most_optimizations", False)
     found = {step: arrays_of(tmp_path / f"runs/own/checkpoints/{step}") for step in (2, 4)}
-    bias, mix = ("rest/decoder/layers/layers_1/bias", "params/decoder/layers/layers_1/mix/kernel")
-    assert found[2][bias].tobytes() == found[4][bias].tobytes()
-    assert found[2][mix].tobytes() != found[4][mix].tobytes()
+    for name, array in found[2].items():
+        part = name.partition("/")[0]
+        if part in ("params", "rest"):  # no gradient reaches a buffer
+            assert (array.tobytes() != found[4][name].tobytes()) == (part == "params"), name
+    assert "rest/decoder/layers/layers_1/bias" in found[4]
 
 
 @pytest.mark.skipif(len(ALL_COMBINATIONS) == 1, reason="there is one combination")
