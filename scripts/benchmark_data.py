@@ -15,7 +15,6 @@ from pathlib import Path
 
 from trainer.config import load
 from trainer.data import Dataset, open_dataset
-from trainer.data.example_proto import serialize_example
 from trainer.data.stdlib import read_files, stdlib_folder
 
 LENGTH, ROWS, SECONDS, REPEATS = 2048, 8, 3.0, 3
@@ -48,10 +47,13 @@ def write_files(folder: Path, kind: str) -> int:
             pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
         else:
             from array_record.python.array_record_module import ArrayRecordWriter
+            from tensorflow_datasets.proto import tf_example_pb2
 
             writer = ArrayRecordWriter(str(path), "group_size:1")
             for text in texts:
-                writer.write(serialize_example({"text": text.encode()}))
+                example = tf_example_pb2.Example()
+                example.features.feature["text"].bytes_list.value.append(text.encode())
+                writer.write(example.SerializeToString())
             writer.close()
     return sum(file.size for file in files)
 

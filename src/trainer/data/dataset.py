@@ -89,7 +89,7 @@ def open_dataset(config: Any, say: Say) -> Dataset:
 
 
 def _of_documents(config: Any, say: Say) -> Dataset:
-    # Late: synthetic runs need neither TFDS nor a tokenizer.
+    # Late: synthetic runs need no tokenizer.
     from trainer.data import prepare
     from trainer.data.cache import cache_root
     from trainer.data.documents import Encoder

@@ -1,9 +1,8 @@
 """tf.train.Example without TensorFlow, by the message class that tensorflow_datasets ships.
 
-Importing that package takes a second, so it is imported when a file is read or written.
+Importing that package takes a second, so it is imported when a file is read.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -26,16 +25,6 @@ def parse_example(data: bytes) -> dict[str, Any]:
     if not features:
         raise ValueError("no tf.train.Example, or one without features")
     return {name: _values(features[name]) for name in sorted(features)}  # a map of protobuf has no order
-
-
-def serialize_example(values: Mapping[str, bytes]) -> bytes:
-    """A tf.train.Example with one string of bytes per feature."""
-    from tensorflow_datasets.proto import tf_example_pb2
-
-    example = tf_example_pb2.Example()
-    for name, value in values.items():
-        example.features.feature[name].bytes_list.value.append(value)
-    return example.SerializeToString(deterministic=True)
 
 
 def _values(feature: Any) -> Any:

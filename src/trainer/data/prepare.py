@@ -18,6 +18,7 @@ from trainer.data.cache import Progress
 from trainer.data.corpus import Corpus
 from trainer.data.documents import Counts, Document, Encoder
 from trainer.data.packing import PackedRow, Packing
+from trainer.data.rows import FILE, StoredRows, write
 from trainer.data.tokenizer import MIN_VOCAB_SIZE, Tokenizer, train_bpe
 from trainer.data.tokenizer_files import load_tokenizer
 
@@ -88,10 +89,9 @@ def open_rows(
 
     The folder is found by what the rows follow from: fingerprints of the records and of the tokenizer, the packing.
     """
-    from trainer.data.rows import StoredRows
-
     identity = {
         "format": FORMAT,
+        "file": FILE,
         "documents": [corpus.identity for corpus in corpora],
         "encoding": encoder.identity,
         "packing": asdict(packing),
@@ -100,13 +100,11 @@ def open_rows(
     if not folder.exists():
         cache.ensure(folder, lambda temporary: identity | _build(temporary, corpora, encoder, packing, say), say)
     meta = cache.read_meta(folder)
-    try:
-        dataset, count = folder / meta["dataset"], meta["rows"]
-    except KeyError as error:
-        raise cache.damaged(folder, cache.META, f"lacks an entry ({error})") from error
-    rows = StoredRows(dataset)
-    if rows.size != count:
-        raise cache.damaged(folder, cache.META, f"says {count} rows where there are {rows.size}")
+    if "rows" not in meta:
+        raise cache.damaged(folder, cache.META, "lacks an entry ('rows')")
+    rows = StoredRows(folder)
+    if rows.size != meta["rows"]:
+        raise cache.damaged(folder, cache.META, f"says {meta['rows']} rows where there are {rows.size}")
     return rows, meta
 
 
@@ -114,8 +112,6 @@ def _build(
     folder: Path, corpora: Sequence[Corpus], encoder: Encoder, packing: Packing, say: Progress
 ) -> dict[str, Any]:
     """Writes the rows into `folder`; returns the counts of its meta.json. UserError where no token bears loss."""
-    from trainer.data import rows as storage
-
     name = _label(corpora)
     say(f"tokenizing and packing {name}")
     counts, totals, pairs = Counts(), {"rows": 0, "tokens": 0}, 0
@@ -139,13 +135,8 @@ def _build(
         first = next(rows, None)
         if first is None:
             raise no_text(corpora)
-        dataset = storage.write(
-            folder,
-            itertools.chain([first], rows),
-            length=packing.length,
-            vocab_size=encoder.limit,
-            masked=encoder.masked,
-        )
+        rows = itertools.chain([first], rows)
+        write(folder, rows, length=packing.length, vocab_size=encoder.limit, masked=encoder.masked)
     if not totals["tokens"]:
         raise no_loss(corpora, pairs, counts, packing)
     whole = encoder.tokenize and encoder.tokenizer is not None and encoder.tokenizer.bos is not None
@@ -154,7 +145,7 @@ def _build(
     for note in counts.notes():
         say(note)
     say(f"prepared {totals['rows']:,} rows: {counts.documents:,} documents, {totals['tokens']:,} tokens")
-    return {"dataset": dataset.relative_to(folder).as_posix(), **totals, **asdict(counts)}
+    return {**totals, **asdict(counts)}
 
 
 def check_trainable(corpus: Corpus, encoder: Encoder, packing: Packing) -> None:
