@@ -131,7 +131,10 @@ def files_of(folder):
         ({"opt_type": "sgd"}, 'opt_type: "adamw" -> "sgd"'),
         ({"base_mlp_dim": 48}, "base_mlp_dim: 32 -> 48"),
         ({"init_weights_seed": 1, "data_shuffle_seed": 2}, "init_weights_seed: 0 -> 1\n  data_shuffle_seed: 0 -> 2"),
-        ({"per_device_batch_size": 4}, "the global batch must stay, 8 -> 4 rows: per_device_batch_size: 8.0 -> 4.0"),
+        (
+            {"per_device_batch_size": 4},
+            "the global batch must not change, 8 -> 4 rows: per_device_batch_size: 8.0 -> 4.0",
+        ),
         ({"learning_rate_schedule_steps": 70}, "learning_rate_schedule_steps: 60 -> 70"),
         ({"steps": 20}, "steps=20: runs/run-0001/checkpoints/30 holds 30 updates already; give steps=30 or more"),
     ],

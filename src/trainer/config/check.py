@@ -1,4 +1,4 @@
-"""Stage 1's contradictions: settings that exclude each other, seen without a device."""
+"""Stage 1 checks: settings that contradict each other, detected without devices."""
 
 import math
 import os
@@ -17,22 +17,22 @@ from trainer.config.paths import path_problem
 from trainer.config.rules import collisions
 from trainer.config.topologies import find_topology
 
-# The functions of these names are in layers/mlp.py.
+# Their functions are in layers/mlp.py.
 ACTIVATIONS = ("silu", "gelu", "relu", "tanh", "sigmoid", "linear")
 
 
 @dataclass(frozen=True)
 class Check:
-    """`problem(config)` says what is wrong between `keys`, or None."""
+    """`problem(config)` returns what is wrong with the values of `keys`, or None."""
 
     keys: Sequence[str]
     problem: Callable[[Any], str | None]
 
 
 def contradictions(config: Any, where: Mapping[str, str], broken: set[str]) -> list[str]:
-    """One message for each check that fails, with the keys concerned, their values, and `where` they come from.
+    """One message for each failed check, with its keys, their values, and `where` they come from.
 
-    Checks of a key in `broken`, whose value could not be read, are left out.
+    Skips checks of keys in `broken`, whose values could not be read.
     """
     messages = []
     for check in CHECKS:
@@ -42,14 +42,14 @@ def contradictions(config: Any, where: Mapping[str, str], broken: set[str]) -> l
     return messages
 
 
-def _kept(config: Any) -> str | None:
+def _checkpoints_to_keep(config: Any) -> str | None:
     number = config.max_num_checkpoints_to_keep
-    return "at least 1, or none to keep all" if number is not None and number < 1 else None
+    return "must be at least 1, or none to keep all" if number is not None and number < 1 else None
 
 
 def _reset(config: Any) -> str | None:
     if config.reset_optimizer and not config.load_full_state_path:
-        return "acts on the state of load_full_state_path; a run that goes on by itself keeps its optimizer"
+        return "applies to the state of load_full_state_path only; a resumed run keeps its optimizer state"
     return None
 
 
@@ -60,17 +60,17 @@ def _best(config: Any) -> str | None:
         or not config.eval_interval % config.checkpoint_period
     ):
         return None
-    return "the best are chosen among states that are evaluated and saved: let checkpoint_period divide eval_interval"
+    return "only states that are both evaluated and saved can be kept: checkpoint_period must divide eval_interval"
 
 
 def _sources(config: Any) -> str | None:
-    return "give one of them" if config.load_parameters_path and config.load_full_state_path else None
+    return "give only one of them" if config.load_parameters_path and config.load_full_state_path else None
 
 
 def _path(key: str) -> Callable[[Any], str | None]:
     def problem(config: Any) -> str | None:
         if "://" in config[key]:
-            return None  # `_bucket` and `local` tell which of them are read
+            return None  # `_bucket` and `local` report unsupported ones
         separators = "[;,]" if key in LISTS_OF_FILES else "$^"
         return next(filter(None, map(path_problem, re.split(separators, config[key]))), None)
 
@@ -81,12 +81,12 @@ def _run_name(config: Any) -> str | None:
     if problem := path_problem(f"a/{config.run_name}"):
         return problem
     if "/" in config.run_name or config.run_name in (".", "..") or not config.run_name.isprintable():
-        return "the name of one folder, without / or control characters; base_output_directory says where it lies"
+        return "must be the name of one folder, without / or control characters; base_output_directory sets its parent"
     return None
 
 
 def _output_directory(config: Any) -> str | None:
-    return None if config.base_output_directory else "empty; write . for the current folder"
+    return None if config.base_output_directory else "empty; use . for the current folder"
 
 
 def _bucket(key: str) -> Callable[[Any], str | None]:
@@ -99,16 +99,16 @@ def _bucket(key: str) -> Callable[[Any], str | None]:
 
 def _metrics_file(config: Any) -> str | None:
     if "://" in config.metrics_file:
-        return "a file of this machine; a run in a bucket has its metrics.jsonl there, copied every log_period updates"
+        return "must be a local file; a run in a bucket copies its metrics.jsonl there every log_period updates"
     if not (config.metrics_file or "x").isprintable():
-        return "a path without control characters"
+        return "must be a path without control characters"
     if not config.metrics_file or path_problem(config.metrics_file):
         return None  # `_path` reports the latter
     path = Path(config.metrics_file).expanduser()
     if os.path.exists(path) and not os.path.isfile(path):
-        return "exists and is no file; give another name"
-    above = next((folder for folder in path.parents if os.path.exists(folder)), None)
-    return f"{above} is no folder; give a file in a folder" if above and not os.path.isdir(above) else None
+        return "exists and is not a file; choose another path"
+    parent = next((folder for folder in path.parents if os.path.exists(folder)), None)
+    return f"{parent} is not a folder; give a file in a folder" if parent and not os.path.isdir(parent) else None
 
 
 def _processes(config: Any) -> str | None:
@@ -116,11 +116,11 @@ def _processes(config: Any) -> str | None:
     if not any(given):
         return None
     if not all(given):
-        return "these three go together, such as coordinator_address=10.0.0.1:1234 num_processes=2 process_id=0"
+        return "give all three or none, such as coordinator_address=10.0.0.1:1234 num_processes=2 process_id=0"
     if not re.fullmatch(r".+:\d+", config.coordinator_address):
-        return f"coordinator_address is host:port; nearest: {config.coordinator_address}:1234"
+        return f"coordinator_address must be host:port; nearest: {config.coordinator_address}:1234"
     if config.process_id >= config.num_processes:
-        return f"processes count from 0; at most process_id={config.num_processes - 1}"
+        return f"process ids start at 0; the largest is process_id={config.num_processes - 1}"
     return None
 
 
@@ -130,42 +130,42 @@ def _heads(config: Any) -> str | None:
         return None
     divisors = {d for n in range(1, math.isqrt(heads) + 1) if heads % n == 0 for d in (n, heads // n)}
     best = min(divisors, key=lambda n: abs(n - kv_heads))
-    return f"query heads must be a multiple of key and value heads; nearest: base_num_kv_heads={best}"
+    return f"the number of query heads must be a multiple of the key-value heads; nearest: base_num_kv_heads={best}"
 
 
 def _head_dim(config: Any) -> str | None:
     if config.head_dim % 2:
-        return f"must be even, rotary positions turn pairs; nearest: {config.head_dim - 1} or {config.head_dim + 1}"
+        return f"must be even, since RoPE rotates pairs; nearest: {config.head_dim - 1} or {config.head_dim + 1}"
     return None
 
 
 def _window(config: Any) -> str | None:
     if config.attention_type == "local_sliding" and not config.sliding_window_size:
-        return "a sliding window has at least one token"
+        return "a sliding window needs at least one token"
     return None
 
 
 def _rope(config: Any) -> str | None:
     if config.rope_min_timescale < config.rope_max_timescale:
         return None
-    return "the shortest wavelength must lie below the longest"
+    return "the shortest wavelength must be less than the longest"
 
 
 def _llama_rope(config: Any) -> str | None:
     if config.rope_type != "llama3.1" or config.rope_low_freq_factor < config.rope_high_freq_factor:
         return None
-    return "with rope_type=llama3.1 the low factor must lie below the high one"
+    return "with rope_type=llama3.1 the low factor must be less than the high one"
 
 
 def _yarn(config: Any) -> str | None:
     if config.rope_type != "yarn" or config.beta_slow < config.beta_fast:
         return None
-    return "with rope_type=yarn beta_slow must lie below beta_fast"
+    return "with rope_type=yarn beta_slow must be less than beta_fast"
 
 
 def _activations(config: Any) -> str | None:
     if len(config.mlp_activations) not in (1, 2):
-        return f"one, or two for a gated MLP; allowed: {', '.join(ACTIVATIONS)}"
+        return f"must have one, or two for a gated MLP; allowed: {', '.join(ACTIVATIONS)}"
     for name in config.mlp_activations:
         if name not in ACTIVATIONS:
             allowed = f"{', '.join(ACTIVATIONS)}{nearest(name, ACTIVATIONS)}"
@@ -177,12 +177,12 @@ def _schedule_shares(config: Any) -> str | None:
     total = config.warmup_steps_fraction + config.wsd_decay_steps_fraction
     if config.lr_schedule_type != "wsd" or total <= 1 + 1e-9:
         return None
-    return f"with lr_schedule_type=wsd warm-up and decay add up to {total:g} of the schedule; at most 1"
+    return f"with lr_schedule_type=wsd warm-up and decay are {total:g} of the schedule; the maximum is 1"
 
 
 def _steps(config: Any) -> str | None:
     if config.steps == -1 and config.learning_rate_schedule_steps == -1:
-        return "each is said to follow the other; give one of them a number"
+        return "each is set to follow the other; set one of them to a number"
     return None
 
 
@@ -192,7 +192,7 @@ def _regexes(key: str) -> Callable[[Any], str | None]:
             try:
                 re.compile(pattern)
             except re.error as error:
-                return f"{pattern!r} is no regular expression: {error}"
+                return f"{pattern!r} is not a regular expression: {error}"
         return None
 
     return problem
@@ -201,7 +201,7 @@ def _regexes(key: str) -> Callable[[Any], str | None]:
 def _open_axes(keys: Sequence[str]) -> Callable[[Any], str | None]:
     def problem(config: Any) -> str | None:
         unknown = [key for key in keys if config[key] == -1]
-        return "only one of them may be -1 and take what is left" if len(unknown) > 1 else None
+        return "only one of them may be -1, which takes the remaining devices" if len(unknown) > 1 else None
 
     return problem
 
@@ -223,13 +223,13 @@ def _topology(config: Any) -> str | None:
 def _slices(config: Any) -> str | None:
     simulated = config.compile_topology.startswith("cpu-")
     return (
-        "simulated CPU devices lie in no slices: give cpu-N with all of them"
+        "simulated CPU devices have no slices: give cpu-N with the total number"
         if simulated and config.compile_topology_num_slices > 1
         else None
     )
 
 
-# The axes' keys within a slice, and over slices.
+# The keys of the axis sizes, within a slice and over slices.
 _SIZES = tuple(tuple(keys[axis] for axis in MESH_AXES if axis not in UNUSED_AXES) for keys in (ICI, DCN))
 
 _PATHS = (
@@ -239,12 +239,12 @@ _PATHS = (
     "compiled_trainstep_file",
     "compile_report_file",
     "metrics_file",
-    *("dataset_name", "eval_dataset_name", "hf_name", "hf_data_dir"),  # below another
+    *("dataset_name", "eval_dataset_name", "hf_name", "hf_data_dir"),  # relative to another path
 )
 
 CHECKS = (
     Check(flags.FLAGS, flags.unsupported),
-    Check(("max_num_checkpoints_to_keep",), _kept),
+    Check(("max_num_checkpoints_to_keep",), _checkpoints_to_keep),
     Check(("keep_best_checkpoints", "checkpoint_period", "eval_interval"), _best),
     Check(("reset_optimizer", "load_full_state_path"), _reset),
     Check(("load_parameters_path", "load_full_state_path"), _sources),

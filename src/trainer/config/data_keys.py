@@ -1,4 +1,4 @@
-"""Checks of the data's keys: what excludes each other, and what has no effect."""
+"""Checks of the data keys: contradictions, and settings without effect."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -32,16 +32,16 @@ _TEXT = (
     "enable_data_shuffling",
 )
 Problem = Callable[[Any], str | None]
-# A weight of a mixture. Fractions are exact, and those of 1e999999999 take all memory.
+# A weight of a mixture. Fractions are exact, so 1e999999999 would exhaust memory.
 _WEIGHT = re.compile(r"[0-9./]{1,24}(e[+-]?[0-9]{1,2})?", re.IGNORECASE)
 
 
 def parse_mixture(files: str, config_path: str) -> list[tuple[str, Fraction]]:
-    """The globs of grain_train_files (`glob`, `glob;glob` or `glob,weight;glob,weight`), or of the JSON file at
-    `config_path` ({name: {"path": glob, "weight": number}}), each with its weight.
+    """The globs and weights of grain_train_files (`glob`, `glob;glob` or `glob,weight;glob,weight`), or of the JSON
+    file at `config_path` ({name: {"path": glob, "weight": number}}).
 
     Raises:
-      UserError: what is wrong with it.
+      UserError: it is malformed.
     """
     if config_path:
         pairs = _read_mixture(local_path(config_path, "grain_train_mixture_config_path="))
@@ -61,8 +61,8 @@ def parse_mixture(files: str, config_path: str) -> list[tuple[str, Fraction]]:
         if not pattern or value <= 0:
             braces = " (a comma separates a weight; braces are not expanded)" if "{" in files else ""
             raise UserError(
-                f"{shortened(pattern or files)!r} with the weight {shortened(weight)!r} is no part of a "
-                f"mixture{braces}; write glob,weight;glob,weight with weights above 0"
+                f"{shortened(pattern or files)!r} with weight {shortened(weight)!r} is not a valid part of a "
+                f"mixture{braces}; write glob,weight;glob,weight with positive weights"
             )
         result.append((pattern, value))
     if not result:
@@ -82,20 +82,20 @@ def _read_mixture(path: Path) -> list[tuple[str, str]]:
 
 def _pipeline(config: Any) -> str | None:
     if config.data_pipeline == "streaming" and config.dataset_type in ("stdlib", "synthetic"):
-        why = "is small and prepared in seconds" if config.dataset_type == "stdlib" else "is computed row by row"
-        return f"{config.dataset_type} {why}, there is nothing to stream; set data_pipeline=prepared"
+        why = "is prepared in seconds" if config.dataset_type == "stdlib" else "is generated row by row"
+        return f"{config.dataset_type} {why}, so streaming is not needed; set data_pipeline=prepared"
     return None
 
 
 def _compiles(config: Any) -> bool:
-    """Whether the command is one of trainer.train_compile, which reads no data."""
+    """Whether the configuration is for trainer.train_compile, which reads no data."""
     return bool(config.compile_topology)
 
 
 def _demands(kind: str, key: str, example: str) -> Problem:
     def problem(config: Any) -> str | None:
         empty = config.dataset_type == kind and not config[key] and not _compiles(config)
-        return f"dataset_type={kind} needs it; such as {key}={example}" if empty else None
+        return f"dataset_type={kind} needs {key}, such as {key}={example}" if empty else None
 
     return problem
 
@@ -106,9 +106,9 @@ def _grain_files(config: Any) -> str | None:
     if not config.grain_train_files and not config.grain_train_mixture_config_path:
         if _compiles(config):
             return None
-        return "dataset_type=grain needs files; such as grain_train_files=/data/*.arrayrecord"
+        return "dataset_type=grain needs files, such as grain_train_files=/data/*.arrayrecord"
     if config.grain_train_files and config.grain_train_mixture_config_path:
-        return "both name the training files; give one of them"
+        return "both name the training files; give only one of them"
     try:
         parse_mixture(config.grain_train_files, config.grain_train_mixture_config_path)
     except UserError as error:
@@ -119,7 +119,7 @@ def _grain_files(config: Any) -> str | None:
 def _grain_eval_files(config: Any) -> str | None:
     if config.dataset_type == "grain" and "," in config.grain_eval_files:
         braces = ", and braces are not expanded" if "{" in config.grain_eval_files else ""
-        return f"evaluation reads all its files once, there are no weights{braces}; write glob;glob"
+        return f"evaluation reads all its files once, without weights{braces}; write glob;glob"
     return None
 
 
@@ -127,7 +127,7 @@ def _columns(key: str) -> Problem:
     def problem(config: Any) -> str | None:
         if len(config[key]) in (1, 2) and all(config[key]):
             return None
-        return "one column, or two: a prompt and its completion"
+        return "must be one column, or two: a prompt and its completion"
 
     return problem
 
@@ -137,9 +137,9 @@ def _tokenizer_path(config: Any) -> str | None:
     if config.dataset_type == "synthetic" or _compiles(config):
         return None
     if kind in ("huggingface", "sentencepiece", "tiktoken") and not config.tokenizer_path:
-        return f"tokenizer_type={kind} needs the file; set tokenizer_path, or tokenizer_type=auto to train one"
+        return f"tokenizer_type={kind} needs a file; set tokenizer_path, or tokenizer_type=auto to train one"
     if kind == "bytes" and config.tokenizer_path:
-        return "bytes need no file; leave one of them out"
+        return "tokenizer_type=bytes takes no file; leave one of them out"
     return None
 
 
@@ -147,7 +147,7 @@ def _tokenize(config: Any) -> str | None:
     if config.dataset_type in ("stdlib", "synthetic") or config.tokenize_train_data:
         return None
     if config.dataset_type == "grain" and config.grain_file_type == "text":
-        return "files of text hold no token ids; set tokenize_train_data=true"
+        return "text files do not hold token ids; set tokenize_train_data=true"
     if config.tokenize_eval_data and not config.tokenizer_path and config.tokenizer_type != "bytes":
         return "a tokenizer cannot be trained on token ids; set tokenizer_path, or tokenize_eval_data=false"
     return None
@@ -155,7 +155,8 @@ def _tokenize(config: Any) -> str | None:
 
 def _stdlib(key: str, least: int, why: str) -> Problem:
     def problem(config: Any) -> str | None:
-        return f"at least {least}: {why}" if config.dataset_type == "stdlib" and config[key] < least else None
+        too_small = config.dataset_type == "stdlib" and config[key] < least
+        return f"must be at least {least}: {why}" if too_small else None
 
     return problem
 
@@ -163,16 +164,16 @@ def _stdlib(key: str, least: int, why: str) -> Problem:
 def _trained_vocabulary(config: Any) -> str | None:
     if config.tokenizer_path or config.tokenizer_type == "bytes":
         return None
-    return _stdlib("vocab_size", 257, "256 bytes and the end of a document")(config)
+    return _stdlib("vocab_size", 257, "256 bytes and an end-of-document token")(config)
 
 
 def local(key: str) -> Problem:
-    """Refuses a remote path where the key is read."""
+    """Rejects a remote path if the key has an effect."""
 
     def problem(config: Any) -> str | None:
         if "://" not in config[key] or any(key in keys and when(config) for keys, when, _ in DATA_INERT):
             return None
-        return Unbuilt("remote paths are not built yet; give a local folder")
+        return Unbuilt("remote paths are not supported yet; give a local folder")
 
     return problem
 
@@ -188,10 +189,10 @@ DATA_PATHS = (
     "hf_eval_files",
     "tokenizer_path",
 )
-# Of these, those that take several globs, with weights.
+# Those of them that take several globs, with weights.
 LISTS_OF_FILES = ("grain_train_files", "grain_eval_files", "hf_train_files", "hf_eval_files")
 
-# (keys concerned, problem), for config/check.py.
+# (keys, problem), for config/check.py.
 DATA_CHECKS: tuple[tuple[tuple[str, ...], Problem], ...] = (
     *(((key,), local(key)) for key in DATA_PATHS),
     (("dataset_type", "data_pipeline"), _pipeline),
@@ -205,39 +206,42 @@ DATA_CHECKS: tuple[tuple[tuple[str, ...], Problem], ...] = (
     (("tokenizer_type", "tokenizer_path"), _tokenizer_path),
     (("dataset_type", "tokenize_train_data", "tokenize_eval_data"), _tokenize),
     (("dataset_type", "vocab_size"), _trained_vocabulary),
-    (("dataset_type", "max_target_length"), _stdlib("max_target_length", 16, "shorter rows would be millions")),
+    (
+        ("dataset_type", "max_target_length"),
+        _stdlib("max_target_length", 16, "shorter rows would make millions of them"),
+    ),
 )
 
 
 def data_not_asked_for(
     config: Any, where: Mapping[str, str], changed: Mapping[str, str], maxtext_base: str | None
 ) -> list[str]:
-    """One message for each dataset_type whose data are named although nobody gave dataset_type: MaxText's default is
-    tfds, and to train on the default of base.yml instead would be another training.
+    """One message for each dataset_type whose keys are given although dataset_type is not: MaxText's default is tfds,
+    and this trainer must not silently train on its own default data instead.
 
     Args:
-      where: the place that gives each key its value.
+      where: the source of each key's value.
       changed: the keys that the user's yml or the command line gives.
-      maxtext_base: the file that is MaxText's base.yml, if there is one; its dataset_type is read as a default.
+      maxtext_base: the file that is MaxText's base.yml, if there is one; its dataset_type counts as a default.
     """
     if where["dataset_type"] != DEFAULT:
         return []
 
     def given(keys: Sequence[str]) -> list[str]:
-        said = [key for key in keys if key in changed and config[key] != schema().keys[key].default]
-        return [f"{key}={shortened(str(config[key]))} ({where[key]})" for key in said]
+        own = [key for key in keys if key in changed and config[key] != schema().keys[key].default]
+        return [f"{key}={shortened(str(config[key]))} ({where[key]})" for key in own]
 
     named = {kind: given(keys) for kind, keys in OWN_KEYS.items()}
-    # Both tfds and hf read it.
+    # Both tfds and hf read train_split.
     named[next((kind for kind in ("tfds", "hf", "grain") if named[kind]), "tfds")] += given(["train_split"])
     missing, place = "dataset_type is not given", ""
     if maxtext_base:
-        missing = f"dataset_type is not given (the line in {maxtext_base} is read as a default)"
+        missing = f"dataset_type is not given (the line in {maxtext_base} counts as a default)"
         place = " on the command line"
     ours = config.dataset_type
     return [
-        f"{', '.join(keys)}: names data, but {missing}, and its default {ours} reads others; "
-        f"add dataset_type={kind}{place}, or dataset_type={ours} to train on those anyway"
+        f"{', '.join(keys)}: names data, but {missing}, and its default {ours} reads other data; "
+        f"add dataset_type={kind}{place}, or dataset_type={ours} to train on the default data"
         for kind, keys in named.items()
         if keys
     ]
@@ -247,7 +251,7 @@ def _other_type(kind: str) -> Callable[[Any], bool]:
     return lambda config: config.dataset_type != kind
 
 
-# (keys, when they have no effect, why), for config/effects.py.
+# (keys, whether they have no effect, why), for config/effects.py.
 DATA_INERT: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("data_cache_directory",), lambda c: c.dataset_type == "synthetic", "dataset_type=synthetic stores nothing"),
     *((keys, _other_type(kind), f"dataset_type is not {kind}") for kind, keys in OWN_KEYS.items()),

@@ -1,4 +1,4 @@
-"""What follows from a resolved configuration by arithmetic."""
+"""Values derived from a resolved configuration."""
 
 import math
 from typing import Any
@@ -21,18 +21,18 @@ MESH_AXES = (
 # The keys that give each axis its size: devices within a slice, and slices.
 ICI = {axis: f"ici_{'pipeline' if axis == 'stage' else axis}_parallelism" for axis in MESH_AXES}
 DCN = {axis: f"dcn_{'pipeline' if axis == 'stage' else axis}_parallelism" for axis in MESH_AXES}
-# The axes that nothing uses yet, and what is missing.
+# The axes that nothing uses yet, and why.
 UNUSED_AXES = {
-    "diloco": "there are no islands with optimizers of their own yet",
-    "stage": "there is no pipeline of layers yet",
-    "context": "no attention op works on parts of a row yet",
-    "context_usp_ulysses": "no attention op works on parts of a row yet",
-    "context_autoregressive": "no attention op works on parts of a cache yet",
-    "expert": "there are no blocks with experts yet",
-    "autoregressive": "there is no serving of several devices yet",
+    "diloco": "DiLoCo is not supported yet",
+    "stage": "pipeline parallelism is not supported yet",
+    "context": "context parallelism is not supported yet",
+    "context_usp_ulysses": "context parallelism is not supported yet",
+    "context_autoregressive": "context parallelism for inference is not supported yet",
+    "expert": "expert parallelism is not supported yet",
+    "autoregressive": "inference on several devices is not supported yet",
 }
 
-# A key that is empty or 0 takes the value of another.
+# A key that is empty or 0 takes the value of another key.
 FOLLOWS = {"mu_dtype": "weight_dtype", "eval_per_device_batch_size": "per_device_batch_size"}
 
 

@@ -8,7 +8,7 @@ import yaml
 
 from trainer.config.schema import schema
 
-# How processes find each other and on what they run. What is learned follows from none of these.
+# How processes connect and on what they run. None of these affects the training result.
 PROCESSES = (
     "hardware",
     "coordinator_address",
@@ -23,14 +23,14 @@ PROCESSES = (
 def to_yaml(config: Any) -> str:
     """The keys of `config` as a yml that `load` reads back to the same values, in the order of base.yml.
 
-    `run_name` is left out: the yml says what ran, and whoever runs it again gets a run of its own. So is `PROCESSES`.
+    Leaves out `run_name`, so that a command with this yml starts a new run, and `PROCESSES`.
     """
     lines = [f"{name}: {to_flow(config[name])}" for name in schema().keys if name not in ("run_name", *PROCESSES)]
     return "\n".join(["base_config: base.yml", *lines, ""])
 
 
 def to_flow(value: Any) -> str:
-    """`value` as YAML on one line, text in double quotes."""
+    """`value` as YAML on one line, with strings in double quotes."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(to_flow, value))}]"
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Which keys have no effect under which settings. A user who gives such a key is warned."""
+"""Keys that have no effect under other settings. A user who gives such a key gets a warning."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from trainer.config.tiles import KEYS, OF_DQ
 
 @dataclass(frozen=True)
 class Inert:
-    """`keys` do nothing where `when(config)`; `reason` says it in the form of settings."""
+    """`keys` have no effect if `when(config)`; `reason` names the settings that cause it."""
 
     keys: Sequence[str]
     when: Callable[[Any], bool]
@@ -23,7 +23,7 @@ class Inert:
 
 _ADAM = ("adam_b1", "adam_b2", "adam_eps", "adam_eps_root", "adam_weight_decay", "adamw_mask", "mu_dtype")
 
-# What remat_policy=custom decides one by one: TENSORS of layers/remat.py, which this room cannot import.
+# The keys that remat_policy=custom reads: TENSORS of layers/remat.py, which this package must not import.
 _REMAT = (
     "decoder_layer_input",
     "context",
@@ -43,17 +43,17 @@ INERT = (
     Inert(
         ("mlpwi",),
         lambda c: c.remat_policy == "custom" and len(c.mlp_activations) == 2,
-        "mlp_activations has two, whose projections are mlpwi_0 and mlpwi_1",
+        "mlp_activations has two entries, whose projections are mlpwi_0 and mlpwi_1",
     ),
     Inert(
         ("mlpwi_0", "mlpwi_1"),
         lambda c: c.remat_policy == "custom" and len(c.mlp_activations) == 1,
-        "mlp_activations has one, whose projection is mlpwi",
+        "mlp_activations has one entry, whose projection is mlpwi",
     ),
     Inert(
         ("mlpwo",),
         lambda c: c.remat_policy == "custom" and c.mlpwo != "remat",
-        "the backward pass does not read it, so that it is neither kept nor computed again",
+        "the backward pass does not read it, so it is neither saved nor recomputed",
     ),
     Inert(("sliding_window_size",), lambda c: c.attention_type == "global", "attention_type=global"),
     Inert(("rope_linear_scaling_factor",), lambda c: c.rope_type != "default", "rope_type is not default"),
@@ -87,11 +87,15 @@ INERT = (
     Inert(
         ("grad_dtype",),
         lambda c: c.weight_dtype == "bfloat16" and c.gradient_accumulation_steps == 1,
-        "with weight_dtype=bfloat16 the gradients of one microbatch have no more bits",
+        "with weight_dtype=bfloat16 the gradients of a single microbatch are bfloat16",
     ),
     Inert(("dropout_rate", "attention_dropout_rate"), lambda c: not c.enable_dropout, "enable_dropout=false"),
     Inert(("normalize_embedding_logits",), lambda c: not c.logits_via_embedding, "logits_via_embedding=false"),
-    Inert(("eval_steps", "eval_per_device_batch_size"), lambda c: c.eval_interval <= 0, "eval_interval turns it off"),
+    Inert(
+        ("eval_steps", "eval_per_device_batch_size"),
+        lambda c: c.eval_interval <= 0,
+        "eval_interval disables evaluation",
+    ),
     Inert(
         (
             "checkpoint_period",
@@ -113,7 +117,7 @@ INERT = (
     Inert(
         ("keep_best_checkpoints",),
         lambda c: c.keep_best_checkpoints > 0 and c.eval_interval <= 0,
-        "eval_interval turns evaluation off",
+        "eval_interval disables evaluation",
     ),
     Inert(("decode_sampling_temperature",), lambda c: not c.prompt, "prompt is empty"),
     Inert(
@@ -125,13 +129,13 @@ INERT = (
 )
 
 
-# Of a resolved configuration: what the devices decide.
+# What depends on the devices, for a resolved configuration.
 INERT_HERE = (
     Inert(tuple(KEYS.values()), lambda c: c.attention != "splash", "the attention op is not splash here"),
     Inert(
         tuple(KEYS[name] for name in OF_DQ),
         lambda c: c.attention == "splash" and c.sa_use_fused_bwd_kernel,
-        "sa_use_fused_bwd_kernel=true computes the gradient of queries in the dkv kernel",
+        "with sa_use_fused_bwd_kernel=true the dkv kernel computes the gradient of queries",
     ),
 )
 
@@ -139,28 +143,28 @@ INERT_HERE = (
 def without_effect(config: Any, changed: Mapping[str, str]) -> list[str]:
     """One line for each key that the user gives and that has no effect under the other settings.
 
-    A yml may repeat a default without a warning, so that a run's whole configuration can be given again.
+    A yml may repeat a default without a warning, so that the config.yml of a run can be used again.
     """
     return _lines(INERT, config, changed)
 
 
 def without_effect_here(config: Any, changed: Mapping[str, str]) -> list[str]:
-    """The same for what only a resolved `config` tells."""
+    """The same for settings that depend on the devices; `config` is resolved."""
     return _lines(INERT_HERE, config, changed)
 
 
 def _lines(table: Sequence[Inert], config: Any, changed: Mapping[str, str]) -> list[str]:
-    lines: dict[str, str] = {}  # of each key the first reason only
+    lines: dict[str, str] = {}  # only the first reason for each key
     for inert in table:
         for key in inert.keys:
-            said = key in changed and (changed[key] == COMMAND_LINE or not _repeats_default(config, key))
-            if said and key not in lines and inert.when(config):
+            given = key in changed and (changed[key] == COMMAND_LINE or not _repeats_default(config, key))
+            if given and key not in lines and inert.when(config):
                 lines[key] = f"{key}={to_flow(config[key])} ({changed[key]}) has no effect: {inert.reason}"
     return list(lines.values())
 
 
 def inert_keys(config: Any) -> set[str]:
-    """The keys that do nothing under the settings of `config`, whoever gives them."""
+    """The keys that have no effect under the settings of `config`, given or not."""
     return {key for inert in INERT if inert.when(config) for key in inert.keys}
 
 

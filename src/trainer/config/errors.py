@@ -1,4 +1,4 @@
-"""Mistakes of the user, and how an entry point ends on one."""
+"""User errors, and how entry points report them."""
 
 import _thread
 import contextlib
@@ -17,41 +17,41 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_MOMENT = 0.01  # seconds
-# No message is longer than this.
+_RETRY_DELAY = 0.01  # seconds
+# The maximum size of a message.
 SCREEN_LINES, SCREEN_COLUMNS = 40, 160
 
 
 class UserError(ValueError):
-    """A user's mistake. The message says what is wrong, where, and what the nearest valid choice is."""
+    """A user error. The message says what is wrong, where, and what the nearest valid choice is."""
 
 
 class NotBuilt(UserError, NotImplementedError):
-    """A setting that has a meaning but no implementation here yet, alone or among other mistakes."""
+    """A valid setting that is not implemented yet, by itself or among other errors."""
 
 
 class Unbuilt(str):
-    """The message of a mistake that asks for what is not built yet; `report` makes a NotBuilt of it."""
+    """The message of an error about a setting that is not implemented yet; `report` raises it as NotBuilt."""
 
 
 class RunStopped(RuntimeError):
-    """What ends a run by the run's own rules, such as a loss of NaN. The message says what to do."""
+    """Ends a run by its own rules, such as on a NaN loss. The message says what to do."""
 
 
 def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
     """Decorates an entry point: a UserError prints its message on stderr and exits with code 2, without a traceback.
 
-    RunStopped does the same with code 1. Ctrl-C ends with code 130 and a reader of the output that went away (`| head`)
-    with 141, as a shell would have it. Every other exception passes.
+    RunStopped does the same with code 1. Ctrl-C exits with code 130 and a broken pipe (`| head`) with 141, the shell's
+    conventions. Other exceptions pass through.
 
-    Where the package left Ctrl-C to the system (see `trainer/__init__.py`) it stays with it until `take_interrupts`,
-    and is the system's again when `main` ends: the process ends without waiting for threads.
+    If Ctrl-C has the system's default action (see `trainer/__init__.py`), it keeps that until `take_interrupts`, and
+    gets it back when `main` ends: the process then ends without waiting for threads.
     """
 
     @functools.wraps(main)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         before = sys.unraisablehook
-        owned = _left_to_the_system()
+        default_action = _has_default_action()
         try:
             return main(*args, **kwargs)
         except UserError as error:
@@ -62,38 +62,38 @@ def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
             raise SystemExit(1) from None
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
-            if owned:
+            if default_action:
                 _end_as_interrupted()
             raise SystemExit(130) from None
         except BrokenPipeError:
-            # Python flushes stdout once more at its end, which must not fail again.
+            # Python flushes stdout again at exit, which must not fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(141) from None
         finally:
-            if owned:
+            if default_action:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
                 sys.unraisablehook = before
 
     return wrapped
 
 
-def _left_to_the_system() -> bool:
+def _has_default_action() -> bool:
     return threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_DFL
 
 
 def take_interrupts() -> None:
-    """Makes Ctrl-C an exception where it was left to the system: from here on there is something to close.
+    """Makes Ctrl-C raise KeyboardInterrupt if it had the system's default action: from here on there is state to close.
 
-    Comes after JAX was imported, which is no place for such an exception.
+    Call it after JAX is imported, since the exception must not occur during that import.
     """
-    if not _left_to_the_system():
+    if not _has_default_action():
         return
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
-        # Python drops what is raised within a callback of its garbage collector; JAX has one.
+        # Python drops an exception in a callback of its garbage collector, which JAX has. Raise it again.
         if unraisable.exc_type is KeyboardInterrupt:
-            threading.Timer(_MOMENT, _thread.interrupt_main).start()
+            threading.Timer(_RETRY_DELAY, _thread.interrupt_main).start()
         else:
             before(unraisable)
 
@@ -102,7 +102,7 @@ def take_interrupts() -> None:
 
 
 def _end_as_interrupted() -> None:
-    """Ends the process as the system does at Ctrl-C, so that a shell's loop around it ends too."""
+    """Ends the process by SIGINT's default action, so that a loop in a shell ends too."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
@@ -111,33 +111,32 @@ def _end_as_interrupted() -> None:
 
 
 def command_line(argv: Sequence[str] | None) -> list[str]:
-    """The words of the command: `argv`, or those of the process.
+    """The arguments of the command: `argv`, or those of the process.
 
     Raises:
-      UserError: bytes in them are not UTF-8.
+      UserError: they are not UTF-8.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     # Python keeps such bytes as lone surrogates.
     bad = [os.fsencode(word) for word in words if not word.isascii() and _SURROGATE.search(word)]
     if bad:
         raise UserError(
-            "\n  ".join(["the command line must be UTF-8; other bytes are in:", *(repr(word)[1:] for word in bad)])
+            "\n  ".join(["the command line must be UTF-8; these words are not:", *(repr(word)[1:] for word in bad)])
         )
     return words
 
 
 def report(mistakes: Sequence[str]) -> UserError:
-    """One error for all `mistakes` of a stage, a line each, and no longer than a screen; a NotBuilt if one of them is
-    `Unbuilt`."""
+    """One error for all `mistakes` of a stage, one line each, at most a screen long; a NotBuilt if one is `Unbuilt`."""
     count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
     kind = NotBuilt if any(isinstance(mistake, Unbuilt) for mistake in mistakes) else UserError
     return kind("\n  ".join([f"{count} in the configuration:", *on_one_screen(mistakes)]))
 
 
 def on_one_screen(lines: Sequence[str]) -> list[str]:
-    """`lines`, or where they fill more than a screen, the first of each kind and how many more of it there are.
+    """`lines`; if they exceed a screen, the first lines of each kind and the number of further ones.
 
-    Lines are of one kind if they say the same about different keys. A line that is too long by itself loses its middle.
+    Lines are of one kind if they say the same about different keys. A line that is too long is cut in its middle.
     """
     clipped = [_clip(line) for line in lines]
     if _height(clipped) < SCREEN_LINES:
@@ -146,7 +145,7 @@ def on_one_screen(lines: Sequence[str]) -> list[str]:
     for line in clipped:
         kinds.setdefault(_kind(line), []).append(line)
     groups = list(kinds.values())
-    # As many kinds as have room, then as many of each. No trial is shorter than the one before it.
+    # First as many kinds as fit, then as many lines of each. Trials never get shorter.
     trials = itertools.chain(
         (_counted(groups[:count], groups[count:], 1) for count in range(1, len(groups) + 1)),
         (_counted(groups, [], each) for each in range(2, SCREEN_LINES)),
@@ -156,7 +155,7 @@ def on_one_screen(lines: Sequence[str]) -> list[str]:
 
 
 def _counted(groups: Sequence[Sequence[str]], others: Sequence[Sequence[str]], each: int) -> list[str]:
-    """At most `each` lines of each of `groups` and the number of its other lines; the number of lines of `others`."""
+    """At most `each` lines of each group with the number of its further lines, then the number of lines of `others`."""
     shown: list[str] = []
     for lines in groups:
         shown += lines[:each]
@@ -172,13 +171,13 @@ def _height(lines: Iterable[str]) -> int:
 
 
 def _clip(line: str) -> str:
-    """`line` in at most eight rows of a screen; its end may name the nearest choice, so that it loses its middle."""
+    """`line` cut to eight rows of a screen; it loses its middle, since its end may name the nearest choice."""
     most = 8 * SCREEN_COLUMNS - 2
     return line if len(line) <= most else f"{line[: most - 205]} ... {line[-200:]}"
 
 
 def _kind(line: str) -> str:
-    """The first words of what `line` says, without the key, its value, where it stands and other names and numbers."""
+    """The first words of the message in `line`, without the key, its value, its source and other names and numbers."""
     head, _, said = line.partition("): ")
     name = head.partition("=")[0].partition(" ")[0]
     words = re.sub(r"'.*?'|\".*?\"|[0-9]+", "", (said or line).replace(name, "")).split()
@@ -186,10 +185,10 @@ def _kind(line: str) -> str:
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
-    """The end of a message, `; nearest: NAME`, or nothing where no name resembles `word`.
+    """The end of a message, `; nearest: NAME`, or "" if no name is similar to `word`.
 
-    A name resembles it if most of the letters agree, or if it has all of the word's parts, as per_device_batch_size has
-    those of batch_size.
+    A name is similar if most letters match, or if it has all parts of the word, as per_device_batch_size has those of
+    batch_size.
     """
     candidates = list(names)
     parts = _parts(word)
@@ -205,6 +204,6 @@ def _parts(name: str) -> set[str]:
 
 
 def shortened(text: str) -> str:
-    """`text` on one line, for a message; its beginning where it is long."""
+    """`text` on one line, for a message; truncated if it is long."""
     line = " ".join(text[:400].split())
     return line if len(line) <= 80 and len(text) <= 400 else f"{line[:77]}..."

@@ -1,4 +1,4 @@
-"""YAML files that give keys: the user's, its parents and the presets."""
+"""YAML files of keys: the user's, its parents and the presets."""
 
 import dataclasses
 import re
@@ -15,16 +15,16 @@ from trainer.config.plain_yaml import compose, describe, flatten, read_text, rep
 from trainer.config.schema import BASE_YML, Schema, schema
 
 PRESETS = Path(__file__).parent / "models"
-# Where a setting comes from, if from no file; otherwise it is FILE:LINE.
+# The source of a setting that is not from a file; otherwise it is FILE:LINE.
 COMMAND_LINE, DEFAULT = "command line", "default"
 MAXTEXT_YML = Path(__file__).parent / "maxtext.yml"
-# Where MaxText's base.yml lies in its checkouts.
+# The path of base.yml in a MaxText checkout.
 _MAXTEXT_BASE = re.compile(r"(.*/)?maxtext/configs/+base\.yml", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One key as a file gives it. `given` is its text, `where` the file and line."""
+    """One key of a file. `given` is its text, `where` the file and line."""
 
     name: str
     node: yaml.Node
@@ -34,31 +34,31 @@ class Entry:
 
 @dataclass(frozen=True)
 class YmlFile:
-    """A file's entries in its order, without base_config. A root has no parent but gives every key."""
+    """A file's entries in order, without base_config. A root file has no parent and gives every key."""
 
     path: Path
     entries: list[Entry]
     is_root: bool = False
-    is_maxtext: bool = False  # a version of MaxText's base.yml, which is a root
-    repeated: Sequence[str] = ()  # a line for each key that it gives more than once
+    is_maxtext: bool = False  # a version of MaxText's base.yml, which is a root file
+    repeated: Sequence[str] = ()  # a message for each key that it gives more than once
 
 
 def file_of(where: str) -> Path | None:
-    """The file of a place FILE:LINE; None for any other place."""
+    """The file of a source FILE:LINE; None for any other source."""
     path, _, line = where.rpartition(":")
     return Path(path) if path and line.isdecimal() else None
 
 
 def preset_names() -> list[str]:
-    """Every value of model_name."""
+    """All values of model_name."""
     return ["default", *sorted(path.stem for path in PRESETS.glob("*.yml"))]
 
 
 def read_chain(name: str, schema: Schema) -> tuple[list[YmlFile], list[str], list[str]]:
-    """The file `name` of a command line under its parents.
+    """The file `name` of a command line, with its parents.
 
     Returns:
-      The files, the topmost parent first and without the packed base.yml; mistakes; notes.
+      The files, the topmost parent first, without the packaged base.yml; errors; notes.
     """
     files: list[YmlFile] = []
     mistakes: list[str] = []
@@ -72,7 +72,7 @@ def read_chain(name: str, schema: Schema) -> tuple[list[YmlFile], list[str], lis
             break
         if path == BASE_YML:
             if wanted != "base.yml" and _MAXTEXT_BASE.fullmatch(wanted) and not (folder / wanted).is_file():
-                notes.append(f"{shortened(wanted)} does not exist here: took the packed base.yml")
+                notes.append(f"{shortened(wanted)} does not exist here: using the packaged base.yml")
             break
         if path.resolve() in [file.path.resolve() for file in files]:
             mistakes.append(f"base_config={wanted} ({where}): the file is its own parent")
@@ -92,7 +92,7 @@ def read_chain(name: str, schema: Schema) -> tuple[list[YmlFile], list[str], lis
 
 
 def read_file(path: Path) -> tuple[list[Entry], str | None, list[str]]:
-    """The entries of the YAML file `path`, why they could not be read, and a line for each key given more than once."""
+    """The entries of the YAML file `path`, the error if it cannot be read, and a message for each repeated key."""
     try:
         text = read_text(path)
         node = compose(text)
@@ -108,16 +108,16 @@ def read_file(path: Path) -> tuple[list[Entry], str | None, list[str]]:
     if node is None:
         return [], None, []
     if not isinstance(node, yaml.MappingNode):
-        return [], f"{path}: not a table of `key: value` lines", []
+        return [], f"{path}: not a mapping of `key: value` lines", []
     return entries, None, repeated
 
 
 def _entries(path: Path, text: str, node: yaml.MappingNode, repeated: list[str], prefix: str = "") -> list[Entry]:
-    """The entries of `node`, with those of a dict under a name of MaxText's, as `lora: {lora_rank: 8}`, by the names
-    that they have on a command line; adds to `repeated`."""
+    """The entries of `node`; adds to `repeated`. Entries of a MaxText group, such as `lora: {lora_rank: 8}`, get the
+    names that they have on a command line."""
     repeated += [
         f"{path}:{lines[-1]}: {shortened(prefix + key)} is given {len(lines)} times, first in line {lines[0]}; "
-        "the last one counts"
+        "the last one wins"
         for key, lines in repeated_keys(node).items()
     ]
     flatten(node)
@@ -143,39 +143,39 @@ def _entry(path: Path, text: str, key: yaml.Node, value: yaml.Node) -> Entry:
 
 
 def _take_parent(entries: list[Entry]) -> Entry | None:
-    """Removes base_config from `entries`; the last one given."""
+    """Removes base_config from `entries`, and returns the last one."""
     parents = [entry for entry in entries if entry.name == "base_config" and entry.given]
     entries[:] = [entry for entry in entries if entry.name != "base_config"]
     return parents[-1] if parents else None
 
 
 def _find(wanted: str, folder: Path, visited: Iterable[Path]) -> Path | None:
-    """The file `wanted` as seen from `folder`, for a file of MaxText's also from its configs folder; base.yml and
-    maxtext.yml are the packed ones where no other file has that name."""
+    """The file `wanted` relative to `folder` or, for a file of MaxText, to its configs folder; base.yml and maxtext.yml
+    are the packaged ones if no other file has that name."""
     if path_problem(wanted):
         return None
     path = folder / wanted
-    packed = {"base.yml": BASE_YML, "maxtext.yml": MAXTEXT_YML}.get(wanted)
-    itself = packed is not None and path.exists() and path.resolve() in [other.resolve() for other in visited]
+    packaged = {"base.yml": BASE_YML, "maxtext.yml": MAXTEXT_YML}.get(wanted)
+    itself = packaged is not None and path.exists() and path.resolve() in [other.resolve() for other in visited]
     if path.is_file() and not itself:
         return BASE_YML if path.samefile(BASE_YML) else path
-    for above in folder.resolve().parents:
-        if above.name == "configs" and above.parent.name.lower() == "maxtext" and (above / wanted).is_file():
-            return above / wanted
-    return BASE_YML if _MAXTEXT_BASE.fullmatch(wanted) else packed
+    for parent in folder.resolve().parents:
+        if parent.name == "configs" and parent.parent.name.lower() == "maxtext" and (parent / wanted).is_file():
+            return parent / wanted
+    return BASE_YML if _MAXTEXT_BASE.fullmatch(wanted) else packaged
 
 
 def _why_not_found(wanted: str, folder: Path) -> str:
     if problem := path_problem(wanted):
         return problem
     found = "this is a folder" if (folder / wanted).is_dir() else "there is no such file"
-    return f"{found}; the packed ones are called base.yml and maxtext.yml"
+    return f"{found}; the packaged files are base.yml and maxtext.yml"
 
 
 def _is_maxtext(entries: Sequence[Entry], schema: Schema) -> bool:
     """Whether a file without base_config is a version of MaxText's base.yml.
 
-    The first version had 38 keys, 17 of which base.yml lacks; a copy of base.yml gives no others than its own.
+    Its first version had 38 keys, 17 of them not in base.yml; a copy of base.yml has only its keys.
     """
     names = {entry.name for entry in entries}
     foreign = names - set(schema.keys)
@@ -189,6 +189,4 @@ def _missing(path: Path, given: set[str], schema: Schema) -> list[str]:
     count = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
     names = ", ".join(lacking[:3]) + count
     is_preset = f", or model_name={path.stem} for the preset of that name" if path.stem in preset_names() else ""
-    return [
-        f"{path}: no base_config, and not every key is given ({names}); add the line `base_config: base.yml`{is_preset}"
-    ]
+    return [f"{path}: no base_config, and keys are missing ({names}); add the line `base_config: base.yml`{is_preset}"]

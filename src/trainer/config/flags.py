@@ -1,4 +1,4 @@
-"""The one table from the three flags to a combination's name. No other file of the package names the flags."""
+"""The table from the three flags to the combination's name. No other file of the package names the flags."""
 
 from typing import Any
 
@@ -17,10 +17,10 @@ COMBINATIONS: dict[str, tuple[bool, ...]] = {
 
 
 def combination(config: Any) -> str:
-    """The name of the combination that `config` asks for.
+    """The name of the combination that `config` selects.
 
     Raises:
-      UserError: the three flags are none of the five rows; the message names the flag to change.
+      UserError: the three flags match none of the five rows; the message names the flag to change.
     """
     if problem := unsupported(config):
         raise UserError(problem)
@@ -28,40 +28,40 @@ def combination(config: Any) -> str:
 
 
 def flags_of(name: str) -> dict[str, bool]:
-    """The three flags of the combination `name`, written out."""
+    """The three flags of the combination `name`."""
     return dict(zip(FLAGS, COMBINATIONS[name], strict=True))
 
 
 def linen_stack(config: Any) -> str | None:
-    """How to get a decoder stack in Linen under the flags of `config`; None where they have one."""
+    """How to get a Linen decoder stack under the flags of `config`; None if they have one."""
     linen = {name: flags for name, flags in COMBINATIONS.items() if flags[1:2] == (False,)}
     if combination(config) in linen:
         return None
     if not linen:
-        return "a Linen module needs a decoder stack in Linen, which is no longer here"
+        return "a Linen module needs a Linen decoder stack, which has been removed"
     asked = _flags(config)
     changes, name = min(((_changes(asked, flags), name) for name, flags in linen.items()), key=lambda way: len(way[0]))
-    return f"a Linen module needs a decoder stack in Linen: set {' '.join(changes)} (combination {name})"
+    return f"a Linen module needs a Linen decoder stack: set {' '.join(changes)} (combination {name})"
 
 
 def removal(config: Any) -> str | None:
-    """What to tell whoever runs a part of Linen; None for the others."""
+    """The notice for combinations that use Linen; None for the others."""
     if all(_flags(config)):
         return None
     return (
-        f"combination {combination(config)}: the Linen paths will be removed; docs/guides/migrating.md leads to "
-        f"{next(iter(COMBINATIONS))}"
+        f"combination {combination(config)}: the Linen paths will be removed; to migrate to "
+        f"{next(iter(COMBINATIONS))}, see docs/guides/migrating.md"
     )
 
 
 def unsupported(config: Any) -> str | None:
-    """Why the flags of `config` are no combination, and which to change; None where they are one."""
+    """Why the flags of `config` are not a combination, and which to change; None if they are one."""
     asked = _flags(config)
     if asked in COMBINATIONS.values():
         return None
     changes = {name: _changes(asked, flags) for name, flags in COMBINATIONS.items()}
     fewest = min(len(change) for change in changes.values())
-    # Whoever turns off enable_nnx most likely wants Linen throughout, however many flags that takes.
+    # A user who turns off enable_nnx most likely wants Linen throughout, even if that takes more flags.
     offers = [name for name in changes if len(changes[name]) == fewest or name == "linen"]
     ways = " or ".join(f"set {' '.join(changes[name])} (combination {name})" for name in offers)
     what = "no such combination of the module system" if "linen" in COMBINATIONS else "the Linen paths were removed"

@@ -9,13 +9,14 @@ from trainer.config.schema import Key, schema
 _HEAD = """\
 usage: python -m trainer.train [FILE.yml] [key=value ...]
 
-FILE.yml is any YAML file with `base_config: base.yml`, or one that names another such file; left out, or base.yml: the
-defaults below. Later wins: these defaults, the preset of model_name, FILE.yml, key=value. Lists are written [a,b].
+FILE.yml is any YAML file with `base_config: base.yml`, or with another such file as its base_config. Without it, or
+with base.yml, the defaults below apply. Precedence, lowest first: these defaults, the preset of model_name, FILE.yml,
+key=value. Lists are written [a,b].
 Presets of model_name: {presets}."""
 
 
 def help_text() -> str:
-    """Every key by section: what it means, its default, what it accepts."""
+    """Every key by section: its meaning, its default, its allowed values."""
     parts = [_HEAD.format(presets=", ".join(preset_names()))]
     for section, keys in itertools.groupby(schema().keys.values(), lambda key: key.section):
         parts.append(f"\n---- {section} ".ljust(100, "-"))

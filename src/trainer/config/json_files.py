@@ -1,4 +1,4 @@
-"""JSON files that others wrote: read within limits, and their fields by type and range."""
+"""Untrusted JSON files: reading within limits, and checks of fields by type and range."""
 
 import json
 from collections.abc import Mapping
@@ -16,14 +16,14 @@ _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "tex
 
 @dataclass(frozen=True)
 class Field:
-    """What the value of a name may be.
+    """The allowed values of a field.
 
     Attributes:
-      kind: bool, int, float (which an integer is, too), str, list or dict.
-      low, high: ends of a number's range, both included; NaN and infinities are never allowed.
+      kind: bool, int, float (which also accepts integers), str, list or dict.
+      low, high: inclusive bounds of a number; NaN and infinities are never allowed.
       null: whether null is allowed.
       item: the type of a list's items.
-      many: a list of such values is allowed too.
+      many: whether a list of such values is also allowed.
     """
 
     kind: type
@@ -35,14 +35,14 @@ class Field:
 
     @property
     def allowed(self) -> str:
-        """What the value may be, in words."""
+        """The allowed values, in words."""
         words = _WORDS[self.kind]
         if self.kind in (int, float):
             low, high = self._range
             words += f" in [{low:.12g}, {high:.12g}]"
         if self.item:
             words += f" of {self.item.__name__}"
-        return words + (", or a list of such" if self.many else "") + (" or null" if self.null else "")
+        return words + (", or a list of these" if self.many else "") + (" or null" if self.null else "")
 
     def accepts(self, value: Any) -> bool:
         """Whether `value`, as `json` reads it, is allowed."""
@@ -58,7 +58,7 @@ class Field:
         return -most if self.low is None else self.low, most if self.high is None else self.high
 
     def _fits(self, value: Any) -> bool:
-        if isinstance(value, bool):  # in Python a bool is an int, too
+        if isinstance(value, bool):  # bool is a subclass of int
             return self.kind is bool
         if self.kind in (int, float):
             low, high = self._range
@@ -69,10 +69,10 @@ class Field:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, whose values may be of any type.
+    """The JSON object in a file, with values of any type.
 
     Raises:
-      UserError: it cannot be read, is none, or is larger or nested deeper than any that this program knows.
+      UserError: it cannot be read, is not an object, is larger than MAX_BYTES or nested deeper than MAX_DEPTH.
     """
     try:
         with path.open("rb") as file:
@@ -93,7 +93,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def field_problems(data: Mapping[str, Any], fields: Mapping[str, Field]) -> list[str]:
-    """A line for each value in `data` that its field does not allow. Names that are no field are not looked at."""
+    """A message for each value in `data` that its field does not allow. Other names are ignored."""
     return [
         f"{name}={shown(data[name])}, not {field.allowed}"
         for name, field in fields.items()
@@ -102,7 +102,7 @@ def field_problems(data: Mapping[str, Any], fields: Mapping[str, Field]) -> list
 
 
 def shown(value: Any) -> str:
-    """`value` as JSON, for a message; its beginning where it is long."""
+    """`value` as JSON, for a message; truncated if it is long."""
     return shortened(json.dumps(value))
 
 

@@ -1,4 +1,4 @@
-"""What each attention kernel supports: data, and which of them `attention` stands for under the other settings."""
+"""What each attention kernel supports, and which kernel the key `attention` selects under the other settings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,33 +6,33 @@ from typing import Any
 
 from trainer.config.rules import make_rules
 
-FLASH_LENGTH = 1024  # tokens; from this length on attention=autoselected takes the platform's kernel
+FLASH_LENGTH = 1024  # tokens; from this length on attention=autoselected uses the platform's kernel
 ANY = ("cpu", "gpu", "tpu")
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """Where a kernel runs and what it can do."""
+    """The platforms of a kernel and what it supports."""
 
     platforms: tuple[str, ...] = ANY
     dropout: bool = True
     soft_cap: bool = True
     window: bool = True
-    segments: bool = True  # rows of several documents that do not see each other
+    segments: bool = True  # packed rows, whose documents do not attend to each other
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     length_multiple: int = 1
     head_dim_multiple: int = 1
     head_dim_most: int | None = None
-    # Each device runs it on rows, heads and kv_heads of its own: it needs whole rows, and heads next to their kv_heads.
+    # Runs per device on local rows and heads: rows must be unsharded, and heads sharded like their kv_heads.
     per_device: bool = False
 
 
-# What `attention` may be after resolve; the code is in ops/, where tests hold each against dot_product.
+# The values of `attention` after resolve. The code is in ops/; tests compare each op with dot_product.
 KERNELS = {
     "dot_product": Kernel(),
     "blockwise": Kernel(),
     "splash": Kernel(platforms=("tpu",), dropout=False, length_multiple=128, per_device=True),
-    # Segments reach cuDNN as a bias, whose gradient needs an even length. GPUs before Hopper take head_dim up to 128.
+    # Segments reach cuDNN as a bias, whose gradient needs an even length. Before Hopper, head_dim is at most 128.
     "cudnn_flash_jax": Kernel(
         platforms=("gpu",),
         dropout=False,
@@ -44,14 +44,14 @@ KERNELS = {
         per_device=True,
     ),
 }
-# What attention=flash is on a platform.
+# The kernel of attention=flash, by platform.
 FLASH = {"cpu": "blockwise", "gpu": "cudnn_flash_jax", "tpu": "splash"}
 
 
 def choose_attention(values: Mapping[str, Any], mesh: Mapping[str, int], platform: str) -> tuple[str, list[str]]:
-    """The kernel that the key `attention` stands for, and what is wrong with that choice, one message.
+    """The kernel that the key `attention` selects, and at most one message about an unsupported choice.
 
-    `values` are a configuration's, with its dtype resolved. What depends on the mesh is left out where `mesh` is empty.
+    `values` are those of a configuration with a resolved dtype. An empty `mesh` skips the checks that depend on it.
     """
     asked = values["attention"]
     if asked == "autoselected" and values["max_target_length"] < FLASH_LENGTH:
@@ -62,14 +62,14 @@ def choose_attention(values: Mapping[str, Any], mesh: Mapping[str, int], platfor
         return name, []
     if asked == "autoselected":
         return "blockwise", []
-    what = name if asked == name else f"on {platform} that is {name}, which"
+    what = name if asked == name else f"on {platform} this is {name}, which"
     return name, [
         f"attention={asked}: {what} does not support {', '.join(unmet)}; choose attention=autoselected or blockwise"
     ]
 
 
 def kernel_barred(config: Any, mesh: Mapping[str, int], platform: str) -> str:
-    """Why a resolved `config` with blockwise could not have the platform's kernel, in words; empty if it could."""
+    """Why a resolved `config` with blockwise attention cannot use the platform's kernel; "" if it can."""
     name = FLASH[platform]
     if config["attention"] != "blockwise" or not (unmet := unsupported(KERNELS[name], config, mesh, platform)):
         return ""
@@ -77,12 +77,12 @@ def kernel_barred(config: Any, mesh: Mapping[str, int], platform: str) -> str:
 
 
 def unsupported(kernel: Kernel, values: Mapping[str, Any], mesh: Mapping[str, int], platform: str) -> list[str]:
-    """The settings that the kernel does not support, in words, with what it does support."""
+    """The settings that the kernel does not support, each with what it does support."""
     length, head_dim, dtype = values["max_target_length"], values["head_dim"], values["dtype"]
     dropout = values["attention_dropout_rate"] if values["enable_dropout"] else 0
     soft_cap = values["attn_logits_soft_cap"]
     window = values["attention_type"] == "local_sliding"
-    whole, multiple, most = kernel.length_multiple, kernel.head_dim_multiple, kernel.head_dim_most
+    step, multiple, most = kernel.length_multiple, kernel.head_dim_multiple, kernel.head_dim_most
     checks = (
         (platform in kernel.platforms, f"the platform {platform} (only {' and '.join(kernel.platforms)})"),
         (kernel.dropout or not dropout, f"attention_dropout_rate={dropout:g}"),
@@ -90,7 +90,7 @@ def unsupported(kernel: Kernel, values: Mapping[str, Any], mesh: Mapping[str, in
         (kernel.window or not window, "attention_type=local_sliding"),
         (kernel.segments, "packed documents"),
         (dtype in kernel.dtypes, f"dtype={dtype} (only {' and '.join(kernel.dtypes)})"),
-        (length % whole == 0, f"max_target_length={length} (only multiples of {whole})"),
+        (length % step == 0, f"max_target_length={length} (only multiples of {step})"),
         (head_dim % multiple == 0, f"head_dim={head_dim} (only multiples of {multiple})"),
         (most is None or head_dim <= most, f"head_dim={head_dim} (at most {most})"),
     )
@@ -107,7 +107,7 @@ def _unmet_on_mesh(kernel: Kernel, values: Mapping[str, Any], mesh: Mapping[str,
 
     unmet = []
     if split("activation_length"):
-        unmet.append(f"rows split over the mesh (rule of activation_length: {', '.join(split('activation_length'))})")
+        unmet.append(f"sharded rows (rule of activation_length: {', '.join(split('activation_length'))})")
     if split("activation_heads") != split("activation_kv_heads"):
         heads, kv_heads = (", ".join(split(name)) or "none" for name in ("activation_heads", "activation_kv_heads"))
         unmet.append(f"different rules of activation_heads ({heads}) and activation_kv_heads ({kv_heads})")

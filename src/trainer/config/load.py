@@ -1,4 +1,4 @@
-"""Stage 1: from a command line to a configuration, before any device is known and without JAX."""
+"""Stage 1: from a command line to a configuration, before the devices are known and without JAX."""
 
 import copy
 import functools
@@ -39,14 +39,15 @@ _YML_ENDINGS = (".yml", ".yaml")
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a command line asks for.
+    """The configuration of a command line.
 
     Attributes:
-      config: every key of base.yml with its value; `auto`, -1 and other open values are still open. The sizes of the
-        model are those after `global_parameter_scale`, which is 1 here.
-      changed: the keys that the user's yml or the command line gives, and where.
-      warnings: keys that a file gives twice, and given keys without effect under the chosen settings, one line each.
-      notes: what was understood differently from how it was written, and what of the preset was changed, one line each.
+      config: every key of base.yml with its value; `auto`, -1 and similar values are not resolved yet. The model's
+        sizes already include `global_parameter_scale`, which is 1 here.
+      changed: the keys that the user's yml or the command line gives, with their source.
+      warnings: one line for each key that a file repeats, and for each given key that has no effect.
+      notes: one line for each value that is interpreted differently from how it is written, and for each change of the
+        preset.
     """
 
     config: ml_collections.ConfigDict
@@ -56,13 +57,13 @@ class Loaded:
 
 
 def load(argv: Sequence[str], place: str = COMMAND_LINE) -> Loaded:
-    """The configuration that `argv`, the words after the module's name, asks for: stage 1.
+    """The configuration of `argv`, the arguments after the module's name: stage 1.
 
-    Later wins: base.yml, maxtext.yml where that is the yml or a parent of it, the preset of model_name, the user's yml
-    over its parents, the command line. `place` is where the words come from, for messages.
+    Precedence, lowest first: base.yml; maxtext.yml if it is the yml or one of its parents; the preset of model_name;
+    the parents of the user's yml; that yml; the command line. `place` names the source of the words in messages.
 
     Raises:
-      UserError: all mistakes of the stage at once, one line each.
+      UserError: all errors of the stage, one line each.
       SystemExit: with code 0, after `help`, `--help` or `-h` printed every key.
     """
     if {"help", "--help", "-h"} & set(argv):
@@ -106,7 +107,7 @@ def load(argv: Sequence[str], place: str = COMMAND_LINE) -> Loaded:
 
 
 def _outgrown(schema: Schema, values: dict[str, Setting], sized: dict[str, Setting]) -> list[str]:
-    """One line for each size that global_parameter_scale takes out of its range."""
+    """One line for each size that is out of range after global_parameter_scale."""
     grown = {name: it for name, it in sized.items() if it.value != values[name].value}
     checked = ((name, it, schema.keys[name]) for name, it in grown.items())
     return [
@@ -119,8 +120,8 @@ def _outgrown(schema: Schema, values: dict[str, Setting], sized: dict[str, Setti
 def _other_defaults(
     yml: str, files: Sequence[YmlFile], config: Any, where: Mapping[str, str], notes: Sequence[str]
 ) -> list[str]:
-    """Lines about defaults that are not MaxText's, where a person may expect those: with MaxText's base.yml, with a
-    preset, with data of one's own."""
+    """Notes on defaults that differ from MaxText's, if the user may expect MaxText's: with MaxText's base.yml, with a
+    preset, or with the user's own data."""
     base = [file for file in files if file.is_maxtext]
     own = config.model_name != "default" or config.dataset_type in OWN_KEYS
     if not (base or notes or own):
@@ -128,31 +129,31 @@ def _other_defaults(
     inert = inert_keys(config)
     unset = [name for name, place in where.items() if place == DEFAULT and name not in inert]
     differing = maxtext_base.differing(config, unset)
-    said = "is MaxText's base.yml: what was changed in it counts, all other keys take this trainer's defaults"
-    begin = [f"{file.path} {said}{maxtext_base.tables(file.entries)}" for file in base]
-    return [*begin, *differing, f"for MaxText's defaults {_how_to_take_theirs(yml, files)}"] if differing else begin
+    used = "is MaxText's base.yml: changes in it are used, all other keys have this trainer's defaults"
+    begin = [f"{file.path} {used}{maxtext_base.tables(file.entries)}" for file in base]
+    return [*begin, *differing, f"for MaxText's defaults {_how_to_use_them(yml, files)}"] if differing else begin
 
 
-def _how_to_take_theirs(yml: str, files: Sequence[YmlFile]) -> str:
+def _how_to_use_them(yml: str, files: Sequence[YmlFile]) -> str:
     children = [file for file in files if not file.is_maxtext]
     if children:
-        return f"write base_config: maxtext.yml in {children[0].path}"
+        return f"set base_config: maxtext.yml in {children[0].path}"
     if yml == "base.yml" and not files:
-        return "write maxtext.yml as the first word"
-    changed = ", and what was changed in it as key=value" if files else ""
-    return f"write maxtext.yml in place of {shortened(yml)}{changed}"
+        return "give maxtext.yml as the first word"
+    changed = ", and your changes in it as key=value" if files else ""
+    return f"give maxtext.yml in place of {shortened(yml)}{changed}"
 
 
 def _not_known(names: Sequence[str]) -> list[str]:
-    """One line about keys of a MaxText base.yml of another version."""
+    """One line about unknown keys in a MaxText base.yml of another version."""
     if not names:
         return []
     shown = f"{', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
-    return [f"keys of this MaxText base.yml that are not known here, and not read: {shown}"]
+    return [f"ignored unknown keys of this MaxText base.yml: {shown}"]
 
 
 def _split(argv: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """The yml that the first word names, else base.yml, and the other words."""
+    """The yml that the first word names, or base.yml, and the other words."""
     first = argv[0] if argv else ""
     looks_like_yml = first.endswith(_YML_ENDINGS) and ("=" not in first or is_file(first))
     if looks_like_yml or ("=" not in first and not first.startswith("-") and is_file(first)):
@@ -179,12 +180,12 @@ def _malformed(reader: Reader, name: str, has_value: bool, text: str) -> str | N
         return "base_config belongs in a yml; on the command line the first word names the yml"
     if name.startswith("-"):
         if bare not in keys:
-            return f"there is no such option; keys are written key=value, --help lists them{reader.nearest_key(bare)}"
+            return f"unknown option; keys are written key=value, --help lists them{reader.nearest_key(bare)}"
         return f"keys have no dashes; write {bare}={shortened(text) if has_value else 'VALUE'}"
     if has_value:
         return None
     if name.endswith(_YML_ENDINGS):
-        return "only the first word may be a yml; give it a parent with `base_config:`"
+        return "only the first word may be a yml; a yml names its parent with `base_config:`"
     return f"no value; write {name}=VALUE" if name in keys else f"not key=value{reader.nearest_key(name)}"
 
 
@@ -202,10 +203,10 @@ def _preset(reader: Reader, model_name: Setting) -> dict[str, Setting]:
 
 
 def _changes(preset: dict[str, Setting], values: dict[str, Setting]) -> list[str]:
-    """One line for each key to which the user gives another value than the preset."""
+    """One line for each key of the preset that the user overrides with another value."""
     name = values["model_name"].value
     return [
-        f"model_name={name}: {key} {to_flow(said.value)} -> {to_flow(values[key].value)} ({values[key].where})"
-        for key, said in preset.items()
-        if values[key].value != said.value
+        f"model_name={name}: {key} {to_flow(old.value)} -> {to_flow(values[key].value)} ({values[key].where})"
+        for key, old in preset.items()
+        if values[key].value != old.value
     ]

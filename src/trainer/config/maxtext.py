@@ -1,4 +1,4 @@
-"""MaxText's keys that base.yml lacks: maxtext_keys.yml, read only when such a key is given."""
+"""MaxText's keys that are not in base.yml: maxtext_keys.yml, read only when such a key is given."""
 
 import difflib
 import functools
@@ -20,13 +20,13 @@ ANY = "any"  # every value is neutral
 
 @dataclass(frozen=True)
 class Verdict:
-    """What becomes of a key of MaxText's.
+    """How a key of MaxText is handled.
 
     Attributes:
       kind: renamed, needless, not yet or never.
-      why: of needless: why the key changes nothing; else what to use instead.
-      neutral: the values at which it changes nothing; None where no value does.
-      to: the key of base.yml that takes the value of a renamed one.
+      why: for needless, why the key has no effect; otherwise what to use instead.
+      neutral: the values that change nothing; None if every value is accepted.
+      to: the key of base.yml that replaces a renamed one.
     """
 
     name: str
@@ -36,29 +36,29 @@ class Verdict:
     to: str = ""
 
     def accepts(self, read: Callable[[Key], Any]) -> bool:
-        """Whether the value that `read` finds for a key of a given type changes nothing."""
+        """Whether the value that `read` returns for a key of a given type changes nothing."""
         return self.neutral is None or any(_same(self.name, value, read) for value in self.neutral)
 
     def problem(self, given: str) -> str:
-        """What a message says about the value `given`, which changes something."""
+        """The message about a value `given` that is not accepted."""
         if self.kind == RENAMED:
             return f"{self.why}; write {self.to}={given}"
         allowed = shortened(" or ".join(to_flow(value) for value in self.neutral or ()))
         only = f" (only {allowed} is accepted)" if allowed else ""
         instead = "" if self.why.startswith("leave it out") else "instead: "
-        return f"{'not built yet' if self.kind == NOT_YET else 'no key here'}{only}; {instead}{self.why}"
+        return f"{'not supported yet' if self.kind == NOT_YET else 'not supported'}{only}; {instead}{self.why}"
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """A key of MaxText's that was given a value that changes nothing."""
+    """A key of MaxText that was given a value that changes nothing."""
 
     verdict: Verdict
     given: str
 
 
 def find(name: str) -> Verdict | None:
-    """The verdict about MaxText's key `name`; None if it is no key of MaxText's, or one of base.yml's."""
+    """The verdict on MaxText's key `name`; None if MaxText has no such key, or base.yml has it."""
     return verdicts().get(name)
 
 
@@ -76,8 +76,8 @@ def verdicts() -> Mapping[str, Verdict]:
 
 
 def former_defaults(name: str, present: Iterable[str]) -> list[Any] | None:
-    """The values that MaxText's base.yml gave `name` by itself in the version of a file that has the keys `present`,
-    besides its neutral values and those of maxtext.yml; None for a key without such values."""
+    """Earlier default values of `name` in the version of MaxText's base.yml that has the keys `present`, besides its
+    neutral values and those of maxtext.yml; None for a key without such values."""
     given, rows = set(present), _table()["earlier"].get(name)
     if rows is None:
         return None
@@ -85,19 +85,18 @@ def former_defaults(name: str, present: Iterable[str]) -> list[Any] | None:
 
 
 def is_base(names: Iterable[str]) -> bool:
-    """Whether a file that gives the keys `names` is a version of MaxText's base.yml, whose values may be read as
-    defaults."""
-    given, told = set(names), _table()["base"]
-    return len(given.intersection(told["gives"])) >= 0.8 * len(told["gives"]) and given.isdisjoint(told["lacks"])
+    """Whether a file with the keys `names` is a version of MaxText's base.yml, whose values count as defaults."""
+    given, base = set(names), _table()["base"]
+    return len(given.intersection(base["gives"])) >= 0.8 * len(base["gives"]) and given.isdisjoint(base["lacks"])
 
 
 def nearest_name(word: str) -> str | None:
-    """The name of MaxText's that `word` begins, or is a part or nearly all of."""
+    """The MaxText key that `word` is a part of, is similar to, or is a prefix of."""
     names = list(verdicts())
     parts = [name for name in names if name.rpartition(".")[2] == word]
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.85)
-    begun = sorted((name for name in names if name.startswith(f"{word}_")), key=len)
-    return next(iter([*parts, *close, *begun]), None)
+    longer = sorted((name for name in names if name.startswith(f"{word}_")), key=len)
+    return next(iter([*parts, *close, *longer]), None)
 
 
 def is_prefix(name: str) -> bool:
@@ -106,22 +105,22 @@ def is_prefix(name: str) -> bool:
 
 
 def notes_of(accepted: Sequence[Accepted]) -> list[str]:
-    """What the start says about accepted keys: a line for those at neutral values, and one for each reason."""
+    """Notes on accepted keys: one line for those at neutral values, and one for each reason."""
     lines = []
     neutral = {it.verdict.name: it.given for it in accepted if it.verdict.neutral is not None}
     if neutral:
         shown = _list([f"{name}={given}" for name, given in neutral.items()])
-        lines.append(f"MaxText's keys at values that change nothing here: {shown}")
+        lines.append(f"MaxText's keys with values that change nothing here: {shown}")
     reasons: dict[str, list[str]] = {}
     for it in accepted:
-        # Without the value, which may be a secret such as hf_access_token.
+        # Do not print the value, which may be a secret such as hf_access_token.
         if it.verdict.neutral is None and it.verdict.name not in (names := reasons.setdefault(it.verdict.why, [])):
             names.append(it.verdict.name)
     return lines + [f"MaxText's {_list(names)} {_verb(names)} nothing here: {why}" for why, names in reasons.items()]
 
 
 def same_as_any(name: str, values: Iterable[Any], read: Callable[[Key], Any]) -> bool:
-    """Whether the value that `read` finds is one of `values`."""
+    """Whether the value that `read` returns is one of `values`."""
     return any(_same(name, value, read) for value in values)
 
 
@@ -140,7 +139,7 @@ def _table() -> dict[str, Any]:
 
 
 def _same(name: str, value: Any, read: Callable[[Key], Any]) -> bool:
-    """Whether `read` finds `value`; MaxText reads the word none as no value for every key, and 1 as 1.0."""
+    """Whether `read` returns `value`; MaxText reads none as no value for every key, and 1 as 1.0."""
     kind = str if value is None else float if type(value) is int else type(value)
     key = Key(name, value, kind, item=object if kind is list else None, optional=kind is str)
     try:

@@ -1,4 +1,4 @@
-"""MaxText's base.yml, recognized by what it holds; and the defaults that differ from it."""
+"""Recognition of MaxText's base.yml, and the defaults that differ from it."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -10,15 +10,15 @@ from trainer.config.files import MAXTEXT_YML, Entry, read_file
 from trainer.config.schema import Schema, schema
 from trainer.config.values import read_node
 
-# Tables of the mesh and of what lies where, which are not read key by key.
+# Tables of the mesh and of shardings, which are not read as keys.
 TABLES = ("logical_axis_rules", "mesh_axes", "data_sharding", "input_data_sharding_logical_axes")
-_NOTED = ("Model", "Data", "Training")  # sections of base.yml; the other defaults change nothing that is trained
+_NOTED = ("Model", "Data", "Training")  # sections of base.yml; the other defaults do not affect the training result
 _NOT_NOTED = ("prompt", "decode_sampling_temperature")
 
 
 @functools.cache
 def defaults() -> Mapping[str, Any]:
-    """MaxText's defaults for the keys of base.yml where they differ: maxtext.yml."""
+    """MaxText's defaults for the keys of base.yml that have another default there: maxtext.yml."""
     entries, problem, _ = read_file(MAXTEXT_YML)
     assert problem is None, problem
     keys = schema().keys
@@ -26,7 +26,7 @@ def defaults() -> Mapping[str, Any]:
 
 
 def changed_entries(entries: Sequence[Entry], schema: Schema) -> tuple[list[Entry], list[str]]:
-    """The entries of a MaxText base.yml that a person changed, and the names of those that neither program has."""
+    """The entries of a MaxText base.yml that the user changed, and the names of unknown ones."""
     present = [entry.name for entry in entries]
     changed, unknown = [], []
     for entry in entries:
@@ -45,14 +45,14 @@ def changed_entries(entries: Sequence[Entry], schema: Schema) -> tuple[list[Entr
 
 
 def tables(entries: Sequence[Entry]) -> str:
-    """What a note says about the tables that a MaxText base.yml gives."""
+    """The part of a note about the tables in a MaxText base.yml."""
     names = [entry.name for entry in entries if entry.name in TABLES]
-    return f"; its {', '.join(names)} {'is' if len(names) == 1 else 'are'} not read" if names else ""
+    return f"; its {', '.join(names)} {'is' if len(names) == 1 else 'are'} ignored" if names else ""
 
 
 def differing(values: Mapping[str, Any], unset: Sequence[str]) -> list[str]:
-    """A line for each section of base.yml, with `key=ours (MaxText's)` for each of the keys `unset` whose default is
-    not MaxText's, of those that say what is trained on what and how."""
+    """A line for each section of base.yml that affects training, with `key=ours (MaxText's)` for each of the keys
+    `unset` whose default differs from MaxText's."""
     keys = schema().keys
     sections: dict[str, list[str]] = {}
     for name, theirs in defaults().items():
@@ -60,6 +60,6 @@ def differing(values: Mapping[str, Any], unset: Sequence[str]) -> list[str]:
         if name in unset and section in _NOTED and name not in _NOT_NOTED and values[name] != theirs:
             sections.setdefault(section, []).append(f"{name}={to_flow(values[name])} ({to_flow(theirs)})")
     return [
-        f"{section}: defaults that are not MaxText's (those in brackets): {', '.join(said)}"
-        for section, said in sections.items()
+        f"{section}: defaults that differ from MaxText's (in parentheses): {', '.join(shown)}"
+        for section, shown in sections.items()
     ]

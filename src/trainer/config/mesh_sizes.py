@@ -1,4 +1,4 @@
-"""The sizes of the mesh axes: open ones are filled in; what does not fit the devices is told with its arithmetic."""
+"""The sizes of the mesh axes: fills in -1, and reports sizes that do not fit the devices."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,10 +9,9 @@ from trainer.config.errors import Unbuilt
 
 
 def fill_mesh(values: dict[str, Any], device_count: int, num_slices: int | None) -> list[str]:
-    """Gives each axis of size -1 in `values` what is left, within a slice and over slices; what is wrong with the mesh.
+    """Sets each axis of size -1 in `values` to the remaining size, within a slice and over slices; returns errors.
 
-    `num_slices` is None for devices that know of no slices, such as those of a CPU: then there are as many slices as
-    the sizes over slices ask for.
+    `num_slices` is None for devices without slices, such as CPUs: then their number follows from the sizes over slices.
     """
     if missing := _unbuilt(values):
         return missing
@@ -22,7 +21,7 @@ def fill_mesh(values: dict[str, Any], device_count: int, num_slices: int | None)
             asked = _product(_sizes(values, DCN))
             fitting = [n for n in range(1, device_count + 1) if device_count % n == 0]
             best = min(fitting, key=lambda n: abs(math.log(n / num_slices)))
-            return [f"{asked} slices, into which the {device_count} devices cannot be divided; nearest: {best} slices"]
+            return [f"{asked} slices do not divide the {device_count} devices; nearest: {best} slices"]
     in_slices = f" in each of {num_slices} slices" if num_slices > 1 else ""
     return [
         *_fill(values, ICI, device_count // num_slices, f"{_count(device_count // num_slices, 'device')}{in_slices}"),
@@ -31,7 +30,7 @@ def fill_mesh(values: dict[str, Any], device_count: int, num_slices: int | None)
 
 
 def _unbuilt(values: Mapping[str, Any]) -> list[str]:
-    """One line for each axis that nothing uses yet: a configuration may have been changed since it was loaded."""
+    """One line for each axis that nothing uses yet, in case the configuration was changed after stage 1."""
     return [
         Unbuilt(f"{keys[axis]}={values[keys[axis]]}: {reason}; leave it at 1")
         for axis, reason in UNUSED_AXES.items()
@@ -41,7 +40,7 @@ def _unbuilt(values: Mapping[str, Any]) -> list[str]:
 
 
 def _fill(values: dict[str, Any], keys: Mapping[str, str], count: int, what: str) -> list[str]:
-    """`keys` gives each axis its key; their product must be `count`, which `what` says in words."""
+    """`keys` maps axes to keys. The product of their sizes must be `count`, which `what` describes."""
     sizes = _sizes(values, keys)
     known = math.prod(size for size in sizes.values() if size != -1)
     left_over = [axis for axis, size in sizes.items() if size == -1]
@@ -64,7 +63,7 @@ def _sizes(values: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, int]
 
 
 def _product(sizes: Mapping[str, int]) -> str:
-    """`data 2 x fsdp 3 = 6`, without the axes of size 1 and those left open."""
+    """`data 2 x fsdp 3 = 6`, without axes of size 1 or -1."""
     shown = {axis: size for axis, size in sizes.items() if size not in (1, -1)}
     factors = " x ".join(f"{axis} {size}" for axis, size in shown.items()) or "all axes 1"
     return f"{factors} = {math.prod(shown.values())}" if len(shown) > 1 else factors
@@ -75,9 +74,9 @@ def _count(number: int, what: str) -> str:
 
 
 def _nearest_mesh(sizes: Mapping[str, int], count: int) -> dict[str, int]:
-    """The mesh of `count` devices whose sizes have the smallest ratios to those asked for; -1 asks for none.
+    """The mesh of `count` devices whose sizes have the smallest ratios to the given ones; -1 matches any size.
 
-    Axes that were left at 1 stay there, but for data and fsdp.
+    Axes of size 1 other than data and fsdp keep it.
     """
     free = [axis for axis, size in sizes.items() if axis in ("data", "fsdp") or (size != 1 and axis not in UNUSED_AXES)]
     asked = [sizes[axis] for axis in free]

@@ -1,4 +1,4 @@
-"""Paths as people write them: what no system call accepts is reported before one fails."""
+"""Paths as users write them: invalid ones are reported before a system call fails."""
 
 import os
 from pathlib import Path
@@ -9,15 +9,15 @@ MAX_NAME, MAX_PATH = 255, 4095  # bytes, on Linux
 
 
 def path_problem(text: str) -> str | None:
-    """Why `text` can be no path of this machine, or None."""
+    """Why `text` cannot be a local path, or None."""
     try:
         path = os.fsencode(Path(text).expanduser())
     except RuntimeError:
-        return f"there is no home folder {shortened(Path(text).parts[0])}; write the whole path"
+        return f"there is no home folder {shortened(Path(text).parts[0])}; write the full path"
     except UnicodeEncodeError:
         path = b"\0"
     if b"\0" in path:
-        return "not the text of a path"
+        return "not a valid path"
     longest = max(path.split(b"/"), key=len)
     if len(longest) > MAX_NAME:
         return f"the name has {len(longest)} bytes; the limit is {MAX_NAME}"
@@ -27,13 +27,13 @@ def path_problem(text: str) -> str | None:
 
 
 def local_path(text: str, what: str = "") -> Path:
-    """The path that a person means by `text`, `~` expanded.
+    """The path of `text`, with `~` expanded.
 
     Args:
       what: the beginning of the message, such as `tokenizer_path=`.
 
     Raises:
-      UserError: it can be none; see `path_problem`.
+      UserError: it is invalid; see `path_problem`.
     """
     if problem := path_problem(text):
         raise UserError(f"{what}{shortened(text)}: {problem}")
@@ -41,5 +41,5 @@ def local_path(text: str, what: str = "") -> Path:
 
 
 def is_file(text: str) -> bool:
-    """Whether `text` names a file."""
+    """Whether `text` is the path of a file."""
     return path_problem(text) is None and Path(text).is_file()

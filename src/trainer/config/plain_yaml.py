@@ -1,7 +1,6 @@
-"""YAML within limits: whoever wrote the text, a small one cannot make a large value.
+"""YAML within limits: a small untrusted text cannot expand to a large value.
 
-Every YAML text that a person or a folder gives is read here. What goes beyond a limit is a `Limit`, which is a
-`yaml.YAMLError` as a syntax error is.
+All YAML from users and folders is read here. Exceeding a limit raises `Limit`, a `yaml.YAMLError` like a syntax error.
 """
 
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ import yaml
 
 from trainer.config.schema import LOADER
 
-# base.yml, the longest file of keys, has 30,000 characters, 900 nodes and a depth of 4.
+# For comparison: base.yml, the longest file of keys, has 30,000 characters, 900 nodes and a depth of 4.
 MAX_LENGTH = 1 << 18  # characters of the text, and of all its nodes once aliases and merge keys are expanded
 MAX_DEPTH = 24
 _TAG = "tag:yaml.org,2002:"
@@ -20,7 +19,7 @@ _PLAIN_TAGS = {f"{_TAG}{name}" for name in ("null", "bool", "int", "float", "str
 
 
 class Limit(yaml.MarkedYAMLError):
-    """The text goes beyond a limit of this module. It may be valid YAML."""
+    """The text exceeds a limit of this module. It may be valid YAML."""
 
 
 def read_text(path: Path) -> str:
@@ -40,10 +39,10 @@ def read_text(path: Path) -> str:
 
 
 def compose(text: str) -> yaml.Node | None:
-    """The root node of `text`; None where there is none. Merge keys (`<<`) are left as they are; see `flatten`.
+    """The root node of `text`; None if it is empty. Does not expand merge keys (`<<`); see `flatten`.
 
     Raises:
-      yaml.YAMLError: it is not YAML, or beyond a limit.
+      yaml.YAMLError: it is not YAML, or exceeds a limit.
     """
     if len(text) > MAX_LENGTH:
         raise _limit(f"more than {MAX_LENGTH} characters", None)
@@ -69,28 +68,28 @@ def construct(node: yaml.Node) -> Any:
         return yaml.SafeLoader("").construct_object(node, deep=True)
     except yaml.YAMLError as error:
         raise ValueError(f"not plain YAML ({getattr(error, 'problem', error)})") from None
-    except ValueError:  # of int(): the text is that of a number
-        raise ValueError("not plain YAML (an integer of thousands of digits)") from None
+    except ValueError:  # int() rejects numbers with thousands of digits
+        raise ValueError("not plain YAML (an integer with thousands of digits)") from None
 
 
 def check_tag(node: yaml.Node) -> None:
     """Checks that `node` may be read from its text or its children.
 
     Raises:
-      ValueError: it has a tag outside plain YAML, such as !!binary, that its text alone does not give it. The text
-        2001-01-01 gives itself the tag of a timestamp.
+      ValueError: it has an explicit tag outside plain YAML, such as !!binary. An implicit tag is allowed, such as that
+        of the timestamp 2001-01-01.
     """
     if node.tag not in _PLAIN_TAGS and not (isinstance(node, yaml.ScalarNode) and _fits(node)):
         raise _not_plain(node)
 
 
 def reason(error: yaml.YAMLError) -> str:
-    """What is wrong, on one line, without its place."""
+    """What is wrong, on one line, without the position."""
     return getattr(error, "problem", None) or " ".join(str(error).split())
 
 
 def describe(error: yaml.YAMLError, where: str) -> str:
-    """A message: what is wrong in the file `where`, and in which line if that is known."""
+    """A message: the file `where`, the line if it is known, and what is wrong."""
     mark = getattr(error, "problem_mark", None)
     line = f":{mark.line + 1}" if mark else ""
     return f"{where}{line}: {'' if isinstance(error, Limit) else 'not YAML: '}{reason(error)}"
@@ -106,7 +105,7 @@ def repeated_keys(node: yaml.MappingNode) -> dict[str, list[int]]:
 
 
 def _check_limits(text: str) -> None:
-    """Follows the parser's events, which needs neither recursion nor memory, and adds up what composing would make."""
+    """Computes the size and depth of the composed document from the parser's events, without building it."""
     anchors: dict[str | None, tuple[int, int] | None] = {}  # (length, depth) of each; None while it is open
     open_nodes: list[tuple[str | None, int, int]] = []  # (anchor, length so far, depth so far)
 
@@ -139,10 +138,10 @@ def _check_limits(text: str) -> None:
                 anchors[event.anchor] = len(event.value) + 1, 1
             add(len(event.value) + 1, 1, mark)
         elif isinstance(event, yaml.AliasEvent):
-            # The composer tells of an alias without an anchor.
+            # The composer reports an alias without an anchor.
             size = anchors.get(event.anchor, (0, 0))
             if size is None:
-                raise _limit(f"the alias *{event.anchor} stands inside of its own anchor", mark)
+                raise _limit(f"the alias *{event.anchor} is inside its own anchor", mark)
             add(*size, mark)
 
 
@@ -167,7 +166,7 @@ def _walk(node: yaml.Node) -> Iterator[yaml.Node]:
 
 
 def _fits(node: yaml.ScalarNode) -> bool:
-    """Whether a scalar is of the type that its text alone says: `!!int x` and `!!bool 3` are not."""
+    """Whether a scalar has the type that its text implies: `!!int x` and `!!bool 3` do not."""
     if node.tag == f"{_TAG}str":
         return True
     return not node.style and yaml.SafeLoader("").resolve(yaml.ScalarNode, node.value, (True, False)) == node.tag

@@ -1,4 +1,4 @@
-"""From words and entries of files to settings by the schema, with all mistakes collected."""
+"""Reads command-line words and file entries into settings by the schema, and collects all errors."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ _RULES = "logical_axis_rules"
 
 @dataclass(frozen=True)
 class Setting:
-    """A value that some source gives a key, and the place that gives it."""
+    """A key's value and its source."""
 
     value: Any
     where: str
@@ -25,27 +25,27 @@ class Setting:
 
 @dataclass
 class Reader:
-    """Reads settings by the schema; collects what is wrong, and the names of the keys whose value is unknown then."""
+    """Reads settings by the schema; collects errors, and the keys whose values could not be read (`broken`)."""
 
     schema: Schema
     mistakes: list[str] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
-    accepted: list[maxtext.Accepted] = field(default_factory=list)  # MaxText's keys that need nothing here
-    unknown: list[str] = field(default_factory=list)  # keys of a MaxText base.yml that neither program has
+    accepted: list[maxtext.Accepted] = field(default_factory=list)  # MaxText's keys without effect
+    unknown: list[str] = field(default_factory=list)  # unknown keys of a MaxText base.yml
     _suggested: int = 0
 
     def nearest_key(self, name: str) -> str:
-        """See `nearest`. It takes milliseconds, and only so many messages fit a screen: after those, nothing."""
+        """See `nearest`. Each search takes milliseconds, so there are only as many as messages fit on a screen."""
         self._suggested += 1
         if self._suggested > SCREEN_LINES:
             return ""
         ours, theirs = nearest(name, self.schema.keys), maxtext.nearest_name(name)
-        holds = bool(ours) and all(part in ours for part in name.split("_"))  # not only letters in common
-        begun = theirs is not None and theirs.startswith(f"{name}_") and not holds
-        return f"; nearest: {theirs} (of MaxText)" if theirs and (begun or not ours) else ours
+        contains = bool(ours) and all(part in ours for part in name.split("_"))  # not just similar letters
+        prefix = theirs is not None and theirs.startswith(f"{name}_") and not contains
+        return f"; nearest: {theirs} (of MaxText)" if theirs and (prefix or not ours) else ours
 
     def setting(self, name: str, given: str, where: str, read: Callable[[Key], Any]) -> dict[str, Setting]:
-        """{name: setting}, or {} after a mistake."""
+        """{name: setting}, or {} after an error."""
         shown = f"{shortened(name)}={shortened(given)} ({where})"
         key = self.schema.keys.get(name)
         if key is None:
@@ -72,8 +72,8 @@ class Reader:
         return self.setting(entry.name, entry.given, entry.where, functools.partial(read_node, node=entry.node))
 
     def file(self, file: YmlFile) -> dict[str, Setting]:
-        """The settings of a file. Those of a root count where they differ from what it copies, the packed base.yml or
-        MaxText's."""
+        """The settings of a file. For a root file, only those that differ from the file that it copies, the packaged
+        base.yml or MaxText's."""
         settings: dict[str, Setting] = {}
         entries: Sequence[Entry] = file.entries
         if file.is_maxtext:
@@ -86,10 +86,10 @@ class Reader:
         return {name: it for name, it in settings.items() if it.value != self.schema.keys[name].default}
 
     def _foreign(self, name: str, given: str, shown: str, read: Callable[[Key], Any]) -> None:
-        """A key that base.yml lacks: MaxText's, or nobody's."""
+        """Handles a key that is not in base.yml: one of MaxText's, or an unknown one."""
         verdict = maxtext.find(name)
         if verdict is None and maxtext.is_prefix(name):
-            self.mistakes.append(f"{shown}: a group of MaxText's keys; give them one by one, {name}.KEY=VALUE")
+            self.mistakes.append(f"{shown}: a group of MaxText's keys; give them individually, {name}.KEY=VALUE")
         elif verdict is None:
             self.mistakes.append(f"{shown}: there is no key {shortened(name)}{self.nearest_key(name)}")
         elif verdict.accepts(read):
@@ -100,7 +100,7 @@ class Reader:
 
 
 def merge(below: dict[str, Setting], above: dict[str, Setting]) -> dict[str, Setting]:
-    """`below` with the settings of `above` over them; rules replace those of their name."""
+    """`below` overridden by `above`; rules are overridden by name."""
     merged = below | above
     if _RULES in below and _RULES in above:
         rules = merge_rules(below[_RULES].value, above[_RULES].value)

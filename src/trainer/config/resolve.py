@@ -1,4 +1,4 @@
-"""Stage 2: with the devices known, what was open is filled in and what depends on the mesh is checked."""
+"""Stage 2: fills in values that depend on the devices, and checks those that depend on the mesh."""
 
 import math
 from collections.abc import Mapping
@@ -18,25 +18,25 @@ from trainer.config.tiles import misfits
 def resolve(
     config: Any, *, device_count: int, platform: str, num_slices: int | None = None
 ) -> ml_collections.FrozenConfigDict:
-    """The configuration for `device_count` devices of `platform` (the mesh's: cpu, gpu or tpu), frozen.
+    """The frozen configuration for `device_count` devices of `platform` (cpu, gpu or tpu).
 
-    `num_slices`: in how many slices they lie; None for devices that know of none (see `mesh_sizes.fill_mesh`).
+    `num_slices`: the number of slices; None for devices without slices (see `mesh_sizes.fill_mesh`).
 
     Raises:
-      UserError: all mistakes of the stage at once, one line each.
+      UserError: all errors of the stage, one line each.
     """
     values = {name: frozen(value) for name, value in config.items()}
     _fill(values, platform)
     mistakes = _other_hardware(values["hardware"], platform)
-    mistaken = fill_mesh(values, device_count, num_slices)
-    mistakes += mistaken
-    mesh = {} if mistaken else mesh_axes(values)
+    mesh_problems = fill_mesh(values, device_count, num_slices)
+    mistakes += mesh_problems
+    mesh = {} if mesh_problems else mesh_axes(values)
     if mesh:
         mistakes += [*_indivisible(values, mesh), *_uneven_rows(values, mesh)]
-    values["attention"], mistaken = choose_attention(values, mesh, platform)
+    values["attention"], unsupported = choose_attention(values, mesh, platform)
     if mesh:
         mistakes += too_large(values)
-    mistakes += mistaken or (misfits(values) if values["attention"] == "splash" else [])
+    mistakes += unsupported or (misfits(values) if values["attention"] == "splash" else [])
     if mistakes:
         raise report(mistakes)
     return ml_collections.FrozenConfigDict(values)
@@ -45,11 +45,11 @@ def resolve(
 def _other_hardware(hardware: str, platform: str) -> list[str]:
     if not hardware or hardware.partition("_")[0] == platform:
         return []
-    return [f"hardware={hardware}: the devices are {platform}; leave it out, JAX_PLATFORMS chooses which are used"]
+    return [f"hardware={hardware}: the devices are {platform}; leave it out, JAX_PLATFORMS selects the platform"]
 
 
 def frozen(value: Any) -> Any:
-    """Lists as tuples, so that a configuration equals itself resolved again."""
+    """Lists as tuples, so that resolving a configuration again gives an equal one."""
     return tuple(frozen(item) for item in value) if isinstance(value, list | tuple) else value
 
 
@@ -70,7 +70,7 @@ def _fill(values: dict[str, Any], platform: str) -> None:
 
 
 def _indivisible(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str]:
-    """One line for each length that the mesh axes of its rules do not divide."""
+    """One line for each length that is not divisible by the mesh axes of its rules."""
     found: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     rules = make_rules(values["logical_axis_rules"])
     for name, key in DIMENSIONS.items():
@@ -87,7 +87,7 @@ def _indivisible(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str
 
 
 def _uneven_rows(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str]:
-    """One line for each batch that is not a whole number of rows for each part of the mesh that has rows of its own."""
+    """One line for each batch size that does not give every shard of the batch the same whole number of rows."""
     keys = ["per_device_batch_size"]
     if values["eval_interval"] > 0 and values["eval_per_device_batch_size"] != values["per_device_batch_size"]:
         keys.append("eval_per_device_batch_size")
@@ -96,7 +96,7 @@ def _uneven_rows(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str
     lines = []
     for key in keys:
         rows = values[key] * devices
-        # A share such as 0.1 is not exact in binary; 0.1 x 30 devices are 3 rows all the same.
+        # A value such as 0.1 is not exact in binary; 0.1 x 30 devices still make 3 rows.
         if round(rows) >= 1 and abs(rows - round(rows)) < 1e-6 and round(rows) % parts == 0:
             continue
         below = math.floor(rows / parts) * parts
@@ -108,7 +108,7 @@ def _uneven_rows(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str
 
 
 def _split(mesh: Mapping[str, int], axes: tuple[str, ...], names: list[str]) -> str:
-    """How a rule splits a length, in words: `fsdp 4 x tensor 2 = 8 by the rule of embed`."""
+    """How a rule shards a length, in words: `fsdp 4 x tensor 2 = 8 by the rule of embed`."""
     splitting = [axis for axis in axes if mesh[axis] > 1]
     product = " x ".join(f"{axis} {mesh[axis]}" for axis in splitting) or "no mesh axis above 1"
     total = f" = {_product(mesh, axes)}" if len(splitting) > 1 else ""

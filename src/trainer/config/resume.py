@@ -1,4 +1,4 @@
-"""Which keys may differ between a checkpoint and the command that goes on from it."""
+"""Which keys may differ between a checkpoint and the command that resumes from it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from trainer.config.resolve import frozen
 from trainer.config.schema import schema
 from trainer.config.tiles import KEYS as TILES
 
-# How the program is laid out and where it runs. None of these changes what is learned, but for the order of sums.
+# How the program is sharded and where it runs. These affect the training result only by the order of sums.
 LAYOUT = (
     *FLAGS,
     *ICI.values(),
@@ -29,12 +29,12 @@ LAYOUT = (
     *TILES.values(),
     *PROCESSES,
 )
-# The same global batch may be cut in other ways.
+# The same global batch may be split differently.
 BATCH = ("per_device_batch_size", "gradient_accumulation_steps")
-# How long: the schedule may follow where it is not given.
+# The length of the run; the schedule follows it if it is not given.
 LENGTH = ("steps", "learning_rate_schedule_steps")
-# What is written, kept, printed and evaluated, and what happens to a bad step. Where evaluation takes its rows from
-# the training documents, the data themselves tell that they are others.
+# What is written, kept, printed and evaluated, and what happens to a bad step. If evaluation takes its rows from the
+# training documents, the fingerprint of the data detects a change.
 AROUND = (
     "run_name",
     "base_output_directory",
@@ -76,16 +76,16 @@ MAY_CHANGE = frozenset((*LAYOUT, *BATCH, *LENGTH, *AROUND))
 
 
 def check_resume(saved: Mapping[str, Any], config: Any, schedule_given: bool, where: str) -> list[str]:
-    """Warnings about going on from a checkpoint of configuration `saved` under `config`.
+    """Warnings about resuming from a checkpoint of configuration `saved` under `config`.
 
     Args:
-      saved: the keys of a config.yml. A key that it lacks was added to base.yml later: what it then did is its default.
+      saved: the keys of a config.yml. A missing key was added to base.yml later; its default is the old behaviour.
       config: resolved.
-      schedule_given: the command says `learning_rate_schedule_steps` itself.
+      schedule_given: the command gives `learning_rate_schedule_steps`.
       where: the checkpoint, for the message.
 
     Raises:
-      UserError: they differ in a key that must stay; the message has each one's old and new value.
+      UserError: a key differs that must not; the message has the old and new values.
     """
     old = {name: frozen(saved.get(name, key.default)) for name, key in schema().keys.items()}
     differing = [name for name in old if old[name] != frozen(config[name])]
@@ -94,19 +94,19 @@ def check_resume(saved: Mapping[str, Any], config: Any, schedule_given: bool, wh
     if global_batch_rows(before) != global_batch_rows(config):
         changes = ", ".join(_change(before, config, name) for name in BATCH if name in differing)
         rows = f"{global_batch_rows(before)} -> {global_batch_rows(config)} rows"
-        wrong.append(f"the global batch must stay, {rows}: {changes or 'another number of devices'}")
+        wrong.append(f"the global batch must not change, {rows}: {changes or 'another number of devices'}")
     warnings = []
     if "learning_rate_schedule_steps" in differing:
         change = _change(before, config, "learning_rate_schedule_steps")
         if schedule_given or before.learning_rate_schedule_steps != before.steps:
             wrong.append(change)
         else:
-            warnings.append(f"the learning rate's schedule follows steps: {change}")
+            warnings.append(f"the learning rate schedule follows steps: {change}")
     if wrong:
         lines = "\n  ".join(wrong)
         raise UserError(
-            f"{where} was saved under another configuration (old -> new):\n  {lines}\n"
-            "give the old values again, or another run_name for a new run"
+            f"{where} was saved with another configuration (old -> new):\n  {lines}\n"
+            "use the old values, or choose another run_name for a new run"
         )
     return warnings
 

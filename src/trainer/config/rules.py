@@ -8,7 +8,7 @@ from trainer.config.errors import nearest, shortened
 
 Rule = list[Any]  # [name, mesh axis or list of mesh axes]
 
-# What of a tensor's logical axes meet on one mesh: a mesh axis may split one of them only.
+# The logical axes of tensors. A mesh axis may shard only one axis of a tensor.
 TENSORS: dict[str, tuple[str, ...]] = {
     "token_embedder/embedding": ("vocab", "embed"),
     "self_attention/query/kernel": ("layers", "embed", "q_heads", "kv"),
@@ -26,7 +26,7 @@ TENSORS: dict[str, tuple[str, ...]] = {
     "logits": ("activation_batch", "activation_length", "activation_vocab"),
 }
 
-# The key that says how long a logical axis is.
+# The key that gives the length of a logical axis.
 DIMENSIONS = {
     "layers": "base_num_decoder_layers",
     "embed": "base_emb_dim",
@@ -49,7 +49,7 @@ DIMENSIONS = {
 
 
 def read_rules(value: Sequence[Any], known: Iterable[str]) -> tuple[list[Rule], list[str]]:
-    """The rules that `value` gives, and what is wrong with it, one message each."""
+    """The rules in `value`, and one message for each error."""
     names = list(known)
     rules: dict[str, Rule] = {}
     problems = []
@@ -63,23 +63,23 @@ def read_rules(value: Sequence[Any], known: Iterable[str]) -> tuple[list[Rule], 
 
 
 def merge_rules(below: Iterable[Rule], above: Iterable[Rule]) -> list[Rule]:
-    """`below` with the rules of `above`, which replace those of the same name."""
+    """`below` overridden by the rules of `above` with the same name."""
     return list(({rule[0]: rule for rule in below} | {rule[0]: rule for rule in above}).values())
 
 
 def make_rules(rules: Iterable[Sequence[Any]]) -> dict[str, tuple[str, ...]]:
-    """Each logical name's mesh axes."""
+    """The mesh axes of each logical name."""
     return {name: (axes,) if isinstance(axes, str) else tuple(axes or ()) for name, axes in rules}
 
 
 def with_lengths(names: Iterable[str], config: Mapping[str, Any]) -> str:
-    """`[layers 2, embed 192]`: a tensor's logical axes, each with its length where a key of `config` says it."""
+    """`[layers 2, embed 192]`: a tensor's logical axes, each with its length if a key of `config` gives it."""
     lengths = {name: config.get(DIMENSIONS.get(name, ""), "") for name in names}
     return f"[{', '.join(f'{name} {length}'.rstrip() for name, length in lengths.items())}]"
 
 
 def collisions(config: Mapping[str, Any]) -> list[str]:
-    """One message for each two axes of one tensor that the rules of `config` give the same mesh axis."""
+    """One message for each two axes of one tensor that the rules of `config` shard over the same mesh axis."""
     axes = make_rules(config["logical_axis_rules"])
     messages: dict[tuple[frozenset[str], str], str] = {}
     for tensor, names in TENSORS.items():
@@ -88,7 +88,7 @@ def collisions(config: Mapping[str, Any]) -> list[str]:
             for axis in axes[name]:
                 if axis in taken:
                     both = f"{taken[axis]} and {name} of {tensor} {with_lengths(names, config)}"
-                    messages.setdefault((frozenset((taken[axis], name)), axis), f"{both} both take mesh axis {axis}")
+                    messages.setdefault((frozenset((taken[axis], name)), axis), f"{both} both use mesh axis {axis}")
                 taken.setdefault(axis, name)
     return list(messages.values())
 
@@ -96,7 +96,7 @@ def collisions(config: Mapping[str, Any]) -> list[str]:
 def _problem(rule: Any, names: list[str], seen: dict[str, Rule]) -> str | None:
     if not isinstance(rule, list) or len(rule) != 2 or not isinstance(rule[0], str):
         allowed = "[name, mesh axis or list of axes], as in [[embed,fsdp],[norm,[]]]"
-        return f"{shortened(repr(rule))} is no rule; allowed: {allowed}"
+        return f"{shortened(repr(rule))} is not a rule; allowed: {allowed}"
     name, axes = rule
     if name not in names:
         return f"there is no logical axis {shortened(name)}; allowed: {', '.join(names)}{nearest(name, names)}"

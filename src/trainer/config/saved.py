@@ -1,4 +1,4 @@
-"""The config.yml of a folder: what some run was, read as data."""
+"""The saved config.yml of a run, read as untrusted data."""
 
 from typing import Any
 
@@ -19,14 +19,14 @@ def read_saved(text: str, where: str) -> dict[str, Any]:
       where: the file, for messages.
 
     Raises:
-      UserError: it is not YAML, beyond the limits of `plain_yaml`, or a value is not allowed; all such values.
+      UserError: it is not YAML, exceeds the limits of `plain_yaml`, or has values that are not allowed, all listed.
     """
     try:
         node = compose(text)
     except yaml.YAMLError as error:
         raise UserError(describe(error, where)) from None
     if not isinstance(node, yaml.MappingNode):
-        raise UserError(f"{where}: not a table of `key: value` lines")
+        raise UserError(f"{where}: not a mapping of `key: value` lines")
     found: dict[str, Any] = {}
     mistakes = []
     for name_node, value_node in node.value:

@@ -1,4 +1,4 @@
-"""global_parameter_scale: a model with about that many times the parameters."""
+"""global_parameter_scale: multiplies the parameter count of the model by about this factor."""
 
 from collections.abc import Mapping
 
@@ -8,10 +8,10 @@ SCALE = "global_parameter_scale"
 
 
 def factors(scale: int) -> dict[str, int]:
-    """What each size is multiplied by for `scale` times the parameters, a power of two.
+    """The factor of each size for `scale` times the parameters, a power of two.
 
-    With log2(scale) = 3 a + r: layers by 2^a, heads and MLP by 2^(a + [r > 0]), width by 2^(a + [r > 1]). These are
-    MaxText's factors. `head_dim` and `vocab_size` stay.
+    With log2(scale) = 3 a + r: 2^a for layers, 2^(a + [r > 0]) for heads and MLP, 2^(a + [r > 1]) for the width, as in
+    MaxText. `head_dim` and `vocab_size` do not change.
     """
     a, r = divmod(scale.bit_length() - 1, 3)
     heads = 2 ** (a + (r > 0))
@@ -25,10 +25,10 @@ def factors(scale: int) -> dict[str, int]:
 
 
 def scaled(values: dict[str, Setting]) -> dict[str, Setting]:
-    """The settings with the sizes that `global_parameter_scale` asks for, and that key at 1.
+    """The settings with the sizes multiplied as `global_parameter_scale` asks, and that key set to 1.
 
-    This is the only place that applies the scale: whatever reads a size afterwards, in a run's config.yml too, reads
-    the scaled one. A scale that is no power of two stays, and `problem` tells it.
+    Only this function applies the scale: all later readers of a size, and a run's config.yml, have the scaled one. A
+    scale that is not a power of two is left unchanged, and `problem` reports it.
     """
     scale = values[SCALE]
     if scale.value == 1 or not is_power_of_two(scale.value):
@@ -59,9 +59,9 @@ def is_power_of_two(scale: int) -> bool:
 
 
 def problem(config: Mapping[str, int]) -> str | None:
-    """Why the scale cannot be applied. It is 1 in a configuration whose sizes are scaled."""
+    """Why the scale cannot be applied, or None. It is 1 once the sizes are scaled."""
     scale = config[SCALE]
     if is_power_of_two(scale):
         return None
     below = 1 << (scale.bit_length() - 1)
-    return f"a power of two; nearest: {below} or {2 * below}; for a size between them set the base_* keys"
+    return f"must be a power of two; nearest: {below} or {2 * below}; for a size between them set the base_* keys"

@@ -1,4 +1,4 @@
-"""The schema: base.yml, parsed. Its head describes the comment forms that narrow a key."""
+"""The schema, parsed from base.yml. The head of that file describes the comments that restrict a key."""
 
 import functools
 import math
@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 BASE_YML = Path(__file__).parents[1] / "base.yml"
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster where PyYAML was built with libyaml
-# Counts are held in 32 bits on the devices, numbers in float32 at most.
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten times faster
+# Devices hold counts in 32 bits and numbers in at most float32.
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = 3.4e38
 
@@ -20,7 +20,7 @@ _TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool,
 _TYPE_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text", list: "a list", dict: "a dict"}
 _HEADING = re.compile(r"# -{2,} (?P<name>.+?) -+")
 _KEY_LINE = re.compile(r"(?P<name>[a-z]\w*):(?P<value>.*?)(?:\s#(?P<form>.*))?")
-# An import path, as decoder_block takes it.
+# An import path, such as for decoder_block.
 IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _OR_IMPORT_PATH = " or package.module:name"
 _RANGE = re.compile(r"in (?P<open>[\[(])(?P<low>\S+), (?P<high>\S+)(?P<close>[\])])(?: or (?P<extra>.+))?")
@@ -28,7 +28,7 @@ _RANGE = re.compile(r"in (?P<open>[\[(])(?P<low>\S+), (?P<high>\S+)(?P<close>[\]
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers between `low` and `high`, an end included or not, and the values `extras` besides."""
+    """The numbers between `low` and `high`, with or without the ends, and the values `extras`."""
 
     low: float
     high: float
@@ -58,7 +58,7 @@ class Key:
     section: str = ""
     doc: str = ""
     choices: tuple[Any, ...] = ()
-    importable: bool = False  # an import path, `package.module:name`, is as good as a choice
+    importable: bool = False  # an import path is also allowed
     range: Range | None = None
     item: type | None = None
     optional: bool = False
@@ -87,7 +87,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Schema:
-    """All keys in the order of the file, and what introduces each section."""
+    """All keys in the order of the file, and the introduction of each section."""
 
     keys: dict[str, Key]
     intros: dict[str, str] = field(default_factory=dict)
@@ -103,7 +103,7 @@ def parse(text: str) -> Schema:
     """The schema in `text`.
 
     Raises:
-      ValueError: a line that the small form does not allow, or a default that its own comment forbids.
+      ValueError: a line does not have the required form, or a default contradicts its comment.
     """
     defaults = yaml.load(text, Loader=LOADER)
     result = Schema({})
@@ -114,7 +114,7 @@ def parse(text: str) -> Schema:
         if heading := _HEADING.fullmatch(line):
             section, block = heading["name"], []
         elif line.startswith("#"):
-            # A comment right below a key begins a new block; keys without one of their own share the last.
+            # A comment below a key begins a new block; keys without a comment share the last block.
             block = [*block, line[1:].removeprefix(" ")] if above.startswith("#") else [line[1:].removeprefix(" ")]
         elif match := _KEY_LINE.fullmatch(line):
             name, form = match["name"], (match["form"] or "").strip()

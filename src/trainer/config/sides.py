@@ -1,7 +1,7 @@
 """Several configurations from one command line: `key=value` for all, `left.key=value` and `right.key=value` for one.
 
-`left=NAME` and `right=NAME` stand for the three flags of that combination; `right=NAME,NAME` and `right=all` make
-several right sides, each compared with the left one.
+`left=NAME` and `right=NAME` set the three flags of that combination; `right=NAME,NAME` and `right=all` make several
+right sides, each compared with the left one.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ LEFT, RIGHT, ALL = "left", "right", "all"
 
 @dataclass(frozen=True)
 class Side:
-    """One configuration of a command line. `name` tells it from the others, `words` are those of this side alone."""
+    """One configuration of a command line. `name` identifies it, `words` are the words for this side only."""
 
     name: str
     words: tuple[str, ...]
@@ -26,19 +26,19 @@ class Side:
 
 
 def load_sides(argv: Sequence[str]) -> list[Side]:
-    """The left side and the right ones, in the order of the command line; one side called "" where no word names one.
+    """The left side, then the right ones in the order of the command line; one side named "" if no word names a side.
 
-    Within a side later words win, and its own words win over those for all.
+    Within a side later words win, and its own words override those for all.
 
     Raises:
-      UserError: the mistakes of the first side that has any.
+      UserError: the errors of the first side that has any.
     """
     shared, left, right, names = _split(argv)
     if not left and not right and not names:
         return [Side("", (), load(argv))]
     lefts, rights = names.get(LEFT, [""]), names.get(RIGHT, [""])
     if len(lefts) > 1:
-        raise UserError(f"left={','.join(lefts)}: one combination; right= takes several")
+        raise UserError(f"left={','.join(lefts)}: give one combination; right= takes several")
     if rights == [ALL]:
         own = lefts[0] or combination(_load(LEFT, [*shared, *left]).config)
         rights = [name for name in COMBINATIONS if name != own]
@@ -46,7 +46,7 @@ def load_sides(argv: Sequence[str]) -> list[Side]:
     loaded = [_load(side, [*shared, *_flag_words(name), *words]) for side, name, words in asked]
     labels = [combination(it.config) for it in loaded]
     if len(set(labels)) < len(labels):
-        # Where the combination does not tell the sides apart, their place does.
+        # The combinations are not unique: name the sides left and right.
         labels = [side if len(rights) == 1 or side == LEFT else f"{side}={name}" for side, name, _ in asked]
     return [
         Side(label, (*_flag_words(name), *words), it)
@@ -55,13 +55,13 @@ def load_sides(argv: Sequence[str]) -> list[Side]:
 
 
 def differences(sides: Sequence[Side]) -> dict[str, list[str]]:
-    """The keys whose values are not the same on all sides, and each side's value as text."""
+    """The keys whose values differ between sides, and each side's value as text."""
     values = {key: [to_flow(side.loaded.config[key]) for side in sides] for key in schema().keys}
     return {key: texts for key, texts in values.items() if len(set(texts)) > 1}
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str], list[str], dict[str, list[str]]]:
-    """The words for all, those of the left and of the right, and the combinations that a side is said to have."""
+    """The words for all sides, for the left and for the right, and the combinations that are given for a side."""
     shared: list[str] = []
     own: dict[str, list[str]] = {LEFT: [], RIGHT: []}
     names: dict[str, list[str]] = {}
@@ -82,11 +82,11 @@ def _combinations(word: str, text: str) -> list[str]:
     for name in names:
         if name not in COMBINATIONS and names != [ALL]:
             raise UserError(
-                f"{word}: there is no combination {name}; allowed: {', '.join(COMBINATIONS)}, several with commas "
-                f"between them on the right, or right={ALL}{nearest(name, COMBINATIONS)}"
+                f"{word}: there is no combination {name}; allowed: {', '.join(COMBINATIONS)}, for right= several "
+                f"separated by commas, or right={ALL}{nearest(name, COMBINATIONS)}"
             )
     if names == [ALL] and word.startswith(LEFT):
-        raise UserError(f"{word}: one combination; right={ALL} compares all others with it")
+        raise UserError(f"{word}: give one combination; right={ALL} compares all others with it")
     return names
 
 

@@ -1,4 +1,4 @@
-"""Products of sizes, by arithmetic alone: what no program could hold is told before one is traced."""
+"""Products of sizes: configurations too large for any program are rejected before tracing."""
 
 import math
 from collections.abc import Mapping
@@ -8,22 +8,22 @@ from trainer.config.derived import mesh_axes
 from trainer.config.rules import DIMENSIONS, TENSORS, with_lengths
 from trainer.config.schema import INT32_MAX
 
-# Entries of one array over all devices. The largest of published models have 2^38; XLA's sizes in bytes end at 2^63.
+# Elements of one array over all devices. The largest published models have 2^38; XLA's sizes in bytes end at 2^63.
 MAX_ENTRIES = 2**46
 _BYTES = {"float32": 4, "bfloat16": 2}
 _BYTES_OF_TOKEN = 5 * 4  # in a batch: the arrays [rows, length], int32, that every objective needs
-# The parameters around the blocks, which a model has whatever its block.
+# The parameters outside the blocks, which every model has.
 _OUTSIDE = ("token_embedder/embedding", "decoder/logits_dense/kernel")
 
 
 def too_large(values: Mapping[str, Any]) -> list[str]:
-    """One line for each product of sizes in `values`, whose mesh is filled in, that is beyond all bounds."""
+    """One line for each product of sizes in `values` that exceeds a bound; the mesh must be filled in."""
     return [*_too_many_tokens(values), *_too_many_entries(values)]
 
 
 def least_bytes(config: Any) -> int:
-    """Bytes that training surely takes on the devices, all together: parameters, optimizer, the batch of an update and
-    the hidden states of one microbatch, as if nothing was replicated. What waits in the host's memory is left out.
+    """A lower bound on the bytes that training takes on all devices together: parameters, optimizer, the batch of an
+    update and the hidden states of one microbatch, as if nothing were replicated. Leaves out host memory.
 
     Args:
       config: resolved.
@@ -50,8 +50,8 @@ def _too_many_tokens(values: Mapping[str, Any]) -> list[str]:
         if tokens > INT32_MAX:
             product = f"{values[key]:g} x {devices} devices{f' x {steps} microbatches' if steps > 1 else ''}"
             lines.append(
-                f"{key}={values[key]:g}: {product} x {length} tokens = {tokens:.4g} tokens in {what}; they are counted "
-                f"in 32 bits, at most {INT32_MAX}"
+                f"{key}={values[key]:g}: {product} x {length} tokens = {tokens:.4g} tokens in {what}; the maximum is "
+                f"{INT32_MAX}, a 32-bit count"
             )
     return lines
 
@@ -68,9 +68,9 @@ def _too_many_entries(values: Mapping[str, Any]) -> list[str]:
         entries = math.prod(_lengths(values, names))
         if entries > MAX_ENTRIES:
             lines.append(
-                f"{tensor} {with_lengths(names, values)}: {entries:.4g} entries, more than any device or compiler takes"
+                f"{tensor} {with_lengths(names, values)}: {entries:.4g} elements, too large for any device or compiler"
             )
-    return lines[:1]  # where one is, others of the same sizes are
+    return lines[:1]  # other arrays of the same sizes would repeat the message
 
 
 def _parameters(values: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:

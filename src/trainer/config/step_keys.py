@@ -1,12 +1,12 @@
-"""Which keys make the compiled training step, and which only say what is done around it."""
+"""The keys on which the compiled training step depends."""
 
 from trainer.config.schema import schema
 
-# Sections of base.yml whose keys do not enter the step, and those of their keys that do.
-_AROUND = {"Run and output", "Checkpoints", "Data", "Ahead-of-time compilation", "Several processes"}
-_BUT = {"record_internal_nn_metrics", "max_target_length", "per_device_batch_size"}
-# Keys of other sections that do not. The schedule's length is learning_rate_schedule_steps.
-_BESIDES = {
+# Sections of base.yml whose keys do not affect the step, and the exceptions among them, which do.
+_OTHER_SECTIONS = {"Run and output", "Checkpoints", "Data", "Ahead-of-time compilation", "Several processes"}
+_INCLUDED = {"record_internal_nn_metrics", "max_target_length", "per_device_batch_size"}
+# Keys of the other sections that do not affect the step. The schedule reads learning_rate_schedule_steps, not steps.
+_EXCLUDED = {
     "steps",
     "eval_interval",
     "eval_steps",
@@ -19,6 +19,8 @@ _BESIDES = {
 
 
 def step_keys() -> list[str]:
-    """The keys of which the compiled step is made, as far as their values are resolved."""
-    keys = schema().keys.values()
-    return [key.name for key in keys if key.name not in _BESIDES and (key.section not in _AROUND or key.name in _BUT)]
+    """The keys on whose resolved values the compiled step depends."""
+    included = [
+        key.name for key in schema().keys.values() if key.section not in _OTHER_SECTIONS or key.name in _INCLUDED
+    ]
+    return [name for name in included if name not in _EXCLUDED]

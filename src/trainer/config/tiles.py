@@ -1,19 +1,19 @@
-"""The tiles in which splash attention works: the keys sa_*, and what the kernel accepts."""
+"""The tile sizes of splash attention: the keys sa_*, and what the kernel accepts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-LANES = 128  # of a TPU register; tiles, so lengths too, are multiples of it
+LANES = 128  # of a TPU register; tile sizes, and so lengths, are multiples of it
 _CHOICES = (512, 256, LANES)
 
 
 class Tiles(NamedTuple):
-    """The fields of JAX's `splash_attention.BlockSizes`. A size is in tokens; 0: chosen by `fitted`.
+    """The fields of JAX's `splash_attention.BlockSizes`. Sizes are in tokens; 0 means chosen by `fitted`.
 
-    `block_q`, `block_kv`: a tile of scores of the forward pass. `*_dkv`, `*_dq`: of the kernels for the gradients of
-    keys and values, and of queries. `*_compute`: the part of a tile of keys that one matrix product takes.
-    `use_fused_bwd_kernel`: the dkv kernel gives the gradient of the queries too. `*_layout`: which dimension of a tile
-    lies in the register's lanes, HEAD_DIM_MINOR or SEQ_MINOR.
+    `block_q`, `block_kv`: a tile of scores in the forward pass. `*_dkv`, `*_dq`: in the kernels for the gradients of
+    keys and values, and of queries. `*_compute`: the part of a tile of keys in one matrix product.
+    `use_fused_bwd_kernel`: the dkv kernel also computes the gradient of queries. `*_layout`: the minor dimension of a
+    tile, in the register's lanes, HEAD_DIM_MINOR or SEQ_MINOR.
     """
 
     block_q: int = 0
@@ -32,8 +32,8 @@ class Tiles(NamedTuple):
     def fitted(self, length: int) -> "Tiles":
         """The tiles for rows of `length` tokens, a multiple of 128.
 
-        A size beyond the length is the length. An open one is the largest of 512, 256 and 128 that divides the length;
-        for `*_compute`, that divides the tile it is a part of.
+        A size larger than the length becomes the length. A size of 0 becomes the largest of 512, 256 and 128 that
+        divides the length or, for `*_compute`, the tile that it is a part of.
         """
         sizes = {name: min(getattr(self, name) or _largest(length), length) for name in _WHOLE}
         sizes |= {name: min(getattr(self, name), length) or _largest(sizes[whole]) for name, whole in _PARTS.items()}
@@ -45,17 +45,17 @@ _PARTS = {"block_kv_compute": "block_kv", "block_kv_dkv_compute": "block_kv_dkv"
 _WHOLE = tuple(name for name in Tiles._fields if name.startswith("block_") and name not in _PARTS)
 # The keys, by field.
 KEYS = {name: f"sa_{name}" for name in Tiles._fields}
-# The fields that the fused kernel has no use for.
+# The fields that the fused kernel does not use.
 OF_DQ = ("block_q_dq", "block_kv_dq")
 
 
 def tiles_of(config: Any) -> Tiles:
-    """The tiles that a configuration asks for."""
+    """The tiles of a configuration."""
     return Tiles(**{name: config[key] for name, key in KEYS.items()})
 
 
 def misfits(values: Mapping[str, Any]) -> list[str]:
-    """One line for each size that the kernel does not accept for rows of max_target_length, a multiple of 128."""
+    """One line for each size that the kernel rejects for rows of max_target_length, a multiple of 128."""
     length = values["max_target_length"]
     given = tiles_of(values)
     fitted = given.fitted(length)

@@ -1,6 +1,6 @@
-"""TPU topologies by the names of `compile_topology`. Data: what compiles for them is in `trainer.aot`.
+"""TPU topologies by the names of `compile_topology`, as data. The compilation for them is in `trainer.aot`.
 
-Names and counting are MaxText's: the number counts TensorCores for v4, v5p and tpu7x (two a chip), chips for v5e, v6e.
+The names are MaxText's: the number counts TensorCores for v4, v5p and tpu7x (two per chip), and chips for v5e and v6e.
 """
 
 import math
@@ -23,15 +23,15 @@ _TORI = """
 
 @dataclass(frozen=True)
 class Generation:
-    """One kind of TPU: how libtpu calls it, and the slices of it that can be had.
+    """One generation of TPUs: its names in libtpu, and the available slices.
 
-    A slice's shape counts chips along each dimension of the network between them.
+    A slice's shape is the number of chips along each dimension of its network.
     """
 
     libtpu_name: str
-    chip_config: str  # libtpu's: whether the two cores of a chip are one device
+    chip_config: str  # libtpu's name: whether the two cores of a chip are one device
     shapes: tuple[str, ...]
-    counted_per_chip: int  # how much a chip adds to the number in a name
+    counted_per_chip: int  # what a chip adds to the number in a name
     devices_per_chip: int = 1
 
 
@@ -74,12 +74,12 @@ class Topology:
 
     @property
     def platform(self) -> str:
-        """That of its devices."""
+        """The platform of its devices."""
         return "tpu" if self.generation else "cpu"
 
     @property
     def wrap(self) -> tuple[bool, bool, bool]:
-        """Which dimensions close to a ring: those of 16 in two dimensions, and all of a torus of 4x4x4 cubes."""
+        """Which dimensions have wraparound links: those of size 16 in 2D, and all of a 3D torus of 4x4x4 cubes."""
         if len(self.shape) == 2:
             return (self.shape[0] == 16, self.shape[1] == 16, False)
         torus = all(side % 4 == 0 for side in self.shape)
@@ -99,7 +99,7 @@ def topologies() -> Mapping[str, Topology]:
 
 
 def find_topology(name: str) -> Topology | str:
-    """The topology called `name`, or what is wrong with that name and which is the nearest."""
+    """The topology called `name`, or an error message with the nearest name."""
     known = topologies()
     if name in known:
         return known[name]
@@ -108,13 +108,13 @@ def find_topology(name: str) -> Topology | str:
     if kind == SIMULATED:
         if count:
             return Topology(name, None, (), count)
-        return f"there is no {name!r}; cpu-N stands for N simulated CPU devices, as in cpu-8"
+        return f"there is no topology {name!r}; cpu-N means N simulated CPU devices, such as cpu-8"
     of_kind = [topology for topology in known if topology.startswith(f"{kind}-")]
     if not of_kind or not dash:
         kinds = ", ".join(f"{kind}-N" for kind in (*GENERATIONS, SIMULATED))
         return f"there is no topology {name!r}; allowed: {kinds}{nearest(name, known)}"
     if not count:
-        return f"{number!r} is no number of a topology; {kind} has {_shown(of_kind)}"
+        return f"{number!r} is not a valid size; {kind} has {_shown(of_kind)}"
     close = min(of_kind, key=lambda other: abs(math.log(int(other.partition("-")[2]) / count)))
     return f"there is no slice {name}; {kind} has {_shown(of_kind)}; nearest: {close}"
 

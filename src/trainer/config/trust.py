@@ -1,4 +1,4 @@
-"""Code that a folder names runs only if the command line names it, too (docs/guides/weights.md: what is trusted)."""
+"""Code that a folder names runs only if the command line also names it (docs/guides/weights.md: what is trusted)."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -17,12 +17,12 @@ def names_code(key: Key, value: Any) -> bool:
 
 
 def foreign_code(keys: Mapping[str, Key], config: Any, changed: Mapping[str, str]) -> list[str]:
-    """A line for each key that names code and is given by a yml out of the folder that the run starts from.
+    """A message for each key that names code and is given by a yml in the folder that the run starts from.
 
-    Such a yml describes somebody's checkpoint. Any other yml is the person's own, who named it.
+    Such a yml describes a checkpoint that may be someone else's. Any other yml is trusted, since the user named it.
 
     Args:
-      changed: where each given key comes from.
+      changed: the source of each given key.
     """
     roots = [_root(config[name]) for name in _FOLDERS if config[name] and "://" not in config[name]]
     lines = []
@@ -36,10 +36,10 @@ def foreign_code(keys: Mapping[str, Key], config: Any, changed: Mapping[str, str
 
 
 def code_of_checkpoint(values: Mapping[str, Any], given: Collection[str], where: str) -> list[str]:
-    """A line for each of a checkpoint's keys, `values`, that names code.
+    """A message for each of a checkpoint's keys, `values`, that names code.
 
     Args:
-      given: the keys that the command line gives, which are left out.
+      given: the keys that the command line gives, which are allowed.
       where: the checkpoint, for messages.
     """
     keys = schema().keys
@@ -52,13 +52,13 @@ def code_of_checkpoint(values: Mapping[str, Any], given: Collection[str], where:
 
 def _refusal(name: str, value: Any, where: str) -> str:
     return (
-        f"{name}={value} ({where}): code that a folder names is only run if you name it, too; if you know it, add "
+        f"{name}={value} ({where}): code that a folder names runs only if you also name it; if you trust it, add "
         f"{name}={value} to the command"
     )
 
 
 def _root(text: str) -> Path | None:
-    """The folder of a run of which its checkpoints, or anything below them, is given; else the folder itself."""
+    """The run's folder if `text` is its checkpoints folder or anything below it; otherwise the folder itself."""
     if path_problem(text):
         return None
     path = Path(text).expanduser().resolve()

@@ -1,4 +1,4 @@
-"""Values as people write them, read by the type of the key's default."""
+"""Parsing of values by the type of the key's default."""
 
 import math
 import re
@@ -18,10 +18,10 @@ _NULL_TAG = "tag:yaml.org,2002:null"
 def read_text(key: Key, text: str) -> Any:
     """The value of `key=text` on a command line.
 
-    Text is taken verbatim, less the quotes of YAML around the whole; lists and dicts are YAML's flow form.
+    Text is taken verbatim, without enclosing YAML quotes; lists and dicts are in YAML's flow style.
 
     Raises:
-      ValueError: why the text is no value of the key's type.
+      ValueError: why the text is not a value of the key's type.
     """
     unquoted = _unquote(text)
     if key.kind not in (list, dict):
@@ -35,16 +35,16 @@ def read_text(key: Key, text: str) -> Any:
     except yaml.YAMLError as error:
         if isinstance(error, Limit):
             raise ValueError(reason(error)) from None
-        raise ValueError(f"not YAML's flow form ({reason(error)}); quotes may be missing") from None
+        raise ValueError(f"not valid YAML flow style ({reason(error)}); quotes may be missing") from None
     assert node is not None  # the text begins with a bracket
     return read_node(key, node)
 
 
 def read_node(key: Key, node: yaml.Node) -> Any:
-    """The value that a YAML file gives `key`; a scalar is read from its text, so that `1e-3` is a number.
+    """The value of `key` in a YAML file; a scalar is parsed from its text, so that `1e-3` is a number.
 
     Raises:
-      ValueError: why the node is no value of the key's type.
+      ValueError: why the node is not a value of the key's type.
     """
     check_tag(node)
     if key.kind is list:
@@ -54,12 +54,12 @@ def read_node(key: Key, node: yaml.Node) -> Any:
             raise ValueError("not a dict")
         return construct(node)
     if not isinstance(node, yaml.ScalarNode):
-        raise ValueError(f"{'a list' if isinstance(node, yaml.SequenceNode) else 'a dict'} where one value belongs")
+        raise ValueError(f"{'a list' if isinstance(node, yaml.SequenceNode) else 'a dict'} instead of a single value")
     return _scalar(key, "" if node.tag == _NULL_TAG else node.value)
 
 
 def check(key: Key, value: Any) -> str | None:
-    """Why `value`, which has the key's type, is not allowed; None where it is."""
+    """Why `value`, which has the key's type, is not allowed; None if it is."""
     if key.accepts(value):
         return None
     return "not one of the choices" if key.choices else "out of range"
@@ -81,7 +81,7 @@ def _scalar(key: Key, text: str) -> Any:
 def _number(kind: type, word: str) -> Any:
     try:
         if kind is int and re.fullmatch(r"[+-]?[0-9_]+", word):
-            return int(word)  # not by way of a float, which rounds beyond 2**53
+            return int(word)  # not through float, which rounds beyond 2**53
         number = float(word)
     except ValueError:
         number = math.nan
@@ -98,7 +98,7 @@ def _list(key: Key, node: yaml.Node) -> list[Any]:
         if node.tag == _NULL_TAG or not node.value:
             return []
         if "," in node.value and not node.style:
-            raise ValueError("several words without brackets")
+            raise ValueError("several items without brackets")
         return [node.value]
     if not isinstance(node, yaml.SequenceNode):
         raise ValueError("not a list")

@@ -216,7 +216,7 @@ def test_export_imports_no_module_that_only_the_folder_names(named_by_a_folder, 
     assert exit_.value.code == 2
     error = capsys.readouterr().err
     assert f"{named_by_a_folder} ({folder}" in error
-    assert "code that a folder names is only run if you name it, too" in error
+    assert "code that a folder names runs only if you also name it" in error
     assert f"add {named_by_a_folder} to the command" in error
     assert "a_strangers_block" not in sys.modules
     # Named by the person it is taken; the tensors then do not fit.
@@ -249,7 +249,7 @@ def test_the_yml_of_the_folder_that_a_run_starts_from_is_data(tmp_path, monkeypa
     below = ("theirs/checkpoints", "theirs/checkpoints/7", "theirs/checkpoints/7/items", "theirs/checkpoints/7/a/b")
     for path in ("theirs", *below, "./mine/../theirs/"):
         message = refusal(load, [theirs, f"{key}={path}"])
-        assert "decoder_block=a:B (theirs/config.yml:2): code that a folder names is only run if" in message
+        assert "decoder_block=a:B (theirs/config.yml:2): code that a folder names runs only if" in message
         assert "compiled_trainstep_file=step.bin (theirs/config.yml:3)" in message
         load([theirs, f"{key}={path}", "decoder_block=a:B", "compiled_trainstep_file="])
         load([mine, f"{key}={path}"])

@@ -10,65 +10,68 @@ from trainer.config.derived import DCN, ICI, UNUSED_AXES
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("max_num_checkpoints_to_keep=0", "max_num_checkpoints_to_keep=0 .*: at least 1, or none to keep all"),
-        ("reset_optimizer=true", "reset_optimizer=true .*: acts on the state of load_full_state_path"),
-        ("load_parameters_path=a load_full_state_path=b", "load_parameters_path=.*: give one of them"),
+        ("max_num_checkpoints_to_keep=0", "max_num_checkpoints_to_keep=0 .*: must be at least 1, or none to keep all"),
+        ("reset_optimizer=true", "reset_optimizer=true .*: applies to the state of load_full_state_path"),
+        ("load_parameters_path=a load_full_state_path=b", "load_parameters_path=.*: give only one of them"),
         ("run_name=a/b", "the name of one folder"),
         ("run_name=..", "the name of one folder"),
         ("run_name=a\x1b[2Jb", "without / or control characters"),
         ("base_output_directory=s3://bucket/x", "only gs:// is supported for remote paths"),
         ("load_parameters_path=az://bucket/x", "only gs:// is supported for remote paths"),
-        ("dataset_type=tfds dataset_name=x dataset_path=s3://bucket/x", "remote paths are not built yet"),
-        ("data_cache_directory=gs://bucket/x", "remote paths are not built yet"),
-        ("process_id=0", "these three go together"),
-        ("coordinator_address=a:1 num_processes=2", "these three go together"),
-        ("coordinator_address=a num_processes=2 process_id=0", "is host:port; nearest: a:1234"),
-        ("coordinator_address=a:1 num_processes=2 process_id=2", "count from 0; at most process_id=1"),
-        ("data_pipeline=streaming", "stdlib is small .* set data_pipeline=prepared"),
-        ("dataset_type=synthetic data_pipeline=streaming", "synthetic is computed row by row"),
-        ("dataset_type=tfds dataset_path=x", "dataset_type=tfds needs it; such as dataset_name=c4"),
-        ("dataset_type=tfds dataset_name=x", "dataset_type=tfds needs it; such as dataset_path="),
-        ("dataset_type=hf", "dataset_type=hf needs it; such as hf_path="),
+        ("dataset_type=tfds dataset_name=x dataset_path=s3://bucket/x", "remote paths are not supported yet"),
+        ("data_cache_directory=gs://bucket/x", "remote paths are not supported yet"),
+        ("process_id=0", "give all three or none"),
+        ("coordinator_address=a:1 num_processes=2", "give all three or none"),
+        ("coordinator_address=a num_processes=2 process_id=0", "must be host:port; nearest: a:1234"),
+        ("coordinator_address=a:1 num_processes=2 process_id=2", "start at 0; the largest is process_id=1"),
+        ("data_pipeline=streaming", "stdlib is prepared .* set data_pipeline=prepared"),
+        ("dataset_type=synthetic data_pipeline=streaming", "synthetic is generated row by row"),
+        ("dataset_type=tfds dataset_path=x", "dataset_type=tfds needs dataset_name, such as dataset_name=c4"),
+        ("dataset_type=tfds dataset_name=x", "dataset_type=tfds needs dataset_path, such as dataset_path="),
+        ("dataset_type=hf", "dataset_type=hf needs hf_path, such as hf_path="),
         ("dataset_type=grain", "dataset_type=grain needs files"),
-        ("dataset_type=grain grain_train_files=a,0;b,1", "'a' with the weight '0' is no part of a mixture"),
+        ("dataset_type=grain grain_train_files=a,0;b,1", "'a' with weight '0' is not a valid part of a mixture"),
         (
             "dataset_type=grain grain_train_files=a grain_train_mixture_config_path=b",
             "both name the training files",
         ),
-        ("dataset_type=grain grain_train_files=a grain_eval_files=b,1", "there are no weights"),
+        ("dataset_type=grain grain_train_files=a grain_eval_files=b,1", "once, without weights"),
         ("dataset_type=hf hf_path=x train_data_columns=[a,b,c]", "one column, or two"),
         ("eval_data_columns=[]", "one column, or two"),
-        ("tokenizer_type=sentencepiece", "tokenizer_type=sentencepiece needs the file"),
-        ("tokenizer_type=bytes tokenizer_path=x", "bytes need no file"),
+        ("tokenizer_type=sentencepiece", "tokenizer_type=sentencepiece needs a file"),
+        ("tokenizer_type=bytes tokenizer_path=x", "tokenizer_type=bytes takes no file"),
         ("dataset_type=hf hf_path=x tokenize_train_data=false", "cannot be trained on token ids"),
         (
             "dataset_type=grain grain_file_type=text grain_train_files=x tokenize_train_data=false",
-            "files of text hold no token ids",
+            "text files do not hold token ids",
         ),
         (
             "keep_best_checkpoints=1 checkpoint_period=100 eval_interval=50",
-            "let checkpoint_period divide eval_interval",
+            "checkpoint_period must divide eval_interval",
         ),
-        ("base_output_directory=", "empty; write"),
+        ("base_output_directory=", "empty; use"),
         (
             "base_num_query_heads=8 base_num_kv_heads=3",
             r"=8 \(command line\), base_num_kv_heads=3 \(command line\): .*kv_heads=2",
         ),
         ("head_dim=33", "must be even.*nearest: 32 or 34"),
-        ("rope_min_timescale=10000", "below the longest"),
+        ("rope_min_timescale=10000", "less than the longest"),
         (
             "rope_type=llama3.1 rope_low_freq_factor=4",
-            r"rope_low_freq_factor=4.0 \(command line\), rope_high_freq_factor=4.0 \(default\): .*must lie below",
+            r"rope_low_freq_factor=4.0 \(command line\), rope_high_freq_factor=4.0 \(default\): .*must be less than",
         ),
-        ("rope_type=yarn beta_slow=32", "beta_slow must lie below beta_fast"),
-        ("attention_type=local_sliding", r"sliding_window_size=0 \(default\): a sliding window has at least one token"),
+        ("rope_type=yarn beta_slow=32", "beta_slow must be less than beta_fast"),
+        (
+            "attention_type=local_sliding",
+            r"sliding_window_size=0 \(default\): a sliding window needs at least one token",
+        ),
         ("mlp_activations=[]", "one, or two"),
         ("mlp_activations=[silu,gelu,linear]", "one, or two"),
         ("mlp_activations=[silo,linear]", "no activation silo; allowed: .*nearest: silu"),
-        ("lr_schedule_type=wsd warmup_steps_fraction=0.6 wsd_decay_steps_fraction=0.5", "add up to 1.1"),
-        ("steps=-1", "each is said to follow the other"),
-        ("adamw_mask=[ok,'(']", "is no regular expression"),
-        ("trainable_parameters_mask=[+]", "is no regular expression"),
+        ("lr_schedule_type=wsd warmup_steps_fraction=0.6 wsd_decay_steps_fraction=0.5", "warm-up and decay are 1.1"),
+        ("steps=-1", "each is set to follow the other"),
+        ("adamw_mask=[ok,'(']", "is not a regular expression"),
+        ("trainable_parameters_mask=[+]", "is not a regular expression"),
         (
             "ici_data_parallelism=-1",
             r"=-1 \(command line\), ici_fsdp_parallelism=-1 \(default\), .*only one of them may be -1",
@@ -76,12 +79,12 @@ from trainer.config.derived import DCN, ICI, UNUSED_AXES
         ("dcn_fsdp_parallelism=-1", r"dcn_data_parallelism=-1 \(default\), .*only one of them may be -1"),
         (
             "ici_context_parallelism=4",
-            r"\n  ici_context_parallelism=4 \(command line\): no attention op .*; leave it at 1$",
+            r"\n  ici_context_parallelism=4 \(command line\): context parallelism .*; leave it at 1$",
         ),
-        ("dcn_pipeline_parallelism=2", "there is no pipeline of layers yet; leave it at 1"),
-        ("ici_expert_parallelism=-1", "no blocks with experts yet"),
-        ("dataset_type=stdlib vocab_size=256", "vocab_size=256 .*: at least 257"),
-        ("dataset_type=stdlib max_target_length=15", "max_target_length=15 .*: at least 16"),
+        ("dcn_pipeline_parallelism=2", "pipeline parallelism is not supported yet; leave it at 1"),
+        ("ici_expert_parallelism=-1", "expert parallelism is not supported yet"),
+        ("dataset_type=stdlib vocab_size=256", "vocab_size=256 .*: must be at least 257"),
+        ("dataset_type=stdlib max_target_length=15", "max_target_length=15 .*: must be at least 16"),
     ],
 )
 def test_contradictions(words, message):
@@ -109,7 +112,7 @@ def test_what_is_not_built_is_also_a_not_implemented_error(main, key, capsys):
 def test_what_is_not_built_is_refused_after_loading_too(key):
     config = load(["base.yml", "dataset_type=synthetic"]).config
     config[key] = 2
-    with pytest.raises(NotBuilt, match=f"{key}=2: there is no pipeline of layers yet; leave it at 1"):
+    with pytest.raises(NotBuilt, match=f"{key}=2: pipeline parallelism is not supported yet; leave it at 1"):
         resolve(config, device_count=8, platform="cpu")
 
 
@@ -259,7 +262,7 @@ def test_the_preset_is_checked_together_with_what_is_given_beside_it():
 
 @pytest.mark.parametrize("weight", ["1e999999999", "1e-999999999", "9" * 5000, "1/0", "nan", "x" * 5000])
 def test_weights_of_a_mixture_are_numbers_of_a_few_digits(weight):
-    with pytest.raises(UserError, match=r"with the weight .* is no part of a mixture") as caught:
+    with pytest.raises(UserError, match=r"with weight .* is not a valid part of a mixture") as caught:
         load(["dataset_type=grain", f"grain_train_files=a,{weight};b,1"])
     assert len(str(caught.value)) < 800
     load(["dataset_type=grain", "grain_train_files=a,2/3;b,1.5e-3;c,.5"])
@@ -287,7 +290,7 @@ def test_a_run_name_is_no_longer_than_a_name_of_a_file():
 
 
 def test_braces_in_a_glob_are_not_expanded():
-    said = r"'/a/\{x' with the weight .* \(a comma separates a weight; braces are not expanded\); write glob,weight"
+    said = r"'/a/\{x' with weight .* \(a comma separates a weight; braces are not expanded\); write glob,weight"
     with pytest.raises(UserError, match=said):
         load(["dataset_type=grain", "grain_train_files=/a/{x,y}*.arrayrecord"])
     with pytest.raises(UserError, match=r"grain_eval_files=.* and braces are not expanded; write glob;glob"):
@@ -299,7 +302,9 @@ def test_metrics_file_is_a_file_before_anything_is_prepared(path, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"metrics_file=.* is no (file; give another name|folder; give a file in a)"):
+    with pytest.raises(
+        UserError, match=r"metrics_file=.* is not a (file; choose another path|folder; give a file in a)"
+    ):
         load([f"metrics_file={path}"])
     for good in ("file", "folder/file", "new/folder/file"):
         load([f"metrics_file={good}"])

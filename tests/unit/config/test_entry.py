@@ -59,7 +59,7 @@ def test_bytes_that_are_not_utf8():
     with pytest.raises(UserError) as error:
         command_line(words)
     assert str(error.value) == (
-        "the command line must be UTF-8; other bytes are in:\n  'run_name=\\xe9t\\xe9'\n  '\\xff'"
+        "the command line must be UTF-8; these words are not:\n  'run_name=\\xe9t\\xe9'\n  '\\xff'"
     )
     assert command_line(words[::2]) == ["steps=3", "prompt=été"]
 

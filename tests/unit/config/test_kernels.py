@@ -95,11 +95,11 @@ def test_a_kernel_needs_whole_rows_and_heads_with_their_kv_heads(words, kernel):
          "choose attention=autoselected or blockwise"),
         ("attention=cudnn_flash_jax", "tpu", "cudnn_flash_jax does not support the platform tpu (only gpu)"),
         (f"attention=splash {DROPOUT}", "tpu", "splash does not support attention_dropout_rate=0.1;"),
-        (f"attention=flash {DROPOUT}", "tpu", "attention=flash: on tpu that is splash, which does not support "
+        (f"attention=flash {DROPOUT}", "tpu", "attention=flash: on tpu this is splash, which does not support "
          "attention_dropout_rate=0.1; choose attention=autoselected or blockwise"),
         ("attention=flash max_target_length=200", "tpu", "max_target_length=200 (only multiples of 128)"),
         ("attention=flash attn_logits_soft_cap=30 dtype=float32 head_dim=36 max_target_length=129", "gpu",
-         "on gpu that is cudnn_flash_jax, which does not support attn_logits_soft_cap=30, "
+         "on gpu this is cudnn_flash_jax, which does not support attn_logits_soft_cap=30, "
          "dtype=float32 (only bfloat16), max_target_length=129 (only multiples of 2), "
          "head_dim=36 (only multiples of 8);"),
         ("attention=cudnn_flash_jax head_dim=136", "gpu", "head_dim=136 (at most 128)"),
@@ -114,7 +114,7 @@ def test_a_kernel_that_does_not_serve_is_refused_by_name(words, platform, line):
     ("words", "line"),
     [
         (f"{TENSOR} {KV_HEADS_WHOLE}", "different rules of activation_heads (tensor) and activation_kv_heads (none)"),
-        (f"{TENSOR} {SPLIT_ROWS}", "rows split over the mesh (rule of activation_length: tensor)"),
+        (f"{TENSOR} {SPLIT_ROWS}", "sharded rows (rule of activation_length: tensor)"),
     ],
 )
 def test_a_mesh_that_does_not_serve_is_refused_by_its_rules(words, line):

@@ -65,7 +65,7 @@ def test_the_start_says_which_keys_of_the_preset_were_changed():
     write("my.yml", "base_config: base.yml\nmodel_name: llama2-7b\nremat_policy: minimal\nhead_dim: 128\n")
     words = ["base_num_decoder_layers=4", "vocab_size=32000", "mlp_activations=gelu", "steps=3"]
     notes = load(["my.yml", *words]).notes
-    assert "for MaxText's defaults write base_config: maxtext.yml in my.yml" in notes
+    assert "for MaxText's defaults set base_config: maxtext.yml in my.yml" in notes
     assert [note for note in notes if note.startswith("model_name=")] == [
         "model_name=llama2-7b: base_num_decoder_layers 32 -> 4 (command line)",
         'model_name=llama2-7b: mlp_activations ["silu", "linear"] -> ["gelu"] (command line)',
@@ -115,17 +115,17 @@ def test_any_name_and_a_path_with_an_equals_sign_will_do(tmp_path):
     ("text", "message"),
     [
         ("base_config: gone.yml\n", "base_config=gone.yml (my.yml:1): there is no such file"),
-        ("base_config: .\n", "base_config=. (my.yml:1): this is a folder; the packed ones are called"),
+        ("base_config: .\n", "base_config=. (my.yml:1): this is a folder; the packaged files are base.yml"),
         ("base_config: my.yml\n", "base_config=my.yml (my.yml:1)|its own parent"),
         (
             "steps: 5\n",
-            "my.yml: no base_config, and not every key is given (run_name, base_output",
+            "my.yml: no base_config, and keys are missing (run_name, base_output",
         ),
         ("", "my.yml: no base_config"),
         ("a: [1\n", "my.yml:2: not YAML"),
-        ("- steps\n", "my.yml: not a table"),
+        ("- steps\n", "my.yml: not a mapping"),
         ("base_config: base.yml\nstepz: 5\n", "stepz=5 (my.yml:2): there is no key stepz; nearest: steps"),
-        ("base_config: base.yml\nsteps: [1]\n", "steps=[1] (my.yml:2): a list where one value belongs"),
+        ("base_config: base.yml\nsteps: [1]\n", "steps=[1] (my.yml:2): a list instead of a single value"),
         ("base_config: base.yml\n? [a]\n: 1\n", "[a]=1 (my.yml:2): there is no key [a]"),
     ],
 )
@@ -137,14 +137,14 @@ def test_mistakes_in_a_yml_name_file_and_line(text, message):
 
 @pytest.mark.parametrize("path", ["gone.yml", "other/base.yml", "src/maxtext/configs/sft.yml"])
 def test_a_file_that_is_not_there(path):
-    said = "there is no such file; the packed ones are called base.yml and maxtext.yml"
+    said = "there is no such file; the packaged files are base.yml and maxtext.yml"
     assert mistakes(path) == [f"{path} (command line): {said}"]
 
 
 def test_a_folder_or_bytes_for_a_yml(tmp_path):
     (tmp_path / "dir.yml").mkdir()
     (tmp_path / "bytes.yml").write_bytes(b"steps: \xff")
-    said = "this is a folder; the packed ones are called base.yml and maxtext.yml"
+    said = "this is a folder; the packaged files are base.yml and maxtext.yml"
     assert mistakes("dir.yml") == [f"dir.yml (command line): {said}"]
     assert mistakes("bytes.yml") == ["bytes.yml: not UTF-8 text"]
 
@@ -177,7 +177,7 @@ def test_a_folder_or_bytes_for_a_yml(tmp_path):
         ("--scan-layers", "--scan-layers (command line): keys have no dashes; write scan_layers=VALUE"),
         ("steps", "steps (command line): no value; write steps=VALUE"),
         ("stepz", "stepz (command line): not key=value; nearest: steps"),
-        ("--verbose", "--verbose (command line): there is no such option"),
+        ("--verbose", "--verbose (command line): unknown option"),
         ("base_config=my.yml", "base_config=my.yml (command line): base_config belongs in a yml"),
         ("base_config: my.yml", "base_config: my.yml (command line): base_config belongs in a yml"),
         (
@@ -229,11 +229,11 @@ def test_rules_replace_those_of_their_name_at_every_level():
         ("[[embed,fsdb]]", "embed: there is no mesh axis fsdb; allowed: diloco, data, stage, fsdp, .*; nearest: fsdp"),
         ("[[embed,[fsdp,fsdp]]]", "embed: a mesh axis is listed twice"),
         ("[[embed,fsdp],[embed,data]]", "two rules for embed"),
-        ("[embed,fsdp]", "'embed' is no rule"),
-        ("[[embed]]", "is no rule"),
+        ("[embed,fsdp]", "'embed' is not a rule"),
+        ("[[embed]]", "is not a rule"),
         ("[[embed,[[fsdp]]]]", "there is no mesh axis"),
-        ("[[mlp,fsdp]]", r"embed and mlp of mlp/wi_0/kernel \[layers 2, embed 192, mlp 512\] both take mesh axis fsdp"),
-        ("[[activation_length,fsdp]]", "activation_batch and activation_length of .* both take mesh axis fsdp"),
+        ("[[mlp,fsdp]]", r"embed and mlp of mlp/wi_0/kernel \[layers 2, embed 192, mlp 512\] both use mesh axis fsdp"),
+        ("[[activation_length,fsdp]]", "activation_batch and activation_length of .* both use mesh axis fsdp"),
     ],
 )
 def test_rules_that_are_none(rules, message):

@@ -112,7 +112,7 @@ def test_neutral_values_and_harmless_keys_are_one_line_each_kind():
     assert loaded.warnings == []
     first, *others = notes(*words.split())
     assert first.startswith(
-        "MaxText's keys at values that change nothing here: mtp_num_layers=0, logits_dot_in_fp32=false"
+        "MaxText's keys with values that change nothing here: mtp_num_layers=0, logits_dot_in_fp32=false"
     )
     assert "engram_layers=[]" in first
     assert len(others) == 4
@@ -124,20 +124,20 @@ def test_neutral_values_and_harmless_keys_are_one_line_each_kind():
     [
         (
             "target_eval_loss=2.5",
-            "target_eval_loss=2.5 (command line): not built yet (only 0.0 is accepted); instead: steps",
+            "target_eval_loss=2.5 (command line): not supported yet (only 0.0 is accepted); instead: steps",
         ),
         ("enable_rampup_batch_size=true", "instead: per_device_batch_size and gradient_accumulation_steps"),
-        ("mtp_num_layers=1", "not built yet (only 0 is accepted)"),
+        ("mtp_num_layers=1", "not supported yet (only 0 is accepted)"),
         ("logits_dot_in_fp32=true", "instead: dtype=float32"),
-        ("lora.enable_lora=true", "lora.enable_lora=true (command line): not built yet"),
-        ("enable_goodput_recording=true", "no key here (only false is accepted)"),
-        ("num_heads=8", "no key here; instead: base_num_query_heads and base_num_kv_heads"),
-        ("warmup_steps=100", "no key here; instead: warmup_steps_fraction, the share of the steps"),
-        ("quantization=int8", 'not built yet (only "" is accepted); leave it out; '),
+        ("lora.enable_lora=true", "lora.enable_lora=true (command line): not supported yet"),
+        ("enable_goodput_recording=true", "not supported (only false is accepted)"),
+        ("num_heads=8", "not supported; instead: base_num_query_heads and base_num_kv_heads"),
+        ("warmup_steps=100", "not supported; instead: warmup_steps_fraction, the share of the steps"),
+        ("quantization=int8", 'not supported yet (only "" is accepted); leave it out; '),
         ("mesh_axes=[data]", "instead: ici_* and dcn_* keys"),
         ("save_period=30", "an earlier name in MaxText; write checkpoint_period=30"),
         ("emb_dim=3", "MaxText computes it from base_emb_dim; write base_emb_dim=3"),
-        ("num_experts=many", "not built yet"),
+        ("num_experts=many", "not supported yet"),
     ],
 )
 def test_another_value_is_an_error_that_says_what_to_use(word, message):
@@ -165,19 +165,19 @@ def test_nested_keys_of_a_yml():
     assert load(["my.yml"]).changed == {}
     write("my.yml", "base_config: base.yml\nlora: {enable_lora: true}\n")
     (line,) = mistakes("my.yml")
-    assert line.startswith("lora.enable_lora=true (my.yml:2): not built yet")
+    assert line.startswith("lora.enable_lora=true (my.yml:2): not supported yet")
 
 
 def test_a_group_has_the_lines_and_warnings_of_its_own_keys():
     write("my.yml", "base_config: base.yml\nlora:\n  <<: {lora_rank: 4}\n  lora_alpha: 1.0\n  enable_lora: true\n")
     (line,) = mistakes("my.yml")
-    assert line.startswith("lora.enable_lora=true (my.yml:5): not built yet")
+    assert line.startswith("lora.enable_lora=true (my.yml:5): not supported yet")
     write("my.yml", "base_config: base.yml\nlora:\n  lora_rank: 4\n  lora_rank: 8\n  [a, b]: 1\n")
     (line,) = mistakes("my.yml")
     assert line.startswith("lora.[a, b]=1 (my.yml:5): there is no key")
     write("my.yml", "base_config: base.yml\nlora:\n  lora_rank: 4\n  lora_rank: 8\n")
     (line,) = load(["my.yml"]).warnings
-    assert line == "my.yml:4: lora.lora_rank is given 2 times, first in line 3; the last one counts"
+    assert line == "my.yml:4: lora.lora_rank is given 2 times, first in line 3; the last one wins"
     assert "a group of MaxText's keys" in mistakes("lora={}")[0]
 
 
@@ -315,7 +315,7 @@ def test_their_base_is_recognized_by_what_it_holds(path, tmp_path):
     first, *differing, last = notes(path, "dataset_type=synthetic", "steps=10")
     assert first.startswith(f"{path} is MaxText's base.yml: ")
     assert "its logical_axis_rules, " in first
-    assert first.endswith("mesh_axes, data_sharding are not read")
+    assert first.endswith("mesh_axes, data_sharding are ignored")
     note = "\n".join(differing)
     for listed in ("base_emb_dim=192 (2048)", 'dtype="auto" ("bfloat16")', "max_target_length=128 (2048)"):
         assert listed in note
@@ -333,7 +333,7 @@ def test_a_file_that_is_not_their_base_counts_in_full(kind):
     write("mine.yml", yaml.safe_dump(ours | theirs))
     if kind == "a part":
         (line,) = mistakes("mine.yml")
-        assert line.startswith("mine.yml: no base_config, and not every key is given")
+        assert line.startswith("mine.yml: no base_config, and keys are missing")
     else:
         config = load(["mine.yml"]).config
         assert (config.base_emb_dim, config.learning_rate, config.steps) == (2048, 3e-5, 77)
@@ -357,7 +357,7 @@ def test_a_feature_turned_on_in_their_base_is_an_error_with_its_line():
 def test_a_data_path_for_their_base_needs_a_dataset_type():
     write("theirs.yml", their_base())
     (line,) = mistakes("theirs.yml", "dataset_path=DATA")
-    assert "(the line in theirs.yml is read as a default)" in line
+    assert "(the line in theirs.yml counts as a default)" in line
     assert "add dataset_type=tfds on the command line" in line
 
 
@@ -402,7 +402,7 @@ def test_a_preset_file_of_theirs_says_how_presets_are_chosen():
 def test_a_path_of_theirs_that_is_not_there_is_the_packed_base(path):
     loaded = load([path])
     assert loaded.changed == {}
-    assert loaded.notes[0] == f"{path} does not exist here: took the packed base.yml"
+    assert loaded.notes[0] == f"{path} does not exist here: using the packaged base.yml"
     assert "base_emb_dim=192 (2048)" in loaded.notes[1]
 
 
@@ -411,7 +411,7 @@ def test_a_path_of_theirs_that_is_not_there_is_the_packed_base(path):
 
 def test_a_preset_with_our_defaults_says_which_they_are():
     *differing, last = notes("model_name=llama2-7b", "dataset_type=synthetic", "steps=10", "max_target_length=64")
-    assert last == "for MaxText's defaults write maxtext.yml as the first word"
+    assert last == "for MaxText's defaults give maxtext.yml as the first word"
     note = "\n".join(differing)
     assert "learning_rate=0.006 (3.0e-05)" in note
     assert "max_target_length" not in note

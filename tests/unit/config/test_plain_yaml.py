@@ -23,8 +23,8 @@ BOMBS = {
     CHAIN: "nested deeper than 24",
     f"logical_axis_rules: {'[' * 20_000}{']' * 20_000}\n": "nested deeper than 24",
     f"logical_axis_rules: {'{a: ' * 20_000}\n": "nested deeper than 24",
-    "logical_axis_rules: &a [*a]\n": "inside of its own anchor",
-    "x: &a\n  <<: *a\n": "inside of its own anchor",
+    "logical_axis_rules: &a [*a]\n": "inside its own anchor",
+    "x: &a\n  <<: *a\n": "inside its own anchor",
     f"prompt: {'x' * (1 << 20)}\n": "more than 262144 characters",
     f"prompt: {'x' * (1 << 21)}\n": "more than 262144 characters",
     f"{'k' * 5000}: 1\n": "not YAML",
@@ -70,11 +70,11 @@ def test_a_yml_beyond_a_limit_is_one_short_message(text, tmp_path, monkeypatch):
     [
         ("logical_axis_rules=" + "[" * 60_000, "nested deeper than 24"),
         ("logical_axis_rules=" + "[" * 20_000 + "]" * 20_000, "nested deeper than 24"),
-        ("logical_axis_rules=[&a [*a]]", "inside of its own anchor"),
+        ("logical_axis_rules=[&a [*a]]", "inside its own anchor"),
         ("logical_axis_rules=[[embed, 2001-01-01]]", "not plain YAML (timestamp"),
         (f"logical_axis_rules=[[{'x' * 9000}, fsdp]]", "there is no logical axis"),
         (f"logical_axis_rules=[[embed, {'x' * 9000}]]", "there is no mesh axis"),
-        (f"logical_axis_rules=[{{a: {'x' * 9000}}}]", "is no rule"),
+        (f"logical_axis_rules=[{{a: {'x' * 9000}}}]", "is not a rule"),
         ("mlp_activations=" + "[a," * 3000, "nested deeper than 24"),
         ("x" * 5000, "not key=value"),
         ("x" * 5000 + ".yml", "the name has 5004 bytes"),
@@ -100,7 +100,7 @@ def test_a_key_given_twice_in_a_file_is_told(tmp_path):
     path.write_text(f"{PARENT}steps: 1\nvocab_size: 300\nsteps: 2\nsteps: 3\n")
     loaded = load([str(path), "steps=4", "steps=5"])
     assert loaded.config.steps == 5
-    assert loaded.warnings == [f"{path}:5: steps is given 3 times, first in line 2; the last one counts"]
+    assert loaded.warnings == [f"{path}:5: steps is given 3 times, first in line 2; the last one wins"]
 
 
 @pytest.mark.parametrize(
@@ -110,9 +110,9 @@ def test_a_key_given_twice_in_a_file_is_told(tmp_path):
         ("steps: \a", "config.yml: not YAML: "),
         ("steps: [1", "config.yml:2: not YAML: "),
         ("[" * 20_000, "nested deeper than 24"),
-        ("- steps", "not a table"),
-        ("", "not a table"),
-        ("steps: [1]\nhead_dim: 3e9\ndtype: !!timestamp x", "steps=[1]: a list where one value belongs"),
+        ("- steps", "not a mapping"),
+        ("", "not a mapping"),
+        ("steps: [1]\nhead_dim: 3e9\ndtype: !!timestamp x", "steps=[1]: a list instead of a single value"),
         ("steps: [1]\nhead_dim: nan\ndtype: !!timestamp x", "dtype=!!timestamp x: not plain YAML (timestamp, line 3)"),
         ("".join(f"{key}: x\n" for key in load([]).config if key != "run_name"), "and "),
     ],

@@ -151,7 +151,7 @@ def test_the_open_axis_takes_what_is_left(words, devices, slices, mesh):
             "dcn_data_parallelism=3",
             8,
             None,
-            "data 3 slices, into which the 8 devices cannot be divided; nearest: 4 slices",
+            "data 3 slices do not divide the 8 devices; nearest: 4 slices",
         ),
     ],
 )
@@ -305,5 +305,5 @@ def test_hardware_is_the_devices(hardware, platform):
 
 
 def test_other_hardware_is_an_error():
-    with pytest.raises(UserError, match="hardware=tpu: the devices are cpu; leave it out, JAX_PLATFORMS chooses"):
+    with pytest.raises(UserError, match="hardware=tpu: the devices are cpu; leave it out, JAX_PLATFORMS selects"):
         resolve(load(["hardware=tpu"]).config, device_count=1, platform="cpu")

@@ -38,8 +38,8 @@ def refused(*args, **kwargs):
     with pytest.raises(UserError) as error:
         check(*args, **kwargs)
     first, *lines, last = str(error.value).splitlines()
-    assert first == "runs/x/checkpoints/5 was saved under another configuration (old -> new):"
-    assert last == "give the old values again, or another run_name for a new run"
+    assert first == "runs/x/checkpoints/5 was saved with another configuration (old -> new):"
+    assert last == "use the old values, or choose another run_name for a new run"
     return [line.strip() for line in lines]
 
 
@@ -118,7 +118,7 @@ def test_what_may_change(name):
                 "data_shuffle_seed: 0 -> 3",
                 "learning_rate: 0.006 -> 0.01",
                 "adam_b2: 0.95 -> 0.9",
-                "the global batch must stay, 8 -> 4 rows: per_device_batch_size: 8.0 -> 4.0",
+                "the global batch must not change, 8 -> 4 rows: per_device_batch_size: 8.0 -> 4.0",
             ],
         ),
     ],
@@ -154,13 +154,13 @@ def test_how_processes_find_each_other_is_no_part_of_a_configuration():
 
 def test_the_global_batch_stays_on_other_devices():
     assert check("per_device_batch_size=1", devices=8) == []
-    assert refused("", devices=8) == ["the global batch must stay, 8 -> 64 rows: another number of devices"]
+    assert refused("", devices=8) == ["the global batch must not change, 8 -> 64 rows: another number of devices"]
     (line,) = refused("gradient_accumulation_steps=2 per_device_batch_size=1", devices=8)
     assert line.endswith("8 -> 16 rows: per_device_batch_size: 8.0 -> 1.0, gradient_accumulation_steps: 1 -> 2")
 
 
 def test_the_schedule_follows_steps_only_where_it_is_not_given():
-    assert check("steps=40") == ["the learning rate's schedule follows steps: learning_rate_schedule_steps: 20 -> 40"]
+    assert check("steps=40") == ["the learning rate schedule follows steps: learning_rate_schedule_steps: 20 -> 40"]
     fixed = "learning_rate_schedule_steps=30"
     assert check(f"steps=40 {fixed}", before=fixed) == []
     assert refused("steps=40 learning_rate_schedule_steps=40") == ["learning_rate_schedule_steps: 20 -> 40"]

@@ -66,7 +66,7 @@ def test_the_nearest_number_of_heads_is_found_at_once():
     [
         (
             ["max_target_length=2147483644"],
-            "8 x 4 devices x 2147483644 tokens = 6.872e+10 tokens in an update; they are",
+            "8 x 4 devices x 2147483644 tokens = 6.872e+10 tokens in an update; the maximum is",
         ),
         (["per_device_batch_size=2147483647"], "tokens in an update"),
         (["gradient_accumulation_steps=2147483647"], "8 x 4 devices x 2147483647 microbatches x 128 tokens"),

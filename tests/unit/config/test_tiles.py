@@ -107,4 +107,4 @@ def test_the_fused_kernel_has_no_tiles_of_dq():
     loaded = load((SIZES + "sa_use_fused_bwd_kernel=true sa_block_q_dq=256 sa_block_q_dkv=256").split())
     config = resolve(loaded.config, device_count=1, platform="tpu")
     (line,) = without_effect_here(config, loaded.changed)
-    assert line.startswith("sa_block_q_dq=256 (command line) has no effect: sa_use_fused_bwd_kernel=true")
+    assert line.startswith("sa_block_q_dq=256 (command line) has no effect: with sa_use_fused_bwd_kernel=true")

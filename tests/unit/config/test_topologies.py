@@ -55,7 +55,7 @@ def test_simulated_devices():
         ("a3", "allowed: v4-N, v5p-N, v5e-N, v6e-N, tpu7x-N, cpu-N"),
         ("v5e-x", "v5e-128, v5e-256"),
         ("v5e-0", "v5e-128, v5e-256"),
-        ("cpu-0", "as in cpu-8"),
+        ("cpu-0", "such as cpu-8"),
     ],
 )
 def test_an_unknown_one_is_an_error_with_the_nearest(name, end):
@@ -65,7 +65,7 @@ def test_an_unknown_one_is_an_error_with_the_nearest(name, end):
 
 
 def test_simulated_devices_lie_in_no_slices():
-    with pytest.raises(UserError, match="simulated CPU devices lie in no slices: give cpu-N"):
+    with pytest.raises(UserError, match="simulated CPU devices have no slices: give cpu-N"):
         load(["compile_topology=cpu-4", "compile_topology_num_slices=2"])
 
 

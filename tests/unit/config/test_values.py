@@ -73,9 +73,9 @@ def test_text_of_a_command_line(key, text, value):
         (BOOL, "maybe", "not true or false"),
         (BOOL, "", "not true or false"),
         (BOOL, "2", "not true or false"),
-        (WORDS, "norm,bias", "several words without brackets"),
-        (WORDS, "[norm", "not YAML's flow form"),
-        (WORDS, "[*norm]", "not YAML's flow form"),
+        (WORDS, "norm,bias", "several items without brackets"),
+        (WORDS, "[norm", "not valid YAML flow style"),
+        (WORDS, "[*norm]", "not valid YAML flow style"),
         (WORDS, "[[a]]", "a list or dict inside the list"),
         (WORDS, "{a: 1}", "not a list"),
         (NUMBERS, "1", "not a list"),
@@ -132,7 +132,7 @@ def test_a_tag_that_would_be_lost_is_refused(key, text, tag):
         read_node(key, yaml.compose(text))
 
 
-@pytest.mark.parametrize(("text", "message"), [("[1]", "a list where"), ("{a: 1}", "a dict where")])
+@pytest.mark.parametrize(("text", "message"), [("[1]", "a list instead"), ("{a: 1}", "a dict instead")])
 def test_a_container_is_no_scalar(text, message):
     with pytest.raises(ValueError, match=message):
         read_node(STR, yaml.compose(text))

@@ -35,7 +35,9 @@ def test_five_of_the_eight_settings_are_combinations():
 @pytest.mark.parametrize("name", [name for name in ALL_COMBINATIONS if name != "nnx"])
 def test_a_part_in_linen_is_said_to_go(name):
     (note,) = load(arguments(name)).notes
-    assert note == f"combination {name}: the Linen paths will be removed; docs/guides/migrating.md leads to nnx"
+    assert (
+        note == f"combination {name}: the Linen paths will be removed; to migrate to nnx, see docs/guides/migrating.md"
+    )
     assert load(arguments("nnx")).notes == []
 
 

@@ -148,7 +148,7 @@ def test_what_cannot_be_written_is_told_before_training(tmp_path, path, content,
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [("gs://bucket/m.txt", "a file of this machine; a run in a bucket"), ("a\nb", "without control characters")],
+    [("gs://bucket/m.txt", "must be a local file; a run in a bucket"), ("a\nb", "without control characters")],
 )
 def test_a_path_of_no_file_here_is_refused_by_name(given, message):
     with pytest.raises(UserError, match=f"metrics_file=.*{message}"):

@@ -101,7 +101,7 @@ def test_a_schedule_that_follows_steps_is_a_warning(tmp_path):
     longer = build(load(arguments("nnx", steps=30)).config, jax.devices()[:1])
     lines = []
     assert begin(longer, tmp_path, lines).updates == 5
-    assert lines[0] == "warning: the learning rate's schedule follows steps: learning_rate_schedule_steps: 20 -> 30"
+    assert lines[0] == "warning: the learning rate schedule follows steps: learning_rate_schedule_steps: 20 -> 30"
 
 
 def test_steps_below_the_checkpoint(tmp_path):
@@ -113,7 +113,7 @@ def test_steps_below_the_checkpoint(tmp_path):
 
 def test_another_configuration_and_other_data(tmp_path):
     save(tmp_path, run(), 5)
-    with pytest.raises(UserError, match=r'checkpoints/5 was saved under another .*\n  opt_type: "adamw" -> "sgd"'):
+    with pytest.raises(UserError, match=r'checkpoints/5 was saved with another .*\n  opt_type: "adamw" -> "sgd"'):
         begin(run(opt_type="sgd"), tmp_path)
     save(tmp_path, run(), 10, fingerprint="0123456789abcdef")
     with pytest.raises(UserError, match=r"checkpoints/10 was trained on other data .*: 0123456789ab there, "):
