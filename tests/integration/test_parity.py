@@ -60,7 +60,7 @@ def test_a_planted_difference_is_found_in_its_layer(capsys, monkeypatch):
     code, out, _ = run(capsys, "right.decoder_block=mistral", only_forward=True, scan_layers=False)
     lines = out.splitlines()
     assert code == 1
-    assert lines[-1] == "left and right part first in activations: decoder/layers/mlp_output, layer 1"
+    assert lines[-1] == "left and right differ first in activations: decoder/layers/mlp_output, layer 1"
     rows = {line.split("  ")[0] or line.strip().split("  ")[0]: line.split() for line in lines}
     assert rows["parameters"][2:] == ["equal", "bits"]
     assert rows["layer 0"][3:] == ["equal", "bits"]
@@ -127,8 +127,8 @@ def test_another_mesh_on_devices_of_its_own_number(capsys):
         ([], "nothing to compare"),
         (["left=nnx", "rtol=-1"], "rtol=-1: a number"),
         (["left=nnx", "num_processes=1", "coordinator_address=localhost:1", "process_id=0"], "runs in one process"),
-        (["right.grain_eval_files=x"], "grain_eval_files: not the same in left and right"),
-        (["left.data_shuffle_seed=1"], "data_shuffle_seed: not the same in left and right"),
+        (["right.grain_eval_files=x"], "grain_eval_files: different in left and right"),
+        (["left.data_shuffle_seed=1"], "data_shuffle_seed: different in left and right"),
         (["left.attention=blokwise"], "nearest: blockwise"),
         (["right.ici_tensor_parallelism=16"], "error: right: "),
         (["right.ici_tensor_parallelism=16"], "but there are 8 devices"),

@@ -1,4 +1,4 @@
-"""Whether two programs, or two checkpoints, hold and compute the same; where they part first, and by how much."""
+"""Comparison of two programs or two checkpoints: whether they are equal, where they differ first, and by how much."""
 
 from trainer.compare.checkpoints import compare_checkpoints
 from trainer.compare.difference import BITS, Tolerance

@@ -1,4 +1,4 @@
-"""Two checkpoints, leaf by leaf."""
+"""Comparison of two checkpoints, leaf by leaf."""
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,19 +16,19 @@ from trainer.runtime import storage
 
 Readers = Mapping[str, Callable[[], np.ndarray]]
 
-# What the first component of a leaf's path says, in the order in which a person would look.
+# Names for the first component of a leaf's path, in the order of the report.
 _PARTS = {"params": "parameters", "opt_state": "optimizer state", "rest": "other variables", "step": "step"}
 
 
 def compare_checkpoints(left: str, right: str, tolerance: Tolerance, say: Callable[[str], None]) -> Report:
-    """Compares names, shapes, dtypes and values. On the host there are never more than two leaves.
+    """Compares names, shapes, dtypes and values. Host memory holds at most two leaves.
 
     Args:
-      left, right: a run's folder, which stands for its newest checkpoint; one of its checkpoints/N; or what
-        `trainer.export ... format=params` wrote. Runs and checkpoints may lie in a bucket. Where one of the two holds
-        parameters alone, so much is compared.
+      left, right: a run's folder, for its newest checkpoint; one of its checkpoints/N; or the output of
+        `trainer.export ... format=params`. Runs and checkpoints may be in a bucket. If one side has only parameters,
+        only these are compared.
       tolerance: for every leaf.
-      say: told how it goes.
+      say: receives progress messages.
 
     Raises:
       UserError: there is no checkpoint, or it is damaged.
@@ -36,7 +36,7 @@ def compare_checkpoints(left: str, right: str, tolerance: Tolerance, say: Callab
     trees = [_tree(left), _tree(right)]
     readers = [orbax.readers(tree) for tree in trees]
     parts = [{name.partition("/")[0] for name in found} for found in readers]
-    # Parameters alone are no checkpoint that lacks its optimizer.
+    # A side with parameters only is valid; it does not lack an optimizer state.
     both = parts[0] & parts[1] if {"params"} in parts else parts[0] | parts[1]
     quantities = []
     for part, words in _PARTS.items():
@@ -50,7 +50,7 @@ def compare_checkpoints(left: str, right: str, tolerance: Tolerance, say: Callab
 
 
 def _tree(given: str) -> Any:
-    """The Orbax tree in a folder that somebody names: of a checkpoint, the folder itself."""
+    """The Orbax tree of a folder that the user names; for a checkpoint, the folder itself."""
     folder = storage.folder(given)
     if (folder / TREE).is_dir() and (folder / CONFIG).is_file():
         return folder / TREE
@@ -58,7 +58,7 @@ def _tree(given: str) -> Any:
     if checkpoint is None:
         state = "no checkpoint is there" if folder.is_dir() else "there is no such folder"
         raise UserError(
-            f"{given}: {state}; give a run's folder, one of its checkpoints/N, or what trainer.export wrote with "
+            f"{given}: {state}; give a run's folder, one of its checkpoints/N, or the output of trainer.export "
             "format=params"
         )
     inspect(checkpoint)
@@ -66,7 +66,7 @@ def _tree(given: str) -> Any:
 
 
 def _differences(part: str, readers: Sequence[Readers], tolerance: Tolerance) -> list[Difference]:
-    """Of the leaves below `part`, two of which are read at a time."""
+    """The differences of the leaves below `part`, which are read one pair at a time."""
     apart: list[Difference] = []
     for name in dict.fromkeys(name for found in readers for name in found if name.partition("/")[0] == part):
         short = name.removeprefix(f"{part}/")

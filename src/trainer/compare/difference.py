@@ -1,4 +1,4 @@
-"""How far two arrays lie apart."""
+"""Differences between two arrays."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,9 +12,9 @@ Layers = Callable[[str], Iterable[int] | None]
 
 
 class Tolerance(NamedTuple):
-    """Two arrays are equal within it if no two elements lie further apart than `atol`, or than `rtol` times the largest
-    magnitude in both arrays. 0 and 0 ask for equal bits. Integers and bools count something, and are never equal
-    within it."""
+    """Two arrays are equal within it if their elements differ by at most `atol`, or by at most `rtol` times the largest
+    magnitude in both arrays. 0 and 0 require equal bits. It does not apply to integers and bools, which must be equal.
+    """
 
     rtol: float = 0.0
     atol: float = 0.0
@@ -24,17 +24,17 @@ BITS = Tolerance()
 
 
 class Difference(NamedTuple):
-    """Of one array, or of one layer's part of it, on two sides.
+    """The difference of one array, or of one layer's part of it, between two sides.
 
     Attributes:
       name: canonical, such as "decoder/layers/mlp/wo/kernel".
-      layer: which layer's part; None for an array without layers.
-      bits: both have one dtype and the same bits.
-      equal: they have the same bits, or lie within the tolerance.
-      absolute: the largest difference of two elements; infinite where one of them is not finite, or where `note`
-        says why there is nothing to subtract.
-      relative: `absolute` as a share of the largest magnitude in both.
-      note: what differs besides values: a dtype, a shape, or that one side lacks the array.
+      layer: the layer index; None for an array without layers.
+      bits: both have the same dtype and the same bits.
+      equal: they have the same bits, or are equal within the tolerance.
+      absolute: the largest absolute difference of two elements; infinite if one of them is not finite, or if they
+        cannot be subtracted, for the reason in `note`.
+      relative: `absolute` divided by the largest magnitude in both.
+      note: what differs besides values: the dtype, the shape, or that one side does not have the array.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Difference(NamedTuple):
 
 
 def forward_order(it: Difference) -> tuple[int, int, bool, str]:
-    """Sorts arrays in the order of the forward pass: embedding, layer by layer with its result last, norm, logits."""
+    """A sort key for the order of the forward pass: embedding, each layer with its output last, norm, logits."""
     if it.layer is not None:
         return 1, it.layer, it.name.endswith("/output"), it.name
     return 0 if "embedd" in it.name else 2, 0, False, it.name
@@ -61,9 +61,9 @@ def forward_order(it: Difference) -> tuple[int, int, bool, str]:
 def differences(
     left: Mapping[str, Any], right: Mapping[str, Any], tolerance: Tolerance, layers: Layers
 ) -> list[Difference]:
-    """One for each array, or layer of it, that either side has: by the names on the left, then the others.
+    """One for each array, or layer of it, that either side has: in the order of the left side, then the others.
 
-    Arrays may live on devices: they come to the host one at a time.
+    Arrays may be on devices: they are copied to the host one at a time.
     """
     found: list[Difference] = []
     for name in dict.fromkeys([*left, *right]):
@@ -91,7 +91,7 @@ def _of_array(
 def difference(
     name: str, left: np.ndarray, right: np.ndarray, tolerance: Tolerance, layer: int | None = None
 ) -> Difference:
-    """Of two arrays of one shape."""
+    """The difference of two arrays of the same shape."""
     note = "" if left.dtype == right.dtype else f"{left.dtype} against {right.dtype}"
     if not note and left.tobytes() == right.tobytes():
         return Difference(name, layer, True, True, 0.0, 0.0)
@@ -100,10 +100,10 @@ def difference(
     with np.errstate(invalid="ignore"):
         apart = np.abs(a - b)
     apart = np.where(np.isnan(apart), math.inf, apart)
-    apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, apart)  # infinities of one sign too
+    apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, apart)  # also equal infinities
     absolute = float(apart.max(initial=0.0))
     relative = absolute / scale if scale else absolute
-    rounded = all(jnp.issubdtype(it.dtype, jnp.inexact) for it in (left, right))  # numpy knows no bfloat16
+    rounded = all(jnp.issubdtype(it.dtype, jnp.inexact) for it in (left, right))  # NumPy does not know bfloat16
     tolerates = rounded and tolerance != BITS and (absolute <= tolerance.atol or relative <= tolerance.rtol)
     return Difference(name, layer, False, tolerates, absolute, relative, note)
 

@@ -1,8 +1,7 @@
-"""What a program holds and computes: parameters, activations, loss, gradients, one update, the compiled step.
+"""Measurements of a program: parameters, activations, loss, gradients, one update, the compiled step.
 
-Each measurement places the common starting point on the devices anew, so that one state is alive at a time. The
-executables of one measurement live until all sides are through: a side whose program is the same text as an earlier
-one's runs that one.
+Each measurement transfers the common starting state to the devices again, so that only one state is live at a time. The
+executables of a measurement are kept until all sides are done: a side with the same program text reuses them.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,7 +35,7 @@ Executables = dict[Any, Callable[..., Any]]  # by the text of their programs
 
 @dataclass(frozen=True)
 class Program:
-    """A side's run, and what the names of its parameters are on the left side."""
+    """A side's run, and the map from its parameter names to those of the left side."""
 
     name: str
     run: Run
@@ -60,8 +59,8 @@ class Program:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Where every side starts, on the host: parameters by the left side's names. `later` is the rest of a state that
-    has been trained, by path: step, optimizer, variables that no gradient touches; None at step 0."""
+    """The common starting state, on the host: parameters by the left side's names. `later` is the rest of a trained
+    state, by path: step, optimizer, variables without gradients; None at step 0."""
 
     params: Arrays
     later: Arrays | None
@@ -75,7 +74,7 @@ class Measured:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def on_host(self) -> "Measured":
-        """The same, with copies of the arrays."""
+        """A copy with its arrays on the host."""
         return Measured({name: jax.tree.map(np.array, arrays) for name, arrays in self.arrays.items()}, self.facts)
 
 
@@ -95,10 +94,10 @@ def paths_of(tree: Any) -> Arrays:
 def state(program: Program, snapshot: Snapshot) -> Any:
     """The side's native train state, with the parameters of `snapshot` cast and placed as the side has them.
 
-    A parameter that the snapshot lacks, or has in another size, is the side's own initial one.
+    A parameter that is not in the snapshot, or has another size there, keeps the side's initial value.
 
     Raises:
-      UserError: the snapshot has been trained, and this side's optimizer is another one.
+      UserError: the snapshot is of a trained state, and this side's optimizer state has another structure.
     """
     run = program.run
     wanted = names_of(program.abstract.params)
@@ -122,8 +121,8 @@ def _with_later(program: Program, native: Any, later: Mapping[str, np.ndarray]) 
             name for name, leaf in renamed.items() if leaf.size != later[name].size
         )
         raise UserError(
-            f"{program.name}: its optimizer has another state than the one of load_full_state_path (first: {odd[0]}); "
-            "compare from parameters alone, with load_parameters_path"
+            f"{program.name}: its optimizer state has another structure than that of load_full_state_path (first: "
+            f"{odd[0]}); compare from parameters only, with load_parameters_path"
         )
     leaves = [
         jax.device_put(later[name].reshape(leaf.shape).astype(leaf.dtype), leaf.sharding)
@@ -133,7 +132,7 @@ def _with_later(program: Program, native: Any, later: Mapping[str, np.ndarray]) 
 
 
 def _compiled(known: Executables, fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """`fn`, compiled for arguments such as `args`, or what of `known` is the same program."""
+    """`fn` compiled for arguments such as `args`, or the executable of the same program in `known`."""
     lowered = jax.jit(fn).lower(*args)
     key = (lowered.as_text(), lowered.in_tree, lowered.out_tree)
     if key not in known:
@@ -142,14 +141,14 @@ def _compiled(known: Executables, fn: Callable[..., Any], *args: Any) -> Callabl
 
 
 def parameters(program: Program, snapshot: Snapshot, batch: Batch, known: Executables) -> Measured:
-    """What the native train state holds."""
+    """The parameters in the native train state."""
     del batch, known
     tree = program.run.codec.unpack(state(program, snapshot))
     return Measured({"parameters": program.names.of(names_of(tree.params))})
 
 
 def activations(program: Program, snapshot: Snapshot, batch: Batch, known: Executables) -> Measured:
-    """The forward pass on `batch`: embedding, what each block sows and gives, final norm, logits; padding is 0."""
+    """The forward pass on `batch`: embedding, sown values and block outputs, final norm, logits. Padding is 0."""
     run = program.run
     tree = run.codec.unpack(state(program, snapshot))._replace(opt_state=None)
 
@@ -186,8 +185,8 @@ def gradients(program: Program, snapshot: Snapshot, batch: Batch, known: Executa
 
 
 def update(program: Program, snapshot: Snapshot, batch: Batch, known: Executables) -> Measured:
-    """The training step itself, compiled as for training: parameters and optimizer after one update; its cost."""
-    del known  # each native state has a step of its own
+    """The training step, compiled as for training: parameters and optimizer after one update, and its cost."""
+    del known  # the step depends on the native state
     run = program.run
     text = _text(program)
     compiled = run.compile()
@@ -202,7 +201,7 @@ def update(program: Program, snapshot: Snapshot, batch: Batch, known: Executable
 
 
 def _text(program: Program) -> str:
-    """The step as StableHLO, over the canonical train state: the order of a native state's leaves does not show."""
+    """The step as StableHLO over the canonical train state, so that the leaf order of native states has no effect."""
     run = program.run
     step = run.step.__wrapped__
 
@@ -217,7 +216,7 @@ def _text(program: Program) -> str:
 
 
 def _cost(compiled: Any) -> dict[str, Any]:
-    """FLOPs, and bytes on each device, where the compiler tells them."""
+    """FLOPs, and bytes on each device if the compiler reports them."""
     facts = {FLOPS: analyze(compiled.as_text()).flops}
     if (memory := compiled.memory_analysis()) is not None:
         facts[ARGUMENTS] = float(memory.argument_size_in_bytes)

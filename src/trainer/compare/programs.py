@@ -1,4 +1,4 @@
-"""Programs of several configurations, from the same parameters and batch, each against the first one."""
+"""Comparison of programs of several configurations on the same parameters and batch, each with the first one."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -29,38 +29,38 @@ from trainer.training.memory import check_memory, device_memory
 
 Say = Callable[[str], None]
 
-# Where parameters and tokens come from: the left side's are everybody's.
+# The sources of parameters and tokens, which all sides take from the left one.
 _COMMON = (
     "vocab_size",
     "load_parameters_path",
     "load_full_state_path",
     "reset_optimizer",
     "data_cache_directory",
-    # What evaluation has of its own is not held out of the training documents.
+    # Separate evaluation data is not held out of the training documents.
     "eval_split",
     "grain_eval_files",
     "hf_eval_split",
     "hf_eval_files",
 )
-# override_model_config has no effect anywhere, which is said wherever it is given.
+# override_model_config never has an effect, which is reported elsewhere.
 _USED = {"model_name", "record_internal_nn_metrics", "override_model_config", *_COMMON}
 _IDLE = frozenset((*AROUND, *PROCESSES, "debug_sharding")) - _USED
-# In the order in which a training step comes to them.
+# In the order of a training step.
 MEASURES = (measure.parameters, measure.activations, measure.gradients, measure.update)
-# Rows of the banner that say what a comparison is about.
+# Rows of the banner that describe a comparison.
 _HEAD = ("devices", "model", "attention", "dtype", "batch", "data")
 
 
 def compare_programs(sides: Sequence[Side], devices: Sequence[jax.Device], tolerance: Tolerance, say: Say) -> Report:
-    """Builds each side's programs, starts them from the left side's parameters, hands them its batch, and compares.
+    """Builds each side's programs, runs them on the left side's parameters and batch, and compares the results.
 
-    One side's state is on the devices at a time, and one of its programs; what is compared with it waits on the host.
+    The devices hold the state and one program of one side at a time; the left side's results are on the host.
 
     Args:
-      sides: the left one, and those that are compared with it.
-      devices: all there are. A side whose mesh is written out takes as many of them as it needs, others take all.
+      sides: the left one, and those to compare with it.
+      devices: all devices. A side whose mesh sizes are all given takes as many as it needs; other sides take all.
       tolerance: for every array of every quantity.
-      say: told how it goes.
+      say: receives progress messages.
 
     Raises:
       UserError: a side does not fit the devices, or cannot take the left side's batch.
@@ -70,7 +70,7 @@ def compare_programs(sides: Sequence[Side], devices: Sequence[jax.Device], toler
     _check_common(left, rights)
     if idle := _idle(sides):
         say(
-            f"{', '.join(idle)} have no effect here: one process compares on the devices that it has, and nothing is "
+            f"{', '.join(idle)} have no effect here: a single process compares on its own devices, and nothing is "
             "written, evaluated or sampled"
         )
     dataset = open_dataset(ml_collections.FrozenConfigDict({**left.config, "eval_interval": -1}), say)
@@ -94,13 +94,13 @@ def compare_programs(sides: Sequence[Side], devices: Sequence[jax.Device], toler
 
 
 def _idle(sides: Sequence[Side]) -> list[str]:
-    """The keys without a meaning here that a command gives or in which the sides differ.
+    """The keys without effect here that the command line gives or in which the sides differ.
 
-    A yml may hold them: it is that of a run, which trains.
+    A yml may contain them, since it may be that of a training run.
     """
     given = {key for side in sides for key, where in side.loaded.changed.items() if where == COMMAND_LINE}
-    said = (given | differing_keys(sides).keys()) & _IDLE
-    return [key for key in schema().keys if key in said]
+    idle = (given | differing_keys(sides).keys()) & _IDLE
+    return [key for key in schema().keys if key in idle]
 
 
 def _program(side: Side, devices: Sequence[jax.Device]) -> Program:
@@ -124,10 +124,10 @@ def _program(side: Side, devices: Sequence[jax.Device]) -> Program:
 
 
 def _check_common(left: Program, rights: Sequence[Program]) -> None:
-    """Refuses sides that cannot begin with the left one's parameters and batch."""
+    """Rejects sides that cannot start from the left side's parameters and batch."""
     data = [key.name for key in schema().keys.values() if key.section == "Data" and key.name not in MAY_CHANGE]
     mistakes = [
-        f"{program.name}: {key}=true: what is compared is computed from a state on the device; leave the key out"
+        f"{program.name}: {key}=true: comparisons need the state on the device; leave the key out"
         for program in (left, *rights)
         for key in KEYS.values()
         if program.config[key]
@@ -136,21 +136,21 @@ def _check_common(left: Program, rights: Sequence[Program]) -> None:
         other = [key for key in (*data, *_COMMON) if left.config[key] != right.config[key]]
         if other:
             mistakes.append(
-                f"{', '.join(other)}: not the same in {left.name} and {right.name}, but both get the same parameters "
-                "and one batch; give them without left. and right."
+                f"{', '.join(other)}: different in {left.name} and {right.name}, but both get the same parameters and "
+                "batch; give them without left. and right."
             )
         elif left.run.rows != right.run.rows:
             fitting = right.config.per_device_batch_size * left.run.rows / right.run.rows
             mistakes.append(
                 f"{left.name} has {left.run.rows} rows in its batch and {right.name} has {right.run.rows}, but both "
-                f"get one batch; nearest for {right.name}: per_device_batch_size={fitting:.12g}"
+                f"get the same batch; nearest for {right.name}: per_device_batch_size={fitting:.12g}"
             )
     if mistakes:
         raise UserError("\n  ".join(["these sides cannot be compared:", *mistakes]))
 
 
 def _begin(side: Side, left: Program, dataset: Dataset, say: Say) -> tuple[Snapshot, Batch]:
-    """What every side begins with: the left one's state on the host, and its next batch."""
+    """The common start: the left side's state on the host, and its next batch."""
     given = {key for key, where in side.loaded.changed.items() if where == COMMAND_LINE}
     scheduled = side.loaded.config.learning_rate_schedule_steps != -1
     begin = start(left.run, dataset, None, say, schedule_given=scheduled, given=given)
@@ -163,7 +163,7 @@ def _begin(side: Side, left: Program, dataset: Dataset, say: Say) -> tuple[Snaps
 
 
 def _activation_rows(programs: Sequence[Program]) -> int:
-    """The fewest rows that each side can spread over its mesh as it does a microbatch."""
+    """The smallest number of rows that each side can shard like its microbatches."""
     return math.lcm(*(it.run.rows // it.config.gradient_accumulation_steps for it in programs))
 
 
@@ -174,13 +174,13 @@ def _quantities(left: Program, right: Program, expected: Measured, found: Measur
         if name == "parameters":
             notes = _other_axes(left, right)
             if left.config.decoder_block != right.config.decoder_block:
-                notes, remarks = [], notes  # another author's names for axes
+                notes, remarks = [], notes  # each block chooses its own axis names
         elif name == "activations":
-            # What a block leaves besides its result is its author's choice.
+            # Each block chooses which activations it sows.
             remarks = [f"{it}: sown on one side only" for it in sorted(arrays.keys() ^ others.keys())]
             arrays = {key: array for key, array in arrays.items() if key in others}
             others = {key: others[key] for key in arrays}
-        # The backward pass begins at the end.
+        # The backward pass runs in reverse order.
         found_apart = differences(arrays, others, tolerance, left.layers)
         ordered = sorted(found_apart, key=forward_order, reverse=name == "gradients")
         quantities.append(Quantity(name, ordered, notes, remarks))
@@ -188,7 +188,7 @@ def _quantities(left: Program, right: Program, expected: Measured, found: Measur
 
 
 def _other_axes(left: Program, right: Program) -> list[str]:
-    """In words, whether parameters of both sides have other logical axes."""
+    """A message if common parameters have different logical axes."""
     here, there = (it.names.of(names_of(it.run.model.param_axes)) for it in (left, right))
     names = [name for name, axes in here.items() if name in there and axes != there[name]]
     if not names:
@@ -203,7 +203,7 @@ def _facts(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def same_text(left: str, right: str) -> str:
-    """Whether two programs are the same text, in words."""
+    """Whether two programs have the same text, in words."""
     if left == right:
         return f"the same text, {len(left.splitlines()):,} lines"
     here, there = left.splitlines(), right.splitlines()
@@ -212,7 +212,7 @@ def same_text(left: str, right: str) -> str:
 
 
 def _head(sides: Sequence[Side], programs: Sequence[Program], dataset: Dataset) -> list[tuple[str, str]]:
-    """What was compared: what the sides have in common, and the keys in which they differ."""
+    """A description of the comparison: what the sides have in common, and the keys in which they differ."""
     rows: list[dict[str, str]] = []
     for it in programs:
         device = it.run.mesh.devices.flat[0]
@@ -222,13 +222,13 @@ def _head(sides: Sequence[Side], programs: Sequence[Program], dataset: Dataset) 
             platform=device.platform,
             process_count=1,
             parameters=it.run.parameters,
-            dataset=str(dataset).partition("; ")[0],  # what is held out does not matter here
+            dataset=str(dataset).partition("; ")[0],  # without the part on held-out data
             run_dir=Path(),
         )
         rows.append({label: text for label, text in banner if label in _HEAD})
     if len({row["model"] for row in rows}) > 1:
         for row in rows:
-            row["model"] = row["model"].partition(": ")[2]  # decoder_block has a line of its own then
+            row["model"] = row["model"].partition(": ")[2]  # decoder_block then has its own line
     head = [(label, text) for label, text in rows[0].items() if all(other[label] == text for other in rows)]
     if "devices" not in dict(head):
         head.insert(0, ("devices", " | ".join(row["devices"] for row in rows)))

@@ -1,4 +1,4 @@
-"""What a comparison found, as data."""
+"""The result of a comparison, as data."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,9 +10,9 @@ from trainer.compare.difference import Difference, Tolerance
 
 @dataclass(frozen=True)
 class Quantity:
-    """Arrays of one kind on two sides, in the order in which they are computed.
+    """The differences of one kind of arrays, in the order of their computation.
 
-    `notes` say what else differs, each of which makes the sides unequal; `remarks` only inform.
+    `notes` are other differences, each of which makes the sides unequal; `remarks` do not.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Quantity:
 
     @property
     def first(self) -> str | None:
-        """Where the sides part first: what is not equal, else what has not the same bits; None where all has."""
+        """The first difference: of what is not equal, otherwise of what has different bits; None if there is none."""
         if self.notes:
             return self.notes[0]
         apart = [it for it in self.differences if not it.equal] or [it for it in self.differences if not it.bits]
@@ -54,9 +54,9 @@ class Quantity:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The right side called `right` against the left one: what decides, and facts that only inform.
+    """The comparison of the right side called `right` with the left one.
 
-    `facts` are the two values of each, by name: numbers, or a sentence that stands for both.
+    `facts` do not affect equality. They are by name: the two sides' numbers, or a sentence about both.
     """
 
     right: str
@@ -75,13 +75,13 @@ class Comparison:
 
     @property
     def first(self) -> str | None:
-        """The first place where the sides are not equal, with its quantity."""
+        """The first difference that makes the sides unequal, with its quantity."""
         return next((f"{it.name}: {it.first}" for it in self.quantities if not it.equal), None)
 
 
 @dataclass(frozen=True)
 class Report:
-    """All comparisons of a command. `head` are labels and texts that say what was compared."""
+    """All comparisons of a command. `head` are labels and texts that describe what was compared."""
 
     left: str
     tolerance: Tolerance
@@ -94,7 +94,7 @@ class Report:
         return all(comparison.equal for comparison in self.comparisons)
 
     def to_json(self) -> dict[str, Any]:
-        """What `--json` prints: numbers that are not finite are the strings "inf" and "nan"."""
+        """The output of `--json`; numbers that are not finite become the strings "inf" and "nan"."""
         return {
             "equal": self.equal,
             "left": self.left,

@@ -11,28 +11,28 @@ from trainer.observe.text import si
 
 WIDTH = 120
 _BITS, _WITHIN = "equal bits", "within tolerance"
-_LISTED = 12  # stages of the activations that are listed one by one
+_LISTED = 12  # the maximum number of listed stages of the activations
 
 
 def table(report: Report) -> str:
-    """What was compared, one table for all right sides, or one for each where they do not fit beside each other, and
+    """A description of the comparison, a table of all right sides if it fits, a table for each side that differs, and
     the verdict."""
     label = max((len(name) for name, _ in report.head), default=0) + 2
     lines = []
     for name, text in report.head:
         lines += textwrap.wrap(text, WIDTH, initial_indent=f"{name:<{label}}", subsequent_indent=" " * label)
     if len(report.comparisons) > 1:
-        lines += ["", *_beside(report.comparisons, report.left)]
+        lines += ["", *_side_by_side(report.comparisons, report.left)]
     for comparison in report.comparisons:
         if len(report.comparisons) == 1 or not comparison.equal:
-            lines += ["", *_alone(comparison, report.left)]
+            lines += ["", *_details(comparison, report.left)]
     return "\n".join([*lines, "", _verdict(report)])
 
 
 def _verdict(report: Report) -> str:
     apart = [it for it in report.comparisons if not it.equal]
     if apart:
-        return "\n".join(f"{report.left} and {it.right} part first in {it.first}" for it in apart)
+        return "\n".join(f"{report.left} and {it.right} differ first in {it.first}" for it in apart)
     sides = ", ".join([report.left, *(it.right for it in report.comparisons[:-1])])
     sides = f"{sides} and {report.comparisons[-1].right} are equal"
     if all(it.bits for it in report.comparisons):
@@ -40,8 +40,8 @@ def _verdict(report: Report) -> str:
     return f"{sides} within {' and '.join(f'{n}={v:g}' for n, v in report.tolerance._asdict().items() if v)}"
 
 
-def _beside(comparisons: Sequence[Comparison], left: str) -> list[str]:
-    """A column for each right side; nothing where that does not fit."""
+def _side_by_side(comparisons: Sequence[Comparison], left: str) -> list[str]:
+    """A table with a column for each right side; [] if it is too wide."""
     rows = [[f"against {left}", *(it.right for it in comparisons)]]
     for quantities in zip(*(it.quantities for it in comparisons), strict=True):
         rows.append([f"{quantities[0].name}, {_arrays(quantities[0])}", *map(_cell, quantities)])
@@ -63,15 +63,15 @@ def _cell(quantity: Quantity) -> str:
 
 
 def _fact(fact: tuple[float, float] | str) -> str:
-    """A fact in one cell."""
+    """A fact as one cell."""
     if isinstance(fact, str):
         return fact.partition(",")[0].partition(" from")[0]
     left, right = fact
     return "equal" if left == right else f"{si(right, '')} / {si(left, '')}"
 
 
-def _alone(comparison: Comparison, left: str) -> list[str]:
-    """A line for each quantity, with the largest differences and the first place where the sides part."""
+def _details(comparison: Comparison, left: str) -> list[str]:
+    """A line for each quantity, with the largest differences and the first difference."""
     rows = [[f"{comparison.right} against {left}", "arrays", "", "absolute", "relative", "first difference"]]
     remarks: list[str] = []
     for quantity in comparison.quantities:
@@ -114,7 +114,7 @@ def _stage_rows(quantity: Quantity) -> list[list[str]]:
 
 
 def _stages(quantity: Quantity) -> list[tuple[str, Quantity]]:
-    """The activations stage by stage, layers in a row that are equal in every bit as one."""
+    """The activations by stage; consecutive layers with equal bits are merged."""
     stages = [(name, Quantity(name, list(group))) for name, group in itertools.groupby(quantity.differences, _stage)]
     found: list[tuple[str, Quantity]] = []
     for same, group in itertools.groupby(stages, lambda it: it[1].bits and it[0].startswith("layer ")):
@@ -132,7 +132,7 @@ def _stage(it: Difference) -> str:
 
 
 def _columns(rows: Sequence[Sequence[str]], rights: Sequence[int] = ()) -> list[str]:
-    """Rows, the first of which is a heading, as aligned columns; those in `rights` are flush right."""
+    """Rows as aligned columns, the first row as a heading; columns in `rights` are right-aligned."""
     count = max(map(len, rows))
     filled = [[*row, *[""] * (count - len(row))] for row in rows]
     widths = [max(len(row[i]) for row in filled if len(row) > i) for i in range(count)]

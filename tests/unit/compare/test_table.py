@@ -36,7 +36,7 @@ def test_one_right_side():
     assert layer.split() == ["layer", "3", "1", "apart", "5.0e-01", "2.5e-01", "output"]
     assert "FLOPs                2.00 GFLOP  3.00 GFLOP" in text
     assert "parameters: logical axes of b: x against y" in lines
-    assert lines[-1] == "nnx and linen part first in activations: decoder/layers/output, layer 3"
+    assert lines[-1] == "nnx and linen differ first in activations: decoder/layers/output, layer 3"
 
 
 def test_many_layers_that_part_are_cut_in_the_middle():
@@ -55,7 +55,7 @@ def test_several_right_sides_stand_beside_each_other_and_what_parts_gets_a_table
     assert row.split()[3:] == ["equal", "bits", "apart", "by", "5.0e-01"]
     assert any(line.startswith("bridged against nnx") for line in lines)
     assert not any(line.startswith("linen against nnx") for line in lines)
-    assert lines[-1] == "nnx and bridged part first in activations: decoder/layers/output, layer 2"
+    assert lines[-1] == "nnx and bridged differ first in activations: decoder/layers/output, layer 2"
 
 
 def test_the_verdict():
