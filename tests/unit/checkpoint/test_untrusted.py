@@ -114,6 +114,14 @@ def test_json_that_is_none_or_nested_deeply(hugging_face, text):
         shutil.move(hugging_face / "good", hugging_face / "config.json")
 
 
+def test_json_that_python_can_read_but_not_show(hugging_face):
+    """Depths near the limit of recursion, of which the reader uses less than the writer of the message."""
+    path = hugging_face / "config.json"
+    for depth in (70, *range(850, 1000, 5)):
+        path.write_text(f'{{"rms_norm_eps": {"[" * depth}{"]" * depth}}}')
+        assert refusal(open_source, str(hugging_face)) == f"{path}: cannot be read: nested deeper than 64", depth
+
+
 @pytest.mark.parametrize(
     "name",
     [None, 3, True, {}, ["x"], "", ".", "..", "/etc/passwd", "../../etc/passwd", "a/b", "a\0b", "\ud800", "x" * 300],

@@ -3,6 +3,7 @@
 import pytest
 
 from trainer.config import UserError, load, read_saved
+from trainer.config.plain_yaml import MAX_LENGTH, Limit, read_text
 
 PARENT = "base_config: base.yml\n"
 
@@ -130,3 +131,11 @@ def test_a_saved_config_may_have_keys_that_are_gone():
         "steps": 3,
         "max_num_checkpoints_to_keep": None,
     }
+
+
+def test_no_more_of_a_file_is_read_than_the_limit_allows(tmp_path):
+    """Bytes beyond it are not even decoded."""
+    path = tmp_path / "large.yml"
+    path.write_bytes(b"#" * 4 * MAX_LENGTH + b"\xff")
+    with pytest.raises(Limit, match="more than 262144 characters"):
+        read_text(path)
