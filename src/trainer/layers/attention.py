@@ -20,6 +20,7 @@ from trainer.ops.blockwise import blockwise_attention
 from trainer.ops.cudnn import cudnn_attention
 from trainer.ops.rope import Rope, rope
 from trainer.ops.splash import splash_attention
+from trainer.products import MakeProduct, plain
 
 OPS = {
     "dot_product": dot_product_attention,
@@ -60,12 +61,13 @@ class Attention(nnx.Module):
         dropout_rate: float = 0.0,
         dtype: jnp.dtype,
         weight_dtype: jnp.dtype,
+        make_product: MakeProduct = plain,
         rngs: nnx.Rngs,
     ):
         """`op`: a name of OPS. `window`, `soft_cap`: see `ops.attention`; 0 for none. `tiles`: of the op splash.
         `qk_norm_epsilon`: of a norm of each head's queries and keys (Henry et al. 2020, arXiv:2010.04245); None for
         none."""
-        dense = functools.partial(Dense, dtype=dtype, weight_dtype=weight_dtype, rngs=rngs)
+        dense = functools.partial(Dense, dtype=dtype, weight_dtype=weight_dtype, make_product=make_product, rngs=rngs)
         self.op, self.rope, self.window, self.soft_cap = op, rope, window, soft_cap
         self.tiles, self.dropout_rate = tiles, dropout_rate
         self.query = dense([width], [heads, head_dim], ("embed", "q_heads", "kv"))

@@ -9,6 +9,7 @@ from flax import nnx
 
 from trainer import sharding
 from trainer.layers.param import param
+from trainer.products import MakeProduct, plain
 
 ROWS = sharding.Axes(("activation_batch", "activation_length"))
 # What a layer of products with weights reads and writes: whole rows in, and out what lies between layers.
@@ -31,10 +32,11 @@ class Dense(nnx.Module):
         dtype: jnp.dtype,
         weight_dtype: jnp.dtype,
         settles: bool = False,
+        make_product: MakeProduct = plain,
         rngs: nnx.Rngs,
     ):
         """`names`: the logical name of each axis of the kernel, first the inputs', then the outputs'. `settles`: its
-        gradient is summed over devices at once (`sharding.settle_gradient`)."""
+        gradient is reduced over devices at once (`sharding.settle_gradient`)."""
         self.inputs = len(in_shape)
         self.settled_names = tuple(names) if settles else None
         self.dtype = dtype
@@ -42,17 +44,14 @@ class Dense(nnx.Module):
         # The initializer takes fan-in from the last axis but one: draw a matrix, then shape it.
         kernel = init(rngs.params(), (prod(in_shape), prod(out_shape)), weight_dtype)
         self.kernel = param(kernel.reshape(*in_shape, *out_shape), names)
+        self.product = make_product(in_shape, out_shape, names, rngs=rngs)
 
     def __call__(self, x: jax.Array, out_names: Sequence[str | None]) -> jax.Array:
         """x [..., *in_shape] -> [..., *out_shape], its axes called `out_names`."""
-        kernel = self.weights()
+        kernel = self.kernel[...]
         if self.settled_names is not None:
-            x, kernel = sharding.settle_gradient(x, kernel, self.settled_names)
-        return sharding.constrain(product(x.astype(self.dtype), self.inputs, kernel), out_names)
-
-    def weights(self) -> jax.Array:
-        """The kernel [*in_shape, *out_shape] in the dtype of the product."""
-        return self.kernel[...].astype(self.dtype)
+            x, kernel = sharding.settle_gradient(x, kernel.astype(self.dtype), self.settled_names)
+        return sharding.constrain(self.product(x.astype(self.dtype), self.inputs, kernel), out_names)
 
 
 TABLE = sharding.Axes(("vocab", "embed"))
@@ -61,10 +60,21 @@ TABLE = sharding.Axes(("vocab", "embed"))
 class Embed(nnx.Module):
     """The embedding table [vocab, embed]; initial entries are standard normal."""
 
-    def __init__(self, vocab: int, width: int, *, dtype: jnp.dtype, weight_dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        vocab: int,
+        width: int,
+        *,
+        dtype: jnp.dtype,
+        weight_dtype: jnp.dtype,
+        make_product: MakeProduct = plain,
+        rngs: nnx.Rngs,
+    ):
+        """`make_product`: of the head, where the table is that too (`attend`)."""
         self.dtype = dtype
         table = jax.random.normal(rngs.params(), (vocab, width), weight_dtype)
         self.embedding = param(table, TABLE)
+        self.product = make_product([width], [vocab], TABLE[::-1], rngs=rngs)
 
     def __call__(self, id_bt: jax.Array) -> jax.Array:
         """The rows of the table for `id_bt`: [b, t, e]."""
@@ -73,18 +83,4 @@ class Embed(nnx.Module):
     def attend(self, x_bte: jax.Array) -> jax.Array:
         """Logits [b, t, v]: products of `x_bte` with every row of the table."""
         x_bte, table = sharding.settle_gradient(x_bte, self.embedding[...].astype(self.dtype), TABLE)
-        return sharding.constrain(product(x_bte.astype(self.dtype), 1, table.T), (*ROWS, "activation_vocab"))
-
-
-def product(x: jax.Array, inputs: int, kernel: jax.Array) -> jax.Array:
-    """The last `inputs` axes of `x` times the first ones of `kernel`: [..., *in] and [*in, *out] -> [..., *out].
-
-    Off a TPU this is one product of matrices: for the gradient of the kernel XLA's CPU backend then transposes no copy
-    of its operands. On a TPU it is not: axes that were taken as one would have to be copied into each other's order
-    (docs/decisions/0004).
-    """
-    if sharding.on_tpu():
-        return jnp.tensordot(x, kernel, inputs)
-    leading, out_shape = x.shape[: x.ndim - inputs], kernel.shape[inputs:]
-    out = x.reshape(prod(leading), -1) @ kernel.reshape(-1, prod(out_shape))
-    return out.reshape(*leading, *out_shape)
+        return sharding.constrain(self.product(x_bte.astype(self.dtype), 1, table.T), (*ROWS, "activation_vocab"))
