@@ -105,9 +105,11 @@ def _unmet_on_mesh(kernel: Kernel, values: Mapping[str, Any], mesh: Mapping[str,
     def split(name: str) -> tuple[str, ...]:
         return tuple(axis for axis in rules[name] if mesh[axis] > 1)
 
-    unmet = []
-    if split("activation_length"):
-        unmet.append(f"sharded rows (rule of activation_length: {', '.join(split('activation_length'))})")
+    unmet = [
+        f"sharded rows (rule of {name}: {', '.join(split(name))})"
+        for name in ("activation_q_length", "activation_kv_length")
+        if split(name)
+    ]
     if split("activation_heads") != split("activation_kv_heads"):
         heads, kv_heads = (", ".join(split(name)) or "none" for name in ("activation_heads", "activation_kv_heads"))
         unmet.append(f"different rules of activation_heads ({heads}) and activation_kv_heads ({kv_heads})")

@@ -61,7 +61,7 @@ def _too_many_entries(values: Mapping[str, Any]) -> list[str]:
     if ":" not in values["decoder_block"]:
         arrays = dict(TENSORS)
         if values["attention"] == "dot_product":
-            scores = ("activation_batch", "activation_heads", "activation_length", "activation_length")
+            scores = ("activation_batch", "activation_heads", "activation_q_length", "activation_kv_length")
             arrays["scores of attention=dot_product"] = scores
     lines = []
     for tensor, names in arrays.items():

@@ -13,7 +13,7 @@ from trainer import sharding
 from trainer.config.tiles import AUTOMATIC, Tiles
 from trainer.layers.cache import Cache
 from trainer.layers.context import Context
-from trainer.layers.dense import INPUT, RESIDUAL, ROWS, Dense
+from trainer.layers.dense import INPUT, RESIDUAL, Dense
 from trainer.layers.norm import RMSNorm
 from trainer.ops.attention import Dropout, Mask, dot_product_attention
 from trainer.ops.blockwise import blockwise_attention
@@ -31,8 +31,11 @@ OPS = {
 # Kernels that the compiler can not split: each device runs them on its own rows and heads.
 KERNELS = ("splash", "cudnn_flash_jax")
 
-QUERIES = sharding.Axes((*ROWS, "activation_heads", None))
-KEYS = sharding.Axes((*ROWS, "activation_kv_heads", None))
+QUERY_ROWS = sharding.Axes(("activation_batch", "activation_q_length"))
+KEY_ROWS = sharding.Axes(("activation_batch", "activation_kv_length"))
+QUERIES = sharding.Axes((*QUERY_ROWS, "activation_heads", None))
+KEYS = sharding.Axes((*KEY_ROWS, "activation_kv_heads", None))
+MASK = Mask(QUERY_ROWS, KEY_ROWS, QUERY_ROWS, KEY_ROWS)  # type: ignore[arg-type]  # in the places of arrays
 
 
 class KVCache(NamedTuple):
@@ -123,7 +126,7 @@ class Attention(nnx.Module):
         if op == "splash":
             attend = functools.partial(attend, tiles=self.tiles)
         if op in KERNELS:
-            attend = sharding.shard_mapped(attend, (QUERIES, KEYS, KEYS, ROWS), QUERIES, check=False)
+            attend = sharding.shard_mapped(attend, (QUERIES, KEYS, KEYS, MASK), QUERIES, check=False)
         attended = attend(queries, keys, values, mask)
         if op != "splash":  # which names it itself, with what else its backward pass needs
             attended = checkpoint_name(attended, "context")

@@ -25,6 +25,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 HIDDEN = sharding.Axes((*ROWS, "activation_mlp"))
 
+
 class MLP(nnx.Module):
     """The product of `activations`, each of a projection of its own, projected back: with ("silu", "linear") the gated
     unit SwiGLU (Shazeer 2020, arXiv:2002.05202), with one activation the plain MLP.

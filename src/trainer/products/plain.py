@@ -22,13 +22,13 @@ class MakeProduct(Protocol):
     """Makes the product of one kernel."""
 
     def __call__(
-        self, in_shape: Sequence[int], out_shape: Sequence[int], names: Sequence[str], *, rngs: nnx.Rngs
+        self, in_shape: Sequence[int], out_shape: Sequence[int], names: Sequence[str | None], *, rngs: nnx.Rngs
     ) -> Product:
         """`names`: the logical name of each axis of the kernel [*in_shape, *out_shape]. The product may be an
         `nnx.Module`: its parameters are then the model's, under the name "product" beside the kernel."""
 
 
-def plain(in_shape: Sequence[int], out_shape: Sequence[int], names: Sequence[str], *, rngs: nnx.Rngs) -> Product:
+def plain(in_shape: Sequence[int], out_shape: Sequence[int], names: Sequence[str | None], *, rngs: nnx.Rngs) -> Product:
     """`product`, whatever the kernel."""
     del in_shape, out_shape, names, rngs
     return product

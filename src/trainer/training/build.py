@@ -29,6 +29,8 @@ from trainer.state.host import Fetch, check_host_memory, fetched, fetcher, waiti
 from trainer.training.evaluate import make_eval_step
 from trainer.training.step import Layout, make_train_step
 
+_LENGTHS = ("activation_length", "activation_norm_length", "activation_q_length", "activation_kv_length")
+
 
 class Run(NamedTuple):
     """What a configuration means on some devices. Functions are jitted; nothing has been allocated or compiled."""
@@ -116,7 +118,7 @@ class Run(NamedTuple):
 
         With `whole_rows` no mesh axis splits the tokens of a row, as for a row that is made token by token.
         """
-        whole = dict.fromkeys(("activation_length", "activation_norm_length"), ()) if whole_rows else {}
+        whole = dict.fromkeys(_LENGTHS, ()) if whole_rows else {}
         return _placed(fn, self.mesh, {**self.rules, **whole})
 
 

@@ -21,7 +21,7 @@ DROPOUT = "attention_dropout_rate=0.1"
 TENSOR = "ici_fsdp_parallelism=1 ici_tensor_parallelism=2"
 KV_HEADS_WHOLE = "logical_axis_rules=[[activation_kv_heads,[]]]"
 SPLIT_ROWS = (
-    "logical_axis_rules=[[activation_length,tensor],[activation_heads,[]],[activation_kv_heads,[]],"
+    "logical_axis_rules=[[activation_q_length,tensor],[activation_heads,[]],[activation_kv_heads,[]],"
     "[activation_mlp,[]],[activation_vocab,[]]]"
 )
 
@@ -114,7 +114,7 @@ def test_a_kernel_that_does_not_serve_is_refused_by_name(words, platform, line):
     ("words", "line"),
     [
         (f"{TENSOR} {KV_HEADS_WHOLE}", "different rules of activation_heads (tensor) and activation_kv_heads (none)"),
-        (f"{TENSOR} {SPLIT_ROWS}", "sharded rows (rule of activation_length: tensor)"),
+        (f"{TENSOR} {SPLIT_ROWS}", "sharded rows (rule of activation_q_length: tensor)"),
     ],
 )
 def test_a_mesh_that_does_not_serve_is_refused_by_its_rules(words, line):

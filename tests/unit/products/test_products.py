@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from trainer.layers.attention import Attention
+from trainer.layers.context import Context
 from trainer.layers.dense import Embed
 from trainer.layers.mlp import MLP
 from trainer.ops.rope import Rope
@@ -51,7 +52,7 @@ def layers(make_product):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(B, T, E)), jnp.float32)
     position, segment = jnp.broadcast_to(jnp.arange(T), (B, T)), jnp.ones((B, T), jnp.int32)
     return {
-        "attention": (attention, lambda m: m(x, None, position, segment, jnp.arange(B), None)[0]),
+        "attention": (attention, lambda m: m(x, None, Context(position, segment, jnp.arange(B), None))[0]),
         "mlp": (mlp, lambda m: m(x, jnp.arange(B), None)),
         "embed": (embed, lambda m: m.attend(x)),
     }

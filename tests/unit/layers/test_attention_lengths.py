@@ -1,0 +1,47 @@
+"""Queries and keys have logical lengths of their own: each can be sharded without the other."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, Mesh
+
+from trainer.layers.attention import Attention
+from trainer.layers.context import Context
+from trainer.ops.rope import Rope
+from trainer.sharding import on_mesh
+
+B, T, E = 2, 16, 8
+RULES = {
+    **dict.fromkeys(("activation_batch", "embed"), ("data",)),
+    **dict.fromkeys(("activation_length", "activation_norm_length", "activation_embed"), ()),
+    **dict.fromkeys(
+        ("activation_heads", "activation_kv_heads", "q_heads", "kv_heads", "heads", "kv", "kv_head_dim"), ()
+    ),
+    **dict.fromkeys(("activation_q_length", "activation_kv_length"), ()),
+}
+
+
+@pytest.mark.parametrize("op", ["dot_product", "blockwise"])
+@pytest.mark.parametrize("sharded", ["activation_q_length", "activation_kv_length"])
+def test_attention_is_the_same_with_either_length_sharded(op, sharded):
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 4, "rope": Rope(1, 10_000), "op": op}
+    dtypes = {"dtype": jnp.float32, "weight_dtype": jnp.float32}
+    graph, params = nnx.split(Attention(E, **sizes, **dtypes, rngs=nnx.Rngs(0)))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(B, T, E)), jnp.float32)
+    position = jnp.broadcast_to(jnp.arange(T) % 10, (B, T))
+    segment = jnp.broadcast_to(1 + jnp.arange(T) // 10, (B, T))
+
+    def loss(params, x):
+        return jnp.sum(nnx.merge(graph, params)(x, None, Context(position, segment, jnp.arange(B), None))[0] ** 2)
+
+    expected = jax.value_and_grad(loss)(params, x)
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    with on_mesh(mesh, RULES | {sharded: ("tensor",)}):
+        program = jax.jit(jax.value_and_grad(loss))
+        found, text = program(params, x), program.lower(params, x).as_text()
+    # Two key-value heads and no rule for heads: an axis of 4 shards can only be that length.
+    assert '{"tensor"}' in text
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)  # sums in another order
