@@ -125,7 +125,7 @@ def test_another_mesh_on_devices_of_its_own_number(capsys):
     ("words", "message"),
     [
         ([], "nothing to compare"),
-        (["left=nnx", "rtol=-1"], "rtol=-1: a number"),
+        (["left=nnx", "rtol=-1"], "rtol=-1: must be a non-negative number"),
         (["left=nnx", "num_processes=1", "coordinator_address=localhost:1", "process_id=0"], "runs in one process"),
         (["right.grain_eval_files=x"], "grain_eval_files: different in left and right"),
         (["left.data_shuffle_seed=1"], "data_shuffle_seed: different in left and right"),

@@ -47,7 +47,7 @@ class Program:
         return self.run.config
 
     def layers(self, name: str) -> range | None:
-        """The numbers of the layers that an array of that canonical name holds; None: it lies in no stack."""
+        """The indices of the layers in an array of that canonical name; None if it is not in a stack."""
         found = families.place(families.stacks(self.config), name)
         return None if found is None else found.layers
 
