@@ -1,13 +1,14 @@
-"""Extra results of a layer: sown values, each of a type that names how they combine.
+"""Extra results of a layer: sown values, each of a type that says how they combine across microbatches.
 
 A layer sows with `sow`; nothing happens unless the caller captures that type. A stack of layers gives back each value
 with the layers axis first.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 # name of the type -> path of the value in the model, such as "decoder/layers/output_sum" -> value
@@ -15,15 +16,37 @@ Sown = Mapping[str, Mapping[str, jax.Array]]
 
 
 class Total(nnx.Variable):
-    """A sum over the rows and tokens of a (micro)batch: sums of several batches add up."""
+    """A sum over the rows and tokens of a batch: the values of microbatches add up."""
+
+    combine = staticmethod(jnp.sum)
+
+
+class Maximum(nnx.Variable):
+    """A maximum over the rows and tokens of a batch: the largest value of all microbatches."""
+
+    combine = staticmethod(jnp.max)
 
 
 class Activation(nnx.Variable):
-    """A tensor [b, t, ...] of the forward pass, to compare two programs by. Training never captures it."""
+    """A tensor [b, t, ...] of the forward pass. It has no `combine`, so a training step cannot return it."""
 
 
-# What a training step captures where it records statistics.
-TYPES: tuple[type[nnx.Variable], ...] = (Total,)
+TYPES: tuple[type[nnx.Variable], ...] = (Total, Maximum, Activation)
+
+
+def check_combine(types: Iterable[type[nnx.Variable]]) -> None:
+    """Raises ValueError if values of one of `types` do not combine across microbatches."""
+    if unable := [kind.__name__ for kind in types if not hasattr(kind, "combine")]:
+        raise ValueError(f"{', '.join(unable)}: does not combine across microbatches; capture it in the objective")
+
+
+def combined(types: Iterable[type[nnx.Variable]], sown: Sown) -> Sown:
+    """Values of `types` of the whole batch, from `sown`, which has them with a leading axis of microbatches."""
+
+    def one(kind: Any) -> dict[str, jax.Array]:
+        return {path: kind.combine(value, axis=0) for path, value in sown[kind.__name__].items()}
+
+    return {kind.__name__: one(kind) for kind in types}
 
 
 def sow(module: nnx.Module, variable_type: type[nnx.Variable], name: str, value: jax.Array) -> None:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from trainer.backends import Model, StateCodec, make_model
 from trainer.config import eval_batch_rows, global_batch_rows, resolve
 from trainer.data import FIELDS
-from trainer.layers.sown import TYPES
+from trainer.layers.sown import Total
 from trainer.models.families import axis_rules, forward_flops_per_token
 from trainer.models.remat import check_offload
 from trainer.objectives import Objective
@@ -138,7 +138,7 @@ def build(config, devices: Sequence[jax.Device]) -> Run:
     model = make_model(config)
     codec = StateCodec(model, make_optimizer(config, model.param_axes))
     abstract = codec.abstract
-    capture = TYPES if config.record_internal_nn_metrics else ()
+    capture = (Total,) if config.record_internal_nn_metrics else ()
     objective = Objective(model.apply, config.z_loss_multiplier, capture)
 
     shardings = state_shardings(model, abstract, mesh, rules, zero1=config.shard_optimizer_over_data)

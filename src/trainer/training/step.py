@@ -1,7 +1,7 @@
 """One training step, in the order in which data meets it; written over TrainTree, the same for every combination."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +12,7 @@ from jax.experimental.layout import with_layout_constraint
 from jax.sharding import NamedSharding
 
 from trainer.backends import StateCodec, TrainTree
-from trainer.layers.sown import Sown
+from trainer.layers.sown import Sown, Total, check_combine, combined
 from trainer.objectives import Objective
 from trainer.ops.random import DROPOUT, seed_key
 from trainer.optim import make_schedule, trainable
@@ -46,7 +46,7 @@ def make_gradients(config, objective: Objective, layout: Layout) -> Callable[[Tr
     lie between steps to where the model computes; their gradients come back at once.
     """
     is_trained = trainable(config)
-    microbatches = config.gradient_accumulation_steps
+    check_combine(objective.capture)
 
     def gradients(tree: TrainTree, batch: Batch) -> Gradients:
         key = dropout_key(config, tree.step)
@@ -61,11 +61,12 @@ def make_gradients(config, objective: Objective, layout: Layout) -> Callable[[Tr
             terms = {name: total / tokens.astype(jnp.float32) for name, total in sums.items()}
             return sum(terms.values(), start=jnp.zeros(())), (terms, sown)
 
-        def value_and_grad(trained: Any, batch: Batch) -> Any:
-            value, grads = jax.value_and_grad(loss, has_aux=True)(trained, batch)
-            return value, jax.tree.map(_at_home, grads, trained_layout)
+        def one(batch: Batch) -> tuple[Any, Sown]:
+            (value, (terms, sown)), grads = jax.value_and_grad(loss, has_aux=True)(trained, batch)
+            return (value, terms, jax.tree.map(_at_home, grads, trained_layout)), sown
 
-        (total, (terms, sown)), grads = _accumulate(value_and_grad, microbatches)(trained, batch)
+        types, microbatches = objective.capture, config.gradient_accumulation_steps
+        (total, terms, grads), sown = one(batch) if microbatches == 1 else _accumulated(one, types, batch, microbatches)
         return Gradients(total, terms, tokens, sown, _held(grads, jnp.dtype(config.grad_dtype)))
 
     return gradients
@@ -121,25 +122,22 @@ def make_train_step(
     return step
 
 
-def _accumulate(value_and_grad: Callable[[Any, Batch], Any], microbatches: int) -> Callable[[Any, Batch], Any]:
-    """Sum `value_and_grad` over microbatches; microbatch j of n takes rows j, j + n, j + 2n, ...
+def _accumulated(
+    fn: Callable[[Batch], tuple[Any, Sown]], types: Sequence[type], batch: Batch, microbatches: int
+) -> tuple[Any, Sown]:
+    """`fn(batch) -> sums, sown` microbatch by microbatch; microbatch j of n takes rows j, j + n, j + 2n, ...
 
     So a device's rows stay on it: the rows of each microbatch are spread over the mesh as the whole batch is.
     """
-    if microbatches == 1:
-        return value_and_grad
+    split = jax.tree.map(lambda x: x.reshape(-1, microbatches, *x.shape[1:]).swapaxes(0, 1), batch)
 
-    def summed(params: Any, batch: Batch) -> Any:
-        split = jax.tree.map(lambda x: x.reshape(-1, microbatches, *x.shape[1:]).swapaxes(0, 1), batch)
+    def body(total: Any, microbatch: Batch) -> tuple[Any, Sown]:
+        sums, sown = fn(microbatch)
+        return jax.tree.map(jnp.add, total, sums), sown
 
-        def body(total: Any, microbatch: Batch) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, value_and_grad(params, microbatch)), None
-
-        first = jax.tree.map(lambda x: x[0], split)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(value_and_grad, params, first))
-        return jax.lax.scan(body, zeros, split)[0]
-
-    return summed
+    abstract, _ = jax.eval_shape(fn, jax.tree.map(lambda x: x[0], split))
+    total, sown = jax.lax.scan(body, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract), split)
+    return total, combined(types, sown)
 
 
 def _at_home(grad: jax.Array, at: NamedSharding) -> jax.Array:
@@ -187,7 +185,7 @@ def _combine(left: Any, right: Any) -> Any:
 
 def _activation_statistics(sown: Sown) -> dict[str, jax.Array]:
     """Mean, standard deviation and share of zeros of each layer's output, [layers], from sums over the batch."""
-    totals = sown.get("Total", {})
+    totals = sown.get(Total.__name__, {})
     statistics = {}
     for path, count in totals.items():
         stem, found, _ = path.partition("output_count")

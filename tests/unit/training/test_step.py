@@ -12,7 +12,7 @@ from support import arguments, assert_equal_bits, copied, packed_batch, tiny_con
 
 from trainer.backends import StateCodec, make_model
 from trainer.config import load
-from trainer.layers.sown import TYPES
+from trainer.layers.sown import Total
 from trainer.objectives import Objective
 from trainer.optim import make_optimizer
 from trainer.runtime.place import place
@@ -100,7 +100,7 @@ def test_loss_terms_and_statistics():
     state, batch = run.init(), packed_batch(run.config, run.rows)
     tree = run.codec.unpack(state)
     inputs = [batch[name] for name in ("inputs", "inputs_position", "inputs_segmentation", "row")]
-    hidden, sown, _ = run.model.apply(tree.params, tree.rest, *inputs, capture=TYPES)
+    hidden, sown, _ = run.model.apply(tree.params, tree.rest, *inputs, capture=(Total,))
     logits = np.asarray(run.model.apply(tree.params, tree.rest, hidden, method="head")[0], np.float64)
     real = batch["targets_segmentation"] != 0
     log_z = np.log(np.exp(logits).sum(-1))

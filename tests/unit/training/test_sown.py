@@ -1,0 +1,53 @@
+"""Sown values under gradient accumulation."""
+
+import sys
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import ALL_COMBINATIONS, compiled, packed_batch, tiny_config
+
+from trainer.backends import TrainTree, make_model
+from trainer.layers.sown import Activation, Maximum, Total, sow
+from trainer.models import llama2
+from trainer.objectives import Objective
+from trainer.training.step import Layout, make_gradients
+
+
+class Block(llama2.Block):
+    """Sows a maximum besides the family's totals."""
+
+    def __call__(self, x, *args):
+        x, cache = super().__call__(x, *args)
+        sow(self, Maximum, "output_max", jnp.max(x))
+        return x, cache
+
+
+def sown(combination, microbatches, capture):
+    config = tiny_config(combination, decoder_block="sowing:Block", gradient_accumulation_steps=microbatches)
+    model = make_model(config)
+    params, rest = model.init(jax.random.key(0))
+    tree = TrainTree(jnp.zeros((), jnp.int32), params, None, rest)
+    here = jax.tree.map(lambda leaf: leaf.sharding, params)
+    gradients = make_gradients(config, Objective(model.apply, capture=capture), Layout(here, here))
+    batch = packed_batch(config, 8)
+    return jax.device_get(compiled(gradients, tree, batch)(tree, batch).sown)
+
+
+@pytest.mark.parametrize("combination", sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]}))
+def test_accumulated_they_are_those_of_the_whole_batch(combination, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sowing", SimpleNamespace(Block=Block))
+    whole, accumulated = (sown(combination, n, (Total, Maximum)) for n in (1, 4))
+    assert set(whole["Maximum"]) == {"decoder/layers/output_max"}
+    assert "decoder/layers/output_square_sum" in whole["Total"]
+    # Sums in another order.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), accumulated, whole)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_hidden_states_are_refused(microbatches, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sowing", SimpleNamespace(Block=Block))
+    with pytest.raises(ValueError, match="Activation: does not combine across microbatches"):
+        sown(ALL_COMBINATIONS[0], microbatches, (Total, Activation))
