@@ -5,7 +5,7 @@ import io
 import time
 from collections.abc import Sequence
 
-from trainer.config import UserError, command_line, exit_on_user_error, load, take_interrupts, to_yaml
+from trainer.config import command_line, exit_on_user_error, load, take_interrupts, to_yaml
 from trainer.config.effects import without_effect_here
 from trainer.config.files import COMMAND_LINE
 from trainer.config.paths import local_path
@@ -65,7 +65,9 @@ def _run(loaded, started: float) -> None:
         run_dir.finish()
     console.summary(time.perf_counter() - started)
     if prompt:
-        console.sample(run.config.prompt, _sample(run, end.state, dataset.tokenizer, prompt))
+        from trainer.inference import sample_text
+
+        console.sample(run.config.prompt, sample_text(run, end.state, dataset.tokenizer, prompt))
 
 
 def _prepare(loaded, console):
@@ -73,6 +75,7 @@ def _prepare(loaded, console):
     import jax
 
     from trainer.data import open_dataset
+    from trainer.inference import prompt_tokens
     from trainer.training import build, check_held_out
     from trainer.training.memory import check_memory, device_memory
 
@@ -87,7 +90,7 @@ def _prepare(loaded, console):
 
     dataset = open_dataset(run.config, say)
     check_held_out(dataset.evaluation, run.eval_rows, run.config.eval_steps)
-    return run, dataset, _prompt(run.config, dataset.tokenizer, console.say)
+    return run, dataset, prompt_tokens(run.config, dataset.tokenizer, console.say)
 
 
 def _train(loaded, run, dataset, run_dir, console):
@@ -214,52 +217,6 @@ def _say_what_runs(console, run, dataset, run_dir, warnings: Sequence[str]) -> N
         console.say(table.text(found["tensors"], found["totals"], found["warnings"]))
     if run.config.log_config:
         console.say(to_yaml(run.config))
-
-
-def _prompt(config, tokenizer, say) -> list[int]:
-    """The prompt's tokens, [] for no sample; checked before training starts."""
-    from trainer.data.text import mended
-    from trainer.models.families import takes_cache
-
-    if tokenizer is None or not config.prompt:
-        return []
-    if not takes_cache(config):
-        say(f"decoder_block={config.decoder_block} has no init_cache: the model is trained and not sampled from")
-        return []
-    begin = [] if tokenizer.bos is None else [tokenizer.bos]
-    prompt, replaced = mended(config.prompt)
-    if replaced:
-        say(f"prompt: lone surrogates are replaced by U+FFFD: {replaced}")
-    tokens = begin + tokenizer.encode(prompt)
-    if len(tokens) >= config.max_target_length:
-        raise UserError(
-            f"prompt has {len(tokens)} tokens and leaves no room in a row of max_target_length="
-            f"{config.max_target_length}: shorten it, or set prompt= for no sample"
-        )
-    return tokens
-
-
-def _sample(run, state, tokenizer, prompt: list[int]) -> str:
-    """The prompt and what the trained model makes of it, up to the end of the document."""
-    import jax
-
-    from trainer.inference import sample
-
-    tree = run.codec.unpack(state)
-    rows = run.mesh.size  # a row for every device, so that the batch can be placed on any mesh; the first is shown
-    temperature, seed = run.config.decode_sampling_temperature, run.config.init_weights_seed
-
-    def draw(tree):
-        params = run.fetch(tree).params
-        params = jax.lax.with_sharding_constraint(params, run.codec.unpack(run.compute_shardings).params)
-        return sample(run.config, run.model, params, tree.rest, prompt, rows=rows, temperature=temperature, seed=seed)
-
-    tree = tree._replace(opt_state=None)
-    drawn = jax.jit(run.placed(draw, whole_rows=True), out_shardings=run.replicated)(tree)
-    tokens = jax.device_get(drawn)[0].tolist()
-    # The end may be the token that also stands at the beginning.
-    end = tokens.index(tokenizer.eos, len(prompt)) if tokenizer.eos in tokens[len(prompt) :] else len(tokens)
-    return tokenizer.decode(tokens[:end])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, pack
 
 from trainer.backends import make_model
 from trainer.config import load
-from trainer.objectives import Objective
+from trainer.objectives import NextToken
 from trainer.ops.random import seed_key
 from trainer.runtime.place import place
 from trainer.training import build
@@ -78,10 +78,10 @@ def gradients(combination):
     config = tiny_config(combination, remat_policy="full", **DROPOUT)
     model = make_model(config)
     params, rest = model.init(seed_key(0))
-    objective = Objective(model.apply)
+    objective = NextToken(model.apply)
 
     def loss(params):
-        return objective.sums(params, rest, packed_batch(config, 4), seed_key(1))[0]["lm_loss"]
+        return objective.sums(params, rest, packed_batch(config, 4), seed_key(1)).minimized["lm_loss"]
 
     return copied(jax.jit(jax.grad(loss))(params))
 

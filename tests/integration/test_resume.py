@@ -1,6 +1,5 @@
 """Runs that are ended, and go on: the same command, or one that differs in what may differ."""
 
-import importlib
 import itertools
 import json
 import os
@@ -18,7 +17,7 @@ from support import pinned
 
 from trainer.checkpoint import inspect, newest
 from trainer.data import eval_batches, open_dataset
-from trainer.objectives import Objective
+from trainer.objectives import NextToken
 from trainer.observe.metrics import METRICS_FILE
 
 
@@ -257,14 +256,13 @@ def poisoned(monkeypatch):
         batch = next(itertools.islice(open_dataset(config, print).train_stream(rows=8), step, None))[0]
         mark = int(batch["inputs"].sum())
 
-        class Poisoned(Objective):
-            def sums(self, params, rest, batch, key):
-                sums, sown = super().sums(params, rest, batch, key)
-                hit = batch["inputs"].sum() == mark
-                return sums | {"lm_loss": jax.numpy.where(hit, wrong(sums["lm_loss"]), sums["lm_loss"])}, sown
+        class Poisoned(NextToken):
+            def sums(self, params, rest, batch, key, capture=()):
+                sums = super().sums(params, rest, batch, key, capture)
+                loss, hit = sums.minimized["lm_loss"], batch["inputs"].sum() == mark
+                return sums._replace(minimized={"lm_loss": jax.numpy.where(hit, wrong(loss), loss)})
 
-        # The package's name `build` is the function of the module.
-        monkeypatch.setattr(importlib.import_module("trainer.training.build"), "Objective", Poisoned)
+        monkeypatch.setattr("trainer.objectives.registry.NextToken", Poisoned)
 
     return poison
 

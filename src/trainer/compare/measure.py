@@ -21,7 +21,7 @@ from trainer.data import Batch
 from trainer.layers.sown import Activation
 from trainer.models import families
 from trainer.models.names import Names
-from trainer.objectives import Objective
+from trainer.objectives import hidden_states
 from trainer.runtime.place import place
 from trainer.training import Run, Start
 from trainer.training.step import dropout_key, make_gradients
@@ -153,10 +153,9 @@ def activations(program: Program, snapshot: Snapshot, batch: Batch, known: Execu
     tree = run.codec.unpack(state(program, snapshot))._replace(opt_state=None)
 
     def forward(tree: TrainTree, batch: Any) -> Arrays:
-        inputs = (batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"], batch["row"])
-        call: dict[str, Any] = {"capture": (Activation,), "key": dropout_key(run.config, tree.step)}
-        params = jax.lax.with_sharding_constraint(tree.params, run.layout.during)
-        hidden, sown, _ = run.model.apply(params, tree.rest, *inputs, **call)
+        key = dropout_key(run.config, tree.step)
+        params = jax.lax.with_sharding_constraint(tree.params, run.param_shardings.compute)
+        hidden, sown = hidden_states(run.model.apply, params, tree.rest, batch, key, (Activation,))
         logits, _, _ = run.model.apply(params, tree.rest, hidden, method="head")
         found = {**sown[Activation.__name__], "final_norm": hidden, "logits": logits}
         real = batch["inputs_segmentation"] != 0
@@ -174,14 +173,14 @@ def _without_padding(x: jax.Array, real_bt: jax.Array, stacked: bool) -> jax.Arr
 
 
 def gradients(program: Program, snapshot: Snapshot, batch: Batch, known: Executables) -> Measured:
-    """Loss, its terms, and gradients of the trained parameters, in `grad_dtype`, before clipping."""
+    """Loss, its terms and other measures, and gradients of the trained parameters, in `grad_dtype`, before clipping."""
     run = program.run
     tree = run.codec.unpack(state(program, snapshot))._replace(opt_state=None)
-    fn = make_gradients(run.config, Objective(run.model.apply, run.config.z_loss_multiplier), run.layout)
+    fn = make_gradients(run.config, run.objective, run.param_shardings)
     placed = place(batch, run.batch_shardings)
     found = _compiled(known, run.placed(fn), tree, placed)(tree, placed)
     grads = {"/".join(path_of(path)): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(found.grads)}
-    return Measured({"loss": {"loss": found.loss, **found.terms}, "gradients": program.names.of(grads)})
+    return Measured({"loss": {"loss": found.loss, **found.means}, "gradients": program.names.of(grads)})
 
 
 def update(program: Program, snapshot: Snapshot, batch: Batch, known: Executables) -> Measured:
@@ -201,18 +200,11 @@ def update(program: Program, snapshot: Snapshot, batch: Batch, known: Executable
 
 
 def _text(program: Program) -> str:
-    """The step as StableHLO over the canonical train state, so that the leaf order of native states has no effect."""
-    run = program.run
-    step = run.step.__wrapped__
-
-    def canonical(tree: TrainTree, batch: Any) -> Any:
-        native, metrics = step(run.codec.pack(tree), batch)
-        return run.codec.unpack(native), metrics
-
-    tree, batch = program.abstract, run.abstract_batch(run.rows)
-    places = jax.tree.map(lambda leaf: leaf.sharding, tree)
-    jitted = jax.jit(canonical, out_shardings=(places, run.replicated), donate_argnums=0)
-    return jitted.lower(tree, batch).as_text()
+    """The update as StableHLO over the canonical train state, so that the leaf order of native states has no effect."""
+    run, tree = program.run, program.abstract
+    stored = jax.tree.map(lambda leaf: leaf.sharding, tree)
+    jitted = jax.jit(run.update, out_shardings=(stored, run.replicated), donate_argnums=0)
+    return jitted.lower(tree, run.abstract_batch(run.rows)).as_text()
 
 
 def _cost(compiled: Any) -> dict[str, Any]:

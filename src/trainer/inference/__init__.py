@@ -1,5 +1,6 @@
 """Running a trained model."""
 
 from trainer.inference.sample import sample
+from trainer.inference.text import prompt_tokens, sample_text
 
-__all__ = ["sample"]
+__all__ = ["prompt_tokens", "sample", "sample_text"]

@@ -1,5 +1,8 @@
-"""What is minimized. Every term leaves as a sum and is divided by a weight that is known before the microbatch loop."""
+"""What is minimized, and what is measured beside it."""
 
-from trainer.objectives.next_token import Objective
+from trainer.objectives.base import Batch, Field, Objective, Sums
+from trainer.objectives.forward import hidden_states, target_log_probs
+from trainer.objectives.next_token import NextToken
+from trainer.objectives.registry import make_objective
 
-__all__ = ["Objective"]
+__all__ = ["Batch", "Field", "NextToken", "Objective", "Sums", "hidden_states", "make_objective", "target_log_probs"]

@@ -1,41 +1,43 @@
 """Next-token prediction."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from trainer.layers.sown import Sown
-from trainer.ops.losses import cross_entropy
-
-Batch = Mapping[str, jax.Array]
+from trainer.objectives.base import Batch, Field, Sums
+from trainer.objectives.forward import Apply, hidden_states, target_log_probs
 
 
-class Objective(NamedTuple):
+@dataclass(frozen=True)
+class NextToken:
     """Cross entropy of the next token and, with `z_loss_multiplier`, the mean of log(Z)^2 (Chowdhery et al. 2022, PaLM,
-    arXiv:2204.02311), both over the tokens whose target belongs to a segment."""
+    arXiv:2204.02311), both over the tokens whose target belongs to a segment. See `Objective`."""
 
-    apply: Callable[..., tuple[Any, Sown, Any]]  # a model's
+    apply: Apply
     z_loss_multiplier: float = 0.0
-    capture: tuple[type, ...] = ()
 
-    @staticmethod
-    def weight(batch: Batch) -> jax.Array:
-        """The number of loss-bearing tokens in `batch`, int32."""
-        return jnp.sum(batch["targets_segmentation"] != 0, dtype=jnp.int32)
+    fields: ClassVar[dict[str, Field]] = {
+        "inputs": Field(),
+        "inputs_position": Field(),
+        "inputs_segmentation": Field(),
+        "targets": Field(),
+        "targets_segmentation": Field(),
+        "row": Field(("rows",)),
+    }
 
-    def sums(self, params: Any, rest: Any, batch: Batch, key: jax.Array | None) -> tuple[dict[str, jax.Array], Sown]:
-        """Sums over the loss-bearing tokens of `batch`, float32 scalars in nats, one a term; and what was sown.
+    def weights(self, batch: Batch) -> dict[str, jax.Array]:
+        """See `Objective.weights`."""
+        tokens = jnp.sum(batch["targets_segmentation"] != 0, dtype=jnp.int32)
+        return {"lm_loss": tokens, "z_loss": tokens}
 
-        The terms are lm_loss (cross entropy alone) and, if it has a multiplier, z_loss; the objective is their sum.
-        """
-        inputs = (batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"], batch["row"])
-        hidden, sown, _ = self.apply(params, rest, *inputs, capture=self.capture, key=key)
-        logits, _, _ = self.apply(params, rest, hidden, method="head")
-        nll, log_z = cross_entropy(logits, batch["targets"])
-        bears_loss = batch["targets_segmentation"] != 0
-        terms = {"lm_loss": nll}
+    def sums(self, params: Any, rest: Any, batch: Batch, key: jax.Array | None, capture: Any = ()) -> Sums:
+        """lm_loss, the cross entropy alone, and z_loss if it has a multiplier. See `Objective.sums`."""
+        hidden, sown = hidden_states(self.apply, params, rest, batch, key, capture)
+        log_prob, log_z = target_log_probs(self.apply, params, rest, hidden, batch["targets"])
+        terms = {"lm_loss": -log_prob}
         if self.z_loss_multiplier:
             terms["z_loss"] = self.z_loss_multiplier * log_z**2
-        return {name: jnp.sum(jnp.where(bears_loss, term, 0)) for name, term in terms.items()}, sown
+        bears_loss = batch["targets_segmentation"] != 0
+        return Sums({name: jnp.sum(jnp.where(bears_loss, term, 0)) for name, term in terms.items()}, {}, sown)

@@ -44,13 +44,13 @@ def share_of_rows(sharding: NamedSharding, rows: int) -> dict[str, int]:
 def place(
     batch: Mapping[str, np.ndarray], shardings: Mapping[str, NamedSharding], rows: int | None = None
 ) -> dict[str, jax.Array]:
-    """Transfers a batch to the devices, each array by its sharding. Each process passes its `share_of_rows`.
+    """Transfers the arrays of a batch that have a sharding. Each process passes its `share_of_rows`.
 
     Args:
       rows: of the global batch; None if this process passes all of them.
     """
     with jax.transfer_guard_host_to_device("allow"):  # an intended transfer
-        return {name: _place(array, shardings[name], rows) for name, array in batch.items()}
+        return {name: _place(batch[name], sharding, rows) for name, sharding in shardings.items()}
 
 
 def replicate(array: np.ndarray, sharding: NamedSharding) -> jax.Array:

@@ -16,11 +16,12 @@ from trainer.state.builders import (
 )
 from trainer.state.init import init_state_fn
 from trainer.state.layout import pick_spec, state_layout, state_to_sharded_layout
-from trainer.state.shardings import Tensor, state_shardings, tensors
+from trainer.state.shardings import ParamShardings, Tensor, state_shardings, tensors
 from trainer.state.tolerance import check_tolerance
 
 __all__ = [
     "AbstractState",
+    "ParamShardings",
     "Tensor",
     "TrainStateNNX",
     "build_zero1_input_state_mesh_shardings",

@@ -17,7 +17,7 @@ from trainer.backends.permutation import path_of
 from trainer.config import UserError, resolve
 from trainer.models.families import axis_rules
 from trainer.sharding import slice_count
-from trainer.state.host import waiting_shardings
+from trainer.state.host import storage_shardings
 from trainer.state.shardings import state_shardings
 
 
@@ -59,7 +59,7 @@ def get_abstract_state_nnx(
         zero1=is_training and config.shard_optimizer_over_data,
     )
     if is_training:
-        shardings = waiting_shardings(config, model, abstract, shardings)
+        shardings = storage_shardings(config, model, abstract, shardings)
     return AbstractState(set_named_sharding_nnx(abstract, shardings), get_partition_spec_nnx(shardings), shardings)
 
 
@@ -94,11 +94,11 @@ def get_partition_spec_nnx(named_sharding: Any) -> Any:
 
 
 def build_zero1_input_state_mesh_shardings(config: Any, state_mesh_shardings: Any, params_shardings: Any) -> Any:
-    """The layout in which a step under Zero-1 computes: its parameters gathered over data, the rest as between steps.
+    """The shardings with which a step under Zero-1 computes: parameters gathered over data, the rest as stored.
 
     Args:
       config: resolved or not; its combination must be that of the state.
-      state_mesh_shardings: of a native train state, as it lies between steps.
+      state_mesh_shardings: of a native train state, as it is stored between steps.
       params_shardings: of its parameters, as the step computes with them: a nested dict of canonical names (of a
         `TrainTree`, or the `params` of a Linen TrainState), or an `nnx.State` of Params.
 

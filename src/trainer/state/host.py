@@ -1,12 +1,11 @@
-"""Parts of a train state that wait in the host's memory between updates."""
+"""Parts of a train state that are stored in host memory between updates."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from trainer.backends import Model, StateCodec, TrainTree
+from trainer.backends import Model, TrainTree
 from trainer.config import UserError
 from trainer.state.shardings import Tensor, tensors
 
@@ -17,8 +16,8 @@ KEYS = {"params": "parameter_memory_host_offload", "opt_state": "optimizer_memor
 Fetch = Callable[[Any], Any]
 
 
-def waiting_shardings(config: Any, model: Model, abstract: Any, shardings: Any) -> Any:
-    """`shardings` of a native train state, with what waits in the host's memory placed there.
+def storage_shardings(config: Any, model: Model, abstract: Any, shardings: Any) -> Any:
+    """`shardings` of a native train state, in host memory where the configuration says so.
 
     Scalars stay on the device: nothing is gained by moving them.
     """
@@ -31,7 +30,7 @@ def waiting_shardings(config: Any, model: Model, abstract: Any, shardings: Any) 
 
 
 def fetcher(config: Any, shardings: TrainTree) -> Fetch:
-    """A function for inside of jit: a TrainTree with what waits in the host's memory brought to the device.
+    """A function for inside of jit: a TrainTree with what is stored in host memory brought to the device.
 
     A part that is None stays None.
 
@@ -48,16 +47,6 @@ def fetcher(config: Any, shardings: TrainTree) -> Fetch:
         return tree._replace(**jax.lax.optimization_barrier(moved))
 
     return fetch
-
-
-def fetched(fn: Callable[..., Any], codec: StateCodec, fetch: Fetch) -> Callable[..., Any]:
-    """`fn`, whose first argument is a native train state, getting all of it on the device."""
-
-    @functools.wraps(fn)
-    def on_device(state: Any, *args: Any) -> Any:
-        return fn(codec.pack(fetch(codec.unpack(state))), *args)
-
-    return on_device
 
 
 def check_host_memory(config: Any, memory_kinds: list[str]) -> None:

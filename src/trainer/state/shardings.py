@@ -1,7 +1,7 @@
 """Where each tensor of a train state lives, found by its path and so the same for every combination and optimizer."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -62,6 +62,13 @@ def state_shardings(model: Model, abstract: Any, mesh: Mesh, rules: Rules, *, ze
         return over_data(found, leaf.shape) if zero1 and tensor.of_parameter else found
 
     return jax.tree.map(one, tensors(model, abstract), abstract)
+
+
+class ParamShardings(NamedTuple):
+    """Where the parameters are: canonical trees with a NamedSharding in device memory at each leaf."""
+
+    storage: Any  # between steps; gradients are summed and the update runs there, too
+    compute: Any  # while the model runs: under Zero-1 gathered over data
 
 
 def _by_path(tree: Any) -> dict[Path, Any]:

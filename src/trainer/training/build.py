@@ -10,14 +10,13 @@ from jax.sharding import Mesh, NamedSharding
 
 from trainer.backends import Model, StateCodec, make_model
 from trainer.config import eval_batch_rows, global_batch_rows, resolve
-from trainer.data import FIELDS
-from trainer.layers.sown import Total
 from trainer.models.families import axis_rules, forward_flops_per_token
 from trainer.models.remat import check_offload
-from trainer.objectives import Objective
-from trainer.optim import make_optimizer, trainable
+from trainer.objectives import Objective, make_objective
+from trainer.optim import Rule, make_optimizer, trainable, with_rules
 from trainer.sharding import Rules, make_mesh, on_mesh, slice_count, spec
 from trainer.state import (
+    ParamShardings,
     check_tolerance,
     init_state_fn,
     set_named_sharding_nnx,
@@ -25,9 +24,12 @@ from trainer.state import (
     table,
     tensors,
 )
-from trainer.state.host import Fetch, check_host_memory, fetched, fetcher, waiting_shardings
-from trainer.training.evaluate import make_eval_step
-from trainer.training.step import Layout, make_train_step
+from trainer.state.host import Fetch, check_host_memory, fetcher, storage_shardings
+from trainer.training.evaluate import make_evaluation
+from trainer.training.step import make_update
+
+# The logical axes of a batch's sizes (`objectives.Field`).
+_AXES: dict[str | int, str] = {"rows": "activation_batch", "length": "activation_length"}
 
 _LENGTHS = ("activation_length", "activation_norm_length", "activation_q_length", "activation_kv_length")
 
@@ -38,18 +40,31 @@ class Run(NamedTuple):
     config: Any  # resolved and frozen
     mesh: Mesh
     rules: Rules
-    model: Model
     codec: StateCodec
-    abstract_state: Any  # the native train state, a ShapeDtypeStruct at each leaf
-    state_shardings: Any  # in a tree of exactly the same structure: between steps
-    compute_shardings: Any  # another, while the model computes: under Zero-1 it has the parameters whole over data
+    objective: Objective
+    state_shardings: Any  # of the native train state between steps, a tree of its structure
+    param_shardings: ParamShardings
     batch_shardings: dict[str, NamedSharding]
-    replicated: NamedSharding
     init: Callable[..., Any]  # (params=None) -> native train state at step 0, sharded; see `init_state_fn`
-    step: Any  # jitted (state, batch) -> (state, metrics), the state donated
-    step_on_leaves: Any  # the same of the state's leaves, a list: whoever calls it again and again takes it apart once
+    fetch: Fetch  # inside of jit: a TrainTree with what is stored in host memory brought to the device
+    update: Callable[..., Any]  # (tree, batch) -> (tree, metrics), not jitted; see `make_update`
+    step: Any  # jitted (state, batch) -> (state, metrics): `update` of a native train state, which is donated
     eval_step: Any  # jitted (state, batch, bytes per token [vocab]) -> sums
-    fetch: Fetch  # for inside of jit: a TrainTree with what waits in the host's memory brought to the device
+
+    @property
+    def model(self) -> Model:
+        """The model."""
+        return self.codec.model
+
+    @property
+    def abstract_state(self) -> Any:
+        """The native train state, with a ShapeDtypeStruct at each leaf."""
+        return self.codec.abstract
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """The sharding of what is the same on all devices."""
+        return NamedSharding(self.mesh, spec([], self.rules))
 
     def abstract_args(self) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
         """The arguments of `step`, as shapes with shardings."""
@@ -57,16 +72,13 @@ class Run(NamedTuple):
 
     def abstract_batch(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         """A batch of `rows` rows, as shapes with shardings."""
-        shapes = dict.fromkeys(FIELDS, (rows, self.config.max_target_length)) | {"row": (rows,)}
+        sizes: dict[str | int, Any] = {"rows": rows, "length": self.config.max_target_length}
         return {
-            name: jax.ShapeDtypeStruct(shape, "int32", sharding=self.batch_shardings[name])
-            for name, shape in shapes.items()
+            name: jax.ShapeDtypeStruct(
+                [sizes.get(size, size) for size in field.shape], field.dtype, sharding=self.batch_shardings[name]
+            )
+            for name, field in self.objective.fields.items()
         }
-
-    @property
-    def layout(self) -> Layout:
-        """Where the parameters live, between steps and during one."""
-        return _layout(self.codec, self.state_shardings, self.compute_shardings)
 
     @property
     def rows(self) -> int:
@@ -96,7 +108,8 @@ class Run(NamedTuple):
         """Where the train state lives, as plain data: mesh axes above 1, a row for each tensor, totals and warnings."""
         trees = tensors(self.model, self.abstract_state), self.abstract_state, self.state_shardings
         rows = table.rows(*trees)
-        computing = table.rows(*trees[:2], self.compute_shardings)
+        named, abstract, _ = (self.codec.unpack(tree).params for tree in trees)
+        computing = table.rows(named, abstract, self.param_shardings.compute)
         trained = trainable(self.config)({row["name"]: 0 for row in rows if row["name"].startswith("params/")})
         names = [name for name, is_trained in trained.items() if is_trained]
         gradients = table.gradient_rows(*trees, names, self.config.grad_dtype)
@@ -108,8 +121,21 @@ class Run(NamedTuple):
         """The compiled training step."""
         return self.step.lower(*self.abstract_args()).compile()
 
+    @property
+    def step_on_leaves(self) -> Any:
+        """`step` of the leaves of a state, a list. To take an `nnx.State` apart walks over each Variable, in Python."""
+        structure: Any = jax.tree.structure(self.abstract_state)  # its stubs lack unflatten
+        step = self.step.__wrapped__
+
+        @functools.wraps(step)
+        def on_leaves(leaves: list[Any], batch: Any) -> Any:
+            state, metrics = step(structure.unflatten(leaves), batch)
+            return jax.tree.leaves(state), metrics
+
+        return _jitted(on_leaves, jax.tree.leaves(self.state_shardings), self.batch_shardings, self.replicated)
+
     def compile_on_leaves(self) -> Any:
-        """The compiled `step_on_leaves`. Taking an `nnx.State` apart walks over each Variable, in Python."""
+        """The compiled `step_on_leaves`."""
         state, batch = self.abstract_args()
         return self.step_on_leaves.lower(jax.tree.leaves(state), batch).compile()
 
@@ -122,8 +148,13 @@ class Run(NamedTuple):
         return _placed(fn, self.mesh, {**self.rules, **whole})
 
 
-def build(config, devices: Sequence[jax.Device]) -> Run:
+def build(config, devices: Sequence[jax.Device], update_rules: Sequence[Rule] = ()) -> Run:
     """Resolve `config` for `devices`, and make mesh, model, codec, shardings and steps.
+
+    Args:
+      config: from `config.load`, resolved or not.
+      devices: all that the mesh is made of.
+      update_rules: applied after the optimizer, in order.
 
     Raises:
       UserError: the configuration does not fit the devices; all mistakes at once.
@@ -136,75 +167,52 @@ def build(config, devices: Sequence[jax.Device]) -> Run:
     mesh = make_mesh(config, devices)
     rules = axis_rules(config)
     model = make_model(config)
-    codec = StateCodec(model, make_optimizer(config, model.param_axes))
+    codec = StateCodec(model, with_rules(make_optimizer(config, model.param_axes), update_rules))
     abstract = codec.abstract
-    capture = (Total,) if config.record_internal_nn_metrics else ()
-    objective = Objective(model.apply, config.z_loss_multiplier, capture)
+    objective = make_objective(config, model)
 
-    shardings = state_shardings(model, abstract, mesh, rules, zero1=config.shard_optimizer_over_data)
-    check_tolerance(tensors(model, abstract), abstract, shardings, config.sharding_tolerance)
-    during = _during(config, model, codec, abstract, shardings, rules)
-    layout = _layout(codec, shardings, during)
-    waiting = waiting_shardings(config, model, abstract, shardings)
-    fetch = fetcher(config, codec.unpack(shardings))
-    rows = NamedSharding(mesh, spec(["activation_batch"], rules))
-    table = NamedSharding(mesh, spec(["activation_batch", "activation_length"], rules))
-    batch_shardings = dict.fromkeys(FIELDS, table) | {"row": rows}
+    zero1 = config.shard_optimizer_over_data
+    on_device = state_shardings(model, abstract, mesh, rules, zero1=zero1)
+    check_tolerance(tensors(model, abstract), abstract, on_device, config.sharding_tolerance)
+    computing = state_shardings(model, abstract, mesh, rules) if zero1 else on_device
+    params = ParamShardings(codec.unpack(on_device).params, codec.unpack(computing).params)
+    stored = storage_shardings(config, model, abstract, on_device)
+    fetch = fetcher(config, codec.unpack(on_device))
+    batch = {
+        name: NamedSharding(mesh, spec([_AXES.get(size) for size in field.shape], rules))
+        for name, field in objective.fields.items()
+    }
     replicated = NamedSharding(mesh, spec([], rules))
 
-    train_step = _placed(fetched(make_train_step(config, codec, objective, layout), codec, fetch), mesh, rules)
-    step, step_on_leaves = (
-        jax.jit(fn, in_shardings=(at, batch_shardings), out_shardings=(at, replicated), donate_argnums=0)
-        for fn, at in ((train_step, waiting), (_on_leaves(train_step, abstract), jax.tree.leaves(waiting)))
-    )
-    eval_objective = objective._replace(z_loss_multiplier=0.0, capture=())
-    eval_step = jax.jit(
-        _placed(fetched(make_eval_step(codec, eval_objective, layout.during), codec, fetch), mesh, rules),
-        in_shardings=(waiting, batch_shardings, replicated),
-        out_shardings=replicated,
-    )
-    init = init_state_fn(codec, waiting, config.init_weights_seed, fetch)
+    update = _placed(make_update(config, codec.tx, objective, params, update_rules), mesh, rules)
+    evaluation = _placed(make_evaluation(objective, params), mesh, rules)
+
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        tree, metrics = update(fetch(codec.unpack(state)), batch)
+        return codec.pack(tree), metrics
+
+    def eval_step(state: Any, *args: Any) -> Any:
+        return evaluation(fetch(codec.unpack(state)), *args)
+
     return Run(
-        config,
-        mesh,
-        rules,
-        model,
-        codec,
-        abstract,
-        waiting,
-        during,
-        batch_shardings,
-        replicated,
-        init,
-        step,
-        step_on_leaves,
-        eval_step,
-        fetch,
+        config=config,
+        mesh=mesh,
+        rules=rules,
+        codec=codec,
+        objective=objective,
+        state_shardings=stored,
+        param_shardings=params,
+        batch_shardings=batch,
+        init=init_state_fn(codec, stored, config.init_weights_seed, fetch),
+        fetch=fetch,
+        update=update,
+        step=_jitted(step, stored, batch, replicated),
+        eval_step=jax.jit(eval_step, in_shardings=(stored, batch, replicated), out_shardings=replicated),
     )
 
 
-def _during(config, model: Model, codec: StateCodec, abstract: Any, shardings: Any, rules: Rules) -> Any:
-    """The state's shardings while a step computes."""
-    if not config.shard_optimizer_over_data:
-        return shardings
-    mesh = jax.tree.leaves(shardings)[0].mesh
-    params = codec.unpack(state_shardings(model, abstract, mesh, rules)).params
-    return codec.pack(codec.unpack(shardings)._replace(params=params))
-
-
-def _layout(codec: StateCodec, between: Any, during: Any) -> Layout:
-    return Layout(codec.unpack(between).params, codec.unpack(during).params)
-
-
-def _on_leaves(step: Callable[..., Any], abstract: Any) -> Callable[..., Any]:
-    structure: Any = jax.tree.structure(abstract)  # its stubs lack unflatten
-
-    @functools.wraps(step)
-    def on_leaves(leaves: list[Any], batch: Any) -> Any:
-        state, metrics = step(structure.unflatten(leaves), batch)
-        return jax.tree.leaves(state), metrics
-
-    return on_leaves
+def _jitted(step: Callable[..., Any], state: Any, batch: Any, metrics: Any) -> Any:
+    return jax.jit(step, in_shardings=(state, batch), out_shardings=(state, metrics), donate_argnums=0)
 
 
 def _placed(fn: Callable[..., Any], mesh: Mesh, rules: Rules) -> Callable[..., Any]:

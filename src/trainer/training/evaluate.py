@@ -2,37 +2,34 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trainer.backends import StateCodec
+from trainer.backends import TrainTree
 from trainer.config import RunStopped, UserError
 from trainer.data import RowSource, eval_batches
 from trainer.objectives import Objective
 from trainer.observe import perplexity
+from trainer.state import ParamShardings
 
 
-def make_eval_step(codec: StateCodec, objective: Objective, during: Any) -> Callable[..., dict[str, jax.Array]]:
-    """`eval_step(native_state, batch, bytes_per_token [vocab]) -> sums` over the loss-bearing tokens of `batch`: the
-    cross entropy in nats, the number of tokens, and the bytes that their targets stand for. Without dropout.
+def make_evaluation(objective: Objective, shardings: ParamShardings) -> Callable[..., dict[str, jax.Array]]:
+    """`evaluation(tree, batch, bytes_per_token [vocab]) -> sums` over the loss-bearing tokens of `batch`: the cross
+    entropy in nats, the number of tokens, and the bytes that their targets stand for. Without dropout."""
 
-    `during`: where the model computes with its parameters, see `step.Layout`."""
-
-    def eval_step(state: Any, batch: Mapping[str, jax.Array], bytes_per_token: jax.Array) -> dict[str, jax.Array]:
-        tree = codec.unpack(state)
-        params = jax.lax.with_sharding_constraint(tree.params, during)
-        sums, _ = objective.sums(params, tree.rest, batch, key=None)
+    def evaluation(tree: TrainTree, batch: Mapping[str, jax.Array], bytes_per_token: jax.Array) -> dict[str, jax.Array]:
+        params = jax.lax.with_sharding_constraint(tree.params, shardings.compute)
+        sums = objective.sums(params, tree.rest, batch, key=None)
         bears_loss = batch["targets_segmentation"] != 0
         return {
-            "nats": sums["lm_loss"],
-            "tokens": objective.weight(batch),
+            "nats": (sums.minimized | sums.measured)["lm_loss"],
+            "tokens": objective.weights(batch)["lm_loss"],
             "bytes": jnp.sum(jnp.where(bears_loss, bytes_per_token[batch["targets"]], 0)),
         }
 
-    return eval_step
+    return evaluation
 
 
 def check_held_out(rows: RowSource | None, batch_rows: int, eval_steps: int) -> None:

@@ -15,7 +15,7 @@ def check_finite(config: Any, row: Mapping[str, Any], batch: str, not_finite: Ca
     """Ends the run at a step that is not finite, if the configuration says so or the state is lost.
 
     Args:
-      row: the metrics of the step, with `skipped` and `finite`; see `step.make_train_step`.
+      row: the metrics of the step, with `skipped` and `finite`; see `step.make_update`.
       batch: which batch it took, in words.
       not_finite: the names of arrays of the train state that hold a NaN or an infinity.
 
@@ -53,12 +53,13 @@ def check_finite(config: Any, row: Mapping[str, Any], batch: str, not_finite: Ca
 
 
 def names_not_finite(run: Run, state: Any) -> list[str]:
-    """The names of parameters and optimizer state in a native train state that hold a NaN or an infinity."""
+    """The names of arrays in a native train state that hold a NaN or an infinity."""
     tree = run.codec.unpack(state)
 
     def finite(tree: Any) -> dict[str, jax.Array]:
         tree = run.fetch(tree)
-        leaves = jax.tree_util.tree_leaves_with_path({"params": tree.params, "opt_state": tree.opt_state})
+        state = {"params": tree.params, "opt_state": tree.opt_state, "rest": tree.rest}
+        leaves = jax.tree_util.tree_leaves_with_path(state)
         return {jax.tree_util.keystr(path, simple=True, separator="/"): all_finite(leaf) for path, leaf in leaves}
 
     found = jax.device_get(jax.jit(run.placed(finite), out_shardings=run.replicated)(tree))

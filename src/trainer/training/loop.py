@@ -3,7 +3,8 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -37,6 +38,16 @@ class Reports(NamedTuple):
     evaluated: frozenset[int] = frozenset()  # steps whose evaluation an earlier process reported
 
 
+class BatchSource(Protocol):
+    """The batches of a run, one for each update."""
+
+    waited: float  # seconds that all `take` so far had to wait
+
+    def take(self, state: Callable[[], Any]) -> tuple[Batch, Position]:
+        """The next batch, this process's part, and the position behind it. `state()` is the native train state that the
+        batch is for: a source may make its batches with it."""
+
+
 class End(NamedTuple):
     """The last native train state, and whether a signal ended the run before its last update and evaluation."""
 
@@ -51,6 +62,7 @@ def fit(
     dataset: Dataset,
     reports: Reports,
     manager: CheckpointManager | None = None,
+    source: Callable[[Run, Dataset, Start], AbstractContextManager[BatchSource]] | None = None,
 ) -> End:
     """Train to `steps` updates, evaluating and saving on the way.
 
@@ -61,22 +73,22 @@ def fit(
       dataset: rows to train and to evaluate on.
       reports: called once for each row, in order.
       manager: takes the checkpoints.
+      source: opens what gives the batches; by default they are loaded ahead from `dataset`.
 
     Raises:
       RunStopped: a loss, gradient or update is not finite, and the configuration says to stop then; or no batch of a
         new run, or of an evaluation, has a token that bears loss.
     """
     steps = run.config.steps
-    share = share_of_rows(run.batch_shardings["row"], run.rows)
-    stream = dataset.train_stream(start.position, rows=run.rows, **share)
-    with Preemption() as preemption, Loader(stream, max(0, steps - start.updates)) as batches:
+    with Preemption() as preemption, (source or _LoadedAhead)(run, dataset, start) as batches:
         loop = _Loop(run, start, dataset, reports, manager, preemption)
         if start.resumed:
             loop.evaluate_if_due()  # the process before may have been ended within this evaluation
         else:
             loop.save(initial=True)
         with jax.transfer_guard("disallow"):
-            for batch, position in batches:
+            while loop.done < steps:
+                batch, position = batches.take(lambda: loop.state)
                 if preemption.check(loop.done):
                     break
                 loop.update(compiled_step, batch, position, batches.waited)
@@ -90,6 +102,20 @@ def fit(
         if manager is not None:
             manager.wait()  # a second SIGTERM shall not end the process within the save that the first one asked for
     return End(loop.state, preempted=preemption.requested and (loop.done < steps or not loop.evaluated))
+
+
+class _LoadedAhead(Loader[tuple[Batch, Position]]):
+    """Batches of the dataset, whatever the state."""
+
+    def __init__(self, run: Run, dataset: Dataset, start: Start):
+        share = share_of_rows(run.batch_shardings["row"], run.rows)
+        stream = dataset.train_stream(start.position, rows=run.rows, **share)
+        super().__init__(stream, max(0, run.config.steps - start.updates))
+
+    def take(self, state: Callable[[], Any]) -> tuple[Batch, Position]:
+        """See `BatchSource.take`."""
+        del state
+        return next(self)
 
 
 class _Loop:

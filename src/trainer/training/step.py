@@ -1,73 +1,71 @@
 """One training step, in the order in which data meets it; written over TrainTree, the same for every combination."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.experimental.layout import Layout as MemoryLayout
-from jax.experimental.layout import with_layout_constraint
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding
 
-from trainer.backends import StateCodec, TrainTree
+from trainer.backends import TrainTree
 from trainer.layers.sown import Sown, Total, check_combine, combined
 from trainer.objectives import Objective
 from trainer.ops.random import DROPOUT, seed_key
-from trainer.optim import make_schedule, trainable
+from trainer.optim import Rule, apply_rules, make_schedule, trainable
 from trainer.sharding import memory_order, on_tpu
+from trainer.state import ParamShardings
 
 Batch = dict[str, jax.Array]
 
 
-class Layout(NamedTuple):
-    """Where parameters live, as trees of their canonical structure with a sharding at each leaf."""
-
-    between: Any  # steps: there gradients are summed, and there the update runs
-    during: Any  # a step: there the model computes
-
-
 class Gradients(NamedTuple):
-    """Of one batch: means over its loss-bearing tokens, NaN where there are none, and the values that its microbatches
-    sowed."""
+    """Of one batch: means over its loss-bearing tokens, NaN where there are none."""
 
     loss: jax.Array
-    terms: dict[str, jax.Array]  # that the loss is the sum of
+    means: dict[str, jax.Array]  # what the loss is the sum of, and what is only measured
     tokens: jax.Array  # loss-bearing ones, int32
     sown: Sown
     grads: Any  # of the trained parameters, in grad_dtype; None in place of the others
 
 
-def make_gradients(config, objective: Objective, layout: Layout) -> Callable[[TrainTree, Batch], Gradients]:
-    """`gradients(tree, batch)`, microbatch by microbatch; the first half of a training step.
+def make_gradients(
+    config, objective: Objective, shardings: ParamShardings, capture: tuple[type, ...] = ()
+) -> Callable[[TrainTree, Batch], Gradients]:
+    """`gradients(tree, batch)`, microbatch by microbatch, with sown values of the types `capture`; the first half of a
+    training step.
 
-    Gradients are summed in float32 and then held in `grad_dtype`. Parameters are moved once, at entry, from where they
-    lie between steps to where the model computes; their gradients come back at once.
+    Gradients are summed in float32 and then held in `grad_dtype`. Parameters go from their storage sharding to their
+    compute sharding once, at entry; the gradients of each microbatch go back at once.
     """
     is_trained = trainable(config)
-    check_combine(objective.capture)
+    check_combine(capture)
 
     def gradients(tree: TrainTree, batch: Batch) -> Gradients:
         key = dropout_key(config, tree.step)
-        tokens = objective.weight(batch)
+        weights = objective.weights(batch)
         mask = is_trained(tree.params)
-        trained, frozen = _partition(mask, jax.lax.with_sharding_constraint(tree.params, layout.during))
-        trained_layout, _ = _partition(mask, layout.between)
+        trained, frozen = _partition(mask, jax.lax.with_sharding_constraint(tree.params, shardings.compute))
+        storage, _ = _partition(mask, shardings.storage)
 
         def loss(trained: Any, batch: Batch) -> tuple[jax.Array, tuple[dict[str, jax.Array], Sown]]:
-            sums, sown = objective.sums(_combine(trained, frozen), tree.rest, batch, key)
+            sums = objective.sums(_combine(trained, frozen), tree.rest, batch, key, capture)
             # Of no tokens there is no mean: NaN, and the step is left out.
-            terms = {name: total / tokens.astype(jnp.float32) for name, total in sums.items()}
-            return sum(terms.values(), start=jnp.zeros(())), (terms, sown)
+            minimized, measured = (
+                {name: total / weights[name].astype(jnp.float32) for name, total in part.items()}
+                for part in (sums.minimized, sums.measured)
+            )
+            return sum(minimized.values(), start=jnp.zeros(())), (minimized | measured, sums.sown)
 
         def one(batch: Batch) -> tuple[Any, Sown]:
-            (value, (terms, sown)), grads = jax.value_and_grad(loss, has_aux=True)(trained, batch)
-            return (value, terms, jax.tree.map(_at_home, grads, trained_layout)), sown
+            (value, (means, sown)), grads = jax.value_and_grad(loss, has_aux=True)(trained, batch)
+            return (value, means, jax.tree.map(_in_storage, grads, storage)), sown
 
-        types, microbatches = objective.capture, config.gradient_accumulation_steps
-        (total, terms, grads), sown = one(batch) if microbatches == 1 else _accumulated(one, types, batch, microbatches)
-        return Gradients(total, terms, tokens, sown, _held(grads, jnp.dtype(config.grad_dtype)))
+        parts = config.gradient_accumulation_steps
+        (total, means, grads), sown = one(batch) if parts == 1 else _accumulated(one, capture, batch, parts)
+        return Gradients(total, means, weights["lm_loss"], sown, _held(grads, jnp.dtype(config.grad_dtype)))
 
     return gradients
 
@@ -79,57 +77,69 @@ def dropout_key(config, step: jax.Array) -> jax.Array | None:
     return jax.random.fold_in(seed_key(config.init_weights_seed, DROPOUT), step)
 
 
-def make_train_step(
-    config, codec: StateCodec, objective: Objective, layout: Layout
-) -> Callable[[Any, Batch], tuple[Any, dict[str, jax.Array]]]:
-    """`step(native_state, batch) -> (native_state, metrics)`, to be jitted with the state donated.
+def make_update(
+    config,
+    tx: optax.GradientTransformation,
+    objective: Objective,
+    shardings: ParamShardings,
+    rules: Sequence[Rule] = (),
+) -> Callable[[TrainTree, Batch], tuple[TrainTree, dict[str, jax.Array]]]:
+    """`update(tree, batch) -> tree, metrics`: one training step.
 
-    `batch` holds int32 [rows, length] arrays and `row` [rows]; rows is the global batch. Metrics are weighted over the
-    whole batch: float32 scalars; int32 `tokens`, `skipped` (1 where loss or gradients are not finite, as where no token
-    bears loss, and the update is left out) and `finite` (1 where parameters and optimizer state are finite after the
-    step); and activation statistics [layers] where they are recorded.
-    Gradients (`make_gradients`) are handed to the optimizer in the dtype of their parameter.
+    `batch` holds the fields of the objective; its rows are the global batch. Metrics are weighted over the whole batch:
+    float32 scalars; int32 `tokens`, `skipped` (1 where loss or gradients are not finite, as where no token bears loss,
+    and the update is left out) and `finite` (1 where the state is finite after the step); and activation statistics
+    [layers] where they are recorded.
+
+    Args:
+      config: resolved.
+      tx: the optimizer, with the state of `rules` in its own (`optim.with_rules`). It gets gradients in the dtype of
+        their parameter.
+      objective: what to minimize.
+      shardings: of the parameters.
+      rules: applied after the optimizer, in order.
     """
-    schedule = make_schedule(config)
-    is_trained = trainable(config)
-    gradients = make_gradients(config, objective, layout)
+    schedule, is_trained = make_schedule(config), trainable(config)
+    recorded: tuple[type, ...] = (Total,) if config.record_internal_nn_metrics else ()
+    capture = tuple(dict.fromkeys((*recorded, *(kind for rule in rules for kind in rule.sown))))
+    gradients = make_gradients(config, objective, shardings, capture)
 
-    def step(state: Any, batch: Batch) -> tuple[Any, dict[str, jax.Array]]:
-        tree = codec.unpack(state)
-        total, terms, tokens, sown, grads = gradients(tree, batch)
+    def update(tree: TrainTree, batch: Batch) -> tuple[TrainTree, dict[str, jax.Array]]:
+        total, means, tokens, sown, grads = gradients(tree, batch)
         grad_norm = optax.tree.norm(jax.tree.map(lambda grad: grad.astype(jnp.float32), grads))
         trained, frozen = _partition(is_trained(tree.params), tree.params)
         grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, trained)
         grads = _combine(grads, jax.tree.map(jnp.zeros_like, frozen))
-        updates, opt_state = codec.tx.update(grads, tree.opt_state, tree.params)
-        params = optax.apply_updates(tree.params, updates)
+        updates, opt_state = tx.update(grads, tree.opt_state, tree.params)
+        new = tree._replace(params=optax.apply_updates(tree.params, updates), opt_state=opt_state)
+        new = apply_rules(rules, tree, new, sown)
         accept = jnp.isfinite(total) & jnp.isfinite(grad_norm)
-        params, opt_state = _select(accept, (params, opt_state), (tree.params, tree.opt_state))
+        new = _select(accept, new, tree)
         metrics = {
             "loss": total,
-            **terms,
+            **means,
             "grad_norm": grad_norm,
             "skipped": jnp.where(accept, 0, 1),
             # Finite gradients may give an update that is not: Adam without epsilon, a huge learning rate. To leave it
             # out here, the step would have to keep the old state beside the new one (docs/experiments.md).
-            "finite": jnp.where(all_finite((params, opt_state)), 1, 0),
+            "finite": jnp.where(all_finite(new), 1, 0),
             "learning_rate": jnp.asarray(schedule(tree.step), jnp.float32),
             "tokens": tokens,
-            **_activation_statistics(sown),
+            **(_activation_statistics(sown[Total.__name__]) if recorded else {}),
         }
-        return codec.pack(tree._replace(step=tree.step + 1, params=params, opt_state=opt_state)), metrics
+        return new._replace(step=tree.step + 1), metrics
 
-    return step
+    return update
 
 
 def _accumulated(
-    fn: Callable[[Batch], tuple[Any, Sown]], types: Sequence[type], batch: Batch, microbatches: int
+    fn: Callable[[Batch], tuple[Any, Sown]], types: Sequence[type], batch: Batch, parts: int
 ) -> tuple[Any, Sown]:
-    """`fn(batch) -> sums, sown` microbatch by microbatch; microbatch j of n takes rows j, j + n, j + 2n, ...
+    """`fn(batch) -> sums, sown` microbatch by microbatch; microbatch j of n (`parts`) takes rows j, j + n, j + 2n, ...
 
     So a device's rows stay on it: the rows of each microbatch are spread over the mesh as the whole batch is.
     """
-    split = jax.tree.map(lambda x: x.reshape(-1, microbatches, *x.shape[1:]).swapaxes(0, 1), batch)
+    split = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch)
 
     def body(total: Any, microbatch: Batch) -> tuple[Any, Sown]:
         sums, sown = fn(microbatch)
@@ -140,8 +150,8 @@ def _accumulated(
     return total, combined(types, sown)
 
 
-def _at_home(grad: jax.Array, at: NamedSharding) -> jax.Array:
-    """A gradient in float32 where its parameter lies between steps; on a TPU in the order that its memory pads least.
+def _in_storage(grad: jax.Array, at: NamedSharding) -> jax.Array:
+    """A gradient in float32, sharded as its parameter is stored; on a TPU in the order that its memory pads least.
 
     XLA else takes the order of the product that made it, which doubles the gradient of a matrix with 64 columns on a
     device.
@@ -149,7 +159,7 @@ def _at_home(grad: jax.Array, at: NamedSharding) -> jax.Array:
     grad = jax.lax.with_sharding_constraint(grad.astype(jnp.float32), at)
     if not on_tpu():
         return grad
-    return with_layout_constraint(grad, MemoryLayout(memory_order(at.shard_shape(grad.shape))))
+    return with_layout_constraint(grad, Layout(memory_order(at.shard_shape(grad.shape))))
 
 
 def _held(grads: Any, dtype: jnp.dtype) -> Any:
@@ -183,9 +193,8 @@ def _combine(left: Any, right: Any) -> Any:
     return jax.tree.map(lambda a, b: b if a is None else a, left, right, is_leaf=lambda x: x is None)
 
 
-def _activation_statistics(sown: Sown) -> dict[str, jax.Array]:
+def _activation_statistics(totals: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Mean, standard deviation and share of zeros of each layer's output, [layers], from sums over the batch."""
-    totals = sown.get(Total.__name__, {})
     statistics = {}
     for path, count in totals.items():
         stem, found, _ = path.partition("output_count")

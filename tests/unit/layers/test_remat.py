@@ -13,7 +13,7 @@ from trainer.config import UserError, load, schema
 from trainer.config.effects import INERT
 from trainer.layers.remat import KEPT, OFFLOADED, TENSORS, make_policy
 from trainer.models.remat import check_offload
-from trainer.objectives import Objective
+from trainer.objectives import NextToken
 from trainer.runtime.place import place
 from trainer.training import build
 
@@ -100,8 +100,8 @@ def loss_and_arguments(combination, **overrides):
     config = tiny_config(combination, **{"attention": "dot_product"} | overrides)
     model = make_model(config)
     params, rest = jax.eval_shape(model.init, jax.random.key(0))
-    batch, objective = packed_batch(config, 2), Objective(model.apply)
-    return lambda params: objective.sums(params, rest, batch, None)[0]["lm_loss"], params
+    batch, objective = packed_batch(config, 2), NextToken(model.apply)
+    return lambda params: objective.sums(params, rest, batch, None).minimized["lm_loss"], params
 
 
 def equations(jaxpr):

@@ -14,7 +14,7 @@ from support import assert_equal_bits, compiled, copied, packed_batch, tiny_conf
 from trainer.backends import make_model
 from trainer.config import UserError
 from trainer.layers.sown import Total
-from trainer.objectives import Objective
+from trainer.objectives import NextToken
 from trainer.ops.random import seed_key
 
 GUIDES = Path(__file__).parents[3] / "docs" / "guides"
@@ -34,11 +34,11 @@ def model_of(combination, block, **keys):
 
 def value_and_grads(config, model, params, capture=()):
     """((loss, sown), gradients) as a function of a dropout key or None."""
-    objective = Objective(model.apply, capture=capture)
+    objective = NextToken(model.apply)
 
     def loss(params, key):
-        sums, sown = objective.sums(params, {}, packed_batch(config, 4), key)
-        return sums["lm_loss"], sown
+        sums = objective.sums(params, {}, packed_batch(config, 4), key, capture)
+        return sums.minimized["lm_loss"], sums.sown
 
     return functools.partial(jax.value_and_grad(loss, has_aux=True), params)
 

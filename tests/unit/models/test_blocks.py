@@ -15,7 +15,7 @@ from support import ALL_COMBINATIONS, arguments, assert_equal_bits, compiled, co
 from trainer.backends import make_model
 from trainer.config import UserError, load
 from trainer.models.families import hugging_face, stacks, takes_cache
-from trainer.objectives import Objective
+from trainer.objectives import NextToken
 from trainer.ops.random import seed_key
 from trainer.training import build
 
@@ -34,10 +34,10 @@ def gradients(combination, scan):
     config = tiny_config(combination, decoder_block=OWN, scan_layers=scan, base_num_decoder_layers=3)
     model = make_model(config)
     params, rest = model.init(seed_key(0))
-    objective = Objective(model.apply)
+    objective = NextToken(model.apply)
 
     def loss(params):
-        return objective.sums(params, rest, packed_batch(config, 4), None)[0]["lm_loss"]
+        return objective.sums(params, rest, packed_batch(config, 4), None).minimized["lm_loss"]
 
     results = compiled(jax.value_and_grad(loss), params)(params)
     return copied(results), copied(params), model.param_axes

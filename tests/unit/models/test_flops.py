@@ -10,7 +10,7 @@ from support import packed_batch, tiny_config
 
 from trainer.backends import make_model
 from trainer.models.flops import flops_per_token, forward_flops_per_token, parameter_count, visible_keys
-from trainer.objectives import Objective
+from trainer.objectives import NextToken
 
 TINY = {
     "base_emb_dim": 8,
@@ -142,10 +142,10 @@ def compiled_flops(config, gradients: bool) -> float:
     """Per token, of the compiled loss and, if asked for, its gradients. Nothing is allocated."""
     model = make_model(config)
     params, rest = jax.eval_shape(model.init, jax.random.key(0))
-    objective, rows = Objective(model.apply), 2
+    objective, rows = NextToken(model.apply), 2
 
     def loss(params, batch):
-        return objective.sums(params, rest, batch, None)[0]["lm_loss"]
+        return objective.sums(params, rest, batch, None).minimized["lm_loss"]
 
     lowered = jax.jit(jax.value_and_grad(loss) if gradients else loss).lower(params, packed_batch(config, rows))
     compiled = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})  # which changes no FLOP

@@ -16,7 +16,7 @@ from support import ALL_COMBINATIONS, pinned
 
 from trainer.checkpoint import Leaf, load_parameters, model_config, names_of, open_source, write_huggingface
 from trainer.layers.attention import OPS
-from trainer.objectives import Objective
+from trainer.objectives import NextToken
 from trainer.ops.blockwise import blockwise_attention
 from trainer.training import build
 
@@ -96,8 +96,9 @@ def computed(case, run):
             outputs.append(result[0])
             return result
 
-        sums, _ = Objective(apply).sums(params, rest, batch, None)
-        return sums["lm_loss"] / Objective.weight(batch), outputs[-1]  # the head comes last
+        objective = NextToken(apply)
+        sums = objective.sums(params, rest, batch, None).minimized
+        return sums["lm_loss"] / objective.weights(batch)["lm_loss"], outputs[-1]  # the head comes last
 
     return {name: gradients_and_logits(params, inputs_of(batch)) for name, batch in expected(case).items()}
 

@@ -17,7 +17,6 @@ def test_each_array_arrives_whole_and_split_by_its_own_sharding():
     shardings = {
         "inputs": NamedSharding(mesh, P("rows", "columns")),
         "row": NamedSharding(mesh, P("rows")),
-        "unused": NamedSharding(mesh, P()),
     }
     batch = {"inputs": np.arange(32, dtype=np.int32).reshape(8, 4), "row": np.arange(8, dtype=np.int32)}
     placed = place(batch, shardings)
@@ -31,9 +30,12 @@ def test_each_array_arrives_whole_and_split_by_its_own_sharding():
     assert {shard.data.shape for shard in placed["inputs"].addressable_shards} == {(2, 2)}
 
 
-def test_an_array_without_a_sharding_is_an_error():
+def test_an_array_that_a_batch_lacks_is_an_error_and_what_nobody_reads_stays():
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    array = np.zeros((8, 4), np.int32)
+    assert list(place({"inputs": array, "targets": array}, {"inputs": here})) == ["inputs"]
     with pytest.raises(KeyError, match="targets"):
-        place({"targets": np.zeros((8, 4), np.int32)}, {})
+        place({"inputs": array}, {"targets": here})
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ from support import ALL_COMBINATIONS, arguments, packed_batch, tiny_config
 
 from trainer.backends import StateCodec, make_model
 from trainer.config import RunStopped, load
-from trainer.objectives import Objective
+from trainer.objectives import NextToken
+from trainer.state import ParamShardings
 from trainer.training import build
-from trainer.training.evaluate import make_eval_step, summarize
+from trainer.training.evaluate import make_evaluation, summarize
 
 ROWS = 5
 # Token 0 ends a document and stands for no byte.
@@ -70,24 +71,25 @@ def test_evaluation_is_the_same_program_with_any_z_loss():
 
 def test_the_sums_hold_the_cross_entropy_alone():
     """Also where an objective with other terms is evaluated."""
-    config, codec, step, state = evaluation(ALL_COMBINATIONS[0])
-    here = jax.tree.map(lambda leaf: leaf.sharding, codec.unpack(state).params)
-    objective = Objective(codec.model.apply, z_loss_multiplier=100.0)
+    config, codec, step, tree = evaluation(ALL_COMBINATIONS[0])
+    here = jax.tree.map(lambda leaf: leaf.sharding, tree.params)
+    objective = NextToken(codec.model.apply, z_loss_multiplier=100.0)
     batch = packed_batch(config, 2)
-    with_z = jax.jit(make_eval_step(codec, objective, here), compiler_options=QUICK)(state, batch, BYTES)
+    fn = make_evaluation(objective, ParamShardings(here, here))
+    with_z = jax.jit(fn, compiler_options=QUICK)(tree, batch, BYTES)
     assert jax.device_get(with_z) == step(batch)
 
 
 @functools.cache
 def evaluation(combination):
-    """The compiled eval step, a state, and five rows of unequal numbers of real tokens."""
+    """The compiled evaluation, a state, and five rows of unequal numbers of real tokens."""
     config = tiny_config(combination, enable_dropout=True, dropout_rate=0.5)
     model = make_model(config)
     codec = StateCodec(model, optax.sgd(0.1))
-    state = jax.jit(lambda: codec.init(jax.random.key(0)), compiler_options=QUICK)()
-    here = jax.tree.map(lambda leaf: leaf.sharding, codec.unpack(state).params)
-    step = jax.jit(make_eval_step(codec, Objective(model.apply), here), compiler_options=QUICK)
-    return config, codec, lambda batch: jax.device_get(step(state, batch, BYTES)), state
+    tree = codec.unpack(jax.jit(lambda: codec.init(jax.random.key(0)), compiler_options=QUICK)())
+    here = jax.tree.map(lambda leaf: leaf.sharding, tree.params)
+    fn = jax.jit(make_evaluation(NextToken(model.apply), ParamShardings(here, here)), compiler_options=QUICK)
+    return config, codec, lambda batch: jax.device_get(fn(tree, batch, BYTES)), tree
 
 
 def batches(whole, rows):
@@ -115,10 +117,10 @@ def test_sums_do_not_depend_on_the_batch_size_or_on_padding(combination):
 
 
 def test_the_sums_are_those_of_the_loss_bearing_tokens():
-    config, codec, step, state = evaluation(ALL_COMBINATIONS[0])
+    config, codec, step, tree = evaluation(ALL_COMBINATIONS[0])
     batch = packed_batch(config, 2)
     batch["targets_segmentation"][:, ::3] = 0  # targets without loss, though their inputs are real
-    params = codec.unpack(state).params
+    params = tree.params
     inputs = [batch[name] for name in ("inputs", "inputs_position", "inputs_segmentation", "row")]
     hidden, _, _ = codec.model.apply(params, {}, *inputs)
     logits = np.asarray(codec.model.apply(params, {}, hidden, method="head")[0], np.float64)

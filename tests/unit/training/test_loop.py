@@ -1,5 +1,6 @@
 """The loop around a step, with steps and evaluations that compute nothing."""
 
+import contextlib
 import itertools
 from types import SimpleNamespace
 
@@ -30,9 +31,9 @@ class Loop:
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=self._now))
         monkeypatch.setattr(module, "maybe_save_checkpoint", self._save)
 
-    def fit(self):
+    def fit(self, source=None):
         reports = Reports(self.steps.append, self.evaluations.append, lambda: None)
-        fit(self.run, self._step, Start([]), self.dataset, reports)
+        fit(self.run, self._step, Start([]), self.dataset, reports, source=source)
 
     def _now(self):
         self.clock += 1e-3  # no two readings are equal
@@ -81,3 +82,21 @@ def test_a_signal_within_an_evaluation_takes_no_further_batch(monkeypatch, asked
     loop.batches = -1000
     assert evaluate(loop.run, [], loop.dataset, 0, Asked()) is not None
     assert loop.batches + 1000 > 3, "there are more batches than that"
+
+
+def test_batches_may_come_from_a_source_that_looks_at_the_state(monkeypatch):
+    class Source:
+        waited = 0.0
+
+        def __init__(self, run, dataset, start):
+            self.stream = dataset.train_stream(start.position, rows=run.rows)
+
+        def take(self, state):
+            assert state() == []
+            taken.append(len(loop.steps))  # reported one step late
+            return next(self.stream)
+
+    loop, taken = Loop(monkeypatch, steps=4), []
+    loop.fit(lambda *args: contextlib.nullcontext(Source(*args)))
+    assert taken == [0, 0, 1, 2]
+    assert len(loop.steps) == 4

@@ -12,8 +12,9 @@ from support import ALL_COMBINATIONS, compiled, packed_batch, tiny_config
 from trainer.backends import TrainTree, make_model
 from trainer.layers.sown import Activation, Maximum, Total, sow
 from trainer.models import llama2
-from trainer.objectives import Objective
-from trainer.training.step import Layout, make_gradients
+from trainer.objectives import NextToken
+from trainer.state import ParamShardings
+from trainer.training.step import make_gradients
 
 
 class Block(llama2.Block):
@@ -31,7 +32,7 @@ def sown(combination, microbatches, capture):
     params, rest = model.init(jax.random.key(0))
     tree = TrainTree(jnp.zeros((), jnp.int32), params, None, rest)
     here = jax.tree.map(lambda leaf: leaf.sharding, params)
-    gradients = make_gradients(config, Objective(model.apply, capture=capture), Layout(here, here))
+    gradients = make_gradients(config, NextToken(model.apply), ParamShardings(here, here), capture)
     batch = packed_batch(config, 8)
     return jax.device_get(compiled(gradients, tree, batch)(tree, batch).sown)
 

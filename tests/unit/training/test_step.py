@@ -13,12 +13,13 @@ from support import arguments, assert_equal_bits, copied, packed_batch, tiny_con
 from trainer.backends import StateCodec, make_model
 from trainer.config import load
 from trainer.layers.sown import Total
-from trainer.objectives import Objective
+from trainer.objectives import NextToken, Sums
 from trainer.optim import make_optimizer
 from trainer.runtime.place import place
+from trainer.state import ParamShardings
 from trainer.training import build
 from trainer.training.finite import names_not_finite
-from trainer.training.step import Layout, make_gradients, make_train_step
+from trainer.training.step import make_gradients, make_update
 
 # At this level a step compiles several times as fast.
 QUICK = {"xla_backend_optimization_level": 0}
@@ -76,11 +77,11 @@ def test_gradients_equal_finite_differences():
     model = make_model(config)
     params, rest = model.init(jax.random.key(0))
     batch = jax.tree.map(jnp.asarray, packed_batch(config, 4))
-    objective = Objective(model.apply, config.z_loss_multiplier)
+    objective = NextToken(model.apply, config.z_loss_multiplier)
 
     @jax.jit
     def loss(params):
-        return sum(objective.sums(params, rest, batch, None)[0].values())
+        return sum(objective.sums(params, rest, batch, None).minimized.values())
 
     grads = jax.grad(loss)(params)
     rng = np.random.default_rng(0)
@@ -127,7 +128,7 @@ def test_gradients_wait_in_grad_dtype():
         settings |= {"gradient_clipping_threshold": 0, "gradient_accumulation_steps": 2, "grad_dtype": dtype}
         run = build(load(arguments("nnx", **settings)).config, jax.devices()[:1])
         batch = place(packed_batch(run.config, run.rows), run.batch_shardings)
-        gradients = make_gradients(run.config, Objective(run.model.apply, 0.0), run.layout)
+        gradients = make_gradients(run.config, NextToken(run.model.apply, 0.0), run.param_shardings)
         state = run.init()
         tree = run.codec.unpack(state)
         grads = copied(jax.jit(run.placed(gradients)).lower(tree, batch).compile(QUICK)(tree, batch).grads)
@@ -214,26 +215,26 @@ def test_optimizer_state_that_is_not_finite_is_told():
     config = tiny_config("nnx")
     model = make_model(config)
     codec = StateCodec(model, tx)
-    state = jax.jit(lambda: codec.init(jax.random.key(0)), compiler_options=QUICK)()
-    here = jax.tree.map(lambda leaf: leaf.sharding, codec.unpack(state).params)
-    step = make_train_step(config, codec, Objective(model.apply), Layout(here, here))
-    state, metrics = jax.jit(step, compiler_options=QUICK)(state, packed_batch(config, 2))
+    tree = codec.unpack(jax.jit(lambda: codec.init(jax.random.key(0)), compiler_options=QUICK)())
+    here = jax.tree.map(lambda leaf: leaf.sharding, tree.params)
+    update = make_update(config, tx, NextToken(model.apply), ParamShardings(here, here))
+    tree, metrics = jax.jit(update, compiler_options=QUICK)(tree, packed_batch(config, 2))
     assert metrics["finite"] == 0
-    assert codec.unpack(state).opt_state == np.inf
+    assert tree.opt_state == np.inf
 
 
 def test_finite_steps_are_those_of_the_optimizer_alone():
     """Selecting between the new and the old state changes no bit of an accepted step."""
     run = build(load(arguments("nnx")).config, jax.devices()[:1])
     tx = make_optimizer(run.config, run.model.param_axes)
-    objective = Objective(run.model.apply, 0.0)
+    objective = NextToken(run.model.apply, 0.0)
     batch = place(packed_batch(run.config, run.rows), run.batch_shardings)
     tree = run.codec.unpack(run.init())
 
     def plain(tree, batch):
         def loss(params):
-            sums, _ = objective.sums(params, tree.rest, batch, None)
-            return sum(sums.values()) / objective.weight(batch).astype(jnp.float32)
+            sums = objective.sums(params, tree.rest, batch, None).minimized
+            return sum(sums.values()) / objective.weights(batch)["lm_loss"].astype(jnp.float32)
 
         updates, opt_state = tx.update(jax.grad(loss)(tree.params), tree.opt_state, tree.params)
         return tree._replace(step=tree.step + 1, params=optax.apply_updates(tree.params, updates), opt_state=opt_state)
@@ -304,18 +305,19 @@ def test_the_learning_rate_in_the_metrics_is_that_of_the_step_itself():
     config = tiny_config("nnx", opt_type="sgd", steps=8, warmup_steps_fraction=0.5, gradient_clipping_threshold=0)
     model = make_model(config)
     codec = StateCodec(model, make_optimizer(config, model.param_axes))
+    one = jnp.ones((), jnp.int32)
     ones = SimpleNamespace(
-        weight=lambda batch: jnp.ones((), jnp.int32),
-        sums=lambda params, *_: ({"lm_loss": sum(jnp.sum(leaf) for leaf in jax.tree.leaves(params))}, {}),
+        weights=lambda batch: {"lm_loss": one},
+        sums=lambda params, *_: Sums({"lm_loss": sum(jnp.sum(leaf) for leaf in jax.tree.leaves(params))}, {}, {}),
     )
-    state = jax.jit(lambda: codec.init(jax.random.key(0)), compiler_options=QUICK)()
-    here = jax.tree.map(lambda leaf: leaf.sharding, codec.unpack(state).params)
-    step = jax.jit(make_train_step(config, codec, ones, Layout(here, here)), compiler_options=QUICK)
+    tree = codec.unpack(jax.jit(lambda: codec.init(jax.random.key(0)), compiler_options=QUICK)())
+    here = jax.tree.map(lambda leaf: leaf.sharding, tree.params)
+    update = jax.jit(make_update(config, codec.tx, ones, ParamShardings(here, here)), compiler_options=QUICK)
     rates = []
     for _ in range(4):
-        before = np.asarray(codec.unpack(state).params["decoder"]["decoder_norm"]["scale"])
-        state, metrics = step(state, packed_batch(config, 2))
-        moved = before - np.asarray(codec.unpack(state).params["decoder"]["decoder_norm"]["scale"])
+        before = np.asarray(tree.params["decoder"]["decoder_norm"]["scale"])
+        tree, metrics = update(tree, packed_batch(config, 2))
+        moved = before - np.asarray(tree.params["decoder"]["decoder_norm"]["scale"])
         rates.append(float(metrics["learning_rate"]))
         np.testing.assert_allclose(moved, rates[-1], atol=2e-7)  # rounding of parameters near 1
     assert np.diff(rates).min() > 1e-4, "they can be told apart"

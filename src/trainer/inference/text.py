@@ -1,0 +1,54 @@
+"""A sample of text from the model of a run."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from trainer.backends import TrainTree
+from trainer.config import UserError
+from trainer.data.text import mended
+from trainer.inference.sample import sample
+from trainer.models.families import takes_cache
+
+
+def prompt_tokens(config, tokenizer: Any, say: Callable[[str], None]) -> list[int]:
+    """The tokens of `prompt`; [] where there is nothing to sample with.
+
+    Raises:
+      UserError: they fill a row.
+    """
+    if tokenizer is None or not config.prompt:
+        return []
+    if not takes_cache(config):
+        say(f"decoder_block={config.decoder_block} has no init_cache: the model is trained and not sampled from")
+        return []
+    begin = [] if tokenizer.bos is None else [tokenizer.bos]
+    prompt, replaced = mended(config.prompt)
+    if replaced:
+        say(f"prompt: lone surrogates are replaced by U+FFFD: {replaced}")
+    tokens = begin + tokenizer.encode(prompt)
+    if len(tokens) >= config.max_target_length:
+        raise UserError(
+            f"prompt has {len(tokens)} tokens and leaves no room in a row of max_target_length="
+            f"{config.max_target_length}: shorten it, or set prompt= for no sample"
+        )
+    return tokens
+
+
+def sample_text(run: Any, state: Any, tokenizer: Any, prompt: list[int]) -> str:
+    """The prompt and what the model of `run` (`training.Run`) with the native train state `state` makes of it, up to
+    the end of the document."""
+    rows = run.mesh.size  # a row for every device, so that the batch can be sharded on any mesh; the first is shown
+    temperature, seed = run.config.decode_sampling_temperature, run.config.init_weights_seed
+
+    def draw(tree: TrainTree) -> jax.Array:
+        params = jax.lax.with_sharding_constraint(run.fetch(tree).params, run.param_shardings.compute)
+        return sample(run.config, run.model, params, tree.rest, prompt, rows=rows, temperature=temperature, seed=seed)
+
+    tree = run.codec.unpack(state)._replace(opt_state=None)
+    drawn = jax.jit(run.placed(draw, whole_rows=True), out_shardings=run.replicated)(tree)
+    tokens = jax.device_get(drawn)[0].tolist()
+    # The end may be the token that also stands at the beginning.
+    end = tokens.index(tokenizer.eos, len(prompt)) if tokenizer.eos in tokens[len(prompt) :] else len(tokens)
+    return tokenizer.decode(tokens[:end])

@@ -1,0 +1,52 @@
+"""What every objective is made of."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+from flax import nnx
+
+from trainer.layers.sown import Sown
+
+Batch = Mapping[str, jax.Array]
+
+
+class Field(NamedTuple):
+    """An array of a batch: its sizes, each "rows", "length" or a number, and its dtype."""
+
+    shape: tuple[str | int, ...] = ("rows", "length")
+    dtype: str = "int32"
+
+
+class Sums(NamedTuple):
+    """Sums over a batch or a microbatch, float32 scalars by name, and sown values."""
+
+    minimized: dict[str, jax.Array]  # each is divided by its weight; the loss is the sum of the quotients
+    measured: dict[str, jax.Array]  # divided by their weights likewise, and only reported
+    sown: Sown
+
+
+class Objective(Protocol):
+    """What a model is trained for. Every term is a sum over rows, divided by a weight that is known in advance, so that
+    accumulation over microbatches changes nothing."""
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        """The arrays of a batch that it reads, by name. The first size of each is "rows"."""
+
+    def weights(self, batch: Batch) -> dict[str, jax.Array]:
+        """What each sum is divided by, by name, from the whole batch. That of `lm_loss` is the number of loss-bearing
+        tokens, int32."""
+
+    def sums(
+        self,
+        params: Any,
+        rest: Any,
+        batch: Batch,
+        key: jax.Array | None,
+        capture: tuple[type[nnx.Variable], ...] = (),
+    ) -> Sums:
+        """The sums over `batch`, with what was sown of `capture`; an objective captures what it needs itself besides.
+
+        Among them is `lm_loss`, the cross entropy in nats, by which models are evaluated.
+        """

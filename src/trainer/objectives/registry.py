@@ -1,0 +1,11 @@
+"""From a configuration to its objective."""
+
+from typing import Any
+
+from trainer.objectives.base import Objective
+from trainer.objectives.next_token import NextToken
+
+
+def make_objective(config, model: Any) -> Objective:
+    """What `config`, resolved, trains `model` (`backends.Model`) for."""
+    return NextToken(model.apply, config.z_loss_multiplier)

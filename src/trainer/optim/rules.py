@@ -1,0 +1,56 @@
+"""Update rules: what changes the train state after the optimizer, and what that needs to remember."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import optax
+
+
+class Rule(NamedTuple):
+    """One entry of the ordered list of update rules.
+
+    Attributes:
+      name: of its state, unique in the list.
+      init: `init(params) -> state`, a pytree of finite arrays. A part with the structure of `params` is sharded as they
+        are.
+      update: `update(state, old, new, sown) -> (state, new)`, where `old` is the TrainTree before the step, and `new`
+        the one that the optimizer and the rules before this one made. It may replace `params` and `rest`.
+      sown: the types of sown values that it reads; `sown` has them of the whole batch.
+    """
+
+    name: str
+    init: Callable[[Any], Any]
+    update: Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+    sown: tuple[type, ...] = ()
+
+
+class WithRules(NamedTuple):
+    """The `opt_state` of an optimizer that is followed by rules."""
+
+    optimizer: Any  # optax's own
+    rules: dict[str, Any]  # the state of each rule, by its name
+
+
+def with_rules(tx: optax.GradientTransformation, rules: Sequence[Rule]) -> optax.GradientTransformation:
+    """`tx`, in whose state `rules` keep theirs; `tx` itself if there are none. Its updates are those of `tx`: a step
+    calls `apply_rules` behind them."""
+    if not rules:
+        return tx
+    inner = optax.with_extra_args_support(tx)
+
+    def init(params: Any) -> WithRules:
+        return WithRules(inner.init(params), {rule.name: rule.init(params) for rule in rules})
+
+    def update(grads: Any, state: WithRules, params: Any = None, **extra: Any) -> tuple[Any, WithRules]:
+        updates, optimizer = inner.update(grads, state.optimizer, params, **extra)
+        return updates, state._replace(optimizer=optimizer)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def apply_rules(rules: Sequence[Rule], old: Any, new: Any, sown: Any) -> Any:
+    """The TrainTree `new` after each of `rules` in turn."""
+    for rule in rules:
+        state, new = rule.update(new.opt_state.rules[rule.name], old, new, sown)
+        new = new._replace(opt_state=new.opt_state._replace(rules=new.opt_state.rules | {rule.name: state}))
+    return new

@@ -1,0 +1,131 @@
+"""Update rules, as somebody's own code would add them: their state is in every native state, sharded, and saved."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import ALL_COMBINATIONS, arguments, assert_equal_bits, compiled, copied, packed_batch, tiny_config
+
+from trainer.backends import TrainTree, make_model
+from trainer.checkpoint import Beside, CheckpointManager, restore
+from trainer.config import load
+from trainer.layers.sown import Total
+from trainer.objectives import NextToken
+from trainer.ops.random import seed_key
+from trainer.optim import Rule, with_rules
+from trainer.runtime.place import place
+from trainer.state import ParamShardings
+from trainer.training import build
+from trainer.training.step import make_update
+
+QUICK = {"xla_backend_optimization_level": 0}
+# Two stacks, of blocks with a buffer.
+KEYS = {"decoder_block": "two_kinds:family", "base_num_decoder_layers": 3}
+SQUARES = "decoder/layers/layers_0/output_square_sum"
+
+
+def average(state, old, new, sown):
+    return jax.tree.map(lambda mean, param: (mean + param) / 2, state, new.params), new
+
+
+def largest(state, old, new, sown):
+    return jnp.maximum(state, sown["Total"][SQUARES]), new
+
+
+def grow_rest(state, old, new, sown):
+    return state + 1, new._replace(rest=jax.tree.map(lambda leaf: leaf + 1, old.rest))
+
+
+AVERAGE = Rule("average", lambda params: params, average)
+LARGEST = Rule("largest", lambda params: jnp.zeros(1), largest, (Total,))
+COUNT = Rule("count", lambda params: jnp.zeros((), jnp.int32), grow_rest)
+
+
+def run_of(combination):
+    axes = {"ici_data_parallelism": 2, "shard_optimizer_over_data": True}
+    config = load(arguments(combination, **KEYS, **axes)).config
+    return build(config, jax.devices()[:2], [AVERAGE, LARGEST, COUNT])
+
+
+@functools.cache
+def trained(combination):
+    """A run, its compiled step, and the train states, on the host, before and after each of three steps."""
+    run = run_of(combination)
+    step = run.step.lower(*run.abstract_args()).compile(QUICK)
+    init = jax.jit(run.codec.init, out_shardings=run.state_shardings).lower(seed_key(0)).compile(QUICK)
+    state = init(seed_key(0))
+    trees = [copied(run.codec.unpack(state))]
+    for i in range(3):
+        state, _ = step(state, place(packed_batch(run.config, run.rows, seed=i), run.batch_shardings))
+        trees.append(copied(run.codec.unpack(state)))
+    return run, step, trees
+
+
+@pytest.mark.parametrize("combination", ALL_COMBINATIONS)
+def test_the_state_of_rules_is_part_of_every_train_state(combination, tmp_path):
+    run, step, trees = trained(combination)
+    assert_equal_bits(trees, trained(ALL_COMBINATIONS[0])[2])
+    before, first, second, third = (tree.opt_state.rules for tree in trees)
+    assert_equal_bits(before["average"], trees[0].params)
+    jax.tree.map(lambda a, b, c: np.testing.assert_array_equal((a + b) / 2, c), *_averages(trees, 1))
+    assert (first["largest"] > 0).all()
+    assert third["count"] == 3
+    assert jax.tree.leaves(trees[0].rest)
+    assert_equal_bits(trees[2].rest, jax.tree.map(lambda leaf: leaf + 1 + 1, trees[0].rest))
+    assert (third["largest"] >= second["largest"]).all()
+
+    # Zero-1 and the table find what has the structure of the parameters.
+    rows = {row["name"]: row for row in run.table()["tensors"]}
+    for name, row in rows.items():
+        if name.startswith("params/"):
+            assert rows[name.replace("params/", "opt_state/rules/average/", 1)]["spec"] == row["spec"]
+    assert any("data" in axes for row in rows.values() for axes in row["spec"])
+
+    # A checkpoint goes on as the run that wrote it.
+    tree = jax.device_put(trees[2], jax.tree.map(lambda leaf: leaf.sharding, _abstract(run)))
+    with CheckpointManager(tmp_path, run.config, print) as manager:
+        manager.save(2, tree, Beside("base_config: base.yml\n", None, "", {}), {})
+    restored = restore(tmp_path / "checkpoints" / "2", _abstract(run))
+    assert_equal_bits(copied(restored), trees[2])
+    batch = place(packed_batch(run.config, run.rows, seed=2), run.batch_shardings)
+    state, _ = step(run.codec.pack(restored), batch)
+    assert_equal_bits(copied(run.codec.unpack(state)), trees[3])
+
+
+def _averages(trees, step):
+    old, new = trees[step - 1].opt_state.rules["average"], trees[step].opt_state.rules["average"]
+    return old, trees[step].params, new
+
+
+def _abstract(run):
+    return run.codec.unpack(run.abstract_args()[0])
+
+
+def test_one_select_covers_parameters_optimizer_rules_and_rest():
+    config = tiny_config("nnx", **KEYS)
+    model = make_model(config)
+    params, rest = compiled(model.init, seed_key(0))(seed_key(0))
+    tx = with_rules(optax.adam(0.1), [COUNT, AVERAGE])
+    tree = TrainTree(jnp.zeros((), jnp.int32), params, tx.init(params), rest)
+    here = jax.tree.map(lambda leaf: leaf.sharding, params)
+    update = make_update(config, tx, NextToken(model.apply), ParamShardings(here, here), [COUNT, AVERAGE])
+    batch = packed_batch(config, 2)
+    update = compiled(update, tree, batch)
+    new, metrics = update(tree, batch)
+    assert (new.step, metrics["skipped"], new.opt_state.rules["count"]) == (1, 0, 1)
+    assert_equal_bits(copied(new.rest), copied(jax.tree.map(lambda leaf: leaf + 1, rest)))
+    averaged = jax.tree.map(lambda a, b: (a + b) / 2, params, new.params)
+    assert_equal_bits(copied(new.opt_state.rules["average"]), copied(averaged))
+
+    params["decoder"]["decoder_norm"]["scale"] *= jnp.nan
+    new, metrics = update(tree, batch)
+    assert (new.step, metrics["skipped"]) == (1, 1)
+    assert_equal_bits(copied(new._replace(step=tree.step)), copied(tree))
+
+
+def test_without_rules_the_optimizer_is_as_it_was():
+    tx = optax.adam(0.1)
+    assert with_rules(tx, []) is tx
