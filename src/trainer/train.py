@@ -5,7 +5,7 @@ import io
 import time
 from collections.abc import Sequence
 
-from trainer.config import command_line, exit_on_user_error, load, take_interrupts, to_yaml
+from trainer.config import command_line, exit_on_user_error, load, to_yaml
 from trainer.config.effects import without_effect_here
 from trainer.config.files import COMMAND_LINE
 from trainer.config.paths import local_path
@@ -79,7 +79,6 @@ def _prepare(loaded, console):
     from trainer.training import build, check_held_out
     from trainer.training.memory import check_memory, device_memory
 
-    take_interrupts()
     check_memory(loaded.config, jax.devices(), device_memory(jax.devices()))
     run = build(loaded.config, jax.devices())
     index = jax.process_index()

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import signal
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ from support import TINY, arguments, pinned
 
 from trainer.config import RunStopped, load
 from trainer.data import open_dataset
-from trainer.training import Reports, Start, build, fit
+from trainer.training import Reports, Start, build, fit, loop
 
 LONG, SHORT = {"prompt": "p" * 40, "completion": "c"}, {"prompt": "p", "completion": "cc"}
 SMALL = {
@@ -72,25 +73,36 @@ def test_a_batch_without_loss_is_left_out(run, tmp_path):
     assert "2 updates whose batch had no token with a loss" in output
 
 
-def test_a_run_that_learned_nothing_stays_refused(run, tmp_path):
+@pytest.mark.parametrize("on_start", [False, True])
+def test_a_run_that_learned_nothing_stays_refused(run, tmp_path, on_start):
     """The last rows alone bear loss, and the run ends before it comes to them."""
     rows, keys = [LONG] * 12 + [SHORT] * 2, {"data_pipeline": "streaming", "enable_checkpointing": True}
+    keys["save_checkpoint_on_start"] = on_start
     for _ in range(2):
         code, output = run(rows, steps=4, checkpoint_period=2, run_name="x", **keys)
         assert code == 1, output
         assert "0 tokens bear loss in the 2 batches of this run" in output
-    assert not any(path.name.isdecimal() for path in (tmp_path / "runs/x/checkpoints").iterdir())
+    saved = {path.name for path in (tmp_path / "runs/x/checkpoints").iterdir() if path.name.isdecimal()}
+    assert saved == ({"0"} if on_start else set())
 
 
 @pytest.mark.parametrize(
-    ("tokens", "resumed", "stops"), [([0, 0], False, True), ([0, 3], False, False), ([0, 0], True, False)]
+    ("tokens", "before", "sigterm", "stops"),
+    [
+        ([0, 0], 0, False, True),
+        ([0, 3], 0, False, False),
+        ([0, 0], 1, False, False),
+        ([0], 0, True, False),
+    ],
 )
-def test_a_run_whose_batches_bear_no_loss_is_stopped(tokens, resumed, stops):
-    """Of a resumed run other batches may have."""
-    left = iter(tokens)
+def test_a_run_whose_batches_bear_no_loss_is_stopped(tokens, before, sigterm, stops, monkeypatch):
+    """Of a resumed run other batches may have. At SIGTERM nothing is wrong, and there is nothing to save."""
+    left, saves = iter(tokens), []
 
     def step(leaves, batch):
         count = next(left)
+        if sigterm:
+            signal.raise_signal(signal.SIGTERM)
         values = {
             "loss": 1.0 if count else math.nan,
             "grad_norm": 1.0,
@@ -100,11 +112,13 @@ def test_a_run_whose_batches_bear_no_loss_is_stopped(tokens, resumed, stops):
         }
         return leaves, {name: np.asarray(value) for name, value in values.items()}
 
-    built = build(load(arguments("nnx", steps=2)).config, jax.devices()[:1])
+    monkeypatch.setattr(loop, "maybe_save_checkpoint", lambda *args, force, **rest: saves.append(force))
+    built = build(load(arguments("nnx", steps=before + 2)).config, jax.devices()[:1])
     dataset = open_dataset(built.config, print)
     rows = []
     reports = Reports(rows.append, lambda row: None, lambda: None)
-    started = Start([], resumed=resumed)
+    started = Start([], updates=before, resumed=before > 0)
     with pytest.raises(RunStopped, match=r"0 tokens bear loss in the 2 batches") if stops else contextlib.nullcontext():
         fit(built, step, started, dataset, reports)
     assert [row["tokens"] for row in rows] == tokens
+    assert not any(saves)

@@ -96,6 +96,8 @@ class _Log(logging.Filter):
     error: Exception | None = None
 
     def filter(self, record: logging.LogRecord) -> bool:
+        if "orbax" not in record.pathname:  # absl's logger is that of other libraries too
+            return True
         error = record.exc_info[1] if record.exc_info else None
         if self.error is None and isinstance(error, Exception) and _of_disk(error):
             self.error = error

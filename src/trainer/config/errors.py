@@ -1,6 +1,5 @@
 """User errors, and how entry points report them."""
 
-import _thread
 import contextlib
 import difflib
 import functools
@@ -11,13 +10,12 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_RETRY_DELAY = 0.01  # seconds
 # The maximum size of a message.
 SCREEN_LINES, SCREEN_COLUMNS = 40, 160
 
@@ -44,13 +42,13 @@ def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
     RunStopped does the same with code 1. Ctrl-C exits with code 130 and a broken pipe (`| head`) with 141, the shell's
     conventions. Other exceptions pass through.
 
-    If Ctrl-C has the system's default action (see `trainer/__init__.py`), it keeps that until `take_interrupts`, and
-    gets it back when `main` ends: the process then ends without waiting for threads.
+    If Ctrl-C has the system's default action (see `trainer/__init__.py`), it keeps that until there is state to close
+    (`take_interrupts`, `runtime.preemption`), and gets it back when `main` ends: the process then ends without waiting
+    for threads.
     """
 
     @functools.wraps(main)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        before = sys.unraisablehook
         default_action = _has_default_action()
         try:
             return main(*args, **kwargs)
@@ -72,7 +70,6 @@ def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
         finally:
             if default_action:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
-                sys.unraisablehook = before
 
     return wrapped
 
@@ -86,19 +83,8 @@ def take_interrupts() -> None:
 
     Call it after JAX is imported, since the exception must not occur during that import.
     """
-    if not _has_default_action():
-        return
-    before = sys.unraisablehook
-
-    def hook(unraisable: Any) -> None:
-        # Python drops an exception in a callback of its garbage collector, which JAX has. Raise it again.
-        if unraisable.exc_type is KeyboardInterrupt:
-            threading.Timer(_RETRY_DELAY, _thread.interrupt_main).start()
-        else:
-            before(unraisable)
-
-    sys.unraisablehook = hook
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if _has_default_action():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _end_as_interrupted() -> None:
@@ -121,7 +107,10 @@ def command_line(argv: Sequence[str] | None) -> list[str]:
     bad = [os.fsencode(word) for word in words if not word.isascii() and _SURROGATE.search(word)]
     if bad:
         raise UserError(
-            "\n  ".join(["the command line must be UTF-8; these words are not:", *(repr(word)[1:] for word in bad)])
+            "\n  ".join(
+                ["the command line must be UTF-8; these words are not:"]
+                + on_one_screen([shortened(repr(word)[1:]) for word in bad])
+            )
         )
     return words
 

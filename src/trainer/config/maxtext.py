@@ -101,7 +101,7 @@ def nearest_name(word: str) -> str | None:
 
 def is_prefix(name: str) -> bool:
     """Whether MaxText has keys `name.something`."""
-    return any(known.startswith(f"{name}.") for known in verdicts())
+    return name in _prefixes()
 
 
 def notes_of(accepted: Sequence[Accepted]) -> list[str]:
@@ -131,6 +131,11 @@ def _list(words: Sequence[str], most: int = 12) -> str:
 
 def _verb(names: Sequence[str]) -> str:
     return "changes" if len(names) == 1 else "change"
+
+
+@functools.cache
+def _prefixes() -> frozenset[str]:
+    return frozenset(name[:i] for name in verdicts() for i, letter in enumerate(name) if letter == ".")
 
 
 @functools.cache

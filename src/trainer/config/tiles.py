@@ -1,6 +1,7 @@
 """The tile sizes of splash attention: the keys sa_*, and what the kernel accepts."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 LANES = 128  # of a TPU register; tile sizes, and so lengths, are multiples of it
@@ -81,7 +82,9 @@ def _largest(whole: int) -> int:
 
 
 def _nearest(size: int, whole: int) -> str:
-    fitting: Sequence[int] = [part for part in range(LANES, whole + 1, LANES) if whole % part == 0]
+    lanes = whole // LANES
+    small = [part for part in range(1, math.isqrt(lanes) + 1) if lanes % part == 0]
+    fitting = sorted({LANES * part for factor in small for part in (factor, lanes // factor)})
     below = [part for part in fitting if part < size]
     above = [part for part in fitting if part > size]
     return " or ".join(map(str, below[-1:] + above[:1]))

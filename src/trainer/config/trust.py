@@ -58,8 +58,12 @@ def _refusal(name: str, value: Any, where: str) -> str:
 
 
 def _root(text: str) -> Path | None:
-    """The run's folder if `text` is its checkpoints folder or anything below it; otherwise the folder itself."""
+    """The run's folder if `text` is its checkpoints folder, or a checkpoint by its number, or anything below that;
+    otherwise the folder itself."""
     if path_problem(text):
         return None
     path = Path(text).expanduser().resolve()
-    return next((folder.parent for folder in (path, *path.parents) if folder.name == "checkpoints"), path)
+    if path.name == "checkpoints":
+        return path.parent
+    checkpoints = (it.parent for it in (path, *path.parents) if it.name.isdecimal() and it.parent.name == "checkpoints")
+    return next((it.parent for it in checkpoints), path)

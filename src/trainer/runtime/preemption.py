@@ -1,9 +1,8 @@
-"""SIGTERM as a request to end after the current step, the same step in all processes."""
+"""SIGTERM as a request to end after the current step, the same step in all processes; and Ctrl-C."""
 
 import contextlib
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType, TracebackType
@@ -14,6 +13,8 @@ EXIT_CODE = 143  # what a shell reports of a process that SIGTERM ended: 128 + 1
 
 class Preemption:
     """A context in which SIGTERM only requests the end of the run. Outside of it SIGTERM ends a single process at once.
+
+    Ctrl-C raises KeyboardInterrupt in it. Outside, if it has the system's default action, it ends the process at once.
 
     With several processes, JAX handles the signal from `jax.distributed.initialize` on, and a signal to one process is
     a request to all.
@@ -26,6 +27,7 @@ class Preemption:
         import jax
 
         self.requested = False
+        self._interrupted = False
         self._alone = jax.process_count() == 1
 
     def check(self, updates: int) -> bool:
@@ -33,7 +35,13 @@ class Preemption:
 
         It is cheap. JAX synchronizes at one more than the largest number that any process has passed. Orbax also passes
         a number when it saves, which is `updates`, so `updates + 1` is always the next number.
+
+        Raises:
+          KeyboardInterrupt: there was a Ctrl-C whose exception was lost: Python drops it in a callback of its garbage
+            collector, and JAX has one.
         """
+        if self._interrupted:
+            raise KeyboardInterrupt
         if not self._alone and not self.requested:
             from jax.experimental.multihost_utils import reached_preemption_sync_point
 
@@ -46,6 +54,9 @@ class Preemption:
     def __enter__(self) -> Self:
         if self._alone:
             self._before: Any = signal.signal(signal.SIGTERM, self._request)
+        self._takes_sigint = signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+        if self._takes_sigint:
+            signal.signal(signal.SIGINT, self._interrupt)
         return self
 
     def __exit__(
@@ -53,6 +64,12 @@ class Preemption:
     ) -> None:
         if self._alone:
             signal.signal(signal.SIGTERM, self._before)
+        if self._takes_sigint:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._interrupted = True
+        raise KeyboardInterrupt
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
@@ -62,9 +79,9 @@ class Preemption:
 def ends_at_sigterm(text: str) -> Iterator[None]:
     """A context in which SIGTERM prints `text` and ends the process at once, with `EXIT_CODE`.
 
-    For compilations, which may take minutes: a Python signal handler, or an exception, would wait for their end. So the
-    signal wakes a thread through a file descriptor, and the thread ends the process. With several processes, JAX
-    handles the signal, and this context does nothing.
+    For compilations, which may take minutes: with some backends a Python signal handler, or an exception, would wait
+    for their end. So the signal wakes a thread through a file descriptor, and the thread ends the process. With several
+    processes, JAX handles the signal, and this context does nothing.
     """
     import jax
 
@@ -73,15 +90,15 @@ def ends_at_sigterm(text: str) -> Iterator[None]:
         return
     received, sent = os.pipe()
     os.set_blocking(sent, False)
-    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
     fd_before = signal.set_wakeup_fd(sent)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
     thread = threading.Thread(target=_exit_at_sigterm, args=(received, text), daemon=True)
     thread.start()
     try:
         yield
     finally:
-        signal.set_wakeup_fd(fd_before)
         signal.signal(signal.SIGTERM, before)
+        signal.set_wakeup_fd(fd_before)
         os.close(sent)
         thread.join()
         os.close(received)
@@ -90,6 +107,7 @@ def ends_at_sigterm(text: str) -> Iterator[None]:
 def _exit_at_sigterm(received: int, text: str) -> None:
     while number := os.read(received, 1):
         if number[0] == signal.SIGTERM:
-            print(text, flush=True)
-            sys.stderr.flush()
-            os._exit(EXIT_CODE)
+            try:
+                print(text, flush=True)
+            finally:  # also if nobody reads the output any more
+                os._exit(EXIT_CODE)

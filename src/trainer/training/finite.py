@@ -33,10 +33,10 @@ def check_finite(config: Any, row: Mapping[str, Any], batch: str, not_finite: Ca
     its_batch = f"Its batch is {batch} (data_shuffle_seed={config.data_shuffle_seed})"
     if not lost:
         found = " and ".join(f"{name} {value}" for name, value in bad.items())
+        accepting = " and ".join(f"{key}=false" for key in keys)
         raise RunStopped(
             f"step {row['step']}: {found}. {its_batch}. The update was left out, and the checkpoints are as they were. "
-            f"Lower learning_rate, or set {' and '.join(f'{key}=false' for key in keys)} to leave such updates out and "
-            "go on"
+            f"Lower learning_rate under another run_name, or set {accepting} to leave such updates out and go on"
         )
     first, *others = not_finite()
     where = f"{first} and {len(others)} more arrays" if others else first
@@ -48,7 +48,8 @@ def check_finite(config: Any, row: Mapping[str, Any], batch: str, not_finite: Ca
     raise RunStopped(
         f"step {row['step']}: loss {row['loss']:.6g} and grad_norm {row['grad_norm']:.6g} are finite, and the update "
         f"with learning_rate {row['learning_rate']:.6g} is not: {where}. {its_batch}. No checkpoint holds this update. "
-        "Lower learning_rate or raise adam_eps"
+        f"Lower learning_rate{' or raise adam_eps' if config.opt_type == 'adamw' else ''} under another run_name; "
+        "load_full_state_path starts it from a checkpoint of this run"
     )
 
 

@@ -76,8 +76,8 @@ def fit(
       source: opens what gives the batches; by default they are loaded ahead from `dataset`.
 
     Raises:
-      RunStopped: a loss, gradient or update is not finite, and the configuration says to stop then; or no batch of a
-        new run, or of an evaluation, has a token that bears loss.
+      RunStopped: a loss or gradient is not finite, and the configuration says to stop then; an update is not finite; or
+        no batch of a new run, or of an evaluation, has a token that bears loss.
     """
     steps = run.config.steps
     with Preemption() as preemption, (source or _LoadedAhead)(run, dataset, start) as batches:
@@ -95,10 +95,10 @@ def fit(
                 loop.evaluate_if_due()
                 loop.save()
             loop.reader.flush()
-        if preemption.check(loop.done):
-            loop.save(force=True)
-        else:
+        if not preemption.check(loop.done):
             loop.check_tokens()
+        elif not loop.untrained:
+            loop.save(force=True)
         if manager is not None:
             manager.wait()  # a second SIGTERM shall not end the process within the save that the first one asked for
     return End(loop.state, preempted=preemption.requested and (loop.done < steps or not loop.evaluated))
@@ -186,12 +186,17 @@ class _Loop:
             before=self._before_saving,
         )
 
+    @property
+    def untrained(self) -> bool:
+        """Whether no batch of a new run has had a token that bears loss: no update was made."""
+        resumed = self._start.resumed and self._start.updates > 0
+        return self.done > self._start.updates and not resumed and not self.reader.tokens
+
     def check_tokens(self) -> None:
-        """Stops a new run whose batches so far had no token that bears loss: no update was made. It has no checkpoint
-        from which the same command could go on and call itself finished."""
-        updates = self.done - self._start.updates
-        if updates and not (self._start.resumed or self.reader.tokens):
-            raise RunStopped(_NO_TOKENS.format(count=updates))
+        """Stops a run that is `untrained`. It has no checkpoint from which the same command could go on and call itself
+        finished."""
+        if self.untrained:
+            raise RunStopped(_NO_TOKENS.format(count=self.done - self._start.updates))
 
     def _before_saving(self) -> Mapping[str, float]:
         self.reader.flush()

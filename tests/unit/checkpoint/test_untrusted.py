@@ -261,6 +261,9 @@ def test_the_yml_of_the_folder_that_a_run_starts_from_is_data(tmp_path, monkeypa
         assert "compiled_trainstep_file=step.bin (theirs/config.yml:3)" in message
         load([theirs, f"{key}={path}", "decoder_block=a:B", "compiled_trainstep_file="])
         load([mine, f"{key}={path}"])
+    # Any folder may be called checkpoints; a run's has folders with numbers.
+    load([theirs, f"{key}=checkpoints/llama"])
+    load([mine, f"{key}={tmp_path}/checkpoints/llama"])
     # Through a parent it comes from there all the same.
     Path("child.yml").write_text(f"base_config: {theirs}\n")
     assert "code that a folder names" in refusal(load, ["child.yml", f"{key}=theirs"])

@@ -1,8 +1,10 @@
 """Tiles of splash attention: what is chosen, what is refused before anything is compiled, and where they act."""
 
+import time
+
 import pytest
 
-from trainer.config import UserError, load, resolve, schema
+from trainer.config import UserError, load, resolve, schema, tiles
 from trainer.config.effects import without_effect_here
 from trainer.config.resume import LAYOUT
 from trainer.config.step_keys import step_keys
@@ -108,3 +110,11 @@ def test_the_fused_kernel_has_no_tiles_of_dq():
     config = resolve(loaded.config, device_count=1, platform="tpu")
     (line,) = without_effect_here(config, loaded.changed)
     assert line.startswith("sa_block_q_dq=256 (command line) has no effect: with sa_use_fused_bwd_kernel=true")
+
+
+def test_the_nearest_sizes_of_a_long_row_are_found_at_once():
+    started = time.perf_counter()
+    assert tiles._nearest(100, 2147483520) == "128"
+    assert tiles._nearest(2147483519, 2147483520) == "715827840 or 2147483520"
+    assert [tiles._nearest(size, 128 * 36) for size in (129, 128 * 5, 10**6)] == ["128 or 256", "512 or 768", "4608"]
+    assert time.perf_counter() - started < 1  # one by one they take seconds

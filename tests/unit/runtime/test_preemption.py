@@ -1,5 +1,6 @@
 """SIGTERM as a request."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -76,3 +77,35 @@ def test_no_signal_leaves_nothing_behind(capsys):
     assert threading.active_count() == threads
     assert signal.set_wakeup_fd(-1) == -1
     assert capsys.readouterr().out == ""
+
+
+def test_a_signal_in_a_compilation_ends_it_though_nobody_reads_the_output():
+    code = (
+        "import os, signal, threading; from trainer.runtime.preemption import ends_at_sigterm\n"
+        "with ends_at_sigterm('x'): os.close(1); os.kill(os.getpid(), signal.SIGTERM); threading.Event().wait(60)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode == EXIT_CODE
+
+
+@pytest.fixture
+def sigint_of_the_system():
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    yield
+    assert signal.signal(signal.SIGINT, before) is signal.SIG_DFL
+
+
+@pytest.mark.usefixtures("sigint_of_the_system")
+def test_ctrl_c_is_an_exception_inside_and_is_not_lost():
+    """Python drops the exception if it comes in a callback of its garbage collector."""
+    with Preemption() as preemption:
+        with contextlib.suppress(KeyboardInterrupt):  # dropped
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            preemption.check(1)
+
+
+def test_ctrl_c_stays_with_a_program_that_has_a_handler():
+    handler = signal.getsignal(signal.SIGINT)
+    with Preemption():
+        assert signal.getsignal(signal.SIGINT) is handler

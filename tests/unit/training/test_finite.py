@@ -19,7 +19,8 @@ KEYS = ("abort_on_nan_loss", "abort_on_inf_loss")
 
 def said(row, nan=True, inf=True, names=("params/a",)):
     """The message, or None."""
-    config = ml_collections.ConfigDict(dict(zip(KEYS, (nan, inf), strict=True)) | {"data_shuffle_seed": 0})
+    others = {"data_shuffle_seed": 0, "opt_type": "adamw"}
+    config = ml_collections.ConfigDict(dict(zip(KEYS, (nan, inf), strict=True)) | others)
     try:
         check_finite(config, ROW | row, "number 8", lambda: list(names))
     except RunStopped as stopped:
@@ -35,7 +36,8 @@ def test_a_step_that_is_finite_is_no_reason_to_look_at_the_state():
 def test_the_loss_and_the_gradient():
     assert said({"loss": math.nan, "skipped": 1}) == (
         "step 7: loss nan. Its batch is number 8 (data_shuffle_seed=0). The update was left out, and the checkpoints "
-        "are as they were. Lower learning_rate, or set abort_on_nan_loss=false to leave such updates out and go on"
+        "are as they were. Lower learning_rate under another run_name, or set abort_on_nan_loss=false to leave such "
+        "updates out and go on"
     )
     both = said({"loss": math.nan, "grad_norm": math.inf, "skipped": 1})
     assert both.startswith("step 7: loss nan and grad_norm inf. Its batch")
@@ -47,7 +49,8 @@ def test_the_update_alone(stop):
     assert said(LOST, stop, stop, ["params/a", "params/b"]) == (
         "step 7: loss 2.5 and grad_norm 1.25 are finite, and the update with learning_rate 0.001 is not: params/a and "
         "1 more arrays. Its batch is number 8 (data_shuffle_seed=0). No checkpoint holds this update. Lower "
-        "learning_rate or raise adam_eps"
+        "learning_rate or raise adam_eps under another run_name; load_full_state_path starts it from a checkpoint of "
+        "this run"
     )
 
 
