@@ -15,6 +15,11 @@ from trainer.products import plain, product
 
 DTYPES = {"dtype": jnp.float32, "weight_dtype": jnp.float32}
 B, T, E = 2, 3, 8
+NAMES = {
+    "attention": {("embed", "q_heads", "kv"), ("embed", "kv_heads", "kv_head_dim"), ("heads", "kv", "embed")},
+    "mlp": {("embed", "mlp"), ("mlp", "embed")},
+    "embed": {("embed", "vocab")},  # as the head multiplies by the table
+}
 
 
 class Recorded:
@@ -66,6 +71,7 @@ def test_another_product_is_used_for_every_matrix(name):
     matrices = [v for v in jax.tree.leaves(nnx.to_pure_dict(nnx.state(layer, nnx.Param))) if v.ndim > 1]
     assert len(make.met) == len(matrices)
     assert all(fits for _, fits in make.met)
+    assert {names for names, _ in make.met} == NAMES[name]
     layer, call = layers(plain)[name]
     rounded = jax.tree.map(lambda v: jnp.round(4 * v), nnx.state(layer, nnx.Param))
     nnx.update(layer, rounded)
