@@ -61,7 +61,7 @@ def test_the_blocks_that_the_kernel_visits_grow_with_the_window_and_not_with_the
 
 def test_what_splash_does_not_support_is_refused():
     args = inputs(1, 256, 1, 1, 128)
-    with pytest.raises(ValueError, match="no dropout"):
+    with pytest.raises(ValueError, match="does not support dropout"):
         interpreted(*args, Dropout(jax.random.key(0), jnp.arange(1), 0.1))
     with pytest.raises(ValueError, match="multiple of 128, not 200"):
         interpreted(*inputs(1, 200, 1, 1, 128))
