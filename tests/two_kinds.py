@@ -44,11 +44,3 @@ def stacks(config):
 
 
 family = Family(stacks, lambda config, keys: 1000.0, projections=("shifted",), axes={"shifted": ("tensor",)})
-
-
-def wrong_stacks(config):
-    """Two stacks of one name."""
-    return [Stack("layers", (Shift,), 1)] * 2
-
-
-wrong = Family(wrong_stacks)

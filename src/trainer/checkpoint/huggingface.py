@@ -46,7 +46,8 @@ class HuggingFaceSource:
 
     def leaves(self, config: Any, shapes: Shapes) -> dict[str, Leaf]:
         """See `Source.leaves`."""
-        layouts = hugging_face(config.decoder_block).layouts
+        places = {name: place(stacks(config), name) for name in shapes}
+        layouts = layouts_of(config, places)
         layers = config.base_num_decoder_layers
         if layers > len(self._tensors):  # before as many names are made
             raise UserError(f"{self.path}: {len(self._tensors)} tensors, too few for num_hidden_layers={layers}")
@@ -54,11 +55,10 @@ class HuggingFaceSource:
             name: (tensor.shape, tensor.dtype.name if tensor.kind in DTYPES else tensor.kind)
             for name, tensor in self._tensors.items()
         }
-        places = {name: place(stacks(config), name) for name in shapes}
         wanted = dict(
             tensor for name, shape in shapes.items() for tensor in tensors_of(layouts[name], places[name], shape)
         )
-        head = layouts["decoder/logits_dense/kernel"].name
+        head = layouts["decoder/logits_dense/kernel"].name if "decoder/logits_dense/kernel" in layouts else ""
         table = layouts["token_embedder/embedding"].name
         tied = config.logits_via_embedding and head in found and found[head] == found.get(table)
         if tied:
@@ -107,6 +107,23 @@ def _read(tensor: StoredTensor, layout: Layout, shape: tuple[int, ...], box: Box
     sizes = tuple(cut.stop - cut.start for cut in wide)
     value = layout.to_ours(tensor.read(layout.box(shape, wide)), sizes, interleave)
     return value[within(box, wide)]
+
+
+def layouts_of(config: Any, places: Mapping[str, Place | None]) -> Mapping[str, Layout]:
+    """The family's layouts, checked for the parameters `places`, by canonical name.
+
+    Raises:
+      UserError: the parameters that have no layout, or one whose name cannot be that of their tensors.
+    """
+    layouts = hugging_face(config.decoder_block).layouts
+    problems = [f"{name}: no Layout" for name in places if name not in layouts]
+    for name in places.keys() & layouts.keys():
+        if "{}" not in layouts[name].name and places[name] is not None:
+            problems.append(f"{name}: {layouts[name].name} has no {{}} for the number of the layer")
+    if problems:
+        head = f"decoder_block={config.decoder_block}: Hugging Face layouts:"
+        raise UserError("\n  ".join([head, *sorted(problems)]))
+    return layouts
 
 
 def tensors_of(layout: Layout, where: Place | None, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:

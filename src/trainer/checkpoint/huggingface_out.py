@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from trainer.checkpoint.huggingface import INDEX, tensors_of
+from trainer.checkpoint.huggingface import INDEX, layouts_of, tensors_of
 from trainer.checkpoint.params_out import target_dtypes
 from trainer.checkpoint.safetensors_file import SafetensorsFile, Tensors
 from trainer.checkpoint.source import Leaf, Tick, progress
-from trainer.models.families import Place, hugging_face, place, stacks
+from trainer.models.families import Place, place, stacks
 from trainer.models.huggingface import Layout
 from trainer.models.huggingface_config import config_json
 
@@ -36,14 +36,14 @@ def write_huggingface(
       shard_bytes: at most so many bytes of tensors go into one file, unless one tensor is larger.
 
     Raises:
-      UserError: the model has what Hugging Face's architecture has no word for; or see `target_dtypes`.
+      UserError: config.json or the family's Layouts cannot express the model; or see `target_dtypes`.
     """
-    layouts = hugging_face(config.decoder_block).layouts
+    places = {name: place(stacks(config), name) for name in leaves}
+    layouts = layouts_of(config, places)
     dtypes = target_dtypes(leaves, dtype)
     data = config_json(config, dtypes["token_embedder/embedding"].name, neutral)
     (folder / "config.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
-    places = {name: place(stacks(config), name) for name in leaves}
     names = {name: tensors_of(layouts[name], places[name], leaf.shape) for name, leaf in leaves.items()}
     shards = _shards(_in_order({name: (places[name], names[name], dtypes[name]) for name in leaves}), shard_bytes)
     with contextlib.ExitStack() as stack:

@@ -18,9 +18,10 @@ import numpy as np
 from trainer.checkpoint import orbax
 from trainer.checkpoint.description import ORDER, read_model_yaml
 from trainer.checkpoint.source import Leaf, Shapes, check_tensors
+from trainer.config import UserError
 from trainer.config.json_files import read_object
-from trainer.models.families import hugging_face
-from trainer.models.huggingface import halves_of_pairs, pairs_of_halves
+from trainer.models.families import family
+from trainer.models.huggingface import Layout, halves_of_pairs, pairs_of_halves
 from trainer.models.huggingface_fields import neutral_keys
 
 TREE = "checkpoint"
@@ -61,9 +62,17 @@ class ParamsSource:
         check_tensors(found, shapes, str(self.path))
         turned: set[str] = set()
         if self.keys[ORDER] != config[ORDER]:
-            turned = {name for name, layout in hugging_face(config.decoder_block).layouts.items() if layout.turned}
+            turned = {name for name, layout in self._layouts(config).items() if layout.turned}
         turn = pairs_of_halves if config[ORDER] else halves_of_pairs
         return {name: self._leaf(name, shape, turn if name in turned else None) for name, shape in shapes.items()}
+
+    def _layouts(self, config: Any) -> Mapping[str, Layout]:
+        if (tables := family(config.decoder_block).hugging_face) is None:
+            raise UserError(
+                f"{self.path}: saved with {ORDER}={self.keys[ORDER]}, and {ORDER}={config[ORDER]} is given: "
+                f"decoder_block={config.decoder_block} declares no Layouts, so which parameters to reorder is unknown"
+            )
+        return tables.layouts
 
     def _leaf(self, name: str, shape: tuple[int, ...], turn: Any) -> Leaf:
         tree, path = self._tree, _ROOT + name

@@ -28,7 +28,7 @@ OPS = {
     "splash": splash_attention,
     "cudnn_flash_jax": cudnn_attention,
 }
-# Kernels that the compiler can not split: each device runs them on its own rows and heads.
+# Kernels that the compiler cannot split: each device runs them on its own rows and heads.
 KERNELS = ("splash", "cudnn_flash_jax")
 
 QUERY_ROWS = sharding.Axes(("activation_batch", "activation_q_length"))
@@ -94,10 +94,10 @@ class Attention(nnx.Module):
         cache: Cache | None,
         context: Context,
     ) -> tuple[jax.Array, Cache | None]:
-        """Attend within each segment to positions not beyond one's own: [b, t, e] and the cache with them added.
+        """Causal attention within each segment: [b, t, e], and the cache with these positions added.
 
-        With a cache, each row holds one segment, whose keys and values are written to their positions. Where earlier
-        ones lie in it, queries see all places up to their own.
+        With a cache, each row holds one segment, whose keys and values are written to their positions. If the cache is
+        `filled`, queries attend to all positions up to their own.
         """
         position_bt, segment_bt = context.positions, context.segments
         x_bte = sharding.constrain(x_bte, INPUT)
@@ -111,12 +111,12 @@ class Attention(nnx.Module):
         op, mask = self.op, Mask(position_bt, position_bt, segment_bt, segment_bt)
         if cache is not None:
             cache = cache.write(KVCache(keys, values), position_bt, segment_bt)
-        if cache is not None and cache.begun:
+        if cache is not None and cache.filled:
             keys, values = cache.read()
             places = jnp.broadcast_to(jnp.arange(keys.shape[1]), keys.shape[:2])
             segment = jnp.broadcast_to(segment_bt.max(axis=1, keepdims=True), places.shape)
             mask = Mask(position_bt, places, segment_bt, segment)
-            op = "dot_product"  # the others take keys to stand where their queries stand
+            op = "dot_product"  # the others require keys and queries at the same positions
 
         drop = None
         if context.key is not None and self.dropout_rate:
@@ -128,7 +128,7 @@ class Attention(nnx.Module):
         if op in KERNELS:
             attend = sharding.shard_mapped(attend, (QUERIES, KEYS, KEYS, MASK), QUERIES, check=False)
         attended = attend(queries, keys, values, mask)
-        if op != "splash":  # which names it itself, with what else its backward pass needs
+        if op != "splash":  # splash names it itself, with the other residuals of its backward pass
             attended = checkpoint_name(attended, "context")
         out = self.out(attended, RESIDUAL)
         return checkpoint_name(out, "out_proj"), cache

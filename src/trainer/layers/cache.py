@@ -1,8 +1,8 @@
-"""Caches: what blocks keep of earlier positions while a text is sampled.
+"""Caches: what blocks keep of earlier positions during sampling.
 
-A block makes its own, `block.init_cache(rows, length)`: a pytree of arrays [b, length, ...] (or of other entries that
-begin with the rows). A stack holds those of all its layers as one, with the layers first, and hands each block a view.
-A write changes the places that are written and nothing else, so that a loop over tokens updates its caches in place.
+A block makes its own, `block.init_cache(rows, length)`: a pytree of arrays [b, length, ...] (or of other arrays whose
+first axis is the rows). A stack holds those of all its layers stacked on axis 0, and gives each block a view.
+A write changes only the positions that are written, so that a loop over tokens updates its caches in place.
 """
 
 import dataclasses
@@ -20,21 +20,21 @@ class Cache:
 
     Attributes:
       entries: arrays [layers, b, ...] of a stack; those of all stacks by name.
-      layer: whose part of them this is.
-      begun: earlier positions lie in it. Where they do not, a call sees nothing but its own tokens: attention is then
-        that of training, by any op.
+      layer: the index of the layer that this view belongs to.
+      filled: it contains earlier positions. Otherwise a call sees only its own tokens, so attention is that of
+        training, by any op.
     """
 
     entries: Any
     layer: Any = None
-    begun: bool = dataclasses.field(default=False, metadata={"static": True})
+    filled: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def read(self) -> Any:
         """This layer's arrays, [b, ...] each."""
         return jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, self.layer, keepdims=False), self.entries)
 
     def replace(self, entries: Any) -> "Cache":
-        """With other arrays [b, ...] for this layer."""
+        """The cache with `entries`, arrays [b, ...], for this layer."""
 
         def update(array: jax.Array, new: jax.Array) -> jax.Array:
             return jax.lax.dynamic_update_index_in_dim(array, new.astype(array.dtype), self.layer, 0)
@@ -42,7 +42,8 @@ class Cache:
         return dataclasses.replace(self, entries=jax.tree.map(update, self.entries, entries))
 
     def write(self, entries: Any, place_bt: jax.Array, segment_bt: jax.Array) -> "Cache":
-        """With entries [b, t, ...] at the places `place_bt` of this layer's arrays; padding (segment 0) writes none."""
+        """The cache with `entries` [b, t, ...] at positions `place_bt` of this layer; padding (segment 0) is not
+        written."""
 
         row_b1 = jnp.arange(place_bt.shape[0])[:, None]
 

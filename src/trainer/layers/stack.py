@@ -1,7 +1,7 @@
-"""Stacks of blocks: the loop over layers and its rematerialization live here alone.
+"""Stacks of blocks: the loop over layers and its rematerialization.
 
-A decoder is a list of stacks, each with its parameters stacked on axis 0 and a loop of its own. They are stacked
-whether the loop is rolled or not, so `scan` decides how the loop is compiled and not what a parameter is called.
+A decoder is a list of stacks. Each has its own loop, and its parameters are stacked on axis 0 whether the loop is
+rolled or unrolled: `scan` decides how the loop is compiled, not the names of parameters.
 """
 
 import functools
@@ -41,14 +41,15 @@ class Stack:
         return self.count * len(self.blocks)
 
     @property
-    def children(self) -> list[str]:
-        """The name of each block of a pattern; "" where there is one block, which has none."""
-        return [""] if len(self.blocks) == 1 else [f"layers_{i}" for i in range(len(self.blocks))]
+    def paths(self) -> list[str]:
+        """The path of each block's parameters in the decoder: name, or name/layers_0, name/layers_1, ..."""
+        return [self.name] if len(self.blocks) == 1 else [f"{self.name}/layers_{i}" for i in range(len(self.blocks))]
 
-    @property
-    def prefixes(self) -> list[str]:
-        """What the names of each block begin with below `name`."""
-        return [f"{child}/" if child else "" for child in self.children]
+    def modules(self, module: Any) -> list[Any]:
+        """The module of each block in `module`, that of the stack."""
+        if len(self.blocks) == 1:
+            return [module]
+        return [getattr(module, f"layers_{i}") for i in range(len(self.blocks))]
 
 
 class Pattern(nnx.Module):
@@ -73,9 +74,9 @@ def make_stack(blocks: Sequence[MakeBlock], count: int, rngs: nnx.Rngs) -> nnx.M
 
 @jax.custom_vjp
 def _in_order(leaf: jax.Array) -> jax.Array:
-    """`leaf` with its axes in memory as they are written; its gradient may lie as it likes.
+    """`leaf` with its axes in row-major order in memory; the layout of its gradient is free.
 
-    In that order the gradient of a matrix that has 16 columns on a device would be padded to eight times its size.
+    In row-major order, the gradient of a matrix with 16 columns per device would be padded to eight times its size.
     """
     return with_layout_constraint(leaf, Layout(tuple(range(leaf.ndim))))
 
@@ -84,12 +85,12 @@ _in_order.defvjp(lambda leaf: (_in_order(leaf), None), lambda _, gradient: (grad
 
 
 def cast_in_loop(block: Any, index: jax.Array, dtype: jnp.dtype) -> Any:
-    """`block`, a module or its state, with the same values, whose matrices can not be cast to `dtype` for all layers.
+    """`block`, a module or its state, with the same values, so that XLA cannot move casts to `dtype` out of the loop.
 
-    In a loop over stacked float32 weights that are cast to bfloat16 inside, XLA's TPU compiler casts all layers before
-    the loop and holds them through the step, and turns their order in memory into the one that the products inside
-    like, in float32. A cast of what depends on the loop's `index` stays where it is, and the order is fixed here. A
-    product with one is exact, so this changes no bit.
+    If a loop over stacked float32 weights casts them to bfloat16 inside, XLA's TPU compiler casts all layers before the
+    loop, keeps them through the step, and transposes them in float32 to the layout that the products inside prefer.
+    Here the cast value depends on the loop's `index`, so it stays inside, and the layout is fixed. A product with one
+    is exact, so no bit changes.
     """
     one = jnp.where(index < 0, 0.0, 1.0)
 
@@ -102,21 +103,21 @@ def cast_in_loop(block: Any, index: jax.Array, dtype: jnp.dtype) -> Any:
 
 
 class Loop(NamedTuple):
-    """What a loop over the layers of a stack is given, whichever module system holds its blocks.
+    """The arguments of a loop over the layers of a stack, the same for NNX and Linen.
 
     Attributes:
-      stack: which one.
-      first: the number of its first layer among those of the model.
-      context: what every block gets; layer i of the model gets `context.at(i)`.
+      stack: the stack.
+      first: the number of its first layer in the model.
+      context: layer i of the model gets `context.at(i)`.
       types: sown types to capture.
-      begun: see `layers.cache`.
+      filled: see `layers.cache`.
     """
 
     stack: Stack
     first: int
     context: Context
     types: tuple[type[nnx.Variable], ...] = ()
-    begun: bool = False
+    filled: bool = False
 
     def numbers(self) -> list[jax.Array]:
         """For each block of the pattern, the numbers [count] of its layers."""
@@ -131,21 +132,21 @@ class Loop(NamedTuple):
         x = checkpoint_name(x, LAYER_INPUT)
         cache = None
         if entries is not None:
-            cache = Cache(entries, (number - self.first) // len(self.stack.blocks), self.begun)
+            cache = Cache(entries, (number - self.first) // len(self.stack.blocks), self.filled)
         (x, cache), sown = call(x, cache, self.context.at(number))
         return x, None if cache is None else cache.entries, with_output(sown, self.types, x)
 
     def turn(self, layers: Sequence[Callable[..., Any]], carry: tuple[Any, Any], numbers: Any) -> tuple[Any, Sown]:
-        """One turn of the loop, which carries x and the caches: each of `layers`, `(x, entries, number)` as `layer`
-        has them, after the other."""
+        """One iteration of the loop, which carries x and the caches: runs `layers`, each called as
+        `layer(x, entries, number)`, in order."""
         x, entries = carry
         after: list[Any] = []
         sown: dict[str, dict[str, jax.Array]] = {it.__name__: {} for it in self.types}
-        for layer, prefix, cache, number in zip(layers, self.stack.prefixes, entries, numbers, strict=True):
+        for layer, block, cache, number in zip(layers, self.stack.paths, entries, numbers, strict=True):
             x, cache, found = layer(x, cache, number)
             after.append(cache)
             for name, values in found.items():
-                sown[name] |= {prefix + path: value for path, value in values.items()}
+                sown[name] |= {f"{block}/{path}": value for path, value in values.items()}
         return (x, after), sown
 
 
@@ -160,7 +161,7 @@ def run_stack(
     remat: Policy | None,
     cast_inside: bool = False,
 ) -> tuple[jax.Array, Sequence[Any], Sown]:
-    """Apply the layers of a stack one after the other.
+    """Apply the layers of a stack in order.
 
     Args:
       apply: for each block of the pattern, `apply(variables, x, cache, context) -> (x, cache), sown` of one layer.
@@ -169,10 +170,10 @@ def run_stack(
       entries: the stacked cache of each, or None.
       scan: roll the loop, or unroll it.
       remat: what each layer keeps for its backward pass (`layers.remat.make_policy`); None: everything.
-      cast_inside: let a rolled loop cast its weights inside (`cast_in_loop`).
+      cast_inside: a rolled loop casts its weights inside (`cast_in_loop`).
 
     Returns:
-      the last block's x, the new caches, and what was sown, with a leading axis of turns.
+      the last block's x, the new caches, and the sown values with a leading axis of iterations.
     """
 
     def bound(block: Callable[..., Any]) -> Callable[..., Any]:
@@ -181,7 +182,7 @@ def run_stack(
                 variables = cast_in_loop(variables, number, x.dtype)
             return loop.layer(lambda *args: block(variables, *args), x, entries, number)
 
-        # Each layer by itself, so that the backward pass of a pattern holds one layer's temporaries.
+        # Each layer separately, so that the backward pass of a pattern holds the temporaries of one layer.
         return layer if remat is None else jax.checkpoint(layer, prevent_cse=not scan, policy=remat)
 
     layers = [bound(block) for block in apply]
@@ -196,17 +197,17 @@ def run_stack(
         return x, entries, sown
     outputs = []
     for i in range(loop.stack.count):
-        # Cut outside of the checkpointed layer: the backward pass then keeps no second copy of the parameters.
+        # Sliced outside of the checkpointed layer, so that the backward pass keeps no second copy of the parameters.
         carry, output = body(carry, jax.tree.map(lambda a, i=i: a[i], stacked))
         outputs.append(output)
     return *carry, jax.tree.map(lambda *parts: jnp.stack(parts), *outputs)
 
 
 def run_modules(loop: Loop, module: nnx.Module, x: jax.Array, entries: Sequence[Any], **how: Any) -> Any:
-    """`run_stack` of what `make_stack` made."""
-    blocks = [getattr(module, child) if child else module for child in loop.stack.children]
-    # Parameters first, as Linen has them.
-    graphdefs, *variables = zip(*(nnx.split(block, nnx.Param, ...) for block in blocks), strict=True)
+    """`run_stack` of `module`, which `make_stack` made."""
+    # Parameters first, as in Linen.
+    parts = [nnx.split(block, nnx.Param, ...) for block in loop.stack.modules(module)]
+    graphdefs, *variables = zip(*parts, strict=True)
 
     def bound(graphdef: Any) -> Callable[..., Any]:
         return lambda variables, *args: capture(nnx.merge(graphdef, *variables), loop.types)(*args)

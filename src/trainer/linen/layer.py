@@ -13,7 +13,7 @@ from trainer.layers.param import REST
 from trainer.layers.sown import TYPES, Sown, capture
 from trainer.layers.stack import MakeBlock, cast_in_loop
 from trainer.linen.bridge import capturing, to_linen
-from trainer.models.families import block_class, blocks, check_calls, check_state, make_block, refuse_state, stacks
+from trainer.models.families import block_class, blocks, check_calls, check_state, refuse_state, stacks
 from trainer.models.transformer import Types
 from trainer.ops.random import seed_key
 
@@ -22,18 +22,22 @@ COLLECTIONS = ("params", REST)
 
 
 def is_linen(block: MakeBlock) -> bool:
-    """Whether a block is somebody's own Linen module."""
+    """Whether a block is a user's Linen module."""
     return not issubclass(block_class(block), nnx.Module)
 
 
 def make_layer(config: Any, block: MakeBlock, **fields: Any) -> linen.Module:
     """One block. `fields` are those of every Linen module: name, parent."""
     if not is_linen(block):
-        return to_linen(make_block, block, config, **fields)
+        return to_linen(_construct, block, config, **fields)
     if not issubclass(block_class(block), linen.Module):
         raise UserError(f"decoder_block={config.decoder_block}: this is neither an nnx.Module nor a linen.Module")
     check_calls(block, ("config",), config.decoder_block)
     return block(config, **fields)
+
+
+def _construct(block: MakeBlock, config: Any, rngs: nnx.Rngs) -> nnx.Module:
+    return block(config, rngs)  # the bridge passes rngs by keyword, a block takes it by position
 
 
 def check_layer(config: Any) -> None:
@@ -57,8 +61,8 @@ def _check_linen(config: Any, block: MakeBlock) -> None:
 def call_layer(
     block: linen.Module, cast_inside: bool, types: Types, number: jax.Array, x: jax.Array, *args: Any
 ) -> tuple[Any, Sown]:
-    """A layer of the rolled loop: what `block`, a child of the module that runs, gives for `x` and `args`, and what it
-    sowed of `types`. `number` is the layer's; for `cast_inside` see `layers.stack.run_stack`."""
+    """A layer of the rolled loop: the result of `block`, a child of the running module, for `x` and `args`, and the
+    values of `types` that it sowed. `number` is the layer's; for `cast_inside` see `layers.stack.run_stack`."""
     if isinstance(block, bridge.ToLinen):
 
         def in_loop(module, number, x, *args):
@@ -75,10 +79,10 @@ def call_layer(
 
 
 def apply_layer(block: linen.Module, types: Types, variables: Any, *args: Any) -> tuple[Any, Sown]:
-    """The same of a block without a parent, with `variables`, of which the unrolled loop holds no copy.
+    """`call_layer` for a block without a parent, applied to `variables`, so that the unrolled loop holds no copy.
 
-    A Linen block sows into collections of the types' names, and draws dropout from the layer's key, which is also in
-    its context (the last of `args`).
+    A Linen block sows into collections with the names of the types, and draws dropout from the layer's key, which is
+    also in its context (the last of `args`).
     """
     if isinstance(block, bridge.ToLinen):
         return block.apply(variables, *args, nnx_method=capturing(types))
@@ -89,5 +93,5 @@ def apply_layer(block: linen.Module, types: Types, variables: Any, *args: Any) -
 
 
 def _last(sown: dict[str, Any]) -> dict[str, Any]:
-    """Linen's own `sow` makes a tuple of all values of a name; ours keeps the last."""
+    """Linen's default `sow` collects all values of a name in a tuple; `layers.sown` keeps the last."""
     return {path: value[-1] if isinstance(value, tuple) else value for path, value in sown.items()}

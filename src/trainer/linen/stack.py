@@ -18,10 +18,10 @@ from trainer.models.transformer import Types, casts_in_loop, run_stacks
 
 
 def initializing(config: Any) -> ml_collections.FrozenConfigDict:
-    """`config` for an initialization, which Linen traces with one token.
+    """`config` for initialization, which Linen traces with one token.
 
-    Parameters do not depend on the attention op, but kernels refuse such a length, or a row that no mesh splits. Nor
-    do they depend on how the loop is compiled: they are always made by the scan.
+    Parameters do not depend on the attention op, but kernels refuse this length. Nor do they depend on `scan_layers`:
+    the scan always makes them.
     """
     return ml_collections.FrozenConfigDict({**config, "attention": "dot_product", "scan_layers": True})
 
@@ -38,7 +38,7 @@ class Pattern(linen.Module):
 
 
 class Stacks(linen.Module):
-    """The stacks, each with its variables stacked on axis 0 below its name, rolled loop or not."""
+    """The stacks, each with its variables stacked on axis 0 below its name, in a rolled and an unrolled loop."""
 
     config: Any
 
@@ -59,8 +59,7 @@ class Stacks(linen.Module):
             layer = linen.remat(layer, prevent_cse=False, policy=policy)
 
         def turn(module, carry, numbers):
-            blocks = _blocks(loop, module)
-            return loop.turn([functools.partial(layer, block) for block in blocks], carry, numbers)
+            return loop.turn([functools.partial(layer, block) for block in stack.modules(module)], carry, numbers)
 
         scan = linen.scan(
             turn,
@@ -77,15 +76,12 @@ class Stacks(linen.Module):
         return x, entries, sown
 
     def _unroll(self, loop: Loop, x, entries):
-        # The NNX stack's loop, over the variables that linen.scan makes.
+        # The loop of the NNX stack, over the variables that linen.scan makes.
         stack, apply, variables = loop.stack, [], []
         held = {name: part[stack.name] for name, part in linen.unbox(self.variables).items() if stack.name in part}
-        for block, child in zip(stack.blocks, stack.children, strict=True):
+        for block, path in zip(stack.blocks, stack.paths, strict=True):
             apply.append(functools.partial(apply_layer, make_layer(self.config, block, parent=None), loop.types))
+            _, _, child = path.partition("/")
             below = {name: part.get(child) for name, part in held.items()} if child else held
             variables.append({name: part for name, part in below.items() if part})
         return run_stack(loop, apply, variables, x, entries, scan=False, remat=remat_policy(self.config))
-
-
-def _blocks(loop: Loop, module: linen.Module) -> list[linen.Module]:
-    return [getattr(module, child) if child else module for child in loop.stack.children]

@@ -1,4 +1,4 @@
-"""The families that there are: those of this package by name, anyone's by import path.
+"""Looks up families: those of this package by name, others by import path.
 
 `decoder_block=package.module:name` names a `Family`, or a class that is a family's only block.
 """
@@ -17,6 +17,7 @@ from flax import nnx
 
 from trainer.config import UserError, linen_stack, make_rules, nearest
 from trainer.config.errors import shortened
+from trainer.config.rules import read_rules
 from trainer.layers.cache import Cache
 from trainer.layers.context import Context
 from trainer.layers.param import Buffer
@@ -30,10 +31,11 @@ FAMILIES = {
     "mistral": "trainer.models.mistral:FAMILY",
     "qwen3": "trainer.models.qwen3:FAMILY",
 }
-# Of a block's call.
+# The arguments of a block's call.
 _ARGUMENTS = ("x", "cache", "context")
-# What lies beside the stacks in a decoder.
-BESIDE = ("config", "decoder_norm", "logits_dense")
+# A decoder's attributes other than its stacks, and with its methods: the names that no stack may have.
+NOT_STACKS = ("config", "decoder_norm", "logits_dense")
+RESERVED = frozenset({*dir(nnx.Module), *NOT_STACKS, "head", "make_layers", "run_layers"})
 
 
 def family(decoder_block: str) -> Family:
@@ -58,8 +60,8 @@ def hugging_face(decoder_block: str) -> HuggingFace:
     """
     if (found := family(decoder_block).hugging_face) is None:
         raise UserError(
-            f"decoder_block={decoder_block} declares no names of Hugging Face: how a checkpoint of Hugging Face or "
-            "MaxText holds its parameters is not known; a run's folder and format=params are read and written"
+            f"decoder_block={decoder_block} declares no names of Hugging Face, so checkpoints of Hugging Face and "
+            "MaxText cannot be read or written; a run's folder and format=params can"
         )
     return found
 
@@ -68,25 +70,44 @@ def stacks(config: Any) -> tuple[Stack, ...]:
     """The stacks of the decoder that `config`, resolved, describes, without empty ones.
 
     Raises:
-      UserError: what is wrong with them or their blocks.
+      UserError: they or their blocks are invalid.
     """
     name = config.decoder_block
-    found = tuple(stack for stack in family(name).stacks(config) if stack.layers)
-    names = [stack.name for stack in found]
-    if not names or len({*names, *BESIDE}) < len(names) + len(BESIDE):
+    declared = family(name).stacks(config)
+    if not isinstance(declared, Sequence) or not all(map(_is_stack, declared)):
         raise UserError(
-            f"decoder_block={name}: a decoder has one stack or more, each with a name of its own and none called "
-            f"{' or '.join(BESIDE)}; found: {', '.join(names) or 'none'}"
+            f"decoder_block={name}: its stacks are not a list of Stack(name, tuple of blocks, count): {declared!r}"
+        )
+    found = tuple(stack for stack in declared if stack.layers)
+    names = [stack.name for stack in found]
+    if not names or len(set(names)) < len(names):
+        raise UserError(
+            f"decoder_block={name}: a decoder has at least one stack, and their names differ; found: "
+            f"{', '.join(names) or 'none'}"
+        )
+    if taken := [stack for stack in names if stack in RESERVED or not stack.isidentifier()]:
+        raise UserError(
+            f"decoder_block={name}: a stack cannot be named {', '.join(map(repr, taken))}: it is not an identifier, or "
+            "a decoder uses the name itself"
         )
     for block in blocks(found):
         made = block_class(block)
         if not isinstance(made, type):
-            raise UserError(f"decoder_block={name}: {made} is no class of blocks")
+            raise UserError(f"decoder_block={name}: {made} is not a class of blocks")
         if issubclass(made, nnx.Module):
             check_calls(block, ("config", "rngs"), name)
         elif problem := linen_stack(config):
-            raise UserError(f"decoder_block={name}: {made.__name__} is no nnx.Module; {problem}")
+            raise UserError(f"decoder_block={name}: {made.__name__} is not an nnx.Module; {problem}")
     return found
+
+
+def _is_stack(declared: Any) -> bool:
+    return (
+        isinstance(declared, Stack)
+        and isinstance(declared.name, str)
+        and isinstance(declared.blocks, tuple)
+        and isinstance(declared.count, int)
+    )
 
 
 def blocks(stacks: Sequence[Stack]) -> list[MakeBlock]:
@@ -100,19 +121,29 @@ def block_class(block: MakeBlock) -> Any:
 
 
 def axis_rules(config: Any) -> dict[str, tuple[str, ...]]:
-    """Each logical axis's mesh axes: the configuration's rules, and the family's for axes of its own."""
-    own = {name: tuple(axes) for name, axes in family(config.decoder_block).axes.items()}
-    return own | make_rules(config.logical_axis_rules)
+    """The mesh axes of each logical axis: the configuration's rules and those of the family's own axes.
+
+    Raises:
+      UserError: a rule of the family is invalid, or its axis is one of the configuration.
+    """
+    block, rules = config.decoder_block, make_rules(config.logical_axis_rules)
+    own = family(block).axes
+    if known := [name for name in own if name in rules]:
+        raise UserError(f"decoder_block={block}: its axes {', '.join(known)} already have rules in logical_axis_rules")
+    _, problems = read_rules([[name, list(a) if isinstance(a, tuple) else a] for name, a in own.items()], own)
+    if problems:
+        raise UserError("\n  ".join([f"decoder_block={block}: rules of its own axes:", *problems]))
+    return make_rules(own.items()) | rules
 
 
 class Place(NamedTuple):
-    """Where an array lies that holds a part of several layers along its first axis.
+    """The location of an array of a stack, whose first axis is the layers.
 
     Attributes:
-      stack: its name.
+      stack: the name of the stack.
       path: within the block.
-      layers: their numbers among all layers of the model.
-      first: the number of the first layer of the stack.
+      layers: the numbers of the array's layers in the model.
+      first: the number of the stack's first layer.
     """
 
     stack: str
@@ -122,15 +153,15 @@ class Place(NamedTuple):
 
 
 def place(stacks: Sequence[Stack], name: str) -> Place | None:
-    """Where an array lies in the stacks; None: outside of them.
+    """The location of an array in the stacks; None if it is outside of them.
 
     Args:
-      name: canonical, or with more before it: decoder/layers/mlp/wo/kernel, 0/mu/decoder/layers/mlp/wo/kernel.
+      name: canonical, with or without a prefix: decoder/layers/mlp/wo/kernel, 0/mu/decoder/layers/mlp/wo/kernel.
     """
     first = 0
     for stack in stacks:
-        for i, prefix in enumerate(stack.prefixes):
-            _, found, path = f"/{name}".partition(f"/decoder/{stack.name}/{prefix}")
+        for i, below in enumerate(stack.paths):
+            _, found, path = f"/{name}".partition(f"/decoder/{below}/")
             if found:
                 layers = range(first + i, first + stack.layers, len(stack.blocks))
                 return Place(stack.name, path, layers, first)
@@ -142,7 +173,7 @@ def init_cache(config: Any, rows: int, length: int) -> Cache:
     """Empty caches of all layers, for `rows` rows of up to `length` positions."""
 
     def empty(block: MakeBlock, count: int) -> Any:
-        made: Any = nnx.eval_shape(lambda: make_block(block, config, nnx.Rngs(0)))
+        made: Any = nnx.eval_shape(lambda: block(config, nnx.Rngs(0)))
         one = made.init_cache(rows, length)
         return jax.tree.map(lambda array: jnp.broadcast_to(array, (count, *array.shape)), one)
 
@@ -155,23 +186,18 @@ def takes_cache(config: Any) -> bool:
     return all(issubclass(made, nnx.Module) and hasattr(made, "init_cache") for made in classes)
 
 
-def make_block(block: MakeBlock, config: Any, rngs: nnx.Rngs) -> nnx.Module:
-    """One block, an NNX module."""
-    return block(config, rngs)
-
-
 def check_calls(block: MakeBlock, made_of: Sequence[str], name: str) -> None:
-    """Checks that a block can be made of the arguments `made_of`, and called as one.
+    """Checks that a block can be constructed with the arguments `made_of`, and called with those of a block.
 
     Raises:
-      UserError: it cannot; `name` is the decoder_block that it stands for.
+      UserError: it cannot; the message names the decoder_block `name`.
     """
     found = block_class(block)
-    given = functools.partial(block)  # of a partial the same
+    given = functools.partial(block)  # a partial of a partial is flattened
     if inspect.isabstract(found):
         raise UserError(f"decoder_block={name}: the class {found.__name__} is abstract; give one that can be made")
     for method, arguments in {"__init__": made_of, "__call__": _ARGUMENTS}.items():
-        # Not by getattr, which finds what calls a class, too; nor by a class's signature, which its metaclass hides.
+        # getattr also finds the metaclass's __call__, and a metaclass hides the class's signature.
         fn = next((vars(base)[method] for base in found.__mro__ if method in vars(base)), None)
         if fn is None:
             raise UserError(f"decoder_block={name} is no block: {found.__name__} has no {method}")
@@ -201,7 +227,7 @@ def _imported(name: str) -> Any:
             f"decoder_block={name}: there is no module {missing}{by}; it is looked for in the current folder and where "
             "Python finds packages (PYTHONPATH, pip install)"
         ) from None
-    except (Exception, SystemExit) as error:  # anything may go wrong in somebody's own module
+    except (Exception, SystemExit) as error:  # a user's module can raise anything
         at = traceback.extract_tb(error.__traceback__)[-1]
         raise UserError(
             f"decoder_block={name}: importing {module} fails: {type(error).__name__}: {shortened(str(error))} "
@@ -214,22 +240,22 @@ def _imported(name: str) -> Any:
 
 
 def check_state(config) -> None:
-    """Checks that a user's NNX blocks hold parameters, and nothing else that a forward pass would have to update.
+    """Checks that a user's NNX blocks have parameters, and no other state that a forward pass would update.
 
     Raises:
-      UserError: what one holds besides, such as running statistics or generators of random numbers.
+      UserError: a block has none, or has other state, such as running statistics or random number generators.
     """
     for block in blocks(stacks(config)) if config.decoder_block not in FAMILIES else ():
         if not issubclass(block_class(block), nnx.Module):
             continue
-        made = nnx.eval_shape(lambda block=block: make_block(block, config, nnx.Rngs(0)))
+        made = nnx.eval_shape(lambda block=block: block(config, nnx.Rngs(0)))
         params, _, rest = nnx.state(made, nnx.Param, Buffer, ...)
         others = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(rest)]
         refuse_state(config, bool(nnx.to_flat_state(params)), others)
 
 
 def refuse_state(config, has_parameters: bool, others: Sequence[str]) -> None:
-    """Raises the UserError for a block without parameters, or with other state besides, given by its paths."""
+    """Raises UserError for a block without parameters, or with `others`, the paths of other state."""
     if others:
         raise UserError(
             f"decoder_block={config.decoder_block} holds state besides its parameters: {', '.join(others[:3])}; a "
@@ -242,8 +268,8 @@ def refuse_state(config, has_parameters: bool, others: Sequence[str]) -> None:
 def forward_flops_per_token(config: Any, params: Any) -> float:
     """FLOPs of the forward pass for one token, as the family of `config` counts them.
 
-    Of one that does not count: from `params`, canonical, arrays or their shapes. Every parameter of a layer with two
-    axes or more is taken for the kernel of a matrix product, which each token passes once; attention is not counted.
+    If the family does not count, they follow from `params` (canonical, arrays or their shapes): every parameter of a
+    layer with two axes or more counts as the kernel of one matrix product per token; attention is not counted.
     """
     if (count := family(config.decoder_block).forward_flops) is not None:
         return count(config, None)

@@ -1,4 +1,4 @@
-"""What a family of models consists of. Each is declared in one file, as a `Family`."""
+"""The declaration of a model family: one `Family` in one file."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,10 +10,10 @@ from trainer.models.huggingface import HuggingFace
 
 @dataclass(frozen=True)
 class MaxText:
-    """How MaxText's block of the same name differs.
+    """Differences of MaxText's block of the same name.
 
     Attributes:
-      scaled_queries: canonical names of query kernels that hold 1 / sqrt(head_dim) there, unless `use_qk_norm`.
+      scaled_queries: canonical names of query kernels that include 1 / sqrt(head_dim) there, unless `use_qk_norm`.
       caps_scores: it reads `attn_logits_soft_cap`.
     """
 
@@ -27,21 +27,22 @@ class Family:
 
     Attributes:
       stacks: from a resolved configuration to the stacks of the decoder, in the order of the forward pass. A block is
-        called as `block(x, cache, context) -> x, cache` (`layers.context`, `layers.cache`) and made as
-        `block(config, rngs)`, a Linen block as `block(config)`. It can be sampled from if it has
-        `init_cache(rows, length)`.
-      forward_flops: `(config, keys)` to FLOPs of the forward pass for one token, as
-        `models.flops.forward_flops_per_token` has it; None: two for each entry of a matrix, attention not counted.
-      projections: names that its blocks give (`jax.ad_checkpoint.checkpoint_name`) to matrix products with weights,
-        besides those of `layers.remat.PROJECTIONS`. A remat_policy that keeps those keeps these.
-      axes: logical axes that base.yml's logical_axis_rules lack, and the mesh axes of each.
-      hugging_face: its parameters and keys there; None where no checkpoint of Hugging Face or MaxText can be read.
+        called as `block(x, cache, context) -> x, cache` (`layers.context`, `layers.cache`) and constructed as
+        `block(config, rngs)`, a Linen block as `block(config)`. Sampling requires `init_cache(rows, length)`.
+      forward_flops: `(config, keys)` to FLOPs of the forward pass for one token, like
+        `models.flops.forward_flops_per_token`; None: two for each entry of a matrix, attention not counted.
+      projections: names that its blocks give (`jax.ad_checkpoint.checkpoint_name`) to matrix products with weights, in
+        addition to `layers.remat.PROJECTIONS`. A remat_policy that keeps all of those also keeps these;
+        remat_policy=custom does not keep them.
+      axes: logical axes that base.yml's logical_axis_rules do not have, and the mesh axis or axes of each. They are
+        fixed here: logical_axis_rules cannot change them.
+      hugging_face: its parameters and keys there; None if checkpoints of Hugging Face and MaxText cannot be read.
       maxtext: its parameters in MaxText.
     """
 
     stacks: Callable[[Any], Sequence[Stack]]
     forward_flops: Callable[[Any, float | None], float] | None = None
     projections: Sequence[str] = ()
-    axes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    axes: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
     hugging_face: HuggingFace | None = None
     maxtext: MaxText = MaxText()

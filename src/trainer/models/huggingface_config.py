@@ -187,11 +187,11 @@ def config_json(config: Any, dtype: str, neutral: Mapping[str, Any]) -> dict[str
       neutral: keys that are carried over as they are, such as eos_token_id; see `NEUTRAL`.
 
     Raises:
-      UserError: every key whose value Hugging Face's architecture has no word for.
+      UserError: every key whose value config.json cannot express.
     """
     hf = hugging_face(config.decoder_block)
-    if refused := _unsayable(config):
-        head = f"{hf.architecture} of Hugging Face has no word for"
+    if refused := _inexpressible(config):
+        head = f"{hf.architecture} of Hugging Face cannot express"
         raise UserError("\n  ".join([f"{head}:", *refused]))
     theirs = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
     data = {
@@ -258,8 +258,8 @@ def _rope_scaling(config: Any) -> dict[str, Any] | None:
     return scaling if config.rope_attention_scaling else scaling | {"attention_factor": 1.0}
 
 
-def _unsayable(config: Any) -> list[str]:
-    """`key=value` for each key that config.json can not say."""
+def _inexpressible(config: Any) -> list[str]:
+    """`key=value` for each key that config.json cannot express."""
     hf, activations = hugging_face(config.decoder_block), config.mlp_activations
     gated = len(activations) == 2 and activations[1] == "linear" and activations[0] in ACTIVATIONS.values()
     tied_scaled = config.logits_via_embedding and config.normalize_embedding_logits

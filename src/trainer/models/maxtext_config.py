@@ -24,7 +24,7 @@ def maxtext_keys(config: Any) -> dict[str, Any]:
     Raises:
       UserError: every key whose value MaxText's block cannot compute.
     """
-    if refused := _unsayable(config):
+    if refused := _inexpressible(config):
         raise UserError("\n  ".join([f"MaxText's block {config.decoder_block} cannot compute:", *refused]))
     names = ("decoder_block", *SIZES.values(), "base_num_kv_heads", "head_dim", "mlp_activations")
     names += ("normalization_layer_epsilon", "logits_via_embedding", "normalize_embedding_logits", "use_qk_norm")
@@ -53,7 +53,7 @@ def maxtext_notes(config: Any) -> list[str]:
     ]
 
 
-def _unsayable(config: Any) -> list[str]:
+def _inexpressible(config: Any) -> list[str]:
     refused = []
     if config.use_qk_norm and not hugging_face(config.decoder_block).qk_norm:
         refused.append("use_qk_norm=True: it has no such norm")

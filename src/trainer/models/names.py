@@ -1,4 +1,4 @@
-"""A map from the parameter names of some blocks to those of the blocks that they replace."""
+"""Maps the parameter names of blocks to those of the blocks that they replace."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -11,19 +11,19 @@ T = TypeVar("T")
 
 
 class Names:
-    """Canonical names of a side, and what they are called on every side."""
+    """Maps one side's canonical names to common names."""
 
     def __init__(self, table: Mapping[str, str]):
-        """`table`: the side's own path of a parameter, or of several below it -> the common path, as in
+        """`table`: the side's own path of a parameter, or a prefix of several -> the common path, as in
         {"decoder/layers/qkv": "decoder/layers/c_attn"}."""
         self._table = dict(table)
 
     def inverse(self) -> "Names":
-        """From the common names to the own ones."""
+        """The map from common names to the side's own."""
         return Names({other: own for own, other in self._table.items()})
 
     def common(self, name: str) -> str:
-        """The common name of a parameter, or of what belongs to it, such as a moment: `.../mu/` and its name."""
+        """The common name of a parameter, or of an array named after one, such as the moment `.../mu/` and its name."""
         for own, other in self._table.items():
             if (start := f"/{name}/".find(f"/{own}/")) >= 0:
                 return name[:start] + other + name[start + len(own) :]
@@ -34,14 +34,14 @@ class Names:
         return {self.common(name): array for name, array in arrays.items()}
 
     def unused(self, names: Iterable[str]) -> list[str]:
-        """The own paths under which none of the side's canonical `names` lies."""
+        """The side's own paths that contain none of its canonical `names`."""
         names = [f"{name}/" for name in names]
         return [path for path in self._table if not any(name.startswith(f"{path}/") for name in names)]
 
     def shaped(self, arrays: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-        """`arrays` by common names, in the shapes of `like` where both blocks call a parameter by other names.
+        """`arrays` by common names; renamed ones are reshaped to the shapes of `like`.
 
-        Such a block may merge axes: heads and head_dim into one, for a plain matrix product.
+        A block with other names may merge axes: heads and head_dim into one, for a plain matrix product.
         """
 
         def one(name: str, array: Any) -> Any:
@@ -55,7 +55,7 @@ class Names:
 
 
 def renamed(node: Any, names: Names) -> Any:
-    """A tree in which trees of parameters lie (a `TrainTree`, optax's states), with common names in their decoders."""
+    """A tree that contains trees of parameters (a `TrainTree`, optax states), with common names in their decoders."""
     if isinstance(node, dict):
         if not isinstance(node.get("decoder"), dict):
             return {key: renamed(value, names) for key, value in node.items()}
@@ -68,11 +68,10 @@ def renamed(node: Any, names: Names) -> Any:
 
 
 def names_of_blocks(config: Any) -> Names:
-    """The names in the blocks of `config`, by the `PARAMETER_NAMES` of their classes, which most do without."""
+    """The names in the blocks of `config`, from the optional `PARAMETER_NAMES` of their classes."""
     table: dict[str, str] = {}
     for stack in stacks(config):
-        for block, prefix in zip(stack.blocks, stack.prefixes, strict=True):
-            below = f"decoder/{stack.name}/{prefix}"
+        for block, path in zip(stack.blocks, stack.paths, strict=True):
             own = getattr(block_class(block), "PARAMETER_NAMES", {})
-            table |= {below + name: below + other for name, other in own.items()}
+            table |= {f"decoder/{path}/{name}": f"decoder/{path}/{other}" for name, other in own.items()}
     return Names(table)

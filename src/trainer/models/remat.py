@@ -1,4 +1,4 @@
-"""Rematerialization as a configuration asks for it."""
+"""Rematerialization from the configuration."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,12 +9,12 @@ from trainer.models.families import family
 
 
 def remat_policy(config: Any) -> Policy | None:
-    """What a checkpointed block keeps, or None where no block is checkpointed; see `layers.remat.make_policy`."""
+    """What a checkpointed block keeps, or None if no block is checkpointed; see `layers.remat.make_policy`."""
     return make_policy(config.remat_policy, _choices(config), family(config.decoder_block).projections)
 
 
 def check_offload(config: Any, memory_kinds: Iterable[str]) -> None:
-    """Refuse tensors in pinned host memory where the devices have none.
+    """Refuse offloading to pinned host memory if the devices have none.
 
     Args:
       config: resolved or not.
@@ -39,5 +39,4 @@ def check_offload(config: Any, memory_kinds: Iterable[str]) -> None:
 
 
 def _choices(config: Any) -> dict[str, str]:
-    tensors = (*TENSORS, *family(config.decoder_block).projections)
-    return {tensor: config[tensor] for tensor in tensors if tensor in config}
+    return {tensor: config[tensor] for tensor in TENSORS}

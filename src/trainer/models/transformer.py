@@ -13,11 +13,11 @@ from trainer.layers.dense import Dense, Embed
 from trainer.layers.norm import RMSNorm
 from trainer.layers.sown import Activation, Sown, sow
 from trainer.layers.stack import Loop, MakeBlock, make_stack, run_modules
-from trainer.models.families import make_block, stacks
+from trainer.models.families import stacks
 from trainer.models.remat import remat_policy
 from trainer.ops.dropout import dropout
 
-# Dropout sites outside of the blocks; their keys are folded as those of a layer after the last.
+# Dropout sites outside of the blocks; their keys are those of a layer after the last.
 EMBEDDING, BEFORE_HEAD = range(2)
 
 Types = tuple[type[nnx.Variable], ...]
@@ -60,7 +60,7 @@ def make_embedder(config, rngs: nnx.Rngs) -> Embed:
 def casts_in_loop(config) -> bool:
     """Whether the loop over layers casts its weights inside (`layers.stack.cast_in_loop`).
 
-    Under Zero-1 the step gathers them before the loop, and they are better cast before that: half as much is sent.
+    Under Zero-1 the step gathers them before the loop, and a cast before the all-gather halves its bytes.
     """
     return config.scan_layers and not config.shard_optimizer_over_data
 
@@ -72,7 +72,7 @@ def outer_dropout(config, x_bte: jax.Array, context: Context, site: int) -> jax.
 
 
 def finish_logits(config, logits_btv: jax.Array) -> jax.Array:
-    """The head's products as logits: those of a tied head scaled, where that is configured, and all soft-capped."""
+    """Logits from the products of the head: scaled for a tied head, and soft-capped, where configured."""
     if config.logits_via_embedding and config.normalize_embedding_logits:
         logits_btv = logits_btv / config.base_emb_dim**0.5
     if cap := config.final_logits_soft_cap:
@@ -92,7 +92,7 @@ class Decoder(nnx.Module):
             self.logits_dense = make_logits_dense(config, rngs)
 
     def make_layers(self, rngs: nnx.Rngs) -> dict[str, Any]:
-        """The stacks by name: the attributes below which their parameters lie."""
+        """The stacks by name, which is also the attribute that holds their parameters."""
         config = self.config
         return {
             stack.name: make_stack([_maker(block, config) for block in stack.blocks], stack.count, rngs)
@@ -100,7 +100,7 @@ class Decoder(nnx.Module):
         }
 
     def run_layers(self, x: jax.Array, cache: Cache | None, context: Context, types: Types) -> tuple[Any, Any, Sown]:
-        """Run the stacks: the last block's x, the cache, and what the blocks sowed."""
+        """Run the stacks: the last block's x, the cache, and the sown values."""
         config = self.config
 
         def run(loop: Loop, x: jax.Array, entries: Any) -> tuple[Any, Any, Sown]:
@@ -124,27 +124,27 @@ class Decoder(nnx.Module):
 def run_stacks(
     config: Any, run: Callable[..., Any], x: jax.Array, cache: Cache | None, context: Context, types: Types
 ) -> tuple[jax.Array, Cache | None, Sown]:
-    """`run(loop, x, entries)`, see `layers.stack.run_stack`, for one stack of the decoder after the other."""
+    """`run(loop, x, entries)`, see `layers.stack.run_stack`, for each stack of the decoder in order."""
     entries, first = {}, 0
     sown: dict[str, dict[str, jax.Array]] = {variable_type.__name__: {} for variable_type in types}
     for stack in stacks(config):
         held = [None] * len(stack.blocks) if cache is None else cache.entries[stack.name]
-        loop = Loop(stack, first, context, types, begun=cache is not None and cache.begun)
+        loop = Loop(stack, first, context, types, filled=cache is not None and cache.filled)
         x, entries[stack.name], found = run(loop, x, held)
         for name, values in found.items():
-            sown[name] |= {f"{stack.name}/{path}": value for path, value in values.items()}
+            sown[name] |= values
         first += stack.layers
-    return x, None if cache is None else Cache(entries, begun=True), sown
+    return x, None if cache is None else Cache(entries, filled=True), sown
 
 
 def _maker(block: MakeBlock, config: Any) -> Callable[[nnx.Rngs], nnx.Module]:
-    return lambda rngs: make_block(block, config, rngs)
+    return lambda rngs: block(config, rngs)
 
 
 class Transformer(nnx.Module):
     """A decoder-only language model.
 
-    `decoder` is the class of its decoder: a combination may put another one in its place, with the same parameters.
+    `decoder` is the class of its decoder; a combination may use another class with the same parameters.
     """
 
     def __init__(self, config, rngs: nnx.Rngs, decoder: type[Decoder] = Decoder):
@@ -162,7 +162,7 @@ class Transformer(nnx.Module):
         key: jax.Array | None = None,
         types: Types = (),
     ) -> tuple[jax.Array, Cache | None]:
-        """What the head reads: [b, t, e], and the cache.
+        """The input of the head, [b, t, e], and the cache.
 
         Args:
           inputs, inputs_position, inputs_segmentation: int [b, t]; the names are those of a batch.

@@ -1,6 +1,9 @@
 """What is written, from leaves that need no source."""
 
+import dataclasses
 import json
+import sys
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -19,8 +22,10 @@ from checkpoint_cases import (
 )
 
 from trainer.checkpoint import Leaf, load_parameters, names_of, open_source, orbax, write_huggingface, write_params
+from trainer.checkpoint.huggingface import HuggingFaceSource
 from trainer.checkpoint.params_out import target_dtype
 from trainer.config import UserError, load
+from trainer.models import llama2
 
 
 def leaves_of(params):
@@ -132,6 +137,34 @@ def test_the_order_of_a_heads_entries_is_converted(tmp_path, written):
     write_params(tmp_path, configs[written], leaves_of(orders[written]), None, {})
     for order in (False, True):
         assert_same(read(tmp_path, configs[order]), orders[order])
+
+
+def test_without_layouts_the_order_cannot_be_converted(tmp_path, monkeypatch):
+    monkeypatch.setitem(
+        sys.modules, "mine", SimpleNamespace(family=dataclasses.replace(llama2.FAMILY, hugging_face=None))
+    )
+    configs = [config_of(decoder_block="mine:family", **FAMILIES["llama2"], rope_interleave=it) for it in (False, True)]
+    params = random_params(configs[0])
+    write_params(tmp_path, configs[0], leaves_of(params), None, {})
+    assert_same(read(tmp_path, configs[0]), params)
+    message = "saved with rope_interleave=False, and rope_interleave=True is given: .*mine:family declares no Layouts"
+    with pytest.raises(UserError, match=message):
+        read(tmp_path, configs[1])
+
+
+def test_a_family_that_is_always_tied_needs_no_layout_of_a_head(tmp_path, monkeypatch):
+    layouts = {name: layout for name, layout in llama2.LAYOUTS.items() if "logits_dense" not in name}
+    tables = llama2.FAMILY.hugging_face._replace(layouts=layouts)
+    own = SimpleNamespace(family=dataclasses.replace(llama2.FAMILY, hugging_face=tables))
+    monkeypatch.setitem(sys.modules, "mine", own)
+    config = config_of(
+        decoder_block="mine:family",
+        **FAMILIES["llama2"] | {"logits_via_embedding": True, "normalize_embedding_logits": False},
+    )
+    params = random_params(config)
+    write_huggingface(tmp_path, config, leaves_of(params), None, {})
+    leaves = HuggingFaceSource(tmp_path, "mine:family").leaves(config, {name: it.shape for name, it in params.items()})
+    assert leaves.keys() == params.keys()
 
 
 def test_tensors_that_do_not_fit_are_all_named(tmp_path):

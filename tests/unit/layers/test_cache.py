@@ -19,6 +19,7 @@ from trainer.ops.random import seed_key
 from trainer.ops.rope import Rope
 
 LAYERS, ROWS, LENGTH = 3, 2, 5
+LONG = 1000  # so that one cache is larger than all other temporaries
 
 
 def test_a_write_changes_its_places_in_one_layer_and_padding_writes_nothing():
@@ -35,8 +36,8 @@ def test_a_write_changes_its_places_in_one_layer_and_padding_writes_nothing():
     np.testing.assert_array_equal(replaced, expected + np.array([0, 1, 0])[:, None, None, None])
 
 
-@pytest.mark.parametrize("begun", [False, True])
-def test_the_op_is_that_of_training_until_there_are_earlier_positions(begun, monkeypatch):
+@pytest.mark.parametrize("filled", [False, True])
+def test_the_op_is_that_of_training_until_there_are_earlier_positions(filled, monkeypatch):
     """A kernel fills the cache; what reads it is the reference op, with keys that are not where their queries are."""
     calls = []
 
@@ -52,8 +53,8 @@ def test_the_op_is_that_of_training_until_there_are_earlier_positions(begun, mon
     entries = jax.tree.map(lambda array: array[None], layer.init_cache(ROWS, LENGTH))
     position = jnp.tile(jnp.arange(3), (ROWS, 1))
     context = Context(position, jnp.ones_like(position), jnp.arange(ROWS), None)
-    _, cache = layer(jnp.ones((ROWS, 3, 8)), Cache(entries, 0, begun), context)
-    assert calls == [("dot_product", LENGTH) if begun else ("blockwise", 3)]
+    _, cache = layer(jnp.ones((ROWS, 3, 8)), Cache(entries, 0, filled), context)
+    assert calls == [("dot_product", LENGTH) if filled else ("blockwise", 3)]
     assert isinstance(cache.entries, KVCache)
     written = np.asarray(cache.entries.value).any(axis=(3, 4))
     np.testing.assert_array_equal(written, np.tile(np.arange(LENGTH) < 3, (1, ROWS, 1)))
@@ -62,10 +63,10 @@ def test_the_op_is_that_of_training_until_there_are_earlier_positions(begun, mon
 @pytest.mark.parametrize("scan", [True, False])
 def test_a_loop_over_tokens_updates_its_caches_in_place(scan):
     """In the compiled loop nothing of a cache's size is made but the updated cache: no copy, no concatenation."""
-    config = tiny_config("nnx", base_num_decoder_layers=LAYERS, scan_layers=scan, max_target_length=11)
+    config = tiny_config("nnx", base_num_decoder_layers=LAYERS, scan_layers=scan, max_target_length=LONG)
     model = make_model(config)
     params, rest = jax.eval_shape(model.init, seed_key(0))
-    cache = init_cache(config, ROWS, 11)
+    cache = init_cache(config, ROWS, LONG)
     ids, row = jnp.ones((ROWS, 1), jnp.int32), jnp.arange(ROWS)
 
     def decode(params, rest, cache):
@@ -76,7 +77,9 @@ def test_a_loop_over_tokens_updates_its_caches_in_place(scan):
         start = model.apply(params, rest, ids, ids, ids, row, cache=cache)[2]
         return jax.lax.scan(step, start, jnp.arange(1, 11))[0]
 
-    text = jax.jit(decode, donate_argnums=2).lower(params, rest, cache).compile().as_text()
+    compiled = jax.jit(decode, donate_argnums=2).lower(params, rest, cache).compile()
+    text = compiled.as_text()
+    assert compiled.memory_analysis().temp_size_in_bytes < cache.entries["layers"][0].key.nbytes
     shape = ",".join(map(str, cache.entries["layers"][0].key.shape))
     made = set(re.findall(rf"= f32\[{shape}\]\S* ([\w-]+)\(", text))
     assert made >= {"scatter"}

@@ -121,7 +121,7 @@ def test_what_it_sows_arrives_and_dropout_draws_from_the_key(monkeypatch):
     ("combination", "change"), [("nnx", "nnx_linen_decoder"), ("bridged", "bridged_linen_decoder")]
 )
 def test_an_nnx_stack_refuses_it_and_says_how_to_change(combination, change):
-    with pytest.raises(UserError, match=rf"LinenBlock is no nnx.Module; .* \(combination {change}\)"):
+    with pytest.raises(UserError, match=rf"LinenBlock is not an nnx.Module; .* \(combination {change}\)"):
         model_of(combination, LINEN)
 
 

@@ -163,7 +163,7 @@ class WithMoreArguments(Called):
         ),
         (WithMoreArguments, "missing a required argument: 'width'"),
         (Abstract, "the class Abstract is abstract"),
-        (dict, "dict is no nnx.Module"),
+        (dict, "dict is not an nnx.Module"),
         (len, "this is neither a class nor"),
         (nnx, "this is neither a class nor"),
     ],

@@ -1,5 +1,6 @@
 """A family that lives outside of the trainer (tests/two_kinds.py) works like the built-in ones."""
 
+import dataclasses
 import functools
 import json
 
@@ -7,20 +8,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import two_kinds
+from flax import nnx
 from parity_cases import run as parity
 from run_cases import arrays_of, train
 from support import ALL_COMBINATIONS, arguments, tiny_config
+from two_kinds import Shift
 
 from trainer.backends import make_model
 from trainer.checkpoint import names_of
-from trainer.checkpoint.huggingface import tensors_of
+from trainer.checkpoint.huggingface import layouts_of, tensors_of
 from trainer.checkpoint.maxtext import layer_name
 from trainer.compare import measure
 from trainer.config import UserError, load
 from trainer.inference import sample
-from trainer.models.families import place, stacks
+from trainer.layers.stack import Stack
+from trainer.models import llama2
+from trainer.models.families import RESERVED, axis_rules, place, stacks
+from trainer.models.family import Family
 from trainer.models.huggingface import Layout
 from trainer.models.names import names_of_blocks
+from trainer.models.transformer import Decoder
 from trainer.ops.random import seed_key
 from trainer.training import build
 
@@ -142,6 +150,64 @@ def test_parity_goes_through_the_layers_of_both_stacks(capsys):
     assert [layer for name, layer in outputs if name.endswith("/output")] == [0, 1, 2]
 
 
-def test_stacks_that_are_none():
-    with pytest.raises(UserError, match=r"decoder_block=two_kinds:wrong: .* found: layers, layers"):
-        make_model(tiny_config("nnx", decoder_block="two_kinds:wrong"))
+ONE = Stack("layers", (Shift,), 1)
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ([ONE, ONE], "their names differ; found: layers, layers"),
+        ([], "at least one stack, .* found: none"),
+        (None, "not a list of Stack"),
+        ([Stack("layers", Shift, 1)], "not a list of Stack"),
+        ([Shift], "not a list of Stack"),
+        ([Stack("run_layers", (Shift,), 1)], "cannot be named 'run_layers'"),
+        ([Stack("decoder_norm", (Shift,), 1)], "cannot be named 'decoder_norm'"),
+        ([Stack("a/b", (Shift,), 1)], "cannot be named 'a/b'"),
+    ],
+)
+def test_invalid_stacks(found, message, monkeypatch):
+    monkeypatch.setattr(two_kinds, "wrong", Family(lambda config: found), raising=False)
+    with pytest.raises(UserError, match=f"decoder_block=two_kinds:wrong: .*{message}"):
+        stacks(tiny_config("nnx", decoder_block="two_kinds:wrong"))
+
+
+def test_every_attribute_of_a_decoder_is_reserved():
+    decoder = nnx.eval_shape(lambda: Decoder(tiny_config("nnx"), nnx.Rngs(0)))
+    assert {name for name in dir(decoder) if not name.startswith("_")} - {"layers"} <= RESERVED
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"shifted": ("tenosr",)}, "shifted: there is no mesh axis tenosr"),
+        ({"shifted": 3}, "shifted: there is no mesh axis 3"),
+        ({"mlp": ("tensor",)}, "its axes mlp already have rules"),
+    ],
+)
+def test_invalid_axes(axes, message, monkeypatch):
+    monkeypatch.setattr(two_kinds, "wrong", dataclasses.replace(two_kinds.family, axes=axes), raising=False)
+    with pytest.raises(UserError, match=f"decoder_block=two_kinds:wrong: (?s:.)*{message}"):
+        axis_rules(tiny_config("nnx", decoder_block="two_kinds:wrong"))
+
+
+def test_a_mesh_axis_by_its_name_alone(monkeypatch):
+    own = dataclasses.replace(two_kinds.family, axes={"shifted": "tensor"})
+    monkeypatch.setattr(two_kinds, "right", own, raising=False)
+    assert axis_rules(tiny_config("nnx", decoder_block="two_kinds:right"))["shifted"] == ("tensor",)
+
+
+def test_an_incomplete_table_of_hugging_face(monkeypatch):
+    layouts = llama2.LAYOUTS | {"decoder/layers/mlp/wo/kernel": Layout("down_proj")}
+    del layouts["decoder/layers/mlp/wi_0/kernel"], layouts["decoder/logits_dense/kernel"]
+    tables = llama2.FAMILY.hugging_face._replace(layouts=layouts)
+    own = dataclasses.replace(llama2.FAMILY, hugging_face=tables)
+    monkeypatch.setattr(two_kinds, "incomplete", own, raising=False)
+    config = tiny_config("nnx", decoder_block="two_kinds:incomplete", logits_via_embedding=True)
+    names = set(llama2.LAYOUTS) - {"decoder/logits_dense/kernel"}
+    with pytest.raises(UserError) as error:
+        layouts_of(config, {name: place(stacks(config), name) for name in names})
+    assert str(error.value).splitlines()[1:] == [
+        "  decoder/layers/mlp/wi_0/kernel: no Layout",
+        "  decoder/layers/mlp/wo/kernel: down_proj has no {} for the number of the layer",
+    ]

@@ -161,7 +161,7 @@ def test_llama2_7b_has_its_published_size(combination):
 def test_decoding_token_by_token_gives_the_logits_of_the_whole_row(combination):
     m, batch = model(combination), random_rows()
     whole = m.logits(batch)
-    cache = dataclasses.replace(init_cache(m.config, ROWS, LENGTH), begun=True)  # so that one program does for all
+    cache = dataclasses.replace(init_cache(m.config, ROWS, LENGTH), filled=True)  # so that one program does for all
     for t in range(LENGTH):
         token = {name: x if name == "row" else x[:, t : t + 1] for name, x in batch.items()}
         logits, cache = m.run(m.params, token, None, cache)
