@@ -13,6 +13,7 @@ from trainer.config import UserError
 from trainer.runtime.storage import is_remote, remedy, remove_tree
 
 EXPIRED = ".expired"  # ends the name of a folder that may be removed at any time
+_ORBAX = "/orbax/"  # in the paths of its files; others use its logger too
 _BLOCK = 4096  # bytes; a full disk still takes an empty file
 
 
@@ -91,7 +92,7 @@ def _reason(error: Exception) -> str:
 
 
 class _Log(logging.Filter):
-    """Drops what Orbax logs, and keeps the first error of the disk in it."""
+    """Drops what Orbax logs, and keeps the first error in it: of the disk, or another that Orbax met itself."""
 
     error: Exception | None = None
 
@@ -99,7 +100,7 @@ class _Log(logging.Filter):
         if "orbax" not in record.pathname:  # absl's logger is that of other libraries too
             return True
         error = record.exc_info[1] if record.exc_info else None
-        if self.error is None and isinstance(error, Exception) and _of_disk(error):
+        if self.error is None and isinstance(error, Exception) and (_of_disk(error) or _ORBAX in record.pathname):
             self.error = error
         return record.levelno >= logging.CRITICAL
 
@@ -121,7 +122,7 @@ def forget_failures() -> None:
 
 
 def logged_failure() -> Exception | None:
-    """An error of the disk in the save that runs, if a thread of Orbax met one.
+    """An error in the save that runs, if a thread of Orbax met one.
 
     Of several processes the save raises it much later: other threads first wait, for up to 20 minutes, for processes
     that wait for what the failed thread was to write.

@@ -8,7 +8,6 @@ In a bucket, which has no rename, a file commit_success.txt does what the name d
 """
 
 import concurrent.futures
-import functools
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -60,10 +59,11 @@ class CheckpointManager:
         with disk_errors(self.directory):
             self._orbax = ocp.training.Checkpointer(
                 absolute(self.directory),
-                context=_context(functools.partial(_sum_all, self.directory)),  # copied deeply: no method
+                context=_context(lambda: _sum(self._saving)),  # copied deeply: no method
                 preservation_policy=ocp.training.preservation_policies.PreserveAll(),
             )
         self._say = say
+        self._saving: Any = None  # the folder in which the save that was begun last is written
         self._thread = ThreadPoolExecutor(1, "checkpoints")
         self._ending: Future[None] | None = None  # of the save that was begun last
         self._lost = False  # a save failed in this process, and its threads wait for the other processes
@@ -86,6 +86,7 @@ class CheckpointManager:
         contents = {STATE: tree._asdict(), RUN: BesideFiles(beside, metrics)}
         self.wait()
         forget_failures()
+        self._saving = _being_saved(self.path(updates))
         with disk_errors(self.directory):
             saving = self._orbax.save_checkpointables_async(updates, contents, force=True)
         self._losses[updates] = metrics.get(_LOSS)
@@ -143,7 +144,11 @@ class CheckpointManager:
         """Waits for a save, then deletes what it makes superfluous. Orbax would delete in place, and to be killed in
         the middle of that leaves what looks like a damaged checkpoint."""
         if not is_first():
-            _sum(_being_saved(self.path(updates)))
+            try:
+                _sum(self._saving)
+            except jax.errors.JaxRuntimeError:  # of a barrier, to which the first process does not come if a save fails
+                saving.result()
+                raise
         saving.result()
         for updates in expired(self._losses, self._config):
             del self._losses[updates]
@@ -254,13 +259,8 @@ def _whole(path: Any) -> bool:
     return not is_remote(path) or (path / COMMITTED).exists()
 
 
-def _sum_all(directory: Any) -> None:
-    # Called in the first process when all files are written, before what commits them; one save runs at a time.
-    for folder in _uncommitted(directory):
-        _sum(folder)
-
-
 def _sum(folder: Any) -> None:
+    # Called in the first process when all files are written, before what commits them.
     meet = multihost.get_barrier_sync_fn()  # for any thread; does nothing in a process by itself
     write_sums(
         folder, jax.process_index(), jax.process_count(), lambda place: meet(key=place, timeout_ms=1000 * _PATIENCE)

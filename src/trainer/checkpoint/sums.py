@@ -37,12 +37,13 @@ def write_sums(
         wrote, and the first one joins the sums.
       meet: returns when every process has called it with the same name of a place.
     """
-    meet(f"{absolute(folder)} is written")
+    place = "/".join(absolute(folder).parts[-3:])  # of a run, a checkpoint; hosts may mount the disk in other places
+    meet(f"{place} is written")
     names = [name for name in _files(folder) if _writer(name) % processes == process]
     sums = dict(_in_threads(lambda name: (name, [size(folder / name), _crc(folder / name)]), names))
     if process:
         _write(folder / _PART.format(process), sums)
-    meet(f"{absolute(folder)} is summed")
+    meet(f"{place} is summed")
     if process == 0:
         for part in [folder / _PART.format(other) for other in range(1, processes)]:
             sums |= json.loads(part.read_text(encoding="utf-8"))

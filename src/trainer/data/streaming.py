@@ -4,6 +4,7 @@ This module imports grain: import it late.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from trainer.data.readers import IndexedPart, Part, indexed
 _OPEN_FILES = 8  # files that are read in turn where the order is shuffled
 _WINDOWS = 1 << 32  # added to the seed, so that windows are not ordered as files are
 _BUFFER = 4  # rows that a worker process makes ahead
-_PASSES = 2  # over a share without a document, after which the search ends
+_PASSES = 2  # over a fixed share without a document, after which the search ends
 
 
 def streamed_rows(
@@ -43,8 +44,8 @@ def streamed_rows(
     """
     parts = []
     for corpus in corpora:
-        records, epoch_of = _records(corpus, seed, window, process_index, process_count)
-        parts.append(_Packed(records, epoch_of, corpus, encoder, packing))
+        records, pass_of = _records(corpus, seed, window, workers, process_index, process_count)
+        parts.append(_Packed(records, pass_of, corpus, encoder, packing))
     rows: Any = parts[0] if len(parts) == 1 else grain.IterDataset.mix(parts, list(map(float, weights)))
     if workers:
         # grain reads absl's flags, which nothing else here does.
@@ -56,9 +57,9 @@ def streamed_rows(
 
 
 def _records(
-    corpus: Corpus, seed: int | None, window: int, process_index: int, process_count: int
+    corpus: Corpus, seed: int | None, window: int, workers: int, process_index: int, process_count: int
 ) -> tuple[Any, Callable[[Any], int]]:
-    """This process's records, and the epoch in which their iterator stands by its state."""
+    """This process's records, and the number of its pass over its share, by the state of their iterator."""
     if indexed(corpus.parts):
         every = _Concatenated(corpus.parts)  # type: ignore[arg-type]
         records = grain.MapDataset.source(every)
@@ -66,15 +67,19 @@ def _records(
             records = records.shuffle(seed)
         mine = records.repeat()[process_index::process_count]
         options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-        return mine.to_iter_dataset(options), functools.partial(_epoch_of_index, -(-len(every) // process_count))
-    return _Shuffled(_Files(corpus.parts, seed, [(process_index, process_count)]), seed, window), _epoch_of_files
+        # Shuffled, each epoch has another share, so that a document comes sooner or later: no pass ever ends. In order,
+        # every `stride`-th record of the endless order is the worker's, which comes to the same records again.
+        stride = process_count * max(1, workers)
+        share = None if seed is not None else len(every) // math.gcd(len(every), stride)
+        return mine.to_iter_dataset(options), functools.partial(_pass_of_index, share)
+    return _Shuffled(_Files(corpus.parts, seed, [(process_index, process_count)]), seed, window), _pass_of_files
 
 
-def _epoch_of_index(share: int, state: Any) -> int:
-    return state["next_index"] // share
+def _pass_of_index(share: int | None, state: Any) -> int:
+    return 0 if share is None else state["next_index"] // share
 
 
-def _epoch_of_files(state: Any) -> int:
+def _pass_of_files(state: Any) -> int:
     return state["files"]["epoch"]
 
 
@@ -242,14 +247,14 @@ class _Packed(grain.IterDataset):
     def __init__(
         self,
         parent: grain.IterDataset,
-        epoch_of: Callable[[Any], int],
+        pass_of: Callable[[Any], int],
         corpus: Corpus,
         encoder: Encoder,
         packing: Packing,
     ):
         super().__init__(parent)
         self._make = functools.partial(
-            _PackedIterator, epoch_of=epoch_of, corpus=corpus, encoder=encoder, packing=packing
+            _PackedIterator, pass_of=pass_of, corpus=corpus, encoder=encoder, packing=packing
         )
 
     def __iter__(self) -> "_PackedIterator":
@@ -263,13 +268,13 @@ class _PackedIterator(grain.DatasetIterator):
         self,
         parent: grain.DatasetIterator,
         *,
-        epoch_of: Callable[[Any], int],
+        pass_of: Callable[[Any], int],
         corpus: Corpus,
         encoder: Encoder,
         packing: Packing,
     ):
         super().__init__(parent)
-        self._epoch_of, self._corpus, self._encoder, self._packing = epoch_of, corpus, encoder, packing
+        self._pass_of, self._corpus, self._encoder, self._packing = pass_of, corpus, encoder, packing
         self._restart(Resume(parent.get_state(), 0, 0))
 
     def _restart(self, resume: Resume) -> None:
@@ -279,16 +284,15 @@ class _PackedIterator(grain.DatasetIterator):
             next(self._rows)
 
     def _documents(self) -> Iterator[tuple[Any, Document]]:
-        read = first = 0  # records since the last document, and the epoch of the first of them
+        read = first = 0  # records since the last document, and the pass of the first of them
         while True:
             state = self._parent.get_state()
-            epoch = self._epoch_of(state)
-            first, read = first if read else epoch, read + 1
-            if epoch > first + _PASSES:
+            number = self._pass_of(state)
+            first, read = first if read else number, read + 1
+            if number > first + _PASSES:
                 raise UserError(
-                    f"{self._corpus.label}: this process's share has no document with text: all of {read - 1:,} "
-                    f"records in {_PASSES} passes are empty or held out; use fewer processes or workers, or "
-                    "data_pipeline=prepared"
+                    f"{self._corpus.label}: this process's share has no document with text: {read - 1:,} records in "
+                    "succession are empty or held out; use fewer processes or workers, or data_pipeline=prepared"
                 )
             record = next(self._parent)
             if self._corpus.wants(record):

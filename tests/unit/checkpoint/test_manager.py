@@ -19,11 +19,13 @@ import numpy as np
 import optax
 import pytest
 from optimizers import OPTIMIZERS
+from orbax import checkpoint as ocp
 from support import ALL_COMBINATIONS, assert_equal_bits, copied, tiny_config
 
 from trainer.backends import StateCodec, TrainTree, make_model
 from trainer.checkpoint import Beside, CheckpointManager, inspect, newest, restore
 from trainer.checkpoint.beside import BesideFiles, read_beside
+from trainer.checkpoint.disk import forget_failures
 from trainer.config import UserError
 
 BESIDE = Beside("base_config: base.yml\n", {"row": 3}, "corpus 1", {"tokenizer.json": b"{}"})
@@ -421,6 +423,42 @@ def test_of_several_processes_the_one_whose_disk_fails_does_not_wait_for_the_oth
         logging.getLogger("absl").error("as a thread of Orbax does", exc_info=error)
         with pytest.raises(UserError, match=r"cannot write a checkpoint below .*: No space left on device"):
             manager.wait()
+
+
+def test_of_several_processes_the_one_whose_save_fails_raises_what_failed(tmp_path, monkeypatch):
+    """An error of a bucket, which is none of the disk; the logger is also that of others, who may log theirs."""
+    with CheckpointManager(tmp_path, settings(), say=print) as manager:
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        manager._ending = Future()
+        forget_failures()
+        logger = logging.getLogger("absl")
+        for file, error in (("/site/grain/a.py", ValueError("other")), (ocp.__file__, ValueError("no credentials"))):
+            logger.handle(logger.makeRecord("absl", logging.ERROR, file, 1, "", (), (ValueError, error, None)))
+        with pytest.raises(ValueError, match="no credentials"):
+            manager.wait()
+
+
+def test_what_failed_in_a_save_is_raised_before_the_barrier_that_others_missed(tmp_path, monkeypatch):
+    def missed(folder):
+        raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: Barrier timed out")
+
+    saving = Future()
+    saving.set_exception(ValueError("no credentials"))
+    with CheckpointManager(tmp_path, settings(), say=print) as manager, monkeypatch.context() as patch:
+        patch.setattr("trainer.checkpoint.manager.is_first", lambda: False)
+        patch.setattr("trainer.checkpoint.manager._sum", missed)
+        with pytest.raises(ValueError, match="no credentials"):
+            manager._end(saving, 3)
+
+
+def test_only_the_folder_that_is_saved_is_summed(tmp_path):
+    """Other processes would not come to the barriers of another."""
+    with CheckpointManager(tmp_path, settings(), say=print) as manager:
+        stray = manager.directory / "9.orbax-checkpoint-tmp"
+        stray.mkdir()
+        manager.save(3, small_tree(), BESIDE, {})
+    assert inspect(manager.path(3)) == BESIDE
+    assert list(stray.iterdir()) == []
 
 
 class Endless(Future):

@@ -99,3 +99,13 @@ def test_a_failing_read_ends_the_sums(folder, monkeypatch):
     with pytest.raises(OSError, match="Input/output error"):
         sums.write_sums(folder)
     assert not (folder / "sums.json").exists()
+
+
+def test_processes_meet_wherever_each_mounts_the_disk(tmp_path):
+    places = []
+    for mount in ("a", "b"):
+        folder = tmp_path / mount / "run/checkpoints/3"
+        folder.mkdir(parents=True)
+        places.append([])
+        sums.write_sums(folder, meet=places[-1].append)
+    assert places[0] == places[1] == ["run/checkpoints/3 is written", "run/checkpoints/3 is summed"]

@@ -320,9 +320,24 @@ def test_a_share_without_text_is_an_error(tmp_path: Path, kind: str):
     keys = {"dataset_type": "grain", "grain_file_type": kind, "grain_train_files": tmp_path / f"a.{kind}"}
     keys |= {"held_out_share": 0, "eval_interval": -1, "enable_data_shuffling": False, "tokenizer_type": "bytes"}
     dataset = opened(tmp_path / "cache", **keys, data_pipeline="streaming")
-    with pytest.raises(UserError, match=r"share has no document with text: all of \d+ records in 2 passes are"):
+    with pytest.raises(UserError, match=r"share has no document with text: \d+ records in succession are empty"):
         batches(dataset, 1, process_index=0, process_count=2)
     assert len(batches(dataset, 40, process_index=1, process_count=2)) == 40
+
+
+@pytest.mark.parametrize(("count", "with_text", "shuffle"), [(40, 3, True), (9, 1, False)])
+def test_a_share_that_changes_is_searched_until_it_has_text(tmp_path: Path, count: int, with_text: int, shuffle: bool):
+    """Shuffled, each epoch has other shares; in order it does where processes do not divide the records."""
+    records = [{"text": document(i) if i < with_text else ""} for i in range(count)]
+    write_records(tmp_path / "a.arrayrecord", "arrayrecord", records)
+    keys = {"dataset_type": "grain", "grain_file_type": "arrayrecord", "grain_train_files": tmp_path / "a.arrayrecord"}
+    keys |= {"held_out_share": 0, "eval_interval": -1, "enable_data_shuffling": shuffle, "tokenizer_type": "bytes"}
+    dataset = opened(tmp_path / "cache", **keys, data_pipeline="streaming")
+    for process in range(8):
+        stream = dataset.train_stream(rows=8, process_index=process, process_count=8)
+        for _ in range(60):
+            next(stream)
+        stream.close()
 
 
 def test_streaming_says_what_it_cuts_and_skips(tmp_path: Path):
