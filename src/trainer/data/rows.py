@@ -7,6 +7,7 @@ from typing import IO, Any
 import numpy as np
 
 from trainer.data.batches import Batch, make_batch
+from trainer.data.cache import damaged
 from trainer.data.packing import PackedRow
 
 FILE = "rows.npy"
@@ -14,11 +15,17 @@ _FIELDS = ("inputs", "targets", "segmentation", "loss")  # the last only where s
 
 
 class StoredRows:
-    """What `write` wrote, as a source of rows. Only the rows that are asked for are read."""
+    """What `write` wrote, as a source of rows. Only the rows that are asked for are read.
+
+    Raises UserError where the file's header is damaged.
+    """
 
     def __init__(self, folder: Path):
-        self._rows = np.load(folder / FILE, mmap_mode="r")
-        self.size, _, self.length = self._rows.shape
+        try:
+            self._rows = np.load(folder / FILE, mmap_mode="r")
+            self.size, _, self.length = self._rows.shape
+        except (OSError, ValueError) as error:
+            raise damaged(folder, FILE, f"cannot be read ({type(error).__name__}: {error})") from error
 
     def rows(self, indices: np.ndarray) -> Batch:
         """The rows at `indices` [n], a batch without `row`."""
@@ -28,10 +35,11 @@ class StoredRows:
 def write(folder: Path, rows: Iterable[PackedRow], *, length: int, vocab_size: int, masked: bool) -> None:
     """Writes `rows` into `folder`, in their order and in bounded memory.
 
-    Ids are stored in 16 bits where they and the row's length fit. `masked` says whether some targets bear no loss.
+    Ids are stored in 16 bits where they and the numbers of a row's segments, 1 to `length`, fit. `masked` says whether
+    some targets bear no loss.
     Raises OSError where the disk is full.
     """
-    dtype = np.dtype(np.uint16 if max(vocab_size, length) <= 1 << 16 else np.int32)
+    dtype = np.dtype(np.uint16 if max(vocab_size, length + 1) <= 1 << 16 else np.int32)
     fields, count = _FIELDS if masked else _FIELDS[:-1], 0
     with (folder / FILE).open("wb") as file:
         _write_header(file, (0, len(fields), length), dtype)

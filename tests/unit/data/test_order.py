@@ -53,7 +53,7 @@ def z_score(counts: np.ndarray, expected: float, freedom: int) -> float:
     return float((((counts - expected) ** 2 / expected).sum() - freedom) / math.sqrt(2 * freedom))
 
 
-def test_all_orders_of_a_few_rows_are_equally_likely():
+def test_all_orders_of_four_rows_are_equally_likely():
     counts = Counter(tuple(order(4, seed)) for seed in range(24 * 60))
     assert abs(z_score(np.array([*counts.values()] + [0] * (24 - len(counts))), 60, 23)) < 4
 

@@ -12,7 +12,7 @@ import pytest
 from sample_data import LENGTH, VOCAB, config_of, opened, say_nothing, write_corpus, write_tfds
 
 from trainer.config.errors import UserError
-from trainer.data import Dataset, cache, eval_batches, open_dataset
+from trainer.data import Dataset, cache, eval_batches, open_dataset, rows
 from trainer.data.stdlib import read_files
 
 SCRIPT = """
@@ -221,6 +221,20 @@ def test_damage_is_named_with_the_remedy(
     assert all(part in str(caught.value) for part in (str(path), message, f"delete {kept}"))
 
 
+@pytest.mark.parametrize(
+    ("old", "new"), [(b"NUMPY", b"MUMPY"), (b"'shape': (2", b"'shape': (9"), (b"'shape'", b"'shaqe'")]
+)
+def test_a_damaged_header_of_rows_is_named(tmp_path: Path, old: bytes, new: bytes):
+    """Where files are so large that only their sizes are compared, it comes to be read."""
+    names = ("inputs", "targets", "segmentation", "loss")
+    rows.write(tmp_path, [dict.fromkeys(names, np.ones(8, int))] * 2, length=8, vocab_size=9, masked=False)
+    content = (tmp_path / "rows.npy").read_bytes()
+    assert content.count(old) == 1
+    (tmp_path / "rows.npy").write_bytes(content.replace(old, new))
+    with pytest.raises(UserError, match=r"rows\.npy cannot be read .*delete"):
+        rows.StoredRows(tmp_path)
+
+
 def folders(cache_folder: Path) -> set[str]:
     return {path.name for path in cache_folder.iterdir() if path.is_dir()}
 
@@ -275,6 +289,15 @@ def test_ids_are_stored_in_the_narrowest_type(tmp_path: Path, vocab_size: int, s
     assert (batch["inputs"] == vocab_size - 1).all()
     for file in tmp_path.rglob("rows.npy"):
         assert np.load(file, mmap_mode="r").dtype.itemsize == size
+
+
+def test_every_segment_of_a_long_row_keeps_its_number(tmp_path: Path):
+    length = 1 << 16
+    names = ("inputs", "targets", "segmentation", "loss")
+    row = dict.fromkeys(names, np.ones(length, np.int32)) | {"segmentation": np.arange(1, length + 1)}
+    rows.write(tmp_path, [row], length=length, vocab_size=300, masked=False)
+    batch = rows.StoredRows(tmp_path).rows(np.array([0]))
+    np.testing.assert_array_equal(batch["inputs_segmentation"], row["segmentation"][None])
 
 
 def test_completions_bear_the_loss_in_prepared_rows(tmp_path: Path):
