@@ -1,7 +1,8 @@
-"""The seam between the trainer and the module systems.
+"""The interface between the trainer and the module systems.
 
-A model serves one row of the flags' table: it draws initial parameters and runs. A `StateCodec`, made from a model and
-an optimizer, makes native train states and translates them to a `TrainTree`; all else is written once, over that.
+A model implements one combination of the flags: it draws initial parameters and runs. A `StateCodec`, made from a model
+and an optimizer, makes native train states and converts them to a `TrainTree`; all other code is written once, over
+`TrainTree`s.
 """
 
 from trainer.backends.base import Model, StateCodec, TrainTree

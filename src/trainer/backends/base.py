@@ -1,4 +1,4 @@
-"""What a model is, and how a train state is made of one and an optimizer."""
+"""The interface of a model, and the train state of a model and an optimizer."""
 
 import contextlib
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ from trainer.ops.random import seed_key
 class TrainTree(NamedTuple):
     """A train state in canonical form, the same for every combination.
 
-    `params` and `rest` are nested dicts of canonical names; `opt_state` is optax's own structure over `params`; `rest`
-    is state that no gradient touches. Leaves may be arrays or whatever stands for them (see `Permutation`).
+    `params` and `rest` are nested dicts of canonical names; `opt_state` is optax's structure over `params`; `rest` is
+    state without gradients. Leaves may be arrays or stand-ins for them (see `Permutation`).
     """
 
     step: Any
@@ -28,7 +28,7 @@ class TrainTree(NamedTuple):
 
 
 class Model(Protocol):
-    """One combination's model, made from a resolved configuration alone."""
+    """The model of one combination, made from a resolved configuration."""
 
     config: Any
     param_axes: Any  # the tree of params, with a `sharding.Axes` at each leaf
@@ -47,22 +47,22 @@ class Model(Protocol):
         cache: Any = None,
         key: jax.Array | None = None,
     ) -> tuple[Any, Sown, Any]:
-        """Run the model: (result, what was sown of the types in `capture`, the new cache).
+        """Run the model: (result, the sown values of the types in `capture`, the new cache).
 
         `method` is "hidden" (inputs: tokens, positions, segments, row, see `models.transformer`) or "head" (inputs:
         hidden states; the output head alone).
         """
 
     def abstract_train_state(self, tx: optax.GradientTransformation) -> Any:
-        """The native train state with the optimizer `tx`, an `nnx.State` or a Linen TrainState, with a ShapeDtypeStruct
-        at each leaf. Nothing is allocated."""
+        """The native train state with the optimizer `tx`, an `nnx.State` or a Linen TrainState of ShapeDtypeStructs.
+        Nothing is allocated."""
 
     def canonical(self, path: Path) -> Path:
-        """Where in a TrainTree the leaf at `path` of a native train state lies, whatever the optimizer."""
+        """The path in a TrainTree of the leaf at `path` of a native train state, for any optimizer."""
 
 
 class StateCodec:
-    """Translates between the native train state of a model with an optimizer and a `TrainTree`.
+    """Converts between the native train state of a model with an optimizer and a `TrainTree`.
 
     Attributes:
       abstract: the native train state, a ShapeDtypeStruct at each leaf.
@@ -80,7 +80,7 @@ class StateCodec:
     def init(self, key: jax.Array, params: Any = None) -> Any:
         """The native train state at step 0, with the canonical `params`, or with those that the model draws from `key`.
 
-        Trace it with jit: called eagerly, it draws parameters also where `params` are given."""
+        Trace it with jit: an eager call draws parameters even if `params` are given."""
         drawn, rest = self.model.init(key)
         params = drawn if params is None else params
         return self.pack(TrainTree(jnp.zeros((), jnp.int32), params, self.tx.init(params), rest))

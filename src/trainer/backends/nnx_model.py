@@ -18,7 +18,7 @@ from trainer.sharding import Axes
 
 
 class NNXModel:
-    """Serves the combinations whose train state is NNX. See `Model`."""
+    """The model of the combinations whose train state is NNX. See `Model`."""
 
     decoder: type[Decoder] = Decoder
 
@@ -72,17 +72,17 @@ class NNXModel:
 
 
 def canonical(path: Path, param_paths: set[Path]) -> Path:
-    """From a path of a split TrainStateNNX to the TrainTree's. `param_paths`: of the model's parameters."""
-    root, *names = path[:-1]  # the last entry is the Variable's own: its value
+    """The path in the TrainTree of `path` in a split TrainStateNNX. `param_paths`: of the model's parameters."""
+    root, *names = path[:-1]  # the last entry is the Variable's value
     if root == "optimizer":
         return tuple(names)  # opt_state/... and step
     return ("params" if tuple(names) in param_paths else "rest", *names)
 
 
 def _axes(params: nnx.State) -> dict:
-    """The logical axis names that each Param carries, in the tree of params.
+    """The logical axis names of each Param, in the tree of params.
 
-    Only a layer of somebody's own leaves axes without names, and all layers are stacked on their first axis.
+    Only a user's block has axes without names, and layers are always stacked on the first axis.
     """
 
     def names(variable: nnx.Variable) -> Axes:

@@ -1,4 +1,4 @@
-"""A permutation of leaves between two pytrees that hold the same things under the same paths."""
+"""A permutation of leaves between two pytrees with the same paths."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ Path = tuple[str, ...]
 
 
 def path_of(keypath: tuple[Any, ...]) -> Path:
-    """The names along a JAX key path, whatever kind of container each of them comes from."""
+    """The names along a JAX key path, for any kind of container."""
     return tuple(jax.tree_util.keystr((entry,), simple=True) for entry in keypath)
 
 
@@ -17,15 +17,15 @@ class Permutation:
     """Moves leaves between a native tree and a canonical one, matched by path, never by position.
 
     Both directions only reorder: no cast, no copy, no arithmetic. Leaves may be anything (arrays, abstract arrays,
-    PartitionSpecs, NamedShardings, None, whole pytrees): a tree only has to have the containers of the one that the
-    permutation was made from.
+    PartitionSpecs, NamedShardings, None, pytrees); a tree only needs the containers of the one from which the
+    permutation was made.
     """
 
     def __init__(self, native: Any, canonical: Any, rename: Callable[[Path], Path] = lambda path: path):
-        """`rename` takes a path of `native` to the path of the same leaf in `canonical`.
+        """`rename` maps a path of `native` to the path of the same leaf in `canonical`.
 
         Raises:
-          ValueError: the trees do not hold the same paths; the message lists those of one side only.
+          ValueError: the paths of the trees differ; the message lists those on one side only.
         """
         self._native: Any  # a PyTreeDef; its stubs lack flatten_up_to
         self._canonical: Any

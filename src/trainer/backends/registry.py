@@ -1,11 +1,11 @@
-"""From the name of a combination to the model that serves it."""
+"""From the name of a combination to its model."""
 
 import importlib
 
 from trainer.backends.base import Model
 from trainer.config import combination
 
-# Imported late, so that what one combination needs is not loaded for another.
+# Imported on use, so that one combination does not load the dependencies of another.
 MODELS = {
     "nnx": "trainer.backends.nnx_model:NNXModel",
     "nnx_linen_decoder": "trainer.linen.model:NNXLinenDecoder",
@@ -16,6 +16,6 @@ MODELS = {
 
 
 def make_model(config) -> Model:
-    """The model of the combination that a resolved configuration chooses."""
+    """The model of the combination of a resolved configuration."""
     module, _, name = MODELS[combination(config)].partition(":")
     return getattr(importlib.import_module(module), name)(config)

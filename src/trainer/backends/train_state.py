@@ -10,7 +10,7 @@ from flax import nnx
 class TrainStateNNX(nnx.Module):
     """A model and its `nnx.Optimizer`. Split, it is an `nnx.State` with the top-level keys `model` and `optimizer`.
 
-    A state for inference may have no optimizer; its split state then has the key `model` alone.
+    A state for inference may have no optimizer; its split state then has only the key `model`.
     """
 
     def __init__(self, model: nnx.Module, optimizer: nnx.Optimizer | None = None):
@@ -23,7 +23,7 @@ class TrainStateNNX(nnx.Module):
         Args:
           grads: of the model's parameters, as `nnx.grad` gives them: an `nnx.State`, or a module in tree mode.
           kwargs: extra arguments of the optax transformation, such as `value` of `optax.contrib.reduce_on_plateau`.
-            Trees that go with the parameters are given as an `nnx.State`.
+            Trees with the structure of the parameters are given as an `nnx.State`.
 
         Raises:
           RuntimeError: the state has no optimizer.
@@ -37,7 +37,7 @@ class TrainStateNNX(nnx.Module):
 
 
 def make_train_state(model: nnx.Module, tx: optax.GradientTransformation) -> TrainStateNNX:
-    """A train state whose optimizer state has optax's own structure over the dict of canonical names."""
+    """A train state whose optimizer state has optax's structure over the dict of canonical names."""
     optimizer: nnx.Optimizer = nnx.Optimizer(model, over_dicts(tx), wrt=nnx.Param)
     # Every combination counts steps in int32; nnx.Optimizer starts with uint32.
     optimizer.step = nnx.optimizer.OptState(jnp.zeros((), jnp.int32))
@@ -45,10 +45,10 @@ def make_train_state(model: nnx.Module, tx: optax.GradientTransformation) -> Tra
 
 
 def over_dicts(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`tx`, seeing nested dicts where NNX hands it an `nnx.State`, extra arguments included.
+    """`tx`, given nested dicts in place of each `nnx.State`, also in extra arguments.
 
-    Masks, labels and Muon's dimensions are functions of names and shapes; they, and the order in which a global norm
-    is summed, then do not depend on the module system.
+    Masks, labels and Muon's dimensions are functions of names and shapes. They and the order in which a global norm is
+    summed then do not depend on the module system.
     """
     inner = optax.with_extra_args_support(tx)
 

@@ -1,4 +1,4 @@
-"""Text from a model, one token at a time through the caches of the blocks."""
+"""Sampling one token at a time, with the caches of the blocks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,8 +17,8 @@ def sample(
 ) -> jax.Array:
     """Continue `prompt` to `config.max_target_length` tokens, `rows` times: int32 [rows, length], prompt included.
 
-    Every token is drawn from softmax(logits / temperature); temperature 0 takes the likeliest. One pass over a row that
-    holds the prompt alone fills the cache, by the attention op of training; a loop then draws token by token.
+    Every token is drawn from softmax(logits / temperature); temperature 0 takes the most likely token. One pass over
+    the prompt fills the cache, with the attention op of training; a loop then draws token by token.
 
     Raises:
       ValueError: the prompt is empty or fills the whole length.

@@ -13,10 +13,10 @@ from trainer.models.families import takes_cache
 
 
 def prompt_tokens(config, tokenizer: Any, say: Callable[[str], None]) -> list[int]:
-    """The tokens of `prompt`; [] where there is nothing to sample with.
+    """The tokens of `prompt`; [] if the model cannot be sampled from.
 
     Raises:
-      UserError: they fill a row.
+      UserError: they leave no room in a row.
     """
     if tokenizer is None or not config.prompt:
         return []
@@ -37,9 +37,9 @@ def prompt_tokens(config, tokenizer: Any, say: Callable[[str], None]) -> list[in
 
 
 def sample_text(run: Any, state: Any, tokenizer: Any, prompt: list[int]) -> str:
-    """The prompt and what the model of `run` (`training.Run`) with the native train state `state` makes of it, up to
+    """The prompt and its continuation by the model of `run` (`training.Run`) with the native train state `state`, up to
     the end of the document."""
-    rows = run.mesh.size  # a row for every device, so that the batch can be sharded on any mesh; the first is shown
+    rows = run.mesh.size  # one per device, so that any mesh can shard the batch; the first is returned
     temperature, seed = run.config.decode_sampling_temperature, run.config.init_weights_seed
 
     def draw(tree: TrainTree) -> jax.Array:
@@ -49,6 +49,6 @@ def sample_text(run: Any, state: Any, tokenizer: Any, prompt: list[int]) -> str:
     tree = run.codec.unpack(state)._replace(opt_state=None)
     drawn = jax.jit(run.placed(draw, whole_rows=True), out_shardings=run.replicated)(tree)
     tokens = jax.device_get(drawn)[0].tolist()
-    # The end may be the token that also stands at the beginning.
+    # The end token may be the same as the begin token.
     end = tokens.index(tokenizer.eos, len(prompt)) if tokenizer.eos in tokens[len(prompt) :] else len(tokens)
     return tokenizer.decode(tokens[:end])

@@ -1,4 +1,4 @@
-"""What every block of a stack is given besides its input and its cache."""
+"""The arguments of every block of a stack other than its input and its cache."""
 
 from typing import NamedTuple
 
@@ -14,5 +14,5 @@ class Context(NamedTuple):
     key: jax.Array | None  # for dropout, the layer's own; None: nothing is dropped
 
     def at(self, index: int | jax.Array) -> "Context":
-        """The same with the key of a layer, or of a dropout site within one: this key folded with `index`."""
+        """The context with the key of a layer, or of a dropout site within one: the key folded with `index`."""
         return self if self.key is None else self._replace(key=jax.random.fold_in(self.key, index))

@@ -12,7 +12,7 @@ from trainer.layers.param import param
 from trainer.products import MakeProduct, plain
 
 ROWS = sharding.Axes(("activation_batch", "activation_length"))
-# What a layer of products with weights reads and writes: whole rows in, and out what lies between layers.
+# The input of layers with weights, with complete rows, and the residual stream between layers.
 INPUT = sharding.Axes((*ROWS, "activation_embed"))
 RESIDUAL = sharding.Axes(("activation_batch", "activation_norm_length", "activation_embed"))
 
@@ -36,7 +36,7 @@ class Dense(nnx.Module):
         rngs: nnx.Rngs,
     ):
         """`names`: the logical name of each axis of the kernel, first the inputs', then the outputs'. `settles`: its
-        gradient is reduced over devices at once (`sharding.settle_gradient`)."""
+        gradient is reduced over devices immediately (`sharding.settle_gradient`)."""
         self.inputs = len(in_shape)
         self.settled_names = tuple(names) if settles else None
         self.dtype = dtype
@@ -70,7 +70,7 @@ class Embed(nnx.Module):
         make_product: MakeProduct = plain,
         rngs: nnx.Rngs,
     ):
-        """`make_product`: of the head, where the table is that too (`attend`)."""
+        """`make_product`: of the head, if the table is also the head (`attend`)."""
         self.dtype = dtype
         table = jax.random.normal(rngs.params(), (vocab, width), weight_dtype)
         self.embedding = param(table, TABLE)

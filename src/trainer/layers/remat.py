@@ -1,9 +1,9 @@
 """What a checkpointed block keeps for its backward pass, by the names that layers give their tensors.
 
-Layers name them with `jax.ad_checkpoint.checkpoint_name`. A block's input is kept whatever the policy says, and of the
-named tensors those that the backward pass reads: mlpwo is only added to the residual stream, so that no policy spends
-memory on it. The factors of rotary positions, the same in every layer, are kept whatever the policy says: once, outside
-of a rolled loop; of an unrolled one the compiler merges them.
+Layers name them with `jax.ad_checkpoint.checkpoint_name`. Every policy keeps a block's input, and of the named tensors
+only those that the backward pass reads: mlpwo is only added to the residual stream, so no policy spends memory on it.
+Every policy keeps the cos/sin tables of RoPE, the same in every layer: once, outside of a rolled loop; in an unrolled
+loop the compiler merges them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +18,10 @@ Policy = Callable[..., Any]
 
 QKV = ("query_proj", "key_proj", "value_proj")
 ATTENTION = (*QKV, "out_proj")
-# Every matrix product with weights; "context" is what attention gives before its output projection.
+# Every matrix product with weights. "context" is the result of attention before its output projection.
 PROJECTIONS = (*ATTENTION, "mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo")
 LAYER_INPUT = "decoder_layer_input"
-# What `choices` speaks of.
+# The keys of `choices`.
 TENSORS = (LAYER_INPUT, "context", *PROJECTIONS)
 
 # remat_policy -> what is kept on the device besides the block's input.
@@ -43,19 +43,19 @@ OFFLOADED: dict[str, tuple[str, ...]] = {"qkv_proj_offloaded": QKV, "minimal_off
 
 
 def _with(own: Sequence[str], tensors: tuple[str, ...]) -> tuple[str, ...]:
-    """`tensors`, with those of a family's `own` where they hold all projections."""
+    """`tensors`, and a family's `own` if they include all projections."""
     return (*tensors, *own) if set(PROJECTIONS) <= set(tensors) else tensors
 
 
 def offloaded(name: str, choices: Mapping[str, str], own: Sequence[str] = ()) -> tuple[str, ...]:
-    """The tensors that go to pinned host memory; the arguments are those of `make_policy`."""
+    """The tensors that are offloaded to pinned host memory; the arguments are those of `make_policy`."""
     if name == "custom":
         return tuple(tensor for tensor, choice in choices.items() if choice == "offload")
     return _with(own, OFFLOADED.get(name, ()))
 
 
 def make_policy(name: str, choices: Mapping[str, str], own: Sequence[str] = ()) -> Policy | None:
-    """What `jax.checkpoint` is given for a block, or None where no block is checkpointed.
+    """The policy of `jax.checkpoint` for a block, or None if no block is checkpointed.
 
     Args:
       name: none, custom, or a key of KEPT or OFFLOADED.

@@ -1,7 +1,7 @@
-"""Extra results of a layer: sown values, each of a type that says how they combine across microbatches.
+"""Extra results of a layer: sown values. The type of a value says how it combines across microbatches.
 
-A layer sows with `sow`; nothing happens unless the caller captures that type. A stack of layers gives back each value
-with the layers axis first.
+A layer sows with `sow`, which has no effect unless the caller captures that type. A stack returns each value with the
+layers on axis 0.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -50,14 +50,14 @@ def combined(types: Iterable[type[nnx.Variable]], sown: Sown) -> Sown:
 
 
 def sow(module: nnx.Module, variable_type: type[nnx.Variable], name: str, value: jax.Array) -> None:
-    """Leave `value` as an extra result of `module`, in place of an earlier one of the same name."""
-    # nnx.capture marks the modules that it watches with __captures__; flax warns of a sow without one.
+    """Make `value` an extra result of `module`, which replaces an earlier one of the same name."""
+    # nnx.capture sets __captures__ on the modules it captures; flax warns about a sow without it.
     if any(type(captured) is variable_type for captured in getattr(module, "__captures__", ())):
         module.sow(variable_type, name, value, reduce_fn=lambda _, new: new, init_fn=lambda: None)
 
 
 def with_output(sown: Sown, types: tuple[type[nnx.Variable], ...], x: jax.Array) -> Sown:
-    """`sown` of a block and, where activations are captured, its result `x`, whoever wrote the block."""
+    """`sown` of a block and, if activations are captured, its result `x`."""
     name = Activation.__name__
     return {**sown, name: {**sown.get(name, {}), "output": x}} if Activation in types else sown
 
@@ -65,7 +65,7 @@ def with_output(sown: Sown, types: tuple[type[nnx.Variable], ...], x: jax.Array)
 def capture(
     module: nnx.Module, types: tuple[type[nnx.Variable], ...], method: str = "__call__"
 ) -> Callable[..., tuple[Any, Sown]]:
-    """`module.method`, giving its result and what was sown of `types` while it ran."""
+    """`module.method`, which returns its result and the values of `types` that it sowed."""
 
     def call(*args: Any) -> tuple[Any, Sown]:
         if not types:

@@ -28,7 +28,7 @@ def is_box(x: Any) -> bool:
 def unboxed(parameter: Any) -> tuple[Any, Axes]:
     """A parameter's value and its logical axis names.
 
-    Only a layer of somebody's own leaves axes without names, and all layers are stacked on their first axis.
+    Only a user's block has axes without names, and layers are always stacked on the first axis.
     """
     if is_box(parameter):
         return parameter.value, Axes(parameter.names)

@@ -25,7 +25,7 @@ class LinenStackDecoder(Decoder):
         ids = jnp.zeros((1, 1), jnp.int32)
         context = Context(ids, ids, rows=ids[0], key=None)
         init = _stacks(initializing(self.config)).init
-        # The bridge makes the model again within a step, where one row of one token fits no mesh.
+        # The bridge constructs the model again within a step, where no mesh divides one row of one token.
         with off_mesh():
             variables = init(rngs.params(), x, None, context, (), method="run_layers")
         params = jax.tree.map(lambda leaf: param(*unboxed(leaf)), variables.pop("params"), is_leaf=is_box)
@@ -42,7 +42,7 @@ class LinenStackDecoder(Decoder):
 
 
 def initial_decoder(config) -> type[Decoder]:
-    """The decoder that draws initial parameters: the one of all combinations, unless NNX can not make the blocks."""
+    """The decoder that draws initial parameters: the one of all combinations, unless the blocks are Linen modules."""
     return LinenStackDecoder if any(map(is_linen, blocks(stacks(config)))) else Decoder
 
 

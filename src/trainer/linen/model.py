@@ -1,4 +1,4 @@
-"""The combinations in which Linen has a part."""
+"""The combinations that use Linen."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The transformer in Linen; see `models.transformer`, whose structure and names it has."""
+"""The transformer in Linen, with the structure and names of `models.transformer`."""
 
 from typing import Any
 
@@ -65,5 +65,5 @@ def _sow(module, variable_type, name, value):
 
 
 def _decoder_norm(config, rngs):
-    del rngs  # the bridge hands every module its generators; a norm draws nothing
+    del rngs  # the bridge passes generators to every module; a norm draws nothing
     return transformer.make_decoder_norm(config)

@@ -1,9 +1,9 @@
-"""How large a model is and how much it computes: closed forms over the configuration, without JAX.
+"""Parameter count and FLOPs of a model: closed forms over the configuration, without JAX.
 
 Model FLOPs as MaxText reports them, after PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B):
 - a multiplication and an addition are two operations;
-- matrix products with parameters count, the output head among them; the embedding lookup, norms, rotary positions,
-  softmax, activations and the optimizer do not;
+- matrix products with parameters count, including the output head; the embedding lookup, norms, RoPE, softmax,
+  activations and the optimizer do not;
 - attention scores and their products with the values count where the mask lets a query see a key, the diagonal of the
   square as half: T / 2 keys for a query of a causal row of T tokens (the half of the square), w - w^2 / (2 T) under a
   sliding window of w <= T tokens; that packed documents do not see each other is not deducted;
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def parameter_count(config: Any) -> int:
-    """Parameters of the model: embedding table, blocks, norms and, where it is not the embedding table, the head."""
+    """Parameters of the model: embedding table, blocks, norms and, if not tied, the head."""
     width = config.base_emb_dim
     heads_norms = 2 * config.head_dim if config.use_qk_norm else 0
     norms = config.base_num_decoder_layers * (2 * width + heads_norms) + width
@@ -46,7 +46,7 @@ def forward_flops_per_token(config: Any, keys: float | None = None) -> float:
     model FLOPs; an op that computes more than it shows is counted by saying so (dot_product: the whole row).
     """
     heads_width = config.base_num_query_heads * config.head_dim
-    # For each key a score, and its share in the sum of the values.
+    # For each key a score, and its term in the sum of the values.
     attention = 4.0 * config.base_num_decoder_layers * heads_width * (visible_keys(config) if keys is None else keys)
     return 2 * matmul_parameters(config) + attention
 

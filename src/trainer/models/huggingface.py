@@ -1,6 +1,6 @@
-"""How Hugging Face's transformers names and shapes the parameters of a family: what the families' tables consist of.
+"""The tables of a family's names and shapes in Hugging Face's transformers.
 
-A family's table stands in the family's own file.
+Each family's file has its table.
 """
 
 import math
@@ -11,14 +11,14 @@ import numpy as np
 
 
 class Layout(NamedTuple):
-    """Where one parameter lies in a Hugging Face checkpoint.
+    """The tensors of one parameter in a Hugging Face checkpoint.
 
     Attributes:
       name: of the tensor, with {} for the number of the layer.
       inputs: 0: the tensor has our shape. Otherwise it is a matrix [out, in], and our kernel's first `inputs` axes are
         its inputs.
-      turned: the last axis is a head's entries that rotary positions turn: two halves there, with
-        `rope_interleave` adjacent pairs here.
+      turned: the last axis is a head's entries that RoPE rotates: two halves there; here adjacent pairs with
+        `rope_interleave`.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Layout(NamedTuple):
         return (math.prod(ours[self.inputs :]), math.prod(ours[: self.inputs])) if self.inputs else ours
 
     def widened(self, shape: tuple[int, ...], box: tuple[slice, ...]) -> tuple[slice, ...]:
-        """`box` of one layer of our `shape`, made larger until it is a box of the tensor and holds all that turns."""
+        """`box` of one layer of our `shape`, enlarged to a box of the tensor that contains complete rotated axes."""
         outer = {0, self.inputs} if self.inputs else set(range(len(shape)))
         if self.turned:
             outer -= {len(shape) - 1}
@@ -57,13 +57,13 @@ class Layout(NamedTuple):
 
 
 class HuggingFace(NamedTuple):
-    """A family as Hugging Face's transformers have it.
+    """A family in Hugging Face's transformers.
 
     Attributes:
-      model_type, architecture: Hugging Face's names of it.
+      model_type, architecture: its names there.
       layouts: by canonical name.
       defaults: of config.json's keys, where absent.
-      qk_norm: it norms queries and keys; otherwise it can not.
+      qk_norm: whether it normalizes queries and keys.
       window: "": it has none; "given": every layer, unless sliding_window is null; "switched": layers from
         max_window_layers on, where use_sliding_window is true.
       whole_heads: hidden_size must be a multiple of the number of heads.
@@ -81,10 +81,10 @@ class HuggingFace(NamedTuple):
 def transposed(matrix: np.ndarray) -> np.ndarray:
     """A contiguous copy of `matrix.T`.
 
-    In strips, of which a cache line is filled at once: five times as fast as NumPy's copy of the whole.
+    It copies strips that fill complete cache lines, five times as fast as NumPy's copy.
     """
     result = np.empty(matrix.shape[::-1], matrix.dtype)
-    unsigned = f"u{matrix.dtype.itemsize}"  # bfloat16 as it is copies entry by entry
+    unsigned = f"u{matrix.dtype.itemsize}"  # NumPy copies bfloat16 entry by entry
     source, target = matrix.view(unsigned), result.view(unsigned)
     for row in range(0, matrix.shape[0], 16):
         target[:, row : row + 16] = source[row : row + 16].T

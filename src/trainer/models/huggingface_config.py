@@ -1,4 +1,4 @@
-"""config.json in and out. Checked against transformers 5.23; the files are those that 4.x writes and reads too."""
+"""Reads and writes config.json. Checked against transformers 5.23; 4.x reads and writes the same files."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from trainer.models.families import FAMILIES, family, hugging_face
 from trainer.models.huggingface import HuggingFace
 from trainer.models.huggingface_fields import SIZES, mistyped
 
-# Hugging Face's names of activations and ours. Its plain "gelu" is the exact one, which no key here says.
+# Hugging Face's names of activations and ours. Its "gelu" is the exact one, which no key here can express.
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -25,7 +25,7 @@ ACTIVATIONS = {
 }
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 ROPE_TYPES = {"default": "default", "linear": "default", "llama3": "llama3.1", "yarn": "yarn"}
-# What RoPE of each kind needs and may have; original_max_position_embeddings may stand anywhere.
+# The required and the optional fields of RoPE of each kind; original_max_position_embeddings is always optional.
 _ROPE_WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -35,15 +35,15 @@ _ROPE_WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> dict[str, Any]:
-    """The keys of base.yml that the config.json `data` says, those without effect left out.
+    """The keys of base.yml for the config.json `data`, without those that have no effect.
 
     Args:
       data: config.json, parsed; `rope_theta` with `rope_scaling`, or the `rope_parameters` of transformers 5.
       where: its path, for messages.
-      decoder_block: the configured family, which may have been given by import path; "" where none is.
+      decoder_block: the configured family, by name or import path; "" for none.
 
     Raises:
-      UserError: all that `data` lacks or says and that no key can say.
+      UserError: all missing fields of `data`, and all that no key can express.
     """
     if wrong := mistyped(data):
         raise UserError("\n  ".join([f"{where}: values that are not allowed in config.json:", *wrong]))
@@ -184,7 +184,7 @@ def config_json(config: Any, dtype: str, neutral: Mapping[str, Any]) -> dict[str
     RoPE is written as `rope_theta` and `rope_scaling`, which every version of transformers reads.
 
     Args:
-      neutral: keys that are carried over as they are, such as eos_token_id; see `NEUTRAL`.
+      neutral: fields that are copied unchanged, such as eos_token_id; see `NEUTRAL`.
 
     Raises:
       UserError: every key whose value config.json cannot express.
@@ -218,14 +218,14 @@ def config_json(config: Any, dtype: str, neutral: Mapping[str, Any]) -> dict[str
 
 
 def _context_length(config: Any) -> int:
-    """How long a text the model is for, as far as its keys say it, else the length of a row."""
+    """The maximum text length of the model if its keys give it, otherwise the length of a row."""
     if config.rope_type == "default":
         return config.max_target_length
     return round(config.rope_factor * config.original_max_position_embeddings)
 
 
 def length_notes(config: Any, neutral: Mapping[str, Any]) -> list[str]:
-    """A line where the max_position_embeddings that `config_json` writes is a guess, or is understood in two ways."""
+    """A line if the max_position_embeddings that `config_json` writes is a guess or ambiguous."""
     said, length = neutral.get("max_position_embeddings"), _context_length(config)
     if said is None and config.rope_type == "default":
         return [

@@ -1,4 +1,4 @@
-"""Which values the fields of a config.json may have."""
+"""The allowed values of the fields of config.json."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ SIZES = {
 _SIZE, _SWITCH = Field(int, low=1), Field(bool, null=True)
 _OPTIONAL_SIZE, _OPTIONAL_NUMBER = Field(int, low=1, null=True), Field(float, null=True)
 _TOKEN = Field(int, null=True, many=True)
-# What the values of config.json and of its RoPE may be, where they are there.
+# The allowed values in config.json and in its RoPE object. All fields are optional.
 _FIELDS = {
     **dict.fromkeys(SIZES, _SIZE),
     **dict.fromkeys(("num_key_value_heads", "head_dim", "max_position_embeddings"), _OPTIONAL_SIZE),
@@ -35,21 +35,21 @@ _FIELDS_OF_ROPE = {
     **dict.fromkeys(("mscale", "mscale_all_dim"), Field(float, low=0, null=True)),
     "truncate": _SWITCH,
 }
-# Words of RoPE that stand in config.json itself, too.
+# Fields of RoPE that may also be at the top level of config.json.
 _FIELDS_OF_BOTH = {
     "rope_theta": Field(float, low=1, high=1e15, null=True),
     "partial_rotary_factor": _OPTIONAL_NUMBER,
     "original_max_position_embeddings": _OPTIONAL_SIZE,
 }
-# Keys of config.json that say nothing about the function that the model computes.
+# Fields of config.json that do not affect the function of the model.
 NEUTRAL = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "max_position_embeddings")
 
 
 def neutral_keys(data: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """`NEUTRAL` of a config.json `data`, those without a value left out.
+    """The fields `NEUTRAL` that have a value in `data`, a config.json.
 
     Raises:
-      UserError: a value is of another type.
+      UserError: a value has a wrong type.
     """
     found = {name: data[name] for name in NEUTRAL if data.get(name) is not None}
     if wrong := field_problems(found, _FIELDS):
@@ -58,7 +58,7 @@ def neutral_keys(data: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def mistyped(data: Mapping[str, Any]) -> list[str]:
-    """A line for each value that is none of those that config.json has there."""
+    """A line for each value that is not allowed in config.json."""
     wrong = field_problems(data, _FIELDS | _FIELDS_OF_BOTH)
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(data.get(name), Mapping):

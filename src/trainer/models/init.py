@@ -1,4 +1,4 @@
-"""The one place where initial parameters come from, for every combination."""
+"""Initial parameters, the same for every combination."""
 
 import jax
 from flax import nnx

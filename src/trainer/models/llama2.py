@@ -27,7 +27,7 @@ ATTENTION, HIDDEN, OUTPUT = range(3)
 
 
 def make_rope(config) -> Rope:
-    """The rotary positions of a resolved configuration."""
+    """RoPE of a resolved configuration."""
     return Rope(
         min_timescale=config.rope_min_timescale,
         max_timescale=config.rope_max_timescale,

@@ -6,14 +6,14 @@ from trainer.config import UserError
 from trainer.models.families import family, hugging_face
 from trainer.models.huggingface_config import SIZES
 
-# What MaxText's RoPE of type llama3.1 has in its code.
+# Constants of RoPE of type llama3.1 in MaxText's code.
 _LLAMA31 = {
     "rope_factor": 8,
     "rope_low_freq_factor": 1,
     "rope_high_freq_factor": 4,
     "original_max_position_embeddings": 8192,
 }
-# Whole numbers in MaxText, of RoPE of any type and of YaRN.
+# Integers in MaxText: of RoPE of any type, and of YaRN.
 _WHOLE = ("rope_min_timescale", "rope_max_timescale")
 _WHOLE_YARN = ("rope_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
 
@@ -44,7 +44,7 @@ def maxtext_keys(config: Any) -> dict[str, Any]:
 
 
 def maxtext_notes(config: Any) -> list[str]:
-    """A line where MaxText computes the same function on short texts alone."""
+    """A line if MaxText computes the same function only on short texts."""
     if config.attention_type == "global":
         return []
     return [

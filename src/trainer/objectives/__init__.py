@@ -1,4 +1,4 @@
-"""What is minimized, and what is measured beside it."""
+"""Objectives: the losses that training minimizes, and other sums that it reports."""
 
 from trainer.objectives.base import Batch, Field, Objective, Sums
 from trainer.objectives.forward import hidden_states, target_log_probs

@@ -1,4 +1,4 @@
-"""What every objective is made of."""
+"""The interface of an objective."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
@@ -22,21 +22,21 @@ class Sums(NamedTuple):
     """Sums over a batch or a microbatch, float32 scalars by name, and sown values."""
 
     minimized: dict[str, jax.Array]  # each is divided by its weight; the loss is the sum of the quotients
-    measured: dict[str, jax.Array]  # divided by their weights likewise, and only reported
+    measured: dict[str, jax.Array]  # also divided by their weights, but only reported
     sown: Sown
 
 
 class Objective(Protocol):
-    """What a model is trained for. Every term is a sum over rows, divided by a weight that is known in advance, so that
-    accumulation over microbatches changes nothing."""
+    """A training objective. Every term is a sum over rows, divided by a weight that is known in advance, so that the
+    loss does not depend on accumulation over microbatches."""
 
     @property
     def fields(self) -> Mapping[str, Field]:
         """The arrays of a batch that it reads, by name. The first size of each is "rows"."""
 
     def weights(self, batch: Batch) -> dict[str, jax.Array]:
-        """What each sum is divided by, by name, from the whole batch. That of `lm_loss` is the number of loss-bearing
-        tokens, int32."""
+        """The divisor of each sum by name, computed from the whole batch. That of `lm_loss` is the number of
+        loss-bearing tokens, int32."""
 
     def sums(
         self,
@@ -46,7 +46,7 @@ class Objective(Protocol):
         key: jax.Array | None,
         capture: tuple[type[nnx.Variable], ...] = (),
     ) -> Sums:
-        """The sums over `batch`, with what was sown of `capture`; an objective captures what it needs itself besides.
+        """The sums over `batch`, with the sown values of `capture`; an objective also captures the types it needs.
 
-        Among them is `lm_loss`, the cross entropy in nats, by which models are evaluated.
+        One of them is `lm_loss`, the cross entropy in nats, which evaluation reports.
         """

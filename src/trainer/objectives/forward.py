@@ -1,4 +1,4 @@
-"""What objectives share: a batch's hidden states, and what the head makes of them."""
+"""Shared by objectives: hidden states of a batch, and log-probabilities from the head."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ Apply = Callable[..., tuple[Any, Sown, Any]]  # a model's
 def hidden_states(
     apply: Apply, params: Any, rest: Any, batch: Batch, key: jax.Array | None, capture: tuple[type[nnx.Variable], ...]
 ) -> tuple[jax.Array, Sown]:
-    """Hidden states [b, t, e] of the inputs of `batch`, and what was sown of `capture`; `key` is that of dropout."""
+    """Hidden states [b, t, e] of the inputs of `batch`, and the sown values of `capture`; `key` is for dropout."""
     inputs = (batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"], batch["row"])
     hidden, sown, _ = apply(params, rest, *inputs, capture=capture, key=key)
     return hidden, sown

@@ -33,7 +33,7 @@ class NextToken:
         return {"lm_loss": tokens, "z_loss": tokens}
 
     def sums(self, params: Any, rest: Any, batch: Batch, key: jax.Array | None, capture: Any = ()) -> Sums:
-        """lm_loss, the cross entropy alone, and z_loss if it has a multiplier. See `Objective.sums`."""
+        """lm_loss, the cross entropy, and z_loss if `z_loss_multiplier` is not 0. See `Objective.sums`."""
         hidden, sown = hidden_states(self.apply, params, rest, batch, key, capture)
         log_prob, log_z = target_log_probs(self.apply, params, rest, hidden, batch["targets"])
         terms = {"lm_loss": -log_prob}

@@ -7,5 +7,5 @@ from trainer.objectives.next_token import NextToken
 
 
 def make_objective(config, model: Any) -> Objective:
-    """What `config`, resolved, trains `model` (`backends.Model`) for."""
+    """The objective of `config`, resolved, for `model` (`backends.Model`)."""
     return NextToken(model.apply, config.z_loss_multiplier)

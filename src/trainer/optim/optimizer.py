@@ -1,4 +1,4 @@
-"""The optimizer, and which parameters it trains."""
+"""The optimizer and the mask of trainable parameters."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ Mask = Callable[[Any], Any]
 def make_optimizer(config, param_axes: Any) -> optax.GradientTransformation:
     """Clipping by the global norm, then AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) or plain SGD.
 
-    Parameters that are not trainable keep their values and get no optimizer state.
+    Parameters that are not trainable keep their values and have no optimizer state.
 
     Args:
       config: resolved.
@@ -55,7 +55,7 @@ def make_optimizer(config, param_axes: Any) -> optax.GradientTransformation:
 
 
 def _check_masks(config, param_axes: Any) -> None:
-    """Refuses a mask that matches no parameter's name: it would silently do nothing."""
+    """Refuses a mask that matches no parameter: it would silently have no effect."""
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in tree_leaves_with_path(param_axes)]
     mistakes = [
         f"{key}=[{','.join(config[key])}]: found in no parameter's name"
@@ -67,7 +67,7 @@ def _check_masks(config, param_axes: Any) -> None:
 
 
 def trainable(config) -> Mask:
-    """A function from the tree of params to a tree of bools: which of them are trained."""
+    """A function from the tree of params to a tree of bools: True for trained parameters."""
     return _matching(config.trainable_parameters_mask or [""], found=True)
 
 

@@ -1,4 +1,4 @@
-"""Update rules: what changes the train state after the optimizer, and what that needs to remember."""
+"""Update rules: functions with state that change the train state after the optimizer."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,11 +11,11 @@ class Rule(NamedTuple):
 
     Attributes:
       name: of its state, unique in the list.
-      init: `init(params) -> state`, a pytree of finite arrays. A part with the structure of `params` is sharded as they
-        are.
+      init: `init(params) -> state`, a pytree of finite arrays. A part with the structure of `params` is sharded as
+        they are.
       update: `update(state, old, new, sown) -> (state, new)`, where `old` is the TrainTree before the step, and `new`
-        the one that the optimizer and the rules before this one made. It may replace `params` and `rest`.
-      sown: the types of sown values that it reads; `sown` has them of the whole batch.
+        the one after the optimizer and the previous rules. It may replace `params` and `rest`.
+      sown: the types of sown values that it reads; the argument `sown` has their values for the whole batch.
     """
 
     name: str
@@ -25,15 +25,15 @@ class Rule(NamedTuple):
 
 
 class WithRules(NamedTuple):
-    """The `opt_state` of an optimizer that is followed by rules."""
+    """The `opt_state` of an optimizer with rules."""
 
-    optimizer: Any  # optax's own
+    optimizer: Any  # that of optax
     rules: dict[str, Any]  # the state of each rule, by its name
 
 
 def with_rules(tx: optax.GradientTransformation, rules: Sequence[Rule]) -> optax.GradientTransformation:
-    """`tx`, in whose state `rules` keep theirs; `tx` itself if there are none. Its updates are those of `tx`: a step
-    calls `apply_rules` behind them."""
+    """`tx` with the state of `rules` in its own; `tx` itself if there are none. Its updates are those of `tx`: a step
+    calls `apply_rules` after them."""
     if not rules:
         return tx
     inner = optax.with_extra_args_support(tx)
@@ -49,7 +49,7 @@ def with_rules(tx: optax.GradientTransformation, rules: Sequence[Rule]) -> optax
 
 
 def apply_rules(rules: Sequence[Rule], old: Any, new: Any, sown: Any) -> Any:
-    """The TrainTree `new` after each of `rules` in turn."""
+    """The TrainTree `new` after all `rules`, in order."""
     for rule in rules:
         state, new = rule.update(new.opt_state.rules[rule.name], old, new, sown)
         new = new._replace(opt_state=new.opt_state._replace(rules=new.opt_state.rules | {rule.name: state}))

@@ -1,15 +1,15 @@
-"""Learning rate as a function of the number of updates done."""
+"""The learning rate as a function of the number of completed updates."""
 
 import optax
 
 
 def make_schedule(config) -> optax.Schedule:
-    """Linear warm-up to `learning_rate`, then the shape that `lr_schedule_type` names.
+    """Linear warm-up to `learning_rate`, then the shape of `lr_schedule_type`.
 
     Of N = `learning_rate_schedule_steps` updates the first w = N * `warmup_steps_fraction` warm up: update i, from 0,
     runs at (i + 1) / w of the peak. From the last of them the rate falls to `learning_rate_final_fraction` of the
     peak at update N - 1, and stays there. wsd (warm-up, stable, decay; Hu et al. 2024, arXiv:2404.06395) falls over the
-    last N * `wsd_decay_steps_fraction` updates only. Where no update is left to fall, the rate stays at the peak.
+    last N * `wsd_decay_steps_fraction` updates only. If no updates remain for the decay, the rate stays at the peak.
     """
     peak, final = config.learning_rate, config.learning_rate * config.learning_rate_final_fraction
     length = config.learning_rate_schedule_steps
@@ -31,7 +31,7 @@ def make_schedule(config) -> optax.Schedule:
 
 
 def _share(length: int, fraction: float) -> int:
-    """`fraction` of `length` updates, rounded down; 0.29 of 100 is 29, whatever 0.29 is in binary."""
+    """`fraction` of `length` updates, rounded down; 0.29 of 100 is 29 in spite of binary rounding."""
     return int(length * fraction + 1e-6)
 
 

@@ -1,4 +1,4 @@
-"""The product of what a model computes with a matrix of its parameters."""
+"""The product of activations with a parameter matrix."""
 
 from collections.abc import Sequence
 from math import prod
@@ -12,10 +12,10 @@ from trainer import sharding
 
 
 class Product(Protocol):
-    """How `x` is multiplied with a kernel: [..., *in] and [*in, *out] -> [..., *out], in the dtype of `x`."""
+    """Multiplies `x` with a kernel: [..., *in] and [*in, *out] -> [..., *out], in the dtype of `x`."""
 
     def __call__(self, x: jax.Array, inputs: int, kernel: Any) -> jax.Array:
-        """`inputs`: how many axes `in` has. `kernel`: the parameter as it is stored."""
+        """`inputs`: the number of axes of `in`. `kernel`: the parameter in its stored dtype."""
 
 
 class MakeProduct(Protocol):
@@ -25,11 +25,11 @@ class MakeProduct(Protocol):
         self, in_shape: Sequence[int], out_shape: Sequence[int], names: Sequence[str | None], *, rngs: nnx.Rngs
     ) -> Product:
         """`names`: the logical name of each axis of the kernel [*in_shape, *out_shape]. The product may be an
-        `nnx.Module`: its parameters are then the model's, under the name "product" beside the kernel."""
+        `nnx.Module`: its parameters then belong to the model, under the name "product" next to the kernel."""
 
 
 def plain(in_shape: Sequence[int], out_shape: Sequence[int], names: Sequence[str | None], *, rngs: nnx.Rngs) -> Product:
-    """`product`, whatever the kernel."""
+    """`product`, for every kernel."""
     del in_shape, out_shape, names, rngs
     return product
 
@@ -37,9 +37,8 @@ def plain(in_shape: Sequence[int], out_shape: Sequence[int], names: Sequence[str
 def product(x: jax.Array, inputs: int, kernel: jax.Array) -> jax.Array:
     """See `Product`. The kernel is cast to the dtype of `x`.
 
-    Off a TPU this is one product of matrices: for the gradient of the kernel XLA's CPU backend then transposes no copy
-    of its operands. On a TPU it is not: axes that were merged into one would have to be copied into each other's order
-    (docs/decisions/0004).
+    Not on a TPU, this is one product of matrices: XLA's CPU backend then transposes no copy of the operands for the
+    weight gradient. On a TPU, merged axes would need a copy into a common order (docs/decisions/0004).
     """
     kernel = kernel.astype(x.dtype)
     if sharding.on_tpu():

@@ -1,4 +1,4 @@
-"""Where things live: the mesh, the rules from logical axis names to mesh axes, and the helpers that layers use."""
+"""Sharding: the mesh, the rules from logical axis names to mesh axes, and the functions that layers use."""
 
 from trainer.config import make_rules
 from trainer.sharding.context import (

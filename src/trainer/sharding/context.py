@@ -1,6 +1,6 @@
-"""The helpers by which layers reach the mesh. They take logical names only.
+"""The sharding functions for layers. They take logical names only.
 
-Outside of `on_mesh` they do nothing, so that a layer works in a notebook. Inside of `shard_mapped` they place arrays
+Outside of `on_mesh` they do nothing, so that a layer works in a notebook. Inside of `shard_mapped` they shard arrays
 over the mesh axes that are not manual there.
 """
 
@@ -22,14 +22,14 @@ _current: contextvars.ContextVar[tuple[Mesh, Rules] | None] = contextvars.Contex
 
 @contextlib.contextmanager
 def on_mesh(mesh: Mesh, rules: Rules) -> Iterator[None]:
-    """What is traced inside places its arrays on `mesh` by `rules`."""
+    """Code traced inside shards its arrays over `mesh` by `rules`."""
     with _placing((mesh, rules)):
         yield
 
 
 @contextlib.contextmanager
 def off_mesh() -> Iterator[None]:
-    """What is traced inside places nothing: shapes of an initialization, say, that no mesh need divide."""
+    """Code traced inside shards nothing, for example an initialization with shapes that the mesh does not divide."""
     with _placing(None):
         yield
 
@@ -44,13 +44,13 @@ def _placing(where: tuple[Mesh, Rules] | None) -> Iterator[None]:
 
 
 def on_tpu() -> bool:
-    """Whether what is traced will run on TPUs: those of the mesh or, outside of `on_mesh`, JAX's default devices."""
+    """Whether traced code will run on TPUs: the devices of the mesh or, outside of `on_mesh`, JAX's default devices."""
     current = _current.get()
     return (current[0].devices.flat[0].platform if current else jax.default_backend()) == "tpu"
 
 
 def constrain(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
-    """`x`, placed by the logical name of each of its axes.
+    """`x`, sharded by the logical name of each of its axes.
 
     Raises:
       UserError: see `rules.named_sharding`.
@@ -60,8 +60,8 @@ def constrain(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
 
 
 def mesh_axes(name: str) -> tuple[str, ...]:
-    """The mesh axes over which this code sees parts of axes of the logical `name`, for collectives inside of
-    `shard_mapped`: `jax.lax.psum(x, mesh_axes("activation_kv_length"))` is right wherever it runs.
+    """The manual mesh axes of the logical axis `name`, for collectives inside of `shard_mapped`:
+    `jax.lax.psum(x, mesh_axes("activation_kv_length"))` is correct inside and outside.
 
     () outside of `shard_mapped` and for axes that are not manual there: the sum of x over no axes is x.
 
@@ -76,9 +76,9 @@ def mesh_axes(name: str) -> tuple[str, ...]:
 
 
 def _sharding(names: Sequence[str | None], shape: Sequence[int]) -> NamedSharding | None:
-    """Where an array of `shape` with axes called `names` lives; None where nothing is to be placed.
+    """The sharding of an array of `shape` with axes called `names`; None outside of a mesh.
 
-    Inside of `shard_mapped` the shape is that of a device's part, and manual mesh axes are left out.
+    Inside of `shard_mapped`, `shape` is that of one device's part, and manual mesh axes are left out.
     """
     current = _current.get()
     if current is None:
@@ -93,10 +93,10 @@ def _sharding(names: Sequence[str | None], shape: Sequence[int]) -> NamedShardin
 
 def settle_gradient(x: jax.Array, matrix: jax.Array, names: Sequence[str | None]) -> tuple[jax.Array, jax.Array]:
     """`x` and `matrix`, unchanged, for their product. In the backward pass the gradient of `matrix`, whose axes are
-    called `names`, is summed over devices and placed as the matrix is before anything goes on from `x`.
+    called `names`, is reduced over devices and sharded as the matrix before the gradient of `x` is used.
 
-    For a large matrix at the end of a model: the compiler else sums its gradient late, together with others, and the
-    whole of it waits through the backward pass of all layers.
+    For a large matrix at the end of a model: otherwise the compiler reduces its gradient late, together with others,
+    and keeps the unreduced gradient through the backward pass of all layers.
     """
     at = _sharding(names, matrix.shape)
     return (x, matrix) if at is None else _settled(x, matrix, at)
@@ -122,17 +122,17 @@ _settled.defvjp(_settled_forward, _settled_backward)
 def take(
     table: jax.Array, ids: jax.Array, out_names: Sequence[str | None], dtype: jnp.dtype | None = None
 ) -> jax.Array:
-    """Rows `ids` (any shape, int) of `table` [rows, ...] in `dtype` (None: the table's), placed by `out_names`.
+    """Rows `ids` (any shape, int) of `table` [rows, ...] in `dtype` (None: the table's), sharded by `out_names`.
 
-    The gradient of a row is summed over its occurrences in float32: the thousands of a frequent token's, one after the
-    other in bfloat16, would stop growing at 256 times the size of one. Differentiable in reverse mode only.
+    The gradient of a row is summed over its occurrences in float32: a bfloat16 sum over the thousands of occurrences of
+    a frequent token would stop growing at 256 times one term. Differentiable in reverse mode only.
     """
     return constrain(_rows(table, ids, table.dtype if dtype is None else dtype), out_names)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _rows(table: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    # Rows of a float32 table, cast after the fact, would have such a sum too, and travel between devices in float32.
+    # A cast after the lookup would also sum in float32, but devices would exchange float32 rows.
     return table.astype(dtype)[ids]
 
 
@@ -141,11 +141,12 @@ def _rows_forward(table: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> Any:
 
 
 def _rows_backward(dtype: jnp.dtype, kept: Any, cotangent: jax.Array) -> Any:
-    table, ids = kept  # of the table only shape and dtype are used
-    # The compiler sorts the ids for this sum; untied, it does so before the backward pass, and holds them through it.
+    table, ids = kept  # only the shape and dtype of the table are used
+    # The compiler sorts the ids for this sum. The barrier prevents it from sorting them before the backward pass and
+    # keeping them through it.
     ids, cotangent = jax.lax.optimization_barrier((ids, cotangent))
     gradient = jnp.zeros(table.shape, jnp.float32).at[ids].add(cotangent.astype(jnp.float32))
-    # The compiler else begins this sum with a tied head's gradient, for which it gathers that, whole.
+    # Otherwise the compiler starts this sum from the gradient of a tied head, which it all-gathers for that.
     return jax.lax.optimization_barrier(gradient).astype(table.dtype), None
 
 
@@ -158,19 +159,19 @@ def shard_mapped(
     """`fn`, run on each device with that device's part of its arguments; its results are joined by `out_names`.
 
     Inside, `mesh_axes` gives the mesh axes of a logical name, for collectives. An NNX module in tree mode may be an
-    argument. What `fn` sets in its Variables is set when the call returns; attributes that it adds are not. Outside of
+    argument. Values that `fn` sets in its Variables persist after the call; attributes that it adds do not. Outside of
     `on_mesh` this is `fn` itself.
 
     Args:
-      in_names: a tuple with an entry for each positional argument: `Axes` for an array or a whole subtree, as
-        PartitionSpecs in `jax.shard_map`, or a tree of them; for a module one `Axes` for all of it, or a module that
-        holds `Axes` in place of its Variables.
-      out_names: the same of the result.
-      over: logical names; `fn` sees parts over their mesh axes only, and the compiler shards the others as everywhere
-        else. None: over all mesh axes.
-      check: False for kernels and for custom backward passes (those of `take` and `settle_gradient` too), of whose
-        results JAX cannot tell whether they are equal on all devices: it then believes `out_names`, and the names of
-        Variables that `fn` sets.
+      in_names: a tuple with an entry for each positional argument: `Axes` for an array or a subtree, like
+        PartitionSpecs in `jax.shard_map`, or a tree of them; for a module one `Axes` for all of it, or a module with
+        `Axes` in place of its Variables.
+      out_names: the same for the result.
+      over: logical names whose mesh axes are manual in `fn`; the compiler shards the other axes as usual. None: all
+        mesh axes are manual.
+      check: False for kernels and custom backward passes (also those of `take` and `settle_gradient`): JAX cannot tell
+        whether their results are equal on all devices, and then trusts `out_names` and the names of the Variables that
+        `fn` sets.
 
     Raises:
       ValueError: at the call: a Variable is in two places of the arguments; or a result, or an update of a Variable,

@@ -13,7 +13,7 @@ from trainer.config.derived import DCN, ICI, MESH_AXES
 
 
 def get_mesh_from_config(config, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh that `config`, resolved or not, describes on `devices`; None for all devices of all processes.
+    """The mesh of `config`, resolved or not, over `devices`; None: all devices of all processes.
 
     Raises:
       UserError: the configuration does not fit the devices; all mistakes at once.
@@ -24,14 +24,13 @@ def get_mesh_from_config(config, devices: Sequence[jax.Device] | None = None) ->
 
 
 def slice_count(devices: Sequence[jax.Device]) -> int | None:
-    """In how many slices `devices` lie; None where they know of no slices, as those of a CPU."""
+    """The number of slices of `devices`; None if they have no slices, such as CPUs."""
     slices = {getattr(device, "slice_index", None) for device in devices}
     return None if None in slices else len(slices)
 
 
 def side_devices(config, devices: Sequence[jax.Device]) -> Sequence[jax.Device]:
-    """Those of `devices` that one side of a comparison takes: as many as its mesh needs where all of its sizes are
-    written out, else all."""
+    """The `devices` of one side of a comparison: as many as its mesh needs if all sizes are given, otherwise all."""
     sizes = [config[key] for key in ICI.values()]
     if -1 in sizes or (slice_count(devices) or 1) > 1:  # over slices an open axis counts them
         return devices
@@ -41,9 +40,9 @@ def side_devices(config, devices: Sequence[jax.Device]) -> Sequence[jax.Device]:
 def make_mesh(config, devices: Sequence[jax.Device]) -> Mesh:
     """A mesh of `devices` with the axes and sizes of a resolved configuration, the outermost axis first.
 
-    An axis that has devices within slices and slices has the slices outside. Devices without slices are taken as such
-    in their order, which is that of their processes. Axes are of JAX's automatic kind: the compiler propagates what
-    `constrain` and the state's shardings say.
+    An axis over both slices and devices within slices has the slices outermost. Devices without slices keep their
+    order, which is that of their processes. Axes have JAX's type Auto: the compiler propagates shardings from those of
+    `constrain` and of the state.
 
     Raises:
       UserError: the physical network has no such mesh.
@@ -64,7 +63,7 @@ def _in_order(devices: Sequence[jax.Device], ici: tuple[int, ...], dcn: tuple[in
 
 
 def _by_network(devices: Sequence[Any], ici: tuple[int, ...], dcn: tuple[int, ...], split: bool) -> np.ndarray:
-    """Neighbours on the mesh are neighbours on the chips' network."""
+    """Neighbors on the mesh are neighbors in the network of the chips."""
     from jax.experimental import mesh_utils
 
     try:

@@ -1,4 +1,4 @@
-"""From logical axis names to mesh axes: arithmetic on one leaf."""
+"""From logical axis names to mesh axes, for one array."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -50,10 +50,10 @@ def named_sharding(
     rules: Rules,
     what: str = "an array",
 ) -> NamedSharding:
-    """Where `what`, of this shape and with axes called `names`, lives on `mesh`.
+    """The sharding on `mesh` of `what`, with this shape and axes called `names`.
 
     Raises:
-      UserError: as `spec`, and an axis that its mesh axes do not divide.
+      UserError: see `spec`; or the mesh axes of an axis do not divide it.
     """
     found = spec(names, rules, what, shape)
     for name, size, axes in zip(names, shape, map(axes_of, found), strict=True):
@@ -65,10 +65,10 @@ def named_sharding(
 
 
 def memory_order(shape: Sequence[int]) -> tuple[int, ...]:
-    """The order, outermost first, in which a TPU's memory takes least for an array of `shape` on one device.
+    """The order of axes, outermost first, in which an array of `shape` takes the least memory on a TPU.
 
-    It lays out the last two axes in tiles of 8 x 128 numbers and pads what does not fill them. One axis may be moved to
-    the end; the order as written wins a tie.
+    A TPU stores the last two axes in tiles of 8 x 128 numbers and pads incomplete tiles. One axis may be moved to the
+    end; the given order wins a tie.
     """
 
     def padded(order: tuple[int, ...]) -> int:

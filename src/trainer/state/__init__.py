@@ -1,6 +1,6 @@
-"""Everything that pairs trees with trees: a train state, its logical axes, its shardings.
+"""Trees with the structure of a train state: its logical axes and its shardings.
 
-What is public is importable from here; docs/guides/state-sharding.md shows it at work.
+The public names are importable from here; docs/guides/state-sharding.md shows their use.
 """
 
 from trainer.backends import TrainStateNNX

@@ -1,7 +1,7 @@
-"""Trees of shapes, shardings and specs beside a native train state, under the names that MaxText's users know.
+"""Trees of shapes, shardings and specs for a native train state, under MaxText's names.
 
-One invariant holds: each of these trees has exactly the structure of the state it belongs to, so that any two of them
-can be zipped with `jax.tree.map`. docs/guides/state-sharding.md teaches the idea.
+Each of these trees has exactly the structure of its state, so that any two of them can be zipped with `jax.tree.map`.
+docs/guides/state-sharding.md explains this.
 """
 
 from collections.abc import Callable
@@ -32,15 +32,15 @@ class AbstractState(NamedTuple):
 def get_abstract_state_nnx(
     config: Any, mesh: Mesh, init_fn: Callable[[], Any], is_training: bool = True
 ) -> AbstractState:
-    """The train state that `init_fn` would make, on `mesh` by the rules of `config`. Nothing is allocated.
+    """The abstract train state of `init_fn`, sharded over `mesh` by the rules of `config`. Nothing is allocated.
 
     Args:
       config: resolved or not; its combination must be that of the state.
       mesh: from `get_mesh_from_config`.
-      init_fn: without arguments; gives a native train state: an `nnx.State`, a `TrainStateNNX`, which is split, or a
-        Linen `TrainState`. `init_state_fn(codec)` is one. The optimizer may be any.
-      is_training: False for the layout in which states are evaluated and sampled from: shard_optimizer_over_data and
-        offloading to the host do not act, and the state may lack an optimizer.
+      init_fn: without arguments; returns a native train state: an `nnx.State`, a `TrainStateNNX`, which is split, or a
+        Linen `TrainState`, with any optimizer. `init_state_fn(codec)` is one.
+      is_training: False for the sharding in evaluation and sampling: shard_optimizer_over_data and offloading to the
+        host have no effect, and the state may have no optimizer.
 
     Raises:
       UserError: a tensor does not fit mesh and rules.
@@ -64,10 +64,10 @@ def get_abstract_state_nnx(
 
 
 def get_named_sharding_nnx(abstract_state: Any) -> Any:
-    """The shardings that the leaves of `abstract_state` carry, arrays or ShapeDtypeStructs; none is constructed.
+    """The shardings of the leaves of `abstract_state`, arrays or ShapeDtypeStructs.
 
     Raises:
-      UserError: a leaf carries none: a tree without it would not have the state's structure.
+      UserError: a leaf has no sharding.
     """
 
     def one(path: Any, leaf: Any) -> Any:
@@ -80,7 +80,7 @@ def get_named_sharding_nnx(abstract_state: Any) -> Any:
 
 
 def set_named_sharding_nnx(abstract_state: Any, named_sharding: Any) -> Any:
-    """`abstract_state` as ShapeDtypeStructs that carry the shardings of `named_sharding`, a tree of its structure."""
+    """`abstract_state` as ShapeDtypeStructs with the shardings of `named_sharding`, a tree of its structure."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         abstract_state,
@@ -94,16 +94,16 @@ def get_partition_spec_nnx(named_sharding: Any) -> Any:
 
 
 def build_zero1_input_state_mesh_shardings(config: Any, state_mesh_shardings: Any, params_shardings: Any) -> Any:
-    """The shardings with which a step under Zero-1 computes: parameters gathered over data, the rest as stored.
+    """The compute shardings of a Zero-1 step: parameters gathered over data, the rest as in storage.
 
     Args:
       config: resolved or not; its combination must be that of the state.
-      state_mesh_shardings: of a native train state, as it is stored between steps.
-      params_shardings: of its parameters, as the step computes with them: a nested dict of canonical names (of a
-        `TrainTree`, or the `params` of a Linen TrainState), or an `nnx.State` of Params.
+      state_mesh_shardings: the storage shardings of a native train state.
+      params_shardings: the compute shardings of its parameters: a nested dict of canonical names (of a `TrainTree`, or
+        the `params` of a Linen TrainState), or an `nnx.State` of Params.
 
     Returns:
-      a copy of `state_mesh_shardings` that has `params_shardings` on its parameters.
+      a copy of `state_mesh_shardings` with `params_shardings` for its parameters.
 
     Raises:
       UserError: the two do not hold the same parameters.

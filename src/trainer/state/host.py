@@ -17,9 +17,9 @@ Fetch = Callable[[Any], Any]
 
 
 def storage_shardings(config: Any, model: Model, abstract: Any, shardings: Any) -> Any:
-    """`shardings` of a native train state, in host memory where the configuration says so.
+    """`shardings` of a native train state, with the configured parts in host memory.
 
-    Scalars stay on the device: nothing is gained by moving them.
+    Scalars stay on the device: offloading them saves nothing.
     """
 
     def moved(tensor: Tensor, leaf: Any, sharding: Any) -> Any:
@@ -30,27 +30,27 @@ def storage_shardings(config: Any, model: Model, abstract: Any, shardings: Any) 
 
 
 def fetcher(config: Any, shardings: TrainTree) -> Fetch:
-    """A function for inside of jit: a TrainTree with what is stored in host memory brought to the device.
+    """A function for use inside jit: moves the parts of a TrainTree in host memory to the device.
 
     A part that is None stays None.
 
     Args:
       config: resolved.
-      shardings: of the tree on the device.
+      shardings: those of the tree in device memory.
     """
     parts = [part for part, key in KEYS.items() if config[key]]
 
     def fetch(tree: TrainTree) -> TrainTree:
         there = [part for part in parts if getattr(tree, part) is not None]
         moved = {part: jax.device_put(getattr(tree, part), getattr(shardings, part)) for part in there}
-        # The compiler must not gather between devices what still lies in the host's memory.
+        # The compiler must not all-gather arrays that are still in host memory.
         return tree._replace(**jax.lax.optimization_barrier(moved))
 
     return fetch
 
 
 def check_host_memory(config: Any, memory_kinds: list[str]) -> None:
-    """Refuses these keys where the devices have no pinned host memory.
+    """Refuses these keys if the devices have no pinned host memory.
 
     Raises:
       UserError: the keys that are set.

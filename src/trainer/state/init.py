@@ -13,15 +13,15 @@ from trainer.state.host import Fetch
 def init_state_fn(
     codec: StateCodec, shardings: Any = None, seed: int = 0, fetch: Fetch = lambda tree: tree
 ) -> Callable[..., Any]:
-    """`init(params=None)`, which makes the native train state at step 0 where it will live.
+    """`init(params=None)`, which makes the native train state at step 0 with its shardings.
 
-    Each device computes its own shard. Given `params`, canonical and placed, the state has them and their buffers.
+    Each device computes its own shard. Given `params`, canonical and sharded, the state takes over their buffers.
 
     Args:
       codec: whose native state to make.
-      shardings: from `state_shardings`, or None to leave the placement to JAX.
-      seed: of the initial parameters; the same for every combination and every mesh.
-      fetch: brings parameters that lie in the host's memory to the device (`state.host.fetcher`).
+      shardings: from `state_shardings`, or None for JAX's default.
+      seed: of the initial parameters, which are the same for every combination and every mesh.
+      fetch: moves parameters in host memory to the device (`state.host.fetcher`).
     """
 
     def make(key: jax.Array, params: Any) -> Any:

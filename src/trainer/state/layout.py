@@ -1,6 +1,6 @@
 """PartitionSpecs for the state of any NNX module, from names and shapes alone: see docs/guides/state-sharding.md.
 
-The layout is tensor parallelism over one mesh axis. The trainer's own states get theirs from logical names and rules
+The layout is tensor parallelism over one mesh axis. The trainer's own states are sharded by logical names and rules
 (`state.shardings`).
 """
 
@@ -14,21 +14,21 @@ from jax.sharding import PartitionSpec
 
 from trainer.backends.permutation import Path, path_of
 
-# The mesh axis, and what `nnx.MultiHeadAttention` calls its projections.
+# The mesh axis, and the names of the projections in `nnx.MultiHeadAttention`.
 MODEL = "model"
 _TO_HEADS, _FROM_HEADS = ("query", "key", "value"), "out"
 
 
 def pick_spec(leaf: Any, path: Sequence[str] = ()) -> PartitionSpec:
-    """Where one leaf of a state is split.
+    """The PartitionSpec of one leaf of a state.
 
-    A kernel is split along its outputs, and so is whatever is added to them or multiplies them, a bias or a scale. In
-    attention the heads are split, on both sides of it.
+    A kernel is sharded along its outputs, and so are a bias or a scale of these outputs. Kernels of attention are
+    sharded along the heads.
 
     Args:
       leaf: an array, or anything with `ndim`.
-      path: its names in the state, such as ("attention", "query", "kernel"). Without them the rank decides alone, which
-        is right for all but attention: its kernels have the rank of a one-dimensional convolution's.
+      path: its names in the state, such as ("attention", "query", "kernel"). Without them only the rank decides, which
+        is wrong for attention: its kernels have the rank of those of a one-dimensional convolution.
     """
     layer, name = (("", "") + tuple(path))[-2:]
     match leaf.ndim:
@@ -47,9 +47,9 @@ def pick_spec(leaf: Any, path: Sequence[str] = ()) -> PartitionSpec:
 
 
 def state_layout(state: nnx.State) -> nnx.State:
-    """The tree of PartitionSpecs with the structure of `state`: `pick_spec` at each leaf, biases as their kernels.
+    """The tree of PartitionSpecs with the structure of `state`: `pick_spec` for each leaf.
 
-    A bias has the axes of its kernel's outputs, so that adding it moves nothing between devices.
+    A bias is sharded as its kernel's outputs, so that adding it needs no communication.
     """
     ranks = {path: leaf.ndim for path, leaf in _leaves(state).items()}
     specs = {path: pick_spec(leaf, path) for path, leaf in _leaves(state).items()}

@@ -1,4 +1,4 @@
-"""Where each tensor of a train state lives, found by its path and so the same for every combination and optimizer."""
+"""The sharding of each tensor of a train state, from its path: the same for every combination and optimizer."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from trainer.state.zero1 import over_data
 
 @dataclass(frozen=True)
 class Tensor:
-    """What is known of a leaf of a train state by its place: a pytree leaf itself."""
+    """Properties of a leaf of a train state that follow from its path. Itself a pytree leaf."""
 
     path: Path  # in the TrainTree: params/..., opt_state/..., step, rest/...
     axes: Axes  # logical names
@@ -27,11 +27,11 @@ class Tensor:
 
 
 def tensors(model: Model, native: Any) -> Any:
-    """A `Tensor` at the place of every leaf of `native`, a native train state of arrays or ShapeDtypeStructs.
+    """A `Tensor` for every leaf of `native`, a native train state of arrays or ShapeDtypeStructs.
 
-    A leaf of the optimizer's state belongs to the parameter whose path its own ends with: that is how optax lays out
-    moments, whatever it wraps around them. It has the parameter's axes if it has its shape (Adafactor's row and column
-    sums have not). Other leaves have no names.
+    A leaf of the optimizer state belongs to the parameter whose path is a suffix of its own, as optax arranges moments
+    in any wrapper. It has the parameter's axes if it has the parameter's shape (Adafactor's row and column sums do
+    not). Other leaves have no axis names.
     """
     axes_of = _by_path(model.param_axes)
     leaves = [(model.canonical(path), leaf) for path, leaf in _by_path(native).items()]
@@ -51,7 +51,7 @@ def tensors(model: Model, native: Any) -> Any:
 def state_shardings(model: Model, abstract: Any, mesh: Mesh, rules: Rules, *, zero1: bool = False) -> Any:
     """The NamedSharding of every leaf of `abstract`, a native train state, in a tree of exactly its structure.
 
-    With `zero1`, parameters and what the optimizer keeps for them are split over the axis data too (`over_data`).
+    With `zero1`, parameters and their optimizer state are also sharded over the axis data (`over_data`).
 
     Raises:
       UserError: a tensor does not fit mesh and rules.
@@ -65,10 +65,10 @@ def state_shardings(model: Model, abstract: Any, mesh: Mesh, rules: Rules, *, ze
 
 
 class ParamShardings(NamedTuple):
-    """Where the parameters are: canonical trees with a NamedSharding in device memory at each leaf."""
+    """The shardings of the parameters: canonical trees of NamedShardings in device memory."""
 
-    storage: Any  # between steps; gradients are summed and the update runs there, too
-    compute: Any  # while the model runs: under Zero-1 gathered over data
+    storage: Any  # between steps; also of reduced gradients and the update
+    compute: Any  # in the forward and backward pass: under Zero-1 gathered over data
 
 
 def _by_path(tree: Any) -> dict[Path, Any]:

@@ -1,4 +1,4 @@
-"""Where every tensor of a train state lives, as rows that a person can read and as plain data."""
+"""The table of shardings of a train state, as text and as plain data."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -18,8 +18,8 @@ KINDS = {"params": "parameters", "opt_state": "optimizer", "rest": "other", "ste
 def rows(tensors: Any, abstract: Any, shardings: Any) -> list[Row]:
     """A row for each leaf of three trees of one structure (see `state.shardings`): params first, then the optimizer.
 
-    `replicated` is the share of the devices' bytes that repeat what another device holds: 0 for an array that every
-    mesh axis splits, 1 - 1/n for one that lies whole on n devices.
+    `replicated` is the share of the bytes on all devices that are copies: 0 for an array that is sharded over every
+    mesh axis, 1 - 1/n for one that is replicated on n devices.
     """
     leaves = zip(*map(jax.tree.leaves, (tensors, abstract, shardings)), strict=True)
     ordered = sorted(leaves, key=lambda row: list(KINDS).index(row[0].path[0]))
@@ -27,7 +27,7 @@ def rows(tensors: Any, abstract: Any, shardings: Any) -> list[Row]:
 
 
 def gradient_rows(tensors: Any, abstract: Any, shardings: Any, trained: Collection[str], dtype: str) -> list[Row]:
-    """A row for the gradient of each parameter in `trained`: of `dtype`, and where the parameter lies between steps."""
+    """A row for the gradient of each parameter in `trained`, in `dtype` and with the parameter's storage sharding."""
     leaves = zip(*map(jax.tree.leaves, (tensors, abstract, shardings)), strict=True)
     return [
         _row(f"gradients/{'/'.join(tensor.path[1:])}", tensor.axes, leaf.shape, jnp.dtype(dtype), sharding)
@@ -37,7 +37,7 @@ def gradient_rows(tensors: Any, abstract: Any, shardings: Any, trained: Collecti
 
 
 def totals(found: Iterable[Row]) -> dict[str, int]:
-    """Plain integers: how many parameters, and bytes per device and in all of each kind."""
+    """Plain integers: the number of parameters, and for each kind the bytes per device and in total."""
     found = list(found)
     result = {"parameters": sum(math.prod(row["shape"]) for row in found if row["name"].startswith("params/"))}
     for kind in (*dict.fromkeys(KINDS.values()), "gradients"):
@@ -48,10 +48,10 @@ def totals(found: Iterable[Row]) -> dict[str, int]:
 
 
 def disagreements(found: Iterable[Row]) -> list[str]:
-    """A sentence for each parameter named bias that is not split as the outputs of the kernel beside it.
+    """A sentence for each parameter named bias that is not sharded as the outputs of its kernel.
 
-    A bias is added to its kernel's outputs. Where a mesh axis splits one of them alone, a step moves the other between
-    devices; or, if the axis splits the batch too, more devices hold the bias than need to.
+    A bias is added to its kernel's outputs. If a mesh axis shards only one of them, a step moves the other between
+    devices; or, if the axis also shards the batch, the bias is replicated needlessly.
     """
     rows = {row["name"]: row for row in found if row["name"].startswith("params/")}
     sentences = []
@@ -72,13 +72,13 @@ def disagreements(found: Iterable[Row]) -> list[str]:
 
 
 def text(found: Sequence[Row], sums: Mapping[str, int], warnings: Sequence[str] = ()) -> str:
-    """The table, below it the totals, and below them `warnings`."""
+    """The table, then the totals, then `warnings`."""
     lines = [COLUMNS, *(tuple(_cell(row[column]) for column in COLUMNS) for row in found)]
     return "\n".join([*aligned(lines), "", *total_lines(sums), *(f"warning: {warning}" for warning in warnings)])
 
 
 def total_lines(sums: Mapping[str, int]) -> list[str]:
-    """The totals in words."""
+    """The totals as text."""
     kinds = [key.removesuffix("_bytes") for key in sums if key.endswith("_bytes") and sums[key]]
     return [
         f"{sums['parameters']:,} parameters",

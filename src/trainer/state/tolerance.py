@@ -1,4 +1,4 @@
-"""sharding_tolerance: what lies whole on every device although the mesh could split it."""
+"""sharding_tolerance: parameters that are replicated although the mesh could shard them."""
 
 import math
 from typing import Any
@@ -13,10 +13,9 @@ SHOWN = 5  # of the largest
 
 
 def check_tolerance(tensors: Any, abstract: Any, shardings: Any, tolerance: float) -> None:
-    """Refuse a layout that leaves more than the share `tolerance` of the parameters whole on an axis that could split.
+    """Refuse shardings that replicate more than the share `tolerance` of the parameters over an axis.
 
-    Axes of size 1 and data, which replicates, do not count; neither does a parameter none of whose dimensions the axis
-    divides.
+    Axes of size 1 and data do not count, nor does a parameter none of whose dimensions the axis divides.
 
     Args:
       tensors, abstract, shardings: trees of one structure, see `state.shardings`.

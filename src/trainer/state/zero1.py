@@ -1,4 +1,4 @@
-"""Zero-1 (Rajbhandari et al. 2020, arXiv:1910.02054): what data parallelism would replicate, split over its devices."""
+"""Zero-1 (Rajbhandari et al. 2020, arXiv:1910.02054): shards over data what data parallelism would replicate."""
 
 from collections.abc import Sequence
 from math import prod
@@ -8,15 +8,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from trainer.sharding import axes_of, entry
 
 DATA = "data"
-# A dimension that these split stays as it is: its parts are what a device multiplies with.
+# A dimension that these shard is not sharded further: a device multiplies with its parts.
 TENSOR_AXES = ("tensor", "tensor_sequence")
 
 
 def over_data(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
-    """`sharding` of an array of `shape`, with the axis data added to the first dimension that it can split further.
+    """`sharding` of an array of `shape`, with the axis data added to the first dimension that it can shard further.
 
-    That is the first whose size on a device data divides and that tensor parallelism does not split; beside an axis
-    that splits it already, data comes last. Where there is none, or data splits the array already, nothing changes.
+    That is the first that tensor parallelism does not shard and whose size per device is a multiple of data. If other
+    axes already shard it, data comes last. Without such a dimension, or if data already shards the array, nothing
+    changes.
     """
     sizes = sharding.mesh.shape
     data = sizes.get(DATA, 1)
