@@ -113,7 +113,7 @@ class RunDir(NamedTuple):
     def _keep_earlier(self, config_yml: str, say: Callable[[str], None]) -> None:
         """Keeps the metrics of an earlier run, unless this run will write them again."""
         config = self.path / CONFIG_FILE
-        earlier = config.read_text("utf-8", "replace") if config.is_file() else ""
+        earlier = config.read_bytes().decode("utf-8", "replace") if config.is_file() else ""
         if _without_checkpoints(earlier) or _without_checkpoints(config_yml):
             self._rename_earlier(say)
         elif (self.path / FINISHED_FILE).exists():
@@ -230,7 +230,7 @@ def _fits(path: Any, config_yml: str) -> bool:
     """Whether a numbered run is unfinished and has this configuration, or ended before it wrote anything."""
     config = path / CONFIG_FILE
     if config.is_file():
-        return config.read_text("utf-8", "replace") == config_yml and not (path / FINISHED_FILE).exists()
+        return config.read_bytes().decode("utf-8", "replace") == config_yml and not (path / FINISHED_FILE).exists()
     return path.is_dir() and not (path / METRICS_FILE).exists()
 
 

@@ -128,7 +128,7 @@ def test_the_stack_is_its_blocks_one_after_the_other():
     (actual, (actual_cache,), sown), _, _ = outputs_and_gradients(True, "none")
     np.testing.assert_allclose(actual, x, atol=1e-5)
     np.testing.assert_allclose(actual_cache, jnp.stack(caches), atol=1e-5)
-    np.testing.assert_allclose(sown["Total"]["total"], jnp.stack(totals), atol=1e-4)
+    np.testing.assert_allclose(sown["Total"]["layers/total"], jnp.stack(totals), atol=1e-4)
 
 
 @pytest.mark.parametrize("remat_policy", POLICIES)
@@ -145,9 +145,9 @@ def test_recomputing_changes_no_bit(remat_policy):
 def test_sown_values_come_out_with_a_layers_axis_and_only_when_asked_for(scan):
     (x, _, sown), _, _ = outputs_and_gradients(scan, "none")
     assert list(sown) == ["Total"]
-    assert list(sown["Total"]) == ["total"]
-    assert sown["Total"]["total"].shape == (LAYERS,)
-    np.testing.assert_allclose(sown["Total"]["total"][-1], x.sum(), rtol=1e-5)
+    assert list(sown["Total"]) == ["layers/total"]
+    assert sown["Total"]["layers/total"].shape == (LAYERS,)
+    np.testing.assert_allclose(sown["Total"]["layers/total"][-1], x.sum(), rtol=1e-5)
     (without, _, nothing), grads, _ = outputs_and_gradients(scan, "none", ())
     assert nothing == {}
     assert_equal_bits((without, grads), (x, outputs_and_gradients(scan, "none")[1]))
@@ -239,7 +239,7 @@ def test_layers_are_numbered_through_all_stacks_so_that_no_two_share_a_key(scan)
             weights += jax.tree.leaves(nnx.state(module))
             settings = Loop(stack, first, Context(scale, row, key), (Total,))
             sown = run_modules(settings, module, x, [None] * len(stack.blocks), scan=scan, remat=None)[2]
-            found |= {f"{stack.name}/{path}": value.tolist() for path, value in sown["Total"].items()}
+            found |= {path: value.tolist() for path, value in sown["Total"].items()}
             first += stack.layers
     keys = [jax.random.key_data(jax.random.fold_in(key, layer)).tolist() for layer in range(6)]
     assert found == {

@@ -131,6 +131,15 @@ def test_a_folder_with_metrics_whose_configuration_is_gone_is_left_alone(tmp_pat
     assert opened(tmp_path).path == tmp_path / "run-0002"
 
 
+def test_a_configuration_that_is_not_utf8_is_another_one(tmp_path):
+    (begun(tmp_path) / "config.yml").write_bytes(b"\xff\xfe")
+    assert opened(tmp_path).path == tmp_path / "run-0002"
+    path = begun(tmp_path, "mine", resumes=False)
+    (path / "config.yml").write_bytes(b"\xff\xfe")
+    opened(tmp_path, "mine", resumes=False).begin(CONFIG, resumed=False, say=lambda line: None)
+    assert (path / "config.yml").read_text() == CONFIG
+
+
 def test_without_checkpoints_every_run_is_a_new_one(tmp_path):
     begun(tmp_path, resumes=False)
     assert opened(tmp_path, resumes=False).path == tmp_path / "run-0002"
