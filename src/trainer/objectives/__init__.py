@@ -1,8 +1,18 @@
 """Objectives: the losses that training minimizes, and other sums that it reports."""
 
 from trainer.objectives.base import Batch, Field, Objective, Sums
-from trainer.objectives.forward import hidden_states, target_log_probs
+from trainer.objectives.forward import TokenLogProbs, hidden_states, target_log_probs
 from trainer.objectives.next_token import NextToken
 from trainer.objectives.registry import make_objective
 
-__all__ = ["Batch", "Field", "NextToken", "Objective", "Sums", "hidden_states", "make_objective", "target_log_probs"]
+__all__ = [
+    "Batch",
+    "Field",
+    "NextToken",
+    "Objective",
+    "Sums",
+    "TokenLogProbs",
+    "hidden_states",
+    "make_objective",
+    "target_log_probs",
+]

@@ -1,9 +1,10 @@
 """Shared by objectives: hidden states of a batch, and log-probabilities from the head."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from trainer.layers.sown import Sown
@@ -22,10 +23,30 @@ def hidden_states(
     return hidden, sown
 
 
+class TokenLogProbs(NamedTuple):
+    """Of the distribution that the head gives each token: float32 [b, t], log-probabilities in nats."""
+
+    target: jax.Array  # of the target
+    log_z: jax.Array  # the log of the softmax's normalizer
+    mean: jax.Array | None = None  # the mean log-probability over the vocabulary
+    best: jax.Array | None = None  # the most likely token, int32; without a gradient
+
+
 def target_log_probs(
-    apply: Apply, params: Any, rest: Any, hidden_bte: jax.Array, target_bt: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The log-probability of each target in nats, and the log of the softmax's normalizer Z: float32 [b, t]."""
+    apply: Apply,
+    params: Any,
+    rest: Any,
+    hidden_bte: jax.Array,
+    target_bt: jax.Array,
+    *,
+    mean: bool = False,
+    best: bool = False,
+) -> TokenLogProbs:
+    """What the head gives for each token of `target_bt`, from its hidden states. `mean`, `best`: also these fields.
+
+    Computed in float32 from logits in the model's dtype.
+    """
     logits, _, _ = apply(params, rest, hidden_bte, method="head")
-    nll, log_z = cross_entropy(logits, target_bt)
-    return -nll, log_z
+    nll, log_z, *mean_nll = cross_entropy(logits, target_bt, mean)
+    token = jnp.argmax(logits, axis=-1).astype(jnp.int32) if best else None
+    return TokenLogProbs(-nll, log_z, -mean_nll[0] if mean else None, token)

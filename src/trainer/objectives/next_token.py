@@ -7,16 +7,24 @@ import jax
 import jax.numpy as jnp
 
 from trainer.objectives.base import Batch, Field, Sums
-from trainer.objectives.forward import Apply, hidden_states, target_log_probs
+from trainer.objectives.forward import Apply, TokenLogProbs, hidden_states, target_log_probs
 
 
 @dataclass(frozen=True)
 class NextToken:
-    """Cross entropy of the next token and, with `z_loss_multiplier`, the mean of log(Z)^2 (Chowdhery et al. 2022, PaLM,
-    arXiv:2204.02311), both over the tokens whose target belongs to a segment. See `Objective`."""
+    """The loss of the next token over the tokens whose target belongs to a segment. See `Objective`.
+
+    Its terms are means over these tokens:
+      lm_loss: the cross entropy, -log p(target).
+      z_loss: `z_loss_multiplier` times log(Z)^2 (Chowdhery et al. 2022, PaLM, arXiv:2204.02311).
+      label_smoothing_loss: `label_smoothing` times (log p(target) - the mean over the vocabulary of log p). Its sum
+        with lm_loss is the cross entropy with (1 - label_smoothing) x one-hot + label_smoothing x uniform (Szegedy
+        et al. 2016, arXiv:1512.00567). So lm_loss, which evaluation reports, has no smoothing.
+    """
 
     apply: Apply
     z_loss_multiplier: float = 0.0
+    label_smoothing: float = 0.0
 
     fields: ClassVar[dict[str, Field]] = {
         "inputs": Field(),
@@ -30,14 +38,25 @@ class NextToken:
     def weights(self, batch: Batch) -> dict[str, jax.Array]:
         """See `Objective.weights`."""
         tokens = jnp.sum(batch["targets_segmentation"] != 0, dtype=jnp.int32)
-        return {"lm_loss": tokens, "z_loss": tokens}
+        return {"lm_loss": tokens, "z_loss": tokens, "label_smoothing_loss": tokens}
+
+    def token_terms(
+        self, params: Any, rest: Any, hidden_bte: jax.Array, target_bt: jax.Array, *, best: bool = False
+    ) -> tuple[dict[str, jax.Array], TokenLogProbs]:
+        """The terms of each token, float32 [b, t], given its hidden states; and what they are made of. A term whose
+        multiplier is 0 is left out. `best`: see `target_log_probs`."""
+        smoothed = self.label_smoothing != 0
+        found = target_log_probs(self.apply, params, rest, hidden_bte, target_bt, mean=smoothed, best=best)
+        terms = {"lm_loss": -found.target}
+        if self.z_loss_multiplier:
+            terms["z_loss"] = self.z_loss_multiplier * found.log_z**2
+        if found.mean is not None:
+            terms["label_smoothing_loss"] = self.label_smoothing * (found.target - found.mean)
+        return terms, found
 
     def sums(self, params: Any, rest: Any, batch: Batch, key: jax.Array | None, capture: Any = ()) -> Sums:
-        """lm_loss, the cross entropy, and z_loss if `z_loss_multiplier` is not 0. See `Objective.sums`."""
+        """The terms of `token_terms`. See `Objective.sums`."""
         hidden, sown = hidden_states(self.apply, params, rest, batch, key, capture)
-        log_prob, log_z = target_log_probs(self.apply, params, rest, hidden, batch["targets"])
-        terms = {"lm_loss": -log_prob}
-        if self.z_loss_multiplier:
-            terms["z_loss"] = self.z_loss_multiplier * log_z**2
+        terms, _ = self.token_terms(params, rest, hidden, batch["targets"])
         bears_loss = batch["targets_segmentation"] != 0
         return Sums({name: jnp.sum(jnp.where(bears_loss, term, 0)) for name, term in terms.items()}, {}, sown)

@@ -8,4 +8,4 @@ from trainer.objectives.next_token import NextToken
 
 def make_objective(config, model: Any) -> Objective:
     """The objective of `config`, resolved, for `model` (`backends.Model`)."""
-    return NextToken(model.apply, config.z_loss_multiplier)
+    return NextToken(model.apply, config.z_loss_multiplier, config.label_smoothing)

@@ -1,12 +1,17 @@
 """Per-token losses."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 
-@jax.custom_vjp
-def cross_entropy(logits_btv: jax.Array, target_bt: jax.Array) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def cross_entropy(logits_btv: jax.Array, target_bt: jax.Array, mean: bool = False) -> tuple[jax.Array, ...]:
     """Negative log-likelihood of each target in nats, and the log of the softmax's normalizer Z: float32 [b, t].
+
+    With `mean` also the mean over the vocabulary of the negative log-likelihood, the cross entropy with a uniform
+    distribution.
 
     Computed in float32 without materializing float32 logits. The backward pass recomputes the softmax from the logits,
     in their own dtype, and log Z. The target (less than v) is selected by comparison, which the compiler fuses into the
@@ -15,25 +20,30 @@ def cross_entropy(logits_btv: jax.Array, target_bt: jax.Array) -> tuple[jax.Arra
     logits = logits_btv.astype(jnp.float32)
     log_z = jax.nn.logsumexp(logits, axis=-1)
     target_logit = jnp.sum(jnp.where(_is_target(logits, target_bt), logits, 0), axis=-1)
-    return log_z - target_logit, log_z
+    nll = log_z - target_logit
+    return (nll, log_z, log_z - jnp.mean(logits, axis=-1)) if mean else (nll, log_z)
 
 
 def _is_target(logits_btv: jax.Array, target_bt: jax.Array) -> jax.Array:
     return jnp.arange(logits_btv.shape[-1], dtype=target_bt.dtype) == target_bt[..., None]
 
 
-def _forward(logits_btv, target_bt):
-    nll, log_z = cross_entropy(logits_btv, target_bt)
-    return (nll, log_z), (logits_btv, target_bt, log_z)
+def _forward(logits_btv, target_bt, mean):
+    losses = cross_entropy(logits_btv, target_bt, mean)
+    return losses, (logits_btv, target_bt, losses[1])
 
 
-def _backward(residuals, grads):
-    """d nll / d logits = softmax - one-hot, d log Z / d logits = softmax."""
+def _backward(mean, residuals, grads):
+    """d nll / d logits = softmax - one-hot, d log Z / d logits = softmax, d mean nll / d logits = softmax - 1 / v."""
     logits_btv, target_bt, log_z = residuals
-    nll_grad, log_z_grad = grads
+    nll_grad, log_z_grad = grads[:2]
     softmax = jnp.exp(logits_btv.astype(jnp.float32) - log_z[..., None])
     at_target = jnp.where(_is_target(logits_btv, target_bt), nll_grad[..., None], 0)
-    return (softmax * (nll_grad + log_z_grad)[..., None] - at_target).astype(logits_btv.dtype), None
+    at_softmax = nll_grad + log_z_grad
+    if mean:
+        at_target += (grads[2] / logits_btv.shape[-1])[..., None]
+        at_softmax += grads[2]
+    return (softmax * at_softmax[..., None] - at_target).astype(logits_btv.dtype), None
 
 
 cross_entropy.defvjp(_forward, _backward)

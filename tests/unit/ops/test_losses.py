@@ -63,6 +63,30 @@ def test_gradients_equal_those_of_the_plain_formula(dtype):
     np.testing.assert_allclose(actual.astype("float32"), expected.astype("float32"), rtol=tolerance, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_mean_over_the_vocabulary_and_its_gradient(dtype):
+    """It adds an output and changes nothing in the others."""
+    logits, target = example()
+    logits, target = jnp.asarray(logits, dtype), jnp.asarray(target)
+    *others, mean = cross_entropy(logits, target, True)
+    np.testing.assert_array_equal(others, cross_entropy(logits, target))
+    np.testing.assert_allclose(mean, -jax.nn.log_softmax(logits.astype("float32")).mean(-1), rtol=1e-6)
+
+    def smoothed(logits):
+        """The cross entropy with 0.7 x one-hot + 0.3 x uniform."""
+        nll, _, mean = cross_entropy(logits, target, True)
+        return jnp.sum((0.7 * nll + 0.3 * mean) * jnp.arange(5))
+
+    def plain(logits):
+        labels = optax.smooth_labels(jax.nn.one_hot(target, 11), 0.3)
+        return jnp.sum(optax.softmax_cross_entropy(logits.astype("float32"), labels) * jnp.arange(5))
+
+    np.testing.assert_allclose(smoothed(logits), plain(logits), rtol=1e-5)
+    actual, expected = (jax.grad(loss)(logits).astype("float32") for loss in (smoothed, plain))
+    tolerance = 1e-5 if dtype == "float32" else 2**-7  # a rounding to the dtype of the logits
+    np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=1e-5)
+
+
 def test_the_backward_pass_keeps_the_logits_as_they_came():
     logits, target = example()
     logits = jnp.asarray(logits, jnp.bfloat16)

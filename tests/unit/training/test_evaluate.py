@@ -73,11 +73,11 @@ def test_the_sums_hold_the_cross_entropy_alone():
     """Also where an objective with other terms is evaluated."""
     config, codec, step, tree = evaluation(ALL_COMBINATIONS[0])
     here = jax.tree.map(lambda leaf: leaf.sharding, tree.params)
-    objective = NextToken(codec.model.apply, z_loss_multiplier=100.0)
+    objective = NextToken(codec.model.apply, z_loss_multiplier=100.0, label_smoothing=0.5)
     batch = packed_batch(config, 2)
     fn = make_evaluation(objective, ParamShardings(here, here))
-    with_z = jax.jit(fn, compiler_options=QUICK)(tree, batch, BYTES)
-    assert jax.device_get(with_z) == step(batch)
+    with_terms = jax.jit(fn, compiler_options=QUICK)(tree, batch, BYTES)
+    assert jax.device_get(with_terms) == step(batch)
 
 
 @functools.cache

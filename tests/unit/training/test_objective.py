@@ -27,8 +27,8 @@ class Rewarded(NextToken):
 
     def sums(self, params, rest, batch, key, capture=()):
         hidden, sown = hidden_states(self.apply, params, rest, batch, key, capture)
-        log_prob, _ = target_log_probs(self.apply, params, rest, hidden, batch["targets"])
-        log_prob = jnp.where(batch["targets_segmentation"] != 0, log_prob, 0)
+        log_probs = target_log_probs(self.apply, params, rest, hidden, batch["targets"])
+        log_prob = jnp.where(batch["targets_segmentation"] != 0, log_probs.target, 0)
         policy = -jnp.sum(batch["reward"] * log_prob.sum(-1)) + 0 * jnp.sum(batch["mark"])
         return Sums({"policy_loss": policy}, {"lm_loss": -jnp.sum(log_prob)}, sown)
 
@@ -82,6 +82,6 @@ def test_log_probabilities_of_targets():
         logits, _, _ = model.apply(params, rest, hidden, method="head")
         return target_log_probs(model.apply, params, rest, hidden, batch["targets"]), jax.nn.log_softmax(logits)
 
-    (log_probs, _), expected = compiled(both, params)(params)
+    log_probs, expected = compiled(both, params)(params)
     expected = np.take_along_axis(np.asarray(expected), batch["targets"][..., None], -1)[..., 0]
-    np.testing.assert_allclose(log_probs, expected, rtol=1e-5)  # rounding of float32
+    np.testing.assert_allclose(log_probs.target, expected, rtol=1e-5)  # rounding of float32

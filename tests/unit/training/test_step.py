@@ -97,7 +97,8 @@ def test_gradients_equal_finite_differences():
 
 
 def test_loss_terms_and_statistics():
-    run = build(load(arguments("nnx", z_loss_multiplier=0.1, record_internal_nn_metrics=1)).config, jax.devices()[:1])
+    keys = {"z_loss_multiplier": 0.1, "label_smoothing": 0.2, "record_internal_nn_metrics": 1}
+    run = build(load(arguments("nnx", **keys)).config, jax.devices()[:1])
     state, batch = run.init(), packed_batch(run.config, run.rows)
     tree = run.codec.unpack(state)
     inputs = [batch[name] for name in ("inputs", "inputs_position", "inputs_segmentation", "row")]
@@ -110,7 +111,10 @@ def test_loss_terms_and_statistics():
     np.testing.assert_allclose(metrics["tokens"], real.sum())
     np.testing.assert_allclose(metrics["lm_loss"], nll[real].mean(), rtol=1e-5)
     np.testing.assert_allclose(metrics["z_loss"], 0.1 * (log_z[real] ** 2).mean(), rtol=1e-5)
-    np.testing.assert_allclose(metrics["loss"], metrics["lm_loss"] + metrics["z_loss"], rtol=1e-6)
+    smoothing = 0.2 * ((log_z - logits.mean(-1)) - nll)[real].mean()
+    np.testing.assert_allclose(metrics["label_smoothing_loss"], smoothing, rtol=1e-5)
+    terms = metrics["lm_loss"] + metrics["z_loss"] + metrics["label_smoothing_loss"]
+    np.testing.assert_allclose(metrics["loss"], terms, rtol=1e-6)
     assert metrics["decoder/layers/output_mean"].shape == (run.config.base_num_decoder_layers,)
     totals = sown["Total"]
     assert totals["decoder/layers/output_count"].tolist() == [real.sum() * run.config.base_emb_dim] * 2
