@@ -11,6 +11,7 @@ import sys
 import pytest
 from support import ALL_COMBINATIONS, arguments
 
+from trainer.aot.buffers import COPIES
 from trainer.aot.text import report_text
 from trainer.config import UserError, load
 from trainer.train import main
@@ -114,6 +115,9 @@ def test_every_combination_compiles_for_a_tpu(combination):
     assert (report.devices, dict(report.mesh), report.fits) == (8, {"data": 2, "fsdp": 4}, True)
     assert {collective.slices for collective in report.cost.collectives} == {1, 2}
     assert report.estimate.dcn_seconds > 0
+    memory = report.memory
+    assert memory.peak == memory.arguments + memory.outputs - memory.aliased + memory.temporaries
+    assert all(buffer.kind == COPIES for buffer in report.buffers if buffer.op_name.startswith("state"))
     assert "bf16" in report.gradients_reduced_in  # whatever grad_dtype is, and the report says so
     assert "bf16 instead of grad_dtype=float32" in report_text(report)
     assert "tpu_custom_call" in compiled.as_text()

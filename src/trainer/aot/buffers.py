@@ -15,6 +15,9 @@ _ALLOCATION = re.compile(r"^allocation \d+: size (\d+),(?: color (\d+),)?(.*)")
 _VALUE = re.compile(r"^ value: <\d+ (\S+?)(\{[\d,]*\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)")
 _RANGE = re.compile(r"^    (\S+?)(\{[\d,]*\}):(\d+)-(\d+)$")
 
+# How the names of the step's arguments begin: state['model'][...] of NNX, state.params[...] of Linen's TrainState.
+STATE = ("state[", "state.")
+
 Key = tuple[str, str]  # of a value: the name of the instruction that produces it, the index in its tuple
 
 
@@ -178,7 +181,7 @@ def _buffer(origins: _Origins, size: int, name: str, shape: str, parameters: set
     dims = tuple(sorted(arrays[0].dims)) if arrays else ()
     if "transpose(" in op_name and len(dims) > 1 and dims in parameters:
         kind = GRADIENTS
-    elif op_name.startswith("state["):
+    elif op_name.startswith(STATE):
         kind = COPIES
     else:
         kind = SAVED if "jvp(" in op_name and "transpose(" not in op_name else OTHER

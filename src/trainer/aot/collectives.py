@@ -29,6 +29,10 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
+SUMS = ("all-reduce", "reduce-scatter")
+# What the partitioner calls the body of a ring of products that reduce-scatters their sum by permutes; a body that
+# gathers an operand ends in _ag (openxla/xla, xla/service/spmd/dot_handler.cc).
+_SUMMING_RING = re.compile(r"windowed_dot_general_body_rs(\.|$)")
 _GROUPS = re.compile(
     r"(?:replica_groups|source_target_pairs)=(mesh\[[^\]]*\](?:, device_ids=\(\[[\d,]+\](?:T\([\d,]+\))?\))? \{[^}]*\}"
     r"|\{\{.*?\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)"
@@ -44,6 +48,7 @@ class Collective:
 
     Attributes:
       kind: one of KINDS.
+      sums: whether it adds up arrays of several devices: kinds of SUMS, and permutes of partial sums around a ring.
       dtype: of its elements, in HLO's spelling ("bf16").
       axes: the mesh axes that it spans, outermost first; () without a mesh.
       devices: the number of devices in a group.
@@ -55,6 +60,7 @@ class Collective:
     """
 
     kind: str
+    sums: bool
     dtype: str
     axes: tuple[str, ...]
     devices: int
@@ -79,7 +85,7 @@ def collectives(module: Module, mesh: Any = None) -> tuple[tuple[Collective, ...
     slices = _slices(mesh)
     merged: dict[tuple[Any, ...], list[tuple[int, str]]] = {}
     notes: list[str] = []
-    for instruction, dtype, size, times in _found(module, module.entry, 1, notes):
+    for instruction, sums, dtype, size, times in _found(module, module.entry, 1, notes):
         groups = replica_groups(instruction, math.prod(sizes))
         kind = instruction.opcode.removesuffix("-start")
         axes = _varying(groups, names, sizes) if names else ()
@@ -88,10 +94,12 @@ def collectives(module: Module, mesh: Any = None) -> tuple[tuple[Collective, ...
         if kind == "collective-permute":
             devices = math.prod(sizes[names.index(axis)] for axis in axes) if names else len(groups)
         if devices > 1:
-            merged.setdefault((kind, dtype, axes, devices, spread, size), []).append((times, instruction.op_name))
+            key = kind, sums, dtype, axes, devices, spread, size
+            merged.setdefault(key, []).append((times, instruction.op_name))
     found = [
         Collective(
             kind,
+            sums,
             dtype,
             axes,
             devices,
@@ -101,7 +109,7 @@ def collectives(module: Module, mesh: Any = None) -> tuple[tuple[Collective, ...
             bytes=sum(times for times, _ in runs) * moved(kind, size, devices),
             sources=tuple(dict.fromkeys(source for _, source in runs if source))[:3],
         )
-        for (kind, dtype, axes, devices, spread, size), runs in merged.items()
+        for (kind, sums, dtype, axes, devices, spread, size), runs in merged.items()
     ]
     return tuple(sorted(found, key=lambda c: -c.bytes)), notes
 
@@ -113,16 +121,21 @@ def moved(kind: str, size: int, devices: int) -> float:
     return (2.0 if kind == "all-reduce" else 1.0) * size * (devices - 1) / devices
 
 
-def _found(module: Module, name: str, times: int, notes: list[str]) -> Iterator[tuple[Instruction, str, int, int]]:
-    """Collectives of a computation and of those that it calls: (instruction, dtype, bytes, executions)."""
+def _found(
+    module: Module, name: str, times: int, notes: list[str]
+) -> Iterator[tuple[Instruction, bool, str, int, int]]:
+    """Collectives of a computation and of those that it calls: (instruction, whether it sums, dtype, bytes,
+    executions)."""
     computation = module.computations[name]
+    ring = _SUMMING_RING.match(name) is not None
     seen = set()
     for instruction in computation:
-        if instruction.opcode.removesuffix("-start") in KINDS:
+        if (kind := instruction.opcode.removesuffix("-start")) in KINDS:
+            sums = kind in SUMS or (ring and kind == "collective-permute")
             key = (instruction.opcode, instruction.operands, _groups_text(instruction))
             if key not in seen:
                 seen.add(key)
-                yield from ((instruction, *part, times) for part in _parts(computation, instruction))
+                yield from ((instruction, sums, *part, times) for part in _parts(computation, instruction))
         elif instruction.opcode == "while":
             trips = loops.trips(module, computation, instruction)
             if trips is None:
@@ -133,7 +146,7 @@ def _found(module: Module, name: str, times: int, notes: list[str]) -> Iterator[
             yield from _found(module, instruction.called[0], times, notes)
         elif instruction.opcode == "conditional":
             branches = [list(_found(module, called, times, notes)) for called in instruction.called]
-            yield from max(branches, key=lambda branch: sum(size * runs for _, _, size, runs in branch))
+            yield from max(branches, key=lambda branch: sum(size * runs for *_, size, runs in branch))
 
 
 def _parts(computation: Computation, instruction: Instruction) -> list[tuple[str, int]]:

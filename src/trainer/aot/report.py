@@ -29,7 +29,7 @@ class Memory:
       arguments: the train state and the batch.
       outputs: the new state and the metrics; `aliased` of them reuse the memory of arguments.
       temporaries: the size of their allocation, including fragmentation.
-      peak: the peak of all but `code` and `host`.
+      peak: all of that together, each byte once; the compiler reserves the temporaries for the whole step.
       code: the program itself.
       host: arguments and temporaries in host memory.
     """
@@ -68,8 +68,8 @@ class Report:
 
     @property
     def gradients_reduced_in(self) -> list[str]:
-        """The dtypes, in HLO's spelling, in which gradients are all-reduced or reduce-scattered."""
-        sums = [it for it in self.cost.collectives if it.kind in ("all-reduce", "reduce-scatter") and it.size > 1024]
+        """The dtypes, in HLO's spelling, in which gradients are all-reduced or reduce-scattered, or summed in a ring."""
+        sums = [it for it in self.cost.collectives if it.sums and it.size > 1024]
         return sorted({it.dtype for it in sums if any("transpose(" in source for source in it.sources)})
 
     def as_dict(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def make_report(
     state = {name: sum(leaf.bytes for leaf in leaves(part)) for name, part in (parts | {"batch": args[1]}).items()}
     shapes = [shape for leaf in leaves(tree.params) for shape in (leaf.dims, leaf.global_dims)]
     memory = (
-        _memory(compiled, first.platform)
+        _memory(compiled)
         if compiled is not None
         else _memory_of_failure(failure, dump, sum(state.values()))
     )
@@ -165,7 +165,7 @@ def _fits(compiled: Any | None, memory: Memory, chip: Chip | None) -> bool | Non
     return compiled is not None and memory.peak <= chip.hbm_bytes
 
 
-def _memory(compiled: Any, platform: str) -> Memory:
+def _memory(compiled: Any) -> Memory:
     stats = compiled.memory_analysis()
     taken = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     return Memory(
@@ -173,8 +173,8 @@ def _memory(compiled: Any, platform: str) -> Memory:
         outputs=stats.output_size_in_bytes,
         aliased=stats.alias_size_in_bytes,
         temporaries=stats.temp_size_in_bytes,
-        # The CPU compiler's peak leaves out temporaries.
-        peak=stats.peak_memory_in_bytes if platform == "tpu" else taken + stats.temp_size_in_bytes,
+        # The CPU compiler's own peak leaves out temporaries. libtpu's leaves out fragmentation and adds other memories.
+        peak=taken + stats.temp_size_in_bytes,
         code=stats.generated_code_size_in_bytes,
         host=stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes,
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from trainer.aot.buffers import GRADIENTS, OTHER, SAVED, by_kind
+from trainer.aot.buffers import by_kind
 from trainer.aot.report import Report
 from trainer.observe.text import short_time, si
 
@@ -46,9 +46,9 @@ def _memory(report: Report) -> Iterator[str]:
     if memory.outputs - memory.aliased > GIB // 1024:
         yield _row("other outputs", memory.outputs - memory.aliased)
     yield _row("temporaries", memory.temporaries)
-    for kind in (GRADIENTS, SAVED, OTHER):
-        if kinds[kind]:
-            yield _row(f"  {kind}", kinds[kind])
+    for kind, size in kinds.items():
+        if size:
+            yield _row(f"  {kind}", size)
     fragmentation = memory.temporaries - sum(kinds.values())
     if report.buffers and fragmentation > GIB // 1024:
         yield _row("  fragmentation", fragmentation)
@@ -74,7 +74,8 @@ def _cost(report: Report) -> Iterator[str]:
     for collective in sorted(cost.collectives, key=lambda collective: -collective.bytes)[:_SHOWN]:
         along = ", ".join(collective.axes) or "no axis"
         count = f"{collective.count} x {si(collective.size, 'B')}"
-        yield f"{si(collective.bytes, 'B'):>12}  {collective.kind} {collective.dtype} along {along}, {count}"
+        ring = ", partial sums" if collective.kind == "collective-permute" and collective.sums else ""
+        yield f"{si(collective.bytes, 'B'):>12}  {collective.kind} {collective.dtype} along {along}, {count}{ring}"
     if report.gradients_reduced_in:
         dtypes = " and ".join(report.gradients_reduced_in)
         others = " and ".join(it for it in report.gradients_reduced_in if it != _HLO_DTYPES[report.grad_dtype])

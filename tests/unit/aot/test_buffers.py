@@ -136,6 +136,13 @@ def test_kinds_are_told_by_what_made_a_buffer():
     assert {b.name: b.kind for b in forward}["saved"] == buffers.OTHER
 
 
+@pytest.mark.parametrize("argument", ["state['model']['kernel']", "state.params['params']['kernel']"])
+def test_a_copy_of_the_state_is_one_in_nnx_and_in_linen(argument):
+    optimized = OPTIMIZED.replace("state['kernel']", argument)
+    found = buffers.temporaries(dump.Dump("", optimized, ASSIGNMENT, LIVE_RANGE), [(4, 8)])
+    assert {b.name for b in found if b.kind == buffers.COPIES} == {"half"}
+
+
 def test_nothing_is_known_without_an_assignment(step):
     assert buffers.temporaries(step.texts._replace(assignment="")) == ()
     assert math.isclose(sum(buffers.by_kind(()).values()), 0)

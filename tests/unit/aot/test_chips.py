@@ -15,7 +15,7 @@ def cost(flops=0.0, hbm=0.0, collectives=(), dtype="bf16"):
 
 
 def collective(kind="all-gather", devices=16, slices=1, size=16_000, count=10, moved=150_000.0):
-    return Collective(kind, "bf16", ("fsdp",), devices, slices, size, count, moved, ())
+    return Collective(kind, kind == "all-reduce", "bf16", ("fsdp",), devices, slices, size, count, moved, ())
 
 
 @pytest.mark.parametrize("name", CHIPS)

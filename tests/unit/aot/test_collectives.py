@@ -79,6 +79,30 @@ def test_kinds_axes_counts_and_bytes(program):
     assert [c.bytes for c in found] == sorted((c.bytes for c in found), reverse=True)
 
 
+RING = """HloModule m
+%windowed_dot_general_body_KIND.3 (p: bf16[8]) -> bf16[8] {
+  %p = bf16[8]{0} parameter(0)
+  ROOT %sent = bf16[8]{0} collective-permute(%p), source_target_pairs={{0,1},{1,0}}
+}
+ENTRY %main (x: bf16[8]) -> bf16[8] {
+  %x = bf16[8]{0} parameter(0)
+  ROOT %out = bf16[8]{0} call(%x), to_apply=%windowed_dot_general_body_KIND.3
+}
+"""
+
+
+@pytest.mark.parametrize(("kind", "sums"), [("rs", True), ("ag", False)])
+def test_a_ring_of_products_sends_partial_sums_or_operands(kind, sums):
+    (found,), _ = collectives(parse(RING.replace("KIND", kind)), {"fsdp": 2})
+    assert (found.kind, found.dtype, found.sums) == ("collective-permute", "bf16", sums)
+
+
+def test_reductions_sum(program):
+    mesh, texts = program
+    kinds = {c.kind for c in collectives(parse(texts.partitioned), mesh)[0] if c.sums}
+    assert kinds == {"all-reduce", "reduce-scatter"}
+
+
 def test_a_mapping_or_nothing_serves_as_a_mesh(program):
     mesh, texts = program
     module = parse(texts.partitioned)

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from trainer.aot.collectives import Collective
 from trainer.aot.dump import Dump
 from trainer.aot.report import make_report
 from trainer.aot.text import report_text, verdict
@@ -58,6 +59,33 @@ def test_people_read_all_of_it(report):
     assert "gradients are reduced in f32\n" in text + "\n"
     elsewhere = report_text(dataclasses.replace(report, grad_dtype="bfloat16"))
     assert "in f32; f32 instead of grad_dtype=bfloat16 where their operands are in f32" in elsewhere
+
+
+def test_gradients_that_a_ring_sums_are_reduced_too(report):
+    ring = Collective("collective-permute", True, "bf16", ("fsdp",), 4, 1, 2048, 4, 8192, ("transpose(jvp())/dot",))
+    operands = dataclasses.replace(ring, sums=False, dtype="f16")
+    cost = dataclasses.replace(report.cost, collectives=(*report.cost.collectives, ring, operands))
+    summed = dataclasses.replace(report, cost=cost)
+    assert summed.gradients_reduced_in == ["bf16", "f32"]
+    text = report_text(summed)
+    assert "gradients are reduced in bf16 and f32; bf16 instead of grad_dtype=float32" in text
+    assert "collective-permute bf16 along fsdp, 4 x 2.05 kB, partial sums\n" in text
+
+
+def test_the_peak_includes_all_temporaries(step):
+    """libtpu's own peak of small programs is less than their temporaries."""
+
+    class Stats:
+        argument_size_in_bytes, output_size_in_bytes, alias_size_in_bytes = 100, 90, 80
+        temp_size_in_bytes, peak_memory_in_bytes = 700, 345
+        generated_code_size_in_bytes = host_argument_size_in_bytes = host_temp_size_in_bytes = 0
+
+    class Compiled:
+        memory_analysis = Stats
+        cost_analysis = dict
+
+    memory = make_report(step.run, Compiled, "", step.texts, (0.0, 0.0), 1).memory
+    assert memory.peak == 100 + (90 - 80) + 700
 
 
 def test_a_step_that_does_not_fit(step, monkeypatch):
