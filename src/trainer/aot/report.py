@@ -68,7 +68,7 @@ class Report:
 
     @property
     def gradients_reduced_in(self) -> list[str]:
-        """The dtypes, in HLO's spelling, in which gradients are all-reduced or reduce-scattered, or summed in a ring."""
+        """The dtypes, in HLO's spelling, in which gradients are all-reduced, reduce-scattered or summed in a ring."""
         sums = [it for it in self.cost.collectives if it.sums and it.size > 1024]
         return sorted({it.dtype for it in sums if any("transpose(" in source for source in it.sources)})
 
@@ -128,11 +128,7 @@ def make_report(
     parts = {"parameters": tree.params, "optimizer": tree.opt_state, "other state": (tree.rest, tree.step)}
     state = {name: sum(leaf.bytes for leaf in leaves(part)) for name, part in (parts | {"batch": args[1]}).items()}
     shapes = [shape for leaf in leaves(tree.params) for shape in (leaf.dims, leaf.global_dims)]
-    memory = (
-        _memory(compiled)
-        if compiled is not None
-        else _memory_of_failure(failure, dump, sum(state.values()))
-    )
+    memory = _memory(compiled) if compiled is not None else _memory_of_failure(failure, dump, sum(state.values()))
     # Prefer the dumped text: jaxlib cannot print every program of a newer libtpu (llama3.1-70b on v5p with 0.0.51).
     text = dump.optimized or (compiled.as_text() if compiled is not None else "")
     cost = analyze(text, run.mesh, dump.partitioned or None)
