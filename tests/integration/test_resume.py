@@ -5,15 +5,11 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 
 import jax
 import numpy as np
 import pytest
-from run_cases import RUN, SETTINGS, arrays_of, assert_equal, kill_rounds, rows_of, train
-from support import pinned
+from run_cases import RUN, SETTINGS, arrays_of, assert_equal, rows_of, train
 
 from trainer.checkpoint import inspect, newest
 from trainer.data import eval_batches, open_dataset
@@ -308,78 +304,3 @@ def test_an_update_that_is_not_finite(tmp_path):
     assert code == 1, output
     assert "No checkpoint holds this update" in output
     assert newest(tmp_path / RUN) is None
-
-
-# Real processes. What they do takes long enough to be disturbed, most of it in starting and compiling.
-WORDS = [f"{key}={value}" for key, value in (SETTINGS | pinned("nnx") | {"steps": 300, "eval_interval": 100}).items()]
-
-
-@pytest.fixture(scope="module")
-def one_device():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")
-        yield
-
-
-@pytest.fixture(scope="module")
-def killed(one_device, tmp_path_factory):
-    """A folder with the undisturbed run of WORDS, and what the driver said of those that it disturbed."""
-    folder, lines = tmp_path_factory.mktemp("rounds"), []
-    compared = kill_rounds.rounds(WORDS, 2, 0, folder, lines.append)
-    return folder, compared, lines
-
-
-def test_killed_at_random_moments(killed):
-    _, compared, lines = killed
-    assert compared >= 1
-    assert sum("SIGKILL" in line or "SIGTERM" in line for line in lines) == 2
-    assert any("equal in every bit" in line for line in lines)
-
-
-def wait_for(text, log, process):
-    until = time.monotonic() + 120
-    while text not in log.read_text():
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
-def begun(folder):
-    command = [sys.executable, "-m", "trainer.train", "base.yml", *WORDS, "run_name=run-0001"]
-    with (folder / "log.txt").open("w") as log:
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=folder, env=os.environ)
-
-
-def terminated(process, log):
-    """Sends SIGTERM and gives the output, all within seconds."""
-    started = time.monotonic()
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 143, log.read_text()
-    assert time.monotonic() - started < 20  # a second or two where the machine is quiet
-    assert "SIGTERM: saved, the same command goes on from here (runs/run-0001)" in log.read_text()
-
-
-def test_sigterm_in_training_and_in_an_evaluation(killed, tmp_path):
-    log, run = tmp_path / "log.txt", tmp_path / RUN
-    process = begun(tmp_path)
-    wait_for("completed step: 12,", log, process)
-    code, output = train(tmp_path, "run_name=run-0001", steps=300, eval_interval=100)
-    if process.poll() is None:  # it lived all the while
-        assert code == 2
-        assert "run_name=run-0001: another process is running in runs/run-0001" in output
-    terminated(process, log)
-    first = int(newest(run).name)
-    assert 12 < first < 300
-    assert not (run / "finished").exists()
-
-    process = begun(tmp_path)
-    wait_for("completed step: 99,", log, process)  # said right before the evaluation, which begins by compiling
-    terminated(process, log)
-    assert newest(run).name == "100"
-    assert not any("eval_loss" in row for row in rows_of(run)), "the signal came after the evaluation"
-
-    process = begun(tmp_path)
-    assert process.wait(120) == 0
-    assert "checkpoints/100: 100 of 300 updates are done" in log.read_text()
-    undisturbed = kill_rounds.outcome(killed[0] / "undisturbed")
-    assert kill_rounds.differences(undisturbed, kill_rounds.outcome(tmp_path)) == []

@@ -18,7 +18,7 @@ from trainer.data.cache import Progress
 from trainer.data.corpus import Corpus
 from trainer.data.documents import Counts, Document, Encoder
 from trainer.data.packing import PackedRow, Packing
-from trainer.data.rows import FILE, StoredRows, write
+from trainer.data.rows import FILE, SUMS, StoredRows, write
 from trainer.data.tokenizer import MIN_VOCAB_SIZE, Tokenizer, train_bpe
 from trainer.data.tokenizer_files import load_tokenizer
 
@@ -91,7 +91,7 @@ def open_rows(
     """
     identity = {
         "format": FORMAT,
-        "file": FILE,
+        "files": [FILE, SUMS],
         "documents": [corpus.identity for corpus in corpora],
         "encoding": encoder.identity,
         "packing": asdict(packing),

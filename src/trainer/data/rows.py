@@ -1,8 +1,10 @@
-"""Packed rows in one file of NumPy's format, [rows, fields, length]: written as they come, and mapped to be read."""
+"""Packed rows in files of NumPy's format, written as they come and mapped to be read: rows.npy [rows, fields, length],
+and crc32.npy [rows], the checksum of each row."""
 
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -10,26 +12,40 @@ from trainer.data.batches import Batch, make_batch
 from trainer.data.cache import damaged
 from trainer.data.packing import PackedRow
 
-FILE = "rows.npy"
+FILE, SUMS = "rows.npy", "crc32.npy"
 _FIELDS = ("inputs", "targets", "segmentation", "loss")  # the last only where some targets bear no loss
 
 
 class StoredRows:
-    """What `write` wrote, as a source of rows. Only the rows that are asked for are read.
+    """What `write` wrote, as a source of rows. Only the rows that are asked for are read, and each is checked.
 
-    Raises UserError where the file's header is damaged.
+    Raises UserError where a file's header or a row that is read is damaged.
     """
 
     def __init__(self, folder: Path):
-        try:
-            self._rows = np.load(folder / FILE, mmap_mode="r")
-            self.size, _, self.length = self._rows.shape
-        except (OSError, ValueError) as error:
-            raise damaged(folder, FILE, f"cannot be read ({type(error).__name__}: {error})") from error
+        self._folder = folder
+        self._rows, self._sums = _mapped(folder, FILE, 3), _mapped(folder, SUMS, 1)
+        self.size, _, self.length = self._rows.shape
+        if len(self._sums) != self.size:
+            raise damaged(folder, SUMS, f"has {len(self._sums)} checksums for {self.size} rows")
 
     def rows(self, indices: np.ndarray) -> Batch:
         """The rows at `indices` [n], a batch without `row`."""
-        return make_batch(*self._rows[indices].swapaxes(0, 1))
+        rows = self._rows[indices]
+        for index, row, checksum in zip(indices, rows, self._sums[indices], strict=True):
+            if zlib.crc32(row) != checksum:
+                raise damaged(self._folder, FILE, f"is damaged: row {index} does not match its checksum")
+        return make_batch(*rows.swapaxes(0, 1))
+
+
+def _mapped(folder: Path, name: str, axes: int) -> np.ndarray:
+    try:
+        array = np.load(folder / name, mmap_mode="r")
+    except (OSError, ValueError) as error:
+        raise damaged(folder, name, f"cannot be read ({type(error).__name__}: {error})") from error
+    if array.ndim != axes:
+        raise damaged(folder, name, f"cannot be read (it has {array.ndim} axes where {axes} were written)")
+    return array
 
 
 def write(folder: Path, rows: Iterable[PackedRow], *, length: int, vocab_size: int, masked: bool) -> None:
@@ -40,18 +56,38 @@ def write(folder: Path, rows: Iterable[PackedRow], *, length: int, vocab_size: i
     Raises OSError where the disk is full.
     """
     dtype = np.dtype(np.uint16 if max(vocab_size, length + 1) <= 1 << 16 else np.int32)
-    fields, count = _FIELDS if masked else _FIELDS[:-1], 0
-    with (folder / FILE).open("wb") as file:
-        _write_header(file, (0, len(fields), length), dtype)
-        start = file.tell()
+    fields = _FIELDS if masked else _FIELDS[:-1]
+    with _Growing(folder / FILE, (len(fields), length), dtype) as stored, _Growing(folder / SUMS, (), "<u4") as sums:
         for row in rows:
-            file.write(np.stack([row[name] for name in fields]).astype(dtype).data)
-            count += 1
-        file.seek(0)
-        _write_header(file, (count, len(fields), length), dtype)
-        assert file.tell() == start, "NumPy leaves room for the number of rows"
+            array = np.stack([row[name] for name in fields]).astype(dtype)
+            stored.append(array)
+            sums.append(np.asarray(zlib.crc32(array), "<u4"))
 
 
-def _write_header(file: IO[bytes], shape: tuple[int, ...], dtype: np.dtype) -> None:
-    header: dict[str, Any] = {"shape": shape, "fortran_order": False, "descr": np.lib.format.dtype_to_descr(dtype)}
-    np.lib.format.write_array_header_1_0(file, header)
+class _Growing:
+    """A file of NumPy's format whose first axis grows: [n, *shape]."""
+
+    def __init__(self, path: Path, shape: tuple[int, ...], dtype: Any):
+        self._file, self._count = path.open("wb"), 0
+        self._shape, self._dtype = shape, np.dtype(dtype)
+
+    def __enter__(self) -> "_Growing":
+        self._write_header()
+        self._start = self._file.tell()
+        return self
+
+    def append(self, array: np.ndarray) -> None:
+        """Append `array`, of that shape and dtype."""
+        self._file.write(array.data)
+        self._count += 1
+
+    def __exit__(self, *_: Any) -> None:
+        with self._file:
+            self._file.seek(0)
+            self._write_header()
+            assert self._file.tell() == self._start, "NumPy leaves room for the number of rows"
+
+    def _write_header(self) -> None:
+        descr = np.lib.format.dtype_to_descr(self._dtype)
+        header: dict[str, Any] = {"shape": (self._count, *self._shape), "fortran_order": False, "descr": descr}
+        np.lib.format.write_array_header_1_0(self._file, header)

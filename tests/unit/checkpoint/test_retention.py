@@ -4,8 +4,11 @@ import math
 
 import ml_collections
 import pytest
+from manager_cases import BESIDE, settings, small_tree
 
+from trainer.checkpoint import CheckpointManager, newest
 from trainer.checkpoint.retention import expired
+from trainer.config import UserError
 
 LOSSES = {2: 3.0, 4: 1.0, 6: None, 8: 2.0, 10: None}
 
@@ -38,3 +41,59 @@ def test_of_equal_losses_the_older_is_the_best():
         {"max_num_checkpoints_to_keep": 1, "checkpoint_keep_period": 0, "keep_best_checkpoints": 1}
     )
     assert expired({1: 1.0, 2: 1.0, 3: math.inf, 4: None}, config) == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        ({}, [1, 2, 3, 4, 5, 6]),
+        ({"max_num_checkpoints_to_keep": 2}, [5, 6]),
+        ({"max_num_checkpoints_to_keep": 1, "checkpoint_keep_period": 3}, [3, 6]),
+        ({"max_num_checkpoints_to_keep": 1, "keep_best_checkpoints": 2}, [2, 4, 6]),
+    ],
+)
+def test_retention(tmp_path, changes, kept):
+    losses = {2: 1.0, 4: 2.0, 5: 3.0}
+    with CheckpointManager(tmp_path, settings(**changes), say=print) as manager:
+        for updates in range(1, 7):
+            metrics = {"eval_loss": losses[updates]} if updates in losses else {}
+            manager.save(updates, small_tree(), BESIDE, metrics)
+    assert sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir()) == kept
+
+
+def test_a_process_killed_while_it_deletes_leaves_nothing_that_looks_damaged(tmp_path, monkeypatch):
+    """The rename is the first thing that happens to a checkpoint that expired."""
+
+    class Killed(BaseException):
+        pass
+
+    def rmtree(path):
+        (path / "sums.json").unlink()
+        raise Killed
+
+    manager = CheckpointManager(tmp_path, settings(max_num_checkpoints_to_keep=1), say=print)
+    manager.save(1, small_tree(), BESIDE, {})
+    manager.wait()
+    monkeypatch.setattr("shutil.rmtree", rmtree)
+    manager.save(2, small_tree(), BESIDE, {})
+    with pytest.raises(Killed):
+        manager.close()
+    monkeypatch.undo()
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"1.expired", "2"}
+    assert newest(tmp_path) == tmp_path / "checkpoints/2"
+    lines = []
+    with CheckpointManager(tmp_path, settings(max_num_checkpoints_to_keep=1), say=lines.append) as manager:
+        assert manager.latest == 2
+    assert lines == []
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"2"}
+
+
+def test_retention_goes_on_in_another_process(tmp_path):
+    keeping = settings(max_num_checkpoints_to_keep=1, keep_best_checkpoints=1)
+    for updates, loss in ((1, 2.0), (2, 1.0), (3, 3.0), (4, None)):
+        with CheckpointManager(tmp_path, keeping, say=print) as manager:
+            manager.save(updates, small_tree(), BESIDE, {} if loss is None else {"eval_loss": loss})
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"2", "4"}
+    (tmp_path / "checkpoints/2/run/metrics.json").write_text("{")
+    with pytest.raises(UserError, match=r"checkpoints/2 is damaged: run/metrics\.json cannot be read"):
+        CheckpointManager(tmp_path, keeping, say=print)

@@ -1,4 +1,4 @@
-"""MaxText's keys, its base.yml, and its defaults."""
+"""MaxText's keys and its defaults; its base.yml: test_maxtext_base.py."""
 
 import functools
 import subprocess
@@ -6,8 +6,9 @@ import sys
 
 import pytest
 import yaml
+from config_cases import mistakes, notes, write
 
-from trainer.config import UserError, load, maxtext, maxtext_base, resolve, schema
+from trainer.config import load, maxtext, maxtext_base, resolve, schema
 from trainer.config.errors import NotBuilt
 from trainer.config.files import COMMAND_LINE
 from trainer.config.reader import Reader
@@ -19,23 +20,6 @@ GROUPS = yaml.safe_load(maxtext.TABLE.read_text())["groups"]
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-
-def write(name: str, text: str) -> str:
-    with open(name, "w") as file:
-        file.write(text)
-    return name
-
-
-def notes(*argv: str) -> list[str]:
-    """Without the one about the combination, which tests may change."""
-    return [note for note in load(argv).notes if not note.startswith("combination")]
-
-
-def mistakes(*argv: str) -> list[str]:
-    with pytest.raises(UserError) as caught:
-        load(argv)
-    return str(caught.value).split("\n  ")[1:]
 
 
 # ---- The table
@@ -285,125 +269,6 @@ def test_compiling_ahead_needs_no_data(kind):
     words = ["maxtext.yml", "compile_topology=v5e-256", "model_name=llama2-7b", f"dataset_type={kind}"]
     config = load(words).config
     assert resolve(config, device_count=256, platform="tpu").max_target_length == 2048
-
-
-# ---- MaxText's base.yml
-
-
-def their_base(**changes) -> str:
-    """A file such as MaxText's base.yml: keys of ours at MaxText's defaults, and a good part of its own."""
-    values = {
-        name: key.default for name, key in schema().keys.items() if name not in ("held_out_share", "data_pipeline")
-    }
-    values |= {name: value for name, value in maxtext_base.defaults().items() if name in values}
-    values |= {
-        name: it.neutral[0] for name, it in list(maxtext.verdicts().items())[::3] if it.neutral and "." not in name
-    }
-    values |= {"hardware": "tpu", "rope_factor": 40, "compile_topology_num_slices": -1, "kv_proj": "remat"}
-    values |= {"mesh_axes": ["a", "b"], "logical_axis_rules": [["nobody_knows", ["model"]]]}
-    values |= {"data_sharding": [["a"]]}  # in no version that had scan_layers=false
-    return yaml.safe_dump(values | changes, sort_keys=False)
-
-
-@pytest.mark.parametrize("path", ["src/maxtext/configs/base.yml", "MaxText/configs/base.yml", "theirs.yml"])
-def test_their_base_is_recognized_by_what_it_holds(path, tmp_path):
-    (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-    write(path, their_base())
-    loaded = load([path, "dataset_type=synthetic", "steps=10"])
-    assert loaded.config.to_dict() == load(["dataset_type=synthetic", "steps=10"]).config.to_dict()
-    assert loaded.warnings == []
-    first, *differing, last = notes(path, "dataset_type=synthetic", "steps=10")
-    assert first.startswith(f"{path} is MaxText's base.yml: ")
-    assert "its logical_axis_rules, " in first
-    assert first.endswith("mesh_axes, data_sharding are ignored")
-    note = "\n".join(differing)
-    for listed in ("base_emb_dim=192 (2048)", 'dtype="auto" ("bfloat16")', "max_target_length=128 (2048)"):
-        assert listed in note
-    assert " steps=" not in note
-    assert "dataset_type=" not in note
-    assert f"maxtext.yml in place of {path}" in last
-
-
-@pytest.mark.parametrize("kind", ["a copy of ours", "a part"])
-def test_a_file_that_is_not_their_base_counts_in_full(kind):
-    """Whatever keys of MaxText's it gives: its values are not read as defaults."""
-    neutral = {name: it.neutral[0] for name, it in maxtext.verdicts().items() if it.neutral and "." not in name}
-    theirs = dict(list(neutral.items())[:15]) | {"learning_rate": 3e-5, "base_emb_dim": 2048, "steps": 77}
-    ours = {name: key.default for name, key in schema().keys.items()} if kind == "a copy of ours" else {}
-    write("mine.yml", yaml.safe_dump(ours | theirs))
-    if kind == "a part":
-        (line,) = mistakes("mine.yml")
-        assert line.startswith("mine.yml: no base_config, and keys are missing")
-    else:
-        config = load(["mine.yml"]).config
-        assert (config.base_emb_dim, config.learning_rate, config.steps) == (2048, 3e-5, 77)
-
-
-def test_what_a_person_changed_in_their_base_counts():
-    write("theirs.yml", their_base(base_emb_dim=64, learning_rate=1e-3, scan_layers=False, use_iota_embed=True))
-    loaded = load(["theirs.yml", "model_name=llama2-7b"])
-    assert (loaded.config.base_emb_dim, loaded.config.learning_rate, loaded.config.scan_layers) == (64, 1e-3, False)
-    assert loaded.config.base_mlp_dim == 11008  # of the preset
-    assert set(loaded.changed) == {"base_emb_dim", "learning_rate", "scan_layers", "model_name"}
-
-
-def test_a_feature_turned_on_in_their_base_is_an_error_with_its_line():
-    write("theirs.yml", their_base(mtp_num_layers=2, dataset_path="DATA", save_period=30))
-    lines = mistakes("theirs.yml")
-    assert len(lines) == 3
-    assert all("(theirs.yml:" in line for line in lines)
-
-
-def test_a_data_path_for_their_base_needs_a_dataset_type():
-    write("theirs.yml", their_base())
-    (line,) = mistakes("theirs.yml", "dataset_path=DATA")
-    assert "(the line in theirs.yml counts as a default)" in line
-    assert "add dataset_type=tfds on the command line" in line
-
-
-def test_an_older_base_is_at_its_own_defaults():
-    older = {"enable_nnx": False, "collect_stack_trace": True, "tokenizer_path": "assets/tokenizer.llama2"}
-    keys = yaml.safe_load(their_base(**older))
-    del keys["kv_proj"]
-    keys.pop("generate_padding_batch_eval", None)
-    write("theirs.yml", yaml.safe_dump(keys))
-    assert load(["theirs.yml"]).changed == {}
-
-
-def test_keys_of_a_later_version_are_one_warning():
-    write("theirs.yml", their_base(**{f"newer_{i}": i for i in range(20)}))
-    (line,) = load(["theirs.yml"]).warnings
-    assert "newer_0, newer_1" in line
-    assert line.endswith("and 12 more")
-
-
-def test_a_child_of_their_base_finds_it_beside_itself_or_in_their_configs_folder(tmp_path):
-    (tmp_path / "maxtext/configs/gpu/models").mkdir(parents=True)
-    write("maxtext/configs/base.yml", their_base(learning_rate=1e-3))
-    write("maxtext/configs/sft.yml", "base_config: base.yml\nsteps: 3\nlora: {enable_lora: false}\n")
-    write(
-        "maxtext/configs/gpu/models/m.yml", 'base_config: "base.yml"\nsteps: 3\nhardware: gpu\nuse_iota_embed: true\n'
-    )
-    for child in ("maxtext/configs/sft.yml", "maxtext/configs/gpu/models/m.yml"):
-        loaded = load([child])
-        assert (loaded.config.steps, loaded.config.learning_rate) == (3, 1e-3)
-        assert "is MaxText's base.yml" in loaded.notes[0]
-
-
-def test_a_preset_file_of_theirs_says_how_presets_are_chosen():
-    write("llama2-7b.yml", "base_emb_dim: 4096\nhead_dim: 128\n")
-    (line,) = mistakes("llama2-7b.yml")
-    assert "or model_name=llama2-7b for the preset of that name" in line
-
-
-@pytest.mark.parametrize(
-    "path", ["src/maxtext/configs/base.yml", "src/MaxText/configs/base.yml", "/deps/MaxText/configs/base.yml"]
-)
-def test_a_path_of_theirs_that_is_not_there_is_the_packed_base(path):
-    loaded = load([path])
-    assert loaded.changed == {}
-    assert loaded.notes[0] == f"{path} does not exist here: using the packaged base.yml"
-    assert "base_emb_dim=192 (2048)" in loaded.notes[1]
 
 
 # ---- Defaults where a person of MaxText's would expect others

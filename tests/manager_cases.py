@@ -1,0 +1,37 @@
+"""Checkpoints of small trees, for tests of the manager."""
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import optax
+
+from trainer.backends import TrainTree
+from trainer.checkpoint import Beside, CheckpointManager
+
+BESIDE = Beside("base_config: base.yml\n", {"row": 3}, "corpus 1", {"tokenizer.json": b"{}"})
+SETTINGS = {
+    "async_checkpointing": True,
+    "max_num_checkpoints_to_keep": None,
+    "checkpoint_keep_period": 0,
+    "keep_best_checkpoints": 0,
+}
+
+
+def settings(**changes):
+    return ml_collections.ConfigDict(SETTINGS | changes)
+
+
+def small_tree(value=0.0, width=4):
+    params = {"layer": {"kernel": jnp.full((width, width), value)}}
+    return TrainTree(jnp.asarray(3, jnp.int32), params, optax.adam(0.1).init(params), {})
+
+
+def abstract(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def saved(folder, updates=3, tree=None, **changes):
+    """The folder of a checkpoint in a new run's folder."""
+    with CheckpointManager(folder, settings(**changes), say=print) as manager:
+        manager.save(updates, small_tree() if tree is None else tree, BESIDE, {})
+        return manager.path(updates)

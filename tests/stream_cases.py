@@ -1,0 +1,26 @@
+"""Batches of a dataset, and whether two lists of them are the same."""
+
+import numpy as np
+
+from trainer.data import Dataset
+from trainer.data.batches import FIELDS
+
+ROWS = 4
+WAYS = ("prepared", "streaming")
+
+
+def batches(dataset: Dataset, count: int, position=None, **place):
+    """The first `count` pairs of a stream."""
+    stream = dataset.train_stream(position, rows=ROWS, **place)
+    try:
+        return [next(stream) for _ in range(count)]
+    finally:
+        stream.close()
+
+
+def assert_same(left, right) -> None:
+    for (batch, position), (other, other_position) in zip(left, right, strict=True):
+        assert set(batch) == {*FIELDS, "row"}
+        for name in batch:
+            np.testing.assert_array_equal(batch[name], other[name], err_msg=name)
+        assert position == other_position

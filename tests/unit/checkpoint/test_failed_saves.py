@@ -1,0 +1,211 @@
+"""Saves that fail, and processes that end during one."""
+
+import errno
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import types
+from concurrent.futures import Future
+from pathlib import Path
+
+import jax
+import pytest
+from manager_cases import BESIDE, saved, settings, small_tree
+from orbax import checkpoint as ocp
+
+from trainer.checkpoint import CheckpointManager, inspect, newest
+from trainer.checkpoint.beside import BesideFiles
+from trainer.checkpoint.disk import forget_failures
+from trainer.config import UserError
+
+
+def in_process_of_its_own(program, **names):
+    """What a process prints that runs `program`, in which each of `names` stands for its value."""
+    head = """
+        import sys
+        from pathlib import Path
+        sys.path.insert(0, "TESTS")
+        from trainer.checkpoint import CheckpointManager
+        from trainer.config import UserError
+        from manager_cases import BESIDE, saved, settings, small_tree
+    """
+    program = textwrap.dedent(head) + textwrap.dedent(program)
+    for name, value in ({"TESTS": Path(__file__).parents[2]} | names).items():
+        program = program.replace(name, str(value))
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=os.environ, timeout=120
+    )
+
+
+def test_a_full_disk_is_one_message_and_the_last_checkpoint_stays(tmp_path):
+    """A process that may write no file beyond 1 MB stands for a full disk."""
+    program = """
+        import resource, signal
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        saved(Path("RUN"), 1)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        try:
+            saved(Path("RUN"), 2, small_tree(width=2048))
+        except UserError as error:
+            print("error:", error)
+    """
+    done = in_process_of_its_own(program, RUN=tmp_path)
+    assert f"error: cannot write a checkpoint below {tmp_path}/checkpoints: File too large; the" in done.stdout
+    assert "are intact: free disk space and give the same command again" in done.stdout
+    assert done.stderr == ""
+    assert newest(tmp_path) == tmp_path / "checkpoints/1"
+    assert inspect(tmp_path / "checkpoints/1") == BESIDE
+
+
+def test_a_process_ends_after_a_save_for_which_no_folder_could_be_made(tmp_path):
+    """A thread of Orbax that waited for the folder would keep the process."""
+    program = """
+        for background in (True, False):
+            run = Path("RUN") / str(background)
+            try:
+                how = settings(async_checkpointing=background)
+                with CheckpointManager(run, how, say=print) as manager:
+                    manager.save(1, small_tree(), BESIDE, {})
+                    manager.wait()
+                    manager.directory.rename(run / "moved")
+                    manager.directory.touch()
+                    manager.save(2, small_tree(), BESIDE, {})
+            except UserError as error:
+                print("error:", error)
+    """
+    done = in_process_of_its_own(program, RUN=tmp_path)
+    for background in (True, False):
+        assert (
+            f"error: cannot write a checkpoint below {tmp_path}/{background}/checkpoints: Not a directory"
+            in done.stdout
+        )
+        assert inspect(tmp_path / f"{background}/moved/1") == BESIDE
+    assert done.stderr == ""
+
+
+def test_what_fails_after_a_part_of_a_save_failed_prints_nothing(tmp_path, monkeypatch, capfd):
+    """Orbax closes the event loop to which TensorStore's threads would report."""
+
+    async def write(self, directory):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(BesideFiles, "_write", write)
+    with pytest.raises(UserError, match=r"checkpoints: No space left on device; .* free disk space and give the same"):
+        saved(tmp_path, tree=small_tree(width=1024))
+    sys.unraisablehook(types.SimpleNamespace(object=None, exc_value=RuntimeError("Event loop is closed")))
+    assert capfd.readouterr() == ("", "")
+    assert newest(tmp_path) is None
+
+
+@pytest.mark.parametrize("make", [Path.touch, lambda path: path.symlink_to("nowhere")])
+def test_checkpoints_is_no_folder(tmp_path, make):
+    make(tmp_path / "checkpoints")
+    with pytest.raises(UserError, match=f"{tmp_path}/checkpoints is no folder, and checkpoints are to be saved below"):
+        CheckpointManager(tmp_path, settings(), say=print)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (
+            errno.ENOSPC,
+            "No space left on device; free disk space and give the same command again, or set enable_checkpoi",
+        ),
+        (errno.EROFS, "Read-only file system; make the folder writable and give the same command again, or set"),
+        (errno.EIO, "Input/output error; check the disk or its connection and give the same command again, or"),
+    ],
+)
+def test_a_folder_that_takes_no_file_is_told_before_training(tmp_path, monkeypatch, code, message):
+    def refused(path, content):
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", refused)
+    with pytest.raises(UserError, match=f"cannot write checkpoints below {tmp_path}/checkpoints: {message}"):
+        CheckpointManager(tmp_path, settings(), say=print)
+    monkeypatch.undo()
+    lines = []
+    with CheckpointManager(tmp_path, settings(), say=lines.append):
+        assert lines == []
+        assert list((tmp_path / "checkpoints").iterdir()) == [], "neither trial is left"
+
+
+def test_what_a_killed_trial_left_is_cleared_away(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/trial-0.expired").touch()
+    with CheckpointManager(tmp_path, settings(), say=print):
+        assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_of_several_processes_the_one_whose_disk_fails_does_not_wait_for_the_others(tmp_path, monkeypatch):
+    with CheckpointManager(tmp_path, settings(), say=print) as manager:
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        manager._ending = Future()  # never ends: the other process waits for this one
+        error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        logging.getLogger("absl").error("as a thread of Orbax does", exc_info=error)
+        with pytest.raises(UserError, match=r"cannot write a checkpoint below .*: No space left on device"):
+            manager.wait()
+
+
+def test_of_several_processes_the_one_whose_save_fails_raises_what_failed(tmp_path, monkeypatch):
+    """An error of a bucket, which is none of the disk; the logger is also that of others, who may log theirs."""
+    with CheckpointManager(tmp_path, settings(), say=print) as manager:
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        manager._ending = Future()
+        forget_failures()
+        logger = logging.getLogger("absl")
+        for file, error in (("/site/grain/a.py", ValueError("other")), (ocp.__file__, ValueError("no credentials"))):
+            logger.handle(logger.makeRecord("absl", logging.ERROR, file, 1, "", (), (ValueError, error, None)))
+        with pytest.raises(ValueError, match="no credentials"):
+            manager.wait()
+
+
+def test_what_failed_in_a_save_is_raised_before_the_barrier_that_others_missed(tmp_path, monkeypatch):
+    def missed(folder):
+        raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: Barrier timed out")
+
+    saving = Future()
+    saving.set_exception(ValueError("no credentials"))
+    with CheckpointManager(tmp_path, settings(), say=print) as manager, monkeypatch.context() as patch:
+        patch.setattr("trainer.checkpoint.manager.is_first", lambda: False)
+        patch.setattr("trainer.checkpoint.manager._sum", missed)
+        with pytest.raises(ValueError, match="no credentials"):
+            manager._end(saving, 3)
+
+
+class Endless(Future):
+    """A save whose end is waited for until Ctrl-C comes a second time."""
+
+    def result(self):
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_waits_for_the_save_that_runs_and_a_second_one_does_not(tmp_path):
+    lines = []
+
+    def interrupted():
+        with CheckpointManager(tmp_path, settings(), say=lines.append) as manager:
+            manager.save(1, small_tree(), BESIDE, {})
+            manager.wait()
+            manager._ending = Endless()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert lines == [
+        "interrupted: waiting for the checkpoint of 1 updates, which is being written; Ctrl-C again ends without it"
+    ]
+
+
+def test_a_folder_that_cannot_be_read_is_not_told_as_one_that_cannot_be_written(tmp_path, monkeypatch):
+    saved(tmp_path)
+
+    def refused(path):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr("trainer.checkpoint.manager.entries", refused)
+    with pytest.raises(
+        UserError, match=f"^cannot read the checkpoints below {tmp_path}/checkpoints: Permission denied"
+    ):
+        CheckpointManager(tmp_path, settings(), say=print)
