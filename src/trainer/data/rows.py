@@ -33,7 +33,7 @@ class StoredRows:
         """The rows at `indices` [n], a batch without `row`."""
         rows = self._rows[indices]
         for index, row, checksum in zip(indices, rows, self._sums[indices], strict=True):
-            if zlib.crc32(row) != checksum:
+            if zlib.crc32(row.data) != checksum:
                 raise damaged(self._folder, FILE, f"is damaged: row {index} does not match its checksum")
         return make_batch(*rows.swapaxes(0, 1))
 
@@ -61,7 +61,7 @@ def write(folder: Path, rows: Iterable[PackedRow], *, length: int, vocab_size: i
         for row in rows:
             array = np.stack([row[name] for name in fields]).astype(dtype)
             stored.append(array)
-            sums.append(np.asarray(zlib.crc32(array), "<u4"))
+            sums.append(np.asarray(zlib.crc32(array.data), "<u4"))
 
 
 class _Growing:
