@@ -16,6 +16,7 @@ class Shift(nnx.Module):
     """x plus a product of the token before, plus a bias that is not learned. Its cache is the last token."""
 
     PARAMETER_NAMES = {"mix": "shift"}
+    logit_factors = None  # it does not attend
 
     def __init__(self, config, rngs):
         dtypes = {"dtype": jnp.dtype(config.dtype), "weight_dtype": jnp.dtype(config.weight_dtype)}

@@ -13,7 +13,9 @@ from trainer import parity, training
 from trainer.compare import programs
 from trainer.layers.stack import Stack
 from trainer.models import llama2, mistral
+from trainer.optim.qk_clip import qk_clip
 from trainer.sharding import Axes
+from trainer.training import rules
 
 QUANTITIES = ["parameters", "activations", "loss", "gradients", "updated parameters", "optimizer state"]
 
@@ -67,6 +69,35 @@ def test_a_planted_difference_is_found_in_its_layer(capsys, monkeypatch):
     assert rows["layer 1"][3] == "apart"
     assert rows["layer 1"][-1] == "mlp_output"
     assert rows["layer 2"][3] == "apart"
+
+
+@pytest.mark.skipif(len(ALL_COMBINATIONS) == 1, reason="there is one combination")
+def test_a_clip_along_another_axis_is_found(capsys, monkeypatch):
+    keys = {"use_qk_clip": True, "qk_clip_threshold": 0.1, "head_dim": 2}
+    sides = (f"left={ALL_COMBINATIONS[0]}", f"right={ALL_COMBINATIONS[-1]}")
+    code, out, _ = run(capsys, *sides, **keys)
+    assert code == 0, out
+
+    class Wrong:
+        """As many heads as a head has entries, so that the shapes fit."""
+
+        def __init__(self, layer):
+            self.heads, self._layer = layer.heads, layer
+
+        def logit_factors(self, eta):
+            return {name: factor.T for name, factor in self._layer.logit_factors(eta).items()}
+
+    made = []
+
+    def planted(config, axes, layers):
+        made.append(config)
+        return qk_clip(config, axes, layers if len(made) == 1 else {k: Wrong(v) for k, v in layers.items()})
+
+    monkeypatch.setattr(rules, "qk_clip", planted)
+    code, out, _ = run(capsys, *sides, **keys)
+    assert (code, len(made)) == (1, 2)
+    first = "differ first in updated parameters: decoder/layers/self_attention/query/kernel, layer 0"
+    assert out.splitlines()[-1].endswith(first)
 
 
 def test_other_logical_axes_are_a_difference(capsys, monkeypatch):

@@ -10,14 +10,17 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from trainer import sharding
+from trainer.config import UserError
 from trainer.config.tiles import AUTOMATIC, Tiles
 from trainer.layers.cache import Cache
 from trainer.layers.context import Context
 from trainer.layers.dense import INPUT, RESIDUAL, Dense
 from trainer.layers.norm import RMSNorm
+from trainer.layers.sown import MaxLogit, captures, sow
 from trainer.ops.attention import Dropout, Mask, dot_product_attention
 from trainer.ops.blockwise import blockwise_attention
 from trainer.ops.cudnn import cudnn_attention
+from trainer.ops.max_logits import BLOCK, max_logits
 from trainer.ops.rope import Rope, rope
 from trainer.ops.splash import splash_attention
 from trainer.products import MakeProduct, plain
@@ -71,6 +74,7 @@ class Attention(nnx.Module):
         `qk_norm_epsilon`: of a norm of each head's queries and keys (Henry et al. 2020, arXiv:2010.04245); None for
         none."""
         dense = functools.partial(Dense, dtype=dtype, weight_dtype=weight_dtype, make_product=make_product, rngs=rngs)
+        self.heads = heads
         self.op, self.rope, self.window, self.soft_cap = op, rope, window, soft_cap
         self.tiles, self.dropout_rate = tiles, dropout_rate
         self.query = dense([width], [heads, head_dim], ("embed", "q_heads", "kv"))
@@ -82,6 +86,22 @@ class Attention(nnx.Module):
             norm = functools.partial(RMSNorm, head_dim, epsilon=qk_norm_epsilon)
             self.query_norm = norm(dtype=dtype, weight_dtype=weight_dtype)
             self.key_norm = norm(dtype=dtype, weight_dtype=weight_dtype)
+
+    def logit_factors(self, eta_h: jax.Array) -> dict[str, jax.Array]:
+        """See `layers.clip.Clipped`. Heads that share a key scale it by the root of the smallest of their factors, and
+        each query by what is left: with the root of its own factor it would leave the others' logits too large or too
+        small.
+
+        Raises:
+          UserError: queries and keys are normed, or the logits capped: scaled weights do not scale such logits.
+        """
+        if self.norms_heads or self.soft_cap:
+            why = "their norms undo a scale of the weights" if self.norms_heads else "the soft cap bounds logits itself"
+            raise UserError(f"use_qk_clip=true: an attention layer cannot clip its heads: {why}")
+        eta_kg = eta_h.reshape(self.key.kernel.shape[-2], -1)
+        key_k1 = jnp.sqrt(eta_kg.min(axis=1, keepdims=True))
+        # [heads, 1]: of a kernel [embed, heads, head_dim], and of a bias [heads, head_dim].
+        return {"query": (eta_kg / key_k1).reshape(-1, 1), "key": key_k1}
 
     def init_cache(self, rows: int, length: int) -> KVCache:
         """An empty cache for `rows` rows of up to `length` positions."""
@@ -109,6 +129,10 @@ class Attention(nnx.Module):
         queries, keys = rope(queries, position_bt, self.rope), rope(keys, position_bt, self.rope)
 
         op, mask = self.op, Mask(position_bt, position_bt, segment_bt, segment_bt)
+        if cache is None and captures(self, MaxLogit):
+            # One tile of the reference op: the product is its own.
+            block = queries.shape[1] if op == "dot_product" else BLOCK
+            sow(self, MaxLogit, "max_logit", max_logits(queries, keys, mask, window=self.window, block=block))
         if cache is not None:
             cache = cache.write(KVCache(keys, values), position_bt, segment_bt)
         if cache is not None and cache.filled:

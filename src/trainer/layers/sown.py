@@ -27,11 +27,18 @@ class Maximum(nnx.Variable):
     combine = staticmethod(jnp.max)
 
 
+class MaxLogit(nnx.Variable):
+    """The largest attention logit of each head, [heads], that a layer with `logit_factors` (`layers.clip`) sows as
+    "max_logit": the largest of all microbatches."""
+
+    combine = staticmethod(jnp.max)
+
+
 class Activation(nnx.Variable):
     """A tensor [b, t, ...] of the forward pass. It has no `combine`, so a training step cannot return it."""
 
 
-TYPES: tuple[type[nnx.Variable], ...] = (Total, Maximum, Activation)
+TYPES: tuple[type[nnx.Variable], ...] = (Total, Maximum, MaxLogit, Activation)
 
 
 def check_combine(types: Iterable[type[nnx.Variable]]) -> None:
@@ -49,10 +56,15 @@ def combined(types: Iterable[type[nnx.Variable]], sown: Sown) -> Sown:
     return {kind.__name__: one(kind) for kind in types}
 
 
+def captures(module: nnx.Module, variable_type: type[nnx.Variable]) -> bool:
+    """Whether the caller captures values of that type: otherwise a module need not compute them."""
+    # nnx.capture sets __captures__ on the modules it captures; flax warns about a sow without it.
+    return any(type(captured) is variable_type for captured in getattr(module, "__captures__", ()))
+
+
 def sow(module: nnx.Module, variable_type: type[nnx.Variable], name: str, value: jax.Array) -> None:
     """Make `value` an extra result of `module`, which replaces an earlier one of the same name."""
-    # nnx.capture sets __captures__ on the modules it captures; flax warns about a sow without it.
-    if any(type(captured) is variable_type for captured in getattr(module, "__captures__", ())):
+    if captures(module, variable_type):
         module.sow(variable_type, name, value, reduce_fn=lambda _, new: new, init_fn=lambda: None)
 
 

@@ -30,6 +30,7 @@ def maxtext_row(row: Mapping[str, Any], work: Work, clipping_threshold: float, r
         }
     norm, seconds = row["grad_norm"], row["step_time"]
     tokens = work.tokens / work.devices
+    logits = {"learning/max_logits": row["max_logit"]} if "max_logit" in row else {}
     return {
         "learning/loss": row["loss"],
         "learning/lm_loss": row["lm_loss"],
@@ -39,6 +40,7 @@ def maxtext_row(row: Mapping[str, Any], work: Work, clipping_threshold: float, r
         "learning/grad_norm": clipping_threshold if 0 < clipping_threshold < norm else norm,
         "learning/raw_grad_norm": norm,
         "learning/current_learning_rate": row["learning_rate"],
+        **logits,
         "perf/step_time_seconds": seconds,
         "perf/per_device_tflops": work.flops_per_token * tokens / 1e12,
         "perf/per_device_tflops_per_sec": work.flops_per_second(seconds) / 1e12,

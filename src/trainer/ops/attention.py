@@ -69,14 +69,17 @@ def attend(
     scores = jnp.einsum("btkgd,bskd->bkgts", query, key, preferred_element_type=jnp.float32) * width**-0.5
     if soft_cap:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
-    distance = mask.query_position[:, :, None] - mask.key_position[:, None, :]
-    visible = (distance >= 0) & (mask.query_segment[:, :, None] == mask.key_segment[:, None, :])
-    if window:
-        visible &= distance < window
     # Finite, so that a fully masked query (padding of a block) gives no NaN.
-    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    scores = jnp.where(visible(mask, window)[:, None, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1)
     if keep_bhts is not None:
         weights = jnp.where(keep_bhts.reshape(weights.shape), weights / (1 - rate), 0.0)
     out = jnp.einsum("bkgts,bskd->btkgd", weights.astype(value.dtype), value)
     return out.reshape(rows, length, heads, width)
+
+
+def visible(mask: Mask, window: int) -> jax.Array:
+    """Whether a query sees a key: bool [b, t, s]."""
+    distance = mask.query_position[:, :, None] - mask.key_position[:, None, :]
+    seen = (distance >= 0) & (mask.query_segment[:, :, None] == mask.key_segment[:, None, :])
+    return seen & (distance < window) if window else seen

@@ -1,6 +1,6 @@
 """Update rules: functions with state that change the train state after the optimizer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import optax
@@ -16,12 +16,14 @@ class Rule(NamedTuple):
       update: `update(state, old, new, sown) -> (state, new)`, where `old` is the TrainTree before the step, and `new`
         the one after the optimizer and the previous rules. It may replace `params` and `rest`.
       sown: the types of sown values that it reads; the argument `sown` has their values for the whole batch.
+      metrics: from the state after a step to metrics of that step, by name; of a skipped step it is the old state.
     """
 
     name: str
     init: Callable[[Any], Any]
     update: Callable[[Any, Any, Any, Any], tuple[Any, Any]]
     sown: tuple[type, ...] = ()
+    metrics: Callable[[Any], Mapping[str, Any]] = lambda state: {}
 
 
 class WithRules(NamedTuple):

@@ -26,6 +26,7 @@ from trainer.state import (
 )
 from trainer.state.host import Fetch, check_host_memory, fetcher, storage_shardings
 from trainer.training.evaluate import make_evaluation
+from trainer.training.rules import make_rules
 from trainer.training.step import make_update
 
 # The logical axes of a batch's sizes (`objectives.Field`).
@@ -154,7 +155,7 @@ def build(config, devices: Sequence[jax.Device], update_rules: Sequence[Rule] = 
     Args:
       config: from `config.load`, resolved or not.
       devices: all that the mesh is made of.
-      update_rules: applied after the optimizer, in order.
+      update_rules: applied after the optimizer and the rules of `config`, in order.
 
     Raises:
       UserError: the configuration does not fit the devices; all mistakes at once.
@@ -167,6 +168,7 @@ def build(config, devices: Sequence[jax.Device], update_rules: Sequence[Rule] = 
     mesh = make_mesh(config, devices)
     rules = axis_rules(config)
     model = make_model(config)
+    update_rules = [*make_rules(config, model), *update_rules]
     codec = StateCodec(model, with_rules(make_optimizer(config, model.param_axes), update_rules))
     abstract = codec.abstract
     objective = make_objective(config, model)

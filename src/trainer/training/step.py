@@ -125,6 +125,7 @@ def make_update(
             "finite": jnp.where(all_finite(new), 1, 0),
             "learning_rate": jnp.asarray(schedule(tree.step), jnp.float32),
             "tokens": tokens,
+            **{name: value for rule in rules for name, value in rule.metrics(new.opt_state.rules[rule.name]).items()},
             **(_activation_statistics(sown[Total.__name__]) if recorded else {}),
         }
         return new._replace(step=tree.step + 1), metrics

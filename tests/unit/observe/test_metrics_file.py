@@ -11,7 +11,7 @@ import pytest
 
 from trainer.config import UserError, load
 from trainer.observe import MetricsFile, maxtext_row
-from trainer.observe.lines import Work
+from trainer.observe.lines import Work, step_fields, step_line
 from trainer.observe.metrics import MetricsWriter, read_rows
 from trainer.train import _reports
 
@@ -42,6 +42,14 @@ def test_a_step_has_maxtexts_names_units_and_floats():
         "run_name": "run",
     }
     assert all(isinstance(value, float) for name, value in row.items() if name != "run_name")
+
+
+def test_with_qk_clip_it_has_the_largest_logit():
+    row = maxtext_row(STEP | {"max_logit": 31.5, "clipped_heads": 2}, WORK, 1.0, "run")
+    assert row["learning/max_logits"] == 31.5
+    assert "max_logit: 31.500, " in step_line(STEP | {"max_logit": 31.5}, WORK, "0:00:01")
+    fields = step_fields(STEP | {"max_logit": 31.5}, 10, WORK, "0:00:01")
+    assert "logit  31.5" in [field.text for field in fields]
 
 
 @pytest.mark.parametrize(("threshold", "norm", "clipped"), [(0.0, 3.0, 3.0), (5.0, 3.0, 3.0), (1.0, 3.0, 1.0)])

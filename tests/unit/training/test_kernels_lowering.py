@@ -71,6 +71,12 @@ def test_context_spares_the_second_run_of_splash_alone(kernels, platform, policy
     assert found == sorted(FORWARD[platform] * forward_runs + BACKWARD[platform])
 
 
+@pytest.mark.parametrize("platform", CALL)
+def test_qk_clip_runs_beside_the_kernels(kernels, platform):
+    found = kernels(ALL_COMBINATIONS[0], platform, remat_policy="minimal_with_context", use_qk_clip=True)
+    assert found == kernels(ALL_COMBINATIONS[0], platform, remat_policy="minimal_with_context")
+
+
 def test_the_keys_of_splash_reach_its_kernels(kernels):
     tiles = {"max_target_length": 256, "sa_block_kv_dkv": 128, "sa_use_fused_bwd_kernel": True}
     assert kernels(ALL_COMBINATIONS[0], "tpu", **tiles) == ["dkv", "fwd"]

@@ -1,0 +1,23 @@
+"""How a layer that attends states what QK-Clip does to its weights."""
+
+from typing import Any, Protocol
+
+import jax
+
+
+class Clipped(Protocol):
+    """A layer whose logits QK-Clip bounds: an NNX module anywhere in a block, or a block, NNX or Linen.
+
+    It states its rule beside its own weights, and sows `layers.sown.MaxLogit` under the name "max_logit". A block that
+    does not attend says `logit_factors = None` in its class.
+    """
+
+    heads: int  # whose logits it sows
+
+    def logit_factors(self, eta_h: jax.Array) -> dict[str, Any]:
+        """The factors of its parameters that scale the logits of head h by eta_h, float32 [heads], at most 1.
+
+        A nested dict with names of its parameters. A factor applies to all parameters below its name, such as kernel
+        and bias; its axes are their last ones, of their length or of length 1. Of the layer's arrays only the shapes
+        may be read, and they may have axes of stacked layers in front.
+        """

@@ -1,0 +1,74 @@
+"""The layers whose heads QK-Clip clips."""
+
+from typing import Any
+
+from flax import nnx
+
+from trainer.config import UserError
+from trainer.layers.clip import Clipped
+from trainer.layers.stack import MakeBlock
+from trainer.models.families import block_class, stacks
+from trainer.models.transformer import Transformer
+
+STATEMENT = "logit_factors"
+
+
+def clipped_layers(config: Any) -> dict[str, Clipped]:
+    """The layers of the model that state `logit_factors`, by the canonical path of their parameters.
+
+    They are found in the model itself, wherever it has blocks; of a model with Linen blocks, in its stacks. Their
+    arrays are abstract. Call this in tree mode.
+
+    Raises:
+      UserError: a block of a stack has no such layer, and does not say that it needs none.
+    """
+    declared = {
+        f"decoder/{path}": block
+        for stack in stacks(config)
+        for path, block in zip(stack.paths, stack.blocks, strict=True)
+    }
+    found: dict[str, Clipped] = {}
+    if all(issubclass(block_class(block), nnx.Module) for block in declared.values()):
+        found = _stating(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(params=0))), "")
+    else:
+        for path, block in declared.items():
+            found |= _in_block(config, block, path)
+    silent = {
+        block_class(block).__name__
+        for path, block in declared.items()
+        if getattr(block_class(block), STATEMENT, "") is not None and not any(_within(layer, path) for layer in found)
+    }
+    if silent:
+        raise UserError(
+            f"use_qk_clip=true: {', '.join(sorted(silent))} of decoder_block={config.decoder_block} has no layer that "
+            f"states {STATEMENT}, so its heads cannot be clipped; state it (trainer.layers.clip), or say "
+            f"{STATEMENT} = None in the class of a block without attention"
+        )
+    if not found:
+        raise UserError(f"use_qk_clip=true: no block of decoder_block={config.decoder_block} attends; leave it out")
+    return found
+
+
+def _in_block(config: Any, block: MakeBlock, path: str) -> dict[str, Clipped]:
+    if issubclass(block_class(block), nnx.Module):
+        return _stating(nnx.eval_shape(lambda: block(config, nnx.Rngs(params=0))), path)
+    made = block(config)  # without parameters: those of a Linen block are elsewhere
+    return {path: made} if _states(made) else {}
+
+
+def _stating(module: nnx.Module, path: str) -> dict[str, Clipped]:
+    """The layers in `module`, whose own path is `path`, that state factors; of nested ones the outermost."""
+    found: dict[str, Clipped] = {}
+    for below, layer in sorted(nnx.iter_modules(module), key=lambda item: len(item[0])):
+        name = "/".join(filter(None, (path, *map(str, below))))
+        if _states(layer) and not any(_within(name, outer) for outer in found):
+            found[name] = layer  # type: ignore[assignment]
+    return found
+
+
+def _states(layer: Any) -> bool:
+    return callable(getattr(layer, STATEMENT, None))
+
+
+def _within(path: str, outer: str) -> bool:
+    return f"{path}/".startswith(f"{outer}/")

@@ -1,0 +1,57 @@
+"""The largest attention logit of each head, for QK-Clip: no attention kernel returns it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from trainer.ops.attention import Mask, visible
+
+BLOCK = 512  # tokens
+
+
+def max_logits(query: jax.Array, key: jax.Array, mask: Mask, *, window: int = 0, block: int = BLOCK) -> jax.Array:
+    """The largest logit q k / sqrt(d) of each head over the queries and keys of a batch: float32 [h].
+
+    Only what a query sees counts, and no padding (segment 0); the most negative float32 if that is nothing. Nothing is
+    differentiated. The logits are computed once more, tile by tile: a tile takes [b, h, block, block] float32. Tiles
+    above the diagonal or outside of the window are left out, so key i must belong to query i, and positions must grow
+    by one along a segment.
+
+    Args:
+      query, key: [b, t, h, d] and [b, t, k, d], as an attention op gets them.
+      mask: of the same op.
+      window: see `ops.attention`.
+      block: tokens along both sides of a tile. With the whole row as its only tile, the product is that of
+        `dot_product_attention`, and the compiler merges the two.
+    """
+    rows, length, heads, width = query.shape
+    query = jax.lax.stop_gradient(query).reshape(rows, length, key.shape[2], -1, width)
+    key = jax.lax.stop_gradient(key)
+    block = min(block, length)
+    count = -(-length // block)
+    queries = query, mask.query_position, mask.query_segment
+    keys = key, mask.key_position, mask.key_segment
+    if padding := count * block - length:
+        queries, keys = jax.tree.map(
+            lambda x: jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)), (queries, keys)
+        )
+
+    def part(arrays: Any, i: jax.Array) -> Any:
+        return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i * block, block, axis=1), arrays)
+
+    def tile(queries: Any, keys: Any) -> jax.Array:
+        (query, query_position, query_segment), (key, key_position, key_segment) = queries, keys
+        logits = jnp.einsum("btkgd,bskd->bkgts", query, key, preferred_element_type=jnp.float32)
+        seen = visible(Mask(query_position, key_position, query_segment, key_segment), window)
+        counts = seen & (query_segment != 0)[:, :, None]
+        return jnp.where(counts[:, None, None], logits, jnp.finfo(jnp.float32).min).max(axis=(-2, -1))
+
+    # The smallest distance in tile (i, j) is (i - j) * block - (block - 1).
+    tiles = [(i, j) for i in range(count) for j in range(i + 1) if not window or (i - j - 1) * block + 1 < window]
+    if len(tiles) == 1:
+        largest = tile(queries, keys)[None]
+    else:
+        # Stacked, not carried: the compiler then shards each tile's result by rows and heads, as its operands are.
+        largest = jax.lax.map(lambda at: tile(part(queries, at[0]), part(keys, at[1])), tuple(jnp.array(tiles).T))
+    return largest.max(axis=(0, 1)).reshape(heads) * width**-0.5

@@ -1,0 +1,133 @@
+"""QK-Clip (MuonClip in Kimi K2, arXiv:2507.20534): scales weights of queries and keys so that logits stay bounded."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from trainer.config import UserError
+from trainer.layers.clip import Clipped
+from trainer.layers.sown import MaxLogit
+from trainer.optim.optimizer import trainable
+from trainer.optim.rules import Rule
+
+NAME = "qk_clip"
+
+
+def qk_clip(config, param_axes: Any, layers: Mapping[str, Clipped]) -> Rule:
+    """The rule that after an update multiplies the logits of every head by eta = min(1, tau / its largest logit), where
+    tau is `qk_clip_threshold`.
+
+    The largest logit is that of the step's forward pass, before the update, over the whole batch. Each layer states
+    which of its weights eta scales (`layers.clip`). Layers whose weights are all frozen are not clipped. The rule's
+    state, which is also its metrics: `max_logit`, the largest of all heads, and `clipped_heads`, the number of those
+    with eta < 1.
+
+    Args:
+      config: resolved.
+      param_axes: the tree of the model's parameters, with any leaves.
+      layers: see `models.clipped.clipped_layers`.
+
+    Raises:
+      UserError: the weights of one layer are frozen in part, or those of all layers are frozen.
+    """
+    layers = _not_frozen(config, param_axes, layers)
+    tau = config.qk_clip_threshold
+
+    def init(params: Any) -> dict[str, jax.Array]:
+        del params
+        return {"max_logit": jnp.zeros(()), "clipped_heads": jnp.zeros((), jnp.int32)}
+
+    def update(state: Any, old: Any, new: Any, sown: Any) -> tuple[Any, Any]:
+        del state, old
+        found = sown[MaxLogit.__name__]
+        params, clipped = new.params, jnp.zeros((), jnp.int32)
+        for path, layer in layers.items():
+            largest = found[f"{path}/max_logit"]  # [..., heads]; in front the axes along which layers are stacked
+            over = largest > tau
+            clipped += over.sum(dtype=jnp.int32)
+            eta = jnp.where(over, tau / largest, 1.0)
+            params = _replaced(params, path.split("/"), functools.partial(scaled, factors=layer.logit_factors, eta=eta))
+        largest = jnp.stack([array.max() for array in found.values()]).max()
+        return {"max_logit": largest, "clipped_heads": clipped}, new._replace(params=params)
+
+    return Rule(NAME, init, update, (MaxLogit,), metrics=lambda state: state)
+
+
+def scaled(params: Any, factors: Callable[[jax.Array], Any], eta: jax.Array) -> Any:
+    """The parameters of a layer after a clip.
+
+    Args:
+      params: of the layer, with the axes of stacked layers in front.
+      factors: its `Clipped.logit_factors`.
+      eta: float32 [..., heads], with the same axes in front.
+    """
+    stacked = eta.ndim - 1
+    for _ in range(stacked):
+        factors = jax.vmap(factors)
+
+    def times(leaf: jax.Array, factor: jax.Array) -> jax.Array:
+        between = (1,) * (leaf.ndim - factor.ndim)
+        factor = factor.reshape(factor.shape[:stacked] + between + factor.shape[stacked:])
+        assert jnp.broadcast_shapes(factor.shape, leaf.shape) == leaf.shape, (factor.shape, leaf.shape)
+        return (leaf.astype(jnp.float32) * factor).astype(leaf.dtype)
+
+    def below(params: Any, factors: Any) -> Any:
+        if isinstance(factors, dict):
+            return params | {name: below(params[name], factor) for name, factor in factors.items()}
+        return jax.tree.map(lambda leaf: times(leaf, factors), params)
+
+    return below(params, factors(eta))
+
+
+def _replaced(params: Any, path: Sequence[str], change: Callable[[Any], Any]) -> Any:
+    """`params` with `change` made to what is at `path`."""
+    if not path:
+        return change(params)
+    return params | {path[0]: _replaced(params[path[0]], path[1:], change)}
+
+
+def _not_frozen(config, param_axes: Any, layers: Mapping[str, Clipped]) -> dict[str, Clipped]:
+    """The layers whose weights QK-Clip may scale."""
+    is_trained = trainable(config)(param_axes)
+    kept, mistakes = {}, []
+    for path, layer in layers.items():
+        below = is_trained
+        for name in path.split("/"):
+            below = below[name]
+        factors = jax.eval_shape(layer.logit_factors, jax.ShapeDtypeStruct((layer.heads,), jnp.float32))
+        flags = _flags(below, factors, path)
+        if frozen := sorted(name for name, trained in flags.items() if not trained):
+            if len(frozen) < len(flags):
+                mistakes.append(f"{', '.join(frozen)}: frozen by trainable_parameters_mask")
+        else:
+            kept[path] = layer
+    if mistakes:
+        raise UserError(
+            "\n  ".join(["use_qk_clip=true scales queries and keys together, but part of them is frozen:", *mistakes])
+        )
+    if not kept:
+        raise UserError(
+            "use_qk_clip=true: trainable_parameters_mask freezes the queries and keys of all layers; leave one of the "
+            "two out"
+        )
+    return kept
+
+
+def _flags(is_trained: Any, factors: Any, path: str) -> dict[str, bool]:
+    """Whether each parameter that has a factor is trained, by its name."""
+    if isinstance(factors, dict):
+        return {
+            name: trained
+            for child, factor in factors.items()
+            for name, trained in _flags(is_trained[child], factor, f"{path}/{child}").items()
+        }
+    if isinstance(is_trained, dict):
+        return {
+            name: trained
+            for child, below in is_trained.items()
+            for name, trained in _flags(below, factors, f"{path}/{child}").items()
+        }
+    return {path: is_trained}

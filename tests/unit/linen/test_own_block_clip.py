@@ -1,0 +1,69 @@
+"""A Linen block that states what QK-Clip does to its weights."""
+
+import sys
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen
+from support import arguments, packed_batch
+
+from trainer.config import UserError, load
+from trainer.ops.attention import Mask
+from trainer.ops.max_logits import max_logits
+from trainer.runtime.place import place
+from trainer.training import build
+
+KEYS = {
+    "use_qk_clip": True,
+    "qk_clip_threshold": 0.01,
+    "opt_type": "sgd",
+    "learning_rate": 0,
+    "decoder_block": "own:Block",
+}
+
+
+class Silent(linen.Module):
+    """Queries and keys of all heads in one kernel."""
+
+    config: object
+
+    @property
+    def heads(self):
+        return self.config.base_num_query_heads
+
+    @linen.compact
+    def __call__(self, x, cache, context):
+        shape = (*x.shape[:2], self.heads, self.config.head_dim)
+        both = linen.Dense(2 * self.heads * self.config.head_dim, name="qk")(x)
+        q, k = (part.reshape(shape) for part in jnp.split(both, 2, axis=-1))
+        mask = Mask(context.positions, context.positions, context.segments, context.segments)
+        self.sow("MaxLogit", "max_logit", max_logits(q, k, mask))
+        return x + both.mean(), cache
+
+
+class Stating(Silent):
+    def logit_factors(self, eta_h):
+        return {"qk": jnp.sqrt(jnp.tile(jnp.repeat(eta_h, self.config.head_dim), 2))}
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_its_heads_come_down_to_the_threshold(scan_layers, monkeypatch):
+    monkeypatch.setitem(sys.modules, "own", SimpleNamespace(Block=Stating))
+    run = build(load(arguments("linen", **KEYS, scan_layers=scan_layers)).config, jax.devices()[:1])
+    step = run.step.lower(*run.abstract_args()).compile({"xla_backend_optimization_level": 0})
+    batch = packed_batch(run.config, run.rows)
+    state, first = step(run.init(), place(batch, run.batch_shardings))
+    state, _ = step(state, place(batch, run.batch_shardings))
+    _, last = step(state, place(batch, run.batch_shardings))
+    assert first["clipped_heads"] == 8
+    assert first["max_logit"] > 1
+    np.testing.assert_allclose(last["max_logit"], 0.01, rtol=1e-3)
+
+
+def test_a_block_that_states_none_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "own", SimpleNamespace(Block=Silent))
+    with pytest.raises(UserError, match="Silent of decoder_block=own:Block has no layer that states logit_factors"):
+        build(load(arguments("linen", **KEYS)).config, jax.devices()[:1])

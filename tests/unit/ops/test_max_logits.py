@@ -1,0 +1,83 @@
+"""The largest logit of each head, against a plain computation of all logits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import inputs
+
+from trainer import sharding
+from trainer.config import load, make_rules, schema
+from trainer.ops.max_logits import max_logits
+
+SHAPE = (8, 33, 4, 2, 8)  # rows, length, query heads, key heads, width
+
+
+def plainly(query, key, mask, window):
+    """[h], by a loop over everything that is visible and not padding."""
+    query, key, position, segment = (np.asarray(x) for x in (query, key, mask.query_position, mask.query_segment))
+    logits = np.einsum("bthd,bshd->bhts", query, np.repeat(key, SHAPE[2] // SHAPE[3], axis=2)) / np.sqrt(SHAPE[4])
+    distance = position[:, :, None] - position[:, None, :]
+    counts = (distance >= 0) & (segment[:, :, None] == segment[:, None, :]) & (segment[:, :, None] != 0)
+    counts &= (distance < window) if window else True
+    return np.where(counts[:, None], logits, -np.inf).max((0, 2, 3))
+
+
+def hot(seed):
+    """Inputs whose largest logits are where nothing may count: at padding, and between segments."""
+    query, key, _, mask = inputs(*SHAPE, seed=seed)
+    padding = (mask.query_segment == 0)[..., None, None]
+    last = (mask.query_segment == 3)[..., None, None]
+    first = (mask.query_segment == 1)[..., None, None]
+    ones = jnp.ones_like(key)
+    query = jnp.where(padding, 50.0, query).at[..., 0].set(jnp.where(last[..., 0], 50.0, query[..., 0]))
+    return query, jnp.where(padding, 50.0, key) + ones.at[..., 1:].set(0) * jnp.where(first, 50.0, 0.0), mask
+
+
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("block", [4, 7, 512])
+def test_it_is_the_largest_of_the_logits_that_count(block, window):
+    query, key, mask = hot(seed=block)
+    found = jax.jit(max_logits, static_argnames=("window", "block"))(query, key, mask, window=window, block=block)
+    expected = plainly(query, key, mask, window)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)  # sums of 8 products in another order
+    assert len(set(np.round(expected, 3))) == SHAPE[2]
+
+
+def test_of_padding_alone_it_is_finite():
+    query, key, mask = hot(seed=0)
+    nothing = mask._replace(query_segment=0 * mask.query_segment, key_segment=0 * mask.key_segment)
+    assert (np.asarray(max_logits(query, key, nothing)) < -1e37).all()
+    assert np.isfinite(max_logits(query, key, nothing)).all()
+
+
+@pytest.mark.parametrize("block", [8, 512])
+def test_over_devices_it_is_the_same_and_they_exchange_only_the_maxima(block):
+    query, key, mask = hot(seed=1)
+    expected = plainly(query, key, mask, 0)
+    sizes = {"dataset_type": "synthetic", "ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2}
+    mesh = sharding.get_mesh_from_config(load([f"{key}={value}" for key, value in sizes.items()]).config)
+
+    def sharded(query, key, mask):
+        query = sharding.constrain(query, ("activation_batch", "activation_q_length", "activation_heads", None))
+        key = sharding.constrain(key, ("activation_batch", "activation_kv_length", "activation_kv_heads", None))
+        mask = jax.tree.map(lambda x: sharding.constrain(x, ("activation_batch", "activation_q_length")), mask)
+        return max_logits(query, key, mask, block=block)
+
+    with sharding.on_mesh(mesh, make_rules(schema().keys["logical_axis_rules"].default)):
+        compiled = jax.jit(sharded).lower(query, key, mask).compile()
+    np.testing.assert_allclose(compiled(query, key, mask), expected, rtol=1e-5)
+    text = compiled.as_text()
+    assert text.count(" all-reduce(") == 1
+    assert not [
+        name for name in ("all-gather(", "all-to-all(", "collective-permute(") if name in text.split("ENTRY")[0]
+    ]
+
+
+def test_nothing_is_differentiated():
+    query, key, mask = hot(seed=2)
+    for block in (8, 512):
+        grads = jax.grad(lambda q, k, block=block: max_logits(q, k, mask, block=block).sum(), argnums=(0, 1))(
+            query, key
+        )
+        assert not any(np.any(grad) for grad in grads)

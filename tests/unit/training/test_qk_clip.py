@@ -1,0 +1,284 @@
+"""QK-Clip: which weights it scales and by how much, in a training step of every combination."""
+
+import functools
+import sys
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, packed_batch, tiny_config
+
+from trainer.backends import make_model
+from trainer.backends.base import tree_mode
+from trainer.checkpoint import Beside, CheckpointManager, restore
+from trainer.config import UserError, load
+from trainer.layers.attention import Attention
+from trainer.layers.dense import Dense
+from trainer.layers.sown import MaxLogit
+from trainer.models import llama2
+from trainer.models.clipped import clipped_layers
+from trainer.objectives import NextToken
+from trainer.ops.attention import Mask
+from trainer.ops.max_logits import max_logits
+from trainer.ops.random import seed_key
+from trainer.ops.rope import Rope
+from trainer.optim.qk_clip import scaled
+from trainer.runtime.place import place
+from trainer.training import build
+
+QUICK = {"xla_backend_optimization_level": 0}
+TAU = 2.0
+KEYS = {
+    "use_qk_clip": True,
+    "qk_clip_threshold": TAU,
+    "opt_type": "sgd",
+    "learning_rate": 0,
+    "per_device_batch_size": 8,
+}
+ROWS = 8
+LAYERS, HEADS, GROUP = 2, 4, 2  # heads of TINY; GROUP of them share a key
+HOT = (1, 2)  # layer, head
+QUERY = ("decoder", "layers", "self_attention", "query", "kernel")
+KEY = ("decoder", "layers", "self_attention", "key", "kernel")
+
+
+def at(tree, path):
+    return functools.reduce(lambda node, name: node[name], path, tree)
+
+
+def heated(params):
+    """`params` with large queries of one head of one layer, and small ones everywhere else."""
+    params = jax.tree.map(lambda leaf: leaf, params)
+    attention = params["decoder"]["layers"]["self_attention"]
+    kernel = attention["query"]["kernel"] * 0.1
+    attention["query"]["kernel"] = kernel.at[HOT[0], :, HOT[1]].multiply(200.0)
+    return params
+
+
+def steps_of(combination, count=2, devices=1, **keys):
+    """The run, its step, and the host's copies of trees and metrics: `count` steps on the same rows."""
+    keys = KEYS | {"per_device_batch_size": ROWS / devices / keys.get("gradient_accumulation_steps", 1)} | keys
+    run = build(load(arguments(combination, **keys)).config, jax.devices()[:devices])
+    assert run.rows == ROWS
+    step = run.step.lower(*run.abstract_args()).compile(QUICK)
+    init = jax.jit(
+        lambda: run.codec.init(seed_key(0), heated(run.model.init(seed_key(0))[0])), out_shardings=run.state_shardings
+    )
+    state = init.lower().compile(QUICK)()
+    trees, metrics = [copied(run.codec.unpack(state))], []
+    for _ in range(count):
+        state, found = step(state, place(packed_batch(run.config, ROWS), run.batch_shardings))
+        trees.append(copied(run.codec.unpack(state)))
+        metrics.append(copied(found))
+    return run, step, trees, metrics
+
+
+@functools.cache
+def trained(combination):
+    return steps_of(combination)
+
+
+def sown(run, tree):
+    """The largest logits [layers, heads] of the model with the parameters of `tree`."""
+    objective = NextToken(run.model.apply)
+    batch = packed_batch(run.config, ROWS)
+    found = jax.jit(lambda params: objective.sums(params, tree.rest, batch, None, (MaxLogit,)).sown)(tree.params)
+    return np.asarray(found["MaxLogit"]["decoder/layers/self_attention/max_logit"])
+
+
+@pytest.mark.parametrize("combination", ALL_COMBINATIONS)
+def test_a_hot_head_comes_down_to_the_threshold_and_no_other_changes(combination):
+    run, _, trees, metrics = trained(combination)
+    assert_equal_bits((trees, metrics), trained(ALL_COMBINATIONS[0])[2:])
+    before, after = sown(run, trees[0]), sown(run, trees[1])
+    assert before[HOT] > 4 * TAU
+    assert (np.delete(before.ravel(), np.ravel_multi_index(HOT, before.shape)) < TAU).all()
+    # What the first step measured, the clip brought down, and the second step no longer clips.
+    np.testing.assert_allclose(metrics[0]["max_logit"], before.max(), rtol=1e-6)
+    assert metrics[0]["clipped_heads"] == 1
+    np.testing.assert_allclose(metrics[1]["max_logit"], TAU, rtol=1e-6)
+    assert metrics[1]["max_logit"] == trees[2].opt_state.rules["qk_clip"]["max_logit"]
+    # Every other head computes what it did: those of its group too, whose key was scaled.
+    expected = before.copy()
+    expected[HOT] = TAU
+    np.testing.assert_allclose(after, expected, rtol=1e-6)
+    group = slice(HOT[1] // GROUP * GROUP, HOT[1] // GROUP * GROUP + GROUP)
+    for path, heads in ((QUERY, group), (KEY, slice(HOT[1] // GROUP, HOT[1] // GROUP + 1))):
+        one, other = at(trees[0].params, path), at(trees[1].params, path)
+        changed = (one != other).any(axis=(1, 3))
+        assert changed[HOT[0], heads].all()
+        assert changed.sum() == len(range(*heads.indices(one.shape[2])))
+    rest = [copied(tree.params) for tree in trees[:2]]
+    for params in rest:
+        for path in (QUERY, KEY):
+            del at(params, path[:-1])[path[-1]]
+    assert_equal_bits(*rest)
+
+
+# Other programs are in tests/integration/test_covering.py.
+MESH = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"gradient_accumulation_steps": 4, "scan_layers": False},
+        {"devices": 8, "shard_optimizer_over_data": True, **MESH},
+    ],
+    ids=["microbatches, unrolled", "devices"],
+)
+def test_microbatches_devices_and_loops_clip_alike(keys):
+    _, _, trees, metrics = steps_of("nnx", count=1, **keys)
+    _, _, expected, expected_metrics = trained("nnx")
+    assert metrics[0]["clipped_heads"] == 1
+    np.testing.assert_allclose(metrics[0]["max_logit"], expected_metrics[0]["max_logit"], rtol=1e-5)
+    # Other orders of sums in the logits.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), trees[1].params, expected[1].params)
+
+
+def test_a_checkpoint_of_one_combination_goes_on_in_another(tmp_path):
+    run, _, trees, metrics = trained(ALL_COMBINATIONS[0])
+    tree = jax.device_put(trees[1], jax.tree.map(lambda leaf: leaf.sharding, run.codec.unpack(run.abstract_args()[0])))
+    with CheckpointManager(tmp_path, run.config, print) as manager:
+        manager.save(1, tree, Beside("base_config: base.yml\n", None, "", {}), {})
+    other, step, _, _ = trained(ALL_COMBINATIONS[-1])
+    restored = restore(tmp_path / "checkpoints" / "1", other.codec.unpack(other.abstract_args()[0]))
+    batch = place(packed_batch(other.config, ROWS), other.batch_shardings)
+    state, found = step(other.codec.pack(restored), batch)
+    assert_equal_bits(copied((other.codec.unpack(state), found)), (trees[2], metrics[1]))
+
+
+def test_a_skipped_step_clips_nothing():
+    run, step, trees, _ = trained("nnx")
+    tree = copied(trees[0])  # the step deletes its argument
+    tree.params["decoder"]["decoder_norm"]["scale"] *= np.nan
+    params = copied(tree.params)
+    batch = place(packed_batch(run.config, ROWS), run.batch_shardings)
+    state, metrics = step(run.codec.pack(jax.tree.map(jnp.array, tree)), batch)
+    assert (metrics["skipped"], metrics["clipped_heads"]) == (1, 0)
+    assert_equal_bits(copied(run.codec.unpack(state).params), params)
+
+
+def attention(heads, kv_heads, **how):
+    dtypes = {"dtype": jnp.dtype("float32"), "weight_dtype": jnp.dtype("float32")}
+    return Attention(
+        12, heads=heads, kv_heads=kv_heads, head_dim=8, rope=Rope(1, 10000), rngs=nnx.Rngs(0), **dtypes, **how
+    )
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "lead"), [(6, 2, (5,)), (3, 3, ()), (4, 1, ())])
+def test_every_heads_logits_scale_by_exactly_its_own_factor(heads, kv_heads, lead):
+    rng = np.random.default_rng(0)
+    layer = nnx.eval_shape(lambda: attention(heads, kv_heads))
+    params = {
+        name: {"kernel": rng.normal(size=(*lead, 12, n, 8)), "bias": rng.normal(size=(*lead, n, 8))}
+        for name, n in (("query", heads), ("key", kv_heads))
+    }
+    params = jax.tree.map(jnp.float32, params) | {"value": "untouched"}
+    eta = rng.uniform(0.01, 1, (*lead, heads)).astype(np.float32)
+    x = rng.normal(size=(7, 12)).astype(np.float32)
+
+    def logits(params):
+        query, key = (
+            jnp.einsum("te,...ehd->...thd", x, params[name]["kernel"]) + params[name]["bias"][..., None, :, :]
+            for name in ("query", "key")
+        )
+        return np.asarray(jnp.einsum("...thd,...shd->...hts", query, jnp.repeat(key, heads // kv_heads, axis=-2)))
+
+    new = scaled(params, layer.logit_factors, eta)
+    assert new["value"] == "untouched"
+    expected = logits(params) * eta[..., None, None]
+    np.testing.assert_allclose(logits(new), expected, atol=1e-5 * np.abs(expected).max())
+    # Without a clip no bit changes.
+    assert_equal_bits(scaled(params, layer.logit_factors, jnp.ones_like(eta)) | {"value": 0}, params | {"value": 0})
+
+
+class Latent(nnx.Module):
+    """Attention whose heads share a rotated key, as in multi-head latent attention: its rule is another one."""
+
+    NOPE, ROPE = 4, 2
+
+    def __init__(self, config, rngs):
+        self.heads = config.base_num_query_heads
+        dense = functools.partial(Dense, dtype=jnp.float32, weight_dtype=jnp.float32, rngs=rngs)
+        width = config.base_emb_dim
+        self.wq = dense([width], [self.heads, self.NOPE + self.ROPE], ("embed", "q_heads", "kv"))
+        self.wk = dense([width], [self.heads, self.NOPE], ("embed", "q_heads", "kv"))
+        self.wk_rope = dense([width], [self.ROPE], ("embed", "kv"))
+
+    def logit_factors(self, eta_h):
+        root = jnp.sqrt(eta_h)[:, None]
+        query = jnp.concatenate([jnp.repeat(root, self.NOPE, 1), jnp.repeat(root**2, self.ROPE, 1)], axis=1)
+        return {"wq": query, "wk": root}
+
+    def __call__(self, x, cache, context):
+        q, k = self.wq(x, (None,) * 4), self.wk(x, (None,) * 4)
+        shared = jnp.broadcast_to(self.wk_rope(x, (None,) * 3)[:, :, None], (*k.shape[:3], self.ROPE))
+        mask = mask_of(context)
+        largest = max_logits(q, jnp.concatenate([k, shared], -1), mask)
+        self.sow(MaxLogit, "max_logit", largest, reduce_fn=lambda _, new: new, init_fn=lambda: None)
+        return x + q.mean() + k.mean() + shared.mean(), cache
+
+
+def mask_of(context):
+    return Mask(context.positions, context.positions, context.segments, context.segments)
+
+
+def test_a_layer_states_its_own_rule(monkeypatch):
+    monkeypatch.setitem(sys.modules, "own", SimpleNamespace(Block=Latent))
+    keys = {**KEYS, "decoder_block": "own:Block", "qk_clip_threshold": 0.01}
+    run = build(load(arguments("nnx", **keys)).config, jax.devices()[:1])
+    step = run.step.lower(*run.abstract_args()).compile(QUICK)
+    batch = packed_batch(run.config, ROWS)
+    state, first = step(run.init(), place(batch, run.batch_shardings))
+    # Once more, since the second layer's input depends on the first one's weights.
+    state, _ = step(state, place(batch, run.batch_shardings))
+    _, last = step(state, place(batch, run.batch_shardings))
+    assert first["clipped_heads"] == LAYERS * HEADS
+    assert first["max_logit"] > 1
+    np.testing.assert_allclose(last["max_logit"], 0.01, rtol=1e-3)
+
+
+def refused(combination="nnx", **keys):
+    with pytest.raises(UserError) as error:
+        build(load(arguments(combination, use_qk_clip=True, **keys)).config, jax.devices()[:1])
+    return str(error.value)
+
+
+def test_what_it_does_not_fit_is_refused_by_name(monkeypatch):
+    assert "use_qk_norm=true (command line)" in refused(use_qk_norm=True)
+    assert "a soft cap bounds the logits already" in refused(attn_logits_soft_cap=20)
+    frozen = refused(trainable_parameters_mask="[query]")
+    assert "decoder/layers/self_attention/key/kernel: frozen by trainable_parameters_mask" in frozen
+    assert "freezes the queries and keys of all layers" in refused(trainable_parameters_mask="[mlp]")
+
+    class Silent(llama2.Block):
+        def __init__(self, config, rngs):
+            super().__init__(config, rngs)
+            del self.self_attention
+
+    class Without(Silent):
+        logit_factors = None
+
+    class Normed(llama2.Block):
+        def __init__(self, config, rngs):
+            super().__init__(config, rngs)
+            self.self_attention = attention(4, 2, qk_norm_epsilon=1e-6)
+
+    monkeypatch.setitem(sys.modules, "own", SimpleNamespace(Silent=Silent, Without=Without, Normed=Normed))
+    assert "Silent of decoder_block=own:Silent has no layer that states logit_factors" in refused(
+        decoder_block="own:Silent"
+    )
+    assert "no block of decoder_block=own:Without attends" in refused(decoder_block="own:Without")
+    assert "their norms undo a scale of the weights" in refused(decoder_block="own:Normed")
+
+
+def test_several_stacks_and_patterns_are_found_by_their_own_paths():
+    config = tiny_config("nnx", decoder_block="two_kinds:family", base_num_decoder_layers=5)
+    with tree_mode():
+        found = clipped_layers(config)
+    assert {path: layer.heads for path, layer in found.items()} == {"decoder/layers/layers_0/self_attention": HEADS}
+    assert at(make_model(config).param_axes, ("decoder", "layers", "layers_0", "self_attention", "query"))
