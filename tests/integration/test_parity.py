@@ -96,7 +96,7 @@ def test_a_clip_along_another_axis_is_found(capsys, monkeypatch):
     monkeypatch.setattr(rules, "qk_clip", planted)
     code, out, _ = run(capsys, *sides, **keys)
     assert (code, len(made)) == (1, 2)
-    first = "differ first in updated parameters: decoder/layers/self_attention/query/kernel, layer 0"
+    first = "differ first in updated parameters: decoder/layers/self_attention/key/kernel, layer 0"
     assert out.splitlines()[-1].endswith(first)
 
 

@@ -46,11 +46,12 @@ class Model(Protocol):
         capture: tuple[type[nnx.Variable], ...] = (),
         cache: Any = None,
         key: jax.Array | None = None,
+        sampled: jax.Array | None = None,
     ) -> tuple[Any, Sown, Any]:
         """Run the model: (result, the sown values of the types in `capture`, the new cache).
 
         `method` is "hidden" (inputs: tokens, positions, segments, row, see `models.transformer`) or "head" (inputs:
-        hidden states; the output head alone).
+        hidden states; the output head alone). `key` and `sampled` are those of "hidden".
         """
 
     def abstract_train_state(self, tx: optax.GradientTransformation) -> Any:

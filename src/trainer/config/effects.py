@@ -56,7 +56,7 @@ INERT = (
         "the backward pass does not read it, so it is neither saved nor recomputed",
     ),
     Inert(("sliding_window_size",), lambda c: c.attention_type == "global", "attention_type=global"),
-    Inert(("qk_clip_threshold",), lambda c: not c.use_qk_clip, "use_qk_clip=false"),
+    Inert(("qk_clip_threshold", "qk_clip_interval"), lambda c: not c.use_qk_clip, "use_qk_clip=false"),
     Inert(("rope_linear_scaling_factor",), lambda c: c.rope_type != "default", "rope_type is not default"),
     Inert(
         ("rope_factor", "original_max_position_embeddings"),

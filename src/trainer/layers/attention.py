@@ -132,7 +132,8 @@ class Attention(nnx.Module):
         if cache is None and captures(self, MaxLogit):
             # One tile of the reference op: the product is its own.
             block = queries.shape[1] if op == "dot_product" else BLOCK
-            sow(self, MaxLogit, "max_logit", max_logits(queries, keys, mask, window=self.window, block=block))
+            largest = max_logits(queries, keys, mask, window=self.window, block=block, when=context.sampled)
+            sow(self, MaxLogit, "max_logit", largest)
         if cache is not None:
             cache = cache.write(KVCache(keys, values), position_bt, segment_bt)
         if cache is not None and cache.filled:

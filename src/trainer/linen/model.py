@@ -83,21 +83,23 @@ class Linen:
         """See `Model.canonical`."""
         return path[:1] + path[2:] if path[0] == "rest" else path
 
-    def apply(self, params, rest, *inputs, method="hidden", capture=(), cache=None, key=None) -> tuple[Any, Sown, Any]:
+    def apply(
+        self, params, rest, *inputs, method="hidden", capture=(), cache=None, key=None, sampled=None
+    ) -> tuple[Any, Sown, Any]:
         """See `Model.apply`."""
         variables = self._variables.pack({"params": params, "rest": rest})
         with tree_mode():
             if method == "head":
                 return self._head(variables, *inputs), {}, cache
-            (out, cache), sown = self._call(variables, method, *inputs, cache, key, types=capture)
+            (out, cache), sown = self._call(variables, method, *inputs, cache, key, types=capture, sampled=sampled)
             return out, sown, cache
 
     def _head(self, variables, x):
         return self.module.apply(variables, x, method="head")
 
-    def _call(self, variables, method, *args, types) -> tuple[Any, Sown]:
+    def _call(self, variables, method, *args, types, sampled) -> tuple[Any, Sown]:
         names = [variable_type.__name__ for variable_type in types]
-        result, sown = self.module.apply(variables, *args, types, method=method, mutable=names)
+        result, sown = self.module.apply(variables, *args, types, sampled, method=method, mutable=names)
         flat = {name: traverse_util.flatten_dict(sown[name], sep="/") for name in names}
         return result, flat
 
@@ -113,8 +115,8 @@ class Bridged(Linen):
     def _head(self, variables, x):
         return self.module.apply(variables, x, nnx_method="head")
 
-    def _call(self, variables, method, *args, types) -> tuple[Any, Sown]:
-        return self.module.apply(variables, *args, types, nnx_method=capturing(types, method))
+    def _call(self, variables, method, *args, types, sampled) -> tuple[Any, Sown]:
+        return self.module.apply(variables, *args, types, sampled, nnx_method=capturing(types, method))
 
 
 class BridgedLinenDecoder(Bridged):

@@ -43,12 +43,12 @@ class Transformer(linen.Module):
         self.token_embedder = to_linen(transformer.make_embedder, self.config)
         self.decoder = Decoder(self.config)
 
-    def hidden(self, inputs, position, segment, row, cache=None, key=None, types: Types = ()):
+    def hidden(self, inputs, position, segment, row, cache=None, key=None, types: Types = (), sampled=None):
         """See `models.transformer.Transformer.hidden`."""
         x = self.token_embedder(inputs)
         if Activation in types:
             _sow(self, Activation, "embedding", x)
-        return self.decoder(x, cache, Context(position, segment, row, key), types)
+        return self.decoder(x, cache, Context(position, segment, row, key, sampled), types)
 
     def head(self, x):
         """See `models.transformer.Transformer.head`."""

@@ -161,6 +161,7 @@ class Transformer(nnx.Module):
         cache: Cache | None = None,
         key: jax.Array | None = None,
         types: Types = (),
+        sampled: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache | None]:
         """The input of the head, [b, t, e], and the cache.
 
@@ -170,10 +171,11 @@ class Transformer(nnx.Module):
           cache: of earlier positions (`models.families.init_cache`), or None.
           key: dropout key of this step, or None for no dropout.
           types: sown types that the caller captures.
+          sampled: see `layers.context`.
         """
         x = self.token_embedder(inputs)
         sow(self, Activation, "embedding", x)
-        return self.decoder(x, cache, Context(inputs_position, inputs_segmentation, row, key), types)
+        return self.decoder(x, cache, Context(inputs_position, inputs_segmentation, row, key, sampled), types)
 
     def head(self, x_bte: jax.Array) -> jax.Array:
         """Logits [b, t, v] of hidden states [b, t, e]."""

@@ -17,9 +17,12 @@ Apply = Callable[..., tuple[Any, Sown, Any]]  # a model's
 def hidden_states(
     apply: Apply, params: Any, rest: Any, batch: Batch, key: jax.Array | None, capture: tuple[type[nnx.Variable], ...]
 ) -> tuple[jax.Array, Sown]:
-    """Hidden states [b, t, e] of the inputs of `batch`, and the sown values of `capture`; `key` is for dropout."""
+    """Hidden states [b, t, e] of the inputs of `batch`, and the sown values of `capture`; `key` is for dropout.
+
+    A training step adds the scalar `sampled` (`layers.context`) to its batch if only some steps measure.
+    """
     inputs = (batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"], batch["row"])
-    hidden, sown, _ = apply(params, rest, *inputs, capture=capture, key=key)
+    hidden, sown, _ = apply(params, rest, *inputs, capture=capture, key=key, sampled=batch.get("sampled"))
     return hidden, sown
 
 

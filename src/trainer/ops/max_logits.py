@@ -10,7 +10,15 @@ from trainer.ops.attention import Mask, visible
 BLOCK = 512  # tokens
 
 
-def max_logits(query: jax.Array, key: jax.Array, mask: Mask, *, window: int = 0, block: int = BLOCK) -> jax.Array:
+def max_logits(
+    query: jax.Array,
+    key: jax.Array,
+    mask: Mask,
+    *,
+    window: int = 0,
+    block: int = BLOCK,
+    when: jax.Array | None = None,
+) -> jax.Array:
     """The largest logit q k / sqrt(d) of each head over the queries and keys of a batch: float32 [h].
 
     Only what a query sees counts, and no padding (segment 0); the most negative float32 if that is nothing. Nothing is
@@ -24,10 +32,18 @@ def max_logits(query: jax.Array, key: jax.Array, mask: Mask, *, window: int = 0,
       window: see `ops.attention`.
       block: tokens along both sides of a tile. With the whole row as its only tile, the product is that of
         `dot_product_attention`, and the compiler merges the two.
+      when: bool []; nothing is computed if it is false, and the result is that of padding alone. None: true.
     """
+    query, key = jax.lax.stop_gradient((query, key))
+    if when is None:
+        return _max_logits(query, key, mask, window, block)
+    nothing = jnp.full(query.shape[2], jnp.finfo(jnp.float32).min)
+    return jax.lax.cond(when, lambda: _max_logits(query, key, mask, window, block), lambda: nothing)
+
+
+def _max_logits(query: jax.Array, key: jax.Array, mask: Mask, window: int, block: int) -> jax.Array:
     rows, length, heads, width = query.shape
-    query = jax.lax.stop_gradient(query).reshape(rows, length, key.shape[2], -1, width)
-    key = jax.lax.stop_gradient(key)
+    query = query.reshape(rows, length, key.shape[2], -1, width)
     block = min(block, length)
     count = -(-length // block)
     queries = query, mask.query_position, mask.query_segment

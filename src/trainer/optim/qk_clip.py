@@ -18,12 +18,12 @@ NAME = "qk_clip"
 
 def qk_clip(config, param_axes: Any, layers: Mapping[str, Clipped]) -> Rule:
     """The rule that after an update multiplies the logits of every head by eta = min(1, tau / its largest logit), where
-    tau is `qk_clip_threshold`.
+    tau is `qk_clip_threshold`; only after every `qk_clip_interval`-th step, from step 0 on.
 
     The largest logit is that of the step's forward pass, before the update, over the whole batch. Each layer states
     which of its weights eta scales (`layers.clip`). Layers whose weights are all frozen are not clipped. The rule's
-    state, which is also its metrics: `max_logit`, the largest of all heads, and `clipped_heads`, the number of those
-    with eta < 1.
+    state, which is also its metrics, is of the last step that measured: `max_logit`, the largest of all heads, and
+    `clipped_heads`, the number of those with eta < 1.
 
     Args:
       config: resolved.
@@ -34,26 +34,34 @@ def qk_clip(config, param_axes: Any, layers: Mapping[str, Clipped]) -> Rule:
       UserError: the weights of one layer are frozen in part, or those of all layers are frozen.
     """
     layers = _not_frozen(config, param_axes, layers)
-    tau = config.qk_clip_threshold
+    tau, interval = config.qk_clip_threshold, config.qk_clip_interval
 
     def init(params: Any) -> dict[str, jax.Array]:
         del params
         return {"max_logit": jnp.zeros(()), "clipped_heads": jnp.zeros((), jnp.int32)}
 
     def update(state: Any, old: Any, new: Any, sown: Any) -> tuple[Any, Any]:
-        del state, old
+        sampled = due(interval, old.step)
         found = sown[MaxLogit.__name__]
         params, clipped = new.params, jnp.zeros((), jnp.int32)
         for path, layer in layers.items():
             largest = found[f"{path}/max_logit"]  # [..., heads]; in front the axes along which layers are stacked
-            over = largest > tau
+            over = largest > tau if sampled is None else sampled & (largest > tau)
             clipped += over.sum(dtype=jnp.int32)
             eta = jnp.where(over, tau / largest, 1.0)
             params = _replaced(params, path.split("/"), functools.partial(scaled, factors=layer.logit_factors, eta=eta))
         largest = jnp.stack([array.max() for array in found.values()]).max()
-        return {"max_logit": largest, "clipped_heads": clipped}, new._replace(params=params)
+        found = {"max_logit": largest, "clipped_heads": clipped}
+        if sampled is not None:
+            found = jax.tree.map(functools.partial(jnp.where, sampled), found, state)
+        return found, new._replace(params=params)
 
     return Rule(NAME, init, update, (MaxLogit,), metrics=lambda state: state)
+
+
+def due(interval: int, step: jax.Array) -> jax.Array | None:
+    """Whether step `step` measures the largest logits, bool []; None if every step does."""
+    return None if interval == 1 else step % interval == 0
 
 
 def scaled(params: Any, factors: Callable[[jax.Array], Any], eta: jax.Array) -> Any:

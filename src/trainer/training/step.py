@@ -11,10 +11,11 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding
 
 from trainer.backends import TrainTree
-from trainer.layers.sown import Sown, Total, check_combine, combined
+from trainer.layers.sown import MaxLogit, Sown, Total, check_combine, combined
 from trainer.objectives import Objective
 from trainer.ops.random import DROPOUT, seed_key
 from trainer.optim import Rule, apply_rules, make_schedule, trainable
+from trainer.optim.qk_clip import due
 from trainer.sharding import memory_order, on_tpu
 from trainer.state import ParamShardings
 
@@ -42,16 +43,19 @@ def make_gradients(
     """
     is_trained = trainable(config)
     check_combine(capture)
+    interval = config.qk_clip_interval if MaxLogit in capture else 1
 
     def gradients(tree: TrainTree, batch: Batch) -> Gradients:
         key = dropout_key(config, tree.step)
+        sampled = due(interval, tree.step)
+        measuring = {} if sampled is None else {"sampled": sampled}
         weights = objective.weights(batch)
         mask = is_trained(tree.params)
         trained, frozen = _partition(mask, jax.lax.with_sharding_constraint(tree.params, shardings.compute))
         storage, _ = _partition(mask, shardings.storage)
 
         def loss(trained: Any, batch: Batch) -> tuple[jax.Array, tuple[dict[str, jax.Array], Sown]]:
-            sums = objective.sums(_combine(trained, frozen), tree.rest, batch, key, capture)
+            sums = objective.sums(_combine(trained, frozen), tree.rest, {**batch, **measuring}, key, capture)
             # Of no tokens there is no mean: NaN, and the step is left out.
             minimized, measured = (
                 {name: total / weights[name].astype(jnp.float32) for name, total in part.items()}

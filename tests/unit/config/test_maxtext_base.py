@@ -19,7 +19,9 @@ def their_base(**changes) -> str:
     }
     values |= {name: value for name, value in maxtext_base.defaults().items() if name in values}
     values |= {
-        name: it.neutral[0] for name, it in list(maxtext.verdicts().items())[::3] if it.neutral and "." not in name
+        name: it.neutral[0]
+        for name, it in list(maxtext.verdicts().items())[::3]
+        if it.neutral and "." not in name and name not in maxtext_base.TABLES
     }
     values |= {"hardware": "tpu", "rope_factor": 40, "compile_topology_num_slices": -1, "kv_proj": "remat"}
     values |= {"mesh_axes": ["a", "b"], "logical_axis_rules": [["nobody_knows", ["model"]]]}

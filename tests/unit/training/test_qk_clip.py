@@ -151,6 +151,18 @@ def test_a_checkpoint_of_one_combination_goes_on_in_another(tmp_path):
     assert_equal_bits(copied((other.codec.unpack(state), found)), (trees[2], metrics[1]))
 
 
+def test_between_samples_nothing_is_measured_or_clipped():
+    _, step, trees, metrics = steps_of("nnx", count=4, qk_clip_interval=3)
+    _, _, every, of_every = trained("nnx")
+    assert_equal_bits(trees[1].params, every[1].params)
+    for skipping in (1, 2):  # what they report is of step 0, which measured
+        assert metrics[skipping]["max_logit"] == metrics[0]["max_logit"] == of_every[0]["max_logit"]
+        assert metrics[skipping]["clipped_heads"] == 1
+        assert_equal_bits(trees[skipping + 1].params, trees[1].params)
+    np.testing.assert_allclose(metrics[3]["max_logit"], TAU, rtol=1e-6)
+    assert step.as_text().count(" conditional(") == 1  # around the product, in the forward pass alone
+
+
 def test_a_skipped_step_clips_nothing():
     run, step, trees, _ = trained("nnx")
     tree = copied(trees[0])  # the step deletes its argument
