@@ -35,10 +35,19 @@ def max_logits(
       when: bool []; nothing is computed if it is false, and the result is that of padding alone. None: true.
     """
     query, key = jax.lax.stop_gradient((query, key))
-    if when is None:
+    if when is None and query.shape[1] <= block:
         return _max_logits(query, key, mask, window, block)
-    nothing = jnp.full(query.shape[2], jnp.finfo(jnp.float32).min)
-    return jax.lax.cond(when, lambda: _max_logits(query, key, mask, window, block), lambda: nothing)
+
+    @jax.checkpoint
+    def apart(query: jax.Array, key: jax.Array, mask: Mask) -> jax.Array:
+        # What depends on the mask alone is the same in all layers of a scan. The derivative of that scan would compute
+        # the masks of all tiles, for all heads, in front of it, and keep them; of a checkpointed function it does not.
+        if when is None:
+            return _max_logits(query, key, mask, window, block)
+        nothing = jnp.full(query.shape[2], jnp.finfo(jnp.float32).min)
+        return jax.lax.cond(when, lambda: _max_logits(query, key, mask, window, block), lambda: nothing)
+
+    return apart(query, key, mask)
 
 
 def _max_logits(query: jax.Array, key: jax.Array, mask: Mask, window: int, block: int) -> jax.Array:

@@ -8,6 +8,7 @@ from attention_cases import inputs
 
 from trainer import sharding
 from trainer.config import load, make_rules, schema
+from trainer.ops.attention import dot_product_attention
 from trainer.ops.max_logits import max_logits
 
 SHAPE = (8, 33, 4, 2, 8)  # rows, length, query heads, key heads, width
@@ -72,6 +73,36 @@ def test_over_devices_it_is_the_same_and_they_exchange_only_the_maxima(block):
     assert not [
         name for name in ("all-gather(", "all-to-all(", "collective-permute(") if name in text.split("ENTRY")[0]
     ]
+
+
+def test_with_one_tile_the_product_is_that_of_the_reference_op():
+    query, key, mask = hot(seed=3)
+
+    def both(query, key, mask):
+        return dot_product_attention(query, key, key, mask), max_logits(query, key, mask)
+
+    def products(fn):
+        return jax.jit(fn).lower(query, key, mask).compile().as_text().count(" dot(")
+
+    assert products(both) == products(lambda *args: both(*args)[0]) == 2
+
+
+@pytest.mark.parametrize("when", [None, True])
+def test_in_a_scan_over_layers_the_masks_of_all_tiles_are_not_kept(when):
+    query, key, mask = hot(seed=4)
+    when = when if when is None else jnp.asarray(when)
+
+    def loss(query, weights):
+        def layer(x, weight):
+            x = x * weight
+            return x, max_logits(x, key, mask, block=8, when=when)
+
+        x, largest = jax.lax.scan(layer, query, weights)
+        return x.sum(), largest
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=1, has_aux=True))(query, jnp.ones(3))
+    # Forward and backward pass.
+    assert [eqn.primitive.name for eqn in jaxpr.eqns if eqn.primitive.name in ("scan", "cond")] == ["scan", "scan"]
 
 
 def test_nothing_is_differentiated():

@@ -1,0 +1,63 @@
+"""Measures what QK-Clip costs per step with each attention op that runs on a CPU, and prints a Markdown table.
+
+    python scripts/benchmark_qk_clip.py
+
+The programs of one row take turns, a few steps each, and the figures are ratios of their CPU seconds (of all threads),
+so other processes on the machine disturb them little. The fused kernels need their platform: docs/benchmarks/qk-clip.md
+has what the compiler says of splash.
+"""
+
+import os
+import statistics
+import time
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+from benchmark_default import batch_of, built
+
+ROUNDS, STEPS = 4, 2
+CLIPS = {
+    "without": {},
+    "every step": {"use_qk_clip": True},
+    "every 10th": {"use_qk_clip": True, "qk_clip_interval": 10},
+}
+# The widths of base.yml, whose attention is a small part of a step at 128 tokens and a large one at 2048.
+CASES = [("dot_product", 128, 8), ("dot_product", 1024, 1), ("blockwise", 1024, 1), ("blockwise", 2048, 1)]
+
+
+def cpu_seconds(op: str, length: int, rows: int) -> dict[str, list[float]]:
+    """CPU seconds of a step in each round, by the name of its program in CLIPS."""
+    sizes = {"attention": op, "max_target_length": length, "per_device_batch_size": rows}
+    runs = {name: built(**sizes, **keys) for name, keys in CLIPS.items()}
+    steps = {name: run.compile() for name, run in runs.items()}
+    states = {name: run.init() for name, run in runs.items()}
+    batches = {name: batch_of(run) for name, run in runs.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for i in range(ROUNDS + 1):
+        for name, step in steps.items():
+            started = time.process_time()
+            for _ in range(STEPS):
+                states[name], metrics = step(states[name], batches[name])
+                jax.block_until_ready(metrics)
+            if i:  # the first round warms up; it is also the one whose first step measures with every 10th
+                seconds[name].append((time.process_time() - started) / STEPS)
+    return seconds
+
+
+def main() -> None:
+    """Print the table."""
+    print("| op | tokens | CPU s per step | with QK-Clip | between two samples |\n|---|---|---|---|---|")
+    for op, length, rows in CASES:
+        seconds = cpu_seconds(op, length, rows)
+        base = seconds["without"]
+        ratios = {name: statistics.median(b / a for a, b in zip(base, seconds[name], strict=True)) for name in CLIPS}
+        print(
+            f"| {op} | {rows} x {length} | {statistics.median(base):.2f} | {ratios['every step']:.3f} "
+            f"| {ratios['every 10th']:.3f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
