@@ -159,7 +159,7 @@ class WithMoreArguments(Called):
         (
             WithSixArguments,
             r"it is not called as block\(x, cache, context\), where context has the fields positions, segments, rows, "
-            r"key \(missing a required argument: 'segment'\)",
+            r"key, sampled \(missing a required argument: 'segment'\)",
         ),
         (WithMoreArguments, "missing a required argument: 'width'"),
         (Abstract, "the class Abstract is abstract"),
