@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from trainer.config import command_line, exit_on_user_error, load, to_yaml
 from trainer.config.effects import without_effect_here
+from trainer.config.vocab_tiles import chosen
 from trainer.config.files import COMMAND_LINE
 from trainer.config.paths import local_path
 from trainer.runtime.platforms import leave_out_absent_tpu
@@ -53,6 +54,8 @@ def _run(loaded, started: float) -> None:
     ) as run_dir:
         warnings = [*loaded.warnings, *without_effect_here(run.config, loaded.changed)]
         _say_what_runs(console, run, dataset, run_dir.place, warnings)
+        for line in chosen(loaded.config, run.config):
+            console.say(line)
         end = _train(loaded, run, dataset, run_dir, console)
         if end is None:
             console.say(f"{run_dir.place} is finished, there is nothing to do; a larger steps goes on with it")

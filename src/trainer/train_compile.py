@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from trainer.config import UserError, command_line, exit_on_user_error, load
 from trainer.config.effects import without_effect_here
+from trainer.config.vocab_tiles import chosen
 from trainer.config.paths import local_path
 from trainer.config.topologies import Topology, find_topology
 from trainer.runtime.platforms import prepare_compile_only_tpu, simulate_cpu_devices
@@ -44,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     run, compiled, report = compile_for_topology(loaded.config)
     for warning in without_effect_here(run.config, loaded.changed):
         print(f"warning: {warning}")
+    for line in chosen(loaded.config, run.config):
+        print(line)
     print(report_text(report), flush=True)
     if compiled is not None and run.config.compiled_trainstep_file:
         path = local_path(run.config.compiled_trainstep_file, "compiled_trainstep_file=")

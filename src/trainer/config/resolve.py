@@ -13,6 +13,7 @@ from trainer.config.mesh_sizes import fill_mesh
 from trainer.config.rules import DIMENSIONS, TENSORS, make_rules, with_lengths
 from trainer.config.sizes import too_large
 from trainer.config.tiles import misfits
+from trainer.config.vocab_tiles import choose_tiles
 
 
 def resolve(
@@ -32,7 +33,8 @@ def resolve(
     mistakes += mesh_problems
     mesh = {} if mesh_problems else mesh_axes(values)
     if mesh:
-        mistakes += [*_indivisible(values, mesh), *_uneven_rows(values, mesh)]
+        misfitting = [*_indivisible(values, mesh), *_uneven_rows(values, mesh)]
+        mistakes += misfitting or choose_tiles(values)
     values["attention"], unsupported = choose_attention(values, mesh, platform)
     if mesh:
         mistakes += too_large(values)

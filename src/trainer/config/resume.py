@@ -12,6 +12,7 @@ from trainer.config.flags import FLAGS
 from trainer.config.resolve import frozen
 from trainer.config.schema import schema
 from trainer.config.tiles import KEYS as TILES
+from trainer.config.vocab_tiles import KEY as TILES_OF_THE_LOSS
 
 # How the program is sharded and where it runs. These affect the training result only by the order of sums.
 LAYOUT = (
@@ -27,6 +28,7 @@ LAYOUT = (
     "debug_sharding",
     "scan_layers",
     *TILES.values(),
+    TILES_OF_THE_LOSS,
     *PROCESSES,
 )
 # The same global batch may be split differently.

@@ -57,6 +57,14 @@ def make_embedder(config, rngs: nnx.Rngs) -> Embed:
     )
 
 
+def head_matrix(config) -> tuple[str, ...]:
+    """The canonical path of the matrix that the head multiplies by. The head reads this parameter and what is stored
+    next to it, such as the parameters of a product, and no others."""
+    if config.logits_via_embedding:
+        return ("token_embedder", "embedding")
+    return ("decoder", "logits_dense", "kernel")
+
+
 def casts_in_loop(config) -> bool:
     """Whether the loop over layers casts its weights inside (`layers.stack.cast_in_loop`).
 

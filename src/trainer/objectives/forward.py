@@ -9,6 +9,7 @@ from flax import nnx
 
 from trainer.layers.sown import Sown
 from trainer.objectives.base import Batch
+from trainer.objectives.tiling import Tiling, in_tiles
 from trainer.ops.losses import cross_entropy
 
 Apply = Callable[..., tuple[Any, Sown, Any]]  # a model's
@@ -41,15 +42,22 @@ def target_log_probs(
     rest: Any,
     hidden_bte: jax.Array,
     target_bt: jax.Array,
+    tiling: Tiling | None = None,
     *,
     mean: bool = False,
     best: bool = False,
 ) -> TokenLogProbs:
     """What the head gives for each token of `target_bt`, from its hidden states. `mean`, `best`: also these fields.
 
-    Computed in float32 from logits in the model's dtype.
+    Computed in float32 from logits in the model's dtype; with `tiling` the logits of one tile exist at a time.
     """
-    logits, _, _ = apply(params, rest, hidden_bte, method="head")
-    nll, log_z, *mean_nll = cross_entropy(logits, target_bt, mean)
-    token = jnp.argmax(logits, axis=-1).astype(jnp.int32) if best else None
-    return TokenLogProbs(-nll, log_z, -mean_nll[0] if mean else None, token)
+
+    def values(params: Any, rest: Any, hidden_bte: jax.Array, target_bt: jax.Array) -> TokenLogProbs:
+        logits, _, _ = apply(params, rest, hidden_bte, method="head")
+        nll, log_z, *mean_nll = cross_entropy(logits, target_bt, mean)
+        token = jnp.argmax(logits, axis=-1).astype(jnp.int32) if best else None
+        return TokenLogProbs(-nll, log_z, -mean_nll[0] if mean else None, token)
+
+    if tiling is None:
+        return values(params, rest, hidden_bte, target_bt)
+    return in_tiles(values, tiling, params, rest, hidden_bte, target_bt)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from trainer.objectives.base import Batch, Field, Sums
 from trainer.objectives.forward import Apply, TokenLogProbs, hidden_states, target_log_probs
+from trainer.objectives.tiling import Tiling
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class NextToken:
     apply: Apply
     z_loss_multiplier: float = 0.0
     label_smoothing: float = 0.0
+    tiling: Tiling | None = None
 
     fields: ClassVar[dict[str, Field]] = {
         "inputs": Field(),
@@ -46,7 +48,7 @@ class NextToken:
         """The terms of each token, float32 [b, t], given its hidden states; and what they are made of. A term whose
         multiplier is 0 is left out. `best`: see `target_log_probs`."""
         smoothed = self.label_smoothing != 0
-        found = target_log_probs(self.apply, params, rest, hidden_bte, target_bt, mean=smoothed, best=best)
+        found = target_log_probs(self.apply, params, rest, hidden_bte, target_bt, self.tiling, mean=smoothed, best=best)
         terms = {"lm_loss": -found.target}
         if self.z_loss_multiplier:
             terms["z_loss"] = self.z_loss_multiplier * found.log_z**2

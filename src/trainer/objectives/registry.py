@@ -2,10 +2,21 @@
 
 from typing import Any
 
+import jax.numpy as jnp
+
+from trainer.models.transformer import head_matrix
 from trainer.objectives.base import Objective
 from trainer.objectives.next_token import NextToken
+from trainer.objectives.tiling import Tiling
 
 
 def make_objective(config, model: Any) -> Objective:
     """The objective of `config`, resolved, for `model` (`backends.Model`)."""
-    return NextToken(model.apply, config.z_loss_multiplier, config.label_smoothing)
+    return NextToken(model.apply, config.z_loss_multiplier, config.label_smoothing, make_tiling(config, model))
+
+
+def make_tiling(config, model: Any) -> Tiling | None:
+    """How the loss is tiled; None for `num_vocab_tiling` 1."""
+    if config.num_vocab_tiling == 1:
+        return None
+    return Tiling(config.num_vocab_tiling, head_matrix(config), model.param_axes, jnp.dtype(config.dtype))

@@ -49,6 +49,7 @@ def banner_rows(
         ("attention", f"{config.attention} ({barred})" if barred else config.attention),
         ("dtype", f"{config.dtype}, weights {config.weight_dtype}"),
         ("batch", batch),
+        *([("loss", f"in {config.num_vocab_tiling} tiles of tokens")] if config.num_vocab_tiling > 1 else []),
         ("steps", f"{config.steps:,}"),
         ("data", dataset),
         ("run", str(run_dir)),

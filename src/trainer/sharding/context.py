@@ -43,6 +43,11 @@ def _placing(where: tuple[Mesh, Rules] | None) -> Iterator[None]:
         _current.reset(token)
 
 
+def placement() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """A function whose context places arrays as here: for code that is traced later, such as a backward pass."""
+    return functools.partial(_placing, _current.get())
+
+
 def on_tpu() -> bool:
     """Whether traced code will run on TPUs: the devices of the mesh or, outside of `on_mesh`, JAX's default devices."""
     current = _current.get()

@@ -29,6 +29,7 @@ def gradients(devices=1, **overrides):
     """One SGD step of rate 1 from the same parameters on the same 16 rows: the gradients, by the parameters' change."""
     settings = {"opt_type": "sgd", "learning_rate": 1.0, "lr_schedule_type": "constant", "warmup_steps_fraction": 0}
     settings |= {"gradient_clipping_threshold": 0, "dropout_rate": 0.2, "attention_dropout_rate": 0.2}
+    settings |= {"z_loss_multiplier": 0.1, "label_smoothing": 0.2}
     run = build(load(arguments("nnx", **settings | overrides)).config, jax.devices()[:devices])
     assert run.rows == 16
     state = run.init()
@@ -46,17 +47,19 @@ def reference():
     return gradients(per_device_batch_size=16)
 
 
-@pytest.mark.parametrize("microbatches", [2, 4])
-def test_accumulation_gives_the_same_gradients(microbatches):
+@pytest.mark.parametrize(("microbatches", "tiles"), [(2, 1), (4, 1), (1, 8), (4, 4)])
+def test_accumulation_gives_the_same_gradients(microbatches, tiles):
+    """And so do tiles of tokens."""
     tokens = (packed_batch(tiny_config("nnx"), 16)["targets_segmentation"] != 0).sum(1)
     parts = [tokens[j::microbatches].sum() for j in range(microbatches)]
-    assert len(set(parts)) > 1, "the microbatches should hold unequal numbers of real tokens"
+    assert len(set(parts)) == microbatches, "the microbatches should hold unequal numbers of real tokens"
 
     expected, expected_metrics = reference()
-    actual, metrics = gradients(per_device_batch_size=16 // microbatches, gradient_accumulation_steps=microbatches)
+    keys = {"per_device_batch_size": 16 // microbatches, "gradient_accumulation_steps": microbatches}
+    actual, metrics = gradients(num_vocab_tiling=tiles, **keys)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max()
-    for name in ("loss", "lm_loss", "grad_norm", "tokens"):
+    for name in ("loss", "lm_loss", "z_loss", "label_smoothing_loss", "grad_norm", "tokens"):
         np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=1e-5)
 
 

@@ -1,0 +1,95 @@
+"""num_vocab_tiling: the number of tiles in which the loss is computed."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from trainer.config.derived import mesh_axes
+from trainer.config.rules import make_rules
+
+KEY = "num_vocab_tiling"
+AUTOMATIC = -1
+_BYTES = {"float32": 4, "bfloat16": 2}
+_SUM_BYTES = 4  # the gradient of the head is summed over tiles in float32
+_TOKENS = ("activation_batch", "activation_length")
+
+
+def choose_tiles(values: dict[str, Any]) -> list[str]:
+    """Sets a `num_vocab_tiling` of -1 in `values`, and returns one line for each batch whose tokens its value does not
+    divide. The mesh and batch sizes must be filled in and fit each other.
+
+    -1 takes the fewest tiles whose logits need at most half of the memory that the waiting gradient of the head needs,
+    if these tiles save more than that gradient; else 1. With more than four times as many, products would be too small.
+    """
+    asked, tokens = values[KEY], _tokens_per_device(values)
+    if asked == AUTOMATIC:
+        logits, waiting = tile_bytes(values)
+        fewest = 2 * logits / waiting
+        tiles = next((n for n in _divisors(tokens.values()) if fewest <= n <= 4 * fewest), 1)
+        values[KEY] = tiles if logits * (1 - 1 / tiles) > waiting else 1
+        return []
+    return [
+        f"{KEY}={asked}: {count} tokens per device in {what} are not a multiple of it; "
+        f"nearest: {_nearest(asked, tokens.values())}"
+        for what, count in tokens.items()
+        if count % asked
+    ]
+
+
+def tile_bytes(config: Any) -> tuple[int, int]:
+    """Bytes per device of logits and their gradient of a whole microbatch, and of the head's float32 gradient, which
+    tiles add: devices sum it over their tiles before they reduce it."""
+    rules, mesh = make_rules(config["logical_axis_rules"]), mesh_axes(config)
+    tokens = next(iter(_tokens_per_device(config).values()))
+    over_tokens = {axis for name in _TOKENS for axis in rules[name]}
+
+    def parts(axes: Iterable[str]) -> int:
+        return math.prod(mesh[axis] for axis in axes)
+
+    logits = 2 * tokens * config["vocab_size"] // parts(rules["activation_vocab"]) * _BYTES[config["dtype"]]
+    entries = config["vocab_size"] * config["base_emb_dim"]
+    return logits, entries // parts({*rules["vocab"], *rules["embed"]} - over_tokens) * _SUM_BYTES
+
+
+def chosen(asked: Any, config: Any) -> list[str]:
+    """A line on what -1 in `asked` means in the resolved `config`; none if it is another number."""
+    if asked[KEY] != AUTOMATIC:
+        return []
+    tiles, (logits, waiting) = config[KEY], tile_bytes(config)
+    if tiles == 1:
+        saved = f"the logits of all tokens and their gradient take {_size(logits)} per device"
+        return [f"{KEY}={AUTOMATIC}: 1, no tiles: {saved}, and tiles would add {_size(waiting)} for the head's gradient"]
+    tokens = next(iter(_tokens_per_device(config).values())) // tiles
+    return [
+        f"{KEY}={AUTOMATIC}: {tiles} tiles of {tokens:,} tokens per device: logits and their gradient take "
+        f"{_size(logits // tiles)} instead of {_size(logits)}, and the head's gradient {_size(waiting)}"
+    ]
+
+
+def _tokens_per_device(values: Any) -> dict[str, int]:
+    """Tokens whose logits one device computes, for each kind of batch."""
+    rules, mesh = make_rules(values["logical_axis_rules"]), mesh_axes(values)
+    rows, lengths = (math.prod(mesh[axis] for axis in rules[name]) for name in _TOKENS)
+    length = values["max_target_length"] // lengths
+    keys = {"a microbatch": "per_device_batch_size"}
+    if values["eval_interval"] > 0:
+        keys["an evaluation batch"] = "eval_per_device_batch_size"
+    devices = math.prod(mesh.values())
+    return {what: round(values[key] * devices) // rows * length for what, key in keys.items()}
+
+
+def _divisors(numbers: Iterable[int]) -> list[int]:
+    """The common divisors."""
+    common = math.gcd(*numbers)
+    small = [n for n in range(1, math.isqrt(common) + 1) if common % n == 0]
+    return sorted({*small, *(common // n for n in small)})
+
+
+def _nearest(asked: int, tokens: Iterable[int]) -> str:
+    fitting = _divisors(tokens)
+    below = [n for n in fitting if n < asked][-1:]
+    return " or ".join(str(n) for n in (*below, *[n for n in fitting if n > asked][:1]))
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"

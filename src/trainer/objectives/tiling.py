@@ -1,0 +1,162 @@
+"""A function of hidden states, computed without the logits of all tokens at once.
+
+Shapes: b rows, t tokens of a row, e width; n tiles of c tokens of one device.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from trainer import sharding
+from trainer.layers.dense import INPUT, ROWS
+
+Path = tuple[str, ...]
+PerToken = Callable[[Any, Any, jax.Array, jax.Array], Any]
+
+_OVER = ("activation_batch", "activation_length")  # whose mesh axes split the tokens
+_SAME = sharding.Axes(())  # on all devices of these axes
+
+
+@dataclass(frozen=True, eq=False)
+class Tiling:
+    """How the tokens of a device are cut into tiles, and what the output head reads.
+
+    Attributes:
+      tiles: their number, which divides the tokens of a device.
+      matrix: canonical path of the head's matrix. What is stored next to it belongs to the head, too.
+      param_axes: the logical axes of the model's parameters.
+      dtype: in which the head multiplies.
+    """
+
+    tiles: int
+    matrix: Path
+    param_axes: Any
+    dtype: jnp.dtype
+
+
+def in_tiles(
+    fn: PerToken, tiling: Tiling, params: Any, rest: Any, hidden_bte: jax.Array, target_bt: jax.Array
+) -> Any:
+    """`fn(params, rest, hidden_bte, target_bt)`, a pytree of arrays [b, t], computed tile by tile.
+
+    `fn` reads of `params` and `rest` only what belongs to the output head, and computes each token by itself. The
+    result has gradients by the head's parameters and by `hidden_bte`, from a custom VJP (docs/decisions/0014): it keeps
+    these two, and its backward pass calls `fn` again for each tile. Each device sums the head's gradient over its tiles
+    in float32; devices add their sums once, after the last tile. Supports reverse mode only.
+    """
+    tiled = _Tiled(fn, tiling, _abstract(params), _abstract(rest))
+
+    @jax.custom_vjp
+    def call(head: Any, hidden: jax.Array, buffers: Any, target: jax.Array) -> Any:
+        return tiled.forward(head, hidden, buffers, target)
+
+    def forward(*args: Any) -> Any:
+        return tiled.forward(*args), args
+
+    def backward(args: Any, grads: Any) -> Any:
+        return *tiled.backward(*args, grads), None, None
+
+    call.defvjp(forward, backward)
+    path = tiling.matrix[:-1]
+    return call(_at(params, path), hidden_bte, _at(rest, path), target_bt)
+
+
+class _Tiled:
+    """Both passes. A head is the tree of its parameters, buffers that of its variables without gradients."""
+
+    def __init__(self, fn: PerToken, tiling: Tiling, params: Any, rest: Any):
+        """`params` and `rest`: shapes, in place of what `fn` does not read."""
+        self.fn, self.tiling, self.params, self.rest = fn, tiling, params, rest
+        self.path, self.matrix = tiling.matrix[:-1], tiling.matrix[-1]
+        self.names = _at(tiling.param_axes, self.path)
+        self.placed = sharding.placement()
+
+    def forward(self, head: Any, hidden_bte: jax.Array, buffers: Any, target_bt: jax.Array) -> Any:
+        """The values of all tokens."""
+        run = sharding.shard_mapped(
+            self._forward, (_SAME, INPUT, _SAME, ROWS), ROWS, over=_OVER, check=False
+        )
+        return run(self._in_dtype(head), hidden_bte, buffers, target_bt)
+
+    def backward(self, head: Any, hidden_bte: jax.Array, buffers: Any, target_bt: jax.Array, grads: Any) -> Any:
+        """The gradients of head and hidden states, given those of the values."""
+        with self.placed():  # JAX traces a backward pass when it is asked for
+            run = sharding.shard_mapped(
+                self._backward, (_SAME, INPUT, _SAME, ROWS, ROWS), (_SAME, INPUT), over=_OVER, check=False
+            )
+            sums, hidden_grad = run(self._in_dtype(head), hidden_bte, buffers, target_bt, _inexact(grads))
+            # Else the compiler adds the sums of devices late, and keeps them through the backward pass of all layers.
+            sums, hidden_grad = jax.lax.optimization_barrier((self._constrained(sums), hidden_grad))
+        return jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), sums, head), hidden_grad
+
+    def _in_dtype(self, head: Any) -> Any:
+        # Cast before devices gather it, which halves the bytes of a float32 matrix under bfloat16.
+        return head | {self.matrix: head[self.matrix].astype(self.tiling.dtype)}
+
+    def _forward(self, head: Any, hidden_bte: jax.Array, buffers: Any, target_bt: jax.Array) -> Any:
+        """On one device, for its tokens."""
+        head, tiles = self._constrained(head), self._cut(hidden_bte, target_bt)
+        values = jax.lax.map(lambda tile: self._values(head, buffers, *tile), tiles)
+        return jax.tree.map(lambda value: value.reshape(target_bt.shape), values)
+
+    def _backward(self, head: Any, hidden_bte: jax.Array, buffers: Any, target_bt: jax.Array, grads: Any) -> Any:
+        """On one device, for its tokens; the head's gradient is then added over devices."""
+        head = self._constrained(head)
+
+        def add(sums: Any, tile: Any) -> tuple[Any, jax.Array]:
+            hidden_ce, target_c, grads = tile
+
+            def values(head: Any, hidden_ce: jax.Array) -> Any:
+                return _inexact(self._values(head, buffers, hidden_ce, target_c))
+
+            _, pull = jax.vjp(values, head, hidden_ce)
+            head_grad, hidden_grad = pull(grads)
+            return jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), sums, head_grad), hidden_grad
+
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), head)
+        tiles = (*self._cut(hidden_bte, target_bt), self._cut_all(grads))
+        sums, hidden_grad = jax.lax.scan(add, self._constrained(zeros), tiles)
+        axes = tuple(dict.fromkeys(axis for name in _OVER for axis in sharding.mesh_axes(name)))
+        return jax.lax.psum(sums, axes), hidden_grad.reshape(hidden_bte.shape)
+
+    def _values(self, head: Any, buffers: Any, hidden_ce: jax.Array, target_c: jax.Array) -> Any:
+        """The values of one tile, arrays [c]."""
+        params, rest = _with(self.params, self.path, head), _with(self.rest, self.path, buffers)
+        return jax.tree.map(lambda value: value[0], self.fn(params, rest, hidden_ce[None], target_c[None]))
+
+    def _constrained(self, head: Any) -> Any:
+        return jax.tree.map(lambda names, leaf: sharding.constrain(leaf, names), self.names, head)
+
+    def _cut(self, hidden_bte: jax.Array, target_bt: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return self._cut_all((sharding.constrain(hidden_bte, INPUT), target_bt))
+
+    def _cut_all(self, arrays: Any) -> Any:
+        """Arrays [b, t, ...] as [n, c, ...]."""
+        tiles = self.tiling.tiles
+        return jax.tree.map(lambda x: x.reshape(tiles, x.shape[0] * x.shape[1] // tiles, *x.shape[2:]), arrays)
+
+
+def _inexact(tree: Any) -> list[jax.Array]:
+    """The leaves with gradients."""
+    return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+
+
+def _abstract(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def _at(tree: Any, path: Path) -> Any:
+    """The subtree of a nested dict at `path`; {} if there is none."""
+    for name in path:
+        tree = tree.get(name, {})
+    return tree
+
+
+def _with(tree: Mapping[str, Any], path: Path, subtree: Any) -> Any:
+    """`tree` with `subtree` at `path`; the same tree if that is empty."""
+    if not path or not subtree:
+        return subtree or tree
+    return {**tree, path[0]: _with(tree.get(path[0], {}), path[1:], subtree)}

@@ -1,0 +1,236 @@
+"""The loss in tiles of tokens against the loss of all tokens at once: values, gradients, collectives, memory."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from support import ALL_COMBINATIONS, arguments, packed_batch
+
+from trainer.aot.collectives import collectives
+from trainer.aot.hlo import parse
+from trainer.config import load
+from trainer.layers.dense import Dense
+from trainer.models import transformer
+from trainer.products import product
+from trainer.runtime.place import place
+from trainer.training import build
+
+# At this level a program compiles several times as fast.
+QUICK = {"xla_backend_optimization_level": 0}
+SCALE = 3.5
+TERMS = {"z_loss_multiplier": 0.1, "label_smoothing": 0.2}
+FOUR = {"num_vocab_tiling": 4}
+CASES = {
+    "tied": {},
+    "tied, logits not divided": {"normalize_embedding_logits": False},
+    "separate": {"logits_via_embedding": False},
+    "soft cap": {"logits_via_embedding": False, "final_logits_soft_cap": 1.0},
+    "a tile for each token": {"num_vocab_tiling": 64},
+    "bfloat16": {"dtype": "bfloat16", "logits_via_embedding": False},
+    "bfloat16, tied, weights too": {"dtype": "bfloat16", "weight_dtype": "bfloat16"},
+}
+MESHES = {
+    "data": {"ici_data_parallelism": 8, "ici_fsdp_parallelism": 1},
+    "fsdp": {"ici_fsdp_parallelism": 8, "logits_via_embedding": False},
+    "fsdp x tensor, tied": {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2},
+    "data x fsdp_transpose x tensor_sequence": {
+        "ici_data_parallelism": 2,
+        "ici_fsdp_parallelism": 1,
+        "ici_fsdp_transpose_parallelism": 2,
+        "ici_tensor_sequence_parallelism": 2,
+        "logits_via_embedding": False,
+        "dtype": "bfloat16",
+    },
+    "Zero-1": {"ici_data_parallelism": 8, "ici_fsdp_parallelism": 1, "shard_optimizer_over_data": True},
+}
+
+
+def built(combination="nnx", **keys):
+    """A run whose loss is tiled, with every term, and its rows of packed documents and padding."""
+    devices = 8 if any("parallelism" in key for key in keys) else 1
+    keys = TERMS | FOUR | ({} if devices == 1 else {"per_device_batch_size": 1}) | keys
+    run = build(load(arguments(combination, **keys)).config, jax.devices()[:devices])
+    assert run.objective.tiling.tiles == run.config.num_vocab_tiling
+    return run
+
+
+def loss(run, tiled):
+    """`(params, hidden, batch) -> scaled loss, terms` from the hidden states on."""
+    objective = run.objective if tiled else dataclasses.replace(run.objective, tiling=None)
+
+    def of(params, hidden, batch):
+        terms, found = objective.token_terms(params, run.codec.unpack(run.abstract_state).rest, hidden, batch["targets"])
+        real = batch["targets_segmentation"] != 0
+        return SCALE * sum(jnp.sum(jnp.where(real, term, 0)) for term in terms.values()), (terms, found)
+
+    return run.placed(jax.value_and_grad(of, argnums=(0, 1), has_aux=True))
+
+
+def inputs(run):
+    """Initial parameters, random hidden states, and a batch, placed."""
+    config = run.config
+    params = jax.jit(run.model.init, compiler_options=QUICK)(jax.random.key(0))[0]
+    params = jax.tree.map(jax.device_put, params, run.param_shardings.compute)
+    batch = packed_batch(config, run.rows)
+    batch["targets_segmentation"][1, ::3] = 0  # prompts and ends of documents: real inputs, targets without loss
+    batch["targets_segmentation"][-1] = 0  # a row of padding
+    batch = place(batch, run.batch_shardings)
+    shape = (*batch["targets"].shape, config.base_emb_dim)
+    hidden = jnp.asarray(np.random.default_rng(1).normal(size=shape), config.dtype)
+    at = run.batch_shardings["targets"]
+    return params, jax.device_put(hidden, at), batch
+
+
+def compiled(run, tiled, *args):
+    return jax.jit(loss(run, tiled)).lower(*args).compile(QUICK)
+
+
+def both(run):
+    """The results of the tiled and of the plain loss, on the host."""
+    args = inputs(run)
+    return [jax.device_get(compiled(run, tiled, *args)(*args)) for tiled in (True, False)]
+
+
+def assert_close(actual, expected, tolerance):
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max(), rtol=0, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize("case", CASES | MESHES)
+def test_loss_and_gradients_equal_those_without_tiles(case):
+    keys = (CASES | MESHES)[case]
+    run = built(**keys)
+    ((value, (terms, found)), grads), ((plain, (plain_terms, plain_found)), plain_grads) = both(run)
+    low = run.config.dtype == "bfloat16"
+    assert set(terms) == {"lm_loss", "z_loss", "label_smoothing_loss"}
+    # Each token is computed as without tiles; XLA sums a smaller product in another order.
+    assert_close((terms, found), (plain_terms, plain_found), 1e-2 if low and case in MESHES else 2e-6)
+    np.testing.assert_allclose(value, plain, rtol=1e-5)
+    # In bfloat16 the gradient of each tile is rounded (2^-9), where the plain loss rounds that of all tokens.
+    assert_close(grads, plain_grads, 2**-6 if low else 2e-6)
+    matrix, hidden = grads[0], grads[1]
+    for name in transformer.head_matrix(run.config):
+        matrix = matrix[name]
+    assert np.abs(matrix).max() > 0.1
+    without_loss = jax.device_get(inputs(run)[2]["targets_segmentation"]) == 0
+    assert not hidden[without_loss].any()
+    assert hidden[~without_loss].any(-1).all()
+
+
+def test_a_product_with_parameters_gets_its_gradients(monkeypatch):
+    """They lie beside the head's matrix. The model's other parameters have no gradient, tiled or not."""
+
+    class Adapter(nnx.Module):
+        def __init__(self, in_shape, out_shape, names, *, rngs):
+            self.down = nnx.Param(jax.random.normal(rngs.params(), (*in_shape, 2)), out_sharding=("embed", None))
+            self.up = nnx.Param(jax.random.normal(rngs.params(), (2, *out_shape)), out_sharding=(None, "vocab"))
+
+        def __call__(self, x, inputs, kernel):
+            low = product(product(x, inputs, self.down[...]), 1, self.up[...])
+            return product(x, inputs, jnp.round(8 * kernel) + kernel - jax.lax.stop_gradient(kernel)) + low
+
+    monkeypatch.setattr(transformer, "Dense", functools.partial(Dense, make_product=Adapter))
+    mesh = {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2, "sharding_tolerance": 1}
+    run = built(logits_via_embedding=False, **mesh)
+    (tiled, grads), (plain, plain_grads) = both(run)
+    assert_close(tiled, plain, 2e-6)
+    assert_close(grads, plain_grads, 2e-6)
+    head = grads[0]["decoder"]["logits_dense"]
+    assert set(head["product"]) == {"down", "up"}
+    assert all(leaf.any() for leaf in jax.tree.leaves(head))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_all_combinations_lower_to_the_same_program(tied):
+    texts = {}
+    for combination in ALL_COMBINATIONS:
+        run = built(combination, logits_via_embedding=tied)
+        state, batch = run.abstract_args()
+        hidden = jax.ShapeDtypeStruct((*batch["targets"].shape, run.config.base_emb_dim), "float32")
+        texts[combination] = jax.jit(loss(run, True)).lower(run.codec.unpack(state).params, hidden, batch).as_text()
+    assert len(set(texts.values())) == 1
+    assert "while" in texts[ALL_COMBINATIONS[0]]
+
+
+def test_the_head_is_gathered_and_its_gradient_reduced_once():
+    """Not in the loops over tiles; tensor parallelism adds up logits and hidden states there, as without tiles."""
+    for mesh, in_loops in (("fsdp", False), ("fsdp x tensor, tied", True)):
+        run = built(**MESHES[mesh])
+        program = compiled(run, True, *inputs(run))
+        found, notes = collectives(parse(program.as_text()), run.mesh)
+        assert not notes
+        tensor = run.mesh.shape["tensor"]
+        head = run.config.vocab_size * run.config.base_emb_dim * 4 // tensor
+        assert sum(it.count for it in found if it.size >= head and it.kind == "all-reduce") == 1
+        assert sum(it.count for it in found if it.size >= head and it.kind == "all-gather") <= 2  # one each pass
+        repeated = [it for it in found if it.count >= run.config.num_vocab_tiling]
+        assert bool(repeated) == in_loops
+        assert all(it.axes == ("tensor",) and it.size < head for it in repeated)
+
+
+def test_compiled_memory_falls_to_the_logits_of_a_tile():
+    """What lives at a time, in float32: logits and their gradient, of all tokens or of a tile."""
+    sizes = {"vocab_size": 4096, "base_emb_dim": 32, "max_target_length": 512, "logits_via_embedding": False}
+    logits = 2 * 4 * 512 * 4096 * 4
+    hidden_and_head = 2 * 4 * 512 * 32 * 4 + 2 * 32 * 4096 * 4
+    for tiles in (1, 8, 32):
+        run = built(num_vocab_tiling=max(tiles, 2), **sizes)
+        state, batch = run.abstract_args()
+        hidden = jax.ShapeDtypeStruct((*batch["targets"].shape, 32), "float32")
+        args = run.codec.unpack(state).params, hidden, batch
+        memory = compiled(run, tiles > 1, *args).memory_analysis().temp_size_in_bytes
+        assert logits / tiles <= memory <= logits / tiles + hidden_and_head
+
+
+def test_the_gradient_of_the_head_is_summed_in_float32():
+    """64 tiles whose gradients have the same sign: a bfloat16 sum would lose a sixteenth."""
+    run = built(dtype="bfloat16", logits_via_embedding=False, num_vocab_tiling=64)
+    params, hidden, batch = inputs(run)
+    hidden = jnp.abs(hidden)
+    batch["targets"] = jnp.zeros_like(batch["targets"])
+    batch["targets_segmentation"] = jnp.ones_like(batch["targets"])
+    exact = built(dtype="float32", logits_via_embedding=False)
+    results = []
+    for which, h in ((run, hidden), (exact, hidden.astype("float32"))):
+        grads = compiled(which, True, params, h, batch)(params, h, batch)[1][0]
+        results.append(np.asarray(grads["decoder"]["logits_dense"]["kernel"]))
+    assert np.abs(results[0] - results[1]).max() < 2**-7 * np.abs(results[1]).max()
+
+
+def test_the_most_likely_tokens():
+    run = built()
+    params, hidden, batch = inputs(run)
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def best(params, hidden):
+        rest = run.codec.unpack(run.abstract_state).rest
+        tiled = run.objective.token_terms(params, rest, hidden, batch["targets"], best=True)[1].best
+        return tiled, run.model.apply(params, rest, hidden, method="head")[0].argmax(-1)
+
+    tiled, expected = best(params, hidden)
+    assert tiled.dtype == jnp.int32
+    np.testing.assert_array_equal(tiled, expected)
+
+
+def test_a_backward_pass_traced_off_the_mesh_knows_it():
+    run = built(**MESHES["fsdp"])
+    params, hidden, batch = inputs(run)
+    rest = run.codec.unpack(run.abstract_state).rest
+
+    def lm_loss(head, hidden):
+        tree = params | {"decoder": params["decoder"] | {"logits_dense": head}}
+        return run.objective.token_terms(tree, rest, hidden, batch["targets"])[0]["lm_loss"].sum()
+
+    def pulled(head, hidden, placed):
+        _, pull = jax.vjp(run.placed(lm_loss), head, hidden)
+        return (run.placed(pull) if placed else pull)(jnp.ones(()))
+
+    head = params["decoder"]["logits_dense"]
+    texts = [jax.jit(functools.partial(pulled, placed=placed)).lower(head, hidden).as_text() for placed in (0, 1)]
+    assert texts[0] == texts[1]
