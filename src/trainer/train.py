@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from trainer.config import command_line, exit_on_user_error, load, to_yaml
 from trainer.config.effects import without_effect_here
-from trainer.config.vocab_tiles import chosen
 from trainer.config.files import COMMAND_LINE
 from trainer.config.paths import local_path
+from trainer.config.vocab_tiles import chosen
 from trainer.runtime.platforms import leave_out_absent_tpu
 from trainer.runtime.preemption import EXIT_CODE, ends_at_sigterm
 

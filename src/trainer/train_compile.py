@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from trainer.config import UserError, command_line, exit_on_user_error, load
 from trainer.config.effects import without_effect_here
-from trainer.config.vocab_tiles import chosen
 from trainer.config.paths import local_path
 from trainer.config.topologies import Topology, find_topology
+from trainer.config.vocab_tiles import chosen
 from trainer.runtime.platforms import prepare_compile_only_tpu, simulate_cpu_devices
 
 DOES_NOT_FIT = 3  # exit code

@@ -44,6 +44,7 @@ PROGRAM = {
     "attention": ("dot_product", "blockwise"),
     "gradient_accumulation_steps": (1, 2),
     "record_internal_nn_metrics": (0, 1),
+    "num_vocab_tiling": (1, 4),
 }
 # What it computes.
 MATHEMATICS = {
@@ -53,6 +54,7 @@ MATHEMATICS = {
     "dtype": ("float32", "bfloat16"),
     "trainable_parameters_mask": ("[]", "[layers]"),
     "z_loss_multiplier": (0.0, 0.01),
+    "label_smoothing": (0.0, 0.1),
     "weight_dtype": ("float32", "bfloat16"),
     "use_qk_norm": (False, True),
     "sliding_window_size": (0, 5),

@@ -32,6 +32,7 @@ SETTINGS = {
         "ici_fsdp_parallelism": 4,
         "ici_tensor_parallelism": 2,
         "per_device_batch_size": 1,
+        "num_vocab_tiling": 2,
         **DROPOUT,
     },
     "separate head, blockwise attention, bfloat16": {
@@ -39,6 +40,8 @@ SETTINGS = {
         "attention": "flash",
         "dtype": "bfloat16",
         "remat_policy": "minimal",
+        "num_vocab_tiling": 4,
+        "label_smoothing": 0.1,
     },
 }
 

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 
+import jax
 import jax.numpy as jnp
 import pytest
 from parity_cases import run
@@ -13,6 +14,7 @@ from trainer import parity, training
 from trainer.compare import programs
 from trainer.layers.stack import Stack
 from trainer.models import llama2, mistral
+from trainer.objectives import tiling
 from trainer.optim.qk_clip import qk_clip
 from trainer.sharding import Axes
 from trainer.training import rules
@@ -98,6 +100,27 @@ def test_a_clip_along_another_axis_is_found(capsys, monkeypatch):
     assert (code, len(made)) == (1, 2)
     first = "differ first in updated parameters: decoder/layers/self_attention/key/kernel, layer 0"
     assert out.splitlines()[-1].endswith(first)
+
+
+@pytest.mark.parametrize(
+    ("method", "first"), [("forward", "loss: lm_loss"), ("backward", "gradients: decoder/decoder_norm/scale")]
+)
+def test_a_lost_tile_is_found(capsys, monkeypatch, method, first):
+    """In the forward pass it changes the loss; in the backward pass gradients alone."""
+    original = getattr(tiling._Tiled, f"_{method}")
+
+    def losing(self, head, hidden, buffers, target, *grads):
+        def lost(x):
+            return x.at[-2:].set(0)  # two of eight rows: one of four tiles
+
+        if method == "backward":
+            return original(self, head, hidden, buffers, target, jax.tree.map(lost, *grads))
+        return jax.tree.map(lost, original(self, head, hidden, buffers, target))
+
+    monkeypatch.setattr(tiling._Tiled, f"_{method}", losing)
+    code, out, _ = run(capsys, "right.num_vocab_tiling=4", "rtol=1e-5", base_num_decoder_layers=1)
+    assert code == 1
+    assert out.splitlines()[-1] == f"left and right differ first in {first}"
 
 
 def test_other_logical_axes_are_a_difference(capsys, monkeypatch):

@@ -1,7 +1,7 @@
 """num_vocab_tiling: the number of tiles in which the loss is computed."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from trainer.config.derived import mesh_axes
@@ -25,8 +25,8 @@ def choose_tiles(values: dict[str, Any]) -> list[str]:
     if asked == AUTOMATIC:
         logits, waiting = tile_bytes(values)
         fewest = 2 * logits / waiting
-        tiles = next((n for n in _divisors(tokens.values()) if fewest <= n <= 4 * fewest), 1)
-        values[KEY] = tiles if logits * (1 - 1 / tiles) > waiting else 1
+        fitting = (n for n in _divisors(tokens.values()) if fewest <= n <= 4 * fewest)
+        values[KEY] = next((n for n in fitting if logits - logits / n > waiting), 1)
         return []
     return [
         f"{KEY}={asked}: {count} tokens per device in {what} are not a multiple of it; "
@@ -57,8 +57,10 @@ def chosen(asked: Any, config: Any) -> list[str]:
         return []
     tiles, (logits, waiting) = config[KEY], tile_bytes(config)
     if tiles == 1:
-        saved = f"the logits of all tokens and their gradient take {_size(logits)} per device"
-        return [f"{KEY}={AUTOMATIC}: 1, no tiles: {saved}, and tiles would add {_size(waiting)} for the head's gradient"]
+        return [
+            f"{KEY}={AUTOMATIC}: 1, no tiles: logits and their gradient take {_size(logits)} per device, and no number "
+            f"of tiles saves more than the {_size(waiting)} that the head's gradient would add"
+        ]
     tokens = next(iter(_tokens_per_device(config).values())) // tiles
     return [
         f"{KEY}={AUTOMATIC}: {tiles} tiles of {tokens:,} tokens per device: logits and their gradient take "
@@ -92,4 +94,4 @@ def _nearest(asked: int, tokens: Iterable[int]) -> str:
 
 
 def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"

@@ -37,9 +37,7 @@ class Tiling:
     dtype: jnp.dtype
 
 
-def in_tiles(
-    fn: PerToken, tiling: Tiling, params: Any, rest: Any, hidden_bte: jax.Array, target_bt: jax.Array
-) -> Any:
+def in_tiles(fn: PerToken, tiling: Tiling, params: Any, rest: Any, hidden_bte: jax.Array, target_bt: jax.Array) -> Any:
     """`fn(params, rest, hidden_bte, target_bt)`, a pytree of arrays [b, t], computed tile by tile.
 
     `fn` reads of `params` and `rest` only what belongs to the output head, and computes each token by itself. The
@@ -76,9 +74,7 @@ class _Tiled:
 
     def forward(self, head: Any, hidden_bte: jax.Array, buffers: Any, target_bt: jax.Array) -> Any:
         """The values of all tokens."""
-        run = sharding.shard_mapped(
-            self._forward, (_SAME, INPUT, _SAME, ROWS), ROWS, over=_OVER, check=False
-        )
+        run = sharding.shard_mapped(self._forward, (_SAME, INPUT, _SAME, ROWS), ROWS, over=_OVER, check=False)
         return run(self._in_dtype(head), hidden_bte, buffers, target_bt)
 
     def backward(self, head: Any, hidden_bte: jax.Array, buffers: Any, target_bt: jax.Array, grads: Any) -> Any:

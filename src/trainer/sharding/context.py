@@ -101,10 +101,13 @@ def settle_gradient(x: jax.Array, matrix: jax.Array, names: Sequence[str | None]
     called `names`, is reduced over devices and sharded as the matrix before the gradient of `x` is used.
 
     For a large matrix at the end of a model: otherwise the compiler reduces its gradient late, together with others,
-    and keeps the unreduced gradient through the backward pass of all layers.
+    and keeps the unreduced gradient through the backward pass of all layers. Inside of `shard_mapped`, where a device
+    computes its own part of the gradient, this does nothing.
     """
     at = _sharding(names, matrix.shape)
-    return (x, matrix) if at is None else _settled(x, matrix, at)
+    if at is None or jax.sharding.get_abstract_mesh().manual_axes:
+        return x, matrix
+    return _settled(x, matrix, at)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -174,7 +177,7 @@ def shard_mapped(
       out_names: the same for the result.
       over: logical names whose mesh axes are manual in `fn`; the compiler shards the other axes as usual. None: all
         mesh axes are manual.
-      check: False for kernels and custom backward passes (also those of `take` and `settle_gradient`): JAX cannot tell
+      check: False for kernels and custom backward passes (also that of `take`): JAX cannot tell
         whether their results are equal on all devices, and then trusts `out_names` and the names of the Variables that
         `fn` sets.
 

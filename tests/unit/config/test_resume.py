@@ -73,6 +73,7 @@ def test_the_same_configuration_has_nothing_to_say():
 OTHERS = {
     "compile_topology": "compile_topology=v5e-8",
     "eval_data_columns": "eval_data_columns=[other]",
+    "num_vocab_tiling": "num_vocab_tiling=2",
     "sharding_tolerance": "sharding_tolerance=0.5",
     "logical_axis_rules": "logical_axis_rules=[[norm,[fsdp]]]",
     "keep_best_checkpoints": "keep_best_checkpoints=2 checkpoint_period=5",

@@ -63,7 +63,9 @@ def loss(run, tiled):
     objective = run.objective if tiled else dataclasses.replace(run.objective, tiling=None)
 
     def of(params, hidden, batch):
-        terms, found = objective.token_terms(params, run.codec.unpack(run.abstract_state).rest, hidden, batch["targets"])
+        terms, found = objective.token_terms(
+            params, run.codec.unpack(run.abstract_state).rest, hidden, batch["targets"]
+        )
         real = batch["targets_segmentation"] != 0
         return SCALE * sum(jnp.sum(jnp.where(real, term, 0)) for term in terms.values()), (terms, found)
 

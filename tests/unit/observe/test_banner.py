@@ -24,10 +24,19 @@ UNALIKE = {"logical_axis_rules": "[[activation_kv_heads,[]]]"}
 
 
 def attention(platform, **overrides):
+    return rows(platform, **overrides)["attention"]
+
+
+def rows(platform, **overrides):
     words = [f"{key}={value}" for key, value in (pinned("nnx") | SIZES | overrides).items()]
     config = resolve(load(words).config, device_count=8, platform=platform)
     facts = {"device_kind": platform, "process_count": 1, "parameters": 1, "dataset": "", "run_dir": Path("run")}
-    return dict(banner_rows(config, platform=platform, **facts))["attention"]
+    return dict(banner_rows(config, platform=platform, **facts))
+
+
+def test_the_tiles_of_the_loss():
+    assert rows("cpu", num_vocab_tiling=4)["loss"] == "in 4 tiles of tokens"
+    assert "loss" not in rows("cpu", num_vocab_tiling=1)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from trainer.config import UserError
-from trainer.sharding import on_mesh, settle_gradient
+from trainer.sharding import Axes, on_mesh, settle_gradient, shard_mapped
 
 RULES = {"batch": ("data",), "embed": ("data",), "vocab": ()}
 
@@ -40,6 +40,18 @@ def test_the_gradients_stay_and_that_of_the_matrix_comes_first():
     before, _, after = text.partition("optimization_barrier")
     assert before.count("sharding_constraint") == 1
     assert "sharding_constraint" not in after
+
+
+def test_inside_of_shard_mapped_it_does_nothing():
+    """There a device's gradient is its own: a barrier would only keep it apart from the sum that it is added to."""
+    names = (Axes(("batch", None)), Axes((None, None)))
+
+    def loss(x, matrix):
+        return jnp.sum(jnp.matmul(*settle_gradient(x, matrix, ("embed", "vocab"))))[None]
+
+    with on_mesh(jax.make_mesh((8,), ("data",), (AxisType.Auto,)), RULES):
+        mapped = shard_mapped(jax.grad(lambda *args: loss(*args)[0]), names, names[0], check=False)
+        assert "optimization_barrier" not in str(jax.make_jaxpr(mapped)(jnp.ones((16, 8)), jnp.ones((8, 4))))
 
 
 def test_its_names_obey_the_rules():
