@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from trainer.config.errors import UserError
+from trainer.config.vocab_tiles import worthwhile_tiles
 from trainer.layers.remat import KEPT, OFFLOADED, PROJECTIONS, offloaded
 
 EVERYTHING = ("context", *PROJECTIONS)
@@ -80,6 +81,8 @@ def _free(config: Any) -> Iterator[Candidate]:
 
 
 def _recompute(config: Any) -> Iterator[Candidate]:
+    if (tiles := worthwhile_tiles(config)) > config.num_vocab_tiling == 1:
+        yield {"num_vocab_tiling": tiles}, "logits are recomputed: one more product with the head per token", False
     kept = _kept(config)
     prices = {
         "minimal_with_context": "norms and activation functions are recomputed",

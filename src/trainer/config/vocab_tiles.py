@@ -16,17 +16,10 @@ _TOKENS = ("activation_batch", "activation_length")
 
 def choose_tiles(values: dict[str, Any]) -> list[str]:
     """Sets a `num_vocab_tiling` of -1 in `values`, and returns one line for each batch whose tokens its value does not
-    divide. The mesh and batch sizes must be filled in and fit each other.
-
-    -1 takes the fewest tiles whose logits need at most half of the memory that the waiting gradient of the head needs,
-    if these tiles save more than that gradient; else 1. With more than four times as many, products would be too small.
-    """
+    divide. The mesh and batch sizes must be filled in and fit each other."""
     asked, tokens = values[KEY], _tokens_per_device(values)
     if asked == AUTOMATIC:
-        logits, waiting = tile_bytes(values)
-        fewest = 2 * logits / waiting
-        fitting = (n for n in _divisors(tokens.values()) if fewest <= n <= 4 * fewest)
-        values[KEY] = next((n for n in fitting if logits - logits / n > waiting), 1)
+        values[KEY] = worthwhile_tiles(values)
         return []
     return [
         f"{KEY}={asked}: {count} tokens per device in {what} are not a multiple of it; "
@@ -34,6 +27,19 @@ def choose_tiles(values: dict[str, Any]) -> list[str]:
         for what, count in tokens.items()
         if count % asked
     ]
+
+
+def worthwhile_tiles(config: Any) -> int:
+    """The fewest tiles whose logits and their gradient take at most half of what the head's waiting gradient takes, if
+    they save more than all of it; else 1. With more than four times as many, products would be too small.
+
+    Args:
+      config: with a mesh and batch sizes that fit each other.
+    """
+    logits, waiting = tile_bytes(config)
+    fewest = 2 * logits / waiting
+    fitting = (n for n in _divisors(_tokens_per_device(config).values()) if fewest <= n <= 4 * fewest)
+    return next((n for n in fitting if logits - logits / n > waiting), 1)
 
 
 def tile_bytes(config: Any) -> tuple[int, int]:

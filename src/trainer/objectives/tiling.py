@@ -55,7 +55,7 @@ def in_tiles(fn: PerToken, tiling: Tiling, params: Any, rest: Any, hidden_bte: j
         return tiled.forward(*args), args
 
     def backward(args: Any, grads: Any) -> Any:
-        return *tiled.backward(*args, grads), None, None
+        return *tiled.backward(args, grads), None, None
 
     call.defvjp(forward, backward)
     path = tiling.matrix[:-1]
@@ -77,13 +77,14 @@ class _Tiled:
         run = sharding.shard_mapped(self._forward, (_SAME, INPUT, _SAME, ROWS), ROWS, over=_OVER, check=False)
         return run(self._in_dtype(head), hidden_bte, buffers, target_bt)
 
-    def backward(self, head: Any, hidden_bte: jax.Array, buffers: Any, target_bt: jax.Array, grads: Any) -> Any:
-        """The gradients of head and hidden states, given those of the values."""
+    def backward(self, args: Any, grads: Any) -> tuple[Any, jax.Array]:
+        """The gradients of head and hidden states, given the arguments of `forward` and the gradients of the values."""
+        head, *others = args
         with self.placed():  # JAX traces a backward pass when it is asked for
             run = sharding.shard_mapped(
                 self._backward, (_SAME, INPUT, _SAME, ROWS, ROWS), (_SAME, INPUT), over=_OVER, check=False
             )
-            sums, hidden_grad = run(self._in_dtype(head), hidden_bte, buffers, target_bt, _inexact(grads))
+            sums, hidden_grad = run(self._in_dtype(head), *others, _inexact(grads))
             # Else the compiler adds the sums of devices late, and keeps them through the backward pass of all layers.
             sums, hidden_grad = jax.lax.optimization_barrier((self._constrained(sums), hidden_grad))
         return jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), sums, head), hidden_grad

@@ -27,6 +27,7 @@ def test_the_cheapest_come_first():
     assert settings(config, on_eight) == [
         "scan_layers=true",
         "attention=flash",
+        "num_vocab_tiling=16",
         "remat_policy=minimal_with_context",
         "remat_policy=save_dot_with_context_except_mlp",
         "remat_policy=full",
@@ -54,6 +55,12 @@ def test_a_custom_policy_is_read():
     assert [line for line in settings(config) if "remat_policy" in line] == ["remat_policy=full"]
     config = tiny_config("nnx", remat_policy="custom", mlpwi_0="device", query_proj="offload")
     assert "remat_policy=custom decoder_layer_input=offload" in settings(config)
+
+
+def test_tiles_of_the_loss_where_they_are_worth_their_gradient():
+    for keys, suggested in (({}, True), ({"num_vocab_tiling": 2}, False)):
+        assert ("num_vocab_tiling=16" in settings(tiny_config("nnx", **keys))) == suggested
+    assert not [it for it in settings(tiny_config("nnx", base_emb_dim=128)) if "num_vocab_tiling" in it]
 
 
 def test_arguments_that_do_not_fit_need_a_smaller_state():
