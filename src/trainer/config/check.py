@@ -145,14 +145,16 @@ def _window(config: Any) -> str | None:
     return None
 
 
-def _qk_clip(config: Any) -> str | None:
-    if not config.use_qk_clip:
-        return None
-    if config.use_qk_norm:
+def _clip_and_norm(config: Any) -> str | None:
+    if config.use_qk_clip and config.use_qk_norm:
         return (
             "norms of queries and keys undo a scale of their weights, and bound the logits already; use one of the two"
         )
-    if config.attn_logits_soft_cap:
+    return None
+
+
+def _clip_and_cap(config: Any) -> str | None:
+    if config.use_qk_clip and config.attn_logits_soft_cap:
         return "a soft cap bounds the logits already, and scaled weights do not scale capped logits; use one of the two"
     return None
 
@@ -273,7 +275,8 @@ CHECKS = (
     Check(("rope_low_freq_factor", "rope_high_freq_factor"), _llama_rope),
     Check(("beta_slow", "beta_fast"), _yarn),
     Check(("attention_type", "sliding_window_size"), _window),
-    Check(("use_qk_clip", "use_qk_norm", "attn_logits_soft_cap"), _qk_clip),
+    Check(("use_qk_clip", "use_qk_norm"), _clip_and_norm),
+    Check(("use_qk_clip", "attn_logits_soft_cap"), _clip_and_cap),
     Check(("mlp_activations",), _activations),
     Check(("warmup_steps_fraction", "wsd_decay_steps_fraction"), _schedule_shares),
     Check(("steps", "learning_rate_schedule_steps"), _steps),

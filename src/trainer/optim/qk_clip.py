@@ -33,7 +33,7 @@ def qk_clip(config, param_axes: Any, layers: Mapping[str, Clipped]) -> Rule:
     Raises:
       UserError: the weights of one layer are frozen in part, or those of all layers are frozen.
     """
-    layers = _not_frozen(config, param_axes, layers)
+    stating, layers = set(layers), _not_frozen(config, param_axes, layers)
     tau, interval = config.qk_clip_threshold, config.qk_clip_interval
 
     def init(params: Any) -> dict[str, jax.Array]:
@@ -43,6 +43,7 @@ def qk_clip(config, param_axes: Any, layers: Mapping[str, Clipped]) -> Rule:
     def update(state: Any, old: Any, new: Any, sown: Any) -> tuple[Any, Any]:
         sampled = due(interval, old.step)
         found = sown[MaxLogit.__name__]
+        _check_sown(stating, {path.removesuffix("/max_logit") for path in found})
         params, clipped = new.params, jnp.zeros((), jnp.int32)
         for path, layer in layers.items():
             largest = found[f"{path}/max_logit"]  # [..., heads]; in front the axes along which layers are stacked
@@ -95,6 +96,18 @@ def _replaced(params: Any, path: Sequence[str], change: Callable[[Any], Any]) ->
     if not path:
         return change(params)
     return params | {path[0]: _replaced(params[path[0]], path[1:], change)}
+
+
+def _check_sown(stating: set[str], sowing: set[str]) -> None:
+    """Refuses layers of a user's block that do one thing without the other; both are sets of paths."""
+    mistakes = [
+        *(f"{path} states logit_factors, but sows no max_logit" for path in sorted(stating - sowing)),
+        *(f"{path} sows max_logit, but does not state logit_factors" for path in sorted(sowing - stating)),
+    ]
+    if mistakes:
+        raise UserError(
+            "\n  ".join(["use_qk_clip=true: its heads cannot be clipped (trainer.layers.clip):", *mistakes])
+        )
 
 
 def _not_frozen(config, param_axes: Any, layers: Mapping[str, Clipped]) -> dict[str, Clipped]:

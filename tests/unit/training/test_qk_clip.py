@@ -139,6 +139,15 @@ def test_microbatches_devices_and_loops_clip_alike(keys):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), trees[1].params, expected[1].params)
 
 
+def test_below_the_threshold_a_step_is_that_without_it():
+    keys = {"learning_rate": 0.1, "count": 1}
+    (_, _, clipping, _), (_, _, without, _) = (
+        steps_of("nnx", **keys, **more) for more in ({"qk_clip_threshold": 1e6}, {"use_qk_clip": False})
+    )
+    assert_equal_bits(clipping[1].params, without[1].params)
+    assert (at(clipping[1].params, QUERY) != at(clipping[0].params, QUERY)).any()
+
+
 def test_a_checkpoint_of_one_combination_goes_on_in_another(tmp_path):
     run, _, trees, metrics = trained(ALL_COMBINATIONS[0])
     tree = jax.device_put(trees[1], jax.tree.map(lambda leaf: leaf.sharding, run.codec.unpack(run.abstract_args()[0])))
@@ -261,8 +270,9 @@ def refused(combination="nnx", **keys):
 
 
 def test_what_it_does_not_fit_is_refused_by_name(monkeypatch):
-    assert "use_qk_norm=true (command line)" in refused(use_qk_norm=True)
-    assert "a soft cap bounds the logits already" in refused(attn_logits_soft_cap=20)
+    both = refused(use_qk_norm=True, attn_logits_soft_cap=20)
+    assert "use_qk_norm=true (command line): norms of queries and keys undo" in both
+    assert "attn_logits_soft_cap=20.0 (command line): a soft cap bounds the logits already" in both
     frozen = refused(trainable_parameters_mask="[query]")
     assert "decoder/layers/self_attention/key/kernel: frozen by trainable_parameters_mask" in frozen
     assert "freezes the queries and keys of all layers" in refused(trainable_parameters_mask="[mlp]")
@@ -286,6 +296,17 @@ def test_what_it_does_not_fit_is_refused_by_name(monkeypatch):
     )
     assert "no block of decoder_block=own:Without attends" in refused(decoder_block="own:Without")
     assert "their norms undo a scale of the weights" in refused(decoder_block="own:Normed")
+
+
+def test_a_layer_that_states_a_rule_also_sows(monkeypatch):
+    class Silent(Latent):
+        def __call__(self, x, cache, context):
+            return x + self.wq(x, (None,) * 4).mean(), cache
+
+    monkeypatch.setitem(sys.modules, "own", SimpleNamespace(Block=Silent))
+    run = build(load(arguments("nnx", use_qk_clip=True, decoder_block="own:Block")).config, jax.devices()[:1])
+    with pytest.raises(UserError, match="decoder/layers states logit_factors, but sows no max_logit"):
+        run.step.lower(*run.abstract_args())
 
 
 def test_several_stacks_and_patterns_are_found_by_their_own_paths():
