@@ -55,6 +55,7 @@ MATHEMATICS = {
     "trainable_parameters_mask": ("[]", "[layers]"),
     "z_loss_multiplier": (0.0, 0.01),
     "label_smoothing": (0.0, 0.1),
+    "mtp_num_layers": (0, 1),
     "weight_dtype": ("float32", "bfloat16"),
     "use_qk_norm": (False, True),
     "sliding_window_size": (0, 5),

@@ -7,9 +7,10 @@ import optax
 from flax import nnx
 
 from trainer.backends.base import tree_mode
-from trainer.backends.permutation import Path, Permutation
+from trainer.backends.permutation import Path, Permutation, path_of
 from trainer.backends.train_state import TrainStateNNX, make_train_state
 from trainer.layers import sown
+from trainer.layers.param import unnamed
 from trainer.models.families import check_state
 from trainer.models.init import init_variables
 from trainer.models.transformer import Decoder, Transformer
@@ -80,17 +81,14 @@ def canonical(path: Path, param_paths: set[Path]) -> Path:
 
 
 def _axes(params: nnx.State) -> dict:
-    """The logical axis names of each Param, in the tree of params.
+    """The logical axis names of each Param, in the tree of params."""
 
-    Only a user's block has axes without names, and layers are always stacked on the first axis.
-    """
+    def names(path: tuple[Any, ...], variable: nnx.Variable) -> Axes:
+        stacked = path_of(path)[0] == "decoder"  # the parameters outside of the stacks that lie there have names
+        given = variable.get_metadata().get("out_sharding")
+        return Axes(given or unnamed(variable.get_value().ndim, stacked))
 
-    def names(variable: nnx.Variable) -> Axes:
-        return Axes(
-            variable.get_metadata().get("out_sharding") or ("layers", *[None] * (variable.get_value().ndim - 1))
-        )
-
-    return jax.tree.map(
+    return jax.tree_util.tree_map_with_path(
         names,
         nnx.to_pure_dict(params, extract_fn=lambda variable: variable),
         is_leaf=lambda x: isinstance(x, nnx.Variable),

@@ -11,12 +11,13 @@ from trainer.config.dump import to_flow
 from trainer.config.files import COMMAND_LINE
 from trainer.config.plain_yaml import describe, read_text
 from trainer.config.trust import code_of_checkpoint
+from trainer.models.mtp_names import MODULES
 
 _ALWAYS = (
     *("decoder_block", "base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "base_mlp_dim"),
     *("base_num_decoder_layers", "head_dim", "vocab_size", "mlp_activations", "logits_via_embedding"),
     *("normalization_layer_epsilon", "attn_logits_soft_cap", "final_logits_soft_cap", "use_qk_norm"),
-    *("attention_type", "rope_type", "rope_min_timescale", "rope_max_timescale"),
+    *("attention_type", "rope_type", "rope_min_timescale", "rope_max_timescale", MODULES),
 )
 _OF_ROPE = {
     "default": ("rope_linear_scaling_factor",),
@@ -40,7 +41,7 @@ ORDER = "rope_interleave"
 FREE = {
     *("normalization_layer_epsilon", "attn_logits_soft_cap", "final_logits_soft_cap", "normalize_embedding_logits"),
     *("attention_type", "rope_type", "rope_min_timescale", "rope_max_timescale", *_BELOW["rope_type"]),
-    "sliding_window_size",
+    *("sliding_window_size", MODULES),
 }
 MODEL = {*_ALWAYS, *FREE, ORDER}
 # Keys of a command line of `trainer.export` besides: a preset of `MODEL`, and how long a text the model is for.
@@ -115,7 +116,8 @@ def model_config(keys: Mapping[str, Any], words: Sequence[str], where: str) -> A
         raise UserError("\n  ".join(code))
     if _PRESET in given:
         check_same_model(keys, _resolved(words), where)
-    check_same_model(keys, config, where)
+    fixed = {name: value for name, value in keys.items() if name != MODULES or name not in given}
+    check_same_model(fixed, config, where)
     return config
 
 

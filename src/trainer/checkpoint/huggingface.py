@@ -14,10 +14,17 @@ from trainer.config import UserError
 from trainer.config.errors import shortened
 from trainer.config.json_files import read_object, shown
 from trainer.config.paths import path_problem
-from trainer.models.families import Place, hugging_face, place, stacks
+from trainer.models.families import Place, place, stacks
 from trainer.models.huggingface import Layout
 from trainer.models.huggingface_config import model_keys
 from trainer.models.huggingface_fields import neutral_keys
+from trainer.models.mtp_names import (
+    MODULES,
+    hugging_face_copies,
+    hugging_face_layouts,
+    hugging_face_modules,
+    in_other_module,
+)
 
 INDEX = "model.safetensors.index.json"
 _ROWS = 4096  # of a table, compared at once
@@ -39,6 +46,8 @@ class HuggingFaceSource:
         self.keys: Mapping[str, Any] = model_keys(config, str(path / "config.json"), decoder_block)
         self.neutral: Mapping[str, Any] = neutral_keys(config, str(path / "config.json"))
         self._tensors = _tensors(path)
+        self.modules = hugging_face_modules(self.keys["base_num_decoder_layers"], self._tensors)
+        self.keys = {**self.keys, MODULES: self.modules}  # transformers drops the modules and keeps the field
 
     def notes(self, config: Any) -> Sequence[str]:
         """See `Source.notes`: nothing."""
@@ -63,11 +72,21 @@ class HuggingFaceSource:
         tied = config.logits_via_embedding and head in found and found[head] == found.get(table)
         if tied:
             del found[head]
+        copies = {name: layouts[of].name for name, of in hugging_face_copies(config).items()}
+        copies = {name: of for name, of in copies.items() if name in found and found[name] == found.get(of)}
         # Buffers, which some files hold: they follow from config.json.
-        found = {name: it for name, it in found.items() if not name.endswith("rotary_emb.inv_freq")}
+        found = {
+            name: it
+            for name, it in found.items()
+            if not name.endswith("rotary_emb.inv_freq")
+            and name not in copies
+            and not in_other_module(config, name, self.modules)
+        }
         check_tensors(found, wanted, str(self.path))
         if tied:
-            self._check_tied(head, table, wanted[table][0])
+            self._check_copy(head, table, f"the head is said to be the embedding table, but {head} is not {table}")
+        for name, of in copies.items():
+            self._check_copy(name, of, f"modules of multi-token prediction share {of}, but {name} is another")
         return {
             name: self._leaf(layouts[name], places[name], shape, config.rope_interleave)
             for name, shape in shapes.items()
@@ -93,12 +112,13 @@ class HuggingFaceSource:
         puts = [functools.partial(put, tensor) for tensor in tensors]
         return Leaf(shape, stored, parts, puts, mixed)
 
-    def _check_tied(self, head: str, table: str, rows: int) -> None:
-        one, other = self._tensors[head], self._tensors[table]
+    def _check_copy(self, name: str, of: str, otherwise: str) -> None:
+        one, other = self._tensors[name], self._tensors[of]
+        rows = one.shape[0]
         for row in range(0, rows, _ROWS):
             box = (slice(row, min(row + _ROWS, rows)), slice(0, one.shape[1]))
             if one.read(box).tobytes() != other.read(box).tobytes():
-                raise UserError(f"{self.path}: the head is said to be the embedding table, but {head} is not {table}")
+                raise UserError(f"{self.path}: {otherwise}")
 
 
 def _read(tensor: StoredTensor, layout: Layout, shape: tuple[int, ...], box: Box, interleave: bool) -> np.ndarray:
@@ -115,7 +135,7 @@ def layouts_of(config: Any, places: Mapping[str, Place | None]) -> Mapping[str, 
     Raises:
       UserError: the parameters that have no layout, or one whose name cannot be that of their tensors.
     """
-    layouts = hugging_face(config.decoder_block).layouts
+    layouts = hugging_face_layouts(config)
     problems = [f"{name}: no Layout" for name in places if name not in layouts]
     for name in places.keys() & layouts.keys():
         if "{}" not in layouts[name].name and places[name] is not None:

@@ -19,6 +19,7 @@ from trainer.checkpoint.params import CONFIG, TREE, ParamsSource
 from trainer.checkpoint.source import Leaf, Source, Tick, names_of, nested, progress, resharded
 from trainer.config import UserError
 from trainer.config.paths import local_path
+from trainer.models.mtp_names import module_of
 from trainer.observe.rundir import CHECKPOINTS
 from trainer.runtime import storage
 
@@ -74,12 +75,13 @@ def _remote_run(path: str) -> Source:
 def load_parameters(
     path: str, config: Any, abstract: Any, say: Callable[[str], Any], given: Collection[str] = ()
 ) -> Any:
-    """The parameters at `path` on the devices. The host holds what its devices need of one layer of one parameter.
+    """The parameters at `path` on the devices, without modules of multi-token prediction that it does not have. The
+    host holds what its devices need of one layer of one parameter.
 
     Args:
       path: whatever `open_source` takes.
       config: resolved; the checkpoint must hold the same model.
-      abstract: the canonical nested dict, a ShapeDtypeStruct with sharding at each leaf: what the result is like.
+      abstract: the canonical nested dict, a ShapeDtypeStruct with sharding at each leaf: what the model needs.
       say: told one line if it takes long, and what differs on purpose.
       given: keys of the command line, which may therefore say another function than the checkpoint; see `FREE` of
         `description`.
@@ -90,7 +92,7 @@ def load_parameters(
     """
     started = time.perf_counter()
     source = open_source(path, config.decoder_block)
-    wanted = names_of(abstract)
+    wanted = {name: leaf for name, leaf in names_of(abstract).items() if module_of(name) <= source.modules}
     check_same_model(source.keys, config, str(source.path), given, say)
     leaves = source.leaves(config, {name: leaf.shape for name, leaf in wanted.items()})
     for note in source.notes(config):

@@ -22,12 +22,14 @@ from trainer.checkpoint.source import Leaf, Shapes, check_tensors, common_dtype,
 from trainer.config import UserError
 from trainer.models.families import Place, family, hugging_face, place, stacks
 from trainer.models.huggingface import halves_of_pairs, pairs_of_halves
+from trainer.models.mtp_names import decoder_name, is_final_norm, module_of
 
 ITEMS = "items"  # the tree in checkpoints/N
 # What custom metadata say: MaxText's own key; and, of those that we write, whether heads turn as adjacent pairs.
 SCAN, PAIRS = "scan_layers", "rotary_pairs"
 ROOT = "params/params/"
 _TABLE = "token_embedder/embedding"
+_FINAL_NORM = "decoder/decoder_norm/scale"
 # Where else parameters lie: written by MaxText's NNX model alone, with its whole state, or by its post-training.
 _ROOTS = (ROOT, "", "model/", "base/", "model_params/")
 _VALUE = "/value"
@@ -63,6 +65,7 @@ class MaxTextSource:
         self._said = {
             key: value for key, value in orbax.custom_metadata(path).items() if key in (SCAN, PAIRS) and value in (0, 1)
         }
+        self.modules = max(map(module_of, self._headers))
 
     def notes(self, config: Any) -> Sequence[str]:
         """See `Source.notes`: the order of a head's entries, which MaxText does not say; and what the checkpoint says
@@ -80,6 +83,12 @@ class MaxTextSource:
             lines.append(
                 f"{self.path}: its metadata say {SCAN}={not scanned}, but its layers are {layers}: read as such"
             )
+        if self.modules and config.mtp_num_layers:
+            lines.append(
+                f"warning: {self.path}: MaxText's modules of multi-token prediction read hidden states before the "
+                "final norm and end with the model's norm; here they read them after it and end with a norm of their "
+                "own, which begins as a copy: their loss differs at first"
+            )
         return lines
 
     def leaves(self, config: Any, shapes: Shapes) -> dict[str, Leaf]:
@@ -87,15 +96,20 @@ class MaxTextSource:
         places = {name: place(stacks(config), name) for name in shapes}
         axis = self._scan_axis({name: shape for name, shape in shapes.items() if places[name]})
         stored = {name: self._stored(name, shape, places[name], axis) for name, shape in shapes.items()}
-        found = {name: (tuple(it.shape), np.dtype(it.dtype).name) for name, (_, it) in self._headers.items()}
+        found = {
+            name: (tuple(it.shape), np.dtype(it.dtype).name)
+            for name, (_, it) in self._headers.items()
+            if module_of(name) <= config.mtp_num_layers
+        }
         wanted = {name: shape for tensors in stored.values() for name, shape in tensors.items()}
         check_tensors(found, wanted, str(self.path))
         leaves = {}
         for name, tensors in stored.items():
             dtype, mixed = common_dtype([np.dtype(self._headers[tensor][1].dtype) for tensor in tensors])
-            of = (config, name, axis if places[name] else 0)
-            parts = [functools.partial(self._read, *of, *tensor) for tensor in tensors.items()]
-            puts = [functools.partial(self._put, *of, *tensor) for tensor in tensors.items()]
+            # The axis of the layers; -1: a tensor of one layer has none.
+            on = 0 if places[name] is None else axis if name in tensors else -1
+            parts = [functools.partial(self._read, config, name, on, *tensor) for tensor in tensors.items()]
+            puts = [functools.partial(self._put, config, name, on, *tensor) for tensor in tensors.items()]
             leaves[name] = Leaf(shapes[name], dtype, parts, puts, mixed)
         return leaves
 
@@ -120,7 +134,7 @@ class MaxTextSource:
     def _stored(self, name: str, shape: tuple[int, ...], where: Place | None, axis: int) -> dict[str, tuple[int, ...]]:
         """The tensors, name and shape, of a canonical parameter."""
         if where is None:
-            return {name: shape}
+            return {_FINAL_NORM if is_final_norm(name) else name: shape}
         if layer_name(where, 0) in self._headers:
             # Of more layers than there are tensors one is missing: that many names need not be made to tell.
             layers = min(shape[0], len(self._headers) + 1)
@@ -130,7 +144,7 @@ class MaxTextSource:
     def _read(self, config: Any, name: str, axis: int, tensor: str, shape: tuple[int, ...]) -> np.ndarray:
         stored, header = self._headers[tensor]
         value = orbax.read(self.path, stored, shape, np.dtype(header.dtype))
-        if tensor == name:
+        if axis >= 0:
             value = np.moveaxis(value, axis, 0)
         turn = self._turn(config, name)
         return scaled(turn(value) if turn else value, np.multiply, query_scale(config, name))
@@ -146,7 +160,6 @@ class MaxTextSource:
     ) -> jax.Array:
         """The same on devices, each process reading what its own need. It is converted there."""
         stored, header = self._headers[tensor]
-        axis = axis if tensor == name else -1  # of one layer
 
         def theirs(ours: list[Any]) -> list[Any]:
             return ours[1:] if axis < 0 else list(_with_layers_on(axis, tuple(ours)))
@@ -207,13 +220,14 @@ def in_pairs(config: Any) -> bool:
 
 def turns(config: Any, name: str, pairs: bool) -> bool:
     """Whether entries of a head in the canonical parameter `name` are in another order than with adjacent `pairs`."""
-    layout = hugging_face(config.decoder_block).layouts.get(name)
+    layout = hugging_face(config.decoder_block).layouts.get(decoder_name(config, name))
     return layout is not None and layout.turned and pairs != config.rope_interleave
 
 
 def query_scale(config: Any, name: str) -> float:
     """How many times MaxText's parameter the canonical parameter `name` is."""
-    scales = name in family(config.decoder_block).maxtext.scaled_queries and not config.use_qk_norm
+    scaled_there = family(config.decoder_block).maxtext.scaled_queries
+    scales = decoder_name(config, name) in scaled_there and not config.use_qk_norm
     return config.head_dim**0.5 if scales else 1.0
 
 

@@ -23,6 +23,7 @@ from trainer.config.json_files import read_object
 from trainer.models.families import family
 from trainer.models.huggingface import Layout, halves_of_pairs, pairs_of_halves
 from trainer.models.huggingface_fields import neutral_keys
+from trainer.models.mtp_names import MODULES, hugging_face_layouts, module_of
 
 TREE = "checkpoint"
 CONFIG = "config.yml"
@@ -47,6 +48,7 @@ class ParamsSource:
             self.neutral = {"max_position_embeddings": length} | self.neutral
         self._tree = path / tree
         self._headers = orbax.headers(self._tree)
+        self.modules = self.keys[MODULES]
 
     def notes(self, config: Any) -> Sequence[str]:
         """See `Source.notes`: nothing."""
@@ -57,7 +59,7 @@ class ParamsSource:
         found = {
             name.removeprefix(_ROOT): (tuple(header.shape), np.dtype(header.dtype).name)
             for name, header in self._headers.items()
-            if name.startswith(_ROOT)
+            if name.startswith(_ROOT) and module_of(name) <= config.mtp_num_layers
         }
         check_tensors(found, shapes, str(self.path))
         turned: set[str] = set()
@@ -67,12 +69,12 @@ class ParamsSource:
         return {name: self._leaf(name, shape, turn if name in turned else None) for name, shape in shapes.items()}
 
     def _layouts(self, config: Any) -> Mapping[str, Layout]:
-        if (tables := family(config.decoder_block).hugging_face) is None:
+        if family(config.decoder_block).hugging_face is None:
             raise UserError(
                 f"{self.path}: saved with {ORDER}={self.keys[ORDER]}, and {ORDER}={config[ORDER]} is given: "
                 f"decoder_block={config.decoder_block} declares no Layouts, so which parameters to reorder is unknown"
             )
-        return tables.layouts
+        return hugging_face_layouts(config)
 
     def _leaf(self, name: str, shape: tuple[int, ...], turn: Any) -> Leaf:
         tree, path = self._tree, _ROOT + name

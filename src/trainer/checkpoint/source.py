@@ -117,6 +117,7 @@ class Source(Protocol):
     kind: str  # in words
     keys: Mapping[str, Any]  # the model's keys that the checkpoint itself says, resolved; {} where it says none
     neutral: Mapping[str, Any]  # keys of a config.json that came with it and say nothing about the function
+    modules: int  # of multi-token prediction that it holds
 
     def notes(self, config: Any) -> Sequence[str]:
         """What is taken for granted where it is read as a model of `config`, a line each."""
@@ -125,7 +126,8 @@ class Source(Protocol):
         """The leaves that a model of `config`, resolved, with parameters of `shapes` needs, in that order.
 
         Raises:
-          UserError: all tensors that are missing, that the model has no place for, or that have another shape.
+          UserError: all tensors that are missing, that the model has no place for, or that have another shape. Modules
+            of multi-token prediction may be more than those of `config`.
         """
 
 

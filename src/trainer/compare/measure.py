@@ -4,6 +4,7 @@ Each measurement transfers the common starting state to the devices again, so th
 executables of a measurement are kept until all sides are done: a side with the same program text reuses them.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from trainer.aot.cost import analyze
 from trainer.backends import TrainTree
@@ -20,8 +22,10 @@ from trainer.config import UserError
 from trainer.data import Batch
 from trainer.layers.sown import Activation
 from trainer.models import families
+from trainer.models.mtp import MTP, depths
 from trainer.models.names import Names
 from trainer.objectives import hidden_states
+from trainer.ops.ahead import still_inside
 from trainer.runtime.place import place
 from trainer.training import Run, Start
 from trainer.training.step import dropout_key, make_gradients
@@ -148,18 +152,23 @@ def parameters(program: Program, snapshot: Snapshot, batch: Batch, known: Execut
 
 
 def activations(program: Program, snapshot: Snapshot, batch: Batch, known: Executables) -> Measured:
-    """The forward pass on `batch`: embedding, sown values and block outputs, final norm, logits. Padding is 0."""
+    """The forward pass on `batch`: embedding, sown values and block outputs, final norm, logits, and those
+    that the objective captures. Padding is 0."""
     run = program.run
     tree = run.codec.unpack(state(program, snapshot))._replace(opt_state=None)
 
     def forward(tree: TrainTree, batch: Any) -> Arrays:
         key = dropout_key(run.config, tree.step)
         params = jax.lax.with_sharding_constraint(tree.params, run.param_shardings.compute)
-        hidden, sown = hidden_states(run.model.apply, params, tree.rest, batch, key, (Activation,))
+        types: tuple[type[nnx.Variable], ...] = (Activation, *run.objective.captures)
+        hidden, sown = hidden_states(run.model.apply, params, tree.rest, batch, key, types)
         logits, _, _ = run.model.apply(params, tree.rest, hidden, method="head")
-        found = {**sown[Activation.__name__], "final_norm": hidden, "logits": logits}
-        real = batch["inputs_segmentation"] != 0
-        return {name: _without_padding(x, real, program.layers(name) is not None) for name, x in found.items()}
+        found = {name: value for kind in types for name, value in sown[kind.__name__].items()}
+        found |= {"final_norm": hidden, "logits": logits}
+        real = batch["inputs_segmentation"]
+        ahead = functools.reduce(lambda segment, _: still_inside(segment), depths(run.config), real)
+        masks = {name: (ahead if name.startswith(f"{MTP}/") else real) != 0 for name in found}
+        return {name: _without_padding(x, masks[name], program.layers(name) is not None) for name, x in found.items()}
 
     placed = place(batch, run.batch_shardings)
     return Measured({"activations": _compiled(known, run.placed(forward), tree, placed)(tree, placed)})

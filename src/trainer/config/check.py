@@ -13,6 +13,7 @@ from trainer.config.data_keys import DATA_CHECKS, DATA_PATHS, LISTS_OF_FILES
 from trainer.config.derived import DCN, ICI, MESH_AXES, UNUSED_AXES
 from trainer.config.dump import to_flow
 from trainer.config.errors import Unbuilt, nearest, shortened
+from trainer.config.mtp_keys import MTP_CHECKS
 from trainer.config.paths import path_problem
 from trainer.config.rules import collisions
 from trainer.config.topologies import find_topology
@@ -291,5 +292,5 @@ CHECKS = (
     Check(("logical_axis_rules",), _rules),
     Check(("compile_topology",), _topology),
     Check(("compile_topology", "compile_topology_num_slices"), _slices),
-    *(Check(keys, problem) for keys, problem in DATA_CHECKS),
+    *(Check(keys, problem) for keys, problem in (*MTP_CHECKS, *DATA_CHECKS)),
 )

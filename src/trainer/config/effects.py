@@ -92,8 +92,9 @@ INERT = (
     ),
     Inert(("dropout_rate", "attention_dropout_rate"), lambda c: not c.enable_dropout, "enable_dropout=false"),
     Inert(("normalize_embedding_logits",), lambda c: not c.logits_via_embedding, "logits_via_embedding=false"),
+    Inert(("mtp_loss_scaling_factor",), lambda c: not c.mtp_num_layers, "mtp_num_layers=0"),
     Inert(
-        ("eval_steps", "eval_per_device_batch_size"),
+        ("eval_steps", "eval_per_device_batch_size", "mtp_eval_target_module"),
         lambda c: c.eval_interval <= 0,
         "eval_interval disables evaluation",
     ),

@@ -185,7 +185,8 @@ def nearest(word: str, names: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.7)
     if close and (len(parts) < 2 or not holding):
         return f"; nearest: {close[0]}"
-    return f"; nearest: {min(holding, key=len)}" if holding else ""
+    # A short name such as num_layers means a size of the model rather than a part of another key.
+    return f"; nearest: {min(holding, key=lambda name: (not name.startswith('base_'), len(name)))}" if holding else ""
 
 
 def _parts(name: str) -> set[str]:

@@ -57,6 +57,7 @@ AROUND = (
     "eval_interval",
     "eval_steps",
     "eval_per_device_batch_size",
+    "mtp_eval_target_module",
     "eval_dataset_name",
     "eval_split",
     "eval_data_columns",

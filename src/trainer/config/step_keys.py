@@ -11,6 +11,7 @@ _EXCLUDED = {
     "eval_interval",
     "eval_steps",
     "eval_per_device_batch_size",
+    "mtp_eval_target_module",
     "prompt",
     "decode_sampling_temperature",
     "debug_sharding",

@@ -27,7 +27,7 @@ class Dense(nnx.Module):
         self,
         in_shape: Sequence[int],
         out_shape: Sequence[int],
-        names: Sequence[str],
+        names: Sequence[str | None],
         *,
         dtype: jnp.dtype,
         weight_dtype: jnp.dtype,

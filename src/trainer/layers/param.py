@@ -11,6 +11,12 @@ def param(value: jax.Array, names: Sequence[str | None]) -> nnx.Param:
     return nnx.Param(value, out_sharding=tuple(names), eager_sharding=False)
 
 
+def unnamed(ndim: int, stacked: bool) -> tuple[str | None, ...]:
+    """The logical names of a parameter that was given none, as only those of a user's block are. `stacked`: it is in a
+    stack, where layers are on the first axis."""
+    return ("layers", *[None] * (ndim - 1)) if stacked else (None,) * ndim
+
+
 REST = "rest"  # the name of buffers in a TrainTree, and of their collection in Linen
 
 

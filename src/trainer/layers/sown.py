@@ -38,6 +38,11 @@ class Activation(nnx.Variable):
     """A tensor [b, t, ...] of the forward pass. It has no `combine`, so a training step cannot return it."""
 
 
+class MtpHidden(nnx.Variable):
+    """Hidden states [b, t, e] of a module of multi-token prediction (`models.mtp`), which the objective needs. The
+    modules run only where this type is captured. It has no `combine`, either."""
+
+
 TYPES: tuple[type[nnx.Variable], ...] = (Total, Maximum, MaxLogit, Activation)
 
 

@@ -203,6 +203,34 @@ def run_stack(
     return *carry, jax.tree.map(lambda *parts: jnp.stack(parts), *outputs)
 
 
+def run_layer(
+    call: Callable[..., Any],
+    variables: Any,
+    x: jax.Array,
+    context: Context,
+    types: tuple[type[nnx.Variable], ...],
+    remat: Policy | None,
+) -> tuple[jax.Array, Sown]:
+    """Apply a layer outside of the stacks: its x, and what it sowed. It has no cache.
+
+    `call(variables, x, cache, context) -> (x, cache), sown`; `context` is the layer's own; `remat` as in `run_stack`.
+    """
+
+    def layer(variables: Any, x: jax.Array) -> tuple[jax.Array, Sown]:
+        x = checkpoint_name(x, LAYER_INPUT)
+        (x, _), sown = call(variables, x, None, context)
+        return x, with_output(sown, types, x)
+
+    return (layer if remat is None else jax.checkpoint(layer, policy=remat))(variables, x)
+
+
+def run_module(module: nnx.Module, *args: Any) -> tuple[jax.Array, Sown]:
+    """`run_layer` of a block; `args` are its x, context, types and remat."""
+    graphdef, *variables = nnx.split(module, nnx.Param, ...)
+    types = args[2]
+    return run_layer(lambda held, *given: capture(nnx.merge(graphdef, *held), types)(*given), variables, *args)
+
+
 def run_modules(loop: Loop, module: nnx.Module, x: jax.Array, entries: Sequence[Any], **how: Any) -> Any:
     """`run_stack` of `module`, which `make_stack` made."""
     # Parameters first, as in Linen.

@@ -6,6 +6,7 @@ from typing import Any
 from flax import linen, nnx
 from flax.nnx import bridge
 
+from trainer.layers.param import unnamed
 from trainer.layers.sown import Sown, capture
 from trainer.sharding import Axes
 
@@ -25,14 +26,11 @@ def is_box(x: Any) -> bool:
     return isinstance(x, linen.Partitioned)  # LogicallyPartitioned, too
 
 
-def unboxed(parameter: Any) -> tuple[Any, Axes]:
-    """A parameter's value and its logical axis names.
-
-    Only a user's block has axes without names, and layers are always stacked on the first axis.
-    """
+def unboxed(parameter: Any, stacked: bool = True) -> tuple[Any, Axes]:
+    """A parameter's value and its logical axis names. `stacked`: see `layers.param.unnamed`."""
     if is_box(parameter):
         return parameter.value, Axes(parameter.names)
-    return parameter, Axes(("layers", *[None] * (parameter.ndim - 1)))
+    return parameter, Axes(unnamed(parameter.ndim, stacked))
 
 
 def _box(variable: nnx.Variable) -> Any:

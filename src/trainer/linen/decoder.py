@@ -1,5 +1,7 @@
 """Linen decoder stacks inside the NNX model."""
 
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -8,10 +10,13 @@ from flax import linen, nnx
 
 from trainer.layers.context import Context
 from trainer.layers.param import REST, Buffer, param
+from trainer.layers.stack import MakeBlock, run_layer
 from trainer.linen.bridge import is_box, unboxed
-from trainer.linen.layer import is_linen
+from trainer.linen.layer import apply_layer, is_linen, make_layer
 from trainer.linen.stack import Stacks, initializing
 from trainer.models.families import blocks, stacks
+from trainer.models.mtp import last_block
+from trainer.models.remat import remat_policy
 from trainer.models.transformer import Decoder
 from trainer.sharding import off_mesh
 
@@ -28,22 +33,50 @@ class LinenStackDecoder(Decoder):
         # The bridge constructs the model again within a step, where no mesh divides one row of one token.
         with off_mesh():
             variables = init(rngs.params(), x, None, context, (), method="run_layers")
-        params = jax.tree.map(lambda leaf: param(*unboxed(leaf)), variables.pop("params"), is_leaf=is_box)
-        buffers = jax.tree.map(Buffer, linen.unbox(variables.get(REST, {})))
-        held = nnx.to_pure_dict(nnx.merge_state(nnx.State(params), nnx.State(buffers)), lambda variable: variable)
-        return {name: nnx.data(part) for name, part in held.items()}
+        return {name: nnx.data(part) for name, part in _held(variables, stacked=True).items()}
+
+    @classmethod
+    def make_block(cls, config, block: MakeBlock, rngs: nnx.Rngs) -> Any:
+        """See `Decoder.make_block`: a Linen block as its variables."""
+        if not is_linen(block):
+            return super().make_block(config, block, rngs)
+        x = jnp.zeros((1, 1, config.base_emb_dim), config.dtype)
+        ids = jnp.zeros((1, 1), jnp.int32)
+        context = Context(ids, ids, rows=ids[0], key=None)
+        with off_mesh():
+            layer = make_layer(initializing(config), block, parent=None)
+            return nnx.data(_held(dict(layer.init(rngs.params(), x, None, context)), stacked=False))
+
+    def run_block(self, held, x, context, types):
+        """See `Decoder.run_block`."""
+        if isinstance(held, nnx.Module):
+            return super().run_block(held, x, context, types)
+        layer = make_layer(self.config, last_block(self.config)[1], parent=None)
+        call = functools.partial(apply_layer, layer, types)
+        return run_layer(call, _variables(held), x, context, types, remat_policy(self.config))
 
     def run_layers(self, x, cache, context, types):
         """See `Decoder.run_layers`."""
-        held = nnx.state({stack.name: getattr(self, stack.name) for stack in stacks(self.config)})
-        params, buffers = (nnx.to_pure_dict(part) for part in nnx.filter_state(held, nnx.Param, Buffer))
-        variables = {"params": params} | ({REST: buffers} if buffers else {})
+        variables = _variables({stack.name: getattr(self, stack.name) for stack in stacks(self.config)})
         return _stacks(self.config).apply(variables, x, cache, context, types, method="run_layers")
 
 
 def initial_decoder(config) -> type[Decoder]:
     """The decoder that draws initial parameters: the one of all combinations, unless the blocks are Linen modules."""
     return LinenStackDecoder if any(map(is_linen, blocks(stacks(config)))) else Decoder
+
+
+def _held(variables: Mapping[str, Any], stacked: bool) -> dict[str, Any]:
+    """Variables of Linen as nested `nnx.Variable`s; `stacked` as in `unboxed`."""
+    params = jax.tree.map(lambda leaf: param(*unboxed(leaf, stacked)), variables["params"], is_leaf=is_box)
+    buffers = jax.tree.map(Buffer, linen.unbox(variables.get(REST, {})))
+    return nnx.to_pure_dict(nnx.merge_state(nnx.State(params), nnx.State(buffers)), lambda variable: variable)
+
+
+def _variables(held: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `_held`, without boxes."""
+    params, buffers = (nnx.to_pure_dict(part) for part in nnx.filter_state(nnx.state(held), nnx.Param, Buffer))
+    return {"params": params} | ({REST: buffers} if buffers else {})
 
 
 def _stacks(config) -> Stacks:

@@ -10,11 +10,11 @@ from flax.training import train_state
 
 from trainer.backends.base import tree_mode
 from trainer.backends.nnx_model import NNXModel
-from trainer.backends.permutation import Path, Permutation
+from trainer.backends.permutation import Path, Permutation, path_of
 from trainer.layers.sown import Sown
 from trainer.linen.bridge import capturing, is_box, to_linen, unboxed
 from trainer.linen.decoder import LinenStackDecoder, initial_decoder
-from trainer.linen.layer import check_layer
+from trainer.linen.layer import COLLECTIONS, check_layer
 from trainer.linen.stack import initializing
 from trainer.linen.transformer import Transformer
 from trainer.models import transformer
@@ -53,8 +53,11 @@ class Linen:
         id_bt, row_b = jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32)
         with tree_mode():
             init = self._make_module(initializing(config)).init
-            boxed = jax.eval_shape(init, seed_key(0), id_bt, id_bt, id_bt, row_b)
-        self.param_axes = jax.tree.map(lambda leaf: unboxed(leaf)[1], boxed["params"], is_leaf=is_box)
+            made = jax.eval_shape(init, seed_key(0), id_bt, id_bt, id_bt, row_b)
+        boxed = {name: part for name, part in made.items() if name in COLLECTIONS}  # without what a block sows
+        self.param_axes = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: unboxed(leaf, path_of(path)[0] == "decoder")[1], boxed["params"], is_leaf=is_box
+        )
         self._abstract = linen.unbox(boxed)
         params, rest = _parts(self._abstract)
         self._variables = Permutation(self._abstract, {"params": params, "rest": _merged(rest)}, _canonical_variable)
@@ -100,7 +103,7 @@ class Linen:
     def _call(self, variables, method, *args, types, sampled) -> tuple[Any, Sown]:
         names = [variable_type.__name__ for variable_type in types]
         result, sown = self.module.apply(variables, *args, types, sampled, method=method, mutable=names)
-        flat = {name: traverse_util.flatten_dict(sown[name], sep="/") for name in names}
+        flat = {name: traverse_util.flatten_dict(sown.get(name, {}), sep="/") for name in names}
         return result, flat
 
 

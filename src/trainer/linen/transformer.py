@@ -5,8 +5,9 @@ from typing import Any
 from flax import linen
 
 from trainer.layers.context import Context
-from trainer.layers.sown import Activation
+from trainer.layers.sown import Activation, MtpHidden
 from trainer.linen.bridge import to_linen
+from trainer.linen.mtp import MtpBlock
 from trainer.linen.stack import Stacks
 from trainer.models import transformer
 from trainer.models.transformer import BEFORE_HEAD, EMBEDDING, Types, finish_logits, outer_dropout
@@ -24,9 +25,7 @@ class Decoder(Stacks):
         """See `models.transformer.Decoder.__call__`."""
         x = outer_dropout(self.config, x, context, EMBEDDING)
         x, cache, sown = self.run_layers(x, cache, context, types)
-        for variable_type in types:
-            for path, value in sown[variable_type.__name__].items():
-                _sow(self, variable_type, path, value)
+        _sow_all(self, types, sown)
         return outer_dropout(self.config, self.decoder_norm(x), context, BEFORE_HEAD), cache
 
     def head(self, x):
@@ -42,13 +41,19 @@ class Transformer(linen.Module):
     def setup(self):
         self.token_embedder = to_linen(transformer.make_embedder, self.config)
         self.decoder = Decoder(self.config)
+        if self.config.mtp_num_layers:
+            self.mtp_block = MtpBlock(self.config)
 
     def hidden(self, inputs, position, segment, row, cache=None, key=None, types: Types = (), sampled=None):
         """See `models.transformer.Transformer.hidden`."""
         x = self.token_embedder(inputs)
         if Activation in types:
             _sow(self, Activation, "embedding", x)
-        return self.decoder(x, cache, Context(position, segment, row, key, sampled), types)
+        context = Context(position, segment, row, key, sampled)
+        hidden, cache = self.decoder(x, cache, context, types)
+        if self.config.mtp_num_layers and (MtpHidden in types or self.is_initializing()):
+            _sow_all(self, types, self.mtp_block(x, hidden, context, types))
+        return hidden, cache
 
     def head(self, x):
         """See `models.transformer.Transformer.head`."""
@@ -58,6 +63,12 @@ class Transformer(linen.Module):
     def __call__(self, *args, **kwargs):
         """Logits; the arguments are those of `hidden`."""
         return self.head(self.hidden(*args, **kwargs)[0])
+
+
+def _sow_all(module, types, sown):
+    for variable_type in types:
+        for path, value in sown[variable_type.__name__].items():
+            _sow(module, variable_type, path, value)
 
 
 def _sow(module, variable_type, name, value):

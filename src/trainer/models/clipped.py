@@ -8,6 +8,7 @@ from trainer.config import UserError
 from trainer.layers.clip import Clipped
 from trainer.layers.stack import MakeBlock
 from trainer.models.families import block_class, stacks
+from trainer.models.mtp import BLOCK, depths, last_block, part_path
 from trainer.models.transformer import Transformer
 
 STATEMENT = "logit_factors"
@@ -16,8 +17,8 @@ STATEMENT = "logit_factors"
 def clipped_layers(config: Any) -> dict[str, Clipped]:
     """The layers of the model that state `logit_factors`, by the canonical path of their parameters.
 
-    They are found in the model itself, wherever it has blocks; of a model with Linen blocks, in its stacks. Their
-    arrays are abstract. Call this in tree mode.
+    They are found in the model itself, wherever it has blocks; of a model with Linen blocks, in its stacks and its
+    modules of multi-token prediction. Their arrays are abstract. Call this in tree mode.
 
     Raises:
       UserError: a block of a stack has no such layer, and does not say that it needs none.
@@ -27,6 +28,7 @@ def clipped_layers(config: Any) -> dict[str, Clipped]:
         for stack in stacks(config)
         for path, block in zip(stack.paths, stack.blocks, strict=True)
     }
+    declared |= {part_path(k, BLOCK): last_block(config)[1] for k in depths(config)}
     found: dict[str, Clipped] = {}
     if all(issubclass(block_class(block), nnx.Module) for block in declared.values()):
         found = _stating(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(params=0))), "")

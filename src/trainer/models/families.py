@@ -35,7 +35,8 @@ FAMILIES = {
 _ARGUMENTS = ("x", "cache", "context")
 # A decoder's attributes other than its stacks, and with its methods: the names that no stack may have.
 NOT_STACKS = ("config", "decoder_norm", "logits_dense")
-RESERVED = frozenset({*dir(nnx.Module), *NOT_STACKS, "head", "make_layers", "run_layers"})
+_METHODS = ("head", "make_layers", "run_layers", "make_block", "run_block")
+RESERVED = frozenset({*dir(nnx.Module), *NOT_STACKS, *_METHODS})
 
 
 def family(decoder_block: str) -> Family:
@@ -270,9 +271,15 @@ def forward_flops_per_token(config: Any, params: Any) -> float:
 
     If the family does not count, they follow from `params` (canonical, arrays or their shapes): every parameter of a
     layer with two axes or more counts as the kernel of one matrix product per token; attention is not counted.
+    Modules of multi-token prediction, the head for each of them included, are counted in the same way.
     """
     if (count := family(config.decoder_block).forward_flops) is not None:
         return count(config, None)
     layers = [params["decoder"][stack.name] for stack in stacks(config)]
-    kernels = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(layers) if leaf.ndim > 2)
-    return 2.0 * (kernels + config.base_emb_dim * config.vocab_size)
+    kernels = _entries(layers, 3) + _entries(params.get("mtp_block", {}), 2)
+    return 2.0 * (kernels + (1 + config.mtp_num_layers) * config.base_emb_dim * config.vocab_size)
+
+
+def _entries(tree: Any, axes: int) -> int:
+    """The entries of the arrays with so many axes or more."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree) if leaf.ndim >= axes)

@@ -30,7 +30,8 @@ class Family:
         called as `block(x, cache, context) -> x, cache` (`layers.context`, `layers.cache`) and constructed as
         `block(config, rngs)`, a Linen block as `block(config)`. Sampling requires `init_cache(rows, length)`.
       forward_flops: `(config, keys)` to FLOPs of the forward pass for one token, like
-        `models.flops.forward_flops_per_token`; None: two for each entry of a matrix, attention not counted.
+        `models.flops.forward_flops_per_token`, modules of multi-token prediction included; None: two for each entry of
+        a matrix, attention not counted.
       projections: names that its blocks give (`jax.ad_checkpoint.checkpoint_name`) to matrix products with weights, in
         addition to `layers.remat.PROJECTIONS`. A remat_policy that keeps all of those also keeps these;
         remat_policy=custom does not keep them.

@@ -7,6 +7,7 @@ Model FLOPs as MaxText reports them, after PaLM (Chowdhery et al. 2022, arXiv:22
 - attention scores and their products with the values count where the mask lets a query see a key, the diagonal of the
   square as half: T / 2 keys for a query of a causal row of T tokens (the half of the square), w - w^2 / (2 T) under a
   sliding window of w <= T tokens; that packed documents do not see each other is not deducted;
+- a module of multi-token prediction counts for every token, also for those at the end of a document that it skips;
 - the backward pass is twice the forward pass, also where parameters are frozen; what rematerialization computes again
   is not added.
 """
@@ -15,21 +16,30 @@ from typing import Any
 
 
 def parameter_count(config: Any) -> int:
-    """Parameters of the model: embedding table, blocks, norms and, if not tied, the head."""
-    width = config.base_emb_dim
+    """Parameters of the model: embedding table, blocks, norms, modules of multi-token prediction and, if not tied, the
+    head."""
+    width, modules = config.base_emb_dim, config.mtp_num_layers
     heads_norms = 2 * config.head_dim if config.use_qk_norm else 0
-    norms = config.base_num_decoder_layers * (2 * width + heads_norms) + width
+    # Two norms of a block, one after the last; three more of a module.
+    norms = _blocks(config) * (2 * width + heads_norms) + width + modules * 3 * width
     untied_table = 0 if config.logits_via_embedding else config.vocab_size * width
-    return matmul_parameters(config) + norms + untied_table
+    # The modules multiply with the head of the model.
+    return matmul_parameters(config) - modules * config.vocab_size * width + norms + untied_table
+
+
+def _blocks(config: Any) -> int:
+    return config.base_num_decoder_layers + config.mtp_num_layers
 
 
 def matmul_parameters(config: Any) -> int:
-    """Parameters that every token is multiplied with: the kernels of all blocks and the head, tied or not."""
-    width = config.base_emb_dim
+    """Parameters that every token is multiplied with, as often as it is: the kernels of all blocks and the head, tied
+    or not; with multi-token prediction the projection of each module, and the head again for each."""
+    width, modules = config.base_emb_dim, config.mtp_num_layers
     # Queries and the output projection have all heads, keys and values the key-value heads.
     attention = 2 * width * config.head_dim * (config.base_num_query_heads + config.base_num_kv_heads)
     mlp = (len(config.mlp_activations) + 1) * width * config.base_mlp_dim
-    return config.base_num_decoder_layers * (attention + mlp) + width * config.vocab_size
+    outside = (1 + modules) * width * config.vocab_size + modules * 2 * width * width
+    return _blocks(config) * (attention + mlp) + outside
 
 
 def visible_keys(config: Any) -> float:
@@ -47,7 +57,7 @@ def forward_flops_per_token(config: Any, keys: float | None = None) -> float:
     """
     heads_width = config.base_num_query_heads * config.head_dim
     # For each key a score, and its term in the sum of the values.
-    attention = 4.0 * config.base_num_decoder_layers * heads_width * (visible_keys(config) if keys is None else keys)
+    attention = 4.0 * _blocks(config) * heads_width * (visible_keys(config) if keys is None else keys)
     return 2 * matmul_parameters(config) + attention
 
 

@@ -73,6 +73,7 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
         "attn_logits_soft_cap": 0.0,
         "final_logits_soft_cap": 0.0,
         "use_qk_norm": hf.qk_norm,
+        "mtp_num_layers": said.get("num_nextn_predict_layers") or 0,
     }
     if keys["logits_via_embedding"]:
         keys["normalize_embedding_logits"] = False
@@ -214,6 +215,8 @@ def config_json(config: Any, dtype: str, neutral: Mapping[str, Any]) -> dict[str
     if hf.window == "switched":
         data["use_sliding_window"] = window is not None
         data["max_window_layers"] = 0 if window else config.base_num_decoder_layers
+    if config.mtp_num_layers:
+        data["num_nextn_predict_layers"] = config.mtp_num_layers
     return {**data, **neutral}
 
 

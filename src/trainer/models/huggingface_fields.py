@@ -22,6 +22,7 @@ _FIELDS = {
     **dict.fromkeys(SIZES, _SIZE),
     **dict.fromkeys(("num_key_value_heads", "head_dim", "max_position_embeddings"), _OPTIONAL_SIZE),
     **{"sliding_window": Field(int, low=0, null=True), "max_window_layers": Field(int, low=0)},
+    **{"num_nextn_predict_layers": Field(int, low=0, null=True)},
     **{"rms_norm_eps": Field(float, low=1e-37), "initializer_range": Field(float, low=0, null=True)},
     **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias"), _SWITCH),
     **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), Field(dict, null=True)),

@@ -55,6 +55,11 @@ def maxtext_notes(config: Any) -> list[str]:
 
 def _inexpressible(config: Any) -> list[str]:
     refused = []
+    if config.mtp_num_layers:
+        refused.append(
+            f"mtp_num_layers={config.mtp_num_layers}: its modules read hidden states before the final norm, and have "
+            "no norm of their own at the end; mtp_num_layers=0 writes the model without them"
+        )
     if config.use_qk_norm and not hugging_face(config.decoder_block).qk_norm:
         refused.append("use_qk_norm=True: it has no such norm")
     if config.attn_logits_soft_cap and not family(config.decoder_block).maxtext.caps_scores:

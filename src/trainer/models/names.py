@@ -5,7 +5,9 @@ from typing import Any, TypeVar
 
 from flax import traverse_util
 
+from trainer.layers.stack import MakeBlock
 from trainer.models.families import block_class, stacks
+from trainer.models.mtp import BLOCK, depths, last_block, part_path
 
 T = TypeVar("T")
 
@@ -72,6 +74,12 @@ def names_of_blocks(config: Any) -> Names:
     table: dict[str, str] = {}
     for stack in stacks(config):
         for block, path in zip(stack.blocks, stack.paths, strict=True):
-            own = getattr(block_class(block), "PARAMETER_NAMES", {})
-            table |= {f"decoder/{path}/{name}": f"decoder/{path}/{other}" for name, other in own.items()}
+            table |= _below(f"decoder/{path}", block)
+    for k in depths(config):
+        table |= _below(part_path(k, BLOCK), last_block(config)[1])
     return Names(table)
+
+
+def _below(path: str, block: MakeBlock) -> dict[str, str]:
+    own = getattr(block_class(block), "PARAMETER_NAMES", {})
+    return {f"{path}/{name}": f"{path}/{other}" for name, other in own.items()}

@@ -1,5 +1,6 @@
 """The decoder-only transformer: embedding, stacks of blocks, norm, head."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,16 +12,15 @@ from trainer.layers.cache import Cache
 from trainer.layers.context import Context
 from trainer.layers.dense import Dense, Embed
 from trainer.layers.norm import RMSNorm
-from trainer.layers.sown import Activation, Sown, sow
-from trainer.layers.stack import Loop, MakeBlock, make_stack, run_modules
+from trainer.layers.sown import Activation, MtpHidden, Sown, sow
+from trainer.layers.stack import Loop, MakeBlock, make_stack, run_module, run_modules
 from trainer.models.families import stacks
+from trainer.models.mtp import MtpBlock, Types, run_mtp
 from trainer.models.remat import remat_policy
 from trainer.ops.dropout import dropout
 
 # Dropout sites outside of the blocks; their keys are those of a layer after the last.
 EMBEDDING, BEFORE_HEAD = range(2)
-
-Types = tuple[type[nnx.Variable], ...]
 
 
 def make_decoder_norm(config) -> RMSNorm:
@@ -107,6 +107,15 @@ class Decoder(nnx.Module):
             for stack in stacks(config)
         }
 
+    @classmethod
+    def make_block(cls, config, block: MakeBlock, rngs: nnx.Rngs) -> Any:
+        """A block outside of the stacks."""
+        return block(config, rngs)
+
+    def run_block(self, held: Any, x: jax.Array, context: Context, types: Types) -> tuple[jax.Array, Sown]:
+        """Run what `make_block` made: see `layers.stack.run_layer`."""
+        return run_module(held, x, context, types, remat_policy(self.config))
+
     def run_layers(self, x: jax.Array, cache: Cache | None, context: Context, types: Types) -> tuple[Any, Any, Sown]:
         """Run the stacks: the last block's x, the cache, and the sown values."""
         config = self.config
@@ -123,9 +132,7 @@ class Decoder(nnx.Module):
         """Embedded tokens [b, t, e] -> normed hidden states [b, t, e] and the cache."""
         x = outer_dropout(self.config, x_bte, context, EMBEDDING)
         x, cache, sown = self.run_layers(x, cache, context, types)
-        for variable_type in types:
-            for path, value in sown[variable_type.__name__].items():
-                sow(self, variable_type, path, value)
+        _sow_all(self, types, sown)
         return outer_dropout(self.config, self.decoder_norm(x), context, BEFORE_HEAD), cache
 
 
@@ -145,6 +152,12 @@ def run_stacks(
     return x, None if cache is None else Cache(entries, filled=True), sown
 
 
+def _sow_all(module: nnx.Module, types: Types, sown: Sown) -> None:
+    for variable_type in types:
+        for path, value in sown[variable_type.__name__].items():
+            sow(module, variable_type, path, value)
+
+
 def _maker(block: MakeBlock, config: Any) -> Callable[[nnx.Rngs], nnx.Module]:
     return lambda rngs: block(config, rngs)
 
@@ -159,6 +172,8 @@ class Transformer(nnx.Module):
         self.config = config
         self.token_embedder = make_embedder(config, rngs)
         self.decoder = decoder(config, rngs)
+        if config.mtp_num_layers:
+            self.mtp_block = MtpBlock(config, functools.partial(decoder.make_block, config), rngs)
 
     def hidden(
         self,
@@ -178,12 +193,17 @@ class Transformer(nnx.Module):
           row: int [b], each row's index in the global batch.
           cache: of earlier positions (`models.families.init_cache`), or None.
           key: dropout key of this step, or None for no dropout.
-          types: sown types that the caller captures.
+          types: sown types that the caller captures. With `MtpHidden` the modules of multi-token prediction run.
           sampled: see `layers.context`.
         """
         x = self.token_embedder(inputs)
         sow(self, Activation, "embedding", x)
-        return self.decoder(x, cache, Context(inputs_position, inputs_segmentation, row, key, sampled), types)
+        context = Context(inputs_position, inputs_segmentation, row, key, sampled)
+        hidden, cache = self.decoder(x, cache, context, types)
+        if MtpHidden in types and self.config.mtp_num_layers:
+            run_block = self.decoder.run_block
+            _sow_all(self, types, run_mtp(self.config, self.mtp_block.part, run_block, x, hidden, context, types))
+        return hidden, cache
 
     def head(self, x_bte: jax.Array) -> jax.Array:
         """Logits [b, t, v] of hidden states [b, t, e]."""

@@ -2,12 +2,14 @@
 
 from trainer.objectives.base import Batch, Field, Objective, Sums
 from trainer.objectives.forward import TokenLogProbs, hidden_states, target_log_probs
+from trainer.objectives.multi_token import MultiToken
 from trainer.objectives.next_token import NextToken
 from trainer.objectives.registry import make_objective
 
 __all__ = [
     "Batch",
     "Field",
+    "MultiToken",
     "NextToken",
     "Objective",
     "Sums",

@@ -19,7 +19,10 @@ class Field(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over a batch or a microbatch, float32 scalars by name, and sown values."""
+    """Sums over a batch or a microbatch, float32 by name, and sown values.
+
+    A sum is a scalar, or an array [n] of n parts, each of which is divided by its own weight: the term is their sum.
+    """
 
     minimized: dict[str, jax.Array]  # each is divided by its weight; the loss is the sum of the quotients
     measured: dict[str, jax.Array]  # also divided by their weights, but only reported
@@ -34,9 +37,13 @@ class Objective(Protocol):
     def fields(self) -> Mapping[str, Field]:
         """The arrays of a batch that it reads, by name. The first size of each is "rows"."""
 
+    @property
+    def captures(self) -> tuple[type[nnx.Variable], ...]:
+        """The sown types that it captures itself: it needs them, and no one else gets them."""
+
     def weights(self, batch: Batch) -> dict[str, jax.Array]:
-        """The divisor of each sum by name, computed from the whole batch. That of `lm_loss` is the number of
-        loss-bearing tokens, int32."""
+        """The divisor of each sum by name, of the same shape, computed from the whole batch. That of `lm_loss` is the
+        number of loss-bearing tokens, int32."""
 
     def sums(
         self,
@@ -46,7 +53,8 @@ class Objective(Protocol):
         key: jax.Array | None,
         capture: tuple[type[nnx.Variable], ...] = (),
     ) -> Sums:
-        """The sums over `batch`, with the sown values of `capture`; an objective also captures the types it needs.
+        """The sums over `batch`, with the sown values of `capture`. One is `lm_loss`, the cross entropy in nats."""
 
-        One of them is `lm_loss`, the cross entropy in nats, which evaluation reports.
-        """
+    def evaluation(self, params: Any, rest: Any, batch: Batch) -> dict[str, jax.Array]:
+        """Sums over `batch` that evaluation reports, without dropout: `nats`, the cross entropy of the next token
+        alone, and what `training.evaluate.summarize` knows besides."""

@@ -28,6 +28,7 @@ class NextToken:
     label_smoothing: float = 0.0
     tiling: Tiling | None = None
 
+    captures: ClassVar[tuple[type, ...]] = ()
     fields: ClassVar[dict[str, Field]] = {
         "inputs": Field(),
         "inputs_position": Field(),
@@ -59,6 +60,17 @@ class NextToken:
     def sums(self, params: Any, rest: Any, batch: Batch, key: jax.Array | None, capture: Any = ()) -> Sums:
         """The terms of `token_terms`. See `Objective.sums`."""
         hidden, sown = hidden_states(self.apply, params, rest, batch, key, capture)
-        terms, _ = self.token_terms(params, rest, hidden, batch["targets"])
-        bears_loss = batch["targets_segmentation"] != 0
-        return Sums({name: jnp.sum(jnp.where(bears_loss, term, 0)) for name, term in terms.items()}, {}, sown)
+        return Sums(self.terms(params, rest, hidden, batch["targets"], batch["targets_segmentation"]), {}, sown)
+
+    def terms(
+        self, params: Any, rest: Any, hidden_bte: jax.Array, target_bt: jax.Array, segment_bt: jax.Array
+    ) -> dict[str, jax.Array]:
+        """The sums of the terms over the tokens whose target's segment is not 0."""
+        terms, _ = self.token_terms(params, rest, hidden_bte, target_bt)
+        bears_loss = segment_bt != 0
+        return {name: jnp.sum(jnp.where(bears_loss, term, 0)) for name, term in terms.items()}
+
+    def evaluation(self, params: Any, rest: Any, batch: Batch) -> dict[str, jax.Array]:
+        """See `Objective.evaluation`."""
+        sums = self.sums(params, rest, batch, key=None)
+        return {"nats": (sums.minimized | sums.measured)["lm_loss"]}

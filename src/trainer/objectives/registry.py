@@ -6,13 +6,17 @@ import jax.numpy as jnp
 
 from trainer.models.transformer import head_matrix
 from trainer.objectives.base import Objective
+from trainer.objectives.multi_token import MultiToken
 from trainer.objectives.next_token import NextToken
 from trainer.objectives.tiling import Tiling
 
 
 def make_objective(config, model: Any) -> Objective:
     """The objective of `config`, resolved, for `model` (`backends.Model`)."""
-    return NextToken(model.apply, config.z_loss_multiplier, config.label_smoothing, make_tiling(config, model))
+    next_token = NextToken(model.apply, config.z_loss_multiplier, config.label_smoothing, make_tiling(config, model))
+    if not config.mtp_num_layers:
+        return next_token
+    return MultiToken(next_token, config.mtp_num_layers, config.mtp_loss_scaling_factor, config.mtp_eval_target_module)
 
 
 def make_tiling(config, model: Any) -> Tiling | None:

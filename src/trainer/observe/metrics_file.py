@@ -26,6 +26,7 @@ def maxtext_row(row: Mapping[str, Any], work: Work, clipping_threshold: float, r
             "eval/avg_loss": row["eval_loss"],
             "eval/avg_perplexity": row["eval_perplexity"],
             "eval/total_weights": float(row["eval_tokens"]),
+            **_percent("eval/avg_mtp_acceptance_rate_percent", row.get("eval_mtp_acceptance_rate")),
             **ends,
         }
     norm, seconds = row["grad_norm"], row["step_time"]
@@ -36,6 +37,7 @@ def maxtext_row(row: Mapping[str, Any], work: Work, clipping_threshold: float, r
         "learning/lm_loss": row["lm_loss"],
         "learning/perplexity": perplexity(row["lm_loss"]),
         "learning/z_loss": row.get("z_loss", 0.0),
+        **({"learning/mtp_loss": row["mtp_loss"]} if "mtp_loss" in row else {}),
         "learning/total_weights": float(row["tokens"]),
         "learning/grad_norm": clipping_threshold if 0 < clipping_threshold < norm else norm,
         "learning/raw_grad_norm": norm,
@@ -48,6 +50,10 @@ def maxtext_row(row: Mapping[str, Any], work: Work, clipping_threshold: float, r
         "perf/per_device_tokens_per_sec": work.tokens_per_second(seconds),
         **ends,
     }
+
+
+def _percent(name: str, share: float | None) -> dict[str, float]:
+    return {} if share is None else {name: 100 * share}
 
 
 class MetricsFile:

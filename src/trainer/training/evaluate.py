@@ -16,15 +16,15 @@ from trainer.state import ParamShardings
 
 
 def make_evaluation(objective: Objective, shardings: ParamShardings) -> Callable[..., dict[str, jax.Array]]:
-    """`evaluation(tree, batch, bytes_per_token [vocab]) -> sums` over the loss-bearing tokens of `batch`: the cross
-    entropy in nats, the number of tokens, and the bytes that their targets stand for. Without dropout."""
+    """`evaluation(tree, batch, bytes_per_token [vocab]) -> sums` over the loss-bearing tokens of `batch`: those of
+    `Objective.evaluation`, the number of tokens, and the bytes that their targets stand for."""
 
     def evaluation(tree: TrainTree, batch: Mapping[str, jax.Array], bytes_per_token: jax.Array) -> dict[str, jax.Array]:
         params = jax.lax.with_sharding_constraint(tree.params, shardings.compute)
-        sums = objective.sums(params, tree.rest, batch, key=None)
+        sums = objective.evaluation(params, tree.rest, batch)
         bears_loss = batch["targets_segmentation"] != 0
         return {
-            "nats": (sums.minimized | sums.measured)["lm_loss"],
+            **sums,
             "tokens": objective.weights(batch)["lm_loss"],
             "bytes": jnp.sum(jnp.where(bears_loss, bytes_per_token[batch["targets"]], 0)),
         }
@@ -52,13 +52,14 @@ def check_held_out(rows: RowSource | None, batch_rows: int, eval_steps: int) -> 
 
 def summarize(sums: Iterable[Mapping[str, np.ndarray]]) -> dict[str, float]:
     """Metrics over all batches, weighted by token: eval_loss (nats per token), eval_perplexity, eval_tokens and, where
-    the targets stand for bytes, eval_bits_per_byte (document ends cost bits and stand for no byte).
+    the targets stand for bytes, eval_bits_per_byte (document ends cost bits and stand for no byte). Where a module of
+    multi-token prediction is evaluated, eval_mtp_acceptance_rate, which is 0 where it predicts no token.
 
     Raises RunStopped where no token bears loss: there is no mean of nothing, and 0 would be the best loss of all."""
     totals = {"nats": 0.0, "tokens": 0.0, "bytes": 0.0}
     for batch in sums:
-        for name in totals:
-            totals[name] += float(batch[name])
+        for name, value in batch.items():
+            totals[name] = totals.get(name, 0.0) + float(value)
     if not totals["tokens"]:
         raise RunStopped(
             "evaluation: 0 tokens bear loss in its batches; evaluate on other data, or set eval_interval=-1"
@@ -69,6 +70,8 @@ def summarize(sums: Iterable[Mapping[str, np.ndarray]]) -> dict[str, float]:
         "eval_perplexity": perplexity(loss),
         "eval_tokens": int(totals["tokens"]),
     }
+    if "mtp_predicted" in totals:
+        metrics["eval_mtp_acceptance_rate"] = totals["mtp_accepted"] / max(totals["mtp_predicted"], 1)
     if totals["bytes"]:
         metrics["eval_bits_per_byte"] = totals["nats"] / math.log(2) / totals["bytes"]
     return metrics

@@ -8,9 +8,20 @@ import jax.numpy as jnp
 import optax
 
 from trainer.backends import TrainTree
-from trainer.checkpoint import Beside, CheckpointManager, inspect, load_parameters, newest, restore, saved_config
+from trainer.checkpoint import (
+    Beside,
+    CheckpointManager,
+    inspect,
+    load_parameters,
+    names_of,
+    nested,
+    newest,
+    restore,
+    saved_config,
+)
 from trainer.config import UserError, check_resume
 from trainer.data import Dataset
+from trainer.models.mtp_names import module_of
 from trainer.models.names import names_of_blocks, renamed
 from trainer.runtime.agreement import agreed, from_first
 from trainer.runtime.place import share_of_rows
@@ -74,10 +85,21 @@ def start(
         return begin
     if config.load_parameters_path:
         params = load_parameters(config.load_parameters_path, config, _abstract(run).params, say, given)
-        state = run.init(params)
+        state = run.init(_with_new_modules(run, params, say))
         _check_finite(run, state, f"load_parameters_path={config.load_parameters_path}")
         return Start(state)
     return Start(run.init())
+
+
+def _with_new_modules(run: Run, params: Any, say: Say) -> Any:
+    """`params` with initial ones for the modules of multi-token prediction that they lack."""
+    given = names_of(params)
+    if len(given) == len(names_of(_abstract(run).params)):
+        return params
+    drawn = names_of(run.codec.unpack(run.init()).params)
+    new = sorted({module_of(name) for name in drawn.keys() - given.keys()})
+    say(f"modules of multi-token prediction that the checkpoint lacks begin as drawn: {', '.join(map(str, new))}")
+    return nested({name: given.get(name, leaf) for name, leaf in drawn.items()})
 
 
 def _check_finite(run: Run, state: Any, loaded: str) -> None:

@@ -58,7 +58,7 @@ def make_gradients(
             sums = objective.sums(_combine(trained, frozen), tree.rest, {**batch, **measuring}, key, capture)
             # Of no tokens there is no mean: NaN, and the step is left out.
             minimized, measured = (
-                {name: total / weights[name].astype(jnp.float32) for name, total in part.items()}
+                {name: _mean(total, weights[name]) for name, total in part.items()}
                 for part in (sums.minimized, sums.measured)
             )
             return sum(minimized.values(), start=jnp.zeros(())), (minimized | measured, sums.sown)
@@ -72,6 +72,12 @@ def make_gradients(
         return Gradients(total, means, weights["lm_loss"], sown, _held(grads, jnp.dtype(config.grad_dtype)))
 
     return gradients
+
+
+def _mean(total: jax.Array, weight: jax.Array) -> jax.Array:
+    """A term of the loss: the sum of its parts, each divided by its weight (`objectives.Sums`)."""
+    parts = total / weight.astype(jnp.float32)
+    return jnp.sum(parts) if parts.ndim else parts
 
 
 def dropout_key(config, step: jax.Array) -> jax.Array | None:

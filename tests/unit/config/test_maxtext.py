@@ -87,7 +87,7 @@ def test_a_run_that_gives_none_of_these_keys_does_not_read_the_table():
 
 def test_neutral_values_and_harmless_keys_are_one_line_each_kind():
     words = (
-        "mtp_num_layers=0 logits_dot_in_fp32=false enable_goodput_recording=False dpo.algo=orpo num_experts=1.0 "
+        "shared_experts=0 logits_dot_in_fp32=false enable_goodput_recording=False dpo.algo=orpo num_experts=1.0 "
         "weight_sparsity_n=null checkpoint_conversion_fn=none engram_layers=[] use_iota_embed=true "
         "enable_tensorboard=false hf_access_token=secret steps=10"
     )
@@ -96,7 +96,7 @@ def test_neutral_values_and_harmless_keys_are_one_line_each_kind():
     assert loaded.warnings == []
     first, *others = notes(*words.split())
     assert first.startswith(
-        "MaxText's keys with values that change nothing here: mtp_num_layers=0, logits_dot_in_fp32=false"
+        "MaxText's keys with values that change nothing here: shared_experts=0, logits_dot_in_fp32=false"
     )
     assert "engram_layers=[]" in first
     assert len(others) == 4
@@ -111,7 +111,7 @@ def test_neutral_values_and_harmless_keys_are_one_line_each_kind():
             "target_eval_loss=2.5 (command line): not supported yet (only 0.0 is accepted); instead: steps",
         ),
         ("enable_rampup_batch_size=true", "instead: per_device_batch_size and gradient_accumulation_steps"),
-        ("mtp_num_layers=1", "not supported yet (only 0 is accepted)"),
+        ("shared_experts=1", "not supported yet (only 0 is accepted)"),
         ("logits_dot_in_fp32=true", "instead: dtype=float32"),
         ("lora.enable_lora=true", "lora.enable_lora=true (command line): not supported yet"),
         ("enable_goodput_recording=true", "not supported (only false is accepted)"),

@@ -12,10 +12,10 @@ from trainer.config.flags import FLAGS
 from trainer.config.resolve import frozen
 from trainer.config.resume import AROUND, BATCH, LAYOUT, LENGTH, MAY_CHANGE
 
-# With dataset_type, without which a key that names other data is an error.
+# With dataset_type, without which a key that names other data is an error, and modules, which evaluation may name.
 BASE = (
-    "dataset_type=stdlib steps=20 per_device_batch_size=8 eval_interval=5 logical_axis_rules=[[norm,[]]] "
-    + " ".join(f"{flag}={value}" for flag, value in pinned("nnx").items())
+    "dataset_type=stdlib mtp_num_layers=2 steps=20 per_device_batch_size=8 eval_interval=5 "
+    "logical_axis_rules=[[norm,[]]] " + " ".join(f"{flag}={value}" for flag, value in pinned("nnx").items())
 )
 
 
@@ -61,7 +61,7 @@ def test_the_list_is_this_one():
     around -= {"load_parameters_path", "load_full_state_path", "reset_optimizer"}  # what the run was begun with
     evaluation = {"eval_interval", "eval_steps", "eval_per_device_batch_size", "prompt", "decode_sampling_temperature"}
     evaluation |= {"eval_dataset_name", "eval_split", "eval_data_columns", "tokenize_eval_data", "grain_eval_files"}
-    evaluation |= {"hf_eval_split", "hf_eval_files"}
+    evaluation |= {"hf_eval_split", "hf_eval_files", "mtp_eval_target_module"}
     assert set(AROUND) == around | evaluation | {"data_cache_directory"}
 
 

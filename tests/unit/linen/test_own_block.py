@@ -14,7 +14,7 @@ from support import assert_equal_bits, compiled, copied, packed_batch, tiny_conf
 from trainer.backends import make_model
 from trainer.config import UserError
 from trainer.layers.sown import Total
-from trainer.objectives import NextToken
+from trainer.objectives import NextToken, make_objective
 from trainer.ops.random import seed_key
 
 GUIDES = Path(__file__).parents[3] / "docs" / "guides"
@@ -162,3 +162,45 @@ def test_what_a_block_may_not_hold(combination, monkeypatch):
 def test_what_is_no_module_at_all():
     with pytest.raises(UserError, match="neither an nnx"):
         model_of("linen", "pathlib:Path")
+
+
+@functools.cache
+def with_modules(combination, block):
+    """The lowered loss and gradients of a model with two modules, its abstract result, parameters and axes."""
+    config = tiny_config(combination, decoder_block=block, mtp_num_layers=2, dropout_rate=0.5, remat_policy="full")
+    model = make_model(config)
+    params = copied(model.init(seed_key(0))[0])
+    objective = make_objective(config, model)
+
+    def loss(params, key):
+        sums = objective.sums(params, {}, packed_batch(config, 4), key, (Total,))
+        return sums.minimized["mtp_loss"].sum(), sums.sown
+
+    fn = jax.value_and_grad(loss, has_aux=True)
+    return jax.jit(fn).lower(params, seed_key(1)), jax.eval_shape(fn, params, seed_key(1)), params, model.param_axes
+
+
+@pytest.mark.parametrize("block", [LINEN, "sowing:Sowing"])
+def test_modules_of_multi_token_prediction_hold_it(monkeypatch, block):
+    monkeypatch.setitem(sys.modules, "sowing", SimpleNamespace(Sowing=Sowing))
+    lowered, shapes, params, axes = with_modules("linen", block)
+    for combination in LINEN_STACKS[:-1]:
+        other = with_modules(combination, block)
+        assert other[0].as_text() == lowered.as_text()
+        assert other[1] == shapes
+        assert_equal_bits(other[2], params)
+        assert other[3] == axes
+    own = axes["mtp_block"]["mtp_layer_2"]["mtp_2_transformer_layer"]
+    if block == LINEN:
+        assert own["c_attn"] == {"bias": (None,), "kernel": ("embed", "mlp")}
+    else:
+        assert shapes[0][1]["Total"]["mtp_block/mtp_layer_2/mtp_2_transformer_layer/outputs"].shape == ()
+    _, grads = lowered.compile({"xla_backend_optimization_level": 0})(params, seed_key(1))
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(grads["mtp_block"]))
+
+
+def test_modules_hold_the_nnx_block_that_takes_its_place(monkeypatch):
+    axes = [with_modules(combination, NNX)[3] for combination in ("nnx", "linen", "bridged_linen_decoder")]
+    assert axes[0] == axes[1] == axes[2]
+    texts = [with_modules(combination, NNX)[0].as_text() for combination in ("nnx", "linen", "bridged_linen_decoder")]
+    assert texts[0] == texts[1] == texts[2]

@@ -26,6 +26,7 @@ TINY = {
     "use_qk_norm": False,
     "attention_type": "global",
     "sliding_window_size": 0,
+    "mtp_num_layers": 0,
 }
 LLAMA2_7B = TINY | {
     "base_emb_dim": 4096,
@@ -175,3 +176,10 @@ def test_importing_it_loads_no_jax():
     subprocess.run(
         [sys.executable, "-c", "import trainer.models.flops, sys; assert 'jax' not in sys.modules"], check=True
     )
+
+
+def test_a_module_of_multi_token_prediction_is_a_block_a_projection_and_the_head_again():
+    one = tiny(mtp_num_layers=1)
+    assert parameter_count(one) - parameter_count(tiny()) == BLOCK + 8 + 8 + 2 * 8 * 8 + 3 * 8
+    products = 2 * (BLOCK + 2 * 8 * 8 + 8 * 11) + (2 * 2 * 6 * 4 * 16) / 2
+    assert forward_flops_per_token(one) - forward_flops_per_token(tiny()) == products

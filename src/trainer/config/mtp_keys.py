@@ -1,0 +1,22 @@
+"""Checks of the keys of multi-token prediction."""
+
+from typing import Any
+
+
+def _modules(config: Any) -> str | None:
+    longest = config.max_target_length - 1
+    if config.mtp_num_layers <= longest:
+        return None
+    return f"a module predicts from its own token on, so a row bears loss for at most {longest} modules"
+
+
+def _target(config: Any) -> str | None:
+    if config.mtp_eval_target_module <= config.mtp_num_layers:
+        return None
+    return "there is no such module: they are counted from 1 to mtp_num_layers; 0 evaluates none"
+
+
+MTP_CHECKS = (
+    (("mtp_num_layers", "max_target_length"), _modules),
+    (("mtp_eval_target_module", "mtp_num_layers"), _target),
+)

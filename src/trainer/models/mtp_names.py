@@ -1,0 +1,89 @@
+"""The parameters of multi-token prediction by name: their module, and their tensors in Hugging Face's layout.
+
+The layout is that of the published weights of DeepSeek-V3: module k lies behind the L layers as layer L + k - 1.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.models.families import hugging_face
+from trainer.models.huggingface import Layout
+from trainer.models.mtp import (
+    BLOCK,
+    EMBEDDING_NORM,
+    FINAL_NORM,
+    HIDDEN_NORM,
+    MTP,
+    PROJECTION,
+    depths,
+    last_block,
+    part_path,
+)
+
+MODULES = "mtp_num_layers"  # the key
+_MODULE = re.compile(rf"(?:.*/)?{MTP}/mtp_layer_([0-9]+)/")
+_PARTS = {
+    f"{EMBEDDING_NORM}/scale": Layout("enorm.weight"),
+    f"{HIDDEN_NORM}/scale": Layout("hnorm.weight"),
+    f"{PROJECTION}/kernel": Layout("eh_proj.weight", inputs=1),
+    f"{FINAL_NORM}/scale": Layout("shared_head.norm.weight"),
+}
+# Copies of the model's own table and head that published weights repeat in each module.
+_COPIES = {"embed_tokens.weight": "token_embedder/embedding", "shared_head.head.weight": "decoder/logits_dense/kernel"}
+
+
+def module_of(name: str) -> int:
+    """The module of the canonical parameter `name`; 0 for those of the model."""
+    found = _MODULE.match(name)
+    return int(found[1]) if found else 0
+
+
+def decoder_name(config: Any, name: str) -> str:
+    """The parameter of the last layer that the canonical `name`, in the block of a module, is like; else `name`."""
+    own = f"{part_path(module_of(name), BLOCK)}/"
+    return f"decoder/{last_block(config)[0]}/{name.removeprefix(own)}" if name.startswith(own) else name
+
+
+def is_final_norm(name: str) -> bool:
+    """Whether the canonical parameter `name` is that of the norm with which a module ends."""
+    return name == f"{part_path(module_of(name), FINAL_NORM)}/scale"
+
+
+def hugging_face_layouts(config: Any) -> Mapping[str, Layout]:
+    """The family's layouts, and those of the modules of `config`."""
+    layouts = dict(hugging_face(config.decoder_block).layouts)
+    below = f"decoder/{last_block(config)[0]}/"
+    block = {name.removeprefix(below): it for name, it in layouts.items() if name.startswith(below)}
+    for k in depths(config):
+        place = _layer(config, k)
+        layouts |= {part_path(k, part): it._replace(name=place + it.name) for part, it in _PARTS.items()}
+        number = config.base_num_decoder_layers + k - 1
+        own = part_path(k, BLOCK)
+        layouts |= {f"{own}/{part}": it._replace(name=it.name.format(number)) for part, it in block.items()}
+    return layouts
+
+
+def hugging_face_modules(layers: int, tensors: Mapping[str, Any]) -> int:
+    """How many modules there are among the tensors of a model of so many layers."""
+    count = 0
+    while f"model.layers.{layers + count}.eh_proj.weight" in tensors:
+        count += 1
+    return count
+
+
+def hugging_face_copies(config: Any) -> dict[str, str]:
+    """The tensors of the modules of `config` that may repeat one of the model, and the canonical name of that."""
+    copies = {_layer(config, k) + name: of for k in depths(config) for name, of in _COPIES.items()}
+    table = _COPIES["embed_tokens.weight"]
+    return dict.fromkeys(copies, table) if config.logits_via_embedding else copies
+
+
+def in_other_module(config: Any, tensor: str, modules: int) -> bool:
+    """Whether a tensor is of one of the `modules` in a checkpoint, but of none of `config`."""
+    own = config.mtp_num_layers
+    return any(tensor.startswith(_layer(config, k)) for k in range(own + 1, modules + 1))
+
+
+def _layer(config: Any, k: int) -> str:
+    return f"model.layers.{config.base_num_decoder_layers + k - 1}."

@@ -1,0 +1,100 @@
+"""Multi-token prediction: the loss of the next token, and of those after it (DeepSeek-V3, arXiv:2412.19437, 2.2).
+
+Module k predicts, at token t, token t + k + 1 from its own hidden states (`models.mtp`), with the model's head.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from trainer.layers.sown import MtpHidden, Sown
+from trainer.models.mtp import hidden_path
+from trainer.objectives.base import Batch, Field, Sums
+from trainer.objectives.forward import hidden_states
+from trainer.objectives.next_token import NextToken
+from trainer.ops.ahead import shift_left, still_inside
+
+
+@dataclass(frozen=True)
+class MultiToken:
+    """The terms of `next_token`, and each of them for `modules` modules: mtp_loss, mtp_z_loss, ... See `Objective`.
+
+    Such a term is `scale` times the mean over the modules of each module's mean over its own tokens. Its sums and its
+    weight are arrays [modules].
+
+    Attributes:
+      evaluated: the module whose acceptance rate evaluation reports; 0: none.
+    """
+
+    next_token: NextToken
+    modules: int
+    scale: float
+    evaluated: int = 0
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        """See `Objective.fields`."""
+        return self.next_token.fields
+
+    @property
+    def captures(self) -> tuple[type, ...]:
+        """See `Objective.captures`."""
+        return (MtpHidden,)
+
+    def weights(self, batch: Batch) -> dict[str, jax.Array]:
+        """See `Objective.weights`. A module without a token weighs 1: its sum is 0, and so is its part of the loss."""
+        own = self.next_token.weights(batch)
+        tokens = jnp.stack([jnp.sum(segment != 0, dtype=jnp.int32) for _, segment in self._targets(batch)])
+        tokens = jnp.maximum(tokens, 1)
+        return own | {_name(name): tokens for name in own}
+
+    def sums(self, params: Any, rest: Any, batch: Batch, key: jax.Array | None, capture: Any = ()) -> Sums:
+        """See `Objective.sums`."""
+        types = tuple(dict.fromkeys((*capture, *self.captures)))
+        hidden, sown = hidden_states(self.next_token.apply, params, rest, batch, key, types)
+        terms = functools.partial(self.next_token.terms, params, rest)
+        minimized = terms(hidden, batch["targets"], batch["targets_segmentation"])
+        modules = [terms(h, *target) for h, target in zip(self._hidden(sown), self._targets(batch), strict=True)]
+        share = self.scale / self.modules
+        minimized |= {_name(name): share * jnp.stack([module[name] for module in modules]) for name in modules[0]}
+        return Sums(minimized, {}, {kind.__name__: sown[kind.__name__] for kind in capture})
+
+    def evaluation(self, params: Any, rest: Any, batch: Batch) -> dict[str, jax.Array]:
+        """See `Objective.evaluation`. With `evaluated` = k also mtp_predicted, the tokens with a loss in module k, and
+        mtp_accepted, those of them where its most likely token is the one that the model predicts k tokens later."""
+        if not self.evaluated:
+            return self.next_token.evaluation(params, rest, batch)
+        hidden, sown = hidden_states(self.next_token.apply, params, rest, batch, None, self.captures)
+        greatest = functools.partial(self.next_token.token_terms, params, rest, best=True)
+        terms, own = greatest(hidden, batch["targets"])
+        best: Any = own.best
+        for _ in range(self.evaluated):
+            best = shift_left(best)
+        target, segment = list(self._targets(batch))[self.evaluated - 1]
+        bears_loss = segment != 0
+        _, found = greatest(self._hidden(sown)[self.evaluated - 1], target)
+        nats = jnp.where(batch["targets_segmentation"] != 0, terms["lm_loss"], 0)
+        return {
+            "nats": jnp.sum(nats),
+            "mtp_predicted": jnp.sum(bears_loss, dtype=jnp.int32),
+            "mtp_accepted": jnp.sum(bears_loss & (found.best == best), dtype=jnp.int32),
+        }
+
+    def _hidden(self, sown: Sown) -> list[jax.Array]:
+        # By name: a block may sow values of this type, too, and they are none of ours.
+        return [sown[MtpHidden.__name__][hidden_path(k)] for k in range(1, self.modules + 1)]
+
+    def _targets(self, batch: Batch) -> Iterator[tuple[jax.Array, jax.Array]]:
+        """For each module the target of each token, and its segment, 0 where there is none: [b, t]."""
+        inside, target, segment = batch["inputs_segmentation"], batch["targets"], batch["targets_segmentation"]
+        for _ in range(self.modules):
+            inside, target, segment = still_inside(inside), shift_left(target), shift_left(segment)
+            yield target, jnp.where(inside != 0, segment, 0)
+
+
+def _name(term: str) -> str:
+    return "mtp_loss" if term == "lm_loss" else f"mtp_{term}"

@@ -1,0 +1,68 @@
+"""Multi-token prediction in whole runs: saved and resumed under another combination, sampled from, compared."""
+
+import json
+
+from parity_cases import run as parity
+from run_cases import RUN, arrays_of, rows_of, train
+from support import ALL_COMBINATIONS
+
+from trainer.linen import mtp
+from trainer.ops.ahead import shift_left
+
+KEYS = {
+    "steps": 6,
+    "learning_rate_schedule_steps": 6,
+    "checkpoint_period": 3,
+    "eval_interval": 3,
+    "eval_steps": 1,
+    "mtp_num_layers": 2,
+    "mtp_eval_target_module": 2,
+    "attention_dropout_rate": 0.1,
+}
+
+
+def test_a_run_goes_on_under_another_combination(tmp_path):
+    for folder in ("whole", "parts"):
+        (tmp_path / folder).mkdir()
+    code, output = train(tmp_path / "whole", **KEYS, record_internal_nn_metrics=1)
+    assert code == 0, output
+    code, output = train(tmp_path / "parts", **KEYS | {"steps": 3})
+    assert code == 0, output
+    last = ALL_COMBINATIONS[-1]
+    code, output = train(
+        tmp_path / "parts", "run_name=run-0001", combination=last, **KEYS, record_internal_nn_metrics=1
+    )
+    assert code == 0, output
+    whole, parts = (tmp_path / folder / RUN for folder in ("whole", "parts"))
+    steps, evaluations = ([row for row in rows_of(parts) if (name in row)] for name in ("loss", "eval_loss"))
+    assert [row["step"] for row in steps] == list(range(6))
+    expected = [row for row in rows_of(whole) if "loss" in row]
+    assert steps[3:] == expected[3:]
+    assert all(row["loss"] > row["lm_loss"] and row["mtp_loss"] > 0 for row in steps)
+    assert 0 <= evaluations[-1]["eval_mtp_acceptance_rate"] <= 1
+    block = "mtp_block/mtp_layer_1/mtp_1_transformer_layer/output_mean"
+    assert isinstance(steps[-1][block], float)
+    left, right = (arrays_of(run / "checkpoints/6") for run in (whole, parts))
+    assert left.keys() == right.keys()
+    assert all(array.tobytes() == right[name].tobytes() for name, array in left.items())
+    code, output = train(
+        tmp_path / "parts", "run_name=run-0001", **KEYS | {"mtp_num_layers": 1, "mtp_eval_target_module": 0}
+    )
+    assert code == 2
+    assert "mtp_num_layers: 2 -> 1" in output
+
+
+def test_parity_names_a_wrong_shift_in_a_module(capsys, monkeypatch):
+    run_mtp = mtp.run_mtp
+
+    def wrong(config, part, run_block, x, *args):
+        return run_mtp(config, part, run_block, shift_left(x), *args)
+
+    monkeypatch.setattr(mtp, "run_mtp", wrong)
+    words = ("left=nnx", "right=bridged,linen", "--json")
+    code, out, _ = parity(capsys, *words, only_forward=True, mtp_num_layers=2)
+    right, faulty = json.loads(out)["comparisons"]
+    assert (code, right["bits"]) == (1, True)
+    assert faulty["first"] == "activations: mtp_block/mtp_layer_1/mtp_1_projection"
+    equal = {it["name"] for it in faulty["quantities"]["activations"]["arrays"] if it["bits"]}
+    assert {"embedding", "final_norm", "logits"} <= equal
