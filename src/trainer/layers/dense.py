@@ -78,7 +78,7 @@ class Embed(nnx.Module):
 
     def __call__(self, id_bt: jax.Array) -> jax.Array:
         """The rows of the table for `id_bt`: [b, t, e]."""
-        return sharding.take(self.embedding[...], id_bt, RESIDUAL, self.dtype)
+        return sharding.take(self.embedding[...], id_bt, RESIDUAL, self.dtype, TABLE)
 
     def attend(self, x_bte: jax.Array) -> jax.Array:
         """Logits [b, t, v]: products of `x_bte` with every row of the table."""

@@ -7,6 +7,7 @@ over the mesh axes that are not manual there.
 import contextlib
 import contextvars
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -128,37 +129,93 @@ _settled.defvjp(_settled_forward, _settled_backward)
 
 
 def take(
-    table: jax.Array, ids: jax.Array, out_names: Sequence[str | None], dtype: jnp.dtype | None = None
+    table: jax.Array,
+    ids: jax.Array,
+    out_names: Sequence[str | None],
+    dtype: jnp.dtype | None = None,
+    names: Sequence[str | None] | None = None,
 ) -> jax.Array:
     """Rows `ids` (any shape, int) of `table` [rows, ...] in `dtype` (None: the table's), sharded by `out_names`.
 
     The gradient of a row is summed over its occurrences in float32: a bfloat16 sum over the thousands of occurrences of
     a frequent token would stop growing at 256 times one term. Differentiable in reverse mode only.
+
+    `names`: the logical names of the table's axes. With them, TPUs that each hold the whole table sum in a way that
+    takes one table's memory instead of two (`_summed_by_device`).
     """
-    return constrain(_rows(table, ids, table.dtype if dtype is None else dtype), out_names)
+    dtype = table.dtype if dtype is None else dtype
+    where = None if names is None else (tuple(names), tuple(out_names))
+    return constrain(_rows(table, ids, dtype, where), out_names)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _rows(table: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
+_Where = tuple[tuple[str | None, ...], tuple[str | None, ...]] | None  # the names of the table, of the rows taken
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _rows(table: jax.Array, ids: jax.Array, dtype: jnp.dtype, where: _Where) -> jax.Array:
     # A cast after the lookup would also sum in float32, but devices would exchange float32 rows.
     return table.astype(dtype)[ids]
 
 
-def _rows_forward(table: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> Any:
-    return _rows(table, ids, dtype), (table, ids)
+def _rows_forward(table: jax.Array, ids: jax.Array, dtype: jnp.dtype, where: _Where) -> Any:
+    return _rows(table, ids, dtype, where), (table, ids)
 
 
-def _rows_backward(dtype: jnp.dtype, kept: Any, cotangent: jax.Array) -> Any:
+def _rows_backward(dtype: jnp.dtype, where: _Where, kept: Any, cotangent: jax.Array) -> Any:
     table, ids = kept  # only the shape and dtype of the table are used
     # The compiler sorts the ids for this sum. The barrier prevents it from sorting them before the backward pass and
     # keeping them through it.
     ids, cotangent = jax.lax.optimization_barrier((ids, cotangent))
-    gradient = jnp.zeros(table.shape, jnp.float32).at[ids].add(cotangent.astype(jnp.float32))
+    if where is not None and on_tpu() and _only_rows_are_split(*where, ids.ndim):
+        gradient = _summed_by_device(table.shape, ids, cotangent, *where)
+    else:
+        gradient = _sum(table.shape, ids, cotangent)
     # Otherwise the compiler starts this sum from the gradient of a tied head, which it all-gathers for that.
     return jax.lax.optimization_barrier(gradient).astype(table.dtype), None
 
 
 _rows.defvjp(_rows_forward, _rows_backward)
+
+
+def _sum(shape: Sequence[int], ids: jax.Array, rows: jax.Array, ordered: bool = False) -> jax.Array:
+    """A float32 array of `shape`: at each index the sum of `rows` whose id it is."""
+    return jnp.zeros(shape, jnp.float32).at[ids].add(rows.astype(jnp.float32), indices_are_sorted=ordered)
+
+
+def _only_rows_are_split(names: Sequence[str | None], out_names: Sequence[str | None], ndim: int) -> bool:
+    """Whether the ids, which have `ndim` axes, are spread over devices that each hold the whole table."""
+    current = _current.get()
+    if current is None or jax.sharding.get_abstract_mesh().manual_axes:
+        return False
+    mesh, rules = current
+
+    def parts(names: Sequence[str | None]) -> int:
+        return math.prod(mesh.shape[axis] for found in spec(names, rules) for axis in axes_of(found))
+
+    return parts(out_names[:ndim]) > 1 == parts(names) == parts(out_names[ndim:])
+
+
+def _summed_by_device(
+    shape: Sequence[int],
+    ids: jax.Array,
+    rows: jax.Array,
+    names: Sequence[str | None],
+    out_names: Sequence[str | None],
+) -> jax.Array:
+    """`_sum` where `_only_rows_are_split`: each device sums its rows in the order of their ids, then devices add.
+
+    libtpu reduces a sum over ordered ids in place. With ids in any order it sums by another kernel, whose result it
+    reduces into a second array of the table's size in float32.
+    """
+    of_ids = Axes(out_names[: ids.ndim])
+
+    def on_device(ids: jax.Array, rows: jax.Array) -> jax.Array:
+        ids, rows = ids.reshape(-1), rows.reshape(-1, *shape[1:])
+        order = jnp.argsort(ids)
+        axes = [axis for name in of_ids if name is not None for axis in mesh_axes(name)]
+        return jax.lax.psum(_sum(shape, ids[order], rows[order], ordered=True), axes)
+
+    return shard_mapped(on_device, (of_ids, Axes(out_names)), Axes(names), check=False)(ids, rows)
 
 
 def shard_mapped(

@@ -191,7 +191,7 @@ def test_what_is_wrong_within_slices_and_over_them_is_told_at_once():
             "self_attention/query/kernel [layers 2, embed 192, q_heads 6, kv 32]; nearest: 4",
         ),
         (
-            "logical_axis_rules=[[activation_length,tensor],[activation_heads,[]],[activation_kv_heads,[]],"
+            "logical_axis_rules=[[activation_length,tensor],[activation_embed,[]],[activation_heads,[]],[activation_kv_heads,[]],"
             "[activation_mlp,[]],[activation_vocab,[]],[kv_heads,[]]] "
             "ici_fsdp_parallelism=1 ici_tensor_parallelism=2 max_target_length=127",
             2,
@@ -246,7 +246,7 @@ def test_all_mistakes_of_the_stage_are_told_at_once():
         ("per_device_batch_size=2 gradient_accumulation_steps=4 eval_per_device_batch_size=3", 8, (16, 64, 24)),
         ("per_device_batch_size=0.5 ici_fsdp_parallelism=4 ici_tensor_parallelism=2 base_num_kv_heads=6", 8, (4, 4, 4)),
         ("per_device_batch_size=0.1 ici_fsdp_parallelism=1 ici_tensor_parallelism=30 base_num_query_heads=30 "
-         "base_num_kv_heads=30 base_mlp_dim=30 vocab_size=30", 30, (3, 3, 3)),
+         "base_num_kv_heads=30 base_mlp_dim=30 vocab_size=30 base_emb_dim=30", 30, (3, 3, 3)),
     ],
 )  # fmt: skip
 def test_rows_of_a_batch(words, devices, rows):

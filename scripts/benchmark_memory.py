@@ -1,0 +1,186 @@
+"""Memory of compiled steps beside MaxText's: the tables of docs/benchmarks/ahead-of-time.md.
+
+    python scripts/benchmark_memory.py --out memory.jsonl --maxtext DIR    # DIR/env: environment, DIR/src: sources
+    python scripts/benchmark_memory.py --out memory.jsonl --only "tensor 4" --set "logical_axis_rules=[[norm,[fsdp]]]"
+    python scripts/benchmark_memory.py --table memory.jsonl
+
+Each case is a process of its own, one at a time; it needs libtpu, and one to two minutes on two idle cores. A figure
+that the file has is not measured again: MaxText's count once, this project's once for each commit and setting.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+SETTINGS = "dataset_type=synthetic max_target_length=2048 remat_policy=full attention=flash"
+# model, topology, slices, mesh, rows per device
+CASES = {
+    "tensor": (
+        ("llama3.1-8b", "v5e-64", 1, "fsdp 16, tensor 4", 1),
+        ("mistral-7b", "v5p-16", 1, "fsdp 4, tensor 2", 2),
+        ("llama2-7b", "v5e-16", 1, "fsdp 4, tensor 4", 1),
+        ("qwen3-0.6b", "v5e-16", 1, "fsdp 8, tensor 2", 4),
+        ("qwen3-8b", "v6e-16", 1, "fsdp 2, tensor 8", 1),
+        ("llama2-13b", "v5p-32", 1, "fsdp 4, tensor 4", 2),
+    ),
+    "data": (("qwen3-0.6b", "v5e-16", 1, "data 16", 1),),
+    "fsdp": (
+        ("llama2-7b", "v5e-16", 1, "fsdp 16", 1),
+        ("llama2-7b", "v5e-256", 1, "fsdp 256", 4),
+        ("llama3.1-70b", "v5p-256", 1, "fsdp 128", 1),
+        ("qwen3-8b", "v6e-16", 1, "fsdp 16", 2),
+        ("mistral-7b", "v5e-16", 1, "fsdp 16", 1),
+        ("llama2-13b", "v5e-16", 2, "dcn_data 2, fsdp 16", 1),
+    ),
+}
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+
+
+def keys(case: tuple[Any, ...]) -> list[str]:
+    """The command line of a case, the same for both programs."""
+    model, topology, slices, mesh, rows = case
+    sizes = {"ici_fsdp": "1"} | {
+        axis if axis.startswith("dcn_") else f"ici_{axis}": size for axis, size in map(str.split, mesh.split(", "))
+    }
+    return [
+        f"model_name={model}",
+        f"compile_topology={topology}",
+        f"compile_topology_num_slices={slices}",
+        *(f"{axis}_parallelism={size}" for axis, size in sizes.items()),
+        f"per_device_batch_size={rows}",
+        # A mesh of several axes may need it on a small torus.
+        *(["allow_split_physical_axes=true"] if "tensor" in mesh else []),
+        *SETTINGS.split(),
+    ]
+
+
+def trainer(arguments: list[str]) -> dict[str, Any]:
+    """Bytes and FLOPs of this project's step."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "report.json"
+        command = [sys.executable, "-m", "trainer.train_compile", "base.yml", f"compile_report_file={file}", *arguments]
+        run(command, ROOT, {"PYTHONPATH": str(ROOT / "src")})
+        report = json.loads(file.read_text())
+    names = ("temp_bytes", "argument_bytes", "flops", "bytes_accessed", "rolled_flops", "rolled_bytes_accessed")
+    return {name: report[name] for name in names} | {
+        "sent_bytes": sum(collective["bytes"] for collective in report["collectives"]),
+        "serial_seconds": report["estimate"]["serial_seconds"],
+    }
+
+
+def maxtext(folder: Path, arguments: list[str]) -> dict[str, Any]:
+    """Bytes and FLOPs of MaxText's step, from what its train_compile prints."""
+    module = [
+        "-m",
+        "maxtext.trainers.pre_train.train_compile",
+        "maxtext/configs/base.yml",
+        "enable_checkpointing=false",
+    ]
+    said = run([str(folder / "env/bin/python"), *module, "run_name=memory", *arguments], folder / "src", {})
+    sizes = {name: int(size) for name, size in re.findall(r"(\w+)_size_in_bytes=(\d+)", said)}
+    costs = {name: float(value) for name, value in re.findall(r"'(flops|bytes accessed)': ([\d.e+]+)", said)}
+    return {
+        "temp_bytes": sizes["temp"],
+        "argument_bytes": sizes["argument"],
+        "rolled_flops": costs["flops"],
+        "rolled_bytes_accessed": costs["bytes accessed"],
+    }
+
+
+def run(command: list[str], folder: Path, variables: dict[str, str]) -> str:
+    """The output of a command that must succeed."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment | ENVIRONMENT | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}")
+    return done.stdout
+
+
+def measure(out: Path, folder: Path | None, only: str, settings: list[str]) -> None:
+    """Append to `out` what it lacks of the cases whose name contains `only`."""
+    commit = run(["git", "describe", "--always", "--dirty"], ROOT, {}).strip()
+    have = [{**line, "figures": None} for line in read(out)]
+    for case in (case for cases in CASES.values() for case in cases):
+        if only not in name_of(case):
+            continue
+        mine = {"program": "trainer", "case": name_of(case), "commit": commit, "settings": settings, "figures": None}
+        its = {"program": "maxtext", "case": name_of(case), "figures": None}
+        if mine not in have:
+            write(out, mine | {"figures": trainer([*keys(case), *settings])})
+        if folder is not None and its not in have:
+            write(out, its | {"figures": maxtext(folder, keys(case))})
+
+
+def name_of(case: tuple[Any, ...]) -> str:
+    """A case in words."""
+    model, topology, slices, mesh, rows = case
+    return f"{model}, {f'{slices} x ' if slices > 1 else ''}{topology}, {mesh}, {rows} row{'s' if rows > 1 else ''}"
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """The lines of a file of figures; none if it does not exist."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def write(file: Path, line: dict[str, Any]) -> None:
+    """Append a line of figures."""
+    with file.open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(line) + "\n")
+
+
+def table(lines: list[dict[str, Any]]) -> None:
+    """Print a row for each of this project's figures, with MaxText's where the file has them."""
+    theirs = {line["case"]: line["figures"] for line in lines if line["program"] == "maxtext"}
+    print("| | MaxText | trainer | | rolled FLOPs | GB accessed | GB sent | estimate, s | commit, settings |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for line in (line for line in lines if line["program"] == "trainer"):
+        it, its = line["figures"], theirs.get(line["case"])
+        of_theirs = (
+            [f"{its['temp_bytes'] / 1e9:.3f}", f"{it['temp_bytes'] / its['temp_bytes']:.0%}"] if its else ["", ""]
+        )
+        cells = [
+            line["case"],
+            of_theirs[0],
+            f"{it['temp_bytes'] / 1e9:.3f}",
+            of_theirs[1],
+            f"{it['rolled_flops']:.2e}" + (f" ({its['rolled_flops']:.2e})" if its else ""),
+            f"{it['bytes_accessed'] / 1e9:.0f}",
+            f"{it['sent_bytes'] / 1e9:.1f}",
+            f"{it['serial_seconds']:.2f}",
+            " ".join([line["commit"], *line["settings"]]),
+        ]
+        print(f"| {' | '.join(cells)} |")
+
+
+def main() -> None:
+    """Measure, or print the table of what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="file of figures, to append to")
+    parser.add_argument("--maxtext", type=Path, help="folder of MaxText; without it only this project is measured")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--set", action="append", default=[], help="a setting of this project besides, key=value")
+    parser.add_argument("--table", type=Path, help="file of figures to print")
+    given = parser.parse_args()
+    if given.out:
+        measure(given.out, given.maxtext, given.only, given.set)
+    if given.table or given.out:
+        table(read(given.table or given.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""The gradient of a table that each device holds whole: exact sums, and one array of its size."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from trainer.aot import dump
+from trainer.aot.topologies import devices_of
+from trainer.config.topologies import find_topology
+from trainer.sharding import on_mesh, take
+
+RULES = {"batch": ("data",), "length": (), "width": ("tensor",), "embed": (), "vocab": ("tensor",)}
+TABLE, ROWS = ("vocab", "embed"), ("batch", "length", "embed")
+
+
+def make_mesh(devices, data, tensor=1):
+    return Mesh(np.array(devices).reshape(data, tensor), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+
+def gradient(table, ids, rows, names=TABLE, out_names=ROWS):
+    return jax.grad(lambda table: jnp.sum(take(table, ids, out_names, jnp.bfloat16, names) * rows))(table)
+
+
+def program(mesh, **how):
+    shapes = (64, 8), (8, 32), (8, 32, 8)
+    args = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, (float, int, jnp.bfloat16), strict=True)]
+    with on_mesh(mesh, RULES):
+        return str(jax.make_jaxpr(lambda *args: gradient(*args, **how))(*args))
+
+
+def test_each_device_sums_in_order_and_the_sums_are_the_same(monkeypatch):
+    monkeypatch.setattr("trainer.sharding.context.on_tpu", lambda: True)
+    rng = np.random.default_rng(0)
+    ids = jnp.asarray(rng.integers(0, 64, (8, 32)))
+    rows = jnp.asarray(rng.integers(-9, 9, (8, 32, 8)), jnp.bfloat16)  # whole numbers: any order gives the same sums
+    table = jnp.ones((64, 8))
+    mesh = make_mesh(jax.devices(), 8)
+    with on_mesh(mesh, RULES):
+        found = jax.jit(lambda *args: gradient(*args))(table, ids, rows)
+    expected = np.zeros((64, 8), np.float32)
+    np.add.at(expected, np.asarray(ids), np.asarray(rows, np.float32))
+    np.testing.assert_array_equal(found, expected)
+    assert found.dtype == jnp.float32
+    assert "indices_are_sorted=True" in program(mesh)
+
+
+def test_only_where_devices_hold_the_whole_table(monkeypatch):
+    data, both = make_mesh(jax.devices(), 8), make_mesh(jax.devices(), 4, 2)
+    assert "sort[" not in program(data)  # not a TPU
+    monkeypatch.setattr("trainer.sharding.context.on_tpu", lambda: True)
+    assert "sort[" in program(data)
+    assert "sort[" not in program(both)  # the table is split
+    assert "sort[" not in program(make_mesh(jax.devices()[:1], 1))  # nothing to reduce
+    assert "sort[" not in program(data, names=None)
+    replicated = {"names": ("length", "length"), "out_names": ("batch", "length", "width")}
+    assert "sort[" in program(data, **replicated)
+    assert "sort[" not in program(both, **replicated)  # the rows are split
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="there is no libtpu but for Linux on x86-64")
+def test_a_tpu_holds_one_gradient_of_a_table():
+    mesh = make_mesh(devices_of(find_topology("v5e-4")), 4)
+    whole, split = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
+    shapes = ((32768, 1024), jnp.float32, whole), ((4, 2048), jnp.int32, split), ((4, 2048, 1024), jnp.bfloat16, split)
+    args = [jax.ShapeDtypeStruct(shape, dtype, sharding=at) for shape, dtype, at in shapes]
+
+    def update(table, ids, rows):
+        return table - 0.5 * gradient(table, ids, rows)
+
+    with on_mesh(mesh, RULES), dump.uncached():  # a program of a TPU that is not here cannot be read back
+        compiled = jax.jit(update, donate_argnums=0).lower(*args).compile()
+    size = 32768 * 1024 * 4
+    assert size <= compiled.memory_analysis().temp_size_in_bytes < 1.02 * size
