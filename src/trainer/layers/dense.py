@@ -50,7 +50,10 @@ class Dense(nnx.Module):
         """x [..., *in_shape] -> [..., *out_shape], its axes called `out_names`."""
         kernel = self.kernel[...]
         if self.settled_names is not None:
-            x, kernel = sharding.settle_gradient(x, kernel.astype(self.dtype), self.settled_names)
+            outputs = self.settled_names[self.inputs :]
+            gathered, rows = (*[None] * self.inputs, *outputs), out_names[: -len(outputs)]
+            kernel = kernel.astype(self.dtype)
+            x, kernel = sharding.settle_gradient(x, kernel, self.settled_names, gathered, rows)
         return sharding.constrain(self.product(x.astype(self.dtype), self.inputs, kernel), out_names)
 
 
@@ -82,5 +85,6 @@ class Embed(nnx.Module):
 
     def attend(self, x_bte: jax.Array) -> jax.Array:
         """Logits [b, t, v]: products of `x_bte` with every row of the table."""
-        x_bte, table = sharding.settle_gradient(x_bte, self.embedding[...].astype(self.dtype), TABLE)
+        table = self.embedding[...].astype(self.dtype)
+        x_bte, table = sharding.settle_gradient(x_bte, table, TABLE, (TABLE[0], None), ROWS)
         return sharding.constrain(self.product(x_bte.astype(self.dtype), 1, table.T), (*ROWS, "activation_vocab"))

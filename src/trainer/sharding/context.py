@@ -97,31 +97,58 @@ def _sharding(names: Sequence[str | None], shape: Sequence[int]) -> NamedShardin
     return named_sharding(inside, names, shape, free)
 
 
-def settle_gradient(x: jax.Array, matrix: jax.Array, names: Sequence[str | None]) -> tuple[jax.Array, jax.Array]:
+def settle_gradient(
+    x: jax.Array,
+    matrix: jax.Array,
+    names: Sequence[str | None],
+    gathered: Sequence[str | None] | None = None,
+    rows: Sequence[str | None] = (),
+) -> tuple[jax.Array, jax.Array]:
     """`x` and `matrix`, unchanged, for their product. In the backward pass the gradient of `matrix`, whose axes are
     called `names`, is reduced over devices and sharded as the matrix before the gradient of `x` is used.
 
     For a large matrix at the end of a model: otherwise the compiler reduces its gradient late, together with others,
     and keeps the unreduced gradient through the backward pass of all layers. Inside of `shard_mapped`, where a device
     computes its own part of the gradient, this does nothing.
+
+    `gathered`: the names of the axes of the matrix in the product, None for those that multiply x; `rows`: those of all
+    axes of x but the last. With them, TPUs that each have more rows than these axes are long gather the matrix before
+    the product and reduce its gradient after it. libtpu else turns the product into a ring, which passes over the
+    result, then larger than the matrix, once for each device, and holds it twice.
     """
     at = _sharding(names, matrix.shape)
     if at is None or jax.sharding.get_abstract_mesh().manual_axes:
         return x, matrix
-    return _settled(x, matrix, at)
+    if gathered is None or not on_tpu() or x.size // x.shape[-1] // _parts(rows) <= x.shape[-1]:
+        return _settled(x, matrix, at, at)
+    inside = _sharding(gathered, matrix.shape)
+    assert inside is not None
+    return _settled(x, matrix, at, inside)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _settled(x: jax.Array, matrix: jax.Array, at: NamedSharding) -> tuple[jax.Array, jax.Array]:
-    return x, matrix
+def _parts(names: Sequence[str | None]) -> int:
+    """Over how many devices an array whose axes are called `names` is spread."""
+    current = _current.get()
+    assert current is not None
+    mesh, rules = current
+    return math.prod(mesh.shape[axis] for found in spec(names, rules) for axis in axes_of(found))
 
 
-def _settled_forward(x: jax.Array, matrix: jax.Array, at: NamedSharding) -> Any:
-    return (x, matrix), None
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _settled(x: jax.Array, matrix: jax.Array, at: NamedSharding, inside: NamedSharding) -> tuple[jax.Array, jax.Array]:
+    return x, matrix if inside == at else jax.lax.with_sharding_constraint(matrix, inside)
 
 
-def _settled_backward(at: NamedSharding, _: None, cotangents: tuple[jax.Array, jax.Array]) -> Any:
+def _settled_forward(x: jax.Array, matrix: jax.Array, at: NamedSharding, inside: NamedSharding) -> Any:
+    return _settled(x, matrix, at, inside), None
+
+
+def _settled_backward(
+    at: NamedSharding, inside: NamedSharding, _: None, cotangents: tuple[jax.Array, jax.Array]
+) -> Any:
     x_bar, matrix_bar = cotangents
+    if inside != at:
+        matrix_bar = jax.lax.with_sharding_constraint(matrix_bar, inside)
     return jax.lax.optimization_barrier((x_bar, jax.lax.with_sharding_constraint(matrix_bar, at)))
 
 
@@ -184,15 +211,9 @@ def _sum(shape: Sequence[int], ids: jax.Array, rows: jax.Array, ordered: bool = 
 
 def _only_rows_are_split(names: Sequence[str | None], out_names: Sequence[str | None], ndim: int) -> bool:
     """Whether the ids, which have `ndim` axes, are spread over devices that each hold the whole table."""
-    current = _current.get()
-    if current is None or jax.sharding.get_abstract_mesh().manual_axes:
+    if _current.get() is None or jax.sharding.get_abstract_mesh().manual_axes:
         return False
-    mesh, rules = current
-
-    def parts(names: Sequence[str | None]) -> int:
-        return math.prod(mesh.shape[axis] for found in spec(names, rules) for axis in axes_of(found))
-
-    return parts(out_names[:ndim]) > 1 == parts(names) == parts(out_names[ndim:])
+    return _parts(out_names[:ndim]) > 1 == _parts(names) == _parts(out_names[ndim:])
 
 
 def _summed_by_device(

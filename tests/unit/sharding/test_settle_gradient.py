@@ -54,6 +54,31 @@ def test_inside_of_shard_mapped_it_does_nothing():
         assert "optimization_barrier" not in str(jax.make_jaxpr(mapped)(jnp.ones((16, 8)), jnp.ones((8, 4))))
 
 
+def test_a_tpu_with_more_rows_than_a_matrix_gathers_it_once(monkeypatch):
+    """libtpu else holds the product twice."""
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
+
+    def program(rows):
+        def loss(x, matrix):
+            x, matrix = settle_gradient(x, matrix, ("embed", "vocab"), (None, "vocab"), ("batch",))
+            return jnp.sum((x @ matrix) ** 2)
+
+        x, matrix = jnp.ones((rows, 8)), jnp.arange(32.0).reshape(8, 4)
+        with on_mesh(mesh, RULES):
+            fn = jax.jit(jax.grad(loss, argnums=(0, 1)))
+            return fn(x, matrix), str(jax.make_jaxpr(fn)(x, matrix)).count("sharding_constraint[")
+
+    expected, plain = program(128)
+    assert plain == 1  # not a TPU
+    monkeypatch.setattr("trainer.sharding.context.on_tpu", lambda: True)
+    assert program(64)[1] == 1  # eight rows on a device
+    found, count = program(128)
+    assert count == 3  # the matrix, its gradient whole, its gradient as it is stored
+    for a, b in zip(expected, found, strict=True):
+        np.testing.assert_array_equal(b, a)
+    assert found[1].sharding.is_equivalent_to(expected[1].sharding, 2)
+
+
 def test_its_names_obey_the_rules():
     with (
         on_mesh(jax.make_mesh((8,), ("data",), (AxisType.Auto,)), RULES),
