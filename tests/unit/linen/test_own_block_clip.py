@@ -49,16 +49,20 @@ class Stating(Silent):
         return {"qk": jnp.sqrt(jnp.tile(jnp.repeat(eta_h, self.config.head_dim), 2))}
 
 
-@pytest.mark.parametrize("scan_layers", [True, False])
-def test_its_heads_come_down_to_the_threshold(scan_layers, monkeypatch):
+@pytest.mark.parametrize(("scan_layers", "mtp_num_layers"), [(True, 0), (False, 1)])
+def test_its_heads_come_down_to_the_threshold(scan_layers, mtp_num_layers, monkeypatch):
     monkeypatch.setitem(sys.modules, "own", SimpleNamespace(Block=Stating))
-    run = build(load(arguments("linen", **KEYS, scan_layers=scan_layers)).config, jax.devices()[:1])
+    run = build(
+        load(arguments("linen", **KEYS, scan_layers=scan_layers, mtp_num_layers=mtp_num_layers)).config,
+        jax.devices()[:1],
+    )
     step = run.step.lower(*run.abstract_args()).compile({"xla_backend_optimization_level": 0})
     batch = packed_batch(run.config, run.rows)
     state, first = step(run.init(), place(batch, run.batch_shardings))
-    state, _ = step(state, place(batch, run.batch_shardings))
+    for _ in range(1 + mtp_num_layers):
+        state, _ = step(state, place(batch, run.batch_shardings))
     _, last = step(state, place(batch, run.batch_shardings))
-    assert first["clipped_heads"] == 8
+    assert first["clipped_heads"] == 4 * (2 + mtp_num_layers)
     assert first["max_logit"] > 1
     np.testing.assert_allclose(last["max_logit"], 0.01, rtol=1e-3)
 
