@@ -315,9 +315,3 @@ def test_several_stacks_and_patterns_are_found_by_their_own_paths():
         found = clipped_layers(config)
     assert {path: layer.heads for path, layer in found.items()} == {"decoder/layers/layers_0/self_attention": HEADS}
     assert at(make_model(config).param_axes, ("decoder", "layers", "layers_0", "self_attention", "query"))
-
-
-def test_modules_of_multi_token_prediction_are_clipped():
-    run, _, _, metrics = steps_of("nnx", count=1, mtp_num_layers=1, qk_clip_threshold=1e-3)
-    assert metrics[0]["clipped_heads"] == (LAYERS + 1) * HEADS
-    assert "mtp_block" in run.model.param_axes
