@@ -30,8 +30,8 @@ def choose_tiles(values: dict[str, Any]) -> list[str]:
 
 
 def worthwhile_tiles(config: Any) -> int:
-    """The fewest tiles whose logits and their gradient take at most half of what the head's waiting gradient takes, if
-    they save more than all of it; else 1. With more than four times as many, products would be too small.
+    """The fewest tiles whose logits take at most half of what the head's waiting gradient takes, if they save more than
+    all of it; else 1. With more than four times as many, products would be too small.
 
     Args:
       config: with a mesh and batch sizes that fit each other.
@@ -43,8 +43,8 @@ def worthwhile_tiles(config: Any) -> int:
 
 
 def tile_bytes(config: Any) -> tuple[int, int]:
-    """Bytes per device of logits and their gradient of a whole microbatch, and of the head's float32 gradient, which
-    tiles add: devices sum it over their tiles before they reduce it."""
+    """Bytes per device of the logits of a whole microbatch, and of the head's float32 gradient, which tiles add: a
+    device sums it over its tiles. A TPU writes the gradient of the logits over them; others may need both."""
     rules, mesh = make_rules(config["logical_axis_rules"]), mesh_axes(config)
     tokens = next(iter(_tokens_per_device(config).values()))
     over_tokens = {axis for name in _TOKENS for axis in rules[name]}
@@ -52,7 +52,7 @@ def tile_bytes(config: Any) -> tuple[int, int]:
     def parts(axes: Iterable[str]) -> int:
         return math.prod(mesh[axis] for axis in axes)
 
-    logits = 2 * tokens * config["vocab_size"] // parts(rules["activation_vocab"]) * _BYTES[config["dtype"]]
+    logits = tokens * config["vocab_size"] // parts(rules["activation_vocab"]) * _BYTES[config["dtype"]]
     entries = config["vocab_size"] * config["base_emb_dim"]
     return logits, entries // parts({*rules["vocab"], *rules["embed"]} - over_tokens) * _SUM_BYTES
 
@@ -64,12 +64,12 @@ def chosen(asked: Any, config: Any) -> list[str]:
     tiles, (logits, waiting) = config[KEY], tile_bytes(config)
     if tiles == 1:
         return [
-            f"{KEY}={AUTOMATIC}: 1, no tiles: logits and their gradient take {_size(logits)} per device, and no number "
+            f"{KEY}={AUTOMATIC}: 1, no tiles: logits take {_size(logits)} per device, and no number "
             f"of tiles saves more than the {_size(waiting)} that the head's gradient would add"
         ]
     tokens = next(iter(_tokens_per_device(config).values())) // tiles
     return [
-        f"{KEY}={AUTOMATIC}: {tiles} tiles of {tokens:,} tokens per device: logits and their gradient take "
+        f"{KEY}={AUTOMATIC}: {tiles} tiles of {tokens:,} tokens per device: logits take "
         f"{_size(logits // tiles)} instead of {_size(logits)}, and the head's gradient {_size(waiting)}"
     ]
 

@@ -27,7 +27,7 @@ def test_the_cheapest_come_first():
     assert settings(config, on_eight) == [
         "scan_layers=true",
         "attention=flash",
-        "num_vocab_tiling=16",
+        "num_vocab_tiling=8",
         "remat_policy=minimal_with_context",
         "remat_policy=save_dot_with_context_except_mlp",
         "remat_policy=full",
@@ -59,7 +59,7 @@ def test_a_custom_policy_is_read():
 
 def test_tiles_of_the_loss_where_they_are_worth_their_gradient():
     for keys, suggested in (({}, True), ({"num_vocab_tiling": 2}, False)):
-        assert ("num_vocab_tiling=16" in settings(tiny_config("nnx", **keys))) == suggested
+        assert ("num_vocab_tiling=8" in settings(tiny_config("nnx", **keys))) == suggested
     assert not [it for it in settings(tiny_config("nnx", base_emb_dim=128)) if "num_vocab_tiling" in it]
 
 

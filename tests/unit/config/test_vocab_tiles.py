@@ -70,14 +70,14 @@ def test_other_values_are_refused(value):
 @pytest.mark.parametrize(
     ("words", "devices", "tiles"),
     [
-        ("", 1, 4),  # 384 tokens: logits and their gradient take 1.5 heads of float32, and three tiles save just one
-        ("per_device_batch_size=3", 1, 1),  # 1.125 heads: only more than nine tiles would save one
-        ("per_device_batch_size=32", 1, 24),
-        ("per_device_batch_size=32 max_target_length=97", 1, 32),  # a divisor of 32 x 97
+        ("per_device_batch_size=8", 1, 4),  # the logits take 1.5 heads of float32, and three tiles save just one
+        ("per_device_batch_size=6", 1, 1),  # 1.125 heads: only more than nine tiles would save one
+        ("per_device_batch_size=32", 1, 12),
+        ("per_device_batch_size=32 max_target_length=97", 1, 16),  # a divisor of 32 x 97
         ("per_device_batch_size=1 max_target_length=997", 1, 1),  # a prime number of tokens
-        ("per_device_batch_size=32 dtype=float32", 1, 48),
-        ("per_device_batch_size=32 eval_interval=10 eval_per_device_batch_size=5", 1, 24),
-        (f"per_device_batch_size=8 {MESH}", 8, 12),  # the same share of logits and head on each device of tensor
+        ("per_device_batch_size=32 dtype=float32", 1, 24),
+        ("per_device_batch_size=32 eval_interval=10 eval_per_device_batch_size=5", 1, 12),
+        (f"per_device_batch_size=8 {MESH}", 8, 6),  # the same share of logits and head on each device of tensor
     ],
 )
 def test_the_chosen_number(words, devices, tiles):
@@ -92,19 +92,19 @@ def test_the_chosen_number(words, devices, tiles):
 
 def test_the_bytes_of_one_device():
     config, _ = resolved(f"num_vocab_tiling=-1 per_device_batch_size=8 {MESH}", 8)
-    # 16 rows of 96 tokens on each of four shards, half of the vocabulary; bfloat16 logits twice, the head in float32.
-    assert tile_bytes(config) == (2 * 16 * 96 * 2048 * 2, 2048 * 256 * 4)
+    # 16 rows of 96 tokens on each of four shards, half of the vocabulary; bfloat16 logits, the head in float32.
+    assert tile_bytes(config) == (16 * 96 * 2048 * 2, 2048 * 256 * 4)
 
 
 def test_the_start_says_what_was_chosen():
     _, said = resolved("num_vocab_tiling=-1 per_device_batch_size=32")
     assert said == [
-        "num_vocab_tiling=-1: 24 tiles of 128 tokens per device: logits and their gradient take 2.10 MB instead of "
-        "50.33 MB, and the head's gradient 4.19 MB"
+        "num_vocab_tiling=-1: 12 tiles of 256 tokens per device: logits take 2.10 MB instead of 25.17 MB, "
+        "and the head's gradient 4.19 MB"
     ]
     _, said = resolved("num_vocab_tiling=-1 per_device_batch_size=1")
     assert said == [
-        "num_vocab_tiling=-1: 1, no tiles: logits and their gradient take 1.57 MB per device, and no number of tiles "
+        "num_vocab_tiling=-1: 1, no tiles: logits take 0.79 MB per device, and no number of tiles "
         "saves more than the 4.19 MB that the head's gradient would add"
     ]
     assert resolved("num_vocab_tiling=4")[1] == resolved("")[1] == []
