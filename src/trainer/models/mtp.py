@@ -80,7 +80,7 @@ def make_projection(config: Any, rngs: nnx.Rngs) -> Dense:
     return Dense(
         [2 * config.base_emb_dim],
         [config.base_emb_dim],
-        ("embed", None),
+        ("embed", "mlp"),  # so that the tensor axes split it, as they do the residuals that it makes
         dtype=jnp.dtype(config.dtype),
         weight_dtype=jnp.dtype(config.weight_dtype),
         rngs=rngs,

@@ -1,0 +1,24 @@
+"""A wrong shift in the modules of multi-token prediction under one combination, found by `trainer.parity`."""
+
+import json
+
+from parity_cases import run as parity
+
+from trainer.linen import mtp
+from trainer.ops.ahead import shift_left
+
+
+def test_parity_names_a_wrong_shift_in_a_module(capsys, monkeypatch):
+    run_mtp = mtp.run_mtp
+
+    def wrong(config, part, run_block, x, *args):
+        return run_mtp(config, part, run_block, shift_left(x), *args)
+
+    monkeypatch.setattr(mtp, "run_mtp", wrong)
+    words = ("left=nnx", "right=bridged,linen", "--json")
+    code, out, _ = parity(capsys, *words, only_forward=True, mtp_num_layers=2)
+    right, faulty = json.loads(out)["comparisons"]
+    assert (code, right["bits"]) == (1, True)
+    assert faulty["first"] == "activations: mtp_block/mtp_layer_1/mtp_1_projection"
+    equal = {it["name"] for it in faulty["quantities"]["activations"]["arrays"] if it["bits"]}
+    assert {"embedding", "final_norm", "logits"} <= equal
