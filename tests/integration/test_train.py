@@ -151,14 +151,17 @@ def test_what_does_not_fit_the_devices_is_told_at_once(tmp_path, monkeypatch, ca
     assert not list(tmp_path.iterdir())
 
 
-def test_a_prompt_that_fills_the_row_is_refused_before_training(tmp_path, corpus):
+def test_a_prompt_that_fills_the_row_is_refused_before_training(tmp_path, corpus, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     settings = TEXT | {
         "max_target_length": 16,
         "prompt": "def a_function_of_many(arguments, and_more, and_another): return None  # a long line",
+        "data_cache_directory": corpus,
     }
-    done = run_module(*(f"{k}={v}" for k, v in settings.items()), f"data_cache_directory={corpus}", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "prompt" in done.stderr
+    with pytest.raises(SystemExit) as exit_:
+        main([f"{k}={v}" for k, v in settings.items()])
+    assert exit_.value.code == 2
+    assert "prompt" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 
