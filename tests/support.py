@@ -1,5 +1,6 @@
 """Helpers that tests share."""
 
+import os
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,12 @@ TINY = {
     "per_device_batch_size": 4,
     "enable_checkpointing": False,  # a run writes no more than it is tested for
 }
+
+
+def xla_flags(devices: int) -> str:
+    """XLA_FLAGS of a process with `devices` simulated ones, compiled as the suite's own programs are (conftest)."""
+    own = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
+    return " ".join([*own, f"--xla_force_host_platform_device_count={devices}"])
 
 
 def pinned(combination: str) -> dict[str, bool]:
@@ -67,10 +74,10 @@ def packed_batch(config, rows: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def compiled(fn: Any, *args: Any) -> Any:
-    """`fn` compiled for `args` without XLA's optimizations: five times faster, and equal programs give equal bits."""
+    """`fn` compiled for `args`."""
     import jax
 
-    return jax.jit(fn).lower(*args).compile(compiler_options={"xla_backend_optimization_level": 0})
+    return jax.jit(fn).lower(*args).compile()
 
 
 def copied(tree: Any) -> Any:

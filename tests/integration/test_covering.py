@@ -72,8 +72,6 @@ ROPE = {
 OPTIONS = PROGRAM | MATHEMATICS
 PLAIN = {name: values[0] for name, values in PROGRAM.items()}
 ROWS, STEPS = 16, 2
-# Bits are not compared here, and at this level a step compiles several times as fast.
-QUICK = {"xla_backend_optimization_level": 0}
 
 
 def covering_set():
@@ -114,8 +112,8 @@ def losses(case):
     case["per_device_batch_size"] = ROWS / devices / case["gradient_accumulation_steps"]
     run = build(load(arguments(combination, **case)).config, jax.devices()[:devices])
     assert run.rows == ROWS
-    step = run.step.lower(*run.abstract_args()).compile(QUICK)
-    init = jax.jit(run.codec.init, out_shardings=run.state_shardings).lower(seed_key(0)).compile(QUICK)
+    step = run.step.lower(*run.abstract_args()).compile()
+    init = jax.jit(run.codec.init, out_shardings=run.state_shardings).lower(seed_key(0)).compile()
     state, found = init(seed_key(0)), []
     for i in range(STEPS):
         state, metrics = step(state, place(packed_batch(run.config, ROWS, seed=i), run.batch_shardings))

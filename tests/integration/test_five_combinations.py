@@ -15,8 +15,6 @@ from trainer.runtime.place import place
 from trainer.training import build
 
 STEPS = 20
-# The backend's level, which changes nothing above it: a step compiles several times as fast. Flips run at the default.
-QUICK = {"xla_backend_optimization_level": 0}
 DROPOUT = {"dropout_rate": 0.1, "attention_dropout_rate": 0.1}
 SETTINGS = {
     "scan with remat": {"scan_layers": True, "remat_policy": "full", **DROPOUT},
@@ -55,7 +53,7 @@ def trained(combination, setting):
     run = build(config, devices)
     state = run.init()
     start = copied(run.codec.unpack(state))
-    step = run.step.lower(*run.abstract_args()).compile(QUICK)
+    step = run.step.lower(*run.abstract_args()).compile()
     metrics = []
     for i in range(STEPS):
         state, row = step(state, place(packed_batch(run.config, run.rows, seed=i), run.batch_shardings))

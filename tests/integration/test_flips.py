@@ -7,13 +7,13 @@ import sys
 
 import pytest
 from run_cases import RUN, SETTINGS, assert_equal, train
-from support import ALL_COMBINATIONS, pinned
+from support import ALL_COMBINATIONS, pinned, xla_flags
 
 from trainer.config import schema
 from trainer.config.flags import FLAGS
 
 HALF = 10
-ONE_DEVICE = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+ONE_DEVICE = os.environ | {"XLA_FLAGS": xla_flags(1)}
 RUNS = SETTINGS | {"steps": 2 * HALF, "learning_rate_schedule_steps": 3 * HALF, "eval_interval": -1}
 OTHER_OPTIMIZERS = [name for name in schema().keys["opt_type"].choices if name != "adamw"]
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from run_cases import RUN, SETTINGS, kill_rounds, rows_of, train
-from support import pinned
+from support import pinned, xla_flags
 
 from trainer.checkpoint import newest
 
@@ -19,7 +19,7 @@ WORDS = [f"{key}={value}" for key, value in (SETTINGS | pinned("nnx") | {"steps"
 @pytest.fixture(scope="module")
 def one_device():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")
+        patch.setenv("XLA_FLAGS", xla_flags(1))
         yield
 
 

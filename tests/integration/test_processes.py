@@ -41,9 +41,8 @@ def words(**changes):
 def launched(folder, processes, devices):
     """Processes that train in `folder`, and the file of what they say."""
     command = [sys.executable, LAUNCHER, "-n", str(processes), "--devices", str(devices), "--", *words()]
-    environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}  # compiles faster
     with (folder / "log.txt").open("w") as log:
-        launcher = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=folder, env=environment)
+        launcher = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=folder)
     try:
         yield launcher, folder / "log.txt"
     finally:

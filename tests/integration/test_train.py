@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from sample_data import document, write_corpus, write_tfds
-from support import ALL_COMBINATIONS, TINY, arguments, pinned
+from support import ALL_COMBINATIONS, TINY, arguments, pinned, xla_flags
 
 from trainer.config import load, schema
 from trainer.config.dump import PROCESSES
@@ -58,7 +58,7 @@ def corpus(tmp_path_factory):
 
 
 def run_module(*args, cwd, devices=1, **environment):
-    env = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"} | environment
+    env = os.environ | {"XLA_FLAGS": xla_flags(devices)} | environment
     command = [sys.executable, "-m", "trainer.train", *args]
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
 

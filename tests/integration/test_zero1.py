@@ -19,14 +19,13 @@ from trainer.training import build
 
 DATA = {"ici_data_parallelism": 8, "ici_fsdp_parallelism": 1, "per_device_batch_size": 2}
 SGD = {"opt_type": "sgd", "learning_rate": 0.1, "lr_schedule_type": "constant", "warmup_steps_fraction": 0}
-QUICK = {"xla_backend_optimization_level": 0}
 ROWS = 16
 
 
 @functools.cache
 def compiled(combination=ALL_COMBINATIONS[0], **overrides):
     run = build(load(arguments(combination, **{**DATA, **overrides})).config, jax.devices())
-    return run, run.step.lower(*run.abstract_args()).compile(QUICK)
+    return run, run.step.lower(*run.abstract_args()).compile()
 
 
 def state_bytes(run):
@@ -97,7 +96,7 @@ def test_plain_data_parallelism_gathers_nothing():
 def trained(combination=ALL_COMBINATIONS[0], **overrides):
     """Losses and gradient norms of three SGD steps, and the parameters after them."""
     run, program = compiled(combination, **SGD, **overrides)
-    init = jax.jit(run.codec.init, out_shardings=run.state_shardings).lower(seed_key(0)).compile(QUICK)
+    init = jax.jit(run.codec.init, out_shardings=run.state_shardings).lower(seed_key(0)).compile()
     state, rows = init(seed_key(0)), []
     for i in range(3):
         state, metrics = program(state, place(packed_batch(run.config, ROWS, seed=i), run.batch_shardings))

@@ -24,7 +24,7 @@ def step(tmp_path_factory) -> Step:
     sizes = {"base_num_decoder_layers": 3, "remat_policy": "full", "ici_data_parallelism": 2, "ici_fsdp_parallelism": 4}
     run = build(tiny_config("nnx", devices=8, logits_via_embedding=False, **sizes), jax.devices())
     folder = tmp_path_factory.mktemp("dump")
-    options = dump.options(folder) | {"xla_backend_optimization_level": 0}
+    options = dump.options(folder)
     with dump.uncached():
         compiled = run.step.lower(*run.abstract_args()).compile(compiler_options=options)
     return Step(run, compiled, dump.read(folder))

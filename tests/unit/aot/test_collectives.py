@@ -58,7 +58,7 @@ def program(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dump")
     x = jax.ShapeDtypeStruct((64, 6), jnp.float32, sharding=NamedSharding(mesh, split))
     with dump.uncached():
-        jax.jit(mapped).lower(x).compile(compiler_options=dump.options(folder) | {"xla_backend_optimization_level": 0})
+        jax.jit(mapped).lower(x).compile(compiler_options=dump.options(folder))
     return mesh, dump.read(folder)
 
 
@@ -128,7 +128,7 @@ def test_collectives_in_nested_loops_multiply(tmp_path):
     split = PartitionSpec("fsdp")
     mapped = jax.shard_map(lambda x: exchanged(outer(x), 4), mesh=mesh, in_specs=split, out_specs=split)
     x = jax.ShapeDtypeStruct((64,), jnp.float32, sharding=NamedSharding(mesh, split))
-    options = dump.options(tmp_path) | {"xla_backend_optimization_level": 0}
+    options = dump.options(tmp_path)
     optimized = jax.jit(mapped).lower(x).compile(compiler_options=options).as_text()
     for text in (dump.read(tmp_path).partitioned, optimized):
         found, notes = collectives(parse(text), mesh)

@@ -18,8 +18,6 @@ from trainer.state import state_shardings
 PROMPT = [5, 0, 17]
 ROWS, LENGTH, VOCABULARY = 8, 12, 64
 MODEL = {"max_target_length": LENGTH, "vocab_size": VOCABULARY, "logits_via_embedding": True}
-# Threefry compiles five times as fast at this level.
-QUICK = {"xla_backend_optimization_level": 0}
 
 
 @functools.cache
@@ -27,7 +25,7 @@ def small():
     """A configuration, its model, and parameters whose likeliest token is far ahead of the next."""
     config = tiny_config("nnx", **MODEL)
     model = make_model(config)
-    params, _ = jax.jit(model.init, compiler_options=QUICK)(jax.random.key(0))
+    params, _ = jax.jit(model.init)(jax.random.key(0))
     # Off the diagonal, so that the tied head does not just repeat the last token.
     params["decoder"]["decoder_norm"]["scale"] *= 8 * np.sign(np.random.default_rng(0).normal(size=16))
     return config, model, params
@@ -40,7 +38,7 @@ def drawn(temperature, seed=0, prompt=tuple(PROMPT)):
     def draw(params):
         return sample(config, model, params, {}, prompt, rows=ROWS, temperature=temperature, seed=seed)
 
-    return np.asarray(jax.jit(draw, compiler_options=QUICK)(params))
+    return np.asarray(jax.jit(draw)(params))
 
 
 def logits_after(tokens):
@@ -119,7 +117,7 @@ def test_on_eight_devices_it_draws_the_same_text():
         with on_mesh(mesh, rules):
             return sample(config, model, params, {}, PROMPT, rows=ROWS, temperature=0.0, seed=0)
 
-    np.testing.assert_array_equal(jax.jit(draw, compiler_options=QUICK)(params), drawn(0.0))
+    np.testing.assert_array_equal(jax.jit(draw)(params), drawn(0.0))
 
 
 # What a block's attention is told besides its inputs must reach it through the cache too.
@@ -168,7 +166,7 @@ def logits_of(variant):
         together = logits(tokens, jnp.arange(LENGTH)[None], None, jnp.ones_like(tokens))[1]
         return jnp.concatenate([first[:3], alone]), together
 
-    return jax.device_get(jax.jit(both, compiler_options=QUICK)(jax.random.key(0)))
+    return jax.device_get(jax.jit(both)(jax.random.key(0)))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

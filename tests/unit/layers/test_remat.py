@@ -208,8 +208,7 @@ def compiled(policy, layers):
     run = build(
         load(arguments("nnx", remat_policy=policy, base_num_decoder_layers=layers, **WIDE)).config, jax.devices()[:1]
     )
-    options = {"xla_backend_optimization_level": 0}
-    return run, run.step.lower(*run.abstract_args()).compile(compiler_options=options)
+    return run, run.step.lower(*run.abstract_args()).compile()
 
 
 def temporaries(policy, layers):

@@ -195,7 +195,7 @@ def test_modules_of_multi_token_prediction_hold_it(monkeypatch, block):
         assert own["c_attn"] == {"bias": (None,), "kernel": ("embed", "mlp")}
     else:
         assert shapes[0][1]["Total"]["mtp_block/mtp_layer_2/mtp_2_transformer_layer/outputs"].shape == ()
-    _, grads = lowered.compile({"xla_backend_optimization_level": 0})(params, seed_key(1))
+    _, grads = lowered.compile()(params, seed_key(1))
     assert all(np.any(leaf) for leaf in jax.tree.leaves(grads["mtp_block"]))
 
 

@@ -56,7 +56,7 @@ def test_its_heads_come_down_to_the_threshold(scan_layers, mtp_num_layers, monke
         load(arguments("linen", **KEYS, scan_layers=scan_layers, mtp_num_layers=mtp_num_layers)).config,
         jax.devices()[:1],
     )
-    step = run.step.lower(*run.abstract_args()).compile({"xla_backend_optimization_level": 0})
+    step = run.step.lower(*run.abstract_args()).compile()
     batch = packed_batch(run.config, run.rows)
     state, first = step(run.init(), place(batch, run.batch_shardings))
     for _ in range(1 + mtp_num_layers):

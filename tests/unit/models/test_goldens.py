@@ -37,9 +37,6 @@ def ways(number):
     return [(ops[i], layouts[(number + i) % 2]) for i in range(2)]
 
 
-compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-
 @pytest.fixture(autouse=True)
 def several_blocks(monkeypatch):
     """The rows of the goldens are shorter than one of its usual blocks."""
@@ -85,7 +82,7 @@ def computed(case, run):
     """{batch: (gradients as a canonical dict, logits)}, from the trainer's own objective."""
     params, rest = parameters(case, run)
 
-    @compiled
+    @jax.jit
     @functools.partial(jax.grad, has_aux=True)
     def gradients_and_logits(params, batch):
         outputs = []
@@ -171,5 +168,5 @@ def test_the_goldens_notice_a_key_that_is_off(case, key, value):
     params, rest = parameters(case, run)
     other = build(ConfigDict(dict(run.config.items()) | {key: value}), jax.devices()[:1])
     golden = expected(case)["rows"]
-    logits = compiled(functools.partial(logits_of, other))(params, rest, inputs_of(golden))
+    logits = jax.jit(functools.partial(logits_of, other))(params, rest, inputs_of(golden))
     assert np.abs(logits - golden["logits"]).max() > 10 * LOGITS * np.abs(golden["logits"]).max()

@@ -17,8 +17,6 @@ from trainer.models.families import init_cache
 from trainer.models.transformer import finish_logits
 
 ROWS, LENGTH = 2, 16
-# Threefry compiles five times as fast at this level.
-QUICK = {"xla_backend_optimization_level": 0}
 DROPOUT = {"enable_dropout": True, "dropout_rate": 0.4, "attention_dropout_rate": 0.3}
 MODELS = {
     "tied, gated": {
@@ -85,7 +83,7 @@ def model(combination, name="tied, gated"):
     """Configuration, initial parameters, and compiled functions of one model in one combination."""
     config = tiny_config(combination, max_target_length=LENGTH, **MODELS[name], **DROPOUT)
     made = make_model(config)
-    init = jax.jit(lambda seed: made.init(jax.random.key(seed))[0], compiler_options=QUICK)
+    init = jax.jit(lambda seed: made.init(jax.random.key(seed))[0])
     own = name == "tied, gated" or combination == ALL_COMBINATIONS[0]
     initial = copied(init(3)) if own else model(ALL_COMBINATIONS[0], name).initial
     params = with_random_scales(initial)
@@ -95,7 +93,7 @@ def model(combination, name="tied, gated"):
         hidden, _, cache = made.apply(params, {}, *inputs, key=key, cache=cache)
         return made.apply(params, {}, hidden, method="head")[0], cache
 
-    run = jax.jit(forward, compiler_options=QUICK)
+    run = jax.jit(forward)
 
     def logits(batch, key=None):
         return np.asarray(run(params, batch, key)[0])
@@ -311,7 +309,7 @@ def test_the_soft_cap_bounds_the_logits_of_either_head(combination, head):
         inputs = [batch[field] for field in ("inputs", "inputs_position", "inputs_segmentation", "row")]
         return made.apply(params, {}, made.apply(params, {}, *inputs)[0], method="head")[0]
 
-    capped = np.asarray(jax.jit(forward, compiler_options=QUICK)(plain.params))
+    capped = np.asarray(jax.jit(forward)(plain.params))
     logits = reference(CAPPED[head])  # those of the tied head divided by sqrt(width) already
     np.testing.assert_allclose(capped, CAP * np.tanh(logits / CAP), atol=1e-4)
     assert np.abs(logits).max() > 2 * CAP

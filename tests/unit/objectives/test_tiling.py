@@ -19,8 +19,6 @@ from trainer.products import product
 from trainer.runtime.place import place
 from trainer.training import build
 
-# At this level a program compiles several times as fast.
-QUICK = {"xla_backend_optimization_level": 0}
 SCALE = 3.5
 TERMS = {"z_loss_multiplier": 0.1, "label_smoothing": 0.2}
 FOUR = {"num_vocab_tiling": 4}
@@ -75,7 +73,7 @@ def loss(run, tiled):
 def inputs(run):
     """Initial parameters, random hidden states, and a batch, placed."""
     config = run.config
-    params = jax.jit(run.model.init, compiler_options=QUICK)(jax.random.key(0))[0]
+    params = jax.jit(run.model.init)(jax.random.key(0))[0]
     params = jax.tree.map(jax.device_put, params, run.param_shardings.compute)
     batch = packed_batch(config, run.rows)
     batch["targets_segmentation"][1, ::3] = 0  # prompts and ends of documents: real inputs, targets without loss
@@ -88,7 +86,7 @@ def inputs(run):
 
 
 def compiled(run, tiled, *args):
-    return jax.jit(loss(run, tiled)).lower(*args).compile(QUICK)
+    return jax.jit(loss(run, tiled)).lower(*args).compile()
 
 
 def both(run):
@@ -209,7 +207,7 @@ def test_the_most_likely_tokens():
     run = built()
     params, hidden, batch = inputs(run)
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def best(params, hidden):
         rest = run.codec.unpack(run.abstract_state).rest
         tiled = run.objective.token_terms(params, rest, hidden, batch["targets"], best=True)[1].best

@@ -11,14 +11,13 @@ from trainer.training import build
 
 BOTH = {"optimizer_memory_host_offload": True, "parameter_memory_host_offload": True}
 MESH = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "per_device_batch_size": 2}
-QUICK = {"xla_backend_optimization_level": 0}
 
 
 def trained(combination, **overrides):
     """The run, and the train state after two steps of the kind that accumulates, with and without Zero-1."""
     config = load(arguments(combination, gradient_accumulation_steps=2, **MESH, **overrides)).config
     run = build(config, jax.devices()[:4])
-    step = run.step.lower(*run.abstract_args()).compile(QUICK)
+    step = run.step.lower(*run.abstract_args()).compile()
     state = run.init()
     for i in range(2):
         state, _ = step(state, place(packed_batch(run.config, run.rows, seed=i), run.batch_shardings))

@@ -19,8 +19,6 @@ from trainer.training.evaluate import make_evaluation, summarize
 ROWS = 5
 # Token 0 ends a document and stands for no byte.
 BYTES = np.arange(64, dtype=np.int32) % 7
-# Threefry compiles five times as fast at this level.
-QUICK = {"xla_backend_optimization_level": 0}
 
 
 def sums_of(nats, tokens, bytes=0):
@@ -76,7 +74,7 @@ def test_the_sums_hold_the_cross_entropy_alone():
     objective = NextToken(codec.model.apply, z_loss_multiplier=100.0, label_smoothing=0.5)
     batch = packed_batch(config, 2)
     fn = make_evaluation(objective, ParamShardings(here, here))
-    with_terms = jax.jit(fn, compiler_options=QUICK)(tree, batch, BYTES)
+    with_terms = jax.jit(fn)(tree, batch, BYTES)
     assert jax.device_get(with_terms) == step(batch)
 
 
@@ -86,9 +84,9 @@ def evaluation(combination):
     config = tiny_config(combination, enable_dropout=True, dropout_rate=0.5)
     model = make_model(config)
     codec = StateCodec(model, optax.sgd(0.1))
-    tree = codec.unpack(jax.jit(lambda: codec.init(jax.random.key(0)), compiler_options=QUICK)())
+    tree = codec.unpack(jax.jit(lambda: codec.init(jax.random.key(0)))())
     here = jax.tree.map(lambda leaf: leaf.sharding, tree.params)
-    fn = jax.jit(make_evaluation(NextToken(model.apply), ParamShardings(here, here)), compiler_options=QUICK)
+    fn = jax.jit(make_evaluation(NextToken(model.apply), ParamShardings(here, here)))
     return config, codec, lambda batch: jax.device_get(fn(tree, batch, BYTES)), tree
 
 

@@ -29,7 +29,6 @@ from trainer.optim.qk_clip import scaled
 from trainer.runtime.place import place
 from trainer.training import build
 
-QUICK = {"xla_backend_optimization_level": 0}
 TAU = 2.0
 KEYS = {
     "use_qk_clip": True,
@@ -63,11 +62,11 @@ def steps_of(combination, count=2, devices=1, **keys):
     keys = KEYS | {"per_device_batch_size": ROWS / devices / keys.get("gradient_accumulation_steps", 1)} | keys
     run = build(load(arguments(combination, **keys)).config, jax.devices()[:devices])
     assert run.rows == ROWS
-    step = run.step.lower(*run.abstract_args()).compile(QUICK)
+    step = run.step.lower(*run.abstract_args()).compile()
     init = jax.jit(
         lambda: run.codec.init(seed_key(0), heated(run.model.init(seed_key(0))[0])), out_shardings=run.state_shardings
     )
-    state = init.lower().compile(QUICK)()
+    state = init.lower().compile()()
     trees, metrics = [copied(run.codec.unpack(state))], []
     for _ in range(count):
         state, found = step(state, place(packed_batch(run.config, ROWS), run.batch_shardings))
@@ -252,7 +251,7 @@ def test_a_layer_states_its_own_rule(monkeypatch):
     monkeypatch.setitem(sys.modules, "own", SimpleNamespace(Block=Latent))
     keys = {**KEYS, "decoder_block": "own:Block", "qk_clip_threshold": 0.01}
     run = build(load(arguments("nnx", **keys)).config, jax.devices()[:1])
-    step = run.step.lower(*run.abstract_args()).compile(QUICK)
+    step = run.step.lower(*run.abstract_args()).compile()
     batch = packed_batch(run.config, ROWS)
     state, first = step(run.init(), place(batch, run.batch_shardings))
     # Once more, since the second layer's input depends on the first one's weights.

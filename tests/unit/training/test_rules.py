@@ -21,7 +21,6 @@ from trainer.state import ParamShardings
 from trainer.training import build
 from trainer.training.step import make_update
 
-QUICK = {"xla_backend_optimization_level": 0}
 # Two stacks, of blocks with a buffer.
 KEYS = {"decoder_block": "two_kinds:family", "base_num_decoder_layers": 3}
 SQUARES = "decoder/layers/layers_0/output_square_sum"
@@ -54,8 +53,8 @@ def run_of(combination):
 def trained(combination):
     """A run, its compiled step, and the train states, on the host, before and after each of three steps."""
     run = run_of(combination)
-    step = run.step.lower(*run.abstract_args()).compile(QUICK)
-    init = jax.jit(run.codec.init, out_shardings=run.state_shardings).lower(seed_key(0)).compile(QUICK)
+    step = run.step.lower(*run.abstract_args()).compile()
+    init = jax.jit(run.codec.init, out_shardings=run.state_shardings).lower(seed_key(0)).compile()
     state = init(seed_key(0))
     trees = [copied(run.codec.unpack(state))]
     for i in range(3):

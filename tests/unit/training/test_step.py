@@ -21,9 +21,6 @@ from trainer.training import build
 from trainer.training.finite import names_not_finite
 from trainer.training.step import make_gradients, make_update
 
-# At this level a step compiles several times as fast.
-QUICK = {"xla_backend_optimization_level": 0}
-
 
 def gradients(devices=1, **overrides):
     """One SGD step of rate 1 from the same parameters on the same 16 rows: the gradients, by the parameters' change."""
@@ -34,7 +31,7 @@ def gradients(devices=1, **overrides):
     assert run.rows == 16
     state = run.init()
     before = copied(run.codec.unpack(state).params)
-    step = run.step.lower(*run.abstract_args()).compile(QUICK)
+    step = run.step.lower(*run.abstract_args()).compile()
     state, metrics = step(state, place(packed_batch(run.config, 16), run.batch_shardings))
     after = copied(run.codec.unpack(state).params)
     change = jax.tree.map(lambda a, b: a - b, before, after)
@@ -138,9 +135,9 @@ def test_gradients_wait_in_grad_dtype():
         gradients = make_gradients(run.config, NextToken(run.model.apply, 0.0), run.param_shardings)
         state = run.init()
         tree = run.codec.unpack(state)
-        grads = copied(jax.jit(run.placed(gradients)).lower(tree, batch).compile(QUICK)(tree, batch).grads)
+        grads = copied(jax.jit(run.placed(gradients)).lower(tree, batch).compile()(tree, batch).grads)
         params = copied(tree.params)
-        state, metrics = run.step.lower(*run.abstract_args()).compile(QUICK)(state, batch)
+        state, metrics = run.step.lower(*run.abstract_args()).compile()(state, batch)
         return params, grads, copied(run.codec.unpack(state).params), metrics
 
     params, grads, _, metrics = one_step("float32")
@@ -206,7 +203,7 @@ OVERFLOW = {"learning_rate": 1e38, "adam_weight_decay": 100.0, "warmup_steps_fra
 def test_an_update_that_is_not_finite_is_told_though_its_gradient_is(combination, settings):
     run = build(load(arguments(combination, **settings)).config, jax.devices()[:1])
     state, batch = run.init(), place(packed_batch(run.config, run.rows), run.batch_shardings)
-    state, metrics = run.step.lower(*run.abstract_args()).compile(QUICK)(state, batch)
+    state, metrics = run.step.lower(*run.abstract_args()).compile()(state, batch)
     assert np.isfinite([metrics["loss"], metrics["grad_norm"], metrics["learning_rate"]]).all()
     assert (metrics["skipped"], metrics["finite"]) == (0, 0)
     assert names_not_finite(run, state)
@@ -222,10 +219,10 @@ def test_optimizer_state_that_is_not_finite_is_told():
     config = tiny_config("nnx")
     model = make_model(config)
     codec = StateCodec(model, tx)
-    tree = codec.unpack(jax.jit(lambda: codec.init(jax.random.key(0)), compiler_options=QUICK)())
+    tree = codec.unpack(jax.jit(lambda: codec.init(jax.random.key(0)))())
     here = jax.tree.map(lambda leaf: leaf.sharding, tree.params)
     update = make_update(config, tx, NextToken(model.apply), ParamShardings(here, here))
-    tree, metrics = jax.jit(update, compiler_options=QUICK)(tree, packed_batch(config, 2))
+    tree, metrics = jax.jit(update)(tree, packed_batch(config, 2))
     assert metrics["finite"] == 0
     assert tree.opt_state == np.inf
 
@@ -317,9 +314,9 @@ def test_the_learning_rate_in_the_metrics_is_that_of_the_step_itself():
         weights=lambda batch: {"lm_loss": one},
         sums=lambda params, *_: Sums({"lm_loss": sum(jnp.sum(leaf) for leaf in jax.tree.leaves(params))}, {}, {}),
     )
-    tree = codec.unpack(jax.jit(lambda: codec.init(jax.random.key(0)), compiler_options=QUICK)())
+    tree = codec.unpack(jax.jit(lambda: codec.init(jax.random.key(0)))())
     here = jax.tree.map(lambda leaf: leaf.sharding, tree.params)
-    update = jax.jit(make_update(config, codec.tx, ones, ParamShardings(here, here)), compiler_options=QUICK)
+    update = jax.jit(make_update(config, codec.tx, ones, ParamShardings(here, here)))
     rates = []
     for _ in range(4):
         before = np.asarray(tree.params["decoder"]["decoder_norm"]["scale"])
