@@ -32,7 +32,7 @@ KINDS = (
 SUMS = ("all-reduce", "reduce-scatter")
 # What the partitioner calls the body of a ring of products that reduce-scatters their sum by permutes; a body that
 # gathers an operand ends in _ag (openxla/xla, xla/service/spmd/dot_handler.cc).
-_SUMMING_RING = re.compile(r"windowed_dot_general_body_rs(\.|$)")
+_SUMMING_RING = re.compile(r"(?:wide\.)*windowed_dot_general_body_rs(\.|$)")
 _GROUPS = re.compile(
     r"(?:replica_groups|source_target_pairs)=(mesh\[[^\]]*\](?:, device_ids=\(\[[\d,]+\](?:T\([\d,]+\))?\))? \{[^}]*\}"
     r"|\{\{.*?\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)"

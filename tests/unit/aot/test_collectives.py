@@ -80,20 +80,21 @@ def test_kinds_axes_counts_and_bytes(program):
 
 
 RING = """HloModule m
-%windowed_dot_general_body_KIND.3 (p: bf16[8]) -> bf16[8] {
+%NAME (p: bf16[8]) -> bf16[8] {
   %p = bf16[8]{0} parameter(0)
   ROOT %sent = bf16[8]{0} collective-permute(%p), source_target_pairs={{0,1},{1,0}}
 }
 ENTRY %main (x: bf16[8]) -> bf16[8] {
   %x = bf16[8]{0} parameter(0)
-  ROOT %out = bf16[8]{0} call(%x), to_apply=%windowed_dot_general_body_KIND.3
+  ROOT %out = bf16[8]{0} call(%x), to_apply=%NAME
 }
 """
 
 
+@pytest.mark.parametrize("name", ["windowed_dot_general_body_{}.3", "wide.windowed_dot_general_body_{}.3.clone.sunk"])
 @pytest.mark.parametrize(("kind", "sums"), [("rs", True), ("ag", False)])
-def test_a_ring_of_products_sends_partial_sums_or_operands(kind, sums):
-    (found,), _ = collectives(parse(RING.replace("KIND", kind)), {"fsdp": 2})
+def test_a_ring_of_products_sends_partial_sums_or_operands(name, kind, sums):
+    (found,), _ = collectives(parse(RING.replace("NAME", name.format(kind))), {"fsdp": 2})
     assert (found.kind, found.dtype, found.sums) == ("collective-permute", "bf16", sums)
 
 
