@@ -115,7 +115,8 @@ def model_config(keys: Mapping[str, Any], words: Sequence[str], where: str) -> A
     if code := code_of_checkpoint(keys, given, where):
         raise UserError("\n  ".join(code))
     if _PRESET in given:
-        check_same_model(keys, _resolved(words), where)
+        # A preset has no modules, and does not say that the checkpoint has none.
+        check_same_model({name: value for name, value in keys.items() if name != MODULES}, _resolved(words), where)
     fixed = {name: value for name, value in keys.items() if name != MODULES or name not in given}
     check_same_model(fixed, config, where)
     return config
