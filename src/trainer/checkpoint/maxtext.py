@@ -68,8 +68,8 @@ class MaxTextSource:
         self.modules = max(map(module_of, self._headers))
 
     def notes(self, config: Any) -> Sequence[str]:
-        """See `Source.notes`: the order of a head's entries, which MaxText does not say; and what the checkpoint says
-        but does not hold."""
+        """See `Source.notes`: the order of a head's entries, which MaxText does not say; what the checkpoint says but
+        does not hold; and which of its modules are left out."""
         lines = []
         if PAIRS not in self._said:
             order = "adjacent pairs" if in_pairs(config) else "halves"
@@ -88,6 +88,12 @@ class MaxTextSource:
                 f"warning: {self.path}: MaxText's modules of multi-token prediction read hidden states before the "
                 "final norm and end with the model's norm; here they read them after it and end with a norm of their "
                 "own, which begins as a copy: their loss differs at first"
+            )
+        if self.modules > config.mtp_num_layers:
+            left = ", ".join(str(k) for k in range(config.mtp_num_layers + 1, self.modules + 1))
+            lines.append(
+                f"{self.path}: its modules of multi-token prediction are left out: {left}; "
+                f"mtp_num_layers={self.modules} loads them"
             )
         return lines
 

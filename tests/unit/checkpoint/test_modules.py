@@ -22,7 +22,8 @@ from support import arguments
 
 from trainer import export
 from trainer.checkpoint import load_parameters, names_of, open_source, write_huggingface
-from trainer.config import UserError, load
+from trainer.checkpoint.description import described, model_config
+from trainer.config import UserError, load, resolve
 from trainer.export import parameter_shapes
 from trainer.models.maxtext_config import maxtext_keys
 from trainer.training import build
@@ -119,6 +120,16 @@ def test_modules_are_left_out(tmp_path, modules):
     assert_same(read_hf(tmp_path / "hf"), {name: theirs[name] for name in kept})
 
 
+@pytest.mark.parametrize("words", [[], ["mtp_num_layers=0"], ["mtp_num_layers=1"], ["mtp_num_layers=2"]])
+def test_a_preset_says_nothing_of_modules(words):
+    cfg = load(["base.yml", "dataset_type=synthetic", "model_name=llama2-7b", "mtp_num_layers=1"]).config
+    keys = described(resolve(cfg, device_count=1, platform="cpu"))
+    asked = int(words[0].partition("=")[2]) if words else 1
+    assert model_config(keys, ["model_name=llama2-7b", *words], "there").mtp_num_layers == asked
+    with pytest.raises(UserError, match="there holds another model"):
+        model_config(keys, ["model_name=mistral-7b", *words], "there")
+
+
 def test_new_modules_begin_as_drawn(tmp_path):
     """As for a model that was trained without; by the run that starts from it."""
     keys = {"logits_via_embedding": False, "mtp_num_layers": 2}
@@ -148,7 +159,14 @@ def test_maxtext(tmp_path, scanned):
     path = write_maxtext(tmp_path / "items", stored)
     assert_same(loaded(path, cfg, say=lines.append), wanted)
     assert "before the final norm" in lines[-1]
-    model = {name: value for name, value in params.items() if not name.startswith("mtp_block/")}
-    assert_same(loaded(path, config(mtp_num_layers=0)), model)
+    assert not any("left out" in line for line in lines)
+    for modules, left in {0: "1, 2", 1: "2"}.items():
+        lines = []
+        cfg_of_fewer = config(mtp_num_layers=modules)
+        kept = {name: wanted[name] for name in parameter_shapes(cfg_of_fewer)}
+        assert_same(loaded(path, cfg_of_fewer, say=lines.append), kept)
+        assert lines[-1] == (
+            f"{path}: its modules of multi-token prediction are left out: {left}; mtp_num_layers=2 loads them"
+        )
     with pytest.raises(UserError, match="mtp_num_layers=2: its modules read hidden states before the final norm"):
         maxtext_keys(cfg)
