@@ -31,15 +31,22 @@ def choose_tiles(values: dict[str, Any]) -> list[str]:
 
 def worthwhile_tiles(config: Any) -> int:
     """The fewest tiles whose logits take at most half of what the head's waiting gradient takes, if they save more than
-    all of it; else 1. With more than four times as many, products would be too small.
+    all of it, but no more than four times as many, whose products would be too small. If none of these divides the
+    tokens, the most of the fewer ones that save more than the gradient; else 1.
 
     Args:
       config: with a mesh and batch sizes that fit each other.
     """
     logits, waiting = tile_bytes(config)
     fewest = 2 * logits / waiting
-    fitting = (n for n in _divisors(_tokens_per_device(config).values()) if fewest <= n <= 4 * fewest)
-    return next((n for n in fitting if logits - logits / n > waiting), 1)
+    fitting = [n for n in _divisors(_tokens_per_device(config).values()) if n <= _most(logits, waiting)]
+    by_preference = [*(n for n in fitting if n >= fewest), *(n for n in reversed(fitting) if n < fewest)]
+    return next((n for n in by_preference if logits - logits / n > waiting), 1)
+
+
+def _most(logits: int, waiting: int) -> int:
+    """The number of tiles above which their products would be too small."""
+    return 8 * logits // waiting
 
 
 def tile_bytes(config: Any) -> tuple[int, int]:
@@ -63,14 +70,16 @@ def chosen(asked: Any, config: Any) -> list[str]:
         return []
     tiles, (logits, waiting) = config[KEY], tile_bytes(config)
     if tiles == 1:
+        within = "" if logits <= waiting else f" up to {_most(logits, waiting)} that divides the tokens"
         return [
-            f"{KEY}={AUTOMATIC}: 1, no tiles: logits take {_size(logits)} per device, and no number "
-            f"of tiles saves more than the {_size(waiting)} that the head's gradient would add"
+            f"{KEY}={AUTOMATIC}: 1, no tiles: logits take {_size(logits)} per device, and no number of tiles{within} "
+            f"saves more than the {_size(waiting)} that the head's gradient would add"
         ]
     tokens = next(iter(_tokens_per_device(config).values())) // tiles
     return [
         f"{KEY}={AUTOMATIC}: {tiles} tiles of {tokens:,} tokens per device: logits take "
-        f"{_size(logits // tiles)} instead of {_size(logits)}, and the head's gradient {_size(waiting)}"
+        f"{_size(logits // tiles)} instead of {_size(logits)}, and the head's gradient {_size(waiting)}; "
+        "that is head and loss alone: the step's peak may not shrink, compare with trainer.train_compile"
     ]
 
 

@@ -90,6 +90,13 @@ def test_the_chosen_number(words, devices, tiles):
         assert logits - logits / tiles > waiting
 
 
+def test_without_a_divisor_in_the_range_fewer_tiles_are_chosen():
+    """The tokens are 2 x 2 times a prime number: 1,021 tiles are too many, and four save three quarters."""
+    config, said = resolved("num_vocab_tiling=-1 vocab_size=131072 base_emb_dim=128 max_target_length=1021")
+    assert config.num_vocab_tiling == 4
+    assert said[0].startswith("num_vocab_tiling=-1: 4 tiles of 1,021 tokens per device")
+
+
 def test_the_bytes_of_one_device():
     config, _ = resolved(f"num_vocab_tiling=-1 per_device_batch_size=8 {MESH}", 8)
     # 16 rows of 96 tokens on each of four shards, half of the vocabulary; bfloat16 logits, the head in float32.
@@ -100,11 +107,18 @@ def test_the_start_says_what_was_chosen():
     _, said = resolved("num_vocab_tiling=-1 per_device_batch_size=32")
     assert said == [
         "num_vocab_tiling=-1: 12 tiles of 256 tokens per device: logits take 2.10 MB instead of 25.17 MB, "
-        "and the head's gradient 4.19 MB"
+        "and the head's gradient 4.19 MB; that is head and loss alone: the step's peak may not shrink, compare with "
+        "trainer.train_compile"
     ]
     _, said = resolved("num_vocab_tiling=-1 per_device_batch_size=1")
     assert said == [
         "num_vocab_tiling=-1: 1, no tiles: logits take 0.79 MB per device, and no number of tiles "
         "saves more than the 4.19 MB that the head's gradient would add"
+    ]
+    # Nine tiles save just one head, and 12 would save more.
+    _, said = resolved("num_vocab_tiling=-1 per_device_batch_size=6")
+    assert said == [
+        "num_vocab_tiling=-1: 1, no tiles: logits take 4.72 MB per device, and no number of tiles up to 9 that divides "
+        "the tokens saves more than the 4.19 MB that the head's gradient would add"
     ]
     assert resolved("num_vocab_tiling=4")[1] == resolved("")[1] == []
