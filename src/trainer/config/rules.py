@@ -48,6 +48,8 @@ DIMENSIONS = {
     "activation_mlp": "base_mlp_dim",
     "activation_vocab": "vocab_size",
 }
+# In the projection of a module of multi-token prediction, [embed, mlp], the second axis has another length.
+PROJECTED = ("mlp", "base_emb_dim")
 
 
 def read_rules(value: Sequence[Any], known: Iterable[str]) -> tuple[list[Rule], list[str]]:

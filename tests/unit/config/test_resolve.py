@@ -199,6 +199,12 @@ def test_what_is_wrong_within_slices_and_over_them_is_told_at_once():
             "inputs of attention and MLP [activation_batch, activation_length 127, activation_embed 192]; "
             "nearest: 126 or 128",
         ),
+        (
+            "ici_fsdp_parallelism=1 ici_fsdp_transpose_parallelism=4 base_emb_dim=90 mtp_num_layers=1",
+            4,
+            "base_emb_dim=90: fsdp_transpose 4 by the rule of mlp does not divide it in the projection of a module of "
+            "multi-token prediction [embed 180, mlp 90]; nearest: 88 or 92",
+        ),
     ],
 )
 def test_a_length_that_the_mesh_does_not_divide(words, devices, line):
@@ -222,6 +228,10 @@ def test_a_length_that_the_mesh_does_not_divide(words, devices, line):
 def test_rows_must_be_whole_on_every_part_of_the_mesh(words, devices, line):
     (found,) = mistakes(words, devices)
     assert all(part in found for part in line.split("|"))
+
+
+def test_without_modules_the_rule_of_mlp_says_nothing_of_the_width():
+    resolved("ici_fsdp_parallelism=1 ici_fsdp_transpose_parallelism=4 base_emb_dim=90", 4)
 
 
 def test_evaluation_rows_do_not_matter_without_evaluation():
