@@ -14,7 +14,8 @@ from trainer.config.schema import schema
 from trainer.config.tiles import KEYS as TILES
 from trainer.config.vocab_tiles import KEY as TILES_OF_THE_LOSS
 
-# How the program is sharded and where it runs. These affect the training result only by the order of sums.
+# How the program is sharded and where it runs. These affect the training result only by the order of sums
+# and, for `num_vocab_tiling` in bfloat16, by the rounding of the head's gradient.
 LAYOUT = (
     *FLAGS,
     *ICI.values(),
