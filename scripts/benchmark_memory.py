@@ -32,7 +32,7 @@ CASES = {
     ),
     "data": (("qwen3-0.6b", "v5e-16", 1, "data 16", 1),),
     "fsdp": (
-        ("llama2-7b", "v5e-16", 1, "fsdp 16", 1),
+        *(("llama2-7b", "v5e-16", 1, "fsdp 16", rows) for rows in (1, 2, 3, 4)),
         ("llama2-7b", "v5e-256", 1, "fsdp 256", 4),
         ("llama3.1-70b", "v5p-256", 1, "fsdp 128", 1),
         ("qwen3-8b", "v6e-16", 1, "fsdp 16", 2),

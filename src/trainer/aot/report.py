@@ -29,7 +29,7 @@ class Memory:
       arguments: the train state and the batch.
       outputs: the new state and the metrics; `aliased` of them reuse the memory of arguments.
       temporaries: the size of their allocation, including fragmentation.
-      peak: all of that together, each byte once; the compiler reserves the temporaries for the whole step.
+      peak: arguments + outputs - aliased + temporaries; the compiler reserves the temporaries for the whole step.
       code: the program itself.
       host: arguments and temporaries in host memory.
     """

@@ -104,22 +104,26 @@ def settle_gradient(
     gathered: Sequence[str | None] | None = None,
     rows: Sequence[str | None] = (),
 ) -> tuple[jax.Array, jax.Array]:
-    """`x` and `matrix`, unchanged, for their product. In the backward pass the gradient of `matrix`, whose axes are
-    called `names`, is reduced over devices and sharded as the matrix before the gradient of `x` is used.
+    """`x` and `matrix` for their product: the gradient of `matrix` is reduced over devices before that of `x` is used.
 
-    For a large matrix at the end of a model: otherwise the compiler reduces its gradient late, together with others,
-    and keeps the unreduced gradient through the backward pass of all layers. Inside of `shard_mapped`, where a device
-    computes its own part of the gradient, this does nothing.
+    The compiler else keeps the unreduced gradient of a matrix at the end of a model through the backward pass of all
+    layers. A TPU that has more rows than the axes that multiply x are long gathers the matrix before the product:
+    libtpu else makes a ring of it, which holds the result, then larger than the matrix, twice.
 
-    `gathered`: the names of the axes of the matrix in the product, None for those that multiply x; `rows`: those of all
-    axes of x but the last. With them, TPUs that each have more rows than these axes are long gather the matrix before
-    the product and reduce its gradient after it. libtpu else turns the product into a ring, which passes over the
-    result, then larger than the matrix, once for each device, and holds it twice.
+    Args:
+      x: [*rows, *inputs]; inside of `shard_mapped`, where gradients are a device's own, both pass unchanged.
+      matrix: [*inputs, *outputs] or [*outputs, *inputs].
+      names: of the axes of `matrix`.
+      gathered: the names of the same axes in the product, None for inputs; without it the matrix is never gathered.
+      rows: the names of x's rows.
     """
     at = _sharding(names, matrix.shape)
     if at is None or jax.sharding.get_abstract_mesh().manual_axes:
         return x, matrix
-    if gathered is None or not on_tpu() or x.size // x.shape[-1] // _parts(rows) <= x.shape[-1]:
+    if gathered is None or not on_tpu():
+        return _settled(x, matrix, at, at)
+    inputs = math.prod(size for size, name in zip(matrix.shape, gathered, strict=True) if name is None)
+    if x.size // inputs // _parts(rows) <= inputs:
         return _settled(x, matrix, at, at)
     inside = _sharding(gathered, matrix.shape)
     assert inside is not None
@@ -146,10 +150,10 @@ def _settled_forward(x: jax.Array, matrix: jax.Array, at: NamedSharding, inside:
 def _settled_backward(
     at: NamedSharding, inside: NamedSharding, _: None, cotangents: tuple[jax.Array, jax.Array]
 ) -> Any:
-    x_bar, matrix_bar = cotangents
+    input_gradient, weight_gradient = cotangents
     if inside != at:
-        matrix_bar = jax.lax.with_sharding_constraint(matrix_bar, inside)
-    return jax.lax.optimization_barrier((x_bar, jax.lax.with_sharding_constraint(matrix_bar, at)))
+        weight_gradient = jax.lax.with_sharding_constraint(weight_gradient, inside)
+    return jax.lax.optimization_barrier((input_gradient, jax.lax.with_sharding_constraint(weight_gradient, at)))
 
 
 _settled.defvjp(_settled_forward, _settled_backward)
@@ -162,10 +166,12 @@ def take(
     dtype: jnp.dtype | None = None,
     names: Sequence[str | None] | None = None,
 ) -> jax.Array:
-    """Rows `ids` (any shape, int) of `table` [rows, ...] in `dtype` (None: the table's), sharded by `out_names`.
+    """Rows `ids` (any shape, int, not negative) of `table` [rows, ...] in `dtype` (None: the table's), sharded by
+    `out_names`.
 
     The gradient of a row is summed over its occurrences in float32: a bfloat16 sum over the thousands of occurrences of
-    a frequent token would stop growing at 256 times one term. Differentiable in reverse mode only.
+    a frequent token would stop growing at 256 times one term. Differentiable in reverse mode only. A `jax.vmap` over
+    it needs `spmd_axis_name` for the mapped axis to stay spread over devices.
 
     `names`: the logical names of the table's axes. With them, TPUs that each hold the whole table sum in a way that
     takes one table's memory instead of two (`_summed_by_device`).
