@@ -79,16 +79,16 @@ def test_a_tpu_with_more_rows_than_a_matrix_gathers_it_once(monkeypatch):
     assert found[1].sharding.is_equivalent_to(expected[1].sharding, 2)
 
 
-@pytest.mark.parametrize(("rows", "gathers"), [(64, False), (72, True)])
+@pytest.mark.parametrize(("rows", "gathers"), [(128, False), (136, True)])
 def test_rows_are_compared_with_all_axes_that_multiply_them(monkeypatch, rows, gathers):
-    """A matrix of heads [2, 4, 4] is 8 long, though the last axis of x is 4."""
+    """A matrix [2, 8, 4] has inputs of 16 numbers, though the last axis of x is 8."""
     monkeypatch.setattr("trainer.sharding.context.on_tpu", lambda: True)
 
     def settled(x, matrix):
         return settle_gradient(x, matrix, ("heads", "embed", "vocab"), (None, None, "vocab"), ("batch",))
 
     with on_mesh(jax.make_mesh((8,), ("data",), (AxisType.Auto,)), RULES | {"heads": ()}):
-        text = str(jax.make_jaxpr(settled)(jnp.ones((rows, 2, 4)), jnp.ones((2, 4, 4))))
+        text = str(jax.make_jaxpr(settled)(jnp.ones((rows, 2, 8)), jnp.ones((2, 8, 4))))
     assert ("sharding_constraint[" in text) == gathers
 
 
