@@ -6,7 +6,7 @@ makes h_k, from which the model's head predicts token t + k + 1:
     h_k = norm(block(projection([norm(embedding of token t + k); norm(h_{k-1})])))
 
 h_0 are the model's own hidden states. Each h is what the head reads: normed, and after dropout where there is some
-(docs/decisions/0016-multi-token-prediction.md). The block is of the kind of the last layer; embedding and head are the
+(docs/decisions/0015-multi-token-prediction.md). The block is of the kind of the last layer; embedding and head are the
 model's. What is said here holds for NNX and Linen; letters as in `ops`.
 """
 
