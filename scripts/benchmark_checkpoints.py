@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import ml_collections
 
 from trainer.backends import TrainTree
-from trainer.checkpoint import Beside, CheckpointManager, inspect, restore
+from trainer.checkpoint import CheckpointManager, Sidecar, inspect, restore
 
 LEAVES, SIDE = 8, 4000  # float32 matrices of 64 MB
 MEGABYTES = LEAVES * SIDE**2 * 4 / 1e6
@@ -57,7 +57,7 @@ def large_state(rounds: int) -> dict[str, list[float]]:
         for _ in range(rounds):
             with CheckpointManager(Path(folder), ml_collections.ConfigDict(SETTINGS), print) as manager:
                 started = time.perf_counter()
-                manager.save(1, tree, Beside("", 0, "", {}), {})
+                manager.save(1, tree, Sidecar("", 0, "", {}), {})
                 seconds["blocked"].append(time.perf_counter() - started)
                 manager.wait()
                 seconds["committed"].append(time.perf_counter() - started)

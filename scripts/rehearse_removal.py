@@ -79,7 +79,7 @@ def remove_linen(folder: Path) -> int:
     flag = r"(enable_nnx|pure_nnx|pure_nnx_decoder)=false"
     edit(folder / "README.md", rf"^python -m trainer\.train .*\b{flag}\b.*\n", 1)
     edit(folder / "README.md", rf"^\| `({names})` \| .*\n", len(gone))
-    contract = r"\[\[tool\.importlinter\.contracts\]\]\nname = .Nothing imports the Linen room"
+    contract = r"\[\[tool\.importlinter\.contracts\]\]\nname = .Nothing imports the Linen package"
     edit(folder / "pyproject.toml", rf"^{contract}(.*\n)+?forbidden_modules .*\n", 1)
     return len(gone)
 

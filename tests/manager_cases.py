@@ -6,9 +6,9 @@ import ml_collections
 import optax
 
 from trainer.backends import TrainTree
-from trainer.checkpoint import Beside, CheckpointManager
+from trainer.checkpoint import CheckpointManager, Sidecar
 
-BESIDE = Beside("base_config: base.yml\n", {"row": 3}, "corpus 1", {"tokenizer.json": b"{}"})
+SIDECAR = Sidecar("base_config: base.yml\n", {"row": 3}, "corpus 1", {"tokenizer.json": b"{}"})
 SETTINGS = {
     "async_checkpointing": True,
     "max_num_checkpoints_to_keep": None,
@@ -33,5 +33,5 @@ def abstract(tree):
 def saved(folder, updates=3, tree=None, **changes):
     """The folder of a checkpoint in a new run's folder."""
     with CheckpointManager(folder, settings(**changes), say=print) as manager:
-        manager.save(updates, small_tree() if tree is None else tree, BESIDE, {})
+        manager.save(updates, small_tree() if tree is None else tree, SIDECAR, {})
         return manager.path(updates)

@@ -1,4 +1,4 @@
-"""Promises about the source itself: who knows the flags, what a room may import, how fast the package loads."""
+"""Promises about the source itself: who knows the flags, what a package may import, how fast the package loads."""
 
 from pathlib import Path
 
@@ -13,8 +13,8 @@ def test_one_file_names_the_flags():
 
 
 def test_layers_models_and_ops_hold_no_mesh():
-    for room in ("layers", "models", "ops"):
-        for path in (SOURCE / room).rglob("*.py"):
+    for package in ("layers", "models", "ops"):
+        for path in (SOURCE / package).rglob("*.py"):
             assert not any(name.startswith("jax.sharding") for name in imported(path)), path
 
 

@@ -1,6 +1,5 @@
 """Train states and parameters on disk: a run's checkpoints, what others wrote, and what `trainer.export` writes."""
 
-from trainer.checkpoint.beside import Beside, saved_config
 from trainer.checkpoint.description import model_config
 from trainer.checkpoint.huggingface_out import write_huggingface
 from trainer.checkpoint.load import load_parameters, open_source
@@ -8,14 +7,15 @@ from trainer.checkpoint.manager import CheckpointManager, inspect, newest, resto
 from trainer.checkpoint.maxtext_out import write_maxtext
 from trainer.checkpoint.params_out import write_params
 from trainer.checkpoint.save import is_due, maybe_save_checkpoint
+from trainer.checkpoint.sidecar import Sidecar, saved_config
 from trainer.checkpoint.source import Leaf, Shapes, Source, names_of, nested
 from trainer.checkpoint.tokenizer import copy_tokenizer
 
 __all__ = [
-    "Beside",
     "CheckpointManager",
     "Leaf",
     "Shapes",
+    "Sidecar",
     "Source",
     "copy_tokenizer",
     "inspect",

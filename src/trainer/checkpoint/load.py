@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trainer.checkpoint.beside import CONFIG as BESIDE_CONFIG
-from trainer.checkpoint.beside import TOKENIZER
 from trainer.checkpoint.description import check_same_model
 from trainer.checkpoint.huggingface import HuggingFaceSource, weight_files
 from trainer.checkpoint.manager import RUN, committed, inspect, newest, written_by_maxtext
 from trainer.checkpoint.maxtext import ITEMS, MaxTextSource
 from trainer.checkpoint.params import CONFIG, TREE, ParamsSource
+from trainer.checkpoint.sidecar import CONFIG as SIDECAR_CONFIG
+from trainer.checkpoint.sidecar import TOKENIZER
 from trainer.checkpoint.source import Leaf, Source, Tick, names_of, nested, progress, resharded
 from trainer.config import UserError
 from trainer.config.paths import local_path
@@ -43,7 +43,7 @@ def open_source(path: str, decoder_block: str = "") -> Source:
         return MaxTextSource(tree, folder)
     if (checkpoint := newest(folder)) is not None:
         inspect(checkpoint)
-        return ParamsSource(checkpoint, "", f"{RUN}/{BESIDE_CONFIG}", f"{RUN}/{TOKENIZER}")
+        return ParamsSource(checkpoint, "", f"{RUN}/{SIDECAR_CONFIG}", f"{RUN}/{TOKENIZER}")
     state = "there is no such folder" if not folder.is_dir() else "nothing in it is a checkpoint"
     raise UserError(
         f"{path}: {state}; looked for config.json with *.safetensors (Hugging Face), {TREE}/ with {CONFIG} "
@@ -69,7 +69,7 @@ def _remote_run(path: str) -> Source:
             "checkpoints/N is read: copy other checkpoints to this machine"
         )
     inspect(checkpoint)
-    return ParamsSource(checkpoint, "", f"{RUN}/{BESIDE_CONFIG}", f"{RUN}/{TOKENIZER}")
+    return ParamsSource(checkpoint, "", f"{RUN}/{SIDECAR_CONFIG}", f"{RUN}/{TOKENIZER}")
 
 
 def load_parameters(

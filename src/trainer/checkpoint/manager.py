@@ -1,8 +1,8 @@
 """The checkpoints of one run: written by Orbax in the background, each committed whole or not at all.
 
 checkpoints/N holds the train state after N updates in canonical form, the same whichever combination trained it:
-state/ {params, opt_state, step, rest}, with optax's own structure under opt_state; run/ what must lie beside it (see
-`Beside`) and the metrics that retention asks for; sums.json. A folder is given this name by the rename that
+state/ {params, opt_state, step, rest}, with optax's own structure under opt_state; run/ the metadata (see
+`Sidecar`) and the metrics that retention asks for; sums.json. A folder is given this name by the rename that
 commits it, and loses it by the rename that begins its deletion: what has the name was whole once, and should be now.
 In a bucket, which has no rename, a file commit_success.txt does what the name does here: it comes last and goes first.
 """
@@ -18,7 +18,6 @@ from orbax.checkpoint import multihost
 from orbax.checkpoint import v1 as ocp
 
 from trainer.backends import TrainTree
-from trainer.checkpoint.beside import METRICS, Beside, BesideFiles, read_beside, read_metrics
 from trainer.checkpoint.compare import check_structure
 from trainer.checkpoint.disk import (
     EXPIRED,
@@ -31,6 +30,7 @@ from trainer.checkpoint.disk import (
 )
 from trainer.checkpoint.maxtext import ITEMS
 from trainer.checkpoint.retention import expired
+from trainer.checkpoint.sidecar import METRICS, Sidecar, SidecarFiles, read_metrics, read_sidecar
 from trainer.checkpoint.sums import damaged, verify, write_sums
 from trainer.config import UserError
 from trainer.observe.rundir import CHECKPOINTS
@@ -77,13 +77,13 @@ class CheckpointManager:
         """The folder of the checkpoint of `updates`."""
         return self.directory / str(updates)
 
-    def save(self, updates: int, tree: TrainTree, beside: Beside, metrics: Mapping[str, float]) -> None:
+    def save(self, updates: int, tree: TrainTree, sidecar: Sidecar, metrics: Mapping[str, float]) -> None:
         """Begins to save; the arrays are copied when this returns, so that a step may be given their buffers.
 
         Raises:
           UserError: the disk did not take this checkpoint or the one before it. Those committed are intact.
         """
-        contents = {STATE: tree._asdict(), RUN: BesideFiles(beside, metrics)}
+        contents = {STATE: tree._asdict(), RUN: SidecarFiles(sidecar, metrics)}
         self.wait()
         forget_failures()
         self._saving = _being_saved(self.path(updates))
@@ -189,8 +189,8 @@ class CheckpointManager:
             raise damaged(path, f"{RUN}/{METRICS}", f"cannot be read ({type(error).__name__}: {error})") from error
 
 
-def inspect(path: Any) -> Beside:
-    """What lies beside the arrays of checkpoints/N, at `path`.
+def inspect(path: Any) -> Sidecar:
+    """The metadata of checkpoints/N, at `path`.
 
     Raises:
       UserError: a file of the checkpoint is damaged; names the first one. Or the checkpoint is MaxText's.
@@ -198,7 +198,7 @@ def inspect(path: Any) -> Beside:
 
     from_first(lambda: _refuse_maxtexts(path))
     agreed(lambda: verify(path, jax.process_index(), jax.process_count()))
-    return agreed(lambda: read_beside(path / RUN))
+    return agreed(lambda: read_sidecar(path / RUN))
 
 
 def restore(path: Any, abstract: TrainTree) -> TrainTree:

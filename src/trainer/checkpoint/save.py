@@ -6,8 +6,8 @@ from typing import Any
 import jax
 
 from trainer.backends import StateCodec, TrainTree
-from trainer.checkpoint.beside import Beside
 from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.sidecar import Sidecar
 
 
 def is_due(config: Any, updates: int, *, initial: bool = False) -> bool:
@@ -27,7 +27,7 @@ def maybe_save_checkpoint(
     *,
     config: Any,
     codec: StateCodec,
-    beside: Callable[[], Beside],
+    sidecar: Callable[[], Sidecar],
     initial: bool = False,
     force: bool = False,
     before: Callable[[], Mapping[str, float]] = dict,
@@ -39,7 +39,7 @@ def maybe_save_checkpoint(
       state: native; its arrays may be donated when this returns.
       updates: how many updates `state` holds, for a caller that counts them itself. None: the state's own step, for
         which each call waits for the device. A save compares the two in any case.
-      beside: gives what lies beside the state.
+      sidecar: gives the metadata that is saved with the state.
       initial: see `is_due`.
       force: save although no checkpoint is due, because the run ends here.
       before: called when it is decided, before anything is written: puts on the disk what the checkpoint covers, and
@@ -61,7 +61,7 @@ def maybe_save_checkpoint(
     if _step_of(tree) != updates:
         raise ValueError(f"a checkpoint of {updates} updates is due, and the state holds {_step_of(tree)}")
     metrics = before()
-    manager.save(updates, tree, beside(), metrics)
+    manager.save(updates, tree, sidecar(), metrics)
     return True
 
 

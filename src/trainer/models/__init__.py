@@ -1,1 +1,1 @@
-"""From a configuration to a model. Only this room does that; layers and ops take plain arguments."""
+"""From a configuration to a model. Only this package does that; layers and ops take plain arguments."""

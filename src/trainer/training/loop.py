@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from trainer.checkpoint import Beside, CheckpointManager, maybe_save_checkpoint
+from trainer.checkpoint import CheckpointManager, Sidecar, maybe_save_checkpoint
 from trainer.config import RunStopped, to_yaml
 from trainer.data import Batch, Dataset, Loader, Position, eval_batches
 from trainer.runtime.place import place, replicate, share_of_rows
@@ -180,7 +180,7 @@ class _Loop:
             self.done,
             config=config,
             codec=self._run.codec,
-            beside=lambda: Beside(to_yaml(config), self._position, dataset.fingerprint, dataset.tokenizer_files),
+            sidecar=lambda: Sidecar(to_yaml(config), self._position, dataset.fingerprint, dataset.tokenizer_files),
             initial=initial,
             force=force,
             before=self._before_saving,

@@ -9,8 +9,8 @@ import optax
 
 from trainer.backends import TrainTree
 from trainer.checkpoint import (
-    Beside,
     CheckpointManager,
+    Sidecar,
     inspect,
     load_parameters,
     names_of,
@@ -63,10 +63,10 @@ def start(
     config = run.config
     if manager is not None and manager.latest is not None:
         path = manager.path(manager.latest)
-        beside = inspect(path)
-        for warning in check_resume(saved_config(beside, path), config, schedule_given, str(path)):
+        sidecar = inspect(path)
+        for warning in check_resume(saved_config(sidecar, path), config, schedule_given, str(path)):
             say(f"warning: {warning}")
-        agreed(lambda: _check_data(run, dataset, beside, path))
+        agreed(lambda: _check_data(run, dataset, sidecar, path))
         tree = restore(path, _abstract(run))
         updates = int(tree.step)
         if updates > config.steps:
@@ -78,7 +78,7 @@ def start(
         for key in ("load_parameters_path", "load_full_state_path"):
             if config[key]:
                 say(f"{key} is not read: the run has a checkpoint of its own")
-        return Start(run.codec.pack(tree), updates, beside.position, resumed=True)
+        return Start(run.codec.pack(tree), updates, sidecar.position, resumed=True)
     if config.load_full_state_path:
         begin = _other_run(run, dataset, say)
         _check_finite(run, begin.state, f"load_full_state_path={config.load_full_state_path}")
@@ -116,36 +116,36 @@ def _other_run(run: Run, dataset: Dataset, say: Say) -> Start:
             f"load_full_state_path={given}: no checkpoint there; give a run's folder or one of its checkpoints/N"
         )
     path = folder(path)
-    beside = inspect(path)
+    sidecar = inspect(path)
     if run.config.reset_optimizer:
-        state = _with_fresh_optimizer(run, path, beside)
+        state = _with_fresh_optimizer(run, path, sidecar)
     else:
-        state = run.codec.pack(_restored(run, path, beside, _abstract(run)))
+        state = run.codec.pack(_restored(run, path, sidecar, _abstract(run)))
     updates = int(run.codec.unpack(state).step)
     if updates >= run.config.steps:
         raise UserError(
             f"steps={run.config.steps}: load_full_state_path={path} holds {updates} updates already, and steps counts "
             "them too; give a larger steps"
         )
-    same_data = beside.fingerprint == dataset.fingerprint
+    same_data = sidecar.fingerprint == dataset.fingerprint
     data = "its position in the data" if same_data else "the beginning of other data"
     optimizer = "a fresh optimizer" if run.config.reset_optimizer else "its optimizer"
     say(f"starting from {path}: {updates} updates, {optimizer}, {data}")
-    return Start(state, updates, beside.position if same_data else None)
+    return Start(state, updates, sidecar.position if same_data else None)
 
 
-def _restored(run: Run, path: Any, beside: Beside, wanted: TrainTree) -> TrainTree:
+def _restored(run: Run, path: Any, sidecar: Sidecar, wanted: TrainTree) -> TrainTree:
     """What the checkpoint of another run holds. If it trained another block, the configured one, which a user wrote to
     take its place, may say what its parameters were called there: `PARAMETER_NAMES`."""
-    if saved_config(beside, path).get("decoder_block") == run.config.decoder_block:
+    if saved_config(sidecar, path).get("decoder_block") == run.config.decoder_block:
         return restore(path, wanted)
     names = names_of_blocks(run.config)
     return renamed(restore(path, renamed(wanted, names)), names.inverse())
 
 
-def _with_fresh_optimizer(run: Run, path: Any, beside: Beside) -> Any:
+def _with_fresh_optimizer(run: Run, path: Any, sidecar: Sidecar) -> Any:
     """Parameters and step of the checkpoint; the learning rate's schedule goes on from that step."""
-    tree = _restored(run, path, beside, _abstract(run)._replace(opt_state=None))
+    tree = _restored(run, path, sidecar, _abstract(run)._replace(opt_state=None))
     fresh = run.codec.unpack(run.init(tree.params))
 
     def on_schedule(node: Any) -> Any:
@@ -163,15 +163,15 @@ def _abstract(run: Run) -> TrainTree:
     return run.codec.unpack(run.abstract_args()[0])
 
 
-def _check_data(run: Run, dataset: Dataset, beside: Beside, path: Any) -> None:
+def _check_data(run: Run, dataset: Dataset, sidecar: Sidecar, path: Any) -> None:
     share = share_of_rows(run.batch_shardings["row"], run.rows)
     # Opened once here, so that what does not fit is told before anything is compiled.
     try:
-        dataset.train_stream(beside.position, rows=run.rows, **share).close()
+        dataset.train_stream(sidecar.position, rows=run.rows, **share).close()
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-    if beside.fingerprint != dataset.fingerprint:
+    if sidecar.fingerprint != dataset.fingerprint:
         raise UserError(
-            f"{path} was trained on other data or with another tokenizer: {beside.fingerprint[:12]} there, "
+            f"{path} was trained on other data or with another tokenizer: {sidecar.fingerprint[:12]} there, "
             f"{dataset.fingerprint[:12]} here; give the settings and files of that run, or start a new run"
         )

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from manager_cases import BESIDE, saved, settings, small_tree
+from manager_cases import SIDECAR, saved, settings, small_tree
 
 from trainer.checkpoint import CheckpointManager, inspect
 from trainer.config import UserError
@@ -28,7 +28,7 @@ def test_any_damaged_file_is_named(tmp_path):
             with pytest.raises(UserError, match=told):
                 inspect(path)
         (path / name).write_bytes(content)
-    assert inspect(path) == BESIDE
+    assert inspect(path) == SIDECAR
 
 
 def test_damage_is_found_wherever_it_is_in_a_file(tmp_path, monkeypatch):
@@ -68,8 +68,8 @@ def test_only_the_folder_that_is_saved_is_summed(tmp_path):
     with CheckpointManager(tmp_path, settings(), say=print) as manager:
         stray = manager.directory / "9.orbax-checkpoint-tmp"
         stray.mkdir()
-        manager.save(3, small_tree(), BESIDE, {})
-    assert inspect(manager.path(3)) == BESIDE
+        manager.save(3, small_tree(), SIDECAR, {})
+    assert inspect(manager.path(3)) == SIDECAR
     assert list(stray.iterdir()) == []
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import jax
 import pytest
-from manager_cases import BESIDE, saved, settings, small_tree
+from manager_cases import SIDECAR, saved, settings, small_tree
 from orbax import checkpoint as ocp
 
 from trainer.checkpoint import CheckpointManager, inspect, newest
-from trainer.checkpoint.beside import BesideFiles
 from trainer.checkpoint.disk import forget_failures
+from trainer.checkpoint.sidecar import SidecarFiles
 from trainer.config import UserError
 
 
@@ -29,7 +29,7 @@ def in_process_of_its_own(program, **names):
         sys.path.insert(0, "TESTS")
         from trainer.checkpoint import CheckpointManager
         from trainer.config import UserError
-        from manager_cases import BESIDE, saved, settings, small_tree
+        from manager_cases import SIDECAR, saved, settings, small_tree
     """
     program = textwrap.dedent(head) + textwrap.dedent(program)
     for name, value in ({"TESTS": Path(__file__).parents[2]} | names).items():
@@ -56,7 +56,7 @@ def test_a_full_disk_is_one_message_and_the_last_checkpoint_stays(tmp_path):
     assert "are intact: free disk space and give the same command again" in done.stdout
     assert done.stderr == ""
     assert newest(tmp_path) == tmp_path / "checkpoints/1"
-    assert inspect(tmp_path / "checkpoints/1") == BESIDE
+    assert inspect(tmp_path / "checkpoints/1") == SIDECAR
 
 
 def test_a_process_ends_after_a_save_for_which_no_folder_could_be_made(tmp_path):
@@ -67,11 +67,11 @@ def test_a_process_ends_after_a_save_for_which_no_folder_could_be_made(tmp_path)
             try:
                 how = settings(async_checkpointing=background)
                 with CheckpointManager(run, how, say=print) as manager:
-                    manager.save(1, small_tree(), BESIDE, {})
+                    manager.save(1, small_tree(), SIDECAR, {})
                     manager.wait()
                     manager.directory.rename(run / "moved")
                     manager.directory.touch()
-                    manager.save(2, small_tree(), BESIDE, {})
+                    manager.save(2, small_tree(), SIDECAR, {})
             except UserError as error:
                 print("error:", error)
     """
@@ -81,7 +81,7 @@ def test_a_process_ends_after_a_save_for_which_no_folder_could_be_made(tmp_path)
             f"error: cannot write a checkpoint below {tmp_path}/{background}/checkpoints: Not a directory"
             in done.stdout
         )
-        assert inspect(tmp_path / f"{background}/moved/1") == BESIDE
+        assert inspect(tmp_path / f"{background}/moved/1") == SIDECAR
     assert done.stderr == ""
 
 
@@ -91,7 +91,7 @@ def test_what_fails_after_a_part_of_a_save_failed_prints_nothing(tmp_path, monke
     async def write(self, directory):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(BesideFiles, "_write", write)
+    monkeypatch.setattr(SidecarFiles, "_write", write)
     with pytest.raises(UserError, match=r"checkpoints: No space left on device; .* free disk space and give the same"):
         saved(tmp_path, tree=small_tree(width=1024))
     sys.unraisablehook(types.SimpleNamespace(object=None, exc_value=RuntimeError("Event loop is closed")))
@@ -186,7 +186,7 @@ def test_ctrl_c_waits_for_the_save_that_runs_and_a_second_one_does_not(tmp_path)
 
     def interrupted():
         with CheckpointManager(tmp_path, settings(), say=lines.append) as manager:
-            manager.save(1, small_tree(), BESIDE, {})
+            manager.save(1, small_tree(), SIDECAR, {})
             manager.wait()
             manager._ending = Endless()
             raise KeyboardInterrupt

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from manager_cases import BESIDE, abstract, saved, settings, small_tree
+from manager_cases import SIDECAR, abstract, saved, settings, small_tree
 from optimizers import OPTIMIZERS
 from support import ALL_COMBINATIONS, assert_equal_bits, copied, tiny_config
 
 from trainer.backends import StateCodec, TrainTree, make_model
 from trainer.checkpoint import CheckpointManager, inspect, newest, restore
-from trainer.checkpoint.beside import BesideFiles, read_beside
+from trainer.checkpoint.sidecar import SidecarFiles, read_sidecar
 from trainer.config import UserError
 
 
@@ -45,7 +45,7 @@ def test_every_optimizers_state_comes_back(index, tmp_path):
     found = into.unpack(into.pack(restore(path, wanted)))
     raw = [jax.tree.map(_bits, copied_tree) for copied_tree in (tree, found)]
     assert_equal_bits(*raw)
-    assert inspect(path) == BESIDE
+    assert inspect(path) == SIDECAR
 
 
 def _bits(x):
@@ -76,7 +76,7 @@ def test_a_part_that_is_not_wanted_is_not_read(tmp_path):
 def test_arrays_may_be_donated_while_they_are_written(tmp_path):
     tree = small_tree(1.0, width=512)
     with CheckpointManager(tmp_path, settings(), say=print) as manager:
-        manager.save(1, tree, BESIDE, {})
+        manager.save(1, tree, SIDECAR, {})
         overwritten = jax.jit(lambda x: x * 0, donate_argnums=0)(tree.params["layer"]["kernel"])
         jax.block_until_ready(overwritten)
     assert np.all(
@@ -121,7 +121,7 @@ def test_a_save_that_never_committed_is_cleared_away(tmp_path):
     assert newest(tmp_path / "nothing") is None
 
 
-def test_other_things_may_lie_beside_checkpoints(tmp_path):
+def test_other_things_may_lie_sidecar_checkpoints(tmp_path):
     path = saved(tmp_path)
     (path.parent / "notes.txt").write_text("mine")
     (path.parent / "17").write_text("a file")
@@ -134,7 +134,7 @@ def test_other_things_may_lie_beside_checkpoints(tmp_path):
 def test_latest_knows_of_a_save_that_is_under_way(tmp_path):
     with CheckpointManager(tmp_path, settings(), say=print) as manager:
         assert manager.latest is None
-        manager.save(5, small_tree(width=512), BESIDE, {})
+        manager.save(5, small_tree(width=512), SIDECAR, {})
         assert manager.latest == 5
         manager.wait()
         assert newest(tmp_path) == manager.path(5)
@@ -143,18 +143,18 @@ def test_latest_knows_of_a_save_that_is_under_way(tmp_path):
 
 def test_a_synchronous_save_is_committed_when_it_returns(tmp_path):
     with CheckpointManager(tmp_path, settings(async_checkpointing=False), say=print) as manager:
-        manager.save(5, small_tree(), BESIDE, {})
-        assert inspect(manager.path(5)) == BESIDE
+        manager.save(5, small_tree(), SIDECAR, {})
+        assert inspect(manager.path(5)) == SIDECAR
 
 
 def test_each_process_has_a_position_of_its_own(tmp_path, monkeypatch):
     for process in (0, 1):
-        monkeypatch.setattr("trainer.checkpoint.beside._process_index", lambda process=process: process)
-        write = BesideFiles(BESIDE._replace(position={"row": process}))._write(Created(tmp_path))
+        monkeypatch.setattr("trainer.checkpoint.sidecar._process_index", lambda process=process: process)
+        write = SidecarFiles(SIDECAR._replace(position={"row": process}))._write(Created(tmp_path))
         asyncio.run(write)
     for process, row in ((0, 0), (1, 1), (2, 0)):
-        monkeypatch.setattr("trainer.checkpoint.beside._process_index", lambda process=process: process)
-        assert read_beside(tmp_path) == BESIDE._replace(position={"row": row})
+        monkeypatch.setattr("trainer.checkpoint.sidecar._process_index", lambda process=process: process)
+        assert read_sidecar(tmp_path) == SIDECAR._replace(position={"row": row})
 
 
 class Created:

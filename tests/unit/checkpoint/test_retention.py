@@ -4,7 +4,7 @@ import math
 
 import ml_collections
 import pytest
-from manager_cases import BESIDE, settings, small_tree
+from manager_cases import SIDECAR, settings, small_tree
 
 from trainer.checkpoint import CheckpointManager, newest
 from trainer.checkpoint.retention import expired
@@ -57,7 +57,7 @@ def test_retention(tmp_path, changes, kept):
     with CheckpointManager(tmp_path, settings(**changes), say=print) as manager:
         for updates in range(1, 7):
             metrics = {"eval_loss": losses[updates]} if updates in losses else {}
-            manager.save(updates, small_tree(), BESIDE, metrics)
+            manager.save(updates, small_tree(), SIDECAR, metrics)
     assert sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir()) == kept
 
 
@@ -72,10 +72,10 @@ def test_a_process_killed_while_it_deletes_leaves_nothing_that_looks_damaged(tmp
         raise Killed
 
     manager = CheckpointManager(tmp_path, settings(max_num_checkpoints_to_keep=1), say=print)
-    manager.save(1, small_tree(), BESIDE, {})
+    manager.save(1, small_tree(), SIDECAR, {})
     manager.wait()
     monkeypatch.setattr("shutil.rmtree", rmtree)
-    manager.save(2, small_tree(), BESIDE, {})
+    manager.save(2, small_tree(), SIDECAR, {})
     with pytest.raises(Killed):
         manager.close()
     monkeypatch.undo()
@@ -92,7 +92,7 @@ def test_retention_goes_on_in_another_process(tmp_path):
     keeping = settings(max_num_checkpoints_to_keep=1, keep_best_checkpoints=1)
     for updates, loss in ((1, 2.0), (2, 1.0), (3, 3.0), (4, None)):
         with CheckpointManager(tmp_path, keeping, say=print) as manager:
-            manager.save(updates, small_tree(), BESIDE, {} if loss is None else {"eval_loss": loss})
+            manager.save(updates, small_tree(), SIDECAR, {} if loss is None else {"eval_loss": loss})
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"2", "4"}
     (tmp_path / "checkpoints/2/run/metrics.json").write_text("{")
     with pytest.raises(UserError, match=r"checkpoints/2 is damaged: run/metrics\.json cannot be read"):

@@ -21,9 +21,9 @@ class Manager:
     def __init__(self, events, latest=None):
         self.events, self.latest = events, latest
 
-    def save(self, updates, tree, beside, metrics):
+    def save(self, updates, tree, sidecar, metrics):
         self.latest = updates
-        self.events.append(("save", updates, tree, beside, dict(metrics)))
+        self.events.append(("save", updates, tree, sidecar, dict(metrics)))
 
 
 class Codec:
@@ -47,14 +47,14 @@ def attempt(updates, *, settings=None, latest=None, manager=True, **when):
         updates,
         config=config() if settings is None else settings,
         codec=Codec(),
-        beside=lambda: "beside",
+        sidecar=lambda: "sidecar",
         before=before,
         **when,
     )
     return events, begun
 
 
-SAVED = ["before", ("save", 4, Codec().unpack(4), "beside", {"eval_loss": 1.0})]
+SAVED = ["before", ("save", 4, Codec().unpack(4), "sidecar", {"eval_loss": 1.0})]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_no_number_is_saved_twice():
     for when in ({}, {"force": True}, {"initial": True}):
         settings = config(save_checkpoint_on_start=True)
         maybe_save_checkpoint(
-            manager, 4, 4, config=settings, codec=Codec(), beside=lambda: "beside", before=dict, **when
+            manager, 4, 4, config=settings, codec=Codec(), sidecar=lambda: "sidecar", before=dict, **when
         )
     assert [event[1] for event in events] == [4]
 
@@ -114,7 +114,7 @@ def test_without_a_manager_nothing_happens():
 
 def test_the_state_says_how_many_updates_it_holds():
     events = []
-    given = {"config": config(), "codec": Codec(), "beside": lambda: "beside"}
+    given = {"config": config(), "codec": Codec(), "sidecar": lambda: "sidecar"}
     assert [n for n in range(11) if maybe_save_checkpoint(Manager(events), n, **given)] == [0, 4, 8, 10]
     assert [event[1] for event in events] == [0, 4, 8, 10]
 
@@ -124,7 +124,7 @@ def test_a_number_that_is_not_the_states_own_is_refused():
     given = {
         "config": config(),
         "codec": Codec(),
-        "beside": lambda: "beside",
+        "sidecar": lambda: "sidecar",
         "before": lambda: events.append("before"),
     }
     with pytest.raises(ValueError, match="a checkpoint of 8 updates is due, and the state holds 7"):

@@ -126,7 +126,7 @@ def test_json_that_python_can_read_but_not_show(hugging_face):
     "name",
     [None, 3, True, {}, ["x"], "", ".", "..", "/etc/passwd", "../../etc/passwd", "a/b", "a\0b", "\ud800", "x" * 300],
 )
-def test_an_index_names_files_beside_it(hugging_face, name):
+def test_an_index_names_files_sidecar_it(hugging_face, name):
     (hugging_face / INDEX).write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": name}}))
     assert f"{INDEX}: b is said to lie in" in refusal(open_source, str(hugging_face))
     (hugging_face / INDEX).write_text(json.dumps({"weight_map": name}))
@@ -280,15 +280,15 @@ def test_the_yml_of_the_folder_that_a_run_starts_from_is_data(tmp_path, monkeypa
         ("config.yml", b"\xff", "config.yml cannot be read"),
     ],
 )
-def test_what_lies_beside_a_checkpoint_is_of_its_types(tmp_path, name, content, problem):
-    from trainer.checkpoint.beside import read_beside
+def test_what_lies_sidecar_a_checkpoint_is_of_its_types(tmp_path, name, content, problem):
+    from trainer.checkpoint.sidecar import read_sidecar
 
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "config.yml").write_text("steps: 3\n")
     (tmp_path / "data.json").write_text('{"fingerprint": "a", "position": null, "more": 1}')
-    assert read_beside(tmp_path).fingerprint == "a"
+    assert read_sidecar(tmp_path).fingerprint == "a"
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert problem in refusal(read_beside, tmp_path)
+    assert problem in refusal(read_sidecar, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from checkpoint_cases import config_of, random_params
 
 from trainer import parity
 from trainer.backends import TrainTree
-from trainer.checkpoint import Beside, CheckpointManager, Leaf, write_params
+from trainer.checkpoint import CheckpointManager, Leaf, Sidecar, write_params
 from trainer.config import to_yaml
 from trainer.runtime import storage
 
@@ -32,7 +32,7 @@ def saved(folder, changes=(), *, updates=3, tx=None):
     params = {"decoder": {"layers": {"kernel": jnp.asarray(kernel)}, "decoder_norm": jnp.ones(3)}}
     tree = TrainTree(jnp.asarray(updates, jnp.int32), params, (tx or optax.adam(0.1)).init(params), {})
     with CheckpointManager(folder, ml_collections.ConfigDict(SETTINGS), say=print) as manager:
-        manager.save(updates, tree, Beside(to_yaml(config_of()), {"row": 3}, "corpus 1", {}), {})
+        manager.save(updates, tree, Sidecar(to_yaml(config_of()), {"row": 3}, "corpus 1", {}), {})
     return folder
 
 

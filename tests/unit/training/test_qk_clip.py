@@ -13,7 +13,7 @@ from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, pack
 
 from trainer.backends import make_model
 from trainer.backends.base import tree_mode
-from trainer.checkpoint import Beside, CheckpointManager, restore
+from trainer.checkpoint import CheckpointManager, Sidecar, restore
 from trainer.config import UserError, load
 from trainer.layers.attention import Attention
 from trainer.layers.dense import Dense
@@ -151,7 +151,7 @@ def test_a_checkpoint_of_one_combination_goes_on_in_another(tmp_path):
     run, _, trees, metrics = trained(ALL_COMBINATIONS[0])
     tree = jax.device_put(trees[1], jax.tree.map(lambda leaf: leaf.sharding, run.codec.unpack(run.abstract_args()[0])))
     with CheckpointManager(tmp_path, run.config, print) as manager:
-        manager.save(1, tree, Beside("base_config: base.yml\n", None, "", {}), {})
+        manager.save(1, tree, Sidecar("base_config: base.yml\n", None, "", {}), {})
     other, step, _, _ = trained(ALL_COMBINATIONS[-1])
     restored = restore(tmp_path / "checkpoints" / "1", other.codec.unpack(other.abstract_args()[0]))
     batch = place(packed_batch(other.config, ROWS), other.batch_shardings)

@@ -10,7 +10,7 @@ import pytest
 from support import ALL_COMBINATIONS, arguments, assert_equal_bits, compiled, copied, packed_batch, tiny_config
 
 from trainer.backends import TrainTree, make_model
-from trainer.checkpoint import Beside, CheckpointManager, restore
+from trainer.checkpoint import CheckpointManager, Sidecar, restore
 from trainer.config import load
 from trainer.layers.sown import Total
 from trainer.objectives import NextToken
@@ -86,7 +86,7 @@ def test_the_state_of_rules_is_part_of_every_train_state(combination, tmp_path):
     # A checkpoint goes on as the run that wrote it.
     tree = jax.device_put(trees[2], jax.tree.map(lambda leaf: leaf.sharding, _abstract(run)))
     with CheckpointManager(tmp_path, run.config, print) as manager:
-        manager.save(2, tree, Beside("base_config: base.yml\n", None, "", {}), {})
+        manager.save(2, tree, Sidecar("base_config: base.yml\n", None, "", {}), {})
     restored = restore(tmp_path / "checkpoints" / "2", _abstract(run))
     assert_equal_bits(copied(restored), trees[2])
     batch = place(packed_batch(run.config, run.rows, seed=2), run.batch_shardings)

@@ -10,7 +10,7 @@ import optax
 import pytest
 from support import arguments, assert_equal_bits, copied
 
-from trainer.checkpoint import Beside, CheckpointManager
+from trainer.checkpoint import CheckpointManager, Sidecar
 from trainer.config import UserError, load, to_yaml
 from trainer.data import open_dataset
 from trainer.training import build, start
@@ -48,9 +48,9 @@ def save(folder, this, updates, fingerprint=None, documents=None):
     position = position_after(this, updates)
     if documents:
         position["identity"] = position["identity"] | {"documents": documents}
-    beside = Beside(to_yaml(this.config), position, fingerprint or dataset_of(this).fingerprint, {})
+    sidecar = Sidecar(to_yaml(this.config), position, fingerprint or dataset_of(this).fingerprint, {})
     with CheckpointManager(folder, this.config, print) as manager:
-        manager.save(updates, this.codec.unpack(state), beside, {})
+        manager.save(updates, this.codec.unpack(state), sidecar, {})
     return state
 
 
@@ -223,9 +223,9 @@ def test_what_is_loaded_must_be_finite(tmp_path, key):
     this = run()
     tree = this.codec.unpack(native(this, 1, 8))
     tree.params["token_embedder"]["embedding"] = tree.params["token_embedder"]["embedding"].at[2, 3].set(jnp.nan)
-    beside = Beside(to_yaml(this.config), position_after(this, 8), dataset_of(this).fingerprint, {})
+    sidecar = Sidecar(to_yaml(this.config), position_after(this, 8), dataset_of(this).fingerprint, {})
     with CheckpointManager(tmp_path / "other", this.config, print) as manager:
-        manager.save(8, tree, beside, {})
+        manager.save(8, tree, sidecar, {})
     with pytest.raises(UserError) as error:
         begin(run(**{key: tmp_path / "other"}))
     place = "params/token_embedder/embedding"

@@ -1,4 +1,4 @@
-"""What lies beside the arrays of a checkpoint, so that it can be understood by itself."""
+"""Sidecar metadata of a checkpoint: what describes its arrays, so that it needs no other file to be understood."""
 
 import json
 from collections.abc import Awaitable, Mapping
@@ -11,7 +11,7 @@ from trainer.runtime.storage import entries
 CONFIG, DATA, METRICS, TOKENIZER = "config.yml", "data.json", "metrics.json", "tokenizer"
 
 
-class Beside(NamedTuple):
+class Sidecar(NamedTuple):
     """Read from, or to be written to, checkpoints/N/run."""
 
     config: str  # config.yml: the resolved configuration
@@ -20,16 +20,16 @@ class Beside(NamedTuple):
     tokenizer: Mapping[str, bytes]  # the tokenizer's files by name
 
 
-class BesideFiles:
-    """A `Beside` as Orbax's StatefulCheckpointable: files of a folder of the checkpoint, committed with the arrays."""
+class SidecarFiles:
+    """A `Sidecar` as Orbax's StatefulCheckpointable: files of a folder of the checkpoint, committed with the arrays."""
 
-    def __init__(self, beside: Beside | None = None, metrics: Mapping[str, float] | None = None):
-        self._beside, self._metrics = beside, dict(metrics or {})
+    def __init__(self, sidecar: Sidecar | None = None, metrics: Mapping[str, float] | None = None):
+        self._sidecar, self._metrics = sidecar, dict(metrics or {})
 
-    def read(self) -> Beside:
+    def read(self) -> Sidecar:
         """What `load` found."""
-        assert self._beside is not None
-        return self._beside
+        assert self._sidecar is not None
+        return self._sidecar
 
     async def save(self, directory: Any) -> Awaitable[None]:
         """Part of Orbax's protocol; the write itself happens in its background thread."""
@@ -41,22 +41,22 @@ class BesideFiles:
 
     async def _write(self, directory: Any) -> None:
         folder = await directory.await_creation()
-        beside, index = self.read(), _process_index()
-        data = {"position": beside.position, "fingerprint": beside.fingerprint}
+        sidecar, index = self.read(), _process_index()
+        data = {"position": sidecar.position, "fingerprint": sidecar.fingerprint}
         (folder / _data_file(index)).write_text(json.dumps(data) + "\n", encoding="utf-8")
         if index != 0:
             return
-        (folder / CONFIG).write_text(beside.config, encoding="utf-8")
+        (folder / CONFIG).write_text(sidecar.config, encoding="utf-8")
         (folder / METRICS).write_text(json.dumps(self._metrics) + "\n", encoding="utf-8")
         (folder / TOKENIZER).mkdir()
-        for name, content in beside.tokenizer.items():
+        for name, content in sidecar.tokenizer.items():
             (folder / TOKENIZER / name).write_bytes(content)
 
     async def _read(self, folder: Any) -> None:
-        self._beside = read_beside(folder)
+        self._sidecar = read_sidecar(folder)
 
 
-def read_beside(folder: Any) -> Beside:
+def read_sidecar(folder: Any) -> Sidecar:
     """Reads what was written to checkpoints/N/run, with this process's own position if it had one."""
     own = folder / _data_file(_process_index())
     data = _object(folder, own.name if own.is_file() else DATA)
@@ -67,7 +67,7 @@ def read_beside(folder: Any) -> Beside:
         config = (folder / CONFIG).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise damaged(folder, CONFIG, f"cannot be read ({error})") from error
-    return Beside(config, data.get("position"), data["fingerprint"], tokenizer)
+    return Sidecar(config, data.get("position"), data["fingerprint"], tokenizer)
 
 
 def _object(folder: Any, name: str) -> dict[str, Any]:
@@ -97,10 +97,10 @@ def read_metrics(folder: Any) -> dict[str, float]:
     return _object(folder, METRICS)
 
 
-def saved_config(beside: Beside, where: Any) -> dict[str, Any]:
+def saved_config(sidecar: Sidecar, where: Any) -> dict[str, Any]:
     """The keys of the resolved configuration that the checkpoint `where` was saved under.
 
     Raises:
       UserError: its config.yml is none.
     """
-    return read_saved(beside.config, f"{where}/{CONFIG}")
+    return read_saved(sidecar.config, f"{where}/{CONFIG}")
