@@ -227,7 +227,7 @@ def test_every_key_is_read(tmp_path, monkeypatch, corpus):
         monkeypatch.setattr(f"{user}.to_yaml", lambda config: "")  # writes every key out; that is not reading it
     common = TEXT | pinned("nnx") | {"steps": 1, "per_device_batch_size": 1, "eval_interval": 1}
     common |= {"data_cache_directory": corpus, "lr_schedule_type": "wsd"}
-    common |= {"attention_type": "local_sliding", "sliding_window_size": 8, "use_qk_clip": True}
+    common |= {"attention_type": "local_sliding", "sliding_window_size": 8, "use_qk_clip": True, "mtp_num_layers": 1}
     main([f"{k}={v}" for k, v in common.items()])
     for words in other_sources(tmp_path):
         open_dataset(Recording(load(words).config, seen), lambda line: None)

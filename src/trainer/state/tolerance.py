@@ -35,8 +35,9 @@ def check_tolerance(tensors: Any, abstract: Any, shardings: Any, tolerance: floa
         largest = sorted(whole, key=lambda row: -math.prod(row[1]))[:SHOWN]
         listed = ", ".join(f"{t.name} [{', '.join(map(str, t.axes))}] {list(shape)}" for t, shape in largest)
         problems.append(
-            f"mesh axis {axis} leaves {share:.1%} of the parameters replicated, more than sharding_tolerance={tolerance:g}; "
-            f"the largest: {listed}. Give one of their axes a rule with {axis}, or {axis} the size 1"
+            f"mesh axis {axis} leaves {share:.1%} of the parameters replicated, more than "
+            f"sharding_tolerance={tolerance:g}; the largest: {listed}. "
+            f"Give one of their axes a rule with {axis}, or {axis} the size 1"
         )
     if problems:
         raise UserError("\n  ".join(problems))

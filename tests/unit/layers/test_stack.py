@@ -86,7 +86,8 @@ def outputs_and_gradients(scan, remat_policy, types=(Total,)):
     x, cache, scale, row = inputs()
     weight = jnp.asarray(np.random.default_rng(1).normal(size=x.shape), jnp.float32)
 
-    @jax.jit
+    # The default level: unoptimized code may round a product otherwise where it is recomputed next to others.
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3})
     def run(params, x, key):
         def loss(params, x):
             stack = nnx.merge(graphdef, params)
