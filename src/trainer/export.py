@@ -124,11 +124,13 @@ def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     """The canonical parameter names of a model and their shapes. Nothing is allocated."""
     import jax
 
-    from trainer.backends import make_model
+    from trainer.backends.base import tree_mode
     from trainer.checkpoint import names_of
+    from trainer.models.init import init_variables
     from trainer.ops.random import seed_key
 
-    params, _ = jax.eval_shape(make_model(config).init, seed_key(0))
+    with tree_mode():
+        params, _ = jax.eval_shape(lambda key: init_variables(config, key), seed_key(0))
     return {name: leaf.shape for name, leaf in names_of(params).items()}
 
 
