@@ -130,8 +130,8 @@ class Attention(nnx.Module):
 
         op, mask = self.op, Mask(position_bt, position_bt, segment_bt, segment_bt)
         if cache is None and captures(self, MaxLogit):
-            # One tile of the reference op: the product is its own.
-            block = queries.shape[1] if op == "dot_product" else BLOCK
+            # One tile of the reference op: the product is its own, but not one under a condition.
+            block = queries.shape[1] if op == "dot_product" and context.sampled is None else BLOCK
             largest = max_logits(queries, keys, mask, window=self.window, block=block, when=context.sampled)
             sow(self, MaxLogit, "max_logit", largest)
         if cache is not None:

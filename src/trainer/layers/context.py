@@ -12,7 +12,7 @@ class Context(NamedTuple):
     segments: jax.Array  # int [b, t]; 0 is padding
     rows: jax.Array  # int [b], each row's index in the global batch
     key: jax.Array | None  # for dropout, the layer's own; None: nothing is dropped
-    sampled: jax.Array | None = None  # bool []: whether this step measures the largest logits; None: it does
+    sampled: jax.Array | None = None  # bool []: whether rules read sown values now (optim.any_due); None: they do
 
     def at(self, index: int | jax.Array) -> "Context":
         """The context with the key of a layer, or of a dropout site within one: the key folded with `index`."""

@@ -21,18 +21,18 @@ def max_logits(
 ) -> jax.Array:
     """The largest logit q k / sqrt(d) of each head over the queries and keys of a batch: float32 [h].
 
-    Only what a query sees counts, and no padding (segment 0); the most negative float32 if that is nothing. Nothing is
-    differentiated. The logits are computed once more, tile by tile: a tile takes [b, h, block, block] float32. Tiles
-    above the diagonal or outside of the window are left out, so key i must belong to query i, and positions must grow
-    by one along a segment.
+    Only what a query sees counts, and no padding (segment 0); a finite number below any logit if that is nothing.
+    Nothing is differentiated. The logits are computed once more, tile by tile: a tile takes [b, h, block, block]
+    float32. Tiles above the diagonal or outside of the window are left out, so key i must belong to query i, and
+    positions must grow by one along a segment.
 
     Args:
       query, key: [b, t, h, d] and [b, t, k, d], as an attention op gets them.
       mask: of the same op.
       window: see `ops.attention`.
       block: tokens along both sides of a tile. With the whole row as its only tile, the product is that of
-        `dot_product_attention`, and the compiler merges the two.
-      when: bool []; nothing is computed if it is false, and the result is that of padding alone. None: true.
+        `dot_product_attention`, and the compiler merges the two, unless `when` is given.
+      when: bool []; nothing is computed if it is false, and the result is a finite number below any logit. None: true.
     """
     query, key = jax.lax.stop_gradient((query, key))
     if when is None and query.shape[1] <= block:

@@ -22,8 +22,8 @@ def qk_clip(config, param_axes: Any, layers: Mapping[str, Clipped]) -> Rule:
 
     The largest logit is that of the step's forward pass, before the update, over the whole batch. Each layer states
     which of its weights eta scales (`layers.clip`). Layers whose weights are all frozen are not clipped. The rule's
-    state, which is also its metrics, is of the last step that measured: `max_logit`, the largest of all heads, and
-    `clipped_heads`, the number of those with eta < 1.
+    state, which is also its metrics, has `max_logit`, the largest of all heads in the last step that measured, and
+    `clipped_heads`, the number of heads with eta < 1, which is 0 in a step that does not measure.
 
     Args:
       config: resolved.
@@ -35,13 +35,14 @@ def qk_clip(config, param_axes: Any, layers: Mapping[str, Clipped]) -> Rule:
     """
     stating, layers = set(layers), _not_frozen(config, param_axes, layers)
     tau, interval = config.qk_clip_threshold, config.qk_clip_interval
+    due = None if interval == 1 else lambda step: step % interval == 0
 
     def init(params: Any) -> dict[str, jax.Array]:
         del params
         return {"max_logit": jnp.zeros(()), "clipped_heads": jnp.zeros((), jnp.int32)}
 
     def update(state: Any, old: Any, new: Any, sown: Any) -> tuple[Any, Any]:
-        sampled = due(interval, old.step)
+        sampled = None if due is None else due(old.step)
         found = sown[MaxLogit.__name__]
         _check_sown(stating, {path.removesuffix("/max_logit") for path in found})
         params, clipped = new.params, jnp.zeros((), jnp.int32)
@@ -52,17 +53,11 @@ def qk_clip(config, param_axes: Any, layers: Mapping[str, Clipped]) -> Rule:
             eta = jnp.where(over, tau / largest, 1.0)
             params = _replaced(params, path.split("/"), functools.partial(scaled, factors=layer.logit_factors, eta=eta))
         largest = jnp.stack([array.max() for array in found.values()]).max()
-        found = {"max_logit": largest, "clipped_heads": clipped}
         if sampled is not None:
-            found = jax.tree.map(functools.partial(jnp.where, sampled), found, state)
-        return found, new._replace(params=params)
+            largest = jnp.where(sampled, largest, state["max_logit"])
+        return {"max_logit": largest, "clipped_heads": clipped}, new._replace(params=params)
 
-    return Rule(NAME, init, update, (MaxLogit,), metrics=lambda state: state)
-
-
-def due(interval: int, step: jax.Array) -> jax.Array | None:
-    """Whether step `step` measures the largest logits, bool []; None if every step does."""
-    return None if interval == 1 else step % interval == 0
+    return Rule(NAME, init, update, (MaxLogit,), metrics=lambda state: state, due=due)
 
 
 def scaled(params: Any, factors: Callable[[jax.Array], Any], eta: jax.Array) -> Any:

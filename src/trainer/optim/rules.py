@@ -1,8 +1,11 @@
 """Update rules: functions with state that change the train state after the optimizer."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import optax
 
 
@@ -17,6 +20,8 @@ class Rule(NamedTuple):
         the one after the optimizer and the previous rules. It may replace `params` and `rest`.
       sown: the types of sown values that it reads; the argument `sown` has their values for the whole batch.
       metrics: from the state after a step to metrics of that step, by name; of a skipped step it is the old state.
+      due: from the step count, int32 [], to whether the rule reads its sown values in that step, a bool []; None: in
+        every step. `update` is called in every step, but in one that is not due these values may have no meaning.
     """
 
     name: str
@@ -24,6 +29,7 @@ class Rule(NamedTuple):
     update: Callable[[Any, Any, Any, Any], tuple[Any, Any]]
     sown: tuple[type, ...] = ()
     metrics: Callable[[Any], Mapping[str, Any]] = lambda state: {}
+    due: Callable[[jax.Array], jax.Array] | None = None
 
 
 class WithRules(NamedTuple):
@@ -48,6 +54,18 @@ def with_rules(tx: optax.GradientTransformation, rules: Sequence[Rule]) -> optax
         return updates, state._replace(optimizer=optimizer)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def any_due(rules: Sequence[Rule], step: jax.Array) -> jax.Array | None:
+    """Whether any of `rules` reads sown values in step `step`, a bool []; None if some rule does in every step, or no
+    rule reads any.
+
+    There is one answer for all types: rules with different `due` each find their values, and the step measures whenever
+    one of them is due.
+    """
+    found = [rule.due for rule in rules if rule.sown]
+    flags = [due(step) for due in found if due is not None]
+    return functools.reduce(jnp.logical_or, flags) if flags and len(flags) == len(found) else None
 
 
 def apply_rules(rules: Sequence[Rule], old: Any, new: Any, sown: Any) -> Any:

@@ -11,11 +11,10 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding
 
 from trainer.backends import TrainTree
-from trainer.layers.sown import MaxLogit, Sown, Total, check_combine, combined
+from trainer.layers.sown import Sown, Total, check_combine, combined
 from trainer.objectives import Objective
 from trainer.ops.random import DROPOUT, seed_key
-from trainer.optim import Rule, apply_rules, make_schedule, trainable
-from trainer.optim.qk_clip import due
+from trainer.optim import Rule, any_due, apply_rules, make_schedule, trainable
 from trainer.sharding import memory_order, on_tpu
 from trainer.state import ParamShardings
 
@@ -33,21 +32,25 @@ class Gradients(NamedTuple):
 
 
 def make_gradients(
-    config, objective: Objective, shardings: ParamShardings, capture: tuple[type, ...] = ()
+    config,
+    objective: Objective,
+    shardings: ParamShardings,
+    capture: tuple[type, ...] = (),
+    rules: Sequence[Rule] = (),
 ) -> Callable[[TrainTree, Batch], Gradients]:
     """`gradients(tree, batch)`, microbatch by microbatch, with sown values of the types `capture`; the first half of a
     training step.
 
     Gradients are summed in float32 and then held in `grad_dtype`. Parameters go from their storage sharding to their
-    compute sharding once, at entry; the gradients of each microbatch go back at once.
+    compute sharding once, at entry; the gradients of each microbatch go back at once. `rules` say in which steps they
+    need sown values (`Rule.due`).
     """
     is_trained = trainable(config)
     check_combine(capture)
-    interval = config.qk_clip_interval if MaxLogit in capture else 1
 
     def gradients(tree: TrainTree, batch: Batch) -> Gradients:
         key = dropout_key(config, tree.step)
-        sampled = due(interval, tree.step)
+        sampled = any_due(rules, tree.step)
         measuring = {} if sampled is None else {"sampled": sampled}
         weights = objective.weights(batch)
         mask = is_trained(tree.params)
@@ -112,7 +115,7 @@ def make_update(
     schedule, is_trained = make_schedule(config), trainable(config)
     recorded: tuple[type, ...] = (Total,) if config.record_internal_nn_metrics else ()
     capture = tuple(dict.fromkeys((*recorded, *(kind for rule in rules for kind in rule.sown))))
-    gradients = make_gradients(config, objective, shardings, capture)
+    gradients = make_gradients(config, objective, shardings, capture, rules)
 
     def update(tree: TrainTree, batch: Batch) -> tuple[TrainTree, dict[str, jax.Array]]:
         total, means, tokens, sown, grads = gradients(tree, batch)

@@ -53,6 +53,14 @@ def test_of_padding_alone_it_is_finite():
 
 
 @pytest.mark.parametrize("block", [8, 512])
+def test_where_it_is_not_asked_for_it_is_finite_and_below_any_logit(block):
+    query, key, mask = hot(seed=0)
+    found = np.asarray(max_logits(query, key, mask, block=block, when=jnp.asarray(False)))
+    assert np.isfinite(found).all()
+    assert (found < -1e37).all()
+
+
+@pytest.mark.parametrize("block", [8, 512])
 def test_over_devices_it_is_the_same_and_they_exchange_only_the_maxima(block):
     query, key, mask = hot(seed=1)
     expected = plainly(query, key, mask, 0)

@@ -16,8 +16,9 @@ from trainer.backends.base import tree_mode
 from trainer.checkpoint import CheckpointManager, Sidecar, restore
 from trainer.config import UserError, load
 from trainer.layers.attention import Attention
+from trainer.layers.context import Context
 from trainer.layers.dense import Dense
-from trainer.layers.sown import MaxLogit
+from trainer.layers.sown import MaxLogit, capture
 from trainer.models import llama2
 from trainer.models.clipped import clipped_layers
 from trainer.objectives import NextToken
@@ -163,12 +164,29 @@ def test_between_samples_nothing_is_measured_or_clipped():
     _, step, trees, metrics = steps_of("nnx", count=4, qk_clip_interval=3)
     _, _, every, of_every = trained("nnx")
     assert_equal_bits(trees[1].params, every[1].params)
-    for skipping in (1, 2):  # what they report is of step 0, which measured
+    assert metrics[0]["clipped_heads"] == 1
+    for skipping in (1, 2):  # their largest logit is of step 0, which measured
         assert metrics[skipping]["max_logit"] == metrics[0]["max_logit"] == of_every[0]["max_logit"]
-        assert metrics[skipping]["clipped_heads"] == 1
+        assert metrics[skipping]["clipped_heads"] == 0
         assert_equal_bits(trees[skipping + 1].params, trees[1].params)
     np.testing.assert_allclose(metrics[3]["max_logit"], TAU, rtol=1e-6)
     assert step.as_text().count(" conditional(") == 1  # around the product, in the forward pass alone
+
+
+@pytest.mark.parametrize(
+    ("op", "sampled", "tiled"), [("dot_product", None, False), ("dot_product", True, True), ("blockwise", None, True)]
+)
+def test_only_a_product_that_the_compiler_merges_is_a_single_tile(monkeypatch, op, sampled, tiled):
+    monkeypatch.setattr("trainer.layers.attention.BLOCK", 4)
+    taken = []
+    monkeypatch.setattr(
+        "trainer.layers.attention.max_logits", lambda *args, block, **kw: taken.append(block) or jnp.zeros(4)
+    )
+    at = jnp.broadcast_to(jnp.arange(8), (1, 8))
+    context = Context(at, jnp.ones_like(at), jnp.zeros(1, int), None, None if sampled is None else jnp.asarray(sampled))
+    x = jnp.zeros((1, 8, 12))
+    jax.eval_shape(lambda: capture(attention(4, 2, op=op), (MaxLogit,))(x, None, context)[1])
+    assert taken == [4 if tiled else 8]
 
 
 def test_a_skipped_step_clips_nothing():

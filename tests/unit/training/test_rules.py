@@ -12,10 +12,10 @@ from support import ALL_COMBINATIONS, arguments, assert_equal_bits, compiled, co
 from trainer.backends import TrainTree, make_model
 from trainer.checkpoint import CheckpointManager, Sidecar, restore
 from trainer.config import load
-from trainer.layers.sown import Total
+from trainer.layers.sown import MaxLogit, Total
 from trainer.objectives import NextToken
 from trainer.ops.random import seed_key
-from trainer.optim import Rule, with_rules
+from trainer.optim import Rule, any_due, with_rules
 from trainer.runtime.place import place
 from trainer.state import ParamShardings
 from trainer.training import build
@@ -123,6 +123,40 @@ def test_one_select_covers_parameters_optimizer_rules_and_rest():
     new, metrics = update(tree, batch)
     assert (new.step, metrics["skipped"]) == (1, 1)
     assert_equal_bits(copied(new._replace(step=tree.step)), copied(tree))
+
+
+def every(interval, *sown):
+    return Rule(f"every {interval}", lambda params: 0, average, sown, due=lambda step: step % interval == 0)
+
+
+def test_a_step_measures_whenever_a_rule_that_reads_sown_values_is_due():
+    def due(*rules):
+        flags = [any_due(rules, jnp.asarray(step)) for step in range(5)]
+        return None if flags == [None] * 5 else [bool(flag) for flag in flags]
+
+    assert due() is due(AVERAGE) is due(every(2)) is None
+    assert due(AVERAGE, every(3, Total)) == [True, False, False, True, False]
+    assert due(every(2, MaxLogit), every(3, Total)) == [True, False, True, True, True]
+    assert due(every(2, Total), LARGEST) is None
+
+
+def test_what_layers_sow_is_sampled_when_a_rule_is_due():
+    config = tiny_config("nnx", qk_clip_interval=2)  # a key that the step does not read
+    model = make_model(config)
+    params, rest = compiled(model.init, seed_key(0))(seed_key(0))
+    here = jax.tree.map(lambda leaf: leaf.sharding, params)
+    path = "decoder/layers/self_attention/max_logit"
+    rule = every(3, MaxLogit)._replace(
+        init=lambda params: jnp.zeros(()), update=lambda state, old, new, sown: (sown["MaxLogit"][path].max(), new)
+    )
+    tx = with_rules(optax.sgd(0.0), [rule])
+    tree = TrainTree(jnp.zeros((), jnp.int32), params, tx.init(params), rest)
+    batch = packed_batch(config, 2)
+    update = make_update(config, tx, NextToken(model.apply), ParamShardings(here, here), [rule])
+    update = compiled(update, tree, batch)
+    found = [update(tree._replace(step=jnp.int32(i)), batch)[0].opt_state.rules[rule.name] for i in range(4)]
+    assert found[0] == found[3] > -100
+    assert max(found[1:3]) < -1e37
 
 
 def test_without_rules_the_optimizer_is_as_it_was():
