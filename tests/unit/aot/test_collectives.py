@@ -129,8 +129,8 @@ def test_collectives_in_nested_loops_multiply(tmp_path):
     split = PartitionSpec("fsdp")
     mapped = jax.shard_map(lambda x: exchanged(outer(x), 4), mesh=mesh, in_specs=split, out_specs=split)
     x = jax.ShapeDtypeStruct((64,), jnp.float32, sharding=NamedSharding(mesh, split))
-    options = dump.options(tmp_path)
-    optimized = jax.jit(mapped).lower(x).compile(compiler_options=options).as_text()
+    with dump.uncached():
+        optimized = jax.jit(mapped).lower(x).compile(compiler_options=dump.options(tmp_path)).as_text()
     for text in (dump.read(tmp_path).partitioned, optimized):
         found, notes = collectives(parse(text), mesh)
         assert notes == []
