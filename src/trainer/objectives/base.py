@@ -57,4 +57,4 @@ class Objective(Protocol):
 
     def evaluation(self, params: Any, rest: Any, batch: Batch) -> dict[str, jax.Array]:
         """Sums over `batch` that evaluation reports, without dropout: `nats`, the cross entropy of the next token
-        alone, and what `training.evaluate.summarize` knows besides."""
+        alone, and optional sums that `training.evaluate.summarize` reports."""

@@ -106,9 +106,9 @@ def settle_gradient(
 ) -> tuple[jax.Array, jax.Array]:
     """`x` and `matrix` for their product: the gradient of `matrix` is reduced over devices before that of `x` is used.
 
-    The compiler else keeps the unreduced gradient of a matrix at the end of a model through the backward pass of all
-    layers. A TPU that has more rows than the axes that multiply x are long gathers the matrix before the product:
-    libtpu else makes a ring of it, which holds the result, then larger than the matrix, twice.
+    Otherwise the compiler keeps the unreduced gradient of a matrix at the end of a model through the backward pass of
+    all layers. If a TPU device has more rows than the matrix has inputs, the matrix is gathered before the product:
+    otherwise libtpu computes it as a ring and holds the result, which is larger than the matrix, twice.
 
     Args:
       x: [*rows, *inputs]; inside of `shard_mapped`, where gradients are a device's own, both pass unchanged.
