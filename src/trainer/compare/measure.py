@@ -96,7 +96,7 @@ def paths_of(tree: Any) -> Arrays:
 
 
 def state(program: Program, snapshot: Snapshot) -> Any:
-    """The side's native train state, with the parameters of `snapshot` cast and placed as the side has them.
+    """The side's native train state, with the parameters of `snapshot` cast and sharded as the side has them.
 
     A parameter that is not in the snapshot, or has another size there, keeps the side's initial value.
 
@@ -170,8 +170,8 @@ def activations(program: Program, snapshot: Snapshot, batch: Batch, known: Execu
         masks = {name: (ahead if name.startswith(f"{MTP}/") else real) != 0 for name in found}
         return {name: _without_padding(x, masks[name], program.layers(name) is not None) for name, x in found.items()}
 
-    placed = place(batch, run.batch_shardings)
-    return Measured({"activations": _compiled(known, run.placed(forward), tree, placed)(tree, placed)})
+    on_devices = place(batch, run.batch_shardings)
+    return Measured({"activations": _compiled(known, run.sharded(forward), tree, on_devices)(tree, on_devices)})
 
 
 def _without_padding(x: jax.Array, real_bt: jax.Array, stacked: bool) -> jax.Array:
@@ -186,8 +186,8 @@ def gradients(program: Program, snapshot: Snapshot, batch: Batch, known: Executa
     run = program.run
     tree = run.codec.unpack(state(program, snapshot))._replace(opt_state=None)
     fn = make_gradients(run.config, run.objective, run.param_shardings)
-    placed = place(batch, run.batch_shardings)
-    found = _compiled(known, run.placed(fn), tree, placed)(tree, placed)
+    on_devices = place(batch, run.batch_shardings)
+    found = _compiled(known, run.sharded(fn), tree, on_devices)(tree, on_devices)
     grads = {"/".join(path_of(path)): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(found.grads)}
     return Measured({"loss": {"loss": found.loss, **found.means}, "gradients": program.names.of(grads)})
 

@@ -47,7 +47,7 @@ def sample_text(run: Any, state: Any, tokenizer: Any, prompt: list[int]) -> str:
         return sample(run.config, run.model, params, tree.rest, prompt, rows=rows, temperature=temperature, seed=seed)
 
     tree = run.codec.unpack(state)._replace(opt_state=None)
-    drawn = jax.jit(run.placed(draw, whole_rows=True), out_shardings=run.replicated)(tree)
+    drawn = jax.jit(run.sharded(draw, whole_rows=True), out_shardings=run.replicated)(tree)
     tokens = jax.device_get(drawn)[0].tolist()
     # The end token may be the same as the begin token.
     end = tokens.index(tokenizer.eos, len(prompt)) if tokenizer.eos in tokens[len(prompt) :] else len(tokens)

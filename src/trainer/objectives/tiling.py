@@ -70,7 +70,7 @@ class _Tiled:
         self.fn, self.tiling, self.params, self.rest = fn, tiling, params, rest
         self.path, self.matrix = tiling.matrix[:-1], tiling.matrix[-1]
         self.names = _at(tiling.param_axes, self.path)
-        self.placed = sharding.placement()
+        self.same_mesh = sharding.same_mesh()
 
     def forward(self, head: Any, hidden_bte: jax.Array, buffers: Any, target_bt: jax.Array) -> Any:
         """The values of all tokens."""
@@ -80,7 +80,7 @@ class _Tiled:
     def backward(self, args: Any, grads: Any) -> tuple[Any, jax.Array]:
         """The gradients of head and hidden states, given the arguments of `forward` and the gradients of the values."""
         head, *others = args
-        with self.placed():  # JAX traces a backward pass when it is asked for
+        with self.same_mesh():  # JAX traces a backward pass when it is asked for
             run = sharding.shard_mapped(
                 self._backward, (_SAME, INPUT, _SAME, ROWS, ROWS), (_SAME, INPUT), over=_OVER, check=False
             )

@@ -24,19 +24,19 @@ _current: contextvars.ContextVar[tuple[Mesh, Rules] | None] = contextvars.Contex
 @contextlib.contextmanager
 def on_mesh(mesh: Mesh, rules: Rules) -> Iterator[None]:
     """Code traced inside shards its arrays over `mesh` by `rules`."""
-    with _placing((mesh, rules)):
+    with _traced_on((mesh, rules)):
         yield
 
 
 @contextlib.contextmanager
 def off_mesh() -> Iterator[None]:
     """Code traced inside shards nothing, for example an initialization with shapes that the mesh does not divide."""
-    with _placing(None):
+    with _traced_on(None):
         yield
 
 
 @contextlib.contextmanager
-def _placing(where: tuple[Mesh, Rules] | None) -> Iterator[None]:
+def _traced_on(where: tuple[Mesh, Rules] | None) -> Iterator[None]:
     token = _current.set(where)
     try:
         yield
@@ -44,9 +44,10 @@ def _placing(where: tuple[Mesh, Rules] | None) -> Iterator[None]:
         _current.reset(token)
 
 
-def placement() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """A function whose context places arrays as here: for code that is traced later, such as a backward pass."""
-    return functools.partial(_placing, _current.get())
+def same_mesh() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """A function that makes a context in which arrays are sharded as here: for code that is traced later, such as a
+    backward pass."""
+    return functools.partial(_traced_on, _current.get())
 
 
 def on_tpu() -> bool:

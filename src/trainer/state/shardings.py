@@ -65,9 +65,13 @@ def state_shardings(model: Model, abstract: Any, mesh: Mesh, rules: Rules, *, ze
 
 
 class ParamShardings(NamedTuple):
-    """The shardings of the parameters: canonical trees of NamedShardings in device memory."""
+    """The shardings of the parameters within a step: canonical trees of NamedShardings in device memory.
 
-    storage: Any  # between steps; also of reduced gradients and the update
+    Between steps parameters have the specs of `storage`, in the memory that `state.host.storage_shardings` gives them:
+    the device's, or the host's under `parameter_memory_host_offload`.
+    """
+
+    storage: Any  # at the start and the end of a step; also of reduced gradients and the update
     compute: Any  # in the forward and backward pass: under Zero-1 gathered over data
 
 

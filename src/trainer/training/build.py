@@ -140,13 +140,13 @@ class Run(NamedTuple):
         state, batch = self.abstract_args()
         return self.step_on_leaves.lower(jax.tree.leaves(state), batch).compile()
 
-    def placed(self, fn: Callable[..., Any], *, whole_rows: bool = False) -> Callable[..., Any]:
-        """`fn`, whose layers place their arrays on this run's mesh when it is traced.
+    def sharded(self, fn: Callable[..., Any], *, whole_rows: bool = False) -> Callable[..., Any]:
+        """`fn`, whose layers shard their arrays over this run's mesh when it is traced.
 
         With `whole_rows` no mesh axis splits the tokens of a row, as for a row that is made token by token.
         """
         whole = dict.fromkeys(_LENGTHS, ()) if whole_rows else {}
-        return _placed(fn, self.mesh, {**self.rules, **whole})
+        return _sharded(fn, self.mesh, {**self.rules, **whole})
 
 
 def build(config, devices: Sequence[jax.Device], update_rules: Sequence[Rule] = ()) -> Run:
@@ -186,8 +186,8 @@ def build(config, devices: Sequence[jax.Device], update_rules: Sequence[Rule] = 
     }
     replicated = NamedSharding(mesh, spec([], rules))
 
-    update = _placed(make_update(config, codec.tx, objective, params, update_rules), mesh, rules)
-    evaluation = _placed(make_evaluation(objective, params), mesh, rules)
+    update = _sharded(make_update(config, codec.tx, objective, params, update_rules), mesh, rules)
+    evaluation = _sharded(make_evaluation(objective, params), mesh, rules)
 
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
         tree, metrics = update(fetch(codec.unpack(state)), batch)
@@ -217,7 +217,7 @@ def _jitted(step: Callable[..., Any], state: Any, batch: Any, metrics: Any) -> A
     return jax.jit(step, in_shardings=(state, batch), out_shardings=(state, metrics), donate_argnums=0)
 
 
-def _placed(fn: Callable[..., Any], mesh: Mesh, rules: Rules) -> Callable[..., Any]:
+def _sharded(fn: Callable[..., Any], mesh: Mesh, rules: Rules) -> Callable[..., Any]:
     @functools.wraps(fn)
     def on_this_mesh(*args: Any) -> Any:
         with on_mesh(mesh, rules):

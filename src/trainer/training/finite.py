@@ -63,5 +63,5 @@ def names_not_finite(run: Run, state: Any) -> list[str]:
         leaves = jax.tree_util.tree_leaves_with_path(state)
         return {jax.tree_util.keystr(path, simple=True, separator="/"): all_finite(leaf) for path, leaf in leaves}
 
-    found = jax.device_get(jax.jit(run.placed(finite), out_shardings=run.replicated)(tree))
+    found = jax.device_get(jax.jit(run.sharded(finite), out_shardings=run.replicated)(tree))
     return [name for name, is_finite in found.items() if not is_finite]

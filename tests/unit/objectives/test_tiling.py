@@ -67,7 +67,7 @@ def loss(run, tiled):
         real = batch["targets_segmentation"] != 0
         return SCALE * sum(jnp.sum(jnp.where(real, term, 0)) for term in terms.values()), (terms, found)
 
-    return run.placed(jax.value_and_grad(of, argnums=(0, 1), has_aux=True))
+    return run.sharded(jax.value_and_grad(of, argnums=(0, 1), has_aux=True))
 
 
 def inputs(run):
@@ -228,8 +228,8 @@ def test_a_backward_pass_traced_off_the_mesh_knows_it():
         return run.objective.token_terms(tree, rest, hidden, batch["targets"])[0]["lm_loss"].sum()
 
     def pulled(head, hidden, placed):
-        _, pull = jax.vjp(run.placed(lm_loss), head, hidden)
-        return (run.placed(pull) if placed else pull)(jnp.ones(()))
+        _, pull = jax.vjp(run.sharded(lm_loss), head, hidden)
+        return (run.sharded(pull) if placed else pull)(jnp.ones(()))
 
     head = params["decoder"]["logits_dense"]
     texts = [jax.jit(functools.partial(pulled, placed=placed)).lower(head, hidden).as_text() for placed in (0, 1)]

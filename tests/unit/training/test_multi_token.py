@@ -328,7 +328,7 @@ def test_the_heads_of_modules_are_clipped_too(combination):
     keys = KEYS | {"use_qk_clip": True, "qk_clip_threshold": 1e-3, "opt_type": "sgd", "learning_rate": 0.0}
     run = build(load(arguments(combination, **keys)).config, jax.devices()[:1])
     tree = run.codec.unpack(compiled(run.codec.init, jax.random.key(0))(jax.random.key(0)))
-    step = run.placed(run.update)
+    step = run.sharded(run.update)
     batch = rows(run.config, 4)
     lowered = jax.jit(step).lower(tree, batch)
     after, metrics = lowered.compile()(tree, batch)

@@ -135,7 +135,7 @@ def test_gradients_wait_in_grad_dtype():
         gradients = make_gradients(run.config, NextToken(run.model.apply, 0.0), run.param_shardings)
         state = run.init()
         tree = run.codec.unpack(state)
-        grads = copied(jax.jit(run.placed(gradients)).lower(tree, batch).compile()(tree, batch).grads)
+        grads = copied(jax.jit(run.sharded(gradients)).lower(tree, batch).compile()(tree, batch).grads)
         params = copied(tree.params)
         state, metrics = run.step.lower(*run.abstract_args()).compile()(state, batch)
         return params, grads, copied(run.codec.unpack(state).params), metrics
@@ -243,7 +243,7 @@ def test_finite_steps_are_those_of_the_optimizer_alone():
         updates, opt_state = tx.update(jax.grad(loss)(tree.params), tree.opt_state, tree.params)
         return tree._replace(step=tree.step + 1, params=optax.apply_updates(tree.params, updates), opt_state=opt_state)
 
-    expected = copied(jax.jit(run.placed(plain))(tree, batch))
+    expected = copied(jax.jit(run.sharded(plain))(tree, batch))
     state, _ = run.step(run.init(), batch)
     assert_equal_bits(copied(run.codec.unpack(state)), expected)
 
