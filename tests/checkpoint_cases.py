@@ -6,7 +6,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from support import TINY
+from support import ALL_COMBINATIONS, TINY, pinned
 
 from trainer.checkpoint import names_of, nested
 from trainer.config import load, resolve
@@ -48,7 +48,7 @@ def words(**keys: Any) -> list[str]:
 
 def config_of(**keys: Any) -> Any:
     """A tiny model's configuration, resolved."""
-    loaded = load(["base.yml", "dataset_type=synthetic", *words(**keys)])
+    loaded = load(["base.yml", "dataset_type=synthetic", *words(**keys | pinned(ALL_COMBINATIONS[0]))])
     return resolve(loaded.config, device_count=1, platform="cpu")
 
 

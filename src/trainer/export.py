@@ -28,7 +28,7 @@ format  hf: a Hugging Face model directory, config.json and safetensors
 dtype   of the output; default: as stored in FROM
 key     keys of the model, as for trainer.train. They default to FROM's config.json or config.yml; a MaxText checkpoint
         has neither, so give model_name=... or each key. rope_interleave is converted. max_target_length=... is
-        written as max_position_embeddings.
+        written as max_position_embeddings. Give the flags of the module system if the block is a Linen module.
 Tokenizer files next to FROM are copied."""
 
 
@@ -124,13 +124,11 @@ def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     """The canonical parameter names of a model and their shapes. Nothing is allocated."""
     import jax
 
-    from trainer.backends.base import tree_mode
+    from trainer.backends import make_model
     from trainer.checkpoint import names_of
-    from trainer.models.init import init_variables
     from trainer.ops.random import seed_key
 
-    with tree_mode():
-        params, _ = jax.eval_shape(lambda key: init_variables(config, key), seed_key(0))
+    params, _ = jax.eval_shape(make_model(config).init, seed_key(0))
     return {name: leaf.shape for name, leaf in names_of(params).items()}
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import yaml
 
-from trainer.config import UserError, load, read_saved, resolve
+from trainer.config import COMBINATIONS, UserError, flags_of, load, read_saved, resolve
 from trainer.config.dump import to_flow
 from trainer.config.files import COMMAND_LINE
+from trainer.config.flags import FLAGS
 from trainer.config.plain_yaml import describe, read_text
 from trainer.config.trust import code_of_checkpoint
 from trainer.models.mtp_names import MODULES
@@ -103,13 +104,16 @@ def _text(value: Any) -> str:
 def model_config(keys: Mapping[str, Any], words: Sequence[str], where: str) -> Any:
     """The configuration, resolved for one device, of a checkpoint that says `keys`, with `words` of a command line.
 
+    Parameters are the same in every combination, so a checkpoint names none: `words` may, and else it is the first.
+
     Raises:
       UserError: `keys` do not go together or name code that no word names; or a word, or the preset that it names, says
         another model than `keys`.
     """
     _resolved(as_words(keys), where)
     # Beside the checkpoint's keys a word may only make sense with them, so they come first.
-    loaded = load(["base.yml", "dataset_type=synthetic", *as_words(keys), *words])
+    flags = as_words(flags_of(next(iter(COMBINATIONS))))
+    loaded = load(["base.yml", "dataset_type=synthetic", *flags, *as_words(keys), *words])
     given = [word.partition("=")[0] for word in words]
     config = resolve(loaded.config, device_count=1, platform="cpu")
     if code := code_of_checkpoint(keys, given, where):
@@ -133,7 +137,7 @@ def check_words(keys: Mapping[str, Any], words: Sequence[str], config: Any, wher
     lines = [
         f"{name}: not a key of the model{hints.get(name, '')}"
         for name in dict.fromkeys(given)
-        if name not in {*MODEL, _PRESET, LENGTH}
+        if name not in {*MODEL, _PRESET, LENGTH, *FLAGS}
     ]
     idle = MODEL.intersection(given) - described(config).keys() - {ORDER}
     lines += [f"{name}: without effect on this model" for name in sorted(idle)]

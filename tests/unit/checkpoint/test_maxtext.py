@@ -23,7 +23,7 @@ from checkpoint_cases import (
     random_params,
     write_maxtext,
 )
-from support import TINY, pinned
+from support import ALL_COMBINATIONS, TINY, pinned
 
 from trainer.checkpoint import CheckpointManager, Leaf, inspect, load_parameters, names_of, nested, write_params
 from trainer.checkpoint import write_maxtext as write
@@ -252,7 +252,8 @@ def test_written_for_maxtext(tmp_path, block, rope, interleave, scan):
 @pytest.mark.parametrize("name", ["llama3.1-8b", "llama3.3-70b"])
 def test_what_was_written_is_read_whatever_the_model_is_called(tmp_path, name):
     sizes = {key: TINY[key] for key in TINY if key.startswith(("base_", "head_dim", "vocab_size"))}
-    words = [f"{key}={value}" for key, value in ({"model_name": name} | sizes | {"dataset_type": "synthetic"}).items()]
+    own = {"dataset_type": "synthetic"} | pinned(ALL_COMBINATIONS[0])
+    words = [f"{key}={value}" for key, value in ({"model_name": name} | sizes | own).items()]
     config = resolve(load(words).config, device_count=1, platform="cpu")
     params = random_params(config)
     write(tmp_path, config, leaves_of(params), None, True)

@@ -6,14 +6,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen
 from support import assert_equal_bits, compiled, copied, packed_batch, tiny_config
 
 from trainer.backends import make_model
+from trainer.checkpoint import model_config
+from trainer.checkpoint.description import check_words
 from trainer.config import UserError
-from trainer.layers.sown import Total
+from trainer.export import parameter_shapes
+from trainer.layers.sown import SownValue, Total
 from trainer.objectives import NextToken, make_objective
 from trainer.ops.random import seed_key
 
@@ -89,6 +93,12 @@ def test_the_nnx_block_that_takes_its_place_computes_the_same(combination):
     assert other[0][0] == value
 
 
+class Minimum(SownValue):
+    """A type of somebody's own."""
+
+    combine = staticmethod(jnp.min)
+
+
 class Sowing(linen.Module):
     """Sows as a block of ours does, and drops out by Linen's own generators."""
 
@@ -98,6 +108,7 @@ class Sowing(linen.Module):
     def __call__(self, x, cache, context):
         x = linen.Dropout(0.5, deterministic=context.key is None)(x + linen.Dense(x.shape[-1])(x))
         self.sow("Total", "outputs", x.sum())
+        self.sow("Minimum", "least", x.min())
         return x, cache
 
 
@@ -107,7 +118,7 @@ def test_what_it_sows_arrives_and_dropout_draws_from_the_key(monkeypatch):
     for combination, scan in (("linen", True), ("nnx_linen_decoder", True), ("linen", False)):
         config, model = model_of(combination, "sowing:Sowing", scan_layers=scan)
         params = model.init(seed_key(0))[0]
-        step = compiled(value_and_grads(config, model, params, (Total,)), seed_key(1))
+        step = compiled(value_and_grads(config, model, params, (Total, Minimum)), seed_key(1))
         results.append([copied(step(seed_key(seed))) for seed in (1, 2)])
     assert_equal_bits(*results[:2])
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), results[1][0][0], results[2][0][0])
@@ -115,6 +126,7 @@ def test_what_it_sows_arrives_and_dropout_draws_from_the_key(monkeypatch):
     assert len(losses) == 2
     (_, sown), _ = results[0][0]
     assert sown["Total"]["decoder/layers/outputs"].shape == (config.base_num_decoder_layers,)
+    assert np.all(sown["Minimum"]["decoder/layers/least"] < 0)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +135,18 @@ def test_what_it_sows_arrives_and_dropout_draws_from_the_key(monkeypatch):
 def test_an_nnx_stack_refuses_it_and_says_how_to_change(combination, change):
     with pytest.raises(UserError, match=rf"LinenBlock is not an nnx.Module; .* \(combination {change}\)"):
         model_of(combination, LINEN)
+
+
+def test_export_finds_its_parameters_under_flags_with_a_linen_stack():
+    words = [f"decoder_block={LINEN}", "base_num_decoder_layers=2"]
+    with pytest.raises(UserError, match="set pure_nnx_decoder=false"):
+        parameter_shapes(model_config({}, words, ""))
+    words.append("pure_nnx_decoder=false")
+    config = model_config({}, words, "")
+    check_words({}, words, config, "")
+    shapes = parameter_shapes(config)
+    assert {name.rpartition("/")[0] for name in shapes} >= {"decoder/layers/c_attn", "decoder/layers/ln_1"}
+    assert shapes["decoder/layers/c_attn/kernel"][0] == 2
 
 
 class Boxed(linen.Module):
