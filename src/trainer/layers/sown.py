@@ -15,41 +15,56 @@ from flax import nnx
 Sown = Mapping[str, Mapping[str, jax.Array]]
 
 
-class Total(nnx.Variable):
+class SownValue(nnx.Variable):
+    """The base of all sown types, of a user's too. NNX blocks sow with `sow`, Linen blocks into the collection that has
+    the name of the type.
+
+    A type that a training step can return has a static method `combine(values, axis=0)`, which joins the values of
+    microbatches, on axis 0, to that of the whole batch.
+    """
+
+
+class Total(SownValue):
     """A sum over the rows and tokens of a batch: the values of microbatches add up."""
 
     combine = staticmethod(jnp.sum)
 
 
-class Maximum(nnx.Variable):
+class Maximum(SownValue):
     """A maximum over the rows and tokens of a batch: the largest value of all microbatches."""
 
     combine = staticmethod(jnp.max)
 
 
-class MaxLogit(nnx.Variable):
+class MaxLogit(SownValue):
     """The largest attention logit of each head, [heads], that a layer with `logit_factors` (`layers.clip`) sows as
     "max_logit": the largest of all microbatches."""
 
     combine = staticmethod(jnp.max)
 
 
-class Activation(nnx.Variable):
+class Activation(SownValue):
     """A tensor [b, t, ...] of the forward pass. It has no `combine`, so a training step cannot return it."""
 
 
-class MtpHidden(nnx.Variable):
+class MtpHidden(SownValue):
     """Hidden states [b, t, e] of a module of multi-token prediction (`models.mtp`), which the objective needs. The
     modules run only where this type is captured. It has no `combine`, either."""
 
 
-TYPES: tuple[type[nnx.Variable], ...] = (Total, Maximum, MaxLogit, Activation)
+def type_names(kind: type[SownValue] = SownValue) -> set[str]:
+    """The names of all sown types that there are: the classes derived from `kind`."""
+    derived = kind.__subclasses__()
+    return {it.__name__ for it in derived}.union(*map(type_names, derived))
 
 
 def check_combine(types: Iterable[type[nnx.Variable]]) -> None:
-    """Raises ValueError if values of one of `types` do not combine across microbatches."""
+    """Raises ValueError if values of one of `types` do not combine across microbatches, or two have the same name."""
+    types = list(types)
     if unable := [kind.__name__ for kind in types if not hasattr(kind, "combine")]:
         raise ValueError(f"{', '.join(unable)}: does not combine across microbatches; capture it in the objective")
+    if len({kind.__name__ for kind in types}) < len(types):
+        raise ValueError(f"two sown types have the same name: {', '.join(map(str, types))}")
 
 
 def combined(types: Iterable[type[nnx.Variable]], sown: Sown) -> Sown:

@@ -10,7 +10,7 @@ from flax.nnx import bridge
 from trainer.config import UserError
 from trainer.layers.context import Context
 from trainer.layers.param import REST
-from trainer.layers.sown import TYPES, Sown, capture
+from trainer.layers.sown import Sown, capture, type_names
 from trainer.layers.stack import MakeBlock, cast_in_loop
 from trainer.linen.bridge import capturing, to_linen
 from trainer.models.families import block_class, blocks, check_calls, check_state, refuse_state, stacks
@@ -54,7 +54,7 @@ def _check_linen(config: Any, block: MakeBlock) -> None:
     args = x, None, Context(ids, ids, rows=ids[0], key=None)
     variables = dict(jax.eval_shape(lambda: make_layer(config, block, parent=None).init(keys, *args)))
     params = variables.pop("params", {})
-    known = {REST, "intermediates", *(kind.__name__ for kind in TYPES)}
+    known = {REST, "intermediates", *type_names()}
     refuse_state(config, bool(params), sorted(set(variables) - known))
 
 

@@ -10,19 +10,26 @@ import pytest
 from support import ALL_COMBINATIONS, compiled, packed_batch, tiny_config
 
 from trainer.backends import TrainTree, make_model
-from trainer.layers.sown import Activation, Maximum, Total, sow
+from trainer.layers.sown import Activation, Maximum, SownValue, Total, check_combine, sow
 from trainer.models import llama2
 from trainer.objectives import NextToken
 from trainer.state import ParamShardings
 from trainer.training.step import make_gradients
 
 
+class Minimum(SownValue):
+    """A type of somebody's own."""
+
+    combine = staticmethod(jnp.min)
+
+
 class Block(llama2.Block):
-    """Sows a maximum besides the family's totals."""
+    """Sows a maximum and a minimum besides the family's totals."""
 
     def __call__(self, x, *args):
         x, cache = super().__call__(x, *args)
         sow(self, Maximum, "output_max", jnp.max(x))
+        sow(self, Minimum, "output_min", jnp.min(x))
         return x, cache
 
 
@@ -40,8 +47,9 @@ def sown(combination, microbatches, capture):
 @pytest.mark.parametrize("combination", sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]}))
 def test_accumulated_they_are_those_of_the_whole_batch(combination, monkeypatch):
     monkeypatch.setitem(sys.modules, "sowing", SimpleNamespace(Block=Block))
-    whole, accumulated = (sown(combination, n, (Total, Maximum)) for n in (1, 4))
+    whole, accumulated = (sown(combination, n, (Total, Maximum, Minimum)) for n in (1, 4))
     assert set(whole["Maximum"]) == {"decoder/layers/output_max"}
+    assert np.all(whole["Minimum"]["decoder/layers/output_min"] < whole["Maximum"]["decoder/layers/output_max"])
     assert "decoder/layers/output_square_sum" in whole["Total"]
     # Sums in another order.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), accumulated, whole)
@@ -52,3 +60,8 @@ def test_hidden_states_are_refused(microbatches, monkeypatch):
     monkeypatch.setitem(sys.modules, "sowing", SimpleNamespace(Block=Block))
     with pytest.raises(ValueError, match="Activation: does not combine across microbatches"):
         sown(ALL_COMBINATIONS[0], microbatches, (Total, Activation))
+
+
+def test_two_types_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="two sown types have the same name"):
+        check_combine((Total, type("Total", (SownValue,), {"combine": staticmethod(jnp.min)})))
