@@ -9,13 +9,11 @@ import pytest
 from run_cases import RUN, SETTINGS, assert_equal, train
 from support import ALL_COMBINATIONS, pinned, xla_flags
 
-from trainer.config import schema
 from trainer.config.flags import FLAGS
 
 HALF = 10
 ONE_DEVICE = os.environ | {"XLA_FLAGS": xla_flags(1)}
 RUNS = SETTINGS | {"steps": 2 * HALF, "learning_rate_schedule_steps": 3 * HALF, "eval_interval": -1}
-OTHER_OPTIMIZERS = [name for name in schema().keys["opt_type"].choices if name != "adamw"]
 
 
 def run(folder, combination, **keys):
@@ -84,12 +82,11 @@ def test_processes_one_after_the_other(straight, tmp_path):
     assert_same(tmp_path / RUN, straight, 3 * HALF)
 
 
-@pytest.mark.parametrize("opt_type", OTHER_OPTIMIZERS)
-def test_a_flip_of_every_other_optimizer(opt_type, tmp_path):
+def test_a_flip_of_another_optimizer(tmp_path):
     """The states of all of optax: tests/unit/backends/test_codec.py and tests/unit/checkpoint/test_manager.py."""
     (tmp_path / "flipped").mkdir()
     (tmp_path / "straight").mkdir()
-    keys = {"opt_type": opt_type, "learning_rate": 0.1}
+    keys = {"opt_type": "adafactor", "learning_rate": 0.1}
     straight = run(tmp_path / "straight", ALL_COMBINATIONS[0], **keys)
     run(tmp_path / "flipped", ALL_COMBINATIONS[-1], **keys, steps=HALF)
     assert_same(run(tmp_path / "flipped", ALL_COMBINATIONS[0], **keys), straight, 2 * HALF)

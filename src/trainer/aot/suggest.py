@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from trainer.config.errors import UserError
+from trainer.config.optimizers import has_first_moment
 from trainer.config.vocab_tiles import worthwhile_tiles
 from trainer.layers.remat import KEPT, OFFLOADED, PROJECTIONS, offloaded
 
@@ -141,7 +142,7 @@ def _less(config: Any) -> Iterator[Candidate]:
     sums = "" if steps > 1 else ", and gradients are accumulated in float32"
     yield changes, f"the same global batch; parameters are all-gathered twice as often{sums}", False
     yield {"per_device_batch_size": rows}, "half the tokens per step", False
-    if config.opt_type == "adamw" and config.mu_dtype == "float32":
+    if has_first_moment(config) and config.mu_dtype == "float32":
         yield {"mu_dtype": "bfloat16"}, "a first moment with 8 bits of precision", True
     if config.weight_dtype == "float32":
         yield {"weight_dtype": "bfloat16"}, "parameters with 8 bits of precision: small updates are lost", True

@@ -203,7 +203,7 @@ def _steps(config: Any) -> str | None:
 
 def _regexes(key: str) -> Callable[[Any], str | None]:
     def problem(config: Any) -> str | None:
-        for pattern in config[key]:
+        for pattern in config[key] or ():
             try:
                 re.compile(pattern)
             except re.error as error:

@@ -8,6 +8,8 @@ from trainer.config.data_keys import DATA_INERT
 from trainer.config.derived import FOLLOWS
 from trainer.config.dump import to_flow
 from trainer.config.files import COMMAND_LINE
+from trainer.config.optimizers import KEYS as OF_OPTIMIZERS
+from trainer.config.optimizers import MOMENTUM, READS, has_first_moment
 from trainer.config.schema import schema
 from trainer.config.tiles import KEYS, OF_DQ
 
@@ -21,7 +23,24 @@ class Inert:
     reason: str
 
 
-_ADAM = ("adam_b1", "adam_b2", "adam_eps", "adam_eps_root", "adam_weight_decay", "adamw_mask", "mu_dtype")
+def _of_optimizer(name: str) -> list[Inert]:
+    keys = READS[name]
+    decays = [key for key in keys if key.endswith("_weight_decay")]
+    momentum = MOMENTUM.get(name)
+    return [
+        Inert(
+            [key for key in OF_OPTIMIZERS if key not in keys],
+            lambda c: c.opt_type == name,
+            f"opt_type={name} does not read it",
+        ),
+        Inert(
+            ["adamw_mask"],
+            lambda c: c.opt_type == name and not any(c[key] for key in decays),
+            " and ".join(f"{key}=0" for key in decays),
+        ),
+        Inert(["mu_dtype"], lambda c: c.opt_type == name and not has_first_moment(c), f"{momentum}=0"),
+    ]
+
 
 # The keys that remat_policy=custom reads: TENSORS of layers/remat.py, which this package must not import.
 _REMAT = (
@@ -83,8 +102,7 @@ INERT = (
         lambda c: c.lr_schedule_type == "constant",
         "lr_schedule_type=constant stays at the peak",
     ),
-    Inert(_ADAM, lambda c: c.opt_type == "sgd", "opt_type=sgd has neither moments nor weight decay"),
-    Inert(("adamw_mask",), lambda c: c.opt_type == "adamw" and c.adam_weight_decay == 0, "adam_weight_decay=0"),
+    *(inert for name in READS for inert in _of_optimizer(name)),
     Inert(
         ("grad_dtype",),
         lambda c: c.weight_dtype == "bfloat16" and c.gradient_accumulation_steps == 1,

@@ -23,6 +23,7 @@ _KEY_LINE = re.compile(r"(?P<name>[a-z]\w*):(?P<value>.*?)(?:\s#(?P<form>.*))?")
 # An import path, such as for decoder_block.
 IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _OR_IMPORT_PATH = " or package.module:name"
+_OR_NONE = " or none"
 _RANGE = re.compile(r"in (?P<open>[\[(])(?P<low>\S+), (?P<high>\S+)(?P<close>[\])])(?: or (?P<extra>.+))?")
 
 
@@ -138,10 +139,12 @@ def _key(name: str, default: Any, form: str, section: str, doc: str) -> Key:
         narrowed["importable"] = form.endswith(_OR_IMPORT_PATH) and kind is str
     elif match := _RANGE.fullmatch(form):
         narrowed["range"] = _range(name, kind, match)
-    elif form.startswith("list of ") and kind is list and form[8:] in _TYPES:
-        narrowed["item"] = _TYPES[form[8:]]
-    elif form.endswith(" or none") and form[:-8] in ("str", "int", "float", "bool"):
-        kind = _TYPES[form[:-8]]
+    elif form.startswith("list of ") and (kind is list or default is None) and _item_of(form) in _TYPES:
+        kind = list
+        narrowed["item"] = _TYPES[_item_of(form)]
+        narrowed["optional"] = form.endswith(_OR_NONE)
+    elif form.endswith(_OR_NONE) and form.removesuffix(_OR_NONE) in ("str", "int", "float", "bool"):
+        kind = _TYPES[form.removesuffix(_OR_NONE)]
         narrowed["optional"] = True
     elif form:
         raise ValueError(f"base.yml: {name}: {form!r} is none of the forms that the head of the file describes")
@@ -153,6 +156,11 @@ def _key(name: str, default: Any, form: str, section: str, doc: str) -> Key:
     if not key.accepts(default):
         raise ValueError(f"base.yml: {name}: the default {default!r} is not allowed: {key.allowed}")
     return key
+
+
+def _item_of(form: str) -> str:
+    """The type of the items of a form `list of ...`."""
+    return form.removeprefix("list of ").removesuffix(_OR_NONE)
 
 
 def _range(name: str, kind: type, match: re.Match[str]) -> Range:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.config.derived import mesh_axes
+from trainer.config.optimizers import moment_bytes
 from trainer.config.rules import DIMENSIONS, TENSORS, with_lengths
 from trainer.config.schema import INT32_MAX
 
@@ -30,9 +31,8 @@ def least_bytes(config: Any) -> int:
     """
     parameters = sum(math.prod(_lengths(config, names)) for names in _parameters(config).values())
     each = 0 if config["parameter_memory_host_offload"] else _BYTES[config["weight_dtype"]]
-    if config["opt_type"] == "adamw" and not config["trainable_parameters_mask"]:
-        moments = _BYTES[config["mu_dtype"]] + _BYTES[config["weight_dtype"]]
-        each += 0 if config["optimizer_memory_host_offload"] else moments
+    if not config["trainable_parameters_mask"] and not config["optimizer_memory_host_offload"]:
+        each += moment_bytes(config, _BYTES)
     tokens = _microbatch_rows(config) * config["max_target_length"]
     batch = tokens * config["gradient_accumulation_steps"] * _BYTES_OF_TOKEN
     return parameters * each + batch + tokens * config["base_emb_dim"] * _BYTES[config["dtype"]]

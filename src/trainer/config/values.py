@@ -93,7 +93,9 @@ def _number(kind: type, word: str) -> Any:
     raise ValueError(f"not {noun}" if word else f"empty, not {noun}")
 
 
-def _list(key: Key, node: yaml.Node) -> list[Any]:
+def _list(key: Key, node: yaml.Node) -> list[Any] | None:
+    if key.optional and isinstance(node, yaml.ScalarNode) and not node.style and node.value.lower() in _NONE - {""}:
+        return None
     if isinstance(node, yaml.ScalarNode) and key.item is str:
         if node.tag == _NULL_TAG or not node.value:
             return []

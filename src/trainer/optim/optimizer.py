@@ -1,24 +1,24 @@
-"""The optimizer and the mask of trainable parameters."""
+"""From a configuration to its optimizer, and the masks of parameters."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.tree_util import tree_leaves_with_path
 
 from trainer.config import UserError
+from trainer.optim.axes import is_matrix
+from trainer.optim.keys import Given, Mask, keys_of
+from trainer.optim.registry import OPTIMIZERS
 from trainer.optim.schedule import make_schedule
-
-Mask = Callable[[Any], Any]
 
 
 def make_optimizer(config, param_axes: Any) -> optax.GradientTransformation:
-    """Clipping by the global norm, then AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) or plain SGD.
+    """Clipping by the global norm, then the optimizer `opt_type`, for the trained parameters.
 
-    Parameters that are not trainable keep their values and have no optimizer state.
+    Parameters that are not trained keep their values and have no optimizer state.
 
     Args:
       config: resolved.
@@ -28,35 +28,32 @@ def make_optimizer(config, param_axes: Any) -> optax.GradientTransformation:
       UserError: a mask matches no parameter.
     """
     _check_masks(config, param_axes)
-    schedule = make_schedule(config)
-    if config.opt_type == "sgd":
-        inner = optax.sgd(schedule)
-    else:
-        inner = optax.adamw(
-            schedule,
-            b1=config.adam_b1,
-            b2=config.adam_b2,
-            eps=config.adam_eps,
-            eps_root=config.adam_eps_root,
-            weight_decay=config.adam_weight_decay,
-            mu_dtype=jnp.dtype(config.mu_dtype),
-            mask=_matching(config.adamw_mask, found=False) if config.adamw_mask else None,
-        )
-    if config.gradient_clipping_threshold:
-        inner = optax.chain(optax.clip_by_global_norm(config.gradient_clipping_threshold), inner)
-    if config.trainable_parameters_mask:
-        is_trained = trainable(config)
+    given = Given(make_schedule(config), decayed(config, param_axes), param_axes)
+    tx = OPTIMIZERS[config.opt_type](keys_of(config), given)
+    return _of_trained(config, _clipped(config, tx))
 
-        def labels(params: Any) -> Any:
-            return jax.tree.map(lambda trained: "train" if trained else "freeze", is_trained(params))
 
-        inner = optax.partition({"train": inner, "freeze": optax.set_to_zero()}, labels)
-    return inner
+def _clipped(config, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`tx`, given gradients whose global norm is at most the threshold."""
+    threshold = config.gradient_clipping_threshold
+    return optax.chain(optax.clip_by_global_norm(threshold), tx) if threshold else tx
+
+
+def _of_trained(config, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`tx` for the trained parameters alone."""
+    if not config.trainable_parameters_mask:
+        return tx
+    is_trained = trainable(config)
+
+    def labels(params: Any) -> Any:
+        return jax.tree.map(lambda trained: "train" if trained else "freeze", is_trained(params))
+
+    return optax.partition({"train": tx, "freeze": optax.set_to_zero()}, labels)
 
 
 def _check_masks(config, param_axes: Any) -> None:
     """Refuses a mask that matches no parameter: it would silently have no effect."""
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in tree_leaves_with_path(param_axes)]
+    names = list(map(_name, (path for path, _ in tree_leaves_with_path(param_axes))))
     mistakes = [
         f"{key}=[{','.join(config[key])}]: found in no parameter's name"
         for key in ("adamw_mask", "trainable_parameters_mask")
@@ -66,6 +63,17 @@ def _check_masks(config, param_axes: Any) -> None:
         raise UserError("\n  ".join([*mistakes, f"the parameters are: {', '.join(names)}"]))
 
 
+def decayed(config, param_axes: Any) -> Mask:
+    """A function from the tree of params to a tree of bools: True for parameters with weight decay.
+
+    These are the matrices, by their logical axes (`optim.axes`), or those that `adamw_mask` does not match.
+    """
+    if config.adamw_mask is None:
+        found = {_name(path): is_matrix(names) for path, names in tree_leaves_with_path(param_axes)}
+        return _by_name(found.__getitem__)
+    return _matching(config.adamw_mask, found=False)
+
+
 def trainable(config) -> Mask:
     """A function from the tree of params to a tree of bools: True for trained parameters."""
     return _matching(config.trainable_parameters_mask or [""], found=True)
@@ -73,12 +81,14 @@ def trainable(config) -> Mask:
 
 def _matching(patterns: Sequence[str], *, found: bool) -> Mask:
     """A function from a tree to a tree of bools: `found` where a leaf's name a/b/c matches one of `patterns`."""
-    search = re.compile("|".join(f"(?:{pattern})" for pattern in patterns)).search
+    searches = [re.compile(pattern).search for pattern in patterns]
+    return _by_name(lambda name: any(search(name) for search in searches) == found)
 
-    def mask(tree: Any) -> Any:
-        def one(path: Any, _: Any) -> bool:
-            return bool(search(jax.tree_util.keystr(path, simple=True, separator="/"))) == found
 
-        return jax.tree_util.tree_map_with_path(one, tree)
+def _by_name(value: Any) -> Mask:
+    """A function from a tree to a tree of `value(name)`, by each leaf's name a/b/c."""
+    return lambda tree: jax.tree_util.tree_map_with_path(lambda path, _: value(_name(path)), tree)
 
-    return mask
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")

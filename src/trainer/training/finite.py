@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from trainer.config import RunStopped
+from trainer.config.optimizers import READS
 from trainer.training.build import Run
 from trainer.training.step import all_finite
 
@@ -38,6 +39,7 @@ def check_finite(config: Any, row: Mapping[str, Any], batch: str, not_finite: Ca
             f"step {row['step']}: {found}. {its_batch}. The update was left out, and the checkpoints are as they were. "
             f"Lower learning_rate under another run_name, or set {accepting} to leave such updates out and go on"
         )
+    epsilon = " or raise adam_eps" if "adam_eps" in READS[config.opt_type] else ""
     first, *others = not_finite()
     where = f"{first} and {len(others)} more arrays" if others else first
     if row["skipped"]:
@@ -48,7 +50,7 @@ def check_finite(config: Any, row: Mapping[str, Any], batch: str, not_finite: Ca
     raise RunStopped(
         f"step {row['step']}: loss {row['loss']:.6g} and grad_norm {row['grad_norm']:.6g} are finite, and the update "
         f"with learning_rate {row['learning_rate']:.6g} is not: {where}. {its_batch}. No checkpoint holds this update. "
-        f"Lower learning_rate{' or raise adam_eps' if config.opt_type == 'adamw' else ''} under another run_name; "
+        f"Lower learning_rate{epsilon} under another run_name; "
         "load_full_state_path starts it from a checkpoint of this run"
     )
 

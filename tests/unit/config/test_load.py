@@ -165,7 +165,7 @@ def test_a_folder_or_bytes_for_a_yml(tmp_path):
         ("scan_layers=x", "scan_layers=x (command line): not true or false; allowed: true or false"),
         (
             "opt_type=adamv",
-            "opt_type=adamv (command line): not one of the choices; allowed: adamw, sgd; near",
+            "opt_type=adamv (command line): not one of the choices; allowed: adamw, nadamw, ",
         ),
         ("dtype=float16", "dtype=float16 (command line): not one of the choices; allowed: auto, float32, bfloat16"),
         ("weight_dtype=float16", "weight_dtype=float16 (command line): not one of the choices; allowed: float32, bf"),

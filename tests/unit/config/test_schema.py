@@ -35,7 +35,8 @@ def test_every_key_of_base_yml_is_parsed_with_a_section_and_a_doc():
         # Below, the factors of a large logit would underflow to 0 / 0.
         ("qk_clip_threshold", float, 100.0, "a number in [1e-06, 3.4e+38]"),
         ("mu_dtype", str, "", '"", float32, bfloat16'),
-        ("adamw_mask", list, [], "a list of str"),
+        ("adamw_mask", list, None, "a list of str or none"),
+        ("trainable_parameters_mask", list, [], "a list of str"),
     ],
 )
 def test_keys_have_the_type_of_their_default_and_what_the_comment_allows(name, kind, default, allowed):

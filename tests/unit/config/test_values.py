@@ -9,6 +9,7 @@ from trainer.config.values import read_node, read_text
 INT, FLOAT, BOOL, STR = (Key("x", None, kind) for kind in (int, float, bool, str))
 WORDS, NUMBERS, ANY = (Key("x", [], list, item=item) for item in (str, int, object))
 DICT = Key("x", {}, dict)
+MAYBE_WORDS = Key("x", None, list, item=str, optional=True)
 MAYBE = Key("x", None, float, optional=True)
 
 
@@ -51,6 +52,11 @@ MAYBE = Key("x", None, float, optional=True)
         (DICT, "{a: 1, b: [c]}", {"a": 1, "b": ["c"]}),
         *((MAYBE, word, None) for word in ("", "none", "None", "null", "~")),
         (MAYBE, "0.2", 0.2),
+        *((MAYBE_WORDS, word, None) for word in ("none", "None", "null", "~")),
+        (MAYBE_WORDS, "[]", []),
+        (MAYBE_WORDS, "", []),
+        (MAYBE_WORDS, "[none]", ["none"]),
+        (MAYBE_WORDS, "'none'", ["none"]),
     ],
 )
 def test_text_of_a_command_line(key, text, value):

@@ -5,72 +5,30 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support import assert_equal_bits, tiny_config
+from optim_cases import (
+    AXES,
+    B1,
+    B2,
+    CLIP,
+    DECAY,
+    EPS,
+    EPS_ROOT,
+    STEPS,
+    assert_close,
+    clipped,
+    config_of,
+    gradient,
+    names,
+    trained_params,
+    tree,
+)
+from support import assert_equal_bits
 
 from trainer.config import UserError
 from trainer.optim import make_optimizer, make_schedule, trainable
 
-STEPS = 4
-B1, B2, EPS, EPS_ROOT, DECAY, CLIP = 0.8, 0.9, 1e-3, 1e-4, 0.3, 2.0
-SETTINGS = {
-    "opt_type": "adamw",
-    "lr_schedule_type": "cosine",
-    "mu_dtype": "",
-    "weight_dtype": "float32",
-    "learning_rate": 0.1,
-    "steps": 8,
-    "warmup_steps_fraction": 0.25,
-    "adam_b1": B1,
-    "adam_b2": B2,
-    "adam_eps": EPS,
-    "adam_eps_root": EPS_ROOT,
-    "adam_weight_decay": DECAY,
-    "gradient_clipping_threshold": CLIP,
-}
 
-
-def config_of(**overrides):
-    return tiny_config("nnx", **(SETTINGS | overrides))
-
-
-def tree(seed):
-    rng = np.random.default_rng(seed)
-
-    def normal(*shape):
-        return rng.normal(size=shape).astype(np.float32)
-
-    return {
-        "decoder": {"layers": {"mlp": {"wo": {"kernel": normal(2, 3, 4)}}}, "decoder_norm": {"scale": normal(4)}},
-        "token_embedder": {"embedding": normal(5, 4)},
-    }
-
-
-def names(params):
-    return [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in jax.tree_util.tree_leaves_with_path(params)]
-
-
-def trained_params(config):
-    """Parameters after STEPS updates by `make_optimizer`, and its last state. The second gradient is below the clip."""
-    params = tree(0)
-    tx = make_optimizer(config, params)  # of axes it reads the names alone
-    state = tx.init(params)
-    update = jax.jit(tx.update)
-    for step in range(STEPS):
-        updates, state = update(gradient(step), state, params)
-        params = optax.apply_updates(params, updates)
-    return params, state
-
-
-def gradient(step):
-    return jax.tree.map(lambda g: g * np.float32(0.1 if step == 1 else 1.0), tree(step + 1))
-
-
-def clipped(grads, threshold):
-    norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in grads))
-    return [g * min(1.0, threshold / norm) for g in grads]
-
-
-def adamw(config, decayed=(True, True, True), trained=(True, True, True)):
+def adamw(config, decays=(False, True, True), trained=(True, True, True)):
     """Algorithm 2 of Loshchilov and Hutter 2019, in float64; the decay is multiplied by the rate, as in optax."""
     schedule = make_schedule(config)
     params = [p.astype(np.float64) for p in jax.tree.leaves(tree(0))]
@@ -86,14 +44,9 @@ def adamw(config, decayed=(True, True, True), trained=(True, True, True)):
             mean[i] = B1 * mean[i] + (1 - B1) * grad
             square[i] = B2 * square[i] + (1 - B2) * grad**2
             m, v = mean[i] / (1 - B1 ** (step + 1)), square[i] / (1 - B2 ** (step + 1))
-            direction = m / (np.sqrt(v + EPS_ROOT) + EPS) + decayed[i] * DECAY * params[i]
+            direction = m / (np.sqrt(v + EPS_ROOT) + EPS) + decays[i] * DECAY * params[i]
             params[i] = params[i] - float(schedule(step)) * direction
     return params
-
-
-def assert_close(actual, expected):
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
 
 
 def test_the_gradients_are_really_clipped_once_and_once_not():
@@ -108,21 +61,23 @@ def test_adamw_equals_numpy(clip):
 
 
 @pytest.mark.parametrize(
-    ("patterns", "decayed"),
+    ("patterns", "expected"),
     [
         ("[scale]", (False, True, True)),
         ("[^token_embedder, norm/scale$]", (False, True, False)),
         ("['layers/.*/kernel']", (True, False, True)),
+        ("[]", (True, True, True)),
+        ("none", (False, True, True)),  # the default: norms and biases
     ],
 )
-def test_adamw_mask_names_what_is_not_decayed(patterns, decayed):
+def test_adamw_mask_names_what_is_not_decayed(patterns, expected):
     assert names(tree(0)) == [
         "decoder/decoder_norm/scale",
         "decoder/layers/mlp/wo/kernel",
         "token_embedder/embedding",
     ]
     config = config_of(adamw_mask=patterns)
-    assert_close(trained_params(config)[0], adamw(config, decayed=decayed))
+    assert_close(trained_params(config)[0], adamw(config, decays=expected))
 
 
 @pytest.mark.parametrize("clip", [CLIP, 0.0])
@@ -151,7 +106,7 @@ def test_sgd_equals_numpy(clip):
 def test_dtypes_of_the_moments(weights, asked, first):
     """The first is mu_dtype, by default that of the weights; the second always follows the weights."""
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf, weights), tree(0))
-    state = jax.eval_shape(make_optimizer(config_of(weight_dtype=weights, mu_dtype=asked), params).init, params)
+    state = jax.eval_shape(make_optimizer(config_of(weight_dtype=weights, mu_dtype=asked), AXES).init, params)
     assert {leaf.dtype for leaf in jax.tree.leaves(optax.tree.get(state, "mu"))} == {jnp.dtype(first)}
     assert {leaf.dtype for leaf in jax.tree.leaves(optax.tree.get(state, "nu"))} == {jnp.dtype(weights)}
 
@@ -184,6 +139,6 @@ def test_patterns_are_searched_in_the_whole_name(patterns, expected):
 
 @pytest.mark.parametrize("key", ["adamw_mask", "trainable_parameters_mask"])
 def test_a_mask_that_is_found_in_no_name_is_refused(key):
-    make_optimizer(config_of(**{key: "[nothing, wo]"}), tree(0))
+    make_optimizer(config_of(**{key: "[nothing, wo]"}), AXES)
     with pytest.raises(UserError, match=rf"(?s){key}=\[nothing,\^wo\].*decoder/layers/mlp/wo/kernel"):
-        make_optimizer(config_of(**{key: "[nothing, ^wo]"}), tree(0))
+        make_optimizer(config_of(**{key: "[nothing, ^wo]"}), AXES)

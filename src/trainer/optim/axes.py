@@ -1,0 +1,35 @@
+"""What a parameter is, read from its logical axes: a matrix with inputs and outputs, or a norm's scale or a bias.
+
+A side of a parameter is a group of axes that are inputs, or outputs, together: those of the heads, or any other axis by
+itself. Axes along which independent parameters are stacked belong to no side. A norm and a bias have one side at most;
+a matrix has two, its inputs first.
+"""
+
+from collections.abc import Sequence
+
+# Independent matrices along any axis: layers, and projections that are fused into one array.
+STACKED = frozenset(("layers", "qkv", "num_activations"))
+# Independent matrices along a leading axis; behind another axis it counts the outputs of a router.
+EXPERTS = "exp"
+# Adjacent ones are one side: [heads, head_dim] is the flattened output of a projection.
+HEADS = frozenset(("heads", "q_heads", "kv_heads", "kv", "kv_head_dim", "head_dim"))
+
+Side = tuple[int, ...]  # the positions of its axes
+
+
+def sides(names: Sequence[str | None]) -> list[Side]:
+    """The sides of a parameter with the logical axes `names`, in their order."""
+    found: list[Side] = []
+    for i, name in enumerate(names):
+        if name in STACKED or (name == EXPERTS and not found):
+            continue
+        if found and name in HEADS and names[i - 1] in HEADS:
+            found[-1] += (i,)
+        else:
+            found.append((i,))
+    return found
+
+
+def is_matrix(names: Sequence[str | None]) -> bool:
+    """False for norms, biases and scalars."""
+    return len(sides(names)) > 1
