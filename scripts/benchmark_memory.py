@@ -39,6 +39,11 @@ CASES = {
         ("mistral-7b", "v5e-16", 1, "fsdp 16", 1),
         ("llama2-13b", "v5e-16", 2, "dcn_data 2, fsdp 16", 1),
     ),
+    "other": (
+        ("qwen3-4b", "v5e-16", 1, "fsdp 4, tensor 4", 1),
+        ("llama3.1-8b", "v5p-8", 1, "data 2, fsdp 2", 1),
+        ("qwen3-1.7b", "v5p-8", 1, "data 4", 1),
+    ),
 }
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
@@ -112,12 +117,10 @@ def run(command: list[str], folder: Path, variables: dict[str, str]) -> str:
 
 
 def measure(out: Path, folder: Path | None, only: str, settings: list[str]) -> None:
-    """Append to `out` what it lacks of the cases whose name contains `only`."""
+    """Append to `out` what it lacks of the cases of the group `only`, or of those whose name contains it."""
     commit = run(["git", "describe", "--always", "--dirty"], ROOT, {}).strip()
     have = [{**line, "figures": None} for line in read(out)]
-    for case in (case for cases in CASES.values() for case in cases):
-        if only not in name_of(case):
-            continue
+    for case in CASES.get(only) or [case for cases in CASES.values() for case in cases if only in name_of(case)]:
         mine = {"program": "trainer", "case": name_of(case), "commit": commit, "settings": settings, "figures": None}
         its = {"program": "maxtext", "case": name_of(case), "figures": None}
         if mine not in have:
@@ -172,7 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="file of figures, to append to")
     parser.add_argument("--maxtext", type=Path, help="folder of MaxText; without it only this project is measured")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", default="", help=f"a group, {', '.join(CASES)}, or a part of cases' names")
     parser.add_argument("--set", action="append", default=[], help="a setting of this project besides, key=value")
     parser.add_argument("--table", type=Path, help="file of figures to print")
     given = parser.parse_args()

@@ -8,10 +8,11 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 from support import ALL_COMBINATIONS, arguments
 
-from trainer.aot.buffers import COPIES
+from trainer.aot.buffers import STATE
 from trainer.aot.text import report_text
 from trainer.config import UserError, load
 from trainer.train import main
@@ -118,9 +119,15 @@ def test_every_combination_compiles_for_a_tpu(combination):
     assert report.estimate.dcn_seconds > 0
     memory = report.memory
     assert memory.peak == memory.arguments + memory.outputs - memory.aliased + memory.temporaries
-    assert all(buffer.kind == COPIES for buffer in report.buffers if buffer.op_name.startswith("state"))
-    assert "bf16" in report.gradients_reduced_in  # whatever grad_dtype is, and the report says so
-    assert "bf16 instead of grad_dtype=float32" in report_text(report)
+    # The names by which the report knows a copy of the state begin like those of the program's arguments.
+    entry = compiled.as_text().partition("\nENTRY ")[2]
+    named = re.findall(r" parameter\(\d+\),.*op_name=\"([^\"]*)\"", entry)
+    assert sum(name.startswith(STATE) for name in named) == len(jax.tree.leaves(run.abstract_args()[0]))
+    assert report.gradients_reduced_in == ["bf16", "f32"]  # whatever grad_dtype is, and the report says so
+    reduced = [line.strip() for line in report_text(report).splitlines() if "gradients are reduced" in line]
+    assert reduced == [
+        "gradients are reduced in bf16 and f32; bf16 instead of grad_dtype=float32 where their operands are in bf16"
+    ]
     assert "tpu_custom_call" in compiled.as_text()
     assert "f32[3,64,512]" in compiled.as_text()  # wi_0 and wi_1 of all layers, as each device holds them
     assert "bf16[3,64,512]" not in compiled.as_text()

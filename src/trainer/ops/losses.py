@@ -29,6 +29,9 @@ def _is_target(logits_btv: jax.Array, target_bt: jax.Array) -> jax.Array:
 
 
 def _forward(logits_btv, target_bt, mean):
+    # Fused with the product that computes them and with their maximum, XLA does not let their gradient take their
+    # place: the step would hold both. The price is that they are read once more.
+    logits_btv = jax.lax.optimization_barrier(logits_btv)
     losses = cross_entropy(logits_btv, target_bt, mean)
     return losses, (logits_btv, target_bt, losses[1])
 

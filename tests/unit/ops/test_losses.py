@@ -1,9 +1,15 @@
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from trainer.aot import dump
+from trainer.aot.topologies import devices_of
+from trainer.config.topologies import find_topology
 from trainer.ops.losses import cross_entropy
 
 
@@ -93,3 +99,24 @@ def test_the_backward_pass_keeps_the_logits_as_they_came():
     _, pull = jax.vjp(lambda logits: cross_entropy(logits, jnp.asarray(target)), logits)
     kept = [leaf for leaf in jax.tree.leaves(pull) if getattr(leaf, "size", 0) >= logits.size]
     assert [leaf.dtype for leaf in kept] == [logits.dtype]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="there is no libtpu but for Linux on x86-64")
+def test_a_tpu_holds_logits_once():
+    """Their gradient takes their place where libtpu writes it to memory, as for a ring that sums the head's gradient."""
+    mesh = Mesh(np.array(devices_of(find_topology("v5e-16"))), ("fsdp",), axis_types=(AxisType.Auto,))
+    split = NamedSharding(mesh, PartitionSpec("fsdp"))
+    rows, width, vocab = 4096, 256, 32768
+    shapes = ((16, rows, width), jnp.bfloat16), ((width, vocab), jnp.float32), ((16, rows), jnp.int32)
+    args = [jax.ShapeDtypeStruct(*shape, sharding=split) for shape in shapes]
+
+    def loss(x, head, target):
+        logits = jax.lax.with_sharding_constraint(jnp.matmul(x, head.astype(x.dtype)), split)
+        return jnp.sum(cross_entropy(logits, target)[0])
+
+    gradients = jax.jit(jax.grad(loss, (0, 1)), out_shardings=(split, split))
+    with dump.uncached():  # a program of a TPU that is not here cannot be read back
+        compiled = gradients.lower(*args).compile({"exec_time_optimization_effort": -1.0})
+    logits, head = (2 * count * vocab for count in (rows, width))
+    assert "windowed_dot_general_body_rs" in compiled.as_text()  # the ring
+    assert logits + head <= compiled.memory_analysis().temp_size_in_bytes < 1.02 * (logits + head)
