@@ -103,7 +103,7 @@ def test_the_backward_pass_keeps_the_logits_as_they_came():
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="there is no libtpu but for Linux on x86-64")
 def test_a_tpu_holds_logits_once():
-    """Their gradient takes their place where libtpu writes it to memory, as for a ring that sums the head's gradient."""
+    """Their gradient takes their place where libtpu writes it to memory, as for a ring that sums the head's."""
     mesh = Mesh(np.array(devices_of(find_topology("v5e-16"))), ("fsdp",), axis_types=(AxisType.Auto,))
     split = NamedSharding(mesh, PartitionSpec("fsdp"))
     rows, width, vocab = 4096, 256, 32768

@@ -1,12 +1,21 @@
+import importlib.util
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from trainer.aot import dump
+from trainer.aot.topologies import devices_of
 from trainer.config import UserError
-from trainer.sharding import Axes, on_mesh, settle_gradient, shard_mapped
+from trainer.config.topologies import find_topology
+from trainer.layers.dense import Embed
+from trainer.ops.losses import cross_entropy
+from trainer.sharding import Axes, constrain, on_mesh, settle_gradient, shard_mapped
 
 RULES = {"batch": ("data",), "embed": ("data",), "vocab": ()}
 
@@ -98,3 +107,38 @@ def test_its_names_obey_the_rules():
         pytest.raises(UserError, match=r"\[batch, embed\] of shape \[8, 4\]: batch and embed both map"),
     ):
         gradients(("batch", "embed"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="there is no libtpu but for Linux on x86-64")
+def test_a_tpu_with_more_rows_than_the_head_holds_the_logits_and_the_gathered_head():
+    """Without the gather libtpu makes a ring of the forward product, which holds the logits four times."""
+    mesh = Mesh(np.array(devices_of(find_topology("v5e-16"))).reshape(8, 2), ("fsdp", "tensor"), (AxisType.Auto,) * 2)
+    rules = {"activation_batch": ("fsdp",), "activation_length": (), "activation_embed": ("tensor",)}
+    rules |= {"activation_vocab": ("tensor",), "vocab": ("tensor",), "embed": ("fsdp",)}
+    rows, tokens, width, vocab = 64, 1024, 1024, 32768
+    make = partial(Embed, vocab, width, dtype=jnp.bfloat16, weight_dtype=jnp.float32)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
+
+    def loss(x, table, target):
+        x = x.astype(jnp.float32)
+        x *= jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True))
+        head = nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), [table]))
+        logits = head.attend(constrain(x.astype(jnp.bfloat16), ("activation_batch", None, "activation_embed")))
+        return jnp.sum(cross_entropy(logits, target)[0])
+
+    hidden, table, target = (
+        NamedSharding(mesh, P(*axes)) for axes in (("fsdp", None, "tensor"), ("tensor", "fsdp"), ("fsdp",))
+    )
+    shapes = ((rows, tokens, width), jnp.bfloat16), ((vocab, width), jnp.float32), ((rows, tokens), jnp.int32)
+    args = [
+        jax.ShapeDtypeStruct(*shape, sharding=at) for shape, at in zip(shapes, (hidden, table, target), strict=True)
+    ]
+    with on_mesh(mesh, rules), dump.uncached():  # a program of a TPU that is not here cannot be read back
+        lowered = jax.jit(jax.grad(loss, (0, 1)), out_shardings=(hidden, table)).lower(*args)
+        compiled = lowered.compile({"exec_time_optimization_effort": -1.0})
+    logits, gathered = (2 * count * vocab // 2 for count in (rows // 8 * tokens, width))
+    text = compiled.as_text()
+    # The matrix may be partly in the chip's own memory.
+    assert logits <= compiled.memory_analysis().temp_size_in_bytes <= logits + gathered
+    assert "windowed_dot_general" not in text
+    assert text.count("calls=%all-reduce-scatter") == 1  # of the head's gradient
