@@ -1,6 +1,6 @@
 """Objectives: the losses that training minimizes, and other sums that it reports."""
 
-from trainer.objectives.base import Batch, Field, Objective, Sums
+from trainer.objectives.base import Batch, Evaluation, Field, Mean, Objective, Sums
 from trainer.objectives.forward import TokenLogProbs, hidden_states, target_log_probs
 from trainer.objectives.multi_token import MultiToken
 from trainer.objectives.next_token import NextToken
@@ -8,7 +8,9 @@ from trainer.objectives.registry import make_objective
 
 __all__ = [
     "Batch",
+    "Evaluation",
     "Field",
+    "Mean",
     "MultiToken",
     "NextToken",
     "Objective",

@@ -18,6 +18,28 @@ class Field(NamedTuple):
     dtype: str = "int32"
 
 
+class Mean(NamedTuple):
+    """A mean over a batch, as two scalars that add up over batches: 0 where `weight` is 0."""
+
+    total: jax.Array
+    weight: jax.Array
+
+
+class Evaluation(NamedTuple):
+    """What evaluation reports of a batch.
+
+    Attributes:
+      loss: `eval_loss`, which also chooses the best checkpoints.
+      cross_entropy: in nats per loss-bearing token, those of `targets` whose `targets_segmentation` is not 0: for
+        perplexity and bits per byte. None if there is no such mean; a batch then need not have these fields.
+      others: further means, each reported as eval_ and its name.
+    """
+
+    loss: Mean
+    cross_entropy: Mean | None = None
+    others: Mapping[str, Mean] = {}
+
+
 class Sums(NamedTuple):
     """Sums over a batch or a microbatch, float32 by name, and sown values.
 
@@ -31,7 +53,11 @@ class Sums(NamedTuple):
 
 class Objective(Protocol):
     """A training objective. Every term is a sum over rows, divided by a weight that is known in advance, so that the
-    loss does not depend on accumulation over microbatches."""
+    loss does not depend on accumulation over microbatches.
+
+    One name of a term has a meaning: `lm_loss` is the cross entropy of the next token in nats, with the number of
+    loss-bearing tokens as its weight. Perplexity is reported where there is such a term; it is not required.
+    """
 
     @property
     def fields(self) -> Mapping[str, Field]:
@@ -42,8 +68,10 @@ class Objective(Protocol):
         """The sown types that it captures itself: it needs them, and no one else gets them."""
 
     def weights(self, batch: Batch) -> dict[str, jax.Array]:
-        """The divisor of each sum by name, of the same shape, computed from the whole batch. That of `lm_loss` is the
-        number of loss-bearing tokens, int32."""
+        """The divisor of each sum by name, of the same shape, computed from the whole batch."""
+
+    def tokens(self, batch: Batch) -> jax.Array:
+        """The number of loss-bearing tokens, int32 []. A batch with none makes no update, and a run needs some."""
 
     def sums(
         self,
@@ -52,9 +80,10 @@ class Objective(Protocol):
         batch: Batch,
         key: jax.Array | None,
         capture: tuple[type[nnx.Variable], ...] = (),
+        sampled: jax.Array | None = None,
     ) -> Sums:
-        """The sums over `batch`, with the sown values of `capture`. One is `lm_loss`, the cross entropy in nats."""
+        """The sums over `batch`, with the sown values of `capture`. `key` and `sampled` are for the model
+        (`backends.Model.apply`)."""
 
-    def evaluation(self, params: Any, rest: Any, batch: Batch) -> dict[str, jax.Array]:
-        """Sums over `batch` that evaluation reports, without dropout: `nats`, the cross entropy of the next token
-        alone, and optional sums that `training.evaluate.summarize` reports."""
+    def evaluation(self, params: Any, rest: Any, batch: Batch) -> Evaluation:
+        """What evaluation reports of `batch`, without dropout."""

@@ -16,14 +16,20 @@ Apply = Callable[..., tuple[Any, Sown, Any]]  # a model's
 
 
 def hidden_states(
-    apply: Apply, params: Any, rest: Any, batch: Batch, key: jax.Array | None, capture: tuple[type[nnx.Variable], ...]
+    apply: Apply,
+    params: Any,
+    rest: Any,
+    batch: Batch,
+    key: jax.Array | None,
+    capture: tuple[type[nnx.Variable], ...],
+    sampled: jax.Array | None = None,
 ) -> tuple[jax.Array, Sown]:
-    """Hidden states [b, t, e] of the inputs of `batch`, and the sown values of `capture`; `key` is for dropout.
+    """Hidden states [b, t, e] of the inputs of `batch`, and the sown values of `capture`.
 
-    A training step adds the scalar `sampled` (`layers.context`) to its batch if only some steps measure.
+    `key` is for dropout; `sampled` says whether this step measures (`layers.context`).
     """
     inputs = (batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"], batch["row"])
-    hidden, sown, _ = apply(params, rest, *inputs, capture=capture, key=key, sampled=batch.get("sampled"))
+    hidden, sown, _ = apply(params, rest, *inputs, capture=capture, key=key, sampled=sampled)
     return hidden, sown
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from trainer.layers.sown import MtpHidden, Sown
 from trainer.models.mtp import hidden_path
-from trainer.objectives.base import Batch, Field, Sums
+from trainer.objectives.base import Batch, Evaluation, Field, Mean, Sums
 from trainer.objectives.forward import hidden_states
 from trainer.objectives.next_token import NextToken
 from trainer.ops.ahead import shift_left, still_inside
@@ -52,10 +52,22 @@ class MultiToken:
         tokens = jnp.maximum(tokens, 1)
         return own | {_name(name): tokens for name in own}
 
-    def sums(self, params: Any, rest: Any, batch: Batch, key: jax.Array | None, capture: Any = ()) -> Sums:
+    def tokens(self, batch: Batch) -> jax.Array:
+        """See `Objective.tokens`."""
+        return self.next_token.tokens(batch)
+
+    def sums(
+        self,
+        params: Any,
+        rest: Any,
+        batch: Batch,
+        key: jax.Array | None,
+        capture: Any = (),
+        sampled: jax.Array | None = None,
+    ) -> Sums:
         """See `Objective.sums`."""
         types = tuple(dict.fromkeys((*capture, *self.captures)))
-        hidden, sown = hidden_states(self.next_token.apply, params, rest, batch, key, types)
+        hidden, sown = hidden_states(self.next_token.apply, params, rest, batch, key, types, sampled)
         terms = functools.partial(self.next_token.terms, params, rest)
         minimized = terms(hidden, batch["targets"], batch["targets_segmentation"])
         modules = [terms(h, *target) for h, target in zip(self._hidden(sown), self._targets(batch), strict=True)]
@@ -63,9 +75,9 @@ class MultiToken:
         minimized |= {_name(name): share * jnp.stack([module[name] for module in modules]) for name in modules[0]}
         return Sums(minimized, {}, {kind.__name__: sown[kind.__name__] for kind in capture})
 
-    def evaluation(self, params: Any, rest: Any, batch: Batch) -> dict[str, jax.Array]:
-        """See `Objective.evaluation`. With `evaluated` = k also mtp_predicted, the tokens with a loss in module k, and
-        mtp_accepted, those of them where its most likely token is the one that the model predicts k tokens later."""
+    def evaluation(self, params: Any, rest: Any, batch: Batch) -> Evaluation:
+        """See `Objective.evaluation`. With `evaluated` = k also mtp_acceptance_rate: the share, of the tokens with a
+        loss in module k, where its most likely token is the one that the model predicts k tokens later."""
         if not self.evaluated:
             return self.next_token.evaluation(params, rest, batch)
         hidden, sown = hidden_states(self.next_token.apply, params, rest, batch, None, self.captures)
@@ -77,12 +89,11 @@ class MultiToken:
         target, segment = list(self._targets(batch))[self.evaluated - 1]
         bears_loss = segment != 0
         _, found = greatest(self._hidden(sown)[self.evaluated - 1], target)
-        nats = jnp.where(batch["targets_segmentation"] != 0, terms["lm_loss"], 0)
-        return {
-            "nats": jnp.sum(nats),
-            "mtp_predicted": jnp.sum(bears_loss, dtype=jnp.int32),
-            "mtp_accepted": jnp.sum(bears_loss & (found.best == best), dtype=jnp.int32),
-        }
+        total = jnp.sum(jnp.where(batch["targets_segmentation"] != 0, terms["lm_loss"], 0))
+        nats = Mean(total, self.tokens(batch))
+        accepted = jnp.sum(bears_loss & (found.best == best), dtype=jnp.int32)
+        rate = Mean(accepted, jnp.sum(bears_loss, dtype=jnp.int32))
+        return Evaluation(nats, nats, {"mtp_acceptance_rate": rate})
 
     def _hidden(self, sown: Sown) -> list[jax.Array]:
         # By name: a block may sow values of this type, too, and they are none of ours.

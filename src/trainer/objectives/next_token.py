@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from trainer.objectives.base import Batch, Field, Sums
+from trainer.objectives.base import Batch, Evaluation, Field, Mean, Sums
 from trainer.objectives.forward import Apply, TokenLogProbs, hidden_states, target_log_probs
 from trainer.objectives.tiling import Tiling
 
@@ -40,8 +40,11 @@ class NextToken:
 
     def weights(self, batch: Batch) -> dict[str, jax.Array]:
         """See `Objective.weights`."""
-        tokens = jnp.sum(batch["targets_segmentation"] != 0, dtype=jnp.int32)
-        return {"lm_loss": tokens, "z_loss": tokens, "label_smoothing_loss": tokens}
+        return dict.fromkeys(("lm_loss", "z_loss", "label_smoothing_loss"), self.tokens(batch))
+
+    def tokens(self, batch: Batch) -> jax.Array:
+        """See `Objective.tokens`."""
+        return jnp.sum(batch["targets_segmentation"] != 0, dtype=jnp.int32)
 
     def token_terms(
         self, params: Any, rest: Any, hidden_bte: jax.Array, target_bt: jax.Array, *, best: bool = False
@@ -57,9 +60,17 @@ class NextToken:
             terms["label_smoothing_loss"] = self.label_smoothing * (found.target - found.mean)
         return terms, found
 
-    def sums(self, params: Any, rest: Any, batch: Batch, key: jax.Array | None, capture: Any = ()) -> Sums:
+    def sums(
+        self,
+        params: Any,
+        rest: Any,
+        batch: Batch,
+        key: jax.Array | None,
+        capture: Any = (),
+        sampled: jax.Array | None = None,
+    ) -> Sums:
         """The terms of `token_terms`. See `Objective.sums`."""
-        hidden, sown = hidden_states(self.apply, params, rest, batch, key, capture)
+        hidden, sown = hidden_states(self.apply, params, rest, batch, key, capture, sampled)
         return Sums(self.terms(params, rest, hidden, batch["targets"], batch["targets_segmentation"]), {}, sown)
 
     def terms(
@@ -70,7 +81,8 @@ class NextToken:
         bears_loss = segment_bt != 0
         return {name: jnp.sum(jnp.where(bears_loss, term, 0)) for name, term in terms.items()}
 
-    def evaluation(self, params: Any, rest: Any, batch: Batch) -> dict[str, jax.Array]:
-        """See `Objective.evaluation`."""
+    def evaluation(self, params: Any, rest: Any, batch: Batch) -> Evaluation:
+        """The cross entropy alone. See `Objective.evaluation`."""
         sums = self.sums(params, rest, batch, key=None)
-        return {"nats": (sums.minimized | sums.measured)["lm_loss"]}
+        nats = Mean((sums.minimized | sums.measured)["lm_loss"], self.tokens(batch))
+        return Evaluation(nats, nats)

@@ -84,12 +84,14 @@ def step_line(row: Mapping[str, float], work: Work, eta: str) -> str:
     """A step's line in MaxText's format, followed by additional fields."""
     step_time = row["step_time"]
     logits = f"max_logit: {row['max_logit']:.3f}, " if "max_logit" in row else ""
+    nats = row.get("lm_loss")
+    cross_entropy = "" if nats is None else f"lm_loss: {nats:.3f}, perplexity: {perplexity(nats):.3f}, "
     return (
         f"completed step: {row['step']}, seconds: {step_time:.3f}, "
         f"TFLOP/s/device: {work.flops_per_second(step_time) / 1e12:.3f}, "
         f"Tokens/s/device: {work.tokens_per_second(step_time):.3f}, "
         f"total_weights: {int(row['tokens'])}, loss: {row['loss']:.3f}, "
-        f"lm_loss: {row['lm_loss']:.3f}, perplexity: {perplexity(row['lm_loss']):.3f}, "
+        f"{cross_entropy}"
         f"grad_norm: {row['grad_norm']:.3f}, learning_rate: {row['learning_rate']:.3e}, {logits}eta: {eta}"
     )
 
@@ -99,8 +101,9 @@ def evaluation_fields(row: Mapping[str, float]) -> list[Field]:
     fields = [
         Field(f"evaluation at step {row['step']}", style="green"),
         Field(f"loss {row['eval_loss']:.3f}", style="bold"),
-        Field(f"perplexity {row['eval_perplexity']:.2f}", drop=1),
     ]
+    if "eval_perplexity" in row:
+        fields.append(Field(f"perplexity {row['eval_perplexity']:.2f}", drop=1))
     if "eval_bits_per_byte" in row:
         fields.append(Field(f"{row['eval_bits_per_byte']:.4f} bits per byte", style="bold"))
     return [
@@ -113,8 +116,9 @@ def evaluation_fields(row: Mapping[str, float]) -> list[Field]:
 def evaluation_line(row: Mapping[str, float]) -> str:
     """An evaluation's line in MaxText's format, followed by additional fields."""
     bits = f", bits_per_byte={row['eval_bits_per_byte']:.4f}" if "eval_bits_per_byte" in row else ""
+    of_tokens = f"perplexity={row['eval_perplexity']:.3f}, " if "eval_perplexity" in row else ""
     return (
         f"Completed eval after train step {row['step']}, loss={row['eval_loss']:.3f}, "
-        f"perplexity={row['eval_perplexity']:.3f}, total_weights={int(row['eval_tokens'])}"
+        f"{of_tokens}total_weights={int(row['eval_tokens'])}"
         f"{bits}, seconds={row['eval_time']:.3f}"
     )

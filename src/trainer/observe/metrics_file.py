@@ -24,25 +24,25 @@ def maxtext_row(row: Mapping[str, Any], work: Work, clipping_threshold: float, r
     if "eval_loss" in row:
         return {
             "eval/avg_loss": row["eval_loss"],
-            "eval/avg_perplexity": row["eval_perplexity"],
+            **_given("eval/avg_perplexity", row.get("eval_perplexity")),
             "eval/total_weights": float(row["eval_tokens"]),
-            **_percent("eval/avg_mtp_acceptance_rate_percent", row.get("eval_mtp_acceptance_rate")),
+            **_given("eval/avg_mtp_acceptance_rate_percent", row.get("eval_mtp_acceptance_rate"), 100),
             **ends,
         }
     norm, seconds = row["grad_norm"], row["step_time"]
     tokens = work.tokens / work.devices
-    logits = {"learning/max_logits": row["max_logit"]} if "max_logit" in row else {}
+    nats = row.get("lm_loss")
     return {
         "learning/loss": row["loss"],
-        "learning/lm_loss": row["lm_loss"],
-        "learning/perplexity": perplexity(row["lm_loss"]),
+        **_given("learning/lm_loss", nats),
+        **_given("learning/perplexity", None if nats is None else perplexity(nats)),
         "learning/z_loss": row.get("z_loss", 0.0),
-        **({"learning/mtp_loss": row["mtp_loss"]} if "mtp_loss" in row else {}),
+        **_given("learning/mtp_loss", row.get("mtp_loss")),
         "learning/total_weights": float(row["tokens"]),
         "learning/grad_norm": clipping_threshold if 0 < clipping_threshold < norm else norm,
         "learning/raw_grad_norm": norm,
         "learning/current_learning_rate": row["learning_rate"],
-        **logits,
+        **_given("learning/max_logits", row.get("max_logit")),
         "perf/step_time_seconds": seconds,
         "perf/per_device_tflops": work.flops_per_token * tokens / 1e12,
         "perf/per_device_tflops_per_sec": work.flops_per_second(seconds) / 1e12,
@@ -52,8 +52,8 @@ def maxtext_row(row: Mapping[str, Any], work: Work, clipping_threshold: float, r
     }
 
 
-def _percent(name: str, share: float | None) -> dict[str, float]:
-    return {} if share is None else {name: 100 * share}
+def _given(name: str, value: float | None, scale: float = 1) -> dict[str, float]:
+    return {} if value is None else {name: scale * value}
 
 
 class MetricsFile:

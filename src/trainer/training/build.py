@@ -149,13 +149,19 @@ class Run(NamedTuple):
         return _sharded(fn, self.mesh, {**self.rules, **whole})
 
 
-def build(config, devices: Sequence[jax.Device], update_rules: Sequence[Rule] = ()) -> Run:
+def build(
+    config,
+    devices: Sequence[jax.Device],
+    update_rules: Sequence[Rule] = (),
+    make_objective: Callable[[Any, Model], Objective] = make_objective,
+) -> Run:
     """Resolve `config` for `devices`, and make mesh, model, codec, shardings and steps.
 
     Args:
       config: from `config.load`, resolved or not.
       devices: all that the mesh is made of.
       update_rules: applied after the optimizer and the rules of `config`, in order.
+      make_objective: from the resolved configuration and the model to what training and evaluation compute.
 
     Raises:
       UserError: the configuration does not fit the devices; all mistakes at once.

@@ -1,7 +1,9 @@
 """Loss on held-out rows."""
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,24 +12,25 @@ import numpy as np
 from trainer.backends import TrainTree
 from trainer.config import RunStopped, UserError
 from trainer.data import RowSource, eval_batches
-from trainer.objectives import Objective
+from trainer.objectives import Mean, Objective
 from trainer.observe import perplexity
 from trainer.state import ParamShardings
 
 
-def make_evaluation(objective: Objective, shardings: ParamShardings) -> Callable[..., dict[str, jax.Array]]:
-    """`evaluation(tree, batch, bytes_per_token [vocab]) -> sums` over the loss-bearing tokens of `batch`: those of
-    `Objective.evaluation`, the number of tokens, and the bytes that their targets stand for."""
+def make_evaluation(objective: Objective, shardings: ParamShardings) -> Callable[..., dict[str, Any]]:
+    """`evaluation(tree, batch, bytes_per_token [vocab]) -> sums` over `batch`.
 
-    def evaluation(tree: TrainTree, batch: Mapping[str, jax.Array], bytes_per_token: jax.Array) -> dict[str, jax.Array]:
+    They are `means`, an `objectives.Evaluation`; `tokens`, the number of those that bear loss; and `bytes`, those that
+    the targets of a cross entropy stand for, else 0.
+    """
+
+    def evaluation(tree: TrainTree, batch: Mapping[str, jax.Array], bytes_per_token: jax.Array) -> dict[str, Any]:
         params = jax.lax.with_sharding_constraint(tree.params, shardings.compute)
-        sums = objective.evaluation(params, tree.rest, batch)
-        bears_loss = batch["targets_segmentation"] != 0
-        return {
-            **sums,
-            "tokens": objective.weights(batch)["lm_loss"],
-            "bytes": jnp.sum(jnp.where(bears_loss, bytes_per_token[batch["targets"]], 0)),
-        }
+        means = objective.evaluation(params, tree.rest, batch)
+        lengths = jnp.zeros((), bytes_per_token.dtype)
+        if means.cross_entropy is not None:
+            lengths = jnp.where(batch["targets_segmentation"] != 0, bytes_per_token[batch["targets"]], 0)
+        return {"means": means, "tokens": objective.tokens(batch), "bytes": jnp.sum(lengths)}
 
     return evaluation
 
@@ -50,28 +53,31 @@ def check_held_out(rows: RowSource | None, batch_rows: int, eval_steps: int) -> 
     )
 
 
-def summarize(sums: Iterable[Mapping[str, np.ndarray]]) -> dict[str, float]:
-    """Metrics over all batches, weighted by token: eval_loss (nats per token), eval_perplexity, eval_tokens and, where
-    the targets stand for bytes, eval_bits_per_byte (document ends cost bits and stand for no byte). Where a module of
-    multi-token prediction is evaluated, eval_mtp_acceptance_rate, which is 0 where it predicts no token.
+def summarize(sums: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Metrics over all batches, from the sums of each: eval_loss, eval_tokens and the objective's other means. With a
+    cross entropy also eval_perplexity and, where the targets stand for bytes, eval_bits_per_byte (document ends cost
+    bits and stand for no byte).
 
     Raises RunStopped where no token bears loss: there is no mean of nothing, and 0 would be the best loss of all."""
-    totals = {"nats": 0.0, "tokens": 0.0, "bytes": 0.0}
+    total: Any = None
     for batch in sums:
-        for name, value in batch.items():
-            totals[name] = totals.get(name, 0.0) + float(value)
-    if not totals["tokens"]:
+        found = jax.tree.map(float, batch)
+        total = found if total is None else jax.tree.map(operator.add, total, found)
+    if total is None or not total["means"].loss.weight:
         raise RunStopped(
             "evaluation: 0 tokens bear loss in its batches; evaluate on other data, or set eval_interval=-1"
         )
-    loss = totals["nats"] / totals["tokens"]
-    metrics = {
-        "eval_loss": loss,
-        "eval_perplexity": perplexity(loss),
-        "eval_tokens": int(totals["tokens"]),
-    }
-    if "mtp_predicted" in totals:
-        metrics["eval_mtp_acceptance_rate"] = totals["mtp_accepted"] / max(totals["mtp_predicted"], 1)
-    if totals["bytes"]:
-        metrics["eval_bits_per_byte"] = totals["nats"] / math.log(2) / totals["bytes"]
+    loss, nats, others = total["means"]
+    metrics = {"eval_loss": _mean(loss)}
+    if nats is not None:
+        metrics["eval_perplexity"] = perplexity(_mean(nats))
+    metrics["eval_tokens"] = int(total["tokens"])
+    metrics |= {f"eval_{name}": _mean(mean) for name, mean in others.items()}
+    if nats is not None and total["bytes"]:
+        metrics["eval_bits_per_byte"] = nats.total / math.log(2) / total["bytes"]
     return metrics
+
+
+def _mean(mean: Mean) -> float:
+    total, weight = map(float, mean)
+    return total / weight if weight else 0.0

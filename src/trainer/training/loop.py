@@ -217,7 +217,7 @@ def evaluate(run: Run, state: Any, dataset: Dataset, step: int, preemption: Pree
         lengths[: dataset.tokenizer.vocab_size] = dataset.tokenizer.bytes_per_token
     table = replicate(lengths, run.replicated)
 
-    def sums() -> Iterable[dict[str, np.ndarray]]:
+    def sums() -> Iterable[dict[str, Any]]:
         waiting = None
         share = share_of_rows(run.batch_shardings["row"], run.eval_rows)
         for batch in eval_batches(held_out, run.eval_rows, run.config.eval_steps, **share):

@@ -22,7 +22,7 @@ Batch = dict[str, jax.Array]
 
 
 class Gradients(NamedTuple):
-    """Of one batch: means over its loss-bearing tokens, NaN where there are none."""
+    """Of one batch: means over its loss-bearing tokens, or whatever else a term's weight counts; NaN of none."""
 
     loss: jax.Array
     means: dict[str, jax.Array]  # what the loss is the sum of, and what is only measured
@@ -51,15 +51,14 @@ def make_gradients(
     def gradients(tree: TrainTree, batch: Batch) -> Gradients:
         key = dropout_key(config, tree.step)
         sampled = any_due(rules, tree.step)
-        measuring = {} if sampled is None else {"sampled": sampled}
         weights = objective.weights(batch)
         mask = is_trained(tree.params)
         trained, frozen = _partition(mask, jax.lax.with_sharding_constraint(tree.params, shardings.compute))
         storage, _ = _partition(mask, shardings.storage)
 
         def loss(trained: Any, batch: Batch) -> tuple[jax.Array, tuple[dict[str, jax.Array], Sown]]:
-            sums = objective.sums(_combine(trained, frozen), tree.rest, {**batch, **measuring}, key, capture)
-            # Of no tokens there is no mean: NaN, and the step is left out.
+            sums = objective.sums(_combine(trained, frozen), tree.rest, batch, key, capture, sampled)
+            # There is no mean of nothing: NaN, and the step is left out.
             minimized, measured = (
                 {name: _mean(total, weights[name]) for name, total in part.items()}
                 for part in (sums.minimized, sums.measured)
@@ -72,7 +71,7 @@ def make_gradients(
 
         parts = config.gradient_accumulation_steps
         (total, means, grads), sown = one(batch) if parts == 1 else _accumulated(one, capture, batch, parts)
-        return Gradients(total, means, weights["lm_loss"], sown, _held(grads, jnp.dtype(config.grad_dtype)))
+        return Gradients(total, means, objective.tokens(batch), sown, _held(grads, jnp.dtype(config.grad_dtype)))
 
     return gradients
 

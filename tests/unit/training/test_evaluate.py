@@ -11,7 +11,7 @@ from support import ALL_COMBINATIONS, arguments, packed_batch, tiny_config
 
 from trainer.backends import StateCodec, make_model
 from trainer.config import RunStopped, load
-from trainer.objectives import NextToken
+from trainer.objectives import Evaluation, Mean, NextToken
 from trainer.state import ParamShardings
 from trainer.training import build
 from trainer.training.evaluate import make_evaluation, summarize
@@ -22,7 +22,8 @@ BYTES = np.arange(64, dtype=np.int32) % 7
 
 
 def sums_of(nats, tokens, bytes=0):
-    return {"nats": np.float32(nats), "tokens": np.float32(tokens), "bytes": np.int32(bytes)}
+    mean = Mean(np.float32(nats), np.float32(tokens))
+    return {"means": Evaluation(mean, mean), "tokens": np.float32(tokens), "bytes": np.int32(bytes)}
 
 
 def test_summary_by_hand():
@@ -98,7 +99,10 @@ def batches(whole, rows):
 
 
 def add(sums):
-    return {name: sum(float(batch[name]) for batch in sums) for name in ("nats", "tokens", "bytes")}
+    return {
+        "nats": sum(float(batch["means"].cross_entropy.total) for batch in sums),
+        **{name: sum(float(batch[name]) for batch in sums) for name in ("tokens", "bytes")},
+    }
 
 
 @pytest.mark.parametrize("combination", ALL_COMBINATIONS)
@@ -127,4 +131,4 @@ def test_the_sums_are_those_of_the_loss_bearing_tokens():
     found = step(batch)
     assert found["tokens"] == real.sum()
     assert found["bytes"] == BYTES[batch["targets"][real]].sum()
-    np.testing.assert_allclose(found["nats"], nll[real].sum(), rtol=1e-5)
+    np.testing.assert_allclose(found["means"].loss.total, nll[real].sum(), rtol=1e-5)

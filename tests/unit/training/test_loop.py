@@ -12,6 +12,7 @@ from support import arguments
 from trainer.checkpoint.save import is_due
 from trainer.config import load
 from trainer.data import open_dataset
+from trainer.objectives import Evaluation, Mean
 from trainer.training import Reports, Start, build, fit
 from trainer.training import loop as module
 from trainer.training.loop import evaluate
@@ -47,7 +48,8 @@ class Loop:
     def _eval_step(self, state, batch, table):
         self.clock += EVALUATION
         self.batches += 1
-        return {"nats": np.asarray(float(next(self.losses))), "tokens": np.asarray(1), "bytes": np.asarray(0)}
+        mean = Mean(np.asarray(float(next(self.losses))), np.asarray(1))
+        return {"means": Evaluation(mean, mean), "tokens": np.asarray(1), "bytes": np.asarray(0)}
 
     def _save(self, manager, state, updates, *, config, before, initial=False, **_):
         if is_due(config, updates, initial=initial):
