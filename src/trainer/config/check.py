@@ -160,6 +160,11 @@ def _clip_and_cap(config: Any) -> str | None:
     return None
 
 
+def _custom_tensors(config: Any) -> str | None:
+    twice = [name for name in config.custom_device_tensors if name in config.custom_offload_tensors]
+    return f"{shortened(twice[0])} is in both; keep it in one place" if twice else None
+
+
 def _rope(config: Any) -> str | None:
     if config.rope_min_timescale < config.rope_max_timescale:
         return None
@@ -272,6 +277,7 @@ CHECKS = (
     Check((scale.SCALE,), scale.problem),
     Check(("base_num_query_heads", "base_num_kv_heads"), _heads),
     Check(("head_dim",), _head_dim),
+    Check(("custom_device_tensors", "custom_offload_tensors"), _custom_tensors),
     Check(("rope_min_timescale", "rope_max_timescale"), _rope),
     Check(("rope_low_freq_factor", "rope_high_freq_factor"), _llama_rope),
     Check(("beta_slow", "beta_fast"), _yarn),

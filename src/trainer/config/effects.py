@@ -42,7 +42,7 @@ def _of_optimizer(name: str) -> list[Inert]:
     ]
 
 
-# The keys that remat_policy=custom reads: TENSORS of layers/remat.py, which this package must not import.
+# The keys that remat_policy=custom reads: TENSORS of layers/remat.py, which this package must not import, and others'.
 _REMAT = (
     "decoder_layer_input",
     "context",
@@ -54,6 +54,8 @@ _REMAT = (
     "mlpwi_0",
     "mlpwi_1",
     "mlpwo",
+    "custom_device_tensors",
+    "custom_offload_tensors",
 )
 
 INERT = (

@@ -10,7 +10,7 @@ from trainer.config.derived import FOLLOWS, mesh_axes
 from trainer.config.errors import report
 from trainer.config.kernels import choose_attention
 from trainer.config.mesh_sizes import fill_mesh
-from trainer.config.rules import DIMENSIONS, PROJECTED, TENSORS, make_rules, with_lengths
+from trainer.config.rules import DIMENSIONS, PROJECTED, make_rules, tensors_of, with_lengths
 from trainer.config.sizes import too_large
 from trainer.config.tiles import misfits
 from trainer.config.vocab_tiles import choose_tiles
@@ -75,7 +75,11 @@ def _indivisible(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str
     """One line for each length that is not divisible by the mesh axes of its rules."""
     found: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     rules = make_rules(values["logical_axis_rules"])
-    sized = [*DIMENSIONS.items(), *([PROJECTED] if values["mtp_num_layers"] else [])]
+    tensors = tensors_of(values)
+    named = {name for names in tensors.values() for name in names}
+    sized = [(name, key) for name, key in DIMENSIONS.items() if name in named]
+    if values["mtp_num_layers"]:
+        sized.append(PROJECTED)
     for name, key in sized:
         if values[key] % _product(mesh, rules[name]):
             found.setdefault((key, rules[name]), []).append(name)
@@ -86,7 +90,7 @@ def _indivisible(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str
         if (names[0], key) == PROJECTED:
             where = f"the projection of a module of multi-token prediction [embed {2 * size}, mlp {size}]"
         else:
-            tensor, axis_names = next((tensor, all_of) for tensor, all_of in TENSORS.items() if names[0] in all_of)
+            tensor, axis_names = next((tensor, all_of) for tensor, all_of in tensors.items() if names[0] in all_of)
             where = f"{tensor} {with_lengths(axis_names, values)}"
         lines.append(f"{key}={size}: {_split(mesh, axes, names)} does not divide it in {where}; nearest: {fitting}")
     return lines

@@ -8,6 +8,10 @@ from trainer.config.errors import nearest, shortened
 
 Rule = list[Any]  # [name, mesh axis or list of mesh axes]
 
+# The families with exactly the tensors below. A family need not be among them: of any other only the tensors of
+# EVERY_MODEL are checked here, before JAX is loaded, and the rest once its model is made (`sharding.named_sharding`).
+DENSE = ("llama2", "mistral", "qwen3")
+EVERY_MODEL = ("token_embedder/embedding", "decoder/logits_dense/kernel", "activations between blocks", "logits")
 # The logical axes of tensors. A mesh axis may shard only one axis of a tensor.
 TENSORS: dict[str, tuple[str, ...]] = {
     "token_embedder/embedding": ("vocab", "embed"),
@@ -52,6 +56,12 @@ DIMENSIONS = {
 PROJECTED = ("mlp", "base_emb_dim")
 
 
+def tensors_of(config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Those of TENSORS that the model of `config` has for certain."""
+    names = TENSORS if config["decoder_block"] in DENSE else EVERY_MODEL
+    return {name: TENSORS[name] for name in names}
+
+
 def read_rules(value: Sequence[Any], known: Iterable[str]) -> tuple[list[Rule], list[str]]:
     """The rules in `value`, and one message for each error."""
     names = list(known)
@@ -86,7 +96,7 @@ def collisions(config: Mapping[str, Any]) -> list[str]:
     """One message for each two axes of one tensor that the rules of `config` shard over the same mesh axis."""
     axes = make_rules(config["logical_axis_rules"])
     messages: dict[tuple[frozenset[str], str], str] = {}
-    for tensor, names in TENSORS.items():
+    for tensor, names in tensors_of(config).items():
         taken: dict[str, str] = {}
         for name in names:
             for axis in axes[name]:

@@ -6,15 +6,13 @@ from typing import Any
 
 from trainer.config.derived import mesh_axes
 from trainer.config.optimizers import moment_bytes
-from trainer.config.rules import DIMENSIONS, TENSORS, with_lengths
+from trainer.config.rules import DENSE, DIMENSIONS, tensors_of, with_lengths
 from trainer.config.schema import INT32_MAX
 
 # Elements of one array over all devices. The largest published models have 2^38; XLA's sizes in bytes end at 2^63.
 MAX_ENTRIES = 2**46
 _BYTES = {"float32": 4, "bfloat16": 2}
 _BYTES_OF_TOKEN = 5 * 4  # in a batch: the arrays [rows, length], int32, that every objective needs
-# The parameters outside the blocks, which every model has.
-_OUTSIDE = ("token_embedder/embedding", "decoder/logits_dense/kernel")
 
 
 def too_large(values: Mapping[str, Any]) -> list[str]:
@@ -24,7 +22,8 @@ def too_large(values: Mapping[str, Any]) -> list[str]:
 
 def least_bytes(config: Any) -> int:
     """A lower bound on the bytes that training takes on all devices together: parameters, optimizer, the batch of an
-    update and the hidden states of one microbatch, as if nothing were replicated. Leaves out host memory.
+    update and the hidden states of one microbatch, as if nothing were replicated. Leaves out host memory, and the
+    blocks of a family that is not `rules.DENSE`.
 
     Args:
       config: resolved.
@@ -57,12 +56,10 @@ def _too_many_tokens(values: Mapping[str, Any]) -> list[str]:
 
 
 def _too_many_entries(values: Mapping[str, Any]) -> list[str]:
-    arrays = dict(_parameters(values))
-    if ":" not in values["decoder_block"]:
-        arrays = dict(TENSORS)
-        if values["attention"] == "dot_product":
-            scores = ("activation_batch", "activation_heads", "activation_q_length", "activation_kv_length")
-            arrays["scores of attention=dot_product"] = scores
+    arrays = tensors_of(values)
+    if values["decoder_block"] in DENSE and values["attention"] == "dot_product":
+        scores = ("activation_batch", "activation_heads", "activation_q_length", "activation_kv_length")
+        arrays["scores of attention=dot_product"] = scores
     lines = []
     for tensor, names in arrays.items():
         entries = math.prod(_lengths(values, names))
@@ -74,12 +71,10 @@ def _too_many_entries(values: Mapping[str, Any]) -> list[str]:
 
 
 def _parameters(values: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    names = [name for name in TENSORS if "/" in name]
-    if ":" in values["decoder_block"]:
-        names = list(_OUTSIDE)
+    found = {name: axes for name, axes in tensors_of(values).items() if "/" in name}
     if values["logits_via_embedding"]:
-        names.remove("decoder/logits_dense/kernel")
-    return {name: TENSORS[name] for name in names}
+        del found["decoder/logits_dense/kernel"]
+    return found
 
 
 def _lengths(values: Mapping[str, Any], names: tuple[str, ...]) -> list[int]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from trainer.layers.stack import Stack
 from trainer.models.huggingface import HuggingFace
+from trainer.products import MakeProduct, plain
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,13 @@ class Family:
         `models.flops.forward_flops_per_token`, modules of multi-token prediction included; None: two for each entry of
         a matrix, attention not counted.
       projections: names that its blocks give (`jax.ad_checkpoint.checkpoint_name`) to matrix products with weights, in
-        addition to `layers.remat.PROJECTIONS`. A remat_policy that keeps all of those also keeps these;
-        remat_policy=custom does not keep them.
+        addition to `layers.remat.PROJECTIONS`. A remat_policy that keeps all of those also keeps these.
+      tensors: names that they give to other tensors. remat_policy=custom keeps these and `projections` by the keys
+        custom_device_tensors and custom_offload_tensors.
       axes: logical axes that base.yml's logical_axis_rules do not have, and the mesh axis or axes of each. They are
         fixed here: logical_axis_rules cannot change them.
+      make_product: of the matrices outside of the blocks: the head's, which may be the embedding table, and the
+        projections' of multi-token prediction. A block gives its own layers theirs.
       hugging_face: its parameters and keys there; None if checkpoints of Hugging Face and MaxText cannot be read.
       maxtext: its parameters in MaxText.
     """
@@ -44,6 +48,8 @@ class Family:
     stacks: Callable[[Any], Sequence[Stack]]
     forward_flops: Callable[[Any, float | None], float] | None = None
     projections: Sequence[str] = ()
+    tensors: Sequence[str] = ()
     axes: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
+    make_product: MakeProduct = plain
     hugging_face: HuggingFace | None = None
     maxtext: MaxText = MaxText()

@@ -21,6 +21,7 @@ from trainer.models.flops import forward_flops_per_token
 from trainer.models.huggingface import HuggingFace, Layout
 from trainer.ops.dropout import dropout
 from trainer.ops.rope import Rope
+from trainer.products import MakeProduct, plain
 
 # Dropout sites of a block.
 ATTENTION, HIDDEN, OUTPUT = range(3)
@@ -48,7 +49,7 @@ def make_rope(config) -> Rope:
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), then dropout."""
 
-    def __init__(self, config, rngs: nnx.Rngs):
+    def __init__(self, config, rngs: nnx.Rngs, make_product: MakeProduct = plain):
         dtypes = {"dtype": jnp.dtype(config.dtype), "weight_dtype": jnp.dtype(config.weight_dtype)}
         width, epsilon = config.base_emb_dim, config.normalization_layer_epsilon
         on = config.enable_dropout
@@ -67,12 +68,19 @@ class Block(nnx.Module):
             tiles=tiles_of(config),
             qk_norm_epsilon=epsilon if config.use_qk_norm else None,
             dropout_rate=config.attention_dropout_rate if on else 0.0,
+            make_product=make_product,
             rngs=rngs,
             **dtypes,
         )
         self.post_self_attention_layer_norm = RMSNorm(width, epsilon=epsilon, **dtypes)
         self.mlp = MLP(
-            width, config.base_mlp_dim, config.mlp_activations, dropout_rate=self.dropout_rate, rngs=rngs, **dtypes
+            width,
+            config.base_mlp_dim,
+            config.mlp_activations,
+            dropout_rate=self.dropout_rate,
+            make_product=make_product,
+            rngs=rngs,
+            **dtypes,
         )
 
     def init_cache(self, rows: int, length: int) -> KVCache:

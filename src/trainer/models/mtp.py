@@ -23,7 +23,7 @@ from trainer.layers.dense import INPUT, RESIDUAL, Dense
 from trainer.layers.norm import RMSNorm
 from trainer.layers.sown import Activation, MtpHidden, Sown
 from trainer.layers.stack import MakeBlock
-from trainer.models.families import stacks
+from trainer.models.families import family, stacks
 from trainer.ops.ahead import shift_left, still_inside
 from trainer.ops.dropout import dropout
 
@@ -83,6 +83,7 @@ def make_projection(config: Any, rngs: nnx.Rngs) -> Dense:
         ("embed", "mlp"),  # so that the tensor axes split it, as they do the residuals that it makes
         dtype=jnp.dtype(config.dtype),
         weight_dtype=jnp.dtype(config.weight_dtype),
+        make_product=family(config.decoder_block).make_product,
         rngs=rngs,
     )
 

@@ -3,13 +3,17 @@
 from collections.abc import Iterable
 from typing import Any
 
-from trainer.config.errors import UserError
+from trainer.config.errors import UserError, nearest
 from trainer.layers.remat import TENSORS, Policy, make_policy, offloaded
 from trainer.models.families import family
 
 
 def remat_policy(config: Any) -> Policy | None:
-    """What a checkpointed block keeps, or None if no block is checkpointed; see `layers.remat.make_policy`."""
+    """What a checkpointed block keeps, or None if no block is checkpointed; see `layers.remat.make_policy`.
+
+    Raises:
+      UserError: `config` names a tensor that the family does not.
+    """
     return make_policy(config.remat_policy, _choices(config), family(config.decoder_block).projections)
 
 
@@ -29,7 +33,9 @@ def check_offload(config: Any, memory_kinds: Iterable[str]) -> None:
         return
     has = f"these devices have no pinned_host memory (they have {', '.join(kinds) or 'none that is known'})"
     if config.remat_policy == "custom":
-        given = ", ".join(f"{tensor}=offload" for tensor in tensors)
+        given = ", ".join(
+            f"{tensor}=offload" if tensor in TENSORS else f"custom_offload_tensors={tensor}" for tensor in tensors
+        )
         instead = "device" if "decoder_layer_input" in tensors else "device or remat"
         raise UserError(f"remat_policy=custom with {given}: {has}; choose {instead} for each")
     instead = {"qkv_proj_offloaded": "save_qkv_proj", "minimal_offloaded": "minimal"}[config.remat_policy]
@@ -39,4 +45,18 @@ def check_offload(config: Any, memory_kinds: Iterable[str]) -> None:
 
 
 def _choices(config: Any) -> dict[str, str]:
-    return {tensor: config[tensor] for tensor in TENSORS}
+    """What remat_policy=custom does with each tensor."""
+    choices = {tensor: config[tensor] for tensor in TENSORS}
+    if config.remat_policy != "custom":
+        return choices
+    found = family(config.decoder_block)
+    own = [*found.projections, *found.tensors]
+    for key, choice in {"custom_device_tensors": "device", "custom_offload_tensors": "offload"}.items():
+        for name in config[key]:
+            if name not in own:
+                has = f"has {', '.join(own)}{nearest(name, own)}" if own else "names none"
+                raise UserError(
+                    f"{key}: {name} is no tensor of its own of decoder_block={config.decoder_block}, which {has}"
+                )
+            choices[name] = choice
+    return choices

@@ -14,7 +14,7 @@ from trainer.layers.dense import Dense, Embed
 from trainer.layers.norm import RMSNorm
 from trainer.layers.sown import Activation, MtpHidden, Sown, sow
 from trainer.layers.stack import Loop, MakeBlock, make_stack, run_module, run_modules
-from trainer.models.families import stacks
+from trainer.models.families import family, stacks
 from trainer.models.mtp import MtpBlock, Types, run_mtp
 from trainer.models.remat import remat_policy
 from trainer.ops.dropout import dropout
@@ -42,6 +42,7 @@ def make_logits_dense(config, rngs: nnx.Rngs) -> Dense:
         dtype=jnp.dtype(config.dtype),
         weight_dtype=jnp.dtype(config.weight_dtype),
         settles=True,
+        make_product=family(config.decoder_block).make_product,
         rngs=rngs,
     )
 
@@ -53,6 +54,7 @@ def make_embedder(config, rngs: nnx.Rngs) -> Embed:
         config.base_emb_dim,
         dtype=jnp.dtype(config.dtype),
         weight_dtype=jnp.dtype(config.weight_dtype),
+        make_product=family(config.decoder_block).make_product,
         rngs=rngs,
     )
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from trainer import sharding
+from trainer.config import UserError
 from trainer.layers.dense import INPUT, ROWS
 
 Path = tuple[str, ...]
@@ -44,7 +45,16 @@ def in_tiles(fn: PerToken, tiling: Tiling, params: Any, rest: Any, hidden_bte: j
     result has gradients by the head's parameters and by `hidden_bte`, from a custom VJP (docs/decisions/0014): it keeps
     these two, and its backward pass calls `fn` again for each tile. Each device sums the head's gradient over its tiles
     in float32; devices add their sums once, after the last tile. Supports reverse mode only.
+
+    Raises:
+      UserError: the head's matrix is a pytree, as of a quantized product, and not an array.
     """
+    path, matrix = tiling.matrix[:-1], tiling.matrix[-1]
+    if not hasattr(found := _at(params, path)[matrix], "dtype"):
+        raise UserError(
+            f"num_vocab_tiling={tiling.tiles}: {'/'.join(tiling.matrix)} is stored as {type(found).__name__}; tiles of "
+            "the loss need an array, so set num_vocab_tiling=1"
+        )
     tiled = _Tiled(fn, tiling, _abstract(params), _abstract(rest))
 
     @jax.custom_vjp
@@ -58,7 +68,6 @@ def in_tiles(fn: PerToken, tiling: Tiling, params: Any, rest: Any, hidden_bte: j
         return *tiled.backward(args, grads), None, None
 
     call.defvjp(forward, backward)
-    path = tiling.matrix[:-1]
     return call(_at(params, path), hidden_bte, _at(rest, path), target_bt)
 
 

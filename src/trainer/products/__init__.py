@@ -4,6 +4,6 @@ A layer takes a `MakeProduct` and makes one product for each of its matrices. `p
 product casts or scales its operands, and one with an adapter is an `nnx.Module` with its own parameters.
 """
 
-from trainer.products.plain import MakeProduct, Product, plain, product
+from trainer.products.plain import MakeProduct, Product, Settle, plain, product
 
-__all__ = ["MakeProduct", "Product", "plain", "product"]
+__all__ = ["MakeProduct", "Product", "Settle", "plain", "product"]

@@ -1,6 +1,6 @@
 """The product of activations with a parameter matrix."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, Protocol
 
@@ -10,12 +10,22 @@ from flax import nnx
 
 from trainer import sharding
 
+# (x, kernel) -> (x, kernel): `sharding.settle_gradient` for the matrix of the head
+Settle = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
 
 class Product(Protocol):
     """Multiplies `x` with a kernel: [..., *in] and [*in, *out] -> [..., *out], in the dtype of `x`."""
 
-    def __call__(self, x: jax.Array, inputs: int, kernel: Any) -> jax.Array:
-        """`inputs`: the number of axes of `in`. `kernel`: the parameter in its stored dtype."""
+    def __call__(self, x: jax.Array, inputs: int, kernel: Any, settle: Settle | None) -> jax.Array:
+        """See above.
+
+        Args:
+          inputs: the number of axes of `in`.
+          kernel: the parameter as it is stored, in its dtype; it may be a pytree, such as integers with their scales.
+          settle: None, or a function through which the two operands pass just before they are multiplied, in their
+            dtype. It concerns the gradient of the kernel; a product without one ignores it.
+        """
 
 
 class MakeProduct(Protocol):
@@ -34,13 +44,15 @@ def plain(in_shape: Sequence[int], out_shape: Sequence[int], names: Sequence[str
     return product
 
 
-def product(x: jax.Array, inputs: int, kernel: jax.Array) -> jax.Array:
+def product(x: jax.Array, inputs: int, kernel: jax.Array, settle: Settle | None = None) -> jax.Array:
     """See `Product`. The kernel is cast to the dtype of `x`.
 
     Not on a TPU, this is one product of matrices: XLA's CPU backend then transposes no copy of the operands for the
     weight gradient. On a TPU, merged axes would need a copy into a common order (docs/decisions/0004).
     """
     kernel = kernel.astype(x.dtype)
+    if settle is not None:
+        x, kernel = settle(x, kernel)
     if sharding.on_tpu():
         return jnp.tensordot(x, kernel, inputs)
     leading, out_shape = x.shape[: x.ndim - inputs], kernel.shape[inputs:]

@@ -166,13 +166,8 @@ def build(
     Raises:
       UserError: the configuration does not fit the devices; all mistakes at once.
     """
-    platform, slices = devices[0].platform, slice_count(devices)
-    config = resolve(config, device_count=len(devices), platform=platform, num_slices=slices)
-    memory_kinds = [memory.kind for memory in devices[0].addressable_memories()]
-    check_offload(config, memory_kinds)
-    check_host_memory(config, memory_kinds)
-    mesh = make_mesh(config, devices)
-    rules = axis_rules(config)
+    config = _resolved(config, devices)
+    mesh, rules = make_mesh(config, devices), axis_rules(config)
     model = make_model(config)
     update_rules = [*make_rules(config, model), *update_rules]
     codec = StateCodec(model, with_rules(make_optimizer(config, model.param_axes), update_rules))
@@ -186,10 +181,7 @@ def build(
     params = ParamShardings(codec.unpack(on_device).params, codec.unpack(computing).params)
     stored = storage_shardings(config, model, abstract, on_device)
     fetch = fetcher(config, codec.unpack(on_device))
-    batch = {
-        name: NamedSharding(mesh, spec([_AXES.get(size) for size in field.shape], rules))
-        for name, field in objective.fields.items()
-    }
+    batch = _batch_shardings(objective, mesh, rules)
     replicated = NamedSharding(mesh, spec([], rules))
 
     update = _sharded(make_update(config, codec.tx, objective, params, update_rules), mesh, rules)
@@ -217,6 +209,23 @@ def build(
         step=_jitted(step, stored, batch, replicated),
         eval_step=jax.jit(eval_step, in_shardings=(stored, batch, replicated), out_shardings=replicated),
     )
+
+
+def _resolved(config: Any, devices: Sequence[jax.Device]) -> Any:
+    """`config`, resolved and checked for `devices`."""
+    platform, slices = devices[0].platform, slice_count(devices)
+    config = resolve(config, device_count=len(devices), platform=platform, num_slices=slices)
+    memory_kinds = [memory.kind for memory in devices[0].addressable_memories()]
+    check_offload(config, memory_kinds)
+    check_host_memory(config, memory_kinds)
+    return config
+
+
+def _batch_shardings(objective: Objective, mesh: Mesh, rules: Rules) -> dict[str, NamedSharding]:
+    return {
+        name: NamedSharding(mesh, spec([_AXES.get(size) for size in field.shape], rules))
+        for name, field in objective.fields.items()
+    }
 
 
 def _jitted(step: Callable[..., Any], state: Any, batch: Any, metrics: Any) -> Any:

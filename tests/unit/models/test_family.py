@@ -28,6 +28,7 @@ from trainer.models.families import RESERVED, axis_rules, place, stacks
 from trainer.models.family import Family
 from trainer.models.huggingface import Layout
 from trainer.models.names import names_of_blocks
+from trainer.models.remat import check_offload, remat_policy
 from trainer.models.transformer import Decoder
 from trainer.ops.random import seed_key
 from trainer.training import build
@@ -82,7 +83,8 @@ def test_so_it_does_unrolled():
 
 def test_policies_keep_what_it_names():
     def products(policy):
-        model = make_model(tiny_config("nnx", **OWN, remat_policy=policy))
+        own = {"custom_device_tensors": "[shifted]"} if policy == "custom" else {}
+        model = make_model(tiny_config("nnx", **OWN, remat_policy=policy, **own))
         params, rest = jax.eval_shape(model.init, seed_key(0))
         rows = jax.ShapeDtypeStruct((2, 16), jnp.int32)
 
@@ -92,12 +94,51 @@ def test_policies_keep_what_it_names():
         args = params, rest, rows, jax.ShapeDtypeStruct((2,), jnp.int32)
         return str(jax.make_jaxpr(jax.grad(loss))(*args)).count("dot_general")
 
-    counts = {policy: products(policy) for policy in ("none", "full", "minimal")}
+    counts = {policy: products(policy) for policy in ("none", "full", "minimal", "custom")}
+    assert counts["full"] - counts["custom"] == 2  # of a shift in each stack
     assert counts["none"] < counts["minimal"] < counts["full"]
     # Two products that no policy but none keeps, scores and their sum; full also those of the weights, without the
     # last of a layer, which nobody needs.
     assert counts["minimal"] - counts["none"] == 2
     assert counts["full"] - counts["none"] == 2 + 6
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"custom_device_tensors": "[shfted]"}, r"two_kinds:family, which has shifted; nearest: shifted"),
+        ({"custom_offload_tensors": "[query_proj]"}, "query_proj is no tensor of its own"),
+        ({"custom_device_tensors": "[mlpwi]", "decoder_block": "llama2"}, "decoder_block=llama2, which names none"),
+    ],
+)
+def test_tensors_that_it_does_not_name(keys, message):
+    with pytest.raises(UserError, match=message):
+        remat_policy(tiny_config("nnx", **OWN | {"remat_policy": "custom"} | keys))
+
+
+def test_its_own_tensors_can_be_offloaded():
+    config = tiny_config("nnx", **OWN, remat_policy="custom", custom_offload_tensors="[shifted]")
+    check_offload(config, ["device", "pinned_host"])
+    with pytest.raises(UserError, match="custom_offload_tensors=shifted: these devices have no pinned_host memory"):
+        check_offload(config, ["device"])
+
+
+def test_early_checks_are_of_the_tensors_that_it_has(monkeypatch):
+    """No MLP: its sizes need not fit the mesh, and its rules may use a mesh axis twice."""
+    shifts = dataclasses.replace(
+        two_kinds.family, stacks=lambda config: [Stack("layers", (Shift,), 2)], axes={"shifted": ("data",)}
+    )
+    monkeypatch.setattr(two_kinds, "shifts", shifts, raising=False)
+    keys = {"base_mlp_dim": 33, "ici_data_parallelism": 2, "ici_fsdp_parallelism": 2}
+    keys["logical_axis_rules"] = "[[mlp,[fsdp]]]"
+    with pytest.raises(UserError, match=r"embed and mlp of mlp/wi_0/kernel .* both use mesh axis fsdp"):
+        build(load(arguments("nnx", **keys)).config, jax.devices()[:4])
+    run = build(load(arguments("nnx", decoder_block="two_kinds:shifts", **keys)).config, jax.devices()[:4])
+    mix = run.param_shardings.storage["decoder"]["layers"]["mix"]["kernel"]
+    assert mix.spec == jax.sharding.PartitionSpec(None, "fsdp", "data")
+    odd = {"decoder_block": "two_kinds:shifts", "ici_data_parallelism": 3}
+    with pytest.raises(UserError, match=r"layers/mix/kernel .*: data 3 by the rule of shifted does not divide 16"):
+        build(load(arguments("nnx", **odd)).config, jax.devices()[:3])
 
 
 def test_it_is_sampled_from_through_caches_of_both_kinds():

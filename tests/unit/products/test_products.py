@@ -1,15 +1,29 @@
 """Layers reach all their matrices through the product that they are given."""
 
+import functools
+import sys
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from support import ALL_COMBINATIONS, assert_equal_bits, compiled, packed_batch, tiny_config
 
+from trainer.backends import make_model
+from trainer.config import UserError
 from trainer.layers.attention import Attention
 from trainer.layers.context import Context
 from trainer.layers.dense import Embed
 from trainer.layers.mlp import MLP
+from trainer.layers.sown import MtpHidden
+from trainer.layers.stack import Stack
+from trainer.models import llama2
+from trainer.models.family import Family
+from trainer.objectives import make_objective
+from trainer.ops.random import seed_key
 from trainer.ops.rope import Rope
 from trainer.products import plain, product
 
@@ -29,9 +43,9 @@ class Recorded:
         self.met = []
 
     def __call__(self, in_shape, out_shape, names, *, rngs):
-        def rounded(x, inputs, kernel):
+        def rounded(x, inputs, kernel, settle):
             self.met.append((tuple(names), (*in_shape, *out_shape) == kernel.shape))
-            return product(x, inputs, jnp.round(4 * kernel))
+            return product(x, inputs, jnp.round(4 * kernel), settle)
 
         return rounded
 
@@ -43,8 +57,8 @@ class Adapter(nnx.Module):
         self.down = nnx.Param(jax.random.normal(rngs.params(), (*in_shape, 2)))
         self.up = nnx.Param(jnp.zeros((2, *out_shape)))
 
-    def __call__(self, x, inputs, kernel):
-        return product(x, inputs, kernel) + product(product(x, inputs, self.down[...]), 1, self.up[...])
+    def __call__(self, x, inputs, kernel, settle):
+        return product(x, inputs, kernel, settle) + product(product(x, inputs, self.down[...]), 1, self.up[...])
 
 
 def layers(make_product):
@@ -96,3 +110,101 @@ def test_a_product_with_parameters_brings_them_into_the_model(name):
 
     grads = nnx.to_flat_state(jax.grad(loss)(nnx.state(layer, nnx.Param)))
     assert all(jnp.any(leaf[...] != 0) for path, leaf in grads if path[-1] == "up")
+
+
+class Int8(NamedTuple):
+    """A quantized matrix: value x scale."""
+
+    value: Any
+    scale: Any
+
+
+def quantized(in_shape, out_shape, names, *, rngs):
+    """A product with an `Int8`. It multiplies by the scale, one for each layer, afterwards."""
+
+    def multiply(x, inputs, kernel, settle):
+        if not isinstance(kernel, Int8):  # initial parameters
+            return product(x, inputs, kernel, settle)
+        return product(x, inputs, kernel.value) * kernel.scale.astype(x.dtype)
+
+    return multiply
+
+
+def int8(path, leaf):
+    """`leaf` if it is no kernel, else quantized, by a power of two: its product by value x scale has the same bits."""
+    if path[-1].key != "kernel":
+        return leaf
+    axes = tuple(range(1, leaf.ndim)) if "layers" in str(path) else None
+    scale = np.exp2(np.ceil(np.log2(np.abs(leaf).max(axes) / 127))).astype(np.float32)
+    return Int8(np.round(leaf / np.reshape(scale, scale.shape + (1,) * len(axes or ()))).astype(np.int8), scale)
+
+
+def plain_again(leaf):
+    if not isinstance(leaf, Int8):
+        return leaf
+    return leaf.value.astype(np.float32) * leaf.scale.reshape(
+        leaf.scale.shape + (1,) * (leaf.value.ndim - leaf.scale.ndim)
+    )
+
+
+@pytest.fixture
+def quantized_family(monkeypatch):
+    block = functools.partial(llama2.Block, make_product=quantized)
+    family = Family(lambda config: [Stack("layers", (block,), config.base_num_decoder_layers)], make_product=quantized)
+    monkeypatch.setitem(sys.modules, "int8_family", SimpleNamespace(family=family))
+    return "int8_family:family"
+
+
+def of_model(combination, **keys):
+    """The model, and logits and the hidden states of a module of multi-token prediction as a function of parameters."""
+    config = tiny_config(combination, mtp_num_layers=1, **keys)
+    model, batch = make_model(config), packed_batch(config, 2)
+
+    def logits(params):
+        inputs = [batch[name] for name in ("inputs", "inputs_position", "inputs_segmentation", "row")]
+        hidden, sown, _ = model.apply(params, {}, *inputs, capture=(MtpHidden,))
+        return model.apply(params, {}, hidden, method="head")[0], sown
+
+    return config, model, logits
+
+
+def test_a_model_of_int8_matrices_in_every_combination(quantized_family):
+    """Every matrix but the embedding table, which is looked up."""
+    untied = {"logits_via_embedding": False}
+    _, model, plain_logits = of_model(ALL_COMBINATIONS[0], **untied)
+    params = jax.device_get(compiled(model.init, seed_key(0))(seed_key(0))[0])
+    small = jax.tree_util.tree_map_with_path(int8, params)
+    matrices = [leaf for leaf in jax.tree.leaves(small) if leaf.dtype == np.int8]
+    assert len(matrices) == 7 + 1 + 7 + 1  # of the stack, the head, the module's block and its projection
+    texts = set()
+    for combination in ALL_COMBINATIONS:
+        _, _, logits = of_model(combination, decoder_block=quantized_family, **untied)
+        lowered = jax.jit(logits).lower(small)
+        texts.add(lowered.as_text())
+    assert len(texts) == 1
+    again = jax.tree.map(plain_again, small, is_leaf=lambda leaf: isinstance(leaf, Int8))
+    assert_equal_bits(lowered.compile()(small), compiled(plain_logits, again)(again))
+
+
+def test_where_a_matrix_must_be_an_array(quantized_family):
+    def quantize(params, *path):
+        *above, last = path
+        held = functools.reduce(lambda tree, name: tree[name], above, params)
+        held[last] = Int8(held[last].astype(jnp.int8), jnp.ones(()))
+        return params
+
+    config, model, logits = of_model("nnx", decoder_block=quantized_family)
+    params, _ = jax.eval_shape(model.init, seed_key(0))
+    with pytest.raises(UserError, match=r"token_embedder/embedding is stored as Int8: .* logits_via_embedding=false"):
+        jax.eval_shape(lambda params: logits(quantize(params, "token_embedder", "embedding")), params)
+
+    config, model, _ = of_model("nnx", decoder_block=quantized_family, logits_via_embedding=False, num_vocab_tiling=2)
+    params, _ = jax.eval_shape(model.init, seed_key(0))
+    objective, batch = make_objective(config, model), packed_batch(config, 4)
+    with pytest.raises(UserError, match="num_vocab_tiling=2: decoder/logits_dense/kernel is stored as Int8"):
+        jax.eval_shape(
+            lambda params: (
+                objective.sums(quantize(params, "decoder", "logits_dense", "kernel"), {}, batch, None).minimized
+            ),
+            params,
+        )
