@@ -312,6 +312,7 @@ def test_the_learning_rate_in_the_metrics_is_that_of_the_step_itself():
     one = jnp.ones((), jnp.int32)
     ones = SimpleNamespace(
         weights=lambda batch: {"lm_loss": one},
+        tokens=lambda batch: one,
         sums=lambda params, *_: Sums({"lm_loss": sum(jnp.sum(leaf) for leaf in jax.tree.leaves(params))}, {}, {}),
     )
     tree = codec.unpack(jax.jit(lambda: codec.init(jax.random.key(0)))())
