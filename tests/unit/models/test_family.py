@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import two_kinds
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from parity_cases import run as parity
 from run_cases import arrays_of, train
 from support import ALL_COMBINATIONS, arguments, tiny_config
@@ -22,6 +23,7 @@ from trainer.checkpoint.maxtext import layer_name
 from trainer.compare import measure
 from trainer.config import UserError, load
 from trainer.inference import sample
+from trainer.layers.dense import INPUT
 from trainer.layers.stack import Stack
 from trainer.models import llama2
 from trainer.models.families import RESERVED, axis_rules, place, stacks
@@ -81,21 +83,37 @@ def test_so_it_does_unrolled():
     assert len({measure._text(program(built(name, scan_layers=False))) for name in ends}) == 1
 
 
+def products(**keys):
+    """The matrix products of a gradient."""
+    model = make_model(tiny_config("nnx", **OWN | keys))
+    params, rest = jax.eval_shape(model.init, seed_key(0))
+    rows = jax.ShapeDtypeStruct((2, 16), jnp.int32)
+
+    def loss(params, rest, ids, row):
+        return model.apply(params, rest, ids, ids, ids, row)[0].sum()
+
+    args = params, rest, rows, jax.ShapeDtypeStruct((2,), jnp.int32)
+    return str(jax.make_jaxpr(jax.grad(loss))(*args)).count("dot_general")
+
+
+class Squared(Shift):
+    """x plus the square of a product, whose backward pass needs the product."""
+
+    def __call__(self, x, cache, context):
+        y = checkpoint_name(self.mix(x, INPUT), "shifted")
+        return x + y * y, cache
+
+
+def test_a_custom_policy_keeps_what_it_names(monkeypatch):
+    squared = dataclasses.replace(two_kinds.family, stacks=lambda config: [Stack("layers", (Squared,), 2)])
+    monkeypatch.setattr(two_kinds, "squared", squared, raising=False)
+    own = {"decoder_block": "two_kinds:squared", "remat_policy": "custom"}
+    kept = products(**own, custom_device_tensors="[shifted]")
+    assert kept == products(**own | {"remat_policy": "none"}) == products(**own) - 1
+
+
 def test_policies_keep_what_it_names():
-    def products(policy):
-        own = {"custom_device_tensors": "[shifted]"} if policy == "custom" else {}
-        model = make_model(tiny_config("nnx", **OWN, remat_policy=policy, **own))
-        params, rest = jax.eval_shape(model.init, seed_key(0))
-        rows = jax.ShapeDtypeStruct((2, 16), jnp.int32)
-
-        def loss(params, rest, ids, row):
-            return model.apply(params, rest, ids, ids, ids, row)[0].sum()
-
-        args = params, rest, rows, jax.ShapeDtypeStruct((2,), jnp.int32)
-        return str(jax.make_jaxpr(jax.grad(loss))(*args)).count("dot_general")
-
-    counts = {policy: products(policy) for policy in ("none", "full", "minimal", "custom")}
-    assert counts["full"] - counts["custom"] == 2  # of a shift in each stack
+    counts = {policy: products(remat_policy=policy) for policy in ("none", "full", "minimal")}
     assert counts["none"] < counts["minimal"] < counts["full"]
     # Two products that no policy but none keeps, scores and their sum; full also those of the weights, without the
     # last of a layer, which nobody needs.
