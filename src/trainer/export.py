@@ -122,13 +122,10 @@ def _not_a_new_folder(path: Path) -> str | None:
 
 def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     """The canonical parameter names of a model and their shapes. Nothing is allocated."""
-    import jax
-
     from trainer.backends import make_model
     from trainer.checkpoint import names_of
-    from trainer.ops.random import seed_key
 
-    params, _ = jax.eval_shape(make_model(config).init, seed_key(0))
+    params, _ = make_model(config).abstract
     return {name: leaf.shape for name, leaf in names_of(params).items()}
 
 

@@ -11,7 +11,6 @@ from flax import nnx
 
 from trainer.backends.permutation import Path, Permutation
 from trainer.layers.sown import Sown
-from trainer.ops.random import seed_key
 
 
 class TrainTree(NamedTuple):
@@ -32,6 +31,7 @@ class Model(Protocol):
 
     config: Any
     param_axes: Any  # the tree of params, with a `sharding.Axes` at each leaf
+    abstract: tuple[Any, Any]  # (params, rest) as `init` makes them, with a ShapeDtypeStruct at each leaf
 
     def init(self, key: jax.Array) -> tuple[Any, Any]:
         """Initial (params, rest), nested dicts of canonical names. The same key gives the same values in every
@@ -72,7 +72,7 @@ class StateCodec:
     def __init__(self, model: Model, tx: optax.GradientTransformation):
         self.model = model
         self.tx = tx
-        params, rest = jax.eval_shape(model.init, seed_key(0))
+        params, rest = model.abstract
         step = jax.ShapeDtypeStruct((), jnp.int32)
         tree = TrainTree(step, params, jax.eval_shape(tx.init, params), rest)
         self.abstract = model.abstract_train_state(tx)

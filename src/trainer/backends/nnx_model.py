@@ -27,10 +27,11 @@ class NNXModel:
         self.config = config
         with tree_mode():
             check_state(config)
-            abstract = nnx.eval_shape(self._make)
-            self._graphdef, state = nnx.split(abstract)
-            params, rest = nnx.state(abstract, nnx.Param, nnx.Not(nnx.Param))
-        variables = {"params": nnx.to_pure_dict(params), "rest": nnx.to_pure_dict(rest)}
+            self._module = nnx.eval_shape(self._make)
+            self._graphdef, state = nnx.split(self._module)
+            params, rest = nnx.state(self._module, nnx.Param, nnx.Not(nnx.Param))
+        self.abstract = nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
+        variables = {"params": self.abstract[0], "rest": self.abstract[1]}
         self._param_paths: set[Path] = {tuple(map(str, path)) for path, _ in nnx.to_flat_state(params)}
         self._variables = Permutation(state, variables, lambda path: self.canonical(("model", *path)))
         self.param_axes = _axes(params)
@@ -60,7 +61,7 @@ class NNXModel:
     def train_state_module(self, tx: optax.GradientTransformation) -> TrainStateNNX:
         """The TrainStateNNX of ShapeDtypeStructs whose split state is the native train state."""
         with tree_mode():
-            return nnx.eval_shape(lambda: make_train_state(self._make(), tx))
+            return nnx.eval_shape(lambda module: make_train_state(nnx.clone(module), tx), self._module)
 
     def abstract_train_state(self, tx: optax.GradientTransformation) -> nnx.State:
         """See `Model.abstract_train_state`."""

@@ -58,9 +58,11 @@ class Linen:
         self.param_axes = jax.tree_util.tree_map_with_path(
             lambda path, leaf: unboxed(leaf, path_of(path)[0] == "decoder")[1], boxed["params"], is_leaf=is_box
         )
-        self._abstract = linen.unbox(boxed)
-        params, rest = _parts(self._abstract)
-        self._variables = Permutation(self._abstract, {"params": params, "rest": _merged(rest)}, _canonical_variable)
+        variables = linen.unbox(boxed)
+        self._params, self._rest = _parts(variables)
+        self.abstract = self._params, _merged(self._rest)
+        merged = {"params": self._params, "rest": self.abstract[1]}
+        self._variables = Permutation(variables, merged, _canonical_variable)
 
     def _make_module(self, config) -> linen.Module:
         return Transformer(config)
@@ -72,14 +74,13 @@ class Linen:
 
     def abstract_train_state(self, tx: optax.GradientTransformation) -> TrainState:
         """See `Model.abstract_train_state`."""
-        params, rest = _parts(self._abstract)
         return TrainState(
             step=jax.ShapeDtypeStruct((), jnp.int32),  # type: ignore[arg-type]
             apply_fn=self.module.apply,
-            params=params,
+            params=self._params,
             tx=tx,
-            opt_state=jax.eval_shape(tx.init, params),
-            rest=rest,
+            opt_state=jax.eval_shape(tx.init, self._params),
+            rest=self._rest,
         )
 
     def canonical(self, path: Path) -> Path:

@@ -23,9 +23,13 @@ def config(request):
     return tiny_config(request.param)
 
 
+@pytest.fixture(scope="module")
+def model(config):
+    return make_model(config)
+
+
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *(f"opt_type={choice}" for choice in schema().keys["opt_type"].choices)])
-def test_bijection_for_every_optimizer(config, name):
-    model = make_model(config)
+def test_bijection_for_every_optimizer(config, model, name):
     own = FrozenConfigDict({**config, "opt_type": name.partition("=")[2]})
     tx = OPTIMIZERS.get(name) or make_optimizer(own, model.param_axes)
     codec = StateCodec(model, tx)
@@ -75,8 +79,8 @@ class Quantized(struct.PyTreeNode):
     ],
     ids=["arrays", "abstract", "specs", "none", "tuples", "pytrees"],
 )
-def test_leaves_may_be_anything(config, make_leaf):
-    codec = StateCodec(make_model(config), OPTIMIZERS["clipped"])
+def test_leaves_may_be_anything(model, make_leaf):
+    codec = StateCodec(model, OPTIMIZERS["clipped"])
     native = jax.eval_shape(codec.init, jax.random.key(0))
     replaced = jax.tree.map(make_leaf, native)
     tree = codec.unpack(replaced)

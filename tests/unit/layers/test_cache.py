@@ -65,7 +65,7 @@ def test_a_loop_over_tokens_updates_its_caches_in_place(scan):
     """In the compiled loop nothing of a cache's size is made but the updated cache: no copy, no concatenation."""
     config = tiny_config("nnx", base_num_decoder_layers=LAYERS, scan_layers=scan, max_target_length=LONG)
     model = make_model(config)
-    params, rest = jax.eval_shape(model.init, seed_key(0))
+    params, rest = model.abstract
     cache = init_cache(config, ROWS, LONG)
     ids, row = jnp.ones((ROWS, 1), jnp.int32), jnp.arange(ROWS)
 

@@ -99,7 +99,7 @@ def loss_and_arguments(combination, **overrides):
     """The summed loss as a function of the parameters, and the parameters' shapes."""
     config = tiny_config(combination, **{"attention": "dot_product"} | overrides)
     model = make_model(config)
-    params, rest = jax.eval_shape(model.init, jax.random.key(0))
+    params, rest = model.abstract
     batch, objective = packed_batch(config, 2), NextToken(model.apply)
     return lambda params: objective.sums(params, rest, batch, None).minimized["lm_loss"], params
 

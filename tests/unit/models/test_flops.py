@@ -142,7 +142,7 @@ FAMILIES = {
 def compiled_flops(config, gradients: bool) -> float:
     """Per token, of the compiled loss and, if asked for, its gradients. Nothing is allocated."""
     model = make_model(config)
-    params, rest = jax.eval_shape(model.init, jax.random.key(0))
+    params, rest = model.abstract
     objective, rows = NextToken(model.apply), 2
 
     def loss(params, batch):

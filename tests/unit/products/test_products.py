@@ -194,12 +194,12 @@ def test_where_a_matrix_must_be_an_array(quantized_family):
         return params
 
     config, model, logits = of_model("nnx", decoder_block=quantized_family)
-    params, _ = jax.eval_shape(model.init, seed_key(0))
+    params, _ = model.abstract
     with pytest.raises(UserError, match=r"token_embedder/embedding is stored as Int8: .* logits_via_embedding=false"):
         jax.eval_shape(lambda params: logits(quantize(params, "token_embedder", "embedding")), params)
 
     config, model, _ = of_model("nnx", decoder_block=quantized_family, logits_via_embedding=False, num_vocab_tiling=2)
-    params, _ = jax.eval_shape(model.init, seed_key(0))
+    params, _ = model.abstract
     objective, batch = make_objective(config, model), packed_batch(config, 4)
     with pytest.raises(UserError, match="num_vocab_tiling=2: decoder/logits_dense/kernel is stored as Int8"):
         jax.eval_shape(
