@@ -48,12 +48,6 @@ def _checkpoints_to_keep(config: Any) -> str | None:
     return "must be at least 1, or none to keep all" if number is not None and number < 1 else None
 
 
-def _reset(config: Any) -> str | None:
-    if config.reset_optimizer and not config.load_full_state_path:
-        return "applies to the state of load_full_state_path only; a resumed run keeps its optimizer state"
-    return None
-
-
 def _best(config: Any) -> str | None:
     if (
         not config.keep_best_checkpoints
@@ -266,7 +260,6 @@ CHECKS = (
     Check(flags.FLAGS, flags.unsupported),
     Check(("max_num_checkpoints_to_keep",), _checkpoints_to_keep),
     Check(("keep_best_checkpoints", "checkpoint_period", "eval_interval"), _best),
-    Check(("reset_optimizer", "load_full_state_path"), _reset),
     Check(("load_parameters_path", "load_full_state_path"), _sources),
     Check(("run_name",), _run_name),
     Check(("base_output_directory",), _output_directory),

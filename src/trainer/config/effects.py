@@ -132,6 +132,11 @@ INERT = (
         "enable_checkpointing=false",
     ),
     Inert(
+        ("reset_optimizer",),
+        lambda c: not c.enable_checkpointing and not c.load_full_state_path,
+        "no state is loaded: enable_checkpointing=false and load_full_state_path is empty",
+    ),
+    Inert(
         ("checkpoint_keep_period", "keep_best_checkpoints"),
         lambda c: c.enable_checkpointing and c.max_num_checkpoints_to_keep is None,
         "max_num_checkpoints_to_keep=none keeps all",

@@ -9,6 +9,7 @@ from trainer.config.derived import DCN, ICI, global_batch_rows
 from trainer.config.dump import PROCESSES, to_flow
 from trainer.config.errors import UserError
 from trainer.config.flags import FLAGS
+from trainer.config.optimizers import KEYS as OF_OPTIMIZERS
 from trainer.config.resolve import frozen
 from trainer.config.schema import schema
 from trainer.config.tiles import KEYS as TILES
@@ -53,6 +54,7 @@ AROUND = (
     "max_num_checkpoints_to_keep",
     "checkpoint_keep_period",
     "keep_best_checkpoints",
+    "reset_optimizer",  # see `resets`
     "abort_on_nan_loss",
     "abort_on_inf_loss",
     "eval_interval",
@@ -76,7 +78,25 @@ AROUND = (
     "compile_report_file",
     "model_name",  # a name for sizes; the sizes themselves are compared
 )
+# What makes an update of gradients. It may change with `reset_optimizer`, which begins the state of all of this anew.
+UPDATE = (
+    "learning_rate",
+    "learning_rate_final_fraction",
+    "lr_schedule_type",
+    "warmup_steps_fraction",
+    "wsd_decay_steps_fraction",
+    "wsd_decay_style",
+    "opt_type",
+    *OF_OPTIMIZERS,
+    "trainable_parameters_mask",
+    "grad_dtype",
+    "gradient_clipping_threshold",
+    "use_qk_clip",
+    "qk_clip_threshold",
+    "qk_clip_interval",
+)
 MAY_CHANGE = frozenset((*LAYOUT, *BATCH, *LENGTH, *AROUND))
+_RESET = "its parameters and a fresh optimizer: reset_optimizer=true"
 
 
 def check_resume(saved: Mapping[str, Any], config: Any, schedule_given: bool, where: str) -> list[str]:
@@ -91,10 +111,10 @@ def check_resume(saved: Mapping[str, Any], config: Any, schedule_given: bool, wh
     Raises:
       UserError: a key differs that must not; the message has the old and new values.
     """
-    old = {name: frozen(saved.get(name, key.default)) for name, key in schema().keys.items()}
-    differing = [name for name in old if old[name] != frozen(config[name])]
-    before = ml_collections.FrozenConfigDict(old)
-    wrong = [_change(before, config, name) for name in differing if name not in MAY_CHANGE]
+    before = _with_defaults(saved)
+    differing = [name for name in schema().keys if before[name] != frozen(config[name])]
+    allowed = MAY_CHANGE.union(UPDATE) if config.reset_optimizer else MAY_CHANGE
+    wrong = [_change(before, config, name) for name in differing if name not in allowed]
     if global_batch_rows(before) != global_batch_rows(config):
         changes = ", ".join(_change(before, config, name) for name in BATCH if name in differing)
         rows = f"{global_batch_rows(before)} -> {global_batch_rows(config)} rows"
@@ -102,18 +122,55 @@ def check_resume(saved: Mapping[str, Any], config: Any, schedule_given: bool, wh
     warnings = []
     if "learning_rate_schedule_steps" in differing:
         change = _change(before, config, "learning_rate_schedule_steps")
-        if schedule_given or before.learning_rate_schedule_steps != before.steps:
+        if config.reset_optimizer:
+            warnings.append(change)
+        elif schedule_given or before.learning_rate_schedule_steps != before.steps:
             wrong.append(change)
         else:
             warnings.append(f"the learning rate schedule follows steps: {change}")
     if wrong:
         lines = "\n  ".join(wrong)
+        resettable = not config.reset_optimizer and not set(differing).isdisjoint(UPDATE)
         raise UserError(
             f"{where} was saved with another configuration (old -> new):\n  {lines}\n"
             "use the old values, or choose another run_name for a new run"
+            + (f", or go on with {_RESET}" if resettable else "")
         )
     return warnings
 
 
+def check_optimizer(saved: Mapping[str, Any], config: Any, where: str) -> None:
+    """Refuses optimizer state that another `opt_type` made, even where its arrays have the same names and shapes.
+
+    Args: see `check_resume`.
+
+    Raises:
+      UserError: names both.
+    """
+    theirs = _with_defaults(saved).opt_type
+    if theirs != config.opt_type:
+        raise UserError(
+            f"{where} holds the optimizer state of {theirs}, and this command has opt_type={config.opt_type}: give "
+            f"opt_type={theirs}, or go on with {_RESET}"
+        )
+
+
+def resets(saved: Mapping[str, Any], config: Any) -> bool:
+    """Whether `reset_optimizer` applies to a run's own checkpoint of configuration `saved`.
+
+    Not if it was saved with that key and the same optimizer: the same command resumes a run, however often.
+    """
+    before = _with_defaults(saved)
+    again = before.reset_optimizer and all(before[name] == frozen(config[name]) for name in UPDATE)
+    return config.reset_optimizer and not again
+
+
+def _with_defaults(saved: Mapping[str, Any]) -> Any:
+    return ml_collections.FrozenConfigDict(
+        {name: frozen(saved.get(name, key.default)) for name, key in schema().keys.items()}
+    )
+
+
 def _change(before: Any, config: Any, name: str) -> str:
-    return f"{name}: {to_flow(before[name])} -> {to_flow(config[name])}"
+    changed = f"{name}: {to_flow(before[name])} -> {to_flow(config[name])}"
+    return f"{changed} (the checkpoint has the optimizer state of {before[name]})" if name == "opt_type" else changed

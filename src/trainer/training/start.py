@@ -19,7 +19,7 @@ from trainer.checkpoint import (
     restore,
     saved_config,
 )
-from trainer.config import UserError, check_resume
+from trainer.config import UserError, check_optimizer, check_resume, resets
 from trainer.data import Dataset
 from trainer.models.mtp_names import module_of
 from trainer.models.names import names_of_blocks, renamed
@@ -64,25 +64,34 @@ def start(
     if manager is not None and manager.latest is not None:
         path = manager.path(manager.latest)
         sidecar = inspect(path)
-        for warning in check_resume(saved_config(sidecar, path), config, schedule_given, str(path)):
+        saved = saved_config(sidecar, path)
+        for warning in check_resume(saved, config, schedule_given, str(path)):
             say(f"warning: {warning}")
         agreed(lambda: _check_data(run, dataset, sidecar, path))
-        tree = restore(path, _abstract(run))
-        updates = int(tree.step)
+        fresh = resets(saved, config)
+        if fresh:
+            state = _with_fresh_optimizer(run, path, sidecar)
+        else:
+            state = run.codec.pack(restore(path, _abstract(run)))
+        updates = int(run.codec.unpack(state).step)
         if updates > config.steps:
             raise UserError(
                 f"steps={config.steps}: {path} holds {updates} updates already; give steps={updates} or more, or "
                 "another run_name for a new run"
             )
-        say(f"{path}: {updates} of {config.steps} updates are done")
+        say(f"{path}: {updates} of {config.steps} updates are done{', a fresh optimizer' if fresh else ''}")
+        if config.reset_optimizer and not fresh:
+            say("reset_optimizer: done before, the optimizer of this checkpoint is the one that it began")
         for key in ("load_parameters_path", "load_full_state_path"):
             if config[key]:
                 say(f"{key} is not read: the run has a checkpoint of its own")
-        return Start(run.codec.pack(tree), updates, sidecar.position, resumed=True)
+        return Start(state, updates, sidecar.position, resumed=True)
     if config.load_full_state_path:
         begin = _other_run(run, dataset, say)
         _check_finite(run, begin.state, f"load_full_state_path={config.load_full_state_path}")
         return begin
+    if config.reset_optimizer:
+        say("reset_optimizer has no effect: no state is loaded, the optimizer is fresh")
     if config.load_parameters_path:
         params = load_parameters(config.load_parameters_path, config, _abstract(run).params, say, given)
         state = run.init(_with_new_modules(run, params, say))
@@ -120,6 +129,7 @@ def _other_run(run: Run, dataset: Dataset, say: Say) -> Start:
     if run.config.reset_optimizer:
         state = _with_fresh_optimizer(run, path, sidecar)
     else:
+        check_optimizer(saved_config(sidecar, path), run.config, str(path))
         state = run.codec.pack(_restored(run, path, sidecar, _abstract(run)))
     updates = int(run.codec.unpack(state).step)
     if updates >= run.config.steps:
@@ -144,7 +154,8 @@ def _restored(run: Run, path: Any, sidecar: Sidecar, wanted: TrainTree) -> Train
 
 
 def _with_fresh_optimizer(run: Run, path: Any, sidecar: Sidecar) -> Any:
-    """Parameters and step of the checkpoint; the learning rate's schedule goes on from that step."""
+    """Parameters, step and `rest` of the checkpoint. The learning rate's schedule goes on from that step; all else that
+    the optimizer and the update rules keep is initial."""
     tree = _restored(run, path, sidecar, _abstract(run)._replace(opt_state=None))
     fresh = run.codec.unpack(run.init(tree.params))
 

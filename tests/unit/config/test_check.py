@@ -11,7 +11,6 @@ from trainer.config.derived import DCN, ICI, UNUSED_AXES
     ("words", "message"),
     [
         ("max_num_checkpoints_to_keep=0", "max_num_checkpoints_to_keep=0 .*: must be at least 1, or none to keep all"),
-        ("reset_optimizer=true", "reset_optimizer=true .*: applies to the state of load_full_state_path"),
         ("load_parameters_path=a load_full_state_path=b", "load_parameters_path=.*: give only one of them"),
         ("run_name=a/b", "the name of one folder"),
         ("run_name=..", "the name of one folder"),

@@ -6,11 +6,11 @@ import pytest
 import yaml
 from support import pinned
 
-from trainer.config import UserError, check_resume, load, resolve, schema, to_yaml
+from trainer.config import UserError, check_optimizer, check_resume, load, resets, resolve, schema, to_yaml
 from trainer.config.dump import PROCESSES
 from trainer.config.flags import FLAGS
 from trainer.config.resolve import frozen
-from trainer.config.resume import AROUND, BATCH, LAYOUT, LENGTH, MAY_CHANGE
+from trainer.config.resume import AROUND, BATCH, LAYOUT, LENGTH, MAY_CHANGE, UPDATE
 
 # With dataset_type, without which a key that names other data is an error, and modules, which evaluation may name.
 BASE = (
@@ -39,7 +39,10 @@ def refused(*args, **kwargs):
         check(*args, **kwargs)
     first, *lines, last = str(error.value).splitlines()
     assert first == "runs/x/checkpoints/5 was saved with another configuration (old -> new):"
-    assert last == "use the old values, or choose another run_name for a new run"
+    assert last.startswith("use the old values, or choose another run_name for a new run")
+    assert last.endswith("a fresh optimizer: reset_optimizer=true") == any(
+        line.strip().partition(":")[0] in UPDATE for line in lines
+    )
     return [line.strip() for line in lines]
 
 
@@ -58,7 +61,7 @@ def test_the_list_is_this_one():
     assert {*FLAGS, "scan_layers", "logical_axis_rules"} <= set(LAYOUT)
     sections = {"Run and output", "Checkpoints", "Ahead-of-time compilation"}
     around = {name for name, key in schema().keys.items() if key.section in sections}
-    around -= {"load_parameters_path", "load_full_state_path", "reset_optimizer"}  # what the run was begun with
+    around -= {"load_parameters_path", "load_full_state_path"}  # what the run was begun with
     evaluation = {"eval_interval", "eval_steps", "eval_per_device_batch_size", "prompt", "decode_sampling_temperature"}
     evaluation |= {"eval_dataset_name", "eval_split", "eval_data_columns", "tokenize_eval_data", "grain_eval_files"}
     evaluation |= {"hf_eval_split", "hf_eval_files", "mtp_eval_target_module"}
@@ -108,7 +111,7 @@ def test_what_may_change(name):
 @pytest.mark.parametrize(
     ("words", "lines"),
     [
-        ("opt_type=sgd", ['opt_type: "adamw" -> "sgd"']),
+        ("opt_type=sgd", ['opt_type: "adamw" -> "sgd" (the checkpoint has the optimizer state of adamw)']),
         ("init_weights_seed=1", ["init_weights_seed: 0 -> 1"]),
         ("base_emb_dim=96", ["base_emb_dim: 192 -> 96"]),
         ("mlp_activations=[gelu]", ['mlp_activations: ["silu", "linear"] -> ["gelu"]']),
@@ -134,6 +137,38 @@ def test_every_other_key_is_compared():
         before = now | {name: "something else"}
         with pytest.raises(UserError, match=rf'{name}: "something else" -> '):
             check_resume(before, config(), False, "there")
+
+
+def test_a_fresh_optimizer_may_be_another():
+    reset = "reset_optimizer=true"
+    assert check(f"{reset} opt_type=lion learning_rate=1e-4 lion_b1=0.5 trainable_parameters_mask=[mlp]") == []
+    changed = check(f"{reset} learning_rate_schedule_steps=30", before="learning_rate_schedule_steps=20")
+    assert changed == ["learning_rate_schedule_steps: 20 -> 30"]
+    with pytest.raises(UserError, match=r"\n  init_weights_seed: 0 -> 1\nuse the old values, .* for a new run$"):
+        check(f"{reset} opt_type=lion init_weights_seed=1")
+    for line in UPDATE:
+        with pytest.raises(UserError, match=f"{line}: .*or go on with its parameters and a fresh optimizer: reset_opt"):
+            check_resume(saved() | {line: "something else"}, config(), False, "there")
+
+
+def test_an_optimizer_is_reset_once():
+    reset = "reset_optimizer=true"
+    assert resets(saved(), config(reset))
+    assert not resets(saved(reset), config(reset))
+    assert not resets(saved(reset), config(f"{reset} steps=40 ici_fsdp_parallelism=1"))
+    assert resets(saved(reset), config(f"{reset} opt_type=sgd"))
+    assert not resets(saved(reset), config())
+
+
+def test_state_of_another_optimizer_is_refused_with_both_names():
+    """Even of one that keeps the same arrays."""
+    check_optimizer(saved("opt_type=nadamw"), config("opt_type=nadamw adam_b1=0.5"), "there")
+    with pytest.raises(UserError) as error:
+        check_optimizer(saved("opt_type=nadamw"), config(), "runs/x/checkpoints/5")
+    assert str(error.value) == (
+        "runs/x/checkpoints/5 holds the optimizer state of nadamw, and this command has opt_type=adamw: give "
+        "opt_type=nadamw, or go on with its parameters and a fresh optimizer: reset_optimizer=true"
+    )
 
 
 def test_the_mesh_may_change():

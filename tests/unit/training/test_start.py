@@ -165,14 +165,15 @@ def test_other_data_begin_at_their_start(tmp_path):
     assert lines[0].endswith("5 updates, its optimizer, the beginning of other data")
 
 
-@pytest.mark.parametrize("opt_type", ["adamw", "sgd"])
-def test_a_fresh_optimizer_keeps_step_parameters_and_the_schedules_place(tmp_path, opt_type):
+@pytest.mark.parametrize(("own", "opt_type"), [(False, "adamw"), (False, "sgd"), (True, "lion")])
+def test_a_fresh_optimizer_keeps_step_parameters_and_the_schedules_place(tmp_path, own, opt_type):
     state = run().codec.unpack(save(tmp_path, run(), 5))
-    this = run(load_full_state_path=str(tmp_path), reset_optimizer=True, opt_type=opt_type)
+    path = {} if own else {"load_full_state_path": str(tmp_path)}
+    this = run(reset_optimizer=True, opt_type=opt_type, **path)
     lines = []
-    begun = begin(this, lines=lines)
+    begun = begin(this, tmp_path if own else None, lines=lines)
     tree, fresh = (this.codec.unpack(x) for x in (begun.state, this.init()))
-    assert begun[1:] == (5, position_after(this, 5), False)
+    assert begun[1:] == (5, position_after(this, 5), own)
     assert tree.step == 5
     assert_equal_bits(copied(tree.params), copied(state.params))
     assert "a fresh optimizer" in lines[0]
@@ -198,8 +199,24 @@ def test_a_fresh_optimizer_keeps_step_parameters_and_the_schedules_place(tmp_pat
 
 def test_without_a_fresh_optimizer_another_one_is_refused(tmp_path):
     save(tmp_path, run(), 5)
-    with pytest.raises(UserError, match=r"is of another optimizer: opt_state/"):
-        begin(run(load_full_state_path=str(tmp_path), opt_type="sgd"))
+    path = str(tmp_path)
+    with pytest.raises(UserError, match=r"/5 holds the optimizer state of adamw, and this command has opt_type=nadamw"):
+        begin(run(load_full_state_path=path, opt_type="nadamw"))
+    with pytest.raises(UserError, match=r"is of another optimizer: opt_state/.* fresh optimizer: reset_optimizer=true"):
+        begin(run(load_full_state_path=path, mu_dtype="bfloat16"))
+
+
+def test_the_same_command_resumes_what_it_reset(tmp_path):
+    this = run(reset_optimizer=True)
+    lines = []
+    begin(this, tmp_path, lines)
+    assert lines == ["reset_optimizer has no effect: no state is loaded, the optimizer is fresh"]
+    state = save(tmp_path, this, 5)
+    assert_equal(this, begin(this, tmp_path, lines).state, state)
+    assert lines[1:] == [
+        f"{tmp_path}/checkpoints/5: 5 of 20 updates are done",
+        "reset_optimizer: done before, the optimizer of this checkpoint is the one that it began",
+    ]
 
 
 def test_another_model_is_refused(tmp_path):
