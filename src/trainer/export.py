@@ -1,4 +1,4 @@
-"""`python -m trainer.export FROM OUT format=hf|params|maxtext [dtype=...] [key=value ...]`: convert parameters."""
+"""`python -m trainer.export FROM OUT format=hf|params|maxtext [key=value ...]`: convert parameters."""
 
 import os
 import shlex
@@ -15,8 +15,10 @@ from trainer.runtime.platforms import leave_out_absent_tpu
 
 FORMATS = ("hf", "params", "maxtext")
 DTYPES = ("float32", "bfloat16")
+WEIGHTS = ("raw", "ema")
 HELP = """\
-usage: python -m trainer.export FROM OUT format=hf|params|maxtext [dtype=float32|bfloat16] [key=value ...]
+usage: python -m trainer.export FROM OUT format=hf|params|maxtext [dtype=float32|bfloat16] [weights=raw|ema]
+                                 [key=value ...]
 
 FROM    what load_parameters_path takes: a run's folder or one of its checkpoints/N, of this trainer or of MaxText;
         a Hugging Face model directory; the output of this command; a MaxText checkpoint's tree (.../N/items)
@@ -26,6 +28,8 @@ format  hf: a Hugging Face model directory, config.json and safetensors
         maxtext: OUT/0/items for MaxText's load_parameters_path, with scan_layers=true (default) or false; the last
         line printed is the command line with which MaxText loads it
 dtype   of the output; default: as stored in FROM
+weights of a run with ema_decay: raw, the parameters that it trains (default), or ema, their average, which is stored in
+        float32; frozen parameters are their own average
 key     keys of the model, as for trainer.train. They default to FROM's config.json or config.yml; a MaxText checkpoint
         has neither, so give model_name=... or each key. rope_interleave is converted. max_target_length=... is
         written as max_position_embeddings. Give the flags of the module system if the block is a Linen module.
@@ -47,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     take_interrupts()
     given = dict(word.partition("=")[::2] for word in keys)
-    checkpoint = open_source(source, given.get("decoder_block", ""))
+    checkpoint = open_source(source, given.get("decoder_block", ""), average=options.get("weights") == "ema")
     config = model_config(checkpoint.keys, keys, str(checkpoint.path))
     check_words(checkpoint.keys, keys, config, str(checkpoint.path))
     leaves = checkpoint.leaves(config, parameter_shapes(config))
@@ -76,8 +80,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _read_words(words: Sequence[str]) -> tuple[str, Path, dict[str, str], list[str]]:
     """FROM, OUT, the options of this command, and the `key=value` arguments for base.yml."""
     places, rest = words[:2], words[2:]
-    named = {"format", "dtype", *schema().keys}
-    own: tuple[str, ...] = ("format=", "dtype=")
+    named = {"format", "dtype", "weights", *schema().keys}
+    own: tuple[str, ...] = ("format=", "dtype=", "weights=")
     if "format=maxtext" in rest:
         own += ("scan_layers=",)
     options = dict(word.split("=", 1) for word in rest if word.startswith(own))
@@ -93,6 +97,8 @@ def _read_words(words: Sequence[str]) -> tuple[str, Path, dict[str, str], list[s
         mistakes.append(f"format={options.get('format', '')}: allowed: {', '.join(FORMATS)}")
     if options.get("dtype", DTYPES[0]) not in DTYPES:
         mistakes.append(f"dtype={options['dtype']}: allowed: {', '.join(DTYPES)}, or leave it out")
+    if options.get("weights", WEIGHTS[0]) not in WEIGHTS:
+        mistakes.append(f"weights={options['weights']}: allowed: {', '.join(WEIGHTS)}, or leave it out")
     try:
         _scans(options)
     except ValueError as error:
@@ -150,7 +156,8 @@ def _report(out: Path, options: dict[str, str], parameters: int) -> None:
     from trainer.observe.text import si
 
     dtype = options.get("dtype", "as stored")
-    print(f"{out}: {si(parameters, '').strip()} parameters, format={options['format']}, dtype {dtype}")
+    weights = "the average of the parameters" if options.get("weights") == "ema" else "the parameters as trained"
+    print(f"{out}: {si(parameters, '').strip()} parameters, format={options['format']}, dtype {dtype}, {weights}")
     for path in sorted(out.iterdir()):
         files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
         size = si(sum(file.stat().st_size for file in files), "B")

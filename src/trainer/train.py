@@ -143,7 +143,7 @@ def _metrics_files(run, run_dir):
 
 def _reports(run, run_dir, begin, metrics_files, console, stack: contextlib.ExitStack):
     """Rows for the files of metrics, which the first process writes, and for the console."""
-    from trainer.observe import MetricsWriter, maxtext_row, work_of
+    from trainer.observe import MetricsWriter, TokensSeen, maxtext_row, work_of
     from trainer.runtime.agreement import from_first
     from trainer.training import Reports
 
@@ -159,6 +159,7 @@ def _reports(run, run_dir, begin, metrics_files, console, stack: contextlib.Exit
         return [row["step"] for row in writers[0].kept if "eval_loss" in row]
 
     evaluated = frozenset(from_first(open_metrics))
+    tokens = TokensSeen(writers[0].kept if writers else ())
 
     def write(row) -> None:
         for writer in writers:
@@ -172,7 +173,7 @@ def _reports(run, run_dir, begin, metrics_files, console, stack: contextlib.Exit
         run_dir.upload()
 
     def on_step(row) -> None:
-        write(row)
+        write(tokens.add(row))
         console.step(row, config.steps)
         if (row["step"] + 1) % config.log_period == 0:
             sync()

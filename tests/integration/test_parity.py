@@ -15,7 +15,9 @@ from trainer.compare import programs
 from trainer.layers.stack import Stack
 from trainer.models import llama2, mistral
 from trainer.objectives import tiling
+from trainer.optim.average import averaging
 from trainer.optim.qk_clip import qk_clip
+from trainer.optim.spikes import skip_spikes
 from trainer.sharding import Axes
 from trainer.training import rules
 
@@ -100,6 +102,42 @@ def test_a_clip_along_another_axis_is_found(capsys, monkeypatch):
     assert (code, len(made)) == (1, 2)
     first = "differ first in updated parameters: decoder/layers/self_attention/key/kernel, layer 0"
     assert out.splitlines()[-1].endswith(first)
+
+
+@pytest.mark.skipif(len(ALL_COMBINATIONS) == 1, reason="there is one combination")
+def test_planted_faults_in_the_window_of_spikes_and_in_the_average_are_found(capsys, monkeypatch):
+    """A window that takes the norm for the loss, and an average of the parameters before the update."""
+    monkeypatch.setattr(programs, "MEASURES", programs.MEASURES[-1:])
+    keys = {"skip_step_on_spikes": True, "ema_decay": 0.9, "base_num_decoder_layers": 1}
+    sides = (f"left={ALL_COMBINATIONS[0]}", f"right={ALL_COMBINATIONS[-1]}")
+    code, out, _ = run(capsys, *sides, **keys)
+    assert code == 0, out
+
+    def spikes(config):
+        rule = skip_spikes(config)
+        return rule._replace(observe=lambda state, seen: rule.observe(state, seen._replace(loss=seen.grad_norm)))
+
+    def average(config):
+        rule = averaging(config)
+        return rule._replace(update=lambda state, old, new, sown: (rule.update(state, old, old, sown)[0], new))
+
+    for name, planted in (("skip_spikes", spikes), ("averaging", average)):
+        made, right = [], getattr(rules, name)
+
+        def one(config, made=made, right=right, planted=planted):
+            made.append(config)
+            return (right if len(made) == 1 else planted)(config)
+
+        monkeypatch.setattr(rules, name, one)
+    code, out, _ = run(capsys, *sides, "--json", **keys)
+    (comparison,) = json.loads(out)["comparisons"]
+    state = comparison["quantities"]["optimizer state"]["arrays"]
+    apart = {it["name"] for it in state if not it["equal"]}
+    assert code == 1
+    average = {
+        f"opt_state/rules/ema/average/{it['name']}" for it in comparison["quantities"]["updated parameters"]["arrays"]
+    }
+    assert apart == {"opt_state/rules/spikes/loss", *average}
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ STEP_FIELDS = {
     "skipped",
     "learning_rate",
     "tokens",
+    "tokens_seen",
     "step_time",
     "tokens_per_second",
     "data_wait",
@@ -189,7 +190,7 @@ READ_BY_LOADING = {
     "model_name": "chooses a preset while the configuration is loaded",
     "global_parameter_scale": "applied while the configuration is loaded",
     "override_model_config": "needless, and answered with a warning",
-    "reset_optimizer": "read where load_full_state_path names a state",
+    "reset_optimizer": "read where a state is loaded",
     "allow_split_physical_axes": "read where the mesh is made of other devices than a CPU's",
     "compile_topology": "read by trainer.train_compile and trainer.shardings",
     "compile_topology_num_slices": "read by trainer.train_compile and trainer.shardings",
@@ -228,6 +229,7 @@ def test_every_key_is_read(tmp_path, monkeypatch, corpus):
     common = TEXT | pinned("nnx") | {"steps": 1, "per_device_batch_size": 1, "eval_interval": 1}
     common |= {"data_cache_directory": corpus, "lr_schedule_type": "wsd"}
     common |= {"attention_type": "local_sliding", "sliding_window_size": 8, "use_qk_clip": True, "mtp_num_layers": 1}
+    common |= {"skip_step_on_spikes": True, "ema_decay": 0.9}
     main([f"{k}={v}" for k, v in common.items()])
     for words in other_sources(tmp_path):
         open_dataset(Recording(load(words).config, seen), lambda line: None)

@@ -26,14 +26,21 @@ from trainer.runtime import storage
 _SHORT = 2.0  # seconds; loading that takes longer is reported
 
 
-def open_source(path: str, decoder_block: str = "") -> Source:
-    """The checkpoint at `path`, recognized by its files. `decoder_block`: the configured family, if one is.
+def open_source(path: str, decoder_block: str = "", *, average: bool = False) -> Source:
+    """The checkpoint at `path`, recognized by its files.
+
+    Args:
+      path: of this machine, or of a run in a bucket.
+      decoder_block: the configured family, if one is.
+      average: read the average of the parameters (`ema_decay`), which checkpoints of runs have.
 
     Raises:
-      UserError: nothing that could be one is there, or what is there is damaged.
+      UserError: nothing that could be one is there, or what is there is damaged or has no average.
     """
+    if average:
+        return _of_run(path, average=True)
     if "://" in path:
-        return _remote_run(path)
+        return _of_run(path)
     folder = local_path(path)
     if (folder / "config.json").is_file() and weight_files(folder):
         return HuggingFaceSource(folder, decoder_block)
@@ -41,9 +48,8 @@ def open_source(path: str, decoder_block: str = "") -> Source:
         return ParamsSource(folder)
     if (tree := _maxtexts_tree(folder)) is not None:
         return MaxTextSource(tree, folder)
-    if (checkpoint := newest(folder)) is not None:
-        inspect(checkpoint)
-        return ParamsSource(checkpoint, "", f"{RUN}/{SIDECAR_CONFIG}", f"{RUN}/{TOKENIZER}")
+    if newest(folder) is not None:
+        return _of_run(path)
     state = "there is no such folder" if not folder.is_dir() else "nothing in it is a checkpoint"
     raise UserError(
         f"{path}: {state}; looked for config.json with *.safetensors (Hugging Face), {TREE}/ with {CONFIG} "
@@ -62,14 +68,19 @@ def _maxtexts_tree(folder: Path) -> Path | None:
     return None
 
 
-def _remote_run(path: str) -> Source:
-    if (checkpoint := newest(storage.folder(path))) is None:
+def _of_run(path: str, *, average: bool = False) -> Source:
+    if (checkpoint := newest(storage.folder(path))) is not None:
+        inspect(checkpoint)
+        return ParamsSource(checkpoint, "", f"{RUN}/{SIDECAR_CONFIG}", f"{RUN}/{TOKENIZER}", average=average)
+    if average:
         raise UserError(
-            f"{path}: no run with a checkpoint there; of what lies in a bucket only a run's folder or one of its "
-            "checkpoints/N is read: copy other checkpoints to this machine"
+            f"{path}: no run with a checkpoint there, and nothing else holds an average of its parameters; leave out "
+            "weights=ema"
         )
-    inspect(checkpoint)
-    return ParamsSource(checkpoint, "", f"{RUN}/{SIDECAR_CONFIG}", f"{RUN}/{TOKENIZER}")
+    raise UserError(
+        f"{path}: no run with a checkpoint there; of what lies in a bucket only a run's folder or one of its "
+        "checkpoints/N is read: copy other checkpoints to this machine"
+    )
 
 
 def load_parameters(

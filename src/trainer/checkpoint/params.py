@@ -24,11 +24,13 @@ from trainer.models.families import family
 from trainer.models.huggingface import Layout, halves_of_pairs, pairs_of_halves
 from trainer.models.huggingface_fields import neutral_keys
 from trainer.models.mtp_names import MODULES, hugging_face_layouts, module_of
+from trainer.optim.average import AVERAGE
 
 TREE = "checkpoint"
 CONFIG = "config.yml"
 NEUTRAL = "huggingface.json"
 _ROOT = "params/"
+_AVERAGES = f"{AVERAGE}/"
 
 
 class ParamsSource:
@@ -36,8 +38,15 @@ class ParamsSource:
 
     kind = "trainer"
 
-    def __init__(self, path: Path, tree: str = TREE, config: str = CONFIG, tokenizer: str = ""):
-        """`tree`, `config`, `tokenizer`: where in the folder `path` they lie."""
+    def __init__(
+        self, path: Path, tree: str = TREE, config: str = CONFIG, tokenizer: str = "", *, average: bool = False
+    ):
+        """`tree`, `config`, `tokenizer`: where in the folder `path` they lie. `average`: read the averages of the
+        parameters that have one in place of them.
+
+        Raises:
+          UserError: something is damaged, or there is no average.
+        """
         self.path, self.tokenizer = path, path / tokenizer
         self.keys: Mapping[str, Any]
         self.keys, length = read_model_yaml(path / config)
@@ -49,6 +58,13 @@ class ParamsSource:
         self._tree = path / tree
         self._headers = orbax.headers(self._tree)
         self.modules = self.keys[MODULES]
+        roots = (_AVERAGES, _ROOT) if average else (_ROOT,)
+        # Of each parameter in the tree; frozen ones have no average.
+        self._paths = {
+            path.removeprefix(root): path for root in reversed(roots) for path in self._headers if path.startswith(root)
+        }
+        if average and not any(path.startswith(_AVERAGES) for path in self._headers):
+            raise UserError(f"{path}: holds no average of its parameters: it was trained with ema_decay=0")
 
     def notes(self, config: Any) -> Sequence[str]:
         """See `Source.notes`: nothing."""
@@ -56,10 +72,11 @@ class ParamsSource:
 
     def leaves(self, config: Any, shapes: Shapes) -> dict[str, Leaf]:
         """See `Source.leaves`."""
+        headers = {name: self._headers[path] for name, path in self._paths.items()}
         found = {
-            name.removeprefix(_ROOT): (tuple(header.shape), np.dtype(header.dtype).name)
-            for name, header in self._headers.items()
-            if name.startswith(_ROOT) and module_of(name) <= config.mtp_num_layers
+            name: (tuple(header.shape), np.dtype(header.dtype).name)
+            for name, header in headers.items()
+            if module_of(name) <= config.mtp_num_layers
         }
         check_tensors(found, shapes, str(self.path))
         turned: set[str] = set()
@@ -77,7 +94,7 @@ class ParamsSource:
         return hugging_face_layouts(config)
 
     def _leaf(self, name: str, shape: tuple[int, ...], turn: Any) -> Leaf:
-        tree, path = self._tree, _ROOT + name
+        tree, path = self._tree, self._paths[name]
         dtype = np.dtype(self._headers[path].dtype)
         read = functools.partial(orbax.read, tree, path, shape, dtype)
         place = functools.partial(orbax.place, tree, path)

@@ -14,6 +14,7 @@ from trainer.config.derived import DCN, ICI, MESH_AXES, UNUSED_AXES
 from trainer.config.dump import to_flow
 from trainer.config.errors import Unbuilt, nearest, shortened
 from trainer.config.mtp_keys import MTP_CHECKS
+from trainer.config.optimizers import groups_of
 from trainer.config.paths import path_problem
 from trainer.config.rules import collisions
 from trainer.config.topologies import find_topology
@@ -212,6 +213,14 @@ def _regexes(key: str) -> Callable[[Any], str | None]:
     return problem
 
 
+def _groups(config: Any) -> str | None:
+    try:
+        groups_of(config.learning_rate_groups)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def _open_axes(keys: Sequence[str]) -> Callable[[Any], str | None]:
     def problem(config: Any) -> str | None:
         unknown = [key for key in keys if config[key] == -1]
@@ -282,6 +291,7 @@ CHECKS = (
     Check(("steps", "learning_rate_schedule_steps"), _steps),
     Check(("adamw_mask",), _regexes("adamw_mask")),
     Check(("trainable_parameters_mask",), _regexes("trainable_parameters_mask")),
+    Check(("learning_rate_groups",), _groups),
     *(Check(keys, _open_axes(keys)) for keys in _SIZES),
     *(
         Check((keys[axis],), _unused_axis(keys[axis], reason))

@@ -78,6 +78,11 @@ INERT = (
     ),
     Inert(("sliding_window_size",), lambda c: c.attention_type == "global", "attention_type=global"),
     Inert(("qk_clip_threshold", "qk_clip_interval"), lambda c: not c.use_qk_clip, "use_qk_clip=false"),
+    Inert(
+        ("skip_step_interval", "skip_step_scaling_factor"),
+        lambda c: not c.skip_step_on_spikes,
+        "skip_step_on_spikes=false",
+    ),
     Inert(("rope_linear_scaling_factor",), lambda c: c.rope_type != "default", "rope_type is not default"),
     Inert(
         ("rope_factor", "original_max_position_embeddings"),

@@ -1,5 +1,8 @@
 """Which keys each optimizer reads, and what its state takes at least. `optim/registry.py` has the optimizers."""
 
+import math
+import re
+from collections.abc import Sequence
 from typing import Any
 
 _ADAM = ("adam_b1", "adam_b2", "adam_eps", "adam_eps_root", "adam_weight_decay", "adamw_mask")
@@ -43,3 +46,26 @@ def moment_bytes(config: Any, bytes_of: dict[str, int]) -> int:
     first = bytes_of[config["mu_dtype"]] if has_first_moment(config) else 0
     second = bytes_of[config["weight_dtype"]]
     return first + {"adamw": second, "nadamw": second, "adam_pax": 2 * second}.get(config["opt_type"], 0)
+
+
+def groups_of(value: Sequence[str]) -> list[tuple[str, float]]:
+    """The patterns of `learning_rate_groups` and their factors.
+
+    Raises:
+      ValueError: an item is not pattern=factor, with a regular expression and a number above 0.
+    """
+    found = []
+    for item in value:
+        pattern, equals, text = item.rpartition("=")
+        try:
+            factor = float(text)
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+        except ValueError:
+            factor = math.nan
+        if not (equals and pattern) or not 0 < factor < math.inf:
+            hint = "; trainable_parameters_mask freezes parameters" if factor == 0 else ""
+            raise ValueError(f"{item!r} is not pattern=factor with a factor above 0, such as embedding=0.1{hint}")
+        found.append((pattern, factor))
+    return found

@@ -31,7 +31,7 @@ def least_bytes(config: Any) -> int:
     parameters = sum(math.prod(_lengths(config, names)) for names in _parameters(config).values())
     each = 0 if config["parameter_memory_host_offload"] else _BYTES[config["weight_dtype"]]
     if not config["trainable_parameters_mask"] and not config["optimizer_memory_host_offload"]:
-        each += moment_bytes(config, _BYTES)
+        each += moment_bytes(config, _BYTES) + (_BYTES["float32"] if config["ema_decay"] else 0)
     tokens = _microbatch_rows(config) * config["max_target_length"]
     batch = tokens * config["gradient_accumulation_steps"] * _BYTES_OF_TOKEN
     return parameters * each + batch + tokens * config["base_emb_dim"] * _BYTES[config["dtype"]]

@@ -10,6 +10,7 @@ from trainer.config import UserError
 from trainer.data.text import mended
 from trainer.inference.sample import sample
 from trainer.models.families import takes_cache
+from trainer.optim.average import averaged
 
 
 def prompt_tokens(config, tokenizer: Any, say: Callable[[str], None]) -> list[int]:
@@ -38,15 +39,17 @@ def prompt_tokens(config, tokenizer: Any, say: Callable[[str], None]) -> list[in
 
 def sample_text(run: Any, state: Any, tokenizer: Any, prompt: list[int]) -> str:
     """The prompt and its continuation by the model of `run` (`training.Run`) with the native train state `state`, up to
-    the end of the document."""
+    the end of the document. With `ema_decay` the model has the average of the parameters."""
     rows = run.mesh.size  # one per device, so that any mesh can shard the batch; the first is returned
     temperature, seed = run.config.decode_sampling_temperature, run.config.init_weights_seed
 
     def draw(tree: TrainTree) -> jax.Array:
-        params = jax.lax.with_sharding_constraint(run.fetch(tree).params, run.param_shardings.compute)
+        params = jax.lax.with_sharding_constraint(averaged(run.fetch(tree)), run.param_shardings.compute)
         return sample(run.config, run.model, params, tree.rest, prompt, rows=rows, temperature=temperature, seed=seed)
 
-    tree = run.codec.unpack(state)._replace(opt_state=None)
+    tree = run.codec.unpack(state)
+    if not run.config.ema_decay:
+        tree = tree._replace(opt_state=None)
     drawn = jax.jit(run.sharded(draw, whole_rows=True), out_shardings=run.replicated)(tree)
     tokens = jax.device_get(drawn)[0].tolist()
     # The end token may be the same as the begin token.

@@ -2,7 +2,7 @@
 
 from trainer.observe.banner import work_of
 from trainer.observe.console import Console
-from trainer.observe.metrics import MetricsWriter
+from trainer.observe.metrics import MetricsWriter, TokensSeen
 from trainer.observe.metrics_file import MetricsFile, maxtext_row
 from trainer.observe.rundir import RunDir, open_run
 from trainer.observe.text import perplexity
@@ -12,6 +12,7 @@ __all__ = [
     "MetricsFile",
     "MetricsWriter",
     "RunDir",
+    "TokensSeen",
     "maxtext_row",
     "open_run",
     "perplexity",

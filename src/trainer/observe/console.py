@@ -1,5 +1,6 @@
 """Progress output, for people and for programs that parse it."""
 
+import math
 import os
 import shutil
 import sys
@@ -32,7 +33,7 @@ class Console:
         self._run_dir: Path | None = None
         self._first: Mapping[str, float] = {}
         self._last: Mapping[str, float] = {}
-        self._skipped = self._without_loss = 0
+        self._skipped = self._spikes = self._without_loss = 0
         self._evaluated: Mapping[str, float] = {}
 
     def banner(
@@ -92,10 +93,13 @@ class Console:
             if self._without_loss == 1:
                 self._warn(f"step {row['step']}: no token in its batch contributes to the loss: its update is skipped")
         elif row["skipped"]:
-            self._skipped += 1
-            if self._skipped == 1:
-                values = f"loss {row['loss']:.3g} and gradient norm {row['grad_norm']:.3g}"
-                self._warn(f"step {row['step']} has {values}: its update is skipped")
+            values = f"loss {row['loss']:.3g} and gradient norm {row['grad_norm']:.3g}"
+            is_spike = math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])
+            self._spikes += is_spike
+            self._skipped += not is_spike
+            if (self._spikes if is_spike else self._skipped) == 1:
+                what = ", a spike" if is_spike else ""
+                self._warn(f"step {row['step']} has {values}{what}: its update is skipped")
 
     def evaluation(self, row: Mapping[str, float]) -> None:
         """Print an evaluation's line. `row` is as in metrics.jsonl."""
@@ -114,6 +118,8 @@ class Console:
         rows = [("done", f"{steps}, {pace.tokens:,} tokens in {clock(wall_time)}")]
         if self._skipped:
             rows.append(("skipped", f"{self._skipped:,} updates whose loss or gradient was not finite"))
+        if self._spikes:
+            rows.append(("skipped", f"{self._spikes:,} updates whose loss or gradient norm was a spike"))
         if self._without_loss:
             rows.append(("skipped", f"{self._without_loss:,} updates whose batch had no token with a loss"))
         if pace.steps:

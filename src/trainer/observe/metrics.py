@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -77,6 +77,19 @@ class MetricsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+class TokensSeen:
+    """Counts the tokens that bear loss in all steps of a run; those of skipped steps too."""
+
+    def __init__(self, kept: Iterable[Mapping[str, Any]] = ()):
+        """Goes on behind the rows `kept`."""
+        self._count = sum(row.get("tokens", 0) for row in kept)
+
+    def add(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The row of the next step with the field tokens_seen, its own tokens included."""
+        self._count += row["tokens"]
+        return {**row, "tokens_seen": self._count}
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

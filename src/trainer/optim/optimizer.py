@@ -10,13 +10,14 @@ from jax.tree_util import tree_leaves_with_path
 
 from trainer.config import UserError
 from trainer.optim.axes import is_matrix
+from trainer.optim.groups import factors, in_groups
 from trainer.optim.keys import Given, Mask, keys_of
 from trainer.optim.registry import OPTIMIZERS
 from trainer.optim.schedule import make_schedule
 
 
 def make_optimizer(config, param_axes: Any) -> optax.GradientTransformation:
-    """Clipping by the global norm, then the optimizer `opt_type`, for the trained parameters.
+    """Clipping, then the optimizer `opt_type`, then the factors of `learning_rate_groups`, for the trained parameters.
 
     Parameters that are not trained keep their values and have no optimizer state.
 
@@ -25,18 +26,25 @@ def make_optimizer(config, param_axes: Any) -> optax.GradientTransformation:
       param_axes: the logical axes of every parameter (`backends.Model.param_axes`).
 
     Raises:
-      UserError: a mask matches no parameter.
+      UserError: a mask, or the pattern of a group, matches no parameter.
     """
     _check_masks(config, param_axes)
     given = Given(make_schedule(config), decayed(config, param_axes), param_axes)
     tx = OPTIMIZERS[config.opt_type](keys_of(config), given)
-    return _of_trained(config, _clipped(config, tx))
+    return _of_trained(config, in_groups(_clipped(config, tx), _factors(config, param_axes)))
 
 
 def _clipped(config, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`tx`, given gradients whose global norm is at most the threshold."""
-    threshold = config.gradient_clipping_threshold
-    return optax.chain(optax.clip_by_global_norm(threshold), tx) if threshold else tx
+    """`tx`, given gradients without elements beyond the value, then with a global norm of at most the threshold."""
+    value, threshold = config.gradient_clipping_value, config.gradient_clipping_threshold
+    first = [optax.clip(value)] if value else []
+    first += [optax.clip_by_global_norm(threshold)] if threshold else []
+    return optax.chain(*first, tx) if first else tx
+
+
+def _factors(config, param_axes: Any) -> dict[str, float]:
+    is_trained = tree_leaves_with_path(trainable(config)(param_axes))
+    return factors(config, [_name(path) for path, trained in is_trained if trained])
 
 
 def _of_trained(config, tx: optax.GradientTransformation) -> optax.GradientTransformation:

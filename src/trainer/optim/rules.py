@@ -9,6 +9,17 @@ import jax.numpy as jnp
 import optax
 
 
+class Seen(NamedTuple):
+    """What a step knows of its batch before the update."""
+
+    loss: jax.Array  # float32 [], the whole batch's
+    grad_norm: jax.Array  # float32 [], of the trained parameters, before clipping
+
+
+def _unchanged(state: Any, old: Any, new: Any, sown: Any) -> tuple[Any, Any]:
+    return state, new
+
+
 class Rule(NamedTuple):
     """One entry of the ordered list of update rules.
 
@@ -20,16 +31,20 @@ class Rule(NamedTuple):
         the one after the optimizer and the previous rules. It may replace `params` and `rest`.
       sown: the types of sown values that it reads; the argument `sown` has their values for the whole batch.
       metrics: from the state after a step to metrics of that step, by name; of a skipped step it is the old state.
+      observe: `observe(state, seen) -> (state, accept)`, before the update: `accept`, a bool [], is whether the rule
+        lets the step be taken. If it or another rule does not, nothing changes but the step count: not the state of any
+        rule either. None: every step.
       due: from the step count, int32 [], to whether the rule reads its sown values in that step, a bool []; None: in
         every step. `update` is called in every step, but in one that is not due these values may have no meaning.
     """
 
     name: str
     init: Callable[[Any], Any]
-    update: Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+    update: Callable[[Any, Any, Any, Any], tuple[Any, Any]] = _unchanged
     sown: tuple[type, ...] = ()
     metrics: Callable[[Any], Mapping[str, Any]] = lambda state: {}
     due: Callable[[jax.Array], jax.Array] | None = None
+    observe: Callable[[Any, Seen], tuple[Any, jax.Array]] | None = None
 
 
 class WithRules(NamedTuple):
@@ -68,9 +83,24 @@ def any_due(rules: Sequence[Rule], step: jax.Array) -> jax.Array | None:
     return functools.reduce(jnp.logical_or, flags) if flags and len(flags) == len(found) else None
 
 
+def observed(rules: Sequence[Rule], tree: Any, seen: Seen) -> tuple[Any, list[jax.Array]]:
+    """The TrainTree `tree` with what `rules` keep of this step, and what each says on whether it is to be taken."""
+    flags = []
+    for rule in rules:
+        if rule.observe is not None:
+            state, accept = rule.observe(tree.opt_state.rules[rule.name], seen)
+            tree = _with_state(tree, rule, state)
+            flags.append(accept)
+    return tree, flags
+
+
 def apply_rules(rules: Sequence[Rule], old: Any, new: Any, sown: Any) -> Any:
     """The TrainTree `new` after all `rules`, in order."""
     for rule in rules:
         state, new = rule.update(new.opt_state.rules[rule.name], old, new, sown)
-        new = new._replace(opt_state=new.opt_state._replace(rules=new.opt_state.rules | {rule.name: state}))
+        new = _with_state(new, rule, state)
     return new
+
+
+def _with_state(tree: Any, rule: Rule, state: Any) -> Any:
+    return tree._replace(opt_state=tree.opt_state._replace(rules=tree.opt_state.rules | {rule.name: state}))

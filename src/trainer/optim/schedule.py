@@ -1,5 +1,9 @@
 """The learning rate as a function of the number of completed updates."""
 
+from collections.abc import Callable
+from typing import Any
+
+import jax
 import optax
 
 
@@ -28,6 +32,27 @@ def make_schedule(config) -> optax.Schedule:
         return optax.join_schedules([ramp, optax.constant_schedule(peak)], [start])
     fall = _cosine(peak, final, falling) if cosine else optax.linear_schedule(peak, final, falling)
     return optax.join_schedules([ramp, optax.constant_schedule(peak), fall], [start, length - 1 - falling])
+
+
+def place_on_schedule(opt_state: Any, otherwise: jax.Array) -> jax.Array:
+    """The number of completed updates for which an optimizer asks its schedule next, int32 []. Skipped steps are not
+    among them. Of an optimizer with several parts it is that of the first: all count alike.
+
+    `otherwise`: for an optimizer without a schedule.
+    """
+    found = [node.count for node in jax.tree.leaves(opt_state, is_leaf=_counts) if _counts(node)]
+    return found[0] if found else otherwise
+
+
+def on_schedule(opt_state: Any, change: Callable[[jax.Array], jax.Array]) -> Any:
+    """`opt_state` with `change(count)` in place of each count of updates that a schedule is asked for."""
+    return jax.tree.map(
+        lambda node: node._replace(count=change(node.count)) if _counts(node) else node, opt_state, is_leaf=_counts
+    )
+
+
+def _counts(node: Any) -> bool:
+    return isinstance(node, optax.ScaleByScheduleState)
 
 
 def _share(length: int, fraction: float) -> int:

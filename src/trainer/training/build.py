@@ -169,7 +169,7 @@ def build(
     config = _resolved(config, devices)
     mesh, rules = make_mesh(config, devices), axis_rules(config)
     model = make_model(config)
-    update_rules = [*make_rules(config, model), *update_rules]
+    update_rules = make_rules(config, model, update_rules)
     codec = StateCodec(model, with_rules(make_optimizer(config, model.param_axes), update_rules))
     abstract = codec.abstract
     objective = make_objective(config, model)
@@ -184,7 +184,8 @@ def build(
     batch = _batch_shardings(objective, mesh, rules)
     replicated = NamedSharding(mesh, spec([], rules))
 
-    update = _sharded(make_update(config, codec.tx, objective, params, update_rules), mesh, rules)
+    update = make_update(config, codec.tx, objective, params, update_rules, model.param_axes)
+    update = _sharded(update, mesh, rules)
     evaluation = _sharded(make_evaluation(objective, params), mesh, rules)
 
     def step(state: Any, batch: Any) -> tuple[Any, Any]:

@@ -14,6 +14,7 @@ from trainer.config import RunStopped, UserError
 from trainer.data import RowSource, eval_batches
 from trainer.objectives import Mean, Objective
 from trainer.observe import perplexity
+from trainer.optim.average import averaged
 from trainer.state import ParamShardings
 
 
@@ -21,11 +22,11 @@ def make_evaluation(objective: Objective, shardings: ParamShardings) -> Callable
     """`evaluation(tree, batch, bytes_per_token [vocab]) -> sums` over `batch`.
 
     They are `means`, an `objectives.Evaluation`; `tokens`, the number of those that bear loss; and `bytes`, those that
-    the targets of a cross entropy stand for, else 0.
+    the targets of a cross entropy stand for, else 0. With `ema_decay` the average of the parameters is evaluated.
     """
 
     def evaluation(tree: TrainTree, batch: Mapping[str, jax.Array], bytes_per_token: jax.Array) -> dict[str, Any]:
-        params = jax.lax.with_sharding_constraint(tree.params, shardings.compute)
+        params = jax.lax.with_sharding_constraint(averaged(tree), shardings.compute)
         means = objective.evaluation(params, tree.rest, batch)
         lengths = jnp.zeros((), bytes_per_token.dtype)
         if means.cross_entropy is not None:

@@ -17,6 +17,7 @@ from trainer.runtime.preemption import Preemption
 from trainer.training.build import Run
 from trainer.training.evaluate import summarize
 from trainer.training.finite import check_finite, names_not_finite
+from trainer.training.parameter_metrics import is_due
 from trainer.training.start import Start
 
 Row = dict[str, Any]
@@ -135,7 +136,7 @@ class _Loop:
         self._leaves, self._structure = jax.tree.flatten(start.state)
         self.done, self._position = start.updates, start.position
         self.evaluated = True  # no evaluation was due and could not be brought to its end
-        self.reader = _Reader(reports.step, self._check_finite)
+        self.reader = _Reader(reports.step, self._check_finite, run.config.parameter_metrics_period)
         self._run, self._dataset, self._reports, self._manager = run, dataset, reports, manager
         self._preemption = preemption
         self._last_evaluation: Row = {}
@@ -249,9 +250,9 @@ def _batch_of(run: Run, start: Start, step: int) -> str:
 class _Reader:
     """Turns metrics on the device into rows on the host, one step late."""
 
-    def __init__(self, report: Callable[[Row], None], check: Callable[[Row], None]):
-        """Every row goes to `report` and then to `check`."""
-        self._report, self._check = report, check
+    def __init__(self, report: Callable[[Row], None], check: Callable[[Row], None], period: int = 0):
+        """Every row goes to `report` and then to `check`; `period`: of metrics of parameters."""
+        self._report, self._check, self._period = report, check, period
         self._waiting: tuple[int, Any] | None = None
         self._waited = 0.0
         self.tokens = 0  # that bear loss, in all rows so far
@@ -277,6 +278,7 @@ class _Reader:
             return
         step, metrics = self._waiting
         self._waiting = None
+        metrics = {name: value for name, value in metrics.items() if is_due(self._period, step, name)}
         values = {
             name: value.item() if value.ndim == 0 else value.tolist() for name, value in jax.device_get(metrics).items()
         }

@@ -1,21 +1,28 @@
 """From a configuration to its update rules, in the order in which a step applies them."""
 
+from collections.abc import Sequence
+
 from trainer.backends import Model
 from trainer.backends.base import tree_mode
 from trainer.models.clipped import clipped_layers
 from trainer.optim import Rule
+from trainer.optim.average import averaging
 from trainer.optim.qk_clip import qk_clip
+from trainer.optim.spikes import skip_spikes
 
 
-def make_rules(config, model: Model) -> list[Rule]:
-    """The update rules of `config`, resolved, for `model`.
+def make_rules(config, model: Model, more: Sequence[Rule] = ()) -> list[Rule]:
+    """The update rules of `config`, resolved, for `model`, and `more`. The average is the last: it is of the parameters
+    that the step leaves.
 
     Raises:
       UserError: a rule does not fit the model.
     """
     rules = []
+    if config.skip_step_on_spikes:
+        rules.append(skip_spikes(config))
     if config.use_qk_clip:
         with tree_mode():
             layers = clipped_layers(config)
         rules.append(qk_clip(config, model.param_axes, layers))
-    return rules
+    return [*rules, *more, *([averaging(config)] if config.ema_decay else [])]

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from trainer.backends import TrainTree
 from trainer.checkpoint import (
@@ -23,6 +22,7 @@ from trainer.config import UserError, check_optimizer, check_resume, resets
 from trainer.data import Dataset
 from trainer.models.mtp_names import module_of
 from trainer.models.names import names_of_blocks, renamed
+from trainer.optim import on_schedule
 from trainer.runtime.agreement import agreed, from_first
 from trainer.runtime.place import share_of_rows
 from trainer.runtime.storage import folder
@@ -69,10 +69,7 @@ def start(
             say(f"warning: {warning}")
         agreed(lambda: _check_data(run, dataset, sidecar, path))
         fresh = resets(saved, config)
-        if fresh:
-            state = _with_fresh_optimizer(run, path, sidecar)
-        else:
-            state = run.codec.pack(restore(path, _abstract(run)))
+        state = _with_fresh_optimizer(run, path, sidecar) if fresh else _restored(run, path, sidecar)
         updates = int(run.codec.unpack(state).step)
         if updates > config.steps:
             raise UserError(
@@ -130,7 +127,7 @@ def _other_run(run: Run, dataset: Dataset, say: Say) -> Start:
         state = _with_fresh_optimizer(run, path, sidecar)
     else:
         check_optimizer(saved_config(sidecar, path), run.config, str(path))
-        state = run.codec.pack(_restored(run, path, sidecar, _abstract(run)))
+        state = _restored(run, path, sidecar)
     updates = int(run.codec.unpack(state).step)
     if updates >= run.config.steps:
         raise UserError(
@@ -144,7 +141,11 @@ def _other_run(run: Run, dataset: Dataset, say: Say) -> Start:
     return Start(state, updates, sidecar.position if same_data else None)
 
 
-def _restored(run: Run, path: Any, sidecar: Sidecar, wanted: TrainTree) -> TrainTree:
+def _restored(run: Run, path: Any, sidecar: Sidecar) -> Any:
+    return run.codec.pack(_tree_of(run, path, sidecar, _abstract(run)))
+
+
+def _tree_of(run: Run, path: Any, sidecar: Sidecar, wanted: TrainTree) -> TrainTree:
     """What the checkpoint of another run holds. If it trained another block, the configured one, which a user wrote to
     take its place, may say what its parameters were called there: `PARAMETER_NAMES`."""
     if saved_config(sidecar, path).get("decoder_block") == run.config.decoder_block:
@@ -156,17 +157,11 @@ def _restored(run: Run, path: Any, sidecar: Sidecar, wanted: TrainTree) -> Train
 def _with_fresh_optimizer(run: Run, path: Any, sidecar: Sidecar) -> Any:
     """Parameters, step and `rest` of the checkpoint. The learning rate's schedule goes on from that step; all else that
     the optimizer and the update rules keep is initial."""
-    tree = _restored(run, path, sidecar, _abstract(run)._replace(opt_state=None))
+    tree = _tree_of(run, path, sidecar, _abstract(run)._replace(opt_state=None))
     fresh = run.codec.unpack(run.init(tree.params))
 
-    def on_schedule(node: Any) -> Any:
-        counts = isinstance(node, optax.ScaleByScheduleState)
-        # A copy: the step that trains is given both, to overwrite them.
-        return node._replace(count=jax.device_put(jnp.copy(tree.step), node.count.sharding)) if counts else node
-
-    opt_state = jax.tree.map(
-        on_schedule, fresh.opt_state, is_leaf=lambda node: isinstance(node, optax.ScaleByScheduleState)
-    )
+    # Copies: the step that trains is given all of these, to overwrite them.
+    opt_state = on_schedule(fresh.opt_state, lambda count: jax.device_put(jnp.copy(tree.step), count.sharding))
     return run.codec.pack(fresh._replace(step=tree.step, rest=tree.rest, opt_state=opt_state))
 
 

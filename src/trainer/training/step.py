@@ -14,9 +14,10 @@ from trainer.backends import TrainTree
 from trainer.layers.sown import Sown, Total, check_combine, combined
 from trainer.objectives import Objective
 from trainer.ops.random import DROPOUT, seed_key
-from trainer.optim import Rule, any_due, apply_rules, make_schedule, trainable
+from trainer.optim import Rule, Seen, any_due, apply_rules, make_schedule, observed, place_on_schedule, trainable
 from trainer.sharding import memory_order, on_tpu
 from trainer.state import ParamShardings
+from trainer.training.parameter_metrics import parameter_metrics
 
 Batch = dict[str, jax.Array]
 
@@ -95,13 +96,14 @@ def make_update(
     objective: Objective,
     shardings: ParamShardings,
     rules: Sequence[Rule] = (),
+    axes: Any = None,
 ) -> Callable[[TrainTree, Batch], tuple[TrainTree, dict[str, jax.Array]]]:
     """`update(tree, batch) -> tree, metrics`: one training step.
 
     `batch` holds the fields of the objective; its rows are the global batch. Metrics are weighted over the whole batch:
-    float32 scalars; int32 `tokens`, `skipped` (1 where loss or gradients are not finite, as where no token bears loss,
-    and the update is left out) and `finite` (1 where the state is finite after the step); and activation statistics
-    [layers] where they are recorded.
+    float32 scalars; int32 `tokens`, `skipped` (1 where the update is left out: loss or gradients are not finite, as
+    where no token bears loss, or a rule refuses the step) and `finite` (1 where the state is finite after the step);
+    activation statistics [layers] where they are recorded; and metrics of parameters, see `_every`.
 
     Args:
       config: resolved.
@@ -110,8 +112,10 @@ def make_update(
       objective: what to minimize.
       shardings: of the parameters.
       rules: applied after the optimizer, in order.
+      axes: the logical axes of every parameter, for `parameter_metrics_period`.
     """
     schedule, is_trained = make_schedule(config), trainable(config)
+    period = config.parameter_metrics_period
     recorded: tuple[type, ...] = (Total,) if config.record_internal_nn_metrics else ()
     capture = tuple(dict.fromkeys((*recorded, *(kind for rule in rules for kind in rule.sown))))
     gradients = make_gradients(config, objective, shardings, capture, rules)
@@ -119,13 +123,15 @@ def make_update(
     def update(tree: TrainTree, batch: Batch) -> tuple[TrainTree, dict[str, jax.Array]]:
         total, means, tokens, sown, grads = gradients(tree, batch)
         grad_norm = optax.tree.norm(jax.tree.map(lambda grad: grad.astype(jnp.float32), grads))
-        trained, frozen = _partition(is_trained(tree.params), tree.params)
+        raw, mask = grads, is_trained(tree.params)
+        trained, frozen = _partition(mask, tree.params)
         grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, trained)
         grads = _combine(grads, jax.tree.map(jnp.zeros_like, frozen))
         updates, opt_state = tx.update(grads, tree.opt_state, tree.params)
         new = tree._replace(params=optax.apply_updates(tree.params, updates), opt_state=opt_state)
+        new, flags = observed(rules, new, Seen(total, grad_norm))
         new = apply_rules(rules, tree, new, sown)
-        accept = jnp.isfinite(total) & jnp.isfinite(grad_norm)
+        accept = functools.reduce(jnp.logical_and, flags, jnp.isfinite(total) & jnp.isfinite(grad_norm))
         new = _select(accept, new, tree)
         metrics = {
             "loss": total,
@@ -135,10 +141,11 @@ def make_update(
             # Finite gradients may give an update that is not: Adam without epsilon, a huge learning rate. To leave it
             # out here, the step would have to keep the old state beside the new one (docs/experiments.md).
             "finite": jnp.where(all_finite(new), 1, 0),
-            "learning_rate": jnp.asarray(schedule(tree.step), jnp.float32),
+            "learning_rate": jnp.asarray(schedule(place_on_schedule(tree.opt_state, tree.step)), jnp.float32),
             "tokens": tokens,
             **{name: value for rule in rules for name, value in rule.metrics(new.opt_state.rules[rule.name]).items()},
             **(_activation_statistics(sown[Total.__name__]) if recorded else {}),
+            **(_every(period, tree.step, axes, raw, trained, _partition(mask, updates)[0]) if period else {}),
         }
         return new._replace(step=tree.step + 1), metrics
 
@@ -188,8 +195,26 @@ def all_finite(tree: Any) -> jax.Array:
     return functools.reduce(jnp.logical_and, [jnp.isfinite(leaf).all() for leaf in leaves], jnp.asarray(True))
 
 
+def _every(period: int, step: jax.Array, axes: Any, grads: Any, trained: Any, updates: Any) -> dict[str, jax.Array]:
+    """`parameter_metrics` in every step that `period` divides, else zeros, which cost next to nothing."""
+    names, *by_name = (_named(tree) for tree in (axes, grads, trained, updates))
+
+    def measured(*by_name: Any) -> dict[str, jax.Array]:
+        return parameter_metrics(names, *by_name)
+
+    def left_out(*by_name: Any) -> dict[str, jax.Array]:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(measured, *by_name))
+
+    return jax.lax.cond(step % period == 0, measured, left_out, *by_name)
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
 def _select(accept: jax.Array, new: Any, old: Any) -> Any:
-    """`new` where the step is accepted, else `old`: a step that is not finite leaves no trace but the count."""
+    """`new` where the step is accepted, else `old`: a step that is not leaves no trace but the count."""
     return jax.tree.map(lambda a, b: jnp.where(accept, a, b), new, old)
 
 

@@ -272,6 +272,21 @@ def test_updates_that_were_left_out_are_warned_of_once_and_counted():
     assert "skipped      2 updates whose loss or gradient was not finite" in lines
 
 
+def test_spikes_are_warned_of_once_and_counted_by_themselves():
+    def run(console):
+        for step, (skipped, loss) in enumerate([(0, 1.0), (1, 9.0), (1, math.nan), (1, 8.0)]):
+            console.step(ROW | {"step": step, "skipped": skipped, "loss": loss, "grad_norm": 2.0}, 4)
+        console.summary(1.0)
+
+    lines = written(run).splitlines()
+    assert [line for line in lines if line.startswith("warning")] == [
+        "warning: step 1 has loss 9 and gradient norm 2, a spike: its update is skipped",
+        "warning: step 2 has loss nan and gradient norm 2: its update is skipped",
+    ]
+    assert "skipped      2 updates whose loss or gradient norm was a spike" in lines
+    assert "skipped      1 updates whose loss or gradient was not finite" in lines
+
+
 def test_the_summary_of_a_process_that_went_on_says_which_steps_are_its_own():
     def run(console):
         for step in (10, 11, 12):

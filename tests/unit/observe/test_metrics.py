@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from trainer.config import UserError
-from trainer.observe import MetricsWriter
+from trainer.observe import MetricsWriter, TokensSeen
 from trainer.observe.metrics import read_rows
 
 
@@ -117,3 +117,9 @@ def test_leaving_the_context_closes(tmp_path):
         pass
     with pytest.raises(ValueError, match="closed file"):
         writer.write({"step": 0})
+
+
+def test_tokens_are_counted_from_the_rows_that_are_kept():
+    """More than 32 bits hold; evaluations have no tokens of training."""
+    seen = TokensSeen([{"step": 0, "tokens": 2**31}, {"step": 0, "eval_loss": 1.0}, {"step": 1, "tokens": 5}])
+    assert [seen.add({"step": step, "tokens": 3})["tokens_seen"] for step in (2, 3)] == [2**31 + 8, 2**31 + 11]

@@ -1,0 +1,52 @@
+"""Learning rates of groups of parameters."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import optax
+from jax.tree_util import tree_map_with_path
+
+from trainer.config import UserError
+from trainer.config.optimizers import groups_of
+
+
+def factors(config: Any, names: Sequence[str]) -> dict[str, float]:
+    """The factors of the learning rates of those parameters in `names` in which a pattern of `learning_rate_groups` is
+    found. The first such pattern counts.
+
+    Raises:
+      UserError: a pattern that no parameter gets its factor from.
+    """
+    found: dict[str, float] = {}
+    unused = []
+    for pattern, factor in groups_of(config.learning_rate_groups):
+        matching = [name for name in names if re.search(pattern, name)]
+        if not set(matching) - found.keys():
+            taken = ", which patterns before it match" if matching else ""
+            unused.append(f"learning_rate_groups={pattern}={factor:g}: found in no trained parameter's name{taken}")
+        found = dict.fromkeys(matching, factor) | found
+    if unused:
+        raise UserError("\n  ".join([*unused, f"the trained parameters are: {', '.join(names)}"]))
+    return found
+
+
+def in_groups(tx: optax.GradientTransformation, found: dict[str, float]) -> optax.GradientTransformation:
+    """`tx` with each update multiplied by the factor of its parameter; the state is that of `tx`.
+
+    Where the last step of an optimizer is the learning rate, the factor is one of the learning rate.
+    """
+    if not found:
+        return tx
+    inner = optax.with_extra_args_support(tx)
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        updates, state = inner.update(grads, state, params, **extra)
+        return tree_map_with_path(scaled, updates), state
+
+    def scaled(path: Any, leaf: jax.Array) -> jax.Array:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return leaf * found[name] if name in found else leaf
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)

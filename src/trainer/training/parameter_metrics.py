@@ -1,0 +1,47 @@
+"""Norms of parameters, gradients and updates, layer by layer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+GRAD_NORM, PARAM_NORM, UPDATE_RATIO = "grad_norm/", "param_norm/", "update_ratio/"
+_LAYERS = "layers"
+
+
+def parameter_metrics(
+    axes: Mapping[str, Any],
+    grads: Mapping[str, jax.Array],
+    params: Mapping[str, jax.Array],
+    updates: Mapping[str, jax.Array],
+) -> dict[str, jax.Array]:
+    """Three metrics of each parameter, float32 [layers], or [] of one that is in no stack.
+
+    grad_norm/NAME and param_norm/NAME are L2 norms; update_ratio/NAME is the norm of the update over that of the
+    parameter, 0 for a parameter of zeros.
+
+    Args:
+      axes: the logical axes of each parameter, by name.
+      grads: of the trained parameters, by name, before clipping.
+      params: before the update.
+      updates: what the optimizer adds to them.
+    """
+    metrics = {}
+    for name, param in params.items():
+        of_param = _norm(param, axes[name])
+        metrics[GRAD_NORM + name] = _norm(grads[name], axes[name])
+        metrics[PARAM_NORM + name] = of_param
+        ratio = _norm(updates[name], axes[name]) / jnp.where(of_param > 0, of_param, 1)
+        metrics[UPDATE_RATIO + name] = jnp.where(of_param > 0, ratio, 0)
+    return metrics
+
+
+def is_due(period: int, step: int, name: str) -> bool:
+    """Whether the metric `name` has a meaning in `step`: one of a parameter only where `period` divides the step."""
+    return not name.startswith((GRAD_NORM, PARAM_NORM, UPDATE_RATIO)) or step % period == 0
+
+
+def _norm(x: jax.Array, names: Any) -> jax.Array:
+    over = [i for i, name in enumerate(names) if name != _LAYERS]
+    return jnp.sqrt((x.astype(jnp.float32) ** 2).sum(over))

@@ -1,0 +1,84 @@
+"""Learning rates of groups, clipping by value, and frozen parameters, of every optimizer."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from optim_cases import AXES, CLIP, STEPS, clipped, config_of, gradient, names, trained_params, tree
+from support import assert_equal_bits
+
+from trainer.config import UserError, load
+from trainer.optim import make_optimizer
+from trainer.optim.registry import OPTIMIZERS
+
+DECAYS = {"lion": {"lion_weight_decay": 0.2}, "sgd": {"sgd_momentum": 0.5}, "adafactor": {"adafactor_momentum": 0.5}}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_group_trains_with_a_rate_of_its_own(name):
+    keys = {"opt_type": name, "gradient_clipping_threshold": 0, **DECAYS.get(name, {})}
+    keys |= {"weight_dtype": "float32", "adamw_mask": "[]"}
+    whole, _ = trained_params(config_of(**keys))
+    faster, _ = trained_params(config_of(**keys, learning_rate=0.2))
+    found, state = trained_params(config_of(**keys, learning_rate_groups="['mlp/.*=2', embedding=1, decoder=2]"))
+    # Twice the rate is twice the update, bit for bit.
+    assert_equal_bits(found["decoder"], faster["decoder"])
+    assert_equal_bits(found["token_embedder"], whole["token_embedder"])
+    assert np.any(whole["decoder"]["decoder_norm"]["scale"] != faster["decoder"]["decoder_norm"]["scale"])
+    without = make_optimizer(config_of(**keys), AXES).init(tree(0))
+    assert jax.tree.structure(state) == jax.tree.structure(without)
+
+
+def test_groups_that_no_parameter_is_in_are_refused():
+    with pytest.raises(UserError) as error:
+        make_optimizer(config_of(learning_rate_groups="[wo=2, kernel=3, ^scale=4]"), AXES)
+    first, second, *_ = str(error.value).splitlines()
+    assert "learning_rate_groups=kernel=3: found in no trained parameter's name, which patterns before" in first
+    assert "learning_rate_groups=^scale=4: found in no trained parameter's name" in second
+    with pytest.raises(UserError, match="learning_rate_groups=norm=2: found in no trained"):
+        make_optimizer(config_of(learning_rate_groups="[norm=2]", trainable_parameters_mask="[wo]"), AXES)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("[embedding]", r"'embedding' is not pattern=factor with a factor above 0, such as embedding=0\.1$"),
+        ("[a=b]", "'a=b' is not pattern=factor"),
+        ("[=2]", "'=2' is not pattern=factor"),
+        ("[a=0]", "; trainable_parameters_mask freezes parameters"),
+        ("[a=-1]", "is not pattern=factor"),
+        ("[a=inf]", "is not pattern=factor"),
+        ("['(=1']", r"'\(' is not a regular expression"),
+    ],
+)
+def test_what_is_no_group_is_refused(value, message):
+    with pytest.raises(UserError, match=message):
+        load(["base.yml", "dataset_type=synthetic", f"learning_rate_groups={value}"])
+
+
+def test_elements_are_clipped_before_the_norm():
+    value = 0.5
+    config = config_of(opt_type="sgd", gradient_clipping_value=value, lr_schedule_type="constant")
+    rates = [0.05, 0.1, 0.1, 0.1]  # two steps of warm-up
+    expected = [leaf.astype(np.float64) for leaf in jax.tree.leaves(tree(0))]
+    for step in range(STEPS):
+        grads = [np.clip(g, -value, value) for g in jax.tree.leaves(gradient(step))]
+        for p, g in zip(expected, clipped(grads, CLIP), strict=True):
+            p -= rates[step] * g
+    assert np.sqrt(sum((g**2).sum() for g in grads)) > CLIP
+    for found, leaf in zip(jax.tree.leaves(trained_params(config)[0]), expected, strict=True):
+        np.testing.assert_allclose(found, leaf, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_frozen_parameters_have_no_state_of_any_optimizer(name):
+    keys = {"opt_type": name, "mu_dtype": "bfloat16", **DECAYS.get(name, {})}
+    config = config_of(trainable_parameters_mask="[wo]", adafactor_min_dim_size_to_factor=1, **keys)
+    state = jax.eval_shape(make_optimizer(config, AXES).init, tree(0))
+    found = [name for name in names(state) if not name.endswith("count")]
+    assert found
+    assert all(name.endswith("mlp/wo/kernel") for name in found)
+    if name != "adam_pax":
+        assert "bfloat16" in {str(leaf.dtype) for leaf in jax.tree.leaves(state)}
+    updates, _ = make_optimizer(config, AXES).update(gradient(0), optax.tree.zeros_like(state), tree(0))
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(updates["token_embedder"]))

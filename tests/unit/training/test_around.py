@@ -1,0 +1,233 @@
+"""What surrounds the update, in whole steps: spikes, averages, groups of rates, metrics of parameters."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, packed_batch
+
+from trainer.checkpoint import CheckpointManager, Sidecar, names_of, open_source, restore
+from trainer.compare import measure
+from trainer.config import load, to_yaml
+from trainer.export import main
+from trainer.models.names import Names
+from trainer.optim.average import averaged
+from trainer.runtime.place import place
+from trainer.training import build, step
+
+INTERVAL, FACTOR, EMA, ROWS, STEPS, PERIOD = 6, 2.5, 0.75, 8, 12, 4
+KEYS = {
+    "skip_step_on_spikes": True,
+    "skip_step_interval": INTERVAL,
+    "skip_step_scaling_factor": FACTOR,
+    "ema_decay": EMA,
+    "learning_rate_groups": "[norm=0.5]",
+    "gradient_clipping_value": 0.05,
+    "parameter_metrics_period": PERIOD,
+    "trainable_parameters_mask": "[decoder]",  # the embedding is frozen
+    "use_qk_clip": True,
+    "qk_clip_threshold": 0.3,
+}
+# Steps whose targets are all one token, so that the gradients of their tokens add up: the first is too early to be
+# told, the others follow each other.
+PLANTED = (0, 8, 9)
+# One program of the others: another train state and loop, microbatches, a mesh, Zero-1, host memory.
+OTHER = {
+    "gradient_accumulation_steps": 2,
+    "scan_layers": False,
+    "ici_data_parallelism": 2,
+    "ici_fsdp_parallelism": 2,
+    "shard_optimizer_over_data": True,
+    "optimizer_memory_host_offload": True,
+}
+
+
+def run_of(combination, devices=1, **keys):
+    rows = ROWS / devices / keys.get("gradient_accumulation_steps", 1)
+    return build(
+        load(arguments(combination, **KEYS, per_device_batch_size=rows, **keys)).config, jax.devices()[:devices]
+    )
+
+
+def batch_of(run, i):
+    batch = packed_batch(run.config, ROWS, seed=i)
+    if i in PLANTED:
+        batch["targets"][:] = 3
+    return place(batch, run.batch_shardings)
+
+
+def trained(run, state, first=0):
+    """The trees before and after each step from `first` on, and their metrics."""
+    compiled = run.compile()
+    trees, metrics = [copied(run.codec.unpack(state))], []
+    for i in range(first, STEPS):
+        state, found = compiled(state, batch_of(run, i))
+        trees.append(copied(run.codec.unpack(state)))
+        metrics.append(copied(found))
+    return trees, metrics
+
+
+@functools.cache
+def reference():
+    run = run_of(ALL_COMBINATIONS[0])
+    return run, *trained(run, run.init())
+
+
+def simulated(metrics):
+    """Which steps are taken, by the losses and norms that they report."""
+    kept, taken = [], []
+    for row in metrics:
+        window, pair = np.array(kept[-INTERVAL:], np.float64), [row["loss"], row["grad_norm"]]
+        spike = len(kept) >= INTERVAL // 2 and (pair > window.mean(0) + FACTOR * window.std(0)).any()
+        taken.append(not spike)
+        kept += [] if spike else [pair]
+    return taken
+
+
+def test_spikes_leave_no_trace_but_the_count():
+    _, trees, metrics = reference()
+    taken = simulated(metrics)
+    assert [i for i, was_taken in enumerate(taken) if not was_taken] == list(PLANTED[1:])
+    assert [bool(row["skipped"]) for row in metrics] == [not was_taken for was_taken in taken]
+    for i, was_taken in enumerate(taken):
+        assert trees[i + 1].step == i + 1
+        if was_taken:
+            assert np.any(
+                trees[i].params["decoder"]["decoder_norm"]["scale"]
+                != trees[i + 1].params["decoder"]["decoder_norm"]["scale"]
+            )
+        else:
+            assert_equal_bits(trees[i + 1]._replace(step=0), trees[i]._replace(step=0))
+    # The schedule waits too: the reported rate is the one that the update had.
+    rates = np.array([row["learning_rate"] for row in metrics])
+    assert rates[8] == rates[9] == rates[10] > rates[11]
+    rules = trees[-1].opt_state.rules
+    assert rules["spikes"].accepted == rules["ema"].updates == sum(taken)
+
+
+def test_the_average_is_that_of_the_closed_form():
+    _, trees, metrics = reference()
+    after = [tree.params for tree, row in zip(trees[1:], metrics, strict=True) if not row["skipped"]]
+    weights = EMA ** np.arange(len(after) - 1, -1, -1.0)
+    assert_equal_bits(averaged(trees[0]), trees[0].params)
+    found = averaged(trees[-1])
+    assert_equal_bits(found["token_embedder"], trees[0].params["token_embedder"])  # frozen
+    assert not jax.tree.leaves(trees[0].opt_state.rules["ema"].average["token_embedder"])
+
+    def mean(average, *params):
+        expected = sum(w * p.astype(np.float64) for w, p in zip(weights, params, strict=True)) / weights.sum()
+        np.testing.assert_allclose(average, expected, rtol=1e-5, atol=1e-7)
+
+    jax.tree.map(mean, found, *after)
+    first = averaged(trees[1])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8), first, trees[1].params)
+
+
+def test_evaluation_takes_the_average():
+    run, trees, _ = reference()
+    lengths = np.ones(run.config.vocab_size, np.int32)
+    evaluate = run.eval_step.lower(*run.abstract_args(), lengths).compile()
+
+    def nats(tree):
+        return evaluate(jax.device_put(run.codec.pack(tree), run.state_shardings), batch_of(run, 1), lengths)["means"].loss[0]
+
+    last = trees[-1]
+    rule = last.opt_state.rules["ema"]
+    same = rule._replace(average={"decoder": last.params["decoder"], "token_embedder": {"embedding": None}})
+    raw = last._replace(opt_state=last.opt_state._replace(rules=last.opt_state.rules | {"ema": same}))
+    assert nats(last) == nats(last._replace(params=averaged(last))) != nats(raw)
+
+
+def test_metrics_of_parameters_equal_numpy():
+    _, trees, metrics = reference()
+    path = "decoder/layers/mlp/wo/kernel"
+    for i in range(STEPS):
+        row, kernel = metrics[i], trees[i].params["decoder"]["layers"]["mlp"]["wo"]["kernel"]
+        if i % PERIOD:
+            assert not row[f"param_norm/{path}"].any()  # the loop leaves these out
+            continue
+        norm = np.sqrt((kernel.astype(np.float64) ** 2).sum((1, 2)))
+        np.testing.assert_allclose(row[f"param_norm/{path}"], norm, rtol=1e-5)
+        squares = sum((value**2).sum() for name, value in row.items() if name.startswith("grad_norm/"))
+        np.testing.assert_allclose(row["grad_norm"], np.sqrt(squares), rtol=1e-5)
+        change = trees[i + 1].params["decoder"]["layers"]["mlp"]["wo"]["kernel"] - kernel
+        if not row["skipped"]:
+            ratio = np.sqrt((change.astype(np.float64) ** 2).sum((1, 2))) / norm
+            np.testing.assert_allclose(row[f"update_ratio/{path}"], ratio, rtol=1e-3)
+    assert not any("token_embedder" in name for name in metrics[0])
+
+
+def saved(folder, run, tree):
+    tree = jax.device_put(tree, jax.tree.map(lambda leaf: leaf.sharding, _abstract(run)))
+    with CheckpointManager(folder, run.config, print) as manager:
+        manager.save(int(tree.step), tree, Sidecar(to_yaml(run.config), None, "", {}), {})
+
+
+def test_export_writes_the_average_if_it_is_asked_to(tmp_path, capsys):
+    run, trees, _ = reference()
+    last, here = trees[-1], tmp_path / "run"
+    saved(here, run, last)
+    said = {"raw": "the parameters as trained", "ema": "the average of the parameters"}
+    for weights, params in (("raw", last.params), ("ema", averaged(last))):
+        main([str(here), str(tmp_path / weights), "format=params", f"weights={weights}"])
+        assert f"dtype as stored, {said[weights]}\n" in capsys.readouterr().out
+        leaves = open_source(str(tmp_path / weights)).leaves(
+            run.config, {k: v.shape for k, v in names_of(params).items()}
+        )
+        assert_equal_bits({name: leaf.parts[0]() for name, leaf in leaves.items()}, names_of(params))
+    for name in ("raw", "none"):
+        with pytest.raises(SystemExit):
+            main([str(tmp_path / name), str(tmp_path / "out"), "format=params", "weights=ema"])
+        assert "nothing else holds an average" in capsys.readouterr().err
+
+
+def test_another_program_goes_on_from_a_checkpoint_with_the_same_decisions(tmp_path):
+    run, trees, metrics = reference()
+    first = 5
+    saved(tmp_path, run, trees[first])
+    other = run_of(ALL_COMBINATIONS[-1], 4, **OTHER)
+    state = other.codec.pack(restore(tmp_path / "checkpoints" / str(first), _abstract(other)))
+    later, found = trained(other, state, first)
+    assert_equal_bits(later[0], trees[first])
+    assert [row["skipped"] for row in found] == [row["skipped"] for row in metrics[first:]]
+    # Adam makes much of the rounding of small gradients.
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-3), averaged(later[-1]), averaged(trees[-1])
+    )
+    rows = {row["name"]: row["spec"] for row in other.table()["tensors"]}
+    averages = {name: spec for name, spec in rows.items() if "/average/" in name}
+    assert averages
+    for name, spec in averages.items():
+        assert spec == rows[name.replace("opt_state/rules/ema/average", "params")]
+    assert any("data" in axes for spec in averages.values() for axes in spec)
+
+
+def _abstract(run):
+    return run.codec.unpack(run.abstract_args()[0])
+
+
+@pytest.mark.parametrize("combination", ALL_COMBINATIONS[1:])
+def test_every_combination_has_the_same_program(combination):
+    assert text(run_of(combination)) == text(reference()[0])
+
+
+@functools.cache
+def text(run):
+    return measure._text(measure.Program("", run, Names({})))
+
+
+def test_what_is_not_asked_for_costs_nothing(monkeypatch):
+    """The default step is the text that it is without the code of all of this."""
+    keys = {"base_num_decoder_layers": 1}
+    programs = []
+    for absent in (False, True):
+        if absent:
+            for name in ("parameter_metrics", "_every"):
+                monkeypatch.setattr(step, name, None)
+            monkeypatch.setattr(step, "observed", lambda rules, tree, seen: (tree, []))
+        run = build(load(arguments("nnx", **keys)).config, jax.devices()[:1])
+        programs.append(run.step.lower(*run.abstract_args()).as_text())
+        assert not hasattr(run.codec.unpack(run.abstract_state).opt_state, "rules")
+    assert programs[0] == programs[1]
+    assert "case" not in programs[0]
