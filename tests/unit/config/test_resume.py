@@ -146,9 +146,9 @@ def test_a_fresh_optimizer_may_be_another():
     assert changed == ["learning_rate_schedule_steps: 20 -> 30"]
     with pytest.raises(UserError, match=r"\n  init_weights_seed: 0 -> 1\nuse the old values, .* for a new run$"):
         check(f"{reset} opt_type=lion init_weights_seed=1")
-    for line in UPDATE:
-        with pytest.raises(UserError, match=f"{line}: .*or go on with its parameters and a fresh optimizer: reset_opt"):
-            check_resume(saved() | {line: "something else"}, config(), False, "there")
+    for name in UPDATE:
+        with pytest.raises(UserError, match=f"(?s){name}: .*or go on with its parameters and a fresh optimizer: reset_opt"):
+            check_resume(saved() | {name: "something else"}, config(), False, "there")
 
 
 def test_an_optimizer_is_reset_once():

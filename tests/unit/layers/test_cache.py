@@ -15,7 +15,6 @@ from trainer.layers.attention import OPS, Attention, KVCache
 from trainer.layers.cache import Cache
 from trainer.layers.context import Context
 from trainer.models.families import init_cache
-from trainer.ops.random import seed_key
 from trainer.ops.rope import Rope
 
 LAYERS, ROWS, LENGTH = 3, 2, 5

@@ -130,7 +130,8 @@ def test_evaluation_takes_the_average():
     evaluate = run.eval_step.lower(*run.abstract_args(), lengths).compile()
 
     def nats(tree):
-        return evaluate(jax.device_put(run.codec.pack(tree), run.state_shardings), batch_of(run, 1), lengths)["means"].loss[0]
+        state = jax.device_put(run.codec.pack(tree), run.state_shardings)
+        return evaluate(state, batch_of(run, 1), lengths)["means"].loss.total
 
     last = trees[-1]
     rule = last.opt_state.rules["ema"]
