@@ -16,6 +16,8 @@ from support import ALL_COMBINATIONS, TINY, arguments, pinned, xla_flags
 
 from trainer.config import load, schema
 from trainer.config.dump import PROCESSES
+from trainer.config.optimizers import KEYS as OF_OPTIMIZERS
+from trainer.config.optimizers import READS
 from trainer.data import open_dataset
 from trainer.train import main
 
@@ -190,11 +192,11 @@ READ_BY_LOADING = {
     "model_name": "chooses a preset while the configuration is loaded",
     "global_parameter_scale": "applied while the configuration is loaded",
     "override_model_config": "needless, and answered with a warning",
-    "reset_optimizer": "read where a state is loaded",
     "allow_split_physical_axes": "read where the mesh is made of other devices than a CPU's",
     "compile_topology": "read by trainer.train_compile and trainer.shardings",
     "compile_topology_num_slices": "read by trainer.train_compile and trainer.shardings",
     "compile_report_file": "read by trainer.train_compile",
+    **dict.fromkeys(set(OF_OPTIMIZERS) - set(READS["adamw"]), "read by another optimizer"),
     **dict.fromkeys(PROCESSES, "read where processes find each other, before there is a run"),
 }
 
