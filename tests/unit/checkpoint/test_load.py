@@ -22,7 +22,7 @@ from checkpoint_cases import (
     write_hf,
     write_maxtext,
 )
-from support import ALL_COMBINATIONS, TINY, arguments
+from support import ALL_COMBINATIONS, TINY, arguments, pinned
 
 from trainer.checkpoint import Leaf, load_parameters, names_of, nested, open_source, write_params
 from trainer.checkpoint.maxtext import in_pairs as in_pairs_in_maxtext
@@ -200,9 +200,8 @@ def test_the_order_of_a_heads_entries_in_maxtext_follows_from_name_and_rope(name
 
 def test_maxtexts_llama3_3_is_read_as_halves(tmp_path):
     sizes = {key: value for key, value in TINY.items() if key.startswith(("base_", "head_dim", "vocab_size"))}
-    config = load(
-        ["model_name=llama3.3-70b", "dataset_type=synthetic", *(f"{key}={value}" for key, value in sizes.items())]
-    ).config
+    words = {"model_name": "llama3.3-70b", "dataset_type": "synthetic"} | pinned("nnx") | sizes
+    config = load([f"{key}={value}" for key, value in words.items()]).config
     config = resolve(config, device_count=1, platform="cpu")
     assert config.rope_type == "llama3.1"
     params = random_params(config)
