@@ -231,6 +231,7 @@ def test_every_key_is_read(tmp_path, monkeypatch, corpus):
     common = TEXT | pinned("nnx") | {"steps": 1, "per_device_batch_size": 1, "eval_interval": 1}
     common |= {"data_cache_directory": corpus, "lr_schedule_type": "wsd"}
     common |= {"attention_type": "local_sliding", "sliding_window_size": 8, "use_qk_clip": True, "mtp_num_layers": 1}
+    common |= {"remat_policy": "custom"}
     common |= {"skip_step_on_spikes": True, "ema_decay": 0.9}
     main([f"{k}={v}" for k, v in common.items()])
     for words in other_sources(tmp_path):
