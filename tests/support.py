@@ -29,6 +29,11 @@ TINY = {
 }
 
 
+# Options of `compile` where a tolerance is compared: XLA's older code generation takes half the time to compile, but does
+# not give programs of equal mathematics equal bits.
+QUICK = {"xla_cpu_use_fusion_emitters": False}
+
+
 def xla_flags(devices: int) -> str:
     """XLA_FLAGS of a process with `devices` simulated ones, compiled as the suite's own programs are (conftest)."""
     own = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]

@@ -7,7 +7,7 @@ import random
 import jax
 import numpy as np
 import pytest
-from support import ALL_COMBINATIONS, arguments, copied, packed_batch
+from support import ALL_COMBINATIONS, QUICK, arguments, copied, packed_batch
 
 from trainer.config import load
 from trainer.runtime.place import place
@@ -72,8 +72,6 @@ ROPE = {
 OPTIONS = PROGRAM | MATHEMATICS
 PLAIN = {name: values[0] for name, values in PROGRAM.items()}
 ROWS, STEPS = 16, 2
-# XLA's older code generation compiles in half the time. It does not keep equal bits, and the losses have a tolerance.
-QUICK = {"xla_cpu_use_fusion_emitters": False}
 
 
 def covering_set():
