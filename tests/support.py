@@ -85,6 +85,13 @@ def compiled(fn: Any, *args: Any) -> Any:
     return jax.jit(fn).lower(*args).compile()
 
 
+def state_from(run: Any, tree: Any) -> Any:
+    """The native train state of `run` with the leaves of the TrainTree `tree`: nothing is compiled to make it."""
+    import jax
+
+    return jax.device_put(run.codec.pack(tree), run.state_shardings)
+
+
 def copied(tree: Any) -> Any:
     """The arrays of `tree` on the host. A plain device_get may be a view of a buffer that a later step overwrites."""
     import jax

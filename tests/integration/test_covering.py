@@ -7,7 +7,7 @@ import random
 import jax
 import numpy as np
 import pytest
-from support import ALL_COMBINATIONS, QUICK, arguments, copied, packed_batch
+from support import ALL_COMBINATIONS, QUICK, arguments, copied, packed_batch, state_from
 
 from trainer.config import load
 from trainer.runtime.place import place
@@ -150,7 +150,7 @@ def prepared(case):
 
 def losses(run, tree):
     """Loss and gradient norm of two steps from `tree` on the same rows."""
-    state, found = jax.device_put(run.codec.pack(tree), run.state_shardings), []
+    state, found = state_from(run, tree), []
     step = run.step.lower(*run.abstract_args()).compile(QUICK)
     for i in range(STEPS):
         state, metrics = step(state, place(packed_batch(run.config, ROWS, seed=i), run.batch_shardings))

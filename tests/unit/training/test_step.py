@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support import arguments, assert_equal_bits, copied, packed_batch, tiny_config
+from support import QUICK, arguments, assert_equal_bits, copied, packed_batch, state_from, tiny_config
 
 from trainer.backends import StateCodec, make_model
 from trainer.config import load
@@ -29,14 +29,21 @@ def gradients(devices=1, **overrides):
     settings |= {"z_loss_multiplier": 0.1, "label_smoothing": 0.2}
     run = build(load(arguments("nnx", **settings | overrides)).config, jax.devices()[:devices])
     assert run.rows == 16
-    state = run.init()
-    before = copied(run.codec.unpack(state).params)
-    step = run.step.lower(*run.abstract_args()).compile()
+    state = state_from(run, initial())
+    before = initial().params
+    step = run.step.lower(*run.abstract_args()).compile(QUICK)
     state, metrics = step(state, place(packed_batch(run.config, 16), run.batch_shardings))
     after = copied(run.codec.unpack(state).params)
     change = jax.tree.map(lambda a, b: a - b, before, after)
     assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(change))
     return change, jax.device_get(metrics)
+
+
+@functools.cache
+def initial():
+    """The first state of all these runs."""
+    run = build(load(arguments("nnx", opt_type="sgd", gradient_clipping_threshold=0)).config, jax.devices()[:1])
+    return copied(run.codec.unpack(run.init()))
 
 
 @functools.cache
