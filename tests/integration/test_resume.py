@@ -253,8 +253,8 @@ def poisoned(monkeypatch):
         mark = int(batch["inputs"].sum())
 
         class Poisoned(NextToken):
-            def sums(self, params, rest, batch, key, capture=()):
-                sums = super().sums(params, rest, batch, key, capture)
+            def sums(self, params, rest, batch, *args, **how):
+                sums = super().sums(params, rest, batch, *args, **how)
                 loss, hit = sums.minimized["lm_loss"], batch["inputs"].sum() == mark
                 return sums._replace(minimized={"lm_loss": jax.numpy.where(hit, wrong(loss), loss)})
 
