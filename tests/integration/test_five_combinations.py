@@ -25,12 +25,19 @@ SETTINGS = {
         "gradient_clipping_threshold": 0.05,
         **DROPOUT,
     },
-    "accumulation over 2 microbatches": {"gradient_accumulation_steps": 2, "record_internal_nn_metrics": 1, **DROPOUT},
-    "8 devices, fsdp 4 x tensor 2": {
+    "accumulation over 2 microbatches, Muon": {
+        "gradient_accumulation_steps": 2,
+        "record_internal_nn_metrics": 1,
+        "opt_type": "muon",
+        **DROPOUT,
+    },
+    "8 devices, fsdp 4 x tensor 2, Adafactor": {
         "ici_fsdp_parallelism": 4,
         "ici_tensor_parallelism": 2,
         "per_device_batch_size": 1,
         "num_vocab_tiling": 2,
+        "opt_type": "adafactor",
+        "adafactor_min_dim_size_to_factor": 8,
         **DROPOUT,
     },
     "separate head, blockwise attention, bfloat16": {
@@ -46,7 +53,7 @@ SETTINGS = {
 
 @functools.cache
 def trained(combination, setting):
-    """The canonical train state before and after 20 AdamW steps, and every step's metrics."""
+    """The canonical train state before and after 20 steps, and every step's metrics."""
     overrides = SETTINGS[setting]
     devices = jax.devices()[: 8 if "ici_fsdp_parallelism" in overrides else 1]
     config = load(arguments(combination, steps=STEPS, learning_rate=1e-2, **overrides)).config

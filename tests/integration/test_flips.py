@@ -86,7 +86,7 @@ def test_a_flip_of_another_optimizer(tmp_path):
     """The states of all of optax: tests/unit/backends/test_codec.py and tests/unit/checkpoint/test_manager.py."""
     (tmp_path / "flipped").mkdir()
     (tmp_path / "straight").mkdir()
-    keys = {"opt_type": "adafactor", "learning_rate": 0.1}
+    keys = {"opt_type": "muon", "learning_rate": 0.01, "muon_consistent_rms": 0.2}
     straight = run(tmp_path / "straight", ALL_COMBINATIONS[0], **keys)
     run(tmp_path / "flipped", ALL_COMBINATIONS[-1], **keys, steps=HALF)
     assert_same(run(tmp_path / "flipped", ALL_COMBINATIONS[0], **keys), straight, 2 * HALF)

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +12,17 @@ from parity_cases import run
 from support import ALL_COMBINATIONS
 
 from trainer import parity, training
-from trainer.compare import programs
+from trainer.compare import measure, programs
 from trainer.layers.stack import Stack
 from trainer.models import llama2, mistral
 from trainer.objectives import tiling
 from trainer.optim.average import averaging
 from trainer.optim.qk_clip import qk_clip
+from trainer.optim.registry import OPTIMIZERS
 from trainer.optim.spikes import skip_spikes
 from trainer.sharding import Axes
-from trainer.training import rules
+from trainer.training import rules, step
+from trainer.training.step import Gradients
 
 QUANTITIES = ["parameters", "activations", "loss", "gradients", "updated parameters", "optimizer state"]
 
@@ -138,6 +141,42 @@ def test_planted_faults_in_the_window_of_spikes_and_in_the_average_are_found(cap
         f"opt_state/rules/ema/average/{it['name']}" for it in comparison["quantities"]["updated parameters"]["arrays"]
     }
     assert apart == {"opt_state/rules/spikes/loss", *average}
+
+
+# A fault of each optimizer, as other values of its keys, and where it shows in the first update.
+FAULTS = {
+    "adamw": ({}, {"adam_eps": 1e-4}, "updated parameters"),
+    "nadamw": ({}, {"adam_b1": 0.8}, "updated parameters"),
+    "adam_pax": ({}, {"adam_weight_decay": 0.0}, "updated parameters"),
+    "sgd": ({"sgd_momentum": 0.9}, {"sgd_momentum": 0.0}, "optimizer state"),
+    "muon": ({}, {"muon_consistent_rms": 0.2}, "updated parameters"),
+    "lion": ({}, {"lion_b2": 0.9}, "optimizer state"),
+    "adafactor": ({}, {"adafactor_multiply_by_parameter_scale": False}, "updated parameters"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_fault_in_an_optimizers_update_is_named(capsys, monkeypatch, name):
+    settings, fault, quantity = FAULTS[name]
+    right, made = OPTIMIZERS[name], []
+
+    def planted(keys, given):
+        made.append(keys)
+        return right(keys if len(made) == 1 else SimpleNamespace(**vars(keys) | fault), given)
+
+    def no_model(*args):
+        """Gradients that compile in no time."""
+        return lambda tree, batch: Gradients(
+            jnp.ones(()), {"lm_loss": jnp.ones(())}, jnp.ones((), jnp.int32), {}, jax.tree.map(jnp.sin, tree.params)
+        )
+
+    monkeypatch.setattr(step, "make_gradients", no_model)
+    monkeypatch.setitem(OPTIMIZERS, name, planted)
+    monkeypatch.setattr(programs, "MEASURES", (measure.update,))
+    keys = {"opt_type": name, "base_num_decoder_layers": 1, "learning_rate": 0.1, "warmup_steps_fraction": 0}
+    code, out, err = run(capsys, "right.scan_layers=false", "rtol=1e-5", **keys | settings)
+    assert (code, len(made)) == (1, 2), out + err
+    assert out.splitlines()[-1].startswith(f"left and right differ first in {quantity}: "), out
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,12 @@ import shutil
 
 import jax
 import numpy as np
+import optax
 import pytest
 from run_cases import RUN, assert_equal, rows_of, train
 from support import ALL_COMBINATIONS, arguments, copied, packed_batch
 
+from trainer.aot.cost import analyze
 from trainer.config import load
 from trainer.ops.random import seed_key
 from trainer.runtime.place import place
@@ -82,6 +84,28 @@ def test_parameters_are_gathered_once_outside_of_every_loop(microbatches):
     assert sorted(shape for shape, _ in found) == sorted(shapes)
     assert {computation for _, computation in found} == {"ENTRY"}
     assert collectives(program, "all-reduce")  # of the gradients: the search finds what there is
+
+
+def update_program(**overrides):
+    """The run, and the compiled update of its optimizer alone."""
+    run = build(load(arguments(ALL_COMBINATIONS[0], **DATA, **overrides)).config, jax.devices())
+    tree = run.codec.unpack(run.abstract_args()[0])
+
+    def update(grads, opt_state, params):
+        updates, opt_state = run.codec.tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    stored = jax.tree.map(lambda leaf: leaf.sharding, (tree.params, tree.opt_state))
+    return run, jax.jit(update, out_shardings=stored).lower(tree.params, tree.opt_state, tree.params).compile()
+
+
+def test_muons_matrices_stay_whole_on_a_device_and_are_not_gathered():
+    zero1 = {"opt_type": "muon", "shard_optimizer_over_data": True}
+    run, program = update_program(**zero1, base_num_decoder_layers=8)
+    found = {(collective.kind, collective.size) for collective in analyze(program.as_text(), run.mesh).collectives}
+    assert found == {("all-reduce", 4)}  # scalars: the norm of all gradients
+    _, _, whole = state_bytes(run)
+    assert not [name for name in whole if name.endswith("kernel")]
 
 
 def params_of(run):

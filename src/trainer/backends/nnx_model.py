@@ -34,7 +34,7 @@ class NNXModel:
         variables = {"params": self.abstract[0], "rest": self.abstract[1]}
         self._param_paths: set[Path] = {tuple(map(str, path)) for path, _ in nnx.to_flat_state(params)}
         self._variables = Permutation(state, variables, lambda path: self.canonical(("model", *path)))
-        self.param_axes = _axes(params)
+        self.param_axes = axes_of_params(params)
 
     def _make(self) -> Transformer:
         return Transformer(self.config, nnx.Rngs(params=seed_key(0)), self.decoder)
@@ -81,7 +81,7 @@ def canonical(path: Path, param_paths: set[Path]) -> Path:
     return ("params" if tuple(names) in param_paths else "rest", *names)
 
 
-def _axes(params: nnx.State) -> dict:
+def axes_of_params(params: nnx.State) -> dict:
     """The logical axis names of each Param, in the tree of params."""
 
     def names(path: tuple[Any, ...], variable: nnx.Variable) -> Axes:

@@ -17,6 +17,7 @@ from trainer.config.mtp_keys import MTP_CHECKS
 from trainer.config.optimizers import groups_of
 from trainer.config.paths import path_problem
 from trainer.config.rules import collisions
+from trainer.config.schema import FLOAT32_MAX
 from trainer.config.topologies import find_topology
 
 # Their functions are in layers/mlp.py.
@@ -47,6 +48,11 @@ def contradictions(config: Any, where: Mapping[str, str], broken: set[str]) -> l
 def _checkpoints_to_keep(config: Any) -> str | None:
     number = config.max_num_checkpoints_to_keep
     return "must be at least 1, or none to keep all" if number is not None and number < 1 else None
+
+
+def _consistent_rms(config: Any) -> str | None:
+    number = config.muon_consistent_rms
+    return None if number is None or 0 < number <= FLOAT32_MAX else f"must be a number in (0, {FLOAT32_MAX:g}], or none"
 
 
 def _best(config: Any) -> str | None:
@@ -268,6 +274,7 @@ _PATHS = (
 CHECKS = (
     Check(flags.FLAGS, flags.unsupported),
     Check(("max_num_checkpoints_to_keep",), _checkpoints_to_keep),
+    Check(("muon_consistent_rms",), _consistent_rms),
     Check(("keep_best_checkpoints", "checkpoint_period", "eval_interval"), _best),
     Check(("load_parameters_path", "load_full_state_path"), _sources),
     Check(("run_name",), _run_name),

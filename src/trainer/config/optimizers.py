@@ -12,6 +12,14 @@ READS: dict[str, tuple[str, ...]] = {
     "adamw": (*_ADAM, "mu_dtype"),
     "nadamw": (*_ADAM, "mu_dtype"),
     "adam_pax": _ADAM,
+    "muon": (
+        *_ADAM,
+        "muon_beta",
+        "muon_weight_decay",
+        "muon_consistent_rms",
+        "muon_newton_schulz_dtype",
+        "mu_dtype",
+    ),
     "sgd": ("sgd_momentum", "mu_dtype"),
     "lion": ("lion_b1", "lion_b2", "lion_weight_decay", "adamw_mask", "mu_dtype"),
     "adafactor": (

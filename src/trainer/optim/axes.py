@@ -13,6 +13,10 @@ STACKED = frozenset(("layers", "qkv", "num_activations"))
 EXPERTS = "exp"
 # Adjacent ones are one side: [heads, head_dim] is the flattened output of a projection.
 HEADS = frozenset(("heads", "q_heads", "kv_heads", "kv", "kv_head_dim", "head_dim"))
+# Tables that are indexed, and output heads: their rows are tokens.
+VOCAB = "vocab"
+# The axis of the residual stream.
+WIDTH = "embed"
 
 Side = tuple[int, ...]  # the positions of its axes
 
@@ -33,3 +37,20 @@ def sides(names: Sequence[str | None]) -> list[Side]:
 def is_matrix(names: Sequence[str | None]) -> bool:
     """False for norms, biases and scalars."""
     return len(sides(names)) > 1
+
+
+def matrix_axes(names: Sequence[str | None]) -> tuple[Side, Side] | None:
+    """The axes of the inputs and of the outputs of a matrix inside the model.
+
+    None for embeddings, output heads and routers, for what is no matrix, and where the names do not tell inputs from
+    outputs: with more than two sides, unless the residual stream is the first or the last.
+    """
+    found = sides(names)
+    flat = [names[i] for side in found for i in side]
+    if len(found) < 2 or VOCAB in flat or EXPERTS in flat:
+        return None
+    if len(found) == 2:
+        return found[0], found[1]
+    if flat[0] == WIDTH:
+        return found[0], sum(found[1:], ())
+    return (sum(found[:-1], ()), found[-1]) if flat[-1] == WIDTH else None

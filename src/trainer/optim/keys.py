@@ -4,6 +4,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import jax
 import optax
 
 from trainer.config.optimizers import READS
@@ -23,3 +24,13 @@ class Given(NamedTuple):
 def keys_of(config) -> SimpleNamespace:
     """The keys that the configured optimizer reads, as attributes; it has no others."""
     return SimpleNamespace(**{key: config[key] for key in READS[config.opt_type]})
+
+
+def by_name(value: Callable[[str], Any]) -> Callable[[Any], Any]:
+    """A function from a tree to a tree of `value(name)`, by each leaf's name a/b/c."""
+    return lambda tree: jax.tree_util.tree_map_with_path(lambda path, _: value(name_of(path)), tree)
+
+
+def name_of(path: Any) -> str:
+    """The name a/b/c of a leaf, from its JAX key path."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")

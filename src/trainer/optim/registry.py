@@ -10,6 +10,7 @@ from trainer.optim.adam_pax import adam_pax
 from trainer.optim.adamw import adamw, nadamw
 from trainer.optim.keys import Given
 from trainer.optim.lion import lion
+from trainer.optim.muon import muon
 from trainer.optim.sgd import sgd
 
 OPTIMIZERS: dict[str, Callable[[Any, Given], optax.GradientTransformation]] = {
@@ -17,6 +18,7 @@ OPTIMIZERS: dict[str, Callable[[Any, Given], optax.GradientTransformation]] = {
     "nadamw": nadamw,
     "adam_pax": adam_pax,
     "sgd": sgd,
+    "muon": muon,
     "lion": lion,
     "adafactor": adafactor,
 }

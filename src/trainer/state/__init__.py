@@ -16,6 +16,7 @@ from trainer.state.builders import (
 )
 from trainer.state.init import init_state_fn
 from trainer.state.layout import pick_spec, state_layout, state_to_sharded_layout
+from trainer.state.muon import get_muon_weight_dimension_numbers
 from trainer.state.shardings import ParamShardings, Tensor, state_shardings, tensors
 from trainer.state.tolerance import check_tolerance
 
@@ -28,6 +29,7 @@ __all__ = [
     "check_tolerance",
     "get_abstract_state_nnx",
     "get_mesh_from_config",
+    "get_muon_weight_dimension_numbers",
     "get_named_sharding_nnx",
     "get_partition_spec_nnx",
     "init_state_fn",

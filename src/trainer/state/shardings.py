@@ -11,6 +11,8 @@ from trainer.backends.permutation import Path, path_of
 from trainer.sharding import Axes, Rules, named_sharding
 from trainer.state.zero1 import over_data
 
+Shape = tuple[int, ...]
+
 
 @dataclass(frozen=True)
 class Tensor:
@@ -30,8 +32,8 @@ def tensors(model: Model, native: Any) -> Any:
     """A `Tensor` for every leaf of `native`, a native train state of arrays or ShapeDtypeStructs.
 
     A leaf of the optimizer state belongs to the parameter whose path is a suffix of its own, as optax arranges moments
-    in any wrapper. It has the parameter's axes if it has the parameter's shape (Adafactor's row and column sums do
-    not). Other leaves have no axis names.
+    in any wrapper. It has the parameter's axes if it has the parameter's shape, and all but one of them if it has that
+    shape without one axis: a factored second moment, of row or column sums. Other leaves have no axis names.
     """
     axes_of = _by_path(model.param_axes)
     leaves = [(model.canonical(path), leaf) for path, leaf in _by_path(native).items()]
@@ -41,11 +43,22 @@ def tensors(model: Model, native: Any) -> Any:
         if path[0] in ("params", "opt_state"):
             for start in range(1, len(path)):
                 if (owner := path[start:]) in axes_of:
-                    same_shape = shapes.get(owner) == leaf.shape
-                    return Tensor(path, axes_of[owner] if same_shape else Axes((None,) * leaf.ndim), True)
+                    return Tensor(path, _kept_axes(axes_of[owner], shapes.get(owner), leaf.shape, path), True)
         return Tensor(path, Axes((None,) * leaf.ndim), False)
 
     return jax.tree.unflatten(jax.tree.structure(native), [tensor(path, leaf) for path, leaf in leaves])
+
+
+def _kept_axes(axes: Axes, whole: Shape | None, kept: Shape, path: Path) -> Axes:
+    """The axes of an array of shape `kept` at `path`, made of a parameter of shape `whole` with `axes`."""
+    if kept == whole:
+        return axes
+    summed = [i for i in range(len(whole or ())) if whole and whole[:i] + whole[i + 1 :] == kept]
+    if not summed:
+        return Axes((None,) * len(kept))
+    # Of two axes of one length optax sums rows over the last, and columns over the one before.
+    axis = summed[0] if "v_col" in path else summed[-1]
+    return Axes(axes[:axis] + axes[axis + 1 :])
 
 
 def state_shardings(model: Model, abstract: Any, mesh: Mesh, rules: Rules, *, zero1: bool = False) -> Any:

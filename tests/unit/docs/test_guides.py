@@ -66,3 +66,7 @@ def test_the_guide_to_migration_names_where_the_train_state_is_imported():
     exec(line, names)
     assert issubclass(names["TrainStateNNX"], nnx.Module)
     assert callable(names["init_state_fn"])
+
+
+def test_the_guide_to_optimizers():
+    run("optimizers.md")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.optim.axes import is_matrix, sides
+from trainer.optim.axes import is_matrix, matrix_axes, sides
 
 
 @pytest.mark.parametrize(
@@ -33,3 +33,34 @@ def test_the_sides_of_a_parameter(names, expected):
     found = [None if name == "-" else name for name in names.split()]
     assert sides(found) == expected
     assert is_matrix(found) == (len(expected) == 2)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ("layers embed mlp", ((1,), (2,))),
+        ("layers mlp embed", ((1,), (2,))),
+        ("layers embed q_heads kv", ((1,), (2, 3))),
+        ("layers embed kv_heads kv_head_dim", ((1,), (2, 3))),
+        ("layers heads kv embed", ((1, 2), (3,))),
+        ("embed layers heads kv", ((0,), (2, 3))),
+        ("layers exp embed mlp", ((2,), (3,))),
+        ("exp layers mlp embed", ((2,), (3,))),
+        ("layers embed qkv heads kv", ((1,), (3, 4))),
+        ("layers embed num_activations mlp", ((1,), (3,))),
+        ("layers q_lora q_heads kv", ((1,), (2, 3))),
+        ("layers - -", ((1,), (2,))),
+        ("embed own own_too", ((0,), (1, 2))),  # names of a user's block, beside the residual stream
+        ("own own_too embed", ((0, 1), (2,))),
+        ("own own_too own_three", None),  # which of them are inputs?
+        ("vocab embed", None),
+        ("embed vocab", None),
+        ("layers embed exp", None),
+        ("layers norm", None),
+        ("layers exp mlp", None),
+        ("layers q_heads kv", None),
+        ("", None),
+    ],
+)
+def test_the_matrix_that_muon_orthogonalizes(names, expected):
+    assert matrix_axes([None if name == "-" else name for name in names.split()]) == expected

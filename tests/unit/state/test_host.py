@@ -14,7 +14,8 @@ MESH = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "per_device_batch_
 
 
 def trained(combination, **overrides):
-    """The run, and the train state after two steps of the kind that accumulates, with and without Zero-1."""
+    """The run, and the train state after two steps of the kind that accumulates, with and without Zero-1, by AdamW or
+    Muon."""
     config = load(arguments(combination, gradient_accumulation_steps=2, **MESH, **overrides)).config
     run = build(config, jax.devices()[:4])
     step = run.step.lower(*run.abstract_args()).compile()
@@ -28,13 +29,16 @@ def kinds(tree):
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.ndim}
 
 
-@pytest.mark.parametrize(("combination", "zero1"), [(ALL_COMBINATIONS[0], False), (ALL_COMBINATIONS[-1], True)])
-def test_the_same_bits_and_the_state_waits_on_the_host(combination, zero1):
-    run, state = trained(combination, shard_optimizer_over_data=zero1, **BOTH)
+@pytest.mark.parametrize(
+    ("combination", "zero1", "opt_type"), [(ALL_COMBINATIONS[0], False, "adamw"), (ALL_COMBINATIONS[-1], True, "muon")]
+)
+def test_the_same_bits_and_the_state_waits_on_the_host(combination, zero1, opt_type):
+    keys = {"shard_optimizer_over_data": zero1, "opt_type": opt_type}
+    run, state = trained(combination, **keys, **BOTH)
     tree = run.codec.unpack(state)
     assert kinds(tree.params) == kinds(tree.opt_state) == {"pinned_host"}
     assert tree.step.sharding.memory_kind == "device"
-    plain_run, plain = trained(combination, shard_optimizer_over_data=zero1)
+    plain_run, plain = trained(combination, **keys)
     assert kinds(plain_run.codec.unpack(plain).params) == {"device"}
     assert_equal_bits(copied(tree), copied(plain_run.codec.unpack(plain)))
 
@@ -43,8 +47,9 @@ def test_the_same_bits_and_the_state_waits_on_the_host(combination, zero1):
     assert_equal_bits(copied(again.params), copied(tree.params))
 
 
-def test_one_part_alone():
-    config = load(arguments("nnx", optimizer_memory_host_offload=True)).config
+@pytest.mark.parametrize("opt_type", ["adamw", "muon", "adafactor"])
+def test_one_part_alone(opt_type):
+    config = load(arguments("nnx", optimizer_memory_host_offload=True, opt_type=opt_type)).config
     run = build(config, jax.devices()[:1])
     state, _ = run.abstract_args()
     tree = run.codec.unpack(state)

@@ -104,18 +104,33 @@ def test_moments_lie_where_their_parameters_lie_and_scalars_everywhere(config, n
     assert bool(moments) == (name != "sgd")
 
 
-def test_factored_moments_have_no_names(config):
-    """Adafactor keeps row and column sums in the parameter's place; they have fewer axes than it."""
+def test_factored_moments_keep_the_axes_that_are_not_summed(config):
+    """Adafactor sums an array over each of its two longest axes; an array that it does not factor has a place of 1."""
+    codec, state, shardings = sharded(config, OPTIMIZERS["adafactor"])
+    kept = {path: tensor.axes for path, tensor in named(codec.unpack(tensors(codec.model, state)).opt_state).items()}
+    specs = {path: sharding.spec for path, sharding in named(codec.unpack(shardings).opt_state).items()}
+
+    def of(moment, parameter):
+        (path,) = [path for path in kept if f"/{moment}/" in f"/{path}" and path.endswith(parameter)]
+        return kept[path], specs[path]
+
+    assert of("v_row", "embedding") == (("embed",), P("fsdp"))
+    assert of("v_col", "embedding") == (("vocab",), P(WIDE))
+    assert of("v", "embedding") == ((None,), P(None))
+    # [layers, embed 16, q_heads 4, kv 8]
+    assert of("v_row", "query/kernel") == (("layers", "q_heads", "kv"), P(None, HEADS, "fsdp_transpose"))
+    assert of("v_col", "query/kernel") == (("layers", "embed", "q_heads"), P(None, "fsdp", HEADS))
+    assert of("v_row", "decoder_norm/scale") == ((None,), P(None))
+    assert of("v", "decoder_norm/scale") == (("norm",), P(None))
+
+
+def test_of_two_axes_of_one_length_rows_lack_the_last():
+    config = tiny_config(ALL_COMBINATIONS[0], devices=8, **AXES, **MODEL | {"base_mlp_dim": 16})
     codec, state, _ = sharded(config, OPTIMIZERS["adafactor"])
-    tree = codec.unpack(state)
-    axes = {path: tensor.axes for path, tensor in named(codec.unpack(tensors(codec.model, state)).opt_state).items()}
-    factored = [
-        path
-        for path, leaf in named(tree.opt_state).items()
-        if path.endswith("embedding") and "/v_" in f"/{path}" and leaf.ndim == 1
-    ]
-    assert len(factored) == 2
-    assert {axes[path] for path in factored} == {(None,)}
+    kept = {path: tensor.axes for path, tensor in named(codec.unpack(tensors(codec.model, state)).opt_state).items()}
+    found = {path.split("/")[1]: axes for path, axes in kept.items() if path.endswith("mlp/wo/kernel")}
+    assert found["v_row"] == ("layers", "mlp")
+    assert found["v_col"] == ("layers", "embed")
 
 
 # The first and the last, so one of each native state: initializing takes seconds to compile.

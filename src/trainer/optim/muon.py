@@ -1,0 +1,117 @@
+"""Muon for matrices, AdamW for all other parameters."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.tree_util import tree_leaves_with_path
+from optax.contrib import MuonDimensionNumbers
+
+from trainer.optim.adamw import nadamw
+from trainer.optim.axes import matrix_axes
+from trainer.optim.keys import Given, by_name, name_of
+
+NS_STEPS = 5  # iterations of Newton-Schulz
+
+Dimensions = Callable[[Any], Any]  # from a tree of params to a tree of MuonDimensionNumbers
+
+
+def muon(keys: Any, given: Given) -> optax.GradientTransformation:
+    """Momentum orthogonalized by Newton-Schulz iterations (Jordan 2024, https://kellerjordan.github.io/posts/muon), as
+    `optax.contrib.muon`, with decoupled weight decay.
+
+    Parameters that are no matrices inside the model (`optim.axes.matrix_axes`) get `nadamw`: optax, and MaxText with
+    it, takes Nesterov's momentum for both. Both have the same learning rate. In addition to optax's there are the dtype
+    of the iterations and weight decay masks for both.
+    """
+    found = {
+        name_of(path): dims
+        for path, dims in tree_leaves_with_path(dimension_numbers(given.param_axes), is_leaf=_is_dims)
+    }
+    dims = by_name(found.__getitem__)
+    matrices = optax.chain(
+        bias_corrected_nesterov(keys.muon_beta, jnp.dtype(keys.mu_dtype)),
+        orthogonalized(dims, jnp.dtype(keys.muon_newton_schulz_dtype), keys.adam_eps),
+        scaled_by_shape(dims, keys.muon_consistent_rms),
+        optax.add_decayed_weights(keys.muon_weight_decay, given.decayed),
+        optax.scale_by_learning_rate(given.schedule),
+    )
+    labels = by_name(lambda name: "nadamw" if found[name] is None else "muon")
+    return optax.partition({"muon": matrices, "nadamw": nadamw(keys, given)}, labels)
+
+
+def dimension_numbers(param_axes: Any) -> Any:
+    """The axes that make a matrix of each parameter, inputs and outputs, or None for a parameter that Muon leaves out.
+
+    They follow from logical axes alone (`optim.axes.matrix_axes`). The other axes stack matrices, which are
+    orthogonalized one by one.
+
+    Args:
+      param_axes: a tree with the logical axes of a parameter, `sharding.Axes`, at each leaf.
+    """
+
+    def one(names: Any) -> MuonDimensionNumbers | None:
+        found = matrix_axes(names)
+        return None if found is None else MuonDimensionNumbers(*found)
+
+    return jax.tree.map(one, param_axes)
+
+
+def bias_corrected_nesterov(beta: float, dtype: Any) -> optax.GradientTransformation:
+    """The average of the gradients, without bias, as it would be if the next gradient were equal to this one."""
+
+    def init(params: Any) -> optax.EmaState:
+        return optax.EmaState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params, dtype=dtype))
+
+    def update(grads: Any, state: optax.EmaState, params: Any = None) -> tuple[Any, optax.EmaState]:
+        del params
+        count = optax.safe_increment(state.count)
+        mu = optax.tree.update_moment(grads, state.ema, beta, 1)
+        ahead = jax.tree.map(
+            lambda m, g: beta * m + (1 - beta) * g,
+            optax.tree.bias_correction(mu, beta, optax.safe_increment(count)),
+            optax.tree.bias_correction(grads, beta, count),
+        )
+        return ahead, optax.EmaState(count, optax.tree.cast(mu, dtype))
+
+    return optax.GradientTransformation(init, update)
+
+
+def orthogonalized(dims: Dimensions, dtype: Any, eps: float) -> optax.GradientTransformation:
+    """Each matrix U S V^T of the updates as about U V^T, by five Newton-Schulz iterations in `dtype`.
+
+    The singular values of the result are about 0.7 to 1.2, except those that are almost 0 before. `eps` is added to the
+    Frobenius norm by which a matrix is first divided.
+    """
+    # optax has the iterations in its momentum, which with beta=0 is the gradient.
+    iterations = optax.contrib.scale_by_muon(
+        ns_steps=NS_STEPS, beta=0.0, eps=eps, nesterov=False, weight_dimension_numbers=dims
+    )
+
+    def update(updates: Any, params: Any = None) -> Any:
+        del params
+        matrices = optax.tree.cast(updates, dtype)
+        result, _ = iterations.update(matrices, iterations.init(matrices))
+        return optax.tree.cast_like(result, updates)
+
+    return optax.stateless(update)
+
+
+def scaled_by_shape(dims: Dimensions, consistent_rms: float | None) -> optax.GradientTransformation:
+    """Updates times `consistent_rms` sqrt(max(inputs, outputs)) (Liu et al. 2025, arXiv:2502.16982), which makes it the
+    root mean square of an orthogonal matrix's entries; with None, times sqrt(max(1, outputs / inputs))."""
+
+    def scaled(update: jax.Array, of: MuonDimensionNumbers) -> jax.Array:
+        inputs, outputs = (math.prod(update.shape[axis] for axis in axes) for axes in of)
+        if consistent_rms is None:
+            return update * math.sqrt(max(1, outputs / inputs))
+        return update * (consistent_rms * math.sqrt(max(inputs, outputs)))
+
+    return optax.stateless(lambda updates, _: jax.tree.map(scaled, updates, dims(updates)))
+
+
+def _is_dims(node: Any) -> bool:
+    return node is None or isinstance(node, MuonDimensionNumbers)

@@ -1,0 +1,88 @@
+"""Muon's dimension numbers for what users have: a configuration, or parameters of either module system."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import ml_collections
+from flax import nnx
+from flax.core import meta, unfreeze
+
+from trainer.backends import make_model
+from trainer.backends.nnx_model import axes_of_params
+from trainer.config import UserError, resolve
+from trainer.config.derived import DCN, ICI
+from trainer.layers.param import unnamed
+from trainer.optim.keys import name_of
+from trainer.optim.muon import dimension_numbers
+from trainer.sharding import Axes
+
+# Parameters and their axes do not depend on these; with these values any configuration fits one device.
+_ALONE = {
+    **dict.fromkeys((*ICI.values(), *DCN.values()), 1),
+    "hardware": "",
+    "per_device_batch_size": 1.0,
+    "eval_per_device_batch_size": 1.0,
+    "num_vocab_tiling": 1,
+    "attention": "dot_product",
+}
+
+
+def get_muon_weight_dimension_numbers(source: Any, config: Any = None) -> Any:
+    """The `MuonDimensionNumbers` of every matrix that Muon orthogonalizes, and None for all other parameters.
+
+    They follow from the parameters' logical axes, never from their names (`optim.axes`), so that a user's own block
+    needs no entry anywhere. Give them to `optax.contrib.muon` as the function
+    `muon_weight_dimension_numbers=lambda params: ...`; `opt_type=muon` needs no call.
+
+    Args:
+      source: a configuration, resolved or not; the canonical dict of the parameters or of their logical axes; an
+        `nnx.State` of a model, abstract or not; or Linen's params or variables, boxed or not.
+      config: the model's configuration. Only arrays without logical axes need it: a canonical dict, or unboxed params.
+
+    Returns:
+      a nested dict with the names of the parameters in `source`; of a configuration those of the canonical dict.
+
+    Raises:
+      UserError: the arrays do not say their axes and there is no `config`, or it is that of other parameters.
+    """
+    if isinstance(source, ml_collections.ConfigDict | ml_collections.FrozenConfigDict):
+        return dimension_numbers(_axes_of_model(source))
+    if isinstance(source, nnx.State):
+        return dimension_numbers(axes_of_params(nnx.filter_state(source, nnx.Param)))
+    params = unfreeze(source)
+    if set(params) >= {"params"}:
+        return {"params": dimension_numbers(_axes_of_dict(params["params"], config))}
+    return dimension_numbers(_axes_of_dict(params, config))
+
+
+def _axes_of_dict(params: Mapping[str, Any], config: Any) -> Any:
+    """The logical axes of parameters in a nested dict."""
+    leaves = jax.tree.leaves(params, is_leaf=_is_box)
+    known: dict[str, Axes] | None = None
+    if not any(isinstance(leaf, Axes | meta.Partitioned) for leaf in leaves):
+        if config is None:
+            raise UserError("arrays do not say their logical axes: give config=, the configuration of their model")
+        known = {name_of(path): axes for path, axes in jax.tree_util.tree_leaves_with_path(_axes_of_model(config))}
+
+    def one(path: Any, leaf: Any) -> Axes:
+        if isinstance(leaf, Axes):
+            return leaf
+        if isinstance(leaf, meta.Partitioned):
+            return Axes(leaf.names)
+        name = name_of(path)
+        if known is None:
+            return Axes(unnamed(leaf.ndim, name.startswith("decoder/")))
+        if name not in known:
+            raise UserError(f"the model of config has no parameter {name}")
+        return known[name]
+
+    return jax.tree_util.tree_map_with_path(one, params, is_leaf=_is_box)
+
+
+def _axes_of_model(config: Any) -> Any:
+    return make_model(resolve({**config, **_ALONE}, device_count=1, platform="cpu")).param_axes
+
+
+def _is_box(node: Any) -> bool:
+    return isinstance(node, meta.Partitioned)  # Linen's, with logical names or names of mesh axes

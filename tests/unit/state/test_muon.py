@@ -1,0 +1,96 @@
+"""Muon's dimension numbers of a model, from everything that a user has of it."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen, nnx
+from optax.contrib import MuonDimensionNumbers
+from support import ALL_COMBINATIONS, arguments, tiny_config
+
+from trainer.backends import make_model
+from trainer.config import UserError, load
+from trainer.ops.random import seed_key
+from trainer.state import get_muon_weight_dimension_numbers
+
+FLAT = MuonDimensionNumbers((1,), (2,))
+TO_HEADS, FROM_HEADS = MuonDimensionNumbers((1,), (2, 3)), MuonDimensionNumbers((1, 2), (3,))
+EXPECTED = {
+    "decoder": {
+        "decoder_norm": {"scale": None},
+        "layers": {
+            "mlp": {name: {"kernel": FLAT} for name in ("wi_0", "wi_1", "wo")},
+            "post_self_attention_layer_norm": {"scale": None},
+            "pre_self_attention_layer_norm": {"scale": None},
+            "self_attention": {
+                **{name: {"kernel": TO_HEADS} for name in ("key", "query", "value")},
+                "out": {"kernel": FROM_HEADS},
+            },
+        },
+        "logits_dense": {"kernel": None},
+    },
+    "token_embedder": {"embedding": None},
+}
+
+
+class OwnBlock(nnx.Module):
+    """A block whose parameters the trainer does not know: with names, and without."""
+
+    def __init__(self, config, rngs):
+        width = config.base_emb_dim
+        self.mix = nnx.Param(jnp.zeros((width, 3, 5)), out_sharding=("embed", None, None), eager_sharding=False)
+        self.plain = nnx.Linear(width, 7, rngs=rngs)
+
+    def __call__(self, x, cache, context):
+        return x, cache
+
+
+# One of each native state; that all combinations have the same axes is tested where models are made.
+@pytest.mark.parametrize("combination", sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]}))
+def test_every_source_says_the_same(combination):
+    config = tiny_config(combination, logits_via_embedding=False)
+    model = make_model(config)
+    params, _ = jax.eval_shape(model.init, seed_key(0))
+    native = model.abstract_train_state(optax.sgd(0.1))
+    sources = {
+        "resolved": (config,),
+        "not resolved, for many devices": (
+            load(arguments(combination, logits_via_embedding=False, ici_fsdp_parallelism=64)).config,
+        ),
+        "canonical": (params, config),
+        "axes": (model.param_axes,),
+        "native": (native.model,) if isinstance(native, nnx.State) else (native.params, config),
+    }
+    for name, source in sources.items():
+        assert get_muon_weight_dimension_numbers(*source) == EXPECTED, name
+
+
+def test_linen_params_in_boxes_say_their_axes():
+    def boxed(names, *shape):
+        return linen.LogicallyPartitioned(jax.ShapeDtypeStruct(shape, jnp.float32), names)
+
+    variables = {
+        "params": {
+            "kernel": boxed(("layers", "embed", "mlp"), 2, 4, 6),
+            "scale": boxed(("layers", "norm"), 2, 4),
+            "unnamed": jax.ShapeDtypeStruct((4, 6), jnp.float32),
+        }
+    }
+    expected = {"kernel": FLAT, "scale": None, "unnamed": MuonDimensionNumbers((0,), (1,))}
+    assert get_muon_weight_dimension_numbers(variables) == {"params": expected}
+    assert get_muon_weight_dimension_numbers(variables["params"]) == expected
+
+
+def test_a_block_of_a_users_own_needs_no_entry():
+    config = tiny_config(ALL_COMBINATIONS[0], decoder_block=f"{__name__}:OwnBlock")
+    found = get_muon_weight_dimension_numbers(config)["decoder"]["layers"]
+    assert found == {"mix": MuonDimensionNumbers((1,), (2, 3)), "plain": {"kernel": FLAT, "bias": None}}
+
+
+def test_arrays_alone_do_not_say_their_axes():
+    config = tiny_config(ALL_COMBINATIONS[0])
+    params, _ = jax.eval_shape(make_model(config).init, seed_key(0))
+    with pytest.raises(UserError, match="give config="):
+        get_muon_weight_dimension_numbers(params)
+    with pytest.raises(UserError, match="no parameter other/kernel"):
+        get_muon_weight_dimension_numbers({"other": {"kernel": jnp.zeros((2, 2))}}, config)
