@@ -68,5 +68,6 @@ def test_the_guide_to_migration_names_where_the_train_state_is_imported():
     assert callable(names["init_state_fn"])
 
 
+@pytest.mark.default_combination
 def test_the_guide_to_optimizers():
     run("optimizers.md")
