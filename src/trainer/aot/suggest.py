@@ -100,7 +100,8 @@ def _kept(config: Any) -> set[str]:
     if config.remat_policy == "none":
         return {*EVERYTHING, "everything"}
     if config.remat_policy == "custom":
-        return {tensor for tensor in EVERYTHING if config[tensor] == "device"} - {"mlpwo"}
+        own = set(config.custom_device_tensors)
+        return own | {tensor for tensor in EVERYTHING if config[tensor] == "device"} - {"mlpwo"}
     return set(KEPT.get(config.remat_policy, ())) - {"mlpwo"}
 
 

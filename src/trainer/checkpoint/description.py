@@ -104,14 +104,15 @@ def _text(value: Any) -> str:
 def model_config(keys: Mapping[str, Any], words: Sequence[str], where: str) -> Any:
     """The configuration, resolved for one device, of a checkpoint that says `keys`, with `words` of a command line.
 
-    Parameters are the same in every combination, so a checkpoint names none: `words` may, and else it is the first.
+    Parameters are the same in every combination, so a checkpoint names none: it is the first one, unless `words` sets
+    the flags.
 
     Raises:
       UserError: `keys` do not go together or name code that no word names; or a word, or the preset that it names, says
         another model than `keys`.
     """
     _resolved(as_words(keys), where)
-    # Beside the checkpoint's keys a word may only make sense with them, so they come first.
+    # The checkpoint's keys come first: some arguments are valid only together with them.
     flags = as_words(flags_of(next(iter(COMBINATIONS))))
     loaded = load(["base.yml", "dataset_type=synthetic", *flags, *as_words(keys), *words])
     given = [word.partition("=")[0] for word in words]

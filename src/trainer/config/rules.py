@@ -8,8 +8,8 @@ from trainer.config.errors import nearest, shortened
 
 Rule = list[Any]  # [name, mesh axis or list of mesh axes]
 
-# The families with exactly the tensors below. A family need not be among them: of any other only the tensors of
-# EVERY_MODEL are checked here, before JAX is loaded, and the rest once its model is made (`sharding.named_sharding`).
+# The families that have exactly the tensors below. Of other families only the tensors of EVERY_MODEL are checked here,
+# before JAX is loaded; the rest is checked when the model is made (`sharding.named_sharding`).
 DENSE = ("llama2", "mistral", "qwen3")
 EVERY_MODEL = ("token_embedder/embedding", "decoder/logits_dense/kernel", "activations between blocks", "logits")
 # The logical axes of tensors. A mesh axis may shard only one axis of a tensor.

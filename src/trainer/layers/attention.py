@@ -1,4 +1,4 @@
-"""Self-attention with grouped queries, rotary positions, packed segments and a key-value cache."""
+"""Self-attention with grouped queries, RoPE, packed segments and a key-value cache."""
 
 import functools
 from collections.abc import Callable

@@ -71,7 +71,7 @@ class Objective(Protocol):
         """The divisor of each sum by name, of the same shape, computed from the whole batch."""
 
     def tokens(self, batch: Batch) -> jax.Array:
-        """The number of loss-bearing tokens, int32 []. A batch with none makes no update, and a run needs some."""
+        """The number of loss-bearing tokens, int32 []: 0 exactly where the weights are 0, which makes no update."""
 
     def sums(
         self,

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from trainer import sharding
 from trainer.config import UserError
@@ -50,7 +51,7 @@ def in_tiles(fn: PerToken, tiling: Tiling, params: Any, rest: Any, hidden_bte: j
       UserError: the head's matrix is a pytree, as of a quantized product, and not an array.
     """
     path, matrix = tiling.matrix[:-1], tiling.matrix[-1]
-    if not hasattr(found := _at(params, path)[matrix], "dtype"):
+    if not isinstance(found := _at(params, path)[matrix], jax.Array | np.ndarray):
         raise UserError(
             f"num_vocab_tiling={tiling.tiles}: {'/'.join(tiling.matrix)} is stored as {type(found).__name__}; tiles of "
             "the loss need an array, so set num_vocab_tiling=1"

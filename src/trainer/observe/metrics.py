@@ -83,7 +83,7 @@ class TokensSeen:
     """Counts the tokens that bear loss in all steps of a run; those of skipped steps too."""
 
     def __init__(self, kept: Iterable[Mapping[str, Any]] = ()):
-        """Goes on behind the rows `kept`."""
+        """Continues the count of the rows `kept`."""
         self._count = sum(row.get("tokens", 0) for row in kept)
 
     def add(self, row: Mapping[str, Any]) -> dict[str, Any]:

@@ -70,11 +70,11 @@ def summarize(sums: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         )
     loss, nats, others = total["means"]
     metrics = {"eval_loss": _mean(loss)}
-    if nats is not None:
+    if nats is not None and nats.weight:
         metrics["eval_perplexity"] = perplexity(_mean(nats))
     metrics["eval_tokens"] = int(total["tokens"])
     metrics |= {f"eval_{name}": _mean(mean) for name, mean in others.items()}
-    if nats is not None and total["bytes"]:
+    if nats is not None and nats.weight and total["bytes"]:
         metrics["eval_bits_per_byte"] = nats.total / math.log(2) / total["bytes"]
     return metrics
 

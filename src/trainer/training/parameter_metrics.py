@@ -39,7 +39,7 @@ def parameter_metrics(
 
 def is_due(period: int, step: int, name: str) -> bool:
     """Whether the metric `name` has a meaning in `step`: one of a parameter only where `period` divides the step."""
-    return not name.startswith((GRAD_NORM, PARAM_NORM, UPDATE_RATIO)) or step % period == 0
+    return period == 0 or step % period == 0 or not name.startswith((GRAD_NORM, PARAM_NORM, UPDATE_RATIO))
 
 
 def _norm(x: jax.Array, names: Any) -> jax.Array:

@@ -23,7 +23,7 @@ Batch = dict[str, jax.Array]
 
 
 class Gradients(NamedTuple):
-    """Of one batch: means over its loss-bearing tokens, or whatever else a term's weight counts; NaN of none."""
+    """Of one batch: means over its loss-bearing tokens, or over what else a term's weight counts; NaN without any."""
 
     loss: jax.Array
     means: dict[str, jax.Array]  # what the loss is the sum of, and what is only measured
@@ -43,7 +43,7 @@ def make_gradients(
     training step.
 
     Gradients are summed in float32 and then held in `grad_dtype`. Parameters go from their storage sharding to their
-    compute sharding once, at entry; the gradients of each microbatch go back at once. `rules` say in which steps they
+    compute sharding once, at entry; the gradients of each microbatch go back immediately. `rules` say in which steps they
     need sown values (`Rule.due`).
     """
     is_trained = trainable(config)
@@ -214,7 +214,7 @@ def _named(tree: Any) -> dict[str, Any]:
 
 
 def _select(accept: jax.Array, new: Any, old: Any) -> Any:
-    """`new` where the step is accepted, else `old`: a step that is not leaves no trace but the count."""
+    """`new` if the step is accepted, else `old`: a skipped step changes nothing but the step count."""
     return jax.tree.map(lambda a, b: jnp.where(accept, a, b), new, old)
 
 

@@ -71,3 +71,10 @@ def test_the_guide_to_migration_names_where_the_train_state_is_imported():
 @pytest.mark.default_combination
 def test_the_guide_to_optimizers():
     run("optimizers.md")
+
+
+def test_every_page_that_base_yml_names_exists():
+    root = GUIDES.parents[1]
+    pages = re.findall(r"docs/[\w/.-]+\.md", (root / "base.yml").read_text(encoding="utf-8"))
+    assert pages
+    assert not [page for page in pages if not (root / page).is_file()]

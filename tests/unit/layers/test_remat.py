@@ -205,10 +205,11 @@ def test_a_policy_computes_again_what_it_does_not_keep(combination, policy, scan
     assert products(jax.grad(loss)) == 3 * forward + layers * RECOMPUTED[policy]
 
 
-def test_every_combination_makes_the_same_program():
+@pytest.mark.parametrize(("policy", "scan"), [("save_qkv_proj", True), ("minimal_offloaded", False)])
+def test_every_combination_makes_the_same_program(policy, scan):
     programs = set()
     for combination in ALL_COMBINATIONS:
-        loss, params = loss_and_arguments(combination, remat_policy="save_qkv_proj")
+        loss, params = loss_and_arguments(combination, remat_policy=policy, scan_layers=scan)
         programs.add(jax.jit(jax.grad(loss)).lower(params).as_text())
     assert len(programs) == 1
 
