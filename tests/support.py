@@ -29,8 +29,8 @@ TINY = {
 }
 
 
-# Options of `compile` where a tolerance is compared: XLA's older code generation takes half the time to compile, but does
-# not give programs of equal mathematics equal bits.
+# Options of `compile` where a tolerance is compared: XLA's older code generation takes half the time to compile, but
+# does not give programs of equal mathematics equal bits.
 QUICK = {"xla_cpu_use_fusion_emitters": False}
 
 

@@ -43,8 +43,8 @@ def make_gradients(
     training step.
 
     Gradients are summed in float32 and then held in `grad_dtype`. Parameters go from their storage sharding to their
-    compute sharding once, at entry; the gradients of each microbatch go back immediately. `rules` say in which steps they
-    need sown values (`Rule.due`).
+    compute sharding once, at entry; the gradients of each microbatch go back immediately. `rules` say in which steps
+    they need sown values (`Rule.due`).
     """
     is_trained = trainable(config)
     check_combine(capture)
