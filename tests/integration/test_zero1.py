@@ -50,12 +50,12 @@ def batch_bytes(run):
 
 
 def collectives(program, kind):
-    """(shape, name of the computation it stands in) of every collective of a kind in the compiled program."""
+    """(shape, or shapes where several are combined, and the computation) of every collective of a kind."""
     found, computation = [], ""
     for line in program.as_text().splitlines():
         if line.startswith(("%", "ENTRY")):
             computation = line.split()[0]
-        if match := re.search(rf"= (\S+?)(?:{{\S+)? {kind}(?:-start)?\(", line):
+        if match := re.search(rf"= (\(.*?\)|\S+?)(?:{{\S+)? {kind}(?:-start)?\(", line):
             found.append((match[1], computation))
     return found
 
