@@ -18,6 +18,10 @@ class Field(NamedTuple):
     dtype: str = "int32"
 
 
+# A field of every batch: the index of each row in the global batch. Dropout is drawn by it.
+ROW = {"row": Field(("rows",))}
+
+
 class Mean(NamedTuple):
     """A mean over a batch, as two scalars that add up over batches: 0 where `weight` is 0."""
 
@@ -37,7 +41,7 @@ class Evaluation(NamedTuple):
 
     loss: Mean
     cross_entropy: Mean | None = None
-    others: Mapping[str, Mean] = {}
+    others: Mapping[str, Mean] | None = None
 
 
 class Sums(NamedTuple):
@@ -61,7 +65,8 @@ class Objective(Protocol):
 
     @property
     def fields(self) -> Mapping[str, Field]:
-        """The arrays of a batch that it reads, by name. The first size of each is "rows"."""
+        """The arrays of a batch that it reads, by name. The first size of each is "rows". Every batch also has `ROW`,
+        which need not be declared."""
 
     @property
     def captures(self) -> tuple[type[nnx.Variable], ...]:
@@ -87,3 +92,8 @@ class Objective(Protocol):
 
     def evaluation(self, params: Any, rest: Any, batch: Batch) -> Evaluation:
         """What evaluation reports of `batch`, without dropout."""
+
+
+def batch_fields(objective: Objective) -> dict[str, Field]:
+    """All arrays of a batch of `objective`, by name."""
+    return {**objective.fields, **ROW}

@@ -35,7 +35,6 @@ class NextToken:
         "inputs_segmentation": Field(),
         "targets": Field(),
         "targets_segmentation": Field(),
-        "row": Field(("rows",)),
     }
 
     def weights(self, batch: Batch) -> dict[str, jax.Array]:

@@ -12,7 +12,8 @@ from trainer.backends import Model, StateCodec, make_model
 from trainer.config import eval_batch_rows, global_batch_rows, resolve
 from trainer.models.families import axis_rules, forward_flops_per_token
 from trainer.models.remat import check_offload
-from trainer.objectives import Objective, make_objective
+from trainer.objectives import Objective, batch_fields
+from trainer.objectives import make_objective as objective_of
 from trainer.optim import Rule, make_optimizer, trainable, with_rules
 from trainer.sharding import Rules, make_mesh, on_mesh, slice_count, spec
 from trainer.state import (
@@ -78,7 +79,7 @@ class Run(NamedTuple):
             name: jax.ShapeDtypeStruct(
                 [sizes.get(size, size) for size in field.shape], field.dtype, sharding=self.batch_shardings[name]
             )
-            for name, field in self.objective.fields.items()
+            for name, field in batch_fields(self.objective).items()
         }
 
     @property
@@ -153,7 +154,7 @@ def build(
     config,
     devices: Sequence[jax.Device],
     update_rules: Sequence[Rule] = (),
-    make_objective: Callable[[Any, Model], Objective] = make_objective,
+    make_objective: Callable[[Any, Model], Objective] = objective_of,
 ) -> Run:
     """Resolve `config` for `devices`, and make mesh, model, codec, shardings and steps.
 
@@ -225,7 +226,7 @@ def _resolved(config: Any, devices: Sequence[jax.Device]) -> Any:
 def _batch_shardings(objective: Objective, mesh: Mesh, rules: Rules) -> dict[str, NamedSharding]:
     return {
         name: NamedSharding(mesh, spec([_AXES.get(size) for size in field.shape], rules))
-        for name, field in objective.fields.items()
+        for name, field in batch_fields(objective).items()
     }
 
 

@@ -73,7 +73,7 @@ def summarize(sums: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     if nats is not None and nats.weight:
         metrics["eval_perplexity"] = perplexity(_mean(nats))
     metrics["eval_tokens"] = int(total["tokens"])
-    metrics |= {f"eval_{name}": _mean(mean) for name, mean in others.items()}
+    metrics |= {f"eval_{name}": _mean(mean) for name, mean in (others or {}).items()}
     if nats is not None and nats.weight and total["bytes"]:
         metrics["eval_bits_per_byte"] = nats.total / math.log(2) / total["bytes"]
     return metrics

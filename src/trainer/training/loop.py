@@ -4,21 +4,25 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 
 from trainer.checkpoint import CheckpointManager, Sidecar, maybe_save_checkpoint
 from trainer.config import RunStopped, to_yaml
-from trainer.data import Batch, Dataset, Loader, Position, eval_batches
-from trainer.runtime.place import place, replicate, share_of_rows
+from trainer.data import Batch, Dataset, Position
+from trainer.runtime.place import place, replicate
 from trainer.runtime.preemption import Preemption
+from trainer.training.batches import BatchSource, LoadedAhead, check_batch
 from trainer.training.build import Run
 from trainer.training.evaluate import summarize
 from trainer.training.finite import check_finite, names_not_finite
 from trainer.training.parameter_metrics import is_due
 from trainer.training.start import Start
+
+if TYPE_CHECKING:
+    from trainer.data.tokenizer import Tokenizer
 
 Row = dict[str, Any]
 
@@ -37,16 +41,6 @@ class Reports(NamedTuple):
     evaluation: Callable[[Row], None]
     sync: Callable[[], None]  # returns when all rows so far are on the disk
     evaluated: frozenset[int] = frozenset()  # steps whose evaluation an earlier process reported
-
-
-class BatchSource(Protocol):
-    """The batches of a run, one for each update."""
-
-    waited: float  # seconds that all `take` so far had to wait
-
-    def take(self, state: Callable[[], Any]) -> tuple[Batch, Position]:
-        """The next batch, this process's part, and the position behind it. `state()` is the native train state that the
-        batch is for: a source may make its batches with it."""
 
 
 class End(NamedTuple):
@@ -71,18 +65,20 @@ def fit(
       run: from `build`.
       compiled_step: `run.compile_on_leaves()`; None will do where `start` holds all updates.
       start: where to begin; the buffers of its state are donated.
-      dataset: rows to train and to evaluate on.
+      dataset: rows to train and to evaluate on, and the tokenizer that checkpoints store.
       reports: called once for each row, in order.
       manager: takes the checkpoints.
-      source: opens what gives the batches; by default they are loaded ahead from `dataset`.
+      source: opens what gives the batches, of training and of evaluation; by default those of `dataset`, which has the
+        fields of next-token prediction.
 
     Raises:
+      UserError: the first batch, of training or of evaluation, does not have the fields of the objective.
       RunStopped: a loss or gradient is not finite, and the configuration says to stop then; an update is not finite; or
         no batch of a new run, or of an evaluation, has a token that bears loss.
     """
     steps = run.config.steps
-    with Preemption() as preemption, (source or _LoadedAhead)(run, dataset, start) as batches:
-        loop = _Loop(run, start, dataset, reports, manager, preemption)
+    with Preemption() as preemption, (source or LoadedAhead)(run, dataset, start) as batches:
+        loop = _Loop(run, start, dataset, batches, reports, manager, preemption)
         if start.resumed:
             loop.evaluate_if_due()  # the process before may have been ended within this evaluation
         else:
@@ -105,20 +101,6 @@ def fit(
     return End(loop.state, preempted=preemption.requested and (loop.done < steps or not loop.evaluated))
 
 
-class _LoadedAhead(Loader[tuple[Batch, Position]]):
-    """Batches of the dataset, whatever the state."""
-
-    def __init__(self, run: Run, dataset: Dataset, start: Start):
-        share = share_of_rows(run.batch_shardings["row"], run.rows)
-        stream = dataset.train_stream(start.position, rows=run.rows, **share)
-        super().__init__(stream, max(0, run.config.steps - start.updates))
-
-    def take(self, state: Callable[[], Any]) -> tuple[Batch, Position]:
-        """See `BatchSource.take`."""
-        del state
-        return next(self)
-
-
 class _Loop:
     """The native train state after `done` updates, and what is done with it between two of them."""
 
@@ -127,6 +109,7 @@ class _Loop:
         run: Run,
         start: Start,
         dataset: Dataset,
+        batches: BatchSource,
         reports: Reports,
         manager: CheckpointManager | None,
         preemption: Preemption,
@@ -138,7 +121,7 @@ class _Loop:
         self.evaluated = True  # no evaluation was due and could not be brought to its end
         self.reader = _Reader(reports.step, self._check_finite, run.config.parameter_metrics_period)
         self._run, self._dataset, self._reports, self._manager = run, dataset, reports, manager
-        self._preemption = preemption
+        self._batches, self._preemption = batches, preemption
         self._last_evaluation: Row = {}
 
     @property
@@ -149,6 +132,8 @@ class _Loop:
     def update(self, compiled_step: Callable[..., Any] | None, batch: Batch, position: Position, waited: float) -> None:
         """Dispatches a step on `batch`, behind which the data stand at `position`, and reports the step before."""
         assert compiled_step is not None
+        if self.done == self._start.updates:
+            check_batch(self._run, batch, self._run.rows)
         self._leaves, metrics = compiled_step(self._leaves, place(batch, self._run.batch_shardings, self._run.rows))
         self._position = position
         self.reader.push(self.done, metrics, waited)
@@ -165,7 +150,8 @@ class _Loop:
         if not due or step in self._reports.evaluated:
             return
         self.reader.flush()
-        row = evaluate(self._run, self.state, self._dataset, step, self._preemption)
+        batches, tokenizer = self._batches.held_out(), self._dataset.tokenizer
+        row = evaluate(self._run, self.state, batches, tokenizer, step, self._preemption)
         self.evaluated = row is not None
         if row is not None:
             self._last_evaluation = row
@@ -208,22 +194,29 @@ class _Loop:
         return {"eval_loss": row["eval_loss"]} if comparable else {}
 
 
-def evaluate(run: Run, state: Any, dataset: Dataset, step: int, preemption: Preemption | None = None) -> Row | None:
-    """A row of metrics over the held-out rows, or over the first `eval_steps` batches of them; None if preempted."""
+def evaluate(
+    run: Run,
+    state: Any,
+    batches: Iterable[Batch],
+    tokenizer: "Tokenizer | None",
+    step: int,
+    preemption: Preemption | None = None,
+) -> Row | None:
+    """A row of metrics over `batches`, this process's part of each; None if preempted. `tokenizer` gives the bytes that
+    each token stands for."""
     started = time.perf_counter()
-    held_out = dataset.evaluation
-    assert held_out is not None, "eval_interval is above 0"
     lengths = np.zeros(run.config.vocab_size, np.int32)  # of no text: there are no bytes to count
-    if dataset.tokenizer is not None and dataset.tokenizer.bytes_per_token is not None:
-        lengths[: dataset.tokenizer.vocab_size] = dataset.tokenizer.bytes_per_token
+    if tokenizer is not None and tokenizer.bytes_per_token is not None:
+        lengths[: tokenizer.vocab_size] = tokenizer.bytes_per_token
     table = replicate(lengths, run.replicated)
 
     def sums() -> Iterable[dict[str, Any]]:
         waiting = None
-        share = share_of_rows(run.batch_shardings["row"], run.eval_rows)
-        for batch in eval_batches(held_out, run.eval_rows, run.config.eval_steps, **share):
+        for count, batch in enumerate(batches):
             if preemption is not None and preemption.requested:
                 return
+            if not count:
+                check_batch(run, batch, run.eval_rows)
             current = run.eval_step(state, place(batch, run.batch_shardings, run.eval_rows), table)
             if waiting is not None:
                 yield jax.device_get(waiting)

@@ -1,5 +1,6 @@
 """An objective of somebody's own, with fields, weights and a measure, through the whole of a run."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,17 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from support import arguments, compiled, packed_batch, tiny_config
+from support import QUICK, arguments, compiled, copied, packed_batch, state_from, tiny_config
 
 from trainer.backends import make_model
-from trainer.config import load
+from trainer.config import UserError, load
+from trainer.data import open_dataset
 from trainer.objectives import Evaluation, Field, Mean, NextToken, Sums, hidden_states, target_log_probs
 from trainer.observe import maxtext_row
 from trainer.observe.lines import Work, evaluation_line, step_line
 from trainer.ops.ahead import shift_left
 from trainer.runtime.place import place
-from trainer.training import build
-from trainer.training.evaluate import summarize
+from trainer.training import Reports, Start, build, fit
+from trainer.training.batches import held_out
+from trainer.training.loop import evaluate
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ class Preference:
 
     apply: object
     captures: ClassVar = ()
-    fields: ClassVar = {"chosen": Field(), "rejected": Field(), "row": Field(("rows",))}
+    fields: ClassVar = {"chosen": Field(), "rejected": Field()}
 
     def weights(self, batch):
         return dict.fromkeys(("preference_loss", "accuracy"), jnp.sum(batch["chosen"].any(axis=1), dtype=jnp.int32))
@@ -129,51 +132,83 @@ class Preference:
         )
 
 
+class Pairs:
+    """A source of one batch of pairs, again and again; see `training.BatchSource`."""
+
+    waited = 0.0
+
+    def __init__(self, pairs):
+        self.pairs = pairs
+
+    def take(self, state):
+        return self.pairs, None
+
+    def held_out(self):
+        return [self.pairs] * 2
+
+
+def preference_run(parts, **keys):
+    keys |= {"gradient_accumulation_steps": parts, "per_device_batch_size": 4 // parts, "steps": 3}
+    config = load(arguments("nnx", **keys, opt_type="sgd", learning_rate=0.1, warmup_steps_fraction=0)).config
+    run = build(config, jax.devices()[:1], make_objective=lambda config, model: Preference(model.apply))
+    return run, open_dataset(run.config, print)
+
+
 def test_an_objective_without_a_cross_entropy_trains_and_evaluates():
     rng = np.random.default_rng(0)
     pairs = {name: rng.integers(1, 64, (4, 16)).astype(np.int32) for name in ("chosen", "rejected")}
     pairs["rejected"][:, 9:] = pairs["chosen"][3] = pairs["rejected"][3] = 0  # the last row is no pair
     pairs["row"] = np.arange(4, dtype=np.int32)
-    rows, found = {}, {}
+    rows, evaluations, initial = {}, [], None
     for parts in (1, 2):
-        keys = {
-            "gradient_accumulation_steps": parts,
-            "per_device_batch_size": 4 // parts,
-            "eval_per_device_batch_size": 4,
-        }
-        config = load(arguments("nnx", **keys, opt_type="sgd", learning_rate=0.1, warmup_steps_fraction=0)).config
-        run = build(config, jax.devices()[:1], make_objective=lambda config, model: Preference(model.apply))
-        step, batch = run.compile(), place(pairs, run.batch_shardings)
-        state = run.init()
-        if parts == 1:
-            lengths = jnp.ones(run.config.vocab_size, jnp.int32)
-            (params, rest), evaluate = (
-                run.codec.unpack(state)[1::2],
-                run.eval_step.lower(state, batch, lengths).compile(),
-            )
-            expected = preference(run.model, jax.device_get(params), rest, pairs)
-            found = summarize([jax.device_get(evaluate(state, batch, lengths))] * 2)
+        evaluated = {"eval_interval": 3, "eval_per_device_batch_size": 4} if parts == 1 else {}
+        run, dataset = preference_run(parts, learning_rate_schedule_steps=20, **evaluated)
         rows[parts] = []
-        for _ in range(3):
-            state, metrics = step(state, batch)
-            rows[parts].append({name: value.item() for name, value in jax.device_get(metrics).items()})
+        reports = Reports(rows[parts].append, evaluations.append, lambda: None)
+        initial = initial or copied(run.codec.unpack(run.init()))
+        state, batch = run.abstract_args()
+        step = run.step_on_leaves.lower(jax.tree.leaves(state), batch).compile(QUICK)
+        start = Start(state_from(run, initial))
+        end = fit(run, step, start, dataset, reports, source=lambda *_: nullcontext(Pairs(pairs)))
+        if parts == 1:
+            _, params, _, rest = run.codec.unpack(end.state)
+            expected = preference(run.model, jax.device_get(params), rest, pairs)
+    (found,) = evaluations
     assert found == {
+        "step": 2,
         "eval_loss": pytest.approx(np.logaddexp(0, -expected).mean(), rel=1e-5),  # rounding of float32
         "eval_accuracy": pytest.approx((expected > 0).mean()),
         "eval_tokens": 2 * 3 * (15 + 8),
+        "eval_time": found["eval_time"],
     }
-    first = rows[1][0]
-    assert first["loss"] == first["preference_loss"] == pytest.approx(found["eval_loss"], rel=1e-6)
+    first, *_, last = rows[1]
+    assert first["loss"] == first["preference_loss"]
     assert first["tokens"] == 3 * (15 + 8)
-    assert rows[1][2]["loss"] < 0.9 * first["loss"]
+    assert found["eval_loss"] < last["loss"] < 0.9 * first["loss"]
+    measured = {"step_time", "tokens_per_second", "data_wait"}
     for one, other in zip(rows[1], rows[2], strict=True):
+        one, other = ({name: row[name] for name in row.keys() - measured} for row in (one, other))
         assert other == {name: pytest.approx(value, rel=1e-4) for name, value in one.items()}  # sums in another order
-    row = first | {"step": 0, "step_time": 1.0, "tokens_per_second": 1.0}
     work = Work(devices=1, tokens=1, flops_per_token=1.0)
-    assert "lm_loss" not in step_line(row, work, "?")
-    assert "perplexity" not in evaluation_line(found | {"step": 0, "eval_time": 1.0})
-    for written in (maxtext_row(row, work, 1.0, "run"), maxtext_row(found | {"step": 0}, work, 1.0, "run")):
+    assert "lm_loss" not in step_line(first, work, "?")
+    assert "perplexity" not in evaluation_line(found)
+    for written in (maxtext_row(first, work, 1.0, "run"), maxtext_row(found, work, 1.0, "run")):
         assert not any("perplexity" in name or "lm_loss" in name for name in written)
+
+
+def test_batches_without_the_fields_of_the_objective_are_refused_before_a_step():
+    run, dataset = preference_run(1, eval_interval=1)
+    reports = Reports(print, print, lambda: None)
+    ends = r"the objective does not read inputs, targets, .*targets_segmentation$"
+    missing = r"objective Preference: no chosen \(int32\[4, 16\]\); no rejected \(int32\[4, 16\]\); " + ends
+    with pytest.raises(UserError, match=missing):
+        fit(run, print, Start([]), dataset, reports)
+    with pytest.raises(UserError, match=missing):
+        evaluate(run, [], held_out(run, dataset), None, 0)
+    wrong = {"chosen": np.zeros((4, 8), np.int32), "rejected": np.zeros((4, 16)), "row": np.zeros(4, np.int32)}
+    is_wrong = r"chosen is int32\[4, 8\] in place of int32\[4, 16\]; rejected is float64\[4, 16\] in place of int32"
+    with pytest.raises(UserError, match=is_wrong):
+        fit(run, print, Start([]), dataset, reports, source=lambda *_: nullcontext(Pairs(wrong)))
 
 
 def preference(model, params, rest, pairs):
