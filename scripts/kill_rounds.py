@@ -87,7 +87,7 @@ def arrays_of(checkpoint: Path) -> dict[str, Any]:
     import numpy as np
     from orbax.checkpoint import v1 as ocp
 
-    from trainer.backends.permutation import path_of
+    from trainer.ops.paths import by_name
 
     path, one = checkpoint.absolute(), jax.sharding.SingleDeviceSharding(jax.devices()[0])
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax says that it cannot describe what lies beside the arrays
@@ -96,7 +96,7 @@ def arrays_of(checkpoint: Path) -> dict[str, Any]:
         ocp.checkpointables_metadata(path).metadata["state"],
     )
     state = ocp.load_checkpointables(path, {"state": wanted})["state"]
-    return {"/".join(path_of(p)): np.asarray(leaf) for p, leaf in jax.tree_util.tree_leaves_with_path(state)}
+    return {name: np.asarray(leaf) for name, leaf in by_name(state).items()}
 
 
 def differences(left: tuple[list[dict], dict[str, bytes]], right: tuple[list[dict], dict[str, bytes]]) -> list[str]:

@@ -17,7 +17,7 @@ from support import ALL_COMBINATIONS, TINY, arguments, pinned, xla_flags
 from trainer.config import load, schema
 from trainer.config.dump import PROCESSES
 from trainer.config.optimizers import KEYS as OF_OPTIMIZERS
-from trainer.config.optimizers import READS
+from trainer.config.optimizers import TRAITS
 from trainer.data import open_dataset
 from trainer.train import main
 
@@ -196,7 +196,7 @@ READ_BY_LOADING = {
     "compile_topology": "read by trainer.train_compile and trainer.shardings",
     "compile_topology_num_slices": "read by trainer.train_compile and trainer.shardings",
     "compile_report_file": "read by trainer.train_compile",
-    **dict.fromkeys(set(OF_OPTIMIZERS) - set(READS["adamw"]), "read by another optimizer"),
+    **dict.fromkeys(set(OF_OPTIMIZERS) - set(TRAITS["adamw"].reads), "read by another optimizer"),
     **dict.fromkeys(PROCESSES, "read where processes find each other, before there is a run"),
 }
 

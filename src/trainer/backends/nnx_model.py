@@ -7,13 +7,14 @@ import optax
 from flax import nnx
 
 from trainer.backends.base import tree_mode
-from trainer.backends.permutation import Path, Permutation, path_of
+from trainer.backends.permutation import Permutation
 from trainer.backends.train_state import TrainStateNNX, make_train_state
 from trainer.layers import sown
-from trainer.layers.param import unnamed
+from trainer.layers.param import in_stack, unnamed
 from trainer.models.families import check_state
 from trainer.models.init import init_variables
 from trainer.models.transformer import Decoder, Transformer
+from trainer.ops.paths import Path, path_of
 from trainer.ops.random import seed_key
 from trainer.sharding import Axes
 
@@ -82,12 +83,11 @@ def canonical(path: Path, param_paths: set[Path]) -> Path:
 
 
 def axes_of_params(params: nnx.State) -> dict:
-    """The logical axis names of each Param, in the tree of params."""
+    """The logical axis names of each Param of a model, in the tree of params."""
 
     def names(path: tuple[Any, ...], variable: nnx.Variable) -> Axes:
-        stacked = path_of(path)[0] == "decoder"  # the parameters outside of the stacks that lie there have names
         given = variable.get_metadata().get("out_sharding")
-        return Axes(given or unnamed(variable.get_value().ndim, stacked))
+        return Axes(given or unnamed(variable.get_value().ndim, in_stack(path_of(path))))
 
     return jax.tree_util.tree_map_with_path(
         names,

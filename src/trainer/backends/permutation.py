@@ -5,12 +5,7 @@ from typing import Any
 
 import jax
 
-Path = tuple[str, ...]
-
-
-def path_of(keypath: tuple[Any, ...]) -> Path:
-    """The names along a JAX key path, for any kind of container."""
-    return tuple(jax.tree_util.keystr((entry,), simple=True) for entry in keypath)
+from trainer.ops.paths import Path, path_of
 
 
 class Permutation:

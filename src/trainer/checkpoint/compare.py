@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from trainer.backends.permutation import path_of
 from trainer.config import UserError
+from trainer.ops.paths import by_name
 
 
 def check_structure(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
@@ -33,9 +33,9 @@ def check_structure(path: Path, found: Mapping[str, Any], wanted: Mapping[str, A
 
 def _leaves(parts: Mapping[str, Any]) -> dict[str, str]:
     return {
-        "/".join((name, *path_of(path))): _described(leaf)
-        for name, part in parts.items()  # in the order in which a person would look at them
-        for path, leaf in jax.tree_util.tree_leaves_with_path(part)
+        f"{part}/{name}".rstrip("/"): _described(leaf)
+        for part, tree in parts.items()  # in the order in which a person would look at them
+        for name, leaf in by_name(tree).items()
         if hasattr(leaf, "shape")
     }
 

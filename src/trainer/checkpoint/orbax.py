@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from trainer.backends.permutation import path_of
 from trainer.checkpoint.source import names_of, nested
 from trainer.config import UserError
 from trainer.config.json_files import read_object
+from trainer.ops.paths import name_of
 from trainer.runtime.storage import absolute, entries
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ def readers(path: Path) -> dict[str, Callable[[], np.ndarray]]:
 
 def _flattened(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    return [("/".join(path_of(path)), leaf) for path, leaf in leaves], structure
+    return [(name_of(path), leaf) for path, leaf in leaves], structure
 
 
 def read(path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -16,7 +16,6 @@ from flax import nnx
 
 from trainer.aot.cost import analyze
 from trainer.backends import TrainTree
-from trainer.backends.permutation import path_of
 from trainer.checkpoint import names_of, nested
 from trainer.config import UserError
 from trainer.data import Batch
@@ -26,6 +25,7 @@ from trainer.models.mtp import MTP, depths
 from trainer.models.names import Names
 from trainer.objectives import hidden_states
 from trainer.ops.ahead import still_inside
+from trainer.ops.paths import by_name
 from trainer.runtime.place import place
 from trainer.training import Run, Start
 from trainer.training.step import dropout_key, make_gradients
@@ -87,12 +87,7 @@ def take(program: Program, begin: Start) -> Snapshot:
     tree = program.run.codec.unpack(begin.state)
     params = {program.names.common(name): np.array(leaf) for name, leaf in names_of(tree.params).items()}
     later = tree._replace(params=None)
-    return Snapshot(params, {k: np.array(v) for k, v in paths_of(later).items()} if begin.updates else None)
-
-
-def paths_of(tree: Any) -> Arrays:
-    """The leaves of any pytree by path."""
-    return {"/".join(path_of(path)): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return Snapshot(params, {k: np.array(v) for k, v in by_name(later).items()} if begin.updates else None)
 
 
 def state(program: Program, snapshot: Snapshot) -> Any:
@@ -117,9 +112,8 @@ def state(program: Program, snapshot: Snapshot) -> Any:
 
 def _with_later(program: Program, native: Any, later: Mapping[str, np.ndarray]) -> Any:
     tree = program.run.codec.unpack(native)
-    structure: Any  # a PyTreeDef; its stubs lack unflatten
-    rest, structure = jax.tree_util.tree_flatten_with_path(tree._replace(params=None))
-    renamed = {program.names.common("/".join(path_of(path))): leaf for path, leaf in rest}
+    rest = tree._replace(params=None)
+    renamed = {program.names.common(name): leaf for name, leaf in by_name(rest).items()}
     if renamed.keys() != later.keys() or any(leaf.size != later[name].size for name, leaf in renamed.items()):
         odd = sorted(renamed.keys() ^ later.keys()) or sorted(
             name for name, leaf in renamed.items() if leaf.size != later[name].size
@@ -132,7 +126,7 @@ def _with_later(program: Program, native: Any, later: Mapping[str, np.ndarray]) 
         jax.device_put(later[name].reshape(leaf.shape).astype(leaf.dtype), leaf.sharding)
         for name, leaf in renamed.items()
     ]
-    return program.run.codec.pack(structure.unflatten(leaves)._replace(params=tree.params))
+    return program.run.codec.pack(jax.tree.unflatten(jax.tree.structure(rest), leaves)._replace(params=tree.params))
 
 
 def _compiled(known: Executables, fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
@@ -188,8 +182,7 @@ def gradients(program: Program, snapshot: Snapshot, batch: Batch, known: Executa
     fn = make_gradients(run.config, run.objective, run.param_shardings)
     on_devices = place(batch, run.batch_shardings)
     found = _compiled(known, run.sharded(fn), tree, on_devices)(tree, on_devices)
-    grads = {"/".join(path_of(path)): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(found.grads)}
-    return Measured({"loss": {"loss": found.loss, **found.means}, "gradients": program.names.of(grads)})
+    return Measured({"loss": {"loss": found.loss, **found.means}, "gradients": program.names.of(by_name(found.grads))})
 
 
 def update(program: Program, snapshot: Snapshot, batch: Batch, known: Executables) -> Measured:
@@ -203,7 +196,7 @@ def update(program: Program, snapshot: Snapshot, batch: Batch, known: Executable
     tree = run.codec.unpack(native)
     after = {
         "updated parameters": program.names.of(names_of(tree.params)),
-        "optimizer state": program.names.of(paths_of(tree._replace(params=None))),
+        "optimizer state": program.names.of(by_name(tree._replace(params=None))),
     }
     return Measured(after, facts)
 

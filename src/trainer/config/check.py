@@ -55,6 +55,15 @@ def _consistent_rms(config: Any) -> str | None:
     return None if number is None or 0 < number <= FLOAT32_MAX else f"must be a number in (0, {FLOAT32_MAX:g}], or none"
 
 
+def _muon_epsilon(config: Any) -> str | None:
+    if config.opt_type != "muon" or config.adam_eps:
+        return None
+    return (
+        "muon divides each matrix by its norm plus adam_eps before Newton-Schulz, and the norm may be 0; adam_eps must "
+        "be above 0, such as 1e-8"
+    )
+
+
 def _best(config: Any) -> str | None:
     if (
         not config.keep_best_checkpoints
@@ -275,6 +284,7 @@ CHECKS = (
     Check(flags.FLAGS, flags.unsupported),
     Check(("max_num_checkpoints_to_keep",), _checkpoints_to_keep),
     Check(("muon_consistent_rms",), _consistent_rms),
+    Check(("opt_type", "adam_eps"), _muon_epsilon),
     Check(("keep_best_checkpoints", "checkpoint_period", "eval_interval"), _best),
     Check(("load_parameters_path", "load_full_state_path"), _sources),
     Check(("run_name",), _run_name),

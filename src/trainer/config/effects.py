@@ -9,7 +9,7 @@ from trainer.config.derived import FOLLOWS
 from trainer.config.dump import to_flow
 from trainer.config.files import COMMAND_LINE
 from trainer.config.optimizers import KEYS as OF_OPTIMIZERS
-from trainer.config.optimizers import MOMENTUM, READS, has_first_moment
+from trainer.config.optimizers import TRAITS, has_first_moment
 from trainer.config.schema import schema
 from trainer.config.tiles import KEYS, OF_DQ
 
@@ -24,9 +24,8 @@ class Inert:
 
 
 def _of_optimizer(name: str) -> list[Inert]:
-    keys = READS[name]
+    keys, momentum = TRAITS[name].reads, TRAITS[name].momentum
     decays = [key for key in keys if key.endswith("_weight_decay")]
-    momentum = MOMENTUM.get(name)
     return [
         Inert(
             [key for key in OF_OPTIMIZERS if key not in keys],
@@ -109,7 +108,7 @@ INERT = (
         lambda c: c.lr_schedule_type == "constant",
         "lr_schedule_type=constant stays at the peak",
     ),
-    *(inert for name in READS for inert in _of_optimizer(name)),
+    *(inert for name in TRAITS for inert in _of_optimizer(name)),
     Inert(
         ("grad_dtype",),
         lambda c: c.weight_dtype == "bfloat16" and c.gradient_accumulation_steps == 1,

@@ -1,59 +1,70 @@
-"""Which keys each optimizer reads, and what its state takes at least. `optim/registry.py` has the optimizers."""
+"""Which keys each optimizer reads, and what it keeps. `optim/registry.py` has the optimizers."""
 
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 _ADAM = ("adam_b1", "adam_b2", "adam_eps", "adam_eps_root", "adam_weight_decay", "adamw_mask")
 
-# An optimizer is given these keys alone, so that an entry that lacks a key fails in its first test.
-READS: dict[str, tuple[str, ...]] = {
-    "adamw": (*_ADAM, "mu_dtype"),
-    "nadamw": (*_ADAM, "mu_dtype"),
-    "adam_pax": _ADAM,
-    "muon": (
-        *_ADAM,
-        "muon_beta",
-        "muon_weight_decay",
-        "muon_consistent_rms",
-        "muon_newton_schulz_dtype",
-        "mu_dtype",
+
+class Traits(NamedTuple):
+    """What the rest of the program knows of an optimizer."""
+
+    # It is given these keys alone, so that an entry that lacks a key fails in its first test.
+    reads: tuple[str, ...]
+    # The moments in `weight_dtype` that every trained parameter has. Adafactor's sums over rows and columns are none,
+    # and neither is a second moment that only some parameters have.
+    full: int = 0
+    # The coefficient of the moment in `mu_dtype`, which does not exist if it is 0; None if it always exists.
+    momentum: str | None = None
+
+
+# Every optimizer that reads `mu_dtype` has a first moment in it.
+TRAITS: dict[str, Traits] = {
+    "adamw": Traits((*_ADAM, "mu_dtype"), full=1),
+    "nadamw": Traits((*_ADAM, "mu_dtype"), full=1),
+    "adam_pax": Traits(_ADAM, full=2),
+    "muon": Traits(
+        (
+            *_ADAM,
+            "muon_beta",
+            "muon_weight_decay",
+            "muon_consistent_rms",
+            "muon_newton_schulz_dtype",
+            "mu_dtype",
+        )
     ),
-    "sgd": ("sgd_momentum", "mu_dtype"),
-    "lion": ("lion_b1", "lion_b2", "lion_weight_decay", "adamw_mask", "mu_dtype"),
-    "adafactor": (
-        "adafactor_decay_rate",
-        "adafactor_clipping_threshold",
-        "adafactor_min_dim_size_to_factor",
-        "adafactor_multiply_by_parameter_scale",
-        "adafactor_momentum",
-        "adafactor_weight_decay",
-        "adamw_mask",
-        "mu_dtype",
+    "sgd": Traits(("sgd_momentum", "mu_dtype"), momentum="sgd_momentum"),
+    "lion": Traits(("lion_b1", "lion_b2", "lion_weight_decay", "adamw_mask", "mu_dtype")),
+    "adafactor": Traits(
+        (
+            "adafactor_decay_rate",
+            "adafactor_clipping_threshold",
+            "adafactor_min_dim_size_to_factor",
+            "adafactor_multiply_by_parameter_scale",
+            "adafactor_momentum",
+            "adafactor_weight_decay",
+            "adamw_mask",
+            "mu_dtype",
+        ),
+        momentum="adafactor_momentum",
     ),
 }
 # The keys that some optimizer reads.
-KEYS = tuple(dict.fromkeys(key for keys in READS.values() for key in keys))
-# Optimizers whose first moment exists only if this coefficient is above 0.
-MOMENTUM = {"sgd": "sgd_momentum", "adafactor": "adafactor_momentum"}
+KEYS = tuple(dict.fromkeys(key for traits in TRAITS.values() for key in traits.reads))
 
 
 def has_first_moment(config: Any) -> bool:
     """Whether the configured optimizer keeps an array in `mu_dtype` for each parameter that it updates."""
-    momentum = MOMENTUM.get(config["opt_type"])
-    return "mu_dtype" in READS[config["opt_type"]] and (momentum is None or config[momentum] > 0)
+    traits = TRAITS[config["opt_type"]]
+    return "mu_dtype" in traits.reads and (traits.momentum is None or config[traits.momentum] > 0)
 
 
 def moment_bytes(config: Any, bytes_of: dict[str, int]) -> int:
-    """The least bytes of optimizer state that any trained parameter takes, from `bytes_of` each dtype.
-
-    Adafactor's sums over rows and columns count as nothing, and so does the second moment of optimizers that have none
-    for some parameters.
-    """
+    """The least bytes of optimizer state that any trained parameter takes, from `bytes_of` each dtype."""
     first = bytes_of[config["mu_dtype"]] if has_first_moment(config) else 0
-    second = bytes_of[config["weight_dtype"]]
-    return first + {"adamw": second, "nadamw": second, "adam_pax": 2 * second}.get(config["opt_type"], 0)
+    return first + TRAITS[config["opt_type"]].full * bytes_of[config["weight_dtype"]]
 
 
 def groups_of(value: Sequence[str]) -> list[tuple[str, float]]:

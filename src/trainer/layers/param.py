@@ -17,6 +17,12 @@ def unnamed(ndim: int, stacked: bool) -> tuple[str | None, ...]:
     return ("layers", *[None] * (ndim - 1)) if stacked else (None,) * ndim
 
 
+def in_stack(path: Sequence[str]) -> bool:
+    """Whether the parameter at `path`, canonical, is in a stack, if it has no names: those of the decoder that are
+    outside of its stacks have names."""
+    return path[0] == "decoder"
+
+
 REST = "rest"  # the name of buffers in a TrainTree, and of their collection in Linen
 
 

@@ -13,7 +13,7 @@ STACKED = frozenset(("layers", "qkv", "num_activations"))
 EXPERTS = "exp"
 # Adjacent ones are one side: [heads, head_dim] is the flattened output of a projection.
 HEADS = frozenset(("heads", "q_heads", "kv_heads", "kv", "kv_head_dim", "head_dim"))
-# Tables that are indexed, and output heads: their rows are tokens.
+# Tables that are indexed, and output heads: their rows are tokens. A user's own table has no other sign.
 VOCAB = "vocab"
 # The axis of the residual stream.
 WIDTH = "embed"

@@ -10,6 +10,7 @@ from jax.tree_util import tree_map_with_path
 
 from trainer.config import UserError
 from trainer.config.optimizers import groups_of
+from trainer.ops.paths import name_of
 
 
 def factors(config: Any, names: Sequence[str]) -> dict[str, float]:
@@ -46,7 +47,7 @@ def in_groups(tx: optax.GradientTransformation, found: dict[str, float]) -> opta
         return tree_map_with_path(scaled, updates), state
 
     def scaled(path: Any, leaf: jax.Array) -> jax.Array:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        name = name_of(path)
         return leaf * found[name] if name in found else leaf
 
     return optax.GradientTransformationExtraArgs(inner.init, update)

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from trainer.config.optimizers import READS
+from trainer.config.optimizers import TRAITS
+from trainer.ops.paths import name_of
 
 # From a tree of params to a tree of bools.
 Mask = Callable[[Any], Any]
@@ -23,14 +24,9 @@ class Given(NamedTuple):
 
 def keys_of(config) -> SimpleNamespace:
     """The keys that the configured optimizer reads, as attributes; it has no others."""
-    return SimpleNamespace(**{key: config[key] for key in READS[config.opt_type]})
+    return SimpleNamespace(**{key: config[key] for key in TRAITS[config.opt_type].reads})
 
 
-def by_name(value: Callable[[str], Any]) -> Callable[[Any], Any]:
+def from_names(value: Callable[[str], Any]) -> Callable[[Any], Any]:
     """A function from a tree to a tree of `value(name)`, by each leaf's name a/b/c."""
     return lambda tree: jax.tree_util.tree_map_with_path(lambda path, _: value(name_of(path)), tree)
-
-
-def name_of(path: Any) -> str:
-    """The name a/b/c of a leaf, from its JAX key path."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")

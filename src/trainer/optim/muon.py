@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import tree_leaves_with_path
 from optax.contrib import MuonDimensionNumbers
 
+from trainer.ops.paths import by_name
 from trainer.optim.adamw import nadamw
 from trainer.optim.axes import matrix_axes
-from trainer.optim.keys import Given, by_name, name_of
+from trainer.optim.keys import Given, from_names
 
 NS_STEPS = 5  # iterations of Newton-Schulz
 
@@ -27,11 +27,8 @@ def muon(keys: Any, given: Given) -> optax.GradientTransformation:
     it, takes Nesterov's momentum for both. Both have the same learning rate. In addition to optax's there are the dtype
     of the iterations and weight decay masks for both.
     """
-    found = {
-        name_of(path): dims
-        for path, dims in tree_leaves_with_path(dimension_numbers(given.param_axes), is_leaf=_is_dims)
-    }
-    dims = by_name(found.__getitem__)
+    found = by_name(dimension_numbers(given.param_axes), is_leaf=_is_dims)
+    dims = from_names(found.__getitem__)
     matrices = optax.chain(
         bias_corrected_nesterov(keys.muon_beta, jnp.dtype(keys.mu_dtype)),
         orthogonalized(dims, jnp.dtype(keys.muon_newton_schulz_dtype), keys.adam_eps),
@@ -39,7 +36,7 @@ def muon(keys: Any, given: Given) -> optax.GradientTransformation:
         optax.add_decayed_weights(keys.muon_weight_decay, given.decayed),
         optax.scale_by_learning_rate(given.schedule),
     )
-    labels = by_name(lambda name: "nadamw" if found[name] is None else "muon")
+    labels = from_names(lambda name: "nadamw" if found[name] is None else "muon")
     return optax.partition({"muon": matrices, "nadamw": nadamw(keys, given)}, labels)
 
 
@@ -80,8 +77,9 @@ def bias_corrected_nesterov(beta: float, dtype: Any) -> optax.GradientTransforma
     return optax.GradientTransformation(init, update)
 
 
-def orthogonalized(dims: Dimensions, dtype: Any, eps: float) -> optax.GradientTransformation:
-    """Each matrix U S V^T of the updates as about U V^T, by five Newton-Schulz iterations in `dtype`.
+def orthogonalized(dims: Dimensions, dtype: jnp.dtype, eps: float) -> optax.GradientTransformation:
+    """Each matrix U S V^T of the updates as about U V^T, by five Newton-Schulz iterations in `dtype`, float32 or
+    bfloat16, with products as exact as that.
 
     The singular values of the result are about 0.7 to 1.2, except those that are almost 0 before. `eps` is added to the
     Frobenius norm by which a matrix is first divided.
@@ -94,7 +92,9 @@ def orthogonalized(dims: Dimensions, dtype: Any, eps: float) -> optax.GradientTr
     def update(updates: Any, params: Any = None) -> Any:
         del params
         matrices = optax.tree.cast(updates, dtype)
-        result, _ = iterations.update(matrices, iterations.init(matrices))
+        # Without this a TPU multiplies float32 as bfloat16.
+        with jax.default_matmul_precision(dtype.name):
+            result, _ = iterations.update(matrices, iterations.init(matrices))
         return optax.tree.cast_like(result, updates)
 
     return optax.stateless(update)

@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 import optax
-from jax.tree_util import tree_leaves_with_path
 
 from trainer.config import UserError
+from trainer.ops.paths import by_name
 from trainer.optim.axes import is_matrix
 from trainer.optim.groups import factors, in_groups
-from trainer.optim.keys import Given, Mask, by_name, keys_of, name_of
+from trainer.optim.keys import Given, Mask, from_names, keys_of
 from trainer.optim.registry import OPTIMIZERS
 from trainer.optim.schedule import make_schedule
 
@@ -43,8 +43,8 @@ def _clipped(config, tx: optax.GradientTransformation) -> optax.GradientTransfor
 
 
 def _factors(config, param_axes: Any) -> dict[str, float]:
-    is_trained = tree_leaves_with_path(trainable(config)(param_axes))
-    return factors(config, [name_of(path) for path, trained in is_trained if trained])
+    is_trained = by_name(trainable(config)(param_axes))
+    return factors(config, [name for name, trained in is_trained.items() if trained])
 
 
 def _of_trained(config, tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -61,7 +61,7 @@ def _of_trained(config, tx: optax.GradientTransformation) -> optax.GradientTrans
 
 def _check_masks(config, param_axes: Any) -> None:
     """Refuses a mask that matches no parameter: it would silently have no effect."""
-    names = list(map(name_of, (path for path, _ in tree_leaves_with_path(param_axes))))
+    names = list(by_name(param_axes))
     mistakes = [
         f"{key}=[{','.join(config[key])}]: found in no parameter's name"
         for key in ("adamw_mask", "trainable_parameters_mask")
@@ -77,8 +77,8 @@ def decayed(config, param_axes: Any) -> Mask:
     These are the matrices, by their logical axes (`optim.axes`), or those that `adamw_mask` does not match.
     """
     if config.adamw_mask is None:
-        found = {name_of(path): is_matrix(names) for path, names in tree_leaves_with_path(param_axes)}
-        return by_name(found.__getitem__)
+        found = {name: is_matrix(axes) for name, axes in by_name(param_axes).items()}
+        return from_names(found.__getitem__)
     return _matching(config.adamw_mask, found=False)
 
 
@@ -90,4 +90,4 @@ def trainable(config) -> Mask:
 def _matching(patterns: Sequence[str], *, found: bool) -> Mask:
     """A function from a tree to a tree of bools: `found` where a leaf's name a/b/c matches one of `patterns`."""
     searches = [re.compile(pattern).search for pattern in patterns]
-    return by_name(lambda name: any(search(name) for search in searches) == found)
+    return from_names(lambda name: any(search(name) for search in searches) == found)

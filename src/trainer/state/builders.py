@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 
 from trainer.backends import make_model
 from trainer.backends.base import tree_mode
-from trainer.backends.permutation import path_of
 from trainer.config import UserError, resolve
 from trainer.models.families import axis_rules
+from trainer.ops.paths import path_of
 from trainer.sharding import slice_count
 from trainer.state.host import storage_shardings
 from trainer.state.shardings import state_shardings

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from trainer.backends.permutation import Path, path_of
+from trainer.ops.paths import Path, by_path
 
 # The mesh axis, and the names of the projections in `nnx.MultiHeadAttention`.
 MODEL = "model"
@@ -74,4 +74,4 @@ def state_to_sharded_layout(seed: Any, x: jax.Array, features: Any) -> jax.Array
 
 def _leaves(state: nnx.State) -> dict[Path, Any]:
     # The last entry of a path is the Variable's own: its value.
-    return {path_of(keypath)[:-1]: leaf for keypath, leaf in jax.tree_util.tree_leaves_with_path(state)}
+    return {path[:-1]: leaf for path, leaf in by_path(state).items()}

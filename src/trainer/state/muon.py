@@ -12,8 +12,8 @@ from trainer.backends import make_model
 from trainer.backends.nnx_model import axes_of_params
 from trainer.config import UserError, resolve
 from trainer.config.derived import DCN, ICI
-from trainer.layers.param import unnamed
-from trainer.optim.keys import name_of
+from trainer.layers.param import in_stack, unnamed
+from trainer.ops.paths import by_name, name_of, path_of
 from trainer.optim.muon import dimension_numbers
 from trainer.sharding import Axes
 
@@ -37,7 +37,7 @@ def get_muon_weight_dimension_numbers(source: Any, config: Any = None) -> Any:
 
     Args:
       source: a configuration, resolved or not; the canonical dict of the parameters or of their logical axes; an
-        `nnx.State` of a model, abstract or not; or Linen's params or variables, boxed or not.
+        `nnx.State` of a model or a whole train state, abstract or not; or Linen's params or variables, boxed or not.
       config: the model's configuration. Only arrays without logical axes need it: a canonical dict, or unboxed params.
 
     Returns:
@@ -49,11 +49,17 @@ def get_muon_weight_dimension_numbers(source: Any, config: Any = None) -> Any:
     if isinstance(source, ml_collections.ConfigDict | ml_collections.FrozenConfigDict):
         return dimension_numbers(_axes_of_model(source))
     if isinstance(source, nnx.State):
-        return dimension_numbers(axes_of_params(nnx.filter_state(source, nnx.Param)))
+        if set(source) <= {"model", "optimizer"}:  # a train state
+            return {"model": _of_model(source["model"])}
+        return _of_model(source)
     params = unfreeze(source)
     if set(params) >= {"params"}:
         return {"params": dimension_numbers(_axes_of_dict(params["params"], config))}
     return dimension_numbers(_axes_of_dict(params, config))
+
+
+def _of_model(state: nnx.State) -> Any:
+    return dimension_numbers(axes_of_params(nnx.filter_state(state, nnx.Param)))
 
 
 def _axes_of_dict(params: Mapping[str, Any], config: Any) -> Any:
@@ -63,16 +69,16 @@ def _axes_of_dict(params: Mapping[str, Any], config: Any) -> Any:
     if not any(isinstance(leaf, Axes | meta.Partitioned) for leaf in leaves):
         if config is None:
             raise UserError("arrays do not say their logical axes: give config=, the configuration of their model")
-        known = {name_of(path): axes for path, axes in jax.tree_util.tree_leaves_with_path(_axes_of_model(config))}
+        known = by_name(_axes_of_model(config))
 
     def one(path: Any, leaf: Any) -> Axes:
         if isinstance(leaf, Axes):
             return leaf
         if isinstance(leaf, meta.Partitioned):
             return Axes(leaf.names)
-        name = name_of(path)
         if known is None:
-            return Axes(unnamed(leaf.ndim, name.startswith("decoder/")))
+            return Axes(unnamed(leaf.ndim, in_stack(path_of(path))))
+        name = name_of(path)
         if name not in known:
             raise UserError(f"the model of config has no parameter {name}")
         return known[name]

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh
 
 from trainer.backends import Model
-from trainer.backends.permutation import Path, path_of
+from trainer.ops.paths import Path, by_path
 from trainer.sharding import Axes, Rules, named_sharding
 from trainer.state.zero1 import over_data
 
@@ -35,8 +35,8 @@ def tensors(model: Model, native: Any) -> Any:
     in any wrapper. It has the parameter's axes if it has the parameter's shape, and all but one of them if it has that
     shape without one axis: a factored second moment, of row or column sums. Other leaves have no axis names.
     """
-    axes_of = _by_path(model.param_axes)
-    leaves = [(model.canonical(path), leaf) for path, leaf in _by_path(native).items()]
+    axes_of = by_path(model.param_axes)
+    leaves = [(model.canonical(path), leaf) for path, leaf in by_path(native).items()]
     shapes = {path[1:]: leaf.shape for path, leaf in leaves if path[0] == "params"}
 
     def tensor(path: Path, leaf: Any) -> Tensor:
@@ -86,7 +86,3 @@ class ParamShardings(NamedTuple):
 
     storage: Any  # at the start and the end of a step; also of reduced gradients and the update
     compute: Any  # in the forward and backward pass: under Zero-1 gathered over data
-
-
-def _by_path(tree: Any) -> dict[Path, Any]:
-    return {path_of(keypath): leaf for keypath, leaf in jax.tree_util.tree_leaves_with_path(tree)}

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 
 from trainer.config import RunStopped
-from trainer.config.optimizers import READS
+from trainer.config.optimizers import TRAITS
+from trainer.ops.paths import by_name
 from trainer.training.build import Run
 from trainer.training.step import all_finite
 
@@ -39,7 +40,7 @@ def check_finite(config: Any, row: Mapping[str, Any], batch: str, not_finite: Ca
             f"step {row['step']}: {found}. {its_batch}. The update was left out, and the checkpoints are as they were. "
             f"Lower learning_rate under another run_name, or set {accepting} to leave such updates out and go on"
         )
-    epsilon = " or raise adam_eps" if "adam_eps" in READS[config.opt_type] else ""
+    epsilon = " or raise adam_eps" if "adam_eps" in TRAITS[config.opt_type].reads else ""
     first, *others = not_finite()
     where = f"{first} and {len(others)} more arrays" if others else first
     if row["skipped"]:
@@ -62,8 +63,7 @@ def names_not_finite(run: Run, state: Any) -> list[str]:
     def finite(tree: Any) -> dict[str, jax.Array]:
         tree = run.fetch(tree)
         state = {"params": tree.params, "opt_state": tree.opt_state, "rest": tree.rest}
-        leaves = jax.tree_util.tree_leaves_with_path(state)
-        return {jax.tree_util.keystr(path, simple=True, separator="/"): all_finite(leaf) for path, leaf in leaves}
+        return {name: all_finite(leaf) for name, leaf in by_name(state).items()}
 
     found = jax.device_get(jax.jit(run.sharded(finite), out_shardings=run.replicated)(tree))
     return [name for name, is_finite in found.items() if not is_finite]

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from trainer.backends import TrainTree
 from trainer.layers.sown import Sown, Total, check_combine, combined
 from trainer.objectives import Objective
+from trainer.ops.paths import by_name
 from trainer.ops.random import DROPOUT, seed_key
 from trainer.optim import Rule, Seen, any_due, apply_rules, make_schedule, observed, place_on_schedule, trainable
 from trainer.sharding import memory_order, on_tpu
@@ -95,8 +96,8 @@ def make_update(
     tx: optax.GradientTransformation,
     objective: Objective,
     shardings: ParamShardings,
-    rules: Sequence[Rule] = (),
-    axes: Any = None,
+    rules: Sequence[Rule],
+    axes: Any,
 ) -> Callable[[TrainTree, Batch], tuple[TrainTree, dict[str, jax.Array]]]:
     """`update(tree, batch) -> tree, metrics`: one training step.
 
@@ -197,20 +198,15 @@ def all_finite(tree: Any) -> jax.Array:
 
 def _every(period: int, step: jax.Array, axes: Any, grads: Any, trained: Any, updates: Any) -> dict[str, jax.Array]:
     """`parameter_metrics` in every step that `period` divides, else zeros, which cost next to nothing."""
-    names, *by_name = (_named(tree) for tree in (axes, grads, trained, updates))
+    names, *trees = (by_name(tree) for tree in (axes, grads, trained, updates))
 
-    def measured(*by_name: Any) -> dict[str, jax.Array]:
-        return parameter_metrics(names, *by_name)
+    def measured(*trees: Any) -> dict[str, jax.Array]:
+        return parameter_metrics(names, *trees)
 
-    def left_out(*by_name: Any) -> dict[str, jax.Array]:
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(measured, *by_name))
+    def left_out(*trees: Any) -> dict[str, jax.Array]:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(measured, *trees))
 
-    return jax.lax.cond(step % period == 0, measured, left_out, *by_name)
-
-
-def _named(tree: Any) -> dict[str, Any]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    return jax.lax.cond(step % period == 0, measured, left_out, *trees)
 
 
 def _select(accept: jax.Array, new: Any, old: Any) -> Any:

@@ -127,16 +127,28 @@ def test_it_is_that_of_optax():
         np.testing.assert_allclose(found[name], params[name], rtol=0, atol=1e-6, err_msg=name)
 
 
+def products(config):
+    """The products of an update, as in the text of its program."""
+    tx = make_optimizer(config, {name: AXES[name] for name in FEW})
+    params = drawn(0, FEW)
+    text = jax.jit(tx.update).lower(drawn(1, FEW), tx.init(params), params).as_text()
+    return [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+
+
+def test_newton_schulz_in_float32_asks_for_exact_products():
+    found = products(config_of(**SETTINGS))
+    assert found
+    assert all("precision = [HIGHEST, HIGHEST]" in line and "bf16" not in line for line in found)
+
+
 def test_newton_schulz_in_bfloat16_keeps_momentum_and_updates_in_float32():
     config = config_of(**SETTINGS, muon_newton_schulz_dtype="bfloat16")
     exact, _ = trained(config_of(**SETTINGS), FEW)
     params, state = trained(config, FEW)
     assert {leaf.dtype for leaf in jax.tree.leaves(optax.tree.get(state, "ema"))} == {jnp.dtype("float32")}
-    tx = make_optimizer(config, {name: AXES[name] for name in FEW})
-    text = str(jax.make_jaxpr(tx.update)(drawn(1, FEW), tx.init(params), params))
-    products = [line for line in text.splitlines() if "dot_general" in line]
-    assert products
-    assert all("bf16" in line.partition(" = ")[0] for line in products)
+    found = products(config)
+    assert found
+    assert all("-> tensor" in line and "bf16>" in line.rpartition("->")[2] for line in found)
     for name in FEW:
         differing = np.abs(params[name] - exact[name]).max()
         assert (differing > 0) == (name == "out")

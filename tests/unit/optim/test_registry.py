@@ -19,7 +19,7 @@ from optim_cases import (
 )
 
 from trainer.config import schema
-from trainer.config.optimizers import READS
+from trainer.config.optimizers import TRAITS
 from trainer.optim import make_schedule
 from trainer.optim.keys import Given, keys_of
 from trainer.optim.optimizer import decayed
@@ -118,8 +118,8 @@ def test_an_optimizer_equals_numpy(name):
 
 def test_every_optimizer_has_its_keys():
     choices = schema().keys["opt_type"].choices
-    assert sorted(OPTIMIZERS) == sorted(READS) == sorted(choices)
-    assert {key for keys in READS.values() for key in keys} <= set(schema().keys)
+    assert sorted(OPTIMIZERS) == sorted(TRAITS) == sorted(choices)
+    assert {key for traits in TRAITS.values() for key in traits.reads} <= set(schema().keys)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -136,4 +136,4 @@ def test_an_optimizer_is_given_its_own_keys_and_reads_all_of_them(name):
     keys = Counted(keys_of(config))
     OPTIMIZERS[name](keys, Given(make_schedule(config), decayed(config, AXES), AXES))
     # The mask comes as `Given.decayed`.
-    assert keys.seen == set(READS[name]) - {"adamw_mask"}
+    assert keys.seen == set(TRAITS[name].reads) - {"adamw_mask"}

@@ -9,9 +9,10 @@ from optax.contrib import MuonDimensionNumbers
 from support import ALL_COMBINATIONS, arguments, tiny_config
 
 from trainer.backends import make_model
-from trainer.config import UserError, load
+from trainer.config import UserError, load, resolve
 from trainer.ops.random import seed_key
 from trainer.state import get_muon_weight_dimension_numbers
+from trainer.state.muon import _ALONE
 
 FLAT = MuonDimensionNumbers((1,), (2,))
 TO_HEADS, FROM_HEADS = MuonDimensionNumbers((1,), (2, 3)), MuonDimensionNumbers((1, 2), (3,))
@@ -61,6 +62,8 @@ def test_every_source_says_the_same(combination):
         "axes": (model.param_axes,),
         "native": (native.model,) if isinstance(native, nnx.State) else (native.params, config),
     }
+    if isinstance(native, nnx.State):
+        assert get_muon_weight_dimension_numbers(native) == {"model": EXPECTED}
     for name, source in sources.items():
         assert get_muon_weight_dimension_numbers(*source) == EXPECTED, name
 
@@ -83,8 +86,12 @@ def test_linen_params_in_boxes_say_their_axes():
 
 def test_a_block_of_a_users_own_needs_no_entry():
     config = tiny_config(ALL_COMBINATIONS[0], decoder_block=f"{__name__}:OwnBlock")
-    found = get_muon_weight_dimension_numbers(config)["decoder"]["layers"]
-    assert found == {"mix": MuonDimensionNumbers((1,), (2, 3)), "plain": {"kernel": FLAT, "bias": None}}
+    expected = {"mix": MuonDimensionNumbers((1,), (2, 3)), "plain": {"kernel": FLAT, "bias": None}}
+    model = make_model(config)
+    native = model.abstract_train_state(optax.sgd(0.1))
+    for source in (config, native.model):
+        assert get_muon_weight_dimension_numbers(source)["decoder"]["layers"] == expected
+    assert get_muon_weight_dimension_numbers(native)["model"]["decoder"]["layers"] == expected
 
 
 def test_arrays_alone_do_not_say_their_axes():
@@ -94,3 +101,24 @@ def test_arrays_alone_do_not_say_their_axes():
         get_muon_weight_dimension_numbers(params)
     with pytest.raises(UserError, match="no parameter other/kernel"):
         get_muon_weight_dimension_numbers({"other": {"kernel": jnp.zeros((2, 2))}}, config)
+
+
+def test_a_configuration_says_its_axes_on_any_devices():
+    """Also one that does not fit the device on which it is asked: each of these keys does not fit a single one."""
+    keys = {
+        "eval_interval": 5,
+        "ici_fsdp_parallelism": 4,
+        "dcn_data_parallelism": 2,
+        "hardware": "tpu",
+        "per_device_batch_size": 0.125,
+        "eval_per_device_batch_size": 0.125,
+        "num_vocab_tiling": 32,
+        "attention": "splash",
+    }
+    assert keys.keys() >= {key for key in _ALONE if "parallelism" not in key}
+    given = load(arguments(ALL_COMBINATIONS[0], logits_via_embedding=False, **keys)).config
+    assert get_muon_weight_dimension_numbers(given) == EXPECTED
+    for key in keys.keys() & _ALONE.keys():
+        alone = {**given, **_ALONE, key: given[key]}
+        with pytest.raises(UserError):
+            make_model(resolve(alone, device_count=1, platform="cpu"))

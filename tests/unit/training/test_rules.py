@@ -110,7 +110,9 @@ def test_one_select_covers_parameters_optimizer_rules_and_rest():
     tx = with_rules(optax.adam(0.1), [COUNT, AVERAGE])
     tree = TrainTree(jnp.zeros((), jnp.int32), params, tx.init(params), rest)
     here = jax.tree.map(lambda leaf: leaf.sharding, params)
-    update = make_update(config, tx, NextToken(model.apply), ParamShardings(here, here), [COUNT, AVERAGE])
+    update = make_update(
+        config, tx, NextToken(model.apply), ParamShardings(here, here), [COUNT, AVERAGE], model.param_axes
+    )
     batch = packed_batch(config, 2)
     update = compiled(update, tree, batch)
     new, metrics = update(tree, batch)
@@ -152,7 +154,7 @@ def test_what_layers_sow_is_sampled_when_a_rule_is_due():
     tx = with_rules(optax.sgd(0.0), [rule])
     tree = TrainTree(jnp.zeros((), jnp.int32), params, tx.init(params), rest)
     batch = packed_batch(config, 2)
-    update = make_update(config, tx, NextToken(model.apply), ParamShardings(here, here), [rule])
+    update = make_update(config, tx, NextToken(model.apply), ParamShardings(here, here), [rule], model.param_axes)
     update = compiled(update, tree, batch)
     found = [update(tree._replace(step=jnp.int32(i)), batch)[0].opt_state.rules[rule.name] for i in range(4)]
     assert found[0] == found[3] > -100

@@ -228,7 +228,7 @@ def test_optimizer_state_that_is_not_finite_is_told():
     codec = StateCodec(model, tx)
     tree = codec.unpack(jax.jit(lambda: codec.init(jax.random.key(0)))())
     here = jax.tree.map(lambda leaf: leaf.sharding, tree.params)
-    update = make_update(config, tx, NextToken(model.apply), ParamShardings(here, here))
+    update = make_update(config, tx, NextToken(model.apply), ParamShardings(here, here), [], model.param_axes)
     tree, metrics = jax.jit(update)(tree, packed_batch(config, 2))
     assert metrics["finite"] == 0
     assert tree.opt_state == np.inf
@@ -324,7 +324,7 @@ def test_the_learning_rate_in_the_metrics_is_that_of_the_step_itself():
     )
     tree = codec.unpack(jax.jit(lambda: codec.init(jax.random.key(0)))())
     here = jax.tree.map(lambda leaf: leaf.sharding, tree.params)
-    update = jax.jit(make_update(config, codec.tx, ones, ParamShardings(here, here)))
+    update = jax.jit(make_update(config, codec.tx, ones, ParamShardings(here, here), [], codec.model.param_axes))
     rates = []
     for _ in range(4):
         before = np.asarray(tree.params["decoder"]["decoder_norm"]["scale"])
