@@ -52,19 +52,24 @@ class MtpHidden(SownValue):
     modules run only where this type is captured. It has no `combine`, either."""
 
 
-def type_names(kind: type[SownValue] = SownValue) -> set[str]:
-    """The names of all sown types that there are: the classes derived from `kind`."""
-    derived = kind.__subclasses__()
-    return {it.__name__ for it in derived}.union(*map(type_names, derived))
+def check_captured(types: Iterable[type[nnx.Variable]], of_objective: Iterable[type[nnx.Variable]] = ()) -> None:
+    """Checks the types that a training step captures.
 
+    Args:
+      types: those whose values it returns.
+      of_objective: those that only the objective reads (`objectives.Objective.captures`).
 
-def check_combine(types: Iterable[type[nnx.Variable]]) -> None:
-    """Raises ValueError if values of one of `types` do not combine across microbatches, or two have the same name."""
-    types = list(types)
+    Raises:
+      ValueError: a type is no SownValue, two types have the same name, or values of one of `types` do not combine
+        across microbatches.
+    """
+    types, both = list(types), list(dict.fromkeys((*types, *of_objective)))
+    if other := [kind.__name__ for kind in both if not issubclass(kind, SownValue)]:
+        raise ValueError(f"{', '.join(other)}: not a sown type; derive it from trainer.layers.sown.SownValue")
+    if len({kind.__name__ for kind in both}) < len(both):
+        raise ValueError(f"two sown types have the same name: {', '.join(map(str, both))}")
     if unable := [kind.__name__ for kind in types if not hasattr(kind, "combine")]:
         raise ValueError(f"{', '.join(unable)}: does not combine across microbatches; capture it in the objective")
-    if len({kind.__name__ for kind in types}) < len(types):
-        raise ValueError(f"two sown types have the same name: {', '.join(map(str, types))}")
 
 
 def combined(types: Iterable[type[nnx.Variable]], sown: Sown) -> Sown:

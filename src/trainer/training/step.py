@@ -11,7 +11,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding
 
 from trainer.backends import TrainTree
-from trainer.layers.sown import Sown, Total, check_combine, combined
+from trainer.layers.sown import Sown, Total, check_captured, combined
 from trainer.objectives import Objective
 from trainer.ops.paths import by_name
 from trainer.ops.random import DROPOUT, seed_key
@@ -48,7 +48,7 @@ def make_gradients(
     they need sown values (`Rule.due`).
     """
     is_trained = trainable(config)
-    check_combine(capture)
+    check_captured(capture, objective.captures)
 
     def gradients(tree: TrainTree, batch: Batch) -> Gradients:
         key = dropout_key(config, tree.step)

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from support import ALL_COMBINATIONS, compiled, packed_batch, tiny_config
 
 from trainer.backends import TrainTree, make_model
-from trainer.layers.sown import Activation, Maximum, SownValue, Total, check_combine, sow
+from trainer.layers.sown import Activation, Maximum, SownValue, Total, check_captured, sow
 from trainer.models import llama2
 from trainer.objectives import NextToken
 from trainer.state import ParamShardings
@@ -64,4 +65,14 @@ def test_hidden_states_are_refused(microbatches, monkeypatch):
 
 def test_two_types_of_one_name_are_refused():
     with pytest.raises(ValueError, match="two sown types have the same name"):
-        check_combine((Total, type("Total", (SownValue,), {"combine": staticmethod(jnp.min)})))
+        check_captured((Total, type("Total", (SownValue,), {"combine": staticmethod(jnp.min)})))
+
+
+@pytest.mark.parametrize("combination", sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]}))
+def test_other_types_are_refused(combination, monkeypatch):
+    """NNX would return them, Linen would not."""
+    monkeypatch.setitem(sys.modules, "sowing", SimpleNamespace(Block=Block))
+    with pytest.raises(ValueError, match=r"Intermediate: not a sown type; derive it from .*SownValue"):
+        sown(combination, 1, (Total, nnx.Intermediate))
+    with pytest.raises(ValueError, match="Intermediate: not a sown type"):
+        check_captured((Total,), (nnx.Intermediate,))
