@@ -5,16 +5,17 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
+from trainer.optim.by_layer import by_layer
 from trainer.optim.keys import Given
 
 
 def adafactor(keys: Any, given: Given) -> optax.GradientTransformation:
     """Adam's second moment from sums over rows and columns (Shazeer and Stern 2018, arXiv:1804.04235).
 
-    The rows and columns are the two longest axes of an array. Layers of one kind are one array, so the thresholds and
-    scales that are norms of an array are norms over all of these layers.
+    The rows and columns are the two longest axes of an array, and thresholds and scales are norms of an array. Each
+    layer counts as an array.
     """
-    return optax.adafactor(
+    tx = optax.adafactor(
         given.schedule,
         min_dim_size_to_factor=keys.adafactor_min_dim_size_to_factor,
         decay_rate=keys.adafactor_decay_rate,
@@ -25,3 +26,4 @@ def adafactor(keys: Any, given: Given) -> optax.GradientTransformation:
         weight_decay_rate=keys.adafactor_weight_decay or None,
         weight_decay_mask=given.decayed,
     )
+    return by_layer(tx, given.param_axes)

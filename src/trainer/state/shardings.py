@@ -53,7 +53,9 @@ def _kept_axes(axes: Axes, whole: Shape | None, kept: Shape, path: Path) -> Axes
     """The axes of an array of shape `kept` at `path`, made of a parameter of shape `whole` with `axes`."""
     if kept == whole:
         return axes
-    summed = [i for i in range(len(whole or ())) if whole and whole[:i] + whole[i + 1 :] == kept]
+    # Not over layers: each is an array by itself (`optim.by_layer`).
+    axes_of = [i for i, name in enumerate(axes) if name != "layers"]
+    summed = [i for i in axes_of if whole and whole[:i] + whole[i + 1 :] == kept]
     if not summed:
         return Axes((None,) * len(kept))
     # Of two axes of one length optax sums rows over the last, and columns over the one before.

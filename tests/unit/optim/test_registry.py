@@ -69,7 +69,11 @@ def lion(grads, params, rates, decays):
 
 
 def adafactor(grads, params, rates, decays):
-    """Algorithm 4 of the paper; rows and columns are the two longest axes, if the shorter has at least 3 entries."""
+    """Algorithm 4 of the paper; rows and columns are the two longest axes of a layer, if the shorter has at least 3
+    entries."""
+    if params.ndim == 3:
+        layers = [adafactor([g[i] for g in grads], layer, rates, decays) for i, layer in enumerate(params)]
+        return np.stack(layers)
     shorter, longer = sorted(range(params.ndim), key=lambda i: params.shape[i])[-2:] if params.ndim > 1 else (0, 0)
     average = rows = columns = 0
     for t, (g, rate) in enumerate(zip(grads, rates, strict=True), start=1):

@@ -124,8 +124,10 @@ def test_factored_moments_keep_the_axes_that_are_not_summed(config):
     assert of("v", "decoder_norm/scale") == (("norm",), P(None))
 
 
-def test_of_two_axes_of_one_length_rows_lack_the_last():
-    config = tiny_config(ALL_COMBINATIONS[0], devices=8, **AXES, **MODEL | {"base_mlp_dim": 16})
+@pytest.mark.parametrize("layers", [2, 16])
+def test_of_axes_of_one_length_rows_lack_the_last_and_nothing_lacks_layers(layers):
+    keys = {"base_mlp_dim": 16, "base_num_decoder_layers": layers}
+    config = tiny_config(ALL_COMBINATIONS[0], devices=8, **AXES, **MODEL | keys)
     codec, state, _ = sharded(config, OPTIMIZERS["adafactor"])
     kept = {path: tensor.axes for path, tensor in named(codec.unpack(tensors(codec.model, state)).opt_state).items()}
     found = {path.split("/")[1]: axes for path, axes in kept.items() if path.endswith("mlp/wo/kernel")}

@@ -1,0 +1,61 @@
+"""An optimizer of whole arrays for layers that are stacked in one array."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import optax
+from jax.tree_util import tree_map_with_path
+
+from trainer.ops.paths import by_name, name_of
+
+_LAYERS = "layers"
+
+
+def by_layer(tx: optax.GradientTransformation, param_axes: Any) -> optax.GradientTransformation:
+    """`tx` applied to each layer of a stacked parameter by itself: the update is that of layers in arrays of their own.
+
+    `tx` treats parameters independently of each other. What it keeps for a parameter has the parameter's name, and is
+    stacked as the parameter is. An array of shape [1], which optax has in place of what it does not keep, is not
+    stacked.
+
+    Args:
+      param_axes: the logical axes of every parameter; `layers` is the first axis of those that are stacked.
+    """
+    stacked = {name for name, axes in by_name(param_axes).items() if axes[:1] == (_LAYERS,)}
+
+    def init(params: Any) -> Any:
+        fn = tx.init
+        for of_params, of_state in maps(params):
+            fn = jax.vmap(fn, (of_params,), of_state)
+        return fn(params)
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        fn = tx.update
+        for of_params, of_state in maps(params):
+            fn = jax.vmap(fn, (of_params, of_state, of_params), (of_params, of_state))
+        return fn(grads, state, params)
+
+    def maps(params: Any) -> Iterator[tuple[Any, Any]]:
+        """The axis over which each leaf of the parameters and of the state is mapped, for each number of layers."""
+        layers = {name: leaf.shape[0] for name, leaf in by_name(params).items() if name in stacked}
+
+        def single(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape[1:] if name_of(path) in layers else leaf.shape, leaf.dtype)
+
+        alone = tree_map_with_path(single, params)
+        shapes, state = {name: leaf.shape for name, leaf in by_name(alone).items()}, jax.eval_shape(tx.init, alone)
+
+        def owner(path: Any, leaf: Any) -> str | None:
+            names = (name_of(path[start:]) for start in range(len(path)))
+            found = next((name for name in names if name in layers), None)
+            return None if found is None or leaf.shape == (1,) != shapes[found] else found
+
+        for count in sorted(set(layers.values())):
+            here = {name for name, n in layers.items() if n == count}
+            yield (
+                tree_map_with_path(lambda path, _, here=here: 0 if name_of(path) in here else None, params),
+                tree_map_with_path(lambda path, leaf, here=here: 0 if owner(path, leaf) in here else None, state),
+            )
+
+    return optax.GradientTransformation(init, update)

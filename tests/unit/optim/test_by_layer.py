@@ -1,0 +1,70 @@
+"""Stacked layers are updated as layers in arrays of their own."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from optim_cases import config_of
+from support import QUICK
+
+from trainer.optim import make_optimizer
+from trainer.sharding import Axes
+
+# More layers of one kind than any other axis has entries, so that rows and columns could be mistaken for layers.
+SHAPES = {"matrix": (4, 3, 3), "heads": (4, 3, 3, 2), "norm": (4, 3), "other stack": (2, 3, 3), "scalar": (4, 1)}
+NAMES = {
+    "matrix": ("layers", "embed", "mlp"),
+    "heads": ("layers", "embed", "heads", "kv"),
+    "norm": ("layers", "norm"),
+    "other stack": ("layers", "embed", "mlp"),
+    "scalar": ("layers", None),
+}
+UPDATES = 2
+KEYS = {
+    "adafactor_min_dim_size_to_factor": 3,
+    "adafactor_clipping_threshold": 0.5,
+    "adafactor_momentum": 0.9,
+    "adafactor_weight_decay": 0.01,
+    "gradient_clipping_threshold": 0,  # a norm over all parameters
+}
+
+
+def drawn(seed):
+    rng = np.random.default_rng(seed)
+    # Layers of very different sizes: a root mean square over several is that of none.
+    return {
+        name: (
+            rng.normal(size=shape) * 10.0 ** np.arange(-1, shape[0] - 1).reshape(-1, *[1] * (len(shape) - 1))
+        ).astype(np.float32)
+        for name, shape in SHAPES.items()
+    }
+
+
+def unrolled(tree):
+    return {f"{name} {i}": layer for name, stack in tree.items() for i, layer in enumerate(stack)}
+
+
+def trained(opt_type, axes, split):
+    config = config_of(opt_type=opt_type, **KEYS)
+    tx = make_optimizer(config, axes)
+    params = split(drawn(0))
+    state = tx.init(params)
+    update = jax.jit(tx.update).lower(params, state, params).compile(QUICK)
+    for step in range(UPDATES):
+        updates, state = update(split(drawn(step + 1)), state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+# The others compute element by element.
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_stacked_layers_train_as_unrolled_ones(name):
+    stacked = trained(name, {name: Axes(names) for name, names in NAMES.items()}, lambda tree: tree)
+    axes = {f"{name} {i}": Axes(names[1:]) for name, names in NAMES.items() for i in range(SHAPES[name][0])}
+    for key, layer in trained(name, axes, unrolled).items():
+        kind, _, i = key.rpartition(" ")
+        # The same sums in another order; Newton-Schulz multiplies what they differ by.
+        rtol = 1e-4 if name == "muon" else 1e-5
+        np.testing.assert_allclose(
+            stacked[kind][int(i)], layer, rtol=rtol, atol=rtol * np.abs(layer).max(), err_msg=key
+        )
