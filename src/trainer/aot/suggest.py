@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 from trainer.config.errors import UserError
 from trainer.config.optimizers import has_first_moment
+from trainer.config.remat import PROJECTIONS
 from trainer.config.vocab_tiles import worthwhile_tiles
-from trainer.layers.remat import KEPT, OFFLOADED, PROJECTIONS, offloaded
+from trainer.layers.remat import KEPT, OFFLOADED, offloaded
 
 EVERYTHING = ("context", *PROJECTIONS)
 

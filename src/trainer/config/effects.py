@@ -10,6 +10,7 @@ from trainer.config.dump import to_flow
 from trainer.config.files import COMMAND_LINE
 from trainer.config.optimizers import KEYS as OF_OPTIMIZERS
 from trainer.config.optimizers import TRAITS, has_first_moment
+from trainer.config.remat import OWN_TENSORS, TENSORS
 from trainer.config.schema import schema
 from trainer.config.tiles import KEYS, OF_DQ
 
@@ -41,25 +42,9 @@ def _of_optimizer(name: str) -> list[Inert]:
     ]
 
 
-# The keys that remat_policy=custom reads: TENSORS of layers/remat.py, which this package must not import, and others'.
-_REMAT = (
-    "decoder_layer_input",
-    "context",
-    "query_proj",
-    "key_proj",
-    "value_proj",
-    "out_proj",
-    "mlpwi",
-    "mlpwi_0",
-    "mlpwi_1",
-    "mlpwo",
-    "custom_device_tensors",
-    "custom_offload_tensors",
-)
-
 INERT = (
     Inert(("override_model_config",), lambda c: True, "the command line always wins over the preset"),
-    Inert(_REMAT, lambda c: c.remat_policy != "custom", "remat_policy is not custom"),
+    Inert((*TENSORS, *OWN_TENSORS), lambda c: c.remat_policy != "custom", "remat_policy is not custom"),
     Inert(
         ("mlpwi",),
         lambda c: c.remat_policy == "custom" and len(c.mlp_activations) == 2,

@@ -11,20 +11,13 @@ from typing import Any
 
 import jax
 
+from trainer.config.remat import ATTENTION, LAYER_INPUT, PROJECTIONS, QKV
 from trainer.ops.rope import ROTATION
 
 # The second argument of jax.checkpoint.
 Policy = Callable[..., Any]
 
-QKV = ("query_proj", "key_proj", "value_proj")
-ATTENTION = (*QKV, "out_proj")
-# Every matrix product with weights. "context" is the result of attention before its output projection.
-PROJECTIONS = (*ATTENTION, "mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo")
-LAYER_INPUT = "decoder_layer_input"
-# The keys of `choices`.
-TENSORS = (LAYER_INPUT, "context", *PROJECTIONS)
-
-# remat_policy -> what is kept on the device besides the block's input.
+# remat_policy -> what is kept on the device in addition to the block's input.
 KEPT: dict[str, tuple[str, ...]] = {
     "full": (),
     "minimal": PROJECTIONS,
@@ -59,8 +52,9 @@ def make_policy(name: str, choices: Mapping[str, str], own: Sequence[str] = ()) 
 
     Args:
       name: none, custom, or a key of KEPT or OFFLOADED.
-      choices: for custom, what to do with each tensor: remat, device or offload.
-      own: a family's names of projections besides PROJECTIONS; policies that keep all of those keep these.
+      choices: for custom, what to do with each tensor (`config.remat.TENSORS`): remat, device or offload.
+      own: a family's names of projections, in addition to PROJECTIONS. A policy that keeps all of those also
+        keeps these.
     """
     if name == "none":
         return None

@@ -15,9 +15,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from trainer.config.remat import LAYER_INPUT
 from trainer.layers.cache import Cache
 from trainer.layers.context import Context
-from trainer.layers.remat import LAYER_INPUT, Policy
+from trainer.layers.remat import Policy
 from trainer.layers.sown import Sown, capture, with_output
 
 # Makes a block: a class, or a partial of one.

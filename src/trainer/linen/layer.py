@@ -69,9 +69,8 @@ def _check_linen(config: Any, block: MakeBlock) -> None:
         return False
 
     variables = made()
-    refuse_state(
-        config, bool(variables.get("params")), list(filter(is_state, sorted(set(variables) - set(COLLECTIONS))))
-    )
+    others = sorted(filter(is_state, set(variables) - set(COLLECTIONS)))
+    refuse_state(config, bool(variables.get("params")), others)
 
 
 def call_layer(

@@ -34,7 +34,7 @@ class Family:
         `models.flops.forward_flops_per_token`, modules of multi-token prediction included; None: two for each entry of
         a matrix, attention not counted.
       projections: names that its blocks give (`jax.ad_checkpoint.checkpoint_name`) to matrix products with weights, in
-        addition to `layers.remat.PROJECTIONS`. A remat_policy that keeps all of those also keeps these.
+        addition to `config.remat.PROJECTIONS`. A remat_policy that keeps all of those also keeps these.
       tensors: names that they give to other tensors. remat_policy=custom keeps these and `projections` by the keys
         custom_device_tensors and custom_offload_tensors.
       axes: logical axes that base.yml's logical_axis_rules do not have, and the mesh axis or axes of each. They are

@@ -4,7 +4,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from trainer.config.errors import UserError, nearest
-from trainer.layers.remat import TENSORS, Policy, make_policy, offloaded
+from trainer.config.remat import OWN_TENSORS, TENSORS
+from trainer.layers.remat import Policy, make_policy, offloaded
 from trainer.models.families import family
 
 
@@ -51,12 +52,12 @@ def _choices(config: Any) -> dict[str, str]:
         return choices
     found = family(config.decoder_block)
     own = [*found.projections, *found.tensors]
-    for key, choice in {"custom_device_tensors": "device", "custom_offload_tensors": "offload"}.items():
-        for name in config[key]:
-            if name not in own:
-                has = f"has {', '.join(own)}{nearest(name, own)}" if own else "names none"
-                raise UserError(
-                    f"{key}: {name} is no tensor of its own of decoder_block={config.decoder_block}, which {has}"
-                )
-            choices[name] = choice
-    return choices
+    given = [(key, name) for key in OWN_TENSORS for name in config[key]]
+    has = f"declares only {', '.join(own)}" if own else "declares none"
+    if problems := [
+        f"{key}: decoder_block={config.decoder_block} does not declare {name}, it {has}{nearest(name, own)}"
+        for key, name in given
+        if name not in own
+    ]:
+        raise UserError("\n  ".join(problems))
+    return choices | {name: OWN_TENSORS[key] for key, name in given}

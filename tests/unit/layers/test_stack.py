@@ -12,12 +12,13 @@ from flax import nnx
 from support import assert_equal_bits
 
 from trainer.backends.base import tree_mode
+from trainer.config.remat import PROJECTIONS
 from trainer.layers import context
 from trainer.layers.cache import Cache
 from trainer.layers.dense import Dense
 from trainer.layers.mlp import MLP
 from trainer.layers.norm import RMSNorm
-from trainer.layers.remat import PROJECTIONS, make_policy
+from trainer.layers.remat import make_policy
 from trainer.layers.sown import Total, sow
 from trainer.layers.stack import Loop, Stack, cast_in_loop, make_stack, run_modules
 

@@ -2,10 +2,11 @@
 
 import jax
 import pytest
-from support import ALL_COMBINATIONS, tiny_config
+from support import ALL_COMBINATIONS, packed_batch, tiny_config
 
+from trainer import sharding
 from trainer.backends import make_model
-from trainer.config.rules import TENSORS
+from trainer.config.rules import DENSE, EVERY_MODEL, TENSORS
 
 
 def model_axes(combination: str, tied: bool, **overrides) -> dict[str, tuple[str | None, ...]]:
@@ -36,3 +37,40 @@ def test_the_table_leaves_out_no_parameter_whose_axes_could_meet(combination, ti
         if not any(set(axes) <= set(known) for known in TENSORS.values())
     }
     assert missing == {}
+
+
+def axes_of_tensors(monkeypatch, decoder_block: str) -> tuple[dict[str, tuple], set[tuple]]:
+    """The logical axes of every parameter by its name, and those of the arrays that the forward pass constrains."""
+    config = tiny_config(ALL_COMBINATIONS[0], decoder_block=decoder_block, base_num_decoder_layers=3)
+    parameters = model_axes(ALL_COMBINATIONS[0], tied=False, decoder_block=decoder_block, base_num_decoder_layers=3)
+    activations, constrain = set(), sharding.constrain
+
+    def recorded(x, names):
+        activations.add(tuple(name for name in names if name))
+        return constrain(x, names)
+
+    monkeypatch.setattr(sharding, "constrain", recorded)
+    model = make_model(config)
+    inputs = [packed_batch(config, 2)[name] for name in ("inputs", "inputs_position", "inputs_segmentation", "row")]
+
+    def logits(params, rest):
+        hidden, _, _ = model.apply(params, rest, *inputs)
+        return model.apply(params, rest, hidden, method="head")[0]
+
+    jax.eval_shape(logits, *model.abstract)
+    return parameters, activations
+
+
+@pytest.mark.parametrize("decoder_block", DENSE)
+def test_these_families_have_exactly_the_tensors_of_the_table(decoder_block, monkeypatch):
+    parameters, activations = axes_of_tensors(monkeypatch, decoder_block)
+    for tensor, axes in TENSORS.items():
+        found = {parameters[name] for name in parameters if name.endswith(tensor)} if "/" in tensor else activations
+        assert axes in found, tensor
+    assert activations == {axes for tensor, axes in TENSORS.items() if "/" not in tensor}
+
+
+def test_every_model_has_the_other_tensors(monkeypatch):
+    parameters, activations = axes_of_tensors(monkeypatch, "two_kinds:family")
+    for tensor in EVERY_MODEL:
+        assert TENSORS[tensor] == parameters[tensor] if "/" in tensor else TENSORS[tensor] in activations

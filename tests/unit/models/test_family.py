@@ -124,9 +124,15 @@ def test_policies_keep_what_it_names():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"custom_device_tensors": "[shfted]"}, r"two_kinds:family, which has shifted; nearest: shifted"),
-        ({"custom_offload_tensors": "[query_proj]"}, "query_proj is no tensor of its own"),
-        ({"custom_device_tensors": "[mlpwi]", "decoder_block": "llama2"}, "decoder_block=llama2, which names none"),
+        ({"custom_device_tensors": "[shfted]"}, "does not declare shfted, it declares only shifted; nearest: shifted"),
+        (
+            {"custom_device_tensors": "[shfted]", "custom_offload_tensors": "[query_proj]"},
+            r"not declare shfted, .*\n  custom_offload_tensors: .*:family does not declare query_proj",
+        ),
+        (
+            {"custom_device_tensors": "[mlpwi]", "decoder_block": "llama2"},
+            "llama2 does not declare mlpwi, it declares none",
+        ),
     ],
 )
 def test_tensors_that_it_does_not_name(keys, message):
