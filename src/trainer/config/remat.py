@@ -1,0 +1,13 @@
+"""The tensors of a block that a rematerialization policy can keep: names that layers give, and keys of base.yml.
+
+With remat_policy=custom each key says what to do with the tensor of its name.
+"""
+
+QKV = ("query_proj", "key_proj", "value_proj")
+ATTENTION = (*QKV, "out_proj")
+# Every matrix product with weights. "context" is the result of attention before its output projection.
+PROJECTIONS = (*ATTENTION, "mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo")
+LAYER_INPUT = "decoder_layer_input"
+TENSORS = (LAYER_INPUT, "context", *PROJECTIONS)
+# The keys that list a family's own tensors, and what remat_policy=custom does with these.
+OWN_TENSORS = {"custom_device_tensors": "device", "custom_offload_tensors": "offload"}
