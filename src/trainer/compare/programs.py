@@ -43,7 +43,14 @@ _COMMON = (
     "hf_eval_files",
 )
 # override_model_config never has an effect, which is reported elsewhere.
-_USED = {"model_name", "record_internal_nn_metrics", "parameter_metrics_period", "override_model_config", *_COMMON}
+_USED = {
+    "model_name",
+    "record_internal_nn_metrics",
+    "parameter_metrics_period",
+    "skip_step_scaling_factor",
+    "override_model_config",
+    *_COMMON,
+}
 _IDLE = frozenset((*AROUND, *PROCESSES, "debug_sharding")) - _USED
 # In the order of a training step.
 MEASURES = (measure.parameters, measure.activations, measure.gradients, measure.update)

@@ -64,6 +64,15 @@ def _muon_epsilon(config: Any) -> str | None:
     )
 
 
+def _interval(config: Any) -> str | None:
+    if not config.skip_step_on_spikes or config.skip_step_interval >= 8:
+        return None
+    return (
+        "steps are judged from half an interval on, and fewer than 4 of them have no standard deviation to judge by; "
+        "must be at least 8"
+    )
+
+
 def _best(config: Any) -> str | None:
     if (
         not config.keep_best_checkpoints
@@ -285,6 +294,7 @@ CHECKS = (
     Check(("max_num_checkpoints_to_keep",), _checkpoints_to_keep),
     Check(("muon_consistent_rms",), _consistent_rms),
     Check(("opt_type", "adam_eps"), _muon_epsilon),
+    Check(("skip_step_on_spikes", "skip_step_interval"), _interval),
     Check(("keep_best_checkpoints", "checkpoint_period", "eval_interval"), _best),
     Check(("load_parameters_path", "load_full_state_path"), _sources),
     Check(("run_name",), _run_name),

@@ -58,6 +58,7 @@ AROUND = (
     "reset_optimizer",  # see `resets`
     "abort_on_nan_loss",
     "abort_on_inf_loss",
+    "skip_step_scaling_factor",
     "eval_interval",
     "eval_steps",
     "eval_per_device_batch_size",
@@ -96,7 +97,6 @@ UPDATE = (
     "learning_rate_groups",
     "skip_step_on_spikes",
     "skip_step_interval",
-    "skip_step_scaling_factor",
     "ema_decay",
     "use_qk_clip",
     "qk_clip_threshold",

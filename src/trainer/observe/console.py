@@ -33,7 +33,8 @@ class Console:
         self._run_dir: Path | None = None
         self._first: Mapping[str, float] = {}
         self._last: Mapping[str, float] = {}
-        self._skipped = self._spikes = self._without_loss = 0
+        self._skipped: dict[str, int] = {}  # updates by reason
+        self._without_loss = 0
         self._evaluated: Mapping[str, float] = {}
 
     def banner(
@@ -93,13 +94,11 @@ class Console:
             if self._without_loss == 1:
                 self._warn(f"step {row['step']}: no token in its batch contributes to the loss: its update is skipped")
         elif row["skipped"]:
-            values = f"loss {row['loss']:.3g} and gradient norm {row['grad_norm']:.3g}"
-            is_spike = math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])
-            self._spikes += is_spike
-            self._skipped += not is_spike
-            if (self._spikes if is_spike else self._skipped) == 1:
-                what = ", a spike" if is_spike else ""
-                self._warn(f"step {row['step']} has {values}{what}: its update is skipped")
+            reason = _reason(row)
+            self._skipped[reason] = self._skipped.get(reason, 0) + 1
+            if self._skipped[reason] == 1:
+                values = f"loss {row['loss']:.3g} and gradient norm {row['grad_norm']:.3g}"
+                self._warn(f"step {row['step']} has {values}: its update is skipped, {reason}")
 
     def evaluation(self, row: Mapping[str, float]) -> None:
         """Print an evaluation's line. `row` is as in metrics.jsonl."""
@@ -116,10 +115,7 @@ class Console:
         if self._first.get("step"):
             steps += f" ({self._first['step']} to {self._last['step']}, resumed)"
         rows = [("done", f"{steps}, {pace.tokens:,} tokens in {clock(wall_time)}")]
-        if self._skipped:
-            rows.append(("skipped", f"{self._skipped:,} updates whose loss or gradient was not finite"))
-        if self._spikes:
-            rows.append(("skipped", f"{self._spikes:,} updates whose loss or gradient norm was a spike"))
+        rows += [("skipped", f"{count:,} updates, {reason}") for reason, count in self._skipped.items()]
         if self._without_loss:
             rows.append(("skipped", f"{self._without_loss:,} updates whose batch had no token with a loss"))
         if pace.steps:
@@ -177,3 +173,13 @@ class Console:
         # A character that the stream cannot encode, such as in an ASCII log, must not end a run.
         encoding = self._stream.encoding or "utf-8"
         print(line.encode(encoding, "backslashreplace").decode(encoding), file=self._stream, flush=True)
+
+
+def _reason(row: Mapping[str, float]) -> str:
+    """Why the step of `row` was skipped."""
+    words = {"loss": "loss", "grad_norm": "gradient norm"}
+    if wrong := [word for name, word in words.items() if not math.isfinite(row[name])]:
+        return f"not finite: {' and '.join(wrong)}"
+    if spikes := [word for name, word in words.items() if row.get(f"{name}_spike")]:
+        return f"a spike: {' and '.join(spikes)}"
+    return "refused by an update rule"

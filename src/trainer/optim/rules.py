@@ -14,6 +14,7 @@ class Seen(NamedTuple):
 
     loss: jax.Array  # float32 [], the whole batch's
     grad_norm: jax.Array  # float32 [], of the trained parameters, before clipping
+    step: jax.Array  # int32 [], the steps so far, with those that were skipped
 
 
 def _unchanged(state: Any, old: Any, new: Any, sown: Any) -> tuple[Any, Any]:
@@ -31,9 +32,9 @@ class Rule(NamedTuple):
         the one after the optimizer and the previous rules. It may replace `params` and `rest`.
       sown: the types of sown values that it reads; the argument `sown` has their values for the whole batch.
       metrics: from the state after a step to metrics of that step, by name; of a skipped step it is the old state.
-      observe: `observe(state, seen) -> (state, accept)`, before the update: `accept`, a bool [], is whether the rule
-        lets the step be taken. If it or another rule does not, nothing changes but the step count: not the state of any
-        rule either. None: every step.
+      observe: `observe(state, seen) -> (state, reasons)`, before the update: `reasons` are bools [] by name, and the
+        step is skipped if any is true. Then nothing changes but the step count: not the state of any rule either. Each
+        is also a metric of the step, 0 or 1. None: the rule lets every step be taken.
       due: from the step count, int32 [], to whether the rule reads its sown values in that step, a bool []; None: in
         every step. `update` is called in every step, but in one that is not due these values may have no meaning.
     """
@@ -44,7 +45,7 @@ class Rule(NamedTuple):
     sown: tuple[type, ...] = ()
     metrics: Callable[[Any], Mapping[str, Any]] = lambda state: {}
     due: Callable[[jax.Array], jax.Array] | None = None
-    observe: Callable[[Any, Seen], tuple[Any, jax.Array]] | None = None
+    observe: Callable[[Any, Seen], tuple[Any, Mapping[str, jax.Array]]] | None = None
 
 
 class WithRules(NamedTuple):
@@ -83,15 +84,15 @@ def any_due(rules: Sequence[Rule], step: jax.Array) -> jax.Array | None:
     return functools.reduce(jnp.logical_or, flags) if flags and len(flags) == len(found) else None
 
 
-def observed(rules: Sequence[Rule], tree: Any, seen: Seen) -> tuple[Any, list[jax.Array]]:
-    """The TrainTree `tree` with what `rules` keep of this step, and what each says on whether it is to be taken."""
-    flags = []
+def observed(rules: Sequence[Rule], tree: Any, seen: Seen) -> tuple[Any, dict[str, jax.Array]]:
+    """The TrainTree `tree` with what `rules` keep of this step, and all their reasons to skip it, bools [] by name."""
+    reasons: dict[str, jax.Array] = {}
     for rule in rules:
         if rule.observe is not None:
-            state, accept = rule.observe(tree.opt_state.rules[rule.name], seen)
+            state, found = rule.observe(tree.opt_state.rules[rule.name], seen)
             tree = _with_state(tree, rule, state)
-            flags.append(accept)
-    return tree, flags
+            reasons |= found
+    return tree, reasons
 
 
 def apply_rules(rules: Sequence[Rule], old: Any, new: Any, sown: Any) -> Any:

@@ -15,7 +15,8 @@ class Window(NamedTuple):
 
     loss: jax.Array  # float32 [interval]
     grad_norm: jax.Array  # float32 [interval], before clipping
-    accepted: jax.Array  # int32 [], how many steps in all
+    accepted: jax.Array  # int32 [], how many steps since the statistics began
+    last: jax.Array  # int32 [], the step count of the last of them
 
 
 def skip_spikes(config: Any) -> Rule:
@@ -24,21 +25,28 @@ def skip_spikes(config: Any) -> Rule:
 
     It accepts every step until half an interval is accepted; until a whole one is, the statistics are those of what
     there is. A refused step does not enter them. Variances are divided by the number of steps.
+
+    If half an interval of steps in a row was skipped, for whatever reason, this is no spike but a new level: the next
+    step is accepted, and the statistics begin anew with it. So a run never stands still, wherever its loss goes.
     """
     interval, factor = config.skip_step_interval, config.skip_step_scaling_factor
 
     def init(params: Any) -> Window:
         del params
-        return Window(jnp.zeros(interval), jnp.zeros(interval), jnp.zeros((), jnp.int32))
+        return Window(jnp.zeros(interval), jnp.zeros(interval), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
-    def observe(state: Window, seen: Seen) -> tuple[Window, jax.Array]:
+    def observe(state: Window, seen: Seen) -> tuple[Window, dict[str, jax.Array]]:
+        new_level = seen.step - state.last > interval // 2
+        judged = (state.accepted >= interval // 2) & ~new_level
         known = jnp.arange(interval) < state.accepted
-        spike = (seen.loss > _bound(state.loss, known, factor)) | (
-            seen.grad_norm > _bound(state.grad_norm, known, factor)
-        )
-        at = state.accepted % interval
-        new = Window(state.loss.at[at].set(seen.loss), state.grad_norm.at[at].set(seen.grad_norm), state.accepted + 1)
-        return new, ~spike | (state.accepted < interval // 2)
+        reasons = {
+            f"{name}_spike": judged & (getattr(seen, name) > _bound(getattr(state, name), known, factor))
+            for name in ("loss", "grad_norm")
+        }
+        count = jnp.where(new_level, 0, state.accepted)
+        at = count % interval
+        loss, grad_norm = state.loss.at[at].set(seen.loss), state.grad_norm.at[at].set(seen.grad_norm)
+        return Window(loss, grad_norm, count + 1, seen.step), reasons
 
     return Rule(NAME, init, observe=observe)
 

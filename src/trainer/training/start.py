@@ -78,7 +78,7 @@ def start(
             )
         say(f"{path}: {updates} of {config.steps} updates are done{', a fresh optimizer' if fresh else ''}")
         if config.reset_optimizer and not fresh:
-            say("reset_optimizer: done before, the optimizer of this checkpoint is the one that it began")
+            say("reset_optimizer acts once: this checkpoint was saved under it, so its optimizer goes on")
         for key in ("load_parameters_path", "load_full_state_path"):
             if config[key]:
                 say(f"{key} is not read: the run has a checkpoint of its own")

@@ -103,8 +103,9 @@ def make_update(
 
     `batch` holds the fields of the objective; its rows are the global batch. Metrics are weighted over the whole batch:
     float32 scalars; int32 `tokens`, `skipped` (1 where the update is left out: loss or gradients are not finite, as
-    where no token bears loss, or a rule refuses the step) and `finite` (1 where the state is finite after the step);
-    activation statistics [layers] where they are recorded; and metrics of parameters, see `_every`.
+    where no token bears loss, or a rule has a reason), the reasons of the rules, 0 or 1, and `finite` (1 where the state
+    is finite after the step); activation statistics [layers] where they are recorded; and metrics of parameters, see
+    `_every`.
 
     Args:
       config: resolved.
@@ -130,15 +131,18 @@ def make_update(
         grads = _combine(grads, jax.tree.map(jnp.zeros_like, frozen))
         updates, opt_state = tx.update(grads, tree.opt_state, tree.params)
         new = tree._replace(params=optax.apply_updates(tree.params, updates), opt_state=opt_state)
-        new, flags = observed(rules, new, Seen(total, grad_norm))
+        new, reasons = observed(rules, new, Seen(total, grad_norm, tree.step))
         new = apply_rules(rules, tree, new, sown)
-        accept = functools.reduce(jnp.logical_and, flags, jnp.isfinite(total) & jnp.isfinite(grad_norm))
+        accept = jnp.isfinite(total) & jnp.isfinite(grad_norm)
+        for reason in reasons.values():
+            accept &= ~reason
         new = _select(accept, new, tree)
         metrics = {
             "loss": total,
             **means,
             "grad_norm": grad_norm,
             "skipped": jnp.where(accept, 0, 1),
+            **{name: jnp.where(reason, 1, 0) for name, reason in reasons.items()},
             # Finite gradients may give an update that is not: Adam without epsilon, a huge learning rate. To leave it
             # out here, the step would have to keep the old state beside the new one (docs/experiments.md).
             "finite": jnp.where(all_finite(new), 1, 0),

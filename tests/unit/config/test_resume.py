@@ -65,7 +65,7 @@ def test_the_list_is_this_one():
     evaluation = {"eval_interval", "eval_steps", "eval_per_device_batch_size", "prompt", "decode_sampling_temperature"}
     evaluation |= {"eval_dataset_name", "eval_split", "eval_data_columns", "tokenize_eval_data", "grain_eval_files"}
     evaluation |= {"hf_eval_split", "hf_eval_files", "mtp_eval_target_module"}
-    assert set(AROUND) == around | evaluation | {"data_cache_directory"}
+    assert set(AROUND) == around | evaluation | {"data_cache_directory", "skip_step_scaling_factor"}
 
 
 def test_the_same_configuration_has_nothing_to_say():

@@ -268,23 +268,35 @@ def test_updates_that_were_left_out_are_warned_of_once_and_counted():
 
     lines = written(run).splitlines()
     warnings = [line for line in lines if line.startswith("warning")]
-    assert warnings == ["warning: step 1 has loss nan and gradient norm inf: its update is skipped"]
-    assert "skipped      2 updates whose loss or gradient was not finite" in lines
+    assert warnings == [
+        "warning: step 1 has loss nan and gradient norm inf: its update is skipped, not finite: loss and gradient norm"
+    ]
+    assert "skipped      2 updates, not finite: loss and gradient norm" in lines
 
 
 def test_spikes_are_warned_of_once_and_counted_by_themselves():
     def run(console):
-        for step, (skipped, loss) in enumerate([(0, 1.0), (1, 9.0), (1, math.nan), (1, 8.0)]):
-            console.step(ROW | {"step": step, "skipped": skipped, "loss": loss, "grad_norm": 2.0}, 4)
+        spikes = [(0, 0), (1, 0), (0, 0), (1, 0), (0, 1), (1, 1), (0, 0)]
+        for step, (of_loss, of_norm) in enumerate(spikes):
+            row = {"loss": math.nan if step == 2 else 9.0, "grad_norm": 2.0, "skipped": int(step > 0)}
+            console.step(ROW | row | {"step": step, "loss_spike": of_loss, "grad_norm_spike": of_norm}, 7)
         console.summary(1.0)
 
     lines = written(run).splitlines()
     assert [line for line in lines if line.startswith("warning")] == [
-        "warning: step 1 has loss 9 and gradient norm 2, a spike: its update is skipped",
-        "warning: step 2 has loss nan and gradient norm 2: its update is skipped",
+        "warning: step 1 has loss 9 and gradient norm 2: its update is skipped, a spike: loss",
+        "warning: step 2 has loss nan and gradient norm 2: its update is skipped, not finite: loss",
+        "warning: step 4 has loss 9 and gradient norm 2: its update is skipped, a spike: gradient norm",
+        "warning: step 5 has loss 9 and gradient norm 2: its update is skipped, a spike: loss and gradient norm",
+        "warning: step 6 has loss 9 and gradient norm 2: its update is skipped, refused by an update rule",
     ]
-    assert "skipped      2 updates whose loss or gradient norm was a spike" in lines
-    assert "skipped      1 updates whose loss or gradient was not finite" in lines
+    assert [line.split(None, 1)[1] for line in lines if line.startswith("skipped")] == [
+        "2 updates, a spike: loss",
+        "1 updates, not finite: loss",
+        "1 updates, a spike: gradient norm",
+        "1 updates, a spike: loss and gradient norm",
+        "1 updates, refused by an update rule",
+    ]
 
 
 def test_the_summary_of_a_process_that_went_on_says_which_steps_are_its_own():

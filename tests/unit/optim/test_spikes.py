@@ -1,8 +1,11 @@
 """Which steps are spikes, against NumPy."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from support import tiny_config
 
 from trainer.optim import Seen
@@ -12,36 +15,82 @@ INTERVAL, FACTOR = 16, 4.0
 
 
 def simulated(losses, norms, interval, factor):
-    """Which steps are taken, and the last of them, in float64."""
-    kept, taken = [], []
+    """Which steps are taken, and the last of them since the statistics began, in float64."""
+    kept, taken, skipped = [], [], 0
     for pair in zip(losses, norms, strict=True):
         window = np.array(kept[-interval:], np.float64)
-        spike = len(kept) >= interval // 2 and (pair > window.mean(0) + factor * window.std(0)).any()
+        stuck = skipped >= interval // 2
+        spike = not stuck and len(kept) >= interval // 2 and (pair > window.mean(0) + factor * window.std(0)).any()
         taken.append(bool(np.isfinite(pair).all() and not spike))
+        skipped = 0 if taken[-1] else skipped + 1
         if taken[-1]:
-            kept.append(pair)
-    return taken, kept[-interval:]
+            kept = [*([] if stuck else kept), pair]
+    return taken, kept
 
 
-def test_decisions_and_statistics_equal_numpy():
-    rng = np.random.default_rng(0)
-    losses, norms = 3 + 0.1 * rng.normal(size=200), 1 + 0.2 * rng.normal(size=200)
-    losses[[1, 50, 51, 120]] += 4  # the first while there are no statistics
-    norms[[30, 51, 160]] += 3
-    norms[10] = 2.1  # a little above the bound of the ten steps before, which are no whole interval
-    losses[90] = np.nan
-    losses, norms = losses.astype(np.float32), norms.astype(np.float32)
+def decided(losses, norms, first=0):
+    """The same by the rule, in steps from `first` on."""
     keys = {"skip_step_interval": INTERVAL, "skip_step_scaling_factor": FACTOR, "skip_step_on_spikes": True}
     rule = skip_spikes(tiny_config("nnx", **keys))
     observe = jax.jit(rule.observe)
     state, taken = rule.init(None), []
-    for loss, norm in zip(losses, norms, strict=True):
-        new, accept = observe(state, Seen(jnp.asarray(loss), jnp.asarray(norm)))
-        taken.append(bool(accept & np.isfinite(loss)))
+    for i, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
+        new, reasons = observe(state, Seen(jnp.asarray(loss), jnp.asarray(norm), jnp.asarray(first + i)))
+        taken.append(bool(np.isfinite(loss) and not any(reasons.values())))
         state = new if taken[-1] else state  # what the step's select does
+    return taken, state
+
+
+def noise(count, level=3.0, seed=0):
+    rng = np.random.default_rng(seed)
+    losses, norms = level + 0.1 * rng.normal(size=count), 1 + 0.2 * rng.normal(size=count)
+    return losses.astype(np.float32), norms.astype(np.float32)
+
+
+def check(losses, norms, first=0):
+    """Decisions and statistics equal NumPy's; returns the steps that are skipped."""
+    taken, state = decided(losses, norms, first)
     expected, kept = simulated(losses, norms, INTERVAL, FACTOR)
     assert taken == expected
-    assert [i for i, is_taken in enumerate(expected) if not is_taken] == [10, 30, 50, 51, 90, 120, 160]
-    assert state.accepted == sum(expected)
-    np.testing.assert_array_equal(np.sort(state.loss), np.sort([loss for loss, _ in kept]))
-    np.testing.assert_array_equal(np.sort(state.grad_norm), np.sort([norm for _, norm in kept]))
+    assert state.accepted == len(kept)
+    known = min(len(kept), INTERVAL)
+    assert known == INTERVAL, "the whole window is of these steps"
+    np.testing.assert_array_equal(np.sort(state.loss), np.sort([loss for loss, _ in kept[-INTERVAL:]]))
+    np.testing.assert_array_equal(np.sort(state.grad_norm), np.sort([norm for _, norm in kept[-INTERVAL:]]))
+    return [i for i, is_taken in enumerate(taken) if not is_taken]
+
+
+def test_decisions_and_statistics_equal_numpy():
+    losses, norms = noise(200)
+    losses[[1, 50, 51, 120]] += 4  # the first while there are no statistics
+    norms[[30, 51, 160]] += 3
+    norms[10] = 2.1  # a little above the bound of the ten steps before, which are no whole interval
+    losses[90] = np.nan
+    assert check(losses, norms) == [10, 30, 50, 51, 90, 120, 160]
+
+
+def test_a_new_level_is_accepted_after_half_an_interval():
+    (low, norms), (high, _) = noise(60), noise(60, level=8, seed=1)
+    losses = np.concatenate([low, high])
+    losses[110] += 4  # a spike on the new level
+    # The steps are those of a run that was reset: the window is empty, the step count is not 0.
+    assert check(losses, np.concatenate([norms, norms]), first=1000) == [*range(60, 60 + INTERVAL // 2), 110]
+
+
+@pytest.mark.parametrize("interval", [8, 9, 128])
+def test_no_run_stands_still(interval):
+    """However the loss goes, and with the smallest factor."""
+    count = 10 * interval
+    rng = np.random.default_rng(0)
+    losses = {
+        "explodes": np.exp(np.linspace(0, 50, count)),
+        "levels": np.repeat(rng.normal(size=10) * 100, interval),
+        "constant, then constant": np.repeat([1.0, 2.0], count // 2),
+        "random walk": np.cumsum(rng.normal(size=count)),
+        "rises before every end of an interval": np.arange(count) // (interval // 2 + 1) * 10.0,
+    }
+    for name, loss in losses.items():
+        taken, _ = simulated(loss, np.ones(count), interval, 1e-6)
+        in_a_row = [len(list(group)) for is_taken, group in itertools.groupby(taken) if not is_taken]
+        assert max(in_a_row, default=0) <= interval // 2, name
+        assert sum(taken) >= count // 2 - interval, name
