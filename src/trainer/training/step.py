@@ -103,7 +103,7 @@ def make_update(
 
     `batch` holds the fields of the objective; its rows are the global batch. Metrics are weighted over the whole batch:
     float32 scalars; int32 `tokens`, `skipped` (1 where the update is left out: loss or gradients are not finite, as
-    where no token bears loss, or a rule has a reason), the reasons of the rules, 0 or 1, and `finite` (1 where the state
+    where no token bears loss, or a rule has a reason), these reasons, 0 or 1, and `finite` (1 where the state
     is finite after the step); activation statistics [layers] where they are recorded; and metrics of parameters, see
     `_every`.
 

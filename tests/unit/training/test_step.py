@@ -318,6 +318,7 @@ def test_the_learning_rate_in_the_metrics_is_that_of_the_step_itself():
     codec = StateCodec(model, make_optimizer(config, model.param_axes))
     one = jnp.ones((), jnp.int32)
     ones = SimpleNamespace(
+        captures=(),
         weights=lambda batch: {"lm_loss": one},
         tokens=lambda batch: one,
         sums=lambda params, *_: Sums({"lm_loss": sum(jnp.sum(leaf) for leaf in jax.tree.leaves(params))}, {}, {}),
