@@ -67,7 +67,7 @@ def compile_for_topology(config: Any, compiler_options: Mapping[str, Any] | None
 
     Args:
       config: from `config.load`, not resolved.
-      compiler_options: of XLA besides.
+      compiler_options: further options of XLA.
 
     Raises:
       UserError: the configuration does not fit the devices, or there is no compiler for them.

@@ -97,7 +97,7 @@ def _recompute(config: Any) -> Iterator[Candidate]:
 
 
 def _kept(config: Any) -> set[str]:
-    """The tensors that blocks save on the device besides their inputs; "everything" stands for unnamed ones."""
+    """The tensors that blocks save on the device in addition to their inputs; "everything" stands for unnamed ones."""
     if config.remat_policy == "none":
         return {*EVERYTHING, "everything"}
     if config.remat_policy == "custom":

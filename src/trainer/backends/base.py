@@ -81,7 +81,7 @@ class StateCodec:
     def init(self, key: jax.Array, params: Any = None) -> Any:
         """The native train state at step 0, with the canonical `params`, or with those that the model draws from `key`.
 
-        Trace it with jit: an eager call draws parameters even if `params` are given."""
+        Call it under jit: an eager call computes initial parameters even if `params` are given."""
         drawn, rest = self.model.init(key)
         params = drawn if params is None else params
         return self.pack(TrainTree(jnp.zeros((), jnp.int32), params, self.tx.init(params), rest))

@@ -45,7 +45,7 @@ FREE = {
     *("sliding_window_size", MODULES),
 }
 MODEL = {*_ALWAYS, *FREE, ORDER}
-# Keys of a command line of `trainer.export` besides: a preset of `MODEL`, and how long a text the model is for.
+# Further keys of a command line of `trainer.export`: a preset of `MODEL`, and the sequence length the model is for.
 _PRESET, LENGTH = "model_name", "max_target_length"
 
 
@@ -155,7 +155,7 @@ def model_yaml(config: Any) -> str:
 
 
 def read_model_yaml(path: Path) -> tuple[dict[str, Any], int | None]:
-    """What a configuration beside a checkpoint says of the model: the data, the mesh and the platform may not be here.
+    """The model's keys in a configuration next to a checkpoint: its data, mesh and platform may not exist here.
 
     Returns:
       What `described` gives, and `rope_interleave`; and how long a text it was trained on, if the file says it.

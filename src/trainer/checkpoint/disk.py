@@ -109,7 +109,7 @@ _LOG = _Log()
 
 
 def silence_orbax() -> None:
-    """Keeps Orbax from printing tracebacks of its own beside the exception that it raises."""
+    """Keeps Orbax from also printing a traceback of the exception that it raises."""
     logger = logging.getLogger("absl")
     logger.addFilter(_LOG)  # a second time it does nothing
     logger.setLevel(logging.ERROR)

@@ -108,18 +108,18 @@ def load_parameters(
     leaves = source.leaves(config, {name: leaf.shape for name, leaf in wanted.items()})
     for note in source.notes(config):
         say(note)
-    placed = {}
+    loaded = {}
     with progress(leaves.values(), "loading", say) as tick:
         for name, leaf in leaves.items():
-            placed[name] = _place(leaf, wanted[name], tick)
+            loaded[name] = _place(leaf, wanted[name], tick)
     seconds, size = time.perf_counter() - started, sum(leaf.nbytes for leaf in leaves.values())
     if seconds > _SHORT:
         say(f"loaded {size / 1e9:.2f} GB of parameters from {path} ({source.kind}) in {seconds:.0f} s")
-    return nested(placed)
+    return nested(loaded)
 
 
 def _place(leaf: Leaf, abstract: jax.ShapeDtypeStruct, tick: Tick) -> jax.Array:
-    """The leaf as `abstract` says, put together on the devices."""
+    """The leaf with the sharding of `abstract`, assembled on the devices."""
     if len(leaf.puts) == 1:
         array = leaf.puts[0](abstract).block_until_ready()
         tick(leaf.nbytes)

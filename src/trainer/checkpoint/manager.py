@@ -1,10 +1,10 @@
-"""The checkpoints of one run: written by Orbax in the background, each committed whole or not at all.
+"""The checkpoints of one run: written by Orbax in the background, each committed completely or not at all.
 
 checkpoints/N holds the train state after N updates in canonical form, the same whichever combination trained it:
 state/ {params, opt_state, step, rest}, with optax's own structure under opt_state; run/ the metadata (see
-`Sidecar`) and the metrics that retention asks for; sums.json. A folder is given this name by the rename that
-commits it, and loses it by the rename that begins its deletion: what has the name was whole once, and should be now.
-In a bucket, which has no rename, a file commit_success.txt does what the name does here: it comes last and goes first.
+`Sidecar`) and the metrics that retention asks for; sums.json. A save is committed by renaming its temporary folder
+to this name, and a deletion begins by renaming it again: a folder with this name was once complete. A bucket has no
+rename. There the file commit_success.txt marks a complete checkpoint: it is written last and deleted first.
 """
 
 import concurrent.futures
@@ -202,7 +202,7 @@ def inspect(path: Any) -> Sidecar:
 
 
 def restore(path: Any, abstract: TrainTree) -> TrainTree:
-    """The train state of the checkpoint at `path`, which `inspect` found to be whole.
+    """The train state of the checkpoint at `path`, which `inspect` verified.
 
     Args:
       path: a folder checkpoints/N.
@@ -230,7 +230,7 @@ def newest(path: Any) -> Any:
 
 def committed(folder: Any) -> list[Any]:
     """The checkpoints in a folder of checkpoints, the newest last."""
-    found = [path for path in entries(folder) if path.name.isdecimal() and path.is_dir() and _whole(path)]
+    found = [path for path in entries(folder) if path.name.isdecimal() and path.is_dir() and _complete(path)]
     return sorted(found, key=lambda path: int(path.name))
 
 
@@ -249,13 +249,13 @@ def _refuse_maxtexts(path: Any) -> None:
 
 
 def _uncommitted(folder: Any) -> list[Any]:
-    """Saves that run, or never came to their end, and in a bucket also what is left of checkpoints that expired."""
+    """Saves in progress or interrupted, and in a bucket also what is left of deleted checkpoints."""
     if not is_remote(folder):
         return [path for path in entries(folder) if _UNCOMMITTED in path.name]
-    return [path for path in entries(folder) if path.name.isdecimal() and not _whole(path)]
+    return [path for path in entries(folder) if path.name.isdecimal() and not _complete(path)]
 
 
-def _whole(path: Any) -> bool:
+def _complete(path: Any) -> bool:
     return not is_remote(path) or (path / COMMITTED).exists()
 
 

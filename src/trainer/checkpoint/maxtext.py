@@ -1,6 +1,6 @@
 """MaxText's checkpoints: an Orbax tree of another trainer, of which only the parameters are read.
 
-A run of MaxText holds checkpoints/N/items, the tree, and beside it _CHECKPOINT_METADATA and sometimes the position in
+A run of MaxText holds checkpoints/N/items, the tree, next to it _CHECKPOINT_METADATA, and sometimes the position in
 the data. In the tree the parameters lie below params/params, or where MaxText's NNX alone wrote them at its root, each
 as {"value": array}. What differs from ours, and is converted (docs/guides/weights.md):
 - scanned layers are stacked on axis 1 or, with param_scan_axis=0, on axis 0; others lie in decoder/layers_0, ...;
@@ -33,7 +33,7 @@ _FINAL_NORM = "decoder/decoder_norm/scale"
 # Where else parameters lie: written by MaxText's NNX model alone, with its whole state, or by its post-training.
 _ROOTS = (ROOT, "", "model/", "base/", "model_params/")
 _VALUE = "/value"
-_RANDOM = {"rngs", "dropout"}  # state beside the parameters in those
+_RANDOM = {"rngs", "dropout"}  # state other than parameters in those
 
 
 class MaxTextSource:

@@ -18,7 +18,7 @@ from trainer.runtime.storage import absolute, entries
 
 T = TypeVar("T")
 
-COMPOSITE = "_CHECKPOINT_METADATA"  # beside the trees of a checkpoint that holds several things
+COMPOSITE = "_CHECKPOINT_METADATA"  # next to the trees of a checkpoint with several items
 _TREE = "_METADATA"  # in each tree
 _CHUNK = 1 << 31  # bytes: a process that needs a slice of an array reads no more than the chunks that it lies in
 
@@ -48,7 +48,7 @@ def headers(path: Path) -> dict[str, Any]:
 
 
 def custom_metadata(path: Path) -> dict[str, Any]:
-    """What was written beside the Orbax tree at `path` in the name of its checkpoint; {} for nothing.
+    """The custom metadata in the sidecar file of the checkpoint of the Orbax tree at `path`; {} for none.
 
     Raises:
       UserError: the file that says it is damaged.

@@ -1,10 +1,10 @@
-"""Parameters as this trainer writes them: an Orbax tree, config.yml and the tokenizer's files beside it.
+"""Parameters as this trainer writes them: an Orbax tree, config.yml and the tokenizer's files.
 
 They are read from a run's checkpoint (see `manager`), or from what `trainer.export` wrote, a folder that holds
-  checkpoint/   an Orbax v1 checkpoint of {"params": canonical nested dict}; whatever else a checkpoint has stands
-                beside "params" and is not read here
+  checkpoint/   an Orbax v1 checkpoint of {"params": canonical nested dict}; what else
+                a checkpoint holds is not read here
   config.yml    the model's keys, see `description.model_yaml`
-  huggingface.json    what a config.json that the parameters came from says besides, see `Source.neutral`; may lack
+  huggingface.json    optional: further fields of the config.json that the parameters came from, see `Source.neutral`
 """
 
 import functools
@@ -41,7 +41,7 @@ class ParamsSource:
     def __init__(
         self, path: Path, tree: str = TREE, config: str = CONFIG, tokenizer: str = "", *, average: bool = False
     ):
-        """`tree`, `config`, `tokenizer`: where in the folder `path` they lie. `average`: read the averages of the
+        """`tree`, `config`, `tokenizer`: their paths in the folder `path`. `average`: read the averages of the
         parameters that have one in place of them.
 
         Raises:

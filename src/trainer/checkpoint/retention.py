@@ -10,8 +10,8 @@ def expired(losses: Mapping[int, float | None], config: Any) -> list[int]:
     Args:
       losses: for each checkpoint, by its number of updates, the evaluation loss of its parameters, None if it was not
         evaluated.
-      config: `max_num_checkpoints_to_keep` newest ones stay (None: all), besides them those whose number divides by
-        `checkpoint_keep_period` and the `keep_best_checkpoints` with the lowest loss.
+      config: `max_num_checkpoints_to_keep` newest ones stay (None: all), and also those whose number is a multiple of
+        `checkpoint_keep_period`, and the `keep_best_checkpoints` with the lowest loss.
     """
     if config.max_num_checkpoints_to_keep is None:
         return []

@@ -1,4 +1,4 @@
-"""The files of a tokenizer that stand beside parameters."""
+"""The tokenizer files of a checkpoint."""
 
 from pathlib import Path
 

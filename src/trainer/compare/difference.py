@@ -34,7 +34,7 @@ class Difference(NamedTuple):
       absolute: the largest absolute difference of two elements; infinite if one of them is not finite, or if they
         cannot be subtracted, for the reason in `note`.
       relative: `absolute` divided by the largest magnitude in both.
-      note: what differs besides values: the dtype, the shape, or that one side does not have the array.
+      note: a difference that is not in values: the dtype, the shape, or that one side does not have the array.
     """
 
     name: str

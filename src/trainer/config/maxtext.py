@@ -76,7 +76,7 @@ def verdicts() -> Mapping[str, Verdict]:
 
 
 def former_defaults(name: str, present: Iterable[str]) -> list[Any] | None:
-    """Earlier default values of `name` in the version of MaxText's base.yml that has the keys `present`, besides its
+    """Earlier default values of `name` in the version of MaxText's base.yml that has the keys `present`, other than its
     neutral values and those of maxtext.yml; None for a key without such values."""
     given, rows = set(present), _table()["earlier"].get(name)
     if rows is None:

@@ -1,4 +1,4 @@
-"""Folders of prepared data: written whole or not at all, by one process while others wait, and checked when read."""
+"""Folders of prepared data: committed atomically by one process while others wait, and checked when read."""
 
 import contextlib
 import fcntl
@@ -28,8 +28,8 @@ def cache_root(data_cache_directory: str) -> Path:
 def ensure(folder: Path, build: Callable[[Path], dict[str, Any]], progress: Progress) -> None:
     """Makes `folder`, unless it exists, with what `build(temporary folder)` writes, and the dict it returns as META.
 
-    The temporary folder lies beside `folder` and is renamed at the end. Of several processes one builds, and the others
-    wait for it. Raises UserError where the files cannot be written.
+    The temporary folder has the same parent as `folder` and is renamed at the end. Of several processes one
+    builds, and the others wait for it. Raises UserError where the files cannot be written.
     """
     temporary = folder.with_name(folder.name + ".tmp")
     try:

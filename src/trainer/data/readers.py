@@ -164,7 +164,7 @@ class ArrayRecordPart(FilePart):
             )
         if self._stop > count:
             raise UserError(
-                f"{path} holds {count} records, and dataset_info.json beside it says more; copy or make it anew"
+                f"{path} has {count} records, but dataset_info.json says that it has more; copy or prepare it again"
             )
         self._reader = None  # opened anew by whoever reads, maybe in another process
 
@@ -245,7 +245,7 @@ class TablePart:
 
 
 def _rows(table: Any) -> list[dict[str, Any]]:
-    """The rows of a table or batch of Arrow. Strings that are no UTF-8 come as bytes, with those beside them."""
+    """The rows of a table or batch of Arrow. If a string is not UTF-8, all strings are returned as bytes."""
     try:
         return table.to_pylist()
     except UnicodeDecodeError:

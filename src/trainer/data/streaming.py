@@ -155,7 +155,7 @@ class _FilesIterator(grain.DatasetIterator):
                 ended += 1
                 if ended > 2 * len(self._parts) + len(self._open):
                     raise UserError(
-                        f"{self._parts[0].name} and the files beside it hold too few records for every process and "
+                        f"{self._parts[0].name} and the other files hold too few records for every process and "
                         "worker to get one; use fewer, or data_pipeline=prepared"
                     )
                 continue

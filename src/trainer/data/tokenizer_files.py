@@ -18,7 +18,7 @@ from trainer.data.tokenizer import CONFIG_FILE, JSON_FILE, ByteTokenizer, JsonTo
 
 _SENTENCEPIECE_FILE, _TIKTOKEN_FILE = "tokenizer.model", "tokenizer.tiktoken"
 _FILES = {"huggingface": JSON_FILE, "sentencepiece": _SENTENCEPIECE_FILE, "tiktoken": _TIKTOKEN_FILE}
-# The special tokens of well-known tokenizers, for a tokenizer.json without a tokenizer_config.json beside it.
+# The special tokens of well-known tokenizers, for a tokenizer.json without a tokenizer_config.json.
 _BEGINS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "[BOS]")
 _ENDS = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[EOS]")
 # Llama 3's split into words and the number of its special tokens, which its file of ranks does not hold:
@@ -151,13 +151,13 @@ def _load_json(file: Path, *, add_bos: bool, add_eos: bool) -> JsonTokenizer:
         if wanted and name is None:
             raise UserError(
                 f"tokenizer_path: {file} has no special token that we know for the ends of a document; name bos_token "
-                f"and eos_token in a {CONFIG_FILE} beside it, or set {key}=false"
+                f"and eos_token in a {CONFIG_FILE} next to it, or set {key}=false"
             )
     return JsonTokenizer(inner, begin if add_bos else None, end if add_eos else None)
 
 
 def _special_names(file: Path) -> dict[str, str]:
-    """bos_token and eos_token as tokenizer_config.json beside the file has them: a string, or a dict with `content`."""
+    """bos_token and eos_token from the tokenizer_config.json next to the file: a string, or a dict with `content`."""
     path = file.with_name(CONFIG_FILE)
     if not path.is_file():
         return {}

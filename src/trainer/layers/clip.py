@@ -8,7 +8,7 @@ import jax
 class Clipped(Protocol):
     """A layer whose logits QK-Clip bounds: an NNX module anywhere in a block, or a block, NNX or Linen.
 
-    It states its rule beside its own weights, and sows `layers.sown.MaxLogit` under the name "max_logit", such as
+    It states its rule where it defines its weights, and sows `layers.sown.MaxLogit` under the name "max_logit", such as
     `ops.max_logits.max_logits(query, key, mask, when=context.sampled)`. A block that does not attend says
     `logit_factors = None` in its class.
     """

@@ -259,7 +259,7 @@ def refuse_state(config, has_parameters: bool, others: Sequence[str]) -> None:
     """Raises UserError for a block without parameters, or with `others`, the paths of other state."""
     if others:
         raise UserError(
-            f"decoder_block={config.decoder_block} holds state besides its parameters: {', '.join(others[:3])}; a "
+            f"decoder_block={config.decoder_block} has state other than parameters: {', '.join(others[:3])}; a "
             "block may have none: dropout draws from context.key, and nothing updates statistics"
         )
     if not has_parameters:

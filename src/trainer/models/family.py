@@ -33,10 +33,10 @@ class Family:
       forward_flops: `(config, keys)` to FLOPs of the forward pass for one token, like
         `models.flops.forward_flops_per_token`, modules of multi-token prediction included; None: two for each entry of
         a matrix, attention not counted.
-      projections: names that its blocks give (`jax.ad_checkpoint.checkpoint_name`) to matrix products with weights, in
+      projections: names of matrix products with weights (`jax.ad_checkpoint.checkpoint_name`) in its blocks, in
         addition to `config.remat.PROJECTIONS`. A remat_policy that keeps all of those also keeps these.
-      tensors: names that they give to other tensors. remat_policy=custom keeps these and `projections` by the keys
-        custom_device_tensors and custom_offload_tensors.
+      tensors: names that its blocks give to other tensors. With remat_policy=custom, the keys custom_device_tensors and
+        custom_offload_tensors select from these and from `projections`.
       axes: logical axes that base.yml's logical_axis_rules do not have, and the mesh axis or axes of each. They are
         fixed here: logical_axis_rules cannot change them.
       make_product: of the matrices outside of the blocks: the head's, which may be the embedding table, and the

@@ -1,6 +1,6 @@
 """Objectives: the losses that training minimizes, and other sums that it reports."""
 
-from trainer.objectives.base import Batch, Evaluation, Field, Mean, Objective, Sums, batch_fields
+from trainer.objectives.base import Batch, Evaluation, Field, Mean, Objective, Sums, Weights, batch_fields
 from trainer.objectives.forward import TokenLogProbs, hidden_states, target_log_probs
 from trainer.objectives.multi_token import MultiToken
 from trainer.objectives.next_token import NextToken
@@ -16,6 +16,7 @@ __all__ = [
     "Objective",
     "Sums",
     "TokenLogProbs",
+    "Weights",
     "batch_fields",
     "hidden_states",
     "make_objective",

@@ -18,7 +18,7 @@ class Field(NamedTuple):
     dtype: str = "int32"
 
 
-# A field of every batch: the index of each row in the global batch. Dropout is drawn by it.
+# A field of every batch: the index of each row in the global batch. Dropout depends on it.
 ROW = {"row": Field(("rows",))}
 
 
@@ -29,16 +29,30 @@ class Mean(NamedTuple):
     weight: jax.Array
 
 
+class Weights(NamedTuple):
+    """The divisors of a batch, known before its terms are summed.
+
+    Attributes:
+      terms: the divisor of each sum by name, of the same shape.
+      tokens: the number of loss-bearing tokens, int32 []: 0 exactly where the divisors are 0, which makes no update.
+    """
+
+    terms: dict[str, jax.Array]
+    tokens: jax.Array
+
+
 class Evaluation(NamedTuple):
     """What evaluation reports of a batch.
 
     Attributes:
+      tokens: as in `Weights`.
       loss: `eval_loss`, which also chooses the best checkpoints.
       cross_entropy: in nats per loss-bearing token, those of `targets` whose `targets_segmentation` is not 0: for
         perplexity and bits per byte. None if there is no such mean; a batch then need not have these fields.
       others: further means, each reported as eval_ and its name.
     """
 
+    tokens: jax.Array
     loss: Mean
     cross_entropy: Mean | None = None
     others: Mapping[str, Mean] | None = None
@@ -70,13 +84,10 @@ class Objective(Protocol):
 
     @property
     def captures(self) -> tuple[type[nnx.Variable], ...]:
-        """The sown types that it captures itself: it needs them, and no one else gets them."""
+        """The sown types that it captures for itself; the step does not return their values."""
 
-    def weights(self, batch: Batch) -> dict[str, jax.Array]:
-        """The divisor of each sum by name, of the same shape, computed from the whole batch."""
-
-    def tokens(self, batch: Batch) -> jax.Array:
-        """The number of loss-bearing tokens, int32 []: 0 exactly where the weights are 0, which makes no update."""
+    def weights(self, batch: Batch) -> Weights:
+        """The divisors of the terms, computed from the whole batch."""
 
     def sums(
         self,

@@ -26,7 +26,7 @@ def hidden_states(
 ) -> tuple[jax.Array, Sown]:
     """Hidden states [b, t, e] of the inputs of `batch`, and the sown values of `capture`.
 
-    `key` is for dropout; `sampled` says whether this step measures (`layers.context`).
+    `key` is for dropout. `sampled`: whether rules read sown values in this step (`layers.context`).
     """
     inputs = (batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"], batch["row"])
     hidden, sown, _ = apply(params, rest, *inputs, capture=capture, key=key, sampled=sampled)
@@ -34,7 +34,7 @@ def hidden_states(
 
 
 class TokenLogProbs(NamedTuple):
-    """Of the distribution that the head gives each token: float32 [b, t], log-probabilities in nats."""
+    """Statistics of the head's distribution for each token: float32 [b, t], log-probabilities in nats."""
 
     target: jax.Array  # of the target
     log_z: jax.Array  # the log of the softmax's normalizer
@@ -53,7 +53,7 @@ def target_log_probs(
     mean: bool = False,
     best: bool = False,
 ) -> TokenLogProbs:
-    """What the head gives for each token of `target_bt`, from its hidden states. `mean`, `best`: also these fields.
+    """The head's `TokenLogProbs` for `target_bt`, from the hidden states. `mean`, `best`: also compute these fields.
 
     Computed in float32 from logits in the model's dtype; with `tiling` the logits of one tile exist at a time.
     """

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from trainer.layers.sown import MtpHidden, Sown
 from trainer.models.mtp import hidden_path
-from trainer.objectives.base import Batch, Evaluation, Field, Mean, Sums
+from trainer.objectives.base import Batch, Evaluation, Field, Mean, Sums, Weights
 from trainer.objectives.forward import hidden_states
 from trainer.objectives.next_token import NextToken
 from trainer.ops.ahead import shift_left, still_inside
@@ -45,16 +45,12 @@ class MultiToken:
         """See `Objective.captures`."""
         return (MtpHidden,)
 
-    def weights(self, batch: Batch) -> dict[str, jax.Array]:
+    def weights(self, batch: Batch) -> Weights:
         """See `Objective.weights`. A module without a token weighs 1: its sum is 0, and so is its part of the loss."""
-        own = self.next_token.weights(batch)
-        tokens = jnp.stack([jnp.sum(segment != 0, dtype=jnp.int32) for _, segment in self._targets(batch)])
-        tokens = jnp.maximum(tokens, 1)
-        return own | {_name(name): tokens for name in own}
-
-    def tokens(self, batch: Batch) -> jax.Array:
-        """See `Objective.tokens`."""
-        return self.next_token.tokens(batch)
+        own, tokens = self.next_token.weights(batch)
+        ahead = jnp.stack([jnp.sum(segment != 0, dtype=jnp.int32) for _, segment in self._targets(batch)])
+        ahead = jnp.maximum(ahead, 1)
+        return Weights(own | {_name(name): ahead for name in own}, tokens)
 
     def sums(
         self,
@@ -90,13 +86,14 @@ class MultiToken:
         bears_loss = segment != 0
         _, found = greatest(self._hidden(sown)[self.evaluated - 1], target)
         total = jnp.sum(jnp.where(batch["targets_segmentation"] != 0, terms["lm_loss"], 0))
-        nats = Mean(total, self.tokens(batch))
+        tokens = self.next_token.weights(batch).tokens
+        nats = Mean(total, tokens)
         accepted = jnp.sum(bears_loss & (found.best == best), dtype=jnp.int32)
         rate = Mean(accepted, jnp.sum(bears_loss, dtype=jnp.int32))
-        return Evaluation(nats, nats, {"mtp_acceptance_rate": rate})
+        return Evaluation(tokens, nats, nats, {"mtp_acceptance_rate": rate})
 
     def _hidden(self, sown: Sown) -> list[jax.Array]:
-        # By name: a block may sow values of this type, too, and they are none of ours.
+        # By name: a block may sow values of this type, too.
         return [sown[MtpHidden.__name__][hidden_path(k)] for k in range(1, self.modules + 1)]
 
     def _targets(self, batch: Batch) -> Iterator[tuple[jax.Array, jax.Array]]:

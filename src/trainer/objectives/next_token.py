@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from trainer.objectives.base import Batch, Evaluation, Field, Mean, Sums
+from trainer.objectives.base import Batch, Evaluation, Field, Mean, Sums, Weights
 from trainer.objectives.forward import Apply, TokenLogProbs, hidden_states, target_log_probs
 from trainer.objectives.tiling import Tiling
 
@@ -37,13 +37,10 @@ class NextToken:
         "targets_segmentation": Field(),
     }
 
-    def weights(self, batch: Batch) -> dict[str, jax.Array]:
+    def weights(self, batch: Batch) -> Weights:
         """See `Objective.weights`."""
-        return dict.fromkeys(("lm_loss", "z_loss", "label_smoothing_loss"), self.tokens(batch))
-
-    def tokens(self, batch: Batch) -> jax.Array:
-        """See `Objective.tokens`."""
-        return jnp.sum(batch["targets_segmentation"] != 0, dtype=jnp.int32)
+        tokens = jnp.sum(batch["targets_segmentation"] != 0, dtype=jnp.int32)
+        return Weights(dict.fromkeys(("lm_loss", "z_loss", "label_smoothing_loss"), tokens), tokens)
 
     def token_terms(
         self, params: Any, rest: Any, hidden_bte: jax.Array, target_bt: jax.Array, *, best: bool = False
@@ -83,5 +80,6 @@ class NextToken:
     def evaluation(self, params: Any, rest: Any, batch: Batch) -> Evaluation:
         """The cross entropy alone. See `Objective.evaluation`."""
         sums = self.sums(params, rest, batch, key=None)
-        nats = Mean((sums.minimized | sums.measured)["lm_loss"], self.tokens(batch))
-        return Evaluation(nats, nats)
+        tokens = self.weights(batch).tokens
+        nats = Mean((sums.minimized | sums.measured)["lm_loss"], tokens)
+        return Evaluation(tokens, nats, nats)

@@ -24,13 +24,13 @@ _SAME = sharding.Axes(())  # on all devices of these axes
 
 @dataclass(frozen=True, eq=False)
 class Tiling:
-    """How the tokens of a device are cut into tiles, and what the output head reads.
+    """How the tokens of a device are split into tiles, and the parameters of the output head.
 
     Attributes:
       tiles: their number, which divides the tokens of a device.
       matrix: canonical path of the head's matrix. What is stored next to it belongs to the head, too.
       param_axes: the logical axes of the model's parameters.
-      dtype: in which the head multiplies.
+      dtype: of the head's product.
     """
 
     tiles: int
@@ -42,7 +42,7 @@ class Tiling:
 def in_tiles(fn: PerToken, tiling: Tiling, params: Any, rest: Any, hidden_bte: jax.Array, target_bt: jax.Array) -> Any:
     """`fn(params, rest, hidden_bte, target_bt)`, a pytree of arrays [b, t], computed tile by tile.
 
-    `fn` reads of `params` and `rest` only what belongs to the output head, and computes each token by itself. The
+    `fn` reads only the output head's part of `params` and `rest`, and computes each token independently. The
     result has gradients by the head's parameters and by `hidden_bte`, from a custom VJP (docs/decisions/0014): it keeps
     these two, and its backward pass calls `fn` again for each tile. Each device sums the head's gradient over its tiles
     in float32; devices add their sums once, after the last tile. Supports reverse mode only.
@@ -76,7 +76,7 @@ class _Tiled:
     """Both passes. A head is the tree of its parameters, buffers that of its variables without gradients."""
 
     def __init__(self, fn: PerToken, tiling: Tiling, params: Any, rest: Any):
-        """`params` and `rest`: shapes, in place of what `fn` does not read."""
+        """`params` and `rest`: shapes for the parts that `fn` does not read."""
         self.fn, self.tiling, self.params, self.rest = fn, tiling, params, rest
         self.path, self.matrix = tiling.matrix[:-1], tiling.matrix[-1]
         self.names = _at(tiling.param_axes, self.path)
@@ -90,17 +90,17 @@ class _Tiled:
     def backward(self, args: Any, grads: Any) -> tuple[Any, jax.Array]:
         """The gradients of head and hidden states, given the arguments of `forward` and the gradients of the values."""
         head, *others = args
-        with self.same_mesh():  # JAX traces a backward pass when it is asked for
+        with self.same_mesh():  # JAX traces the backward pass later
             run = sharding.shard_mapped(
                 self._backward, (_SAME, INPUT, _SAME, ROWS, ROWS), (_SAME, INPUT), over=_OVER, check=False
             )
             sums, hidden_grad = run(self._in_dtype(head), *others, _inexact(grads))
-            # Else the compiler adds the sums of devices late, and keeps them through the backward pass of all layers.
+            # Otherwise the compiler reduces over devices late: the sums stay in memory through the backward pass.
             sums, hidden_grad = jax.lax.optimization_barrier((self._constrained(sums), hidden_grad))
         return jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), sums, head), hidden_grad
 
     def _in_dtype(self, head: Any) -> Any:
-        # Cast before devices gather it, which halves the bytes of a float32 matrix under bfloat16.
+        # Cast before the all-gather, which halves the bytes of a float32 matrix under bfloat16.
         return head | {self.matrix: head[self.matrix].astype(self.tiling.dtype)}
 
     def _forward(self, head: Any, hidden_bte: jax.Array, buffers: Any, target_bt: jax.Array) -> Any:

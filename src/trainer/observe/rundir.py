@@ -18,7 +18,7 @@ from trainer.runtime.storage import entries, folder, is_remote, mirror, remedy
 
 CONFIG_FILE, FINISHED_FILE, CHECKPOINTS = "config.yml", "finished", "checkpoints"
 _FILES = (CONFIG_FILE, METRICS_FILE, FINISHED_FILE)
-OWN_FILES = (*_FILES, LOCK_FILE)  # what a run writes into its folder besides checkpoints
+OWN_FILES = (*_FILES, LOCK_FILE)  # what a run writes into its folder, apart from checkpoints
 _NUMBERED = re.compile(r"run-(\d+)")
 
 

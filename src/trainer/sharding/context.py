@@ -172,10 +172,10 @@ def take(
 
     The gradient of a row is summed over its occurrences in float32: a bfloat16 sum over the thousands of occurrences of
     a frequent token would stop growing at 256 times one term. Differentiable in reverse mode only. A `jax.vmap` over
-    it needs `spmd_axis_name` for the mapped axis to stay spread over devices.
+    it needs `spmd_axis_name` for the mapped axis to stay sharded.
 
-    `names`: the logical names of the table's axes. With them, TPUs that each hold the whole table sum in a way that
-    takes one table's memory instead of two (`_summed_by_device`).
+    `names`: the logical names of the table's axes. With them, TPUs on which the table is replicated sum in a
+    way that takes one table's memory instead of two (`_summed_by_device`).
     """
     dtype = table.dtype if dtype is None else dtype
     where = None if names is None else (tuple(names), tuple(out_names))
@@ -217,7 +217,7 @@ def _sum(shape: Sequence[int], ids: jax.Array, rows: jax.Array, ordered: bool = 
 
 
 def _only_rows_are_split(names: Sequence[str | None], out_names: Sequence[str | None], ndim: int) -> bool:
-    """Whether the ids, which have `ndim` axes, are spread over devices that each hold the whole table."""
+    """Whether the ids, which have `ndim` axes, are sharded over devices on which the table is replicated."""
     if _current.get() is None or jax.sharding.get_abstract_mesh().manual_axes:
         return False
     return _parts(out_names[:ndim]) > 1 == _parts(names) == _parts(out_names[ndim:])

@@ -1,4 +1,4 @@
-"""Muon's dimension numbers for what users have: a configuration, or parameters of either module system."""
+"""Muon's dimension numbers from a configuration, or from parameters of either module system."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -44,7 +44,7 @@ def get_muon_weight_dimension_numbers(source: Any, config: Any = None) -> Any:
       a nested dict with the names of the parameters in `source`; of a configuration those of the canonical dict.
 
     Raises:
-      UserError: the arrays do not say their axes and there is no `config`, or it is that of other parameters.
+      UserError: the arrays have no logical axes and there is no `config`, or `config` has other parameters.
     """
     if isinstance(source, ml_collections.ConfigDict | ml_collections.FrozenConfigDict):
         return dimension_numbers(_axes_of_model(source))
@@ -68,7 +68,7 @@ def _axes_of_dict(params: Mapping[str, Any], config: Any) -> Any:
     known: dict[str, Axes] | None = None
     if not any(isinstance(leaf, Axes | meta.Partitioned) for leaf in leaves):
         if config is None:
-            raise UserError("arrays do not say their logical axes: give config=, the configuration of their model")
+            raise UserError("these arrays have no logical axes: pass config=, the configuration of their model")
         known = by_name(_axes_of_model(config))
 
     def one(path: Any, leaf: Any) -> Axes:

@@ -53,7 +53,7 @@ def _kept_axes(axes: Axes, whole: Shape | None, kept: Shape, path: Path) -> Axes
     """The axes of an array of shape `kept` at `path`, made of a parameter of shape `whole` with `axes`."""
     if kept == whole:
         return axes
-    # Not over layers: each is an array by itself (`optim.by_layer`).
+    # Not over layers: each is optimized as a separate array (`optim.by_layer`).
     axes_of = [i for i, name in enumerate(axes) if name != "layers"]
     summed = [i for i in axes_of if whole and whole[:i] + whole[i + 1 :] == kept]
     if not summed:

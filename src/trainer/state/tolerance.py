@@ -28,11 +28,11 @@ def check_tolerance(tensors: Any, abstract: Any, shardings: Any, tolerance: floa
     total = sum(math.prod(shape) for _, shape, _ in params)
     problems = []
     for axis, size in params[0][2].mesh.shape.items():
-        whole = [(t, shape) for t, shape, sharding in params if size > 1 and _could_split(axis, shape, sharding)]
-        share = sum(math.prod(shape) for _, shape in whole) / total
+        replicated = [(t, shape) for t, shape, sharding in params if size > 1 and _could_split(axis, shape, sharding)]
+        share = sum(math.prod(shape) for _, shape in replicated) / total
         if axis == DATA or share <= tolerance:
             continue
-        largest = sorted(whole, key=lambda row: -math.prod(row[1]))[:SHOWN]
+        largest = sorted(replicated, key=lambda row: -math.prod(row[1]))[:SHOWN]
         listed = ", ".join(f"{t.name} [{', '.join(map(str, t.axes))}] {list(shape)}" for t, shape in largest)
         problems.append(
             f"mesh axis {axis} leaves {share:.1%} of the parameters replicated, more than "

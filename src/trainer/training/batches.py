@@ -17,18 +17,18 @@ class BatchSource(Protocol):
     """The batches of a run: one for each update, and those of its evaluations. They have the fields of the objective
     and `row` (`objectives.batch_fields`). With several processes each gets its part (`runtime.place.share_of_rows`)."""
 
-    waited: float  # seconds that all `take` so far had to wait
+    waited: float  # seconds spent waiting in all calls of `take` so far
 
     def take(self, state: Callable[[], Any]) -> tuple[Batch, Position]:
-        """The next batch, of `run.rows` rows, and the position behind it. `state()` is the native train state that the
-        batch is for: a source may make its batches with it."""
+        """The next batch, of `run.rows` rows, and the position in the data after it. `state()` returns the native train
+        state, for a source whose batches depend on it."""
 
     def held_out(self) -> Iterable[Batch]:
         """The batches of one evaluation, of `run.eval_rows` rows. Only called with eval_interval above 0."""
 
 
 class LoadedAhead(Loader[tuple[Batch, Position]]):
-    """Batches of the dataset, whatever the state."""
+    """Batches of the data set; they do not depend on the state."""
 
     def __init__(self, run: Run, dataset: Dataset, start: Start):
         self._run, self._dataset = run, dataset
@@ -57,7 +57,7 @@ def check_batch(run: Run, batch: Batch, rows: int) -> None:
     """Checks that `batch`, this process's part of `rows` rows, has the fields of the run's objective. It may have more.
 
     Raises:
-      UserError: it names every field that is missing, or has another shape or dtype, and the fields that no one reads.
+      UserError: names every field that is missing or has another shape or dtype, and the fields that nothing reads.
     """
     parts = share_of_rows(run.batch_shardings["row"], rows)["process_count"]
     wanted = run.abstract_batch(rows // parts)

@@ -37,7 +37,7 @@ _LENGTHS = ("activation_length", "activation_norm_length", "activation_q_length"
 
 
 class Run(NamedTuple):
-    """What a configuration means on some devices. Functions are jitted; nothing has been allocated or compiled."""
+    """What a configuration defines on given devices. Functions are jitted; nothing is allocated or compiled yet."""
 
     config: Any  # resolved and frozen
     mesh: Mesh
@@ -48,7 +48,7 @@ class Run(NamedTuple):
     param_shardings: ParamShardings
     batch_shardings: dict[str, NamedSharding]
     init: Callable[..., Any]  # (params=None) -> native train state at step 0, sharded; see `init_state_fn`
-    fetch: Fetch  # inside of jit: a TrainTree with what is stored in host memory brought to the device
+    fetch: Fetch  # inside of jit: moves the parts of a TrainTree in host memory to the device
     update: Callable[..., Any]  # (tree, batch) -> (tree, metrics), not jitted; see `make_update`
     step: Any  # jitted (state, batch) -> (state, metrics): `update` of a native train state, which is donated
     eval_step: Any  # jitted (state, batch, bytes per token [vocab]) -> sums
@@ -65,7 +65,7 @@ class Run(NamedTuple):
 
     @property
     def replicated(self) -> NamedSharding:
-        """The sharding of what is the same on all devices."""
+        """The replicated sharding."""
         return NamedSharding(self.mesh, spec([], self.rules))
 
     def abstract_args(self) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
@@ -107,7 +107,7 @@ class Run(NamedTuple):
         return self.codec.unpack(self.abstract_state).params
 
     def table(self) -> dict[str, Any]:
-        """Where the train state lives, as plain data: mesh axes above 1, a row for each tensor, totals and warnings."""
+        """The shardings of the train state as plain data: mesh axes of size > 1, a row per tensor, totals, warnings."""
         trees = tensors(self.model, self.abstract_state), self.abstract_state, self.state_shardings
         rows = table.rows(*trees)
         named, abstract, _ = (self.codec.unpack(tree).params for tree in trees)
@@ -125,7 +125,7 @@ class Run(NamedTuple):
 
     @property
     def step_on_leaves(self) -> Any:
-        """`step` of the leaves of a state, a list. To take an `nnx.State` apart walks over each Variable, in Python."""
+        """`step` that takes and returns the leaves of the state as a list: flattening an `nnx.State` is slow."""
         structure: Any = jax.tree.structure(self.abstract_state)  # its stubs lack unflatten
         step = self.step.__wrapped__
 
@@ -144,7 +144,7 @@ class Run(NamedTuple):
     def sharded(self, fn: Callable[..., Any], *, whole_rows: bool = False) -> Callable[..., Any]:
         """`fn`, whose layers shard their arrays over this run's mesh when it is traced.
 
-        With `whole_rows` no mesh axis splits the tokens of a row, as for a row that is made token by token.
+        With `whole_rows` no mesh axis shards the length of a row, as sampling token by token requires.
         """
         whole = dict.fromkeys(_LENGTHS, ()) if whole_rows else {}
         return _sharded(fn, self.mesh, {**self.rules, **whole})
@@ -160,9 +160,9 @@ def build(
 
     Args:
       config: from `config.load`, resolved or not.
-      devices: all that the mesh is made of.
+      devices: all devices of the mesh.
       update_rules: applied after the optimizer and the rules of `config`, in order.
-      make_objective: from the resolved configuration and the model to what training and evaluation compute.
+      make_objective: makes the objective of training and evaluation from the resolved configuration and the model.
 
     Raises:
       UserError: the configuration does not fit the devices; all mistakes at once.

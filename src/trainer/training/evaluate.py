@@ -21,8 +21,8 @@ from trainer.state import ParamShardings
 def make_evaluation(objective: Objective, shardings: ParamShardings) -> Callable[..., dict[str, Any]]:
     """`evaluation(tree, batch, bytes_per_token [vocab]) -> sums` over `batch`.
 
-    They are `means`, an `objectives.Evaluation`; `tokens`, the number of those that bear loss; and `bytes`, those that
-    the targets of a cross entropy stand for, else 0. With `ema_decay` the average of the parameters is evaluated.
+    The sums are `means`, an `objectives.Evaluation`, and `bytes`, the number of bytes of text in the targets, 0 without
+    a cross entropy. With `ema_decay` the average of the parameters is evaluated.
     """
 
     def evaluation(tree: TrainTree, batch: Mapping[str, jax.Array], bytes_per_token: jax.Array) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def make_evaluation(objective: Objective, shardings: ParamShardings) -> Callable
         lengths = jnp.zeros((), bytes_per_token.dtype)
         if means.cross_entropy is not None:
             lengths = jnp.where(batch["targets_segmentation"] != 0, bytes_per_token[batch["targets"]], 0)
-        return {"means": means, "tokens": objective.tokens(batch), "bytes": jnp.sum(lengths)}
+        return {"means": means, "bytes": jnp.sum(lengths)}
 
     return evaluation
 
@@ -39,7 +39,7 @@ def make_evaluation(objective: Objective, shardings: ParamShardings) -> Callable
 def check_held_out(rows: RowSource | None, batch_rows: int, eval_steps: int) -> None:
     """Raises UserError where none of the first `eval_steps` batches of `batch_rows` rows has a token that bears loss.
 
-    It reads to the first that has one. All batches together, `eval_steps` -1, have one: else they are not prepared.
+    It stops reading at the first such token. With `eval_steps` -1 nothing is read: prepared data always have one.
     """
     if rows is None or eval_steps < 0:
         return
@@ -56,10 +56,10 @@ def check_held_out(rows: RowSource | None, batch_rows: int, eval_steps: int) -> 
 
 def summarize(sums: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Metrics over all batches, from the sums of each: eval_loss, eval_tokens and the objective's other means. With a
-    cross entropy also eval_perplexity and, where the targets stand for bytes, eval_bits_per_byte (document ends cost
-    bits and stand for no byte).
+    cross entropy also eval_perplexity and, if the targets are text, eval_bits_per_byte (the end of a document costs
+    bits and has no bytes).
 
-    Raises RunStopped where no token bears loss: there is no mean of nothing, and 0 would be the best loss of all."""
+    Raises RunStopped if no token bears loss: a loss of 0 would count as the best of all."""
     total: Any = None
     for batch in sums:
         found = jax.tree.map(float, batch)
@@ -68,11 +68,11 @@ def summarize(sums: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         raise RunStopped(
             "evaluation: 0 tokens bear loss in its batches; evaluate on other data, or set eval_interval=-1"
         )
-    loss, nats, others = total["means"]
+    tokens, loss, nats, others = total["means"]
     metrics = {"eval_loss": _mean(loss)}
     if nats is not None and nats.weight:
         metrics["eval_perplexity"] = perplexity(_mean(nats))
-    metrics["eval_tokens"] = int(total["tokens"])
+    metrics["eval_tokens"] = int(tokens)
     metrics |= {f"eval_{name}": _mean(mean) for name, mean in (others or {}).items()}
     if nats is not None and nats.weight and total["bytes"]:
         metrics["eval_bits_per_byte"] = nats.total / math.log(2) / total["bytes"]

@@ -1,4 +1,4 @@
-"""Steps in which something is not finite: what it was, in words."""
+"""Messages for steps with a loss, gradient or update that is not finite."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,18 +18,18 @@ def check_finite(config: Any, row: Mapping[str, Any], batch: str, not_finite: Ca
 
     Args:
       row: the metrics of the step, with `skipped` and `finite`; see `step.make_update`.
-      batch: which batch it took, in words.
+      batch: a description of its batch.
       not_finite: the names of arrays of the train state that hold a NaN or an infinity.
 
     Raises:
-      RunStopped: says what was not finite: the loss or the gradient, the update, or the state before it.
+      RunStopped: names what was not finite: the loss or the gradient, the update, or the state before the step.
     """
     bad = {name: row[name] for name in ("loss", "grad_norm") if not math.isfinite(row[name])}
     nan, inf = (any(wrong(value) for value in bad.values()) for wrong in (math.isnan, math.isinf))
     kinds = {"abort_on_nan_loss": nan, "abort_on_inf_loss": inf}
     keys = [key for key, found in kinds.items() if config[key] and found]
     lost = not row["finite"]
-    # Without a token that bears loss there is no loss, and nothing is wrong.
+    # A batch without loss-bearing tokens has no loss; this is no error.
     if not lost and (not keys or not row["tokens"]):
         return
     its_batch = f"Its batch is {batch} (data_shuffle_seed={config.data_shuffle_seed})"
@@ -38,7 +38,7 @@ def check_finite(config: Any, row: Mapping[str, Any], batch: str, not_finite: Ca
         accepting = " and ".join(f"{key}=false" for key in keys)
         raise RunStopped(
             f"step {row['step']}: {found}. {its_batch}. The update was left out, and the checkpoints are as they were. "
-            f"Lower learning_rate under another run_name, or set {accepting} to leave such updates out and go on"
+            f"Lower learning_rate under another run_name, or set {accepting} to skip such updates and continue"
         )
     epsilon = " or raise adam_eps" if "adam_eps" in TRAITS[config.opt_type].reads else ""
     first, *others = not_finite()

@@ -35,7 +35,7 @@ _NO_TOKENS = (
 
 
 class Reports(NamedTuple):
-    """Who hears of what happens: a row per step, and a row per evaluation."""
+    """Callbacks: one row per step, one row per evaluation."""
 
     step: Callable[[Row], None]
     evaluation: Callable[[Row], None]
@@ -63,13 +63,13 @@ def fit(
 
     Args:
       run: from `build`.
-      compiled_step: `run.compile_on_leaves()`; None will do where `start` holds all updates.
+      compiled_step: `run.compile_on_leaves()`; may be None if `start` already has all updates.
       start: where to begin; the buffers of its state are donated.
       dataset: rows to train and to evaluate on, and the tokenizer that checkpoints store.
       reports: called once for each row, in order.
-      manager: takes the checkpoints.
-      source: opens what gives the batches, of training and of evaluation; by default those of `dataset`, which has the
-        fields of next-token prediction.
+      manager: saves the checkpoints; None: none are saved.
+      source: opens the source of the batches of training and evaluation. By default they come from `dataset`, with
+        the fields of next-token prediction.
 
     Raises:
       UserError: the first batch, of training or of evaluation, does not have the fields of the objective.
@@ -80,7 +80,7 @@ def fit(
     with Preemption() as preemption, (source or LoadedAhead)(run, dataset, start) as batches:
         loop = _Loop(run, start, dataset, batches, reports, manager, preemption)
         if start.resumed:
-            loop.evaluate_if_due()  # the process before may have been ended within this evaluation
+            loop.evaluate_if_due()  # the previous process may have ended during this evaluation
         else:
             loop.save(initial=True)
         with jax.transfer_guard("disallow"):
@@ -97,12 +97,12 @@ def fit(
         elif not loop.untrained:
             loop.save(force=True)
         if manager is not None:
-            manager.wait()  # a second SIGTERM shall not end the process within the save that the first one asked for
+            manager.wait()  # a second SIGTERM must not end the process during the save that the first one requested
     return End(loop.state, preempted=preemption.requested and (loop.done < steps or not loop.evaluated))
 
 
 class _Loop:
-    """The native train state after `done` updates, and what is done with it between two of them."""
+    """The native train state after `done` updates, and the work between two updates."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class _Loop:
         self._structure: Any  # a PyTreeDef; its stubs lack unflatten
         self._leaves, self._structure = jax.tree.flatten(start.state)
         self.done, self._position = start.updates, start.position
-        self.evaluated = True  # no evaluation was due and could not be brought to its end
+        self.evaluated = True  # False if an evaluation was due and was interrupted
         self.reader = _Reader(reports.step, self._check_finite, run.config.parameter_metrics_period)
         self._run, self._dataset, self._reports, self._manager = run, dataset, reports, manager
         self._batches, self._preemption = batches, preemption
@@ -130,7 +130,7 @@ class _Loop:
         return self._structure.unflatten(self._leaves)
 
     def update(self, compiled_step: Callable[..., Any] | None, batch: Batch, position: Position, waited: float) -> None:
-        """Dispatches a step on `batch`, behind which the data stand at `position`, and reports the step before."""
+        """Dispatches a step on `batch` and reports the step before. `position`: in the data, after `batch`."""
         assert compiled_step is not None
         if self.done == self._start.updates:
             check_batch(self._run, batch, self._run.rows)
@@ -180,8 +180,8 @@ class _Loop:
         return self.done > self._start.updates and not resumed and not self.reader.tokens
 
     def check_tokens(self) -> None:
-        """Stops a run that is `untrained`. It has no checkpoint from which the same command could go on and call itself
-        finished."""
+        """Stops a run that is `untrained`. It leaves no checkpoint, so the same command does not
+        resume and report a finished run."""
         if self.untrained:
             raise RunStopped(_NO_TOKENS.format(count=self.done - self._start.updates))
 
@@ -205,7 +205,7 @@ def evaluate(
     """A row of metrics over `batches`, this process's part of each; None if preempted. `tokenizer` gives the bytes that
     each token stands for."""
     started = time.perf_counter()
-    lengths = np.zeros(run.config.vocab_size, np.int32)  # of no text: there are no bytes to count
+    lengths = np.zeros(run.config.vocab_size, np.int32)  # without a tokenizer no bytes are counted
     if tokenizer is not None and tokenizer.bytes_per_token is not None:
         lengths[: tokenizer.vocab_size] = tokenizer.bytes_per_token
     table = replicate(lengths, run.replicated)
@@ -231,7 +231,7 @@ def evaluate(
 
 
 def _batch_of(run: Run, start: Start, step: int) -> str:
-    """Which batch a step takes, in words."""
+    """A description of a step's batch, for messages."""
     rows, before = run.rows, 0 if run.config.reuse_example_batch else step - start.updates
     first = (start.position or {"row": 0}).get("row")
     if first is None:
@@ -244,7 +244,7 @@ class _Reader:
     """Turns metrics on the device into rows on the host, one step late."""
 
     def __init__(self, report: Callable[[Row], None], check: Callable[[Row], None], period: int = 0):
-        """Every row goes to `report` and then to `check`; `period`: of metrics of parameters."""
+        """Every row goes to `report` and then to `check`. `period`: see `parameter_metrics.is_due`."""
         self._report, self._check, self._period = report, check, period
         self._waiting: tuple[int, Any] | None = None
         self._waited = 0.0

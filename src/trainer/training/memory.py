@@ -1,4 +1,4 @@
-"""Whether a model can fit the devices at all, told before anything is traced or allocated."""
+"""An early check, before tracing and allocation, whether a model can fit the devices."""
 
 import os
 from collections.abc import Sequence
@@ -12,19 +12,19 @@ from trainer.config.sizes import least_bytes
 from trainer.observe.text import si
 from trainer.sharding import slice_count
 
-# Where a container's limit stands, in the two versions of control groups.
+# Files with a container's limit, in the two versions of control groups.
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def check_memory(config: Any, devices: Sequence[jax.Device], memory: float | None, margin: float = 1) -> None:
-    """Compares the least that training takes, see `least_bytes`, with the memory of the devices.
+    """Compares a lower bound of training's memory (`least_bytes`) with the memory of the devices.
 
-    It catches what is out of all proportion; only compiling tells what a step takes exactly.
+    It refuses what exceeds the memory by far; only compilation gives the exact memory of a step.
 
     Args:
       config: from `config.load`, not resolved.
-      devices: on which the program is to run.
-      memory: bytes of each device; None where it is not known, and nothing is checked.
+      devices: the devices of the run.
+      memory: bytes of each device; None if unknown: nothing is checked.
       margin: how many times that memory is accepted.
 
     Raises:
@@ -41,7 +41,7 @@ def check_memory(config: Any, devices: Sequence[jax.Device], memory: float | Non
 
 
 def device_memory(devices: Sequence[jax.Device]) -> float | None:
-    """Bytes of one of `devices`; for CPU devices their share of this machine's memory. None where it is not known."""
+    """Bytes of one of `devices`; for CPU devices their share of this machine's memory. None if unknown."""
     local = [device for device in devices if device.process_index == jax.process_index()]
     if not local:
         return None

@@ -38,7 +38,7 @@ def parameter_metrics(
 
 
 def is_due(period: int, step: int, name: str) -> bool:
-    """Whether the metric `name` has a meaning in `step`: one of a parameter only where `period` divides the step."""
+    """Whether `step` computes the metric `name`: metrics of parameters only if `step` is a multiple of `period`."""
     return period == 0 or step % period == 0 or not name.startswith((GRAD_NORM, PARAM_NORM, UPDATE_RATIO))
 
 

@@ -12,8 +12,8 @@ from trainer.optim.spikes import skip_spikes
 
 
 def make_rules(config, model: Model, more: Sequence[Rule] = ()) -> list[Rule]:
-    """The update rules of `config`, resolved, for `model`, and `more`. The average is the last: it is of the parameters
-    that the step leaves.
+    """The update rules of `config`, resolved, for `model`, and `more`. The average comes last, so that it averages the
+    final parameters of a step.
 
     Raises:
       UserError: a rule does not fit the model.

@@ -33,7 +33,7 @@ Say = Callable[[str], None]
 
 
 class Start(NamedTuple):
-    """A native train state, and where it stands."""
+    """The first native train state of a process, and its position in the run."""
 
     state: Any
     updates: int = 0  # that the state holds
@@ -50,15 +50,15 @@ def start(
     schedule_given: bool,
     given: Collection[str] = (),
 ) -> Start:
-    """What the run begins with; lines to `say` tell where it comes from.
+    """The state that the run begins with. Lines to `say` name its source.
 
     Args:
-      manager: of the run's own checkpoints, which beat every other source; None if it has none.
+      manager: of the run's own checkpoints, which take precedence over every other source; None: it has none.
       schedule_given: see `config.check_resume`.
       given: keys that the user set; see `checkpoint.load_parameters`.
 
     Raises:
-      UserError: what was asked for is not there, is damaged, or does not fit the configuration.
+      UserError: the requested state does not exist, is damaged, or does not fit the configuration.
     """
     config = run.config
     if manager is not None and manager.latest is not None:
@@ -81,7 +81,7 @@ def start(
             say("reset_optimizer acts once: this checkpoint was saved under it, so its optimizer goes on")
         for key in ("load_parameters_path", "load_full_state_path"):
             if config[key]:
-                say(f"{key} is not read: the run has a checkpoint of its own")
+                say(f"{key} is ignored: the run has a checkpoint of its own")
         return Start(state, updates, sidecar.position, resumed=True)
     if config.load_full_state_path:
         begin = _other_run(run, dataset, say)
@@ -98,13 +98,13 @@ def start(
 
 
 def _with_new_modules(run: Run, params: Any, say: Say) -> Any:
-    """`params` with initial ones for the modules of multi-token prediction that they lack."""
+    """`params`, completed with initial parameters for missing modules of multi-token prediction."""
     given = names_of(params)
     if len(given) == len(names_of(_abstract(run).params)):
         return params
     drawn = names_of(run.codec.unpack(run.init()).params)
     new = sorted({module_of(name) for name in drawn.keys() - given.keys()})
-    say(f"modules of multi-token prediction that the checkpoint lacks begin as drawn: {', '.join(map(str, new))}")
+    say(f"initialized, since the checkpoint lacks these modules of multi-token prediction: {', '.join(map(str, new))}")
     return nested({name: given.get(name, leaf) for name, leaf in drawn.items()})
 
 
@@ -155,12 +155,12 @@ def _tree_of(run: Run, path: Any, sidecar: Sidecar, wanted: TrainTree) -> TrainT
 
 
 def _with_fresh_optimizer(run: Run, path: Any, sidecar: Sidecar) -> Any:
-    """Parameters, step and `rest` of the checkpoint. The learning rate's schedule goes on from that step; all else that
-    the optimizer and the update rules keep is initial."""
+    """Parameters, step and `rest` of the checkpoint. The learning rate schedule continues from that step; all other
+    state of the optimizer and the update rules is initial."""
     tree = _tree_of(run, path, sidecar, _abstract(run)._replace(opt_state=None))
     fresh = run.codec.unpack(run.init(tree.params))
 
-    # Copies: the step that trains is given all of these, to overwrite them.
+    # Copies, because the training step donates all of these buffers.
     opt_state = on_schedule(fresh.opt_state, lambda count: jax.device_put(jnp.copy(tree.step), count.sharding))
     return run.codec.pack(fresh._replace(step=tree.step, rest=tree.rest, opt_state=opt_state))
 
@@ -171,7 +171,7 @@ def _abstract(run: Run) -> TrainTree:
 
 def _check_data(run: Run, dataset: Dataset, sidecar: Sidecar, path: Any) -> None:
     share = share_of_rows(run.batch_shardings["row"], run.rows)
-    # Opened once here, so that what does not fit is told before anything is compiled.
+    # Opened once here, so that a mismatch is reported before anything is compiled.
     try:
         dataset.train_stream(sidecar.position, rows=run.rows, **share).close()
     except UserError as error:

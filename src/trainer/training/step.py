@@ -1,4 +1,4 @@
-"""One training step, in the order in which data meets it; written over TrainTree, the same for every combination."""
+"""One training step in data-flow order, written over TrainTree: the same for every combination."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,8 @@ Batch = dict[str, jax.Array]
 
 
 class Gradients(NamedTuple):
-    """Of one batch: means over its loss-bearing tokens, or over what else a term's weight counts; NaN without any."""
+    """Loss, means and gradients of one batch. A mean is over loss-bearing tokens, or another weight of its term; NaN if
+    that is 0."""
 
     loss: jax.Array
     means: dict[str, jax.Array]  # what the loss is the sum of, and what is only measured
@@ -43,8 +44,8 @@ def make_gradients(
     """`gradients(tree, batch)`, microbatch by microbatch, with sown values of the types `capture`; the first half of a
     training step.
 
-    Gradients are summed in float32 and then held in `grad_dtype`. Parameters go from their storage sharding to their
-    compute sharding once, at entry; the gradients of each microbatch go back immediately. `rules` say in which steps
+    Gradients are summed in float32 and then cast to `grad_dtype`. Parameters are resharded from storage to compute
+    sharding once, at entry; the gradients of each microbatch are resharded back immediately. `rules` say in which steps
     they need sown values (`Rule.due`).
     """
     is_trained = trainable(config)
@@ -53,14 +54,14 @@ def make_gradients(
     def gradients(tree: TrainTree, batch: Batch) -> Gradients:
         key = dropout_key(config, tree.step)
         sampled = any_due(rules, tree.step)
-        weights = objective.weights(batch)
+        weights, tokens = objective.weights(batch)
         mask = is_trained(tree.params)
         trained, frozen = _partition(mask, jax.lax.with_sharding_constraint(tree.params, shardings.compute))
         storage, _ = _partition(mask, shardings.storage)
 
         def loss(trained: Any, batch: Batch) -> tuple[jax.Array, tuple[dict[str, jax.Array], Sown]]:
             sums = objective.sums(_combine(trained, frozen), tree.rest, batch, key, capture, sampled)
-            # There is no mean of nothing: NaN, and the step is left out.
+            # Without weight the mean is NaN, and the step is skipped.
             minimized, measured = (
                 {name: _mean(total, weights[name]) for name, total in part.items()}
                 for part in (sums.minimized, sums.measured)
@@ -73,7 +74,7 @@ def make_gradients(
 
         parts = config.gradient_accumulation_steps
         (total, means, grads), sown = one(batch) if parts == 1 else _accumulated(one, capture, batch, parts)
-        return Gradients(total, means, objective.tokens(batch), sown, _held(grads, jnp.dtype(config.grad_dtype)))
+        return Gradients(total, means, tokens, sown, _held(grads, jnp.dtype(config.grad_dtype)))
 
     return gradients
 
@@ -85,7 +86,7 @@ def _mean(total: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def dropout_key(config, step: jax.Array) -> jax.Array | None:
-    """The key of all dropout in update `step`; None where nothing is dropped."""
+    """The key of all dropout in update `step`; None without dropout."""
     if not config.enable_dropout or not (config.dropout_rate > 0 or config.attention_dropout_rate > 0):
         return None
     return jax.random.fold_in(seed_key(config.init_weights_seed, DROPOUT), step)
@@ -101,11 +102,10 @@ def make_update(
 ) -> Callable[[TrainTree, Batch], tuple[TrainTree, dict[str, jax.Array]]]:
     """`update(tree, batch) -> tree, metrics`: one training step.
 
-    `batch` holds the fields of the objective; its rows are the global batch. Metrics are weighted over the whole batch:
-    float32 scalars; int32 `tokens`, `skipped` (1 where the update is left out: loss or gradients are not finite, as
-    where no token bears loss, or a rule has a reason), these reasons, 0 or 1, and `finite` (1 where the state
-    is finite after the step); activation statistics [layers] where they are recorded; and metrics of parameters, see
-    `_every`.
+    `batch` holds the fields of the objective; its rows are the global batch. Metrics are means over the whole batch:
+    float32 scalars; int32 `tokens`, `skipped` (1 if the update is skipped: loss or gradients are not finite, as
+    without loss-bearing tokens, or a rule has a reason), these reasons, 0 or 1, and `finite` (1 if the state is finite
+    after the step); activation statistics [layers] if they are recorded; and metrics of parameters, see `_every`.
 
     Args:
       config: resolved.
@@ -143,8 +143,8 @@ def make_update(
             "grad_norm": grad_norm,
             "skipped": jnp.where(accept, 0, 1),
             **{name: jnp.where(reason, 1, 0) for name, reason in reasons.items()},
-            # Finite gradients may give an update that is not: Adam without epsilon, a huge learning rate. To leave it
-            # out here, the step would have to keep the old state beside the new one (docs/experiments.md).
+            # Finite gradients may give an update that is not: Adam without epsilon, a huge learning rate. To skip it
+            # here, the step would have to keep the old state as well as the new one (docs/experiments.md).
             "finite": jnp.where(all_finite(new), 1, 0),
             "learning_rate": jnp.asarray(schedule(place_on_schedule(tree.opt_state, tree.step)), jnp.float32),
             "tokens": tokens,
@@ -162,7 +162,7 @@ def _accumulated(
 ) -> tuple[Any, Sown]:
     """`fn(batch) -> sums, sown` microbatch by microbatch; microbatch j of n (`parts`) takes rows j, j + n, j + 2n, ...
 
-    So a device's rows stay on it: the rows of each microbatch are spread over the mesh as the whole batch is.
+    A device's rows stay on it: the rows of each microbatch are sharded like the whole batch.
     """
     split = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch)
 
@@ -176,10 +176,10 @@ def _accumulated(
 
 
 def _in_storage(grad: jax.Array, at: NamedSharding) -> jax.Array:
-    """A gradient in float32, sharded as its parameter is stored; on a TPU in the order that its memory pads least.
+    """A gradient in float32, sharded as its parameter is stored; on a TPU in the layout with the least padding.
 
-    XLA else takes the order of the product that made it, which doubles the gradient of a matrix with 64 columns on a
-    device.
+    Otherwise XLA uses the layout of the product that computed it, which doubles the size of the gradient of a matrix
+    with 64 columns per device.
     """
     grad = jax.lax.with_sharding_constraint(grad.astype(jnp.float32), at)
     if not on_tpu():
@@ -188,7 +188,7 @@ def _in_storage(grad: jax.Array, at: NamedSharding) -> jax.Array:
 
 
 def _held(grads: Any, dtype: jnp.dtype) -> Any:
-    """Float32 gradients in `dtype`. Without the barrier XLA may skip a rounding whose result is cast back."""
+    """Float32 gradients in `dtype`. Without the barrier XLA may remove the cast if its result is cast back."""
     if dtype == jnp.float32:
         return grads
     return jax.lax.optimization_barrier(jax.tree.map(lambda grad: grad.astype(dtype), grads))
@@ -201,7 +201,7 @@ def all_finite(tree: Any) -> jax.Array:
 
 
 def _every(period: int, step: jax.Array, axes: Any, grads: Any, trained: Any, updates: Any) -> dict[str, jax.Array]:
-    """`parameter_metrics` in every step that `period` divides, else zeros, which cost next to nothing."""
+    """`parameter_metrics` in every step that is a multiple of `period`, otherwise zeros, which cost almost nothing."""
     names, *trees = (by_name(tree) for tree in (axes, grads, trained, updates))
 
     def measured(*trees: Any) -> dict[str, jax.Array]:
@@ -219,7 +219,7 @@ def _select(accept: jax.Array, new: Any, old: Any) -> Any:
 
 
 def _partition(mask: Any, tree: Any) -> tuple[Any, Any]:
-    """`tree` twice: its leaves where `mask` holds, and the others; None stands for what is missing."""
+    """`tree` twice: its leaves where `mask` holds, and the others; None stands for the missing leaves."""
     return (
         jax.tree.map(lambda keep, leaf: leaf if keep else None, mask, tree),
         jax.tree.map(lambda keep, leaf: None if keep else leaf, mask, tree),

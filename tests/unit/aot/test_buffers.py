@@ -4,8 +4,11 @@ import math
 
 import jax
 import pytest
+from support import ALL_COMBINATIONS, QUICK, tiny_config
 
 from trainer.aot import buffers, dump
+from trainer.aot.hlo import parse
+from trainer.training import build
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +49,7 @@ def test_what_a_cache_holds_is_compiled_all_the_same(tmp_path):
     assert not texts(tmp_path / "from the cache, after that").assignment
 
 
-def test_a_small_program_beside_the_step_is_not_taken_for_it(tmp_path):
+def test_a_small_program_in_the_same_folder_is_not_taken_for_it(tmp_path):
     for number, text in enumerate(("the step, at first", "the step, again too", "small")):
         (tmp_path / f"module_{number:04}.jit_f.after_optimizations.txt").write_text(text)
     assert dump.read(tmp_path).optimized == "the step, again too"
@@ -141,6 +144,17 @@ def test_a_copy_of_the_state_is_one_in_nnx_and_in_linen(argument):
     optimized = OPTIMIZED.replace("state['kernel']", argument)
     found = buffers.temporaries(dump.Dump("", optimized, ASSIGNMENT, LIVE_RANGE), [(4, 8)])
     assert {b.name for b in found if b.kind == buffers.COPIES} == {"half"}
+
+
+def test_the_arguments_of_a_compiled_step_have_names_of_these_kinds():
+    """Of that combination whose state is furthest from the one above."""
+    run = build(tiny_config(ALL_COMBINATIONS[-1], base_num_decoder_layers=1), jax.devices()[:1])
+    with dump.uncached():  # a cache gives the names of whichever combination compiled this program first
+        module = parse(run.step.lower(*run.abstract_args()).compile(QUICK).as_text())
+    names = [made.op_name for made in module.computations[module.entry] if made.opcode == "parameter"]
+    of_state = [name for name in names if name.startswith(buffers.STATE)]
+    assert len(of_state) == len(jax.tree.leaves(run.abstract_state))
+    assert all(name.startswith("batch[") for name in set(names) - set(of_state))
 
 
 def test_nothing_is_known_without_an_assignment(step):

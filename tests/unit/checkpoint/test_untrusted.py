@@ -126,9 +126,9 @@ def test_json_that_python_can_read_but_not_show(hugging_face):
     "name",
     [None, 3, True, {}, ["x"], "", ".", "..", "/etc/passwd", "../../etc/passwd", "a/b", "a\0b", "\ud800", "x" * 300],
 )
-def test_an_index_names_files_sidecar_it(hugging_face, name):
+def test_an_index_names_only_files_of_its_folder(hugging_face, name):
     (hugging_face / INDEX).write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": name}}))
-    assert f"{INDEX}: b is said to lie in" in refusal(open_source, str(hugging_face))
+    assert f"{INDEX}: b is listed in" in refusal(open_source, str(hugging_face))
     (hugging_face / INDEX).write_text(json.dumps({"weight_map": name}))
     assert f"{INDEX}: " in refusal(open_source, str(hugging_face))
 

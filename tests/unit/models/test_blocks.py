@@ -112,8 +112,8 @@ class WithNothing(Called):
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        (WithStatistics, "holds state besides its parameters: norm/mean, norm/var"),
-        (WithGenerator, "holds state besides its parameters: dropout/rngs/"),
+        (WithStatistics, "has state other than parameters: norm/mean, norm/var"),
+        (WithGenerator, "has state other than parameters: dropout/rngs/"),
         (WithNothing, "holds no parameters"),
     ],
 )

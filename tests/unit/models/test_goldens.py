@@ -94,7 +94,7 @@ def computed(case, run):
 
         objective = NextToken(apply)
         sums = objective.sums(params, rest, batch, None).minimized
-        return sums["lm_loss"] / objective.weights(batch)["lm_loss"], outputs[-1]  # the head comes last
+        return sums["lm_loss"] / objective.weights(batch).tokens, outputs[-1]  # the head comes last
 
     return {name: gradients_and_logits(params, inputs_of(batch)) for name, batch in expected(case).items()}
 

@@ -227,10 +227,10 @@ def test_a_backward_pass_traced_off_the_mesh_knows_it():
         tree = params | {"decoder": params["decoder"] | {"logits_dense": head}}
         return run.objective.token_terms(tree, rest, hidden, batch["targets"])[0]["lm_loss"].sum()
 
-    def pulled(head, hidden, placed):
+    def pulled(head, hidden, on_mesh):
         _, pull = jax.vjp(run.sharded(lm_loss), head, hidden)
-        return (run.sharded(pull) if placed else pull)(jnp.ones(()))
+        return (run.sharded(pull) if on_mesh else pull)(jnp.ones(()))
 
     head = params["decoder"]["logits_dense"]
-    texts = [jax.jit(functools.partial(pulled, placed=placed)).lower(head, hidden).as_text() for placed in (0, 1)]
+    texts = [jax.jit(functools.partial(pulled, on_mesh=on_mesh)).lower(head, hidden).as_text() for on_mesh in (0, 1)]
     assert texts[0] == texts[1]

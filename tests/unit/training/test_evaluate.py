@@ -23,7 +23,7 @@ BYTES = np.arange(64, dtype=np.int32) % 7
 
 def sums_of(nats, tokens, bytes=0):
     mean = Mean(np.float32(nats), np.float32(tokens))
-    return {"means": Evaluation(mean, mean), "tokens": np.float32(tokens), "bytes": np.int32(bytes)}
+    return {"means": Evaluation(np.float32(tokens), mean, mean), "bytes": np.int32(bytes)}
 
 
 def test_summary_by_hand():
@@ -101,7 +101,8 @@ def batches(whole, rows):
 def add(sums):
     return {
         "nats": sum(float(batch["means"].cross_entropy.total) for batch in sums),
-        **{name: sum(float(batch[name]) for batch in sums) for name in ("tokens", "bytes")},
+        "tokens": sum(float(batch["means"].tokens) for batch in sums),
+        "bytes": sum(float(batch["bytes"]) for batch in sums),
     }
 
 
@@ -110,7 +111,7 @@ def test_sums_do_not_depend_on_the_batch_size_or_on_padding(combination):
     config, _, step, _ = evaluation(combination)
     whole = packed_batch(config, ROWS)
     single = [step(batch) for batch in batches(whole, 1)]
-    assert len({float(row["tokens"]) for row in single}) > 2
+    assert len({float(row["means"].tokens) for row in single}) > 2
     expected = add(single)
     found = [step(batch) for batch in batches(whole, 3)]
     assert add(found) == expected | {"nats": pytest.approx(expected["nats"], rel=1e-6)}
@@ -129,6 +130,6 @@ def test_the_sums_are_those_of_the_loss_bearing_tokens():
     nll = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
     real = batch["targets_segmentation"] != 0
     found = step(batch)
-    assert found["tokens"] == real.sum()
+    assert found["means"].tokens == real.sum()
     assert found["bytes"] == BYTES[batch["targets"][real]].sum()
     np.testing.assert_allclose(found["means"].loss.total, nll[real].sum(), rtol=1e-5)

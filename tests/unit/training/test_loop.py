@@ -50,7 +50,7 @@ class Loop:
         self.clock += EVALUATION
         self.batches += 1
         mean = Mean(np.asarray(float(next(self.losses))), np.asarray(1))
-        return {"means": Evaluation(mean, mean), "tokens": np.asarray(1), "bytes": np.asarray(0)}
+        return {"means": Evaluation(np.asarray(1), mean, mean), "bytes": np.asarray(0)}
 
     def _save(self, manager, state, updates, *, config, before, initial=False, **_):
         if is_due(config, updates, initial=initial):

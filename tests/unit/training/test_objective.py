@@ -14,7 +14,7 @@ from support import QUICK, arguments, compiled, copied, packed_batch, state_from
 from trainer.backends import make_model
 from trainer.config import UserError, load
 from trainer.data import open_dataset
-from trainer.objectives import Evaluation, Field, Mean, NextToken, Sums, hidden_states, target_log_probs
+from trainer.objectives import Evaluation, Field, Mean, NextToken, Sums, Weights, hidden_states, target_log_probs
 from trainer.observe import maxtext_row
 from trainer.observe.lines import Work, evaluation_line, step_line
 from trainer.ops.ahead import shift_left
@@ -31,7 +31,8 @@ class Rewarded(NextToken):
     fields = NextToken.fields | {"reward": Field(("rows",), "float32"), "mark": Field(("rows", "length", 3), "float32")}
 
     def weights(self, batch):
-        return super().weights(batch) | {"policy_loss": jnp.sum(jnp.abs(batch["reward"]))}
+        terms, tokens = super().weights(batch)
+        return Weights(terms | {"policy_loss": jnp.sum(jnp.abs(batch["reward"]))}, tokens)
 
     def sums(self, params, rest, batch, key, capture=(), sampled=None):
         hidden, sown = hidden_states(self.apply, params, rest, batch, key, capture, sampled)
@@ -105,10 +106,9 @@ class Preference:
     fields: ClassVar = {"chosen": Field(), "rejected": Field()}
 
     def weights(self, batch):
-        return dict.fromkeys(("preference_loss", "accuracy"), jnp.sum(batch["chosen"].any(axis=1), dtype=jnp.int32))
-
-    def tokens(self, batch):
-        return sum(jnp.sum(shift_left(batch[name]) != 0, dtype=jnp.int32) for name in ("chosen", "rejected"))
+        pairs = jnp.sum(batch["chosen"].any(axis=1), dtype=jnp.int32)
+        tokens = sum(jnp.sum(shift_left(batch[name]) != 0, dtype=jnp.int32) for name in ("chosen", "rejected"))
+        return Weights(dict.fromkeys(("preference_loss", "accuracy"), pairs), tokens)
 
     def sums(self, params, rest, batch, key, capture=(), sampled=None):
         def log_prob(name):
@@ -126,10 +126,10 @@ class Preference:
         return Sums({"preference_loss": loss.sum()}, {"accuracy": right}, sown)
 
     def evaluation(self, params, rest, batch):
-        sums, pairs = self.sums(params, rest, batch, None), self.weights(batch)["accuracy"]
-        return Evaluation(
-            Mean(sums.minimized["preference_loss"], pairs), others={"accuracy": Mean(sums.measured["accuracy"], pairs)}
-        )
+        sums, weights = self.sums(params, rest, batch, None), self.weights(batch)
+        pairs = weights.terms["accuracy"]
+        right = Mean(sums.measured["accuracy"], pairs)
+        return Evaluation(weights.tokens, Mean(sums.minimized["preference_loss"], pairs), others={"accuracy": right})
 
 
 class Pairs:

@@ -92,7 +92,7 @@ def test_its_own_checkpoint_beats_the_sources_that_the_command_names(tmp_path):
     lines = []
     begun = begin(this, tmp_path / "mine", lines)
     assert begun[1:] == (7, position_after(this, 7), True)
-    assert lines[1:] == ["load_full_state_path is not read: the run has a checkpoint of its own"]
+    assert lines[1:] == ["load_full_state_path is ignored: the run has a checkpoint of its own"]
     assert_equal(this, begun.state, state)
 
 

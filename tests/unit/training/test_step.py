@@ -13,7 +13,7 @@ from support import QUICK, arguments, assert_equal_bits, copied, packed_batch, s
 from trainer.backends import StateCodec, make_model
 from trainer.config import load
 from trainer.layers.sown import Total
-from trainer.objectives import NextToken, Sums
+from trainer.objectives import NextToken, Sums, Weights
 from trainer.optim import make_optimizer
 from trainer.runtime.place import place
 from trainer.state import ParamShardings
@@ -245,7 +245,7 @@ def test_finite_steps_are_those_of_the_optimizer_alone():
     def plain(tree, batch):
         def loss(params):
             sums = objective.sums(params, tree.rest, batch, None).minimized
-            return sum(sums.values()) / objective.weights(batch)["lm_loss"].astype(jnp.float32)
+            return sum(sums.values()) / objective.weights(batch).tokens.astype(jnp.float32)
 
         updates, opt_state = tx.update(jax.grad(loss)(tree.params), tree.opt_state, tree.params)
         return tree._replace(step=tree.step + 1, params=optax.apply_updates(tree.params, updates), opt_state=opt_state)
@@ -319,8 +319,7 @@ def test_the_learning_rate_in_the_metrics_is_that_of_the_step_itself():
     one = jnp.ones((), jnp.int32)
     ones = SimpleNamespace(
         captures=(),
-        weights=lambda batch: {"lm_loss": one},
-        tokens=lambda batch: one,
+        weights=lambda batch: Weights({"lm_loss": one}, one),
         sums=lambda params, *_: Sums({"lm_loss": sum(jnp.sum(leaf) for leaf in jax.tree.leaves(params))}, {}, {}),
     )
     tree = codec.unpack(jax.jit(lambda: codec.init(jax.random.key(0)))())
