@@ -13,7 +13,8 @@ usage: python -m trainer.parity [FILE.yml] [key=value ...] left.KEY=VALUE right.
        python -m trainer.parity CHECKPOINT CHECKPOINT [rtol=X] [atol=X] [--json]
 
 Builds a program for each side from the shared keys and its own keys, starts both from the left side's parameters, gives
-both the left side's first batch, and compares parameters, activations by layer, loss, gradients and one update.
+both the left side's first batch, and compares parameters, activations by layer, loss, gradients, one update, and one of
+the same parameters with an optimizer state that is drawn as in the middle of a run.
 
 left.KEY=VALUE   a key of base.yml on one side: flags, attention, remat_policy, dtype, the mesh, ...
 right.KEY=VALUE  The sources of parameters and batches cannot differ: both sides use the left side's.

@@ -6,7 +6,7 @@ executables of a measurement are kept until all sides are done: a side with the 
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from flax import nnx
 from trainer.aot.cost import analyze
 from trainer.backends import TrainTree
 from trainer.checkpoint import names_of, nested
+from trainer.compare.midway import midway
 from trainer.config import UserError
 from trainer.data import Batch
 from trainer.layers.sown import Activation
@@ -33,8 +34,12 @@ from trainer.training.step import dropout_key, make_gradients
 # Facts about the compiled step; numbers are those of one device.
 TEXT, FLOPS, ARGUMENTS, TEMPORARIES = "program text", "FLOPs", "memory: state, batch", "memory: temporaries"
 
+_MIDWAY = "midway"
+# The quantities of the update at a later step.
+LATER = ("later parameters", "later optimizer state")
+
 Arrays = dict[str, Any]  # by canonical name
-Executables = dict[Any, Callable[..., Any]]  # by the text of their programs
+Shared = dict[Any, Any]  # of all sides in one measurement: executables by the text of their programs, `_MIDWAY`
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,7 @@ def _with_later(program: Program, native: Any, later: Mapping[str, np.ndarray]) 
     return program.run.codec.pack(jax.tree.unflatten(jax.tree.structure(rest), leaves)._replace(params=tree.params))
 
 
-def _compiled(known: Executables, fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+def _compiled(known: Shared, fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     """`fn` compiled for arguments such as `args`, or the executable of the same program in `known`."""
     lowered = jax.jit(fn).lower(*args)
     key = (lowered.as_text(), lowered.in_tree, lowered.out_tree)
@@ -138,14 +143,14 @@ def _compiled(known: Executables, fn: Callable[..., Any], *args: Any) -> Callabl
     return known[key]
 
 
-def parameters(program: Program, snapshot: Snapshot, batch: Batch, known: Executables) -> Measured:
+def parameters(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) -> Measured:
     """The parameters in the native train state."""
     del batch, known
     tree = program.run.codec.unpack(state(program, snapshot))
     return Measured({"parameters": program.names.of(names_of(tree.params))})
 
 
-def activations(program: Program, snapshot: Snapshot, batch: Batch, known: Executables) -> Measured:
+def activations(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) -> Measured:
     """The forward pass on `batch`: embedding, sown values and block outputs, final norm, logits, and those
     that the objective captures. Padding is 0."""
     run = program.run
@@ -175,7 +180,7 @@ def _without_padding(x: jax.Array, real_bt: jax.Array, stacked: bool) -> jax.Arr
     return jnp.where(real_bt.reshape((1,) * lead + axes + (1,) * (x.ndim - lead - 2)), x, 0)
 
 
-def gradients(program: Program, snapshot: Snapshot, batch: Batch, known: Executables) -> Measured:
+def gradients(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) -> Measured:
     """Loss, its terms and other measures, and gradients of the trained parameters, in `grad_dtype`, before clipping."""
     run = program.run
     tree = run.codec.unpack(state(program, snapshot))._replace(opt_state=None)
@@ -185,20 +190,32 @@ def gradients(program: Program, snapshot: Snapshot, batch: Batch, known: Executa
     return Measured({"loss": {"loss": found.loss, **found.means}, "gradients": program.names.of(by_name(found.grads))})
 
 
-def update(program: Program, snapshot: Snapshot, batch: Batch, known: Executables) -> Measured:
-    """The training step, compiled as for training: parameters and optimizer after one update, and its cost."""
-    del known  # the step depends on the native state
+def update(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) -> Measured:
+    """The training step, compiled as for training: parameters and optimizer after one update, and its cost.
+
+    At step 0 also after an update of the same parameters with the optimizer state of a later step, see `midway`. It is
+    drawn for the left side; a side whose optimizer state has another structure has no such arrays.
+    """
     run = program.run
     text = _text(program)
     compiled = run.compile()
-    facts = {TEXT: text, **_cost(compiled)}
-    native, _ = compiled(state(program, snapshot), place(batch, run.batch_shardings))
-    tree = run.codec.unpack(native)
-    after = {
-        "updated parameters": program.names.of(names_of(tree.params)),
-        "optimizer state": program.names.of(by_name(tree._replace(params=None))),
-    }
-    return Measured(after, facts)
+
+    def after(begin: Snapshot) -> tuple[Arrays, Arrays]:
+        native, _ = compiled(state(program, begin), place(batch, run.batch_shardings))
+        tree = run.codec.unpack(native)
+        return program.names.of(names_of(tree.params)), program.names.of(by_name(tree._replace(params=None)))
+
+    params, first = after(snapshot)
+    arrays = {"updated parameters": params, "optimizer state": first}
+    if snapshot.later is None:
+        arrays = Measured(arrays).on_host().arrays  # no two states on the devices
+        if _MIDWAY not in known:
+            config = run.config
+            known[_MIDWAY] = midway(first, max(1, config.learning_rate_schedule_steps // 2), config.init_weights_seed)
+        later = known[_MIDWAY]
+        fits = {name: leaf.size for name, leaf in first.items()} == {name: leaf.size for name, leaf in later.items()}
+        arrays |= dict(zip(LATER, after(replace(snapshot, later=later)) if fits else ({}, {}), strict=True))
+    return Measured(arrays, {TEXT: text, **_cost(compiled)})
 
 
 def _text(program: Program) -> str:
