@@ -29,8 +29,8 @@ TINY = {
 }
 
 
-# Options of `compile` where a tolerance is compared: XLA's older code generation takes half the time to compile, but
-# does not give programs of equal mathematics equal bits.
+# Options of `compile` where a tolerance is compared, or results of the same program: XLA's older code generation takes
+# half the time to compile, but does not give programs of equal mathematics equal bits.
 QUICK = {"xla_cpu_use_fusion_emitters": False}
 
 
@@ -79,10 +79,10 @@ def packed_batch(config, rows: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def compiled(fn: Any, *args: Any) -> Any:
-    """`fn` compiled for `args`."""
+    """`fn` compiled for `args`, with `QUICK`."""
     import jax
 
-    return jax.jit(fn).lower(*args).compile()
+    return jax.jit(fn).lower(*args).compile(QUICK)
 
 
 def state_from(run: Any, tree: Any) -> Any:

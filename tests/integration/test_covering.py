@@ -20,7 +20,6 @@ MESHES = {
         "ici_fsdp_parallelism": 2,
         "shard_optimizer_over_data": True,
     },
-    "fsdp 4 x tensor 2": {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2},
     "data 2 x fsdp 2 x tensor 2, Zero-1": {
         "ici_data_parallelism": 2,
         "ici_fsdp_parallelism": 2,
@@ -40,7 +39,7 @@ PROGRAM = {
     "combination": ALL_COMBINATIONS,
     "mesh": tuple(MESHES),
     "scan_layers": (True, False),
-    "remat_policy": ("none", "minimal", "full", "minimal_with_context", "qkv_proj_offloaded"),
+    "remat_policy": ("none", "minimal", "full", "qkv_proj_offloaded"),
     "attention": ("dot_product", "blockwise"),
     "gradient_accumulation_steps": (1, 2),
     "record_internal_nn_metrics": (0, 1),

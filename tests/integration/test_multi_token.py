@@ -12,20 +12,20 @@ KEYS = {
     "mtp_num_layers": 2,
     "mtp_eval_target_module": 2,
     "attention_dropout_rate": 0.1,
+    "base_num_decoder_layers": 1,
+    "record_internal_nn_metrics": 1,
 }
 
 
 def test_a_run_goes_on_under_another_combination(tmp_path):
     for folder in ("whole", "parts"):
         (tmp_path / folder).mkdir()
-    code, output = train(tmp_path / "whole", **KEYS, record_internal_nn_metrics=1)
+    code, output = train(tmp_path / "whole", **KEYS)
     assert code == 0, output
     code, output = train(tmp_path / "parts", **KEYS | {"steps": 3})
     assert code == 0, output
     last = ALL_COMBINATIONS[-1]
-    code, output = train(
-        tmp_path / "parts", "run_name=run-0001", combination=last, **KEYS, record_internal_nn_metrics=1
-    )
+    code, output = train(tmp_path / "parts", "run_name=run-0001", combination=last, **KEYS)
     assert code == 0, output
     whole, parts = (tmp_path / folder / RUN for folder in ("whole", "parts"))
     steps, evaluations = ([row for row in rows_of(parts) if (name in row)] for name in ("loss", "eval_loss"))

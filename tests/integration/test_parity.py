@@ -81,7 +81,8 @@ def test_a_planted_difference_is_found_in_its_layer(capsys, monkeypatch):
 
 @pytest.mark.skipif(len(ALL_COMBINATIONS) == 1, reason="there is one combination")
 def test_a_clip_along_another_axis_is_found(capsys, monkeypatch):
-    keys = {"use_qk_clip": True, "qk_clip_threshold": 0.1, "head_dim": 2}
+    monkeypatch.setattr(programs, "MEASURES", programs.MEASURES[-1:])
+    keys = {"use_qk_clip": True, "qk_clip_threshold": 0.1, "head_dim": 2, "base_num_decoder_layers": 1}
     sides = (f"left={ALL_COMBINATIONS[0]}", f"right={ALL_COMBINATIONS[-1]}")
     code, out, _ = run(capsys, *sides, **keys)
     assert code == 0, out
@@ -191,6 +192,7 @@ def test_a_lost_tile_is_found(capsys, monkeypatch, method, first):
         return jax.tree.map(lost, original(self, head, hidden, buffers, target))
 
     monkeypatch.setattr(tiling._Tiled, f"_{method}", losing)
+    monkeypatch.setattr(programs, "MEASURES", (measure.gradients,))
     code, out, _ = run(capsys, "right.num_vocab_tiling=4", "rtol=1e-5", base_num_decoder_layers=1)
     assert code == 1
     assert out.splitlines()[-1] == f"left and right differ first in {first}"

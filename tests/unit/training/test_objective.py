@@ -52,7 +52,7 @@ def batch_of(config, rows):
 def metrics_of(microbatches):
     keys = {"gradient_accumulation_steps": microbatches, "per_device_batch_size": 4 // microbatches}
     run = build(load(arguments("nnx", **keys)).config, jax.devices()[:1])
-    step = run.step.lower(*run.abstract_args()).compile()
+    step = run.step.lower(*run.abstract_args()).compile(QUICK)
     key = jax.random.key(0)
     state = compiled(run.codec.init, key)(key)
     _, metrics = step(state, place(batch_of(run.config, run.rows), run.batch_shardings))

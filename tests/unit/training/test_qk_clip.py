@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, packed_batch, tiny_config
+from support import ALL_COMBINATIONS, QUICK, arguments, assert_equal_bits, copied, packed_batch, tiny_config
 
 from trainer.backends import make_model
 from trainer.backends.base import tree_mode
@@ -67,7 +67,7 @@ def steps_of(combination, count=2, devices=1, **keys):
     init = jax.jit(
         lambda: run.codec.init(seed_key(0), heated(run.model.init(seed_key(0))[0])), out_shardings=run.state_shardings
     )
-    state = init.lower().compile()()
+    state = init.lower().compile(QUICK)()
     trees, metrics = [copied(run.codec.unpack(state))], []
     for _ in range(count):
         state, found = step(state, place(packed_batch(run.config, ROWS), run.batch_shardings))
@@ -269,7 +269,7 @@ def test_a_layer_states_its_own_rule(monkeypatch):
     monkeypatch.setitem(sys.modules, "own", SimpleNamespace(Block=Latent))
     keys = {**KEYS, "decoder_block": "own:Block", "qk_clip_threshold": 0.01}
     run = build(load(arguments("nnx", **keys)).config, jax.devices()[:1])
-    step = run.step.lower(*run.abstract_args()).compile()
+    step = run.step.lower(*run.abstract_args()).compile(QUICK)
     batch = packed_batch(run.config, ROWS)
     state, first = step(run.init(), place(batch, run.batch_shardings))
     # Once more, since the second layer's input depends on the first one's weights.
