@@ -59,7 +59,7 @@ def shardings(params):
 
 @functools.cache
 def executable(combination=ALL_COMBINATIONS[0], **keys):
-    config, fn, tree = program(combination, **keys)
+    _, fn, tree = program(combination, **keys)
     made = jax.jit(fn)
     return lambda batch: jax.device_get(made(tree, batch))
 
