@@ -113,7 +113,8 @@ def times_and_flops() -> None:
 def collectives() -> None:
     """The third table."""
     print(
-        "\n| Muon's update, 8 devices | all-gather | all-reduce | other | MB sent by a device |\n|---|---|---|---|---|"
+        "\n| Muon's update, 8 devices | all-gather | all-reduce | of a scalar | other | MB sent by a device |"
+        "\n|---|---|---|---|---|---|"
     )
     cases = {
         f"Zero-1, data 8, {LAYERS} layers": DATA | {"shard_optimizer_over_data": True},
@@ -123,8 +124,10 @@ def collectives() -> None:
     for name, keys in cases.items():
         run = built(8, opt_type="muon", **{"base_num_decoder_layers": LAYERS} | keys)
         found = analyze(update(run).as_text(), run.mesh).collectives
-        counts = {kind: sum(c.count for c in found if c.kind == kind) for kind in ("all-gather", "all-reduce")}
-        cells = [*counts.values(), sum(c.count for c in found) - sum(counts.values())]
+        gathers, reduces = ([c for c in found if c.kind == kind] for kind in ("all-gather", "all-reduce"))
+        scalars = [c for c in reduces if c.size == 4]
+        cells = [sum(c.count for c in part) for part in (gathers, reduces, scalars, found)]
+        cells[-1] -= cells[0] + cells[1]
         print(f"| {name} | {' | '.join(map(str, cells))} | {sum(c.bytes for c in found) / 1e6:.2f} |", flush=True)
 
 

@@ -14,19 +14,20 @@ from trainer.optim.registry import OPTIMIZERS
 DECAYS = {"lion": {"lion_weight_decay": 0.2}, "sgd": {"sgd_momentum": 0.5}, "adafactor": {"adafactor_momentum": 0.5}}
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_group_trains_with_a_rate_of_its_own(name):
-    keys = {"opt_type": name, "gradient_clipping_threshold": 0, **DECAYS.get(name, {})}
+@pytest.mark.parametrize("opt_type", OPTIMIZERS)
+def test_a_group_trains_with_a_rate_of_its_own(opt_type):
+    keys = {"opt_type": opt_type, "gradient_clipping_threshold": 0, **DECAYS.get(opt_type, {})}
     keys |= {"weight_dtype": "float32", "adamw_mask": "[]"}
-    whole, _ = trained_params(config_of(**keys))
-    faster, _ = trained_params(config_of(**keys, learning_rate=0.2))
-    found, state = trained_params(config_of(**keys, learning_rate_groups="['mlp/.*=2', embedding=1, decoder=2]"))
+    single_rate, _ = trained_params(config_of(**keys))
+    double_rate, _ = trained_params(config_of(**keys, learning_rate=0.2))
+    in_groups, state = trained_params(config_of(**keys, learning_rate_groups="['mlp/.*=2', embedding=1, decoder=2]"))
     # Twice the rate is twice the update, bit for bit.
-    assert_equal_bits(found["decoder"], faster["decoder"])
-    assert_equal_bits(found["token_embedder"], whole["token_embedder"])
-    assert np.any(whole["decoder"]["decoder_norm"]["scale"] != faster["decoder"]["decoder_norm"]["scale"])
-    without = make_optimizer(config_of(**keys), AXES).init(tree(0))
-    assert jax.tree.structure(state) == jax.tree.structure(without)
+    assert_equal_bits(in_groups["decoder"], double_rate["decoder"])
+    assert_equal_bits(in_groups["token_embedder"], single_rate["token_embedder"])
+    slow, fast = (params["decoder"]["decoder_norm"]["scale"] for params in (single_rate, double_rate))
+    assert np.any(slow != fast)
+    without_groups = make_optimizer(config_of(**keys), AXES).init(tree(0))
+    assert jax.tree.structure(state) == jax.tree.structure(without_groups)
 
 
 def test_groups_that_no_parameter_is_in_are_refused():
@@ -70,15 +71,15 @@ def test_elements_are_clipped_before_the_norm():
         np.testing.assert_allclose(found, leaf, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_frozen_parameters_have_no_state_of_any_optimizer(name):
-    keys = {"opt_type": name, "mu_dtype": "bfloat16", **DECAYS.get(name, {})}
+@pytest.mark.parametrize("opt_type", OPTIMIZERS)
+def test_frozen_parameters_have_no_state_of_any_optimizer(opt_type):
+    keys = {"opt_type": opt_type, "mu_dtype": "bfloat16", **DECAYS.get(opt_type, {})}
     config = config_of(trainable_parameters_mask="[wo]", adafactor_min_dim_size_to_factor=1, **keys)
     state = jax.eval_shape(make_optimizer(config, AXES).init, tree(0))
-    found = [name for name in names(state) if not name.endswith("count")]
-    assert found
-    assert all(name.endswith("mlp/wo/kernel") for name in found)
-    if name != "adam_pax":
+    kept = [name for name in names(state) if not name.endswith("count")]
+    assert kept
+    assert all(name.endswith("mlp/wo/kernel") for name in kept)
+    if opt_type != "adam_pax":
         assert "bfloat16" in {str(leaf.dtype) for leaf in jax.tree.leaves(state)}
     updates, _ = make_optimizer(config, AXES).update(gradient(0), optax.tree.zeros_like(state), tree(0))
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(updates["token_embedder"]))

@@ -14,8 +14,7 @@ MESH = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "per_device_batch_
 
 
 def trained(combination, **overrides):
-    """The run, and the train state after two steps of the kind that accumulates, with and without Zero-1, by AdamW or
-    Muon."""
+    """The run, and the train state after two steps of the kind that accumulates."""
     config = load(arguments(combination, gradient_accumulation_steps=2, **MESH, **overrides)).config
     run = build(config, jax.devices()[:4])
     step = run.step.lower(*run.abstract_args()).compile()
@@ -30,10 +29,11 @@ def kinds(tree):
 
 
 @pytest.mark.parametrize(
-    ("combination", "zero1", "opt_type"), [(ALL_COMBINATIONS[0], False, "adamw"), (ALL_COMBINATIONS[-1], True, "muon")]
+    ("combination", "zero1", "opt_type"),
+    [(ALL_COMBINATIONS[0], False, "muon"), (ALL_COMBINATIONS[-1], True, "adafactor")],
 )
 def test_the_same_bits_and_the_state_waits_on_the_host(combination, zero1, opt_type):
-    keys = {"shard_optimizer_over_data": zero1, "opt_type": opt_type}
+    keys = {"shard_optimizer_over_data": zero1, "opt_type": opt_type, "adafactor_min_dim_size_to_factor": 4}
     run, state = trained(combination, **keys, **BOTH)
     tree = run.codec.unpack(state)
     assert kinds(tree.params) == kinds(tree.opt_state) == {"pinned_host"}
