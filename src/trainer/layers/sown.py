@@ -15,6 +15,9 @@ from flax import nnx
 Sown = Mapping[str, Mapping[str, jax.Array]]
 
 
+_names: set[str] = set()  # of all sown types
+
+
 class SownValue(nnx.Variable):
     """The base of all sown types, of a user's too. NNX blocks sow with `sow`, Linen blocks into the collection that has
     the name of the type.
@@ -22,6 +25,10 @@ class SownValue(nnx.Variable):
     A type that a training step can return has a static method `combine(values, axis=0)`, which joins the values of
     microbatches, on axis 0, to that of the whole batch.
     """
+
+    def __init_subclass__(cls, **keywords: Any):
+        super().__init_subclass__(**keywords)
+        _names.add(cls.__name__)
 
 
 class Total(SownValue):
@@ -50,6 +57,11 @@ class Activation(SownValue):
 class MtpHidden(SownValue):
     """Hidden states [b, t, e] of a module of multi-token prediction (`models.mtp`), which the objective needs. The
     modules run only where this type is captured. It has no `combine`, either."""
+
+
+def type_names() -> frozenset[str]:
+    """The names of all sown types, a user's too."""
+    return frozenset(_names)
 
 
 def check_captured(types: Iterable[type[nnx.Variable]], of_objective: Iterable[type[nnx.Variable]] = ()) -> None:

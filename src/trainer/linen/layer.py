@@ -1,19 +1,16 @@
 """A block as a Linen module: an NNX block bridged, a Linen block as it is."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen, nnx, traverse_util
-from flax.core.scope import DenyList
-from flax.errors import ModifyScopeVariableError, ScopeCollectionNotFound, ScopeVariableNotFoundError
 from flax.nnx import bridge
 
 from trainer.config import UserError
 from trainer.layers.context import Context
 from trainer.layers.param import REST
-from trainer.layers.sown import Sown, capture
+from trainer.layers.sown import Sown, capture, type_names
 from trainer.layers.stack import MakeBlock, cast_in_loop
 from trainer.linen.bridge import capturing, to_linen
 from trainer.models.families import block_class, blocks, check_calls, check_state, refuse_state, stacks
@@ -55,22 +52,10 @@ def _check_linen(config: Any, block: MakeBlock) -> None:
     # With generators of both kinds: what draws from one is told of below, or draws from the key that it is given.
     keys = {"params": seed_key(0), "dropout": seed_key(0)}
     args = x, None, Context(ids, ids, rows=ids[0], key=None)
-
-    def made(*refused: str) -> Mapping[str, Any]:
-        mutable = DenyList(("intermediates", *refused))
-        return jax.eval_shape(lambda: make_layer(config, block, parent=None).init(keys, *args, mutable=mutable))
-
-    def is_state(name: str) -> bool:
-        # To sow into a collection that is not mutable has no effect; to make a variable there is an error.
-        try:
-            made(name)
-        except (ScopeCollectionNotFound, ScopeVariableNotFoundError, ModifyScopeVariableError):
-            return True
-        return False
-
-    variables = made()
-    others = sorted(filter(is_state, set(variables) - set(COLLECTIONS)))
-    refuse_state(config, bool(variables.get("params")), others)
+    variables = dict(jax.eval_shape(lambda: make_layer(config, block, parent=None).init(keys, *args)))
+    params = variables.pop("params", {})
+    known = {REST, "intermediates", *type_names()}
+    refuse_state(config, bool(params), sorted(set(variables) - known))
 
 
 def call_layer(
