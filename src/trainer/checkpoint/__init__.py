@@ -1,4 +1,4 @@
-"""Train states and parameters on disk: a run's checkpoints, what others wrote, and what `trainer.export` writes."""
+"""Train states and parameters on disk: checkpoints of runs, of other software, and of `trainer.export`."""
 
 from trainer.checkpoint.description import model_config
 from trainer.checkpoint.huggingface_out import write_huggingface

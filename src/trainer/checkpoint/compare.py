@@ -1,4 +1,4 @@
-"""Whether a checkpoint holds what a run wants, told by names, shapes and dtypes before any array is read."""
+"""Checks that a checkpoint fits a run, by names, shapes and dtypes, before any array is read."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ from trainer.ops.paths import by_name
 
 
 def check_structure(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Compares leaves, part by part: what the checkpoint at `path` has, and what the run's state needs.
+    """Compares the leaves of the checkpoint at `path` with those of the run's state, part by part.
 
     Raises:
       UserError: names the first leaf that differs, its shape and dtype there and here, and how many do.

@@ -1,4 +1,4 @@
-"""Which keys say what function the parameters compute, and whether two sources say the same."""
+"""The keys that define the function of the parameters, and their comparison between two sources."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -30,15 +30,15 @@ _OF_ROPE = {
         "rope_attention_scaling",
     ),
 }
-# Keys that have an effect under one value of another, which says all there is to say where it differs.
+# Keys that have an effect only under one value of another key. If that key differs, they are not compared.
 _BELOW = {
     "rope_type": {name for names in _OF_ROPE.values() for name in names},
     "attention_type": {"sliding_window_size"},
 }
 # How the columns of queries and keys are ordered. Not part of the function: it is converted as needed.
 ORDER = "rope_interleave"
-# Keys with which the same parameters compute another function. All others decide which parameters there are, and of
-# what shapes and in what order they act: these are the checkpoint's to say.
+# Keys with which the same parameters compute another function. All others determine the parameters, their shapes and
+# their order: the checkpoint decides these.
 FREE = {
     *("normalization_layer_epsilon", "attn_logits_soft_cap", "final_logits_soft_cap", "normalize_embedding_logits"),
     *("attention_type", "rope_type", "rope_min_timescale", "rope_max_timescale", *_BELOW["rope_type"]),
@@ -50,7 +50,7 @@ _PRESET, LENGTH = "model_name", "max_target_length"
 
 
 def described(config: Any) -> dict[str, Any]:
-    """The keys of `config`, resolved, that say what its parameters compute, less those without effect."""
+    """The keys of `config`, resolved, that define the function of its parameters, without those that have no effect."""
     names = [*_ALWAYS, *_OF_ROPE[config.rope_type]]
     if config.attention_type == "local_sliding":
         names.append("sliding_window_size")
@@ -62,13 +62,13 @@ def described(config: Any) -> dict[str, Any]:
 def check_same_model(
     keys: Mapping[str, Any], config: Any, where: str, given: Collection[str] = (), say: Callable[[str], Any] = print
 ) -> None:
-    """Compares what a checkpoint says of its model with `config`, resolved.
+    """Compares a checkpoint's description of its model with `config`, resolved.
 
-    Keys in `given` that are in `FREE` may differ, with a line to `say`: whoever writes rope_type=yarn wants to
-    stretch a model that was trained without it. What either says below such a key, such as a factor, is not compared.
+    Keys in `given` that are in `FREE` may differ, with a line to `say`: with rope_type=yarn, for example, a user
+    extends the context of a model that was trained without it. Keys that depend on such a key are not compared.
 
     Raises:
-      UserError: every other key that differs, as the checkpoint has it.
+      UserError: every other key that differs, with the checkpoint's value.
     """
     ours = described(config)
     free = FREE.intersection(given)
@@ -85,13 +85,13 @@ def check_same_model(
     if differing:
         have = ", ".join(f"{name}={_text(config[name])}" for name in differing)
         raise UserError(
-            f"{where} holds another model than the configuration ({have}); "
+            f"{where} has another model than the configuration ({have}); "
             f"to load it, give: {' '.join(as_words(keys, differing))}"
         )
 
 
 def as_words(keys: Mapping[str, Any], names: Sequence[str] | None = None) -> list[str]:
-    """`key=value` of `names` (default: all), as they stand on a command line."""
+    """`key=value` for `names` (default: all), in the syntax of a command line."""
     return [f"{name}={_text(keys[name])}" for name in (keys if names is None else names)]
 
 
@@ -102,14 +102,14 @@ def _text(value: Any) -> str:
 
 
 def model_config(keys: Mapping[str, Any], words: Sequence[str], where: str) -> Any:
-    """The configuration, resolved for one device, of a checkpoint that says `keys`, with `words` of a command line.
+    """The configuration, resolved for one device, of a checkpoint with `keys`, and with the arguments `words`.
 
-    Parameters are the same in every combination, so a checkpoint names none: it is the first one, unless `words` sets
-    the flags.
+    Parameters are the same in every combination, so a checkpoint has no combination: the first one is used, unless
+    `words` sets the flags.
 
     Raises:
-      UserError: `keys` do not go together or name code that no word names; or a word, or the preset that it names, says
-        another model than `keys`.
+      UserError: `keys` contradict each other, or name code that no argument names; or an argument, or its preset,
+        contradicts `keys`.
     """
     _resolved(as_words(keys), where)
     # The checkpoint's keys come first: some arguments are valid only together with them.
@@ -128,10 +128,10 @@ def model_config(keys: Mapping[str, Any], words: Sequence[str], where: str) -> A
 
 
 def check_words(keys: Mapping[str, Any], words: Sequence[str], config: Any, where: str) -> None:
-    """Checks that each of `words`, of which `model_config` made `config`, counts, and that they or `keys` say a model.
+    """Checks that each of `words`, from which `model_config` made `config`, has an effect, and that a model is defined.
 
     Raises:
-      UserError: a word is no key of a model, or has no effect on this one; or nothing says which model it is.
+      UserError: an argument is not a key of a model or has no effect on this one; or nothing defines the model.
     """
     given = [word.partition("=")[0] for word in words]
     hints = {"weight_dtype": "; dtype=... says in what to write"}
@@ -149,7 +149,7 @@ def check_words(keys: Mapping[str, Any], words: Sequence[str], config: Any, wher
 
 
 def model_yaml(config: Any) -> str:
-    """A yml that gives the model's keys of `config`, resolved, and leaves all others to base.yml."""
+    """A YAML file with the model's keys of `config`, resolved, and no others."""
     keys = described(config) | {ORDER: config[ORDER]}
     return "\n".join(["base_config: base.yml", *(f"{name}: {to_flow(value)}" for name, value in keys.items()), ""])
 
@@ -158,10 +158,10 @@ def read_model_yaml(path: Path) -> tuple[dict[str, Any], int | None]:
     """The model's keys in a configuration next to a checkpoint: its data, mesh and platform may not exist here.
 
     Returns:
-      What `described` gives, and `rope_interleave`; and how long a text it was trained on, if the file says it.
+      The keys of `described`, and `rope_interleave`; and the sequence length of training, if the file has it.
 
     Raises:
-      UserError: the file is none, or a value is not allowed.
+      UserError: the file is not a configuration, or a value is not allowed.
     """
     try:
         text = read_text(path)

@@ -1,4 +1,4 @@
-"""A folder of checkpoints that cannot be written: tried before training, and told in one message when it happens."""
+"""Errors of the checkpoint folder: a write test before training, and one message for each failure."""
 
 import contextlib
 import functools
@@ -53,7 +53,7 @@ def check_writable(directory: Any, process: int) -> None:
       process: the index of this process. Each process uses a name of its own.
 
     Raises:
-      UserError: the folder does not take the file, so that no save could succeed.
+      UserError: the file cannot be written, so no save could succeed.
     """
     trial = directory / f"trial-{process}{EXPIRED}"
     try:
@@ -92,7 +92,7 @@ def _reason(error: Exception) -> str:
 
 
 class _Log(logging.Filter):
-    """Drops what Orbax logs, and keeps the first error in it: of the disk, or another that Orbax met itself."""
+    """Drops Orbax's log messages, and keeps the first error among them."""
 
     error: Exception | None = None
 
@@ -117,12 +117,12 @@ def silence_orbax() -> None:
 
 
 def forget_failures() -> None:
-    """Comes before a save begins; see `logged_failure`."""
+    """Call it before a save; see `logged_failure`."""
     _LOG.error = None
 
 
 def logged_failure() -> Exception | None:
-    """An error in the save that runs, if a thread of Orbax met one.
+    """An error in the current save, if a thread of Orbax logged one.
 
     Of several processes the save raises it much later: other threads first wait, for up to 20 minutes, for processes
     that wait for what the failed thread was to write.
@@ -133,7 +133,7 @@ def logged_failure() -> Exception | None:
 @functools.cache
 def _ignore_closed_loops() -> None:
     """When a part of a save fails, Orbax closes the event loop of the other parts, which then fail in TensorStore's
-    threads, where nobody can catch it."""
+    threads, where it cannot be caught."""
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:

@@ -39,7 +39,7 @@ class HuggingFaceSource:
         """`decoder_block`: see `model_keys`.
 
         Raises:
-          UserError: config.json says what no key can say, or a file is missing or damaged.
+          UserError: config.json cannot be represented, or a file is missing or damaged.
         """
         self.path = self.tokenizer = path
         config = read_object(path / "config.json")
@@ -58,7 +58,7 @@ class HuggingFaceSource:
         places = {name: place(stacks(config), name) for name in shapes}
         layouts = layouts_of(config, places)
         layers = config.base_num_decoder_layers
-        if layers > len(self._tensors):  # before as many names are made
+        if layers > len(self._tensors):  # before that many names are generated
             raise UserError(f"{self.path}: {len(self._tensors)} tensors, too few for num_hidden_layers={layers}")
         found = {
             name: (tensor.shape, tensor.dtype.name if tensor.kind in DTYPES else tensor.kind)
@@ -122,7 +122,7 @@ class HuggingFaceSource:
 
 
 def _read(tensor: StoredTensor, layout: Layout, shape: tuple[int, ...], box: Box, interleave: bool) -> np.ndarray:
-    """`box` of our parameter of `shape` that `tensor` holds."""
+    """`box` of our parameter of `shape`, from `tensor`."""
     wide = layout.widened(shape, box)
     sizes = tuple(cut.stop - cut.start for cut in wide)
     value = layout.to_ours(tensor.read(layout.box(shape, wide)), sizes, interleave)
@@ -133,7 +133,7 @@ def layouts_of(config: Any, places: Mapping[str, Place | None]) -> Mapping[str, 
     """The family's layouts, checked for the parameters `places`, by canonical name.
 
     Raises:
-      UserError: the parameters that have no layout, or one whose name cannot be that of their tensors.
+      UserError: lists the parameters that have no layout, or whose layout has an invalid tensor name.
     """
     layouts = hugging_face_layouts(config)
     problems = [f"{name}: no Layout" for name in places if name not in layouts]
@@ -154,10 +154,10 @@ def tensors_of(layout: Layout, where: Place | None, shape: tuple[int, ...]) -> l
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a directory: those that its index names, else the one that there is; [] for none.
+    """The safetensors files of a directory: those in its index, otherwise the only one; [] without any.
 
     Raises:
-      UserError: several files and no index, or one that names something else than files of the directory.
+      UserError: several files and no index, or an index with names that are not files of the directory.
     """
     if (path / INDEX).is_file():
         weight_map = read_object(path / INDEX).get("weight_map")
@@ -174,7 +174,7 @@ def weight_files(path: Path) -> list[Path]:
         return [path / "model.safetensors"]
     files = sorted(path.glob("*.safetensors"))
     if len(files) > 1:
-        raise UserError(f"{path}: {len(files)} safetensors files, but no {INDEX} that says which belong to the model")
+        raise UserError(f"{path}: {len(files)} safetensors files, but no {INDEX} that lists those of the model")
     return files
 
 

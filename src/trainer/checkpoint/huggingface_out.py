@@ -36,7 +36,7 @@ def write_huggingface(
       shard_bytes: at most so many bytes of tensors go into one file, unless one tensor is larger.
 
     Raises:
-      UserError: config.json or the family's Layouts cannot express the model; or see `target_dtypes`.
+      UserError: config.json or the family's Layouts cannot represent the model; or see `target_dtypes`.
     """
     places = {name: place(stacks(config), name) for name in leaves}
     layouts = layouts_of(config, places)
@@ -72,7 +72,7 @@ def _write_leaf(
 
 
 def _in_order(kinds: Mapping[str, tuple[Place | None, list[tuple[str, tuple[int, ...]]], np.dtype]]) -> Tensors:
-    """All tensors as a forward pass meets them, layer by layer, so that a shard holds whole layers."""
+    """All tensors in the order of the forward pass, so that a shard has complete layers."""
     placed = []
     for name, (where, tensors, dtype) in kinds.items():
         part = 1 if where else 0 if name.startswith("token_embedder/") else 2

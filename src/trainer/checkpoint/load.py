@@ -1,4 +1,4 @@
-"""`load_parameters_path`: what lies there, and its parameters on the devices."""
+"""`load_parameters_path`: recognizes the checkpoint and loads its parameters onto the devices."""
 
 import functools
 import time
@@ -30,12 +30,12 @@ def open_source(path: str, decoder_block: str = "", *, average: bool = False) ->
     """The checkpoint at `path`, recognized by its files.
 
     Args:
-      path: of this machine, or of a run in a bucket.
+      path: on this machine, or of a run in a bucket.
       decoder_block: the configured family, if one is.
       average: read the average of the parameters (`ema_decay`), which checkpoints of runs have.
 
     Raises:
-      UserError: nothing that could be one is there, or what is there is damaged or has no average.
+      UserError: there is no checkpoint, or it is damaged or has no average.
     """
     if average:
         return _of_run(path, average=True)
@@ -59,7 +59,7 @@ def open_source(path: str, decoder_block: str = "", *, average: bool = False) ->
 
 
 def _maxtexts_tree(folder: Path) -> Path | None:
-    """The parameters' tree in a checkpoint of MaxText: in the newest, if `folder` is a run's; None if there is none."""
+    """The parameter tree of a MaxText checkpoint, the newest one if `folder` is a run's; None without one."""
     if (folder / "_METADATA").is_file():
         return folder
     for checkpoint in (folder, *(found[-1] for found in map(committed, (folder, folder / CHECKPOINTS)) if found)):
@@ -86,20 +86,20 @@ def _of_run(path: str, *, average: bool = False) -> Source:
 def load_parameters(
     path: str, config: Any, abstract: Any, say: Callable[[str], Any], given: Collection[str] = ()
 ) -> Any:
-    """The parameters at `path` on the devices, without modules of multi-token prediction that it does not have. The
-    host holds what its devices need of one layer of one parameter.
+    """The parameters at `path` on the devices, without modules of multi-token prediction that it lacks. At a time,
+    a host holds its devices' slices of one layer of one parameter.
 
     Args:
-      path: whatever `open_source` takes.
+      path: see `open_source`.
       config: resolved; the checkpoint must hold the same model.
       abstract: the canonical nested dict, a ShapeDtypeStruct with sharding at each leaf: what the model needs.
-      say: told one line if it takes long, and what differs on purpose.
-      given: keys of the command line, which may therefore say another function than the checkpoint; see `FREE` of
-        `description`.
+      say: gets one line if loading takes long, and one for each allowed difference.
+      given: keys of the command line, which may define another function than the checkpoint's; see
+        `description.FREE`.
 
     Raises:
-      UserError: nothing is there, another model is, or tensors are missing, too many or misshaped; in each case
-        before values are read.
+      UserError: there is no checkpoint, it has another model, or tensors are missing, superfluous or misshaped; in each
+        case before values are read.
     """
     started = time.perf_counter()
     source = open_source(path, config.decoder_block)

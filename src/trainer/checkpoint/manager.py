@@ -48,9 +48,9 @@ class CheckpointManager:
     """Saves and lists the checkpoints in a run's folder; a context manager that waits for the last save at its end."""
 
     def __init__(self, run_dir: Any, config: Any, say: Callable[[str], None]):
-        """Opens run_dir/checkpoints. Saves that never committed are cleared away, with a line to `say`.
+        """Opens run_dir/checkpoints. Uncommitted saves are removed, with a line to `say`.
 
-        `run_dir`: of this machine or of a bucket.
+        `run_dir`: on this machine or in a bucket.
         """
         self.directory = run_dir / CHECKPOINTS
         self._config = config
@@ -70,7 +70,7 @@ class CheckpointManager:
 
     @property
     def latest(self) -> int | None:
-        """The number of updates in the newest checkpoint, which may still be on its way to the disk."""
+        """The number of updates in the newest checkpoint, whose save may still be in progress."""
         return max(self._losses, default=None)
 
     def path(self, updates: int) -> Any:
@@ -78,10 +78,10 @@ class CheckpointManager:
         return self.directory / str(updates)
 
     def save(self, updates: int, tree: TrainTree, sidecar: Sidecar, metrics: Mapping[str, float]) -> None:
-        """Begins to save; the arrays are copied when this returns, so that a step may be given their buffers.
+        """Begins to save. The arrays are copied when this returns, so a step may donate their buffers.
 
         Raises:
-          UserError: the disk did not take this checkpoint or the one before it. Those committed are intact.
+          UserError: this checkpoint or the previous one could not be written. Committed ones are intact.
         """
         contents = {STATE: tree._asdict(), RUN: SidecarFiles(sidecar, metrics)}
         self.wait()
@@ -95,7 +95,7 @@ class CheckpointManager:
             self.wait()
 
     def wait(self) -> None:
-        """Returns when the last save is committed and what expired is deleted; raises UserError as `save` does."""
+        """Returns when the last save is committed and expired checkpoints are deleted. Raises what `save` raises."""
         ending = self._ending
         if ending is None or self._lost:
             return
@@ -104,7 +104,7 @@ class CheckpointManager:
                 self._watch(ending)
                 ending.result()
             finally:
-                if ending.done():  # otherwise Ctrl-C came, and `close` waits again
+                if ending.done():  # otherwise it was Ctrl-C, and `close` waits again
                     self._ending = None
 
     def close(self) -> None:
@@ -134,15 +134,15 @@ class CheckpointManager:
         self.close()
 
     def _watch(self, ending: Future[None]) -> None:
-        """Of several processes: returns at the end of a save, or raises what failed in this one."""
+        """With several processes: returns at the end of a save, or raises the failure in this process."""
         while jax.process_count() > 1 and concurrent.futures.wait([ending], _POLL).not_done:
             if error := logged_failure():
                 self._lost = True
                 raise error
 
     def _end(self, saving: Any, updates: int) -> None:
-        """Waits for a save, then deletes what it makes superfluous. Orbax would delete in place, and to be killed in
-        the middle of that leaves what looks like a damaged checkpoint."""
+        """Waits for a save, then deletes expired checkpoints. Orbax would delete in place: a process killed meanwhile
+        would leave what looks like a damaged checkpoint."""
         if not is_first():
             try:
                 _sum(self._saving)
@@ -162,7 +162,7 @@ class CheckpointManager:
                 remove_tree(path.rename(path.with_suffix(EXPIRED)))
 
     def _found(self, say: Callable[[str], None]) -> list[tuple[str, float | None]]:
-        """The checkpoints that are there, once what is left of others is cleared away."""
+        """The existing checkpoints, after remnants of others are removed."""
         with read_errors(self.directory):
             found = committed(self.directory)
             for path in reversed(found):
@@ -180,7 +180,7 @@ class CheckpointManager:
             say(f"{path} was never committed: removed")
 
     def _loss(self, path: Any) -> float | None:
-        """The evaluation loss of a checkpoint, if it has one and somebody asks."""
+        """The evaluation loss of a checkpoint, if it has one and retention needs it."""
         if not self._config.keep_best_checkpoints:
             return None
         try:
@@ -206,8 +206,8 @@ def restore(path: Any, abstract: TrainTree) -> TrainTree:
 
     Args:
       path: a folder checkpoints/N.
-      abstract: a ShapeDtypeStruct with a sharding at each leaf: the structure that is wanted, and where it shall live.
-        A field that is None is not read.
+      abstract: a ShapeDtypeStruct with a sharding at each leaf: the wanted structure and shardings. A
+        field that is None is not read.
 
     Raises:
       UserError: the checkpoint is of another model or optimizer; names the first mismatch.
@@ -275,9 +275,9 @@ def _being_saved(path: Any) -> Any:
 def _context(before_commit: Callable[[], None] | None = None) -> ocp.Context:
     silence_orbax()
     context = ocp.Context()
-    context.pytree.loading.partial_load = True  # what is not wanted is not read
+    context.pytree.loading.partial_load = True  # reads only the wanted leaves
     context.array.saving.use_compression = False  # a third of the time for a twelfth more disk
     context.asynchronous.post_finalization_callback = before_commit
-    # By its own thread: where the disk refuses a folder, the threads that write into it would wait for it for ever.
+    # If the disk refuses a folder, the threads that write into it would otherwise wait forever.
     context.asynchronous.create_directories_asynchronously = False
     return context

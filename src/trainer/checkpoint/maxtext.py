@@ -1,11 +1,11 @@
-"""MaxText's checkpoints: an Orbax tree of another trainer, of which only the parameters are read.
+"""MaxText's checkpoints: Orbax trees of which only the parameters are read.
 
 A run of MaxText holds checkpoints/N/items, the tree, next to it _CHECKPOINT_METADATA, and sometimes the position in
-the data. In the tree the parameters lie below params/params, or where MaxText's NNX alone wrote them at its root, each
-as {"value": array}. What differs from ours, and is converted (docs/guides/weights.md):
+the data. In the tree the parameters are below params/params or, written by MaxText's NNX model, at its root, each
+as {"value": array}. Differences from ours, which are converted (docs/guides/weights.md):
 - scanned layers are stacked on axis 1 or, with param_scan_axis=0, on axis 0; others lie in decoder/layers_0, ...;
 - blocks llama2 and mistral hold 1 / sqrt(head_dim) in the query kernel, unless `use_qk_norm`;
-- a head's entries turn as halves or as adjacent pairs, which it decides by the model's name and rope_type.
+- RoPE rotates a head's entries as halves or as adjacent pairs, depending on the model's name and rope_type.
 """
 
 import functools
@@ -142,7 +142,7 @@ class MaxTextSource:
         if where is None:
             return {_FINAL_NORM if is_final_norm(name) else name: shape}
         if layer_name(where, 0) in self._headers:
-            # Of more layers than there are tensors one is missing: that many names need not be made to tell.
+            # With more layers than tensors one is missing: no need to generate that many names to find it.
             layers = min(shape[0], len(self._headers) + 1)
             return {layer_name(where, i): shape[1:] for i in range(layers)}
         return {name: _with_layers_on(axis, shape)}
@@ -164,7 +164,7 @@ class MaxTextSource:
         shape: tuple[int, ...],
         abstract: jax.ShapeDtypeStruct,
     ) -> jax.Array:
-        """The same on devices, each process reading what its own need. It is converted there."""
+        """The same on devices, where it is converted; each process reads its devices' slices."""
         stored, header = self._headers[tensor]
 
         def theirs(ours: list[Any]) -> list[Any]:
@@ -178,7 +178,7 @@ class MaxTextSource:
         return jax.device_put(value, abstract.sharding)
 
     def _turn(self, config: Any, name: str) -> Callable[[Any], Any] | None:
-        """What brings entries of a head into the order that `config` says."""
+        """A function that reorders a head's entries as `config` requires."""
         if not turns(config, name, self._said.get(PAIRS, in_pairs(config))):
             return None
         return pairs_of_halves if config.rope_interleave else halves_of_pairs
@@ -193,7 +193,7 @@ def _to_ours(value: jax.Array, axis: int, turn: Callable[[Any], Any] | None, fac
 
 
 def _not_maxtexts(headers: Mapping[str, Any]) -> str:
-    """Why an Orbax tree is refused."""
+    """The reason to refuse an Orbax tree."""
     if f"params/{_TABLE}" in headers:
         return (
             "a part of a checkpoint of this trainer, not of MaxText; give the run's folder, its checkpoints/N, or the "
@@ -207,15 +207,15 @@ def _with_layers_on(axis: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def layer_name(where: Place, index: int) -> str:
-    """Where MaxText has a parameter of one layer, the `index`-th that it holds, if layers are not scanned."""
+    """MaxText's name for the `index`-th layer of a parameter if layers are not scanned."""
     return f"decoder/{where.stack}_{where.layers[index] - where.first}/{where.path}"
 
 
 def in_pairs(config: Any) -> bool:
-    """Whether entries of a head turn as adjacent pairs in MaxText, and not as halves.
+    """Whether MaxText rotates a head's entries as adjacent pairs, not as halves.
 
-    Its models llama3.1-* turn pairs whatever rope_type says, others with rope_type=llama3.1 and, by its default
-    rope_interleave=true, with yarn. Its llama3.3-* set no rope_type, as ours do, and so turn halves.
+    Its models llama3.1-* rotate pairs under every rope_type, others with rope_type=llama3.1 and, by its default
+    rope_interleave=true, with yarn. Its llama3.3-* set no rope_type, as ours do, so they rotate halves.
     """
     if config.model_name.startswith("llama3.1"):
         return True
@@ -231,12 +231,12 @@ def turns(config: Any, name: str, pairs: bool) -> bool:
 
 
 def query_scale(config: Any, name: str) -> float:
-    """How many times MaxText's parameter the canonical parameter `name` is."""
+    """The factor from MaxText's parameter to the canonical parameter `name`."""
     scaled_there = family(config.decoder_block).maxtext.scaled_queries
     scales = decoder_name(config, name) in scaled_there and not config.use_qk_norm
     return config.head_dim**0.5 if scales else 1.0
 
 
 def scaled(value: np.ndarray, operation: np.ufunc, factor: float) -> np.ndarray:
-    """`value` times or over `factor`, as `operation` says: in float32, so that the caller's cast is what rounds it."""
+    """`value` multiplied or divided by `factor` (`operation`), in float32, so that only the caller's cast rounds."""
     return value if factor == 1 else operation(value, np.float32(factor), dtype=np.float32)

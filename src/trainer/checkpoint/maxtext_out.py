@@ -1,4 +1,4 @@
-"""Writes parameters as MaxText's load_parameters_path takes them: the inverse of `maxtext`."""
+"""Writes parameters for MaxText's load_parameters_path: the inverse of `maxtext`."""
 
 import json
 from collections.abc import Mapping
@@ -24,9 +24,9 @@ def write_maxtext(folder: Path, config: Any, leaves: Mapping[str, Leaf], dtype: 
     """Writes `leaves`, one after the other, below `folder`/0/items; `folder` exists and is empty.
 
     Args:
-      config: resolved; the order of a head's entries is the one that it says.
+      config: resolved; it determines the order of a head's entries.
       dtype: see `params_out.write_params`.
-      scan: layers are stacked on axis 1, as MaxText has them with scan_layers=true and its default param_scan_axis.
+      scan: layers are stacked on axis 1, as in MaxText with scan_layers=true and its default param_scan_axis.
 
     Raises:
       UserError: MaxText cannot compute this model, see `maxtext_keys`; or see `target_dtypes`.
@@ -64,7 +64,7 @@ def _stored(
 
 
 def _as_maxtext_has_it(step: Path) -> None:
-    """Gives the checkpoint that Orbax v1 wrote the names and files of Orbax v0, by which MaxText saves."""
+    """Converts a checkpoint of Orbax v1 to the names and files of Orbax v0, which MaxText uses."""
     (step / "state").rename(step / ITEMS)
     (step / "orbax.checkpoint").unlink()
     for folder in (step, step / ITEMS):

@@ -51,7 +51,7 @@ def custom_metadata(path: Path) -> dict[str, Any]:
     """The custom metadata in the sidecar file of the checkpoint of the Orbax tree at `path`; {} for none.
 
     Raises:
-      UserError: the file that says it is damaged.
+      UserError: the file is damaged.
     """
     file = path.parent / COMPOSITE
     found = read_object(file).get("custom_metadata") if file.exists() else None
@@ -66,7 +66,7 @@ def _address(path: Path) -> dict[str, Any]:
 
 
 def readers(path: Path) -> dict[str, Callable[[], np.ndarray]]:
-    """A function for every leaf of an Orbax tree, lists in it or not, that reads it onto the host; by `headers`' names.
+    """For every leaf of an Orbax tree, by the names of `headers`, a function that reads it onto the host.
 
     Raises:
       UserError: the tree is damaged, now or when a leaf is read.
@@ -115,7 +115,7 @@ def _load(path: Path, name: str, abstract: Any) -> Any:
 
 @contextlib.contextmanager
 def writer(path: Path, custom: Mapping[str, Any] | None = None) -> Iterator[Callable[[Mapping[str, np.ndarray]], None]]:
-    """Makes a checkpoint at `path` whose tree `state` consists of what the yielded function was given.
+    """Makes a checkpoint at `path`; the yielded function adds leaves to its tree `state`.
 
     Each call takes leaves by path with slashes, and writes them before it returns: they need not stay in memory.
     """
@@ -131,7 +131,7 @@ def writer(path: Path, custom: Mapping[str, Any] | None = None) -> Iterator[Call
 
 @contextlib.contextmanager
 def _undamaged(where: str) -> Iterator[None]:
-    """What Orbax and TensorStore raise for files that are missing, cut or not what they should be, as a UserError."""
+    """Turns errors of Orbax and TensorStore for missing, truncated or invalid files into a UserError."""
     # Orbax logs the tracebacks of what it raises.
     logger = logging.getLogger("absl")
     level = logger.level

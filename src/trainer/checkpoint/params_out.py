@@ -20,7 +20,7 @@ def write_params(
     """Writes `leaves`, one after the other, and config.yml into `folder`, which exists and is empty.
 
     Args:
-      config: resolved; the order of a head's entries is the one that it says.
+      config: resolved; it determines the order of a head's entries.
       neutral: see `Source.neutral`.
       dtype: to cast floating-point values to; None leaves each as it is stored. Other values are never cast.
 
@@ -38,7 +38,7 @@ def write_params(
 
 
 def target_dtypes(leaves: Mapping[str, Leaf], dtype: str | None) -> dict[str, np.dtype]:
-    """What each of `leaves` is written in.
+    """The dtype in which each of `leaves` is written.
 
     Raises:
       UserError: `dtype` is None and layers of one leaf are stored in several; names all such leaves.
@@ -50,7 +50,7 @@ def target_dtypes(leaves: Mapping[str, Leaf], dtype: str | None) -> dict[str, np
 
 
 def target_dtype(stored: np.dtype, dtype: str | None) -> np.dtype:
-    """What values stored in `stored` are written in."""
+    """The dtype in which values of the dtype `stored` are written."""
     import jax.numpy as jnp
 
     return np.dtype(dtype) if dtype and jnp.issubdtype(stored, jnp.floating) else stored

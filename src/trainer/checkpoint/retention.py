@@ -1,4 +1,4 @@
-"""Which checkpoints stay."""
+"""Which checkpoints are kept."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Safetensors files, read and written in parts. The library reads whole tensors, and writes all of a file at once.
+"""Safetensors files, read and written in parts. The library only reads complete tensors and writes complete files.
 
 The format: the header's length as 8 bytes, little-endian; the header, JSON; then the bytes of the tensors in C order
 (https://huggingface.co/docs/safetensors, "Format").
@@ -39,7 +39,7 @@ class StoredTensor(NamedTuple):
         return DTYPES[self.kind]
 
     def read(self, box: Box) -> np.ndarray:
-        """The values in `box`: whole rows are read, in strips, and those columns of them are kept.
+        """The values in `box`: complete rows are read, in strips, and the columns of the box are kept.
 
         Raises:
           UserError: the file was cut since it was opened.
@@ -104,7 +104,7 @@ class SafetensorsFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Ends the file; unless an error ended the writing, it is on the disk then."""
+        """Closes the file. Without an error it is then synced to the disk."""
         with self._file:
             if kind is None:
                 self._file.flush()

@@ -13,7 +13,7 @@ from trainer.checkpoint.sidecar import Sidecar
 def is_due(config: Any, updates: int, *, initial: bool = False) -> bool:
     """Whether the configuration asks for a checkpoint of the state after `updates` updates.
 
-    `initial`: it is the state that the run begins with, be it of another run's making.
+    `initial`: it is the state that the run begins with, also if another run made it.
     """
     if initial:
         return config.save_checkpoint_on_start
@@ -42,8 +42,8 @@ def maybe_save_checkpoint(
       sidecar: gives the metadata that is saved with the state.
       initial: see `is_due`.
       force: save although no checkpoint is due, because the run ends here.
-      before: called when it is decided, before anything is written: puts on the disk what the checkpoint covers, and
-        gives the metrics by which retention chooses.
+      before: called when a save is due, before it writes: syncs the files that the checkpoint covers to the disk, and
+        returns the metrics for retention.
 
     Returns:
       whether a save was begun.

@@ -1,4 +1,4 @@
-"""Sidecar metadata of a checkpoint: what describes its arrays, so that it needs no other file to be understood."""
+"""Sidecar metadata of a checkpoint: a description of its arrays and its run. A checkpoint needs no other file."""
 
 import json
 from collections.abc import Awaitable, Mapping
@@ -82,7 +82,7 @@ def _object(folder: Any, name: str) -> dict[str, Any]:
 
 
 def _data_file(process: int) -> str:
-    """Streams stand elsewhere in each process; prepared data stand at one place, which data.json of process 0 has."""
+    """Each process has its own position in a stream; prepared data have one position, in data.json of process 0."""
     return DATA if process == 0 else f"data-{process}.json"
 
 
@@ -101,6 +101,6 @@ def saved_config(sidecar: Sidecar, where: Any) -> dict[str, Any]:
     """The keys of the resolved configuration that the checkpoint `where` was saved under.
 
     Raises:
-      UserError: its config.yml is none.
+      UserError: its config.yml is not a configuration.
     """
     return read_saved(sidecar.config, f"{where}/{CONFIG}")

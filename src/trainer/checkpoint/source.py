@@ -1,4 +1,4 @@
-"""What every kind of checkpoint looks like from here: named leaves that are read one part at a time."""
+"""The common interface of all kinds of checkpoints: named leaves that are read one part at a time."""
 
 import contextlib
 import math
@@ -29,14 +29,14 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Leaf:
-    """One canonical parameter in a checkpoint: nothing of it has been read.
+    """One canonical parameter in a checkpoint; its values are not read yet.
 
     Attributes:
       shape: canonical.
-      dtype: as stored; float32, which holds them all, where layers are stored in several.
-      parts: read the values as stored: one part for each layer, or one for the whole leaf.
+      dtype: as stored; float32 if layers are stored in several dtypes.
+      parts: read the values as stored: one part for each layer, or one for the complete leaf.
       puts: put the same parts onto devices, given shape, dtype and sharding of a part, layers first.
-        The host holds what its devices need of a part. () for a leaf that is only written.
+        The host holds its devices' slices of a part. () for a leaf that is only written.
     """
 
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Leaf:
 
     @property
     def size(self) -> int:
-        """How many values."""
+        """The number of values."""
         return math.prod(self.shape)
 
     @property
@@ -56,7 +56,7 @@ class Leaf:
         return self.size * self.dtype.itemsize
 
     def read(self, dtype: np.dtype, tick: Tick) -> np.ndarray:
-        """The whole leaf in `dtype`, parts read and cast one after the other."""
+        """The complete leaf in `dtype`; parts are read and cast one after the other."""
         if len(self.parts) == 1:
             value = self.parts[0]().astype(dtype, copy=False)
             tick(self.nbytes)
@@ -76,7 +76,7 @@ class Leaf:
 
 
 def whole(shape: tuple[int, ...]) -> Box:
-    """The box that is all of an array."""
+    """The box of the complete array."""
     return tuple(slice(0, size) for size in shape)
 
 
@@ -120,14 +120,14 @@ class Source(Protocol):
     modules: int  # of multi-token prediction that it holds
 
     def notes(self, config: Any) -> Sequence[str]:
-        """What is taken for granted where it is read as a model of `config`, a line each."""
+        """One line for each assumption made when it is read as a model of `config`."""
 
     def leaves(self, config: Any, shapes: Shapes) -> dict[str, Leaf]:
         """The leaves that a model of `config`, resolved, with parameters of `shapes` needs, in that order.
 
         Raises:
-          UserError: all tensors that are missing, that the model has no place for, or that have another shape. Modules
-            of multi-token prediction may be more than those of `config`.
+          UserError: lists all tensors that are missing, superfluous or of another shape. There may be more modules of
+            multi-token prediction than in `config`.
         """
 
 
@@ -169,7 +169,7 @@ def common_dtype(dtypes: Collection[np.dtype]) -> tuple[np.dtype, tuple[str, ...
 
 @contextlib.contextmanager
 def progress(leaves: Iterable[Leaf], label: str, say: Callable[[str], Any] = print) -> Iterator[Tick]:
-    """Shows how many of the bytes of `leaves` the function that it yields was told of, once the work takes long.
+    """Yields a function that counts bytes, and shows the progress through `leaves` if the work takes long.
 
     On a terminal a bar on stderr; elsewhere a line to `say`, at most one in 10 s.
     """

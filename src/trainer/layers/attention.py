@@ -97,7 +97,7 @@ class Attention(nnx.Module):
         """
         if self.norms_heads or self.soft_cap:
             why = "their norms undo a scale of the weights" if self.norms_heads else "the soft cap bounds logits itself"
-            raise UserError(f"use_qk_clip=true: an attention layer cannot clip its heads: {why}")
+            raise UserError(f"use_qk_clip=true: attention heads cannot be clipped: {why}")
         eta_kg = eta_h.reshape(self.key.kernel.shape[-2], -1)
         key_k1 = jnp.sqrt(eta_kg.min(axis=1, keepdims=True))
         # [heads, 1]: of a kernel [embed, heads, head_dim], and of a bias [heads, head_dim].

@@ -1,4 +1,4 @@
-"""How a layer that attends states what QK-Clip does to its weights."""
+"""The interface of attention layers for QK-Clip."""
 
 from typing import Any, Protocol
 
@@ -8,9 +8,9 @@ import jax
 class Clipped(Protocol):
     """A layer whose logits QK-Clip bounds: an NNX module anywhere in a block, or a block, NNX or Linen.
 
-    It states its rule where it defines its weights, and sows `layers.sown.MaxLogit` under the name "max_logit", such as
-    `ops.max_logits.max_logits(query, key, mask, when=context.sampled)`. A block that does not attend says
-    `logit_factors = None` in its class.
+    It defines the factors of its own weights, and sows `layers.sown.MaxLogit` under the name "max_logit", such as
+    `ops.max_logits.max_logits(query, key, mask, when=context.sampled)`. The class of a block
+    without attention sets `logit_factors = None`.
     """
 
     heads: int  # whose logits it sows

@@ -67,8 +67,8 @@ TABLE = sharding.Axes(("vocab", "embed"))
 class Embed(nnx.Module):
     """The embedding table [vocab, embed]; initial entries are standard normal.
 
-    The table is an array: a lookup is no product, so nothing else says what a quantized table's rows are. A product of
-    the tied head (`attend`) can quantize it as it multiplies.
+    The table must be an array: a lookup does not go through a product, which would know a quantized container. The
+    product of a tied head (`attend`) can quantize the table when it multiplies.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Embed(nnx.Module):
         table = self.embedding.get_value()
         if not isinstance(table, jax.Array | np.ndarray):
             raise UserError(
-                f"token_embedder/embedding is stored as {type(table).__name__}: a table is looked up, which needs an "
-                "array; quantize it in the product of the head, or set logits_via_embedding=false"
+                f"the embedding table is a {type(table).__name__}, but rows can only be looked up in an array: keep "
+                "it as an array, and quantize inside the product of a tied head"
             )
         return table

@@ -12,14 +12,14 @@ def param(value: jax.Array, names: Sequence[str | None]) -> nnx.Param:
 
 
 def unnamed(ndim: int, stacked: bool) -> tuple[str | None, ...]:
-    """The logical names of a parameter that was given none, as only those of a user's block are. `stacked`: it is in a
+    """The logical names of a parameter without names, which only a user's block has. `stacked`: it is in a
     stack, where layers are on the first axis."""
     return ("layers", *[None] * (ndim - 1)) if stacked else (None,) * ndim
 
 
 def in_stack(path: Sequence[str]) -> bool:
-    """Whether the parameter at `path`, canonical, is in a stack, if it has no names: those of the decoder that are
-    outside of its stacks have names."""
+    """Whether the parameter at `path`, canonical and without names, is in a stack: in the decoder, parameters outside
+    of the stacks have names."""
     return path[0] == "decoder"
 
 

@@ -19,8 +19,8 @@ _names: set[str] = set()  # of all sown types
 
 
 class SownValue(nnx.Variable):
-    """The base of all sown types, of a user's too. NNX blocks sow with `sow`, Linen blocks into the collection that has
-    the name of the type.
+    """The base of all sown types, also of users' own. NNX blocks sow with `sow`, Linen blocks into the collection
+    with the name of the type.
 
     A type that a training step can return has a static method `combine(values, axis=0)`, which joins the values of
     microbatches, on axis 0, to that of the whole batch.

@@ -126,9 +126,9 @@ class Loop(NamedTuple):
         return [jnp.arange(self.first + i, self.first + self.stack.layers, period) for i in range(period)]
 
     def layer(self, call: Callable[..., Any], x: jax.Array, entries: Any, number: jax.Array) -> tuple[Any, Any, Sown]:
-        """One layer: x, the stack's cache with its entries, and what it sowed.
+        """Runs one layer: returns x, the entries of the stack's cache, and the sown values.
 
-        `call(x, cache, context)` runs its block: ((x, cache), what was sown).
+        `call(x, cache, context) -> (x, cache), sown` runs its block.
         """
         x = checkpoint_name(x, LAYER_INPUT)
         cache = None

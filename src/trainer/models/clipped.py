@@ -15,13 +15,13 @@ STATEMENT = "logit_factors"
 
 
 def clipped_layers(config: Any) -> dict[str, Clipped]:
-    """The layers of the model that state `logit_factors`, by the canonical path of their parameters.
+    """The layers of the model that define `logit_factors`, by the canonical path of their parameters.
 
-    They are found in the model itself, wherever it has blocks; of a model with Linen blocks, in its stacks and its
-    modules of multi-token prediction. Their arrays are abstract. Call this in tree mode.
+    They are found in all blocks of the model; with Linen blocks, in the stacks and in the modules of multi-token
+    prediction. Their arrays are abstract. Call this in tree mode.
 
     Raises:
-      UserError: a block of a stack has no such layer, and does not say that it needs none.
+      UserError: a block of a stack has no such layer, and does not declare that it needs none.
     """
     declared = {
         f"decoder/{path}": block
@@ -43,11 +43,13 @@ def clipped_layers(config: Any) -> dict[str, Clipped]:
     if silent:
         raise UserError(
             f"use_qk_clip=true: {', '.join(sorted(silent))} of decoder_block={config.decoder_block} has no layer that "
-            f"states {STATEMENT}, so its heads cannot be clipped; state it (trainer.layers.clip), or say "
+            f"states {STATEMENT}, so its heads cannot be clipped; define it (trainer.layers.clip), or set "
             f"{STATEMENT} = None in the class of a block without attention"
         )
     if not found:
-        raise UserError(f"use_qk_clip=true: no block of decoder_block={config.decoder_block} attends; leave it out")
+        raise UserError(
+            f"use_qk_clip=true: no block of decoder_block={config.decoder_block} has attention; set use_qk_clip=false"
+        )
     return found
 
 
@@ -59,7 +61,7 @@ def _in_block(config: Any, block: MakeBlock, path: str) -> dict[str, Clipped]:
 
 
 def _stating(module: nnx.Module, path: str) -> dict[str, Clipped]:
-    """The layers in `module`, whose own path is `path`, that state factors; of nested ones the outermost."""
+    """The layers in `module`, whose own path is `path`, that define factors; of nested ones the outermost."""
     found: dict[str, Clipped] = {}
     for below, layer in sorted(nnx.iter_modules(module), key=lambda item: len(item[0])):
         name = "/".join(filter(None, (path, *map(str, below))))

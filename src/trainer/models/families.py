@@ -61,8 +61,8 @@ def hugging_face(decoder_block: str) -> HuggingFace:
     """
     if (found := family(decoder_block).hugging_face) is None:
         raise UserError(
-            f"decoder_block={decoder_block} declares no names of Hugging Face, so checkpoints of Hugging Face and "
-            "MaxText cannot be read or written; a run's folder and format=params can"
+            f"decoder_block={decoder_block} declares no parameter names of Hugging Face, so checkpoints of Hugging "
+            "Face and MaxText cannot be read or written; a run's folder and format=params can"
         )
     return found
 
@@ -94,7 +94,7 @@ def stacks(config: Any) -> tuple[Stack, ...]:
     for block in blocks(found):
         made = block_class(block)
         if not isinstance(made, type):
-            raise UserError(f"decoder_block={name}: {made} is not a class of blocks")
+            raise UserError(f"decoder_block={name}: {made} is not a block class")
         if issubclass(made, nnx.Module):
             check_calls(block, ("config", "rngs"), name)
         elif problem := linen_stack(config):
@@ -201,7 +201,7 @@ def check_calls(block: MakeBlock, made_of: Sequence[str], name: str) -> None:
         # getattr also finds the metaclass's __call__, and a metaclass hides the class's signature.
         fn = next((vars(base)[method] for base in found.__mro__ if method in vars(base)), None)
         if fn is None:
-            raise UserError(f"decoder_block={name} is no block: {found.__name__} has no {method}")
+            raise UserError(f"decoder_block={name} is not a block: {found.__name__} has no {method}")
         try:
             if method == "__init__":
                 inspect.signature(fn).bind(found, *given.args, *arguments, **given.keywords)
@@ -212,8 +212,8 @@ def check_calls(block: MakeBlock, made_of: Sequence[str], name: str) -> None:
             if method == "__call__":
                 call += f", where context has the fields {', '.join(Context._fields)}"
             raise UserError(
-                f"decoder_block={name} is no block: it is not called as {call} ({error}); docs/guides/migrating.md has "
-                "an example"
+                f"decoder_block={name} is not a block: it cannot be called as {call} ({error}); "
+                "docs/guides/migrating.md has an example"
             ) from None
 
 
@@ -225,8 +225,8 @@ def _imported(name: str) -> Any:
         missing = error.name or str(error)
         by = "" if f"{module}.".startswith(f"{missing}.") else f", which {module} imports"
         raise UserError(
-            f"decoder_block={name}: there is no module {missing}{by}; it is looked for in the current folder and where "
-            "Python finds packages (PYTHONPATH, pip install)"
+            f"decoder_block={name}: there is no module {missing}{by}; Python searches the current folder, PYTHONPATH "
+            "and installed packages"
         ) from None
     except (Exception, SystemExit) as error:  # a user's module can raise anything
         at = traceback.extract_tb(error.__traceback__)[-1]
@@ -259,11 +259,11 @@ def refuse_state(config, has_parameters: bool, others: Sequence[str]) -> None:
     """Raises UserError for a block without parameters, or with `others`, the paths of other state."""
     if others:
         raise UserError(
-            f"decoder_block={config.decoder_block} has state other than parameters: {', '.join(others[:3])}; a "
-            "block may have none: dropout draws from context.key, and nothing updates statistics"
+            f"decoder_block={config.decoder_block} has state other than parameters: {', '.join(others[:3])}; "
+            "blocks must be stateless: dropout uses context.key, and nothing updates statistics"
         )
     if not has_parameters:
-        raise UserError(f"decoder_block={config.decoder_block} holds no parameters: there is nothing to train")
+        raise UserError(f"decoder_block={config.decoder_block} has no parameters: there is nothing to train")
 
 
 def forward_flops_per_token(config: Any, params: Any) -> float:
@@ -281,5 +281,5 @@ def forward_flops_per_token(config: Any, params: Any) -> float:
 
 
 def _entries(tree: Any, axes: int) -> int:
-    """The entries of the arrays with so many axes or more."""
+    """The number of entries of the arrays with at least `axes` axes."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree) if leaf.ndim >= axes)

@@ -6,7 +6,7 @@ Model FLOPs as MaxText reports them, after PaLM (Chowdhery et al. 2022, arXiv:22
   activations and the optimizer do not;
 - attention scores and their products with the values count where the mask lets a query see a key, the diagonal of the
   square as half: T / 2 keys for a query of a causal row of T tokens (the half of the square), w - w^2 / (2 T) under a
-  sliding window of w <= T tokens; that packed documents do not see each other is not deducted;
+  sliding window of w <= T tokens; the mask between packed documents is not deducted;
 - a module of multi-token prediction counts for every token, also for those at the end of a document that it skips;
 - the backward pass is twice the forward pass, also where parameters are frozen; what rematerialization computes again
   is not added.
@@ -32,8 +32,8 @@ def _blocks(config: Any) -> int:
 
 
 def matmul_parameters(config: Any) -> int:
-    """Parameters that every token is multiplied with, as often as it is: the kernels of all blocks and the head, tied
-    or not; with multi-token prediction the projection of each module, and the head again for each."""
+    """Parameters in matrix products with every token, counted once per product: the kernels of all blocks and the head,
+    tied or not; with multi-token prediction the projection of each module, and the head again for each."""
     width, modules = config.base_emb_dim, config.mtp_num_layers
     # Queries and the output projection have all heads, keys and values the key-value heads.
     attention = 2 * width * config.head_dim * (config.base_num_query_heads + config.base_num_kv_heads)
@@ -53,10 +53,10 @@ def forward_flops_per_token(config: Any, keys: float | None = None) -> float:
     """FLOPs of the forward pass for one token of a row of `config.max_target_length`.
 
     `keys`: for how many keys a query's scores are computed on average. None takes `visible_keys`, the convention of
-    model FLOPs; an op that computes more than it shows is counted by saying so (dot_product: the whole row).
+    model FLOPs; pass more for an op that also computes masked scores (dot_product: the whole row).
     """
     heads_width = config.base_num_query_heads * config.head_dim
-    # For each key a score, and its term in the sum of the values.
+    # For each key one score and one term of the sum of values.
     attention = 4.0 * _blocks(config) * heads_width * (visible_keys(config) if keys is None else keys)
     return 2 * matmul_parameters(config) + attention
 

@@ -43,7 +43,7 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
       decoder_block: the configured family, by name or import path; "" for none.
 
     Raises:
-      UserError: all missing fields of `data`, and all that no key can express.
+      UserError: lists all missing fields of `data`, and all that no key can represent.
     """
     if wrong := mistyped(data):
         raise UserError("\n  ".join([f"{where}: values that are not allowed in config.json:", *wrong]))
@@ -88,13 +88,13 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
         if name in keys and (problem := check(key, keys[name]))
     ]
     if refused:
-        raise UserError("\n  ".join([f"{where}: says what this trainer has no key for:", *refused]))
+        raise UserError("\n  ".join([f"{where}: has fields that cannot be represented here:", *refused]))
     return keys
 
 
 def _window_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> dict[str, Any]:
     window = said.get("sliding_window") or 0 if hf.window else 0
-    full = 0  # so many layers see everything, those after them a window
+    full = 0  # this many layers attend globally, the others within a window
     if hf.window == "switched":
         window = window if said.get("use_sliding_window") else 0
         full = said.get("max_window_layers", 28)

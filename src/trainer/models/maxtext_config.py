@@ -1,4 +1,4 @@
-"""A model's keys as words of MaxText's command line. Checked against MaxText's commit e591f30."""
+"""A model's keys as arguments of MaxText's command line. Checked against MaxText's commit e591f30."""
 
 from typing import Any
 

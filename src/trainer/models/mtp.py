@@ -5,9 +5,9 @@ makes h_k, from which the model's head predicts token t + k + 1:
 
     h_k = norm(block(projection([norm(embedding of token t + k); norm(h_{k-1})])))
 
-h_0 are the model's own hidden states. Each h is what the head reads: normed, and after dropout where there is some
+h_0 are the model's own hidden states. Each h is the input of the head: after the norm and after dropout
 (docs/decisions/0015-multi-token-prediction.md). The block is of the kind of the last layer; embedding and head are the
-model's. What is said here holds for NNX and Linen; letters as in `ops`.
+model's. This module serves NNX and Linen. The letters in shapes are those of `ops`.
 """
 
 from collections.abc import Callable
@@ -120,10 +120,11 @@ def run_mtp(
     context: Context,
     types: Types,
 ) -> Sown:
-    """Run the modules: what they and their blocks sow, `MtpHidden` among it.
+    """Run the modules: returns the sown values of the modules and their blocks, with `MtpHidden`.
 
-    A token whose k successors are not all in its segment is padding to module k, as it bears no loss there. Positions
-    are those of the token t itself: RoPE depends on their differences alone, and a segment's first position stays 0.
+    A token whose k successors are not all in its segment is padding for module k, since it bears no loss there. The
+    positions are those of the token t itself: RoPE depends only on their differences, and the first in a segment
+    stays 0.
 
     Args:
       run_block: `run_block(held, x, context, types) -> x, sown` of one block, `held` from `part(k, BLOCK)`.

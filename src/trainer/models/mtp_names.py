@@ -1,6 +1,6 @@
 """The parameters of multi-token prediction by name: their module, and their tensors in Hugging Face's layout.
 
-The layout is that of the published weights of DeepSeek-V3: module k lies behind the L layers as layer L + k - 1.
+The layout is that of the published weights of DeepSeek-V3: module k follows the L layers as layer L + k - 1.
 """
 
 import re
@@ -40,7 +40,7 @@ def module_of(name: str) -> int:
 
 
 def decoder_name(config: Any, name: str) -> str:
-    """The parameter of the last layer that the canonical `name`, in the block of a module, is like; else `name`."""
+    """The last layer's parameter that corresponds to the canonical `name` in a module's block; otherwise `name`."""
     own = f"{part_path(module_of(name), BLOCK)}/"
     return f"decoder/{last_block(config)[0]}/{name.removeprefix(own)}" if name.startswith(own) else name
 
@@ -65,7 +65,7 @@ def hugging_face_layouts(config: Any) -> Mapping[str, Layout]:
 
 
 def hugging_face_modules(layers: int, tensors: Mapping[str, Any]) -> int:
-    """How many modules there are among the tensors of a model of so many layers."""
+    """The number of modules among the tensors of a model with so many layers."""
     count = 0
     while f"model.layers.{layers + count}.eh_proj.weight" in tensors:
         count += 1
@@ -80,7 +80,7 @@ def hugging_face_copies(config: Any) -> dict[str, str]:
 
 
 def in_other_module(config: Any, tensor: str, modules: int) -> bool:
-    """Whether a tensor is of one of the `modules` in a checkpoint, but of none of `config`."""
+    """Whether a tensor belongs to one of the `modules` of a checkpoint that `config` does not have."""
     own = config.mtp_num_layers
     return any(tensor.startswith(_layer(config, k)) for k in range(own + 1, modules + 1))
 

@@ -10,10 +10,10 @@ from trainer.models.families import family
 
 
 def remat_policy(config: Any) -> Policy | None:
-    """What a checkpointed block keeps, or None if no block is checkpointed; see `layers.remat.make_policy`.
+    """What a checkpointed block saves, or None if no block is checkpointed; see `layers.remat.make_policy`.
 
     Raises:
-      UserError: `config` names a tensor that the family does not.
+      UserError: `config` names tensors that the family does not declare; lists all.
     """
     return make_policy(config.remat_policy, _choices(config), family(config.decoder_block).projections)
 
@@ -26,7 +26,7 @@ def check_offload(config: Any, memory_kinds: Iterable[str]) -> None:
       memory_kinds: the kinds of memory that a device of the mesh reaches (`device.addressable_memories()`).
 
     Raises:
-      UserError: what is offloaded, and what to choose instead.
+      UserError: names the offloaded tensors and the alternative.
     """
     kinds = sorted(set(memory_kinds))
     tensors = offloaded(config.remat_policy, _choices(config), family(config.decoder_block).projections)

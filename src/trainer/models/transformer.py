@@ -91,7 +91,7 @@ def finish_logits(config, logits_btv: jax.Array) -> jax.Array:
 
 
 class Decoder(nnx.Module):
-    """The blocks, the norm after them and, where it is not the embedding table, the head."""
+    """The blocks, the norm after them and, if it is not the embedding table, the head."""
 
     def __init__(self, config, rngs: nnx.Rngs):
         self.config = config

@@ -69,5 +69,5 @@ def test_its_heads_come_down_to_the_threshold(scan_layers, mtp_num_layers, monke
 
 def test_a_block_that_states_none_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "own", SimpleNamespace(Block=Silent))
-    with pytest.raises(UserError, match="Silent of decoder_block=own:Block has no layer that states logit_factors"):
+    with pytest.raises(UserError, match="Silent of decoder_block=own:Block has no layer that defines logit_factors"):
         build(load(arguments("linen", **KEYS)).config, jax.devices()[:1])

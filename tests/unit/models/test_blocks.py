@@ -76,7 +76,7 @@ def test_its_size_is_counted_from_its_parameters():
     ("name", "message"),
     [
         ("team_block:NNXblock", "team_block has no NNXblock; nearest: NNXBlock"),
-        ("team_blocks:NNXBlock", "there is no module team_blocks; it is looked for in the current folder"),
+        ("team_blocks:NNXBlock", "there is no module team_blocks; Python searches the current folder"),
         ("json.team_block:NNXBlock", "there is no module json.team_block"),
         ("team_block:attend", "this is neither a class nor a trainer.models.family.Family"),
     ],
@@ -114,7 +114,7 @@ class WithNothing(Called):
     [
         (WithStatistics, "has state other than parameters: norm/mean, norm/var"),
         (WithGenerator, "has state other than parameters: dropout/rngs/"),
-        (WithNothing, "holds no parameters"),
+        (WithNothing, "has no parameters"),
     ],
 )
 def test_what_a_block_may_not_hold(block, message, combination, monkeypatch):
@@ -153,7 +153,7 @@ class WithMoreArguments(Called):
     ("block", "message"),
     [
         (nnx.Linear, r"it is not called as Linear\(config, rngs\) \(missing a required"),
-        (nnx.Module, "is no block: Module has no __call__"),
+        (nnx.Module, "is not a block: Module has no __call__"),
         (nnx.Dropout, r"it is not called as Dropout\(config, rngs\) \(too many"),
         (WithAnotherCall, r"it is not called as block\(x, cache, context\)"),
         (
@@ -193,7 +193,7 @@ def test_a_module_that_cannot_be_imported(text, message, tmp_path, monkeypatch):
 
 
 def test_what_is_not_known_of_it():
-    with pytest.raises(UserError, match="declares no names of Hugging Face"):
+    with pytest.raises(UserError, match="declares no parameter names of Hugging Face"):
         hugging_face(OWN)
     assert not takes_cache(tiny_config("nnx", decoder_block=OWN))
 

@@ -308,7 +308,7 @@ def test_what_it_does_not_fit_is_refused_by_name(monkeypatch):
             self.self_attention = attention(4, 2, qk_norm_epsilon=1e-6)
 
     monkeypatch.setitem(sys.modules, "own", SimpleNamespace(Silent=Silent, Without=Without, Normed=Normed))
-    assert "Silent of decoder_block=own:Silent has no layer that states logit_factors" in refused(
+    assert "Silent of decoder_block=own:Silent has no layer that defines logit_factors" in refused(
         decoder_block="own:Silent"
     )
     assert "no block of decoder_block=own:Without attends" in refused(decoder_block="own:Without")
