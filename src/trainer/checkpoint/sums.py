@@ -1,8 +1,8 @@
 """Sums of a checkpoint's files: written before it is committed, compared before it is read.
 
-The arrays themselves carry no checksum on the disk: without one, a changed byte would be a changed parameter. Of files
-in a bucket only sizes are taken, without reading them: the store has checksums of its own, and changes no object.
-Several processes share the work: each sums the files that it wrote, and compares an equal share of all.
+The arrays themselves carry no checksum on the disk: without these sums, a changed byte would change a parameter. For
+files in a bucket only sizes are compared: the store has checksums of its own. Several processes share the work: each
+sums the files that it wrote, and verifies an equal share of all.
 """
 
 import json
@@ -33,9 +33,9 @@ def write_sums(
     """Writes the size and CRC-32 of every file below `folder` into it.
 
     Args:
-      process: of several `processes`, which all call this, the first one when every file is written. Each reads what it
-        wrote, and the first one joins the sums.
-      meet: returns when every process has called it with the same name of a place.
+      process: this process's index among `processes`. All call this, the first one after every file is written. Each
+        sums its own files, and the first one joins the sums.
+      meet: a barrier: returns when every process has called it with the same name.
     """
     place = "/".join(absolute(folder).parts[-3:])  # of a run, a checkpoint; hosts may mount the disk in other places
     meet(f"{place} is written")
@@ -52,10 +52,10 @@ def write_sums(
 
 
 def verify(folder: Any, process: int = 0, processes: int = 1) -> None:
-    """Compares a process's share of a checkpoint's files with what was written, in threads.
+    """Compares a process's share of a checkpoint's files with their sums, in threads.
 
     Raises:
-      UserError: a file is missing, shorter, longer or other; the message names one.
+      UserError: a file is missing or changed; the message names one.
     """
     try:
         found = json.loads((folder / SUMS).read_text("utf-8"))
@@ -104,7 +104,7 @@ def _writer(name: str) -> int:
 
 
 def _in_threads(fn: Callable[[str], T], names: Sequence[str]) -> Iterator[T]:
-    """The results in order; the first exception ends the iteration, and what was not begun is left out."""
+    """The results in order; the first exception ends the iteration and cancels what has not begun."""
     with ThreadPoolExecutor(_THREADS, "sums") as pool:
         yield from pool.map(fn, names)
 

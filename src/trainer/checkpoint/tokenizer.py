@@ -10,7 +10,7 @@ FILES = (
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copies those of `FILES` that lie in `source`."""
+    """Copies those of `FILES` that `source` has."""
     for name in FILES:
         if (source / name).is_file():
             (target / name).write_bytes((source / name).read_bytes())

@@ -18,7 +18,7 @@ FIELDS = ("inputs", "targets", "inputs_position", "inputs_segmentation", "target
 
 
 class RowSource(Protocol):
-    """Rows of `length` tokens with random access; `size` is their number, None where there is no end."""
+    """Rows of `length` tokens with random access; `size` is their number, None if they are endless."""
 
     @property
     def size(self) -> int | None: ...
@@ -65,9 +65,9 @@ def train_batch(
 def eval_batches(
     source: RowSource, rows: int, max_batches: int = -1, *, process_index: int = 0, process_count: int = 1
 ) -> Iterator[Batch]:
-    """The source once, in its order, as this process's part of batches of `rows` rows; at most `max_batches` if not -1.
+    """One pass over the source: this process's part of batches of `rows` rows in order, at most `max_batches` if not -1.
 
-    All batches have one shape: what the last one lacks are rows of zeros, segmentation too, so they bear no loss.
+    All batches have one shape: the last one is padded with rows of zeros, which bear no loss.
     """
     if source.size is None:
         raise ValueError("an endless source has no evaluation pass")
@@ -88,7 +88,7 @@ def make_batch(
 ) -> Batch:
     """A batch without `row` from arrays [rows, length] of any integer type; positions follow from the segmentation.
 
-    Targets where `loss` is 0 bear no loss; without it all do that are no padding.
+    Targets where `loss` is 0 bear no loss; without `loss` all targets bear loss except padding.
     """
     segmentation = segmentation.astype(np.int32)
     return {

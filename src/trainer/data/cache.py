@@ -26,10 +26,10 @@ def cache_root(data_cache_directory: str) -> Path:
 
 
 def ensure(folder: Path, build: Callable[[Path], dict[str, Any]], progress: Progress) -> None:
-    """Makes `folder`, unless it exists, with what `build(temporary folder)` writes, and the dict it returns as META.
+    """Makes `folder`, unless it exists: `build(temporary folder)` writes its files and returns the dict META.
 
     The temporary folder has the same parent as `folder` and is renamed at the end. Of several processes one
-    builds, and the others wait for it. Raises UserError where the files cannot be written.
+    builds, and the others wait for it. Raises UserError if the files cannot be written.
     """
     temporary = folder.with_name(folder.name + ".tmp")
     try:
@@ -37,7 +37,7 @@ def ensure(folder: Path, build: Callable[[Path], dict[str, Any]], progress: Prog
         with _locked(folder.with_name(folder.name + ".lock"), progress):
             if folder.exists():
                 return
-            # The lock is ours, so what lies here was left by a run that died.
+            # We hold the lock, so these are remnants of a process that died.
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
             try:
@@ -55,9 +55,9 @@ def ensure(folder: Path, build: Callable[[Path], dict[str, Any]], progress: Prog
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """The dict that `build` returned, once every file of `folder` is found to be as it was written; else UserError.
+    """The dict that `build` returned, after verifying every file of `folder`. Raises UserError if one was changed.
 
-    Folders of more than 1 GiB are compared by the sizes of their files alone.
+    In folders of more than 1 GiB only the sizes of files are verified.
     """
     try:
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
@@ -80,7 +80,7 @@ def damaged(folder: Path, name: str, what: str) -> UserError:
 
 @contextlib.contextmanager
 def _locked(path: Path, progress: Progress) -> Iterator[None]:
-    """Holds an exclusive lock on the file `path`, which stays: to remove it would let two processes in."""
+    """Holds an exclusive lock on the file `path`. It is not removed, which would let two processes in."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -95,7 +95,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _describe(folder: Path, names: Iterable[str]) -> dict[str, int | str]:
-    """Of each file its sha256, or, where they are too large to read at each start, its size."""
+    """The sha256 of each file, or its size if the folder is too large to be read at each start."""
     sizes = {name: (folder / name).stat().st_size for name in names}
     if sum(sizes.values()) > HASHED:
         return dict(sizes)

@@ -1,4 +1,4 @@
-"""Documents of one kind, wherever they lie."""
+"""Documents of one kind, in any format and place."""
 
 import hashlib
 import os
@@ -18,12 +18,12 @@ class Corpus:
     """Documents of one kind.
 
     Attributes:
-      name: what a person would call it.
-      parts: where the records lie.
+      name: for messages.
+      parts: the sources of the records.
       fingerprint: of the records and their order.
       columns: the columns that a record has.
-      held_out: the share that evaluation takes of it; 0 where evaluation has documents of its own.
-      evaluates: this is that share, else it is the rest.
+      held_out: the share of it that is held out for evaluation; 0 if evaluation has its own documents.
+      evaluates: this is the held-out share; otherwise the rest.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Corpus:
         return not self.held_out or is_held_out(record.key(), self.held_out) == self.evaluates
 
     def records(self, track: Callable[[float], None] = lambda share: None) -> Iterator[Record]:
-        """The records in order; `track` hears which share has been read."""
+        """The records in order; `track` is called with the share that has been read."""
         total, before = sum(part.weight for part in self.parts), 0
         for part in self.parts:
             for _, share, record in part.read():
@@ -58,7 +58,7 @@ class Corpus:
 
     @property
     def identity(self) -> str:
-        """The fingerprint, and which of the records are meant."""
+        """The fingerprint, and which part of the records."""
         return f"{self.fingerprint} {self.columns} {self.held_out} {self.evaluates}"
 
 

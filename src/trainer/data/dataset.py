@@ -1,4 +1,4 @@
-"""Configuration to what a run reads: batches to train on, rows held out, the tokenizer."""
+"""From the configuration to the data of a run: training batches, held-out rows, the tokenizer."""
 
 import dataclasses
 import functools
@@ -25,12 +25,12 @@ Say = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """What a run reads.
+    """The data of a run.
 
     Attributes:
-      evaluation: rows held out; None where eval_interval turns evaluation off.
-      tokenizer: None for synthetic rows, and where the data are token ids and tokenizer_path is empty.
-      identity: what the training batches and their order follow from, by name; part of every position.
+      evaluation: held-out rows; None if eval_interval disables evaluation.
+      tokenizer: None for synthetic rows, and for token ids without a tokenizer_path.
+      identity: by name, everything that determines the training batches and their order; part of every position.
       summary: one line for people.
       repeats: training takes the first batch of the stream again and again.
     """
@@ -50,10 +50,10 @@ class Dataset:
     def train_stream(
         self, position: Position | None = None, *, rows: int, process_index: int = 0, process_count: int = 1
     ) -> Stream:
-        """This process's part of the global batches of `rows` rows, without end, from `position` on: what the stream of
-        an equal dataset gave with a batch goes on exactly behind that batch.
+        """This process's part of the global batches of `rows` rows, endless, from `position` on. The position that an
+        equal data set's stream returned with a batch continues exactly after that batch.
 
-        Raises UserError where the position belongs to other data, or cannot be resumed on this number of processes.
+        Raises UserError if the position belongs to other data, or cannot be resumed on this number of processes.
         """
         share = {"process_index": process_index, "process_count": process_count}
         stream = self.open_stream(identity=self.identity, position=position, rows=rows, **share)
@@ -73,9 +73,9 @@ class Dataset:
 
 
 def open_dataset(config: Any, say: Say) -> Dataset:
-    """Opens what `dataset_type` names; what is prepared is prepared the first time, with lines to `say` on how it goes.
+    """Opens the data of `dataset_type`. The first time they are prepared if necessary, with progress lines to `say`.
 
-    Raises UserError where the keys, a file, the disk or a folder prepared earlier do not allow it.
+    Raises UserError if keys, a file, the disk or an earlier prepared folder prevent it.
     """
     dataset = _synthetic(config) if config.dataset_type == "synthetic" else _of_documents(config, say)
     if not config.reuse_example_batch:
@@ -157,7 +157,7 @@ def _synthetic(config: Any) -> Dataset:
 
 
 def _order(config: Any) -> dict[str, Any]:
-    """What the order of documents or rows follows from, as the way that `data_pipeline` names takes it."""
+    """The settings that determine the order of documents or rows, as arguments of the pipeline `data_pipeline`."""
     shuffle, seed, window = config.enable_data_shuffling, config.data_shuffle_seed, config.grain_shuffle_buffer_size
     if config.data_pipeline == "streaming":
         return {"seed": seed, "window": window} if shuffle else {"seed": None, "window": 1}

@@ -13,18 +13,18 @@ from trainer.data.tokenizer import Tokenizer
 
 
 class Record(NamedTuple):
-    """What a source gives: where it stands, which `str` says in words, and its columns' values: text, bytes or ids."""
+    """A record of a source: its place, readable by `str`, and the values of its columns: text, bytes or ids."""
 
     where: Any
     values: tuple[Any, ...]
 
     def key(self) -> bytes:
-        """What the choice of held-out records goes by: the contents, so that copies go together."""
+        """The key by which records are held out: their contents, so that copies stay together."""
         return b"\0".join(map(_bytes_of, self.values))
 
 
 class Document(NamedTuple):
-    """Tokens [n + 1], int32, and for the n targets behind the first whether they bear loss; None: all do."""
+    """Tokens [n + 1], int32, and whether each of the n targets after the first bears loss; None: all do."""
 
     tokens: np.ndarray
     loss: np.ndarray | None
@@ -37,7 +37,7 @@ class Document(NamedTuple):
 
 @dataclass
 class Counts:
-    """What became of the documents."""
+    """Counts of skipped, cut and changed documents."""
 
     documents: int = 0
     empty: int = 0  # without text, skipped
@@ -51,20 +51,20 @@ class Counts:
     mended_first: str = ""
 
     def take(self) -> "Counts":
-        """The counts so far, and begins anew."""
+        """Returns the counts so far, and resets them."""
         taken = replace(self)
         self.__init__()  # type: ignore[misc]
         return taken
 
     def add(self, other: "Counts") -> None:
-        """Adds what `take` gave."""
+        """Adds counts from `take`."""
         first = self.mended_first or other.mended_first
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
         self.mended_first = first
 
     def notes(self) -> list[str]:
-        """What a person should know, a line for each kind of it."""
+        """Notes for the user, one line of each kind."""
         return list(self.notes_by_kind().values())
 
     def notes_by_kind(self) -> dict[str, str]:
@@ -93,7 +93,7 @@ class Counts:
 
 
 def is_held_out(key: bytes, share: float) -> bool:
-    """Whether a record belongs to the `share` that evaluation takes of a source without a split for it."""
+    """Whether a record is in the held-out `share` of a source without an evaluation split."""
     word = hashlib.sha256(b"held out: " + key).digest()[:8]
     return int.from_bytes(word, "big") < share * 2**64
 
@@ -128,7 +128,7 @@ class Encoder:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Equal for encoders that make equal documents of equal records; as JSON holds it."""
+        """Equal for encoders that make equal documents from equal records; JSON-compatible."""
         effective = {
             "tokenizer": self.tokenizer.fingerprint if self.tokenizer else None,
             "columns": len(self.columns),  # which ones a source knows
@@ -141,7 +141,7 @@ class Encoder:
     def encode(self, records: Sequence[Record], counts: Counts) -> list[Document | None]:
         """The documents of `records`, None for one without text or without a target.
 
-        Raises UserError that names the record: bytes that are no UTF-8, a value of another type, an id out of range.
+        Raises UserError that names the record: bytes that are not UTF-8, a value of another type, an id out of range.
         """
         if self.tokenize:
             texts = [text for record in records for text in self.texts(record, counts)]

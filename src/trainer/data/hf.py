@@ -20,9 +20,9 @@ BUILDERS = ("arrow", "csv", "json", "parquet", "text")
 def hf_corpus(
     path: str, name: str, data_dir: str, cache: Path, say: Say, files: str, split: str, columns: Columns, key: str
 ) -> Corpus:
-    """One split as a corpus; what `datasets` makes of plain files it keeps in `cache`.
+    """One split as a corpus; `cache` is the cache folder of `datasets` for plain files.
 
-    Raises UserError where it is not on this machine, or lacks the split or a column.
+    Raises UserError if it is not on this machine, or lacks the split or a column.
     """
     table = _load(path, name, data_dir, cache, say, files, split, key)
     if missing := [column for column in columns if column not in table.column_names]:

@@ -1,4 +1,4 @@
-"""Text files that the `datasets` library could not read: which line it was, or copies without what it does not take."""
+"""Text files that the `datasets` library could not read: finds the line, or reads repaired copies."""
 
 import hashlib
 import itertools
@@ -20,7 +20,7 @@ _PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".tar")
 
 def mended_table(datasets: Any, load: Mapping[str, Any], folder: Path, say: Callable[[str], None]) -> Any:
     """The table of `datasets.load_dataset(**load)`, once that has failed, with U+FFFD for lone surrogates, which its
-    readers refuse: it comes from copies of the files, below `folder`. None where that is not what is wrong.
+    readers refuse: it comes from copies of the files, below `folder`. None if there are none.
 
     Raises UserError for the first line that is not UTF-8.
     """

@@ -22,13 +22,12 @@ class Closable(Protocol[T_co]):
 class Loader(Generic[T], Iterator[T]):
     """Iterates over the first `count` items of an iterator, all if None, and takes `depth` of them ahead.
 
-    One background thread calls the iterator, in order. What it raises is raised, traceback included, by the `next` that
-    asks for that item. An item is handed on as the iterator gave it, so a position in it is that behind the item
-    itself, however far the thread is ahead. Close the loader, or use it as a context manager: the thread ends, and the
-    iterator is closed.
+    One background thread calls the iterator, in order. An exception is raised, with its traceback, by the `next` for
+    that item. Items are passed on unchanged, so a position in an item is correct however far the thread is ahead.
+    Close the loader, or use it as a context manager: the thread ends, and the iterator is closed.
 
     Attributes:
-      waited: seconds that all `next` so far had to wait.
+      waited: seconds spent waiting in all calls of `next` so far.
     """
 
     def __init__(self, items: Closable[T], count: int | None = None, *, depth: int = 2):

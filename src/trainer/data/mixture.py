@@ -25,8 +25,8 @@ def whole_weights(weights: Sequence[Fraction]) -> tuple[int, ...]:
 def interleave(indices: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """The component of each row in `indices` [n], and the row's index among that component's own, both int64 [n].
 
-    Of any first k rows a component has its share, rounded: of what the components before it leave, component i takes
-    weights[i] / (weights[i] + those behind it), evenly. The rule is grain.MapDataset.mix's.
+    Among any first k rows each component has its share, rounded: of the rows that the components before it leave,
+    component i takes weights[i] / (weights[i] + the weights after it), evenly. The rule is grain.MapDataset.mix's.
     """
     component = np.full(len(indices), -1, np.int64)
     within = np.zeros(len(indices), np.int64)

@@ -9,7 +9,7 @@ _ROUNDS = 10  # with 6, some orders of 6 rows are seen too often
 
 
 def visited(indices: np.ndarray, size: int, *, seed: int, shuffle: bool) -> np.ndarray:
-    """The rows of a source of `size` rows that stand at `indices` [n] of its endless order of epochs."""
+    """The rows of a source of `size` rows at `indices` [n] of its endless order of epochs."""
     epochs, indices = np.divmod(indices, size)
     if shuffle:
         for epoch in np.unique(epochs).tolist():
@@ -19,7 +19,7 @@ def visited(indices: np.ndarray, size: int, *, seed: int, shuffle: bool) -> np.n
 
 
 def permuted(indices: np.ndarray, size: int, *, seed: int, epoch: int) -> np.ndarray:
-    """The images of `indices` [n], int64, under the permutation of [0, size) that (seed, epoch) means.
+    """The images of `indices` [n], int64, under the permutation of [0, size) for (seed, epoch).
 
     A generalized Feistel network (Black and Rogaway 2002): an index is a pair (left, right) below (columns, rows),
     whose product is at least `size`, and each round adds a hash of one half to the other, modulo its range. An image

@@ -1,11 +1,12 @@
 """Documents to rows of equal length, one at a time: the same generators prepare rows and stream them.
 
 A document t0..tn, its special tokens included, becomes the inputs [t0, .., tn-1] with the targets [t1, .., tn]. It is
-shifted before it is packed, so no target lies in another document. Segment ids count from 1 in each row; behind the
-last segment a row is filled with zeros. What of a document goes on in another row is a segment of its own there.
+shifted before it is packed, so no target lies in another document. Segment ids count from 1 in each row; after
+its last segment a row is padded with zeros. The rest of a document that continues in another row is a separate segment
+there.
 
-Each row comes with where to go on behind it: `Resume(mark, skip, rows)` means the document that came with `mark`,
-without its first `skip` pairs, and of the rows that follow the first `rows` are already given.
+Each row comes with the point from which to resume after it: `Resume(mark, skip, rows)` is the document that came with
+`mark`, without its first `skip` pairs; of the rows that follow, the first `rows` have been returned already.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +22,7 @@ GROUP = 64  # rows that first_fit and best_fit fill at a time
 
 
 class Resume(NamedTuple):
-    """Where packing goes on; see the module."""
+    """Where to resume packing; see the module."""
 
     mark: Any
     skip: int
@@ -53,7 +54,7 @@ class Packing:
         return self.together and self.kind == "concat_then_split"
 
     def _counted(self, documents: Iterable[tuple[Any, Document]], counts: Counts) -> Iterator[tuple[Any, Document]]:
-        """`documents`, with a count of those that give rows no token that bears loss."""
+        """`documents`, and counts those without a loss-bearing token in any row."""
         kept = self.length if self.truncate and not self._concatenates else None
         for mark, document in documents:
             counts.silent += document.loss is not None and not document.loss[:kept].any()
@@ -104,8 +105,8 @@ def _concat(
 def _fit(
     documents: Iterable[tuple[Any, Document]], packing: Packing, counts: Counts, skip: int
 ) -> Iterator[tuple[PackedRow, Resume]]:
-    """Each piece of a document whole, in the first row of a group that has room (first_fit), or in the fullest
-    (best_fit). A piece that no row of the group can take ends the group."""
+    """Packs each piece of a document unsplit into the first row of a group with room (first_fit), or the fullest such
+    row (best_fit). A piece that fits no row of the group ends the group."""
     length = packing.length
     group: list[_Row] = []
     begin = Resume(None, 0, 0)

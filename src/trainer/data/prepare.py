@@ -1,4 +1,4 @@
-"""The prepared way: documents are tokenized and packed once, into folders that later runs find again."""
+"""data_pipeline=prepared: documents are tokenized and packed once, into folders that later runs reuse."""
 
 import hashlib
 import itertools
@@ -31,10 +31,10 @@ _INTERVAL = 10.0  # seconds between two lines of progress where there is no term
 def open_tokenizer(
     config: Any, train: Sequence[Corpus], weights: Sequence[int], root: Path, say: Progress
 ) -> Tokenizer | None:
-    """The tokenizer of tokenizer_path and tokenizer_type, else a BPE trained on the first 64 MiB of the training
-    documents, kept below `root`; None where all columns hold token ids.
+    """The tokenizer of tokenizer_path and tokenizer_type, otherwise a BPE trained on the first 64 MiB of the
+    training documents and stored below `root`; None if all columns are token ids.
 
-    Raises UserError where vocab_size is too small for it.
+    Raises UserError if vocab_size is too small for it.
     """
     settings = {"add_bos": config.add_bos, "add_eos": config.add_eos}
     size = config.vocab_size
@@ -85,9 +85,9 @@ def _texts(train: Sequence[Corpus], weights: Sequence[int]) -> list[str]:
 def open_rows(
     corpora: Sequence[Corpus], encoder: Encoder, packing: Packing, folder_name: str, root: Path, say: Progress
 ) -> tuple[Any, dict[str, Any]]:
-    """The rows of the corpora, one behind the other, and the meta.json of their folder; prepared first if need be.
+    """The concatenated rows of the corpora, and the meta.json of their folder; prepared first if necessary.
 
-    The folder is found by what the rows follow from: fingerprints of the records and of the tokenizer, the packing.
+    The folder's name is a hash of everything that determines the rows: records, tokenizer and packing.
     """
     identity = {
         "format": FORMAT,
@@ -111,7 +111,7 @@ def open_rows(
 def _build(
     folder: Path, corpora: Sequence[Corpus], encoder: Encoder, packing: Packing, say: Progress
 ) -> dict[str, Any]:
-    """Writes the rows into `folder`; returns the counts of its meta.json. UserError where no token bears loss."""
+    """Writes the rows into `folder`; returns the counts of its meta.json. Raises UserError if no token bears loss."""
     name = _label(corpora)
     say(f"tokenizing and packing {name}")
     counts, totals, pairs = Counts(), {"rows": 0, "tokens": 0}, 0
@@ -149,7 +149,7 @@ def _build(
 
 
 def check_trainable(corpus: Corpus, encoder: Encoder, packing: Packing) -> None:
-    """Raises UserError where no row of a corpus would have a token that bears loss; reads to the first that does."""
+    """Raises UserError if no row of a corpus would have a loss-bearing token; reads up to the first such row."""
     counts, pairs = Counts(), 0
     documents = ((None, document) for document in _documents([corpus], encoder, counts, lambda share: None))
     for row, _ in packing.rows(documents, counts):
@@ -170,7 +170,7 @@ def no_text(corpora: Sequence[Corpus]) -> UserError:
 
 
 def no_loss(corpora: Sequence[Corpus], pairs: int, counts: Counts, packing: Packing) -> UserError:
-    """The error for corpora whose `pairs` tokens in rows all bear no loss. It takes two columns to come here."""
+    """The error for corpora whose `pairs` tokens in rows all bear no loss, which is possible only with two columns."""
     cut = f"{counts.cut:,} of them cut off by use_truncation=true, " if counts.cut else ""
     return UserError(
         f"{_label(corpora)}: 0 of {pairs:,} tokens bear loss, in {counts.documents:,} documents, {cut}so there is "

@@ -1,6 +1,6 @@
-"""Files of records, one class per format: in order from any place on, and by index where the format allows it.
+"""Files of records, one class per format: in order from any position, and by index if the format allows it.
 
-A *cursor* is where reading goes on: a byte in JSONL and TFRecord files, else the number of records before it.
+A *cursor* is the position from which to resume: a byte offset in JSONL and TFRecord files, otherwise a record number.
 """
 
 import codecs
@@ -23,7 +23,7 @@ class Part(Protocol):
 
     @property
     def name(self) -> str:
-        """The file, or what else a person would look for."""
+        """The file, or another name for messages."""
         ...
 
     @property
@@ -32,7 +32,7 @@ class Part(Protocol):
         ...
 
     def read(self, cursor: int = 0) -> Iterator[tuple[int, float, Record]]:
-        """From `cursor` on: the cursor behind a record, the share of the part that is read then, and the record."""
+        """From `cursor` on: the cursor after a record, the share of the part that has been read, and the record."""
         ...
 
 
@@ -45,7 +45,7 @@ class IndexedPart(Part, Protocol):
 
 
 class FilePart:
-    """A file; raises UserError where it is missing or empty."""
+    """A file; raises UserError if it is missing or empty."""
 
     def __init__(self, path: Path, columns: Columns):
         self.path, self.columns = path, columns
@@ -74,7 +74,7 @@ class TextPart(FilePart):
 
 
 class Line(NamedTuple):
-    """The line of a file that begins at a byte. Its number is counted when somebody asks."""
+    """The line of a file that begins at a byte. Its number is computed only for messages."""
 
     path: Path
     start: int
@@ -89,7 +89,7 @@ class Line(NamedTuple):
 
 
 class JsonlPart(FilePart):
-    """An object of JSON a line; blank lines are passed over."""
+    """One JSON object per line; blank lines are skipped."""
 
     def read(self, cursor: int = 0) -> Iterator[tuple[int, float, Record]]:
         with self.path.open("rb") as file:
@@ -201,7 +201,7 @@ class ArrayRecordPart(FilePart):
 
 
 class TfrecordPart(FilePart):
-    """A TFRecord file; its checksums are not looked at, its lengths are."""
+    """A TFRecord file; its lengths are checked, its checksums are not."""
 
     def __init__(self, path: Path, columns: Columns, parse: Callable[[bytes], Any]):
         super().__init__(path, columns)
@@ -264,7 +264,7 @@ def pick(values: Any, columns: Columns, where: Any) -> Record:
 
 
 def parsed(parse: Callable[[bytes], Any], data: bytes, columns: Columns, where: str) -> Record:
-    """`pick` of what `parse` makes of `data`."""
+    """`pick` from the result of `parse(data)`."""
     try:
         values = parse(data)
     except ValueError as error:

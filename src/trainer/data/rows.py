@@ -1,5 +1,5 @@
-"""Packed rows in files of NumPy's format, written as they come and mapped to be read: rows.npy [rows, fields, length],
-and crc32.npy [rows], the checksum of each row."""
+"""Packed rows in files of NumPy's format, written sequentially and memory-mapped for reading: rows.npy
+[rows, fields, length], and crc32.npy [rows], the checksum of each row."""
 
 import zlib
 from collections.abc import Iterable
@@ -17,9 +17,9 @@ _FIELDS = ("inputs", "targets", "segmentation", "loss")  # the last only where s
 
 
 class StoredRows:
-    """What `write` wrote, as a source of rows. Only the rows that are asked for are read, and each is checked.
+    """The rows that `write` stored, as a source. Only requested rows are read, and each is verified.
 
-    Raises UserError where a file's header or a row that is read is damaged.
+    Raises UserError if a file's header or a row that is read is damaged.
     """
 
     def __init__(self, folder: Path):
@@ -51,9 +51,9 @@ def _mapped(folder: Path, name: str, axes: int) -> np.ndarray:
 def write(folder: Path, rows: Iterable[PackedRow], *, length: int, vocab_size: int, masked: bool) -> None:
     """Writes `rows` into `folder`, in their order and in bounded memory.
 
-    Ids are stored in 16 bits where they and the numbers of a row's segments, 1 to `length`, fit. `masked` says whether
+    Ids are stored in 16 bits if they and the segment numbers, 1 to `length`, fit. `masked` says whether
     some targets bear no loss.
-    Raises OSError where the disk is full.
+    Raises OSError if the disk is full.
     """
     dtype = np.dtype(np.uint16 if max(vocab_size, length + 1) <= 1 << 16 else np.int32)
     fields = _FIELDS if masked else _FIELDS[:-1]

@@ -1,4 +1,4 @@
-"""The keys of each dataset_type to the files that hold its documents."""
+"""From the keys of each dataset_type to the files with its documents."""
 
 import glob
 import re
@@ -30,7 +30,7 @@ from trainer.data.readers import (
 
 @dataclass(frozen=True)
 class Source:
-    """What to train on, each corpus with its weight, and what to evaluate on; no corpus: nothing is held out."""
+    """The corpora for training, each with a weight, and for evaluation; without one, nothing is held out."""
 
     name: str
     train: tuple[Corpus, ...]
@@ -39,8 +39,8 @@ class Source:
 
 
 def open_source(config: Any, say: Progress = lambda line: None) -> Source:
-    """What the keys name; `say` is told what was replaced in files. Raises UserError where a file or column is missing,
-    empty or damaged."""
+    """The source that the keys name; `say` gets lines on replaced text. Raises UserError if a file or column is
+    missing, empty or damaged."""
     source = _OPEN[config.dataset_type](config, say)
     if source.evaluation or not config.held_out_share:
         return source
@@ -151,7 +151,7 @@ def check_features(folder: Path) -> None:
     """Checks that the features of a TFDS dataset are TFDS' own: it would import the module of any other.
 
     Raises:
-      UserError: features.json names a class of another package, or is no JSON.
+      UserError: features.json names a class of another package, or is not JSON.
     """
     path = folder / "features.json"
     if not path.is_file():

@@ -28,7 +28,7 @@ class SourceFile:
 
     @property
     def held_out(self) -> bool:
-        """Whether the file is evaluated on and never trained on: 5 % of all paths, wherever the corpus lies.
+        """Whether the file is evaluated on and never trained on: 5 % of all paths, independent of where the corpus is.
 
         The words before the path choose among equally random 5 %: without them one generated file of texts,
         pydoc_data/topics.py, would be 64 % of the held-out bytes.
@@ -60,7 +60,7 @@ def stdlib_folder() -> Path:
 
 
 def stdlib_corpora(root: Path) -> tuple[Corpus, Corpus]:
-    """The files below `root` to train on and those held out. UserError where one of the two has none."""
+    """The files below `root` to train on and those held out. Raises UserError if one of the two is empty."""
     files = read_files(root)
     splits = [tuple(file for file in files if file.held_out == held_out) for held_out in (False, True)]
     if not all(splits):

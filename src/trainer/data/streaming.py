@@ -1,4 +1,4 @@
-"""The streaming way: grain reads, shuffles and mixes, and rows are tokenized and packed while training runs.
+"""data_pipeline=streaming: grain reads, shuffles and mixes, and rows are tokenized and packed while training runs.
 
 This module imports grain: import it late.
 """
@@ -38,7 +38,7 @@ def streamed_rows(
 ) -> Any:
     """A grain.IterDataset of this process's rows, without end: dicts of arrays [length], and `counts`, a `Counts`.
 
-    Files are divided over the processes where there are enough of them, else each process takes every n-th record.
+    Files are divided over the processes if there are enough of them; otherwise each process takes every n-th record.
     `seed` None keeps the order. Files that can be read by index are shuffled as a whole, others file by file and in a
     window of `window` documents.
     """
@@ -102,7 +102,7 @@ class _Files(grain.IterDataset):
     """Records of files that are read from their beginning, epoch after epoch, the files of each in an order of its own.
 
     `shares` are nested (index, count) pairs: of the processes, then of a process's workers. A level divides the files
-    where there are as many as takers, else the records.
+    if there is at least one for each, otherwise the records.
     """
 
     def __init__(self, parts: Sequence[Part], seed: int | None, shares: list[tuple[int, int]]):
@@ -194,7 +194,7 @@ class _Shuffled(grain.IterDataset):
 
 
 class _ShuffledIterator(grain.DatasetIterator):
-    """The state is the files' at the beginning of the window, its number, and how many of its records are given."""
+    """The state of the files at the beginning of the window, its number, and how many of its records were returned."""
 
     def __init__(self, parent: grain.DatasetIterator, seed: int | None, window: int):
         super().__init__(parent)
@@ -262,7 +262,7 @@ class _Packed(grain.IterDataset):
 
 
 class _PackedIterator(grain.DatasetIterator):
-    """The state is that of the records before the document that the rows given end in, and how much of it they hold."""
+    """The state of the records before the last document of the returned rows, and how much of it these rows contain."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The endless stream of a run's training batches, by either way, and the position behind each batch."""
+"""The endless stream of a run's training batches, prepared or streaming, and the position after each batch."""
 
 import hashlib
 import json
@@ -25,9 +25,9 @@ _NAMES = {
 
 
 class Stream(Protocol):
-    """Iterates over (batch, position): this process's part of each global batch, and where the stream stands behind it.
+    """Iterates over (batch, position): this process's part of each global batch, and the position after it.
 
-    A position is a small dict that JSON can hold. It depends on the process only where `per_process` is true.
+    A position is a small JSON-compatible dict. It depends on the process only if `per_process` is true.
     """
 
     per_process: bool
@@ -37,11 +37,11 @@ class Stream(Protocol):
     def __next__(self) -> tuple[Batch, Position]: ...
 
     def position(self) -> Position:
-        """Where the stream stands now."""
+        """The current position."""
         ...
 
     def close(self) -> None:
-        """Ends what runs in the background."""
+        """Stops background work."""
         ...
 
 
@@ -85,11 +85,11 @@ class PreparedStream:
         return {"identity": self._identity, "row": self._next}
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Nothing to stop."""
 
 
 class StreamingStream:
-    """Batches of rows that are made on the way. The position holds the state of this process's reading and packing."""
+    """Batches of rows made during training. The position is the state of this process's reading and packing."""
 
     per_process = True
 
@@ -134,13 +134,13 @@ class StreamingStream:
         return batch, self.position()
 
     def position(self) -> Position:
-        """The state of the reading, and on which of how many processes it goes on."""
+        """The state of the reading, this process's index and the number of processes."""
         # Through JSON, so that what is kept is a copy, and what can not be stored is found here.
         state = json.loads(json.dumps(self._iterator.get_state()))
         return {"identity": self._identity, "place": self._place, "state": state}
 
     def close(self) -> None:
-        """Ends worker processes, and says what was skipped or cut."""
+        """Stops worker processes, and reports what was skipped or cut."""
         self._iterator.close()
         for note in self._counts.notes():
             self._say(f"streaming, in this process: {note}")
@@ -184,7 +184,7 @@ class RepeatedStream:
         return self._stream.position() if self._first is None else self._first[1]
 
     def close(self) -> None:
-        """Ends what runs in the background."""
+        """Stops background work."""
         self._stream.close()
 
 

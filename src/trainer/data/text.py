@@ -1,4 +1,4 @@
-"""Text as records hold it: what is replaced in it, and what is no text."""
+"""Text in records: replacement of lone surrogates, and detection of other encodings."""
 
 import codecs
 import re
@@ -33,7 +33,7 @@ def decoded(data: bytes) -> tuple[str, int]:
 
 
 def canonical(value: str | bytes) -> bytes:
-    """The UTF-8 of a text, mended; equal for a text and its bytes. Bytes that are no UTF-8 come back as they are."""
+    """The UTF-8 of a text, mended; equal for a text and its bytes. Bytes that are not UTF-8 are returned unchanged."""
     if isinstance(value, str):
         return mended(value)[0].encode()
     if not _SURROGATE_BYTES.search(value):
@@ -45,7 +45,7 @@ def canonical(value: str | bytes) -> bytes:
 
 
 def encoding_hint(data: bytes) -> str:
-    """The end of a message on `data` that are no UTF-8: what else they look like, or nothing."""
+    """The end of a message on `data` that are not UTF-8: the encoding that they look like, or ""."""
     looks = data.startswith(_UTF_16) or b"\0" in data[:4]
     return " (it looks like UTF-16 or UTF-32)" if looks else ""
 

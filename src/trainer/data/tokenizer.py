@@ -1,4 +1,4 @@
-"""Text to tokens and back: the interface, tokenizers of a tokenizer.json, among them the one we train, and bytes."""
+"""Text to tokens and back: the interface, tokenizers in tokenizer.json files, including the one we train, and bytes."""
 
 import abc
 import hashlib
@@ -22,8 +22,8 @@ class Tokenizer(abc.ABC):
 
     Attributes:
       vocab_size: ids lie below it.
-      bos, eos: the tokens that stand before and behind each document, None where none does.
-      bytes_per_token: bytes of text that each token stands for, int32 [vocab_size], 0 for special tokens; None where
+      bos, eos: the tokens before and after each document; None without one.
+      bytes_per_token: bytes of text that each token stands for, int32 [vocab_size], 0 for special tokens; None if
         that is not exact, because the tokenizer changes the text.
     """
 
@@ -43,7 +43,7 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids` without special tokens; bytes that are no valid UTF-8 become U+FFFD."""
+        """The text of `ids` without special tokens; bytes that are not valid UTF-8 become U+FFFD."""
 
     @abc.abstractmethod
     def save(self, directory: Path) -> None:
@@ -93,7 +93,7 @@ class JsonTokenizer(Tokenizer):
 def train_bpe(texts: Iterable[str], vocab_size: int, *, add_bos: bool = True, add_eos: bool = True) -> JsonTokenizer:
     """A byte-level BPE of `vocab_size` tokens, or fewer if the texts are short; equal texts give equal tokenizers.
 
-    Its one special token stands before and behind each document.
+    Its one special token is put before and after each document.
     """
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -112,7 +112,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, add_bos: bool = True, ad
 
 
 class ByteTokenizer(Tokenizer):
-    """A token is a byte of UTF-8; 256 stands before and behind each document."""
+    """A token is a byte of UTF-8; 256 is put before and after each document."""
 
     def __init__(self, *, add_bos: bool = True, add_eos: bool = True):
         self.vocab_size = 257

@@ -1,4 +1,4 @@
-"""tokenizer_path and tokenizer_type: the tokenizers that people have."""
+"""tokenizer_path and tokenizer_type: existing tokenizers."""
 
 import base64
 import binascii
@@ -35,9 +35,9 @@ _LONG_SPACE = re.compile(rf"(?<!\s)\s{{{_SPACE_LIMIT + 1},}}")
 
 
 def load_tokenizer(path: str, kind: str, *, add_bos: bool, add_eos: bool) -> Tokenizer:
-    """The tokenizer of the file or folder `path`, of a type that tokenizer_type names; auto goes by the file.
+    """The tokenizer of the file or folder `path`, of the type tokenizer_type; auto detects it from the file.
 
-    Raises UserError where the file is missing or no tokenizer of that type, or a package is not installed.
+    Raises UserError if the file is missing or not a tokenizer of that type, or a package is not installed.
     """
     if kind == "bytes":
         return ByteTokenizer(add_bos=add_bos, add_eos=add_eos)
@@ -83,7 +83,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 class TiktokenTokenizer(Tokenizer):
     """The tokenizer of a file of ranks (base64 of a token's bytes, a space, its rank), with Llama 3's split into words
-    and its 256 special tokens behind the ranks."""
+    and its 256 special tokens after the ranks."""
 
     def __init__(self, file: Path, *, add_bos: bool, add_eos: bool):
         tiktoken = _import("tiktoken", "tiktoken")

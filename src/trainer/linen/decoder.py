@@ -30,7 +30,7 @@ class LinenStackDecoder(Decoder):
         ids = jnp.zeros((1, 1), jnp.int32)
         context = Context(ids, ids, rows=ids[0], key=None)
         init = _stacks(initializing(self.config)).init
-        # The bridge constructs the model again within a step, where no mesh divides one row of one token.
+        # The bridge constructs the model again within a step, with one row of one token, which no mesh divides.
         with off_mesh():
             variables = init(rngs.params(), x, None, context, (), method="run_layers")
         return {name: nnx.data(part) for name, part in _held(variables, stacked=True).items()}

@@ -79,7 +79,7 @@ def call_layer(
 
 
 def apply_layer(block: linen.Module, types: Types, variables: Any, *args: Any) -> tuple[Any, Sown]:
-    """`call_layer` for a block without a parent, applied to `variables`, so that the unrolled loop holds no copy.
+    """`call_layer` for a block without a parent, applied to `variables`, so that the unrolled loop makes no copy.
 
     A Linen block sows into collections with the names of the types, and draws dropout from the layer's key, which is
     also in its context (the last of `args`).

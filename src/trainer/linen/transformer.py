@@ -14,7 +14,7 @@ from trainer.models.transformer import BEFORE_HEAD, EMBEDDING, Types, finish_log
 
 
 class Decoder(Stacks):
-    """The blocks, the norm after them and, where it is not the embedding table, the head."""
+    """The blocks, the norm after them and, if it is not the embedding table, the head."""
 
     def setup(self):
         self.decoder_norm = to_linen(_decoder_norm, self.config)

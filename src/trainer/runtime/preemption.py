@@ -12,9 +12,9 @@ EXIT_CODE = 143  # what a shell reports of a process that SIGTERM ended: 128 + 1
 
 
 class Preemption:
-    """A context in which SIGTERM only requests the end of the run. Outside of it SIGTERM ends a single process at once.
+    """A context in which SIGTERM only requests the end of the run. Outside, SIGTERM ends a single process immediately.
 
-    Ctrl-C raises KeyboardInterrupt in it. Outside, if it has the system's default action, it ends the process at once.
+    Ctrl-C raises KeyboardInterrupt in it. Outside, with the system's default action, it ends the process immediately.
 
     With several processes, JAX handles the signal from `jax.distributed.initialize` on, and a signal to one process is
     a request to all.
@@ -77,7 +77,7 @@ class Preemption:
 
 @contextlib.contextmanager
 def ends_at_sigterm(text: str) -> Iterator[None]:
-    """A context in which SIGTERM prints `text` and ends the process at once, with `EXIT_CODE`.
+    """A context in which SIGTERM prints `text` and ends the process immediately, with `EXIT_CODE`.
 
     For compilations, which may take minutes: with some backends a Python signal handler, or an exception, would wait
     for their end. So the signal wakes a thread through a file descriptor, and the thread ends the process. With several

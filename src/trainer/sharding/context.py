@@ -132,7 +132,7 @@ def settle_gradient(
 
 
 def _parts(names: Sequence[str | None]) -> int:
-    """Over how many devices an array whose axes are called `names` is spread."""
+    """The number of devices over which an array with axes `names` is sharded."""
     current = _current.get()
     assert current is not None
     mesh, rules = current
@@ -249,7 +249,7 @@ def _summed_by_device(
 def shard_mapped(
     fn: Callable[..., Any], in_names: Any, out_names: Any, *, over: Sequence[str] | None = None, check: bool = True
 ) -> Callable[..., Any]:
-    """`fn`, run on each device with that device's part of its arguments; its results are joined by `out_names`.
+    """`fn`, run on each device with its shards of the arguments; the results are assembled by `out_names`.
 
     Inside, `mesh_axes` gives the mesh axes of a logical name, for collectives. An NNX module in tree mode may be an
     argument. Values that `fn` sets in its Variables persist after the call; attributes that it adds do not. Outside of
