@@ -65,7 +65,7 @@ def train_batch(
 def eval_batches(
     source: RowSource, rows: int, max_batches: int = -1, *, process_index: int = 0, process_count: int = 1
 ) -> Iterator[Batch]:
-    """One pass over the source: this process's part of batches of `rows` rows in order, at most `max_batches` if not -1.
+    """One pass over the source: this process's part of batches of `rows` rows in order, up to `max_batches` (-1: all).
 
     All batches have one shape: the last one is padded with rows of zeros, which bear no loss.
     """
