@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+from support import tiny_config
 
+from trainer.data import open_dataset
 from trainer.data.batches import train_batch
-from trainer.data.synthetic import EVAL_OFFSET, SyntheticRows
+from trainer.data.synthetic import SyntheticRows
 
 SEED = {"seed": 5}
 
@@ -19,9 +21,10 @@ def test_a_row_depends_on_its_index_and_the_seed_alone():
 
 
 def test_evaluation_rows_are_not_training_rows():
-    train = SyntheticRows(64, 100, **SEED).rows(np.arange(200))["inputs"]
-    held_out = SyntheticRows(64, 100, **SEED, offset=EVAL_OFFSET, size=200).rows(np.arange(200))["inputs"]
-    assert not set(map(bytes, train)) & set(map(bytes, held_out))
+    dataset = open_dataset(tiny_config("nnx", max_target_length=64, vocab_size=100), print)
+    train, _ = next(dataset.train_stream(rows=200))
+    held_out = dataset.evaluation.rows(np.arange(dataset.evaluation.size))
+    assert not set(map(bytes, train["inputs"])) & set(map(bytes, held_out["inputs"]))
 
 
 @pytest.mark.parametrize(("length", "vocab_size"), [(2, 2), (9, 3), (128, 4096), (300, 70000)])
