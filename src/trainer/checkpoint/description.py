@@ -85,7 +85,7 @@ def check_same_model(
     if differing:
         have = ", ".join(f"{name}={_text(config[name])}" for name in differing)
         raise UserError(
-            f"{where} has another model than the configuration ({have}); "
+            f"{where} holds another model than the configuration ({have}); "
             f"to load it, give: {' '.join(as_words(keys, differing))}"
         )
 

@@ -152,13 +152,13 @@ class WithMoreArguments(Called):
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        (nnx.Linear, r"it is not called as Linear\(config, rngs\) \(missing a required"),
+        (nnx.Linear, r"it cannot be called as Linear\(config, rngs\) \(missing a required"),
         (nnx.Module, "is not a block: Module has no __call__"),
-        (nnx.Dropout, r"it is not called as Dropout\(config, rngs\) \(too many"),
-        (WithAnotherCall, r"it is not called as block\(x, cache, context\)"),
+        (nnx.Dropout, r"it cannot be called as Dropout\(config, rngs\) \(too many"),
+        (WithAnotherCall, r"it cannot be called as block\(x, cache, context\)"),
         (
             WithSixArguments,
-            r"it is not called as block\(x, cache, context\), where context has the fields positions, segments, rows, "
+            r"it cannot be called as block\(x, cache, context\), where context has the fields positions, segments, rows, "
             r"key, sampled \(missing a required argument: 'segment'\)",
         ),
         (WithMoreArguments, "missing a required argument: 'width'"),
