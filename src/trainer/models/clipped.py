@@ -43,7 +43,7 @@ def clipped_layers(config: Any) -> dict[str, Clipped]:
     if silent:
         raise UserError(
             f"use_qk_clip=true: {', '.join(sorted(silent))} of decoder_block={config.decoder_block} has no layer that "
-            f"states {STATEMENT}, so its heads cannot be clipped; define it (trainer.layers.clip), or set "
+            f"defines {STATEMENT}, so its heads cannot be clipped; define it (trainer.layers.clip), or set "
             f"{STATEMENT} = None in the class of a block without attention"
         )
     if not found:
