@@ -311,7 +311,7 @@ def test_what_it_does_not_fit_is_refused_by_name(monkeypatch):
     assert "Silent of decoder_block=own:Silent has no layer that defines logit_factors" in refused(
         decoder_block="own:Silent"
     )
-    assert "no block of decoder_block=own:Without attends" in refused(decoder_block="own:Without")
+    assert "no block of decoder_block=own:Without has attention" in refused(decoder_block="own:Without")
     assert "their norms undo a scale of the weights" in refused(decoder_block="own:Normed")
 
 
