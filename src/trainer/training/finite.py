@@ -38,7 +38,7 @@ def check_finite(config: Any, row: Mapping[str, Any], batch: str, not_finite: Ca
         accepting = " and ".join(f"{key}=false" for key in keys)
         raise RunStopped(
             f"step {row['step']}: {found}. {its_batch}. The update was left out, and the checkpoints are as they were. "
-            f"Lower learning_rate under another run_name, or set {accepting} to skip such updates and continue"
+            f"Lower learning_rate under another run_name, or set {accepting} to leave such updates out and go on"
         )
     epsilon = " or raise adam_eps" if "adam_eps" in TRAITS[config.opt_type].reads else ""
     first, *others = not_finite()
