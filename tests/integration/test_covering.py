@@ -69,6 +69,12 @@ ROPE = {
     "yarn": {"rope_type": "yarn", "original_max_position_embeddings": 16, "rope_interleave": True},
 }
 OPTIONS = PROGRAM | MATHEMATICS
+# Optimizers take turns over the rows of MATHEMATICS, and what surrounds the update over the cases: as options of their
+# own they would add cases. Muon and Adafactor, which compile slowly, train on meshes in tests of Zero-1 and of host
+# memory.
+TURNS = ("sgd", "adamw", "sgd", "sgd", "lion", "nadamw", "adam_pax")
+RATES = {"sgd": 0.1, "adamw": 1e-3, "lion": 1e-4, "nadamw": 1e-3, "adam_pax": 1e-3}
+AROUND = {"ema_decay": (0.0, 0.5), "skip_step_on_spikes": (False, True)}
 PLAIN = {name: values[0] for name, values in PROGRAM.items()}
 ROWS, STEPS = 16, 2
 
@@ -101,8 +107,20 @@ def covering_set():
         gains = [gain(case, row) for row in fitting]
         case |= fitting[gains.index(max(gains))]
         missing -= {frozenset(pair) for pair in itertools.combinations(case.items(), 2)}
-        chosen.append({name: case[name] for name in OPTIONS})
-    return chosen
+        chosen.append({name: case[name] for name in (*OPTIONS, "opt_type")})
+    return with_turns(chosen)
+
+
+def with_turns(cases):
+    """`cases` with choices of AROUND, each of which meets each choice of PROGRAM."""
+    met, found = set(), []
+    for case in cases:
+        turns = [dict(zip(AROUND, values, strict=True)) for values in itertools.product(*AROUND.values())]
+        new = [set(itertools.product(turn.items(), ((name, case[name]) for name in PROGRAM))) - met for turn in turns]
+        best = max(range(len(turns)), key=lambda i: len(new[i]))
+        met |= new[best]
+        found.append(case | turns[best])
+    return found
 
 
 def covering_rows():
@@ -126,11 +144,12 @@ def covering_rows():
         best = gains.index(max(gains))
         missing -= pairs[best]
         rows.append(tried[best])
-    return sorted(rows, key=lambda row: sum(row[name] != values[0] for name, values in MATHEMATICS.items()))
+    rows = sorted(rows, key=lambda row: sum(row[name] != values[0] for name, values in MATHEMATICS.items()))
+    return [row | {"opt_type": name} for row, name in zip(rows, itertools.cycle(TURNS), strict=False)]
 
 
 def prepared(case):
-    """The run of `case`, with SGD."""
+    """The run of `case`."""
     case = dict(case)
     combination, mesh, rate = case.pop("combination"), case.pop("mesh"), case.pop("dropout")
     devices = 8 if MESHES[mesh] else 1
@@ -140,7 +159,7 @@ def prepared(case):
     case["qk_clip_threshold"] = 0.5
     case["attention_type"] = "local_sliding" if case["sliding_window_size"] else "global"
     case |= {"dropout_rate": rate, "attention_dropout_rate": rate, **MESHES[mesh]}
-    case |= {"opt_type": "sgd", "learning_rate": 0.1, "lr_schedule_type": "constant", "warmup_steps_fraction": 0}
+    case |= {"learning_rate": RATES[case["opt_type"]], "lr_schedule_type": "constant", "warmup_steps_fraction": 0}
     case["per_device_batch_size"] = ROWS / devices / case["gradient_accumulation_steps"]
     run = build(load(arguments(combination, **case)).config, jax.devices()[:devices])
     assert run.rows == ROWS
@@ -148,8 +167,10 @@ def prepared(case):
 
 
 def losses(run, tree):
-    """Loss and gradient norm of two steps from `tree` on the same rows."""
-    state, found = state_from(run, tree), []
+    """Loss and gradient norm of two steps from `tree`, of the plainest program, on the same rows."""
+    rules = getattr(run.codec.unpack(run.abstract_state).opt_state, "rules", {})
+    begun = tree.opt_state._replace(rules={name: tree.opt_state.rules[name] for name in rules})
+    state, found = state_from(run, tree._replace(opt_state=begun if rules else begun.optimizer)), []
     step = run.step.lower(*run.abstract_args()).compile(QUICK)
     for i in range(STEPS):
         state, metrics = step(state, place(packed_batch(run.config, ROWS, seed=i), run.batch_shardings))
@@ -160,14 +181,14 @@ def losses(run, tree):
 @functools.cache
 def plainest(mathematics):
     """The first state of the plainest program, as a tree of canonical names, and its losses."""
-    run = prepared(PLAIN | dict(mathematics))
+    run = prepared(PLAIN | {name: values[-1] for name, values in AROUND.items()} | dict(mathematics))
     tree = copied(run.codec.unpack(run.init()))
     return tree, losses(run, tree)
 
 
 @pytest.mark.parametrize("case", covering_set(), ids=lambda case: "-".join(str(value) for value in case.values()))
 def test_gives_the_losses_of_the_plainest_program(case):
-    tree, expected = plainest(tuple((name, case[name]) for name in MATHEMATICS))
+    tree, expected = plainest(tuple((name, case[name]) for name in (*MATHEMATICS, "opt_type")))
     # bfloat16 rounds products, and a mesh or another order of sums rounds them elsewhere.
     tolerance = 1e-5 if {case["dtype"], case["weight_dtype"]} == {"float32"} else 1e-2
     np.testing.assert_allclose(losses(prepared(case), tree), expected, rtol=tolerance)
@@ -178,3 +199,14 @@ def test_the_set_covers_every_pair():
     for a, b in itertools.combinations(OPTIONS, 2):
         for x, y in itertools.product(OPTIONS[a], OPTIONS[b]):
             assert frozenset({(a, x), (b, y)}) in pairs
+
+
+def test_what_takes_turns_meets_every_choice():
+    cases = covering_set()
+    for name, option in itertools.product(AROUND, PROGRAM):
+        met = {(case[name], case[option]) for case in cases}
+        assert met == set(itertools.product(AROUND[name], PROGRAM[option])), (name, option)
+    for name in RATES:
+        here = [case for case in cases if case["opt_type"] == name]
+        assert len({case["combination"] for case in here}) > 1
+        assert len({case["mesh"] for case in here}) > 1
