@@ -158,8 +158,8 @@ class WithMoreArguments(Called):
         (WithAnotherCall, r"it cannot be called as block\(x, cache, context\)"),
         (
             WithSixArguments,
-            r"it cannot be called as block\(x, cache, context\), where context has the fields positions, segments, rows, "
-            r"key, sampled \(missing a required argument: 'segment'\)",
+            r"it cannot be called as block\(x, cache, context\), where context has the fields positions, segments, "
+            r"rows, key, sampled \(missing a required argument: 'segment'\)",
         ),
         (WithMoreArguments, "missing a required argument: 'width'"),
         (Abstract, "the class Abstract is abstract"),
