@@ -25,6 +25,10 @@ SETTINGS = {
         "gradient_accumulation_steps": 2,
         "record_internal_nn_metrics": 1,
         "opt_type": "muon",
+        "skip_step_on_spikes": True,
+        "ema_decay": 0.9,
+        "parameter_metrics_period": 2,
+        "learning_rate_groups": "[embedding=0.5]",
         **DROPOUT,
     },
     "8 devices, fsdp 4 x tensor 2, Adafactor": {

@@ -130,6 +130,9 @@ def planted_average(config):
 LATER = measure.LATER[0]
 FAULTS = {
     "adamw": ({}, "adamw", {"adam_eps": 1e-4}, "updated parameters"),
+    "nadamw": ({}, "nadamw", {"adam_b1": 0.8}, "updated parameters"),
+    "adam_pax": ({}, "adam_pax", {"adam_weight_decay": 0.0}, "updated parameters"),
+    "sgd": ({"sgd_momentum": 0.9}, "sgd", {"sgd_momentum": 0.5}, LATER),
     "muon": ({}, "muon", {"muon_consistent_rms": 0.2}, "updated parameters"),
     "lion": ({}, "lion", {"lion_b1": 0.5}, LATER),
     "adafactor": ({}, "adafactor", {"adafactor_decay_rate": 0.3}, LATER),
@@ -142,6 +145,7 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_an_update_is_named(capsys, monkeypatch, name):
     """The last of three sides has the fault; the second is the control."""
+    assert FAULTS.keys() >= OPTIMIZERS.keys()
     settings, place, fault, quantity = FAULTS[name]
     of_optimizer = place in OPTIMIZERS
     right = OPTIMIZERS[place] if of_optimizer else getattr(rules, place)

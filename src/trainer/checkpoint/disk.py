@@ -92,7 +92,8 @@ def _reason(error: Exception) -> str:
 
 
 class _Log(logging.Filter):
-    """Drops Orbax's log messages, and keeps the first error among them."""
+    """Drops Orbax's log messages below CRITICAL, and keeps the first error among them that is of the disk or that Orbax
+    itself raised."""
 
     error: Exception | None = None
 

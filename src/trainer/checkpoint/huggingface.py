@@ -166,8 +166,8 @@ def weight_files(path: Path) -> list[Path]:
         for tensor, name in weight_map.items():
             if not _is_file_name(name):
                 raise UserError(
-                    f"{path / INDEX}: {shortened(tensor)} is listed in {shown(name)}, which is not the name of a file "
-                    "in this directory"
+                    f"{path / INDEX} assigns {shortened(tensor)} to {shown(name)}, which is not the name of a file in "
+                    "this directory"
                 )
         return [path / name for name in sorted(set(weight_map.values()))]
     if (path / "model.safetensors").is_file():

@@ -16,10 +16,10 @@ def midway(first: Mapping[str, Any], updates: int, seed: int) -> dict[str, np.nd
     """Step, optimizer state and `rest` as after `updates` updates: what a first update does not show has an effect in
     the next one.
 
-    Counts are `updates`. Moments, averages and all other arrays of numbers are drawn, positive, between half of the
-    largest magnitude that they have after a first update and all of it. So they are as large as gradients make them, an
-    average is not the parameters, and the full window of the spike rule accepts a step like the first, but does not if
-    its bound lacks the mean or the deviation.
+    Counts are `updates`. Every value of a floating-point array (moments, averages, windows) is drawn uniformly from
+    [0.5, 1] x the largest magnitude in the array after the first update. So moments are as large as gradients make
+    them, and an average is not the parameters. With the default factor the full window of the spike rule accepts a step
+    like the first, and would refuse it if its bound lacked the mean or the deviation.
 
     Args:
       first: step, optimizer state and `rest` by name, after one update.

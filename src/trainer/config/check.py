@@ -68,8 +68,8 @@ def _interval(config: Any) -> str | None:
     if not config.skip_step_on_spikes or config.skip_step_interval >= 8:
         return None
     return (
-        "steps are judged from half an interval on, and fewer than 4 of them have no standard deviation to judge by; "
-        "must be at least 8"
+        "the rule begins after half an interval and needs at least 4 steps for a usable standard deviation; must be at "
+        "least 8"
     )
 
 

@@ -13,8 +13,8 @@ class Traits(NamedTuple):
 
     # It is given these keys alone, so that an entry that lacks a key fails in its first test.
     reads: tuple[str, ...]
-    # The moments in `weight_dtype` that every trained parameter has. Adafactor's sums over rows and columns are none,
-    # and neither is a second moment that only some parameters have.
+    # How many moments in `weight_dtype` every trained parameter has. Adafactor's sums over rows and columns do not
+    # count, nor does a second moment that only some parameters have.
     full: int = 0
     # The coefficient of the moment in `mu_dtype`, which does not exist if it is 0; None if it always exists.
     momentum: str | None = None

@@ -160,12 +160,10 @@ class ArrayRecordPart(FilePart):
         if not count:
             # The number of records stands at a file's end.
             raise UserError(
-                f"{path} is damaged, cut short, or no ArrayRecord file: it shows no records; copy or make it anew"
+                f"{path} is damaged, cut short, or no ArrayRecord file: it shows no records; copy it or write it again"
             )
         if self._stop > count:
-            raise UserError(
-                f"{path} has {count} records, but dataset_info.json says that it has more; copy or prepare it again"
-            )
+            raise UserError(f"{path} has {count} records, but dataset_info.json lists more; copy or prepare it again")
         self._reader = None  # opened anew by whoever reads, maybe in another process
 
     def __len__(self) -> int:
@@ -215,7 +213,7 @@ class TfrecordPart(FilePart):
                 data = file.read(size + 4) if cursor + size + 16 <= self.weight else b""
                 if len(data) != size + 4:
                     raise UserError(
-                        f"{self.path}: the record at byte {cursor} is cut short or no TFRecord; copy it anew"
+                        f"{self.path}: the record at byte {cursor} is cut short or no TFRecord; copy it again"
                     )
                 start, cursor = cursor, cursor + size + 16
                 record = parsed(self._parse, data[:size], self.columns, f"{self.name}, record at byte {start}")
@@ -285,7 +283,7 @@ class damaged_file:
         if isinstance(error, self._errors) and not isinstance(error, UserError):
             text = " ".join(str(error).split())[:200]
             raise UserError(
-                f"{self._path} is damaged, or of another format than expected ({text}); copy or make it anew"
+                f"{self._path} is damaged, or of another format than expected ({text}); copy it or write it again"
             ) from error
 
 

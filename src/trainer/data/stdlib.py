@@ -30,7 +30,7 @@ class SourceFile:
     def held_out(self) -> bool:
         """Whether the file is evaluated on and never trained on: 5 % of all paths, independent of where the corpus is.
 
-        The words before the path select one of many random 5 %: without them one generated file of texts,
+        The prefix that `is_held_out` hashes acts as a seed. Without it one generated file of texts,
         pydoc_data/topics.py, would be 64 % of the held-out bytes.
         """
         return is_held_out(self.path.encode(), HELD_OUT_SHARE)

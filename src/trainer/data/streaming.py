@@ -194,7 +194,8 @@ class _Shuffled(grain.IterDataset):
 
 
 class _ShuffledIterator(grain.DatasetIterator):
-    """The state of the files at the beginning of the window, its number, and how many of its records were returned."""
+    """`get_state` returns the state of the files at the start of the window, the window's number, and how many of its
+    records were returned."""
 
     def __init__(self, parent: grain.DatasetIterator, seed: int | None, window: int):
         super().__init__(parent)
@@ -262,7 +263,8 @@ class _Packed(grain.IterDataset):
 
 
 class _PackedIterator(grain.DatasetIterator):
-    """The state of the records before the last document of the returned rows, and how much of it these rows contain."""
+    """`get_state` returns the state of the records before the last document of the returned rows, and how much of that
+    document these rows contain."""
 
     def __init__(
         self,

@@ -106,7 +106,8 @@ class Embed(nnx.Module):
         table = self.embedding.get_value()
         if not isinstance(table, jax.Array | np.ndarray):
             raise UserError(
-                f"the embedding table is a {type(table).__name__}, but rows can only be looked up in an array: keep "
-                "it as an array, and quantize inside the product of a tied head"
+                f"token_embedder/embedding is stored as {type(table).__name__}, but rows can only be looked up in an "
+                "array; keep the table as an array: the product of a tied head may quantize it when it multiplies, and "
+                "with logits_via_embedding=false the head has a matrix of its own"
             )
         return table

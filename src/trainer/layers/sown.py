@@ -26,8 +26,8 @@ class SownValue(nnx.Variable):
     microbatches, on axis 0, to that of the whole batch.
     """
 
-    def __init_subclass__(cls, **keywords: Any):
-        super().__init_subclass__(**keywords)
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
         _names.add(cls.__name__)
 
 

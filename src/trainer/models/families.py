@@ -259,8 +259,9 @@ def refuse_state(config, has_parameters: bool, others: Sequence[str]) -> None:
     """Raises UserError for a block without parameters, or with `others`, the paths of other state."""
     if others:
         raise UserError(
-            f"decoder_block={config.decoder_block} has state other than parameters: {', '.join(others[:3])}; "
-            "blocks must be stateless: dropout uses context.key, and nothing updates statistics"
+            f"decoder_block={config.decoder_block} has state that a forward pass would update: "
+            f"{', '.join(others[:3])}; a block may have parameters and buffers only: dropout uses context.key, and "
+            "nothing updates statistics"
         )
     if not has_parameters:
         raise UserError(f"decoder_block={config.decoder_block} has no parameters: there is nothing to train")

@@ -6,7 +6,7 @@ Model FLOPs as MaxText reports them, after PaLM (Chowdhery et al. 2022, arXiv:22
   activations and the optimizer do not;
 - attention scores and their products with the values count where the mask lets a query see a key, the diagonal of the
   square as half: T / 2 keys for a query of a causal row of T tokens (the half of the square), w - w^2 / (2 T) under a
-  sliding window of w <= T tokens; the mask between packed documents is not deducted;
+  sliding window of w <= T tokens; scores between packed documents are counted, although the mask removes them;
 - a module of multi-token prediction counts for every token, also for those at the end of a document that it skips;
 - the backward pass is twice the forward pass, also where parameters are frozen; what rematerialization computes again
   is not added.

@@ -98,7 +98,7 @@ class Console:
             self._skipped[reason] = self._skipped.get(reason, 0) + 1
             if self._skipped[reason] == 1:
                 values = f"loss {row['loss']:.3g} and gradient norm {row['grad_norm']:.3g}"
-                self._warn(f"step {row['step']} has {values}: its update is skipped, {reason}")
+                self._warn(f"step {row['step']} has {values}: its update is skipped ({reason})")
 
     def evaluation(self, row: Mapping[str, float]) -> None:
         """Print an evaluation's line. `row` is as in metrics.jsonl."""
@@ -115,7 +115,7 @@ class Console:
         if self._first.get("step"):
             steps += f" ({self._first['step']} to {self._last['step']}, resumed)"
         rows = [("done", f"{steps}, {pace.tokens:,} tokens in {clock(wall_time)}")]
-        rows += [("skipped", f"{count:,} updates, {reason}") for reason, count in self._skipped.items()]
+        rows += [("skipped", f"{count:,} updates: {reason}") for reason, count in self._skipped.items()]
         if self._without_loss:
             rows.append(("skipped", f"{self._without_loss:,} updates whose batch had no token with a loss"))
         if pace.steps:
@@ -179,7 +179,7 @@ def _reason(row: Mapping[str, float]) -> str:
     """Why the step of `row` was skipped."""
     words = {"loss": "loss", "grad_norm": "gradient norm"}
     if wrong := [word for name, word in words.items() if not math.isfinite(row[name])]:
-        return f"not finite: {' and '.join(wrong)}"
+        return f"{' and '.join(wrong)} not finite"
     if spikes := [word for name, word in words.items() if row.get(f"{name}_spike")]:
-        return f"a spike: {' and '.join(spikes)}"
+        return f"spike in {' and '.join(spikes)}"
     return "refused by an update rule"

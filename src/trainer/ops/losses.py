@@ -30,8 +30,8 @@ def _is_target(logits_btv: jax.Array, target_bt: jax.Array) -> jax.Array:
 
 def _forward(logits_btv, target_bt, mean):
     # Without the barrier XLA fuses the product of the head with the maximum of the logits, and the gradient of the
-    # logits cannot reuse their buffer. The price is one more read of the logits; nothing on a CPU,
-    # where products are not fused (docs/decisions/0009).
+    # logits cannot reuse their buffer. The price is one more read of the logits, but none on a CPU, where products are
+    # not fused (docs/decisions/0009).
     logits_btv = jax.lax.optimization_barrier(logits_btv)
     losses = cross_entropy(logits_btv, target_bt, mean)
     return losses, (logits_btv, target_bt, losses[1])

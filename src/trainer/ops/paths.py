@@ -14,7 +14,7 @@ def path_of(keypath: tuple[Any, ...]) -> Path:
 
 
 def name_of(keypath: tuple[Any, ...]) -> str:
-    """The same as one word, a/b/c."""
+    """The names along a JAX key path, joined: a/b/c."""
     return "/".join(path_of(keypath))
 
 

@@ -15,9 +15,8 @@ _LAYERS = "layers"
 def by_layer(tx: optax.GradientTransformation, param_axes: Any) -> optax.GradientTransformation:
     """`tx` applied to each layer of a stacked parameter by itself: the update is that of layers in arrays of their own.
 
-    `tx` treats parameters independently of each other. What it keeps for a parameter has the parameter's name, and is
-    stacked as the parameter is. An array of shape [1], which optax has in place of what it does not keep, is not
-    stacked.
+    `tx` treats parameters independently of each other. Whatever it keeps for a parameter has the parameter's name, and
+    is stacked like the parameter.
 
     Args:
       param_axes: the logical axes of every parameter; `layers` is the first axis of those that are stacked.
@@ -43,19 +42,17 @@ def by_layer(tx: optax.GradientTransformation, param_axes: Any) -> optax.Gradien
         def single(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape[1:] if name_of(path) in layers else leaf.shape, leaf.dtype)
 
-        alone = tree_map_with_path(single, params)
-        shapes, state = {name: leaf.shape for name, leaf in by_name(alone).items()}, jax.eval_shape(tx.init, alone)
+        state = jax.eval_shape(tx.init, tree_map_with_path(single, params))
 
-        def owner(path: Any, leaf: Any) -> str | None:
+        def owner(path: Any) -> str | None:
             names = (name_of(path[start:]) for start in range(len(path)))
-            found = next((name for name in names if name in layers), None)
-            return None if found is None or leaf.shape == (1,) != shapes[found] else found
+            return next((name for name in names if name in layers), None)
 
         for count in sorted(set(layers.values())):
             here = {name for name, n in layers.items() if n == count}
             yield (
                 tree_map_with_path(lambda path, _, here=here: 0 if name_of(path) in here else None, params),
-                tree_map_with_path(lambda path, leaf, here=here: 0 if owner(path, leaf) in here else None, state),
+                tree_map_with_path(lambda path, _, here=here: 0 if owner(path) in here else None, state),
             )
 
     return optax.GradientTransformation(init, update)

@@ -79,7 +79,7 @@ def bias_corrected_nesterov(beta: float, dtype: Any) -> optax.GradientTransforma
 
 def orthogonalized(dims: Dimensions, dtype: jnp.dtype, eps: float) -> optax.GradientTransformation:
     """Each matrix U S V^T of the updates as about U V^T, by five Newton-Schulz iterations in `dtype`, float32 or
-    bfloat16, with products as exact as that.
+    bfloat16, with matrix products in that precision.
 
     The singular values of the result are about 0.7 to 1.2, except those that are almost 0 before. `eps` is added to the
     Frobenius norm by which a matrix is first divided.
@@ -92,7 +92,7 @@ def orthogonalized(dims: Dimensions, dtype: jnp.dtype, eps: float) -> optax.Grad
     def update(updates: Any, params: Any = None) -> Any:
         del params
         matrices = optax.tree.cast(updates, dtype)
-        # Without this a TPU multiplies float32 as bfloat16.
+        # By default a TPU multiplies float32 as bfloat16, and a GPU as TF32.
         with jax.default_matmul_precision(dtype.name):
             result, _ = iterations.update(matrices, iterations.init(matrices))
         return optax.tree.cast_like(result, updates)

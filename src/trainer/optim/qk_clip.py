@@ -96,8 +96,8 @@ def _replaced(params: Any, path: Sequence[str], change: Callable[[Any], Any]) ->
 def _check_sown(stating: set[str], sowing: set[str]) -> None:
     """Refuses layers of a user's block that do one thing without the other; both are sets of paths."""
     mistakes = [
-        *(f"{path} states logit_factors, but sows no max_logit" for path in sorted(stating - sowing)),
-        *(f"{path} sows max_logit, but does not state logit_factors" for path in sorted(sowing - stating)),
+        *(f"{path} defines logit_factors, but sows no max_logit" for path in sorted(stating - sowing)),
+        *(f"{path} sows max_logit, but does not define logit_factors" for path in sorted(sowing - stating)),
     ]
     if mistakes:
         raise UserError(

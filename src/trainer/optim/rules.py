@@ -91,6 +91,8 @@ def observed(rules: Sequence[Rule], tree: Any, seen: Seen) -> tuple[Any, dict[st
         if rule.observe is not None:
             state, found = rule.observe(tree.opt_state.rules[rule.name], seen)
             tree = _with_state(tree, rule, state)
+            if taken := sorted(reasons.keys() & found.keys()):
+                raise ValueError(f"two update rules have the reason {', '.join(taken)}")
             reasons |= found
     return tree, reasons
 

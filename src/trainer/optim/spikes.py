@@ -23,11 +23,12 @@ def skip_spikes(config: Any) -> Rule:
     """The rule that refuses a step if its loss or its gradient norm is above mean + `skip_step_scaling_factor` standard
     deviations of the last `skip_step_interval` accepted steps.
 
-    It accepts every step until half an interval is accepted; until a whole one is, the statistics are those of what
-    there is. A refused step does not enter them. Variances are divided by the number of steps.
+    The first half interval of steps is accepted without a test. Until a whole interval is accepted, the statistics are
+    those of the steps accepted so far. A refused step does not enter them. Variances are divided by the number of
+    steps.
 
-    If half an interval of steps in a row was skipped, for whatever reason, this is no spike but a new level: the next
-    step is accepted, and the statistics begin anew with it. So a run never stands still, wherever its loss goes.
+    After half an interval of consecutive skipped steps, for whatever reason, the next finite step is accepted and the
+    statistics restart from it, because the level of the loss may have changed. So no sequence of losses stops a run.
     """
     interval, factor = config.skip_step_interval, config.skip_step_scaling_factor
 

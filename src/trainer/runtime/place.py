@@ -54,7 +54,7 @@ def place(
 
 
 def replicate(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """Replicates an array that every process has on all devices."""
+    """The array, which every process has, replicated on all devices."""
     with jax.transfer_guard_host_to_device("allow"):
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 

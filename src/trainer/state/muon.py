@@ -49,7 +49,7 @@ def get_muon_weight_dimension_numbers(source: Any, config: Any = None) -> Any:
     if isinstance(source, ml_collections.ConfigDict | ml_collections.FrozenConfigDict):
         return dimension_numbers(_axes_of_model(source))
     if isinstance(source, nnx.State):
-        if set(source) <= {"model", "optimizer"}:  # a train state
+        if "model" in source and set(source) <= {"model", "optimizer"}:  # a TrainStateNNX
             return {"model": _of_model(source["model"])}
         return _of_model(source)
     params = unfreeze(source)

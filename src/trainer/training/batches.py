@@ -60,7 +60,7 @@ def check_batch(run: Run, batch: Batch, rows: int) -> None:
       UserError: names every field that is missing or has another shape or dtype, and the fields that nothing reads.
     """
     parts = share_of_rows(run.batch_shardings["row"], rows)["process_count"]
-    wanted = run.abstract_batch(rows // parts)
+    wanted = run.abstract_batch(rows // parts)  # of its shardings nothing is read
     problems = [f"no {name} ({_words(array)})" for name, array in wanted.items() if name not in batch]
     problems += [
         f"{name} is {_words(batch[name])} in place of {_words(array)}"

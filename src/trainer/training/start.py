@@ -78,7 +78,9 @@ def start(
             )
         say(f"{path}: {updates} of {config.steps} updates are done{', a fresh optimizer' if fresh else ''}")
         if config.reset_optimizer and not fresh:
-            say("reset_optimizer acts once: this checkpoint was saved under it, so its optimizer goes on")
+            say(
+                "reset_optimizer=true was already applied in this run: the optimizer state of the checkpoint is resumed"
+            )
         for key in ("load_parameters_path", "load_full_state_path"):
             if config[key]:
                 say(f"{key} is ignored: the run has a checkpoint of its own")
@@ -104,7 +106,8 @@ def _with_new_modules(run: Run, params: Any, say: Say) -> Any:
         return params
     drawn = names_of(run.codec.unpack(run.init()).params)
     new = sorted({module_of(name) for name in drawn.keys() - given.keys()})
-    say(f"initialized, since the checkpoint lacks these modules of multi-token prediction: {', '.join(map(str, new))}")
+    names = ", ".join(map(str, new))
+    say(f"modules of multi-token prediction that the checkpoint lacks get initial parameters: {names}")
     return nested({name: given.get(name, leaf) for name, leaf in drawn.items()})
 
 

@@ -102,10 +102,12 @@ def make_update(
 ) -> Callable[[TrainTree, Batch], tuple[TrainTree, dict[str, jax.Array]]]:
     """`update(tree, batch) -> tree, metrics`: one training step.
 
-    `batch` holds the fields of the objective; its rows are the global batch. Metrics are means over the whole batch:
-    float32 scalars; int32 `tokens`, `skipped` (1 if the update is skipped: loss or gradients are not finite, as
-    without loss-bearing tokens, or a rule has a reason), these reasons, 0 or 1, and `finite` (1 if the state is finite
-    after the step); activation statistics [layers] if they are recorded; and metrics of parameters, see `_every`.
+    `batch` holds the fields of the objective; its rows are the global batch. The metrics are
+    - float32 means over the whole batch, the norm of the gradient and the learning rate;
+    - int32 `tokens`, `skipped` (1 if the update is skipped: loss or gradients are not finite, as without loss-bearing
+      tokens, or a rule has a reason), each rule's reasons, 0 or 1, and `finite` (1 if the state is finite after the
+      step);
+    - activation statistics [layers] if they are recorded, and metrics of parameters, see `_every`.
 
     Args:
       config: resolved.

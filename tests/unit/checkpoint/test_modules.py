@@ -142,7 +142,7 @@ def test_new_modules_begin_as_drawn(tmp_path):
     found = names_of(run.codec.unpack(begin.state).params)
     drawn = names_of(run.codec.unpack(run.init()).params)
     assert_same(found, {name: params.get(name, np.asarray(leaf)) for name, leaf in drawn.items()})
-    assert lines[-1] == "initialized, since the checkpoint lacks these modules of multi-token prediction: 1, 2"
+    assert lines[-1] == "modules of multi-token prediction that the checkpoint lacks get initial parameters: 1, 2"
 
 
 @pytest.mark.parametrize("scanned", [True, False])

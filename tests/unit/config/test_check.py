@@ -13,7 +13,7 @@ from trainer.config.derived import DCN, ICI, UNUSED_AXES
         ("max_num_checkpoints_to_keep=0", "max_num_checkpoints_to_keep=0 .*: must be at least 1, or none to keep all"),
         ("load_parameters_path=a load_full_state_path=b", "load_parameters_path=.*: give only one of them"),
         ("opt_type=muon adam_eps=0", "adam_eps=0.0 .*: muon divides each matrix by its norm plus adam_eps"),
-        ("skip_step_on_spikes=true skip_step_interval=7", "skip_step_interval=7 .*judged from half an interval on"),
+        ("skip_step_on_spikes=true skip_step_interval=7", "skip_step_interval=7 .*begins after half an interval"),
         ("skip_step_scaling_factor=0", r"skip_step_scaling_factor=0.*\(0, 3.4e\+38\]"),
         ("run_name=a/b", "the name of one folder"),
         ("run_name=..", "the name of one folder"),

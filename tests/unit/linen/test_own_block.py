@@ -179,7 +179,7 @@ def test_axes_named_by_the_older_kind_of_box(combination, monkeypatch):
 @pytest.mark.parametrize("combination", LINEN_STACKS)
 def test_what_a_block_may_not_hold(combination, monkeypatch):
     monkeypatch.setitem(sys.modules, "statistics_block", SimpleNamespace(Block=WithStatistics))
-    with pytest.raises(UserError, match="has state other than parameters: batch_stats"):
+    with pytest.raises(UserError, match="has state that a forward pass would update: batch_stats"):
         model_of(combination, "statistics_block:Block")
 
 

@@ -112,8 +112,8 @@ class WithNothing(Called):
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        (WithStatistics, "has state other than parameters: norm/mean, norm/var"),
-        (WithGenerator, "has state other than parameters: dropout/rngs/"),
+        (WithStatistics, "has state that a forward pass would update: norm/mean, norm/var"),
+        (WithGenerator, "has state that a forward pass would update: dropout/rngs/"),
         (WithNothing, "has no parameters"),
     ],
 )

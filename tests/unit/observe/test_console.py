@@ -269,9 +269,9 @@ def test_updates_that_were_left_out_are_warned_of_once_and_counted():
     lines = written(run).splitlines()
     warnings = [line for line in lines if line.startswith("warning")]
     assert warnings == [
-        "warning: step 1 has loss nan and gradient norm inf: its update is skipped, not finite: loss and gradient norm"
+        "warning: step 1 has loss nan and gradient norm inf: its update is skipped (loss and gradient norm not finite)"
     ]
-    assert "skipped      2 updates, not finite: loss and gradient norm" in lines
+    assert "skipped      2 updates: loss and gradient norm not finite" in lines
 
 
 def test_spikes_are_warned_of_once_and_counted_by_themselves():
@@ -284,18 +284,18 @@ def test_spikes_are_warned_of_once_and_counted_by_themselves():
 
     lines = written(run).splitlines()
     assert [line for line in lines if line.startswith("warning")] == [
-        "warning: step 1 has loss 9 and gradient norm 2: its update is skipped, a spike: loss",
-        "warning: step 2 has loss nan and gradient norm 2: its update is skipped, not finite: loss",
-        "warning: step 4 has loss 9 and gradient norm 2: its update is skipped, a spike: gradient norm",
-        "warning: step 5 has loss 9 and gradient norm 2: its update is skipped, a spike: loss and gradient norm",
-        "warning: step 6 has loss 9 and gradient norm 2: its update is skipped, refused by an update rule",
+        "warning: step 1 has loss 9 and gradient norm 2: its update is skipped (spike in loss)",
+        "warning: step 2 has loss nan and gradient norm 2: its update is skipped (loss not finite)",
+        "warning: step 4 has loss 9 and gradient norm 2: its update is skipped (spike in gradient norm)",
+        "warning: step 5 has loss 9 and gradient norm 2: its update is skipped (spike in loss and gradient norm)",
+        "warning: step 6 has loss 9 and gradient norm 2: its update is skipped (refused by an update rule)",
     ]
     assert [line.split(None, 1)[1] for line in lines if line.startswith("skipped")] == [
-        "2 updates, a spike: loss",
-        "1 updates, not finite: loss",
-        "1 updates, a spike: gradient norm",
-        "1 updates, a spike: loss and gradient norm",
-        "1 updates, refused by an update rule",
+        "2 updates: spike in loss",
+        "1 updates: loss not finite",
+        "1 updates: spike in gradient norm",
+        "1 updates: spike in loss and gradient norm",
+        "1 updates: refused by an update rule",
     ]
 
 

@@ -11,17 +11,25 @@ from trainer.optim import make_optimizer
 from trainer.sharding import Axes
 
 # More layers of one kind than any other axis has entries, so that rows and columns could be mistaken for layers.
-SHAPES = {"matrix": (4, 3, 3), "heads": (4, 3, 3, 2), "norm": (4, 3), "other stack": (2, 3, 3), "scalar": (4, 1)}
+SHAPES = {
+    "matrix": (4, 3, 3),
+    "heads": (4, 3, 3, 2),
+    "norm": (4, 3),
+    "other stack": (2, 3, 3),
+    "scalar": (4, 1),
+    "row": (4, 1, 3),
+}
 NAMES = {
     "matrix": ("layers", "embed", "mlp"),
     "heads": ("layers", "embed", "heads", "kv"),
     "norm": ("layers", "norm"),
     "other stack": ("layers", "embed", "mlp"),
     "scalar": ("layers", None),
+    "row": ("layers", None, "embed"),
 }
 UPDATES = 2
 KEYS = {
-    "adafactor_min_dim_size_to_factor": 3,
+    "adafactor_min_dim_size_to_factor": 1,
     "adafactor_clipping_threshold": 0.5,
     "adafactor_momentum": 0.9,
     "adafactor_weight_decay": 0.01,

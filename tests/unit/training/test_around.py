@@ -210,7 +210,7 @@ def _abstract(run):
 
 
 def test_the_other_native_state_has_the_same_program():
-    """That all combinations have equal programs is tested where they are compared."""
+    """test_five_combinations.py compares the updates of all combinations."""
     assert text(ALL_COMBINATIONS[-1]) == text(ALL_COMBINATIONS[0])
 
 
@@ -227,6 +227,7 @@ def test_what_is_not_asked_for_is_not_in_the_program():
         lowered = run.step.lower(*run.abstract_args())
         _, metrics = lowered.out_info
         found.append(("stablehlo.case" in lowered.as_text(), {name.split("/")[0] for name in metrics}))
+        assert hasattr(run.codec.unpack(run.abstract_state).opt_state, "rules") == bool(keys)
     (has_case, more), (without_case, default) = found
     assert (has_case, without_case) == (True, False)
     assert more - default == {"loss_spike", "grad_norm_spike", "grad_norm", "param_norm", "update_ratio"} - default

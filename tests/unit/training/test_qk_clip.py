@@ -322,7 +322,7 @@ def test_a_layer_that_states_a_rule_also_sows(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "own", SimpleNamespace(Block=Silent))
     run = build(load(arguments("nnx", use_qk_clip=True, decoder_block="own:Block")).config, jax.devices()[:1])
-    with pytest.raises(UserError, match="decoder/layers states logit_factors, but sows no max_logit"):
+    with pytest.raises(UserError, match="decoder/layers defines logit_factors, but sows no max_logit"):
         run.step.lower(*run.abstract_args())
 
 

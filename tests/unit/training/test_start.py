@@ -215,7 +215,7 @@ def test_the_same_command_resumes_what_it_reset(tmp_path):
     assert_equal(this, begin(this, tmp_path, lines).state, state)
     assert lines[1:] == [
         f"{tmp_path}/checkpoints/5: 5 of 20 updates are done",
-        "reset_optimizer acts once: this checkpoint was saved under it, so its optimizer goes on",
+        "reset_optimizer=true was already applied in this run: the optimizer state of the checkpoint is resumed",
     ]
 
 
