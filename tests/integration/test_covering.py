@@ -72,7 +72,7 @@ OPTIONS = PROGRAM | MATHEMATICS
 # Optimizers take turns over the rows of MATHEMATICS, and what surrounds the update over the cases: as options of their
 # own they would add cases. Muon and Adafactor, which compile slowly, train on meshes in tests of Zero-1 and of host
 # memory.
-TURNS = ("sgd", "adamw", "sgd", "sgd", "lion", "nadamw", "adam_pax")
+TURNS = ("sgd", "adamw", "sgd", "lion", "sgd", "nadamw", "adam_pax")
 RATES = {"sgd": 0.1, "adamw": 1e-3, "lion": 1e-4, "nadamw": 1e-3, "adam_pax": 1e-3}
 AROUND = {"ema_decay": (0.0, 0.5), "skip_step_on_spikes": (False, True)}
 PLAIN = {name: values[0] for name, values in PROGRAM.items()}

@@ -75,7 +75,7 @@ def test_sigterm_within_the_last_evaluation(straight, at, tmp_path, monkeypatch)
         os.kill(os.getpid(), signal.SIGTERM)
         return eval_batches(*args, **kwargs)
 
-    monkeypatch.setattr("trainer.training.loop.eval_batches", interrupted)
+    monkeypatch.setattr("trainer.training.batches.eval_batches", interrupted)
     code, output = train(tmp_path)
     assert code == 143
     assert f"SIGTERM: saved, the same command goes on from here ({RUN})" in output

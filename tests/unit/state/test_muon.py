@@ -97,7 +97,7 @@ def test_a_block_of_a_users_own_needs_no_entry():
 def test_arrays_alone_do_not_say_their_axes():
     config = tiny_config(ALL_COMBINATIONS[0])
     params, _ = jax.eval_shape(make_model(config).init, seed_key(0))
-    with pytest.raises(UserError, match="give config="):
+    with pytest.raises(UserError, match="pass config="):
         get_muon_weight_dimension_numbers(params)
     with pytest.raises(UserError, match="no parameter other/kernel"):
         get_muon_weight_dimension_numbers({"other": {"kernel": jnp.zeros((2, 2))}}, config)
