@@ -124,7 +124,7 @@ def test_four_processes_then_two_then_one(tmp_path):
         assert launcher.wait(60) == 137, log.read_text()
         assert time.monotonic() - started < 30
         said = log.read_text()
-    assert f"checkpoints/{done}: {done} of 5000 updates are done" in said
+    assert f"checkpoints/{done}: {done:,} of 5,000 updates are done" in said
     assert "launch_local: process 1 of 2 was ended by SIGKILL; the others end too" in said
     last = int(newest(tmp_path / "runs/run").name)
     assert last > done

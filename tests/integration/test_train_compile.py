@@ -102,7 +102,7 @@ def test_a_step_out_of_all_proportion_is_not_compiled(size):
     """libtpu would take minutes."""
     sizes = {"base_emb_dim": 512, size: 2147483640}
     config = load(arguments("nnx", compile_topology="v5e-8", ici_fsdp_parallelism=8, **sizes)).config
-    with pytest.raises(UserError, match=r"at least .* on each of 8 devices, which have 16\.9 GB"):
+    with pytest.raises(UserError, match=r"at least .* on each of 8 devices with 16\.9 GB"):
         compile_for_topology(config)
 
 

@@ -128,7 +128,7 @@ class CheckpointManager:
     ) -> None:
         if kind is KeyboardInterrupt and self._ending is not None and not self._ending.done():
             self._say(
-                f"interrupted: waiting for the checkpoint of {self.latest} updates, which is being written; Ctrl-C "
+                f"interrupted: waiting for the checkpoint of update {self.latest}, which is being written; Ctrl-C "
                 "again ends without it"
             )
         self.close()

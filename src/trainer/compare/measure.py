@@ -34,12 +34,18 @@ from trainer.training.step import dropout_key, make_gradients
 # Facts about the compiled step; numbers are those of one device.
 TEXT, FLOPS, ARGUMENTS, TEMPORARIES = "program text", "FLOPs", "memory: state, batch", "memory: temporaries"
 
-_MIDWAY = "midway"
 # The quantities of the update at a later step.
 LATER = ("later parameters", "later optimizer state")
 
 Arrays = dict[str, Any]  # by canonical name
-Shared = dict[Any, Any]  # of all sides in one measurement: executables by the text of their programs, `_MIDWAY`
+
+
+@dataclass
+class Shared:
+    """What the sides of one measurement share."""
+
+    executables: dict[Any, Any] = field(default_factory=dict)  # by the text of their programs
+    midway: Arrays | None = None  # the left side's, see `update`
 
 
 @dataclass(frozen=True)
@@ -138,9 +144,9 @@ def _compiled(known: Shared, fn: Callable[..., Any], *args: Any) -> Callable[...
     """`fn` compiled for arguments such as `args`, or the executable of the same program in `known`."""
     lowered = jax.jit(fn).lower(*args)
     key = (lowered.as_text(), lowered.in_tree, lowered.out_tree)
-    if key not in known:
-        known[key] = lowered.compile()
-    return known[key]
+    if key not in known.executables:
+        known.executables[key] = lowered.compile()
+    return known.executables[key]
 
 
 def parameters(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) -> Measured:
@@ -209,10 +215,9 @@ def update(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) ->
     arrays = {"updated parameters": params, "optimizer state": first}
     if snapshot.later is None:
         arrays = Measured(arrays).on_host().arrays  # no two states on the devices
-        if _MIDWAY not in known:
-            config = run.config
-            known[_MIDWAY] = midway(first, max(1, config.learning_rate_schedule_steps // 2), config.init_weights_seed)
-        later = known[_MIDWAY]
+        if known.midway is None:
+            known.midway = midway(first, run.config)
+        later = known.midway
         fits = {name: leaf.size for name, leaf in first.items()} == {name: leaf.size for name, leaf in later.items()}
         arrays |= dict(zip(LATER, after(replace(snapshot, later=later)) if fits else ({}, {}), strict=True))
     return Measured(arrays, {TEXT: text, **_cost(compiled)})

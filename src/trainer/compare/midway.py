@@ -9,33 +9,39 @@ import numpy as np
 
 from trainer.optim import spikes
 
-_ACCEPTED, _WINDOW = (f"opt_state/rules/{spikes.NAME}/{name}" for name in ("accepted", "loss"))
+_WINDOWS = [f"opt_state/rules/{spikes.NAME}/{name}" for name in ("loss", "grad_norm")]
+_ACCEPTED = f"opt_state/rules/{spikes.NAME}/accepted"
+_LEAST = 1e-4  # the least deviation of a window over its mean that float32 holds well
 
 
-def midway(first: Mapping[str, Any], updates: int, seed: int) -> dict[str, np.ndarray]:
-    """Step, optimizer state and `rest` as after `updates` updates: what a first update does not show has an effect in
-    the next one.
+def midway(first: Mapping[str, Any], config: Any) -> dict[str, np.ndarray]:
+    """Step, optimizer state and `rest` as after half of the schedule: what a first update does not show has an effect
+    in the next one.
 
-    Counts are `updates`. Every value of a floating-point array (moments, averages, windows) is drawn uniformly from
+    Counts are the number of updates. Every value of a floating-point array (moments, averages) is drawn uniformly from
     [0.5, 1] x the largest magnitude in the array after the first update. So moments are as large as gradients make
-    them, and an average is not the parameters. With the default factor the full window of the spike rule accepts a step
-    like the first, and would refuse it if its bound lacked the mean or the deviation.
+    them, and an average is not the parameters. The windows of the spike rule are full, and accept a step like the first
+    whatever the factor is; without the mean or without the deviation their bounds would refuse it (with a factor above
+    0.5 / `_LEAST` not without the mean).
 
     Args:
       first: step, optimizer state and `rest` by name, after one update.
-      seed: of what is drawn, which depends on names and shapes, not on devices or shardings.
+      config: resolved; its seed and the names and shapes decide what is drawn, not devices or shardings.
     """
+    updates = max(1, config.learning_rate_schedule_steps // 2)
 
     def one(name: str, array: np.ndarray) -> np.ndarray:
         if name.startswith("rest/"):
             return array
         if jnp.issubdtype(array.dtype, jnp.integer) and not array.ndim:
-            filled = first[_WINDOW].size if name == _ACCEPTED else 0
+            filled = first[_WINDOWS[0]].size if name == _ACCEPTED else 0
             return np.full_like(array, updates + filled)
         if not jnp.issubdtype(array.dtype, jnp.floating):
             return array
-        rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
-        largest = np.abs(array.astype(np.float32)).max(initial=0)
-        return (largest * rng.uniform(0.5, 1, array.shape)).astype(array.dtype)
+        rng = np.random.default_rng([config.init_weights_seed, zlib.crc32(name.encode())])
+        drawn = rng.uniform(0.5, 1, array.shape)
+        if name in _WINDOWS:  # mean 3/4, and a bound of 5/4, of the first step's
+            drawn = 0.75 + max(0.5 / config.skip_step_scaling_factor, _LEAST) * (drawn - drawn.mean()) / drawn.std()
+        return (np.abs(array.astype(np.float32)).max(initial=0) * drawn).astype(array.dtype)
 
     return {name: one(name, np.array(leaf)) for name, leaf in first.items()}

@@ -88,7 +88,7 @@ def compare_programs(sides: Sequence[Side], devices: Sequence[jax.Device], toler
     for step in MEASURES:
         rows = _activation_rows(programs) if step is measure.activations else left.run.rows
         part = {name: array[:rows] for name, array in batch.items()}
-        known: measure.Shared = {}
+        known = measure.Shared()
         say(f"{left.name}: {step.__name__}")
         expected = step(left, snapshot, part, known).on_host()
         for program in rights:

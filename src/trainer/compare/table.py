@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from trainer.compare.difference import Difference
 from trainer.compare.report import Comparison, Quantity, Report
+from trainer.config.words import counted
 from trainer.observe.text import si
 
 WIDTH = 120
@@ -52,8 +53,7 @@ def _side_by_side(comparisons: Sequence[Comparison], left: str) -> list[str]:
 
 
 def _arrays(quantity: Quantity) -> str:
-    count = len({it.name for it in quantity.differences})
-    return "1 array" if count == 1 else f"{count} arrays"
+    return counted(len({it.name for it in quantity.differences}), "array")
 
 
 def _cell(quantity: Quantity) -> str:

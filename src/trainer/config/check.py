@@ -64,15 +64,6 @@ def _muon_epsilon(config: Any) -> str | None:
     )
 
 
-def _interval(config: Any) -> str | None:
-    if not config.skip_step_on_spikes or config.skip_step_interval >= 8:
-        return None
-    return (
-        "the rule begins after half an interval and needs at least 4 steps for a usable standard deviation; must be at "
-        "least 8"
-    )
-
-
 def _best(config: Any) -> str | None:
     if (
         not config.keep_best_checkpoints
@@ -294,7 +285,6 @@ CHECKS = (
     Check(("max_num_checkpoints_to_keep",), _checkpoints_to_keep),
     Check(("muon_consistent_rms",), _consistent_rms),
     Check(("opt_type", "adam_eps"), _muon_epsilon),
-    Check(("skip_step_on_spikes", "skip_step_interval"), _interval),
     Check(("keep_best_checkpoints", "checkpoint_period", "eval_interval"), _best),
     Check(("load_parameters_path", "load_full_state_path"), _sources),
     Check(("run_name",), _run_name),

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import ParamSpec, TypeVar
 
+from trainer.config.words import counted
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -117,9 +119,8 @@ def command_line(argv: Sequence[str] | None) -> list[str]:
 
 def report(mistakes: Sequence[str]) -> UserError:
     """One error for all `mistakes` of a stage, one line each, at most a screen long; a NotBuilt if one is `Unbuilt`."""
-    count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
     kind = NotBuilt if any(isinstance(mistake, Unbuilt) for mistake in mistakes) else UserError
-    return kind("\n  ".join([f"{count} in the configuration:", *on_one_screen(mistakes)]))
+    return kind("\n  ".join([f"{counted(len(mistakes), 'mistake')} in the configuration:", *on_one_screen(mistakes)]))
 
 
 def on_one_screen(lines: Sequence[str]) -> list[str]:

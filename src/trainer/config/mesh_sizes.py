@@ -6,6 +6,7 @@ from typing import Any
 
 from trainer.config.derived import DCN, ICI, UNUSED_AXES
 from trainer.config.errors import Unbuilt
+from trainer.config.words import counted
 
 
 def fill_mesh(values: dict[str, Any], device_count: int, num_slices: int | None) -> list[str]:
@@ -24,8 +25,8 @@ def fill_mesh(values: dict[str, Any], device_count: int, num_slices: int | None)
             return [f"{asked} slices do not divide the {device_count} devices; nearest: {best} slices"]
     in_slices = f" in each of {num_slices} slices" if num_slices > 1 else ""
     return [
-        *_fill(values, ICI, device_count // num_slices, f"{_count(device_count // num_slices, 'device')}{in_slices}"),
-        *_fill(values, DCN, num_slices, _count(num_slices, "slice")),
+        *_fill(values, ICI, device_count // num_slices, f"{counted(device_count // num_slices, 'device')}{in_slices}"),
+        *_fill(values, DCN, num_slices, counted(num_slices, "slice")),
     ]
 
 
@@ -67,10 +68,6 @@ def _product(sizes: Mapping[str, int]) -> str:
     shown = {axis: size for axis, size in sizes.items() if size not in (1, -1)}
     factors = " x ".join(f"{axis} {size}" for axis, size in shown.items()) or "all axes 1"
     return f"{factors} = {math.prod(shown.values())}" if len(shown) > 1 else factors
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _nearest_mesh(sizes: Mapping[str, int], count: int) -> dict[str, int]:

@@ -12,13 +12,13 @@ from trainer.config.errors import UserError
 from trainer.data.batches import RowSource
 from trainer.data.streams import Position, RepeatedStream, Stream, fingerprint
 from trainer.data.synthetic import EVAL_OFFSET, EVAL_ROWS, SyntheticRows
+from trainer.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from trainer.data.corpus import Corpus
     from trainer.data.documents import Encoder
     from trainer.data.packing import Packing
     from trainer.data.sources import Source
-    from trainer.data.tokenizer import Tokenizer
 
 Say = Callable[[str], None]
 
@@ -36,7 +36,7 @@ class Dataset:
     """
 
     evaluation: RowSource | None
-    tokenizer: "Tokenizer | None"
+    tokenizer: Tokenizer | None
     identity: dict[str, Any]
     summary: str
     open_stream: Callable[..., Stream]

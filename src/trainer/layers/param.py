@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import jax
 from flax import nnx
 
+LAYERS = "layers"  # the logical axis along which a stack's layers lie, the first of their parameters
+
 
 def param(value: jax.Array, names: Sequence[str | None]) -> nnx.Param:
     """A parameter whose axes have the logical `names`, which `sharding/` reads. It needs no mesh."""
@@ -14,7 +16,7 @@ def param(value: jax.Array, names: Sequence[str | None]) -> nnx.Param:
 def unnamed(ndim: int, stacked: bool) -> tuple[str | None, ...]:
     """The logical names of a parameter without names, which only a user's block has. `stacked`: it is in a
     stack, where layers are on the first axis."""
-    return ("layers", *[None] * (ndim - 1)) if stacked else (None,) * ndim
+    return (LAYERS, *[None] * (ndim - 1)) if stacked else (None,) * ndim
 
 
 def in_stack(path: Sequence[str]) -> bool:

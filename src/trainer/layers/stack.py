@@ -18,6 +18,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from trainer.config.remat import LAYER_INPUT
 from trainer.layers.cache import Cache
 from trainer.layers.context import Context
+from trainer.layers.param import LAYERS
 from trainer.layers.remat import Policy
 from trainer.layers.sown import Sown, capture, with_output
 
@@ -63,10 +64,10 @@ class Pattern(nnx.Module):
 
 def make_stack(blocks: Sequence[MakeBlock], count: int, rngs: nnx.Rngs) -> nnx.Module:
     """The pattern of `blocks`, each made by `block(rngs)`, `count` times as one module, whose parameters have a leading
-    axis of the logical name "layers"."""
+    axis of the logical name LAYERS."""
 
     @nnx.vmap(in_axes=0, out_axes=0)
-    @nnx.transform_metadata(in_axes=0, out_axes=0, partition="layers")
+    @nnx.transform_metadata(in_axes=0, out_axes=0, partition=LAYERS)
     def make(rngs: nnx.Rngs) -> nnx.Module:
         return blocks[0](rngs) if len(blocks) == 1 else Pattern(blocks, rngs)
 

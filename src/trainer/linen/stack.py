@@ -10,6 +10,7 @@ from flax import linen
 
 from trainer.layers.cache import Cache
 from trainer.layers.context import Context
+from trainer.layers.param import LAYERS
 from trainer.layers.sown import Sown
 from trainer.layers.stack import Loop, MakeBlock, run_stack
 from trainer.linen.layer import COLLECTIONS, apply_layer, call_layer, make_layer
@@ -66,7 +67,7 @@ class Stacks(linen.Module):
             variable_axes=dict.fromkeys(COLLECTIONS, 0),
             split_rngs={"params": True},
             length=stack.count,
-            metadata_params={linen.PARTITION_NAME: "layers"},
+            metadata_params={linen.PARTITION_NAME: LAYERS},
         )
         if len(stack.blocks) == 1:
             module = make_layer(self.config, stack.blocks[0], name=stack.name)

@@ -7,6 +7,7 @@ from typing import Any
 from trainer.config import combination, global_batch_rows, mesh_axes
 from trainer.config.derived import DCN
 from trainer.config.kernels import kernel_barred
+from trainer.config.words import counted
 from trainer.observe.lines import Work
 
 
@@ -32,16 +33,16 @@ def banner_rows(
     kind = device_kind if device_kind.lower() == platform else f"{device_kind} ({platform})"
     barred = kernel_barred(config, mesh, platform)
     heads, kv_heads = config.base_num_query_heads, config.base_num_kv_heads
-    batch = f"{rows} rows x {length} tokens = {tokens:,} tokens per step"
+    batch = f"{counted(rows, 'row')} x {counted(length, 'token')} = {counted(tokens, 'token')} per step"
     if config.gradient_accumulation_steps > 1:
         batch += f", in {config.gradient_accumulation_steps} microbatches"
     return [
-        ("devices", f"{math.prod(mesh.values())} x {kind}, {_count(process_count, 'process', 'processes')}"),
+        ("devices", f"{math.prod(mesh.values())} x {kind}, {counted(process_count, 'process', 'processes')}"),
         ("mesh", _mesh(config)),
         ("combination", combination(config)),
         (
             "model",
-            f"{config.decoder_block}: {_count(config.base_num_decoder_layers, 'layer', 'layers')}, "
+            f"{config.decoder_block}: {counted(config.base_num_decoder_layers, 'layer')}, "
             f"width {config.base_emb_dim}, {heads} heads of {config.head_dim} ({kv_heads} key-value), "
             f"MLP {config.base_mlp_dim}, vocabulary {config.vocab_size}, "
             f"{'tied' if config.logits_via_embedding else 'separate'} head; {parameters:,} parameters",
@@ -64,7 +65,3 @@ def _mesh(config: Any) -> str:
 
     slices = product({axis: config[key] for axis, key in DCN.items()})
     return (product(mesh_axes(config)) or "one device") + (f" (slices: {slices})" if slices else "")
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"

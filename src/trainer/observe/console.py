@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from trainer.config.words import counted
 from trainer.observe.banner import banner_rows, work_of
 from trainer.observe.lines import Pace, Work, evaluation_fields, evaluation_line, step_fields, step_line
 from trainer.observe.text import Field, clock, fit, short_time, si, visible
@@ -111,13 +112,13 @@ class Console:
     def summary(self, wall_time: float) -> None:
         """Print a summary of this process's steps and evaluations, after `wall_time` seconds."""
         pace = self._pace
-        steps = f"{pace.steps:,} steps"
+        steps = counted(pace.steps, "step")
         if self._first.get("step"):
             steps += f" ({self._first['step']} to {self._last['step']}, resumed)"
-        rows = [("done", f"{steps}, {pace.tokens:,} tokens in {clock(wall_time)}")]
-        rows += [("skipped", f"{count:,} updates: {reason}") for reason, count in self._skipped.items()]
+        rows = [("done", f"{steps}, {counted(pace.tokens, 'token')} in {clock(wall_time)}")]
+        rows += [("skipped", f"{counted(count, 'update')}: {reason}") for reason, count in self._skipped.items()]
         if self._without_loss:
-            rows.append(("skipped", f"{self._without_loss:,} updates whose batch had no token with a loss"))
+            rows.append(("skipped", f"{counted(self._without_loss, 'update')} whose batch had no token with a loss"))
         if pace.steps:
             step_time, rate = pace.medians()
             rows.append(("speed", f"{si(rate, 'tok/s')}, {short_time(step_time)} per step (medians)"))

@@ -7,8 +7,10 @@ a matrix has two, its inputs first.
 
 from collections.abc import Sequence
 
+from trainer.layers.param import LAYERS
+
 # Independent matrices along any axis: layers, and projections that are fused into one array.
-STACKED = frozenset(("layers", "qkv", "num_activations"))
+STACKED = frozenset((LAYERS, "qkv", "num_activations"))
 # Independent matrices along a leading axis; behind another axis it counts the outputs of a router.
 EXPERTS = "exp"
 # Adjacent ones are one side: [heads, head_dim] is the flattened output of a projection.

@@ -7,9 +7,8 @@ import jax
 import optax
 from jax.tree_util import tree_map_with_path
 
+from trainer.layers.param import LAYERS
 from trainer.ops.paths import by_name, name_of
-
-_LAYERS = "layers"
 
 
 def by_layer(tx: optax.GradientTransformation, param_axes: Any) -> optax.GradientTransformation:
@@ -21,7 +20,7 @@ def by_layer(tx: optax.GradientTransformation, param_axes: Any) -> optax.Gradien
     Args:
       param_axes: the logical axes of every parameter; `layers` is the first axis of those that are stacked.
     """
-    stacked = {name for name, axes in by_name(param_axes).items() if axes[:1] == (_LAYERS,)}
+    stacked = {name for name, axes in by_name(param_axes).items() if axes[:1] == (LAYERS,)}
 
     def init(params: Any) -> Any:
         fn = tx.init

@@ -37,11 +37,14 @@ def get_muon_weight_dimension_numbers(source: Any, config: Any = None) -> Any:
 
     Args:
       source: a configuration, resolved or not; the canonical dict of the parameters or of their logical axes; an
-        `nnx.State` of a model or a whole train state, abstract or not; or Linen's params or variables, boxed or not.
-      config: the model's configuration. Only arrays without logical axes need it: a canonical dict, or unboxed params.
+        `nnx.State` of a model or a whole train state, abstract or not; or Linen's params, variables or TrainState,
+        boxed or not.
+      config: the model's configuration. Only arrays without logical axes need it: a canonical dict, or unboxed params,
+        as a TrainState's are here.
 
     Returns:
-      a nested dict with the names of the parameters in `source`; of a configuration those of the canonical dict.
+      a nested dict with the names of the parameters in `source`, of a train state under `model` or `params`; of a
+      configuration those of the canonical dict.
 
     Raises:
       UserError: the arrays have no logical axes and there is no `config`, or `config` has other parameters.
@@ -52,6 +55,8 @@ def get_muon_weight_dimension_numbers(source: Any, config: Any = None) -> Any:
         if "model" in source and set(source) <= {"model", "optimizer"}:  # a TrainStateNNX
             return {"model": _of_model(source["model"])}
         return _of_model(source)
+    if hasattr(source, "opt_state"):  # a Linen TrainState
+        return {"params": dimension_numbers(_axes_of_dict(unfreeze(source.params), config))}
     params = unfreeze(source)
     if set(params) >= {"params"}:
         return {"params": dimension_numbers(_axes_of_dict(params["params"], config))}

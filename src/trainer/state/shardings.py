@@ -7,6 +7,7 @@ import jax
 from jax.sharding import Mesh
 
 from trainer.backends import Model
+from trainer.layers.param import LAYERS
 from trainer.ops.paths import Path, by_path
 from trainer.sharding import Axes, Rules, named_sharding
 from trainer.state.zero1 import over_data
@@ -54,7 +55,7 @@ def _kept_axes(axes: Axes, whole: Shape | None, kept: Shape, path: Path) -> Axes
     if kept == whole:
         return axes
     # Not over layers: each is optimized as a separate array (`optim.by_layer`).
-    axes_of = [i for i, name in enumerate(axes) if name != "layers"]
+    axes_of = [i for i, name in enumerate(axes) if name != LAYERS]
     summed = [i for i in axes_of if whole and whole[:i] + whole[i + 1 :] == kept]
     if not summed:
         return Axes((None,) * len(kept))

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from trainer.layers.param import LAYERS
 from trainer.sharding import axes_of
 
 Row = dict[str, Any]
@@ -60,7 +61,7 @@ def disagreements(found: Iterable[Row]) -> list[str]:
         kernel = rows.get(f"{layer}/kernel")
         if last != "bias" or kernel is None:
             continue
-        stacked = kernel["axes"][0] == bias["axes"][0] == "layers"
+        stacked = kernel["axes"][0] == bias["axes"][0] == LAYERS
         outputs = len(bias["shape"]) - stacked
         if outputs and kernel["spec"][-outputs:] != bias["spec"][-outputs:]:
             sentences.append(

@@ -43,10 +43,10 @@ class LoadedAhead(Loader[tuple[Batch, Position]]):
 
     def held_out(self) -> Iterable[Batch]:
         """See `BatchSource.held_out`."""
-        return held_out(self._run, self._dataset)
+        return held_out_batches(self._run, self._dataset)
 
 
-def held_out(run: Run, dataset: Dataset) -> Iterable[Batch]:
+def held_out_batches(run: Run, dataset: Dataset) -> Iterable[Batch]:
     """This process's part of the held-out rows, or of the first `eval_steps` batches of them."""
     assert dataset.evaluation is not None, "eval_interval is above 0"
     share = share_of_rows(run.batch_shardings["row"], run.eval_rows)

@@ -11,6 +11,7 @@ import numpy as np
 
 from trainer.backends import TrainTree
 from trainer.config import RunStopped, UserError
+from trainer.config.words import counted
 from trainer.data import RowSource, eval_batches
 from trainer.objectives import Mean, Objective
 from trainer.observe import perplexity
@@ -48,9 +49,10 @@ def check_held_out(rows: RowSource | None, batch_rows: int, eval_steps: int) -> 
         if batch["targets_segmentation"].any():
             return
         tokens += int(np.count_nonzero(batch["inputs_segmentation"]))
+    batches = f"{counted(eval_steps, 'evaluation batch', 'evaluation batches')} of {counted(batch_rows, 'row')}"
     raise UserError(
-        f"eval_steps={eval_steps}: 0 of {tokens:,} tokens bear loss in the first {eval_steps} evaluation batches of "
-        f"{batch_rows} rows, so there is nothing to evaluate on; set a larger eval_steps, or -1 for all held-out rows"
+        f"eval_steps={eval_steps}: 0 of {tokens:,} tokens bear loss in the first {batches}, so there is nothing to "
+        "evaluate on; set a larger eval_steps, or -1 for all held-out rows"
     )
 
 

@@ -4,14 +4,16 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from trainer.checkpoint import CheckpointManager, Sidecar, maybe_save_checkpoint
 from trainer.config import RunStopped, to_yaml
+from trainer.config.words import counted
 from trainer.data import Batch, Dataset, Position
+from trainer.data.tokenizer import Tokenizer
 from trainer.runtime.place import place, replicate
 from trainer.runtime.preemption import Preemption
 from trainer.training.batches import BatchSource, LoadedAhead, check_batch
@@ -21,14 +23,11 @@ from trainer.training.finite import check_finite, names_not_finite
 from trainer.training.parameter_metrics import is_due
 from trainer.training.start import Start
 
-if TYPE_CHECKING:
-    from trainer.data.tokenizer import Tokenizer
-
 Row = dict[str, Any]
 
 
 _NO_TOKENS = (
-    "0 tokens bear loss in the {count:,} batches of this run, so no update was made: their prompts fill the rows, or "
+    "0 tokens bear loss in the {batches} of this run, so no update was made: their prompts fill the rows, or "
     "their completions are empty; raise max_target_length, set use_truncation=false or "
     "sft_train_on_completion_only=false, or take more steps"
 )
@@ -183,7 +182,7 @@ class _Loop:
         """Stops a run that is `untrained`. It leaves no checkpoint, so the same command does not
         resume and report a finished run."""
         if self.untrained:
-            raise RunStopped(_NO_TOKENS.format(count=self.done - self._start.updates))
+            raise RunStopped(_NO_TOKENS.format(batches=counted(self.done - self._start.updates, "batch", "batches")))
 
     def _before_saving(self) -> Mapping[str, float]:
         self.reader.flush()
@@ -198,7 +197,7 @@ def evaluate(
     run: Run,
     state: Any,
     batches: Iterable[Batch],
-    tokenizer: "Tokenizer | None",
+    tokenizer: Tokenizer | None,
     step: int,
     preemption: Preemption | None = None,
 ) -> Row | None:

@@ -9,6 +9,7 @@ import jax
 
 from trainer.config import UserError, resolve
 from trainer.config.sizes import least_bytes
+from trainer.config.words import counted
 from trainer.observe.text import si
 from trainer.sharding import slice_count
 
@@ -36,7 +37,7 @@ def check_memory(config: Any, devices: Sequence[jax.Device], memory: float | Non
     if memory is not None and needed > margin * memory:
         raise UserError(
             f"the model, its optimizer, a batch and its hidden states take at least {si(needed, 'B').strip()} on each "
-            f"of {count} devices, which have {si(memory, 'B').strip()}: a smaller model or batch, or more devices"
+            f"of {counted(count, 'device')} with {si(memory, 'B').strip()}: a smaller model or batch, or more devices"
         )
 
 

@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from trainer.layers.param import LAYERS
+
 GRAD_NORM, PARAM_NORM, UPDATE_RATIO = "grad_norm/", "param_norm/", "update_ratio/"
-_LAYERS = "layers"
 
 
 def parameter_metrics(
@@ -43,5 +44,5 @@ def is_due(period: int, step: int, name: str) -> bool:
 
 
 def _norm(x: jax.Array, names: Any) -> jax.Array:
-    over = [i for i, name in enumerate(names) if name != _LAYERS]
+    over = [i for i, name in enumerate(names) if name != LAYERS]
     return jnp.sqrt((x.astype(jnp.float32) ** 2).sum(over))

@@ -19,6 +19,7 @@ from trainer.checkpoint import (
     saved_config,
 )
 from trainer.config import UserError, check_optimizer, check_resume, resets
+from trainer.config.words import counted
 from trainer.data import Dataset
 from trainer.models.mtp_names import module_of
 from trainer.models.names import names_of_blocks, renamed
@@ -73,10 +74,11 @@ def start(
         updates = int(run.codec.unpack(state).step)
         if updates > config.steps:
             raise UserError(
-                f"steps={config.steps}: {path} holds {updates} updates already; give steps={updates} or more, or "
-                "another run_name for a new run"
+                f"steps={config.steps}: {path} holds {counted(updates, 'update')} already; give steps={updates} or "
+                "more, or another run_name for a new run"
             )
-        say(f"{path}: {updates} of {config.steps} updates are done{', a fresh optimizer' if fresh else ''}")
+        done = f"{updates:,} of {counted(config.steps, 'update')} {'is' if updates == 1 else 'are'} done"
+        say(f"{path}: {done}{', a fresh optimizer' if fresh else ''}")
         if config.reset_optimizer and not fresh:
             say(
                 "reset_optimizer=true was already applied in this run: the optimizer state of the checkpoint is resumed"
@@ -134,13 +136,13 @@ def _other_run(run: Run, dataset: Dataset, say: Say) -> Start:
     updates = int(run.codec.unpack(state).step)
     if updates >= run.config.steps:
         raise UserError(
-            f"steps={run.config.steps}: load_full_state_path={path} holds {updates} updates already, and steps counts "
-            "them too; give a larger steps"
+            f"steps={run.config.steps}: load_full_state_path={path} holds {counted(updates, 'update')} already, and "
+            "steps counts them too; give a larger steps"
         )
     same_data = sidecar.fingerprint == dataset.fingerprint
     data = "its position in the data" if same_data else "the beginning of other data"
     optimizer = "a fresh optimizer" if run.config.reset_optimizer else "its optimizer"
-    say(f"starting from {path}: {updates} updates, {optimizer}, {data}")
+    say(f"starting from {path}: {counted(updates, 'update')}, {optimizer}, {data}")
     return Start(state, updates, sidecar.position if same_data else None)
 
 

@@ -194,7 +194,7 @@ def test_ctrl_c_waits_for_the_save_that_runs_and_a_second_one_does_not(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert lines == [
-        "interrupted: waiting for the checkpoint of 1 updates, which is being written; Ctrl-C again ends without it"
+        "interrupted: waiting for the checkpoint of update 1, which is being written; Ctrl-C again ends without it"
     ]
 
 

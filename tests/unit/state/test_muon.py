@@ -62,8 +62,8 @@ def test_every_source_says_the_same(combination):
         "axes": (model.param_axes,),
         "native": (native.model,) if isinstance(native, nnx.State) else (native.params, config),
     }
-    if isinstance(native, nnx.State):
-        assert get_muon_weight_dimension_numbers(native) == {"model": EXPECTED}
+    whole, at = ((native,), "model") if isinstance(native, nnx.State) else ((native, config), "params")
+    assert get_muon_weight_dimension_numbers(*whole) == {at: EXPECTED}
     for name, source in sources.items():
         assert get_muon_weight_dimension_numbers(*source) == EXPECTED, name
 

@@ -15,7 +15,7 @@ from trainer.data import open_dataset
 from trainer.objectives import Evaluation, Mean
 from trainer.training import Reports, Start, build, fit
 from trainer.training import loop as module
-from trainer.training.batches import held_out
+from trainer.training.batches import held_out_batches
 from trainer.training.loop import evaluate
 
 STEP, EVALUATION = 1.0, 1000.0  # seconds on the clock below
@@ -80,10 +80,10 @@ def test_a_signal_within_an_evaluation_takes_no_further_batch(monkeypatch, asked
             return loop.batches >= asked_after
 
     loop = Loop(monkeypatch, eval_interval=1, eval_steps=-1)
-    assert evaluate(loop.run, [], held_out(loop.run, loop.dataset), None, 0, Asked()) is None
+    assert evaluate(loop.run, [], held_out_batches(loop.run, loop.dataset), None, 0, Asked()) is None
     assert loop.batches == asked_after
     loop.batches = -1000
-    assert evaluate(loop.run, [], held_out(loop.run, loop.dataset), None, 0, Asked()) is not None
+    assert evaluate(loop.run, [], held_out_batches(loop.run, loop.dataset), None, 0, Asked()) is not None
     assert loop.batches + 1000 > 3, "there are more batches than that"
 
 

@@ -20,7 +20,7 @@ from trainer.observe.lines import Work, evaluation_line, step_line
 from trainer.ops.ahead import shift_left
 from trainer.runtime.place import place
 from trainer.training import Reports, Start, build, fit
-from trainer.training.batches import held_out
+from trainer.training.batches import held_out_batches
 from trainer.training.loop import evaluate
 
 
@@ -204,7 +204,7 @@ def test_batches_without_the_fields_of_the_objective_are_refused_before_a_step()
     with pytest.raises(UserError, match=missing):
         fit(run, print, Start([]), dataset, reports)
     with pytest.raises(UserError, match=missing):
-        evaluate(run, [], held_out(run, dataset), None, 0)
+        evaluate(run, [], held_out_batches(run, dataset), None, 0)
     wrong = {"chosen": np.zeros((4, 8), np.int32), "rejected": np.zeros((4, 16)), "row": np.zeros(4, np.int32)}
     is_wrong = r"chosen is int32\[4, 8\] in place of int32\[4, 16\]; rejected is float64\[4, 16\] in place of int32"
     with pytest.raises(UserError, match=is_wrong):
