@@ -285,7 +285,7 @@ def test_a_step_that_is_not_finite(at, tmp_path, poisoned, key, other, value, wr
     code, output = train(tmp_path, "run_name=run-0001", **{key: False})
     assert code == 0, output
     assert f"warning: step 52 has loss {value}" in output
-    assert "skipped      1 updates: loss not finite" in output
+    assert "skipped      1 update: loss not finite" in output
     skipped = [row["step"] for row in rows_of(run) if row.get("skipped")]
     assert skipped == [52]
     assert [row["step"] for row in rows_of(run) if "loss" in row] == list(range(60))

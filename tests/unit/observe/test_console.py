@@ -292,10 +292,10 @@ def test_spikes_are_warned_of_once_and_counted_by_themselves():
     ]
     assert [line.split(None, 1)[1] for line in lines if line.startswith("skipped")] == [
         "2 updates: spike in loss",
-        "1 updates: loss not finite",
-        "1 updates: spike in gradient norm",
-        "1 updates: spike in loss and gradient norm",
-        "1 updates: refused by an update rule",
+        "1 update: loss not finite",
+        "1 update: spike in gradient norm",
+        "1 update: spike in loss and gradient norm",
+        "1 update: refused by an update rule",
     ]
 
 
