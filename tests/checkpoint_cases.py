@@ -52,10 +52,21 @@ def config_of(**keys: Any) -> Any:
     return resolve(loaded.config, device_count=1, platform="cpu")
 
 
+_SHAPES: dict[str, dict[str, tuple[int, ...]]] = {}
+
+
+def shapes_of(config: Any) -> dict[str, tuple[int, ...]]:
+    """`parameter_shapes`, which traces the model, once for each configuration."""
+    key = str(sorted((name, str(value)) for name, value in config.items()))
+    if key not in _SHAPES:
+        _SHAPES[key] = parameter_shapes(config)
+    return _SHAPES[key]
+
+
 def random_params(config: Any, dtype: Any = np.float32, seed: int = 0) -> dict[str, np.ndarray]:
     """Parameters by canonical name, a head's entries turning as halves."""
     rng = np.random.default_rng(seed)
-    return {name: rng.normal(size=shape).astype(dtype) for name, shape in parameter_shapes(config).items()}
+    return {name: rng.normal(size=shape).astype(dtype) for name, shape in shapes_of(config).items()}
 
 
 def in_pairs(params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -224,7 +235,7 @@ def abstract_of(config: Any, dtype: Any = np.float32) -> dict[str, Any]:
     import jax
 
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    shapes = parameter_shapes(config).items()
+    shapes = shapes_of(config).items()
     return nested({name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, shape in shapes})
 
 

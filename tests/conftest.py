@@ -1,12 +1,8 @@
 """The suite runs on eight simulated CPU devices, whatever the machine has. Set before anything imports JAX.
 
-XLA's CPU backend generates code at its lowest level of optimization, which takes a third off the time of the suite and
-changes nothing above code generation: not the HLO, its memory, or whether two programs are equal. The README's
-commands run at the default level.
-
-Both workers and every process that a test starts share one cache of compiled programs: a program whose text is the same
-in several combinations, runs or processes is compiled once. It is that of JAX_COMPILATION_CACHE_DIR, or ends with the
-suite.
+compiler.py says how programs are compiled. Both workers and every process that a test starts share one cache of them:
+a program whose text is the same in several combinations, runs or processes is compiled once. It is that of
+JAX_COMPILATION_CACHE_DIR, or ends with the suite.
 """
 
 import atexit
@@ -15,8 +11,11 @@ import os
 import shutil
 import tempfile
 
+from compiler import start_xla
+
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+# Source lines in programs, which no test reads, take a quarter of the time of lowering.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
 # Tracing makes many small objects and few cycles. At Python's threshold of 700 objects, garbage collection takes up to
 # a tenth of the time.
@@ -32,3 +31,5 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+start_xla(8)

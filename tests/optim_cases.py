@@ -56,12 +56,12 @@ def names(params):
     return [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in jax.tree_util.tree_leaves_with_path(params)]
 
 
-def trained_params(config):
-    """Parameters after STEPS updates by `make_optimizer`, and its last state. The second gradient is below the clip."""
+def trained_params(config, options=None):
+    """With compiler `options`: parameters after STEPS updates by `make_optimizer`, and its last state. The second gradient is below the clip."""
     params = tree(0)
     tx = make_optimizer(config, AXES)
     state = tx.init(params)
-    update = jax.jit(tx.update)
+    update = jax.jit(tx.update, compiler_options=options)
     for step in range(STEPS):
         updates, state = update(gradient(step), state, params)
         params = optax.apply_updates(params, updates)

@@ -1,6 +1,5 @@
 """Helpers that tests share."""
 
-import os
 from typing import Any
 
 import numpy as np
@@ -29,15 +28,7 @@ TINY = {
 }
 
 
-# Options of `compile` where a tolerance is compared, or results of the same program: XLA's older code generation takes
-# half the time to compile, but does not give programs of equal mathematics equal bits.
-QUICK = {"xla_cpu_use_fusion_emitters": False}
-
-
-def xla_flags(devices: int) -> str:
-    """XLA_FLAGS of a process with `devices` simulated ones, compiled as the suite's own programs are (conftest)."""
-    own = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
-    return " ".join([*own, f"--xla_force_host_platform_device_count={devices}"])
+QUICK = {"xla_cpu_use_fusion_emitters": False}  # as the whole suite compiles, see compiler.py
 
 
 def pinned(combination: str) -> dict[str, bool]:
@@ -79,10 +70,10 @@ def packed_batch(config, rows: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def compiled(fn: Any, *args: Any) -> Any:
-    """`fn` compiled for `args`, with `QUICK`."""
+    """`fn` compiled for `args`."""
     import jax
 
-    return jax.jit(fn).lower(*args).compile(QUICK)
+    return jax.jit(fn).lower(*args).compile()
 
 
 def state_from(run: Any, tree: Any) -> Any:

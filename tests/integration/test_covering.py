@@ -7,7 +7,7 @@ import random
 import jax
 import numpy as np
 import pytest
-from support import ALL_COMBINATIONS, QUICK, arguments, copied, packed_batch, state_from
+from support import ALL_COMBINATIONS, arguments, copied, packed_batch, state_from
 
 from trainer.config import load
 from trainer.runtime.place import place
@@ -171,7 +171,7 @@ def losses(run, tree):
     rules = getattr(run.codec.unpack(run.abstract_state).opt_state, "rules", {})
     begun = tree.opt_state._replace(rules={name: tree.opt_state.rules[name] for name in rules})
     state, found = state_from(run, tree._replace(opt_state=begun if rules else begun.optimizer)), []
-    step = run.step.lower(*run.abstract_args()).compile(QUICK)
+    step = run.step.lower(*run.abstract_args()).compile()
     for i in range(STEPS):
         state, metrics = step(state, place(packed_batch(run.config, ROWS, seed=i), run.batch_shardings))
         found.append([float(metrics["loss"]), float(metrics["grad_norm"])])

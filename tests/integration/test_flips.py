@@ -7,8 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from compiler import xla_flags
 from run_cases import RUN, SETTINGS, assert_equal, train
-from support import ALL_COMBINATIONS, pinned, xla_flags
+from support import ALL_COMBINATIONS, pinned
 
 from trainer.config.flags import FLAGS
 

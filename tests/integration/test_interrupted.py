@@ -7,8 +7,9 @@ import sys
 import time
 
 import pytest
+from compiler import xla_flags
 from run_cases import RUN, SETTINGS, kill_rounds, rows_of, train
-from support import pinned, xla_flags
+from support import pinned
 
 from trainer.checkpoint import newest
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from compiler import xla_flags
 from sample_data import document, write_corpus, write_tfds
-from support import ALL_COMBINATIONS, TINY, arguments, pinned, xla_flags
+from support import ALL_COMBINATIONS, TINY, arguments, pinned
 
 from trainer.config import load, schema
 from trainer.config.dump import PROCESSES

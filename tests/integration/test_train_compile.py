@@ -10,6 +10,7 @@ import sys
 
 import jax
 import pytest
+from compiler import xla_flags
 from support import ALL_COMBINATIONS, arguments
 
 from trainer.aot.buffers import STATE
@@ -53,7 +54,7 @@ def test_train_takes_the_step_that_another_process_compiled(tmp_path, monkeypatc
     step, report = tmp_path / "step", tmp_path / "below" / "report.json"
     written = {"compile_topology": "cpu-8", "compiled_trainstep_file": step, "compile_report_file": report}
     # Compiled as this process compiles: the losses are compared in every bit.
-    done = train_compile(*arguments("nnx", **STEPS, **written), cwd=tmp_path, flags=os.environ["XLA_FLAGS"])
+    done = train_compile(*arguments("nnx", **STEPS, **written), cwd=tmp_path, flags=xla_flags(8))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("cpu-8: 8 x cpu, fsdp 8\n")
     assert done.stdout.endswith(f"wrote {step}\n")

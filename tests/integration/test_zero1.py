@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from run_cases import RUN, assert_equal, rows_of, train
-from support import ALL_COMBINATIONS, QUICK, arguments, copied, packed_batch
+from support import ALL_COMBINATIONS, arguments, copied, packed_batch
 
 from trainer.aot.cost import analyze
 from trainer.config import load
@@ -27,7 +27,7 @@ ROWS = 16
 @functools.cache
 def compiled(combination=ALL_COMBINATIONS[0], **overrides):
     run = build(load(arguments(combination, **{**DATA, **overrides})).config, jax.devices())
-    return run, run.step.lower(*run.abstract_args()).compile(QUICK)
+    return run, run.step.lower(*run.abstract_args()).compile()
 
 
 def state_bytes(run):
@@ -120,7 +120,7 @@ def test_plain_data_parallelism_gathers_nothing():
 def trained(combination=ALL_COMBINATIONS[0], **overrides):
     """Losses and gradient norms of three SGD steps, and the parameters after them."""
     run, program = compiled(combination, **SGD, **overrides)
-    init = jax.jit(run.codec.init, out_shardings=run.state_shardings).lower(seed_key(0)).compile(QUICK)
+    init = jax.jit(run.codec.init, out_shardings=run.state_shardings).lower(seed_key(0)).compile()
     state, rows = init(seed_key(0)), []
     for i in range(3):
         state, metrics = program(state, place(packed_batch(run.config, ROWS, seed=i), run.batch_shardings))

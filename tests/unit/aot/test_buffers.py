@@ -4,7 +4,7 @@ import math
 
 import jax
 import pytest
-from support import ALL_COMBINATIONS, QUICK, tiny_config
+from support import ALL_COMBINATIONS, tiny_config
 
 from trainer.aot import buffers, dump
 from trainer.aot.hlo import parse
@@ -150,7 +150,7 @@ def test_the_arguments_of_a_compiled_step_have_names_of_these_kinds():
     """Of that combination whose state is furthest from the one above."""
     run = build(tiny_config(ALL_COMBINATIONS[-1], base_num_decoder_layers=1), jax.devices()[:1])
     with dump.uncached():  # a cache gives the names of whichever combination compiled this program first
-        module = parse(run.step.lower(*run.abstract_args()).compile(QUICK).as_text())
+        module = parse(run.step.lower(*run.abstract_args()).compile().as_text())
     names = [made.op_name for made in module.computations[module.entry] if made.opcode == "parameter"]
     of_state = [name for name in names if name.startswith(buffers.STATE)]
     assert len(of_state) == len(jax.tree.leaves(run.abstract_state))

@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from compiler import EXACT
 
 from trainer.aot.cost import analyze
 from trainer.config import resolve
@@ -16,7 +17,7 @@ DATA = Path(__file__).parent / "data"
 
 
 def compiled(fn, *shapes):
-    return jax.jit(fn).lower(*[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]).compile()
+    return jax.jit(fn).lower(*[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]).compile(EXACT)
 
 
 def block(x, w):
@@ -122,7 +123,7 @@ def test_a_step_multiplies_matrices_as_the_closed_form_says(step):
 def test_an_unrolled_step_multiplies_as_much_as_a_scanned_one(step):
     config = resolve(dict(step.run.config.items()) | {"scan_layers": False}, device_count=8, platform="cpu")
     run = build(config, jax.devices())
-    unrolled = run.step.lower(*run.abstract_args()).compile()
+    unrolled = run.step.lower(*run.abstract_args()).compile(EXACT)
     whole, rolled = analyze(step.compiled.as_text()), analyze(unrolled.as_text())
     assert rolled.matmul_flops == whole.matmul_flops
     assert rolled.rolled_flops == rolled.flops == pytest.approx(whole.flops, rel=0.05)

@@ -6,7 +6,7 @@ import jax
 import pytest
 from jax.extend.core import Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
-from support import ALL_COMBINATIONS, QUICK, arguments, copied, packed_batch, tiny_config
+from support import ALL_COMBINATIONS, arguments, copied, packed_batch, tiny_config
 
 from trainer.backends import make_model
 from trainer.config import UserError, load, schema
@@ -220,7 +220,7 @@ def compiled(policy, layers):
     run = build(
         load(arguments("nnx", remat_policy=policy, base_num_decoder_layers=layers, **WIDE)).config, jax.devices()[:1]
     )
-    return run, run.step.lower(*run.abstract_args()).compile(QUICK)
+    return run, run.step.lower(*run.abstract_args()).compile()
 
 
 def temporaries(policy, layers):

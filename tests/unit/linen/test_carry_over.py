@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from compiler import exact
 from run_cases import RUN, SETTINGS, arrays_of, rows_of, train
 
 GUIDES = Path(__file__).parents[3] / "docs" / "guides"
@@ -27,6 +28,7 @@ def losses_of(run):
     return [row["loss"] for row in rows_of(run)]
 
 
+@exact()
 def test_parameters_optimizer_and_place_in_the_data_are_carried_over(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(GUIDES))
     from team_block import NNXBlock

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiler import EXACT
 from flax import linen
 from support import assert_equal_bits, compiled, copied, packed_batch, tiny_config
 
@@ -51,7 +52,7 @@ def value_and_grads(config, model, params, capture=()):
 def trained(combination, scan=True):
     config, model = model_of(combination, LINEN, scan_layers=scan)
     params = model.init(seed_key(0))[0]
-    results = copied(jax.jit(value_and_grads(config, model, params))(None))
+    results = copied(jax.jit(value_and_grads(config, model, params), compiler_options=EXACT)(None))
     return results, copied(params), model.param_axes
 
 
@@ -88,7 +89,7 @@ def renamed(params):
 def test_the_nnx_block_that_takes_its_place_computes_the_same(combination):
     (value, _), grads = trained("linen")[0]
     config, model = model_of(combination, NNX)
-    other = jax.jit(value_and_grads(config, model, renamed(trained("linen")[1])))(None)
+    other = jax.jit(value_and_grads(config, model, renamed(trained("linen")[1])), compiler_options=EXACT)(None)
     assert_equal_bits(other[1], renamed(grads))
     assert other[0][0] == value
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen
-from support import QUICK, arguments, packed_batch
+from support import arguments, packed_batch
 
 from trainer.config import UserError, load
 from trainer.ops.attention import Mask
@@ -56,7 +56,7 @@ def test_its_heads_come_down_to_the_threshold(scan_layers, mtp_num_layers, monke
         load(arguments("linen", **KEYS, scan_layers=scan_layers, mtp_num_layers=mtp_num_layers)).config,
         jax.devices()[:1],
     )
-    step = run.step.lower(*run.abstract_args()).compile(QUICK)
+    step = run.step.lower(*run.abstract_args()).compile()
     batch = packed_batch(run.config, run.rows)
     state, first = step(run.init(), place(batch, run.batch_shardings))
     for _ in range(1 + mtp_num_layers):

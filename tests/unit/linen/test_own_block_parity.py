@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from compiler import exact
 from parity_cases import run
 
 LEFT = ("left=linen", "left.decoder_block=team_block:LinenBlock", "right=nnx", "--json")
@@ -17,6 +18,7 @@ def team_block(monkeypatch):
     return team_block
 
 
+@exact()
 def test_they_are_equal_under_the_names_that_the_author_gives(capsys, team_block):
     code, out, _ = run(capsys, *LEFT, "right.decoder_block=team_block:NNXBlock")
     (comparison,) = json.loads(out)["comparisons"]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 from safetensors.numpy import load_file
-from support import ALL_COMBINATIONS, QUICK, pinned
+from support import ALL_COMBINATIONS, pinned
 
 from trainer.checkpoint import Leaf, load_parameters, model_config, names_of, open_source, write_huggingface
 from trainer.layers.attention import OPS
@@ -82,7 +82,7 @@ def computed(case, run):
     """{batch: (gradients as a canonical dict, logits)}, from the trainer's own objective."""
     params, rest = parameters(case, run)
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     @functools.partial(jax.grad, has_aux=True)
     def gradients_and_logits(params, batch):
         outputs = []
@@ -168,5 +168,5 @@ def test_the_goldens_notice_a_key_that_is_off(case, key, value):
     params, rest = parameters(case, run)
     other = build(ConfigDict(dict(run.config.items()) | {key: value}), jax.devices()[:1])
     golden = expected(case)["rows"]
-    logits = jax.jit(functools.partial(logits_of, other), compiler_options=QUICK)(params, rest, inputs_of(golden))
+    logits = jax.jit(functools.partial(logits_of, other))(params, rest, inputs_of(golden))
     assert np.abs(logits - golden["logits"]).max() > 10 * LOGITS * np.abs(golden["logits"]).max()

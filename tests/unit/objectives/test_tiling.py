@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import ALL_COMBINATIONS, QUICK, arguments, packed_batch
+from support import ALL_COMBINATIONS, arguments, packed_batch
 
 from trainer.aot.collectives import collectives
 from trainer.aot.hlo import parse
@@ -86,7 +86,7 @@ def inputs(run):
 
 
 def compiled(run, tiled, *args):
-    return jax.jit(loss(run, tiled)).lower(*args).compile(QUICK)
+    return jax.jit(loss(run, tiled)).lower(*args).compile()
 
 
 def both(run):

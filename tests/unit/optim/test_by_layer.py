@@ -5,7 +5,6 @@ import numpy as np
 import optax
 import pytest
 from optim_cases import config_of
-from support import QUICK
 
 from trainer.optim import make_optimizer
 from trainer.sharding import Axes
@@ -57,7 +56,7 @@ def trained(opt_type, axes, split):
     tx = make_optimizer(config, axes)
     params = split(drawn(0))
     state = tx.init(params)
-    update = jax.jit(tx.update).lower(params, state, params).compile(QUICK)
+    update = jax.jit(tx.update).lower(params, state, params).compile()
     for step in range(UPDATES):
         updates, state = update(split(drawn(step + 1)), state, params)
         params = optax.apply_updates(params, updates)

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from compiler import EXACT
 from optim_cases import AXES, CLIP, STEPS, clipped, config_of, gradient, names, trained_params, tree
 from support import assert_equal_bits
 
@@ -18,9 +19,10 @@ DECAYS = {"lion": {"lion_weight_decay": 0.2}, "sgd": {"sgd_momentum": 0.5}, "ada
 def test_a_group_trains_with_a_rate_of_its_own(opt_type):
     keys = {"opt_type": opt_type, "gradient_clipping_threshold": 0, **DECAYS.get(opt_type, {})}
     keys |= {"weight_dtype": "float32", "adamw_mask": "[]"}
-    single_rate, _ = trained_params(config_of(**keys))
-    double_rate, _ = trained_params(config_of(**keys, learning_rate=0.2))
-    in_groups, state = trained_params(config_of(**keys, learning_rate_groups="['mlp/.*=2', embedding=1, decoder=2]"))
+    single_rate, _ = trained_params(config_of(**keys), EXACT)
+    double_rate, _ = trained_params(config_of(**keys, learning_rate=0.2), EXACT)
+    groups = "['mlp/.*=2', embedding=1, decoder=2]"
+    in_groups, state = trained_params(config_of(**keys, learning_rate_groups=groups), EXACT)
     # Twice the rate is twice the update, bit for bit.
     assert_equal_bits(in_groups["decoder"], double_rate["decoder"])
     assert_equal_bits(in_groups["token_embedder"], single_rate["token_embedder"])

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from support import QUICK, arguments, compiled, copied, packed_batch, state_from, tiny_config
+from support import arguments, compiled, copied, packed_batch, state_from, tiny_config
 
 from trainer.backends import make_model
 from trainer.config import UserError, load
@@ -52,7 +52,7 @@ def batch_of(config, rows):
 def metrics_of(microbatches):
     keys = {"gradient_accumulation_steps": microbatches, "per_device_batch_size": 4 // microbatches}
     run = build(load(arguments("nnx", **keys)).config, jax.devices()[:1])
-    step = run.step.lower(*run.abstract_args()).compile(QUICK)
+    step = run.step.lower(*run.abstract_args()).compile()
     key = jax.random.key(0)
     state = compiled(run.codec.init, key)(key)
     _, metrics = step(state, place(batch_of(run.config, run.rows), run.batch_shardings))
@@ -167,7 +167,7 @@ def test_an_objective_without_a_cross_entropy_trains_and_evaluates():
         reports = Reports(rows[parts].append, evaluations.append, lambda: None)
         initial = initial or copied(run.codec.unpack(run.init()))
         state, batch = run.abstract_args()
-        step = run.step_on_leaves.lower(jax.tree.leaves(state), batch).compile(QUICK)
+        step = run.step_on_leaves.lower(jax.tree.leaves(state), batch).compile()
         start = Start(state_from(run, initial))
         end = fit(run, step, start, dataset, reports, source=lambda *_: nullcontext(Pairs(pairs)))
         if parts == 1:

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiler import EXACT
 from flax import nnx
-from support import ALL_COMBINATIONS, QUICK, arguments, assert_equal_bits, copied, packed_batch, tiny_config
+from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, packed_batch, tiny_config
 
 from trainer.backends import make_model
 from trainer.backends.base import tree_mode
@@ -58,16 +59,16 @@ def heated(params):
     return params
 
 
-def steps_of(combination, count=2, devices=1, **keys):
+def steps_of(combination, count=2, devices=1, options=None, **keys):
     """The run, its step, and the host's copies of trees and metrics: `count` steps on the same rows."""
     keys = KEYS | {"per_device_batch_size": ROWS / devices / keys.get("gradient_accumulation_steps", 1)} | keys
     run = build(load(arguments(combination, **keys)).config, jax.devices()[:devices])
     assert run.rows == ROWS
-    step = run.step.lower(*run.abstract_args()).compile()
+    step = run.step.lower(*run.abstract_args()).compile(options)
     init = jax.jit(
         lambda: run.codec.init(seed_key(0), heated(run.model.init(seed_key(0))[0])), out_shardings=run.state_shardings
     )
-    state = init.lower().compile(QUICK)()
+    state = init.lower().compile()()
     trees, metrics = [copied(run.codec.unpack(state))], []
     for _ in range(count):
         state, found = step(state, place(packed_batch(run.config, ROWS), run.batch_shardings))
@@ -140,7 +141,7 @@ def test_microbatches_devices_and_loops_clip_alike(keys):
 
 
 def test_below_the_threshold_a_step_is_that_without_it():
-    keys = {"learning_rate": 0.1, "count": 1}
+    keys = {"learning_rate": 0.1, "count": 1, "options": EXACT}
     (_, _, clipping, _), (_, _, without, _) = (
         steps_of("nnx", **keys, **more) for more in ({"qk_clip_threshold": 1e6}, {"use_qk_clip": False})
     )
@@ -269,7 +270,7 @@ def test_a_layer_states_its_own_rule(monkeypatch):
     monkeypatch.setitem(sys.modules, "own", SimpleNamespace(Block=Latent))
     keys = {**KEYS, "decoder_block": "own:Block", "qk_clip_threshold": 0.01}
     run = build(load(arguments("nnx", **keys)).config, jax.devices()[:1])
-    step = run.step.lower(*run.abstract_args()).compile(QUICK)
+    step = run.step.lower(*run.abstract_args()).compile()
     batch = packed_batch(run.config, ROWS)
     state, first = step(run.init(), place(batch, run.batch_shardings))
     # Once more, since the second layer's input depends on the first one's weights.

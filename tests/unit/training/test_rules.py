@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compiler import EXACT
 from support import ALL_COMBINATIONS, arguments, assert_equal_bits, compiled, copied, packed_batch, tiny_config
 
 from trainer.backends import TrainTree, make_model
@@ -53,7 +54,7 @@ def run_of(combination):
 def trained(combination):
     """A run, its compiled step, and the train states, on the host, before and after each of three steps."""
     run = run_of(combination)
-    step = run.step.lower(*run.abstract_args()).compile()
+    step = run.step.lower(*run.abstract_args()).compile(EXACT)
     init = jax.jit(run.codec.init, out_shardings=run.state_shardings).lower(seed_key(0)).compile()
     state = init(seed_key(0))
     trees = [copied(run.codec.unpack(state))]

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support import QUICK, arguments, assert_equal_bits, copied, packed_batch, state_from, tiny_config
+from compiler import EXACT
+from support import arguments, assert_equal_bits, copied, packed_batch, state_from, tiny_config
 
 from trainer.backends import StateCodec, make_model
 from trainer.config import load
@@ -31,7 +32,7 @@ def gradients(devices=1, **overrides):
     assert run.rows == 16
     state = state_from(run, initial())
     before = initial().params
-    step = run.step.lower(*run.abstract_args()).compile(QUICK)
+    step = run.step.lower(*run.abstract_args()).compile()
     state, metrics = step(state, place(packed_batch(run.config, 16), run.batch_shardings))
     after = copied(run.codec.unpack(state).params)
     change = jax.tree.map(lambda a, b: a - b, before, after)
@@ -210,7 +211,7 @@ OVERFLOW = {"learning_rate": 1e38, "adam_weight_decay": 100.0, "warmup_steps_fra
 def test_an_update_that_is_not_finite_is_told_though_its_gradient_is(combination, settings):
     run = build(load(arguments(combination, **settings)).config, jax.devices()[:1])
     state, batch = run.init(), place(packed_batch(run.config, run.rows), run.batch_shardings)
-    state, metrics = run.step.lower(*run.abstract_args()).compile(QUICK)(state, batch)
+    state, metrics = run.step.lower(*run.abstract_args()).compile()(state, batch)
     assert np.isfinite([metrics["loss"], metrics["grad_norm"], metrics["learning_rate"]]).all()
     assert (metrics["skipped"], metrics["finite"]) == (0, 0)
     assert names_not_finite(run, state)
@@ -250,8 +251,9 @@ def test_finite_steps_are_those_of_the_optimizer_alone():
         updates, opt_state = tx.update(jax.grad(loss)(tree.params), tree.opt_state, tree.params)
         return tree._replace(step=tree.step + 1, params=optax.apply_updates(tree.params, updates), opt_state=opt_state)
 
-    expected = copied(jax.jit(run.sharded(plain))(tree, batch))
-    state, _ = run.step(run.init(), batch)
+    expected = copied(jax.jit(run.sharded(plain), compiler_options=EXACT)(tree, batch))
+    step = run.step.lower(*run.abstract_args()).compile(EXACT)
+    state, _ = step(run.init(), batch)
     assert_equal_bits(copied(run.codec.unpack(state)), expected)
 
 
