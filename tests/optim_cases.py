@@ -57,7 +57,10 @@ def names(params):
 
 
 def trained_params(config, options=None):
-    """With compiler `options`: parameters after STEPS updates by `make_optimizer`, and its last state. The second gradient is below the clip."""
+    """Parameters after STEPS updates by `make_optimizer`, and its last state; `options` are the compiler's.
+
+    The second gradient is below the clip.
+    """
     params = tree(0)
     tx = make_optimizer(config, AXES)
     state = tx.init(params)
