@@ -56,6 +56,7 @@ class Collective:
       size: bytes of the array on one device, the larger of operand and result.
       count: executions per step.
       bytes: sent by one device per step, over all executions.
+      conditional: whether they are in a branch of a conditional, and so perhaps not in every step.
       sources: up to three of the traced operations behind it.
     """
 
@@ -68,6 +69,7 @@ class Collective:
     size: int
     count: int
     bytes: float
+    conditional: bool
     sources: tuple[str, ...]
 
 
@@ -85,7 +87,7 @@ def collectives(module: Module, mesh: Any = None) -> tuple[tuple[Collective, ...
     slices = _slices(mesh)
     merged: dict[tuple[Any, ...], list[tuple[int, str]]] = {}
     notes: list[str] = []
-    for instruction, sums, dtype, size, times in _found(module, module.entry, 1, notes):
+    for instruction, sums, dtype, size, times, conditional in _found(module, module.entry, 1, False, notes):
         groups = replica_groups(instruction, math.prod(sizes))
         kind = instruction.opcode.removesuffix("-start")
         axes = _varying(groups, names, sizes) if names else ()
@@ -94,7 +96,7 @@ def collectives(module: Module, mesh: Any = None) -> tuple[tuple[Collective, ...
         if kind == "collective-permute":
             devices = math.prod(sizes[names.index(axis)] for axis in axes) if names else len(groups)
         if devices > 1:
-            key = kind, sums, dtype, axes, devices, spread, size
+            key = kind, sums, dtype, axes, devices, spread, size, conditional
             merged.setdefault(key, []).append((times, instruction.op_name))
     found = [
         Collective(
@@ -107,9 +109,10 @@ def collectives(module: Module, mesh: Any = None) -> tuple[tuple[Collective, ...
             size,
             count=sum(times for times, _ in runs),
             bytes=sum(times for times, _ in runs) * moved(kind, size, devices),
+            conditional=conditional,
             sources=tuple(dict.fromkeys(source for _, source in runs if source))[:3],
         )
-        for (kind, sums, dtype, axes, devices, spread, size), runs in merged.items()
+        for (kind, sums, dtype, axes, devices, spread, size, conditional), runs in merged.items()
     ]
     return tuple(sorted(found, key=lambda c: -c.bytes)), notes
 
@@ -122,10 +125,10 @@ def moved(kind: str, size: int, devices: int) -> float:
 
 
 def _found(
-    module: Module, name: str, times: int, notes: list[str]
-) -> Iterator[tuple[Instruction, bool, str, int, int]]:
+    module: Module, name: str, times: int, conditional: bool, notes: list[str]
+) -> Iterator[tuple[Instruction, bool, str, int, int, bool]]:
     """Collectives of a computation and of those that it calls: (instruction, whether it sums, dtype, bytes,
-    executions)."""
+    executions, whether it is in a branch). `conditional`: the computation is in one."""
     computation = module.computations[name]
     ring = _SUMMING_RING.match(name) is not None
     seen = set()
@@ -135,18 +138,18 @@ def _found(
             key = (instruction.opcode, instruction.operands, _groups_text(instruction))
             if key not in seen:
                 seen.add(key)
-                yield from ((instruction, sums, *part, times) for part in _parts(computation, instruction))
+                yield from ((instruction, sums, *part, times, conditional) for part in _parts(computation, instruction))
         elif instruction.opcode == "while":
             trips = loops.trips(module, computation, instruction)
             if trips is None:
                 notes.append(f"collectives in the loop {instruction.op_name or instruction.name} are counted once")
             for called in instruction.called:
-                yield from _found(module, called, times * (1 if trips is None else trips), notes)
+                yield from _found(module, called, times * (1 if trips is None else trips), conditional, notes)
         elif instruction.opcode in ("call", "fusion", "async-start"):
-            yield from _found(module, instruction.called[0], times, notes)
+            yield from _found(module, instruction.called[0], times, conditional, notes)
         elif instruction.opcode == "conditional":
-            branches = [list(_found(module, called, times, notes)) for called in instruction.called]
-            yield from max(branches, key=lambda branch: sum(size * runs for *_, size, runs in branch))
+            branches = [list(_found(module, called, times, True, notes)) for called in instruction.called]
+            yield from max(branches, key=lambda branch: sum(size * runs for *_, size, runs, _ in branch))
 
 
 def _parts(computation: Computation, instruction: Instruction) -> list[tuple[str, int]]:

@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from trainer.aot.buffers import Buffer, by_kind, leaves, temporaries
 from trainer.aot.chips import Chip, Estimate, chip_of, estimate
 from trainer.aot.cost import Cost, analyze
 from trainer.aot.dump import Dump
 from trainer.aot.suggest import Suggestion
+from trainer.state import table
 
 _TEMPORARIES = re.compile(r"^allocation \d+: size (\d+),(?: color 0,)? page \d+, preallocated-temp:", re.MULTILINE)
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -124,10 +127,12 @@ def make_report(
     first = run.mesh.devices.flat[0]
     chip = chip_of(first.device_kind)
     args = run.abstract_args()
-    tree = run.codec.unpack(args[0])
-    parts = {"parameters": tree.params, "optimizer": tree.opt_state, "other state": (tree.rest, tree.step)}
+    parts: dict[str, list[Any]] = {"parameters": [], "optimizer": [], "other": []}
+    for tensor, leaf in zip(*map(jax.tree.leaves, (run.tensors, args[0])), strict=True):
+        parts[table.kind(tensor.path)].append(leaf)
+    parts = {"other state" if name == "other" else name: part for name, part in parts.items()}
     state = {name: sum(leaf.bytes for leaf in leaves(part)) for name, part in (parts | {"batch": args[1]}).items()}
-    shapes = [shape for leaf in leaves(tree.params) for shape in (leaf.dims, leaf.global_dims)]
+    shapes = [shape for leaf in leaves(parts["parameters"]) for shape in (leaf.dims, leaf.global_dims)]
     memory = _memory(compiled) if compiled is not None else _memory_of_failure(failure, dump, sum(state.values()))
     # Prefer the dumped text: jaxlib cannot print every program of a newer libtpu (llama3.1-70b on v5p with 0.0.51).
     text = dump.optimized or (compiled.as_text() if compiled is not None else "")

@@ -75,7 +75,9 @@ def _cost(report: Report) -> Iterator[str]:
         along = ", ".join(collective.axes) or "no axis"
         count = f"{collective.count} x {si(collective.size, 'B')}"
         ring = ", partial sums" if collective.kind == "collective-permute" and collective.sums else ""
-        yield f"{si(collective.bytes, 'B'):>12}  {collective.kind} {collective.dtype} along {along}, {count}{ring}"
+        at_times = ", not in every step" if collective.conditional else ""
+        what = f"{collective.kind} {collective.dtype} along {along}, {count}{ring}{at_times}"
+        yield f"{si(collective.bytes, 'B'):>12}  {what}"
     if report.gradients_reduced_in:
         dtypes = " and ".join(report.gradients_reduced_in)
         others = " and ".join(it for it in report.gradients_reduced_in if it != _HLO_DTYPES[report.grad_dtype])

@@ -5,8 +5,8 @@ and an optimizer, makes native train states and converts them to a `TrainTree`; 
 `TrainTree`s.
 """
 
-from trainer.backends.base import Model, StateCodec, TrainTree
+from trainer.backends.base import Codec, Model, StateCodec, TrainTree
 from trainer.backends.registry import make_model
 from trainer.backends.train_state import TrainStateNNX
 
-__all__ = ["Model", "StateCodec", "TrainStateNNX", "TrainTree", "make_model"]
+__all__ = ["Codec", "Model", "StateCodec", "TrainStateNNX", "TrainTree", "make_model"]

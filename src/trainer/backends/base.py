@@ -62,6 +62,23 @@ class Model(Protocol):
         """The path in a TrainTree of the leaf at `path` of a native train state, for any optimizer."""
 
 
+class Codec(Protocol):
+    """Converts between the native and the canonical form of a kind of train state: `StateCodec`, or that of DiLoCo
+    (`state.diloco`). A canonical state has at least the fields `params` and `step`."""
+
+    model: Model
+    abstract: Any  # the native train state, a ShapeDtypeStruct at each leaf
+
+    def init(self, key: jax.Array, params: Any = None) -> Any:
+        """The native train state at step 0; see `StateCodec.init`."""
+
+    def unpack(self, native: Any) -> Any:
+        """The canonical form of a native train state: a permutation of its leaves."""
+
+    def pack(self, tree: Any) -> Any:
+        """The inverse of `unpack`."""
+
+
 class StateCodec:
     """Converts between the native train state of a model with an optimizer and a `TrainTree`.
 

@@ -11,13 +11,12 @@ import concurrent.futures
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import jax
 from orbax.checkpoint import multihost
 from orbax.checkpoint import v1 as ocp
 
-from trainer.backends import TrainTree
 from trainer.checkpoint.compare import check_structure
 from trainer.checkpoint.disk import (
     EXPIRED,
@@ -36,6 +35,8 @@ from trainer.config import UserError
 from trainer.observe.rundir import CHECKPOINTS
 from trainer.runtime.agreement import agreed, from_first, is_first
 from trainer.runtime.storage import COMMITTED, absolute, entries, is_remote, remove_tree
+
+T = TypeVar("T", bound=Any)  # a canonical train state, a NamedTuple
 
 _UNCOMMITTED = ".orbax-checkpoint-tmp"
 STATE, RUN = "state", "run"
@@ -77,8 +78,9 @@ class CheckpointManager:
         """The folder of the checkpoint of `updates`."""
         return self.directory / str(updates)
 
-    def save(self, updates: int, tree: TrainTree, sidecar: Sidecar, metrics: Mapping[str, float]) -> None:
-        """Begins to save. The arrays are copied when this returns, so a step may donate their buffers.
+    def save(self, updates: int, tree: Any, sidecar: Sidecar, metrics: Mapping[str, float]) -> None:
+        """Begins to save `tree`, a canonical train state. The arrays are copied when this returns, so a step may donate
+        their buffers.
 
         Raises:
           UserError: this checkpoint or the previous one could not be written. Committed ones are intact.
@@ -201,8 +203,8 @@ def inspect(path: Any) -> Sidecar:
     return agreed(lambda: read_sidecar(path / RUN))
 
 
-def restore(path: Any, abstract: TrainTree) -> TrainTree:
-    """The train state of the checkpoint at `path`, which `inspect` verified.
+def restore(path: Any, abstract: T) -> T:
+    """The canonical train state of the checkpoint at `path`, which `inspect` verified.
 
     Args:
       path: a folder checkpoints/N.

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from trainer.backends import StateCodec, TrainTree
+from trainer.backends import Codec
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.sidecar import Sidecar
 
@@ -26,7 +26,7 @@ def maybe_save_checkpoint(
     updates: int | None = None,
     *,
     config: Any,
-    codec: StateCodec,
+    codec: Codec,
     sidecar: Callable[[], Sidecar],
     initial: bool = False,
     force: bool = False,
@@ -65,5 +65,5 @@ def maybe_save_checkpoint(
     return True
 
 
-def _step_of(tree: TrainTree) -> int:
+def _step_of(tree: Any) -> int:
     return int(jax.device_get(tree.step))

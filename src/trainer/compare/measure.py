@@ -28,6 +28,7 @@ from trainer.objectives import hidden_states
 from trainer.ops.ahead import still_inside
 from trainer.ops.paths import by_name
 from trainer.runtime.place import place
+from trainer.state import DiLoCoTrainState
 from trainer.training import Run, Start
 from trainer.training.step import dropout_key, make_gradients
 
@@ -67,7 +68,7 @@ class Program:
         return None if found is None else found.layers
 
     @property
-    def abstract(self) -> TrainTree:
+    def abstract(self) -> Any:
         """The canonical train state as shapes with shardings."""
         return self.run.codec.unpack(self.run.abstract_args()[0])
 
@@ -160,7 +161,7 @@ def activations(program: Program, snapshot: Snapshot, batch: Batch, known: Share
     """The forward pass on `batch`: embedding, sown values and block outputs, final norm, logits, and those
     that the objective captures. Padding is 0."""
     run = program.run
-    tree = run.codec.unpack(state(program, snapshot))._replace(opt_state=None)
+    tree = _forward(run, state(program, snapshot))
 
     def forward(tree: TrainTree, batch: Any) -> Arrays:
         key = dropout_key(run.config, tree.step)
@@ -179,6 +180,15 @@ def activations(program: Program, snapshot: Snapshot, batch: Batch, known: Share
     return Measured({"activations": _compiled(known, run.sharded(forward), tree, on_devices)(tree, on_devices)})
 
 
+def _forward(run: Run, native: Any) -> TrainTree:
+    """The parts of a native train state that a forward pass reads: with DiLoCo the outer parameters, and the first
+    island's variables without gradients."""
+    tree = run.codec.unpack(native)
+    if isinstance(tree, DiLoCoTrainState):
+        return TrainTree(tree.step, tree.params, None, jax.tree.map(lambda leaf: leaf[0], tree.inner_state.rest))
+    return tree._replace(opt_state=None)
+
+
 def _without_padding(x: jax.Array, real_bt: jax.Array, stacked: bool) -> jax.Array:
     axes, lead = real_bt.shape, int(stacked)
     if x.shape[lead : lead + 2] != axes:
@@ -189,7 +199,7 @@ def _without_padding(x: jax.Array, real_bt: jax.Array, stacked: bool) -> jax.Arr
 def gradients(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) -> Measured:
     """Loss, its terms and other measures, and gradients of the trained parameters, in `grad_dtype`, before clipping."""
     run = program.run
-    tree = run.codec.unpack(state(program, snapshot))._replace(opt_state=None)
+    tree = _forward(run, state(program, snapshot))
     fn = make_gradients(run.config, run.objective, run.param_shardings)
     on_devices = place(batch, run.batch_shardings)
     found = _compiled(known, run.sharded(fn), tree, on_devices)(tree, on_devices)
@@ -227,7 +237,7 @@ def _text(program: Program) -> str:
     """The update as StableHLO over the canonical train state, so that the leaf order of native states has no effect."""
     run, tree = program.run, program.abstract
     stored = jax.tree.map(lambda leaf: leaf.sharding, tree)
-    jitted = jax.jit(run.update, out_shardings=(stored, run.replicated), donate_argnums=0)
+    jitted = jax.jit(run.update, out_shardings=(stored, run.metric_shardings), donate_argnums=0)
     return jitted.lower(tree, run.abstract_batch(run.rows)).as_text()
 
 

@@ -23,7 +23,6 @@ ICI = {axis: f"ici_{'pipeline' if axis == 'stage' else axis}_parallelism" for ax
 DCN = {axis: f"dcn_{'pipeline' if axis == 'stage' else axis}_parallelism" for axis in MESH_AXES}
 # The axes that nothing uses yet, and why.
 UNUSED_AXES = {
-    "diloco": "DiLoCo is not supported yet",
     "stage": "pipeline parallelism is not supported yet",
     "context": "context parallelism is not supported yet",
     "context_usp_ulysses": "context parallelism is not supported yet",
@@ -39,6 +38,11 @@ FOLLOWS = {"mu_dtype": "weight_dtype", "eval_per_device_batch_size": "per_device
 def mesh_axes(config: Any) -> dict[str, int]:
     """The sizes of the mesh axes over all slices, the outermost first."""
     return {axis: config[ICI[axis]] * config[DCN[axis]] for axis in MESH_AXES}
+
+
+def islands(config: Any) -> int:
+    """The number of DiLoCo's islands; 1 without DiLoCo."""
+    return mesh_axes(config)["diloco"]
 
 
 def microbatch_rows(config: Any) -> int:

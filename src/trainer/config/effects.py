@@ -67,6 +67,11 @@ INERT = (
         lambda c: not c.skip_step_on_spikes,
         "skip_step_on_spikes=false",
     ),
+    Inert(
+        ("diloco_sync_period", "diloco_outer_lr", "diloco_outer_momentum"),
+        lambda c: not c.enable_diloco,
+        "enable_diloco=false",
+    ),
     Inert(("rope_linear_scaling_factor",), lambda c: c.rope_type != "default", "rope_type is not default"),
     Inert(
         ("rope_factor", "original_max_position_embeddings"),

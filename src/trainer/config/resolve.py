@@ -101,7 +101,8 @@ def _uneven_rows(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str
     keys = ["per_device_batch_size"]
     if values["eval_interval"] > 0 and values["eval_per_device_batch_size"] != values["per_device_batch_size"]:
         keys.append("eval_per_device_batch_size")
-    axes = make_rules(values["logical_axis_rules"])["activation_batch"]
+    # An island's rows are sharded by the rule.
+    axes = ("diloco", *make_rules(values["logical_axis_rules"])["activation_batch"])
     devices, parts = math.prod(mesh.values()), _product(mesh, axes)
     lines = []
     for key in keys:

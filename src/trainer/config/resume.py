@@ -5,7 +5,7 @@ from typing import Any
 
 import ml_collections
 
-from trainer.config.derived import DCN, ICI, global_batch_rows
+from trainer.config.derived import DCN, ICI, global_batch_rows, islands
 from trainer.config.dump import PROCESSES, to_flow
 from trainer.config.errors import UserError
 from trainer.config.flags import FLAGS
@@ -101,6 +101,9 @@ UPDATE = (
     "use_qk_clip",
     "qk_clip_threshold",
     "qk_clip_interval",
+    "diloco_sync_period",
+    "diloco_outer_lr",
+    "diloco_outer_momentum",
 )
 MAY_CHANGE = frozenset((*LAYOUT, *BATCH, *LENGTH, *AROUND))
 _RESET = "its parameters and a fresh optimizer: reset_optimizer=true"
@@ -126,6 +129,8 @@ def check_resume(saved: Mapping[str, Any], config: Any, schedule_given: bool, wh
         changes = ", ".join(_change(before, config, name) for name in BATCH if name in differing)
         rows = f"{global_batch_rows(before)} -> {global_batch_rows(config)} rows"
         wrong.append(f"the global batch must not change, {rows}: {changes or 'another number of devices'}")
+    if before.enable_diloco and config.enable_diloco and islands(before) != islands(config):
+        wrong.append(_other_islands(before, config))
     warnings = []
     if "learning_rate_schedule_steps" in differing:
         change = _change(before, config, "learning_rate_schedule_steps")
@@ -144,6 +149,26 @@ def check_resume(saved: Mapping[str, Any], config: Any, schedule_given: bool, wh
             + (f", or go on with {_RESET}" if resettable else "")
         )
     return warnings
+
+
+def check_islands(saved: Mapping[str, Any], config: Any, where: str) -> None:
+    """Refuses the train states of another number of DiLoCo's islands.
+
+    Args: see `check_resume`.
+
+    Raises:
+      UserError: names both numbers.
+    """
+    before = _with_defaults(saved)
+    if before.enable_diloco and config.enable_diloco and islands(before) != islands(config):
+        raise UserError(f"{where}: {_other_islands(before, config)}")
+
+
+def _other_islands(before: Any, config: Any) -> str:
+    return (
+        f"the number of DiLoCo's islands must not change, {islands(before)} -> {islands(config)}: each has an "
+        "optimizer state of its own; load_parameters_path begins a new run from the outer parameters"
+    )
 
 
 def check_optimizer(saved: Mapping[str, Any], config: Any, where: str) -> None:

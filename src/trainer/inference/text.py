@@ -5,12 +5,10 @@ from typing import Any
 
 import jax
 
-from trainer.backends import TrainTree
 from trainer.config import UserError
 from trainer.data.text import mended
 from trainer.inference.sample import sample
 from trainer.models.families import takes_cache
-from trainer.optim.average import averaged
 
 
 def prompt_tokens(config, tokenizer: Any, say: Callable[[str], None]) -> list[int]:
@@ -39,18 +37,16 @@ def prompt_tokens(config, tokenizer: Any, say: Callable[[str], None]) -> list[in
 
 def sample_text(run: Any, state: Any, tokenizer: Any, prompt: list[int]) -> str:
     """The prompt and its continuation by the model of `run` (`training.Run`) with the native train state `state`, up to
-    the end of the document. With `ema_decay` the model has the average of the parameters."""
+    the end of the document. The parameters are those of `Run.trained`: averages with `ema_decay`."""
     rows = run.mesh.size  # one per device, so that any mesh can shard the batch; the first is returned
     temperature, seed = run.config.decode_sampling_temperature, run.config.init_weights_seed
 
-    def draw(tree: TrainTree) -> jax.Array:
-        params = jax.lax.with_sharding_constraint(averaged(run.fetch(tree)), run.param_shardings.compute)
-        return sample(run.config, run.model, params, tree.rest, prompt, rows=rows, temperature=temperature, seed=seed)
+    def draw(tree: Any) -> jax.Array:
+        params, rest = run.trained(tree)
+        params = jax.lax.with_sharding_constraint(params, run.param_shardings.compute)
+        return sample(run.config, run.model, params, rest, prompt, rows=rows, temperature=temperature, seed=seed)
 
-    tree = run.codec.unpack(state)
-    if not run.config.ema_decay:
-        tree = tree._replace(opt_state=None)
-    drawn = jax.jit(run.sharded(draw, whole_rows=True), out_shardings=run.replicated)(tree)
+    drawn = jax.jit(run.sharded(draw, whole_rows=True), out_shardings=run.replicated)(run.codec.unpack(state))
     tokens = jax.device_get(drawn)[0].tolist()
     # The end token may be the same as the begin token.
     end = tokens.index(tokenizer.eos, len(prompt)) if tokenizer.eos in tokens[len(prompt) :] else len(tokens)

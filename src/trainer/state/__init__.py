@@ -14,6 +14,11 @@ from trainer.state.builders import (
     get_partition_spec_nnx,
     set_named_sharding_nnx,
 )
+from trainer.state.diloco import (
+    DiLoCoTrainState,
+    build_abstract_diloco_state,
+    build_diloco_state,
+)
 from trainer.state.init import init_state_fn
 from trainer.state.layout import pick_spec, state_layout, state_to_sharded_layout
 from trainer.state.muon import get_muon_weight_dimension_numbers
@@ -22,9 +27,12 @@ from trainer.state.tolerance import check_tolerance
 
 __all__ = [
     "AbstractState",
+    "DiLoCoTrainState",
     "ParamShardings",
     "Tensor",
     "TrainStateNNX",
+    "build_abstract_diloco_state",
+    "build_diloco_state",
     "build_zero1_input_state_mesh_shardings",
     "check_tolerance",
     "get_abstract_state_nnx",

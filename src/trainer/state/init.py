@@ -5,13 +5,13 @@ from typing import Any
 
 import jax
 
-from trainer.backends import StateCodec, TrainTree
+from trainer.backends import Codec, TrainTree
 from trainer.ops.random import seed_key
 from trainer.state.host import Fetch
 
 
 def init_state_fn(
-    codec: StateCodec, shardings: Any = None, seed: int = 0, fetch: Fetch = lambda tree: tree
+    codec: Codec, shardings: Any = None, seed: int = 0, fetch: Fetch = lambda tree: tree
 ) -> Callable[..., Any]:
     """`init(params=None)`, which makes the native train state at step 0 with its shardings.
 

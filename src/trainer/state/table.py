@@ -8,12 +8,20 @@ import jax
 import jax.numpy as jnp
 
 from trainer.layers.param import LAYERS
+from trainer.ops.paths import Path
 from trainer.sharding import axes_of
 
 Row = dict[str, Any]
 COLUMNS = ("name", "axes", "spec", "shape", "per_device_shape", "bytes_per_device", "replicated")
 # Totals by what the names begin with.
-KINDS = {"params": "parameters", "opt_state": "optimizer", "rest": "other", "step": "other"}
+KINDS = {
+    "params": "parameters",
+    "opt_state": "optimizer",
+    "outer_opt_state": "optimizer",
+    "rest": "other",
+    "step": "other",
+}
+_ISLANDS = "inner_state"  # the train states of DiLoCo's islands
 
 
 def rows(tensors: Any, abstract: Any, shardings: Any) -> list[Row]:
@@ -23,17 +31,25 @@ def rows(tensors: Any, abstract: Any, shardings: Any) -> list[Row]:
     mesh axis, 1 - 1/n for one that is replicated on n devices.
     """
     leaves = zip(*map(jax.tree.leaves, (tensors, abstract, shardings)), strict=True)
-    ordered = sorted(leaves, key=lambda row: list(KINDS).index(row[0].path[0]))
+    ordered = sorted(leaves, key=lambda row: (row[0].path[0] == _ISLANDS, list(KINDS).index(_part(row[0].path))))
     return [_row(tensor.name, tensor.axes, leaf.shape, leaf.dtype, sharding) for tensor, leaf, sharding in ordered]
 
 
+def kind(path: Path) -> str:
+    """What the leaf at `path` of a canonical train state counts as: parameters, optimizer or other."""
+    return KINDS[_part(path)]
+
+
 def gradient_rows(tensors: Any, abstract: Any, shardings: Any, trained: Collection[str], dtype: str) -> list[Row]:
-    """A row for the gradient of each parameter in `trained`, in `dtype` and with the parameter's storage sharding."""
-    leaves = zip(*map(jax.tree.leaves, (tensors, abstract, shardings)), strict=True)
+    """A row for the gradient of each parameter whose name is in `trained`, in `dtype` and with the parameter's storage
+    sharding: of the islands, where there are some."""
+    leaves = list(zip(*map(jax.tree.leaves, (tensors, abstract, shardings)), strict=True))
+    root = (_ISLANDS, "params") if any(tensor.path[0] == _ISLANDS for tensor, *_ in leaves) else ("params",)
+    of_parameters = [(row[0].path[len(root) :], *row) for row in leaves if row[0].path[: len(root)] == root]
     return [
-        _row(f"gradients/{'/'.join(tensor.path[1:])}", tensor.axes, leaf.shape, jnp.dtype(dtype), sharding)
-        for tensor, leaf, sharding in leaves
-        if tensor.name in trained
+        _row(f"gradients/{'/'.join(path)}", tensor.axes, leaf.shape, jnp.dtype(dtype), sharding)
+        for path, tensor, leaf, sharding in of_parameters
+        if "/".join(path) in trained
     ]
 
 
@@ -41,10 +57,10 @@ def totals(found: Iterable[Row]) -> dict[str, int]:
     """Plain integers: the number of parameters, and for each kind the bytes per device and in total."""
     found = list(found)
     result = {"parameters": sum(math.prod(row["shape"]) for row in found if row["name"].startswith("params/"))}
-    for kind in (*dict.fromkeys(KINDS.values()), "gradients"):
-        of_kind = [row for row in found if KINDS.get(row["name"].split("/")[0], "gradients") == kind]
-        result[f"{kind}_bytes"] = sum(row["bytes"] for row in of_kind)
-        result[f"{kind}_bytes_per_device"] = sum(row["bytes_per_device"] for row in of_kind)
+    for name in (*dict.fromkeys(KINDS.values()), "gradients"):
+        of_kind = [row for row in found if KINDS.get(_part(row["name"].split("/")), "gradients") == name]
+        result[f"{name}_bytes"] = sum(row["bytes"] for row in of_kind)
+        result[f"{name}_bytes_per_device"] = sum(row["bytes_per_device"] for row in of_kind)
     return result
 
 
@@ -98,6 +114,11 @@ def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
         return word.rjust(width) if word[:1].isdigit() else word.ljust(width)
 
     return ["  ".join(map(cell, line, widths)).rstrip() for line in lines]
+
+
+def _part(path: Sequence[str]) -> str:
+    """The part of a train state in which `path` is, that of an island alike."""
+    return path[1] if path[0] == _ISLANDS else path[0]
 
 
 def _row(name: str, axes: Sequence[str | None], shape: tuple[int, ...], dtype: Any, sharding: Any) -> Row:

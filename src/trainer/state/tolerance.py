@@ -10,12 +10,13 @@ from trainer.sharding import axes_of
 from trainer.state.zero1 import DATA
 
 SHOWN = 5  # of the largest
+_COPIES = (DATA, "diloco")  # the axes whose purpose is to have copies
 
 
 def check_tolerance(tensors: Any, abstract: Any, shardings: Any, tolerance: float) -> None:
     """Refuse shardings that replicate more than the share `tolerance` of the parameters over an axis.
 
-    Axes of size 1 and data do not count, nor does a parameter none of whose dimensions the axis divides.
+    Axes of size 1, data and diloco do not count, nor does a parameter none of whose dimensions the axis divides.
 
     Args:
       tensors, abstract, shardings: trees of one structure, see `state.shardings`.
@@ -30,7 +31,7 @@ def check_tolerance(tensors: Any, abstract: Any, shardings: Any, tolerance: floa
     for axis, size in params[0][2].mesh.shape.items():
         replicated = [(t, shape) for t, shape, sharding in params if size > 1 and _could_split(axis, shape, sharding)]
         share = sum(math.prod(shape) for _, shape in replicated) / total
-        if axis == DATA or share <= tolerance:
+        if axis in _COPIES or share <= tolerance:
             continue
         largest = sorted(replicated, key=lambda row: -math.prod(row[1]))[:SHOWN]
         listed = ", ".join(f"{t.name} [{', '.join(map(str, t.axes))}] {list(shape)}" for t, shape in largest)

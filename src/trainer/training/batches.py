@@ -9,7 +9,7 @@ import numpy as np
 from trainer.config import UserError
 from trainer.data import Batch, Dataset, Loader, Position, eval_batches
 from trainer.runtime.place import share_of_rows
-from trainer.training.build import Run
+from trainer.training.run import Run
 from trainer.training.start import Start
 
 

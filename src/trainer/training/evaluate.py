@@ -9,26 +9,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trainer.backends import TrainTree
 from trainer.config import RunStopped, UserError
 from trainer.config.words import counted
 from trainer.data import RowSource, eval_batches
 from trainer.objectives import Mean, Objective
 from trainer.observe import perplexity
-from trainer.optim.average import averaged
 from trainer.state import ParamShardings
 
 
 def make_evaluation(objective: Objective, shardings: ParamShardings) -> Callable[..., dict[str, Any]]:
-    """`evaluation(tree, batch, bytes_per_token [vocab]) -> sums` over `batch`.
+    """`evaluation(params, rest, batch, bytes_per_token [vocab]) -> sums` over `batch`.
 
     The sums are `means`, an `objectives.Evaluation`, and `bytes`, the number of bytes of text in the targets, 0 without
-    a cross entropy. With `ema_decay` the average of the parameters is evaluated.
+    a cross entropy.
     """
 
-    def evaluation(tree: TrainTree, batch: Mapping[str, jax.Array], bytes_per_token: jax.Array) -> dict[str, Any]:
-        params = jax.lax.with_sharding_constraint(averaged(tree), shardings.compute)
-        means = objective.evaluation(params, tree.rest, batch)
+    def evaluation(
+        params: Any, rest: Any, batch: Mapping[str, jax.Array], bytes_per_token: jax.Array
+    ) -> dict[str, Any]:
+        params = jax.lax.with_sharding_constraint(params, shardings.compute)
+        means = objective.evaluation(params, rest, batch)
         lengths = jnp.zeros((), bytes_per_token.dtype)
         if means.cross_entropy is not None:
             lengths = jnp.where(batch["targets_segmentation"] != 0, bytes_per_token[batch["targets"]], 0)

@@ -9,7 +9,7 @@ import jax
 from trainer.config import RunStopped
 from trainer.config.optimizers import TRAITS
 from trainer.ops.paths import by_name
-from trainer.training.build import Run
+from trainer.training.run import Run
 from trainer.training.step import all_finite
 
 
@@ -61,9 +61,7 @@ def names_not_finite(run: Run, state: Any) -> list[str]:
     tree = run.codec.unpack(state)
 
     def finite(tree: Any) -> dict[str, jax.Array]:
-        tree = run.fetch(tree)
-        state = {"params": tree.params, "opt_state": tree.opt_state, "rest": tree.rest}
-        return {name: all_finite(leaf) for name, leaf in by_name(state).items()}
+        return {name: all_finite(leaf) for name, leaf in by_name(run.fetch(tree)).items()}
 
     found = jax.device_get(jax.jit(run.sharded(finite), out_shardings=run.replicated)(tree))
     return [name for name, is_finite in found.items() if not is_finite]

@@ -17,10 +17,9 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.runtime.place import place, replicate
 from trainer.runtime.preemption import Preemption
 from trainer.training.batches import BatchSource, LoadedAhead, check_batch
-from trainer.training.build import Run
 from trainer.training.evaluate import summarize
 from trainer.training.finite import check_finite, names_not_finite
-from trainer.training.parameter_metrics import is_due
+from trainer.training.run import Run
 from trainer.training.start import Start
 
 Row = dict[str, Any]
@@ -118,7 +117,7 @@ class _Loop:
         self._leaves, self._structure = jax.tree.flatten(start.state)
         self.done, self._position = start.updates, start.position
         self.evaluated = True  # False if an evaluation was due and was interrupted
-        self.reader = _Reader(reports.step, self._check_finite, run.config.parameter_metrics_period)
+        self.reader = _Reader(reports.step, self._check_finite, run.read)
         self._run, self._dataset, self._reports, self._manager = run, dataset, reports, manager
         self._batches, self._preemption = batches, preemption
         self._last_evaluation: Row = {}
@@ -242,9 +241,11 @@ def _batch_of(run: Run, start: Start, step: int) -> str:
 class _Reader:
     """Turns metrics on the device into rows on the host, one step late."""
 
-    def __init__(self, report: Callable[[Row], None], check: Callable[[Row], None], period: int = 0):
-        """Every row goes to `report` and then to `check`. `period`: see `parameter_metrics.is_due`."""
-        self._report, self._check, self._period = report, check, period
+    def __init__(
+        self, report: Callable[[Row], None], check: Callable[[Row], None], read: Callable[[Any, int], dict[str, Any]]
+    ):
+        """Every row goes to `report` and then to `check`. `read`: see `Run.read`."""
+        self._report, self._check, self._read = report, check, read
         self._waiting: tuple[int, Any] | None = None
         self._waited = 0.0
         self.tokens = 0  # that bear loss, in all rows so far
@@ -270,9 +271,9 @@ class _Reader:
             return
         step, metrics = self._waiting
         self._waiting = None
-        metrics = {name: value for name, value in metrics.items() if is_due(self._period, step, name)}
         values = {
-            name: value.item() if value.ndim == 0 else value.tolist() for name, value in jax.device_get(metrics).items()
+            name: value.item() if value.ndim == 0 else value.tolist()
+            for name, value in self._read(metrics, step).items()
         }
         now = time.perf_counter()
         elapsed, waited = now - self._clock, self._waited - self._waited_before

@@ -1,6 +1,7 @@
 """The state that a run begins with: its own newest checkpoint, another run's, given parameters, or initial ones."""
 
-from collections.abc import Callable, Collection
+import functools
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from trainer.checkpoint import (
     restore,
     saved_config,
 )
-from trainer.config import UserError, check_optimizer, check_resume, resets
+from trainer.config import UserError, check_islands, check_optimizer, check_resume, resets
 from trainer.config.words import counted
 from trainer.data import Dataset
 from trainer.models.mtp_names import module_of
@@ -27,8 +28,9 @@ from trainer.optim import on_schedule
 from trainer.runtime.agreement import agreed, from_first
 from trainer.runtime.place import share_of_rows
 from trainer.runtime.storage import folder
-from trainer.training.build import Run
+from trainer.state import build_diloco_state
 from trainer.training.finite import names_not_finite
+from trainer.training.run import Run
 
 Say = Callable[[str], None]
 
@@ -128,10 +130,14 @@ def _other_run(run: Run, dataset: Dataset, say: Say) -> Start:
         )
     path = folder(path)
     sidecar = inspect(path)
-    if run.config.reset_optimizer:
+    saved = saved_config(sidecar, path)
+    from_islands = _of_islands(saved) and not run.config.enable_diloco
+    fresh = run.config.reset_optimizer or from_islands
+    if fresh:
         state = _with_fresh_optimizer(run, path, sidecar)
     else:
-        check_optimizer(saved_config(sidecar, path), run.config, str(path))
+        check_optimizer(saved, run.config, str(path))
+        check_islands(saved, run.config, str(path))
         state = _restored(run, path, sidecar)
     updates = int(run.codec.unpack(state).step)
     if updates >= run.config.steps:
@@ -141,16 +147,29 @@ def _other_run(run: Run, dataset: Dataset, say: Say) -> Start:
         )
     same_data = sidecar.fingerprint == dataset.fingerprint
     data = "its position in the data" if same_data else "the beginning of other data"
-    optimizer = "a fresh optimizer" if run.config.reset_optimizer else "its optimizer"
-    say(f"starting from {path}: {counted(updates, 'update')}, {optimizer}, {data}")
+    optimizer = "a fresh optimizer" if fresh else "its optimizer"
+    what = ""
+    if _of_islands(saved) != run.config.enable_diloco:
+        what = "the outer parameters, " if from_islands else "on every island, "
+    say(f"starting from {path}: {what}{counted(updates, 'update')}, {optimizer}, {data}")
     return Start(state, updates, sidecar.position if same_data else None)
 
 
 def _restored(run: Run, path: Any, sidecar: Sidecar) -> Any:
+    if run.config.enable_diloco and not _of_islands(saved_config(sidecar, path)):
+        config, codec = run.config, run.island.codec
+        tree = codec.pack(_tree_of(run, path, sidecar, _abstract(run.island)))
+        islands = jax.jit(functools.partial(build_diloco_state, config, codec), out_shardings=run.state_shardings)
+        return islands(tree)
     return run.codec.pack(_tree_of(run, path, sidecar, _abstract(run)))
 
 
-def _tree_of(run: Run, path: Any, sidecar: Sidecar, wanted: TrainTree) -> TrainTree:
+def _of_islands(saved: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint of configuration `saved` has the train states of DiLoCo's islands."""
+    return saved.get("enable_diloco", False)
+
+
+def _tree_of(run: Run, path: Any, sidecar: Sidecar, wanted: Any) -> Any:
     """What the checkpoint of another run holds. If it trained another block, the configured one, which a user wrote to
     take its place, may say what its parameters were called there: `PARAMETER_NAMES`."""
     if saved_config(sidecar, path).get("decoder_block") == run.config.decoder_block:
@@ -161,16 +180,37 @@ def _tree_of(run: Run, path: Any, sidecar: Sidecar, wanted: TrainTree) -> TrainT
 
 def _with_fresh_optimizer(run: Run, path: Any, sidecar: Sidecar) -> Any:
     """Parameters, step and `rest` of the checkpoint. The learning rate schedule continues from that step; all other
-    state of the optimizer and the update rules is initial."""
-    tree = _tree_of(run, path, sidecar, _abstract(run)._replace(opt_state=None))
+    state of the optimizer and the update rules is initial. With DiLoCo the parameters are the outer ones."""
+    plain = run.island or run
+    wanted = _abstract(plain)._replace(params=_abstract(run).params, opt_state=None)
+    if _of_islands(saved_config(sidecar, path)):
+        if jax.tree.leaves(wanted.rest):
+            raise UserError(
+                f"{path} is of DiLoCo, and each of its islands has its own variables without gradients; only "
+                "load_parameters_path takes the outer parameters alone"
+            )
+        wanted = wanted._replace(rest=None)
+    tree = _tree_of(run, path, sidecar, wanted)
     fresh = run.codec.unpack(run.init(tree.params))
+    rest = tree.rest or {}
 
-    # Copies, because the training step donates all of these buffers.
-    opt_state = on_schedule(fresh.opt_state, lambda count: jax.device_put(jnp.copy(tree.step), count.sharding))
-    return run.codec.pack(fresh._replace(step=tree.step, rest=tree.rest, opt_state=opt_state))
+    def like(leaf: jax.Array, value: jax.Array) -> jax.Array:
+        # A copy, because the training step donates all of these buffers. Islands have one each.
+        return jax.device_put(jnp.copy(jnp.broadcast_to(value, leaf.shape)), leaf.sharding)
+
+    def begun(fresh: TrainTree) -> TrainTree:
+        return fresh._replace(
+            step=like(fresh.step, tree.step),
+            rest=jax.tree.map(like, fresh.rest, rest),
+            opt_state=on_schedule(fresh.opt_state, lambda count: like(count, tree.step)),
+        )
+
+    if run.island is None:
+        return run.codec.pack(begun(fresh))
+    return run.codec.pack(fresh._replace(step=like(fresh.step, tree.step), inner_state=begun(fresh.inner_state)))
 
 
-def _abstract(run: Run) -> TrainTree:
+def _abstract(run: Run) -> Any:
     return run.codec.unpack(run.abstract_args()[0])
 
 
