@@ -145,7 +145,8 @@ def estimate(cost: Cost, chip: Chip, devices: int, slices: int = 1) -> Estimate:
     Assumptions: every part runs at its peak; elementwise operations cost memory traffic only; a collective uses rings
     in both directions of one dimension of the torus, or of all dimensions if it spans all devices of a slice; rings are
     closed (small slices lack the wraparound links and are half as fast); collectives share no links; latencies are
-    zero. A collective over several slices runs within each slice first, so that every device sends its share.
+    zero. Collectives that are not in every step are left out. A collective over several slices runs within each slice
+    first, so that every device sends its share.
 
     Args:
       cost: from `aot.cost.analyze`, per device.
@@ -157,6 +158,8 @@ def estimate(cost: Cost, chip: Chip, devices: int, slices: int = 1) -> Estimate:
     memory = cost.hbm_bytes / (chip.hbm_bandwidth / chip.devices)
     ici = dcn = 0.0
     for collective in cost.collectives:
+        if collective.conditional:
+            continue
         inside, between = _bytes(collective)
         whole_slice = collective.devices // collective.slices >= devices // slices
         ici += inside / (chip.ici_bandwidth / chip.devices / (1 if whole_slice else chip.torus))

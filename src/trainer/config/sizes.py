@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.config.derived import mesh_axes
+from trainer.config.derived import islands, mesh_axes
 from trainer.config.optimizers import moment_bytes
 from trainer.config.rules import DENSE, DIMENSIONS, tensors_of, with_lengths
 from trainer.config.schema import INT32_MAX
@@ -32,6 +32,9 @@ def least_bytes(config: Any) -> int:
     each = 0 if config["parameter_memory_host_offload"] else _BYTES[config["weight_dtype"]]
     if not config["trainable_parameters_mask"] and not config["optimizer_memory_host_offload"]:
         each += moment_bytes(config, _BYTES) + (_BYTES["float32"] if config["ema_decay"] else 0)
+    each *= islands(config)
+    if config["enable_diloco"]:
+        each += _BYTES[config["weight_dtype"]] + (_BYTES["float32"] if config["diloco_outer_momentum"] else 0)
     tokens = _microbatch_rows(config) * config["max_target_length"]
     batch = tokens * config["gradient_accumulation_steps"] * _BYTES_OF_TOKEN
     return parameters * each + batch + tokens * config["base_emb_dim"] * _BYTES[config["dtype"]]

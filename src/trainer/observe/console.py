@@ -176,11 +176,13 @@ class Console:
         print(line.encode(encoding, "backslashreplace").decode(encoding), file=self._stream, flush=True)
 
 
-def _reason(row: Mapping[str, float]) -> str:
+def _reason(row: Mapping[str, Any]) -> str:
     """Why the step of `row` was skipped."""
     words = {"loss": "loss", "grad_norm": "gradient norm"}
     if wrong := [word for name, word in words.items() if not math.isfinite(row[name])]:
         return f"{' and '.join(wrong)} not finite"
     if spikes := [word for name, word in words.items() if row.get(f"{name}_spike")]:
         return f"spike in {' and '.join(spikes)}"
+    if any(math.isnan(loss) for loss in row.get("island_losses", ())):
+        return "no token with a loss on an island"
     return "refused by an update rule"

@@ -2,6 +2,7 @@
 
 from trainer.config import make_rules
 from trainer.sharding.context import (
+    MAPPED,
     constrain,
     mesh_axes,
     off_mesh,
@@ -16,6 +17,7 @@ from trainer.sharding.mesh import get_mesh_from_config, make_mesh, side_devices,
 from trainer.sharding.rules import Axes, Rules, axes_of, entry, memory_order, named_sharding, spec
 
 __all__ = [
+    "MAPPED",
     "Axes",
     "Rules",
     "axes_of",

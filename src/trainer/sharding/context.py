@@ -18,6 +18,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from trainer.sharding.rules import Axes, Rules, axes_of, named_sharding, spec
 
+# A rule of this name has the mesh axes over which traced code is mapped by `jax.vmap(..., spmd_axis_name=...)`.
+MAPPED = "mapped"
+
 _current: contextvars.ContextVar[tuple[Mesh, Rules] | None] = contextvars.ContextVar("mesh and rules", default=None)
 
 
@@ -94,6 +97,8 @@ def _sharding(names: Sequence[str | None], shape: Sequence[int]) -> NamedShardin
     inside = jax.sharding.get_abstract_mesh()
     if not inside.manual_axes:
         return named_sharding(mesh, names, shape, rules)
+    if any(axis in inside.manual_axes for axis in rules.get(MAPPED, ())):
+        return None  # JAX's rule for vmap would add the mapped axis, which is manual here; the compiler chooses
     free = {name: tuple(axis for axis in axes if axis not in inside.manual_axes) for name, axes in rules.items()}
     return named_sharding(inside, names, shape, free)
 
@@ -275,6 +280,7 @@ def shard_mapped(
     if current is None:
         return fn
     mesh, rules = current
+    mapped = rules.get(MAPPED, ())
     if over is None:
         manual = set(mesh.axis_names)
     else:
@@ -282,6 +288,7 @@ def shard_mapped(
         if not manual:  # an empty set stands for all axes in JAX
             return fn
         rules = {name: tuple(axis for axis in axes if axis in manual) for name, axes in rules.items()}
+        manual.update(mapped)  # JAX's rule for vmap shards the mapped axis, which only a manual mesh axis can
 
     def specs(names: Any) -> Any:
         return jax.tree.map(lambda axes: spec(axes, rules), names, is_leaf=lambda node: isinstance(node, Axes))

@@ -15,8 +15,9 @@ from trainer.objectives import Objective
 from trainer.objectives import make_objective as objective_of
 from trainer.optim import Rule, make_optimizer, with_rules
 from trainer.optim.average import averaged
-from trainer.sharding import make_mesh, slice_count, spec
+from trainer.sharding import MAPPED, make_mesh, slice_count, spec
 from trainer.state import ParamShardings, check_tolerance, init_state_fn, state_shardings, tensors
+from trainer.state.diloco import AXIS
 from trainer.state.host import check_host_memory, fetcher, storage_shardings
 from trainer.training.diloco import with_islands
 from trainer.training.metrics import read_metrics
@@ -44,6 +45,8 @@ def build(
     """
     config = _resolved(config, devices)
     mesh, rules = make_mesh(config, devices), axis_rules(config)
+    if config.enable_diloco:
+        rules = rules | {MAPPED: (AXIS,)}
     model = make_model(config)
     update_rules = make_rules(config, model, update_rules)
     codec = StateCodec(model, with_rules(make_optimizer(config, model.param_axes), update_rules))

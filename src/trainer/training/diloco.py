@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from trainer.backends import StateCodec, TrainTree
 from trainer.config.derived import islands
 from trainer.optim.outer import make_outer_optimizer
+from trainer.sharding import MAPPED
 from trainer.state import init_state_fn
 from trainer.state.diloco import (
     AXIS,
@@ -33,8 +34,13 @@ Batch = Mapping[str, jax.Array]
 Metrics = dict[str, dict[str, jax.Array]]
 
 ISLANDS, OUTER = "islands", "outer"  # metrics of each island, [islands, ...], and of the synchronization
-# How the islands' metrics are combined; floating-point numbers are averaged, and other integers are flags.
-_COMBINED: dict[str, Callable[[Any], Any]] = {"tokens": np.sum, "finite": np.min}
+# How metrics of islands are combined; other floating-point numbers are averaged, and other integers are flags.
+_COMBINED: dict[str, Callable[..., Any]] = {
+    "tokens": np.sum,
+    "finite": np.min,
+    "max_logit": np.max,
+    "clipped_heads": np.sum,
+}
 
 
 def with_islands(run: Run) -> Run:
@@ -52,7 +58,7 @@ def with_islands(run: Run) -> Run:
     def fetch(tree: DiLoCoTrainState) -> DiLoCoTrainState:
         return tree._replace(inner_state=fetch_islands(tree.inner_state))
 
-    rules = {**run.rules, "activation_batch": (AXIS, *run.rules["activation_batch"])}
+    rules = {**run.rules, MAPPED: (), "activation_batch": (AXIS, *run.rules["activation_batch"])}
     update = build_diloco_train_step(config, run.update, run.param_shardings.storage)
     outer = run._replace(
         rules=rules,
@@ -152,26 +158,30 @@ def _unchanged(synchronize: Callable[..., Any], state: DiLoCoTrainState) -> tupl
 
 
 def _reader(config: Any, replicated: NamedSharding) -> Callable[[Metrics, int], dict[str, Any]]:
-    """See `Run.read`: a mean over islands, their sum of tokens, the largest of other integers; the smallest `finite`.
-    `island_losses` has the loss of each island; the metrics of the synchronization follow where there was one."""
+    """See `Run.read`. A number is the mean over islands with loss-bearing tokens, tokens are summed, and a flag is that
+    of any island (`finite`: of all). `island_losses` has the loss of each. What a synchronization measures is there
+    where there was one."""
     gather = jax.jit(lambda metrics: metrics, out_shardings=replicated)
 
     def read(metrics: Metrics, step: int) -> dict[str, Any]:
-        on_islands = due(config, metrics[ISLANDS], step)
+        of_islands = due(config, metrics[ISLANDS], step)
         # A process holds the metrics of its own islands.
-        here = all(value.is_fully_addressable for value in on_islands.values())
-        found = jax.device_get(on_islands if here else gather(on_islands))
-        row = {name: _combined(name, value) for name, value in found.items()}
+        here = all(value.is_fully_addressable for value in of_islands.values())
+        found = jax.device_get(of_islands if here else gather(of_islands))
+        bearing = found["tokens"] > 0 if found["tokens"].any() else slice(None)
+        row = {name: _combined(name, value, bearing) for name, value in found.items()}
         row["island_losses"] = found["loss"]
         return row | (jax.device_get(metrics[OUTER]) if synchronizes(config, step + 1) else {})
 
     return read
 
 
-def _combined(name: str, value: np.ndarray) -> Any:
+def _combined(name: str, value: np.ndarray, bearing: Any) -> Any:
+    if name in _COMBINED:
+        return _COMBINED[name](value, 0)
     if np.issubdtype(value.dtype, np.floating):
-        return np.mean(value, 0)
-    return _COMBINED.get(name, np.max)(value)
+        return np.mean(value[bearing], 0)
+    return np.max(value, 0)
 
 
 def synchronizes(config: Any, updates: Any) -> Any:

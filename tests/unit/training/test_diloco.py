@@ -1,0 +1,206 @@
+"""DiLoCo: what the islands learn by themselves, and what a synchronization makes of it."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from support import QUICK, arguments, assert_equal_bits, copied, packed_batch
+
+from trainer.aot.cost import analyze
+from trainer.config import load
+from trainer.runtime.place import place
+from trainer.training import build
+
+ISLANDS = {"enable_diloco": True, "ici_diloco_parallelism": 2, "diloco_sync_period": 3}
+# What a step can be made of.
+EVERYTHING = {
+    "opt_type": "muon",
+    "gradient_accumulation_steps": 2,
+    "mtp_num_layers": 1,
+    "num_vocab_tiling": 2,
+    "use_qk_clip": True,
+    "qk_clip_threshold": 0.01,
+    "qk_clip_interval": 2,
+    "skip_step_on_spikes": True,
+    "parameter_metrics_period": 2,
+    "record_internal_nn_metrics": 1,
+    "shard_optimizer_over_data": True,
+    "ici_data_parallelism": 2,
+    "dropout_rate": 0.1,
+    "per_device_batch_size": 1,
+    "warmup_steps_fraction": 0,
+}
+
+
+def made(devices, **overrides):
+    return build(load(arguments("nnx", **overrides)).config, jax.devices()[:devices])
+
+
+def compiled(run):
+    return run.step.lower(*run.abstract_args()).compile(QUICK)
+
+
+def batch_of(run, i, empty_from=None):
+    """Batch i; no token bears loss in the rows from `empty_from` on."""
+    batch = packed_batch(run.config, run.rows, seed=i)
+    if empty_from is not None:
+        batch["targets_segmentation"][empty_from:] = 0
+    return batch
+
+
+def steps_of(run, step, batches):
+    """The canonical states and the metrics after each of `batches`."""
+    state, found = run.init(), []
+    for i, batch in enumerate(batches):
+        state, metrics = step(state, place(batch, run.batch_shardings))
+        found.append((copied(run.codec.unpack(state)), run.read(metrics, i)))
+    return found
+
+
+def assert_close(left, right, rtol=2e-5):
+    """Leaves of one structure, up to the rounding of their largest number."""
+    for (path, a), (_, b) in zip(*map(jax.tree_util.tree_leaves_with_path, (left, right)), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        np.testing.assert_allclose(a, b, atol=rtol * np.abs(b).max(initial=1e-3), rtol=0, err_msg=str(path))
+
+
+def nesterov(config, params, velocity, islands):
+    """The outer update in float64: (parameters, velocity)."""
+    lr, momentum = config.diloco_outer_lr, config.diloco_outer_momentum
+
+    def one(param, velocity, *islands):
+        grad = np.mean([np.float64(param) - island for island in islands], 0)
+        velocity = momentum * velocity + grad
+        return param - lr * (momentum * velocity + grad), velocity
+
+    pairs = jax.tree.map(one, params, velocity, *islands)
+    return jax.tree.transpose(jax.tree.structure(params), jax.tree.structure((0, 0)), pairs)
+
+
+@functools.cache
+def islands_and_plain_runs():
+    """Three steps of two islands, and of two plain runs on an island's rows each; the last batch has no loss on the
+    second island."""
+    together, alone = made(4, **EVERYTHING, **ISLANDS), made(2, **EVERYTHING)
+    half = alone.rows
+    assert together.rows == 2 * half
+    batches = [batch_of(together, i, half if i == 2 else None) for i in range(3)]
+    step = compiled(alone)
+    parts = [[{k: v[part] for k, v in batch.items()} for batch in batches] for part in (slice(half), slice(half, None))]
+    return together, steps_of(together, compiled(together), batches), [steps_of(alone, step, part) for part in parts]
+
+
+def test_an_island_trains_as_a_run_of_its_own():
+    _, found, runs = islands_and_plain_runs()
+    for i in (0, 1):
+        inner = found[i][0].inner_state
+        for island, alone in enumerate(runs):
+            assert_close(jax.tree.map(lambda x, n=island: x[n], inner), alone[i][0])
+        assert_equal_bits(found[i][0].params, found[0][0].params)
+        left, right = (jax.tree.leaves(jax.tree.map(lambda x, n=n: x[n], inner.params)) for n in (0, 1))
+        assert any((a != b).any() for a, b in zip(left, right, strict=True))
+
+
+def test_the_synchronization_is_a_nesterov_step_and_moments_stay():
+    run, found, runs = islands_and_plain_runs()
+    before, after = found[1][0], found[2][0]
+    last = [alone[2][0] for alone in runs]
+    zeros = jax.tree.map(np.zeros_like, before.params)
+    params, velocity = nesterov(run.config, before.params, zeros, [tree.params for tree in last])
+    assert_close(after.params, params)
+    assert_close(after.outer_opt_state[0].trace, velocity, rtol=1e-3)  # of differences of rounded numbers
+    for island, alone in enumerate(last):
+        inner = jax.tree.map(lambda x, n=island: x[n], after.inner_state)
+        assert_equal_bits(inner.params, after.params)
+        assert_close(inner.opt_state, alone.opt_state)
+        assert inner.step == after.step == 3
+
+
+def test_the_metrics_of_islands():
+    _, found, runs = islands_and_plain_runs()
+    for i, (_, row) in enumerate(found):
+        alone = [rows[i][1] for rows in runs]
+        np.testing.assert_allclose(row["island_losses"], [it["loss"] for it in alone], rtol=1e-5)
+        assert row["tokens"] == sum(it["tokens"] for it in alone)
+        assert row["skipped"] == (i == 2)
+        assert ("outer_grad_norm" in row) == (i == 2)
+        assert ("param_norm/decoder/decoder_norm/scale" in row) == (i != 1)
+    np.testing.assert_allclose(found[0][1]["loss"], np.mean(found[0][1]["island_losses"]), rtol=1e-6)
+    before = found[1][0].params
+    moved = [
+        np.concatenate([(np.float64(a) - b).ravel() for a, b in zip(*map(jax.tree.leaves, (before, it)), strict=True)])
+        for it in (alone[2][0].params for alone in runs)
+    ]
+    last = found[2][1]
+    np.testing.assert_allclose(last["outer_grad_norm"], np.linalg.norm(np.mean(moved, 0)), rtol=1e-4)
+    np.testing.assert_allclose(last["island_distance"], [np.linalg.norm(it) for it in moved], rtol=1e-4)
+    cosine = 2 * moved[0] @ moved[1] / (moved[0] @ moved[0] + moved[1] @ moved[1])
+    np.testing.assert_allclose(last["island_cosine"], cosine, rtol=1e-3)
+
+
+SGD = {"opt_type": "sgd", "gradient_clipping_threshold": 0, "lr_schedule_type": "constant", "warmup_steps_fraction": 0}
+
+
+@functools.cache
+def data_parallel_and_diloco():
+    """Two plain steps with data 2, and two of islands that synchronize after every step."""
+    common = SGD | {"learning_rate": 0.1, "dropout_rate": 0.1, "ici_fsdp_parallelism": 2}
+    every_step = {"diloco_sync_period": 1, "diloco_outer_lr": 1, "diloco_outer_momentum": 0}
+    runs = made(4, **common, ici_data_parallelism=2), made(4, **common, **ISLANDS | every_step)
+    texts, found = [], []
+    for run in runs:
+        batches = [batch_of(run, i) for i in range(2)]
+        for batch in batches:  # each island has as many tokens
+            batch["targets_segmentation"][:] = 1
+        step = compiled(run)
+        texts.append(step.as_text())
+        found.append(steps_of(run, step, batches))
+    return runs, texts, found
+
+
+def test_plain_averaging_after_every_step_is_data_parallelism():
+    _, _, (plain, islands) = data_parallel_and_diloco()
+    for (expected, row), (found, its_row) in zip(plain, islands, strict=True):
+        assert_close(found.params, expected.params)
+        np.testing.assert_allclose(its_row["loss"], row["loss"], rtol=1e-6)
+
+
+def test_only_a_synchronization_sends_between_islands():
+    """Bytes: the float32 gradient of the outer parameters, and numbers for the metrics."""
+    (_, run), (_, text), _ = data_parallel_and_diloco()
+    found = analyze(text, run.mesh).collectives
+    across = [it for it in found if "diloco" in it.axes]
+    assert across
+    assert all(it.conditional for it in across)
+    assert any(not it.conditional for it in found)
+    assert {it.kind for it in across if it.size > 64} == {"all-reduce"}
+    shards = [
+        leaf.sharding.shard_shape(leaf.shape)
+        for leaf in jax.tree.leaves(run.codec.unpack(run.abstract_args()[0]).params)
+    ]
+    assert sum(it.size * it.count for it in across if it.dtype == "f32" and it.size > 64) == pytest.approx(
+        4 * sum(map(np.prod, shards)), rel=0.02
+    )
+
+
+def test_one_island_is_an_outer_nesterov_around_a_plain_run():
+    """Against the plain run's own step, which goes on from the outer parameters; the last step synchronizes too."""
+    settings = SGD | {"opt_type": "adamw", "steps": 5, "base_num_decoder_layers": 1}
+    outer = {"diloco_sync_period": 2, "diloco_outer_lr": 0.7, "diloco_outer_momentum": 0.8}
+    run, plain = made(1, **settings, **ISLANDS | outer | {"ici_diloco_parallelism": 1}), made(1, **settings)
+    batches = [batch_of(run, i) for i in range(5)]
+    found = steps_of(run, compiled(run), batches)
+    step, state = compiled(plain), plain.init()
+    params = copied(plain.codec.unpack(state).params)
+    velocity = jax.tree.map(np.zeros_like, params)
+    for i, batch in enumerate(batches):
+        state, _ = step(state, place(batch, plain.batch_shardings))
+        tree = plain.codec.unpack(state)
+        if i in (1, 3, 4):
+            params, velocity = nesterov(run.config, params, velocity, [copied(tree.params)])
+            begun = jax.tree.map(lambda new, old: np.asarray(new, old.dtype), params, tree.params)
+            state = jax.device_put(plain.codec.pack(tree._replace(params=begun)), plain.state_shardings)
+        assert_close(found[i][0].params, params)
+        assert ("island_distance" in found[i][1]) == (i in (1, 3, 4))
+        assert "island_cosine" not in found[i][1]

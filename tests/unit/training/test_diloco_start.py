@@ -1,0 +1,139 @@
+"""From which states DiLoCo and plain runs begin."""
+
+import functools
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import arguments, assert_equal_bits, copied
+
+from trainer.checkpoint import CheckpointManager, Sidecar, maybe_save_checkpoint
+from trainer.config import UserError, load, to_yaml
+from trainer.data import open_dataset
+from trainer.training import build, start
+
+ISLANDS = {"enable_diloco": True, "ici_diloco_parallelism": 2, "per_device_batch_size": 1, "ici_fsdp_parallelism": 2}
+PLAIN = {"per_device_batch_size": 1, "ici_fsdp_parallelism": 4}
+
+
+@functools.cache
+def made(combination="nnx", /, **overrides):
+    config = load(arguments(combination, steps=20, diloco_sync_period=4, **overrides)).config
+    return build(config, jax.devices()[:4])
+
+
+def drawn(run, updates):
+    """A native state with contents of its own: no two arrays alike, the counts of `updates`."""
+    rng = np.random.default_rng(updates)
+
+    def one(x):
+        is_count = jnp.issubdtype(x.dtype, jnp.integer)
+        return np.asarray(np.full(x.shape, updates) if is_count else rng.normal(size=x.shape)).astype(x.dtype)
+
+    tree = jax.tree.map(one, run.codec.unpack(run.abstract_state))
+    return jax.device_put(run.codec.pack(tree), run.state_shardings)
+
+
+def sidecar(run):
+    dataset = open_dataset(run.config, print)
+    return Sidecar(to_yaml(run.config), {"identity": dataset.identity, "row": 0}, dataset.fingerprint, {})
+
+
+def save(folder, run, updates):
+    """A run's folder with one checkpoint; gives its canonical state on the host."""
+    state = drawn(run, updates)
+    with CheckpointManager(folder, run.config, print) as manager:
+        assert maybe_save_checkpoint(
+            manager, state, config=run.config, codec=run.codec, sidecar=lambda: sidecar(run), force=True
+        )
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == [str(updates)]  # the outer state's own step
+    return copied(run.codec.unpack(state))
+
+
+def begin(run, folder=None, lines=None):
+    """The canonical state with which `run` begins, and how many updates it holds."""
+    dataset, say = open_dataset(run.config, print), [].append if lines is None else lines.append
+    if folder is None:
+        found = start(run, dataset, None, say, schedule_given=False)
+    else:
+        with CheckpointManager(folder, run.config, say) as manager:
+            found = start(run, dataset, manager, say, schedule_given=False)
+    assert jax.tree.map(lambda x: x.sharding, found.state) == run.state_shardings
+    return copied(run.codec.unpack(found.state)), found.updates
+
+
+def test_the_whole_state_resumes_under_another_combination_and_mesh(tmp_path):
+    """Also at a step that is no synchronization: islands, momentum and step are in the checkpoint."""
+    saved = save(tmp_path, made(**ISLANDS), 6)
+    other = ISLANDS | {"ici_fsdp_parallelism": 1, "ici_tensor_parallelism": 2}
+    found, updates = begin(made("linen", **other), tmp_path)
+    assert updates == 6
+    assert_equal_bits(found, saved)
+
+
+def test_a_step_that_the_state_does_not_have_is_not_saved(tmp_path):
+    run = made(**ISLANDS)
+    state = drawn(run, 6)
+    what = {"config": run.config, "codec": run.codec, "sidecar": lambda: sidecar(run)}
+    disagreement = pytest.raises(ValueError, match="a checkpoint of 8 updates is due, and the state holds 6")
+    with CheckpointManager(tmp_path, run.config, print) as manager, disagreement:
+        maybe_save_checkpoint(manager, state, 8, force=True, **what)
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_a_plain_checkpoint_is_on_every_island(tmp_path):
+    saved, lines = save(tmp_path / "plain", made(**PLAIN), 6), []
+    run = made(**ISLANDS, load_full_state_path=tmp_path / "plain")
+    found, updates = begin(run, lines=lines)
+    assert updates == found.step == 6
+    for n in (0, 1):
+        assert_equal_bits(jax.tree.map(lambda x, n=n: x[n], found.inner_state), saved)
+    assert_equal_bits(found.params, saved.params)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(found.outer_opt_state))
+    assert "on every island, 6 updates, its optimizer" in lines[-1]
+
+
+def test_the_outer_parameters_start_a_plain_run(tmp_path):
+    saved, lines = save(tmp_path / "islands", made(**ISLANDS), 6), []
+    run = made("bridged", **PLAIN, load_full_state_path=tmp_path / "islands")
+    found, updates = begin(run, lines=lines)
+    assert updates == found.step == 6
+    assert_equal_bits(found.params, saved.params)
+    counts = [leaf for leaf in jax.tree.leaves(found.opt_state) if leaf.ndim == 0]
+    assert 6 in counts  # the place on the schedule
+    assert not any(leaf.any() for leaf in jax.tree.leaves(found.opt_state) if leaf.ndim)
+    assert "the outer parameters, 6 updates, a fresh optimizer" in lines[-1]
+    found, updates = begin(made(**PLAIN, load_parameters_path=tmp_path / "islands"))
+    assert updates == 0
+    assert_equal_bits(found.params, saved.params)
+
+
+def test_a_fresh_optimizer_begins_on_all_islands_at_the_outer_parameters(tmp_path):
+    saved = save(tmp_path, made(**ISLANDS), 6)
+    found, updates = begin(made(**ISLANDS, reset_optimizer=True, diloco_outer_lr=0.7), tmp_path)
+    assert updates == found.step == 6
+    assert (found.inner_state.step == 6).all()
+    for params in (found.params, *(jax.tree.map(lambda x, n=n: x[n], found.inner_state.params) for n in (0, 1))):
+        assert_equal_bits(params, saved.params)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(found.outer_opt_state))
+
+
+FOUR = ISLANDS | {"ici_diloco_parallelism": 4, "ici_fsdp_parallelism": 1}
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_another_number_of_islands_is_refused(tmp_path, own):
+    save(tmp_path, made(**ISLANDS), 6)
+    shutil.copytree(tmp_path, tmp_path / "other")
+    with pytest.raises(
+        UserError, match=r"the number of DiLoCo's islands must not change, 2 -> 4.*load_parameters_path"
+    ):
+        begin(made(**FOUR), tmp_path) if own else begin(made(**FOUR, load_full_state_path=tmp_path / "other"))
+
+
+def test_a_run_does_not_become_one_of_islands(tmp_path):
+    save(tmp_path, made(**PLAIN), 6)
+    with pytest.raises(UserError, match="enable_diloco: false -> true"):
+        begin(made(**ISLANDS), tmp_path)
