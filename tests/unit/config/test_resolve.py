@@ -84,6 +84,7 @@ def test_resolving_twice_changes_nothing():
         ("ici_fsdp_transpose_parallelism=2 ici_tensor_sequence_parallelism=2", 8, None,
          {"fsdp": 2, "fsdp_transpose": 2, "tensor_sequence": 2}),
         ("", 8, 2, {"data": 2, "fsdp": 4}),
+        ("enable_diloco=true dcn_data_parallelism=1 dcn_diloco_parallelism=-1", 8, 2, {"diloco": 2, "fsdp": 4}),
         ("dcn_data_parallelism=1 dcn_fsdp_parallelism=-1", 8, 2, {"fsdp": 8}),
         ("dcn_data_parallelism=2", 8, None, {"data": 2, "fsdp": 4}),
         ("dcn_data_parallelism=2 dcn_fsdp_parallelism=2 ici_fsdp_parallelism=1 ici_data_parallelism=-1", 8, None,

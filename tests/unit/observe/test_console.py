@@ -280,6 +280,7 @@ def test_spikes_are_warned_of_once_and_counted_by_themselves():
         for step, (of_loss, of_norm) in enumerate(spikes):
             row = {"loss": math.nan if step == 2 else 9.0, "grad_norm": 2.0, "skipped": int(step > 0)}
             console.step(ROW | row | {"step": step, "loss_spike": of_loss, "grad_norm_spike": of_norm}, 7)
+        console.step(ROW | row | {"step": 7, "island_losses": [9.0, math.nan]}, 8)
         console.summary(1.0)
 
     lines = written(run).splitlines()
@@ -289,6 +290,7 @@ def test_spikes_are_warned_of_once_and_counted_by_themselves():
         "warning: step 4 has loss 9 and gradient norm 2: its update is skipped (spike in gradient norm)",
         "warning: step 5 has loss 9 and gradient norm 2: its update is skipped (spike in loss and gradient norm)",
         "warning: step 6 has loss 9 and gradient norm 2: its update is skipped (refused by an update rule)",
+        "warning: step 7 has loss 9 and gradient norm 2: its update is skipped (no token with a loss on an island)",
     ]
     assert [line.split(None, 1)[1] for line in lines if line.startswith("skipped")] == [
         "2 updates: spike in loss",
@@ -296,6 +298,7 @@ def test_spikes_are_warned_of_once_and_counted_by_themselves():
         "1 update: spike in gradient norm",
         "1 update: spike in loss and gradient norm",
         "1 update: refused by an update rule",
+        "1 update: no token with a loss on an island",
     ]
 
 

@@ -1,0 +1,75 @@
+"""Real processes under jax.distributed on this machine, for tests: started as a user starts them here."""
+
+import contextlib
+import io
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+from support import TINY, pinned
+
+from trainer.observe.metrics import METRICS_FILE, TIMING_FIELDS, read_rows
+from trainer.train import main
+
+LAUNCHER = Path(__file__).parents[1] / "scripts" / "launch_local.py"
+SETTINGS = TINY | {
+    "enable_checkpointing": True,
+    "run_name": "run",
+    "steps": 5000,
+    "learning_rate_schedule_steps": 60,
+    "per_device_batch_size": 2,
+    "checkpoint_period": 4,
+    "eval_interval": 4,
+    "eval_steps": 2,
+    "dropout_rate": 0.1,
+}
+
+
+def words(**changes):
+    return ["base.yml", *(f"{key}={value}" for key, value in (SETTINGS | pinned("nnx") | changes).items())]
+
+
+@contextlib.contextmanager
+def launched(folder, processes, devices, **changes):
+    """Processes that train in `folder`, and the file of what they say."""
+    command = [sys.executable, LAUNCHER, "-n", str(processes), "--devices", str(devices), "--", *words(**changes)]
+    with (folder / "log.txt").open("w") as log:
+        launcher = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=folder)
+    try:
+        yield launcher, folder / "log.txt"
+    finally:
+        if launcher.poll() is None:
+            launcher.terminate()
+            launcher.wait(40)
+
+
+def wait_for(text, launcher, log):
+    until = time.monotonic() + 240
+    while text not in log.read_text():
+        assert launcher.poll() is None, log.read_text()
+        assert time.monotonic() < until, log.read_text()
+        time.sleep(0.05)
+
+
+def process(launcher, index):
+    """The process id of one of the launcher's processes."""
+    found = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    return next(int(pid) for pid in found if f"process_id={index}\0" in Path(f"/proc/{pid}/cmdline").read_text())
+
+
+def alone(folder, devices, **changes):
+    """What one process with `devices` devices says."""
+    output, some = io.StringIO(), jax.devices()[:devices]
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
+        patch.setattr(jax, "devices", lambda: some)
+        patch.chdir(folder)
+        main(words(**changes))
+    return output.getvalue()
+
+
+def rows_of(folder):
+    rows = read_rows(folder / "runs/run" / METRICS_FILE)
+    return [{key: value for key, value in row.items() if key not in TIMING_FIELDS} for row in rows]
