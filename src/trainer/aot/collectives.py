@@ -56,8 +56,8 @@ class Collective:
       size: bytes of the array on one device, the larger of operand and result.
       count: executions per step.
       bytes: sent by one device per step, over all executions.
-      conditional: whether they are in a branch of a conditional, and so perhaps not in every step.
       sources: up to three of the traced operations behind it.
+      conditional: whether they are in a branch of a conditional, and so perhaps not in every step.
     """
 
     kind: str
@@ -69,8 +69,8 @@ class Collective:
     size: int
     count: int
     bytes: float
-    conditional: bool
     sources: tuple[str, ...]
+    conditional: bool = False
 
 
 def collectives(module: Module, mesh: Any = None) -> tuple[tuple[Collective, ...], list[str]]:
@@ -109,8 +109,8 @@ def collectives(module: Module, mesh: Any = None) -> tuple[tuple[Collective, ...
             size,
             count=sum(times for times, _ in runs),
             bytes=sum(times for times, _ in runs) * moved(kind, size, devices),
-            conditional=conditional,
             sources=tuple(dict.fromkeys(source for _, source in runs if source))[:3],
+            conditional=conditional,
         )
         for (kind, sums, dtype, axes, devices, spread, size, conditional), runs in merged.items()
     ]

@@ -6,7 +6,7 @@ the outer parameters, the outer optimizer moves these, and every island goes on 
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -104,42 +104,56 @@ def build_diloco_train_step(
     def step(state: DiLoCoTrainState, batch: Batch) -> tuple[DiLoCoTrainState, Metrics]:
         split = {name: x.reshape(count, -1, *x.shape[1:]) for name, x in batch.items()}
         inner, metrics = on_islands(state.inner_state._replace(step=state.step), split)
-        inner = inner._replace(step=jnp.broadcast_to(inner.step, count))
-        state = state._replace(inner_state=inner, step=state.step + 1)
+        updates = state.step + 1
+        # Nothing else changes: moments and what update rules keep stay with their island.
+        changing = Averaged(inner.params, state.params, state.outer_opt_state)
         synchronize = functools.partial(_synchronize, outer, shardings)
         nothing = functools.partial(_unchanged, synchronize)
-        state, found = jax.lax.cond(synchronizes(config, state.step), synchronize, nothing, state)
-        return state, {ISLANDS: metrics, OUTER: found}
+        new, found = jax.lax.cond(synchronizes(config, updates), synchronize, nothing, changing)
+        inner = inner._replace(step=jnp.broadcast_to(updates, count), params=new.islands)
+        return DiLoCoTrainState(inner, new.params, new.opt_state, updates), {ISLANDS: metrics, OUTER: found}
 
     return step
 
 
+class Averaged(NamedTuple):
+    """What a synchronization reads and changes."""
+
+    islands: Any  # the islands' parameters
+    params: Any  # the outer ones
+    opt_state: Any  # of the outer optimizer
+
+
 def _synchronize(
-    outer: optax.GradientTransformation, shardings: Any, state: DiLoCoTrainState
-) -> tuple[DiLoCoTrainState, dict[str, jax.Array]]:
-    """The outer update. Metrics: the norm of the outer gradient; `island_distance` [islands], the distance of each
-    island from the outer parameters; `island_cosine`, how much the islands agree: the mean of the dot products of what
-    two islands moved by, over their mean square. It is their mean cosine if they moved equally far."""
-    inner = state.inner_state
+    outer: optax.GradientTransformation, shardings: Any, old: Averaged
+) -> tuple[Averaged, dict[str, jax.Array]]:
+    """The outer update, and its metrics: the norm of the outer gradient, and `_disagreement`."""
 
     def moved(param: jax.Array, of_islands: jax.Array) -> jax.Array:
         return param.astype(jnp.float32) - of_islands.astype(jnp.float32)
 
-    deltas = jax.tree.map(moved, state.params, inner.params)
+    deltas = jax.tree.map(moved, old.params, old.islands)
     grads = jax.tree.map(lambda delta: jnp.mean(delta, 0), deltas)
     grads = jax.lax.with_sharding_constraint(grads, shardings)
-    updates, opt_state = outer.update(grads, state.outer_opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
-    same = jax.tree.map(lambda param, old: jnp.broadcast_to(param, old.shape), params, inner.params)
-    metrics = {"outer_grad_norm": optax.tree.norm(grads)}
-    metrics |= _disagreement(deltas, metrics["outer_grad_norm"])
-    # Here, so that the branch sends them and not the step.
+    updates, opt_state = outer.update(grads, old.opt_state, old.params)
+    params = optax.apply_updates(old.params, updates)
+    islands = jax.tree.map(lambda param, before: jnp.broadcast_to(param, before.shape), params, old.islands)
+    norm = optax.tree.norm(grads)
+    # Replicated here, so that the branch sends them and not the step.
     replicated = NamedSharding(jax.tree.leaves(shardings)[0].mesh, PartitionSpec())
-    metrics = jax.lax.with_sharding_constraint(metrics, replicated)
-    return DiLoCoTrainState(inner._replace(params=same), params, opt_state, state.step), metrics
+    metrics = {"outer_grad_norm": norm, **_disagreement(deltas, norm)}
+    return Averaged(islands, params, opt_state), jax.lax.with_sharding_constraint(metrics, replicated)
+
+
+def _unchanged(synchronize: Callable[..., Any], old: Averaged) -> tuple[Averaged, Any]:
+    """`old`, and zeros in place of the metrics of `synchronize`."""
+    _, metrics = jax.eval_shape(synchronize, old)
+    return old, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), metrics)
 
 
 def _disagreement(deltas: Any, norm_of_mean: jax.Array) -> dict[str, jax.Array]:
+    """`island_distance` [islands]: of each island from the outer parameters. `island_cosine`: the mean of the dot
+    products of what two islands moved by, over their mean square; their mean cosine if they moved equally far."""
     squares = [jnp.sum(delta**2, range(1, delta.ndim)) for delta in jax.tree.leaves(deltas)]
     square = functools.reduce(jnp.add, squares)  # [islands]
     metrics = {"island_distance": jnp.sqrt(square)}
@@ -149,12 +163,6 @@ def _disagreement(deltas: Any, norm_of_mean: jax.Array) -> dict[str, jax.Array]:
         pairs = (count * norm_of_mean) ** 2 - total
         metrics["island_cosine"] = pairs / jnp.where(total > 0, (count - 1) * total, 1)
     return metrics
-
-
-def _unchanged(synchronize: Callable[..., Any], state: DiLoCoTrainState) -> tuple[DiLoCoTrainState, Any]:
-    """`state`, and zeros in place of the metrics of `synchronize`."""
-    _, metrics = jax.eval_shape(synchronize, state)
-    return state, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), metrics)
 
 
 def _reader(config: Any, replicated: NamedSharding) -> Callable[[Metrics, int], dict[str, Any]]:

@@ -1,5 +1,7 @@
 """The table of chips and the roofline."""
 
+import dataclasses
+
 import pytest
 
 from trainer.aot.chips import CHIPS, GIB, chip_of, estimate
@@ -94,3 +96,8 @@ def test_between_slices_each_device_sends_its_share():
     assert (reduce.ici_seconds, reduce.dcn_seconds) == (0, pytest.approx(160_000 / 3.125e9))
     permute = estimate(cost(collectives=[collective("collective-permute", slices=2)]), V5E, devices=16, slices=2)
     assert (permute.ici_seconds, permute.dcn_seconds) == (0, pytest.approx(150_000 / 3.125e9))
+
+
+def test_what_is_not_in_every_step_takes_no_time():
+    rare = dataclasses.replace(collective(), conditional=True)
+    assert estimate(cost(collectives=[rare]), V5E, 16, 1).network_seconds == 0

@@ -57,7 +57,7 @@ from trainer.config.derived import DCN, ICI, UNUSED_AXES
             r"=8 \(command line\), base_num_kv_heads=3 \(command line\): .*kv_heads=2",
         ),
         ("ici_diloco_parallelism=2", "only DiLoCo uses the mesh axis diloco; set enable_diloco=true"),
-        ("dcn_diloco_parallelism=-1", "only DiLoCo uses the mesh axis diloco"),
+        ("dcn_diloco_parallelism=2", "only DiLoCo uses the mesh axis diloco"),
         ("enable_diloco=true ema_decay=0.9", "export use the outer parameters, an average of islands; set ema_decay=0"),
         ("enable_diloco=true logical_axis_rules=[[embed,diloco]]", "the rule of embed names the mesh axis diloco"),
         ("enable_streaming_diloco=true", "enable_diloco synchronizes all parameters at once"),
