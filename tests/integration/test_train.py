@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 import yaml
 from compiler import xla_flags
@@ -21,6 +22,7 @@ from trainer.config.optimizers import KEYS as OF_OPTIMIZERS
 from trainer.config.optimizers import TRAITS
 from trainer.data import open_dataset
 from trainer.train import main
+from trainer.training import build
 
 STEP_FIELDS = {
     "step",
@@ -235,6 +237,8 @@ def test_every_key_is_read(tmp_path, monkeypatch, corpus):
     common |= {"remat_policy": "custom"}
     common |= {"skip_step_on_spikes": True, "ema_decay": 0.9}
     main([f"{k}={v}" for k, v in common.items()])
+    islands = build(load(arguments("nnx", enable_diloco=True)).config, jax.devices()[:1])
+    jax.eval_shape(islands.update, islands.codec.unpack(islands.abstract_state), islands.abstract_batch(islands.rows))
     for words in other_sources(tmp_path):
         open_dataset(Recording(load(words).config, seen), lambda line: None)
     unread = set(schema().keys) - seen - set(READ_BY_LOADING)

@@ -18,7 +18,7 @@ from trainer.aot.text import report_text
 from trainer.config import UserError, load
 from trainer.train import main
 from trainer.train_compile import compile_for_topology
-from trainer.training.build import Run
+from trainer.training import Run
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="there is no libtpu but for Linux on x86-64"

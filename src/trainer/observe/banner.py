@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import combination, global_batch_rows, mesh_axes
-from trainer.config.derived import DCN
+from trainer.config.derived import DCN, islands
 from trainer.config.kernels import kernel_barred
 from trainer.config.words import counted
 from trainer.observe.lines import Work
@@ -52,9 +52,18 @@ def banner_rows(
         ("batch", batch),
         *([("loss", f"in {config.num_vocab_tiling} tiles of tokens")] if config.num_vocab_tiling > 1 else []),
         ("steps", f"{config.steps:,}"),
+        *([("islands", _islands(config))] if config.enable_diloco else []),
         ("data", dataset),
         ("run", str(run_dir)),
     ]
+
+
+def _islands(config: Any) -> str:
+    period = counted(config.diloco_sync_period, "step")
+    return (
+        f"{islands(config)}, which synchronize every {period} and at the end; evaluation uses the outer parameters of "
+        "the last synchronization"
+    )
 
 
 def _mesh(config: Any) -> str:

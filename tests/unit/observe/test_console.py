@@ -229,6 +229,13 @@ def test_banner_of_a_larger_machine():
     assert "dtype        bfloat16, weights float32\n" in text
 
 
+def test_banner_of_islands():
+    stream = io.StringIO()
+    begun(stream, *SIZES, "enable_diloco=true", "ici_diloco_parallelism=2", devices=8)
+    assert "mesh         diloco 2 x fsdp 4\n" in stream.getvalue()
+    assert "islands      2, which synchronize every 36 steps and at the end; evaluation" in stream.getvalue()
+
+
 def test_banner_wraps_on_a_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     stream = io.StringIO()

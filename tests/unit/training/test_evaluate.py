@@ -75,7 +75,7 @@ def test_the_sums_hold_the_cross_entropy_alone():
     objective = NextToken(codec.model.apply, z_loss_multiplier=100.0, label_smoothing=0.5)
     batch = packed_batch(config, 2)
     fn = make_evaluation(objective, ParamShardings(here, here))
-    with_terms = jax.jit(fn)(tree, batch, BYTES)
+    with_terms = jax.jit(fn)(tree.params, tree.rest, batch, BYTES)
     assert jax.device_get(with_terms) == step(batch)
 
 
@@ -88,7 +88,7 @@ def evaluation(combination):
     tree = codec.unpack(jax.jit(lambda: codec.init(jax.random.key(0)))())
     here = jax.tree.map(lambda leaf: leaf.sharding, tree.params)
     fn = jax.jit(make_evaluation(NextToken(model.apply), ParamShardings(here, here)))
-    return config, codec, lambda batch: jax.device_get(fn(tree, batch, BYTES)), tree
+    return config, codec, lambda batch: jax.device_get(fn(tree.params, tree.rest, batch, BYTES)), tree
 
 
 def batches(whole, rows):
