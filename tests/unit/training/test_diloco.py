@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from support import QUICK, arguments, assert_equal_bits, copied, packed_batch
+from support import arguments, assert_equal_bits, copied, packed_batch
 
 from trainer.aot.cost import analyze
 from trainer.config import load
@@ -38,7 +38,7 @@ def made(devices, **overrides):
 
 
 def compiled(run):
-    return run.step.lower(*run.abstract_args()).compile(QUICK)
+    return run.compile()
 
 
 def batch_of(run, i, empty_from=None):
