@@ -28,9 +28,6 @@ TINY = {
 }
 
 
-QUICK = {"xla_cpu_use_fusion_emitters": False}  # as the whole suite compiles, see compiler.py
-
-
 def pinned(combination: str) -> dict[str, bool]:
     """The three flags of a combination, written out: what base.yml says does not matter to the test."""
     return flags_of(combination)

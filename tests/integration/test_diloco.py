@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from process_cases import alone, launched, process, rows_of, wait_for
 from run_cases import RUN, arrays_of, assert_equal, train
+from support import ALL_COMBINATIONS
 
 from trainer.checkpoint import newest
 
@@ -42,7 +43,7 @@ def test_a_run_of_islands_and_its_end_under_another_combination(tmp_path):
     shutil.copytree(straight, broken)
     shutil.rmtree(broken / RUN / "checkpoints/6")
     (broken / RUN / "finished").unlink()
-    code, output = train(broken, "run_name=run-0001", devices=4, combination="linen", **ISLANDS)
+    code, output = train(broken, "run_name=run-0001", devices=4, combination=ALL_COMBINATIONS[-1], **ISLANDS)
     assert code == 0, output
     assert "checkpoints/3: 3 of 6 updates are done" in output
     assert_equal(broken / RUN, straight / RUN, updates=6)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import arguments, assert_equal_bits, copied
+from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied
 
 from trainer.checkpoint import CheckpointManager, Sidecar, maybe_save_checkpoint
 from trainer.config import UserError, load, to_yaml
@@ -68,7 +68,7 @@ def test_the_whole_state_resumes_under_another_combination_and_mesh(tmp_path):
     """Also at a step that is no synchronization: islands, momentum and step are in the checkpoint."""
     saved = save(tmp_path, made(**ISLANDS), 6)
     other = ISLANDS | {"ici_fsdp_parallelism": 1, "ici_tensor_parallelism": 2}
-    found, updates = begin(made("linen", **other), tmp_path)
+    found, updates = begin(made(ALL_COMBINATIONS[-1], **other), tmp_path)
     assert updates == 6
     assert_equal_bits(found, saved)
 
@@ -97,7 +97,7 @@ def test_a_plain_checkpoint_is_on_every_island(tmp_path):
 
 def test_the_outer_parameters_start_a_plain_run(tmp_path):
     saved, lines = save(tmp_path / "islands", made(**ISLANDS), 6), []
-    run = made("bridged", **PLAIN, load_full_state_path=tmp_path / "islands")
+    run = made(ALL_COMBINATIONS[-1], **PLAIN, load_full_state_path=tmp_path / "islands")
     found, updates = begin(run, lines=lines)
     assert updates == found.step == 6
     assert_equal_bits(found.params, saved.params)
