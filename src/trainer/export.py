@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.config import UserError, command_line, exit_on_user_error, schema, take_interrupts
+from trainer.config import (
+    UserError,
+    command_line,
+    exit_on_user_error,
+    explanation,
+    help_text,
+    question,
+    schema,
+    take_interrupts,
+)
 from trainer.config.errors import shortened
 from trainer.config.paths import local_path, path_problem
 from trainer.config.values import read_text
@@ -33,15 +42,15 @@ weights of a run with ema_decay: raw, the parameters that it trains (default), o
 key     keys of the model, as for trainer.train. They default to FROM's config.json or config.yml; a MaxText checkpoint
         has neither, so give model_name=... or each key. rope_interleave is converted. max_target_length=... is
         written as max_position_embeddings. Give the flags of the module system if the block is a Linen module.
-Tokenizer files next to FROM are copied."""
+Tokenizer files next to FROM are copied. --help SECTION and --explain KEY say what the keys mean."""
 
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (default: the process's own)."""
     words = command_line(argv)
-    if {"help", "--help", "-h"} & set(words):
-        print(HELP)
+    if asked := question(words):
+        print(explanation(asked.key) if asked.key else help_text(asked.section) if asked.section else HELP)
         return
     source, out, options, keys = _read_words(words)
     # Imports that load JAX come after the checks that do not need it.

@@ -1,11 +1,12 @@
 """`python -m trainer.parity base.yml key=value ... left.KEY=VALUE right.KEY=VALUE`: compare two programs."""
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from trainer.config import UserError, command_line, exit_on_user_error, load_sides
+from trainer.config import UserError, command_line, exit_on_user_error, load_sides, question
 from trainer.runtime.platforms import leave_out_absent_tpu
 
 HELP = """\
@@ -25,6 +26,7 @@ rtol, atol       tolerances: two arrays are equal if their elements differ by at
 --json           print every array as JSON in place of the table
 
 Exit code: 0 equal, 1 not equal, 2 an error in the command. FLOPs, memory and program text do not affect it.
+--help SECTION and --explain KEY answer about the keys, as in trainer.train.
 A side whose mesh sizes are all given as numbers takes that many devices; other sides take all devices."""
 
 
@@ -32,7 +34,7 @@ A side whose mesh sizes are all given as numbers takes that many devices; other 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (default: the process's own)."""
     words = command_line(argv)
-    if {"help", "--help", "-h"} & set(words):
+    if (asked := question(words)) and asked.section == "":
         print(HELP)
         return
     tolerance, as_json, rest = _options(words)
@@ -78,7 +80,7 @@ def _compare(words: Sequence[str], given: dict[str, float]) -> Any:
         from trainer.compare import Tolerance, compare_checkpoints
 
         return compare_checkpoints(places[0], places[1], Tolerance(**given), _say)
-    sides = load_sides(words)
+    sides = load_sides(words, os.environ)
     if len(sides) == 1:
         raise UserError(
             "nothing to compare: give left.KEY=VALUE or right.KEY=VALUE, left=NAME or right=NAME, or two checkpoints; "

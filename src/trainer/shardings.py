@@ -4,6 +4,7 @@ Nothing is allocated. `left.key=value` and `right.key=value` compare two configu
 """
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (default: the process's own)."""
     words = command_line(argv)
     as_json = "--json" in words
-    sides = load_sides([word for word in words if word != "--json"])
+    sides = load_sides([word for word in words if word != "--json"], os.environ)
     for side in sides:
         for line in (*side.loaded.notes, *side.loaded.warnings):
             print(f"{side.name}: {line}" if side.name else line, file=sys.stderr)

@@ -2,12 +2,13 @@
 
 import contextlib
 import io
+import os
 import time
 from collections.abc import Sequence
 
 from trainer.config import command_line, exit_on_user_error, load, to_yaml
 from trainer.config.effects import without_effect_here
-from trainer.config.files import COMMAND_LINE
+from trainer.config.files import by_hand
 from trainer.config.paths import local_path
 from trainer.config.vocab_tiles import chosen
 from trainer.runtime.platforms import leave_out_absent_tpu
@@ -18,7 +19,7 @@ from trainer.runtime.preemption import EXIT_CODE, ends_at_sigterm
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (default: the process's own)."""
     started = time.perf_counter()
-    loaded = load(command_line(argv))
+    loaded = load(command_line(argv), environment=os.environ)
     # From here on the command line makes sense by itself; what follows loads JAX.
     leave_out_absent_tpu()
     from trainer.runtime.distributed import distributed
@@ -41,10 +42,8 @@ def _run(loaded, started: float) -> None:
     for note in loaded.notes:
         console.say(note)
     for key in ("compile_topology", "compile_topology_num_slices", "compile_report_file"):
-        if loaded.changed.get(key) == COMMAND_LINE:
-            loaded.warnings.append(
-                f"{key} ({COMMAND_LINE}) has no effect: trainer.train runs on the devices that it has"
-            )
+        if by_hand(where := loaded.changed.get(key, "")):
+            loaded.warnings.append(f"{key} ({where}) has no effect: trainer.train runs on the devices that it has")
     run, dataset, prompt = agreed(lambda: _prepare(loaded, console))
     check_same("the training data", dataset.fingerprint)
     config_yml = to_yaml(run.config)
@@ -106,7 +105,7 @@ def _train(loaded, run, dataset, run_dir, console):
         manager = None
         if run.config.enable_checkpointing:
             manager = stack.enter_context(CheckpointManager(run_dir.place, run.config, console.say))
-        given = {key for key, where in loaded.changed.items() if where == COMMAND_LINE}
+        given = {key for key, where in loaded.changed.items() if by_hand(where)}
         schedule_given = loaded.config.learning_rate_schedule_steps != -1
         begin = start(run, dataset, manager, console.say, schedule_given=schedule_given, given=given)
         if begin.updates == run.config.steps and run_dir.finished:

@@ -3,6 +3,7 @@ devices that are not here, say what it takes, and keep the executable."""
 
 import gc
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ class Compilation(NamedTuple):
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (default: the process's own)."""
-    loaded = load(command_line(argv))
+    loaded = load(command_line(argv), environment=os.environ)
     topology = find_topology(loaded.config.compile_topology)
     prepare_compile_only_tpu()
     if isinstance(topology, Topology) and topology.generation is None:

@@ -16,7 +16,7 @@ from trainer.compare.report import Comparison, Quantity, Report
 from trainer.config import Side, UserError, combination, schema
 from trainer.config import differences as differing_keys
 from trainer.config.dump import PROCESSES, to_flow
-from trainer.config.files import COMMAND_LINE
+from trainer.config.files import by_hand
 from trainer.config.flags import FLAGS
 from trainer.config.resume import AROUND, MAY_CHANGE
 from trainer.data import Batch, Dataset, open_dataset
@@ -105,7 +105,7 @@ def _idle(sides: Sequence[Side]) -> list[str]:
 
     A yml may contain them, since it may be that of a training run.
     """
-    given = {key for side in sides for key, where in side.loaded.changed.items() if where == COMMAND_LINE}
+    given = {key for side in sides for key, where in side.loaded.changed.items() if by_hand(where)}
     idle = (given | differing_keys(sides).keys()) & _IDLE
     return [key for key in schema().keys if key in idle]
 
@@ -158,7 +158,7 @@ def _check_common(left: Program, rights: Sequence[Program]) -> None:
 
 def _begin(side: Side, left: Program, dataset: Dataset, say: Say) -> tuple[Snapshot, Batch]:
     """The common start: the left side's state on the host, and its next batch."""
-    given = {key for key, where in side.loaded.changed.items() if where == COMMAND_LINE}
+    given = {key for key, where in side.loaded.changed.items() if by_hand(where)}
     scheduled = side.loaded.config.learning_rate_schedule_steps != -1
     begin = start(left.run, dataset, None, say, schedule_given=scheduled, given=given)
     stream = dataset.train_stream(begin.position, rows=left.run.rows)

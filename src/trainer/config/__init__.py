@@ -13,7 +13,7 @@ from trainer.config.errors import (
     take_interrupts,
 )
 from trainer.config.flags import COMBINATIONS, combination, flags_of, linen_stack
-from trainer.config.help import help_text
+from trainer.config.help import explanation, help_text, question
 from trainer.config.load import Loaded, load
 from trainer.config.resolve import resolve
 from trainer.config.resume import check_islands, check_optimizer, check_resume, resets
@@ -39,6 +39,7 @@ __all__ = [
     "differences",
     "eval_batch_rows",
     "exit_on_user_error",
+    "explanation",
     "flags_of",
     "global_batch_rows",
     "help_text",
@@ -50,6 +51,7 @@ __all__ = [
     "microbatch_rows",
     "nearest",
     "parse_mixture",
+    "question",
     "read_saved",
     "resets",
     "resolve",

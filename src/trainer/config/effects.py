@@ -7,7 +7,7 @@ from typing import Any
 from trainer.config.data_keys import DATA_INERT
 from trainer.config.derived import FOLLOWS
 from trainer.config.dump import to_flow
-from trainer.config.files import COMMAND_LINE
+from trainer.config.files import by_hand
 from trainer.config.optimizers import KEYS as OF_OPTIMIZERS
 from trainer.config.optimizers import TRAITS, has_first_moment
 from trainer.config.remat import OWN_TENSORS, TENSORS
@@ -178,10 +178,15 @@ def _lines(table: Sequence[Inert], config: Any, changed: Mapping[str, str]) -> l
     lines: dict[str, str] = {}  # only the first reason for each key
     for inert in table:
         for key in inert.keys:
-            given = key in changed and (changed[key] == COMMAND_LINE or not _repeats_default(config, key))
+            given = key in changed and (by_hand(changed[key]) or not _repeats_default(config, key))
             if given and key not in lines and inert.when(config):
                 lines[key] = f"{key}={to_flow(config[key])} ({changed[key]}) has no effect: {inert.reason}"
     return list(lines.values())
+
+
+def no_effect_of(config: Any, key: str) -> str | None:
+    """Why `key` has no effect under the settings of `config`; None if it has one."""
+    return next((inert.reason for inert in INERT if key in inert.keys and inert.when(config)), None)
 
 
 def inert_keys(config: Any) -> set[str]:

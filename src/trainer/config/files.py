@@ -17,6 +17,8 @@ from trainer.config.schema import BASE_YML, Schema, schema
 PRESETS = Path(__file__).parent / "models"
 # The source of a setting that is not from a file; otherwise it is FILE:LINE.
 COMMAND_LINE, DEFAULT = "command line", "default"
+ENVIRONMENT = "environment variable "  # and its name
+YML_ENDINGS = (".yml", ".yaml")
 MAXTEXT_YML = Path(__file__).parent / "maxtext.yml"
 # The path of base.yml in a MaxText checkout.
 _MAXTEXT_BASE = re.compile(r"(.*/)?maxtext/configs/+base\.yml", re.IGNORECASE)
@@ -47,6 +49,17 @@ def file_of(where: str) -> Path | None:
     """The file of a source FILE:LINE; None for any other source."""
     path, _, line = where.rpartition(":")
     return Path(path) if path and line.isdecimal() else None
+
+
+def by_hand(where: str) -> bool:
+    """Whether a setting was given with the command: on its line or in its environment."""
+    return where == COMMAND_LINE or where.startswith(ENVIRONMENT)
+
+
+def source_name(where: str) -> str:
+    """A source of a setting, for people: `default`, `preset NAME`, FILE:LINE, the command line or a variable."""
+    path = file_of(where.partition(",")[0])
+    return where.replace(str(path), f"preset {path.stem}", 1) if path and path.parent == PRESETS else where
 
 
 def preset_names() -> list[str]:

@@ -1,30 +1,144 @@
-"""The text of --help: base.yml, with what each key accepts."""
+"""The texts of --help and --explain: base.yml, with what each key accepts. Its comments are the documentation."""
 
+import difflib
 import itertools
+import textwrap
+from collections.abc import Sequence
+from typing import NamedTuple
 
+from trainer.config import maxtext
 from trainer.config.dump import to_flow
-from trainer.config.files import preset_names
+from trainer.config.errors import UserError, nearest, shortened
+from trainer.config.files import YML_ENDINGS, preset_names
 from trainer.config.schema import Key, schema
+
+_HELP, _EXPLAIN, _ALL = ("help", "--help", "-h"), "--explain", "all"
+_WIDTH = 116
 
 _HEAD = """\
 usage: python -m trainer.train [FILE.yml] [key=value ...]
+       python -m trainer.train [...] --help [SECTION | all]
+       python -m trainer.train [...] --explain KEY
+
+--help SECTION   the keys of one section with their meaning; --help all: of every section
+--explain KEY    one key, the value that it has in this command, and where that comes from
 
 FILE.yml is any YAML file with `base_config: base.yml`, or with another such file as its base_config. Without it, or
-with base.yml, the defaults below apply. Precedence, lowest first: these defaults, the preset of model_name, FILE.yml,
-key=value. Lists are written [a,b].
+with base.yml, the defaults of base.yml apply. Precedence, lowest first: these defaults, the preset of model_name,
+FILE.yml, key=value. An environment variable M_KEY=value is the same as key=value. Lists are written [a,b].
 Presets of model_name: {presets}."""
 
 
-def help_text() -> str:
-    """Every key by section: its meaning, its default, its allowed values."""
-    parts = [_HEAD.format(presets=", ".join(preset_names()))]
-    for section, keys in itertools.groupby(schema().keys.values(), lambda key: key.section):
-        parts.append(f"\n---- {section} ".ljust(100, "-"))
-        if intro := schema().intros.get(section):
-            parts.append(intro)
-        for doc, group in itertools.groupby(keys, lambda key: key.doc):
-            parts += ["", *(f"  {line}" for line in doc.splitlines()), *map(_line, group)]
-    return "\n".join(parts)
+class Question(NamedTuple):
+    """What a command line asks instead of running: about a section ("" for a list of them), or about a key."""
+
+    section: str | None
+    key: str
+    words: list[str]  # the other words
+
+
+def question(argv: Sequence[str]) -> Question | None:
+    """The question in a command line; None if it asks none.
+
+    Raises:
+      UserError: --explain names no key.
+    """
+    for i, word in enumerate(argv):
+        option, equals, text = word.partition("=")
+        before, after = list(argv[:i]), list(argv[i + 1 :])
+        if word in _HELP or (equals and option == "--help"):
+            names = list(itertools.takewhile(_is_plain, after))
+            return Question(text or " ".join(names), "", before + after[len(names) :])
+        if option == _EXPLAIN:
+            key = text.partition("=")[0] if equals else after.pop(0) if after else ""
+            if not key:
+                raise UserError("--explain needs the name of a key, such as --explain steps; --help lists the keys")
+            name, setting, _ = key.partition("=")
+            return Question(None, name.lstrip("-"), before + ([key] if setting else []) + after)
+    return None
+
+
+def _is_plain(word: str) -> bool:
+    return "=" not in word and not word.startswith("-") and not word.endswith(YML_ENDINGS)
+
+
+def help_text(section: str = "") -> str:
+    """Names of all keys by section; or what base.yml says of the keys of one section, or of every section ("all").
+
+    Raises:
+      UserError: there is no such section.
+    """
+    if not section:
+        head = _HEAD.format(presets=", ".join(preset_names()))
+        return "\n".join(
+            [textwrap.fill(line, _WIDTH) if len(line) > _WIDTH else line for line in head.split("\n")] + _index()
+        )
+    asked = None if section.lower() == _ALL else _section(section)
+    parts = [line for name, keys in _sections().items() if asked in (None, name) for line in _in_full(name, keys)]
+    return "\n".join(parts).strip()
+
+
+def explanation(name: str) -> str:
+    """What base.yml says of the key `name`, or the verdict on MaxText's key of that name.
+
+    Raises:
+      UserError: there is no such key.
+    """
+    key = schema().keys.get(name)
+    if key is not None:
+        lines = [*(f"  {line}".rstrip() for line in key.doc.splitlines())]
+        return "\n".join(
+            [
+                f"{name}  (section {key.section})",
+                *lines,
+                f"  allowed: {key.allowed}",
+                f"  default: {to_flow(key.default)}",
+            ]
+        )
+    verdict = maxtext.find(name)
+    if verdict is None:
+        near = nearest(name, schema().keys) or nearest(name, maxtext.verdicts())
+        raise UserError(f"--explain {shortened(name)}: there is no such key{near}; --help lists the keys")
+    instead = f"; write {verdict.to}" if verdict.to else ""
+    return f"{name}  (a key of MaxText)\n  {verdict.kind}: {verdict.why}{instead}"
+
+
+def _sections() -> dict[str, list[Key]]:
+    found: dict[str, list[Key]] = {}
+    for key in schema().keys.values():
+        found.setdefault(key.section, []).append(key)
+    return found
+
+
+def _index() -> list[str]:
+    lines = []
+    for section, keys in _sections().items():
+        names = textwrap.fill(", ".join(key.name for key in keys), _WIDTH, initial_indent="  ", subsequent_indent="  ")
+        lines += ["", section, names]
+    return lines
+
+
+def _section(asked: str) -> str:
+    """The section that `asked` is the beginning of, a word of, or similar to."""
+    names, word = list(_sections()), asked.lower().strip()
+    starting = [name for name in names if name.lower().startswith(word)]
+    holding = [name for name in names if word in name.lower().split()]
+    lower = {name.lower(): name for name in names}
+    firsts = {name.lower().split()[0]: name for name in names}
+    close = [(lower | firsts)[it] for it in difflib.get_close_matches(word, lower | firsts, n=1, cutoff=0.7)]
+    if found := [*starting, *holding, *close]:
+        return found[0]
+    key = f"; {asked} is a key: --explain {asked}" if asked in schema().keys else ""
+    raise UserError(f"--help {shortened(asked)}: there is no such section; the sections: {', '.join(names)}{key}")
+
+
+def _in_full(section: str, keys: Sequence[Key]) -> list[str]:
+    parts = [f"\n---- {section} ".ljust(100, "-")]
+    if intro := schema().intros.get(section):
+        parts.append(intro)
+    for doc, group in itertools.groupby(keys, lambda key: key.doc):
+        parts += ["", *(f"  {line}".rstrip() for line in doc.splitlines()), *map(_line, group)]
+    return parts
 
 
 def _line(key: Key) -> str:

@@ -3,7 +3,7 @@
 import copy
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,28 +13,30 @@ from trainer.config import maxtext, maxtext_base
 from trainer.config.check import contradictions
 from trainer.config.data_keys import OWN_KEYS, data_not_asked_for
 from trainer.config.dump import to_flow
-from trainer.config.effects import inert_keys, without_effect
+from trainer.config.effects import inert_keys, no_effect_of, without_effect
+from trainer.config.environment import variables
 from trainer.config.errors import nearest, on_one_screen, report, shortened
 from trainer.config.files import (
     COMMAND_LINE,
     DEFAULT,
+    ENVIRONMENT,
     MAXTEXT_YML,
     PRESETS,
+    YML_ENDINGS,
     YmlFile,
     preset_names,
     read_chain,
     read_file,
+    source_name,
 )
 from trainer.config.flags import removal
-from trainer.config.help import help_text
+from trainer.config.help import Question, explanation, help_text, question
 from trainer.config.paths import is_file
 from trainer.config.reader import Reader, Setting, merge
 from trainer.config.scale import growth, scaled
 from trainer.config.schema import Schema, schema
 from trainer.config.trust import foreign_code
 from trainer.config.values import read_text
-
-_YML_ENDINGS = (".yml", ".yaml")
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class Loaded:
     Attributes:
       config: every key of base.yml with its value; `auto`, -1 and similar values are not resolved yet. The model's
         sizes already include `global_parameter_scale`, which is 1 here.
-      changed: the keys that the user's yml or the command line gives, with their source.
+      changed: the keys that the user's yml, the command line or its environment gives, with their source.
+      sources: the source of every key's value; see `files.source_name`.
       warnings: one line for each key that a file repeats, and for each given key that has no effect.
       notes: one line for each value that is interpreted differently from how it is written, and for each change of the
         preset.
@@ -52,22 +55,24 @@ class Loaded:
 
     config: ml_collections.ConfigDict
     changed: dict[str, str]
+    sources: dict[str, str]
     warnings: list[str]
     notes: list[str]
 
 
-def load(argv: Sequence[str], place: str = COMMAND_LINE) -> Loaded:
+def load(argv: Sequence[str], place: str = COMMAND_LINE, environment: Mapping[str, str] | None = None) -> Loaded:
     """The configuration of `argv`, the arguments after the module's name: stage 1.
 
     Precedence, lowest first: base.yml; maxtext.yml if it is the yml or one of its parents; the preset of model_name;
-    the parents of the user's yml; that yml; the command line. `place` names the source of the words in messages.
+    the parents of the user's yml; that yml; the command line and, with equal rank, `environment`, whose variables M_KEY
+    are read. `place` names the source of the words in messages.
 
     Raises:
       UserError: all errors of the stage, one line each.
-      SystemExit: with code 0, after `help`, `--help` or `-h` printed every key.
+      SystemExit: with code 0, after the answer to --help or --explain; see `help`.
     """
-    if {"help", "--help", "-h"} & set(argv):
-        print(help_text())
+    if asked := question(argv):
+        answer(asked, lambda words: {"": load(words, place, environment)})
         raise SystemExit(0)
     reader = Reader(schema())
     yml, words = _split(argv)
@@ -81,7 +86,8 @@ def load(argv: Sequence[str], place: str = COMMAND_LINE) -> Loaded:
             values |= {name: Setting(it.value, MAXTEXT_YML.name) for name, it in settings.items()}
         else:
             given = merge(given, settings)
-    given = merge(given, _command_line(reader, words, place))
+    by_hand, not_keys = _by_hand(reader, words, place, environment or {})
+    given = merge(given, by_hand)
     preset = _preset(reader, (values | given)["model_name"])
     values = merge(merge(values, preset), given)
 
@@ -101,9 +107,31 @@ def load(argv: Sequence[str], place: str = COMMAND_LINE) -> Loaded:
     notes += [*_changes(preset, values), *growth(values, sized), *maxtext.notes_of(reader.accepted)]
     if notice := removal(config):
         notes.append(notice)
-    warnings = [line for file in files for line in file.repeated] + _not_known(reader.unknown)
+    warnings = [*(line for file in files for line in file.repeated), *_not_known(reader.unknown), *not_keys]
     warnings += without_effect(config, changed)
-    return Loaded(config, changed, on_one_screen(warnings), on_one_screen(notes))
+    sources = {name: source_name(place) for name, place in where.items()}
+    return Loaded(config, changed, sources, on_one_screen(warnings), on_one_screen(notes))
+
+
+def answer(asked: Question, load_sides: Callable[[Sequence[str]], Mapping[str, Loaded]]) -> None:
+    """Prints what is asked. The value of a key is that of each side of `load_sides`, which reads the other words.
+
+    Raises:
+      UserError: there is no such section or key; or the configuration has errors, after the text about the key.
+    """
+    if asked.section is not None:
+        print(help_text(asked.section))
+        return
+    print(explanation(asked.key), flush=True)
+    if asked.key not in schema().keys:
+        return
+    for side, loaded in load_sides(asked.words).items():
+        name = asked.key
+        print(
+            f"  here{f' ({side})' if side else ''}: {name}={to_flow(loaded.config[name])}, from: {loaded.sources[name]}"
+        )
+        if reason := no_effect_of(loaded.config, name):
+            print(f"  no effect here: {reason}")
 
 
 def _outgrown(schema: Schema, values: dict[str, Setting], sized: dict[str, Setting]) -> list[str]:
@@ -155,7 +183,7 @@ def _not_known(names: Sequence[str]) -> list[str]:
 def _split(argv: Sequence[str]) -> tuple[str, Sequence[str]]:
     """The yml that the first word names, or base.yml, and the other words."""
     first = argv[0] if argv else ""
-    looks_like_yml = first.endswith(_YML_ENDINGS) and ("=" not in first or is_file(first))
+    looks_like_yml = first.endswith(YML_ENDINGS) and ("=" not in first or is_file(first))
     if looks_like_yml or ("=" not in first and not first.startswith("-") and is_file(first)):
         return first, argv[1:]
     return "base.yml", argv
@@ -173,6 +201,27 @@ def _command_line(reader: Reader, words: Sequence[str], place: str) -> dict[str,
     return settings
 
 
+def _by_hand(
+    reader: Reader, words: Sequence[str], place: str, environment: Mapping[str, str]
+) -> tuple[dict[str, Setting], list[str]]:
+    """The settings of the command line and of the environment, and warnings about variables that name no key."""
+    settings = _command_line(reader, words, place)
+    texts = dict(word.partition("=")[::2] for word in words)
+    found, unknown = variables(environment)
+    for name, (variable, text) in found.items():
+        read = functools.partial(read_text, text=text)
+        ours = reader.setting(name, text, ENVIRONMENT + variable, read)
+        both_read = name in settings and name in ours
+        differ = settings[name].value != ours[name].value if both_read else text != texts.get(name, text)
+        if differ:
+            reader.mistakes.append(
+                f"{name}={shortened(texts[name])} ({place}) and {variable}={shortened(text)} (environment): two values "
+                "for one key; give one of them"
+            )
+        settings = ours | settings
+    return settings, unknown
+
+
 def _malformed(reader: Reader, name: str, has_value: bool, text: str) -> str | None:
     keys = reader.schema.keys
     bare = name.lstrip("-").replace("-", "_")
@@ -184,7 +233,7 @@ def _malformed(reader: Reader, name: str, has_value: bool, text: str) -> str | N
         return f"keys have no dashes; write {bare}={shortened(text) if has_value else 'VALUE'}"
     if has_value:
         return None
-    if name.endswith(_YML_ENDINGS):
+    if name.endswith(YML_ENDINGS):
         return "only the first word may be a yml; a yml names its parent with `base_config:`"
     return f"no value; write {name}=VALUE" if name in keys else f"not key=value{reader.nearest_key(name)}"
 

@@ -12,7 +12,13 @@ from trainer.config.values import read_node
 
 # Tables of the mesh and of shardings, which are not read as keys.
 TABLES = ("logical_axis_rules", "mesh_axes", "data_sharding", "input_data_sharding_logical_axes")
-_NOTED = ("Model", "Data", "Training")  # sections of base.yml; the other defaults do not affect the training result
+_NOTED = (
+    "Model",
+    "Data",
+    "Training",
+    "Optimizer",
+    "Loss",
+)  # sections of base.yml; the other defaults do not affect the training result
 _NOT_NOTED = ("prompt", "decode_sampling_temperature")
 
 

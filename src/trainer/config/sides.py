@@ -4,13 +4,14 @@
 right sides, each compared with the left one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer.config.dump import to_flow
 from trainer.config.errors import UserError, nearest
 from trainer.config.flags import COMBINATIONS, combination, flags_of
-from trainer.config.load import Loaded, load
+from trainer.config.help import question
+from trainer.config.load import Loaded, answer, load
 from trainer.config.schema import schema
 
 LEFT, RIGHT, ALL = "left", "right", "all"
@@ -25,25 +26,29 @@ class Side:
     loaded: Loaded
 
 
-def load_sides(argv: Sequence[str]) -> list[Side]:
+def load_sides(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> list[Side]:
     """The left side, then the right ones in the order of the command line; one side named "" if no word names a side.
 
-    Within a side later words win, and its own words override those for all.
+    Within a side later words win, and its own words override those for all. `environment`: see `load`.
 
     Raises:
       UserError: the errors of the first side that has any.
+      SystemExit: with code 0, after the answer to --help or --explain.
     """
+    if demand := question(argv):
+        answer(demand, lambda words: {side.name: side.loaded for side in load_sides(words, environment)})
+        raise SystemExit(0)
     shared, left, right, names = _split(argv)
     if not left and not right and not names:
-        return [Side("", (), load(argv))]
+        return [Side("", (), load(argv, environment=environment))]
     lefts, rights = names.get(LEFT, [""]), names.get(RIGHT, [""])
     if len(lefts) > 1:
         raise UserError(f"left={','.join(lefts)}: give one combination; right= takes several")
     if rights == [ALL]:
-        own = lefts[0] or combination(_load(LEFT, [*shared, *left]).config)
+        own = lefts[0] or combination(_load(LEFT, [*shared, *left], environment).config)
         rights = [name for name in COMBINATIONS if name != own]
     asked = [(LEFT, lefts[0], left), *((RIGHT, name, right) for name in rights)]
-    loaded = [_load(side, [*shared, *_flag_words(name), *words]) for side, name, words in asked]
+    loaded = [_load(side, [*shared, *_flag_words(name), *words], environment) for side, name, words in asked]
     labels = [combination(it.config) for it in loaded]
     if len(set(labels)) < len(labels):
         # The combinations are not unique: name the sides left and right.
@@ -94,8 +99,8 @@ def _flag_words(name: str) -> list[str]:
     return [f"{flag}={str(value).lower()}" for flag, value in flags_of(name).items()] if name else []
 
 
-def _load(side: str, argv: Sequence[str]) -> Loaded:
+def _load(side: str, argv: Sequence[str], environment: Mapping[str, str] | None) -> Loaded:
     try:
-        return load(argv)
+        return load(argv, environment=environment)
     except UserError as error:
         raise type(error)(f"{side}: {error}") from None

@@ -241,17 +241,6 @@ def test_rules_that_are_none(rules, message):
         load([f"logical_axis_rules={rules}"])
 
 
-@pytest.mark.parametrize("word", ["help", "--help", "-h"])
-def test_help_prints_every_key_and_ends_well(word, capsys):
-    with pytest.raises(SystemExit) as caught:
-        load(["base.yml", word])
-    assert caught.value.code == 0
-    text = capsys.readouterr().out
-    assert all(f"\n{name}=" in text for name in schema().keys)
-    assert "Number of updates." in text
-    assert "an integer in [1, 2147483647] or -1" in text
-
-
 def test_every_preset_loads():
     from trainer.config.files import preset_names
 

@@ -1,0 +1,26 @@
+"""Keys from the environment: M_STEPS=10 is the same as steps=10 on the command line."""
+
+from collections.abc import Mapping
+
+from trainer.config import maxtext
+from trainer.config.errors import nearest
+from trainer.config.schema import schema
+
+PREFIX = "M_"
+
+
+def variables(environment: Mapping[str, str]) -> tuple[dict[str, tuple[str, str]], list[str]]:
+    """The variables M_KEY: key -> (variable, text); and a warning for each that names no key."""
+    given = {name: text for name, text in environment.items() if name.startswith(PREFIX) and name != PREFIX}
+    if not given:
+        return {}, []
+    keys = {name.upper(): name for name in (*maxtext.verdicts(), *schema().keys)}
+    found, unknown = {}, []
+    for variable, text in sorted(given.items()):
+        name = variable.removeprefix(PREFIX)
+        if name in keys:
+            found[keys[name]] = variable, text
+        else:
+            near = nearest(name.lower(), schema().keys)
+            unknown.append(f"{variable} in the environment is ignored: there is no key {name.lower()}{near}")
+    return found, unknown
