@@ -41,6 +41,11 @@ SETTINGS = {
         "num_vocab_tiling": 2,
         "opt_type": "adafactor",
         "adafactor_min_dim_size_to_factor": 8,
+        "enable_streaming_diloco": True,
+        "num_diloco_fragments": 3,
+        "num_communication_overlapping_steps": 1,
+        "communication_overlapping_alpha": 0.5,
+        "diloco_outer_grad_dtype": "int8",
         **DROPOUT,
     },
     "separate head, blockwise attention, bfloat16": {

@@ -11,12 +11,13 @@ from typing import Any
 from trainer.config import flags, scale
 from trainer.config.data_keys import DATA_CHECKS, DATA_PATHS, LISTS_OF_FILES
 from trainer.config.derived import DCN, ICI, MESH_AXES, UNUSED_AXES
+from trainer.config.diloco_keys import DILOCO_CHECKS
 from trainer.config.dump import to_flow
 from trainer.config.errors import Unbuilt, nearest, shortened
 from trainer.config.mtp_keys import MTP_CHECKS
 from trainer.config.optimizers import groups_of
 from trainer.config.paths import path_problem
-from trainer.config.rules import collisions, make_rules
+from trainer.config.rules import collisions
 from trainer.config.schema import FLOAT32_MAX
 from trainer.config.topologies import find_topology
 
@@ -248,28 +249,6 @@ def _unused_axis(key: str, reason: str) -> Callable[[Any], str | None]:
     return lambda config: None if config[key] == 1 else Unbuilt(f"{reason}; leave it at 1")
 
 
-def _islands(config: Any) -> str | None:
-    if config.enable_diloco or config[ICI["diloco"]] == config[DCN["diloco"]] == 1:
-        return None
-    return "only DiLoCo uses the mesh axis diloco; set enable_diloco=true, or leave both sizes at 1"
-
-
-def _rules_of_islands(config: Any) -> str | None:
-    found = [name for name, axes in make_rules(config.logical_axis_rules).items() if "diloco" in axes]
-    return (
-        f"the rule of {found[0]} names the mesh axis diloco, over which islands are apart: every array of an island "
-        "has it, and no rule may; leave it out"
-        if found
-        else None
-    )
-
-
-def _average_of_islands(config: Any) -> str | None:
-    if config.enable_diloco and config.ema_decay:
-        return "with DiLoCo evaluation and export use the outer parameters, an average of islands; set ema_decay=0"
-    return None
-
-
 def _rules(config: Any) -> str | None:
     found = collisions(config)
     return f"{'; '.join(found)}; move one of the two to another mesh axis or to []" if found else None
@@ -338,10 +317,7 @@ CHECKS = (
         for keys in (ICI, DCN)
     ),
     Check(("logical_axis_rules",), _rules),
-    Check(("logical_axis_rules",), _rules_of_islands),
-    Check(("enable_diloco", ICI["diloco"], DCN["diloco"]), _islands),
-    Check(("enable_diloco", "ema_decay"), _average_of_islands),
     Check(("compile_topology",), _topology),
     Check(("compile_topology", "compile_topology_num_slices"), _slices),
-    *(Check(keys, problem) for keys, problem in (*MTP_CHECKS, *DATA_CHECKS)),
+    *(Check(keys, problem) for keys, problem in (*MTP_CHECKS, *DILOCO_CHECKS, *DATA_CHECKS)),
 )

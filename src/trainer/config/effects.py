@@ -68,9 +68,19 @@ INERT = (
         "skip_step_on_spikes=false",
     ),
     Inert(
-        ("diloco_sync_period", "diloco_outer_lr", "diloco_outer_momentum"),
+        ("diloco_sync_period", "diloco_outer_lr", "diloco_outer_momentum", "diloco_outer_grad_dtype"),
         lambda c: not c.enable_diloco,
         "enable_diloco=false",
+    ),
+    Inert(
+        ("num_diloco_fragments", "num_communication_overlapping_steps", "communication_overlapping_alpha"),
+        lambda c: not c.enable_streaming_diloco,
+        "enable_streaming_diloco=false",
+    ),
+    Inert(
+        ("use_sequential_layers",),
+        lambda c: not c.enable_streaming_diloco or c.num_diloco_fragments <= 2,
+        "only streaming DiLoCo with more than two fragments divides the layers",
     ),
     Inert(("rope_linear_scaling_factor",), lambda c: c.rope_type != "default", "rope_type is not default"),
     Inert(

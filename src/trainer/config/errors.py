@@ -178,13 +178,13 @@ def nearest(word: str, names: Iterable[str]) -> str:
     """The end of a message, `; nearest: NAME`, or "" if no name is similar to `word`.
 
     A name is similar if most letters match, or if it has all parts of the word, as per_device_batch_size has those of
-    batch_size.
+    batch_size. num_steps is steps, although a longer name has both of its parts.
     """
     candidates = list(names)
     parts = _parts(word)
     holding = [name for name in candidates if parts and parts <= _parts(name)]
     close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.7)
-    if close and (len(parts) < 2 or not holding):
+    if close and (len(parts) < 2 or not holding or _parts(close[0]) <= parts):
         return f"; nearest: {close[0]}"
     # A short name such as num_layers means a size of the model rather than a part of another key.
     return f"; nearest: {min(holding, key=lambda name: (not name.startswith('base_'), len(name)))}" if holding else ""

@@ -104,6 +104,12 @@ UPDATE = (
     "diloco_sync_period",
     "diloco_outer_lr",
     "diloco_outer_momentum",
+    "diloco_outer_grad_dtype",
+    "enable_streaming_diloco",
+    "num_diloco_fragments",
+    "use_sequential_layers",
+    "num_communication_overlapping_steps",
+    "communication_overlapping_alpha",
 )
 MAY_CHANGE = frozenset((*LAYOUT, *BATCH, *LENGTH, *AROUND))
 _RESET = "its parameters and a fresh optimizer: reset_optimizer=true"

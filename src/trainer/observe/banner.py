@@ -6,6 +6,7 @@ from typing import Any
 
 from trainer.config import combination, global_batch_rows, mesh_axes
 from trainer.config.derived import DCN, islands
+from trainer.config.diloco_keys import timetable
 from trainer.config.kernels import kernel_barred
 from trainer.config.words import counted
 from trainer.observe.lines import Work
@@ -59,10 +60,9 @@ def banner_rows(
 
 
 def _islands(config: Any) -> str:
-    period = counted(config.diloco_sync_period, "step")
     return (
-        f"{islands(config)}, which synchronize every {period} and at the end; evaluation uses the outer parameters of "
-        "the last synchronization"
+        f"{islands(config)}, which synchronize {timetable(config)}; evaluation uses the outer parameters of the last "
+        "synchronization"
     )
 
 

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trainer.backends import StateCodec, TrainTree
 from trainer.config.derived import islands
+from trainer.config.diloco_keys import schedule
 from trainer.models.families import axis_rules
 from trainer.ops.paths import by_path, path_of
 from trainer.optim.outer import make_outer_optimizer
@@ -35,6 +36,9 @@ class DiLoCoTrainState(NamedTuple):
     params: Any  # the outer parameters, a nested dict of canonical names
     outer_opt_state: Any  # of the outer optimizer: optax's structure over `params`
     step: Any  # int32 []
+    # int32 [], if islands take a fragment later than it synchronized: the update after which that fragment did which
+    # they have not taken yet, or 0. What they will take is in the outer parameters.
+    in_flight: Any = None
 
 
 class DiLoCoCodec:
@@ -45,10 +49,10 @@ class DiLoCoCodec:
       abstract: the native state, a ShapeDtypeStruct at each leaf.
     """
 
-    def __init__(self, inner: StateCodec, outer: optax.GradientTransformation, count: int):
-        """`outer`: the outer optimizer; `count`: the number of islands."""
+    def __init__(self, inner: StateCodec, outer: optax.GradientTransformation, count: int, *, delayed: bool):
+        """`outer`: the outer optimizer; `count`: the number of islands; `delayed`: the state has `in_flight`."""
         self.inner, self.model = inner, inner.model
-        self._outer, self._count = outer, count
+        self._outer, self._count, self._delayed = outer, count, delayed
         self.abstract = jax.eval_shape(lambda tree: self.pack(self.broadcast(tree)), inner.unpack(inner.abstract))
 
     def init(self, key: jax.Array, params: Any = None) -> DiLoCoTrainState:
@@ -58,7 +62,8 @@ class DiLoCoCodec:
     def broadcast(self, tree: TrainTree) -> DiLoCoTrainState:
         """The canonical state in which every island has the train state `tree`, with a fresh outer optimizer."""
         inner = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self._count, *leaf.shape)), tree)
-        return DiLoCoTrainState(inner, tree.params, self._outer.init(tree.params), tree.step)
+        in_flight = jnp.zeros([], jnp.int32) if self._delayed else None
+        return DiLoCoTrainState(inner, tree.params, self._outer.init(tree.params), tree.step, in_flight)
 
     def unpack(self, native: DiLoCoTrainState) -> DiLoCoTrainState:
         """The canonical form of a native state: a permutation of its leaves.
@@ -84,7 +89,8 @@ class DiLoCoCodec:
 
 def make_diloco_codec(config: Any, inner: StateCodec) -> DiLoCoCodec:
     """The codec for the islands of `config`, resolved, whose train states are those of `inner`."""
-    return DiLoCoCodec(inner, make_outer_optimizer(config), islands(config))
+    delayed = schedule(config).delay > 0
+    return DiLoCoCodec(inner, make_outer_optimizer(config), islands(config), delayed=delayed)
 
 
 def build_diloco_state(config: Any, codec: StateCodec, state: Any) -> DiLoCoTrainState:
@@ -119,7 +125,8 @@ def diloco_shardings(abstract: DiLoCoTrainState, inner: Any, params: Any) -> DiL
     """
     replicated = NamedSharding(jax.tree.leaves(params)[0].mesh, PartitionSpec())
     outer = _like_parameters(abstract.outer_opt_state, params, lambda leaf: replicated)
-    return DiLoCoTrainState(jax.tree.map(over_islands, inner), params, outer, replicated)
+    in_flight = jax.tree.map(lambda leaf: replicated, abstract.in_flight)
+    return DiLoCoTrainState(jax.tree.map(over_islands, inner), params, outer, replicated, in_flight)
 
 
 def over_islands(sharding: NamedSharding) -> NamedSharding:

@@ -20,6 +20,7 @@ KINDS = {
     "outer_opt_state": "optimizer",
     "rest": "other",
     "step": "other",
+    "in_flight": "other",
 }
 _ISLANDS = "inner_state"  # the train states of DiLoCo's islands
 

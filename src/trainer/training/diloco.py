@@ -2,6 +2,9 @@
 
 Each island takes `diloco_sync_period` updates by itself. Then the mean of what the islands moved by is a gradient of
 the outer parameters, the outer optimizer moves these, and every island goes on from them with its own optimizer state.
+
+Streaming DiLoCo (Douillard et al. 2025, arXiv:2501.18512) does so with one fragment of the parameters after the other;
+plain DiLoCo has one fragment.
 """
 
 import functools
@@ -16,7 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from trainer.backends import StateCodec, TrainTree
 from trainer.config.derived import islands
-from trainer.optim.outer import make_outer_optimizer
+from trainer.config.diloco_keys import Schedule, schedule
+from trainer.optim.outer import make_outer_optimizer, sent
 from trainer.sharding import MAPPED
 from trainer.state import init_state_fn
 from trainer.state.diloco import (
@@ -26,6 +30,7 @@ from trainer.state.diloco import (
     diloco_tensors,
     make_diloco_codec,
 )
+from trainer.state.fragments import Fragment, fragments
 from trainer.state.host import fetcher
 from trainer.training.metrics import due
 from trainer.training.run import Run, batch_shardings, with_steps
@@ -86,17 +91,17 @@ def trained(tree: DiLoCoTrainState) -> tuple[Any, Any]:
 def build_diloco_train_step(
     config: Any, update: Callable[[TrainTree, Batch], tuple[TrainTree, dict[str, jax.Array]]], shardings: Any
 ) -> Callable[[DiLoCoTrainState, Batch], tuple[DiLoCoTrainState, Metrics]]:
-    """`step(state, batch) -> state, metrics` over the canonical state: `update` of every island, and after every
-    `diloco_sync_period` updates, and the last of `steps`, the synchronization.
+    """`step(state, batch) -> state, metrics` over the canonical state: `update` of every island, then the
+    synchronization of the fragments whose turn it is (`config.diloco_keys.Schedule`), after the last step of all.
 
-    The synchronization is a conditional: in all other steps nothing is sent between islands.
+    A synchronization is a conditional: in all other steps nothing is sent between islands.
 
     Args:
       config: resolved.
       update: of an island, on its mesh axes (`training.step.make_update`).
       shardings: of the outer parameters.
     """
-    count, outer = islands(config), make_outer_optimizer(config)
+    count, plan, synchronize = islands(config), schedule(config), _synchronization(config, shardings)
     # The step count is the same on all islands. As one number it keeps a conditional of an island a conditional.
     state_axes: Any = TrainTree(step=None, params=0, opt_state=0, rest=0)
     on_islands = jax.vmap(update, in_axes=(state_axes, 0), out_axes=(state_axes, 0), spmd_axis_name=AXIS)
@@ -107,11 +112,10 @@ def build_diloco_train_step(
         updates = state.step + 1
         # Nothing else changes: moments and what update rules keep stay with their island.
         changing = Averaged(inner.params, state.params, state.outer_opt_state)
-        synchronize = functools.partial(_synchronize, outer, shardings)
-        nothing = functools.partial(_unchanged, synchronize)
-        new, found = jax.lax.cond(synchronizes(config, updates), synchronize, nothing, changing)
+        new, found = synchronize(changing, state.in_flight, updates)
         inner = inner._replace(step=jnp.broadcast_to(updates, count), params=new.islands)
-        return DiLoCoTrainState(inner, new.params, new.opt_state, updates), {ISLANDS: metrics, OUTER: found}
+        in_flight = _in_flight(plan, state.in_flight, updates)
+        return DiLoCoTrainState(inner, new.params, new.opt_state, updates, in_flight), {ISLANDS: metrics, OUTER: found}
 
     return step
 
@@ -124,43 +128,97 @@ class Averaged(NamedTuple):
     opt_state: Any  # of the outer optimizer
 
 
-def _synchronize(
-    outer: optax.GradientTransformation, shardings: Any, old: Averaged
-) -> tuple[Averaged, dict[str, jax.Array]]:
-    """The outer update, and its metrics: the norm of the outer gradient, and `_disagreement`."""
+class Moved(NamedTuple):
+    """How far islands moved from the outer parameters since the last synchronization."""
+
+    mean: jax.Array  # the square of the norm of the outer gradient
+    islands: jax.Array  # [islands], the square of each island's distance
+
+
+def _synchronization(config: Any, shardings: Any) -> Callable[..., tuple[Averaged, dict[str, jax.Array]]]:
+    """`synchronize(changing, in_flight, updates) -> changing, metrics`, of all fragments; see `Schedule`."""
+    plan, parts = schedule(config), fragments(config)
+
+    def synchronize(now: Averaged, in_flight: Any, updates: jax.Array) -> tuple[Averaged, dict[str, jax.Array]]:
+        ended, moved = updates == plan.steps, []
+        for i, fragment in enumerate(parts):
+            if plan.delay:
+                arrives = plan.arrives(i, in_flight, updates)
+                take = functools.partial(_take, fragment, plan.alpha)
+                now = jax.lax.cond(arrives, take, lambda old: old, now)
+            step = functools.partial(_outer_step, config, fragment, shardings)
+            now, found = jax.lax.cond(plan.synchronizes(i, updates), step, functools.partial(_unchanged, step), now)
+            moved.append(found)
+        if plan.delay or plan.alpha:
+            take = functools.partial(_take, None, 0.0)
+            now = jax.lax.cond(ended, take, lambda old: old, now)
+        return now, _disagreement(jax.tree.map(lambda *found: functools.reduce(jnp.add, found), *moved))
+
+    return synchronize
+
+
+def _in_flight(plan: Schedule, before: Any, updates: jax.Array) -> Any:
+    """`DiLoCoTrainState.in_flight` after update number `updates`."""
+    if not plan.delay:
+        return None
+    left = jnp.where(updates == before + plan.delay, 0, before)
+    synchronizes = functools.reduce(jnp.logical_or, (plan.synchronizes(i, updates) for i in range(plan.fragments)))
+    return jnp.where(updates == plan.steps, 0, jnp.where(synchronizes, updates, left))
+
+
+def _outer_step(config: Any, fragment: Fragment, shardings: Any, old: Averaged) -> tuple[Averaged, Moved]:
+    """The outer update of `fragment`, which islands take at once if there is no delay."""
+    plan, outer = schedule(config), make_outer_optimizer(config)
+    islands, params, opt_state = fragment.part(old.islands, 1), fragment.part(old.params), fragment.part(old.opt_state)
+    stored = fragment.shardings(shardings)
 
     def moved(param: jax.Array, of_islands: jax.Array) -> jax.Array:
         return param.astype(jnp.float32) - of_islands.astype(jnp.float32)
 
-    deltas = jax.tree.map(moved, old.params, old.islands)
-    grads = jax.tree.map(lambda delta: jnp.mean(delta, 0), deltas)
-    grads = jax.lax.with_sharding_constraint(grads, shardings)
-    updates, opt_state = outer.update(grads, old.opt_state, old.params)
-    params = optax.apply_updates(old.params, updates)
-    islands = jax.tree.map(lambda param, before: jnp.broadcast_to(param, before.shape), params, old.islands)
-    norm = optax.tree.norm(grads)
+    deltas = sent(config.diloco_outer_grad_dtype, jax.tree.map(moved, params, islands), stored)
+    grads = jax.lax.with_sharding_constraint(jax.tree.map(lambda delta: jnp.mean(delta, 0), deltas), stored)
+    updates, opt_state = outer.update(grads, opt_state, params)
+    params = optax.apply_updates(params, updates)
+    new = old._replace(params=fragment.put(old.params, params), opt_state=fragment.put(old.opt_state, opt_state))
+    if not plan.delay:
+        new = _take(fragment, plan.alpha, new)
     # Replicated here, so that the branch sends them and not the step.
     replicated = NamedSharding(jax.tree.leaves(shardings)[0].mesh, PartitionSpec())
-    metrics = {"outer_grad_norm": norm, **_disagreement(deltas, norm)}
-    return Averaged(islands, params, opt_state), jax.lax.with_sharding_constraint(metrics, replicated)
-
-
-def _unchanged(synchronize: Callable[..., Any], old: Averaged) -> tuple[Averaged, Any]:
-    """`old`, and zeros in place of the metrics of `synchronize`."""
-    _, metrics = jax.eval_shape(synchronize, old)
-    return old, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), metrics)
-
-
-def _disagreement(deltas: Any, norm_of_mean: jax.Array) -> dict[str, jax.Array]:
-    """`island_distance` [islands]: of each island from the outer parameters. `island_cosine`: the mean of the dot
-    products of what two islands moved by, over their mean square; their mean cosine if they moved equally far."""
     squares = [jnp.sum(delta**2, range(1, delta.ndim)) for delta in jax.tree.leaves(deltas)]
-    square = functools.reduce(jnp.add, squares)  # [islands]
-    metrics = {"island_distance": jnp.sqrt(square)}
-    if (count := len(square)) > 1:
-        total = jnp.sum(square)
+    found = Moved(optax.tree.norm(grads, squared=True), functools.reduce(jnp.add, squares))
+    return new, jax.lax.with_sharding_constraint(found, replicated)
+
+
+def _take(fragment: Fragment | None, alpha: float, old: Averaged) -> Averaged:
+    """Islands go on from the outer parameters of `fragment`, or of all, mixed with `alpha` of their own."""
+
+    def one(param: jax.Array, before: jax.Array) -> jax.Array:
+        if not alpha:
+            return jnp.broadcast_to(param, before.shape)
+        mixed = alpha * before.astype(jnp.float32) + (1 - alpha) * param.astype(jnp.float32)
+        return mixed.astype(before.dtype)
+
+    if fragment is None:
+        return old._replace(islands=jax.tree.map(one, old.params, old.islands))
+    new = jax.tree.map(one, fragment.part(old.params), fragment.part(old.islands, 1))
+    return old._replace(islands=fragment.put(old.islands, new, 1))
+
+
+def _unchanged(step: Callable[..., Any], old: Averaged) -> tuple[Averaged, Any]:
+    """`old`, and zeros in place of what `step` measures."""
+    _, found = jax.eval_shape(step, old)
+    return old, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), found)
+
+
+def _disagreement(moved: Moved) -> dict[str, jax.Array]:
+    """`outer_grad_norm`; `island_distance` [islands]: of each island from the outer parameters; `island_cosine`: the
+    mean of the dot products of what two islands moved by, over their mean square; their mean cosine if they moved
+    equally far."""
+    metrics = {"outer_grad_norm": jnp.sqrt(moved.mean), "island_distance": jnp.sqrt(moved.islands)}
+    if (count := len(moved.islands)) > 1:
+        total = jnp.sum(moved.islands)
         # The square of the sum has each pair twice.
-        pairs = (count * norm_of_mean) ** 2 - total
+        pairs = count**2 * moved.mean - total
         metrics["island_cosine"] = pairs / jnp.where(total > 0, (count - 1) * total, 1)
     return metrics
 
@@ -169,7 +227,7 @@ def _reader(config: Any, replicated: NamedSharding) -> Callable[[Metrics, int], 
     """See `Run.read`. A number is the mean over islands with loss-bearing tokens, tokens are summed, and a flag is that
     of any island (`finite`: of all). `island_losses` has the loss of each. What a synchronization measures is there
     where there was one."""
-    gather = jax.jit(lambda metrics: metrics, out_shardings=replicated)
+    gather, plan = jax.jit(lambda metrics: metrics, out_shardings=replicated), schedule(config)
 
     def read(metrics: Metrics, step: int) -> dict[str, Any]:
         of_islands = due(config, metrics[ISLANDS], step)
@@ -179,7 +237,7 @@ def _reader(config: Any, replicated: NamedSharding) -> Callable[[Metrics, int], 
         bearing = found["tokens"] > 0 if found["tokens"].any() else slice(None)
         row = {name: _combined(name, value, bearing) for name, value in found.items()}
         row["island_losses"] = found["loss"]
-        return row | (jax.device_get(metrics[OUTER]) if synchronizes(config, step + 1) else {})
+        return row | (jax.device_get(metrics[OUTER]) if plan.any_synchronizes(step + 1) else {})
 
     return read
 
@@ -190,8 +248,3 @@ def _combined(name: str, value: np.ndarray, bearing: Any) -> Any:
     if np.issubdtype(value.dtype, np.floating):
         return np.mean(value[bearing], 0)
     return np.max(value, 0)
-
-
-def synchronizes(config: Any, updates: Any) -> Any:
-    """Whether a synchronization follows update number `updates`, an integer or an array."""
-    return (updates % config.diloco_sync_period == 0) | (updates == config.steps)

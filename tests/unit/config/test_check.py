@@ -60,7 +60,21 @@ from trainer.config.derived import DCN, ICI, UNUSED_AXES
         ("dcn_diloco_parallelism=2", "only DiLoCo uses the mesh axis diloco"),
         ("enable_diloco=true ema_decay=0.9", "export use the outer parameters, an average of islands; set ema_decay=0"),
         ("enable_diloco=true logical_axis_rules=[[embed,diloco]]", "the rule of embed names the mesh axis diloco"),
-        ("enable_streaming_diloco=true", "enable_diloco synchronizes all parameters at once"),
+        ("enable_streaming_diloco=true", "streaming is a kind of DiLoCo; set enable_diloco=true too"),
+        (
+            "enable_diloco=true enable_streaming_diloco=true base_num_decoder_layers=3 num_diloco_fragments=5",
+            "3 layers can be divided into at most 4 fragments: one for each layer, and one for the parameters outside",
+        ),
+        (
+            "enable_diloco=true enable_streaming_diloco=true diloco_sync_period=2 num_diloco_fragments=3",
+            "3 fragments cannot synchronize one after the other within 2 steps; give at most 2 fragments",
+        ),
+        (
+            "enable_diloco=true enable_streaming_diloco=true diloco_sync_period=11 num_diloco_fragments=3 "
+            "num_communication_overlapping_steps=3",
+            r"3 fragments in 11 steps can be 11 // 3 = 3 steps apart, so num_.*_steps must be less than 3",
+        ),
+        ("enable_diloco=true num_diloco_fragments=0", "num_diloco_fragments=0"),
         ("head_dim=33", "must be even.*nearest: 32 or 34"),
         ("rope_min_timescale=10000", "less than the longest"),
         (

@@ -15,6 +15,12 @@ from trainer.data import open_dataset
 from trainer.training import build, start
 
 ISLANDS = {"enable_diloco": True, "ici_diloco_parallelism": 2, "per_device_batch_size": 1, "ici_fsdp_parallelism": 2}
+STREAMING = {
+    "enable_streaming_diloco": True,
+    "num_diloco_fragments": 2,
+    "num_communication_overlapping_steps": 1,
+    "communication_overlapping_alpha": 0.5,
+}
 PLAIN = {"per_device_batch_size": 1, "ici_fsdp_parallelism": 4}
 
 
@@ -64,10 +70,13 @@ def begin(run, folder=None, lines=None):
     return copied(run.codec.unpack(found.state)), found.updates
 
 
-def test_the_whole_state_resumes_under_another_combination_and_mesh(tmp_path):
-    """Also at a step that is no synchronization: islands, momentum and step are in the checkpoint."""
-    saved = save(tmp_path, made(**ISLANDS), 6)
-    other = ISLANDS | {"ici_fsdp_parallelism": 1, "ici_tensor_parallelism": 2}
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_whole_state_resumes_under_another_combination_and_mesh(tmp_path, streaming):
+    """Also at a step that is no synchronization: islands, momentum, step and what is in flight are saved."""
+    keys = ISLANDS | (STREAMING if streaming else {})
+    saved = save(tmp_path, made(**keys), 6)
+    assert ("in_flight" in {tensor.name for tensor in jax.tree.leaves(made(**keys).tensors)}) == streaming
+    other = keys | {"ici_fsdp_parallelism": 1, "ici_tensor_parallelism": 2}
     found, updates = begin(made(ALL_COMBINATIONS[-1], **other), tmp_path)
     assert updates == 6
     assert_equal_bits(found, saved)
@@ -81,6 +90,15 @@ def test_a_step_that_the_state_does_not_have_is_not_saved(tmp_path):
     with CheckpointManager(tmp_path, run.config, print) as manager, disagreement:
         maybe_save_checkpoint(manager, state, 8, force=True, **what)
     assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_what_is_in_flight_belongs_to_streaming(tmp_path):
+    save(tmp_path / "islands", made(**ISLANDS), 6)
+    with pytest.raises(UserError, match="in_flight"):
+        begin(made(**ISLANDS, **STREAMING, load_full_state_path=tmp_path / "islands"))
+    save(tmp_path / "plain", made(**PLAIN), 6)
+    found, _ = begin(made(**ISLANDS, **STREAMING, load_full_state_path=tmp_path / "plain"))
+    assert found.in_flight == 0
 
 
 def test_a_plain_checkpoint_is_on_every_island(tmp_path):

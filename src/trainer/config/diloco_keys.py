@@ -1,0 +1,131 @@
+"""The schedule of DiLoCo, and the checks of its keys."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from trainer.config.derived import DCN, ICI
+from trainer.config.rules import make_rules
+from trainer.config.words import counted
+
+
+class Schedule(NamedTuple):
+    """When the fragments of the parameters synchronize. Plain DiLoCo has one fragment, which arrives at once."""
+
+    period: int  # steps from one synchronization of a fragment to its next
+    fragments: int
+    delay: int  # steps after which islands take what a synchronization has changed
+    alpha: float  # the share of an island's own parameters in what it goes on with
+    steps: int  # the last of which synchronizes all fragments
+
+    @property
+    def spacing(self) -> int:
+        """The smallest number of steps between two synchronizations."""
+        return self.period // self.fragments
+
+    def offset(self, fragment: int) -> int:
+        """`fragment` synchronizes after update t if t modulo the period is this."""
+        return fragment * self.period // self.fragments
+
+    def synchronizes(self, fragment: int, updates: Any) -> Any:
+        """Whether `fragment` synchronizes after update number `updates`, an integer or an array."""
+        return (updates % self.period == self.offset(fragment)) | (updates == self.steps)
+
+    def any_synchronizes(self, updates: int) -> bool:
+        """Whether a fragment synchronizes after update number `updates`."""
+        return any(self.synchronizes(fragment, updates) for fragment in range(self.fragments))
+
+    def arrives(self, fragment: int, in_flight: Any, updates: Any) -> Any:
+        """Whether islands take `fragment` after update number `updates`. `in_flight`: the update after which the
+        fragment that they have not taken yet synchronized; 0: none."""
+        its = (in_flight > 0) & (in_flight % self.period == self.offset(fragment))
+        return its & ((updates == in_flight + self.delay) | (updates == self.steps))
+
+
+def schedule(config: Any) -> Schedule:
+    """The schedule of `config`."""
+    streaming = (config.num_diloco_fragments, config.num_communication_overlapping_steps)
+    fragments, delay = streaming if config.enable_streaming_diloco else (1, 0)
+    alpha = config.communication_overlapping_alpha if config.enable_streaming_diloco else 0.0
+    return Schedule(config.diloco_sync_period, fragments, delay, alpha, config.steps)
+
+
+def timetable(config: Any) -> str:
+    """The schedule of `config` in words."""
+    plan = schedule(config)
+    if plan.fragments == 1:
+        when, end = f"every {counted(plan.period, 'step')}", " and at the end"
+    else:
+        order = [*range(1, plan.fragments), 0]
+        places = [plan.offset(fragment) or plan.period for fragment in order]
+        shown = [f"fragment {fragment} after step {place}" for fragment, place in zip(order, places, strict=True)]
+        if len(shown) > 6:
+            shown[3:-1] = ["..."]
+        when = f"in {plan.fragments} fragments, of every {counted(plan.period, 'step')} {', '.join(shown)}"
+        end = ", and all at the end"
+    late = f" (islands take it {counted(plan.delay, 'step')} later)" if plan.delay else ""
+    return when + late + end
+
+
+def _needs_diloco(config: Any) -> str | None:
+    if config.enable_streaming_diloco and not config.enable_diloco:
+        return "streaming is a kind of DiLoCo; set enable_diloco=true too"
+    return None
+
+
+def _fragments(config: Any) -> str | None:
+    plan, layers = schedule(config), config.base_num_decoder_layers
+    if plan.fragments > layers + 1:
+        return (
+            f"{counted(layers, 'layer')} can be divided into at most {layers + 1} fragments: one for each layer, and "
+            "one for the parameters outside of the layers"
+        )
+    if plan.fragments > plan.period:
+        return (
+            f"{plan.fragments} fragments cannot synchronize one after the other within {counted(plan.period, 'step')}; "
+            f"give at most {plan.period} fragments, or a longer period"
+        )
+    return None
+
+
+def _delay(config: Any) -> str | None:
+    plan = schedule(config)
+    if not plan.delay or plan.delay < plan.spacing:
+        return None
+    return (
+        f"islands must take a fragment before the next one synchronizes: {counted(plan.fragments, 'fragment')} in "
+        f"{counted(plan.period, 'step')} can be {plan.period} // {plan.fragments} = {counted(plan.spacing, 'step')} "
+        f"apart, so num_communication_overlapping_steps must be less than {plan.spacing}"
+    )
+
+
+def _islands(config: Any) -> str | None:
+    if config.enable_diloco or config[ICI["diloco"]] == config[DCN["diloco"]] == 1:
+        return None
+    return "only DiLoCo uses the mesh axis diloco; set enable_diloco=true, or leave both sizes at 1"
+
+
+def _rules_of_islands(config: Any) -> str | None:
+    found = [name for name, axes in make_rules(config.logical_axis_rules).items() if "diloco" in axes]
+    return (
+        f"the rule of {found[0]} names the mesh axis diloco, over which islands are apart: every array of an island "
+        "has it, and no rule may; leave it out"
+        if found
+        else None
+    )
+
+
+def _average_of_islands(config: Any) -> str | None:
+    if config.enable_diloco and config.ema_decay:
+        return "with DiLoCo evaluation and export use the outer parameters, an average of islands; set ema_decay=0"
+    return None
+
+
+_STREAMING = ("enable_streaming_diloco", "num_diloco_fragments", "diloco_sync_period")
+DILOCO_CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any], str | None]], ...] = (
+    (("logical_axis_rules",), _rules_of_islands),
+    (("enable_diloco", ICI["diloco"], DCN["diloco"]), _islands),
+    (("enable_diloco", "ema_decay"), _average_of_islands),
+    (("enable_diloco", "enable_streaming_diloco"), _needs_diloco),
+    ((*_STREAMING, "base_num_decoder_layers"), _fragments),
+    ((*_STREAMING, "num_communication_overlapping_steps"), _delay),
+)

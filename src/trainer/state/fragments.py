@@ -1,0 +1,138 @@
+"""Fragments of the parameters, which streaming DiLoCo (arXiv:2501.18512) synchronizes in turn."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from trainer.config import UserError
+from trainer.config.diloco_keys import schedule
+from trainer.config.words import counted
+from trainer.models.families import stacks
+from trainer.ops.paths import Path, path_of
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Some layers of each stack, and the parameters outside of the stacks or not.
+
+    It is the same part of every tree with a leaf for each parameter, whose path ends with that of the parameter: the
+    parameters, their gradients, what an optimizer keeps for them. In such a part None stands for what is not in it.
+    """
+
+    layers: dict[Path, range]  # of the stack at each path, whose parameters have the layers on axis 0
+    counts: dict[Path, int]  # the number of layers of each stack
+    outside: bool
+
+    def part(self, tree: Any, before: int = 0) -> Any:
+        """This fragment of `tree`, whose leaves have `before` axes before those of a parameter."""
+
+        def one(path: Any, leaf: Any) -> Any:
+            if (stack := self._stack(path)) is None:
+                return leaf if self.outside else None
+            chosen = self.layers[stack]
+            if len(chosen) in (0, self.counts[stack]):
+                return leaf if chosen else None
+            return jax.lax.slice_in_dim(leaf, chosen.start, chosen[-1] + 1, chosen.step, before)
+
+        return jax.tree_util.tree_map_with_path(one, tree)
+
+    def put(self, tree: Any, part: Any, before: int = 0) -> Any:
+        """`tree` with `part` in place of this fragment; the inverse of `part`."""
+
+        def one(path: Any, leaf: Any, new: Any) -> Any:
+            if new is None:
+                return leaf
+            stack = self._stack(path)
+            if stack is None or len(self.layers[stack]) == self.counts[stack]:
+                return new
+            return _spread(leaf, new, self.layers[stack], before)
+
+        return jax.tree_util.tree_map_with_path(one, tree, part)
+
+    def shardings(self, tree: Any) -> Any:
+        """This fragment of `tree`, the shardings of parameters. A mesh axis that sharded all layers of a stack is left
+        out where it does not divide those of the fragment."""
+
+        def one(path: Any, sharding: NamedSharding) -> NamedSharding | None:
+            if (stack := self._stack(path)) is None:
+                return sharding if self.outside else None
+            if not (chosen := self.layers[stack]):
+                return None
+            entry, *others = (*sharding.spec, None)
+            axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+            if len(chosen) % int(np.prod([sharding.mesh.shape[axis] for axis in axes])):
+                return sharding.update(spec=PartitionSpec(None, *others[:-1]))
+            return sharding
+
+        return jax.tree_util.tree_map_with_path(one, tree)
+
+    def _stack(self, path: Any) -> Path | None:
+        names = path_of(path)
+        return next((stack for stack in self.layers for start in range(len(names)) if names[start:][:2] == stack), None)
+
+
+def _spread(leaf: jax.Array, new: jax.Array, chosen: range, axis: int) -> jax.Array:
+    """`leaf` with `new` at the indices `chosen` of `axis`. Selects, because a scatter would gather a sharded array."""
+    count = leaf.shape[axis]
+    padding = [(0, 0, 0)] * leaf.ndim
+    padding[axis] = (chosen.start, count - 1 - chosen[-1], chosen.step - 1)
+    mask = np.zeros([count if i == axis else 1 for i in range(leaf.ndim)], bool)
+    mask.reshape(-1)[list(chosen)] = True
+    return jnp.where(mask, jax.lax.pad(new, jnp.zeros([], new.dtype), padding), leaf)
+
+
+def fragments(config: Any) -> list[Fragment]:
+    """The fragments of the parameters of `config`, in the order of their numbers.
+
+    Fragment 0 has what is in no stack. With n others, layer i, counted through all stacks, is in fragment 1 + i modulo
+    n, or with `use_sequential_layers` in one of n runs of layers, which differ by at most one layer. A repetition of a
+    pattern of several blocks counts as one layer here.
+
+    Raises:
+      UserError: there are more fragments than layers and one.
+    """
+    counts: dict[Path, int] = {("decoder", stack.name): stack.count for stack in stacks(config)}
+    number, total = schedule(config).fragments, sum(counts.values())
+    if number == 1:
+        return [Fragment({path: range(count) for path, count in counts.items()}, counts, True)]
+    if number - 1 > total:
+        raise UserError(
+            f"num_diloco_fragments={number}: the stacks of this decoder repeat {counted(total, 'layer')}, which can be "
+            f"divided into at most {total + 1} fragments"
+        )
+    chosen = _runs(total, number - 1) if config.use_sequential_layers else _strides(total, number - 1)
+    return [
+        Fragment(_of_stacks(counts, lambda layers: layers[:0]), counts, True),
+        *(Fragment(_of_stacks(counts, choose), counts, False) for choose in chosen),
+    ]
+
+
+def _strides(total: int, number: int) -> list[Callable[[range], range]]:
+    def choose(first: int) -> Callable[[range], range]:
+        return lambda layers: layers[(first - layers.start) % number :: number]
+
+    return [choose(first) for first in range(number)]
+
+
+def _runs(total: int, number: int) -> list[Callable[[range], range]]:
+    def choose(start: int, stop: int) -> Callable[[range], range]:
+        return lambda layers: range(max(start, layers.start), max(min(stop, layers.stop), max(start, layers.start)))
+
+    bounds = [total * i // number for i in range(number + 1)]
+    return [choose(start, stop) for start, stop in pairwise(bounds)]
+
+
+def _of_stacks(counts: dict[Path, int], choose: Callable[[range], range]) -> dict[Path, range]:
+    """`choose` of the numbers of each stack's layers, counted through all stacks; the indices in the stack."""
+    found, first = {}, 0
+    for path, count in counts.items():
+        chosen = choose(range(first, first + count))
+        found[path] = range(chosen.start - first, chosen.stop - first, chosen.step)
+        first += count
+    return found

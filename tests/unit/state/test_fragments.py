@@ -1,0 +1,69 @@
+"""Fragments of the parameters."""
+
+import jax
+import numpy as np
+import pytest
+from support import arguments, assert_equal_bits
+
+from trainer.config import UserError, load
+from trainer.models.families import stacks
+from trainer.state.fragments import fragments
+
+TWO_KINDS = {"decoder_block": "two_kinds:family", "base_num_decoder_layers": 5}
+
+
+def made(count, **overrides):
+    keys = {"enable_diloco": True, "enable_streaming_diloco": True, "num_diloco_fragments": count}
+    return load(arguments("nnx", **keys | overrides)).config
+
+
+def numbered(config):
+    """A tree with the axes of parameters, each entry a number of its own, behind the path of an optimizer's state."""
+    numbers = iter(range(10**6))
+
+    def leaf(*shape):
+        return np.array([next(numbers) for _ in range(int(np.prod(shape)))], np.int32).reshape(shape)
+
+    layers = {stack.name: {"mlp": {"kernel": leaf(stack.count, 2)}} for stack in stacks(config)}
+    decoder = {**layers, "decoder_norm": {"scale": leaf(3)}}
+    return {"trace": {"decoder": decoder, "token_embedder": {"embedding": leaf(4, 2)}}}
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("family", [{"base_num_decoder_layers": 5}, TWO_KINDS])
+def test_each_parameter_is_in_one_fragment(count, family, sequential):
+    config = made(count, use_sequential_layers=sequential, **family)
+    tree, found = numbered(config), fragments(config)
+    parts = [jax.tree.map(np.asarray, it.part(tree)) for it in found]
+    assert len(parts) == count
+    numbers = np.concatenate([leaf.ravel() for part in parts for leaf in jax.tree.leaves(part)])
+    assert sorted(numbers) == list(range(len(numbers)))
+    assert all(len(jax.tree.leaves(part)) for part in parts)
+    for fragment, part in zip(found, parts, strict=True):
+        negated = fragment.put(tree, jax.tree.map(np.negative, part))
+        expected = jax.tree.map(lambda leaf, part=part: np.where(np.isin(leaf, list(_all(part))), -leaf, leaf), tree)
+        assert_equal_bits(jax.tree.map(np.asarray, negated), expected)
+        islands = jax.tree.map(lambda leaf: np.stack([leaf, leaf + 1000]), tree)
+        of_islands = jax.tree.map(lambda leaf: np.stack([leaf, leaf + 1000]), part)
+        assert_equal_bits(jax.tree.map(np.asarray, fragment.part(islands, 1)), of_islands)
+        assert_equal_bits(jax.tree.map(np.asarray, fragment.put(islands, of_islands, 1)), islands)
+
+
+def _all(part):
+    return {number for leaf in jax.tree.leaves(part) for number in leaf.ravel()}
+
+
+@pytest.mark.parametrize(("sequential", "expected"), [(False, [[0, 3], [1, 4], [2]]), (True, [[0], [1, 2], [3, 4]])])
+def test_layers_are_strided_or_follow_one_another(sequential, expected):
+    config = made(4, use_sequential_layers=sequential, base_num_decoder_layers=5)
+    assert [list(it.layers["decoder", "layers"]) for it in fragments(config)] == [[], *expected]
+    assert [it.outside for it in fragments(config)] == [True, False, False, False]
+
+
+def test_a_family_may_have_fewer_stacked_layers_than_layers():
+    config = made(5, **TWO_KINDS | {"base_num_decoder_layers": 4})
+    total = sum(stack.count for stack in stacks(config))
+    assert total < 4
+    with pytest.raises(UserError, match=f"repeat {total} layers, which can be divided into at most {total + 1} "):
+        fragments(config)

@@ -1,0 +1,158 @@
+"""Streaming DiLoCo: fragments that synchronize in turn, late and in few bits."""
+
+import functools
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from support import arguments, assert_equal_bits, copied, packed_batch
+
+from trainer.aot.cost import analyze
+from trainer.config import load
+from trainer.ops.paths import path_of
+from trainer.optim.outer import sent
+from trainer.runtime.place import place
+from trainer.training import build
+
+ISLANDS = {"enable_diloco": True, "ici_diloco_parallelism": 2, "diloco_sync_period": 9}
+SGD = {
+    "opt_type": "sgd",
+    "gradient_clipping_threshold": 0,
+    "lr_schedule_type": "constant",
+    "warmup_steps_fraction": 0,
+    "learning_rate": 0.1,
+}
+THREE = {"enable_streaming_diloco": True, "num_diloco_fragments": 3}
+LATE = THREE | {"num_communication_overlapping_steps": 2, "communication_overlapping_alpha": 0.3}
+
+
+def made(devices, **overrides):
+    return build(load(arguments("nnx", **overrides)).config, jax.devices()[:devices])
+
+
+def test_one_fragment_that_is_taken_at_once_is_plain_diloco():
+    plain, streaming = made(4, **ISLANDS), made(4, **ISLANDS, enable_streaming_diloco=True)
+    texts = [run.step.lower(*run.abstract_args()).as_text() for run in (plain, streaming)]
+    assert texts[0] == texts[1]
+    assert texts[0].count("stablehlo.case") == 1
+
+
+def of_fragment(number, path, leaf):
+    """Which entries of a parameter are in a fragment, of three."""
+    if path_of(path)[:2] != ("decoder", "layers"):
+        return np.full(leaf.shape, number == 0)
+    mask = np.zeros(leaf.shape, bool)
+    if number:
+        mask[number - 1 :: 2] = True
+    return mask
+
+
+def where(number, new, old):
+    """`new` in a fragment, `old` elsewhere."""
+
+    def one(path, a, b):
+        return np.where(of_fragment(number, path, np.asarray(b)), a, b)
+
+    return jax.tree_util.tree_map_with_path(one, new, old)
+
+
+def simulation(config, params, velocity, islands, updates, in_flight):
+    """What follows update number `updates` in float64: (params, velocity, islands, in_flight)."""
+    lr, momentum, alpha = config.diloco_outer_lr, config.diloco_outer_momentum, config.communication_overlapping_alpha
+    ended = updates == config.steps
+
+    def mixed(own, param):
+        return alpha * np.float64(own) + (1 - alpha) * param
+
+    if in_flight and (updates == in_flight[0] + 2 or ended):
+        islands = [where(in_flight[1], jax.tree.map(mixed, own, params), own) for own in islands]
+        in_flight = None
+    for number, place_ in enumerate((0, 3, 6)):
+        if updates % 9 != place_ and not ended:
+            continue
+        grad = jax.tree.map(lambda p, *own: np.mean([np.float64(p) - it for it in own], 0), params, *islands)
+        new_velocity = jax.tree.map(lambda v, g: momentum * v + g, velocity, grad)
+        new = jax.tree.map(lambda p, v, g: p - lr * (momentum * v + g), params, new_velocity, grad)
+        params, velocity = where(number, new, params), where(number, new_velocity, velocity)
+        in_flight = (updates, number)
+    return (params, velocity, [params, params], None) if ended else (params, velocity, islands, in_flight)
+
+
+def assert_close(left, right, rtol=2e-5):
+    for (path, a), (_, b) in zip(*map(jax.tree_util.tree_leaves_with_path, (left, right)), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        np.testing.assert_allclose(a, b, atol=rtol * np.abs(b).max(initial=1e-3), rtol=0, err_msg=str(path))
+
+
+def test_fragments_that_arrive_late_against_numpy():
+    """Two islands against two plain runs, which go on from what NumPy says. The last step is between a synchronization
+    and its arrival."""
+    common = SGD | {"base_num_decoder_layers": 3, "steps": 10, "per_device_batch_size": 1}
+    run, plain = made(2, **common, **ISLANDS, **LATE), made(1, **common)
+    config, batches = run.config, [packed_batch(run.config, run.rows, seed=i) for i in range(10)]
+    together, alone = run.compile(), plain.compile()
+    state, parts = run.init(), [plain.init() for _ in range(2)]
+    params = copied(plain.codec.unpack(parts[0]).params)
+    velocity, in_flight = jax.tree.map(np.zeros_like, params), None
+    for i, batch in enumerate(batches):
+        state, metrics = together(state, place(batch, run.batch_shardings))
+        found = copied(run.codec.unpack(state))
+        trees = []
+        for island, part in enumerate(parts):
+            own = {name: x[island : island + 1] for name, x in batch.items()}
+            trees.append(plain.codec.unpack(alone(part, place(own, plain.batch_shardings))[0]))
+        moved = [copied(tree.params) for tree in trees]
+        params, velocity, islands, in_flight = simulation(config, params, velocity, moved, i + 1, in_flight)
+        begun = [
+            jax.tree.map(lambda new, old: np.asarray(new, old.dtype), *it) for it in zip(islands, moved, strict=True)
+        ]
+        parts = [
+            jax.device_put(plain.codec.pack(tree._replace(params=its)), plain.state_shardings)
+            for tree, its in zip(trees, begun, strict=True)
+        ]
+        assert_close(found.params, params)
+        assert_close(found.outer_opt_state[0].trace, velocity, rtol=1e-3)  # of differences of rounded numbers
+        for island in (0, 1):
+            assert_close(jax.tree.map(lambda x, n=island: x[n], found.inner_state.params), islands[island])
+        assert found.in_flight == (in_flight[0] if in_flight else 0)
+        assert ("outer_grad_norm" in run.read(metrics, i)) == (i + 1 in (3, 6, 9, 10))
+    for island in (0, 1):
+        assert_equal_bits(jax.tree.map(lambda x, n=island: x[n], found.inner_state.params), found.params)
+
+
+# Per number, an island's outer gradient is sent in: (dtype of the collective, its kind, bytes at the receiver).
+SENT = {"float32": ("f32", "all-reduce", 4), "bfloat16": ("u16", "all-gather", 2 * 2), "int8": ("s8", "all-gather", 2)}
+
+
+@pytest.mark.parametrize("dtype", SENT)
+def test_what_a_synchronization_sends_between_islands(dtype):
+    """Each parameter of a device once, in the dtype that was asked for; and nothing in other steps."""
+    keys = SGD | ISLANDS | LATE | {"ici_fsdp_parallelism": 2, "base_num_decoder_layers": 3}
+    run = made(4, **keys, diloco_outer_grad_dtype=dtype)
+    found = [it for it in analyze(run.compile().as_text(), run.mesh).collectives if "diloco" in it.axes]
+    assert all(it.conditional for it in found)
+    shape, kind, size = SENT[dtype]
+    sent = [it for it in found if it.dtype == shape and it.size > 16]
+    assert {it.kind for it in sent} == {kind}
+    params = run.codec.unpack(run.abstract_args()[0]).params
+    shards = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(params)]
+    assert sum(it.size * it.count for it in sent) == pytest.approx(size * sum(map(np.prod, shards)), rel=0.02)
+
+
+def test_rounded_gradients_are_near_the_exact_ones():
+    mesh = jax.make_mesh((2, 2), ("diloco", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+    grads = np.random.default_rng(0).normal(size=(2, 4, 3, 16)) * 10.0 ** np.arange(-3, 0)[:, None]
+    grads = grads.astype(np.float32)
+    grads[1, 2] = 0
+    rounded = {
+        dtype: np.asarray(jax.jit(functools.partial(sent, dtype, shardings=sharding))(grads))
+        for dtype in ("float32", "bfloat16", "int8")
+    }
+    np.testing.assert_array_equal(rounded["float32"], grads)
+    np.testing.assert_array_equal(rounded["bfloat16"], grads.astype(ml_dtypes.bfloat16).astype(np.float32))
+    error = np.abs(rounded["int8"] - grads)
+    largest = np.abs(grads).max(-1, keepdims=True)
+    assert (error <= largest / 127 * 0.5001).all()
+    assert (error > 0).any()
