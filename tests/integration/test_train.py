@@ -237,7 +237,8 @@ def test_every_key_is_read(tmp_path, monkeypatch, corpus):
     common |= {"remat_policy": "custom"}
     common |= {"skip_step_on_spikes": True, "ema_decay": 0.9}
     main([f"{k}={v}" for k, v in common.items()])
-    islands = build(load(arguments("nnx", enable_diloco=True)).config, jax.devices()[:1])
+    streaming = {"enable_diloco": True, "enable_streaming_diloco": True, "num_diloco_fragments": 3}
+    islands = build(load(arguments("nnx", **streaming)).config, jax.devices()[:1])
     jax.eval_shape(islands.update, islands.codec.unpack(islands.abstract_state), islands.abstract_batch(islands.rows))
     for words in other_sources(tmp_path):
         open_dataset(Recording(load(words).config, seen), lambda line: None)
