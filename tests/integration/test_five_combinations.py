@@ -26,6 +26,7 @@ SETTINGS = {
         "record_internal_nn_metrics": 1,
         "opt_type": "muon",
         "skip_step_on_spikes": True,
+        "use_qk_clip": True,
         "ema_decay": 0.9,
         "parameter_metrics_period": 2,
         "learning_rate_groups": "[embedding=0.5]",
