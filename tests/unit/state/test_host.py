@@ -2,8 +2,7 @@
 
 import jax
 import pytest
-from compiler import EXACT
-from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, packed_batch
+from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, packed_batch, state_from
 
 from trainer.config import UserError, load
 from trainer.runtime.place import place
@@ -14,15 +13,19 @@ BOTH = {"optimizer_memory_host_offload": True, "parameter_memory_host_offload": 
 MESH = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "per_device_batch_size": 2}
 
 
-def trained(combination, **overrides):
-    """The run, and the train state after two steps of the kind that accumulates."""
+def trained(combination, tree=None, **overrides):
+    """The run, its first state, that of `tree` if given, and the one after two steps of the kind that accumulates.
+
+    Without EXACT: programs that differ by copies to another memory alone have the same fusions.
+    """
     config = load(arguments(combination, gradient_accumulation_steps=2, **MESH, **overrides)).config
     run = build(config, jax.devices()[:4])
-    step = run.step.lower(*run.abstract_args()).compile(EXACT)
-    state = run.init()
+    step = run.step.lower(*run.abstract_args()).compile()
+    state = state_from(run, tree) if tree else run.init()
+    first = copied(run.codec.unpack(state))
     for i in range(2):
         state, _ = step(state, place(packed_batch(run.config, run.rows, seed=i), run.batch_shardings))
-    return run, state
+    return run, first, state
 
 
 def kinds(tree):
@@ -35,11 +38,11 @@ def kinds(tree):
 )
 def test_the_same_bits_and_the_state_waits_on_the_host(combination, zero1, opt_type):
     keys = {"shard_optimizer_over_data": zero1, "opt_type": opt_type, "adafactor_min_dim_size_to_factor": 4}
-    run, state = trained(combination, **keys, **BOTH)
+    run, first, state = trained(combination, **keys, **BOTH)
     tree = run.codec.unpack(state)
     assert kinds(tree.params) == kinds(tree.opt_state) == {"pinned_host"}
     assert tree.step.sharding.memory_kind == "device"
-    plain_run, plain = trained(combination, **keys)
+    plain_run, _, plain = trained(combination, first, **keys)
     assert kinds(plain_run.codec.unpack(plain).params) == {"device"}
     assert_equal_bits(copied(tree), copied(plain_run.codec.unpack(plain)))
 
