@@ -37,41 +37,54 @@ def model_of(combination, block, **keys):
     return config, make_model(config)
 
 
-def value_and_grads(config, model, params, capture=()):
-    """((loss, sown), gradients) as a function of a dropout key or None."""
+def value_and_grads(config, model, capture=()):
+    """((loss, sown), gradients) as a function of parameters and a dropout key or None."""
     objective = NextToken(model.apply)
 
     def loss(params, key):
         sums = objective.sums(params, {}, packed_batch(config, 4), key, capture)
         return sums.minimized["lm_loss"], sums.sown
 
-    return functools.partial(jax.value_and_grad(loss, has_aux=True), params)
+    return jax.value_and_grad(loss, has_aux=True)
+
+
+def initial(model):
+    return copied(compiled(model.init, seed_key(0))(seed_key(0))[0])
 
 
 @functools.cache
-def trained(combination, scan=True):
+def lowered(combination, scan=True):
+    """The program of loss and gradients, initial parameters, and their axes."""
     config, model = model_of(combination, LINEN, scan_layers=scan)
-    params = model.init(seed_key(0))[0]
-    results = copied(jax.jit(value_and_grads(config, model, params), compiler_options=EXACT)(None))
-    return results, copied(params), model.param_axes
+    params = initial(model)
+    return jax.jit(value_and_grads(config, model)).lower(params, None), params, model.param_axes
 
 
-@pytest.mark.parametrize("combination", LINEN_STACKS)
-def test_the_same_bits_in_every_linen_stack(combination):
-    reference = trained("linen")
-    results, params, axes = trained(combination)
-    assert_equal_bits((results, params), reference[:2])
-    assert axes == reference[2]
+@functools.cache
+def trained(scan=True):
+    program, params, _ = lowered("linen", scan)
+    return copied(program.compile(EXACT)(params, None)), params
+
+
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("combination", LINEN_STACKS[:-1])
+def test_the_same_program_in_every_linen_stack(combination, scan):
+    (reference, *first), (program, *found) = lowered("linen", scan), lowered(combination, scan)
+    assert program.as_text() == reference.as_text()
+    assert_equal_bits(found[0], first[0])
+    assert found[1] == first[1]
+
+
+def test_its_axes_and_gradients():
+    axes = lowered("linen")[2]
     assert axes["decoder"]["layers"]["c_attn"] == {"bias": ("layers", None), "kernel": ("layers", "embed", "mlp")}
-    assert all(np.any(leaf) for leaf in jax.tree.leaves(results[1]))
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(trained()[0][1]))
 
 
-@pytest.mark.parametrize("combination", LINEN_STACKS)
-def test_unrolled_it_starts_the_same_and_computes_the_same(combination):
-    assert_equal_bits(trained(combination, scan=False)[:2], trained("linen", scan=False)[:2])
-    (value, _), grads = trained(combination, scan=False)[0]
-    (rolled, _), rolled_grads = trained(combination)[0]
-    assert_equal_bits(trained(combination, scan=False)[1], trained(combination)[1])
+def test_unrolled_it_starts_the_same_and_computes_the_same():
+    ((value, _), grads), params = trained(scan=False)
+    ((rolled, _), rolled_grads), rolled_params = trained()
+    assert_equal_bits(params, rolled_params)
     np.testing.assert_allclose(value, rolled, rtol=1e-6)  # other sums; see tests/unit/models/test_blocks.py
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max()), grads, rolled_grads)
 
@@ -87,9 +100,9 @@ def renamed(params):
 
 @pytest.mark.parametrize("combination", ["nnx", "linen"])
 def test_the_nnx_block_that_takes_its_place_computes_the_same(combination):
-    (value, _), grads = trained("linen")[0]
+    ((value, _), grads), params = trained()
     config, model = model_of(combination, NNX)
-    other = jax.jit(value_and_grads(config, model, renamed(trained("linen")[1])), compiler_options=EXACT)(None)
+    other = jax.jit(value_and_grads(config, model), compiler_options=EXACT)(renamed(params), None)
     assert_equal_bits(other[1], renamed(grads))
     assert other[0][0] == value
 
@@ -118,9 +131,9 @@ def test_what_it_sows_arrives_and_dropout_draws_from_the_key(monkeypatch):
     results = []
     for combination, scan in (("linen", True), ("nnx_linen_decoder", True), ("linen", False)):
         config, model = model_of(combination, "sowing:Sowing", scan_layers=scan)
-        params = model.init(seed_key(0))[0]
-        step = compiled(value_and_grads(config, model, params, (Total, Minimum)), seed_key(1))
-        results.append([copied(step(seed_key(seed))) for seed in (1, 2)])
+        params = initial(model)
+        step = compiled(value_and_grads(config, model, (Total, Minimum)), params, seed_key(1))
+        results.append([copied(step(params, seed_key(seed))) for seed in (1, 2)])
     assert_equal_bits(*results[:2])
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), results[1][0][0], results[2][0][0])
     losses = {float(loss) for (loss, _), _ in results[0]}
@@ -191,37 +204,37 @@ def test_what_is_no_module_at_all():
 
 @functools.cache
 def with_modules(combination, block):
-    """The lowered loss and gradients of a model with two modules, its abstract result, parameters and axes."""
-    config = tiny_config(combination, decoder_block=block, mtp_num_layers=2, dropout_rate=0.5, remat_policy="full")
+    """The lowered loss and gradients of a model with a module, its abstract result, parameters and axes."""
+    config = tiny_config(combination, decoder_block=block, mtp_num_layers=1, dropout_rate=0.5, remat_policy="full")
     model = make_model(config)
-    params = copied(model.init(seed_key(0))[0])
+    params = initial(model)
     objective = make_objective(config, model)
 
     def loss(params, key):
         sums = objective.sums(params, {}, packed_batch(config, 4), key, (Total,))
         return sums.minimized["mtp_loss"].sum(), sums.sown
 
-    fn = jax.value_and_grad(loss, has_aux=True)
-    return jax.jit(fn).lower(params, seed_key(1)), jax.eval_shape(fn, params, seed_key(1)), params, model.param_axes
+    program = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(params, seed_key(1))
+    return program, program.out_info, params, model.param_axes
 
 
 @pytest.mark.parametrize("block", [LINEN, "sowing:Sowing"])
 def test_modules_of_multi_token_prediction_hold_it(monkeypatch, block):
     monkeypatch.setitem(sys.modules, "sowing", SimpleNamespace(Sowing=Sowing))
-    lowered, shapes, params, axes = with_modules("linen", block)
+    program, shapes, params, axes = with_modules("linen", block)
     for combination in LINEN_STACKS[:-1]:
         other = with_modules(combination, block)
-        assert other[0].as_text() == lowered.as_text()
+        assert other[0].as_text() == program.as_text()
         assert other[1] == shapes
         assert_equal_bits(other[2], params)
         assert other[3] == axes
-    own = axes["mtp_block"]["mtp_layer_2"]["mtp_2_transformer_layer"]
     if block == LINEN:
+        own = axes["mtp_block"]["mtp_layer_1"]["mtp_1_transformer_layer"]
         assert own["c_attn"] == {"bias": (None,), "kernel": ("embed", "mlp")}
+        _, grads = program.compile()(params, seed_key(1))
+        assert all(np.any(leaf) for leaf in jax.tree.leaves(grads["mtp_block"]))
     else:
-        assert shapes[0][1]["Total"]["mtp_block/mtp_layer_2/mtp_2_transformer_layer/outputs"].shape == ()
-    _, grads = lowered.compile()(params, seed_key(1))
-    assert all(np.any(leaf) for leaf in jax.tree.leaves(grads["mtp_block"]))
+        assert shapes[0][1]["Total"]["mtp_block/mtp_layer_1/mtp_1_transformer_layer/outputs"].shape == ()
 
 
 def test_modules_hold_the_nnx_block_that_takes_its_place(monkeypatch):
