@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from compiler import xla_flags
 from support import TINY, pinned
 
 from trainer.observe.metrics import METRICS_FILE, TIMING_FIELDS, read_rows
@@ -36,8 +38,9 @@ def words(**changes):
 def launched(folder, processes, devices, **changes):
     """Processes that train in `folder`, and the file of what they say."""
     command = [sys.executable, LAUNCHER, "-n", str(processes), "--devices", str(devices), "--", *words(**changes)]
+    environment = os.environ | {"XLA_FLAGS": xla_flags(devices)}
     with (folder / "log.txt").open("w") as log:
-        launcher = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=folder)
+        launcher = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=folder, env=environment)
     try:
         yield launcher, folder / "log.txt"
     finally:

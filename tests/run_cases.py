@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import io
+import shutil
 from pathlib import Path
 
 import jax
@@ -50,6 +51,17 @@ def command(settings, *words, devices=1):
         except SystemExit as exit_:
             code = exit_.code
     return code, output.getvalue()
+
+
+def killed_at(updates, finished, folder):
+    """A copy in `folder` of the finished run, as a SIGKILL right after one of its checkpoints would have left it."""
+    run = folder / RUN
+    shutil.copytree(finished, run)
+    (run / "finished").unlink()
+    for path in (run / "checkpoints").iterdir():
+        if int(path.name) > updates:
+            shutil.rmtree(path)
+    return run
 
 
 def rows_of(run):

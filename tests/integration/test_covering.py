@@ -36,7 +36,6 @@ MESHES = {
 }
 # How the program is made; none of these changes what it computes.
 PROGRAM = {
-    "combination": ALL_COMBINATIONS,
     "mesh": tuple(MESHES),
     "scan_layers": (True, False),
     "remat_policy": ("none", "minimal", "full", "qkv_proj_offloaded"),
@@ -69,13 +68,14 @@ ROPE = {
     "yarn": {"rope_type": "yarn", "original_max_position_embeddings": 16, "rope_interleave": True},
 }
 OPTIONS = PROGRAM | MATHEMATICS
-# Optimizers take turns over the rows of MATHEMATICS, and what surrounds the update over the cases: as options of their
-# own they would add cases. Muon and Adafactor, which compile slowly, train on meshes in tests of Zero-1 and of host
+# These take turns; as options of their own they would add cases. Optimizers take turns over the rows of MATHEMATICS.
+# What surrounds the update takes turns over the cases, and so do the combinations, whose updates are the same program
+# (test_five_combinations.py). Muon and Adafactor, which compile slowly, train on meshes in tests of Zero-1 and of host
 # memory.
-TURNS = ("sgd", "adamw", "sgd", "lion", "sgd", "nadamw", "adam_pax")
+TURNS = ("sgd", "adamw", "lion", "nadamw", "adam_pax")
 RATES = {"sgd": 0.1, "adamw": 1e-3, "lion": 1e-4, "nadamw": 1e-3, "adam_pax": 1e-3}
 AROUND = {"ema_decay": (0.0, 0.5), "skip_step_on_spikes": (False, True)}
-PLAIN = {name: values[0] for name, values in PROGRAM.items()}
+PLAIN = {"combination": ALL_COMBINATIONS[0]} | {name: values[0] for name, values in PROGRAM.items()}
 ROWS, STEPS = 16, 2
 
 
@@ -108,7 +108,8 @@ def covering_set():
         case |= fitting[gains.index(max(gains))]
         missing -= {frozenset(pair) for pair in itertools.combinations(case.items(), 2)}
         chosen.append({name: case[name] for name in (*OPTIONS, "opt_type")})
-    return with_turns(chosen)
+    combinations = itertools.cycle(ALL_COMBINATIONS)
+    return [{"combination": name} | case for name, case in zip(combinations, with_turns(chosen), strict=False)]
 
 
 def with_turns(cases):
@@ -126,19 +127,16 @@ def with_turns(cases):
 def covering_rows():
     """Choices of MATHEMATICS in which each pair of choices occurs: always the best of some random ones.
 
-    The first choice of an option is the likely one, and rows with few others come first: they compile in less time.
+    Of seeds up to 40 this gives the fewest programs. Rows with few options come first: they compile in less time.
     """
     missing = {
         frozenset({(a, x), (b, y)})
         for a, b in itertools.combinations(MATHEMATICS, 2)
         for x, y in itertools.product(MATHEMATICS[a], MATHEMATICS[b])
     }
-    chance, rows = random.Random(0), []
+    chance, rows = random.Random(8), []
     while missing:
-        tried = [
-            {name: chance.choices(values, [3, *[1] * (len(values) - 1)])[0] for name, values in MATHEMATICS.items()}
-            for _ in range(100)
-        ]
+        tried = [{name: chance.choice(values) for name, values in MATHEMATICS.items()} for _ in range(100)]
         pairs = [{frozenset(pair) for pair in itertools.combinations(row.items(), 2)} for row in tried]
         gains = [len(missing & found) for found in pairs]
         best = gains.index(max(gains))
@@ -159,6 +157,7 @@ def prepared(case):
     case["qk_clip_threshold"] = 0.5
     case["attention_type"] = "local_sliding" if case["sliding_window_size"] else "global"
     case |= {"dropout_rate": rate, "attention_dropout_rate": rate, **MESHES[mesh]}
+    case["sharding_tolerance"] = 0.05  # of so small a model norms are more than the default's 2 %
     case |= {"learning_rate": RATES[case["opt_type"]], "lr_schedule_type": "constant", "warmup_steps_fraction": 0}
     case["per_device_batch_size"] = ROWS / devices / case["gradient_accumulation_steps"]
     run = build(load(arguments(combination, **case)).config, jax.devices()[:devices])
@@ -208,5 +207,9 @@ def test_what_takes_turns_meets_every_choice():
         assert met == set(itertools.product(AROUND[name], PROGRAM[option])), (name, option)
     for name in RATES:
         here = [case for case in cases if case["opt_type"] == name]
-        assert len({case["combination"] for case in here}) > 1
         assert len({case["mesh"] for case in here}) > 1
+    for name in ALL_COMBINATIONS:
+        here = [case for case in cases if case["combination"] == name]
+        assert len({case["mesh"] for case in here}) > 1
+        assert len({case["remat_policy"] for case in here}) > 1
+        assert len({case["scan_layers"] for case in here}) > 1

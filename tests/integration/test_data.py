@@ -1,11 +1,10 @@
 """Training on files of one's own, by both ways, as a person runs it."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from run_cases import command
 from sample_data import write_corpus, write_records, write_tfds
 from support import TINY, pinned
 
@@ -13,10 +12,10 @@ SMALL = TINY | pinned("nnx")
 SMALL |= {"vocab_size": 300, "max_target_length": 32, "steps": 4, "eval_interval": 4, "per_device_batch_size": 2}
 
 
-def run(folder: Path, **keys) -> subprocess.CompletedProcess:
-    words = [f"{key}={value}" for key, value in (SMALL | {"data_cache_directory": folder / "cache"} | keys).items()]
-    command = [sys.executable, "-m", "trainer.train", *words, "run_name=run"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+def run(folder: Path, **keys) -> tuple[int, str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return command(SMALL | {"data_cache_directory": folder / "cache"} | keys, "run_name=run")
 
 
 def rows_of(folder: Path) -> list[dict]:
@@ -27,9 +26,9 @@ def rows_of(folder: Path) -> list[dict]:
 def test_a_mixture_of_files_trains(tmp_path: Path, way: str):
     files = f"{write_corpus(tmp_path / 'a', 'jsonl')}/*,0.7;{write_corpus(tmp_path / 'b', 'jsonl', 50)}/*,0.3"
     keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": files, "held_out_share": 0.2}
-    done = run(tmp_path, **keys, data_pipeline=way)
-    assert done.returncode == 0, done.stderr
-    assert "training a BPE" in done.stdout
+    code, output = run(tmp_path, **keys, data_pipeline=way)
+    assert code == 0, output
+    assert "training a BPE" in output
     steps = [row for row in rows_of(tmp_path) if "loss" in row]
     assert len(steps) == 4
     assert all(0 <= row["data_wait"] <= 1 for row in steps)
@@ -40,10 +39,10 @@ def test_a_mixture_of_files_trains(tmp_path: Path, way: str):
 def test_a_tfds_directory_trains_without_a_prompt(tmp_path: Path):
     write_tfds(tmp_path / "tfds")
     keys = {"dataset_type": "tfds", "dataset_path": tmp_path / "tfds", "dataset_name": "tiny/made:1.2.3"}
-    done = run(tmp_path, **keys, tokenizer_type="bytes", prompt="")
-    assert done.returncode == 0, done.stderr
-    assert "TFDS tiny/made:1.2.3: 20 documents" in done.stdout
-    assert "held out 5 documents" in done.stdout
+    code, output = run(tmp_path, **keys, tokenizer_type="bytes", prompt="")
+    assert code == 0, output
+    assert "TFDS tiny/made:1.2.3: 20 documents" in output
+    assert "held out 5 documents" in output
 
 
 @pytest.mark.parametrize(
@@ -60,8 +59,9 @@ def test_a_tfds_directory_trains_without_a_prompt(tmp_path: Path):
 def test_mistakes_end_with_a_message_and_code_2(tmp_path: Path, keys: dict, message: str, way: str):
     write_records(tmp_path / "b.jsonl", "jsonl", [{"text": "good"}])
     (tmp_path / "a.jsonl").write_text('{"text": "good"}\nbad\n')
-    done = run(tmp_path, dataset_type="grain", grain_file_type="jsonl", data_pipeline=way, eval_interval=-1, **keys)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("error: ")
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    kind = {"dataset_type": "grain", "grain_file_type": "jsonl", "data_pipeline": way}
+    code, output = run(tmp_path, **kind, eval_interval=-1, **keys)
+    assert code == 2, output
+    (error,) = (line for line in output.splitlines() if line.startswith("error: "))
+    assert message in output[output.index(error) :]
+    assert "Traceback" not in output

@@ -2,14 +2,13 @@
 
 import json
 import os
-import shutil
 import signal
 import sys
 
 import numpy as np
 import pytest
 from process_cases import alone, launched, process, rows_of, wait_for
-from run_cases import RUN, arrays_of, assert_equal, train
+from run_cases import RUN, arrays_of, assert_equal, killed_at, train
 from support import ALL_COMBINATIONS
 
 from trainer.checkpoint import newest
@@ -40,9 +39,7 @@ def test_a_run_of_islands_and_its_end_under_another_combination(tmp_path):
     assert [row["step"] for row in steps if "outer_grad_norm" in row] == [3, 5]
     assert all(len(set(row["island_losses"])) == 2 for row in steps)
 
-    shutil.copytree(straight, broken)
-    shutil.rmtree(broken / RUN / "checkpoints/6")
-    (broken / RUN / "finished").unlink()
+    killed_at(3, straight / RUN, broken)
     code, output = train(broken, "run_name=run-0001", devices=4, combination=ALL_COMBINATIONS[-1], **ISLANDS)
     assert code == 0, output
     assert "checkpoints/3: 3 of 6 updates are done" in output

@@ -13,7 +13,6 @@ from trainer.training import build
 STEPS = 20
 DROPOUT = {"dropout_rate": 0.1, "attention_dropout_rate": 0.1}
 SETTINGS = {
-    "scan with remat": {"scan_layers": True, "remat_policy": "full", **DROPOUT},
     "unrolled, 3 layers": {
         "scan_layers": False,
         "base_num_decoder_layers": 3,
@@ -21,7 +20,9 @@ SETTINGS = {
         "gradient_clipping_threshold": 0.05,
         **DROPOUT,
     },
-    "accumulation over 2 microbatches, Muon": {
+    "scan with remat, accumulation over 2 microbatches, Muon": {
+        "scan_layers": True,
+        "remat_policy": "full",
         "gradient_accumulation_steps": 2,
         "record_internal_nn_metrics": 1,
         "opt_type": "muon",

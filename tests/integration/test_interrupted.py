@@ -28,14 +28,15 @@ def one_device():
 def killed(one_device, tmp_path_factory):
     """A folder with the undisturbed run of WORDS, and what the driver said of those that it disturbed."""
     folder, lines = tmp_path_factory.mktemp("rounds"), []
-    compared = kill_rounds.rounds(WORDS, 2, 0, folder, lines.append)
+    compared = kill_rounds.rounds(WORDS, 1, 0, folder, lines.append)
     return folder, compared, lines
 
 
-def test_killed_at_random_moments(killed):
+def test_killed_at_a_random_moment(killed):
+    """More rounds are a script's: docs/benchmarks/checkpoints.md."""
     _, compared, lines = killed
     assert compared >= 1
-    assert sum("SIGKILL" in line or "SIGTERM" in line for line in lines) == 2
+    assert sum("SIGKILL" in line or "SIGTERM" in line for line in lines) == 1
     assert any("equal in every bit" in line for line in lines)
 
 

@@ -141,10 +141,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.skipif(len(ALL_COMBINATIONS) < 3, reason="a control needs a third side")
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_an_update_is_named(capsys, monkeypatch, name):
-    """The last of three sides has the fault; the second is the control."""
+    """The last side has the fault. That sides without one have equal bits is a test of its own."""
     assert FAULTS.keys() >= OPTIMIZERS.keys()
     settings, place, fault, quantity = FAULTS[name]
     of_optimizer = place in OPTIMIZERS
@@ -156,7 +155,7 @@ def test_a_fault_in_an_update_is_named(capsys, monkeypatch, name):
 
     def planted(*args):
         made.append(args)
-        return (wrong if len(made) == 3 else right)(*args)
+        return (wrong if len(made) == 2 else right)(*args)
 
     def no_model(*args):
         """Gradients that compile in no time."""
@@ -171,12 +170,10 @@ def test_a_fault_in_an_update_is_named(capsys, monkeypatch, name):
     else:
         monkeypatch.setattr(rules, place, planted)
     keys = {"opt_type": name if of_optimizer else "sgd", "base_num_decoder_layers": 1, "learning_rate": 0.1}
-    one, control, *_, last = ALL_COMBINATIONS
-    words = (f"left={one}", f"right={control},{last}", "--json")
+    words = (f"left={ALL_COMBINATIONS[0]}", f"right={ALL_COMBINATIONS[-1]}", "--json")
     code, out, err = run(capsys, *words, **keys | settings, warmup_steps_fraction=0)
-    assert (code, len(made)) == (1, 3), out + err
-    sound, faulty = json.loads(out)["comparisons"]
-    assert sound["bits"]
+    assert (code, len(made)) == (1, 2), out + err
+    (faulty,) = json.loads(out)["comparisons"]
     assert faulty["first"].startswith(f"{quantity}: "), faulty["first"]
 
 

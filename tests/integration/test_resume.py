@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from compiler import exact
-from run_cases import RUN, SETTINGS, arrays_of, assert_equal, rows_of, train
+from run_cases import RUN, SETTINGS, arrays_of, assert_equal, killed_at, rows_of, train
 
 from trainer.checkpoint import inspect, newest
 from trainer.data import eval_batches, open_dataset
@@ -41,18 +41,7 @@ def straight(tmp_path_factory):
 
 @pytest.fixture
 def at(straight, tmp_path):
-    """A folder with a copy of that run as a SIGKILL right after one of its checkpoints would have left it."""
-
-    def copy(updates):
-        run = tmp_path / RUN
-        shutil.copytree(straight, run)
-        (run / "finished").unlink()
-        for path in (run / "checkpoints").iterdir():
-            if int(path.name) > updates:
-                shutil.rmtree(path)
-        return run
-
-    return copy
+    return lambda updates: killed_at(updates, straight, tmp_path)
 
 
 def test_the_same_command_goes_on_by_itself(straight, at, tmp_path):

@@ -13,7 +13,7 @@ import jax
 import pytest
 import yaml
 from compiler import xla_flags
-from sample_data import document, write_corpus, write_tfds
+from sample_data import document, write_corpus, write_records, write_tfds
 from support import ALL_COMBINATIONS, TINY, arguments, pinned
 
 from trainer.config import load, schema
@@ -24,6 +24,7 @@ from trainer.data import open_dataset
 from trainer.train import main
 from trainer.training import build
 
+SOURCES = Path(__file__).parents[2] / "src/trainer/config"
 STEP_FIELDS = {
     "step",
     "loss",
@@ -41,12 +42,14 @@ MAXTEXT_LINE = re.compile(
     r"^completed step: \d+, seconds: \d+\.\d{3}, TFLOP/s/device: \d+\.\d{3}, Tokens/s/device: \d+\.\d{3}, "
     r"total_weights: \d+, loss: \d+\.\d{3}, lm_loss: \d+\.\d{3}, perplexity: \d+\.\d{3}(, |$)"
 )
-# A real run on text, small enough for the suite: the sources of this Python, a vocabulary of 512.
+# A real run on text, small enough for the suite. CI trains on the sources of Python by the README's first command.
 TEXT = (
     TINY
     | pinned("nnx")
     | {
-        "dataset_type": "stdlib",
+        "dataset_type": "grain",
+        "grain_file_type": "jsonl",
+        "held_out_share": 0.2,
         "vocab_size": 512,
         "max_target_length": 64,
         "steps": 12,
@@ -60,7 +63,11 @@ TEXT = (
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    return tmp_path_factory.mktemp("corpus")
+    """The keys of a text, sources of this project, and of where it is prepared."""
+    folder = tmp_path_factory.mktemp("corpus")
+    sources = sorted(SOURCES.glob("*.py"))
+    write_records(folder / "sources.jsonl", "jsonl", [{"text": source.read_text()} for source in sources])
+    return {"grain_train_files": folder / "sources.jsonl", "data_cache_directory": folder / "cache"}
 
 
 def run_module(*args, cwd, devices=1, **environment):
@@ -75,7 +82,7 @@ def rows_of(run_dir: Path) -> tuple[list[dict], list[dict]]:
 
 
 def test_a_run_on_text_from_any_folder_without_a_yml(tmp_path, corpus):
-    done = run_module(*(f"{k}={v}" for k, v in TEXT.items()), f"data_cache_directory={corpus}", cwd=tmp_path)
+    done = run_module(*(f"{k}={v}" for k, v in (TEXT | corpus).items()), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "run-0001" in done.stdout
     run_dir = tmp_path / "runs" / "run-0001"
@@ -159,11 +166,7 @@ def test_what_does_not_fit_the_devices_is_told_at_once(tmp_path, monkeypatch, ca
 
 def test_a_prompt_that_fills_the_row_is_refused_before_training(tmp_path, corpus, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    settings = TEXT | {
-        "max_target_length": 16,
-        "prompt": "def a_function_of_many(arguments, and_more, and_another): return None  # a long line",
-        "data_cache_directory": corpus,
-    }
+    settings = TEXT | corpus | {"prompt": "def a_function_of_many(arguments, and_more, and_another): return None" * 3}
     with pytest.raises(SystemExit) as exit_:
         main([f"{k}={v}" for k, v in settings.items()])
     assert exit_.value.code == 2
@@ -232,7 +235,7 @@ def test_every_key_is_read(tmp_path, monkeypatch, corpus):
     for user in ("trainer.train", "trainer.training.loop"):
         monkeypatch.setattr(f"{user}.to_yaml", lambda config: "")  # writes every key out; that is not reading it
     common = TEXT | pinned("nnx") | {"steps": 1, "per_device_batch_size": 1, "eval_interval": 1}
-    common |= {"data_cache_directory": corpus, "lr_schedule_type": "wsd"}
+    common |= corpus | {"lr_schedule_type": "wsd"}
     common |= {"attention_type": "local_sliding", "sliding_window_size": 8, "use_qk_clip": True, "mtp_num_layers": 1}
     common |= {"remat_policy": "custom"}
     common |= {"skip_step_on_spikes": True, "ema_decay": 0.9}

@@ -15,10 +15,11 @@ from support import ALL_COMBINATIONS, arguments
 
 from trainer.aot.buffers import STATE
 from trainer.aot.text import report_text
+from trainer.aot.topologies import devices_of, topology_of
 from trainer.config import UserError, load
 from trainer.train import main
 from trainer.train_compile import compile_for_topology
-from trainer.training import Run
+from trainer.training import Run, build
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="there is no libtpu but for Linux on x86-64"
@@ -108,14 +109,26 @@ def test_a_step_out_of_all_proportion_is_not_compiled(size):
 
 
 @needs_libtpu
-@pytest.mark.parametrize("combination", dict.fromkeys([ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]]))
-def test_both_kinds_of_train_state_compile_for_a_tpu(combination):
-    """Two slices of four chips, a fused kernel, and no copy of all layers in bfloat16.
+def test_the_step_of_every_train_state_is_the_same_program_for_a_tpu():
+    """As on a CPU (test_five_combinations.py), with the fused kernel; so the tests below compile one."""
 
-    That the other combinations make the same program is a test of its own (test_five_combinations.py).
-    """
+    def text(combination):
+        config = load(arguments(combination, **TPU)).config
+        run = build(config, devices_of(topology_of(config)))
+        state, batch = run.abstract_args()
+        return jax.jit(run.update).lower(run.codec.unpack(state), batch).as_text()
+
+    expected = text(ALL_COMBINATIONS[0])
+    assert "tpu_custom_call" in expected
+    for combination in ALL_COMBINATIONS[1:]:
+        assert text(combination) == expected, combination
+
+
+@needs_libtpu
+def test_the_step_compiles_for_a_tpu():
+    """Two slices of four chips, a fused kernel, and no copy of all layers in bfloat16."""
     slices = {"compile_topology_num_slices": 2, "dcn_data_parallelism": 2}
-    config = load(arguments(combination, **TPU, **slices)).config
+    config = load(arguments("nnx", **TPU, **slices)).config
     run, compiled, report = compile_for_topology(config, {"exec_time_optimization_effort": -1.0})
     assert (run.config.dtype, run.config.attention) == ("bfloat16", "splash")
     assert (report.devices, dict(report.mesh), report.fits) == (8, {"data": 2, "fsdp": 4}, True)
@@ -138,25 +151,18 @@ def test_both_kinds_of_train_state_compile_for_a_tpu(combination):
 
 
 @needs_libtpu
-def test_a_tpu_pads_no_gradients():
-    """64 columns would be padded to 128: the gradients of wo, as the weights themselves, lie the other way around."""
-    config = load(arguments("nnx", **TPU)).config
-    _, compiled, _ = compile_for_topology(config, {"exec_time_optimization_effort": -1.0})
-    assert "f32[3,512,64]{1,2,0" in compiled.as_text()
-    assert "f32[3,512,64]{2,1,0" not in compiled.as_text()
+def test_a_tpu_neither_pads_gradients_nor_copies_heads_into_another_order():
+    """64 columns would be padded to 128: the gradients of wo, as the weights themselves, lie the other way around.
 
-
-@needs_libtpu
-def test_a_tpu_copies_no_heads_into_another_order():
-    """What the kernel of attention reads and writes, heads first, is what products with weights read and write.
-
-    But for the gradient of queries, which the kernel gives in float32: the compiler turns that for the rotation.
+    What the kernel of attention reads and writes, heads first, is what products with weights read and write. But for
+    the gradient of queries, which the kernel gives in float32: the compiler turns that for the rotation.
     """
     heads = {"base_num_query_heads": 6, "base_num_kv_heads": 3}  # as many numbers as no other array has
-    rows = {"per_device_batch_size": 2, "max_target_length": 512}
-    config = load(arguments("nnx", **TPU | rows | heads)).config
+    config = load(arguments("nnx", **TPU | {"per_device_batch_size": 2, "max_target_length": 512} | heads)).config
     _, compiled, _ = compile_for_topology(config, {"exec_time_optimization_effort": -1.0})
     text = compiled.as_text()
+    assert "f32[3,512,64]{1,2,0" in text
+    assert "f32[3,512,64]{2,1,0" not in text
     found = re.findall(r"= bf16\[([\d,]+)\]\S* copy\(", text)
     copies = [tuple(map(int, dims.split(","))) for dims in found]
     for count in heads.values():
