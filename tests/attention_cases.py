@@ -35,7 +35,7 @@ def value_and_grads(op: Callable[..., jax.Array], args: tuple, **how: Any) -> di
         out = op(query, key, value, mask, **how)
         return jnp.sum(out.astype(jnp.float32) * weight), out
 
-    (_, out), grads = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(query, key, value)
+    (_, out), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(query, key, value)
     real = np.where(weight != 0, out.astype(jnp.float32), 0)
     return {"out": real} | {
         name: np.asarray(grad.astype(jnp.float32)) for name, grad in zip(("query", "key", "value"), grads, strict=True)

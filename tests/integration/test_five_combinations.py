@@ -57,6 +57,7 @@ SETTINGS = {
         "remat_policy": "minimal",
         "num_vocab_tiling": 4,
         "label_smoothing": 0.1,
+        "final_logits_soft_cap": 20.0,
     },
 }
 

@@ -80,15 +80,13 @@ def loop(context, types=()):
     return Loop(Stack("layers", (Block,), LAYERS), 0, context, types)
 
 
-@functools.cache
-def outputs_and_gradients(scan, remat_policy, types=(Total,)):
-    """(x, cache, sown) and the gradients of a weighted sum of x with respect to the parameters and the input."""
+def step_of(scan, remat_policy, types=(Total,), *, keep=True):
+    """A function and its arguments: (x, cache, sown) and the gradients of a weighted sum of x with respect to
+    the parameters and the input. `keep`: what is sown is among the results."""
     graphdef, params = nnx.split(blocks())
     x, cache, scale, row = inputs()
     weight = jnp.asarray(np.random.default_rng(1).normal(size=x.shape), jnp.float32)
 
-    # The default level: unoptimized code may round a product otherwise where it is recomputed next to others.
-    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3})
     def run(params, x, key):
         def loss(params, x):
             stack = nnx.merge(graphdef, params)
@@ -97,10 +95,17 @@ def outputs_and_gradients(scan, remat_policy, types=(Total,)):
             return jnp.sum(results[0] * weight), results
 
         grads, results = jax.grad(loss, argnums=(0, 1), has_aux=True)(params, x)
-        return results, nnx.to_pure_dict(grads[0]), grads[1]
+        return results if keep else results[:2], nnx.to_pure_dict(grads[0]), grads[1]
 
+    return run, (params, x, jax.random.key(5))
+
+
+@functools.cache
+def outputs_and_gradients(scan, remat_policy, types=(Total,)):
+    run, args = step_of(scan, remat_policy, types)
+    # The default level: unoptimized code may round a product otherwise where it is recomputed next to others.
     with tree_mode():
-        return jax.device_get(run(params, x, jax.random.key(5)))
+        return jax.device_get(jax.jit(run, compiler_options={"xla_backend_optimization_level": 3})(*args))
 
 
 def test_parameters_are_stacked_under_a_layers_axis_and_drawn_independently():
@@ -133,26 +138,36 @@ def test_the_stack_is_its_blocks_one_after_the_other():
     np.testing.assert_allclose(sown["Total"]["layers/total"], jnp.stack(totals), atol=1e-4)
 
 
+@pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("remat_policy", POLICIES)
-def test_scanned_and_unrolled_give_the_same_bits(remat_policy):
-    assert_equal_bits(outputs_and_gradients(False, remat_policy), outputs_and_gradients(True, remat_policy))
-
-
-@pytest.mark.parametrize("remat_policy", [policy for policy in POLICIES if policy != "none"])
-def test_recomputing_changes_no_bit(remat_policy):
-    assert_equal_bits(outputs_and_gradients(True, remat_policy), outputs_and_gradients(True, "none"))
+def test_neither_recomputing_nor_the_loop_changes_a_bit(remat_policy, scan):
+    assert_equal_bits(outputs_and_gradients(scan, remat_policy), outputs_and_gradients(True, "none"))
 
 
 @pytest.mark.parametrize("scan", [True, False])
-def test_sown_values_come_out_with_a_layers_axis_and_only_when_asked_for(scan):
+def test_sown_values_come_out_with_a_layers_axis(scan):
     (x, _, sown), _, _ = outputs_and_gradients(scan, "none")
     assert list(sown) == ["Total"]
     assert list(sown["Total"]) == ["layers/total"]
     assert sown["Total"]["layers/total"].shape == (LAYERS,)
     np.testing.assert_allclose(sown["Total"]["layers/total"][-1], x.sum(), rtol=1e-5)
-    (without, _, nothing), grads, _ = outputs_and_gradients(scan, "none", ())
+
+
+def test_values_are_sown_only_when_asked_for():
+    (x, *_), grads, _ = outputs_and_gradients(True, "none")
+    (without, _, nothing), other_grads, _ = outputs_and_gradients(True, "none", ())
     assert nothing == {}
-    assert_equal_bits((without, grads), (x, outputs_and_gradients(scan, "none")[1]))
+    assert_equal_bits((without, other_grads), (x, grads))
+
+    def unrolled(types, keep):
+        run, args = step_of(False, "none", types, keep=keep)
+        with tree_mode():
+            program = jax.jit(run).lower(*args)
+        return program.as_text(), program.out_info
+
+    text, (results, *_) = unrolled((), True)
+    assert results[2] == {}
+    assert text == unrolled((Total,), False)[0]
 
 
 def test_sowing_for_nobody_leaves_no_trace():

@@ -299,6 +299,7 @@ def test_logits_equal_a_second_implementation(combination, name):
     np.testing.assert_allclose(m.logits(packed_batch(m.config, ROWS, seed=2)), reference(name), atol=1e-4)
 
 
+@pytest.mark.parametrize("combination", sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]}))
 @pytest.mark.parametrize("head", CAPPED)
 def test_the_soft_cap_bounds_the_logits_of_either_head(combination, head):
     plain = model(ALL_COMBINATIONS[0], CAPPED[head])

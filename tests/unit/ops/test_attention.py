@@ -16,6 +16,7 @@ def packed():
 def loops(query, key, value, mask, window, soft_cap):
     """Attention as nested loops in float64."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    mask = type(mask)(*map(np.asarray, mask))
     out = np.zeros(query.shape)
     for b, t, h in np.ndindex(query.shape[:3]):
         seen = [

@@ -61,32 +61,31 @@ class Adapter(nnx.Module):
         return product(x, inputs, kernel, settle) + product(product(x, inputs, self.down[...]), 1, self.up[...])
 
 
-def layers(make_product):
-    """Name -> (layer, its call) of every layer with matrices."""
+def layer_of(name, make_product):
+    """A layer with matrices, and its call."""
     rngs = nnx.Rngs(0)
     heads = {"heads": 4, "kv_heads": 2, "head_dim": 4, "rope": Rope(1, 10_000)}
-    attention = Attention(E, **heads, **DTYPES, make_product=make_product, rngs=rngs)
-    mlp = MLP(E, 12, ["silu", "linear"], dropout_rate=0.0, **DTYPES, make_product=make_product, rngs=rngs)
-    embed = Embed(16, E, **DTYPES, make_product=make_product, rngs=rngs)
+    how = {"make_product": make_product, "rngs": rngs, **DTYPES}
     x = jnp.asarray(np.random.default_rng(0).normal(size=(B, T, E)), jnp.float32)
     position, segment = jnp.broadcast_to(jnp.arange(T), (B, T)), jnp.ones((B, T), jnp.int32)
-    return {
-        "attention": (attention, lambda m: m(x, None, Context(position, segment, jnp.arange(B), None))[0]),
-        "mlp": (mlp, lambda m: m(x, jnp.arange(B), None)),
-        "embed": (embed, lambda m: m.attend(x)),
-    }
+    if name == "attention":
+        context = Context(position, segment, jnp.arange(B), None)
+        return Attention(E, **heads, **how), lambda m: m(x, None, context)[0]
+    if name == "mlp":
+        return MLP(E, 12, ["silu", "linear"], dropout_rate=0.0, **how), lambda m: m(x, jnp.arange(B), None)
+    return Embed(16, E, **how), lambda m: m.attend(x)
 
 
 @pytest.mark.parametrize("name", ["attention", "mlp", "embed"])
 def test_another_product_is_used_for_every_matrix(name):
     make = Recorded()
-    layer, call = layers(make)[name]
+    layer, call = layer_of(name, make)
     out = call(layer)
     matrices = [v for v in jax.tree.leaves(nnx.to_pure_dict(nnx.state(layer, nnx.Param))) if v.ndim > 1]
     assert len(make.met) == len(matrices)
     assert all(fits for _, fits in make.met)
     assert {names for names, _ in make.met} == NAMES[name]
-    layer, call = layers(plain)[name]
+    layer, call = layer_of(name, plain)
     rounded = jax.tree.map(lambda v: jnp.round(4 * v), nnx.state(layer, nnx.Param))
     nnx.update(layer, rounded)
     np.testing.assert_array_equal(out, call(layer))
@@ -94,8 +93,8 @@ def test_another_product_is_used_for_every_matrix(name):
 
 @pytest.mark.parametrize("name", ["attention", "mlp", "embed"])
 def test_a_product_with_parameters_brings_them_into_the_model(name):
-    layer, call = layers(Adapter)[name]
-    base, base_call = layers(plain)[name]
+    layer, call = layer_of(name, Adapter)
+    base, base_call = layer_of(name, plain)
     params = nnx.to_flat_state(nnx.state(layer, nnx.Param))
     kernels = {path for path, _ in params if "product" not in path}
     own = {path[:-2] for path, _ in params if "product" in path}
@@ -108,7 +107,7 @@ def test_a_product_with_parameters_brings_them_into_the_model(name):
         nnx.update(model, params)
         return jnp.sum(call(model) ** 2)
 
-    grads = nnx.to_flat_state(jax.grad(loss)(nnx.state(layer, nnx.Param)))
+    grads = nnx.to_flat_state(jax.jit(jax.grad(loss))(nnx.state(layer, nnx.Param)))
     assert all(jnp.any(leaf[...] != 0) for path, leaf in grads if path[-1] == "up")
 
 
