@@ -115,7 +115,7 @@ def test_a_tpu_with_more_rows_than_the_head_holds_the_logits_and_the_gathered_he
     mesh = Mesh(np.array(devices_of(find_topology("v5e-16"))).reshape(8, 2), ("fsdp", "tensor"), (AxisType.Auto,) * 2)
     rules = {"activation_batch": ("fsdp",), "activation_length": (), "activation_embed": ("tensor",)}
     rules |= {"activation_vocab": ("tensor",), "vocab": ("tensor",), "embed": ("fsdp",)}
-    rows, tokens, width, vocab = 64, 1024, 1024, 32768
+    rows, tokens, width, vocab = 64, 1024, 256, 24576
     make = partial(Embed, vocab, width, dtype=jnp.bfloat16, weight_dtype=jnp.float32)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
 

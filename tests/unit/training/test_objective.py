@@ -1,5 +1,6 @@
 """An objective of somebody's own, with fields, weights and a measure, through the whole of a run."""
 
+import functools
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
@@ -49,12 +50,20 @@ def batch_of(config, rows):
     return batch | {"reward": rng.normal(size=rows).astype(np.float32), "mark": mark}
 
 
+@functools.cache
+def initial():
+    """The first state of every run here."""
+    config = load(arguments("nnx", opt_type="sgd", gradient_clipping_threshold=0)).config
+    run, key = build(config, jax.devices()[:1]), jax.random.key(0)
+    return copied(run.codec.unpack(compiled(run.codec.init, key)(key)))
+
+
 def metrics_of(microbatches):
     keys = {"gradient_accumulation_steps": microbatches, "per_device_batch_size": 4 // microbatches}
+    keys |= {"opt_type": "sgd", "gradient_clipping_threshold": 0}
     run = build(load(arguments("nnx", **keys)).config, jax.devices()[:1])
     step = run.step.lower(*run.abstract_args()).compile()
-    key = jax.random.key(0)
-    state = compiled(run.codec.init, key)(key)
+    state = state_from(run, initial())
     _, metrics = step(state, place(batch_of(run.config, run.rows), run.batch_shardings))
     return jax.device_get(metrics)
 
@@ -83,7 +92,7 @@ def test_batches_hold_the_fields_of_the_objective(monkeypatch):
 def test_log_probabilities_of_targets():
     config = tiny_config("nnx")
     model = make_model(config)
-    params, rest = compiled(model.init, jax.random.key(0))(jax.random.key(0))
+    _, params, _, rest = initial()
     batch = packed_batch(config, 2)
 
     def both(params):
@@ -149,7 +158,8 @@ class Pairs:
 
 def preference_run(parts, **keys):
     keys |= {"gradient_accumulation_steps": parts, "per_device_batch_size": 4 // parts, "steps": 3}
-    config = load(arguments("nnx", **keys, opt_type="sgd", learning_rate=0.1, warmup_steps_fraction=0)).config
+    keys |= {"opt_type": "sgd", "gradient_clipping_threshold": 0, "learning_rate": 0.1, "warmup_steps_fraction": 0}
+    config = load(arguments("nnx", **keys)).config
     run = build(config, jax.devices()[:1], make_objective=lambda config, model: Preference(model.apply))
     return run, open_dataset(run.config, print)
 
@@ -159,16 +169,15 @@ def test_an_objective_without_a_cross_entropy_trains_and_evaluates():
     pairs = {name: rng.integers(1, 64, (4, 16)).astype(np.int32) for name in ("chosen", "rejected")}
     pairs["rejected"][:, 9:] = pairs["chosen"][3] = pairs["rejected"][3] = 0  # the last row is no pair
     pairs["row"] = np.arange(4, dtype=np.int32)
-    rows, evaluations, initial = {}, [], None
+    rows, evaluations = {}, []
     for parts in (1, 2):
         evaluated = {"eval_interval": 3, "eval_per_device_batch_size": 4} if parts == 1 else {}
         run, dataset = preference_run(parts, learning_rate_schedule_steps=20, **evaluated)
         rows[parts] = []
         reports = Reports(rows[parts].append, evaluations.append, lambda: None)
-        initial = initial or copied(run.codec.unpack(run.init()))
         state, batch = run.abstract_args()
         step = run.step_on_leaves.lower(jax.tree.leaves(state), batch).compile()
-        start = Start(state_from(run, initial))
+        start = Start(state_from(run, initial()))
         end = fit(run, step, start, dataset, reports, source=lambda *_: nullcontext(Pairs(pairs)))
         if parts == 1:
             _, params, _, rest = run.codec.unpack(end.state)
@@ -214,11 +223,15 @@ def test_batches_without_the_fields_of_the_objective_are_refused_before_a_step()
 def preference(model, params, rest, pairs):
     """For each pair the difference of log-probabilities, float64, from the logits of each text alone."""
 
+    @jax.jit
+    def forward(params, ids):
+        at, one = np.arange(ids.shape[1])[None], np.ones(ids.shape, np.int32)
+        hidden, _, _ = model.apply(params, rest, ids, at, one, np.zeros(1, np.int32))
+        return model.apply(params, rest, hidden, method="head")[0]
+
     def log_prob(ids):
         ids = ids[ids != 0][None]
-        at, one = np.arange(ids.shape[1])[None], np.ones_like(ids)
-        hidden, _, _ = model.apply(params, rest, ids, at, one, np.zeros(1, np.int32))
-        logits = np.asarray(model.apply(params, rest, hidden, method="head")[0][0, :-1], np.float64)
+        logits = np.asarray(forward(params, ids)[0, :-1], np.float64)
         return (np.take_along_axis(logits, ids[0, 1:, None], -1)[:, 0] - np.log(np.exp(logits).sum(-1))).sum()
 
     return np.array([log_prob(pairs["chosen"][i]) - log_prob(pairs["rejected"][i]) for i in range(3)])
