@@ -1,5 +1,6 @@
 """Helpers that tests share."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,14 @@ def arguments(combination: str, **overrides: Any) -> list[str]:
 def tiny_config(combination: str, *, devices: int = 1, **overrides: Any):
     """A resolved tiny configuration for `devices` CPU devices."""
     return resolve(load(arguments(combination, **overrides)).config, device_count=devices, platform="cpu")
+
+
+@functools.cache
+def model_of(config: Any) -> Any:
+    """The model of `config`, traced once for all tests of a process. Not for blocks that a test patches."""
+    from trainer.backends import make_model
+
+    return make_model(config)
 
 
 def packed_batch(config, rows: int, seed: int = 0) -> dict[str, np.ndarray]:

@@ -7,9 +7,9 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from support import ALL_COMBINATIONS, assert_equal_bits, copied, tiny_config
+from support import ALL_COMBINATIONS, assert_equal_bits, copied, model_of, tiny_config
 
-from trainer.backends import StateCodec, make_model
+from trainer.backends import StateCodec
 from trainer.optim import make_optimizer
 from trainer.sharding import make_mesh, make_rules
 from trainer.state import init_state_fn, state_shardings, tensors
@@ -48,7 +48,7 @@ def config(request):
 @functools.cache
 def sharded(config, tx):
     """The codec, its abstract native state, and that state's shardings."""
-    codec = StateCodec(make_model(config), tx)
+    codec = StateCodec(model_of(config), tx)
     mesh = make_mesh(config, jax.devices())
     shardings = state_shardings(codec.model, codec.abstract, mesh, make_rules(config.logical_axis_rules))
     return codec, codec.abstract, shardings
@@ -139,7 +139,7 @@ def test_of_axes_of_one_length_rows_lack_the_last_and_nothing_lacks_layers(layer
 @pytest.mark.parametrize("combination", sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]}))
 def test_the_state_is_made_sharded_and_is_that_of_one_device(combination):
     config = tiny_config(combination, devices=8, **AXES, **MODEL)
-    codec, state, shardings = sharded(config, make_optimizer(config, make_model(config).param_axes))
+    codec, state, shardings = sharded(config, make_optimizer(config, model_of(config).param_axes))
     made = init_state_fn(codec, shardings, seed=5)()
     assert jax.tree.structure(made) == jax.tree.structure(state)
 
@@ -155,6 +155,6 @@ def test_the_state_is_made_sharded_and_is_that_of_one_device(combination):
 def state_of_one_device():
     """The canonical initial state, made without shardings."""
     config = tiny_config(ALL_COMBINATIONS[0], **MODEL)
-    model = make_model(config)
+    model = model_of(config)
     codec = StateCodec(model, make_optimizer(config, model.param_axes))
     return copied(codec.unpack(jax.jit(codec.init)(jax.random.key(5))))

@@ -11,9 +11,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import FrozenConfigDict
 from optimizers import OPTIMIZERS
-from support import ALL_COMBINATIONS, tiny_config
+from support import ALL_COMBINATIONS, model_of, tiny_config
 
-from trainer.backends import StateCodec, make_model
+from trainer.backends import StateCodec
 from trainer.config import UserError, make_rules, schema
 from trainer.optim import make_optimizer
 from trainer.state import (
@@ -69,7 +69,7 @@ def laid_out(combination, name):
     """Rows of (tensor, leaf, sharding between steps, sharding without Zero-1)."""
     own = {"opt_type": name.partition("=")[2], **MOMENTA} if name in REGISTERED else {}
     config = tiny_config(combination, devices=8, **AXES, base_num_decoder_layers=3, **own)
-    model = make_model(config)
+    model = model_of(config)
     codec = StateCodec(model, make_optimizer(config, model.param_axes) if own else OPTIMIZERS[name])
     native = codec.abstract
     mesh, rules = get_mesh_from_config(config), make_rules(config.logical_axis_rules)
@@ -100,7 +100,7 @@ def test_all_that_belongs_to_a_parameter_is_split_whatever_the_optimizer(combina
 def test_the_named_builders_keep_one_structure_on_every_native_state(combination):
     config = tiny_config(combination, devices=8, **AXES, shard_optimizer_over_data=True)
     mesh, tx = get_mesh_from_config(config), OPTIMIZERS["clipped"]
-    codec = StateCodec(make_model(config), tx)
+    codec = StateCodec(model_of(config), tx)
     init = init_state_fn(codec)
     state, specs, shardings = get_abstract_state_nnx(config, mesh, init)
     assert jax.tree.structure(state) == jax.tree.structure(shardings) == jax.tree.structure(jax.eval_shape(init))
@@ -134,7 +134,7 @@ def test_the_named_builders_keep_one_structure_on_every_native_state(combination
 
 def test_a_train_state_of_nnx_is_split_and_inference_needs_no_optimizer():
     config = tiny_config("nnx", devices=8, **AXES)
-    mesh, codec = get_mesh_from_config(config), StateCodec(make_model(tiny_config("nnx", devices=8)), optax.sgd(0.1))
+    mesh, codec = get_mesh_from_config(config), StateCodec(model_of(tiny_config("nnx", devices=8)), optax.sgd(0.1))
     whole = get_abstract_state_nnx(config, mesh, init_state_fn(codec))
 
     def train_state():
@@ -151,7 +151,7 @@ def test_a_train_state_of_nnx_is_split_and_inference_needs_no_optimizer():
 
 def test_parameters_that_are_missing_or_too_many_are_told():
     config = tiny_config("nnx", devices=8, **AXES)
-    codec = StateCodec(make_model(config), optax.sgd(0.1))
+    codec = StateCodec(model_of(config), optax.sgd(0.1))
     shardings = get_abstract_state_nnx(config, get_mesh_from_config(config), init_state_fn(codec)).shardings
     params = dict(codec.unpack(shardings).params)
     lacking = {"decoder": params["decoder"]}
