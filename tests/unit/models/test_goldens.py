@@ -56,7 +56,7 @@ def expected(case):
 def run_of(case, **overrides):
     """The run whose model is what the golden's config.json says."""
     length = expected(case)["rows"]["inputs"].shape[1]
-    keys = {"max_target_length": length, "dtype": "float32", **pinned(COMBINATION), **overrides}
+    keys = {"max_target_length": length, "dtype": "float32", "opt_type": "sgd", **pinned(COMBINATION), **overrides}
     words = [f"{key}={value}" for key, value in keys.items()]
     source = open_source(str(GOLDENS / case))
     return build(model_config(source.keys, words, case), jax.devices()[:1])

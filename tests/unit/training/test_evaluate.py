@@ -70,7 +70,7 @@ def test_evaluation_is_the_same_program_with_any_z_loss():
 
 def test_the_sums_hold_the_cross_entropy_alone():
     """Also where an objective with other terms is evaluated."""
-    config, codec, step, tree = evaluation(ALL_COMBINATIONS[0])
+    config, codec, step, tree = evaluation()
     here = jax.tree.map(lambda leaf: leaf.sharding, tree.params)
     objective = NextToken(codec.model.apply, z_loss_multiplier=100.0, label_smoothing=0.5)
     batch = packed_batch(config, 2)
@@ -79,10 +79,13 @@ def test_the_sums_hold_the_cross_entropy_alone():
     assert jax.device_get(with_terms) == step(batch)
 
 
+KEYS = {"enable_dropout": True, "dropout_rate": 0.5}
+
+
 @functools.cache
-def evaluation(combination):
+def evaluation():
     """The compiled evaluation, a state, and five rows of unequal numbers of real tokens."""
-    config = tiny_config(combination, enable_dropout=True, dropout_rate=0.5)
+    config = tiny_config(ALL_COMBINATIONS[0], **KEYS)
     model = make_model(config)
     codec = StateCodec(model, optax.sgd(0.1))
     tree = codec.unpack(jax.jit(lambda: codec.init(jax.random.key(0)))())
@@ -106,9 +109,22 @@ def add(sums):
     }
 
 
-@pytest.mark.parametrize("combination", ALL_COMBINATIONS)
-def test_sums_do_not_depend_on_the_batch_size_or_on_padding(combination):
-    config, _, step, _ = evaluation(combination)
+def test_every_combination_evaluates_by_the_same_program():
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def text(combination):
+        config = tiny_config(combination, **KEYS)
+        model = make_model(config)
+        params, rest = model.abstract
+        at = jax.tree.map(lambda leaf: here, params)
+        fn = make_evaluation(NextToken(model.apply), ParamShardings(at, at))
+        return jax.jit(fn).lower(params, rest, packed_batch(config, ROWS), BYTES).as_text()
+
+    assert len({text(combination) for combination in ALL_COMBINATIONS}) == 1
+
+
+def test_sums_do_not_depend_on_the_batch_size_or_on_padding():
+    config, _, step, _ = evaluation()
     whole = packed_batch(config, ROWS)
     single = [step(batch) for batch in batches(whole, 1)]
     assert len({float(row["means"].tokens) for row in single}) > 2
@@ -120,7 +136,7 @@ def test_sums_do_not_depend_on_the_batch_size_or_on_padding(combination):
 
 
 def test_the_sums_are_those_of_the_loss_bearing_tokens():
-    config, codec, step, tree = evaluation(ALL_COMBINATIONS[0])
+    config, codec, step, tree = evaluation()
     batch = packed_batch(config, 2)
     batch["targets_segmentation"][:, ::3] = 0  # targets without loss, though their inputs are real
     params = tree.params

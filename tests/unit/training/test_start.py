@@ -123,16 +123,23 @@ def test_another_configuration_and_other_data(tmp_path):
         begin(run(), tmp_path)
 
 
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """A run's folder, and the states of its two checkpoints."""
+    folder = tmp_path_factory.mktemp("other")
+    return folder, {updates: copied(save(folder, run(), updates)) for updates in (5, 10)}
+
+
 @pytest.mark.parametrize("below", ["", "checkpoints", "checkpoints/10", "checkpoints/5"])
-def test_the_full_state_of_another_run(tmp_path, below):
-    states = {updates: save(tmp_path / "other", run(), updates) for updates in (5, 10)}
+def test_the_full_state_of_another_run(tmp_path, below, other):
+    folder, states = other
     updates = 5 if below.endswith("/5") else 10
     lines = []
-    this = run(load_full_state_path=str(tmp_path / "other" / below))
+    this = run(load_full_state_path=str(folder / below))
     begun = begin(this, tmp_path / "mine", lines)
     assert begun[1:] == (updates, position_after(this, updates), False)
     assert_equal(this, begun.state, states[updates])
-    path = tmp_path / f"other/checkpoints/{updates}"
+    path = folder / f"checkpoints/{updates}"
     assert lines == [f"starting from {path}: {updates} updates, its optimizer, its position in the data"]
     assert begin(this).updates == updates, "without checkpoints of its own too"
 
