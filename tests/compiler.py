@@ -14,6 +14,9 @@ import pytest
 
 _LEVEL = "--xla_backend_optimization_level=0"
 _CPU = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+# Simulated devices wait for each other in a collective: on a busy machine for longer than XLA's 40 seconds, after which
+# it aborts the process.
+_CPU += " --xla_cpu_collective_call_terminate_timeout_seconds=600"
 
 # Options of `compile` where the bits of programs with another text are compared, or XLA's counts: the older code
 # generation rounds equal mathematics in another fusion differently, and expands a scatter to a loop before it.

@@ -38,15 +38,14 @@ def failure(capsys, *argv):
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize("interleave", [False, True])
 @pytest.mark.parametrize(
-    ("block", "keys", "dtype", "shards"),
+    ("block", "keys", "dtype", "shards", "interleave"),
     [
-        ("llama2", ROPES["llama3.1"], np.float32, 3),
-        ("llama2", {"logits_via_embedding": True, "normalize_embedding_logits": False}, BFLOAT16, 1),
-        ("mistral", ROPES["yarn"], BFLOAT16, 2),
-        ("qwen3", {}, np.float32, 1),
-        ("qwen3", {"logits_via_embedding": False}, BFLOAT16, 3),
+        ("llama2", ROPES["llama3.1"], np.float32, 3, True),
+        ("llama2", {"logits_via_embedding": True, "normalize_embedding_logits": False}, BFLOAT16, 1, False),
+        ("mistral", ROPES["yarn"], BFLOAT16, 2, True),
+        ("qwen3", {}, np.float32, 1, False),
+        ("qwen3", {"logits_via_embedding": False}, BFLOAT16, 3, True),
     ],
 )
 def test_the_round_trip_is_exact(tmp_path, block, keys, dtype, shards, interleave):
