@@ -142,12 +142,12 @@ def _metrics_files(run, run_dir):
 
 def _reports(run, run_dir, begin, metrics_files, console, stack: contextlib.ExitStack):
     """Rows for the files of metrics, which the first process writes, and for the console."""
-    from trainer.observe import MetricsWriter, TokensSeen, maxtext_row, work_of
+    from trainer.observe import EventsWriter, MetricsWriter, TokensSeen, maxtext_row, work_of
     from trainer.runtime.agreement import from_first
     from trainer.training import Reports
 
     config, work = run.config, work_of(run.config, run.flops_per_token)
-    writers, maxtext_writers = [], []
+    writers, maxtext_writers = [], []  # of metrics.jsonl, and of rows with MaxText's names
 
     def open_metrics() -> list[int]:
         resumes = config.enable_checkpointing
@@ -155,6 +155,9 @@ def _reports(run, run_dir, begin, metrics_files, console, stack: contextlib.Exit
         for file in metrics_files:
             writer = file.open(begin.updates, resumed=begin.resumed, resumes=resumes, say=console.say)
             maxtext_writers.append(stack.enter_context(writer))
+        if config.enable_tensorboard:
+            events = EventsWriter(run_dir.path, begin.updates, resumes=resumes)
+            maxtext_writers.append(stack.enter_context(events))
         return [row["step"] for row in writers[0].kept if "eval_loss" in row]
 
     evaluated = frozenset(from_first(open_metrics))

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from compiler import exact
 from run_cases import RUN, SETTINGS, arrays_of, assert_equal, killed_at, rows_of, train
+from tensorboardX.proto.event_pb2 import Event
 
 from trainer.checkpoint import inspect, newest
 from trainer.data import eval_batches, open_dataset
 from trainer.objectives import NextToken
+from trainer.observe.events import EVENTS_FILE
 from trainer.observe.metrics import METRICS_FILE
 
 
@@ -191,6 +193,16 @@ def test_without_checkpoints(tmp_path):
     assert files_of(tmp_path / RUN) == before
 
 
+def events_of(run_dir):
+    """The tags of each event of TensorBoard, sorted."""
+    with (run_dir / EVENTS_FILE).open("rb") as file:
+        while head := file.read(12):
+            event = Event.FromString(file.read(int.from_bytes(head[:8], "little")))
+            file.read(4)
+            if not event.file_version:
+                yield sorted(value.tag for value in event.summary.value)
+
+
 def test_a_run_on_one_batch_of_a_scaled_model_goes_on_with_its_metrics_file(tmp_path):
     settings = {
         "run_name": "one",
@@ -220,6 +232,8 @@ def test_a_run_on_one_batch_of_a_scaled_model_goes_on_with_its_metrics_file(tmp_
     assert_equal(parts / "runs/one", whole / "runs/one", updates=6)
     rows = rows_of_file(whole)
     assert rows_of_file(parts) == rows
+    names = [sorted(row.keys() - {"step", "run_name"}) for row in rows]
+    assert [[tag for tag in tags if not tag.startswith("perf/")] for tags in events_of(parts / "runs/one")] == names
     assert [row["step"] for row in rows if "learning/loss" in row] == list(range(6))
     assert [row["step"] for row in rows if "eval/avg_loss" in row] == [3, 5]
     losses = [row["learning/loss"] for row in rows if "learning/loss" in row]

@@ -44,6 +44,7 @@ AROUND = (
     "base_output_directory",
     "log_config",
     "metrics_file",
+    "enable_tensorboard",
     "log_period",
     "record_internal_nn_metrics",
     "parameter_metrics_period",

@@ -2,6 +2,7 @@
 
 from trainer.observe.banner import work_of
 from trainer.observe.console import Console
+from trainer.observe.events import EventsWriter
 from trainer.observe.metrics import MetricsWriter, TokensSeen
 from trainer.observe.metrics_file import MetricsFile, maxtext_row
 from trainer.observe.rundir import RunDir, open_run
@@ -9,6 +10,7 @@ from trainer.observe.text import perplexity
 
 __all__ = [
     "Console",
+    "EventsWriter",
     "MetricsFile",
     "MetricsWriter",
     "RunDir",

@@ -32,7 +32,7 @@ class MetricsWriter:
           UserError: the file cannot be written, or a line is not a valid row.
         """
         self._path, self._resumes = folder / name, resumes
-        with self._disk_errors():
+        with disk_errors(self._path, self._resumes):
             self.kept = _cut(self._path, step) if self._path.exists() else []
             self._file = self._path.open("ab", buffering=0)
 
@@ -44,27 +44,14 @@ class MetricsWriter:
           UserError: the disk is full.
         """
         line = f"{json.dumps(dict(row))}\n".encode()
-        with self._disk_errors():
+        with disk_errors(self._path, self._resumes):
             while line:
                 line = line[self._file.write(line) :]
 
     def sync(self) -> None:
         """Wait until all rows are on disk. Raises UserError as `write` does."""
-        with self._disk_errors():
+        with disk_errors(self._path, self._resumes):
             os.fsync(self._file.fileno())
-
-    @contextlib.contextmanager
-    def _disk_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            what, remedied = f"cannot write {self._path}: {error.strerror or error}", remedy(error.errno)
-            if self._resumes:
-                what += "; the committed checkpoints are intact"
-                remedied += " and run the same command again"
-            else:
-                remedied += ". The run saves no checkpoints, so it would start over"
-            raise UserError(f"{what}: {remedied}") from error
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
@@ -77,6 +64,21 @@ class MetricsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path, resumes: bool) -> Iterator[None]:
+    """Turns an OSError of writing `path` into a UserError; for `resumes` see `MetricsWriter`."""
+    try:
+        yield
+    except OSError as error:
+        what, remedied = f"cannot write {path}: {error.strerror or error}", remedy(error.errno)
+        if resumes:
+            what += "; the committed checkpoints are intact"
+            remedied += " and run the same command again"
+        else:
+            remedied += ". The run saves no checkpoints, so it would start over"
+        raise UserError(f"{what}: {remedied}") from error
 
 
 class TokensSeen:

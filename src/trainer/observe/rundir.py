@@ -11,13 +11,14 @@ from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
 from trainer.config import UserError
+from trainer.observe.events import EVENTS_FILE
 from trainer.observe.metrics import METRICS_FILE
 from trainer.runtime.agreement import agreed, from_first
 from trainer.runtime.lock import LOCK_FILE, lock
 from trainer.runtime.storage import entries, folder, is_remote, mirror, remedy
 
 CONFIG_FILE, FINISHED_FILE, CHECKPOINTS = "config.yml", "finished", "checkpoints"
-_FILES = (CONFIG_FILE, METRICS_FILE, FINISHED_FILE)
+_FILES = (CONFIG_FILE, METRICS_FILE, EVENTS_FILE, FINISHED_FILE)
 OWN_FILES = (*_FILES, LOCK_FILE)  # what a run writes into its folder, apart from checkpoints
 _NUMBERED = re.compile(r"run-(\d+)")
 
@@ -60,6 +61,7 @@ class RunDir(NamedTuple):
             with _remote_errors(self.remote):
                 for name in _FILES:
                     if (self.path / name).exists():
+                        (self.remote / name).parent.mkdir(parents=True, exist_ok=True)
                         (self.remote / name).write_bytes((self.path / name).read_bytes())
 
     def _download(self) -> Self:
@@ -67,6 +69,7 @@ class RunDir(NamedTuple):
         if self.remote is not None:
             for name in _FILES:
                 if (self.remote / name).exists():
+                    (self.path / name).parent.mkdir(exist_ok=True)
                     (self.path / name).write_bytes((self.remote / name).read_bytes())
                 else:
                     (self.path / name).unlink(missing_ok=True)
@@ -125,17 +128,24 @@ class RunDir(NamedTuple):
             say(f"{self.place} has no checkpoint yet: starting over")
 
     def _rename_earlier(self, say: Callable[[str], None]) -> None:
-        """Keeps metrics.jsonl and config.yml of an earlier run under the next free number."""
+        """Keeps metrics.jsonl, config.yml and TensorBoard's events of an earlier run under the next free number."""
         taken = {path.name for path in entries(self.place)}
-        kept = [METRICS_FILE, *([CONFIG_FILE] if (self.path / CONFIG_FILE).is_file() else [])]
-        number = next(n for n in itertools.count(1) if taken.isdisjoint(_numbered_file(name, n) for name in kept))
+        kept = [METRICS_FILE, *(name for name in (CONFIG_FILE, EVENTS_FILE) if (self.path / name).is_file())]
+        number = next(
+            n for n in itertools.count(1) if taken.isdisjoint(Path(_numbered_file(name, n)).parts[0] for name in kept)
+        )
         # The metrics are renamed last: until then, a restarted process repeats all of this.
         if self.remote is not None:
             for name in kept:
-                (self.remote / _numbered_file(name, number)).write_bytes((self.path / name).read_bytes())
-            (self.remote / METRICS_FILE).unlink(missing_ok=True)
+                copy = self.remote / _numbered_file(name, number)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                copy.write_bytes((self.path / name).read_bytes())
+            for name in (METRICS_FILE, EVENTS_FILE):
+                (self.remote / name).unlink(missing_ok=True)
         for name in kept[1:]:
+            (self.path / _numbered_file(name, number)).parent.mkdir(exist_ok=True)
             shutil.copyfile(self.path / name, self.path / _numbered_file(name, number))
+        (self.path / EVENTS_FILE).unlink(missing_ok=True)
         (self.path / METRICS_FILE).rename(self.path / _numbered_file(METRICS_FILE, number))
         names = " and ".join(_numbered_file(name, number) for name in kept)
         say(f"{self.place} holds an earlier run without checkpoints: its files are kept as {names}")
@@ -297,6 +307,9 @@ def _without_checkpoints(config_yml: str) -> bool:
 
 
 def _numbered_file(name: str, number: int) -> str:
+    first, slash, rest = name.partition("/")
+    if slash:  # TensorBoard shows each folder as a run of its own.
+        return f"{first}-{number}/{rest}"
     stem, _, ending = name.rpartition(".")
     return f"{stem}-{number}.{ending}"
 

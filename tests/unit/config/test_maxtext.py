@@ -89,7 +89,7 @@ def test_neutral_values_and_harmless_keys_are_one_line_each_kind():
     words = (
         "shared_experts=0 logits_dot_in_fp32=false enable_goodput_recording=False dpo.algo=orpo num_experts=1.0 "
         "weight_sparsity_n=null checkpoint_conversion_fn=none engram_layers=[] use_iota_embed=true "
-        "enable_tensorboard=false hf_access_token=secret steps=10"
+        "gcs_metrics=false hf_access_token=secret steps=10"
     )
     loaded = load(words.split())
     assert loaded.changed == {"steps": COMMAND_LINE}

@@ -1,0 +1,121 @@
+"""events: the rows of metrics.jsonl as TensorBoard events, with MaxText's tags."""
+
+import os
+import struct
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from trainer.observe.metrics import disk_errors
+
+# TensorBoard reads every file whose name contains "tfevents"; its folder has the name that MaxText gives it. The name
+# is always the same, so that a resumed run continues the file, and a TensorBoard that reads it goes on.
+EVENTS_FILE = "tensorboard/events.out.tfevents.trainer"
+# A record is its length (uint64), a checksum of the length, the event, and a checksum of the event (uint32 each),
+# little-endian: TensorFlow's TFRecord format.
+_HEAD, _TAIL = struct.Struct("<QI"), 4
+
+
+class EventsWriter:
+    """Appends events to folder/tensorboard/ and hands each row to the system at once; a context manager.
+
+    Importing this module does not import tensorboardX; making a writer does.
+    """
+
+    def __init__(self, folder: Path, step: int = 0, *, resumes: bool = True):
+        """Keeps earlier events of steps below `step`; removes later ones and a truncated last one.
+
+        `resumes`: see `MetricsWriter`.
+
+        Raises:
+          UserError: the file cannot be written.
+        """
+        from tensorboardX.proto.event_pb2 import Event
+
+        self._path, self._resumes = folder / EVENTS_FILE, resumes
+        with disk_errors(self._path, self._resumes):
+            self._path.parent.mkdir(exist_ok=True)
+            self._file = self._path.open("ab", buffering=0)
+            # Cut in place: the steps that are computed again have records of the same lengths.
+            self._file.truncate(_end(self._path, step))
+            if not self._file.seek(0, os.SEEK_END):
+                self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
+
+    def write(self, row: Mapping[str, float | str]) -> None:
+        """Append an event with the numbers of `row`, which has MaxText's names (`maxtext_row`).
+
+        Raises:
+          UserError: the disk is full.
+        """
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        values = [
+            Summary.Value(tag=name, simple_value=value)
+            for name, value in row.items()
+            if name != "step" and not isinstance(value, str)
+        ]
+        with disk_errors(self._path, self._resumes):
+            self._append(Event(wall_time=time.time(), step=int(row["step"]), summary=Summary(value=values)))
+
+    def _append(self, event: Any) -> None:
+        from tensorboardX.record_writer import masked_crc32c
+
+        data = event.SerializeToString()
+        length = struct.pack("<Q", len(data))
+        record = b"".join(
+            [length, struct.pack("<I", masked_crc32c(length)), data, struct.pack("<I", masked_crc32c(data))]
+        )
+        while record:
+            record = record[self._file.write(record) :]
+
+    def sync(self) -> None:
+        """Wait until all events are on disk. Raises UserError as `write` does."""
+        with disk_errors(self._path, self._resumes):
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _end(path: Path, step: int) -> int:
+    """Where the events of steps below `step` end; in bytes from the start of the file."""
+    end = 0
+    for event, after in _events(path):
+        if event.step >= step and not event.file_version:
+            break
+        end = after
+    return end
+
+
+def _events(path: Path) -> Iterator[tuple[Any, int]]:
+    """The events of a file with the offset at which each ends, up to the first that is damaged."""
+    from google.protobuf.message import DecodeError
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.record_writer import masked_crc32c
+
+    with path.open("rb") as file:
+        while len(head := file.read(_HEAD.size)) == _HEAD.size:
+            length, checksum = _HEAD.unpack(head)
+            # A file whose end was lost in a power cut can end with zeros, which no checksum fits.
+            if masked_crc32c(head[:8]) != checksum:
+                return
+            data = file.read(length)
+            if len(data) < length or len(file.read(_TAIL)) < _TAIL:
+                return
+            try:
+                event = Event.FromString(data)
+            except DecodeError:
+                return
+            yield event, file.tell()
