@@ -1,0 +1,176 @@
+"""report: one self-contained HTML page on one run, or on several side by side."""
+
+import html
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.config import UserError, read_saved, schema
+from trainer.observe.chart import COLOURS, Line, histogram, line_chart
+from trainer.observe.metrics import METRICS_FILE, read_rows
+from trainer.observe.rundir import CONFIG_FILE, FINISHED_FILE
+from trainer.observe.text import short_time, si
+
+# (title, field of a row, unit)
+_CHARTS = (
+    ("Loss", "loss", "nats per token, all terms"),
+    ("Evaluation loss", "eval_loss", "nats per token"),
+    ("Evaluation", "eval_bits_per_byte", "bits per byte"),
+    ("Learning rate", "learning_rate", ""),
+    ("Gradient norm", "grad_norm", "before clipping"),
+    ("Throughput", "tokens_per_second", "tokens per second"),
+    ("Waiting for data", "data_wait", "share of the step time"),
+    ("Skipped updates", "skipped", "1: skipped"),
+)
+# In the order of their charts. A tensor of a stack has one number for each layer.
+_PERIODIC = ("grad_norm/", "param_norm/", "update_ratio/")  # `parameter_metrics_period`
+
+_STYLE = """
+:root { color-scheme: light dark; --text: #1d1d1f; --back: #fff; --faint: #6b6b70; --grid: #e3e3e6;
+  --c0: #1f5fbf; --c1: #c2410c; --c2: #15803d; --c3: #9333ea; --c4: #0e7490; --c5: #a16207; }
+@media (prefers-color-scheme: dark) { :root { --text: #e8e8ea; --back: #17181a; --faint: #9b9ba1; --grid: #33353a;
+  --c0: #7ab0ff; --c1: #ff9b6a; --c2: #6fd694; --c3: #c99bff; --c4: #67d4ea; --c5: #e6c15c; } }
+body { margin: 0 auto; max-width: 1240px; padding: 1rem; font: 15px/1.45 system-ui, sans-serif;
+  color: var(--text); background: var(--back); }
+h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+.charts { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 380px), 1fr)); }
+figure { margin: 0; } figcaption { font-weight: 600; } .unit { font-weight: 400; color: var(--faint); }
+svg { width: 100%; height: auto; } svg text { font-size: 11px; fill: var(--faint); }
+polyline { fill: none; stroke-width: 1.5; } .area { fill-opacity: .15; } .grid { stroke: var(--grid); }
+.wide { overflow-x: auto; } table { border-collapse: collapse; }
+th, td { text-align: left; padding: .15rem .9rem .15rem 0; border-bottom: 1px solid var(--grid); vertical-align: top; }
+td { overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
+"""
+_COLOURS = "".join(
+    f"polyline.c{n} {{ stroke: var(--c{n}); }} polyline.c{n}.area, circle.c{n} {{ fill: var(--c{n}); }} "
+    f".name.c{n} {{ color: var(--c{n}); font-weight: 600; }}\n"
+    for n in range(COLOURS)
+)
+
+
+class Recorded(NamedTuple):
+    """What a run's folder says about the run.
+
+    Attributes:
+      name: of the folder.
+      rows: of metrics.jsonl.
+      config: the resolved configuration; empty if config.yml is missing.
+      finished: whether the run came to its end.
+    """
+
+    name: str
+    rows: list[dict[str, Any]]
+    config: dict[str, Any]
+    finished: bool
+
+
+def read_run(folder: Path) -> Recorded:
+    """The records of a run.
+
+    Raises:
+      UserError: the folder holds no metrics.jsonl, or one of its files is damaged.
+    """
+    metrics, config = folder / METRICS_FILE, folder / CONFIG_FILE
+    if not metrics.is_file():
+        raise UserError(
+            f"{folder} is not the folder of a run: it has no {METRICS_FILE}; give base_output_directory/run_name"
+        )
+    text = config.read_bytes().decode("utf-8", "replace") if config.is_file() else ""
+    saved = read_saved(text, str(config)) if text else {}
+    return Recorded(folder.resolve().name, read_rows(metrics), saved, (folder / FINISHED_FILE).exists())
+
+
+def report_html(runs: Sequence[Recorded]) -> str:
+    """The page on `runs`, without links to other files."""
+    title = " and ".join(run.name for run in runs)
+    charts = [line_chart(name, _lines(runs, field), unit) for name, field, unit in _CHARTS]
+    charts.append(histogram("Step time", _lines(runs, "step_time"), "seconds"))
+    norms = [line_chart(name, _lines(runs, name)) for name in _per_parameter(runs)]
+    parts = [
+        f"<h1>{html.escape(title)}</h1>",
+        _table(["", *(_name(number, run) for number, run in enumerate(runs))], _summary(runs)),
+        '<h2>Training</h2><div class="charts">' + "".join(charts) + "</div>",
+        _parameters(norms) if any(norms) else "",
+        "<h2>Configuration</h2>",
+        "<p>The keys whose values differ from base.yml" + (" or between the runs" if len(runs) > 1 else "") + ".</p>",
+        _table(["key", *(_name(number, run) for number, run in enumerate(runs)), "base.yml"], _settings(runs)),
+    ]
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html.escape(title)}</title><style>{_STYLE}{_COLOURS}</style></head>\n<body>"
+        + "\n".join(part for part in parts if part)
+        + "</body></html>\n"
+    )
+
+
+def _lines(runs: Sequence[Recorded], field: str) -> list[Line]:
+    """The values of a field of metrics.jsonl: a line for each run."""
+    found = [[row for row in run.rows if field in row] for run in runs]
+    return [
+        Line(run.name, [row["step"] for row in rows], [_number(row[field]) for row in rows])
+        for run, rows in zip(runs, found, strict=True)
+    ]
+
+
+def _number(value: float | list[float]) -> float:
+    """A number of a row; of one for each layer, the largest."""
+    return max(value, default=math.nan) if isinstance(value, list) else value
+
+
+def _parameters(charts: Sequence[str]) -> str:
+    said = "Of a tensor that several layers have, the largest of their numbers."
+    return f'<h2>Parameters</h2><p>{said}</p><div class="charts">{"".join(charts)}</div>'
+
+
+def _per_parameter(runs: Sequence[Recorded]) -> list[str]:
+    names = {name: None for run in runs for row in run.rows for name in row if name.startswith(_PERIODIC)}
+    return list(names)
+
+
+def _summary(runs: Sequence[Recorded]) -> list[list[str]]:
+    columns = [_facts(run) for run in runs]
+    names = dict.fromkeys(name for facts in columns for name in facts)
+    return [[name, *(html.escape(facts.get(name, "")) for facts in columns)] for name in names]
+
+
+def _facts(run: Recorded) -> dict[str, str]:
+    steps = [row for row in run.rows if "loss" in row]
+    evaluations = [row for row in run.rows if "eval_loss" in row]
+    total = run.config.get("steps")
+    facts = {"state": "finished" if run.finished else "not finished"}
+    facts["updates"] = f"{steps[-1]['step'] + 1 if steps else 0:,}" + (f" of {total:,}" if total else "")
+    if not steps:
+        return facts
+    facts["tokens"] = f"{sum(row['tokens'] for row in steps):,}"
+    times = statistics.median(row["step_time"] for row in steps)
+    rate = statistics.median(row["tokens_per_second"] for row in steps)
+    facts["speed"] = f"{si(rate, 'tok/s')}, {short_time(times)} per step (medians)"
+    facts["last loss"] = f"{steps[-1]['loss']:.4f}"
+    if skipped := sum(row["skipped"] for row in steps):
+        facts["skipped updates"] = f"{skipped:,}"
+    if evaluations:
+        facts["last evaluation"] = f"{evaluations[-1]['eval_loss']:.4f} after step {evaluations[-1]['step']}"
+        best = min(evaluations, key=lambda row: row["eval_loss"])
+        facts["best evaluation"] = f"{best['eval_loss']:.4f} after step {best['step']}"
+    return facts
+
+
+def _settings(runs: Sequence[Recorded]) -> list[list[str]]:
+    rows = []
+    for name, key in schema().keys.items():
+        values = [run.config.get(name, key.default) for run in runs]
+        if any(value != key.default for value in values):
+            rows.append([name, *(html.escape(str(value)) for value in values), html.escape(str(key.default))])
+    return rows
+
+
+def _name(number: int, run: Recorded) -> str:
+    return f'<span class="name c{number % COLOURS}">{html.escape(run.name)}</span>'
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="wide"><table><tr>{"".join(f"<th>{cell}</th>" for cell in head)}</tr>{body}</table></div>'

@@ -1,0 +1,33 @@
+"""`python -m trainer.report RUN [RUN ...] [out=FILE]`: a page on a run, or several runs side by side. Needs no JAX."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.config import UserError, command_line, exit_on_user_error
+from trainer.config.paths import local_path
+from trainer.observe.report import read_run, report_html
+
+REPORT_FILE = "report.html"
+
+
+@exit_on_user_error
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line `argv` (default: the process's own)."""
+    words = command_line(argv)
+    outs = [word.removeprefix("out=") for word in words if word.startswith("out=")]
+    folders = [Path(local_path(word, "")) for word in words if not word.startswith("out=")]
+    if not folders:
+        raise UserError("give the folder of a run: python -m trainer.report RUN [RUN ...] [out=FILE]")
+    # On several runs, the page belongs to none of them.
+    default = folders[0] / REPORT_FILE if len(folders) == 1 else Path(REPORT_FILE)
+    out = Path(local_path(outs[-1], "out=")) if outs else default
+    page = report_html([read_run(folder) for folder in folders])
+    try:
+        out.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"out={out}: cannot be written: {error.strerror or error}; choose another file") from error
+    print(f"wrote {out} ({len(page.encode()) / 1000:,.0f} kB)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""The report of a run: a page that needs nothing but itself, and charts of the right numbers."""
+
+import html.parser
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from trainer import report
+from trainer.observe.chart import Line, histogram, line_chart
+
+VOID = {"meta", "line", "circle", "polyline"}
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+class Page(html.parser.HTMLParser):
+    """Fails on an element that is not closed, and gathers the text of the page and what it would load."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.text, self.loads, self.count = [], [], [], {}
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.count[tag] = self.count.get(tag, 0) + 1
+        self.loads += [value for name, value in attrs if name in ("src", "href")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        assert tag in VOID
+        self.handle_starttag(tag, attrs)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.text.append(data)
+
+
+def make_run(folder, rate, *, finished=True, steps=30):
+    folder.mkdir()
+    (folder / "config.yml").write_text(f"steps: 30\nlearning_rate: {rate}\nrun_name: '{folder.name}'\n")
+    rows = []
+    for step in range(steps):
+        row = {"step": step, "loss": 5 / (step + 1), "lm_loss": 1.0, "grad_norm": 1.0, "skipped": 0, "tokens": 64}
+        row |= {"learning_rate": rate, "tokens_per_second": 640.0, "step_time": 0.1, "data_wait": 0.0}
+        rows.append(row | ({"param_norm/head": 2.0, "param_norm/mlp": [1.0, 3.0]} if step % 10 == 0 else {}))
+    rows.append({"step": steps - 1, "eval_loss": 4.25, "eval_tokens": 64})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if finished:
+        (folder / "finished").touch()
+    return folder
+
+
+def page_of(*words):
+    report.main([str(word) for word in words])
+
+
+def test_the_page_of_a_run_is_whole_and_loads_nothing(tmp_path, capsys):
+    run = make_run(tmp_path / "a<b>&c", 0.5, finished=False, steps=20)
+    page_of(run)
+    text = (run / "report.html").read_text()
+    page = Page(text)
+    assert page.loads == []
+    assert not re.search(r"https?:|url\(|@import|<script", text)
+    words = "|".join(page.text)
+    for wanted in (
+        "a<b>&c",
+        "not finished",
+        "20 of 30",
+        "1,280",
+        "640 tok/s, 100 ms",
+        "4.2500 after step 19",
+        "param_norm/mlp",
+    ):
+        assert wanted in words, wanted
+    assert "prefers-color-scheme: dark" in text
+    assert page.count["svg"] == 10  # loss, evaluation, rate, norm, throughput, waiting, skipped, two parameters, times
+    assert f"wrote {run / 'report.html'}" in capsys.readouterr().out
+
+
+def test_runs_side_by_side(tmp_path):
+    one, two = make_run(tmp_path / "one", 0.5), make_run(tmp_path / "two", 0.25, steps=10)
+    page_of(one, two, f"out={tmp_path / 'both.html'}")
+    text = (tmp_path / "both.html").read_text()
+    row = next(part for part in text.split("<tr>") if part.startswith("<td>learning_rate</td>"))
+    assert row.startswith("<td>learning_rate</td><td>0.5</td><td>0.25</td>")
+    assert "<td>steps</td><td>30</td><td>30</td>" in text
+    loss = Page(text) and next(part for part in text.split("<figure>") if "Loss" in part)
+    assert [len(found.split()) for found in re.findall(r'points="([^"]*)"', loss)] == [30, 10]
+
+
+def points(svg):
+    return [
+        [tuple(map(float, pair.split(","))) for pair in part.split()] for part in re.findall(r'points="(.*?)"', svg)
+    ]
+
+
+def test_a_line_breaks_where_a_number_is_not_finite_and_keeps_every_spike():
+    first, second = points(line_chart("x", [Line("", range(5), [1.0, 2.0, math.nan, 2.0, math.inf])])), None
+    assert [len(part) for part in first] == [2]  # the other part is one point, a circle
+    (second,) = points(line_chart("x", [Line("", range(5000), [float(step == 3333) for step in range(5000)])]))
+    assert len(second) <= 800
+    assert sum(y == min(y for _, y in second) for _, y in second) == 1, "upwards is less in SVG"
+    assert line_chart("x", [Line("", [1], [math.nan])]) == ""
+
+
+def test_the_scale_of_a_chart():
+    ((low, high),) = points(line_chart("x", [Line("", [0, 10], [0.0, 4.0])]))
+    assert low == (62, 210)
+    assert high == (548, 12)
+    svg = line_chart("x", [Line("", [0, 10], [0.0, 4.0])])
+    assert re.findall(r'end">([\d.]+)</text>', svg) == ["0", "1", "2", "3", "4"]
+    assert line_chart("x", [Line("", [0, 10], [2.0, 2.0])]).count("<polyline") == 1
+
+
+def test_a_histogram_counts_all_but_the_longest_steps():
+    (bars,) = points(histogram("x", [Line("", range(200), [1.0, 2.0] * 99 + [1.0, 900.0])], bins=2))
+    heights = [round((210 - y) / (210 - 12) * 100) for _, y in bars]
+    assert heights == [0, 100, 100, 99, 99, 0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give the folder of a run"),
+        (["."], "is not the folder of a run"),
+        (["run", "out=no/x"], "cannot be written"),
+    ],
+)
+def test_mistakes(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "run", 0.5)
+    with pytest.raises(SystemExit) as left:
+        report.main(words)
+    assert left.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_it_needs_no_jax():
+    code = "import sys, trainer.report; raise SystemExit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed, so no browser opens the page")
+def test_a_browser_draws_it(tmp_path):
+    run = make_run(tmp_path / "run", 0.5)
+    page_of(run)
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--screenshot={tmp_path / 'page.png'}"]
+    done = subprocess.run([*command, (run / "report.html").as_uri()], capture_output=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "page.png").stat().st_size > 10_000
