@@ -45,8 +45,10 @@ def origin_of(config: Any, devices: Sequence[jax.Device], args: Any) -> Origin:
     leaves = jax.tree_util.tree_leaves_with_path(args)
     first = devices[0]
     packages = (*_PACKAGES, "libtpu") if first.platform == "tpu" else _PACKAGES
+    # The last step of islands synchronizes.
+    keys = [*step_keys(), *(["steps"] if config.enable_diloco else [])]
     return {
-        "configuration": {name: _plain(config[name]) for name in step_keys()},
+        "configuration": {name: _plain(config[name]) for name in keys},
         "devices": {
             "kind": first.device_kind,
             "number": len(devices),

@@ -17,7 +17,16 @@ from trainer.runtime import storage
 Readers = Mapping[str, Callable[[], np.ndarray]]
 
 # Names for the first component of a leaf's path, in the order of the report.
-_PARTS = {"params": "parameters", "opt_state": "optimizer state", "rest": "other variables", "step": "step"}
+_ISLANDS = "inner_state"  # the train states of DiLoCo's islands
+_PARTS = {
+    "params": "parameters",
+    "opt_state": "optimizer state",
+    "outer_opt_state": "outer optimizer state",
+    _ISLANDS: "islands",
+    "rest": "other variables",
+    "step": "step",
+    "in_flight": "fragment in flight",
+}
 
 
 def compare_checkpoints(left: str, right: str, tolerance: Tolerance, say: Callable[[str], None]) -> Report:
@@ -71,7 +80,8 @@ def _differences(part: str, readers: Sequence[Readers], tolerance: Tolerance) ->
     for name in dict.fromkeys(name for found in readers for name in found if name.partition("/")[0] == part):
         short = name.removeprefix(f"{part}/")
         left, right = ({short: found[name]()} if name in found else {} for found in readers)
-        apart += differences(left, right, tolerance, _layers)
+        # The first axis of what islands have is that of the islands.
+        apart += differences(left, right, tolerance, _layers if part != _ISLANDS else lambda name: None)
     return sorted(apart, key=forward_order)
 
 

@@ -11,6 +11,7 @@ from trainer.optim import spikes
 
 _WINDOWS = [f"opt_state/rules/{spikes.NAME}/{name}" for name in ("loss", "grad_norm")]
 _ACCEPTED = f"opt_state/rules/{spikes.NAME}/accepted"
+_ISLANDS = "inner_state/"  # the train states of DiLoCo's islands, each array with a leading axis
 _LEAST = 1e-4  # the least deviation of a window over its mean that float32 holds well
 
 
@@ -31,10 +32,13 @@ def midway(first: Mapping[str, Any], config: Any) -> dict[str, np.ndarray]:
     updates = max(1, config.learning_rate_schedule_steps // 2)
 
     def one(name: str, array: np.ndarray) -> np.ndarray:
-        if name.startswith("rest/"):
+        if name.startswith(_ISLANDS):
+            return np.stack([one(name.removeprefix(_ISLANDS), island) for island in array])
+        # Only islands have parameters here: they begin with them as they are.
+        if name.startswith(("rest/", "params/")) or name == "in_flight":
             return array
         if jnp.issubdtype(array.dtype, jnp.integer) and not array.ndim:
-            filled = first[_WINDOWS[0]].size if name == _ACCEPTED else 0
+            filled = config.skip_step_interval if name == _ACCEPTED else 0
             return np.full_like(array, updates + filled)
         if not jnp.issubdtype(array.dtype, jnp.floating):
             return array

@@ -81,6 +81,14 @@ AROUND = (
     "compile_report_file",
     "model_name",  # a name for sizes; the sizes themselves are compared
 )
+# When fragments of DiLoCo synchronize, which layers they have, and when islands take them.
+TIMETABLE = (
+    "diloco_sync_period",
+    "enable_streaming_diloco",
+    "num_diloco_fragments",
+    "use_sequential_layers",
+    "num_communication_overlapping_steps",
+)
 # What makes an update of gradients. It may change with `reset_optimizer`, which begins the state of all of this anew.
 UPDATE = (
     "learning_rate",
@@ -102,14 +110,10 @@ UPDATE = (
     "use_qk_clip",
     "qk_clip_threshold",
     "qk_clip_interval",
-    "diloco_sync_period",
+    *TIMETABLE,
     "diloco_outer_lr",
     "diloco_outer_momentum",
     "diloco_outer_grad_dtype",
-    "enable_streaming_diloco",
-    "num_diloco_fragments",
-    "use_sequential_layers",
-    "num_communication_overlapping_steps",
     "communication_overlapping_alpha",
 )
 MAY_CHANGE = frozenset((*LAYOUT, *BATCH, *LENGTH, *AROUND))
@@ -159,16 +163,26 @@ def check_resume(saved: Mapping[str, Any], config: Any, schedule_given: bool, wh
 
 
 def check_islands(saved: Mapping[str, Any], config: Any, where: str) -> None:
-    """Refuses the train states of another number of DiLoCo's islands.
+    """Refuses the train states of another number of DiLoCo's islands, and another timetable if islands take fragments
+    late: a fragment that they have not taken yet would never arrive.
 
     Args: see `check_resume`.
 
     Raises:
-      UserError: names both numbers.
+      UserError: names both numbers, or the keys that differ.
     """
     before = _with_defaults(saved)
-    if before.enable_diloco and config.enable_diloco and islands(before) != islands(config):
+    if not (before.enable_diloco and config.enable_diloco):
+        return
+    if islands(before) != islands(config):
         raise UserError(f"{where}: {_other_islands(before, config)}")
+    late = before.enable_streaming_diloco and before.num_communication_overlapping_steps
+    changes = ", ".join(_change(before, config, name) for name in TIMETABLE if before[name] != config[name])
+    if late and changes:
+        raise UserError(
+            f"{where}: its islands may not have taken the last fragment yet, and would not under another timetable, "
+            f"{changes}: use the old values, or go on with {_RESET}"
+        )
 
 
 def _other_islands(before: Any, config: Any) -> str:

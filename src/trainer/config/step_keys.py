@@ -5,7 +5,8 @@ from trainer.config.schema import schema
 # Sections of base.yml whose keys do not affect the step, and the exceptions among them, which do.
 _OTHER_SECTIONS = {"Run and output", "Checkpoints", "Data", "Ahead-of-time compilation", "Several processes"}
 _INCLUDED = {"record_internal_nn_metrics", "parameter_metrics_period", "max_target_length", "per_device_batch_size"}
-# Keys of the other sections that do not affect the step. The schedule reads learning_rate_schedule_steps, not steps.
+# Keys of the other sections that do not affect the step. The schedule reads learning_rate_schedule_steps, not steps;
+# only DiLoCo's step depends on steps, see `aot.executable.origin_of`.
 _EXCLUDED = {
     "steps",
     "eval_interval",

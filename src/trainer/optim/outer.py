@@ -43,7 +43,7 @@ def _sent_as_int8(grad: jax.Array, sharding: NamedSharding) -> jax.Array:
     if grad.ndim == 1:  # a number of each island
         return grad
     largest = jnp.max(jnp.abs(grad), -1, keepdims=True)
-    scale = jnp.where(largest > 0, largest, 1) / 127
+    scale = jnp.where(largest == 0, 1, largest) / 127  # NaN in a row makes all of it NaN
     of_rows = sharding.update(spec=PartitionSpec(*[*sharding.spec, *[None] * grad.ndim][: grad.ndim - 2]))
     numbers = jnp.round(grad / scale).astype(jnp.int8)
     return _gathered(numbers, sharding).astype(jnp.float32) * _gathered(scale, of_rows)

@@ -195,8 +195,9 @@ def _take(fragment: Fragment | None, alpha: float, old: Averaged) -> Averaged:
     def one(param: jax.Array, before: jax.Array) -> jax.Array:
         if not alpha:
             return jnp.broadcast_to(param, before.shape)
-        mixed = alpha * before.astype(jnp.float32) + (1 - alpha) * param.astype(jnp.float32)
-        return mixed.astype(before.dtype)
+        # In this form nothing is rounded where both are equal: what is frozen keeps its bits.
+        mean = param.astype(jnp.float32)
+        return (mean + alpha * (before.astype(jnp.float32) - mean)).astype(before.dtype)
 
     if fragment is None:
         return old._replace(islands=jax.tree.map(one, old.params, old.islands))

@@ -186,6 +186,15 @@ def test_every_key_that_the_code_of_the_step_reads_is_in_the_key():
     assert read - set(step_keys()) == READ_BESIDES
 
 
+def test_the_last_step_is_in_the_key_of_islands():
+    """All fragments synchronize after it."""
+    islands = {"enable_diloco": True, "ici_diloco_parallelism": 2, "learning_rate_schedule_steps": 9}
+    for given, differ in ((islands, True), ({"learning_rate_schedule_steps": 9}, False)):
+        configs = (tiny_config(ALL_COMBINATIONS[0], devices=2, steps=steps, **given) for steps in (5, 6))
+        found = [executable.origin_of(config, jax.devices()[:2], ())["configuration"] for config in configs]
+        assert (found[0] != found[1]) == differ
+
+
 @pytest.mark.parametrize("installed", [False, True])
 def test_what_a_users_block_imports_from_beside_it_counts(monkeypatch, tmp_path, installed):
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import ml_collections
 import numpy as np
@@ -15,6 +16,7 @@ from trainer.backends import TrainTree
 from trainer.checkpoint import CheckpointManager, Leaf, Sidecar, write_params
 from trainer.config import to_yaml
 from trainer.runtime import storage
+from trainer.state import DiLoCoTrainState
 
 SETTINGS = {
     "async_checkpointing": False,
@@ -74,6 +76,35 @@ def test_a_difference_is_found_in_its_layer(tmp_path, capsys):
     assert (parameters["absolute"], parameters["relative"]) == (8.0, 8 / 9)
     assert comparison["quantities"]["optimizer state"]["bits"]
     assert compared(capsys, left, right, "atol=8")[0] == 0
+
+
+def test_islands_are_compared_too(tmp_path, capsys):
+    def saved_islands(folder, **changes):
+        params = {"decoder": {"layers": {"kernel": jnp.ones((4, 2))}}}
+        tx, step = optax.sgd(0.1, momentum=0.9), jnp.asarray(3, jnp.int32)
+        tree = TrainTree(step, params, tx.init(params), {})
+        islands = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), tree)
+        state = DiLoCoTrainState(islands, params, tx.init(params), step, step)._replace(**changes)
+        with CheckpointManager(folder, ml_collections.ConfigDict(SETTINGS), say=print) as manager:
+            manager.save(3, state, Sidecar(to_yaml(config_of()), {"row": 3}, "corpus 1", {}), {})
+        return state
+
+    state = saved_islands(tmp_path / "a")
+    saved_islands(tmp_path / "b")
+    inner = state.inner_state._replace(params=jax.tree.map(lambda x: x.at[1].add(1), state.inner_state.params))
+    momentum = jax.tree.map(lambda x: x + 1, state.outer_opt_state)
+    saved_islands(tmp_path / "c", inner_state=inner, outer_opt_state=momentum, in_flight=state.step + 1)
+    assert compared(capsys, tmp_path / "a", tmp_path / "b")[0] == 0
+    code, report = compared(capsys, tmp_path / "a", tmp_path / "c")
+    assert code == 1
+    quantities = report["comparisons"][0]["quantities"]
+    different = {name for name, it in quantities.items() if not it["bits"]}
+    assert different == {"outer optimizer state", "islands", "fragment in flight"}
+    leaves = {"a/params/w": Leaf((2,), np.dtype("float32"), [lambda: np.ones(2, np.float32)])}
+    (tmp_path / "alone").mkdir()
+    write_params(tmp_path / "alone", config_of(), leaves, None, {})
+    _, report = compared(capsys, tmp_path / "alone", tmp_path / "a")
+    assert dict(report["compared"])["left out"].startswith("fragment in flight, islands")
 
 
 def test_another_optimizer_has_other_leaves(tmp_path, capsys):

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from support import arguments, assert_equal_bits
 
 from trainer.config import UserError, load
@@ -67,3 +68,16 @@ def test_a_family_may_have_fewer_stacked_layers_than_layers():
     assert total < 4
     with pytest.raises(UserError, match=f"repeat {total} layers, which can be divided into at most {total + 1} "):
         fragments(config)
+
+
+def test_a_fragment_is_sharded_over_its_layers_only_where_they_divide():
+    mesh = jax.make_mesh((2, 2), ("data", "fsdp"), devices=jax.devices()[:4])
+    stack = NamedSharding(mesh, PartitionSpec("data", "fsdp"))
+    tree = {"decoder": {"layers": {"w": stack}, "decoder_norm": {"scale": NamedSharding(mesh, PartitionSpec("fsdp"))}}}
+    outside, two, one = fragments(made(3, base_num_decoder_layers=3))
+    assert outside.shardings(tree)["decoder"] == {
+        "layers": {"w": None},
+        "decoder_norm": tree["decoder"]["decoder_norm"],
+    }
+    assert two.shardings(tree)["decoder"]["layers"]["w"] == stack
+    assert one.shardings(tree)["decoder"]["layers"]["w"].spec == PartitionSpec(None, "fsdp")

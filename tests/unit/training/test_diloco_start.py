@@ -21,6 +21,7 @@ STREAMING = {
     "num_communication_overlapping_steps": 1,
     "communication_overlapping_alpha": 0.5,
 }
+TIMES = {"diloco_sync_period": 4}
 PLAIN = {"per_device_batch_size": 1, "ici_fsdp_parallelism": 4}
 
 
@@ -149,6 +150,22 @@ def test_another_number_of_islands_is_refused(tmp_path, own):
         UserError, match=r"the number of DiLoCo's islands must not change, 2 -> 4.*load_parameters_path"
     ):
         begin(made(**FOUR), tmp_path) if own else begin(made(**FOUR, load_full_state_path=tmp_path / "other"))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"diloco_sync_period": 8}, "diloco_sync_period: 4 -> 8"),
+        ({"num_communication_overlapping_steps": 0}, "num_communication_overlapping_steps: 1 -> 0"),
+    ],
+)
+def test_another_timetable_is_refused_where_a_fragment_may_be_in_flight(tmp_path, change, named):
+    """Islands would never take it."""
+    save(tmp_path, made(**ISLANDS, **STREAMING), 6)
+    config = load(arguments("nnx", steps=20, load_full_state_path=tmp_path, **ISLANDS | STREAMING | TIMES | change))
+    run = build(config.config, jax.devices()[:4])
+    with pytest.raises(UserError, match=f"another timetable, {named}: .*reset_optimizer=true"):
+        begin(run)
 
 
 def test_a_run_does_not_become_one_of_islands(tmp_path):

@@ -14,6 +14,7 @@ from trainer.ops.paths import path_of
 from trainer.optim.outer import sent
 from trainer.runtime.place import place
 from trainer.training import build
+from trainer.training.diloco import Averaged, _take
 
 ISLANDS = {"enable_diloco": True, "ici_diloco_parallelism": 2, "diloco_sync_period": 9}
 SGD = {
@@ -103,6 +104,7 @@ def test_fragments_that_arrive_late_against_numpy():
             own = {name: x[island : island + 1] for name, x in batch.items()}
             trees.append(plain.codec.unpack(alone(part, place(own, plain.batch_shardings))[0]))
         moved = [copied(tree.params) for tree in trees]
+        before = velocity
         params, velocity, islands, in_flight = simulation(config, params, velocity, moved, i + 1, in_flight)
         begun = [
             jax.tree.map(lambda new, old: np.asarray(new, old.dtype), *it) for it in zip(islands, moved, strict=True)
@@ -117,6 +119,9 @@ def test_fragments_that_arrive_late_against_numpy():
             assert_close(jax.tree.map(lambda x, n=island: x[n], found.inner_state.params), islands[island])
         assert found.in_flight == (in_flight[0] if in_flight else 0)
         assert ("outer_grad_norm" in run.read(metrics, i)) == (i + 1 in (3, 6, 9, 10))
+    grads = jax.tree.map(lambda new, old: new - config.diloco_outer_momentum * old, velocity, before)
+    norm = np.sqrt(sum((grad**2).sum() for grad in jax.tree.leaves(grads)))
+    np.testing.assert_allclose(run.read(metrics, 9)["outer_grad_norm"], norm, rtol=1e-3)  # of all fragments
     for island in (0, 1):
         assert_equal_bits(jax.tree.map(lambda x, n=island: x[n], found.inner_state.params), found.params)
 
@@ -156,3 +161,13 @@ def test_rounded_gradients_are_near_the_exact_ones():
     largest = np.abs(grads).max(-1, keepdims=True)
     assert (error <= largest / 127 * 0.5001).all()
     assert (error > 0).any()
+    grads[0, 1, 0, 3] = np.nan
+    broken = np.asarray(jax.jit(functools.partial(sent, "int8", shardings=sharding))(grads))
+    np.testing.assert_array_equal(np.isnan(broken).all(-1), np.isnan(grads).any(-1))
+    assert np.isnan(broken).sum() == 16
+
+
+def test_what_did_not_move_keeps_its_bits_when_it_is_mixed():
+    param = np.random.default_rng(0).normal(size=1000).astype(np.float32)
+    mixed = _take(None, 0.3, Averaged({"w": np.stack([param, param])}, {"w": param}, None))
+    assert_equal_bits(jax.tree.map(np.asarray, mixed.islands), {"w": np.stack([param, param])})
