@@ -186,8 +186,9 @@ def _with_fresh_optimizer(run: Run, path: Any, sidecar: Sidecar) -> Any:
     if _of_islands(saved_config(sidecar, path)):
         if jax.tree.leaves(wanted.rest):
             raise UserError(
-                f"{path} is of DiLoCo, and each of its islands has its own variables without gradients; only "
-                "load_parameters_path takes the outer parameters alone"
+                f"{path} is of DiLoCo, which keeps variables without gradients with the islands, and they are not "
+                "loaded from there without an island's optimizer; only load_parameters_path takes the outer parameters "
+                "alone"
             )
         wanted = wanted._replace(rest=None)
     tree = _tree_of(run, path, sidecar, wanted)

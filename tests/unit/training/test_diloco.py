@@ -8,9 +8,12 @@ import pytest
 from support import arguments, assert_equal_bits, copied, packed_batch
 
 from trainer.aot.cost import analyze
+from trainer.backends import TrainTree
 from trainer.config import load
 from trainer.runtime.place import place
+from trainer.state import DiLoCoTrainState
 from trainer.training import build
+from trainer.training.diloco import trained
 
 ISLANDS = {"enable_diloco": True, "ici_diloco_parallelism": 2, "diloco_sync_period": 3}
 # What a step can be made of.
@@ -204,3 +207,10 @@ def test_one_island_is_an_outer_nesterov_around_a_plain_run():
         assert_close(found[i][0].params, params)
         assert ("island_distance" in found[i][1]) == (i in (1, 3, 4))
         assert "island_cosine" not in found[i][1]
+
+
+def test_what_has_no_gradient_is_evaluated_in_every_bit():
+    rest = {"key": np.uint32([2**24 + 1, 2**32 - 1]), "scale": np.float32([0.1, 0.7]), "mask": np.array([True, False])}
+    islands = jax.tree.map(lambda leaf: np.stack([leaf] * 3), rest)
+    _, found = jax.jit(trained)(DiLoCoTrainState(TrainTree(0, {}, None, islands), {}, None, 0))
+    assert_equal_bits(jax.tree.map(np.asarray, found), rest)
