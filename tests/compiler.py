@@ -16,7 +16,7 @@ _LEVEL = "--xla_backend_optimization_level=0"
 _CPU = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 # Simulated devices wait for each other in a collective: on a busy machine for longer than XLA's 40 seconds, after which
 # it aborts the process.
-_CPU += " --xla_cpu_collective_call_terminate_timeout_seconds=600"
+_CPU += " --xla_cpu_collective_call_terminate_timeout_seconds=200"
 
 # Options of `compile` where the bits of programs with another text are compared, or XLA's counts: the older code
 # generation rounds equal mathematics in another fusion differently, and expands a scatter to a loop before it.
@@ -44,6 +44,7 @@ def start_xla(devices: int) -> None:
     import jax
 
     os.environ["XLA_FLAGS"] = xla_flags(devices)
+    os.environ["NPROC"] = str(4 * devices)  # as trainer.runtime.platforms sets it
     jax.devices()
     os.environ["XLA_FLAGS"] = _shared(devices)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainer.config import UserError, command_line, exit_on_user_error, load_sides, question
-from trainer.runtime.platforms import leave_out_absent_tpu
+from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu
 
 HELP = """\
 usage: python -m trainer.parity [FILE.yml] [key=value ...] left.KEY=VALUE right.KEY=VALUE [rtol=X] [atol=X] [--json]
@@ -93,6 +93,7 @@ def _compare(words: Sequence[str], given: dict[str, float]) -> Any:
             "coordinator_address, num_processes, process_id: trainer.parity runs in one process; leave them out"
         )
     leave_out_absent_tpu()
+    add_threads_for_simulated_devices()
     import jax
 
     from trainer.compare import Tolerance, compare_programs

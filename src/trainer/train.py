@@ -11,7 +11,7 @@ from trainer.config.effects import without_effect_here
 from trainer.config.files import by_hand
 from trainer.config.paths import local_path
 from trainer.config.vocab_tiles import chosen
-from trainer.runtime.platforms import leave_out_absent_tpu
+from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu
 from trainer.runtime.preemption import EXIT_CODE, ends_at_sigterm
 
 
@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     loaded = load(command_line(argv), environment=os.environ)
     # From here on the command line makes sense by itself; what follows loads JAX.
     leave_out_absent_tpu()
+    add_threads_for_simulated_devices()
     from trainer.runtime.distributed import distributed
 
     with distributed(loaded.config):

@@ -3,11 +3,15 @@
 import importlib.util
 import os
 import pkgutil
+import re
 from importlib import metadata
 from pathlib import Path
 
 # Prefix of a JAX plugin's name: JAX's name of its platform, and a device file that exists if the hardware is present.
 _GPUS = {"xla_cuda": ("cuda", "/dev/nvidiactl"), "xla_rocm": ("rocm", "/dev/kfd")}
+
+_SIMULATED = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
+_THREADS_PER_DEVICE = 4
 
 
 def leave_out_absent_tpu() -> None:
@@ -50,6 +54,18 @@ def simulate_cpu_devices(count: int) -> None:
     """Makes `count` devices of this machine's CPU. Other XLA_FLAGS are kept; an earlier number is overridden."""
     flag = f"--xla_force_host_platform_device_count={count}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()  # the last one counts
+
+
+def add_threads_for_simulated_devices() -> None:
+    """Gives XLA a few threads for each simulated device, so that their collectives cannot block each other for ever.
+
+    A device that waits in a collective blocks a thread, and XLA has one thread per device on a small machine. It may
+    run a collective in a branch of a conditional beside one outside: then one device waits on two threads, and another,
+    for which both wait, has none. XLA takes the number of threads from NPROC; one that is set already is kept.
+    See docs/decisions/0019-threads.md.
+    """
+    if found := _SIMULATED.findall(os.environ.get("XLA_FLAGS", "")):
+        os.environ.setdefault("NPROC", str(max(_THREADS_PER_DEVICE * int(found[-1]), os.cpu_count() or 1)))
 
 
 def _plugins() -> set[str]:

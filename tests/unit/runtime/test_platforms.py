@@ -2,7 +2,9 @@
 
 import importlib.util
 import os
+import sys
 
+import jax
 import pytest
 
 from trainer.runtime import platforms
@@ -50,3 +52,27 @@ def test_variables_of_the_user_stay(monkeypatch):
     platforms.prepare_compile_only_tpu()
     assert (os.environ["TPU_WORKER_HOSTNAMES"], os.environ["TPU_WORKER_ID"]) == ("mine", "0")
     assert os.environ["JAX_PLATFORMS"] == "cpu"  # nothing runs
+
+
+@pytest.mark.parametrize(
+    ("flags", "before", "threads"),
+    [
+        ("--xla_force_host_platform_device_count=4 --xla_force_host_platform_device_count=800 --x=1", None, "3200"),
+        ("--xla_force_host_platform_device_count=8", "5", "5"),
+        ("", None, None),
+    ],
+)
+def test_simulated_devices_have_threads_to_wait_in(monkeypatch, flags, before, threads):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.delenv("NPROC", raising=False)
+    if before:
+        monkeypatch.setenv("NPROC", before)
+    platforms.add_threads_for_simulated_devices()
+    assert os.environ.get("NPROC") == threads
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_xla_takes_the_number_of_its_threads_from_nproc():
+    """conftest.py starts XLA with as many as the function above."""
+    jax.devices()
+    assert len(os.listdir("/proc/self/task")) > platforms._THREADS_PER_DEVICE * 8
