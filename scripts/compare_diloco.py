@@ -17,6 +17,7 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+os.environ.setdefault("NPROC", "32")  # as trainer.train sets it for eight simulated devices
 
 import jax
 import numpy as np
