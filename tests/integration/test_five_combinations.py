@@ -50,7 +50,8 @@ SETTINGS = {
         "diloco_outer_grad_dtype": "int8",
         **DROPOUT,
     },
-    "separate head, blockwise attention, bfloat16": {
+    "separate head, blockwise attention, bfloat16, dropout": {
+        **DROPOUT,
         "logits_via_embedding": False,
         "attention": "flash",
         "dtype": "bfloat16",

@@ -180,9 +180,10 @@ def run_stack(
 
     def bound(block: Callable[..., Any]) -> Callable[..., Any]:
         def layer(variables: Any, x: jax.Array, entries: Any, number: jax.Array) -> tuple[Any, Any, Sown]:
-            if cast_inside:
-                variables = cast_in_loop(variables, number, x.dtype)
-            return loop.layer(lambda *args: block(variables, *args), x, entries, number)
+            def call(*args: Any) -> Any:
+                return block(cast_in_loop(variables, number, x.dtype) if cast_inside else variables, *args)
+
+            return loop.layer(call, x, entries, number)
 
         # Each layer separately, so that the backward pass of a pattern holds the temporaries of one layer.
         return layer if remat is None else jax.checkpoint(layer, prevent_cse=not scan, policy=remat)
