@@ -15,18 +15,12 @@ from trainer.training import build
 
 MESHES = {
     "1 device": {},
-    "data 4 x fsdp 2, Zero-1": {
-        "ici_data_parallelism": 4,
-        "ici_fsdp_parallelism": 2,
-        "shard_optimizer_over_data": True,
-    },
     "data 2 x fsdp 2 x tensor 2, Zero-1": {
         "ici_data_parallelism": 2,
         "ici_fsdp_parallelism": 2,
         "ici_tensor_parallelism": 2,
         "shard_optimizer_over_data": True,
     },
-    "fsdp 4 x tensor_sequence 2": {"ici_fsdp_parallelism": 4, "ici_tensor_sequence_parallelism": 2},
     "2 slices of fsdp_transpose 2 x tensor_sequence 2": {
         "dcn_data_parallelism": 2,
         "ici_fsdp_parallelism": 1,
@@ -108,6 +102,7 @@ def covering_set():
         case |= fitting[gains.index(max(gains))]
         missing -= {frozenset(pair) for pair in itertools.combinations(case.items(), 2)}
         chosen.append({name: case[name] for name in (*OPTIONS, "opt_type")})
+    random.Random(9).shuffle(chosen)  # so that each combination meets several meshes and policies
     combinations = itertools.cycle(ALL_COMBINATIONS)
     return [{"combination": name} | case for name, case in zip(combinations, with_turns(chosen), strict=False)]
 
@@ -127,14 +122,14 @@ def with_turns(cases):
 def covering_rows():
     """Choices of MATHEMATICS in which each pair of choices occurs: always the best of some random ones.
 
-    Of seeds up to 40 this gives the fewest programs. Rows with few options come first: they compile in less time.
+    Of seeds up to 120 this gives the fewest programs. Rows with few options come first: they compile in less time.
     """
     missing = {
         frozenset({(a, x), (b, y)})
         for a, b in itertools.combinations(MATHEMATICS, 2)
         for x, y in itertools.product(MATHEMATICS[a], MATHEMATICS[b])
     }
-    chance, rows = random.Random(8), []
+    chance, rows = random.Random(112), []
     while missing:
         tried = [{name: chance.choice(values) for name, values in MATHEMATICS.items()} for _ in range(100)]
         pairs = [{frozenset(pair) for pair in itertools.combinations(row.items(), 2)} for row in tried]
