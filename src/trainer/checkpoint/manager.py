@@ -17,6 +17,7 @@ import jax
 from orbax.checkpoint import multihost
 from orbax.checkpoint import v1 as ocp
 
+from trainer.backends import TrainTree
 from trainer.checkpoint.compare import check_structure
 from trainer.checkpoint.disk import (
     EXPIRED,
@@ -209,17 +210,38 @@ def restore(path: Any, abstract: T) -> T:
     Args:
       path: a folder checkpoints/N.
       abstract: a ShapeDtypeStruct with a sharding at each leaf: the wanted structure and shardings. A
-        field that is None is not read.
+        field that is None is not read, nor one of the `TrainTree` of DiLoCo's islands.
 
     Raises:
       UserError: the checkpoint is of another model or optimizer; names the first mismatch.
     """
-    wanted = {name: part for name, part in abstract._asdict().items() if part is not None}
+    wanted = _fields(abstract)
     with _context():
         found = ocp.checkpointables_metadata(absolute(path)).metadata[STATE]
-        check_structure(path, {name: found.get(name) for name in wanted}, wanted)
+        check_structure(path, _found_fields(found, abstract), wanted)
         loaded = ocp.load_checkpointables(absolute(path), {STATE: wanted})[STATE]
-    return abstract._replace(**loaded)
+    return _with_fields(abstract, loaded)
+
+
+def _fields(tree: Any) -> dict[str, Any]:
+    """The fields of a canonical state, or of that of the islands in it, that are not None."""
+    fields = {name: part for name, part in tree._asdict().items() if part is not None}
+    return {name: _fields(part) if isinstance(part, TrainTree) else part for name, part in fields.items()}
+
+
+def _found_fields(found: Mapping[str, Any], tree: Any) -> dict[str, Any]:
+    """The `_fields` of `tree` in the metadata of a checkpoint; None for one that it lacks."""
+    fields = {name: part for name, part in tree._asdict().items() if part is not None}
+    return {
+        name: _found_fields(found.get(name) or {}, part) if isinstance(part, TrainTree) else found.get(name)
+        for name, part in fields.items()
+    }
+
+
+def _with_fields(tree: T, loaded: Mapping[str, Any]) -> T:
+    """`tree` with the `_fields` that were loaded."""
+    of_islands = {name: getattr(tree, name) for name in loaded if isinstance(getattr(tree, name), TrainTree)}
+    return tree._replace(**loaded | {name: _with_fields(part, loaded[name]) for name, part in of_islands.items()})
 
 
 def newest(path: Any) -> Any:

@@ -16,7 +16,7 @@ from trainer.config.flags import COMBINATIONS, combination, flags_of, linen_stac
 from trainer.config.help import explanation, help_text, question
 from trainer.config.load import Loaded, load
 from trainer.config.resolve import resolve
-from trainer.config.resume import check_islands, check_optimizer, check_resume, resets
+from trainer.config.resume import check_islands, check_optimizer, check_resume, islands_of, resets
 from trainer.config.rules import make_rules
 from trainer.config.saved import read_saved
 from trainer.config.schema import Key, Schema, schema

@@ -185,6 +185,12 @@ def check_islands(saved: Mapping[str, Any], config: Any, where: str) -> None:
         )
 
 
+def islands_of(saved: Mapping[str, Any]) -> int:
+    """The number of DiLoCo's islands whose train states a checkpoint of configuration `saved` holds; 0 without DiLoCo."""
+    before = _with_defaults(saved)
+    return islands(before) if before.enable_diloco else 0
+
+
 def _other_islands(before: Any, config: Any) -> str:
     return (
         f"the number of DiLoCo's islands must not change, {islands(before)} -> {islands(config)}: each has an "

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from trainer.backends import TrainTree
 from trainer.checkpoint import (
@@ -19,7 +20,7 @@ from trainer.checkpoint import (
     restore,
     saved_config,
 )
-from trainer.config import UserError, check_islands, check_optimizer, check_resume, resets
+from trainer.config import UserError, check_islands, check_optimizer, check_resume, islands_of, resets
 from trainer.config.words import counted
 from trainer.data import Dataset
 from trainer.models.mtp_names import module_of
@@ -28,7 +29,8 @@ from trainer.optim import on_schedule
 from trainer.runtime.agreement import agreed, from_first
 from trainer.runtime.place import share_of_rows
 from trainer.runtime.storage import folder
-from trainer.state import build_diloco_state
+from trainer.state import DiLoCoTrainState, build_diloco_state
+from trainer.training.diloco import trained
 from trainer.training.finite import names_not_finite
 from trainer.training.run import Run
 
@@ -131,7 +133,7 @@ def _other_run(run: Run, dataset: Dataset, say: Say) -> Start:
     path = folder(path)
     sidecar = inspect(path)
     saved = saved_config(sidecar, path)
-    from_islands = _of_islands(saved) and not run.config.enable_diloco
+    from_islands = bool(islands_of(saved)) and not run.config.enable_diloco
     fresh = run.config.reset_optimizer or from_islands
     if fresh:
         state = _with_fresh_optimizer(run, path, sidecar)
@@ -149,24 +151,19 @@ def _other_run(run: Run, dataset: Dataset, say: Say) -> Start:
     data = "its position in the data" if same_data else "the beginning of other data"
     optimizer = "a fresh optimizer" if fresh else "its optimizer"
     what = ""
-    if _of_islands(saved) != run.config.enable_diloco:
+    if bool(islands_of(saved)) != run.config.enable_diloco:
         what = "the outer parameters, " if from_islands else "on every island, "
     say(f"starting from {path}: {what}{counted(updates, 'update')}, {optimizer}, {data}")
     return Start(state, updates, sidecar.position if same_data else None)
 
 
 def _restored(run: Run, path: Any, sidecar: Sidecar) -> Any:
-    if run.config.enable_diloco and not _of_islands(saved_config(sidecar, path)):
+    if run.config.enable_diloco and not islands_of(saved_config(sidecar, path)):
         config, codec = run.config, run.island.codec
         tree = codec.pack(_tree_of(run, path, sidecar, _abstract(run.island)))
         islands = jax.jit(functools.partial(build_diloco_state, config, codec), out_shardings=run.state_shardings)
         return islands(tree)
     return run.codec.pack(_tree_of(run, path, sidecar, _abstract(run)))
-
-
-def _of_islands(saved: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint of configuration `saved` has the train states of DiLoCo's islands."""
-    return saved.get("enable_diloco", False)
 
 
 def _tree_of(run: Run, path: Any, sidecar: Sidecar, wanted: Any) -> Any:
@@ -180,20 +177,18 @@ def _tree_of(run: Run, path: Any, sidecar: Sidecar, wanted: Any) -> Any:
 
 def _with_fresh_optimizer(run: Run, path: Any, sidecar: Sidecar) -> Any:
     """Parameters, step and `rest` of the checkpoint. The learning rate schedule continues from that step; all other
-    state of the optimizer and the update rules is initial. With DiLoCo the parameters are the outer ones."""
-    plain = run.island or run
-    wanted = _abstract(plain)._replace(params=_abstract(run).params, opt_state=None)
-    if _of_islands(saved_config(sidecar, path)):
-        if jax.tree.leaves(wanted.rest):
-            raise UserError(
-                f"{path} is of DiLoCo, which keeps variables without gradients with the islands, and they are not "
-                "loaded from there without an island's optimizer; only load_parameters_path takes the outer parameters "
-                "alone"
-            )
-        wanted = wanted._replace(rest=None)
-    tree = _tree_of(run, path, sidecar, wanted)
+    state of the optimizer and the update rules is initial. With DiLoCo the parameters are the outer ones, and `rest` is
+    the first island's."""
+    plain = _abstract(run.island or run)
+    wanted = plain._replace(params=_abstract(run).params, opt_state=None)
+    if count := islands_of(saved_config(sidecar, path)):
+        inner = TrainTree(None, None, None, jax.tree.map(functools.partial(_of_each, count), plain.rest))
+        found = _tree_of(run, path, sidecar, DiLoCoTrainState(inner, wanted.params, None, wanted.step))
+        params, rest = trained(found)
+        tree = wanted._replace(step=found.step, params=params, rest=rest)
+    else:
+        tree = _tree_of(run, path, sidecar, wanted)
     fresh = run.codec.unpack(run.init(tree.params))
-    rest = tree.rest or {}
 
     def like(leaf: jax.Array, value: jax.Array) -> jax.Array:
         # A copy, because the training step donates all of these buffers. Islands have one each.
@@ -202,13 +197,20 @@ def _with_fresh_optimizer(run: Run, path: Any, sidecar: Sidecar) -> Any:
     def begun(fresh: TrainTree) -> TrainTree:
         return fresh._replace(
             step=like(fresh.step, tree.step),
-            rest=jax.tree.map(like, fresh.rest, rest),
+            rest=jax.tree.map(like, fresh.rest, tree.rest),
             opt_state=on_schedule(fresh.opt_state, lambda count: like(count, tree.step)),
         )
 
     if run.island is None:
         return run.codec.pack(begun(fresh))
     return run.codec.pack(fresh._replace(step=like(fresh.step, tree.step), inner_state=begun(fresh.inner_state)))
+
+
+def _of_each(count: int, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """An array like `leaf` of each of `count` islands, on all devices that hold `leaf`."""
+    assert isinstance(leaf.sharding, NamedSharding)
+    sharding = leaf.sharding.update(spec=PartitionSpec(None, *leaf.sharding.spec))
+    return jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype, sharding=sharding)
 
 
 def _abstract(run: Run) -> Any:

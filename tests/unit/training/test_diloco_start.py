@@ -15,6 +15,7 @@ from trainer.data import open_dataset
 from trainer.training import build, start
 
 ISLANDS = {"enable_diloco": True, "ici_diloco_parallelism": 2, "per_device_batch_size": 1, "ici_fsdp_parallelism": 2}
+FOUR = ISLANDS | {"ici_diloco_parallelism": 4, "ici_fsdp_parallelism": 1}
 STREAMING = {
     "enable_streaming_diloco": True,
     "num_diloco_fragments": 2,
@@ -23,6 +24,7 @@ STREAMING = {
 }
 TIMES = {"diloco_sync_period": 4}
 PLAIN = {"per_device_batch_size": 1, "ici_fsdp_parallelism": 4}
+BUFFERS = {"decoder_block": "two_kinds:family", "base_num_decoder_layers": 3}  # a model with variables in `rest`
 
 
 @functools.cache
@@ -129,6 +131,20 @@ def test_the_outer_parameters_start_a_plain_run(tmp_path):
     assert_equal_bits(found.params, saved.params)
 
 
+def test_a_fresh_optimizer_gets_the_buffers_of_the_first_island(tmp_path):
+    """With which the islands' run is evaluated; a plain run, and more islands than there were."""
+    saved = save(tmp_path / "islands", made(**ISLANDS, **BUFFERS), 6)
+    first = jax.tree.map(lambda x: x[0], saved.inner_state.rest)
+    assert jax.tree.leaves(first)
+    other = BUFFERS | {"load_full_state_path": tmp_path / "islands"}
+    found, _ = begin(made(ALL_COMBINATIONS[-1], **PLAIN, **other))
+    assert_equal_bits((found.params, found.rest), (saved.params, first))
+    found, _ = begin(made(**FOUR, **other, reset_optimizer=True))
+    assert_equal_bits(found.params, saved.params)
+    for n in range(4):
+        assert_equal_bits(jax.tree.map(lambda x, n=n: x[n], found.inner_state.rest), first)
+
+
 def test_a_fresh_optimizer_begins_on_all_islands_at_the_outer_parameters(tmp_path):
     saved = save(tmp_path, made(**ISLANDS), 6)
     found, updates = begin(made(**ISLANDS, reset_optimizer=True, diloco_outer_lr=0.7), tmp_path)
@@ -137,9 +153,6 @@ def test_a_fresh_optimizer_begins_on_all_islands_at_the_outer_parameters(tmp_pat
     for params in (found.params, *(jax.tree.map(lambda x, n=n: x[n], found.inner_state.params) for n in (0, 1))):
         assert_equal_bits(params, saved.params)
     assert not any(leaf.any() for leaf in jax.tree.leaves(found.outer_opt_state))
-
-
-FOUR = ISLANDS | {"ici_diloco_parallelism": 4, "ici_fsdp_parallelism": 1}
 
 
 @pytest.mark.parametrize("own", [True, False])
