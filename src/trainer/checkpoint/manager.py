@@ -240,8 +240,12 @@ def _found_fields(found: Mapping[str, Any], tree: Any) -> dict[str, Any]:
 
 def _with_fields(tree: T, loaded: Mapping[str, Any]) -> T:
     """`tree` with the `_fields` that were loaded."""
-    of_islands = {name: getattr(tree, name) for name in loaded if isinstance(getattr(tree, name), TrainTree)}
-    return tree._replace(**loaded | {name: _with_fields(part, loaded[name]) for name, part in of_islands.items()})
+    before = {name: getattr(tree, name) for name in loaded}
+    parts = {
+        name: _with_fields(part, loaded[name]) if isinstance(part, TrainTree) else loaded[name]
+        for name, part in before.items()
+    }
+    return tree._replace(**parts)
 
 
 def newest(path: Any) -> Any:

@@ -43,6 +43,7 @@ __all__ = [
     "flags_of",
     "global_batch_rows",
     "help_text",
+    "islands_of",
     "linen_stack",
     "load",
     "load_sides",

@@ -186,7 +186,7 @@ def check_islands(saved: Mapping[str, Any], config: Any, where: str) -> None:
 
 
 def islands_of(saved: Mapping[str, Any]) -> int:
-    """The number of DiLoCo's islands whose train states a checkpoint of configuration `saved` holds; 0 without DiLoCo."""
+    """How many islands of DiLoCo have train states in a checkpoint of configuration `saved`; 0 without DiLoCo."""
     before = _with_defaults(saved)
     return islands(before) if before.enable_diloco else 0
 

@@ -1,7 +1,7 @@
 """The state that a run begins with: its own newest checkpoint, another run's, given parameters, or initial ones."""
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
