@@ -52,25 +52,39 @@ def test_a_run_of_islands_and_its_end_under_another_combination(tmp_path):
             assert island.tobytes() == last[name].tobytes(), "a run ends with a synchronization"
 
 
+STREAMING = {
+    "enable_streaming_diloco": True,
+    "num_diloco_fragments": 2,
+    "num_communication_overlapping_steps": 1,
+    "communication_overlapping_alpha": 0.5,
+}
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
-def test_an_island_on_each_process_and_one_that_is_killed(tmp_path):
-    settings = ISLANDS | {
-        "ici_fsdp_parallelism": 1,
-        "steps": 5000,
-        "eval_interval": -1,
-        "learning_rate_schedule_steps": 60,
-        "async_checkpointing": False,  # that of 3 updates is there after step 4
-    }
-    with launched(tmp_path, 2, 1, **settings) as (launcher, log):
+@pytest.mark.parametrize(("islands", "streaming"), [(2, {}), (4, STREAMING)])
+def test_an_island_on_each_process_and_one_that_is_killed(tmp_path, islands, streaming):
+    settings = (
+        ISLANDS
+        | streaming
+        | {
+            "ici_diloco_parallelism": islands,
+            "ici_fsdp_parallelism": 1,
+            "steps": 5000,
+            "eval_interval": -1,
+            "learning_rate_schedule_steps": 60,
+            "async_checkpointing": False,  # that of 3 updates is there after step 4
+        }
+    )
+    with launched(tmp_path, islands, 1, **settings) as (launcher, log):
         wait_for("completed step: 4,", launcher, log)
-        os.kill(process(launcher, 1), signal.SIGKILL)
+        os.kill(process(launcher, islands - 1), signal.SIGKILL)
         assert launcher.wait(60) == 137, log.read_text()
     saved = int(newest(tmp_path / "runs/run").name)
     assert saved >= 3
-    said = alone(tmp_path, 2, **settings | {"steps": saved + 2})
+    said = alone(tmp_path, islands, **settings | {"steps": saved + 2})
     assert f"checkpoints/{saved}: {saved} of {saved + 2} updates are done" in said
     (tmp_path / "straight").mkdir()
-    alone(tmp_path / "straight", 2, **settings | {"steps": saved + 2, "checkpoint_period": 1000})
+    alone(tmp_path / "straight", islands, **settings | {"steps": saved + 2, "checkpoint_period": 1000})
     found, expected = rows_of(tmp_path), rows_of(tmp_path / "straight")
     assert [(row["step"], row.keys()) for row in found] == [(row["step"], row.keys()) for row in expected]
     for name in ("loss", "island_losses", "grad_norm"):
