@@ -39,6 +39,11 @@ CASES = {
         ("mistral-7b", "v5e-16", 1, "fsdp 16", 1),
         ("llama2-13b", "v5e-16", 2, "dcn_data 2, fsdp 16", 1),
     ),
+    "diloco": (
+        ("llama2-7b", "v5e-16", 1, "fsdp 16", 1),
+        ("llama2-7b", "v5e-16", 2, "dcn_data 2, fsdp 16", 1),
+        ("llama2-7b", "v5e-16", 2, "dcn_diloco 2, fsdp 16", 1),
+    ),
     "other": (
         ("qwen3-4b", "v5e-16", 1, "fsdp 4, tensor 4", 1),
         ("llama3.1-8b", "v5p-8", 1, "data 2, fsdp 2", 1),
@@ -62,6 +67,7 @@ def keys(case: tuple[Any, ...]) -> list[str]:
         f"per_device_batch_size={rows}",
         # A mesh of several axes may need it on a small torus.
         *(["allow_split_physical_axes=true"] if "tensor" in mesh else []),
+        *(["enable_diloco=true"] if "diloco" in mesh else []),
         *SETTINGS.split(),
     ]
 
