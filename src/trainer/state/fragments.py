@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import dropwhile, pairwise
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import DictKey
 
 from trainer.config import UserError
 from trainer.config.diloco_keys import schedule
@@ -73,8 +74,9 @@ class Fragment:
         return jax.tree_util.tree_map_with_path(one, tree)
 
     def _stack(self, path: Any) -> Path | None:
-        names = path_of(path)
-        return next((stack for stack in self.layers for start in range(len(names)) if names[start:][:2] == stack), None)
+        # The parameters are dicts, an optimizer's state around them is not.
+        names = path_of(tuple(dropwhile(lambda key: not isinstance(key, DictKey), path)))
+        return names[:2] if names[:2] in self.layers else None
 
 
 def _spread(leaf: jax.Array, new: jax.Array, chosen: range, axis: int) -> jax.Array:

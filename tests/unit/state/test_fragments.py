@@ -2,12 +2,14 @@
 
 import jax
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from support import arguments, assert_equal_bits
 
 from trainer.config import UserError, load
 from trainer.models.families import stacks
+from trainer.ops.paths import by_name
 from trainer.state.fragments import fragments
 
 TWO_KINDS = {"decoder_block": "two_kinds:family", "base_num_decoder_layers": 5}
@@ -27,7 +29,8 @@ def numbered(config):
 
     layers = {stack.name: {"mlp": {"kernel": leaf(stack.count, 2)}} for stack in stacks(config)}
     decoder = {**layers, "decoder_norm": {"scale": leaf(3)}}
-    return {"trace": {"decoder": decoder, "token_embedder": {"embedding": leaf(4, 2)}}}
+    params = {"decoder": decoder, "token_embedder": {"embedding": leaf(4, 2)}}
+    return (optax.TraceState(params), optax.EmptyState())
 
 
 @pytest.mark.parametrize("sequential", [False, True])
@@ -49,6 +52,23 @@ def test_each_parameter_is_in_one_fragment(count, family, sequential):
         of_islands = jax.tree.map(lambda leaf: np.stack([leaf, leaf + 1000]), part)
         assert_equal_bits(jax.tree.map(np.asarray, fragment.part(islands, 1)), of_islands)
         assert_equal_bits(jax.tree.map(np.asarray, fragment.put(islands, of_islands, 1)), islands)
+
+
+def test_modules_within_others_may_be_called_as_the_stacks_are():
+    """They are not layers of the decoder: in a block, beside the stacks, or in multi-token prediction."""
+    own = {
+        "decoder": {"layers": {"w": np.arange(5, dtype=np.int32)}, "shift_layers": {"w": np.arange(5, dtype=np.int32)}}
+    }
+    of_layers = [jax.tree.map(lambda x, n=n: np.stack([x] * n), own) for n in (2, 1)]
+    stacked = dict(zip(("layers", "shift_layers"), of_layers, strict=True))
+    others = {"adapter": own, "mtp_layer_1": own}
+    tree = {"decoder": stacked | others, "mtp_block": others, **others}
+    outside, first, second = fragments(made(3, **TWO_KINDS))
+    one = jax.tree.map(lambda x: x[None], own)
+    expected = [{"decoder": others, "mtp_block": others, **others}]
+    expected += [{"decoder": {"layers": one, "shift_layers": one}}, {"decoder": {"layers": one}}]
+    for part, parameters in zip((outside, first, second), expected, strict=True):
+        assert_equal_bits(by_name(part.part(tree)), by_name(parameters))
 
 
 def _all(part):
