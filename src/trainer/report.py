@@ -6,8 +6,7 @@ from pathlib import Path
 from trainer.config import UserError, command_line, exit_on_user_error
 from trainer.config.paths import local_path
 from trainer.observe.report import read_run, report_html
-
-REPORT_FILE = "report.html"
+from trainer.observe.rundir import REPORT_FILE
 
 
 @exit_on_user_error

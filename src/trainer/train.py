@@ -143,15 +143,19 @@ def _metrics_files(run, run_dir):
 
 def _reports(run, run_dir, begin, metrics_files, console, stack: contextlib.ExitStack):
     """Rows for the files of metrics, which the first process writes, and for the console."""
-    from trainer.observe import EventsWriter, MetricsWriter, TokensSeen, maxtext_row, work_of
+    from trainer.observe import EventsWriter, MetricsWriter, ReportFile, TokensSeen, maxtext_row, work_of
     from trainer.runtime.agreement import from_first
     from trainer.training import Reports
 
     config, work = run.config, work_of(run.config, run.flops_per_token)
     writers, maxtext_writers = [], []  # of metrics.jsonl, and of rows with MaxText's names
+    pages = []
 
     def open_metrics() -> list[int]:
         resumes = config.enable_checkpointing
+        pages.append(ReportFile(run_dir.path, console.say))
+        # Called when all rows are written, also if the run fails.
+        stack.callback(pages[0].write)
         writers.append(stack.enter_context(MetricsWriter(run_dir.path, begin.updates, resumes=resumes)))
         for file in metrics_files:
             writer = file.open(begin.updates, resumed=begin.resumed, resumes=resumes, say=console.say)
@@ -173,6 +177,8 @@ def _reports(run, run_dir, begin, metrics_files, console, stack: contextlib.Exit
     def sync() -> None:
         for writer in (*writers, *maxtext_writers):
             writer.sync()
+        for page in pages:
+            page.refresh()
         run_dir.upload()
 
     def on_step(row) -> None:

@@ -65,7 +65,13 @@ def test_a_run_in_a_bucket(bucket, tmp_path, monkeypatch):  # noqa: F811
     assert code == 130, output
     assert f"run          {RUN}" in output
     run = bucket / "runs/run-0001"
-    assert {path.name for path in run.iterdir()} == {"checkpoints", "config.yml", "metrics.jsonl", "tensorboard"}
+    assert {path.name for path in run.iterdir()} == {
+        "checkpoints",
+        "config.yml",
+        "metrics.jsonl",
+        "report.html",
+        "tensorboard",
+    }
     assert checkpoints(run) == ["4", "8"]
     assert rows_of(run)[-1]["step"] == 7, "copied before the checkpoint that covers them"
     monkeypatch.setattr(Console, "step", step)

@@ -232,6 +232,7 @@ def test_a_run_on_one_batch_of_a_scaled_model_goes_on_with_its_metrics_file(tmp_
     assert_equal(parts / "runs/one", whole / "runs/one", updates=6)
     rows = rows_of_file(whole)
     assert rows_of_file(parts) == rows
+    assert "6 of 6" in (parts / "runs/one/report.html").read_text()
     names = [sorted(row.keys() - {"step", "run_name"}) for row in rows]
     assert [[tag for tag in tags if not tag.startswith("perf/")] for tags in events_of(parts / "runs/one")] == names
     assert [row["step"] for row in rows if "learning/loss" in row] == list(range(6))
@@ -290,6 +291,8 @@ def test_a_step_that_is_not_finite(at, tmp_path, poisoned, key, other, value, wr
     assert "Traceback" not in output
     assert newest(run) == run / "checkpoints/50"
     inspect(run / "checkpoints/50")
+    updates = rows_of(run)[-1]["step"] + 1
+    assert f"{updates} of 60" in (run / "report.html").read_text()
 
     code, output = train(tmp_path, "run_name=run-0001", **{key: False})
     assert code == 0, output

@@ -3,14 +3,15 @@
 import html
 import math
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.config import UserError, read_saved, schema
 from trainer.observe.chart import COLOURS, Line, histogram, line_chart
 from trainer.observe.metrics import METRICS_FILE, read_rows
-from trainer.observe.rundir import CONFIG_FILE, FINISHED_FILE
+from trainer.observe.rundir import CONFIG_FILE, REPORT_FILE
 from trainer.observe.text import short_time, si
 
 # (title, field of a row, unit)
@@ -57,13 +58,11 @@ class Recorded(NamedTuple):
       name: of the folder.
       rows: of metrics.jsonl.
       config: the resolved configuration; empty if config.yml is missing.
-      finished: whether the run came to its end.
     """
 
     name: str
     rows: list[dict[str, Any]]
     config: dict[str, Any]
-    finished: bool
 
 
 def read_run(folder: Path) -> Recorded:
@@ -79,7 +78,33 @@ def read_run(folder: Path) -> Recorded:
         )
     text = config.read_bytes().decode("utf-8", "replace") if config.is_file() else ""
     saved = read_saved(text, str(config)) if text else {}
-    return Recorded(folder.resolve().name, read_rows(metrics), saved, (folder / FINISHED_FILE).exists())
+    return Recorded(folder.resolve().name, read_rows(metrics), saved)
+
+
+class ReportFile:
+    """report.html in the folder of a run that is going on. What prevents writing it is reported and ends no run."""
+
+    def __init__(self, folder: Path, say: Callable[[str], None]):
+        self._folder, self._say = folder, say
+        self._next = 0.0
+
+    def refresh(self) -> None:
+        """Writes the page if that takes at most a hundredth of the time since it was last written."""
+        if time.monotonic() >= self._next:
+            self.write()
+
+    def write(self) -> None:
+        """Writes the page."""
+        began = time.monotonic()
+        path = self._folder / REPORT_FILE
+        temporary = path.with_name(f"{REPORT_FILE}.tmp")
+        try:
+            temporary.write_text(report_html([read_run(self._folder)]), encoding="utf-8")
+            temporary.replace(path)
+        except (OSError, UserError) as error:
+            self._say(f"warning: {path} is not written: {error}")
+        ended = time.monotonic()
+        self._next = ended + 100 * (ended - began)
 
 
 def report_html(runs: Sequence[Recorded]) -> str:
@@ -140,8 +165,7 @@ def _facts(run: Recorded) -> dict[str, str]:
     steps = [row for row in run.rows if "loss" in row]
     evaluations = [row for row in run.rows if "eval_loss" in row]
     total = run.config.get("steps")
-    facts = {"state": "finished" if run.finished else "not finished"}
-    facts["updates"] = f"{steps[-1]['step'] + 1 if steps else 0:,}" + (f" of {total:,}" if total else "")
+    facts = {"updates": f"{steps[-1]['step'] + 1 if steps else 0:,}" + (f" of {total:,}" if total else "")}
     if not steps:
         return facts
     facts["tokens"] = f"{sum(row['tokens'] for row in steps):,}"

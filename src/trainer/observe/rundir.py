@@ -17,8 +17,8 @@ from trainer.runtime.agreement import agreed, from_first
 from trainer.runtime.lock import LOCK_FILE, lock
 from trainer.runtime.storage import entries, folder, is_remote, mirror, remedy
 
-CONFIG_FILE, FINISHED_FILE, CHECKPOINTS = "config.yml", "finished", "checkpoints"
-_FILES = (CONFIG_FILE, METRICS_FILE, EVENTS_FILE, FINISHED_FILE)
+CONFIG_FILE, REPORT_FILE, FINISHED_FILE, CHECKPOINTS = "config.yml", "report.html", "finished", "checkpoints"
+_FILES = (CONFIG_FILE, METRICS_FILE, EVENTS_FILE, REPORT_FILE, FINISHED_FILE)
 OWN_FILES = (*_FILES, LOCK_FILE)  # what a run writes into its folder, apart from checkpoints
 _NUMBERED = re.compile(r"run-(\d+)")
 

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from trainer import report
+from trainer.observe import report as report_module
 from trainer.observe.chart import Line, histogram, line_chart
 
 VOID = {"meta", "line", "circle", "polyline"}
@@ -45,7 +46,7 @@ class Page(html.parser.HTMLParser):
             self.text.append(data)
 
 
-def make_run(folder, rate, *, finished=True, steps=30):
+def make_run(folder, rate, steps=30):
     folder.mkdir()
     (folder / "config.yml").write_text(f"steps: 30\nlearning_rate: {rate}\nrun_name: '{folder.name}'\n")
     rows = []
@@ -55,8 +56,6 @@ def make_run(folder, rate, *, finished=True, steps=30):
         rows.append(row | ({"param_norm/head": 2.0, "param_norm/mlp": [1.0, 3.0]} if step % 10 == 0 else {}))
     rows.append({"step": steps - 1, "eval_loss": 4.25, "eval_tokens": 64})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    if finished:
-        (folder / "finished").touch()
     return folder
 
 
@@ -65,7 +64,7 @@ def page_of(*words):
 
 
 def test_the_page_of_a_run_is_whole_and_loads_nothing(tmp_path, capsys):
-    run = make_run(tmp_path / "a<b>&c", 0.5, finished=False, steps=20)
+    run = make_run(tmp_path / "a<b>&c", 0.5, steps=20)
     page_of(run)
     text = (run / "report.html").read_text()
     page = Page(text)
@@ -74,7 +73,6 @@ def test_the_page_of_a_run_is_whole_and_loads_nothing(tmp_path, capsys):
     words = "|".join(page.text)
     for wanted in (
         "a<b>&c",
-        "not finished",
         "20 of 30",
         "1,280",
         "640 tok/s, 100 ms",
@@ -143,6 +141,34 @@ def test_mistakes(tmp_path, monkeypatch, capsys, words, message):
         report.main(words)
     assert left.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_while_a_run_goes_on_the_page_takes_a_hundredth_of_its_time(tmp_path, monkeypatch):
+    run, now, said = make_run(tmp_path / "run", 0.5), [0.0], []
+
+    def clock():
+        now[0] += 1.0  # so that the page takes a second
+        return now[0]
+
+    monkeypatch.setattr(report_module.time, "monotonic", clock)
+    page, path = report_module.ReportFile(run, said.append), run / "report.html"
+    page.refresh()
+    path.unlink()
+    now[0] += 95
+    page.refresh()
+    assert not path.exists()
+    now[0] += 10
+    page.refresh()
+    assert path.exists()
+    assert said == []
+
+
+def test_a_page_that_cannot_be_written_ends_no_run(tmp_path):
+    run, said = make_run(tmp_path / "run", 0.5), []
+    (run / "report.html").mkdir()
+    report_module.ReportFile(run, said.append).write()
+    assert len(said) == 1
+    assert said[0].startswith(f"warning: {run / 'report.html'} is not written: ")
 
 
 def test_it_needs_no_jax():
