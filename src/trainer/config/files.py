@@ -62,6 +62,11 @@ def source_name(where: str) -> str:
     return where.replace(str(path), f"preset {path.stem}", 1) if path and path.parent == PRESETS else where
 
 
+def is_maxtexts_base(name: str) -> bool:
+    """Whether `name` is the path of base.yml in a MaxText checkout, and no such file exists."""
+    return _MAXTEXT_BASE.fullmatch(name) is not None and not Path(name).is_file()
+
+
 def preset_names() -> list[str]:
     """All values of model_name."""
     return ["default", *sorted(path.stem for path in PRESETS.glob("*.yml"))]

@@ -193,7 +193,7 @@ def _command_line(reader: Reader, words: Sequence[str], place: str) -> dict[str,
     settings: dict[str, Setting] = {}
     for word in words:
         name, equals, text = word.partition("=")
-        problem = _malformed(reader, name, bool(equals), text)
+        problem = malformed(reader, name, bool(equals), text)
         if problem:
             reader.mistakes.append(f"{shortened(word)} ({place}): {problem}")
         else:
@@ -222,7 +222,8 @@ def _by_hand(
     return settings, unknown
 
 
-def _malformed(reader: Reader, name: str, has_value: bool, text: str) -> str | None:
+def malformed(reader: Reader, name: str, has_value: bool, text: str) -> str | None:
+    """Why a word of a command line, NAME or NAME=TEXT, is not key=value; None if it is."""
     keys = reader.schema.keys
     bare = name.lstrip("-").replace("-", "_")
     if re.match("base_config(:|$)", bare):

@@ -66,7 +66,7 @@ def find(name: str) -> Verdict | None:
 def verdicts() -> Mapping[str, Verdict]:
     """All verdicts by name."""
     found = {}
-    for group in _table()["groups"]:
+    for group in table()["groups"]:
         kind, why, to = group["verdict"], group["why"], group.get("to", "")
         for name, values in group["keys"].items():
             found[name] = Verdict(name, kind, why, None if values == ANY else tuple(values), to)
@@ -78,7 +78,7 @@ def verdicts() -> Mapping[str, Verdict]:
 def former_defaults(name: str, present: Iterable[str]) -> list[Any] | None:
     """Earlier default values of `name` in the version of MaxText's base.yml that has the keys `present`, other than its
     neutral values and those of maxtext.yml; None for a key without such values."""
-    given, rows = set(present), _table()["earlier"].get(name)
+    given, rows = set(present), table()["earlier"].get(name)
     if rows is None:
         return None
     return [value for newer, values in rows.items() if newer not in given for value in values]
@@ -86,7 +86,7 @@ def former_defaults(name: str, present: Iterable[str]) -> list[Any] | None:
 
 def is_base(names: Iterable[str]) -> bool:
     """Whether a file with the keys `names` is a version of MaxText's base.yml, whose values count as defaults."""
-    given, base = set(names), _table()["base"]
+    given, base = set(names), table()["base"]
     return len(given.intersection(base["gives"])) >= 0.8 * len(base["gives"]) and given.isdisjoint(base["lacks"])
 
 
@@ -139,7 +139,8 @@ def _prefixes() -> frozenset[str]:
 
 
 @functools.cache
-def _table() -> dict[str, Any]:
+def table() -> dict[str, Any]:
+    """The file, see its first lines."""
     return yaml.load(TABLE.read_text(encoding="utf-8"), Loader=LOADER)
 
 

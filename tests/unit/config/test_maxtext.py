@@ -76,7 +76,7 @@ def test_former_defaults_are_told_by_the_keys_of_the_file():
 def test_a_run_that_gives_none_of_these_keys_does_not_read_the_table():
     code = (
         "from trainer.config import load, maxtext; load(['steps=3', 'base_emb_dim=64']);"
-        "print(maxtext._table.cache_info().currsize)"
+        "print(maxtext.table.cache_info().currsize)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "0"

@@ -1,0 +1,163 @@
+"""A command of MaxText's, as it is pasted from a shell or a script, in its parts."""
+
+import re
+import shlex
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from trainer.config.environment import PREFIX
+from trainer.config.errors import UserError, shortened
+from trainer.config.files import YML_ENDINGS
+
+_OPERATORS = ";|&"
+_ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+_REDIRECTION = re.compile(r"[0-9&]*[<>]")
+_SUBSTITUTION = re.compile(r"\$\([^()]*\)|`[^`]*`|\$\{[^{}]*\}")
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\??\})")
+_HELD = re.compile("\0([0-9]+)\0")
+_WIDTH = 116
+
+
+class Command(NamedTuple):
+    """The parts of a command.
+
+    Attributes:
+      module: as written, such as `maxtext.trainers.pre_train.train`; "" if the command names none.
+      environment: the assignments before the command, also those of `export`, that no word of it uses.
+      yml: the file that the first word names; "" without one.
+      words: the other words, usually key=value.
+    """
+
+    module: str
+    environment: dict[str, str]
+    yml: str
+    words: list[str]
+
+
+def parse(arguments: Sequence[str]) -> Command:
+    """The command in `arguments`: one argument is text as a shell reads it, several are its words.
+
+    Raises:
+      UserError: there is no command, or its quotes do not match.
+    """
+    words = _shell_words(arguments[0]) if len(arguments) == 1 else list(arguments)
+    parts = _parts(words)
+    if not any(parts):
+        raise UserError("give a MaxText command: python -m trainer.from_maxtext 'python3 -m maxtext... key=value ...'")
+    environment: dict[str, str] = {}
+    for part in parts:
+        begin, module, rest = _at_module(part)
+        environment |= dict(word.partition("=")[::2] for word in begin)
+        if module or part is parts[-1]:
+            break
+    # A command in quotes within another, as in `xpk workload create --command "python3 -m maxtext..."`.
+    inner = next((word for word in part if " " in word and re.search(r"python\S* +(-m )?\S*maxtext", word, re.I)), None)
+    if not module and inner:
+        return parse([inner])
+    environment, rest = _expanded(environment, rest)
+    has_yml = bool(rest) and rest[0].endswith(YML_ENDINGS) and "=" not in rest[0]
+    return Command(module, environment, rest[0] if has_yml else "", rest[1:] if has_yml else rest)
+
+
+def as_text(words: Sequence[str]) -> str:
+    """`words` as a shell reads them, on one line or, if that is long, on several."""
+    lines = [""]
+    for word in map(_quoted, words):
+        if lines[-1].strip() and len(lines[-1]) + len(word) > _WIDTH:
+            lines.append("   ")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return " \\\n".join(lines)
+
+
+def has_variable(text: str) -> bool:
+    """Whether a shell replaces a part of `text`, so that its value is not known here."""
+    return bool(re.search(r"\$[A-Za-z_{(]|`", text))
+
+
+def _shell_words(text: str) -> list[str]:
+    # Substitutions may hold spaces, quotes and operators: they are held out while the words are split.
+    held: list[str] = []
+
+    def hold(found: re.Match[str]) -> str:
+        held.append(found.group())
+        return f"\0{len(held) - 1}\0"
+
+    text = re.sub(r"(?m)^\s*#.*$", "", text)
+    text = re.sub(r"\\[ \t]*\r?\n", "", text)
+    while (shorter := _SUBSTITUTION.sub(hold, text)) != text:
+        text = shorter
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=_OPERATORS)
+    lexer.whitespace_split = True
+    lexer.commenters = ""
+    try:
+        words = list(lexer)
+    except ValueError as error:
+        raise UserError(f"{shortened(text)}: not a command of a shell: {str(error).lower()}") from error
+    for i in range(len(words)):
+        while found := _HELD.search(words[i]):
+            words[i] = words[i].replace(found.group(), held[int(found.group(1))])
+    # What is left of a line's end that was pasted as a backslash and a space is in front of the next word.
+    return [word.lstrip() for word in words if word.strip()]
+
+
+def _parts(words: Sequence[str]) -> list[list[str]]:
+    """The commands between operators, without redirections and what shows a prompt."""
+    parts: list[list[str]] = [[]]
+    skip = False
+    for word in words:
+        if word.strip(_OPERATORS) == "":
+            parts.append([])
+        elif skip:
+            skip = False
+        elif _REDIRECTION.match(word):
+            skip = _REDIRECTION.fullmatch(word.removesuffix(">")) is not None or word.endswith((">", "<"))
+        elif parts[-1] or word not in ("$", "!", "%"):
+            parts[-1].append(word)
+    return [part for part in parts if part]
+
+
+def _at_module(part: Sequence[str]) -> tuple[list[str], str, list[str]]:
+    """The assignments that a command begins with, its module, and the words after that."""
+    for i, word in enumerate(part):
+        script = word.endswith(".py") and "=" not in word
+        if (word == "-m" and i + 1 < len(part)) or script:
+            module = word.removesuffix(".py").replace("/", ".").lstrip(".") if script else part[i + 1]
+            return _assignments(part[:i]), module, list(part[i + (1 if script else 2) :])
+    if part[0] == "export":
+        return _assignments(part), "", []
+    begin = 0
+    while begin < len(part) and _ASSIGNMENT.match(part[begin]) and _of_environment(part[begin]):
+        begin += 1
+    return list(part[:begin]), "", list(part[begin:])
+
+
+def _of_environment(word: str) -> bool:
+    name = word.partition("=")[0]
+    return name.startswith(PREFIX) or name.isupper()
+
+
+def _expanded(environment: dict[str, str], words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """`words` with the values of assigned variables, and the other variables."""
+    used: set[str] = set()
+
+    def value(found: re.Match[str]) -> str:
+        name = found.group(1) or found.group(2)
+        if name not in environment:
+            return found.group()
+        used.add(name)
+        return environment[name]
+
+    words = [_VARIABLE.sub(value, word) for word in words]
+    return {name: text for name, text in environment.items() if name not in used}, words
+
+
+def _assignments(words: Sequence[str]) -> list[str]:
+    return [word for word in words if _ASSIGNMENT.match(word)]
+
+
+def _quoted(word: str) -> str:
+    if not has_variable(word):
+        return shlex.quote(word)
+    if re.fullmatch(r"(?:[\w@%+=:,./-]|\$\w+|\$\{\w+\})+", word):
+        return word
+    return '"' + re.sub(r'(["\\])', r"\\\1", word) + '"'

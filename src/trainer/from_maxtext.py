@@ -1,0 +1,122 @@
+"""`python -m trainer.from_maxtext '<a MaxText command line>'`: our command for it, and a verdict for each key."""
+
+import sys
+import textwrap
+from collections.abc import Sequence
+
+from trainer.config import UserError, command_line, exit_on_user_error, nearest
+from trainer.config.errors import shortened
+from trainer.config.maxtext_command import Command, as_text, parse
+from trainer.config.maxtext_convert import (
+    COMPILE,
+    TRAIN,
+    Conversion,
+    Row,
+    by_kind,
+    convert,
+    fill,
+    program,
+    programs,
+    unchecked,
+)
+from trainer.config.words import counted
+
+HELP = """\
+usage: python -m trainer.from_maxtext 'python3 -m maxtext.trainers.pre_train.train base.yml key=value ...'
+
+Prints the command of this trainer for a command of MaxText's, and a verdict for each of its keys:
+  same       the key and its meaning
+  differs    the same key, with what differs in its meaning
+  no effect  the key is accepted, but other settings make it void
+  needless   left out of the printed command; why
+  renamed    the key to write
+  refused, not yet, never, unknown   the command stops at this key; what to do
+The text is read as a shell reads it, with quotes, line continuations and variables before the command; M_KEY=value is
+a key too. Without quotes the words may follow as they are. Values such as $STEPS are not known here and not checked.
+
+Exit code: 0 if trainer.train accepts the printed command, 2 if not."""
+_WIDTH = 150
+_KIND, _GIVEN = 9, 48  # columns
+
+
+@exit_on_user_error
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line `argv` (default: the process's own)."""
+    words = command_line(argv)
+    if words in (["--help"], ["-h"], ["help"]):
+        print(HELP)
+        return
+    command = parse(words)
+    found = program(command.module)
+    if found is None:
+        last = command.module.rpartition(".")[2]
+        raise UserError(
+            f"{shortened(command.module)}: no program of MaxText that is known here{nearest(last, programs())}; "
+            "trainer.train, train_compile, export, parity and shardings are the programs here"
+        )
+    if not found.runs:
+        raise UserError(f"{command.module}: {found.why}")
+    if found.runs in (TRAIN, COMPILE):
+        _train(convert(command, found.runs))
+    else:
+        _other(command, found.runs)
+
+
+def _train(converted: Conversion) -> None:
+    print(as_text(converted.words))
+    wide = max((len(row.given) for row in converted.rows if row.text and len(row.given) <= _GIVEN), default=0)
+    for kind, rows in by_kind(converted.rows).items():
+        print()
+        for line in _table(kind, rows, wide):
+            print(line)
+    if converted.notes:
+        print("\nwhat it says at its start:")
+        for note in converted.notes:
+            print(textwrap.fill(note, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False))
+    if variables := unchecked(converted.words):
+        print(f"\nnot checked, as a shell replaces the value: {', '.join(map(shortened, variables))}")
+    if not converted.runs:
+        sys.stdout.flush()
+        stopping = [row for row in converted.rows if row.problem]
+        raise UserError(_stopped(stopping, converted.problems))
+
+
+def _table(kind: str, rows: Sequence[Row], wide: int) -> list[str]:
+    """The rows of one kind; rows without a text are one list."""
+    bare = ", ".join(shortened(row.given) for row in rows if not row.text)
+    indent = " " * (_KIND + 2)
+    lines = textwrap.wrap(bare, _WIDTH - len(indent), break_long_words=False, break_on_hyphens=False)
+    for row in rows:
+        if not row.text:
+            continue
+        given = shortened(row.given)
+        texts = textwrap.wrap(row.text, _WIDTH - len(indent) - wide - 2, break_on_hyphens=False)
+        if len(given) > wide:
+            lines.append(given)
+            given = ""
+        lines += [f"{given if i == 0 else '':<{wide}}  {text}" for i, text in enumerate(texts)]
+    return [f"{kind if i == 0 else '':<{_KIND}}  {line}" for i, line in enumerate(lines)]
+
+
+def _stopped(rows: Sequence[Row], problems: Sequence[str]) -> str:
+    lines = [f"{', '.join(shortened(row.given) for row in rows)}: see above"] if rows else []
+    wrapped = [
+        textwrap.fill(line, _WIDTH, subsequent_indent="    ", break_on_hyphens=False) for line in (*lines, *problems)
+    ]
+    count = counted(len(rows) + len(problems), "mistake")
+    return "\n  ".join([f"{count} to settle before the printed command runs:", *wrapped])
+
+
+def _other(command: Command, template: str) -> None:
+    words, lacking, unused = fill(template, command)
+    print(as_text(["python", "-m", *words]))
+    if unused:
+        shown = textwrap.wrap(", ".join(map(shortened, unused)), _WIDTH, break_on_hyphens=False)
+        print("\n".join(["\nnot needed for it:", *(f"  {line}" for line in shown)]))
+    if lacking:
+        sys.stdout.flush()
+        raise UserError(f"give {' and '.join(name.upper() for name in lacking)}, which the command does not say")
+
+
+if __name__ == "__main__":
+    main()

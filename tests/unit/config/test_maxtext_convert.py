@@ -1,0 +1,224 @@
+"""trainer.from_maxtext: the command that it prints does what trainer.train does with MaxText's."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer import from_maxtext
+from trainer.config import UserError, load, maxtext, schema
+from trainer.config.maxtext_command import as_text, parse
+from trainer.config.maxtext_convert import TRAIN, by_kind, convert, program, unchecked
+
+DOCS = Path(__file__).parents[3] / "docs"
+BEGIN = "python3 -m maxtext.trainers.pre_train.train src/maxtext/configs/base.yml run_name=$RUN "
+SYNTHETIC = f"{BEGIN}dataset_type=synthetic steps=10 "
+HF = (
+    "dataset_type=hf hf_path=allenai/c4 hf_data_dir=en train_split=train tokenizer_type=huggingface tokenizer_path=$TOK"
+)
+GRAIN = "dataset_type=grain grain_train_files='/data/c4-train*,0.7;/data/code-train*,0.3' grain_worker_count=2"
+# What MaxText's users write, in the order of its guides and of its scripts for TPUs.
+LINES = (
+    f"{SYNTHETIC}base_output_directory=$OUT",
+    f"{BEGIN}base_output_directory=$OUT steps=1000 {HF}",
+    f"{BEGIN}steps=1000 dataset_type=tfds dataset_path=$DATA dataset_name='c4/en:3.0.1' tokenizer_path=$TOK",
+    f"{BEGIN}steps=1000 grain_file_type=arrayrecord {GRAIN}",
+    "python3 -m maxtext.trainers.pre_train.train_compile base.yml compile_topology=v5e-256 "
+    "compile_topology_num_slices=2 model_name=llama2-7b per_device_batch_size=4 "
+    " ici_fsdp_parallelism=256 dcn_data_parallelism=2",
+    f"{SYNTHETIC}per_device_batch_size=2 gradient_accumulation_steps=8",
+    f"{SYNTHETIC}opt_type=muon muon_weight_decay=0.1 muon_consistent_rms=0.2 learning_rate=3e-4",
+    f"{SYNTHETIC}enable_diloco=true ici_diloco_parallelism=2 diloco_sync_period=36 diloco_outer_lr=0.3",
+    f"{SYNTHETIC}model_name=deepseek3-tiny override_model_config=true base_num_decoder_layers=4 sparse_matmul=false "
+    "first_num_dense_layers=1 vocab_size=2048 mtp_num_layers=1 mtp_loss_scaling_factor=0.1 attention=dot_product",
+    f"{SYNTHETIC}ici_data_parallelism=-1 ici_fsdp_parallelism=1 shard_optimizer_over_data=true shard_mode=explicit",
+    f"{SYNTHETIC}model_name=llama2-7b ici_context_parallelism=4 ici_fsdp_parallelism=-1 packing=false "
+    "context_parallel_strategy=all_gather per_device_batch_size=0.25 max_target_length=32768",
+    f"{SYNTHETIC}profiler=xplane skip_first_n_steps_for_profiler=5 profiler_steps=3 metrics_file=metrics.txt "
+    "enable_checkpointing=false eval_interval=5 eval_steps=2",
+    'python3 -m maxtext.trainers.pre_train.$EXECUTABLE "${MAXTEXT_CONFIGS_DIR:-${ROOT:-$PWD}/src/maxtext/configs}"'
+    "/base.yml\\\n    steps=15 per_device_batch_size=2 enable_checkpointing=false\\\n    remat_policy=full "
+    "global_parameter_scale=32\\\n    ici_tensor_parallelism=4 use_iota_embed=true reuse_example_batch=1\\\n"
+    "    dataset_type=synthetic gcs_metrics=true attention='flash' quantization=\"\"",
+    "export LIBTPU_INIT_ARGS='--a=true --b'\nM_STEPS=9 python MaxText/train.py MaxText/configs/base.yml "
+    "model_name=llama3-8b dataset_type=synthetic enable_goodput_recording=False 2>&1 | tee log",
+    f"{SYNTHETIC}nonsense=1 stepps=4 base_emb_dim=1.5 warmup_steps_fraction=2 --learning_rate=1 muon_beta=0.9",
+    "M_STEPS=9 python3 -m MaxText.train base.yml steps=10 dataset_type=synthetic",
+)
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def outcome(argv, environment):
+    """The configuration of a command line, or the lines of its error."""
+    try:
+        return load(argv, environment=environment).config.to_dict()
+    except UserError as error:
+        return sorted(str(error).split("\n  ")[1:])
+
+
+def converted(line):
+    command = parse([line])
+    return command, convert(command, program(command.module).runs)
+
+
+@pytest.mark.parametrize("line", LINES, ids=range(len(LINES)))
+def test_the_printed_command_does_what_the_original_does(line):
+    command, made = converted(line)
+    yml = "src/maxtext/configs/base.yml" if "$" in command.yml else command.yml or "base.yml"
+    theirs = outcome([yml, *command.words], command.environment)
+    printed = parse([as_text(made.words)])
+    assert printed.module == program(command.module).runs
+    ours = outcome([printed.yml, *printed.words], printed.environment)
+    renamed = [row for row in made.rows if row.kind == maxtext.RENAMED]
+    assert made.runs == isinstance(ours, dict)
+    if renamed:  # the original is refused, with the key that is printed
+        refused = "\n".join(theirs)
+        assert all(f"{row.word.partition('=')[0]}=" in refused for row in renamed)
+        theirs = [it for it in theirs if not any(it.startswith(f"{row.given} ") for row in renamed)]
+    assert ours == theirs or (renamed and not theirs)
+    # Each key has one verdict, and what stops the command is told.
+    told = {row.problem for row in made.rows} | set(made.problems)
+    assert isinstance(ours, dict) or set(ours) <= told
+    assert len(made.rows) == len(command.words) + sum(name.startswith("M_") for name in command.environment)
+    assert sum(map(len, by_kind(made.rows).values())) == len(made.rows)
+
+
+def test_a_key_has_the_verdict_of_the_table():
+    """Needless and neutral values are left out, renamed keys are renamed, other values stop both commands."""
+    firsts = {(it.kind, it.why): it for it in maxtext.verdicts().values()}
+    assert len(firsts) > 50
+    for verdict in firsts.values():
+        for value in ("1", *map(str, (verdict.neutral or ())[:1])):
+            word = f"{verdict.name}={value}"
+            (row,) = convert(parse(["base.yml", word]), TRAIN).rows
+            try:
+                load(["base.yml", word])
+                refused = False
+            except UserError as error:
+                refused = f"  {word} (" in str(error)
+            if verdict.kind == maxtext.RENAMED:
+                assert row.word == f"{verdict.to}={value}"
+            else:
+                assert bool(row.problem) == refused
+                assert row.kind == (verdict.kind if refused else maxtext.NEEDLESS)
+                assert row.word == (word if refused else "")
+
+
+def test_the_parts_of_a_command():
+    text = """# how we train
+    cd src && RUN=a M_STEPS=3 XLA_FLAGS="--x --y" \\
+      python3 -m MaxText.train MaxText/configs/base.yml run_name=$RUN-1 \\
+      prompt='I love' base_output_directory="gs://b/$(date +%F '%H')" > log 2>&1; echo done"""
+    command = parse([text])
+    assert command.module == "MaxText.train"
+    assert command.yml == "MaxText/configs/base.yml"
+    assert command.environment == {"M_STEPS": "3", "XLA_FLAGS": "--x --y"}
+    assert command.words == ["run_name=a-1", "prompt=I love", "base_output_directory=gs://b/$(date +%F '%H')"]
+    assert as_text(command.words[:2]) == "run_name=a-1 'prompt=I love'"
+    assert as_text(command.words[2:]) == "\"base_output_directory=gs://b/$(date +%F '%H')\""
+    # Wrapped by a launcher; as words; without a program; with a line's end that lost its newline.
+    assert parse(['xpk workload create --command "python3 -m MaxText.train base.yml steps=1"']).words == ["steps=1"]
+    assert parse(["python", "-m", "MaxText.train", "steps=1"]) == ("MaxText.train", {}, "", ["steps=1"])
+    assert parse(["M_A=b", "base.yml", "steps=1"]) == ("", {"M_A": "b"}, "base.yml", ["steps=1"])
+    assert parse(["python -m MaxText.train base.yml \\  steps=1"]).words == ["steps=1"]
+    for bad in ([""], [], ["python -m MaxText.train 'a=b"]):
+        with pytest.raises(UserError):
+            parse(bad)
+
+
+def test_values_of_a_shell_are_not_checked():
+    _, made = converted(f"{SYNTHETIC}per_device_batch_size=$B model_name=$MODEL base_output_directory=gs://b/$OUT")
+    assert made.runs
+    assert unchecked(made.words) == ["per_device_batch_size=$B", "model_name=$MODEL"]
+
+
+def test_what_differs_is_a_key_or_a_value_of_it_and_is_in_the_guide():
+    page = (DOCS / "from-maxtext.md").read_text()
+    for pattern, text in maxtext.table()["meanings"].items():
+        name = pattern.partition("=")[0]
+        assert name in schema().keys
+        assert f"`{name}" in page
+        assert text == text.strip(" .")
+        assert len(text) < 110
+
+
+def test_programs_that_replace_one_of_maxtexts_exist():
+    for row in maxtext.table()["modules"]:
+        runs = row.get("runs", "").partition(" ")[0]
+        assert bool(runs) != bool(row.get("why"))
+        assert not runs or importlib.util.find_spec(runs)
+        for name in re.findall(r"trainer\.\w+|scripts/\w+\.py", row.get("why", "")):
+            found = importlib.util.find_spec(name) if name.startswith("trainer") else (DOCS.parent / name).is_file()
+            assert found, name
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("python -m MaxText.decode base.yml", "not there yet: decoding"),
+        ("python -m maxtext.trainers.post_train.sft.train_sft x.yml", r"train_data_columns=\[prompt,completion\]"),
+        ("python -m MaxText.trian base.yml", "nearest: train;"),
+        (
+            "python -m maxtext.checkpoint_conversion.to_huggingface base.yml model_name=llama2-7b",
+            "LOAD_PARAMETERS_PATH",
+        ),
+        (f"{SYNTHETIC}stepps=4 num_experts=8", "2 mistakes"),
+        ("python -m MaxText.train_compile base.yml dataset_type=synthetic", "compile_topology"),
+    ],
+)
+def test_what_stops_is_one_message_and_code_2(line, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        from_maxtext.main([line])
+    assert ended.value.code == 2
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_a_tools_command_takes_the_values_of_its_keys(capsys):
+    from_maxtext.main(
+        [
+            "python3 -m maxtext.checkpoint_conversion.to_huggingface src/maxtext/configs/base.yml model_name=qwen3-8b "
+            "load_parameters_path=/c/0/items base_output_directory=/out scan_layers=true"
+        ]
+    )
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "python -m trainer.export /c/0/items /out format=hf model_name=qwen3-8b"
+    assert said[-1] == "  scan_layers=true"
+
+
+def test_the_page_is_aligned_and_narrow(capsys):
+    with pytest.raises(SystemExit):
+        from_maxtext.main([LINES[11]])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("python -m trainer.train base.yml run_name=$RUN dataset_type=synthetic steps=10")
+    assert max(map(len, lines)) <= 160
+    column = {
+        line.index(text) for line in lines for text in ("there is no profiler", "MaxText's field names") if text in line
+    }
+    starts = [re.match(r"(not yet|differs|needless) +\S+ +", line) for line in lines]
+    assert len({found.end() for found in starts if found}) == 1
+    assert column
+
+
+def test_the_guide_shows_what_is_printed(capsys):
+    page = (DOCS / "from-maxtext.md").read_text()
+    asked, shown = re.findall(r"```(?:bash|text)\n(.*?)```", page, re.DOTALL)[:2]
+    (command,) = re.findall("from_maxtext '(.*)'", asked, re.DOTALL)
+    from_maxtext.main([command])
+    assert capsys.readouterr().out.partition("\nwhat it says")[0] == shown
+
+
+def test_it_needs_no_jax_and_half_a_second():
+    code = (
+        f"import sys; from trainer.from_maxtext import main; main([{LINES[0]!r}]); "
+        "assert not {'jax', 'flax'} & set(sys.modules); "
+        "import time; assert time.process_time() < 0.5"  # CPU time: the machine may be busy
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
