@@ -13,7 +13,7 @@ from trainer.observe.text import perplexity
 
 
 def maxtext_row(row: Mapping[str, Any], work: Work, clipping_threshold: float, run_name: str) -> dict[str, float | str]:
-    """A row of metrics.jsonl in the format of MaxText's `metrics_file`; numbers are floats.
+    """A row of metrics.jsonl in the format of MaxText's `metrics_file`, with DiLoCo's `diloco/...`; numbers are floats.
 
     Args:
       row: of a step or of an evaluation.
@@ -48,8 +48,17 @@ def maxtext_row(row: Mapping[str, Any], work: Work, clipping_threshold: float, r
         "perf/per_device_tflops_per_sec": work.flops_per_second(seconds) / 1e12,
         "perf/per_device_tokens": tokens,
         "perf/per_device_tokens_per_sec": work.tokens_per_second(seconds),
+        **_of_islands(row),
         **ends,
     }
+
+
+def _of_islands(row: Mapping[str, Any]) -> dict[str, float]:
+    """What DiLoCo adds to a row, under names of our own: MaxText writes nothing of it."""
+    found = {f"diloco/{name}": row[name] for name in ("outer_grad_norm", "island_cosine") if name in row}
+    for name, what in {"island_losses": "loss", "island_distance": "distance"}.items():
+        found |= {f"diloco/island_{n}_{what}": value for n, value in enumerate(row.get(name, ()))}
+    return found
 
 
 def _given(name: str, value: float | None, scale: float = 1) -> dict[str, float]:

@@ -52,6 +52,22 @@ def test_with_qk_clip_it_has_the_largest_logit():
     assert "logit  31.5" in [field.text for field in fields]
 
 
+def test_with_diloco_it_has_numbers_of_each_island():
+    row = maxtext_row(STEP | {"island_losses": [2.0, 3.0]}, WORK, 1.0, "run")
+    assert {name: row[name] for name in row if "diloco" in name} == {
+        "diloco/island_0_loss": 2.0,
+        "diloco/island_1_loss": 3.0,
+    }
+    synchronized = STEP | {"outer_grad_norm": 0.5, "island_cosine": 0.25, "island_distance": [0.75, 1.5]}
+    row = maxtext_row(synchronized, WORK, 1.0, "run")
+    assert {name: row[name] for name in row if "diloco" in name} == {
+        "diloco/outer_grad_norm": 0.5,
+        "diloco/island_cosine": 0.25,
+        "diloco/island_0_distance": 0.75,
+        "diloco/island_1_distance": 1.5,
+    }
+
+
 @pytest.mark.parametrize(("threshold", "norm", "clipped"), [(0.0, 3.0, 3.0), (5.0, 3.0, 3.0), (1.0, 3.0, 1.0)])
 def test_the_norm_after_clipping(threshold, norm, clipped):
     assert maxtext_row(STEP | {"grad_norm": norm}, WORK, threshold, "")["learning/grad_norm"] == clipped
