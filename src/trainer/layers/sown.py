@@ -50,6 +50,19 @@ class MaxLogit(SownValue):
     combine = staticmethod(jnp.max)
 
 
+class RouterLoss(SownValue):
+    """A sum over the rows or tokens of a batch of a loss of a router (`layers.moe`), a scalar, which the objective
+    adds to its own (`objectives.router`)."""
+
+    combine = staticmethod(jnp.sum)
+
+
+class RouterCount(SownValue):
+    """A sum over the tokens of a batch that says how a router works, for metrics: see `layers.moe`."""
+
+    combine = staticmethod(jnp.sum)
+
+
 class Activation(SownValue):
     """A tensor [b, t, ...] of the forward pass. It has no `combine`, so a training step cannot return it."""
 

@@ -1,9 +1,30 @@
 """Products with weights: all products with parameter matrices are computed here.
 
 A layer takes a `MakeProduct` and makes one product for each of its matrices. `plain` is the default; a quantized
-product casts or scales its operands, and one with an adapter is an `nnx.Module` with its own parameters.
+product casts or scales its operands, and one with an adapter is an `nnx.Module` with its own parameters. The matrices
+of experts have products of groups of rows (`MakeGrouped`), which have no parameters of their own.
 """
 
-from trainer.products.plain import MakeProduct, Product, Settle, plain, product
+from trainer.products.plain import (
+    GroupedProduct,
+    MakeGrouped,
+    MakeProduct,
+    Product,
+    Settle,
+    grouped_product,
+    plain,
+    plain_grouped,
+    product,
+)
 
-__all__ = ["MakeProduct", "Product", "Settle", "plain", "product"]
+__all__ = [
+    "GroupedProduct",
+    "MakeGrouped",
+    "MakeProduct",
+    "Product",
+    "Settle",
+    "grouped_product",
+    "plain",
+    "plain_grouped",
+    "product",
+]

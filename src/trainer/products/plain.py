@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trainer import sharding
+from trainer.ops.grouped import grouped_matmul
 
 # (x, kernel) -> (x, kernel): `sharding.settle_gradient` for the matrix of the head
 Settle = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
@@ -58,3 +59,34 @@ def product(x: jax.Array, inputs: int, kernel: jax.Array, settle: Settle | None 
     leading, out_shape = x.shape[: x.ndim - inputs], kernel.shape[inputs:]
     out = x.reshape(prod(leading), -1) @ kernel.reshape(-1, prod(out_shape))
     return out.reshape(*leading, *out_shape)
+
+
+class GroupedProduct(Protocol):
+    """Multiplies groups of rows with a matrix of their own each, such as those of experts."""
+
+    def __call__(self, x: jax.Array, kernel: jax.Array, sizes: jax.Array | None) -> jax.Array:
+        """In the dtype of `x`: [rows, out] of rows [rows, in] in the order of their groups, of which there are `sizes`,
+        int32 [groups]; with None, [groups, rows, out] of [groups, rows, in].
+
+        Args:
+          kernel: [groups, in, out], in any dtype. Where devices share a product, it is a device's part: all groups and
+            inputs, or outputs, with which this device computes.
+        """
+
+
+class MakeGrouped(Protocol):
+    """Makes the product of one kernel [groups, in_size, out_size], whose axes have the logical `names`."""
+
+    def __call__(self, groups: int, in_size: int, out_size: int, names: Sequence[str | None]) -> GroupedProduct: ...
+
+
+def plain_grouped(groups: int, in_size: int, out_size: int, names: Sequence[str | None]) -> GroupedProduct:
+    """`grouped_product`, for every kernel."""
+    del groups, in_size, out_size, names
+    return grouped_product
+
+
+def grouped_product(x: jax.Array, kernel: jax.Array, sizes: jax.Array | None) -> jax.Array:
+    """See `GroupedProduct`."""
+    kernel = kernel.astype(x.dtype)
+    return jnp.einsum("gmk,gkn->gmn", x, kernel) if sizes is None else grouped_matmul(x, kernel, sizes)

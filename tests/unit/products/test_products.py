@@ -18,6 +18,7 @@ from trainer.layers.attention import Attention
 from trainer.layers.context import Context
 from trainer.layers.dense import Embed
 from trainer.layers.mlp import MLP
+from trainer.layers.moe import MoE
 from trainer.layers.sown import MtpHidden
 from trainer.layers.stack import Stack
 from trainer.models import llama2
@@ -25,7 +26,8 @@ from trainer.models.family import Family
 from trainer.objectives import make_objective
 from trainer.ops.random import seed_key
 from trainer.ops.rope import Rope
-from trainer.products import plain, product
+from trainer.ops.routing import softmax_of_chosen
+from trainer.products import grouped_product, plain, product
 
 DTYPES = {"dtype": jnp.float32, "weight_dtype": jnp.float32}
 B, T, E = 2, 3, 8
@@ -209,3 +211,33 @@ def test_where_a_matrix_must_be_an_array(quantized_family):
             ),
             params,
         )
+
+
+def test_experts_reach_their_matrices_through_the_product_that_they_are_given():
+    met = set()
+
+    def make_grouped(groups, in_size, out_size, names):
+        def noted(x, kernel, sizes):
+            met.add((tuple(names), kernel.shape == (groups, in_size, out_size), sizes is not None))
+            return grouped_product(x, kernel, sizes)
+
+        return noted
+
+    recorded, ids = Recorded(), jnp.ones((B, T), jnp.int32)
+    how = {"experts": 3, "chosen": 2, "score": softmax_of_chosen, "capacity_factor": -1.0, **DTYPES}
+    how |= {"make_product": recorded, "make_grouped": make_grouped}
+    for sparse in (True, False):
+        layer = MoE(
+            E,
+            5,
+            ("silu", "linear"),
+            sparse=sparse,
+            **how,
+            make_product=recorded,
+            make_grouped=make_grouped,
+            rngs=nnx.Rngs(0),
+        )
+        jax.eval_shape(layer, jnp.ones((B, T, E)), Context(ids, ids, rows=ids[:, 0], key=None))
+    assert recorded.met == [(("embed", "exp"), True)] * 2
+    names = {("exp", "embed", "mlp"), ("exp", "mlp", "embed")}
+    assert met == {(axes, True, sparse) for axes in names for sparse in (True, False)}

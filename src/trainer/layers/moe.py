@@ -1,0 +1,143 @@
+"""Mixture of experts: a router chooses a few feed-forward layers for each token."""
+
+import functools
+import operator
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from trainer import sharding
+from trainer.layers.context import Context
+from trainer.layers.dense import INPUT, RESIDUAL, ROWS, Dense
+from trainer.layers.mlp import ACTIVATIONS
+from trainer.layers.param import param
+from trainer.layers.sown import RouterCount, RouterLoss, captures, sow
+from trainer.ops.experts import Dispatched, dropless, every_expert, within_capacity
+from trainer.ops.routing import Score, entropy, load_balance, squared_log_z, tokens_per_expert
+from trainer.products import MakeGrouped, MakeProduct, plain, plain_grouped
+
+IN, OUT = sharding.Axes(("exp", "embed", "mlp")), sharding.Axes(("exp", "mlp", "embed"))
+LOGITS = sharding.Axes((*ROWS, None))
+# Inside of `shard_mapped`: complete rows and experts, and a device's share of the hidden units. What devices compute
+# from their shares adds up to the result.
+_TOKENS, _PER_TOKEN, _PER_ROW = LOGITS, ROWS, sharding.Axes(("activation_batch",))
+_IN, _OUT = sharding.Axes((None, None, "activation_mlp")), sharding.Axes((None, "activation_mlp", None))
+_PARTS = sharding.Axes(("activation_mlp", *LOGITS))
+
+
+class MoE(nnx.Module):
+    """The weighted sum of the results of each token's chosen experts, each a gated MLP (Shazeer et al. 2017,
+    arXiv:1701.06538): the product of `activations`, each of a projection of its own, projected back.
+
+    The router is computed in float32. The experts' matrices are stacked: wi_0 and wi_1 [experts, width, hidden], wo
+    [experts, hidden, width]. Initial weights are those of `Dense`.
+
+    It sows, for the tokens that are not padding,
+    - as RouterLoss: `load_balance` and `z`, sums of `ops.routing.load_balance` and `ops.routing.squared_log_z`;
+    - as RouterCount: `tokens_per_expert`, int32 [experts]; `tokens`, int32; `entropy`, their sum in nats; `dropped`,
+      int32, the number of choices that found no place (`ops.experts.within_capacity`).
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        activations: Sequence[str],
+        *,
+        experts: int,
+        chosen: int,
+        score: Score,
+        sparse: bool,
+        capacity_factor: float,
+        dtype: jnp.dtype,
+        weight_dtype: jnp.dtype,
+        make_product: MakeProduct = plain,
+        make_grouped: MakeGrouped = plain_grouped,
+        rngs: nnx.Rngs,
+    ):
+        """`chosen`: how many experts of a token. `sparse`: no token is dropped, by products of groups of tokens.
+        Otherwise, with a `capacity_factor` above 0, an expert drops tokens beyond its capacity, and without one every
+        expert computes every token. `make_product`: of the router."""
+        self.experts, self.chosen, self.score = experts, chosen, score
+        self.sparse, self.capacity_factor = sparse, capacity_factor
+        self.activations, self.dtype = tuple(activations), dtype
+        self.gate = Dense(
+            [width],
+            [experts],
+            ("embed", "exp"),
+            dtype=jnp.dtype(jnp.float32),
+            weight_dtype=weight_dtype,
+            make_product=make_product,
+            rngs=rngs,
+        )
+        init = jax.nn.initializers.lecun_normal(batch_axis=0)
+        for name in self._projections():
+            setattr(self, name, param(init(rngs.params(), (experts, width, hidden), weight_dtype), IN))
+        self.wo = param(init(rngs.params(), (experts, hidden, width), weight_dtype), OUT)
+        self.product_in = make_grouped(experts, width, hidden, IN)
+        self.product_out = make_grouped(experts, hidden, width, OUT)
+
+    def _projections(self) -> list[str]:
+        return [f"wi_{i}" for i in range(len(self.activations))]
+
+    def __call__(self, x_bte: jax.Array, context: Context) -> jax.Array:
+        """[b, t, width] -> [b, t, width]."""
+        x_bte = sharding.constrain(x_bte, INPUT)
+        # By default a TPU multiplies float32 as bfloat16, and a GPU as TF32.
+        with jax.default_matmul_precision("float32"):
+            logits = self.gate(x_bte, LOGITS)
+        real_bt = context.segments != 0
+        names = {**dict.fromkeys(self._projections(), IN), "wo": OUT}
+        # Cast before devices gather them: without the constraint, the cast would follow the gather.
+        kernels = [
+            sharding.constrain(getattr(self, name).get_value().astype(self.dtype), axes) for name, axes in names.items()
+        ]
+        run = sharding.shard_mapped(
+            lambda *args: self._run(*args),  # not itself: flax takes no bound method
+            (_TOKENS, _TOKENS, _PER_TOKEN, *[_IN] * len(self.activations), _OUT),
+            (_PARTS, _TOKENS, _PER_ROW),
+            check=False,
+        )
+        parts, expert_btk, dropped_b = run(x_bte.astype(self.dtype), logits, real_bt, *kernels)
+        self._sow(logits, expert_btk, real_bt, dropped_b)
+        return sharding.constrain(parts.sum(0), RESIDUAL)
+
+    def _run(
+        self, x_btw: jax.Array, logits: jax.Array, real_bt: jax.Array, *kernels: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """On one device, for its rows and its share of the hidden units: its part of the result with an axis of devices
+        in front, and each token's experts."""
+        routing = self.score(logits, self.chosen)
+        apply = functools.partial(self._experts, kernels)
+        found: Dispatched
+        if self.sparse:
+            found = dropless(x_btw, routing, apply, self.experts)
+        elif self.capacity_factor <= 0:
+            found = every_expert(x_btw, routing, apply, self.experts)
+        else:
+            factor = self.capacity_factor
+            found = within_capacity(x_btw, routing, apply, self.experts, real_bt=real_bt, factor=factor)
+        return found.out.astype(self.dtype)[None], routing.expert, found.dropped
+
+    def _experts(self, kernels: Sequence[jax.Array], rows: jax.Array, sizes: jax.Array | None) -> jax.Array:
+        """See `ops.experts.Apply`."""
+        factors = []
+        for name, activation, kernel in zip(self._projections(), self.activations, kernels[:-1], strict=True):
+            projected = checkpoint_name(self.product_in(rows, kernel, sizes), f"moe_mlp{name}")
+            factors.append(ACTIVATIONS[activation](projected))
+        hidden = functools.reduce(operator.mul, factors)
+        return checkpoint_name(self.product_out(hidden, kernels[-1], sizes), "moe_mlpwo")
+
+    def _sow(self, logits: jax.Array, expert_btk: jax.Array, real_bt: jax.Array, dropped_b: jax.Array) -> None:
+        if captures(self, RouterLoss):
+            sow(self, RouterLoss, "load_balance", load_balance(logits, expert_btk, real_bt).sum())
+            sow(self, RouterLoss, "z", squared_log_z(logits, real_bt).sum())
+        if captures(self, RouterCount):
+            count_be = tokens_per_expert(expert_btk, real_bt, self.experts)
+            sow(self, RouterCount, "tokens_per_expert", count_be.sum(0))
+            sow(self, RouterCount, "tokens", real_bt.sum(dtype=jnp.int32))
+            sow(self, RouterCount, "entropy", entropy(logits, real_bt).sum())
+            sow(self, RouterCount, "dropped", dropped_b.sum())

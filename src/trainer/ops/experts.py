@@ -1,0 +1,97 @@
+"""Three ways to bring tokens to their experts and back.
+
+Each takes x_btw, its routing and `apply`, which runs the experts, and returns the weighted sums of the results of each
+token's experts, float32 [b, t, w]. Shapes: b rows, t tokens, w width, e experts, k chosen experts, c slots of an
+expert. `apply(rows, sizes)` returns an array of the shape of `rows`: with `sizes`, int32 [e], of rows [n, w] that lie
+in the order of their experts, with None of rows [e, n, w].
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from trainer.ops.routing import Routing
+
+Apply = Callable[[jax.Array, jax.Array | None], jax.Array]
+
+
+class Dispatched(NamedTuple):
+    """Float32 [b, t, w], and how many choices of real tokens were dropped in each row, int32 [b]."""
+
+    out: jax.Array
+    dropped: jax.Array
+
+
+def dropless(x_btw: jax.Array, routing: Routing, apply: Apply, experts: int) -> Dispatched:
+    """Tokens sorted by their experts, in groups of any size; padding too, whose result has no effect."""
+    rows, _, width = x_btw.shape
+    choices = routing.expert.shape[-1]
+    expert_n = routing.expert.reshape(-1)
+    order = jnp.argsort(expert_n)  # stable
+    size_e = jnp.zeros(experts, jnp.int32).at[expert_n].add(1)
+    # Each index occurs once, so that the gradients are permutations, and the k gradients of a token are added after.
+    copies_nw = jnp.repeat(x_btw.reshape(-1, width), choices, axis=0)
+    out_nw = apply(_permuted(copies_nw, order), size_e)
+    out_btkw = _permuted(out_nw, jnp.argsort(order)).reshape(*routing.expert.shape, width)
+    return Dispatched(_weighted(out_btkw, routing.weight), jnp.zeros(rows, jnp.int32))
+
+
+def _permuted(x: jax.Array, order: jax.Array) -> jax.Array:
+    return x.at[order].get(unique_indices=True, mode="promise_in_bounds")
+
+
+def _weighted(out_btkw: jax.Array, weight_btk: jax.Array) -> jax.Array:
+    return jnp.einsum("btkw,btk->btw", out_btkw.astype(jnp.float32), weight_btk)
+
+
+def every_expert(x_btw: jax.Array, routing: Routing, apply: Apply, experts: int) -> Dispatched:
+    """All experts for all tokens: the reference of the others."""
+    rows, length, width = x_btw.shape
+    one_hot = jax.nn.one_hot(routing.expert, experts, dtype=jnp.float32)
+    weight_bte = jnp.einsum("btke,btk->bte", one_hot, routing.weight)
+    out = apply(jnp.broadcast_to(x_btw.reshape(1, -1, width), (experts, rows * length, width)), None)
+    out = out.astype(jnp.float32).reshape(experts, rows, length, width)
+    return Dispatched(jnp.einsum("ebtw,bte->btw", out, weight_bte), jnp.zeros(rows, jnp.int32))
+
+
+def slots(length: int, chosen: int, experts: int, factor: float) -> int:
+    """How many tokens of a row an expert takes, at least 1: MaxText's formula, ceil(length k / e) times `factor`. No
+    token chooses an expert twice, so that a row's length is always enough."""
+    return min(length, max(1, int(math.ceil(length * chosen / experts) * factor)))
+
+
+def within_capacity(
+    x_btw: jax.Array, routing: Routing, apply: Apply, experts: int, *, real_bt: jax.Array, factor: float
+) -> Dispatched:
+    """Each expert takes the first `slots` real tokens of each row that chose it, a token's better choices first. Other
+    choices are dropped: they add nothing, and the weights of a token's other experts stay."""
+    rows, length, width = x_btw.shape
+    chosen = routing.expert.shape[-1]
+    capacity = slots(length, chosen, experts, factor)
+    expert_bn = routing.expert.reshape(rows, -1)  # n = t k, token by token
+    real_bn = jnp.repeat(real_bt, chosen, axis=1)
+    mine_bne = jax.nn.one_hot(expert_bn, experts, dtype=jnp.int32) * real_bn[..., None]
+    place_bn = jnp.sum((jnp.cumsum(mine_bne, axis=1) - mine_bne) * mine_bne, axis=-1)
+    kept_bn = real_bn & (place_bn < capacity)
+    end = experts * capacity
+    slot_bn = jnp.where(kept_bn, expert_bn * capacity + place_bn, end)  # behind the end: none
+    token_n = jnp.repeat(jnp.arange(length), chosen)
+
+    def fill(slot_n: jax.Array) -> jax.Array:
+        return jnp.full(end, length).at[slot_n].set(token_n, mode="drop")
+
+    token_bs = jax.vmap(fill)(slot_bn)  # of each slot; an empty one has none
+    taken_bsw = jax.vmap(_rows_or_zero)(x_btw, token_bs)
+    taken_enw = taken_bsw.reshape(rows, experts, capacity, width).swapaxes(0, 1).reshape(experts, -1, width)
+    out_bsw = apply(taken_enw, None).reshape(experts, rows, capacity, width).swapaxes(0, 1).reshape(rows, end, width)
+    out_btkw = jax.vmap(_rows_or_zero)(out_bsw, slot_bn).reshape(rows, length, chosen, width)
+    dropped_b = jnp.sum(real_bn & ~kept_bn, axis=1, dtype=jnp.int32)
+    return Dispatched(_weighted(out_btkw, routing.weight), dropped_b)
+
+
+def _rows_or_zero(table: jax.Array, index: jax.Array) -> jax.Array:
+    """Rows of `table`; zeros for an index behind its end."""
+    return jnp.take(table, index, axis=0, mode="fill", fill_value=0)

@@ -1,0 +1,66 @@
+"""Routing: which experts each token goes to, and with which weights; and statistics of it.
+
+Shapes: b rows, t tokens of a row, e experts, k chosen experts of a token. All numbers are float32.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Routing(NamedTuple):
+    """The chosen experts of each token, the best first, and the weights with which their results are added."""
+
+    expert: jax.Array  # int32 [..., k], different ones
+    weight: jax.Array  # float32 [..., k]
+
+
+# (logits [..., e], k) -> the routing
+Score = Callable[[jax.Array, int], Routing]
+
+
+def softmax_of_chosen(logits: jax.Array, chosen: int) -> Routing:
+    """The largest logits, weighted by their softmax (Jiang et al. 2024, Mixtral, arXiv:2401.04088). Of equal logits the
+    one of the first expert counts as larger."""
+    largest, expert = jax.lax.top_k(logits, chosen)
+    return Routing(expert, jax.nn.softmax(largest, axis=-1))
+
+
+def chosen_of_softmax(logits: jax.Array, chosen: int) -> Routing:
+    """The largest logits, weighted by the softmax over all experts: the weights of a token sum to less than 1."""
+    largest, expert = jax.lax.top_k(logits, chosen)
+    return Routing(expert, jnp.exp(largest - jax.nn.logsumexp(logits, axis=-1, keepdims=True)))
+
+
+def tokens_per_expert(expert: jax.Array, real: jax.Array, experts: int) -> jax.Array:
+    """How many of the `real` tokens, bool [..., t], chose each expert: int32 [..., e] for choices [..., t, k]."""
+    chose = jax.nn.one_hot(expert, experts, dtype=jnp.int32).sum(-2)
+    return jnp.sum(chose * real[..., None], axis=-2)
+
+
+def load_balance(logits_bte: jax.Array, expert_btk: jax.Array, real_bt: jax.Array) -> jax.Array:
+    """The load-balance loss of each row, [b]: e times the sum over experts of the share of tokens that chose it times
+    its mean probability (Fedus et al. 2021, arXiv:2101.03961), over the real tokens of the row; 0 for a row without.
+
+    The shares sum to k, as in MaxText: balanced experts give k, all tokens at the same k experts up to e. Gradients
+    flow through the probabilities.
+    """
+    experts = logits_bte.shape[-1]
+    tokens_b = jnp.maximum(real_bt.sum(-1), 1).astype(jnp.float32)
+    count_be = tokens_per_expert(expert_btk, real_bt, experts)
+    probability_be = jnp.sum(jax.nn.softmax(logits_bte, axis=-1) * real_bt[..., None], axis=1)
+    return experts * jnp.sum(count_be * probability_be, axis=-1) / tokens_b**2
+
+
+def squared_log_z(logits_bte: jax.Array, real_bt: jax.Array) -> jax.Array:
+    """The router's z-loss, [b]: the sum over the real tokens of a row of the squared logarithm of the softmax's
+    normalizer (Zoph et al. 2022, arXiv:2202.08906)."""
+    return jnp.sum(jnp.where(real_bt, jax.nn.logsumexp(logits_bte, axis=-1) ** 2, 0), axis=-1)
+
+
+def entropy(logits_bte: jax.Array, real_bt: jax.Array) -> jax.Array:
+    """The sum over the real tokens of a row of the entropy of the softmax over experts, in nats: [b]."""
+    log_bte = jax.nn.log_softmax(logits_bte, axis=-1)
+    return -jnp.sum(jnp.where(real_bt[..., None], jnp.exp(log_bte) * log_bte, 0), axis=(1, 2))
