@@ -1,6 +1,6 @@
 """Writes tests/goldens: tiny random models of Hugging Face's transformers, and what they compute.
 
-    pip install -e ".[goldens]" && python scripts/write_goldens.py
+    pip install -e ".[goldens]" && python scripts/write_goldens.py [case ...]
 
 Each case is a directory as transformers' save_pretrained leaves it, with expected.npz beside it: two batches, their
 logits, and gradients of the mean cross entropy under transformers' names. "rows" is one document a row, masked by
@@ -9,6 +9,8 @@ transformers itself; "packed" has several, with padding, under a mask that is wr
 
 import os
 import shutil
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ os.environ["USE_HUB_KERNELS"] = "NO"  # transformers' own Python code, whatever 
 import numpy as np
 import torch
 import transformers
+from safetensors.numpy import load_file
 from torch.nn.functional import cross_entropy
 
 GOLDENS = Path(__file__).parent.parent / "tests" / "goldens"
@@ -33,9 +36,18 @@ SIZES = {
 }
 LLAMA = (transformers.LlamaConfig, transformers.LlamaForCausalLM)
 MISTRAL = (transformers.MistralConfig, transformers.MistralForCausalLM)
+MIXTRAL = (transformers.MixtralConfig, transformers.MixtralForCausalLM)
 QWEN3 = (transformers.Qwen3Config, transformers.Qwen3ForCausalLM)
+QWEN3_MOE = (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM)
 # Of RoPE's kinds only these gradients are kept: the others are those of the plain case.
 TURNED = tuple(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qk")
+EXPERTS = {
+    "head_dim": 8,
+    "moe_intermediate_size": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "experts_implementation": "eager",
+}
 
 
 class Case(NamedTuple):
@@ -76,15 +88,19 @@ CASES = {
     "mistral": Case(MISTRAL, {"sliding_window": 5, "head_dim": 8}),
     "qwen3": Case(QWEN3, {"head_dim": 16}),
     "qwen3-tied": Case(QWEN3, {"head_dim": 16, "tie_word_embeddings": True}),
+    "mixtral": Case(MIXTRAL, {"num_local_experts": 4, "experts_implementation": "eager"}),
+    "qwen3-moe": Case(QWEN3_MOE, EXPERTS | {"norm_topk_prob": False}),
 }
 
 
 def main() -> None:
-    """Writes every case and says what it wrote."""
+    """Writes the cases of the command line, or every case, and says what it wrote."""
     torch.set_num_threads(1)  # one order of additions
     transformers.utils.logging.disable_progress_bar()
     print(f"torch {torch.__version__}, transformers {transformers.__version__}")
     for seed, (name, case) in enumerate(CASES.items()):
+        if name not in (sys.argv[1:] or CASES):
+            continue
         folder = GOLDENS / name
         shutil.rmtree(folder, ignore_errors=True)
         model = random_model(case, seed)
@@ -113,7 +129,7 @@ def random_model(case: Case, seed: int) -> torch.nn.Module:
             if parameter.ndim == 1:
                 parameter.uniform_(0.5, 1.5, generator=generator)
             else:
-                parameter.normal_(std=1.5 * parameter.shape[1] ** -0.5, generator=generator)
+                parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5, generator=generator)
     return model
 
 
@@ -164,7 +180,21 @@ def computed(model, batch: dict[str, np.ndarray], masked: bool) -> tuple[np.ndar
     logits = model(input_ids=tokens["inputs"], use_cache=False, **packing).logits
     counts = tokens["targets_segmentation"] != 0
     cross_entropy(logits[counts], tokens["targets"][counts]).backward()
-    return logits.detach().numpy(), {name: p.grad.numpy().copy() for name, p in model.named_parameters()}
+    return logits.detach().numpy(), gradients(model)
+
+
+@torch.no_grad()
+def gradients(model) -> dict[str, np.ndarray]:
+    """Gradients under the names of the file of weights: written as if they were the parameters."""
+    values = [parameter.detach().clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.copy_(parameter.grad)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        found = load_file(Path(folder) / "model.safetensors")
+    for parameter, value in zip(model.parameters(), values, strict=True):
+        parameter.copy_(value)
+    return found
 
 
 @torch.no_grad()

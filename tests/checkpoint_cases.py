@@ -13,10 +13,13 @@ from trainer.config import load, resolve
 from trainer.export import parameter_shapes
 
 MODEL = {key: TINY[key] for key in TINY if key.startswith(("base_", "head_dim", "vocab_size"))}
+EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "base_moe_mlp_dim": 24}
 FAMILIES = {
     "llama2": {"logits_via_embedding": False},
     "mistral": {"attention_type": "local_sliding", "sliding_window_size": 5, "logits_via_embedding": False},
     "qwen3": {"use_qk_norm": True, "logits_via_embedding": True, "normalize_embedding_logits": False},
+    "mixtral": EXPERTS | {"logits_via_embedding": False},
+    "qwen3_moe": EXPERTS | {"use_qk_norm": True, "logits_via_embedding": False, "norm_topk_prob": True},
 }
 ROPES = {
     "default": {"rope_max_timescale": 5000},
@@ -25,7 +28,7 @@ ROPES = {
     "yarn": {"rope_type": "yarn", "rope_factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0},
     "yarn_scaled": {"rope_type": "yarn", "rope_truncate": False, "rope_attention_scaling": True},
 }
-ARCHITECTURES = {"llama2": "Llama", "mistral": "Mistral", "qwen3": "Qwen3"}
+MODEL_TYPES = {"llama2": "llama"}  # of the others the name of the block
 SUFFIX = {
     "pre_self_attention_layer_norm/scale": "input_layernorm.weight",
     "self_attention/query/kernel": "self_attn.q_proj.weight",
@@ -38,6 +41,16 @@ SUFFIX = {
     "mlp/wi_0/kernel": "mlp.gate_proj.weight",
     "mlp/wi_1/kernel": "mlp.up_proj.weight",
     "mlp/wo/kernel": "mlp.down_proj.weight",
+    "MoeBlock_0/gate/kernel": "block_sparse_moe.gate.weight",
+    "moe_block/gate/kernel": "mlp.gate.weight",
+}
+SUFFIX_OF_EXPERT = {
+    "MoeBlock_0/wi_0": "block_sparse_moe.experts.{}.w1.weight",
+    "MoeBlock_0/wi_1": "block_sparse_moe.experts.{}.w3.weight",
+    "MoeBlock_0/wo": "block_sparse_moe.experts.{}.w2.weight",
+    "moe_block/wi_0": "mlp.experts.{}.gate_proj.weight",
+    "moe_block/wi_1": "mlp.experts.{}.up_proj.weight",
+    "moe_block/wo": "mlp.experts.{}.down_proj.weight",
 }
 
 
@@ -93,6 +106,9 @@ def hf_tensors(params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             elif value.ndim > 1:
                 value = value.reshape(value.shape[0], -1).T
             tensors[f"model.layers.{i}.{name}"] = value
+    for suffix, name in SUFFIX_OF_EXPERT.items():
+        for i, layer in enumerate(params.get(f"decoder/layers/{suffix}", ())):
+            tensors |= {f"model.layers.{i}.{name.format(e)}": matrix.T for e, matrix in enumerate(layer)}
     tensors["model.norm.weight"] = params["decoder/decoder_norm/scale"]
     if "decoder/logits_dense/kernel" in params:
         tensors["lm_head.weight"] = params["decoder/logits_dense/kernel"].T
@@ -113,7 +129,7 @@ def hf_config(config: Any, **changes: Any) -> dict[str, Any]:
     if config.rope_type != "default":
         rope["original_max_position_embeddings"] = config.original_max_position_embeddings
     data = {
-        "model_type": ARCHITECTURES[config.decoder_block].lower(),
+        "model_type": MODEL_TYPES.get(config.decoder_block, config.decoder_block),
         "vocab_size": config.vocab_size,
         "hidden_size": config.base_emb_dim,
         "intermediate_size": config.base_mlp_dim,
@@ -127,6 +143,13 @@ def hf_config(config: Any, **changes: Any) -> dict[str, Any]:
         "eos_token_id": 7,
         "max_position_embeddings": 333,
     }
+    if config.decoder_block == "mixtral":
+        data |= {"num_local_experts": config.num_experts, "intermediate_size": config.base_moe_mlp_dim}
+    if config.decoder_block == "qwen3_moe":
+        data |= {"num_experts": config.num_experts, "moe_intermediate_size": config.base_moe_mlp_dim}
+        data |= {"norm_topk_prob": config.norm_topk_prob, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    if config.num_experts > 1:
+        data["num_experts_per_tok"] = config.num_experts_per_tok
     if config.decoder_block == "mistral":
         data["sliding_window"] = config.sliding_window_size or None
     return data | changes

@@ -45,6 +45,8 @@ def failure(capsys, *argv):
         ("llama2", {"logits_via_embedding": True, "normalize_embedding_logits": False}, BFLOAT16, 1, False),
         ("mistral", ROPES["yarn"], BFLOAT16, 2, True),
         ("qwen3", {}, np.float32, 1, False),
+        ("qwen3_moe", {}, BFLOAT16, 3, True),
+        ("mixtral", {}, np.float32, 1, False),
         ("qwen3", {"logits_via_embedding": False}, BFLOAT16, 3, True),
     ],
 )

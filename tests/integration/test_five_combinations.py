@@ -20,7 +20,12 @@ SETTINGS = {
         "gradient_clipping_threshold": 0.05,
         **DROPOUT,
     },
-    "scan with remat, accumulation over 2 microbatches, Muon": {
+    "scan with remat, accumulation over 2 microbatches, Muon, experts": {
+        "decoder_block": "mixtral",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "base_moe_mlp_dim": 32,
+        "load_balance_loss_weight": 0.1,
         "scan_layers": True,
         "remat_policy": "full",
         "gradient_accumulation_steps": 2,

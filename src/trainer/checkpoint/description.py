@@ -8,6 +8,7 @@ import yaml
 
 from trainer.config import COMBINATIONS, UserError, flags_of, load, read_saved, resolve
 from trainer.config.dump import to_flow
+from trainer.config.expert_keys import has_experts, normalizes_by_key
 from trainer.config.files import COMMAND_LINE
 from trainer.config.flags import FLAGS
 from trainer.config.plain_yaml import describe, read_text
@@ -15,7 +16,7 @@ from trainer.config.trust import code_of_checkpoint
 from trainer.models.mtp_names import MODULES
 
 _ALWAYS = (
-    *("decoder_block", "base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "base_mlp_dim"),
+    *("decoder_block", "base_emb_dim", "base_num_query_heads", "base_num_kv_heads"),
     *("base_num_decoder_layers", "head_dim", "vocab_size", "mlp_activations", "logits_via_embedding"),
     *("normalization_layer_epsilon", "attn_logits_soft_cap", "final_logits_soft_cap", "use_qk_norm"),
     *("attention_type", "rope_type", "rope_min_timescale", "rope_max_timescale", MODULES),
@@ -30,6 +31,9 @@ _OF_ROPE = {
         "rope_attention_scaling",
     ),
 }
+# Of the feed-forward layers: an MLP, or experts.
+_OF_MLP, _OF_EXPERTS = ("base_mlp_dim",), ("num_experts", "num_experts_per_tok", "base_moe_mlp_dim")
+_NORMALIZED = "norm_topk_prob"
 # Keys that have an effect only under one value of another key. If that key differs, they are not compared.
 _BELOW = {
     "rope_type": {name for names in _OF_ROPE.values() for name in names},
@@ -42,16 +46,18 @@ ORDER = "rope_interleave"
 FREE = {
     *("normalization_layer_epsilon", "attn_logits_soft_cap", "final_logits_soft_cap", "normalize_embedding_logits"),
     *("attention_type", "rope_type", "rope_min_timescale", "rope_max_timescale", *_BELOW["rope_type"]),
-    *("sliding_window_size", MODULES),
+    *("sliding_window_size", MODULES, _NORMALIZED),
 }
-MODEL = {*_ALWAYS, *FREE, ORDER}
+MODEL = {*_ALWAYS, *_OF_MLP, *_OF_EXPERTS, *FREE, ORDER}
 # Further keys of a command line of `trainer.export`: a preset of `MODEL`, and the sequence length the model is for.
 _PRESET, LENGTH = "model_name", "max_target_length"
 
 
 def described(config: Any) -> dict[str, Any]:
     """The keys of `config`, resolved, that define the function of its parameters, without those that have no effect."""
-    names = [*_ALWAYS, *_OF_ROPE[config.rope_type]]
+    names = [*_ALWAYS, *_OF_ROPE[config.rope_type], *(_OF_EXPERTS if has_experts(config) else _OF_MLP)]
+    if normalizes_by_key(config):
+        names.append(_NORMALIZED)
     if config.attention_type == "local_sliding":
         names.append("sliding_window_size")
     if config.logits_via_embedding:

@@ -15,7 +15,7 @@ from trainer.config.errors import shortened
 from trainer.config.json_files import read_object, shown
 from trainer.config.paths import path_problem
 from trainer.models.families import Place, place, stacks
-from trainer.models.huggingface import Layout
+from trainer.models.huggingface import EXPERT, Layout
 from trainer.models.huggingface_config import model_keys
 from trainer.models.huggingface_fields import neutral_keys
 from trainer.models.mtp_names import (
@@ -58,8 +58,11 @@ class HuggingFaceSource:
         places = {name: place(stacks(config), name) for name in shapes}
         layouts = layouts_of(config, places)
         layers = config.base_num_decoder_layers
-        if layers > len(self._tensors):  # before that many names are generated
-            raise UserError(f"{self.path}: {len(self._tensors)} tensors, too few for num_hidden_layers={layers}")
+        if layers * config.num_experts > len(self._tensors):  # before that many names are generated
+            experts = f" and {config.num_experts} experts" if config.num_experts > 1 else ""
+            raise UserError(
+                f"{self.path}: {len(self._tensors)} tensors, too few for num_hidden_layers={layers}{experts}"
+            )
         found = {
             name: (tensor.shape, tensor.dtype.name if tensor.kind in DTYPES else tensor.kind)
             for name, tensor in self._tensors.items()
@@ -96,20 +99,22 @@ class HuggingFaceSource:
         tensors = [self._tensors[name] for name, _ in tensors_of(layout, where, shape)]
         stored, mixed = common_dtype([tensor.dtype for tensor in tensors])
         part_shape = shape if where is None else shape[1:]
+        count = part_shape[0] if layout.of_experts else 1  # tensors of one layer
+        layers = [tensors[first : first + count] for first in range(0, len(tensors), count)]
 
-        def read(tensor: StoredTensor) -> np.ndarray:
-            return _read(tensor, layout, part_shape, whole(part_shape), interleave)
+        def read_box(layer: Sequence[StoredTensor], box: Box) -> np.ndarray:
+            if not layout.of_experts:
+                return _read(layer[0], layout, part_shape, box, interleave)
+            return np.stack([_read(it, layout, part_shape[1:], box[1:], interleave) for it in layer[box[0]]])
 
-        def put(tensor: StoredTensor, abstract: jax.ShapeDtypeStruct) -> jax.Array:
+        def put(layer: Sequence[StoredTensor], abstract: jax.ShapeDtypeStruct) -> jax.Array:
             def part(box: Box) -> np.ndarray:
-                if where is None:
-                    return _read(tensor, layout, part_shape, box, interleave)
-                return _read(tensor, layout, part_shape, box[1:], interleave)[None]
+                return read_box(layer, box) if where is None else read_box(layer, box[1:])[None]
 
             return put_slices(part, abstract)
 
-        parts = [functools.partial(read, tensor) for tensor in tensors]
-        puts = [functools.partial(put, tensor) for tensor in tensors]
+        parts = [functools.partial(read_box, layer, whole(part_shape)) for layer in layers]
+        puts = [functools.partial(put, layer) for layer in layers]
         return Leaf(shape, stored, parts, puts, mixed)
 
     def _check_copy(self, name: str, of: str, otherwise: str) -> None:
@@ -148,9 +153,11 @@ def layouts_of(config: Any, places: Mapping[str, Place | None]) -> Mapping[str, 
 
 def tensors_of(layout: Layout, where: Place | None, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
     """Hugging Face's tensors, name and shape, of a canonical parameter at the place `where` in the stacks."""
-    if where is None:
-        return [(layout.name, layout.shape(shape))]
-    return [(layout.name.format(i), layout.shape(shape[1:])) for i in where.layers]
+    names = [layout.name] if where is None else [layout.name.format(i) for i in where.layers]
+    one = shape if where is None else shape[1:]
+    if not layout.of_experts:
+        return [(name, layout.shape(one)) for name in names]
+    return [(name.replace(EXPERT, str(e)), layout.shape(one[1:])) for name in names for e in range(one[0])]
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -67,7 +67,8 @@ def _write_leaf(
 ) -> None:
     """Writes the tensors of one leaf, layer by layer, to the files and under the names of `targets`."""
     layers = leaf.layers(tick) if "{}" in layout.name else [leaf.read(leaf.dtype, tick)]
-    for (file, tensor), value in zip(targets, layers, strict=True):
+    values = (value for layer in layers for value in (layer if layout.of_experts else [layer]))
+    for (file, tensor), value in zip(targets, values, strict=True):
         file.write(tensor, layout.to_theirs(value, interleave).astype(dtype, copy=False))
 
 
@@ -76,8 +77,9 @@ def _in_order(kinds: Mapping[str, tuple[Place | None, list[tuple[str, tuple[int,
     placed = []
     for name, (where, tensors, dtype) in kinds.items():
         part = 1 if where else 0 if name.startswith("token_embedder/") else 2
-        for layer, (tensor, shape) in zip(where.layers if where else [0], tensors, strict=True):
-            placed.append((part, layer, tensor, shape, dtype))
+        layers = where.layers if where else [0]
+        for i, (tensor, shape) in enumerate(tensors):
+            placed.append((part, layers[i * len(layers) // len(tensors)], tensor, shape, dtype))
     return {tensor: (shape, dtype) for _, _, tensor, shape, dtype in sorted(placed, key=lambda it: it[:2])}
 
 

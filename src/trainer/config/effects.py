@@ -7,9 +7,13 @@ from typing import Any
 from trainer.config.data_keys import DATA_INERT
 from trainer.config.derived import FOLLOWS
 from trainer.config.dump import to_flow
+from trainer.config.expert_keys import KEYS as OF_EXPERTS
+from trainer.config.expert_keys import has_experts, normalizes_by_key, only_experts
 from trainer.config.files import by_hand
 from trainer.config.optimizers import KEYS as OF_OPTIMIZERS
 from trainer.config.optimizers import TRAITS, has_first_moment
+from trainer.config.remat import OF_EXPERTS as TENSORS_OF_EXPERTS
+from trainer.config.remat import OF_MLP as TENSORS_OF_MLP
 from trainer.config.remat import OWN_TENSORS, TENSORS
 from trainer.config.schema import schema
 from trainer.config.tiles import KEYS, OF_DQ
@@ -45,6 +49,19 @@ def _of_optimizer(name: str) -> list[Inert]:
 INERT = (
     Inert(("override_model_config",), lambda c: True, "the command line always wins over the preset"),
     Inert((*TENSORS, *OWN_TENSORS), lambda c: c.remat_policy != "custom", "remat_policy is not custom"),
+    Inert(OF_EXPERTS, lambda c: not has_experts(c), "num_experts=1"),
+    Inert(("capacity_factor",), lambda c: c.sparse_matmul, "sparse_matmul=true drops no token"),
+    Inert(
+        ("norm_topk_prob",),
+        lambda c: only_experts(c) and not normalizes_by_key(c),
+        "this family divides the weights of a token's experts by their sum in any case",
+    ),
+    Inert(
+        ("base_mlp_dim", *TENSORS_OF_MLP),
+        only_experts,
+        "every layer of this family has experts, whose width is base_moe_mlp_dim",
+    ),
+    Inert(TENSORS_OF_EXPERTS, lambda c: not has_experts(c), "num_experts=1"),
     Inert(
         ("mlpwi",),
         lambda c: c.remat_policy == "custom" and len(c.mlp_activations) == 2,

@@ -6,7 +6,9 @@ With remat_policy=custom each key says what to do with the tensor of its name.
 QKV = ("query_proj", "key_proj", "value_proj")
 ATTENTION = (*QKV, "out_proj")
 # Every matrix product with weights. "context" is the result of attention before its output projection.
-PROJECTIONS = (*ATTENTION, "mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo")
+OF_MLP = ("mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo")
+OF_EXPERTS = ("moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo")
+PROJECTIONS = (*ATTENTION, *OF_MLP, *OF_EXPERTS)
 LAYER_INPUT = "decoder_layer_input"
 TENSORS = (LAYER_INPUT, "context", *PROJECTIONS)
 # The keys that list a family's own tensors, and what remat_policy=custom does with these.

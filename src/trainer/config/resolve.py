@@ -10,7 +10,7 @@ from trainer.config.derived import FOLLOWS, mesh_axes
 from trainer.config.errors import report
 from trainer.config.kernels import choose_attention
 from trainer.config.mesh_sizes import fill_mesh
-from trainer.config.rules import DIMENSIONS, PROJECTED, make_rules, tensors_of, with_lengths
+from trainer.config.rules import DIMENSIONS, PROJECTED, dimension, make_rules, tensors_of, with_lengths
 from trainer.config.sizes import too_large
 from trainer.config.tiles import misfits
 from trainer.config.vocab_tiles import choose_tiles
@@ -77,7 +77,7 @@ def _indivisible(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str
     rules = make_rules(values["logical_axis_rules"])
     tensors = tensors_of(values)
     named = {name for names in tensors.values() for name in names}
-    sized = [(name, key) for name, key in DIMENSIONS.items() if name in named]
+    sized = [(name, dimension(name, values)) for name in DIMENSIONS if name in named]
     if values["mtp_num_layers"]:
         sized.append(PROJECTED)
     for name, key in sized:

@@ -5,12 +5,15 @@ from typing import Any
 
 from trainer.config.derived import MESH_AXES
 from trainer.config.errors import nearest, shortened
+from trainer.config.expert_keys import WITH_EXPERTS, only_experts
 
 Rule = list[Any]  # [name, mesh axis or list of mesh axes]
 
-# The families that have exactly the tensors below. Of other families only the tensors of EVERY_MODEL are checked here,
-# before JAX is loaded; the rest is checked when the model is made (`sharding.named_sharding`).
+# The families that have exactly the tensors below; those with experts have others in place of the MLP's. Of other
+# families only the tensors of EVERY_MODEL are checked here, before JAX is loaded; the rest is checked when the model is
+# made (`sharding.named_sharding`).
 DENSE = ("llama2", "mistral", "qwen3")
+BUILT_IN = (*DENSE, *WITH_EXPERTS)
 EVERY_MODEL = ("token_embedder/embedding", "decoder/logits_dense/kernel", "activations between blocks", "logits")
 # The logical axes of tensors. A mesh axis may shard only one axis of a tensor.
 TENSORS: dict[str, tuple[str, ...]] = {
@@ -29,6 +32,13 @@ TENSORS: dict[str, tuple[str, ...]] = {
     "activations of the MLP": ("activation_batch", "activation_length", "activation_mlp"),
     "logits": ("activation_batch", "activation_length", "activation_vocab"),
 }
+_OF_MLP = ("mlp/wi_0/kernel", "mlp/wo/kernel")
+# In place of those, where every layer has experts.
+_OF_EXPERTS: dict[str, tuple[str, ...]] = {
+    "gate/kernel": ("layers", "embed", "exp"),
+    "/wi_0": ("layers", "exp", "embed", "mlp"),
+    "/wo": ("layers", "exp", "mlp", "embed"),
+}
 
 # The key that gives the length of a logical axis.
 DIMENSIONS = {
@@ -40,6 +50,7 @@ DIMENSIONS = {
     "kv": "head_dim",
     "kv_head_dim": "head_dim",
     "mlp": "base_mlp_dim",
+    "exp": "num_experts",
     "vocab": "vocab_size",
     "norm": "base_emb_dim",
     "activation_length": "max_target_length",
@@ -58,8 +69,16 @@ PROJECTED = ("mlp", "base_emb_dim")
 
 def tensors_of(config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """Those of TENSORS that the model of `config` has for certain."""
+    if only_experts(config):
+        return {name: axes for name, axes in TENSORS.items() if name not in _OF_MLP} | _OF_EXPERTS
     names = TENSORS if config["decoder_block"] in DENSE else EVERY_MODEL
     return {name: TENSORS[name] for name in names}
+
+
+def dimension(name: str, config: Mapping[str, Any]) -> str:
+    """The key that gives the length of the logical axis `name` in the model of `config`; "" if none does."""
+    of_experts = {"mlp": "base_moe_mlp_dim", "activation_mlp": "base_moe_mlp_dim"} if only_experts(config) else {}
+    return of_experts.get(name) or DIMENSIONS.get(name, "")
 
 
 def read_rules(value: Sequence[Any], known: Iterable[str]) -> tuple[list[Rule], list[str]]:
@@ -88,7 +107,7 @@ def make_rules(rules: Iterable[Sequence[Any]]) -> dict[str, tuple[str, ...]]:
 
 def with_lengths(names: Iterable[str], config: Mapping[str, Any]) -> str:
     """`[layers 2, embed 192]`: a tensor's logical axes, each with its length if a key of `config` gives it."""
-    lengths = {name: config.get(DIMENSIONS.get(name, ""), "") for name in names}
+    lengths = {name: config.get(dimension(name, config), "") for name in names}
     return f"[{', '.join(f'{name} {length}'.rstrip() for name, length in lengths.items())}]"
 
 

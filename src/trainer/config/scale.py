@@ -20,6 +20,7 @@ def factors(scale: int) -> dict[str, int]:
         "base_num_query_heads": heads,
         "base_num_kv_heads": heads,
         "base_mlp_dim": heads,
+        "base_moe_mlp_dim": heads,
         "base_num_decoder_layers": 2**a,
     }
 
@@ -36,7 +37,7 @@ def scaled(values: dict[str, Setting]) -> dict[str, Setting]:
     grown = {
         name: Setting(values[name].value * factor, f"{values[name].where}, x {factor} by {SCALE}={scale.value}")
         for name, factor in factors(scale.value).items()
-        if factor > 1
+        if factor > 1 and values[name].value > 0  # -1: the model has no such size
     }
     return values | grown | {SCALE: Setting(1, scale.where)}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from trainer.config.derived import islands, mesh_axes
 from trainer.config.optimizers import moment_bytes
-from trainer.config.rules import DENSE, DIMENSIONS, tensors_of, with_lengths
+from trainer.config.rules import BUILT_IN, dimension, tensors_of, with_lengths
 from trainer.config.schema import INT32_MAX
 
 # Elements of one array over all devices. The largest published models have 2^38; XLA's sizes in bytes end at 2^63.
@@ -23,7 +23,7 @@ def too_large(values: Mapping[str, Any]) -> list[str]:
 def least_bytes(config: Any) -> int:
     """A lower bound on the bytes that training takes on all devices together: parameters, optimizer, the batch of an
     update and the hidden states of one microbatch, as if nothing were replicated. Leaves out host memory, and the
-    blocks of a family that is not `rules.DENSE`.
+    blocks of a family that is not `rules.BUILT_IN`.
 
     Args:
       config: resolved.
@@ -60,7 +60,7 @@ def _too_many_tokens(values: Mapping[str, Any]) -> list[str]:
 
 def _too_many_entries(values: Mapping[str, Any]) -> list[str]:
     arrays = tensors_of(values)
-    if values["decoder_block"] in DENSE and values["attention"] == "dot_product":
+    if values["decoder_block"] in BUILT_IN and values["attention"] == "dot_product":
         scores = ("activation_batch", "activation_heads", "activation_q_length", "activation_kv_length")
         arrays["scores of attention=dot_product"] = scores
     lines = []
@@ -82,7 +82,7 @@ def _parameters(values: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 
 def _lengths(values: Mapping[str, Any], names: tuple[str, ...]) -> list[int]:
     rows = _microbatch_rows(values)
-    return [rows if name == "activation_batch" else values[DIMENSIONS[name]] for name in names]
+    return [rows if name == "activation_batch" else values[dimension(name, values)] for name in names]
 
 
 def _microbatch_rows(values: Mapping[str, Any]) -> int:

@@ -29,7 +29,9 @@ from trainer.models.huggingface import HuggingFace
 FAMILIES = {
     "llama2": "trainer.models.llama2:FAMILY",
     "mistral": "trainer.models.mistral:FAMILY",
+    "mixtral": "trainer.models.mixtral:FAMILY",
     "qwen3": "trainer.models.qwen3:FAMILY",
+    "qwen3_moe": "trainer.models.qwen3_moe:FAMILY",
 }
 # The arguments of a block's call.
 _ARGUMENTS = ("x", "cache", "context")

@@ -7,12 +7,15 @@ Model FLOPs as MaxText reports them, after PaLM (Chowdhery et al. 2022, arXiv:22
 - attention scores and their products with the values count where the mask lets a query see a key, the diagonal of the
   square as half: T / 2 keys for a query of a causal row of T tokens (the half of the square), w - w^2 / (2 T) under a
   sliding window of w <= T tokens; scores between packed documents are counted, although the mask removes them;
+- of a mixture of experts the router and the experts of one token count, however the products are computed;
 - a module of multi-token prediction counts for every token, also for those at the end of a document that it skips;
 - the backward pass is twice the forward pass, also where parameters are frozen; what rematerialization computes again
   is not added.
 """
 
 from typing import Any
+
+from trainer.config.expert_keys import has_experts
 
 
 def parameter_count(config: Any) -> int:
@@ -23,23 +26,39 @@ def parameter_count(config: Any) -> int:
     # Two norms of a block, one after the last; three more of a module.
     norms = _blocks(config) * (2 * width + heads_norms) + width + modules * 3 * width
     untied_table = 0 if config.logits_via_embedding else config.vocab_size * width
+    idle = (
+        _blocks(config) * (config.num_experts - config.num_experts_per_tok) * _expert(config)
+        if has_experts(config)
+        else 0
+    )
     # The modules multiply with the head of the model.
-    return matmul_parameters(config) - modules * config.vocab_size * width + norms + untied_table
+    return matmul_parameters(config) + idle - modules * config.vocab_size * width + norms + untied_table
 
 
 def _blocks(config: Any) -> int:
     return config.base_num_decoder_layers + config.mtp_num_layers
 
 
+def _expert(config: Any) -> int:
+    return (len(config.mlp_activations) + 1) * config.base_emb_dim * config.base_moe_mlp_dim
+
+
+def _feed_forward(config: Any) -> int:
+    """Parameters of a block's feed-forward layer that one token is multiplied with."""
+    if not has_experts(config):
+        return (len(config.mlp_activations) + 1) * config.base_emb_dim * config.base_mlp_dim
+    return config.base_emb_dim * config.num_experts + config.num_experts_per_tok * _expert(config)
+
+
 def matmul_parameters(config: Any) -> int:
-    """Parameters in matrix products with every token, counted once per product: the kernels of all blocks and the head,
-    tied or not; with multi-token prediction the projection of each module, and the head again for each."""
+    """Parameters in matrix products with a token, counted once per product: the kernels of all blocks, of experts those
+    of one token's, and the head, tied or not; with multi-token prediction the projection of each module, and the head
+    again for each."""
     width, modules = config.base_emb_dim, config.mtp_num_layers
     # Queries and the output projection have all heads, keys and values the key-value heads.
     attention = 2 * width * config.head_dim * (config.base_num_query_heads + config.base_num_kv_heads)
-    mlp = (len(config.mlp_activations) + 1) * width * config.base_mlp_dim
     outside = (1 + modules) * width * config.vocab_size + modules * 2 * width * width
-    return _blocks(config) * (attention + mlp) + outside
+    return _blocks(config) * (attention + _feed_forward(config)) + outside
 
 
 def visible_keys(config: Any) -> float:

@@ -9,12 +9,15 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+EXPERT = "<expert>"  # in the name of a tensor: the number of the expert
+
 
 class Layout(NamedTuple):
     """The tensors of one parameter in a Hugging Face checkpoint.
 
     Attributes:
-      name: of the tensor, with {} for the number of the layer.
+      name: of the tensor, with {} for the number of the layer. With `EXPERT` in it the first axis of our parameter of
+        one layer is that of the experts, each of which has its own tensor: all else is about the parameter of one.
       inputs: 0: the tensor has our shape. Otherwise it is a matrix [out, in], and our kernel's first `inputs` axes are
         its inputs.
       turned: the last axis is a head's entries that RoPE rotates: two halves there; here adjacent pairs with
@@ -24,6 +27,11 @@ class Layout(NamedTuple):
     name: str
     inputs: int = 0
     turned: bool = False
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether each expert has its own tensor."""
+        return EXPERT in self.name
 
     def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
         """The tensor's shape, of one layer, for our shape of one layer."""
@@ -67,6 +75,8 @@ class HuggingFace(NamedTuple):
       window: "": it has none; "given": every layer, unless sliding_window is null; "switched": layers from
         max_window_layers on, where use_sliding_window is true.
       whole_heads: hidden_size must be a multiple of the number of heads.
+      sizes: further keys of ours, and the fields of config.json that give them.
+      only: fields that may be absent or have this value: no other can be represented.
     """
 
     model_type: str
@@ -76,6 +86,8 @@ class HuggingFace(NamedTuple):
     qk_norm: bool = False
     window: Literal["", "given", "switched"] = ""
     whole_heads: bool = False
+    sizes: Mapping[str, str] = {}
+    only: Mapping[str, Any] = {}
 
 
 def transposed(matrix: np.ndarray) -> np.ndarray:

@@ -55,14 +55,16 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
         raise UserError(f"{where}: model_type={given} is not known; known: {', '.join(blocks)}")
     hf = hugging_face(block)
     said = {"rms_norm_eps": 1e-6, "hidden_act": "silu", **hf.defaults, **data}
-    if lacking := [name for name in SIZES if name not in said]:
+    sizes = _sizes(hf, said)
+    if lacking := [name for name in sizes.values() if name not in said]:
         raise UserError(f"{where}: no number is given for {', '.join(lacking)}")
     refused = [
         f"{name}={shown(said[name])}"
         for name in ("attention_bias", "mlp_bias", "quantization_config")
         if said.get(name)
     ]
-    keys = {ours: said[theirs] for theirs, ours in SIZES.items()}
+    refused += [f"{name}={shown(said[name])}" for name, only in hf.only.items() if said.get(name) not in (None, only)]
+    keys = {ours: said[theirs] for ours, theirs in sizes.items()}
     heads = said["num_attention_heads"]
     keys |= {
         "decoder_block": block,
@@ -90,6 +92,15 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
     if refused:
         raise UserError("\n  ".join([f"{where}: has fields that cannot be represented here:", *refused]))
     return keys
+
+
+def _sizes(hf: HuggingFace, said: Mapping[str, Any]) -> dict[str, str]:
+    """Our keys of sizes, and the field of config.json that gives each. With experts there is no other MLP."""
+    own = dict(hf.sizes)
+    # transformers 5 writes one name for all families, and reads both.
+    if own.get("num_experts") == "num_experts" and "num_local_experts" in said:
+        own["num_experts"] = "num_local_experts"
+    return {ours: theirs for theirs, ours in SIZES.items() if not own or ours != "base_mlp_dim"} | own
 
 
 def _window_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> dict[str, Any]:
@@ -199,6 +210,9 @@ def config_json(config: Any, dtype: str, neutral: Mapping[str, Any]) -> dict[str
         "architectures": [hf.architecture],
         "model_type": hf.model_type,
         **{name: config[ours] for name, ours in SIZES.items()},
+        **({"intermediate_size": config.base_moe_mlp_dim} if hf.sizes else {}),
+        **{name: config[ours] for ours, name in hf.sizes.items()},
+        **hf.only,
         "num_key_value_heads": config.base_num_kv_heads,
         "head_dim": config.head_dim,
         "hidden_act": theirs[config.mlp_activations[0]],

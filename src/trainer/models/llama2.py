@@ -1,6 +1,8 @@
 """The Llama family (Touvron et al. 2023, arXiv:2302.13971 and arXiv:2307.09288)."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,8 +75,12 @@ class Block(nnx.Module):
             **dtypes,
         )
         self.post_self_attention_layer_norm = RMSNorm(width, epsilon=epsilon, **dtypes)
+        self.add_feed_forward(config, rngs, make_product, dtypes)
+
+    def add_feed_forward(self, config, rngs: nnx.Rngs, make_product: MakeProduct, dtypes: Mapping[str, Any]) -> None:
+        """Make the layer after attention, under the name of its parameters."""
         self.mlp = MLP(
-            width,
+            config.base_emb_dim,
             config.base_mlp_dim,
             config.mlp_activations,
             dropout_rate=self.dropout_rate,
@@ -82,6 +88,10 @@ class Block(nnx.Module):
             rngs=rngs,
             **dtypes,
         )
+
+    def feed_forward(self, x_bte: jax.Array, context: Context) -> jax.Array:
+        """The layer after attention: [b, t, e] -> [b, t, e]."""
+        return self.mlp(x_bte, context.rows, context.at(HIDDEN).key)
 
     def init_cache(self, rows: int, length: int) -> KVCache:
         """See `Attention.init_cache`."""
@@ -93,7 +103,7 @@ class Block(nnx.Module):
         h, cache = self.self_attention(h, cache, context.at(ATTENTION))
         sow(self, Activation, "attention_output", h)
         x = sharding.constrain(x_bte + h, RESIDUAL)
-        h = self.mlp(self.post_self_attention_layer_norm(x), context.rows, context.at(HIDDEN).key)
+        h = self.feed_forward(self.post_self_attention_layer_norm(x), context)
         sow(self, Activation, "mlp_output", h)
         x = sharding.constrain(dropout(x + h, context.at(OUTPUT).key, context.rows, self.dropout_rate), RESIDUAL)
         self._sow_statistics(x, context.segments)

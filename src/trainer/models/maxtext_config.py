@@ -3,6 +3,7 @@
 from typing import Any
 
 from trainer.config import UserError
+from trainer.config.expert_keys import has_experts, normalizes_by_key
 from trainer.models.families import family, hugging_face
 from trainer.models.huggingface_config import SIZES
 
@@ -30,6 +31,9 @@ def maxtext_keys(config: Any) -> dict[str, Any]:
     names += ("normalization_layer_epsilon", "logits_via_embedding", "normalize_embedding_logits", "use_qk_norm")
     names += ("attn_logits_soft_cap", "final_logits_soft_cap", "rope_type")
     keys = {name: config[name] for name in names} | {name: int(config[name]) for name in _WHOLE}
+    if has_experts(config):
+        keys |= {name: config[name] for name in ("num_experts", "num_experts_per_tok", "base_moe_mlp_dim")}
+        keys |= {"base_mlp_dim": config.base_moe_mlp_dim, "norm_topk_prob": config.norm_topk_prob}
     if not config.logits_via_embedding:
         del keys["normalize_embedding_logits"]
     if config.rope_type == "default":
@@ -64,6 +68,8 @@ def _inexpressible(config: Any) -> list[str]:
         refused.append("use_qk_norm=True: it has no such norm")
     if config.attn_logits_soft_cap and not family(config.decoder_block).maxtext.caps_scores:
         refused.append(f"attn_logits_soft_cap={config.attn_logits_soft_cap}: it does not read this key")
+    if normalizes_by_key(config) and not config.norm_topk_prob:
+        refused.append("norm_topk_prob=False: it weights a token's experts by the softmax over them whatever it says")
     if config.rope_type == "llama3.1":
         refused += [
             f"{name}={config[name]}: {value} is fixed in its code"

@@ -5,7 +5,7 @@ from trainer.models.flops import forward_flops_per_token
 from trainer.models.huggingface import HuggingFace, Layout
 from trainer.models.llama2 import LAYOUTS, stacks
 
-_NORMS = {
+NORMS = {
     "decoder/layers/self_attention/query_norm/scale": Layout("model.layers.{}.self_attn.q_norm.weight", turned=True),
     "decoder/layers/self_attention/key_norm/scale": Layout("model.layers.{}.self_attn.k_norm.weight", turned=True),
 }
@@ -15,7 +15,7 @@ FAMILY = Family(
     hugging_face=HuggingFace(
         "qwen3",
         "Qwen3ForCausalLM",
-        LAYOUTS | _NORMS,
+        LAYOUTS | NORMS,
         defaults={"head_dim": 128, "num_key_value_heads": 32, "sliding_window": 4096},
         qk_norm=True,
         window="switched",

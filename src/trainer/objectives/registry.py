@@ -4,19 +4,23 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from trainer.config.expert_keys import has_experts
 from trainer.models.transformer import head_matrix
 from trainer.objectives.base import Objective
 from trainer.objectives.multi_token import MultiToken
 from trainer.objectives.next_token import NextToken
+from trainer.objectives.router import WithRouters
 from trainer.objectives.tiling import Tiling
 
 
 def make_objective(config, model: Any) -> Objective:
     """The objective of `config`, resolved, for `model` (`backends.Model`)."""
     next_token = NextToken(model.apply, config.z_loss_multiplier, config.label_smoothing, make_tiling(config, model))
-    if not config.mtp_num_layers:
-        return next_token
-    return MultiToken(next_token, config.mtp_num_layers, config.mtp_loss_scaling_factor, config.mtp_eval_target_module)
+    objective: Objective = next_token
+    if modules := config.mtp_num_layers:
+        objective = MultiToken(next_token, modules, config.mtp_loss_scaling_factor, config.mtp_eval_target_module)
+    balance, z = config.load_balance_loss_weight, config.router_z_loss_weight
+    return WithRouters(objective, balance, z) if has_experts(config) and (balance or z) else objective
 
 
 def make_tiling(config, model: Any) -> Tiling | None:

@@ -7,6 +7,7 @@ from typing import Any
 from trainer.config import combination, global_batch_rows, mesh_axes
 from trainer.config.derived import DCN, islands
 from trainer.config.diloco_keys import timetable
+from trainer.config.expert_keys import has_experts
 from trainer.config.kernels import kernel_barred
 from trainer.config.words import counted
 from trainer.observe.lines import Work
@@ -45,7 +46,7 @@ def banner_rows(
             "model",
             f"{config.decoder_block}: {counted(config.base_num_decoder_layers, 'layer')}, "
             f"width {config.base_emb_dim}, {heads} heads of {config.head_dim} ({kv_heads} key-value), "
-            f"MLP {config.base_mlp_dim}, vocabulary {config.vocab_size}, "
+            f"{_feed_forward(config)}, vocabulary {config.vocab_size}, "
             f"{'tied' if config.logits_via_embedding else 'separate'} head; {parameters:,} parameters",
         ),
         ("attention", f"{config.attention} ({barred})" if barred else config.attention),
@@ -74,3 +75,9 @@ def _mesh(config: Any) -> str:
 
     slices = product({axis: config[key] for axis, key in DCN.items()})
     return (product(mesh_axes(config)) or "one device") + (f" (slices: {slices})" if slices else "")
+
+
+def _feed_forward(config: Any) -> str:
+    if not has_experts(config):
+        return f"MLP {config.base_mlp_dim}"
+    return f"{config.num_experts} experts of {config.base_moe_mlp_dim} ({config.num_experts_per_tok} of each token)"

@@ -73,6 +73,7 @@ def step_fields(row: Mapping[str, float], total_steps: int, work: Work, eta: str
         Field(f"lr {row['learning_rate']:.1e}", drop=5),
         Field(f"grad {row['grad_norm']:>#5.3g}", drop=4),
         *([Field(f"logit {row['max_logit']:>#5.3g}", drop=4)] if "max_logit" in row else []),
+        *([Field(f"dropped {row['dropped_tokens']}", drop=4)] if "dropped_tokens" in row else []),
         Field(f"{si(row['tokens_per_second'], 'tok/s'):>11}", drop=2),
         Field(f"{flops + ('/device' if work.devices > 1 else ''):>12}", drop=6),
         Field(f"{short_time(row['step_time']):>6}", drop=3),
@@ -84,6 +85,7 @@ def step_line(row: Mapping[str, float], work: Work, eta: str) -> str:
     """A step's line in MaxText's format, followed by additional fields."""
     step_time = row["step_time"]
     logits = f"max_logit: {row['max_logit']:.3f}, " if "max_logit" in row else ""
+    dropped = f"dropped_tokens: {row['dropped_tokens']}, " if "dropped_tokens" in row else ""
     nats = row.get("lm_loss")
     cross_entropy = "" if nats is None else f"lm_loss: {nats:.3f}, perplexity: {perplexity(nats):.3f}, "
     return (
@@ -92,7 +94,7 @@ def step_line(row: Mapping[str, float], work: Work, eta: str) -> str:
         f"Tokens/s/device: {work.tokens_per_second(step_time):.3f}, "
         f"total_weights: {int(row['tokens'])}, loss: {row['loss']:.3f}, "
         f"{cross_entropy}"
-        f"grad_norm: {row['grad_norm']:.3f}, learning_rate: {row['learning_rate']:.3e}, {logits}eta: {eta}"
+        f"grad_norm: {row['grad_norm']:.3f}, learning_rate: {row['learning_rate']:.3e}, {logits}{dropped}eta: {eta}"
     )
 
 

@@ -38,6 +38,7 @@ def maxtext_row(row: Mapping[str, Any], work: Work, clipping_threshold: float, r
         **_given("learning/perplexity", None if nats is None else perplexity(nats)),
         "learning/z_loss": row.get("z_loss", 0.0),
         **_given("learning/mtp_loss", row.get("mtp_loss")),
+        **_given("learning/moe_lb_loss", row.get("moe_lb_loss")),
         "learning/total_weights": float(row["tokens"]),
         "learning/grad_norm": clipping_threshold if 0 < clipping_threshold < norm else norm,
         "learning/raw_grad_norm": norm,

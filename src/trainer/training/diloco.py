@@ -33,6 +33,7 @@ from trainer.state.diloco import (
 from trainer.state.fragments import Fragment, fragments
 from trainer.state.host import fetcher
 from trainer.training.metrics import due
+from trainer.training.router_metrics import DROPPED, TOKENS
 from trainer.training.run import Run, batch_shardings, with_steps
 
 Batch = Mapping[str, jax.Array]
@@ -45,6 +46,7 @@ _COMBINED: dict[str, Callable[..., Any]] = {
     "finite": np.min,
     "max_logit": np.max,
     "clipped_heads": np.sum,
+    **dict.fromkeys((TOKENS, DROPPED), np.sum),
 }
 
 
@@ -244,8 +246,8 @@ def _reader(config: Any, replicated: NamedSharding) -> Callable[[Metrics, int], 
 
 
 def _combined(name: str, value: np.ndarray, bearing: Any) -> Any:
-    if name in _COMBINED:
-        return _COMBINED[name](value, 0)
+    if combined := _COMBINED.get(name.rpartition("/")[2]):
+        return combined(value, 0)
     if np.issubdtype(value.dtype, np.floating):
         return np.mean(value[bearing], 0)
     return np.max(value, 0)

@@ -11,7 +11,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding
 
 from trainer.backends import TrainTree
-from trainer.layers.sown import Sown, Total, check_captured, combined
+from trainer.config.expert_keys import drops, has_experts
+from trainer.layers.sown import RouterCount, Sown, Total, check_captured, combined
 from trainer.objectives import Objective
 from trainer.ops.paths import by_name
 from trainer.ops.random import DROPOUT, seed_key
@@ -19,6 +20,7 @@ from trainer.optim import Rule, Seen, any_due, apply_rules, make_schedule, obser
 from trainer.sharding import memory_order, on_tpu
 from trainer.state import ParamShardings
 from trainer.training.parameter_metrics import parameter_metrics
+from trainer.training.router_metrics import router_metrics
 
 Batch = dict[str, jax.Array]
 
@@ -107,7 +109,8 @@ def make_update(
     - int32 `tokens`, `skipped` (1 if the update is skipped: loss or gradients are not finite, as without loss-bearing
       tokens, or a rule has a reason), each rule's reasons, 0 or 1, and `finite` (1 if the state is finite after the
       step);
-    - activation statistics [layers] if they are recorded, and metrics of parameters, see `_every`.
+    - activation statistics [layers] if they are recorded, and metrics of parameters, see `_every`;
+    - with experts, metrics of routers, see `router_metrics`.
 
     Args:
       config: resolved.
@@ -121,7 +124,8 @@ def make_update(
     schedule, is_trained = make_schedule(config), trainable(config)
     period = config.parameter_metrics_period
     recorded: tuple[type, ...] = (Total,) if config.record_internal_nn_metrics else ()
-    capture = tuple(dict.fromkeys((*recorded, *(kind for rule in rules for kind in rule.sown))))
+    routers: tuple[type, ...] = (RouterCount,) if has_experts(config) else ()
+    capture = tuple(dict.fromkeys((*recorded, *routers, *(kind for rule in rules for kind in rule.sown))))
     gradients = make_gradients(config, objective, shardings, capture, rules)
 
     def update(tree: TrainTree, batch: Batch) -> tuple[TrainTree, dict[str, jax.Array]]:
@@ -152,6 +156,7 @@ def make_update(
             "tokens": tokens,
             **{name: value for rule in rules for name, value in rule.metrics(new.opt_state.rules[rule.name]).items()},
             **(_activation_statistics(sown[Total.__name__]) if recorded else {}),
+            **(router_metrics(sown[RouterCount.__name__], drops(config), bool(recorded)) if routers else {}),
             **(_every(period, tree.step, axes, raw, trained, _partition(mask, updates)[0]) if period else {}),
         }
         return new._replace(step=tree.step + 1), metrics

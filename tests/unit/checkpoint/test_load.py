@@ -158,7 +158,16 @@ def test_tensors_in_other_dtypes_are_refused(tmp_path):
     assert "model.norm.weight: stored as I8" in refusal(write_hf(tmp_path / "hf", config, tensors), config)
 
 
-@pytest.mark.parametrize(("block", "rope"), [("llama2", "default"), ("mistral", "llama3.1"), ("qwen3", "yarn")])
+MAXTEXT = [
+    ("llama2", "default"),
+    ("mistral", "llama3.1"),
+    ("qwen3", "yarn"),
+    ("mixtral", "default"),
+    ("qwen3_moe", "default"),
+]
+
+
+@pytest.mark.parametrize(("block", "rope"), MAXTEXT)
 def test_maxtext(tmp_path, block, rope):
     for interleave, scanned in ((False, True), (True, False)):
         config = config_of(decoder_block=block, **FAMILIES[block], **ROPES[rope], rope_interleave=interleave)

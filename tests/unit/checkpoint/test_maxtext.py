@@ -240,6 +240,7 @@ def leaves_of(params):
         ("mistral", "yarn", False, True),
         ("llama2", "yarn", True, False),
         ("qwen3", "default", True, True),
+        ("mixtral", "default", False, True),
     ],
 )
 def test_written_for_maxtext(tmp_path, block, rope, interleave, scan):
@@ -302,6 +303,10 @@ def test_layers_on_axis_1_of_one_part(tmp_path):
         ({"decoder_block": "llama2", "use_qk_norm": True}, "use_qk_norm=True: it has no such norm"),
         ({"decoder_block": "llama2", "rope_type": "llama3.1", "rope_factor": 32.0}, "rope_factor=32.0: 8 is fixed"),
         ({"decoder_block": "qwen3", **ROPES["yarn"], "rope_factor": 2.5}, "rope_factor=2.5: a whole number there"),
+        (
+            {"decoder_block": "qwen3_moe", **FAMILIES["qwen3_moe"], "norm_topk_prob": False},
+            "norm_topk_prob=False: it weights",
+        ),
     ],
 )
 def test_what_maxtext_cannot_compute_is_refused(tmp_path, keys, message):

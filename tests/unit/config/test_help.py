@@ -166,8 +166,10 @@ def test_a_variable_and_the_command_line():
         load(["steps=8"], environment={"M_STEPS": "7"})
     with pytest.raises(UserError, match=r"steps=x \(environment variable M_STEPS\): not an integer"):
         load([], environment={"M_STEPS": "x"})
-    with pytest.raises(UserError, match=r"num_experts=8 \(environment variable M_NUM_EXPERTS\): not supported yet"):
-        load([], environment={"M_NUM_EXPERTS": "8"})
+    with pytest.raises(
+        UserError, match=r"shared_experts=8 \(environment variable M_SHARED_EXPERTS\): not supported yet"
+    ):
+        load([], environment={"M_SHARED_EXPERTS": "8"})
     with pytest.raises(UserError, match=r"jax_cache_dir=a .* and M_JAX_CACHE_DIR=b"):
         load(["jax_cache_dir=a"], environment={"M_JAX_CACHE_DIR": "b"})
     assert load(["jax_cache_dir=a"], environment={"M_JAX_CACHE_DIR": "a"}).changed == {}

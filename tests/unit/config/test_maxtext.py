@@ -87,9 +87,9 @@ def test_a_run_that_gives_none_of_these_keys_does_not_read_the_table():
 
 def test_neutral_values_and_harmless_keys_are_one_line_each_kind():
     words = (
-        "shared_experts=0 logits_dot_in_fp32=false enable_goodput_recording=False dpo.algo=orpo num_experts=1.0 "
-        "weight_sparsity_n=null checkpoint_conversion_fn=none engram_layers=[] use_iota_embed=true "
-        "gcs_metrics=false hf_access_token=secret steps=10"
+        "shared_experts=0 logits_dot_in_fp32=false enable_goodput_recording=False dpo.algo=orpo "
+        "routed_scaling_factor=1.0 weight_sparsity_n=null checkpoint_conversion_fn=none engram_layers=[] "
+        "use_iota_embed=true gcs_metrics=false hf_access_token=secret steps=10"
     )
     loaded = load(words.split())
     assert loaded.changed == {"steps": COMMAND_LINE}
@@ -121,7 +121,7 @@ def test_neutral_values_and_harmless_keys_are_one_line_each_kind():
         ("mesh_axes=[data]", "instead: ici_* and dcn_* keys"),
         ("save_period=30", "an earlier name in MaxText; write checkpoint_period=30"),
         ("emb_dim=3", "MaxText computes it from base_emb_dim; write base_emb_dim=3"),
-        ("num_experts=many", "not supported yet"),
+        ("n_routing_groups=many", "not supported yet"),
     ],
 )
 def test_another_value_is_an_error_that_says_what_to_use(word, message):
@@ -141,7 +141,7 @@ def test_what_a_renamed_key_advises_loads(verdict):
 
 def test_what_is_not_built_is_a_not_implemented_error():
     with pytest.raises(NotBuilt):
-        load(["num_experts=8"])
+        load(["shared_experts=8"])
 
 
 def test_nested_keys_of_a_yml():
@@ -170,7 +170,7 @@ def test_a_group_has_the_lines_and_warnings_of_its_own_keys():
     [
         ("enable_goodput", "enable_goodput_recording"),
         ("hf_acess_token", "hf_access_token"),
-        ("num_expert", "num_experts"),
+        ("shared_expert", "shared_experts"),
         ("lora_rank", "lora.lora_rank"),
     ],
 )

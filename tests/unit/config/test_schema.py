@@ -10,7 +10,7 @@ from trainer.config.check import ACTIVATIONS
 from trainer.config.dump import to_flow
 from trainer.config.flags import FLAGS
 from trainer.config.maxtext_base import defaults
-from trainer.config.rules import DIMENSIONS, TENSORS
+from trainer.config.rules import DIMENSIONS, TENSORS, tensors_of
 from trainer.config.schema import BASE_YML, parse
 
 FROM_MAXTEXT = Path(__file__).parents[3] / "docs" / "from-maxtext.md"
@@ -97,7 +97,8 @@ def test_names_that_code_and_base_yml_share_agree():
     assert set(FLAGS) <= set(keys)
     rules = {name for name, _ in keys["logical_axis_rules"].default}
     assert rules == {"activation_batch", *DIMENSIONS}
-    assert {name for names in TENSORS.values() for name in names} == rules
+    of_experts = tensors_of({"decoder_block": "mixtral"})
+    assert {name for names in (*TENSORS.values(), *of_experts.values()) for name in names} == rules
     assert set(DIMENSIONS.values()) <= set(keys)
 
 

@@ -6,7 +6,7 @@ from support import ALL_COMBINATIONS, packed_batch, tiny_config
 
 from trainer import sharding
 from trainer.backends import make_model
-from trainer.config.rules import DENSE, EVERY_MODEL, TENSORS
+from trainer.config.rules import DENSE, EVERY_MODEL, TENSORS, tensors_of
 
 
 def model_axes(combination: str, tied: bool, **overrides) -> dict[str, tuple[str | None, ...]]:
@@ -68,6 +68,14 @@ def test_these_families_have_exactly_the_tensors_of_the_table(decoder_block, mon
         found = {parameters[name] for name in parameters if name.endswith(tensor)} if "/" in tensor else activations
         assert axes in found, tensor
     assert activations == {axes for tensor, axes in TENSORS.items() if "/" not in tensor}
+
+
+def test_a_family_with_experts_has_the_parameters_of_its_table():
+    keys = {"decoder_block": "mixtral", "num_experts": 2, "num_experts_per_tok": 1, "base_moe_mlp_dim": 32}
+    parameters = model_axes(ALL_COMBINATIONS[0], tied=False, **keys)
+    for tensor, axes in tensors_of(keys).items():
+        if "/" in tensor:
+            assert {parameters[name] for name in parameters if name.endswith(tensor)} == {axes}, tensor
 
 
 def test_every_model_has_the_other_tensors(monkeypatch):

@@ -27,6 +27,7 @@ TINY = {
     "attention_type": "global",
     "sliding_window_size": 0,
     "mtp_num_layers": 0,
+    "num_experts": 1,
 }
 LLAMA2_7B = TINY | {
     "base_emb_dim": 4096,

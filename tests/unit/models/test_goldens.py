@@ -22,6 +22,7 @@ from trainer.training import build
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 CASES = sorted(folder.name for folder in GOLDENS.iterdir() if folder.is_dir())
+WITH_EXPERTS = ("mixtral", "qwen3-moe")
 BATCHES = ("rows", "packed")
 # Shares of a tensor's largest entry. Rounding alone, in another order of additions: 2.8e-6 and 1.4e-5 were seen, where
 # transformers in float32 is 2.1e-6 and 5.1e-6 off from itself in float64.
@@ -130,7 +131,8 @@ def differences(case, run, folder):
 
 @pytest.mark.parametrize(
     ("case", "attention", "interleave"),
-    [(case, *way) for i, case in enumerate(CASES) for way in ways(i)],
+    # Experts do not know how attention is computed.
+    [(case, *way) for i, case in enumerate(CASES) for way in ways(i)[: 1 if case in WITH_EXPERTS else 2]],
 )
 def test_logits_and_gradients_are_those_of_hugging_face(case, attention, interleave, tmp_path):
     run = run_of(case, attention=attention, rope_interleave=interleave)
@@ -139,7 +141,7 @@ def test_logits_and_gradients_are_those_of_hugging_face(case, attention, interle
         assert off <= largest * (LOGITS if name == "logits" else GRADIENTS), (batch, name, off, largest)
 
 
-@pytest.mark.parametrize("case", ["llama", "llama-tied", "mistral", "qwen3", "qwen3-tied"])
+@pytest.mark.parametrize("case", ["llama", "llama-tied", "mistral", "qwen3", "qwen3-tied", *WITH_EXPERTS])
 def test_these_goldens_have_the_gradient_of_every_tensor(case):
     tensors = load_file(GOLDENS / case / "model.safetensors").keys()
     for golden in expected(case).values():
@@ -160,6 +162,7 @@ def test_these_goldens_have_the_gradient_of_every_tensor(case):
         ("llama-yarn-exact", "beta_fast", 3.5),
         ("llama-yarn-exact", "beta_slow", 0.6),
         ("mistral", "sliding_window_size", 6),
+        ("qwen3-moe", "norm_topk_prob", True),
     ],
 )
 def test_the_goldens_notice_a_key_that_is_off(case, key, value):

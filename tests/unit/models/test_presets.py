@@ -32,6 +32,27 @@ PUBLISHED = {
     "qwen3-14b": (5120, 40, 8, 17408, 40, 151936, 1e-6, 1000000, False, 14_768_307_200),
     "qwen3-32b": (5120, 64, 8, 25600, 64, 151936, 1e-6, 1000000, False, 32_762_123_264),
 }
+# hidden_size, num_attention_heads, num_key_value_heads, width of an expert, number of experts, experts of a token,
+# num_hidden_layers, vocab_size, rms_norm_eps, rope_theta, and the parameters, as above.
+WITH_EXPERTS = {
+    "mixtral-8x7b": (4096, 32, 8, 14336, 8, 2, 32, 32000, 1e-5, 1000000, 46_702_792_704),
+    "mixtral-8x22b": (6144, 48, 8, 16384, 8, 2, 56, 32768, 1e-5, 1000000, 140_630_071_296),
+    "qwen3-30b-a3b": (2048, 32, 4, 768, 128, 8, 48, 151936, 1e-6, 10000000, 30_532_122_624),
+    "qwen3-235b-a22b": (4096, 64, 4, 1536, 128, 8, 94, 151936, 1e-6, 5000000, 235_093_634_560),
+    "qwen3-480b-a35b": (6144, 96, 8, 2560, 160, 8, 62, 151936, 1e-6, 10000000, 480_154_875_392),
+}
+SIZES_WITH_EXPERTS = (
+    "base_emb_dim",
+    "base_num_query_heads",
+    "base_num_kv_heads",
+    "base_moe_mlp_dim",
+    "num_experts",
+    "num_experts_per_tok",
+    "base_num_decoder_layers",
+    "vocab_size",
+    "normalization_layer_epsilon",
+    "rope_max_timescale",
+)
 SIZES = (
     "base_emb_dim",
     "base_num_query_heads",
@@ -53,7 +74,7 @@ def preset(name: str, platform: str = "cpu") -> ml_collections.FrozenConfigDict:
 
 
 def test_every_preset_is_here():
-    assert preset_names() == ["default", *sorted(PUBLISHED)]
+    assert preset_names() == ["default", *sorted(PUBLISHED | WITH_EXPERTS)]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -90,7 +111,26 @@ def test_a_preset_has_as_many_parameters_as_the_published_model(name):
         block += 2 * 128
     assert vocab * width * (1 if tied else 2) + layers * block + width == published
 
+    check_count(preset(name), published)
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_a_preset_with_experts_is_the_published_model(name):
     config = preset(name)
+    *sizes, published = WITH_EXPERTS[name]
+    assert [config[key] for key in SIZES_WITH_EXPERTS] == sizes
+    width, heads, kv_heads, hidden, experts, _, layers, vocab, _, _ = sizes
+    block = 2 * width * 128 * (heads + kv_heads) + width * experts + 3 * experts * width * hidden + 2 * width
+    qwen = name.startswith("qwen3")
+    assert config.decoder_block == ("qwen3_moe" if qwen else "mixtral")
+    assert config.use_qk_norm == config.norm_topk_prob == qwen
+    assert config.head_dim == 128
+    assert 2 * vocab * width + layers * (block + 2 * 128 * qwen) + width == published
+    assert config.remat_policy == "full"
+    check_count(config, published)
+
+
+def check_count(config: ml_collections.FrozenConfigDict, published: int) -> None:
     assert parameter_count(config) == published
     with nnx.use_eager_sharding(False):
         params = nnx.eval_shape(lambda: nnx.state(Transformer(config, nnx.Rngs(0)), nnx.Param))

@@ -227,16 +227,7 @@ def test_experts_reach_their_matrices_through_the_product_that_they_are_given():
     how = {"experts": 3, "chosen": 2, "score": softmax_of_chosen, "capacity_factor": -1.0, **DTYPES}
     how |= {"make_product": recorded, "make_grouped": make_grouped}
     for sparse in (True, False):
-        layer = MoE(
-            E,
-            5,
-            ("silu", "linear"),
-            sparse=sparse,
-            **how,
-            make_product=recorded,
-            make_grouped=make_grouped,
-            rngs=nnx.Rngs(0),
-        )
+        layer = MoE(E, 5, ("silu", "linear"), sparse=sparse, **how, rngs=nnx.Rngs(0))
         jax.eval_shape(layer, jnp.ones((B, T, E)), Context(ids, ids, rows=ids[:, 0], key=None))
     assert recorded.met == [(("embed", "exp"), True)] * 2
     names = {("exp", "embed", "mlp"), ("exp", "mlp", "embed")}

@@ -1,0 +1,67 @@
+"""Keys of mixtures of experts: what they say, and their checks."""
+
+from collections.abc import Mapping
+from typing import Any
+
+# The families that have experts in every layer. Other families of this package have none.
+WITH_EXPERTS = ("mixtral", "qwen3_moe")
+# Of those, the ones whose weights depend on norm_topk_prob.
+_NORMALIZING = ("qwen3_moe",)
+KEYS = (
+    *("num_experts_per_tok", "base_moe_mlp_dim", "sparse_matmul", "capacity_factor", "norm_topk_prob"),
+    *("load_balance_loss_weight", "router_z_loss_weight"),
+)
+
+
+def has_experts(config: Any) -> bool:
+    """Whether the model has experts, also one of a user's own family that reads these keys."""
+    return config.num_experts > 1
+
+
+def only_experts(config: Mapping[str, Any]) -> bool:
+    """Whether every feed-forward layer is known to have experts."""
+    return config["decoder_block"] in WITH_EXPERTS
+
+
+def normalizes_by_key(config: Any) -> bool:
+    """Whether the model is known to read norm_topk_prob."""
+    return config.decoder_block in _NORMALIZING
+
+
+def drops(config: Any) -> bool:
+    """Whether experts may drop tokens."""
+    return has_experts(config) and not config.sparse_matmul and config.capacity_factor > 0
+
+
+def _family(config: Any) -> str | None:
+    if only_experts(config):
+        return None if has_experts(config) else "this family has experts, at least 2 of them"
+    if has_experts(config) and ":" not in config.decoder_block:
+        return f"this family has no experts; families with experts: {', '.join(WITH_EXPERTS)}"
+    return None
+
+
+def _chosen(config: Any) -> str | None:
+    if config.num_experts_per_tok <= config.num_experts:
+        return None
+    return "a token cannot choose an expert twice: there are fewer experts than it chooses"
+
+
+def _width(config: Any) -> str | None:
+    if only_experts(config) and config.base_moe_mlp_dim == -1:
+        return "the hidden width of an expert is missing"
+    return None
+
+
+def _activations(config: Any) -> str | None:
+    if only_experts(config) and len(config.mlp_activations) == 1:
+        return "the MLP of an expert is gated: give two activations, such as [silu, linear]"
+    return None
+
+
+EXPERT_CHECKS = (
+    (("decoder_block", "num_experts"), _family),
+    (("num_experts_per_tok", "num_experts"), _chosen),
+    (("decoder_block", "base_moe_mlp_dim"), _width),
+    (("decoder_block", "mlp_activations"), _activations),
+)

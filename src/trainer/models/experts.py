@@ -1,0 +1,77 @@
+"""Blocks whose feed-forward layer is a mixture of experts."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+from flax import nnx
+
+from trainer.layers.context import Context
+from trainer.layers.moe import MoE
+from trainer.models import llama2
+from trainer.models.huggingface import Layout
+from trainer.ops.routing import Score
+from trainer.products import MakeGrouped, MakeProduct, plain, plain_grouped
+
+
+class ExpertBlock(llama2.Block):
+    """Llama's block with a mixture of experts in place of its MLP. Subclasses set the layer's name and the score.
+
+    Dropout is that of Llama's block, without dropout of hidden units.
+    """
+
+    NAME: ClassVar[str]  # of the layer, and so of its parameters: MaxText's
+
+    def __init__(
+        self,
+        config,
+        rngs: nnx.Rngs,
+        make_product: MakeProduct = plain,
+        make_grouped: MakeGrouped = plain_grouped,
+    ):
+        self.make_grouped = make_grouped
+        super().__init__(config, rngs, make_product)
+
+    @staticmethod
+    def score(config) -> Score:
+        """How tokens choose experts."""
+        raise NotImplementedError
+
+    def add_feed_forward(self, config, rngs: nnx.Rngs, make_product: MakeProduct, dtypes: Mapping[str, Any]) -> None:
+        """See `llama2.Block.add_feed_forward`."""
+        layer = MoE(
+            config.base_emb_dim,
+            config.base_moe_mlp_dim,
+            config.mlp_activations,
+            experts=config.num_experts,
+            chosen=config.num_experts_per_tok,
+            score=self.score(config),
+            sparse=config.sparse_matmul,
+            capacity_factor=config.capacity_factor,
+            make_product=make_product,
+            make_grouped=self.make_grouped,
+            rngs=rngs,
+            **dtypes,
+        )
+        setattr(self, self.NAME, layer)
+
+    def feed_forward(self, x_bte: jax.Array, context: Context) -> jax.Array:
+        """See `llama2.Block.feed_forward`."""
+        return getattr(self, self.NAME)(x_bte, context)
+
+
+def layouts(name: str, router: str, gate: str, up: str, down: str) -> dict[str, Layout]:
+    """Llama's layouts, with those of the experts in the layer `name` in place of the MLP's.
+
+    Args:
+      router, gate, up, down: the names of the tensors in a layer of Hugging Face's, the last three with
+        `models.huggingface.EXPERT`.
+    """
+    dense = {path: it for path, it in llama2.LAYOUTS.items() if "/mlp/" not in path}
+    own, there = f"decoder/layers/{name}", "model.layers.{}."
+    return dense | {
+        f"{own}/gate/kernel": Layout(there + router, inputs=1),
+        f"{own}/wi_0": Layout(there + gate, inputs=1),
+        f"{own}/wi_1": Layout(there + up, inputs=1),
+        f"{own}/wo": Layout(there + down, inputs=1),
+    }

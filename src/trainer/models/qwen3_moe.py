@@ -1,0 +1,62 @@
+"""Qwen3 with experts (Qwen team 2025, arXiv:2505.09388): Qwen3's block with a mixture of experts."""
+
+from trainer.layers.stack import Stack
+from trainer.models.experts import ExpertBlock, layouts
+from trainer.models.family import Family
+from trainer.models.flops import forward_flops_per_token
+from trainer.models.huggingface import EXPERT, HuggingFace
+from trainer.models.qwen3 import NORMS
+from trainer.ops.routing import Score, chosen_of_softmax, softmax_of_chosen
+
+NAME = "moe_block"
+
+
+class Block(ExpertBlock):
+    """The weights of a token's experts are their probabilities, with `norm_topk_prob` divided by their sum, which makes
+    them the softmax over the chosen experts."""
+
+    NAME = NAME
+
+    @staticmethod
+    def score(config) -> Score:
+        """See `ExpertBlock.score`."""
+        return softmax_of_chosen if config.norm_topk_prob else chosen_of_softmax
+
+
+def stacks(config) -> list[Stack]:
+    """One stack of equal blocks."""
+    return [Stack("layers", (Block,), config.base_num_decoder_layers)]
+
+
+_EXPERT = f"mlp.experts.{EXPERT}."
+FAMILY = Family(
+    stacks,
+    forward_flops_per_token,
+    hugging_face=HuggingFace(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        layouts(
+            NAME,
+            "mlp.gate.weight",
+            f"{_EXPERT}gate_proj.weight",
+            f"{_EXPERT}up_proj.weight",
+            f"{_EXPERT}down_proj.weight",
+        )
+        | NORMS,
+        defaults={
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+        },
+        qk_norm=True,
+        sizes={
+            "num_experts": "num_experts",
+            "num_experts_per_tok": "num_experts_per_tok",
+            "base_moe_mlp_dim": "moe_intermediate_size",
+            "norm_topk_prob": "norm_topk_prob",
+        },
+        only={"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
+    ),
+)

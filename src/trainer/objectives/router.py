@@ -1,0 +1,78 @@
+"""The losses of routers of mixtures of experts, added to those of another objective."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from trainer.config import UserError
+from trainer.layers.sown import RouterLoss
+from trainer.objectives.base import Batch, Evaluation, Field, Objective, Sums, Weights
+
+# The name of a term, and the last part of the path of what a layer sows for it.
+BALANCE, Z = ("moe_lb_loss", "load_balance"), ("router_z_loss", "z")
+KEYS = {BALANCE[0]: "load_balance_loss_weight", Z[0]: "router_z_loss_weight"}
+
+
+@dataclass(frozen=True)
+class WithRouters:
+    """The terms of `objective`, and for a weight above 0
+      moe_lb_loss: `balance` times the mean over layers and rows of `ops.routing.load_balance`;
+      router_z_loss: `z` times the mean over layers and tokens of the squared logarithm of the softmax's normalizer.
+
+    Rows and tokens are those that are not padding. Layers are all with a router, also in modules of multi-token
+    prediction. Evaluation has neither term.
+    """
+
+    objective: Objective
+    balance: float
+    z: float
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        """See `Objective.fields`."""
+        return self.objective.fields
+
+    @property
+    def captures(self) -> tuple[type, ...]:
+        """See `Objective.captures`."""
+        return (*self.objective.captures, RouterLoss)
+
+    def weights(self, batch: Batch) -> Weights:
+        """See `Objective.weights`."""
+        real_bt = batch["inputs_segmentation"] != 0
+        rows, tokens = jnp.sum(real_bt.any(-1), dtype=jnp.int32), jnp.sum(real_bt, dtype=jnp.int32)
+        own = {BALANCE[0]: rows, Z[0]: tokens}
+        inner = self.objective.weights(batch)
+        return inner._replace(terms=inner.terms | own)
+
+    def sums(
+        self,
+        params: Any,
+        rest: Any,
+        batch: Batch,
+        key: jax.Array | None,
+        capture: Any = (),
+        sampled: jax.Array | None = None,
+    ) -> Sums:
+        """See `Objective.sums`."""
+        inner = self.objective.sums(params, rest, batch, key, tuple(dict.fromkeys((*capture, RouterLoss))), sampled)
+        sown = inner.sown[RouterLoss.__name__]
+        own = {}
+        for (term, name), weight in ((BALANCE, self.balance), (Z, self.z)):
+            if weight:
+                # Of each layer, or of all layers of a stack.
+                found = [value.reshape(-1) for path, value in sown.items() if path.rpartition("/")[2] == name]
+                if not found:
+                    raise UserError(
+                        f"{KEYS[term]}={weight}: no layer sows a RouterLoss named {name} (trainer.layers.moe)"
+                    )
+                own[term] = weight * jnp.concatenate(found).mean()
+        asked = {kind.__name__: inner.sown[kind.__name__] for kind in capture}
+        return Sums(inner.minimized | own, inner.measured, asked)
+
+    def evaluation(self, params: Any, rest: Any, batch: Batch) -> Evaluation:
+        """See `Objective.evaluation`."""
+        return self.objective.evaluation(params, rest, batch)

@@ -1,0 +1,151 @@
+"""Mixtures of experts in a training step: every combination, meshes, accumulation, islands, metrics, Muon."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from support import ALL_COMBINATIONS, arguments, copied, model_of, packed_batch, state_from, tiny_config
+
+from trainer.config import UserError, load
+from trainer.models.flops import forward_flops_per_token, parameter_count
+from trainer.observe.lines import Work, step_line
+from trainer.optim.muon import dimension_numbers
+from trainer.runtime.place import place
+from trainer.training import build
+from trainer.training.diloco import _combined
+from trainer.training.router_metrics import router_metrics
+
+EXPERTS = {
+    "decoder_block": "mixtral",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "base_moe_mlp_dim": 32,
+    "base_num_decoder_layers": 1,
+    "opt_type": "sgd",
+    "learning_rate": 0.1,
+    "sharding_tolerance": 0.05,
+}
+CAPACITY = {"sparse_matmul": False, "capacity_factor": 1.0}
+LOSSES = {"load_balance_loss_weight": 0.1, "router_z_loss_weight": 0.01}
+ROWS = 8
+LAYER = "decoder/layers/MoeBlock_0"
+
+
+def made(combination=ALL_COMBINATIONS[0], devices=1, **overrides):
+    keys = EXPERTS | overrides
+    keys["per_device_batch_size"] = ROWS / devices / keys.get("gradient_accumulation_steps", 1)
+    return build(load(arguments(combination, **keys)).config, jax.devices()[:devices])
+
+
+@functools.cache
+def plain(**keys):
+    """A state of one device, and what a step makes of it."""
+    run = made(**keys)
+    tree = copied(run.codec.unpack(run.init()))
+    return tree, step_of(run, tree)
+
+
+def step_of(run, tree):
+    state, metrics = run.compile()(state_from(run, tree), place(packed_batch(run.config, ROWS), run.batch_shardings))
+    return run.read(metrics, 0), copied(run.codec.unpack(state)).params
+
+
+def test_the_same_step_on_a_mesh_in_microbatches():
+    """Rows have different numbers of tokens, so that a mean of means would be another loss."""
+    keys = CAPACITY | LOSSES | {"record_internal_nn_metrics": 1}
+    tree, (alone, params) = plain(**keys)
+    mesh = {f"ici_{axis}_parallelism": 2 for axis in ("data", "fsdp", "tensor")}
+    run = made(ALL_COMBINATIONS[-1], 8, **keys, **mesh, shard_optimizer_over_data=True, gradient_accumulation_steps=2)
+    found, others = step_of(run, tree)
+    for name in ("loss", "moe_lb_loss", "router_z_loss", "router_entropy", "expert_load", "grad_norm"):
+        np.testing.assert_allclose(found[name], alone[name], rtol=1e-5, err_msg=name)
+    tokens = alone[f"{LAYER}/tokens_per_expert"]
+    np.testing.assert_array_equal(found[f"{LAYER}/tokens_per_expert"], tokens)
+    assert tokens.sum() == 2 * np.count_nonzero(packed_batch(run.config, ROWS)["inputs_segmentation"])
+    assert found["dropped_tokens"] == alone["dropped_tokens"] > 0
+    np.testing.assert_allclose(alone["loss"], alone["lm_loss"] + alone["moe_lb_loss"] + alone["router_z_loss"])
+    for one, other in zip(jax.tree.leaves(others), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def test_the_losses_of_a_router_without_preference():
+    """Each token then has the first experts, with equal probabilities: balance is k, log z is log(experts)."""
+    run = made(**LOSSES)
+    params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), run.model.abstract[0])
+    batch = packed_batch(run.config, ROWS)
+    batch["inputs_segmentation"][-1] = 0  # a row of padding
+    sums = jax.jit(lambda: run.objective.sums(params, run.model.abstract[1], batch, None).minimized)()
+    weights = run.objective.weights(batch).terms
+    np.testing.assert_allclose(sums["moe_lb_loss"] / weights["moe_lb_loss"], 0.1 * 2, rtol=1e-6)
+    np.testing.assert_allclose(sums["router_z_loss"] / weights["router_z_loss"], 0.01 * np.log(4) ** 2, rtol=1e-6)
+
+
+def test_a_step_of_islands_with_modules_and_tiles_is_traced():
+    """JAX's own derivative of a grouped product is not mapped over islands (`ops.grouped`)."""
+    islands = {"enable_diloco": True, "ici_diloco_parallelism": 2, "diloco_sync_period": 2}
+    run = made(devices=2, **islands, **LOSSES, mtp_num_layers=1, num_vocab_tiling=2, use_qk_clip=True)
+    assert "ragged_dot" in str(jax.make_jaxpr(run.step)(*run.abstract_args()))
+
+
+def test_metrics_of_routers_by_hand():
+    counts = {
+        f"{LAYER}/tokens_per_expert": np.array([[6, 2, 0, 0], [2, 2, 2, 2]]),
+        f"{LAYER}/tokens": np.array([4, 4]),
+        f"{LAYER}/entropy": np.array([2.0, 4.0], np.float32),
+        f"{LAYER}/dropped": np.array([3, 0]),
+    }
+    found = router_metrics(counts, drops=True, by_layer=True)
+    assert (found["router_entropy"], found["expert_load"], found["dropped_tokens"]) == (0.75, 3, 3)
+    assert found[f"{LAYER}/router_entropy"].tolist() == [0.5, 1]
+    assert found[f"{LAYER}/tokens_per_expert"].shape == (2, 4)
+    assert router_metrics(counts, drops=False, by_layer=False).keys() == {"router_entropy", "expert_load"}
+    # Islands of DiLoCo have their own tokens.
+    assert _combined(f"{LAYER}/tokens_per_expert", np.ones((3, 2, 4), int), slice(None)).tolist() == [[3] * 4] * 2
+    assert _combined("dropped_tokens", np.array([1, 2]), slice(None)) == 3
+
+
+def test_dropped_tokens_are_on_the_line_of_a_step():
+    row = {"step": 1, "loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0, "tokens": 8, "step_time": 1.0}
+    assert "dropped_tokens: 7, " in step_line(row | {"dropped_tokens": 7}, Work(1, 8, 1.0), "0:00:00")
+
+
+def test_muon_orthogonalizes_each_expert_and_not_the_router():
+    axes = model_of(tiny_config(ALL_COMBINATIONS[0], **EXPERTS)).param_axes
+    layer = dimension_numbers(axes)["decoder"]["layers"]["MoeBlock_0"]
+    assert layer["gate"]["kernel"] is None
+    # Of [layers, experts, inputs, outputs].
+    assert all(layer[name] == ((2,), (3,)) for name in ("wi_0", "wi_1", "wo"))
+
+
+def test_parameters_and_flops_by_hand():
+    dense, config = (tiny_config(ALL_COMBINATIONS[0], **keys) for keys in ({"base_num_decoder_layers": 1}, EXPERTS))
+    # An expert is as large as the MLP, so that 3 are more, and a router of 16 x 4; one more and the router compute.
+    assert parameter_count(config) - parameter_count(dense) == 3 * (3 * 16 * 32) + 16 * 4
+    assert sum(leaf.size for leaf in jax.tree.leaves(model_of(config).abstract[0])) == parameter_count(config)
+    assert forward_flops_per_token(config) - forward_flops_per_token(dense) == 2 * (3 * 16 * 32 + 16 * 4)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"num_experts": 1, "num_experts_per_tok": 1}, "num_experts=1 .*: this family has experts, at least 2"),
+        ({"decoder_block": "llama2"}, "families with experts: mixtral, qwen3_moe"),
+        ({"num_experts_per_tok": 5}, "a token cannot choose an expert twice"),
+        ({"base_moe_mlp_dim": -1}, "the hidden width of an expert is missing"),
+        ({"mlp_activations": "[gelu]"}, "an expert is gated"),
+        ({"shared_experts": 1}, "shared_experts=1 .*: not supported yet"),
+        ({"ici_expert_parallelism": 2}, "expert parallelism is not supported yet"),
+    ],
+)
+def test_what_is_refused(keys, message):
+    with pytest.raises(UserError, match=message):
+        load(arguments(ALL_COMBINATIONS[0], **EXPERTS | keys))
+
+
+def test_what_has_no_effect_is_told():
+    given = {"capacity_factor": 1.0, "norm_topk_prob": True, "base_mlp_dim": 48}
+    warned = load(arguments(ALL_COMBINATIONS[0], **EXPERTS | given)).warnings
+    for key in given:
+        assert any(line.startswith(f"{key}=") for line in warned), key
+    assert any("num_experts=1" in line for line in load(arguments(ALL_COMBINATIONS[0], capacity_factor=1.0)).warnings)
