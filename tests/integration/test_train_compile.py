@@ -177,3 +177,21 @@ def test_a_tpu_neither_pads_gradients_nor_copies_heads_into_another_order(on_two
     for count in HEADS.values():
         assert f"bf16[2,{count},512,128]" in text
         assert [dims for dims in copies if math.prod(dims) == 2 * 512 * count * 128] == []
+
+
+@needs_libtpu
+def test_islands_on_two_slices_send_between_them_only_to_synchronize():
+    sizes = {"base_num_decoder_layers": 1, "attention": "dot_product", "per_device_batch_size": 1, "vocab_size": 128}
+    slices = {"compile_topology_num_slices": 2, "enable_diloco": True, "dcn_diloco_parallelism": 2}
+    config = load(arguments("nnx", **TPU | sizes | slices)).config
+    run, _, report = compile_for_topology(config, {"exec_time_optimization_effort": -1.0})
+    assert dict(report.mesh) == {"diloco": 2, "fsdp": 4}
+    across = [it for it in report.cost.collectives if it.slices == 2]
+    assert across
+    assert all(it.conditional for it in across)
+    assert {it.slices for it in report.cost.collectives if "diloco" not in it.axes} == {1}
+    parameters = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape))
+        for leaf in jax.tree.leaves(run.codec.unpack(run.abstract_args()[0]).params)
+    )
+    assert sum(it.size * it.count for it in across if it.size > 64) == pytest.approx(4 * parameters, rel=0.02)
