@@ -66,7 +66,7 @@ def _run(loaded, started: float) -> None:
             console.say(f"SIGTERM: {saved if run.config.enable_checkpointing else 'stopped'} ({run_dir.place})")
             raise SystemExit(EXIT_CODE)
         run_dir.finish()
-    console.summary(time.perf_counter() - started)
+    console.summary(time.perf_counter() - started, agreed(lambda: _files(run_dir)))
     if prompt:
         from trainer.inference import sample_text
 
@@ -122,6 +122,8 @@ def _train(loaded, run, dataset, run_dir, console):
             ended = f"SIGTERM: ended before the first update, the same command begins here again ({run_dir.place})"
             with tiles_fit(), ends_at_sigterm(ended):
                 compiled = run.compile_on_leaves()
+        if compiled is not None and begin.updates < run.config.steps:
+            console.needs(_needs(run, compiled), run.config.steps - begin.updates)
         reports = _reports(run, run_dir, begin, metrics_files, console, stack)
         return fit(run, compiled, begin, dataset, reports, manager)
 
@@ -143,13 +145,14 @@ def _metrics_files(run, run_dir):
 
 def _reports(run, run_dir, begin, metrics_files, console, stack: contextlib.ExitStack):
     """Rows for the files of metrics, which the first process writes, and for the console."""
-    from trainer.observe import EventsWriter, MetricsWriter, ReportFile, TokensSeen, maxtext_row, work_of
+    from trainer.observe import EventsWriter, MetricsWriter, ReportFile, TokensSeen, maxtext_row
     from trainer.runtime.agreement import from_first
     from trainer.training import Reports
 
-    config, work = run.config, work_of(run.config, run.flops_per_token)
+    config, work = run.config, _work(run)
     writers, maxtext_writers = [], []  # of metrics.jsonl, and of rows with MaxText's names
     pages = []
+    stack.callback(console.end_bar)
 
     def open_metrics() -> list[int]:
         resumes = config.enable_checkpointing
@@ -205,6 +208,35 @@ def _load_step(run, console):
     return step
 
 
+def _files(run_dir):
+    """Where the results of a finished run are, for its summary."""
+    from trainer.checkpoint import newest
+    from trainer.observe.rundir import REPORT_FILE
+
+    checkpoint = newest(run_dir.place)
+    found = {} if checkpoint is None else {"checkpoint": str(checkpoint)}
+    return found | {"charts": str(run_dir.place / REPORT_FILE)}
+
+
+def _work(run):
+    """The work of a step, with the peak of the devices for its products where that is known."""
+    from trainer.aot.chips import chip_of
+    from trainer.observe import work_of
+
+    chip = chip_of(run.mesh.devices.flat[0].device_kind)
+    return work_of(run.config, run.flops_per_token, chip.flops("bf16") if chip else None)
+
+
+def _needs(run, compiled):
+    """What `compiled`, a training step, needs on a device."""
+    from trainer.aot.report import memory_of
+    from trainer.observe import Needs
+    from trainer.training.memory import device_memory
+
+    memory = memory_of(compiled)
+    return Needs(memory.peak, memory.arguments, memory.temporaries, device_memory(list(run.mesh.devices.flat)))
+
+
 def _say_what_runs(console, run, dataset, run_dir, warnings: Sequence[str]) -> None:
     import jax
 
@@ -217,7 +249,7 @@ def _say_what_runs(console, run, dataset, run_dir, warnings: Sequence[str]) -> N
         platform=device.platform,
         process_count=jax.process_count(),
         parameters=run.parameters,
-        flops_per_token=run.flops_per_token,
+        work=_work(run),
         dataset=str(dataset),
         run_dir=run_dir,
         warnings=warnings,

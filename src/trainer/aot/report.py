@@ -133,7 +133,7 @@ def make_report(
     parts = {"other state" if name == "other" else name: part for name, part in parts.items()}
     state = {name: sum(leaf.bytes for leaf in leaves(part)) for name, part in (parts | {"batch": args[1]}).items()}
     shapes = [shape for leaf in leaves(parts["parameters"]) for shape in (leaf.dims, leaf.global_dims)]
-    memory = _memory(compiled) if compiled is not None else _memory_of_failure(failure, dump, sum(state.values()))
+    memory = memory_of(compiled) if compiled is not None else _memory_of_failure(failure, dump, sum(state.values()))
     # Prefer the dumped text: jaxlib cannot print every program of a newer libtpu (llama3.1-70b on v5p with 0.0.51).
     text = dump.optimized or (compiled.as_text() if compiled is not None else "")
     cost = analyze(text, run.mesh, dump.partitioned or None)
@@ -166,7 +166,8 @@ def _fits(compiled: Any | None, memory: Memory, chip: Chip | None) -> bool | Non
     return compiled is not None and memory.peak <= chip.hbm_bytes
 
 
-def _memory(compiled: Any) -> Memory:
+def memory_of(compiled: Any) -> Memory:
+    """What `compiled`, a training step, takes on one device."""
     stats = compiled.memory_analysis()
     taken = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     return Memory(

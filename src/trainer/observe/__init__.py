@@ -1,6 +1,6 @@
 """The output of a run: the console, the run directory, the metrics files. Importing it does not load JAX."""
 
-from trainer.observe.banner import work_of
+from trainer.observe.banner import Needs, work_of
 from trainer.observe.console import Console
 from trainer.observe.events import EventsWriter
 from trainer.observe.metrics import MetricsWriter, TokensSeen
@@ -14,6 +14,7 @@ __all__ = [
     "EventsWriter",
     "MetricsFile",
     "MetricsWriter",
+    "Needs",
     "ReportFile",
     "RunDir",
     "TokensSeen",

@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer.config import combination, global_batch_rows, mesh_axes
 from trainer.config.derived import DCN, islands
@@ -11,12 +11,38 @@ from trainer.config.expert_keys import has_experts
 from trainer.config.kernels import kernel_barred
 from trainer.config.words import counted
 from trainer.observe.lines import Work
+from trainer.observe.text import clock, short_time, si
 
 
-def work_of(config: Any, flops_per_token: float) -> Work:
-    """The work of one step of the resolved `config`."""
+def work_of(config: Any, flops_per_token: float, peak: float | None = None) -> Work:
+    """The work of one step of the resolved `config`; for the arguments see `Work`."""
     tokens = global_batch_rows(config) * config.max_target_length
-    return Work(math.prod(mesh_axes(config).values()), tokens, flops_per_token)
+    return Work(math.prod(mesh_axes(config).values()), tokens, flops_per_token, peak)
+
+
+class Needs(NamedTuple):
+    """What the compiled step needs on one device, in bytes."""
+
+    peak: int
+    arguments: int  # the train state and the batch
+    temporaries: int
+    available: float | None  # of the device; None if it does not say
+
+
+def needs_rows(work: Work, needs: Needs | None, steps_left: int) -> list[tuple[str, str]]:
+    """(label, text) rows on memory, FLOPs and time of the `steps_left` steps to come."""
+    found = []
+    if needs is not None:
+        of = f" of {si(needs.available, 'B')}" if needs.available else ""
+        parts = f"state and batch {si(needs.arguments, 'B')}, temporaries {si(needs.temporaries, 'B')}"
+        found.append(("memory", f"{si(needs.peak, 'B')}{of} per device: {parts}"))
+    per_step = si(work.flops_per_token * work.tokens, "FLOP")
+    found.append(("FLOPs", f"{si(work.flops_per_token, 'FLOP')} per token, {per_step} per step (model FLOPs)"))
+    if work.peak:
+        seconds = work.flops_per_token * work.tokens / work.devices / work.peak
+        at = f"{short_time(seconds)} per step at the peak of {si(work.peak, 'FLOP/s')} per device"
+        found.append(("time", f"at least {clock(seconds * steps_left)} for {counted(steps_left, 'step')}: {at}"))
+    return found
 
 
 def banner_rows(

@@ -10,25 +10,30 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from trainer.config.words import counted
-from trainer.observe.banner import banner_rows, work_of
+from trainer.observe.banner import Needs, banner_rows, needs_rows
+from trainer.observe.bar import BottomLine, bar
 from trainer.observe.lines import Pace, Work, evaluation_fields, evaluation_line, step_fields, step_line
 from trainer.observe.text import Field, clock, fit, short_time, si, visible
 
+LINES = 25  # steps of a run that stay on a terminal
 _STYLES = {"bold": "1", "dim": "2", "green": "32", "yellow": "33"}
 
 
 class Console:
     """Writes a run's progress to `stream` (standard output) and flushes each line.
 
-    On a terminal, a line has the fields that fit its width, in colour unless NO_COLOR is set. Elsewhere lines are
-    complete, and step and evaluation lines have MaxText's format, so that programs that parse MaxText's log can parse
-    this one.
+    On a terminal, a line has the fields that fit its width, in colour unless NO_COLOR is set. A bar at the bottom shows
+    the newest step, and about LINES steps stay; with TERM=dumb there is no bar, and every step stays. Elsewhere
+    lines are complete, and step and evaluation lines have MaxText's format, so that programs that parse MaxText's log
+    can parse this one.
     """
 
     def __init__(self, stream: TextIO | None = None, is_terminal: bool | None = None):
         self._stream = sys.stdout if stream is None else stream
         self._is_terminal = self._stream.isatty() if is_terminal is None else is_terminal
-        self._colour = self._is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        moves = self._is_terminal and os.environ.get("TERM") != "dumb"
+        self._colour = moves and not os.environ.get("NO_COLOR")
+        self._bottom = BottomLine(self._stream) if moves else None
         self._pace = Pace()
         self._work: Work | None = None
         self._run_dir: Path | None = None
@@ -46,7 +51,7 @@ class Console:
         platform: str,
         process_count: int,
         parameters: int,
-        flops_per_token: float,
+        work: Work,
         dataset: str,
         run_dir: Path,
         warnings: Sequence[str] = (),
@@ -57,10 +62,10 @@ class Console:
           config: resolved.
           device_kind, platform: of the mesh's devices, as JAX names them.
           parameters: how many the model has.
-          flops_per_token: of one training step.
+          work: of one step, from `work_of`.
           dataset: one line on the data.
         """
-        self._work, self._run_dir = work_of(config, flops_per_token), run_dir
+        self._work, self._run_dir = work, run_dir
         self._table(
             banner_rows(
                 config,
@@ -75,6 +80,16 @@ class Console:
         for warning in warnings:
             self._warn(warning)
 
+    def needs(self, needs: Needs | None, steps_left: int) -> None:
+        """Print what the compiled step needs, and `steps_left` steps; see `needs_rows`. Call it after `banner`."""
+        assert self._work is not None, "call banner first"
+        self._table(needs_rows(self._work, needs, steps_left))
+
+    def end_bar(self) -> None:
+        """Removes the bar. Call it after the last step, also if the run fails."""
+        if self._bottom is not None:
+            self._bottom.end()
+
     def say(self, text: str) -> None:
         """Print a line of text."""
         for line in self._wrapped(text):
@@ -87,9 +102,9 @@ class Console:
         self._first, self._last = self._first or row, row
         eta = self._pace.eta(total_steps - 1 - int(row["step"]))
         if self._is_terminal:
-            self._dense(step_fields(row, total_steps, self._work, eta))
+            self._dense_step(row, total_steps, step_fields(row, total_steps, self._work, eta))
         else:
-            self._print(step_line(row, self._work, eta))
+            self._print(step_line(row, total_steps, self._work, eta))
         if not row["tokens"]:
             self._without_loss += 1
             if self._without_loss == 1:
@@ -109,8 +124,9 @@ class Console:
         else:
             self._print(evaluation_line(row))
 
-    def summary(self, wall_time: float) -> None:
-        """Print a summary of this process's steps and evaluations, after `wall_time` seconds."""
+    def summary(self, wall_time: float, files: Mapping[str, str] | None = None) -> None:
+        """Print a summary of this process's steps and evaluations, after `wall_time` seconds, and `files`: paths by
+        what they hold."""
         pace = self._pace
         steps = counted(pace.steps, "step")
         if self._first.get("step"):
@@ -130,7 +146,7 @@ class Console:
             rows.append(("evaluation", text))
         if self._run_dir is not None:
             rows.append(("run", str(self._run_dir)))
-        self._table(rows)
+        self._table([*rows, *(files or {}).items()])
 
     def sample(self, prompt: str, text: str) -> None:
         """Print text that the model generated between two delimiter lines; `text` begins with `prompt`."""
@@ -153,8 +169,21 @@ class Console:
             for line in rest:
                 self._print(line)
 
+    def _dense_step(self, row: Mapping[str, float], total_steps: int, fields: Sequence[Field]) -> None:
+        done = int(row["step"]) + 1
+        if done == total_steps:
+            self.end_bar()
+        if self._bottom is None or row is self._first or done == total_steps or not done % max(1, total_steps // LINES):
+            self._dense(fields)
+        if self._bottom is not None and done < total_steps:
+            # One column less than the terminal has, which would else begin another line.
+            self._bottom.show(self._joined(fit([Field(bar(done, total_steps), drop=2), *fields], self._width() - 1)))
+
     def _dense(self, fields: Sequence[Field]) -> None:
-        self._print("  ".join(self._styled(text, style) for text, _, style in fit(fields, self._width())))
+        self._print(self._joined(fit(fields, self._width())))
+
+    def _joined(self, fields: Sequence[Field]) -> str:
+        return "  ".join(self._styled(text, style) for text, _, style in fields)
 
     def _wrapped(self, text: str, indent: str = "") -> list[str]:
         """`text` wrapped to the terminal's width without breaking paths; one line if the stream is not a terminal."""
@@ -173,7 +202,11 @@ class Console:
     def _print(self, line: str) -> None:
         # A character that the stream cannot encode, such as in an ASCII log, must not end a run.
         encoding = self._stream.encoding or "utf-8"
-        print(line.encode(encoding, "backslashreplace").decode(encoding), file=self._stream, flush=True)
+        line = line.encode(encoding, "backslashreplace").decode(encoding)
+        if self._bottom is None:
+            print(line, file=self._stream, flush=True)
+        else:
+            self._bottom.above(line)
 
 
 def _reason(row: Mapping[str, Any]) -> str:

@@ -19,7 +19,8 @@ class Work(NamedTuple):
 
     devices: int
     tokens: int  # rows x length
-    flops_per_token: float
+    flops_per_token: float  # model FLOPs; see `models.flops`
+    peak: float | None = None  # FLOP/s of one device; None if it is not known
 
     def tokens_per_second(self, step_time: float) -> float:
         """Tokens per second and device."""
@@ -28,6 +29,10 @@ class Work(NamedTuple):
     def flops_per_second(self, step_time: float) -> float:
         """Model FLOPs per second and device."""
         return self.flops_per_token * self.tokens_per_second(step_time)
+
+    def utilization(self, step_time: float) -> str | None:
+        """The share of the peak that model FLOPs reach (MFU), as a percentage; None without a peak."""
+        return f"{self.flops_per_second(step_time) / self.peak:.1%}" if self.peak else None
 
 
 class Pace:
@@ -66,7 +71,9 @@ class Pace:
 def step_fields(row: Mapping[str, float], total_steps: int, work: Work, eta: str) -> list[Field]:
     """A step's fields for a terminal."""
     digits = len(str(total_steps))
-    flops = si(work.flops_per_second(row["step_time"]), "FLOP/s")
+    flops = si(work.flops_per_second(row["step_time"]), "FLOP/s") + ("/device" if work.devices > 1 else "")
+    if (share := work.utilization(row["step_time"])) is not None:
+        flops = f"MFU {share}"
     return [
         Field(f"{row['step']:>{digits}}/{total_steps}", style="dim"),
         Field(f"loss {row['loss']:.3f}", style="bold"),
@@ -75,15 +82,23 @@ def step_fields(row: Mapping[str, float], total_steps: int, work: Work, eta: str
         *([Field(f"logit {row['max_logit']:>#5.3g}", drop=4)] if "max_logit" in row else []),
         *([Field(f"dropped {row['dropped_tokens']}", drop=4)] if "dropped_tokens" in row else []),
         Field(f"{si(row['tokens_per_second'], 'tok/s'):>11}", drop=2),
-        Field(f"{flops + ('/device' if work.devices > 1 else ''):>12}", drop=6),
+        Field(f"{flops:>12}", drop=6),
         Field(f"{short_time(row['step_time']):>6}", drop=3),
         Field(f"eta {eta}", drop=1),
     ]
 
 
-def step_line(row: Mapping[str, float], work: Work, eta: str) -> str:
+def step_line(row: Mapping[str, float], total_steps: int, work: Work, eta: str) -> str:
     """A step's line in MaxText's format, followed by additional fields."""
     step_time = row["step_time"]
+    share, memory = work.utilization(step_time), row.get("memory")
+    more = [
+        *([f"MFU: {share}"] if share else []),
+        *([f"memory: {si(memory, 'B')}"] if memory else []),
+        f"data_wait: {row['data_wait']:.1%}",
+        f"progress: {row['step'] + 1}/{total_steps}",
+        f"eta: {eta}",
+    ]
     logits = f"max_logit: {row['max_logit']:.3f}, " if "max_logit" in row else ""
     dropped = f"dropped_tokens: {row['dropped_tokens']}, " if "dropped_tokens" in row else ""
     nats = row.get("lm_loss")
@@ -94,7 +109,8 @@ def step_line(row: Mapping[str, float], work: Work, eta: str) -> str:
         f"Tokens/s/device: {work.tokens_per_second(step_time):.3f}, "
         f"total_weights: {int(row['tokens'])}, loss: {row['loss']:.3f}, "
         f"{cross_entropy}"
-        f"grad_norm: {row['grad_norm']:.3f}, learning_rate: {row['learning_rate']:.3e}, {logits}{dropped}eta: {eta}"
+        f"grad_norm: {row['grad_norm']:.3f}, learning_rate: {row['learning_rate']:.3e}, "
+        f"{logits}{dropped}{', '.join(more)}"
     )
 
 

@@ -19,6 +19,7 @@ from trainer.runtime.preemption import Preemption
 from trainer.training.batches import BatchSource, LoadedAhead, check_batch
 from trainer.training.evaluate import summarize
 from trainer.training.finite import check_finite, names_not_finite
+from trainer.training.memory import memory_in_use
 from trainer.training.run import Run
 from trainer.training.start import Start
 
@@ -117,7 +118,8 @@ class _Loop:
         self._leaves, self._structure = jax.tree.flatten(start.state)
         self.done, self._position = start.updates, start.position
         self.evaluated = True  # False if an evaluation was due and was interrupted
-        self.reader = _Reader(reports.step, self._check_finite, run.read)
+        devices = list(run.mesh.devices.flat)
+        self.reader = _Reader(reports.step, self._check_finite, run.read, lambda: memory_in_use(devices))
         self._run, self._dataset, self._reports, self._manager = run, dataset, reports, manager
         self._batches, self._preemption = batches, preemption
         self._last_evaluation: Row = {}
@@ -242,10 +244,14 @@ class _Reader:
     """Turns metrics on the device into rows on the host, one step late."""
 
     def __init__(
-        self, report: Callable[[Row], None], check: Callable[[Row], None], read: Callable[[Any, int], dict[str, Any]]
+        self,
+        report: Callable[[Row], None],
+        check: Callable[[Row], None],
+        read: Callable[[Any, int], dict[str, Any]],
+        memory: Callable[[], int | None],
     ):
-        """Every row goes to `report` and then to `check`. `read`: see `Run.read`."""
-        self._report, self._check, self._read = report, check, read
+        """Every row goes to `report` and then to `check`. `read`: see `Run.read`; `memory`: see `memory_in_use`."""
+        self._report, self._check, self._read, self._memory = report, check, read, memory
         self._waiting: tuple[int, Any] | None = None
         self._waited = 0.0
         self.tokens = 0  # that bear loss, in all rows so far
@@ -285,6 +291,8 @@ class _Reader:
             "tokens_per_second": values["tokens"] / elapsed,
             "data_wait": min(1.0, waited / elapsed),
         }
+        if (memory := self._memory()) is not None:
+            row["memory"] = memory
         self.tokens += row["tokens"]
         finite = row.pop("finite")
         self._report(row)

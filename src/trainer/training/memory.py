@@ -51,6 +51,12 @@ def device_memory(devices: Sequence[jax.Device]) -> float | None:
     return (local[0].memory_stats() or {}).get("bytes_limit")
 
 
+def memory_in_use(devices: Sequence[jax.Device]) -> int | None:
+    """The most bytes that one of this process's `devices` has held so far; None if they do not say, as on a CPU."""
+    stats = [device.memory_stats() or {} for device in devices if device.process_index == jax.process_index()]
+    return max((found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found), default=None)
+
+
 def host_memory() -> int:
     """Bytes of this machine's memory, or of what its container may use."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]

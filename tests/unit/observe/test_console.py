@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainer.config import flags_of, load, resolve
-from trainer.observe import Console
+from trainer.observe import Console, Needs, work_of
 from trainer.observe.lines import Pace
 
 FLOPS_PER_TOKEN = 1e7
@@ -24,6 +24,7 @@ ROW = {
     "tokens": 1000,
     "step_time": 0.1,
     "tokens_per_second": 10000.0,
+    "data_wait": 0.0125,
 }
 EVALUATION = {
     "step": 350,
@@ -54,11 +55,12 @@ def begun(stream, *words, is_terminal=False, devices=1, **changes):
         "platform": "cpu",
         "process_count": 1,
         "parameters": 1671104,
-        "flops_per_token": FLOPS_PER_TOKEN,
         "dataset": "stdlib: 2,423,000 tokens",
         "run_dir": Path("runs/run-0001"),
     }
-    console.banner(config(*words, devices=devices), **facts | changes)
+    resolved = config(*words, devices=devices)
+    work = work_of(resolved, FLOPS_PER_TOKEN, changes.pop("peak", None))
+    console.banner(resolved, work=work, **facts | changes)
     return console
 
 
@@ -73,7 +75,8 @@ def written(act, *words, **changes):
 
 @pytest.fixture(autouse=True)
 def plain_terminal(monkeypatch):
-    monkeypatch.setenv("NO_COLOR", "1")
+    """No colours, and no bar."""
+    monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("COLUMNS", "120")
 
 
@@ -82,7 +85,8 @@ def test_a_step_for_maxtexts_monitors():
     # 1024 positions in 0.1 s, of which 1000 bear loss.
     assert line == (
         "completed step: 12, seconds: 0.100, TFLOP/s/device: 0.102, Tokens/s/device: 10240.000, total_weights: 1000, "
-        "loss: 4.821, lm_loss: 4.800, perplexity: 121.512, grad_norm: 1.235, learning_rate: 5.100e-03, eta: ?\n"
+        "loss: 4.821, lm_loss: 4.800, perplexity: 121.512, grad_norm: 1.235, learning_rate: 5.100e-03, "
+        "data_wait: 1.2%, progress: 13/700, eta: ?\n"
     )
     assert MAXTEXT.match(line)
 
@@ -318,6 +322,15 @@ def test_the_summary_of_a_process_that_went_on_says_which_steps_are_its_own():
     assert "done         3 steps (10 to 12, resumed), 3,000 tokens in 0:00:01" in written(run)
 
 
+def test_the_summary_ends_with_where_things_are():
+    files = {"checkpoint": "runs/a/checkpoints/7", "charts": "runs/a/report.html"}
+    assert written(lambda console: console.summary(1.0, files)).splitlines()[-3:] == [
+        "run          runs/run-0001",
+        "checkpoint   runs/a/checkpoints/7",
+        "charts       runs/a/report.html",
+    ]
+
+
 def test_summary_of_a_run_that_ended_at_once():
     assert written(lambda console: console.summary(1.0)) == (
         "done         0 steps, 0 tokens in 0:00:01\nrun          runs/run-0001\n"
@@ -346,22 +359,92 @@ def test_standard_output_is_the_default(capsys):
     assert capsys.readouterr().out == "hello\n"
 
 
+def on_terminal(monkeypatch, act, *, colour=False, **changes):
+    """What `act(console)` writes to a terminal that moves its cursor."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False) if colour else monkeypatch.setenv("NO_COLOR", "1")
+    return written(act, is_terminal=True, **changes)
+
+
+def shown(text):
+    """The lines on a terminal that was sent `text`, and its bottom line."""
+    lines = [""]
+    for part in re.split(r"(\r\x1b\[K|\n)", text):
+        if part == "\n":
+            lines.append("")
+        elif part.startswith("\r"):
+            lines[-1] = ""
+        else:
+            lines[-1] += part
+    return lines[:-1], lines[-1]
+
+
 def test_colour_on_a_terminal_alone(monkeypatch):
     def act(console):
         console.step(ROW, 700)
+        console.end_bar()
         console.sample("def ", "def f")
 
-    plain = written(act, is_terminal=True)
-    monkeypatch.delenv("NO_COLOR")
-    monkeypatch.setenv("TERM", "xterm")
-    coloured = written(act, is_terminal=True)
+    plain = on_terminal(monkeypatch, act)
+    coloured = on_terminal(monkeypatch, act, colour=True)
     assert "\x1b[1mloss 4.821\x1b[0m" in coloured
     assert "\x1b[1mdef \x1b[0mf\n" in coloured
     assert re.sub(r"\x1b\[\d+m", "", coloured) == plain
-    assert "\x1b" not in plain
+    assert not re.search(r"\x1b\[\d+m", plain)
     assert "\x1b" not in written(act)
     monkeypatch.setenv("TERM", "dumb")
-    assert written(act, is_terminal=True) == plain
+    assert written(act, is_terminal=True).splitlines() == shown(plain)[0]
+
+
+@pytest.mark.parametrize("columns", [30, 60, 80, 130])
+def test_a_bar_below_the_lines_that_stay(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+
+    def act(console):
+        for step in range(25):
+            console.step(ROW | {"step": step, "step_time": 2.0}, 100)
+        console.evaluation(EVALUATION)
+
+    lines, bottom = shown(on_terminal(monkeypatch, act))
+    # One in 25 of 100 steps, and the first.
+    steps = [line.split("/")[0].strip() for line in lines if "/100" in line]
+    assert steps == ["0", "3", "7", "11", "15", "19", "23"]
+    assert "evaluation at step 350" in lines[-1]
+    assert " 24/100  loss 4.821" in bottom
+    assert len(bottom) < columns
+    assert bottom.startswith("[#####---------------]") == (columns >= 80)
+
+
+def test_the_bar_is_gone_after_the_last_step_and_when_the_run_fails(monkeypatch):
+    rows = [ROW | {"step": step} for step in range(3)]
+    assert shown(on_terminal(monkeypatch, lambda console: [console.step(row, 3) for row in rows]))[1] == ""
+    failed = on_terminal(monkeypatch, lambda console: (console.step(ROW, 700), console.end_bar()))
+    assert shown(failed)[1] == ""
+    assert not failed.endswith("\n")  # what Python prints next begins in the first column
+    assert failed.endswith("\r\x1b[K")
+
+
+def test_what_the_step_needs():
+    """1024 positions of 1e7 FLOPs on two devices with a peak of 1 TFLOP/s: at least 5.12 ms."""
+    gb = 10**9
+
+    def act(console):
+        console.needs(Needs(peak=3 * gb, arguments=gb, temporaries=2 * gb, available=16.0 * gb), 1000)
+
+    lines = written(act, "per_device_batch_size=4", devices=2, peak=1e12).splitlines()
+    assert lines == [
+        "memory       3.00 GB of 16.0 GB per device: state and batch 1.00 GB, temporaries 2.00 GB",
+        "FLOPs        10.0 MFLOP per token, 10.2 GFLOP per step (model FLOPs)",
+        "time         at least 0:00:05 for 1,000 steps: 5 ms per step at the peak of 1.00 TFLOP/s per device",
+    ]
+    assert written(lambda console: console.needs(None, 5)).splitlines() == [lines[1]]
+
+
+def test_utilization_and_memory_where_they_are_known():
+    row = ROW | {"memory": 12_300_000_000}
+    line = written(lambda console: console.step(row, 700), peak=1e12)
+    assert ", MFU: 10.2%, memory: 12.3 GB, data_wait: 1.2%, progress: 13/700, eta: ?" in line  # 0.1024 TFLOP/s
+    assert "  MFU 10.2%  " in written(lambda console: console.step(row, 700), peak=1e12, is_terminal=True)
 
 
 def test_importing_it_loads_no_jax():

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from trainer.config import UserError, load
@@ -47,7 +48,7 @@ def test_a_step_has_maxtexts_names_units_and_floats():
 def test_with_qk_clip_it_has_the_largest_logit():
     row = maxtext_row(STEP | {"max_logit": 31.5, "clipped_heads": 2}, WORK, 1.0, "run")
     assert row["learning/max_logits"] == 31.5
-    assert "max_logit: 31.500, " in step_line(STEP | {"max_logit": 31.5}, WORK, "0:00:01")
+    assert "max_logit: 31.500, " in step_line(STEP | {"max_logit": 31.5}, 10, WORK, "0:00:01")
     fields = step_fields(STEP | {"max_logit": 31.5}, 10, WORK, "0:00:01")
     assert "logit  31.5" in [field.text for field in fields]
 
@@ -188,9 +189,10 @@ def test_both_files_are_forced_to_disk_every_log_period(tmp_path, monkeypatch):
         done.append((writer._path.name, len(read_rows(writer._path))))
 
     monkeypatch.setattr(MetricsWriter, "sync", sync)
-    run = SimpleNamespace(config=config, flops_per_token=1.0)
+    mesh = SimpleNamespace(devices=np.array([SimpleNamespace(device_kind="cpu")]))
+    run = SimpleNamespace(config=config, flops_per_token=1.0, mesh=mesh)
     begin = SimpleNamespace(updates=0, resumed=False)
-    console = SimpleNamespace(step=lambda row, steps: None, evaluation=lambda row: None, say=None)
+    console = SimpleNamespace(step=lambda row, steps: None, evaluation=lambda row: None, say=None, end_bar=lambda: None)
     with contextlib.ExitStack() as stack:
         file = MetricsFile(str(tmp_path / "metrics.txt"), tmp_path / "mine", "mine")
         reports = _reports(run, run_dir, begin, [file], console, stack)

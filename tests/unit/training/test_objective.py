@@ -199,7 +199,7 @@ def test_an_objective_without_a_cross_entropy_trains_and_evaluates():
         one, other = ({name: row[name] for name in row.keys() - measured} for row in (one, other))
         assert other == {name: pytest.approx(value, rel=1e-4) for name, value in one.items()}  # sums in another order
     work = Work(devices=1, tokens=1, flops_per_token=1.0)
-    assert "lm_loss" not in step_line(first, work, "?")
+    assert "lm_loss" not in step_line(first, 10, work, "?")
     assert "perplexity" not in evaluation_line(found)
     for written in (maxtext_row(first, work, 1.0, "run"), maxtext_row(found, work, 1.0, "run")):
         assert not any("perplexity" in name or "lm_loss" in name for name in written)
