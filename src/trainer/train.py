@@ -145,8 +145,8 @@ def _metrics_files(run, run_dir):
 
 def _reports(run, run_dir, begin, metrics_files, console, stack: contextlib.ExitStack):
     """Rows for the files of metrics, which the first process writes, and for the console."""
-    from trainer.observe import EventsWriter, MetricsWriter, ReportFile, TokensSeen, maxtext_row
-    from trainer.runtime.agreement import from_first
+    from trainer.observe import EventsWriter, MetricsWriter, Profiler, ReportFile, TokensSeen, maxtext_row
+    from trainer.runtime.agreement import from_first, is_first
     from trainer.training import Reports
 
     config, work = run.config, _work(run)
@@ -168,6 +168,9 @@ def _reports(run, run_dir, begin, metrics_files, console, stack: contextlib.Exit
             maxtext_writers.append(stack.enter_context(events))
         return [row["step"] for row in writers[0].kept if "eval_loss" in row]
 
+    profiler = None
+    if config.profiler and is_first():
+        profiler = stack.enter_context(Profiler(config, run_dir.path, begin.updates, console.say))
     evaluated = frozenset(from_first(open_metrics))
     tokens = TokensSeen(writers[0].kept if writers else ())
 
@@ -194,7 +197,7 @@ def _reports(run, run_dir, begin, metrics_files, console, stack: contextlib.Exit
         write(row)
         console.evaluation(row)
 
-    return Reports(on_step, on_evaluation, sync, evaluated)
+    return Reports(on_step, on_evaluation, sync, evaluated, profiler)
 
 
 def _load_step(run, console):

@@ -1,5 +1,6 @@
 """`python -m trainer.train` as a person runs it."""
 
+import gzip
 import importlib
 import json
 import math
@@ -81,6 +82,16 @@ def rows_of(run_dir: Path) -> tuple[list[dict], list[dict]]:
     return [row for row in rows if "loss" in row], [row for row in rows if "eval_loss" in row]
 
 
+def steps_of_profile(run_dir: Path) -> list[int]:
+    """The steps that the run's only trace names; beside it is a profile of the memory, compressed."""
+    (place,) = (run_dir / "tensorboard" / "plugins" / "profile").iterdir()
+    assert gzip.decompress((place / "memory.prof").read_bytes())
+    (trace,) = place.glob("*.xplane.pb")
+    lines = [line for plane in jax.profiler.ProfileData.from_file(str(trace)).planes for line in plane.lines]
+    stats = [dict(event.stats) for line in lines for event in line.events if event.name == "train"]
+    return sorted(each["step_num"] for each in stats)
+
+
 def test_a_run_on_text_from_any_folder_without_a_yml(tmp_path, corpus):
     done = run_module(*(f"{k}={v}" for k, v in (TEXT | corpus).items()), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -113,8 +124,12 @@ def test_a_run_on_text_from_any_folder_without_a_yml(tmp_path, corpus):
     resolved = yaml.safe_load((run_dir / "config.yml").read_text())
     assert resolved["dtype"] == "float32"
     assert set(schema().keys) - set(resolved) == {"run_name", *PROCESSES}
-    again = run_module(str(run_dir / "config.yml"), cwd=tmp_path)
+    # A profile of some steps changes nothing.
+    profiled = ["profiler=xplane", "skip_first_n_steps_for_profiler=2", "profiler_steps=3"]
+    again = run_module(str(run_dir / "config.yml"), *profiled, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
+    assert steps_of_profile(tmp_path / "runs" / "run-0002") == [2, 3, 4]
+    assert "the profile of 3 steps from step 2 on is in runs/run-0002/tensorboard/plugins/profile/" in again.stdout
     assert "training a BPE" not in again.stdout
     repeated, _ = rows_of(tmp_path / "runs" / "run-0002")
     for name in ("loss", "grad_norm"):  # the same command gives the same bits

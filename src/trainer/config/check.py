@@ -218,6 +218,12 @@ def _steps(config: Any) -> str | None:
     return None
 
 
+def _profiled(config: Any) -> str | None:
+    if not config.profiler or config.steps == -1 or config.skip_first_n_steps_for_profiler < config.steps:
+        return None
+    return "the run ends before the first step to profile; skip fewer steps"
+
+
 def _regexes(key: str) -> Callable[[Any], str | None]:
     def problem(config: Any) -> str | None:
         for pattern in config[key] or ():
@@ -308,6 +314,7 @@ CHECKS = (
     Check(("mlp_activations",), _activations),
     Check(("warmup_steps_fraction", "wsd_decay_steps_fraction"), _schedule_shares),
     Check(("steps", "learning_rate_schedule_steps"), _steps),
+    Check(("profiler", "skip_first_n_steps_for_profiler", "steps"), _profiled),
     Check(("adamw_mask",), _regexes("adamw_mask")),
     Check(("trainable_parameters_mask",), _regexes("trainable_parameters_mask")),
     Check(("learning_rate_groups",), _groups),

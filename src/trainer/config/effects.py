@@ -167,6 +167,7 @@ INERT = (
         lambda c: c.keep_best_checkpoints > 0 and c.eval_interval <= 0,
         "eval_interval disables evaluation",
     ),
+    Inert(("skip_first_n_steps_for_profiler", "profiler_steps"), lambda c: not c.profiler, "profiler is empty"),
     Inert(("decode_sampling_temperature",), lambda c: not c.prompt, "prompt is empty"),
     Inert(
         ("prompt", "decode_sampling_temperature"),

@@ -5,6 +5,7 @@ from trainer.observe.console import Console
 from trainer.observe.events import EventsWriter
 from trainer.observe.metrics import MetricsWriter, TokensSeen
 from trainer.observe.metrics_file import MetricsFile, maxtext_row
+from trainer.observe.profiler import Profiler
 from trainer.observe.report import ReportFile
 from trainer.observe.rundir import RunDir, open_run
 from trainer.observe.text import perplexity
@@ -15,6 +16,7 @@ __all__ = [
     "MetricsFile",
     "MetricsWriter",
     "Needs",
+    "Profiler",
     "ReportFile",
     "RunDir",
     "TokensSeen",

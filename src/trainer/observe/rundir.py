@@ -13,9 +13,10 @@ from typing import IO, Any, NamedTuple, Self
 from trainer.config import UserError
 from trainer.observe.events import EVENTS_FILE
 from trainer.observe.metrics import METRICS_FILE
+from trainer.observe.profiler import TRACES
 from trainer.runtime.agreement import agreed, from_first
 from trainer.runtime.lock import LOCK_FILE, lock
-from trainer.runtime.storage import entries, folder, is_remote, mirror, remedy
+from trainer.runtime.storage import entries, files_below, folder, is_remote, mirror, remedy
 
 CONFIG_FILE, REPORT_FILE, FINISHED_FILE, CHECKPOINTS = "config.yml", "report.html", "finished", "checkpoints"
 _FILES = (CONFIG_FILE, METRICS_FILE, EVENTS_FILE, REPORT_FILE, FINISHED_FILE)
@@ -63,6 +64,11 @@ class RunDir(NamedTuple):
                     if (self.path / name).exists():
                         (self.remote / name).parent.mkdir(parents=True, exist_ok=True)
                         (self.remote / name).write_bytes((self.path / name).read_bytes())
+                for name in files_below(self.path / TRACES):  # they are large, and written once
+                    copy = self.remote / TRACES / name
+                    if not copy.exists():
+                        copy.parent.mkdir(parents=True, exist_ok=True)
+                        copy.write_bytes((self.path / TRACES / name).read_bytes())
 
     def _download(self) -> Self:
         """Replaces the local files by those in the bucket."""

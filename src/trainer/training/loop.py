@@ -14,6 +14,7 @@ from trainer.config import RunStopped, to_yaml
 from trainer.config.words import counted
 from trainer.data import Batch, Dataset, Position
 from trainer.data.tokenizer import Tokenizer
+from trainer.observe import Profiler
 from trainer.runtime.place import place, replicate
 from trainer.runtime.preemption import Preemption
 from trainer.training.batches import BatchSource, LoadedAhead, check_batch
@@ -40,6 +41,7 @@ class Reports(NamedTuple):
     evaluation: Callable[[Row], None]
     sync: Callable[[], None]  # returns when all rows so far are on the disk
     evaluated: frozenset[int] = frozenset()  # steps whose evaluation an earlier process reported
+    profiler: Profiler | None = None
 
 
 class End(NamedTuple):
@@ -134,9 +136,16 @@ class _Loop:
         assert compiled_step is not None
         if self.done == self._start.updates:
             check_batch(self._run, batch, self._run.rows)
-        self._leaves, metrics = compiled_step(self._leaves, place(batch, self._run.batch_shardings, self._run.rows))
+        profiler = self._reports.profiler
+        if profiler is not None and profiler.before(self.done, self.reader.flush):
+            self.reader.restart_clock()
+        with jax.profiler.StepTraceAnnotation("train", step_num=self.done):
+            placed = place(batch, self._run.batch_shardings, self._run.rows)
+            self._leaves, metrics = compiled_step(self._leaves, placed)
         self._position = position
         self.reader.push(self.done, metrics, waited)
+        if profiler is not None and profiler.after(self.done, self.reader.flush):
+            self.reader.restart_clock()
         self.done += 1
 
     def _check_finite(self, row: Row) -> None:

@@ -1,0 +1,72 @@
+"""A profile of some steps of a run, for XProf, Perfetto and pprof."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from trainer.config.words import counted
+
+# XProf and TensorBoard's plugin find profiles in plugins/profile/TIME/ below a folder of events.
+TRACES, MEMORY = "tensorboard/plugins/profile", "memory.prof"
+
+
+class Profiler:
+    """Traces the steps of `config.profiler` into folder/tensorboard/plugins/profile/TIME/; a context manager.
+
+    The device is idle when the trace starts and when it stops, so that it has these steps and no part of another.
+    """
+
+    def __init__(self, config: Any, folder: Path, first_step: int, say: Callable[[str], None]):
+        """Plans a trace of `profiler_steps` steps, after `skip_first_n_steps_for_profiler` of those from `first_step`
+        on. A line to `say` tells where it is, or that the run ends before."""
+        self._folder, self._say = folder, say
+        self._first = first_step + config.skip_first_n_steps_for_profiler
+        self._last = min(self._first + config.profiler_steps, config.steps) - 1
+        self._tracing = False
+        if self._first > self._last and first_step < config.steps:
+            say(f"no step is profiled: the run ends at step {config.steps - 1}, before step {self._first}")
+
+    def before(self, step: int, finish: Callable[[], None]) -> bool:
+        """Call it before `step` is dispatched. `finish()` waits for the steps before. Returns whether a trace starts."""
+        if step != self._first or step > self._last:
+            return False
+        import jax
+
+        finish()
+        options = jax.profiler.ProfileOptions()
+        # Calls of Python functions would fill the trace, and slow the loop down.
+        options.python_tracer_level = 0
+        jax.profiler.start_trace(self._folder / "tensorboard", profiler_options=options)
+        self._tracing = True
+        return True
+
+    def after(self, step: int, finish: Callable[[], None]) -> bool:
+        """Call it after `step` was dispatched. `finish()` waits for it. Returns whether a trace stops."""
+        if step != self._last or not self._tracing:
+            return False
+        finish()
+        self._stop(step)
+        return True
+
+    def _stop(self, last: int | None = None) -> None:
+        import jax
+
+        self._tracing = False
+        jax.profiler.stop_trace()
+        place = max((self._folder / TRACES).iterdir())  # named by time
+        jax.profiler.save_device_memory_profile(str(place / MEMORY))
+        if last is None:
+            self._say(f"the profile of the run's last steps is in {place}")
+        else:
+            steps = counted(last - self._first + 1, "step")
+            self._say(f"the profile of {steps} from step {self._first} on is in {place}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._tracing:  # the run was interrupted, or failed
+            self._stop()
