@@ -28,7 +28,7 @@ class Profiler:
             say(f"no step is profiled: the run ends at step {config.steps - 1}, before step {self._first}")
 
     def before(self, step: int, finish: Callable[[], None]) -> bool:
-        """Call it before `step` is dispatched. `finish()` waits for the steps before. Returns whether a trace starts."""
+        """Call it before `step` is dispatched; returns whether a trace starts. `finish()` waits for earlier steps."""
         if step != self._first or step > self._last:
             return False
         import jax
@@ -42,7 +42,7 @@ class Profiler:
         return True
 
     def after(self, step: int, finish: Callable[[], None]) -> bool:
-        """Call it after `step` was dispatched. `finish()` waits for it. Returns whether a trace stops."""
+        """Call it after `step` was dispatched; returns whether a trace stops. `finish()` waits for the step."""
         if step != self._last or not self._tracing:
             return False
         finish()
