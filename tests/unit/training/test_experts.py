@@ -106,8 +106,16 @@ def test_metrics_of_routers_by_hand():
 
 
 def test_dropped_tokens_are_on_the_line_of_a_step():
-    row = {"step": 1, "loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0, "tokens": 8, "step_time": 1.0}
-    assert "dropped_tokens: 7, " in step_line(row | {"dropped_tokens": 7}, Work(1, 8, 1.0), "0:00:00")
+    row = {
+        "step": 1,
+        "loss": 1.0,
+        "grad_norm": 1.0,
+        "learning_rate": 1.0,
+        "tokens": 8,
+        "step_time": 1.0,
+        "data_wait": 0,
+    }
+    assert "dropped_tokens: 7, " in step_line(row | {"dropped_tokens": 7}, 2, Work(1, 8, 1.0), "0:00:00")
 
 
 def test_muon_orthogonalizes_each_expert_and_not_the_router():
