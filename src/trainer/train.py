@@ -5,6 +5,7 @@ import io
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from trainer.config import command_line, exit_on_user_error, load, to_yaml
 from trainer.config.effects import without_effect_here
@@ -14,19 +15,23 @@ from trainer.config.vocab_tiles import chosen
 from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu
 from trainer.runtime.preemption import EXIT_CODE, ends_at_sigterm
 
+DRY_RUN = "--dry-run"
+_FINISHED = "{} is finished, there is nothing to do; a larger steps goes on with it"
+
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (default: the process's own)."""
     started = time.perf_counter()
-    loaded = load(command_line(argv), environment=os.environ)
+    words = command_line(argv)
+    loaded = load([word for word in words if word != DRY_RUN], environment=os.environ)
     # From here on the command line makes sense by itself; what follows loads JAX.
     leave_out_absent_tpu()
     add_threads_for_simulated_devices()
     from trainer.runtime.distributed import distributed
 
     with distributed(loaded.config):
-        _run(loaded, started)
+        _dry_run(loaded) if DRY_RUN in words else _run(loaded, started)
 
 
 class _Silence(io.StringIO):
@@ -35,7 +40,63 @@ class _Silence(io.StringIO):
 
 
 def _run(loaded, started: float) -> None:
-    from trainer.observe import Console, open_run
+    from trainer.observe import open_run
+    from trainer.runtime.agreement import agreed
+
+    console, run, dataset, prompt, config_yml = _opened(loaded)
+    with open_run(
+        run.config.base_output_directory, run.config.run_name, config_yml, run.config.enable_checkpointing, console.say
+    ) as run_dir:
+        _say_what_runs(console, loaded, run, dataset, run_dir.place)
+        end = _train(loaded, run, dataset, run_dir, console)
+        if end is None:
+            console.say(_FINISHED.format(run_dir.place))
+            return
+        run_dir.upload()
+        if end.preempted:
+            saved = "saved, the same command goes on from here"
+            console.say(f"SIGTERM: {saved if run.config.enable_checkpointing else 'stopped'} ({run_dir.place})")
+            raise SystemExit(EXIT_CODE)
+        run_dir.finish()
+    console.summary(time.perf_counter() - started, agreed(lambda: _files(run_dir)))
+    if prompt:
+        from trainer.inference import sample_text
+
+        console.sample(run.config.prompt, sample_text(run, end.state, dataset.tokenizer, prompt))
+
+
+def _dry_run(loaded) -> None:
+    """Does what `_run` does before the first step, but in the run's folder, where it writes nothing."""
+    from trainer.checkpoint import SavedCheckpoints
+    from trainer.config.dump import to_flow
+    from trainer.observe import expected_run
+    from trainer.observe.rundir import FINISHED_FILE
+    from trainer.runtime.agreement import from_first
+    from trainer.runtime.storage import folder
+
+    console, run, dataset, _, config_yml = _opened(loaded)
+    config, resumes = run.config, run.config.enable_checkpointing
+    place = folder(
+        from_first(lambda: str(expected_run(config.base_output_directory, config.run_name, config_yml, resumes)))
+    )
+    _say_what_runs(console, loaded, run, dataset, place)
+    for name, source in loaded.sources.items():
+        if source != "default":
+            console.say(f"{name}={to_flow(config[name])} ({source})")
+    begin = _start(loaded, run, dataset, SavedCheckpoints(place) if resumes else None, console)
+    if begin.updates == config.steps:
+        if from_first((place / FINISHED_FILE).exists):
+            console.say(_FINISHED.format(place))
+    else:
+        compiled = _loaded_step(run, console) or _compiled_step(run, place, console)
+        console.needs(_needs(run, compiled), config.steps - begin.updates)
+    _metrics_files(run, Path(str(place)), place.name)
+    console.say(f"dry run: all that comes before the first step works; nothing was written to {place}")
+
+
+def _opened(loaded):
+    """The console, what runs, its data, the tokens of its prompt, and its config.yml."""
+    from trainer.observe import Console
     from trainer.runtime.agreement import agreed, check_same, is_first
 
     # The first process speaks for all, but of what goes wrong.
@@ -49,28 +110,7 @@ def _run(loaded, started: float) -> None:
     check_same("the training data", dataset.fingerprint)
     config_yml = to_yaml(run.config)
     check_same("the configuration", config_yml)
-    with open_run(
-        run.config.base_output_directory, run.config.run_name, config_yml, run.config.enable_checkpointing, console.say
-    ) as run_dir:
-        warnings = [*loaded.warnings, *without_effect_here(run.config, loaded.changed)]
-        _say_what_runs(console, run, dataset, run_dir.place, warnings)
-        for line in chosen(loaded.config, run.config):
-            console.say(line)
-        end = _train(loaded, run, dataset, run_dir, console)
-        if end is None:
-            console.say(f"{run_dir.place} is finished, there is nothing to do; a larger steps goes on with it")
-            return
-        run_dir.upload()
-        if end.preempted:
-            saved = "saved, the same command goes on from here"
-            console.say(f"SIGTERM: {saved if run.config.enable_checkpointing else 'stopped'} ({run_dir.place})")
-            raise SystemExit(EXIT_CODE)
-        run_dir.finish()
-    console.summary(time.perf_counter() - started, agreed(lambda: _files(run_dir)))
-    if prompt:
-        from trainer.inference import sample_text
-
-        console.sample(run.config.prompt, sample_text(run, end.state, dataset.tokenizer, prompt))
+    return console, run, dataset, prompt, config_yml
 
 
 def _prepare(loaded, console):
@@ -97,39 +137,62 @@ def _prepare(loaded, console):
 
 def _train(loaded, run, dataset, run_dir, console):
     """From where the run stands to its end; see `training.fit`. None for a run that an earlier process finished."""
-    from trainer.aot.kernels import tiles_fit
     from trainer.checkpoint import CheckpointManager
-    from trainer.runtime.agreement import agreed
-    from trainer.training import fit, start
+    from trainer.training import fit
 
     with contextlib.ExitStack() as stack:
         manager = None
         if run.config.enable_checkpointing:
             manager = stack.enter_context(CheckpointManager(run_dir.place, run.config, console.say))
-        given = {key for key, where in loaded.changed.items() if by_hand(where)}
-        schedule_given = loaded.config.learning_rate_schedule_steps != -1
-        begin = start(run, dataset, manager, console.say, schedule_given=schedule_given, given=given)
+        begin = _start(loaded, run, dataset, manager, console)
         if begin.updates == run.config.steps and run_dir.finished:
             return None
-        compiled = None
-        if run.config.compiled_trainstep_file:
-            compiled = agreed(lambda: _load_step(run, console))
-        metrics_files = _metrics_files(run, run_dir)
+        compiled = _loaded_step(run, console)
+        metrics_files = _metrics_files(run, run_dir.path, run_dir.place.name)
         # All that can be wrong with the command has been seen: the run leaves its traces.
         run_dir.begin(to_yaml(run.config), resumed=begin.resumed, say=console.say)
-        if compiled is None and begin.updates < run.config.steps:
-            console.say("compiling the training step")
-            ended = f"SIGTERM: ended before the first update, the same command begins here again ({run_dir.place})"
-            with tiles_fit(), ends_at_sigterm(ended):
-                compiled = run.compile_on_leaves()
-        if compiled is not None and begin.updates < run.config.steps:
+        if begin.updates < run.config.steps:
+            compiled = compiled or _compiled_step(run, run_dir.place, console)
             console.needs(_needs(run, compiled), run.config.steps - begin.updates)
         reports = _reports(run, run_dir, begin, metrics_files, console, stack)
         return fit(run, compiled, begin, dataset, reports, manager)
 
 
-def _metrics_files(run, run_dir):
-    """What the key metrics_file names, checked: one in the first process, if the key is given, else none."""
+def _start(loaded, run, dataset, saved, console):
+    """See `training.start`; `saved` are the checkpoints of the run."""
+    from trainer.training import start
+
+    given = {key for key, where in loaded.changed.items() if by_hand(where)}
+    schedule_given = loaded.config.learning_rate_schedule_steps != -1
+    return start(run, dataset, saved, console.say, schedule_given=schedule_given, given=given)
+
+
+def _loaded_step(run, console):
+    """The step that `trainer.train_compile` compiled; None without `compiled_trainstep_file`."""
+    from trainer.aot import executable
+    from trainer.runtime.agreement import agreed
+
+    if not run.config.compiled_trainstep_file:
+        return None
+    path = local_path(run.config.compiled_trainstep_file, "compiled_trainstep_file=")
+    devices, args = list(run.mesh.devices.flat), run.abstract_args()
+    step = agreed(lambda: executable.load(path, executable.origin_of(run.config, devices, args), args, devices))
+    console.say(f"the training step is that of {path}, nothing is compiled")
+    return step
+
+
+def _compiled_step(run, place, console):
+    from trainer.aot.kernels import tiles_fit
+
+    console.say("compiling the training step")
+    ended = f"SIGTERM: ended before the first update, the same command begins here again ({place})"
+    with tiles_fit(), ends_at_sigterm(ended):
+        return run.compile_on_leaves()
+
+
+def _metrics_files(run, path, name):
+    """What the key metrics_file names, checked: one in the first process, if the key is given, else none. `path` and
+    `name` are those of the run's folder."""
     from trainer.observe import MetricsFile
     from trainer.runtime.agreement import from_first
 
@@ -137,7 +200,7 @@ def _metrics_files(run, run_dir):
 
     def check() -> None:
         if run.config.metrics_file:
-            found.append(MetricsFile(run.config.metrics_file, run_dir.path, run_dir.place.name))
+            found.append(MetricsFile(run.config.metrics_file, path, name))
 
     from_first(check)
     return found
@@ -200,17 +263,6 @@ def _reports(run, run_dir, begin, metrics_files, console, stack: contextlib.Exit
     return Reports(on_step, on_evaluation, sync, evaluated, profiler)
 
 
-def _load_step(run, console):
-    """The step that `trainer.train_compile` compiled."""
-    from trainer.aot import executable
-
-    path = local_path(run.config.compiled_trainstep_file, "compiled_trainstep_file=")
-    devices, args = list(run.mesh.devices.flat), run.abstract_args()
-    step = executable.load(path, executable.origin_of(run.config, devices, args), args, devices)
-    console.say(f"the training step is that of {path}, nothing is compiled")
-    return step
-
-
 def _files(run_dir):
     """Where the results of a finished run are, for its summary."""
     from trainer.checkpoint import newest
@@ -240,7 +292,7 @@ def _needs(run, compiled):
     return Needs(memory.peak, memory.arguments, memory.temporaries, device_memory(list(run.mesh.devices.flat)))
 
 
-def _say_what_runs(console, run, dataset, run_dir, warnings: Sequence[str]) -> None:
+def _say_what_runs(console, loaded, run, dataset, place) -> None:
     import jax
 
     from trainer.state import table
@@ -254,9 +306,11 @@ def _say_what_runs(console, run, dataset, run_dir, warnings: Sequence[str]) -> N
         parameters=run.parameters,
         work=_work(run),
         dataset=str(dataset),
-        run_dir=run_dir,
-        warnings=warnings,
+        run_dir=place,
+        warnings=[*loaded.warnings, *without_effect_here(run.config, loaded.changed)],
     )
+    for line in chosen(loaded.config, run.config):
+        console.say(line)
     if run.config.shard_optimizer_over_data and run.mesh.shape["data"] == 1:
         console.say("warning: shard_optimizer_over_data=true has no effect: the mesh axis data has size 1")
     if run.config.debug_sharding:

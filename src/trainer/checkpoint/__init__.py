@@ -3,7 +3,7 @@
 from trainer.checkpoint.description import model_config
 from trainer.checkpoint.huggingface_out import write_huggingface
 from trainer.checkpoint.load import load_parameters, open_source
-from trainer.checkpoint.manager import CheckpointManager, inspect, newest, restore
+from trainer.checkpoint.manager import CheckpointManager, SavedCheckpoints, inspect, newest, restore
 from trainer.checkpoint.maxtext_out import write_maxtext
 from trainer.checkpoint.params_out import write_params
 from trainer.checkpoint.save import is_due, maybe_save_checkpoint
@@ -14,6 +14,7 @@ from trainer.checkpoint.tokenizer import copy_tokenizer
 __all__ = [
     "CheckpointManager",
     "Leaf",
+    "SavedCheckpoints",
     "Shapes",
     "Sidecar",
     "Source",

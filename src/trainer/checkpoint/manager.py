@@ -192,6 +192,19 @@ class CheckpointManager:
             raise damaged(path, f"{RUN}/{METRICS}", f"cannot be read ({type(error).__name__}: {error})") from error
 
 
+class SavedCheckpoints:
+    """The checkpoints in a run's folder, to begin from; nothing is written or removed."""
+
+    def __init__(self, run_dir: Any):
+        self._directory = run_dir / CHECKPOINTS
+        found = from_first(lambda: [path.name for path in committed(self._directory)])
+        self.latest: int | None = max(map(int, found), default=None)
+
+    def path(self, updates: int) -> Any:
+        """The folder of the checkpoint of `updates`."""
+        return self._directory / str(updates)
+
+
 def inspect(path: Any) -> Sidecar:
     """The metadata of checkpoints/N, at `path`.
 

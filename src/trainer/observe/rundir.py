@@ -204,6 +204,21 @@ def open_run(
     return opened[0] if opened else RunDir(Path(path), None, None if place == path else folder(place))
 
 
+def expected_run(base_output_directory: str, run_name: str, config_yml: str, resumes: bool) -> Any:
+    """The folder that `open_run` would choose with the same arguments, if no other process runs in one of them. Nothing
+    is created or locked.
+
+    Raises:
+      UserError: the name is outside `base_output_directory`, or the run in it cannot be resumed.
+    """
+    base = folder(base_output_directory)
+    if run_name:
+        return _place_of(base, run_name, resumes)
+    numbers = sorted(_numbers(base), reverse=True)
+    fitting = (path for _, path in numbers if resumes and _fits(path, config_yml))
+    return next(fitting, base / _name(numbers[0][0] + 1 if numbers else 1))
+
+
 def _open(
     base_output_directory: str, run_name: str, config_yml: str, resumes: bool, say: Callable[[str], None]
 ) -> RunDir:
@@ -257,7 +272,7 @@ def _numbers(base: Any) -> list[tuple[int, Any]]:
 def _numbered(base: Any) -> RunDir:
     number = max((number for number, _ in _numbers(base)), default=0) + 1
     while True:
-        path = base / f"run-{number:04}"
+        path = base / _name(number)
         # If two processes race for a number, the loser finds the folder or its lock taken.
         with contextlib.suppress(FileExistsError):
             if not is_remote(path):
@@ -267,7 +282,12 @@ def _numbered(base: Any) -> RunDir:
         number += 1
 
 
-def _named(base: Any, run_name: str, resumes: bool) -> RunDir:
+def _name(number: int) -> str:
+    return f"run-{number:04}"
+
+
+def _place_of(base: Any, run_name: str, resumes: bool) -> Any:
+    """The folder of the run `run_name`; raises UserError if it may not be used."""
     path = base / run_name
     if os.path.isabs(run_name) or os.path.normpath(run_name).split(os.sep)[0] in (".", ".."):
         raise UserError(
@@ -279,6 +299,11 @@ def _named(base: Any, run_name: str, resumes: bool) -> RunDir:
             f"run_name={run_name}: {path} holds a run with checkpoints, and enable_checkpointing=false cannot resume "
             f"it; choose another name or leave it empty for the next free number; nearest: {free}"
         )
+    return path
+
+
+def _named(base: Any, run_name: str, resumes: bool) -> RunDir:
+    path = _place_of(base, run_name, resumes)
     if not is_remote(path):
         path.mkdir(parents=True, exist_ok=True)
     run = _locked(path)

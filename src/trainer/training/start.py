@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from trainer.backends import TrainTree
 from trainer.checkpoint import (
     CheckpointManager,
+    SavedCheckpoints,
     Sidecar,
     inspect,
     load_parameters,
@@ -49,7 +50,7 @@ class Start(NamedTuple):
 def start(
     run: Run,
     dataset: Dataset,
-    manager: CheckpointManager | None,
+    manager: CheckpointManager | SavedCheckpoints | None,
     say: Say,
     *,
     schedule_given: bool,
