@@ -232,8 +232,9 @@ def _reports(run, run_dir, begin, metrics_files, console, stack: contextlib.Exit
         return [row["step"] for row in writers[0].kept if "eval_loss" in row]
 
     profiler = None
-    if config.profiler and is_first():
-        profiler = stack.enter_context(Profiler(config, run_dir.path, begin.updates, console.say))
+    if config.profiler:
+        profiler = Profiler(config, run_dir.path, begin.updates, console.say, traces=is_first())
+        stack.enter_context(profiler)
     evaluated = frozenset(from_first(open_metrics))
     tokens = TokensSeen(writers[0].kept if writers else ())
 

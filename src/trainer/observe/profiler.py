@@ -15,15 +15,16 @@ class Profiler:
     """Traces the steps of `config.profiler` into folder/tensorboard/plugins/profile/TIME/; a context manager.
 
     The device is idle when the trace starts and when it stops, so that it has these steps and no part of another.
+    Every process needs one: to wait for a step can be work of all processes together, in the same order.
     """
 
-    def __init__(self, config: Any, folder: Path, first_step: int, say: Callable[[str], None]):
+    def __init__(self, config: Any, folder: Path, first_step: int, say: Callable[[str], None], *, traces: bool = True):
         """Plans a trace of `profiler_steps` steps, after `skip_first_n_steps_for_profiler` of those from `first_step`
-        on. A line to `say` tells where it is, or that the run ends before."""
-        self._folder, self._say = folder, say
+        on. A line to `say` tells where it is, or that the run ends before. Without `traces` it only waits."""
+        self._folder, self._say, self._traces = folder, say, traces
         self._first = first_step + config.skip_first_n_steps_for_profiler
         self._last = min(self._first + config.profiler_steps, config.steps) - 1
-        self._tracing = False
+        self._inside = False  # the steps of the trace
         if self._first > self._last and first_step < config.steps:
             say(f"no step is profiled: the run ends at step {config.steps - 1}, before step {self._first}")
 
@@ -34,16 +35,17 @@ class Profiler:
         import jax
 
         finish()
-        options = jax.profiler.ProfileOptions()
-        # Calls of Python functions would fill the trace, and slow the loop down.
-        options.python_tracer_level = 0
-        jax.profiler.start_trace(self._folder / "tensorboard", profiler_options=options)
-        self._tracing = True
+        self._inside = True
+        if self._traces:
+            options = jax.profiler.ProfileOptions()
+            # Calls of Python functions would fill the trace, and slow the loop down.
+            options.python_tracer_level = 0
+            jax.profiler.start_trace(self._folder / "tensorboard", profiler_options=options)
         return True
 
     def after(self, step: int, finish: Callable[[], None]) -> bool:
         """Call it after `step` was dispatched; returns whether a trace stops. `finish()` waits for the step."""
-        if step != self._last or not self._tracing:
+        if step != self._last or not self._inside:
             return False
         finish()
         self._stop(step)
@@ -52,7 +54,9 @@ class Profiler:
     def _stop(self, last: int | None = None) -> None:
         import jax
 
-        self._tracing = False
+        self._inside = False
+        if not self._traces:
+            return
         jax.profiler.stop_trace()
         place = max((self._folder / TRACES).iterdir())  # named by time
         jax.profiler.save_device_memory_profile(str(place / MEMORY))
@@ -68,5 +72,5 @@ class Profiler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._tracing:  # the run was interrupted, or failed
+        if self._inside:  # the run was interrupted, or failed
             self._stop()

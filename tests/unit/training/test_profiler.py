@@ -38,7 +38,7 @@ def log(monkeypatch):
     return happened
 
 
-def profiled(log, folder, *, first=0, interrupted=None, **keys):
+def profiled(log, folder, *, first=0, interrupted=None, traces=True, **keys):
     """Runs the loop from step `first` on, with a step that computes nothing; returns what the profiler says."""
     config = load(arguments("nnx", profiler="xplane", **keys)).config
     run, said = build(config, jax.devices()[:1]), []
@@ -49,7 +49,7 @@ def profiled(log, folder, *, first=0, interrupted=None, **keys):
             raise Interrupted
         return leaves, {name: np.asarray(value) for name, value in VALUES.items()}
 
-    with Profiler(run.config, folder, first, said.append) as profiler:
+    with Profiler(run.config, folder, first, said.append, traces=traces) as profiler:
         reports = Reports(
             lambda row: log.append(f"row {row['step']}"), lambda row: None, lambda: None, profiler=profiler
         )
@@ -71,6 +71,16 @@ def test_the_device_is_idle_when_a_trace_starts_and_when_it_stops(log, tmp_path)
     ((folder, options),) = [each for each in log if isinstance(each, tuple)]
     assert folder == tmp_path / "tensorboard"
     assert options.python_tracer_level == 0
+
+
+def test_a_process_that_does_not_trace_waits_at_the_same_steps(log, tmp_path):
+    """Reading the metrics of islands is a program of all processes, so all must dispatch it at the same place."""
+    keys = {"steps": 5, "skip_first_n_steps_for_profiler": 1, "profiler_steps": 2}
+    assert not profiled(log, tmp_path, traces=False, **keys)
+    other = shown(log)
+    log.clear()
+    profiled(log, tmp_path, **keys)
+    assert other == [each for each in shown(log) if each not in ("start", "stop", "memory")]
 
 
 def test_steps_are_skipped_from_where_a_run_resumes_and_end_with_it(log, tmp_path):
