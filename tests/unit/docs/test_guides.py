@@ -78,3 +78,11 @@ def test_every_page_that_base_yml_names_exists():
     pages = re.findall(r"docs/[\w/.-]+\.md", (root / "base.yml").read_text(encoding="utf-8"))
     assert pages
     assert not [page for page in pages if not (root / page).is_file()]
+
+
+def test_the_table_of_features_names_files_that_exist():
+    root = GUIDES.parents[1]
+    page = (root / "docs/architecture.md").read_text(encoding="utf-8")
+    files = re.findall(r"`([\w/]+\.(?:py|yml))`", page.partition("## Where a feature is")[2])
+    assert len(files) > 60
+    assert [file for file in files if not (root / "src/trainer" / file).is_file()] == []
