@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainer.config import UserError
-from trainer.observe import open_run
+from trainer.observe import RunDir, open_run
 
 CONFIG = "base_config: base.yml\nsteps: 20\nenable_checkpointing: true\n"
 
@@ -333,3 +333,17 @@ def test_a_run_folder_without_permission(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "open", denied)
     with pytest.raises(UserError, match=r"base_output_directory=.* cannot write there \(Permission denied\)"):
         opened(tmp_path, "mine")
+
+
+def test_a_profile_goes_to_the_bucket_once(tmp_path):
+    local, remote = tmp_path / "local", tmp_path / "remote"  # a folder in place of a bucket's
+    name = "tensorboard/plugins/profile/2026/host.xplane.pb"
+    (local / name).parent.mkdir(parents=True)
+    (local / name).write_bytes(b"trace")
+    with (tmp_path / "lock").open("w") as lock:
+        run = RunDir(local, lock, remote)
+        run.upload()
+        assert (remote / name).read_bytes() == b"trace"
+        (remote / name).write_bytes(b"as it was")
+        run.upload()
+    assert (remote / name).read_bytes() == b"as it was"
