@@ -22,6 +22,7 @@ from trainer.config.dump import PROCESSES
 from trainer.config.optimizers import KEYS as OF_OPTIMIZERS
 from trainer.config.optimizers import TRAITS
 from trainer.data import open_dataset
+from trainer.observe.profiler import Profiler
 from trainer.train import main
 from trainer.training import build
 
@@ -256,8 +257,11 @@ def test_every_key_is_read(tmp_path, monkeypatch, corpus):
     common |= {"skip_step_on_spikes": True, "ema_decay": 0.9}
     main([f"{k}={v}" for k, v in common.items()])
     streaming = {"enable_diloco": True, "enable_streaming_diloco": True, "num_diloco_fragments": 3}
-    islands = build(load(arguments("nnx", **streaming)).config, jax.devices()[:1])
-    jax.eval_shape(islands.update, islands.codec.unpack(islands.abstract_state), islands.abstract_batch(islands.rows))
+    experts = {"decoder_block": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 16}
+    for keys in (streaming, experts | {"sparse_matmul": False, "capacity_factor": 1.0, "router_z_loss_weight": 0.1}):
+        run = build(load(arguments("nnx", **keys)).config, jax.devices()[:1])
+        jax.eval_shape(run.update, run.codec.unpack(run.abstract_state), run.abstract_batch(run.rows))
+    Profiler(Recording(load(["profiler=xplane"]).config, seen), tmp_path, 0, print)
     for words in other_sources(tmp_path):
         open_dataset(Recording(load(words).config, seen), lambda line: None)
     unread = set(schema().keys) - seen - set(READ_BY_LOADING)
