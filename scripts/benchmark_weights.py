@@ -45,8 +45,7 @@ def make(folder: Path, layers: int) -> None:
     import ml_dtypes
     import numpy as np
 
-    from trainer.checkpoint import Leaf, model_config, write_huggingface
-    from trainer.export import parameter_shapes
+    from trainer.checkpoint import Leaf, model_config, parameter_shapes, write_huggingface
 
     config = model_config({}, words(layers), "")
     random = np.random.default_rng(0)
@@ -98,7 +97,8 @@ def export(source: Path, target: Path, *options: str) -> dict[str, float]:
     import jax
 
     import trainer.checkpoint
-    from trainer.export import main, parameter_shapes
+    from trainer.checkpoint import parameter_shapes
+    from trainer.export import main
 
     parameter_shapes(trainer.checkpoint.model_config({}, [], ""))
     jax.devices()

@@ -8,9 +8,8 @@ import ml_dtypes
 import numpy as np
 from support import ALL_COMBINATIONS, TINY, pinned
 
-from trainer.checkpoint import names_of, nested
+from trainer.checkpoint import names_of, nested, parameter_shapes
 from trainer.config import load, resolve
-from trainer.export import parameter_shapes
 
 MODEL = {key: TINY[key] for key in TINY if key.startswith(("base_", "head_dim", "vocab_size"))}
 EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "base_moe_mlp_dim": 24}

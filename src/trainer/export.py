@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     source, out, options, keys = _read_words(words)
     # Imports that load JAX come after the checks that do not need it.
     leave_out_absent_tpu()
-    from trainer.checkpoint import copy_tokenizer, model_config, open_source
+    from trainer.checkpoint import copy_tokenizer, model_config, open_source, parameter_shapes
     from trainer.checkpoint.description import check_words
 
     take_interrupts()
@@ -133,15 +133,6 @@ def _not_a_new_folder(path: Path) -> str | None:
         return "exists and is not an empty folder; choose a new one"
     above = next(parent for parent in path.parents if parent.exists())
     return None if above.is_dir() else f"{above} is a file"
-
-
-def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """The canonical parameter names of a model and their shapes. Nothing is allocated."""
-    from trainer.backends import make_model
-    from trainer.checkpoint import names_of
-
-    params, _ = make_model(config).abstract
-    return {name: leaf.shape for name, leaf in names_of(params).items()}
 
 
 def _write(folder: Path, options: dict[str, str], config: Any, leaves: Any, neutral: dict[str, Any]) -> None:

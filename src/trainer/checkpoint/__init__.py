@@ -1,8 +1,9 @@
 """Train states and parameters on disk: checkpoints of runs, of other software, and of `trainer.export`."""
 
+from trainer.checkpoint.contents import Contents, Tensor, contents_of
 from trainer.checkpoint.description import model_config
 from trainer.checkpoint.huggingface_out import write_huggingface
-from trainer.checkpoint.load import load_parameters, open_source
+from trainer.checkpoint.load import load_parameters, open_source, parameter_shapes
 from trainer.checkpoint.manager import CheckpointManager, SavedCheckpoints, inspect, newest, restore
 from trainer.checkpoint.maxtext_out import write_maxtext
 from trainer.checkpoint.params_out import write_params
@@ -13,11 +14,14 @@ from trainer.checkpoint.tokenizer import copy_tokenizer
 
 __all__ = [
     "CheckpointManager",
+    "Contents",
     "Leaf",
     "SavedCheckpoints",
     "Shapes",
     "Sidecar",
     "Source",
+    "Tensor",
+    "contents_of",
     "copy_tokenizer",
     "inspect",
     "is_due",
@@ -28,6 +32,7 @@ __all__ = [
     "nested",
     "newest",
     "open_source",
+    "parameter_shapes",
     "restore",
     "saved_config",
     "write_huggingface",

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from trainer.backends import make_model
 from trainer.checkpoint.description import check_same_model
 from trainer.checkpoint.huggingface import HuggingFaceSource, weight_files
 from trainer.checkpoint.manager import RUN, committed, inspect, newest, written_by_maxtext
@@ -81,6 +82,12 @@ def _of_run(path: str, *, average: bool = False) -> Source:
         f"{path}: no run with a checkpoint there; of what lies in a bucket only a run's folder or one of its "
         "checkpoints/N is read: copy other checkpoints to this machine"
     )
+
+
+def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """The canonical parameter names of a model and their shapes. Nothing is allocated."""
+    params, _ = make_model(config).abstract
+    return {name: leaf.shape for name, leaf in names_of(params).items()}
 
 
 def load_parameters(

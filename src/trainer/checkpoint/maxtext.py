@@ -67,6 +67,11 @@ class MaxTextSource:
         }
         self.modules = max(map(module_of, self._headers))
 
+    @property
+    def stored(self) -> Mapping[str, str]:
+        """The path in the tree of each parameter, by its name without the tree's root: layers as they are stored."""
+        return {name: path for name, (path, _) in self._headers.items()}
+
     def notes(self, config: Any) -> Sequence[str]:
         """See `Source.notes`: the order of a head's entries, which MaxText does not say; what the checkpoint says but
         does not hold; and which of its modules are left out."""

@@ -11,7 +11,7 @@ from trainer.checkpoint.params import CONFIG, TREE
 from trainer.compare.difference import Difference, Tolerance, differences, forward_order
 from trainer.compare.report import Comparison, Quantity, Report
 from trainer.config import UserError
-from trainer.models.families import NOT_STACKS
+from trainer.models.families import in_stack
 from trainer.runtime import storage
 
 Readers = Mapping[str, Callable[[], np.ndarray]]
@@ -87,5 +87,4 @@ def _differences(part: str, readers: Sequence[Readers], tolerance: Tolerance) ->
 
 def _layers(name: str) -> Iterable[int] | None:
     """The layers of an array of a stack, counted within the stack; None for an array outside of stacks."""
-    _, found, path = f"/{name}".partition("/decoder/")
-    return itertools.count() if found and path.partition("/")[0] not in NOT_STACKS else None
+    return itertools.count() if in_stack(name) else None

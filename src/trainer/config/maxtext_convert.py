@@ -5,6 +5,7 @@ The verdicts are those that `load` gives for the same words: each key is read by
 
 import fnmatch
 import functools
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -98,12 +99,15 @@ def fill(template: str, command: Command) -> tuple[list[str], list[str], list[st
       Its words; the keys that it lacks, in capitals in their place; and the words that it does not use.
     """
     given = {name.lstrip("-"): text for name, _, text in (word.partition("=") for word in command.words)}
+    # Options of MaxText's tools have their values in the next word, too.
+    given |= {name[2:]: text for name, text in itertools.pairwise(command.words) if re.fullmatch(r"--\w+", name)}
     names = re.findall(r"{(\w+)}", template)
     words = [
         re.sub(r"{(\w+)}", lambda found: given.get(found.group(1)) or found.group(1).upper(), word)
         for word in template.split()
     ]
-    unused = [word for word in command.words if word.partition("=")[0].lstrip("-") not in names]
+    used = {given[name] for name in names if name in given}
+    unused = [word for word in command.words if word not in used and word.partition("=")[0].lstrip("-") not in names]
     return words, [name for name in names if not given.get(name)], unused
 
 

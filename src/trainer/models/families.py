@@ -41,6 +41,12 @@ _METHODS = ("head", "make_layers", "run_layers", "make_block", "run_block")
 RESERVED = frozenset({*dir(nnx.Module), *NOT_STACKS, *_METHODS})
 
 
+def in_stack(name: str) -> bool:
+    """Whether the parameter `name` belongs to a stack, so that its first axis is that of the layers."""
+    _, found, path = f"/{name}".partition("/decoder/")
+    return bool(found) and path.partition("/")[0] not in NOT_STACKS
+
+
 def family(decoder_block: str) -> Family:
     """The family of that name or import path.
 

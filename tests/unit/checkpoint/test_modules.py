@@ -21,10 +21,9 @@ from checkpoint_cases import (
 from support import arguments
 
 from trainer import export
-from trainer.checkpoint import load_parameters, names_of, open_source, write_huggingface
+from trainer.checkpoint import load_parameters, names_of, open_source, parameter_shapes, write_huggingface
 from trainer.checkpoint.description import described, model_config
 from trainer.config import UserError, load, resolve
-from trainer.export import parameter_shapes
 from trainer.models.maxtext_config import maxtext_keys
 from trainer.training import build
 from trainer.training.start import start

@@ -190,6 +190,13 @@ def test_a_tools_command_takes_the_values_of_its_keys(capsys):
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "python -m trainer.export /c/0/items /out format=hf model_name=qwen3-8b"
     assert said[-1] == "  scan_layers=true"
+    from_maxtext.main(["python -m maxtext.checkpoint_conversion.inspect_checkpoint orbax --path /c/0/items"])
+    assert capsys.readouterr().out.splitlines() == [
+        "python -m trainer.inspect /c/0/items",
+        "",
+        "not needed for it:",
+        "  orbax",
+    ]
 
 
 def test_the_page_is_aligned_and_narrow(capsys):

@@ -14,10 +14,9 @@ from flax import linen
 from support import assert_equal_bits, compiled, copied, packed_batch, tiny_config
 
 from trainer.backends import make_model
-from trainer.checkpoint import model_config
+from trainer.checkpoint import model_config, parameter_shapes
 from trainer.checkpoint.description import check_words
 from trainer.config import UserError
-from trainer.export import parameter_shapes
 from trainer.layers.sown import SownValue, Total
 from trainer.objectives import NextToken, make_objective
 from trainer.ops.random import seed_key

@@ -1,0 +1,185 @@
+"""What a checkpoint of any kind holds: `contents_of`, for people."""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trainer.checkpoint import orbax
+from trainer.checkpoint.description import model_config
+from trainer.checkpoint.load import open_source, parameter_shapes
+from trainer.checkpoint.manager import RUN, inspect, newest, written_by_maxtext
+from trainer.checkpoint.maxtext import MaxTextSource
+from trainer.checkpoint.params import TREE, ParamsSource
+from trainer.checkpoint.sidecar import read_sidecar, saved_config
+from trainer.checkpoint.source import Leaf
+from trainer.models.families import in_stack
+from trainer.runtime import storage
+
+PARAMS, ISLANDS = "params", "inner_state"
+_STRIP = 1 << 22  # values that are squared at once
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One array of a checkpoint.
+
+    Attributes:
+      part: what it belongs to: params, opt_state, step, ...; of DiLoCo also inner_state, the islands.
+      name: the canonical name of a parameter; of others the path below `part`.
+      dtype: as NumPy calls it; several separated by + if layers are stored in several.
+      read: yields the values in parts, the layers of a stack in their order.
+      stacked: the first axis is that of layers.
+    """
+
+    part: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    read: Callable[[], Iterable[np.ndarray]]
+    stacked: bool = False
+
+    @property
+    def size(self) -> int:
+        """The number of values."""
+        return math.prod(self.shape)
+
+    def norms(self) -> list[float]:
+        """The Euclidean norm of each layer of a stack, otherwise the one norm: of float64 sums of squares."""
+        squares: list[float] = []
+        for part in self.read():
+            pieces = part if self.stacked and part.ndim == len(self.shape) else [part]
+            squares += [_square(piece) for piece in pieces]
+        return [math.sqrt(it) for it in (squares if self.stacked else [sum(squares)])]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint holds; of its arrays only the headers were read.
+
+    Attributes:
+      path: the checkpoint, which for a run's folder is its newest.
+      kind: in words.
+      step: the number of updates that it holds; None if it says none.
+      keys: the keys of the configuration that it says.
+      verified: checksums were compared; None if it has none.
+      position: in the data, JSON; None if it says none.
+      fingerprint: of the data and the tokenizer.
+      tokenizer: names of the tokenizer's files.
+      notes: what to know about how it is stored.
+    """
+
+    path: str
+    kind: str
+    step: int | None
+    keys: Mapping[str, Any]
+    tensors: list[Tensor]
+    verified: bool | None = None
+    position: Any = None
+    fingerprint: str = ""
+    tokenizer: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def contents_of(path: str, *, verify: bool = True) -> Contents:
+    """The contents of the checkpoint at `path`, recognized as `open_source` does.
+
+    Args:
+      path: a run's folder, checkpoints/N, a parameter-only checkpoint, MaxText's, a Hugging Face directory.
+      verify: compare the checksums of a run's checkpoint, for which all of it is read.
+
+    Raises:
+      UserError: there is no checkpoint, or it is damaged.
+    """
+    checkpoint = newest(storage.folder(path))
+    if checkpoint is not None and not written_by_maxtext(checkpoint):
+        return _of_run(checkpoint, verify)
+    source = open_source(path)
+    if isinstance(source, MaxTextSource):
+        return _of_maxtext(source)
+    if isinstance(source, ParamsSource):
+        tensors = _in_tree(source.path / TREE)
+        return Contents(str(source.path), "parameters only, of trainer.export", None, source.keys, tensors)
+    config = model_config(source.keys, [], str(source.path))
+    leaves = source.leaves(config, parameter_shapes(config))
+    found = [_of_leaf(name, leaf) for name, leaf in leaves.items()]
+    return Contents(str(source.path), f"a {source.kind} directory", None, source.keys, found)
+
+
+def _of_run(checkpoint: Any, verify: bool) -> Contents:
+    sidecar = inspect(checkpoint) if verify else read_sidecar(checkpoint / RUN)
+    tensors = _in_tree(checkpoint)
+    islands = any(tensor.part.startswith(ISLANDS) for tensor in tensors)
+    return Contents(
+        str(checkpoint),
+        f"a checkpoint of a run{' of DiLoCo' if islands else ''}",
+        int(checkpoint.name) if checkpoint.name.isdecimal() else None,
+        saved_config(sidecar, f"{checkpoint}/{RUN}"),
+        tensors,
+        verify,
+        sidecar.position,
+        sidecar.fingerprint,
+        tuple(sorted(sidecar.tokenizer)),
+    )
+
+
+def _of_maxtext(source: MaxTextSource) -> Contents:
+    parameters = {path: name for name, path in source.stored.items()}
+    headers, readers = orbax.headers(source.path), orbax.readers(source.path)
+    tensors = []
+    for path, header in headers.items():
+        part, name = (PARAMS, parameters[path]) if path in parameters else _split(path)
+        tensors.append(_tensor(part, name, header, readers[path], stacked=False))
+    steps = [tensor for tensor in tensors if tensor.part == "step" and not tensor.shape]
+    step = int(next(iter(steps[0].read()))) if steps else None
+    notes = ("names, layers and their axis as MaxText stores them; it says no configuration",)
+    return Contents(str(source.path), "a checkpoint of MaxText", step, {}, tensors, notes=notes)
+
+
+def _in_tree(tree: Any) -> list[Tensor]:
+    """The arrays of a tree that this trainer wrote."""
+    readers = orbax.readers(tree)
+    found = []
+    for path, header in orbax.headers(tree).items():
+        part, name = _split(path)
+        if part == ISLANDS:
+            inner, name = _split(name)
+            part = f"{ISLANDS}/{inner}"
+        found.append(_tensor(part, name, header, readers[path], stacked=part == PARAMS and in_stack(name)))
+    return found
+
+
+def _split(path: str) -> tuple[str, str]:
+    part, _, name = path.partition("/")
+    return part, name
+
+
+def _tensor(part: str, name: str, header: Any, read: Callable[[], np.ndarray], *, stacked: bool) -> Tensor:
+    dtype, shape = np.dtype(header.dtype), tuple(header.shape)
+    return Tensor(
+        part, name, shape, dtype.name, math.prod(shape) * dtype.itemsize, lambda: [np.asarray(read())], stacked
+    )
+
+
+def _of_leaf(name: str, leaf: Leaf) -> Tensor:
+    dtype = "+".join(leaf.mixed) or leaf.dtype.name
+    return Tensor(PARAMS, name, leaf.shape, dtype, leaf.nbytes, functools.partial(_parts, leaf), in_stack(name))
+
+
+def _parts(leaf: Leaf) -> Iterator[np.ndarray]:
+    for part in leaf.parts:
+        yield part()
+
+
+def _square(value: np.ndarray) -> float:
+    """The sum of the squares of all values, a strip at a time."""
+    flat = np.ascontiguousarray(value).reshape(-1)
+    total = 0.0
+    for start in range(0, len(flat), _STRIP):
+        strip = flat[start : start + _STRIP].astype(np.float64)
+        total += float(strip @ strip)
+    return total

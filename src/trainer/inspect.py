@@ -1,0 +1,192 @@
+"""`python -m trainer.inspect PATH [norms=false]`: what a checkpoint of any kind holds."""
+
+import json
+import math
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from trainer.config import UserError, command_line, exit_on_user_error, schema, take_interrupts
+from trainer.config.dump import to_flow
+from trainer.config.errors import shortened
+from trainer.config.values import read_text
+from trainer.config.words import counted
+from trainer.runtime.platforms import leave_out_absent_tpu
+
+HELP = """\
+usage: python -m trainer.inspect PATH [norms=false]
+
+PATH         a run's folder (its newest checkpoint) or one of its checkpoints/N, also in a bucket; the output of
+             trainer.export format=params; a checkpoint of MaxText's (its run, N, or N/items); a Hugging Face directory
+norms=false  read headers only: no norms, and checksums are not compared
+
+Prints kind, step, configuration, the position in the data, each parameter with its shape, dtype and norm, and the
+sizes of all other state. Of layers that are stacked the line has the norm of all of them and the range of their norms.
+The host holds one array at a time."""
+_WIDTH = 150
+_MODEL = (
+    "decoder_block",
+    "model_name",
+    "base_num_decoder_layers",
+    "base_emb_dim",
+    "base_num_query_heads",
+    "base_num_kv_heads",
+    "head_dim",
+    "base_mlp_dim",
+    "vocab_size",
+    "max_target_length",
+)
+_WORDS = {
+    "opt_state": "optimizer state",
+    "outer_opt_state": "outer optimizer state",
+    "rest": "other variables",
+    "inner_state/params": "islands: parameters",
+    "inner_state/opt_state": "islands: optimizer state",
+    "inner_state/rest": "islands: other variables",
+}
+
+
+@exit_on_user_error
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line `argv` (default: the process's own)."""
+    words = command_line(argv)
+    if words and words[0] in ("--help", "-h", "help"):
+        print(HELP)
+        return
+    path, norms = _read_words(words)
+    leave_out_absent_tpu()
+    from trainer.checkpoint import contents_of
+
+    take_interrupts()
+    contents = contents_of(path, verify=norms)
+    for line in _head(contents):
+        print(line, flush=True)
+    for line in _parameters(contents, norms):
+        print(line)
+    for line in _others(contents):
+        print(line)
+
+
+def _read_words(words: Sequence[str]) -> tuple[str, bool]:
+    options = [word for word in words if word.startswith("norms=")]
+    paths = [word for word in words if not word.startswith("norms=")]
+    if len(paths) != 1 or paths[0].startswith("-"):
+        raise UserError("give one checkpoint: python -m trainer.inspect PATH [norms=false]; --help says what it may be")
+    try:
+        return paths[0], read_text(schema().keys["enable_checkpointing"], options[-1][6:]) if options else True
+    except ValueError as error:
+        raise UserError(f"{options[-1]}: {error}") from None
+
+
+def _head(contents: Any) -> Iterator[str]:
+    yield _row("checkpoint", contents.path)
+    yield _row("kind", contents.kind)
+    if contents.step is not None:
+        yield _row("step", counted(contents.step, "update"))
+    keys = contents.keys
+    if flags := _combination(keys):
+        yield _row("combination", flags)
+    if contents.verified is not None:
+        yield _row("checksums", "every file is as it was written" if contents.verified else "not compared")
+    if keys:
+        sizes = " ".join(f"{key}={to_flow(keys[key])}" for key in _MODEL if key in keys)
+        yield from _wrapped("model", sizes)
+        yield from _wrapped("configuration", " ".join(_differing(keys)) or "the defaults of base.yml")
+    if contents.position is not None:
+        yield from _wrapped("data", f"{_flat(contents.position)}; fingerprint {contents.fingerprint}")
+    if contents.tokenizer:
+        yield _row("tokenizer", ", ".join(contents.tokenizer))
+    for note in contents.notes:
+        yield _row("note", note)
+
+
+def _combination(keys: Mapping[str, Any]) -> str:
+    from trainer.config import COMBINATIONS, combination, flags_of
+
+    flags = flags_of(next(iter(COMBINATIONS)))
+    return combination(keys) if flags and flags.keys() <= keys.keys() else ""
+
+
+def _differing(keys: Mapping[str, Any]) -> list[str]:
+    """KEY=VALUE of what differs from base.yml, without the sizes that are shown above."""
+    defaults = schema().keys
+    return [
+        f"{name}={shortened(to_flow(value))}"
+        for name, value in keys.items()
+        if name not in _MODEL and value != defaults[name].default
+    ]
+
+
+def _flat(position: Any) -> str:
+    """JSON on one line; an object without its own braces."""
+    if isinstance(position, dict):
+        return ", ".join(f"{key}: {json.dumps(it)}" for key, it in position.items())
+    return json.dumps(position)
+
+
+def _parameters(contents: Any, norms: bool) -> Iterator[str]:
+    from trainer.checkpoint.source import progress
+
+    tensors = [tensor for tensor in contents.tensors if tensor.part == "params"]
+    yield f"\nparameters: {_sizes(tensors)}"
+    wide = max(len(tensor.name) for tensor in tensors)
+    shapes = {tensor.name: f"[{', '.join(map(str, tensor.shape))}]" for tensor in tensors}
+    room, kinds = max(map(len, shapes.values())), max(len(tensor.dtype) for tensor in tensors)
+    squares = 0.0
+    with progress(tensors, "reading", lambda line: print(line, file=sys.stderr)) as tick:
+        for tensor in tensors:
+            line = f"  {tensor.name:<{wide}}  {shapes[tensor.name]:<{room}}  {tensor.dtype:<{kinds}}"
+            if norms:
+                found = tensor.norms()
+                total = math.sqrt(sum(it * it for it in found))
+                squares += total * total
+                line += f"  norm {total:<10.4g}"
+                if len(found) > 1:
+                    line += f" layers {min(found):.4g} to {max(found):.4g}"
+                tick(tensor.nbytes)
+            yield line.rstrip()
+    if norms:
+        yield f"  norm of all: {math.sqrt(squares):.6g}"
+
+
+def _others(contents: Any) -> Iterator[str]:
+    """A line for each part of the state other than parameters, and those of an optimizer's own parts."""
+    names = [it.name for it in contents.tensors if it.part == "params"]
+    parts: dict[str, list[Any]] = {}
+    for tensor in contents.tensors:
+        if tensor.part.rpartition("/")[2] not in ("params", "step") or tensor.part == "inner_state/params":
+            parts.setdefault(tensor.part, []).append(tensor)
+    for part, tensors in parts.items():
+        kind = f" of {contents.keys['opt_type']}" if part.endswith("opt_state") and "opt_type" in contents.keys else ""
+        yield f"\n{_WORDS.get(part, part)}{'' if part.startswith('outer') else kind}: {_sizes(tensors)}"
+        slots: dict[str, list[Any]] = {}
+        for tensor in tensors:
+            name = next((name for name in names if tensor.name.endswith(f"/{name}")), "")
+            slots.setdefault(tensor.name.removesuffix(name).rstrip("/"), []).append(tensor)
+        if part.endswith("opt_state"):
+            wide = max(map(len, slots))
+            yield from (f"  {slot:<{wide}}  {_sizes(those)}" for slot, those in slots.items())
+    yield f"\nin all: {_sizes(contents.tensors)}"
+
+
+def _sizes(tensors: Sequence[Any]) -> str:
+    from trainer.observe.text import si
+
+    dtypes = ", ".join(dict.fromkeys(tensor.dtype for tensor in tensors))
+    size = si(sum(tensor.nbytes for tensor in tensors), "B")
+    values = counted(sum(tensor.size for tensor in tensors), "value")
+    return f"{counted(len(tensors), 'array')}, {values}, {size} ({dtypes})"
+
+
+def _row(name: str, text: str) -> str:
+    return f"{name:<13}  {text}"
+
+
+def _wrapped(name: str, text: str) -> list[str]:
+    lines = textwrap.wrap(text, _WIDTH - 15, break_on_hyphens=False)
+    return [_row(name if i == 0 else "", line) for i, line in enumerate(lines)]
+
+
+if __name__ == "__main__":
+    main()
