@@ -88,10 +88,12 @@ def assert_close(left, right, rtol=2e-5):
 
 def test_fragments_that_arrive_late_against_numpy():
     """Two islands against two plain runs, which go on from what NumPy says. The last step is between a synchronization
-    and its arrival."""
+    and its arrival. An island skips its update where a fragment arrives, and one where another synchronizes."""
     common = SGD | {"base_num_decoder_layers": 3, "steps": 10, "per_device_batch_size": 1}
     run, plain = made(2, **common, **ISLANDS, **LATE), made(1, **common)
     config, batches = run.config, [packed_batch(run.config, run.rows, seed=i) for i in range(10)]
+    for update, island in ((5, 1), (6, 0)):
+        batches[update - 1]["targets_segmentation"][island] = 0  # no token with a loss
     together, alone = run.compile(), plain.compile()
     state, parts = run.init(), [plain.init() for _ in range(2)]
     params = copied(plain.codec.unpack(parts[0]).params)
@@ -118,7 +120,9 @@ def test_fragments_that_arrive_late_against_numpy():
         for island in (0, 1):
             assert_close(jax.tree.map(lambda x, n=island: x[n], found.inner_state.params), islands[island])
         assert found.in_flight == (in_flight[0] if in_flight else 0)
-        assert ("outer_grad_norm" in run.read(metrics, i)) == (i + 1 in (3, 6, 9, 10))
+        row = run.read(metrics, i)
+        assert row["skipped"] == (i + 1 in (5, 6))
+        assert ("outer_grad_norm" in row) == (i + 1 in (3, 6, 9, 10))
     grads = jax.tree.map(lambda new, old: new - config.diloco_outer_momentum * old, velocity, before)
     norm = np.sqrt(sum((grad**2).sum() for grad in jax.tree.leaves(grads)))
     np.testing.assert_allclose(run.read(metrics, 9)["outer_grad_norm"], norm, rtol=1e-3)  # of all fragments
