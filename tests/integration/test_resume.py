@@ -171,7 +171,13 @@ def test_a_finished_run_given_again(straight, tmp_path):
 def test_without_checkpoints(tmp_path):
     settings = {"enable_checkpointing": False, "steps": 2, "eval_interval": -1, "enable_tensorboard": False}
     assert train(tmp_path, **settings)[0] == 0
-    assert {path.name for path in (tmp_path / RUN).iterdir()} == {"metrics.jsonl", "config.yml", "finished", ".lock"}
+    assert {path.name for path in (tmp_path / RUN).iterdir()} == {
+        "metrics.jsonl",
+        "config.yml",
+        "report.html",
+        "finished",
+        ".lock",
+    }
     first = (tmp_path / RUN / METRICS_FILE).read_bytes()
     code, output = train(tmp_path, "run_name=run-0001", **settings)
     assert code == 0, output
