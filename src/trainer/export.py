@@ -96,7 +96,7 @@ def _read_words(words: Sequence[str]) -> tuple[str, Path, dict[str, str], list[s
     options = dict(word.split("=", 1) for word in rest if word.startswith(own))
     mistakes = []
     if len(places) != 2 or any("=" in place and place.partition("=")[0] in named for place in places):
-        mistakes.append("the first two words are FROM and OUT")
+        mistakes.append("the first two arguments are FROM and OUT")
     else:
         problems = ((place, path_problem(place)) for place in places)
         mistakes += [f"{shortened(place)}: {problem}" for place, problem in problems if problem]

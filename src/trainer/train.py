@@ -16,7 +16,7 @@ from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_o
 from trainer.runtime.preemption import EXIT_CODE, ends_at_sigterm
 
 DRY_RUN = "--dry-run"
-_FINISHED = "{} is finished, there is nothing to do; a larger steps goes on with it"
+_FINISHED = "{} is finished: nothing to do; to continue it, increase steps"
 
 
 @exit_on_user_error
@@ -54,7 +54,7 @@ def _run(loaded, started: float) -> None:
             return
         run_dir.upload()
         if end.preempted:
-            saved = "saved, the same command goes on from here"
+            saved = "saved; the same command continues from here"
             console.say(f"SIGTERM: {saved if run.config.enable_checkpointing else 'stopped'} ({run_dir.place})")
             raise SystemExit(EXIT_CODE)
         run_dir.finish()
@@ -105,7 +105,7 @@ def _opened(loaded):
         console.say(note)
     for key in ("compile_topology", "compile_topology_num_slices", "compile_report_file"):
         if by_hand(where := loaded.changed.get(key, "")):
-            loaded.warnings.append(f"{key} ({where}) has no effect: trainer.train runs on the devices that it has")
+            loaded.warnings.append(f"{key} ({where}) has no effect: trainer.train uses the available devices")
     run, dataset, prompt = agreed(lambda: _prepare(loaded, console))
     check_same("the training data", dataset.fingerprint)
     config_yml = to_yaml(run.config)
@@ -185,7 +185,7 @@ def _compiled_step(run, place, console):
     from trainer.aot.kernels import tiles_fit
 
     console.say("compiling the training step")
-    ended = f"SIGTERM: ended before the first update, the same command begins here again ({place})"
+    ended = f"SIGTERM: stopped before the first update; the same command starts over ({place})"
     with tiles_fit(), ends_at_sigterm(ended):
         return run.compile_on_leaves()
 

@@ -89,7 +89,7 @@ def test_a_run_in_a_bucket(bucket, tmp_path, monkeypatch):  # noqa: F811
     assert rows_of(run) == rows_of(tmp_path / "runs/run-0001")
     assert checkpoints(run) == ["8", "12"], "what expired is gone"
     assert (run / "finished").exists()
-    assert f"{RUN} is finished, there is nothing to do" in train("run_name=run-0001")[1]
+    assert f"{RUN} is finished: nothing to do" in train("run_name=run-0001")[1]
 
     # Others begin with it, or convert it.
     code, output = train(load_full_state_path=RUN, steps=14, base=tmp_path / "runs")

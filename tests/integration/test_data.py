@@ -49,7 +49,7 @@ def test_a_tfds_directory_trains_without_a_prompt(tmp_path: Path):
     ("keys", "message"),
     [
         ({"grain_train_files": "none/*"}, "none/* matches no file"),
-        ({"grain_train_files": "a.jsonl"}, "a.jsonl, line 2, is no JSON"),
+        ({"grain_train_files": "a.jsonl"}, "a.jsonl, line 2, is not JSON"),
         ({"grain_train_files": "a.jsonl", "tokenizer_type": "bytes", "vocab_size": 100}, "set vocab_size=257"),
         ({"grain_train_files": "b.jsonl", "train_data_columns": "txt"}, "there is no column txt"),
         ({"grain_train_files": "a.jsonl", "tokenizer_path": "none.json"}, "none.json: there is no such file"),

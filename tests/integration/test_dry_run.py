@@ -29,7 +29,7 @@ def test_a_dry_run_says_what_the_run_then_does(tmp_path):
 
     before = contents(tmp_path)
     code, said = train(tmp_path, DRY, "run_name=run-0001", learning_rate=1e-3, **SHORT)
-    assert (code, "runs/run-0001 is finished, there is nothing to do" in said) == (0, True), said
+    assert (code, "runs/run-0001 is finished: nothing to do" in said) == (0, True), said
     code, said = train(tmp_path, DRY, "run_name=run-0001", learning_rate=1e-3, **SHORT | {"steps": 3})
     assert (code, "checkpoints/2: 2 of 3 updates are done" in said) == (0, True), said
     code, said = train(tmp_path, DRY, "run_name=run-0001", learning_rate=1e-3, **SHORT | {"base_mlp_dim": 24})

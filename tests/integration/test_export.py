@@ -93,7 +93,7 @@ def test_from_maxtext_with_the_models_keys(tmp_path, capsys):
     assert "turn as adjacent pairs" in capsys.readouterr().out
     for more in ([], ["rope_interleave=true"]):
         message = failure(capsys, items, tmp_path / "no", "format=params", *more)
-        assert "this checkpoint says no keys of its model; give model_name=... or its keys" in message
+        assert "this checkpoint does not contain its model's keys; give model_name=... or its keys" in message
     message = failure(capsys, items, tmp_path / "no", "format=params", "model_name=mistral-7b")
     assert "decoder/logits_dense/kernel: found [16, 64], wanted [4096, 32000]" in message
     assert not list(tmp_path.glob("no*"))
@@ -233,7 +233,7 @@ def test_the_guides_stretched_model_trains(tmp_path, capsys):
     keys = sizes | {"steps": 1, "per_device_batch_size": 1, "base_output_directory": tmp_path, "run_name": "long"}
     keys |= {"load_parameters_path": path, "rope_type": "yarn", "rope_factor": 4}
     train.main([f"{key}={value}" for key, value in keys.items()])
-    assert "says rope_type=default; rope_type=yarn was given and counts" in capsys.readouterr().out
+    assert "says rope_type=default; rope_type=yarn was given and takes precedence" in capsys.readouterr().out
 
 
 def test_mistakes_of_the_command_line_are_told_at_once(tmp_path, capsys):
@@ -243,7 +243,7 @@ def test_mistakes_of_the_command_line_are_told_at_once(tmp_path, capsys):
     assert "exists and is not an empty folder" in message
     assert "format=gguf: allowed: hf, params, maxtext" in message
     assert "dtype=int8: allowed" in message
-    assert "the first two words are FROM and OUT" in failure(capsys, "format=hf", "vocab_size=3")
+    assert "the first two arguments are FROM and OUT" in failure(capsys, "format=hf", "vocab_size=3")
     assert "nothing in it is a checkpoint" in failure(capsys, tmp_path, tmp_path / "out", "format=hf")
     config = config_of(decoder_block="llama2", **FAMILIES["llama2"])
     write_hf(tmp_path / "hf", config, hf_tensors(random_params(config)))

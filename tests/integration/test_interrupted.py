@@ -60,7 +60,7 @@ def terminated(process, log):
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 143, log.read_text()
     assert time.monotonic() - started < 20  # a second or two where the machine is quiet
-    assert "SIGTERM: saved, the same command goes on from here (runs/run-0001)" in log.read_text()
+    assert "SIGTERM: saved; the same command continues from here (runs/run-0001)" in log.read_text()
 
 
 def test_sigterm_in_training_and_in_an_evaluation(killed, tmp_path):

@@ -51,7 +51,7 @@ def run(tmp_path, monkeypatch):
 def test_no_loss_at_all_ends_before_anything_is_compiled(run, way):
     code, output = run([LONG] * 6, data_pipeline=way)
     assert code == 2, output
-    assert "0 of 96 tokens bear loss, in 6 documents" in output
+    assert "0 of 96 tokens contribute to the loss, in 6 documents" in output
     assert "compiling" not in output
 
 
@@ -59,7 +59,7 @@ def test_evaluation_batches_without_loss_end_before_anything_is_compiled(run, tm
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [LONG, LONG, SHORT]))
     code, output = run([SHORT] * 4, eval_interval=2, eval_steps=1, grain_eval_files="b.jsonl")
     assert code == 2, output
-    assert "eval_steps=1: 0 of 32 tokens bear loss" in " ".join(output.split())
+    assert "eval_steps=1: 0 of 32 tokens contribute to the loss" in " ".join(output.split())
     assert "compiling" not in output
 
 
@@ -81,7 +81,7 @@ def test_a_run_that_learned_nothing_stays_refused(run, tmp_path, on_start):
     for _ in range(2):
         code, output = run(rows, steps=4, checkpoint_period=2, run_name="x", **keys)
         assert code == 1, output
-        assert "0 tokens bear loss in the 2 batches of this run" in output
+        assert "0 tokens contribute to the loss in the 2 batches of this run" in output
     saved = {path.name for path in (tmp_path / "runs/x/checkpoints").iterdir() if path.name.isdecimal()}
     assert saved == ({"0"} if on_start else set())
 
@@ -118,7 +118,11 @@ def test_a_run_whose_batches_bear_no_loss_is_stopped(tokens, before, sigterm, st
     rows = []
     reports = Reports(rows.append, lambda row: None, lambda: None)
     started = Start([], updates=before, resumed=before > 0)
-    with pytest.raises(RunStopped, match=r"0 tokens bear loss in the 2 batches") if stops else contextlib.nullcontext():
+    with (
+        pytest.raises(RunStopped, match=r"0 tokens contribute to the loss in the 2 batches")
+        if stops
+        else contextlib.nullcontext()
+    ):
         fit(built, step, started, dataset, reports)
     assert [row["tokens"] for row in rows] == tokens
     assert not any(saves)

@@ -23,7 +23,7 @@ def test_four_processes_then_two_then_one(tmp_path):
         said = log.read_text()
     assert "4 x cpu, 4 processes" in said
     assert said.count("compiling the training step") == 1, "the first process speaks for all"
-    assert "SIGTERM: saved, the same command goes on from here (runs/run)" in said
+    assert "SIGTERM: saved; the same command continues from here (runs/run)" in said
     assert "launch_local" not in said
     first = newest(tmp_path / "runs/run")
     done = int(first.name)

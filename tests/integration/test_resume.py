@@ -70,7 +70,7 @@ def test_sigterm_within_the_last_evaluation(straight, at, tmp_path, monkeypatch)
     monkeypatch.setattr("trainer.training.batches.eval_batches", interrupted)
     code, output = train(tmp_path)
     assert code == 143
-    assert f"SIGTERM: saved, the same command goes on from here ({RUN})" in output
+    assert f"SIGTERM: saved; the same command continues from here ({RUN})" in output
     assert newest(run).name == "60"
     assert rows_of(run) == rows_of(straight)[:-1]
     monkeypatch.undo()
@@ -154,7 +154,7 @@ def test_a_damaged_checkpoint_is_an_error_and_never_a_start_from_nothing(at, tmp
     code, output = train(tmp_path)
     assert code == 2
     assert f"checkpoint {RUN}/checkpoints/30 is damaged: {file.relative_to(run / 'checkpoints/30')} " in output
-    assert f"to go on from the checkpoint before it, remove {RUN}/checkpoints/30" in output
+    assert f"to continue from the previous checkpoint, remove {RUN}/checkpoints/30" in output
     assert files_of(run) == before
 
 
@@ -163,7 +163,7 @@ def test_a_finished_run_given_again(straight, tmp_path):
     before = files_of(tmp_path / RUN)
     code, output = train(tmp_path, "run_name=run-0001")
     assert code == 0
-    assert f"{RUN} is finished, there is nothing to do; a larger steps goes on with it" in output
+    assert f"{RUN} is finished: nothing to do; to continue it, increase steps" in output
     assert "compiling" not in output
     assert files_of(tmp_path / RUN) == before
 
@@ -252,7 +252,7 @@ def test_checkpoints_that_cannot_be_written_are_told_before_training(tmp_path):
     (tmp_path / RUN / "checkpoints").touch()
     code, output = train(tmp_path)
     assert code == 2
-    assert f"error: {RUN}/checkpoints is no folder, and checkpoints are to be saved below it" in output
+    assert f"error: {RUN}/checkpoints is not a folder, but checkpoints are saved below it" in output
     assert "compiling" not in output
     assert not (tmp_path / RUN / "config.yml").exists()
 

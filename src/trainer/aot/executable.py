@@ -114,7 +114,9 @@ def load(path: Path, origin: Origin, args: Any, devices: Sequence[jax.Device]) -
         raise UserError(f"{named}: damaged, its header is not JSON; compile again") from error
     if differences := _differences(head["origin"], json.loads(json.dumps(origin))):
         lines = "\n  ".join(differences)
-        raise UserError(f"{named} holds another step (file -> run):\n  {lines}\ncompile again, or leave the key out")
+        raise UserError(
+            f"{named} contains a different step (file -> run):\n  {lines}\ncompile again, or leave the key out"
+        )
     if hashlib.sha256(payload).hexdigest() != head["sha256"]:
         raise UserError(f"{named}: damaged, its checksum does not match; compile again")
     leaves = jax.tree.leaves(args[0])

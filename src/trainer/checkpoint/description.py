@@ -85,13 +85,13 @@ def check_same_model(
         if name in settled or ours.get(name) == keys[name]:
             continue
         if name in free:
-            say(f"{where} says {name}={_text(keys[name])}; {name}={_text(config[name])} was given and counts")
+            say(f"{where} says {name}={_text(keys[name])}; {name}={_text(config[name])} was given and takes precedence")
         else:
             differing.append(name)
     if differing:
         have = ", ".join(f"{name}={_text(config[name])}" for name in differing)
         raise UserError(
-            f"{where} holds another model than the configuration ({have}); "
+            f"{where} contains a different model than the configuration ({have}); "
             f"to load it, give: {' '.join(as_words(keys, differing))}"
         )
 
@@ -140,18 +140,18 @@ def check_words(keys: Mapping[str, Any], words: Sequence[str], config: Any, wher
       UserError: an argument is not a key of a model or has no effect on this one; or nothing defines the model.
     """
     given = [word.partition("=")[0] for word in words]
-    hints = {"weight_dtype": "; dtype=... says in what to write"}
+    hints = {"weight_dtype": "; dtype=... sets the dtype of the output"}
     lines = [
         f"{name}: not a key of the model{hints.get(name, '')}"
         for name in dict.fromkeys(given)
         if name not in {*MODEL, _PRESET, LENGTH, *FLAGS}
     ]
     idle = MODEL.intersection(given) - described(config).keys() - {ORDER}
-    lines += [f"{name}: without effect on this model" for name in sorted(idle)]
+    lines += [f"{name}: no effect on this model" for name in sorted(idle)]
     if lines:
         raise UserError("\n  ".join([f"{where}: only the model's keys can be given:", *lines]))
     if not keys and not {*MODEL, _PRESET}.difference({ORDER}).intersection(given):
-        raise UserError(f"{where}: this checkpoint says no keys of its model; give model_name=... or its keys")
+        raise UserError(f"{where}: this checkpoint does not contain its model's keys; give model_name=... or its keys")
 
 
 def model_yaml(config: Any) -> str:

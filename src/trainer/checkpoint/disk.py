@@ -29,7 +29,7 @@ def disk_errors(directory: Any) -> Iterator[None]:
             raise
         raise UserError(
             f"cannot write a checkpoint below {directory}: {_reason(error)}; the checkpoints that are committed there "
-            f"are intact: {remedy(_code(error))} and give the same command again"
+            f"are intact: {remedy(_code(error))} and run the same command again"
         ) from error
 
 
@@ -41,7 +41,7 @@ def read_errors(directory: Any) -> Iterator[None]:
     except OSError as error:
         raise UserError(
             f"cannot read the checkpoints below {directory}: {_reason(error)}; make the folder readable, or check the "
-            "disk or the connection to it, and give the same command again"
+            "disk or the connection to it, and run the same command again"
         ) from error
 
 
@@ -66,11 +66,11 @@ def check_writable(directory: Any, process: int) -> None:
     except OSError as error:
         if isinstance(error, FileExistsError | NotADirectoryError):
             raise UserError(
-                f"{directory} is no folder, and checkpoints are to be saved below it; rename or remove it, or choose "
+                f"{directory} is not a folder, but checkpoints are saved below it; rename or remove it, or choose "
                 "another run_name"
             ) from error
         raise UserError(
-            f"cannot write checkpoints below {directory}: {_reason(error)}; {remedy(_code(error))} and give the same "
+            f"cannot write checkpoints below {directory}: {_reason(error)}; {remedy(_code(error))} and run the same "
             "command again, or set enable_checkpointing=false to train without checkpoints"
         ) from error
 

@@ -87,9 +87,11 @@ class HuggingFaceSource:
         }
         check_tensors(found, wanted, str(self.path))
         if tied:
-            self._check_copy(head, table, f"the head is said to be the embedding table, but {head} is not {table}")
+            self._check_copy(
+                head, table, f"the configuration ties the head to the embedding table, but {head} is not {table}"
+            )
         for name, of in copies.items():
-            self._check_copy(name, of, f"modules of multi-token prediction share {of}, but {name} is another")
+            self._check_copy(name, of, f"modules of multi-token prediction share {of}, but {name} differs")
         return {
             name: self._leaf(layouts[name], places[name], shape, config.rope_interleave)
             for name, shape in shapes.items()

@@ -75,12 +75,12 @@ def _of_run(path: str, *, average: bool = False) -> Source:
         return ParamsSource(checkpoint, "", f"{RUN}/{SIDECAR_CONFIG}", f"{RUN}/{TOKENIZER}", average=average)
     if average:
         raise UserError(
-            f"{path}: no run with a checkpoint there, and nothing else holds an average of its parameters; leave out "
+            f"{path}: no run with a checkpoint there, and only a run contains averaged parameters; leave out "
             "weights=ema"
         )
     raise UserError(
-        f"{path}: no run with a checkpoint there; of what lies in a bucket only a run's folder or one of its "
-        "checkpoints/N is read: copy other checkpoints to this machine"
+        f"{path}: no run with a checkpoint there; from a bucket, only a run's folder or one of its "
+        "checkpoints/N can be read: copy other checkpoints to this machine"
     )
 
 

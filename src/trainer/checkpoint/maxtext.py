@@ -137,8 +137,8 @@ class MaxTextSource:
         ]
         if stacked and fits == [len(stacked)] * 2:
             raise UserError(
-                f"{self.path}: as many layers as every parameter's first axis is long: whether param_scan_axis is 0 or "
-                "1 cannot be told from shapes; have MaxText write it with scan_layers=false"
+                f"{self.path}: every parameter's first axis is as long as the number of layers, so the "
+                "shapes do not tell whether param_scan_axis is 0 or 1; have MaxText write it with scan_layers=false"
             )
         return 0 if fits[0] > fits[1] else 1
 

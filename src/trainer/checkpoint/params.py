@@ -64,7 +64,7 @@ class ParamsSource:
             path.removeprefix(root): path for root in reversed(roots) for path in self._headers if path.startswith(root)
         }
         if average and not any(path.startswith(_AVERAGES) for path in self._headers):
-            raise UserError(f"{path}: holds no average of its parameters: it was trained with ema_decay=0")
+            raise UserError(f"{path}: contains no averaged parameters: it was trained with ema_decay=0")
 
     def notes(self, config: Any) -> Sequence[str]:
         """See `Source.notes`: nothing."""

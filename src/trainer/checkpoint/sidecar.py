@@ -61,7 +61,7 @@ def read_sidecar(folder: Any) -> Sidecar:
     own = folder / _data_file(_process_index())
     data = _object(folder, own.name if own.is_file() else DATA)
     if not isinstance(data.get("fingerprint"), str):
-        raise damaged(folder, DATA, "says no fingerprint of the data")
+        raise damaged(folder, DATA, "has no fingerprint of the data")
     tokenizer = {path.name: path.read_bytes() for path in entries(folder / TOKENIZER)}
     try:
         config = (folder / CONFIG).read_text(encoding="utf-8")
@@ -77,7 +77,7 @@ def _object(folder: Any, name: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise damaged(folder, name, f"cannot be read ({type(error).__name__}: {error})") from error
     if not isinstance(found, dict):
-        raise damaged(folder, name, "is no JSON object")
+        raise damaged(folder, name, "is not a JSON object")
     return found
 
 

@@ -147,7 +147,7 @@ def check_tensors(
             lines.append(f"{name}: stored as {dtype}, known: {', '.join(DTYPES)}")
     lines += [f"{name}: missing, wanted {_shape(shape)}" for name, shape in wanted.items() if name not in found]
     lines += [
-        f"{shortened(name)}: the model has no place for it, found {_shape(shape)}"
+        f"{shortened(name)}: the model has no such parameter, found {_shape(shape)}"
         for name, (shape, _) in found.items()
         if name not in wanted
     ]

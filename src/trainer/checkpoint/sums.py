@@ -88,7 +88,7 @@ def verify(folder: Any, process: int = 0, processes: int = 1) -> None:
 def damaged(folder: Any, name: str, what: str) -> UserError:
     """The error for file `name` of a checkpoint; `what` goes on from its name."""
     return UserError(
-        f"checkpoint {folder} is damaged: {name} {what}; to go on from the checkpoint before it, remove {folder}"
+        f"checkpoint {folder} is damaged: {name} {what}; to continue from the previous checkpoint, remove {folder}"
     )
 
 

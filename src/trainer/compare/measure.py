@@ -131,7 +131,7 @@ def _with_later(program: Program, native: Any, later: Mapping[str, np.ndarray]) 
             name for name, leaf in renamed.items() if leaf.size != later[name].size
         )
         raise UserError(
-            f"{program.name}: its optimizer state has another structure than that of load_full_state_path (first: "
+            f"{program.name}: its optimizer state has a different structure from that of load_full_state_path (first: "
             f"{odd[0]}); compare from parameters only, with load_parameters_path"
         )
     leaves = [

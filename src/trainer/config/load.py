@@ -167,7 +167,7 @@ def _how_to_use_them(yml: str, files: Sequence[YmlFile]) -> str:
     if children:
         return f"set base_config: maxtext.yml in {children[0].path}"
     if yml == "base.yml" and not files:
-        return "give maxtext.yml as the first word"
+        return "give maxtext.yml as the first argument"
     changed = ", and your changes in it as key=value" if files else ""
     return f"give maxtext.yml in place of {shortened(yml)}{changed}"
 
@@ -227,7 +227,7 @@ def malformed(reader: Reader, name: str, has_value: bool, text: str) -> str | No
     keys = reader.schema.keys
     bare = name.lstrip("-").replace("-", "_")
     if re.match("base_config(:|$)", bare):
-        return "base_config belongs in a yml; on the command line the first word names the yml"
+        return "base_config belongs in a yml; on the command line the first argument names the yml"
     if name.startswith("-"):
         if bare not in keys:
             return f"unknown option; keys are written key=value, --help lists them{reader.nearest_key(bare)}"
@@ -235,7 +235,7 @@ def malformed(reader: Reader, name: str, has_value: bool, text: str) -> str | No
     if has_value:
         return None
     if name.endswith(YML_ENDINGS):
-        return "only the first word may be a yml; a yml names its parent with `base_config:`"
+        return "only the first argument may be a yml; a yml names its parent with `base_config:`"
     return f"no value; write {name}=VALUE" if name in keys else f"not key=value{reader.nearest_key(name)}"
 
 

@@ -50,7 +50,7 @@ def ensure(folder: Path, build: Callable[[Path], dict[str, Any]], progress: Prog
     except OSError as error:
         raise UserError(
             f"cannot write the prepared data to {folder.parent}: {error.strerror or error}; "
-            "set data_cache_directory to a folder that can be written and has room"
+            "set data_cache_directory to a writable folder with enough space"
         ) from error
 
 

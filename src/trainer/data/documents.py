@@ -45,7 +45,7 @@ class Counts:
     split: int = 0  # longer than (what was left of) a row, continued in another
     cut: int = 0  # documents that lost their end to use_truncation, and the tokens lost
     cut_tokens: int = 0
-    silent: int = 0  # documents in rows that have no token that bears loss
+    silent: int = 0  # documents in rows that have no token that contributes to the loss
     mended: int = 0  # documents with lone surrogates, the surrogates, and where the first document stands
     mended_characters: int = 0
     mended_first: str = ""
@@ -80,8 +80,8 @@ class Counts:
             )
         if self.silent:
             notes["silent"] = (
-                f"{self.silent:,} of {self.documents:,} documents have no token that bears loss: their completion is "
-                "empty, or lies behind the end of the row"
+                f"{self.silent:,} of {self.documents:,} documents have no token that contributes to the loss: "
+                "their completion is empty, or starts after the end of the row"
             )
         if self.mended:
             every = self.documents + self.empty

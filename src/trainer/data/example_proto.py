@@ -21,9 +21,9 @@ def parse_example(data: bytes) -> dict[str, Any]:
     try:
         features = tf_example_pb2.Example.FromString(data).features.feature
     except DecodeError as error:
-        raise ValueError(f"no tf.train.Example ({error})") from error
+        raise ValueError(f"not a tf.train.Example ({error})") from error
     if not features:
-        raise ValueError("no tf.train.Example, or one without features")
+        raise ValueError("not a tf.train.Example, or one without features")
     return {name: _values(features[name]) for name in sorted(features)}  # a map of protobuf has no order
 
 

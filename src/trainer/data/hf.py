@@ -31,7 +31,7 @@ def hf_corpus(
             f"{', '.join(table.column_names)}"
         )
     if not len(table):
-        raise UserError(f"{path} {split} holds no rows")
+        raise UserError(f"{path} {split} has no rows")
     arrow = [Path(file["filename"]) for file in table.cache_files]
     fingerprint = file_fingerprint(arrow, f"{split} {len(table)}") if arrow else _contents(table)
     part = TablePart(f"{path} {split}", table.select_columns(list(columns)), columns)
@@ -50,9 +50,9 @@ def _load(path: str, name: str, data_dir: str, cache: Path, say: Say, files: str
     folder = local_path(path, "hf_path=")
     if not folder.is_dir() and path not in BUILDERS:
         raise UserError(
-            f"hf_path={path}: there is no such folder on this machine, and datasets are not downloaded; get it first, "
-            f"as by `hf download --repo-type dataset {path} --local-dir FOLDER`, and set hf_path=FOLDER; or name a "
-            f"reader of plain files ({', '.join(BUILDERS)}) and hf_train_files"
+            f"hf_path={path}: there is no such folder on this machine, and datasets are not downloaded; "
+            f"download it first, for example with `hf download --repo-type dataset {path} --local-dir FOLDER`, "
+            f"and set hf_path=FOLDER; or name a reader of plain files ({', '.join(BUILDERS)}) and hf_train_files"
         )
     if path in BUILDERS and not folder.is_dir() and not files:
         raise UserError(f"hf_path={path} reads plain files: name them with hf_train_files or hf_eval_files")

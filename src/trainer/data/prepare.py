@@ -173,10 +173,10 @@ def no_loss(corpora: Sequence[Corpus], pairs: int, counts: Counts, packing: Pack
     """The error for corpora whose `pairs` tokens in rows all bear no loss, which is possible only with two columns."""
     cut = f"{counts.cut:,} of them cut off by use_truncation=true, " if counts.cut else ""
     return UserError(
-        f"{_label(corpora)}: 0 of {pairs:,} tokens bear loss, in {counts.documents:,} documents, {cut}so there is "
-        "nothing to train or to evaluate on: every completion is empty, or lies behind the end of its row of "
-        f"max_target_length={packing.length} tokens; fill the column, raise max_target_length, or set "
-        "use_truncation=false or sft_train_on_completion_only=false"
+        f"{_label(corpora)}: 0 of {pairs:,} tokens contribute to the loss, in {counts.documents:,} documents, "
+        f"{cut}so there is nothing to train or to evaluate on: every completion is empty, or starts "
+        f"after the end of its row of max_target_length={packing.length} tokens; fill the column, raise "
+        "max_target_length, or set use_truncation=false or sft_train_on_completion_only=false"
     )
 
 

@@ -103,10 +103,10 @@ class JsonlPart(FilePart):
                     values = json.loads(line.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogatepass"))
                 except (ValueError, RecursionError) as error:
                     raise UserError(
-                        f"{where}, is no JSON ({error}){encoding_hint(line)}; mend or remove the line"
+                        f"{where}, is not JSON ({error}){encoding_hint(line)}; fix or remove the line"
                     ) from error
                 if not isinstance(values, dict):
-                    raise UserError(f"{where}, is no JSON object; mend or remove the line")
+                    raise UserError(f"{where}, is not a JSON object; fix or remove the line")
                 yield cursor, cursor / self.weight, self.pick(values, where)
 
 
@@ -160,7 +160,8 @@ class ArrayRecordPart(FilePart):
         if not count:
             # The number of records stands at a file's end.
             raise UserError(
-                f"{path} is damaged, cut short, or no ArrayRecord file: it shows no records; copy it or write it again"
+                f"{path} is damaged, truncated, or not an ArrayRecord file: no records can be read; "
+                "copy it or write it again"
             )
         if self._stop > count:
             raise UserError(f"{path} has {count} records, but dataset_info.json lists more; copy or prepare it again")
@@ -213,7 +214,7 @@ class TfrecordPart(FilePart):
                 data = file.read(size + 4) if cursor + size + 16 <= self.weight else b""
                 if len(data) != size + 4:
                     raise UserError(
-                        f"{self.path}: the record at byte {cursor} is cut short or no TFRecord; copy it again"
+                        f"{self.path}: the record at byte {cursor} is truncated or not a TFRecord; copy it again"
                     )
                 start, cursor = cursor, cursor + size + 16
                 record = parsed(self._parse, data[:size], self.columns, f"{self.name}, record at byte {start}")
@@ -266,7 +267,7 @@ def parsed(parse: Callable[[bytes], Any], data: bytes, columns: Columns, where: 
     try:
         values = parse(data)
     except ValueError as error:
-        raise UserError(f"{where}: {error}; the file may be damaged, or of another grain_file_type") from error
+        raise UserError(f"{where}: {error}; the file may be damaged, or of a different grain_file_type") from error
     return pick(values, columns, where)
 
 
@@ -283,7 +284,7 @@ class damaged_file:
         if isinstance(error, self._errors) and not isinstance(error, UserError):
             text = " ".join(str(error).split())[:200]
             raise UserError(
-                f"{self._path} is damaged, or of another format than expected ({text}); copy it or write it again"
+                f"{self._path} is damaged, or not in the expected format ({text}); copy it or write it again"
             ) from error
 
 

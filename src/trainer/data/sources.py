@@ -166,7 +166,7 @@ def check_features(folder: Path) -> None:
         nodes += node.values()
         for name in (node.get(key) for key in ("type", "pythonClassName", "python_class_name")):
             if isinstance(name, str) and "." in name and not name.startswith("tensorflow_datasets."):
-                raise UserError(f"{path}: {shortened(name)} is no feature of TFDS; code that data name is not run")
+                raise UserError(f"{path}: {shortened(name)} is not a TFDS feature; code named by data is not run")
 
 
 class _TfdsParser:

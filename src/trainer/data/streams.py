@@ -157,7 +157,7 @@ class StreamingStream:
             if (then := position["place"][key]) != now:
                 raise UserError(
                     f"the saved position in the data was taken with {key}={then}, and here it is {now}: a "
-                    "streamed corpus goes on exactly only as it was read; start with the same, or use "
+                    "streamed corpus resumes exactly only as it was read; use the same value, or use "
                     "data_pipeline=prepared, which resumes on any number of processes"
                 )
 
@@ -201,6 +201,7 @@ def check_identity(identity: Mapping[str, Any], position: Position | None) -> No
     for key, now in identity.items():
         if then.get(key) != now:
             raise UserError(
-                f"the saved position in the data belongs to other data: {_NAMES[key]} was {then.get(key)} and is {now} "
-                "now; go on with the settings, the files and the version of trainer that saved it, or start a new run"
+                f"the saved position in the data belongs to other data: {_NAMES[key]} was {then.get(key)} and is "
+                f"{now} now; continue with the settings, the files and the version of trainer that saved it, or start "
+                "a new run"
             )

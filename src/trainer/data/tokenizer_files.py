@@ -61,7 +61,7 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             self._inner.LoadFromSerializedProto(self._data)
         except RuntimeError as error:
-            raise UserError(f"tokenizer_path: {file} is no sentencepiece model ({error})") from error
+            raise UserError(f"tokenizer_path: {file} is not a sentencepiece model ({error})") from error
         self.vocab_size = self._inner.vocab_size()
         bos, eos = self._inner.bos_id(), self._inner.eos_id()
         self.bos = (bos if bos >= 0 else _required(eos, file, "add_bos")) if add_bos else None
@@ -135,11 +135,11 @@ def _load_json(file: Path, *, add_bos: bool, add_eos: bool) -> JsonTokenizer:
     except Exception as error:  # the package raises Exception itself
         if type(error) is not Exception and not isinstance(error, UnicodeDecodeError):
             raise
-        raise UserError(f"tokenizer_path: {file} is no tokenizer.json ({error})") from error
+        raise UserError(f"tokenizer_path: {file} is not a tokenizer.json ({error})") from error
     names = _special_names(file)
     vocabulary = inner.get_vocab()
     if not vocabulary or max(vocabulary.values()) >= _MOST_TOKENS:
-        raise UserError(f"tokenizer_path: {file}: its tokens are none, or have ids of {_MOST_TOKENS} and more")
+        raise UserError(f"tokenizer_path: {file}: it has no tokens, or token ids of {_MOST_TOKENS} or more")
     begin = names.get("bos_token") or next((name for name in _BEGINS if name in vocabulary), None)
     end = names.get("eos_token") or next((name for name in _ENDS if name in vocabulary), None)
     for name in (begin, end):
@@ -150,7 +150,7 @@ def _load_json(file: Path, *, add_bos: bool, add_eos: bool) -> JsonTokenizer:
     for key, wanted, name in (("add_bos", add_bos, begin), ("add_eos", add_eos, end)):
         if wanted and name is None:
             raise UserError(
-                f"tokenizer_path: {file} has no special token that we know for the ends of a document; name bos_token "
+                f"tokenizer_path: {file} has no known special token for the start or end of a document; name bos_token "
                 f"and eos_token in a {CONFIG_FILE} next to it, or set {key}=false"
             )
     return JsonTokenizer(inner, begin if add_bos else None, end if add_eos else None)

@@ -51,8 +51,8 @@ def check_held_out(rows: RowSource | None, batch_rows: int, eval_steps: int) -> 
         tokens += int(np.count_nonzero(batch["inputs_segmentation"]))
     batches = f"{counted(eval_steps, 'evaluation batch', 'evaluation batches')} of {counted(batch_rows, 'row')}"
     raise UserError(
-        f"eval_steps={eval_steps}: 0 of {tokens:,} tokens bear loss in the first {batches}, so there is nothing to "
-        "evaluate on; set a larger eval_steps, or -1 for all held-out rows"
+        f"eval_steps={eval_steps}: 0 of {tokens:,} tokens contribute to the loss in the first {batches}, so there is "
+        "nothing to evaluate on; set a larger eval_steps, or -1 for all held-out rows"
     )
 
 
@@ -68,7 +68,8 @@ def summarize(sums: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         total = found if total is None else jax.tree.map(operator.add, total, found)
     if total is None or not total["means"].loss.weight:
         raise RunStopped(
-            "evaluation: 0 tokens bear loss in its batches; evaluate on other data, or set eval_interval=-1"
+            "evaluation: 0 tokens contribute to the loss in its batches; evaluate on other data, "
+            "or set eval_interval=-1"
         )
     tokens, loss, nats, others = total["means"]
     metrics = {"eval_loss": _mean(loss)}

@@ -37,16 +37,16 @@ def check_finite(config: Any, row: Mapping[str, Any], batch: str, not_finite: Ca
         found = " and ".join(f"{name} {value}" for name, value in bad.items())
         accepting = " and ".join(f"{key}=false" for key in keys)
         raise RunStopped(
-            f"step {row['step']}: {found}. {its_batch}. The update was left out, and the checkpoints are as they were. "
-            f"Lower learning_rate under another run_name, or set {accepting} to leave such updates out and go on"
+            f"step {row['step']}: {found}. {its_batch}. The update was skipped, and the checkpoints are unaffected. "
+            f"Lower learning_rate under another run_name, or set {accepting} to skip such updates and continue"
         )
     epsilon = " or raise adam_eps" if "adam_eps" in TRAITS[config.opt_type].reads else ""
     first, *others = not_finite()
     where = f"{first} and {len(others)} more arrays" if others else first
     if row["skipped"]:
         raise RunStopped(
-            f"step {row['step']}: the state before it holds a NaN or an infinity in {where}. Begin with other "
-            "parameters or another checkpoint"
+            f"step {row['step']}: the state before this step contains a NaN or an infinity in {where}. "
+            "Start from other parameters or another checkpoint"
         )
     raise RunStopped(
         f"step {row['step']}: loss {row['loss']:.6g} and grad_norm {row['grad_norm']:.6g} are finite, and the update "

@@ -28,8 +28,8 @@ Row = dict[str, Any]
 
 
 _NO_TOKENS = (
-    "0 tokens bear loss in the {batches} of this run, so no update was made: their prompts fill the rows, or "
-    "their completions are empty; raise max_target_length, set use_truncation=false or "
+    "0 tokens contribute to the loss in the {batches} of this run, so no update was made: their prompts fill the rows, "
+    "or their completions are empty; raise max_target_length, set use_truncation=false or "
     "sft_train_on_completion_only=false, or take more steps"
 )
 

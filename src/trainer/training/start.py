@@ -121,7 +121,7 @@ def _with_new_modules(run: Run, params: Any, say: Say) -> Any:
 def _check_finite(run: Run, state: Any, loaded: str) -> None:
     if names := names_not_finite(run, state):
         more = f" and in {len(names) - 1} other arrays" if len(names) > 1 else ""
-        raise UserError(f"{loaded}: there is a NaN or an infinity in {names[0]}{more}; load a checkpoint without")
+        raise UserError(f"{loaded}: there is a NaN or an infinity in {names[0]}{more}; load a checkpoint without one")
 
 
 def _other_run(run: Run, dataset: Dataset, say: Say) -> Start:

@@ -67,7 +67,7 @@ def test_what_differs_is_named(step, file, origin):
     other["versions"]["jax"] = "0.0.1"
     other["arguments"] = {"a": "int32[1]"}
     message = refused(step, file, other)
-    assert message.startswith(f"compiled_trainstep_file={file} holds another step (file -> run):")
+    assert message.startswith(f"compiled_trainstep_file={file} contains a different step (file -> run):")
     assert "\n  scan_layers: true -> false\n  learning_rate: 0.006 -> 0.5\n  device number: 8 -> 4\n" in message
     assert f"\n  version jax: {jax.__version__} -> 0.0.1\ncompile again" in message
     assert "argument" not in message  # they follow from the rest

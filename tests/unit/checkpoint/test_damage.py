@@ -24,7 +24,7 @@ def test_any_damaged_file_is_named(tmp_path):
         changed = content[:-1] + bytes([content[-1] ^ 1]) if name != "_CHECKPOINT_METADATA" else b"no JSON"
         for damage in (content[:-1], changed, None):
             (path / name).unlink() if damage is None else (path / name).write_bytes(damage)
-            told = rf"^checkpoint {path} is damaged: {name} (has|is not|cannot).*; to go on"
+            told = rf"^checkpoint {path} is damaged: {name} (has|is not|cannot).*; to continue"
             with pytest.raises(UserError, match=told):
                 inspect(path)
         (path / name).write_bytes(content)
@@ -59,7 +59,7 @@ def test_a_damaged_newest_checkpoint_is_still_the_newest(tmp_path, gone):
     (path / gone).unlink()
     with CheckpointManager(tmp_path, settings(), say=print) as manager:
         assert manager.latest == 2
-        with pytest.raises(UserError, match=f"is damaged: {gone} .*; to go on from the checkpoint before it, remove"):
+        with pytest.raises(UserError, match=f"is damaged: {gone} .*; to continue from the previous checkpoint, remove"):
             inspect(manager.path(2))
 
 

@@ -53,7 +53,7 @@ def test_a_full_disk_is_one_message_and_the_last_checkpoint_stays(tmp_path):
     """
     done = in_process_of_its_own(program, RUN=tmp_path)
     assert f"error: cannot write a checkpoint below {tmp_path}/checkpoints: File too large; the" in done.stdout
-    assert "are intact: free disk space and give the same command again" in done.stdout
+    assert "are intact: free disk space and run the same command again" in done.stdout
     assert done.stderr == ""
     assert newest(tmp_path) == tmp_path / "checkpoints/1"
     assert inspect(tmp_path / "checkpoints/1") == SIDECAR
@@ -92,7 +92,7 @@ def test_what_fails_after_a_part_of_a_save_failed_prints_nothing(tmp_path, monke
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(SidecarFiles, "_write", write)
-    with pytest.raises(UserError, match=r"checkpoints: No space left on device; .* free disk space and give the same"):
+    with pytest.raises(UserError, match=r"checkpoints: No space left on device; .* free disk space and run the same"):
         saved(tmp_path, tree=small_tree(width=1024))
     sys.unraisablehook(types.SimpleNamespace(object=None, exc_value=RuntimeError("Event loop is closed")))
     assert capfd.readouterr() == ("", "")
@@ -102,7 +102,7 @@ def test_what_fails_after_a_part_of_a_save_failed_prints_nothing(tmp_path, monke
 @pytest.mark.parametrize("make", [Path.touch, lambda path: path.symlink_to("nowhere")])
 def test_checkpoints_is_no_folder(tmp_path, make):
     make(tmp_path / "checkpoints")
-    with pytest.raises(UserError, match=f"{tmp_path}/checkpoints is no folder, and checkpoints are to be saved below"):
+    with pytest.raises(UserError, match=f"{tmp_path}/checkpoints is not a folder, but checkpoints are saved below"):
         CheckpointManager(tmp_path, settings(), say=print)
 
 
@@ -111,10 +111,10 @@ def test_checkpoints_is_no_folder(tmp_path, make):
     [
         (
             errno.ENOSPC,
-            "No space left on device; free disk space and give the same command again, or set enable_checkpoi",
+            "No space left on device; free disk space and run the same command again, or set enable_checkpoi",
         ),
-        (errno.EROFS, "Read-only file system; make the folder writable and give the same command again, or set"),
-        (errno.EIO, "Input/output error; check the disk or its connection and give the same command again, or"),
+        (errno.EROFS, "Read-only file system; make the folder writable and run the same command again, or set"),
+        (errno.EIO, "Input/output error; check the disk or its connection and run the same command again, or"),
     ],
 )
 def test_a_folder_that_takes_no_file_is_told_before_training(tmp_path, monkeypatch, code, message):

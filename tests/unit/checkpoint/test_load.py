@@ -134,7 +134,7 @@ def assert_names_all(message, missing, misshaped):
     assert "3 tensors do not fit" in message
     assert re.search(rf"{missing}: missing, wanted \[", message)
     assert re.search(rf"{misshaped}: found \[3, 2\], wanted \[", message)
-    assert re.search(r"odd: the model has no place for it, found \[4\]", message)
+    assert re.search(r"odd: the model has no such parameter, found \[4\]", message)
 
 
 def test_tensors_that_do_not_fit_hugging_face(tmp_path):
@@ -293,7 +293,7 @@ def test_a_model_is_stretched_by_keys_that_were_given(tmp_path):
     config = config_of(decoder_block="llama2", **keys, rope_type="yarn", rope_factor=4.0)
     lines = []
     load_parameters(str(path), config, abstract_of(config), lines.append, ["rope_type", "rope_factor", "head_dim"])
-    assert lines == [f"{path} says rope_type=default; rope_type=yarn was given and counts"]
+    assert lines == [f"{path} says rope_type=default; rope_type=yarn was given and takes precedence"]
     assert "give: rope_type=default rope_linear_scaling_factor=1.0" in refusal(path, config)
 
 

@@ -88,7 +88,9 @@ def test_the_published_layout(tmp_path, block, interleave):
 
     changed = copies | {"model.layers.3.embed_tokens.weight": copies["model.layers.3.embed_tokens.weight"] + 1}
     write_hf(tmp_path / "another", cfg, tensors | changed)
-    with pytest.raises(UserError, match=r"share model.embed_tokens.weight, but model.layers.3.embed_tokens.weight is"):
+    with pytest.raises(
+        UserError, match=r"share model.embed_tokens.weight, but model.layers.3.embed_tokens.weight differs"
+    ):
         loaded(tmp_path / "another", cfg)
 
 
@@ -107,7 +109,7 @@ def test_modules_are_left_out(tmp_path, modules):
     lines = []
     wanted = {name: params[name] for name in parameter_shapes(cfg)}
     assert_same(loaded(path, cfg, ["mtp_num_layers"], lines.append), wanted)
-    assert lines == [f"{path} says mtp_num_layers=2; mtp_num_layers={modules} was given and counts"]
+    assert lines == [f"{path} says mtp_num_layers=2; mtp_num_layers={modules} was given and takes precedence"]
     with pytest.raises(UserError, match="to load it, give: mtp_num_layers=2"):
         loaded(path, cfg)
 
@@ -125,7 +127,7 @@ def test_a_preset_says_nothing_of_modules(words):
     keys = described(resolve(cfg, device_count=1, platform="cpu"))
     asked = int(words[0].partition("=")[2]) if words else 1
     assert model_config(keys, ["model_name=llama2-7b", *words], "there").mtp_num_layers == asked
-    with pytest.raises(UserError, match="there holds another model"):
+    with pytest.raises(UserError, match="there contains a different model"):
         model_config(keys, ["model_name=mistral-7b", *words], "there")
 
 

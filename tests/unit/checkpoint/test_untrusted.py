@@ -273,10 +273,10 @@ def test_the_yml_of_the_folder_that_a_run_starts_from_is_data(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("data.json", "[]", "data.json is no JSON object"),
+        ("data.json", "[]", "data.json is not a JSON object"),
         ("data.json", "[" * 100_000, "data.json cannot be read (RecursionError"),
-        ("data.json", "{}", "data.json says no fingerprint"),
-        ("data.json", '{"fingerprint": 3, "position": null}', "data.json says no fingerprint"),
+        ("data.json", "{}", "data.json has no fingerprint"),
+        ("data.json", '{"fingerprint": 3, "position": null}', "data.json has no fingerprint"),
         ("config.yml", b"\xff", "config.yml cannot be read"),
     ],
 )

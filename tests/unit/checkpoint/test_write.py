@@ -181,7 +181,7 @@ def test_another_model_is_refused(tmp_path):
     config = config_of(decoder_block="llama2", **FAMILIES["llama2"])
     write_params(tmp_path, config, leaves_of(random_params(config)), None, {})
     other = config_of(decoder_block="llama2", **FAMILIES["llama2"], rope_max_timescale=7)
-    with pytest.raises(UserError, match=r"holds another model.*give: rope_max_timescale=10000$"):
+    with pytest.raises(UserError, match=r"contains a different model.*give: rope_max_timescale=10000$"):
         read(tmp_path, other)
 
 
@@ -194,7 +194,7 @@ def test_a_key_that_the_user_gives_may_say_another_function(tmp_path):
     given = {"rope_max_timescale"}
     result = load_parameters(str(tmp_path), other, abstract_of(other, "float32"), lines.append, given)
     assert_same(names_of(result), params)
-    assert lines == [f"{tmp_path} says rope_max_timescale=10000; rope_max_timescale=7 was given and counts"]
+    assert lines == [f"{tmp_path} says rope_max_timescale=10000; rope_max_timescale=7 was given and takes precedence"]
 
 
 def test_parameters_alone_load_sharded(tmp_path):

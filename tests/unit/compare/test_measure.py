@@ -41,7 +41,9 @@ def test_a_trained_state_is_moved_whole_to_another_combination(left):
 
 def test_a_trained_state_of_another_optimizer_is_refused(left):
     snapshot = measure.take(left, trained(left))
-    with pytest.raises(UserError, match=rf"{LAST}: its optimizer state has another structure.*load_parameters_path"):
+    with pytest.raises(
+        UserError, match=rf"{LAST}: its optimizer state has a different structure.*load_parameters_path"
+    ):
         measure.state(program(LAST, opt_type="sgd"), snapshot)
 
 

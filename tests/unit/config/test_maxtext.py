@@ -276,7 +276,7 @@ def test_compiling_ahead_needs_no_data(kind):
 
 def test_a_preset_with_our_defaults_says_which_they_are():
     *differing, last = notes("model_name=llama2-7b", "dataset_type=synthetic", "steps=10", "max_target_length=64")
-    assert last == "for MaxText's defaults give maxtext.yml as the first word"
+    assert last == "for MaxText's defaults give maxtext.yml as the first argument"
     note = "\n".join(differing)
     assert "learning_rate=0.006 (3.0e-05)" in note
     assert "max_target_length" not in note

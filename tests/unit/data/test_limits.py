@@ -65,5 +65,5 @@ def test_the_line_of_a_mistake_is_counted_through_a_large_file(tmp_path, lines):
     line = json.dumps({"text": "x" * (2 * LARGE // lines)}) + "\n"
     (tmp_path / "a.jsonl").write_text(line * lines + "broken\n")
     keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": tmp_path / "a.jsonl"}
-    with pytest.raises(UserError, match=rf"a.jsonl, line {lines + 1}, is no JSON"):
+    with pytest.raises(UserError, match=rf"a.jsonl, line {lines + 1}, is not JSON"):
         opened(tmp_path / "cache", **keys)

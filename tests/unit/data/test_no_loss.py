@@ -27,9 +27,21 @@ def keys_of(path: Path, *rows: dict, **keys) -> dict:
 @pytest.mark.parametrize(
     ("rows", "keys", "counts"),
     [
-        ([LONG] * 3, CUT, "0 of 48 tokens bear loss, in 3 documents, 3 of them cut off by use_truncation=true,"),
-        ([{"prompt": "abc", "completion": ""}] * 5, {"add_eos": False}, "0 of 15 tokens bear loss, in 5 documents, so"),
-        ([{"prompt": "abc", "completion": None}], {"add_eos": False}, "0 of 3 tokens bear loss, in 1 documents, so"),
+        (
+            [LONG] * 3,
+            CUT,
+            "0 of 48 tokens contribute to the loss, in 3 documents, 3 of them cut off by use_truncation=true,",
+        ),
+        (
+            [{"prompt": "abc", "completion": ""}] * 5,
+            {"add_eos": False},
+            "0 of 15 tokens contribute to the loss, in 5 documents, so",
+        ),
+        (
+            [{"prompt": "abc", "completion": None}],
+            {"add_eos": False},
+            "0 of 3 tokens contribute to the loss, in 1 documents, so",
+        ),
     ],
     ids=["prompts fill the rows", "completions are empty", "completions are null"],
 )
@@ -40,7 +52,7 @@ def test_training_documents_without_loss_are_refused(tmp_path: Path, rows: list,
     ):
         opened(tmp_path / "cache", **keys)
     assert not list((tmp_path / "cache").glob("train-*[!k]"))
-    # All tokens bear loss.
+    # All tokens contribute to the loss.
     opened(tmp_path / "cache", **keys, sft_train_on_completion_only=False)
 
 
@@ -48,7 +60,7 @@ def test_training_documents_without_loss_are_refused(tmp_path: Path, rows: list,
 def test_evaluation_documents_without_loss_are_refused(tmp_path: Path, way: str):
     keys = keys_of(tmp_path / "a.jsonl", SHORT, **CUT, data_pipeline=way, eval_interval=1)
     (tmp_path / "b.jsonl").write_text(json.dumps(LONG) + "\n")
-    with pytest.raises(UserError, match=r"b.jsonl: 0 of 16 tokens bear loss, in 1 documents"):
+    with pytest.raises(UserError, match=r"b.jsonl: 0 of 16 tokens contribute to the loss, in 1 documents"):
         opened(tmp_path / "cache", **keys, grain_eval_files=tmp_path / "b.jsonl")
 
 
@@ -60,7 +72,7 @@ def test_documents_that_lose_all_their_loss_are_counted(tmp_path: Path, way: str
     batch, _ = next(stream)
     stream.close()
     assert sorted(np.count_nonzero(batch["targets_segmentation"], axis=1).tolist()) == [0, 0, 3]
-    (note, *_) = (line for line in lines if "documents have no token that bears loss" in line)
+    (note, *_) = (line for line in lines if "documents have no token that contributes to the loss" in line)
     assert ("2 of 3 " in note) == (way == "prepared")  # streaming goes on for ever
 
 
@@ -69,7 +81,9 @@ def test_the_first_evaluation_batches_must_bear_loss(tmp_path: Path):
     held_out = opened(tmp_path / "cache", **keys, grain_eval_files=tmp_path / "a.jsonl").evaluation
     for eval_steps in (3, -1):
         check_held_out(held_out, 2, eval_steps)
-    with pytest.raises(UserError, match=r"eval_steps=2: 0 of 64 tokens bear loss in the first 2 .* of 2 rows"):
+    with pytest.raises(
+        UserError, match=r"eval_steps=2: 0 of 64 tokens contribute to the loss in the first 2 .* of 2 rows"
+    ):
         check_held_out(held_out, 2, 2)
     check_held_out(None, 2, 2)
 

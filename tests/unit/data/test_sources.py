@@ -156,9 +156,7 @@ def test_features_of_tfds_name_no_code_of_others(tmp_path: Path, monkeypatch, fe
     (found,) = (tmp_path / "data").rglob("features.json")
     found.write_text(json.dumps(features))
     keys = {"dataset_type": "tfds", "dataset_path": tmp_path / "data", "dataset_name": "tiny/made:1.2.3"}
-    with pytest.raises(
-        UserError, match=r"named_by_data\.Feature is no feature of TFDS; code that data name is not run"
-    ):
+    with pytest.raises(UserError, match=r"named_by_data\.Feature is not a TFDS feature; code named by data is not run"):
         source_of(tmp_path, **keys)
     assert "named_by_data" not in sys.modules
 
@@ -227,15 +225,15 @@ def test_damaged_files_are_named(tmp_path: Path, kind: str, damage: str):
     path = write_corpus(tmp_path / "files", kind, files=1) / f"0.{kind}"
     data = path.read_bytes()
     path.write_bytes(data[: len(data) * 2 // 3] if damage == "cut" else bytes(range(256)) * 4)
-    with pytest.raises(UserError, match=rf"0.{kind}.*(damaged|cut short)"):
+    with pytest.raises(UserError, match=rf"0.{kind}.*(damaged|truncated)"):
         read_all(tmp_path, kind, path)
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"text": "cut', "a.jsonl, line 3, is no JSON"),
-        ("[1, 2]", "a.jsonl, line 3, is no JSON object"),
+        ('{"text": "cut', "a.jsonl, line 3, is not JSON"),
+        ("[1, 2]", "a.jsonl, line 3, is not a JSON object"),
         ('{"txt": 1, "id": 2}', "a.jsonl, line 3, there is no column text; .* to some of: txt, id"),
         ('{"text": 7}', "column text holds int, not text"),
     ],
@@ -251,7 +249,7 @@ def test_bytes_that_are_no_utf8_are_named(tmp_path: Path):
     with pytest.raises(UserError, match=r"a.txt: column text is not UTF-8 at byte 5"):
         read_all(tmp_path, "text", tmp_path / "a.txt")
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "\xff"}\n')
-    with pytest.raises(UserError, match=r"a.jsonl, line 1, is no JSON"):
+    with pytest.raises(UserError, match=r"a.jsonl, line 1, is not JSON"):
         read_all(tmp_path, "jsonl", tmp_path / "a.jsonl")
 
 
@@ -263,7 +261,9 @@ def test_a_missing_column_lists_those_there_are(corpora, tmp_path: Path, kind: s
 
 def test_another_format_than_said_is_named(corpora, tmp_path: Path):
     for kind, files in (("arrayrecord", "parquet"), ("parquet", "jsonl"), ("tfrecord", "jsonl")):
-        with pytest.raises(UserError, match=rf"0.{files}.*(format|no ArrayRecord file|cut short or no TFRecord)"):
+        with pytest.raises(
+            UserError, match=rf"0.{files}.*(format|not an ArrayRecord file|truncated or not a TFRecord)"
+        ):
             read_all(tmp_path, kind, corpora(files) / f"0.{files}")
 
 
@@ -294,7 +294,7 @@ def test_example_messages():
     assert values["text"] == "ä".encode()
     assert values["ids"].tolist() == [0, 5, 300, -1]
     for data in (b"\xff\xff", b"plain text", b"", example(text="a")[:-1]):
-        with pytest.raises(ValueError, match=r"no tf.train.Example"):
+        with pytest.raises(ValueError, match=r"not a tf.train.Example"):
             parse_example(data)
 
 

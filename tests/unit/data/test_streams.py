@@ -256,7 +256,7 @@ def test_streaming_says_what_it_cuts_and_skips(tmp_path: Path):
 def test_a_bad_line_deep_in_a_file_is_named_by_the_loader(tmp_path: Path, way: str):
     (tmp_path / "a.jsonl").write_text('{"text": "some good text"}\n' * 50 + "bad\n")
     keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": f"{tmp_path}/a.jsonl"}
-    with pytest.raises(UserError, match=r"a.jsonl, line 51, is no JSON"):  # noqa: PT012 - either may find it
+    with pytest.raises(UserError, match=r"a.jsonl, line 51, is not JSON"):  # noqa: PT012 - either may find it
         dataset = opened(tmp_path / "cache", **keys, tokenizer_type="bytes", data_pipeline=way)
         with Loader(dataset.train_stream(rows=ROWS), 50) as loader:
             list(loader)

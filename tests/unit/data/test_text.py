@@ -203,7 +203,7 @@ BAD = b"h\xe4llo"  # Latin-1
     [
         ("text", BAD, r"a.data: column text is not UTF-8 at byte 1; convert the file"),
         ("text", "hello".encode("utf-16"), r"not UTF-8 at byte 0 \(it looks like UTF-16"),
-        ("jsonl-raw", BAD, r"a.data, line 2, is no JSON"),
+        ("jsonl-raw", BAD, r"a.data, line 2, is not JSON"),
         ("parquet-string", BAD, r"a.data, row 2: column text is not UTF-8 at byte 1"),
         ("parquet-binary", BAD, r"a.data, row 2: column text is not UTF-8 at byte 1"),
         ("tfrecord", BAD, r"a.data, record at byte \d+: column text is not UTF-8 at byte 1"),
@@ -224,7 +224,7 @@ def test_other_encodings_are_named_with_file_and_row(tmp_path: Path, kind: str, 
     [
         ('{"text": 7}', "line 2: column text holds int, not text", {}),
         ('{"text": ["a"]}', "line 2: column text holds list, not text", {}),
-        ('{"text": ' + "[" * 100_000, "line 2, is no JSON", {}),
+        ('{"text": ' + "[" * 100_000, "line 2, is not JSON", {}),
         ('{"text": [[1], [2, 3]]}', "line 2: column text holds list, not a list of token ids", {"ids": True}),
         ('{"text": [null, 3]}', "line 2: column text holds list, not a list of token ids", {"ids": True}),
         ('{"text": [5, -1]}', "line 2: column text holds token -1 and", {"ids": True}),

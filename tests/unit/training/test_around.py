@@ -181,7 +181,7 @@ def test_export_writes_the_average_if_it_is_asked_to(tmp_path, capsys):
     for name in ("raw", "none"):
         with pytest.raises(SystemExit):
             main([str(tmp_path / name), str(tmp_path / "out"), "format=params", "weights=ema"])
-        assert "nothing else holds an average" in capsys.readouterr().err
+        assert "only a run contains averaged parameters" in capsys.readouterr().err
 
 
 def test_another_program_goes_on_from_a_checkpoint_with_the_same_decisions(tmp_path):

@@ -54,7 +54,7 @@ def test_a_perplexity_too_large_for_a_float_is_infinite():
 
 @pytest.mark.parametrize("sums", [[], [sums_of(0, 0)], [sums_of(0, 0), sums_of(0, 0)]])
 def test_no_tokens_at_all_are_no_perfect_model(sums):
-    with pytest.raises(RunStopped, match=r"0 tokens bear loss in its batches; evaluate on other data"):
+    with pytest.raises(RunStopped, match=r"0 tokens contribute to the loss in its batches; evaluate on other data"):
         summarize(sums)
 
 

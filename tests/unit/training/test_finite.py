@@ -35,13 +35,13 @@ def test_a_step_that_is_finite_is_no_reason_to_look_at_the_state():
 
 def test_the_loss_and_the_gradient():
     assert said({"loss": math.nan, "skipped": 1}) == (
-        "step 7: loss nan. Its batch is number 8 (data_shuffle_seed=0). The update was left out, and the checkpoints "
-        "are as they were. Lower learning_rate under another run_name, or set abort_on_nan_loss=false to leave such "
-        "updates out and go on"
+        "step 7: loss nan. Its batch is number 8 (data_shuffle_seed=0). The update was skipped, and the checkpoints "
+        "are unaffected. Lower learning_rate under another run_name, or set abort_on_nan_loss=false to skip such "
+        "updates and continue"
     )
     both = said({"loss": math.nan, "grad_norm": math.inf, "skipped": 1})
     assert both.startswith("step 7: loss nan and grad_norm inf. Its batch")
-    assert "set abort_on_nan_loss=false and abort_on_inf_loss=false to leave" in both
+    assert "set abort_on_nan_loss=false and abort_on_inf_loss=false to skip" in both
 
 
 @pytest.mark.parametrize("stop", [True, False])
@@ -71,8 +71,8 @@ def test_whether_it_stops(row, nan, inf, stops):
 
 def test_a_state_that_was_not_finite_before():
     assert said({"loss": math.nan, "skipped": 1} | LOST, False, False) == (
-        "step 7: the state before it holds a NaN or an infinity in params/a. Begin with other parameters or another "
-        "checkpoint"
+        "step 7: the state before this step contains a NaN or an infinity in params/a. Start from other "
+        "parameters or another checkpoint"
     )
 
 

@@ -254,5 +254,5 @@ def test_what_is_loaded_must_be_finite(tmp_path, key):
         begin(run(**{key: tmp_path / "other"}))
     place = "params/token_embedder/embedding"
     assert str(error.value) == (
-        f"{key}={tmp_path}/other: there is a NaN or an infinity in {place}; load a checkpoint without"
+        f"{key}={tmp_path}/other: there is a NaN or an infinity in {place}; load a checkpoint without one"
     )
