@@ -14,7 +14,8 @@ from support import pinned
 from trainer.checkpoint import newest
 
 # Real processes. What they do takes long enough to be disturbed, most of it in starting and compiling.
-WORDS = [f"{key}={value}" for key, value in (SETTINGS | pinned("nnx") | {"steps": 300, "eval_interval": 100}).items()]
+LONGER = {"steps": 300, "eval_interval": 100, "checkpoint_period": 50}
+WORDS = [f"{key}={value}" for key, value in (SETTINGS | pinned("nnx") | LONGER).items()]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def test_sigterm_in_training_and_in_an_evaluation(killed, tmp_path):
     log, run = tmp_path / "log.txt", tmp_path / RUN
     process = begun(tmp_path)
     wait_for("completed step: 12,", log, process)
-    code, output = train(tmp_path, "run_name=run-0001", steps=300, eval_interval=100)
+    code, output = train(tmp_path, "run_name=run-0001", **LONGER)
     if process.poll() is None:  # it lived all the while
         assert code == 2
         assert "run_name=run-0001: another process is running in runs/run-0001" in output

@@ -1,5 +1,6 @@
 """Configurations as YAML."""
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -35,6 +36,8 @@ def to_flow(value: Any) -> str:
         return f"[{', '.join(map(to_flow, value))}]"
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{to_flow(key)}: {to_flow(item)}' for key, item in value.items())}}}"
+    if value is None or isinstance(value, bool | int):
+        return json.dumps(value)  # what YAML would say, a hundred times faster: most keys are one of these
     style = '"' if isinstance(value, str) else None
     dumped = yaml.safe_dump([value], default_flow_style=True, default_style=style, width=math.inf, allow_unicode=True)
     return dumped.strip()[1:-1]
