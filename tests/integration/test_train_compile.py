@@ -131,7 +131,7 @@ HEADS = {"base_num_query_heads": 6, "base_num_kv_heads": 3}
 @pytest.fixture(scope="module")
 def on_two_slices():
     """The step on two slices of four chips: its run, the compiled step and the report."""
-    sizes = {"per_device_batch_size": 2, "max_target_length": 512, **HEADS}
+    sizes = {"per_device_batch_size": 2, **HEADS}
     slices = {"compile_topology_num_slices": 2, "dcn_data_parallelism": 2}
     config = load(arguments("nnx", **TPU | sizes | slices)).config
     return compile_for_topology(config, {"exec_time_optimization_effort": -1.0})
@@ -175,8 +175,8 @@ def test_a_tpu_neither_pads_gradients_nor_copies_heads_into_another_order(on_two
     found = re.findall(r"= bf16\[([\d,]+)\]\S* copy\(", text)
     copies = [tuple(map(int, dims.split(","))) for dims in found]
     for count in HEADS.values():
-        assert f"bf16[2,{count},512,128]" in text
-        assert [dims for dims in copies if math.prod(dims) == 2 * 512 * count * 128] == []
+        assert f"bf16[2,{count},256,128]" in text
+        assert [dims for dims in copies if math.prod(dims) == 2 * 256 * count * 128] == []
 
 
 @needs_libtpu
