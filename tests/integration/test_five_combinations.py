@@ -55,7 +55,7 @@ SETTINGS = {
         "diloco_outer_grad_dtype": "int8",
         **DROPOUT,
     },
-    "separate head, blockwise attention, bfloat16, dropout": {
+    "separate head, blockwise attention, bfloat16, dropout, multi-token prediction": {
         **DROPOUT,
         "logits_via_embedding": False,
         "attention": "flash",
@@ -63,12 +63,14 @@ SETTINGS = {
         "remat_policy": "minimal",
         "num_vocab_tiling": 4,
         "label_smoothing": 0.1,
+        "z_loss_multiplier": 1e-3,
+        "mtp_num_layers": 1,
         "final_logits_soft_cap": 20.0,
     },
 }
 
 
-TRAINED = "2 islands of fsdp 2 x tensor 2, Adafactor"
+TRAINED = "unrolled, 3 layers"
 
 
 def made(combination, setting):

@@ -1,12 +1,14 @@
 """The flags may be flipped in the middle of a run: nothing is converted, and nothing changes, to the last bit."""
 
+import re
+
 from run_cases import RUN, SETTINGS, assert_equal, train
 from support import ALL_COMBINATIONS
 
 from trainer.config.flags import FLAGS
 
 LEG = 5
-# Back to the first, so that each combination goes on from another's checkpoint and writes one that another goes on from.
+# Back to the first: each combination goes on from another's checkpoint, and another goes on from its own.
 LEGS = (*ALL_COMBINATIONS, ALL_COMBINATIONS[0])
 STEPS = LEG * len(LEGS)
 # Its state has AdamW's two moments for some parameters and one for the others. States of the other optimizers are in
@@ -22,6 +24,7 @@ def run(folder, combination, steps):
     folder.mkdir(exist_ok=True)
     code, output = train(folder, "run_name=run-0001", combination=combination, **RUNS | {"steps": steps})
     assert code == 0, output
+    assert re.search(rf"^combination +{combination}$", output, re.MULTILINE)
     return folder / RUN
 
 

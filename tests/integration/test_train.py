@@ -15,7 +15,7 @@ import pytest
 import yaml
 from compiler import xla_flags
 from sample_data import document, write_corpus, write_records, write_tfds
-from support import ALL_COMBINATIONS, TINY, arguments, pinned
+from support import TINY, arguments, pinned
 
 from trainer.config import load, schema
 from trainer.config.dump import PROCESSES
@@ -267,14 +267,3 @@ def test_every_key_is_read(tmp_path, monkeypatch, corpus):
     unread = set(schema().keys) - seen - set(READ_BY_LOADING)
     assert not unread
     assert not seen & set(READ_BY_LOADING), "a key that a run reads needs no excuse"
-
-
-@pytest.mark.parametrize("combination", ALL_COMBINATIONS)
-def test_every_combination_trains_from_the_command_line(tmp_path, monkeypatch, capsys, combination):
-    monkeypatch.chdir(tmp_path)
-    main([*arguments(combination, steps=3, per_device_batch_size=1, eval_interval=3, eval_steps=1), "run_name=one"])
-    assert re.search(rf"^combination +{combination}$", capsys.readouterr().out, re.MULTILINE)
-    steps, evaluations = rows_of(tmp_path / "runs" / "one")
-    assert len(steps) == 3
-    assert len(evaluations) == 1
-    assert "eval_bits_per_byte" not in evaluations[0]
