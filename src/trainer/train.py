@@ -10,10 +10,9 @@ from pathlib import Path
 from trainer.config import command_line, exit_on_user_error, load, to_yaml
 from trainer.config.effects import without_effect_here
 from trainer.config.files import by_hand
-from trainer.config.paths import local_path
 from trainer.config.vocab_tiles import chosen
 from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu
-from trainer.runtime.preemption import EXIT_CODE, ends_at_sigterm
+from trainer.runtime.preemption import EXIT_CODE
 
 DRY_RUN = "--dry-run"
 _FINISHED = "{} is finished: nothing to do; to continue it, increase steps"
@@ -40,6 +39,7 @@ class _Silence(io.StringIO):
 
 
 def _run(loaded, started: float) -> None:
+    from trainer.checkpoint import newest
     from trainer.observe import open_run
     from trainer.runtime.agreement import agreed
 
@@ -48,7 +48,14 @@ def _run(loaded, started: float) -> None:
         run.config.base_output_directory, run.config.run_name, config_yml, run.config.enable_checkpointing, console.say
     ) as run_dir:
         _say_what_runs(console, loaded, run, dataset, run_dir.place)
-        end = _train(loaded, run, dataset, run_dir, console)
+        try:
+            end = _train(loaded, run, dataset, run_dir, console)
+        except KeyboardInterrupt:
+            if run.config.enable_checkpointing:
+                found = newest(run_dir.place)
+                then = f"continues from {found}" if found else f"starts over: {run_dir.place} has no checkpoint yet"
+                console.say(f"Ctrl-C: the same command {then}")
+            raise
         if end is None:
             console.say(_FINISHED.format(run_dir.place))
             return
@@ -69,10 +76,11 @@ def _dry_run(loaded) -> None:
     """Does what `_run` does before the first step, but in the run's folder, where it writes nothing."""
     from trainer.checkpoint import SavedCheckpoints
     from trainer.config.dump import to_flow
-    from trainer.observe import expected_run
+    from trainer.observe import check_earlier, expected_run
     from trainer.observe.rundir import FINISHED_FILE
     from trainer.runtime.agreement import from_first
     from trainer.runtime.storage import folder
+    from trainer.training import compiled_step, loaded_step, metrics_files, needs_of
 
     console, run, dataset, _, config_yml = _opened(loaded)
     config, resumes = run.config, run.config.enable_checkpointing
@@ -80,18 +88,22 @@ def _dry_run(loaded) -> None:
         from_first(lambda: str(expected_run(config.base_output_directory, config.run_name, config_yml, resumes)))
     )
     _say_what_runs(console, loaded, run, dataset, place)
+    console.say("keys set outside base.yml:")
     for name, source in loaded.sources.items():
         if source != "default":
             console.say(f"{name}={to_flow(config[name])} ({source})")
     begin = _start(loaded, run, dataset, SavedCheckpoints(place) if resumes else None, console)
-    if begin.updates == config.steps:
-        if from_first((place / FINISHED_FILE).exists):
-            console.say(_FINISHED.format(place))
+    finished = begin.updates == config.steps and from_first((place / FINISHED_FILE).exists)
+    if finished:
+        console.say(_FINISHED.format(place))
     else:
-        compiled = _loaded_step(run, console) or _compiled_step(run, place, console)
-        console.needs(_needs(run, compiled), config.steps - begin.updates)
-    _metrics_files(run, Path(str(place)), place.name)
-    console.say(f"dry run: all that comes before the first step works; nothing was written to {place}")
+        from_first(lambda: check_earlier(place, config_yml, begin.resumed, console.say))
+    if begin.updates < config.steps:
+        compiled = loaded_step(run, console.say) or compiled_step(run, place, console.say)
+        console.needs(needs_of(run, compiled), config.steps - begin.updates)
+    metrics_files(config, Path(str(place)), place.name)
+    found = "nothing would run" if finished else "all that comes before the first step works"
+    console.say(f"dry run: {found}; nothing was written to {place}")
 
 
 def _opened(loaded):
@@ -138,7 +150,7 @@ def _prepare(loaded, console):
 def _train(loaded, run, dataset, run_dir, console):
     """From where the run stands to its end; see `training.fit`. None for a run that an earlier process finished."""
     from trainer.checkpoint import CheckpointManager
-    from trainer.training import fit
+    from trainer.training import compiled_step, fit, loaded_step, metrics_files, needs_of, open_reports
 
     with contextlib.ExitStack() as stack:
         manager = None
@@ -147,14 +159,14 @@ def _train(loaded, run, dataset, run_dir, console):
         begin = _start(loaded, run, dataset, manager, console)
         if begin.updates == run.config.steps and run_dir.finished:
             return None
-        compiled = _loaded_step(run, console)
-        metrics_files = _metrics_files(run, run_dir.path, run_dir.place.name)
+        compiled = loaded_step(run, console.say)
+        files = metrics_files(run.config, run_dir.path, run_dir.place.name)
         # All that can be wrong with the command has been seen: the run leaves its traces.
         run_dir.begin(to_yaml(run.config), resumed=begin.resumed, say=console.say)
         if begin.updates < run.config.steps:
-            compiled = compiled or _compiled_step(run, run_dir.place, console)
-            console.needs(_needs(run, compiled), run.config.steps - begin.updates)
-        reports = _reports(run, run_dir, begin, metrics_files, console, stack)
+            compiled = compiled or compiled_step(run, run_dir.place, console.say)
+            console.needs(needs_of(run, compiled), run.config.steps - begin.updates)
+        reports = open_reports(run, run_dir, begin, files, console, stack)
         return fit(run, compiled, begin, dataset, reports, manager)
 
 
@@ -167,103 +179,6 @@ def _start(loaded, run, dataset, saved, console):
     return start(run, dataset, saved, console.say, schedule_given=schedule_given, given=given)
 
 
-def _loaded_step(run, console):
-    """The step that `trainer.train_compile` compiled; None without `compiled_trainstep_file`."""
-    from trainer.aot import executable
-    from trainer.runtime.agreement import agreed
-
-    if not run.config.compiled_trainstep_file:
-        return None
-    path = local_path(run.config.compiled_trainstep_file, "compiled_trainstep_file=")
-    devices, args = list(run.mesh.devices.flat), run.abstract_args()
-    step = agreed(lambda: executable.load(path, executable.origin_of(run.config, devices, args), args, devices))
-    console.say(f"the training step is that of {path}, nothing is compiled")
-    return step
-
-
-def _compiled_step(run, place, console):
-    from trainer.aot.kernels import tiles_fit
-
-    console.say("compiling the training step")
-    ended = f"SIGTERM: stopped before the first update; the same command starts over ({place})"
-    with tiles_fit(), ends_at_sigterm(ended):
-        return run.compile_on_leaves()
-
-
-def _metrics_files(run, path, name):
-    """What the key metrics_file names, checked: one in the first process, if the key is given, else none. `path` and
-    `name` are those of the run's folder."""
-    from trainer.observe import MetricsFile
-    from trainer.runtime.agreement import from_first
-
-    found = []
-
-    def check() -> None:
-        if run.config.metrics_file:
-            found.append(MetricsFile(run.config.metrics_file, path, name))
-
-    from_first(check)
-    return found
-
-
-def _reports(run, run_dir, begin, metrics_files, console, stack: contextlib.ExitStack):
-    """Rows for the files of metrics, which the first process writes, and for the console."""
-    from trainer.observe import EventsWriter, MetricsWriter, Profiler, ReportFile, TokensSeen, maxtext_row
-    from trainer.runtime.agreement import from_first, is_first
-    from trainer.training import Reports
-
-    config, work = run.config, _work(run)
-    writers, maxtext_writers = [], []  # of metrics.jsonl, and of rows with MaxText's names
-    pages = []
-    stack.callback(console.end_bar)
-
-    def open_metrics() -> list[int]:
-        resumes = config.enable_checkpointing
-        pages.append(ReportFile(run_dir.path, console.say))
-        # Called when all rows are written, also if the run fails.
-        stack.callback(pages[0].write)
-        writers.append(stack.enter_context(MetricsWriter(run_dir.path, begin.updates, resumes=resumes)))
-        for file in metrics_files:
-            writer = file.open(begin.updates, resumed=begin.resumed, resumes=resumes, say=console.say)
-            maxtext_writers.append(stack.enter_context(writer))
-        if config.enable_tensorboard:
-            events = EventsWriter(run_dir.path, begin.updates, resumes=resumes)
-            maxtext_writers.append(stack.enter_context(events))
-        return [row["step"] for row in writers[0].kept if "eval_loss" in row]
-
-    profiler = None
-    if config.profiler:
-        profiler = Profiler(config, run_dir.path, begin.updates, console.say, traces=is_first())
-        stack.enter_context(profiler)
-    evaluated = frozenset(from_first(open_metrics))
-    tokens = TokensSeen(writers[0].kept if writers else ())
-
-    def write(row) -> None:
-        for writer in writers:
-            writer.write(row)
-        for writer in maxtext_writers:
-            writer.write(maxtext_row(row, work, config.gradient_clipping_threshold, run_dir.place.name))
-
-    def sync() -> None:
-        for writer in (*writers, *maxtext_writers):
-            writer.sync()
-        for page in pages:
-            page.refresh()
-        run_dir.upload()
-
-    def on_step(row) -> None:
-        write(tokens.add(row))
-        console.step(row, config.steps)
-        if (row["step"] + 1) % config.log_period == 0:
-            sync()
-
-    def on_evaluation(row) -> None:
-        write(row)
-        console.evaluation(row)
-
-    return Reports(on_step, on_evaluation, sync, evaluated, profiler)
-
-
 def _files(run_dir):
     """Where the results of a finished run are, for its summary."""
     from trainer.checkpoint import newest
@@ -274,29 +189,11 @@ def _files(run_dir):
     return found | {"charts": str(run_dir.place / REPORT_FILE)}
 
 
-def _work(run):
-    """The work of a step, with the peak of the devices for its products where that is known."""
-    from trainer.aot.chips import chip_of
-    from trainer.observe import work_of
-
-    chip = chip_of(run.mesh.devices.flat[0].device_kind)
-    return work_of(run.config, run.flops_per_token, chip.flops("bf16") if chip else None)
-
-
-def _needs(run, compiled):
-    """What `compiled`, a training step, needs on a device."""
-    from trainer.aot.report import memory_of
-    from trainer.observe import Needs
-    from trainer.training.memory import device_memory
-
-    memory = memory_of(compiled)
-    return Needs(memory.peak, memory.arguments, memory.temporaries, device_memory(list(run.mesh.devices.flat)))
-
-
 def _say_what_runs(console, loaded, run, dataset, place) -> None:
     import jax
 
     from trainer.state import table
+    from trainer.training import run_work
 
     device = run.mesh.devices.flat[0]
     console.banner(
@@ -305,7 +202,7 @@ def _say_what_runs(console, loaded, run, dataset, place) -> None:
         platform=device.platform,
         process_count=jax.process_count(),
         parameters=run.parameters,
-        work=_work(run),
+        work=run_work(run),
         dataset=str(dataset),
         run_dir=place,
         warnings=[*loaded.warnings, *without_effect_here(run.config, loaded.changed)],

@@ -5,6 +5,8 @@ import re
 import pytest
 from run_cases import RUN, train
 
+from trainer.observe import open_run
+
 SHORT = {"steps": 2, "learning_rate_schedule_steps": 2, "checkpoint_period": 1, "eval_interval": -1}
 DRY = "--dry-run"
 
@@ -30,13 +32,19 @@ def test_a_dry_run_says_what_the_run_then_does(tmp_path):
     before = contents(tmp_path)
     code, said = train(tmp_path, DRY, "run_name=run-0001", learning_rate=1e-3, **SHORT)
     assert (code, "runs/run-0001 is finished: nothing to do" in said) == (0, True), said
+    assert said.endswith("dry run: nothing would run; nothing was written to runs/run-0001\n")
     code, said = train(tmp_path, DRY, "run_name=run-0001", learning_rate=1e-3, **SHORT | {"steps": 3})
     assert (code, "checkpoints/2: 2 of 3 updates are done" in said) == (0, True), said
     code, said = train(tmp_path, DRY, "run_name=run-0001", learning_rate=1e-3, **SHORT | {"base_mlp_dim": 24})
     assert (code, "base_mlp_dim: 32 -> 24" in said) == (2, True), said
     # Without a name, the run is finished and another would begin.
-    code, said = train(tmp_path, DRY, learning_rate=1e-3, **SHORT)
+    more = {"enable_checkpointing": False, "metrics_file": tmp_path / "new" / "metrics.txt"}
+    code, said = train(tmp_path, DRY, learning_rate=1e-3, **SHORT | more)
     assert said.endswith("nothing was written to runs/run-0002\n"), said
+    with open_run(str(tmp_path / "runs"), "run-0001", "", True, print):
+        before = contents(tmp_path)
+        code, said = train(tmp_path, DRY, "run_name=run-0001", learning_rate=1e-3, **SHORT)
+        assert (code, "another process is running in runs/run-0001" in said) == (2, True), said
     assert contents(tmp_path) == before
 
 

@@ -7,7 +7,8 @@ from trainer.observe.metrics import MetricsWriter, TokensSeen
 from trainer.observe.metrics_file import MetricsFile, maxtext_row
 from trainer.observe.profiler import Profiler
 from trainer.observe.report import ReportFile
-from trainer.observe.rundir import RunDir, expected_run, open_run
+from trainer.observe.rundir import RunDir
+from trainer.observe.runs import check_earlier, expected_run, open_run
 from trainer.observe.text import perplexity
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "ReportFile",
     "RunDir",
     "TokensSeen",
+    "check_earlier",
     "expected_run",
     "maxtext_row",
     "open_run",

@@ -10,6 +10,7 @@ from trainer.observe.lines import Work
 from trainer.observe.metrics import MetricsWriter, read_rows
 from trainer.observe.rundir import OWN_FILES
 from trainer.observe.text import perplexity
+from trainer.runtime.storage import why_not_writable
 
 
 def maxtext_row(row: Mapping[str, Any], work: Work, clipping_threshold: float, run_name: str) -> dict[str, float | str]:
@@ -73,7 +74,7 @@ class MetricsFile:
     """
 
     def __init__(self, path: str, run_dir: Path, run_name: str):
-        """Checks that the file can be written; creates its parent folders.
+        """Checks that the file can be written, and creates nothing.
 
         Raises:
           UserError: it cannot be written, is one of the run's own files in `run_dir`, or holds something else.
@@ -83,16 +84,16 @@ class MetricsFile:
             raise UserError(f"metrics_file={path}: the run writes that file itself; choose another path")
         if self.path.exists() and not self.path.is_file():
             raise UserError(f"metrics_file={path} exists and is not a file; choose another path")
+        if why := why_not_writable(self.path.parent):
+            raise _unwritable(path, why)
+        self._begins, rows = b"", []
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a+b") as file:
-                file.seek(0)
-                self._begins = file.read(1)
-            rows = read_rows(self.path)
+            if self.path.exists():
+                with self.path.open("r+b") as file:
+                    self._begins = file.read(1)
+                rows = read_rows(self.path)
         except OSError as error:
-            raise UserError(
-                f"metrics_file={path}: cannot be written: {error.strerror or error}; choose a file in a writable folder"
-            ) from error
+            raise _unwritable(path, error.strerror or str(error)) from error
         except UserError as error:
             raise _foreign(path) from error
         # Rows without run_name are in another format, such as that of metrics.jsonl.
@@ -104,7 +105,14 @@ class MetricsFile:
         """A writer of rows from step `updates` on; reports to `say` what was moved.
 
         `resumed`: the run is resumed, so rows with its name are its own. `resumes`: see `MetricsWriter`.
+
+        Raises:
+          UserError: its parent folders cannot be created.
         """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritable(str(self.path), error.strerror or str(error)) from error
         if self._begins and not (resumed and self._own):
             number = 1
             while (moved := self.path.with_name(f"{self.path.name}.{number}")).exists():
@@ -112,6 +120,10 @@ class MetricsFile:
             self.path.rename(moved)
             say(f"{self.path} held metrics of another run; moved to {moved}")
         return MetricsWriter(self.path.parent, updates, self.path.name, resumes=resumes)
+
+
+def _unwritable(path: str, why: str) -> UserError:
+    return UserError(f"metrics_file={path}: cannot be written: {why}; choose a file in a writable folder")
 
 
 def _foreign(path: str) -> UserError:

@@ -19,3 +19,15 @@ def lock(folder: Path) -> IO[str] | None:
         file.close()
         return None
     return file
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a live process holds the lock on the folder. It changes nothing in the folder, which may not exist."""
+    try:
+        with (folder / LOCK_FILE).open(encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except BlockingIOError:
+        return True
+    return False

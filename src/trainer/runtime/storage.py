@@ -75,6 +75,14 @@ def remove_tree(path: Any) -> None:
         path.unlink()
 
 
+def why_not_writable(path: Path) -> str | None:
+    """Why the local folder `path` cannot be created or written, by the permissions of what exists; None if it can."""
+    existing = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
+    if not existing.is_dir():
+        return os.strerror(errno.ENOTDIR)
+    return None if os.access(existing, os.W_OK | os.X_OK) else os.strerror(errno.EACCES)
+
+
 def remedy(code: int | None) -> str:
     """What the user can do about a failed write, by the system's error code."""
     if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

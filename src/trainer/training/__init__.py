@@ -2,9 +2,11 @@
 
 from trainer.training.batches import BatchSource
 from trainer.training.build import build
+from trainer.training.compiled import compiled_step, loaded_step, needs_of
 from trainer.training.diloco import build_diloco_train_step
 from trainer.training.evaluate import check_held_out
 from trainer.training.loop import Reports, fit
+from trainer.training.reports import metrics_files, open_reports, run_work
 from trainer.training.run import Run
 from trainer.training.start import Start, start
 
@@ -16,6 +18,12 @@ __all__ = [
     "build",
     "build_diloco_train_step",
     "check_held_out",
+    "compiled_step",
     "fit",
+    "loaded_step",
+    "metrics_files",
+    "needs_of",
+    "open_reports",
+    "run_work",
     "start",
 ]

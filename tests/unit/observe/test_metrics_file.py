@@ -14,7 +14,7 @@ from trainer.config import UserError, load
 from trainer.observe import MetricsFile, maxtext_row
 from trainer.observe.lines import Work, step_fields, step_line
 from trainer.observe.metrics import MetricsWriter, read_rows
-from trainer.train import _reports
+from trainer.training import open_reports
 
 WORK = Work(devices=4, tokens=1024, flops_per_token=2e9)
 STEP = {
@@ -195,7 +195,7 @@ def test_both_files_are_forced_to_disk_every_log_period(tmp_path, monkeypatch):
     console = SimpleNamespace(step=lambda row, steps: None, evaluation=lambda row: None, say=None, end_bar=lambda: None)
     with contextlib.ExitStack() as stack:
         file = MetricsFile(str(tmp_path / "metrics.txt"), tmp_path / "mine", "mine")
-        reports = _reports(run, run_dir, begin, [file], console, stack)
+        reports = open_reports(run, run_dir, begin, [file], console, stack)
         for step in range(7):
             reports.step(STEP | {"step": step})
         reports.sync()

@@ -1,0 +1,209 @@
+"""Which folder a run gets: the one of its name, an unfinished run's, or the next free number."""
+
+import contextlib
+import itertools
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainer.config import UserError
+from trainer.observe.metrics import METRICS_FILE
+from trainer.observe.rundir import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    FINISHED_FILE,
+    STARTS_OVER,
+    RunDir,
+    keeps_earlier,
+    remote_errors,
+)
+from trainer.runtime.agreement import agreed, from_first
+from trainer.runtime.lock import LOCK_FILE, is_locked, lock
+from trainer.runtime.storage import entries, folder, is_remote, mirror, why_not_writable
+
+_NUMBERED = re.compile(r"run-(\d+)")
+
+
+def open_run(
+    base_output_directory: str, run_name: str, config_yml: str, resumes: bool, say: Callable[[str], None]
+) -> RunDir:
+    """Choose the run's folder, create it if it is new, and lock it. Process 0 does so for all processes.
+
+    A given name means base_output_directory/run_name; parent folders are created too. An empty `run_name` resumes the
+    newest numbered run (run-0001, run-0002, ...) that has `config_yml` as its config.yml, is unfinished and is not
+    locked by a live process; otherwise it takes the next number. `say` receives a line if it resumes one.
+
+    Args:
+      config_yml: the resolved configuration, as it is to be written.
+      resumes: runs save checkpoints that they can resume from. If not, an empty name always takes the next number, and
+        a name whose folder holds checkpoints is refused.
+
+    Raises:
+      UserError: the folder cannot be created or written, the name is outside `base_output_directory`, a live process
+        has locked the run, or it cannot be resumed.
+    """
+    opened: list[RunDir] = []
+
+    def choose() -> list[str]:
+        opened.append(_open(base_output_directory, run_name, config_yml, resumes, say))
+        path, place = str(opened[0].path.absolute()), str(opened[0].place)
+        return [path, place if is_remote(opened[0].place) else path]
+
+    path, place = from_first(choose)
+
+    def check_shared() -> None:
+        if place == path and not Path(path, LOCK_FILE).exists():
+            raise UserError(
+                f"process 0 created {path}, but this process cannot see it: base_output_directory must be a folder "
+                "that all processes share, or a bucket"
+            )
+
+    agreed(check_shared)
+    return opened[0] if opened else RunDir(Path(path), None, None if place == path else folder(place))
+
+
+def expected_run(base_output_directory: str, run_name: str, config_yml: str, resumes: bool) -> Any:
+    """The folder that `open_run` would choose with the same arguments. Nothing is created, and no lock is kept.
+
+    Raises:
+      UserError: as `open_run` does; but whether a bucket can be written is not known, nor more of a local folder than
+        its permissions say.
+    """
+    base = folder(base_output_directory)
+    if run_name:
+        path = _place_of(base, run_name, resumes)
+        if _in_use(path):
+            raise _taken(path, run_name)
+    else:
+        numbers = sorted(_numbers(base), reverse=True)
+        fitting = (path for _, path in numbers if resumes and _fits(path, config_yml) and not _in_use(path))
+        path = next(fitting, base / _name(numbers[0][0] + 1 if numbers else 1))
+    _check_writable(path, base_output_directory)
+    return path
+
+
+def _check_writable(path: Any, base_output_directory: str) -> None:
+    if not is_remote(path) and (why := why_not_writable(path)):
+        raise _unwritable(base_output_directory, why)
+
+
+def check_earlier(place: Any, config_yml: str, resumed: bool, say: Callable[[str], None]) -> None:
+    """Says what `RunDir.begin` would do with the metrics of an earlier process in `place`, and raises what it would."""
+    if not resumed and (place / METRICS_FILE).exists():
+        kept = keeps_earlier(place, place, config_yml)
+        say(
+            f"{place} holds an earlier run: its files would be kept under other names"
+            if kept
+            else STARTS_OVER.format(place)
+        )
+
+
+def _in_use(path: Any) -> bool:
+    """Whether a live process holds the lock of the run in `path`."""
+    return is_locked(mirror(path) if is_remote(path) else path)
+
+
+def _open(
+    base_output_directory: str, run_name: str, config_yml: str, resumes: bool, say: Callable[[str], None]
+) -> RunDir:
+    base = folder(base_output_directory)
+    _check_writable(base, base_output_directory)
+    try:
+        with remote_errors(base):
+            if not is_remote(base):
+                base.mkdir(parents=True, exist_ok=True)
+            if run_name:
+                return _named(base, run_name, resumes)
+            return (resumes and _unfinished(base, config_yml, say)) or _numbered(base)
+    except OSError as error:
+        raise _unwritable(base_output_directory, error.strerror or str(error)) from error
+
+
+def _locked(path: Any) -> RunDir | None:
+    """The locked run of the folder `path`; None if a live process holds the lock."""
+    if not is_remote(path):
+        held = lock(path)
+        return None if held is None else RunDir(path, held)
+    local = mirror(path)
+    local.mkdir(parents=True, exist_ok=True)
+    held = lock(local)
+    return None if held is None else RunDir(local, held, path).download()
+
+
+def _unfinished(base: Any, config_yml: str, say: Callable[[str], None]) -> RunDir | None:
+    for _, path in sorted(_numbers(base), reverse=True):
+        # Checked before locking, so as not to lock out a run's own process, and again once it is locked.
+        if _fits(path, config_yml) and (run := _locked(path)):
+            if _fits(path, config_yml):
+                if (path / CONFIG_FILE).exists():
+                    say(f"{path} has this configuration and is unfinished: resuming it")
+                return run
+            run.close()
+    return None
+
+
+def _fits(path: Any, config_yml: str) -> bool:
+    """Whether a numbered run is unfinished and has this configuration, or ended before it wrote anything."""
+    config = path / CONFIG_FILE
+    if config.is_file():
+        return config.read_bytes().decode("utf-8", "replace") == config_yml and not (path / FINISHED_FILE).exists()
+    return path.is_dir() and not (path / METRICS_FILE).exists()
+
+
+def _numbers(base: Any) -> list[tuple[int, Any]]:
+    return [(int(match[1]), path) for path in entries(base) if (match := _NUMBERED.fullmatch(path.name))]
+
+
+def _numbered(base: Any) -> RunDir:
+    number = max((number for number, _ in _numbers(base)), default=0) + 1
+    while True:
+        path = base / _name(number)
+        # If two processes race for a number, the loser finds the folder or its lock taken.
+        with contextlib.suppress(FileExistsError):
+            if not is_remote(path):
+                path.mkdir()
+            if run := _locked(path):
+                return run
+        number += 1
+
+
+def _name(number: int) -> str:
+    return f"run-{number:04}"
+
+
+def _place_of(base: Any, run_name: str, resumes: bool) -> Any:
+    """The folder of the run `run_name`; raises UserError if it may not be used."""
+    path = base / run_name
+    if os.path.isabs(run_name) or os.path.normpath(run_name).split(os.sep)[0] in (".", ".."):
+        raise UserError(
+            f"run_name={run_name} is not a folder within base_output_directory; give a name, or leave it empty"
+        )
+    if not resumes and any(entry.name.isdecimal() for entry in entries(path / CHECKPOINTS)):
+        free = next(name for n in itertools.count(2) if not (base / (name := f"{run_name}-{n}")).exists())
+        raise UserError(
+            f"run_name={run_name}: {path} holds a run with checkpoints, and enable_checkpointing=false cannot resume "
+            f"it; choose another name or leave it empty for the next free number; nearest: {free}"
+        )
+    return path
+
+
+def _named(base: Any, run_name: str, resumes: bool) -> RunDir:
+    path = _place_of(base, run_name, resumes)
+    if not is_remote(path):
+        path.mkdir(parents=True, exist_ok=True)
+    run = _locked(path)
+    if run is None:
+        raise _taken(path, run_name)
+    return run
+
+
+def _taken(path: Any, run_name: str) -> UserError:
+    return UserError(f"run_name={run_name}: another process is running in {path}; wait for it, or choose another name")
+
+
+def _unwritable(base_output_directory: str, why: str) -> UserError:
+    return UserError(
+        f"base_output_directory={base_output_directory}: cannot write there ({why}); choose a writable folder"
+    )

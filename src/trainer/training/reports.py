@@ -1,0 +1,111 @@
+"""What a run writes while it trains: rows for the files of metrics, which the first process writes, and the console."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+from trainer.aot.chips import chip_of
+from trainer.observe import (
+    Console,
+    EventsWriter,
+    MetricsFile,
+    MetricsWriter,
+    Profiler,
+    ReportFile,
+    RunDir,
+    TokensSeen,
+    maxtext_row,
+    work_of,
+)
+from trainer.observe.lines import Work
+from trainer.runtime.agreement import from_first, is_first
+from trainer.training.loop import Reports
+from trainer.training.run import Run
+from trainer.training.start import Start
+
+
+def run_work(run: Run) -> Work:
+    """The work of a step, with the peak of the devices for its products where that is known."""
+    chip = chip_of(run.mesh.devices.flat[0].device_kind)
+    return work_of(run.config, run.flops_per_token, chip.flops("bf16") if chip else None)
+
+
+def metrics_files(config: Any, path: Path, name: str) -> list[MetricsFile]:
+    """What the key metrics_file names, checked: one in the first process, if the key is given, else none.
+
+    Args:
+      path, name: of the run's folder.
+
+    Raises:
+      UserError: it cannot be written.
+    """
+    found = []
+
+    def check() -> None:
+        if config.metrics_file:
+            found.append(MetricsFile(config.metrics_file, path, name))
+
+    from_first(check)
+    return found
+
+
+def open_reports(
+    run: Run,
+    run_dir: RunDir,
+    begin: Start,
+    files: list[MetricsFile],
+    console: Console,
+    stack: contextlib.ExitStack,
+) -> Reports:
+    """The callbacks of `fit`. All that they write to is closed with `stack`; `files` are from `metrics_files`."""
+    config, work = run.config, run_work(run)
+    writers: list[MetricsWriter] = []  # of metrics.jsonl
+    maxtext_writers: list[MetricsWriter | EventsWriter] = []  # of rows with MaxText's names
+    pages: list[ReportFile] = []
+    stack.callback(console.end_bar)
+
+    def open_metrics() -> list[int]:
+        resumes = config.enable_checkpointing
+        pages.append(ReportFile(run_dir.path, console.say))
+        # Called when all rows are written, also if the run fails.
+        stack.callback(pages[0].write)
+        writers.append(stack.enter_context(MetricsWriter(run_dir.path, begin.updates, resumes=resumes)))
+        for file in files:
+            writer = file.open(begin.updates, resumed=begin.resumed, resumes=resumes, say=console.say)
+            maxtext_writers.append(stack.enter_context(writer))
+        if config.enable_tensorboard:
+            events = EventsWriter(run_dir.path, begin.updates, resumes=resumes)
+            maxtext_writers.append(stack.enter_context(events))
+        return [row["step"] for row in writers[0].kept if "eval_loss" in row]
+
+    profiler = None
+    if config.profiler:
+        profiler = Profiler(config, run_dir.path, begin.updates, console.say, traces=is_first())
+        stack.enter_context(profiler)
+    evaluated = frozenset(from_first(open_metrics))
+    tokens = TokensSeen(writers[0].kept if writers else ())
+
+    def write(row: Any) -> None:
+        for writer in writers:
+            writer.write(row)
+        for maxtext_writer in maxtext_writers:
+            maxtext_writer.write(maxtext_row(row, work, config.gradient_clipping_threshold, run_dir.place.name))
+
+    def sync() -> None:
+        for writer in (*writers, *maxtext_writers):
+            writer.sync()
+        for page in pages:
+            page.refresh()
+        run_dir.upload()
+
+    def on_step(row: Any) -> None:
+        write(tokens.add(row))
+        console.step(row, config.steps)
+        if (row["step"] + 1) % config.log_period == 0:
+            sync()
+
+    def on_evaluation(row: Any) -> None:
+        write(row)
+        console.evaluation(row)
+
+    return Reports(on_step, on_evaluation, sync, evaluated, profiler)
