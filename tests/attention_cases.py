@@ -11,9 +11,20 @@ from trainer.ops.attention import Mask
 
 
 def inputs(
-    rows: int, length: int, heads: int, kv_heads: int, width: int, *, dtype: Any = np.float32, seed: int = 0
+    rows: int,
+    length: int,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    *,
+    value_width: int | None = None,
+    dtype: Any = np.float32,
+    seed: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Mask]:
-    """Queries, keys, values and the mask of rows with three segments each and padding (segment 0) behind them."""
+    """Queries, keys, values and the mask of rows with three segments each and padding (segment 0) behind them.
+
+    `value_width`: of the values, at most `width`, which it is by default.
+    """
     rng = np.random.default_rng(seed)
     query = rng.normal(size=(rows, length, heads, width))
     key, value = rng.normal(size=(2, rows, length, kv_heads, width))
@@ -23,13 +34,14 @@ def inputs(
     start = np.where(segment > 0, np.take_along_axis(ends, np.maximum(segment - 1, 0), axis=1), 0)
     position, segment = place - start, np.where(segment < 3, segment + 1, 0)
     ids = [jnp.asarray(x, jnp.int32) for x in (position, position, segment, segment)]
-    return *(jnp.asarray(x, dtype) for x in (query, key, value)), Mask(*ids)
+    return *(jnp.asarray(x, dtype) for x in (query, key, value[..., :value_width])), Mask(*ids)
 
 
 def value_and_grads(op: Callable[..., jax.Array], args: tuple, **how: Any) -> dict[str, np.ndarray]:
     """The op's result, and the gradients of a weighted sum of it, in float32; padding has no weight and reads 0."""
     query, key, value, mask = args
-    weight = np.random.default_rng(1).normal(size=query.shape) * (np.asarray(mask.query_segment) > 0)[..., None, None]
+    shape = (*query.shape[:3], value.shape[3])
+    weight = np.random.default_rng(1).normal(size=shape) * (np.asarray(mask.query_segment) > 0)[..., None, None]
 
     def loss(query, key, value):
         out = op(query, key, value, mask, **how)

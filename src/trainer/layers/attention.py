@@ -41,6 +41,51 @@ KEYS = sharding.Axes((*KEY_ROWS, "activation_kv_heads", None))
 MASK = Mask(QUERY_ROWS, KEY_ROWS, QUERY_ROWS, KEY_ROWS)  # type: ignore[arg-type]  # in the places of arrays
 
 
+class Scores(NamedTuple):
+    """How a layer computes attention from queries, keys and values.
+
+    `op`: a name of OPS. `window`, `soft_cap`, `scale`: see `ops.attention`. `tiles`: of the op splash.
+    """
+
+    op: str
+    window: int = 0
+    soft_cap: float = 0.0
+    scale: float | None = None
+    tiles: Tiles = AUTOMATIC
+    dropout_rate: float = 0.0
+
+    def attend(self, queries: jax.Array, keys: jax.Array, values: jax.Array, mask: Mask, context: Context) -> jax.Array:
+        """The op's result, named "context"."""
+        drop = None
+        if context.key is not None and self.dropout_rate:
+            drop = Dropout(context.key, context.rows, self.dropout_rate)
+        attend: Callable[..., jax.Array]
+        attend = functools.partial(
+            OPS[self.op], dropout=drop, window=self.window, soft_cap=self.soft_cap, scale=self.scale
+        )
+        if self.op == "splash":
+            attend = functools.partial(attend, tiles=self.tiles)
+        if self.op in KERNELS:
+            attend = sharding.shard_mapped(attend, (QUERIES, KEYS, KEYS, MASK), QUERIES, check=False)
+        attended = attend(queries, keys, values, mask)
+        # splash names it itself, with the other residuals of its backward pass
+        return attended if self.op == "splash" else checkpoint_name(attended, "context")
+
+    def largest(self, queries: jax.Array, keys: jax.Array, mask: Mask, context: Context) -> jax.Array:
+        """The largest logit of each head, for `layers.sown.MaxLogit`: see `ops.max_logits`."""
+        # One tile of the reference op: the product is its own, but not one under a condition.
+        block = queries.shape[1] if self.op == "dot_product" and context.sampled is None else BLOCK
+        return max_logits(queries, keys, mask, window=self.window, scale=self.scale, block=block, when=context.sampled)
+
+
+def over_cache(context: Context, length: int) -> Mask:
+    """The mask of the tokens of `context` over a cache of `length` positions, where each row is one segment."""
+    rows, segment_bt = len(context.rows), context.segments
+    places = jnp.broadcast_to(jnp.arange(length), (rows, length))
+    segment = jnp.broadcast_to(segment_bt.max(axis=1, keepdims=True), places.shape)
+    return Mask(context.positions, places, segment_bt, segment)
+
+
 class KVCache(NamedTuple):
     """Keys and values of the positions seen so far, each [b, s, k, d]: what `layers.cache` holds for each layer."""
 
@@ -75,8 +120,8 @@ class Attention(nnx.Module):
         none."""
         dense = functools.partial(Dense, dtype=dtype, weight_dtype=weight_dtype, make_product=make_product, rngs=rngs)
         self.heads = heads
-        self.op, self.rope, self.window, self.soft_cap = op, rope, window, soft_cap
-        self.tiles, self.dropout_rate = tiles, dropout_rate
+        self.rope = rope
+        self.scores = Scores(op, window, soft_cap, tiles=tiles, dropout_rate=dropout_rate)
         self.query = dense([width], [heads, head_dim], ("embed", "q_heads", "kv"))
         self.key = dense([width], [kv_heads, head_dim], ("embed", "kv_heads", "kv_head_dim"))
         self.value = dense([width], [kv_heads, head_dim], ("embed", "kv_heads", "kv_head_dim"))
@@ -95,7 +140,7 @@ class Attention(nnx.Module):
         Raises:
           UserError: queries and keys are normed, or the logits capped: scaled weights do not scale such logits.
         """
-        if self.norms_heads or self.soft_cap:
+        if self.norms_heads or self.scores.soft_cap:
             why = "their norms undo a scale of the weights" if self.norms_heads else "the soft cap bounds logits itself"
             raise UserError(f"use_qk_clip=true: attention heads cannot be clipped: {why}")
         eta_kg = eta_h.reshape(self.key.kernel.shape[-2], -1)
@@ -128,32 +173,16 @@ class Attention(nnx.Module):
             queries, keys = self.query_norm(queries), self.key_norm(keys)
         queries, keys = rope(queries, position_bt, self.rope), rope(keys, position_bt, self.rope)
 
-        op, mask = self.op, Mask(position_bt, position_bt, segment_bt, segment_bt)
+        scores = self.scores
+        mask = Mask(position_bt, position_bt, segment_bt, segment_bt)
         if cache is None and captures(self, MaxLogit):
-            # One tile of the reference op: the product is its own, but not one under a condition.
-            block = queries.shape[1] if op == "dot_product" and context.sampled is None else BLOCK
-            largest = max_logits(queries, keys, mask, window=self.window, block=block, when=context.sampled)
-            sow(self, MaxLogit, "max_logit", largest)
+            sow(self, MaxLogit, "max_logit", scores.largest(queries, keys, mask, context))
         if cache is not None:
             cache = cache.write(KVCache(keys, values), position_bt, segment_bt)
         if cache is not None and cache.filled:
             keys, values = cache.read()
-            places = jnp.broadcast_to(jnp.arange(keys.shape[1]), keys.shape[:2])
-            segment = jnp.broadcast_to(segment_bt.max(axis=1, keepdims=True), places.shape)
-            mask = Mask(position_bt, places, segment_bt, segment)
-            op = "dot_product"  # the others require keys and queries at the same positions
-
-        drop = None
-        if context.key is not None and self.dropout_rate:
-            drop = Dropout(context.key, context.rows, self.dropout_rate)
-        attend: Callable[..., jax.Array]
-        attend = functools.partial(OPS[op], dropout=drop, window=self.window, soft_cap=self.soft_cap)
-        if op == "splash":
-            attend = functools.partial(attend, tiles=self.tiles)
-        if op in KERNELS:
-            attend = sharding.shard_mapped(attend, (QUERIES, KEYS, KEYS, MASK), QUERIES, check=False)
-        attended = attend(queries, keys, values, mask)
-        if op != "splash":  # splash names it itself, with the other residuals of its backward pass
-            attended = checkpoint_name(attended, "context")
+            mask = over_cache(context, keys.shape[1])
+            scores = scores._replace(op="dot_product")  # the others require keys and queries at the same positions
+        attended = scores.attend(queries, keys, values, mask, context)
         out = self.out(attended, RESIDUAL)
         return checkpoint_name(out, "out_proj"), cache

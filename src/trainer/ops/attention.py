@@ -2,7 +2,10 @@
 
 Every attention op has the same signature and computes the same function: queries [b, t, h, d], keys and values
 [b, s, k, d] with h a multiple of k (grouped-query attention, Ainslie et al. 2023, arXiv:2305.13245), and a `Mask`.
-Scores and softmax are float32; the result has the queries' dtype. An op raises ValueError for what it does not support.
+Values may have a width of their own, which is then that of the result. Scores and softmax are float32; the result has
+the queries' dtype. An op raises ValueError for what it does not support.
+
+`scale`: the factor on the products of queries and keys; None: 1 / sqrt(d).
 
 `window` > 0: a query sees its own position and the window - 1 before it. `soft_cap` > 0: scores are bounded by
 soft_cap * tanh(scores / soft_cap) before the mask (Gemma 2, arXiv:2408.00118).
@@ -42,6 +45,7 @@ def dot_product_attention(
     *,
     window: int = 0,
     soft_cap: float = 0.0,
+    scale: float | None = None,
 ) -> jax.Array:
     """The reference op: [b, t, h, d]. It materializes all scores [b, h, t, s]."""
     keep, rate = None, 0.0
@@ -49,7 +53,7 @@ def dot_product_attention(
         rate = dropout.rate
         index = jnp.arange(query.shape[1])
         keep = attention_keep(dropout.key, dropout.row, index, query.shape[2], key.shape[1], rate)
-    return attend(query, key, value, mask, keep, rate, window, soft_cap)
+    return attend(query, key, value, mask, keep, rate, window, soft_cap, scale)
 
 
 def attend(
@@ -61,12 +65,14 @@ def attend(
     rate: float,
     window: int,
     soft_cap: float,
+    scale: float | None,
 ) -> jax.Array:
     """Attention that keeps the weights in `keep_bhts` (None: all) and scales them by 1 / (1 - rate): [b, t, h, d]."""
     rows, length, heads, width = query.shape
     kv_heads = key.shape[2]
     query = query.reshape(rows, length, kv_heads, heads // kv_heads, width)
-    scores = jnp.einsum("btkgd,bskd->bkgts", query, key, preferred_element_type=jnp.float32) * width**-0.5
+    scores = jnp.einsum("btkgd,bskd->bkgts", query, key, preferred_element_type=jnp.float32)
+    scores = scores * scale_of(scale, width)
     if soft_cap:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     # Finite, so that a fully masked query (padding of a block) gives no NaN.
@@ -75,7 +81,12 @@ def attend(
     if keep_bhts is not None:
         weights = jnp.where(keep_bhts.reshape(weights.shape), weights / (1 - rate), 0.0)
     out = jnp.einsum("bkgts,bskd->btkgd", weights.astype(value.dtype), value)
-    return out.reshape(rows, length, heads, width)
+    return out.reshape(rows, length, heads, value.shape[-1])
+
+
+def scale_of(scale: float | None, width: int) -> float:
+    """The factor on the products of queries and keys of `width`."""
+    return width**-0.5 if scale is None else scale
 
 
 def visible(mask: Mask, window: int) -> jax.Array:

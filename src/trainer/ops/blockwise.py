@@ -22,6 +22,7 @@ class _Static(NamedTuple):
     length: int  # keys per row, without padding
     window: int
     soft_cap: float
+    scale: float | None
     rate: float
 
 
@@ -46,6 +47,7 @@ def blockwise_attention(
     *,
     window: int = 0,
     soft_cap: float = 0.0,
+    scale: float | None = None,
     block: int = 256,
 ) -> jax.Array:
     """`dot_product_attention`, one block of queries at a time: scores take [b, h, block, s].
@@ -72,7 +74,8 @@ def blockwise_attention(
         # Padding gets the largest position, so that no query sees it.
         key_position = jnp.pad(key_position, ends, constant_values=jnp.iinfo(jnp.int32).max)
         key_segment = jnp.pad(key_segment, ends)
-    static = _Static(stride, reach, mask.key_position.shape[1], window, soft_cap, dropout.rate if dropout else 0.0)
+    rate = dropout.rate if dropout else 0.0
+    static = _Static(stride, reach, mask.key_position.shape[1], window, soft_cap, scale, rate)
     context = _Context(
         jnp.arange(count * block).reshape(count, block),
         blocks(mask.query_position),
@@ -108,12 +111,12 @@ def _one_block(static: _Static, context: _Context, i: jax.Array, query: jax.Arra
         if static.stride:
             after = context.key_position.shape[1] - static.length - (static.window - 1)
             keep = _part(static, jnp.pad(keep, ((0, 0), (0, 0), (0, 0), (static.window - 1, after))), i, axis=3)
-    return attend(query, key, value, mask, keep, static.rate, static.window, static.soft_cap)
+    return attend(query, key, value, mask, keep, static.rate, static.window, static.soft_cap, static.scale)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _all_blocks(static: _Static, query: jax.Array, key: jax.Array, value: jax.Array, context: _Context) -> jax.Array:
-    """Queries [n, b, t, h, d], keys and values [b, s, k, d] -> [n, b, t, h, d]."""
+    """Queries [n, b, t, h, d], keys and values [b, s, k, d] -> [n, b, t, h, d], with the width of the values."""
 
     def step(_, xs):
         i, query = xs

@@ -4,7 +4,7 @@ from typing import Literal
 
 import jax
 
-from trainer.ops.attention import Dropout, Mask
+from trainer.ops.attention import Dropout, Mask, scale_of
 
 
 def cudnn_attention(
@@ -16,6 +16,7 @@ def cudnn_attention(
     *,
     window: int = 0,
     soft_cap: float = 0.0,
+    scale: float | None = None,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> jax.Array:
     """`dot_product_attention` without dropout or soft cap, in bfloat16: [b, t, h, d].
@@ -29,10 +30,14 @@ def cudnn_attention(
     call on any platform.
 
     Raises:
-      ValueError: dropout, a soft cap, or another dtype.
+      ValueError: dropout, a soft cap, values of another width than keys, or another dtype.
     """
     if dropout is not None or soft_cap:
         raise ValueError("cudnn_attention supports neither dropout of attention weights nor a soft cap")
+    if value.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            f"cudnn_attention takes values of the keys' width, not {value.shape[-1]} with keys of {key.shape[-1]}"
+        )
     if query.dtype != jax.numpy.bfloat16:
         raise ValueError(f"cudnn_attention takes bfloat16, not {query.dtype}")
     same_segment = mask.query_segment[:, None, :, None] == mask.key_segment[:, None, None, :]
@@ -41,7 +46,7 @@ def cudnn_attention(
         key,
         value,
         mask=same_segment,
-        scale=query.shape[-1] ** -0.5,
+        scale=scale_of(scale, query.shape[-1]),
         is_causal=True,
         local_window_size=(window - 1, 0) if window else None,
         implementation=implementation,

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trainer.ops.attention import Mask, visible
+from trainer.ops.attention import Mask, scale_of, visible
 
 BLOCK = 512  # tokens
 
@@ -16,10 +16,11 @@ def max_logits(
     mask: Mask,
     *,
     window: int = 0,
+    scale: float | None = None,
     block: int = BLOCK,
     when: jax.Array | None = None,
 ) -> jax.Array:
-    """The largest logit q k / sqrt(d) of each head over the queries and keys of a batch: float32 [h].
+    """The largest logit q k scale of each head over the queries and keys of a batch: float32 [h].
 
     Only what a query sees counts, and no padding (segment 0); a finite number below any logit if that is nothing.
     Nothing is differentiated. The logits are computed once more, tile by tile: a tile takes [b, h, block, block]
@@ -29,28 +30,30 @@ def max_logits(
     Args:
       query, key: [b, t, h, d] and [b, t, k, d], as an attention op gets them.
       mask: of the same op.
-      window: see `ops.attention`.
+      window, scale: see `ops.attention`.
       block: tokens along both sides of a tile. With the whole row as its only tile, the product is that of
         `dot_product_attention`, and the compiler merges the two, unless `when` is given.
       when: bool []; nothing is computed if it is false, and the result is a finite number below any logit. None: true.
     """
     query, key = jax.lax.stop_gradient((query, key))
     if when is None and query.shape[1] <= block:
-        return _max_logits(query, key, mask, window, block)
+        return _max_logits(query, key, mask, window, scale, block)
 
     @jax.checkpoint
     def apart(query: jax.Array, key: jax.Array, mask: Mask) -> jax.Array:
         # What depends on the mask alone is the same in all layers of a scan. The derivative of that scan would compute
         # the masks of all tiles, for all heads, in front of it, and keep them; of a checkpointed function it does not.
         if when is None:
-            return _max_logits(query, key, mask, window, block)
+            return _max_logits(query, key, mask, window, scale, block)
         nothing = jnp.full(query.shape[2], jnp.finfo(jnp.float32).min)
-        return jax.lax.cond(when, lambda: _max_logits(query, key, mask, window, block), lambda: nothing)
+        return jax.lax.cond(when, lambda: _max_logits(query, key, mask, window, scale, block), lambda: nothing)
 
     return apart(query, key, mask)
 
 
-def _max_logits(query: jax.Array, key: jax.Array, mask: Mask, window: int, block: int) -> jax.Array:
+def _max_logits(
+    query: jax.Array, key: jax.Array, mask: Mask, window: int, scale: float | None, block: int
+) -> jax.Array:
     rows, length, heads, width = query.shape
     query = query.reshape(rows, length, key.shape[2], -1, width)
     block = min(block, length)
@@ -79,4 +82,4 @@ def _max_logits(query: jax.Array, key: jax.Array, mask: Mask, window: int, block
     else:
         # Stacked, not carried: the compiler then shards each tile's result by rows and heads, as its operands are.
         largest = jax.lax.map(lambda at: tile(part(queries, at[0]), part(keys, at[1])), tuple(jnp.array(tiles).T))
-    return largest.max(axis=(0, 1)).reshape(heads) * width**-0.5
+    return largest.max(axis=(0, 1)).reshape(heads) * scale_of(scale, width)

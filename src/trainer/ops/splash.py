@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from trainer.config.tiles import AUTOMATIC, LANES, OF_DQ, Tiles
-from trainer.ops.attention import Dropout, Mask
+from trainer.ops.attention import Dropout, Mask, scale_of
 
 
 def splash_attention(
@@ -16,6 +16,7 @@ def splash_attention(
     *,
     window: int = 0,
     soft_cap: float = 0.0,
+    scale: float | None = None,
     tiles: Tiles = AUTOMATIC,
     interpret: bool = False,
 ) -> jax.Array:
@@ -38,7 +39,7 @@ def splash_attention(
 
     kernel = splash_kernel(*query.shape[1:3], window=window, soft_cap=soft_cap, tiles=tiles, interpret=interpret)
     # The kernel does not scale.
-    query = (query.astype(jnp.float32) * query.shape[-1] ** -0.5).astype(query.dtype)
+    query = (query.astype(jnp.float32) * scale_of(scale, query.shape[-1])).astype(query.dtype)
     heads_first = (x.swapaxes(1, 2) for x in (query, key, value))
     out = jax.vmap(kernel)(*heads_first, SegmentIds(mask.query_segment, mask.key_segment))
     return out.swapaxes(1, 2)

@@ -32,6 +32,13 @@ def test_blockwise_op_equals_the_reference_op(block, rate, window, soft_cap):
     assert_close(value_and_grads(blockwise_attention, args, **how, block=block), expected, 2e-6)
 
 
+@pytest.mark.parametrize("window", [0, 5])
+def test_values_may_be_narrower_and_scores_scaled_otherwise(window):
+    args = inputs(2, 24, 4, 2, 12, value_width=8)
+    expected = value_and_grads(dot_product_attention, args, window=window, scale=0.5)
+    assert_close(value_and_grads(blockwise_attention, args, window=window, scale=0.5, block=7), expected, 2e-6)
+
+
 def test_gradients_of_keys_are_summed_in_float32():
     """A key's gradient is a sum over blocks: in bfloat16 it would lose with each of them."""
     exact = value_and_grads(dot_product_attention, inputs(1, 256, 1, 1, 8))["value"]

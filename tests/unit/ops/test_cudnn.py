@@ -31,6 +31,8 @@ def test_what_cudnn_does_not_support_is_refused():
         in_xla(*args, Dropout(jax.random.key(0), jnp.arange(1), 0.1))
     with pytest.raises(ValueError, match="soft cap"):
         in_xla(*args, soft_cap=1.0)
+    with pytest.raises(ValueError, match="not 4 with keys of 8"):
+        in_xla(*inputs(1, 24, 1, 1, 8, value_width=4, dtype=jnp.bfloat16))
     with pytest.raises(ValueError, match="bfloat16, not float32"):
         in_xla(*inputs(1, 24, 1, 1, 8))
 

@@ -45,6 +45,12 @@ def test_it_is_the_largest_of_the_logits_that_count(block, window):
     assert len(set(np.round(expected, 3))) == SHAPE[2]
 
 
+def test_its_scale_is_that_of_the_op():
+    query, key, mask = hot(seed=0)
+    ratio = max_logits(query, key, mask, scale=0.5) / max_logits(query, key, mask)
+    np.testing.assert_allclose(ratio, 0.5 * np.sqrt(SHAPE[4]), rtol=1e-6)
+
+
 def test_of_padding_alone_it_is_finite():
     query, key, mask = hot(seed=0)
     nothing = mask._replace(query_segment=0 * mask.query_segment, key_segment=0 * mask.key_segment)

@@ -45,6 +45,15 @@ def test_splash_in_bfloat16_differs_by_its_rounding():
     assert_close(value_and_grads(interpreted, args, window=100), exact, 0.02)
 
 
+@pytest.mark.parametrize("tiles", [Tiles(), Tiles(use_fused_bwd_kernel=True)], ids=["two kernels", "fused"])
+def test_values_may_be_narrower_and_scores_scaled_otherwise(tiles):
+    """As in multi-head latent attention, whose keys of 192 entries have values of 128."""
+    args = inputs(1, 256, 2, 2, 192, value_width=128)
+    expected = value_and_grads(dot_product_attention, args, scale=0.2)
+    assert_close(value_and_grads(interpreted, args, scale=0.2, tiles=tiles), expected, 1e-5)
+    assert kernels(splash_attention, args, scale=0.2, tiles=tiles) == (2 if tiles.use_fused_bwd_kernel else 3)
+
+
 def test_the_blocks_that_the_kernel_visits_grow_with_the_window_and_not_with_the_length():
     def visits(length, window):
         """Per block of queries, in the forward pass and in both of the backward pass."""

@@ -1,0 +1,171 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from trainer import sharding
+from trainer.config import UserError
+from trainer.config.tiles import AUTOMATIC, Tiles
+from trainer.layers.attention import KEYS, QUERIES, Scores, over_cache
+from trainer.layers.cache import Cache
+from trainer.layers.context import Context
+from trainer.layers.dense import INPUT, RESIDUAL, ROWS, Dense
+from trainer.layers.norm import RMSNorm
+from trainer.layers.sown import MaxLogit, captures, sow
+from trainer.ops.attention import Mask
+from trainer.ops.rope import Rope, rope, score_scale
+from trainer.products import MakeProduct, plain
+
+# The names of its matrix products for rematerialization, in addition to those of `layers.attention`.
+PROJECTIONS = ("query_wa_proj", "kv_wa_proj")
+LATENT = sharding.Axes((*ROWS, None))
+
+
+class LatentCache(NamedTuple):
+    """What is kept of the positions seen so far: what `layers.cache` holds for each layer."""
+
+    latent: jax.Array  # [b, s, r], normed
+    key: jax.Array  # [b, s, d], the rotated part that all heads share
+
+
+class LatentAttention(nnx.Module):
+    """Self-attention whose keys and values are projections of one narrow latent of each token.
+
+    The first `nope` entries of a head's query and key carry no position; its last `rope` entries are rotated, and that
+    part of the key is the same for all heads. Scores are scaled by 1 / sqrt(nope + rope) and, with YaRN, by
+    `ops.rope.score_scale`. A cache holds the latents and the rotated keys; queries on a cache are projected to the
+    width of the latents ("absorbed" projections), so that no cached key or value is made for each head.
+
+    Parameters, with MaxText's names: query [width, heads, nope + rope], or wq_a [width, q_rank], q_norm and wq_b
+    [q_rank, heads, nope + rope]; wkv_a [width, kv_rank + rope], kv_norm, wkv_b [kv_rank, heads, nope + value];
+    out [heads, value, width].
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        heads: int,
+        q_rank: int,
+        kv_rank: int,
+        nope_dim: int,
+        rope_dim: int,
+        value_dim: int,
+        rope: Rope,
+        mscale: float = 1.0,
+        norm_epsilon: float,
+        op: str = "dot_product",
+        window: int = 0,
+        soft_cap: float = 0.0,
+        tiles: Tiles = AUTOMATIC,
+        dropout_rate: float = 0.0,
+        dtype: jnp.dtype,
+        weight_dtype: jnp.dtype,
+        make_product: MakeProduct = plain,
+        rngs: nnx.Rngs,
+    ):
+        """`q_rank`: width of the latents of queries; 0: queries are projections of the input itself. `kv_rank`: width
+        of the latents of keys and values. `norm_epsilon`: of the norms of latents. `mscale`: see
+        `ops.rope.score_scale`. The others are those of `layers.attention.Attention`."""
+        dense = functools.partial(Dense, dtype=dtype, weight_dtype=weight_dtype, make_product=make_product, rngs=rngs)
+        norm = functools.partial(RMSNorm, epsilon=norm_epsilon, dtype=dtype, weight_dtype=weight_dtype)
+        self.heads, self.q_rank, self.kv_rank, self.nope_dim, self.rope_dim = heads, q_rank, kv_rank, nope_dim, rope_dim
+        self.rope = rope
+        scale = (nope_dim + rope_dim) ** -0.5 * score_scale(rope, mscale)
+        self.scores = Scores(op, window, soft_cap, scale, tiles, dropout_rate)
+        # Another product than the plain one may store its kernel in another form, or have parameters of its own.
+        self.absorbs = make_product is plain
+        if q_rank:
+            self.wq_a = dense([width], [q_rank], ("embed", "q_lora_up_proj"))
+            self.q_norm = norm(q_rank)
+            self.wq_b = dense([q_rank], [heads, nope_dim + rope_dim], ("q_lora", "q_heads", "kv"))
+        else:
+            self.query = dense([width], [heads, nope_dim + rope_dim], ("embed", "q_heads", "kv"))
+        self.wkv_a = dense([width], [kv_rank + rope_dim], ("embed", "kv_lora_up_proj"))
+        self.kv_norm = norm(kv_rank)
+        self.wkv_b = dense([kv_rank], [heads, nope_dim + value_dim], ("kv_lora", "kv_heads", "kv_head_dim"))
+        self.out = dense([heads, value_dim], [width], ("heads", "kv", "embed"))
+
+    def logit_factors(self, eta_h: jax.Array) -> dict[str, jax.Array]:
+        """See `layers.clip.Clipped`. The unrotated parts of a head's query and key share its factor; of the rotated
+        part the query takes all of it, because the key is that of the other heads too (Kimi K2, arXiv:2507.20534,
+        section 2.1).
+
+        Raises:
+          UserError: the logits are capped: scaled weights do not scale such logits.
+        """
+        if self.scores.soft_cap:
+            raise UserError("use_qk_clip=true: attention heads cannot be clipped: the soft cap bounds logits itself")
+        eta_h1 = eta_h[:, None]
+        root_hd = jnp.broadcast_to(jnp.sqrt(eta_h1), (self.heads, self.nope_dim))
+        query = jnp.concatenate([root_hd, jnp.broadcast_to(eta_h1, (self.heads, self.rope_dim))], axis=1)
+        values = self.wkv_b.kernel.shape[-1] - self.nope_dim
+        key = jnp.concatenate([root_hd, jnp.ones((self.heads, values))], axis=1)
+        return {"wq_b" if self.q_rank else "query": query, "wkv_b": key}
+
+    def init_cache(self, rows: int, length: int) -> LatentCache:
+        """An empty cache for `rows` rows of up to `length` positions."""
+        dtype = self.wkv_a.dtype
+        return LatentCache(*(jnp.zeros((rows, length, width), dtype) for width in (self.kv_rank, self.rope_dim)))
+
+    def __call__(self, x_bte: jax.Array, cache: Cache | None, context: Context) -> tuple[jax.Array, Cache | None]:
+        """Causal attention within each segment: [b, t, e], and the cache with these positions added. With a cache, see
+        `layers.attention.Attention`."""
+        position_bt, segment_bt = context.positions, context.segments
+        x_bte = sharding.constrain(x_bte, INPUT)
+        query, query_rope = self._queries(x_bte, position_bt)
+        latent, key_rope = self._latents(x_bte, position_bt)
+        if cache is not None:
+            cache = cache.write(LatentCache(latent, key_rope), position_bt, segment_bt)
+        if cache is not None and cache.filled:
+            attended = self._over_cache(query, query_rope, cache.read(), context)
+        else:
+            queries = jnp.concatenate([query, query_rope], axis=-1)
+            keys, values = self._keys_and_values(latent, key_rope)
+            mask = Mask(position_bt, position_bt, segment_bt, segment_bt)
+            if cache is None and captures(self, MaxLogit):
+                sow(self, MaxLogit, "max_logit", self.scores.largest(queries, keys, mask, context))
+            attended = self.scores.attend(queries, keys, values, mask, context)
+        return checkpoint_name(self.out(attended, RESIDUAL), "out_proj"), cache
+
+    def _queries(self, x_bte: jax.Array, position_bt: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The parts of queries without position [b, t, h, nope], and those rotated [b, t, h, rope]."""
+        if self.q_rank:
+            latent = checkpoint_name(self.wq_a(x_bte, LATENT), "query_wa_proj")
+            queries = self.wq_b(self.q_norm(latent), QUERIES)
+        else:
+            queries = self.query(x_bte, QUERIES)
+        query, query_rope = jnp.split(checkpoint_name(queries, "query_proj"), [self.nope_dim], axis=-1)
+        return query, rope(query_rope, position_bt, self.rope)
+
+    def _latents(self, x_bte: jax.Array, position_bt: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The normed latents [b, t, r], and the rotated keys [b, t, rope]."""
+        latent, key_rope = jnp.split(checkpoint_name(self.wkv_a(x_bte, LATENT), "kv_wa_proj"), [self.kv_rank], axis=-1)
+        return self.kv_norm(latent), rope(key_rope[:, :, None], position_bt, self.rope)[:, :, 0]
+
+    def _keys_and_values(self, latent_bsr: jax.Array, key_rope_bsd: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Each head's own: [b, s, h, nope + rope] and [b, s, h, value]."""
+        key, values = jnp.split(self.wkv_b(latent_bsr, KEYS), [self.nope_dim], axis=-1)
+        key, values = checkpoint_name(key, "key_proj"), checkpoint_name(values, "value_proj")
+        shared = jnp.broadcast_to(key_rope_bsd[:, :, None], (*key.shape[:3], self.rope_dim))
+        return sharding.constrain(jnp.concatenate([key, shared], axis=-1), KEYS), values
+
+    def _over_cache(self, query: jax.Array, query_rope: jax.Array, cached: LatentCache, context: Context) -> jax.Array:
+        """The result for queries over all cached positions: [b, t, h, value]."""
+        mask = over_cache(context, cached.latent.shape[1])
+        scores = self.scores._replace(op="dot_product")
+        if not self.absorbs:
+            keys, values = self._keys_and_values(*cached)
+            return scores.attend(jnp.concatenate([query, query_rope], axis=-1), keys, values, mask, context)
+        kernel = self.wkv_b.kernel.get_value().astype(query.dtype)
+        to_key, to_value = jnp.split(kernel, [self.nope_dim], axis=-1)
+        # q (W c) = (q W) c, and the sum of W c over weights is W times the sum of c: one head of keys, which are the
+        # latents with the rotated keys behind them, and whose values are the latents.
+        queries = jnp.concatenate([jnp.einsum("bthd,rhd->bthr", query, to_key), query_rope], axis=-1)
+        keys, values = jnp.concatenate(cached, axis=-1)[:, :, None], cached.latent[:, :, None]
+        return jnp.einsum("bthr,rhd->bthd", scores.attend(queries, keys, values, mask, context), to_value)
