@@ -46,7 +46,8 @@ def context(positions=POSITIONS, segments=SEGMENTS):
 
 def run(layer):
     """What it returns for `tokens`, and what it sows."""
-    return jax.jit(lambda: capture(layer, (MaxLogit,))(tokens(), None, context()))()
+    graph, state = nnx.split(layer)
+    return jax.jit(lambda state: capture(nnx.merge(graph, state), (MaxLogit,))(tokens(), None, context()))(state)
 
 
 def by_hand(layer, x):
