@@ -43,7 +43,8 @@ class LatentAttention(nnx.Module):
 
     Parameters, with MaxText's names: query [width, heads, nope + rope], or wq_a [width, q_rank], q_norm and wq_b
     [q_rank, heads, nope + rope]; wkv_a [width, kv_rank + rope], kv_norm, wkv_b [kv_rank, heads, nope + value];
-    out [heads, value, width].
+    out [heads, value, width]. A family with this layer declares the axes of latents (`models.family.Family.axes`):
+    q_lora_up_proj and kv_lora_up_proj, which its projections make, and q_lora and kv_lora, which they read.
     """
 
     def __init__(
