@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from trainer.checkpoint.block_scaled import ScaledTensor, with_scales
 from trainer.checkpoint.safetensors_file import DTYPES, Box, StoredTensor, stored_tensors
 from trainer.checkpoint.source import Leaf, Shapes, check_tensors, common_dtype, put_slices, whole, within
 from trainer.config import UserError
@@ -16,7 +17,7 @@ from trainer.config.json_files import read_object, shown
 from trainer.config.paths import path_problem
 from trainer.models.families import Place, place, stacks
 from trainer.models.huggingface import EXPERT, Layout
-from trainer.models.huggingface_config import model_keys
+from trainer.models.huggingface_config import float8_block, model_keys
 from trainer.models.huggingface_fields import neutral_keys
 from trainer.models.mtp_names import (
     MODULES,
@@ -45,13 +46,18 @@ class HuggingFaceSource:
         config = read_object(path / "config.json")
         self.keys: Mapping[str, Any] = model_keys(config, str(path / "config.json"), decoder_block)
         self.neutral: Mapping[str, Any] = neutral_keys(config, str(path / "config.json"))
-        self._tensors = _tensors(path)
+        self._tensors: Mapping[str, StoredTensor | ScaledTensor] = _tensors(path)
+        if block := float8_block(config):
+            self._tensors = with_scales(self._tensors, block, path)
         self.modules = hugging_face_modules(self.keys["base_num_decoder_layers"], self._tensors)
         self.keys = {**self.keys, MODULES: self.modules}  # transformers drops the modules and keeps the field
 
     def notes(self, config: Any) -> Sequence[str]:
-        """See `Source.notes`: nothing."""
-        return ()
+        """See `Source.notes`: how weights of 8 bits are read."""
+        scaled = sum(isinstance(tensor, ScaledTensor) for tensor in self._tensors.values())
+        if not scaled:
+            return ()
+        return (f"{self.path}: {scaled} tensors of 8 bits are multiplied by their scales and read as float32",)
 
     def leaves(self, config: Any, shapes: Shapes) -> dict[str, Leaf]:
         """See `Source.leaves`."""
@@ -104,12 +110,12 @@ class HuggingFaceSource:
         count = part_shape[0] if layout.of_experts else 1  # tensors of one layer
         layers = [tensors[first : first + count] for first in range(0, len(tensors), count)]
 
-        def read_box(layer: Sequence[StoredTensor], box: Box) -> np.ndarray:
+        def read_box(layer: Sequence[StoredTensor | ScaledTensor], box: Box) -> np.ndarray:
             if not layout.of_experts:
                 return _read(layer[0], layout, part_shape, box, interleave)
             return np.stack([_read(it, layout, part_shape[1:], box[1:], interleave) for it in layer[box[0]]])
 
-        def put(layer: Sequence[StoredTensor], abstract: jax.ShapeDtypeStruct) -> jax.Array:
+        def put(layer: Sequence[StoredTensor | ScaledTensor], abstract: jax.ShapeDtypeStruct) -> jax.Array:
             def part(box: Box) -> np.ndarray:
                 return read_box(layer, box) if where is None else read_box(layer, box[1:])[None]
 
@@ -128,7 +134,9 @@ class HuggingFaceSource:
                 raise UserError(f"{self.path}: {otherwise}")
 
 
-def _read(tensor: StoredTensor, layout: Layout, shape: tuple[int, ...], box: Box, interleave: bool) -> np.ndarray:
+def _read(
+    tensor: StoredTensor | ScaledTensor, layout: Layout, shape: tuple[int, ...], box: Box, interleave: bool
+) -> np.ndarray:
     """`box` of our parameter of `shape`, from `tensor`."""
     wide = layout.widened(shape, box)
     sizes = tuple(cut.stop - cut.start for cut in wide)

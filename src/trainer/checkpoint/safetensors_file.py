@@ -17,6 +17,9 @@ from trainer.config import UserError
 
 # The dtypes that are read and written, by their names in the format.
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+# Read, but only together with scales, see `block_scaled`.
+FLOAT8 = "F8_E4M3"
+_READ = {**DTYPES, FLOAT8: np.dtype(ml_dtypes.float8_e4m3fn)}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _STRIP = 1 << 25  # bytes that are read at once
@@ -35,8 +38,8 @@ class StoredTensor(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype, one of `DTYPES`."""
-        return DTYPES[self.kind]
+        """The dtype of its values; it must be one that is read."""
+        return _READ[self.kind]
 
     def read(self, box: Box) -> np.ndarray:
         """The values in `box`: complete rows are read, in strips, and the columns of the box are kept.

@@ -61,7 +61,7 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
     refused = [
         f"{name}={shown(said[name])}"
         for name in ("attention_bias", "mlp_bias", "quantization_config")
-        if said.get(name)
+        if said.get(name) and not (name == "quantization_config" and float8_block(said))
     ]
     refused += [f"{name}={shown(said[name])}" for name, only in hf.only.items() if said.get(name) not in (None, only)]
     keys = {ours: said[theirs] for ours, theirs in sizes.items()}
@@ -92,6 +92,18 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
     if refused:
         raise UserError("\n  ".join([f"{where}: has fields that cannot be represented here:", *refused]))
     return keys
+
+
+def float8_block(data: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The rows and columns of a weight that share a scale, where config.json says that weights are stored as float8
+    e4m3 with a scale for each block (DeepSeek-V3, arXiv:2412.19437, section 3.3.2); None otherwise."""
+    said = data.get("quantization_config")
+    if not isinstance(said, Mapping) or said.get("quant_method") != "fp8" or said.get("fmt", "e4m3") != "e4m3":
+        return None
+    match said.get("weight_block_size"):
+        case [int(rows), int(columns)] if min(rows, columns) > 0:
+            return rows, columns
+    return None
 
 
 def _sizes(hf: HuggingFace, said: Mapping[str, Any]) -> dict[str, str]:
