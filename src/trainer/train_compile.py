@@ -49,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for line in chosen(loaded.config, run.config):
         print(line)
     print(report_text(report), flush=True)
+    if run.config.dump_hlo:
+        print(f"XLA's dump of the training step is in {run.config.dump_hlo_local_dir}")
     if compiled is not None and run.config.compiled_trainstep_file:
         path = local_path(run.config.compiled_trainstep_file, "compiled_trainstep_file=")
         origin = executable.origin_of(run.config, list(run.mesh.devices.flat), run.abstract_args())
@@ -73,6 +75,7 @@ def compile_for_topology(config: Any, compiler_options: Mapping[str, Any] | None
     Raises:
       UserError: the configuration does not fit the devices, or there is no compiler for them.
     """
+    import shutil
     import tempfile
     import time
 
@@ -86,6 +89,7 @@ def compile_for_topology(config: Any, compiler_options: Mapping[str, Any] | None
     from trainer.training import build
     from trainer.training.memory import check_memory
 
+    kept = dump.given_folder(config) if config.dump_hlo else None
     slices = config.compile_topology_num_slices
     devices = devices_of(topology_of(config), slices)
     chip = chip_of(devices[0].device_kind)
@@ -104,6 +108,8 @@ def compile_for_topology(config: Any, compiler_options: Mapping[str, Any] | None
                 raise
             failure = str(error)
         seconds = traced - began, time.perf_counter() - traced
+        if kept:
+            shutil.copytree(folder, kept, dirs_exist_ok=True)
         report = make_report(run, compiled, failure, dump.read(folder), seconds, slices)
     if report.fits is False:
         report = _with_suggestions(report, config, run)

@@ -17,6 +17,7 @@ from compiler import xla_flags
 from sample_data import document, write_corpus, write_records, write_tfds
 from support import TINY, arguments, pinned
 
+from trainer.aot.dump import given_folder
 from trainer.config import load, schema
 from trainer.config.dump import PROCESSES
 from trainer.config.optimizers import KEYS as OF_OPTIMIZERS
@@ -262,6 +263,7 @@ def test_every_key_is_read(tmp_path, monkeypatch, corpus):
         run = build(load(arguments("nnx", **keys)).config, jax.devices()[:1])
         jax.eval_shape(run.update, run.codec.unpack(run.abstract_state), run.abstract_batch(run.rows))
     Profiler(Recording(load(["profiler=xplane"]).config, seen), tmp_path, 0, print)
+    given_folder(Recording(load([f"dump_hlo_local_dir={tmp_path}"]).config, seen))
     for words in other_sources(tmp_path):
         open_dataset(Recording(load(words).config, seen), lambda line: None)
     unread = set(schema().keys) - seen - set(READ_BY_LOADING)

@@ -12,10 +12,14 @@ The options apply to one compilation, so no environment variable must be set bef
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
+
+from trainer.config import UserError
+from trainer.config.paths import local_path
+from trainer.runtime.storage import why_not_writable
 
 # Suffixes of the file names; the prefixes differ between the TPU's and the CPU's compiler.
 _PARTITIONED = "after_*spmd-partitioning.before_*"
@@ -40,6 +44,22 @@ def options(folder: str | Path) -> dict[str, str | bool]:
         "xla_dump_hlo_as_text": True,
         "xla_dump_hlo_pass_re": ".*spmd-partitioning",
     }
+
+
+def given_folder(config: Any) -> Path:
+    """The folder of `dump_hlo_local_dir`, which exists then. Raises UserError if it cannot be written."""
+    folder = local_path(config.dump_hlo_local_dir, "dump_hlo_local_dir=")
+    why = why_not_writable(folder)
+    try:
+        if not why:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = error.strerror
+    if why:
+        raise UserError(
+            f"dump_hlo_local_dir={config.dump_hlo_local_dir}: cannot be written ({why}); name another folder"
+        )
+    return folder
 
 
 @contextlib.contextmanager

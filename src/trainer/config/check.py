@@ -285,6 +285,7 @@ _PATHS = (
     "compiled_trainstep_file",
     "compile_report_file",
     "metrics_file",
+    "dump_hlo_local_dir",
     *("dataset_name", "eval_dataset_name", "hf_name", "hf_data_dir"),  # relative to another path
 )
 

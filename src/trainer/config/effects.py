@@ -168,6 +168,7 @@ INERT = (
         "eval_interval disables evaluation",
     ),
     Inert(("skip_first_n_steps_for_profiler", "profiler_steps"), lambda c: not c.profiler, "profiler is empty"),
+    Inert(("dump_hlo_local_dir",), lambda c: not c.dump_hlo, "dump_hlo=false"),
     Inert(("decode_sampling_temperature",), lambda c: not c.prompt, "prompt is empty"),
     Inert(
         ("prompt", "decode_sampling_temperature"),

@@ -48,6 +48,8 @@ AROUND = (
     "profiler",
     "skip_first_n_steps_for_profiler",
     "profiler_steps",
+    "dump_hlo",
+    "dump_hlo_local_dir",
     "log_period",
     "record_internal_nn_metrics",
     "parameter_metrics_period",

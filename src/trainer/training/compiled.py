@@ -1,14 +1,15 @@
 """The compiled step of a run: that of a file, or one that is compiled now; and what it needs."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from trainer.aot import executable
+from trainer.aot import dump, executable
 from trainer.aot.kernels import tiles_fit
 from trainer.aot.report import memory_of
 from trainer.config.paths import local_path
 from trainer.observe import Needs
-from trainer.runtime.agreement import agreed
+from trainer.runtime.agreement import agreed, from_first
 from trainer.runtime.preemption import ends_at_sigterm
 from trainer.training.memory import device_memory
 from trainer.training.run import Run
@@ -27,16 +28,33 @@ def loaded_step(run: Run, say: Say) -> Any:
     path = local_path(run.config.compiled_trainstep_file, "compiled_trainstep_file=")
     devices, args = list(run.mesh.devices.flat), run.abstract_args()
     step = agreed(lambda: executable.load(path, executable.origin_of(run.config, devices, args), args, devices))
-    say(f"the training step is that of {path}, nothing is compiled")
+    dumped = ", and no HLO is written" if run.config.dump_hlo else ""
+    say(f"the training step is that of {path}, nothing is compiled{dumped}")
     return step
 
 
 def compiled_step(run: Run, place: Any, say: Say) -> Any:
-    """The step, compiled now; `place` is the run's folder, for what is said at SIGTERM."""
+    """The step, compiled now; `place` is the run's folder, for what is said at SIGTERM.
+
+    Raises:
+      UserError: `dump_hlo_local_dir` cannot be written.
+    """
+    found: list[Path] = []
+
+    def find_folder() -> None:
+        if run.config.dump_hlo:
+            found.append(dump.given_folder(run.config))
+
+    from_first(find_folder)
     say("compiling the training step")
     ended = f"SIGTERM: stopped before the first update; the same command starts over ({place})"
     with tiles_fit(), ends_at_sigterm(ended):
-        return run.compile_on_leaves()
+        if not found:
+            return run.compile_on_leaves()
+        with dump.uncached():
+            compiled = run.compile_on_leaves(dump.options(found[0]))
+    say(f"XLA's dump of the training step is in {found[0]}")
+    return compiled
 
 
 def needs_of(run: Run, compiled: Any) -> Needs:

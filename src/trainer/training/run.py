@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -130,10 +130,10 @@ class Run(NamedTuple):
 
         return _jitted(on_leaves, jax.tree.leaves(self.state_shardings), self.batch_shardings, self.metric_shardings)
 
-    def compile_on_leaves(self) -> Any:
-        """The compiled `step_on_leaves`."""
+    def compile_on_leaves(self, options: Mapping[str, Any] | None = None) -> Any:
+        """The compiled `step_on_leaves`; `options` are XLA's."""
         state, batch = self.abstract_args()
-        return self.step_on_leaves.lower(jax.tree.leaves(state), batch).compile()
+        return self.step_on_leaves.lower(jax.tree.leaves(state), batch).compile(options)
 
     def sharded(self, fn: Callable[..., Any], *, whole_rows: bool = False) -> Callable[..., Any]:
         """`fn`, whose layers shard their arrays over this run's mesh when it is traced.

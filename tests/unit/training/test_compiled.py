@@ -1,0 +1,31 @@
+"""dump_hlo: XLA's text of the training step, also of one that the cache has."""
+
+import jax
+import pytest
+from support import arguments
+
+from trainer.config import UserError, load
+from trainer.training import build, compiled_step
+
+
+def test_the_dump_has_the_step_and_changes_nothing(tmp_path):
+    keys = {"dump_hlo_local_dir": tmp_path / "new" / "hlo", "ici_fsdp_parallelism": 2}
+    programs, said = [], []
+    for dump_hlo in (False, True):  # the second compilation would find the first one's program in the cache
+        run = build(load(arguments("nnx", dump_hlo=dump_hlo, **keys)).config, jax.devices()[:2])
+        programs.append(compiled_step(run, tmp_path, said.append).as_text())
+    assert programs[0] == programs[1]
+    said_of = "compiling the training step"
+    assert said == [said_of, said_of, f"XLA's dump of the training step is in {tmp_path / 'new' / 'hlo'}"]
+    for ending in ("before_optimizations", "before_spmd-partitioning", "cpu_after_optimizations", "buffer-assignment"):
+        (path,) = (tmp_path / "new" / "hlo").glob(f"*.jit_step.*{ending}.txt")
+        assert path.stat().st_size > 1000
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_compilation(tmp_path):
+    (tmp_path / "file").touch()
+    config = load(arguments("nnx", dump_hlo=True, dump_hlo_local_dir=tmp_path / "file" / "hlo")).config
+    said = []
+    with pytest.raises(UserError, match=r"dump_hlo_local_dir=.*/file/hlo: cannot be written \(Not a directory\)"):
+        compiled_step(build(config, jax.devices()[:1]), tmp_path, said.append)
+    assert said == []
