@@ -4,21 +4,27 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from trainer.checkpoint import orbax
 from trainer.checkpoint.description import model_config
+from trainer.checkpoint.huggingface import tensors_in
 from trainer.checkpoint.load import open_source, parameter_shapes
 from trainer.checkpoint.manager import RUN, inspect, newest, written_by_maxtext
 from trainer.checkpoint.maxtext import MaxTextSource
 from trainer.checkpoint.params import TREE, ParamsSource
+from trainer.checkpoint.safetensors_file import StoredTensor
 from trainer.checkpoint.sidecar import read_sidecar, saved_config
 from trainer.checkpoint.source import Leaf
+from trainer.config import UserError
+from trainer.config.paths import local_path
 from trainer.models.families import in_stack
 from trainer.runtime import storage
 
+SAFETENSORS = ".safetensors"
 PARAMS, ISLANDS = "params", "inner_state"
 _STRIP = 1 << 22  # values that are squared at once
 
@@ -89,12 +95,15 @@ def contents_of(path: str, *, verify: bool = True) -> Contents:
     """The contents of the checkpoint at `path`, recognized as `open_source` does.
 
     Args:
-      path: a run's folder, checkpoints/N, a parameter-only checkpoint, MaxText's, a Hugging Face directory.
+      path: a run's folder, checkpoints/N, a parameter-only checkpoint, MaxText's, a Hugging Face directory, or one
+        .safetensors file.
       verify: compare the checksums of a run's checkpoint, for which all of it is read.
 
     Raises:
       UserError: there is no checkpoint, or it is damaged.
     """
+    if path.endswith(SAFETENSORS) and "://" not in path and (file := local_path(path)).is_file():
+        return _of_file(file)
     checkpoint = newest(storage.folder(path))
     if checkpoint is not None and not written_by_maxtext(checkpoint):
         return _of_run(checkpoint, verify)
@@ -125,6 +134,28 @@ def _of_run(checkpoint: Any, verify: bool) -> Contents:
         sidecar.fingerprint,
         tuple(sorted(sidecar.tokenizer)),
     )
+
+
+def _of_file(file: Path) -> Contents:
+    tensors = [
+        Tensor(PARAMS, name, it.shape, _dtype_of(it), it.nbytes, functools.partial(_all_of, it))
+        for name, it in tensors_in(file, [file]).items()
+    ]
+    if not tensors:
+        raise UserError(f"{file}: there is no tensor in it")
+    notes = ["names as the file has them; it says no configuration"]
+    if (file.parent / "config.json").is_file():
+        notes.append(f"{file.parent} has a config.json: inspect that folder for the model")
+    return Contents(str(file), "a safetensors file", None, {}, tensors, notes=tuple(notes))
+
+
+def _all_of(tensor: StoredTensor) -> list[np.ndarray]:
+    return [tensor.all_values()]
+
+
+def _dtype_of(tensor: StoredTensor) -> str:
+    dtype = tensor.shown_dtype
+    return tensor.kind if dtype is None else dtype.name
 
 
 def _of_maxtext(source: MaxTextSource) -> Contents:

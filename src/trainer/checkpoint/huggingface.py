@@ -1,7 +1,7 @@
 """Hugging Face's directories: config.json and safetensors, in one file or in shards."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -201,11 +201,20 @@ def _is_file_name(name: Any) -> bool:
 
 
 def _tensors(path: Path) -> dict[str, StoredTensor]:
+    return tensors_in(path, weight_files(path))
+
+
+def tensors_in(path: Path, files: Iterable[Path]) -> dict[str, StoredTensor]:
+    """The tensors of safetensors files by name, none of them read; `path` is what the user named.
+
+    Raises:
+      UserError: a file is damaged.
+    """
     from safetensors import SafetensorError
 
     tensors: dict[str, StoredTensor] = {}
     problems = []
-    for file in weight_files(path):
+    for file in files:
         try:
             tensors |= stored_tensors(file)
         except (OSError, SafetensorError) as error:

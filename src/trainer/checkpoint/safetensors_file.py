@@ -20,6 +20,14 @@ DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.d
 # Read, but only together with scales, see `block_scaled`.
 FLOAT8 = "F8_E4M3"
 _READ = {**DTYPES, FLOAT8: np.dtype(ml_dtypes.float8_e4m3fn)}
+# What can be looked at, of any program's file.
+_SHOWN = {
+    **_READ,
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F64": np.dtype(np.float64),
+    "BOOL": np.dtype(np.bool_),
+    **{f"{kind}{bits}": np.dtype(f"{kind.lower()}{bits // 8}") for kind in "IU" for bits in (8, 16, 32, 64)},
+}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _STRIP = 1 << 25  # bytes that are read at once
@@ -35,6 +43,7 @@ class StoredTensor(NamedTuple):
     kind: str  # the dtype, as the format calls it; it may be none that is read
     shape: tuple[int, ...]
     start: int  # of its first byte in the file
+    nbytes: int  # in the file
 
     @property
     def dtype(self) -> np.dtype:
@@ -59,6 +68,25 @@ class StoredTensor(NamedTuple):
             values[at : at + rows] = strip.reshape(rows, *self.shape[1:])[(slice(None), *box[1:])]
         return values.view(self.dtype)
 
+    @property
+    def shown_dtype(self) -> np.dtype | None:
+        """The dtype of its values for `all_values`; None if it cannot be shown."""
+        return _SHOWN.get(self.kind)
+
+    def all_values(self) -> np.ndarray:
+        """All values.
+
+        Raises:
+          UserError: the file was cut since it was opened, or `shown_dtype` is None.
+        """
+        dtype = self.shown_dtype
+        if dtype is None:
+            raise UserError(f"{self.path}: values of dtype {self.kind} are not read; norms=false shows the rest")
+        found = np.fromfile(self.path, f"u{dtype.itemsize}", math.prod(self.shape), offset=self.start)
+        if found.size < math.prod(self.shape):
+            raise UserError(f"{self.path}: the file ends within its tensors")
+        return found.view(dtype).reshape(self.shape)
+
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a file by name, none of them read.
@@ -73,7 +101,13 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
         header = json.loads(file.read(length))
     header.pop("__metadata__", None)
     return {
-        name: StoredTensor(path, it["dtype"], tuple(it["shape"]), 8 + length + it["data_offsets"][0])
+        name: StoredTensor(
+            path,
+            it["dtype"],
+            tuple(it["shape"]),
+            8 + length + it["data_offsets"][0],
+            it["data_offsets"][1] - it["data_offsets"][0],
+        )
         for name, it in header.items()
     }
 

@@ -19,11 +19,12 @@ from checkpoint_cases import (
     write_maxtext,
 )
 from manager_cases import settings
+from safetensors.numpy import save_file
 
 from trainer import inspect
 from trainer.backends import TrainTree
 from trainer.checkpoint import CheckpointManager, Leaf, Sidecar, contents_of, nested, write_params
-from trainer.config import to_yaml
+from trainer.config import UserError, to_yaml
 from trainer.state import DiLoCoTrainState
 
 
@@ -125,6 +126,38 @@ def test_hugging_face(tmp_path, config, params, capsys):
     assert contents.keys["base_num_decoder_layers"] == config.base_num_decoder_layers
     assert_norms(contents, params)
     assert "base_emb_dim=" in said(capsys, folder)
+
+
+def test_one_safetensors_file(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    values = {
+        "w.weight": rng.normal(size=(5, 7)).astype(np.float32),
+        "half": rng.normal(size=(3, 2, 2)).astype(BFLOAT16),
+        "double": rng.normal(size=4),
+        "ids": np.arange(-2, 9),
+        "mask": np.array([[True, False, True]]),
+        "scalar": np.array(2.5, np.float16),
+        "empty": np.zeros((0, 3), np.int8),
+    }
+    path = tmp_path / "some.safetensors"
+    save_file(values, path)
+    contents = contents_of(str(path))
+    assert {it.name: (it.shape, it.dtype, it.nbytes) for it in contents.tensors} == {
+        name: (it.shape, it.dtype.name, it.nbytes) for name, it in values.items()
+    }
+    for tensor in contents.tensors:
+        expected = np.linalg.norm(values[tensor.name].astype(np.float64).ravel())
+        np.testing.assert_allclose(tensor.norms(), [expected], rtol=1e-12)
+    (tmp_path / "config.json").touch()
+    text = said(capsys, path)
+    assert "a safetensors file" in text
+    assert "has a config.json: inspect that folder" in text
+    with pytest.raises(SystemExit):
+        inspect.main([str(tmp_path / "other.safetensors")])
+    assert "other.safetensors: there is no such folder" in capsys.readouterr().err
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(UserError, match="weights cannot be read"):
+        contents_of(str(path))
 
 
 @pytest.mark.parametrize("layout", ["run", "nnx", "unscanned"])
