@@ -166,8 +166,8 @@ def run_stack(
     """Apply the layers of a stack in order.
 
     Args:
-      apply: for each block of the pattern, `apply(variables, x, cache, context) -> (x, cache), sown` of one layer.
-      variables: the stacked variables of each.
+      apply: for each block of the pattern, `apply(*variables, x, cache, context) -> (x, cache), sown` of one layer.
+      variables: the stacked variables, parameters and others apart: of either those of each block.
       x: the first block's input.
       entries: the stacked cache of each, or None.
       scan: roll the loop, or unroll it.
@@ -181,7 +181,7 @@ def run_stack(
     def bound(block: Callable[..., Any]) -> Callable[..., Any]:
         def layer(variables: Any, x: jax.Array, entries: Any, number: jax.Array) -> tuple[Any, Any, Sown]:
             def call(*args: Any) -> Any:
-                return block(cast_in_loop(variables, number, x.dtype) if cast_inside else variables, *args)
+                return block(*(cast_in_loop(variables, number, x.dtype) if cast_inside else variables), *args)
 
             return loop.layer(call, x, entries, number)
 
@@ -192,7 +192,7 @@ def run_stack(
 
     def body(carry: tuple[Any, Any], turn: tuple[Any, Any]) -> tuple[Any, Sown]:
         variables, numbers = turn
-        return loop.turn(list(map(functools.partial, layers, variables)), carry, numbers)
+        return loop.turn(list(map(functools.partial, layers, zip(*variables, strict=True))), carry, numbers)
 
     carry, stacked = (x, list(entries)), (list(variables), loop.numbers())
     if scan:
@@ -236,11 +236,11 @@ def run_module(module: nnx.Module, *args: Any) -> tuple[jax.Array, Sown]:
 
 def run_modules(loop: Loop, module: nnx.Module, x: jax.Array, entries: Sequence[Any], **how: Any) -> Any:
     """`run_stack` of `module`, which `make_stack` made."""
-    # Parameters first, as in Linen.
+    # The parameters of all blocks come first, as in Linen: the programs are the same.
     parts = [nnx.split(block, nnx.Param, ...) for block in loop.stack.modules(module)]
     graphdefs, *variables = zip(*parts, strict=True)
 
     def bound(graphdef: Any) -> Callable[..., Any]:
-        return lambda variables, *args: capture(nnx.merge(graphdef, *variables), loop.types)(*args)
+        return lambda params, rest, *args: capture(nnx.merge(graphdef, params, rest), loop.types)(*args)
 
-    return run_stack(loop, [bound(it) for it in graphdefs], list(zip(*variables, strict=True)), x, entries, **how)
+    return run_stack(loop, [bound(it) for it in graphdefs], variables, x, entries, **how)

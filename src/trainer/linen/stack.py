@@ -1,7 +1,7 @@
 """The decoder's stacks in Linen: `linen.scan` and `linen.remat` over the configured blocks."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ from flax import linen
 
 from trainer.layers.cache import Cache
 from trainer.layers.context import Context
-from trainer.layers.param import LAYERS
+from trainer.layers.param import LAYERS, REST
 from trainer.layers.sown import Sown
 from trainer.layers.stack import Loop, MakeBlock, run_stack
 from trainer.linen.layer import COLLECTIONS, apply_layer, call_layer, make_layer
@@ -78,11 +78,19 @@ class Stacks(linen.Module):
 
     def _unroll(self, loop: Loop, x, entries):
         # The loop of the NNX stack, over the variables that linen.scan makes.
-        stack, apply, variables = loop.stack, [], []
-        held = {name: part[stack.name] for name, part in linen.unbox(self.variables).items() if stack.name in part}
-        for block, path in zip(stack.blocks, stack.paths, strict=True):
-            apply.append(functools.partial(apply_layer, make_layer(self.config, block, parent=None), loop.types))
-            _, _, child = path.partition("/")
-            below = {name: part.get(child) for name, part in held.items()} if child else held
-            variables.append({name: part for name, part in below.items() if part})
+        stack, held = loop.stack, linen.unbox(self.variables)
+        variables = [[_at(held.get(name, {}), path) for path in stack.paths] for name in COLLECTIONS]
+        layers = [make_layer(self.config, block, parent=None) for block in stack.blocks]
+        apply = [functools.partial(_apply, layer, loop.types) for layer in layers]
         return run_stack(loop, apply, variables, x, entries, scan=False, remat=remat_policy(self.config))
+
+
+def _at(variables: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    """The variables of the block at `path`; {} if it has none."""
+    for name in path.split("/"):
+        variables = variables.get(name, {})
+    return variables
+
+
+def _apply(layer: linen.Module, types: Types, params: Any, rest: Any, *args: Any) -> Any:
+    return apply_layer(layer, types, {"params": params, REST: rest}, *args)

@@ -78,9 +78,21 @@ def test_it_trains_by_the_same_program_in_every_combination():
     assert len({measure._text(program(built(name))) for name in ALL_COMBINATIONS}) == 1
 
 
+ENDS = ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]
+
+
 def test_so_it_does_unrolled():
-    ends = ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]
-    assert len({measure._text(program(built(name, scan_layers=False))) for name in ends}) == 1
+    assert len({measure._text(program(built(name, scan_layers=False))) for name in ENDS}) == 1
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_so_does_a_pattern_whose_first_block_has_a_buffer(scan, monkeypatch):
+    pattern = [Stack("layers", (Shift, Squared), 1)]
+    monkeypatch.setattr(
+        two_kinds, "pattern", dataclasses.replace(two_kinds.family, stacks=lambda _: pattern), raising=False
+    )
+    keys = {"decoder_block": "two_kinds:pattern", "scan_layers": scan}
+    assert len({measure._text(program(built(name, **keys))) for name in ENDS}) == 1
 
 
 def products(**keys):
