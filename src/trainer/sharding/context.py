@@ -183,32 +183,31 @@ def take(
     way that takes one table's memory instead of two (`_summed_by_device`).
     """
     dtype = table.dtype if dtype is None else dtype
-    where = None if names is None else (tuple(names), tuple(out_names))
-    return constrain(_rows(table, ids, dtype, where), out_names)
+    add = _sum
+    if names is not None and on_tpu() and _only_rows_are_split(names, out_names, ids.ndim):
+        add = functools.partial(_summed_by_device, names=names, out_names=out_names, mesh=same_mesh())
+    return constrain(_rows(table, ids, dtype, add), out_names)
 
 
-_Where = tuple[tuple[str | None, ...], tuple[str | None, ...]] | None  # the names of the table, of the rows taken
+_Add = Callable[[Sequence[int], jax.Array, jax.Array], jax.Array]  # `_sum`, or another way to the same
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _rows(table: jax.Array, ids: jax.Array, dtype: jnp.dtype, where: _Where) -> jax.Array:
+def _rows(table: jax.Array, ids: jax.Array, dtype: jnp.dtype, add: _Add) -> jax.Array:
     # A cast after the lookup would also sum in float32, but devices would exchange float32 rows.
     return table.astype(dtype)[ids]
 
 
-def _rows_forward(table: jax.Array, ids: jax.Array, dtype: jnp.dtype, where: _Where) -> Any:
-    return _rows(table, ids, dtype, where), (table, ids)
+def _rows_forward(table: jax.Array, ids: jax.Array, dtype: jnp.dtype, add: _Add) -> Any:
+    return _rows(table, ids, dtype, add), (table, ids)
 
 
-def _rows_backward(dtype: jnp.dtype, where: _Where, kept: Any, cotangent: jax.Array) -> Any:
+def _rows_backward(dtype: jnp.dtype, add: _Add, kept: Any, cotangent: jax.Array) -> Any:
     table, ids = kept  # only the shape and dtype of the table are used
     # The compiler sorts the ids for this sum. The barrier prevents it from sorting them before the backward pass and
     # keeping them through it.
     ids, cotangent = jax.lax.optimization_barrier((ids, cotangent))
-    if where is not None and on_tpu() and _only_rows_are_split(*where, ids.ndim):
-        gradient = _summed_by_device(table.shape, ids, cotangent, *where)
-    else:
-        gradient = _sum(table.shape, ids, cotangent)
+    gradient = add(table.shape, ids, cotangent)
     # Otherwise the compiler starts this sum from the gradient of a tied head, which it all-gathers for that.
     return jax.lax.optimization_barrier(gradient).astype(table.dtype), None
 
@@ -232,10 +231,13 @@ def _summed_by_device(
     shape: Sequence[int],
     ids: jax.Array,
     rows: jax.Array,
+    *,
     names: Sequence[str | None],
     out_names: Sequence[str | None],
+    mesh: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> jax.Array:
     """`_sum` where `_only_rows_are_split`: each device sums its rows in the order of their ids, then devices add.
+    `mesh`: that of the forward pass (`same_mesh`), because JAX may trace the backward pass elsewhere.
 
     libtpu reduces a sum over ordered ids in place. With ids in any order it sums by another kernel, whose result it
     reduces into a second array of the table's size in float32.
@@ -248,7 +250,8 @@ def _summed_by_device(
         axes = [axis for name in of_ids if name is not None for axis in mesh_axes(name)]
         return jax.lax.psum(_sum(shape, ids[order], rows[order], ordered=True), axes)
 
-    return shard_mapped(on_device, (of_ids, Axes(out_names)), Axes(names), check=False)(ids, rows)
+    with mesh():
+        return shard_mapped(on_device, (of_ids, Axes(out_names)), Axes(names), check=False)(ids, rows)
 
 
 def shard_mapped(

@@ -48,6 +48,17 @@ def test_each_device_sums_in_order_and_the_sums_are_the_same(monkeypatch):
     assert "indices_are_sorted=True" in program(mesh)
 
 
+def test_the_backward_pass_is_that_of_the_forward_passs_mesh(monkeypatch):
+    """JAX traces it where somebody calls it: outside of the mesh, or of another one."""
+    monkeypatch.setattr("trainer.sharding.context.on_tpu", lambda: True)
+    table, ids, rows = jnp.ones((64, 8)), jnp.zeros((8, 32), int), jnp.ones((8, 32, 8))
+    with on_mesh(make_mesh(jax.devices(), 8), RULES):
+        _, pull = jax.vjp(lambda table: take(table, ids, ROWS, names=TABLE), table)
+    backward = str(jax.make_jaxpr(pull)(rows))
+    assert "indices_are_sorted=True" in backward
+    assert "shard_map" in backward
+
+
 def test_only_where_devices_hold_the_whole_table(monkeypatch):
     data, both = make_mesh(jax.devices(), 8), make_mesh(jax.devices(), 4, 2)
     assert "sort[" not in program(data)  # not a TPU
