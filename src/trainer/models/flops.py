@@ -1,4 +1,4 @@
-"""Parameter count and FLOPs of a model: closed forms over the configuration, without JAX.
+"""FLOPs of a model: closed forms over the configuration, without JAX.
 
 Model FLOPs as MaxText reports them, after PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B):
 - a multiplication and an addition are two operations;
@@ -16,23 +16,6 @@ Model FLOPs as MaxText reports them, after PaLM (Chowdhery et al. 2022, arXiv:22
 from typing import Any
 
 from trainer.config.expert_keys import has_experts
-
-
-def parameter_count(config: Any) -> int:
-    """Parameters of the model: embedding table, blocks, norms, modules of multi-token prediction and, if not tied, the
-    head."""
-    width, modules = config.base_emb_dim, config.mtp_num_layers
-    heads_norms = 2 * config.head_dim if config.use_qk_norm else 0
-    # Two norms of a block, one after the last; three more of a module.
-    norms = _blocks(config) * (2 * width + heads_norms) + width + modules * 3 * width
-    untied_table = 0 if config.logits_via_embedding else config.vocab_size * width
-    idle = (
-        _blocks(config) * (config.num_experts - config.num_experts_per_tok) * _expert(config)
-        if has_experts(config)
-        else 0
-    )
-    # The modules multiply with the head of the model.
-    return matmul_parameters(config) + idle - modules * config.vocab_size * width + norms + untied_table
 
 
 def _blocks(config: Any) -> int:

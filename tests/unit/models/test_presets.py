@@ -8,7 +8,6 @@ from support import pinned
 
 from trainer.config import load, resolve
 from trainer.config.files import preset_names
-from trainer.models.flops import parameter_count
 from trainer.models.transformer import Transformer
 
 # hidden_size, num_attention_heads, num_key_value_heads, intermediate_size, num_hidden_layers, vocab_size, rms_norm_eps,
@@ -103,7 +102,7 @@ def test_rope_is_scaled_where_it_was_published_so(name):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_preset_has_as_many_parameters_as_the_published_model(name):
-    """By the sum of its config.json, by the closed form, and by the model itself, which is not allocated."""
+    """By the sum of its config.json, and by the model itself, which is not allocated."""
     width, heads, kv_heads, hidden, layers, vocab, _, _, tied, published = PUBLISHED[name]
     query, key = heads * 128, kv_heads * 128
     block = width * query + 2 * width * key + query * width + 3 * width * hidden + 2 * width
@@ -131,7 +130,6 @@ def test_a_preset_with_experts_is_the_published_model(name):
 
 
 def check_count(config: ml_collections.FrozenConfigDict, published: int) -> None:
-    assert parameter_count(config) == published
     with nnx.use_eager_sharding(False):
         params = nnx.eval_shape(lambda: nnx.state(Transformer(config, nnx.Rngs(0)), nnx.Param))
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == published
