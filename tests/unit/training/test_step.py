@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from compiler import EXACT
-from support import arguments, assert_equal_bits, copied, packed_batch, state_from, tiny_config
+from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, packed_batch, state_from, tiny_config
 
 from trainer.backends import make_model
 from trainer.config import load
@@ -235,7 +235,9 @@ ZERO_BY_ZERO = {"adam_eps": 0.0, "logits_via_embedding": False, "warmup_steps_fr
 OVERFLOW = {"learning_rate": 1e38, "adam_weight_decay": 100.0, "warmup_steps_fraction": 0.0}
 
 
-@pytest.mark.parametrize(("combination", "settings"), [("nnx", ZERO_BY_ZERO), ("linen", OVERFLOW)])
+@pytest.mark.parametrize(
+    ("combination", "settings"), [(ALL_COMBINATIONS[0], ZERO_BY_ZERO), (ALL_COMBINATIONS[-1], OVERFLOW)]
+)
 def test_an_update_that_is_not_finite_is_told_though_its_gradient_is(combination, settings):
     run = build(load(arguments(combination, **settings)).config, jax.devices()[:1])
     state, batch = run.init(), place(packed_batch(run.config, run.rows), run.batch_shardings)
