@@ -10,11 +10,11 @@ from trainer.backends.base import tree_mode
 from trainer.backends.permutation import Permutation
 from trainer.backends.train_state import TrainStateNNX, make_train_state
 from trainer.layers import sown
-from trainer.layers.param import in_stack, unnamed
-from trainer.models.families import check_state
+from trainer.layers.param import unnamed
+from trainer.models.families import check_state, in_stack
 from trainer.models.init import init_variables
 from trainer.models.transformer import Decoder, Transformer
-from trainer.ops.paths import Path, path_of
+from trainer.ops.paths import Path, name_of
 from trainer.ops.random import seed_key
 from trainer.sharding import Axes
 
@@ -87,7 +87,7 @@ def axes_of_params(params: nnx.State) -> dict:
 
     def names(path: tuple[Any, ...], variable: nnx.Variable) -> Axes:
         given = variable.get_metadata().get("out_sharding")
-        return Axes(given or unnamed(variable.get_value().ndim, in_stack(path_of(path))))
+        return Axes(given or unnamed(variable.get_value().ndim, in_stack(name_of(path))))
 
     return jax.tree_util.tree_map_with_path(
         names,

@@ -5,7 +5,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,8 +15,6 @@ from trainer.config import UserError
 from trainer.config.json_files import read_object
 from trainer.ops.paths import name_of
 from trainer.runtime.storage import absolute, entries
-
-T = TypeVar("T")
 
 COMPOSITE = "_CHECKPOINT_METADATA"  # next to the trees of a checkpoint with several items
 _TREE = "_METADATA"  # in each tree

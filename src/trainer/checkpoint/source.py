@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+from flax import traverse_util
 from tqdm import tqdm
 
 from trainer.checkpoint.safetensors_file import Box
@@ -193,22 +194,9 @@ def progress(leaves: Iterable[Leaf], label: str, say: Callable[[str], Any] = pri
 
 def names_of(tree: Any) -> dict[str, Any]:
     """The leaves of a nested dict by canonical name, in the order of the dict."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= {f"{key}/{name}": leaf for name, leaf in names_of(value).items()}
-        else:
-            flat[str(key)] = value
-    return flat
+    return traverse_util.flatten_dict(tree, sep="/")
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `names_of`."""
-    tree: dict[str, Any] = {}
-    for name, leaf in flat.items():
-        *path, last = name.split("/")
-        node = tree
-        for key in path:
-            node = node.setdefault(key, {})
-        node[last] = leaf
-    return tree
+    return traverse_util.unflatten_dict(flat, sep="/")

@@ -19,12 +19,6 @@ def unnamed(ndim: int, stacked: bool) -> tuple[str | None, ...]:
     return (LAYERS, *[None] * (ndim - 1)) if stacked else (None,) * ndim
 
 
-def in_stack(path: Sequence[str]) -> bool:
-    """Whether the parameter at `path`, canonical and without names, is in a stack: in the decoder, parameters outside
-    of the stacks have names."""
-    return path[0] == "decoder"
-
-
 REST = "rest"  # the name of buffers in a TrainTree, and of their collection in Linen
 
 

@@ -11,7 +11,6 @@ from flax.training import train_state
 from trainer.backends.base import tree_mode
 from trainer.backends.nnx_model import NNXModel
 from trainer.backends.permutation import Permutation
-from trainer.layers.param import in_stack
 from trainer.layers.sown import Sown
 from trainer.linen.bridge import capturing, is_box, to_linen, unboxed
 from trainer.linen.decoder import LinenStackDecoder, initial_decoder
@@ -19,8 +18,9 @@ from trainer.linen.layer import COLLECTIONS, check_layer
 from trainer.linen.stack import initializing
 from trainer.linen.transformer import Transformer
 from trainer.models import transformer
+from trainer.models.families import in_stack
 from trainer.models.init import init_variables
-from trainer.ops.paths import Path, path_of
+from trainer.ops.paths import Path, name_of
 from trainer.ops.random import seed_key
 
 
@@ -58,7 +58,7 @@ class Linen:
             made = jax.eval_shape(init, seed_key(0), id_bt, id_bt, id_bt, row_b)
         boxed = {name: part for name, part in made.items() if name in COLLECTIONS}  # without what a block sows
         self.param_axes = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: unboxed(leaf, in_stack(path_of(path)))[1], boxed["params"], is_leaf=is_box
+            lambda path, leaf: unboxed(leaf, in_stack(name_of(path)))[1], boxed["params"], is_leaf=is_box
         )
         variables = linen.unbox(boxed)
         self._params, self._rest = _parts(variables)

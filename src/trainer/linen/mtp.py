@@ -22,7 +22,7 @@ class MtpLayer(linen.Module):
 
     def setup(self):
         for part in (mtp.EMBEDDING_NORM, mtp.HIDDEN_NORM, mtp.FINAL_NORM):
-            setattr(self, part_name(self.k, part), to_linen(_norm, self.config))
+            setattr(self, part_name(self.k, part), to_linen(mtp.make_norm, self.config))
         setattr(self, part_name(self.k, mtp.PROJECTION), to_linen(mtp.make_projection, self.config))
         setattr(self, part_name(self.k, mtp.BLOCK), make_layer(self.config, mtp.last_block(self.config)[1]))
 
@@ -51,8 +51,3 @@ class MtpBlock(linen.Module):
         variables = {name: part for name, part in linen.unbox(dict(block.variables)).items() if part}
         call = functools.partial(apply_layer, block.clone(parent=None), types)
         return run_layer(call, variables, x, context, types, remat_policy(self.config))
-
-
-def _norm(config, rngs):
-    del rngs  # the bridge passes generators to every module; a norm draws nothing
-    return mtp.make_norm(config)

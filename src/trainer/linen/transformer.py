@@ -10,6 +10,7 @@ from trainer.linen.bridge import to_linen
 from trainer.linen.mtp import MtpBlock
 from trainer.linen.stack import Stacks
 from trainer.models import transformer
+from trainer.models.mtp import make_norm
 from trainer.models.transformer import BEFORE_HEAD, EMBEDDING, Types, finish_logits, outer_dropout
 
 
@@ -17,7 +18,7 @@ class Decoder(Stacks):
     """The blocks, the norm after them and, if it is not the embedding table, the head."""
 
     def setup(self):
-        self.decoder_norm = to_linen(_decoder_norm, self.config)
+        self.decoder_norm = to_linen(make_norm, self.config)
         if not self.config.logits_via_embedding:
             self.logits_dense = to_linen(transformer.make_logits_dense, self.config)
 
@@ -73,8 +74,3 @@ def _sow_all(module, types, sown):
 
 def _sow(module, variable_type, name, value):
     module.sow(variable_type.__name__, name, value, reduce_fn=lambda _, new: new, init_fn=lambda: None)
-
-
-def _decoder_norm(config, rngs):
-    del rngs  # the bridge passes generators to every module; a norm draws nothing
-    return transformer.make_decoder_norm(config)

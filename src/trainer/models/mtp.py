@@ -65,8 +65,9 @@ def last_block(config: Any) -> tuple[str, MakeBlock]:
     return last.paths[-1], last.blocks[-1]
 
 
-def make_norm(config: Any) -> RMSNorm:
-    """A norm of a module."""
+def make_norm(config: Any, rngs: nnx.Rngs | None = None) -> RMSNorm:
+    """A norm of hidden states outside of the blocks: that after the last block, and those of a module."""
+    del rngs  # given by callers that construct every layer alike; a norm draws nothing
     return RMSNorm(
         config.base_emb_dim,
         epsilon=config.normalization_layer_epsilon,

@@ -11,26 +11,15 @@ from flax import nnx
 from trainer.layers.cache import Cache
 from trainer.layers.context import Context
 from trainer.layers.dense import Dense, Embed
-from trainer.layers.norm import RMSNorm
 from trainer.layers.sown import Activation, MtpHidden, Sown, sow
 from trainer.layers.stack import Loop, MakeBlock, make_stack, run_module, run_modules
 from trainer.models.families import family, stacks
-from trainer.models.mtp import MtpBlock, Types, run_mtp
+from trainer.models.mtp import MtpBlock, Types, make_norm, run_mtp
 from trainer.models.remat import remat_policy
 from trainer.ops.dropout import dropout
 
 # Dropout sites outside of the blocks; their keys are those of a layer after the last.
 EMBEDDING, BEFORE_HEAD = range(2)
-
-
-def make_decoder_norm(config) -> RMSNorm:
-    """The norm after the last block."""
-    return RMSNorm(
-        config.base_emb_dim,
-        epsilon=config.normalization_layer_epsilon,
-        dtype=jnp.dtype(config.dtype),
-        weight_dtype=jnp.dtype(config.weight_dtype),
-    )
 
 
 def make_logits_dense(config, rngs: nnx.Rngs) -> Dense:
@@ -97,7 +86,7 @@ class Decoder(nnx.Module):
         self.config = config
         for name, layers in self.make_layers(rngs).items():
             setattr(self, name, layers)
-        self.decoder_norm = make_decoder_norm(config)
+        self.decoder_norm = make_norm(config)
         if not config.logits_via_embedding:
             self.logits_dense = make_logits_dense(config, rngs)
 

@@ -12,8 +12,9 @@ from trainer.backends import make_model
 from trainer.backends.nnx_model import axes_of_params
 from trainer.config import UserError, resolve
 from trainer.config.derived import DCN, ICI
-from trainer.layers.param import in_stack, unnamed
-from trainer.ops.paths import by_name, name_of, path_of
+from trainer.layers.param import unnamed
+from trainer.models.families import in_stack
+from trainer.ops.paths import by_name, name_of
 from trainer.optim.muon import dimension_numbers
 from trainer.sharding import Axes
 
@@ -82,7 +83,7 @@ def _axes_of_dict(params: Mapping[str, Any], config: Any) -> Any:
         if isinstance(leaf, meta.Partitioned):
             return Axes(leaf.names)
         if known is None:
-            return Axes(unnamed(leaf.ndim, in_stack(path_of(path))))
+            return Axes(unnamed(leaf.ndim, in_stack(name_of(path))))
         name = name_of(path)
         if name not in known:
             raise UserError(f"the model of config has no parameter {name}")
