@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 _WIDTH, _HEIGHT = 560, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 12, 30
-_BINS = 400  # of steps, in a line; a screen shows no more
+BINS = 400  # of steps, in a line; a screen shows no more
 COLOURS = 6  # the classes c0, c1, ... of the page's style
 
 
@@ -92,8 +92,8 @@ class _Axes:
 
 def _span(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
-    if low == high:
-        margin = abs(low) / 2 or 0.5
+    if high - low <= 1e-9 * max(abs(low), abs(high)) or high - low < 1e-300:  # too narrow for ticks
+        margin = max(abs(low) / 2, 1e-290) if low else 0.5
         return low - margin, high + margin
     return low, high
 
@@ -118,7 +118,7 @@ def _parts(line: Line) -> list[list[tuple[float, float]]]:
 
 def _thinned(part: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """The lowest and the highest point of each bin, so that no spike is lost."""
-    size = -(-len(part) // _BINS)
+    size = -(-len(part) // BINS)
     if size <= 2:
         return part
     kept = []

@@ -14,6 +14,7 @@ from trainer.runtime.storage import remedy
 METRICS_FILE = "metrics.jsonl"
 # Fields that measure time. Two runs of the same command differ only in these.
 TIMING_FIELDS = ("step_time", "tokens_per_second", "eval_time", "data_wait")
+_LAST_STEP = 2**53  # a float holds every step up to it
 
 
 class MetricsWriter:
@@ -105,7 +106,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1], 1):
         try:
             row = json.loads(line)
-            row["step"]
+            if not 0 <= row["step"] <= _LAST_STEP:
+                raise ValueError(f"step {row['step']}")
         except (ValueError, TypeError, KeyError) as error:
             raise UserError(
                 f"{path} is damaged: line {number} is not a row with a step; fix or remove that line"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.config import UserError, read_saved, schema
-from trainer.observe.chart import COLOURS, Line, histogram, line_chart
+from trainer.observe.chart import BINS, COLOURS, Line, histogram, line_chart
 from trainer.observe.metrics import METRICS_FILE, read_rows
 from trainer.observe.rundir import CONFIG_FILE, REPORT_FILE
 from trainer.observe.text import short_time, si
@@ -25,8 +25,12 @@ _CHARTS = (
     ("Waiting for data", "data_wait", "share of the step time"),
     ("Skipped updates", "skipped", "1: skipped"),
 )
+# Fields without a chart: those of the summary and the histogram, and what others say in another unit.
+_NOT_DRAWN = ("step", "tokens", "tokens_seen", "step_time", "eval_tokens", "eval_time", "eval_perplexity")
 # In the order of their charts. A tensor of a stack has one number for each layer.
 _PERIODIC = ("grad_norm/", "param_norm/", "update_ratio/")  # `parameter_metrics_period`
+
+_LARGEST = 1e300  # differences of smaller numbers are finite
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1d1d1f; --back: #fff; --faint: #6b6b70; --grid: #e3e3e6;
@@ -112,12 +116,15 @@ def report_html(runs: Sequence[Recorded]) -> str:
     title = " and ".join(run.name for run in runs)
     charts = [line_chart(name, _lines(runs, field), unit) for name, field, unit in _CHARTS]
     charts.append(histogram("Step time", _lines(runs, "step_time"), "seconds"))
+    others = [line_chart(name, _lines(runs, name)) for name in _others(runs)]
     norms = [line_chart(name, _lines(runs, name)) for name in _per_parameter(runs)]
     parts = [
         f"<h1>{html.escape(title)}</h1>",
         _table(["", *(_name(number, run) for number, run in enumerate(runs))], _summary(runs)),
         '<h2>Training</h2><div class="charts">' + "".join(charts) + "</div>",
-        _parameters(norms) if any(norms) else "",
+        _section("Further measures", others),
+        _section("Parameters", norms),
+        _thinned(runs),
         "<h2>Configuration</h2>",
         "<p>The keys whose values differ from base.yml" + (" or between the runs" if len(runs) > 1 else "") + ".</p>",
         _table(["key", *(_name(number, run) for number, run in enumerate(runs)), "base.yml"], _settings(runs)),
@@ -140,19 +147,50 @@ def _lines(runs: Sequence[Recorded], field: str) -> list[Line]:
     ]
 
 
-def _number(value: float | list[float]) -> float:
-    """A number of a row; of one for each layer, the largest."""
-    return max(value, default=math.nan) if isinstance(value, list) else value
+def _number(value: Any) -> float:
+    """A number of a row; of a list, such as one number for each layer, the largest. NaN for anything else: a file that
+    somebody edited prevents no chart."""
+    if isinstance(value, list):
+        return max((number for number in map(_number, value) if math.isfinite(number)), default=math.nan)
+    return float(value) if isinstance(value, int | float) and abs(value) < _LARGEST else math.nan
 
 
-def _parameters(charts: Sequence[str]) -> str:
-    said = "Of a tensor that several layers have, the largest of their numbers."
-    return f'<h2>Parameters</h2><p>{said}</p><div class="charts">{"".join(charts)}</div>'
+def _values(rows: Sequence[dict[str, Any]], field: str) -> list[float]:
+    """The finite numbers of a field."""
+    found = (_number(row.get(field)) for row in rows)
+    return [number for number in found if math.isfinite(number)]
+
+
+def _section(title: str, charts: Sequence[str]) -> str:
+    if not any(charts):
+        return ""
+    said = "Where a step has a list of numbers, such as one for each layer, the largest of them."
+    return f'<h2>{title}</h2><p>{said}</p><div class="charts">{"".join(charts)}</div>'
+
+
+def _thinned(runs: Sequence[Recorded]) -> str:
+    """Which lines do not show every point."""
+    most = max(len(run.rows) for run in runs)
+    if most <= 2 * BINS:
+        return ""
+    return f"<p>A line of more than {2 * BINS} points shows the lowest and the highest of each of {BINS} intervals.</p>"
+
+
+def _names(runs: Sequence[Recorded]) -> list[str]:
+    return list({name: None for run in runs for row in run.rows for name in row})
 
 
 def _per_parameter(runs: Sequence[Recorded]) -> list[str]:
-    names = {name: None for run in runs for row in run.rows for name in row if name.startswith(_PERIODIC)}
-    return list(names)
+    return [name for name in _names(runs) if name.startswith(_PERIODIC)]
+
+
+def _others(runs: Sequence[Recorded]) -> list[str]:
+    """The fields that have no chart of their own: terms of the loss, memory, measures of islands, heads and routers."""
+    drawn = {field for _, field, _ in _CHARTS} | set(_NOT_DRAWN)
+    names = [name for name in _names(runs) if name not in drawn and not name.startswith(_PERIODIC)]
+    loss = [line.ys for line in _lines(runs, "loss")]
+    # The only term of the loss is the loss.
+    return [name for name in names if [line.ys for line in _lines(runs, name)] != loss]
 
 
 def _summary(runs: Sequence[Recorded]) -> list[list[str]]:
@@ -165,20 +203,23 @@ def _facts(run: Recorded) -> dict[str, str]:
     steps = [row for row in run.rows if "loss" in row]
     evaluations = [row for row in run.rows if "eval_loss" in row]
     total = run.config.get("steps")
+    total = total if isinstance(total, int) else None
     facts = {"updates": f"{steps[-1]['step'] + 1 if steps else 0:,}" + (f" of {total:,}" if total else "")}
     if not steps:
         return facts
-    facts["tokens"] = f"{sum(row['tokens'] for row in steps):,}"
-    times = statistics.median(row["step_time"] for row in steps)
-    rate = statistics.median(row["tokens_per_second"] for row in steps)
-    facts["speed"] = f"{si(rate, 'tok/s')}, {short_time(times)} per step (medians)"
-    facts["last loss"] = f"{steps[-1]['loss']:.4f}"
-    if skipped := sum(row["skipped"] for row in steps):
-        facts["skipped updates"] = f"{skipped:,}"
-    if evaluations:
-        facts["last evaluation"] = f"{evaluations[-1]['eval_loss']:.4f} after step {evaluations[-1]['step']}"
-        best = min(evaluations, key=lambda row: row["eval_loss"])
-        facts["best evaluation"] = f"{best['eval_loss']:.4f} after step {best['step']}"
+    facts["tokens"] = f"{sum(_values(steps, 'tokens')):,.0f}"
+    times, rates = _values(steps, "step_time"), _values(steps, "tokens_per_second")
+    if times and rates:
+        speed, each = statistics.median(rates), statistics.median(times)
+        facts["speed"] = f"{si(speed, 'tok/s')}, {short_time(each)} per step (medians)"
+    facts["last loss"] = f"{_number(steps[-1]['loss']):.4f}"
+    if skipped := sum(_values(steps, "skipped")):
+        facts["skipped updates"] = f"{skipped:,.0f}"
+    losses = [(_number(row["eval_loss"]), row["step"]) for row in evaluations]
+    if losses:
+        facts["last evaluation"] = "{:.4f} after step {}".format(*losses[-1])
+    if finite := [it for it in losses if math.isfinite(it[0])]:
+        facts["best evaluation"] = "{:.4f} after step {}".format(*min(finite))
     return facts
 
 

@@ -81,7 +81,9 @@ def test_the_page_of_a_run_is_whole_and_loads_nothing(tmp_path, capsys):
     ):
         assert wanted in words, wanted
     assert "prefers-color-scheme: dark" in text
-    assert page.count["svg"] == 10  # loss, evaluation, rate, norm, throughput, waiting, skipped, two parameters, times
+    assert (
+        page.count["svg"] == 11
+    )  # loss, evaluation, rate, norm, throughput, waiting, skipped, term, two parameters, times
     assert f"wrote {run / 'report.html'}" in capsys.readouterr().out
 
 
@@ -169,6 +171,50 @@ def test_a_page_that_cannot_be_written_ends_no_run(tmp_path):
     report_module.ReportFile(run, said.append).write()
     assert len(said) == 1
     assert said[0].startswith(f"warning: {run / 'report.html'} is not written: ")
+
+
+ODD = ["text", None, {}, [], ["text"], True, float("nan"), float("inf"), 1e308, -1e308, 10**400, 5e-324, [1.0, "text"]]
+
+
+@pytest.mark.parametrize(
+    "field", ["loss", "eval_loss", "grad_norm", "step_time", "tokens", "skipped", "param_norm/head"]
+)
+def test_values_that_no_run_writes_prevent_no_page(tmp_path, field):
+    """A file that somebody edited: each of ODD in place of a number, beside others, alone, and the field missing."""
+    for number, values in enumerate(
+        [ODD, *([odd] for odd in ODD), [5e-324, 1e-323], [1.0, 1.0 + 2e-16], [1e299, -1e299]]
+    ):
+        run = tmp_path / str(number)
+        run.mkdir()
+        rows = [{"step": step, "loss": 1.0} | {field: value} for step, value in enumerate(values)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        page_of(run)
+        Page((run / "report.html").read_text())
+
+
+@pytest.mark.parametrize("step", ["1", None, -1, float("nan"), 10**400])
+def test_a_row_without_a_step_is_named(tmp_path, capsys, step):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": step, "loss": 1.0}) + "\n")
+    with pytest.raises(SystemExit, match="2"):
+        page_of(tmp_path)
+    assert "line 1 is not a row with a step" in capsys.readouterr().err
+
+
+def test_whatever_a_run_measures_has_a_chart(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    rows = [
+        {"step": i, "loss": 3.0 - i, "lm_loss": 3.0 - i, "mtp_loss": 1.0 + i, "island_losses": [1.0, 2.0 + i]}
+        for i in range(900)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page_of(run)
+    words = "|".join(Page((run / "report.html").read_text()).text)
+    assert "Further measures" in words
+    assert "mtp_loss" in words
+    assert "island_losses" in words
+    assert "lm_loss" not in words, "the only term of the loss is the loss"
+    assert "A line of more than 800 points shows the lowest and the highest of each of 400 intervals." in words
 
 
 def test_it_needs_no_jax():
