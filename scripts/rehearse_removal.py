@@ -8,8 +8,8 @@ and the contract that nothing imports it. A flag of Linen is then refused by nam
 flags themselves, from base.yml, config/flags.py and README.md, and tests/pins.py, which guards their defaults. The
 table of MaxText's keys then tolerates them at true.
 
-The tests: TOUCHED below, after the whole suite was collected, so that nothing imports what is gone. Options that name
-tests replace them. Ends with pytest's exit code.
+The tests: TOUCHED below, after the whole suite was collected, so that nothing imports what is gone, and after a search
+for the names of what is gone in all other tests. Options that name tests replace them. Ends with pytest's exit code.
 """
 
 import os
@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -76,8 +77,8 @@ def edit(path: Path, pattern: str, count: int, *, replacement: str = "") -> None
     path.write_text(text, encoding="utf-8")
 
 
-def remove_linen(folder: Path) -> int:
-    """Deletes Linen from the checkout in `folder`; the number of combinations that are gone."""
+def remove_linen(folder: Path) -> list[str]:
+    """Deletes Linen from the checkout in `folder`; the names of the combinations that are gone."""
     shutil.rmtree(folder / "src/trainer/linen")
     shutil.rmtree(folder / "tests/unit/linen")
     gone = re.findall(r'^    "(\w+)": "trainer\.linen\.', (folder / REGISTRY).read_text(encoding="utf-8"), re.MULTILINE)
@@ -90,7 +91,7 @@ def remove_linen(folder: Path) -> int:
     edit(folder / "README.md", rf"^\| `({names})` \| .*\n", len(gone))
     contract = r"\[\[tool\.importlinter\.contracts\]\]\nname = .Nothing imports the Linen package"
     edit(folder / "pyproject.toml", rf"^{contract}(.*\n)+?forbidden_modules .*\n", 1)
-    return len(gone)
+    return gone
 
 
 def remove_flags(folder: Path) -> None:
@@ -110,6 +111,18 @@ def remove_flags(folder: Path) -> None:
     edit(folder / "README.md", r"^## From Linen to NNX\n(?:.*\n)+?(?=^## )", 1)
 
 
+def check_names(folder: Path, gone: Sequence[str]) -> None:
+    """No test outside of TOUCHED writes out a combination that is gone: it would fail, and the rehearsal not run it."""
+    named = re.compile(rf'"({"|".join(gone)})"')
+    touched = tuple(name.partition("::")[0] for name in TOUCHED)
+    names = {str(path.relative_to(folder)): path for path in sorted((folder / "tests").rglob("*.py"))}
+    for name, path in names.items():
+        if not name.startswith(touched) and (found := named.search(path.read_text(encoding="utf-8"))):
+            raise SystemExit(
+                f"{name} writes out {found[0]}: take it from support.ALL_COMBINATIONS, or list it in TOUCHED"
+            )
+
+
 def check_message(folder: Path, environment: dict[str, str], message: str) -> None:
     """The flags of Linen are a configuration error that says what happened."""
     command = [sys.executable, "-m", "trainer.train", "base.yml"]
@@ -126,7 +139,8 @@ def main() -> None:
         copy_checkout(folder)
         environment = os.environ | {"PYTHONPATH": str(folder / "src")}
         gone = remove_linen(folder)
-        print(f"removed Linen with its {gone} combinations in a copy", flush=True)
+        print(f"removed Linen with its {len(gone)} combinations in a copy", flush=True)
+        check_names(folder, gone)
         check_message(folder, environment, "the Linen paths were removed")
         remove_flags(folder)
         print("removed the three flags", flush=True)
