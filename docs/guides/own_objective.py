@@ -1,0 +1,65 @@
+"""An objective of one's own, and a program that trains with it: focal loss (Lin et al. 2017, arXiv:1708.02002).
+
+The example of docs/guides/extending.md. It takes the words of a command:
+
+    python docs/guides/own_objective.py base.yml dataset_type=synthetic steps=20
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from trainer.config import exit_on_user_error, load
+from trainer.data import open_dataset
+from trainer.objectives import NextToken, Sums, Weights, hidden_states, target_log_probs
+from trainer.objectives.registry import make_tiling
+from trainer.training import Reports, Start, build, fit
+
+
+@dataclass(frozen=True)
+class Focal(NextToken):
+    """-(1 - p)^gamma log p of the next token, so that likely tokens count less. Its cross entropy is measured."""
+
+    gamma: float = 2.0
+
+    def weights(self, batch):
+        """The divisors of the two terms: both are means over the tokens with a loss."""
+        _, tokens = super().weights(batch)
+        return Weights({"focal_loss": tokens, "lm_loss": tokens}, tokens)
+
+    def sums(self, params, rest, batch, key, capture=(), sampled=None):
+        """The sums of the two terms over `batch`; the first one is minimized."""
+        hidden, sown = hidden_states(self.apply, params, rest, batch, key, capture, sampled)
+        log_p = target_log_probs(self.apply, params, rest, hidden, batch["targets"], self.tiling).target
+        bears_loss = batch["targets_segmentation"] != 0
+
+        def over_tokens(term):
+            return jnp.sum(jnp.where(bears_loss, term, 0))
+
+        focal = over_tokens(-((1 - jnp.exp(log_p)) ** self.gamma) * log_p)
+        return Sums({"focal_loss": focal}, {"lm_loss": over_tokens(-log_p)}, sown)
+
+
+def make_objective(config: Any, model: Any) -> Focal:
+    """The argument of `training.build`."""
+    return Focal(model.apply, tiling=make_tiling(config, model))
+
+
+@exit_on_user_error
+def main(words: Sequence[str]) -> None:
+    """Trains as the command `words` says, without checkpoints, and prints a line for each step and evaluation."""
+
+    def show(row: Mapping[str, Any]) -> None:
+        print(" ".join(f"{name}={row[name]:.5g}" for name in ("step", "loss", "lm_loss", "eval_loss") if name in row))
+
+    run = build(load(words).config, jax.devices(), make_objective=make_objective)
+    dataset = open_dataset(run.config, print)
+    fit(run, run.compile_on_leaves(), Start(run.init()), dataset, Reports(show, show, sync=lambda: None))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,112 @@
+"""The examples of docs/guides/extending.md: a family, an objective and an optimizer, each in one file."""
+
+import importlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from support import ALL_COMBINATIONS, arguments, packed_batch, tiny_config
+
+from trainer.checkpoint import names_of
+from trainer.config import load
+from trainer.layers.context import Context
+from trainer.optim.keys import Given
+from trainer.optim.registry import OPTIMIZERS
+from trainer.training import build
+
+
+@pytest.fixture
+def guides(monkeypatch):
+    """Imports docs.guides.NAME, as `python -m` does in the repository's folder."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3]))
+    return lambda name: importlib.import_module(f"docs.guides.{name}")
+
+
+def test_the_family_is_the_same_program_in_nnx_and_in_linen(guides):
+    guides("own_family")
+    own = {"decoder_block": "docs.guides.own_family:FAMILY", "base_num_decoder_layers": 2, "dropout_rate": 0.1}
+    ends = (ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1])  # those between are made of the parts of these two
+    runs = [build(load(arguments(name, **own)).config, jax.devices()[:1]) for name in ends]
+    texts = {
+        jax.jit(run.update).lower(run.codec.unpack(run.abstract_state), run.abstract_batch(run.rows)).as_text()
+        for run in runs
+    }
+    assert len(texts) == 1
+    names = {name for name in names_of(runs[0].codec.unpack(runs[0].abstract_state).params) if "norm" in name}
+    assert names == {"decoder/layers/norm/scale", "decoder/decoder_norm/scale"}
+
+
+def test_both_branches_of_the_family_read_the_same_norm(guides):
+    config = tiny_config(ALL_COMBINATIONS[0])
+    block = guides("own_family").ParallelBlock(config, nnx.Rngs(0))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, config.base_emb_dim)), jnp.float32)
+    batch = packed_batch(config, 2)
+    context = Context(batch["inputs_position"], batch["inputs_segmentation"], batch["row"], None)
+
+    def added(*zero):
+        changed = nnx.clone(block)
+        for layer in zero:
+            kernel = {"mlp": changed.mlp.wo, "attention": changed.self_attention.out}[layer].kernel
+            kernel[...] = jnp.zeros_like(kernel[...])
+        return changed(x, None, context)[0] - x
+
+    np.testing.assert_allclose(added(), added("mlp") + added("attention"), atol=1e-5)  # float32 sums
+    assert not np.any(added("mlp", "attention"))
+    assert np.abs(added("attention")).max() > 0.01
+
+
+def test_the_objective_by_its_formula(guides):
+    rng = np.random.default_rng(0)
+    logits, target = rng.normal(size=(2, 5, 7)), rng.integers(7, size=(2, 5))
+    segments = np.array([[1, 1, 1, 2, 2], [1, 1, 0, 0, 0]])
+
+    def apply(params, rest, *inputs, method=None, **others):
+        return jnp.asarray(logits, jnp.float32), {}, None
+
+    batch = dict.fromkeys(("inputs", "inputs_position", "inputs_segmentation"), segments)
+    batch |= {"row": np.arange(2), "targets": target, "targets_segmentation": segments}
+    focal = guides("own_objective").Focal(apply)
+    sums = focal.sums(None, None, batch, None)
+    p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    log_p = np.log(np.take_along_axis(p, target[..., None], -1)[..., 0])
+    seen = segments != 0
+    np.testing.assert_allclose(sums.minimized["focal_loss"], (-((1 - np.exp(log_p)) ** 2) * log_p)[seen].sum(), 1e-5)
+    np.testing.assert_allclose(sums.measured["lm_loss"], -log_p[seen].sum(), 1e-5)
+    assert focal.weights(batch).tokens == 7
+
+
+def test_the_objectives_program_trains(guides, capsys):
+    words = arguments(ALL_COMBINATIONS[0], steps=1, per_device_batch_size=1, eval_interval=1)
+    guides("own_objective").main(words)
+    first, last = capsys.readouterr().out.splitlines()[-2:]
+    row = dict(word.split("=") for word in first.split())
+    assert 0 < float(row["loss"]) < float(row["lm_loss"])
+    assert last.startswith("step=0 eval_loss=")
+
+
+def test_the_optimizer_by_its_formula(guides, monkeypatch):
+    keys = SimpleNamespace(signum_b1=0.9, signum_weight_decay=0.5, mu_dtype="float32")
+    given = Given(lambda step: 0.01 * (step + 1), lambda params: {"w": True, "scale": False}, None)
+    signum = guides("own_optimizer").signum
+    optimizer = signum(keys, given)
+    params = {"w": jnp.full(4, 2.0), "scale": jnp.full(4, 2.0)}
+    state, mean, rng = optimizer.init(params), np.zeros(4), np.random.default_rng(0)
+    for step in range(3):
+        gradient = rng.normal(size=4)
+        mean = 0.9 * mean + 0.1 * gradient
+        tree = dict.fromkeys(params, jnp.asarray(gradient, jnp.float32))
+        updates, state = optimizer.update(tree, state, params)
+        rate = 0.01 * (step + 1)
+        np.testing.assert_allclose(updates["w"], -rate * (np.sign(mean) + 0.5 * 2.0), rtol=1e-6)
+        np.testing.assert_allclose(updates["scale"], -rate * np.sign(mean), rtol=1e-6)
+
+    # In the registry it is in the train state of every combination, with the shardings of its parameters.
+    monkeypatch.setitem(OPTIMIZERS, "sgd", lambda _, given: signum(keys, given))
+    run = build(load(arguments(ALL_COMBINATIONS[0], opt_type="sgd", ici_fsdp_parallelism=2)).config, jax.devices()[:2])
+    rows = {row["name"]: row["spec"] for row in run.table()["tensors"]}
+    means = {name.partition("/ema/")[2]: at for name, at in rows.items() if "/ema/" in name}
+    assert means == {name.removeprefix("params/"): at for name, at in rows.items() if name.startswith("params/")}
