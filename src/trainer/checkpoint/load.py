@@ -94,7 +94,8 @@ def load_parameters(
     path: str, config: Any, abstract: Any, say: Callable[[str], Any], given: Collection[str] = ()
 ) -> Any:
     """The parameters at `path` on the devices, without modules of multi-token prediction that it lacks. At a time,
-    a host holds its devices' slices of one layer of one parameter.
+    a host holds a device's slice of one layer of one parameter; of an Orbax tree, the chunks of one parameter in which
+    its devices' slices lie.
 
     Args:
       path: see `open_source`.

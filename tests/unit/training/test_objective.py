@@ -142,14 +142,15 @@ class Preference:
 
 
 class Pairs:
-    """A source of one batch of pairs, again and again; see `training.BatchSource`."""
+    """A source of one batch of pairs, again and again, which looks at the state; see `training.BatchSource`."""
 
     waited = 0.0
 
-    def __init__(self, pairs):
-        self.pairs = pairs
+    def __init__(self, pairs, look=lambda state: None):
+        self.pairs, self.look, self.seen = pairs, look, []
 
     def take(self, state):
+        self.seen.append(self.look(state()))
         return self.pairs, None
 
     def held_out(self):
@@ -178,7 +179,9 @@ def test_an_objective_without_a_cross_entropy_trains_and_evaluates():
         state, batch = run.abstract_args()
         step = run.step_on_leaves.lower(jax.tree.leaves(state), batch).compile()
         start = Start(state_from(run, initial()))
-        end = fit(run, step, start, dataset, reports, source=lambda *_: nullcontext(Pairs(pairs)))
+        source = Pairs(pairs, lambda state, run=run: jax.device_get(run.codec.unpack(state).step))
+        end = fit(run, step, start, dataset, reports, source=lambda *_, source=source: nullcontext(source))
+        assert source.seen == [0, 1, 2]  # that before each update
         if parts == 1:
             _, params, _, rest = run.codec.unpack(end.state)
             expected = preference(run.model, jax.device_get(params), rest, pairs)
