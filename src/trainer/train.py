@@ -92,7 +92,8 @@ def _dry_run(loaded) -> None:
     for name, source in loaded.sources.items():
         if source != "default":
             console.say(f"{name}={to_flow(config[name])} ({source})")
-    begin = _start(loaded, run, dataset, SavedCheckpoints(place) if resumes else None, console)
+    # An initial state cannot fail but for its memory, which is known without it.
+    begin = _start(loaded, run, dataset, SavedCheckpoints(place) if resumes else None, console, draw=False)
     finished = begin.updates == config.steps and from_first((place / FINISHED_FILE).exists)
     if finished:
         console.say(_FINISHED.format(place))
@@ -170,13 +171,13 @@ def _train(loaded, run, dataset, run_dir, console):
         return fit(run, compiled, begin, dataset, reports, manager)
 
 
-def _start(loaded, run, dataset, saved, console):
+def _start(loaded, run, dataset, saved, console, draw=True):
     """See `training.start`; `saved` are the checkpoints of the run."""
     from trainer.training import start
 
     given = {key for key, where in loaded.changed.items() if by_hand(where)}
     schedule_given = loaded.config.learning_rate_schedule_steps != -1
-    return start(run, dataset, saved, console.say, schedule_given=schedule_given, given=given)
+    return start(run, dataset, saved, console.say, schedule_given=schedule_given, given=given, draw=draw)
 
 
 def _files(run_dir):
