@@ -92,8 +92,7 @@ def _dry_run(loaded) -> None:
     for name, source in loaded.sources.items():
         if source != "default":
             console.say(f"{name}={to_flow(config[name])} ({source})")
-    # An initial state cannot fail but for its memory, which is known without it.
-    begin = _start(loaded, run, dataset, SavedCheckpoints(place) if resumes else None, console, draw=False)
+    begin = _start(loaded, run, dataset, SavedCheckpoints(place) if resumes else None, console)
     finished = begin.updates == config.steps and from_first((place / FINISHED_FILE).exists)
     if finished:
         console.say(_FINISHED.format(place))
@@ -171,13 +170,13 @@ def _train(loaded, run, dataset, run_dir, console):
         return fit(run, compiled, begin, dataset, reports, manager)
 
 
-def _start(loaded, run, dataset, saved, console, draw=True):
+def _start(loaded, run, dataset, saved, console):
     """See `training.start`; `saved` are the checkpoints of the run."""
     from trainer.training import start
 
     given = {key for key, where in loaded.changed.items() if by_hand(where)}
     schedule_given = loaded.config.learning_rate_schedule_steps != -1
-    return start(run, dataset, saved, console.say, schedule_given=schedule_given, given=given, draw=draw)
+    return start(run, dataset, saved, console.say, schedule_given=schedule_given, given=given)
 
 
 def _files(run_dir):

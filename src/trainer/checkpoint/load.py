@@ -52,8 +52,6 @@ def open_source(path: str, decoder_block: str = "", *, average: bool = False) ->
     if newest(folder) is not None:
         return _of_run(path)
     state = "there is no such folder" if not folder.is_dir() else "nothing in it is a checkpoint"
-    if runs := [it for it in storage.entries(folder) if it.is_dir() and newest(it) is not None]:
-        raise UserError(f"{path}: {state}, but there are runs in it; nearest: {runs[-1]}")
     raise UserError(
         f"{path}: {state}; looked for config.json with *.safetensors (Hugging Face), {TREE}/ with {CONFIG} "
         f"(written by trainer.export), {CHECKPOINTS}/N or N (a run, here or in MaxText), {ITEMS}/_METADATA or "

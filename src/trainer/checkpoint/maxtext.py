@@ -20,7 +20,7 @@ import numpy as np
 from trainer.checkpoint import orbax
 from trainer.checkpoint.source import Leaf, Shapes, check_tensors, common_dtype, resharded
 from trainer.config import UserError
-from trainer.models.families import Place, family, hugging_face, place, stacks
+from trainer.models.families import Place, family, maxtext, place, stacks
 from trainer.models.huggingface import halves_of_pairs, pairs_of_halves
 from trainer.models.mtp_names import decoder_name, is_final_norm, module_of
 
@@ -29,7 +29,7 @@ ITEMS = "items"  # the tree in checkpoints/N
 SCAN, PAIRS = "scan_layers", "rotary_pairs"
 ROOT = "params/params/"
 _TABLE = "token_embedder/embedding"
-_FINAL_NORM = "decoder/decoder_norm/scale"
+_FINAL_NORM = "decoder/decoder_norm/"
 # Where else parameters lie: written by MaxText's NNX model alone, with its whole state, or by its post-training.
 _ROOTS = (ROOT, "", "model/", "base/", "model_params/")
 _VALUE = "/value"
@@ -145,7 +145,7 @@ class MaxTextSource:
     def _stored(self, name: str, shape: tuple[int, ...], where: Place | None, axis: int) -> dict[str, tuple[int, ...]]:
         """The tensors, name and shape, of a canonical parameter."""
         if where is None:
-            return {_FINAL_NORM if is_final_norm(name) else name: shape}
+            return {_FINAL_NORM + name.rpartition("/")[2] if is_final_norm(name) else name: shape}
         if layer_name(where, 0) in self._headers:
             # With more layers than tensors one is missing: no need to generate that many names to find it.
             layers = min(shape[0], len(self._headers) + 1)
@@ -231,13 +231,15 @@ def in_pairs(config: Any) -> bool:
 
 def turns(config: Any, name: str, pairs: bool) -> bool:
     """Whether entries of a head in the canonical parameter `name` are in another order than with adjacent `pairs`."""
-    layout = hugging_face(config.decoder_block).layouts.get(decoder_name(config, name))
+    if (found := family(config.decoder_block).hugging_face) is None:
+        return False
+    layout = found.layouts.get(decoder_name(config, name))
     return layout is not None and layout.turned and pairs != config.rope_interleave
 
 
 def query_scale(config: Any, name: str) -> float:
     """The factor from MaxText's parameter to the canonical parameter `name`."""
-    scaled_there = family(config.decoder_block).maxtext.scaled_queries
+    scaled_there = maxtext(config.decoder_block).scaled_queries
     scales = decoder_name(config, name) in scaled_there and not config.use_qk_norm
     return config.head_dim**0.5 if scales else 1.0
 

@@ -10,6 +10,7 @@ from trainer.config.dump import to_flow
 from trainer.config.expert_keys import KEYS as OF_EXPERTS
 from trainer.config.expert_keys import has_experts, normalizes_by_key, only_experts
 from trainer.config.files import by_hand
+from trainer.config.gpt3_keys import GPT3, ROPE
 from trainer.config.optimizers import KEYS as OF_OPTIMIZERS
 from trainer.config.optimizers import TRAITS, has_first_moment
 from trainer.config.remat import OF_EXPERTS as TENSORS_OF_EXPERTS
@@ -99,6 +100,7 @@ INERT = (
         lambda c: not c.enable_streaming_diloco or c.num_diloco_fragments <= 2,
         "only streaming DiLoCo with more than two fragments divides the layers",
     ),
+    Inert(ROPE, lambda c: c.decoder_block == GPT3, f"decoder_block={GPT3} has no rotary positions"),
     Inert(("rope_linear_scaling_factor",), lambda c: c.rope_type != "default", "rope_type is not default"),
     Inert(
         ("rope_factor", "original_max_position_embeddings"),

@@ -6,6 +6,7 @@ from typing import Any
 from trainer.config.derived import MESH_AXES
 from trainer.config.errors import nearest, shortened
 from trainer.config.expert_keys import WITH_EXPERTS, only_experts
+from trainer.config.gpt3_keys import GPT3
 
 Rule = list[Any]  # [name, mesh axis or list of mesh axes]
 
@@ -13,7 +14,7 @@ Rule = list[Any]  # [name, mesh axis or list of mesh axes]
 # families only the tensors of EVERY_MODEL are checked here, before JAX is loaded; the rest is checked when the model is
 # made (`sharding.named_sharding`).
 DENSE = ("llama2", "mistral", "qwen3")
-BUILT_IN = (*DENSE, *WITH_EXPERTS)
+BUILT_IN = (*DENSE, GPT3, *WITH_EXPERTS)
 EVERY_MODEL = ("token_embedder/embedding", "decoder/logits_dense/kernel", "activations between blocks", "logits")
 # The logical axes of tensors. A mesh axis may shard only one axis of a tensor.
 TENSORS: dict[str, tuple[str, ...]] = {
@@ -39,6 +40,10 @@ _OF_EXPERTS: dict[str, tuple[str, ...]] = {
     "/wi_0": ("layers", "exp", "embed", "mlp"),
     "/wo": ("layers", "exp", "mlp", "embed"),
 }
+
+# In place of queries and keys in gpt3, with one matrix for both and values, three times as large.
+_FUSED = "self_attention/qkv_proj/kernel"
+_OWN = ("self_attention/query/kernel", "self_attention/key/kernel")
 
 # The key that gives the length of a logical axis.
 DIMENSIONS = {
@@ -71,7 +76,10 @@ def tensors_of(config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """Those of TENSORS that the model of `config` has for certain."""
     if only_experts(config):
         return {name: axes for name, axes in TENSORS.items() if name not in _OF_MLP} | _OF_EXPERTS
-    names = TENSORS if config["decoder_block"] in DENSE else EVERY_MODEL
+    if config["decoder_block"] == GPT3 and config["fused_qkv"]:
+        kept = {name: axes for name, axes in TENSORS.items() if name not in _OWN}
+        return kept | {_FUSED: TENSORS["self_attention/query/kernel"]}
+    names = TENSORS if config["decoder_block"] in (*DENSE, GPT3) else EVERY_MODEL
     return {name: TENSORS[name] for name in names}
 
 

@@ -1,4 +1,4 @@
-"""Self-attention with grouped queries, RoPE, packed segments and a key-value cache."""
+"""Self-attention with grouped queries, RoPE or learned positions, packed segments and a key-value cache."""
 
 import functools
 from collections.abc import Callable
@@ -38,6 +38,7 @@ QUERY_ROWS = sharding.Axes(("activation_batch", "activation_q_length"))
 KEY_ROWS = sharding.Axes(("activation_batch", "activation_kv_length"))
 QUERIES = sharding.Axes((*QUERY_ROWS, "activation_heads", None))
 KEYS = sharding.Axes((*KEY_ROWS, "activation_kv_heads", None))
+QKV = sharding.Axes((*QUERY_ROWS, None, "activation_heads", None))
 MASK = Mask(QUERY_ROWS, KEY_ROWS, QUERY_ROWS, KEY_ROWS)  # type: ignore[arg-type]  # in the places of arrays
 
 
@@ -103,7 +104,7 @@ class Attention(nnx.Module):
         heads: int,
         kv_heads: int,
         head_dim: int,
-        rope: Rope,
+        rope: Rope | None,
         op: str = "dot_product",
         window: int = 0,
         soft_cap: float = 0.0,
@@ -112,19 +113,28 @@ class Attention(nnx.Module):
         dropout_rate: float = 0.0,
         dtype: jnp.dtype,
         weight_dtype: jnp.dtype,
+        bias: bool = False,
+        fused: bool = False,
         make_product: MakeProduct = plain,
         rngs: nnx.Rngs,
     ):
-        """`op`: a name of OPS. `window`, `soft_cap`: see `ops.attention`; 0 for none. `tiles`: of the op splash.
-        `qk_norm_epsilon`: of a norm of each head's queries and keys (Henry et al. 2020, arXiv:2010.04245); None for
-        none."""
-        dense = functools.partial(Dense, dtype=dtype, weight_dtype=weight_dtype, make_product=make_product, rngs=rngs)
-        self.heads = heads
+        """`rope`: None for no rotation. `op`: a name of OPS. `window`, `soft_cap`: see `ops.attention`; 0 for none.
+        `tiles`: of the op splash. `qk_norm_epsilon`: of a norm of each head's queries and keys (Henry et al. 2020,
+        arXiv:2010.04245); None for none. `bias`: of all projections. `fused`: one matrix `qkv_proj` makes queries, keys
+        and values, of equally many heads."""
+        dense = functools.partial(
+            Dense, dtype=dtype, weight_dtype=weight_dtype, bias=bias, make_product=make_product, rngs=rngs
+        )
+        self.heads, self.kv_heads, self.head_dim, self.dtype, self.fused = heads, kv_heads, head_dim, dtype, fused
         self.rope = rope
         self.scores = Scores(op, window, soft_cap, tiles=tiles, dropout_rate=dropout_rate)
-        self.query = dense([width], [heads, head_dim], ("embed", "q_heads", "kv"))
-        self.key = dense([width], [kv_heads, head_dim], ("embed", "kv_heads", "kv_head_dim"))
-        self.value = dense([width], [kv_heads, head_dim], ("embed", "kv_heads", "kv_head_dim"))
+        if fused:
+            assert heads == kv_heads, (heads, kv_heads)
+            self.qkv_proj = dense([width], [3, heads, head_dim], ("embed", "qkv", "q_heads", "kv"))
+        else:
+            self.query = dense([width], [heads, head_dim], ("embed", "q_heads", "kv"))
+            self.key = dense([width], [kv_heads, head_dim], ("embed", "kv_heads", "kv_head_dim"))
+            self.value = dense([width], [kv_heads, head_dim], ("embed", "kv_heads", "kv_head_dim"))
         self.out = dense([heads, head_dim], [width], ("heads", "kv", "embed"))
         self.norms_heads = qk_norm_epsilon is not None
         if qk_norm_epsilon is not None:
@@ -143,15 +153,34 @@ class Attention(nnx.Module):
         if self.norms_heads or self.scores.soft_cap:
             why = "their norms undo a scale of the weights" if self.norms_heads else "the soft cap bounds logits itself"
             raise UserError(f"use_qk_clip=true: attention heads cannot be clipped: {why}")
-        eta_kg = eta_h.reshape(self.key.kernel.shape[-2], -1)
+        if self.fused:
+            root_h = jnp.sqrt(eta_h)
+            # [3, heads, 1]: of a kernel [embed, 3, heads, head_dim], and of a bias [3, heads, head_dim].
+            return {"qkv_proj": jnp.stack([root_h, root_h, jnp.ones_like(root_h)])[..., None]}
+        eta_kg = eta_h.reshape(self.kv_heads, -1)
         key_k1 = jnp.sqrt(eta_kg.min(axis=1, keepdims=True))
         # [heads, 1]: of a kernel [embed, heads, head_dim], and of a bias [heads, head_dim].
         return {"query": (eta_kg / key_k1).reshape(-1, 1), "key": key_k1}
 
     def init_cache(self, rows: int, length: int) -> KVCache:
         """An empty cache for `rows` rows of up to `length` positions."""
-        empty = jnp.zeros((rows, length, *self.key.kernel.shape[-2:]), self.key.dtype)
+        empty = jnp.zeros((rows, length, self.kv_heads, self.head_dim), self.dtype)
         return KVCache(empty, empty)
+
+    def _projected(self, x_bte: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries [b, t, heads, d], keys and values [b, t, kv_heads, d]."""
+        if self.fused:
+            qkv = self.qkv_proj(x_bte, QKV)
+            queries, keys, values = (
+                sharding.constrain(qkv[:, :, i], names) for i, names in enumerate((QUERIES, KEYS, KEYS))
+            )
+        else:
+            queries, keys, values = self.query(x_bte, QUERIES), self.key(x_bte, KEYS), self.value(x_bte, KEYS)
+        return (
+            checkpoint_name(queries, "query_proj"),
+            checkpoint_name(keys, "key_proj"),
+            checkpoint_name(values, "value_proj"),
+        )
 
     def __call__(
         self,
@@ -166,12 +195,11 @@ class Attention(nnx.Module):
         """
         position_bt, segment_bt = context.positions, context.segments
         x_bte = sharding.constrain(x_bte, INPUT)
-        queries = checkpoint_name(self.query(x_bte, QUERIES), "query_proj")
-        keys = checkpoint_name(self.key(x_bte, KEYS), "key_proj")
-        values = checkpoint_name(self.value(x_bte, KEYS), "value_proj")
+        queries, keys, values = self._projected(x_bte)
         if self.norms_heads:
             queries, keys = self.query_norm(queries), self.key_norm(keys)
-        queries, keys = rope(queries, position_bt, self.rope), rope(keys, position_bt, self.rope)
+        if self.rope is not None:
+            queries, keys = rope(queries, position_bt, self.rope), rope(keys, position_bt, self.rope)
 
         scores = self.scores
         mask = Mask(position_bt, position_bt, segment_bt, segment_bt)

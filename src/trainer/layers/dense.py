@@ -22,9 +22,10 @@ RESIDUAL = sharding.Axes(("activation_batch", "activation_norm_length", "activat
 
 
 class Dense(nnx.Module):
-    """A linear map from the last `len(in_shape)` axes of its input to `out_shape`, without a bias.
+    """A linear map from the last `len(in_shape)` axes of its input to `out_shape`.
 
-    Initial weights: normal, truncated at two standard deviations, variance 1 / fan-in (LeCun et al. 1998).
+    Initial weights: normal, truncated at two standard deviations, variance 1 / fan-in (LeCun et al. 1998). An initial
+    bias is zero.
     """
 
     def __init__(
@@ -35,12 +36,14 @@ class Dense(nnx.Module):
         *,
         dtype: jnp.dtype,
         weight_dtype: jnp.dtype,
+        bias: bool = False,
         settles: bool = False,
         make_product: MakeProduct = plain,
         rngs: nnx.Rngs,
     ):
-        """`names`: the logical name of each axis of the kernel, first the inputs', then the outputs'. `settles`: its
-        gradient is reduced over devices immediately (`sharding.settle_gradient`)."""
+        """`names`: the logical name of each axis of the kernel, first the inputs', then the outputs'. `bias`: add one,
+        of `out_shape`. `settles`: the kernel's gradient is reduced over devices immediately
+        (`sharding.settle_gradient`)."""
         self.inputs = len(in_shape)
         self.settled_names = tuple(names) if settles else None
         self.dtype = dtype
@@ -48,6 +51,7 @@ class Dense(nnx.Module):
         # The initializer takes fan-in from the last axis but one: draw a matrix, then shape it.
         kernel = init(rngs.params(), (prod(in_shape), prod(out_shape)), weight_dtype)
         self.kernel = param(kernel.reshape(*in_shape, *out_shape), names)
+        self.bias = param(jnp.zeros(out_shape, weight_dtype), names[len(in_shape) :]) if bias else None
         self.product = make_product(in_shape, out_shape, names, rngs=rngs)
 
     def __call__(self, x: jax.Array, out_names: Sequence[str | None]) -> jax.Array:
@@ -58,6 +62,8 @@ class Dense(nnx.Module):
             gathered, rows = (*[None] * self.inputs, *outputs), out_names[: -len(outputs)]
             settle = functools.partial(sharding.settle_gradient, names=self.settled_names, gathered=gathered, rows=rows)
         out = self.product(x.astype(self.dtype), self.inputs, self.kernel.get_value(), settle)
+        if self.bias is not None:
+            out = out + self.bias.get_value().astype(out.dtype)
         return sharding.constrain(out, out_names)
 
 
@@ -111,3 +117,16 @@ class Embed(nnx.Module):
                 "with logits_via_embedding=false the head has a matrix of its own"
             )
         return table
+
+
+class PositionEmbed(nnx.Module):
+    """A learned embedding of positions, a table [length, embed]; initial entries are standard normal."""
+
+    def __init__(self, length: int, width: int, *, dtype: jnp.dtype, weight_dtype: jnp.dtype, rngs: nnx.Rngs):
+        """`length`: the number of positions."""
+        self.dtype = dtype
+        self.embedding = param(jax.random.normal(rngs.params(), (length, width), weight_dtype), TABLE)
+
+    def __call__(self, position_bt: jax.Array) -> jax.Array:
+        """The rows of the table for `position_bt`: [b, t, e]."""
+        return sharding.take(self.embedding.get_value(), position_bt, RESIDUAL, self.dtype, TABLE)

@@ -30,7 +30,8 @@ class MLP(nnx.Module):
     """The product of `activations`, each of a projection of its own, projected back: with ("silu", "linear") the gated
     unit SwiGLU (Shazeer 2020, arXiv:2002.05202), with one activation the plain MLP.
 
-    The projections are called wi_0, wi_1, ... (wi where there is one) and wo.
+    The projections are called wi_0, wi_1, ... (wi where there is one) and wo; a norm of its input, if it has one,
+    mlp_layer_norm.
     """
 
     def __init__(
@@ -42,10 +43,16 @@ class MLP(nnx.Module):
         dropout_rate: float,
         dtype: jnp.dtype,
         weight_dtype: jnp.dtype,
+        bias: bool = False,
+        norm: nnx.Module | None = None,
         make_product: MakeProduct = plain,
         rngs: nnx.Rngs,
     ):
-        dense = functools.partial(Dense, dtype=dtype, weight_dtype=weight_dtype, make_product=make_product, rngs=rngs)
+        """`bias`: of the projections. `norm`: of the input."""
+        dense = functools.partial(
+            Dense, dtype=dtype, weight_dtype=weight_dtype, bias=bias, make_product=make_product, rngs=rngs
+        )
+        self.mlp_layer_norm = norm
         self.activations = tuple(activations)
         self.dropout_rate = dropout_rate
         for name in self._projections():
@@ -56,6 +63,8 @@ class MLP(nnx.Module):
         return ["wi"] if len(self.activations) == 1 else [f"wi_{i}" for i in range(len(self.activations))]
 
     def __call__(self, x_bte: jax.Array, row_b: jax.Array, key: jax.Array | None) -> jax.Array:
+        if self.mlp_layer_norm is not None:
+            x_bte = self.mlp_layer_norm(x_bte)
         x_bte = sharding.constrain(x_bte, INPUT)
         factors = []
         for name, activation in zip(self._projections(), self.activations, strict=True):

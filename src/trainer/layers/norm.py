@@ -20,3 +20,21 @@ class RMSNorm(nnx.Module):
         x = x.astype(jnp.float32)
         x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
         return (x * self.scale[...].astype(jnp.float32)).astype(self.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Subtract the mean over the last axis, divide by the standard deviation, times 1 + scale, plus bias (Ba et al.
+    2016, arXiv:1607.06450). Scale and bias are learned and begin at zero. Computed in float32, returned in `dtype`."""
+
+    def __init__(self, width: int, *, epsilon: float, dtype: jnp.dtype, weight_dtype: jnp.dtype):
+        self.epsilon = epsilon
+        self.dtype = dtype
+        self.scale = param(jnp.zeros(width, weight_dtype), ("norm",))
+        self.bias = param(jnp.zeros(width, weight_dtype), ("norm",))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x.astype(jnp.float32)
+        x = x - jnp.mean(x, axis=-1, keepdims=True)
+        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
+        scale, bias = self.scale[...].astype(jnp.float32), self.bias[...].astype(jnp.float32)
+        return (x * (1 + scale) + bias).astype(self.dtype)

@@ -11,6 +11,7 @@ from trainer.linen.bridge import to_linen
 from trainer.linen.layer import apply_layer, make_layer
 from trainer.models import mtp
 from trainer.models.mtp import Types, part_name, run_mtp
+from trainer.models.norms import make_norm
 from trainer.models.remat import remat_policy
 
 
@@ -22,7 +23,7 @@ class MtpLayer(linen.Module):
 
     def setup(self):
         for part in (mtp.EMBEDDING_NORM, mtp.HIDDEN_NORM, mtp.FINAL_NORM):
-            setattr(self, part_name(self.k, part), to_linen(mtp.make_norm, self.config))
+            setattr(self, part_name(self.k, part), to_linen(make_norm, self.config))
         setattr(self, part_name(self.k, mtp.PROJECTION), to_linen(mtp.make_projection, self.config))
         setattr(self, part_name(self.k, mtp.BLOCK), make_layer(self.config, mtp.last_block(self.config)[1]))
 

@@ -10,24 +10,26 @@ from trainer.linen.bridge import to_linen
 from trainer.linen.mtp import MtpBlock
 from trainer.linen.stack import Stacks
 from trainer.models import transformer
-from trainer.models.mtp import make_norm
-from trainer.models.transformer import BEFORE_HEAD, EMBEDDING, Types, finish_logits, outer_dropout
+from trainer.models.norms import make_norm
+from trainer.models.transformer import Types, finish_logits, first_input, learned_positions, outer_dropout
 
 
 class Decoder(Stacks):
-    """The blocks, the norm after them and, if it is not the embedding table, the head."""
+    """See `models.transformer.Decoder`."""
 
     def setup(self):
+        if learned_positions(self.config):
+            self.position_embedder = to_linen(transformer.make_position_embedder, self.config)
         self.decoder_norm = to_linen(make_norm, self.config)
         if not self.config.logits_via_embedding:
             self.logits_dense = to_linen(transformer.make_logits_dense, self.config)
 
     def __call__(self, x, cache, context: Context, types: Types = ()):
         """See `models.transformer.Decoder.__call__`."""
-        x = outer_dropout(self.config, x, context, EMBEDDING)
+        x = first_input(self.config, x, lambda: self.position_embedder, context)
         x, cache, sown = self.run_layers(x, cache, context, types)
         _sow_all(self, types, sown)
-        return outer_dropout(self.config, self.decoder_norm(x), context, BEFORE_HEAD), cache
+        return outer_dropout(self.config, self.decoder_norm(x), context, transformer.BEFORE_HEAD), cache
 
     def head(self, x):
         """Logits of hidden states by a separate head."""

@@ -22,11 +22,12 @@ from trainer.layers.cache import Cache
 from trainer.layers.context import Context
 from trainer.layers.param import Buffer
 from trainer.layers.stack import MakeBlock, Stack
-from trainer.models.family import Family
+from trainer.models.family import Family, MaxText
 from trainer.models.huggingface import HuggingFace
 
 # decoder_block -> its family
 FAMILIES = {
+    "gpt3": "trainer.models.gpt3:FAMILY",
     "llama2": "trainer.models.llama2:FAMILY",
     "mistral": "trainer.models.mistral:FAMILY",
     "mixtral": "trainer.models.mixtral:FAMILY",
@@ -36,7 +37,7 @@ FAMILIES = {
 # The arguments of a block's call.
 _ARGUMENTS = ("x", "cache", "context")
 # A decoder's attributes other than its stacks, and with its methods: the names that no stack may have.
-NOT_STACKS = ("config", "decoder_norm", "logits_dense")
+NOT_STACKS = ("config", "position_embedder", "decoder_norm", "logits_dense")
 _METHODS = ("head", "make_layers", "run_layers", "make_block", "run_block")
 RESERVED = frozenset({*dir(nnx.Module), *NOT_STACKS, *_METHODS})
 
@@ -69,8 +70,22 @@ def hugging_face(decoder_block: str) -> HuggingFace:
     """
     if (found := family(decoder_block).hugging_face) is None:
         raise UserError(
-            f"decoder_block={decoder_block} declares no parameter names of Hugging Face, so checkpoints of Hugging "
-            "Face and MaxText cannot be read or written; a run's folder and format=params can"
+            f"decoder_block={decoder_block} declares no parameter names of Hugging Face, so its checkpoints cannot be "
+            "read or written; a run's folder and format=params can"
+        )
+    return found
+
+
+def maxtext(decoder_block: str) -> MaxText:
+    """MaxText's side of a family.
+
+    Raises:
+      UserError: it declares none.
+    """
+    if (found := family(decoder_block).maxtext) is None:
+        raise UserError(
+            f"decoder_block={decoder_block} does not declare how MaxText stores its parameters, so its checkpoints "
+            "cannot be read or written; a run's folder and format=params can"
         )
     return found
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.layers.norm import RMSNorm
 from trainer.layers.stack import Stack
 from trainer.models.huggingface import HuggingFace
 from trainer.products import MakeProduct, plain
@@ -16,10 +17,14 @@ class MaxText:
     Attributes:
       scaled_queries: canonical names of query kernels that include 1 / sqrt(head_dim) there, unless `use_qk_norm`.
       caps_scores: it reads `attn_logits_soft_cap`.
+      norms_heads: it reads `use_qk_norm`.
+      keys: further keys of ours that it reads under the same name.
     """
 
     scaled_queries: Sequence[str] = ()
     caps_scores: bool = False
+    norms_heads: bool = False
+    keys: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -41,8 +46,9 @@ class Family:
         fixed here: logical_axis_rules cannot change them.
       make_product: of the matrices outside of the blocks: the head's, which may be the embedding table, and the
         projections' of multi-token prediction. A block gives its own layers theirs.
-      hugging_face: its parameters and keys there; None if checkpoints of Hugging Face and MaxText cannot be read.
-      maxtext: its parameters in MaxText.
+      norm: the class of the norms outside of the blocks, made as `norm(width, epsilon=, dtype=, weight_dtype=)`.
+      hugging_face: its parameters and keys there; None if checkpoints of Hugging Face cannot be read or written.
+      maxtext: its parameters in MaxText; None if checkpoints of MaxText cannot be read or written.
     """
 
     stacks: Callable[[Any], Sequence[Stack]]
@@ -51,5 +57,6 @@ class Family:
     tensors: Sequence[str] = ()
     axes: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
     make_product: MakeProduct = plain
+    norm: Callable[..., Any] = RMSNorm
     hugging_face: HuggingFace | None = None
-    maxtext: MaxText = MaxText()
+    maxtext: MaxText | None = None

@@ -48,7 +48,8 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
     if wrong := mistyped(data):
         raise UserError("\n  ".join([f"{where}: values that are not allowed in config.json:", *wrong]))
     own = [decoder_block] if ":" in decoder_block and family(decoder_block).hugging_face else []
-    blocks = {hugging_face(block).model_type: block for block in [*FAMILIES, *own]}
+    families = {block: family(block).hugging_face for block in [*FAMILIES, *own]}
+    blocks = {found.model_type: block for block, found in families.items() if found is not None}
     block = blocks.get(data.get("model_type", ""))
     if block is None:
         given = shortened(data.get("model_type", "(absent)"))

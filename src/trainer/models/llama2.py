@@ -89,6 +89,14 @@ class Block(nnx.Module):
             **dtypes,
         )
 
+    def attention_input(self, x_bte: jax.Array) -> jax.Array:
+        """The residual stream, normed: [b, t, e] -> [b, t, e]."""
+        return self.pre_self_attention_layer_norm(x_bte)
+
+    def feed_forward_input(self, x_bte: jax.Array) -> jax.Array:
+        """The residual stream, normed: [b, t, e] -> [b, t, e]."""
+        return self.post_self_attention_layer_norm(x_bte)
+
     def feed_forward(self, x_bte: jax.Array, context: Context) -> jax.Array:
         """The layer after attention: [b, t, e] -> [b, t, e]."""
         return self.mlp(x_bte, context.rows, context.at(HIDDEN).key)
@@ -99,11 +107,10 @@ class Block(nnx.Module):
 
     def __call__(self, x_bte: jax.Array, cache: Cache | None, context: Context) -> tuple[jax.Array, Cache | None]:
         """One layer: [b, t, e] -> [b, t, e], and the cache with keys and values added (see `layers.attention`)."""
-        h = self.pre_self_attention_layer_norm(x_bte)
-        h, cache = self.self_attention(h, cache, context.at(ATTENTION))
+        h, cache = self.self_attention(self.attention_input(x_bte), cache, context.at(ATTENTION))
         sow(self, Activation, "attention_output", h)
         x = sharding.constrain(x_bte + h, RESIDUAL)
-        h = self.feed_forward(self.post_self_attention_layer_norm(x), context)
+        h = self.feed_forward(self.feed_forward_input(x), context)
         sow(self, Activation, "mlp_output", h)
         x = sharding.constrain(dropout(x + h, context.at(OUTPUT).key, context.rows, self.dropout_rate), RESIDUAL)
         self._sow_statistics(x, context.segments)

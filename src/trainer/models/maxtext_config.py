@@ -4,7 +4,7 @@ from typing import Any
 
 from trainer.config import UserError
 from trainer.config.expert_keys import has_experts, normalizes_by_key
-from trainer.models.families import family, hugging_face
+from trainer.models.families import maxtext
 from trainer.models.huggingface_config import SIZES
 
 # Constants of RoPE of type llama3.1 in MaxText's code.
@@ -29,7 +29,7 @@ def maxtext_keys(config: Any) -> dict[str, Any]:
         raise UserError("\n  ".join([f"MaxText's block {config.decoder_block} cannot compute:", *refused]))
     names = ("decoder_block", *SIZES.values(), "base_num_kv_heads", "head_dim", "mlp_activations")
     names += ("normalization_layer_epsilon", "logits_via_embedding", "normalize_embedding_logits", "use_qk_norm")
-    names += ("attn_logits_soft_cap", "final_logits_soft_cap", "rope_type")
+    names += ("attn_logits_soft_cap", "final_logits_soft_cap", "rope_type", *maxtext(config.decoder_block).keys)
     keys = {name: config[name] for name in names} | {name: int(config[name]) for name in _WHOLE}
     if has_experts(config):
         keys |= {name: config[name] for name in ("num_experts", "num_experts_per_tok", "base_moe_mlp_dim")}
@@ -64,9 +64,9 @@ def _inexpressible(config: Any) -> list[str]:
             f"mtp_num_layers={config.mtp_num_layers}: its modules read hidden states before the final norm, and have "
             "no norm of their own at the end; mtp_num_layers=0 writes the model without them"
         )
-    if config.use_qk_norm and not hugging_face(config.decoder_block).qk_norm:
+    if config.use_qk_norm and not maxtext(config.decoder_block).norms_heads:
         refused.append("use_qk_norm=True: it has no such norm")
-    if config.attn_logits_soft_cap and not family(config.decoder_block).maxtext.caps_scores:
+    if config.attn_logits_soft_cap and not maxtext(config.decoder_block).caps_scores:
         refused.append(f"attn_logits_soft_cap={config.attn_logits_soft_cap}: it does not read this key")
     if normalizes_by_key(config) and not config.norm_topk_prob:
         refused.append("norm_topk_prob=False: it weights a token's experts by the softmax over them whatever it says")

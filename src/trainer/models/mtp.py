@@ -20,10 +20,10 @@ from flax import nnx
 from trainer import sharding
 from trainer.layers.context import Context
 from trainer.layers.dense import INPUT, RESIDUAL, Dense
-from trainer.layers.norm import RMSNorm
 from trainer.layers.sown import Activation, MtpHidden, Sown
 from trainer.layers.stack import MakeBlock
 from trainer.models.families import family, stacks
+from trainer.models.norms import make_norm
 from trainer.ops.ahead import shift_left, still_inside
 from trainer.ops.dropout import dropout
 
@@ -63,17 +63,6 @@ def last_block(config: Any) -> tuple[str, MakeBlock]:
     """The block of the last layer: the path of its parameters in the decoder, and what makes it."""
     last = stacks(config)[-1]
     return last.paths[-1], last.blocks[-1]
-
-
-def make_norm(config: Any, rngs: nnx.Rngs | None = None) -> RMSNorm:
-    """A norm of hidden states outside of the blocks: that after the last block, and those of a module."""
-    del rngs  # given by callers that construct every layer alike; a norm draws nothing
-    return RMSNorm(
-        config.base_emb_dim,
-        epsilon=config.normalization_layer_epsilon,
-        dtype=jnp.dtype(config.dtype),
-        weight_dtype=jnp.dtype(config.weight_dtype),
-    )
 
 
 def make_projection(config: Any, rngs: nnx.Rngs) -> Dense:

@@ -46,8 +46,8 @@ def decoder_name(config: Any, name: str) -> str:
 
 
 def is_final_norm(name: str) -> bool:
-    """Whether the canonical parameter `name` is that of the norm with which a module ends."""
-    return name == f"{part_path(module_of(name), FINAL_NORM)}/scale"
+    """Whether the canonical parameter `name` belongs to the norm with which a module ends."""
+    return name.startswith(f"{part_path(module_of(name), FINAL_NORM)}/")
 
 
 def hugging_face_layouts(config: Any) -> Mapping[str, Layout]:

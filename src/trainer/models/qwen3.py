@@ -1,6 +1,6 @@
 """Qwen3, dense (Qwen team 2025, arXiv:2505.09388): Llama's block with `use_qk_norm`."""
 
-from trainer.models.family import Family
+from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token
 from trainer.models.huggingface import HuggingFace, Layout
 from trainer.models.llama2 import LAYOUTS, stacks
@@ -20,4 +20,5 @@ FAMILY = Family(
         qk_norm=True,
         window="switched",
     ),
+    maxtext=MaxText(norms_heads=True),
 )

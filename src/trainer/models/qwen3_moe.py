@@ -2,7 +2,7 @@
 
 from trainer.layers.stack import Stack
 from trainer.models.experts import ExpertBlock, layouts
-from trainer.models.family import Family
+from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token
 from trainer.models.huggingface import EXPERT, HuggingFace
 from trainer.models.qwen3 import NORMS
@@ -59,4 +59,5 @@ FAMILY = Family(
         },
         only={"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
     ),
+    maxtext=MaxText(norms_heads=True),
 )

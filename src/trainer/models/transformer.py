@@ -10,11 +10,12 @@ from flax import nnx
 
 from trainer.layers.cache import Cache
 from trainer.layers.context import Context
-from trainer.layers.dense import Dense, Embed
+from trainer.layers.dense import Dense, Embed, PositionEmbed
 from trainer.layers.sown import Activation, MtpHidden, Sown, sow
 from trainer.layers.stack import Loop, MakeBlock, make_stack, run_module, run_modules
 from trainer.models.families import family, stacks
-from trainer.models.mtp import MtpBlock, Types, make_norm, run_mtp
+from trainer.models.mtp import MtpBlock, Types, run_mtp
+from trainer.models.norms import make_norm
 from trainer.models.remat import remat_policy
 from trainer.ops.dropout import dropout
 
@@ -48,6 +49,22 @@ def make_embedder(config, rngs: nnx.Rngs) -> Embed:
     )
 
 
+def make_position_embedder(config, rngs: nnx.Rngs) -> PositionEmbed:
+    """The table of learned positions, of a model that has one (`learned_positions`)."""
+    return PositionEmbed(
+        config.trainable_position_size,
+        config.base_emb_dim,
+        dtype=jnp.dtype(config.dtype),
+        weight_dtype=jnp.dtype(config.weight_dtype),
+        rngs=rngs,
+    )
+
+
+def learned_positions(config) -> bool:
+    """Whether the decoder adds a learned embedding of positions to its input."""
+    return config.trainable_position_size > 0
+
+
 def head_matrix(config) -> tuple[str, ...]:
     """The canonical path of the matrix that the head multiplies by. The head reads this parameter and what is stored
     next to it, such as the parameters of a product, and no others."""
@@ -70,6 +87,14 @@ def outer_dropout(config, x_bte: jax.Array, context: Context, site: int) -> jax.
     return dropout(x_bte, key, context.rows, config.dropout_rate if config.enable_dropout else 0.0)
 
 
+def first_input(config, x_bte: jax.Array, positions: Callable[[], Any], context: Context) -> jax.Array:
+    """The first block's input from embedded tokens; `positions()` is the table of learned positions, if there is
+    one."""
+    if learned_positions(config):
+        x_bte = x_bte + positions()(context.positions)
+    return outer_dropout(config, x_bte, context, EMBEDDING)
+
+
 def finish_logits(config, logits_btv: jax.Array) -> jax.Array:
     """Logits from the products of the head: scaled for a tied head, and soft-capped, where configured."""
     if config.logits_via_embedding and config.normalize_embedding_logits:
@@ -80,12 +105,14 @@ def finish_logits(config, logits_btv: jax.Array) -> jax.Array:
 
 
 class Decoder(nnx.Module):
-    """The blocks, the norm after them and, if it is not the embedding table, the head."""
+    """Learned positions, if any, the blocks, the norm after them and, if it is not the embedding table, the head."""
 
     def __init__(self, config, rngs: nnx.Rngs):
         self.config = config
         for name, layers in self.make_layers(rngs).items():
             setattr(self, name, layers)
+        if learned_positions(config):
+            self.position_embedder = make_position_embedder(config, rngs)
         self.decoder_norm = make_norm(config)
         if not config.logits_via_embedding:
             self.logits_dense = make_logits_dense(config, rngs)
@@ -121,7 +148,7 @@ class Decoder(nnx.Module):
         self, x_bte: jax.Array, cache: Cache | None, context: Context, types: Types = ()
     ) -> tuple[jax.Array, Cache | None]:
         """Embedded tokens [b, t, e] -> normed hidden states [b, t, e] and the cache."""
-        x = outer_dropout(self.config, x_bte, context, EMBEDDING)
+        x = first_input(self.config, x_bte, lambda: self.position_embedder, context)
         x, cache, sown = self.run_layers(x, cache, context, types)
         _sow_all(self, types, sown)
         return outer_dropout(self.config, self.decoder_norm(x), context, BEFORE_HEAD), cache

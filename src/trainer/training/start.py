@@ -55,7 +55,6 @@ def start(
     *,
     schedule_given: bool,
     given: Collection[str] = (),
-    draw: bool = True,
 ) -> Start:
     """The state that the run begins with. Lines to `say` name its source.
 
@@ -63,7 +62,6 @@ def start(
       manager: of the run's own checkpoints, which take precedence over every other source; None: it has none.
       schedule_given: see `config.check_resume`.
       given: keys that the user set; see `checkpoint.load_parameters`.
-      draw: False: if nothing is loaded, no initial state is made, and that of the result is None.
 
     Raises:
       UserError: the requested state does not exist, is damaged, or does not fit the configuration.
@@ -105,7 +103,7 @@ def start(
         state = run.init(_with_new_modules(run, params, say))
         _check_finite(run, state, f"load_parameters_path={config.load_parameters_path}")
         return Start(state)
-    return Start(run.init() if draw else None)
+    return Start(run.init())
 
 
 def _with_new_modules(run: Run, params: Any, say: Say) -> Any:

@@ -160,15 +160,6 @@ def test_one_safetensors_file(tmp_path, capsys):
         contents_of(str(path))
 
 
-def test_a_folder_of_runs_names_the_last_one(tmp_path, run, capsys):
-    for name in ("run-0001", "run-0002"):
-        (tmp_path / name).symlink_to(run)
-    (tmp_path / "run-0003").mkdir()
-    with pytest.raises(SystemExit):
-        inspect.main([str(tmp_path)])
-    assert f"but there are runs in it; nearest: {tmp_path / 'run-0002'}\n" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("layout", ["run", "nnx", "unscanned"])
 def test_maxtexts(tmp_path, config, params, layout, capsys):
     stored = maxtext_params(config, params, scanned=layout != "unscanned")

@@ -40,6 +40,7 @@ WITH_EXPERTS = {
     "qwen3-235b-a22b": (4096, 64, 4, 1536, 128, 8, 94, 151936, 1e-6, 5000000, 235_093_634_560),
     "qwen3-480b-a35b": (6144, 96, 8, 2560, 160, 8, 62, 151936, 1e-6, 10000000, 480_154_875_392),
 }
+GPT3 = ("gpt3-52k", "gpt3-6b", "gpt3-22b", "gpt3-175b")  # in test_gpt3.py
 SIZES_WITH_EXPERTS = (
     "base_emb_dim",
     "base_num_query_heads",
@@ -73,7 +74,7 @@ def preset(name: str, platform: str = "cpu") -> ml_collections.FrozenConfigDict:
 
 
 def test_every_preset_is_here():
-    assert preset_names() == ["default", *sorted(PUBLISHED | WITH_EXPERTS)]
+    assert preset_names() == ["default", *sorted([*PUBLISHED, *WITH_EXPERTS, *GPT3])]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

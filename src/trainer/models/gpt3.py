@@ -1,0 +1,83 @@
+"""GPT-3 (Brown et al. 2020, arXiv:2005.14165): layer norm, learned positions, biases, an MLP without a gate.
+
+Attention is dense in every layer. The stored scale of a norm is added to 1, as in MaxText.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from trainer.config.tiles import tiles_of
+from trainer.layers.attention import Attention
+from trainer.layers.mlp import MLP
+from trainer.layers.norm import LayerNorm
+from trainer.layers.stack import Stack
+from trainer.models import llama2
+from trainer.models.family import Family, MaxText
+from trainer.models.flops import forward_flops_per_token
+from trainer.products import MakeProduct, plain
+
+KEYS = ("trainable_position_size", "fused_qkv")
+
+
+class Block(llama2.Block):
+    """x + attention(norm(x)), then x + mlp(norm(x)), then dropout. The norm of the MLP is one of its parameters.
+
+    With `fused_qkv` one matrix makes queries, keys and values.
+    """
+
+    def __init__(self, config, rngs: nnx.Rngs, make_product: MakeProduct = plain):
+        dtypes = {"dtype": jnp.dtype(config.dtype), "weight_dtype": jnp.dtype(config.weight_dtype)}
+        width, epsilon = config.base_emb_dim, config.normalization_layer_epsilon
+        norm = functools.partial(LayerNorm, width, epsilon=epsilon, **dtypes)
+        on = config.enable_dropout
+        self.dropout_rate = config.dropout_rate if on else 0.0
+
+        self.pre_self_attention_norm = norm()
+        self.self_attention = Attention(
+            width,
+            heads=config.base_num_query_heads,
+            kv_heads=config.base_num_kv_heads,
+            head_dim=config.head_dim,
+            rope=None,
+            op=config.attention,
+            window=config.sliding_window_size if config.attention_type == "local_sliding" else 0,
+            soft_cap=config.attn_logits_soft_cap,
+            tiles=tiles_of(config),
+            qk_norm_epsilon=epsilon if config.use_qk_norm else None,
+            dropout_rate=config.attention_dropout_rate if on else 0.0,
+            bias=True,
+            fused=config.fused_qkv,
+            make_product=make_product,
+            rngs=rngs,
+            **dtypes,
+        )
+        self.mlp = MLP(
+            width,
+            config.base_mlp_dim,
+            config.mlp_activations,
+            dropout_rate=self.dropout_rate,
+            bias=True,
+            norm=norm(),
+            make_product=make_product,
+            rngs=rngs,
+            **dtypes,
+        )
+
+    def attention_input(self, x_bte: jax.Array) -> jax.Array:
+        """See `llama2.Block.attention_input`."""
+        return self.pre_self_attention_norm(x_bte)
+
+    def feed_forward_input(self, x_bte: jax.Array) -> jax.Array:
+        """The residual stream: the MLP norms it itself."""
+        return x_bte
+
+
+def stacks(config) -> list[Stack]:
+    """One stack of equal blocks."""
+    return [Stack("layers", (Block,), config.base_num_decoder_layers)]
+
+
+FAMILY = Family(stacks, forward_flops_per_token, axes={"qkv": ()}, norm=LayerNorm, maxtext=MaxText(keys=KEYS))

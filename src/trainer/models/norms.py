@@ -1,0 +1,20 @@
+"""Norms outside of the blocks."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from trainer.models.families import family
+
+
+def make_norm(config: Any, rngs: nnx.Rngs | None = None) -> Any:
+    """A norm of the residual stream, of the family's kind: the one after the last block, and those of modules of
+    multi-token prediction. It draws nothing from `rngs`."""
+    del rngs
+    return family(config.decoder_block).norm(
+        config.base_emb_dim,
+        epsilon=config.normalization_layer_epsilon,
+        dtype=jnp.dtype(config.dtype),
+        weight_dtype=jnp.dtype(config.weight_dtype),
+    )
