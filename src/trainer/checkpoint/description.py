@@ -34,6 +34,8 @@ _OF_ROPE = {
 # Of the feed-forward layers: an MLP, or experts.
 _OF_MLP, _OF_EXPERTS = ("base_mlp_dim",), ("num_experts", "num_experts_per_tok", "base_moe_mlp_dim")
 _NORMALIZED = "norm_topk_prob"
+# Learned positions and fused projections, and the values of models without them.
+_GPT3 = {"trainable_position_size": -1, "fused_qkv": False}
 # Keys that have an effect only under one value of another key. If that key differs, they are not compared.
 _BELOW = {
     "rope_type": {name for names in _OF_ROPE.values() for name in names},
@@ -48,7 +50,7 @@ FREE = {
     *("attention_type", "rope_type", "rope_min_timescale", "rope_max_timescale", *_BELOW["rope_type"]),
     *("sliding_window_size", MODULES, _NORMALIZED),
 }
-MODEL = {*_ALWAYS, *_OF_MLP, *_OF_EXPERTS, *FREE, ORDER}
+MODEL = {*_ALWAYS, *_OF_MLP, *_OF_EXPERTS, *_GPT3, *FREE, ORDER}
 # Further keys of a command line of `trainer.export`: a preset of `MODEL`, and the sequence length the model is for.
 _PRESET, LENGTH = "model_name", "max_target_length"
 
@@ -56,6 +58,7 @@ _PRESET, LENGTH = "model_name", "max_target_length"
 def described(config: Any) -> dict[str, Any]:
     """The keys of `config`, resolved, that define the function of its parameters, without those that have no effect."""
     names = [*_ALWAYS, *_OF_ROPE[config.rope_type], *(_OF_EXPERTS if has_experts(config) else _OF_MLP)]
+    names += [name for name in _GPT3 if config[name] != _GPT3[name]]
     if normalizes_by_key(config):
         names.append(_NORMALIZED)
     if config.attention_type == "local_sliding":

@@ -10,7 +10,8 @@ from flax import nnx
 from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, packed_batch, pinned, tiny_config
 
 from trainer.backends import make_model
-from trainer.checkpoint import names_of
+from trainer.checkpoint import Leaf, names_of, open_source, write_maxtext
+from trainer.checkpoint.description import described
 from trainer.config import UserError, load, resolve
 from trainer.models.families import init_cache
 from trainer.models.gpt3 import Block
@@ -162,6 +163,18 @@ def test_prefill_and_decoding_give_the_logits_of_the_whole_row():
     for t in range(prompt, LENGTH):
         logits, cache = run(params, {name: x[:, t : t + 1] for name, x in fields.items()} | rows, cache)
         np.testing.assert_allclose(logits[:, 0], whole[:, t], atol=tolerance)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_maxtexts_checkpoints_are_written_and_read(tmp_path, scan):
+    config, _ = made()
+    assert described(config).items() >= {"trainable_position_size": 24, "fused_qkv": True}.items()
+    arrays = names_of(params_of(True))
+    leaves = {name: Leaf(array.shape, array.dtype, [lambda array=array: array]) for name, array in arrays.items()}
+    write_maxtext(tmp_path, config, leaves, None, scan)
+    found = open_source(str(tmp_path / "0" / "items")).leaves(config, {name: it.shape for name, it in arrays.items()})
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(found[name].read(array.dtype, lambda *args: None), array)
 
 
 def test_a_clip_scales_the_logits_of_a_head_by_its_factor():
