@@ -74,32 +74,20 @@ def make_stack(blocks: Sequence[MakeBlock], count: int, rngs: nnx.Rngs) -> nnx.M
     return make(rngs.split(count))
 
 
-@jax.custom_vjp
-def _in_order(leaf: jax.Array) -> jax.Array:
-    """`leaf` with its axes in row-major order in memory; the layout of its gradient is free.
-
-    In row-major order, the gradient of a matrix with 16 columns per device would be padded to eight times its size.
-    """
-    return with_layout_constraint(leaf, Layout(tuple(range(leaf.ndim))))
-
-
-_in_order.defvjp(lambda leaf: (_in_order(leaf), None), lambda _, gradient: (gradient,))
-
-
 def cast_in_loop(block: Any, index: jax.Array, dtype: jnp.dtype) -> Any:
     """`block`, a module or its state, with the same values, so that XLA cannot move casts to `dtype` out of the loop.
 
     If a loop over stacked float32 weights casts them to bfloat16 inside, XLA's TPU compiler casts all layers before the
     loop, keeps them through the step, and transposes them in float32 to the layout that the products inside prefer.
-    Here the cast value depends on the loop's `index`, so it stays inside, and the layout is fixed. A product with one
-    is exact, so no bit changes.
+    Here the cast value depends on the loop's `index`, so it stays inside, and the layout is fixed to row-major. A
+    product with one is exact, so no bit changes.
     """
     one = jnp.where(index < 0, 0.0, 1.0)
 
     def tied(leaf: jax.Array) -> jax.Array:
         if leaf.ndim < 2 or leaf.dtype.itemsize <= dtype.itemsize:
             return leaf
-        return _in_order(leaf) * one.astype(leaf.dtype)
+        return with_layout_constraint(leaf, Layout(tuple(range(leaf.ndim)))) * one.astype(leaf.dtype)
 
     return jax.tree.map(tied, block)
 
