@@ -1,5 +1,6 @@
 """report: one self-contained HTML page on one run, or on several side by side."""
 
+import contextlib
 import html
 import math
 import statistics
@@ -106,6 +107,8 @@ class ReportFile:
             temporary.write_text(report_html([read_run(self._folder)]), encoding="utf-8")
             temporary.replace(path)
         except (OSError, UserError) as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)  # a part of a page, on a disk that may be full
             self._say(f"warning: {path} is not written: {error}")
         ended = time.monotonic()
         self._next = ended + 100 * (ended - began)

@@ -171,6 +171,7 @@ def test_a_page_that_cannot_be_written_ends_no_run(tmp_path):
     report_module.ReportFile(run, said.append).write()
     assert len(said) == 1
     assert said[0].startswith(f"warning: {run / 'report.html'} is not written: ")
+    assert not (run / "report.html.tmp").exists()
 
 
 ODD = ["text", None, {}, [], ["text"], True, float("nan"), float("inf"), 1e308, -1e308, 10**400, 5e-324, [1.0, "text"]]
