@@ -162,7 +162,7 @@ def layouts_of(config: Any, places: Mapping[str, Place | None]) -> Mapping[str, 
 
 
 def tensors_of(layout: Layout, where: Place | None, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
-    """Hugging Face's tensors, name and shape, of a canonical parameter at the place `where` in the stacks."""
+    """Hugging Face's tensors, name and shape, of a canonical parameter at position `where` in the stacks."""
     names = [layout.name] if where is None else [layout.name.format(i) for i in where.layers]
     one = shape if where is None else shape[1:]
     if not layout.of_experts:

@@ -27,7 +27,7 @@ class Quantity:
 
     @property
     def equal(self) -> bool:
-        """All arrays are equal in bits or within the tolerance, and nothing else differs."""
+        """All arrays are bit-identical or within the tolerance, and nothing else differs."""
         return not self.notes and all(it.equal for it in self.differences)
 
     @property
@@ -65,7 +65,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Every quantity is equal, in bits or within the tolerance."""
+        """Every quantity is bit-identical or within the tolerance."""
         return all(quantity.equal for quantity in self.quantities)
 
     @property

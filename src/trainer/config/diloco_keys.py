@@ -9,7 +9,7 @@ from trainer.config.words import counted
 
 
 class Schedule(NamedTuple):
-    """When the fragments of the parameters synchronize. Plain DiLoCo has one fragment, which arrives at once."""
+    """When the fragments of the parameters synchronize. Plain DiLoCo has one fragment, which arrives immediately."""
 
     period: int  # steps from one synchronization of a fragment to its next
     fragments: int

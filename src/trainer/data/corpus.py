@@ -9,7 +9,7 @@ from pathlib import Path
 from trainer.data.documents import Record, is_held_out
 from trainer.data.readers import Columns, Part
 
-WHOLE_CONTENT = 256 << 20  # bytes; a fingerprint reads a source up to this size as a whole
+WHOLE_CONTENT = 256 << 20  # bytes; a fingerprint reads all of a source up to this size
 _ENDS = 1 << 16  # bytes that it reads of each end of a file of a larger one
 
 

@@ -41,7 +41,7 @@ def interleave(indices: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray,
 
 
 class MixedRows:
-    """Rows of several sources in the ratio of `weights`, without end: each source epoch after epoch of its own."""
+    """An endless stream of rows of several sources in the ratio of `weights`. Each source has its own epochs."""
 
     size = None
 
@@ -57,7 +57,7 @@ class MixedRows:
             here = component == i
             if here.any():
                 assert source.size is not None
-                # A seed of its own, so that two sources of one size are not visited in one order.
+                # One seed per source, so that two sources of equal size are not visited in the same order.
                 own = visited(within[here], source.size, seed=self._seed + (i << 32), shuffle=self._shuffle)
                 for name, values in source.rows(own).items():
                     batch[name][here] = values

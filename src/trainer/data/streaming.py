@@ -99,7 +99,7 @@ class _Concatenated:
 
 
 class _Files(grain.IterDataset):
-    """Records of files that are read from their beginning, epoch after epoch, the files of each in an order of its own.
+    """Records of files that are read from their beginning, epoch after epoch; each epoch has its own order of files.
 
     `shares` are nested (index, count) pairs: of the processes, then of a process's workers. A level divides the files
     if there is at least one for each, otherwise the records.

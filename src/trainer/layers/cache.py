@@ -21,8 +21,8 @@ class Cache:
     Attributes:
       entries: arrays [layers, b, ...] of a stack; those of all stacks by name.
       layer: the index of the layer that this view belongs to.
-      filled: it contains earlier positions. Otherwise a call sees only its own tokens, so attention is that of
-        training, by any op.
+      filled: it contains earlier positions. Otherwise a call sees only its own tokens, so attention runs as
+        in training, with any op.
     """
 
     entries: Any

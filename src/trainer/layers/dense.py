@@ -48,7 +48,7 @@ class Dense(nnx.Module):
         self.settled_names = tuple(names) if settles else None
         self.dtype = dtype
         init = jax.nn.initializers.lecun_normal()
-        # The initializer takes fan-in from the last axis but one: draw a matrix, then shape it.
+        # The initializer takes fan-in from the second-to-last axis: draw a matrix, then shape it.
         kernel = init(rngs.params(), (prod(in_shape), prod(out_shape)), weight_dtype)
         self.kernel = param(kernel.reshape(*in_shape, *out_shape), names)
         self.bias = param(jnp.zeros(out_shape, weight_dtype), names[len(in_shape) :]) if bias else None

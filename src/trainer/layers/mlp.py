@@ -27,11 +27,12 @@ HIDDEN = sharding.Axes((*ROWS, "activation_mlp"))
 
 
 class MLP(nnx.Module):
-    """The product of `activations`, each of a projection of its own, projected back: with ("silu", "linear") the gated
-    unit SwiGLU (Shazeer 2020, arXiv:2002.05202), with one activation the plain MLP.
+    """The elementwise product of `activations`, each applied to its own projection of the input, projected back to the
+    input's width: [b, t, width] -> [b, t, width]. ("silu", "linear") gives the gated unit SwiGLU (Shazeer 2020,
+    arXiv:2002.05202), one activation the plain MLP.
 
-    The projections are called wi_0, wi_1, ... (wi where there is one) and wo; a norm of its input, if it has one,
-    mlp_layer_norm.
+    The input projections are named wi_0, wi_1, ... (wi if there is only one), the output projection wo, and the
+    optional norm of the input mlp_layer_norm.
     """
 
     def __init__(

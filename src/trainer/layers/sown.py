@@ -98,7 +98,7 @@ def check_captured(types: Iterable[type[nnx.Variable]], of_objective: Iterable[t
 
 
 def combined(types: Iterable[type[nnx.Variable]], sown: Sown) -> Sown:
-    """Values of `types` of the whole batch, from `sown`, which has them with a leading axis of microbatches."""
+    """Combines `sown`, values of `types` with a leading microbatch axis, into the values of the whole batch."""
 
     def one(kind: Any) -> dict[str, jax.Array]:
         return {path: kind.combine(value, axis=0) for path, value in sown[kind.__name__].items()}

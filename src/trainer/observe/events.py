@@ -19,7 +19,7 @@ _HEAD, _TAIL = struct.Struct("<QI"), 4
 
 
 class EventsWriter:
-    """Appends events to folder/tensorboard/ and hands each row to the system at once; a context manager.
+    """Appends events to folder/tensorboard/ and hands each row to the system immediately; a context manager.
 
     Importing this module does not import tensorboardX; making a writer does.
     """

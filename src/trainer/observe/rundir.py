@@ -205,7 +205,7 @@ def _without_checkpoints(config_yml: str) -> bool:
 
 def _numbered_file(name: str, number: int) -> str:
     first, slash, rest = name.partition("/")
-    if slash:  # TensorBoard shows each folder as a run of its own.
+    if slash:  # TensorBoard shows each folder as a separate run.
         return f"{first}-{number}/{rest}"
     stem, _, ending = name.rpartition(".")
     return f"{stem}-{number}.{ending}"

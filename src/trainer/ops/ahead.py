@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 
 def shift_left(x_bt: jax.Array) -> jax.Array:
-    """x [b, t, ...] with the next entry of the row in place of each; the last is 0."""
+    """x [b, t, ...] shifted left by one along t; the last entry of each row is 0."""
     return jnp.concatenate([x_bt[:, 1:], jnp.zeros_like(x_bt[:, :1])], axis=1)
 
 

@@ -20,7 +20,7 @@ from trainer.ops.dropout import attention_keep
 
 
 class Mask(NamedTuple):
-    """A query attends to the keys of its own segment at positions up to its own."""
+    """A query attends to keys of the same segment, at its own position and earlier ones."""
 
     query_position: jax.Array  # [b, t] int
     key_position: jax.Array  # [b, s] int
@@ -85,7 +85,7 @@ def attend(
 
 
 def scale_of(scale: float | None, width: int) -> float:
-    """The factor on the products of queries and keys of `width`."""
+    """The factor on the dot products of queries and keys with `width` entries."""
     return width**-0.5 if scale is None else scale
 
 

@@ -1,4 +1,4 @@
-"""Products of groups of rows, each with a matrix of its own.
+"""Grouped matrix multiplication: each group of rows is multiplied by its own matrix.
 
 Shapes: m rows, g groups, k inputs, n outputs. The first size_g[0] rows belong to group 0, the next size_g[1] to group
 1, and so on; the sizes sum to m.
@@ -49,7 +49,7 @@ grouped_matmul.defvjp(_forward, _backward)
 
 
 def _ragged(dimensions: jax.lax.RaggedDotDimensionNumbers) -> Callable[..., jax.Array]:
-    """The product, which `jax.vmap` computes for one index of the mapped axis after the other."""
+    """The product; `jax.vmap` computes it sequentially, one index of the mapped axis at a time."""
 
     @jax.custom_batching.sequential_vmap
     def product(left: jax.Array, right: jax.Array, size_g: jax.Array) -> jax.Array:
@@ -59,7 +59,7 @@ def _ragged(dimensions: jax.lax.RaggedDotDimensionNumbers) -> Callable[..., jax.
 
 
 def grouped_matmul_reference(x_mk: jax.Array, matrix_gkn: jax.Array, size_g: jax.Array) -> jax.Array:
-    """`grouped_matmul` in plain products: every row times every matrix, of which one counts."""
+    """`grouped_matmul` in plain products: every row times every matrix; only its own group's result is kept."""
     end_g = jnp.cumsum(size_g)
     row_m = jnp.arange(x_mk.shape[0])
     own_gm = (row_m >= (end_g - size_g)[:, None]) & (row_m < end_g[:, None])

@@ -22,8 +22,8 @@ def max_logits(
 ) -> jax.Array:
     """The largest logit q k scale of each head over the queries and keys of a batch: float32 [h].
 
-    Only what a query sees counts, and no padding (segment 0); a finite number below any logit if that is nothing.
-    Nothing is differentiated. The logits are computed once more, tile by tile: a tile takes [b, h, block, block]
+    Only keys that a query sees count, and no padding (segment 0); if there are none, a finite number below any logit.
+    Nothing is differentiated. The logits are recomputed tile by tile: a tile takes [b, h, block, block]
     float32. Tiles above the diagonal or outside of the window are left out, so key i must belong to query i, and
     positions must grow by one along a segment.
 

@@ -98,7 +98,7 @@ def score_scale(how: Rope, mscale: float) -> float:
     """The factor on attention scores in DeepSeek's use of YaRN, (0.1 mscale ln(factor) + 1)^2 (the reference code of
     DeepSeek-V2, arXiv:2405.04434, where `mscale` is `mscale_all_dim`); 1 without YaRN.
 
-    It takes the place of `attention_scale`, which would scale the rotated part of queries and keys alone.
+    It replaces `attention_scale`, which would scale the rotated part of queries and keys alone.
     """
     return (0.1 * mscale * math.log(how.factor) + 1) ** 2 if how.kind == "yarn" else 1.0
 

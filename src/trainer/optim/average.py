@@ -17,7 +17,7 @@ AVERAGE = f"opt_state/rules/{NAME}/average"
 class Average(NamedTuple):
     """The state of the rule."""
 
-    average: Any  # of the trained parameters, float32; None in place of the others
+    average: Any  # of the trained parameters, float32; None for the others
     updates: jax.Array  # int32 [], how many it is the average of
 
 

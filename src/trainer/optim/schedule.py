@@ -45,7 +45,7 @@ def place_on_schedule(opt_state: Any, otherwise: jax.Array) -> jax.Array:
 
 
 def on_schedule(opt_state: Any, change: Callable[[jax.Array], jax.Array]) -> Any:
-    """`opt_state` with `change(count)` in place of each count of updates that a schedule is asked for."""
+    """`opt_state` with each update count that a schedule reads replaced by `change(count)`."""
     return jax.tree.map(
         lambda node: node._replace(count=change(node.count)) if _counts(node) else node, opt_state, is_leaf=_counts
     )

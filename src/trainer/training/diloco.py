@@ -169,7 +169,7 @@ def _in_flight(plan: Schedule, before: Any, updates: jax.Array) -> Any:
 
 
 def _outer_step(config: Any, fragment: Fragment, shardings: Any, old: Averaged) -> tuple[Averaged, Moved]:
-    """The outer update of `fragment`, which islands take at once if there is no delay."""
+    """The outer update of `fragment`, which islands take immediately if there is no delay."""
     plan, outer = schedule(config), make_outer_optimizer(config)
     islands, params, opt_state = fragment.part(old.islands, 1), fragment.part(old.params), fragment.part(old.opt_state)
     stored = fragment.shardings(shardings)
@@ -208,7 +208,7 @@ def _take(fragment: Fragment | None, alpha: float, old: Averaged) -> Averaged:
 
 
 def _unchanged(step: Callable[..., Any], old: Averaged) -> tuple[Averaged, Any]:
-    """`old`, and zeros in place of what `step` measures."""
+    """`old`, and zeros with the shapes of the metrics of `step`."""
     _, found = jax.eval_shape(step, old)
     return old, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), found)
 

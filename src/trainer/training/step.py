@@ -33,7 +33,7 @@ class Gradients(NamedTuple):
     means: dict[str, jax.Array]  # what the loss is the sum of, and what is only measured
     tokens: jax.Array  # loss-bearing ones, int32
     sown: Sown
-    grads: Any  # of the trained parameters, in grad_dtype; None in place of the others
+    grads: Any  # of the trained parameters, in grad_dtype; None for the others
 
 
 def make_gradients(
