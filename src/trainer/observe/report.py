@@ -25,12 +25,28 @@ _CHARTS = (
     ("Throughput", "tokens_per_second", "tokens per second"),
     ("Waiting for data", "data_wait", "share of the step time"),
     ("Skipped updates", "skipped", "1: skipped"),
+    ("Memory", "memory", "peak, bytes of the fullest device"),
 )
+# Sections of the measures that only some runs have, and the ends of the names of their fields.
+_SECTIONS = {
+    "Multi-token prediction": ("mtp_loss", "mtp_z_loss", "mtp_acceptance_rate"),
+    "DiLoCo": ("outer_grad_norm", "island_losses", "island_distance", "island_cosine"),
+    "QK-Clip": ("max_logit", "clipped_heads"),
+    "Routers": (
+        "moe_lb_loss",
+        "router_z_loss",
+        "router_entropy",
+        "expert_load",
+        "tokens_per_expert",
+        "dropped_tokens",
+    ),
+}
 # Fields without a chart: those of the summary and the histogram, and what others say in another unit.
 _NOT_DRAWN = ("step", "tokens", "tokens_seen", "step_time", "eval_tokens", "eval_time", "eval_perplexity")
 # In the order of their charts. A tensor of a stack has one number for each layer.
 _PERIODIC = ("grad_norm/", "param_norm/", "update_ratio/")  # `parameter_metrics_period`
 
+_FOLDED = 12  # a section of more charts is folded
 _LARGEST = 1e300  # differences of smaller numbers are finite
 
 _STYLE = """
@@ -42,7 +58,8 @@ body { margin: 0 auto; max-width: 1240px; padding: 1rem; font: 15px/1.45 system-
   color: var(--text); background: var(--back); }
 h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 .charts { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 380px), 1fr)); }
-figure { margin: 0; } figcaption { font-weight: 600; } .unit { font-weight: 400; color: var(--faint); }
+summary { cursor: pointer; } figure { margin: 0; break-inside: avoid; }
+figcaption { font-weight: 600; } .unit { font-weight: 400; color: var(--faint); }
 svg { width: 100%; height: auto; } svg text { font-size: 11px; fill: var(--faint); }
 polyline { fill: none; stroke-width: 1.5; } .area { fill-opacity: .15; } .grid { stroke: var(--grid); }
 .wide { overflow-x: auto; } table { border-collapse: collapse; }
@@ -119,14 +136,18 @@ def report_html(runs: Sequence[Recorded]) -> str:
     title = " and ".join(run.name for run in runs)
     charts = [line_chart(name, _lines(runs, field), unit) for name, field, unit in _CHARTS]
     charts.append(histogram("Step time", _lines(runs, "step_time"), "seconds"))
-    others = [line_chart(name, _lines(runs, name)) for name in _others(runs)]
-    norms = [line_chart(name, _lines(runs, name)) for name in _per_parameter(runs)]
+    others = _others(runs)
+    grouped = {title: [name for name in others if name.endswith(ends)] for title, ends in _SECTIONS.items()}
+    grouped["Further measures"] = [name for name in others if not any(name in found for found in grouped.values())]
+    grouped["Parameters"] = _per_parameter(runs)
     parts = [
         f"<h1>{html.escape(title)}</h1>",
         _table(["", *(_name(number, run) for number, run in enumerate(runs))], _summary(runs)),
         '<h2>Training</h2><div class="charts">' + "".join(charts) + "</div>",
-        _section("Further measures", others),
-        _section("Parameters", norms),
+        *(
+            _section(name, [line_chart(field, _lines(runs, field)) for field in found])
+            for name, found in grouped.items()
+        ),
         _thinned(runs),
         "<h2>Configuration</h2>",
         "<p>The keys whose values differ from base.yml" + (" or between the runs" if len(runs) > 1 else "") + ".</p>",
@@ -168,7 +189,10 @@ def _section(title: str, charts: Sequence[str]) -> str:
     if not any(charts):
         return ""
     said = "Where a step has a list of numbers, such as one for each layer, the largest of them."
-    return f'<h2>{title}</h2><p>{said}</p><div class="charts">{"".join(charts)}</div>'
+    page = f'<p>{said}</p><div class="charts">{"".join(charts)}</div>'
+    if len(charts) <= _FOLDED:
+        return f"<h2>{title}</h2>{page}"
+    return f"<h2>{title}</h2><details><summary>{len(charts)} charts</summary>{page}</details>"
 
 
 def _thinned(runs: Sequence[Recorded]) -> str:

@@ -205,17 +205,41 @@ def test_whatever_a_run_measures_has_a_chart(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     rows = [
-        {"step": i, "loss": 3.0 - i, "lm_loss": 3.0 - i, "mtp_loss": 1.0 + i, "island_losses": [1.0, 2.0 + i]}
+        {"step": i, "loss": 3.0 - i, "lm_loss": 3.0 - i, "own": 1.0 + i, "island_losses": [1.0, 2.0 + i]}
         for i in range(900)
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     page_of(run)
     words = "|".join(Page((run / "report.html").read_text()).text)
     assert "Further measures" in words
-    assert "mtp_loss" in words
+    assert "own" in words
     assert "island_losses" in words
     assert "lm_loss" not in words, "the only term of the loss is the loss"
     assert "A line of more than 800 points shows the lowest and the highest of each of 400 intervals." in words
+
+
+def test_measures_stand_in_sections_and_a_long_section_is_folded(tmp_path):
+    first = {"memory": 10**9, "max_logit": 90.0, "island_cosine": 0.5, "mtp_loss": 2.0, "moe_lb_loss": 1.5, "own": 3.0}
+    norms = {f"grad_norm/{number}": [1.0, 2.0] for number in range(13)}
+    row = {"step": 0, "loss": 1.0, "decoder/moe/tokens_per_expert": [[4, 5], [6, 7]]} | first | norms
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    page_of(tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    page = Page(text)
+    found = dict(part.split("</h2>", 1) for part in text.split("<h2>")[1:])
+    where = {field: title for title, part in found.items() for field in [*row][2:] if f">{field}<" in part}
+    assert where == {
+        "mtp_loss": "Multi-token prediction",
+        "island_cosine": "DiLoCo",
+        "max_logit": "QK-Clip",
+        "moe_lb_loss": "Routers",
+        "decoder/moe/tokens_per_expert": "Routers",
+        "own": "Further measures",
+        **dict.fromkeys(norms, "Parameters"),
+    }
+    assert ">Memory <" in found["Training"]
+    assert "<details><summary>13 charts</summary>" in found["Parameters"]
+    assert page.count["details"] == 1
 
 
 def test_it_needs_no_jax():
