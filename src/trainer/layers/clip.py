@@ -19,6 +19,6 @@ class Clipped(Protocol):
         """The factors of its parameters that scale the logits of head h by eta_h, float32 [heads], at most 1.
 
         A nested dict with names of its parameters. A factor applies to all parameters below its name, such as kernel
-        and bias; its axes are their last ones, of their length or of length 1. Of the layer's arrays only the shapes
-        may be read, and they may have axes of stacked layers in front.
+        and bias. Its axes align with their last axes, and have the same length or length 1. Only the shapes of the
+        layer's arrays may be read; they may have leading axes of stacked layers.
         """

@@ -12,7 +12,7 @@ Batch = Mapping[str, jax.Array]
 
 
 class Field(NamedTuple):
-    """An array of a batch: its sizes, each "rows", "length" or a number, and its dtype."""
+    """An array of a batch: the size of each axis ("rows", "length" or a number), and the dtype."""
 
     shape: tuple[str | int, ...] = ("rows", "length")
     dtype: str = "int32"
@@ -34,7 +34,8 @@ class Weights(NamedTuple):
 
     Attributes:
       terms: the divisor of each sum by name, of the same shape.
-      tokens: the number of loss-bearing tokens, int32 []: 0 exactly where the divisors are 0, which makes no update.
+      tokens: the number of loss-bearing tokens, int32 []: 0 exactly where the divisors are 0; such a batch
+        makes no update.
     """
 
     terms: dict[str, jax.Array]

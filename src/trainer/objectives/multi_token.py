@@ -46,7 +46,7 @@ class MultiToken:
         return (MtpHidden,)
 
     def weights(self, batch: Batch) -> Weights:
-        """See `Objective.weights`. A module without a token weighs 1: its sum is 0, and so is its part of the loss."""
+        """See `Objective.weights`. A module without tokens gets weight 1: its sum is 0, so the loss is unaffected."""
         own, tokens = self.next_token.weights(batch)
         ahead = jnp.stack([jnp.sum(segment != 0, dtype=jnp.int32) for _, segment in self._targets(batch)])
         ahead = jnp.maximum(ahead, 1)

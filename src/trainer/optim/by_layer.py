@@ -1,4 +1,4 @@
-"""An optimizer of whole arrays for layers that are stacked in one array."""
+"""Applies an optimizer that treats a whole array at a time to each layer of a stacked array."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,10 +12,10 @@ from trainer.ops.paths import by_name, name_of
 
 
 def by_layer(tx: optax.GradientTransformation, param_axes: Any) -> optax.GradientTransformation:
-    """`tx` applied to each layer of a stacked parameter by itself: the update is that of layers in arrays of their own.
+    """`tx` applied to each layer of a stacked parameter separately, as if layers were separate arrays.
 
-    `tx` treats parameters independently of each other. Whatever it keeps for a parameter has the parameter's name, and
-    is stacked like the parameter.
+    `tx` treats parameters independently of each other. Its state for a parameter has the parameter's name, and is
+    stacked like the parameter.
 
     Args:
       param_axes: the logical axes of every parameter; `layers` is the first axis of those that are stacked.

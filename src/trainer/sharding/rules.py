@@ -18,7 +18,7 @@ class Axes(tuple[str | None, ...]):
 def spec(
     names: Sequence[str | None], rules: Rules, what: str = "an array", shape: Sequence[int] | None = None
 ) -> PartitionSpec:
-    """The PartitionSpec of `what`, whose axes are called `names`; None is an axis that is never sharded.
+    """The PartitionSpec of `what`, an array with logical axes `names`; None is an axis that is never sharded.
 
     `shape` only makes messages clearer.
 
@@ -53,7 +53,7 @@ def named_sharding(
     """The sharding on `mesh` of `what`, with this shape and axes called `names`.
 
     Raises:
-      UserError: see `spec`; or the mesh axes of an axis do not divide it.
+      UserError: see `spec`; or the sizes of an axis's mesh axes do not divide its size.
     """
     found = spec(names, rules, what, shape)
     for name, size, axes in zip(names, shape, map(axes_of, found), strict=True):
