@@ -1,4 +1,4 @@
-"""From the name of a combination to its model."""
+"""Makes the model of a combination from its name."""
 
 import importlib
 

@@ -1,4 +1,4 @@
-"""A block as a Linen module: an NNX block bridged, a Linen block as it is."""
+"""A block as a Linen module: an NNX block is bridged, a Linen block is used as it is."""
 
 from typing import Any
 

@@ -62,7 +62,7 @@ def product(x: jax.Array, inputs: int, kernel: jax.Array, settle: Settle | None 
 
 
 class GroupedProduct(Protocol):
-    """Multiplies groups of rows with a matrix of their own each, such as those of experts."""
+    """Multiplies each group of rows by its own matrix, such as an expert's."""
 
     def __call__(self, x: jax.Array, kernel: jax.Array, sizes: jax.Array | None) -> jax.Array:
         """In the dtype of `x`: [rows, out] of rows [rows, in] in the order of their groups, of which there are `sizes`,

@@ -36,8 +36,8 @@ class DiLoCoTrainState(NamedTuple):
     params: Any  # the outer parameters, a nested dict of canonical names
     outer_opt_state: Any  # of the outer optimizer: optax's structure over `params`
     step: Any  # int32 []
-    # int32 [], if islands take a fragment later than it synchronized: the update after which that fragment did which
-    # they have not taken yet, or 0. What they will take is in the outer parameters.
+    # int32 [], if islands take a fragment some updates after it synchronizes: the update after which the fragment that
+    # they have not taken yet synchronized, or 0 if there is none. The outer parameters hold its new values.
     in_flight: Any = None
 
 

@@ -25,7 +25,7 @@ class Tensor:
 
     @property
     def name(self) -> str:
-        """The path as one word."""
+        """The path as one string."""
         return "/".join(self.path)
 
 
@@ -59,7 +59,7 @@ def _kept_axes(axes: Axes, whole: Shape | None, kept: Shape, path: Path) -> Axes
     summed = [i for i in axes_of if whole and whole[:i] + whole[i + 1 :] == kept]
     if not summed:
         return Axes((None,) * len(kept))
-    # Of two axes of one length optax sums rows over the last, and columns over the one before.
+    # If two axes have equal length, optax sums rows over the last axis and columns over the one before.
     axis = summed[0] if "v_col" in path else summed[-1]
     return Axes(axes[:axis] + axes[axis + 1 :])
 

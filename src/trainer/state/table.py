@@ -13,7 +13,7 @@ from trainer.sharding import axes_of
 
 Row = dict[str, Any]
 COLUMNS = ("name", "axes", "spec", "shape", "per_device_shape", "bytes_per_device", "replicated")
-# Totals by what the names begin with.
+# Totals by the prefix of the names.
 KINDS = {
     "params": "parameters",
     "opt_state": "optimizer",

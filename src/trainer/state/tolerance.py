@@ -10,7 +10,7 @@ from trainer.sharding import axes_of
 from trainer.state.zero1 import DATA
 
 SHOWN = 5  # of the largest
-_COPIES = (DATA, "diloco")  # the axes whose purpose is to have copies
+_COPIES = (DATA, "diloco")  # the axes along which parameters are replicated by design
 
 
 def check_tolerance(tensors: Any, abstract: Any, shardings: Any, tolerance: float) -> None:
