@@ -57,14 +57,14 @@ _STYLE = """
 body { margin: 0 auto; max-width: 1240px; padding: 1rem; font: 15px/1.45 system-ui, sans-serif;
   color: var(--text); background: var(--back); }
 h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-.charts { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 380px), 1fr)); }
+.charts { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 380px), 1fr)); }
 summary { cursor: pointer; } figure { margin: 0; break-inside: avoid; }
 figcaption { font-weight: 600; } .unit { font-weight: 400; color: var(--faint); }
 svg { width: 100%; height: auto; } svg text { font-size: 11px; fill: var(--faint); }
 polyline { fill: none; stroke-width: 1.5; } .area { fill-opacity: .15; } .grid { stroke: var(--grid); }
 .wide { overflow-x: auto; } table { border-collapse: collapse; }
 th, td { text-align: left; padding: .15rem .9rem .15rem 0; border-bottom: 1px solid var(--grid); vertical-align: top; }
-td { overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
+td + td { overflow-wrap: anywhere; } td { font-variant-numeric: tabular-nums; }
 """
 _COLOURS = "".join(
     f"polyline.c{n} {{ stroke: var(--c{n}); }} polyline.c{n}.area, circle.c{n} {{ fill: var(--c{n}); }} "
