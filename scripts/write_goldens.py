@@ -34,6 +34,7 @@ SIZES = {
     "max_position_embeddings": 256,
     "attn_implementation": "eager",
 }
+DEEPSEEK_V2 = (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM)
 LLAMA = (transformers.LlamaConfig, transformers.LlamaForCausalLM)
 MISTRAL = (transformers.MistralConfig, transformers.MistralForCausalLM)
 MIXTRAL = (transformers.MixtralConfig, transformers.MixtralForCausalLM)
@@ -47,6 +48,32 @@ EXPERTS = {
     "num_experts": 6,
     "num_experts_per_tok": 3,
     "experts_implementation": "eager",
+}
+
+
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "experts_implementation": "eager",
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 4.0,
+        "beta_slow": 1.0,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    },
 }
 
 
@@ -90,6 +117,13 @@ CASES = {
     "qwen3-tied": Case(QWEN3, {"head_dim": 16, "tie_word_embeddings": True}),
     "mixtral": Case(MIXTRAL, {"num_local_experts": 4, "experts_implementation": "eager"}),
     "qwen3-moe": Case(QWEN3_MOE, EXPERTS | {"norm_topk_prob": False}),
+    "deepseek-v2-lite": Case(DEEPSEEK_V2, LATENT),
+    "deepseek-v2": Case(
+        DEEPSEEK_V2,
+        LATENT
+        | {"q_lora_rank": 10, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2}
+        | {"routed_scaling_factor": 4.0},
+    ),
 }
 
 
@@ -122,7 +156,7 @@ def main() -> None:
 def random_model(case: Case, seed: int) -> torch.nn.Module:
     """A float32 model whose scores, activations and norms all matter: weights far from their usual small start."""
     config, model = case.family
-    model = model(config(**SIZES, **case.config, dtype=torch.float32)).eval()
+    model = model(config(**SIZES | case.config, dtype=torch.float32)).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

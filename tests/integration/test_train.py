@@ -261,7 +261,9 @@ def test_every_key_is_read(tmp_path, monkeypatch, corpus):
     experts = {"decoder_block": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 16}
     experts |= {"sparse_matmul": False, "capacity_factor": 1.0, "router_z_loss_weight": 0.1}
     gpt3 = {"decoder_block": "gpt3", "base_num_kv_heads": 4, "trainable_position_size": 16, "fused_qkv": True}
-    for keys in (streaming, experts, gpt3):
+    latent = {"decoder_block": "deepseek", "attention_type": "mla", "base_num_kv_heads": 4, "num_experts": 4}
+    latent |= {"base_moe_mlp_dim": 8, "shared_experts": 1, "n_routing_groups": 2, "topk_routing_group": 1}
+    for keys in (streaming, experts, gpt3, latent):
         run = build(load(arguments("nnx", **keys)).config, jax.devices()[:1])
         jax.eval_shape(run.update, run.codec.unpack(run.abstract_state), run.abstract_batch(run.rows))
     Profiler(Recording(load(["profiler=xplane"]).config, seen), tmp_path, 0, print)

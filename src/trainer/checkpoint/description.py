@@ -8,16 +8,18 @@ import yaml
 
 from trainer.config import COMBINATIONS, UserError, flags_of, load, read_saved, resolve
 from trainer.config.dump import to_flow
-from trainer.config.expert_keys import has_experts, normalizes_by_key
+from trainer.config.expert_keys import MIXED, OF_MIXED, has_experts, normalizes_by_key
 from trainer.config.files import COMMAND_LINE
 from trainer.config.flags import FLAGS
+from trainer.config.latent_keys import KEYS as OF_LATENT
+from trainer.config.latent_keys import is_latent
 from trainer.config.plain_yaml import describe, read_text
 from trainer.config.trust import code_of_checkpoint
 from trainer.models.mtp_names import MODULES
 
 _ALWAYS = (
     *("decoder_block", "base_emb_dim", "base_num_query_heads", "base_num_kv_heads"),
-    *("base_num_decoder_layers", "head_dim", "vocab_size", "mlp_activations", "logits_via_embedding"),
+    *("base_num_decoder_layers", "vocab_size", "mlp_activations", "logits_via_embedding"),
     *("normalization_layer_epsilon", "attn_logits_soft_cap", "final_logits_soft_cap", "use_qk_norm"),
     *("attention_type", "rope_type", "rope_min_timescale", "rope_max_timescale", MODULES),
 )
@@ -36,6 +38,7 @@ _OF_MLP, _OF_EXPERTS = ("base_mlp_dim",), ("num_experts", "num_experts_per_tok",
 _NORMALIZED = "norm_topk_prob"
 # Learned positions and fused projections, and the values of models without them.
 _GPT3 = {"trainable_position_size": -1, "fused_qkv": False}
+_MSCALE, _OF_HEADS = "mscale", ("head_dim",)
 # Keys that have an effect only under one value of another key. If that key differs, they are not compared.
 _BELOW = {
     "rope_type": {name for names in _OF_ROPE.values() for name in names},
@@ -48,9 +51,9 @@ ORDER = "rope_interleave"
 FREE = {
     *("normalization_layer_epsilon", "attn_logits_soft_cap", "final_logits_soft_cap", "normalize_embedding_logits"),
     *("attention_type", "rope_type", "rope_min_timescale", "rope_max_timescale", *_BELOW["rope_type"]),
-    *("sliding_window_size", MODULES, _NORMALIZED),
+    *("sliding_window_size", MODULES, _NORMALIZED, _MSCALE),
 }
-MODEL = {*_ALWAYS, *_OF_MLP, *_OF_EXPERTS, *_GPT3, *FREE, ORDER}
+MODEL = {*_ALWAYS, *_OF_HEADS, *OF_LATENT, *_OF_MLP, *_OF_EXPERTS, *OF_MIXED, *_GPT3, *FREE, ORDER}
 # Further keys of a command line of `trainer.export`: a preset of `MODEL`, and the sequence length the model is for.
 _PRESET, LENGTH = "model_name", "max_target_length"
 
@@ -59,6 +62,12 @@ def described(config: Any) -> dict[str, Any]:
     """The keys of `config`, resolved, that define the function of its parameters, without those that have no effect."""
     names = [*_ALWAYS, *_OF_ROPE[config.rope_type], *(_OF_EXPERTS if has_experts(config) else _OF_MLP)]
     names += [name for name in _GPT3 if config[name] != _GPT3[name]]
+    names += OF_LATENT if is_latent(config) else _OF_HEADS
+    if is_latent(config) and config.rope_type == "yarn":
+        names.append(_MSCALE)
+    if config.decoder_block in MIXED:
+        names += [name for name in OF_MIXED if name != "topk_routing_group" or config.n_routing_groups > 1]
+        names += _OF_MLP if config.first_num_dense_layers else ()
     if normalizes_by_key(config):
         names.append(_NORMALIZED)
     if config.attention_type == "local_sliding":

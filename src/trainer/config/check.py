@@ -16,6 +16,7 @@ from trainer.config.dump import to_flow
 from trainer.config.errors import Unbuilt, nearest, shortened
 from trainer.config.expert_keys import EXPERT_CHECKS
 from trainer.config.gpt3_keys import GPT3_CHECKS
+from trainer.config.latent_keys import LATENT_CHECKS
 from trainer.config.mtp_keys import MTP_CHECKS
 from trainer.config.optimizers import groups_of
 from trainer.config.paths import path_problem
@@ -331,6 +332,6 @@ CHECKS = (
     Check(("compile_topology", "compile_topology_num_slices"), _slices),
     *(
         Check(keys, problem)
-        for keys, problem in (*EXPERT_CHECKS, *GPT3_CHECKS, *MTP_CHECKS, *DILOCO_CHECKS, *DATA_CHECKS)
+        for keys, problem in (*EXPERT_CHECKS, *GPT3_CHECKS, *LATENT_CHECKS, *MTP_CHECKS, *DILOCO_CHECKS, *DATA_CHECKS)
     ),
 )

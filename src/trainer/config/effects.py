@@ -8,9 +8,11 @@ from trainer.config.data_keys import DATA_INERT
 from trainer.config.derived import FOLLOWS
 from trainer.config.dump import to_flow
 from trainer.config.expert_keys import KEYS as OF_EXPERTS
-from trainer.config.expert_keys import has_experts, normalizes_by_key, only_experts
+from trainer.config.expert_keys import MIXED, OF_MIXED, has_experts, normalizes_by_key, only_experts
 from trainer.config.files import by_hand
 from trainer.config.gpt3_keys import GPT3, ROPE
+from trainer.config.latent_keys import KEYS as OF_LATENT
+from trainer.config.latent_keys import is_latent
 from trainer.config.optimizers import KEYS as OF_OPTIMIZERS
 from trainer.config.optimizers import TRAITS, has_first_moment
 from trainer.config.remat import OF_EXPERTS as TENSORS_OF_EXPERTS
@@ -51,6 +53,21 @@ INERT = (
     Inert(("override_model_config",), lambda c: True, "the command line always wins over the preset"),
     Inert((*TENSORS, *OWN_TENSORS), lambda c: c.remat_policy != "custom", "remat_policy is not custom"),
     Inert(OF_EXPERTS, lambda c: not has_experts(c), "num_experts=1"),
+    Inert(
+        OF_MIXED,
+        lambda c: c.decoder_block not in MIXED and ":" not in c.decoder_block,
+        f"only {', '.join(MIXED)} reads it",
+    ),
+    Inert(
+        ("base_mlp_dim",),
+        lambda c: c.decoder_block in MIXED and not c.first_num_dense_layers,
+        "first_num_dense_layers=0, so every layer has experts",
+    ),
+    Inert(("topk_routing_group",), lambda c: c.n_routing_groups in (-1, 1), "there are no groups"),
+    Inert(OF_LATENT, lambda c: not is_latent(c), "attention_type is not mla"),
+    Inert(("head_dim",), is_latent, "attention_type=mla has qk_nope_head_dim, qk_rope_head_dim and v_head_dim"),
+    Inert(("mscale",), lambda c: not is_latent(c) or c.rope_type != "yarn", "it needs attention_type=mla and yarn"),
+    Inert(("rope_interleave",), is_latent, "attention_type=mla always rotates adjacent pairs"),
     Inert(("capacity_factor",), lambda c: c.sparse_matmul, "sparse_matmul=true drops no token"),
     Inert(
         ("norm_topk_prob",),
@@ -78,7 +95,9 @@ INERT = (
         lambda c: c.remat_policy == "custom" and c.mlpwo != "remat",
         "the backward pass does not read it, so it is neither saved nor recomputed",
     ),
-    Inert(("sliding_window_size",), lambda c: c.attention_type == "global", "attention_type=global"),
+    Inert(
+        ("sliding_window_size",), lambda c: c.attention_type != "local_sliding", "attention_type is not local_sliding"
+    ),
     Inert(("qk_clip_threshold", "qk_clip_interval"), lambda c: not c.use_qk_clip, "use_qk_clip=false"),
     Inert(
         ("skip_step_interval", "skip_step_scaling_factor"),

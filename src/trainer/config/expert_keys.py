@@ -5,11 +5,16 @@ from typing import Any
 
 # The families that have experts in every layer. Other families of this package have none.
 WITH_EXPERTS = ("mixtral", "qwen3_moe")
-# Of those, the ones whose weights depend on norm_topk_prob.
-_NORMALIZING = ("qwen3_moe",)
+# Those with experts in all layers but the first.
+MIXED = ("deepseek",)
+# Of both, the ones whose weights depend on norm_topk_prob.
+_NORMALIZING = ("qwen3_moe", *MIXED)
 KEYS = (
     *("num_experts_per_tok", "base_moe_mlp_dim", "sparse_matmul", "capacity_factor", "norm_topk_prob"),
     *("load_balance_loss_weight", "router_z_loss_weight"),
+)
+OF_MIXED = (
+    *("first_num_dense_layers", "shared_experts", "routed_scaling_factor", "n_routing_groups", "topk_routing_group"),
 )
 
 
@@ -23,6 +28,11 @@ def only_experts(config: Mapping[str, Any]) -> bool:
     return config["decoder_block"] in WITH_EXPERTS
 
 
+def some_experts(config: Mapping[str, Any]) -> bool:
+    """Whether the family is known to have layers with experts."""
+    return only_experts(config) or config["decoder_block"] in MIXED
+
+
 def normalizes_by_key(config: Any) -> bool:
     """Whether the model is known to read norm_topk_prob."""
     return config.decoder_block in _NORMALIZING
@@ -34,10 +44,10 @@ def drops(config: Any) -> bool:
 
 
 def _family(config: Any) -> str | None:
-    if only_experts(config):
+    if some_experts(config):
         return None if has_experts(config) else "this family has experts, at least 2 of them"
     if has_experts(config) and ":" not in config.decoder_block:
-        return f"this family has no experts; families with experts: {', '.join(WITH_EXPERTS)}"
+        return f"this family has no experts; families with experts: {', '.join((*WITH_EXPERTS, *MIXED))}"
     return None
 
 
@@ -48,18 +58,50 @@ def _chosen(config: Any) -> str | None:
 
 
 def _width(config: Any) -> str | None:
-    if only_experts(config) and config.base_moe_mlp_dim == -1:
+    if some_experts(config) and config.base_moe_mlp_dim == -1:
         return "the hidden width of an expert is missing"
     return None
 
 
 def _activations(config: Any) -> str | None:
-    if only_experts(config) and len(config.mlp_activations) == 1:
+    if some_experts(config) and len(config.mlp_activations) == 1:
         return "the MLP of an expert is gated: give two activations, such as [silu, linear]"
     return None
 
 
+def _dense(config: Any) -> str | None:
+    if config.decoder_block in MIXED and config.first_num_dense_layers >= config.base_num_decoder_layers:
+        return "no layer with experts is left; reduce first_num_dense_layers"
+    return None
+
+
+def _shared(config: Any) -> str | None:
+    if config.decoder_block in MIXED and not config.shared_experts:
+        return "this family has at least one shared expert"
+    return None
+
+
+def _routing_groups(config: Any) -> str | None:
+    groups, kept, experts = config.n_routing_groups, config.topk_routing_group, config.num_experts
+    if config.decoder_block not in MIXED or groups in (-1, 1):
+        return None
+    if experts % groups:
+        return f"num_experts={experts} must be a multiple of the number of groups"
+    if not 1 <= kept <= groups:
+        return f"of {groups} groups a token can choose 1 to {groups}"
+    if kept * (experts // groups) < config.num_experts_per_tok:
+        return f"{kept} groups have {kept * (experts // groups)} experts, and a token chooses more"
+    return (
+        "groups choose by softmax over all experts; norm_topk_prob=true is not supported with them"
+        if (config.norm_topk_prob)
+        else None
+    )
+
+
 EXPERT_CHECKS = (
+    (("first_num_dense_layers", "base_num_decoder_layers"), _dense),
+    (("decoder_block", "shared_experts"), _shared),
+    (("n_routing_groups", "topk_routing_group", "num_experts", "num_experts_per_tok"), _routing_groups),
     (("decoder_block", "num_experts"), _family),
     (("num_experts_per_tok", "num_experts"), _chosen),
     (("decoder_block", "base_moe_mlp_dim"), _width),

@@ -18,6 +18,7 @@ class Kernel:
     dropout: bool = True
     soft_cap: bool = True
     window: bool = True
+    unequal_widths: bool = True  # values of another width than keys, as in multi-head latent attention
     segments: bool = True  # packed rows, whose documents do not attend to each other
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     length_multiple: int = 1
@@ -37,6 +38,7 @@ KERNELS = {
         platforms=("gpu",),
         dropout=False,
         soft_cap=False,
+        unequal_widths=False,
         dtypes=("bfloat16",),
         length_multiple=2,
         head_dim_multiple=8,
@@ -88,6 +90,7 @@ def unsupported(kernel: Kernel, values: Mapping[str, Any], mesh: Mapping[str, in
         (kernel.dropout or not dropout, f"attention_dropout_rate={dropout:g}"),
         (kernel.soft_cap or not soft_cap, f"attn_logits_soft_cap={soft_cap:g}"),
         (kernel.window or not window, "attention_type=local_sliding"),
+        (kernel.unequal_widths or values["attention_type"] != "mla", "attention_type=mla"),
         (kernel.segments, "packed documents"),
         (dtype in kernel.dtypes, f"dtype={dtype} (only {' and '.join(kernel.dtypes)})"),
         (length % step == 0, f"max_target_length={length} (only multiples of {step})"),

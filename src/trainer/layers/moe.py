@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from trainer import sharding
 from trainer.layers.context import Context
 from trainer.layers.dense import INPUT, RESIDUAL, ROWS, Dense
-from trainer.layers.mlp import ACTIVATIONS
+from trainer.layers.mlp import ACTIVATIONS, MLP
 from trainer.layers.param import param
 from trainer.layers.sown import RouterCount, RouterLoss, captures, sow
 from trainer.ops.experts import Dispatched, dropless, every_expert, within_capacity
@@ -141,3 +141,15 @@ class MoE(nnx.Module):
             sow(self, RouterCount, "tokens", real_bt.sum(dtype=jnp.int32))
             sow(self, RouterCount, "entropy", entropy(logits, real_bt).sum())
             sow(self, RouterCount, "dropped", dropped_b.sum())
+
+
+class SharedMoE(nnx.Module):
+    """A mixture of experts, and experts that every token goes to (DeepSeekMoE, arXiv:2401.06066): their sum. The shared
+    ones are one gated MLP, as wide as all of them together."""
+
+    def __init__(self, routed: MoE, shared: MLP):
+        self.MoeBlock_0, self.shared_experts = routed, shared  # MaxText's names
+
+    def __call__(self, x_bte: jax.Array, context: Context) -> jax.Array:
+        """[b, t, width] -> [b, t, width]."""
+        return self.MoeBlock_0(x_bte, context) + self.shared_experts(x_bte, context.rows, None)

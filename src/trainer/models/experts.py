@@ -39,7 +39,11 @@ class ExpertBlock(llama2.Block):
 
     def add_feed_forward(self, config, rngs: nnx.Rngs, make_product: MakeProduct, dtypes: Mapping[str, Any]) -> None:
         """See `llama2.Block.add_feed_forward`."""
-        layer = MoE(
+        setattr(self, self.NAME, self.make_experts(config, rngs, make_product, dtypes))
+
+    def make_experts(self, config, rngs: nnx.Rngs, make_product: MakeProduct, dtypes: Mapping[str, Any]) -> Any:
+        """The layer, called as `layer(x, context)`."""
+        return MoE(
             config.base_emb_dim,
             config.base_moe_mlp_dim,
             config.mlp_activations,
@@ -53,7 +57,6 @@ class ExpertBlock(llama2.Block):
             rngs=rngs,
             **dtypes,
         )
-        setattr(self, self.NAME, layer)
 
     def feed_forward(self, x_bte: jax.Array, context: Context) -> jax.Array:
         """See `llama2.Block.feed_forward`."""

@@ -27,6 +27,7 @@ from trainer.models.huggingface import HuggingFace
 
 # decoder_block -> its family
 FAMILIES = {
+    "deepseek": "trainer.models.deepseek:FAMILY",
     "gpt3": "trainer.models.gpt3:FAMILY",
     "llama2": "trainer.models.llama2:FAMILY",
     "mistral": "trainer.models.mistral:FAMILY",

@@ -15,22 +15,55 @@ Model FLOPs as MaxText reports them, after PaLM (Chowdhery et al. 2022, arXiv:22
 
 from typing import Any
 
-from trainer.config.expert_keys import has_experts
+from trainer.config.expert_keys import MIXED, has_experts
+from trainer.config.latent_keys import is_latent
 
 
 def _blocks(config: Any) -> int:
     return config.base_num_decoder_layers + config.mtp_num_layers
 
 
+def _sparse_blocks(config: Any) -> int:
+    """Blocks with experts; the modules of multi-token prediction are like the last layer."""
+    return _blocks(config) - _dense_blocks(config)
+
+
+def _dense_blocks(config: Any) -> int:
+    if not has_experts(config):
+        return _blocks(config)
+    return config.first_num_dense_layers if config.decoder_block in MIXED else 0
+
+
 def _expert(config: Any) -> int:
-    return (len(config.mlp_activations) + 1) * config.base_emb_dim * config.base_moe_mlp_dim
+    return _gated(config, config.base_moe_mlp_dim)
+
+
+def _gated(config: Any, hidden: int) -> int:
+    return (len(config.mlp_activations) + 1) * config.base_emb_dim * hidden
 
 
 def _feed_forward(config: Any) -> int:
-    """Parameters of a block's feed-forward layer that one token is multiplied with."""
+    """Parameters of the feed-forward layers of all blocks that one token is multiplied with."""
+    dense = _dense_blocks(config) * _gated(config, config.base_mlp_dim)
     if not has_experts(config):
-        return (len(config.mlp_activations) + 1) * config.base_emb_dim * config.base_mlp_dim
-    return config.base_emb_dim * config.num_experts + config.num_experts_per_tok * _expert(config)
+        return dense
+    shared = config.shared_experts if config.decoder_block in MIXED else 0
+    sparse = config.base_emb_dim * config.num_experts + (config.num_experts_per_tok + shared) * _expert(config)
+    return dense + _sparse_blocks(config) * sparse
+
+
+def _attention(config: Any) -> int:
+    """Parameters of a block's attention in matrix products."""
+    width, heads = config.base_emb_dim, config.base_num_query_heads
+    if not is_latent(config):
+        # Queries and the output projection have all heads, keys and values the key-value heads.
+        return 2 * width * config.head_dim * (heads + config.base_num_kv_heads)
+    query_dim, rank = config.qk_nope_head_dim + config.qk_rope_head_dim, config.kv_lora_rank
+    queries = heads * query_dim * (config.q_lora_rank or width) + width * config.q_lora_rank
+    latents = width * (rank + config.qk_rope_head_dim)
+    return (
+        queries + latents + heads * (rank * (config.qk_nope_head_dim + config.v_head_dim) + config.v_head_dim * width)
+    )
 
 
 def matmul_parameters(config: Any) -> int:
@@ -38,10 +71,8 @@ def matmul_parameters(config: Any) -> int:
     of one token's, and the head, tied or not; with multi-token prediction the projection of each module, and the head
     again for each."""
     width, modules = config.base_emb_dim, config.mtp_num_layers
-    # Queries and the output projection have all heads, keys and values the key-value heads.
-    attention = 2 * width * config.head_dim * (config.base_num_query_heads + config.base_num_kv_heads)
     outside = (1 + modules) * width * config.vocab_size + modules * 2 * width * width
-    return _blocks(config) * (attention + _feed_forward(config)) + outside
+    return _blocks(config) * _attention(config) + _feed_forward(config) + outside
 
 
 def visible_keys(config: Any) -> float:
@@ -57,9 +88,12 @@ def forward_flops_per_token(config: Any, keys: float | None = None) -> float:
     `keys`: for how many keys a query's scores are computed on average. None takes `visible_keys`, the convention of
     model FLOPs; pass more for an op that also computes masked scores (dot_product: the whole row).
     """
-    heads_width = config.base_num_query_heads * config.head_dim
+    widths = 2 * config.head_dim
+    if is_latent(config):
+        widths = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
     # For each key one score and one term of the sum of values.
-    attention = 4.0 * _blocks(config) * heads_width * (visible_keys(config) if keys is None else keys)
+    seen = visible_keys(config) if keys is None else keys
+    attention = 2.0 * _blocks(config) * config.base_num_query_heads * widths * seen
     return 2 * matmul_parameters(config) + attention
 
 

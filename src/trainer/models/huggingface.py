@@ -76,6 +76,7 @@ class HuggingFace(NamedTuple):
         max_window_layers on, where use_sliding_window is true.
       whole_heads: hidden_size must be a multiple of the number of heads.
       sizes: further keys of ours, and the fields of config.json that give them.
+      latent: its attention is multi-head latent attention.
       only: fields that may be absent or have this value: no other can be represented.
     """
 
@@ -88,6 +89,7 @@ class HuggingFace(NamedTuple):
     whole_heads: bool = False
     sizes: Mapping[str, str] = {}
     only: Mapping[str, Any] = {}
+    latent: bool = False
 
 
 def transposed(matrix: np.ndarray) -> np.ndarray:

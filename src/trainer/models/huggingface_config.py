@@ -7,6 +7,7 @@ from typing import Any
 from trainer.config import UserError, schema
 from trainer.config.errors import shortened
 from trainer.config.json_files import shown
+from trainer.config.latent_keys import TYPE
 from trainer.config.values import check
 from trainer.models.families import FAMILIES, family, hugging_face
 from trainer.models.huggingface import HuggingFace
@@ -23,6 +24,7 @@ ACTIVATIONS = {
     "sigmoid": "sigmoid",
     "linear": "linear",
 }
+_METHODS = ("greedy", "group_limited_greedy")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 ROPE_TYPES = {"default": "default", "linear": "default", "llama3": "llama3.1", "yarn": "yarn"}
 # The required and the optional fields of RoPE of each kind; original_max_position_embeddings is always optional.
@@ -66,11 +68,11 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
     ]
     refused += [f"{name}={shown(said[name])}" for name, only in hf.only.items() if said.get(name) not in (None, only)]
     keys = {ours: said[theirs] for ours, theirs in sizes.items()}
+    keys |= _latent_keys(said, refused) if hf.latent else {}
     heads = said["num_attention_heads"]
     keys |= {
         "decoder_block": block,
         "base_num_kv_heads": said.get("num_key_value_heads") or heads,
-        "head_dim": said.get("head_dim") or said["hidden_size"] // heads,
         "logits_via_embedding": bool(said.get("tie_word_embeddings", False)),
         "normalization_layer_epsilon": float(said["rms_norm_eps"]),
         "attn_logits_soft_cap": 0.0,
@@ -78,6 +80,8 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
         "use_qk_norm": hf.qk_norm,
         "mtp_num_layers": said.get("num_nextn_predict_layers") or 0,
     }
+    if not hf.latent:
+        keys["head_dim"] = said.get("head_dim") or said["hidden_size"] // heads
     if keys["logits_via_embedding"]:
         keys["normalize_embedding_logits"] = False
     if said["hidden_act"] in ACTIVATIONS:
@@ -85,6 +89,12 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
     else:
         refused.append(f"hidden_act={shortened(said['hidden_act'])} (known: {', '.join(ACTIVATIONS)})")
     keys |= _window_keys(said, hf, refused) | _rope_keys(said, refused)
+    if hf.latent:
+        keys["attention_type"] = TYPE
+        if not keys["first_num_dense_layers"]:
+            del keys["base_mlp_dim"]  # no layer has an MLP
+        if keys.get("rope_type") == "yarn":
+            keys["mscale"] = float((said.get("rope_scaling") or said["rope_parameters"]).get("mscale_all_dim") or 0)
     refused += [
         f"{name}={keys[name]}: {problem}; allowed: {key.allowed}"
         for name, key in schema().keys.items()
@@ -114,6 +124,17 @@ def _sizes(hf: HuggingFace, said: Mapping[str, Any]) -> dict[str, str]:
     if own.get("num_experts") == "num_experts" and "num_local_experts" in said:
         own["num_experts"] = "num_local_experts"
     return {ours: theirs for theirs, ours in SIZES.items() if not own or ours != "base_mlp_dim"} | own
+
+
+def _latent_keys(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
+    """Keys of multi-head latent attention whose values are not those of the fields, and of groups of experts."""
+    groups, method = said.get("n_group") or 1, said.get("topk_method") or "greedy"
+    keys = {"q_lora_rank": said["q_lora_rank"] or 0, "n_routing_groups": -1}
+    if method == "group_limited_greedy" and groups > 1:
+        keys |= {"n_routing_groups": groups, "topk_routing_group": said.get("topk_group") or 1}
+    elif method not in _METHODS:
+        refused.append(f"topk_method={shortened(method)} (known: {', '.join(_METHODS)})")
+    return keys
 
 
 def _window_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> dict[str, Any]:
@@ -227,7 +248,7 @@ def config_json(config: Any, dtype: str, neutral: Mapping[str, Any]) -> dict[str
         **{name: config[ours] for ours, name in hf.sizes.items()},
         **hf.only,
         "num_key_value_heads": config.base_num_kv_heads,
-        "head_dim": config.head_dim,
+        **(_latent_fields(config) if hf.latent else {"head_dim": config.head_dim}),
         "hidden_act": theirs[config.mlp_activations[0]],
         "rms_norm_eps": config.normalization_layer_epsilon,
         "tie_word_embeddings": config.logits_via_embedding,
@@ -285,7 +306,22 @@ def _rope_scaling(config: Any) -> dict[str, Any] | None:
         low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
         return scaling | {"low_freq_factor": low, "high_freq_factor": high}
     scaling |= {"beta_fast": config.beta_fast, "beta_slow": config.beta_slow, "truncate": config.rope_truncate}
+    if hugging_face(config.decoder_block).latent and config.mscale:
+        scaling |= {"mscale": config.mscale, "mscale_all_dim": config.mscale}
+        if config.rope_attention_scaling:
+            scaling["attention_factor"] = _yarn_scale(config.rope_factor)
     return scaling if config.rope_attention_scaling else scaling | {"attention_factor": 1.0}
+
+
+def _latent_fields(config: Any) -> dict[str, Any]:
+    """The inverse of `_latent_keys`."""
+    grouped = config.n_routing_groups > 1
+    return {
+        "q_lora_rank": config.q_lora_rank or None,
+        "topk_method": _METHODS[grouped],
+        "n_group": config.n_routing_groups if grouped else 1,
+        "topk_group": config.topk_routing_group if grouped else 1,
+    }
 
 
 def _inexpressible(config: Any) -> list[str]:
@@ -299,7 +335,9 @@ def _inexpressible(config: Any) -> list[str]:
         "mlp_activations": not gated,
         "normalize_embedding_logits": tied_scaled,
         "use_qk_norm": config.use_qk_norm != hf.qk_norm,
-        "attention_type": config.attention_type != "global" and not hf.window,
+        "attention_type": config.attention_type == "local_sliding" and not hf.window,
+        "normalization_layer_epsilon": config.normalization_layer_epsilon
+        != hf.only.get("rms_norm_eps", config.normalization_layer_epsilon),
         "rope_min_timescale": config.rope_min_timescale != 1,
         "base_emb_dim": hf.whole_heads and config.base_emb_dim % config.base_num_query_heads != 0,
     }

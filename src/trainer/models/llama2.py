@@ -10,7 +10,7 @@ from flax import nnx
 
 from trainer import sharding
 from trainer.config.tiles import tiles_of
-from trainer.layers.attention import Attention, KVCache
+from trainer.layers.attention import Attention
 from trainer.layers.cache import Cache
 from trainer.layers.context import Context
 from trainer.layers.dense import RESIDUAL
@@ -54,12 +54,17 @@ class Block(nnx.Module):
     def __init__(self, config, rngs: nnx.Rngs, make_product: MakeProduct = plain):
         dtypes = {"dtype": jnp.dtype(config.dtype), "weight_dtype": jnp.dtype(config.weight_dtype)}
         width, epsilon = config.base_emb_dim, config.normalization_layer_epsilon
-        on = config.enable_dropout
-        self.dropout_rate = config.dropout_rate if on else 0.0
+        self.dropout_rate = config.dropout_rate if config.enable_dropout else 0.0
 
         self.pre_self_attention_layer_norm = RMSNorm(width, epsilon=epsilon, **dtypes)
-        self.self_attention = Attention(
-            width,
+        self.self_attention = self.make_attention(config, rngs, make_product, dtypes)
+        self.post_self_attention_layer_norm = RMSNorm(width, epsilon=epsilon, **dtypes)
+        self.add_feed_forward(config, rngs, make_product, dtypes)
+
+    def make_attention(self, config, rngs: nnx.Rngs, make_product: MakeProduct, dtypes: Mapping[str, Any]) -> Any:
+        """The layer before the feed-forward layer."""
+        return Attention(
+            config.base_emb_dim,
             heads=config.base_num_query_heads,
             kv_heads=config.base_num_kv_heads,
             head_dim=config.head_dim,
@@ -68,14 +73,12 @@ class Block(nnx.Module):
             window=config.sliding_window_size if config.attention_type == "local_sliding" else 0,
             soft_cap=config.attn_logits_soft_cap,
             tiles=tiles_of(config),
-            qk_norm_epsilon=epsilon if config.use_qk_norm else None,
-            dropout_rate=config.attention_dropout_rate if on else 0.0,
+            qk_norm_epsilon=config.normalization_layer_epsilon if config.use_qk_norm else None,
+            dropout_rate=config.attention_dropout_rate if config.enable_dropout else 0.0,
             make_product=make_product,
             rngs=rngs,
             **dtypes,
         )
-        self.post_self_attention_layer_norm = RMSNorm(width, epsilon=epsilon, **dtypes)
-        self.add_feed_forward(config, rngs, make_product, dtypes)
 
     def add_feed_forward(self, config, rngs: nnx.Rngs, make_product: MakeProduct, dtypes: Mapping[str, Any]) -> None:
         """Make the layer after attention, under the name of its parameters."""
@@ -101,8 +104,8 @@ class Block(nnx.Module):
         """The layer after attention: [b, t, e] -> [b, t, e]."""
         return self.mlp(x_bte, context.rows, context.at(HIDDEN).key)
 
-    def init_cache(self, rows: int, length: int) -> KVCache:
-        """See `Attention.init_cache`."""
+    def init_cache(self, rows: int, length: int) -> Any:
+        """An empty cache: see `layers.attention.Attention.init_cache`."""
         return self.self_attention.init_cache(rows, length)
 
     def __call__(self, x_bte: jax.Array, cache: Cache | None, context: Context) -> tuple[jax.Array, Cache | None]:

@@ -3,7 +3,9 @@
 from typing import Any
 
 from trainer.config import UserError
-from trainer.config.expert_keys import has_experts, normalizes_by_key
+from trainer.config.expert_keys import MIXED, has_experts, normalizes_by_key, only_experts
+from trainer.config.latent_keys import KEYS as OF_LATENT
+from trainer.config.latent_keys import TYPE, is_latent
 from trainer.models.families import maxtext
 from trainer.models.huggingface_config import SIZES
 
@@ -16,6 +18,7 @@ _LLAMA31 = {
 }
 # Integers in MaxText: of RoPE of any type, and of YaRN.
 _WHOLE = ("rope_min_timescale", "rope_max_timescale")
+_OF_MIXED = ("first_num_dense_layers", "shared_experts", "routed_scaling_factor")
 _WHOLE_YARN = ("rope_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
 
 
@@ -33,7 +36,13 @@ def maxtext_keys(config: Any) -> dict[str, Any]:
     keys = {name: config[name] for name in names} | {name: int(config[name]) for name in _WHOLE}
     if has_experts(config):
         keys |= {name: config[name] for name in ("num_experts", "num_experts_per_tok", "base_moe_mlp_dim")}
-        keys |= {"base_mlp_dim": config.base_moe_mlp_dim, "norm_topk_prob": config.norm_topk_prob}
+        keys["norm_topk_prob"] = config.norm_topk_prob
+        if only_experts(config):
+            keys["base_mlp_dim"] = config.base_moe_mlp_dim
+    if config.decoder_block in MIXED:
+        keys |= {name: config[name] for name in _OF_MIXED} | {"routed_score_func": "softmax"}
+    if is_latent(config):
+        keys |= {name: config[name] for name in OF_LATENT} | {"attention_type": TYPE, "mscale": config.mscale}
     if not config.logits_via_embedding:
         del keys["normalize_embedding_logits"]
     if config.rope_type == "default":
@@ -49,7 +58,7 @@ def maxtext_keys(config: Any) -> dict[str, Any]:
 
 def maxtext_notes(config: Any) -> list[str]:
     """A line if MaxText computes the same function only on short texts."""
-    if config.attention_type == "global":
+    if config.attention_type != "local_sliding":
         return []
     return [
         f"warning: MaxText's block {config.decoder_block} attends to the whole row whatever attention_type says: rows "
@@ -68,7 +77,12 @@ def _inexpressible(config: Any) -> list[str]:
         refused.append("use_qk_norm=True: it has no such norm")
     if config.attn_logits_soft_cap and not maxtext(config.decoder_block).caps_scores:
         refused.append(f"attn_logits_soft_cap={config.attn_logits_soft_cap}: it does not read this key")
-    if normalizes_by_key(config) and not config.norm_topk_prob:
+    if config.decoder_block in MIXED:
+        if config.norm_topk_prob:
+            refused.append("norm_topk_prob=True: it does not read this key in this block")
+        if config.n_routing_groups > 1:
+            refused.append(f"n_routing_groups={config.n_routing_groups}: its groups are those of DeepSeek-V3")
+    elif normalizes_by_key(config) and not config.norm_topk_prob:
         refused.append("norm_topk_prob=False: it weights a token's experts by the softmax over them whatever it says")
     if config.rope_type == "llama3.1":
         refused += [

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 from trainer.config import combination, global_batch_rows, mesh_axes
 from trainer.config.derived import DCN, islands
 from trainer.config.diloco_keys import timetable
-from trainer.config.expert_keys import has_experts
+from trainer.config.expert_keys import MIXED, has_experts
 from trainer.config.kernels import kernel_barred
+from trainer.config.latent_keys import is_latent
 from trainer.config.words import counted
 from trainer.observe.lines import Work
 from trainer.observe.text import clock, short_time, si
@@ -60,7 +61,6 @@ def banner_rows(
     rows, length, tokens = global_batch_rows(config), config.max_target_length, work_of(config, 0.0).tokens
     kind = device_kind if device_kind.lower() == platform else f"{device_kind} ({platform})"
     barred = kernel_barred(config, mesh, platform)
-    heads, kv_heads = config.base_num_query_heads, config.base_num_kv_heads
     batch = f"{counted(rows, 'row')} x {counted(length, 'token')} = {counted(tokens, 'token')} per step"
     if config.gradient_accumulation_steps > 1:
         batch += f", in {config.gradient_accumulation_steps} microbatches"
@@ -71,7 +71,7 @@ def banner_rows(
         (
             "model",
             f"{config.decoder_block}: {counted(config.base_num_decoder_layers, 'layer')}, "
-            f"width {config.base_emb_dim}, {heads} heads of {config.head_dim} ({kv_heads} key-value), "
+            f"width {config.base_emb_dim}, {_heads(config)}, "
             f"{_feed_forward(config)}, vocabulary {config.vocab_size}, "
             f"{'tied' if config.logits_via_embedding else 'separate'} head; {parameters:,} parameters",
         ),
@@ -103,7 +103,20 @@ def _mesh(config: Any) -> str:
     return (product(mesh_axes(config)) or "one device") + (f" (slices: {slices})" if slices else "")
 
 
+def _heads(config: Any) -> str:
+    heads = config.base_num_query_heads
+    if is_latent(config):
+        ranks = f"latents of {config.kv_lora_rank}" + (f" and {config.q_lora_rank}" if config.q_lora_rank else "")
+        parts = f"{config.qk_nope_head_dim} + {config.qk_rope_head_dim} and {config.v_head_dim}"
+        return f"{heads} heads of {parts} on {ranks}"
+    return f"{heads} heads of {config.head_dim} ({config.base_num_kv_heads} key-value)"
+
+
 def _feed_forward(config: Any) -> str:
     if not has_experts(config):
         return f"MLP {config.base_mlp_dim}"
-    return f"{config.num_experts} experts of {config.base_moe_mlp_dim} ({config.num_experts_per_tok} of each token)"
+    experts = f"{config.num_experts} experts of {config.base_moe_mlp_dim} ({config.num_experts_per_tok} of each token"
+    if config.decoder_block in MIXED:
+        experts += f", and {config.shared_experts} shared), MLP {config.base_mlp_dim} in the first layers: "
+        return experts + str(config.first_num_dense_layers)
+    return experts + ")"

@@ -34,6 +34,27 @@ def chosen_of_softmax(logits: jax.Array, chosen: int) -> Routing:
     return Routing(expert, jnp.exp(largest - jax.nn.logsumexp(logits, axis=-1, keepdims=True)))
 
 
+def within_groups(logits: jax.Array, chosen: int, *, groups: int, kept: int) -> Routing:
+    """`chosen_of_softmax` among the experts of `kept` of the `groups`: those whose best expert has the largest logits
+    (DeepSeek-V2, arXiv:2405.04434, section 2.2.2). Experts lie in the order of their groups."""
+    by_group = logits.reshape(*logits.shape[:-1], groups, -1)
+    _, best = jax.lax.top_k(by_group.max(-1), kept)
+    allowed = jax.nn.one_hot(best, groups, dtype=jnp.bool_).any(-2)
+    reachable = jnp.where(allowed[..., None], by_group, -jnp.inf).reshape(logits.shape)
+    largest, expert = jax.lax.top_k(reachable, chosen)
+    return Routing(expert, jnp.exp(largest - jax.nn.logsumexp(logits, axis=-1, keepdims=True)))
+
+
+def times(score: Score, factor: float) -> Score:
+    """`score` with weights multiplied by `factor`."""
+
+    def scaled(logits: jax.Array, chosen: int) -> Routing:
+        routing = score(logits, chosen)
+        return Routing(routing.expert, routing.weight * factor)
+
+    return scaled
+
+
 def tokens_per_expert(expert: jax.Array, real: jax.Array, experts: int) -> jax.Array:
     """How many of the `real` tokens, bool [..., t], chose each expert: int32 [..., e] for choices [..., t, k]."""
     chose = jax.nn.one_hot(expert, experts, dtype=jnp.int32).sum(-2)

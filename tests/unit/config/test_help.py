@@ -167,9 +167,9 @@ def test_a_variable_and_the_command_line():
     with pytest.raises(UserError, match=r"steps=x \(environment variable M_STEPS\): not an integer"):
         load([], environment={"M_STEPS": "x"})
     with pytest.raises(
-        UserError, match=r"shared_experts=8 \(environment variable M_SHARED_EXPERTS\): not supported yet"
+        UserError, match=r"first_num_hash_layers=8 \(environment variable M_FIRST_NUM_HASH_LAYERS\): not supported yet"
     ):
-        load([], environment={"M_SHARED_EXPERTS": "8"})
+        load([], environment={"M_FIRST_NUM_HASH_LAYERS": "8"})
     with pytest.raises(UserError, match=r"jax_cache_dir=a .* and M_JAX_CACHE_DIR=b"):
         load(["jax_cache_dir=a"], environment={"M_JAX_CACHE_DIR": "b"})
     assert load(["jax_cache_dir=a"], environment={"M_JAX_CACHE_DIR": "a"}).changed == {}

@@ -182,7 +182,7 @@ def test_a_folder_or_bytes_for_a_yml(tmp_path):
         ("base_config: my.yml", "base_config: my.yml (command line): base_config belongs in a yml"),
         (
             "model_name=llama2-7",
-            "model_name=llama2-7 (command line): there is no such preset; allowed: default, gpt3-175b",
+            "model_name=llama2-7 (command line): there is no such preset; allowed: default, deepseek2-16b",
         ),
     ],
 )

@@ -87,8 +87,8 @@ def test_a_run_that_gives_none_of_these_keys_does_not_read_the_table():
 
 def test_neutral_values_and_harmless_keys_are_one_line_each_kind():
     words = (
-        "shared_experts=0 logits_dot_in_fp32=false enable_goodput_recording=False dpo.algo=orpo "
-        "routed_scaling_factor=1.0 weight_sparsity_n=null checkpoint_conversion_fn=none engram_layers=[] "
+        "first_num_hash_layers=0 logits_dot_in_fp32=false enable_goodput_recording=False dpo.algo=orpo "
+        "partial_rotary_factor=1.0 weight_sparsity_n=null checkpoint_conversion_fn=none engram_layers=[] "
         "use_iota_embed=true gcs_metrics=false hf_access_token=secret steps=10"
     )
     loaded = load(words.split())
@@ -96,7 +96,7 @@ def test_neutral_values_and_harmless_keys_are_one_line_each_kind():
     assert loaded.warnings == []
     first, *others = notes(*words.split())
     assert first.startswith(
-        "MaxText's keys with values that change nothing here: shared_experts=0, logits_dot_in_fp32=false"
+        "MaxText's keys with values that change nothing here: first_num_hash_layers=0, logits_dot_in_fp32=false"
     )
     assert "engram_layers=[]" in first
     assert len(others) == 4
@@ -111,7 +111,7 @@ def test_neutral_values_and_harmless_keys_are_one_line_each_kind():
             "target_eval_loss=2.5 (command line): not supported yet (only 0.0 is accepted); instead: steps",
         ),
         ("enable_rampup_batch_size=true", "instead: per_device_batch_size and gradient_accumulation_steps"),
-        ("shared_experts=1", "not supported yet (only 0 is accepted)"),
+        ("first_num_hash_layers=1", "not supported yet (only 0 is accepted)"),
         ("logits_dot_in_fp32=true", "instead: dtype=float32"),
         ("lora.enable_lora=true", "lora.enable_lora=true (command line): not supported yet"),
         ("enable_goodput_recording=true", "not supported (only false is accepted)"),
@@ -121,7 +121,7 @@ def test_neutral_values_and_harmless_keys_are_one_line_each_kind():
         ("mesh_axes=[data]", "instead: ici_* and dcn_* keys"),
         ("save_period=30", "an earlier name in MaxText; write checkpoint_period=30"),
         ("emb_dim=3", "MaxText computes it from base_emb_dim; write base_emb_dim=3"),
-        ("n_routing_groups=many", "not supported yet"),
+        ("nope_layer_interval=many", "not supported yet"),
     ],
 )
 def test_another_value_is_an_error_that_says_what_to_use(word, message):
@@ -141,7 +141,7 @@ def test_what_a_renamed_key_advises_loads(verdict):
 
 def test_what_is_not_built_is_a_not_implemented_error():
     with pytest.raises(NotBuilt):
-        load(["shared_experts=8"])
+        load(["first_num_hash_layers=8"])
 
 
 def test_nested_keys_of_a_yml():
@@ -170,8 +170,8 @@ def test_a_group_has_the_lines_and_warnings_of_its_own_keys():
     [
         ("enable_goodput", "enable_goodput_recording"),
         ("hf_acess_token", "hf_access_token"),
-        ("shared_expert", "shared_experts"),
-        ("lora_rank", "lora.lora_rank"),
+        ("use_batch_split_schedul", "use_batch_split_schedule"),
+        ("lora_module_path", "lora.lora_module_path"),
     ],
 )
 def test_names_of_maxtext_are_near_too(word, name):

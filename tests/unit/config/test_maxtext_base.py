@@ -72,7 +72,7 @@ def test_what_a_person_changed_in_their_base_counts():
 
 
 def test_a_feature_turned_on_in_their_base_is_an_error_with_its_line():
-    write("theirs.yml", their_base(shared_experts=2, dataset_path="DATA", save_period=30))
+    write("theirs.yml", their_base(first_num_hash_layers=2, dataset_path="DATA", save_period=30))
     lines = mistakes("theirs.yml")
     assert len(lines) == 3
     assert all("(theirs.yml:" in line for line in lines)

@@ -201,6 +201,6 @@ def test_what_is_not_known_of_it():
 @pytest.mark.parametrize("name", ["lama2", "team_block", "team_block:", "a b:C", ":Block"])
 def test_what_is_no_import_path(name):
     with pytest.raises(
-        UserError, match=r"allowed: gpt3, llama2, mistral, mixtral, qwen3, qwen3_moe or package\.module:name"
+        UserError, match=r"allowed: deepseek, gpt3, llama2, mistral, mixtral, qwen3, qwen3_moe or package\.module:name"
     ):
         load([f"decoder_block={name}"])

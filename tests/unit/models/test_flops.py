@@ -121,6 +121,21 @@ FAMILIES = {
         "sliding_window_size": 32,
     },
     "qwen3 with norms of heads": {"decoder_block": "qwen3", "use_qk_norm": True, "normalize_embedding_logits": False},
+    # Every expert of a token is chosen, because XLA's CPU backend computes every one.
+    "deepseek, with all experts": {
+        "decoder_block": "deepseek",
+        "attention_type": "mla",
+        "base_num_kv_heads": 4,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 64,
+        "base_moe_mlp_dim": 256,
+        "num_experts": 2,
+        "num_experts_per_tok": 2,
+        "shared_experts": 1,
+        "first_num_dense_layers": 1,
+        "sparse_matmul": False,
+        "logits_via_embedding": False,
+    },
     "qwen3, untied": {"decoder_block": "qwen3", "use_qk_norm": True, "logits_via_embedding": False},
 }
 

@@ -22,7 +22,7 @@ from trainer.training import build
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 CASES = sorted(folder.name for folder in GOLDENS.iterdir() if folder.is_dir())
-WITH_EXPERTS = ("mixtral", "qwen3-moe")
+WITH_EXPERTS = ("deepseek-v2", "deepseek-v2-lite", "mixtral", "qwen3-moe")
 BATCHES = ("rows", "packed")
 # Shares of a tensor's largest entry. Rounding alone, in another order of additions: 2.8e-6 and 1.4e-5 were seen, where
 # transformers in float32 is 2.1e-6 and 5.1e-6 off from itself in float64.
@@ -163,6 +163,9 @@ def test_these_goldens_have_the_gradient_of_every_tensor(case):
         ("llama-yarn-exact", "beta_slow", 0.6),
         ("mistral", "sliding_window_size", 6),
         ("qwen3-moe", "norm_topk_prob", True),
+        ("deepseek-v2", "mscale", 0.0),
+        ("deepseek-v2", "routed_scaling_factor", 3.0),
+        ("deepseek-v2", "topk_routing_group", 3),
     ],
 )
 def test_the_goldens_notice_a_key_that_is_off(case, key, value):

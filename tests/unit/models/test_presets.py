@@ -41,6 +41,12 @@ WITH_EXPERTS = {
     "qwen3-480b-a35b": (6144, 96, 8, 2560, 160, 8, 62, 151936, 1e-6, 10000000, 480_154_875_392),
 }
 GPT3 = ("gpt3-52k", "gpt3-6b", "gpt3-22b", "gpt3-175b")  # in test_gpt3.py
+# The same with n_shared_experts, first_k_dense_replace, intermediate_size, q_lora_rank, and the groups of experts: how
+# many, and of how many a token chooses.
+LATENT = {
+    "deepseek2-16b": (2048, 16, 16, 1408, 64, 6, 27, 102400, 1e-6, 10000, 2, 1, 10944, 0, -1, -1, 15_706_484_224),
+    "deepseek2-236b": (5120, 128, 128, 1536, 160, 6, 60, 102400, 1e-6, 10000, 2, 1, 12288, 1536, 8, 3, 235_741_434_880),
+}
 SIZES_WITH_EXPERTS = (
     "base_emb_dim",
     "base_num_query_heads",
@@ -74,7 +80,7 @@ def preset(name: str, platform: str = "cpu") -> ml_collections.FrozenConfigDict:
 
 
 def test_every_preset_is_here():
-    assert preset_names() == ["default", *sorted([*PUBLISHED, *WITH_EXPERTS, *GPT3])]
+    assert preset_names() == ["default", *sorted([*PUBLISHED, *WITH_EXPERTS, *LATENT, *GPT3])]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -127,6 +133,24 @@ def test_a_preset_with_experts_is_the_published_model(name):
     assert config.head_dim == 128
     assert 2 * vocab * width + layers * (block + 2 * 128 * qwen) + width == published
     assert config.remat_policy == "full"
+    check_count(config, published)
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_a_preset_with_latent_attention_is_the_published_model(name):
+    config = preset(name)
+    *sizes, published = LATENT[name]
+    own = ("shared_experts", "first_num_dense_layers", "base_mlp_dim", "q_lora_rank")
+    own += ("n_routing_groups", "topk_routing_group")
+    assert [config[key] for key in (*SIZES_WITH_EXPERTS, *own)] == sizes
+    width, heads, _, hidden, experts, _, layers, vocab, _, _, shared, dense, mlp, q_rank, _, _ = sizes
+    queries = width * q_rank + q_rank + q_rank * heads * 192 if q_rank else width * heads * 192
+    attention = queries + width * (512 + 64) + 512 + 512 * heads * 256 + heads * 128 * width
+    sparse = width * experts + 3 * (experts + shared) * width * hidden
+    blocks = layers * (attention + 2 * width) + dense * 3 * width * mlp + (layers - dense) * sparse
+    assert 2 * vocab * width + blocks + width == published
+    assert (config.rope_type, config.rope_factor, config.mscale, config.remat_policy) == ("yarn", 40, 0.707, "full")
+    assert (config.original_max_position_embeddings, config.routed_scaling_factor) == (4096, 16 if q_rank else 1)
     check_count(config, published)
 
 

@@ -1,0 +1,46 @@
+"""Keys of multi-head latent attention: what they say, and their checks."""
+
+from typing import Any
+
+FAMILIES = ("deepseek",)  # whose attention it is
+KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+TYPE = "mla"
+
+
+def is_latent(config: Any) -> bool:
+    """Whether attention is multi-head latent attention."""
+    return config.attention_type == TYPE
+
+
+def _family(config: Any) -> str | None:
+    if config.decoder_block in FAMILIES and not is_latent(config):
+        return f"attention of this family is multi-head latent attention; give attention_type={TYPE}"
+    if is_latent(config) and config.decoder_block not in FAMILIES and ":" not in config.decoder_block:
+        return f"only {', '.join(FAMILIES)} has multi-head latent attention"
+    return None
+
+
+def _heads(config: Any) -> str | None:
+    if is_latent(config) and config.base_num_query_heads != config.base_num_kv_heads:
+        return "with attention_type=mla every head has keys and values of its own; give both the same number"
+    return None
+
+
+def _even(config: Any) -> str | None:
+    if is_latent(config) and config.qk_rope_head_dim % 2:
+        return "must be even, since RoPE rotates pairs"
+    return None
+
+
+def _norm(config: Any) -> str | None:
+    if is_latent(config) and config.use_qk_norm:
+        return "latents have norms; there are none of heads; leave use_qk_norm at false"
+    return None
+
+
+LATENT_CHECKS = (
+    (("decoder_block", "attention_type"), _family),
+    (("base_num_query_heads", "base_num_kv_heads"), _heads),
+    (("qk_rope_head_dim",), _even),
+    (("attention_type", "use_qk_norm"), _norm),
+)

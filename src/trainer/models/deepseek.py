@@ -1,0 +1,154 @@
+"""The DeepSeek family: multi-head latent attention, and experts of which some are shared (DeepSeek-V2,
+arXiv:2405.04434)."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from flax import nnx
+
+from trainer.config.tiles import tiles_of
+from trainer.layers.mla import PROJECTIONS, LatentAttention
+from trainer.layers.mlp import MLP
+from trainer.layers.moe import SharedMoE
+from trainer.layers.stack import Stack
+from trainer.models import llama2
+from trainer.models.experts import ExpertBlock
+from trainer.models.family import Family, MaxText
+from trainer.models.flops import forward_flops_per_token
+from trainer.models.huggingface import EXPERT, HuggingFace, Layout
+from trainer.ops.routing import Score, chosen_of_softmax, softmax_of_chosen, times, within_groups
+from trainer.products import MakeProduct
+
+NAME, ROUTED, SHARED = "DeepSeekMoeBlock_0", "MoeBlock_0", "shared_experts"
+DENSE, SPARSE = "dense_layers", "moe_layers"
+
+
+class DenseBlock(llama2.Block):
+    """Llama's block with latent attention. Adjacent pairs of entries turn, as in the published weights."""
+
+    def make_attention(self, config, rngs: nnx.Rngs, make_product: MakeProduct, dtypes: Mapping[str, Any]) -> Any:
+        """See `llama2.Block.make_attention`."""
+        return LatentAttention(
+            config.base_emb_dim,
+            heads=config.base_num_query_heads,
+            q_rank=config.q_lora_rank,
+            kv_rank=config.kv_lora_rank,
+            nope_dim=config.qk_nope_head_dim,
+            rope_dim=config.qk_rope_head_dim,
+            value_dim=config.v_head_dim,
+            rope=llama2.make_rope(config)._replace(interleave=True),
+            mscale=config.mscale,
+            norm_epsilon=config.normalization_layer_epsilon,
+            op=config.attention,
+            soft_cap=config.attn_logits_soft_cap,
+            tiles=tiles_of(config),
+            dropout_rate=config.attention_dropout_rate if config.enable_dropout else 0.0,
+            make_product=make_product,
+            rngs=rngs,
+            **dtypes,
+        )
+
+
+class Block(DenseBlock, ExpertBlock):
+    """The same with experts in place of the MLP: `num_experts` routed ones, and shared ones."""
+
+    NAME = NAME
+
+    @staticmethod
+    def score(config) -> Score:
+        """See `ExpertBlock.score`. Weights are probabilities, times `routed_scaling_factor`."""
+        score: Score = softmax_of_chosen if config.norm_topk_prob else chosen_of_softmax
+        if config.n_routing_groups > 1:
+            score = functools.partial(within_groups, groups=config.n_routing_groups, kept=config.topk_routing_group)
+        return times(score, config.routed_scaling_factor)
+
+    def make_experts(self, config, rngs: nnx.Rngs, make_product: MakeProduct, dtypes: Mapping[str, Any]) -> Any:
+        """See `ExpertBlock.make_experts`."""
+        routed = super().make_experts(config, rngs, make_product, dtypes)
+        shared = MLP(
+            config.base_emb_dim,
+            config.shared_experts * config.base_moe_mlp_dim,
+            config.mlp_activations,
+            dropout_rate=0.0,
+            make_product=make_product,
+            rngs=rngs,
+            **dtypes,
+        )
+        return SharedMoE(routed, shared)
+
+
+def stacks(config) -> list[Stack]:
+    """The first layers have an MLP, the others experts."""
+    dense = config.first_num_dense_layers
+    return [Stack(DENSE, (DenseBlock,), dense), Stack(SPARSE, (Block,), config.base_num_decoder_layers - dense)]
+
+
+_LAYER = "model.layers.{}."
+_ATTENTION = {
+    "pre_self_attention_layer_norm/scale": Layout(_LAYER + "input_layernorm.weight"),
+    "self_attention/query/kernel": Layout(_LAYER + "self_attn.q_proj.weight", inputs=1),
+    "self_attention/wq_a/kernel": Layout(_LAYER + "self_attn.q_a_proj.weight", inputs=1),
+    "self_attention/q_norm/scale": Layout(_LAYER + "self_attn.q_a_layernorm.weight"),
+    "self_attention/wq_b/kernel": Layout(_LAYER + "self_attn.q_b_proj.weight", inputs=1),
+    "self_attention/wkv_a/kernel": Layout(_LAYER + "self_attn.kv_a_proj_with_mqa.weight", inputs=1),
+    "self_attention/kv_norm/scale": Layout(_LAYER + "self_attn.kv_a_layernorm.weight"),
+    "self_attention/wkv_b/kernel": Layout(_LAYER + "self_attn.kv_b_proj.weight", inputs=1),
+    "self_attention/out/kernel": Layout(_LAYER + "self_attn.o_proj.weight", inputs=2),
+    "post_self_attention_layer_norm/scale": Layout(_LAYER + "post_attention_layernorm.weight"),
+}
+
+
+def _gated(own: str, there: str, end: str = "/kernel") -> dict[str, Layout]:
+    names = {"wi_0": "gate_proj", "wi_1": "up_proj", "wo": "down_proj"}
+    return {f"{own}/{name}{end}": Layout(f"{_LAYER}{there}.{it}.weight", inputs=1) for name, it in names.items()}
+
+
+_EXPERTS = {
+    f"{NAME}/{ROUTED}/gate/kernel": Layout(_LAYER + "mlp.gate.weight", inputs=1),
+    **_gated(f"{NAME}/{ROUTED}", f"mlp.experts.{EXPERT}", end=""),
+    **_gated(f"{NAME}/{SHARED}", "mlp.shared_experts"),
+}
+LAYOUTS = {
+    **{name: it for name, it in llama2.LAYOUTS.items() if not name.startswith("decoder/layers/")},
+    **{f"decoder/{DENSE}/{name}": it for name, it in (_ATTENTION | _gated("mlp", "mlp")).items()},
+    **{f"decoder/{SPARSE}/{name}": it for name, it in (_ATTENTION | _EXPERTS).items()},
+}
+
+FAMILY = Family(
+    stacks,
+    forward_flops_per_token,
+    projections=PROJECTIONS,
+    axes={"q_lora_up_proj": (), "q_lora": "fsdp", "kv_lora_up_proj": (), "kv_lora": "fsdp"},
+    hugging_face=HuggingFace(
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        LAYOUTS,
+        defaults={
+            "first_k_dense_replace": 0,
+            "n_group": None,
+            "topk_group": None,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+        },
+        sizes={
+            "base_mlp_dim": "intermediate_size",
+            "num_experts": "n_routed_experts",
+            "num_experts_per_tok": "num_experts_per_tok",
+            "base_moe_mlp_dim": "moe_intermediate_size",
+            "shared_experts": "n_shared_experts",
+            "routed_scaling_factor": "routed_scaling_factor",
+            "norm_topk_prob": "norm_topk_prob",
+            "first_num_dense_layers": "first_k_dense_replace",
+            "q_lora_rank": "q_lora_rank",
+            "kv_lora_rank": "kv_lora_rank",
+            "qk_nope_head_dim": "qk_nope_head_dim",
+            "qk_rope_head_dim": "qk_rope_head_dim",
+            "v_head_dim": "v_head_dim",
+        },
+        # transformers gives the norms of latents this epsilon, whatever rms_norm_eps says.
+        only={"rms_norm_eps": 1e-6, "moe_layer_freq": 1, "scoring_func": "softmax"},
+        latent=True,
+    ),
+    maxtext=MaxText(),
+)

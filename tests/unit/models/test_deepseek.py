@@ -1,0 +1,164 @@
+"""The family deepseek: its weights in and out, its groups of experts, its keys, its programs."""
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoint_cases import abstract_of, assert_same, config_of, random_params, read_hf, shapes_of
+from support import ALL_COMBINATIONS, arguments, pinned
+
+from trainer.checkpoint import Leaf, load_parameters, model_config, open_source, write_huggingface
+from trainer.checkpoint.description import described
+from trainer.checkpoint.maxtext_out import write_maxtext
+from trainer.config import UserError, load
+from trainer.models.huggingface_config import config_json, model_keys
+from trainer.models.maxtext_config import maxtext_keys
+from trainer.ops.routing import Routing, chosen_of_softmax, times, within_groups
+from trainer.training import build
+
+GOLDENS = Path(__file__).parents[2] / "goldens"
+CASES = ("deepseek-v2-lite", "deepseek-v2")
+TINY = {
+    "decoder_block": "deepseek",
+    "attention_type": "mla",
+    "base_num_kv_heads": 4,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "base_moe_mlp_dim": 8,
+    "shared_experts": 1,
+    "first_num_dense_layers": 1,
+    "base_num_decoder_layers": 3,
+    "rope_type": "yarn",
+    "logits_via_embedding": False,
+    "normalization_layer_epsilon": 1e-6,
+}
+
+
+def config(**keys):
+    return config_of(**TINY | keys)
+
+
+def leaves_of(params):
+    return {name: Leaf(array.shape, array.dtype, [lambda array=array: array]) for name, array in params.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_hugging_faces_own_files_come_in_and_go_out_bit_for_bit(case, tmp_path):
+    source = open_source(str(GOLDENS / case))
+    found = model_config(source.keys, [f"{key}={value}" for key, value in pinned(ALL_COMBINATIONS[0]).items()], case)
+    assert model_keys(config_json(found, "float32", {}), "") == described(found) == source.keys
+    leaves = source.leaves(found, shapes_of(found))
+    write_huggingface(tmp_path, found, leaves, None, {})
+    theirs, ours = read_hf(GOLDENS / case), read_hf(tmp_path)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        np.testing.assert_array_equal(ours[name], tensor, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"first_num_dense_layers": 0},
+        {"rope_type": "default"},
+        {"mscale": 0.0, "rope_attention_scaling": True},
+        {"mscale": 0.5, "rope_attention_scaling": True},
+        {"n_routing_groups": 2, "topk_routing_group": 1, "q_lora_rank": 5},
+    ],
+)
+def test_config_json_says_the_model(keys):
+    assert model_keys(config_json(config(**keys), "float32", {}), "") == described(config(**keys))
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_maxtexts_checkpoints_come_in_and_go_out(scan, tmp_path):
+    here = config(q_lora_rank=5)
+    params = random_params(here)
+    write_maxtext(tmp_path, here, leaves_of(params), None, scan)
+    assert_same(load_parameters(str(tmp_path / "0" / "items"), here, abstract_of(here), print), params)
+    stored = open_source(str(tmp_path / "0" / "items")).stored
+    # As checkpoint_conversion names them there.
+    experts = "DeepSeekMoeBlock_0/MoeBlock_0/wi_0"
+    assert (f"decoder/moe_layers/{experts}" if scan else f"decoder/moe_layers_1/{experts}") in stored
+    assert ("decoder/dense_layers/mlp/wo/kernel" if scan else "decoder/dense_layers_0/mlp/wo/kernel") in stored
+
+
+def test_maxtexts_keys():
+    keys = maxtext_keys(config(q_lora_rank=5, mscale=0.7, routed_scaling_factor=2.0))
+    assert {name: keys[name] for name in ("attention_type", "q_lora_rank", "mscale", "routed_score_func")} == {
+        "attention_type": "mla",
+        "q_lora_rank": 5,
+        "mscale": 0.7,
+        "routed_score_func": "softmax",
+    }
+    assert (keys["first_num_dense_layers"], keys["shared_experts"], keys["routed_scaling_factor"]) == (1, 1, 2.0)
+    with pytest.raises(UserError, match="n_routing_groups=2: its groups are those of DeepSeek-V3"):
+        maxtext_keys(config(n_routing_groups=2, topk_routing_group=1))
+
+
+def test_groups_choose_by_their_best_expert():
+    experts, groups, kept, chosen = 12, 4, 2, 3
+    logits = np.random.default_rng(0).normal(size=(5, 7, experts)).astype(np.float32)
+    logits[0, 0] = 0.0  # ties: the first group, and the first expert, counts as larger
+    found = jax.jit(functools.partial(within_groups, chosen=chosen, groups=groups, kept=kept))(jnp.asarray(logits))
+    size = experts // groups
+    for at in np.ndindex(*logits.shape[:2]):
+        score = logits[at]
+        best = sorted(range(groups), key=lambda g: (-score[g * size : (g + 1) * size].max(), g))[:kept]
+        among = [e for e in range(experts) if e // size in best]
+        expected = sorted(among, key=lambda e: (-score[e], e))[:chosen]
+        assert list(np.asarray(found.expert[at])) == expected
+        np.testing.assert_allclose(found.weight[at], np.exp(score[expected]) / np.exp(score).sum(), rtol=1e-5)
+    one = within_groups(jnp.asarray(logits), chosen, groups=groups, kept=groups)
+    plain = chosen_of_softmax(jnp.asarray(logits), chosen)
+    assert isinstance(one, Routing)
+    np.testing.assert_array_equal(one.expert, plain.expert)
+    np.testing.assert_allclose(times(chosen_of_softmax, 4.0)(logits, chosen).weight, 4 * plain.weight, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"attention_type": "global"}, "give attention_type=mla"),
+        ({"decoder_block": "mixtral", "shared_experts": 0, "first_num_dense_layers": 0}, "only deepseek has"),
+        ({"base_num_kv_heads": 2}, "every head has keys and values of its own"),
+        ({"qk_rope_head_dim": 3}, "must be even"),
+        ({"use_qk_norm": True}, "leave use_qk_norm at false"),
+        ({"first_num_dense_layers": 3}, "no layer with experts is left"),
+        ({"shared_experts": 0}, "at least one shared expert"),
+        ({"num_experts": 1, "num_experts_per_tok": 1}, "at least 2"),
+        ({"base_moe_mlp_dim": -1}, "hidden width of an expert is missing"),
+        ({"n_routing_groups": 3, "topk_routing_group": 1}, "must be a multiple of the number of groups"),
+        ({"n_routing_groups": 2, "topk_routing_group": 3}, "of 2 groups a token can choose 1 to 2"),
+        ({"n_routing_groups": 4, "topk_routing_group": 1}, "a token chooses more"),
+        ({"n_routing_groups": 2, "topk_routing_group": 1, "norm_topk_prob": True}, "not supported with them"),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused(keys, message):
+    with pytest.raises(UserError, match=message):
+        load(arguments(ALL_COMBINATIONS[0], **TINY | keys))
+
+
+def test_keys_without_effect_are_reported():
+    warned = "\n".join(load(arguments(ALL_COMBINATIONS[0], **TINY, head_dim=8, topk_routing_group=2)).warnings)
+    assert "head_dim=8" in warned
+    assert "topk_routing_group=2" in warned
+    assert "q_lora_rank=4" in "\n".join(load(arguments(ALL_COMBINATIONS[0], q_lora_rank=4)).warnings)
+
+
+def test_combinations_make_the_same_program():
+    """Two stacks, of different blocks, with QK-Clip and a router's losses. Those between the first and the last
+    combination are made of the same parts."""
+    keys = TINY | {"use_qk_clip": True, "load_balance_loss_weight": 0.1, "opt_type": "sgd"}
+    texts = set()
+    for combination in {ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]}:
+        run = build(load(arguments(combination, **keys, per_device_batch_size=2)).config, jax.devices()[:1])
+        tree = run.codec.unpack(run.abstract_args()[0])
+        texts.add(jax.jit(run.update).lower(tree, run.abstract_batch(run.rows)).as_text())
+    assert len(texts) == 1
