@@ -99,7 +99,8 @@ class _Concatenated:
 
 
 class _Files(grain.IterDataset):
-    """Records of files that are read from their beginning, epoch after epoch; each epoch has its own order of files.
+    """Records of files that are read from their beginning, epoch after epoch. With a seed, each epoch has its own order
+    of files.
 
     `shares` are nested (index, count) pairs: of the processes, then of a process's workers. A level divides the files
     if there is at least one for each, otherwise the records.
