@@ -34,8 +34,10 @@ class Model(Protocol):
     abstract: tuple[Any, Any]  # (params, rest) as `init` makes them, with a ShapeDtypeStruct at each leaf
 
     def init(self, key: jax.Array) -> tuple[Any, Any]:
-        """Initial (params, rest), nested dicts of canonical names. The same key gives the same values in every
-        combination."""
+        """Returns the initial (params, rest), nested dicts of canonical names.
+
+        The same key gives the same values in every combination.
+        """
 
     def apply(
         self,
@@ -48,42 +50,45 @@ class Model(Protocol):
         key: jax.Array | None = None,
         sampled: jax.Array | None = None,
     ) -> tuple[Any, Sown, Any]:
-        """Run the model: (result, the sown values of the types in `capture`, the new cache).
+        """Runs the model and returns (result, the sown values of the types in `capture`, the new cache).
 
-        `method` is "hidden" (inputs: tokens, positions, segments, row, see `models.transformer`) or "head" (inputs:
-        hidden states; the output head alone). `key` and `sampled` are those of "hidden".
+        `method` is "hidden" (inputs: tokens, positions, segments, row; see `models.transformer`) or "head" (inputs:
+        hidden states; runs only the output head). `key` and `sampled` are arguments of "hidden".
         """
 
     def abstract_train_state(self, tx: optax.GradientTransformation) -> Any:
-        """The native train state with the optimizer `tx`, an `nnx.State` or a Linen TrainState of ShapeDtypeStructs.
-        Nothing is allocated."""
+        """Returns the native train state for the optimizer `tx`: an `nnx.State` or a Linen TrainState of
+        ShapeDtypeStructs. Nothing is allocated."""
 
     def canonical(self, path: Path) -> Path:
-        """The path in a TrainTree of the leaf at `path` of a native train state, for any optimizer."""
+        """Returns the path in a TrainTree of the leaf at `path` of a native train state, for any optimizer."""
 
 
 class Codec(Protocol):
-    """Converts between the native and the canonical form of a kind of train state: `StateCodec`, or that of DiLoCo
-    (`state.diloco`). A canonical state has at least the fields `params` and `step`."""
+    """Converts a train state between its native and its canonical form.
+
+    Implemented by `StateCodec` and by the codec of DiLoCo (`state.diloco`). A canonical state has at least the fields
+    `params` and `step`.
+    """
 
     model: Model
-    abstract: Any  # the native train state, a ShapeDtypeStruct at each leaf
+    abstract: Any  # the native train state, with a ShapeDtypeStruct at each leaf
 
     def init(self, key: jax.Array, params: Any = None) -> Any:
-        """The native train state at step 0; see `StateCodec.init`."""
+        """Returns the native train state at step 0; see `StateCodec.init`."""
 
     def unpack(self, native: Any) -> Any:
-        """The canonical form of a native train state: a permutation of its leaves."""
+        """Returns the canonical form of a native train state: a permutation of its leaves."""
 
     def pack(self, tree: Any) -> Any:
-        """The inverse of `unpack`."""
+        """Returns the inverse of `unpack`."""
 
 
 class StateCodec:
-    """Converts between the native train state of a model with an optimizer and a `TrainTree`.
+    """Converts the train state of a model and an optimizer between its native form and a `TrainTree`.
 
     Attributes:
-      abstract: the native train state, a ShapeDtypeStruct at each leaf.
+      abstract: the native train state, with a ShapeDtypeStruct at each leaf.
     """
 
     def __init__(self, model: Model, tx: optax.GradientTransformation):
@@ -96,24 +101,26 @@ class StateCodec:
         self._leaves = Permutation(self.abstract, tree, model.canonical)
 
     def init(self, key: jax.Array, params: Any = None) -> Any:
-        """The native train state at step 0, with the canonical `params`, or with those that the model draws from `key`.
+        """Returns the native train state at step 0, with the canonical `params` if given, else with parameters drawn
+        from `key`.
 
-        Call it under jit: an eager call computes initial parameters even if `params` are given."""
+        Call it under jit: an eager call computes initial parameters even if `params` are given.
+        """
         drawn, rest = self.model.init(key)
         params = drawn if params is None else params
         return self.pack(TrainTree(jnp.zeros((), jnp.int32), params, self.tx.init(params), rest))
 
     def unpack(self, native: Any) -> TrainTree:
-        """The canonical form of a native train state: a permutation of its leaves."""
+        """Returns the canonical form of a native train state: a permutation of its leaves."""
         return self._leaves.unpack(native)
 
     def pack(self, tree: TrainTree) -> Any:
-        """The inverse of `unpack`."""
+        """Returns the inverse of `unpack`."""
         return self._leaves.pack(tree)
 
 
 @contextlib.contextmanager
 def tree_mode() -> Iterator[None]:
-    """NNX modules as plain pytrees, with logical axis names that need no mesh."""
+    """A context in which NNX modules are plain pytrees and their logical axis names need no mesh."""
     with nnx.set_graph_mode(False), nnx.set_graph_updates(False), nnx.use_eager_sharding(False):
         yield

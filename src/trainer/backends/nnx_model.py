@@ -60,7 +60,7 @@ class NNXModel:
             return out, extra, cache
 
     def train_state_module(self, tx: optax.GradientTransformation) -> TrainStateNNX:
-        """The TrainStateNNX of ShapeDtypeStructs whose split state is the native train state."""
+        """Returns a TrainStateNNX of ShapeDtypeStructs. Its split state is the native train state."""
         with tree_mode():
             return nnx.eval_shape(lambda module: make_train_state(nnx.clone(module), tx), self._module)
 
@@ -75,7 +75,10 @@ class NNXModel:
 
 
 def canonical(path: Path, param_paths: set[Path]) -> Path:
-    """The path in the TrainTree of `path` in a split TrainStateNNX. `param_paths`: of the model's parameters."""
+    """Returns the path in the TrainTree of the leaf at `path` of a split TrainStateNNX.
+
+    `param_paths`: the paths of the model's parameters.
+    """
     root, *names = path[:-1]  # the last entry is the Variable's value
     if root == "optimizer":
         return tuple(names)  # opt_state/... and step
@@ -83,7 +86,7 @@ def canonical(path: Path, param_paths: set[Path]) -> Path:
 
 
 def axes_of_params(params: nnx.State) -> dict:
-    """The logical axis names of each Param of a model, in the tree of params."""
+    """Returns the logical axis names of each Param of a model, with the tree structure of params."""
 
     def names(path: tuple[Any, ...], variable: nnx.Variable) -> Axes:
         given = variable.get_metadata().get("out_sharding")

@@ -9,10 +9,10 @@ from trainer.ops.paths import Path, path_of
 
 
 class Permutation:
-    """Moves leaves between a native tree and a canonical one, matched by path, never by position.
+    """Moves leaves between a native tree and a canonical one. Leaves are matched by path, never by position.
 
-    Both directions only reorder: no cast, no copy, no arithmetic. Leaves may be anything (arrays, abstract arrays,
-    PartitionSpecs, NamedShardings, None, pytrees); a tree only needs the containers of the one from which the
+    Both directions only reorder: no cast, no copy, no arithmetic. Leaves may be anything: arrays, abstract arrays,
+    PartitionSpecs, NamedShardings, None, pytrees. A tree only needs the same containers as the tree from which the
     permutation was made.
     """
 
@@ -20,7 +20,7 @@ class Permutation:
         """`rename` maps a path of `native` to the path of the same leaf in `canonical`.
 
         Raises:
-          ValueError: the paths of the trees differ; the message lists those on one side only.
+          ValueError: the two trees have different paths; the message lists the paths that only one of them has.
         """
         self._native: Any  # a PyTreeDef; its stubs lack flatten_up_to
         self._canonical: Any
@@ -35,11 +35,11 @@ class Permutation:
         self._to_native = [canonicals[path] for path in natives]
 
     def unpack(self, native: Any) -> Any:
-        """The canonical tree with the leaves of `native`."""
+        """Returns the canonical tree with the leaves of `native`."""
         leaves = self._native.flatten_up_to(native)
         return self._canonical.unflatten([leaves[i] for i in self._to_canonical])
 
     def pack(self, canonical: Any) -> Any:
-        """The native tree with the leaves of `canonical`."""
+        """Returns the native tree with the leaves of `canonical`."""
         leaves = self._canonical.flatten_up_to(canonical)
         return self._native.unflatten([leaves[i] for i in self._to_native])

@@ -16,6 +16,6 @@ MODELS = {
 
 
 def make_model(config) -> Model:
-    """The model of the combination of a resolved configuration."""
+    """Returns the model of the combination of a resolved configuration."""
     module, _, name = MODELS[combination(config)].partition(":")
     return getattr(importlib.import_module(module), name)(config)

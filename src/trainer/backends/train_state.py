@@ -21,9 +21,10 @@ class TrainStateNNX(nnx.Module):
         """Update model and optimizer in place by one step.
 
         Args:
-          grads: of the model's parameters, as `nnx.grad` gives them: an `nnx.State`, or a module in tree mode.
+          grads: gradients of the model's parameters, as `nnx.grad` returns them: an `nnx.State`, or a module in tree
+            mode.
           kwargs: extra arguments of the optax transformation, such as `value` of `optax.contrib.reduce_on_plateau`.
-            Trees with the structure of the parameters are given as an `nnx.State`.
+            An argument with the tree structure of the parameters must be an `nnx.State`.
 
         Raises:
           RuntimeError: the state has no optimizer.
@@ -37,7 +38,7 @@ class TrainStateNNX(nnx.Module):
 
 
 def make_train_state(model: nnx.Module, tx: optax.GradientTransformation) -> TrainStateNNX:
-    """A train state whose optimizer state has optax's structure over the dict of canonical names."""
+    """Returns a train state whose optimizer state has optax's structure over the dict of canonical names."""
     optimizer: nnx.Optimizer = nnx.Optimizer(model, over_dicts(tx), wrt=nnx.Param)
     # Every combination counts steps in int32; nnx.Optimizer starts with uint32.
     optimizer.step = nnx.optimizer.OptState(jnp.zeros((), jnp.int32))
@@ -45,10 +46,10 @@ def make_train_state(model: nnx.Module, tx: optax.GradientTransformation) -> Tra
 
 
 def over_dicts(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`tx`, given nested dicts in place of each `nnx.State`, also in extra arguments.
+    """Returns `tx`, converted to take nested dicts where it is given an `nnx.State`, also in extra arguments.
 
-    Masks, labels and Muon's dimensions are functions of names and shapes. They and the order in which a global norm is
-    summed then do not depend on the module system.
+    Masks, labels and Muon's dimensions are functions of names and shapes. On nested dicts neither they nor the
+    summation order of a global norm depend on the module system.
     """
     inner = optax.with_extra_args_support(tx)
 

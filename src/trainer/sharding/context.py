@@ -1,7 +1,7 @@
-"""The sharding functions for layers. They take logical names only.
+"""The sharding functions for layers. They take logical axis names only.
 
-Outside of `on_mesh` they do nothing, so that a layer works in a notebook. Inside of `shard_mapped` they shard arrays
-over the mesh axes that are not manual there.
+Outside of `on_mesh` they do nothing, so a layer also works in a notebook. Inside `shard_mapped` they shard arrays over
+the mesh axes that are not manual there.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from trainer.sharding.rules import Axes, Rules, axes_of, named_sharding, spec
 
-# A rule of this name has the mesh axes over which traced code is mapped by `jax.vmap(..., spmd_axis_name=...)`.
+# The rule of this name lists the mesh axes over which traced code is mapped by `jax.vmap(..., spmd_axis_name=...)`.
 MAPPED = "mapped"
 
 _current: contextvars.ContextVar[tuple[Mesh, Rules] | None] = contextvars.ContextVar("mesh and rules", default=None)
@@ -26,14 +26,14 @@ _current: contextvars.ContextVar[tuple[Mesh, Rules] | None] = contextvars.Contex
 
 @contextlib.contextmanager
 def on_mesh(mesh: Mesh, rules: Rules) -> Iterator[None]:
-    """Code traced inside shards its arrays over `mesh` by `rules`."""
+    """A context in which traced code shards its arrays over `mesh` by `rules`."""
     with _traced_on((mesh, rules)):
         yield
 
 
 @contextlib.contextmanager
 def off_mesh() -> Iterator[None]:
-    """Code traced inside shards nothing, for example an initialization with shapes that the mesh does not divide."""
+    """A context in which traced code shards nothing, e.g. initialization with shapes that the mesh does not divide."""
     with _traced_on(None):
         yield
 
@@ -48,19 +48,22 @@ def _traced_on(where: tuple[Mesh, Rules] | None) -> Iterator[None]:
 
 
 def same_mesh() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """A function that makes a context in which arrays are sharded as here: for code that is traced later, such as a
+    """Returns a function that makes a context with the current mesh and rules, for code that is traced later, such as a
     backward pass."""
     return functools.partial(_traced_on, _current.get())
 
 
 def on_tpu() -> bool:
-    """Whether traced code will run on TPUs: the devices of the mesh or, outside of `on_mesh`, JAX's default devices."""
+    """Returns whether traced code will run on TPUs.
+
+    Looks at the devices of the mesh or, outside of `on_mesh`, at JAX's default devices.
+    """
     current = _current.get()
     return (current[0].devices.flat[0].platform if current else jax.default_backend()) == "tpu"
 
 
 def constrain(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
-    """`x`, sharded by the logical name of each of its axes.
+    """Returns `x`, sharded by the logical names of its axes.
 
     Raises:
       UserError: see `rules.named_sharding`.
@@ -70,13 +73,13 @@ def constrain(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
 
 
 def mesh_axes(name: str) -> tuple[str, ...]:
-    """The manual mesh axes of the logical axis `name`, for collectives inside of `shard_mapped`:
-    `jax.lax.psum(x, mesh_axes("activation_kv_length"))` is correct inside and outside.
+    """Returns the manual mesh axes of the logical axis `name`, for collectives inside `shard_mapped`.
 
-    () outside of `shard_mapped` and for axes that are not manual there: the sum of x over no axes is x.
+    Returns () outside of `shard_mapped` and for axes that are not manual there. A sum over no axes is the array itself,
+    so `jax.lax.psum(x, mesh_axes("activation_kv_length"))` is correct inside and outside.
 
     Raises:
-      UserError: there is no rule for `name`.
+      UserError: `name` has no rule.
     """
     current = _current.get()
     if current is None:
@@ -86,9 +89,9 @@ def mesh_axes(name: str) -> tuple[str, ...]:
 
 
 def _sharding(names: Sequence[str | None], shape: Sequence[int]) -> NamedSharding | None:
-    """The sharding of an array of `shape` with axes called `names`; None outside of a mesh.
+    """Returns the sharding of an array of `shape` with axes called `names`; None outside of a mesh.
 
-    Inside of `shard_mapped`, `shape` is that of one device's part, and manual mesh axes are left out.
+    Inside `shard_mapped`, `shape` is the shape of one device's part, and manual mesh axes are left out.
     """
     current = _current.get()
     if current is None:
@@ -98,7 +101,7 @@ def _sharding(names: Sequence[str | None], shape: Sequence[int]) -> NamedShardin
     if not inside.manual_axes:
         return named_sharding(mesh, names, shape, rules)
     if any(axis in inside.manual_axes for axis in rules.get(MAPPED, ())):
-        return None  # JAX's rule for vmap would add the mapped axis, which is manual here; the compiler chooses
+        return None  # JAX's vmap rule would add the mapped axis, which is manual here; the compiler chooses a sharding
     free = {name: tuple(axis for axis in axes if axis not in inside.manual_axes) for name, axes in rules.items()}
     return named_sharding(inside, names, shape, free)
 
@@ -110,18 +113,21 @@ def settle_gradient(
     gathered: Sequence[str | None] | None = None,
     rows: Sequence[str | None] = (),
 ) -> tuple[jax.Array, jax.Array]:
-    """`x` and `matrix` for their product: the gradient of `matrix` is reduced over devices before that of `x` is used.
+    """Returns `x` and `matrix` for their product. In the backward pass, the weight gradient is reduced over devices
+    before the input gradient is used.
 
     Otherwise the compiler keeps the unreduced gradient of a matrix at the end of a model through the backward pass of
-    all layers. If a TPU device has more rows than the matrix has inputs, the matrix is gathered before the product:
-    otherwise libtpu computes it as a ring and holds the result, which is larger than the matrix, twice.
+    all layers. If a TPU device has more rows than the matrix has inputs, the matrix is all-gathered before the product.
+    Otherwise libtpu computes the product as a ring and holds two copies of the result, which is larger than the matrix.
 
     Args:
-      x: [*rows, *inputs]; inside of `shard_mapped`, where gradients are a device's own, both pass unchanged.
+      x: [*rows, *inputs]. Inside `shard_mapped`, where each device has gradients of its own, `x` and `matrix` are
+        returned unchanged.
       matrix: [*inputs, *outputs] or [*outputs, *inputs].
-      names: of the axes of `matrix`.
-      gathered: the names of the same axes in the product, None for inputs; without it the matrix is never gathered.
-      rows: the names of x's rows.
+      names: the logical names of the axes of `matrix`.
+      gathered: the logical names of the same axes in the product, with None for inputs. If not given, the matrix is
+        never all-gathered.
+      rows: the logical names of the row axes of `x`.
     """
     at = _sharding(names, matrix.shape)
     if at is None or jax.sharding.get_abstract_mesh().manual_axes:
@@ -137,7 +143,7 @@ def settle_gradient(
 
 
 def _parts(names: Sequence[str | None]) -> int:
-    """The number of devices over which an array with axes `names` is sharded."""
+    """Returns the number of parts into which an array with axes `names` is sharded."""
     current = _current.get()
     assert current is not None
     mesh, rules = current
@@ -172,15 +178,16 @@ def take(
     dtype: jnp.dtype | None = None,
     names: Sequence[str | None] | None = None,
 ) -> jax.Array:
-    """Rows `ids` (any shape, int, not negative) of `table` [rows, ...] in `dtype` (None: the table's), sharded by
-    `out_names`.
+    """Returns the rows `ids` (any shape, int, not negative) of `table` [rows, ...], sharded by `out_names`.
 
     The gradient of a row is summed over its occurrences in float32: a bfloat16 sum over the thousands of occurrences of
-    a frequent token would stop growing at 256 times one term. Differentiable in reverse mode only. A `jax.vmap` over
-    it needs `spmd_axis_name` for the mapped axis to stay sharded.
+    a frequent token would stop growing at 256 times one term. Differentiable in reverse mode only. Under `jax.vmap` the
+    mapped axis stays sharded only with `spmd_axis_name`.
 
-    `names`: the logical names of the table's axes. With them, TPUs on which the table is replicated sum in a
-    way that takes one table's memory instead of two (`_summed_by_device`).
+    Args:
+      dtype: of the result; None: the dtype of the table.
+      names: the logical names of the table's axes. If they are given, TPUs with a replicated table sum its gradient in
+        the memory of one table instead of two (`_summed_by_device`).
     """
     dtype = table.dtype if dtype is None else dtype
     add = _sum
@@ -189,12 +196,12 @@ def take(
     return constrain(_rows(table, ids, dtype, add), out_names)
 
 
-_Add = Callable[[Sequence[int], jax.Array, jax.Array], jax.Array]  # `_sum`, or another way to the same
+_Add = Callable[[Sequence[int], jax.Array, jax.Array], jax.Array]  # `_sum`, or a function with the same result
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _rows(table: jax.Array, ids: jax.Array, dtype: jnp.dtype, add: _Add) -> jax.Array:
-    # A cast after the lookup would also sum in float32, but devices would exchange float32 rows.
+    # Casting after the lookup would also sum in float32, but devices would then exchange float32 rows.
     return table.astype(dtype)[ids]
 
 
@@ -204,11 +211,11 @@ def _rows_forward(table: jax.Array, ids: jax.Array, dtype: jnp.dtype, add: _Add)
 
 def _rows_backward(dtype: jnp.dtype, add: _Add, kept: Any, cotangent: jax.Array) -> Any:
     table, ids = kept  # only the shape and dtype of the table are used
-    # The compiler sorts the ids for this sum. The barrier prevents it from sorting them before the backward pass and
-    # keeping them through it.
+    # The compiler sorts the ids for this sum. Without the barrier it sorts them before the backward pass and keeps the
+    # result through the whole pass.
     ids, cotangent = jax.lax.optimization_barrier((ids, cotangent))
     gradient = add(table.shape, ids, cotangent)
-    # Otherwise the compiler starts this sum from the gradient of a tied head, which it all-gathers for that.
+    # Without this barrier the compiler adds into the gradient of a tied head and all-gathers that gradient to do so.
     return jax.lax.optimization_barrier(gradient).astype(table.dtype), None
 
 
@@ -216,12 +223,12 @@ _rows.defvjp(_rows_forward, _rows_backward)
 
 
 def _sum(shape: Sequence[int], ids: jax.Array, rows: jax.Array, ordered: bool = False) -> jax.Array:
-    """A float32 array of `shape`: at each index the sum of `rows` whose id it is."""
+    """Returns a float32 array of `shape` that holds, at each index, the sum of the `rows` with that id."""
     return jnp.zeros(shape, jnp.float32).at[ids].add(rows.astype(jnp.float32), indices_are_sorted=ordered)
 
 
 def _only_rows_are_split(names: Sequence[str | None], out_names: Sequence[str | None], ndim: int) -> bool:
-    """Whether the ids, which have `ndim` axes, are sharded over devices on which the table is replicated."""
+    """Returns whether the ids, with `ndim` axes, are sharded over devices on which the table is replicated."""
     if _current.get() is None or jax.sharding.get_abstract_mesh().manual_axes:
         return False
     return _parts(out_names[:ndim]) > 1 == _parts(names) == _parts(out_names[ndim:])
@@ -236,11 +243,13 @@ def _summed_by_device(
     out_names: Sequence[str | None],
     mesh: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> jax.Array:
-    """`_sum` where `_only_rows_are_split`: each device sums its rows in the order of their ids, then devices add.
-    `mesh`: that of the forward pass (`same_mesh`), because JAX may trace the backward pass elsewhere.
+    """Returns the same as `_sum`, for the case `_only_rows_are_split`: each device sums its rows in the order of their
+    ids, then an all-reduce adds the results.
 
-    libtpu reduces a sum over ordered ids in place. With ids in any order it sums by another kernel, whose result it
-    reduces into a second array of the table's size in float32.
+    libtpu reduces a sum over ordered ids in place. For unordered ids it uses another kernel and reduces the result into
+    a second float32 array of the table's size.
+
+    `mesh`: makes the context of the forward pass (`same_mesh`), because JAX may trace the backward pass elsewhere.
     """
     of_ids = Axes(out_names[: ids.ndim])
 
@@ -257,27 +266,28 @@ def _summed_by_device(
 def shard_mapped(
     fn: Callable[..., Any], in_names: Any, out_names: Any, *, over: Sequence[str] | None = None, check: bool = True
 ) -> Callable[..., Any]:
-    """`fn`, run on each device with its shards of the arguments; the results are assembled by `out_names`.
+    """Returns a function that runs `fn` on each device with its shards of the arguments and assembles the results by
+    `out_names`.
 
     Inside, `mesh_axes` gives the mesh axes of a logical name, for collectives. An NNX module in tree mode may be an
-    argument. Values that `fn` sets in its Variables persist after the call; attributes that it adds do not. Outside of
-    `on_mesh` this is `fn` itself.
+    argument: values that `fn` assigns to its Variables persist after the call, attributes that `fn` adds do not.
+    Outside of `on_mesh` the result is `fn` itself.
 
     Args:
-      in_names: a tuple with an entry for each positional argument: `Axes` for an array or a subtree, like
-        PartitionSpecs in `jax.shard_map`, or a tree of them; for a module one `Axes` for all of it, or a module with
-        `Axes` in place of its Variables.
+      in_names: a tuple with an entry for each positional argument. The entry of an array or a subtree is one `Axes`
+        (like a PartitionSpec in `jax.shard_map`), or a tree of them. The entry of a module is one `Axes` for the whole
+        module, or a module with `Axes` in place of its Variables.
       out_names: the same for the result.
       over: logical names whose mesh axes are manual in `fn`; the compiler shards the other axes as usual. None: all
         mesh axes are manual.
-      check: False for kernels and custom backward passes (also that of `take`): JAX cannot tell
-        whether their results are equal on all devices, and then trusts `out_names` and the names of the Variables that
-        `fn` sets.
+      check: False for kernels and custom backward passes, such as the one of `take`. JAX cannot tell whether their
+        results are equal on all devices; with False it trusts `out_names` and the names of the Variables that `fn`
+        assigns.
 
     Raises:
-      ValueError: at the call: a Variable is in two places of the arguments; or a result, or an update of a Variable,
-        may differ between devices on which it is the same according to its names.
-      UserError: there is no rule for a name.
+      ValueError: at the call, if a Variable occurs twice in the arguments, or if a result or an assigned Variable may
+        differ between devices on which its names say that it is replicated.
+      UserError: a name has no rule.
     """
     current = _current.get()
     if current is None:
@@ -288,10 +298,10 @@ def shard_mapped(
         manual = set(mesh.axis_names)
     else:
         manual = {axis for name in over for axis in axes_of(spec([name], rules)[0])}
-        if not manual:  # an empty set stands for all axes in JAX
+        if not manual:  # JAX reads an empty set as all axes
             return fn
         rules = {name: tuple(axis for axis in axes if axis in manual) for name, axes in rules.items()}
-        manual.update(mapped)  # JAX's rule for vmap shards the mapped axis, which only a manual mesh axis can
+        manual.update(mapped)  # JAX's vmap rule shards the mapped axis, which is possible only for a manual mesh axis
 
     def specs(names: Any) -> Any:
         return jax.tree.map(lambda axes: spec(axes, rules), names, is_leaf=lambda node: isinstance(node, Axes))

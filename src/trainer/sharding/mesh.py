@@ -13,10 +13,10 @@ from trainer.config.derived import DCN, ICI, MESH_AXES
 
 
 def get_mesh_from_config(config, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh of `config`, resolved or not, over `devices`; None: all devices of all processes.
+    """Returns the mesh of `config`, resolved or not, over `devices`; None: all devices of all processes.
 
     Raises:
-      UserError: the configuration does not fit the devices; all mistakes at once.
+      UserError: the configuration does not fit the devices. Reports all mistakes at once.
     """
     devices = jax.devices() if devices is None else devices
     config = resolve(config, device_count=len(devices), platform=devices[0].platform, num_slices=slice_count(devices))
@@ -24,28 +24,28 @@ def get_mesh_from_config(config, devices: Sequence[jax.Device] | None = None) ->
 
 
 def slice_count(devices: Sequence[jax.Device]) -> int | None:
-    """The number of slices of `devices`; None if they have no slices, such as CPUs."""
+    """Returns the number of slices of `devices`; None if the devices have no slices, as on CPU."""
     slices = {getattr(device, "slice_index", None) for device in devices}
     return None if None in slices else len(slices)
 
 
 def side_devices(config, devices: Sequence[jax.Device]) -> Sequence[jax.Device]:
-    """The `devices` of one side of a comparison: as many as its mesh needs if all sizes are given, otherwise all."""
+    """Returns the `devices` for one side of a comparison: as many as its mesh needs, or all if a mesh size is -1."""
     sizes = [config[key] for key in ICI.values()]
-    if -1 in sizes or (slice_count(devices) or 1) > 1:  # over slices an open axis counts them
+    if -1 in sizes or (slice_count(devices) or 1) > 1:  # with several slices, an axis of size -1 takes all devices
         return devices
     return devices[: math.prod(sizes) * abs(math.prod(config[key] for key in DCN.values()))]
 
 
 def make_mesh(config, devices: Sequence[jax.Device]) -> Mesh:
-    """A mesh of `devices` with the axes and sizes of a resolved configuration, the outermost axis first.
+    """Returns a mesh of `devices` with the axes and sizes of a resolved configuration, the outermost axis first.
 
-    An axis over both slices and devices within slices has the slices outermost. Devices without slices keep their
-    order, which is that of their processes. Axes have JAX's type Auto: the compiler propagates shardings from those of
-    `constrain` and of the state.
+    In an axis that spans both slices and devices within slices, slices are outermost. Devices without slices keep their
+    order, which follows their processes. Axes have JAX's type Auto: the compiler propagates shardings from `constrain`
+    and from the state.
 
     Raises:
-      UserError: the physical network has no such mesh.
+      UserError: the physical network cannot form this mesh.
     """
     ici, dcn = (tuple(config[keys[axis]] for axis in MESH_AXES) for keys in (ICI, DCN))
     if devices[0].platform == "cpu":
@@ -63,7 +63,7 @@ def _in_order(devices: Sequence[jax.Device], ici: tuple[int, ...], dcn: tuple[in
 
 
 def _by_network(devices: Sequence[Any], ici: tuple[int, ...], dcn: tuple[int, ...], split: bool) -> np.ndarray:
-    """Neighbors on the mesh are neighbors in the network of the chips."""
+    """Returns a grid in which neighbors on the mesh are neighbors in the network of the chips."""
     from jax.experimental import mesh_utils
 
     try:
@@ -73,4 +73,4 @@ def _by_network(devices: Sequence[Any], ici: tuple[int, ...], dcn: tuple[int, ..
     except NotImplementedError as error:
         reason = str(error).partition(". ")[0]
         hint = "" if split else "; try allow_split_physical_axes=true"
-        raise UserError(f"the devices' network has no such mesh, {reason}{hint}") from error
+        raise UserError(f"the devices' network cannot form this mesh: {reason}{hint}") from error

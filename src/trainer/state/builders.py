@@ -1,7 +1,7 @@
 """Trees of shapes, shardings and specs for a native train state, under MaxText's names.
 
-Each of these trees has exactly the structure of its state, so that any two of them can be zipped with `jax.tree.map`.
-docs/guides/state-sharding.md explains this.
+Each tree has exactly the structure of its state, so `jax.tree.map` can zip any two of them.
+See docs/guides/state-sharding.md.
 """
 
 from collections.abc import Callable
@@ -22,9 +22,9 @@ from trainer.state.shardings import state_shardings
 
 
 class AbstractState(NamedTuple):
-    """Three trees of one structure."""
+    """Three trees with the same structure."""
 
-    state: Any  # ShapeDtypeStructs that carry their shardings
+    state: Any  # ShapeDtypeStructs with their shardings
     specs: Any  # PartitionSpecs
     shardings: Any  # NamedShardings
 
@@ -32,18 +32,20 @@ class AbstractState(NamedTuple):
 def get_abstract_state_nnx(
     config: Any, mesh: Mesh, init_fn: Callable[[], Any], is_training: bool = True
 ) -> AbstractState:
-    """The abstract train state of `init_fn`, sharded over `mesh` by the rules of `config`. Nothing is allocated.
+    """Returns the abstract train state of `init_fn`, sharded over `mesh` by the rules of `config`.
+
+    Nothing is allocated.
 
     Args:
-      config: resolved or not; its combination must be that of the state.
+      config: resolved or not. It must have the same combination of flags as the state.
       mesh: from `get_mesh_from_config`.
-      init_fn: without arguments; returns a native train state: an `nnx.State`, a `TrainStateNNX`, which is split, or a
-        Linen `TrainState`, with any optimizer. `init_state_fn(codec)` is one.
-      is_training: False for the sharding in evaluation and sampling: shard_optimizer_over_data and offloading to the
-        host have no effect, and the state may have no optimizer.
+      init_fn: takes no arguments and returns a native train state with any optimizer: an `nnx.State`, a
+        `TrainStateNNX` (which is split), or a Linen `TrainState`. `init_state_fn(codec)` is one.
+      is_training: False gives the shardings for evaluation and sampling: shard_optimizer_over_data and host offloading
+        have no effect, and the state may lack an optimizer.
 
     Raises:
-      UserError: a tensor does not fit mesh and rules.
+      UserError: the shape of a tensor does not fit the mesh and the rules.
     """
     config = _resolved(config, mesh)
     with tree_mode():
@@ -64,7 +66,7 @@ def get_abstract_state_nnx(
 
 
 def get_named_sharding_nnx(abstract_state: Any) -> Any:
-    """The shardings of the leaves of `abstract_state`, arrays or ShapeDtypeStructs.
+    """Returns the sharding of each leaf of `abstract_state`, a tree of arrays or ShapeDtypeStructs.
 
     Raises:
       UserError: a leaf has no sharding.
@@ -80,7 +82,7 @@ def get_named_sharding_nnx(abstract_state: Any) -> Any:
 
 
 def set_named_sharding_nnx(abstract_state: Any, named_sharding: Any) -> Any:
-    """`abstract_state` as ShapeDtypeStructs with the shardings of `named_sharding`, a tree of its structure."""
+    """Returns `abstract_state` as ShapeDtypeStructs with the shardings of `named_sharding`, a tree of its structure."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         abstract_state,
@@ -89,24 +91,24 @@ def set_named_sharding_nnx(abstract_state: Any, named_sharding: Any) -> Any:
 
 
 def get_partition_spec_nnx(named_sharding: Any) -> Any:
-    """The PartitionSpec of each sharding of a tree."""
+    """Returns the PartitionSpec of each sharding in a tree."""
     return jax.tree.map(lambda sharding: sharding.spec, named_sharding)
 
 
 def build_zero1_input_state_mesh_shardings(config: Any, state_mesh_shardings: Any, params_shardings: Any) -> Any:
-    """The compute shardings of a Zero-1 step: parameters gathered over data, the rest as in storage.
+    """Returns the compute shardings of a Zero-1 step: parameters all-gathered over data, everything else as stored.
 
     Args:
-      config: resolved or not; its combination must be that of the state.
+      config: resolved or not. It must have the same combination of flags as the state.
       state_mesh_shardings: the storage shardings of a native train state.
-      params_shardings: the compute shardings of its parameters: a nested dict of canonical names (of a `TrainTree`, or
-        the `params` of a Linen TrainState), or an `nnx.State` of Params.
+      params_shardings: the compute shardings of its parameters: a nested dict of canonical names (the `params` of a
+        `TrainTree` or of a Linen TrainState), or an `nnx.State` of Params.
 
     Returns:
-      a copy of `state_mesh_shardings` with `params_shardings` for its parameters.
+      A copy of `state_mesh_shardings`, with `params_shardings` at the parameters.
 
     Raises:
-      UserError: the two do not hold the same parameters.
+      UserError: the two trees do not have the same parameters.
     """
     mesh = jax.tree.leaves(state_mesh_shardings)[0].mesh
     model = make_model(_resolved(config, mesh))

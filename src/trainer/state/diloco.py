@@ -1,8 +1,8 @@
-"""The train state of DiLoCo (arXiv:2311.08105): a train state for each island, and the outer parameters.
+"""The train state of DiLoCo (arXiv:2311.08105): one train state per island, and the outer parameters.
 
 Each leaf of `inner_state` has a leading axis of islands, sharded over the mesh axis diloco. The outer parameters and
-the outer optimizer have no such axis: they are replicated over diloco, and sharded over the other mesh axes as an
-island's parameters are.
+the outer optimizer state have no such axis. They are replicated over diloco, and sharded over the other mesh axes like
+the parameters of one island.
 """
 
 from collections.abc import Callable
@@ -24,29 +24,30 @@ from trainer.state.builders import AbstractState, get_partition_spec_nnx, set_na
 from trainer.state.host import storage_shardings
 from trainer.state.shardings import Tensor, state_shardings, tensors
 
-AXIS = "diloco"  # of the mesh
+AXIS = "diloco"  # the mesh axis
 INNER = "inner_state"
 
 
 class DiLoCoTrainState(NamedTuple):
-    """A train state of DiLoCo. In the canonical form `inner_state` is a `TrainTree`, in the native form the native
-    train state of the combination."""
+    """A train state of DiLoCo. `inner_state` is a `TrainTree` in the canonical form, and the native train state of the
+    combination in the native form."""
 
     inner_state: Any  # the islands' train states, each leaf [islands, ...]
     params: Any  # the outer parameters, a nested dict of canonical names
-    outer_opt_state: Any  # of the outer optimizer: optax's structure over `params`
+    outer_opt_state: Any  # state of the outer optimizer: optax's structure over `params`
     step: Any  # int32 []
-    # int32 [], if islands take a fragment some updates after it synchronizes: the update after which the fragment that
-    # they have not taken yet synchronized, or 0 if there is none. The outer parameters hold its new values.
+    # int32 [], only if islands take over a synchronized fragment some updates later. The number of the update that
+    # synchronized the fragment which islands have not taken over yet; 0 if there is none. The outer parameters already
+    # hold the new values of that fragment.
     in_flight: Any = None
 
 
 class DiLoCoCodec:
-    """Converts between the native and the canonical form of a `DiLoCoTrainState`; has the methods of a `StateCodec`.
+    """Converts a `DiLoCoTrainState` between its native and its canonical form. Has the methods of a `StateCodec`.
 
     Attributes:
       inner: the codec of an island's train state.
-      abstract: the native state, a ShapeDtypeStruct at each leaf.
+      abstract: the native state, with a ShapeDtypeStruct at each leaf.
     """
 
     def __init__(self, inner: StateCodec, outer: optax.GradientTransformation, count: int, *, delayed: bool):
@@ -56,27 +57,28 @@ class DiLoCoCodec:
         self.abstract = jax.eval_shape(lambda tree: self.pack(self.broadcast(tree)), inner.unpack(inner.abstract))
 
     def init(self, key: jax.Array, params: Any = None) -> DiLoCoTrainState:
-        """See `StateCodec.init`. Every island begins with the outer parameters."""
+        """See `StateCodec.init`. Every island starts from the outer parameters."""
         return self.pack(self.broadcast(self.inner.unpack(self.inner.init(key, params))))
 
     def broadcast(self, tree: TrainTree) -> DiLoCoTrainState:
-        """The canonical state in which every island has the train state `tree`, with a fresh outer optimizer."""
+        """Returns the canonical state in which every island has the train state `tree`, with a new outer optimizer
+        state."""
         inner = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self._count, *leaf.shape)), tree)
         in_flight = jnp.zeros([], jnp.int32) if self._delayed else None
         return DiLoCoTrainState(inner, tree.params, self._outer.init(tree.params), tree.step, in_flight)
 
     def unpack(self, native: DiLoCoTrainState) -> DiLoCoTrainState:
-        """The canonical form of a native state: a permutation of its leaves.
+        """Returns the canonical form of a native state: a permutation of its leaves.
 
         Raises:
-          ValueError: it is canonical already.
+          ValueError: the state is canonical already.
         """
         if isinstance(native.inner_state, TrainTree):
             raise ValueError("unpack: this DiLoCoTrainState is canonical already, its inner_state is a TrainTree")
         return native._replace(inner_state=self.inner.unpack(native.inner_state))
 
     def pack(self, tree: DiLoCoTrainState) -> DiLoCoTrainState:
-        """The inverse of `unpack`.
+        """Returns the inverse of `unpack`.
 
         Raises:
           ValueError: the state is native already.
@@ -88,25 +90,28 @@ class DiLoCoCodec:
 
 
 def make_diloco_codec(config: Any, inner: StateCodec) -> DiLoCoCodec:
-    """The codec for the islands of `config`, resolved, whose train states are those of `inner`."""
+    """Returns the codec for all islands of `config`, resolved. `inner` is the codec of one island's train state."""
     delayed = schedule(config).delay > 0
     return DiLoCoCodec(inner, make_outer_optimizer(config), islands(config), delayed=delayed)
 
 
 def build_diloco_state(config: Any, codec: StateCodec, state: Any) -> DiLoCoTrainState:
-    """The native DiLoCo state in which every island of `config`, resolved, has the native train state `state` of
-    `codec`. Call it under jit to give the islands' leaves their shardings, those of `build_abstract_diloco_state`."""
+    """Returns the native DiLoCo state in which every island of `config`, resolved, has the native train state `state`.
+
+    `codec` is the codec of `state`. Call this under jit, with the shardings of `build_abstract_diloco_state` as
+    `out_shardings`.
+    """
     whole = make_diloco_codec(config, codec)
     return whole.pack(whole.broadcast(codec.unpack(state)))
 
 
 def build_abstract_diloco_state(config: Any, codec: StateCodec, mesh: Mesh) -> AbstractState:
-    """The abstract native DiLoCo state of `config`, resolved, its specs and its shardings between steps.
+    """Returns the abstract native DiLoCo state of `config`, resolved, its specs and its storage shardings.
 
     Nothing is allocated.
 
     Raises:
-      UserError: a tensor does not fit mesh and rules.
+      UserError: the shape of a tensor does not fit the mesh and the rules.
     """
     model, zero1 = codec.model, config.shard_optimizer_over_data
     on_device = state_shardings(model, codec.abstract, mesh, axis_rules(config), zero1=zero1)
@@ -117,11 +122,11 @@ def build_abstract_diloco_state(config: Any, codec: StateCodec, mesh: Mesh) -> A
 
 
 def diloco_shardings(abstract: DiLoCoTrainState, inner: Any, params: Any) -> DiLoCoTrainState:
-    """The shardings of `abstract`, a DiLoCo state.
+    """Returns the shardings of `abstract`, a DiLoCo state.
 
     Args:
-      inner: those of an island's train state, a tree of its structure.
-      params: those of the outer parameters.
+      inner: the shardings of one island's train state, a tree with its structure.
+      params: the shardings of the outer parameters.
     """
     replicated = NamedSharding(jax.tree.leaves(params)[0].mesh, PartitionSpec())
     outer = _like_parameters(abstract.outer_opt_state, params, lambda leaf: replicated)
@@ -130,12 +135,12 @@ def diloco_shardings(abstract: DiLoCoTrainState, inner: Any, params: Any) -> DiL
 
 
 def over_islands(sharding: NamedSharding) -> NamedSharding:
-    """The sharding of the same array of every island, with the axis of islands before its own."""
+    """Returns the sharding of one island's array, extended by a leading axis of islands."""
     return sharding.update(spec=PartitionSpec(AXIS, *sharding.spec))
 
 
 def diloco_tensors(codec: DiLoCoCodec) -> DiLoCoTrainState:
-    """A `Tensor` for every leaf of the native state of `codec`."""
+    """Returns a `Tensor` for every leaf of the native state of `codec`."""
     inner = jax.tree.map(
         lambda tensor: Tensor((INNER, *tensor.path), Axes((AXIS, *tensor.axes)), tensor.of_parameter),
         tensors(codec.model, codec.inner.abstract),
@@ -149,8 +154,10 @@ def diloco_tensors(codec: DiLoCoCodec) -> DiLoCoTrainState:
 
 
 def _like_parameters(tree: Any, of_params: Any, other: Callable[[Any], Any]) -> Any:
-    """`tree` with the leaves of `of_params` at the parameters and what an optimizer keeps for them, which have the
-    path of a parameter as a suffix of their own; `other(leaf)` elsewhere."""
+    """Returns `tree` with leaves of `of_params` at the parameters and at optimizer state that belongs to a parameter.
+
+    The path of such optimizer state ends with the path of the parameter. Every other leaf becomes `other(leaf)`.
+    """
     found = by_path(of_params)
 
     def one(keypath: Any, leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Fragments of the parameters, which streaming DiLoCo (arXiv:2501.18512) synchronizes in turn."""
+"""Fragments of the parameters. Streaming DiLoCo (arXiv:2501.18512) synchronizes one fragment at a time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,18 +20,18 @@ from trainer.ops.paths import Path, path_of
 
 @dataclass(frozen=True)
 class Fragment:
-    """Some layers of each stack, and the parameters outside of the stacks or not.
+    """A subset of the layers of each stack, and, for one fragment, the parameters outside of the stacks.
 
-    It is the same part of every tree with a leaf for each parameter, whose path ends with that of the parameter: the
-    parameters, their gradients, what an optimizer keeps for them. In such a part None stands for what is not in it.
+    A fragment can be taken from any tree whose leaf paths end with the path of a parameter: the parameters, their
+    gradients, or optimizer state. Leaves that are not in the fragment become None.
     """
 
-    layers: dict[Path, range]  # of the stack at each path, whose parameters have the layers on axis 0
+    layers: dict[Path, range]  # the layers of the stack at each path; axis 0 of its parameters is layers
     counts: dict[Path, int]  # the number of layers of each stack
     outside: bool
 
     def part(self, tree: Any, before: int = 0) -> Any:
-        """This fragment of `tree`, whose leaves have `before` axes before those of a parameter."""
+        """Returns this fragment of `tree`. Its leaves have `before` axes in front of the axes of a parameter."""
 
         def one(path: Any, leaf: Any) -> Any:
             if (stack := self._stack(path)) is None:
@@ -44,7 +44,7 @@ class Fragment:
         return jax.tree_util.tree_map_with_path(one, tree)
 
     def put(self, tree: Any, part: Any, before: int = 0) -> Any:
-        """`tree` with `part` in place of this fragment; the inverse of `part`."""
+        """Returns `tree` with this fragment replaced by `part`; the inverse of `part`."""
 
         def one(path: Any, leaf: Any, new: Any) -> Any:
             if new is None:
@@ -57,8 +57,11 @@ class Fragment:
         return jax.tree_util.tree_map_with_path(one, tree, part)
 
     def shardings(self, tree: Any) -> Any:
-        """This fragment of `tree`, the shardings of parameters. A mesh axis that sharded all layers of a stack is left
-        out where it does not divide those of the fragment."""
+        """Returns this fragment of `tree`, a tree of the parameters' shardings.
+
+        A mesh axis that shards the layers of a stack is dropped if it does not divide the number of layers of the
+        fragment.
+        """
 
         def one(path: Any, sharding: NamedSharding) -> NamedSharding | None:
             if (stack := self._stack(path)) is None:
@@ -74,13 +77,16 @@ class Fragment:
         return jax.tree_util.tree_map_with_path(one, tree)
 
     def _stack(self, path: Any) -> Path | None:
-        # The parameters are dicts, an optimizer's state around them is not.
+        # The parameters are nested dicts; the containers of an optimizer state around them are not.
         names = path_of(tuple(dropwhile(lambda key: not isinstance(key, DictKey), path)))
         return names[:2] if names[:2] in self.layers else None
 
 
 def _spread(leaf: jax.Array, new: jax.Array, chosen: range, axis: int) -> jax.Array:
-    """`leaf` with `new` at the indices `chosen` of `axis`. Selects, because a scatter would gather a sharded array."""
+    """Returns `leaf` with `new` at the indices `chosen` of `axis`.
+
+    Uses a select, because a scatter would all-gather a sharded array.
+    """
     count = leaf.shape[axis]
     padding = [(0, 0, 0)] * leaf.ndim
     padding[axis] = (chosen.start, count - 1 - chosen[-1], chosen.step - 1)
@@ -90,14 +96,15 @@ def _spread(leaf: jax.Array, new: jax.Array, chosen: range, axis: int) -> jax.Ar
 
 
 def fragments(config: Any) -> list[Fragment]:
-    """The fragments of the parameters of `config`, in the order of their numbers.
+    """Returns the fragments of the parameters of `config`, in the order of their numbers.
 
-    Fragment 0 has what is in no stack. With n others, layer i, counted through all stacks, is in fragment 1 + i modulo
-    n, or with `use_sequential_layers` in one of n runs of layers, which differ by at most one layer. A repetition of a
-    pattern of several blocks counts as one layer here.
+    Fragment 0 holds the parameters outside of the stacks. The layers are counted through all stacks and divided among
+    the other n fragments: layer i belongs to fragment 1 + i modulo n, or, with `use_sequential_layers`, to one of n
+    contiguous runs whose lengths differ by at most one. One repetition of a pattern of several blocks counts as one
+    layer here.
 
     Raises:
-      UserError: there are more fragments than layers and one.
+      UserError: there are more fragments than layers plus one.
     """
     counts: dict[Path, int] = {("decoder", stack.name): stack.count for stack in stacks(config)}
     number, total = schedule(config).fragments, sum(counts.values())
@@ -131,7 +138,8 @@ def _runs(total: int, number: int) -> list[Callable[[range], range]]:
 
 
 def _of_stacks(counts: dict[Path, int], choose: Callable[[range], range]) -> dict[Path, range]:
-    """`choose` of the numbers of each stack's layers, counted through all stacks; the indices in the stack."""
+    """Applies `choose` to the layer numbers of each stack, counted through all stacks; returns indices within each
+    stack."""
     found, first = {}, 0
     for path, count in counts.items():
         chosen = choose(range(first, first + count))

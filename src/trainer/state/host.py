@@ -10,16 +10,16 @@ from trainer.config import UserError
 from trainer.state.shardings import Tensor, tensors
 
 HOST = "pinned_host"
-# The key that keeps a part of a TrainTree there.
+# The configuration key that keeps a part of a TrainTree in host memory.
 KEYS = {"params": "parameter_memory_host_offload", "opt_state": "optimizer_memory_host_offload"}
 
 Fetch = Callable[[Any], Any]
 
 
 def storage_shardings(config: Any, model: Model, abstract: Any, shardings: Any) -> Any:
-    """`shardings` of a native train state, with the configured parts in host memory.
+    """Returns `shardings` of a native train state, with the parts that `config` offloads in host memory.
 
-    Scalars stay on the device: offloading them saves nothing.
+    Scalars stay on the device, because offloading them saves nothing.
     """
 
     def moved(tensor: Tensor, leaf: Any, sharding: Any) -> Any:
@@ -30,13 +30,13 @@ def storage_shardings(config: Any, model: Model, abstract: Any, shardings: Any) 
 
 
 def fetcher(config: Any, shardings: TrainTree) -> Fetch:
-    """A function for use inside jit: moves the parts of a TrainTree in host memory to the device.
+    """Returns a function for use under jit that moves the parts of a TrainTree from host memory to the device.
 
     A part that is None stays None.
 
     Args:
       config: resolved.
-      shardings: those of the tree in device memory.
+      shardings: the shardings of the tree in device memory.
     """
     parts = [part for part, key in KEYS.items() if config[key]]
 
@@ -50,10 +50,10 @@ def fetcher(config: Any, shardings: TrainTree) -> Fetch:
 
 
 def check_host_memory(config: Any, memory_kinds: list[str]) -> None:
-    """Refuses these keys if the devices have no pinned host memory.
+    """Refuses the offloading keys if the devices have no pinned host memory.
 
     Raises:
-      UserError: the keys that are set.
+      UserError: names the keys that are set.
     """
     given = [f"{key}=true" for key in KEYS.values() if config[key]]
     if given and HOST not in memory_kinds:

@@ -13,15 +13,16 @@ from trainer.state.host import Fetch
 def init_state_fn(
     codec: Codec, shardings: Any = None, seed: int = 0, fetch: Fetch = lambda tree: tree
 ) -> Callable[..., Any]:
-    """`init(params=None)`, which makes the native train state at step 0 with its shardings.
+    """Returns `init(params=None)`, a function that returns the native train state at step 0 with its shardings.
 
-    Each device computes its own shard. Given `params`, canonical and sharded, the state takes over their buffers.
+    Each device computes its own shard. If `params` (canonical and sharded) are given, the state takes over their
+    buffers.
 
     Args:
-      codec: whose native state to make.
+      codec: makes the native state.
       shardings: from `state_shardings`, or None for JAX's default.
-      seed: of the initial parameters, which are the same for every combination and every mesh.
-      fetch: moves parameters in host memory to the device (`state.host.fetcher`).
+      seed: seed of the initial parameters, which are equal for every combination and every mesh.
+      fetch: moves parameters from host memory to the device (`state.host.fetcher`).
     """
 
     def make(key: jax.Array, params: Any) -> Any:

@@ -1,4 +1,4 @@
-"""PartitionSpecs for the state of any NNX module, from names and shapes alone: see docs/guides/state-sharding.md.
+"""PartitionSpecs for the state of any NNX module, from names and shapes alone; see docs/guides/state-sharding.md.
 
 The layout is tensor parallelism over one mesh axis. The trainer's own states are sharded by logical names and rules
 (`state.shardings`).
@@ -20,15 +20,15 @@ _TO_HEADS, _FROM_HEADS = ("query", "key", "value"), "out"
 
 
 def pick_spec(leaf: Any, path: Sequence[str] = ()) -> PartitionSpec:
-    """The PartitionSpec of one leaf of a state.
+    """Returns the PartitionSpec of one leaf of a state.
 
-    A kernel is sharded along its outputs, and so are a bias or a scale of these outputs. Kernels of attention are
-    sharded along the heads.
+    A kernel is sharded along its outputs, and a bias or scale of these outputs likewise. Attention kernels are sharded
+    along the heads.
 
     Args:
-      leaf: an array, or anything with `ndim`.
-      path: its names in the state, such as ("attention", "query", "kernel"). Without them only the rank decides, which
-        is wrong for attention: its kernels have the rank of those of a one-dimensional convolution.
+      leaf: an array, or any object with `ndim`.
+      path: the names of the leaf in the state, such as ("attention", "query", "kernel"). Without a path only the rank
+        decides. That is wrong for attention, whose kernels have the same rank as kernels of 1-D convolutions.
     """
     layer, name = (("", "") + tuple(path))[-2:]
     match leaf.ndim:
@@ -36,20 +36,20 @@ def pick_spec(leaf: Any, path: Sequence[str] = ()) -> PartitionSpec:
             return PartitionSpec()
         case 1:  # bias, scale, running mean
             return PartitionSpec(MODEL)
-        case 2 if name == "bias":  # of queries, keys and values: [heads, head_dim]
+        case 2 if name == "bias":  # of the query, key or value projection: [heads, head_dim]
             return PartitionSpec(MODEL, None)
         case 3 if layer in _TO_HEADS:  # [features, heads, head_dim]
             return PartitionSpec(None, MODEL, None)
         case 3 if layer == _FROM_HEADS:  # [heads, head_dim, features]
             return PartitionSpec(MODEL, None, None)
-        case ndim:  # [inputs, outputs], an embedding's [entries, features], a convolution's [*window, inputs, outputs]
+        case ndim:  # [inputs, outputs], embedding [entries, features], convolution [*window, inputs, outputs]
             return PartitionSpec(*[None] * (ndim - 1), MODEL)
 
 
 def state_layout(state: nnx.State) -> nnx.State:
-    """The tree of PartitionSpecs with the structure of `state`: `pick_spec` for each leaf.
+    """Returns a tree of PartitionSpecs with the structure of `state`: `pick_spec` of each leaf.
 
-    A bias is sharded as its kernel's outputs, so that adding it needs no communication.
+    A bias is sharded like the outputs of its kernel, so that adding it needs no communication.
     """
     ranks = {path: leaf.ndim for path, leaf in _leaves(state).items()}
     specs = {path: pick_spec(leaf, path) for path, leaf in _leaves(state).items()}
@@ -61,10 +61,10 @@ def state_layout(state: nnx.State) -> nnx.State:
 
 
 def state_to_sharded_layout(seed: Any, x: jax.Array, features: Any) -> jax.Array:
-    """How many leaves the layout of a linear layer on `x` has, float32 [1].
+    """Returns the number of leaves in the layout of a linear layer applied to `x`, float32 [1].
 
     Args:
-      seed, features: numbers; floats are made integers.
+      seed, features: numbers; floats are converted to integers.
       x: [..., inputs].
     """
     layer = nnx.Linear(x.shape[-1], int(features), rngs=nnx.Rngs(int(seed)))
@@ -73,5 +73,5 @@ def state_to_sharded_layout(seed: Any, x: jax.Array, features: Any) -> jax.Array
 
 
 def _leaves(state: nnx.State) -> dict[Path, Any]:
-    # The last entry of a path is the Variable's own: its value.
+    # The last entry of a path is the key of the Variable's value.
     return {path[:-1]: leaf for path, leaf in by_path(state).items()}

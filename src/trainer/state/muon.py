@@ -1,4 +1,4 @@
-"""Muon's dimension numbers from a configuration, or from parameters of either module system."""
+"""Muon's dimension numbers, from a configuration or from the parameters of either module system."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ from trainer.ops.paths import by_name, name_of
 from trainer.optim.muon import dimension_numbers
 from trainer.sharding import Axes
 
-# Parameters and their axes do not depend on these; with these values any configuration fits one device.
+# Parameters and their axes do not depend on these keys. With these values any configuration fits on one device.
 _ALONE = {
     **dict.fromkeys((*ICI.values(), *DCN.values()), 1),
     "hardware": "",
@@ -30,25 +30,25 @@ _ALONE = {
 
 
 def get_muon_weight_dimension_numbers(source: Any, config: Any = None) -> Any:
-    """The `MuonDimensionNumbers` of every matrix that Muon orthogonalizes, and None for all other parameters.
+    """Returns `MuonDimensionNumbers` for every matrix that Muon orthogonalizes, and None for all other parameters.
 
-    They follow from the parameters' logical axes, never from their names (`optim.axes`), so that a user's own block
-    needs no entry anywhere. Give them to `optax.contrib.muon` as the function
-    `muon_weight_dimension_numbers=lambda params: ...`; `opt_type=muon` needs no call.
+    They are derived from the logical axes of the parameters, never from their names (`optim.axes`), so a user's own
+    block needs no extra entry. Pass them to `optax.contrib.muon` as a function:
+    `muon_weight_dimension_numbers=lambda params: ...`. `opt_type=muon` needs no call.
 
     Args:
       source: a configuration, resolved or not; the canonical dict of the parameters or of their logical axes; an
-        `nnx.State` of a model or a whole train state, abstract or not; or Linen's params, variables or TrainState,
+        `nnx.State` of a model or of a whole train state, abstract or not; or Linen params, variables or a TrainState,
         boxed or not.
-      config: the model's configuration. Only arrays without logical axes need it: a canonical dict, or unboxed params,
-        as a TrainState's are here.
+      config: the model's configuration. Needed only for arrays without logical axes: a canonical dict, or unboxed
+        params such as those of this trainer's TrainState.
 
     Returns:
-      a nested dict with the names of the parameters in `source`, of a train state under `model` or `params`; of a
-      configuration those of the canonical dict.
+      A nested dict with the parameter names of `source`; for a train state, the names below `model` or `params`; for a
+      configuration, the canonical names.
 
     Raises:
-      UserError: the arrays have no logical axes and there is no `config`, or `config` has other parameters.
+      UserError: the arrays have no logical axes and `config` is missing or has other parameters.
     """
     if isinstance(source, ml_collections.ConfigDict | ml_collections.FrozenConfigDict):
         return dimension_numbers(_axes_of_model(source))
@@ -69,7 +69,7 @@ def _of_model(state: nnx.State) -> Any:
 
 
 def _axes_of_dict(params: Mapping[str, Any], config: Any) -> Any:
-    """The logical axes of parameters in a nested dict."""
+    """Returns the logical axes of the parameters in a nested dict."""
     leaves = jax.tree.leaves(params, is_leaf=_is_box)
     known: dict[str, Axes] | None = None
     if not any(isinstance(leaf, Axes | meta.Partitioned) for leaf in leaves):
@@ -97,4 +97,4 @@ def _axes_of_model(config: Any) -> Any:
 
 
 def _is_box(node: Any) -> bool:
-    return isinstance(node, meta.Partitioned)  # Linen's, with logical names or names of mesh axes
+    return isinstance(node, meta.Partitioned)  # a Linen box, with logical names or names of mesh axes

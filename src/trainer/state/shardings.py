@@ -1,4 +1,4 @@
-"""The sharding of each tensor of a train state, from its path: the same for every combination and optimizer."""
+"""The sharding of each tensor of a train state, derived from its path. The same for all combinations and optimizers."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,11 +17,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Tensor:
-    """Properties of a leaf of a train state that follow from its path. Itself a pytree leaf."""
+    """The properties of a leaf of a train state that follow from its path. A `Tensor` is a pytree leaf itself."""
 
     path: Path  # in the TrainTree: params/..., opt_state/..., step, rest/...
-    axes: Axes  # logical names
-    of_parameter: bool  # a parameter, or what an optimizer keeps for one
+    axes: Axes  # logical axis names
+    of_parameter: bool  # whether it is a parameter, or optimizer state that belongs to one parameter
 
     @property
     def name(self) -> str:
@@ -30,11 +30,12 @@ class Tensor:
 
 
 def tensors(model: Model, native: Any) -> Any:
-    """A `Tensor` for every leaf of `native`, a native train state of arrays or ShapeDtypeStructs.
+    """Returns a `Tensor` for every leaf of `native`, a native train state of arrays or ShapeDtypeStructs.
 
-    A leaf of the optimizer state belongs to the parameter whose path is a suffix of its own, as optax arranges moments
-    in any wrapper. It has the parameter's axes if it has the parameter's shape, and all but one of them if it has that
-    shape without one axis: a factored second moment, of row or column sums. Other leaves have no axis names.
+    A leaf of the optimizer state belongs to the parameter whose path is a suffix of the leaf's path; optax stores
+    moments this way inside any wrapper. A leaf with the shape of its parameter has the parameter's axes. A leaf with
+    that shape minus one axis, a factored second moment of row or column sums, has the remaining axes. Other leaves have
+    no axis names.
     """
     axes_of = by_path(model.param_axes)
     leaves = [(model.canonical(path), leaf) for path, leaf in by_path(native).items()]
@@ -51,26 +52,26 @@ def tensors(model: Model, native: Any) -> Any:
 
 
 def _kept_axes(axes: Axes, whole: Shape | None, kept: Shape, path: Path) -> Axes:
-    """The axes of an array of shape `kept` at `path`, made of a parameter of shape `whole` with `axes`."""
+    """Returns the axes of an array of shape `kept` at `path`, derived from a parameter of shape `whole` with `axes`."""
     if kept == whole:
         return axes
-    # Not over layers: each is optimized as a separate array (`optim.by_layer`).
+    # The layers axis is never summed over: each layer is optimized as a separate array (`optim.by_layer`).
     axes_of = [i for i, name in enumerate(axes) if name != LAYERS]
     summed = [i for i in axes_of if whole and whole[:i] + whole[i + 1 :] == kept]
     if not summed:
         return Axes((None,) * len(kept))
-    # If two axes have equal length, optax sums rows over the last axis and columns over the one before.
+    # If two axes have equal length: optax sums rows over the last axis and columns over the second to last.
     axis = summed[0] if "v_col" in path else summed[-1]
     return Axes(axes[:axis] + axes[axis + 1 :])
 
 
 def state_shardings(model: Model, abstract: Any, mesh: Mesh, rules: Rules, *, zero1: bool = False) -> Any:
-    """The NamedSharding of every leaf of `abstract`, a native train state, in a tree of exactly its structure.
+    """Returns the NamedSharding of every leaf of `abstract`, a native train state, in a tree of exactly its structure.
 
-    With `zero1`, parameters and their optimizer state are also sharded over the axis data (`over_data`).
+    With `zero1`, parameters and their optimizer state are also sharded over the mesh axis data (`over_data`).
 
     Raises:
-      UserError: a tensor does not fit mesh and rules.
+      UserError: the shape of a tensor does not fit the mesh and the rules.
     """
 
     def one(tensor: Tensor, leaf: Any) -> Any:
@@ -81,11 +82,11 @@ def state_shardings(model: Model, abstract: Any, mesh: Mesh, rules: Rules, *, ze
 
 
 class ParamShardings(NamedTuple):
-    """The shardings of the parameters within a step: canonical trees of NamedShardings in device memory.
+    """The storage and compute shardings of the parameters: canonical trees of NamedShardings in device memory.
 
-    Between steps parameters have the specs of `storage`, in the memory that `state.host.storage_shardings` gives them:
-    the device's, or the host's under `parameter_memory_host_offload`.
+    Between steps, parameters have the specs of `storage`, in the memory that `state.host.storage_shardings` selects:
+    device memory, or host memory under `parameter_memory_host_offload`.
     """
 
-    storage: Any  # at the start and the end of a step; also of reduced gradients and the update
-    compute: Any  # in the forward and backward pass: under Zero-1 gathered over data
+    storage: Any  # at the start and the end of a step; also of the reduced gradients and of the update
+    compute: Any  # in the forward and backward pass; under Zero-1 all-gathered over data

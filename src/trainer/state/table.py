@@ -13,7 +13,7 @@ from trainer.sharding import axes_of
 
 Row = dict[str, Any]
 COLUMNS = ("name", "axes", "spec", "shape", "per_device_shape", "bytes_per_device", "replicated")
-# Totals by the prefix of the names.
+# The key in the totals for each part of a train state.
 KINDS = {
     "params": "parameters",
     "opt_state": "optimizer",
@@ -26,10 +26,11 @@ _ISLANDS = "inner_state"  # the train states of DiLoCo's islands
 
 
 def rows(tensors: Any, abstract: Any, shardings: Any) -> list[Row]:
-    """A row for each leaf of three trees of one structure (see `state.shardings`): params first, then the optimizer.
+    """Returns a row for each leaf of three trees with equal structure (see `state.shardings`): params first, then the
+    optimizer.
 
-    `replicated` is the share of the bytes on all devices that are copies: 0 for an array that is sharded over every
-    mesh axis, 1 - 1/n for one that is replicated on n devices.
+    `replicated` is the share of redundant copies in the bytes on all devices: 0 for an array that is sharded over every
+    mesh axis, 1 - 1/n for an array that is replicated on n devices.
     """
     leaves = zip(*map(jax.tree.leaves, (tensors, abstract, shardings)), strict=True)
     ordered = sorted(leaves, key=lambda row: (row[0].path[0] == _ISLANDS, list(KINDS).index(_part(row[0].path))))
@@ -37,13 +38,15 @@ def rows(tensors: Any, abstract: Any, shardings: Any) -> list[Row]:
 
 
 def kind(path: Path) -> str:
-    """What the leaf at `path` of a canonical train state counts as: parameters, optimizer or other."""
+    """Returns the kind of the leaf at `path` of a canonical train state: parameters, optimizer or other."""
     return KINDS[_part(path)]
 
 
 def gradient_rows(tensors: Any, abstract: Any, shardings: Any, trained: Collection[str], dtype: str) -> list[Row]:
-    """A row for the gradient of each parameter whose name is in `trained`, in `dtype` and with the parameter's storage
-    sharding: of the islands, where there are some."""
+    """Returns a row for the gradient of each parameter whose name is in `trained`.
+
+    A gradient has the dtype `dtype` and the storage sharding of its parameter; under DiLoCo, of the islands' parameter.
+    """
     leaves = list(zip(*map(jax.tree.leaves, (tensors, abstract, shardings)), strict=True))
     root = (_ISLANDS, "params") if any(tensor.path[0] == _ISLANDS for tensor, *_ in leaves) else ("params",)
     of_parameters = [(row[0].path[len(root) :], *row) for row in leaves if row[0].path[: len(root)] == root]
@@ -55,7 +58,7 @@ def gradient_rows(tensors: Any, abstract: Any, shardings: Any, trained: Collecti
 
 
 def totals(found: Iterable[Row]) -> dict[str, int]:
-    """Plain integers: the number of parameters, and for each kind the bytes per device and in total."""
+    """Returns, as plain integers, the number of parameters and the bytes of each kind, per device and in total."""
     found = list(found)
     result = {"parameters": sum(math.prod(row["shape"]) for row in found if row["name"].startswith("params/"))}
     for name in (*dict.fromkeys(KINDS.values()), "gradients"):
@@ -66,10 +69,10 @@ def totals(found: Iterable[Row]) -> dict[str, int]:
 
 
 def disagreements(found: Iterable[Row]) -> list[str]:
-    """A sentence for each parameter named bias that is not sharded as the outputs of its kernel.
+    """Returns a sentence for each parameter named bias that is not sharded like the outputs of its kernel.
 
-    A bias is added to its kernel's outputs. If a mesh axis shards only one of them, a step moves the other between
-    devices; or, if the axis also shards the batch, the bias is replicated needlessly.
+    A bias is added to the outputs of its kernel. If a mesh axis shards only one of the two, a step moves the other one
+    between devices; or, if the axis also shards the batch, the bias is replicated needlessly.
     """
     rows = {row["name"]: row for row in found if row["name"].startswith("params/")}
     sentences = []
@@ -90,13 +93,13 @@ def disagreements(found: Iterable[Row]) -> list[str]:
 
 
 def text(found: Sequence[Row], sums: Mapping[str, int], warnings: Sequence[str] = ()) -> str:
-    """The table, then the totals, then `warnings`."""
+    """Returns the table as text, followed by the totals and `warnings`."""
     lines = [COLUMNS, *(tuple(_cell(row[column]) for column in COLUMNS) for row in found)]
     return "\n".join([*aligned(lines), "", *total_lines(sums), *(f"warning: {warning}" for warning in warnings)])
 
 
 def total_lines(sums: Mapping[str, int]) -> list[str]:
-    """The totals as text."""
+    """Returns the totals as lines of text."""
     kinds = [key.removesuffix("_bytes") for key in sums if key.endswith("_bytes") and sums[key]]
     return [
         f"{sums['parameters']:,} parameters",
@@ -108,7 +111,7 @@ def total_lines(sums: Mapping[str, int]) -> list[str]:
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Columns of equal width, numbers to the right."""
+    """Returns lines with columns of equal width, numbers aligned to the right."""
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
 
     def cell(word: str, width: int) -> str:
@@ -118,7 +121,7 @@ def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _part(path: Sequence[str]) -> str:
-    """The part of a train state in which `path` is, that of an island alike."""
+    """Returns the part of a train state that contains `path`, for an island's train state too."""
     return path[1] if path[0] == _ISLANDS else path[0]
 
 

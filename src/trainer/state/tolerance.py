@@ -9,20 +9,20 @@ from trainer.config import UserError
 from trainer.sharding import axes_of
 from trainer.state.zero1 import DATA
 
-SHOWN = 5  # of the largest
-_COPIES = (DATA, "diloco")  # the axes along which parameters are replicated by design
+SHOWN = 5  # the number of largest parameters that the message lists
+_COPIES = (DATA, "diloco")  # the axes that replicate parameters by design
 
 
 def check_tolerance(tensors: Any, abstract: Any, shardings: Any, tolerance: float) -> None:
-    """Refuse shardings that replicate more than the share `tolerance` of the parameters over an axis.
+    """Refuses shardings that replicate more than the share `tolerance` of the parameters over one mesh axis.
 
-    Axes of size 1, data and diloco do not count, nor does a parameter none of whose dimensions the axis divides.
+    Axes of size 1, data and diloco are ignored. So is a parameter that has no dimension divisible by the axis size.
 
     Args:
-      tensors, abstract, shardings: trees of one structure, see `state.shardings`.
+      tensors, abstract, shardings: trees with equal structure, see `state.shardings`.
 
     Raises:
-      UserError: the axis, the share, and the largest parameters.
+      UserError: names the axis, the share, and the largest parameters.
     """
     rows = list(zip(*map(jax.tree.leaves, (tensors, abstract, shardings)), strict=True))
     params = [(t, leaf.shape, sharding) for t, leaf, sharding in rows if t.path[0] == "params"]

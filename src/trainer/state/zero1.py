@@ -1,4 +1,4 @@
-"""Zero-1 (Rajbhandari et al. 2020, arXiv:1910.02054): shards over data what data parallelism would replicate."""
+"""Zero-1 (Rajbhandari et al. 2020, arXiv:1910.02054): shards over data what data parallelism alone would replicate."""
 
 from collections.abc import Sequence
 from math import prod
@@ -8,16 +8,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from trainer.sharding import axes_of, entry
 
 DATA = "data"
-# A dimension that these shard is not sharded further: a device multiplies with its parts.
+# A dimension that is sharded over these axes is not sharded further: each device multiplies with its own part.
 TENSOR_AXES = ("tensor", "tensor_sequence")
 
 
 def over_data(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
-    """`sharding` of an array of `shape`, with the axis data added to the first dimension that it can shard further.
+    """Returns `sharding` of an array of `shape`, with the mesh axis data added to the first dimension that can take it.
 
-    That is the first that tensor parallelism does not shard and whose size per device is a multiple of data. If other
-    axes already shard it, data comes last. Without such a dimension, or if data already shards the array, nothing
-    changes.
+    A dimension can take it if tensor parallelism does not shard it and its size per device is a multiple of the size of
+    data. If other axes already shard that dimension, data comes last. If no dimension can take it, or if data already
+    shards the array, nothing changes.
     """
     sizes = sharding.mesh.shape
     data = sizes.get(DATA, 1)
