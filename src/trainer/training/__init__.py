@@ -1,4 +1,4 @@
-"""From a configuration to a run: build, step, evaluate, loop."""
+"""Turns a configuration into a run: build, step, evaluate, loop."""
 
 from trainer.training.batches import BatchSource
 from trainer.training.build import build

@@ -1,4 +1,4 @@
-"""Batches of a run: where they come from, and the check that they have the fields of the objective."""
+"""The sources of a run's batches, and the check that a batch has the fields of the objective."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -14,21 +14,26 @@ from trainer.training.start import Start
 
 
 class BatchSource(Protocol):
-    """The batches of a run: one for each update, and those of its evaluations. They have the fields of the objective
-    and `row` (`objectives.batch_fields`). With several processes each gets its part (`runtime.place.share_of_rows`)."""
+    """The batches of a run: one per update, and the batches of its evaluations.
 
-    waited: float  # seconds spent waiting in all calls of `take` so far
+    Each batch has the fields of the objective and `row` (`objectives.batch_fields`). With several processes, each
+    process gets its part (`runtime.place.share_of_rows`).
+    """
+
+    waited: float  # total seconds that calls of `take` have waited so far
 
     def take(self, state: Callable[[], Any]) -> tuple[Batch, Position]:
-        """The next batch, of `run.rows` rows, and the position in the data after it. `state()` returns the native train
-        state, for a source whose batches depend on it."""
+        """Returns the next batch, of `run.rows` rows, and the position in the data after it.
+
+        `state()` returns the native train state, for a source whose batches depend on it.
+        """
 
     def held_out(self) -> Iterable[Batch]:
-        """The batches of one evaluation, of `run.eval_rows` rows. Only called with eval_interval above 0."""
+        """Returns the batches of one evaluation, of `run.eval_rows` rows. Called only if eval_interval is above 0."""
 
 
 class LoadedAhead(Loader[tuple[Batch, Position]]):
-    """Batches of the data set; they do not depend on the state."""
+    """Batches of the data set. They do not depend on the train state."""
 
     def __init__(self, run: Run, dataset: Dataset, start: Start):
         self._run, self._dataset = run, dataset
@@ -47,20 +52,21 @@ class LoadedAhead(Loader[tuple[Batch, Position]]):
 
 
 def held_out_batches(run: Run, dataset: Dataset) -> Iterable[Batch]:
-    """This process's part of the held-out rows, or of the first `eval_steps` batches of them."""
+    """Returns this process's part of the held-out rows; with `eval_steps` set, of their first `eval_steps` batches."""
     assert dataset.evaluation is not None, "eval_interval is above 0"
     share = share_of_rows(run.batch_shardings["row"], run.eval_rows)
     return eval_batches(dataset.evaluation, run.eval_rows, run.config.eval_steps, **share)
 
 
 def check_batch(run: Run, batch: Batch, rows: int) -> None:
-    """Checks that `batch`, this process's part of `rows` rows, has the fields of the run's objective. It may have more.
+    """Checks that `batch`, this process's part of `rows` rows, has the fields of the run's objective.
 
     Raises:
-      UserError: names every field that is missing or has another shape or dtype, and the fields that nothing reads.
+      UserError: names every field that is missing or has the wrong shape or dtype. In that case it also names the
+        additional fields, which are allowed.
     """
     parts = share_of_rows(run.batch_shardings["row"], rows)["process_count"]
-    wanted = run.abstract_batch(rows // parts)  # of its shardings nothing is read
+    wanted = run.abstract_batch(rows // parts)  # only shapes and dtypes are used, not the shardings
     problems = [f"no {name} ({_words(array)})" for name, array in wanted.items() if name not in batch]
     problems += [
         f"{name} is {_words(batch[name])} in place of {_words(array)}"

@@ -1,4 +1,4 @@
-"""From a configuration and devices to everything that runs, the same for training and for ahead-of-time tools."""
+"""Builds everything that runs from a configuration and devices; shared by training and the ahead-of-time tools."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ def build(
     update_rules: Sequence[Rule] = (),
     make_objective: Callable[[Any, Model], Objective] = objective_of,
 ) -> Run:
-    """Resolve `config` for `devices`, and make mesh, model, codec, shardings and steps.
+    """Resolves `config` for `devices` and builds mesh, model, codec, shardings and steps.
 
     Args:
       config: from `config.load`, resolved or not.
@@ -41,7 +41,7 @@ def build(
       make_objective: makes the objective of training and evaluation from the resolved configuration and the model.
 
     Raises:
-      UserError: the configuration does not fit the devices; all mistakes at once.
+      UserError: the configuration does not fit the devices. Reports all mistakes at once.
     """
     config = _resolved(config, devices)
     mesh, rules = make_mesh(config, devices), axis_rules(config)
@@ -88,7 +88,7 @@ def build(
 
 
 def _resolved(config: Any, devices: Sequence[jax.Device]) -> Any:
-    """`config`, resolved and checked for `devices`."""
+    """Returns `config`, resolved and checked for `devices`."""
     platform, slices = devices[0].platform, slice_count(devices)
     config = resolve(config, device_count=len(devices), platform=platform, num_slices=slices)
     memory_kinds = [memory.kind for memory in devices[0].addressable_memories()]

@@ -1,4 +1,4 @@
-"""The compiled step of a run: that of a file, or one that is compiled now; and what it needs."""
+"""The compiled step of a run, loaded from a file or compiled now, and its memory needs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +18,10 @@ Say = Callable[[str], None]
 
 
 def loaded_step(run: Run, say: Say) -> Any:
-    """The step that `trainer.train_compile` compiled; None without `compiled_trainstep_file`.
+    """Returns the step that `trainer.train_compile` compiled; None without `compiled_trainstep_file`.
 
     Raises:
-      UserError: the file cannot be read, or holds another step.
+      UserError: the file cannot be read, or holds a different step.
     """
     if not run.config.compiled_trainstep_file:
         return None
@@ -34,10 +34,10 @@ def loaded_step(run: Run, say: Say) -> Any:
 
 
 def compiled_step(run: Run, place: Any, say: Say) -> Any:
-    """The step, compiled now; `place` is the run's folder, for what is said at SIGTERM.
+    """Compiles the step and returns it. `place` is the run's folder, which the message at SIGTERM names.
 
     Raises:
-      UserError: `dump_hlo_local_dir` cannot be written.
+      UserError: `dump_hlo_local_dir` is not writable.
     """
     found: list[Path] = []
 
@@ -58,6 +58,6 @@ def compiled_step(run: Run, place: Any, say: Say) -> Any:
 
 
 def needs_of(run: Run, compiled: Any) -> Needs:
-    """What a compiled step needs on one device of the run."""
+    """Returns the memory that a compiled step needs on one device of the run."""
     memory = memory_of(compiled)
     return Needs(memory.peak, memory.arguments, memory.temporaries, device_memory(list(run.mesh.devices.flat)))

@@ -1,10 +1,11 @@
-"""DiLoCo (Douillard et al. 2023, arXiv:2311.08105): islands train alone and average from time to time.
+"""DiLoCo (Douillard et al. 2023, arXiv:2311.08105): islands train independently and synchronize from time to time.
 
-Each island takes `diloco_sync_period` updates by itself. Then the mean of what the islands moved by is a gradient of
-the outer parameters, the outer optimizer moves these, and every island goes on from them with its own optimizer state.
+Each island takes `diloco_sync_period` updates independently. Then the islands synchronize: the difference between the
+outer parameters and the mean of the islands' parameters is the outer gradient, the outer optimizer updates the outer
+parameters with it, and every island continues from them with its own optimizer state.
 
-Streaming DiLoCo (Douillard et al. 2025, arXiv:2501.18512) does so with one fragment of the parameters after the other;
-plain DiLoCo has one fragment.
+Streaming DiLoCo (Douillard et al. 2025, arXiv:2501.18512) synchronizes one fragment of the parameters at a time. Plain
+DiLoCo has a single fragment.
 """
 
 import functools
@@ -39,8 +40,8 @@ from trainer.training.run import Run, batch_shardings, with_steps
 Batch = Mapping[str, jax.Array]
 Metrics = dict[str, dict[str, jax.Array]]
 
-ISLANDS, OUTER = "islands", "outer"  # metrics of each island, [islands, ...], and of the synchronization
-# How metrics of islands are combined; other floating-point numbers are averaged, and other integers are flags.
+ISLANDS, OUTER = "islands", "outer"  # metrics of each island, [islands, ...], and metrics of the synchronization
+# How to combine the metrics of islands. Metrics not listed: floating-point numbers are averaged, integers are flags.
 _COMBINED: dict[str, Callable[..., Any]] = {
     "tokens": np.sum,
     "finite": np.min,
@@ -51,7 +52,7 @@ _COMBINED: dict[str, Callable[..., Any]] = {
 
 
 def with_islands(run: Run) -> Run:
-    """`run`, an island's, as a run of all islands of its configuration.
+    """Returns `run`, the run of one island, extended to all islands of its configuration.
 
     A global batch has the rows of all islands. Evaluation and sampling use the outer parameters and all devices.
     """
@@ -85,26 +86,29 @@ def with_islands(run: Run) -> Run:
 
 
 def trained(tree: DiLoCoTrainState) -> tuple[Any, Any]:
-    """The outer parameters, and the first island's variables without gradients: no step changes them, so all have the
-    same. Their mean would round them."""
+    """Returns the outer parameters, and `rest` of the first island.
+
+    No step changes `rest`, so it is equal on all islands. Averaging it would round it.
+    """
     return tree.params, jax.tree.map(lambda leaf: leaf[0], tree.inner_state.rest)
 
 
 def build_diloco_train_step(
     config: Any, update: Callable[[TrainTree, Batch], tuple[TrainTree, dict[str, jax.Array]]], shardings: Any
 ) -> Callable[[DiLoCoTrainState, Batch], tuple[DiLoCoTrainState, Metrics]]:
-    """`step(state, batch) -> state, metrics` over the canonical state: `update` of every island, then the
-    synchronization of the fragments whose turn it is (`config.diloco_keys.Schedule`), after the last step of all.
+    """Returns `step(state, batch) -> state, metrics` over the canonical state.
 
-    A synchronization is a conditional: in all other steps nothing is sent between islands.
+    The step runs `update` on every island, then synchronizes the fragments that are due
+    (`config.diloco_keys.Schedule`). A synchronization is a conditional: in all other steps nothing is sent between
+    islands.
 
     Args:
       config: resolved.
-      update: of an island, on its mesh axes (`training.step.make_update`).
-      shardings: of the outer parameters.
+      update: the update of one island, over the island's mesh axes (`training.step.make_update`).
+      shardings: the shardings of the outer parameters.
     """
     count, plan, synchronize = islands(config), schedule(config), _synchronization(config, shardings)
-    # The step count is the same on all islands. As one number it keeps a conditional of an island a conditional.
+    # All islands have the same step count. It is one scalar, so that a conditional on it remains a conditional.
     state_axes: Any = TrainTree(step=None, params=0, opt_state=0, rest=0)
     on_islands = jax.vmap(update, in_axes=(state_axes, 0), out_axes=(state_axes, 0), spmd_axis_name=AXIS)
 
@@ -112,7 +116,7 @@ def build_diloco_train_step(
         split = {name: x.reshape(count, -1, *x.shape[1:]) for name, x in batch.items()}
         inner, metrics = on_islands(state.inner_state._replace(step=state.step), split)
         updates = state.step + 1
-        # Nothing else changes: moments and what update rules keep stay with their island.
+        # Nothing else changes: each island keeps its own moments and the state of its update rules.
         changing = Averaged(inner.params, state.params, state.outer_opt_state)
         new, found = synchronize(changing, state.in_flight, updates)
         inner = inner._replace(step=jnp.broadcast_to(updates, count), params=new.islands)
@@ -123,22 +127,22 @@ def build_diloco_train_step(
 
 
 class Averaged(NamedTuple):
-    """What a synchronization reads and changes."""
+    """The values that a synchronization reads and changes."""
 
     islands: Any  # the islands' parameters
-    params: Any  # the outer ones
-    opt_state: Any  # of the outer optimizer
+    params: Any  # the outer parameters
+    opt_state: Any  # the state of the outer optimizer
 
 
 class Moved(NamedTuple):
-    """How far islands moved from the outer parameters since the last synchronization."""
+    """How far the islands moved away from the outer parameters since the last synchronization."""
 
-    mean: jax.Array  # the square of the norm of the outer gradient
-    islands: jax.Array  # [islands], the square of each island's distance
+    mean: jax.Array  # squared norm of the outer gradient
+    islands: jax.Array  # [islands], squared distance of each island from the outer parameters
 
 
 def _synchronization(config: Any, shardings: Any) -> Callable[..., tuple[Averaged, dict[str, jax.Array]]]:
-    """`synchronize(changing, in_flight, updates) -> changing, metrics`, of all fragments; see `Schedule`."""
+    """Returns `synchronize(changing, in_flight, updates) -> changing, metrics` for all fragments; see `Schedule`."""
     plan, parts = schedule(config), fragments(config)
 
     def synchronize(now: Averaged, in_flight: Any, updates: jax.Array) -> tuple[Averaged, dict[str, jax.Array]]:
@@ -160,7 +164,7 @@ def _synchronization(config: Any, shardings: Any) -> Callable[..., tuple[Average
 
 
 def _in_flight(plan: Schedule, before: Any, updates: jax.Array) -> Any:
-    """`DiLoCoTrainState.in_flight` after update number `updates`."""
+    """Returns `DiLoCoTrainState.in_flight` after update number `updates`."""
     if not plan.delay:
         return None
     left = jnp.where(updates == before + plan.delay, 0, before)
@@ -169,7 +173,7 @@ def _in_flight(plan: Schedule, before: Any, updates: jax.Array) -> Any:
 
 
 def _outer_step(config: Any, fragment: Fragment, shardings: Any, old: Averaged) -> tuple[Averaged, Moved]:
-    """The outer update of `fragment`, which islands take immediately if there is no delay."""
+    """Runs the outer update of `fragment`. Without a delay, islands take over the result immediately."""
     plan, outer = schedule(config), make_outer_optimizer(config)
     islands, params, opt_state = fragment.part(old.islands, 1), fragment.part(old.params), fragment.part(old.opt_state)
     stored = fragment.shardings(shardings)
@@ -184,7 +188,7 @@ def _outer_step(config: Any, fragment: Fragment, shardings: Any, old: Averaged) 
     new = old._replace(params=fragment.put(old.params, params), opt_state=fragment.put(old.opt_state, opt_state))
     if not plan.delay:
         new = _take(fragment, plan.alpha, new)
-    # Replicated here, so that the branch sends them and not the step.
+    # Replicated here, so that the branch of the conditional sends them, and not the step.
     replicated = NamedSharding(jax.tree.leaves(shardings)[0].mesh, PartitionSpec())
     squares = [jnp.sum(delta**2, range(1, delta.ndim)) for delta in jax.tree.leaves(deltas)]
     found = Moved(optax.tree.norm(grads, squared=True), functools.reduce(jnp.add, squares))
@@ -192,12 +196,12 @@ def _outer_step(config: Any, fragment: Fragment, shardings: Any, old: Averaged) 
 
 
 def _take(fragment: Fragment | None, alpha: float, old: Averaged) -> Averaged:
-    """Islands go on from the outer parameters of `fragment`, or of all, mixed with `alpha` of their own."""
+    """Sets islands to the outer parameters of `fragment` (None: of all), mixed with `alpha` of their own."""
 
     def one(param: jax.Array, before: jax.Array) -> jax.Array:
         if not alpha:
             return jnp.broadcast_to(param, before.shape)
-        # In this form nothing is rounded where both are equal: what is frozen keeps its bits.
+        # Written in this form, nothing is rounded if both are equal, so frozen parameters keep their bits.
         mean = param.astype(jnp.float32)
         return (mean + alpha * (before.astype(jnp.float32) - mean)).astype(before.dtype)
 
@@ -208,33 +212,40 @@ def _take(fragment: Fragment | None, alpha: float, old: Averaged) -> Averaged:
 
 
 def _unchanged(step: Callable[..., Any], old: Averaged) -> tuple[Averaged, Any]:
-    """`old`, and zeros with the shapes of the metrics of `step`."""
+    """Returns `old`, and zeros with the shapes of the metrics of `step`."""
     _, found = jax.eval_shape(step, old)
     return old, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), found)
 
 
 def _disagreement(moved: Moved) -> dict[str, jax.Array]:
-    """`outer_grad_norm`; `island_distance` [islands]: of each island from the outer parameters; `island_cosine`: the
-    mean of the dot products of what two islands moved by, over their mean square; their mean cosine if they moved
-    equally far."""
+    """Returns metrics of how much the islands disagree:
+
+    - `outer_grad_norm`: the norm of the outer gradient;
+    - `island_distance` [islands]: the distance of each island from the outer parameters;
+    - `island_cosine`: the mean dot product of the displacements of two islands, divided by their mean square. If all
+      islands moved equally far, this is their mean cosine.
+    """
     metrics = {"outer_grad_norm": jnp.sqrt(moved.mean), "island_distance": jnp.sqrt(moved.islands)}
     if (count := len(moved.islands)) > 1:
         total = jnp.sum(moved.islands)
-        # The square of the sum has each pair twice.
+        # The square of the sum contains each pair twice.
         pairs = count**2 * moved.mean - total
         metrics["island_cosine"] = pairs / jnp.where(total > 0, (count - 1) * total, 1)
     return metrics
 
 
 def _reader(config: Any, replicated: NamedSharding) -> Callable[[Metrics, int], dict[str, Any]]:
-    """See `Run.read`. A number is the mean over islands with loss-bearing tokens, tokens are summed, and a flag is that
-    of any island (`finite`: of all). `island_losses` has the loss of each. What a synchronization measures is there
-    where there was one."""
+    """Returns the function `Run.read`, which combines the metrics of the islands.
+
+    Tokens are summed. A flag is set if it is set on any island (`finite`: on all islands). Any other number is the mean
+    over the islands that have loss-bearing tokens. `island_losses` holds the loss of each island. Metrics of a
+    synchronization are present only in steps that synchronize.
+    """
     gather, plan = jax.jit(lambda metrics: metrics, out_shardings=replicated), schedule(config)
 
     def read(metrics: Metrics, step: int) -> dict[str, Any]:
         of_islands = due(config, metrics[ISLANDS], step)
-        # A process holds the metrics of its own islands.
+        # Each process holds the metrics of its own islands.
         here = all(value.is_fully_addressable for value in of_islands.values())
         found = jax.device_get(of_islands if here else gather(of_islands))
         bearing = found["tokens"] > 0 if found["tokens"].any() else slice(None)

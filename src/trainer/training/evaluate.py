@@ -18,10 +18,10 @@ from trainer.state import ParamShardings
 
 
 def make_evaluation(objective: Objective, shardings: ParamShardings) -> Callable[..., dict[str, Any]]:
-    """`evaluation(params, rest, batch, bytes_per_token [vocab]) -> sums` over `batch`.
+    """Returns `evaluation(params, rest, batch, bytes_per_token [vocab]) -> sums`.
 
-    The sums are `means`, an `objectives.Evaluation`, and `bytes`, the number of bytes of text in the targets, 0 without
-    a cross entropy.
+    The sums over `batch` are `means`, an `objectives.Evaluation`, and `bytes`, the number of bytes of text in the
+    targets (0 without a cross entropy).
     """
 
     def evaluation(
@@ -38,9 +38,9 @@ def make_evaluation(objective: Objective, shardings: ParamShardings) -> Callable
 
 
 def check_held_out(rows: RowSource | None, batch_rows: int, eval_steps: int) -> None:
-    """Raises UserError where none of the first `eval_steps` batches of `batch_rows` rows has a token that bears loss.
+    """Raises UserError if none of the first `eval_steps` batches of `batch_rows` rows has a loss-bearing token.
 
-    It stops reading at the first such token. With `eval_steps` -1 nothing is read: prepared data always have one.
+    Stops reading at the first such token. With `eval_steps` -1 nothing is read: prepared data always have one.
     """
     if rows is None or eval_steps < 0:
         return
@@ -57,11 +57,13 @@ def check_held_out(rows: RowSource | None, batch_rows: int, eval_steps: int) -> 
 
 
 def summarize(sums: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Metrics over all batches, from the sums of each: eval_loss, eval_tokens and the objective's other means. With a
-    cross entropy also eval_perplexity and, if the targets are text, eval_bits_per_byte (the end of a document costs
-    bits and has no bytes).
+    """Returns the metrics over all batches, from the sums of each batch.
 
-    Raises RunStopped if no token bears loss: a loss of 0 would count as the best of all."""
+    These are eval_loss, eval_tokens and the objective's other means. With a cross entropy also eval_perplexity and, if
+    the targets are text, eval_bits_per_byte (the end-of-document token costs bits but has no bytes).
+
+    Raises RunStopped if no token bears loss, because a loss of 0 would count as the best loss.
+    """
     total: Any = None
     for batch in sums:
         found = jax.tree.map(float, batch)

@@ -14,22 +14,22 @@ from trainer.training.step import all_finite
 
 
 def check_finite(config: Any, row: Mapping[str, Any], batch: str, not_finite: Callable[[], Sequence[str]]) -> None:
-    """Ends the run at a step that is not finite, if the configuration says so or the state is lost.
+    """Ends the run after a step that is not finite, if the configuration requires it or the state is lost.
 
     Args:
       row: the metrics of the step, with `skipped` and `finite`; see `step.make_update`.
-      batch: a description of its batch.
-      not_finite: the names of arrays of the train state that hold a NaN or an infinity.
+      batch: a description of the step's batch.
+      not_finite: returns the names of the arrays of the train state that contain a NaN or an infinity.
 
     Raises:
-      RunStopped: names what was not finite: the loss or the gradient, the update, or the state before the step.
+      RunStopped: names what is not finite: the loss or the gradient, the update, or the state before the step.
     """
     bad = {name: row[name] for name in ("loss", "grad_norm") if not math.isfinite(row[name])}
     nan, inf = (any(wrong(value) for value in bad.values()) for wrong in (math.isnan, math.isinf))
     kinds = {"abort_on_nan_loss": nan, "abort_on_inf_loss": inf}
     keys = [key for key, found in kinds.items() if config[key] and found]
     lost = not row["finite"]
-    # A batch without loss-bearing tokens has no loss; this is no error.
+    # A batch without loss-bearing tokens has no loss. That is not an error.
     if not lost and (not keys or not row["tokens"]):
         return
     its_batch = f"Its batch is {batch} (data_shuffle_seed={config.data_shuffle_seed})"
@@ -57,7 +57,7 @@ def check_finite(config: Any, row: Mapping[str, Any], batch: str, not_finite: Ca
 
 
 def names_not_finite(run: Run, state: Any) -> list[str]:
-    """The names of arrays in a native train state that hold a NaN or an infinity."""
+    """Returns the names of the arrays in a native train state that contain a NaN or an infinity."""
     tree = run.codec.unpack(state)
 
     def finite(tree: Any) -> dict[str, jax.Array]:

@@ -1,4 +1,4 @@
-"""The loop. The device never waits for the host: metrics of a step are read after the next one was dispatched."""
+"""The training loop. The device never waits for the host: it gets the next step before metrics of a step are read."""
 
 import math
 import time
@@ -35,17 +35,17 @@ _NO_TOKENS = (
 
 
 class Reports(NamedTuple):
-    """Callbacks: one row per step, one row per evaluation."""
+    """Callbacks for the rows of metrics: one row per step, one row per evaluation."""
 
     step: Callable[[Row], None]
     evaluation: Callable[[Row], None]
-    sync: Callable[[], None]  # returns when all rows so far are on the disk
-    evaluated: frozenset[int] = frozenset()  # steps whose evaluation an earlier process reported
+    sync: Callable[[], None]  # returns when all rows so far are on disk
+    evaluated: frozenset[int] = frozenset()  # steps whose evaluation an earlier process has reported
     profiler: Profiler | None = None
 
 
 class End(NamedTuple):
-    """The last native train state, and whether a signal ended the run before its last update and evaluation."""
+    """The final native train state, and whether a signal ended the run before its last update and evaluation."""
 
     state: Any
     preempted: bool
@@ -60,22 +60,22 @@ def fit(
     manager: CheckpointManager | None = None,
     source: Callable[[Run, Dataset, Start], AbstractContextManager[BatchSource]] | None = None,
 ) -> End:
-    """Train to `steps` updates, evaluating and saving on the way.
+    """Trains up to `steps` updates, and evaluates and saves on the way.
 
     Args:
       run: from `build`.
       compiled_step: `run.compile_on_leaves()`; may be None if `start` already has all updates.
-      start: where to begin; the buffers of its state are donated.
-      dataset: rows to train and to evaluate on, and the tokenizer that checkpoints store.
+      start: the state to begin with; its buffers are donated.
+      dataset: the rows for training and evaluation, and the tokenizer that is stored in checkpoints.
       reports: called once for each row, in order.
-      manager: saves the checkpoints; None: none are saved.
-      source: opens the source of the batches of training and evaluation. By default they come from `dataset`, with
-        the fields of next-token prediction.
+      manager: saves the checkpoints; None: no checkpoints are saved.
+      source: opens the source of the batches for training and evaluation. By default the batches come from `dataset`,
+        with the fields of next-token prediction.
 
     Raises:
-      UserError: the first batch, of training or of evaluation, does not have the fields of the objective.
-      RunStopped: a loss or gradient is not finite, and the configuration says to stop then; an update is not finite; or
-        no batch of a new run, or of an evaluation, has a token that bears loss.
+      UserError: the first batch of training or of evaluation does not have the fields of the objective.
+      RunStopped: a loss or gradient is not finite and the configuration says to stop; an update is not finite; or no
+        batch of a new run, or no batch of an evaluation, has a loss-bearing token.
     """
     steps = run.config.steps
     with Preemption() as preemption, (source or LoadedAhead)(run, dataset, start) as batches:
@@ -103,7 +103,7 @@ def fit(
 
 
 class _Loop:
-    """The native train state after `done` updates, and the work between two updates."""
+    """The native train state after `done` updates, and the work to do between two updates."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class _Loop:
         self._structure: Any  # a PyTreeDef; its stubs lack unflatten
         self._leaves, self._structure = jax.tree.flatten(start.state)
         self.done, self._position = start.updates, start.position
-        self.evaluated = True  # False if an evaluation was due and was interrupted
+        self.evaluated = True  # False if a due evaluation was interrupted
         devices = list(run.mesh.devices.flat)
         self.reader = _Reader(reports.step, self._check_finite, run.read, lambda: memory_in_use(devices))
         self._run, self._dataset, self._reports, self._manager = run, dataset, reports, manager
@@ -132,7 +132,7 @@ class _Loop:
         return self._structure.unflatten(self._leaves)
 
     def update(self, compiled_step: Callable[..., Any] | None, batch: Batch, position: Position, waited: float) -> None:
-        """Dispatches a step on `batch` and reports the step before. `position`: in the data, after `batch`."""
+        """Dispatches a step on `batch` and reports the previous step. `position`: in the data, after `batch`."""
         assert compiled_step is not None
         if self.done == self._start.updates:
             check_batch(self._run, batch, self._run.rows)
@@ -184,13 +184,13 @@ class _Loop:
 
     @property
     def untrained(self) -> bool:
-        """Whether no batch of a new run has had a token that bears loss: no update was made."""
+        """Whether no batch of a new run has had a loss-bearing token so far, so that no update was made."""
         resumed = self._start.resumed and self._start.updates > 0
         return self.done > self._start.updates and not resumed and not self.reader.tokens
 
     def check_tokens(self) -> None:
-        """Stops a run that is `untrained`. It leaves no checkpoint, so the same command does not
-        resume and report a finished run."""
+        """Stops a run that is `untrained`. The run leaves no checkpoint, so the same command does not resume it and
+        report a finished run."""
         if self.untrained:
             raise RunStopped(_NO_TOKENS.format(batches=counted(self.done - self._start.updates, "batch", "batches")))
 
@@ -211,10 +211,12 @@ def evaluate(
     step: int,
     preemption: Preemption | None = None,
 ) -> Row | None:
-    """A row of metrics over `batches`, this process's part of each; None if preempted. `tokenizer` gives the bytes that
-    each token stands for."""
+    """Returns a row of metrics over `batches`, of which this process has its part; None if preempted.
+
+    `tokenizer` gives the number of bytes of each token.
+    """
     started = time.perf_counter()
-    lengths = np.zeros(run.config.vocab_size, np.int32)  # without a tokenizer no bytes are counted
+    lengths = np.zeros(run.config.vocab_size, np.int32)  # without a tokenizer, bytes are not counted
     if tokenizer is not None and tokenizer.bytes_per_token is not None:
         lengths[: tokenizer.vocab_size] = tokenizer.bytes_per_token
     table = replicate(lengths, run.replicated)
@@ -240,11 +242,11 @@ def evaluate(
 
 
 def _batch_of(run: Run, start: Start, step: int) -> str:
-    """A description of a step's batch, for messages."""
+    """Returns a description of a step's batch, for messages."""
     rows, before = run.rows, 0 if run.config.reuse_example_batch else step - start.updates
     first = (start.position or {"row": 0}).get("row")
     if first is None:
-        return f"number {before + 1} of those streamed since this process began"
+        return f"batch {before + 1} of the stream since this process started"
     first += before * rows
     return f"rows {first} to {first + rows - 1} of the training order"
 
@@ -259,29 +261,29 @@ class _Reader:
         read: Callable[[Any, int], dict[str, Any]],
         memory: Callable[[], int | None],
     ):
-        """Every row goes to `report` and then to `check`. `read`: see `Run.read`; `memory`: see `memory_in_use`."""
+        """Passes every row to `report` and then to `check`. `read`: see `Run.read`; `memory`: see `memory_in_use`."""
         self._report, self._check, self._read, self._memory = report, check, read, memory
         self._waiting: tuple[int, Any] | None = None
         self._waited = 0.0
-        self.tokens = 0  # that bear loss, in all rows so far
+        self.tokens = 0  # loss-bearing tokens in all rows so far
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """The next step's time counts from now."""
+        """Restarts the clock for the time of the next step."""
         self._clock = time.perf_counter()
         self._waited_before = self._waited
 
     def push(self, step: int, metrics: Any, waited: float) -> None:
-        """Take the metrics of a step that was just dispatched, and report those of the step before.
+        """Takes the metrics of a step that was just dispatched, and reports the previous step.
 
-        `waited`: seconds that the loop has waited for batches so far.
+        `waited`: total seconds that the loop has waited for batches so far.
         """
         self._waited = waited
         self.flush()
         self._waiting = step, metrics
 
     def flush(self) -> None:
-        """Wait for the last step and report it."""
+        """Waits for the last step and reports it."""
         if self._waiting is None:
             return
         step, metrics = self._waiting

@@ -1,4 +1,4 @@
-"""An early check, before tracing and allocation, whether a model can fit the devices."""
+"""An early check, before tracing and allocation, of whether a model can fit the devices."""
 
 import os
 from collections.abc import Sequence
@@ -13,23 +13,23 @@ from trainer.config.words import counted
 from trainer.observe.text import si
 from trainer.sharding import slice_count
 
-# Files with a container's limit, in the two versions of control groups.
+# The files that hold a container's memory limit, in cgroup v2 and v1.
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def check_memory(config: Any, devices: Sequence[jax.Device], memory: float | None, margin: float = 1) -> None:
     """Compares a lower bound of training's memory (`least_bytes`) with the memory of the devices.
 
-    It refuses what exceeds the memory by far; only compilation gives the exact memory of a step.
+    Refuses only configurations that exceed the memory by far; the exact memory of a step is known after compilation.
 
     Args:
       config: from `config.load`, not resolved.
       devices: the devices of the run.
-      memory: bytes of each device; None if unknown: nothing is checked.
-      margin: how many times that memory is accepted.
+      memory: bytes of each device; None if unknown, and then nothing is checked.
+      margin: the factor by which the bound may exceed the memory.
 
     Raises:
-      UserError: it does not fit `devices`, or the configuration is not for them.
+      UserError: the model does not fit `devices`, or the configuration does not fit these devices.
     """
     platform, count = devices[0].platform, len(devices)
     resolved = resolve(config, device_count=count, platform=platform, num_slices=slice_count(devices))
@@ -42,7 +42,7 @@ def check_memory(config: Any, devices: Sequence[jax.Device], memory: float | Non
 
 
 def device_memory(devices: Sequence[jax.Device]) -> float | None:
-    """Bytes of one of `devices`; for CPU devices their share of this machine's memory. None if unknown."""
+    """Returns the bytes of one of `devices`, for a CPU device its share of the machine's memory; None if unknown."""
     local = [device for device in devices if device.process_index == jax.process_index()]
     if not local:
         return None
@@ -52,13 +52,13 @@ def device_memory(devices: Sequence[jax.Device]) -> float | None:
 
 
 def memory_in_use(devices: Sequence[jax.Device]) -> int | None:
-    """The most bytes that one of this process's `devices` has held so far; None if they do not say, as on a CPU."""
+    """Returns the peak bytes on any of this process's `devices` so far; None if devices do not report it, as on CPU."""
     stats = [device.memory_stats() or {} for device in devices if device.process_index == jax.process_index()]
     return max((found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found), default=None)
 
 
 def host_memory() -> int:
-    """Bytes of this machine's memory, or of what its container may use."""
+    """Returns the bytes of this machine's memory, or the limit of its container."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in map(Path, _LIMITS):
         if path.is_file() and (text := path.read_text().strip()).isdecimal():

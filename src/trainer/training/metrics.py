@@ -1,4 +1,4 @@
-"""The metrics of a step, from the devices to the host."""
+"""Moves the metrics of a step from the devices to the host."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,10 +9,10 @@ from trainer.training.parameter_metrics import is_due
 
 
 def read_metrics(config: Any, metrics: Mapping[str, jax.Array], step: int) -> dict[str, Any]:
-    """The metrics of step `step`, NumPy arrays by name."""
+    """Returns the metrics of step `step` as NumPy arrays, by name."""
     return jax.device_get(due(config, metrics, step))
 
 
 def due(config: Any, metrics: Mapping[str, jax.Array], step: int) -> dict[str, jax.Array]:
-    """Those of `metrics` that step `step` measures (`parameter_metrics_period`)."""
+    """Returns the entries of `metrics` that step `step` measures (`parameter_metrics_period`)."""
     return {name: value for name, value in metrics.items() if is_due(config.parameter_metrics_period, step, name)}

@@ -1,4 +1,4 @@
-"""Norms of parameters, gradients and updates, layer by layer."""
+"""Norms of parameters, gradients and updates, per layer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,16 +17,16 @@ def parameter_metrics(
     params: Mapping[str, jax.Array],
     updates: Mapping[str, jax.Array],
 ) -> dict[str, jax.Array]:
-    """Three metrics of each parameter, float32 [layers], or [] of one that is in no stack.
+    """Returns three metrics per parameter, float32 [layers], or [] for a parameter outside of the stacks.
 
-    grad_norm/NAME and param_norm/NAME are L2 norms; update_ratio/NAME is the norm of the update over that of the
-    parameter, 0 for a parameter of zeros.
+    grad_norm/NAME and param_norm/NAME are L2 norms. update_ratio/NAME is the norm of the update divided by the norm of
+    the parameter, 0 if the parameter is all zeros.
 
     Args:
       axes: the logical axes of each parameter, by name.
-      grads: of the trained parameters, by name, before clipping.
-      params: before the update.
-      updates: what the optimizer adds to them.
+      grads: gradients of the trained parameters, by name, before clipping.
+      params: parameters before the update.
+      updates: what the optimizer adds to the parameters.
     """
     metrics = {}
     for name, param in params.items():
@@ -39,7 +39,7 @@ def parameter_metrics(
 
 
 def is_due(period: int, step: int, name: str) -> bool:
-    """Whether `step` computes the metric `name`: metrics of parameters only if `step` is a multiple of `period`."""
+    """Returns whether `step` computes the metric `name`: parameter metrics only if `step` is a multiple of `period`."""
     return period == 0 or step % period == 0 or not name.startswith((GRAD_NORM, PARAM_NORM, UPDATE_RATIO))
 
 

@@ -1,4 +1,4 @@
-"""What a run writes while it trains: rows for the files of metrics, which the first process writes, and the console."""
+"""A run's output while it trains: the files of metrics, which the first process writes, and the console."""
 
 import contextlib
 from pathlib import Path
@@ -25,19 +25,19 @@ from trainer.training.start import Start
 
 
 def run_work(run: Run) -> Work:
-    """The work of a step, with the peak of the devices for its products where that is known."""
+    """Returns the work of a step, with the peak FLOP/s of the devices if it is known."""
     chip = chip_of(run.mesh.devices.flat[0].device_kind)
     return work_of(run.config, run.flops_per_token, chip.flops("bf16") if chip else None)
 
 
 def metrics_files(config: Any, path: Path, name: str) -> list[MetricsFile]:
-    """What the key metrics_file names, checked: one in the first process, if the key is given, else none.
+    """Returns the file that the key metrics_file names: a list of one in the first process if the key is set, else [].
 
     Args:
       path, name: of the run's folder.
 
     Raises:
-      UserError: it cannot be written.
+      UserError: the file is not writable.
     """
     found = []
 
@@ -57,17 +57,17 @@ def open_reports(
     console: Console,
     stack: contextlib.ExitStack,
 ) -> Reports:
-    """The callbacks of `fit`. All that they write to is closed with `stack`; `files` are from `metrics_files`."""
+    """Returns the callbacks of `fit`. `stack` closes everything they write to; `files` are from `metrics_files`."""
     config, work = run.config, run_work(run)
-    writers: list[MetricsWriter] = []  # of metrics.jsonl
-    maxtext_writers: list[MetricsWriter | EventsWriter] = []  # of rows with MaxText's names
+    writers: list[MetricsWriter] = []  # writers of metrics.jsonl
+    maxtext_writers: list[MetricsWriter | EventsWriter] = []  # writers of rows with MaxText's names
     pages: list[ReportFile] = []
     stack.callback(console.end_bar)
 
     def open_metrics() -> list[int]:
         resumes = config.enable_checkpointing
         pages.append(ReportFile(run_dir.path, console.say))
-        # Called when all rows are written, also if the run fails.
+        # Called when all rows are written, even if the run fails.
         stack.callback(pages[0].write)
         writers.append(stack.enter_context(MetricsWriter(run_dir.path, begin.updates, resumes=resumes)))
         for file in files:

@@ -1,4 +1,4 @@
-"""From a configuration to its update rules, in the order in which a step applies them."""
+"""The update rules of a configuration, in the order in which a step applies them."""
 
 from collections.abc import Sequence
 
@@ -12,8 +12,9 @@ from trainer.optim.spikes import skip_spikes
 
 
 def make_rules(config, model: Model, more: Sequence[Rule] = ()) -> list[Rule]:
-    """The update rules of `config`, resolved, for `model`, and `more`. The average comes last, so that it averages the
-    final parameters of a step.
+    """Returns the update rules of `config`, resolved, for `model`, and `more`.
+
+    The parameter average comes last, so that it averages the final parameters of a step.
 
     Raises:
       UserError: a rule does not fit the model.

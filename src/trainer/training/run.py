@@ -1,4 +1,4 @@
-"""What a configuration defines on given devices: everything that runs, not yet compiled."""
+"""Everything that a configuration runs on given devices, not yet compiled."""
 
 import functools
 import math
@@ -19,31 +19,31 @@ from trainer.state import ParamShardings, set_named_sharding_nnx, table
 from trainer.state.host import Fetch
 from trainer.training.evaluate import make_evaluation
 
-# The logical axes of a batch's sizes (`objectives.Field`).
+# The logical axes of the sizes of a batch's arrays (`objectives.Field`).
 _AXES: dict[str | int, str] = {"rows": "activation_batch", "length": "activation_length"}
 
 _LENGTHS = ("activation_length", "activation_norm_length", "activation_q_length", "activation_kv_length")
 
 
 class Run(NamedTuple):
-    """What a configuration defines on given devices. Functions are jitted; nothing is allocated or compiled yet."""
+    """Everything that a configuration runs on given devices. Functions are jitted; nothing is allocated or compiled."""
 
     config: Any  # resolved and frozen
     mesh: Mesh
     rules: Rules
     codec: Codec
-    island: Any  # with DiLoCo: the Run of one island, without steps; None
+    island: Any  # with DiLoCo the Run of one island, without steps; else None
     tensors: Any  # a `state.Tensor` for every leaf of the native train state
     objective: Objective
-    state_shardings: Any  # of the native train state between steps, a tree of its structure
+    state_shardings: Any  # storage shardings of the native train state, a tree with its structure
     param_shardings: ParamShardings
     batch_shardings: dict[str, NamedSharding]
     init: Callable[..., Any]  # (params=None) -> native train state at step 0, sharded; see `init_state_fn`
-    fetch: Fetch  # inside of jit: moves the parts of a canonical train state in host memory to the device
-    trained: Callable[[Any], tuple[Any, Any]]  # inside of jit: (params, rest) to evaluate and to sample with
+    fetch: Fetch  # under jit: moves the parts of a canonical train state that are in host memory to the device
+    trained: Callable[[Any], tuple[Any, Any]]  # under jit: (params, rest) for evaluation and sampling
     update: Callable[..., Any]  # (tree, batch) -> (tree, metrics), not jitted; see `make_update`
-    metric_shardings: Any  # of the metrics of an update, a prefix of their tree
-    read: Callable[[Any, int], dict[str, Any]]  # (metrics, step) -> those of that step, on the host
+    metric_shardings: Any  # shardings of the metrics of an update, a prefix of their tree
+    read: Callable[[Any, int], dict[str, Any]]  # (metrics, step) -> the metrics of that step on the host
     step: Any = None  # jitted (state, batch) -> (state, metrics): `update` of a native train state, which is donated
     eval_step: Any = None  # jitted (state, batch, bytes per token [vocab]) -> sums
 
@@ -63,11 +63,11 @@ class Run(NamedTuple):
         return NamedSharding(self.mesh, spec([], self.rules))
 
     def abstract_args(self) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
-        """The arguments of `step`, as shapes with shardings."""
+        """Returns the arguments of `step` as shapes with shardings."""
         return set_named_sharding_nnx(self.abstract_state, self.state_shardings), self.abstract_batch(self.rows)
 
     def abstract_batch(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """A batch of `rows` rows, as shapes with shardings."""
+        """Returns a batch of `rows` rows as shapes with shardings."""
         sizes: dict[str | int, Any] = {"rows": rows, "length": self.config.max_target_length}
         return {
             name: jax.ShapeDtypeStruct(
@@ -101,7 +101,7 @@ class Run(NamedTuple):
         return self.codec.unpack(self.abstract_state).params
 
     def table(self) -> dict[str, Any]:
-        """The shardings of the train state as plain data: mesh axes of size > 1, a row per tensor, totals, warnings."""
+        """Returns the shardings of the train state as plain data: mesh axes larger than 1, rows, totals, warnings."""
         trees = self.tensors, self.abstract_state, self.state_shardings
         rows = table.rows(*trees)
         named, abstract, _ = (self.codec.unpack(tree).params for tree in trees)
@@ -114,12 +114,12 @@ class Run(NamedTuple):
         return {"mesh": axes, "tensors": rows, "totals": totals, "warnings": table.disagreements(computing)}
 
     def compile(self) -> Any:
-        """The compiled training step."""
+        """Returns the compiled training step."""
         return self.step.lower(*self.abstract_args()).compile()
 
     @property
     def step_on_leaves(self) -> Any:
-        """`step` that takes and returns the leaves of the state as a list: flattening an `nnx.State` is slow."""
+        """`step`, but the state is passed and returned as a list of leaves: flattening an `nnx.State` is slow."""
         structure: Any = jax.tree.structure(self.abstract_state)  # its stubs lack unflatten
         step = self.step.__wrapped__
 
@@ -131,21 +131,21 @@ class Run(NamedTuple):
         return _jitted(on_leaves, jax.tree.leaves(self.state_shardings), self.batch_shardings, self.metric_shardings)
 
     def compile_on_leaves(self, options: Mapping[str, Any] | None = None) -> Any:
-        """The compiled `step_on_leaves`; `options` are XLA's."""
+        """Compiles `step_on_leaves`. `options` are compiler options of XLA."""
         state, batch = self.abstract_args()
         return self.step_on_leaves.lower(jax.tree.leaves(state), batch).compile(options)
 
     def sharded(self, fn: Callable[..., Any], *, whole_rows: bool = False) -> Callable[..., Any]:
-        """`fn`, whose layers shard their arrays over this run's mesh when it is traced.
+        """Returns `fn` such that its layers shard their arrays over this run's mesh when it is traced.
 
-        With `whole_rows` no mesh axis shards the length of a row, as sampling token by token requires.
+        With `whole_rows`, no mesh axis shards the length of a row, as token-by-token sampling requires.
         """
         whole = dict.fromkeys(_LENGTHS, ()) if whole_rows else {}
         return on_this_mesh(fn, self.mesh, {**self.rules, **whole})
 
 
 def with_steps(run: Run) -> Run:
-    """`run` with `step` and `eval_step` of its other parts."""
+    """Returns `run` with `step` and `eval_step`, made from its other fields."""
     codec, fetch, update = run.codec, run.fetch, run.update
     evaluation = on_this_mesh(make_evaluation(run.objective, run.param_shardings), run.mesh, run.rules)
 
@@ -164,7 +164,7 @@ def with_steps(run: Run) -> Run:
 
 
 def batch_shardings(objective: Objective, mesh: Mesh, rules: Rules) -> dict[str, NamedSharding]:
-    """The sharding of every array of a batch of `objective`."""
+    """Returns the sharding of every array in a batch of `objective`."""
     return {
         name: NamedSharding(mesh, spec([_AXES.get(size) for size in field.shape], rules))
         for name, field in batch_fields(objective).items()
@@ -172,7 +172,7 @@ def batch_shardings(objective: Objective, mesh: Mesh, rules: Rules) -> dict[str,
 
 
 def on_this_mesh(fn: Callable[..., Any], mesh: Mesh, rules: Rules) -> Callable[..., Any]:
-    """`fn`, whose layers shard their arrays over `mesh` by `rules` when it is traced."""
+    """Returns `fn` such that its layers shard their arrays over `mesh` by `rules` when it is traced."""
 
     @functools.wraps(fn)
     def traced_there(*args: Any) -> Any:

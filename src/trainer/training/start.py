@@ -1,4 +1,4 @@
-"""The state that a run begins with: its own newest checkpoint, another run's, given parameters, or initial ones."""
+"""The state a run begins with: its own newest checkpoint, another run's state, given parameters, or initial ones."""
 
 import functools
 from collections.abc import Callable, Collection
@@ -42,9 +42,9 @@ class Start(NamedTuple):
     """The first native train state of a process, and its position in the run."""
 
     state: Any
-    updates: int = 0  # that the state holds
-    position: Any = None  # in the data; None is the beginning
-    resumed: bool = False  # this run was begun by an earlier process
+    updates: int = 0  # updates in the state
+    position: Any = None  # position in the data; None is the beginning
+    resumed: bool = False  # whether an earlier process began this run
 
 
 def start(
@@ -56,12 +56,12 @@ def start(
     schedule_given: bool,
     given: Collection[str] = (),
 ) -> Start:
-    """The state that the run begins with. Lines to `say` name its source.
+    """Returns the state that the run begins with. Lines passed to `say` name its source.
 
     Args:
-      manager: of the run's own checkpoints, which take precedence over every other source; None: it has none.
+      manager: the run's own checkpoints, which take precedence over every other source; None if there are none.
       schedule_given: see `config.check_resume`.
-      given: keys that the user set; see `checkpoint.load_parameters`.
+      given: the keys that the user set; see `checkpoint.load_parameters`.
 
     Raises:
       UserError: the requested state does not exist, is damaged, or does not fit the configuration.
@@ -107,7 +107,7 @@ def start(
 
 
 def _with_new_modules(run: Run, params: Any, say: Say) -> Any:
-    """`params`, completed with initial parameters for missing modules of multi-token prediction."""
+    """Returns `params`, completed with initial parameters for missing modules of multi-token prediction."""
     given = names_of(params)
     if len(given) == len(names_of(_abstract(run).params)):
         return params
@@ -168,8 +168,11 @@ def _restored(run: Run, path: Any, sidecar: Sidecar) -> Any:
 
 
 def _tree_of(run: Run, path: Any, sidecar: Sidecar, wanted: Any) -> Any:
-    """What the checkpoint of another run holds. If it trained another block, the configured one, which a user wrote to
-    take its place, may say what its parameters were called there: `PARAMETER_NAMES`."""
+    """Returns the content of another run's checkpoint.
+
+    If that run trained another block, a user's own block that replaces it may list the parameter names of the old block
+    in `PARAMETER_NAMES`.
+    """
     if saved_config(sidecar, path).get("decoder_block") == run.config.decoder_block:
         return restore(path, wanted)
     names = names_of_blocks(run.config)
@@ -177,9 +180,11 @@ def _tree_of(run: Run, path: Any, sidecar: Sidecar, wanted: Any) -> Any:
 
 
 def _with_fresh_optimizer(run: Run, path: Any, sidecar: Sidecar) -> Any:
-    """Parameters, step and `rest` of the checkpoint. The learning rate schedule continues from that step; all other
-    state of the optimizer and the update rules is initial. With DiLoCo the parameters are the outer ones, and `rest` is
-    the first island's."""
+    """Returns a state with parameters, step and `rest` of the checkpoint and a new optimizer state.
+
+    The learning-rate schedule continues from that step. All other state of the optimizer and the update rules is
+    initial. With DiLoCo, the parameters are the outer ones and `rest` comes from the first island.
+    """
     plain = _abstract(run.island or run)
     wanted = plain._replace(params=_abstract(run).params, opt_state=None)
     if count := islands_of(saved_config(sidecar, path)):
@@ -192,7 +197,7 @@ def _with_fresh_optimizer(run: Run, path: Any, sidecar: Sidecar) -> Any:
     fresh = run.codec.unpack(run.init(tree.params))
 
     def like(leaf: jax.Array, value: jax.Array) -> jax.Array:
-        # A copy, because the training step donates all of these buffers. Islands have one each.
+        # Copied, because the training step donates all of these buffers. Each island has its own copy.
         return jax.device_put(jnp.copy(jnp.broadcast_to(value, leaf.shape)), leaf.sharding)
 
     def begun(fresh: TrainTree) -> TrainTree:
@@ -208,7 +213,7 @@ def _with_fresh_optimizer(run: Run, path: Any, sidecar: Sidecar) -> Any:
 
 
 def _of_each(count: int, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """An array like `leaf` of each of `count` islands, on all devices that hold `leaf`."""
+    """Returns an array like `leaf` for each of `count` islands, on all devices that hold `leaf`."""
     assert isinstance(leaf.sharding, NamedSharding)
     sharding = leaf.sharding.update(spec=PartitionSpec(None, *leaf.sharding.spec))
     return jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype, sharding=sharding)

@@ -1,4 +1,4 @@
-"""One training step in data-flow order, written over TrainTree: the same for every combination."""
+"""One training step in data-flow order, written over TrainTree, so that all combinations share it."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -26,14 +26,14 @@ Batch = dict[str, jax.Array]
 
 
 class Gradients(NamedTuple):
-    """Loss, means and gradients of one batch. A mean is over loss-bearing tokens, or another weight of its term; NaN if
-    that is 0."""
+    """The loss, means and gradients of one batch. A mean is over loss-bearing tokens, or over the weight of its own
+    term; it is NaN if that weight is 0."""
 
     loss: jax.Array
-    means: dict[str, jax.Array]  # what the loss is the sum of, and what is only measured
-    tokens: jax.Array  # loss-bearing ones, int32
+    means: dict[str, jax.Array]  # the terms of the loss, and terms that are only measured
+    tokens: jax.Array  # number of loss-bearing tokens, int32
     sown: Sown
-    grads: Any  # of the trained parameters, in grad_dtype; None for the others
+    grads: Any  # gradients of the trained parameters, in grad_dtype; None for the others
 
 
 def make_gradients(
@@ -43,12 +43,13 @@ def make_gradients(
     capture: tuple[type, ...] = (),
     rules: Sequence[Rule] = (),
 ) -> Callable[[TrainTree, Batch], Gradients]:
-    """`gradients(tree, batch)`, microbatch by microbatch, with sown values of the types `capture`; the first half of a
-    training step.
+    """Returns `gradients(tree, batch)`, the first half of a training step.
+
+    It runs microbatch by microbatch and captures sown values of the types `capture`.
 
     Gradients are summed in float32 and then cast to `grad_dtype`. Parameters are resharded from storage to compute
-    sharding once, at entry; the gradients of each microbatch are resharded back immediately. `rules` say in which steps
-    they need sown values (`Rule.due`).
+    sharding once, at entry. The gradients of each microbatch are resharded to storage sharding immediately. `rules` say
+    in which steps they need sown values (`Rule.due`).
     """
     is_trained = trainable(config)
     check_captured(capture, objective.captures)
@@ -63,7 +64,7 @@ def make_gradients(
 
         def loss(trained: Any, batch: Batch) -> tuple[jax.Array, tuple[dict[str, jax.Array], Sown]]:
             sums = objective.sums(_combine(trained, frozen), tree.rest, batch, key, capture, sampled)
-            # Without weight the mean is NaN, and the step is skipped.
+            # If the weight is 0, the mean is NaN and the step is skipped.
             minimized, measured = (
                 {name: _mean(total, weights[name]) for name, total in part.items()}
                 for part in (sums.minimized, sums.measured)
@@ -82,13 +83,13 @@ def make_gradients(
 
 
 def _mean(total: jax.Array, weight: jax.Array) -> jax.Array:
-    """A term of the loss: the sum of its parts, each divided by its weight (`objectives.Sums`)."""
+    """Returns a term of the loss: the sum of its parts, each divided by its weight (`objectives.Sums`)."""
     parts = total / weight.astype(jnp.float32)
     return jnp.sum(parts) if parts.ndim else parts
 
 
 def dropout_key(config, step: jax.Array) -> jax.Array | None:
-    """The key of all dropout in update `step`; None without dropout."""
+    """Returns the key of all dropout in update `step`; None without dropout."""
     if not config.enable_dropout or not (config.dropout_rate > 0 or config.attention_dropout_rate > 0):
         return None
     return jax.random.fold_in(seed_key(config.init_weights_seed, DROPOUT), step)
@@ -102,22 +103,22 @@ def make_update(
     rules: Sequence[Rule],
     axes: Any,
 ) -> Callable[[TrainTree, Batch], tuple[TrainTree, dict[str, jax.Array]]]:
-    """`update(tree, batch) -> tree, metrics`: one training step.
+    """Returns `update(tree, batch) -> tree, metrics`: one training step.
 
     `batch` holds the fields of the objective; its rows are the global batch. The metrics are
     - float32 means over the whole batch, the norm of the gradient and the learning rate;
-    - int32 `tokens`, `skipped` (1 if the update is skipped: loss or gradients are not finite, as without loss-bearing
-      tokens, or a rule has a reason), each rule's reasons, 0 or 1, and `finite` (1 if the state is finite after the
-      step);
-    - activation statistics [layers] if they are recorded, and metrics of parameters, see `_every`;
-    - with experts, metrics of routers, see `router_metrics`.
+    - int32 `tokens`; `skipped`, 1 if the update is skipped because loss or gradients are not finite (also if there are
+      no loss-bearing tokens) or a rule has a reason to skip; each rule's reasons, 0 or 1; `finite`, 1 if the state is
+      finite after the step;
+    - activation statistics [layers] if they are recorded, and parameter metrics, see `_every`;
+    - with experts, router metrics, see `router_metrics`.
 
     Args:
       config: resolved.
-      tx: the optimizer, with the state of `rules` in its own (`optim.with_rules`). It gets gradients in the dtype of
-        their parameter.
-      objective: what to minimize.
-      shardings: of the parameters.
+      tx: the optimizer, whose state includes the state of `rules` (`optim.with_rules`). It receives each gradient in
+        the dtype of its parameter.
+      objective: the objective to minimize.
+      shardings: the shardings of the parameters.
       rules: applied after the optimizer, in order.
       axes: the logical axes of every parameter, for `parameter_metrics_period`.
     """
@@ -149,8 +150,8 @@ def make_update(
             "grad_norm": grad_norm,
             "skipped": jnp.where(accept, 0, 1),
             **{name: jnp.where(reason, 1, 0) for name, reason in reasons.items()},
-            # Finite gradients may give an update that is not: Adam without epsilon, a huge learning rate. To skip it
-            # here, the step would have to keep the old state as well as the new one (docs/experiments.md).
+            # Finite gradients may give an update that is not finite: Adam without epsilon, a huge learning rate.
+            # Skipping it here would require the step to keep both the old and the new state (docs/experiments.md).
             "finite": jnp.where(all_finite(new), 1, 0),
             "learning_rate": jnp.asarray(schedule(place_on_schedule(tree.opt_state, tree.step)), jnp.float32),
             "tokens": tokens,
@@ -167,9 +168,9 @@ def make_update(
 def _accumulated(
     fn: Callable[[Batch], tuple[Any, Sown]], types: Sequence[type], batch: Batch, parts: int
 ) -> tuple[Any, Sown]:
-    """`fn(batch) -> sums, sown` microbatch by microbatch; microbatch j of n (`parts`) takes rows j, j + n, j + 2n, ...
+    """Sums `fn(batch) -> sums, sown` over `parts` microbatches; microbatch j of n takes rows j, j + n, j + 2n, ...
 
-    A device's rows stay on it: the rows of each microbatch are sharded like the whole batch.
+    No row moves to another device: the rows of each microbatch are sharded like the whole batch.
     """
     split = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch)
 
@@ -183,10 +184,11 @@ def _accumulated(
 
 
 def _in_storage(grad: jax.Array, at: NamedSharding) -> jax.Array:
-    """A gradient in float32, sharded as its parameter is stored; on a TPU in the layout with the least padding.
+    """Returns a gradient in float32 with the storage sharding of its parameter; on a TPU in the layout with the least
+    padding.
 
-    Otherwise XLA uses the layout of the product that computed it, which doubles the size of the gradient of a matrix
-    with 64 columns per device.
+    Otherwise XLA keeps the layout of the product that computed the gradient. That layout doubles the size of the
+    gradient of a matrix with 64 columns per device.
     """
     grad = jax.lax.with_sharding_constraint(grad.astype(jnp.float32), at)
     if not on_tpu():
@@ -195,20 +197,20 @@ def _in_storage(grad: jax.Array, at: NamedSharding) -> jax.Array:
 
 
 def _held(grads: Any, dtype: jnp.dtype) -> Any:
-    """Float32 gradients in `dtype`. Without the barrier XLA may remove the cast if its result is cast back."""
+    """Casts float32 gradients to `dtype`. Without the barrier XLA may remove a cast whose result is cast back."""
     if dtype == jnp.float32:
         return grads
     return jax.lax.optimization_barrier(jax.tree.map(lambda grad: grad.astype(dtype), grads))
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """Whether no floating-point number in `tree` is NaN or infinite, a bool []."""
+    """Returns whether all floating-point numbers in `tree` are finite, a bool []."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     return functools.reduce(jnp.logical_and, [jnp.isfinite(leaf).all() for leaf in leaves], jnp.asarray(True))
 
 
 def _every(period: int, step: jax.Array, axes: Any, grads: Any, trained: Any, updates: Any) -> dict[str, jax.Array]:
-    """`parameter_metrics` in every step that is a multiple of `period`, otherwise zeros, which cost almost nothing."""
+    """Returns `parameter_metrics` in every step that is a multiple of `period`, otherwise zeros at almost no cost."""
     names, *trees = (by_name(tree) for tree in (axes, grads, trained, updates))
 
     def measured(*trees: Any) -> dict[str, jax.Array]:
@@ -221,12 +223,12 @@ def _every(period: int, step: jax.Array, axes: Any, grads: Any, trained: Any, up
 
 
 def _select(accept: jax.Array, new: Any, old: Any) -> Any:
-    """`new` if the step is accepted, else `old`: a skipped step changes nothing but the step count."""
+    """Returns `new` if the step is accepted, else `old`: a skipped step changes only the step count."""
     return jax.tree.map(lambda a, b: jnp.where(accept, a, b), new, old)
 
 
 def _partition(mask: Any, tree: Any) -> tuple[Any, Any]:
-    """`tree` twice: its leaves where `mask` holds, and the others; None stands for the missing leaves."""
+    """Splits `tree` into the leaves where `mask` is true and all other leaves. None replaces the missing leaves."""
     return (
         jax.tree.map(lambda keep, leaf: leaf if keep else None, mask, tree),
         jax.tree.map(lambda keep, leaf: None if keep else leaf, mask, tree),
@@ -234,18 +236,18 @@ def _partition(mask: Any, tree: Any) -> tuple[Any, Any]:
 
 
 def _combine(left: Any, right: Any) -> Any:
-    """The inverse of `_partition`."""
+    """Merges the two trees of `_partition`; its inverse."""
     return jax.tree.map(lambda a, b: b if a is None else a, left, right, is_leaf=lambda x: x is None)
 
 
 def _activation_statistics(totals: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Mean, standard deviation and share of zeros of each layer's output, [layers], from sums over the batch."""
+    """Returns mean, standard deviation and share of zeros of each layer's output, [layers], from batch sums."""
     statistics = {}
     for path, count in totals.items():
         stem, found, _ = path.partition("output_count")
         if not found:
             continue
-        count = jnp.maximum(count, 1)  # a batch of padding only
+        count = jnp.maximum(count, 1)  # the batch may be all padding
         mean = totals[f"{stem}output_sum"] / count
         square = totals[f"{stem}output_square_sum"] / count
         statistics[f"{stem}output_mean"] = mean

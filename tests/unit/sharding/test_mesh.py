@@ -91,7 +91,7 @@ def test_a_mesh_that_the_network_does_not_have(monkeypatch):
         raise NotImplementedError("no assignment. More words.")
 
     monkeypatch.setattr(mesh_utils, "create_device_mesh", refuse)
-    with pytest.raises(UserError, match="no such mesh, no assignment; try allow_split_physical_axes=true"):
+    with pytest.raises(UserError, match="cannot form this mesh: no assignment; try allow_split_physical_axes=true"):
         mesh_module._by_network(jax.devices(), (8,), (1,), False)
 
 
