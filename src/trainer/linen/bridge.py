@@ -12,22 +12,23 @@ from trainer.sharding import Axes
 
 
 def to_linen(make: Callable[..., nnx.Module], *args: Any, **fields: Any) -> linen.Module:
-    """The NNX module `make(*args, rngs=...)` as a Linen module with the same parameter names and logical axes."""
+    """Returns the NNX module `make(*args, rngs=...)` as a Linen module with the same parameter names and logical
+    axes."""
     return bridge.ToLinen(make, args=args, metadata_fn=_box, **fields)
 
 
 def capturing(types: tuple[type[nnx.Variable], ...], method: str = "__call__") -> Callable[..., tuple[Any, Sown]]:
-    """A method for `ToLinen`'s nnx_method: runs `method` and also returns what was sown of `types`."""
+    """Returns a method for `nnx_method` of `ToLinen`. It runs `method` and also returns the sown values of `types`."""
     return lambda module, *args: capture(module, types, method)(*args)
 
 
 def is_box(x: Any) -> bool:
-    """Whether `x` is a parameter in the box that holds its logical axis names."""
+    """Returns whether `x` is a parameter in the box that holds its logical axis names."""
     return isinstance(x, linen.Partitioned)  # LogicallyPartitioned, too
 
 
 def unboxed(parameter: Any, stacked: bool = True) -> tuple[Any, Axes]:
-    """A parameter's value and its logical axis names. `stacked`: see `layers.param.unnamed`."""
+    """Returns a parameter's value and its logical axis names. `stacked`: see `layers.param.unnamed`."""
     if is_box(parameter):
         return parameter.value, Axes(parameter.names)
     return parameter, Axes(unnamed(parameter.ndim, stacked))

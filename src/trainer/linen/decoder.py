@@ -22,7 +22,7 @@ from trainer.sharding import off_mesh
 
 
 class LinenStackDecoder(Decoder):
-    """The NNX decoder whose blocks run under `linen.scan`; their variables are held as nested `nnx.Variable`s."""
+    """An NNX decoder whose blocks run under `linen.scan`. It holds their variables as nested `nnx.Variable`s."""
 
     def make_layers(self, rngs: nnx.Rngs) -> dict[str, Any]:
         """See `Decoder.make_layers`."""
@@ -30,14 +30,14 @@ class LinenStackDecoder(Decoder):
         ids = jnp.zeros((1, 1), jnp.int32)
         context = Context(ids, ids, rows=ids[0], key=None)
         init = _stacks(initializing(self.config)).init
-        # The bridge constructs the model again within a step, with one row of one token, which no mesh divides.
+        # The bridge constructs the model again within a step, with one row of one token, which the mesh cannot divide.
         with off_mesh():
             variables = init(rngs.params(), x, None, context, (), method="run_layers")
         return {name: nnx.data(part) for name, part in _held(variables, stacked=True).items()}
 
     @classmethod
     def make_block(cls, config, block: MakeBlock, rngs: nnx.Rngs) -> Any:
-        """See `Decoder.make_block`: a Linen block as its variables."""
+        """See `Decoder.make_block`. Returns the variables of a Linen block."""
         if not is_linen(block):
             return super().make_block(config, block, rngs)
         x = jnp.zeros((1, 1, config.base_emb_dim), config.dtype)
@@ -62,22 +62,22 @@ class LinenStackDecoder(Decoder):
 
 
 def initial_decoder(config) -> type[Decoder]:
-    """The decoder that draws initial parameters: the one of all combinations, unless the blocks are Linen modules."""
+    """Returns the decoder that draws initial parameters: `Decoder`, unless the blocks are Linen modules."""
     return LinenStackDecoder if any(map(is_linen, blocks(stacks(config)))) else Decoder
 
 
 def _held(variables: Mapping[str, Any], stacked: bool) -> dict[str, Any]:
-    """Variables of Linen as nested `nnx.Variable`s; `stacked` as in `unboxed`."""
+    """Returns variables of Linen as nested `nnx.Variable`s; `stacked` as in `unboxed`."""
     params = jax.tree.map(lambda leaf: param(*unboxed(leaf, stacked)), variables["params"], is_leaf=is_box)
     buffers = jax.tree.map(Buffer, linen.unbox(variables.get(REST, {})))
     return nnx.to_pure_dict(nnx.merge_state(nnx.State(params), nnx.State(buffers)), lambda variable: variable)
 
 
 def _variables(held: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `_held`, without boxes."""
+    """Returns the inverse of `_held`, without boxes."""
     params, buffers = (nnx.to_pure_dict(part) for part in nnx.filter_state(nnx.state(held), nnx.Param, Buffer))
     return {"params": params} | ({REST: buffers} if buffers else {})
 
 
 def _stacks(config) -> Stacks:
-    return Stacks(config, parent=None)  # never a child of a Linen module that happens to be running
+    return Stacks(config, parent=None)  # never a child of a Linen module that is currently running

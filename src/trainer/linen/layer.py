@@ -1,4 +1,4 @@
-"""A block as a Linen module: an NNX block is bridged, a Linen block is used as it is."""
+"""A block as a Linen module: an NNX block is bridged, a Linen block is used directly."""
 
 from typing import Any
 
@@ -17,17 +17,17 @@ from trainer.models.families import block_class, blocks, check_calls, check_stat
 from trainer.models.transformer import Types
 from trainer.ops.random import seed_key
 
-# The collections of Linen that a block may have, each stacked.
+# The Linen collections that a block may have, each stacked.
 COLLECTIONS = ("params", REST)
 
 
 def is_linen(block: MakeBlock) -> bool:
-    """Whether a block is a user's Linen module."""
+    """Returns whether a block is a user's Linen module."""
     return not issubclass(block_class(block), nnx.Module)
 
 
 def make_layer(config: Any, block: MakeBlock, **fields: Any) -> linen.Module:
-    """One block. `fields` are those of every Linen module: name, parent."""
+    """Returns one block as a Linen module. `fields` are the fields of every Linen module: name, parent."""
     if not is_linen(block):
         return to_linen(_construct, block, config, **fields)
     if not issubclass(block_class(block), linen.Module):
@@ -49,7 +49,7 @@ def check_layer(config: Any) -> None:
 
 def _check_linen(config: Any, block: MakeBlock) -> None:
     x, ids = jnp.zeros((1, 1, config.base_emb_dim), config.dtype), jnp.zeros((1, 1), jnp.int32)
-    # With generators of both kinds: what draws from one is told of below, or draws from the key that it is given.
+    # With generators of both kinds: a block that draws from one gets an error below, or draws from its given key.
     keys = {"params": seed_key(0), "dropout": seed_key(0)}
     args = x, None, Context(ids, ids, rows=ids[0], key=None)
     variables = dict(jax.eval_shape(lambda: make_layer(config, block, parent=None).init(keys, *args)))
@@ -61,8 +61,12 @@ def _check_linen(config: Any, block: MakeBlock) -> None:
 def call_layer(
     block: linen.Module, cast_inside: bool, types: Types, number: jax.Array, x: jax.Array, *args: Any
 ) -> tuple[Any, Sown]:
-    """A layer of the rolled loop: the result of `block`, a child of the running module, for `x` and `args`, and the
-    values of `types` that it sowed. `number` is the layer's; for `cast_inside` see `layers.stack.run_stack`."""
+    """Returns, for one layer of the rolled loop, the result of `block` for `x` and `args`, and its sown values of
+    `types`.
+
+    `block` is a child of the running module. `number` is the number of the layer. For `cast_inside` see
+    `layers.stack.run_stack`.
+    """
     if isinstance(block, bridge.ToLinen):
 
         def in_loop(module, number, x, *args):
@@ -79,9 +83,10 @@ def call_layer(
 
 
 def apply_layer(block: linen.Module, types: Types, variables: Any, *args: Any) -> tuple[Any, Sown]:
-    """`call_layer` for a block without a parent, applied to `variables`, so that the unrolled loop makes no copy.
+    """Does the same as `call_layer` for a block without a parent, applied to `variables`, so that the unrolled loop
+    makes no copy.
 
-    A Linen block sows into collections with the names of the types, and draws dropout from the layer's key, which is
+    A Linen block sows into collections with the names of the types. It draws dropout from the layer's key, which is
     also in its context (the last of `args`).
     """
     if isinstance(block, bridge.ToLinen):
@@ -93,5 +98,6 @@ def apply_layer(block: linen.Module, types: Types, variables: Any, *args: Any) -
 
 
 def _last(sown: dict[str, Any]) -> dict[str, Any]:
-    """Linen's default `sow` collects all values of a name in a tuple; `layers.sown` keeps the last."""
+    """Returns the last value of each name. Linen's default `sow` collects all values of a name in a tuple, but
+    `layers.sown` keeps only the last."""
     return {path: value[-1] if isinstance(value, tuple) else value for path, value in sown.items()}

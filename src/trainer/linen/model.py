@@ -25,7 +25,7 @@ from trainer.ops.random import seed_key
 
 
 class NNXLinenDecoder(NNXModel):
-    """NNX model and train state, Linen decoder stack."""
+    """NNX model and train state with a Linen decoder stack."""
 
     decoder = LinenStackDecoder
 
@@ -39,13 +39,13 @@ class NNXLinenDecoder(NNXModel):
 
 
 class TrainState(train_state.TrainState):
-    """Flax's TrainState and `rest`, the variables of other collections than params."""
+    """Flax's TrainState with `rest`, the variables of collections other than params."""
 
     rest: Any
 
 
 class Linen:
-    """Linen model, Linen TrainState. See `backends.Model`."""
+    """Linen model and Linen TrainState. See `backends.Model`."""
 
     def __init__(self, config):
         self.config = config
@@ -56,7 +56,7 @@ class Linen:
         with tree_mode():
             init = self._make_module(initializing(config)).init
             made = jax.eval_shape(init, seed_key(0), id_bt, id_bt, id_bt, row_b)
-        boxed = {name: part for name, part in made.items() if name in COLLECTIONS}  # without what a block sows
+        boxed = {name: part for name, part in made.items() if name in COLLECTIONS}  # without sown values
         self.param_axes = jax.tree_util.tree_map_with_path(
             lambda path, leaf: unboxed(leaf, in_stack(name_of(path)))[1], boxed["params"], is_leaf=is_box
         )
@@ -111,7 +111,7 @@ class Linen:
 
 
 class Bridged(Linen):
-    """NNX model bridged into Linen, Linen TrainState."""
+    """NNX model, bridged into Linen, with a Linen TrainState."""
 
     decoder = transformer.Decoder
 
@@ -126,18 +126,18 @@ class Bridged(Linen):
 
 
 class BridgedLinenDecoder(Bridged):
-    """NNX model with a Linen decoder stack, bridged into Linen, Linen TrainState."""
+    """NNX model with a Linen decoder stack, bridged into Linen, with a Linen TrainState."""
 
     decoder = LinenStackDecoder
 
 
 def _parts(variables: Any) -> tuple[Any, Any]:
-    """The params of Linen variables, and their other collections."""
+    """Splits Linen variables into params and the other collections."""
     return variables["params"], {name: part for name, part in variables.items() if name != "params"}
 
 
 def _merged(rest: dict[str, dict]) -> dict:
-    """The collections of `rest` as one tree: canonical names do not depend on a variable's type."""
+    """Merges the collections of `rest` into one tree: canonical names do not depend on a variable's type."""
     flat = {path[1:]: leaf for path, leaf in traverse_util.flatten_dict(rest).items()}
     return traverse_util.unflatten_dict(flat)
 

@@ -19,10 +19,10 @@ from trainer.models.transformer import Types, casts_in_loop, run_stacks
 
 
 def initializing(config: Any) -> ml_collections.FrozenConfigDict:
-    """`config` for initialization, which Linen traces with one token.
+    """Returns `config` for initialization, which Linen traces with one token.
 
-    Parameters do not depend on the attention op, but kernels refuse this length. Nor do they depend on `scan_layers`:
-    the scan always makes them.
+    Parameters do not depend on the attention op, but kernels refuse this length. They do not depend on `scan_layers`
+    either: the scan always makes them.
     """
     return ml_collections.FrozenConfigDict({**config, "attention": "dot_product", "scan_layers": True})
 
@@ -39,7 +39,7 @@ class Pattern(linen.Module):
 
 
 class Stacks(linen.Module):
-    """The stacks, each with its variables stacked on axis 0 below its name, in a rolled and an unrolled loop."""
+    """The stacks. Each stack's variables are stacked on axis 0, under its name, for both rolled and unrolled loops."""
 
     config: Any
 
@@ -86,7 +86,7 @@ class Stacks(linen.Module):
 
 
 def _at(variables: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """The variables of the block at `path`; {} if it has none."""
+    """Returns the variables of the block at `path`; {} if it has none."""
     for name in path.split("/"):
         variables = variables.get(name, {})
     return variables

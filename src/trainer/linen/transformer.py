@@ -32,7 +32,7 @@ class Decoder(Stacks):
         return outer_dropout(self.config, self.decoder_norm(x), context, transformer.BEFORE_HEAD), cache
 
     def head(self, x):
-        """Logits of hidden states by a separate head."""
+        """Returns the logits of hidden states from a separate output head."""
         return self.logits_dense(x, ("activation_batch", "activation_length", "activation_vocab"))
 
 
@@ -64,7 +64,7 @@ class Transformer(linen.Module):
         return finish_logits(self.config, self.token_embedder(x, nnx_method="attend") if tied else self.decoder.head(x))
 
     def __call__(self, *args, **kwargs):
-        """Logits; the arguments are those of `hidden`."""
+        """Returns logits. The arguments are the arguments of `hidden`."""
         return self.head(self.hidden(*args, **kwargs)[0])
 
 

@@ -1,4 +1,4 @@
-"""Shared by objectives: hidden states of a batch, and log-probabilities from the head."""
+"""Functions that objectives share: hidden states of a batch, and log-probabilities from the output head."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from trainer.objectives.base import Batch
 from trainer.objectives.tiling import Tiling, in_tiles
 from trainer.ops.losses import cross_entropy
 
-Apply = Callable[..., tuple[Any, Sown, Any]]  # a model's
+Apply = Callable[..., tuple[Any, Sown, Any]]  # `backends.Model.apply`
 
 
 def hidden_states(
@@ -24,7 +24,7 @@ def hidden_states(
     capture: tuple[type[nnx.Variable], ...],
     sampled: jax.Array | None = None,
 ) -> tuple[jax.Array, Sown]:
-    """Hidden states [b, t, e] of the inputs of `batch`, and the sown values of `capture`.
+    """Returns the hidden states [b, t, e] of the inputs of `batch`, and the sown values of `capture`.
 
     `key` is for dropout. `sampled`: whether rules read sown values in this step (`layers.context`).
     """
@@ -36,8 +36,8 @@ def hidden_states(
 class TokenLogProbs(NamedTuple):
     """Statistics of the head's distribution for each token: float32 [b, t], log-probabilities in nats."""
 
-    target: jax.Array  # of the target
-    log_z: jax.Array  # the log of the softmax's normalizer
+    target: jax.Array  # log-probability of the target
+    log_z: jax.Array  # log of the softmax normalizer
     mean: jax.Array | None = None  # the mean log-probability over the vocabulary
     best: jax.Array | None = None  # the most likely token, int32; without a gradient
 
@@ -53,9 +53,10 @@ def target_log_probs(
     mean: bool = False,
     best: bool = False,
 ) -> TokenLogProbs:
-    """The head's `TokenLogProbs` for `target_bt`, from the hidden states. `mean`, `best`: also compute these fields.
+    """Returns the head's `TokenLogProbs` for `target_bt`, from the hidden states.
 
-    Computed in float32 from logits in the model's dtype; with `tiling` the logits of one tile exist at a time.
+    They are computed in float32 from logits in the model's dtype. With `tiling`, the logits of only one tile exist at a
+    time. `mean`, `best`: also compute these fields.
     """
 
     def values(params: Any, rest: Any, hidden_bte: jax.Array, target_bt: jax.Array) -> TokenLogProbs:

@@ -1,6 +1,6 @@
-"""Multi-token prediction: the loss of the next token, and of those after it (DeepSeek-V3, arXiv:2412.19437, 2.2).
+"""Multi-token prediction: the loss of the next token and of the tokens after it (DeepSeek-V3, arXiv:2412.19437, 2.2).
 
-Module k predicts, at token t, token t + k + 1 from its own hidden states (`models.mtp`), with the model's head.
+At token t, module k predicts token t + k + 1 from its own hidden states (`models.mtp`), with the model's output head.
 """
 
 import functools
@@ -21,10 +21,10 @@ from trainer.ops.ahead import shift_left, still_inside
 
 @dataclass(frozen=True)
 class MultiToken:
-    """The terms of `next_token`, and each of them for `modules` modules: mtp_loss, mtp_z_loss, ... See `Objective`.
+    """The terms of `next_token`, and the same terms for `modules` modules: mtp_loss, mtp_z_loss, ... See `Objective`.
 
-    Such a term is `scale` times the mean over the modules of each module's mean over its own tokens. Its sums and its
-    weight are arrays [modules].
+    The term of the modules is `scale` times the mean over the modules of each module's mean over its own tokens. Its
+    sums and its weight are arrays [modules].
 
     Attributes:
       evaluated: the module whose acceptance rate evaluation reports; 0: none.
@@ -72,8 +72,11 @@ class MultiToken:
         return Sums(minimized, {}, {kind.__name__: sown[kind.__name__] for kind in capture})
 
     def evaluation(self, params: Any, rest: Any, batch: Batch) -> Evaluation:
-        """See `Objective.evaluation`. With `evaluated` = k also mtp_acceptance_rate: the share, of the tokens with a
-        loss in module k, where its most likely token is the one that the model predicts k tokens later."""
+        """See `Objective.evaluation`. With `evaluated` = k, also reports mtp_acceptance_rate.
+
+        The rate is a share of the tokens that have a loss in module k: those for which the most likely token of module
+        k equals the token that the model itself predicts k tokens later.
+        """
         if not self.evaluated:
             return self.next_token.evaluation(params, rest, batch)
         hidden, sown = hidden_states(self.next_token.apply, params, rest, batch, None, self.captures)
@@ -93,11 +96,12 @@ class MultiToken:
         return Evaluation(tokens, nats, nats, {"mtp_acceptance_rate": rate})
 
     def _hidden(self, sown: Sown) -> list[jax.Array]:
-        # By name: a block may sow values of this type, too.
+        # Selected by name, because a block may sow values of this type, too.
         return [sown[MtpHidden.__name__][hidden_path(k)] for k in range(1, self.modules + 1)]
 
     def _targets(self, batch: Batch) -> Iterator[tuple[jax.Array, jax.Array]]:
-        """For each module the target of each token, and its segment, 0 where there is none: [b, t]."""
+        """Yields, for each module, the target of each token and the segment of the target, 0 if there is none: [b,
+        t]."""
         inside, target, segment = batch["inputs_segmentation"], batch["targets"], batch["targets_segmentation"]
         for _ in range(self.modules):
             inside, target, segment = still_inside(inside), shift_left(target), shift_left(segment)

@@ -13,14 +13,14 @@ from trainer.objectives.tiling import Tiling
 
 @dataclass(frozen=True)
 class NextToken:
-    """The loss of the next token over the tokens whose target belongs to a segment. See `Objective`.
+    """The next-token loss, over the tokens whose target belongs to a segment. See `Objective`.
 
     Its terms are means over these tokens:
       lm_loss: the cross entropy, -log p(target).
       z_loss: `z_loss_multiplier` times log(Z)^2 (Chowdhery et al. 2022, PaLM, arXiv:2204.02311).
-      label_smoothing_loss: `label_smoothing` times (log p(target) - the mean over the vocabulary of log p). Its sum
+      label_smoothing_loss: `label_smoothing` times (log p(target) - the mean of log p over the vocabulary). Its sum
         with lm_loss is the cross entropy with (1 - label_smoothing) x one-hot + label_smoothing x uniform (Szegedy
-        et al. 2016, arXiv:1512.00567). So lm_loss, which evaluation reports, has no smoothing.
+        et al. 2016, arXiv:1512.00567). lm_loss itself, which evaluation reports, has no smoothing.
     """
 
     apply: Apply
@@ -45,8 +45,8 @@ class NextToken:
     def token_terms(
         self, params: Any, rest: Any, hidden_bte: jax.Array, target_bt: jax.Array, *, best: bool = False
     ) -> tuple[dict[str, jax.Array], TokenLogProbs]:
-        """The terms of each token, float32 [b, t], given its hidden states; and what they are made of. A term whose
-        multiplier is 0 is left out. `best`: see `target_log_probs`."""
+        """Returns the terms of each token, float32 [b, t], given its hidden states, and the log-probabilities behind
+        them. A term whose multiplier is 0 is left out. `best`: see `target_log_probs`."""
         smoothed = self.label_smoothing != 0
         found = target_log_probs(self.apply, params, rest, hidden_bte, target_bt, self.tiling, mean=smoothed, best=best)
         terms = {"lm_loss": -found.target}
@@ -65,20 +65,20 @@ class NextToken:
         capture: Any = (),
         sampled: jax.Array | None = None,
     ) -> Sums:
-        """The terms of `token_terms`. See `Objective.sums`."""
+        """Returns the sums of the terms of `token_terms`. See `Objective.sums`."""
         hidden, sown = hidden_states(self.apply, params, rest, batch, key, capture, sampled)
         return Sums(self.terms(params, rest, hidden, batch["targets"], batch["targets_segmentation"]), {}, sown)
 
     def terms(
         self, params: Any, rest: Any, hidden_bte: jax.Array, target_bt: jax.Array, segment_bt: jax.Array
     ) -> dict[str, jax.Array]:
-        """The sums of the terms over the tokens whose target's segment is not 0."""
+        """Returns the sum of each term over the tokens whose target has a segment other than 0."""
         terms, _ = self.token_terms(params, rest, hidden_bte, target_bt)
         bears_loss = segment_bt != 0
         return {name: jnp.sum(jnp.where(bears_loss, term, 0)) for name, term in terms.items()}
 
     def evaluation(self, params: Any, rest: Any, batch: Batch) -> Evaluation:
-        """The cross entropy alone. See `Objective.evaluation`."""
+        """Returns only the cross entropy. See `Objective.evaluation`."""
         sums = self.sums(params, rest, batch, key=None)
         tokens = self.weights(batch).tokens
         nats = Mean((sums.minimized | sums.measured)["lm_loss"], tokens)

@@ -1,4 +1,4 @@
-"""From a configuration to its objective."""
+"""Makes the objective of a configuration."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from trainer.objectives.tiling import Tiling
 
 
 def make_objective(config, model: Any) -> Objective:
-    """The objective of `config`, resolved, for `model` (`backends.Model`)."""
+    """Returns the objective of `config`, resolved, for `model` (`backends.Model`)."""
     next_token = NextToken(model.apply, config.z_loss_multiplier, config.label_smoothing, make_tiling(config, model))
     objective: Objective = next_token
     if modules := config.mtp_num_layers:
@@ -24,7 +24,7 @@ def make_objective(config, model: Any) -> Objective:
 
 
 def make_tiling(config, model: Any) -> Tiling | None:
-    """How the loss is tiled; None for `num_vocab_tiling` 1."""
+    """Returns the tiling of the loss; None for `num_vocab_tiling` 1."""
     if config.num_vocab_tiling == 1:
         return None
     return Tiling(config.num_vocab_tiling, head_matrix(config), model.param_axes, jnp.dtype(config.dtype))

@@ -1,4 +1,4 @@
-"""The losses of routers of mixtures of experts, added to those of another objective."""
+"""The router losses of mixtures of experts, added to the terms of another objective."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ from trainer.config import UserError
 from trainer.layers.sown import RouterLoss
 from trainer.objectives.base import Batch, Evaluation, Field, Objective, Sums, Weights
 
-# The name of a term, and the last part of the path of what a layer sows for it.
+# The name of a term, and the last part of the path of the values that a layer sows for it.
 BALANCE, Z = ("moe_lb_loss", "load_balance"), ("router_z_loss", "z")
 KEYS = {BALANCE[0]: "load_balance_loss_weight", Z[0]: "router_z_loss_weight"}
 
 
 @dataclass(frozen=True)
 class WithRouters:
-    """The terms of `objective`, and for a weight above 0
+    """The terms of `objective`, and, if their weights are above 0,
       moe_lb_loss: `balance` times the mean over layers and rows of `ops.routing.load_balance`;
-      router_z_loss: `z` times the mean over layers and tokens of the squared logarithm of the softmax's normalizer.
+      router_z_loss: `z` times the mean over layers and tokens of the squared log of the softmax normalizer.
 
-    Rows and tokens are those that are not padding. Layers are all with a router, also in modules of multi-token
-    prediction. Evaluation has neither term.
+    Padding rows and padding tokens are left out. The mean includes all layers with a router, also in modules of
+    multi-token prediction. Evaluation has neither term.
     """
 
     objective: Objective
@@ -63,7 +63,7 @@ class WithRouters:
         own = {}
         for (term, name), weight in ((BALANCE, self.balance), (Z, self.z)):
             if weight:
-                # Of each layer, or of all layers of a stack.
+                # Values of one layer, or of all layers of a stack.
                 found = [value.reshape(-1) for path, value in sown.items() if path.rpartition("/")[2] == name]
                 if not found:
                     raise UserError(

@@ -1,6 +1,6 @@
-"""A function of hidden states, computed without the logits of all tokens at once.
+"""Computes a function of hidden states without holding the logits of all tokens at once.
 
-Shapes: b rows, t tokens of a row, e width; n tiles of c tokens of one device.
+Shapes: b rows, t tokens of a row, e width; n tiles of c tokens on each device.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,19 +18,19 @@ from trainer.layers.dense import INPUT, ROWS
 Path = tuple[str, ...]
 PerToken = Callable[[Any, Any, jax.Array, jax.Array], Any]
 
-_OVER = ("activation_batch", "activation_length")  # whose mesh axes split the tokens
-_SAME = sharding.Axes(())  # on all devices of these axes
+_OVER = ("activation_batch", "activation_length")  # the logical axes whose mesh axes shard the tokens
+_SAME = sharding.Axes(())  # replicated over these mesh axes
 
 
 @dataclass(frozen=True, eq=False)
 class Tiling:
-    """How the tokens of a device are split into tiles, and the parameters of the output head.
+    """How the tokens of a device are split into tiles, and which parameters form the output head.
 
     Attributes:
-      tiles: their number, which divides the tokens of a device.
-      matrix: canonical path of the head's matrix. What is stored next to it belongs to the head, too.
+      tiles: the number of tiles, which divides the number of tokens of a device.
+      matrix: canonical path of the head's matrix. Parameters stored next to it belong to the head, too.
       param_axes: the logical axes of the model's parameters.
-      dtype: of the head's product.
+      dtype: the dtype of the head's product.
     """
 
     tiles: int
@@ -40,15 +40,16 @@ class Tiling:
 
 
 def in_tiles(fn: PerToken, tiling: Tiling, params: Any, rest: Any, hidden_bte: jax.Array, target_bt: jax.Array) -> Any:
-    """`fn(params, rest, hidden_bte, target_bt)`, a pytree of arrays [b, t], computed tile by tile.
+    """Returns `fn(params, rest, hidden_bte, target_bt)`, a pytree of arrays [b, t], computed tile by tile.
 
-    `fn` reads only the output head's part of `params` and `rest`, and computes each token independently. The
-    result has gradients by the head's parameters and by `hidden_bte`, from a custom VJP (docs/decisions/0014): it keeps
-    these two, and its backward pass calls `fn` again for each tile. Each device sums the head's gradient over its tiles
-    in float32; devices add their sums once, after the last tile. Supports reverse mode only.
+    `fn` must read only the output head's part of `params` and `rest`, and compute each token independently. A custom
+    VJP (docs/decisions/0014) gives the result gradients with respect to the head's parameters and `hidden_bte`. It
+    saves only these two, and its backward pass calls `fn` again for each tile. Each device sums the head's gradient
+    over its tiles in float32. One all-reduce after the last tile adds the sums of the devices. Supports reverse mode
+    only.
 
     Raises:
-      UserError: the head's matrix is a pytree, as of a quantized product, and not an array.
+      UserError: the head's matrix is a pytree, as in a quantized product, and not an array.
     """
     path, matrix = tiling.matrix[:-1], tiling.matrix[-1]
     if not isinstance(found := _at(params, path)[matrix], jax.Array | np.ndarray):
@@ -73,29 +74,32 @@ def in_tiles(fn: PerToken, tiling: Tiling, params: Any, rest: Any, hidden_bte: j
 
 
 class _Tiled:
-    """Both passes. A head is the tree of its parameters, buffers that of its variables without gradients."""
+    """The forward and backward pass. A head is the tree of its parameters; buffers are its variables without
+    gradients."""
 
     def __init__(self, fn: PerToken, tiling: Tiling, params: Any, rest: Any):
-        """`params` and `rest`: shapes for the parts that `fn` does not read."""
+        """`params` and `rest` supply the shapes of the parts that `fn` does not read."""
         self.fn, self.tiling, self.params, self.rest = fn, tiling, params, rest
         self.path, self.matrix = tiling.matrix[:-1], tiling.matrix[-1]
         self.names = _at(tiling.param_axes, self.path)
         self.same_mesh = sharding.same_mesh()
 
     def forward(self, head: Any, hidden_bte: jax.Array, buffers: Any, target_bt: jax.Array) -> Any:
-        """The values of all tokens."""
+        """Returns the values of all tokens."""
         run = sharding.shard_mapped(self._forward, (_SAME, INPUT, _SAME, ROWS), ROWS, over=_OVER, check=False)
         return run(self._in_dtype(head), hidden_bte, buffers, target_bt)
 
     def backward(self, args: Any, grads: Any) -> tuple[Any, jax.Array]:
-        """The gradients of head and hidden states, given the arguments of `forward` and the gradients of the values."""
+        """Returns the gradients of the head and of the hidden states, given the arguments of `forward` and the
+        gradients of the values."""
         head, *others = args
         with self.same_mesh():  # JAX traces the backward pass later
             run = sharding.shard_mapped(
                 self._backward, (_SAME, INPUT, _SAME, ROWS, ROWS), (_SAME, INPUT), over=_OVER, check=False
             )
             sums, hidden_grad = run(self._in_dtype(head), *others, _inexact(grads))
-            # Otherwise the compiler reduces over devices late: the sums stay in memory through the backward pass.
+            # Without the barrier the compiler reduces over devices late: the sums stay in memory through the backward
+            # pass.
             sums, hidden_grad = jax.lax.optimization_barrier((self._constrained(sums), hidden_grad))
         return jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), sums, head), hidden_grad
 
@@ -104,13 +108,13 @@ class _Tiled:
         return head | {self.matrix: head[self.matrix].astype(self.tiling.dtype)}
 
     def _forward(self, head: Any, hidden_bte: jax.Array, buffers: Any, target_bt: jax.Array) -> Any:
-        """On one device, for its tokens."""
+        """Runs on one device, for its tokens."""
         head, tiles = self._constrained(head), self._cut(hidden_bte, target_bt)
         values = jax.lax.map(lambda tile: self._values(head, buffers, *tile), tiles)
         return jax.tree.map(lambda value: value.reshape(target_bt.shape), values)
 
     def _backward(self, head: Any, hidden_bte: jax.Array, buffers: Any, target_bt: jax.Array, grads: Any) -> Any:
-        """On one device, for its tokens; the head's gradient is then added over devices."""
+        """Runs on one device, for its tokens. Then adds the head's gradient over devices."""
         head = self._constrained(head)
 
         def add(sums: Any, tile: Any) -> tuple[Any, jax.Array]:
@@ -130,7 +134,7 @@ class _Tiled:
         return jax.lax.psum(sums, axes), hidden_grad.reshape(hidden_bte.shape)
 
     def _values(self, head: Any, buffers: Any, hidden_ce: jax.Array, target_c: jax.Array) -> Any:
-        """The values of one tile, arrays [c]."""
+        """Returns the values of one tile, arrays [c]."""
         params, rest = _with(self.params, self.path, head), _with(self.rest, self.path, buffers)
         return jax.tree.map(lambda value: value[0], self.fn(params, rest, hidden_ce[None], target_c[None]))
 
@@ -141,13 +145,13 @@ class _Tiled:
         return self._cut_all((sharding.constrain(hidden_bte, INPUT), target_bt))
 
     def _cut_all(self, arrays: Any) -> Any:
-        """Arrays [b, t, ...] as [n, c, ...]."""
+        """Reshapes arrays [b, t, ...] to [n, c, ...]."""
         tiles = self.tiling.tiles
         return jax.tree.map(lambda x: x.reshape(tiles, x.shape[0] * x.shape[1] // tiles, *x.shape[2:]), arrays)
 
 
 def _inexact(tree: Any) -> list[jax.Array]:
-    """The leaves with gradients."""
+    """Returns the leaves that have gradients."""
     return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
 
 
@@ -156,14 +160,14 @@ def _abstract(tree: Any) -> Any:
 
 
 def _at(tree: Any, path: Path) -> Any:
-    """The subtree of a nested dict at `path`; {} if there is none."""
+    """Returns the subtree of a nested dict at `path`; {} if there is none."""
     for name in path:
         tree = tree.get(name, {})
     return tree
 
 
 def _with(tree: Mapping[str, Any], path: Path, subtree: Any) -> Any:
-    """`tree` with `subtree` at `path`; the same tree if that is empty."""
+    """Returns `tree` with `subtree` at `path`; `tree` itself if `subtree` is empty."""
     if not path or not subtree:
         return subtree or tree
     return {**tree, path[0]: _with(tree.get(path[0], {}), path[1:], subtree)}

@@ -10,10 +10,10 @@ from trainer.optim.keys import Given
 
 
 def adafactor(keys: Any, given: Given) -> optax.GradientTransformation:
-    """Adam's second moment from sums over rows and columns (Shazeer and Stern 2018, arXiv:1804.04235).
+    """Returns Adafactor: Adam with a second moment from row and column sums (Shazeer and Stern 2018, arXiv:1804.04235).
 
-    The rows and columns are the two longest axes of an array, and thresholds and scales are norms of an array. Each
-    layer counts as an array.
+    The rows and columns are the two longest axes of an array. Thresholds and scales are norms of an array. Each layer
+    of a stacked parameter is a separate array.
     """
     tx = optax.adafactor(
         given.schedule,

@@ -1,4 +1,4 @@
-"""AdamW as Praxis computes it, with decay rates that correct the bias."""
+"""AdamW as in Praxis: the decay rates correct the bias of the moments."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ from trainer.optim.keys import Given
 
 
 def adam_pax(keys: Any, given: Given) -> optax.GradientTransformation:
-    """Adam whose moments are unbiased averages of all gradients so far, with decoupled weight decay.
+    """Returns Adam with decoupled weight decay, whose moments are unbiased averages of all gradients so far.
 
-    In update t, from 1, a moment decays by b (1 - b^(t-1)) / (1 - b^t) (Shazeer and Stern 2018, arXiv:1804.04235,
-    section 7.1). This is AdamW, apart from rounding; its state differs: what it keeps needs no further correction.
-    Both moments have the dtype of the parameters.
+    In update t, counted from 1, a moment decays by b (1 - b^(t-1)) / (1 - b^t) (Shazeer and Stern 2018,
+    arXiv:1804.04235, section 7.1). The updates equal those of AdamW up to rounding. The state differs: its moments need
+    no bias correction. Both moments have the dtype of the parameters.
     """
     return optax.chain(
         scale_by_corrected_adam(keys.adam_b1, keys.adam_b2, keys.adam_eps, keys.adam_eps_root),
@@ -24,7 +24,8 @@ def adam_pax(keys: Any, given: Given) -> optax.GradientTransformation:
 
 
 def scale_by_corrected_adam(b1: float, b2: float, eps: float, eps_root: float) -> optax.GradientTransformation:
-    """Updates mu / (sqrt(nu + eps_root) + eps), where mu and nu are the averages of `adam_pax`."""
+    """Returns the transformation to mu / (sqrt(nu + eps_root) + eps), where mu and nu are the averages of
+    `adam_pax`."""
 
     def init(params: Any) -> optax.ScaleByAdamState:
         return optax.ScaleByAdamState(
@@ -44,6 +45,6 @@ def scale_by_corrected_adam(b1: float, b2: float, eps: float, eps_root: float) -
 
 
 def _corrected(decay: float, count: jax.Array) -> jax.Array:
-    """The rate by which an average of `count` gradients decays in its last update, float32 []."""
+    """Returns the decay rate of an average in its update number `count`, float32 []."""
     t = count.astype(jnp.float32)
     return decay * (1 - decay ** (t - 1)) / (1 - decay**t)

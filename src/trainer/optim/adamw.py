@@ -9,12 +9,12 @@ from trainer.optim.keys import Given
 
 
 def adamw(keys: Any, given: Given) -> optax.GradientTransformation:
-    """Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
+    """Returns Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
     return _adamw(keys, given, nesterov=False)
 
 
 def nadamw(keys: Any, given: Given) -> optax.GradientTransformation:
-    """AdamW that looks one step of momentum ahead (Dozat 2016, "Incorporating Nesterov Momentum into Adam")."""
+    """Returns AdamW with Nesterov momentum (Dozat 2016, "Incorporating Nesterov Momentum into Adam")."""
     return _adamw(keys, given, nesterov=True)
 
 

@@ -10,30 +10,30 @@ from trainer.optim.optimizer import trainable
 from trainer.optim.rules import Rule, WithRules
 
 NAME = "ema"
-# Where the average of the parameter NAME is in a checkpoint: AVERAGE/NAME.
+# The average of the parameter NAME is stored in a checkpoint under AVERAGE/NAME.
 AVERAGE = f"opt_state/rules/{NAME}/average"
 
 
 class Average(NamedTuple):
     """The state of the rule."""
 
-    average: Any  # of the trained parameters, float32; None for the others
-    updates: jax.Array  # int32 [], how many it is the average of
+    average: Any  # averages of the trained parameters, float32; None for the others
+    updates: jax.Array  # int32 [], the number of averaged updates
 
 
 def averaging(config: Any) -> Rule:
-    """The rule that keeps the average of the trained parameters after each update.
+    """Returns the rule that averages the trained parameters after each update.
 
     With d = `ema_decay` and the parameters p_i after update i, the average after t updates is
-    sum_i d^(t - i) p_i / sum_i d^(t - i): the initial parameters are no part of it. Before the first update it is the
-    initial parameters.
+    sum_i d^(t - i) p_i / sum_i d^(t - i). It does not include the initial parameters. Before the first update, the
+    average is the initial parameters.
     """
     is_trained = trainable(config)
     log = math.log(config.ema_decay)
 
     def init(params: Any) -> Average:
         kept = jax.tree.map(
-            # A copy also of float32: no buffer is donated twice.
+            # Copies float32 parameters too, so that no buffer is donated twice.
             lambda trained, param: jnp.array(param, jnp.float32) if trained else None,
             is_trained(params),
             params,
@@ -44,7 +44,7 @@ def averaging(config: Any) -> Rule:
         del old, sown
         count = state.updates + 1
         t = count.astype(jnp.float32)
-        # (1 - d) / (1 - d^t), without the cancellation: 1 in the first update.
+        # (1 - d) / (1 - d^t) without cancellation; 1 in the first update.
         weight = math.expm1(log) / jnp.expm1(t * log)
 
         def one(average: jax.Array | None, param: jax.Array) -> jax.Array | None:
@@ -56,8 +56,8 @@ def averaging(config: Any) -> Rule:
 
 
 def averaged(tree: Any) -> Any:
-    """The parameters of a TrainTree to evaluate and to sample with: the averages, in the dtype of the parameters, where
-    its optimizer state has any."""
+    """Returns the parameters of a TrainTree for evaluation and sampling: where the optimizer state has averages, these
+    averages in the dtype of the parameters."""
     rules = tree.opt_state.rules if isinstance(tree.opt_state, WithRules) else {}
     if NAME not in rules:
         return tree.params

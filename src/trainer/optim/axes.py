@@ -1,30 +1,30 @@
-"""What a parameter is, read from its logical axes: a matrix with inputs and outputs, or a norm's scale or a bias.
+"""Classifies a parameter by its logical axes: a matrix with inputs and outputs, a norm's scale, or a bias.
 
-A side of a parameter is a group of axes that are inputs, or outputs, together: those of the heads, or any other axis by
-itself. Axes along which independent parameters are stacked belong to no side. A norm and a bias have one side at most;
-a matrix has two, its inputs first.
+A side of a parameter is a group of axes that together form inputs or outputs: the axes of the heads, or any other axis
+by itself. Axes that stack independent parameters belong to no side. A norm or a bias has at most one side. A matrix has
+two sides, with its inputs first.
 """
 
 from collections.abc import Sequence
 
 from trainer.layers.param import LAYERS
 
-# Independent matrices along any axis: layers, and projections that are fused into one array.
+# Axes that stack independent matrices: layers, and projections fused into one array.
 STACKED = frozenset((LAYERS, "qkv", "num_activations"))
-# Independent matrices along a leading axis; behind another axis it counts the outputs of a router.
+# As the leading axis it stacks independent matrices; after another axis it is the outputs of a router.
 EXPERTS = "exp"
-# Adjacent ones are one side: [heads, head_dim] is the flattened output of a projection.
+# Adjacent axes of this set form one side: [heads, head_dim] is the flattened output of a projection.
 HEADS = frozenset(("heads", "q_heads", "kv_heads", "kv", "kv_head_dim", "head_dim"))
-# Tables that are indexed, and output heads: their rows are tokens. A user's own table has no other sign.
+# Embedding tables and output heads, whose rows are tokens. This name is the only sign of a user's own table.
 VOCAB = "vocab"
 # The axis of the residual stream.
 WIDTH = "embed"
 
-Side = tuple[int, ...]  # the positions of its axes
+Side = tuple[int, ...]  # the positions of the axes of the side
 
 
 def sides(names: Sequence[str | None]) -> list[Side]:
-    """The sides of a parameter with the logical axes `names`, in their order."""
+    """Returns the sides of a parameter with the logical axes `names`, in their order."""
     found: list[Side] = []
     for i, name in enumerate(names):
         if name in STACKED or (name == EXPERTS and not found):
@@ -37,15 +37,16 @@ def sides(names: Sequence[str | None]) -> list[Side]:
 
 
 def is_matrix(names: Sequence[str | None]) -> bool:
-    """False for norms, biases and scalars."""
+    """Returns False for norms, biases and scalars."""
     return len(sides(names)) > 1
 
 
 def matrix_axes(names: Sequence[str | None]) -> tuple[Side, Side] | None:
-    """The axes of the inputs and of the outputs of a matrix inside the model.
+    """Returns the axes of the inputs and of the outputs of a matrix inside the model.
 
-    None for embeddings, output heads and routers, for what is no matrix, and where the names do not tell inputs from
-    outputs: with more than two sides, unless the residual stream is the first or the last.
+    Returns None for embeddings, output heads and routers, and for parameters that are not matrices. Also returns None
+    if the names do not distinguish inputs from outputs: with more than two sides, unless the residual stream is the
+    first or the last.
     """
     found = sides(names)
     flat = [names[i] for side in found for i in side]

@@ -1,4 +1,4 @@
-"""Applies an optimizer that treats a whole array at a time to each layer of a stacked array."""
+"""Applies an optimizer that works on whole arrays to each layer of a stacked array separately."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,13 +12,13 @@ from trainer.ops.paths import by_name, name_of
 
 
 def by_layer(tx: optax.GradientTransformation, param_axes: Any) -> optax.GradientTransformation:
-    """`tx` applied to each layer of a stacked parameter separately, as if layers were separate arrays.
+    """Returns `tx`, applied to each layer of a stacked parameter separately, as if layers were separate arrays.
 
-    `tx` treats parameters independently of each other. Its state for a parameter has the parameter's name, and is
-    stacked like the parameter.
+    `tx` must treat parameters independently of each other. Its state for a parameter must have the parameter's name and
+    be stacked like the parameter.
 
     Args:
-      param_axes: the logical axes of every parameter; `layers` is the first axis of those that are stacked.
+      param_axes: the logical axes of every parameter. A stacked parameter has `layers` as its first axis.
     """
     stacked = {name for name, axes in by_name(param_axes).items() if axes[:1] == (LAYERS,)}
 
@@ -35,7 +35,7 @@ def by_layer(tx: optax.GradientTransformation, param_axes: Any) -> optax.Gradien
         return fn(grads, state, params)
 
     def maps(params: Any) -> Iterator[tuple[Any, Any]]:
-        """The axis over which each leaf of the parameters and of the state is mapped, for each number of layers."""
+        """For each number of layers, yields the axis to map over for each leaf of the parameters and of the state."""
         layers = {name: leaf.shape[0] for name, leaf in by_name(params).items() if name in stacked}
 
         def single(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:

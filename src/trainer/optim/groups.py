@@ -1,4 +1,4 @@
-"""Learning rates of groups of parameters."""
+"""Learning rates per group of parameters."""
 
 import re
 from collections.abc import Sequence
@@ -14,11 +14,12 @@ from trainer.ops.paths import name_of
 
 
 def factors(config: Any, names: Sequence[str]) -> dict[str, float]:
-    """The factors of the learning rates of those parameters in `names` in which a pattern of `learning_rate_groups` is
-    found. The first such pattern counts.
+    """Returns the learning-rate factor of every parameter in `names` that matches a pattern of `learning_rate_groups`.
+
+    The first matching pattern counts.
 
     Raises:
-      UserError: a pattern that no parameter gets its factor from.
+      UserError: a pattern determines the factor of no parameter.
     """
     found: dict[str, float] = {}
     unused = []
@@ -34,9 +35,9 @@ def factors(config: Any, names: Sequence[str]) -> dict[str, float]:
 
 
 def in_groups(tx: optax.GradientTransformation, found: dict[str, float]) -> optax.GradientTransformation:
-    """`tx` with each update multiplied by the factor of its parameter; the state is that of `tx`.
+    """Returns `tx` with each update multiplied by the factor of its parameter. The state is the state of `tx`.
 
-    Where the last step of an optimizer is the learning rate, the factor is one of the learning rate.
+    If the last stage of an optimizer multiplies by the learning rate, the factor scales the learning rate.
     """
     if not found:
         return tx

@@ -1,4 +1,4 @@
-"""What an entry of the registry of optimizers is given."""
+"""The arguments of the optimizers in the registry."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -10,12 +10,12 @@ import optax
 from trainer.config.optimizers import TRAITS
 from trainer.ops.paths import name_of
 
-# From a tree of params to a tree of bools.
+# Maps a tree of params to a tree of bools.
 Mask = Callable[[Any], Any]
 
 
 class Given(NamedTuple):
-    """What follows from the configuration and the model, the same for every optimizer."""
+    """Values derived from the configuration and the model, the same for every optimizer."""
 
     schedule: optax.Schedule
     decayed: Mask  # True for parameters with weight decay
@@ -23,10 +23,10 @@ class Given(NamedTuple):
 
 
 def keys_of(config) -> SimpleNamespace:
-    """The keys that the configured optimizer reads, as attributes; it has no others."""
+    """Returns the keys that the configured optimizer reads, and no other keys, as attributes."""
     return SimpleNamespace(**{key: config[key] for key in TRAITS[config.opt_type].reads})
 
 
 def from_names(value: Callable[[str], Any]) -> Callable[[Any], Any]:
-    """A function from a tree to a tree of `value(name)`, by each leaf's name a/b/c."""
+    """Returns a function that maps a tree to a tree of `value(name)`, where name is the name a/b/c of each leaf."""
     return lambda tree: jax.tree_util.tree_map_with_path(lambda path, _: value(name_of(path)), tree)

@@ -14,18 +14,18 @@ from trainer.optim.adamw import nadamw
 from trainer.optim.axes import matrix_axes
 from trainer.optim.keys import Given, from_names
 
-NS_STEPS = 5  # iterations of Newton-Schulz
+NS_STEPS = 5  # Newton-Schulz iterations
 
-Dimensions = Callable[[Any], Any]  # from a tree of params to a tree of MuonDimensionNumbers
+Dimensions = Callable[[Any], Any]  # maps a tree of params to a tree of MuonDimensionNumbers
 
 
 def muon(keys: Any, given: Given) -> optax.GradientTransformation:
-    """Momentum orthogonalized by Newton-Schulz iterations (Jordan 2024, https://kellerjordan.github.io/posts/muon), as
-    `optax.contrib.muon`, with decoupled weight decay.
+    """Returns Muon: momentum orthogonalized by Newton-Schulz iterations, with decoupled weight decay (Jordan 2024,
+    https://kellerjordan.github.io/posts/muon), as in `optax.contrib.muon`.
 
-    Parameters that are no matrices inside the model (`optim.axes.matrix_axes`) get `nadamw`: optax, and MaxText with
-    it, takes Nesterov's momentum for both. Both have the same learning rate. In addition to optax's there are the dtype
-    of the iterations and weight decay masks for both.
+    Parameters that are not matrices inside the model (`optim.axes.matrix_axes`) get `nadamw`: optax, and therefore
+    MaxText, uses Nesterov momentum for both groups. Both groups have the same learning rate. Unlike optax, this
+    function lets one choose the dtype of the iterations, and has weight decay masks for both groups.
     """
     found = by_name(dimension_numbers(given.param_axes), is_leaf=_is_dims)
     dims = from_names(found.__getitem__)
@@ -41,10 +41,10 @@ def muon(keys: Any, given: Given) -> optax.GradientTransformation:
 
 
 def dimension_numbers(param_axes: Any) -> Any:
-    """The axes that make a matrix of each parameter, inputs and outputs, or None for a parameter that Muon leaves out.
+    """Returns, for each parameter, the axes of its inputs and outputs as a matrix, or None if Muon leaves it out.
 
-    They follow from logical axes alone (`optim.axes.matrix_axes`). The other axes stack matrices, which are
-    orthogonalized one by one.
+    The result depends only on logical axes (`optim.axes.matrix_axes`). The other axes stack matrices, and each matrix
+    is orthogonalized separately.
 
     Args:
       param_axes: a tree with the logical axes of a parameter, `sharding.Axes`, at each leaf.
@@ -58,7 +58,7 @@ def dimension_numbers(param_axes: Any) -> Any:
 
 
 def bias_corrected_nesterov(beta: float, dtype: Any) -> optax.GradientTransformation:
-    """The average of the gradients, without bias, as it would be if the next gradient were equal to this one."""
+    """Returns the bias-corrected average of the gradients, as it would be if the next gradient equaled this one."""
 
     def init(params: Any) -> optax.EmaState:
         return optax.EmaState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params, dtype=dtype))
@@ -78,13 +78,13 @@ def bias_corrected_nesterov(beta: float, dtype: Any) -> optax.GradientTransforma
 
 
 def orthogonalized(dims: Dimensions, dtype: jnp.dtype, eps: float) -> optax.GradientTransformation:
-    """Each matrix U S V^T of the updates as about U V^T, by five Newton-Schulz iterations in `dtype`, float32 or
-    bfloat16, with matrix products in that precision.
+    """Replaces each matrix U S V^T of the updates by approximately U V^T.
 
-    The singular values of the result are about 0.7 to 1.2, except those that are almost 0 before. `eps` is added to the
-    Frobenius norm by which a matrix is first divided.
+    Runs five Newton-Schulz iterations in `dtype`, float32 or bfloat16, with matrix products in that precision. The
+    singular values of the result are about 0.7 to 1.2, except for those that were close to 0. `eps` is added to the
+    Frobenius norm by which each matrix is first divided.
     """
-    # optax has the iterations in its momentum, which with beta=0 is the gradient.
+    # optax implements the iterations as part of its momentum. With beta=0 the momentum is the gradient.
     iterations = optax.contrib.scale_by_muon(
         ns_steps=NS_STEPS, beta=0.0, eps=eps, nesterov=False, weight_dimension_numbers=dims
     )
@@ -92,7 +92,7 @@ def orthogonalized(dims: Dimensions, dtype: jnp.dtype, eps: float) -> optax.Grad
     def update(updates: Any, params: Any = None) -> Any:
         del params
         matrices = optax.tree.cast(updates, dtype)
-        # By default a TPU multiplies float32 as bfloat16, and a GPU as TF32.
+        # By default a TPU multiplies float32 in bfloat16, and a GPU in TF32.
         with jax.default_matmul_precision(dtype.name):
             result, _ = iterations.update(matrices, iterations.init(matrices))
         return optax.tree.cast_like(result, updates)
@@ -101,8 +101,12 @@ def orthogonalized(dims: Dimensions, dtype: jnp.dtype, eps: float) -> optax.Grad
 
 
 def scaled_by_shape(dims: Dimensions, consistent_rms: float | None) -> optax.GradientTransformation:
-    """Updates times `consistent_rms` sqrt(max(inputs, outputs)) (Liu et al. 2025, arXiv:2502.16982), which makes it the
-    root mean square of an orthogonal matrix's entries; with None, times sqrt(max(1, outputs / inputs))."""
+    """Scales the updates by shape.
+
+    Multiplies by `consistent_rms` sqrt(max(inputs, outputs)) (Liu et al. 2025, arXiv:2502.16982), so that the entries
+    of an orthogonal matrix get the root mean square `consistent_rms`. With None, multiplies by sqrt(max(1, outputs /
+    inputs)).
+    """
 
     def scaled(update: jax.Array, of: MuonDimensionNumbers) -> jax.Array:
         inputs, outputs = (math.prod(update.shape[axis] for axis in axes) for axes in of)

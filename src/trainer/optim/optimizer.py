@@ -1,4 +1,4 @@
-"""From a configuration to its optimizer, and the masks of parameters."""
+"""Makes the optimizer of a configuration, and the masks of parameters."""
 
 import re
 from collections.abc import Sequence
@@ -17,7 +17,8 @@ from trainer.optim.schedule import make_schedule
 
 
 def make_optimizer(config, param_axes: Any) -> optax.GradientTransformation:
-    """Clipping, then the optimizer `opt_type`, then the factors of `learning_rate_groups`, for the trained parameters.
+    """Returns clipping, then the optimizer `opt_type`, then the factors of `learning_rate_groups`, for the trained
+    parameters.
 
     Parameters that are not trained keep their values and have no optimizer state.
 
@@ -26,7 +27,7 @@ def make_optimizer(config, param_axes: Any) -> optax.GradientTransformation:
       param_axes: the logical axes of every parameter (`backends.Model.param_axes`).
 
     Raises:
-      UserError: a mask, or the pattern of a group, matches no parameter.
+      UserError: a mask or the pattern of a group matches no parameter.
     """
     _check_masks(config, param_axes)
     given = Given(make_schedule(config), decayed(config, param_axes), param_axes)
@@ -35,7 +36,7 @@ def make_optimizer(config, param_axes: Any) -> optax.GradientTransformation:
 
 
 def _clipped(config, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`tx`, given gradients without elements beyond the value, then with a global norm of at most the threshold."""
+    """Returns `tx` after clipping: first each gradient element to the value, then the global norm to the threshold."""
     value, threshold = config.gradient_clipping_value, config.gradient_clipping_threshold
     first = [optax.clip(value)] if value else []
     first += [optax.clip_by_global_norm(threshold)] if threshold else []
@@ -48,7 +49,7 @@ def _factors(config, param_axes: Any) -> dict[str, float]:
 
 
 def _of_trained(config, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`tx` for the trained parameters alone."""
+    """Returns `tx` applied only to the trained parameters."""
     if not config.trainable_parameters_mask:
         return tx
     is_trained = trainable(config)
@@ -60,7 +61,7 @@ def _of_trained(config, tx: optax.GradientTransformation) -> optax.GradientTrans
 
 
 def _check_masks(config, param_axes: Any) -> None:
-    """Refuses a mask that matches no parameter: it would silently have no effect."""
+    """Refuses a mask that matches no parameter, because it would silently have no effect."""
     names = list(by_name(param_axes))
     mistakes = [
         f"{key}=[{','.join(config[key])}]: found in no parameter's name"
@@ -72,9 +73,9 @@ def _check_masks(config, param_axes: Any) -> None:
 
 
 def decayed(config, param_axes: Any) -> Mask:
-    """A function from the tree of params to a tree of bools: True for parameters with weight decay.
+    """Returns a function that maps the tree of params to a tree of bools: True for parameters with weight decay.
 
-    These are the matrices, by their logical axes (`optim.axes`), or those that `adamw_mask` does not match.
+    These are the matrices, by their logical axes (`optim.axes`), or the parameters that `adamw_mask` does not match.
     """
     if config.adamw_mask is None:
         found = {name: is_matrix(axes) for name, axes in by_name(param_axes).items()}
@@ -83,11 +84,11 @@ def decayed(config, param_axes: Any) -> Mask:
 
 
 def trainable(config) -> Mask:
-    """A function from the tree of params to a tree of bools: True for trained parameters."""
+    """Returns a function that maps the tree of params to a tree of bools: True for trained parameters."""
     return _matching(config.trainable_parameters_mask or [""], found=True)
 
 
 def _matching(patterns: Sequence[str], *, found: bool) -> Mask:
-    """A function from a tree to a tree of bools: `found` where a leaf's name a/b/c matches one of `patterns`."""
+    """Returns a function that maps a tree to a tree of bools: `found` if a leaf's name a/b/c matches a pattern."""
     searches = [re.compile(pattern).search for pattern in patterns]
     return from_names(lambda name: any(search(name) for search in searches) == found)

@@ -1,4 +1,4 @@
-"""QK-Clip (MuonClip in Kimi K2, arXiv:2507.20534): scales weights of queries and keys so that logits stay bounded."""
+"""QK-Clip (MuonClip in Kimi K2, arXiv:2507.20534): scales query and key weights to keep attention logits bounded."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +17,13 @@ NAME = "qk_clip"
 
 
 def qk_clip(config, param_axes: Any, layers: Mapping[str, Clipped]) -> Rule:
-    """The rule that after an update multiplies the logits of every head by eta = min(1, tau / its largest logit), where
-    tau is `qk_clip_threshold`; only after every `qk_clip_interval`-th step, from step 0 on.
+    """Returns the rule that, after an update, scales the logits of every head by eta = min(1, tau / its largest logit).
 
-    The largest logit is that of the step's forward pass, before the update, over the whole batch. Each layer states
-    which of its weights eta scales (`layers.clip`). Layers whose weights are all frozen are not clipped. The rule's
-    state, which is also its metrics, has `max_logit`, the largest of all heads in the last step that measured, and
+    tau is `qk_clip_threshold`. The rule acts in every `qk_clip_interval`-th step, starting with step 0.
+
+    The largest logit is measured in the step's forward pass, before the update, over the whole batch. Each layer
+    declares which of its weights eta scales (`layers.clip`). Layers whose weights are all frozen are not clipped. The
+    rule's state is also its metrics: `max_logit`, the largest logit of all heads in the last step that measured, and
     `clipped_heads`, the number of heads with eta < 1, which is 0 in a step that does not measure.
 
     Args:
@@ -31,7 +32,7 @@ def qk_clip(config, param_axes: Any, layers: Mapping[str, Clipped]) -> Rule:
       layers: see `models.clipped.clipped_layers`.
 
     Raises:
-      UserError: the weights of one layer are frozen in part, or those of all layers are frozen.
+      UserError: only some of the weights of a layer are frozen, or the weights of all layers are frozen.
     """
     stating, layers = set(layers), _not_frozen(config, param_axes, layers)
     tau, interval = config.qk_clip_threshold, config.qk_clip_interval
@@ -47,7 +48,7 @@ def qk_clip(config, param_axes: Any, layers: Mapping[str, Clipped]) -> Rule:
         _check_sown(stating, {path.removesuffix("/max_logit") for path in found})
         params, clipped = new.params, jnp.zeros((), jnp.int32)
         for path, layer in layers.items():
-            largest = found[f"{path}/max_logit"]  # [..., heads]; in front the axes along which layers are stacked
+            largest = found[f"{path}/max_logit"]  # [..., heads]; the leading axes stack layers
             over = largest > tau if sampled is None else sampled & (largest > tau)
             clipped += over.sum(dtype=jnp.int32)
             eta = jnp.where(over, tau / largest, 1.0)
@@ -61,12 +62,12 @@ def qk_clip(config, param_axes: Any, layers: Mapping[str, Clipped]) -> Rule:
 
 
 def scaled(params: Any, factors: Callable[[jax.Array], Any], eta: jax.Array) -> Any:
-    """The parameters of a layer after a clip.
+    """Returns the parameters of a layer after clipping.
 
     Args:
-      params: of the layer, with the axes of stacked layers in front.
-      factors: its `Clipped.logit_factors`.
-      eta: float32 [..., heads], with the same axes in front.
+      params: the layer's parameters; leading axes stack layers.
+      factors: the layer's `Clipped.logit_factors`.
+      eta: float32 [..., heads], with the same leading axes.
     """
     stacked = eta.ndim - 1
     for _ in range(stacked):
@@ -87,14 +88,14 @@ def scaled(params: Any, factors: Callable[[jax.Array], Any], eta: jax.Array) -> 
 
 
 def _replaced(params: Any, path: Sequence[str], change: Callable[[Any], Any]) -> Any:
-    """`params` with `change` made to what is at `path`."""
+    """Returns `params` with `change` applied to the subtree at `path`."""
     if not path:
         return change(params)
     return params | {path[0]: _replaced(params[path[0]], path[1:], change)}
 
 
 def _check_sown(stating: set[str], sowing: set[str]) -> None:
-    """Refuses layers of a user's block that do one thing without the other; both are sets of paths."""
+    """Refuses layers of a user's block that do only one of the two. Both arguments are sets of paths."""
     mistakes = [
         *(f"{path} defines logit_factors, but sows no max_logit" for path in sorted(stating - sowing)),
         *(f"{path} sows max_logit, but does not define logit_factors" for path in sorted(sowing - stating)),
@@ -106,7 +107,7 @@ def _check_sown(stating: set[str], sowing: set[str]) -> None:
 
 
 def _not_frozen(config, param_axes: Any, layers: Mapping[str, Clipped]) -> dict[str, Clipped]:
-    """The layers whose weights QK-Clip may scale."""
+    """Returns the layers whose weights QK-Clip may scale."""
     is_trained = trainable(config)(param_axes)
     kept, mistakes = {}, []
     for path, layer in layers.items():
@@ -133,7 +134,7 @@ def _not_frozen(config, param_axes: Any, layers: Mapping[str, Clipped]) -> dict[
 
 
 def _flags(is_trained: Any, factors: Any, path: str) -> dict[str, bool]:
-    """Whether each parameter that has a factor is trained, by its name."""
+    """Returns, by name, whether each parameter that has a factor is trained."""
     if isinstance(factors, dict):
         return {
             name: trained

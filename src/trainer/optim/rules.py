@@ -1,4 +1,4 @@
-"""Update rules: functions with state that change the train state after the optimizer."""
+"""Update rules: stateful functions that change the train state after the optimizer."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -10,11 +10,11 @@ import optax
 
 
 class Seen(NamedTuple):
-    """What a step knows of its batch before the update."""
+    """What a step knows about its batch before the update."""
 
-    loss: jax.Array  # float32 [], the whole batch's
+    loss: jax.Array  # float32 [], of the whole batch
     grad_norm: jax.Array  # float32 [], of the trained parameters, before clipping
-    step: jax.Array  # int32 [], the steps so far, with those that were skipped
+    step: jax.Array  # int32 [], the number of steps so far, including skipped ones
 
 
 def _unchanged(state: Any, old: Any, new: Any, sown: Any) -> tuple[Any, Any]:
@@ -22,21 +22,22 @@ def _unchanged(state: Any, old: Any, new: Any, sown: Any) -> tuple[Any, Any]:
 
 
 class Rule(NamedTuple):
-    """One entry of the ordered list of update rules.
+    """One entry in the ordered list of update rules.
 
     Attributes:
-      name: of its state, unique in the list.
-      init: `init(params) -> state`, a pytree of finite arrays. A part with the structure of `params` is sharded as
-        they are.
+      name: the name of the rule's state, unique in the list.
+      init: `init(params) -> state`, a pytree of finite arrays. A part with the structure of `params` is sharded like
+        `params`.
       update: `update(state, old, new, sown) -> (state, new)`, where `old` is the TrainTree before the step, and `new`
-        the one after the optimizer and the previous rules. It may replace `params` and `rest`.
-      sown: the types of sown values that it reads; the argument `sown` has their values for the whole batch.
-      metrics: from the state after a step to metrics of that step, by name; of a skipped step it is the old state.
-      observe: `observe(state, seen) -> (state, reasons)`, before the update: `reasons` are bools [] by name, and the
-        step is skipped if any is true. Then nothing changes but the step count: not the state of any rule either. Each
-        is also a metric of the step, 0 or 1. None: the rule lets every step be taken.
-      due: from the step count, int32 [], to whether the rule reads its sown values in that step, a bool []; None: in
-        every step. `update` is called in every step, but in one that is not due these values may have no meaning.
+        is the TrainTree after the optimizer and the previous rules. It may replace `params` and `rest`.
+      sown: the types of sown values that the rule reads; the argument `sown` has their values for the whole batch.
+      metrics: maps the state after a step to metrics of that step, by name. After a skipped step it gets the old state.
+      observe: `observe(state, seen) -> (state, reasons)`, called before the update. `reasons` are bools [] by name. If
+        any is true, the step is skipped: nothing changes but the step count, not even the state of a rule. Each reason
+        is also a metric of the step, 0 or 1. None: the rule never skips a step.
+      due: maps the step count, int32 [], to whether the rule reads its sown values in that step, a bool []. None: it
+        reads them in every step. `update` is called in every step, but if a step is not due, these values may be
+        meaningless.
     """
 
     name: str
@@ -51,13 +52,15 @@ class Rule(NamedTuple):
 class WithRules(NamedTuple):
     """The `opt_state` of an optimizer with rules."""
 
-    optimizer: Any  # that of optax
-    rules: dict[str, Any]  # the state of each rule, by its name
+    optimizer: Any  # optax's state
+    rules: dict[str, Any]  # the state of each rule, by the name of the rule
 
 
 def with_rules(tx: optax.GradientTransformation, rules: Sequence[Rule]) -> optax.GradientTransformation:
-    """`tx` with the state of `rules` in its own; `tx` itself if there are none. Its updates are those of `tx`: a step
-    calls `apply_rules` after them."""
+    """Returns `tx` with the state of `rules` included in its state; without rules, `tx` itself.
+
+    The updates are those of `tx`. A step calls `apply_rules` after them.
+    """
     if not rules:
         return tx
     inner = optax.with_extra_args_support(tx)
@@ -73,11 +76,10 @@ def with_rules(tx: optax.GradientTransformation, rules: Sequence[Rule]) -> optax
 
 
 def any_due(rules: Sequence[Rule], step: jax.Array) -> jax.Array | None:
-    """Whether any of `rules` reads sown values in step `step`, a bool []; None if some rule does in every step, or no
-    rule reads any.
+    """Returns whether any of `rules` reads sown values in step `step`, a bool [].
 
-    There is one answer for all types: rules with different `due` each find their values, and the step measures whenever
-    one of them is due.
+    Returns None if no rule reads any, or if some rule reads them in every step. One answer covers all types: the step
+    measures whenever one rule is due, and rules with different `due` each find their values.
     """
     found = [rule.due for rule in rules if rule.sown]
     flags = [due(step) for due in found if due is not None]
@@ -85,7 +87,8 @@ def any_due(rules: Sequence[Rule], step: jax.Array) -> jax.Array | None:
 
 
 def observed(rules: Sequence[Rule], tree: Any, seen: Seen) -> tuple[Any, dict[str, jax.Array]]:
-    """The TrainTree `tree` with what `rules` keep of this step, and all their reasons to skip it, bools [] by name."""
+    """Returns `tree` with the rules' state after `observe`, and all their reasons to skip the step, bools [] by
+    name."""
     reasons: dict[str, jax.Array] = {}
     for rule in rules:
         if rule.observe is not None:
@@ -98,7 +101,7 @@ def observed(rules: Sequence[Rule], tree: Any, seen: Seen) -> tuple[Any, dict[st
 
 
 def apply_rules(rules: Sequence[Rule], old: Any, new: Any, sown: Any) -> Any:
-    """The TrainTree `new` after all `rules`, in order."""
+    """Returns the TrainTree `new` after all `rules`, applied in order."""
     for rule in rules:
         state, new = rule.update(new.opt_state.rules[rule.name], old, new, sown)
         new = _with_state(new, rule, state)

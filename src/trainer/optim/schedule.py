@@ -8,12 +8,13 @@ import optax
 
 
 def make_schedule(config) -> optax.Schedule:
-    """Linear warm-up to `learning_rate`, then the shape of `lr_schedule_type`.
+    """Returns the schedule: linear warm-up to `learning_rate`, then the shape of `lr_schedule_type`.
 
-    Of N = `learning_rate_schedule_steps` updates the first w = N * `warmup_steps_fraction` warm up: update i, from 0,
-    runs at (i + 1) / w of the peak. From the last of them the rate falls to `learning_rate_final_fraction` of the
-    peak at update N - 1, and stays there. wsd (warm-up, stable, decay; Hu et al. 2024, arXiv:2404.06395) falls over the
-    last N * `wsd_decay_steps_fraction` updates only. If no updates remain for the decay, the rate stays at the peak.
+    The first w = N * `warmup_steps_fraction` of the N = `learning_rate_schedule_steps` updates warm up: update i,
+    counted from 0, runs at (i + 1) / w of the peak. After warm-up, the rate falls to `learning_rate_final_fraction` of
+    the peak at update N - 1, and stays there. wsd (warm-up, stable, decay; Hu et al. 2024, arXiv:2404.06395) decays
+    only over the last N * `wsd_decay_steps_fraction` updates. If no updates remain for the decay, the rate stays at the
+    peak.
     """
     peak, final = config.learning_rate, config.learning_rate * config.learning_rate_final_fraction
     length = config.learning_rate_schedule_steps
@@ -35,17 +36,17 @@ def make_schedule(config) -> optax.Schedule:
 
 
 def place_on_schedule(opt_state: Any, otherwise: jax.Array) -> jax.Array:
-    """The number of completed updates for which an optimizer asks its schedule next, int32 []. Skipped steps are not
-    among them. Of an optimizer with several parts it is that of the first: all count alike.
+    """Returns the number of completed updates that an optimizer passes to its schedule next, int32 [].
 
-    `otherwise`: for an optimizer without a schedule.
+    Skipped steps do not count. If an optimizer has several schedules, this is the count of the first; all counts are
+    equal. `otherwise` is returned for an optimizer without a schedule.
     """
     found = [node.count for node in jax.tree.leaves(opt_state, is_leaf=_counts) if _counts(node)]
     return found[0] if found else otherwise
 
 
 def on_schedule(opt_state: Any, change: Callable[[jax.Array], jax.Array]) -> Any:
-    """`opt_state` with each update count that a schedule reads replaced by `change(count)`."""
+    """Returns `opt_state` with every update count that a schedule reads replaced by `change(count)`."""
     return jax.tree.map(
         lambda node: node._replace(count=change(node.count)) if _counts(node) else node, opt_state, is_leaf=_counts
     )
@@ -56,11 +57,11 @@ def _counts(node: Any) -> bool:
 
 
 def _share(length: int, fraction: float) -> int:
-    """`fraction` of `length` updates, rounded down; 0.29 of 100 is 29 in spite of binary rounding."""
+    """Returns `fraction` of `length` updates, rounded down. 0.29 of 100 is 29 in spite of binary rounding."""
     return int(length * fraction + 1e-6)
 
 
 def _cosine(start: float, end: float, steps: int) -> optax.Schedule:
-    """Half a cosine from `start` to `end`."""
+    """Returns half a cosine from `start` to `end`."""
     wave = optax.cosine_decay_schedule(1.0, steps)  # from 1 to 0
     return lambda count: end + (start - end) * wave(count)

@@ -1,4 +1,4 @@
-"""Skipping steps whose loss or gradient norm is far above what the last steps had."""
+"""Skips steps whose loss or gradient norm is far above the recent steps."""
 
 from typing import Any, NamedTuple
 
@@ -11,23 +11,25 @@ NAME = "spikes"
 
 
 class Window(NamedTuple):
-    """The last accepted steps, in no order that matters: step i of those accepted is at i modulo the length."""
+    """The last accepted steps. Accepted step number i is stored at index i modulo the length."""
 
     loss: jax.Array  # float32 [interval]
     grad_norm: jax.Array  # float32 [interval], before clipping
-    accepted: jax.Array  # int32 [], how many steps since the statistics began
-    last: jax.Array  # int32 [], the step count of the last of them
+    accepted: jax.Array  # int32 [], accepted steps since the statistics began
+    last: jax.Array  # int32 [], the step count of the last accepted step
 
 
 def skip_spikes(config: Any) -> Rule:
-    """The rule that refuses a step if its loss or its gradient norm is above mean + `skip_step_scaling_factor` standard
-    deviations of the last `skip_step_interval` accepted steps.
+    """Returns the rule that refuses steps with a spike in the loss or in the gradient norm.
 
-    The first half interval of steps is accepted without a test. Until a whole interval is accepted, the statistics are
-    those of the steps accepted so far. A refused step does not enter them. Variances are divided by the number of
-    steps.
+    A step is refused if one of the two is above mean + `skip_step_scaling_factor` standard deviations of the last
+    `skip_step_interval` accepted steps.
 
-    After half an interval of consecutive skipped steps, for whatever reason, the next finite step is accepted and the
+    The first interval / 2 steps are accepted without a test. Until a whole interval of steps is accepted, the
+    statistics cover the steps accepted so far. A refused step does not enter them. Variances are divided by the number
+    of steps.
+
+    After interval / 2 consecutive skipped steps, for whatever reason, the next finite step is accepted and the
     statistics restart from it, because the level of the loss may have changed. So no sequence of losses stops a run.
     """
     interval, factor = config.skip_step_interval, config.skip_step_scaling_factor
@@ -53,7 +55,7 @@ def skip_spikes(config: Any) -> Rule:
 
 
 def _bound(values: jax.Array, known: jax.Array, factor: float) -> jax.Array:
-    """mean + factor * standard deviation of the `known` of `values`, float32 []."""
+    """Returns mean + factor * standard deviation of the `known` entries of `values`, float32 []."""
     count = jnp.maximum(known.sum(), 1)
     mean = jnp.where(known, values, 0).sum() / count
     variance = jnp.where(known, (values - mean) ** 2, 0).sum() / count

@@ -11,7 +11,7 @@ from flax import nnx
 from trainer import sharding
 from trainer.ops.grouped import grouped_matmul
 
-# (x, kernel) -> (x, kernel): `sharding.settle_gradient` for the matrix of the head
+# (x, kernel) -> (x, kernel): `sharding.settle_gradient` for the matrix of the output head
 Settle = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
@@ -23,9 +23,9 @@ class Product(Protocol):
 
         Args:
           inputs: the number of axes of `in`.
-          kernel: the parameter as it is stored, in its dtype; it may be a pytree, such as integers with their scales.
-          settle: None, or a function through which the two operands pass just before they are multiplied, in their
-            dtype. It concerns the gradient of the kernel; a product without one ignores it.
+          kernel: the parameter as stored, in its own dtype. It may be a pytree, such as integers with their scales.
+          settle: None, or a function to apply to the two operands just before they are multiplied, in their dtype. It
+            affects only the gradient of the kernel; a product whose kernel has no gradient ignores it.
         """
 
 
@@ -35,12 +35,16 @@ class MakeProduct(Protocol):
     def __call__(
         self, in_shape: Sequence[int], out_shape: Sequence[int], names: Sequence[str | None], *, rngs: nnx.Rngs
     ) -> Product:
-        """`names`: the logical name of each axis of the kernel [*in_shape, *out_shape]. The product may be an
-        `nnx.Module`: its parameters then belong to the model, under the name "product" next to the kernel."""
+        """Returns the product of one kernel. `names`: the logical name of each axis of the kernel
+        [*in_shape, *out_shape].
+
+        The product may be an `nnx.Module`. Its parameters then belong to the model, under the name "product" next to
+        the kernel.
+        """
 
 
 def plain(in_shape: Sequence[int], out_shape: Sequence[int], names: Sequence[str | None], *, rngs: nnx.Rngs) -> Product:
-    """`product`, for every kernel."""
+    """Returns `product`, for every kernel."""
     del in_shape, out_shape, names, rngs
     return product
 
@@ -48,8 +52,8 @@ def plain(in_shape: Sequence[int], out_shape: Sequence[int], names: Sequence[str
 def product(x: jax.Array, inputs: int, kernel: jax.Array, settle: Settle | None = None) -> jax.Array:
     """See `Product`. The kernel is cast to the dtype of `x`.
 
-    Not on a TPU, this is one product of matrices: XLA's CPU backend then transposes no copy of the operands for the
-    weight gradient. On a TPU, merged axes would need a copy into a common order (docs/decisions/0004).
+    Except on a TPU, this is one product of two matrices, so that XLA's CPU backend does not transpose a copy of the
+    operands for the weight gradient. On a TPU, merged axes would need a copy into a common order (docs/decisions/0004).
     """
     kernel = kernel.astype(x.dtype)
     if settle is not None:
@@ -62,15 +66,17 @@ def product(x: jax.Array, inputs: int, kernel: jax.Array, settle: Settle | None 
 
 
 class GroupedProduct(Protocol):
-    """Multiplies each group of rows by its own matrix, such as an expert's."""
+    """Multiplies each group of rows with its own matrix, such as an expert's."""
 
     def __call__(self, x: jax.Array, kernel: jax.Array, sizes: jax.Array | None) -> jax.Array:
-        """In the dtype of `x`: [rows, out] of rows [rows, in] in the order of their groups, of which there are `sizes`,
-        int32 [groups]; with None, [groups, rows, out] of [groups, rows, in].
+        """Returns the product in the dtype of `x`.
+
+        With `sizes`, int32 [groups], `x` is [rows, in], sorted by group, and the result is [rows, out]. With None, `x`
+        is [groups, rows, in] and the result is [groups, rows, out].
 
         Args:
-          kernel: [groups, in, out], in any dtype. Where devices share a product, it is a device's part: all groups and
-            inputs, or outputs, with which this device computes.
+          kernel: [groups, in, out], in any dtype. If several devices share a product, it is one device's part: all
+            groups, with only the inputs or the outputs with which this device computes.
         """
 
 
@@ -81,7 +87,7 @@ class MakeGrouped(Protocol):
 
 
 def plain_grouped(groups: int, in_size: int, out_size: int, names: Sequence[str | None]) -> GroupedProduct:
-    """`grouped_product`, for every kernel."""
+    """Returns `grouped_product`, for every kernel."""
     del groups, in_size, out_size, names
     return grouped_product
 
