@@ -127,7 +127,7 @@ def test_mistakes_of_an_export_to_maxtext(tmp_path, capsys):
     main([str(hf), str(out), "format=maxtext", "dtype=bfloat16", "max_target_length=77"])
     shown = capsys.readouterr().out
     assert "max_target_length=77" in shown.splitlines()[-1]
-    assert "rows longer than sliding_window_size=5 come out different" in shown
+    assert "results differ for rows longer than sliding_window_size=5" in shown
     assert "attention_type" not in shown.splitlines()[-1]
 
 

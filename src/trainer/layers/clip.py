@@ -6,19 +6,20 @@ import jax
 
 
 class Clipped(Protocol):
-    """A layer whose logits QK-Clip bounds: an NNX module anywhere in a block, or a block, NNX or Linen.
+    """A layer whose logits QK-Clip bounds: an NNX module anywhere in a block, or a block itself, NNX or Linen.
 
-    It defines the factors of its own weights, and sows `layers.sown.MaxLogit` under the name "max_logit", such as
-    `ops.max_logits.max_logits(query, key, mask, when=context.sampled)`. The class of a block
-    without attention sets `logit_factors = None`.
+    It defines scaling factors for its own weights and sows `layers.sown.MaxLogit` under the name "max_logit", for
+    example `ops.max_logits.max_logits(query, key, mask, when=context.sampled)`. The class of a block without attention
+    sets `logit_factors = None`.
     """
 
-    heads: int  # whose logits it sows
+    heads: int  # the number of heads whose logits the layer sows
 
     def logit_factors(self, eta_h: jax.Array) -> dict[str, Any]:
-        """The factors of its parameters that scale the logits of head h by eta_h, float32 [heads], at most 1.
+        """Returns the factors of the layer's parameters that scale the logits of head h by eta_h, float32 [heads], at
+        most 1.
 
-        A nested dict with names of its parameters. A factor applies to all parameters below its name, such as kernel
-        and bias. Its axes align with their last axes, and have the same length or length 1. Only the shapes of the
-        layer's arrays may be read; they may have leading axes of stacked layers.
+        The result is a nested dict with names of the layer's parameters. A factor applies to all parameters below its
+        name, such as kernel and bias. Its axes align with their last axes and have the same length or length 1. The
+        function may read only the shapes of the layer's arrays, which may have leading axes of stacked layers.
         """

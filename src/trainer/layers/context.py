@@ -1,4 +1,4 @@
-"""The arguments of every block of a stack other than its input and its cache."""
+"""The arguments that every block of a stack takes in addition to its input and its cache."""
 
 from typing import NamedTuple
 
@@ -6,14 +6,14 @@ import jax
 
 
 class Context(NamedTuple):
-    """The argument `context` of `block(x, cache, context)`. Blocks read its fields by name: more may be added."""
+    """The argument `context` of `block(x, cache, context)`. Blocks read fields by name, because more may be added."""
 
     positions: jax.Array  # int [b, t], within the segment
     segments: jax.Array  # int [b, t]; 0 is padding
     rows: jax.Array  # int [b], each row's index in the global batch
-    key: jax.Array | None  # for dropout, the layer's own; None: nothing is dropped
-    sampled: jax.Array | None = None  # bool []: whether rules read sown values now (optim.any_due); None: they do
+    key: jax.Array | None  # this layer's dropout key; None: nothing is dropped
+    sampled: jax.Array | None = None  # bool []: whether rules read sown values in this step (optim.any_due); None: yes
 
     def at(self, index: int | jax.Array) -> "Context":
-        """The context with the key of a layer, or of a dropout site within one: the key folded with `index`."""
+        """Returns the context for a layer, or for a dropout site within a layer: its key is folded with `index`."""
         return self if self.key is None else self._replace(key=jax.random.fold_in(self.key, index))

@@ -16,7 +16,7 @@ from trainer.layers.param import param
 from trainer.products import MakeProduct, Settle, plain
 
 ROWS = sharding.Axes(("activation_batch", "activation_length"))
-# The input of layers with weights, with complete rows, and the residual stream between layers.
+# The axes of the input of layers with weights, with complete rows, and of the residual stream between layers.
 INPUT = sharding.Axes((*ROWS, "activation_embed"))
 RESIDUAL = sharding.Axes(("activation_batch", "activation_norm_length", "activation_embed"))
 
@@ -41,21 +41,21 @@ class Dense(nnx.Module):
         make_product: MakeProduct = plain,
         rngs: nnx.Rngs,
     ):
-        """`names`: the logical name of each axis of the kernel, first the inputs', then the outputs'. `bias`: add one,
-        of `out_shape`. `settles`: the kernel's gradient is reduced over devices immediately
+        """`names`: the logical name of each axis of the kernel, inputs before outputs. `bias`: whether to add a bias,
+        of `out_shape`. `settles`: whether to reduce the kernel's gradient over devices immediately
         (`sharding.settle_gradient`)."""
         self.inputs = len(in_shape)
         self.settled_names = tuple(names) if settles else None
         self.dtype = dtype
         init = jax.nn.initializers.lecun_normal()
-        # The initializer takes fan-in from the second-to-last axis: draw a matrix, then shape it.
+        # The initializer takes fan-in from the second-to-last axis, so draw a matrix and reshape it.
         kernel = init(rngs.params(), (prod(in_shape), prod(out_shape)), weight_dtype)
         self.kernel = param(kernel.reshape(*in_shape, *out_shape), names)
         self.bias = param(jnp.zeros(out_shape, weight_dtype), names[len(in_shape) :]) if bias else None
         self.product = make_product(in_shape, out_shape, names, rngs=rngs)
 
     def __call__(self, x: jax.Array, out_names: Sequence[str | None]) -> jax.Array:
-        """x [..., *in_shape] -> [..., *out_shape], its axes called `out_names`."""
+        """Maps x [..., *in_shape] to [..., *out_shape], whose axes are called `out_names`."""
         settle: Settle | None = None
         if self.settled_names is not None:
             outputs = self.settled_names[self.inputs :]
@@ -71,10 +71,10 @@ TABLE = sharding.Axes(("vocab", "embed"))
 
 
 class Embed(nnx.Module):
-    """The embedding table [vocab, embed]; initial entries are standard normal.
+    """The embedding table [vocab, embed]. Initial entries are standard normal.
 
-    The table must be an array: a lookup does not go through a product, which would know a quantized container. The
-    product of a tied head (`attend`) can quantize the table when it multiplies.
+    The table must be an array, because a lookup is no product and cannot read a quantized container. The product of a
+    tied head (`attend`) can quantize the table when it multiplies.
     """
 
     def __init__(
@@ -87,21 +87,21 @@ class Embed(nnx.Module):
         make_product: MakeProduct = plain,
         rngs: nnx.Rngs,
     ):
-        """`make_product`: of the head, if the table is also the head (`attend`)."""
+        """`make_product` makes the product of the head, if the table is also the head (`attend`)."""
         self.dtype = dtype
         table = jax.random.normal(rngs.params(), (vocab, width), weight_dtype)
         self.embedding = param(table, TABLE)
         self.product = make_product([width], [vocab], TABLE[::-1], rngs=rngs)
 
     def __call__(self, id_bt: jax.Array) -> jax.Array:
-        """The rows of the table for `id_bt`: [b, t, e]."""
+        """Returns the rows of the table for `id_bt`: [b, t, e]."""
         return sharding.take(self._table(), id_bt, RESIDUAL, self.dtype, TABLE)
 
     def attend(self, x_bte: jax.Array) -> jax.Array:
-        """Logits [b, t, v]: products of `x_bte` with every row of the table."""
+        """Returns logits [b, t, v]: products of `x_bte` with every row of the table."""
 
         def settle(x_bte: jax.Array, turned_ev: jax.Array) -> tuple[jax.Array, jax.Array]:
-            # The table as it is stored: by the gradient of its transpose, a step on v5e-4 accesses 18 % more bytes.
+            # The table as stored. With the gradient of its transpose, a step on v5e-4 accesses 18 % more bytes.
             x_bte, table = sharding.settle_gradient(x_bte, turned_ev.T, TABLE, (TABLE[0], None), ROWS)
             return x_bte, table.T
 
@@ -120,7 +120,7 @@ class Embed(nnx.Module):
 
 
 class PositionEmbed(nnx.Module):
-    """A learned embedding of positions, a table [length, embed]; initial entries are standard normal."""
+    """A learned position embedding: a table [length, embed]. Initial entries are standard normal."""
 
     def __init__(self, length: int, width: int, *, dtype: jnp.dtype, weight_dtype: jnp.dtype, rngs: nnx.Rngs):
         """`length`: the number of positions."""
@@ -128,5 +128,5 @@ class PositionEmbed(nnx.Module):
         self.embedding = param(jax.random.normal(rngs.params(), (length, width), weight_dtype), TABLE)
 
     def __call__(self, position_bt: jax.Array) -> jax.Array:
-        """The rows of the table for `position_bt`: [b, t, e]."""
+        """Returns the rows of the table for `position_bt`: [b, t, e]."""
         return sharding.take(self.embedding.get_value(), position_bt, RESIDUAL, self.dtype, TABLE)

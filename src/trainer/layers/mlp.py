@@ -27,9 +27,10 @@ HIDDEN = sharding.Axes((*ROWS, "activation_mlp"))
 
 
 class MLP(nnx.Module):
-    """The elementwise product of `activations`, each applied to its own projection of the input, projected back to the
-    input's width: [b, t, width] -> [b, t, width]. ("silu", "linear") gives the gated unit SwiGLU (Shazeer 2020,
-    arXiv:2002.05202), one activation the plain MLP.
+    """Projects the input once per activation in `activations`, applies each activation to its projection, multiplies
+    the results elementwise, and projects back to the input's width: [b, t, width] -> [b, t, width].
+
+    ("silu", "linear") is the gated unit SwiGLU (Shazeer 2020, arXiv:2002.05202). A single activation is the plain MLP.
 
     The input projections are named wi_0, wi_1, ... (wi if there is only one), the output projection wo, and the
     optional norm of the input mlp_layer_norm.
@@ -49,7 +50,7 @@ class MLP(nnx.Module):
         make_product: MakeProduct = plain,
         rngs: nnx.Rngs,
     ):
-        """`bias`: of the projections. `norm`: of the input."""
+        """`bias`: whether projections have a bias. `norm`: makes the norm of the input."""
         dense = functools.partial(
             Dense, dtype=dtype, weight_dtype=weight_dtype, bias=bias, make_product=make_product, rngs=rngs
         )

@@ -8,7 +8,7 @@ from trainer.layers.param import param
 
 
 class RMSNorm(nnx.Module):
-    """Divide by the root of the mean square over the last axis, times a learned scale (Zhang and Sennrich 2019,
+    """Divides by the root mean square over the last axis and multiplies by a learned scale (Zhang and Sennrich 2019,
     arXiv:1910.07467). Computed in float32, returned in `dtype`."""
 
     def __init__(self, width: int, *, epsilon: float, dtype: jnp.dtype, weight_dtype: jnp.dtype):
@@ -23,8 +23,11 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """Subtract the mean over the last axis, divide by the standard deviation, times 1 + scale, plus bias (Ba et al.
-    2016, arXiv:1607.06450). Scale and bias are learned and begin at zero. Computed in float32, returned in `dtype`."""
+    """Subtracts the mean over the last axis, divides by the standard deviation, multiplies by 1 + scale and adds a bias
+    (Ba et al. 2016, arXiv:1607.06450).
+
+    Scale and bias are learned and start at zero. Computed in float32, returned in `dtype`.
+    """
 
     def __init__(self, width: int, *, epsilon: float, dtype: jnp.dtype, weight_dtype: jnp.dtype):
         self.epsilon = epsilon

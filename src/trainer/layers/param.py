@@ -5,17 +5,19 @@ from collections.abc import Sequence
 import jax
 from flax import nnx
 
-LAYERS = "layers"  # the logical axis along which a stack's layers lie, the first of their parameters
+LAYERS = "layers"  # the logical axis that stacks the layers of a stack: the first axis of its parameters
 
 
 def param(value: jax.Array, names: Sequence[str | None]) -> nnx.Param:
-    """A parameter whose axes have the logical `names`, which `sharding/` reads. It needs no mesh."""
+    """Returns a parameter whose axes have the logical `names`, which `sharding/` reads. It needs no mesh."""
     return nnx.Param(value, out_sharding=tuple(names), eager_sharding=False)
 
 
 def unnamed(ndim: int, stacked: bool) -> tuple[str | None, ...]:
-    """The logical names of a parameter without names, which only a user's block has. `stacked`: it is in a
-    stack, where layers are on the first axis."""
+    """Returns the logical names of a parameter that has none, which occurs only in a user's block.
+
+    `stacked`: whether it belongs to a stack, so that its first axis is layers.
+    """
     return (LAYERS, *[None] * (ndim - 1)) if stacked else (None,) * ndim
 
 

@@ -1,9 +1,9 @@
-"""What a checkpointed block keeps for its backward pass, by the names that layers give their tensors.
+"""Which named tensors a checkpointed block keeps for its backward pass.
 
-Layers name them with `jax.ad_checkpoint.checkpoint_name`. Every policy keeps a block's input, and of the named tensors
-only those that the backward pass reads: mlpwo is only added to the residual stream, so no policy spends memory on it.
-Every policy keeps the cos/sin tables of RoPE, the same in every layer: once, outside of a rolled loop; in an unrolled
-loop the compiler merges them.
+Layers name tensors with `jax.ad_checkpoint.checkpoint_name`. Every policy keeps a block's input. Of the named tensors,
+policies list only those that the backward pass reads: mlpwo, for example, is only added to the residual stream, so no
+policy spends memory on it. Every policy also keeps the cos/sin tables of RoPE, which are the same in every layer. A
+rolled loop keeps them once, outside of the loop; in an unrolled loop the compiler merges them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from trainer.ops.rope import ROTATION
 # The second argument of jax.checkpoint.
 Policy = Callable[..., Any]
 
-# remat_policy -> what is kept on the device in addition to the block's input.
+# For each remat_policy, the tensors kept on the device in addition to the block's input.
 KEPT: dict[str, tuple[str, ...]] = {
     "full": (),
     "minimal": PROJECTIONS,
@@ -31,30 +31,30 @@ KEPT: dict[str, tuple[str, ...]] = {
     "save_qkv_proj": QKV,
     "save_out_proj": ("out_proj",),
 }
-# remat_policy -> what is kept in pinned host memory.
+# For each remat_policy, the tensors kept in pinned host memory.
 OFFLOADED: dict[str, tuple[str, ...]] = {"qkv_proj_offloaded": QKV, "minimal_offloaded": PROJECTIONS}
 
 
 def _with(own: Sequence[str], tensors: tuple[str, ...]) -> tuple[str, ...]:
-    """`tensors`, and a family's `own` if they include all projections."""
+    """Returns `tensors`, and also a family's `own` projections if `tensors` includes all PROJECTIONS."""
     return (*tensors, *own) if set(PROJECTIONS) <= set(tensors) else tensors
 
 
 def offloaded(name: str, choices: Mapping[str, str], own: Sequence[str] = ()) -> tuple[str, ...]:
-    """The tensors that are offloaded to pinned host memory; the arguments are those of `make_policy`."""
+    """Returns the tensors that are offloaded to pinned host memory. See `make_policy` for the arguments."""
     if name == "custom":
         return tuple(tensor for tensor, choice in choices.items() if choice == "offload")
     return _with(own, OFFLOADED.get(name, ()))
 
 
 def make_policy(name: str, choices: Mapping[str, str], own: Sequence[str] = ()) -> Policy | None:
-    """The policy of `jax.checkpoint` for a block, or None if no block is checkpointed.
+    """Returns the policy of `jax.checkpoint` for a block, or None if no block is checkpointed.
 
     Args:
       name: none, custom, or a key of KEPT or OFFLOADED.
       choices: for custom, what to do with each tensor (`config.remat.TENSORS`): remat, device or offload.
-      own: a family's names of projections, in addition to PROJECTIONS. A policy that keeps all of those also
-        keeps these.
+      own: a family's names of projections, in addition to PROJECTIONS. A policy that keeps all PROJECTIONS also keeps
+        these.
     """
     if name == "none":
         return None

@@ -1,6 +1,6 @@
-"""Extra results of a layer: sown values. The type of a value says how it combines across microbatches.
+"""Sown values: extra results of a layer. The type of a value determines how it combines across microbatches.
 
-A layer sows with `sow`, which has no effect unless the caller captures that type. A stack returns each value with the
+A layer sows with `sow`, which has no effect unless the caller captures that type. A stack returns each value with
 layers on axis 0.
 """
 
@@ -15,15 +15,15 @@ from flax import nnx
 Sown = Mapping[str, Mapping[str, jax.Array]]
 
 
-_names: set[str] = set()  # of all sown types
+_names: set[str] = set()  # names of all sown types
 
 
 class SownValue(nnx.Variable):
-    """The base of all sown types, also of users' own. NNX blocks sow with `sow`, Linen blocks into the collection
-    with the name of the type.
+    """The base class of all sown types, including users' own. NNX blocks sow with `sow`; Linen blocks sow into the
+    collection with the name of the type.
 
-    A type that a training step can return has a static method `combine(values, axis=0)`, which joins the values of
-    microbatches, on axis 0, to that of the whole batch.
+    A type that a training step can return has a static method `combine(values, axis=0)`, which combines the values of
+    microbatches, along axis 0, into the value of the whole batch.
     """
 
     def __init_subclass__(cls) -> None:
@@ -32,33 +32,35 @@ class SownValue(nnx.Variable):
 
 
 class Total(SownValue):
-    """A sum over the rows and tokens of a batch: the values of microbatches add up."""
+    """A sum over the rows and tokens of a batch. Values of microbatches are added."""
 
     combine = staticmethod(jnp.sum)
 
 
 class Maximum(SownValue):
-    """A maximum over the rows and tokens of a batch: the largest value of all microbatches."""
+    """A maximum over the rows and tokens of a batch. Microbatches combine by the maximum."""
 
     combine = staticmethod(jnp.max)
 
 
 class MaxLogit(SownValue):
-    """The largest attention logit of each head, [heads], that a layer with `logit_factors` (`layers.clip`) sows as
-    "max_logit": the largest of all microbatches."""
+    """The largest attention logit of each head, [heads]. Microbatches combine by the maximum.
+
+    A layer with `logit_factors` (`layers.clip`) sows it as "max_logit".
+    """
 
     combine = staticmethod(jnp.max)
 
 
 class RouterLoss(SownValue):
-    """A sum over the rows or tokens of a batch of a loss of a router (`layers.moe`), a scalar, which the objective
-    adds to its own (`objectives.router`)."""
+    """A router loss (`layers.moe`), summed over the rows or tokens of a batch, a scalar. The objective adds it to its
+    own loss (`objectives.router`)."""
 
     combine = staticmethod(jnp.sum)
 
 
 class RouterCount(SownValue):
-    """A sum over the tokens of a batch that says how a router works, for metrics: see `layers.moe`."""
+    """A statistic of a router, summed over the tokens of a batch, for metrics; see `layers.moe`."""
 
     combine = staticmethod(jnp.sum)
 
@@ -68,12 +70,14 @@ class Activation(SownValue):
 
 
 class MtpHidden(SownValue):
-    """Hidden states [b, t, e] of a module of multi-token prediction (`models.mtp`), which the objective needs. The
-    modules run only where this type is captured. It has no `combine`, either."""
+    """Hidden states [b, t, e] of a module of multi-token prediction (`models.mtp`), which the objective needs.
+
+    The modules run only if this type is captured. Like `Activation`, it has no `combine`.
+    """
 
 
 def type_names() -> frozenset[str]:
-    """The names of all sown types, a user's too."""
+    """Returns the names of all sown types, including users' own."""
     return frozenset(_names)
 
 
@@ -81,11 +85,11 @@ def check_captured(types: Iterable[type[nnx.Variable]], of_objective: Iterable[t
     """Checks the types that a training step captures.
 
     Args:
-      types: those whose values it returns.
-      of_objective: those that only the objective reads (`objectives.Objective.captures`).
+      types: the types whose values the step returns.
+      of_objective: the types that only the objective reads (`objectives.Objective.captures`).
 
     Raises:
-      ValueError: a type is no SownValue, two types have the same name, or values of one of `types` do not combine
+      ValueError: a type is not a SownValue, two types have the same name, or values of one of `types` do not combine
         across microbatches.
     """
     types, both = list(types), list(dict.fromkeys((*types, *of_objective)))
@@ -107,19 +111,19 @@ def combined(types: Iterable[type[nnx.Variable]], sown: Sown) -> Sown:
 
 
 def captures(module: nnx.Module, variable_type: type[nnx.Variable]) -> bool:
-    """Whether the caller captures values of that type: otherwise a module need not compute them."""
+    """Returns whether the caller captures values of that type. If not, the module need not compute them."""
     # nnx.capture sets __captures__ on the modules it captures; flax warns about a sow without it.
     return any(type(captured) is variable_type for captured in getattr(module, "__captures__", ()))
 
 
 def sow(module: nnx.Module, variable_type: type[nnx.Variable], name: str, value: jax.Array) -> None:
-    """Make `value` an extra result of `module`, which replaces an earlier one of the same name."""
+    """Makes `value` an extra result of `module`. It replaces an earlier value with the same name."""
     if captures(module, variable_type):
         module.sow(variable_type, name, value, reduce_fn=lambda _, new: new, init_fn=lambda: None)
 
 
 def with_output(sown: Sown, types: tuple[type[nnx.Variable], ...], x: jax.Array) -> Sown:
-    """`sown` of a block and, if activations are captured, its result `x`."""
+    """Returns `sown`, the sown values of a block, with its result `x` added if activations are captured."""
     name = Activation.__name__
     return {**sown, name: {**sown.get(name, {}), "output": x}} if Activation in types else sown
 
@@ -127,7 +131,7 @@ def with_output(sown: Sown, types: tuple[type[nnx.Variable], ...], x: jax.Array)
 def capture(
     module: nnx.Module, types: tuple[type[nnx.Variable], ...], method: str = "__call__"
 ) -> Callable[..., tuple[Any, Sown]]:
-    """`module.method`, which returns its result and the values of `types` that it sowed."""
+    """Returns a function that runs `module.method` and returns its result and the sown values of `types`."""
 
     def call(*args: Any) -> tuple[Any, Sown]:
         if not types:

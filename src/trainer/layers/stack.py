@@ -1,7 +1,7 @@
 """Stacks of blocks: the loop over layers and its rematerialization.
 
-A decoder is a list of stacks. Each has its own loop, and its parameters are stacked on axis 0 whether the loop is
-rolled or unrolled: `scan` decides how the loop is compiled, not the names of parameters.
+A decoder is a list of stacks. Each stack has its own loop. Its parameters are stacked on axis 0 whether the loop is
+rolled or unrolled: `scan` determines how the loop is compiled, not the names of parameters.
 """
 
 import functools
@@ -22,15 +22,15 @@ from trainer.layers.param import LAYERS
 from trainer.layers.remat import Policy
 from trainer.layers.sown import Sown, capture, with_output
 
-# Makes a block: a class, or a partial of one.
+# Makes a block: a class, or a `functools.partial` of one.
 MakeBlock = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Stack:
-    """An entry of a decoder: the pattern `blocks`, repeated `count` times, with its parameters stacked below `name`.
+    """An entry of a decoder: the pattern `blocks`, repeated `count` times, with its parameters stacked under `name`.
 
-    The blocks of a pattern of several are called layers_0, layers_1, ... below it.
+    If the pattern has several blocks, they are named layers_0, layers_1, ... under `name`.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Stack:
 
     @property
     def layers(self) -> int:
-        """How many layers it has."""
+        """The number of layers."""
         return self.count * len(self.blocks)
 
     @property
@@ -48,14 +48,14 @@ class Stack:
         return [self.name] if len(self.blocks) == 1 else [f"{self.name}/layers_{i}" for i in range(len(self.blocks))]
 
     def modules(self, module: Any) -> list[Any]:
-        """The module of each block in `module`, that of the stack."""
+        """Returns the module of each block, given the module of the stack."""
         if len(self.blocks) == 1:
             return [module]
         return [getattr(module, f"layers_{i}") for i in range(len(self.blocks))]
 
 
 class Pattern(nnx.Module):
-    """Blocks that follow one another, as one: layers_0, layers_1, ..."""
+    """Consecutive blocks as one module: layers_0, layers_1, ..."""
 
     def __init__(self, blocks: Sequence[MakeBlock], *args: Any):
         for i, block in enumerate(blocks):
@@ -63,8 +63,10 @@ class Pattern(nnx.Module):
 
 
 def make_stack(blocks: Sequence[MakeBlock], count: int, rngs: nnx.Rngs) -> nnx.Module:
-    """The pattern of `blocks`, each made by `block(rngs)`, `count` times as one module, whose parameters have a leading
-    axis of the logical name LAYERS."""
+    """Returns one module with `count` repetitions of the pattern of `blocks`, each made by `block(rngs)`.
+
+    Its parameters have a leading axis with the logical name LAYERS.
+    """
 
     @nnx.vmap(in_axes=0, out_axes=0)
     @nnx.transform_metadata(in_axes=0, out_axes=0, partition=LAYERS)
@@ -75,12 +77,13 @@ def make_stack(blocks: Sequence[MakeBlock], count: int, rngs: nnx.Rngs) -> nnx.M
 
 
 def cast_in_loop(block: Any, index: jax.Array, dtype: jnp.dtype) -> Any:
-    """`block`, a module or its state, with the same values, so that XLA cannot move casts to `dtype` out of the loop.
+    """Returns `block`, a module or its state, with equal values, such that XLA cannot move casts to `dtype` out of the
+    loop.
 
-    If a loop over stacked float32 weights casts them to bfloat16 inside, XLA's TPU compiler casts all layers before the
-    loop, keeps them through the step, and transposes them in float32 to the layout that the products inside prefer.
-    Here the cast value depends on the loop's `index`, so it stays inside, and the layout is fixed to row-major. A
-    product with one is exact, so no bit changes.
+    If a loop over stacked float32 weights casts them to bfloat16 inside, XLA's TPU compiler moves the casts of all
+    layers before the loop, keeps the results through the step, and transposes them in float32 to the layout that the
+    products inside prefer. Here the cast value depends on the loop's `index`, so the cast stays inside, and the layout
+    is fixed to row-major. A product with one is exact, so no bit changes.
     """
     one = jnp.where(index < 0, 0.0, 1.0)
 
@@ -93,11 +96,11 @@ def cast_in_loop(block: Any, index: jax.Array, dtype: jnp.dtype) -> Any:
 
 
 class Loop(NamedTuple):
-    """The arguments of a loop over the layers of a stack, the same for NNX and Linen.
+    """The arguments of a loop over the layers of a stack, shared by NNX and Linen.
 
     Attributes:
       stack: the stack.
-      first: the number of its first layer in the model.
+      first: the number of the stack's first layer in the model.
       context: layer i of the model gets `context.at(i)`.
       types: sown types to capture.
       filled: see `layers.cache`.
@@ -110,14 +113,14 @@ class Loop(NamedTuple):
     filled: bool = False
 
     def numbers(self) -> list[jax.Array]:
-        """For each block of the pattern, the numbers [count] of its layers."""
+        """Returns, for each block of the pattern, the numbers [count] of its layers."""
         period = len(self.stack.blocks)
         return [jnp.arange(self.first + i, self.first + self.stack.layers, period) for i in range(period)]
 
     def layer(self, call: Callable[..., Any], x: jax.Array, entries: Any, number: jax.Array) -> tuple[Any, Any, Sown]:
-        """Runs one layer: returns x, the entries of the stack's cache, and the sown values.
+        """Runs one layer. Returns x, the entries of the stack's cache, and the sown values.
 
-        `call(x, cache, context) -> (x, cache), sown` runs its block.
+        `call(x, cache, context) -> (x, cache), sown` runs the block of the layer.
         """
         x = checkpoint_name(x, LAYER_INPUT)
         cache = None
@@ -127,8 +130,10 @@ class Loop(NamedTuple):
         return x, None if cache is None else cache.entries, with_output(sown, self.types, x)
 
     def turn(self, layers: Sequence[Callable[..., Any]], carry: tuple[Any, Any], numbers: Any) -> tuple[Any, Sown]:
-        """One iteration of the loop, which carries x and the caches: runs `layers`, each called as
-        `layer(x, entries, number)`, in order."""
+        """Runs one iteration of the loop: the `layers` in order, each called as `layer(x, entries, number)`.
+
+        The loop carries x and the caches.
+        """
         x, entries = carry
         after: list[Any] = []
         sown: dict[str, dict[str, jax.Array]] = {it.__name__: {} for it in self.types}
@@ -151,19 +156,20 @@ def run_stack(
     remat: Policy | None,
     cast_inside: bool = False,
 ) -> tuple[jax.Array, Sequence[Any], Sown]:
-    """Apply the layers of a stack in order.
+    """Applies the layers of a stack in order.
 
     Args:
       apply: for each block of the pattern, `apply(*variables, x, cache, context) -> (x, cache), sown` of one layer.
-      variables: the stacked variables, parameters and others apart: of either those of each block.
+      variables: the stacked variables: parameters, and separately all others; each is a list with one entry per block
+        of the pattern.
       x: the first block's input.
-      entries: the stacked cache of each, or None.
-      scan: roll the loop, or unroll it.
+      entries: the stacked cache of each block of the pattern, or None.
+      scan: whether to roll the loop or to unroll it.
       remat: what each layer keeps for its backward pass (`layers.remat.make_policy`); None: everything.
-      cast_inside: a rolled loop casts its weights inside (`cast_in_loop`).
+      cast_inside: whether a rolled loop casts its weights inside (`cast_in_loop`).
 
     Returns:
-      the last block's x, the new caches, and the sown values with a leading axis of iterations.
+      The last block's x, the new caches, and the sown values with a leading axis of iterations.
     """
 
     def bound(block: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,7 +179,7 @@ def run_stack(
 
             return loop.layer(call, x, entries, number)
 
-        # Each layer separately, so that the backward pass of a pattern holds the temporaries of one layer.
+        # Each layer is checkpointed separately, so that the backward pass of a pattern holds temporaries of one layer.
         return layer if remat is None else jax.checkpoint(layer, prevent_cse=not scan, policy=remat)
 
     layers = [bound(block) for block in apply]
@@ -202,9 +208,10 @@ def run_layer(
     types: tuple[type[nnx.Variable], ...],
     remat: Policy | None,
 ) -> tuple[jax.Array, Sown]:
-    """Apply a layer outside of the stacks: its x, and what it sowed. It has no cache.
+    """Applies a layer outside of the stacks. Returns x and its sown values. The layer has no cache.
 
-    `call(variables, x, cache, context) -> (x, cache), sown`; `context` is the layer's own; `remat` as in `run_stack`.
+    `call(variables, x, cache, context) -> (x, cache), sown` runs the layer. `context` is the layer's own context. For
+    `remat` see `run_stack`.
     """
 
     def layer(variables: Any, x: jax.Array) -> tuple[jax.Array, Sown]:
@@ -216,15 +223,15 @@ def run_layer(
 
 
 def run_module(module: nnx.Module, *args: Any) -> tuple[jax.Array, Sown]:
-    """`run_layer` of a block; `args` are its x, context, types and remat."""
+    """Calls `run_layer` for a block. `args` are x, context, types and remat."""
     graphdef, *variables = nnx.split(module, nnx.Param, ...)
     types = args[2]
     return run_layer(lambda held, *given: capture(nnx.merge(graphdef, *held), types)(*given), variables, *args)
 
 
 def run_modules(loop: Loop, module: nnx.Module, x: jax.Array, entries: Sequence[Any], **how: Any) -> Any:
-    """`run_stack` of `module`, which `make_stack` made."""
-    # The parameters of all blocks come first, as in Linen: the programs are the same.
+    """Calls `run_stack` for `module`, which `make_stack` made."""
+    # The parameters of all blocks come first, as in Linen, so that the programs are the same.
     parts = [nnx.split(block, nnx.Param, ...) for block in loop.stack.modules(module)]
     graphdefs, *variables = zip(*parts, strict=True)
 

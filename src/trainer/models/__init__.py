@@ -1,1 +1,1 @@
-"""From a configuration to a model. Only this package does that; layers and ops take plain arguments."""
+"""Turns a configuration into a model. Only this package does that; layers and ops take plain arguments."""

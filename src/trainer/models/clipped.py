@@ -15,10 +15,10 @@ STATEMENT = "logit_factors"
 
 
 def clipped_layers(config: Any) -> dict[str, Clipped]:
-    """The layers of the model that define `logit_factors`, by the canonical path of their parameters.
+    """Returns the layers of the model that define `logit_factors`, by the canonical path of their parameters.
 
-    They are found in all blocks of the model; with Linen blocks, in the stacks and in the modules of multi-token
-    prediction. Their arrays are abstract. Call this in tree mode.
+    Searches all blocks of the model. With Linen blocks, these are the blocks of the stacks and of the modules of
+    multi-token prediction. The arrays of the layers are abstract. Call this in tree mode.
 
     Raises:
       UserError: a block of a stack has no such layer, and does not declare that it needs none.
@@ -56,12 +56,12 @@ def clipped_layers(config: Any) -> dict[str, Clipped]:
 def _in_block(config: Any, block: MakeBlock, path: str) -> dict[str, Clipped]:
     if issubclass(block_class(block), nnx.Module):
         return _stating(nnx.eval_shape(lambda: block(config, nnx.Rngs(params=0))), path)
-    made = block(config)  # without parameters: those of a Linen block are elsewhere
+    made = block(config)  # a module without parameters: a Linen block keeps them elsewhere
     return {path: made} if _states(made) else {}
 
 
 def _stating(module: nnx.Module, path: str) -> dict[str, Clipped]:
-    """The layers in `module`, whose own path is `path`, that define factors; of nested ones the outermost."""
+    """Returns the layers of `module`, at `path`, that define factors. Of nested ones, returns only the outermost."""
     found: dict[str, Clipped] = {}
     for below, layer in sorted(nnx.iter_modules(module), key=lambda item: len(item[0])):
         name = "/".join(filter(None, (path, *map(str, below))))

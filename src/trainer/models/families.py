@@ -1,4 +1,4 @@
-"""Looks up families: those of this package by name, others by import path.
+"""Looks up model families: those in this package by name, others by import path.
 
 `decoder_block=package.module:name` names a `Family`, or a class that is a family's only block.
 """
@@ -25,7 +25,7 @@ from trainer.layers.stack import MakeBlock, Stack
 from trainer.models.family import Family, MaxText
 from trainer.models.huggingface import HuggingFace
 
-# decoder_block -> its family
+# Maps decoder_block to its family.
 FAMILIES = {
     "deepseek": "trainer.models.deepseek:FAMILY",
     "gpt3": "trainer.models.gpt3:FAMILY",
@@ -37,23 +37,23 @@ FAMILIES = {
 }
 # The arguments of a block's call.
 _ARGUMENTS = ("x", "cache", "context")
-# A decoder's attributes other than its stacks, and with its methods: the names that no stack may have.
+# The attributes of a decoder other than its stacks. No stack may have one of these names or of its methods' names.
 NOT_STACKS = ("config", "position_embedder", "decoder_norm", "logits_dense")
 _METHODS = ("head", "make_layers", "run_layers", "make_block", "run_block")
 RESERVED = frozenset({*dir(nnx.Module), *NOT_STACKS, *_METHODS})
 
 
 def in_stack(name: str) -> bool:
-    """Whether the parameter `name` belongs to a stack, so that its first axis is that of the layers."""
+    """Returns whether the parameter `name` belongs to a stack, so that its first axis is layers."""
     _, found, path = f"/{name}".partition("/decoder/")
     return bool(found) and path.partition("/")[0] not in NOT_STACKS
 
 
 def family(decoder_block: str) -> Family:
-    """The family of that name or import path.
+    """Returns the family with that name or import path.
 
     Raises:
-      UserError: there is none.
+      UserError: there is no such family.
     """
     found = _imported(FAMILIES.get(decoder_block, decoder_block))
     if isinstance(found, type):
@@ -64,10 +64,10 @@ def family(decoder_block: str) -> Family:
 
 
 def hugging_face(decoder_block: str) -> HuggingFace:
-    """The Hugging Face side of a family.
+    """Returns a family's declaration for Hugging Face.
 
     Raises:
-      UserError: it declares none.
+      UserError: the family declares none.
     """
     if (found := family(decoder_block).hugging_face) is None:
         raise UserError(
@@ -78,10 +78,10 @@ def hugging_face(decoder_block: str) -> HuggingFace:
 
 
 def maxtext(decoder_block: str) -> MaxText:
-    """MaxText's side of a family.
+    """Returns a family's declaration for MaxText.
 
     Raises:
-      UserError: it declares none.
+      UserError: the family declares none.
     """
     if (found := family(decoder_block).maxtext) is None:
         raise UserError(
@@ -92,10 +92,10 @@ def maxtext(decoder_block: str) -> MaxText:
 
 
 def stacks(config: Any) -> tuple[Stack, ...]:
-    """The stacks of the decoder that `config`, resolved, describes, without empty ones.
+    """Returns the stacks of the decoder that `config`, resolved, describes, without empty stacks.
 
     Raises:
-      UserError: they or their blocks are invalid.
+      UserError: the stacks or their blocks are invalid.
     """
     name = config.decoder_block
     declared = family(name).stacks(config)
@@ -136,20 +136,20 @@ def _is_stack(declared: Any) -> bool:
 
 
 def blocks(stacks: Sequence[Stack]) -> list[MakeBlock]:
-    """The blocks of all stacks."""
+    """Returns the blocks of all stacks."""
     return [block for stack in stacks for block in stack.blocks]
 
 
 def block_class(block: MakeBlock) -> Any:
-    """The class that makes a block."""
+    """Returns the class that makes a block."""
     return block_class(block.func) if isinstance(block, functools.partial) else block
 
 
 def axis_rules(config: Any) -> dict[str, tuple[str, ...]]:
-    """The mesh axes of each logical axis: the configuration's rules and those of the family's own axes.
+    """Returns the mesh axes of each logical axis: the rules of the configuration and of the family's own axes.
 
     Raises:
-      UserError: a rule of the family is invalid, or its axis is one of the configuration.
+      UserError: a rule of the family is invalid, or the configuration already has a rule for its axis.
     """
     block, rules = config.decoder_block, make_rules(config.logical_axis_rules)
     own = family(block).axes
@@ -162,11 +162,11 @@ def axis_rules(config: Any) -> dict[str, tuple[str, ...]]:
 
 
 class Place(NamedTuple):
-    """The location of an array of a stack, whose first axis is the layers.
+    """The location of a stacked array, whose first axis is layers.
 
     Attributes:
       stack: the name of the stack.
-      path: within the block.
+      path: the path within the block.
       layers: the numbers of the array's layers in the model.
       first: the number of the stack's first layer.
     """
@@ -178,7 +178,7 @@ class Place(NamedTuple):
 
 
 def place(stacks: Sequence[Stack], name: str) -> Place | None:
-    """The location of an array in the stacks; None if it is outside of them.
+    """Returns the location of an array in the stacks; None if it is outside of them.
 
     Args:
       name: canonical, with or without a prefix: decoder/layers/mlp/wo/kernel, 0/mu/decoder/layers/mlp/wo/kernel.
@@ -195,7 +195,7 @@ def place(stacks: Sequence[Stack], name: str) -> Place | None:
 
 
 def init_cache(config: Any, rows: int, length: int) -> Cache:
-    """Empty caches of all layers, for `rows` rows of up to `length` positions."""
+    """Returns empty caches for all layers, for `rows` rows of up to `length` positions."""
 
     def empty(block: MakeBlock, count: int) -> Any:
         made: Any = nnx.eval_shape(lambda: block(config, nnx.Rngs(0)))
@@ -206,13 +206,13 @@ def init_cache(config: Any, rows: int, length: int) -> Cache:
 
 
 def takes_cache(config: Any) -> bool:
-    """Whether every block makes a cache, so that the model can be sampled from. Linen blocks do not."""
+    """Returns whether every block makes a cache, so that one can sample from the model. Linen blocks make none."""
     classes = map(block_class, blocks(stacks(config)))
     return all(issubclass(made, nnx.Module) and hasattr(made, "init_cache") for made in classes)
 
 
 def check_calls(block: MakeBlock, made_of: Sequence[str], name: str) -> None:
-    """Checks that a block can be constructed with the arguments `made_of`, and called with those of a block.
+    """Checks that a block can be constructed with the arguments `made_of` and called with the arguments of a block.
 
     Raises:
       UserError: it cannot; the message names the decoder_block `name`.
@@ -222,7 +222,7 @@ def check_calls(block: MakeBlock, made_of: Sequence[str], name: str) -> None:
     if inspect.isabstract(found):
         raise UserError(f"decoder_block={name}: the class {found.__name__} is abstract; give one that can be made")
     for method, arguments in {"__init__": made_of, "__call__": _ARGUMENTS}.items():
-        # getattr also finds the metaclass's __call__, and a metaclass hides the class's signature.
+        # getattr would also find the metaclass's __call__, and a metaclass hides the class's signature.
         fn = next((vars(base)[method] for base in found.__mro__ if method in vars(base)), None)
         if fn is None:
             raise UserError(f"decoder_block={name} is not a block: {found.__name__} has no {method}")
@@ -268,7 +268,7 @@ def check_state(config) -> None:
     """Checks that a user's NNX blocks have parameters, and no other state that a forward pass would update.
 
     Raises:
-      UserError: a block has none, or has other state, such as running statistics or random number generators.
+      UserError: a block has no parameters, or has other state such as running statistics or random number generators.
     """
     for block in blocks(stacks(config)) if config.decoder_block not in FAMILIES else ():
         if not issubclass(block_class(block), nnx.Module):
@@ -280,7 +280,7 @@ def check_state(config) -> None:
 
 
 def refuse_state(config, has_parameters: bool, others: Sequence[str]) -> None:
-    """Raises UserError for a block without parameters, or with `others`, the paths of other state."""
+    """Raises UserError for a block without parameters, or with other state; `others` lists its paths."""
     if others:
         raise UserError(
             f"decoder_block={config.decoder_block} has state that a forward pass would update: "
@@ -292,11 +292,11 @@ def refuse_state(config, has_parameters: bool, others: Sequence[str]) -> None:
 
 
 def forward_flops_per_token(config: Any, params: Any) -> float:
-    """FLOPs of the forward pass for one token, as the family of `config` counts them.
+    """Returns the FLOPs of the forward pass for one token, as the family of `config` counts them.
 
-    If the family does not count, they follow from `params` (canonical, arrays or their shapes): every parameter of a
-    layer with two axes or more counts as the kernel of one matrix product per token; attention is not counted.
-    Modules of multi-token prediction, the head for each of them included, are counted in the same way.
+    If the family does not count them, they are derived from `params` (canonical; arrays or shapes): every parameter of
+    a layer with at least two axes counts as the kernel of one matrix product per token, and attention is not counted.
+    Modules of multi-token prediction are counted in the same way, including one output head for each module.
     """
     if (count := family(config.decoder_block).forward_flops) is not None:
         return count(config, None)
@@ -306,5 +306,5 @@ def forward_flops_per_token(config: Any, params: Any) -> float:
 
 
 def _entries(tree: Any, axes: int) -> int:
-    """The number of entries of the arrays with at least `axes` axes."""
+    """Returns the number of entries of the arrays with at least `axes` axes."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree) if leaf.ndim >= axes)

@@ -1,4 +1,4 @@
-"""The declaration of a model family: one `Family` in one file."""
+"""The declaration of a model family. Each family is one `Family` in one file."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,13 +12,14 @@ from trainer.products import MakeProduct, plain
 
 @dataclass(frozen=True)
 class MaxText:
-    """Differences of MaxText's block of the same name.
+    """Properties of MaxText's block of the same name.
 
     Attributes:
-      scaled_queries: canonical names of query kernels that include 1 / sqrt(head_dim) there, unless `use_qk_norm`.
-      caps_scores: it reads `attn_logits_soft_cap`.
-      norms_heads: it reads `use_qk_norm`.
-      keys: further keys of ours that it reads under the same name.
+      scaled_queries: canonical names of query kernels that MaxText stores multiplied by 1 / sqrt(head_dim), unless
+        `use_qk_norm`.
+      caps_scores: whether the block reads `attn_logits_soft_cap`.
+      norms_heads: whether the block reads `use_qk_norm`.
+      keys: further keys of this trainer that the block reads under the same name.
     """
 
     scaled_queries: Sequence[str] = ()
@@ -32,23 +33,24 @@ class Family:
     """A family of models.
 
     Attributes:
-      stacks: from a resolved configuration to the stacks of the decoder, in the order of the forward pass. A block is
+      stacks: maps a resolved configuration to the stacks of the decoder, in the order of the forward pass. A block is
         called as `block(x, cache, context) -> x, cache` (`layers.context`, `layers.cache`) and constructed as
         `block(config, rngs)`, a Linen block as `block(config)`. Sampling requires `init_cache(rows, length)`.
-      forward_flops: `(config, keys)` to FLOPs of the forward pass for one token, like
-        `models.flops.forward_flops_per_token`, modules of multi-token prediction included; None: two for each entry of
-        a matrix, attention not counted.
-      projections: names of matrix products with weights (`jax.ad_checkpoint.checkpoint_name`) in its blocks, in
-        addition to `config.remat.PROJECTIONS`. A remat_policy that keeps all of those also keeps these.
-      tensors: names that its blocks give to other tensors. With remat_policy=custom, the keys custom_device_tensors and
+      forward_flops: maps `(config, keys)` to the FLOPs of the forward pass for one token, including modules of
+        multi-token prediction, like `models.flops.forward_flops_per_token`. None: two FLOPs for each entry of a matrix;
+        attention is not counted.
+      projections: names of matrix products with weights (`jax.ad_checkpoint.checkpoint_name`) in the family's blocks,
+        in addition to `config.remat.PROJECTIONS`. A remat_policy that keeps all PROJECTIONS also keeps these.
+      tensors: names that the blocks give to other tensors. With remat_policy=custom, the keys custom_device_tensors and
         custom_offload_tensors select from these and from `projections`.
-      axes: logical axes that base.yml's logical_axis_rules do not have, and the mesh axis or axes of each. They are
-        fixed here: logical_axis_rules cannot change them.
-      make_product: of the matrices outside of the blocks: the head's, which may be the embedding table, and the
-        projections' of multi-token prediction. A block gives its own layers theirs.
+      axes: logical axes that base.yml's logical_axis_rules lack, each with its mesh axis or axes. They are fixed here:
+        logical_axis_rules cannot change them.
+      make_product: makes the products of the matrices outside of the blocks: the output head, which may be the
+        embedding table, and the projections of multi-token prediction. A block chooses the products of its own layers.
       norm: the class of the norms outside of the blocks, made as `norm(width, epsilon=, dtype=, weight_dtype=)`.
-      hugging_face: its parameters and keys there; None if checkpoints of Hugging Face cannot be read or written.
-      maxtext: its parameters in MaxText; None if checkpoints of MaxText cannot be read or written.
+      hugging_face: the family's parameters and keys in Hugging Face's format; None if its checkpoints cannot be read or
+        written.
+      maxtext: the family's parameters in MaxText's format; None if its checkpoints cannot be read or written.
     """
 
     stacks: Callable[[Any], Sequence[Stack]]

@@ -4,13 +4,13 @@ Model FLOPs as MaxText reports them, after PaLM (Chowdhery et al. 2022, arXiv:22
 - a multiplication and an addition are two operations;
 - matrix products with parameters count, including the output head; the embedding lookup, norms, RoPE, softmax,
   activations and the optimizer do not;
-- attention scores and their products with the values count where the mask lets a query see a key, the diagonal of the
-  square as half: T / 2 keys for a query of a causal row of T tokens (the half of the square), w - w^2 / (2 T) under a
-  sliding window of w <= T tokens; scores between packed documents are counted, although the mask removes them;
-- of a mixture of experts the router and the experts of one token count, however the products are computed;
-- a module of multi-token prediction counts for every token, also for those at the end of a document that it skips;
-- the backward pass is twice the forward pass, also where parameters are frozen; what rematerialization computes again
-  is not added.
+- attention scores and their products with the values count where the mask lets a query see a key; the diagonal counts
+  half. Thus a query of a causal row of T tokens sees T / 2 keys, and under a sliding window of w <= T tokens it sees
+  w - w^2 / (2 T) keys. Scores between packed documents are counted, although the mask removes them;
+- in a mixture of experts the router counts and the experts of one token, no matter how the products are computed;
+- a module of multi-token prediction counts for every token, even for tokens at the end of a document that it skips;
+- the backward pass counts twice the forward pass, even where parameters are frozen; recomputation for rematerialization
+  does not count.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ def _blocks(config: Any) -> int:
 
 
 def _sparse_blocks(config: Any) -> int:
-    """Blocks with experts; the modules of multi-token prediction are like the last layer."""
+    """Returns the number of blocks with experts. The modules of multi-token prediction are like the last layer."""
     return _blocks(config) - _dense_blocks(config)
 
 
@@ -43,7 +43,7 @@ def _gated(config: Any, hidden: int) -> int:
 
 
 def _feed_forward(config: Any) -> int:
-    """Parameters of the feed-forward layers of all blocks that one token is multiplied with."""
+    """Returns the number of parameters in the feed-forward layers of all blocks that multiply one token."""
     dense = _dense_blocks(config) * _gated(config, config.base_mlp_dim)
     if not has_experts(config):
         return dense
@@ -53,10 +53,10 @@ def _feed_forward(config: Any) -> int:
 
 
 def _attention(config: Any) -> int:
-    """Parameters of a block's attention in matrix products."""
+    """Returns the number of a block's attention parameters in matrix products."""
     width, heads = config.base_emb_dim, config.base_num_query_heads
     if not is_latent(config):
-        # Queries and the output projection have all heads, keys and values the key-value heads.
+        # Queries and the output projection have all heads; keys and values have only the key-value heads.
         return 2 * width * config.head_dim * (heads + config.base_num_kv_heads)
     query_dim, rank = config.qk_nope_head_dim + config.qk_rope_head_dim, config.kv_lora_rank
     queries = heads * query_dim * (config.q_lora_rank or width) + width * config.q_lora_rank
@@ -67,36 +67,39 @@ def _attention(config: Any) -> int:
 
 
 def matmul_parameters(config: Any) -> int:
-    """Parameters in matrix products with a token, counted once per product: the kernels of all blocks, of experts those
-    of one token's, and the head, tied or not; with multi-token prediction the projection of each module, and the head
-    again for each."""
+    """Returns the number of parameters in matrix products with a token, counted once per product.
+
+    These are the kernels of all blocks (of experts, only those of one token) and the output head, tied or not. With
+    multi-token prediction, each module adds its projection and the output head once more.
+    """
     width, modules = config.base_emb_dim, config.mtp_num_layers
     outside = (1 + modules) * width * config.vocab_size + modules * 2 * width * width
     return _blocks(config) * _attention(config) + _feed_forward(config) + outside
 
 
 def visible_keys(config: Any) -> float:
-    """Keys that a query sees on average over a row of `config.max_target_length` tokens, by the convention above."""
+    """Returns the mean number of keys that a query sees over a row of `config.max_target_length` tokens, by the
+    convention above."""
     length = config.max_target_length
     window = min(config.sliding_window_size, length) if config.attention_type == "local_sliding" else length
     return window - window**2 / (2 * length)
 
 
 def forward_flops_per_token(config: Any, keys: float | None = None) -> float:
-    """FLOPs of the forward pass for one token of a row of `config.max_target_length`.
+    """Returns the FLOPs of the forward pass for one token of a row of `config.max_target_length`.
 
-    `keys`: for how many keys a query's scores are computed on average. None takes `visible_keys`, the convention of
-    model FLOPs; pass more for an op that also computes masked scores (dot_product: the whole row).
+    `keys`: the mean number of keys for which a query's scores are computed. None takes `visible_keys`, the convention
+    of model FLOPs. Pass a larger number for an op that also computes masked scores (dot_product: the whole row).
     """
     widths = 2 * config.head_dim
     if is_latent(config):
         widths = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
-    # For each key one score and one term of the sum of values.
+    # Each key costs one score and one term in the weighted sum of values.
     seen = visible_keys(config) if keys is None else keys
     attention = 2.0 * _blocks(config) * config.base_num_query_heads * widths * seen
     return 2 * matmul_parameters(config) + attention
 
 
 def flops_per_token(config: Any, keys: float | None = None) -> float:
-    """FLOPs of one training step for one token: three times those of `forward_flops_per_token`."""
+    """Returns the FLOPs of one training step for one token: three times `forward_flops_per_token`."""
     return 3 * forward_flops_per_token(config, keys)

@@ -23,9 +23,9 @@ KEYS = ("trainable_position_size", "fused_qkv")
 
 
 class Block(llama2.Block):
-    """x + attention(norm(x)), then x + mlp(norm(x)), then dropout. The norm of the MLP is one of its parameters.
+    """Computes x + attention(norm(x)), then x + mlp(norm(x)), then dropout. The norm of the MLP belongs to the MLP.
 
-    With `fused_qkv` one matrix makes queries, keys and values.
+    With `fused_qkv`, one matrix computes queries, keys and values.
     """
 
     def __init__(self, config, rngs: nnx.Rngs, make_product: MakeProduct = plain):
@@ -71,12 +71,12 @@ class Block(llama2.Block):
         return self.pre_self_attention_norm(x_bte)
 
     def feed_forward_input(self, x_bte: jax.Array) -> jax.Array:
-        """The residual stream: the MLP norms it itself."""
+        """Returns the residual stream unchanged: the MLP normalizes it itself."""
         return x_bte
 
 
 def stacks(config) -> list[Stack]:
-    """One stack of equal blocks."""
+    """Returns one stack of equal blocks."""
     return [Stack("layers", (Block,), config.base_num_decoder_layers)]
 
 

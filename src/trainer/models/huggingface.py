@@ -1,6 +1,6 @@
-"""The tables of a family's names and shapes in Hugging Face's transformers.
+"""Types for the parameter-name maps and shapes of a family in Hugging Face's transformers.
 
-Each family's file has its table.
+The map of each family is in the family's file.
 """
 
 import math
@@ -9,19 +9,20 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-EXPERT = "<expert>"  # in the name of a tensor: the number of the expert
+EXPERT = "<expert>"  # stands for the number of the expert in the name of a tensor
 
 
 class Layout(NamedTuple):
     """The tensors of one parameter in a Hugging Face checkpoint.
 
     Attributes:
-      name: of the tensor, with {} for the number of the layer. With `EXPERT` in it the first axis of our parameter of
-        one layer is that of the experts, each of which has its own tensor: all else is about the parameter of one.
-      inputs: 0: the tensor has our shape. Otherwise it is a matrix [out, in], and our kernel's first `inputs` axes are
-        its inputs.
-      turned: the last axis is a head's entries that RoPE rotates: two halves there; here adjacent pairs with
-        `rope_interleave`.
+      name: the name of the tensor, with {} for the number of the layer. If it contains `EXPERT`, each expert has its
+        own tensor, and the first axis of our parameter of one layer is experts. All other attributes then describe the
+        parameter of one expert.
+      inputs: 0 if the tensor has our shape. Otherwise the tensor is a matrix [out, in], and the first `inputs` axes of
+        our kernel are its inputs.
+      turned: whether RoPE rotates the entries of the last axis. Hugging Face stores them as two halves; this trainer
+        stores adjacent pairs if `rope_interleave` is set.
     """
 
     name: str
@@ -34,18 +35,19 @@ class Layout(NamedTuple):
         return EXPERT in self.name
 
     def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
-        """The tensor's shape, of one layer, for our shape of one layer."""
+        """Returns the shape of the tensor of one layer, given our shape of one layer."""
         return (math.prod(ours[self.inputs :]), math.prod(ours[: self.inputs])) if self.inputs else ours
 
     def widened(self, shape: tuple[int, ...], box: tuple[slice, ...]) -> tuple[slice, ...]:
-        """`box` of one layer of our `shape`, enlarged to a box of the tensor that contains complete rotated axes."""
+        """Returns `box`, a box of one layer of our `shape`, enlarged such that the tensor's box contains complete
+        rotated axes."""
         outer = {0, self.inputs} if self.inputs else set(range(len(shape)))
         if self.turned:
             outer -= {len(shape) - 1}
         return tuple(cut if axis in outer else slice(0, shape[axis]) for axis, cut in enumerate(box))
 
     def box(self, shape: tuple[int, ...], box: tuple[slice, ...]) -> tuple[slice, ...]:
-        """The box of the tensor that holds `box`, a widened one, of our `shape`."""
+        """Returns the box of the tensor that holds `box`, a widened box of our `shape`."""
         if not self.inputs:
             return box
         rows, columns = math.prod(shape[self.inputs + 1 :]), math.prod(shape[1 : self.inputs])
@@ -53,12 +55,12 @@ class Layout(NamedTuple):
         return slice(out.start * rows, out.stop * rows), slice(into.start * columns, into.stop * columns)
 
     def to_ours(self, theirs: np.ndarray, shape: tuple[int, ...], interleave: bool) -> np.ndarray:
-        """The parameter of `shape` for one layer, or a widened box of it."""
+        """Returns our parameter of one layer, or a widened box of it, with `shape`."""
         ours = transposed(theirs).reshape(shape) if self.inputs else theirs
         return pairs_of_halves(ours) if self.turned and interleave else ours
 
     def to_theirs(self, ours: np.ndarray, interleave: bool) -> np.ndarray:
-        """The inverse of `to_ours`: the tensor of one layer."""
+        """Returns the tensor of one layer; the inverse of `to_ours`."""
         if self.turned and interleave:
             ours = halves_of_pairs(ours)
         return transposed(ours.reshape(math.prod(ours.shape[: self.inputs]), -1)) if self.inputs else ours
@@ -68,16 +70,16 @@ class HuggingFace(NamedTuple):
     """A family in Hugging Face's transformers.
 
     Attributes:
-      model_type, architecture: its names there.
-      layouts: by canonical name.
-      defaults: of config.json's keys, where absent.
-      qk_norm: whether it normalizes queries and keys.
-      window: "": it has none; "given": every layer, unless sliding_window is null; "switched": layers from
-        max_window_layers on, where use_sliding_window is true.
-      whole_heads: hidden_size must be a multiple of the number of heads.
-      sizes: further keys of ours, and the fields of config.json that give them.
-      latent: its attention is multi-head latent attention.
-      only: fields that may be absent or have this value: no other can be represented.
+      model_type, architecture: the family's names there.
+      layouts: the layout of each parameter, by canonical name.
+      defaults: values of absent fields of config.json.
+      qk_norm: whether the family normalizes queries and keys.
+      window: "": no sliding window; "given": in every layer, unless sliding_window is null; "switched": in the layers
+        from max_window_layers on, if use_sliding_window is true.
+      whole_heads: whether hidden_size must be a multiple of the number of heads.
+      sizes: further keys of this trainer, each with the field of config.json that gives its value.
+      latent: whether the attention is multi-head latent attention.
+      only: fields that must be absent or have this value, because no other value can be represented.
     """
 
     model_type: str
@@ -93,12 +95,12 @@ class HuggingFace(NamedTuple):
 
 
 def transposed(matrix: np.ndarray) -> np.ndarray:
-    """A contiguous copy of `matrix.T`.
+    """Returns a contiguous copy of `matrix.T`.
 
-    It copies strips that fill complete cache lines, five times as fast as NumPy's copy.
+    Copies strips that fill complete cache lines, which is five times as fast as NumPy's copy.
     """
     result = np.empty(matrix.shape[::-1], matrix.dtype)
-    unsigned = f"u{matrix.dtype.itemsize}"  # NumPy copies bfloat16 entry by entry
+    unsigned = f"u{matrix.dtype.itemsize}"  # as integers, because NumPy copies bfloat16 entry by entry
     source, target = matrix.view(unsigned), result.view(unsigned)
     for row in range(0, matrix.shape[0], 16):
         target[:, row : row + 16] = source[row : row + 16].T
@@ -106,10 +108,10 @@ def transposed(matrix: np.ndarray) -> np.ndarray:
 
 
 def pairs_of_halves(x: np.ndarray) -> np.ndarray:
-    """The last axis (a_0 ... a_n, b_0 ... b_n) as (a_0, b_0, ... a_n, b_n)."""
+    """Reorders the last axis from (a_0 ... a_n, b_0 ... b_n) to (a_0, b_0, ... a_n, b_n)."""
     return x.reshape(*x.shape[:-1], 2, -1).swapaxes(-1, -2).reshape(x.shape)
 
 
 def halves_of_pairs(x: np.ndarray) -> np.ndarray:
-    """The inverse of `pairs_of_halves`."""
+    """Reorders the last axis back; the inverse of `pairs_of_halves`."""
     return x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape)

@@ -13,7 +13,7 @@ from trainer.models.families import FAMILIES, family, hugging_face
 from trainer.models.huggingface import HuggingFace
 from trainer.models.huggingface_fields import SIZES, mistyped
 
-# Hugging Face's names of activations and ours. Its "gelu" is the exact one, which no key here can express.
+# Hugging Face's names of activations and ours. Its "gelu" is the exact GELU, which no key here can represent.
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -27,7 +27,7 @@ ACTIVATIONS = {
 _METHODS = ("greedy", "group_limited_greedy")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 ROPE_TYPES = {"default": "default", "linear": "default", "llama3": "llama3.1", "yarn": "yarn"}
-# The required and the optional fields of RoPE of each kind; original_max_position_embeddings is always optional.
+# The required and the optional fields of RoPE, by kind. original_max_position_embeddings is always optional.
 _ROPE_WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -37,15 +37,15 @@ _ROPE_WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> dict[str, Any]:
-    """The keys of base.yml for the config.json `data`, without those that have no effect.
+    """Returns the keys of base.yml for the config.json `data`, without keys that have no effect.
 
     Args:
-      data: config.json, parsed; `rope_theta` with `rope_scaling`, or the `rope_parameters` of transformers 5.
+      data: config.json, parsed, with `rope_theta` and `rope_scaling`, or with `rope_parameters` of transformers 5.
       where: its path, for messages.
-      decoder_block: the configured family, by name or import path; "" for none.
+      decoder_block: the configured family, by name or import path; "" if none is configured.
 
     Raises:
-      UserError: lists all missing fields of `data`, and all that no key can represent.
+      UserError: lists all missing fields of `data`, and all fields that no key can represent.
     """
     if wrong := mistyped(data):
         raise UserError("\n  ".join([f"{where}: values that are not allowed in config.json:", *wrong]))
@@ -106,8 +106,8 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
 
 
 def float8_block(data: Mapping[str, Any]) -> tuple[int, int] | None:
-    """The rows and columns of a weight that share a scale, where config.json says that weights are stored as float8
-    e4m3 with a scale for each block (DeepSeek-V3, arXiv:2412.19437, section 3.3.2); None otherwise."""
+    """Returns the rows and columns of a weight that share a scale, if config.json declares block-scaled weights: float8
+    e4m3 with one scale per block (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). Otherwise returns None."""
     said = data.get("quantization_config")
     if not isinstance(said, Mapping) or said.get("quant_method") != "fp8" or said.get("fmt", "e4m3") != "e4m3":
         return None
@@ -118,16 +118,18 @@ def float8_block(data: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _sizes(hf: HuggingFace, said: Mapping[str, Any]) -> dict[str, str]:
-    """Our keys of sizes, and the field of config.json that gives each. With experts there is no other MLP."""
+    """Returns our keys of sizes, each with the field of config.json that gives it. With experts there is no other
+    MLP."""
     own = dict(hf.sizes)
-    # transformers 5 writes one name for all families, and reads both.
+    # transformers 5 writes the same name for all families, and reads both names.
     if own.get("num_experts") == "num_experts" and "num_local_experts" in said:
         own["num_experts"] = "num_local_experts"
     return {ours: theirs for theirs, ours in SIZES.items() if not own or ours != "base_mlp_dim"} | own
 
 
 def _latent_keys(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
-    """Keys of multi-head latent attention whose values are not those of the fields, and of groups of experts."""
+    """Returns the keys of multi-head latent attention and of groups of experts whose values differ from their
+    fields."""
     groups, method = said.get("n_group") or 1, said.get("topk_method") or "greedy"
     keys = {"q_lora_rank": said["q_lora_rank"] or 0, "n_routing_groups": -1}
     if method == "group_limited_greedy" and groups > 1:
@@ -139,7 +141,7 @@ def _latent_keys(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
 
 def _window_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> dict[str, Any]:
     window = said.get("sliding_window") or 0 if hf.window else 0
-    full = 0  # this many layers attend globally, the others within a window
+    full = 0  # the number of layers with full attention; the other layers attend within a window
     if hf.window == "switched":
         window = window if said.get("use_sliding_window") else 0
         full = said.get("max_window_layers", 28)
@@ -206,7 +208,8 @@ def _rope_keys(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
 
 
 def _scales_attention(rope: Mapping[str, Any], refused: list[str]) -> bool:
-    """Whether YaRN's factor on queries and keys is the paper's (Peng et al. 2023, arXiv:2309.00071) and not 1."""
+    """Returns whether YaRN scales queries and keys by the paper's factor (Peng et al. 2023, arXiv:2309.00071) and not
+    by 1."""
     usual = _yarn_scale(rope["factor"])
     factor = rope.get("attention_factor")
     if factor is None and rope.get("mscale") and rope.get("mscale_all_dim"):
@@ -225,19 +228,19 @@ def _yarn_scale(factor: float, mscale: float = 1.0) -> float:
 
 
 def config_json(config: Any, dtype: str, neutral: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json for a resolved configuration whose tensors are written in `dtype`.
+    """Returns the content of config.json for a resolved configuration whose tensors are written in `dtype`.
 
     RoPE is written as `rope_theta` and `rope_scaling`, which every version of transformers reads.
 
     Args:
-      neutral: fields that are copied unchanged, such as eos_token_id; see `NEUTRAL`.
+      neutral: fields to copy unchanged, such as eos_token_id; see `NEUTRAL`.
 
     Raises:
-      UserError: every key whose value config.json cannot express.
+      UserError: lists every key whose value cannot be represented in config.json.
     """
     hf = hugging_face(config.decoder_block)
     if refused := _inexpressible(config):
-        head = f"{hf.architecture} of Hugging Face cannot express"
+        head = f"{hf.architecture} of Hugging Face cannot represent"
         raise UserError("\n  ".join([f"{head}:", *refused]))
     theirs = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
     data = {
@@ -269,14 +272,14 @@ def config_json(config: Any, dtype: str, neutral: Mapping[str, Any]) -> dict[str
 
 
 def _context_length(config: Any) -> int:
-    """The maximum text length of the model if its keys give it, otherwise the length of a row."""
+    """Returns the maximum text length of the model if its keys define it, otherwise the length of a row."""
     if config.rope_type == "default":
         return config.max_target_length
     return round(config.rope_factor * config.original_max_position_embeddings)
 
 
 def length_notes(config: Any, neutral: Mapping[str, Any]) -> list[str]:
-    """A line if the max_position_embeddings that `config_json` writes is a guess or ambiguous."""
+    """Returns a line if the max_position_embeddings that `config_json` writes is a guess or ambiguous."""
     said, length = neutral.get("max_position_embeddings"), _context_length(config)
     if said is None and config.rope_type == "default":
         return [
@@ -314,7 +317,7 @@ def _rope_scaling(config: Any) -> dict[str, Any] | None:
 
 
 def _latent_fields(config: Any) -> dict[str, Any]:
-    """The inverse of `_latent_keys`."""
+    """Returns the inverse of `_latent_keys`."""
     grouped = config.n_routing_groups > 1
     return {
         "q_lora_rank": config.q_lora_rank or None,
@@ -325,7 +328,7 @@ def _latent_fields(config: Any) -> dict[str, Any]:
 
 
 def _inexpressible(config: Any) -> list[str]:
-    """`key=value` for each key that config.json cannot express."""
+    """Returns `key=value` for each key that cannot be represented in config.json."""
     hf, activations = hugging_face(config.decoder_block), config.mlp_activations
     gated = len(activations) == 2 and activations[1] == "linear" and activations[0] in ACTIVATIONS.values()
     tied_scaled = config.logits_via_embedding and config.normalize_embedding_logits

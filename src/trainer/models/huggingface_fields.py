@@ -6,7 +6,7 @@ from typing import Any
 from trainer.config import UserError
 from trainer.config.json_files import Field, field_problems
 
-# The fields of a model's sizes, and our keys.
+# The fields of a model's sizes, with our keys.
 SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "base_emb_dim",
@@ -44,21 +44,21 @@ _FIELDS_OF_ROPE = {
     **dict.fromkeys(("mscale", "mscale_all_dim"), Field(float, low=0, null=True)),
     "truncate": _SWITCH,
 }
-# Fields of RoPE that may also be at the top level of config.json.
+# RoPE fields that may also be at the top level of config.json.
 _FIELDS_OF_BOTH = {
     "rope_theta": Field(float, low=1, high=1e15, null=True),
     "partial_rotary_factor": _OPTIONAL_NUMBER,
     "original_max_position_embeddings": _OPTIONAL_SIZE,
 }
-# Fields of config.json that do not affect the function of the model.
+# Fields of config.json that do not affect what the model computes.
 NEUTRAL = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "max_position_embeddings")
 
 
 def neutral_keys(data: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields `NEUTRAL` that have a value in `data`, a config.json.
+    """Returns the fields of `NEUTRAL` that have a value in `data`, a config.json.
 
     Raises:
-      UserError: a value has a wrong type.
+      UserError: a value has the wrong type.
     """
     found = {name: data[name] for name in NEUTRAL if data.get(name) is not None}
     if wrong := field_problems(found, _FIELDS):
@@ -67,7 +67,7 @@ def neutral_keys(data: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def mistyped(data: Mapping[str, Any]) -> list[str]:
-    """A line for each value that is not allowed in config.json."""
+    """Returns a line for each value that is not allowed in config.json."""
     wrong = field_problems(data, _FIELDS | _FIELDS_OF_BOTH)
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(data.get(name), Mapping):

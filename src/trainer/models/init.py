@@ -7,7 +7,7 @@ from trainer.models.transformer import Decoder, Transformer
 
 
 def init_variables(config, key: jax.Array, decoder: type[Decoder] = Decoder) -> tuple[dict, dict]:
-    """Initial (params, rest): nested dicts of canonical names, layers on axis 0. Can be traced by jit."""
+    """Returns initial (params, rest): nested dicts of canonical names, with layers on axis 0. Can be traced by jit."""
     model = Transformer(config, nnx.Rngs(params=key), decoder)
     params, rest = nnx.state(model, nnx.Param, nnx.Not(nnx.Param))
     return nnx.to_pure_dict(params), nnx.to_pure_dict(rest)

@@ -30,7 +30,7 @@ ATTENTION, HIDDEN, OUTPUT = range(3)
 
 
 def make_rope(config) -> Rope:
-    """RoPE of a resolved configuration."""
+    """Returns the RoPE of a resolved configuration."""
     return Rope(
         min_timescale=config.rope_min_timescale,
         max_timescale=config.rope_max_timescale,
@@ -49,7 +49,7 @@ def make_rope(config) -> Rope:
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), then dropout."""
+    """Computes x + attention(norm(x)), then x + mlp(norm(x)), then dropout."""
 
     def __init__(self, config, rngs: nnx.Rngs, make_product: MakeProduct = plain):
         dtypes = {"dtype": jnp.dtype(config.dtype), "weight_dtype": jnp.dtype(config.weight_dtype)}
@@ -62,7 +62,7 @@ class Block(nnx.Module):
         self.add_feed_forward(config, rngs, make_product, dtypes)
 
     def make_attention(self, config, rngs: nnx.Rngs, make_product: MakeProduct, dtypes: Mapping[str, Any]) -> Any:
-        """The layer before the feed-forward layer."""
+        """Makes the attention layer."""
         return Attention(
             config.base_emb_dim,
             heads=config.base_num_query_heads,
@@ -81,7 +81,7 @@ class Block(nnx.Module):
         )
 
     def add_feed_forward(self, config, rngs: nnx.Rngs, make_product: MakeProduct, dtypes: Mapping[str, Any]) -> None:
-        """Make the layer after attention, under the name of its parameters."""
+        """Makes the feed-forward layer as an attribute with the name of its parameters."""
         self.mlp = MLP(
             config.base_emb_dim,
             config.base_mlp_dim,
@@ -93,23 +93,24 @@ class Block(nnx.Module):
         )
 
     def attention_input(self, x_bte: jax.Array) -> jax.Array:
-        """The residual stream, normed: [b, t, e] -> [b, t, e]."""
+        """Returns the normalized residual stream: [b, t, e] -> [b, t, e]."""
         return self.pre_self_attention_layer_norm(x_bte)
 
     def feed_forward_input(self, x_bte: jax.Array) -> jax.Array:
-        """The residual stream, normed: [b, t, e] -> [b, t, e]."""
+        """Returns the normalized residual stream: [b, t, e] -> [b, t, e]."""
         return self.post_self_attention_layer_norm(x_bte)
 
     def feed_forward(self, x_bte: jax.Array, context: Context) -> jax.Array:
-        """The layer after attention: [b, t, e] -> [b, t, e]."""
+        """Runs the feed-forward layer: [b, t, e] -> [b, t, e]."""
         return self.mlp(x_bte, context.rows, context.at(HIDDEN).key)
 
     def init_cache(self, rows: int, length: int) -> Any:
-        """An empty cache: see `layers.attention.Attention.init_cache`."""
+        """Returns an empty cache; see `layers.attention.Attention.init_cache`."""
         return self.self_attention.init_cache(rows, length)
 
     def __call__(self, x_bte: jax.Array, cache: Cache | None, context: Context) -> tuple[jax.Array, Cache | None]:
-        """One layer: [b, t, e] -> [b, t, e], and the cache with keys and values added (see `layers.attention`)."""
+        """Runs one layer: [b, t, e] -> [b, t, e]. Also returns the cache with keys and values added; see
+        `layers.attention`."""
         h, cache = self.self_attention(self.attention_input(x_bte), cache, context.at(ATTENTION))
         sow(self, Activation, "attention_output", h)
         x = sharding.constrain(x_bte + h, RESIDUAL)
@@ -128,7 +129,7 @@ class Block(nnx.Module):
         sow(self, Total, "output_count", real.sum(dtype=jnp.float32) * x.shape[-1])
 
 
-# The parameters in the order of the forward pass, under Hugging Face's names.
+# The parameters in the order of the forward pass, with Hugging Face's names.
 _LAYER = "model.layers.{}."
 LAYOUTS = {
     "token_embedder/embedding": Layout("model.embed_tokens.weight"),
@@ -148,7 +149,7 @@ MAXTEXT = MaxText(scaled_queries=("decoder/layers/self_attention/query/kernel",)
 
 
 def stacks(config) -> list[Stack]:
-    """One stack of equal blocks."""
+    """Returns one stack of equal blocks."""
     return [Stack("layers", (Block,), config.base_num_decoder_layers)]
 
 

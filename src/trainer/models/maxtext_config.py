@@ -1,4 +1,4 @@
-"""A model's keys as arguments of MaxText's command line. Checked against MaxText's commit e591f30."""
+"""Converts a model's keys to arguments of MaxText's command line. Checked against MaxText's commit e591f30."""
 
 from typing import Any
 
@@ -9,24 +9,24 @@ from trainer.config.latent_keys import TYPE, is_latent
 from trainer.models.families import maxtext
 from trainer.models.huggingface_config import SIZES
 
-# Constants of RoPE of type llama3.1 in MaxText's code.
+# RoPE constants of type llama3.1 in MaxText's code.
 _LLAMA31 = {
     "rope_factor": 8,
     "rope_low_freq_factor": 1,
     "rope_high_freq_factor": 4,
     "original_max_position_embeddings": 8192,
 }
-# Integers in MaxText: of RoPE of any type, and of YaRN.
+# Keys that are integers in MaxText: for RoPE of any type, and for YaRN.
 _WHOLE = ("rope_min_timescale", "rope_max_timescale")
 _OF_MIXED = ("first_num_dense_layers", "shared_experts", "routed_scaling_factor")
 _WHOLE_YARN = ("rope_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
 
 
 def maxtext_keys(config: Any) -> dict[str, Any]:
-    """MaxText's keys of the model that `config`, resolved, describes; its `model_name` stays the default.
+    """Returns MaxText's keys for the model that `config`, resolved, describes. Its `model_name` stays the default.
 
     Raises:
-      UserError: every key whose value MaxText's block cannot compute.
+      UserError: lists every key whose value MaxText's block cannot compute.
     """
     if refused := _inexpressible(config):
         raise UserError("\n  ".join([f"MaxText's block {config.decoder_block} cannot compute:", *refused]))
@@ -50,19 +50,19 @@ def maxtext_keys(config: Any) -> dict[str, Any]:
     if config.rope_type == "yarn":
         keys |= {name: int(config[name]) for name in _WHOLE_YARN}
         keys |= {"rope_truncate": config.rope_truncate, "rope_attention_scaling": config.rope_attention_scaling}
-        # Adjacent pairs, see `checkpoint.maxtext.in_pairs`; and the length of MaxText's table of angles.
+        # Adjacent pairs, see `checkpoint.maxtext.in_pairs`; and the length of MaxText's cos/sin table.
         length = keys["rope_factor"] * keys["original_max_position_embeddings"]
         keys |= {"rope_interleave": True, "max_position_embeddings": length}
     return keys
 
 
 def maxtext_notes(config: Any) -> list[str]:
-    """A line if MaxText computes the same function only on short texts."""
+    """Returns a line if MaxText computes the same function only on short texts."""
     if config.attention_type != "local_sliding":
         return []
     return [
-        f"warning: MaxText's block {config.decoder_block} attends to the whole row whatever attention_type says: rows "
-        f"longer than sliding_window_size={config.sliding_window_size} come out different there"
+        f"warning: MaxText's block {config.decoder_block} ignores attention_type and attends to the whole row: results "
+        f"differ for rows longer than sliding_window_size={config.sliding_window_size}"
     ]
 
 

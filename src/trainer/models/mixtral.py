@@ -12,7 +12,7 @@ NAME = "MoeBlock_0"
 
 
 class Block(ExpertBlock):
-    """The weights of a token's experts are the softmax over its chosen experts."""
+    """The weights of a token's experts are a softmax over its chosen experts."""
 
     NAME = NAME
 
@@ -24,7 +24,7 @@ class Block(ExpertBlock):
 
 
 def stacks(config) -> list[Stack]:
-    """One stack of equal blocks."""
+    """Returns one stack of equal blocks."""
     return [Stack("layers", (Block,), config.base_num_decoder_layers)]
 
 

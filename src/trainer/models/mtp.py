@@ -1,13 +1,13 @@
-"""Multi-token prediction: modules behind the model that predict further tokens (DeepSeek-V3, arXiv:2412.19437, 2.2).
+"""Multi-token prediction: modules after the model that predict further tokens (DeepSeek-V3, arXiv:2412.19437, 2.2).
 
-Module k = 1, 2, ... reads, at token t, the embedding of token t + k and the hidden states h_{k-1} of module k - 1, and
-makes h_k, from which the model's head predicts token t + k + 1:
+At token t, module k = 1, 2, ... reads the embedding of token t + k and the hidden states h_{k-1} of module k - 1. It
+computes h_k, from which the model's output head predicts token t + k + 1:
 
     h_k = norm(block(projection([norm(embedding of token t + k); norm(h_{k-1})])))
 
-h_0 are the model's own hidden states. Each h is the input of the head: after the norm and after dropout
-(docs/decisions/0015-multi-token-prediction.md). The block is of the kind of the last layer; embedding and head are the
-model's. This module serves NNX and Linen. The letters in shapes are those of `ops`.
+h_0 is the model's own hidden states. Each h is an input of the output head: it is taken after the norm and after
+dropout (docs/decisions/0015-multi-token-prediction.md). The block is the same as in the last layer. Embedding and
+output head are the model's. This module serves both NNX and Linen. `ops` explains the letters in shapes.
 """
 
 from collections.abc import Callable
@@ -27,50 +27,51 @@ from trainer.models.norms import make_norm
 from trainer.ops.ahead import shift_left, still_inside
 from trainer.ops.dropout import dropout
 
-MTP = "mtp_block"  # what all paths of the modules begin with
-# The parts of a module, in the order of its forward pass, by their names without the module's prefix.
+MTP = "mtp_block"  # the first part of all paths of the modules
+# The parts of a module in the order of its forward pass. Names are without the module's prefix.
 EMBEDDING_NORM, HIDDEN_NORM, PROJECTION = "embedding_norm", "hidden_state_norm", "projection"
 BLOCK, FINAL_NORM = "transformer_layer", "final_norm"
 # Dropout sites of a module outside of its block.
 EMBEDDING, BEFORE_HEAD = range(2)
 
 Types = tuple[type[nnx.Variable], ...]
-# (k, name of a part) -> that part of module k, which can be called
+# (k, name of a part) -> that part of module k, a callable
 Parts = Callable[[int, str], Any]
 
 
 def depths(config: Any) -> range:
-    """The numbers of the modules, from 1."""
+    """Returns the numbers of the modules, starting with 1."""
     return range(1, config.mtp_num_layers + 1)
 
 
 def part_name(k: int, part: str) -> str:
-    """The name of a part of module `k` within it."""
+    """Returns the name of a part of module `k` within the module."""
     return f"mtp_{k}_{part}"
 
 
 def part_path(k: int, part: str) -> str:
-    """The path of a part of module `k` in the model."""
+    """Returns the path of a part of module `k` in the model."""
     return f"{MTP}/mtp_layer_{k}/{part_name(k, part)}"
 
 
 def hidden_path(k: int) -> str:
-    """The path of h_k, a sown `MtpHidden`."""
+    """Returns the path of h_k, a sown `MtpHidden`."""
     return f"{MTP}/mtp_layer_{k}/output"
 
 
 def last_block(config: Any) -> tuple[str, MakeBlock]:
-    """The block of the last layer: the path of its parameters in the decoder, and what makes it."""
+    """Returns the path of the last layer's parameters in the decoder, and the class or partial that makes its block."""
     last = stacks(config)[-1]
     return last.paths[-1], last.blocks[-1]
 
 
 def make_projection(config: Any, rngs: nnx.Rngs) -> Dense:
-    """The projection of a module, from twice the width: first the embedding, then the hidden states."""
+    """Returns the projection of a module. Its input has twice the width: first the embedding, then the hidden
+    states."""
     return Dense(
         [2 * config.base_emb_dim],
         [config.base_emb_dim],
-        ("embed", "mlp"),  # so that the tensor axes split it, as they do the residuals that it makes
+        ("embed", "mlp"),  # the tensor axes shard it, as they shard the residuals that it makes
         dtype=jnp.dtype(config.dtype),
         weight_dtype=jnp.dtype(config.weight_dtype),
         make_product=family(config.decoder_block).make_product,
@@ -110,17 +111,17 @@ def run_mtp(
     context: Context,
     types: Types,
 ) -> Sown:
-    """Run the modules: returns the sown values of the modules and their blocks, with `MtpHidden`.
+    """Runs the modules. Returns the sown values of the modules and their blocks, including `MtpHidden`.
 
-    A token whose k successors are not all in its segment is padding for module k, since it bears no loss there. The
-    positions are those of the token t itself: RoPE depends only on their differences, and the first in a segment
-    stays 0.
+    If not all k successors of a token are in its segment, the token is padding for module k and bears no loss there.
+    Positions are the positions of token t itself: RoPE depends only on their differences, and the first position in a
+    segment stays 0.
 
     Args:
-      run_block: `run_block(held, x, context, types) -> x, sown` of one block, `held` from `part(k, BLOCK)`.
+      run_block: `run_block(held, x, context, types) -> x, sown` of one block, where `held` is `part(k, BLOCK)`.
       x_bte: the embeddings of the inputs.
       hidden_bte: h_0.
-      context: of the model.
+      context: the model's context.
     """
     layers, count = sum(stack.layers for stack in stacks(config)), config.mtp_num_layers
     rate = config.dropout_rate if config.enable_dropout else 0.0
@@ -128,7 +129,7 @@ def run_mtp(
     for k in depths(config):
         context = context._replace(segments=still_inside(context.segments))
         x_bte = shift_left(x_bte)
-        # Numbers of layers: those of the stacks, one for the sites outside of them, then these.
+        # Layer numbers: first the stacks, then one number for the dropout sites outside of them, then the modules.
         outside = context.at(layers + count + k)
         embedding = jnp.where((context.segments != 0)[..., None], x_bte, 0)
         embedding = dropout(embedding, outside.at(EMBEDDING).key, context.rows, rate)

@@ -1,6 +1,6 @@
-"""The parameters of multi-token prediction by name: their module, and their tensors in Hugging Face's layout.
+"""The parameter-name map of multi-token prediction: the module of each parameter, and its Hugging Face tensor.
 
-The layout is that of the published weights of DeepSeek-V3: module k follows the L layers as layer L + k - 1.
+The layout follows the published weights of DeepSeek-V3: module k comes after the L layers, as layer L + k - 1.
 """
 
 import re
@@ -21,7 +21,7 @@ from trainer.models.mtp import (
     part_path,
 )
 
-MODULES = "mtp_num_layers"  # the key
+MODULES = "mtp_num_layers"  # the configuration key
 _MODULE = re.compile(rf"(?:.*/)?{MTP}/mtp_layer_([0-9]+)/")
 _PARTS = {
     f"{EMBEDDING_NORM}/scale": Layout("enorm.weight"),
@@ -29,29 +29,29 @@ _PARTS = {
     f"{PROJECTION}/kernel": Layout("eh_proj.weight", inputs=1),
     f"{FINAL_NORM}/scale": Layout("shared_head.norm.weight"),
 }
-# Copies of the model's own table and head that published weights repeat in each module.
+# Published weights repeat the model's own embedding table and output head in each module.
 _COPIES = {"embed_tokens.weight": "token_embedder/embedding", "shared_head.head.weight": "decoder/logits_dense/kernel"}
 
 
 def module_of(name: str) -> int:
-    """The module of the canonical parameter `name`; 0 for those of the model."""
+    """Returns the number of the module that has the canonical parameter `name`; 0 for the model's own parameters."""
     found = _MODULE.match(name)
     return int(found[1]) if found else 0
 
 
 def decoder_name(config: Any, name: str) -> str:
-    """The last layer's parameter that corresponds to the canonical `name` in a module's block; otherwise `name`."""
+    """Returns the last layer's parameter that corresponds to `name` in a module's block; `name` itself elsewhere."""
     own = f"{part_path(module_of(name), BLOCK)}/"
     return f"decoder/{last_block(config)[0]}/{name.removeprefix(own)}" if name.startswith(own) else name
 
 
 def is_final_norm(name: str) -> bool:
-    """Whether the canonical parameter `name` belongs to the norm with which a module ends."""
+    """Returns whether the canonical parameter `name` belongs to the final norm of a module."""
     return name.startswith(f"{part_path(module_of(name), FINAL_NORM)}/")
 
 
 def hugging_face_layouts(config: Any) -> Mapping[str, Layout]:
-    """The family's layouts, and those of the modules of `config`."""
+    """Returns the layouts of the family and of the modules of `config`."""
     layouts = dict(hugging_face(config.decoder_block).layouts)
     below = f"decoder/{last_block(config)[0]}/"
     block = {name.removeprefix(below): it for name, it in layouts.items() if name.startswith(below)}
@@ -65,7 +65,7 @@ def hugging_face_layouts(config: Any) -> Mapping[str, Layout]:
 
 
 def hugging_face_modules(layers: int, tensors: Mapping[str, Any]) -> int:
-    """The number of modules among the tensors of a model with so many layers."""
+    """Returns the number of modules among the tensors of a model with `layers` layers."""
     count = 0
     while f"model.layers.{layers + count}.eh_proj.weight" in tensors:
         count += 1
@@ -73,14 +73,15 @@ def hugging_face_modules(layers: int, tensors: Mapping[str, Any]) -> int:
 
 
 def hugging_face_copies(config: Any) -> dict[str, str]:
-    """The tensors of the modules of `config` that may repeat one of the model, and the canonical name of that."""
+    """Returns the tensors of the modules of `config` that may repeat a tensor of the model, each with the canonical
+    name of the repeated parameter."""
     copies = {_layer(config, k) + name: of for k in depths(config) for name, of in _COPIES.items()}
     table = _COPIES["embed_tokens.weight"]
     return dict.fromkeys(copies, table) if config.logits_via_embedding else copies
 
 
 def in_other_module(config: Any, tensor: str, modules: int) -> bool:
-    """Whether a tensor belongs to one of the `modules` of a checkpoint that `config` does not have."""
+    """Returns whether a tensor belongs to one of a checkpoint's `modules` modules that `config` does not have."""
     own = config.mtp_num_layers
     return any(tensor.startswith(_layer(config, k)) for k in range(own + 1, modules + 1))
 

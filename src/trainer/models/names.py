@@ -1,4 +1,4 @@
-"""Maps the parameter names of blocks to those of the blocks that they replace."""
+"""Maps the parameter names of blocks to the names of the blocks that they replace."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -13,37 +13,39 @@ T = TypeVar("T")
 
 
 class Names:
-    """Maps one side's canonical names to common names."""
+    """Maps the canonical names of one side to common names."""
 
     def __init__(self, table: Mapping[str, str]):
-        """`table`: the side's own path of a parameter, or a prefix of several -> the common path, as in
+        """`table` maps this side's path of a parameter, or a common prefix of several paths, to the common path, as in
         {"decoder/layers/qkv": "decoder/layers/c_attn"}."""
         self._table = dict(table)
 
     def inverse(self) -> "Names":
-        """The map from common names to the side's own."""
+        """Returns the map from common names to this side's names."""
         return Names({other: own for own, other in self._table.items()})
 
     def common(self, name: str) -> str:
-        """The common name of a parameter, or of an array named after one, such as the moment `.../mu/` and its name."""
+        """Returns the common name of a parameter, or of an array named after a parameter, such as its moment
+        `.../mu/NAME`."""
         for own, other in self._table.items():
             if (start := f"/{name}/".find(f"/{own}/")) >= 0:
                 return name[:start] + other + name[start + len(own) :]
         return name
 
     def of(self, arrays: Mapping[str, T]) -> dict[str, T]:
-        """`arrays` under common names."""
+        """Returns `arrays` under common names."""
         return {self.common(name): array for name, array in arrays.items()}
 
     def unused(self, names: Iterable[str]) -> list[str]:
-        """The side's own paths that contain none of its canonical `names`."""
+        """Returns the paths of this side's table that match none of the canonical `names`."""
         names = [f"{name}/" for name in names]
         return [path for path in self._table if not any(name.startswith(f"{path}/") for name in names)]
 
     def shaped(self, arrays: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-        """`arrays` by common names; renamed ones are reshaped to the shapes of `like`.
+        """Returns `arrays` by common names. Renamed arrays are reshaped to the shapes of `like`.
 
-        A block with other names may merge axes: heads and head_dim into one, for a plain matrix product.
+        The shapes may differ, because a block with other names may merge axes, such as heads and head_dim into one axis
+        for a plain matrix product.
         """
 
         def one(name: str, array: Any) -> Any:
@@ -57,7 +59,8 @@ class Names:
 
 
 def renamed(node: Any, names: Names) -> Any:
-    """A tree that contains trees of parameters (a `TrainTree`, optax states), with common names in their decoders."""
+    """Returns `node` with common names in its decoders. `node` contains trees of parameters: a `TrainTree`, optax
+    states."""
     if isinstance(node, dict):
         if not isinstance(node.get("decoder"), dict):
             return {key: renamed(value, names) for key, value in node.items()}
@@ -70,7 +73,7 @@ def renamed(node: Any, names: Names) -> Any:
 
 
 def names_of_blocks(config: Any) -> Names:
-    """The names in the blocks of `config`, from the optional `PARAMETER_NAMES` of their classes."""
+    """Returns the names in the blocks of `config`, from the optional `PARAMETER_NAMES` of their classes."""
     table: dict[str, str] = {}
     for stack in stacks(config):
         for block, path in zip(stack.blocks, stack.paths, strict=True):

@@ -9,7 +9,7 @@ from trainer.models.families import family
 
 
 def make_norm(config: Any, rngs: nnx.Rngs | None = None) -> Any:
-    """A norm of the residual stream, of the family's kind: the one after the last block, and those of modules of
+    """Returns a norm of the residual stream, of the family's kind: the norm after the last block, or one of a module of
     multi-token prediction. It draws nothing from `rngs`."""
     del rngs
     return family(config.decoder_block).norm(

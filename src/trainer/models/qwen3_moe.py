@@ -12,8 +12,8 @@ NAME = "moe_block"
 
 
 class Block(ExpertBlock):
-    """The weights of a token's experts are their probabilities, with `norm_topk_prob` divided by their sum, which makes
-    them the softmax over the chosen experts."""
+    """The weights of a token's experts are their probabilities. With `norm_topk_prob`, they are divided by their sum,
+    which makes them the softmax over the chosen experts."""
 
     NAME = NAME
 
@@ -24,7 +24,7 @@ class Block(ExpertBlock):
 
 
 def stacks(config) -> list[Stack]:
-    """One stack of equal blocks."""
+    """Returns one stack of equal blocks."""
     return [Stack("layers", (Block,), config.base_num_decoder_layers)]
 
 

@@ -1,4 +1,4 @@
-"""Rematerialization from the configuration."""
+"""The rematerialization policy of a configuration."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,20 +10,22 @@ from trainer.models.families import family
 
 
 def remat_policy(config: Any) -> Policy | None:
-    """What a checkpointed block saves, or None if no block is checkpointed; see `layers.remat.make_policy`.
+    """Returns the policy of what a checkpointed block saves, or None if no block is checkpointed.
+
+    See `layers.remat.make_policy`.
 
     Raises:
-      UserError: `config` names tensors that the family does not declare; lists all.
+      UserError: lists all tensors that `config` names and the family does not declare.
     """
     return make_policy(config.remat_policy, _choices(config), family(config.decoder_block).projections)
 
 
 def check_offload(config: Any, memory_kinds: Iterable[str]) -> None:
-    """Refuse offloading to pinned host memory if the devices have none.
+    """Refuses offloading to pinned host memory if the devices have none.
 
     Args:
       config: resolved or not.
-      memory_kinds: the kinds of memory that a device of the mesh reaches (`device.addressable_memories()`).
+      memory_kinds: the kinds of memory that a device of the mesh can address (`device.addressable_memories()`).
 
     Raises:
       UserError: names the offloaded tensors and the alternative.
@@ -46,7 +48,7 @@ def check_offload(config: Any, memory_kinds: Iterable[str]) -> None:
 
 
 def _choices(config: Any) -> dict[str, str]:
-    """What remat_policy=custom does with each tensor."""
+    """Returns what remat_policy=custom does with each tensor."""
     choices = {tensor: config[tensor] for tensor in TENSORS}
     if config.remat_policy != "custom":
         return choices

@@ -19,12 +19,12 @@ from trainer.models.norms import make_norm
 from trainer.models.remat import remat_policy
 from trainer.ops.dropout import dropout
 
-# Dropout sites outside of the blocks; their keys are those of a layer after the last.
+# Dropout sites outside of the blocks. Their keys are derived as for one more layer after the last.
 EMBEDDING, BEFORE_HEAD = range(2)
 
 
 def make_logits_dense(config, rngs: nnx.Rngs) -> Dense:
-    """The head of a model whose head is not the embedding table."""
+    """Makes the output head of a model whose head is not the embedding table."""
     return Dense(
         [config.base_emb_dim],
         [config.vocab_size],
@@ -38,7 +38,7 @@ def make_logits_dense(config, rngs: nnx.Rngs) -> Dense:
 
 
 def make_embedder(config, rngs: nnx.Rngs) -> Embed:
-    """The embedding table."""
+    """Makes the embedding table."""
     return Embed(
         config.vocab_size,
         config.base_emb_dim,
@@ -50,7 +50,7 @@ def make_embedder(config, rngs: nnx.Rngs) -> Embed:
 
 
 def make_position_embedder(config, rngs: nnx.Rngs) -> PositionEmbed:
-    """The table of learned positions, of a model that has one (`learned_positions`)."""
+    """Makes the table of learned positions, for a model that has one (`learned_positions`)."""
     return PositionEmbed(
         config.trainable_position_size,
         config.base_emb_dim,
@@ -61,42 +61,45 @@ def make_position_embedder(config, rngs: nnx.Rngs) -> PositionEmbed:
 
 
 def learned_positions(config) -> bool:
-    """Whether the decoder adds a learned embedding of positions to its input."""
+    """Returns whether the decoder adds a learned position embedding to its input."""
     return config.trainable_position_size > 0
 
 
 def head_matrix(config) -> tuple[str, ...]:
-    """The canonical path of the matrix that the head multiplies by. The head reads this parameter and what is stored
-    next to it, such as the parameters of a product, and no others."""
+    """Returns the canonical path of the matrix of the output head.
+
+    The head reads this parameter and the parameters stored next to it, such as those of a product, and no others.
+    """
     if config.logits_via_embedding:
         return ("token_embedder", "embedding")
     return ("decoder", "logits_dense", "kernel")
 
 
 def casts_in_loop(config) -> bool:
-    """Whether the loop over layers casts its weights inside (`layers.stack.cast_in_loop`).
+    """Returns whether the loop over layers casts its weights inside (`layers.stack.cast_in_loop`).
 
-    Under Zero-1 the step gathers them before the loop, and a cast before the all-gather halves its bytes.
+    Not under Zero-1: there the step all-gathers the weights before the loop, and casting them before the all-gather
+    halves its bytes.
     """
     return config.scan_layers and not config.shard_optimizer_over_data
 
 
 def outer_dropout(config, x_bte: jax.Array, context: Context, site: int) -> jax.Array:
-    """Dropout at a site outside of the blocks."""
+    """Applies dropout at a site outside of the blocks."""
     key = context.at(sum(stack.layers for stack in stacks(config))).at(site).key
     return dropout(x_bte, key, context.rows, config.dropout_rate if config.enable_dropout else 0.0)
 
 
 def first_input(config, x_bte: jax.Array, positions: Callable[[], Any], context: Context) -> jax.Array:
-    """The first block's input from embedded tokens; `positions()` is the table of learned positions, if there is
-    one."""
+    """Returns the first block's input from embedded tokens. `positions()` returns the table of learned positions, if
+    there is one."""
     if learned_positions(config):
         x_bte = x_bte + positions()(context.positions)
     return outer_dropout(config, x_bte, context, EMBEDDING)
 
 
 def finish_logits(config, logits_btv: jax.Array) -> jax.Array:
-    """Logits from the products of the head: scaled for a tied head, and soft-capped, where configured."""
+    """Returns logits from the products of the head: scaled for a tied head, and soft-capped if configured."""
     if config.logits_via_embedding and config.normalize_embedding_logits:
         logits_btv = logits_btv / config.base_emb_dim**0.5
     if cap := config.final_logits_soft_cap:
@@ -105,7 +108,7 @@ def finish_logits(config, logits_btv: jax.Array) -> jax.Array:
 
 
 class Decoder(nnx.Module):
-    """Learned positions, if any, the blocks, the norm after them and, if it is not the embedding table, the head."""
+    """Learned positions (if any), the blocks, the final norm and, unless the embedding table is the head, the head."""
 
     def __init__(self, config, rngs: nnx.Rngs):
         self.config = config
@@ -118,7 +121,7 @@ class Decoder(nnx.Module):
             self.logits_dense = make_logits_dense(config, rngs)
 
     def make_layers(self, rngs: nnx.Rngs) -> dict[str, Any]:
-        """The stacks by name, which is also the attribute that holds their parameters."""
+        """Returns the stacks by name. The name is also the attribute that holds a stack's parameters."""
         config = self.config
         return {
             stack.name: make_stack([_maker(block, config) for block in stack.blocks], stack.count, rngs)
@@ -127,15 +130,15 @@ class Decoder(nnx.Module):
 
     @classmethod
     def make_block(cls, config, block: MakeBlock, rngs: nnx.Rngs) -> Any:
-        """A block outside of the stacks."""
+        """Makes a block outside of the stacks."""
         return block(config, rngs)
 
     def run_block(self, held: Any, x: jax.Array, context: Context, types: Types) -> tuple[jax.Array, Sown]:
-        """Run what `make_block` made: see `layers.stack.run_layer`."""
+        """Runs a block that `make_block` made; see `layers.stack.run_layer`."""
         return run_module(held, x, context, types, remat_policy(self.config))
 
     def run_layers(self, x: jax.Array, cache: Cache | None, context: Context, types: Types) -> tuple[Any, Any, Sown]:
-        """Run the stacks: the last block's x, the cache, and the sown values."""
+        """Runs the stacks. Returns the last block's x, the cache, and the sown values."""
         config = self.config
 
         def run(loop: Loop, x: jax.Array, entries: Any) -> tuple[Any, Any, Sown]:
@@ -147,7 +150,7 @@ class Decoder(nnx.Module):
     def __call__(
         self, x_bte: jax.Array, cache: Cache | None, context: Context, types: Types = ()
     ) -> tuple[jax.Array, Cache | None]:
-        """Embedded tokens [b, t, e] -> normed hidden states [b, t, e] and the cache."""
+        """Maps embedded tokens [b, t, e] to normalized hidden states [b, t, e], and returns them with the cache."""
         x = first_input(self.config, x_bte, lambda: self.position_embedder, context)
         x, cache, sown = self.run_layers(x, cache, context, types)
         _sow_all(self, types, sown)
@@ -157,7 +160,7 @@ class Decoder(nnx.Module):
 def run_stacks(
     config: Any, run: Callable[..., Any], x: jax.Array, cache: Cache | None, context: Context, types: Types
 ) -> tuple[jax.Array, Cache | None, Sown]:
-    """`run(loop, x, entries)`, see `layers.stack.run_stack`, for each stack of the decoder in order."""
+    """Calls `run(loop, x, entries)`, see `layers.stack.run_stack`, for each stack of the decoder in order."""
     entries, first = {}, 0
     sown: dict[str, dict[str, jax.Array]] = {variable_type.__name__: {} for variable_type in types}
     for stack in stacks(config):
@@ -204,12 +207,12 @@ class Transformer(nnx.Module):
         types: Types = (),
         sampled: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache | None]:
-        """The input of the head, [b, t, e], and the cache.
+        """Returns the input of the head, [b, t, e], and the cache.
 
         Args:
-          inputs, inputs_position, inputs_segmentation: int [b, t]; the names are those of a batch.
+          inputs, inputs_position, inputs_segmentation: int [b, t]; the names are the fields of a batch.
           row: int [b], each row's index in the global batch.
-          cache: of earlier positions (`models.families.init_cache`), or None.
+          cache: holds earlier positions (`models.families.init_cache`), or None.
           key: dropout key of this step, or None for no dropout.
           types: sown types that the caller captures. With `MtpHidden` the modules of multi-token prediction run.
           sampled: see `layers.context`.
@@ -224,7 +227,7 @@ class Transformer(nnx.Module):
         return hidden, cache
 
     def head(self, x_bte: jax.Array) -> jax.Array:
-        """Logits [b, t, v] of hidden states [b, t, e]."""
+        """Returns the logits [b, t, v] of hidden states [b, t, e]."""
         if self.config.logits_via_embedding:
             logits = self.token_embedder.attend(x_bte)
         else:
@@ -232,5 +235,5 @@ class Transformer(nnx.Module):
         return finish_logits(self.config, logits)
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
-        """Logits [b, t, v]; the arguments are those of `hidden`."""
+        """Returns logits [b, t, v]. The arguments are the arguments of `hidden`."""
         return self.head(self.hidden(*args, **kwargs)[0])

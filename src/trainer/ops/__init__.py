@@ -1,5 +1,5 @@
 """Pure functions on arrays. No flax, no mesh.
 
-Letters in shapes: b rows of the batch, t query positions, s key positions, h query heads, k key and value heads,
+The letters in shapes: b rows of the batch, t query positions, s key positions, h query heads, k key and value heads,
 g = h / k, d width of a head, e width of the residual stream, f hidden width of the MLP, v vocabulary.
 """

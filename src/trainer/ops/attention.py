@@ -1,14 +1,14 @@
-"""Causal attention over packed segments: the reference op that all other attention ops are tested against.
+"""Causal attention over packed segments: the reference op, which tests compare with all other attention ops.
 
 Every attention op has the same signature and computes the same function: queries [b, t, h, d], keys and values
 [b, s, k, d] with h a multiple of k (grouped-query attention, Ainslie et al. 2023, arXiv:2305.13245), and a `Mask`.
-Values may have a width of their own, which is then that of the result. Scores and softmax are float32; the result has
-the queries' dtype. An op raises ValueError for what it does not support.
+Values may have a different width, which is then also the width of the result. Scores and softmax are float32; the
+result has the queries' dtype. An op raises ValueError for anything it does not support.
 
 `scale`: the factor on the products of queries and keys; None: 1 / sqrt(d).
 
-`window` > 0: a query sees its own position and the window - 1 before it. `soft_cap` > 0: scores are bounded by
-soft_cap * tanh(scores / soft_cap) before the mask (Gemma 2, arXiv:2408.00118).
+`window` > 0: a query sees its own position and the window - 1 positions before it. `soft_cap` > 0: before the mask,
+scores are bounded by soft_cap * tanh(scores / soft_cap) (Gemma 2, arXiv:2408.00118).
 """
 
 from typing import NamedTuple
@@ -47,7 +47,7 @@ def dot_product_attention(
     soft_cap: float = 0.0,
     scale: float | None = None,
 ) -> jax.Array:
-    """The reference op: [b, t, h, d]. It materializes all scores [b, h, t, s]."""
+    """Computes attention: [b, t, h, d]. The reference op, which materializes all scores [b, h, t, s]."""
     keep, rate = None, 0.0
     if dropout is not None:
         rate = dropout.rate
@@ -67,7 +67,8 @@ def attend(
     soft_cap: float,
     scale: float | None,
 ) -> jax.Array:
-    """Attention that keeps the weights in `keep_bhts` (None: all) and scales them by 1 / (1 - rate): [b, t, h, d]."""
+    """Computes attention: [b, t, h, d]. Keeps the weights in `keep_bhts` (None: all) and scales them by 1 / (1 -
+    rate)."""
     rows, length, heads, width = query.shape
     kv_heads = key.shape[2]
     query = query.reshape(rows, length, kv_heads, heads // kv_heads, width)
@@ -75,7 +76,7 @@ def attend(
     scores = scores * scale_of(scale, width)
     if soft_cap:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
-    # Finite, so that a fully masked query (padding of a block) gives no NaN.
+    # A finite number, so that a fully masked query (padding of a block) gives no NaN.
     scores = jnp.where(visible(mask, window)[:, None, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1)
     if keep_bhts is not None:
@@ -85,12 +86,12 @@ def attend(
 
 
 def scale_of(scale: float | None, width: int) -> float:
-    """The factor on the dot products of queries and keys with `width` entries."""
+    """Returns the factor on the dot products of queries and keys of `width` entries."""
     return width**-0.5 if scale is None else scale
 
 
 def visible(mask: Mask, window: int) -> jax.Array:
-    """Whether a query sees a key: bool [b, t, s]."""
+    """Returns whether a query sees a key: bool [b, t, s]."""
     distance = mask.query_position[:, :, None] - mask.key_position[:, None, :]
     seen = (distance >= 0) & (mask.query_segment[:, :, None] == mask.key_segment[:, None, :])
     return seen & (distance < window) if window else seen

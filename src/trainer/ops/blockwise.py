@@ -1,7 +1,7 @@
-"""Attention in blocks of queries, in plain XLA: neither pass materializes the full score matrix.
+"""Attention in blocks of queries, in plain XLA. Neither pass materializes the full score matrix.
 
-The backward pass recomputes each block's scores. It is written by hand so that a block's key gradients are added to the
-slice of keys that the block read; autodiff of a loop over slices would add arrays of all keys for every block.
+The backward pass recomputes each block's scores. It is written by hand so that the key gradients of a block are added
+to the slice of keys that the block read. Autodiff of a loop over slices would add arrays of all keys for every block.
 """
 
 import functools
@@ -15,7 +15,7 @@ from trainer.ops.dropout import attention_keep
 
 
 class _Static(NamedTuple):
-    """Static parameters. Block i reads the keys from i * stride to i * stride + reach."""
+    """Static parameters. Block i reads the keys from index i * stride to i * stride + reach."""
 
     stride: int
     reach: int
@@ -27,9 +27,9 @@ class _Static(NamedTuple):
 
 
 class _Context(NamedTuple):
-    """Inputs without a gradient: for the n blocks of queries [n, b, t], for the keys [b, s]."""
+    """Inputs without a gradient: [n, b, t] for the n blocks of queries, [b, s] for the keys."""
 
-    query_index: jax.Array  # [n, t] within the row
+    query_index: jax.Array  # [n, t], index within the row
     query_position: jax.Array  # [n, b, t]
     query_segment: jax.Array  # [n, b, t]
     key_position: jax.Array
@@ -50,10 +50,11 @@ def blockwise_attention(
     scale: float | None = None,
     block: int = 256,
 ) -> jax.Array:
-    """`dot_product_attention`, one block of queries at a time: scores take [b, h, block, s].
+    """Computes `dot_product_attention`, one block of queries at a time. Scores take [b, h, block, s].
 
-    With a window, both passes read only the block + window - 1 keys that a block can see. Key i must then belong to
-    query i, and positions must grow by one along a segment. Dropout draws the same masks as `dot_product_attention`.
+    With a window, both passes read only the block + window - 1 keys that a block can see. In that case key i must
+    belong to query i, and positions must grow by one along a segment. Dropout draws the same masks as
+    `dot_product_attention`.
     """
     rows, length = query.shape[:2]
     block = min(block, length)
@@ -71,7 +72,7 @@ def blockwise_attention(
         stride, reach = block, block + window - 1
         ends = ((0, 0), (window - 1, padding))
         key, value = (jnp.pad(x, (*ends, (0, 0), (0, 0))) for x in (key, value))
-        # Padding gets the largest position, so that no query sees it.
+        # Padding keys get the largest position, so that no query sees them.
         key_position = jnp.pad(key_position, ends, constant_values=jnp.iinfo(jnp.int32).max)
         key_segment = jnp.pad(key_segment, ends)
     rate = dropout.rate if dropout else 0.0
@@ -90,12 +91,12 @@ def blockwise_attention(
 
 
 def _part(static: _Static, x: jax.Array, i: jax.Array, axis: int = 1) -> jax.Array:
-    """The slice of `x` that block i reads."""
+    """Returns the slice of `x` that block i reads."""
     return jax.lax.dynamic_slice_in_dim(x, i * static.stride, static.reach, axis) if static.stride else x
 
 
 def _one_block(static: _Static, context: _Context, i: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array):
-    """Block i of the output, [b, t, h, d], from its queries and the keys and values that it reads."""
+    """Returns block i of the output, [b, t, h, d], from its queries and the keys and values that it reads."""
     mask = Mask(
         context.query_position[i],
         _part(static, context.key_position, i),
@@ -116,7 +117,7 @@ def _one_block(static: _Static, context: _Context, i: jax.Array, query: jax.Arra
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _all_blocks(static: _Static, query: jax.Array, key: jax.Array, value: jax.Array, context: _Context) -> jax.Array:
-    """Queries [n, b, t, h, d], keys and values [b, s, k, d] -> [n, b, t, h, d], with the width of the values."""
+    """Maps queries [n, b, t, h, d], keys and values [b, s, k, d] to [n, b, t, h, d], with the width of the values."""
 
     def step(_, xs):
         i, query = xs
@@ -143,7 +144,7 @@ def _backward(static: _Static, inputs: tuple[jax.Array, jax.Array, jax.Array, _C
         query_grad, *grads = jax.vjp(block, query, _part(static, key, i), _part(static, value, i))[1](out_grad)
         return tuple(add(total, grad, i) for total, grad in zip(totals, grads, strict=True)), query_grad
 
-    # float32: a key's gradient is a sum over many blocks.
+    # float32, because a key's gradient is a sum over many blocks.
     totals = jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32)
     (key_grad, value_grad), query_grad = jax.lax.scan(step, totals, (jnp.arange(len(query)), query, out_grad))
     return query_grad, key_grad.astype(key.dtype), value_grad.astype(value.dtype), None

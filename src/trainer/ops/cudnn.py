@@ -19,18 +19,18 @@ def cudnn_attention(
     scale: float | None = None,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> jax.Array:
-    """`dot_product_attention` without dropout or soft cap, in bfloat16: [b, t, h, d].
+    """Computes `dot_product_attention` without dropout or soft cap, in bfloat16: [b, t, h, d].
 
-    The kernel applies the causal mask and the window by index in the row, not by `mask`'s positions: key i must belong
-    to query i, and positions must grow by one along a segment. JAX can pass segments to cuDNN only as a bias on the
-    scores: b t s bfloat16 numbers (128 MB per row of 8192 tokens). The backward pass takes as many again for the bias's
-    gradient, which cuDNN always writes. All heads share one bias, so it is 1 / h of the score matrix, and the compiler
-    may share it between layers. The softmax statistics that the backward pass needs have no `checkpoint_name`, so a
-    rematerialization policy that saves named tensors runs the forward pass again. `implementation="xla"` is the same
-    call on any platform.
+    The kernel applies the causal mask and the window by index in the row, not by the positions of `mask`: key i must
+    belong to query i, and positions must grow by one along a segment. JAX can pass segments to cuDNN only as a bias on
+    the scores: b t s bfloat16 numbers (128 MB per row of 8192 tokens). The backward pass needs the same amount again
+    for the bias gradient, which cuDNN always writes. All heads share one bias, so it is 1 / h of the score matrix, and
+    the compiler may share it between layers. The softmax statistics for the backward pass have no `checkpoint_name`, so
+    a rematerialization policy that saves named tensors runs the forward pass again. `implementation="xla"` makes the
+    same call on any platform.
 
     Raises:
-      ValueError: dropout, a soft cap, values of another width than keys, or another dtype.
+      ValueError: dropout, a soft cap, values with a width other than the keys', or another dtype.
     """
     if dropout is not None or soft_cap:
         raise ValueError("cudnn_attention supports neither dropout of attention weights nor a soft cap")

@@ -9,7 +9,7 @@ def _row_keys(key: jax.Array, row_b: jax.Array) -> jax.Array:
 
 
 def dropout(x: jax.Array, key: jax.Array | None, row_b: jax.Array, rate: float) -> jax.Array:
-    """Set each entry of `x` [b, ...] to zero with probability `rate`, and scale the others by 1 / (1 - rate).
+    """Sets each entry of `x` [b, ...] to zero with probability `rate`, and scales the others by 1 / (1 - rate).
 
     Row i draws its mask from `key` folded with `row_b[i]`, so the mask does not depend on the mesh or on how the batch
     is split into microbatches. `key=None` or `rate=0` is the identity.
@@ -23,10 +23,10 @@ def dropout(x: jax.Array, key: jax.Array | None, row_b: jax.Array, rate: float) 
 def attention_keep(
     key: jax.Array, row_b: jax.Array, query_t: jax.Array, heads: int, keys: int, rate: float
 ) -> jax.Array:
-    """Which attention weights dropout keeps: bool [b, h, t, s].
+    """Returns which attention weights dropout keeps: bool [b, h, t, s].
 
     A query's mask depends on its row and on its index `query_t` in the row, so an op that works in blocks of queries
-    draws the same mask as one that takes all queries at once.
+    draws the same mask as an op that takes all queries at once.
     """
 
     def one(row_key: jax.Array, query: jax.Array) -> jax.Array:

@@ -23,11 +23,11 @@ _OVER_ROWS = jax.lax.RaggedDotDimensionNumbers(
 
 @jax.custom_vjp
 def grouped_matmul(x_mk: jax.Array, matrix_gkn: jax.Array, size_g: jax.Array) -> jax.Array:
-    """Each row times the matrix of its group: [m, n]. Differentiable in reverse mode only.
+    """Multiplies each row with the matrix of its group: [m, n]. Differentiable in reverse mode only.
 
-    The compiler chooses the kernel (`jax.lax.ragged_dot_general`). The backward pass is written here because JAX maps
-    this primitive over an axis only if all operands have it: under `jax.vmap`, as of DiLoCo's islands, JAX's own
-    derivative fails where one of them has not.
+    The compiler chooses the kernel (`jax.lax.ragged_dot_general`). The backward pass is written by hand, because JAX
+    maps this primitive over an axis only if all operands have that axis. Under `jax.vmap`, for example over DiLoCo's
+    islands, JAX's own derivative fails if an operand lacks it.
     """
     return _ragged(_OF_ROWS)(x_mk, matrix_gkn, size_g)
 
@@ -49,7 +49,7 @@ grouped_matmul.defvjp(_forward, _backward)
 
 
 def _ragged(dimensions: jax.lax.RaggedDotDimensionNumbers) -> Callable[..., jax.Array]:
-    """The product; `jax.vmap` computes it sequentially, one index of the mapped axis at a time."""
+    """Returns the product. `jax.vmap` computes it sequentially, one index of the mapped axis at a time."""
 
     @jax.custom_batching.sequential_vmap
     def product(left: jax.Array, right: jax.Array, size_g: jax.Array) -> jax.Array:
@@ -59,7 +59,7 @@ def _ragged(dimensions: jax.lax.RaggedDotDimensionNumbers) -> Callable[..., jax.
 
 
 def grouped_matmul_reference(x_mk: jax.Array, matrix_gkn: jax.Array, size_g: jax.Array) -> jax.Array:
-    """`grouped_matmul` in plain products: every row times every matrix; only its own group's result is kept."""
+    """Computes `grouped_matmul` in plain products: every row times every matrix, then keeps the row's own group."""
     end_g = jnp.cumsum(size_g)
     row_m = jnp.arange(x_mk.shape[0])
     own_gm = (row_m >= (end_g - size_g)[:, None]) & (row_m < end_g[:, None])

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def cross_entropy(logits_btv: jax.Array, target_bt: jax.Array, mean: bool = False) -> tuple[jax.Array, ...]:
-    """Negative log-likelihood of each target in nats, and the log of the softmax's normalizer Z: float32 [b, t].
+    """Returns the negative log-likelihood of each target in nats, and the log of the softmax normalizer Z: float32
+    [b, t].
 
-    With `mean` also the mean over the vocabulary of the negative log-likelihood, the cross entropy with a uniform
-    distribution.
+    With `mean`, also returns the mean of the negative log-likelihood over the vocabulary, which is the cross entropy
+    with a uniform distribution.
 
-    Computed in float32 without materializing float32 logits. The backward pass recomputes the softmax from the logits,
-    in their own dtype, and log Z. The target (less than v) is selected by comparison, which the compiler fuses into the
+    Computed in float32 without materializing float32 logits. The backward pass recomputes the softmax from log Z and
+    the logits in their own dtype. The target (less than v) is selected by comparison, which the compiler fuses into the
     surrounding sums; a gather would need the float32 logits in memory. Supports reverse mode only.
     """
     logits = logits_btv.astype(jnp.float32)
@@ -30,8 +31,8 @@ def _is_target(logits_btv: jax.Array, target_bt: jax.Array) -> jax.Array:
 
 def _forward(logits_btv, target_bt, mean):
     # Without the barrier XLA fuses the product of the head with the maximum of the logits, and the gradient of the
-    # logits cannot reuse their buffer. The price is one more read of the logits, but none on a CPU, where products are
-    # not fused (docs/decisions/0009).
+    # logits cannot reuse their buffer. The barrier costs one more read of the logits, except on a CPU, where products
+    # are not fused (docs/decisions/0009).
     logits_btv = jax.lax.optimization_barrier(logits_btv)
     losses = cross_entropy(logits_btv, target_bt, mean)
     return losses, (logits_btv, target_bt, losses[1])

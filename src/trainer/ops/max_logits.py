@@ -1,4 +1,4 @@
-"""The largest attention logit of each head, for QK-Clip: no attention kernel returns it."""
+"""Computes the largest attention logit of each head for QK-Clip, because no attention kernel returns it."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from trainer.ops.attention import Mask, scale_of, visible
 
-BLOCK = 512  # tokens
+BLOCK = 512  # default tile size in tokens
 
 
 def max_logits(
@@ -20,20 +20,20 @@ def max_logits(
     block: int = BLOCK,
     when: jax.Array | None = None,
 ) -> jax.Array:
-    """The largest logit q k scale of each head over the queries and keys of a batch: float32 [h].
+    """Returns the largest logit q k scale of each head over the queries and keys of a batch: float32 [h].
 
-    Only keys that a query sees count, and no padding (segment 0); if there are none, a finite number below any logit.
-    Nothing is differentiated. The logits are recomputed tile by tile: a tile takes [b, h, block, block]
-    float32. Tiles above the diagonal or outside of the window are left out, so key i must belong to query i, and
+    Only keys that a query sees count, and no padding (segment 0). If there are none, the result is a finite number
+    below any logit. Nothing is differentiated. The logits are recomputed tile by tile: a tile takes [b, h, block,
+    block] float32. Tiles above the diagonal or outside of the window are skipped, so key i must belong to query i, and
     positions must grow by one along a segment.
 
     Args:
-      query, key: [b, t, h, d] and [b, t, k, d], as an attention op gets them.
-      mask: of the same op.
+      query, key: [b, t, h, d] and [b, t, k, d], the operands of the attention op.
+      mask: the mask of the attention op.
       window, scale: see `ops.attention`.
-      block: tokens along both sides of a tile. With the whole row as its only tile, the product is that of
+      block: tokens along both sides of a tile. If one tile covers the whole row, the product is the same as in
         `dot_product_attention`, and the compiler merges the two, unless `when` is given.
-      when: bool []; nothing is computed if it is false, and the result is a finite number below any logit. None: true.
+      when: bool []. If false, nothing is computed and the result is a finite number below any logit. None: true.
     """
     query, key = jax.lax.stop_gradient((query, key))
     if when is None and query.shape[1] <= block:
@@ -41,8 +41,8 @@ def max_logits(
 
     @jax.checkpoint
     def apart(query: jax.Array, key: jax.Array, mask: Mask) -> jax.Array:
-        # What depends on the mask alone is the same in all layers of a scan. The derivative of that scan would compute
-        # the masks of all tiles, for all heads, in front of it, and keep them; of a checkpointed function it does not.
+        # The masks are the same in all layers of a scan. The derivative of that scan would compute the masks of all
+        # tiles, for all heads, before the scan and keep them. For a checkpointed function it does not.
         if when is None:
             return _max_logits(query, key, mask, window, scale, block)
         nothing = jnp.full(query.shape[2], jnp.finfo(jnp.float32).min)
@@ -80,6 +80,6 @@ def _max_logits(
     if len(tiles) == 1:
         largest = tile(queries, keys)[None]
     else:
-        # Stacked, not carried: the compiler then shards each tile's result by rows and heads, as its operands are.
+        # Mapped, not carried, so that the compiler shards each tile's result by rows and heads like its operands.
         largest = jax.lax.map(lambda at: tile(part(queries, at[0]), part(keys, at[1])), tuple(jnp.array(tiles).T))
     return largest.max(axis=(0, 1)).reshape(heads) * scale_of(scale, width)

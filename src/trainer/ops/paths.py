@@ -1,4 +1,4 @@
-"""The leaves of a pytree by their names."""
+"""Names for the leaves of a pytree."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,20 +9,20 @@ Path = tuple[str, ...]
 
 
 def path_of(keypath: tuple[Any, ...]) -> Path:
-    """The names along a JAX key path, for any kind of container."""
+    """Returns the names along a JAX key path, for any kind of container."""
     return tuple(jax.tree_util.keystr((entry,), simple=True) for entry in keypath)
 
 
 def name_of(keypath: tuple[Any, ...]) -> str:
-    """The names along a JAX key path, joined: a/b/c."""
+    """Returns the names along a JAX key path, joined: a/b/c."""
     return "/".join(path_of(keypath))
 
 
 def by_path(tree: Any) -> dict[Path, Any]:
-    """The leaves of any pytree by path, in its order."""
+    """Returns the leaves of any pytree by path, in the order of the pytree."""
     return {path_of(keypath): leaf for keypath, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def by_name(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
-    """The leaves of any pytree by name, in its order."""
+    """Returns the leaves of any pytree by name, in the order of the pytree."""
     return {name_of(keypath): leaf for keypath, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf)}

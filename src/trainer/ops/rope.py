@@ -13,7 +13,7 @@ ROTATION = "rotation"
 
 
 class Rope(NamedTuple):
-    """Parameters of the rotation; the fields are the keys of base.yml."""
+    """Parameters of the rotation. Each field is a key of base.yml."""
 
     min_timescale: float
     max_timescale: float
@@ -31,39 +31,40 @@ class Rope(NamedTuple):
 
 
 def rope(x_bthd: jax.Array, position_bt: jax.Array, how: Rope) -> jax.Array:
-    """Rotate the pairs of entries of each head by angles that grow with the position.
+    """Rotates the pairs of entries of each head by angles that grow with the position.
 
-    Pair i of the d / 2 pairs turns by position * frequencies(how, d)[i] radians. It is (x[i], x[i + d/2]), or with
-    `interleave` (x[2i], x[2i + 1]). Computed in float32, returned in x's dtype. The arithmetic is on full heads: halves
-    would leave half of each TPU register empty.
+    Pair i of the d / 2 pairs turns by position * frequencies(how, d)[i] radians. Pair i is (x[i], x[i + d/2]), or with
+    `interleave` (x[2i], x[2i + 1]). Computed in float32, returned in x's dtype. The arithmetic uses full heads, because
+    half heads would leave half of each TPU register empty.
     """
     frequency = frequencies(how, x_bthd.shape[-1]).astype(np.float32)
     angle = position_bt[..., None, None].astype(jnp.float32) * frequency
     scale = attention_scale(how)
     cos, sin = scale * jnp.cos(angle), scale * jnp.sin(angle)
-    # The same in every layer. The name lets a loop over rematerialized layers compute the tables once, outside.
+    # The same in every layer. Because of the name, a loop over rematerialized layers computes the tables once, outside.
     cos, sin = checkpoint_name((_per_entry(cos, cos, how), _per_entry(-sin, sin, how)), ROTATION)
-    partner = _partner(x_bthd, how).astype(jnp.float32)  # moved before the cast: half the bytes
+    partner = _partner(x_bthd, how).astype(jnp.float32)  # moved before the cast, which halves the bytes
     rotated = x_bthd.astype(jnp.float32) * cos + partner * sin
     return rotated.astype(x_bthd.dtype)
 
 
 def _partner(x: jax.Array, how: Rope) -> jax.Array:
-    """For each entry, the other entry of its pair."""
+    """Returns, for each entry, the other entry of its pair."""
     if how.interleave:
         return x.reshape(*x.shape[:-1], -1, 2)[..., ::-1].reshape(x.shape)
     return jnp.roll(x, x.shape[-1] // 2, axis=-1)
 
 
 def _per_entry(first: jax.Array, second: jax.Array, how: Rope) -> jax.Array:
-    """Values of the first and of the second entries of the pairs, each [..., d / 2], in head order [..., d]."""
+    """Arranges values of the first and of the second entries of the pairs, each [..., d / 2], in head order [...,
+    d]."""
     if how.interleave:
         return jnp.stack((first, second), axis=-1).reshape(*first.shape[:-1], -1)
     return jnp.concatenate((first, second), axis=-1)
 
 
 def frequencies(how: Rope, width: int) -> np.ndarray:
-    """Radians per token of each pair of a head of `width` entries: float64 [width / 2].
+    """Returns the radians per token of each pair of a head of `width` entries: float64 [width / 2].
 
     Wavelengths, in units of 2 pi tokens, grow geometrically from `min_timescale` towards `max_timescale`. Then
     - default multiplies all of them by `linear_scaling_factor` (Chen et al. 2023, arXiv:2306.15595);
@@ -89,22 +90,22 @@ def frequencies(how: Rope, width: int) -> np.ndarray:
 
 
 def attention_scale(how: Rope) -> float:
-    """The factor on queries and keys: 0.1 ln(factor) + 1 for YaRN with attention scaling (arXiv:2309.00071, section
-    3.4), otherwise 1."""
+    """Returns the factor on queries and keys: 0.1 ln(factor) + 1 for YaRN with attention scaling (arXiv:2309.00071,
+    section 3.4), otherwise 1."""
     return 0.1 * math.log(how.factor) + 1 if how.kind == "yarn" and how.attention_scaling else 1.0
 
 
 def score_scale(how: Rope, mscale: float) -> float:
-    """The factor on attention scores in DeepSeek's use of YaRN, (0.1 mscale ln(factor) + 1)^2 (the reference code of
-    DeepSeek-V2, arXiv:2405.04434, where `mscale` is `mscale_all_dim`); 1 without YaRN.
+    """Returns the factor on attention scores in DeepSeek's use of YaRN, (0.1 mscale ln(factor) + 1)^2; 1 without YaRN.
 
-    It replaces `attention_scale`, which would scale the rotated part of queries and keys alone.
+    From the reference code of DeepSeek-V2 (arXiv:2405.04434), where `mscale` is called `mscale_all_dim`. It replaces
+    `attention_scale`, which would scale only the rotated part of queries and keys.
     """
     return (0.1 * mscale * math.log(how.factor) + 1) ** 2 if how.kind == "yarn" else 1.0
 
 
 def _yarn_range(how: Rope, width: int) -> tuple[float, float]:
-    """The pair indices between which YaRN interpolates: the pairs that turn beta_fast and beta_slow times."""
+    """Returns the pair indices between which YaRN interpolates: the pairs that turn beta_fast and beta_slow times."""
 
     def pair(turns: float) -> float:
         wavelength = how.original_length / (2 * math.pi * turns)
@@ -114,4 +115,4 @@ def _yarn_range(how: Rope, width: int) -> tuple[float, float]:
     if how.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
-    return low, max(high, low + 0.001)  # not empty, as in the reference code
+    return low, max(high, low + 0.001)  # keeps the range nonempty, as in the reference code

@@ -20,12 +20,12 @@ def splash_attention(
     tiles: Tiles = AUTOMATIC,
     interpret: bool = False,
 ) -> jax.Array:
-    """`dot_product_attention` without dropout, for lengths that are a multiple of 128: [b, t, h, d].
+    """Computes `dot_product_attention` without dropout, for lengths that are a multiple of 128: [b, t, h, d].
 
     The causal mask and the window are static, and the kernel skips blocks of scores that they mask out. They apply by
-    index in the row, not by `mask`'s positions: key i must belong to query i, and positions must grow by one along a
-    segment. The residuals of the backward pass are named "context" (`jax.ad_checkpoint.checkpoint_name`), so a
-    rematerialization policy that saves "context" does not run the kernel a second time. `tiles` are fitted to the
+    index in the row, not by the positions of `mask`: key i must belong to query i, and positions must grow by one along
+    a segment. The residuals of the backward pass are named "context" (`jax.ad_checkpoint.checkpoint_name`), so a
+    rematerialization policy that saves "context" does not run the kernel a second time. `tiles` are adapted to the
     length. `interpret` runs the kernel on any platform, slowly.
 
     Raises:
@@ -38,7 +38,7 @@ def splash_attention(
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
     kernel = splash_kernel(*query.shape[1:3], window=window, soft_cap=soft_cap, tiles=tiles, interpret=interpret)
-    # The kernel does not scale.
+    # The kernel itself does not scale the scores.
     query = (query.astype(jnp.float32) * scale_of(scale, query.shape[-1])).astype(query.dtype)
     heads_first = (x.swapaxes(1, 2) for x in (query, key, value))
     out = jax.vmap(kernel)(*heads_first, SegmentIds(mask.query_segment, mask.key_segment))
@@ -48,7 +48,7 @@ def splash_attention(
 def splash_kernel(
     length: int, heads: int, *, window: int, soft_cap: float, tiles: Tiles = AUTOMATIC, interpret: bool = False
 ):
-    """JAX's kernel for one row: (queries [h, t, d], keys and values [k, t, d], segments) -> [h, t, d]."""
+    """Returns JAX's kernel for one row: (queries [h, t, d], keys and values [k, t, d], segments) -> [h, t, d]."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     shape = (length, length)
