@@ -1,7 +1,8 @@
-"""Weights of 8 bits with a scale for each block, as the files of DeepSeek-V3 have them.
+"""Block-scaled 8-bit weights, as in the files of DeepSeek-V3.
 
-Beside the float8 matrix `X.weight` [out, in] lies `X.weight_scale_inv` [ceil(out / rows), ceil(in / columns)]: a weight
-is its float8 value times the entry of its block (arXiv:2412.19437, section 3.3.2, and its published conversion).
+A float8 matrix `X.weight` [out, in] has a companion `X.weight_scale_inv` [ceil(out / rows), ceil(in / columns)]. A
+weight is its float8 value times the scale of its block (arXiv:2412.19437, section 3.3.2, and the published conversion
+script).
 """
 
 from collections.abc import Mapping
@@ -14,11 +15,11 @@ from trainer.checkpoint.safetensors_file import DTYPES, FLOAT8, Box, StoredTenso
 from trainer.config import UserError
 
 _SCALES = "_scale_inv"
-_LARGEST = 20  # lines of a message
+_LARGEST = 20  # the maximum number of lines in a message
 
 
 class ScaledTensor(NamedTuple):
-    """A matrix in float8 and its scales, with the interface of `StoredTensor`; its values are float32."""
+    """A float8 matrix with its scales, with the interface of `StoredTensor`. Its values are float32."""
 
     values: StoredTensor
     scales: StoredTensor
@@ -53,10 +54,10 @@ class ScaledTensor(NamedTuple):
 def with_scales(
     tensors: Mapping[str, StoredTensor], block: tuple[int, int], where: Path
 ) -> dict[str, StoredTensor | ScaledTensor]:
-    """`tensors` with each float8 matrix and its scales as one. What has no partner is left as it is.
+    """Returns `tensors` with each float8 matrix combined with its scales. Tensors without a partner are unchanged.
 
     Raises:
-      UserError: scales have another shape than `block`, rows and columns, says.
+      UserError: the shape of some scales does not fit `block` (rows, columns).
     """
     joined: dict[str, StoredTensor | ScaledTensor] = dict(tensors)
     problems = []

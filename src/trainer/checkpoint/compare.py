@@ -1,4 +1,4 @@
-"""Checks that a checkpoint fits a run, by names, shapes and dtypes, before any array is read."""
+"""Checks by names, shapes and dtypes that a checkpoint fits a run, before any array is read."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,10 +11,10 @@ from trainer.ops.paths import by_name
 
 
 def check_structure(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Compares the leaves of the checkpoint at `path` with those of the run's state, part by part.
+    """Compares the leaves of the checkpoint at `path` with the leaves of the run's state, part by part.
 
     Raises:
-      UserError: names the first leaf that differs, its shape and dtype there and here, and how many do.
+      UserError: names the first leaf that differs, its shape and dtype on both sides, and the number of differences.
     """
     there, here = _leaves(found), _leaves(wanted)
     differing = [name for name in dict.fromkeys([*here, *there]) if there.get(name) != here.get(name)]
@@ -34,7 +34,7 @@ def check_structure(path: Path, found: Mapping[str, Any], wanted: Mapping[str, A
 def _leaves(parts: Mapping[str, Any]) -> dict[str, str]:
     return {
         f"{part}/{name}".rstrip("/"): _described(leaf)
-        for part, tree in parts.items()  # in the order in which a person would look at them
+        for part, tree in parts.items()  # in the order in which a person would read them
         for name, leaf in by_name(tree).items()
         if hasattr(leaf, "shape")
     }
@@ -42,5 +42,5 @@ def _leaves(parts: Mapping[str, Any]) -> dict[str, str]:
 
 def _described(leaf: Any) -> str:
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.eval_shape(jax.random.key_data, leaf)  # what lies on the disk
+        leaf = jax.eval_shape(jax.random.key_data, leaf)  # as it is stored on disk
     return f"{leaf.dtype}{list(leaf.shape)}"

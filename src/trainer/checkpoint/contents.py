@@ -1,4 +1,4 @@
-"""What a checkpoint of any kind holds: `contents_of`, for people."""
+"""Describes the contents of a checkpoint of any kind for people: `contents_of`."""
 
 import functools
 import math
@@ -26,7 +26,7 @@ from trainer.runtime import storage
 
 SAFETENSORS = ".safetensors"
 PARAMS, ISLANDS = "params", "inner_state"
-_STRIP = 1 << 22  # values that are squared at once
+_STRIP = 1 << 22  # the number of values that are squared at once
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Tensor:
     """One array of a checkpoint.
 
     Attributes:
-      part: what it belongs to: params, opt_state, step, ...; of DiLoCo also inner_state, the islands.
-      name: the canonical name of a parameter; of others the path below `part`.
-      dtype: as NumPy calls it; several separated by + if layers are stored in several.
+      part: the part of the checkpoint: params, opt_state, step, ...; with DiLoCo also inner_state, the islands.
+      name: the canonical name of a parameter; for other arrays the path below `part`.
+      dtype: the NumPy name; several names joined by + if layers are stored in several dtypes.
       read: yields the values in parts, the layers of a stack in their order.
-      stacked: the first axis is that of layers.
+      stacked: whether the first axis is layers.
     """
 
     part: str
@@ -55,7 +55,8 @@ class Tensor:
         return math.prod(self.shape)
 
     def norms(self) -> list[float]:
-        """The Euclidean norm of each layer of a stack, otherwise the one norm: of float64 sums of squares."""
+        """Returns the Euclidean norm of each layer of a stack, otherwise a list of one norm. Sums of squares are
+        float64."""
         squares: list[float] = []
         for part in self.read():
             pieces = part if self.stacked and part.ndim == len(self.shape) else [part]
@@ -65,18 +66,18 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds; of its arrays only the headers were read.
+    """The contents of a checkpoint. Only the headers of its arrays are read.
 
     Attributes:
-      path: the checkpoint, which for a run's folder is its newest.
-      kind: in words.
-      step: the number of updates that it holds; None if it says none.
-      keys: the keys of the configuration that it says.
-      verified: checksums were compared; None if it has none.
-      position: in the data, JSON; None if it says none.
-      fingerprint: of the data and the tokenizer.
+      path: the checkpoint; for a run's folder, its newest checkpoint.
+      kind: a description in words.
+      step: the number of updates; None if the checkpoint does not state it.
+      keys: the configuration keys that the checkpoint states.
+      verified: whether checksums were compared; None if the checkpoint has none.
+      position: the position in the data, JSON; None if the checkpoint does not state it.
+      fingerprint: the fingerprint of the data and the tokenizer.
       tokenizer: names of the tokenizer's files.
-      notes: what to know about how it is stored.
+      notes: remarks on how the checkpoint is stored.
     """
 
     path: str
@@ -92,12 +93,12 @@ class Contents:
 
 
 def contents_of(path: str, *, verify: bool = True) -> Contents:
-    """The contents of the checkpoint at `path`, recognized as `open_source` does.
+    """Returns the contents of the checkpoint at `path`, which it recognizes like `open_source`.
 
     Args:
-      path: a run's folder, checkpoints/N, a parameter-only checkpoint, MaxText's, a Hugging Face directory, or one
-        .safetensors file.
-      verify: compare the checksums of a run's checkpoint, for which all of it is read.
+      path: a run's folder, checkpoints/N, a parameter-only checkpoint, a MaxText checkpoint, a Hugging Face directory,
+        or one .safetensors file.
+      verify: whether to compare the checksums of a run's checkpoint, which reads all of it.
 
     Raises:
       UserError: there is no checkpoint, or it is damaged.
@@ -172,7 +173,7 @@ def _of_maxtext(source: MaxTextSource) -> Contents:
 
 
 def _in_tree(tree: Any) -> list[Tensor]:
-    """The arrays of a tree that this trainer wrote."""
+    """Returns the arrays of a tree that this trainer wrote."""
     readers = orbax.readers(tree)
     found = []
     for path, header in orbax.headers(tree).items():
@@ -207,7 +208,7 @@ def _parts(leaf: Leaf) -> Iterator[np.ndarray]:
 
 
 def _square(value: np.ndarray) -> float:
-    """The sum of the squares of all values, a strip at a time."""
+    """Returns the sum of the squares of all values, computed in strips."""
     flat = np.ascontiguousarray(value).reshape(-1)
     total = 0.0
     for start in range(0, len(flat), _STRIP):

@@ -1,4 +1,4 @@
-"""The keys that define the function of the parameters, and their comparison between two sources."""
+"""The keys that define what a model's parameters compute, and the comparison of these keys between two sources."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -33,33 +33,33 @@ _OF_ROPE = {
         "rope_attention_scaling",
     ),
 }
-# Of the feed-forward layers: an MLP, or experts.
+# The keys of the feed-forward layers: an MLP, or experts.
 _OF_MLP, _OF_EXPERTS = ("base_mlp_dim",), ("num_experts", "num_experts_per_tok", "base_moe_mlp_dim")
 _NORMALIZED = "norm_topk_prob"
-# Learned positions and fused projections, and the values of models without them.
+# Learned positions and fused projections, with the values for models without them.
 _GPT3 = {"trainable_position_size": -1, "fused_qkv": False}
 _MSCALE, _OF_HEADS = "mscale", ("head_dim",)
-# Keys that have an effect only under one value of another key. If that key differs, they are not compared.
+# Keys that have an effect only under one value of another key. If that other key differs, they are not compared.
 _BELOW = {
     "rope_type": {name for names in _OF_ROPE.values() for name in names},
     "attention_type": {"sliding_window_size"},
 }
-# How the columns of queries and keys are ordered. Not part of the function: it is converted as needed.
+# The order of the columns of queries and keys. It is not part of the function, because it is converted as needed.
 ORDER = "rope_interleave"
-# Keys with which the same parameters compute another function. All others determine the parameters, their shapes and
-# their order: the checkpoint decides these.
+# Keys that change the function computed with the same parameters. All other keys determine the parameters, their shapes
+# and their order; for these, the checkpoint decides.
 FREE = {
     *("normalization_layer_epsilon", "attn_logits_soft_cap", "final_logits_soft_cap", "normalize_embedding_logits"),
     *("attention_type", "rope_type", "rope_min_timescale", "rope_max_timescale", *_BELOW["rope_type"]),
     *("sliding_window_size", MODULES, _NORMALIZED, _MSCALE),
 }
 MODEL = {*_ALWAYS, *_OF_HEADS, *OF_LATENT, *_OF_MLP, *_OF_EXPERTS, *OF_MIXED, *_GPT3, *FREE, ORDER}
-# Further keys of a command line of `trainer.export`: a preset of `MODEL`, and the sequence length the model is for.
+# Further arguments of `trainer.export`: a preset of `MODEL`, and the sequence length for which the model is meant.
 _PRESET, LENGTH = "model_name", "max_target_length"
 
 
 def described(config: Any) -> dict[str, Any]:
-    """The keys of `config`, resolved, that define the function of its parameters, without those that have no effect."""
+    """Returns the keys of `config`, resolved, that define what its parameters compute, without keys without effect."""
     names = [*_ALWAYS, *_OF_ROPE[config.rope_type], *(_OF_EXPERTS if has_experts(config) else _OF_MLP)]
     names += [name for name in _GPT3 if config[name] != _GPT3[name]]
     names += OF_LATENT if is_latent(config) else _OF_HEADS
@@ -80,13 +80,13 @@ def described(config: Any) -> dict[str, Any]:
 def check_same_model(
     keys: Mapping[str, Any], config: Any, where: str, given: Collection[str] = (), say: Callable[[str], Any] = print
 ) -> None:
-    """Compares a checkpoint's description of its model with `config`, resolved.
+    """Compares the description of a checkpoint's model with `config`, resolved.
 
-    Keys in `given` that are in `FREE` may differ, with a line to `say`: with rope_type=yarn, for example, a user
+    Keys in both `given` and `FREE` may differ; `say` gets a line for each. With rope_type=yarn, for example, a user
     extends the context of a model that was trained without it. Keys that depend on such a key are not compared.
 
     Raises:
-      UserError: every other key that differs, with the checkpoint's value.
+      UserError: lists every other key that differs, with the checkpoint's value.
     """
     ours = described(config)
     free = FREE.intersection(given)
@@ -109,7 +109,7 @@ def check_same_model(
 
 
 def as_words(keys: Mapping[str, Any], names: Sequence[str] | None = None) -> list[str]:
-    """`key=value` for `names` (default: all), in the syntax of a command line."""
+    """Returns `key=value` for `names` (default: all), in the syntax of a command line."""
     return [f"{name}={_text(keys[name])}" for name in (keys if names is None else names)]
 
 
@@ -120,13 +120,13 @@ def _text(value: Any) -> str:
 
 
 def model_config(keys: Mapping[str, Any], words: Sequence[str], where: str) -> Any:
-    """The configuration, resolved for one device, of a checkpoint with `keys`, and with the arguments `words`.
+    """Returns the configuration of a checkpoint with `keys` and with the arguments `words`, resolved for one device.
 
-    Parameters are the same in every combination, so a checkpoint has no combination: the first one is used, unless
-    `words` sets the flags.
+    Parameters are the same in every combination, so a checkpoint has no combination. The first combination is used,
+    unless `words` sets the flags.
 
     Raises:
-      UserError: `keys` contradict each other, or name code that no argument names; or an argument, or its preset,
+      UserError: `keys` contradict each other, or refer to code that no argument names; or an argument, or its preset,
         contradicts `keys`.
     """
     _resolved(as_words(keys), where)
@@ -138,7 +138,7 @@ def model_config(keys: Mapping[str, Any], words: Sequence[str], where: str) -> A
     if code := code_of_checkpoint(keys, given, where):
         raise UserError("\n  ".join(code))
     if _PRESET in given:
-        # A preset has no modules, and does not say that the checkpoint has none.
+        # A preset does not define modules of multi-token prediction. That does not mean that the checkpoint has none.
         check_same_model({name: value for name, value in keys.items() if name != MODULES}, _resolved(words), where)
     fixed = {name: value for name, value in keys.items() if name != MODULES or name not in given}
     check_same_model(fixed, config, where)
@@ -146,10 +146,11 @@ def model_config(keys: Mapping[str, Any], words: Sequence[str], where: str) -> A
 
 
 def check_words(keys: Mapping[str, Any], words: Sequence[str], config: Any, where: str) -> None:
-    """Checks that each of `words`, from which `model_config` made `config`, has an effect, and that a model is defined.
+    """Checks that each of `words`, from which `model_config` made `config`, has an effect, and that they define a
+    model.
 
     Raises:
-      UserError: an argument is not a key of a model or has no effect on this one; or nothing defines the model.
+      UserError: an argument is not a key of a model, or has no effect on this model; or nothing defines the model.
     """
     given = [word.partition("=")[0] for word in words]
     hints = {"weight_dtype": "; dtype=... sets the dtype of the output"}
@@ -167,16 +168,17 @@ def check_words(keys: Mapping[str, Any], words: Sequence[str], config: Any, wher
 
 
 def model_yaml(config: Any) -> str:
-    """A YAML file with the model's keys of `config`, resolved, and no others."""
+    """Returns a YAML file with the model's keys of `config`, resolved, and no other keys."""
     keys = described(config) | {ORDER: config[ORDER]}
     return "\n".join(["base_config: base.yml", *(f"{name}: {to_flow(value)}" for name, value in keys.items()), ""])
 
 
 def read_model_yaml(path: Path) -> tuple[dict[str, Any], int | None]:
-    """The model's keys in a configuration next to a checkpoint: its data, mesh and platform may not exist here.
+    """Reads the model's keys from a configuration next to a checkpoint, whose data, mesh and platform may not exist
+    here.
 
     Returns:
-      The keys of `described`, and `rope_interleave`; and the sequence length of training, if the file has it.
+      The keys of `described` and `rope_interleave`; and the sequence length of training, if the file states it.
 
     Raises:
       UserError: the file is not a configuration, or a value is not allowed.

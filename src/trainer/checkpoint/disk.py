@@ -1,4 +1,4 @@
-"""Errors of the checkpoint folder: a write test before training, and one message for each failure."""
+"""Disk errors of the checkpoint folder: a write test before training, and one message for each failure."""
 
 import contextlib
 import functools
@@ -12,14 +12,15 @@ from typing import Any
 from trainer.config import UserError
 from trainer.runtime.storage import is_remote, remedy, remove_tree
 
-EXPIRED = ".expired"  # ends the name of a folder that may be removed at any time
-_ORBAX = "/orbax/"  # in the paths of its files; others use its logger too
-_BLOCK = 4096  # bytes; a full disk still takes an empty file
+EXPIRED = ".expired"  # suffix of a folder that may be removed at any time
+_ORBAX = "/orbax/"  # part of the paths of Orbax's source files; other libraries use its logger, too
+_BLOCK = 4096  # bytes; a full disk still accepts an empty file
 
 
 @contextlib.contextmanager
 def disk_errors(directory: Any) -> Iterator[None]:
-    """Makes a full or unwritable disk a UserError. Those of TensorStore are ValueErrors with the system's code."""
+    """Turns errors of a full or unwritable disk into a UserError. TensorStore raises them as ValueError with the
+    system's error code."""
     try:
         yield
     except UserError:
@@ -35,7 +36,7 @@ def disk_errors(directory: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def read_errors(directory: Any) -> Iterator[None]:
-    """Makes a folder of checkpoints that cannot be read a UserError."""
+    """Turns errors of an unreadable folder of checkpoints into a UserError."""
     try:
         yield
     except OSError as error:
@@ -46,11 +47,11 @@ def read_errors(directory: Any) -> Iterator[None]:
 
 
 def check_writable(directory: Any, process: int) -> None:
-    """Makes the folder of checkpoints, and writes and removes a file in it.
+    """Creates the folder of checkpoints, and writes and removes a test file in it.
 
     Args:
-      directory: the folder, of this machine or of a bucket.
-      process: the index of this process. Each process uses a name of its own.
+      directory: the folder, on this machine or in a bucket.
+      process: the index of this process. Each process uses its own file name.
 
     Raises:
       UserError: the file cannot be written, so no save could succeed.
@@ -59,7 +60,7 @@ def check_writable(directory: Any, process: int) -> None:
     try:
         trial.parent.mkdir(parents=True, exist_ok=True)
         if not is_remote(trial) and trial.exists():
-            remove_tree(trial)  # a process was killed here
+            remove_tree(trial)  # left by a process that was killed here
         trial.mkdir(exist_ok=True)
         (trial / "file").write_bytes(bytes(_BLOCK))
         remove_tree(trial)
@@ -92,13 +93,13 @@ def _reason(error: Exception) -> str:
 
 
 class _Log(logging.Filter):
-    """Drops Orbax's log messages below CRITICAL, and keeps the first error among them that is of the disk or that Orbax
+    """Drops Orbax's log messages below CRITICAL. Keeps the first error among them that is a disk error or that Orbax
     itself raised."""
 
     error: Exception | None = None
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if "orbax" not in record.pathname:  # absl's logger is that of other libraries too
+        if "orbax" not in record.pathname:  # other libraries use absl's logger, too
             return True
         error = record.exc_info[1] if record.exc_info else None
         if self.error is None and isinstance(error, Exception) and (_of_disk(error) or _ORBAX in record.pathname):
@@ -110,31 +111,34 @@ _LOG = _Log()
 
 
 def silence_orbax() -> None:
-    """Keeps Orbax from also printing a traceback of the exception that it raises."""
+    """Prevents Orbax from also printing a traceback of the exception that it raises."""
     logger = logging.getLogger("absl")
-    logger.addFilter(_LOG)  # a second time it does nothing
+    logger.addFilter(_LOG)  # has no effect a second time
     logger.setLevel(logging.ERROR)
     _ignore_closed_loops()
 
 
 def forget_failures() -> None:
-    """Call it before a save; see `logged_failure`."""
+    """Forgets earlier failures. Call it before a save; see `logged_failure`."""
     _LOG.error = None
 
 
 def logged_failure() -> Exception | None:
-    """An error in the current save, if a thread of Orbax logged one.
+    """Returns an error in the current save, if a thread of Orbax logged one.
 
-    Of several processes the save raises it much later: other threads first wait, for up to 20 minutes, for processes
-    that wait for what the failed thread was to write.
+    With several processes, the save itself raises the error much later: other threads first wait, for up to 20 minutes,
+    for processes that in turn wait for the failed thread to write.
     """
     return _LOG.error
 
 
 @functools.cache
 def _ignore_closed_loops() -> None:
-    """When a part of a save fails, Orbax closes the event loop of the other parts, which then fail in TensorStore's
-    threads, where it cannot be caught."""
+    """Silences errors in TensorStore's threads after a failed save.
+
+    When one part of a save fails, Orbax closes the event loop of the other parts. These then fail in TensorStore's
+    threads, where the error cannot be caught.
+    """
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:

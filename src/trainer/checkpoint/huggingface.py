@@ -1,4 +1,4 @@
-"""Hugging Face's directories: config.json and safetensors, in one file or in shards."""
+"""Hugging Face directories: config.json and safetensors, in one file or in shards."""
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +28,7 @@ from trainer.models.mtp_names import (
 )
 
 INDEX = "model.safetensors.index.json"
-_ROWS = 4096  # of a table, compared at once
+_ROWS = 4096  # the number of rows of a table to compare at once
 
 
 class HuggingFaceSource:
@@ -50,21 +50,21 @@ class HuggingFaceSource:
         if block := float8_block(config):
             self._tensors = with_scales(self._tensors, block, path)
         self.modules = hugging_face_modules(self.keys["base_num_decoder_layers"], self._tensors)
-        self.keys = {**self.keys, MODULES: self.modules}  # transformers drops the modules and keeps the field
+        self.keys = {**self.keys, MODULES: self.modules}  # transformers drops the modules but keeps the field
 
     def notes(self, config: Any) -> Sequence[str]:
-        """See `Source.notes`: how weights of 8 bits are read."""
+        """See `Source.notes`. Notes how block-scaled 8-bit weights are read."""
         scaled = sum(isinstance(tensor, ScaledTensor) for tensor in self._tensors.values())
         if not scaled:
             return ()
-        return (f"{self.path}: {scaled} tensors of 8 bits are multiplied by their scales and read as float32",)
+        return (f"{self.path}: {scaled} 8-bit tensors are multiplied by their scales and read as float32",)
 
     def leaves(self, config: Any, shapes: Shapes) -> dict[str, Leaf]:
         """See `Source.leaves`."""
         places = {name: place(stacks(config), name) for name in shapes}
         layouts = layouts_of(config, places)
         layers = config.base_num_decoder_layers
-        if layers * config.num_experts > len(self._tensors):  # before that many names are generated
+        if layers * config.num_experts > len(self._tensors):  # checked before so many names are generated
             experts = f" and {config.num_experts} experts" if config.num_experts > 1 else ""
             raise UserError(
                 f"{self.path}: {len(self._tensors)} tensors, too few for num_hidden_layers={layers}{experts}"
@@ -83,7 +83,7 @@ class HuggingFaceSource:
             del found[head]
         copies = {name: layouts[of].name for name, of in hugging_face_copies(config).items()}
         copies = {name: of for name, of in copies.items() if name in found and found[name] == found.get(of)}
-        # Buffers, which some files hold: they follow from config.json.
+        # Some files also hold buffers, which follow from config.json.
         found = {
             name: it
             for name, it in found.items()
@@ -107,7 +107,7 @@ class HuggingFaceSource:
         tensors = [self._tensors[name] for name, _ in tensors_of(layout, where, shape)]
         stored, mixed = common_dtype([tensor.dtype for tensor in tensors])
         part_shape = shape if where is None else shape[1:]
-        count = part_shape[0] if layout.of_experts else 1  # tensors of one layer
+        count = part_shape[0] if layout.of_experts else 1  # the number of tensors of one layer
         layers = [tensors[first : first + count] for first in range(0, len(tensors), count)]
 
         def read_box(layer: Sequence[StoredTensor | ScaledTensor], box: Box) -> np.ndarray:
@@ -137,7 +137,7 @@ class HuggingFaceSource:
 def _read(
     tensor: StoredTensor | ScaledTensor, layout: Layout, shape: tuple[int, ...], box: Box, interleave: bool
 ) -> np.ndarray:
-    """`box` of our parameter of `shape`, from `tensor`."""
+    """Reads `box` of our parameter with `shape` from `tensor`."""
     wide = layout.widened(shape, box)
     sizes = tuple(cut.stop - cut.start for cut in wide)
     value = layout.to_ours(tensor.read(layout.box(shape, wide)), sizes, interleave)
@@ -145,7 +145,7 @@ def _read(
 
 
 def layouts_of(config: Any, places: Mapping[str, Place | None]) -> Mapping[str, Layout]:
-    """The family's layouts, checked for the parameters `places`, by canonical name.
+    """Returns the family's layouts, after checking them for the parameters in `places`, by canonical name.
 
     Raises:
       UserError: lists the parameters that have no layout, or whose layout has an invalid tensor name.
@@ -162,7 +162,7 @@ def layouts_of(config: Any, places: Mapping[str, Place | None]) -> Mapping[str, 
 
 
 def tensors_of(layout: Layout, where: Place | None, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
-    """Hugging Face's tensors, name and shape, of a canonical parameter at position `where` in the stacks."""
+    """Returns name and shape of the Hugging Face tensors of a canonical parameter at position `where` in the stacks."""
     names = [layout.name] if where is None else [layout.name.format(i) for i in where.layers]
     one = shape if where is None else shape[1:]
     if not layout.of_experts:
@@ -171,10 +171,10 @@ def tensors_of(layout: Layout, where: Place | None, shape: tuple[int, ...]) -> l
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a directory: those in its index, otherwise the only one; [] without any.
+    """Returns the safetensors files of a directory: the files in its index, or the only file; [] if there is none.
 
     Raises:
-      UserError: several files and no index, or an index with names that are not files of the directory.
+      UserError: there are several files and no index, or the index has names that are not files of the directory.
     """
     if (path / INDEX).is_file():
         weight_map = read_object(path / INDEX).get("weight_map")
@@ -205,7 +205,7 @@ def _tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def tensors_in(path: Path, files: Iterable[Path]) -> dict[str, StoredTensor]:
-    """The tensors of safetensors files by name, none of them read; `path` is what the user named.
+    """Returns the tensors of safetensors files by name, without reading them. `path` is the path that the user gave.
 
     Raises:
       UserError: a file is damaged.

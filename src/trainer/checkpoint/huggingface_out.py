@@ -1,4 +1,4 @@
-"""Writes Hugging Face's layout: config.json and safetensors, tensor by tensor."""
+"""Writes Hugging Face's format: config.json and safetensors, tensor by tensor."""
 
 import contextlib
 import json
@@ -27,13 +27,13 @@ def write_huggingface(
     neutral: Mapping[str, Any],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes config.json and the tensors of `leaves` into `folder`, which exists and is empty.
+    """Writes config.json and the tensors of `leaves` into `folder`, which must exist and be empty.
 
     Args:
       config: resolved.
-      dtype: to cast to; None leaves each tensor as it is stored.
+      dtype: the dtype to cast to; None keeps the stored dtype of each tensor.
       neutral: see `config_json`.
-      shard_bytes: at most so many bytes of tensors go into one file, unless one tensor is larger.
+      shard_bytes: the maximum bytes of tensors per file. A larger tensor gets a file for itself.
 
     Raises:
       UserError: config.json or the family's Layouts cannot represent the model; or see `target_dtypes`.
@@ -65,7 +65,7 @@ def _write_leaf(
     targets: Sequence[tuple[SafetensorsFile, str]],
     tick: Tick,
 ) -> None:
-    """Writes the tensors of one leaf, layer by layer, to the files and under the names of `targets`."""
+    """Writes the tensors of one leaf, layer by layer, to the files and names in `targets`."""
     layers = leaf.layers(tick) if "{}" in layout.name else [leaf.read(leaf.dtype, tick)]
     values = (value for layer in layers for value in (layer if layout.of_experts else [layer]))
     for (file, tensor), value in zip(targets, values, strict=True):
@@ -73,7 +73,7 @@ def _write_leaf(
 
 
 def _in_order(kinds: Mapping[str, tuple[Place | None, list[tuple[str, tuple[int, ...]]], np.dtype]]) -> Tensors:
-    """All tensors in the order of the forward pass, so that a shard has complete layers."""
+    """Returns all tensors in the order of the forward pass, so that a shard has complete layers."""
     placed = []
     for name, (where, tensors, dtype) in kinds.items():
         part = 1 if where else 0 if name.startswith("token_embedder/") else 2

@@ -1,4 +1,4 @@
-"""`load_parameters_path`: recognizes the checkpoint and loads its parameters onto the devices."""
+"""`load_parameters_path`: recognizes the kind of a checkpoint and loads its parameters onto the devices."""
 
 import functools
 import time
@@ -28,15 +28,15 @@ _SHORT = 2.0  # seconds; loading that takes longer is reported
 
 
 def open_source(path: str, decoder_block: str = "", *, average: bool = False) -> Source:
-    """The checkpoint at `path`, recognized by its files.
+    """Opens the checkpoint at `path`, whose kind is recognized by its files.
 
     Args:
-      path: on this machine, or of a run in a bucket.
-      decoder_block: the configured family, if one is.
-      average: read the average of the parameters (`ema_decay`), which checkpoints of runs have.
+      path: a path on this machine, or of a run in a bucket.
+      decoder_block: the configured family, if there is one.
+      average: whether to read the parameter average (`ema_decay`), which only checkpoints of runs have.
 
     Raises:
-      UserError: there is no checkpoint, or it is damaged or has no average.
+      UserError: there is no checkpoint, it is damaged, or it has no average.
     """
     if average:
         return _of_run(path, average=True)
@@ -60,7 +60,7 @@ def open_source(path: str, decoder_block: str = "", *, average: bool = False) ->
 
 
 def _maxtexts_tree(folder: Path) -> Path | None:
-    """The parameter tree of a MaxText checkpoint, the newest one if `folder` is a run's; None without one."""
+    """Returns the parameter tree of a MaxText checkpoint, for a run's folder of its newest one; None without one."""
     if (folder / "_METADATA").is_file():
         return folder
     for checkpoint in (folder, *(found[-1] for found in map(committed, (folder, folder / CHECKPOINTS)) if found)):
@@ -85,7 +85,7 @@ def _of_run(path: str, *, average: bool = False) -> Source:
 
 
 def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """The canonical parameter names of a model and their shapes. Nothing is allocated."""
+    """Returns the canonical parameter names of a model with their shapes. Nothing is allocated."""
     params, _ = make_model(config).abstract
     return {name: leaf.shape for name, leaf in names_of(params).items()}
 
@@ -93,21 +93,22 @@ def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
 def load_parameters(
     path: str, config: Any, abstract: Any, say: Callable[[str], Any], given: Collection[str] = ()
 ) -> Any:
-    """The parameters at `path` on the devices, without modules of multi-token prediction that it lacks. At a time,
-    a host holds a device's slice of one layer of one parameter; of an Orbax tree, the chunks of one parameter in which
-    its devices' slices lie.
+    """Loads the parameters at `path` onto the devices, without modules of multi-token prediction that `path` lacks.
+
+    At any time, a host holds one device's slice of one layer of one parameter. For an Orbax tree it holds all chunks of
+    one parameter that overlap its devices' slices.
 
     Args:
       path: see `open_source`.
       config: resolved; the checkpoint must hold the same model.
-      abstract: the canonical nested dict, a ShapeDtypeStruct with sharding at each leaf: what the model needs.
+      abstract: the parameters that the model needs: the canonical nested dict of ShapeDtypeStructs with shardings.
       say: gets one line if loading takes long, and one for each allowed difference.
       given: keys of the command line, which may define another function than the checkpoint's; see
         `description.FREE`.
 
     Raises:
-      UserError: there is no checkpoint, it has another model, or tensors are missing, superfluous or misshaped; in each
-        case before values are read.
+      UserError: there is no checkpoint, it has another model, or tensors are missing, unexpected or have a wrong shape.
+        Raised before any values are read.
     """
     started = time.perf_counter()
     source = open_source(path, config.decoder_block)
@@ -127,7 +128,7 @@ def load_parameters(
 
 
 def _place(leaf: Leaf, abstract: jax.ShapeDtypeStruct, tick: Tick) -> jax.Array:
-    """The leaf with the sharding of `abstract`, assembled on the devices."""
+    """Assembles the leaf on the devices, with the sharding of `abstract`."""
     if len(leaf.puts) == 1:
         array = leaf.puts[0](abstract).block_until_ready()
         tick(leaf.nbytes)
@@ -139,7 +140,7 @@ def _place(leaf: Leaf, abstract: jax.ShapeDtypeStruct, tick: Tick) -> jax.Array:
     )
     array = jnp.zeros(leaf.shape, abstract.dtype, device=resharded(abstract.sharding, ndim, lambda axes: axes))
     for i, put in enumerate(leaf.puts):
-        part = put(layer).block_until_ready()  # before the next is read, so that this one's host memory is free
+        part = put(layer).block_until_ready()  # waits before reading the next part, to free this part's host memory
         array = _with_part(array, part, i * shape[0])
         tick(leaf.nbytes // count)
     return jax.device_put(array, abstract.sharding)
@@ -147,5 +148,5 @@ def _place(leaf: Leaf, abstract: jax.ShapeDtypeStruct, tick: Tick) -> jax.Array:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _with_part(array: jax.Array, part: jax.Array, start: int) -> jax.Array:
-    """`array` with `part` from index `start` of its first axis on, in the same memory."""
+    """Writes `part` into `array` in place, starting at index `start` of the first axis."""
     return jax.lax.dynamic_update_slice_in_dim(array, part, start, axis=0)

@@ -1,10 +1,13 @@
-"""The checkpoints of one run: written by Orbax in the background, each committed completely or not at all.
+"""The checkpoints of one run. Orbax writes them in the background; each is committed completely or not at all.
 
-checkpoints/N holds the train state after N updates in canonical form, the same whichever combination trained it:
-state/ {params, opt_state, step, rest}, with optax's own structure under opt_state; run/ the metadata (see
-`Sidecar`) and the metrics that retention asks for; sums.json. A save is committed by renaming its temporary folder
-to this name, and a deletion begins by renaming it again: a folder with this name was once complete. A bucket has no
-rename. There the file commit_success.txt marks a complete checkpoint: it is written last and deleted first.
+checkpoints/N holds the train state after N updates in canonical form, independent of the combination that trained it:
+- state/: {params, opt_state, step, rest}, with optax's own structure in opt_state;
+- run/: the sidecar metadata (see `Sidecar`) and the metrics that retention reads;
+- sums.json: checksums.
+
+A save is committed by renaming its temporary folder to N, and a deletion begins by renaming N. So a folder with this
+name was once complete. A bucket has no rename. There the file commit_success.txt marks a complete checkpoint: it is
+written last and deleted first.
 """
 
 import concurrent.futures
@@ -41,18 +44,19 @@ T = TypeVar("T", bound=Any)  # a canonical train state, a NamedTuple
 
 _UNCOMMITTED = ".orbax-checkpoint-tmp"
 STATE, RUN = "state", "run"
-_LOSS = "eval_loss"  # the lower, the better a checkpoint
+_LOSS = "eval_loss"  # the lower, the better is a checkpoint
 _POLL = 0.2  # seconds
-_PATIENCE = 1200  # seconds for another process's part of a save, as Orbax has it
+_PATIENCE = 1200  # seconds to wait for another process's part of a save, as in Orbax
 
 
 class CheckpointManager:
-    """Saves and lists the checkpoints in a run's folder; a context manager that waits for the last save at its end."""
+    """Saves and lists the checkpoints in a run's folder. A context manager that waits for the last save when it
+    exits."""
 
     def __init__(self, run_dir: Any, config: Any, say: Callable[[str], None]):
-        """Opens run_dir/checkpoints. Uncommitted saves are removed, with a line to `say`.
+        """Opens run_dir/checkpoints and removes uncommitted saves, with a line to `say` for each.
 
-        `run_dir`: on this machine or in a bucket.
+        `run_dir` is on this machine or in a bucket.
         """
         self.directory = run_dir / CHECKPOINTS
         self._config = config
@@ -61,14 +65,14 @@ class CheckpointManager:
         with disk_errors(self.directory):
             self._orbax = ocp.training.Checkpointer(
                 absolute(self.directory),
-                context=_context(lambda: _sum(self._saving)),  # copied deeply: no method
+                context=_context(lambda: _sum(self._saving)),  # a lambda, because a method would be deep-copied
                 preservation_policy=ocp.training.preservation_policies.PreserveAll(),
             )
         self._say = say
-        self._saving: Any = None  # the folder in which the save that was begun last is written
+        self._saving: Any = None  # the folder in which the latest save is written
         self._thread = ThreadPoolExecutor(1, "checkpoints")
-        self._ending: Future[None] | None = None  # of the save that was begun last
-        self._lost = False  # a save failed in this process, and its threads wait for the other processes
+        self._ending: Future[None] | None = None  # the end of the latest save
+        self._lost = False  # whether a save failed in this process and its threads wait for the other processes
 
     @property
     def latest(self) -> int | None:
@@ -76,15 +80,15 @@ class CheckpointManager:
         return max(self._losses, default=None)
 
     def path(self, updates: int) -> Any:
-        """The folder of the checkpoint of `updates`."""
+        """Returns the folder of the checkpoint of `updates`."""
         return self.directory / str(updates)
 
     def save(self, updates: int, tree: Any, sidecar: Sidecar, metrics: Mapping[str, float]) -> None:
-        """Begins to save `tree`, a canonical train state. The arrays are copied when this returns, so a step may donate
-        their buffers.
+        """Starts to save `tree`, a canonical train state. When this returns, the arrays have been copied, so a step may
+        donate their buffers.
 
         Raises:
-          UserError: this checkpoint or the previous one could not be written. Committed ones are intact.
+          UserError: this checkpoint or the previous one could not be written. Committed checkpoints are intact.
         """
         contents = {STATE: tree._asdict(), RUN: SidecarFiles(sidecar, metrics)}
         self.wait()
@@ -98,7 +102,7 @@ class CheckpointManager:
             self.wait()
 
     def wait(self) -> None:
-        """Returns when the last save is committed and expired checkpoints are deleted. Raises what `save` raises."""
+        """Returns when the last save is committed and expired checkpoints are deleted. Raises the errors of `save`."""
         ending = self._ending
         if ending is None or self._lost:
             return
@@ -107,11 +111,11 @@ class CheckpointManager:
                 self._watch(ending)
                 ending.result()
             finally:
-                if ending.done():  # otherwise it was Ctrl-C, and `close` waits again
+                if ending.done():  # if not, this is Ctrl-C, and `close` waits again
                     self._ending = None
 
     def close(self) -> None:
-        """Waits as `wait` does, and ends."""
+        """Waits like `wait`, and closes the manager."""
         with disk_errors(self.directory):
             try:
                 self.wait()
@@ -137,19 +141,22 @@ class CheckpointManager:
         self.close()
 
     def _watch(self, ending: Future[None]) -> None:
-        """With several processes: returns at the end of a save, or raises the failure in this process."""
+        """With several processes, returns at the end of a save or raises this process's failure."""
         while jax.process_count() > 1 and concurrent.futures.wait([ending], _POLL).not_done:
             if error := logged_failure():
                 self._lost = True
                 raise error
 
     def _end(self, saving: Any, updates: int) -> None:
-        """Waits for a save, then deletes expired checkpoints. Orbax would delete in place: a process killed meanwhile
-        would leave what looks like a damaged checkpoint."""
+        """Waits for a save, then deletes expired checkpoints.
+
+        Orbax itself would delete in place: a process killed meanwhile would leave a folder that looks like a damaged
+        checkpoint.
+        """
         if not is_first():
             try:
                 _sum(self._saving)
-            except jax.errors.JaxRuntimeError:  # of a barrier, to which the first process does not come if a save fails
+            except jax.errors.JaxRuntimeError:  # from a barrier that the first process does not reach if a save fails
                 saving.result()
                 raise
         saving.result()
@@ -165,7 +172,7 @@ class CheckpointManager:
                 remove_tree(path.rename(path.with_suffix(EXPIRED)))
 
     def _found(self, say: Callable[[str], None]) -> list[tuple[str, float | None]]:
-        """The existing checkpoints, after remnants of others are removed."""
+        """Returns the existing checkpoints, after removing remnants of others."""
         with read_errors(self.directory):
             found = committed(self.directory)
             for path in reversed(found):
@@ -183,7 +190,7 @@ class CheckpointManager:
             say(f"{path} was never committed: removed")
 
     def _loss(self, path: Any) -> float | None:
-        """The evaluation loss of a checkpoint, if it has one and retention needs it."""
+        """Returns the evaluation loss of a checkpoint, if it has one and retention needs it."""
         if not self._config.keep_best_checkpoints:
             return None
         try:
@@ -193,7 +200,7 @@ class CheckpointManager:
 
 
 class SavedCheckpoints:
-    """The checkpoints in a run's folder, to begin from; nothing is written or removed."""
+    """The checkpoints in a run's folder, for starting from them. Nothing is written or removed."""
 
     def __init__(self, run_dir: Any):
         self._directory = run_dir / CHECKPOINTS
@@ -201,15 +208,15 @@ class SavedCheckpoints:
         self.latest: int | None = max(map(int, found), default=None)
 
     def path(self, updates: int) -> Any:
-        """The folder of the checkpoint of `updates`."""
+        """Returns the folder of the checkpoint of `updates`."""
         return self._directory / str(updates)
 
 
 def inspect(path: Any) -> Sidecar:
-    """The metadata of checkpoints/N, at `path`.
+    """Reads the sidecar metadata of the checkpoint at `path`, a folder checkpoints/N.
 
     Raises:
-      UserError: a file of the checkpoint is damaged; names the first one. Or the checkpoint is MaxText's.
+      UserError: a file of the checkpoint is damaged (names the first one), or MaxText wrote the checkpoint.
     """
 
     from_first(lambda: _refuse_maxtexts(path))
@@ -218,15 +225,15 @@ def inspect(path: Any) -> Sidecar:
 
 
 def restore(path: Any, abstract: T) -> T:
-    """The canonical train state of the checkpoint at `path`, which `inspect` verified.
+    """Reads the canonical train state of the checkpoint at `path`, which `inspect` verified.
 
     Args:
       path: a folder checkpoints/N.
-      abstract: a ShapeDtypeStruct with a sharding at each leaf: the wanted structure and shardings. A
-        field that is None is not read, nor one of the `TrainTree` of DiLoCo's islands.
+      abstract: a ShapeDtypeStruct with a sharding at each leaf: the wanted structure and shardings. A field that is
+        None is not read; this also holds for the fields of the `TrainTree` of DiLoCo's islands.
 
     Raises:
-      UserError: the checkpoint is of another model or optimizer; names the first mismatch.
+      UserError: the checkpoint has another model or optimizer; names the first mismatch.
     """
     wanted = _fields(abstract)
     with _context():
@@ -237,13 +244,13 @@ def restore(path: Any, abstract: T) -> T:
 
 
 def _fields(tree: Any) -> dict[str, Any]:
-    """The fields of a canonical state, or of that of the islands in it, that are not None."""
+    """Returns the fields of a canonical state, or of the islands' state in it, that are not None."""
     fields = {name: part for name, part in tree._asdict().items() if part is not None}
     return {name: _fields(part) if isinstance(part, TrainTree) else part for name, part in fields.items()}
 
 
 def _found_fields(found: Mapping[str, Any], tree: Any) -> dict[str, Any]:
-    """The `_fields` of `tree` in the metadata of a checkpoint; None for one that it lacks."""
+    """Returns the `_fields` of `tree` in the metadata of a checkpoint, with None for a field that it lacks."""
     fields = {name: part for name, part in tree._asdict().items() if part is not None}
     return {
         name: _found_fields(found.get(name) or {}, part) if isinstance(part, TrainTree) else found.get(name)
@@ -252,7 +259,7 @@ def _found_fields(found: Mapping[str, Any], tree: Any) -> dict[str, Any]:
 
 
 def _with_fields(tree: T, loaded: Mapping[str, Any]) -> T:
-    """`tree` with the `_fields` that were loaded."""
+    """Returns `tree` with the `_fields` that were loaded."""
     before = {name: getattr(tree, name) for name in loaded}
     parts = {
         name: _with_fields(part, loaded[name]) if isinstance(part, TrainTree) else loaded[name]
@@ -262,7 +269,7 @@ def _with_fields(tree: T, loaded: Mapping[str, Any]) -> T:
 
 
 def newest(path: Any) -> Any:
-    """The newest committed checkpoint of a run's folder, or `path` itself if it is a checkpoint; None without one."""
+    """Returns the newest committed checkpoint of a run's folder, or `path` itself if it is a checkpoint; else None."""
     if (path / STATE).is_dir() and path not in _uncommitted(path.parent):
         return path
     found = committed(path if path.name == CHECKPOINTS else path / CHECKPOINTS)
@@ -270,13 +277,13 @@ def newest(path: Any) -> Any:
 
 
 def committed(folder: Any) -> list[Any]:
-    """The checkpoints in a folder of checkpoints, the newest last."""
+    """Returns the checkpoints in a folder of checkpoints, the newest last."""
     found = [path for path in entries(folder) if path.name.isdecimal() and path.is_dir() and _complete(path)]
     return sorted(found, key=lambda path: int(path.name))
 
 
 def written_by_maxtext(path: Any) -> bool:
-    """Whether checkpoints/N at `path` is one of MaxText's."""
+    """Returns whether MaxText wrote the checkpoint `path`, a folder checkpoints/N."""
     return (path / ITEMS / "_METADATA").exists() and not (path / STATE).is_dir()
 
 
@@ -284,13 +291,13 @@ def _refuse_maxtexts(path: Any) -> None:
     if written_by_maxtext(path):
         place = "a copy of it on this machine" if is_remote(path) else path
         raise UserError(
-            f"{path} was written by MaxText, of whose checkpoints only the parameters are read: give "
+            f"{path} was written by MaxText. Only the parameters of such checkpoints can be read: give "
             f"load_parameters_path={place}, and a run_name that has no checkpoints yet"
         )
 
 
 def _uncommitted(folder: Any) -> list[Any]:
-    """Saves in progress or interrupted, and in a bucket also what is left of deleted checkpoints."""
+    """Returns saves in progress or interrupted, and in a bucket also the remains of deleted checkpoints."""
     if not is_remote(folder):
         return [path for path in entries(folder) if _UNCOMMITTED in path.name]
     return [path for path in entries(folder) if path.name.isdecimal() and not _complete(path)]
@@ -301,15 +308,15 @@ def _complete(path: Any) -> bool:
 
 
 def _sum(folder: Any) -> None:
-    # Called in the first process when all files are written, before what commits them.
-    meet = multihost.get_barrier_sync_fn()  # for any thread; does nothing in a process by itself
+    # Called in each process when all files are written, before the checkpoint is committed.
+    meet = multihost.get_barrier_sync_fn()  # works in any thread; does nothing in a single process
     write_sums(
         folder, jax.process_index(), jax.process_count(), lambda place: meet(key=place, timeout_ms=1000 * _PATIENCE)
     )
 
 
 def _being_saved(path: Any) -> Any:
-    """The folder in which the checkpoint `path` is written."""
+    """Returns the folder in which the checkpoint `path` is being written."""
     return path if is_remote(path) else path.with_suffix(_UNCOMMITTED)
 
 
@@ -317,8 +324,8 @@ def _context(before_commit: Callable[[], None] | None = None) -> ocp.Context:
     silence_orbax()
     context = ocp.Context()
     context.pytree.loading.partial_load = True  # reads only the wanted leaves
-    context.array.saving.use_compression = False  # a third of the time for a twelfth more disk
+    context.array.saving.use_compression = False  # a third of the time for 1/12 more disk space
     context.asynchronous.post_finalization_callback = before_commit
-    # If the disk refuses a folder, the threads that write into it would otherwise wait forever.
+    # If the disk refused a folder, the threads that write into it would otherwise wait forever.
     context.asynchronous.create_directories_asynchronously = False
     return context

@@ -1,10 +1,10 @@
-"""MaxText's checkpoints: Orbax trees of which only the parameters are read.
+"""MaxText's checkpoints: Orbax trees, of which only the parameters are read.
 
-A run of MaxText holds checkpoints/N/items, the tree, next to it _CHECKPOINT_METADATA, and sometimes the position in
-the data. In the tree the parameters are below params/params or, written by MaxText's NNX model, at its root, each
-as {"value": array}. Differences from ours, which are converted (docs/guides/weights.md):
-- scanned layers are stacked on axis 1 or, with param_scan_axis=0, on axis 0; others lie in decoder/layers_0, ...;
-- blocks llama2 and mistral hold 1 / sqrt(head_dim) in the query kernel, unless `use_qk_norm`;
+A run of MaxText has the tree in checkpoints/N/items, next to it _CHECKPOINT_METADATA, and sometimes the position in the
+data. In the tree, the parameters are under params/params. If MaxText's NNX model wrote them, they are at the root, each
+as {"value": array}. These differences from our checkpoints are converted (docs/guides/weights.md):
+- scanned layers are stacked on axis 1 or, with param_scan_axis=0, on axis 0; other layers are in decoder/layers_0, ...;
+- the blocks llama2 and mistral fold 1 / sqrt(head_dim) into the query kernel, unless `use_qk_norm`;
 - RoPE rotates a head's entries as halves or as adjacent pairs, depending on the model's name and rope_type.
 """
 
@@ -24,30 +24,30 @@ from trainer.models.families import Place, family, maxtext, place, stacks
 from trainer.models.huggingface import halves_of_pairs, pairs_of_halves
 from trainer.models.mtp_names import decoder_name, is_final_norm, module_of
 
-ITEMS = "items"  # the tree in checkpoints/N
-# What custom metadata say: MaxText's own key; and, of those that we write, whether heads turn as adjacent pairs.
+ITEMS = "items"  # the name of the tree in checkpoints/N
+# Keys of the custom metadata: MaxText's own key, and a key that this trainer adds: whether RoPE rotates adjacent pairs.
 SCAN, PAIRS = "scan_layers", "rotary_pairs"
 ROOT = "params/params/"
 _TABLE = "token_embedder/embedding"
 _FINAL_NORM = "decoder/decoder_norm/"
-# Where else parameters lie: written by MaxText's NNX model alone, with its whole state, or by its post-training.
+# Other locations of parameters: MaxText's NNX model writes them with or without its whole state, or post-training does.
 _ROOTS = (ROOT, "", "model/", "base/", "model_params/")
 _VALUE = "/value"
-_RANDOM = {"rngs", "dropout"}  # state other than parameters in those
+_RANDOM = {"rngs", "dropout"}  # state at these locations that is not parameters
 
 
 class MaxTextSource:
-    """See `Source`. It says none of the model's keys: they are the configuration's."""
+    """See `Source`. It states no keys of the model: the configuration defines them."""
 
     kind = "MaxText"
     keys: Mapping[str, Any] = {}
     neutral: Mapping[str, Any] = {}
 
     def __init__(self, path: Path, tokenizer: Path):
-        """`path`: the folder of the Orbax tree; `tokenizer`: where the tokenizer's files may lie.
+        """`path`: the folder of the Orbax tree; `tokenizer`: a folder that may contain the tokenizer's files.
 
         Raises:
-          UserError: there are no parameters of a decoder in it.
+          UserError: the tree contains no parameters of a decoder.
         """
         self.path, self.tokenizer = path, tokenizer
         headers = orbax.headers(path)
@@ -56,7 +56,7 @@ class MaxTextSource:
         if not found:
             raise UserError(f"{path}: {_not_maxtexts(headers)}")
         root, end = found[0]
-        # Names as they are stored, and headers, by the parameter's name.
+        # For each parameter its name in the tree and its header.
         self._headers = {
             name.removeprefix(root).removesuffix(end): (name, header)
             for name, header in headers.items()
@@ -69,12 +69,12 @@ class MaxTextSource:
 
     @property
     def stored(self) -> Mapping[str, str]:
-        """The path in the tree of each parameter, by its name without the tree's root: layers as they are stored."""
+        """The path in the tree of each parameter, by its name without the tree's root. Layers are as stored."""
         return {name: path for name, (path, _) in self._headers.items()}
 
     def notes(self, config: Any) -> Sequence[str]:
-        """See `Source.notes`: the order of a head's entries, which MaxText does not say; what the checkpoint says but
-        does not hold; and which of its modules are left out."""
+        """See `Source.notes`. Notes the assumed order of a head's entries, which MaxText does not record;
+        contradictions between the metadata and the arrays; and modules that are left out."""
         lines = []
         if PAIRS not in self._said:
             order = "adjacent pairs" if in_pairs(config) else "halves"
@@ -117,7 +117,7 @@ class MaxTextSource:
         leaves = {}
         for name, tensors in stored.items():
             dtype, mixed = common_dtype([np.dtype(self._headers[tensor][1].dtype) for tensor in tensors])
-            # The axis of the layers; -1: a tensor of one layer has none.
+            # The axis of the layers; -1 if a tensor holds a single layer.
             on = 0 if places[name] is None else axis if name in tensors else -1
             parts = [functools.partial(self._read, config, name, on, *tensor) for tensor in tensors.items()]
             puts = [functools.partial(self._put, config, name, on, *tensor) for tensor in tensors.items()]
@@ -125,10 +125,10 @@ class MaxTextSource:
         return leaves
 
     def _scan_axis(self, shapes: Shapes) -> int:
-        """The axis on which layers are stacked; `shapes` are those of the stacks' parameters.
+        """Returns the axis on which layers are stacked. `shapes` are the shapes of the stacks' parameters.
 
         Raises:
-          UserError: every array has the same shape with either.
+          UserError: every array has the same shape for either axis.
         """
         stacked = {name: shape for name, shape in shapes.items() if name in self._headers}
         fits = [
@@ -143,11 +143,11 @@ class MaxTextSource:
         return 0 if fits[0] > fits[1] else 1
 
     def _stored(self, name: str, shape: tuple[int, ...], where: Place | None, axis: int) -> dict[str, tuple[int, ...]]:
-        """The tensors, name and shape, of a canonical parameter."""
+        """Returns name and shape of the tensors of a canonical parameter."""
         if where is None:
             return {_FINAL_NORM + name.rpartition("/")[2] if is_final_norm(name) else name: shape}
         if layer_name(where, 0) in self._headers:
-            # With more layers than tensors one is missing: no need to generate that many names to find it.
+            # If there are more layers than tensors, one is missing. It can be found without generating that many names.
             layers = min(shape[0], len(self._headers) + 1)
             return {layer_name(where, i): shape[1:] for i in range(layers)}
         return {name: _with_layers_on(axis, shape)}
@@ -169,7 +169,8 @@ class MaxTextSource:
         shape: tuple[int, ...],
         abstract: jax.ShapeDtypeStruct,
     ) -> jax.Array:
-        """The same on devices, where it is converted; each process reads its devices' slices."""
+        """Does the same as `_read` on devices, which also convert the tensor. Each process reads its devices'
+        slices."""
         stored, header = self._headers[tensor]
 
         def theirs(ours: list[Any]) -> list[Any]:
@@ -183,7 +184,7 @@ class MaxTextSource:
         return jax.device_put(value, abstract.sharding)
 
     def _turn(self, config: Any, name: str) -> Callable[[Any], Any] | None:
-        """A function that reorders a head's entries as `config` requires."""
+        """Returns a function that reorders a head's entries as `config` requires; None if nothing changes."""
         if not turns(config, name, self._said.get(PAIRS, in_pairs(config))):
             return None
         return pairs_of_halves if config.rope_interleave else halves_of_pairs
@@ -191,14 +192,14 @@ class MaxTextSource:
 
 @functools.partial(jax.jit, static_argnames=("axis", "turn", "factor", "dtype"))
 def _to_ours(value: jax.Array, axis: int, turn: Callable[[Any], Any] | None, factor: float, dtype: Any) -> jax.Array:
-    """A tensor as ours, whose layers lie on `axis`; -1: it is of one layer, and has no such axis."""
+    """Converts a tensor to ours. Its layers are on `axis`; -1: it holds one layer and has no such axis."""
     value = value[None] if axis < 0 else jnp.moveaxis(value, axis, 0)
     value = turn(value) if turn else value
     return (value if factor == 1 else value.astype(jnp.float32) * factor).astype(dtype)
 
 
 def _not_maxtexts(headers: Mapping[str, Any]) -> str:
-    """The reason to refuse an Orbax tree."""
+    """Returns the reason to refuse an Orbax tree."""
     if f"params/{_TABLE}" in headers:
         return (
             "a part of a checkpoint of this trainer, not of MaxText; give the run's folder, its checkpoints/N, or the "
@@ -212,15 +213,15 @@ def _with_layers_on(axis: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def layer_name(where: Place, index: int) -> str:
-    """MaxText's name for the `index`-th layer of a parameter if layers are not scanned."""
+    """Returns MaxText's name for layer number `index` of a parameter if layers are not scanned."""
     return f"decoder/{where.stack}_{where.layers[index] - where.first}/{where.path}"
 
 
 def in_pairs(config: Any) -> bool:
-    """Whether MaxText rotates a head's entries as adjacent pairs, not as halves.
+    """Returns whether MaxText rotates a head's entries as adjacent pairs, not as halves.
 
-    Its models llama3.1-* rotate pairs under every rope_type, others with rope_type=llama3.1 and, by its default
-    rope_interleave=true, with yarn. Its llama3.3-* set no rope_type, as ours do, so they rotate halves.
+    Its models llama3.1-* rotate pairs under every rope_type. Other models rotate pairs with rope_type=llama3.1 and, by
+    its default rope_interleave=true, with yarn. Its llama3.3-* set no rope_type, like ours, so they rotate halves.
     """
     if config.model_name.startswith("llama3.1"):
         return True
@@ -230,7 +231,7 @@ def in_pairs(config: Any) -> bool:
 
 
 def turns(config: Any, name: str, pairs: bool) -> bool:
-    """Whether entries of a head in the canonical parameter `name` are in another order than with adjacent `pairs`."""
+    """Returns whether head entries of the canonical parameter `name` are in another order than with `pairs`."""
     if (found := family(config.decoder_block).hugging_face) is None:
         return False
     layout = found.layouts.get(decoder_name(config, name))
@@ -238,12 +239,13 @@ def turns(config: Any, name: str, pairs: bool) -> bool:
 
 
 def query_scale(config: Any, name: str) -> float:
-    """The factor from MaxText's parameter to the canonical parameter `name`."""
+    """Returns the factor from MaxText's parameter to the canonical parameter `name`."""
     scaled_there = maxtext(config.decoder_block).scaled_queries
     scales = decoder_name(config, name) in scaled_there and not config.use_qk_norm
     return config.head_dim**0.5 if scales else 1.0
 
 
 def scaled(value: np.ndarray, operation: np.ufunc, factor: float) -> np.ndarray:
-    """`value` multiplied or divided by `factor` (`operation`), in float32, so that only the caller's cast rounds."""
+    """Returns `value` multiplied or divided by `factor` (`operation`), in float32, so that only the caller's cast
+    rounds."""
     return value if factor == 1 else operation(value, np.float32(factor), dtype=np.float32)

@@ -1,4 +1,4 @@
-"""Writes parameters for MaxText's load_parameters_path: the inverse of `maxtext`."""
+"""Writes parameters for MaxText's load_parameters_path; the inverse of `maxtext`."""
 
 import json
 from collections.abc import Mapping
@@ -15,25 +15,25 @@ from trainer.models.families import place, stacks
 from trainer.models.huggingface import halves_of_pairs, pairs_of_halves
 from trainer.models.maxtext_config import maxtext_keys
 
-STEP = "0"  # the folder of the one checkpoint in what is written
+STEP = "0"  # the folder name of the only checkpoint that is written
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 _COMMITTED = "commit_success.txt"
 
 
 def write_maxtext(folder: Path, config: Any, leaves: Mapping[str, Leaf], dtype: str | None, scan: bool) -> None:
-    """Writes `leaves`, one after the other, below `folder`/0/items; `folder` exists and is empty.
+    """Writes `leaves`, one after the other, to `folder`/0/items. `folder` must exist and be empty.
 
     Args:
       config: resolved; it determines the order of a head's entries.
       dtype: see `params_out.write_params`.
-      scan: layers are stacked on axis 1, as in MaxText with scan_layers=true and its default param_scan_axis.
+      scan: whether to stack layers on axis 1, as MaxText does with scan_layers=true and its default param_scan_axis.
 
     Raises:
       UserError: MaxText cannot compute this model, see `maxtext_keys`; or see `target_dtypes`.
     """
     maxtext_keys(config)
     targets = target_dtypes(leaves, dtype)
-    # Written for the keys that `maxtext_keys` gives: without a model's name rope_type alone decides there.
+    # The files fit the keys of `maxtext_keys`. These contain no model name, so rope_type alone determines the order.
     pairs = config.rope_type != "default"
     step = folder / STEP
     with orbax.writer(step, {SCAN: scan, PAIRS: pairs}) as write, progress(leaves.values(), "writing") as tick:
@@ -45,7 +45,7 @@ def write_maxtext(folder: Path, config: Any, leaves: Mapping[str, Leaf], dtype: 
 def _stored(
     config: Any, name: str, leaf: Leaf, dtype: np.dtype, scan: bool, pairs: bool, tick: Tick
 ) -> dict[str, np.ndarray]:
-    """MaxText's arrays of one canonical parameter, by path."""
+    """Returns MaxText's arrays for one canonical parameter, by path."""
     turn = pairs_of_halves if pairs else halves_of_pairs
     factor = query_scale(config, name)
 
@@ -68,7 +68,7 @@ def _as_maxtext_has_it(step: Path) -> None:
     (step / "state").rename(step / ITEMS)
     (step / "orbax.checkpoint").unlink()
     for folder in (step, step / ITEMS):
-        (folder / _COMMITTED).touch()  # a bucket's mark of what is complete, for whoever copies it there
+        (folder / _COMMITTED).touch()  # marks a complete checkpoint in a bucket, in case it is copied to one
     file = step / orbax.COMPOSITE
     metadata = json.loads(file.read_text(encoding="utf-8"))
     file.write_text(json.dumps(metadata | {"item_handlers": {ITEMS: _HANDLER}}), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Orbax trees, read leaf by leaf."""
+"""Reads and writes Orbax trees leaf by leaf."""
 
 import contextlib
 import functools
@@ -18,11 +18,11 @@ from trainer.runtime.storage import absolute, entries
 
 COMPOSITE = "_CHECKPOINT_METADATA"  # next to the trees of a checkpoint with several items
 _TREE = "_METADATA"  # in each tree
-_CHUNK = 1 << 31  # bytes: a process that needs a slice of an array reads no more than the chunks that it lies in
+_CHUNK = 1 << 31  # bytes; a process that needs a slice of an array reads only the chunks that overlap the slice
 
 
 def headers(path: Path) -> dict[str, Any]:
-    """Shape and dtype of every leaf of an Orbax tree, by its path with slashes.
+    """Returns shape and dtype of every leaf of an Orbax tree, by its path with slashes.
 
     Raises:
       UserError: the tree is damaged, or parts of it are missing.
@@ -46,7 +46,8 @@ def headers(path: Path) -> dict[str, Any]:
 
 
 def custom_metadata(path: Path) -> dict[str, Any]:
-    """The custom metadata in the sidecar file of the checkpoint of the Orbax tree at `path`; {} for none.
+    """Returns the custom metadata in the sidecar file of the checkpoint that contains the Orbax tree at `path`; {} if
+    there are none.
 
     Raises:
       UserError: the file is damaged.
@@ -57,21 +58,22 @@ def custom_metadata(path: Path) -> dict[str, Any]:
 
 
 def _address(path: Path) -> dict[str, Any]:
-    """Orbax's arguments for the tree at `path`. A tree that is part of a checkpoint is refused by its own path."""
+    """Returns Orbax's arguments for the tree at `path`. Orbax refuses the path of a tree that is part of a
+    checkpoint."""
     if (path / _TREE).exists() and (path.parent / COMPOSITE).exists():
         return {"path": absolute(path.parent), "checkpointable_name": path.name}
     return {"path": absolute(path)}
 
 
 def readers(path: Path) -> dict[str, Callable[[], np.ndarray]]:
-    """For every leaf of an Orbax tree, by the names of `headers`, a function that reads it onto the host.
+    """Returns, for every leaf of an Orbax tree, a function that reads it onto the host. Names are those of `headers`.
 
     Raises:
       UserError: the tree is damaged, now or when a leaf is read.
     """
     from orbax.checkpoint import v1 as ocp
 
-    headers(path)  # says what is damaged
+    headers(path)  # reports damage
     found, structure = _flattened(ocp.metadata(**_address(path)).metadata)
 
     def reader(i: int, name: str, leaf: Any) -> np.ndarray:
@@ -89,15 +91,15 @@ def _flattened(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
 
 
 def read(path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """One leaf on the host; raises UserError if it is damaged."""
+    """Reads one leaf onto the host. Raises UserError if it is damaged."""
     return _load(path, name, np.broadcast_to(np.zeros((), dtype), shape))
 
 
 def place(path: Path, name: str, abstract: jax.ShapeDtypeStruct) -> jax.Array:
-    """One leaf in the dtype and sharding of `abstract`; every process reads the chunks in which its slices lie.
+    """Reads one leaf with the dtype and sharding of `abstract`. Every process reads the chunks that its slices overlap.
 
     Raises:
-      UserError: it is damaged.
+      UserError: the leaf is damaged.
     """
     return _load(path, name, abstract)
 
@@ -113,9 +115,9 @@ def _load(path: Path, name: str, abstract: Any) -> Any:
 
 @contextlib.contextmanager
 def writer(path: Path, custom: Mapping[str, Any] | None = None) -> Iterator[Callable[[Mapping[str, np.ndarray]], None]]:
-    """Makes a checkpoint at `path`; the yielded function adds leaves to its tree `state`.
+    """Creates a checkpoint at `path`. The yielded function adds leaves to its tree `state`.
 
-    Each call takes leaves by path with slashes, and writes them before it returns: they need not stay in memory.
+    Each call takes leaves by path with slashes. It returns after writing them, so they need not stay in memory.
     """
     from orbax.checkpoint import v1 as ocp
 
@@ -130,7 +132,7 @@ def writer(path: Path, custom: Mapping[str, Any] | None = None) -> Iterator[Call
 @contextlib.contextmanager
 def _undamaged(where: str) -> Iterator[None]:
     """Turns errors of Orbax and TensorStore for missing, truncated or invalid files into a UserError."""
-    # Orbax logs the tracebacks of what it raises.
+    # Orbax also logs tracebacks of the errors that it raises.
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -139,7 +141,7 @@ def _undamaged(where: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        # What reading a shard raises comes as the cause of a bare Exception.
+        # An error while reading a shard is the cause of a bare Exception.
         cause = error.__cause__ if type(error) is Exception else error
         if not isinstance(cause, OSError | ValueError | KeyError | RecursionError):
             raise

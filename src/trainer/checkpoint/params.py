@@ -1,10 +1,9 @@
-"""Parameters as this trainer writes them: an Orbax tree, config.yml and the tokenizer's files.
+"""Parameters in this trainer's own format: an Orbax tree, config.yml and the tokenizer's files.
 
-They are read from a run's checkpoint (see `manager`), or from what `trainer.export` wrote, a folder that holds
-  checkpoint/   an Orbax v1 checkpoint of {"params": canonical nested dict}; what else
-                a checkpoint holds is not read here
+They are read from a run's checkpoint (see `manager`), or from a folder that `trainer.export` wrote, which holds
+  checkpoint/   an Orbax v1 checkpoint of {"params": canonical nested dict}; other items of a checkpoint are not read
   config.yml    the model's keys, see `description.model_yaml`
-  huggingface.json    optional: further fields of the config.json that the parameters came from, see `Source.neutral`
+  huggingface.json    optional: further fields of the config.json of the original parameters, see `Source.neutral`
 """
 
 import functools
@@ -41,8 +40,8 @@ class ParamsSource:
     def __init__(
         self, path: Path, tree: str = TREE, config: str = CONFIG, tokenizer: str = "", *, average: bool = False
     ):
-        """`tree`, `config`, `tokenizer`: their paths in the folder `path`. `average`: read the averages of the
-        parameters that have one in place of them.
+        """`tree`, `config`, `tokenizer`: their paths in the folder `path`. `average`: whether to read averages instead
+        of the parameters that have one.
 
         Raises:
           UserError: something is damaged, or there is no average.
@@ -59,7 +58,7 @@ class ParamsSource:
         self._headers = orbax.headers(self._tree)
         self.modules = self.keys[MODULES]
         roots = (_AVERAGES, _ROOT) if average else (_ROOT,)
-        # Of each parameter in the tree; frozen ones have no average.
+        # The path of each parameter in the tree. Frozen parameters have no average.
         self._paths = {
             path.removeprefix(root): path for root in reversed(roots) for path in self._headers if path.startswith(root)
         }
@@ -67,7 +66,7 @@ class ParamsSource:
             raise UserError(f"{path}: contains no averaged parameters: it was trained with ema_decay=0")
 
     def notes(self, config: Any) -> Sequence[str]:
-        """See `Source.notes`: nothing."""
+        """See `Source.notes`. There are none."""
         return ()
 
     def leaves(self, config: Any, shapes: Shapes) -> dict[str, Leaf]:

@@ -1,4 +1,4 @@
-"""Writes parameters in this trainer's own layout; see `params`."""
+"""Writes parameters in this trainer's own format; see `params`."""
 
 import json
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ from trainer.config import UserError
 def write_params(
     folder: Path, config: Any, leaves: Mapping[str, Leaf], dtype: str | None, neutral: Mapping[str, Any]
 ) -> None:
-    """Writes `leaves`, one after the other, and config.yml into `folder`, which exists and is empty.
+    """Writes `leaves`, one after the other, and config.yml into `folder`, which must exist and be empty.
 
     Args:
       config: resolved; it determines the order of a head's entries.
       neutral: see `Source.neutral`.
-      dtype: to cast floating-point values to; None leaves each as it is stored. Other values are never cast.
+      dtype: the dtype to cast floating-point values to; None keeps each stored dtype. Other values are never cast.
 
     Raises:
       UserError: see `target_dtypes`.
@@ -30,7 +30,7 @@ def write_params(
     targets = target_dtypes(leaves, dtype)
     with orbax.writer(folder / TREE) as write, progress(leaves.values(), "writing") as tick:
         for name, leaf in leaves.items():
-            # No name for the value: it would keep this leaf in memory while the next is read.
+            # The value gets no name, which would keep this leaf in memory while the next one is read.
             write({f"params/{name}": leaf.read(targets[name], tick)})
     (folder / CONFIG).write_text(model_yaml(config), encoding="utf-8")
     if neutral:
@@ -38,10 +38,10 @@ def write_params(
 
 
 def target_dtypes(leaves: Mapping[str, Leaf], dtype: str | None) -> dict[str, np.dtype]:
-    """The dtype in which each of `leaves` is written.
+    """Returns the dtype in which each of `leaves` is written.
 
     Raises:
-      UserError: `dtype` is None and layers of one leaf are stored in several; names all such leaves.
+      UserError: `dtype` is None and layers of one leaf are stored in several dtypes; names all such leaves.
     """
     if not dtype and (mixed := [f"{name}: {', '.join(leaf.mixed)}" for name, leaf in leaves.items() if leaf.mixed]):
         head = "layers are stored in several dtypes; give dtype=float32, which loses nothing, or dtype=bfloat16:"
@@ -50,7 +50,7 @@ def target_dtypes(leaves: Mapping[str, Leaf], dtype: str | None) -> dict[str, np
 
 
 def target_dtype(stored: np.dtype, dtype: str | None) -> np.dtype:
-    """The dtype in which values of the dtype `stored` are written."""
+    """Returns the dtype in which values with the dtype `stored` are written."""
     import jax.numpy as jnp
 
     return np.dtype(dtype) if dtype and jnp.issubdtype(stored, jnp.floating) else stored

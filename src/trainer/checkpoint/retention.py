@@ -1,16 +1,16 @@
-"""Which checkpoints are kept."""
+"""Selects the checkpoints to keep."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def expired(losses: Mapping[int, float | None], config: Any) -> list[int]:
-    """The checkpoints that the configuration does not keep, the oldest first.
+    """Returns the checkpoints that the configuration does not keep, the oldest first.
 
     Args:
-      losses: for each checkpoint, by its number of updates, the evaluation loss of its parameters, None if it was not
+      losses: for each checkpoint, by its number of updates, the evaluation loss of its parameters; None if it was not
         evaluated.
-      config: `max_num_checkpoints_to_keep` newest ones stay (None: all), and also those whose number is a multiple of
+      config: keeps the newest `max_num_checkpoints_to_keep` (None: all), every checkpoint whose number is a multiple of
         `checkpoint_keep_period`, and the `keep_best_checkpoints` with the lowest loss.
     """
     if config.max_num_checkpoints_to_keep is None:

@@ -1,6 +1,6 @@
-"""Safetensors files, read and written in parts. The library only reads complete tensors and writes complete files.
+"""Reads and writes parts of safetensors files. The library only reads complete tensors and writes complete files.
 
-The format: the header's length as 8 bytes, little-endian; the header, JSON; then the bytes of the tensors in C order
+The format: the header's length as 8 bytes, little-endian; the header, JSON; the bytes of the tensors in C order
 (https://huggingface.co/docs/safetensors, "Format").
 """
 
@@ -15,12 +15,12 @@ import numpy as np
 
 from trainer.config import UserError
 
-# The dtypes that are read and written, by their names in the format.
+# The dtypes that can be read and written, by their names in the format.
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-# Read, but only together with scales, see `block_scaled`.
+# Can be read, but only together with scales; see `block_scaled`.
 FLOAT8 = "F8_E4M3"
 _READ = {**DTYPES, FLOAT8: np.dtype(ml_dtypes.float8_e4m3fn)}
-# What can be looked at, of any program's file.
+# The dtypes that can be shown; the file may come from any program.
 _SHOWN = {
     **_READ,
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
@@ -30,9 +30,9 @@ _SHOWN = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-_STRIP = 1 << 25  # bytes that are read at once
+_STRIP = 1 << 25  # bytes to read at once
 
-Box = tuple[slice, ...]  # a part of an array: for each axis a start and a stop
+Box = tuple[slice, ...]  # a part of an array: a start and a stop for each axis
 Tensors = dict[str, tuple[tuple[int, ...], np.dtype]]  # name: (shape, dtype)
 
 
@@ -40,24 +40,24 @@ class StoredTensor(NamedTuple):
     """A tensor in a file."""
 
     path: Path
-    kind: str  # the dtype, as the format calls it; it may be none that is read
+    kind: str  # the format's name of the dtype, which may be one that cannot be read
     shape: tuple[int, ...]
-    start: int  # of its first byte in the file
-    nbytes: int  # in the file
+    start: int  # position of its first byte in the file
+    nbytes: int  # bytes in the file
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of its values; it must be one that is read."""
+        """The dtype of its values. The dtype must be one that can be read."""
         return _READ[self.kind]
 
     def read(self, box: Box) -> np.ndarray:
-        """The values in `box`: complete rows are read, in strips, and the columns of the box are kept.
+        """Returns the values in `box`. Reads complete rows, in strips, and keeps the columns of the box.
 
         Raises:
-          UserError: the file was cut since it was opened.
+          UserError: the file was truncated after it was opened.
         """
         row, size = math.prod(self.shape[1:]), self.dtype.itemsize
-        values = np.empty([cut.stop - cut.start for cut in box], f"u{size}")  # NumPy reads no bfloat16 from files
+        values = np.empty([cut.stop - cut.start for cut in box], f"u{size}")  # NumPy cannot read bfloat16 from files
         step = max(1, _STRIP // (row * size))
         for first in range(box[0].start, box[0].stop, step):
             rows = min(step, box[0].stop - first)
@@ -74,10 +74,10 @@ class StoredTensor(NamedTuple):
         return _SHOWN.get(self.kind)
 
     def all_values(self) -> np.ndarray:
-        """All values.
+        """Returns all values.
 
         Raises:
-          UserError: the file was cut since it was opened, or `shown_dtype` is None.
+          UserError: the file was truncated after it was opened, or `shown_dtype` is None.
         """
         dtype = self.shown_dtype
         if dtype is None:
@@ -89,10 +89,10 @@ class StoredTensor(NamedTuple):
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file by name, none of them read.
+    """Returns the tensors of a file by name, without reading them.
 
     Raises:
-      OSError, safetensors.SafetensorError: the file cannot be read, or its header is not one of its tensors.
+      OSError, safetensors.SafetensorError: the file cannot be read, or its header does not fit its tensors.
     """
     from safetensors import safe_open
 
@@ -113,7 +113,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 class SafetensorsFile:
-    """A safetensors file whose tensors are written in any order."""
+    """A safetensors file whose tensors can be written in any order."""
 
     def __init__(self, path: Path, tensors: Tensors):
         self._offsets: dict[str, tuple[int, int]] = {}
@@ -131,7 +131,7 @@ class SafetensorsFile:
         self._file.truncate(self._start + end)
 
     def write(self, name: str, value: np.ndarray) -> None:
-        """Writes one tensor, of the shape and dtype that the header says."""
+        """Writes one tensor, which must have the shape and dtype that the header states."""
         start, end = self._offsets[name]
         assert value.nbytes == end - start, name
         self._file.seek(self._start + start)
@@ -141,7 +141,7 @@ class SafetensorsFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Closes the file. Without an error it is then synced to the disk."""
+        """Closes the file. If there was no error, it is first synced to disk."""
         with self._file:
             if kind is None:
                 self._file.flush()

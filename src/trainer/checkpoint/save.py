@@ -1,4 +1,4 @@
-"""When to save."""
+"""Decides when to save."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,9 +11,9 @@ from trainer.checkpoint.sidecar import Sidecar
 
 
 def is_due(config: Any, updates: int, *, initial: bool = False) -> bool:
-    """Whether the configuration asks for a checkpoint of the state after `updates` updates.
+    """Returns whether a checkpoint of the state after `updates` updates is due.
 
-    `initial`: it is the state that the run begins with, also if another run made it.
+    `initial`: whether the run begins with this state, even if another run made it.
     """
     if initial:
         return config.save_checkpoint_on_start
@@ -32,24 +32,24 @@ def maybe_save_checkpoint(
     force: bool = False,
     before: Callable[[], Mapping[str, float]] = dict,
 ) -> bool:
-    """Saves the native train state if it is due; the only place that decides.
+    """Saves the native train state if it is due. Only this function decides when to save.
 
     Args:
-      manager: None saves nothing.
-      state: native; its arrays may be donated when this returns.
-      updates: how many updates `state` holds, for a caller that counts them itself. None: the state's own step, for
-        which each call waits for the device. A save compares the two in any case.
-      sidecar: gives the metadata that is saved with the state.
+      manager: saves the checkpoint; None saves nothing.
+      state: native; its arrays may be donated after this returns.
+      updates: the number of updates in `state`, for a caller that counts them itself. With None, each call reads the
+        state's own step, for which it waits for the device. A save compares the two in any case.
+      sidecar: returns the metadata to save with the state.
       initial: see `is_due`.
-      force: save although no checkpoint is due, because the run ends here.
-      before: called when a save is due, before it writes: syncs the files that the checkpoint covers to the disk, and
+      force: saves even if no checkpoint is due, because the run ends here.
+      before: called when a save is due, before it writes. Syncs the files that the checkpoint covers to disk, and
         returns the metrics for retention.
 
     Returns:
-      whether a save was begun.
+      Whether a save was started.
 
     Raises:
-      ValueError: `updates` is not the state's own step; nothing is saved.
+      ValueError: `updates` differs from the state's own step; nothing is saved.
     """
     if manager is None:
         return False

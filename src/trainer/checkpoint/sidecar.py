@@ -1,4 +1,4 @@
-"""Sidecar metadata of a checkpoint: a description of its arrays and its run. A checkpoint needs no other file."""
+"""Sidecar metadata of a checkpoint: they describe its arrays and its run. A checkpoint needs no other file."""
 
 import json
 from collections.abc import Awaitable, Mapping
@@ -12,27 +12,27 @@ CONFIG, DATA, METRICS, TOKENIZER = "config.yml", "data.json", "metrics.json", "t
 
 
 class Sidecar(NamedTuple):
-    """Read from, or to be written to, checkpoints/N/run."""
+    """The content of checkpoints/N/run, read or to be written."""
 
     config: str  # config.yml: the resolved configuration
-    position: Any  # in the data, behind the last batch that went into the state; JSON
-    fingerprint: str  # of the data and the tokenizer that `position` counts in
+    position: Any  # the position in the data after the last batch that went into the state; JSON
+    fingerprint: str  # the fingerprint of the data and the tokenizer to which `position` refers
     tokenizer: Mapping[str, bytes]  # the tokenizer's files by name
 
 
 class SidecarFiles:
-    """A `Sidecar` as Orbax's StatefulCheckpointable: files of a folder of the checkpoint, committed with the arrays."""
+    """A `Sidecar` as Orbax's StatefulCheckpointable: files in a folder of the checkpoint, committed with the arrays."""
 
     def __init__(self, sidecar: Sidecar | None = None, metrics: Mapping[str, float] | None = None):
         self._sidecar, self._metrics = sidecar, dict(metrics or {})
 
     def read(self) -> Sidecar:
-        """What `load` found."""
+        """Returns the metadata that `load` read."""
         assert self._sidecar is not None
         return self._sidecar
 
     async def save(self, directory: Any) -> Awaitable[None]:
-        """Part of Orbax's protocol; the write itself happens in its background thread."""
+        """Part of Orbax's protocol. Orbax awaits the write itself in its background thread."""
         return self._write(directory)
 
     async def load(self, directory: Any) -> Awaitable[None]:
@@ -57,7 +57,7 @@ class SidecarFiles:
 
 
 def read_sidecar(folder: Any) -> Sidecar:
-    """Reads what was written to checkpoints/N/run, with this process's own position if it had one."""
+    """Reads checkpoints/N/run, with this process's own position in the data if it has one."""
     own = folder / _data_file(_process_index())
     data = _object(folder, own.name if own.is_file() else DATA)
     if not isinstance(data.get("fingerprint"), str):
@@ -71,7 +71,7 @@ def read_sidecar(folder: Any) -> Sidecar:
 
 
 def _object(folder: Any, name: str) -> dict[str, Any]:
-    """The JSON object in a file of the folder; raises UserError where it is none."""
+    """Returns the JSON object in a file of the folder. Raises UserError if there is none."""
     try:
         found = json.loads((folder / name).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -82,7 +82,10 @@ def _object(folder: Any, name: str) -> dict[str, Any]:
 
 
 def _data_file(process: int) -> str:
-    """Each process has its own position in a stream; prepared data have one position, in data.json of process 0."""
+    """Returns the name of a process's position file.
+
+    In a stream, each process has its own position. Prepared data have one position, in data.json of process 0.
+    """
     return DATA if process == 0 else f"data-{process}.json"
 
 
@@ -93,12 +96,12 @@ def _process_index() -> int:
 
 
 def read_metrics(folder: Any) -> dict[str, float]:
-    """The metrics by which retention chooses, in checkpoints/N/run."""
+    """Reads the metrics in checkpoints/N/run that retention compares."""
     return _object(folder, METRICS)
 
 
 def saved_config(sidecar: Sidecar, where: Any) -> dict[str, Any]:
-    """The keys of the resolved configuration that the checkpoint `where` was saved under.
+    """Returns the keys of the resolved configuration with which the checkpoint `where` was saved.
 
     Raises:
       UserError: its config.yml is not a configuration.

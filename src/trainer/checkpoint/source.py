@@ -1,4 +1,4 @@
-"""The common interface of all kinds of checkpoints: named leaves that are read one part at a time."""
+"""The interface of all kinds of checkpoints: named leaves that are read one part at a time."""
 
 import contextlib
 import math
@@ -18,33 +18,33 @@ from trainer.checkpoint.safetensors_file import Box
 from trainer.config import UserError
 from trainer.config.errors import shortened
 
-# Canonical names such as "decoder/layers/mlp/wi_0/kernel", and the shape of each, the layers axis first.
+# Maps canonical names such as "decoder/layers/mlp/wi_0/kernel" to shapes, with the layers axis first.
 Shapes = Mapping[str, tuple[int, ...]]
-Tick = Callable[[int], Any]  # told the bytes of each part that was read
+Tick = Callable[[int], Any]  # called with the number of bytes of each part that was read
 
-_EVERY = 10.0  # seconds between two lines that tell how far it is
+_EVERY = 10.0  # seconds between two lines of progress
 _MOST_LINES = 20  # of a message
-# Tensors may be stored in these, by the names that NumPy gives them.
+# The dtypes in which tensors may be stored, by their NumPy names.
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One canonical parameter in a checkpoint; its values are not read yet.
+    """One canonical parameter in a checkpoint. Its values have not been read yet.
 
     Attributes:
       shape: canonical.
       dtype: as stored; float32 if layers are stored in several dtypes.
-      parts: read the values as stored: one part for each layer, or one for the complete leaf.
-      puts: put the same parts onto devices, given shape, dtype and sharding of a part, layers first.
-        The host holds its devices' slices of a part. () for a leaf that is only written.
+      parts: functions that read the values as stored: one part per layer, or one part for the complete leaf.
+      puts: functions that put the same parts onto devices, given shape, dtype and sharding of a part, layers first. The
+        host holds only its devices' slices of a part. () for a leaf that is only written.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     parts: Sequence[Callable[[], np.ndarray]]
     puts: Sequence[Callable[[jax.ShapeDtypeStruct], jax.Array]] = ()
-    mixed: tuple[str, ...] = ()  # the names of the dtypes, where layers are stored in several
+    mixed: tuple[str, ...] = ()  # the names of the dtypes, if layers are stored in several
 
     @property
     def size(self) -> int:
@@ -53,15 +53,15 @@ class Leaf:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values in `dtype`; no fewer than are stored."""
+        """Bytes of the values in `dtype`; at least the stored bytes."""
         return self.size * self.dtype.itemsize
 
     def read(self, dtype: np.dtype, tick: Tick) -> np.ndarray:
-        """The complete leaf in `dtype`; parts are read and cast one after the other."""
+        """Returns the complete leaf in `dtype`. Parts are read and cast one after the other."""
         if len(self.parts) == 1:
             value = self.parts[0]().astype(dtype, copy=False)
             tick(self.nbytes)
-            return value.reshape(self.shape)  # the one layer of a model comes without its axis
+            return value.reshape(self.shape)  # in a model with one layer, the part has no layers axis
         whole = np.empty(self.shape, dtype)
         for i, part in enumerate(self.parts):
             whole[i] = part()
@@ -69,7 +69,7 @@ class Leaf:
         return whole
 
     def layers(self, tick: Tick) -> Iterator[np.ndarray]:
-        """The leaf's layers as stored, in their order."""
+        """Yields the leaf's layers as stored, in their order."""
         for part in self.parts:
             value = part()
             tick(self.nbytes // len(self.parts))
@@ -77,17 +77,17 @@ class Leaf:
 
 
 def whole(shape: tuple[int, ...]) -> Box:
-    """The box of the complete array."""
+    """Returns the box of the complete array."""
     return tuple(slice(0, size) for size in shape)
 
 
 def within(box: Box, outer: Box) -> Box:
-    """`box` as a part of the array that `outer` is."""
+    """Returns `box` relative to the array that `outer` covers."""
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, outer, strict=True))
 
 
 def put_slices(read: Callable[[Box], np.ndarray], abstract: jax.ShapeDtypeStruct) -> jax.Array:
-    """An array on devices. `read` gives the slice of one device at a time, and that of its replicas here."""
+    """Returns an array on devices. `read` reads one device's slice at a time, once for all replicas on this host."""
     shape, sharding = abstract.shape, abstract.sharding
     devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
@@ -98,12 +98,12 @@ def put_slices(read: Callable[[Box], np.ndarray], abstract: jax.ShapeDtypeStruct
         value = read(tuple(slice(*pair) for pair in ends)).astype(abstract.dtype, copy=False)
         for device in replicas:
             target = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-            arrays.append(jax.device_put(value, target).block_until_ready())  # so that the value's memory is free
+            arrays.append(jax.device_put(value, target).block_until_ready())  # waits, to free `value`
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
 def resharded(sharding: Any, ndim: int, change: Callable[[list[Any]], list[Any]]) -> Any:
-    """The sharding, in device memory, of an array whose axes are those of one of `ndim` axes under `change`."""
+    """Returns the sharding, in device memory, of an array whose axes are obtained from `ndim` axes by `change`."""
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return sharding  # one device
     axes = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
@@ -111,34 +111,34 @@ def resharded(sharding: Any, ndim: int, change: Callable[[list[Any]], list[Any]]
 
 
 class Source(Protocol):
-    """A checkpoint that was recognized. Its headers have been read, no values."""
+    """A checkpoint whose kind was recognized. Its headers have been read, but no values."""
 
     path: Path
-    tokenizer: Path  # the folder in which the tokenizer's files lie, if there are any
-    kind: str  # in words
-    keys: Mapping[str, Any]  # the model's keys that the checkpoint itself says, resolved; {} where it says none
-    neutral: Mapping[str, Any]  # keys of a config.json that came with it and say nothing about the function
-    modules: int  # of multi-token prediction that it holds
+    tokenizer: Path  # the folder of the tokenizer's files, if there are any
+    kind: str  # a description in words
+    keys: Mapping[str, Any]  # the model's keys that the checkpoint itself states, resolved; {} if it states none
+    neutral: Mapping[str, Any]  # fields of its config.json that do not affect what the model computes
+    modules: int  # the number of modules of multi-token prediction
 
     def notes(self, config: Any) -> Sequence[str]:
-        """One line for each assumption made when it is read as a model of `config`."""
+        """Returns one line for each assumption made when the checkpoint is read as a model of `config`."""
 
     def leaves(self, config: Any, shapes: Shapes) -> dict[str, Leaf]:
-        """The leaves that a model of `config`, resolved, with parameters of `shapes` needs, in that order.
+        """Returns the leaves that a model of `config`, resolved, with parameters of `shapes` needs, in that order.
 
         Raises:
-          UserError: lists all tensors that are missing, superfluous or of another shape. There may be more modules of
-            multi-token prediction than in `config`.
+          UserError: lists all tensors that are missing, unexpected or have a wrong shape. The checkpoint may have more
+            modules of multi-token prediction than `config`.
         """
 
 
 def check_tensors(
     found: Mapping[str, tuple[tuple[int, ...], str]], wanted: Mapping[str, tuple[int, ...]], where: str
 ) -> None:
-    """Compares the shape and dtype of each tensor found with the shape wanted.
+    """Compares the shape and dtype of each tensor found with the wanted shape.
 
     Raises:
-      UserError: all differences, one line each.
+      UserError: lists all differences, one per line.
     """
     lines = []
     for name, (shape, dtype) in found.items():
@@ -163,16 +163,16 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def common_dtype(dtypes: Collection[np.dtype]) -> tuple[np.dtype, tuple[str, ...]]:
-    """`Leaf.dtype` and `Leaf.mixed` of a leaf whose layers are stored in `dtypes`."""
+    """Returns `Leaf.dtype` and `Leaf.mixed` of a leaf whose layers are stored in `dtypes`."""
     kinds = dict.fromkeys(dtypes)
     return (next(iter(kinds)), ()) if len(kinds) == 1 else (np.dtype(np.float32), tuple(kind.name for kind in kinds))
 
 
 @contextlib.contextmanager
 def progress(leaves: Iterable[Leaf], label: str, say: Callable[[str], Any] = print) -> Iterator[Tick]:
-    """Yields a function that counts bytes, and shows the progress through `leaves` if the work takes long.
+    """Yields a function that counts bytes. If the work takes long, it shows the progress through `leaves`.
 
-    On a terminal a bar on stderr; elsewhere a line to `say`, at most one in 10 s.
+    On a terminal, it shows a bar on stderr. Elsewhere, it passes a line to `say`, at most one per 10 s.
     """
     total = sum(leaf.nbytes for leaf in leaves)
     if sys.stderr.isatty():
@@ -193,10 +193,10 @@ def progress(leaves: Iterable[Leaf], label: str, say: Callable[[str], Any] = pri
 
 
 def names_of(tree: Any) -> dict[str, Any]:
-    """The leaves of a nested dict by canonical name, in the order of the dict."""
+    """Returns the leaves of a nested dict by canonical name, in the order of the dict."""
     return traverse_util.flatten_dict(tree, sep="/")
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `names_of`."""
+    """Returns the inverse of `names_of`."""
     return traverse_util.unflatten_dict(flat, sep="/")

@@ -1,8 +1,9 @@
-"""Sums of a checkpoint's files: written before it is committed, compared before it is read.
+"""Checksums of a checkpoint's files. They are written before the checkpoint is committed and verified before it is
+read.
 
-The arrays themselves carry no checksum on the disk: without these sums, a changed byte would change a parameter. For
-files in a bucket only sizes are compared: the store has checksums of its own. Several processes share the work: each
-sums the files that it wrote, and verifies an equal share of all.
+The arrays on disk have no checksum of their own: without these, a changed byte would silently change a parameter. For
+files in a bucket only sizes are compared, because the store has its own checksums. Several processes share the work:
+each computes checksums of the files that it wrote, and verifies an equal share of all files.
 """
 
 import json
@@ -19,10 +20,10 @@ from trainer.runtime.storage import absolute, files_below, is_remote, size
 T = TypeVar("T")
 
 SUMS = "sums.json"
-_PART = "sums-{}.json"  # of a process, until they are joined
-_METADATA = "_CHECKPOINT_METADATA"  # JSON into which Orbax writes the time of the commit, after the sums were made
-_WITHOUT = re.compile(rf"sums(-\d+)?\.json|{_METADATA}")  # files that have no sums
-_WRITER = re.compile(r"(?:^|/)ocdbt\.process_(\d+)/")  # the process whose arrays a file holds
+_PART = "sums-{}.json"  # one process's checksums, until they are joined
+_METADATA = "_CHECKPOINT_METADATA"  # JSON; Orbax adds the commit time to it after the checksums are computed
+_WITHOUT = re.compile(rf"sums(-\d+)?\.json|{_METADATA}")  # files without a checksum
+_WRITER = re.compile(r"(?:^|/)ocdbt\.process_(\d+)/")  # the number of the process that wrote the arrays in a file
 _CHUNK = 1 << 22  # bytes
 _THREADS = min(16, os.cpu_count() or 1)
 
@@ -30,14 +31,14 @@ _THREADS = min(16, os.cpu_count() or 1)
 def write_sums(
     folder: Any, process: int = 0, processes: int = 1, meet: Callable[[str], Any] = lambda place: None
 ) -> None:
-    """Writes the size and CRC-32 of every file below `folder` into it.
+    """Writes the size and CRC-32 of every file in `folder` into `folder`.
 
     Args:
-      process: this process's index among `processes`. All call this, the first one after every file is written. Each
-        sums its own files, and the first one joins the sums.
+      process: this process's index among `processes`. All processes call this, the first one after every file is
+        written. Each computes checksums of its own files, and the first process joins them.
       meet: a barrier: returns when every process has called it with the same name.
     """
-    place = "/".join(absolute(folder).parts[-3:])  # of a run, a checkpoint; hosts may mount the disk in other places
+    place = "/".join(absolute(folder).parts[-3:])  # run and checkpoint; hosts may mount the disk at different paths
     meet(f"{place} is written")
     names = [name for name in _files(folder) if _writer(name) % processes == process]
     sums = dict(_in_threads(lambda name: (name, [size(folder / name), _crc(folder / name)]), names))
@@ -52,7 +53,7 @@ def write_sums(
 
 
 def verify(folder: Any, process: int = 0, processes: int = 1) -> None:
-    """Compares a process's share of a checkpoint's files with their sums, in threads.
+    """Verifies the checksums of this process's share of a checkpoint's files, in threads.
 
     Raises:
       UserError: a file is missing or changed; the message names one.
@@ -72,7 +73,7 @@ def verify(folder: Any, process: int = 0, processes: int = 1) -> None:
         try:
             found = size(folder / name)
             other = found == length and crc is not None and _crc(folder / name) != crc
-        except (OSError, ValueError) as error:  # ValueError: of a name that is none
+        except (OSError, ValueError) as error:  # ValueError: the name is not a valid file name
             why = getattr(error, "strerror", None) or error
             raise damaged(folder, name, f"cannot be read ({why})") from error
         if found != length:
@@ -80,31 +81,31 @@ def verify(folder: Any, process: int = 0, processes: int = 1) -> None:
         if other:
             raise damaged(folder, name, "is not what was written")
 
-    # The largest first, so that the shares are about equal.
+    # Sorted by size, so that the shares are about equal.
     names = sorted(sums, key=lambda name: sums[name][0], reverse=True)
     list(_in_threads(compare, names[process::processes]))
 
 
 def damaged(folder: Any, name: str, what: str) -> UserError:
-    """The error for file `name` of a checkpoint; `what` goes on from its name."""
+    """Returns the error for file `name` of a checkpoint. `what` continues the sentence after the name."""
     return UserError(
         f"checkpoint {folder} is damaged: {name} {what}; to continue from the previous checkpoint, remove {folder}"
     )
 
 
 def _files(folder: Any) -> list[str]:
-    """The files that have sums."""
+    """Returns the files that have checksums."""
     return [name for name in files_below(folder) if not _WITHOUT.fullmatch(name)]
 
 
 def _writer(name: str) -> int:
-    """The process that wrote a file; 0 where its name does not say."""
+    """Returns the number of the process that wrote a file; 0 if the name does not state it."""
     found = _WRITER.search(name)
     return int(found[1]) if found else 0
 
 
 def _in_threads(fn: Callable[[str], T], names: Sequence[str]) -> Iterator[T]:
-    """The results in order; the first exception ends the iteration and cancels what has not begun."""
+    """Yields the results in order. The first exception ends the iteration and cancels calls that have not started."""
     with ThreadPoolExecutor(_THREADS, "sums") as pool:
         yield from pool.map(fn, names)
 

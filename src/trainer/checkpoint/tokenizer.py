@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-# As transformers and sentencepiece call them, and how to generate, which holds the tokens that end a text.
+# Names in transformers and sentencepiece, and generation_config.json, which names the tokens that end a text.
 FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
@@ -10,7 +10,7 @@ FILES = (
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copies those of `FILES` that `source` has."""
+    """Copies each of `FILES` that exists in `source`."""
     for name in FILES:
         if (source / name).is_file():
             (target / name).write_bytes((source / name).read_bytes())

@@ -55,7 +55,7 @@ def test_they_are_read_as_the_product_with_their_scales(tmp_path):
     plain = write_hf(tmp_path / "plain", config, meant)
     assert_same(found, {name: leaf.read(leaf.dtype, lambda _: None) for name, leaf in leaves(plain, config).items()})
     eight = sum(name.endswith("_scale_inv") for name in stored)
-    assert [line for line in lines if f"{eight} tensors of 8 bits" in line]
+    assert [line for line in lines if f"{eight} 8-bit tensors" in line]
 
 
 def leaves(path, config):
