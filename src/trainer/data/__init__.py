@@ -1,4 +1,4 @@
-"""From sources of text to batches of tokens."""
+"""Turns sources of text into batches of tokens."""
 
 from trainer.data.batches import FIELDS, Batch, RowSource, eval_batches, local_rows, train_batch
 from trainer.data.dataset import Dataset, open_dataset

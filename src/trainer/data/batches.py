@@ -1,8 +1,8 @@
-"""Batches as pure functions of a step: which rows of a source make up which global batch.
+"""Batches as pure functions of a step: which rows of a source form which global batch.
 
-A batch is a dict of int32 numpy arrays of shape [rows, length]: `inputs`, `targets`, `inputs_position`,
-`inputs_segmentation` and `targets_segmentation`, and `row` of shape [rows], each row's index in the global batch.
-Segment ids count from 1 within a row, 0 is padding, and a position bears loss where `targets_segmentation` is not 0.
+A batch is a dict of int32 numpy arrays with shape [rows, length]: `inputs`, `targets`, `inputs_position`,
+`inputs_segmentation` and `targets_segmentation`; and `row` with shape [rows], each row's index in the global batch.
+Segment ids start at 1 in each row, and 0 is padding. A position bears loss if its `targets_segmentation` is not 0.
 """
 
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ import numpy as np
 from trainer.data.order import visited
 
 Batch = dict[str, np.ndarray]
-# The arrays [rows, length] of a batch.
+# The names of the arrays [rows, length] of a batch.
 FIELDS = ("inputs", "targets", "inputs_position", "inputs_segmentation", "targets_segmentation")
 
 
 class RowSource(Protocol):
-    """Rows of `length` tokens with random access; `size` is their number, None if they are endless."""
+    """Rows of `length` tokens with random access. `size` is the number of rows; None: endless."""
 
     @property
     def size(self) -> int | None: ...
@@ -27,12 +27,13 @@ class RowSource(Protocol):
     def length(self) -> int: ...
 
     def rows(self, indices: np.ndarray) -> Batch:
-        """The rows at `indices` [n], in that order: a batch without `row`. Indices lie in [0, size)."""
+        """Returns the rows at `indices` [n], in that order, as a batch without `row`. Indices are in [0, size)."""
         ...
 
 
 def local_rows(global_rows: int, process_index: int = 0, process_count: int = 1) -> np.ndarray:
-    """The rows of a global batch that this process loads: [global_rows / process_count] contiguous indices."""
+    """Returns the indices of the rows of a global batch that this process loads: [global_rows / process_count],
+    contiguous."""
     share, rest = divmod(global_rows, process_count)
     if rest or not 0 <= process_index < process_count:
         raise ValueError(f"{global_rows} rows do not split over process {process_index} of {process_count}")
@@ -49,11 +50,12 @@ def train_batch(
     process_index: int = 0,
     process_count: int = 1,
 ) -> Batch:
-    """This process's part of the global batch that begins with row `first`, a pure function of the arguments.
+    """Returns this process's part of the global batch that begins with row `first`, a pure function of the arguments.
 
-    The batch is rows [first, first + global_rows) of one endless order: epoch after epoch of the source, each in an
-    order of its own drawn from `seed`, or all in the source's order without `shuffle`. A batch may span two epochs. The
-    only state is `first`, whatever the number of processes, so a run resumes on any number.
+    The batch is rows [first, first + global_rows) of one endless order, which concatenates epochs of the source. With
+    `shuffle`, each epoch has its own order, drawn from `seed`; otherwise it has the source's order. A batch may span
+    two epochs. The only state is `first`, which does not depend on the number of processes, so a run can resume on any
+    number of processes.
     """
     row = local_rows(global_rows, process_index, process_count)
     indices = first + row
@@ -65,9 +67,10 @@ def train_batch(
 def eval_batches(
     source: RowSource, rows: int, max_batches: int = -1, *, process_index: int = 0, process_count: int = 1
 ) -> Iterator[Batch]:
-    """One pass over the source: this process's part of batches of `rows` rows in order, up to `max_batches` (-1: all).
+    """Makes one pass over the source: yields this process's part of batches of `rows` rows, in order.
 
-    All batches have one shape: the last one is padded with rows of zeros, which bear no loss.
+    Yields at most `max_batches` batches (-1: all). All batches have the same shape: the last one is padded with rows of
+    zeros, which bear no loss.
     """
     if source.size is None:
         raise ValueError("an endless source has no evaluation pass")
@@ -86,9 +89,10 @@ def eval_batches(
 def make_batch(
     inputs: np.ndarray, targets: np.ndarray, segmentation: np.ndarray, loss: np.ndarray | None = None
 ) -> Batch:
-    """A batch without `row` from arrays [rows, length] of any integer type; positions follow from the segmentation.
+    """Returns a batch without `row`, made of arrays [rows, length] of any integer type.
 
-    Targets where `loss` is 0 bear no loss; without `loss` all targets bear loss except padding.
+    Positions follow from the segmentation. Targets bear no loss where `loss` is 0; without `loss`, all targets except
+    padding bear loss.
     """
     segmentation = segmentation.astype(np.int32)
     return {
@@ -101,7 +105,7 @@ def make_batch(
 
 
 def positions(segmentation: np.ndarray) -> np.ndarray:
-    """Positions [rows, length], int32, that count from 0 in each segment; 0 in padding."""
+    """Returns positions [rows, length], int32, that count from 0 in each segment; 0 in padding."""
     column = np.arange(segmentation.shape[1], dtype=np.int32)
     starts = np.zeros(segmentation.shape, np.int32)
     starts[:, 1:] = np.where(segmentation[:, 1:] != segmentation[:, :-1], column[1:], 0)

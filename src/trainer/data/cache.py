@@ -1,4 +1,4 @@
-"""Folders of prepared data: committed atomically by one process while others wait, and checked when read."""
+"""Folders of prepared data. One process commits a folder atomically while others wait; it is verified when read."""
 
 import contextlib
 import fcntl
@@ -15,21 +15,22 @@ from trainer.runtime.storage import user_cache
 
 Progress = Callable[[str], None]
 META = "meta.json"
-HASHED = 1 << 30  # bytes of a folder that are read to compare it with what was written
+HASHED = 1 << 30  # bytes; only folders up to this size are verified by reading them
 
 
 def cache_root(data_cache_directory: str) -> Path:
-    """The folder that the key data_cache_directory names; empty: `trainer` in the user's cache folder."""
+    """Returns the folder that the key data_cache_directory names; if it is empty, `trainer` in the user's cache
+    folder."""
     if data_cache_directory:
         return local_path(data_cache_directory, "data_cache_directory=").absolute()
     return user_cache()
 
 
 def ensure(folder: Path, build: Callable[[Path], dict[str, Any]], progress: Progress) -> None:
-    """Makes `folder`, unless it exists: `build(temporary folder)` writes its files and returns the dict META.
+    """Makes `folder` unless it exists. `build(temporary folder)` writes its files and returns the dict META.
 
-    The temporary folder has the same parent as `folder` and is renamed at the end. Of several processes one
-    builds, and the others wait for it. Raises UserError if the files cannot be written.
+    The temporary folder has the same parent as `folder` and is renamed at the end. If several processes call this, one
+    builds and the others wait. Raises UserError if the files cannot be written.
     """
     temporary = folder.with_name(folder.name + ".tmp")
     try:
@@ -37,7 +38,7 @@ def ensure(folder: Path, build: Callable[[Path], dict[str, Any]], progress: Prog
         with _locked(folder.with_name(folder.name + ".lock"), progress):
             if folder.exists():
                 return
-            # We hold the lock, so these are remnants of a process that died.
+            # This process holds the lock, so these are remnants of a process that died.
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
             try:
@@ -55,9 +56,9 @@ def ensure(folder: Path, build: Callable[[Path], dict[str, Any]], progress: Prog
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """The dict that `build` returned, after verifying every file of `folder`. Raises UserError if one was changed.
+    """Returns the dict that `build` returned, after verifying every file of `folder`. Raises UserError if one changed.
 
-    In folders of more than 1 GiB only the sizes of files are verified.
+    In folders larger than 1 GiB, only the sizes of files are verified.
     """
     try:
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
@@ -74,13 +75,13 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def damaged(folder: Path, name: str, what: str) -> UserError:
-    """The error for file `name` of a prepared folder; `what` goes on from its name."""
+    """Returns the error for file `name` of a prepared folder. `what` continues the sentence after the name."""
     return UserError(f"prepared data: {folder / name} {what}; delete {folder} and the next run prepares it again")
 
 
 @contextlib.contextmanager
 def _locked(path: Path, progress: Progress) -> Iterator[None]:
-    """Holds an exclusive lock on the file `path`. It is not removed, which would let two processes in."""
+    """Holds an exclusive lock on the file `path`. The file is never removed, as that would let two processes in."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -95,7 +96,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _describe(folder: Path, names: Iterable[str]) -> dict[str, int | str]:
-    """The sha256 of each file, or its size if the folder is too large to be read at each start."""
+    """Returns the sha256 of each file, or only its size if the folder is too large to read at each start."""
     sizes = {name: (folder / name).stat().st_size for name in names}
     if sum(sizes.values()) > HASHED:
         return dict(sizes)

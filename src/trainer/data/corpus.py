@@ -1,4 +1,4 @@
-"""Documents of one kind, in any format and place."""
+"""A corpus: documents of one kind, in any format and place."""
 
 import hashlib
 import os
@@ -9,8 +9,8 @@ from pathlib import Path
 from trainer.data.documents import Record, is_held_out
 from trainer.data.readers import Columns, Part
 
-WHOLE_CONTENT = 256 << 20  # bytes; a fingerprint reads all of a source up to this size
-_ENDS = 1 << 16  # bytes that it reads of each end of a file of a larger one
+WHOLE_CONTENT = 256 << 20  # bytes; the fingerprint of a source up to this size reads all of it
+_ENDS = 1 << 16  # bytes that the fingerprint of a larger source reads at each end of a file
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,10 @@ class Corpus:
     Attributes:
       name: for messages.
       parts: the sources of the records.
-      fingerprint: of the records and their order.
-      columns: the columns that a record has.
-      held_out: the share of it that is held out for evaluation; 0 if evaluation has its own documents.
-      evaluates: this is the held-out share; otherwise the rest.
+      fingerprint: identifies the records and their order.
+      columns: the columns of a record.
+      held_out: the share that is held out for evaluation; 0 if evaluation has its own documents.
+      evaluates: whether this corpus is the held-out share; otherwise it is the rest.
     """
 
     name: str
@@ -34,11 +34,11 @@ class Corpus:
     evaluates: bool = False
 
     def wants(self, record: Record) -> bool:
-        """Whether a record of the parts is one of the corpus."""
+        """Returns whether a record of the parts belongs to the corpus."""
         return not self.held_out or is_held_out(record.key(), self.held_out) == self.evaluates
 
     def records(self, track: Callable[[float], None] = lambda share: None) -> Iterator[Record]:
-        """The records in order; `track` is called with the share that has been read."""
+        """Yields the records in order. Calls `track` with the share read so far."""
         total, before = sum(part.weight for part in self.parts), 0
         for part in self.parts:
             for _, share, record in part.read():
@@ -49,7 +49,7 @@ class Corpus:
 
     @property
     def label(self) -> str:
-        """The name, and which share of it."""
+        """The name, and the share of it that this corpus is."""
         if not self.held_out:
             return self.name
         return (
@@ -58,15 +58,15 @@ class Corpus:
 
     @property
     def identity(self) -> str:
-        """The fingerprint, and which part of the records."""
+        """The fingerprint, and the share of the records that this corpus is."""
         return f"{self.fingerprint} {self.columns} {self.held_out} {self.evaluates}"
 
 
 def file_fingerprint(paths: Sequence[Path], also: str = "") -> str:
-    """sha256, in hexadecimal, of the files' names and contents, and of `also`.
+    """Returns the sha256, in hexadecimal, of the files' names and contents and of `also`.
 
-    Of files that have more than 256 MiB together it reads sizes and the first and last 64 KiB of each. So a copy at
-    another place is the same data, and formats with an index change at their end with any record.
+    If the files have more than 256 MiB in total, it reads only the sizes and the first and last 64 KiB of each. So a
+    copy at another place is the same data. Formats with an index at their end change there whenever a record changes.
     """
     digest = hashlib.sha256(also.encode())
     sizes = [path.stat().st_size for path in paths]

@@ -1,4 +1,4 @@
-"""From the configuration to the data of a run: training batches, held-out rows, the tokenizer."""
+"""Opens the data of a run from its configuration: training batches, held-out rows, the tokenizer."""
 
 import dataclasses
 import functools
@@ -30,9 +30,9 @@ class Dataset:
     Attributes:
       evaluation: held-out rows; None if eval_interval disables evaluation.
       tokenizer: None for synthetic rows, and for token ids without a tokenizer_path.
-      identity: by name, everything that determines the training batches and their order; part of every position.
+      identity: by name, everything that determines the training batches and their order; included in every position.
       summary: one line for people.
-      repeats: training takes the first batch of the stream again and again.
+      repeats: whether training repeats the first batch of the stream forever.
     """
 
     evaluation: RowSource | None
@@ -44,16 +44,16 @@ class Dataset:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal training batches in an equal order."""
+        """A hash that is equal for equal training batches in equal order."""
         return fingerprint(self.identity)
 
     def train_stream(
         self, position: Position | None = None, *, rows: int, process_index: int = 0, process_count: int = 1
     ) -> Stream:
-        """This process's part of the global batches of `rows` rows, endless, from `position` on. The position that an
-        equal data set's stream returned with a batch continues exactly after that batch.
+        """Returns this process's part of the endless stream of global batches of `rows` rows, starting at `position`.
 
-        Raises UserError if the position belongs to other data, or cannot be resumed on this number of processes.
+        The position that came with a batch continues exactly after that batch, also in another stream of an equal data
+        set. Raises UserError if the position belongs to other data, or cannot be resumed on this number of processes.
         """
         share = {"process_index": process_index, "process_count": process_count}
         stream = self.open_stream(identity=self.identity, position=position, rows=rows, **share)
@@ -61,7 +61,7 @@ class Dataset:
 
     @functools.cached_property
     def tokenizer_files(self) -> dict[str, bytes]:
-        """The files from which tokenizer_path reads the tokenizer again, by name; {} without a tokenizer."""
+        """Returns the files from which tokenizer_path can read the tokenizer again, by name; {} without a tokenizer."""
         if self.tokenizer is None:
             return {}
         with tempfile.TemporaryDirectory() as folder:
@@ -73,7 +73,7 @@ class Dataset:
 
 
 def open_dataset(config: Any, say: Say) -> Dataset:
-    """Opens the data of `dataset_type`. The first time they are prepared if necessary, with progress lines to `say`.
+    """Opens the data of `dataset_type`. Prepares them first if necessary, with progress lines to `say`.
 
     Raises UserError if keys, a file, the disk or an earlier prepared folder prevent it.
     """
@@ -89,7 +89,7 @@ def open_dataset(config: Any, say: Say) -> Dataset:
 
 
 def _of_documents(config: Any, say: Say) -> Dataset:
-    # Late: synthetic runs need no tokenizer.
+    # Imported late, because synthetic runs need no tokenizer.
     from trainer.data import prepare
     from trainer.data.cache import cache_root
     from trainer.data.documents import Encoder
@@ -157,7 +157,7 @@ def _synthetic(config: Any) -> Dataset:
 
 
 def _order(config: Any) -> dict[str, Any]:
-    """The settings that determine the order of documents or rows, as arguments of the pipeline `data_pipeline`."""
+    """Returns the settings that determine the order of documents or rows, as arguments of the configured pipeline."""
     shuffle, seed, window = config.enable_data_shuffling, config.data_shuffle_seed, config.grain_shuffle_buffer_size
     if config.data_pipeline == "streaming":
         return {"seed": seed, "window": window} if shuffle else {"seed": None, "window": 1}
@@ -218,7 +218,7 @@ def _identity(
         "documents": f"{_short(facts)}, weights {':'.join(map(str, source.weights))}",
         "tokenizer": _short(encoder.tokenizer.fingerprint) if encoder.tokenizer else None,
         "length": packing.length,
-        # In both every setting, so that none is left out.
+        # Both contain every setting, so that none is missed.
         "packing": _words(dataclasses.asdict(packing)),
         "order": _words(order | ({"version": ORDER} if config.enable_data_shuffling else {})),
     }

@@ -1,4 +1,4 @@
-"""Records of a source to documents: tokens with their special tokens, and which of them bear loss."""
+"""Encodes records of a source as documents: tokens with special tokens, and which of them bear loss."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -13,25 +13,25 @@ from trainer.data.tokenizer import Tokenizer
 
 
 class Record(NamedTuple):
-    """A record of a source: its place, readable by `str`, and the values of its columns: text, bytes or ids."""
+    """A record of a source: its place, printable with `str`, and the values of its columns: text, bytes or ids."""
 
     where: Any
     values: tuple[Any, ...]
 
     def key(self) -> bytes:
-        """The key by which records are held out: their contents, so that copies stay together."""
+        """Returns the key that decides whether a record is held out: its contents, so that copies stay together."""
         return b"\0".join(map(_bytes_of, self.values))
 
 
 class Document(NamedTuple):
-    """Tokens [n + 1], int32, and whether each of the n targets after the first bears loss; None: all do."""
+    """Tokens [n + 1], int32, and whether each of the n targets bears loss; None: all targets do."""
 
     tokens: np.ndarray
     loss: np.ndarray | None
 
     @property
     def pairs(self) -> int:
-        """Pairs of an input and its target."""
+        """The number of pairs of an input and its target."""
         return len(self.tokens) - 1
 
 
@@ -40,13 +40,13 @@ class Counts:
     """Counts of skipped, cut and changed documents."""
 
     documents: int = 0
-    empty: int = 0  # without text, skipped
-    bytes: int = 0  # of the documents' text
-    split: int = 0  # longer than (what was left of) a row, continued in another
-    cut: int = 0  # documents that lost their end to use_truncation, and the tokens lost
+    empty: int = 0  # documents without text, which are skipped
+    bytes: int = 0  # bytes of the documents' text
+    split: int = 0  # documents longer than (the rest of) a row, continued in another row
+    cut: int = 0  # documents truncated by use_truncation, and the tokens lost
     cut_tokens: int = 0
-    silent: int = 0  # documents in rows that have no token that contributes to the loss
-    mended: int = 0  # documents with lone surrogates, the surrogates, and where the first document stands
+    silent: int = 0  # documents without a loss-bearing token in any row
+    mended: int = 0  # documents with lone surrogates, the number of surrogates, and the place of the first document
     mended_characters: int = 0
     mended_first: str = ""
 
@@ -64,11 +64,11 @@ class Counts:
         self.mended_first = first
 
     def notes(self) -> list[str]:
-        """Notes for the user, one line of each kind."""
+        """Returns notes for the user, one line for each kind."""
         return list(self.notes_by_kind().values())
 
     def notes_by_kind(self) -> dict[str, str]:
-        """The same, each line with a name that stays while its numbers change."""
+        """Returns the same lines by kind. The name of a kind stays the same while its numbers change."""
         notes = {}
         if self.empty:
             every = self.documents + self.empty
@@ -93,21 +93,21 @@ class Counts:
 
 
 def is_held_out(key: bytes, share: float) -> bool:
-    """Whether a record is in the held-out `share` of a source without an evaluation split."""
+    """Returns whether a record is in the held-out `share` of a source without an evaluation split."""
     word = hashlib.sha256(b"held out: " + key).digest()[:8]
     return int.from_bytes(word, "big") < share * 2**64
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Records to documents.
+    """Encodes records as documents.
 
     Attributes:
-      tokenizer: None only where `tokenize` is false.
-      columns: their names; of two the first is a prompt, the second its completion.
-      tokenize: false where the values are token ids.
-      completion_only: of two columns only the second bears loss.
-      vocab_size: ids must lie below it.
+      tokenizer: None only if `tokenize` is false.
+      columns: the names of the columns. Two columns are a prompt and its completion.
+      tokenize: false if the values are token ids.
+      completion_only: with two columns, only the second bears loss.
+      vocab_size: ids must be smaller than this.
     """
 
     tokenizer: Tokenizer | None
@@ -123,23 +123,23 @@ class Encoder:
 
     @property
     def limit(self) -> int:
-        """Ids of documents lie below it."""
+        """Ids of documents are smaller than this."""
         return self.tokenizer.vocab_size if self.tokenize and self.tokenizer else self.vocab_size
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Equal for encoders that make equal documents from equal records; JSON-compatible."""
+        """A JSON-compatible value, equal for encoders that make equal documents from equal records."""
         effective = {
             "tokenizer": self.tokenizer.fingerprint if self.tokenizer else None,
-            "columns": len(self.columns),  # which ones a source knows
+            "columns": len(self.columns),  # the source itself identifies which columns
             "completion_only": self.masked,
-            "vocab_size": None if self.tokenize else self.vocab_size,  # with a tokenizer its own counts
+            "vocab_size": None if self.tokenize else self.vocab_size,  # a tokenizer has its own vocabulary size
         }
-        # From the fields, so that none is left out.
+        # Built from the fields, so that none is missed.
         return {field.name: effective.get(field.name, getattr(self, field.name)) for field in fields(self)}
 
     def encode(self, records: Sequence[Record], counts: Counts) -> list[Document | None]:
-        """The documents of `records`, None for one without text or without a target.
+        """Returns the documents of `records`, with None for a record without text or without a target.
 
         Raises UserError that names the record: bytes that are not UTF-8, a value of another type, an id out of range.
         """
@@ -158,7 +158,8 @@ class Encoder:
         return documents
 
     def texts(self, record: Record, counts: Counts | None = None) -> list[str]:
-        """The text of each column of a record, lone surrogates replaced and counted; UserError as for `encode`."""
+        """Returns the text of each column of a record. Replaces and counts lone surrogates. Errors are as in
+        `encode`."""
         found = [_text(value, name, record) for value, name in self._named(record)]
         replaced = sum(number for _, number in found)
         if counts is not None and replaced:
@@ -214,7 +215,7 @@ def _bytes_of(value: Any) -> bytes:
 
 
 def _text(value: Any, name: str, record: Record) -> tuple[str, int]:
-    """The text of a value, and how many lone surrogates were replaced in it."""
+    """Returns the text of a value, and the number of lone surrogates that were replaced in it."""
     if value is None:
         return "", 0
     if isinstance(value, np.ndarray) and value.size == 1:

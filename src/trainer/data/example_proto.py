@@ -1,4 +1,4 @@
-"""tf.train.Example without TensorFlow, by the message class that tensorflow_datasets ships.
+"""Parses tf.train.Example without TensorFlow, with the message class of tensorflow_datasets.
 
 Importing that package takes a second, so it is imported when a file is read.
 """
@@ -9,11 +9,11 @@ import numpy as np
 
 
 def parse_example(data: bytes) -> dict[str, Any]:
-    """Each feature's values, names in alphabetical order: bytes where there is one string, a list of bytes, or an array
-    of int64 or float32.
+    """Returns the values of each feature, with names in alphabetical order: bytes for a single string, a list of bytes,
+    or an array of int64 or float32.
 
     Raises:
-      ValueError: `data` is no such message.
+      ValueError: `data` is not such a message.
     """
     from google.protobuf.message import DecodeError
     from tensorflow_datasets.proto import tf_example_pb2
@@ -24,7 +24,7 @@ def parse_example(data: bytes) -> dict[str, Any]:
         raise ValueError(f"not a tf.train.Example ({error})") from error
     if not features:
         raise ValueError("not a tf.train.Example, or one without features")
-    return {name: _values(features[name]) for name in sorted(features)}  # a map of protobuf has no order
+    return {name: _values(features[name]) for name in sorted(features)}  # a protobuf map has no order
 
 
 def _values(feature: Any) -> Any:

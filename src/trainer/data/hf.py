@@ -1,4 +1,4 @@
-"""dataset_type=hf: tables of the `datasets` library that lie on this machine."""
+"""dataset_type=hf: data sets of the `datasets` library that are stored on this machine."""
 
 import hashlib
 import os
@@ -13,16 +13,16 @@ from trainer.data.hf_files import mended_table
 from trainer.data.readers import Columns, TablePart
 
 Say = Callable[[str], None]
-# Builders of `datasets` that read plain files, which the keys hf_train_files and hf_eval_files name.
+# The builders of `datasets` that read plain files. The keys hf_train_files and hf_eval_files name these files.
 BUILDERS = ("arrow", "csv", "json", "parquet", "text")
 
 
 def hf_corpus(
     path: str, name: str, data_dir: str, cache: Path, say: Say, files: str, split: str, columns: Columns, key: str
 ) -> Corpus:
-    """One split as a corpus; `cache` is the cache folder of `datasets` for plain files.
+    """Returns one split as a corpus. `cache` is the cache folder of `datasets` for plain files.
 
-    Raises UserError if it is not on this machine, or lacks the split or a column.
+    Raises UserError if the split is not on this machine, or if the data set lacks the split or a column.
     """
     table = _load(path, name, data_dir, cache, say, files, split, key)
     if missing := [column for column in columns if column not in table.column_names]:
@@ -39,7 +39,7 @@ def hf_corpus(
 
 
 def _load(path: str, name: str, data_dir: str, cache: Path, say: Say, files: str, split: str, key: str) -> Any:
-    # Before the package reads it: nothing is asked of the hub.
+    # Set before the package reads it, so that it sends no request to the hub.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         import datasets
@@ -92,7 +92,7 @@ def _reasons(error: BaseException) -> Iterator[BaseException]:
 
 
 def _contents(table: Any) -> str:
-    """The fingerprint of a table that is in no file."""
+    """Returns the fingerprint of a table that is not stored in a file."""
     digest = hashlib.sha256()
     for values in table:
         digest.update(repr(sorted(values.items())).encode())

@@ -1,4 +1,4 @@
-"""Text files that the `datasets` library could not read: finds the line, or reads repaired copies."""
+"""Handles text files that the `datasets` library cannot read: reports the line, or reads repaired copies."""
 
 import hashlib
 import itertools
@@ -12,15 +12,17 @@ from trainer.config.errors import UserError
 from trainer.data import cache
 from trainer.data.text import encoding_hint, mended
 
-# An escaped pair of surrogates, an escaped surrogate alone, and any other escape, which may hide what follows it.
+# An escaped pair of surrogates, a lone escaped surrogate, or any other escape, which may hide what follows it.
 _ESCAPES = re.compile(rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(\\u[dD][89a-fA-F]..)|\\.", re.DOTALL)
 _KINDS = ("csv", "json", "text")
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".tar")
 
 
 def mended_table(datasets: Any, load: Mapping[str, Any], folder: Path, say: Callable[[str], None]) -> Any:
-    """The table of `datasets.load_dataset(**load)`, once that has failed, with U+FFFD for lone surrogates, which its
-    readers refuse: it comes from copies of the files, below `folder`. None if there are none.
+    """Returns the table of `datasets.load_dataset(**load)`, after that call failed, with U+FFFD for lone surrogates.
+
+    The readers of `datasets` refuse lone surrogates, so the table is read from repaired copies of the files in
+    `folder`. Returns None if the files have no lone surrogates.
 
     Raises UserError for the first line that is not UTF-8.
     """
@@ -56,14 +58,14 @@ def mended_table(datasets: Any, load: Mapping[str, Any], folder: Path, say: Call
 
 
 def _settings(datasets: Any, config: Any) -> dict[str, Any]:
-    """What a dataset's own description says of how its files are read."""
+    """Returns what a data set's own description says about how its files are read."""
     common, default = {field.name for field in fields(datasets.BuilderConfig)}, type(config)()
     own = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in common}
     return {name: value for name, value in own.items() if value != getattr(default, name)}
 
 
 def _lone_surrogates(file: Path, kind: str) -> tuple[int, str]:
-    """How many there are, and where the first is."""
+    """Returns the number of lone surrogates and the place of the first one."""
     total, first = 0, ""
     for number, (_, count) in enumerate(_lines(file, kind), 1):
         first = first or (f"{file}, line {number}" if count else "")
@@ -72,7 +74,7 @@ def _lone_surrogates(file: Path, kind: str) -> tuple[int, str]:
 
 
 def _lines(file: Path, kind: str) -> Iterator[tuple[bytes, int]]:
-    """Each line of a file without lone surrogates, and how many it had. Raises UserError where it is not UTF-8."""
+    """Yields each line of a file without lone surrogates, and how many it had. Raises UserError if it is not UTF-8."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:

@@ -12,7 +12,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Closable(Protocol[T_co]):
-    """An iterator that is closed at its end, as generators are."""
+    """An iterator that must be closed when it is no longer needed, like a generator."""
 
     def __next__(self) -> T_co: ...
 
@@ -20,14 +20,14 @@ class Closable(Protocol[T_co]):
 
 
 class Loader(Generic[T], Iterator[T]):
-    """Iterates over the first `count` items of an iterator, all if None, and takes `depth` of them ahead.
+    """Iterates over the first `count` items of an iterator (None: all), and loads `depth` of them ahead.
 
-    One background thread calls the iterator, in order. An exception is raised, with its traceback, by the `next` for
-    that item. Items are passed on unchanged, so a position in an item is correct however far the thread is ahead.
-    Close the loader, or use it as a context manager: the thread ends, and the iterator is closed.
+    One background thread calls the iterator, in order. If the iterator raises, `next` raises the exception, with its
+    traceback, for that item. Items are passed on unchanged, so a position in an item is correct no matter how far the
+    thread is ahead. Close the loader, or use it as a context manager: this ends the thread and closes the iterator.
 
     Attributes:
-      waited: seconds spent waiting in all calls of `next` so far.
+      waited: total seconds that calls of `next` have waited so far.
     """
 
     def __init__(self, items: Closable[T], count: int | None = None, *, depth: int = 2):
@@ -50,7 +50,7 @@ class Loader(Generic[T], Iterator[T]):
             self.waited += time.perf_counter() - started
 
     def close(self) -> None:
-        """Ends the thread, once the item it is loading is done, and the iteration; closes the iterator."""
+        """Ends the thread, after the item that it is loading, and the iteration. Closes the iterator."""
         if self._open:
             self._open = False
             self._ahead.clear()

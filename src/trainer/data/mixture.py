@@ -1,4 +1,4 @@
-"""Mixtures: which component gives which row, as a pure function of the row's index."""
+"""Mixtures: the component of each row as a pure function of the row's index."""
 
 import math
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ import numpy as np
 from trainer.data.batches import FIELDS, Batch, RowSource
 from trainer.data.order import visited
 
-_PRECISION = 10**6  # weights that are no ratio of small numbers are rounded to this share of their sum
+_PRECISION = 10**6  # weights that are not a ratio of small integers are rounded to this fraction of their sum
 
 
 def whole_weights(weights: Sequence[Fraction]) -> tuple[int, ...]:
-    """Positive integers in the ratio of `weights`, exact where they add up to at most a million."""
+    """Returns positive integers in the ratio of `weights`, exact if they add up to at most a million."""
     scale = math.lcm(*(weight.denominator for weight in weights))
     whole = [int(weight * scale) for weight in weights]
     if sum(whole) > _PRECISION:
@@ -23,14 +23,15 @@ def whole_weights(weights: Sequence[Fraction]) -> tuple[int, ...]:
 
 
 def interleave(indices: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The component of each row in `indices` [n], and the row's index among that component's own, both int64 [n].
+    """Returns the component of each row in `indices` [n], and the row's index within that component, both int64 [n].
 
-    Among any first k rows each component has its share, rounded: of the rows that the components before it leave,
-    component i takes weights[i] / (weights[i] + the weights after it), evenly. The rule is grain.MapDataset.mix's.
+    Among the first k rows, for any k, each component has its share, rounded. Of the rows that earlier components leave,
+    component i takes weights[i] / (weights[i] + all later weights), evenly spaced. This is the rule of
+    grain.MapDataset.mix.
     """
     component = np.full(len(indices), -1, np.int64)
     within = np.zeros(len(indices), np.int64)
-    before, through = indices.astype(np.int64), indices.astype(np.int64) + 1  # rows that are left for those behind
+    before, through = indices.astype(np.int64), indices.astype(np.int64) + 1  # rows that are left for later components
     left = sum(weights)
     for i, weight in enumerate(weights):
         next_before, next_through = before * (left - weight) // left, through * (left - weight) // left
@@ -41,7 +42,7 @@ def interleave(indices: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray,
 
 
 class MixedRows:
-    """An endless stream of rows of several sources in the ratio of `weights`. Each source has its own epochs."""
+    """An endless stream of rows from several sources in the ratio of `weights`. Each source has its own epochs."""
 
     size = None
 
@@ -50,14 +51,14 @@ class MixedRows:
         self.length = sources[0].length
 
     def rows(self, indices: np.ndarray) -> Batch:
-        """The rows at `indices` [n], a batch without `row`."""
+        """Returns the rows at `indices` [n], a batch without `row`."""
         component, within = interleave(indices, self._weights)
         batch = {name: np.zeros((len(indices), self.length), np.int32) for name in FIELDS}
         for i, source in enumerate(self._sources):
             here = component == i
             if here.any():
                 assert source.size is not None
-                # One seed per source, so that two sources of equal size are not visited in the same order.
+                # One seed per source, so that two sources of equal size are visited in different orders.
                 own = visited(within[here], source.size, seed=self._seed + (i << 32), shuffle=self._shuffle)
                 for name, values in source.rows(own).items():
                     batch[name][here] = values

@@ -1,15 +1,15 @@
-"""The order of rows: a permutation of each epoch, computed index by index."""
+"""The order of rows: a permutation for each epoch, computed index by index."""
 
 import math
 
 import numpy as np
 
-VERSION = 2  # of the order that a seed means; a position in another order is refused
-_ROUNDS = 10  # with 6, some orders of 6 rows are seen too often
+VERSION = 2  # version of the order that a seed defines; a position in an order of another version is refused
+_ROUNDS = 10  # with only 6 rounds, some orders of 6 rows are too frequent
 
 
 def visited(indices: np.ndarray, size: int, *, seed: int, shuffle: bool) -> np.ndarray:
-    """The rows of a source of `size` rows at `indices` [n] of its endless order of epochs."""
+    """Returns the rows of a source of `size` rows at `indices` [n] of its endless order of epochs."""
     epochs, indices = np.divmod(indices, size)
     if shuffle:
         for epoch in np.unique(epochs).tolist():
@@ -19,12 +19,13 @@ def visited(indices: np.ndarray, size: int, *, seed: int, shuffle: bool) -> np.n
 
 
 def permuted(indices: np.ndarray, size: int, *, seed: int, epoch: int) -> np.ndarray:
-    """The images of `indices` [n], int64, under the permutation of [0, size) for (seed, epoch).
+    """Returns the images of `indices` [n], int64, under the permutation of [0, size) for (seed, epoch).
 
-    A generalized Feistel network (Black and Rogaway 2002): an index is a pair (left, right) below (columns, rows),
-    whose product is at least `size`, and each round adds a hash of one half to the other, modulo its range. An image
-    that is not below `size` goes through the network again (cycle walking), which fewer than `columns` do. So memory
-    and time depend on n alone. The keys are raw words of Philox, which NumPy keeps from release to release.
+    This is a generalized Feistel network (Black and Rogaway 2002). An index is a pair (left, right) with
+    left < columns and right < rows, where columns * rows is at least `size`. Each round adds a hash of one half to the
+    other half, modulo its range. An image that is not below `size` goes through the network again (cycle walking),
+    which happens to fewer than `columns` images. So memory and time depend only on n. The keys are raw words of Philox,
+    which NumPy keeps stable across releases.
     """
     columns = math.isqrt(size - 1) + 1
     rows = -(-size // columns)
@@ -46,7 +47,7 @@ def _hash(half: np.ndarray, key: np.uint64) -> np.ndarray:
 
 
 def mix(words: np.ndarray) -> np.ndarray:
-    """One step of SplitMix64 (Steele, Lea, Flood 2014) on uint64 words, elementwise."""
+    """Applies one step of SplitMix64 (Steele, Lea, Flood 2014) to uint64 words, elementwise."""
     words = words + np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

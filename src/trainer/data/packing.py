@@ -1,12 +1,12 @@
-"""Documents to rows of equal length, one at a time: the same generators prepare rows and stream them.
+"""Packs documents into rows of equal length, one row at a time. The same generators prepare and stream rows.
 
-A document t0..tn, its special tokens included, becomes the inputs [t0, .., tn-1] with the targets [t1, .., tn]. It is
-shifted before it is packed, so no target lies in another document. Segment ids count from 1 in each row; after
-its last segment a row is padded with zeros. The rest of a document that continues in another row is a separate segment
-there.
+A document t0..tn, including its special tokens, becomes the inputs [t0, .., tn-1] with the targets [t1, .., tn]. It is
+shifted before it is packed, so no target belongs to another document. Segment ids start at 1 in each row. After its
+last segment, a row is padded with zeros. If a document continues in another row, the rest is a separate segment there.
 
-Each row comes with the point from which to resume after it: `Resume(mark, skip, rows)` is the document that came with
-`mark`, without its first `skip` pairs; of the rows that follow, the first `rows` have been returned already.
+Each row comes with the point from which to resume after it, `Resume(mark, skip, rows)`. To resume, start with the
+document that came with `mark`, without its first `skip` pairs, and drop the first `rows` of the rows that follow, which
+have been returned already.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -18,11 +18,11 @@ import numpy as np
 from trainer.data.documents import Counts, Document
 
 PackedRow = dict[str, np.ndarray]
-GROUP = 64  # rows that first_fit and best_fit fill at a time
+GROUP = 64  # the number of rows that first_fit and best_fit fill at a time
 
 
 class Resume(NamedTuple):
-    """Where to resume packing; see the module."""
+    """The point from which to resume packing; see the module docstring."""
 
     mark: Any
     skip: int
@@ -31,19 +31,19 @@ class Resume(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """How documents share rows of `length` tokens; the fields are the configuration's keys."""
+    """How documents share rows of `length` tokens. The fields are keys of the configuration."""
 
     length: int
     kind: str = "concat_then_split"  # or first_fit, best_fit
-    together: bool = True  # several documents in a row
+    together: bool = True  # whether a row may hold several documents
     max_segments: int = -1
     truncate: bool = False
 
     def rows(
         self, documents: Iterable[tuple[Any, Document]], counts: Counts, skip: int = 0
     ) -> Iterator[tuple[PackedRow, Resume]]:
-        """The rows of `documents`, each a pair of a mark and the document; the first `skip` pairs of the first are left
-        out."""
+        """Yields the rows of `documents`, each a pair of a mark and a document. Leaves out the first `skip` pairs of
+        the first document."""
         documents = self._counted(documents, counts)
         if self._concatenates:
             return _concat(documents, self.length, counts, skip)
@@ -54,7 +54,7 @@ class Packing:
         return self.together and self.kind == "concat_then_split"
 
     def _counted(self, documents: Iterable[tuple[Any, Document]], counts: Counts) -> Iterator[tuple[Any, Document]]:
-        """`documents`, and counts those without a loss-bearing token in any row."""
+        """Yields `documents`, and counts documents without a loss-bearing token in any row."""
         kept = self.length if self.truncate and not self._concatenates else None
         for mark, document in documents:
             counts.silent += document.loss is not None and not document.loss[:kept].any()
@@ -85,7 +85,7 @@ class _Row:
 def _concat(
     documents: Iterable[tuple[Any, Document]], length: int, counts: Counts, skip: int
 ) -> Iterator[tuple[PackedRow, Resume]]:
-    """End to end, cut into rows."""
+    """Concatenates documents and cuts them into rows."""
     row = _Row(length)
     for mark, document in documents:
         start, skip, pairs = skip, 0, document.pairs
@@ -105,8 +105,8 @@ def _concat(
 def _fit(
     documents: Iterable[tuple[Any, Document]], packing: Packing, counts: Counts, skip: int
 ) -> Iterator[tuple[PackedRow, Resume]]:
-    """Packs each piece of a document unsplit into the first row of a group with room (first_fit), or the fullest such
-    row (best_fit). A piece that fits no row of the group ends the group."""
+    """Packs each piece of a document unsplit into a row of a group: into the first row with room (first_fit), or the
+    fullest row with room (best_fit). A piece that fits no row of the group ends the group."""
     length = packing.length
     group: list[_Row] = []
     begin = Resume(None, 0, 0)

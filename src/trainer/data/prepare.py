@@ -1,4 +1,4 @@
-"""data_pipeline=prepared: documents are tokenized and packed once, into folders that later runs reuse."""
+"""data_pipeline=prepared: tokenizes and packs documents once, into folders that later runs reuse."""
 
 import hashlib
 import itertools
@@ -22,19 +22,19 @@ from trainer.data.rows import FILE, SUMS, StoredRows, write
 from trainer.data.tokenizer import MIN_VOCAB_SIZE, Tokenizer, train_bpe
 from trainer.data.tokenizer_files import load_tokenizer
 
-FORMAT = 3  # counts changes to the rows of equal documents, so that older folders and positions are not read
-BPE_BYTES = 64 << 20  # of text that a BPE is trained on at most
-_CHUNK = 64  # documents encoded at once
-_INTERVAL = 10.0  # seconds between two lines of progress where there is no terminal
+FORMAT = 3  # increases if the rows of equal documents change, so that older folders and positions are not read
+BPE_BYTES = 64 << 20  # the maximum bytes of text for training a BPE
+_CHUNK = 64  # documents to encode at once
+_INTERVAL = 10.0  # seconds between two lines of progress if stderr is not a terminal
 
 
 def open_tokenizer(
     config: Any, train: Sequence[Corpus], weights: Sequence[int], root: Path, say: Progress
 ) -> Tokenizer | None:
-    """The tokenizer of tokenizer_path and tokenizer_type, otherwise a BPE trained on the first 64 MiB of the
-    training documents and stored below `root`; None if all columns are token ids.
+    """Returns the tokenizer of tokenizer_path and tokenizer_type. Without these keys, trains a BPE on the first 64 MiB
+    of the training documents and stores it in `root`. Returns None if all columns are token ids.
 
-    Raises UserError if vocab_size is too small for it.
+    Raises UserError if vocab_size is too small for the tokenizer.
     """
     settings = {"add_bos": config.add_bos, "add_eos": config.add_eos}
     size = config.vocab_size
@@ -69,7 +69,7 @@ def open_tokenizer(
 
 
 def _texts(train: Sequence[Corpus], weights: Sequence[int]) -> list[str]:
-    """Texts from the beginning of each corpus, together at most BPE_BYTES, in the ratio of the weights."""
+    """Returns texts from the beginning of each corpus, in total at most BPE_BYTES, in the ratio of the weights."""
     texts: list[str] = []
     for corpus, weight in zip(train, weights, strict=True):
         left = BPE_BYTES * weight // sum(weights)
@@ -85,7 +85,7 @@ def _texts(train: Sequence[Corpus], weights: Sequence[int]) -> list[str]:
 def open_rows(
     corpora: Sequence[Corpus], encoder: Encoder, packing: Packing, folder_name: str, root: Path, say: Progress
 ) -> tuple[Any, dict[str, Any]]:
-    """The concatenated rows of the corpora, and the meta.json of their folder; prepared first if necessary.
+    """Returns the concatenated rows of the corpora, and the meta.json of their folder. Prepares them if necessary.
 
     The folder's name is a hash of everything that determines the rows: records, tokenizer and packing.
     """
@@ -111,7 +111,8 @@ def open_rows(
 def _build(
     folder: Path, corpora: Sequence[Corpus], encoder: Encoder, packing: Packing, say: Progress
 ) -> dict[str, Any]:
-    """Writes the rows into `folder`; returns the counts of its meta.json. Raises UserError if no token bears loss."""
+    """Writes the rows into `folder` and returns the counts for its meta.json. Raises UserError if no token bears
+    loss."""
     name = _label(corpora)
     say(f"tokenizing and packing {name}")
     counts, totals, pairs = Counts(), {"rows": 0, "tokens": 0}, 0
@@ -149,7 +150,8 @@ def _build(
 
 
 def check_trainable(corpus: Corpus, encoder: Encoder, packing: Packing) -> None:
-    """Raises UserError if no row of a corpus would have a loss-bearing token; reads up to the first such row."""
+    """Raises UserError if no row of a corpus would have a loss-bearing token. Reads up to the first row that has
+    one."""
     counts, pairs = Counts(), 0
     documents = ((None, document) for document in _documents([corpus], encoder, counts, lambda share: None))
     for row, _ in packing.rows(documents, counts):
@@ -160,7 +162,7 @@ def check_trainable(corpus: Corpus, encoder: Encoder, packing: Packing) -> None:
 
 
 def no_text(corpora: Sequence[Corpus]) -> UserError:
-    """The error for corpora without a document."""
+    """Returns the error for corpora without a document."""
     first, hint = corpora[0], ""
     if first.held_out:
         hint = (
@@ -170,7 +172,8 @@ def no_text(corpora: Sequence[Corpus]) -> UserError:
 
 
 def no_loss(corpora: Sequence[Corpus], pairs: int, counts: Counts, packing: Packing) -> UserError:
-    """The error for corpora whose `pairs` tokens in rows all bear no loss, which is possible only with two columns."""
+    """Returns the error for corpora whose rows have `pairs` tokens without loss, which is possible only with two
+    columns."""
     cut = f"{counts.cut:,} of them cut off by use_truncation=true, " if counts.cut else ""
     return UserError(
         f"{_label(corpora)}: 0 of {pairs:,} tokens contribute to the loss, in {counts.documents:,} documents, "
@@ -187,7 +190,7 @@ def _label(corpora: Sequence[Corpus]) -> str:
 def _documents(
     corpora: Sequence[Corpus], encoder: Encoder, counts: Counts, track: Callable[[float], None]
 ) -> Iterator[Document]:
-    """The documents of all corpora in order, encoded a chunk at a time."""
+    """Yields the documents of all corpora in order. Encodes one chunk at a time."""
     for i, corpus in enumerate(corpora):
         records = corpus.records(lambda share, i=i: track((i + share) / len(corpora)))  # type: ignore[misc]
         while chunk := list(itertools.islice(records, _CHUNK)):
@@ -199,7 +202,7 @@ def _key(facts: Any) -> str:
 
 
 class _Bar:
-    """Progress from 0 to 1: a bar on stderr where that is a terminal, elsewhere a line now and then, with an ETA."""
+    """Progress from 0 to 1, with an ETA: a bar if stderr is a terminal, otherwise a line from time to time."""
 
     def __init__(self, say: Progress, label: str):
         self._say, self._label = say, label

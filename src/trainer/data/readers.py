@@ -1,4 +1,5 @@
-"""Files of records, one class per format: in order from any position, and by index if the format allows it.
+"""Readers for files of records, one class per format. They read in order from any position, and by index if the format
+allows it.
 
 A *cursor* is the position from which to resume: a byte offset in JSONL and TFRecord files, otherwise a record number.
 """
@@ -15,7 +16,7 @@ from trainer.data.documents import Record
 from trainer.data.text import encoding_hint, strings_as_bytes
 
 Columns = tuple[str, ...]
-_CHUNK = 256  # records read at once
+_CHUNK = 256  # records to read at once
 
 
 class Part(Protocol):
@@ -28,11 +29,11 @@ class Part(Protocol):
 
     @property
     def weight(self) -> int:
-        """Its size, for progress: bytes, or records."""
+        """Its size in bytes or records, for progress."""
         ...
 
     def read(self, cursor: int = 0) -> Iterator[tuple[int, float, Record]]:
-        """From `cursor` on: the cursor after a record, the share of the part that has been read, and the record."""
+        """Yields, from `cursor` on: the cursor after a record, the share of the part read so far, and the record."""
         ...
 
 
@@ -45,7 +46,7 @@ class IndexedPart(Part, Protocol):
 
 
 class FilePart:
-    """A file; raises UserError if it is missing or empty."""
+    """A file. Raises UserError if it is missing or empty."""
 
     def __init__(self, path: Path, columns: Columns):
         self.path, self.columns = path, columns
@@ -61,12 +62,12 @@ class FilePart:
         return str(self.path)
 
     def pick(self, values: Any, where: Any) -> Record:
-        """The record with the wanted columns of the dict `values`."""
+        """Returns the record with the wanted columns of the dict `values`."""
         return pick(values, self.columns, where)
 
 
 class TextPart(FilePart):
-    """A text file is one document, without the byte order mark before it."""
+    """A text file is one document, without its byte order mark."""
 
     def read(self, cursor: int = 0) -> Iterator[tuple[int, float, Record]]:
         if cursor == 0:
@@ -74,7 +75,7 @@ class TextPart(FilePart):
 
 
 class Line(NamedTuple):
-    """The line of a file that begins at a byte. Its number is computed only for messages."""
+    """The line of a file that begins at a byte offset. Its number is computed only for messages."""
 
     path: Path
     start: int
@@ -99,7 +100,7 @@ class JsonlPart(FilePart):
                 if not line.strip():
                     continue
                 try:
-                    # Surrogates of a text may be escaped, or encoded as if they were characters.
+                    # Surrogates in a text may be escaped, or encoded like characters.
                     values = json.loads(line.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogatepass"))
                 except (ValueError, RecursionError) as error:
                     raise UserError(
@@ -147,7 +148,7 @@ class ParquetPart(FilePart):
 
 
 class ArrayRecordPart(FilePart):
-    """Records [start, stop) of an ArrayRecord file; `parse` makes a dict of one."""
+    """Records [start, stop) of an ArrayRecord file. `parse` turns a record into a dict."""
 
     def __init__(
         self, path: Path, columns: Columns, parse: Callable[[bytes], Any], start: int = 0, stop: int | None = None
@@ -158,14 +159,14 @@ class ArrayRecordPart(FilePart):
             count = self._open().num_records()
         self._stop = count if stop is None else stop
         if not count:
-            # The number of records stands at a file's end.
+            # The number of records is stored at the end of a file.
             raise UserError(
                 f"{path} is damaged, truncated, or not an ArrayRecord file: no records can be read; "
                 "copy it or write it again"
             )
         if self._stop > count:
             raise UserError(f"{path} has {count} records, but dataset_info.json lists more; copy or prepare it again")
-        self._reader = None  # opened anew by whoever reads, maybe in another process
+        self._reader = None  # each process that reads opens its own
 
     def __len__(self) -> int:
         return self._stop - self._start
@@ -200,7 +201,7 @@ class ArrayRecordPart(FilePart):
 
 
 class TfrecordPart(FilePart):
-    """A TFRecord file; its lengths are checked, its checksums are not."""
+    """A TFRecord file. Its lengths are checked, its checksums are not."""
 
     def __init__(self, path: Path, columns: Columns, parse: Callable[[bytes], Any]):
         super().__init__(path, columns)
@@ -244,7 +245,7 @@ class TablePart:
 
 
 def _rows(table: Any) -> list[dict[str, Any]]:
-    """The rows of a table or batch of Arrow. If a string is not UTF-8, all strings are returned as bytes."""
+    """Returns the rows of an Arrow table or batch. If a string is not UTF-8, returns all strings as bytes."""
     try:
         return table.to_pylist()
     except UnicodeDecodeError:
@@ -252,7 +253,7 @@ def _rows(table: Any) -> list[dict[str, Any]]:
 
 
 def pick(values: Any, columns: Columns, where: Any) -> Record:
-    """The wanted columns of a dict; UserError names those that it has."""
+    """Returns the wanted columns of a dict. If one is missing, raises UserError that names the existing ones."""
     try:
         return Record(where, tuple(values[name] for name in columns))
     except KeyError as error:
@@ -263,7 +264,7 @@ def pick(values: Any, columns: Columns, where: Any) -> Record:
 
 
 def parsed(parse: Callable[[bytes], Any], data: bytes, columns: Columns, where: str) -> Record:
-    """`pick` from the result of `parse(data)`."""
+    """Returns `pick` of the result of `parse(data)`."""
     try:
         values = parse(data)
     except ValueError as error:
@@ -289,5 +290,5 @@ class damaged_file:
 
 
 def indexed(parts: Sequence[Part]) -> bool:
-    """Whether all records can be read by number."""
+    """Returns whether all records can be read by number."""
     return all(hasattr(part, "__getitem__") for part in parts)

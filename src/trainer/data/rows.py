@@ -13,13 +13,13 @@ from trainer.data.cache import damaged
 from trainer.data.packing import PackedRow
 
 FILE, SUMS = "rows.npy", "crc32.npy"
-_FIELDS = ("inputs", "targets", "segmentation", "loss")  # the last only where some targets bear no loss
+_FIELDS = ("inputs", "targets", "segmentation", "loss")  # the last only if some targets bear no loss
 
 
 class StoredRows:
-    """The rows that `write` stored, as a source. Only requested rows are read, and each is verified.
+    """The rows that `write` stored, as a source. Reads only the requested rows and verifies each of them.
 
-    Raises UserError if a file's header or a row that is read is damaged.
+    Raises UserError if a file's header or a requested row is damaged.
     """
 
     def __init__(self, folder: Path):
@@ -30,7 +30,7 @@ class StoredRows:
             raise damaged(folder, SUMS, f"has {len(self._sums)} checksums for {self.size} rows")
 
     def rows(self, indices: np.ndarray) -> Batch:
-        """The rows at `indices` [n], a batch without `row`."""
+        """Returns the rows at `indices` [n], a batch without `row`."""
         rows = self._rows[indices]
         for index, row, checksum in zip(indices, rows, self._sums[indices], strict=True):
             if zlib.crc32(row.data) != checksum:
@@ -49,11 +49,10 @@ def _mapped(folder: Path, name: str, axes: int) -> np.ndarray:
 
 
 def write(folder: Path, rows: Iterable[PackedRow], *, length: int, vocab_size: int, masked: bool) -> None:
-    """Writes `rows` into `folder`, in their order and in bounded memory.
+    """Writes `rows` into `folder`, in order and in bounded memory.
 
-    Ids are stored in 16 bits if they and the segment numbers, 1 to `length`, fit. `masked` says whether
-    some targets bear no loss.
-    Raises OSError if the disk is full.
+    Ids are stored in 16 bits if they and the segment numbers, 1 to `length`, fit. `masked`: whether some targets bear
+    no loss. Raises OSError if the disk is full.
     """
     dtype = np.dtype(np.uint16 if max(vocab_size, length + 1) <= 1 << 16 else np.int32)
     fields = _FIELDS if masked else _FIELDS[:-1]
@@ -65,7 +64,7 @@ def write(folder: Path, rows: Iterable[PackedRow], *, length: int, vocab_size: i
 
 
 class _Growing:
-    """A file of NumPy's format whose first axis grows: [n, *shape]."""
+    """A file of NumPy's format with an array [n, *shape] whose first axis grows."""
 
     def __init__(self, path: Path, shape: tuple[int, ...], dtype: Any):
         self._file, self._count = path.open("wb"), 0
@@ -77,7 +76,7 @@ class _Growing:
         return self
 
     def append(self, array: np.ndarray) -> None:
-        """Append `array`, of that shape and dtype."""
+        """Appends `array`, which has that shape and dtype."""
         self._file.write(array.data)
         self._count += 1
 

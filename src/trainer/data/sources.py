@@ -1,4 +1,4 @@
-"""From the keys of each dataset_type to the files with its documents."""
+"""Finds the documents that the keys of each dataset_type name."""
 
 import glob
 import re
@@ -30,7 +30,7 @@ from trainer.data.readers import (
 
 @dataclass(frozen=True)
 class Source:
-    """The corpora for training, each with a weight, and for evaluation; without one, nothing is held out."""
+    """The corpora for training, each with a weight, and the corpus for evaluation. Without one, nothing is held out."""
 
     name: str
     train: tuple[Corpus, ...]
@@ -39,8 +39,10 @@ class Source:
 
 
 def open_source(config: Any, say: Progress = lambda line: None) -> Source:
-    """The source that the keys name; `say` gets lines on replaced text. Raises UserError if a file or column is
-    missing, empty or damaged."""
+    """Returns the source that the keys name. `say` gets lines on replaced text.
+
+    Raises UserError if a file or column is missing, empty or damaged.
+    """
     source = _OPEN[config.dataset_type](config, say)
     if source.evaluation or not config.held_out_share:
         return source
@@ -148,14 +150,14 @@ def _tfds_split(data_dir: str, name: str, split: str, columns: Columns, key: str
 
 
 def check_features(folder: Path) -> None:
-    """Checks that the features of a TFDS dataset are TFDS' own: it would import the module of any other.
+    """Checks that the features of a TFDS dataset are TFDS's own, because TFDS would import the module of any other.
 
     Raises:
       UserError: features.json names a class of another package, or is not JSON.
     """
     path = folder / "features.json"
     if not path.is_file():
-        return  # TFDS says what is missing
+        return  # TFDS itself reports what is missing
     nodes: list[Any] = [read_object(path)]
     while nodes:
         node = nodes.pop()
@@ -170,7 +172,7 @@ def check_features(folder: Path) -> None:
 
 
 class _TfdsParser:
-    """A record of a TFDS dataset to its features; made anew in each process that reads."""
+    """Parses a record of a TFDS dataset into its features. Each process that reads makes its own parser."""
 
     def __init__(self, folder: str):
         self._folder, self._features = folder, None
@@ -187,7 +189,7 @@ class _TfdsParser:
 
 
 def tfds_folder(data_dir: Path, dataset_name: str) -> Path:
-    """The folder of `name[/config][:version]` below `data_dir`; without a version, the newest there is."""
+    """Returns the folder of `name[/config][:version]` in `data_dir`; without a version, the newest one."""
     name, _, version = dataset_name.partition(":")
     folder = data_dir / name
     if not folder.is_dir():
@@ -218,7 +220,7 @@ def _hf(config: Any, say: Progress) -> Source:
     train = load(config.hf_train_files, config.train_split, tuple(config.train_data_columns), "train_split")
     evaluation: tuple[Corpus, ...] = ()
     if config.hf_eval_files or config.hf_eval_split:
-        split = config.hf_eval_split or "train"  # the name that datasets gives to files that have no split
+        split = config.hf_eval_split or "train"  # `datasets` uses this name for files without splits
         files = config.hf_eval_files or config.hf_train_files
         evaluation = (load(files, split, tuple(config.eval_data_columns), "hf_eval_split"),)
     return Source(f"Hugging Face dataset {config.hf_path}", (train,), (1,), evaluation)

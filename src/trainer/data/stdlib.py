@@ -1,4 +1,4 @@
-"""The default corpus: the sources of this Python's own standard library."""
+"""The default corpus: the source files of the standard library of the running Python."""
 
 import hashlib
 import os
@@ -11,7 +11,7 @@ from trainer.config.errors import UserError
 from trainer.data.corpus import Corpus
 from trainer.data.documents import Record, is_held_out
 
-# Tests and the big applications. Some distributions ship Python without them, so that with them corpora would differ.
+# Tests and large applications. Some Python distributions leave them out, so with them corpora would differ.
 EXCLUDED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "idlelib", "tkinter", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 )
@@ -20,7 +20,7 @@ HELD_OUT_SHARE = 0.05
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file: its path below the corpus, with forward slashes, its text, and its bytes as UTF-8."""
+    """One file: its path within the corpus, with forward slashes, its text, and its size in bytes as UTF-8."""
 
     path: str
     text: str
@@ -28,10 +28,10 @@ class SourceFile:
 
     @property
     def held_out(self) -> bool:
-        """Whether the file is evaluated on and never trained on: 5 % of all paths, independent of where the corpus is.
+        """Whether the file is used for evaluation and never for training: 5 % of all paths, independent of the folder.
 
-        The prefix that `is_held_out` hashes acts as a seed. Without it one generated file of texts,
-        pydoc_data/topics.py, would be 64 % of the held-out bytes.
+        The prefix that `is_held_out` hashes acts as a seed. Without it, a single generated text file,
+        pydoc_data/topics.py, would make up 64 % of the held-out bytes.
         """
         return is_held_out(self.path.encode(), HELD_OUT_SHARE)
 
@@ -55,12 +55,12 @@ class SourceFiles:
 
 
 def stdlib_folder() -> Path:
-    """The folder of this Python's standard library."""
+    """Returns the folder of this Python's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def stdlib_corpora(root: Path) -> tuple[Corpus, Corpus]:
-    """The files below `root` to train on and those held out. Raises UserError if one of the two is empty."""
+    """Returns the files in `root` for training and the held-out ones. Raises UserError if one of the two is empty."""
     files = read_files(root)
     splits = [tuple(file for file in files if file.held_out == held_out) for held_out in (False, True)]
     if not all(splits):
@@ -73,7 +73,7 @@ def stdlib_corpora(root: Path) -> tuple[Corpus, Corpus]:
 
 
 def read_files(root: Path) -> list[SourceFile]:
-    """The `.py` files below `root`, sorted by path, without EXCLUDED_FOLDERS, empty files and files not in UTF-8.
+    """Returns the `.py` files in `root`, sorted by path, without EXCLUDED_FOLDERS, empty files and files not in UTF-8.
 
     Line ends are kept, so that a document's text encodes to exactly the bytes of its file.
     """
@@ -95,7 +95,7 @@ def read_files(root: Path) -> list[SourceFile]:
 
 
 def fingerprint(files: tuple[SourceFile, ...]) -> str:
-    """sha256, in hexadecimal, of the files' paths and contents."""
+    """Returns the sha256, in hexadecimal, of the files' paths and contents."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.path}\0{file.size}\0".encode())

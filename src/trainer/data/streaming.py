@@ -1,6 +1,6 @@
-"""data_pipeline=streaming: grain reads, shuffles and mixes, and rows are tokenized and packed while training runs.
+"""data_pipeline=streaming: grain reads, shuffles and mixes; rows are tokenized and packed while training runs.
 
-This module imports grain: import it late.
+This module imports grain, so import it late.
 """
 
 import functools
@@ -18,10 +18,10 @@ from trainer.data.order import permuted
 from trainer.data.packing import Packing, Resume
 from trainer.data.readers import IndexedPart, Part, indexed
 
-_OPEN_FILES = 8  # files that are read in turn where the order is shuffled
-_WINDOWS = 1 << 32  # added to the seed, so that windows are not ordered as files are
+_OPEN_FILES = 8  # if the order is shuffled, this many files are read in turn
+_WINDOWS = 1 << 32  # added to the seed, so that the order of windows differs from the order of files
 _BUFFER = 4  # rows that a worker process makes ahead
-_PASSES = 2  # over a fixed share without a document, after which the search ends
+_PASSES = 2  # the search for a document ends after this many passes over a fixed share without one
 
 
 def streamed_rows(
@@ -36,11 +36,11 @@ def streamed_rows(
     process_index: int,
     process_count: int,
 ) -> Any:
-    """A grain.IterDataset of this process's rows, without end: dicts of arrays [length], and `counts`, a `Counts`.
+    """Returns a grain.IterDataset of this process's rows, endless: dicts of arrays [length], and `counts`, a `Counts`.
 
-    Files are divided over the processes if there are enough of them; otherwise each process takes every n-th record.
-    `seed` None keeps the order. Files that can be read by index are shuffled as a whole, others file by file and in a
-    window of `window` documents.
+    Files are divided among the processes if there are enough of them. Otherwise each process takes every n-th record.
+    With `seed` None, the order is kept. Data that can be read by index are shuffled globally. Other files are shuffled
+    file by file, and their records in a window of `window` documents.
     """
     parts = []
     for corpus in corpora:
@@ -48,7 +48,7 @@ def streamed_rows(
         parts.append(_Packed(records, pass_of, corpus, encoder, packing))
     rows: Any = parts[0] if len(parts) == 1 else grain.IterDataset.mix(parts, list(map(float, weights)))
     if workers:
-        # grain reads absl's flags, which nothing else here does.
+        # grain reads absl's flags, which nothing else here parses.
         from absl import flags
 
         flags.FLAGS.mark_as_parsed()
@@ -59,7 +59,8 @@ def streamed_rows(
 def _records(
     corpus: Corpus, seed: int | None, window: int, workers: int, process_index: int, process_count: int
 ) -> tuple[Any, Callable[[Any], int]]:
-    """This process's records, and the number of its pass over its share, by the state of their iterator."""
+    """Returns this process's records, and a function from the state of their iterator to the number of its pass over
+    this process's share."""
     if indexed(corpus.parts):
         every = _Concatenated(corpus.parts)  # type: ignore[arg-type]
         records = grain.MapDataset.source(every)
@@ -67,8 +68,8 @@ def _records(
             records = records.shuffle(seed)
         mine = records.repeat()[process_index::process_count]
         options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-        # Shuffled, each epoch has another share, so that a document comes sooner or later: no pass ever ends. In order,
-        # every `stride`-th record of the endless order is the worker's, which comes to the same records again.
+        # If shuffled, each process gets another share in each epoch, so that every document comes sooner or later, and
+        # no pass ever ends. In order, a worker gets every `stride`-th record of the endless order, which repeats.
         stride = process_count * max(1, workers)
         share = None if seed is not None else len(every) // math.gcd(len(every), stride)
         return mine.to_iter_dataset(options), functools.partial(_pass_of_index, share)
@@ -84,7 +85,7 @@ def _pass_of_files(state: Any) -> int:
 
 
 class _Concatenated:
-    """The records of several parts by one index."""
+    """The records of several parts under one index."""
 
     def __init__(self, parts: Sequence[IndexedPart]):
         self._parts = parts
@@ -102,8 +103,8 @@ class _Files(grain.IterDataset):
     """Records of files that are read from their beginning, epoch after epoch. With a seed, each epoch has its own order
     of files.
 
-    `shares` are nested (index, count) pairs: of the processes, then of a process's workers. A level divides the files
-    if there is at least one for each, otherwise the records.
+    `shares` are nested (index, count) pairs: first for the processes, then for the workers of a process. A level
+    divides the files if there is at least one for each member, otherwise the records.
     """
 
     def __init__(self, parts: Sequence[Part], seed: int | None, shares: list[tuple[int, int]]):
@@ -125,10 +126,12 @@ class _Files(grain.IterDataset):
 
 
 class _FilesIterator(grain.DatasetIterator):
-    """(epoch, record) of up to _OPEN_FILES files in turn, a record of each; without a seed one file after the other.
-    The files of an epoch are read to their end before one of the next is opened.
+    """Yields (epoch, record). With a seed, it takes one record in turn from each of up to _OPEN_FILES files; without a
+    seed, it reads one file after the other. It reads all files of an epoch to their end before it opens the next
+    epoch's.
 
-    The state is which files are open and where: [number in the endless order of files, cursor, records read].
+    The state lists the open files and the position in each: [number in the endless order of files, cursor, records
+    read].
     """
 
     def __init__(self, parts: Sequence[Part], seed: int | None, index: int, count: int):
@@ -183,8 +186,8 @@ class _FilesIterator(grain.DatasetIterator):
 
 
 class _Shuffled(grain.IterDataset):
-    """Records of a window at a time in an order of their own; a window ends where its epoch does. Without a seed in
-    their order."""
+    """Shuffles the records within one window at a time. A window ends at the end of its epoch. Without a seed, records
+    keep their order."""
 
     def __init__(self, parent: _Files, seed: int | None, window: int):
         super().__init__(parent)
@@ -195,16 +198,16 @@ class _Shuffled(grain.IterDataset):
 
 
 class _ShuffledIterator(grain.DatasetIterator):
-    """`get_state` returns the state of the files at the start of the window, the window's number, and how many of its
-    records were returned."""
+    """`get_state` returns the state of the files at the start of the window, the window's number, and the number of its
+    records that were returned."""
 
     def __init__(self, parent: grain.DatasetIterator, seed: int | None, window: int):
         super().__init__(parent)
         self._seed, self._size = seed, 1 if seed is None else window
         self._number = self._given = 0
-        self._begin = self._end = parent.get_state()  # the files' states around the window
+        self._begin = self._end = parent.get_state()  # the state of the files at both ends of the window
         self._records: list[Record] = []
-        self._ahead: tuple[int, Record] | None = None  # the first record behind the window, read to see its epoch
+        self._ahead: tuple[int, Record] | None = None  # the first record after the window, read to learn its epoch
 
     def __next__(self) -> Record:
         if self._given == len(self._records):
@@ -244,7 +247,7 @@ class _ShuffledIterator(grain.DatasetIterator):
 
 
 class _Packed(grain.IterDataset):
-    """Rows made of records."""
+    """Packs records into rows."""
 
     def __init__(
         self,
@@ -287,7 +290,7 @@ class _PackedIterator(grain.DatasetIterator):
             next(self._rows)
 
     def _documents(self) -> Iterator[tuple[Any, Document]]:
-        read = first = 0  # records since the last document, and the pass of the first of them
+        read = first = 0  # records since the last document, and the number of the pass of the first of them
         while True:
             state = self._parent.get_state()
             number = self._pass_of(state)

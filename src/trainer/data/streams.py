@@ -12,7 +12,7 @@ from trainer.data.batches import Batch, RowSource, local_rows, make_batch, train
 from trainer.data.documents import Counts
 
 Position = dict[str, Any]
-# What of a stream's identity a person would call it, where a position does not fit.
+# The name of each part of a stream's identity for messages.
 _NAMES = {
     "format": "the version of what prepares the data",
     "way": "data_pipeline",
@@ -27,7 +27,7 @@ _NAMES = {
 class Stream(Protocol):
     """Iterates over (batch, position): this process's part of each global batch, and the position after it.
 
-    A position is a small JSON-compatible dict. It depends on the process only if `per_process` is true.
+    A position is a small JSON-compatible dict. If `per_process` is true, each process has its own position.
     """
 
     per_process: bool
@@ -46,7 +46,7 @@ class Stream(Protocol):
 
 
 class PreparedStream:
-    """Batches of prepared rows. The position is the index of the next row, the same for every number of processes."""
+    """Batches of prepared rows. The position is the index of the next row, the same for any number of processes."""
 
     per_process = False
 
@@ -81,11 +81,11 @@ class PreparedStream:
         return batch, self.position()
 
     def position(self) -> Position:
-        """The index of the next row."""
+        """Returns the index of the next row."""
         return {"identity": self._identity, "row": self._next}
 
     def close(self) -> None:
-        """Nothing to stop."""
+        """There is nothing to stop."""
 
 
 class StreamingStream:
@@ -134,13 +134,13 @@ class StreamingStream:
         return batch, self.position()
 
     def position(self) -> Position:
-        """The state of the reading, this process's index and the number of processes."""
-        # Through JSON, so that what is kept is a copy, and what can not be stored is found here.
+        """Returns the state of the iterator, this process's index and the number of processes."""
+        # Converted to JSON and back, which makes a copy and fails here if the state cannot be stored.
         state = json.loads(json.dumps(self._iterator.get_state()))
         return {"identity": self._identity, "place": self._place, "state": state}
 
     def close(self) -> None:
-        """Stops worker processes, and reports what was skipped or cut."""
+        """Stops worker processes, and reports skipped and truncated documents."""
         self._iterator.close()
         for note in self._counts.notes():
             self._say(f"streaming, in this process: {note}")
@@ -163,7 +163,7 @@ class StreamingStream:
 
 
 class RepeatedStream:
-    """The first batch of `stream` without end. The position stays before it, so that a resumed run repeats it too."""
+    """Repeats the first batch of `stream` forever. The position stays before it, so a resumed run repeats it, too."""
 
     def __init__(self, stream: Stream):
         self._stream, self.per_process = stream, stream.per_process
@@ -180,7 +180,7 @@ class RepeatedStream:
         return self._first
 
     def position(self) -> Position:
-        """That before the batch."""
+        """Returns the position before the batch."""
         return self._stream.position() if self._first is None else self._first[1]
 
     def close(self) -> None:
@@ -189,12 +189,13 @@ class RepeatedStream:
 
 
 def fingerprint(identity: Mapping[str, Any]) -> str:
-    """A short hash of a stream's identity."""
+    """Returns a short hash of a stream's identity."""
     return hashlib.sha256(json.dumps(dict(identity), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def check_identity(identity: Mapping[str, Any], position: Position | None) -> None:
-    """Raises UserError where `position` was taken from a stream of another identity, with the first difference."""
+    """Raises UserError if `position` comes from a stream with another identity. The message has the first
+    difference."""
     if position is None:
         return
     then = position["identity"]

@@ -1,4 +1,4 @@
-"""Rows computed from their index, for tests and benchmarks without a corpus."""
+"""Rows that are computed from their index, for tests and benchmarks without a corpus."""
 
 import numpy as np
 
@@ -6,17 +6,17 @@ from trainer.data.batches import Batch, make_batch
 from trainer.data.order import mix
 
 EVAL_ROWS = 256  # rows of the evaluation source
-EVAL_OFFSET = 1 << 48  # index of its first row, beyond any that training reaches
-_CUTS = 3  # a row has one segment more than cuts, or fewer where cuts fall together
-_STRIDE = 7  # a token follows another at this distance
+EVAL_OFFSET = 1 << 48  # index of its first row, which training never reaches
+_CUTS = 3  # a row has up to this many cuts and one segment more; fewer if cuts coincide
+_STRIDE = 7  # the difference between consecutive tokens
 
 
 class SyntheticRows:
     """Rows of `length` tokens, a pure function of (seed, offset + index).
 
     Up to four segments of unequal length share a row, and up to an eighth of it, at the end, is padding. A segment
-    starts at a random token and goes on by next = (token + 7) mod vocab_size, a table that any model can learn.
-    `size` None has no end.
+    starts at a random token and continues with next = (token + 7) mod vocab_size, a rule that any model can learn.
+    `size` None is endless.
     """
 
     def __init__(self, length: int, vocab_size: int, *, seed: int, offset: int = 0, size: int | None = None):
@@ -24,13 +24,13 @@ class SyntheticRows:
         self._vocab_size, self._seed, self._offset = vocab_size, seed, offset
 
     def rows(self, indices: np.ndarray) -> Batch:
-        """The rows at `indices` [n], a batch without `row`."""
+        """Returns the rows at `indices` [n], a batch without `row`."""
         keys = mix(mix(np.full(1, self._seed, np.uint64)) + np.asarray(indices, np.uint64) + np.uint64(self._offset))
         draw = np.stack([mix(keys + np.uint64(i)) for i in range(2 * (_CUTS + 1))], axis=1)
         column = np.arange(self.length)
         cuts = draw[:, :_CUTS] % np.uint64(self.length)
         segment = (column[None, None] >= cuts[..., None]).sum(axis=1)
-        # Cuts that fall together, or on column 0, leave ids unused: count the changes, so that ids have no gaps.
+        # Cuts that coincide, or that are at column 0, leave ids unused. Count the changes, so that ids have no gaps.
         changes = np.diff(segment, axis=1, prepend=segment[:, :1]) != 0
         segmentation = 1 + np.cumsum(changes, axis=1)
         padding = draw[:, _CUTS] % np.uint64(self.length // 8 + 1)

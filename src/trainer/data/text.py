@@ -1,20 +1,20 @@
-"""Text in records: replacement of lone surrogates, and detection of other encodings."""
+"""Text in records: replaces lone surrogates, and detects other encodings."""
 
 import codecs
 import re
 from typing import Any
 
 REPLACEMENT = "\ufffd"
-# In bytes a surrogate is what UTF-8 would make of its number (WTF-8); no other character begins like that.
+# In bytes, a surrogate is what UTF-8 would make of its code point (WTF-8). No other character begins like that.
 _SURROGATE_BYTES = re.compile(rb"\xed[\xa0-\xbf]")
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def mended(text: str) -> tuple[str, int]:
-    """`text` with U+FFFD for each lone surrogate, and how many there were. Pairs become the characters they encode.
+    """Returns `text` with U+FFFD for each lone surrogate, and their number. Pairs become the characters they encode.
 
-    JSON can hold half of a pair, as in "\\ud83d", where a program cut a text between the two. It is no character, so no
-    tokenizer takes it.
+    JSON can hold half of a pair, as in "\\ud83d", if a program cut a text between the two halves. Half a pair is not a
+    character, so no tokenizer accepts it.
     """
     try:
         text.encode()
@@ -25,7 +25,8 @@ def mended(text: str) -> tuple[str, int]:
 
 
 def decoded(data: bytes) -> tuple[str, int]:
-    """`mended` of UTF-8 in which surrogates may be encoded too. Raises UnicodeDecodeError for other bytes."""
+    """Decodes UTF-8 in which surrogates may be encoded too, and applies `mended`. Raises UnicodeDecodeError for other
+    bytes."""
     try:
         return data.decode(), 0
     except UnicodeDecodeError:
@@ -33,7 +34,8 @@ def decoded(data: bytes) -> tuple[str, int]:
 
 
 def canonical(value: str | bytes) -> bytes:
-    """The UTF-8 of a text, mended; equal for a text and its bytes. Bytes that are not UTF-8 are returned unchanged."""
+    """Returns the UTF-8 of a text, after `mended`. It is equal for a text and its bytes. Bytes that are not UTF-8 are
+    returned unchanged."""
     if isinstance(value, str):
         return mended(value)[0].encode()
     if not _SURROGATE_BYTES.search(value):
@@ -45,13 +47,13 @@ def canonical(value: str | bytes) -> bytes:
 
 
 def encoding_hint(data: bytes) -> str:
-    """The end of a message on `data` that are not UTF-8: the encoding that they look like, or ""."""
+    """Returns the end of a message about `data` that is not UTF-8: the likely encoding, or ""."""
     looks = data.startswith(_UTF_16) or b"\0" in data[:4]
     return " (it looks like UTF-16 or UTF-32)" if looks else ""
 
 
 def strings_as_bytes(table: Any) -> Any:
-    """A table or batch of Arrow with its columns of strings as bytes: Arrow does not check that strings are UTF-8."""
+    """Returns an Arrow table or batch with its string columns as bytes: Arrow does not check that strings are UTF-8."""
     import pyarrow
 
     kinds = pyarrow.types

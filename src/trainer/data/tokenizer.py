@@ -1,4 +1,4 @@
-"""Text to tokens and back: the interface, tokenizers in tokenizer.json files, including the one we train, and bytes."""
+"""Tokenizers: the interface, tokenizers in tokenizer.json files (also the one that we train), and bytes."""
 
 import abc
 import hashlib
@@ -18,13 +18,13 @@ JSON_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 
 
 class Tokenizer(abc.ABC):
-    """Text to tokens and back.
+    """Converts text to tokens and back.
 
     Attributes:
-      vocab_size: ids lie below it.
-      bos, eos: the tokens before and after each document; None without one.
-      bytes_per_token: bytes of text that each token stands for, int32 [vocab_size], 0 for special tokens; None if
-        that is not exact, because the tokenizer changes the text.
+      vocab_size: ids are smaller than this.
+      bos, eos: the tokens before and after each document; None if there is none.
+      bytes_per_token: the bytes of text that each token stands for, int32 [vocab_size], 0 for special tokens; None if
+        this is not exact, because the tokenizer changes the text.
     """
 
     vocab_size: int
@@ -35,22 +35,23 @@ class Tokenizer(abc.ABC):
     @property
     @abc.abstractmethod
     def fingerprint(self) -> str:
-        """Equal for tokenizers that give equal documents."""
+        """A hash that is equal for tokenizers that give equal documents."""
 
     @abc.abstractmethod
     def encode_many(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
-        """The tokens of each text, without special tokens; the name of one inside a text is text."""
+        """Returns the tokens of each text, without special tokens. The name of a special token in a text is plain
+        text."""
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids` without special tokens; bytes that are not valid UTF-8 become U+FFFD."""
+        """Returns the text of `ids` without special tokens. Bytes that are not valid UTF-8 become U+FFFD."""
 
     @abc.abstractmethod
     def save(self, directory: Path) -> None:
-        """Writes into `directory` the files from which tokenizer_path reads this tokenizer again."""
+        """Writes the files from which tokenizer_path can read this tokenizer again into `directory`."""
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of `text`, without special tokens."""
+        """Returns the tokens of `text`, without special tokens."""
         return list(self.encode_many([text])[0])
 
 
@@ -58,7 +59,7 @@ class JsonTokenizer(Tokenizer):
     """The tokenizer of a tokenizer.json."""
 
     def __init__(self, inner: "tokenizers.Tokenizer", bos: str | None, eos: str | None):
-        # The special token's name inside a text is text; this setting is not part of the saved file.
+        # The name of a special token in a text is plain text. This setting is not part of the saved file.
         inner.encode_special_tokens = True
         self._inner, self._names = inner, (bos, eos)
         ids = inner.get_vocab()
@@ -91,9 +92,10 @@ class JsonTokenizer(Tokenizer):
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, add_bos: bool = True, add_eos: bool = True) -> JsonTokenizer:
-    """A byte-level BPE of `vocab_size` tokens, or fewer if the texts are short; equal texts give equal tokenizers.
+    """Trains a byte-level BPE of `vocab_size` tokens, or fewer if the texts are short. Equal texts give equal
+    tokenizers.
 
-    Its one special token is put before and after each document.
+    It has one special token, which is put before and after each document.
     """
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -112,7 +114,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, add_bos: bool = True, ad
 
 
 class ByteTokenizer(Tokenizer):
-    """A token is a byte of UTF-8; 256 is put before and after each document."""
+    """Each byte of the UTF-8 text is a token. Token 256 is put before and after each document."""
 
     def __init__(self, *, add_bos: bool = True, add_eos: bool = True):
         self.vocab_size = 257
@@ -137,7 +139,7 @@ class ByteTokenizer(Tokenizer):
 
 
 def _is_byte_level(spec: dict[str, Any]) -> bool:
-    """Whether tokens of this tokenizer.json stand for exactly the bytes of the text."""
+    """Returns whether the tokens of this tokenizer.json stand for exactly the bytes of the text."""
     if spec.get("normalizer") or (spec.get("decoder") or {}).get("type") != "ByteLevel":
         return False
     steps = spec.get("pre_tokenizer") or {}

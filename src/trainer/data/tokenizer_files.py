@@ -1,4 +1,4 @@
-"""tokenizer_path and tokenizer_type: existing tokenizers."""
+"""Loads existing tokenizers: tokenizer_path and tokenizer_type."""
 
 import base64
 import binascii
@@ -21,21 +21,22 @@ _FILES = {"huggingface": JSON_FILE, "sentencepiece": _SENTENCEPIECE_FILE, "tikto
 # The special tokens of well-known tokenizers, for a tokenizer.json without a tokenizer_config.json.
 _BEGINS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "[BOS]")
 _ENDS = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[EOS]")
-# Llama 3's split into words and the number of its special tokens, which its file of ranks does not hold:
+# Llama 3's pattern for splitting text into words and the number of its special tokens. Its file of ranks has neither:
 # https://github.com/meta-llama/llama3/blob/main/llama/tokenizer.py
 _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+"
 )
 _LLAMA3_SPECIAL = 256
-_MOST_TOKENS = 1 << 24  # tables of this many entries are held
-# The split into words goes back over white space, and overflows its stack within a million characters of it.
+_MOST_TOKENS = 1 << 24  # a table of this many entries fits in memory
+# The regular expression for words backtracks over white space, and overflows its stack within a million characters of
+# it.
 _SPACE_LIMIT = 25_000
 _LONG_SPACE = re.compile(rf"(?<!\s)\s{{{_SPACE_LIMIT + 1},}}")
 
 
 def load_tokenizer(path: str, kind: str, *, add_bos: bool, add_eos: bool) -> Tokenizer:
-    """The tokenizer of the file or folder `path`, of the type tokenizer_type; auto detects it from the file.
+    """Returns the tokenizer of the file or folder `path`. `kind` is tokenizer_type; auto detects it from the file.
 
     Raises UserError if the file is missing or not a tokenizer of that type, or a package is not installed.
     """
@@ -52,7 +53,7 @@ def load_tokenizer(path: str, kind: str, *, add_bos: bool, add_eos: bool) -> Tok
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """The tokenizer of a sentencepiece model. It may normalize text, so its tokens stand for no exact bytes."""
+    """The tokenizer of a sentencepiece model. It may normalize text, so its tokens do not stand for exact bytes."""
 
     def __init__(self, file: Path, *, add_bos: bool, add_eos: bool):
         sentencepiece = _import("sentencepiece", "sentencepiece")
@@ -82,8 +83,8 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class TiktokenTokenizer(Tokenizer):
-    """The tokenizer of a file of ranks (base64 of a token's bytes, a space, its rank), with Llama 3's split into words
-    and its 256 special tokens after the ranks."""
+    """The tokenizer of a file of ranks (base64 of a token's bytes, a space, its rank), with Llama 3's pattern for
+    words. Its 256 special tokens come after the ranks."""
 
     def __init__(self, file: Path, *, add_bos: bool, add_eos: bool):
         tiktoken = _import("tiktoken", "tiktoken")
@@ -118,7 +119,7 @@ class TiktokenTokenizer(Tokenizer):
 
 
 def _parts(text: str) -> Iterator[str]:
-    """`text`, cut within white space that is too long for the split into words."""
+    """Yields parts of `text`, which is cut within white space that is too long for the regular expression."""
     start = 0
     for match in _LONG_SPACE.finditer(text):
         for end in range(match.start() + _SPACE_LIMIT, match.end(), _SPACE_LIMIT):
@@ -132,7 +133,7 @@ def _load_json(file: Path, *, add_bos: bool, add_eos: bool) -> JsonTokenizer:
 
     try:
         inner = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    except Exception as error:  # the package raises Exception itself
+    except Exception as error:  # the package raises plain Exception
         if type(error) is not Exception and not isinstance(error, UnicodeDecodeError):
             raise
         raise UserError(f"tokenizer_path: {file} is not a tokenizer.json ({error})") from error
@@ -145,7 +146,7 @@ def _load_json(file: Path, *, add_bos: bool, add_eos: bool) -> JsonTokenizer:
     for name in (begin, end):
         if name is not None and name not in vocabulary:
             raise UserError(f"tokenizer_path: {file.with_name(CONFIG_FILE)} names {name}, which {file.name} lacks")
-    # Tokenizers without a token for the beginning, as GPT-2's and Qwen's, separate documents by that for the end.
+    # Tokenizers without a begin token, such as GPT-2's and Qwen's, separate documents by their end token.
     begin = begin or end
     for key, wanted, name in (("add_bos", add_bos, begin), ("add_eos", add_eos, end)):
         if wanted and name is None:
@@ -157,7 +158,8 @@ def _load_json(file: Path, *, add_bos: bool, add_eos: bool) -> JsonTokenizer:
 
 
 def _special_names(file: Path) -> dict[str, str]:
-    """bos_token and eos_token from the tokenizer_config.json next to the file: a string, or a dict with `content`."""
+    """Returns bos_token and eos_token from the tokenizer_config.json next to the file. Each is a string, or a dict with
+    `content`."""
     path = file.with_name(CONFIG_FILE)
     if not path.is_file():
         return {}
@@ -176,7 +178,7 @@ def _special_names(file: Path) -> dict[str, str]:
 
 
 def _file(path: Path, kind: str) -> Path:
-    """The tokenizer's file, where `path` is the file or its folder."""
+    """Returns the tokenizer's file; `path` is the file or its folder."""
     names = [_FILES[kind]] if kind in _FILES else list(_FILES.values())
     if path.is_dir():
         for name in names:
@@ -194,7 +196,7 @@ def _file(path: Path, kind: str) -> Path:
 
 
 def _kind(file: Path) -> str:
-    """The type of a tokenizer's file, by its name and first bytes."""
+    """Returns the type of a tokenizer's file, by its name and first bytes."""
     if file.name == CONFIG_FILE and read_object(file).get("tokenizer_type") == "bytes":
         return "bytes"
     if file.suffix == ".json":
