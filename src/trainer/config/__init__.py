@@ -1,4 +1,4 @@
-"""From base.yml, presets and `key=value` to one frozen configuration. Importing it loads neither JAX nor Flax."""
+"""Turns base.yml, presets and `key=value` into one frozen configuration. Importing it loads neither JAX nor Flax."""
 
 from trainer.config.data_keys import parse_mixture
 from trainer.config.derived import eval_batch_rows, global_batch_rows, mesh_axes, microbatch_rows

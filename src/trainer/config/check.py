@@ -1,4 +1,4 @@
-"""Stage 1 checks: settings that contradict each other, detected without devices."""
+"""Stage 1 checks: contradictory settings that can be detected without devices."""
 
 import math
 import os
@@ -24,20 +24,21 @@ from trainer.config.rules import collisions
 from trainer.config.schema import FLOAT32_MAX
 from trainer.config.topologies import find_topology
 
-# Their functions are in layers/mlp.py.
+# The functions of these names are in layers/mlp.py.
 ACTIVATIONS = ("silu", "gelu", "relu", "tanh", "sigmoid", "linear")
 
 
 @dataclass(frozen=True)
 class Check:
-    """`problem(config)` returns what is wrong with the values of `keys`, or None."""
+    """A check of `keys`. `problem(config)` says what is wrong with their values, or returns None."""
 
     keys: Sequence[str]
     problem: Callable[[Any], str | None]
 
 
 def contradictions(config: Any, where: Mapping[str, str], broken: set[str]) -> list[str]:
-    """One message for each failed check, with its keys, their values, and `where` they come from.
+    """Returns one message for each failed check: its keys, their values, where they come from (`where`), and the
+    problem.
 
     Skips checks of keys in `broken`, whose values could not be read.
     """
@@ -45,7 +46,7 @@ def contradictions(config: Any, where: Mapping[str, str], broken: set[str]) -> l
     for check in CHECKS:
         if broken.isdisjoint(check.keys) and (problem := check.problem(config)):
             shown = ", ".join(f"{key}={shortened(to_flow(config[key]))} ({where[key]})" for key in check.keys)
-            messages.append(type(problem)(f"{shown}: {problem}"))  # an Unbuilt stays one
+            messages.append(type(problem)(f"{shown}: {problem}"))  # an Unbuilt stays an Unbuilt
     return messages
 
 
@@ -118,7 +119,7 @@ def _metrics_file(config: Any) -> str | None:
     if not (config.metrics_file or "x").isprintable():
         return "must be a path without control characters"
     if not config.metrics_file or path_problem(config.metrics_file):
-        return None  # `_path` reports the latter
+        return None  # `_path` reports the second problem
     path = Path(config.metrics_file).expanduser()
     if os.path.exists(path) and not os.path.isfile(path):
         return "exists and is not a file; choose another path"
@@ -277,7 +278,7 @@ def _slices(config: Any) -> str | None:
     )
 
 
-# The keys of the axis sizes, within a slice and over slices.
+# The keys of the axis sizes, within a slice and across slices.
 _SIZES = tuple(tuple(keys[axis] for axis in MESH_AXES if axis not in UNUSED_AXES) for keys in (ICI, DCN))
 
 _PATHS = (

@@ -1,4 +1,4 @@
-"""Checks of the data keys: contradictions, and settings without effect."""
+"""Checks of the data keys: contradictory settings, and settings without effect."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -37,11 +37,13 @@ _WEIGHT = re.compile(r"[0-9./]{1,24}(e[+-]?[0-9]{1,2})?", re.IGNORECASE)
 
 
 def parse_mixture(files: str, config_path: str) -> list[tuple[str, Fraction]]:
-    """The globs and weights of grain_train_files (`glob`, `glob;glob` or `glob,weight;glob,weight`), or of the JSON
-    file at `config_path` ({name: {"path": glob, "weight": number}}).
+    """Returns the globs and weights of grain_train_files or of the JSON file at `config_path`.
+
+    grain_train_files is `glob`, `glob;glob` or `glob,weight;glob,weight`. The file is
+    {name: {"path": glob, "weight": number}}.
 
     Raises:
-      UserError: it is malformed.
+      UserError: the text or the file is malformed.
     """
     if config_path:
         pairs = _read_mixture(local_path(config_path, "grain_train_mixture_config_path="))
@@ -88,7 +90,7 @@ def _pipeline(config: Any) -> str | None:
 
 
 def _compiles(config: Any) -> bool:
-    """Whether the configuration is for trainer.train_compile, which reads no data."""
+    """Returns whether the configuration is for trainer.train_compile, which reads no data."""
     return bool(config.compile_topology)
 
 
@@ -189,10 +191,10 @@ DATA_PATHS = (
     "hf_eval_files",
     "tokenizer_path",
 )
-# Those of them that take several globs, with weights.
+# Those of these keys that take several globs, with weights.
 LISTS_OF_FILES = ("grain_train_files", "grain_eval_files", "hf_train_files", "hf_eval_files")
 
-# (keys, problem), for config/check.py.
+# (keys, problem) for config/check.py.
 DATA_CHECKS: tuple[tuple[tuple[str, ...], Problem], ...] = (
     *(((key,), local(key)) for key in DATA_PATHS),
     (("dataset_type", "data_pipeline"), _pipeline),
@@ -216,8 +218,9 @@ DATA_CHECKS: tuple[tuple[tuple[str, ...], Problem], ...] = (
 def data_not_asked_for(
     config: Any, where: Mapping[str, str], changed: Mapping[str, str], maxtext_base: str | None
 ) -> list[str]:
-    """One message for each dataset_type whose keys are given although dataset_type is not: MaxText's default is tfds,
-    and this trainer must not silently train on its own default data instead.
+    """Returns one message for each dataset_type whose keys are given although dataset_type itself is not.
+
+    MaxText's default is tfds. This trainer must not silently train on its own default data instead.
 
     Args:
       where: the source of each key's value.
@@ -251,7 +254,7 @@ def _other_type(kind: str) -> Callable[[Any], bool]:
     return lambda config: config.dataset_type != kind
 
 
-# (keys, whether they have no effect, why), for config/effects.py.
+# (keys, a function that tells whether they have no effect, the reason), for config/effects.py.
 DATA_INERT: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("data_cache_directory",), lambda c: c.dataset_type == "synthetic", "dataset_type=synthetic stores nothing"),
     *((keys, _other_type(kind), f"dataset_type is not {kind}") for kind, keys in OWN_KEYS.items()),

@@ -18,10 +18,10 @@ MESH_AXES = (
     "expert",
     "autoregressive",
 )
-# The keys that give each axis its size: devices within a slice, and slices.
+# The keys that set the size of each axis: devices within a slice, and slices.
 ICI = {axis: f"ici_{'pipeline' if axis == 'stage' else axis}_parallelism" for axis in MESH_AXES}
 DCN = {axis: f"dcn_{'pipeline' if axis == 'stage' else axis}_parallelism" for axis in MESH_AXES}
-# The axes that nothing uses yet, and why.
+# The axes that nothing uses yet, with the reason.
 UNUSED_AXES = {
     "stage": "pipeline parallelism is not supported yet",
     "context": "context parallelism is not supported yet",
@@ -31,30 +31,30 @@ UNUSED_AXES = {
     "autoregressive": "inference on several devices is not supported yet",
 }
 
-# A key that is empty or 0 takes the value of another key.
+# If the first key is empty or 0, it takes the value of the second.
 FOLLOWS = {"mu_dtype": "weight_dtype", "eval_per_device_batch_size": "per_device_batch_size"}
 
 
 def mesh_axes(config: Any) -> dict[str, int]:
-    """The sizes of the mesh axes over all slices, the outermost first."""
+    """Returns the sizes of the mesh axes over all slices, the outermost first."""
     return {axis: config[ICI[axis]] * config[DCN[axis]] for axis in MESH_AXES}
 
 
 def islands(config: Any) -> int:
-    """The number of DiLoCo's islands; 1 without DiLoCo."""
+    """Returns the number of DiLoCo's islands; 1 without DiLoCo."""
     return mesh_axes(config)["diloco"]
 
 
 def microbatch_rows(config: Any) -> int:
-    """Rows of one microbatch over all devices."""
+    """Returns the number of rows of one microbatch over all devices."""
     return round(config.per_device_batch_size * math.prod(mesh_axes(config).values()))
 
 
 def global_batch_rows(config: Any) -> int:
-    """Rows of one update over all devices."""
+    """Returns the number of rows of one update over all devices."""
     return microbatch_rows(config) * config.gradient_accumulation_steps
 
 
 def eval_batch_rows(config: Any) -> int:
-    """Rows of one evaluation batch over all devices."""
+    """Returns the number of rows of one evaluation batch over all devices."""
     return round(config.eval_per_device_batch_size * math.prod(mesh_axes(config).values()))

@@ -1,4 +1,4 @@
-"""The schedule of DiLoCo, and the checks of its keys."""
+"""The synchronization schedule of DiLoCo, and the checks of its keys."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,11 +11,11 @@ from trainer.config.words import counted
 class Schedule(NamedTuple):
     """When the fragments of the parameters synchronize. Plain DiLoCo has one fragment, which arrives immediately."""
 
-    period: int  # steps from one synchronization of a fragment to its next
+    period: int  # steps between two synchronizations of the same fragment
     fragments: int
-    delay: int  # steps after which islands take what a synchronization has changed
-    alpha: float  # the share of an island's own parameters in what it goes on with
-    steps: int  # the last of which synchronizes all fragments
+    delay: int  # steps between a synchronization and the step after which islands take over its result
+    alpha: float  # the weight of an island's own parameters when it takes over the outer ones
+    steps: int  # the number of steps; all fragments synchronize after the last one
 
     @property
     def spacing(self) -> int:
@@ -23,26 +23,29 @@ class Schedule(NamedTuple):
         return self.period // self.fragments
 
     def offset(self, fragment: int) -> int:
-        """`fragment` synchronizes after update t if t modulo the period is this."""
+        """Returns the offset of `fragment`: it synchronizes after update t if t modulo the period equals the offset."""
         return fragment * self.period // self.fragments
 
     def synchronizes(self, fragment: int, updates: Any) -> Any:
-        """Whether `fragment` synchronizes after update number `updates`, an integer or an array."""
+        """Returns whether `fragment` synchronizes after update number `updates`, an integer or an array."""
         return (updates % self.period == self.offset(fragment)) | (updates == self.steps)
 
     def any_synchronizes(self, updates: int) -> bool:
-        """Whether a fragment synchronizes after update number `updates`."""
+        """Returns whether any fragment synchronizes after update number `updates`."""
         return any(self.synchronizes(fragment, updates) for fragment in range(self.fragments))
 
     def arrives(self, fragment: int, in_flight: Any, updates: Any) -> Any:
-        """Whether islands take `fragment` after update number `updates`. `in_flight`: the update after which the
-        fragment that they have not taken yet synchronized; 0: none."""
+        """Returns whether islands take over `fragment` after update number `updates`.
+
+        `in_flight`: the number of the update that synchronized the fragment which they have not taken over yet; 0:
+        none.
+        """
         its = (in_flight > 0) & (in_flight % self.period == self.offset(fragment))
         return its & ((updates == in_flight + self.delay) | (updates == self.steps))
 
 
 def schedule(config: Any) -> Schedule:
-    """The schedule of `config`."""
+    """Returns the schedule of `config`."""
     streaming = (config.num_diloco_fragments, config.num_communication_overlapping_steps)
     fragments, delay = streaming if config.enable_streaming_diloco else (1, 0)
     alpha = config.communication_overlapping_alpha if config.enable_streaming_diloco else 0.0
@@ -50,7 +53,7 @@ def schedule(config: Any) -> Schedule:
 
 
 def timetable(config: Any) -> str:
-    """The schedule of `config` in words."""
+    """Returns the schedule of `config` in words."""
     plan = schedule(config)
     if plan.fragments == 1:
         when, end = f"every {counted(plan.period, 'step')}", " and at the end"
@@ -107,8 +110,8 @@ def _islands(config: Any) -> str | None:
 def _rules_of_islands(config: Any) -> str | None:
     found = [name for name, axes in make_rules(config.logical_axis_rules).items() if "diloco" in axes]
     return (
-        f"the rule of {found[0]} names the mesh axis diloco, over which islands are apart: every array of an island "
-        "has it, and no rule may; leave it out"
+        f"the rule of {found[0]} names the mesh axis diloco, which separates the islands: every array of an island "
+        "already has this axis, so no rule may name it; leave it out"
         if found
         else None
     )

@@ -1,4 +1,4 @@
-"""Configurations as YAML."""
+"""Writes configurations as YAML."""
 
 import json
 import math
@@ -9,7 +9,7 @@ import yaml
 
 from trainer.config.schema import schema
 
-# How processes connect and on what they run. None of these affects the training result.
+# Keys for how processes connect and on what they run. None of them affects the training result.
 PROCESSES = (
     "hardware",
     "coordinator_address",
@@ -22,7 +22,7 @@ PROCESSES = (
 
 
 def to_yaml(config: Any) -> str:
-    """The keys of `config` as a yml that `load` reads back to the same values, in the order of base.yml.
+    """Returns the keys of `config` as a yml that `load` reads back to the same values, in the order of base.yml.
 
     Leaves out `run_name`, so that a command with this yml starts a new run, and `PROCESSES`.
     """
@@ -31,13 +31,13 @@ def to_yaml(config: Any) -> str:
 
 
 def to_flow(value: Any) -> str:
-    """`value` as YAML on one line, with strings in double quotes."""
+    """Returns `value` as YAML on one line, with strings in double quotes."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(to_flow, value))}]"
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{to_flow(key)}: {to_flow(item)}' for key, item in value.items())}}}"
     if value is None or isinstance(value, bool | int):
-        return json.dumps(value)  # what YAML would say, a hundred times faster: most keys are one of these
+        return json.dumps(value)  # the same text as YAML, a hundred times faster; most values are of this kind
     style = '"' if isinstance(value, str) else None
     dumped = yaml.safe_dump([value], default_flow_style=True, default_style=style, width=math.inf, allow_unicode=True)
     return dumped.strip()[1:-1]

@@ -1,4 +1,4 @@
-"""Keys that have no effect under other settings. A user who gives such a key gets a warning."""
+"""Keys that have no effect under certain other settings. A user who gives such a key gets a warning."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from trainer.config.tiles import KEYS, OF_DQ
 
 @dataclass(frozen=True)
 class Inert:
-    """`keys` have no effect if `when(config)`; `reason` names the settings that cause it."""
+    """`keys` have no effect if `when(config)` is true. `reason` names the settings that cause it."""
 
     keys: Sequence[str]
     when: Callable[[Any], bool]
@@ -200,7 +200,7 @@ INERT = (
 )
 
 
-# What depends on the devices, for a resolved configuration.
+# Cases that depend on the devices, for a resolved configuration.
 INERT_HERE = (
     Inert(tuple(KEYS.values()), lambda c: c.attention != "splash", "the attention op is not splash here"),
     Inert(
@@ -212,7 +212,7 @@ INERT_HERE = (
 
 
 def without_effect(config: Any, changed: Mapping[str, str]) -> list[str]:
-    """One line for each key that the user gives and that has no effect under the other settings.
+    """Returns one line for each key that the user gives and that has no effect under the other settings.
 
     A yml may repeat a default without a warning, so that the config.yml of a run can be used again.
     """
@@ -220,7 +220,7 @@ def without_effect(config: Any, changed: Mapping[str, str]) -> list[str]:
 
 
 def without_effect_here(config: Any, changed: Mapping[str, str]) -> list[str]:
-    """The same for settings that depend on the devices; `config` is resolved."""
+    """Does the same as `without_effect` for settings that depend on the devices. `config` is resolved."""
     return _lines(INERT_HERE, config, changed)
 
 
@@ -235,12 +235,12 @@ def _lines(table: Sequence[Inert], config: Any, changed: Mapping[str, str]) -> l
 
 
 def no_effect_of(config: Any, key: str) -> str | None:
-    """Why `key` has no effect under the settings of `config`; None if it has one."""
+    """Returns the reason why `key` has no effect under the settings of `config`; None if it has one."""
     return next((inert.reason for inert in INERT if key in inert.keys and inert.when(config)), None)
 
 
 def inert_keys(config: Any) -> set[str]:
-    """The keys that have no effect under the settings of `config`, given or not."""
+    """Returns the keys that have no effect under the settings of `config`, given or not."""
     return {key for inert in INERT if inert.when(config) for key in inert.keys}
 
 

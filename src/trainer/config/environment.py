@@ -1,4 +1,4 @@
-"""Keys from the environment: M_STEPS=10 is the same as steps=10 on the command line."""
+"""Keys from the environment: the variable M_STEPS=10 is the same as steps=10 on the command line."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ PREFIX = "M_"
 
 
 def variables(environment: Mapping[str, str]) -> tuple[dict[str, tuple[str, str]], list[str]]:
-    """The variables M_KEY: key -> (variable, text); and a warning for each that names no key."""
+    """Returns the variables M_KEY as {key: (variable, text)}, and a warning for each that names no key."""
     given = {name: text for name, text in environment.items() if name.startswith(PREFIX) and name != PREFIX}
     if not given:
         return {}, []

@@ -23,30 +23,30 @@ SCREEN_LINES, SCREEN_COLUMNS = 40, 160
 
 
 class UserError(ValueError):
-    """A user error. The message says what is wrong, where, and what the nearest valid choice is."""
+    """An error of the user. The message says what is wrong, where, and what the nearest valid choice is."""
 
 
 class NotBuilt(UserError, NotImplementedError):
-    """A valid setting that is not implemented yet, by itself or among other errors."""
+    """An error about a valid setting that is not implemented yet. The message may list other errors, too."""
 
 
 class Unbuilt(str):
-    """The message of an error about a setting that is not implemented yet; `report` raises it as NotBuilt."""
+    """The message of an error about a setting that is not implemented yet. `report` raises it as NotBuilt."""
 
 
 class RunStopped(RuntimeError):
-    """Ends a run by its own rules, such as on a NaN loss. The message says what to do."""
+    """Ends a run by its own rules, for example at a NaN loss. The message says what to do."""
 
 
 def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
-    """Decorates an entry point: a UserError prints its message on stderr and exits with code 2, without a traceback.
+    """Decorates an entry point. A UserError prints its message on stderr and exits with code 2, without a traceback.
 
-    RunStopped does the same with code 1. Ctrl-C exits with code 130 and a broken pipe (`| head`) with 141, the shell's
-    conventions. Other exceptions pass through.
+    RunStopped does the same with code 1. Following the shell's conventions, Ctrl-C exits with code 130 and a broken
+    pipe (`| head`) with 141. Other exceptions pass through.
 
-    If Ctrl-C has the system's default action (see `trainer/__init__.py`), it keeps that until there is state to close
-    (`take_interrupts`, `runtime.preemption`), and gets it back when `main` ends: the process then ends without waiting
-    for threads.
+    If Ctrl-C has the system's default action (see `trainer/__init__.py`), it keeps this action until there is state to
+    close (`take_interrupts`, `runtime.preemption`), and gets it back when `main` ends. The process then ends without
+    waiting for threads.
     """
 
     @functools.wraps(main)
@@ -66,7 +66,7 @@ def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
                 _end_as_interrupted()
             raise SystemExit(130) from None
         except BrokenPipeError:
-            # Python flushes stdout again at exit, which must not fail again.
+            # Python flushes stdout again at exit. This flush must not fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(141) from None
         finally:
@@ -81,16 +81,16 @@ def _has_default_action() -> bool:
 
 
 def take_interrupts() -> None:
-    """Makes Ctrl-C raise KeyboardInterrupt if it had the system's default action: from here on there is state to close.
+    """Makes Ctrl-C raise KeyboardInterrupt if it had the system's default action, because now there is state to close.
 
-    Call it after JAX is imported, since the exception must not occur during that import.
+    Call it after JAX is imported, because the exception must not occur during that import.
     """
     if _has_default_action():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _end_as_interrupted() -> None:
-    """Ends the process by SIGINT's default action, so that a loop in a shell ends too."""
+    """Ends the process by SIGINT's default action, so that a surrounding loop in a shell ends, too."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
@@ -99,13 +99,13 @@ def _end_as_interrupted() -> None:
 
 
 def command_line(argv: Sequence[str] | None) -> list[str]:
-    """The arguments of the command: `argv`, or those of the process.
+    """Returns the arguments of the command: `argv`, or the arguments of the process.
 
     Raises:
-      UserError: they are not UTF-8.
+      UserError: the arguments are not UTF-8.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    # Python keeps such bytes as lone surrogates.
+    # Python represents bytes that are not UTF-8 as lone surrogates.
     bad = [os.fsencode(word) for word in words if not word.isascii() and _SURROGATE.search(word)]
     if bad:
         raise UserError(
@@ -118,15 +118,16 @@ def command_line(argv: Sequence[str] | None) -> list[str]:
 
 
 def report(mistakes: Sequence[str]) -> UserError:
-    """One error for all `mistakes` of a stage, one line each, at most a screen long; a NotBuilt if one is `Unbuilt`."""
+    """Returns one error for all `mistakes` of a stage, one line each, at most one screen; NotBuilt if one is
+    `Unbuilt`."""
     kind = NotBuilt if any(isinstance(mistake, Unbuilt) for mistake in mistakes) else UserError
     return kind("\n  ".join([f"{counted(len(mistakes), 'mistake')} in the configuration:", *on_one_screen(mistakes)]))
 
 
 def on_one_screen(lines: Sequence[str]) -> list[str]:
-    """`lines`; if they exceed a screen, the first lines of each kind and the number of further ones.
+    """Returns `lines`. If they exceed a screen, returns the first lines of each kind and the number of further lines.
 
-    Lines are of one kind if they say the same about different keys. A line that is too long is cut in its middle.
+    Lines are of the same kind if they say the same about different keys. A line that is too long is cut in the middle.
     """
     clipped = [_clip(line) for line in lines]
     if _height(clipped) < SCREEN_LINES:
@@ -135,7 +136,7 @@ def on_one_screen(lines: Sequence[str]) -> list[str]:
     for line in clipped:
         kinds.setdefault(_kind(line), []).append(line)
     groups = list(kinds.values())
-    # First as many kinds as fit, then as many lines of each. Trials never get shorter.
+    # First as many kinds as fit, then as many lines of each kind. Later trials are never shorter.
     trials = itertools.chain(
         (_counted(groups[:count], groups[count:], 1) for count in range(1, len(groups) + 1)),
         (_counted(groups, [], each) for each in range(2, SCREEN_LINES)),
@@ -145,7 +146,8 @@ def on_one_screen(lines: Sequence[str]) -> list[str]:
 
 
 def _counted(groups: Sequence[Sequence[str]], others: Sequence[Sequence[str]], each: int) -> list[str]:
-    """At most `each` lines of each group with the number of its further lines, then the number of lines of `others`."""
+    """Returns at most `each` lines of each group and the number of its further lines, then the number of lines in
+    `others`."""
     shown: list[str] = []
     for lines in groups:
         shown += lines[:each]
@@ -161,13 +163,14 @@ def _height(lines: Iterable[str]) -> int:
 
 
 def _clip(line: str) -> str:
-    """`line` cut to eight rows of a screen; it loses its middle, since its end may name the nearest choice."""
+    """Returns `line`, cut to eight rows of a screen. It is cut in the middle, because its end may name the nearest
+    choice."""
     most = 8 * SCREEN_COLUMNS - 2
     return line if len(line) <= most else f"{line[: most - 205]} ... {line[-200:]}"
 
 
 def _kind(line: str) -> str:
-    """The first words of the message in `line`, without the key, its value, its source and other names and numbers."""
+    """Returns the first words of the message in `line`, without key, value, source, and other names and numbers."""
     head, _, said = line.partition("): ")
     name = head.partition("=")[0].partition(" ")[0]
     words = re.sub(r"'.*?'|\".*?\"|[0-9]+", "", (said or line).replace(name, "")).split()
@@ -175,10 +178,10 @@ def _kind(line: str) -> str:
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
-    """The end of a message, `; nearest: NAME`, or "" if no name is similar to `word`.
+    """Returns the end of a message, `; nearest: NAME`, or "" if no name is similar to `word`.
 
-    A name is similar if most letters match, or if it has all parts of the word, as per_device_batch_size has those of
-    batch_size. num_steps is steps, although a longer name has both of its parts.
+    A name is similar if most letters match, or if it contains all parts of the word: per_device_batch_size contains all
+    parts of batch_size. For num_steps the nearest name is steps, although a longer name contains both of its parts.
     """
     candidates = list(names)
     parts = _parts(word)
@@ -186,7 +189,7 @@ def nearest(word: str, names: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.7)
     if close and (len(parts) < 2 or not holding or _parts(close[0]) <= parts):
         return f"; nearest: {close[0]}"
-    # A short name such as num_layers means a size of the model rather than a part of another key.
+    # A short name such as num_layers probably means a size of the model, not a part of another key.
     return f"; nearest: {min(holding, key=lambda name: (not name.startswith('base_'), len(name)))}" if holding else ""
 
 
@@ -195,6 +198,6 @@ def _parts(name: str) -> set[str]:
 
 
 def shortened(text: str) -> str:
-    """`text` on one line, for a message; truncated if it is long."""
+    """Returns `text` on one line, for a message. Truncates long text."""
     line = " ".join(text[:400].split())
     return line if len(line) <= 80 and len(text) <= 400 else f"{line[:77]}..."

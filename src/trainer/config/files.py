@@ -1,4 +1,4 @@
-"""YAML files of keys: the user's, its parents and the presets."""
+"""YAML files of keys: the user's file, its parents and the presets."""
 
 import dataclasses
 import re
@@ -15,9 +15,9 @@ from trainer.config.plain_yaml import compose, describe, flatten, read_text, rep
 from trainer.config.schema import BASE_YML, Schema, schema
 
 PRESETS = Path(__file__).parent / "models"
-# The source of a setting that is not from a file; otherwise it is FILE:LINE.
+# The source of a setting that does not come from a file. The source of others is FILE:LINE.
 COMMAND_LINE, DEFAULT = "command line", "default"
-ENVIRONMENT = "environment variable "  # and its name
+ENVIRONMENT = "environment variable "  # followed by the name of the variable
 YML_ENDINGS = (".yml", ".yaml")
 MAXTEXT_YML = Path(__file__).parent / "maxtext.yml"
 # The path of base.yml in a MaxText checkout.
@@ -26,7 +26,7 @@ _MAXTEXT_BASE = re.compile(r"(.*/)?maxtext/configs/+base\.yml", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Entry:
-    """One key of a file. `given` is its text, `where` the file and line."""
+    """One key of a file. `given` is its text; `where` is the file and line."""
 
     name: str
     node: yaml.Node
@@ -41,39 +41,39 @@ class YmlFile:
     path: Path
     entries: list[Entry]
     is_root: bool = False
-    is_maxtext: bool = False  # a version of MaxText's base.yml, which is a root file
-    repeated: Sequence[str] = ()  # a message for each key that it gives more than once
+    is_maxtext: bool = False  # whether it is a version of MaxText's base.yml, which is a root file
+    repeated: Sequence[str] = ()  # a message for each key that the file gives more than once
 
 
 def file_of(where: str) -> Path | None:
-    """The file of a source FILE:LINE; None for any other source."""
+    """Returns the file of a source FILE:LINE; None for any other source."""
     path, _, line = where.rpartition(":")
     return Path(path) if path and line.isdecimal() else None
 
 
 def by_hand(where: str) -> bool:
-    """Whether a setting was given with the command: on its line or in its environment."""
+    """Returns whether a setting was given with the command: in its arguments or in its environment."""
     return where == COMMAND_LINE or where.startswith(ENVIRONMENT)
 
 
 def source_name(where: str) -> str:
-    """A source of a setting, for people: `default`, `preset NAME`, FILE:LINE, the command line or a variable."""
+    """Returns a source for people: `default`, `preset NAME`, FILE:LINE, the command line or a variable."""
     path = file_of(where.partition(",")[0])
     return where.replace(str(path), f"preset {path.stem}", 1) if path and path.parent == PRESETS else where
 
 
 def is_maxtexts_base(name: str) -> bool:
-    """Whether `name` is the path of base.yml in a MaxText checkout, and no such file exists."""
+    """Returns whether `name` is the path of base.yml in a MaxText checkout, and no such file exists."""
     return _MAXTEXT_BASE.fullmatch(name) is not None and not Path(name).is_file()
 
 
 def preset_names() -> list[str]:
-    """All values of model_name."""
+    """Returns all values of model_name."""
     return ["default", *sorted(path.stem for path in PRESETS.glob("*.yml"))]
 
 
 def read_chain(name: str, schema: Schema) -> tuple[list[YmlFile], list[str], list[str]]:
-    """The file `name` of a command line, with its parents.
+    """Reads the file `name` of a command line and its parents.
 
     Returns:
       The files, the topmost parent first, without the packaged base.yml; errors; notes.
@@ -110,7 +110,8 @@ def read_chain(name: str, schema: Schema) -> tuple[list[YmlFile], list[str], lis
 
 
 def read_file(path: Path) -> tuple[list[Entry], str | None, list[str]]:
-    """The entries of the YAML file `path`, the error if it cannot be read, and a message for each repeated key."""
+    """Returns the entries of the YAML file `path`, an error if it cannot be read, and a message for each repeated
+    key."""
     try:
         text = read_text(path)
         node = compose(text)
@@ -131,8 +132,10 @@ def read_file(path: Path) -> tuple[list[Entry], str | None, list[str]]:
 
 
 def _entries(path: Path, text: str, node: yaml.MappingNode, repeated: list[str], prefix: str = "") -> list[Entry]:
-    """The entries of `node`; adds to `repeated`. Entries of a MaxText group, such as `lora: {lora_rank: 8}`, get the
-    names that they have on a command line."""
+    """Returns the entries of `node`, and adds messages to `repeated`.
+
+    Entries of a MaxText group, such as `lora: {lora_rank: 8}`, get the names that they have on a command line.
+    """
     repeated += [
         f"{path}:{lines[-1]}: {shortened(prefix + key)} is given {len(lines)} times, first in line {lines[0]}; "
         "the last one wins"
@@ -168,8 +171,10 @@ def _take_parent(entries: list[Entry]) -> Entry | None:
 
 
 def _find(wanted: str, folder: Path, visited: Iterable[Path]) -> Path | None:
-    """The file `wanted` relative to `folder` or, for a file of MaxText, to its configs folder; base.yml and maxtext.yml
-    are the packaged ones if no other file has that name."""
+    """Returns the file `wanted`, relative to `folder`; a file of MaxText also relative to MaxText's configs folder.
+
+    base.yml and maxtext.yml are the packaged files if no other file has that name.
+    """
     if path_problem(wanted):
         return None
     path = folder / wanted
@@ -191,9 +196,9 @@ def _why_not_found(wanted: str, folder: Path) -> str:
 
 
 def _is_maxtext(entries: Sequence[Entry], schema: Schema) -> bool:
-    """Whether a file without base_config is a version of MaxText's base.yml.
+    """Returns whether a file without base_config is a version of MaxText's base.yml.
 
-    Its first version had 38 keys, 17 of them not in base.yml; a copy of base.yml has only its keys.
+    Its first version had 38 keys, 17 of them not in base.yml. A copy of base.yml has only keys of base.yml.
     """
     names = {entry.name for entry in entries}
     foreign = names - set(schema.keys)

@@ -1,4 +1,4 @@
-"""The table from the three flags to the combination's name. No other file of the package names the flags."""
+"""The table that maps the three flags to the combination's name. No other file of the package names the flags."""
 
 from typing import Any
 
@@ -17,10 +17,10 @@ COMBINATIONS: dict[str, tuple[bool, ...]] = {
 
 
 def combination(config: Any) -> str:
-    """The name of the combination that `config` selects.
+    """Returns the name of the combination that `config` selects.
 
     Raises:
-      UserError: the three flags match none of the five rows; the message names the flag to change.
+      UserError: the three flags match no row of the table; the message names the flag to change.
     """
     if problem := unsupported(config):
         raise UserError(problem)
@@ -28,12 +28,12 @@ def combination(config: Any) -> str:
 
 
 def flags_of(name: str) -> dict[str, bool]:
-    """The three flags of the combination `name`."""
+    """Returns the three flags of the combination `name`."""
     return dict(zip(FLAGS, COMBINATIONS[name], strict=True))
 
 
 def linen_stack(config: Any) -> str | None:
-    """How to get a Linen decoder stack under the flags of `config`; None if they have one."""
+    """Returns how to get a Linen decoder stack if the flags of `config` give none; None if they give one."""
     linen = {name: flags for name, flags in COMBINATIONS.items() if flags[1:2] == (False,)}
     if combination(config) in linen:
         return None
@@ -45,7 +45,7 @@ def linen_stack(config: Any) -> str | None:
 
 
 def removal(config: Any) -> str | None:
-    """The notice for combinations that use Linen; None for the others."""
+    """Returns the notice for combinations that use Linen; None for others."""
     if all(_flags(config)):
         return None
     return (
@@ -55,13 +55,13 @@ def removal(config: Any) -> str | None:
 
 
 def unsupported(config: Any) -> str | None:
-    """Why the flags of `config` are not a combination, and which to change; None if they are one."""
+    """Returns why the flags of `config` are not a combination, and which to change; None if they are one."""
     asked = _flags(config)
     if asked in COMBINATIONS.values():
         return None
     changes = {name: _changes(asked, flags) for name, flags in COMBINATIONS.items()}
     fewest = min(len(change) for change in changes.values())
-    # A user who turns off enable_nnx most likely wants Linen throughout, even if that takes more flags.
+    # A user who turns off enable_nnx most likely wants Linen throughout, even if that requires more changes.
     offers = [name for name in changes if len(changes[name]) == fewest or name == "linen"]
     ways = " or ".join(f"set {' '.join(changes[name])} (combination {name})" for name in offers)
     what = "no such combination of the module system" if "linen" in COMBINATIONS else "the Linen paths were removed"

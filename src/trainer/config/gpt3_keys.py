@@ -1,4 +1,4 @@
-"""Keys of learned positions and of fused projections: their checks."""
+"""Checks of the keys for learned positions and fused projections."""
 
 from typing import Any
 
@@ -25,13 +25,13 @@ def _positions(config: Any) -> str | None:
 def _fused(config: Any) -> str | None:
     if not config.fused_qkv or config.decoder_block == GPT3 or ":" in config.decoder_block:
         return None
-    return f"this family has a matrix each for queries, keys and values; {GPT3} can have one for all"
+    return f"this family has separate matrices for queries, keys and values; only {GPT3} can fuse them into one"
 
 
 def _heads(config: Any) -> str | None:
     if config.decoder_block != GPT3 or not config.fused_qkv or config.base_num_query_heads == config.base_num_kv_heads:
         return None
-    return "one matrix makes as many keys and values as queries; give equal numbers of heads, or fused_qkv=false"
+    return "one fused matrix makes as many keys and values as queries; give equal numbers of heads, or fused_qkv=false"
 
 
 GPT3_CHECKS = (

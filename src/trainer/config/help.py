@@ -1,4 +1,7 @@
-"""The texts of --help and --explain: base.yml, with what each key accepts. Its comments are the documentation."""
+"""The texts of --help and --explain: base.yml, with the values that each key accepts.
+
+The comments of base.yml are the documentation.
+"""
 
 import difflib
 import itertools
@@ -31,7 +34,7 @@ Presets of model_name: {presets}."""
 
 
 class Question(NamedTuple):
-    """What a command line asks instead of running: about a section ("" for a list of them), or about a key."""
+    """What a command line asks for instead of a run: about a section ("" for the list of sections), or about a key."""
 
     section: str | None
     key: str
@@ -39,7 +42,7 @@ class Question(NamedTuple):
 
 
 def question(argv: Sequence[str]) -> Question | None:
-    """The question in a command line; None if it asks none.
+    """Returns the question in a command line; None if it asks none.
 
     Raises:
       UserError: --explain names no key.
@@ -64,7 +67,7 @@ def _is_plain(word: str) -> bool:
 
 
 def help_text(section: str = "") -> str:
-    """Names of all keys by section; or what base.yml says of the keys of one section, or of every section ("all").
+    """Returns the names of all keys by section, or the text of base.yml about one section or every section ("all").
 
     Raises:
       UserError: there is no such section.
@@ -80,7 +83,7 @@ def help_text(section: str = "") -> str:
 
 
 def explanation(name: str) -> str:
-    """What base.yml says of the key `name`, or the verdict on MaxText's key of that name.
+    """Returns the text of base.yml about the key `name`, or the verdict on MaxText's key with that name.
 
     Raises:
       UserError: there is no such key.
@@ -120,7 +123,7 @@ def _index() -> list[str]:
 
 
 def _section(asked: str) -> str:
-    """The section that `asked` is the beginning of, a word of, or similar to."""
+    """Returns the section whose name starts with `asked`, contains it as a word, or is similar to it."""
     names, word = list(_sections()), asked.lower().strip()
     starting = [name for name in names if name.lower().startswith(word)]
     holding = [name for name in names if word in name.lower().split()]

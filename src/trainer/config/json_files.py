@@ -1,4 +1,4 @@
-"""Untrusted JSON files: reading within limits, and checks of fields by type and range."""
+"""Reads untrusted JSON files within limits, and checks fields by type and range."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typing import Any
 from trainer.config.errors import UserError, shortened
 from trainer.config.schema import FLOAT32_MAX, INT32_MAX
 
-MAX_BYTES = 64 << 20  # the index of a model of 100,000 tensors has 10 MB
+MAX_BYTES = 64 << 20  # for comparison: the index of a model of 100,000 tensors has 10 MB
 MAX_DEPTH = 64
 _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text", list: "a list", dict: "an object"}
 
@@ -45,7 +45,7 @@ class Field:
         return words + (", or a list of these" if self.many else "") + (" or null" if self.null else "")
 
     def accepts(self, value: Any) -> bool:
-        """Whether `value`, as `json` reads it, is allowed."""
+        """Returns whether `value`, as `json` reads it, is allowed."""
         if value is None:
             return self.null
         if self.many and isinstance(value, list):
@@ -69,10 +69,10 @@ class Field:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, with values of any type.
+    """Returns the JSON object in a file, with values of any type.
 
     Raises:
-      UserError: it cannot be read, is not an object, is larger than MAX_BYTES or nested deeper than MAX_DEPTH.
+      UserError: the file cannot be read, is not an object, is larger than MAX_BYTES or nested deeper than MAX_DEPTH.
     """
     try:
         with path.open("rb") as file:
@@ -93,7 +93,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def field_problems(data: Mapping[str, Any], fields: Mapping[str, Field]) -> list[str]:
-    """A message for each value in `data` that its field does not allow. Other names are ignored."""
+    """Returns a message for each value in `data` that its field does not allow. Other names are ignored."""
     return [
         f"{name}={shown(data[name])}, not {field.allowed}"
         for name, field in fields.items()
@@ -102,7 +102,7 @@ def field_problems(data: Mapping[str, Any], fields: Mapping[str, Field]) -> list
 
 
 def shown(value: Any) -> str:
-    """`value` as JSON, for a message; truncated if it is long."""
+    """Returns `value` as JSON, for a message. Truncates long text."""
     return shortened(json.dumps(value))
 
 

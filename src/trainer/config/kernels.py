@@ -1,4 +1,4 @@
-"""What each attention kernel supports, and which kernel the key `attention` selects under the other settings."""
+"""The settings that each attention kernel supports, and the kernel that the key `attention` selects."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,29 +6,29 @@ from typing import Any
 
 from trainer.config.rules import make_rules
 
-FLASH_LENGTH = 1024  # tokens; from this length on attention=autoselected uses the platform's kernel
+FLASH_LENGTH = 1024  # tokens; from this length on, attention=autoselected uses the platform's kernel
 ANY = ("cpu", "gpu", "tpu")
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """The platforms of a kernel and what it supports."""
+    """The platforms and features that a kernel supports."""
 
     platforms: tuple[str, ...] = ANY
     dropout: bool = True
     soft_cap: bool = True
     window: bool = True
-    unequal_widths: bool = True  # values of another width than keys, as in multi-head latent attention
+    unequal_widths: bool = True  # values with a width other than the keys', as in multi-head latent attention
     segments: bool = True  # packed rows, whose documents do not attend to each other
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     length_multiple: int = 1
     head_dim_multiple: int = 1
     head_dim_most: int | None = None
-    # Runs per device on local rows and heads: rows must be unsharded, and heads sharded like their kv_heads.
+    # Whether it runs per device on local rows and heads: rows must be unsharded, and heads sharded like their kv_heads.
     per_device: bool = False
 
 
-# The values of `attention` after resolve. The code is in ops/; tests compare each op with dot_product.
+# The values of `attention` after resolve. The implementations are in ops/; tests compare each with dot_product.
 KERNELS = {
     "dot_product": Kernel(),
     "blockwise": Kernel(),
@@ -46,14 +46,14 @@ KERNELS = {
         per_device=True,
     ),
 }
-# The kernel of attention=flash, by platform.
+# The kernel of attention=flash on each platform.
 FLASH = {"cpu": "blockwise", "gpu": "cudnn_flash_jax", "tpu": "splash"}
 
 
 def choose_attention(values: Mapping[str, Any], mesh: Mapping[str, int], platform: str) -> tuple[str, list[str]]:
-    """The kernel that the key `attention` selects, and at most one message about an unsupported choice.
+    """Returns the kernel that the key `attention` selects, and at most one message about an unsupported choice.
 
-    `values` are those of a configuration with a resolved dtype. An empty `mesh` skips the checks that depend on it.
+    `values` is a configuration with a resolved dtype. An empty `mesh` skips the checks that depend on it.
     """
     asked = values["attention"]
     if asked == "autoselected" and values["max_target_length"] < FLASH_LENGTH:
@@ -71,7 +71,7 @@ def choose_attention(values: Mapping[str, Any], mesh: Mapping[str, int], platfor
 
 
 def kernel_barred(config: Any, mesh: Mapping[str, int], platform: str) -> str:
-    """Why a resolved `config` with blockwise attention cannot use the platform's kernel; "" if it can."""
+    """Returns why a resolved `config` with blockwise attention cannot use the platform's kernel; "" if it can."""
     name = FLASH[platform]
     if config["attention"] != "blockwise" or not (unmet := unsupported(KERNELS[name], config, mesh, platform)):
         return ""
@@ -79,7 +79,7 @@ def kernel_barred(config: Any, mesh: Mapping[str, int], platform: str) -> str:
 
 
 def unsupported(kernel: Kernel, values: Mapping[str, Any], mesh: Mapping[str, int], platform: str) -> list[str]:
-    """The settings that the kernel does not support, each with what it does support."""
+    """Returns the settings that the kernel does not support, each with what it does support."""
     length, head_dim, dtype = values["max_target_length"], values["head_dim"], values["dtype"]
     dropout = values["attention_dropout_rate"] if values["enable_dropout"] else 0
     soft_cap = values["attn_logits_soft_cap"]

@@ -1,14 +1,14 @@
-"""Keys of multi-head latent attention: what they say, and their checks."""
+"""Checks of the keys of multi-head latent attention."""
 
 from typing import Any
 
-FAMILIES = ("deepseek",)  # whose attention it is
+FAMILIES = ("deepseek",)  # the families with this attention
 KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 TYPE = "mla"
 
 
 def is_latent(config: Any) -> bool:
-    """Whether attention is multi-head latent attention."""
+    """Returns whether attention is multi-head latent attention."""
     return config.attention_type == TYPE
 
 
@@ -22,7 +22,7 @@ def _family(config: Any) -> str | None:
 
 def _heads(config: Any) -> str | None:
     if is_latent(config) and config.base_num_query_heads != config.base_num_kv_heads:
-        return "with attention_type=mla every head has keys and values of its own; give both the same number"
+        return "with attention_type=mla every head has its own keys and values; give both the same number"
     return None
 
 
@@ -34,7 +34,7 @@ def _even(config: Any) -> str | None:
 
 def _norm(config: Any) -> str | None:
     if is_latent(config) and config.use_qk_norm:
-        return "latents have norms; there are none of heads; leave use_qk_norm at false"
+        return "multi-head latent attention normalizes latents, not heads; leave use_qk_norm at false"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Stage 1: from a command line to a configuration, before the devices are known and without JAX."""
+"""Stage 1: turns a command line into a configuration, before the devices are known and without JAX."""
 
 import copy
 import functools
@@ -61,14 +61,14 @@ class Loaded:
 
 
 def load(argv: Sequence[str], place: str = COMMAND_LINE, environment: Mapping[str, str] | None = None) -> Loaded:
-    """The configuration of `argv`, the arguments after the module's name: stage 1.
+    """Returns the configuration of `argv`, the arguments after the module's name: stage 1.
 
     Precedence, lowest first: base.yml; maxtext.yml if it is the yml or one of its parents; the preset of model_name;
-    the parents of the user's yml; that yml; the command line and, with equal rank, `environment`, whose variables M_KEY
-    are read. `place` names the source of the words in messages.
+    the parents of the user's yml; that yml; the command line and, with equal rank, the variables M_KEY of
+    `environment`. `place` names the source of the words in messages.
 
     Raises:
-      UserError: all errors of the stage, one line each.
+      UserError: lists all errors of the stage, one line each.
       SystemExit: with code 0, after the answer to --help or --explain; see `help`.
     """
     if asked := question(argv):
@@ -114,10 +114,11 @@ def load(argv: Sequence[str], place: str = COMMAND_LINE, environment: Mapping[st
 
 
 def answer(asked: Question, load_sides: Callable[[Sequence[str]], Mapping[str, Loaded]]) -> None:
-    """Prints what is asked. The value of a key is that of each side of `load_sides`, which reads the other words.
+    """Prints the answer to a question. The value of a key is shown for each side of `load_sides`, which reads the other
+    words.
 
     Raises:
-      UserError: there is no such section or key; or the configuration has errors, after the text about the key.
+      UserError: there is no such section or key; or, after the text about the key, the configuration has errors.
     """
     if asked.section is not None:
         print(help_text(asked.section))
@@ -135,7 +136,7 @@ def answer(asked: Question, load_sides: Callable[[Sequence[str]], Mapping[str, L
 
 
 def _outgrown(schema: Schema, values: dict[str, Setting], sized: dict[str, Setting]) -> list[str]:
-    """One line for each size that is out of range after global_parameter_scale."""
+    """Returns one line for each size that is out of range after global_parameter_scale."""
     grown = {name: it for name, it in sized.items() if it.value != values[name].value}
     checked = ((name, it, schema.keys[name]) for name, it in grown.items())
     return [
@@ -148,8 +149,8 @@ def _outgrown(schema: Schema, values: dict[str, Setting], sized: dict[str, Setti
 def _other_defaults(
     yml: str, files: Sequence[YmlFile], config: Any, where: Mapping[str, str], notes: Sequence[str]
 ) -> list[str]:
-    """Notes on defaults that differ from MaxText's, if the user may expect MaxText's: with MaxText's base.yml, with a
-    preset, or with the user's own data."""
+    """Returns notes on defaults that differ from MaxText's, if the user may expect MaxText's: with MaxText's base.yml,
+    with a preset, or with the user's own data."""
     base = [file for file in files if file.is_maxtext]
     own = config.model_name != "default" or config.dataset_type in OWN_KEYS
     if not (base or notes or own):
@@ -173,7 +174,7 @@ def _how_to_use_them(yml: str, files: Sequence[YmlFile]) -> str:
 
 
 def _not_known(names: Sequence[str]) -> list[str]:
-    """One line about unknown keys in a MaxText base.yml of another version."""
+    """Returns one line about unknown keys in a MaxText base.yml of another version."""
     if not names:
         return []
     shown = f"{', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
@@ -181,7 +182,7 @@ def _not_known(names: Sequence[str]) -> list[str]:
 
 
 def _split(argv: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """The yml that the first word names, or base.yml, and the other words."""
+    """Returns the yml that the first word names, or base.yml, and the other words."""
     first = argv[0] if argv else ""
     looks_like_yml = first.endswith(YML_ENDINGS) and ("=" not in first or is_file(first))
     if looks_like_yml or ("=" not in first and not first.startswith("-") and is_file(first)):
@@ -204,7 +205,7 @@ def _command_line(reader: Reader, words: Sequence[str], place: str) -> dict[str,
 def _by_hand(
     reader: Reader, words: Sequence[str], place: str, environment: Mapping[str, str]
 ) -> tuple[dict[str, Setting], list[str]]:
-    """The settings of the command line and of the environment, and warnings about variables that name no key."""
+    """Returns the settings of the command line and of the environment, and warnings about variables without a key."""
     settings = _command_line(reader, words, place)
     texts = dict(word.partition("=")[::2] for word in words)
     found, unknown = variables(environment)
@@ -223,7 +224,7 @@ def _by_hand(
 
 
 def malformed(reader: Reader, name: str, has_value: bool, text: str) -> str | None:
-    """Why a word of a command line, NAME or NAME=TEXT, is not key=value; None if it is."""
+    """Returns why a word of a command line, NAME or NAME=TEXT, is not key=value; None if it is."""
     keys = reader.schema.keys
     bare = name.lstrip("-").replace("-", "_")
     if re.match("base_config(:|$)", bare):
@@ -253,7 +254,7 @@ def _preset(reader: Reader, model_name: Setting) -> dict[str, Setting]:
 
 
 def _changes(preset: dict[str, Setting], values: dict[str, Setting]) -> list[str]:
-    """One line for each key of the preset that the user overrides with another value."""
+    """Returns one line for each key of the preset that the user overrides with another value."""
     name = values["model_name"].value
     return [
         f"model_name={name}: {key} {to_flow(old.value)} -> {to_flow(values[key].value)} ({values[key].where})"

@@ -1,4 +1,5 @@
-"""MaxText's keys that are not in base.yml: maxtext_keys.yml, read only when such a key is given."""
+"""MaxText's keys that are not in base.yml. Their verdicts are in maxtext_keys.yml, read only when such a key is
+given."""
 
 import difflib
 import functools
@@ -15,7 +16,7 @@ from trainer.config.schema import LOADER, Key
 
 TABLE = Path(__file__).parent / "maxtext_keys.yml"
 RENAMED, NEEDLESS, NOT_YET, NEVER = "renamed", "needless", "not yet", "never"
-ANY = "any"  # every value is neutral
+ANY = "any"  # stands for: every value is neutral
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Verdict:
       kind: renamed, needless, not yet or never.
       why: for needless, why the key has no effect; otherwise what to use instead.
       neutral: the values that change nothing; None if every value is accepted.
-      to: the key of base.yml that replaces a renamed one.
+      to: for a renamed key, the key of base.yml that replaces it.
     """
 
     name: str
@@ -36,11 +37,11 @@ class Verdict:
     to: str = ""
 
     def accepts(self, read: Callable[[Key], Any]) -> bool:
-        """Whether the value that `read` returns for a key of a given type changes nothing."""
+        """Returns whether a value changes nothing. `read` returns the value for a key of a given type."""
         return self.neutral is None or any(_same(self.name, value, read) for value in self.neutral)
 
     def problem(self, given: str) -> str:
-        """The message about a value `given` that is not accepted."""
+        """Returns the message about a value `given` that is not accepted."""
         if self.kind == RENAMED:
             return f"{self.why}; write {self.to}={given}"
         allowed = shortened(" or ".join(to_flow(value) for value in self.neutral or ()))
@@ -58,13 +59,13 @@ class Accepted:
 
 
 def find(name: str) -> Verdict | None:
-    """The verdict on MaxText's key `name`; None if MaxText has no such key, or base.yml has it."""
+    """Returns the verdict on MaxText's key `name`; None if MaxText has no such key, or base.yml has it."""
     return verdicts().get(name)
 
 
 @functools.cache
 def verdicts() -> Mapping[str, Verdict]:
-    """All verdicts by name."""
+    """Returns all verdicts by name."""
     found = {}
     for group in table()["groups"]:
         kind, why, to = group["verdict"], group["why"], group.get("to", "")
@@ -76,8 +77,10 @@ def verdicts() -> Mapping[str, Verdict]:
 
 
 def former_defaults(name: str, present: Iterable[str]) -> list[Any] | None:
-    """Earlier default values of `name` in the version of MaxText's base.yml that has the keys `present`, other than its
-    neutral values and those of maxtext.yml; None for a key without such values."""
+    """Returns earlier default values of `name` in the version of MaxText's base.yml that has the keys `present`.
+
+    Leaves out its neutral values and the values in maxtext.yml. Returns None for a key without earlier values.
+    """
     given, rows = set(present), table()["earlier"].get(name)
     if rows is None:
         return None
@@ -85,13 +88,14 @@ def former_defaults(name: str, present: Iterable[str]) -> list[Any] | None:
 
 
 def is_base(names: Iterable[str]) -> bool:
-    """Whether a file with the keys `names` is a version of MaxText's base.yml, whose values count as defaults."""
+    """Returns whether a file with the keys `names` is a version of MaxText's base.yml, whose values count as
+    defaults."""
     given, base = set(names), table()["base"]
     return len(given.intersection(base["gives"])) >= 0.8 * len(base["gives"]) and given.isdisjoint(base["lacks"])
 
 
 def nearest_name(word: str) -> str | None:
-    """The MaxText key that `word` is a part of, is similar to, or is a prefix of."""
+    """Returns the MaxText key that contains `word`, is similar to it, or starts with it."""
     names = list(verdicts())
     parts = [name for name in names if name.rpartition(".")[2] == word]
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.85)
@@ -100,12 +104,12 @@ def nearest_name(word: str) -> str | None:
 
 
 def is_prefix(name: str) -> bool:
-    """Whether MaxText has keys `name.something`."""
+    """Returns whether MaxText has keys `name.something`."""
     return name in _prefixes()
 
 
 def notes_of(accepted: Sequence[Accepted]) -> list[str]:
-    """Notes on accepted keys: one line for those at neutral values, and one for each reason."""
+    """Returns notes on accepted keys: one line for keys at neutral values, and one line for each reason."""
     lines = []
     neutral = {it.verdict.name: it.given for it in accepted if it.verdict.neutral is not None}
     if neutral:
@@ -120,7 +124,7 @@ def notes_of(accepted: Sequence[Accepted]) -> list[str]:
 
 
 def same_as_any(name: str, values: Iterable[Any], read: Callable[[Key], Any]) -> bool:
-    """Whether the value that `read` returns is one of `values`."""
+    """Returns whether the value that `read` returns is one of `values`."""
     return any(_same(name, value, read) for value in values)
 
 
@@ -140,12 +144,12 @@ def _prefixes() -> frozenset[str]:
 
 @functools.cache
 def table() -> dict[str, Any]:
-    """The file, see its first lines."""
+    """Returns the content of the file; its first lines describe it."""
     return yaml.load(TABLE.read_text(encoding="utf-8"), Loader=LOADER)
 
 
 def _same(name: str, value: Any, read: Callable[[Key], Any]) -> bool:
-    """Whether `read` returns `value`; MaxText reads none as no value for every key, and 1 as 1.0."""
+    """Returns whether `read` returns `value`. MaxText reads none as no value for every key, and 1 as 1.0."""
     kind = str if value is None else float if type(value) is int else type(value)
     key = Key(name, value, kind, item=object if kind is list else None, optional=kind is str)
     try:

@@ -1,4 +1,4 @@
-"""Recognition of MaxText's base.yml, and the defaults that differ from it."""
+"""Recognizes MaxText's base.yml, and lists the defaults that differ from it."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from trainer.config.files import MAXTEXT_YML, Entry, read_file
 from trainer.config.schema import Schema, schema
 from trainer.config.values import read_node
 
-# Tables of the mesh and of shardings, which are not read as keys.
+# Tables of the mesh and of shardings. They are not read as keys.
 TABLES = ("logical_axis_rules", "mesh_axes", "data_sharding", "input_data_sharding_logical_axes")
 _NOTED = (
     "Model",
@@ -24,7 +24,7 @@ _NOT_NOTED = ("prompt", "decode_sampling_temperature")
 
 @functools.cache
 def defaults() -> Mapping[str, Any]:
-    """MaxText's defaults for the keys of base.yml that have another default there: maxtext.yml."""
+    """Returns MaxText's defaults for the keys of base.yml whose default differs: maxtext.yml."""
     entries, problem, _ = read_file(MAXTEXT_YML)
     assert problem is None, problem
     keys = schema().keys
@@ -32,7 +32,7 @@ def defaults() -> Mapping[str, Any]:
 
 
 def changed_entries(entries: Sequence[Entry], schema: Schema) -> tuple[list[Entry], list[str]]:
-    """The entries of a MaxText base.yml that the user changed, and the names of unknown ones."""
+    """Returns the entries of a MaxText base.yml that the user changed, and the names of unknown ones."""
     present = [entry.name for entry in entries]
     changed, unknown = [], []
     for entry in entries:
@@ -51,14 +51,14 @@ def changed_entries(entries: Sequence[Entry], schema: Schema) -> tuple[list[Entr
 
 
 def tables(entries: Sequence[Entry]) -> str:
-    """The part of a note about the tables in a MaxText base.yml."""
+    """Returns the part of a note about the tables in a MaxText base.yml."""
     names = [entry.name for entry in entries if entry.name in TABLES]
     return f"; its {', '.join(names)} {'is' if len(names) == 1 else 'are'} ignored" if names else ""
 
 
 def differing(values: Mapping[str, Any], unset: Sequence[str]) -> list[str]:
-    """A line for each section of base.yml that affects training, with `key=ours (MaxText's)` for each of the keys
-    `unset` whose default differs from MaxText's."""
+    """Returns a line for each section of base.yml that affects training, with `key=ours (MaxText's)` for each of the
+    keys `unset` whose default differs from MaxText's."""
     keys = schema().keys
     sections: dict[str, list[str]] = {}
     for name, theirs in defaults().items():

@@ -1,4 +1,4 @@
-"""A command of MaxText's, as it is pasted from a shell or a script, in its parts."""
+"""Parses a MaxText command, as pasted from a shell or a script."""
 
 import re
 import shlex
@@ -23,8 +23,8 @@ class Command(NamedTuple):
 
     Attributes:
       module: as written, such as `maxtext.trainers.pre_train.train`; "" if the command names none.
-      environment: the assignments before the command, also those of `export`, that no word of it uses.
-      yml: the file that the first word names; "" without one.
+      environment: the assignments before the command, including `export`, that none of its words uses.
+      yml: the file that the first word names; "" if there is none.
       words: the other words, usually key=value.
     """
 
@@ -35,7 +35,7 @@ class Command(NamedTuple):
 
 
 def parse(arguments: Sequence[str]) -> Command:
-    """The command in `arguments`: one argument is text as a shell reads it, several are its words.
+    """Returns the command in `arguments`. A single argument is text that a shell would read; several are its words.
 
     Raises:
       UserError: there is no command, or its quotes do not match.
@@ -50,7 +50,7 @@ def parse(arguments: Sequence[str]) -> Command:
         environment |= dict(word.partition("=")[::2] for word in begin)
         if module or part is parts[-1]:
             break
-    # A command in quotes within another, as in `xpk workload create --command "python3 -m maxtext..."`.
+    # A quoted command within another, as in `xpk workload create --command "python3 -m maxtext..."`.
     inner = next((word for word in part if " " in word and re.search(r"python\S* +(-m )?\S*maxtext", word, re.I)), None)
     if not module and inner:
         return parse([inner])
@@ -60,7 +60,7 @@ def parse(arguments: Sequence[str]) -> Command:
 
 
 def as_text(words: Sequence[str]) -> str:
-    """`words` as a shell reads them, on one line or, if that is long, on several."""
+    """Returns `words` as a shell reads them, on one line or, if that is long, on several lines."""
     lines = [""]
     for word in map(_quoted, words):
         if lines[-1].strip() and len(lines[-1]) + len(word) > _WIDTH:
@@ -70,12 +70,12 @@ def as_text(words: Sequence[str]) -> str:
 
 
 def has_variable(text: str) -> bool:
-    """Whether a shell replaces a part of `text`, so that its value is not known here."""
+    """Returns whether a shell would replace a part of `text`, so that its value is not known here."""
     return bool(re.search(r"\$[A-Za-z_{(]|`", text))
 
 
 def _shell_words(text: str) -> list[str]:
-    # Substitutions may hold spaces, quotes and operators: they are held out while the words are split.
+    # Substitutions may contain spaces, quotes and operators. They are taken out while the words are split.
     held: list[str] = []
 
     def hold(found: re.Match[str]) -> str:
@@ -96,12 +96,12 @@ def _shell_words(text: str) -> list[str]:
     for i in range(len(words)):
         while found := _HELD.search(words[i]):
             words[i] = words[i].replace(found.group(), held[int(found.group(1))])
-    # What is left of a line's end that was pasted as a backslash and a space is in front of the next word.
+    # A line break that was pasted as a backslash and a space leaves white space in front of the next word.
     return [word.lstrip() for word in words if word.strip()]
 
 
 def _parts(words: Sequence[str]) -> list[list[str]]:
-    """The commands between operators, without redirections and what shows a prompt."""
+    """Returns the commands between operators, without redirections and shell prompts."""
     parts: list[list[str]] = [[]]
     skip = False
     for word in words:
@@ -117,7 +117,7 @@ def _parts(words: Sequence[str]) -> list[list[str]]:
 
 
 def _at_module(part: Sequence[str]) -> tuple[list[str], str, list[str]]:
-    """The assignments that a command begins with, its module, and the words after that."""
+    """Returns the assignments before a command, its module, and the words after the module."""
     for i, word in enumerate(part):
         script = word.endswith(".py") and "=" not in word
         if (word == "-m" and i + 1 < len(part)) or script:
@@ -137,7 +137,7 @@ def _of_environment(word: str) -> bool:
 
 
 def _expanded(environment: dict[str, str], words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """`words` with the values of assigned variables, and the other variables."""
+    """Returns `words` with assigned variables replaced by their values, and the other variables."""
     used: set[str] = set()
 
     def value(found: re.Match[str]) -> str:

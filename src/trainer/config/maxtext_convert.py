@@ -1,6 +1,6 @@
-"""What this trainer does with a command of MaxText's: its own command, and a verdict for each key.
+"""Converts a MaxText command to this trainer's command, with a verdict for each key.
 
-The verdicts are those that `load` gives for the same words: each key is read by the same `Reader`.
+`load` gives the same verdicts for the same words, because each key is read by the same `Reader`.
 """
 
 import fnmatch
@@ -23,10 +23,10 @@ from trainer.config.values import read_text
 
 SAME, DIFFERS, UNKNOWN = "same", "differs", "unknown"
 NO_EFFECT, REFUSED = "no effect", "refused"
-# The order in which verdicts are shown: first what needs attention.
+# The order in which verdicts are shown: what needs attention comes first.
 KINDS = (UNKNOWN, REFUSED, maxtext.NOT_YET, maxtext.NEVER, maxtext.RENAMED, DIFFERS, maxtext.NEEDLESS, NO_EFFECT, SAME)
 TRAIN, COMPILE = "trainer.train", "trainer.train_compile"
-# Keys whose value decides what other keys may be: if it is a variable of a shell, it cannot be checked.
+# Keys whose value restricts other keys. If the value is a shell variable, it cannot be checked.
 _DECIDING = ("model_name", "compile_topology", "decoder_block", "dataset_type")
 
 
@@ -37,8 +37,8 @@ class Row(NamedTuple):
       given: as written: KEY=VALUE or M_KEY=VALUE.
       kind: one of `KINDS`.
       text: the reason, or what differs.
-      word: what to write in its place; "" to leave it out.
-      problem: the line with which `load` refuses it; "" if it does not.
+      word: what to write instead; "" to leave it out.
+      problem: the message with which `load` refuses the key; "" if it accepts it.
     """
 
     given: str
@@ -49,7 +49,7 @@ class Row(NamedTuple):
 
 
 class Program(NamedTuple):
-    """How one of MaxText's programs is handled: what runs in its place, or else `why` nothing does."""
+    """How one of MaxText's programs is handled: what runs instead, or `why` nothing does."""
 
     runs: str
     why: str
@@ -59,9 +59,9 @@ class Conversion(NamedTuple):
     """A converted command.
 
     Attributes:
-      words: our command, after the variables of its environment.
+      words: the words of our command, after the variables of its environment.
       rows: the verdicts, in the order of the command.
-      problems: what stops the command and is not the problem of one row.
+      problems: problems of the whole command, not of one row.
       notes: what `trainer.train` says about the command at its start, without its verdicts.
     """
 
@@ -72,12 +72,12 @@ class Conversion(NamedTuple):
 
     @property
     def runs(self) -> bool:
-        """Whether the configuration of the command loads."""
+        """Whether the configuration of the command can be loaded."""
         return not self.problems and not any(row.problem for row in self.rows)
 
 
 def program(module: str) -> Program | None:
-    """How MaxText's program `module` is handled; None if there is no such program. "" is its training."""
+    """Returns how MaxText's program `module` is handled; None if there is no such program. "" is training."""
     last = re.split(r"[./]", module)[-1] or "train"
     if has_variable(last):  # MaxText's scripts choose between train and train_compile
         last = "train"
@@ -88,18 +88,18 @@ def program(module: str) -> Program | None:
 
 
 def programs() -> list[str]:
-    """The last parts of the names of all programs that have a verdict."""
+    """Returns the last part of the name of every program that has a verdict."""
     return [name for row in maxtext.table()["modules"] for name in row["names"]]
 
 
 def fill(template: str, command: Command) -> tuple[list[str], list[str], list[str]]:
-    """The command `template` with the values of MaxText's keys.
+    """Fills the values of MaxText's keys into the command `template`.
 
     Returns:
-      Its words; the keys that it lacks, in capitals in their place; and the words that it does not use.
+      The words of the command; the keys that it lacks, whose places hold their names in capitals; the unused words.
     """
     given = {name.lstrip("-"): text for name, _, text in (word.partition("=") for word in command.words)}
-    # Options of MaxText's tools have their values in the next word, too.
+    # MaxText's tools also take options whose value is the next word.
     given |= {name[2:]: text for name, text in itertools.pairwise(command.words) if re.fullmatch(r"--\w+", name)}
     names = re.findall(r"{(\w+)}", template)
     words = [
@@ -112,7 +112,7 @@ def fill(template: str, command: Command) -> tuple[list[str], list[str], list[st
 
 
 def convert(command: Command, runs: str) -> Conversion:
-    """Our command for `command`, which our program `runs` takes over."""
+    """Returns our command for `command`, which our program `runs` replaces."""
     environment, unknown = variables(command.environment)
     kept = [f"{name}={text}" for name, text in command.environment.items() if not name.startswith(PREFIX)]
     rows = [_verdict(name, text, f"{variable}={text}", variable) for name, (variable, text) in environment.items()]
@@ -129,7 +129,7 @@ def convert(command: Command, runs: str) -> Conversion:
     notes: list[str] = []
     loaded: Loaded | None = None
     try:
-        # Under the name that was given, `load` tells how MaxText's defaults differ.
+        # Under the name that was given, `load` reports how MaxText's defaults differ.
         first = command.yml if is_maxtexts_base(command.yml) else yml
         found = dict(word.partition("=")[::2] for word in assigned if _is_known(word))
         loaded = load([first, *checked], environment=found)
@@ -147,13 +147,13 @@ def convert(command: Command, runs: str) -> Conversion:
 
 
 def by_kind(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """The rows of each kind, in the order of `KINDS`."""
+    """Returns the rows of each kind, in the order of `KINDS`."""
     found = {kind: [row for row in rows if row.kind == kind] for kind in KINDS}
     return {kind: those for kind, those in found.items() if those}
 
 
 def _verdict(name: str, text: str, given: str, variable: str = "") -> Row:
-    """The verdict on the word `given`, or on the key `name` that is given as a variable of the environment."""
+    """Returns the verdict on the word `given`, or on the key `name` that is given as an environment variable."""
     reader, where = Reader(schema()), f"{ENVIRONMENT}{variable}" if variable else COMMAND_LINE
     shape = malformed(reader, name, "=" in given, text)
     if shape and name.lstrip("-").replace("-", "_") in schema().keys and "=" in given:
@@ -182,7 +182,7 @@ def _verdict(name: str, text: str, given: str, variable: str = "") -> Row:
 
 
 def _meaning(name: str, text: str) -> str:
-    """What differs from MaxText in the key's meaning; "" for nothing."""
+    """Returns what differs from MaxText in the key's meaning; "" if nothing differs."""
     if _is_text(name) and text.lower() in ("none", "null", "~"):
         return f"the text {text}; MaxText reads it as no value: leave the key out"
     for pattern, meaning in maxtext.table()["meanings"].items():
@@ -192,7 +192,7 @@ def _meaning(name: str, text: str) -> str:
 
 
 def _refused(row: Row, problems: Sequence[str]) -> Row:
-    """`row`, with the first of the `problems` of the whole configuration that is about its key."""
+    """Returns `row` with the first problem of the whole configuration, out of `problems`, that is about its key."""
     if row.problem or not row.word:
         return row
     name = row.word.partition("=")[0]
@@ -205,7 +205,7 @@ def _refused(row: Row, problems: Sequence[str]) -> Row:
 
 
 def _with_effect(row: Row, loaded: Loaded) -> Row:
-    """`row`, or a row that says why a key has no effect in this configuration."""
+    """Returns `row`, or a row that says why a key has no effect in this configuration."""
     name = row.word.partition("=")[0]
     reason = no_effect_of(loaded.config, name) if row.kind in (SAME, DIFFERS) and name in loaded.changed else None
     return row._replace(kind=NO_EFFECT, text=reason) if reason else row
@@ -226,5 +226,5 @@ def _is_text(name: str) -> bool:
 
 
 def unchecked(words: Sequence[str]) -> list[str]:
-    """The settings whose values are variables of a shell, so that they were not checked."""
+    """Returns the settings that were not checked because their values are shell variables."""
     return [word for word in words if word.partition("=")[0] in schema().keys and not _is_known(word)]

@@ -10,9 +10,10 @@ from trainer.config.words import counted
 
 
 def fill_mesh(values: dict[str, Any], device_count: int, num_slices: int | None) -> list[str]:
-    """Sets each axis of size -1 in `values` to the remaining size, within a slice and over slices; returns errors.
+    """Sets each axis of size -1 in `values` to the remaining size, within a slice and across slices. Returns errors.
 
-    `num_slices` is None for devices without slices, such as CPUs: then their number follows from the sizes over slices.
+    `num_slices` is None for devices without slices, such as CPUs. Their number then follows from the sizes across
+    slices.
     """
     if missing := _unbuilt(values):
         return missing
@@ -31,7 +32,7 @@ def fill_mesh(values: dict[str, Any], device_count: int, num_slices: int | None)
 
 
 def _unbuilt(values: Mapping[str, Any]) -> list[str]:
-    """One line for each axis that nothing uses yet, in case the configuration was changed after stage 1."""
+    """Returns one line for each axis that nothing uses yet, in case the configuration was changed after stage 1."""
     return [
         Unbuilt(f"{keys[axis]}={values[keys[axis]]}: {reason}; leave it at 1")
         for axis, reason in UNUSED_AXES.items()
@@ -41,7 +42,7 @@ def _unbuilt(values: Mapping[str, Any]) -> list[str]:
 
 
 def _fill(values: dict[str, Any], keys: Mapping[str, str], count: int, what: str) -> list[str]:
-    """`keys` maps axes to keys. The product of their sizes must be `count`, which `what` describes."""
+    """Fills in -1 such that the product of the sizes is `count`, which `what` describes. `keys` maps axes to keys."""
     sizes = _sizes(values, keys)
     known = math.prod(size for size in sizes.values() if size != -1)
     left_over = [axis for axis, size in sizes.items() if size == -1]
@@ -64,16 +65,16 @@ def _sizes(values: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, int]
 
 
 def _product(sizes: Mapping[str, int]) -> str:
-    """`data 2 x fsdp 3 = 6`, without axes of size 1 or -1."""
+    """Returns for example `data 2 x fsdp 3 = 6`, without axes of size 1 or -1."""
     shown = {axis: size for axis, size in sizes.items() if size not in (1, -1)}
     factors = " x ".join(f"{axis} {size}" for axis, size in shown.items()) or "all axes 1"
     return f"{factors} = {math.prod(shown.values())}" if len(shown) > 1 else factors
 
 
 def _nearest_mesh(sizes: Mapping[str, int], count: int) -> dict[str, int]:
-    """The mesh of `count` devices whose sizes have the smallest ratios to the given ones; -1 matches any size.
+    """Returns the mesh of `count` devices whose sizes have the smallest ratios to the given ones. -1 matches any size.
 
-    Axes of size 1 other than data and fsdp keep it.
+    Axes of size 1 other than data and fsdp keep size 1.
     """
     free = [axis for axis, size in sizes.items() if axis in ("data", "fsdp") or (size != 1 and axis not in UNUSED_AXES)]
     asked = [sizes[axis] for axis in free]

@@ -1,4 +1,4 @@
-"""Which keys each optimizer reads, and what it keeps. `optim/registry.py` has the optimizers."""
+"""The keys that each optimizer reads, and the size of its state. `optim/registry.py` has the optimizers."""
 
 import math
 import re
@@ -9,18 +9,18 @@ _ADAM = ("adam_b1", "adam_b2", "adam_eps", "adam_eps_root", "adam_weight_decay",
 
 
 class Traits(NamedTuple):
-    """What the rest of the program knows of an optimizer."""
+    """What the rest of the program knows about an optimizer."""
 
-    # It is given these keys alone, so that an entry that lacks a key fails in its first test.
+    # The optimizer gets only these keys, so that an entry that lacks a key fails in its first test.
     reads: tuple[str, ...]
-    # How many moments in `weight_dtype` every trained parameter has. Adafactor's sums over rows and columns do not
+    # The number of moments in `weight_dtype` that every trained parameter has. Adafactor's row and column sums do not
     # count, nor does a second moment that only some parameters have.
     full: int = 0
-    # The coefficient of the moment in `mu_dtype`, which does not exist if it is 0; None if it always exists.
+    # The coefficient of the moment in `mu_dtype`. There is no moment if it is 0. None: there always is a moment.
     momentum: str | None = None
 
 
-# Every optimizer that reads `mu_dtype` has a first moment in it.
+# Every optimizer that reads `mu_dtype` stores its first moment in that dtype.
 TRAITS: dict[str, Traits] = {
     "adamw": Traits((*_ADAM, "mu_dtype"), full=1),
     "nadamw": Traits((*_ADAM, "mu_dtype"), full=1),
@@ -51,24 +51,24 @@ TRAITS: dict[str, Traits] = {
         momentum="adafactor_momentum",
     ),
 }
-# The keys that some optimizer reads.
+# The keys that at least one optimizer reads.
 KEYS = tuple(dict.fromkeys(key for traits in TRAITS.values() for key in traits.reads))
 
 
 def has_first_moment(config: Any) -> bool:
-    """Whether the configured optimizer keeps an array in `mu_dtype` for each parameter that it updates."""
+    """Returns whether the configured optimizer has an array in `mu_dtype` for each parameter that it updates."""
     traits = TRAITS[config["opt_type"]]
     return "mu_dtype" in traits.reads and (traits.momentum is None or config[traits.momentum] > 0)
 
 
 def moment_bytes(config: Any, bytes_of: dict[str, int]) -> int:
-    """The least bytes of optimizer state that any trained parameter takes, from `bytes_of` each dtype."""
+    """Returns a lower bound on the bytes of optimizer state per trained parameter. `bytes_of` maps dtypes to bytes."""
     first = bytes_of[config["mu_dtype"]] if has_first_moment(config) else 0
     return first + TRAITS[config["opt_type"]].full * bytes_of[config["weight_dtype"]]
 
 
 def groups_of(value: Sequence[str]) -> list[tuple[str, float]]:
-    """The patterns of `learning_rate_groups` and their factors.
+    """Returns the patterns of `learning_rate_groups` with their factors.
 
     Raises:
       ValueError: an item is not pattern=factor, with a regular expression and a number above 0.

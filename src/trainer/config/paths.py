@@ -1,4 +1,4 @@
-"""Paths as users write them: invalid ones are reported before a system call fails."""
+"""Paths as users write them. Invalid paths are reported before a system call fails."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ MAX_NAME, MAX_PATH = 255, 4095  # bytes, on Linux
 
 
 def path_problem(text: str) -> str | None:
-    """Why `text` cannot be a local path, or None."""
+    """Returns why `text` cannot be a local path, or None."""
     try:
         path = os.fsencode(Path(text).expanduser())
     except RuntimeError:
@@ -27,13 +27,13 @@ def path_problem(text: str) -> str | None:
 
 
 def local_path(text: str, what: str = "") -> Path:
-    """The path of `text`, with `~` expanded.
+    """Returns the path of `text`, with `~` expanded.
 
     Args:
       what: the beginning of the message, such as `tokenizer_path=`.
 
     Raises:
-      UserError: it is invalid; see `path_problem`.
+      UserError: the path is invalid; see `path_problem`.
     """
     if problem := path_problem(text):
         raise UserError(f"{what}{shortened(text)}: {problem}")
@@ -41,5 +41,5 @@ def local_path(text: str, what: str = "") -> Path:
 
 
 def is_file(text: str) -> bool:
-    """Whether `text` is the path of a file."""
+    """Returns whether `text` is the path of a file."""
     return path_problem(text) is None and Path(text).is_file()

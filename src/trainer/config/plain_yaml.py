@@ -1,4 +1,4 @@
-"""YAML within limits: a small untrusted text cannot expand to a large value.
+"""Reads YAML within limits: a small untrusted text cannot expand to a large value.
 
 All YAML from users and folders is read here. Exceeding a limit raises `Limit`, a `yaml.YAMLError` like a syntax error.
 """
@@ -23,7 +23,7 @@ class Limit(yaml.MarkedYAMLError):
 
 
 def read_text(path: Path) -> str:
-    """The text of a file of keys.
+    """Returns the text of a file of keys.
 
     Raises:
       OSError: it cannot be read.
@@ -39,7 +39,7 @@ def read_text(path: Path) -> str:
 
 
 def compose(text: str) -> yaml.Node | None:
-    """The root node of `text`; None if it is empty. Does not expand merge keys (`<<`); see `flatten`.
+    """Returns the root node of `text`; None if it is empty. Does not expand merge keys (`<<`); see `flatten`.
 
     Raises:
       yaml.YAMLError: it is not YAML, or exceeds a limit.
@@ -56,10 +56,10 @@ def flatten(node: yaml.MappingNode) -> None:
 
 
 def construct(node: yaml.Node) -> Any:
-    """`node`, from `compose`, as null, true, false, numbers, text, lists and dicts.
+    """Returns `node`, from `compose`, as null, true, false, numbers, text, lists and dicts.
 
     Raises:
-      ValueError: another tag, such as a date, or a value that its tag does not fit.
+      ValueError: a node has another tag, such as a date, or a value that does not fit its tag.
     """
     for child in _walk(node):
         if child.tag not in _PLAIN_TAGS or (isinstance(child, yaml.ScalarNode) and not _fits(child)):
@@ -76,27 +76,27 @@ def check_tag(node: yaml.Node) -> None:
     """Checks that `node` may be read from its text or its children.
 
     Raises:
-      ValueError: it has an explicit tag outside plain YAML, such as !!binary. An implicit tag is allowed, such as that
-        of the timestamp 2001-01-01.
+      ValueError: it has an explicit tag outside plain YAML, such as !!binary. An implicit tag is allowed, for example
+        the timestamp tag of 2001-01-01.
     """
     if node.tag not in _PLAIN_TAGS and not (isinstance(node, yaml.ScalarNode) and _fits(node)):
         raise _not_plain(node)
 
 
 def reason(error: yaml.YAMLError) -> str:
-    """What is wrong, on one line, without the position."""
+    """Returns the problem on one line, without the position."""
     return getattr(error, "problem", None) or " ".join(str(error).split())
 
 
 def describe(error: yaml.YAMLError, where: str) -> str:
-    """A message: the file `where`, the line if it is known, and what is wrong."""
+    """Returns a message: the file `where`, the line if it is known, and the problem."""
     mark = getattr(error, "problem_mark", None)
     line = f":{mark.line + 1}" if mark else ""
     return f"{where}{line}: {'' if isinstance(error, Limit) else 'not YAML: '}{reason(error)}"
 
 
 def repeated_keys(node: yaml.MappingNode) -> dict[str, list[int]]:
-    """The lines of each key that `node` gives more than once. Call it before `flatten`."""
+    """Returns the lines of each key that `node` gives more than once. Call it before `flatten`."""
     lines: dict[str, list[int]] = {}
     for key, _ in node.value:
         if isinstance(key, yaml.ScalarNode):
@@ -106,7 +106,7 @@ def repeated_keys(node: yaml.MappingNode) -> dict[str, list[int]]:
 
 def _check_limits(text: str) -> None:
     """Computes the size and depth of the composed document from the parser's events, without building it."""
-    anchors: dict[str | None, tuple[int, int] | None] = {}  # (length, depth) of each; None while it is open
+    anchors: dict[str | None, tuple[int, int] | None] = {}  # (length, depth) of each anchor; None while it is open
     open_nodes: list[tuple[str | None, int, int]] = []  # (anchor, length so far, depth so far)
 
     def add(length: int, depth: int, mark: Any) -> None:
@@ -138,7 +138,7 @@ def _check_limits(text: str) -> None:
                 anchors[event.anchor] = len(event.value) + 1, 1
             add(len(event.value) + 1, 1, mark)
         elif isinstance(event, yaml.AliasEvent):
-            # The composer reports an alias without an anchor.
+            # The composer reports an alias that has no anchor.
             size = anchors.get(event.anchor, (0, 0))
             if size is None:
                 raise _limit(f"the alias *{event.anchor} is inside its own anchor", mark)
@@ -166,7 +166,7 @@ def _walk(node: yaml.Node) -> Iterator[yaml.Node]:
 
 
 def _fits(node: yaml.ScalarNode) -> bool:
-    """Whether a scalar has the type that its text implies: `!!int x` and `!!bool 3` do not."""
+    """Returns whether a scalar has the type that its text implies: `!!int x` and `!!bool 3` do not."""
     if node.tag == f"{_TAG}str":
         return True
     return not node.style and yaml.SafeLoader("").resolve(yaml.ScalarNode, node.value, (True, False)) == node.tag

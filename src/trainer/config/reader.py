@@ -1,4 +1,4 @@
-"""Reads command-line words and file entries into settings by the schema, and collects all errors."""
+"""Reads command-line words and file entries into settings according to the schema, and collects all errors."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -25,17 +25,18 @@ class Setting:
 
 @dataclass
 class Reader:
-    """Reads settings by the schema; collects errors, and the keys whose values could not be read (`broken`)."""
+    """Reads settings according to the schema. Collects errors, and the keys whose values could not be read
+    (`broken`)."""
 
     schema: Schema
     mistakes: list[str] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
-    accepted: list[maxtext.Accepted] = field(default_factory=list)  # MaxText's keys without effect
+    accepted: list[maxtext.Accepted] = field(default_factory=list)  # MaxText's keys that have no effect
     unknown: list[str] = field(default_factory=list)  # unknown keys of a MaxText base.yml
     _suggested: int = 0
 
     def nearest_key(self, name: str) -> str:
-        """See `nearest`. Each search takes milliseconds, so there are only as many as messages fit on a screen."""
+        """See `nearest`. A search takes milliseconds, so only as many are made as messages fit on a screen."""
         self._suggested += 1
         if self._suggested > SCREEN_LINES:
             return ""
@@ -45,7 +46,7 @@ class Reader:
         return f"; nearest: {theirs} (of MaxText)" if theirs and (prefix or not ours) else ours
 
     def setting(self, name: str, given: str, where: str, read: Callable[[Key], Any]) -> dict[str, Setting]:
-        """{name: setting}, or {} after an error."""
+        """Returns {name: setting}, or {} after an error."""
         shown = f"{shortened(name)}={shortened(given)} ({where})"
         key = self.schema.keys.get(name)
         if key is None:
@@ -68,12 +69,12 @@ class Reader:
         return {name: Setting(value, where)}
 
     def entry(self, entry: Entry) -> dict[str, Setting]:
-        """The setting of one entry of a file."""
+        """Returns the setting of one entry of a file."""
         return self.setting(entry.name, entry.given, entry.where, functools.partial(read_node, node=entry.node))
 
     def file(self, file: YmlFile) -> dict[str, Setting]:
-        """The settings of a file. For a root file, only those that differ from the file that it copies, the packaged
-        base.yml or MaxText's."""
+        """Returns the settings of a file. For a root file, returns only those that differ from the file that it copies,
+        the packaged base.yml or MaxText's."""
         settings: dict[str, Setting] = {}
         entries: Sequence[Entry] = file.entries
         if file.is_maxtext:
@@ -100,7 +101,7 @@ class Reader:
 
 
 def merge(below: dict[str, Setting], above: dict[str, Setting]) -> dict[str, Setting]:
-    """`below` overridden by `above`; rules are overridden by name."""
+    """Returns `below` overridden by `above`. logical_axis_rules are overridden by name."""
     merged = below | above
     if _RULES in below and _RULES in above:
         rules = merge_rules(below[_RULES].value, above[_RULES].value)

@@ -1,4 +1,4 @@
-"""Stage 2: fills in values that depend on the devices, and checks those that depend on the mesh."""
+"""Stage 2: fills in values that depend on the devices, and checks values that depend on the mesh."""
 
 import math
 from collections.abc import Mapping
@@ -19,12 +19,12 @@ from trainer.config.vocab_tiles import choose_tiles
 def resolve(
     config: Any, *, device_count: int, platform: str, num_slices: int | None = None
 ) -> ml_collections.FrozenConfigDict:
-    """The frozen configuration for `device_count` devices of `platform` (cpu, gpu or tpu).
+    """Returns the frozen configuration for `device_count` devices of `platform` (cpu, gpu or tpu).
 
     `num_slices`: the number of slices; None for devices without slices (see `mesh_sizes.fill_mesh`).
 
     Raises:
-      UserError: all errors of the stage, one line each.
+      UserError: lists all errors of the stage, one line each.
     """
     values = {name: frozen(value) for name, value in config.items()}
     _fill(values, platform)
@@ -51,7 +51,7 @@ def _other_hardware(hardware: str, platform: str) -> list[str]:
 
 
 def frozen(value: Any) -> Any:
-    """Lists as tuples, so that resolving a configuration again gives an equal one."""
+    """Returns lists as tuples, so that resolving a configuration again gives an equal one."""
     return tuple(frozen(item) for item in value) if isinstance(value, list | tuple) else value
 
 
@@ -72,7 +72,7 @@ def _fill(values: dict[str, Any], platform: str) -> None:
 
 
 def _indivisible(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str]:
-    """One line for each length that is not divisible by the mesh axes of its rules."""
+    """Returns one line for each length that is not divisible by the mesh axes of its rules."""
     found: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     rules = make_rules(values["logical_axis_rules"])
     tensors = tensors_of(values)
@@ -97,11 +97,11 @@ def _indivisible(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str
 
 
 def _uneven_rows(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str]:
-    """One line for each batch size that does not give every shard of the batch the same whole number of rows."""
+    """Returns one line for each batch size that does not give all shards of the batch the same whole number of rows."""
     keys = ["per_device_batch_size"]
     if values["eval_interval"] > 0 and values["eval_per_device_batch_size"] != values["per_device_batch_size"]:
         keys.append("eval_per_device_batch_size")
-    # An island's rows are sharded by the rule.
+    # The rows of an island are sharded by the rule.
     axes = ("diloco", *make_rules(values["logical_axis_rules"])["activation_batch"])
     devices, parts = math.prod(mesh.values()), _product(mesh, axes)
     lines = []
@@ -119,7 +119,7 @@ def _uneven_rows(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str
 
 
 def _split(mesh: Mapping[str, int], axes: tuple[str, ...], names: list[str]) -> str:
-    """How a rule shards a length, in words: `fsdp 4 x tensor 2 = 8 by the rule of embed`."""
+    """Returns how a rule shards a length, in words: `fsdp 4 x tensor 2 = 8 by the rule of embed`."""
     splitting = [axis for axis in axes if mesh[axis] > 1]
     product = " x ".join(f"{axis} {mesh[axis]}" for axis in splitting) or "no mesh axis above 1"
     total = f" = {_product(mesh, axes)}" if len(splitting) > 1 else ""

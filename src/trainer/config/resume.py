@@ -1,4 +1,4 @@
-"""Which keys may differ between a checkpoint and the command that resumes from it."""
+"""The keys that may differ between a checkpoint and the command that resumes from it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,8 +15,8 @@ from trainer.config.schema import schema
 from trainer.config.tiles import KEYS as TILES
 from trainer.config.vocab_tiles import KEY as TILES_OF_THE_LOSS
 
-# How the program is sharded and where it runs. These affect the training result only by the order of sums
-# and, for `num_vocab_tiling` in bfloat16, by the rounding of the head's gradient.
+# How the program is sharded and where it runs. These keys affect the training result only by the order of sums and, for
+# `num_vocab_tiling` in bfloat16, by the rounding of the head's gradient.
 LAYOUT = (
     *FLAGS,
     *ICI.values(),
@@ -35,10 +35,10 @@ LAYOUT = (
 )
 # The same global batch may be split differently.
 BATCH = ("per_device_batch_size", "gradient_accumulation_steps")
-# The length of the run; the schedule follows it if it is not given.
+# The length of the run. The schedule follows it unless its own length is given.
 LENGTH = ("steps", "learning_rate_schedule_steps")
-# What is written, kept, printed and evaluated, and what happens to a bad step. If evaluation takes its rows from the
-# training documents, the fingerprint of the data detects a change.
+# What to write, keep, print and evaluate, and how to treat a bad step. If evaluation takes its rows from the training
+# documents, the fingerprint of the data detects a change.
 AROUND = (
     "run_name",
     "base_output_directory",
@@ -86,7 +86,7 @@ AROUND = (
     "compile_report_file",
     "model_name",  # a name for sizes; the sizes themselves are compared
 )
-# When fragments of DiLoCo synchronize, which layers they have, and when islands take them.
+# When fragments of DiLoCo synchronize, which layers they have, and when islands take them over.
 TIMETABLE = (
     "diloco_sync_period",
     "enable_streaming_diloco",
@@ -94,7 +94,7 @@ TIMETABLE = (
     "use_sequential_layers",
     "num_communication_overlapping_steps",
 )
-# What makes an update of gradients. It may change with `reset_optimizer`, which begins the state of all of this anew.
+# How gradients become an update. These keys may change with `reset_optimizer`, which resets all of this state.
 UPDATE = (
     "learning_rate",
     "learning_rate_final_fraction",
@@ -126,16 +126,17 @@ _RESET = "its parameters and a fresh optimizer: reset_optimizer=true"
 
 
 def check_resume(saved: Mapping[str, Any], config: Any, schedule_given: bool, where: str) -> list[str]:
-    """Warnings about resuming from a checkpoint of configuration `saved` under `config`.
+    """Returns warnings about resuming under `config` from a checkpoint with the configuration `saved`.
 
     Args:
-      saved: the keys of a config.yml. A missing key was added to base.yml later; its default is the old behaviour.
+      saved: the keys of a config.yml. If a key is missing, it was added to base.yml later; its default is the old
+        behaviour.
       config: resolved.
-      schedule_given: the command gives `learning_rate_schedule_steps`.
+      schedule_given: whether the command gives `learning_rate_schedule_steps`.
       where: the checkpoint, for the message.
 
     Raises:
-      UserError: a key differs that must not; the message has the old and new values.
+      UserError: a key differs that must not differ; the message has the old and new values.
     """
     before = _with_defaults(saved)
     differing = [name for name in schema().keys if before[name] != frozen(config[name])]
@@ -168,8 +169,8 @@ def check_resume(saved: Mapping[str, Any], config: Any, schedule_given: bool, wh
 
 
 def check_islands(saved: Mapping[str, Any], config: Any, where: str) -> None:
-    """Refuses the train states of another number of DiLoCo's islands, and another timetable if islands take fragments
-    late: a fragment that they have not taken yet would never arrive.
+    """Refuses a checkpoint with another number of DiLoCo's islands. Also refuses another synchronization schedule if
+    islands take over fragments late, because a fragment in flight would then never arrive.
 
     Args: see `check_resume`.
 
@@ -191,20 +192,20 @@ def check_islands(saved: Mapping[str, Any], config: Any, where: str) -> None:
 
 
 def islands_of(saved: Mapping[str, Any]) -> int:
-    """How many islands of DiLoCo have train states in a checkpoint of configuration `saved`; 0 without DiLoCo."""
+    """Returns the number of DiLoCo's islands in a checkpoint with the configuration `saved`; 0 without DiLoCo."""
     before = _with_defaults(saved)
     return islands(before) if before.enable_diloco else 0
 
 
 def _other_islands(before: Any, config: Any) -> str:
     return (
-        f"the number of DiLoCo's islands must not change, {islands(before)} -> {islands(config)}: each has an "
-        "optimizer state of its own; load_parameters_path begins a new run from the outer parameters"
+        f"the number of DiLoCo's islands must not change, {islands(before)} -> {islands(config)}: each has its own "
+        "optimizer state; load_parameters_path begins a new run from the outer parameters"
     )
 
 
 def check_optimizer(saved: Mapping[str, Any], config: Any, where: str) -> None:
-    """Refuses optimizer state that another `opt_type` made, even where its arrays have the same names and shapes.
+    """Refuses optimizer state of another `opt_type`, even if its arrays have the same names and shapes.
 
     Args: see `check_resume`.
 
@@ -220,9 +221,10 @@ def check_optimizer(saved: Mapping[str, Any], config: Any, where: str) -> None:
 
 
 def resets(saved: Mapping[str, Any], config: Any) -> bool:
-    """Whether `reset_optimizer` applies to a run's own checkpoint of configuration `saved`.
+    """Returns whether `reset_optimizer` applies to a run's own checkpoint with the configuration `saved`.
 
-    Not if it was saved with that key and the same optimizer: the same command resumes a run, however often.
+    It does not apply if the checkpoint was saved with that key and the same optimizer. So repeating the same command
+    resumes the run.
     """
     before = _with_defaults(saved)
     again = before.reset_optimizer and all(before[name] == frozen(config[name]) for name in UPDATE)

@@ -10,13 +10,13 @@ from trainer.config.gpt3_keys import GPT3
 
 Rule = list[Any]  # [name, mesh axis or list of mesh axes]
 
-# The families that have exactly the tensors below; those with experts have others in place of the MLP's. Of other
-# families only the tensors of EVERY_MODEL are checked here, before JAX is loaded; the rest is checked when the model is
+# The families that have exactly the tensors below; families with experts have others instead of the MLP's. For other
+# families only the tensors of EVERY_MODEL are checked here, before JAX is loaded. The rest is checked when the model is
 # made (`sharding.named_sharding`).
 DENSE = ("llama2", "mistral", "qwen3")
 BUILT_IN = (*DENSE, GPT3, *WITH_EXPERTS)
 EVERY_MODEL = ("token_embedder/embedding", "decoder/logits_dense/kernel", "activations between blocks", "logits")
-# The logical axes of tensors. A mesh axis may shard only one axis of a tensor.
+# The logical axes of each tensor. A mesh axis may shard only one axis of a tensor.
 TENSORS: dict[str, tuple[str, ...]] = {
     "token_embedder/embedding": ("vocab", "embed"),
     "self_attention/query/kernel": ("layers", "embed", "q_heads", "kv"),
@@ -34,18 +34,18 @@ TENSORS: dict[str, tuple[str, ...]] = {
     "logits": ("activation_batch", "activation_length", "activation_vocab"),
 }
 _OF_MLP = ("mlp/wi_0/kernel", "mlp/wo/kernel")
-# In place of those, where every layer has experts.
+# Replaces the MLP's tensors if every layer has experts.
 _OF_EXPERTS: dict[str, tuple[str, ...]] = {
     "gate/kernel": ("layers", "embed", "exp"),
     "/wi_0": ("layers", "exp", "embed", "mlp"),
     "/wo": ("layers", "exp", "mlp", "embed"),
 }
 
-# In place of queries and keys in gpt3, with one matrix for both and values, three times as large.
+# Replaces queries and keys in gpt3, where one matrix, three times as large, makes queries, keys and values.
 _FUSED = "self_attention/qkv_proj/kernel"
 _OWN = ("self_attention/query/kernel", "self_attention/key/kernel")
 
-# The key that gives the length of a logical axis.
+# The key that sets the length of a logical axis.
 DIMENSIONS = {
     "layers": "base_num_decoder_layers",
     "embed": "base_emb_dim",
@@ -73,7 +73,7 @@ PROJECTED = ("mlp", "base_emb_dim")
 
 
 def tensors_of(config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Those of TENSORS that the model of `config` has for certain."""
+    """Returns the entries of TENSORS that the model of `config` has for certain."""
     if only_experts(config):
         return {name: axes for name, axes in TENSORS.items() if name not in _OF_MLP} | _OF_EXPERTS
     if config["decoder_block"] == GPT3 and config["fused_qkv"]:
@@ -84,13 +84,13 @@ def tensors_of(config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 
 
 def dimension(name: str, config: Mapping[str, Any]) -> str:
-    """The key that gives the length of the logical axis `name` in the model of `config`; "" if none does."""
+    """Returns the key that sets the length of the logical axis `name` in the model of `config`; "" if none does."""
     of_experts = {"mlp": "base_moe_mlp_dim", "activation_mlp": "base_moe_mlp_dim"} if only_experts(config) else {}
     return of_experts.get(name) or DIMENSIONS.get(name, "")
 
 
 def read_rules(value: Sequence[Any], known: Iterable[str]) -> tuple[list[Rule], list[str]]:
-    """The rules in `value`, and one message for each error."""
+    """Returns the rules in `value`, and one message for each error."""
     names = list(known)
     rules: dict[str, Rule] = {}
     problems = []
@@ -104,23 +104,24 @@ def read_rules(value: Sequence[Any], known: Iterable[str]) -> tuple[list[Rule], 
 
 
 def merge_rules(below: Iterable[Rule], above: Iterable[Rule]) -> list[Rule]:
-    """`below` overridden by the rules of `above` with the same name."""
+    """Returns `below` overridden by the rules of `above` with the same name."""
     return list(({rule[0]: rule for rule in below} | {rule[0]: rule for rule in above}).values())
 
 
 def make_rules(rules: Iterable[Sequence[Any]]) -> dict[str, tuple[str, ...]]:
-    """The mesh axes of each logical name."""
+    """Returns the mesh axes of each logical name."""
     return {name: (axes,) if isinstance(axes, str) else tuple(axes or ()) for name, axes in rules}
 
 
 def with_lengths(names: Iterable[str], config: Mapping[str, Any]) -> str:
-    """`[layers 2, embed 192]`: a tensor's logical axes, each with its length if a key of `config` gives it."""
+    """Returns for example `[layers 2, embed 192]`: a tensor's logical axes, with lengths where a key of `config` sets
+    them."""
     lengths = {name: config.get(dimension(name, config), "") for name in names}
     return f"[{', '.join(f'{name} {length}'.rstrip() for name, length in lengths.items())}]"
 
 
 def collisions(config: Mapping[str, Any]) -> list[str]:
-    """One message for each two axes of one tensor that the rules of `config` shard over the same mesh axis."""
+    """Returns one message for each two axes of one tensor that the rules of `config` shard over the same mesh axis."""
     axes = make_rules(config["logical_axis_rules"])
     messages: dict[tuple[frozenset[str], str], str] = {}
     for tensor, names in tensors_of(config).items():

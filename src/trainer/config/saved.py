@@ -1,4 +1,4 @@
-"""The saved config.yml of a run, read as untrusted data."""
+"""Reads the saved config.yml of a run as untrusted data."""
 
 from typing import Any
 
@@ -9,17 +9,18 @@ from trainer.config.plain_yaml import compose, describe
 from trainer.config.schema import schema
 from trainer.config.values import check, read_node
 
-_MOST_LINES = 12  # of a message
+_MOST_LINES = 12  # the maximum number of lines in a message
 
 
 def read_saved(text: str, where: str) -> dict[str, Any]:
-    """The keys of base.yml that `text` gives, each with a value that base.yml allows. Other keys are left out.
+    """Returns the keys of base.yml that `text` gives. Every value must be allowed by base.yml. Other keys are left out.
 
     Args:
       where: the file, for messages.
 
     Raises:
-      UserError: it is not YAML, exceeds the limits of `plain_yaml`, or has values that are not allowed, all listed.
+      UserError: the text is not YAML, exceeds the limits of `plain_yaml`, or has values that are not allowed (lists
+        all).
     """
     try:
         node = compose(text)

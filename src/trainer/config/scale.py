@@ -1,4 +1,4 @@
-"""global_parameter_scale: multiplies the parameter count of the model by about this factor."""
+"""global_parameter_scale: multiplies the number of parameters of the model by about this factor."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ SCALE = "global_parameter_scale"
 
 
 def factors(scale: int) -> dict[str, int]:
-    """The factor of each size for `scale` times the parameters, a power of two.
+    """Returns the factor of each size that multiplies the number of parameters by `scale`, a power of two.
 
     With log2(scale) = 3 a + r: 2^a for layers, 2^(a + [r > 0]) for heads and MLP, 2^(a + [r > 1]) for the width, as in
     MaxText. `head_dim` and `vocab_size` do not change.
@@ -26,10 +26,10 @@ def factors(scale: int) -> dict[str, int]:
 
 
 def scaled(values: dict[str, Setting]) -> dict[str, Setting]:
-    """The settings with the sizes multiplied as `global_parameter_scale` asks, and that key set to 1.
+    """Returns the settings with the sizes multiplied according to `global_parameter_scale`, and that key set to 1.
 
-    Only this function applies the scale: all later readers of a size, and a run's config.yml, have the scaled one. A
-    scale that is not a power of two is left unchanged, and `problem` reports it.
+    Only this function applies the scale. Everything that reads a size later, including a run's config.yml, gets the
+    scaled size. A scale that is not a power of two is left unchanged, and `problem` reports it.
     """
     scale = values[SCALE]
     if scale.value == 1 or not is_power_of_two(scale.value):
@@ -43,7 +43,7 @@ def scaled(values: dict[str, Setting]) -> dict[str, Setting]:
 
 
 def growth(values: dict[str, Setting], sized: dict[str, Setting]) -> list[str]:
-    """One line that lists the sizes that `scaled` changed."""
+    """Returns one line that lists the sizes that `scaled` changed."""
     if sized is values:
         return []
     sizes = [
@@ -55,12 +55,12 @@ def growth(values: dict[str, Setting], sized: dict[str, Setting]) -> list[str]:
 
 
 def is_power_of_two(scale: int) -> bool:
-    """Whether `scale` is 1, 2, 4, ..."""
+    """Returns whether `scale` is 1, 2, 4, ..."""
     return scale >= 1 and scale & (scale - 1) == 0
 
 
 def problem(config: Mapping[str, int]) -> str | None:
-    """Why the scale cannot be applied, or None. It is 1 once the sizes are scaled."""
+    """Returns why the scale cannot be applied, or None. The scale is 1 after the sizes are scaled."""
     scale = config[SCALE]
     if is_power_of_two(scale):
         return None

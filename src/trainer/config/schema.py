@@ -12,7 +12,7 @@ import yaml
 
 BASE_YML = Path(__file__).parents[1] / "base.yml"
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten times faster
-# Devices hold counts in 32 bits and numbers in at most float32.
+# Devices hold counts in 32 bits, and numbers in at most float32.
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = 3.4e38
 
@@ -20,7 +20,7 @@ _TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool,
 _TYPE_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text", list: "a list", dict: "a dict"}
 _HEADING = re.compile(r"# -{2,} (?P<name>.+?) -+")
 _KEY_LINE = re.compile(r"(?P<name>[a-z]\w*):(?P<value>.*?)(?:\s#(?P<form>.*))?")
-# An import path, such as for decoder_block.
+# An import path, for example for decoder_block.
 IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _OR_IMPORT_PATH = " or package.module:name"
 _OR_NONE = " or none"
@@ -50,8 +50,8 @@ class Range:
 
 @dataclass(frozen=True)
 class Key:
-    """One key of base.yml. `kind` is the type of its value, `item` that of a list's items (object for any), `doc` the
-    comment above it."""
+    """One key of base.yml. `kind` is the type of its value, `item` the type of a list's items (object: any type), `doc`
+    the comment above the key."""
 
     name: str
     default: Any
@@ -59,14 +59,14 @@ class Key:
     section: str = ""
     doc: str = ""
     choices: tuple[Any, ...] = ()
-    importable: bool = False  # an import path is also allowed
+    importable: bool = False  # whether an import path is also allowed
     range: Range | None = None
     item: type | None = None
     optional: bool = False
 
     @property
     def allowed(self) -> str:
-        """What the key accepts, in words."""
+        """The values that the key accepts, in words."""
         if self.choices:
             words = ", ".join(str(choice) or '""' for choice in self.choices)
             return words + _OR_IMPORT_PATH if self.importable else words
@@ -78,7 +78,7 @@ class Key:
         return words + (" or none" if self.optional else "")
 
     def accepts(self, value: Any) -> bool:
-        """Whether `value`, which has the key's type, is one of its choices or in its range."""
+        """Returns whether `value`, which has the key's type, is one of its choices or in its range."""
         if value is None:
             return self.optional
         if self.importable and IMPORT_PATH.fullmatch(value):
@@ -96,12 +96,12 @@ class Schema:
 
 @functools.cache
 def schema() -> Schema:
-    """The schema of the trainer."""
+    """Returns the schema of the trainer."""
     return parse(BASE_YML.read_text(encoding="utf-8"))
 
 
 def parse(text: str) -> Schema:
-    """The schema in `text`.
+    """Returns the schema in `text`.
 
     Raises:
       ValueError: a line does not have the required form, or a default contradicts its comment.
@@ -115,7 +115,7 @@ def parse(text: str) -> Schema:
         if heading := _HEADING.fullmatch(line):
             section, block = heading["name"], []
         elif line.startswith("#"):
-            # A comment below a key begins a new block; keys without a comment share the last block.
+            # A comment below a key starts a new block. Keys without a comment share the previous block.
             block = [*block, line[1:].removeprefix(" ")] if above.startswith("#") else [line[1:].removeprefix(" ")]
         elif match := _KEY_LINE.fullmatch(line):
             name, form = match["name"], (match["form"] or "").strip()
@@ -159,7 +159,7 @@ def _key(name: str, default: Any, form: str, section: str, doc: str) -> Key:
 
 
 def _item_of(form: str) -> str:
-    """The type of the items of a form `list of ...`."""
+    """Returns the type of the items in a form `list of ...`."""
     return form.removeprefix("list of ").removesuffix(_OR_NONE)
 
 

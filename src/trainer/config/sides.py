@@ -1,7 +1,8 @@
-"""Several configurations from one command line: `key=value` for all, `left.key=value` and `right.key=value` for one.
+"""Reads several configurations from one command line.
 
-`left=NAME` and `right=NAME` set the three flags of that combination; `right=NAME,NAME` and `right=all` make several
-right sides, each compared with the left one.
+`key=value` is for all sides, `left.key=value` and `right.key=value` for one. `left=NAME` and `right=NAME` set the three
+flags of that combination. `right=NAME,NAME` and `right=all` make several right sides, and each is compared with the
+left side.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ LEFT, RIGHT, ALL = "left", "right", "all"
 
 @dataclass(frozen=True)
 class Side:
-    """One configuration of a command line. `name` identifies it, `words` are the words for this side only."""
+    """One configuration of a command line. `name` identifies it; `words` are the words for only this side."""
 
     name: str
     words: tuple[str, ...]
@@ -27,9 +28,11 @@ class Side:
 
 
 def load_sides(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> list[Side]:
-    """The left side, then the right ones in the order of the command line; one side named "" if no word names a side.
+    """Returns the left side, then the right sides in the order of the command line. If no word names a side, returns
+    one side with the name "".
 
-    Within a side later words win, and its own words override those for all. `environment`: see `load`.
+    Within a side, later words override earlier ones, and its own words override those for all sides. `environment`: see
+    `load`.
 
     Raises:
       UserError: the errors of the first side that has any.
@@ -51,7 +54,7 @@ def load_sides(argv: Sequence[str], environment: Mapping[str, str] | None = None
     loaded = [_load(side, [*shared, *_flag_words(name), *words], environment) for side, name, words in asked]
     labels = [combination(it.config) for it in loaded]
     if len(set(labels)) < len(labels):
-        # The combinations are not unique: name the sides left and right.
+        # The combinations are not unique, so name the sides left and right.
         labels = [side if len(rights) == 1 or side == LEFT else f"{side}={name}" for side, name, _ in asked]
     return [
         Side(label, (*_flag_words(name), *words), it)
@@ -60,13 +63,13 @@ def load_sides(argv: Sequence[str], environment: Mapping[str, str] | None = None
 
 
 def differences(sides: Sequence[Side]) -> dict[str, list[str]]:
-    """The keys whose values differ between sides, and each side's value as text."""
+    """Returns the keys whose values differ between sides, with each side's value as text."""
     values = {key: [to_flow(side.loaded.config[key]) for side in sides] for key in schema().keys}
     return {key: texts for key, texts in values.items() if len(set(texts)) > 1}
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str], list[str], dict[str, list[str]]]:
-    """The words for all sides, for the left and for the right, and the combinations that are given for a side."""
+    """Returns the words for all sides, for the left and for the right, and the combinations given for a side."""
     shared: list[str] = []
     own: dict[str, list[str]] = {LEFT: [], RIGHT: []}
     names: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Products of sizes: configurations too large for any program are rejected before tracing."""
+"""Bounds on products of sizes: rejects configurations that are too large for any program, before tracing."""
 
 import math
 from collections.abc import Mapping
@@ -9,21 +9,22 @@ from trainer.config.optimizers import moment_bytes
 from trainer.config.rules import BUILT_IN, dimension, tensors_of, with_lengths
 from trainer.config.schema import INT32_MAX
 
-# Elements of one array over all devices. The largest published models have 2^38; XLA's sizes in bytes end at 2^63.
+# Elements of one array over all devices. The largest published models have 2^38 elements; XLA's byte sizes end at 2^63.
 MAX_ENTRIES = 2**46
 _BYTES = {"float32": 4, "bfloat16": 2}
-_BYTES_OF_TOKEN = 5 * 4  # in a batch: the arrays [rows, length], int32, that every objective needs
+_BYTES_OF_TOKEN = 5 * 4  # in a batch: the int32 arrays [rows, length] that every objective needs
 
 
 def too_large(values: Mapping[str, Any]) -> list[str]:
-    """One line for each product of sizes in `values` that exceeds a bound; the mesh must be filled in."""
+    """Returns one line for each product of sizes in `values` that exceeds a bound. The mesh must be filled in."""
     return [*_too_many_tokens(values), *_too_many_entries(values)]
 
 
 def least_bytes(config: Any) -> int:
-    """A lower bound on the bytes that training takes on all devices together: parameters, optimizer, the batch of an
-    update and the hidden states of one microbatch, as if nothing were replicated. Leaves out host memory, and the
-    blocks of a family that is not `rules.BUILT_IN`.
+    """Returns a lower bound on the bytes that training takes on all devices together.
+
+    Counts parameters, optimizer state, the batch of an update and the hidden states of one microbatch, as if nothing
+    were replicated. Leaves out host memory, and the blocks of a family that is not in `rules.BUILT_IN`.
 
     Args:
       config: resolved.

@@ -2,7 +2,7 @@
 
 from trainer.config.schema import schema
 
-# Sections of base.yml whose keys do not affect the step, and the exceptions among them, which do.
+# Sections of base.yml whose keys do not affect the step, and those of their keys that do.
 _OTHER_SECTIONS = {"Run and output", "Checkpoints", "Data", "Ahead-of-time compilation", "Several processes"}
 _INCLUDED = {"record_internal_nn_metrics", "parameter_metrics_period", "max_target_length", "per_device_batch_size"}
 # Keys of the other sections that do not affect the step. The schedule reads learning_rate_schedule_steps, not steps;
@@ -21,7 +21,7 @@ _EXCLUDED = {
 
 
 def step_keys() -> list[str]:
-    """The keys on whose resolved values the compiled step depends."""
+    """Returns the keys on whose resolved values the compiled step depends."""
     included = [
         key.name for key in schema().keys.values() if key.section not in _OTHER_SECTIONS or key.name in _INCLUDED
     ]

@@ -1,20 +1,20 @@
-"""The tile sizes of splash attention: the keys sa_*, and what the kernel accepts."""
+"""The tile sizes of splash attention: the keys sa_*, and the values that the kernel accepts."""
 
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-LANES = 128  # of a TPU register; tile sizes, and so lengths, are multiples of it
+LANES = 128  # lanes of a TPU register; tile sizes, and therefore lengths, are multiples of it
 _CHOICES = (512, 256, LANES)
 
 
 class Tiles(NamedTuple):
-    """The fields of JAX's `splash_attention.BlockSizes`. Sizes are in tokens; 0 means chosen by `fitted`.
+    """The fields of JAX's `splash_attention.BlockSizes`. Sizes are in tokens. `fitted` replaces a size of 0.
 
-    `block_q`, `block_kv`: a tile of scores in the forward pass. `*_dkv`, `*_dq`: in the kernels for the gradients of
-    keys and values, and of queries. `*_compute`: the part of a tile of keys in one matrix product.
+    `block_q`, `block_kv`: a tile of scores in the forward pass. `*_dkv`, `*_dq`: a tile in the kernels for the
+    gradients of keys and values, and of queries. `*_compute`: the part of a tile of keys in one matrix product.
     `use_fused_bwd_kernel`: the dkv kernel also computes the gradient of queries. `*_layout`: the minor dimension of a
-    tile, in the register's lanes, HEAD_DIM_MINOR or SEQ_MINOR.
+    tile, which lies along the lanes of a register: HEAD_DIM_MINOR or SEQ_MINOR.
     """
 
     block_q: int = 0
@@ -31,10 +31,10 @@ class Tiles(NamedTuple):
     v_layout: str = "HEAD_DIM_MINOR"
 
     def fitted(self, length: int) -> "Tiles":
-        """The tiles for rows of `length` tokens, a multiple of 128.
+        """Returns the tiles for rows of `length` tokens, a multiple of 128.
 
         A size larger than the length becomes the length. A size of 0 becomes the largest of 512, 256 and 128 that
-        divides the length or, for `*_compute`, the tile that it is a part of.
+        divides the length. For `*_compute`, 0 becomes the size of its tile.
         """
         sizes = {name: min(getattr(self, name) or _largest(length), length) for name in _WHOLE}
         sizes |= {name: min(getattr(self, name), length) or _largest(sizes[whole]) for name, whole in _PARTS.items()}
@@ -44,19 +44,19 @@ class Tiles(NamedTuple):
 AUTOMATIC = Tiles()
 _PARTS = {"block_kv_compute": "block_kv", "block_kv_dkv_compute": "block_kv_dkv"}
 _WHOLE = tuple(name for name in Tiles._fields if name.startswith("block_") and name not in _PARTS)
-# The keys, by field.
+# The configuration key of each field.
 KEYS = {name: f"sa_{name}" for name in Tiles._fields}
 # The fields that the fused kernel does not use.
 OF_DQ = ("block_q_dq", "block_kv_dq")
 
 
 def tiles_of(config: Any) -> Tiles:
-    """The tiles of a configuration."""
+    """Returns the tiles of a configuration."""
     return Tiles(**{name: config[key] for name, key in KEYS.items()})
 
 
 def misfits(values: Mapping[str, Any]) -> list[str]:
-    """One line for each size that the kernel rejects for rows of max_target_length, a multiple of 128."""
+    """Returns one line for each size that the kernel rejects for rows of max_target_length, a multiple of 128."""
     length = values["max_target_length"]
     given = tiles_of(values)
     fitted = given.fitted(length)

@@ -1,4 +1,4 @@
-"""TPU topologies by the names of `compile_topology`, as data. The compilation for them is in `trainer.aot`.
+"""TPU topologies by the names that `compile_topology` accepts, as data. `trainer.aot` compiles for them.
 
 The names are MaxText's: the number counts TensorCores for v4, v5p and tpu7x (two per chip), and chips for v5e and v6e.
 """
@@ -29,9 +29,9 @@ class Generation:
     """
 
     libtpu_name: str
-    chip_config: str  # libtpu's name: whether the two cores of a chip are one device
+    chip_config: str  # libtpu's name; says whether the two cores of a chip are one device
     shapes: tuple[str, ...]
-    counted_per_chip: int  # what a chip adds to the number in a name
+    counted_per_chip: int  # how much a chip adds to the number in a name
     devices_per_chip: int = 1
 
 
@@ -79,7 +79,8 @@ class Topology:
 
     @property
     def wrap(self) -> tuple[bool, bool, bool]:
-        """Which dimensions have wraparound links: those of size 16 in 2D, and all of a 3D torus of 4x4x4 cubes."""
+        """Which dimensions have wraparound links: those of size 16 in 2D, and all dimensions of a 3D torus of 4x4x4
+        cubes."""
         if len(self.shape) == 2:
             return (self.shape[0] == 16, self.shape[1] == 16, False)
         torus = all(side % 4 == 0 for side in self.shape)
@@ -87,7 +88,7 @@ class Topology:
 
 
 def topologies() -> Mapping[str, Topology]:
-    """All TPU slices by name."""
+    """Returns all TPU slices by name."""
     found = {}
     for kind, generation in GENERATIONS.items():
         for text in generation.shapes:
@@ -99,7 +100,7 @@ def topologies() -> Mapping[str, Topology]:
 
 
 def find_topology(name: str) -> Topology | str:
-    """The topology called `name`, or an error message with the nearest name."""
+    """Returns the topology called `name`, or an error message with the nearest name."""
     known = topologies()
     if name in known:
         return known[name]

@@ -1,4 +1,4 @@
-"""Code that a folder names runs only if the command line also names it (docs/guides/weights.md: what is trusted)."""
+"""Code that a folder names runs only if the command line names it, too (docs/guides/weights.md: what is trusted)."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -12,14 +12,14 @@ _FOLDERS = ("load_parameters_path", "load_full_state_path")
 
 
 def names_code(key: Key, value: Any) -> bool:
-    """Whether `key=value` makes a program run code that is not the trainer's."""
+    """Returns whether `key=value` makes a program run code that is not part of the trainer."""
     return (key.importable and value not in key.choices) or (key.name == "compiled_trainstep_file" and value != "")
 
 
 def foreign_code(keys: Mapping[str, Key], config: Any, changed: Mapping[str, str]) -> list[str]:
-    """A message for each key that names code and is given by a yml in the folder that the run starts from.
+    """Returns a message for each key that names code and is given by a yml in the folder that the run starts from.
 
-    Such a yml describes a checkpoint that may be someone else's. Any other yml is trusted, since the user named it.
+    Such a yml describes a checkpoint that may be someone else's. Any other yml is trusted, because the user named it.
 
     Args:
       changed: the source of each given key.
@@ -36,7 +36,7 @@ def foreign_code(keys: Mapping[str, Key], config: Any, changed: Mapping[str, str
 
 
 def code_of_checkpoint(values: Mapping[str, Any], given: Collection[str], where: str) -> list[str]:
-    """A message for each of a checkpoint's keys, `values`, that names code.
+    """Returns a message for each of a checkpoint's keys, `values`, that names code.
 
     Args:
       given: the keys that the command line gives, which are allowed.
@@ -58,7 +58,7 @@ def _refusal(name: str, value: Any, where: str) -> str:
 
 
 def _root(text: str) -> Path | None:
-    """The run's folder if `text` is its checkpoints folder, or a checkpoint by its number, or anything below that;
+    """Returns the run's folder if `text` is its checkpoints folder, a numbered checkpoint, or anything inside these;
     otherwise the folder itself."""
     if path_problem(text):
         return None

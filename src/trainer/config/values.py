@@ -1,4 +1,4 @@
-"""Parsing of values by the type of the key's default."""
+"""Parses values by the type of the key's default."""
 
 import math
 import re
@@ -16,12 +16,12 @@ _NULL_TAG = "tag:yaml.org,2002:null"
 
 
 def read_text(key: Key, text: str) -> Any:
-    """The value of `key=text` on a command line.
+    """Returns the value of `key=text` on a command line.
 
-    Text is taken verbatim, without enclosing YAML quotes; lists and dicts are in YAML's flow style.
+    Text is taken verbatim, without enclosing YAML quotes. Lists and dicts are in YAML's flow style.
 
     Raises:
-      ValueError: why the text is not a value of the key's type.
+      ValueError: says why the text is not a value of the key's type.
     """
     unquoted = _unquote(text)
     if key.kind not in (list, dict):
@@ -41,10 +41,10 @@ def read_text(key: Key, text: str) -> Any:
 
 
 def read_node(key: Key, node: yaml.Node) -> Any:
-    """The value of `key` in a YAML file; a scalar is parsed from its text, so that `1e-3` is a number.
+    """Returns the value of `key` in a YAML file. A scalar is parsed from its text, so that `1e-3` is a number.
 
     Raises:
-      ValueError: why the node is not a value of the key's type.
+      ValueError: says why the node is not a value of the key's type.
     """
     check_tag(node)
     if key.kind is list:
@@ -59,7 +59,7 @@ def read_node(key: Key, node: yaml.Node) -> Any:
 
 
 def check(key: Key, value: Any) -> str | None:
-    """Why `value`, which has the key's type, is not allowed; None if it is."""
+    """Returns why `value`, which has the key's type, is not allowed; None if it is."""
     if key.accepts(value):
         return None
     return "not one of the choices" if key.choices else "out of range"

@@ -10,13 +10,13 @@ from trainer.config.rules import make_rules
 KEY = "num_vocab_tiling"
 AUTOMATIC = -1
 _BYTES = {"float32": 4, "bfloat16": 2}
-_SUM_BYTES = 4  # the gradient of the head is summed over tiles in float32
+_SUM_BYTES = 4  # bytes per entry of the head's gradient, which is summed over tiles in float32
 _TOKENS = ("activation_batch", "activation_length")
 
 
 def choose_tiles(values: dict[str, Any]) -> list[str]:
-    """Sets a `num_vocab_tiling` of -1 in `values`, and returns one line for each batch whose tokens its value does not
-    divide. The mesh and batch sizes must be filled in and fit each other."""
+    """Replaces a `num_vocab_tiling` of -1 in `values`. Returns one line for each batch whose tokens are not divisible
+    by the value. The mesh and batch sizes must be filled in and fit each other."""
     asked, tokens = values[KEY], _tokens_per_device(values)
     if asked == AUTOMATIC:
         values[KEY] = worthwhile_tiles(values)
@@ -30,9 +30,13 @@ def choose_tiles(values: dict[str, Any]) -> list[str]:
 
 
 def worthwhile_tiles(config: Any) -> int:
-    """The fewest tiles whose logits take at most half of what the head's waiting gradient takes, if they save more than
-    all of it, but no more than four times as many, whose products would be too small. If none of these divides the
-    tokens, the most of the fewer ones that save more than the gradient; else 1.
+    """Returns the number of tiles that -1 selects; 1 if tiling does not save more than it costs.
+
+    Tiling saves memory for logits and costs memory for a float32 gradient of the head. The result is the smallest
+    number of tiles that divides the tokens, whose logits take at most half as much as that gradient, and that saves
+    more than the gradient takes. It may be at most four times as large as needed, because the products of more tiles
+    would be too small. If no such number divides the tokens, the result is the largest smaller number that saves more
+    than the gradient takes, or else 1.
 
     Args:
       config: with a mesh and batch sizes that fit each other.
@@ -45,13 +49,16 @@ def worthwhile_tiles(config: Any) -> int:
 
 
 def _most(logits: int, waiting: int) -> int:
-    """The number of tiles above which their products would be too small."""
+    """Returns the number of tiles above which their products would be too small."""
     return 8 * logits // waiting
 
 
 def tile_bytes(config: Any) -> tuple[int, int]:
-    """Bytes per device of the logits of a whole microbatch, and of the head's float32 gradient, which tiles add: a
-    device sums it over its tiles. A TPU writes the gradient of the logits over them; others may need both."""
+    """Returns the bytes per device of the logits of a whole microbatch, and of the head's float32 gradient.
+
+    Only tiling needs this gradient: a device sums it over its tiles. A TPU overwrites the logits with their gradient;
+    other platforms may need memory for both.
+    """
     rules, mesh = make_rules(config["logical_axis_rules"]), mesh_axes(config)
     tokens = next(iter(_tokens_per_device(config).values()))
     over_tokens = {axis for name in _TOKENS for axis in rules[name]}
@@ -65,7 +72,7 @@ def tile_bytes(config: Any) -> tuple[int, int]:
 
 
 def chosen(asked: Any, config: Any) -> list[str]:
-    """A line on what -1 in `asked` means in the resolved `config`; none if it is another number."""
+    """Returns a line on what -1 in `asked` means in the resolved `config`; nothing if `asked` has another number."""
     if asked[KEY] != AUTOMATIC:
         return []
     tiles, (logits, waiting) = config[KEY], tile_bytes(config)
@@ -79,12 +86,12 @@ def chosen(asked: Any, config: Any) -> list[str]:
     return [
         f"{KEY}={AUTOMATIC}: {tiles} tiles of {tokens:,} tokens per device: logits take "
         f"{_size(logits // tiles)} instead of {_size(logits)}, and the head's gradient {_size(waiting)}; "
-        "that is head and loss alone: the step's peak may not shrink, compare with trainer.train_compile"
+        "that covers only head and loss: the step's peak may not shrink, compare with trainer.train_compile"
     ]
 
 
 def _tokens_per_device(values: Any) -> dict[str, int]:
-    """Tokens whose logits one device computes, for each kind of batch."""
+    """Returns the tokens whose logits one device computes, for each kind of batch."""
     rules, mesh = make_rules(values["logical_axis_rules"]), mesh_axes(values)
     rows, lengths = (math.prod(mesh[axis] for axis in rules[name]) for name in _TOKENS)
     length = values["max_target_length"] // lengths
@@ -96,7 +103,7 @@ def _tokens_per_device(values: Any) -> dict[str, int]:
 
 
 def _divisors(numbers: Iterable[int]) -> list[int]:
-    """The common divisors."""
+    """Returns the common divisors."""
     common = math.gcd(*numbers)
     small = [n for n in range(1, math.isqrt(common) + 1) if common % n == 0]
     return sorted({*small, *(common // n for n in small)})

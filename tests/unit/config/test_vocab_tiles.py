@@ -107,7 +107,7 @@ def test_the_start_says_what_was_chosen():
     _, said = resolved("num_vocab_tiling=-1 per_device_batch_size=32")
     assert said == [
         "num_vocab_tiling=-1: 12 tiles of 256 tokens per device: logits take 2.10 MB instead of 25.17 MB, "
-        "and the head's gradient 4.19 MB; that is head and loss alone: the step's peak may not shrink, compare with "
+        "and the head's gradient 4.19 MB; that covers only head and loss: the step's peak may not shrink, compare with "
         "trainer.train_compile"
     ]
     _, said = resolved("num_vocab_tiling=-1 per_device_batch_size=1")

@@ -127,7 +127,7 @@ def test_groups_choose_by_their_best_expert():
     [
         ({"attention_type": "global"}, "give attention_type=mla"),
         ({"decoder_block": "mixtral", "shared_experts": 0, "first_num_dense_layers": 0}, "only deepseek has"),
-        ({"base_num_kv_heads": 2}, "every head has keys and values of its own"),
+        ({"base_num_kv_heads": 2}, "every head has its own keys and values"),
         ({"qk_rope_head_dim": 3}, "must be even"),
         ({"use_qk_norm": True}, "leave use_qk_norm at false"),
         ({"first_num_dense_layers": 3}, "no layer with experts is left"),

@@ -222,7 +222,7 @@ def test_a_preset_has_as_many_parameters_as_its_sizes_say(name, parameters):
         ({"trainable_position_size": 8}, "a row has more positions than the table"),
         ({"trainable_position_size": -1}, "this family has no rotary positions: give the number of learned ones"),
         ({"base_num_kv_heads": 2}, "as many keys and values as queries"),
-        ({"decoder_block": "llama2"}, "this family has a matrix each for queries, keys and values"),
+        ({"decoder_block": "llama2"}, "this family has separate matrices for queries, keys and values"),
     ],
 )
 def test_keys_that_contradict_each_other(keys, message):
