@@ -5,7 +5,8 @@ from pathlib import Path
 
 from trainer.config import UserError, command_line, exit_on_user_error
 from trainer.config.paths import local_path
-from trainer.observe.report import read_run, report_html
+from trainer.observe.record import read_run
+from trainer.observe.report import report_html
 from trainer.observe.rundir import REPORT_FILE
 
 

@@ -65,11 +65,14 @@ def _run(loaded, started: float) -> None:
             console.say(f"SIGTERM: {saved if run.config.enable_checkpointing else 'stopped'} ({run_dir.place})")
             raise SystemExit(EXIT_CODE)
         run_dir.finish()
-    console.summary(time.perf_counter() - started, agreed(lambda: _files(run_dir)))
-    if prompt:
-        from trainer.inference import sample_text
+        console.summary(time.perf_counter() - started, agreed(lambda: _files(run_dir)))
+        if prompt:
+            from trainer.inference import sample_text
+            from trainer.training import keep_sample
 
-        console.sample(run.config.prompt, sample_text(run, end.state, dataset.tokenizer, prompt))
+            text = sample_text(run, end.state, dataset.tokenizer, prompt)
+            console.sample(run.config.prompt, text)
+            keep_sample(run_dir, run.config.steps, run.config.prompt, text, console.say)
 
 
 def _dry_run(loaded) -> None:
@@ -150,7 +153,7 @@ def _prepare(loaded, console):
 def _train(loaded, run, dataset, run_dir, console):
     """From where the run stands to its end; see `training.fit`. None for a run that an earlier process finished."""
     from trainer.checkpoint import CheckpointManager
-    from trainer.training import compiled_step, fit, loaded_step, metrics_files, needs_of, open_reports
+    from trainer.training import compiled_step, fit, loaded_step, metrics_files, needs_of, open_reports, start_entry
 
     with contextlib.ExitStack() as stack:
         manager = None
@@ -162,7 +165,8 @@ def _train(loaded, run, dataset, run_dir, console):
         compiled = loaded_step(run, console.say)
         files = metrics_files(run.config, run_dir.path, run_dir.place.name)
         # All that can be wrong with the command has been seen: the run leaves its traces.
-        run_dir.begin(to_yaml(run.config), resumed=begin.resumed, say=console.say)
+        entry = start_entry(run, begin, loaded.sources)
+        run_dir.begin(to_yaml(run.config), entry, resumed=begin.resumed, say=console.say)
         if begin.updates < run.config.steps:
             compiled = compiled or compiled_step(run, run_dir.place, console.say)
             console.needs(needs_of(run, compiled), run.config.steps - begin.updates)

@@ -70,6 +70,7 @@ def test_a_run_in_a_bucket(bucket, tmp_path, monkeypatch):  # noqa: F811
         "config.yml",
         "metrics.jsonl",
         "report.html",
+        "starts.json",
         "tensorboard",
     }
     assert checkpoints(run) == ["4", "8"]
@@ -123,7 +124,7 @@ def test_one_process_of_a_machine(bucket):  # noqa: F811
 def test_an_earlier_run_without_checkpoints_is_kept_beside(bucket, tmp_path):  # noqa: F811
     for number in range(3):
         with open_run("gs://bucket/runs", "mine", "enable_checkpointing: false", False, print) as run:
-            run.begin("enable_checkpointing: false", resumed=False, say=print)
+            run.begin("enable_checkpointing: false", {"step": 0}, resumed=False, say=print)
             (run.path / "metrics.jsonl").write_text(f'{{"step": {number}}}\n')
             run.upload()
         shutil.rmtree(tmp_path / "cache" / "trainer")  # the next one is on another machine

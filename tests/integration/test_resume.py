@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 
@@ -175,6 +176,7 @@ def test_without_checkpoints(tmp_path):
         "metrics.jsonl",
         "config.yml",
         "report.html",
+        "starts.json",
         "finished",
         ".lock",
     }
@@ -182,15 +184,14 @@ def test_without_checkpoints(tmp_path):
     code, output = train(tmp_path, "run_name=run-0001", **settings)
     assert code == 0, output
     assert (
-        f"{RUN} holds an earlier run without checkpoints: its files are kept as metrics-1.jsonl and config-1.yml"
-        in output
+        f"{RUN} holds an earlier run without checkpoints: its files are kept as metrics-1.jsonl, config-1.yml" in output
     )
     assert (tmp_path / RUN / "metrics-1.jsonl").read_bytes() == first
     second = rows_of(tmp_path / RUN)
     assert len(second) == 2
     code, output = train(tmp_path, "run_name=run-0001", **settings | {"enable_checkpointing": True})
     assert code == 0, output
-    assert "its files are kept as metrics-2.jsonl and config-2.yml" in output
+    assert "its files are kept as metrics-2.jsonl, config-2.yml" in output
     assert rows_of(tmp_path / RUN) == second
     before = files_of(tmp_path / RUN)
     code, output = train(tmp_path, "run_name=run-0001", **settings)
@@ -238,7 +239,11 @@ def test_a_run_on_one_batch_of_a_scaled_model_goes_on_with_its_metrics_file(tmp_
     assert_equal(parts / "runs/one", whole / "runs/one", updates=6)
     rows = rows_of_file(whole)
     assert rows_of_file(parts) == rows
-    assert "6 of 6" in (parts / "runs/one/report.html").read_text()
+    page = (parts / "runs/one/report.html").read_text()
+    assert "6 of 6" in page
+    assert "<td>resumed</td><td>before step 4</td>" in page
+    assert re.search(r"<td>steps</td><td>6</td><td>[^<]*</td><td>command line</td>", page)
+    assert "<td>params/decoder/decoder_norm/scale</td>" in page
     names = [sorted(row.keys() - {"step", "run_name"}) for row in rows]
     assert [[tag for tag in tags if not tag.startswith("perf/")] for tags in events_of(parts / "runs/one")] == names
     assert [row["step"] for row in rows if "learning/loss" in row] == list(range(6))

@@ -146,7 +146,7 @@ def test_runs_are_numbered_and_nothing_is_overwritten(tmp_path, monkeypatch, cap
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["run-0001", "run-0002"]
     before = (tmp_path / "runs/run-0002/metrics.jsonl").read_text()
     main([*args, "run_name=run-0002"])
-    assert "its files are kept as metrics-1.jsonl and config-1.yml" in capsys.readouterr().out
+    assert "its files are kept as metrics-1.jsonl, config-1.yml" in capsys.readouterr().out
     assert (tmp_path / "runs/run-0002/metrics-1.jsonl").read_text() == before
     steps, _ = rows_of(tmp_path / "runs" / "run-0002")
     assert len(steps) == 1

@@ -6,7 +6,7 @@ from trainer.observe.events import EventsWriter
 from trainer.observe.metrics import MetricsWriter, TokensSeen
 from trainer.observe.metrics_file import MetricsFile, maxtext_row
 from trainer.observe.profiler import Profiler
-from trainer.observe.report import ReportFile
+from trainer.observe.report_file import ReportFile
 from trainer.observe.rundir import RunDir
 from trainer.observe.runs import check_earlier, expected_run, open_run
 from trainer.observe.text import perplexity

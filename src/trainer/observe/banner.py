@@ -57,16 +57,14 @@ def banner_rows(
     run_dir: Path,
 ) -> list[tuple[str, str]]:
     """(label, text) rows for the resolved `config`; for the arguments see `Console.banner`."""
-    mesh = mesh_axes(config)
     rows, length, tokens = global_batch_rows(config), config.max_target_length, work_of(config, 0.0).tokens
-    kind = device_kind if device_kind.lower() == platform else f"{device_kind} ({platform})"
-    barred = kernel_barred(config, mesh, platform)
+    barred = kernel_barred(config, mesh_axes(config), platform)
     batch = f"{counted(rows, 'row')} x {counted(length, 'token')} = {counted(tokens, 'token')} per step"
     if config.gradient_accumulation_steps > 1:
         batch += f", in {config.gradient_accumulation_steps} microbatches"
     return [
-        ("devices", f"{math.prod(mesh.values())} x {kind}, {counted(process_count, 'process', 'processes')}"),
-        ("mesh", _mesh(config)),
+        ("devices", devices_text(config, device_kind, platform, process_count)),
+        ("mesh", mesh_text(config)),
         ("combination", combination(config)),
         (
             "model",
@@ -93,7 +91,13 @@ def _islands(config: Any) -> str:
     )
 
 
-def _mesh(config: Any) -> str:
+def devices_text(config: Any, device_kind: str, platform: str, process_count: int) -> str:
+    """The devices of the mesh, as in "8 x cpu, 1 process"; for the arguments see `Console.banner`."""
+    kind = device_kind if device_kind.lower() == platform else f"{device_kind} ({platform})"
+    return f"{math.prod(mesh_axes(config).values())} x {kind}, {counted(process_count, 'process', 'processes')}"
+
+
+def mesh_text(config: Any) -> str:
     """The axes larger than 1, and how slices divide them."""
 
     def product(sizes: dict[str, int]) -> str:

@@ -2,61 +2,73 @@
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
+
+import numpy as np
+
+from trainer.observe.series import Point, Series
 
 _WIDTH, _HEIGHT = 560, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 12, 30
-BINS = 400  # of steps, in a line; a screen shows no more
 COLOURS = 6  # the classes c0, c1, ... of the page's style
 
 
 class Line(NamedTuple):
-    """A named line; `ys` that are not finite interrupt it."""
+    """A named line, and the steps at which a dashed vertical one marks that its run was resumed."""
 
     name: str
-    xs: Sequence[float]
-    ys: Sequence[float]
+    series: Series
+    marks: Collection[float] = ()
 
 
-def line_chart(title: str, lines: Sequence[Line], unit: str = "") -> str:
-    """A chart of `lines` over steps; empty if no value is finite."""
-    points = [(x, y) for line in lines for x, y in zip(line.xs, line.ys, strict=True) if math.isfinite(y)]
+def line_chart(title: str, lines: Sequence[Line], unit: str = "", scale: float = 1.0) -> str:
+    """A chart of `lines` over steps, their values times `scale`; empty if no value is finite."""
+    parts = [[[(x, scale * y) for x, y in part] for part in line.series.parts()] for line in lines]
+    points = [point for found in parts for part in found for point in part]
     if not points:
         return ""
     axes = _Axes([x for x, _ in points], [y for _, y in points])
-    drawn = []
-    for number, line in enumerate(lines):
-        for part in _parts(line):
-            path = " ".join(f"{axes.x(x):.1f},{axes.y(y):.1f}" for x, y in _thinned(part))
+    drawn = [mark for number, line in enumerate(lines) for mark in _marked(axes, line.marks, f"c{number % COLOURS}")]
+    for number, found in enumerate(parts):
+        for part in found:
+            path = " ".join(f"{axes.x(x):.1f},{axes.y(y):.1f}" for x, y in part)
             colour = f"c{number % COLOURS}"
             if len(part) == 1:
                 x, _, y = path.partition(",")
                 drawn.append(f'<circle class="{colour}" cx="{x}" cy="{y}" r="2.5"/>')
             else:
                 drawn.append(f'<polyline class="{colour}" points="{path}"/>')
-    return _figure(title, unit, axes.drawn("step") + drawn)
+    values = sum(line.series.count for line in lines)
+    thinned = [f"{len(points):,} of {values:,} points"] if any(line.series.thinned for line in lines) else []
+    return _figure(title, ", ".join(filter(None, [unit, *thinned])), axes.drawn("step") + drawn)
 
 
-def histogram(title: str, lines: Sequence[Line], unit: str = "", bins: int = 40) -> str:
-    """How often each of the values `ys` occurs, up to their 99th percentile; empty without a finite value."""
-    values = [sorted(y for y in line.ys if math.isfinite(y)) for line in lines]
-    if not any(values):
+def _marked(axes: "_Axes", steps: Collection[float], colour: str) -> list[str]:
+    """Dashed lines at those `steps` that are in the chart."""
+    at = dict.fromkeys(f"{axes.x(step):.0f}" for step in steps if axes.holds(step))
+    return [f'<line class="mark {colour}" x1="{x}" x2="{x}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>' for x in at]
+
+
+def histogram(title: str, values: Sequence[Sequence[float]], unit: str, bins: int = 40) -> str:
+    """How often each of the finite `values` occurs, up to their 99th percentile; empty without a value."""
+    arrays = [np.asarray(found, np.float64) for found in values]
+    found = [array for array in arrays if array.size]
+    if not found:
         return ""
-    low = min(found[0] for found in values if found)
+    low = float(min(map(np.min, found)))
     # The step after a compilation or an evaluation can be a hundred times as long as any other.
-    high = max(found[(99 * (len(found) - 1)) // 100] for found in values if found)
+    high = float(max(np.percentile(array, 99, method="lower") for array in found))
     width = (high - low) / bins or 1.0
-    counts = [[0] * bins for _ in values]
-    for found, row in zip(values, counts, strict=True):
-        for value in found:
-            if value <= high:
-                row[min(int((value - low) / width), bins - 1)] += 1
-    axes = _Axes([low, low + width * bins], [0.0, float(max(map(max, counts)))])
+    counts = [
+        np.bincount(np.minimum((array[array <= high] - low) / width, bins - 1).astype(int), minlength=bins)
+        for array in arrays
+    ]
+    axes = _Axes([low, low + width * bins], [0.0, float(max(map(np.max, counts)))])
     drawn = []
     for number, row in enumerate(counts):
-        corners = [(low, 0.0)]
-        for index, count in enumerate(row):
+        corners: list[Point] = [(low, 0.0)]
+        for index, count in enumerate(row.tolist()):
             corners += [(low + index * width, count), (low + (index + 1) * width, count)]
         path = " ".join(f"{axes.x(x):.1f},{axes.y(y):.1f}" for x, y in [*corners, (low + width * bins, 0.0)])
         drawn.append(f'<polyline class="c{number % COLOURS} area" points="{path}"/>')
@@ -68,6 +80,10 @@ class _Axes:
 
     def __init__(self, xs: Sequence[float], ys: Sequence[float]):
         self._x, self._y = _span(xs), _span(ys)
+
+    def holds(self, x: float) -> bool:
+        """Whether `x` is in the chart."""
+        return self._x[0] <= x <= self._x[1]
 
     def x(self, value: float) -> float:
         low, high = self._x
@@ -104,29 +120,6 @@ def _ticks(low: float, high: float) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
     return [number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
-
-
-def _parts(line: Line) -> list[list[tuple[float, float]]]:
-    parts: list[list[tuple[float, float]]] = [[]]
-    for x, y in zip(line.xs, line.ys, strict=True):
-        if math.isfinite(y):
-            parts[-1].append((x, y))
-        elif parts[-1]:
-            parts.append([])
-    return [part for part in parts if part]
-
-
-def _thinned(part: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The lowest and the highest point of each bin, so that no spike is lost."""
-    size = -(-len(part) // BINS)
-    if size <= 2:
-        return part
-    kept = []
-    for begin in range(0, len(part), size):
-        block = part[begin : begin + size]
-        ends = {min(block, key=lambda point: point[1]), max(block, key=lambda point: point[1])}
-        kept += sorted(ends)
-    return kept
 
 
 def _figure(title: str, unit: str, marks: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
@@ -12,12 +12,14 @@ from trainer.config import UserError
 from trainer.observe.events import EVENTS_FILE
 from trainer.observe.metrics import METRICS_FILE
 from trainer.observe.profiler import TRACES
+from trainer.observe.starts import STARTS_FILE, with_start
 from trainer.runtime.agreement import from_first
 from trainer.runtime.lock import LOCK_FILE
 from trainer.runtime.storage import entries, files_below, is_remote, remedy
 
 CONFIG_FILE, REPORT_FILE, FINISHED_FILE, CHECKPOINTS = "config.yml", "report.html", "finished", "checkpoints"
-_FILES = (CONFIG_FILE, METRICS_FILE, EVENTS_FILE, REPORT_FILE, FINISHED_FILE)
+SAMPLES_FILE = "samples.jsonl"  # rows with the step, the prompt and the text of a sample
+_FILES = (CONFIG_FILE, STARTS_FILE, METRICS_FILE, EVENTS_FILE, SAMPLES_FILE, REPORT_FILE, FINISHED_FILE)
 OWN_FILES = (*_FILES, LOCK_FILE)  # what a run writes into its folder, apart from checkpoints
 STARTS_OVER = "{} has no checkpoint yet: starting over"
 
@@ -84,23 +86,24 @@ class RunDir(NamedTuple):
         """Whether an earlier process finished this run."""
         return from_first((self.path / FINISHED_FILE).exists)
 
-    def begin(self, config_yml: str, *, resumed: bool, say: Callable[[str], None]) -> None:
-        """Writes config.yml and marks the run as unfinished.
+    def begin(self, config_yml: str, start: Mapping[str, Any], *, resumed: bool, say: Callable[[str], None]) -> None:
+        """Writes config.yml, adds `start` to starts.json and marks the run as unfinished.
 
         Existing metrics of a run without checkpoints are kept under a numbered name. Metrics of a run that ended before
         its first checkpoint are written again.
 
         Args:
           config_yml: the resolved configuration.
+          start: how this process begins, with its first `step`; see `training.start_entry`.
           resumed: the run resumes from one of its own checkpoints.
           say: receives a line about existing metrics that no checkpoint covers.
 
         Raises:
           UserError: existing metrics are of a finished run whose checkpoints are gone; or the disk is full.
         """
-        from_first(lambda: self._begin(config_yml, resumed, say))
+        from_first(lambda: self._begin(config_yml, start, resumed, say))
 
-    def _begin(self, config_yml: str, resumed: bool, say: Callable[[str], None]) -> None:
+    def _begin(self, config_yml: str, start: Mapping[str, Any], resumed: bool, say: Callable[[str], None]) -> None:
         config = self.path / CONFIG_FILE
         with _writing(config):
             if not (self.path / METRICS_FILE).exists():
@@ -108,13 +111,19 @@ class RunDir(NamedTuple):
                     say(f"{self.place / METRICS_FILE} is gone: the rows of earlier steps are missing in the new one")
             elif not resumed:
                 self._keep_earlier(config_yml, say)
-            temporary = self.path / f"{CONFIG_FILE}.tmp"
+            if not resumed:
+                (self.path / SAMPLES_FILE).unlink(missing_ok=True)
+            starts = with_start(self.path / STARTS_FILE, start, resumed=resumed)
             (self.path / FINISHED_FILE).unlink(missing_ok=True)
-            temporary.write_text(config_yml, encoding="utf-8")
-            temporary.replace(config)
+            for file, text in ((self.path / STARTS_FILE, starts), (config, config_yml)):
+                temporary = file.with_name(f"{file.name}.tmp")
+                temporary.write_text(text, encoding="utf-8")
+                temporary.replace(file)
         if self.remote is not None:
             with remote_errors(self.remote):
                 (self.remote / FINISHED_FILE).unlink(missing_ok=True)
+                if not resumed:
+                    (self.remote / SAMPLES_FILE).unlink(missing_ok=True)
             self.upload()
 
     def _keep_earlier(self, config_yml: str, say: Callable[[str], None]) -> None:
@@ -125,9 +134,10 @@ class RunDir(NamedTuple):
             say(STARTS_OVER.format(self.place))
 
     def _rename_earlier(self, say: Callable[[str], None]) -> None:
-        """Keeps metrics.jsonl, config.yml and TensorBoard's events of an earlier run under the next free number."""
+        """Keeps what an earlier run wrote, but its report, under the next free number."""
         taken = {path.name for path in entries(self.place)}
-        kept = [METRICS_FILE, *(name for name in (CONFIG_FILE, EVENTS_FILE) if (self.path / name).is_file())]
+        others = (CONFIG_FILE, EVENTS_FILE, STARTS_FILE, SAMPLES_FILE)
+        kept = [METRICS_FILE, *(name for name in others if (self.path / name).is_file())]
         number = next(
             n for n in itertools.count(1) if taken.isdisjoint(Path(_numbered_file(name, n)).parts[0] for name in kept)
         )
@@ -144,8 +154,9 @@ class RunDir(NamedTuple):
             shutil.copyfile(self.path / name, self.path / _numbered_file(name, number))
         (self.path / EVENTS_FILE).unlink(missing_ok=True)
         (self.path / METRICS_FILE).rename(self.path / _numbered_file(METRICS_FILE, number))
-        names = " and ".join(_numbered_file(name, number) for name in kept)
-        say(f"{self.place} holds an earlier run without checkpoints: its files are kept as {names}")
+        *names, last = (_numbered_file(name, number) for name in kept)
+        names_text = f"{', '.join(names)} and {last}" if names else last
+        say(f"{self.place} holds an earlier run without checkpoints: its files are kept as {names_text}")
 
     def finish(self) -> None:
         """Marks the run as finished: an empty run_name does not resume it."""

@@ -94,8 +94,14 @@ def disagreements(found: Iterable[Row]) -> list[str]:
 
 def text(found: Sequence[Row], sums: Mapping[str, int], warnings: Sequence[str] = ()) -> str:
     """Returns the table as text, followed by the totals and `warnings`."""
-    lines = [COLUMNS, *(tuple(_cell(row[column]) for column in COLUMNS) for row in found)]
-    return "\n".join([*aligned(lines), "", *total_lines(sums), *(f"warning: {warning}" for warning in warnings)])
+    return "\n".join(
+        [*aligned([COLUMNS, *cells(found)]), "", *total_lines(sums), *(f"warning: {warning}" for warning in warnings)]
+    )
+
+
+def cells(found: Sequence[Row]) -> list[list[str]]:
+    """Returns the rows as text, in the order of COLUMNS."""
+    return [[_cell(row[column]) for column in COLUMNS] for row in found]
 
 
 def total_lines(sums: Mapping[str, int]) -> list[str]:

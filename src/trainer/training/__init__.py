@@ -6,7 +6,7 @@ from trainer.training.compiled import compiled_step, loaded_step, needs_of
 from trainer.training.diloco import build_diloco_train_step
 from trainer.training.evaluate import check_held_out
 from trainer.training.loop import Reports, fit
-from trainer.training.reports import metrics_files, open_reports, run_work
+from trainer.training.reports import keep_sample, metrics_files, open_reports, run_work, start_entry
 from trainer.training.run import Run
 from trainer.training.start import Start, start
 
@@ -20,10 +20,12 @@ __all__ = [
     "check_held_out",
     "compiled_step",
     "fit",
+    "keep_sample",
     "loaded_step",
     "metrics_files",
     "needs_of",
     "open_reports",
     "run_work",
     "start",
+    "start_entry",
 ]

@@ -1,10 +1,15 @@
 """A run's output while it trains: the files of metrics, which the first process writes, and the console."""
 
 import contextlib
+import datetime
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from trainer.aot.chips import chip_of
+from trainer.config import combination
 from trainer.observe import (
     Console,
     EventsWriter,
@@ -17,8 +22,12 @@ from trainer.observe import (
     maxtext_row,
     work_of,
 )
+from trainer.observe.banner import devices_text, mesh_text
 from trainer.observe.lines import Work
+from trainer.observe.metrics import METRICS_FILE, read_rows
+from trainer.observe.rundir import SAMPLES_FILE
 from trainer.runtime.agreement import from_first, is_first
+from trainer.state import table
 from trainer.training.loop import Reports
 from trainer.training.run import Run
 from trainer.training.start import Start
@@ -28,6 +37,39 @@ def run_work(run: Run) -> Work:
     """Returns the work of a step, with the peak FLOP/s of the devices if it is known."""
     chip = chip_of(run.mesh.devices.flat[0].device_kind)
     return work_of(run.config, run.flops_per_token, chip.flops("bf16") if chip else None)
+
+
+def start_entry(run: Run, begin: Start, sources: Mapping[str, str]) -> dict[str, Any]:
+    """How this process begins, for the run's starts.json.
+
+    Args:
+      begin: the state that it begins with.
+      sources: of the values of all keys; see `config.Loaded`.
+    """
+    device, shardings = run.mesh.devices.flat[0], run.table()
+    return {
+        "step": begin.updates,
+        "time": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+        "devices": devices_text(run.config, device.device_kind, device.platform, jax.process_count()),
+        "mesh": mesh_text(run.config),
+        "combination": combination(run.config),
+        "sources": {name: source for name, source in sources.items() if source != "default"},
+        "sharding": {
+            "columns": [column.replace("_", " ") for column in table.COLUMNS],
+            "rows": table.cells(shardings["tensors"]),
+            "totals": table.total_lines(shardings["totals"]),
+        },
+    }
+
+
+def keep_sample(run_dir: RunDir, updates: int, prompt: str, text: str, say: Callable[[str], None]) -> None:
+    """Appends a sample of the model after `updates` updates to samples.jsonl, and writes the report with it."""
+    if not is_first():
+        return
+    with MetricsWriter(run_dir.path, updates, SAMPLES_FILE) as samples:
+        samples.write({"step": updates, "prompt": prompt, "text": text})
+    ReportFile(run_dir.path, read_rows(run_dir.path / METRICS_FILE), say).write()
+    run_dir.upload()
 
 
 def metrics_files(config: Any, path: Path, name: str) -> list[MetricsFile]:
@@ -66,10 +108,9 @@ def open_reports(
 
     def open_metrics() -> list[int]:
         resumes = config.enable_checkpointing
-        pages.append(ReportFile(run_dir.path, console.say))
-        # Called when all rows are written, even if the run fails.
-        stack.callback(pages[0].write)
         writers.append(stack.enter_context(MetricsWriter(run_dir.path, begin.updates, resumes=resumes)))
+        pages.append(ReportFile(run_dir.path, writers[0].kept, console.say))
+        stack.callback(pages[0].write)  # even if the run fails
         for file in files:
             writer = file.open(begin.updates, resumed=begin.resumed, resumes=resumes, say=console.say)
             maxtext_writers.append(stack.enter_context(writer))
@@ -88,6 +129,8 @@ def open_reports(
     def write(row: Any) -> None:
         for writer in writers:
             writer.write(row)
+        for page in pages:
+            page.add(row)
         for maxtext_writer in maxtext_writers:
             maxtext_writer.write(maxtext_row(row, work, config.gradient_clipping_threshold, run_dir.place.name))
 

@@ -86,7 +86,7 @@ def test_the_events_of_an_earlier_run_without_checkpoints_become_a_run_of_their_
     config = "enable_checkpointing: false"
     for step in range(3):
         with open_run(str(tmp_path), "mine", config, False, print) as run:
-            run.begin(config, resumed=False, say=print)
+            run.begin(config, {"step": 0}, resumed=False, say=print)
             (run.path / "metrics.jsonl").write_text('{"step": 0}\n')
             write(run.path, [step])
     folders = ("tensorboard-1", "tensorboard-2", "tensorboard")

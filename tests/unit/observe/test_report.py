@@ -11,10 +11,13 @@ import sys
 import pytest
 
 from trainer import report
-from trainer.observe import report as report_module
+from trainer.observe import report_file
 from trainer.observe.chart import Line, histogram, line_chart
+from trainer.observe.metrics import read_rows
+from trainer.observe.report_file import ReportFile
+from trainer.observe.series import INTERVALS, Series
 
-VOID = {"meta", "line", "circle", "polyline"}
+VOID = {"meta", "line", "circle", "polyline", "br"}
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
@@ -81,9 +84,7 @@ def test_the_page_of_a_run_is_whole_and_loads_nothing(tmp_path, capsys):
     ):
         assert wanted in words, wanted
     assert "prefers-color-scheme: dark" in text
-    assert (
-        page.count["svg"] == 11
-    )  # loss, evaluation, rate, norm, throughput, waiting, skipped, term, two parameters, times
+    assert page.count["svg"] == 10  # loss, evaluation, rate, norm, throughput, waiting, term, two parameters, times
     assert f"wrote {run / 'report.html'}" in capsys.readouterr().out
 
 
@@ -104,26 +105,50 @@ def points(svg):
     ]
 
 
-def test_a_line_breaks_where_a_number_is_not_finite_and_keeps_every_spike():
-    first, second = points(line_chart("x", [Line("", range(5), [1.0, 2.0, math.nan, 2.0, math.inf])])), None
-    assert [len(part) for part in first] == [2]  # the other part is one point, a circle
-    (second,) = points(line_chart("x", [Line("", range(5000), [float(step == 3333) for step in range(5000)])]))
-    assert len(second) <= 800
-    assert sum(y == min(y for _, y in second) for _, y in second) == 1, "upwards is less in SVG"
-    assert line_chart("x", [Line("", [1], [math.nan])]) == ""
+def line(values, **more):
+    return Line("", Series.of(enumerate(values)), **more)
+
+
+def test_a_line_breaks_where_a_number_is_not_finite():
+    (part,) = points(line_chart("x", [line([1.0, 2.0, math.nan, 2.0, math.inf])]))
+    assert len(part) == 2, "the other part is one point, a circle"
+    assert line_chart("x", [line([math.nan])]) == ""
+
+
+@pytest.mark.parametrize("count", [2 * INTERVALS, 2 * INTERVALS + 1, 5000, 100_000])
+def test_a_long_line_keeps_every_spike_and_says_that_it_is_thinned(count):
+    spikes = {count // 3: 1.0, count - 1: -1.0}
+    svg = line_chart("x", [line(spikes.get(step, 0.0) for step in range(count))])
+    (part,) = points(svg)
+    heights = sorted(y for _, y in part)
+    assert heights[0] < heights[1]
+    assert heights[-1] > heights[-2], "upwards is less in SVG"
+    assert part == sorted(part)
+    if count <= 2 * INTERVALS:
+        assert len(part) == count
+        assert "points<" not in svg
+    else:
+        assert len(part) <= 2 * INTERVALS
+        assert f"{len(part)} of {count:,} points<" in svg
+
+
+def test_a_resumed_run_is_marked():
+    svg = line_chart("x", [line([1.0, 2.0, 3.0], marks=[1, 1, 7])])
+    assert re.findall(r'class="mark c0" x1="(.*?)"', svg) == ["305"]  # the middle of 62 to 548; 7 is outside
 
 
 def test_the_scale_of_a_chart():
-    ((low, high),) = points(line_chart("x", [Line("", [0, 10], [0.0, 4.0])]))
+    ((low, high),) = points(line_chart("x", [Line("", Series.of([(0, 0.0), (10, 4.0)]))]))
     assert low == (62, 210)
     assert high == (548, 12)
-    svg = line_chart("x", [Line("", [0, 10], [0.0, 4.0])])
-    assert re.findall(r'end">([\d.]+)</text>', svg) == ["0", "1", "2", "3", "4"]
-    assert line_chart("x", [Line("", [0, 10], [2.0, 2.0])]).count("<polyline") == 1
+    for scale, ticks in ((1, ["0", "1", "2", "3", "4"]), (0.5, ["0", "0.5", "1", "1.5", "2"])):
+        svg = line_chart("x", [Line("", Series.of([(0, 0.0), (10, 4.0)]))], scale=scale)
+        assert re.findall(r'end">([\d.]+)</text>', svg) == ticks
+    assert line_chart("x", [line([2.0, 2.0])]).count("<polyline") == 1
 
 
 def test_a_histogram_counts_all_but_the_longest_steps():
-    (bars,) = points(histogram("x", [Line("", range(200), [1.0, 2.0] * 99 + [1.0, 900.0])], bins=2))
+    (bars,) = points(histogram("x", [[1.0, 2.0] * 99 + [1.0, 900.0]], "seconds", bins=2))
     heights = [round((210 - y) / (210 - 12) * 100) for _, y in bars]
     assert heights == [0, 100, 100, 99, 99, 0]
 
@@ -152,8 +177,8 @@ def test_while_a_run_goes_on_the_page_takes_a_hundredth_of_its_time(tmp_path, mo
         now[0] += 1.0  # so that the page takes a second
         return now[0]
 
-    monkeypatch.setattr(report_module.time, "monotonic", clock)
-    page, path = report_module.ReportFile(run, said.append), run / "report.html"
+    monkeypatch.setattr(report_file.time, "monotonic", clock)
+    page, path = ReportFile(run, read_rows(run / "metrics.jsonl"), said.append), run / "report.html"
     page.refresh()
     path.unlink()
     now[0] += 95
@@ -165,11 +190,69 @@ def test_while_a_run_goes_on_the_page_takes_a_hundredth_of_its_time(tmp_path, mo
     assert said == []
 
 
+def test_the_page_of_a_run_that_goes_on_is_that_of_its_files(tmp_path):
+    """Row by row or all at once; it reads no row again."""
+    run, said = make_run(tmp_path / "run", 0.5, steps=1000), []
+    rows = read_rows(run / "metrics.jsonl")
+    page = ReportFile(run, rows[:7], said.append)
+    for row in rows[7:]:
+        page.add(row)
+    (run / "metrics.jsonl").rename(tmp_path / "away")
+    page.write()
+    text = (run / "report.html").read_text()
+    (tmp_path / "away").rename(run / "metrics.jsonl")
+    page_of(run)
+    assert (run / "report.html").read_text() == text
+    assert said == []
+
+
+def test_what_is_damaged_prevents_the_page_and_not_the_run(tmp_path):
+    run, said = make_run(tmp_path / "run", 0.5), []
+    (run / "config.yml").write_text("steps: [")
+    page = ReportFile(run, (), said.append)
+    page.add({"step": 0, "loss": "text"})
+    page.write()
+    assert len(said) == 1
+    assert "config.yml" in said[0]
+
+
+def test_starts_sources_shardings_and_samples(tmp_path):
+    run = make_run(tmp_path / "run", 0.5)
+    sharding = {"columns": ["name", "spec"], "rows": [["params/<w>", "[fsdp, -]"]], "totals": ["7 parameters"]}
+    newest = {"step": 20, "devices": "8 x cpu", "mesh": "fsdp 8", "sources": {"steps": "a.yml:3"}, "sharding": sharding}
+    starts = [{"step": 0, "combination": "linen"}, {"step": 10, "combination": "nnx"}, newest]
+    (run / "starts.json").write_text(json.dumps(starts))
+    (run / "samples.jsonl").write_text('{"step": 30, "prompt": "def ", "text": "def <f>(\\u0007):"}\n')
+    page_of(run)
+    text = (run / "report.html").read_text()
+    words = "|".join(Page(text).text)
+    assert "resumed|2 times, before step 10, 20" in words
+    assert "A dashed line marks the step at which a run was resumed." in words
+    assert text.count('class="mark c0"') == 2 * 8 + 1, "step 10 is not in the chart of the one evaluation"
+    rows = re.findall(r"<tr><td>(learning_rate|steps)</td>.*?<td>([^<]*)</td></tr>", text)
+    assert rows == [("steps", "a.yml:3"), ("learning_rate", "computed from the other keys and the devices")]
+    assert "<tr><td>params/&lt;w&gt;</td><td>[fsdp, -]</td></tr>" in text
+    assert "After 30 updates:|" in words
+    assert "<pre><b>def </b>&lt;f&gt;(\\x07):</pre>" in text
+    assert re.search(r"<td>10</td>.*<td>nnx</td>", text)
+
+
+@pytest.mark.parametrize("start", [{}, {"sharding": 1, "sources": 2}, {"sharding": {"rows": [1, [2]], "totals": [3]}}])
+def test_a_start_that_somebody_edited_prevents_no_page(tmp_path, start):
+    run = make_run(tmp_path / "run", 0.5)
+    (run / "starts.json").write_text(json.dumps([{"step": 0}, {"step": 1} | start]))
+    (run / "samples.jsonl").write_text('{"step": 1, "text": 7}\n')
+    page_of(run)
+    Page((run / "report.html").read_text())
+
+
 def test_a_page_that_cannot_be_written_ends_no_run(tmp_path):
     run, said = make_run(tmp_path / "run", 0.5), []
     (run / "report.html").mkdir()
-    report_module.ReportFile(run, said.append).write()
-    assert len(said) == 1
+    page = ReportFile(run, (), said.append)
+    page.write()
+    page.write()
+    assert len(said) == 1, "the same reason is said once"
     assert said[0].startswith(f"warning: {run / 'report.html'} is not written: ")
     assert not (run / "report.html.tmp").exists()
 
@@ -215,7 +298,7 @@ def test_whatever_a_run_measures_has_a_chart(tmp_path):
     assert "own" in words
     assert "island_losses" in words
     assert "lm_loss" not in words, "the only term of the loss is the loss"
-    assert "A line of more than 800 points shows the lowest and the highest of each of 400 intervals." in words
+    assert "A line with fewer points than values shows the lowest and the highest value of each of up to 400" in words
 
 
 def test_measures_stand_in_sections_and_a_long_section_is_folded(tmp_path):

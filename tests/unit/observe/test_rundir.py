@@ -11,9 +11,11 @@ import pytest
 
 from trainer.config import UserError
 from trainer.observe import RunDir, check_earlier, expected_run, open_run
+from trainer.observe.starts import read_starts
 
 CONFIG = "base_config: base.yml\nsteps: 20\nenable_checkpointing: true\n"
-
+START = {"step": 0}
+START_TEXT = '[{"step": 0}]\n'
 
 OPEN = []
 
@@ -33,7 +35,7 @@ def opened(base, name="", config=CONFIG, resumes=True, say=lambda line: None):
 def begun(base, name="", config=CONFIG, resumes=True):
     """The folder of a run that a process began and was ended in."""
     run = opened(base, name, config, resumes)
-    run.begin(config, resumed=False, say=lambda line: None)
+    run.begin(config, START, resumed=False, say=lambda line: None)
     (run.path / "metrics.jsonl").write_text('{"step": 0}\n')
     run.lock.close()
     return run.path
@@ -41,7 +43,7 @@ def begun(base, name="", config=CONFIG, resumes=True):
 
 def finished(base, name="", config=CONFIG, resumes=True):
     run = opened(base, name, config, resumes)
-    run.begin(config, resumed=False, say=lambda line: None)
+    run.begin(config, START, resumed=False, say=lambda line: None)
     (run.path / "metrics.jsonl").write_text('{"step": 0}\n')
     run.finish()
     run.lock.close()
@@ -110,7 +112,7 @@ def test_a_run_that_goes_on_is_unfinished_until_it_ends_again(tmp_path):
     path = finished(tmp_path, "run-0001")
     run = opened(tmp_path, "run-0001")
     assert run.finished
-    run.begin(CONFIG.replace("20", "40"), resumed=True, say=lambda line: None)
+    run.begin(CONFIG.replace("20", "40"), START, resumed=True, say=lambda line: None)
     assert not run.finished
     assert (path / "config.yml").read_text() == CONFIG.replace("20", "40")
     run.finish()
@@ -136,7 +138,7 @@ def test_a_configuration_that_is_not_utf8_is_another_one(tmp_path):
     assert opened(tmp_path).path == tmp_path / "run-0002"
     path = begun(tmp_path, "mine", resumes=False)
     (path / "config.yml").write_bytes(b"\xff\xfe")
-    opened(tmp_path, "mine", resumes=False).begin(CONFIG, resumed=False, say=lambda line: None)
+    opened(tmp_path, "mine", resumes=False).begin(CONFIG, START, resumed=False, say=lambda line: None)
     assert (path / "config.yml").read_text() == CONFIG
 
 
@@ -199,13 +201,15 @@ def test_a_run_without_checkpoints_given_again_keeps_the_earlier_ones(tmp_path):
     finished(tmp_path, "mine", f"{WITHOUT}note: 2\n", resumes=False)
     (path / "metrics.jsonl").write_text('{"step": 2}\n')
     lines = []
-    opened(tmp_path, "mine").begin(CONFIG, resumed=False, say=lines.append)
+    opened(tmp_path, "mine").begin(CONFIG, START, resumed=False, say=lines.append)
     assert lines == [
-        f"{path} holds an earlier run without checkpoints: its files are kept as metrics-2.jsonl and config-2.yml"
+        f"{path} holds an earlier run without checkpoints: its files are kept as metrics-2.jsonl, config-2.yml and "
+        "starts-2.json"
     ]
     assert {file.name: file.read_text() for file in path.iterdir()} == {
         ".lock": "",
         "config.yml": CONFIG,
+        **dict.fromkeys(("starts.json", "starts-1.json", "starts-2.json"), START_TEXT),
         "metrics-1.jsonl": '{"step": 1}\n',
         "config-1.yml": f"{WITHOUT}note: 1\n",
         "metrics-2.jsonl": '{"step": 2}\n',
@@ -216,7 +220,7 @@ def test_a_run_without_checkpoints_given_again_keeps_the_earlier_ones(tmp_path):
 def test_a_name_taken_by_another_file_is_passed_over(tmp_path):
     path = begun(tmp_path, "mine", WITHOUT, resumes=False)
     (path / "config-1.yml").touch()
-    opened(tmp_path, "mine", resumes=False).begin(WITHOUT, resumed=False, say=print)
+    opened(tmp_path, "mine", resumes=False).begin(WITHOUT, START, resumed=False, say=print)
     assert (path / "metrics-2.jsonl").exists()
     assert (path / "config-1.yml").read_text() == ""
 
@@ -230,7 +234,7 @@ def test_a_process_killed_while_it_keeps_the_earlier_run_loses_nothing(tmp_path,
 
     monkeypatch.setattr(type(path), "rename", killed)
     with pytest.raises(KeyboardInterrupt):
-        run.begin("steps: 30\n", resumed=False, say=print)
+        run.begin("steps: 30\n", START, resumed=False, say=print)
     assert (path / "metrics.jsonl").read_text() == '{"step": 0}\n'
     assert (path / "config.yml").read_text() == WITHOUT
 
@@ -240,33 +244,59 @@ def test_metrics_that_no_checkpoint_covers(tmp_path):
     path = begun(tmp_path, "killed")
     lines = []
     run = opened(tmp_path, "killed")
-    run.begin(CONFIG, resumed=False, say=lines.append)
+    run.begin(CONFIG, START, resumed=False, say=lines.append)
     assert lines == [f"{path} has no checkpoint yet: starting over"]
     run.lock.close()
-    opened(tmp_path, "killed", resumes=False).begin(WITHOUT, resumed=False, say=lines.append)
+    opened(tmp_path, "killed", resumes=False).begin(WITHOUT, START, resumed=False, say=lines.append)
     assert lines[1:] == [
-        f"{path} holds an earlier run without checkpoints: its files are kept as metrics-1.jsonl and config-1.yml"
+        f"{path} holds an earlier run without checkpoints: its files are kept as metrics-1.jsonl, config-1.yml and "
+        "starts-1.json"
     ]
 
     path = finished(tmp_path, "ended")
     before = sorted(path.iterdir())
     with pytest.raises(UserError, match=f"{path} holds the metrics of a finished run whose checkpoints are gone"):
-        opened(tmp_path, path.name).begin(CONFIG, resumed=False, say=print)
+        opened(tmp_path, path.name).begin(CONFIG, START, resumed=False, say=print)
     assert sorted(path.iterdir()) == before
     OPEN.pop().lock.close()
     resumed = opened(tmp_path, "ended")
-    resumed.begin(CONFIG, resumed=True, say=print)
+    resumed.begin(CONFIG, START, resumed=True, say=print)
     assert not resumed.finished
 
 
 def test_metrics_that_were_removed_are_told_where_a_run_goes_on(tmp_path):
     path, lines = begun(tmp_path, "mine"), []
     run = opened(tmp_path, "mine")
-    run.begin(CONFIG, resumed=True, say=lines.append)
+    run.begin(CONFIG, START, resumed=True, say=lines.append)
     assert lines == []
     (path / "metrics.jsonl").unlink()
-    run.begin(CONFIG, resumed=True, say=lines.append)
+    run.begin(CONFIG, START, resumed=True, say=lines.append)
     assert lines == [f"{path}/metrics.jsonl is gone: the rows of earlier steps are missing in the new one"]
+
+
+def test_each_start_of_a_run_is_kept_and_the_newest_in_full(tmp_path):
+    path = opened(tmp_path, "mine").path
+    for step, resumed in ((0, False), (5, True), (5, True)):
+        start = {"step": step, "devices": "1 x cpu", "sources": {"steps": "command line"}, "sharding": {"rows": []}}
+        OPEN[0].begin(CONFIG, start, resumed=resumed, say=print)
+    first, second, third = read_starts(path / "starts.json")
+    assert first == {"step": 0, "devices": "1 x cpu"}
+    assert second == {"step": 5, "devices": "1 x cpu"}
+    assert third == start
+    for damaged in ("", "no JSON", "{}", "[1]", '[{"step": "1"}]'):
+        (path / "starts.json").write_text(damaged)
+        assert read_starts(path / "starts.json") == []
+        OPEN[0].begin(CONFIG, START, resumed=True, say=print)
+        assert (path / "starts.json").read_text() == START_TEXT
+
+
+def test_a_run_that_starts_over_has_no_sample_of_the_earlier_one(tmp_path):
+    path = begun(tmp_path, "mine")
+    (path / "samples.jsonl").write_text('{"step": 20}\n')
+    opened(tmp_path, "mine").begin(CONFIG, START, resumed=True, say=print)
+    assert (path / "samples.jsonl").exists()
+    OPEN[-1].begin(CONFIG, START, resumed=False, say=print)
+    assert not (path / "samples.jsonl").exists()
 
 
 def test_a_full_disk(tmp_path, monkeypatch):
@@ -278,7 +308,7 @@ def test_a_full_disk(tmp_path, monkeypatch):
     for name in ("write_text", "touch"):
         monkeypatch.setattr(Path, name, full)
     with pytest.raises(UserError, match=r"cannot write .*/mine/config\.yml: No space left on device; free disk space$"):
-        run.begin(CONFIG, resumed=False, say=print)
+        run.begin(CONFIG, START, resumed=False, say=print)
     with pytest.raises(UserError, match=r"cannot write .*/mine/finished: No space left on device; free disk space$"):
         run.finish()
 
@@ -292,7 +322,7 @@ def test_config_yml_is_replaced_as_a_whole(tmp_path, monkeypatch):
 
     monkeypatch.setattr(type(path), "replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        run.begin("steps: 30\n", resumed=True, say=print)
+        run.begin("steps: 30\n", START, resumed=True, say=print)
     assert (path / "config.yml").read_text() == CONFIG
 
 

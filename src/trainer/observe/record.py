@@ -1,0 +1,127 @@
+"""What a report shows of one run, gathered row by row."""
+
+import math
+from array import array
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.config import UserError, read_saved
+from trainer.observe.metrics import METRICS_FILE, read_rows
+from trainer.observe.rundir import CONFIG_FILE, SAMPLES_FILE
+from trainer.observe.series import Series, number
+from trainer.observe.starts import STARTS_FILE, read_starts
+from trainer.observe.text import short_time, si
+
+
+class Record:
+    """A run. Its size does not grow with the number of steps, but for the 16 bytes of a step's time and speed.
+
+    Attributes:
+      name: of the folder.
+      config: the resolved configuration; empty if config.yml is missing.
+      starts: of its processes; see `starts.json`.
+      samples: rows of samples.jsonl.
+      series: the values of each field of metrics.jsonl.
+      step_times: in seconds.
+      sums: tokens that bear loss, and skipped updates.
+    """
+
+    def __init__(self, name: str, config: Mapping[str, Any], starts: list[dict[str, Any]]):
+        self.name, self.config, self.starts = name, config, starts
+        self.samples: list[dict[str, Any]] = []
+        self.series: dict[str, Series] = {}
+        self.step_times = array("d")
+        self._rates = array("d")
+        self.sums = {"tokens": 0.0, "skipped": 0.0}
+        self._last: Mapping[str, Any] = {}  # row of a step
+        self._evaluations: list[tuple[float, int]] = []  # the last one, and the best
+        self._unlike_loss: set[str] = set()
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Takes the next row of metrics.jsonl."""
+        step, loss = row["step"], row.get("loss")
+        for field, value in row.items():
+            if field == "step":
+                continue
+            if field not in self.series:
+                self.series[field] = Series()
+            self.series[field].add(step, value)
+            if "loss" not in row or not _same(value, loss):
+                self._unlike_loss.add(field)
+        for field, sums in self.sums.items():
+            if math.isfinite(found := number(row.get(field))):
+                self.sums[field] = sums + found
+        for field, values in (("step_time", self.step_times), ("tokens_per_second", self._rates)):
+            if math.isfinite(found := number(row.get(field))):
+                values.append(found)
+        if "loss" in row:
+            self._last = row
+        if "eval_loss" in row:
+            newest = number(row["eval_loss"]), step
+            best = [it for it in (*self._evaluations[1:], newest) if math.isfinite(it[0])]
+            self._evaluations = [newest, *([min(best)] if best else [])]
+
+    def is_loss(self, field: str) -> bool:
+        """Whether `field` equals the loss in every row, as the only term of the loss does."""
+        counts = [self.series[name].count if name in self.series else 0 for name in (field, "loss")]
+        return counts[0] == counts[1] and field not in self._unlike_loss
+
+    def facts(self) -> dict[str, str]:
+        """The summary of the run, by name."""
+        total = self.config.get("steps")
+        done = self._last["step"] + 1 if self._last else 0
+        found = {"updates": f"{done:,}" + (f" of {total:,}" if isinstance(total, int) and total else "")}
+        if not self._last:
+            return found
+        found["tokens"] = f"{self.sums['tokens']:,.0f}"
+        if self.step_times and self._rates:
+            speed, each = float(np.median(self._rates)), float(np.median(self.step_times))
+            found["speed"] = f"{si(speed, 'tok/s')}, {short_time(each)} per step (medians)"
+        found["last loss"] = f"{number(self._last['loss']):.4f}"
+        if self.sums["skipped"]:
+            found["skipped updates"] = f"{self.sums['skipped']:,.0f}"
+        for name, (loss, step) in zip(("last evaluation", "best evaluation"), self._evaluations, strict=False):
+            found[name] = f"{loss:.4f} after step {step}"
+        if resumed := self.resumed_at():
+            shown = ", ".join(f"{step:,}" for step in resumed[-5:])
+            found["resumed"] = f"{len(resumed)} times, " if len(resumed) > 1 else ""
+            found["resumed"] += f"{'last ' if len(resumed) > 5 else ''}before step {shown}"
+        return found
+
+    def resumed_at(self) -> list[int]:
+        """The first steps of the processes after the first one."""
+        return [start["step"] for start in self.starts[1:]]
+
+
+def read_run(folder: Path) -> Record:
+    """The records of a run.
+
+    Raises:
+      UserError: the folder holds no metrics.jsonl, or one of its files is damaged.
+    """
+    metrics = folder / METRICS_FILE
+    if not metrics.is_file():
+        raise UserError(
+            f"{folder} is not the folder of a run: it has no {METRICS_FILE}; give base_output_directory/run_name"
+        )
+    return begun(folder, read_rows(metrics))
+
+
+def begun(folder: Path, rows: Iterable[Mapping[str, Any]]) -> Record:
+    """The run in `folder` with `rows` and its other files. Raises UserError if one of them is damaged."""
+    config, samples = folder / CONFIG_FILE, folder / SAMPLES_FILE
+    text = config.read_bytes().decode("utf-8", "replace") if config.is_file() else ""
+    saved = read_saved(text, str(config)) if text else {}
+    record = Record(folder.resolve().name, saved, read_starts(folder / STARTS_FILE))
+    record.samples = read_rows(samples) if samples.is_file() else []
+    for row in rows:
+        record.add(row)
+    return record
+
+
+def _same(value: Any, loss: Any) -> bool:
+    both_nan = isinstance(value, float) and isinstance(loss, float) and math.isnan(value) and math.isnan(loss)
+    return both_nan or (type(value) is type(loss) and value == loss)

@@ -1,0 +1,64 @@
+"""report.html in the folder of a run that is going on."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.config import UserError
+from trainer.observe.record import Record, begun
+from trainer.observe.report import report_html
+from trainer.observe.rundir import REPORT_FILE
+
+
+class ReportFile:
+    """Keeps what the page shows, so that writing it takes the same time after any number of steps.
+
+    What prevents writing it is reported, once for each reason, and ends no run.
+    """
+
+    def __init__(self, folder: Path, rows: Iterable[Mapping[str, Any]], say: Callable[[str], None]):
+        """`rows`: of the steps before."""
+        self._folder, self._say, self._said = folder, say, ""
+        self._next = 0.0
+        self._record = self._begun(rows)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Takes the next row of metrics.jsonl."""
+        if self._record is not None:
+            self._record.add(row)
+
+    def refresh(self) -> None:
+        """Writes the page if that takes at most a hundredth of the time since it was last written."""
+        if time.monotonic() >= self._next:
+            self.write()
+
+    def write(self) -> None:
+        """Writes the page."""
+        if self._record is None:
+            return
+        began = time.monotonic()
+        path = self._folder / REPORT_FILE
+        temporary = path.with_name(f"{REPORT_FILE}.tmp")
+        try:
+            temporary.write_text(report_html([self._record]), encoding="utf-8")
+            temporary.replace(path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)  # a part of a page, on a disk that may be full
+            self._warn(error)
+        ended = time.monotonic()
+        self._next = ended + 100 * (ended - began)
+
+    def _begun(self, rows: Iterable[Mapping[str, Any]]) -> Record | None:
+        try:
+            return begun(self._folder, rows)
+        except (OSError, UserError) as error:
+            self._warn(error)
+            return None
+
+    def _warn(self, error: Exception) -> None:
+        if str(error) != self._said:
+            self._said = str(error)
+            self._say(f"warning: {self._folder / REPORT_FILE} is not written: {error}")

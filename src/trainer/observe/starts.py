@@ -1,0 +1,29 @@
+"""starts.json: how each process of a run began. Only the report reads it."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+STARTS_FILE = "starts.json"
+_NEWEST_ONLY = ("sources", "sharding")  # so that the file of a run that is often interrupted stays small
+
+
+def with_start(path: Path, start: Mapping[str, Any], *, resumed: bool) -> str:
+    """What `path` is to hold when another process begins with `start`; see `training.start_entry`.
+
+    `resumed`: the run has earlier starts, which stay without the fields _NEWEST_ONLY.
+    """
+    earlier = read_starts(path) if resumed else []
+    kept = [{name: value for name, value in found.items() if name not in _NEWEST_ONLY} for found in earlier]
+    return json.dumps([*kept, dict(start)]) + "\n"
+
+
+def read_starts(path: Path) -> list[dict[str, Any]]:
+    """The starts of a run, the first one first; none if the file is missing or damaged."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError):
+        return []
+    entries = found if isinstance(found, list) else []
+    return [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("step"), int)]
