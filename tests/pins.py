@@ -26,6 +26,7 @@ TAKE_THE_DEFAULT = (
     "unit/config/test_flags.py",
     "unit/config/test_load.py::test_the_packed_base_yml_needs_no_file",
     "unit/config/test_load.py::test_the_start_says_which_keys_of_the_preset_were_changed",
+    "unit/docs/test_commands.py",
     "unit/docs/test_guides.py::test_the_guide_to_optimizers",
     "unit/docs/test_guides.py::test_the_guide_to_the_trees_beside_a_state",
     "unit/linen/test_flags.py",

@@ -1,0 +1,126 @@
+"""The programs accept every command of the README and the docs: they exist, keys and values are allowed, and the mesh
+fits the devices. Nothing runs here; `.ci/run` runs two guides, and tests/integration the README's commands."""
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from trainer import export, parity
+from trainer.config import UserError, load, load_sides, resolve
+from trainer.config.maxtext_command import parse
+from trainer.config.topologies import Topology, find_topology
+
+ROOT = Path(__file__).parents[3]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+HEREDOC = re.compile(r"^cat > (\S+) <<'END'\n(.*?)^END\n", re.MULTILINE | re.DOTALL)
+SYNOPSIS = re.compile(r"\[key=value|\[SECTION\]|FROM OUT|RUN \[RUN")
+PYTHON = re.compile(r"\S*\bpython3?")
+NOT_OURS = ("pip", "pytest", "venv")
+
+
+class Documented(NamedTuple):
+    """A command, as it stands: its page, variables, program (a module, or a path of a script) and words."""
+
+    page: str
+    variables: dict[str, str]
+    program: str
+    words: list[str]
+
+
+def commands():
+    """The commands in the fenced blocks without a language or with bash."""
+    for page in PAGES:
+        for language, block in FENCE.findall(page.read_text(encoding="utf-8")):
+            if language not in ("", "bash"):
+                continue
+            for line in HEREDOC.sub("", block).replace("\\\n", " ").splitlines():
+                if not SYNOPSIS.search(line):
+                    yield from (found for part in line.split("&&") if (found := command(page, part)))
+
+
+def command(page, line):
+    """The command of a line; None if it runs no program of this project."""
+    words = shlex.split(line, comments=True) if PYTHON.search(line) else []
+    at = next((i for i, word in enumerate(words) if PYTHON.fullmatch(word)), None)
+    if at is None:
+        return None
+    program, *rest = words[at + 1 :] if words[at + 1] != "-m" else words[at + 2 :]
+    variables = dict(word.split("=", 1) for word in words[:at] if re.match(r"[A-Z_]+=", word))
+    return None if program in NOT_OURS else Documented(str(page.relative_to(ROOT)), variables, program, rest)
+
+
+COMMANDS = list(commands())
+pytestmark = pytest.mark.default_combination
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """A folder with the files that the pages name: those that they write, and one of the reader."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT))
+    files = {"my.yml": "base_config: base.yml\n"}
+    for page in PAGES:
+        files |= dict(HEREDOC.findall(page.read_text(encoding="utf-8")))
+    for name, text in files.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(text)
+
+
+def accept(program, words, variables):
+    """Raises UserError if `program` would refuse the words before it builds anything."""
+    if program in ("trainer.train", "trainer.train_compile", "docs/guides/own_objective.py"):
+        check(load([word for word in words if not word.startswith("--")], environment=variables).config, variables)
+    elif program == "trainer.shardings":
+        load_sides(words, variables)
+    elif program == "trainer.parity":
+        *_, rest = parity._options(words)
+        if any("=" in word or word.endswith(".yml") for word in rest):  # others are checkpoints
+            load_sides(rest, variables)
+    elif program == "trainer.export":
+        export._read_words(words)
+    elif program == "trainer.from_maxtext":
+        assert parse(words)
+    elif program.startswith("scripts/"):
+        assert (ROOT / program).is_file(), program
+        given = words[words.index("--") + 1 :] if "--" in words else [word for word in words if "=" in word]
+        load(given, environment=variables)
+    else:
+        raise AssertionError(f"say here how the words of {program} are read")
+
+
+def check(config, variables):
+    """Resolves for the devices that the command has."""
+    forced = re.search(r"device_count=(\d+)", variables.get("XLA_FLAGS", ""))
+    count, platform = int(forced[1]) if forced else 1, "cpu"
+    if config.compile_topology:
+        topology = find_topology(config.compile_topology)
+        assert isinstance(topology, Topology), topology
+        count, platform = topology.devices * config.compile_topology_num_slices, topology.platform
+    resolve(config, device_count=count, platform=platform)
+
+
+def test_there_are_commands():
+    assert len(COMMANDS) > 45
+    assert len({found.page for found in COMMANDS}) > 15
+
+
+@pytest.mark.parametrize("found", COMMANDS, ids=[f"{found.page}-{found.program}" for found in COMMANDS])
+def test_a_documented_command_is_accepted(found):
+    accept(found.program, found.words, found.variables)
+
+
+def test_a_command_that_would_be_refused_is_found():
+    for bad in (["no_such_key=1"], ["steps=none"], ["ici_fsdp_parallelism=3"], ["model_name=no-such-model"]):
+        with pytest.raises(UserError):
+            accept("trainer.train", ["base.yml", *bad], {})
+
+
+def test_modules_that_the_text_names_exist():
+    names = {name for page in PAGES for name in re.findall(r"python3? -m (trainer\.\w+)", page.read_text())}
+    assert len(names) >= 8
+    assert [name for name in sorted(names) if importlib.util.find_spec(name) is None] == []
