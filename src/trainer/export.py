@@ -1,4 +1,4 @@
-"""`python -m trainer.export FROM OUT format=hf|params|maxtext [key=value ...]`: convert parameters."""
+"""`python -m trainer.export FROM OUT format=hf|params|maxtext [key=value ...]`: converts parameters."""
 
 import os
 import shlex
@@ -29,7 +29,7 @@ HELP = """\
 usage: python -m trainer.export FROM OUT format=hf|params|maxtext [dtype=float32|bfloat16] [weights=raw|ema]
                                  [key=value ...]
 
-FROM    what load_parameters_path takes: a run's folder or one of its checkpoints/N, of this trainer or of MaxText;
+FROM    the same as load_parameters_path: a run's folder or one of its checkpoints/N, of this trainer or of MaxText;
         a Hugging Face model directory; the output of this command; a MaxText checkpoint's tree (.../N/items)
 OUT     a new or empty folder
 format  hf: a Hugging Face model directory, config.json and safetensors
@@ -47,7 +47,7 @@ Tokenizer files next to FROM are copied. --help SECTION and --explain KEY say wh
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line `argv` (default: the process's own)."""
+    """Runs the command line `argv` (default: the arguments of the process)."""
     words = command_line(argv)
     if asked := question(words):
         print(explanation(asked.key) if asked.key else help_text(asked.section) if asked.section else HELP)
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _read_words(words: Sequence[str]) -> tuple[str, Path, dict[str, str], list[str]]:
-    """FROM, OUT, the options of this command, and the `key=value` arguments for base.yml."""
+    """Returns FROM, OUT, the options of this command, and the `key=value` arguments for base.yml."""
     places, rest = words[:2], words[2:]
     named = {"format", "dtype", "weights", *schema().keys}
     own: tuple[str, ...] = ("format=", "dtype=", "weights=")
@@ -165,7 +165,8 @@ def _report(out: Path, options: dict[str, str], parameters: int) -> None:
 
 
 def _maxtext_line(out: Path, options: dict[str, str], config: Any, length: dict[str, int]) -> str:
-    """The command line with which MaxText loads the output: its checkpoints do not describe their model."""
+    """Returns the command line with which MaxText loads the output, because its checkpoints do not describe their
+    model."""
     from trainer.checkpoint.description import as_words
     from trainer.checkpoint.maxtext_out import ITEMS, STEP
     from trainer.models.maxtext_config import maxtext_keys

@@ -1,4 +1,5 @@
-"""`python -m trainer.from_maxtext '<a MaxText command line>'`: our command for it, and a verdict for each key."""
+"""`python -m trainer.from_maxtext '<a MaxText command line>'`: prints our command for it, and a verdict for each
+key."""
 
 import sys
 import textwrap
@@ -24,24 +25,24 @@ from trainer.config.words import counted
 HELP = """\
 usage: python -m trainer.from_maxtext 'python3 -m maxtext.trainers.pre_train.train base.yml key=value ...'
 
-Prints the command of this trainer for a command of MaxText's, and a verdict for each of its keys:
-  same       the key and its meaning
-  differs    the same key, with what differs in its meaning
-  no effect  the key is accepted, but other settings make it void
-  needless   left out of the printed command; why
-  renamed    the key to write
+Prints the command of this trainer for a MaxText command, and a verdict for each of its keys:
+  same       the key has the same meaning here
+  differs    the same key, with the difference in its meaning
+  no effect  the key is accepted, but has no effect under the other settings
+  needless   left out of the printed command; with the reason
+  renamed    the key to write instead
   refused, not yet, never, unknown   the command stops at this key; what to do
-The text is read as a shell reads it, with quotes, line continuations and variables before the command; M_KEY=value is
-a key too. Without quotes the words may follow as they are. Values such as $STEPS are not known here and not checked.
+The text is read like a shell reads it, with quotes, line continuations and variables before the command. M_KEY=value is
+a key, too. Without quotes the words may follow directly. Values such as $STEPS are not known here and not checked.
 
 Exit code: 0 if trainer.train accepts the printed command, 2 if not."""
 _WIDTH = 150
-_KIND, _GIVEN = 9, 48  # columns
+_KIND, _GIVEN = 9, 48  # widths of columns
 
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line `argv` (default: the process's own)."""
+    """Runs the command line `argv` (default: the arguments of the process)."""
     words = command_line(argv)
     if words in (["--help"], ["-h"], ["help"]):
         print(HELP)
@@ -82,7 +83,7 @@ def _train(converted: Conversion) -> None:
 
 
 def _table(kind: str, rows: Sequence[Row], wide: int) -> list[str]:
-    """The rows of one kind; rows without a text are one list."""
+    """Returns the rows of one kind. Rows without a text are joined into one list."""
     bare = ", ".join(shortened(row.given) for row in rows if not row.text)
     indent = " " * (_KIND + 2)
     lines = textwrap.wrap(bare, _WIDTH - len(indent), break_long_words=False, break_on_hyphens=False)

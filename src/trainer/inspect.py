@@ -1,4 +1,4 @@
-"""`python -m trainer.inspect PATH [norms=false]`: what a checkpoint of any kind holds."""
+"""`python -m trainer.inspect PATH [norms=false]`: shows the contents of a checkpoint of any kind."""
 
 import json
 import math
@@ -18,12 +18,12 @@ HELP = """\
 usage: python -m trainer.inspect PATH [norms=false]
 
 PATH         a run's folder (its newest checkpoint) or one of its checkpoints/N, also in a bucket; the output of
-             trainer.export format=params; a checkpoint of MaxText's (its run, N, or N/items); a Hugging Face directory;
-             one .safetensors file
+             trainer.export format=params; a MaxText checkpoint (its run, N, or N/items); a Hugging Face directory; one
+             .safetensors file
 norms=false  read headers only: no norms, and checksums are not compared
 
-Prints kind, step, configuration, the position in the data, each parameter with its shape, dtype and norm, and the
-sizes of all other state. Of layers that are stacked the line has the norm of all of them and the range of their norms.
+Prints kind, step, configuration, the position in the data, each parameter with its shape, dtype and norm, and the sizes
+of all other state. For stacked layers, a line shows the norm of all layers and the range of the norms of single layers.
 The host holds one array at a time."""
 _WIDTH = 150
 _MODEL = (
@@ -50,7 +50,7 @@ _WORDS = {
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line `argv` (default: the process's own)."""
+    """Runs the command line `argv` (default: the arguments of the process)."""
     words = command_line(argv)
     if words and words[0] in ("--help", "-h", "help"):
         print(HELP)
@@ -110,7 +110,7 @@ def _combination(keys: Mapping[str, Any]) -> str:
 
 
 def _differing(keys: Mapping[str, Any]) -> list[str]:
-    """KEY=VALUE of what differs from base.yml, without the sizes that are shown above."""
+    """Returns KEY=VALUE for keys that differ from base.yml, without the sizes that are shown above."""
     defaults = schema().keys
     return [
         f"{name}={shortened(to_flow(value))}"
@@ -120,7 +120,7 @@ def _differing(keys: Mapping[str, Any]) -> list[str]:
 
 
 def _flat(position: Any) -> str:
-    """JSON on one line; an object without its own braces."""
+    """Returns JSON on one line, an object without its outer braces."""
     if isinstance(position, dict):
         return ", ".join(f"{key}: {json.dumps(it)}" for key, it in position.items())
     return json.dumps(position)
@@ -152,7 +152,7 @@ def _parameters(contents: Any, norms: bool) -> Iterator[str]:
 
 
 def _others(contents: Any) -> Iterator[str]:
-    """A line for each part of the state other than parameters, and those of an optimizer's own parts."""
+    """Yields a line for each part of the state other than parameters, and for each part of an optimizer state."""
     names = [it.name for it in contents.tensors if it.part == "params"]
     parts: dict[str, list[Any]] = {}
     for tensor in contents.tensors:

@@ -1,4 +1,4 @@
-"""`python -m trainer.parity base.yml key=value ... left.KEY=VALUE right.KEY=VALUE`: compare two programs."""
+"""`python -m trainer.parity base.yml key=value ... left.KEY=VALUE right.KEY=VALUE`: compares two programs."""
 
 import json
 import os
@@ -13,17 +13,17 @@ HELP = """\
 usage: python -m trainer.parity [FILE.yml] [key=value ...] left.KEY=VALUE right.KEY=VALUE [rtol=X] [atol=X] [--json]
        python -m trainer.parity CHECKPOINT CHECKPOINT [rtol=X] [atol=X] [--json]
 
-Builds a program for each side from the shared keys and its own keys, starts both from the left side's parameters, gives
-both the left side's first batch, and compares parameters, activations by layer, loss, gradients, one update, and one of
-the same parameters with an optimizer state that is drawn as in the middle of a run.
+Builds a program for each side from the shared keys and the side's own keys, starts both from the left side's
+parameters, gives both the left side's first batch, and compares parameters, activations by layer, loss, gradients, one
+update, and an update of the same parameters with an optimizer state that is drawn to resemble the middle of a run.
 
 left.KEY=VALUE   a key of base.yml on one side: flags, attention, remat_policy, dtype, the mesh, ...
-right.KEY=VALUE  The sources of parameters and batches cannot differ: both sides use the left side's.
+right.KEY=VALUE  The keys for sources of parameters and batches cannot differ: both sides use the left side's.
 left=NAME        a combination of the three flags by name, also right=NAME; right=NAME,NAME and right=all: several
 CHECKPOINT       a run's folder, one of its checkpoints/N, or the output of trainer.export format=params
 rtol, atol       tolerances: two arrays are equal if their elements differ by at most atol, or by at most rtol times the
                  largest magnitude in both; without them, and for integers, only equal bits are equal
---json           print every array as JSON in place of the table
+--json           print every array as JSON instead of the table
 
 Exit code: 0 equal, 1 not equal, 2 an error in the command. FLOPs, memory and program text do not affect it.
 --help SECTION and --explain KEY answer about the keys, as in trainer.train.
@@ -32,7 +32,7 @@ A side whose mesh sizes are all given as numbers takes that many devices; other 
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line `argv` (default: the process's own)."""
+    """Runs the command line `argv` (default: the arguments of the process)."""
     words = command_line(argv)
     if (asked := question(words)) and asked.section == "":
         print(HELP)
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _options(words: Sequence[str]) -> tuple[dict[str, float], bool, list[str]]:
-    """The tolerances, whether to print JSON, and the remaining words."""
+    """Returns the tolerances, whether to print JSON, and the remaining words."""
     tolerance: dict[str, float] = {}
     rest = []
     for word in words:

@@ -1,4 +1,4 @@
-"""`python -m trainer.shardings [base.yml] [--json] key=value ...`: how every tensor of the train state is sharded.
+"""`python -m trainer.shardings [base.yml] [--json] key=value ...`: shows how the train state is sharded.
 
 Nothing is allocated. `left.key=value` and `right.key=value` compare two configurations side by side.
 """
@@ -17,7 +17,7 @@ from trainer.runtime.platforms import leave_out_absent_tpu, prepare_compile_only
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line `argv` (default: the process's own)."""
+    """Runs the command line `argv` (default: the arguments of the process)."""
     words = command_line(argv)
     as_json = "--json" in words
     sides = load_sides([word for word in words if word != "--json"], os.environ)
@@ -50,10 +50,10 @@ def _prepare(configs: Sequence[Any]) -> None:
 
 
 def describe(config: Any, side: str = "") -> dict[str, Any]:
-    """The table of `config` as plain data: `mesh`, `tensors`, `totals` and `warnings`.
+    """Returns the table of `config` as plain data: `mesh`, `tensors`, `totals` and `warnings`.
 
     The devices are those of `compile_topology` if it is given, otherwise this machine's. `side` is the name of a side
-    of a comparison, which takes as many of this machine's devices as its mesh needs, as in parity.
+    of a comparison. A side takes as many of this machine's devices as its mesh needs, as in parity.
 
     Raises:
       UserError: the configuration does not fit the devices; the message begins with `side`.
@@ -76,7 +76,7 @@ def describe(config: Any, side: str = "") -> dict[str, Any]:
 
 
 def _side_by_side(sides: Sequence[Side], found: dict[str, Any]) -> str:
-    """The differences between the sides: settings, tensors, totals."""
+    """Returns the differences between the sides: settings, tensors, totals."""
     from trainer.state import table
 
     head = ["", *(side.name for side in sides)]
@@ -93,7 +93,7 @@ def _side_by_side(sides: Sequence[Side], found: dict[str, Any]) -> str:
 
 
 def _sharding(row: dict[str, Any] | None) -> str:
-    """A tensor's shape on a device, its full shape, and the mesh axes that shard each dimension."""
+    """Returns a tensor's shape on a device, its full shape, and the mesh axes that shard each dimension."""
     if row is None:
         return "absent"
     axes = ", ".join("+".join(entry) or "-" for entry in row["spec"])

@@ -1,4 +1,4 @@
-"""`python -m trainer.train [base.yml] key=value ...`: train a language model."""
+"""`python -m trainer.train [base.yml] key=value ...`: trains a language model."""
 
 import contextlib
 import io
@@ -20,11 +20,11 @@ _FINISHED = "{} is finished: nothing to do; to continue it, increase steps"
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line `argv` (default: the process's own)."""
+    """Runs the command line `argv` (default: the arguments of the process)."""
     started = time.perf_counter()
     words = command_line(argv)
     loaded = load([word for word in words if word != DRY_RUN], environment=os.environ)
-    # From here on the command line makes sense by itself; what follows loads JAX.
+    # The command line has been checked by itself. What follows loads JAX.
     leave_out_absent_tpu()
     add_threads_for_simulated_devices()
     from trainer.runtime.distributed import distributed
@@ -76,7 +76,7 @@ def _run(loaded, started: float) -> None:
 
 
 def _dry_run(loaded) -> None:
-    """Does what `_run` does before the first step, but in the run's folder, where it writes nothing."""
+    """Does what `_run` does before the first step, except in the run's folder, where it writes nothing."""
     from trainer.checkpoint import SavedCheckpoints
     from trainer.config.dump import to_flow
     from trainer.observe import check_earlier, expected_run
@@ -110,11 +110,11 @@ def _dry_run(loaded) -> None:
 
 
 def _opened(loaded):
-    """The console, what runs, its data, the tokens of its prompt, and its config.yml."""
+    """Returns the console, the run, its data, the tokens of its prompt, and its config.yml."""
     from trainer.observe import Console
     from trainer.runtime.agreement import agreed, check_same, is_first
 
-    # The first process speaks for all, but of what goes wrong.
+    # Only the first process prints, except for errors.
     console = Console(None if is_first() else _Silence())
     for note in loaded.notes:
         console.say(note)
@@ -129,7 +129,7 @@ def _opened(loaded):
 
 
 def _prepare(loaded, console):
-    """The run, the data that it reads, and the tokens of its prompt."""
+    """Returns the run, the data that it reads, and the tokens of its prompt."""
     import jax
 
     from trainer.data import open_dataset
@@ -142,7 +142,7 @@ def _prepare(loaded, console):
     index = jax.process_index()
 
     def say(text: str) -> None:
-        # What is read, waited for, skipped or cut differs between processes.
+        # Messages about reading, waiting, skipped and truncated documents differ between processes.
         console.say(text) if index == 0 else print(f"process {index}: {text}", flush=True)
 
     dataset = open_dataset(run.config, say)
@@ -151,7 +151,7 @@ def _prepare(loaded, console):
 
 
 def _train(loaded, run, dataset, run_dir, console):
-    """From where the run stands to its end; see `training.fit`. None for a run that an earlier process finished."""
+    """Trains from the current state of the run to its end; see `training.fit`. Returns None if the run had finished."""
     from trainer.checkpoint import CheckpointManager
     from trainer.training import compiled_step, fit, loaded_step, metrics_files, needs_of, open_reports, start_entry
 
@@ -164,7 +164,7 @@ def _train(loaded, run, dataset, run_dir, console):
             return None
         compiled = loaded_step(run, console.say)
         files = metrics_files(run.config, run_dir.path, run_dir.place.name)
-        # All that can be wrong with the command has been seen: the run leaves its traces.
+        # All possible errors in the command have been reported, so the run may now write to its folder.
         entry = start_entry(run, begin, loaded.sources)
         run_dir.begin(to_yaml(run.config), entry, resumed=begin.resumed, say=console.say)
         if begin.updates < run.config.steps:
@@ -175,7 +175,7 @@ def _train(loaded, run, dataset, run_dir, console):
 
 
 def _start(loaded, run, dataset, saved, console):
-    """See `training.start`; `saved` are the checkpoints of the run."""
+    """See `training.start`. `saved` are the checkpoints of the run."""
     from trainer.training import start
 
     given = {key for key, where in loaded.changed.items() if by_hand(where)}
@@ -184,7 +184,7 @@ def _start(loaded, run, dataset, saved, console):
 
 
 def _files(run_dir):
-    """Where the results of a finished run are, for its summary."""
+    """Returns where the results of a finished run are, for its summary."""
     from trainer.checkpoint import newest
     from trainer.observe.rundir import REPORT_FILE
 

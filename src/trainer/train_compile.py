@@ -1,5 +1,5 @@
-"""`python -m trainer.train_compile [base.yml] compile_topology=v5e-256 key=value ...`: compile the training step for
-devices that are not here, say what it takes, and keep the executable."""
+"""`python -m trainer.train_compile [base.yml] compile_topology=v5e-256 key=value ...`: compiles the training step for
+devices that are not present, reports its memory and cost, and saves the executable."""
 
 import gc
 import json
@@ -17,12 +17,13 @@ from trainer.config.vocab_tiles import chosen
 from trainer.runtime.platforms import prepare_compile_only_tpu, simulate_cpu_devices
 
 DOES_NOT_FIT = 3  # exit code
-# A step that surely needs more than so many times the devices' memory is not compiled: libtpu takes minutes over it.
+# A step that certainly needs more than this many times the devices' memory is not compiled, as libtpu would take
+# minutes.
 OUT_OF_PROPORTION = 64
 
 
 class Compilation(NamedTuple):
-    """A `training.Run`, its compiled step or None where that does not fit, and the `aot.report.Report`."""
+    """A `training.Run`, its compiled step (None if it does not fit), and the `aot.report.Report`."""
 
     run: Any
     compiled: Any
@@ -31,13 +32,13 @@ class Compilation(NamedTuple):
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line `argv` (default: the process's own)."""
+    """Runs the command line `argv` (default: the arguments of the process)."""
     loaded = load(command_line(argv), environment=os.environ)
     topology = find_topology(loaded.config.compile_topology)
     prepare_compile_only_tpu()
     if isinstance(topology, Topology) and topology.generation is None:
         simulate_cpu_devices(topology.devices)
-    # From here on the command line makes sense by itself; what follows loads JAX.
+    # The command line has been checked by itself. What follows loads JAX.
     from trainer.aot import executable
     from trainer.aot.text import report_text, verdict
 
@@ -64,9 +65,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def compile_for_topology(config: Any, compiler_options: Mapping[str, Any] | None = None) -> Compilation:
-    """Compiles what `trainer.train` would run on the devices that `compile_topology` names.
+    """Compiles the step that `trainer.train` would run on the devices that `compile_topology` names.
 
-    A step that does not fit is a result, not an error, unless its needs are out of all proportion.
+    A step that does not fit is a result, not an error, unless it exceeds the memory by far.
 
     Args:
       config: from `config.load`, not resolved.

@@ -15,17 +15,17 @@ _ALLOCATION = re.compile(r"^allocation \d+: size (\d+),(?: color (\d+),)?(.*)")
 _VALUE = re.compile(r"^ value: <\d+ (\S+?)(\{[\d,]*\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)")
 _RANGE = re.compile(r"^    (\S+?)(\{[\d,]*\}):(\d+)-(\d+)$")
 
-# How the names of the step's arguments begin: state['model'][...] of NNX, state.params[...] of Linen's TrainState.
+# Prefixes of the names of the step's arguments: state['model'][...] in NNX, state.params[...] in Linen's TrainState.
 STATE = ("state[", "state.")
 
-Key = tuple[str, str]  # of a value: the name of the instruction that produces it, the index in its tuple
+Key = tuple[str, str]  # of a value: the name of the instruction that produces it, and the index in its tuple
 
 
 class Buffer(NamedTuple):
     """An array in the device's main memory.
 
     Attributes:
-      name: of the instruction that produces it.
+      name: the name of the instruction that produces it.
       size: bytes, including the padding of its layout.
       shape: in HLO's spelling, such as f32[32,256,4096].
       kind: GRADIENTS, SAVED, COPIES or OTHER.
@@ -50,16 +50,17 @@ class Leaf(NamedTuple):
 
 
 def temporaries(dump: Dump, parameters: Collection[tuple[int, ...]] = ()) -> tuple[Buffer, ...]:
-    """The temporaries that are live at their peak, the largest first.
+    """Returns the temporaries that are live at their peak, the largest first.
 
-    Of the buffers that share an address at the peak, one is listed. The kind follows from the instruction that produces
-    a buffer: a value of the backward pass with the shape of a parameter is a gradient; a value of the forward pass that
-    is live during the backward pass was saved for it; a value with the name of an argument is a copy of it in another
-    dtype or layout.
+    If several buffers share an address at the peak, one of them is listed. The kind follows from the instruction that
+    produces a buffer. A value of the backward pass with the shape of a parameter is a gradient. A value of the forward
+    pass that is live during the backward pass was saved for it. A value with the name of an argument is a copy of that
+    argument in another dtype or layout.
 
     Args:
-      dump: of the compilation; without a buffer assignment the result is ().
-      parameters: shapes of the parameters on one device, and their global shapes, for gradients before the reduction.
+      dump: the dump of the compilation; without a buffer assignment the result is ().
+      parameters: shapes of the parameters on one device, and their global shapes (gradients have these before the
+        reduction).
     """
     if not (dump.assignment and dump.live_range and dump.optimized):
         return ()
@@ -81,7 +82,7 @@ def temporaries(dump: Dump, parameters: Collection[tuple[int, ...]] = ()) -> tup
 
 
 def by_kind(buffers: Iterable[Buffer]) -> dict[str, int]:
-    """Bytes of each kind of temporary."""
+    """Returns the bytes of each kind of temporary."""
     sums = dict.fromkeys((GRADIENTS, SAVED, COPIES, OTHER), 0)
     for buffer in buffers:
         sums[buffer.kind] += buffer.size
@@ -89,7 +90,7 @@ def by_kind(buffers: Iterable[Buffer]) -> dict[str, int]:
 
 
 def leaves(tree: Any) -> list[Leaf]:
-    """The leaves of a tree of abstract arrays with shardings, as one device holds them.
+    """Returns the leaves of a tree of abstract arrays with shardings, as one device holds them.
 
     Leaves that are offloaded to host memory are left out.
     """
@@ -104,7 +105,7 @@ def leaves(tree: Any) -> list[Leaf]:
 
 
 def _temporary_values(assignment: str) -> dict[Key, tuple[int, int, str]]:
-    """(name, index in its tuple) -> (size, offset, shape) of the values in main memory's temporary allocation."""
+    """Returns (name, index in its tuple) -> (size, offset, shape) for values in main memory's temporary allocation."""
     values: dict[Key, tuple[int, int, str]] = {}
     inside = False
     for line in assignment.splitlines():
@@ -121,7 +122,8 @@ def _ranges(live_range: str) -> list[tuple[str, str, str, str]]:
 
 
 def _peak(values: dict[tuple[str, str], tuple[int, int, str]], ranges: dict[tuple[str, str], tuple[int, int]]) -> int:
-    """The time in the schedule when the live values take the most memory; values at one offset count once."""
+    """Returns the time in the schedule at which the live values take the most memory. Values at one offset count
+    once."""
     events: dict[int, list[tuple[int, int, int]]] = {}
     for key, (size, offset, _) in values.items():
         if key in ranges:
@@ -144,7 +146,7 @@ def _peak(values: dict[tuple[str, str], tuple[int, int, str]], ranges: dict[tupl
 
 
 def _running(live_range: str, moment: int) -> str:
-    """The instruction that runs at a time of the schedule."""
+    """Returns the instruction that runs at a time of the schedule."""
     found = re.search(rf"^    {moment}:(\S+)$", live_range, re.MULTILINE)
     return found[1] if found else ""
 
@@ -159,7 +161,7 @@ class _Origins:
         self.callers = {called: i for i in self.instructions.values() for called in i.called}
 
     def named(self, name: str) -> Instruction | None:
-        """The nearest instruction with an op_name: itself, its first operand, or the loop that carries it."""
+        """Returns the nearest instruction with an op_name: itself, its first operand, or the loop that carries it."""
         instruction = self.instructions.get(name)
         for _ in range(16):
             if instruction is None or instruction.op_name:
@@ -169,7 +171,7 @@ class _Origins:
         return instruction
 
     def op_name(self, name: str) -> str:
-        """The traced operation behind an instruction, or ""."""
+        """Returns the traced operation behind an instruction, or ""."""
         found = self.named(name)
         return found.op_name if found else ""
 

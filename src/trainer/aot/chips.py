@@ -1,4 +1,4 @@
-"""A table of chips, and a roofline estimate of a step's time on one: a lower bound, not a prediction."""
+"""A table of chips, and a roofline estimate of a step's time on a chip: a lower bound, not a prediction."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ GIB = 1024**3
 
 @dataclass(frozen=True)
 class Chip:
-    """Published peak figures; per chip unless stated otherwise.
+    """Published peak figures, per chip unless stated otherwise.
 
     Attributes:
       name: the table's key.
@@ -20,11 +20,11 @@ class Chip:
       devices: JAX devices per chip. v4 and v5p present their two cores as one device, tpu7x as two.
       hbm_bytes: HBM of one device that is available to the compiler, slightly less than the physical size.
       hbm_bandwidth: bytes per second between HBM and the cores.
-      peak: FLOP/s of matrix products by the operands' dtype in HLO's spelling. float32 operands run at bfloat16's
-        rate: at JAX's default precision a TPU rounds them to bfloat16.
+      peak: FLOP/s of matrix products by the operands' dtype, in HLO's spelling. float32 operands run at bfloat16's
+        rate, because a TPU rounds them to bfloat16 at JAX's default precision.
       ici_bandwidth: bytes per second that a chip sends over all of its links within a slice.
-      torus: dimensions of the network within a slice, each with links in both directions.
-      dcn_bandwidth: bytes per second that a chip sends to other slices, its share of the host's network.
+      torus: the number of dimensions of the network within a slice, each with links in both directions.
+      dcn_bandwidth: bytes per second that a chip sends to other slices: its share of the host's network.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Chip:
     dcn_bandwidth: float
 
     def flops(self, dtype: str) -> float:
-        """Peak FLOP/s of one device for operands of `dtype`; bfloat16's for a dtype that is not in the table."""
+        """Returns the peak FLOP/s of one device for operands of `dtype`; bfloat16's if the table lacks `dtype`."""
         return self.peak.get(dtype, self.peak["bf16"]) / self.devices
 
 
@@ -111,7 +111,7 @@ CHIPS: dict[str, Chip] = {
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """The chip of a JAX device (`device.device_kind`), or None if it is not in the table, such as a CPU."""
+    """Returns the chip of a JAX device (`device.device_kind`), or None if it is not in the table, such as a CPU."""
     return next((chip for chip in CHIPS.values() if device_kind in chip.kinds), None)
 
 
@@ -119,13 +119,13 @@ class Estimate(NamedTuple):
     """Seconds of a step on one device.
 
     Attributes:
-      seconds: the largest of the parts, as if they overlapped perfectly: a lower bound.
+      seconds: the largest part, as if all parts overlapped perfectly: a lower bound.
       serial_seconds: the sum of the parts, as if nothing overlapped.
-      compute_seconds: matrix products at the peak for their dtype.
-      memory_seconds: HBM traffic at its bandwidth.
+      compute_seconds: time of matrix products at the peak for their dtype.
+      memory_seconds: time of HBM traffic at its bandwidth.
       network_seconds: the larger of the next two.
-      ici_seconds: collectives within a slice, in sequence.
-      dcn_seconds: collectives between slices, in sequence.
+      ici_seconds: time of collectives within a slice, in sequence.
+      dcn_seconds: time of collectives between slices, in sequence.
       bound: the largest part, "compute", "memory" or "network".
     """
 
@@ -140,7 +140,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(cost: Cost, chip: Chip, devices: int, slices: int = 1) -> Estimate:
-    """The roofline estimate of a step's time.
+    """Returns the roofline estimate of a step's time.
 
     Assumptions: every part runs at its peak; elementwise operations cost memory traffic only; a collective uses rings
     in both directions of one dimension of the torus, or of all dimensions if it spans all devices of a slice; rings are
@@ -150,9 +150,9 @@ def estimate(cost: Cost, chip: Chip, devices: int, slices: int = 1) -> Estimate:
 
     Args:
       cost: from `aot.cost.analyze`, per device.
-      chip: of the devices.
-      devices: of the whole mesh.
-      slices: of the whole mesh.
+      chip: the chip of the devices.
+      devices: the number of devices in the mesh.
+      slices: the number of slices in the mesh.
     """
     compute = sum(flops / chip.flops(dtype) for dtype, flops in cost.matmul_flops.items())
     memory = cost.hbm_bytes / (chip.hbm_bandwidth / chip.devices)
@@ -170,7 +170,7 @@ def estimate(cost: Cost, chip: Chip, devices: int, slices: int = 1) -> Estimate:
 
 
 def _bytes(collective: Collective) -> tuple[float, float]:
-    """Bytes that a device sends in a step within its slice, and to other slices."""
+    """Returns the bytes that a device sends in a step within its slice, and to other slices."""
     kind, slices = collective.kind, collective.slices
     if slices == 1:
         return collective.bytes, 0.0

@@ -1,7 +1,7 @@
-"""The collectives of a step by kind, dtype, bytes and mesh axes; those in a loop count once per iteration.
+"""The collectives of a step by kind, dtype, bytes and mesh axes. A collective in a loop counts once per iteration.
 
-Bytes are those that a device sends in a ring algorithm over n devices, for an array of s bytes (the larger of operand
-and result):
+Bytes are the bytes that a device sends in a ring algorithm over n devices, for an array of s bytes (the larger of
+operand and result):
   all-gather, reduce-scatter        s (n - 1) / n
   all-reduce                        2 s (n - 1) / n      a reduce-scatter, then an all-gather
   all-to-all                        s (n - 1) / n
@@ -30,8 +30,8 @@ KINDS = (
     "collective-broadcast",
 )
 SUMS = ("all-reduce", "reduce-scatter")
-# What the partitioner calls the body of a ring of products that reduce-scatters their sum by permutes; a body that
-# gathers an operand ends in _ag (openxla/xla, xla/service/spmd/dot_handler.cc).
+# The partitioner's name for the body of a ring of products that reduce-scatters their sum by permutes. The name of a
+# body that all-gathers an operand ends in _ag (openxla/xla, xla/service/spmd/dot_handler.cc).
 _SUMMING_RING = re.compile(r"(?:wide\.)*windowed_dot_general_body_rs(\.|$)")
 _GROUPS = re.compile(
     r"(?:replica_groups|source_target_pairs)=(mesh\[[^\]]*\](?:, device_ids=\(\[[\d,]+\](?:T\([\d,]+\))?\))? \{[^}]*\}"
@@ -48,16 +48,16 @@ class Collective:
 
     Attributes:
       kind: one of KINDS.
-      sums: whether it adds up arrays of several devices: kinds of SUMS, and permutes of partial sums around a ring.
-      dtype: of its elements, in HLO's spelling ("bf16").
+      sums: whether it adds arrays of several devices: a kind in SUMS, or a permute of partial sums around a ring.
+      dtype: the dtype of its elements, in HLO's spelling ("bf16").
       axes: the mesh axes that it spans, outermost first; () without a mesh.
       devices: the number of devices in a group.
-      slices: the number of slices that a group spans; more than 1 means the data center network.
+      slices: the number of slices that a group spans; if above 1, it uses the data center network.
       size: bytes of the array on one device, the larger of operand and result.
       count: executions per step.
-      bytes: sent by one device per step, over all executions.
+      bytes: bytes sent by one device per step, over all executions.
       sources: up to three of the traced operations behind it.
-      conditional: whether they are in a branch of a conditional, and so perhaps not in every step.
+      conditional: whether it is in a branch of a conditional, and therefore maybe not in every step.
     """
 
     kind: str
@@ -74,13 +74,13 @@ class Collective:
 
 
 def collectives(module: Module, mesh: Any = None) -> tuple[tuple[Collective, ...], list[str]]:
-    """The collectives of `module`, most bytes first, and notes on what could not be counted.
+    """Returns the collectives of `module`, most bytes first, and notes on what could not be counted.
 
-    Collectives of one computation with the same operands and groups count once: the partitioner emits a gather for each
-    use, and the compiler later merges them.
+    Collectives of one computation with the same operands and groups count once: the partitioner emits an all-gather for
+    each use, and the compiler merges them later.
 
     Args:
-      module: after partitioning.
+      module: the module after partitioning.
       mesh: a `jax.sharding.Mesh`, an ordered mapping from axis to size, or None.
     """
     names, sizes = _axes(mesh)
@@ -118,7 +118,7 @@ def collectives(module: Module, mesh: Any = None) -> tuple[tuple[Collective, ...
 
 
 def moved(kind: str, size: int, devices: int) -> float:
-    """Bytes that a device sends in one collective on an array of `size` bytes over a ring of `devices`."""
+    """Returns the bytes that a device sends in one collective on an array of `size` bytes over a ring of `devices`."""
     if kind in ("collective-permute", "collective-broadcast"):
         return float(size)
     return (2.0 if kind == "all-reduce" else 1.0) * size * (devices - 1) / devices
@@ -127,8 +127,8 @@ def moved(kind: str, size: int, devices: int) -> float:
 def _found(
     module: Module, name: str, times: int, conditional: bool, notes: list[str]
 ) -> Iterator[tuple[Instruction, bool, str, int, int, bool]]:
-    """Collectives of a computation and of those that it calls: (instruction, whether it sums, dtype, bytes,
-    executions, whether it is in a branch). `conditional`: the computation is in one."""
+    """Yields the collectives of a computation and of the computations that it calls, as (instruction, whether it sums,
+    dtype, bytes, executions, whether it is in a branch). `conditional`: whether the computation is in a branch."""
     computation = module.computations[name]
     ring = _SUMMING_RING.match(name) is not None
     seen = set()
@@ -153,7 +153,7 @@ def _found(
 
 
 def _parts(computation: Computation, instruction: Instruction) -> list[tuple[str, int]]:
-    """(dtype, bytes) of each array that a collective transfers; it may have several operands."""
+    """Returns (dtype, bytes) of each array that a collective transfers; it may have several operands."""
     operands = [shape for operand in computation.operands(instruction) for shape in operand.shapes]
     if instruction.opcode.startswith("ragged"):
         operands = operands[:1]
@@ -167,7 +167,7 @@ def _parts(computation: Computation, instruction: Instruction) -> list[tuple[str
 
 
 def replica_groups(instruction: Instruction, devices: int) -> list[list[int]]:
-    """The device groups of a collective; for a permutation its (source, target) pairs.
+    """Returns the device groups of a collective, or the (source, target) pairs of a permute.
 
     Parses each of HLO's forms: lists `{{0,1},{2,3}}`, iota `[2,2]<=[4]T(1,0)`, and axes of a mesh
     `mesh['a'=2,'b'=2] {'a'}`. Device numbers are indices into the flattened mesh.
@@ -190,7 +190,8 @@ def _groups_text(instruction: Instruction) -> str:
 
 
 def _mesh_groups(axes: str, order: str | None, transposed: str | None, chosen: str) -> list[list[int]]:
-    """Groups of `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}`: along the chosen axes or sub-axes.
+    """Returns the groups of `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}`, along the chosen axes or
+    sub-axes.
 
     The sub-axis `'b':(m)n` of an axis of size s is the axis n of [m, n, s / (m n)].
     """
@@ -234,13 +235,13 @@ def _axes(mesh: Any) -> tuple[list[str], list[int]]:
 
 
 def _slices(mesh: Any) -> list[int]:
-    """The slice index of each device of a mesh; [] if it has no devices."""
+    """Returns the slice index of each device of a mesh; [] if it has no devices."""
     devices = getattr(mesh, "devices", None)
     return [] if devices is None else [getattr(device, "slice_index", None) or 0 for device in devices.flat]
 
 
 def _varying(groups: Sequence[Sequence[int]], names: list[str], sizes: list[int]) -> tuple[str, ...]:
-    """The mesh axes along which the devices of a group differ."""
+    """Returns the mesh axes along which the devices of a group differ."""
     varying: set[int] = set()
     for group in groups:
         coordinates = np.stack(np.unravel_index(np.asarray(group), sizes))

@@ -1,10 +1,11 @@
 """FLOPs and memory traffic of a step, from the HLO text of a compiled module.
 
-The rules are those of XLA's cost analysis (openxla/xla, xla/service/hlo_cost_analysis.cc), as `cost_analysis()` of a
-compiled function reports it, except for loops: XLA counts the body of a loop once, here it counts once per iteration.
+The rules are those of XLA's cost analysis (openxla/xla, xla/service/hlo_cost_analysis.cc), which `cost_analysis()` of a
+compiled function reports, except for loops: XLA counts the body of a loop once; here it counts once per iteration.
 - A multiplication and an addition are two operations, so a matrix product has 2 m n k.
-- An elementwise operation has one operation per element of the result, for any dtype. exp, log, sqrt, tanh, power, sine
-  and the like are counted separately, as transcendentals. A reduction has one per element that it removes.
+- An elementwise operation counts one operation per element of the result, for any dtype. exp, log, sqrt, tanh, power,
+  sine and similar functions are counted separately, as transcendentals. A reduction counts one operation per element
+  that it removes.
 - Bytes accessed: every instruction outside fusions reads its operands and writes its result once; slices and updates of
   a larger array access only their part; intermediate values of a fusion access no memory.
 - For the custom call of a kernel see `aot.kernels`.
@@ -35,7 +36,7 @@ class Totals:
     matmul_flops: dict[str, float] = field(default_factory=dict)
 
     def add(self, other: "Totals", times: float = 1) -> None:
-        """Add `other`, multiplied by `times`."""
+        """Adds `other`, multiplied by `times`."""
         self.flops += times * other.flops
         self.transcendentals += times * other.transcendentals
         self.bytes += times * other.bytes
@@ -44,30 +45,31 @@ class Totals:
             self.matmul_flops[dtype] = self.matmul_flops.get(dtype, 0.0) + times * flops
 
     def access(self, *shapes: Shape) -> None:
-        """Add one read or write of each array."""
+        """Adds one read or write of each array."""
         for shape in shapes:
             self.bytes += shape.bytes
             self.main_bytes += shape.bytes if shape.space == MAIN_MEMORY else 0
 
     def multiply(self, dtype: str, flops: float) -> None:
-        """Add a matrix product with operands of `dtype`."""
+        """Adds a matrix product with operands of `dtype`."""
         self.flops += flops
         self.matmul_flops[dtype] = self.matmul_flops.get(dtype, 0.0) + flops
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one step costs on one device.
+    """The cost of one step on one device.
 
     Attributes:
       flops: operations of matrix products, kernels and elementwise instructions.
-      matmul_flops: those of matrix products and kernels, by the dtype of their operands in HLO's spelling ("bf16").
+      matmul_flops: operations of matrix products and kernels, by the dtype of their operands in HLO's spelling
+        ("bf16").
       transcendentals: elements of exp, log, tanh, ...
       bytes_accessed: bytes read and written in all memories.
       hbm_bytes: bytes read and written in main memory; on a TPU the compiler keeps some arrays in VMEM.
-      rolled_flops, rolled_bytes_accessed: the same with each loop's body counted once, as `cost_analysis()` does.
+      rolled_flops, rolled_bytes_accessed: the same with each loop's body counted once, as in `cost_analysis()`.
       collectives: grouped by kind, dtype, axes and size; see `aot.collectives`.
-      notes: what could not be counted; empty if everything was.
+      notes: what could not be counted; empty if everything was counted.
     """
 
     flops: float
@@ -81,20 +83,20 @@ class Cost:
     notes: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: plain dicts, lists and numbers."""
+        """Returns plain dicts, lists and numbers, for JSON."""
         return dataclasses.asdict(self)
 
 
 def analyze(hlo_text: str, mesh: Any = None, partitioned_text: str | None = None) -> Cost:
-    """The cost of a step, per device.
+    """Returns the cost of a step, per device.
 
     Args:
       hlo_text: the optimized module, `compiled.as_text()`.
-      mesh: the `jax.sharding.Mesh` of the compilation, or an ordered mapping of its axes to their sizes, which names
-        the axes of collectives. None: they have no axes.
+      mesh: the `jax.sharding.Mesh` of the compilation, or an ordered mapping of its axes to their sizes. It names the
+        axes of collectives. None: they have no axes.
       partitioned_text: the module after partitioning (`aot.dump`), in which collectives are counted. A TPU's optimized
-        module repeats a collective in every fusion that it overlaps with, so without this text they are counted too
-        often. On CPU the optimized module serves as well.
+        module repeats a collective in every fusion with which it overlaps, so without this text it is counted too
+        often. On CPU the optimized module gives the same counts.
 
     Raises:
       ValueError: a text is not an HLO module.
@@ -129,7 +131,7 @@ class _Counter:
         self.known: dict[tuple[str, bool], Totals] = {}
 
     def computation(self, name: str, fused: bool = False) -> Totals:
-        """One execution of a computation; `fused`: its instructions access no memory."""
+        """Returns the totals of one execution of a computation. `fused`: its instructions access no memory."""
         if (name, fused) not in self.known:
             totals = self.known[name, fused] = Totals()
             computation = self.module.computations[name]
@@ -140,7 +142,7 @@ class _Counter:
         return self.known[name, fused]
 
     def _work(self, totals: Totals, computation: Computation, i: Instruction, fused: bool) -> None:
-        """Add an instruction's operations, and the totals of the computations that it calls."""
+        """Adds an instruction's operations, and the totals of the computations that it calls."""
         if i.opcode in ELEMENTWISE:
             totals.flops += i.shape.elements
         elif i.opcode in TRANSCENDENTAL or i.opcode.startswith("rng"):
@@ -168,7 +170,7 @@ class _Counter:
             self._applied(totals, computation, i)
 
     def _applied(self, totals: Totals, computation: Computation, i: Instruction) -> None:
-        """Reductions, scatters and sorts: a small function applied many times."""
+        """Adds reductions, scatters and sorts: they apply a small function many times."""
         operands = [operand.shape.elements for operand in computation.operands(i)]
         window = math.prod(int(size) for size in products.window(i, "size"))
         if i.opcode == "reduce":
@@ -211,7 +213,7 @@ class _Counter:
             )
 
     def _traffic(self, totals: Totals, computation: Computation, i: Instruction) -> None:
-        """Add the bytes that an instruction outside fusions reads and writes."""
+        """Adds the bytes that an instruction outside fusions reads and writes."""
         operands = computation.operands(i)
         shapes = [shape for operand in operands for shape in operand.shapes]
         if i.opcode in FREE:
@@ -268,7 +270,8 @@ class _Counter:
         return {name: computation.users() for name, computation in self.module.computations.items()}
 
     def _read(self, computation: str, number: int) -> int:
-        """Bytes that a fusion reads of its parameter `number`: the slices that it takes, or the array once."""
+        """Returns the bytes that a fusion reads of its parameter `number`: the slices that it takes, or the array
+        once."""
         inside = self.module.computations[computation]
         parameter = inside.parameters[number]
         whole = sum(shape.bytes for shape in parameter.shapes)

@@ -38,7 +38,7 @@ class Dump(NamedTuple):
 
 
 def options(folder: str | Path) -> dict[str, str | bool]:
-    """`compiler_options` with which a compilation writes the files for `read` into `folder`."""
+    """Returns the `compiler_options` with which a compilation writes the files for `read` into `folder`."""
     return {
         "xla_dump_to": str(folder),
         "xla_dump_hlo_as_text": True,
@@ -47,7 +47,7 @@ def options(folder: str | Path) -> dict[str, str | bool]:
 
 
 def given_folder(config: Any) -> Path:
-    """The folder of `dump_hlo_local_dir`, which exists then. Raises UserError if it cannot be written."""
+    """Creates the folder of `dump_hlo_local_dir` and returns it. Raises UserError if it is not writable."""
     folder = local_path(config.dump_hlo_local_dir, "dump_hlo_local_dir=")
     why = why_not_writable(folder)
     try:
@@ -64,11 +64,11 @@ def given_folder(config: Any) -> Path:
 
 @contextlib.contextmanager
 def uncached() -> Iterator[None]:
-    """Disables JAX's compilation cache: for a cached program the compiler dumps nothing."""
+    """Disables JAX's compilation cache, because the compiler dumps nothing for a cached program."""
     option = "jax_enable_compilation_cache"
     before = getattr(jax.config, option)  # missing in the stubs
     jax.config.update(option, False)
-    compilation_cache.reset_cache()  # JAX reads the option once
+    compilation_cache.reset_cache()  # needed because JAX reads the option only once
     try:
         yield
     finally:
@@ -77,12 +77,12 @@ def uncached() -> Iterator[None]:
 
 
 def read(folder: str | Path) -> Dump:
-    """The texts that one compilation wrote into `folder`, which must hold no others."""
+    """Returns the texts that one compilation wrote into `folder`, which must hold no others."""
     files = sorted(Path(folder).glob("*.txt"))
 
     def text(pattern: str) -> str:
-        # There may be small programs for a chip's other cores. Of those of the step's size take the last one: the
-        # compiler may retry with other options.
+        # There may be small programs for a chip's other cores. Among those about as large as the step, take the last
+        # one, because the compiler may retry with other options.
         sizes = {path: path.stat().st_size for path in files if path.match(f"*{pattern}")}
         found = [path for path, size in sizes.items() if 2 * size >= max(sizes.values())]
         return found[-1].read_text() if found else ""

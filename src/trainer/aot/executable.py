@@ -1,4 +1,4 @@
-"""A compiled training step in a file, with everything that it depends on."""
+"""Saves and loads a compiled training step, together with everything that it depends on."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from trainer.config.step_keys import step_keys
 from trainer.models.families import block_class, blocks, stacks
 
 MAGIC = b"trainer-executable 1\n"
-# The module that builds the step; with its imports it is the step's source code.
+# The module that builds the step. This module and its imports are the step's source code.
 _BUILDER = "trainer.training.build"
 # JAX settings that change what a traced step computes.
 _SETTINGS = (
@@ -30,22 +30,22 @@ _SETTINGS = (
 )
 _PACKAGES = ("jax", "jaxlib", "flax", "optax")
 
-# What a step depends on: group -> name -> value, all JSON.
+# Everything that a step depends on: group -> name -> value, all JSON.
 Origin = dict[str, dict[str, Any]]
 
 
 def origin_of(config: Any, devices: Sequence[jax.Device], args: Any) -> Origin:
-    """Everything that a compiled step depends on.
+    """Returns everything that a compiled step depends on.
 
     Args:
       config: resolved.
-      devices: of the mesh, in its order.
+      devices: the devices of the mesh, in its order.
       args: the step's abstract arguments, with shardings.
     """
     leaves = jax.tree_util.tree_leaves_with_path(args)
     first = devices[0]
     packages = (*_PACKAGES, "libtpu") if first.platform == "tpu" else _PACKAGES
-    # The last step of islands synchronizes.
+    # With DiLoCo, the last step synchronizes the islands.
     keys = [*step_keys(), *(["steps"] if config.enable_diloco else [])]
     return {
         "configuration": {name: _plain(config[name]) for name in keys},
@@ -67,7 +67,7 @@ def origin_of(config: Any, devices: Sequence[jax.Device], args: Any) -> Origin:
 
 
 def save(path: Path, compiled: Any, origin: Origin) -> None:
-    """Writes `compiled`, a step `(state, batch) -> (state, metrics)`; the file appears only when it is complete.
+    """Writes `compiled`, a step `(state, batch) -> (state, metrics)`. The file appears only when it is complete.
 
     Raises:
       UserError: the path cannot be written.
@@ -87,7 +87,8 @@ def save(path: Path, compiled: Any, origin: Origin) -> None:
 
 
 def load(path: Path, origin: Origin, args: Any, devices: Sequence[jax.Device]) -> Any:
-    """The compiled step in the file. It runs on `devices` and takes a list of the leaves of a state, and a batch.
+    """Returns the compiled step in the file. It runs on `devices` and takes a list of the leaves of a state, and a
+    batch.
 
     `args` are the abstract state and batch.
 
@@ -152,13 +153,13 @@ def _plain(value: Any) -> Any:
 
 
 def _extent(devices: Sequence[jax.Device]) -> str:
-    """The extent of the devices' coordinates within a slice, such as 4x4x1; "" for devices without coordinates."""
+    """Returns the extent of the devices' coordinates within a slice, such as 4x4x1; "" if they have no coordinates."""
     coordinates = [device.coords for device in devices if hasattr(device, "coords")]
     return "x".join(str(max(axis) - min(axis) + 1) for axis in zip(*coordinates, strict=True))
 
 
 def _machine() -> str:
-    """A digest of this machine's CPU features, for which XLA compiles CPU code."""
+    """Returns a digest of this machine's CPU features, for which XLA compiles CPU code."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
@@ -166,7 +167,8 @@ def _machine() -> str:
 
 
 def _source_of_block(config: Any) -> str:
-    """Digests of the files of a user's family and blocks, and of their imports from the same folder or package."""
+    """Returns digests of the files of a user's family and blocks, and of their imports from the same folder or
+    package."""
     classes = map(block_class, blocks(stacks(config)))
     modules = {config.decoder_block.partition(":")[0], *(it.__module__ for it in classes)}
     return " ".join(map(_source_of_module, sorted(modules)))
@@ -183,5 +185,5 @@ def _source_of_module(module: str) -> str:
 
 
 def _source() -> str:
-    """A digest of the code that builds the step."""
+    """Returns a digest of the code that builds the step."""
     return sources.digest(Path(trainer.__file__).parents[1], [_BUILDER], lambda top: top == trainer.__name__)

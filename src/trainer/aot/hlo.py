@@ -52,7 +52,8 @@ def bits(dtype: str) -> int:
 
 @dataclass(slots=True)
 class Instruction:
-    """One instruction. `shapes` are the arrays of its result, tuples flattened; `text` is what follows the operands."""
+    """One instruction. `shapes` are the arrays of its result, tuples flattened; `text` is the text after the
+    operands."""
 
     name: str
     opcode: str
@@ -67,22 +68,23 @@ class Instruction:
 
     @property
     def called(self) -> tuple[str, ...]:
-        """Names of the computations that it calls, in the order of the text."""
+        """The names of the computations that it calls, in the order of the text."""
         branches = _BRANCHES.search(self.text)
         return (*_CALLED.findall(self.text), *(_NAME.findall(branches[1]) if branches else ()))
 
     def attribute(self, name: str) -> str:
-        """The text of an attribute `name=%value`, `name={...}` or `name=word`; "" if it is absent."""
+        """Returns the text of an attribute `name=%value`, `name={...}` or `name=word`; "" if it is absent."""
         found = re.search(rf"\b{name}=(\{{[^{{}}]*\}}|%?[^\s,]+)", self.text)
         return found[1].lstrip("%") if found else ""
 
     def numbers(self, name: str) -> tuple[int, ...]:
-        """The numbers of an attribute such as `dimensions={0,2}`."""
+        """Returns the numbers of an attribute such as `dimensions={0,2}`."""
         return tuple(int(digits) for digits in re.findall(r"\d+", self.attribute(name)))
 
     @property
     def op_name(self) -> str:
-        """The traced operation, such as `jit(step)/while/body/dot_general`; "" for what the compiler added."""
+        """The traced operation, such as `jit(step)/while/body/dot_general`; "" if the compiler added the
+        instruction."""
         found = re.search(r'op_name="([^"]*)"', self.text)
         return found[1] if found else ""
 
@@ -99,12 +101,12 @@ class Computation:
         return iter(self.instructions.values())
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
-        """The instructions that produce `instruction`'s operands."""
+        """Returns the instructions that produce `instruction`'s operands."""
         return [self.instructions[name] for name in instruction.operands]
 
     @property
     def parameters(self) -> list[Instruction]:
-        """By parameter number."""
+        """The parameters by number."""
         found = [i for i in self if i.opcode == "parameter"]
         return sorted(found, key=lambda i: int(i.arguments))
 
@@ -126,7 +128,7 @@ class Module:
     frames: dict[int, tuple[str, int]]  # stack_frame_id -> (file, line) of the innermost frame
 
     def source(self, instruction: Instruction) -> str:
-        """`file:line` that traced `instruction`, or ""."""
+        """Returns the `file:line` that traced `instruction`, or ""."""
         direct = re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.text)
         if direct:
             return f"{direct[1]}:{direct[2]}"
@@ -136,7 +138,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """The module in `text`.
+    """Returns the module in `text`.
 
     Raises:
       ValueError: `text` has no entry computation.
@@ -181,7 +183,7 @@ def _logical_lines(text: str) -> Iterator[str]:
 
 
 def _instruction(name: str, rest: str) -> Instruction:
-    """From what follows `%name = `: a shape, an opcode, operands in parentheses, attributes."""
+    """Parses the text after `%name = `: a shape, an opcode, operands in parentheses, attributes."""
     end = _closing(rest, 0) if rest.startswith("(") else rest.index(" ")
     opening = rest.index("(", end)
     opcode = rest[end:opening].strip()
@@ -192,7 +194,7 @@ def _instruction(name: str, rest: str) -> Instruction:
 
 
 def _closing(text: str, opening: int) -> int:
-    """The index after the parenthesis that closes the one at `opening`."""
+    """Returns the index after the parenthesis that closes the one at `opening`."""
     depth = 0
     for parenthesis in re.finditer(r"[()]", text[opening:]):
         depth += 1 if parenthesis[0] == "(" else -1
@@ -202,7 +204,7 @@ def _closing(text: str, opening: int) -> int:
 
 
 def shapes_of(text: str) -> tuple[Shape, ...]:
-    """The arrays in the text of a shape, tuples flattened."""
+    """Returns the arrays in the text of a shape, tuples flattened."""
     return tuple(_shape(*leaf.groups()) for leaf in _LEAF.finditer(text))
 
 
@@ -214,7 +216,7 @@ def _shape(dtype: str, dims: str, layout: str | None) -> Shape:
 
 
 def _frames(text: str) -> dict[int, tuple[str, int]]:
-    """`stack_frame_id` -> (file, line), from the tables before the first computation.
+    """Returns `stack_frame_id` -> (file, line), from the tables before the first computation.
 
     Takes the innermost frame of the call stack outside installed packages, or the innermost frame if there is none.
     """

@@ -1,6 +1,6 @@
 """The cost of kernels that are opaque to the compiler.
 
-A Pallas kernel appears as a custom call. If its author gave a `pl.CostEstimate`, it is in the HLO text and is used.
+A Pallas kernel appears as a custom call. If its author provided a `pl.CostEstimate`, it is in the HLO text and is used.
 Otherwise a formula is looked up by the kernel's name: grid size times the cost of the body, from the operands' shapes.
 """
 
@@ -25,7 +25,7 @@ _OUT_OF_VMEM = re.compile(
 
 
 class KernelCost(NamedTuple):
-    """Operations of one call. `bytes`: read and written; None: each operand and result once."""
+    """Operations of one call. `bytes`: bytes read and written; None: each operand and result once."""
 
     flops: float
     transcendentals: float
@@ -51,13 +51,13 @@ def tiles_fit() -> Iterator[None]:
 
 
 def computes(call: Instruction) -> bool:
-    """Whether a custom call may compute; others only annotate memory or asynchronous operations."""
+    """Returns whether a custom call may compute. Others only annotate memory or asynchronous operations."""
     target = call.attribute("custom_call_target").strip('"')
     return target == PALLAS or target.startswith(("__", "xla.gpu", "triton", "cu", "onednn", "lapack", "mosaic"))
 
 
 def cost(call: Instruction, operands: Sequence[Shape]) -> KernelCost | None:
-    """The cost of a custom call; None if it is unknown."""
+    """Returns the cost of a custom call; None if it is unknown."""
     dtype = next((shape.dtype for shape in operands if shape.dtype[0] in "bf"), "f32")
     given = re.search(r'"cost_estimate":(\{[^{}]*\})', call.text)
     if given:
@@ -70,18 +70,18 @@ def cost(call: Instruction, operands: Sequence[Shape]) -> KernelCost | None:
 
 
 def _splash(products: int, suffix: str, resident: int = 2, keys_resident: bool = False) -> Formula:
-    """A kernel of splash attention (jax.experimental.pallas.ops.tpu.splash_attention).
+    """Returns the cost formula of a kernel of splash attention (jax.experimental.pallas.ops.tpu.splash_attention).
 
     Args:
-      products: matrix products per block of scores that it visits.
-      suffix: of the names of its block sizes.
-      resident: the number of tensors of which a block stays in VMEM while blocks of two others are streamed from HBM.
-        A block is read from HBM each time that it is loaded.
-      keys_resident: blocks of keys and values are resident, and queries and the output's gradient are streamed;
+      products: the number of matrix products per visited block of scores.
+      suffix: the suffix of the names of its block sizes.
+      resident: the number of tensors of which one block stays in VMEM while blocks of two other tensors are streamed
+        from HBM. A block is read from HBM each time it is loaded.
+      keys_resident: whether blocks of keys and values are resident, and queries and the output's gradient are streamed;
         otherwise the reverse.
 
     With a window, the fused backward kernel still has a grid of full width, and the blocks that it skips are not
-    visible here: its figures are those without the window.
+    visible here. Its figures are therefore those without a window.
     """
 
     def formula(call: Instruction, operands: Sequence[Shape]) -> KernelCost:
@@ -106,14 +106,15 @@ def _splash(products: int, suffix: str, resident: int = 2, keys_resident: bool =
 
 
 def _length_and_width(shape: Shape, tensor: str, call: Instruction) -> tuple[int, ...]:
-    """Tokens and width of a head of queries (tensor "q") or keys ("k"), in either layout."""
+    """Returns tokens and width of a head of queries (tensor "q") or keys ("k"), in either layout."""
     layout = re.search(rf'\\"{tensor}_layout\\": (\d+)', call.text)
     seq_minor = layout is not None and layout[1] == "2"  # QKVLayout.SEQ_MINOR
     return shape.dims[-2:][::-1] if seq_minor else shape.dims[-2:]
 
 
 def _visited(rows: int, columns: int, block_q: int, block_kv: int, steps: int, keys_resident: bool) -> int:
-    """Blocks of scores that a causal kernel visits, at most `steps` per row (keys_resident: per column)."""
+    """Returns the number of score blocks that a causal kernel visits, at most `steps` per row (keys_resident:
+    column)."""
     if keys_resident:
         return sum(min(steps, rows - j * block_kv // block_q) for j in range(columns))
     return sum(min(steps, -(-(i + 1) * block_q // block_kv)) for i in range(rows))

@@ -8,10 +8,10 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
 def trips(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """The trip count of a `while` of `computation`, or None if the text does not determine it.
+    """Returns the trip count of a `while` of `computation`, or None if the text does not determine it.
 
-    From `known_trip_count`, or from a condition `i < limit` with a constant limit, where i starts at a constant and the
-    body adds a constant to it: the form of `lax.scan` and of the loops that the partitioner creates.
+    Uses `known_trip_count`, or a condition `i < limit` with a constant limit, where i starts at a constant and the body
+    adds a constant to it. `lax.scan` and the loops that the partitioner creates have this form.
     """
     known = _TRIPS.search(loop.text)
     if known:
@@ -40,7 +40,7 @@ def _initial(computation: Computation, loop: Instruction, index: int) -> int | N
 
 
 def _step(module: Module, body: Computation, index: int) -> int | None:
-    """The constant that `body` adds to element `index` of its carry; None if it is not a constant."""
+    """Returns the constant that `body` adds to element `index` of its carry; None if it is not a constant."""
     root = _through(body, body.root)
     if root.opcode != "tuple":
         return None
@@ -63,7 +63,7 @@ def _step(module: Module, body: Computation, index: int) -> int | None:
 
 
 def _through(computation: Computation, name: str) -> Instruction:
-    """The instruction behind copies and bitcasts."""
+    """Returns the instruction behind copies and bitcasts."""
     instruction = computation.instructions[name]
     while instruction.opcode in ("copy", "bitcast", "convert", "copy-done", "copy-start"):
         instruction = computation.instructions[instruction.operands[0]]

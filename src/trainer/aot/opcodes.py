@@ -19,7 +19,7 @@ ELEMENTWISE = _words(
     subtract xor
     """
 )
-# These access no memory: they rename, wait, or call a computation that is counted by itself.
+# Instructions that access no memory: they rename, wait, or call a computation that is counted separately.
 FREE = _words(
     """
     add-dependency after-all all-gather-done all-reduce-done async-done async-start async-update bitcast call

@@ -9,21 +9,21 @@ from trainer.aot.hlo import Instruction, Shape
 
 
 def dot(product: Instruction, left: Shape) -> float:
-    """Operations of a `dot` whose left operand has the shape `left`."""
+    """Returns the operations of a `dot` whose left operand has the shape `left`."""
     width = math.prod(left.dims[axis] for axis in product.numbers("lhs_contracting_dims"))
     return 2.0 * product.shape.elements * width
 
 
 def window(i: Instruction, name: str) -> list[str]:
-    """One part of `window={size=2x3 pad=0_1x0_0 stride=1x1}`, a text per dimension."""
+    """Returns one part of `window={size=2x3 pad=0_1x0_0 stride=1x1}`, as a text per dimension."""
     found = i.attribute("window").partition(f"{name}=")[2].split(" ")[0].rstrip("}")
     return found.split("x") if found else []
 
 
 def convolution(i: Instruction, left: Shape, right: Shape) -> float:
-    """Operations of a `convolution`, without those on padding.
+    """Returns the operations of a `convolution`, without operations on padding.
 
-    Matrix products on a TPU are convolutions, whose batch dimensions are windows with few valid positions.
+    Matrix products on a TPU are convolutions whose batch dimensions are windows with few valid positions.
     """
     inputs, rest = i.attribute("dim_labels").split("_")
     kernel, outputs = rest.split("->")
@@ -50,13 +50,13 @@ def convolution(i: Instruction, left: Shape, right: Shape) -> float:
 
 @functools.lru_cache(maxsize=1024)
 def _valid_positions(size: int, kernel: int, output: int, stride: int, low: int, dilation: int, spread: int) -> int:
-    """The number of (output position, kernel position) pairs that read an element of the input and not padding."""
+    """Returns the number of (output position, kernel position) pairs that read an element of the input, not padding."""
     # Output o and kernel position k read position o * stride - low + k * spread. The two are symmetric: enumerate the
-    # shorter one, and count the valid positions of the other in closed form.
+    # shorter one, and count the valid positions of the other one in closed form.
     if kernel > output:
         kernel, spread, output, stride = output, stride, kernel, spread
     offset = np.arange(kernel, dtype=np.int64) * spread - low
-    # If the dilation divides o * stride + offset, it does so again at o + step.
+    # If the dilation divides o * stride + offset, it also divides the value at o + step.
     common = math.gcd(stride, dilation)
     step = dilation // common
     residue = -(offset // common) * pow(stride // common, -1, step) % step

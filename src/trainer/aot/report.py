@@ -17,11 +17,11 @@ from trainer.state import table
 
 _TEMPORARIES = re.compile(r"^allocation \d+: size (\d+),(?: color 0,)? page \d+, preallocated-temp:", re.MULTILINE)
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-# The TPU compiler's message about a step that does not fit, and the size in it.
+# Matches the TPU compiler's message about a step that does not fit, and the size in the message.
 OUT_OF_MEMORY = re.compile(
     r"(?:CompileTimeHbmOom|Ran out of memory in memory space hbm).*?([\d.]+)([KMGT]?)\b", re.DOTALL
 )
-LARGEST = 12  # buffers in a report
+LARGEST = 12  # the number of buffers in a report
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,10 @@ class Memory:
 
     Attributes:
       arguments: the train state and the batch.
-      outputs: the new state and the metrics; `aliased` of them reuse the memory of arguments.
+      outputs: the new state and the metrics.
+      aliased: the part of the outputs that reuses the memory of arguments.
       temporaries: the size of their allocation, including fragmentation.
-      peak: arguments + outputs - aliased + temporaries; the compiler reserves the temporaries for the whole step.
+      peak: arguments + outputs - aliased + temporaries. The compiler reserves the temporaries for the whole step.
       code: the program itself.
       host: arguments and temporaries in host memory.
     """
@@ -48,7 +49,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Report:
-    """One step on one topology; figures are those of one device."""
+    """One step on one topology. Figures are per device."""
 
     topology: str
     num_slices: int
@@ -56,7 +57,7 @@ class Report:
     devices: int
     mesh: Mapping[str, int]
     memory: Memory
-    hbm_bytes: int | None  # of a device; None for simulated devices
+    hbm_bytes: int | None  # HBM of a device; None for simulated devices
     fits: bool | None
     state: Mapping[str, int]  # bytes of parameters, optimizer, ...
     buffers: tuple[Buffer, ...]  # temporaries that are live at the peak
@@ -71,7 +72,8 @@ class Report:
 
     @property
     def gradients_reduced_in(self) -> list[str]:
-        """The dtypes, in HLO's spelling, in which gradients are all-reduced, reduce-scattered or summed in a ring."""
+        """Returns the dtypes, in HLO's spelling, in which gradients are all-reduced, reduce-scattered or summed in a
+        ring."""
         sums = [it for it in self.cost.collectives if it.sums and it.size > 1024]
         return sorted({it.dtype for it in sums if any("transpose(" in source for source in it.sources)})
 
@@ -114,14 +116,14 @@ class Report:
 def make_report(
     run: Any, compiled: Any | None, failure: str, dump: Dump, seconds: tuple[float, float], num_slices: int
 ) -> Report:
-    """The report of a compilation.
+    """Returns the report of a compilation.
 
     Args:
       run: from `training.build`.
       compiled: the compiled step; None if it did not fit.
       failure: the compiler's message in that case.
       dump: the compiler's dumps.
-      seconds: of tracing, of compiling.
+      seconds: the seconds of tracing and of compiling.
       num_slices: the number of slices of the devices.
     """
     first = run.mesh.devices.flat[0]
@@ -160,14 +162,14 @@ def make_report(
 
 
 def _fits(compiled: Any | None, memory: Memory, chip: Chip | None) -> bool | None:
-    """Whether the step fits: the compiler accepted it, and its peak, arguments included, is within the HBM."""
+    """Returns whether the step fits: the compiler accepted it, and its peak including arguments is within the HBM."""
     if chip is None:
         return None
     return compiled is not None and memory.peak <= chip.hbm_bytes
 
 
 def memory_of(compiled: Any) -> Memory:
-    """What `compiled`, a training step, takes on one device."""
+    """Returns the memory that `compiled`, a training step, takes on one device."""
     stats = compiled.memory_analysis()
     taken = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     return Memory(
@@ -175,7 +177,7 @@ def memory_of(compiled: Any) -> Memory:
         outputs=stats.output_size_in_bytes,
         aliased=stats.alias_size_in_bytes,
         temporaries=stats.temp_size_in_bytes,
-        # The CPU compiler's own peak leaves out temporaries. libtpu's leaves out fragmentation and adds other memories.
+        # The CPU compiler's own peak omits temporaries. libtpu's omits fragmentation and includes other memories.
         peak=taken + stats.temp_size_in_bytes,
         code=stats.generated_code_size_in_bytes,
         host=stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes,
@@ -183,7 +185,7 @@ def memory_of(compiled: Any) -> Memory:
 
 
 def _memory_of_failure(failure: str, dump: Dump, arguments: int) -> Memory:
-    """The memory of a step that did not fit: its temporaries from the buffer assignment or the compiler's message."""
+    """Returns the memory of a step that did not fit. Its temporaries come from the buffer assignment or the message."""
     found = _TEMPORARIES.findall(dump.assignment)
     if found:
         temporary = max(map(int, found))

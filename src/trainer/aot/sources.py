@@ -14,7 +14,7 @@ _DOTTED = re.compile(r"(\w+(?:\.\w+)+)(?::\w+)?")
 
 
 def digest(root: Path, modules: Iterable[str], belongs: Callable[[str], bool]) -> str:
-    """A digest of the names and contents of `source_files`."""
+    """Returns a digest of the names and contents of `source_files`."""
     total = hashlib.sha256()
     for file in source_files(root, modules, belongs):
         total.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
@@ -22,10 +22,10 @@ def digest(root: Path, modules: Iterable[str], belongs: Callable[[str], bool]) -
 
 
 def source_files(root: Path, modules: Iterable[str], belongs: Callable[[str], bool]) -> list[Path]:
-    """The files of `modules` and of all modules below `root` that they import, sorted.
+    """Returns the files of `modules` and of all modules in `root` that they import, sorted.
 
     Args:
-      root: the folder that holds the top-level modules and packages.
+      root: the folder that contains the top-level modules and packages.
       modules: dotted names.
       belongs: whether to follow imports of a top-level name; false for third-party packages.
     """
@@ -45,7 +45,7 @@ class _Imports:
         self._parsed: dict[Path, list[ast.AST]] = {}
 
     def module(self, module: str) -> None:
-        """A module, with everything that it imports."""
+        """Adds a module and everything that it imports."""
         file = self._file(module)
         if file is None or module in self._followed:
             return
@@ -53,7 +53,7 @@ class _Imports:
         self.files.add(file)
         parts = module.split(".")
         packages = (self._file(".".join(parts[:depth])) for depth in range(1, len(parts)))
-        self.files.update(package for package in packages if package is not None)  # they run first
+        self.files.update(package for package in packages if package is not None)  # importing runs them first
         for node in self._nodes(file):
             if isinstance(node, ast.Import):
                 for alias in node.names:
@@ -65,7 +65,7 @@ class _Imports:
                 self.module(dotted[1])
 
     def _name(self, module: str, name: str) -> None:
-        """The files that `from module import name` imports."""
+        """Adds the files that `from module import name` imports."""
         file = self._file(module)
         submodule = f"{module}.{name}"
         if file is not None and file.name == "__init__.py":
@@ -80,7 +80,7 @@ class _Imports:
                     if (alias.asname or alias.name) == name:
                         self._name(_absolute(node, module, file), alias.name)
                         return
-        self.module(module)  # it defines the name itself
+        self.module(module)  # the package itself defines the name
 
     def _file(self, module: str) -> Path | None:
         if not self.belongs(module.partition(".")[0]):
@@ -89,7 +89,7 @@ class _Imports:
         return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
 
     def _nodes(self, file: Path) -> list[ast.AST]:
-        """All nodes of a file that are imports, or strings that may name one."""
+        """Returns all nodes of a file that are imports, or strings that may name one."""
         if file not in self._parsed:
             kinds = (ast.Import, ast.ImportFrom, ast.Constant)
             self._parsed[file] = [n for n in ast.walk(ast.parse(file.read_bytes())) if isinstance(n, kinds)]
@@ -97,7 +97,7 @@ class _Imports:
 
 
 def _absolute(node: ast.ImportFrom, module: str, file: Path) -> str:
-    """The module that `node`, in `module`, imports from."""
+    """Returns the module from which `node`, in `module`, imports."""
     if not node.level:
         return node.module or ""
     parts = module.split(".")

@@ -14,7 +14,7 @@ EVERYTHING = ("context", *PROJECTIONS)
 
 
 class Suggestion(NamedTuple):
-    """`settings` for the command line and their `price`; `state`: they shrink the train state."""
+    """`settings` for the command line, their `price`, and whether they shrink the train state (`state`)."""
 
     settings: str
     price: str
@@ -29,19 +29,19 @@ def suggest(
     arguments: int = 0,
     check: Callable[[dict[str, Any]], Any] | None = None,
 ) -> tuple[Suggestion, ...]:
-    """Settings that reduce a step's memory, cheapest first; () if it fits.
+    """Returns settings that reduce a step's memory, cheapest first; () if it fits.
 
     The order: free changes, rematerialization, host offload, more sharding, smaller batches, fewer bits, shorter rows.
-    Each applies to `config` by itself. Compile again to see how much it saves.
+    Each suggestion applies to `config` by itself. Compile again to see how much it saves.
 
     Args:
       config: resolved.
       needed: bytes that the step takes on a device.
       available: bytes that a device has.
-      arguments: the part of `needed` that the arguments take. If they do not fit by themselves, only settings that
+      arguments: the part of `needed` that the arguments take. If the arguments alone do not fit, only settings that
         shrink the train state are suggested.
-      check: called with all values of a changed configuration; a change for which it raises UserError is not suggested.
-        It should resolve the configuration for the devices of its topology.
+      check: called with all values of a changed configuration. If it raises UserError, the change is not suggested. It
+        should resolve the configuration for the devices of its topology.
     """
     if needed <= available:
         return ()
@@ -64,7 +64,7 @@ def _accepted(config: Any, changes: dict[str, Any], check: Callable[[dict[str, A
     return True
 
 
-# The changes, their price, whether they shrink the train state.
+# The changes, their price, and whether they shrink the train state.
 Candidate = tuple[dict[str, Any], str, bool]
 
 
@@ -97,7 +97,8 @@ def _recompute(config: Any) -> Iterator[Candidate]:
 
 
 def _kept(config: Any) -> set[str]:
-    """The tensors that blocks save on the device in addition to their inputs; "everything" stands for unnamed ones."""
+    """Returns the tensors that blocks save on the device in addition to their inputs. "everything" stands for tensors
+    without a name."""
     if config.remat_policy == "none":
         return {*EVERYTHING, "everything"}
     if config.remat_policy == "custom":

@@ -8,16 +8,16 @@ from trainer.observe.text import short_time, si
 
 GIB = 1024**3
 _HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16"}
-_SHOWN = 8  # buffers, and kinds of collectives
+_SHOWN = 8  # the number of buffers, and of kinds of collectives
 
 
 def report_text(report: Report) -> str:
-    """The report for a terminal."""
+    """Returns the report for a terminal."""
     return "\n".join([*_head(report), *_memory(report), *_buffers(report), *_cost(report), *_missing(report)])
 
 
 def verdict(report: Report) -> str:
-    """Whether the step fits, in one line."""
+    """Returns a line that says whether the step fits."""
     peak = _gib(report.memory.peak)
     hbm = _gib(report.hbm_bytes or 0)
     if report.hbm_bytes is None:

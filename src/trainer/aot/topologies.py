@@ -1,4 +1,4 @@
-"""Devices that this machine does not have, for compilation only."""
+"""Devices that this machine does not have, only for compilation."""
 
 import importlib.util
 from typing import Any
@@ -13,7 +13,7 @@ NO_LIBTPU = "needs libtpu, the TPU compiler, for Linux on x86-64: pip install 't
 
 
 def topology_of(config: Any) -> Topology:
-    """The topology that `compile_topology` names.
+    """Returns the topology that `compile_topology` names.
 
     Raises:
       UserError: `compile_topology` is empty.
@@ -26,10 +26,10 @@ def topology_of(config: Any) -> Topology:
 
 
 def devices_of(topology: Topology, num_slices: int = 1) -> list[jax.Device]:
-    """The devices of `num_slices` slices. TPU devices are for compilation only; CPU devices are this process's own.
+    """Returns the devices of `num_slices` slices. TPU devices are for compilation only; CPU devices are this process's.
 
     Raises:
-      UserError: libtpu is not installed; the process has fewer CPU devices.
+      UserError: libtpu is not installed, or the process has fewer CPU devices.
     """
     if topology.generation is None:
         found = jax.devices("cpu")

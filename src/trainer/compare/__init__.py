@@ -1,4 +1,4 @@
-"""Comparison of two programs or two checkpoints: whether they are equal, where they differ first, and by how much."""
+"""Compares two programs or two checkpoints: whether they are equal, where they first differ, and by how much."""
 
 from trainer.compare.checkpoints import compare_checkpoints
 from trainer.compare.difference import BITS, Tolerance

@@ -1,4 +1,4 @@
-"""Comparison of two checkpoints, leaf by leaf."""
+"""Compares two checkpoints leaf by leaf."""
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ from trainer.runtime import storage
 
 Readers = Mapping[str, Callable[[], np.ndarray]]
 
-# Names for the first component of a leaf's path, in the order of the report.
+# Labels for the first component of a leaf's path, in the order of the report.
 _ISLANDS = "inner_state"  # the train states of DiLoCo's islands
 _PARTS = {
     "params": "parameters",
@@ -36,7 +36,7 @@ def compare_checkpoints(left: str, right: str, tolerance: Tolerance, say: Callab
       left, right: a run's folder, for its newest checkpoint; one of its checkpoints/N; or the output of
         `trainer.export ... format=params`. Runs and checkpoints may be in a bucket. If one side has only parameters,
         only these are compared.
-      tolerance: for every leaf.
+      tolerance: applies to every leaf.
       say: receives progress messages.
 
     Raises:
@@ -45,7 +45,7 @@ def compare_checkpoints(left: str, right: str, tolerance: Tolerance, say: Callab
     trees = [_tree(left), _tree(right)]
     readers = [orbax.readers(tree) for tree in trees]
     parts = [{name.partition("/")[0] for name in found} for found in readers]
-    # A side with parameters only is valid; it does not lack an optimizer state.
+    # A side with only parameters is valid. It does not count as a side without optimizer state.
     both = parts[0] & parts[1] if {"params"} in parts else parts[0] | parts[1]
     quantities = []
     for part, words in _PARTS.items():
@@ -59,7 +59,7 @@ def compare_checkpoints(left: str, right: str, tolerance: Tolerance, say: Callab
 
 
 def _tree(given: str) -> Any:
-    """The Orbax tree of a folder that the user names; for a checkpoint, the folder itself."""
+    """Returns the Orbax tree of a folder that the user names; for a checkpoint, the folder itself."""
     folder = storage.folder(given)
     if (folder / TREE).is_dir() and (folder / CONFIG).is_file():
         return folder / TREE
@@ -75,16 +75,16 @@ def _tree(given: str) -> Any:
 
 
 def _differences(part: str, readers: Sequence[Readers], tolerance: Tolerance) -> list[Difference]:
-    """The differences of the leaves below `part`, which are read one pair at a time."""
+    """Returns the differences of the leaves of `part`. Reads one pair of leaves at a time."""
     apart: list[Difference] = []
     for name in dict.fromkeys(name for found in readers for name in found if name.partition("/")[0] == part):
         short = name.removeprefix(f"{part}/")
         left, right = ({short: found[name]()} if name in found else {} for found in readers)
-        # The first axis of what islands have is that of the islands.
+        # The first axis of the islands' arrays is the axis of islands, not layers.
         apart += differences(left, right, tolerance, _layers if part != _ISLANDS else lambda name: None)
     return sorted(apart, key=forward_order)
 
 
 def _layers(name: str) -> Iterable[int] | None:
-    """The layers of an array of a stack, counted within the stack; None for an array outside of stacks."""
+    """Returns the layers of a stacked array, counted within the stack; None for an array outside of stacks."""
     return itertools.count() if in_stack(name) else None

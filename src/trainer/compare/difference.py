@@ -7,13 +7,15 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-# From the name of an array to the numbers of the layers that it holds along its first axis; None: it holds none.
+# Maps the name of an array to the numbers of the layers along its first axis; None: it is not stacked.
 Layers = Callable[[str], Iterable[int] | None]
 
 
 class Tolerance(NamedTuple):
-    """Two arrays are equal within it if their elements differ by at most `atol`, or by at most `rtol` times the largest
-    magnitude in both arrays. 0 and 0 require equal bits. It does not apply to integers and bools, which must be equal.
+    """Tolerances for the comparison of two arrays.
+
+    Elements may differ by at most `atol`, or by at most `rtol` times the largest magnitude in both arrays. If both are
+    0, only equal bits are equal. Integers and bools must be equal in any case.
     """
 
     rtol: float = 0.0
@@ -29,12 +31,12 @@ class Difference(NamedTuple):
     Attributes:
       name: canonical, such as "decoder/layers/mlp/wo/kernel".
       layer: the layer index; None for an array without layers.
-      bits: both have the same dtype and the same bits.
-      equal: they have the same bits, or are equal within the tolerance.
+      bits: whether both sides have the same dtype and the same bits.
+      equal: whether both sides have the same bits, or are equal within the tolerance.
       absolute: the largest absolute difference of two elements; infinite if one of them is not finite, or if they
         cannot be subtracted, for the reason in `note`.
       relative: `absolute` divided by the largest magnitude in both.
-      note: a difference that is not in values: the dtype, the shape, or that one side does not have the array.
+      note: a difference other than in values: the dtype, the shape, or that one side lacks the array.
     """
 
     name: str
@@ -52,7 +54,8 @@ class Difference(NamedTuple):
 
 
 def forward_order(it: Difference) -> tuple[int, int, bool, str]:
-    """A sort key for the order of the forward pass: embedding, each layer with its output last, norm, logits."""
+    """Returns a sort key for the order of the forward pass: embedding, each layer with its output last, norm,
+    logits."""
     if it.layer is not None:
         return 1, it.layer, it.name.endswith("/output"), it.name
     return 0 if "embedd" in it.name else 2, 0, False, it.name
@@ -61,9 +64,10 @@ def forward_order(it: Difference) -> tuple[int, int, bool, str]:
 def differences(
     left: Mapping[str, Any], right: Mapping[str, Any], tolerance: Tolerance, layers: Layers
 ) -> list[Difference]:
-    """One for each array, or layer of it, that either side has: in the order of the left side, then the others.
+    """Returns a Difference for each array, or for each of its layers, that either side has.
 
-    Arrays may be on devices: they are copied to the host one at a time.
+    They are in the order of the left side, followed by arrays that only the right side has. Arrays may be on devices:
+    they are copied to the host one at a time.
     """
     found: list[Difference] = []
     for name in dict.fromkeys([*left, *right]):
@@ -91,7 +95,7 @@ def _of_array(
 def difference(
     name: str, left: np.ndarray, right: np.ndarray, tolerance: Tolerance, layer: int | None = None
 ) -> Difference:
-    """The difference of two arrays of the same shape."""
+    """Returns the difference of two arrays with the same shape."""
     note = "" if left.dtype == right.dtype else f"{left.dtype} against {right.dtype}"
     if not note and left.tobytes() == right.tobytes():
         return Difference(name, layer, True, True, 0.0, 0.0)
@@ -100,7 +104,7 @@ def difference(
     with np.errstate(invalid="ignore"):
         apart = np.abs(a - b)
     apart = np.where(np.isnan(apart), math.inf, apart)
-    apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, apart)  # also equal infinities
+    apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, apart)  # equal infinities are also equal
     absolute = float(apart.max(initial=0.0))
     relative = absolute / scale if scale else absolute
     rounded = all(jnp.issubdtype(it.dtype, jnp.inexact) for it in (left, right))  # NumPy does not know bfloat16

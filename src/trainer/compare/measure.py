@@ -1,7 +1,7 @@
 """Measurements of a program: parameters, activations, loss, gradients, one update, the compiled step.
 
 Each measurement transfers the common starting state to the devices again, so that only one state is live at a time. The
-executables of a measurement are kept until all sides are done: a side with the same program text reuses them.
+executables of a measurement are kept until all sides are done, so that a side with the same program text reuses them.
 """
 
 import functools
@@ -32,7 +32,7 @@ from trainer.state import DiLoCoTrainState
 from trainer.training import Run, Start
 from trainer.training.step import dropout_key, make_gradients
 
-# Facts about the compiled step; numbers are those of one device.
+# Facts about the compiled step. Numbers are per device.
 TEXT, FLOPS, ARGUMENTS, TEMPORARIES = "program text", "FLOPs", "memory: state, batch", "memory: temporaries"
 
 # The quantities of the update at a later step.
@@ -43,15 +43,15 @@ Arrays = dict[str, Any]  # by canonical name
 
 @dataclass
 class Shared:
-    """What the sides of one measurement share."""
+    """Values that the sides of one measurement share."""
 
     executables: dict[Any, Any] = field(default_factory=dict)  # by the text of their programs
-    midway: Arrays | None = None  # the left side's, see `update`
+    midway: Arrays | None = None  # the left side's state, see `update`
 
 
 @dataclass(frozen=True)
 class Program:
-    """A side's run, and the map from its parameter names to those of the left side."""
+    """A side's run, and its parameter-name map to the left side."""
 
     name: str
     run: Run
@@ -63,7 +63,7 @@ class Program:
         return self.run.config
 
     def layers(self, name: str) -> range | None:
-        """The indices of the layers in an array of that canonical name; None if it is not in a stack."""
+        """Returns the indices of the layers in an array with that canonical name; None if it is not in a stack."""
         found = families.place(families.stacks(self.config), name)
         return None if found is None else found.layers
 
@@ -75,7 +75,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The common starting state, on the host: parameters by the left side's names. `later` is the rest of a trained
+    """The common starting state on the host: parameters by the left side's names. `later` is the rest of a trained
     state, by path: step, optimizer, variables without gradients; None at step 0."""
 
     params: Arrays
@@ -84,18 +84,18 @@ class Snapshot:
 
 @dataclass
 class Measured:
-    """Arrays of each quantity, and facts about a program. The arrays are on the devices until `on_host`."""
+    """Arrays of each quantity, and facts about a program. The arrays are on the devices until `on_host` copies them."""
 
     arrays: dict[str, Arrays]
     facts: dict[str, Any] = field(default_factory=dict)
 
     def on_host(self) -> "Measured":
-        """A copy with its arrays on the host."""
+        """Returns a copy with its arrays on the host."""
         return Measured({name: jax.tree.map(np.array, arrays) for name, arrays in self.arrays.items()}, self.facts)
 
 
 def take(program: Program, begin: Start) -> Snapshot:
-    """The snapshot of a state that `training.start` made."""
+    """Returns the snapshot of a state that `training.start` made."""
     tree = program.run.codec.unpack(begin.state)
     params = {program.names.common(name): np.array(leaf) for name, leaf in names_of(tree.params).items()}
     later = tree._replace(params=None)
@@ -103,7 +103,7 @@ def take(program: Program, begin: Start) -> Snapshot:
 
 
 def state(program: Program, snapshot: Snapshot) -> Any:
-    """The side's native train state, with the parameters of `snapshot` cast and sharded as the side has them.
+    """Returns the side's native train state, with the parameters of `snapshot` in the side's dtypes and shardings.
 
     A parameter that is not in the snapshot, or has another size there, keeps the side's initial value.
 
@@ -142,7 +142,7 @@ def _with_later(program: Program, native: Any, later: Mapping[str, np.ndarray]) 
 
 
 def _compiled(known: Shared, fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """`fn` compiled for arguments such as `args`, or the executable of the same program in `known`."""
+    """Compiles `fn` for arguments such as `args`, or returns the executable of the same program in `known`."""
     lowered = jax.jit(fn).lower(*args)
     key = (lowered.as_text(), lowered.in_tree, lowered.out_tree)
     if key not in known.executables:
@@ -151,15 +151,15 @@ def _compiled(known: Shared, fn: Callable[..., Any], *args: Any) -> Callable[...
 
 
 def parameters(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) -> Measured:
-    """The parameters in the native train state."""
+    """Measures the parameters in the native train state."""
     del batch, known
     tree = program.run.codec.unpack(state(program, snapshot))
     return Measured({"parameters": program.names.of(names_of(tree.params))})
 
 
 def activations(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) -> Measured:
-    """The forward pass on `batch`: embedding, sown values and block outputs, final norm, logits, and those
-    that the objective captures. Padding is 0."""
+    """Measures the forward pass on `batch`: embedding, sown values and block outputs, final norm, logits, and the
+    activations that the objective captures. Padding is set to 0."""
     run = program.run
     tree = _forward(run, state(program, snapshot))
 
@@ -181,8 +181,8 @@ def activations(program: Program, snapshot: Snapshot, batch: Batch, known: Share
 
 
 def _forward(run: Run, native: Any) -> TrainTree:
-    """The parts of a native train state that a forward pass reads: with DiLoCo the outer parameters, and the first
-    island's variables without gradients."""
+    """Returns the parts of a native train state that a forward pass reads. With DiLoCo these are the outer parameters
+    and the `rest` of the first island."""
     tree = run.codec.unpack(native)
     if isinstance(tree, DiLoCoTrainState):
         return TrainTree(tree.step, tree.params, None, jax.tree.map(lambda leaf: leaf[0], tree.inner_state.rest))
@@ -197,7 +197,8 @@ def _without_padding(x: jax.Array, real_bt: jax.Array, stacked: bool) -> jax.Arr
 
 
 def gradients(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) -> Measured:
-    """Loss, its terms and other measures, and gradients of the trained parameters, in `grad_dtype`, before clipping."""
+    """Measures the loss, its terms, other measures, and gradients of the trained parameters before clipping, in
+    `grad_dtype`."""
     run = program.run
     tree = _forward(run, state(program, snapshot))
     fn = make_gradients(run.config, run.objective, run.param_shardings)
@@ -207,10 +208,10 @@ def gradients(program: Program, snapshot: Snapshot, batch: Batch, known: Shared)
 
 
 def update(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) -> Measured:
-    """The training step, compiled as for training: parameters and optimizer after one update, and its cost.
+    """Measures the training step, compiled as for training: parameters and optimizer after one update, and its cost.
 
-    At step 0 also after an update of the same parameters with the optimizer state of a later step, see `midway`. It is
-    drawn for the left side; a side whose optimizer state has another structure has no such arrays.
+    At step 0, also measures an update of the same parameters with the optimizer state of a later step, see `midway`.
+    That state is drawn for the left side. A side whose optimizer state has another structure has no such arrays.
     """
     run = program.run
     text = _text(program)
@@ -224,7 +225,7 @@ def update(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) ->
     params, first = after(snapshot)
     arrays = {"updated parameters": params, "optimizer state": first}
     if snapshot.later is None:
-        arrays = Measured(arrays).on_host().arrays  # no two states on the devices
+        arrays = Measured(arrays).on_host().arrays  # so that the devices never hold two states
         if known.midway is None:
             known.midway = midway(first, run.config)
         later = known.midway
@@ -234,7 +235,8 @@ def update(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) ->
 
 
 def _text(program: Program) -> str:
-    """The update as StableHLO over the canonical train state, so that the leaf order of native states has no effect."""
+    """Returns the update as StableHLO over the canonical train state, so that the leaf order of native states has no
+    effect."""
     run, tree = program.run, program.abstract
     stored = jax.tree.map(lambda leaf: leaf.sharding, tree)
     jitted = jax.jit(run.update, out_shardings=(stored, run.metric_shardings), donate_argnums=0)
@@ -242,7 +244,7 @@ def _text(program: Program) -> str:
 
 
 def _cost(compiled: Any) -> dict[str, Any]:
-    """FLOPs, and bytes on each device if the compiler reports them."""
+    """Returns FLOPs, and bytes on each device if the compiler reports them."""
     facts = {FLOPS: analyze(compiled.as_text()).flops}
     if (memory := compiled.memory_analysis()) is not None:
         facts[ARGUMENTS] = float(memory.argument_size_in_bytes)

@@ -1,4 +1,4 @@
-"""The optimizer state of a run that is at its middle, without that run."""
+"""Makes an optimizer state like that in the middle of a run, without such a run."""
 
 import zlib
 from collections.abc import Mapping
@@ -12,29 +12,29 @@ from trainer.optim import spikes
 _WINDOWS = [f"opt_state/rules/{spikes.NAME}/{name}" for name in ("loss", "grad_norm")]
 _ACCEPTED = f"opt_state/rules/{spikes.NAME}/accepted"
 _ISLANDS = "inner_state/"  # the train states of DiLoCo's islands, each array with a leading axis
-_LEAST = 1e-4  # the least deviation of a window over its mean that float32 holds well
+_LEAST = 1e-4  # the smallest ratio of a window's deviation to its mean that float32 represents well
 
 
 def midway(first: Mapping[str, Any], config: Any) -> dict[str, np.ndarray]:
-    """Step, optimizer state and `rest` as after half of the schedule: what a first update does not show has an effect
-    in the next one.
+    """Returns step, optimizer state and `rest` as after half of the schedule. Some differences between programs have no
+    effect in a first update, but have an effect in the update after this state.
 
     Counts are the number of updates. Every value of a floating-point array (moments, averages) is drawn uniformly from
     [0.5, 1] x the largest magnitude in the array after the first update. So moments are as large as gradients make
-    them, and an average is not the parameters. The windows of the spike rule are full, and accept a step like the first
-    whatever the factor is; without the mean or without the deviation their bounds would refuse it (with a factor above
-    0.5 / `_LEAST` not without the mean).
+    them, and an average differs from the parameters. The windows of the spike rule are full. They are chosen such that
+    the rule accepts a step like the first one for any factor, and that it would refuse the step if its bound lacked the
+    mean or the deviation (the mean only for factors up to 0.5 / `_LEAST`).
 
     Args:
       first: step, optimizer state and `rest` by name, after one update.
-      config: resolved; its seed and the names and shapes decide what is drawn, not devices or shardings.
+      config: resolved. Only its seed and the names and shapes decide what is drawn, not devices or shardings.
     """
     updates = max(1, config.learning_rate_schedule_steps // 2)
 
     def one(name: str, array: np.ndarray) -> np.ndarray:
         if name.startswith(_ISLANDS):
             return np.stack([one(name.removeprefix(_ISLANDS), island) for island in array])
-        # Only islands have parameters here: they begin with them as they are.
+        # Only DiLoCo's islands have parameters here. They keep them.
         if name.startswith(("rest/", "params/")) or name == "in_flight":
             return array
         if jnp.issubdtype(array.dtype, jnp.integer) and not array.ndim:

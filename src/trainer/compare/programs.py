@@ -1,4 +1,4 @@
-"""Comparison of programs of several configurations on the same parameters and batch, each with the first one."""
+"""Compares programs of several configurations with the first one, on the same parameters and batch."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -29,20 +29,20 @@ from trainer.training.memory import check_memory, device_memory
 
 Say = Callable[[str], None]
 
-# The sources of parameters and tokens, which all sides take from the left one.
+# Keys for the sources of parameters and tokens, which all sides take from the left one.
 _COMMON = (
     "vocab_size",
     "load_parameters_path",
     "load_full_state_path",
     "reset_optimizer",
     "data_cache_directory",
-    # Separate evaluation data is not held out of the training documents.
+    # Separate evaluation data changes which training documents are held out.
     "eval_split",
     "grain_eval_files",
     "hf_eval_split",
     "hf_eval_files",
 )
-# override_model_config never has an effect, which is reported elsewhere.
+# override_model_config never has an effect, and that is reported elsewhere.
 _USED = {
     "model_name",
     "record_internal_nn_metrics",
@@ -54,7 +54,7 @@ _USED = {
 _IDLE = frozenset((*AROUND, *PROCESSES, "debug_sharding")) - _USED
 # In the order of a training step.
 MEASURES = (measure.parameters, measure.activations, measure.gradients, measure.update)
-# Rows of the banner that describe a comparison.
+# Rows of the banner that also describe a comparison.
 _HEAD = ("devices", "model", "attention", "dtype", "batch", "data")
 
 
@@ -64,9 +64,9 @@ def compare_programs(sides: Sequence[Side], devices: Sequence[jax.Device], toler
     The devices hold the state and one program of one side at a time; the left side's results are on the host.
 
     Args:
-      sides: the left one, and those to compare with it.
+      sides: the left side, followed by the sides to compare with it.
       devices: all devices. A side whose mesh sizes are all given takes as many as it needs; other sides take all.
-      tolerance: for every array of every quantity.
+      tolerance: applies to every array of every quantity.
       say: receives progress messages.
 
     Raises:
@@ -101,9 +101,9 @@ def compare_programs(sides: Sequence[Side], devices: Sequence[jax.Device], toler
 
 
 def _idle(sides: Sequence[Side]) -> list[str]:
-    """The keys without effect here that the command line gives or in which the sides differ.
+    """Returns the keys without effect here that the command line gives, or in which the sides differ.
 
-    A yml may contain them, since it may be that of a training run.
+    A yml may contain them, because it may be the yml of a training run.
     """
     given = {key for side in sides for key, where in side.loaded.changed.items() if by_hand(where)}
     idle = (given | differing_keys(sides).keys()) & _IDLE
@@ -157,7 +157,7 @@ def _check_common(left: Program, rights: Sequence[Program]) -> None:
 
 
 def _begin(side: Side, left: Program, dataset: Dataset, say: Say) -> tuple[Snapshot, Batch]:
-    """The common start: the left side's state on the host, and its next batch."""
+    """Returns the common start: the left side's state on the host, and its next batch."""
     given = {key for key, where in side.loaded.changed.items() if by_hand(where)}
     scheduled = side.loaded.config.learning_rate_schedule_steps != -1
     begin = start(left.run, dataset, None, say, schedule_given=scheduled, given=given)
@@ -170,7 +170,7 @@ def _begin(side: Side, left: Program, dataset: Dataset, say: Say) -> tuple[Snaps
 
 
 def _activation_rows(programs: Sequence[Program]) -> int:
-    """The smallest number of rows that each side can shard like its microbatches."""
+    """Returns the smallest number of rows that each side can shard like its microbatches."""
     return math.lcm(*(it.run.rows // it.config.gradient_accumulation_steps for it in programs))
 
 
@@ -195,7 +195,7 @@ def _quantities(left: Program, right: Program, expected: Measured, found: Measur
 
 
 def _other_axes(left: Program, right: Program) -> list[str]:
-    """A message if common parameters have different logical axes."""
+    """Returns a message if common parameters have different logical axes."""
     here, there = (it.names.of(names_of(it.run.model.param_axes)) for it in (left, right))
     names = [name for name, axes in here.items() if name in there and axes != there[name]]
     if not names:
@@ -210,7 +210,7 @@ def _facts(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def same_text(left: str, right: str) -> str:
-    """Whether two programs have the same text, in words."""
+    """Returns, in words, whether two programs have the same text."""
     if left == right:
         return f"the same text, {len(left.splitlines()):,} lines"
     here, there = left.splitlines(), right.splitlines()
@@ -219,7 +219,7 @@ def same_text(left: str, right: str) -> str:
 
 
 def _head(sides: Sequence[Side], programs: Sequence[Program], dataset: Dataset) -> list[tuple[str, str]]:
-    """A description of the comparison: what the sides have in common, and the keys in which they differ."""
+    """Returns a description of the comparison: what the sides have in common, and the keys in which they differ."""
     rows: list[dict[str, str]] = []
     for it in programs:
         device = it.run.mesh.devices.flat[0]

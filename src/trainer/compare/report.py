@@ -12,7 +12,7 @@ from trainer.compare.difference import Difference, Tolerance
 class Quantity:
     """The differences of one kind of arrays, in the order of their computation.
 
-    `notes` are other differences, each of which makes the sides unequal; `remarks` do not.
+    `notes` are other differences, which make the sides unequal. `remarks` do not.
     """
 
     name: str
@@ -22,12 +22,12 @@ class Quantity:
 
     @property
     def bits(self) -> bool:
-        """All arrays have equal bits, and nothing else differs."""
+        """Whether all arrays have equal bits and nothing else differs."""
         return not self.notes and all(it.bits for it in self.differences)
 
     @property
     def equal(self) -> bool:
-        """All arrays are bit-identical or within the tolerance, and nothing else differs."""
+        """Whether all arrays are bit-identical or within the tolerance and nothing else differs."""
         return not self.notes and all(it.equal for it in self.differences)
 
     @property
@@ -42,7 +42,8 @@ class Quantity:
 
     @property
     def first(self) -> str | None:
-        """The first difference: of what is not equal, otherwise of what has different bits; None if there is none."""
+        """The first difference: the first unequal array, otherwise the first with different bits; None if there is
+        none."""
         if self.notes:
             return self.notes[0]
         apart = [it for it in self.differences if not it.equal] or [it for it in self.differences if not it.bits]
@@ -54,9 +55,9 @@ class Quantity:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of the right side called `right` with the left one.
+    """The comparison of the right side called `right` with the left side.
 
-    `facts` do not affect equality. They are by name: the two sides' numbers, or a sentence about both.
+    `facts` do not affect equality. By name, they hold the two sides' numbers, or a sentence about both.
     """
 
     right: str
@@ -65,12 +66,12 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Every quantity is bit-identical or within the tolerance."""
+        """Whether every quantity is bit-identical or within the tolerance."""
         return all(quantity.equal for quantity in self.quantities)
 
     @property
     def bits(self) -> bool:
-        """Every quantity has equal bits."""
+        """Whether every quantity has equal bits."""
         return all(quantity.bits for quantity in self.quantities)
 
     @property
@@ -90,11 +91,11 @@ class Report:
 
     @property
     def equal(self) -> bool:
-        """Every right side equals the left one."""
+        """Whether every right side equals the left one."""
         return all(comparison.equal for comparison in self.comparisons)
 
     def to_json(self) -> dict[str, Any]:
-        """The output of `--json`; numbers that are not finite become the strings "inf" and "nan"."""
+        """Returns the output of `--json`. Numbers that are not finite become the strings "inf" and "nan"."""
         return {
             "equal": self.equal,
             "left": self.left,

@@ -16,8 +16,8 @@ _LISTED = 12  # the maximum number of listed stages of the activations
 
 
 def table(report: Report) -> str:
-    """A description of the comparison, a table of all right sides if it fits, a table for each side that differs, and
-    the verdict."""
+    """Returns a description of the comparison, a table of all right sides if it fits, a table for each side that
+    differs, and the verdict."""
     label = max((len(name) for name, _ in report.head), default=0) + 2
     lines = []
     for name, text in report.head:
@@ -42,7 +42,7 @@ def _verdict(report: Report) -> str:
 
 
 def _side_by_side(comparisons: Sequence[Comparison], left: str) -> list[str]:
-    """A table with a column for each right side; [] if it is too wide."""
+    """Returns a table with a column for each right side; [] if it is too wide."""
     rows = [[f"against {left}", *(it.right for it in comparisons)]]
     for quantities in zip(*(it.quantities for it in comparisons), strict=True):
         rows.append([f"{quantities[0].name}, {_arrays(quantities[0])}", *map(_cell, quantities)])
@@ -63,7 +63,7 @@ def _cell(quantity: Quantity) -> str:
 
 
 def _fact(fact: tuple[float, float] | str) -> str:
-    """A fact as one cell."""
+    """Returns a fact as one cell."""
     if isinstance(fact, str):
         return fact.partition(",")[0].partition(" from")[0]
     left, right = fact
@@ -71,7 +71,7 @@ def _fact(fact: tuple[float, float] | str) -> str:
 
 
 def _details(comparison: Comparison, left: str) -> list[str]:
-    """A line for each quantity, with the largest differences and the first difference."""
+    """Returns a line for each quantity, with the largest differences and the first difference."""
     rows = [[f"{comparison.right} against {left}", "arrays", "", "absolute", "relative", "first difference"]]
     remarks: list[str] = []
     for quantity in comparison.quantities:
@@ -96,7 +96,7 @@ def _row(name: str, quantity: Quantity, short: bool = False) -> list[str]:
         return [name, arrays, _BITS]
     state = "within" if quantity.equal else "apart"
     first = quantity.first or ""
-    if short:  # the row says which layer
+    if short:  # the row already names the layer
         first = first.rpartition(", layer ")[0].rpartition("/")[2]
     return [name, arrays, state, _size(quantity.absolute), _size(quantity.relative), first]
 
@@ -114,7 +114,7 @@ def _stage_rows(quantity: Quantity) -> list[list[str]]:
 
 
 def _stages(quantity: Quantity) -> list[tuple[str, Quantity]]:
-    """The activations by stage; consecutive layers with equal bits are merged."""
+    """Returns the activations by stage. Consecutive layers with equal bits are merged."""
     stages = [(name, Quantity(name, list(group))) for name, group in itertools.groupby(quantity.differences, _stage)]
     found: list[tuple[str, Quantity]] = []
     for same, group in itertools.groupby(stages, lambda it: it[1].bits and it[0].startswith("layer ")):
@@ -132,7 +132,7 @@ def _stage(it: Difference) -> str:
 
 
 def _columns(rows: Sequence[Sequence[str]], rights: Sequence[int] = ()) -> list[str]:
-    """Rows as aligned columns, the first row as a heading; columns in `rights` are right-aligned."""
+    """Returns rows as aligned columns, with the first row as a heading. Columns in `rights` are right-aligned."""
     count = max(map(len, rows))
     filled = [[*row, *[""] * (count - len(row))] for row in rows]
     widths = [max(len(row[i]) for row in filled if len(row) > i) for i in range(count)]

@@ -1,6 +1,7 @@
-"""Agreement between processes. Every process must make the same calls in the same order; a single process needs none.
+"""Agreement between processes. All processes must make the same calls in the same order; a single process needs none.
 
-Each call waits for all processes, so do not use them in the training loop. Only the main thread may use them.
+Each call waits for all processes, so do not call these functions in the training loop. Call them only in the main
+thread.
 """
 
 import json
@@ -19,14 +20,14 @@ class AgreedError(UserError):
 
 
 def is_first() -> bool:
-    """Whether this is process 0, which writes the files and messages that all processes share."""
+    """Returns whether this is process 0, which writes the files and messages that all processes share."""
     import jax
 
     return jax.process_index() == 0
 
 
 def from_first(fn: Callable[[], T]) -> T:
-    """Calls `fn` in process 0 only and returns its result, which must be JSON-serializable, in every process.
+    """Calls `fn` only in process 0, and returns its result, which must be JSON-serializable, in every process.
 
     Raises:
       UserError: `fn` raised it.
@@ -79,20 +80,20 @@ def check_same(what: str, value: str) -> None:
 
 
 def _differing(text: str, other: str) -> str:
-    """The lines of `text` that are not in `other`."""
+    """Returns the lines of `text` that are not in `other`."""
     lines = set(other.splitlines())
     return ", ".join(line for line in text.splitlines() if line not in lines)
 
 
 def gather(text: str) -> list[str]:
-    """The text of every process, in process order."""
+    """Returns the texts of all processes, in process order."""
     if _count() == 1:
         return [text]
     from jax.experimental.multihost_utils import process_allgather
 
     data = np.frombuffer(text.encode(), np.uint8)
     sizes = np.ravel(process_allgather(np.asarray(len(data), np.int32)))
-    # Powers of two limit the number of compiled sizes.
+    # Rounded up to a power of two, which limits the number of compiled sizes.
     padded = np.zeros(max(1024, 1 << int(sizes.max()).bit_length()), np.uint8)
     padded[: len(data)] = data
     rows = process_allgather(padded)

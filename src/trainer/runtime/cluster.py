@@ -1,4 +1,4 @@
-"""The number of processes, this one's index and the coordinator's address, from keys or a launcher's environment."""
+"""Finds the number of processes, this process's index and the coordinator's address, from keys or the environment."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from trainer.config import UserError
 from trainer.runtime.platforms import has_tpu
 
-# MaxText's launchers give the port only for GPUs.
+# The port if the environment gives none. MaxText's launchers give a port only for GPUs.
 _PORT = "1234"
 _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 
@@ -15,7 +15,7 @@ _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID",
 class Cluster(NamedTuple):
     """Arguments of `jax.distributed.initialize`. JAX determines the fields that are None by `method`."""
 
-    source: str  # where this comes from, for messages
+    source: str  # where the values come from, for messages
     method: str | None  # JAX's cluster_detection_method; None: JAX tries all of its methods
     address: str | None = None  # host:port of the first process
     processes: int | None = None
@@ -23,19 +23,20 @@ class Cluster(NamedTuple):
 
 
 def find_cluster(config: Any, environ: Mapping[str, str]) -> Cluster | None:
-    """The cluster that this process belongs to; None for a single process. Imports nothing and sends no requests.
+    """Returns the cluster that this process belongs to; None for a single process.
 
-    The first that applies: skip_jax_distributed_system, the keys, MaxText's variables, Slurm, MPI, TPU, Kubernetes.
+    Imports nothing and sends no requests. Takes the first that applies: skip_jax_distributed_system, the keys,
+    MaxText's variables, Slurm, MPI, TPU, Kubernetes.
 
     Raises:
-      UserError: a set of variables is incomplete, or one that must be a number is not.
+      UserError: a set of variables is incomplete, or a variable that must be a number is not.
     """
     if config.skip_jax_distributed_system:
         return None
     if config.coordinator_address:
         where = config.coordinator_address, config.num_processes, config.process_id
         return Cluster("coordinator_address", "deactivate", *where)
-    # On a Slurm cluster mpirun starts its ranks within a Slurm step, whose variables they inherit.
+    # On a Slurm cluster, mpirun starts its ranks within a Slurm step, and they inherit the variables of the step.
     under_mpirun = (_mpi, _slurm) if environ.get("OMPI_COMM_WORLD_SIZE") else (_slurm, _mpi)
     finders = (_maxtext_gpu, _maxtext_cpu, *under_mpirun, _tpu, _kubernetes)
     return next((found for find in finders if (found := find(environ))), None)
@@ -58,7 +59,7 @@ def _maxtext_cpu(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def _slurm(environ: Mapping[str, str]) -> Cluster | None:
-    # The shell of a batch script has no SLURM_STEP_NODELIST: only processes that srun starts have peers.
+    # The shell of a batch script has no SLURM_STEP_NODELIST. Only processes that srun starts have peers.
     if not all(environ.get(name) for name in _SLURM) or _numbers(environ, ["SLURM_NTASKS"], "Slurm") == [1]:
         return None
     return Cluster("Slurm", "slurm")

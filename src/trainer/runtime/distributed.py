@@ -16,9 +16,9 @@ from trainer.runtime.cluster import Cluster, find_cluster
 def distributed(config: Any) -> Iterator[None]:
     """Runs the body within `jax.distributed` if this process is one of several. Enter before the first use of a device.
 
-    What ends all processes alike (the end of the run, SIGTERM, an `AgreedError`, `RunStopped`) passes through. Any
-    other exception is local to this process: it is reported, and the process exits immediately, without waiting for the
-    others. Its exit ends them.
+    Events that end all processes alike (the end of the run, SIGTERM, an `AgreedError`, `RunStopped`) pass through. Any
+    other exception is local to this process. It is reported, and the process exits immediately, without waiting for the
+    others. The exit also ends the other processes.
 
     Raises:
       UserError: see `find_cluster`; or the other processes did not connect in time.

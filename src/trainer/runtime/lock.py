@@ -10,7 +10,7 @@ LOCK_FILE = ".lock"
 def lock(folder: Path) -> IO[str] | None:
     """Locks the folder for this process. The lock is held until the returned file is closed or the process ends.
 
-    Returns None if another live process holds the lock. The lock file is not deleted.
+    Returns None if another live process holds the lock. The lock file is never deleted.
     """
     file = (folder / LOCK_FILE).open("a", encoding="utf-8")
     try:
@@ -22,7 +22,8 @@ def lock(folder: Path) -> IO[str] | None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a live process holds the lock on the folder. It changes nothing in the folder, which may not exist."""
+    """Returns whether a live process holds the lock on the folder. Changes nothing in the folder, which may not
+    exist."""
     try:
         with (folder / LOCK_FILE).open(encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -11,16 +11,16 @@ from trainer.config import UserError
 
 
 def share_of_rows(sharding: NamedSharding, rows: int) -> dict[str, int]:
-    """Which part of each batch of `rows` rows this process loads, as arguments for the data package.
+    """Returns which part of each batch of `rows` rows this process loads, as arguments for the data package.
 
-    Processes whose devices hold the same rows (those of one tensor-parallel group, for example) load the same part.
+    Processes whose devices hold the same rows, for example those of one tensor-parallel group, load the same part.
 
     Args:
-      sharding: of an array [rows].
+      sharding: the sharding of an array [rows].
 
     Returns:
       process_index and process_count: the index of this process's part and the number of parts, which have equal sizes.
-      The rows of a part need not be contiguous in the batch, since the mesh follows the physical network; each row
+      The rows of a part need not be contiguous in the batch, because the mesh follows the physical network. Each row
       carries its own index.
 
     Raises:
@@ -47,14 +47,14 @@ def place(
     """Transfers the arrays of a batch that have a sharding. Each process passes its `share_of_rows`.
 
     Args:
-      rows: of the global batch; None if this process passes all of them.
+      rows: the rows of the global batch; None if this process passes all of them.
     """
     with jax.transfer_guard_host_to_device("allow"):  # an intended transfer
         return {name: _place(batch[name], sharding, rows) for name, sharding in shardings.items()}
 
 
 def replicate(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """The array, which every process has, replicated on all devices."""
+    """Replicates the array, which every process has, on all devices."""
     with jax.transfer_guard_host_to_device("allow"):
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 

@@ -7,7 +7,7 @@ import re
 from importlib import metadata
 from pathlib import Path
 
-# Prefix of a JAX plugin's name: JAX's name of its platform, and a device file that exists if the hardware is present.
+# Prefix of a JAX plugin's name -> (JAX's name of its platform, a device file that exists if the hardware is present).
 _GPUS = {"xla_cuda": ("cuda", "/dev/nvidiactl"), "xla_rocm": ("rocm", "/dev/kfd")}
 
 _SIMULATED = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
@@ -15,11 +15,11 @@ _THREADS_PER_DEVICE = 4
 
 
 def leave_out_absent_tpu() -> None:
-    """Keeps JAX from starting libtpu on a machine without a TPU, where libtpu serves ahead-of-time compilation only.
+    """Prevents JAX from starting libtpu on a machine without a TPU, where libtpu serves only ahead-of-time compilation.
 
     JAX starts every platform whose library is installed. Without a TPU, libtpu then prints warnings and holds a lock
-    file that makes a second process fail. Changes nothing if JAX_PLATFORMS is set, if there is a TPU, or if an unknown
-    plugin is installed.
+    file that makes a second process fail. This function changes nothing if JAX_PLATFORMS is set, if there is a TPU, or
+    if an unknown plugin is installed.
     """
     if os.environ.get("JAX_PLATFORMS") or importlib.util.find_spec("libtpu") is None or has_tpu():
         return
@@ -51,25 +51,26 @@ def prepare_compile_only_tpu() -> None:
 
 
 def simulate_cpu_devices(count: int) -> None:
-    """Makes `count` devices of this machine's CPU. Other XLA_FLAGS are kept; an earlier number is overridden."""
+    """Makes `count` devices of this machine's CPU. Keeps other XLA_FLAGS, and overrides an earlier number of
+    devices."""
     flag = f"--xla_force_host_platform_device_count={count}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()  # the last one counts
 
 
 def add_threads_for_simulated_devices() -> None:
-    """Gives XLA a few threads for each simulated device, so that their collectives cannot block each other for ever.
+    """Gives XLA several threads per simulated device, so that their collectives cannot block each other forever.
 
-    A device that waits in a collective blocks a thread, and XLA has one thread per device on a small machine. It may
-    run a collective in a branch of a conditional beside one outside: then one device waits on two threads, and another,
-    for which both wait, has none. XLA takes the number of threads from NPROC; one that is set already is kept.
-    See docs/decisions/0019-threads.md.
+    A device that waits in a collective blocks a thread, and on a small machine XLA has one thread per device. XLA may
+    run a collective in a branch of a conditional at the same time as one outside of it. Then one device waits on two
+    threads, and another device, for which both wait, gets no thread. XLA takes the number of threads from NPROC; a
+    number that is already set is kept. See docs/decisions/0019-threads.md.
     """
     if found := _SIMULATED.findall(os.environ.get("XLA_FLAGS", "")):
         os.environ.setdefault("NPROC", str(max(_THREADS_PER_DEVICE * int(found[-1]), os.cpu_count() or 1)))
 
 
 def _plugins() -> set[str]:
-    """The names of the installed JAX plugins, discovered as JAX does."""
+    """Returns the names of the installed JAX plugins, discovered like in JAX."""
     spec = importlib.util.find_spec("jax_plugins")
     folders = list(spec.submodule_search_locations or ()) if spec else []
     entries = metadata.entry_points(group="jax_plugins")
@@ -77,5 +78,5 @@ def _plugins() -> set[str]:
 
 
 def has_tpu() -> bool:
-    """Whether the machine has a TPU: one of the two kinds of device files on Cloud TPU machines."""
+    """Returns whether the machine has a TPU: looks for the two kinds of device files on Cloud TPU machines."""
     return any(Path("/dev").glob("accel[0-9]*")) or any(Path("/dev/vfio").glob("[0-9]*"))

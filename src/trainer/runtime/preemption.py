@@ -1,4 +1,4 @@
-"""SIGTERM as a request to end after the current step, the same step in all processes; and Ctrl-C."""
+"""Handles SIGTERM as a request to end after the current step, the same step in all processes; and handles Ctrl-C."""
 
 import contextlib
 import os
@@ -8,19 +8,20 @@ from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-EXIT_CODE = 143  # what a shell reports of a process that SIGTERM ended: 128 + 15
+EXIT_CODE = 143  # the shell's exit code for a process that SIGTERM ended: 128 + 15
 
 
 class Preemption:
     """A context in which SIGTERM only requests the end of the run. Outside, SIGTERM ends a single process immediately.
 
-    Ctrl-C raises KeyboardInterrupt in it. Outside, with the system's default action, it ends the process immediately.
+    Inside, Ctrl-C raises KeyboardInterrupt. Outside, with the system's default action, it ends the process immediately.
 
-    With several processes, JAX handles the signal from `jax.distributed.initialize` on, and a signal to one process is
-    a request to all.
+    With several processes, JAX handles SIGTERM after `jax.distributed.initialize`, and a signal to one process is a
+    request to all processes.
 
     Attributes:
-      requested: the run is to end. With several processes this is the last result of `check`; with one it is current.
+      requested: whether the run should end. With several processes this is the last result of `check`; with a single
+        process it is always current.
     """
 
     def __init__(self) -> None:
@@ -31,14 +32,15 @@ class Preemption:
         self._alone = jax.process_count() == 1
 
     def check(self, updates: int) -> bool:
-        """Whether to end before the next update. Every process calls it after each update; all get the same answer.
+        """Returns whether to end before the next update. Every process calls it after each update; all get the same
+        answer.
 
         It is cheap. JAX synchronizes at one more than the largest number that any process has passed. Orbax also passes
         a number when it saves, which is `updates`, so `updates + 1` is always the next number.
 
         Raises:
-          KeyboardInterrupt: there was a Ctrl-C whose exception was lost: Python drops it in a callback of its garbage
-            collector, and JAX has one.
+          KeyboardInterrupt: after a Ctrl-C whose exception was lost. Python drops an exception in a callback of its
+            garbage collector, and JAX has such a callback.
         """
         if self._interrupted:
             raise KeyboardInterrupt
@@ -79,9 +81,9 @@ class Preemption:
 def ends_at_sigterm(text: str) -> Iterator[None]:
     """A context in which SIGTERM prints `text` and ends the process immediately, with `EXIT_CODE`.
 
-    For compilations, which may take minutes: with some backends a Python signal handler, or an exception, would wait
-    for their end. So the signal wakes a thread through a file descriptor, and the thread ends the process. With several
-    processes, JAX handles the signal, and this context does nothing.
+    It is for compilations, which may take minutes. With some backends, a Python signal handler or an exception would
+    wait for the end of the compilation. So the signal wakes a thread through a file descriptor, and the thread ends the
+    process. With several processes, JAX handles the signal, and this context does nothing.
     """
     import jax
 
@@ -109,5 +111,5 @@ def _exit_at_sigterm(received: int, text: str) -> None:
         if number[0] == signal.SIGTERM:
             try:
                 print(text, flush=True)
-            finally:  # also if nobody reads the output any more
+            finally:  # even if nobody reads the output any more
                 os._exit(EXIT_CODE)

@@ -1,7 +1,7 @@
-"""One set of functions for local folders and for folders in buckets (gs://).
+"""Functions that work both on local folders and on folders in buckets (gs://).
 
-A folder in a bucket is an `etils.epath.Path`, which has the methods of pathlib that are used here. A bucket has no
-empty folders and cannot rename a folder; only the write of a single file is atomic.
+A folder in a bucket is an `etils.epath.Path`, which has the pathlib methods that are used here. A bucket has no empty
+folders and cannot rename a folder. Only the write of a single file is atomic.
 """
 
 import errno
@@ -13,15 +13,15 @@ from typing import Any
 from trainer.config import NotBuilt, UserError
 from trainer.config.paths import local_path
 
-# Orbax writes this file into a folder of a bucket last: a folder that has it is complete.
+# Orbax writes this file into a folder of a bucket last, so a folder that has it is complete.
 COMMITTED = "commit_success.txt"
 
 
 def folder(text: str) -> Any:
-    """The path of `text`: a pathlib.Path, or an `etils.epath.Path` in a bucket.
+    """Returns the path of `text`: a pathlib.Path, or an `etils.epath.Path` in a bucket.
 
     Raises:
-      UserError: it is remote but not gs://, or the package for buckets is missing.
+      UserError: the path is remote but not gs://, or the package for buckets is missing.
     """
     if "://" not in text:
         return local_path(text)
@@ -38,22 +38,22 @@ def folder(text: str) -> Any:
 
 
 def is_remote(path: Any) -> bool:
-    """Whether a path is in a bucket."""
+    """Returns whether a path is in a bucket."""
     return "://" in os.fspath(path)
 
 
 def absolute(path: Any) -> Any:
-    """The absolute path; paths in a bucket are absolute."""
+    """Returns the absolute path; paths in a bucket are absolute."""
     return path if is_remote(path) else path.absolute()
 
 
 def entries(path: Any) -> list[Any]:
-    """The entries of a folder, sorted; [] if the folder does not exist."""
+    """Returns the entries of a folder, sorted; [] if the folder does not exist."""
     return sorted(path.iterdir()) if path.is_dir() else []
 
 
 def files_below(path: Any) -> list[str]:
-    """All files below a folder, as paths relative to it."""
+    """Returns all files below a folder, as paths relative to it."""
     found = []
     for entry in entries(path):
         found += [f"{entry.name}/{name}" for name in files_below(entry)] if entry.is_dir() else [entry.name]
@@ -61,7 +61,7 @@ def files_below(path: Any) -> list[str]:
 
 
 def size(path: Any) -> int:
-    """The size of a file in bytes; raises OSError if it does not exist."""
+    """Returns the size of a file in bytes; raises OSError if it does not exist."""
     return path.stat().length if is_remote(path) else path.stat().st_size
 
 
@@ -76,7 +76,8 @@ def remove_tree(path: Any) -> None:
 
 
 def why_not_writable(path: Path) -> str | None:
-    """Why the local folder `path` cannot be created or written, by the permissions of what exists; None if it can."""
+    """Returns why the local folder `path` cannot be created or written, judging by the permissions of existing folders;
+    None if it can."""
     existing = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
     if not existing.is_dir():
         return os.strerror(errno.ENOTDIR)
@@ -84,7 +85,7 @@ def why_not_writable(path: Path) -> str | None:
 
 
 def remedy(code: int | None) -> str:
-    """What the user can do about a failed write, by the system's error code."""
+    """Returns what the user can do about a failed write, by the system's error code."""
     if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return "free disk space"
     if code in (errno.EACCES, errno.EPERM, errno.EROFS):
@@ -93,10 +94,11 @@ def remedy(code: int | None) -> str:
 
 
 def user_cache() -> Path:
-    """The trainer's folder within the user's cache folder."""
+    """Returns the trainer's folder within the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainer"
 
 
 def mirror(path: Any) -> Path:
-    """The local folder where the files of a bucket's folder are written before they are copied to the bucket."""
+    """Returns the local folder where the files of a bucket's folder are written before they are copied to the
+    bucket."""
     return user_cache() / "buckets" / os.fspath(path).replace("://", "/")
