@@ -2,7 +2,7 @@
 
     python scripts/benchmark_checkpoints.py > docs/benchmarks/checkpoints.md
 
-The state of 500 MB lies in one process, on the disk of the system's temporary folder; what is read may come from the
+One process holds a state of 500 MB and saves it to the disk of the system's temporary folder; reads may come from the
 page cache. Resuming is timed with the default model on synthetic rows, from the start of a process to its first step.
 """
 
@@ -40,14 +40,14 @@ STEP = "completed step: "
 
 
 def timed(act: Callable[[], object]) -> float:
-    """Seconds that `act` takes."""
+    """Returns the seconds that `act` takes."""
     started = time.perf_counter()
     act()
     return time.perf_counter() - started
 
 
 def large_state(rounds: int) -> dict[str, list[float]]:
-    """Seconds of each part of saving and restoring, in each round."""
+    """Returns the seconds of each part of saving and restoring, for each round."""
     key = jax.random.key(0)
     params = {f"kernel_{i}": jax.random.normal(jax.random.fold_in(key, i), (SIDE, SIDE)) for i in range(LEAVES)}
     tree = TrainTree(jnp.zeros((), jnp.int32), jax.block_until_ready(params), (), {})
@@ -69,7 +69,8 @@ def large_state(rounds: int) -> dict[str, list[float]]:
 
 
 def resuming(rounds: int) -> dict[str, list[float]]:
-    """Seconds to the first step of a new run, from SIGTERM to the exit, and to the first step of the same command."""
+    """Returns the seconds to the first step of a new run, from SIGTERM to the exit, and to the first step after
+    resuming."""
     seconds: dict[str, list[float]] = {name: [] for name in ("new", "exit", "resumed")}
     command = [sys.executable, "-m", "trainer.train", "dataset_type=synthetic", "steps=100000", "run_name=x"]
     for _ in range(rounds):
@@ -92,7 +93,7 @@ def resuming(rounds: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Print the report."""
+    """Prints the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds

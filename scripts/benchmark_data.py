@@ -1,7 +1,7 @@
-"""Tokens per second of both ways to the data, on one core: `taskset -c 0 python scripts/benchmark_data.py`.
+"""Measures tokens per second of both data pipelines on one core: `taskset -c 0 python scripts/benchmark_data.py`.
 
-The documents are the standard library's sources, written as files of each format into a temporary folder. Seconds are
-those of CPU time, so that other work on the machine does not count. Prints the table of docs/benchmarks/data.md.
+The documents are the sources of the standard library, written as files of each format into a temporary folder. The
+script measures CPU time, so that other work on the machine does not count. Prints the table of docs/benchmarks/data.md.
 """
 
 import json
@@ -30,7 +30,7 @@ CASES = (
 
 
 def write_files(folder: Path, kind: str) -> int:
-    """The corpus in 8 files of that format, or a file a document; gives back its bytes of text."""
+    """Writes the corpus as 8 files of a format, or one file per document. Returns its bytes of text."""
     folder.mkdir()
     files = read_files(stdlib_folder())
     for i, file in enumerate(files if kind == "text" else ()):
@@ -59,7 +59,7 @@ def write_files(folder: Path, kind: str) -> int:
 
 
 def open_files(folder: Path, kind: str, cache: Path, **keys: object) -> tuple[Dataset, float]:
-    """The dataset, and the seconds to open it."""
+    """Returns the dataset, and the seconds to open it."""
     settings = {
         "dataset_type": "grain",
         "grain_file_type": kind,
@@ -77,7 +77,7 @@ def open_files(folder: Path, kind: str, cache: Path, **keys: object) -> tuple[Da
 
 
 def rate(dataset: Dataset) -> tuple[float, float, float]:
-    """Median of million tokens (that bear loss) a second, their share of the rows, and seconds to resume."""
+    """Returns the median million loss-bearing tokens per second, their share of the rows, and the seconds to resume."""
     stream = dataset.train_stream(rows=ROWS)
     _, position = next(stream)
     rates, tokens, places = [], 0, 0
@@ -99,7 +99,7 @@ def rate(dataset: Dataset) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measures and prints."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     cores = len(os.sched_getaffinity(0))
     print(f"`taskset -c 0 python scripts/benchmark_data.py`, commit {commit.stdout.strip()}, {cores} core ", end="")
@@ -107,7 +107,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         size = {kind: write_files(folder / kind, kind) for kind in KINDS}["jsonl"]
-        # Trained once and given to all.
+        # Trained once and used by all.
         open_files(folder, "jsonl", folder / "bpe", tokenizer_path="", data_pipeline="streaming")
         next(path for path in (folder / "bpe").iterdir() if path.is_dir()).rename(folder / "tokenizer")
         columns = ("files", "packing", "prepare, MB/s", "prepared, Mtok/s", "streaming, Mtok/s", "resume, s", "filled")

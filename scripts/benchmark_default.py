@@ -2,9 +2,9 @@
 
     python scripts/benchmark_default.py > docs/benchmarks/default-run.md
 
-Ratios are taken within one run of this script: the matrix-multiply peak and the step are timed alternately. The FLOP
-convention is that of models/flops.py: 6 per parameter of a matrix product and token, causal attention counted as half,
-nothing recomputed.
+Ratios are measured within one run of this script: the matrix-multiply peak and the step are timed alternately. The FLOP
+convention is that of models/flops.py: 6 per parameter of a matrix product and token, causal attention counts half, and
+recomputation does not count.
 """
 
 import os
@@ -32,19 +32,19 @@ ROUNDS, STEPS = 5, 20
 
 
 def built(*args, **overrides):
-    """A run with base.yml's defaults, on synthetic rows so that no data are prepared."""
+    """Returns a run with base.yml's defaults, on synthetic rows so that no data are prepared."""
     overrides = {"dataset_type": "synthetic", "eval_interval": -1} | overrides
     return build(load([*args, *(f"{k}={v}" for k, v in overrides.items())]).config, jax.devices())
 
 
 def batch_of(run):
-    """One batch on the devices."""
+    """Returns one batch on the devices."""
     source = SyntheticRows(run.config.max_target_length, run.config.vocab_size, seed=0)
     return place(train_batch(source, 0, run.rows, seed=0, shuffle=False), run.batch_shardings)
 
 
 def compile_seconds(run) -> tuple[float, float]:
-    """Seconds to trace and lower the step, and to compile it."""
+    """Returns the seconds to trace and lower the step, and to compile it."""
     started = time.perf_counter()
     lowered = run.step.lower(*run.abstract_args())
     traced = time.perf_counter()
@@ -53,7 +53,7 @@ def compile_seconds(run) -> tuple[float, float]:
 
 
 def step_and_peak() -> tuple[float, float, float]:
-    """Median seconds of a step, its model FLOP/s, and the float32 matrix-multiply peak in FLOP/s."""
+    """Returns the median seconds of a step, its model FLOP/s, and the float32 matrix-multiply peak in FLOP/s."""
     run = built()
     step, state, batch = run.compile(), run.init(), batch_of(run)
     size = 2048
@@ -77,7 +77,7 @@ def step_and_peak() -> tuple[float, float, float]:
 
 
 def host_seconds(name: str) -> float:
-    """Median seconds of a whole step of a model so small that only the host's work is left."""
+    """Returns the median seconds of a whole step of a model so small that only the host's work remains."""
     tiny = {"base_emb_dim": 2, "base_mlp_dim": 2, "base_num_query_heads": 1, "base_num_kv_heads": 1, "head_dim": 2}
     tiny |= {"vocab_size": 2, "max_target_length": 2, "per_device_batch_size": 1}
     run = built(**flags_of(name), **tiny)
@@ -92,7 +92,7 @@ def host_seconds(name: str) -> float:
 
 
 def seconds_to(marker: str | None, *args: str) -> float:
-    """Seconds from the start of a process to the line that begins with `marker`, or to its end."""
+    """Returns the seconds from the start of a process to the line that begins with `marker`, or to its end."""
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
         command = [sys.executable, "-m", "trainer.train", *args]
@@ -111,12 +111,12 @@ def seconds_to(marker: str | None, *args: str) -> float:
 
 
 def count_lines(folder: Path) -> int:
-    """Lines of Python below `folder`."""
+    """Returns the number of lines of Python in `folder`."""
     return sum(len(path.read_text().splitlines()) for path in folder.rglob("*.py"))
 
 
 def main() -> None:
-    """Print the report."""
+    """Prints the report."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
     source = Path(__file__).parents[1] / "src" / "trainer"
     print("# The default run\n")

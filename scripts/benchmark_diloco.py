@@ -1,4 +1,4 @@
-"""CPU time of a step of DiLoCo between synchronizations, as a ratio to data parallelism's in the same process.
+"""Measures CPU time of a DiLoCo step between synchronizations, as a ratio to data parallelism in the same process.
 
 python scripts/benchmark_diloco.py
 """
@@ -33,7 +33,7 @@ CASES = {
     "DiLoCo": ISLANDS,
     "streaming DiLoCo, 3 fragments": (*ISLANDS, "enable_streaming_diloco=true", "num_diloco_fragments=3"),
 }
-STEPS, FIRST = 22, 2  # of the first steps no time counts
+STEPS, FIRST = 22, 2  # the first steps are not timed
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
     with LoadedAhead(first, open_dataset(first.config, print), Start([])) as batches:
         for _ in range(STEPS):
             batch, _position = batches.take(lambda: None)
-            for name, run in runs.items():  # in turn, so that a slower machine slows all down
+            for name, run in runs.items():  # alternately, so that a slower machine slows all of them
                 placed = jax.block_until_ready(place(batch, run.batch_shardings, run.rows))
                 began = time.process_time()
                 states[name], metrics = steps[name](states[name], placed)

@@ -2,8 +2,8 @@
 
     python scripts/benchmark_estimate.py > docs/benchmarks/estimate.md
 
-The machine's figures and the steps are timed alternately, so that whatever else runs slows both. Simulated devices
-share the machine: each has its part of the peak and of the memory's bandwidth, and collectives go through memory too.
+The machine's peak figures and the steps are measured alternately, so that other load slows both. Simulated devices
+share the machine: each has its part of the peak and of the memory bandwidth, and collectives go through memory too.
 """
 
 import os
@@ -48,7 +48,7 @@ CASES: dict[str, tuple[int, dict[str, object]]] = {
 
 
 class Machine:
-    """What one run of this machine reaches: float32 FLOP/s, bytes per second read and written."""
+    """The measured peak of this machine: float32 FLOP/s, and bytes per second read and written."""
 
     def __init__(self) -> None:
         device = jax.devices()[0]
@@ -63,7 +63,7 @@ class Machine:
         self.bandwidths.clear()
 
     def measure(self) -> None:
-        """One more measurement."""
+        """Makes one more measurement."""
         started = time.perf_counter()
         jax.block_until_ready(self.product(self.matrix, self.matrix))
         self.peaks.append(2 * 2048**3 / (time.perf_counter() - started))
@@ -72,14 +72,15 @@ class Machine:
         self.bandwidths.append(2 * self.array.nbytes / (time.perf_counter() - started))
 
     def chip(self, devices: int) -> Chip:
-        """One of `devices` simulated devices."""
+        """Returns one of `devices` simulated devices."""
         share = statistics.median(self.bandwidths) / devices
         peak = {"f32": statistics.median(self.peaks) / devices, "bf16": statistics.median(self.peaks) / devices}
         return Chip("cpu", ("cpu",), 1, 0, share, peak, share, 1, share)
 
 
 def row(machine: Machine, name: str, devices: int, overrides: dict[str, object]) -> tuple[str, str]:
-    """Estimate against step, and the parts of the estimate: a line for each of the two tables."""
+    """Compares estimate and step. Returns a line for each of the two tables, the second with the parts of the
+    estimate."""
     settings = {"dataset_type": "synthetic", "eval_interval": -1, "enable_checkpointing": False} | overrides
     run = build(load(["base.yml", *(f"{k}={v}" for k, v in settings.items())]).config, jax.devices()[:devices])
     with tempfile.TemporaryDirectory() as folder:

@@ -2,13 +2,13 @@
 
     python scripts/benchmark_kernels.py > docs/benchmarks/accelerator.md
 
-Everything is in one process on the first device. The rate of a large matrix product is measured in turns with the
-training steps, so that both see the same clocks and the same heat; the share of it is the figure to compare. Without an
-accelerator, sizes are tiny: this shows that the script works, and says nothing about a kernel.
+Everything runs in one process on the first device. The rate of a large matrix product is measured alternately with the
+training steps, so that both see the same clock rates and temperature. Compare the share of that rate. Without an
+accelerator, sizes are tiny: this only shows that the script works, and says nothing about a kernel.
 
-Pinned: MODEL (sizes, dtype, remat_policy, optimizer), rows and lengths, and the FLOP convention of models/flops.py: a
-multiplication and an addition are two operations, 6 per parameter of a matrix product and token, causal attention as
-half of the square, and nothing that rematerialization computes again.
+Fixed: MODEL (sizes, dtype, remat_policy, optimizer), rows and lengths, and the FLOP convention of models/flops.py: a
+multiplication and an addition are two operations, 6 per parameter of a matrix product and token, causal attention
+counts half of the square, and recomputation for rematerialization does not count.
 """
 
 # ruff: noqa: E402
@@ -41,7 +41,7 @@ ROUNDS = 5
 
 
 class Sizes(NamedTuple):
-    """What is measured."""
+    """The sizes of the measurements."""
 
     matrix: int  # side of the matrices of the product
     chain: int  # products in one program
@@ -80,7 +80,7 @@ TINY = MODEL | {
 }
 ACCELERATOR = Sizes(8192, 20, (4, 16, 8, 128), (2048, 4096, 8192), 10, MODEL)
 CPU = Sizes(256, 4, (2, 4, 2, 16), (512,), 2, TINY)
-# Each attention op with the platforms on which it runs; the first is the plain op.
+# Each attention op with the platforms on which it runs. The first is the plain op.
 OPS: dict[str, tuple[Callable[..., jax.Array], tuple[str, ...]]] = {
     "dot_product": (dot_product_attention, ("cpu", "gpu", "tpu")),
     "blockwise": (blockwise_attention, ("cpu", "gpu", "tpu")),
@@ -91,7 +91,7 @@ OPS: dict[str, tuple[Callable[..., jax.Array], tuple[str, ...]]] = {
 
 @contextlib.contextmanager
 def unless_too_large(row: str) -> Iterator[None]:
-    """Prints `row` in place of an error about the device's memory."""
+    """Prints `row` instead of an error about the device's memory."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -101,14 +101,14 @@ def unless_too_large(row: str) -> Iterator[None]:
 
 
 def seconds(fn: Callable[[], Any]) -> float:
-    """Seconds until the result of `fn()` is there."""
+    """Returns the seconds until the result of `fn()` is available."""
     started = time.perf_counter()
     jax.block_until_ready(fn())
     return time.perf_counter() - started
 
 
 def matmul(sizes: Sizes, dtype: str) -> Callable[[], float]:
-    """A function that measures FLOP/s of a chain of matrix products."""
+    """Returns a function that measures the FLOP/s of a chain of matrix products."""
     ones = jnp.full((sizes.matrix, sizes.matrix), 1 / sizes.matrix, dtype)
 
     @jax.jit
@@ -120,7 +120,8 @@ def matmul(sizes: Sizes, dtype: str) -> Callable[[], float]:
 
 
 def attention(sizes: Sizes, length: int, dtype: str, platform: str) -> None:
-    """Print a row for each op: its seconds forward and with the backward pass, and its distance from the plain op."""
+    """Prints a row for each op: its seconds forward and with the backward pass, and its difference from the plain
+    op."""
     rows, heads, kv_heads, width = sizes.attention
     keys = jax.random.split(jax.random.key(0), 4)
     counts = (heads, kv_heads, kv_heads, heads)
@@ -150,7 +151,7 @@ def attention(sizes: Sizes, length: int, dtype: str, platform: str) -> None:
 
 
 def training(sizes: Sizes, measure: Callable[[], float], op: str) -> None:
-    """Print a row for training steps with the attention `op`."""
+    """Prints a row for training steps with the attention `op`."""
     keys = sizes.model | {"attention": op, "dataset_type": "synthetic", "eval_interval": -1, "steps": 1000}
     run = build(load([f"{key}={value}" for key, value in keys.items()]).config, jax.devices()[:1])
     length = run.config.max_target_length
@@ -179,7 +180,7 @@ def training(sizes: Sizes, measure: Callable[[], float], op: str) -> None:
 
 
 def main() -> None:
-    """Print the report."""
+    """Prints the report."""
     device = jax.devices()[0]
     platform = device.platform
     sizes, dtype = (CPU, "float32") if platform == "cpu" else (ACCELERATOR, "bfloat16")

@@ -1,11 +1,12 @@
-"""Memory of compiled steps beside MaxText's: the tables of docs/benchmarks/ahead-of-time.md.
+"""Compares memory of compiled steps with MaxText's: the tables of docs/benchmarks/ahead-of-time.md.
 
     python scripts/benchmark_memory.py --out memory.jsonl --maxtext DIR    # DIR/env: environment, DIR/src: sources
     python scripts/benchmark_memory.py --out memory.jsonl --only "tensor 4" --set "logical_axis_rules=[[norm,[fsdp]]]"
     python scripts/benchmark_memory.py --table memory.jsonl
 
-Each case is a process of its own, one at a time; it needs libtpu, and one to two minutes on two idle cores. A figure
-that the file has is not measured again: MaxText's count once, this project's once for each commit and setting.
+Each case runs in its own process, one at a time. It needs libtpu, and takes one to two minutes on two idle cores. A
+case that the file already contains is not measured again: MaxText's counts once, this project's once per commit and
+setting.
 """
 
 import argparse
@@ -54,7 +55,7 @@ ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPL
 
 
 def keys(case: tuple[Any, ...]) -> list[str]:
-    """The command line of a case, the same for both programs."""
+    """Returns the command line of a case, the same for both programs."""
     model, topology, slices, mesh, rows = case
     sizes = {"ici_fsdp": "1"} | {
         axis if axis.startswith("dcn_") else f"ici_{axis}": size for axis, size in map(str.split, mesh.split(", "))
@@ -65,7 +66,7 @@ def keys(case: tuple[Any, ...]) -> list[str]:
         f"compile_topology_num_slices={slices}",
         *(f"{axis}_parallelism={size}" for axis, size in sizes.items()),
         f"per_device_batch_size={rows}",
-        # A mesh of several axes may need it on a small torus.
+        # A mesh of several axes may need this on a small torus.
         *(["allow_split_physical_axes=true"] if "tensor" in mesh else []),
         *(["enable_diloco=true"] if "diloco" in mesh else []),
         *SETTINGS.split(),
@@ -73,7 +74,7 @@ def keys(case: tuple[Any, ...]) -> list[str]:
 
 
 def trainer(arguments: list[str]) -> dict[str, Any]:
-    """Bytes and FLOPs of this project's step."""
+    """Returns bytes and FLOPs of this project's step."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.json"
         command = [sys.executable, "-m", "trainer.train_compile", "base.yml", f"compile_report_file={file}", *arguments]
@@ -87,7 +88,7 @@ def trainer(arguments: list[str]) -> dict[str, Any]:
 
 
 def maxtext(folder: Path, arguments: list[str]) -> dict[str, Any]:
-    """Bytes and FLOPs of MaxText's step, from what its train_compile prints."""
+    """Returns bytes and FLOPs of MaxText's step, from the output of its train_compile."""
     module = [
         "-m",
         "maxtext.trainers.pre_train.train_compile",
@@ -106,7 +107,7 @@ def maxtext(folder: Path, arguments: list[str]) -> dict[str, Any]:
 
 
 def run(command: list[str], folder: Path, variables: dict[str, str]) -> str:
-    """The output of a command that must succeed."""
+    """Returns the output of a command, which must succeed."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
     done = subprocess.run(
         command,
@@ -123,7 +124,7 @@ def run(command: list[str], folder: Path, variables: dict[str, str]) -> str:
 
 
 def measure(out: Path, folder: Path | None, only: str, settings: list[str]) -> None:
-    """Append to `out` what it lacks of the cases of the group `only`, or of those whose name contains it."""
+    """Appends missing cases to `out`: those of the group `only`, or those whose name contains it."""
     commit = run(["git", "describe", "--always", "--dirty"], ROOT, {}).strip()
     have = [{**line, "figures": None} for line in read(out)]
     for case in CASES.get(only) or [case for cases in CASES.values() for case in cases if only in name_of(case)]:
@@ -136,24 +137,24 @@ def measure(out: Path, folder: Path | None, only: str, settings: list[str]) -> N
 
 
 def name_of(case: tuple[Any, ...]) -> str:
-    """A case in words."""
+    """Returns a case in words."""
     model, topology, slices, mesh, rows = case
     return f"{model}, {f'{slices} x ' if slices > 1 else ''}{topology}, {mesh}, {rows} row{'s' if rows > 1 else ''}"
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """The lines of a file of figures; none if it does not exist."""
+    """Returns the lines of a file of figures; none if it does not exist."""
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def write(file: Path, line: dict[str, Any]) -> None:
-    """Append a line of figures."""
+    """Appends a line of figures."""
     with file.open("a", encoding="utf-8") as stream:
         stream.write(json.dumps(line) + "\n")
 
 
 def table(lines: list[dict[str, Any]]) -> None:
-    """Print a row for each of this project's figures, with MaxText's where the file has them."""
+    """Prints a row for each of this project's figures, with MaxText's if the file contains them."""
     theirs = {line["case"]: line["figures"] for line in lines if line["program"] == "maxtext"}
     print("| | MaxText | trainer | | rolled FLOPs | GB accessed | GB sent | estimate, s | commit, settings |")
     print("|---|---|---|---|---|---|---|---|---|")
@@ -177,7 +178,7 @@ def table(lines: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Measure, or print the table of what was measured."""
+    """Measures, or prints the table of the measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="file of figures, to append to")
     parser.add_argument("--maxtext", type=Path, help="folder of MaxText; without it only this project is measured")

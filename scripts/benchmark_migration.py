@@ -2,7 +2,7 @@
 
     python scripts/benchmark_migration.py > docs/benchmarks/migration.md
 
-Steps of all combinations are timed in turns, so that whatever else the machine does falls on each of them alike.
+Steps of all combinations are timed alternately, so that other load on the machine affects all of them alike.
 """
 
 import os
@@ -27,7 +27,7 @@ from trainer.runtime.place import place
 from trainer.training import build
 
 ROUNDS, STEPS = 10, 10
-SUBLAYERS = 84  # each a kernel and a bias, with two moments: 504 leaves, besides embedding, norm, head and counts
+SUBLAYERS = 84  # each a kernel and a bias, with two moments: 504 leaves in addition to embedding, norm, head and counts
 HOST = {
     "decoder_block": "scripts.benchmark_migration:Distinct",
     "remat_policy": "none",
@@ -40,7 +40,7 @@ HOST = {
 
 
 class Distinct(nnx.Module):
-    """A block of many distinct sublayers, which are not stacked: a train state of many leaves."""
+    """A block of many distinct sublayers that are not stacked, which gives a train state of many leaves."""
 
     def __init__(self, config, rngs: nnx.Rngs):
         self.parts = nnx.List(
@@ -48,14 +48,14 @@ class Distinct(nnx.Module):
         )
 
     def __call__(self, x, cache, context):
-        """x + part(x), for each."""
+        """Adds part(x) to x for each sublayer."""
         for part in self.parts:
             x = x + part(x)
         return x, cache
 
 
 class Measured:
-    """One combination's compiled step, and what it took."""
+    """One combination's compiled step, and its measurements."""
 
     def __init__(self, name: str, **overrides):
         keys = {"dataset_type": "synthetic", "eval_interval": -1} | overrides | flags_of(name)
@@ -75,7 +75,8 @@ class Measured:
         self.apart: list[float] = []
 
     def steps(self) -> None:
-        """A few steps on leaves; and what a call with the native state adds: taking it apart, putting it together."""
+        """Times a few steps on leaves, and the extra time of a call with the native state: flattening and
+        unflattening."""
         for _ in range(STEPS):
             started = time.perf_counter()
             self.leaves, metrics = self.compiled(self.leaves, self.batch)
@@ -89,12 +90,12 @@ class Measured:
 
 
 def milliseconds(seconds: list[float]) -> float:
-    """The median."""
+    """Returns the median in milliseconds."""
     return 1e3 * statistics.median(seconds)
 
 
 def main() -> None:
-    """Print the report."""
+    """Prints the report."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
     print("# The five combinations side by side\n")
     print(f"`python scripts/benchmark_migration.py`, commit {commit.strip()}, {time.strftime('%Y-%m-%d')}; ", end="")

@@ -2,8 +2,8 @@
 
     python scripts/benchmark_mtp.py [SEED ...] > docs/benchmarks/multi-token-prediction.md
 
-The cost of a step of the default model with 0, 1 and 2 modules, timed alternately; and for each seed the default run
-with and without a module, as a user runs it: its evaluation in bits per byte.
+Measures the cost of a step of the default model with 0, 1 and 2 modules, timed alternately. For each seed, trains the
+default run with and without a module, as a user runs it, and reports its evaluation in bits per byte.
 """
 
 import json
@@ -26,14 +26,14 @@ SCALE = 0.3
 
 
 def prepared(modules: int):
-    """A compiled step with its state and batch, model FLOPs of a step, and parameters."""
+    """Returns a compiled step with its state and batch, model FLOPs of a step, and the number of parameters."""
     run = built(mtp_num_layers=modules)
     flops = run.flops_per_token * run.rows * run.config.max_target_length
     return run.compile(), [run.init()], batch_of(run), flops, run.parameters
 
 
 def report_cost() -> None:
-    """The table of costs: processor seconds of all threads, which other programs on the machine hardly change."""
+    """Prints the table of costs: CPU seconds of all threads, which other programs on the machine hardly affect."""
     runs = {modules: prepared(modules) for modules in MODULES}
     seconds: dict[int, list[float]] = {modules: [] for modules in MODULES}
     for _ in range(ROUNDS):
@@ -53,7 +53,7 @@ def report_cost() -> None:
 
 
 def trained(seed: int, modules: int, folder: Path) -> dict:
-    """The last evaluation of the default run."""
+    """Returns the last evaluation of the default run."""
     name = f"{seed}-{modules}"
     keys = {"run_name": name, "init_weights_seed": seed, "data_shuffle_seed": seed, "enable_checkpointing": False}
     keys |= {"base_output_directory": folder, "prompt": "", "mtp_num_layers": modules}
@@ -65,7 +65,7 @@ def trained(seed: int, modules: int, folder: Path) -> dict:
 
 
 def report_training(seeds: list[int]) -> None:
-    """The table of default runs."""
+    """Prints the table of default runs."""
     print(f"| seed | bits per byte without | with a module, mtp_loss_scaling_factor={SCALE} | its acceptance rate |")
     print("|---|---|---|---|")
     differences = []
@@ -79,7 +79,7 @@ def report_training(seeds: list[int]) -> None:
 
 
 def main() -> None:
-    """Print the report."""
+    """Prints the report."""
     seeds = list(map(int, sys.argv[1:]))
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     print("# Multi-token prediction\n")

@@ -2,8 +2,9 @@
 
     python scripts/benchmark_optimizers.py
 
-Bytes of state per parameter on 8 simulated devices, with and without Zero-1; CPU seconds and FLOPs of an update of the
-default model as ratios to AdamW's, of programs that take turns in one run; collectives of Muon's update under Zero-1.
+The tables: bytes of state per parameter on 8 simulated devices, with and without Zero-1; CPU seconds and FLOPs of an
+update of the default model relative to AdamW's, for programs that are timed alternately in one process; collectives of
+Muon's update under Zero-1.
 """
 
 import math
@@ -24,7 +25,7 @@ from trainer.state import get_muon_weight_dimension_numbers
 from trainer.training import build
 
 ROUNDS, UPDATES = 6, 5
-LAYERS = 8  # so that data 8 divides them
+LAYERS = 8  # so that data=8 divides them
 DATA = {"ici_data_parallelism": 8, "ici_fsdp_parallelism": 1}
 TIMED = {
     "adamw": {},
@@ -36,13 +37,13 @@ TIMED = {
 
 
 def built(devices: int, **keys):
-    """A run with base.yml's widths on `devices` simulated devices."""
+    """Returns a run with base.yml's widths on `devices` simulated devices."""
     settings = {"dataset_type": "synthetic", "eval_interval": -1} | keys
     return build(load(["base.yml", *(f"{k}={v}" for k, v in settings.items())]).config, jax.devices()[:devices])
 
 
 def update(run):
-    """The compiled update of the optimizer of a run, over the canonical state."""
+    """Returns the compiled update of a run's optimizer, over the canonical state."""
     tree = run.codec.unpack(run.abstract_args()[0])
 
     def apply(grads, opt_state, params):
@@ -54,7 +55,7 @@ def update(run):
 
 
 def bytes_per_parameter() -> None:
-    """The first table."""
+    """Prints the first table."""
     print("| `opt_type` | on a device, data 8 | the same with Zero-1 |\n|---|---|---|")
     for name in schema().keys["opt_type"].choices:
         cells = []
@@ -65,7 +66,7 @@ def bytes_per_parameter() -> None:
 
 
 def cpu_seconds(programs, states) -> dict[str, list[float]]:
-    """CPU seconds of an update in each round, by program."""
+    """Returns the CPU seconds of an update in each round, by program."""
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for i in range(ROUNDS + 1):
         for name, program in programs.items():
@@ -80,8 +81,8 @@ def cpu_seconds(programs, states) -> dict[str, list[float]]:
 
 
 def newton_schulz_flops(run) -> int:
-    """FLOPs of the products of Muon's iterations: for every matrix, m its shorter and n its longer side,
-    NS_STEPS (4 m^2 n + 2 m^3)."""
+    """Returns the FLOPs of the products in Muon's iterations: NS_STEPS (4 m^2 n + 2 m^3) for every matrix, where m is
+    its shorter and n its longer side."""
     params = run.codec.unpack(run.abstract_state).params
     dims = get_muon_weight_dimension_numbers(run.config)
     leaves = jax.tree.leaves(params)
@@ -97,7 +98,7 @@ def newton_schulz_flops(run) -> int:
 
 
 def times_and_flops() -> None:
-    """The second table."""
+    """Prints the second table."""
     runs = {name: built(1, **keys) for name, keys in TIMED.items()}
     programs = {name: update(run) for name, run in runs.items()}
     trees = {name: run.codec.unpack(run.init()) for name, run in runs.items()}
@@ -111,7 +112,7 @@ def times_and_flops() -> None:
 
 
 def collectives() -> None:
-    """The third table."""
+    """Prints the third table."""
     print(
         "\n| Muon's update, 8 devices | all-gather | all-reduce | of a scalar | other | MB sent by a device |"
         "\n|---|---|---|---|---|---|"

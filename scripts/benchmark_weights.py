@@ -1,10 +1,10 @@
-"""Speed and memory of reading and writing weights, on a random model of 1 GB in bfloat16. Prints a markdown table.
+"""Measures speed and memory of reading and writing weights of a random 1 GB bfloat16 model. Prints a Markdown table.
 
     python scripts/benchmark_weights.py [GB]
 
-Each row is measured in a process of its own. Memory is the largest resident set (VmHWM), less what the process has
-before it starts to read and, where it loads, less the parameters that are on the devices (CPU devices: their memory is
-this process's) once the parameter that is being loaded is there too. Files are in the page cache.
+Each row is measured in its own process. Memory is the peak resident set (VmHWM) minus the memory that the process has
+before it starts to read. For loading, also minus the parameters on the devices after the current parameter was loaded
+(CPU devices use this process's memory). Files are in the page cache.
 """
 
 import json
@@ -25,7 +25,7 @@ EIGHT = ("ici_fsdp_parallelism=4", "ici_tensor_parallelism=2")
 
 
 def words(layers: int) -> list[str]:
-    """The keys of the model."""
+    """Returns the keys of the model."""
     sizes = {
         "base_emb_dim": WIDTH,
         "base_mlp_dim": MLP,
@@ -65,7 +65,7 @@ def make(folder: Path, layers: int) -> None:
 
 
 def load(folder: Path, layers: int, weight_dtype: str, *keys: str) -> dict[str, float]:
-    """`load_parameters` onto the CPU devices that there are, sharded as `keys` say."""
+    """Calls `load_parameters` for the available CPU devices, with shardings defined by `keys`."""
     import jax
     from orbax.checkpoint import v1  # noqa: F401
 
@@ -80,7 +80,7 @@ def load(folder: Path, layers: int, weight_dtype: str, *keys: str) -> dict[str, 
 
     def measured(*arguments: Any) -> jax.Array:
         nonlocal loaded, above
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
         array = jax.block_until_ready(place(*arguments))
         loaded += array.nbytes
         above = max(above, resident("VmHWM") - before - loaded)
@@ -93,7 +93,7 @@ def load(folder: Path, layers: int, weight_dtype: str, *keys: str) -> dict[str, 
 
 
 def export(source: Path, target: Path, *options: str) -> dict[str, float]:
-    """`trainer.export`, less the time and memory of its imports."""
+    """Measures `trainer.export`, without the time and memory of its imports."""
     import jax
 
     import trainer.checkpoint
@@ -110,13 +110,13 @@ def export(source: Path, target: Path, *options: str) -> dict[str, float]:
 
 
 def resident(name: str) -> int:
-    """A figure of /proc/self/status in bytes."""
+    """Returns a figure of /proc/self/status in bytes."""
     line = next(it for it in Path("/proc/self/status").read_text().splitlines() if it.startswith(name + ":"))
     return int(line.split()[1]) * 1024
 
 
 def main() -> None:
-    """Makes the model, measures each row, prints the table."""
+    """Makes the model, measures each row and prints the table."""
     if len(sys.argv) > 2:
         name, *rest = sys.argv[1:]
         folder, layers = Path(rest[0]), int(rest[1])
@@ -156,7 +156,7 @@ def main() -> None:
 
 
 def measure(name: str, *arguments: object) -> dict[str, float]:
-    """One row, in a process of its own; its last line is the result."""
+    """Measures one row in its own process, whose last line is the result."""
     command = [sys.executable, __file__, name, *map(str, arguments)]
     flags = "--xla_force_host_platform_device_count=8" if EIGHT[0] in arguments else ""
     environment = os.environ | {"XLA_FLAGS": flags}

@@ -1,11 +1,12 @@
-"""Trains a model by data parallelism, DiLoCo and streaming DiLoCo, and compares their losses and what islands send.
+"""Trains a model with data parallelism, DiLoCo and streaming DiLoCo, and compares losses and bytes between islands.
 
     python scripts/compare_diloco.py FOLDER                 train, compile, print the tables
     python scripts/compare_diloco.py FOLDER --plot X.svg    the same, and draw the curves (needs matplotlib)
 
-Eight simulated devices: four islands of fsdp 2, or data 4 x fsdp 2, on the same rows in the same steps. First DiLoCo
-with each of RATES and the first of SEEDS, then all kinds with the best rate and all SEEDS. A seed gives the initial
-parameters and the order of the rows. Each run has a folder and is not run again. Bytes are those of the compiled step.
+Eight simulated devices: four islands of fsdp 2, or data 4 x fsdp 2, on the same rows in the same steps. First runs
+DiLoCo with each of RATES and the first of SEEDS, then all kinds with the best rate and all SEEDS. A seed determines the
+initial parameters and the order of the rows. Each run has a folder and is not repeated. Bytes are those of the compiled
+step.
 """
 
 import argparse
@@ -48,7 +49,7 @@ LOOKS = {  # Okabe and Ito's colours, for every kind of colour vision
 
 
 def curve(folder: Path, kind: str, seed: int, rate: float | None) -> list[tuple[int, float]]:
-    """(updates, evaluation loss) of a run, which is trained first unless its metrics are complete."""
+    """Returns (updates, evaluation loss) of a run, which is first trained unless its metrics are complete."""
     run = f"{kind.replace(', ', '-').replace(' ', '-')}-seed{seed}" + (f"-{rate:g}" if rate else "")
     metrics = folder / run / "metrics.jsonl"
     if not metrics.exists() or not (points := _points(metrics)) or points[-1][0] != STEPS:
@@ -69,13 +70,14 @@ def _points(metrics: Path) -> list[tuple[int, float]]:
 
 
 def sent(kind: str) -> tuple[float, float]:
-    """(peak, mean) bytes that one device sends to other islands, or to what would be one, in a step."""
+    """Returns (peak, mean) bytes per step that one device sends to other islands, or to the same devices without
+    DiLoCo."""
     run = built(**MODEL | KINDS[kind])
     found = analyze(run.compile().as_text(), run.mesh).collectives
     if not run.config.enable_diloco:
         total = sum(it.bytes for it in found if "data" in it.axes)
         return total, total
-    # Each conditional is one fragment's synchronization, of which its parameters are all but a few numbers.
+    # Each conditional is the synchronization of one fragment and sends little other than its parameters.
     total = sum(it.bytes for it in found if "diloco" in it.axes)
     params = run.codec.unpack(run.abstract_args()[0]).params
     sizes = [_numbers(jax.eval_shape(part.part, params)) for part in fragments(run.config)]
@@ -87,7 +89,7 @@ def _numbers(tree) -> int:
 
 
 def tables(rates: dict[float, float], curves: dict[str, list]) -> None:
-    """Print the comparison, then the rates, as Markdown."""
+    """Prints the comparison, then the rates, as Markdown."""
     print(
         "\n| | final loss | above data parallelism's | peak bytes sent in a step | mean bytes |\n|---|---|---|---|---|"
     )
@@ -103,7 +105,7 @@ def tables(rates: dict[float, float], curves: dict[str, list]) -> None:
 
 
 def plot(curves: dict[str, list], file: str) -> None:
-    """Draw the evaluation loss against tokens: mean of the seeds, and a band from lowest to highest."""
+    """Draws the evaluation loss against tokens: mean of the seeds, and a band from lowest to highest."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -124,7 +126,7 @@ def plot(curves: dict[str, list], file: str) -> None:
 
 
 def main() -> None:
-    """Run what is missing in the folder, then report."""
+    """Makes the missing runs in the folder, then reports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--plot", metavar="FILE")
@@ -132,7 +134,7 @@ def main() -> None:
     rates = {rate: curve(given.folder, "DiLoCo", SEEDS[0], rate)[-1][1] for rate in RATES}
     best = min(rates, key=rates.__getitem__)
     curves: dict[str, list] = {kind: [] for kind in KINDS}
-    for seed in SEEDS:  # seed by seed, so that an interrupted comparison has as many of each
+    for seed in SEEDS:  # seed by seed, so that an interrupted comparison has equally many of each kind
         for kind, keys in KINDS.items():
             rate = best if "enable_diloco" in keys else None
             curves[kind].append(curve(given.folder, kind, seed, rate))

@@ -1,13 +1,13 @@
-"""Trains the default model with AdamW, Muon and Lion, and compares their steps and their time to an evaluation loss.
+"""Trains the default model with AdamW, Muon and Lion, and compares their steps and time to an evaluation loss.
 
     python scripts/compare_optimizers.py FOLDER                 train, measure the time of a step, print the tables
     python scripts/compare_optimizers.py FOLDER --plot X.svg    the same, and draw the curves (needs matplotlib)
 
-All are tuned alike: RATES learning rates, a factor of 2 apart, in runs of TUNING_STEPS steps with seed 0, and the next
-rate for whichever is best at an end of its rates; then runs of STEPS steps with the best rate and each of SEEDS. A seed
-gives both the initial parameters and the order of the rows. A schedule is as long as its run. Each run has a folder
-and is not run again. The time of a step is a ratio of CPU seconds of programs that take turns, so that other
-work on the machine disturbs it little.
+All are tuned alike. First RATES learning rates, a factor of 2 apart, in runs of TUNING_STEPS steps with seed 0; while
+the best rate is at an end of the tried rates, the next rate is tried too. Then runs of STEPS steps with the best rate
+and each of SEEDS. A seed determines both the initial parameters and the order of the rows. A schedule is as long as its
+run. Each run has a folder and is not repeated. The time of a step is a ratio of CPU seconds of programs that are timed
+alternately, so that other work on the machine hardly affects it.
 """
 
 import argparse
@@ -29,11 +29,11 @@ from trainer import train
 
 STEPS, TUNING_STEPS = 260, 100
 EVAL_INTERVAL = 52  # on all held-out rows
-REFERENCES = (156, 208, 260)  # how soon do others have the loss that AdamW has after so many steps?
+REFERENCES = (156, 208, 260)  # after how many steps do others reach AdamW's loss after this many steps?
 RATES, SEEDS = 4, (0, 1, 2)
 ROUNDS, TIMED_STEPS = 12, 4
-# The lowest learning rate, and what an optimizer needs to be used at such rates: Lion has a tenth of AdamW's rates and
-# ten times its weight decay (its paper's advice), Muon updates of AdamW's size and AdamW's weight decay.
+# The lowest learning rate, and the settings that make an optimizer's rates comparable: Lion uses a tenth of AdamW's
+# rates and ten times its weight decay (as its paper advises), Muon updates of AdamW's size and AdamW's weight decay.
 OPTIMIZERS = {
     "adamw": (3e-3, {}),
     "muon": (3e-3, {"muon_consistent_rms": 0.2, "muon_weight_decay": 0.1}),
@@ -44,13 +44,13 @@ STYLES = {"adamw": "-", "muon": "--", "lion": "-."}
 
 
 def curve(folder: Path, name: str, rate: float, seed: int, steps: int) -> list[tuple[int, float]]:
-    """(updates, evaluation loss) of a run, which is trained first unless its metrics are complete."""
+    """Returns (updates, evaluation loss) of a run, which is first trained unless its metrics are complete."""
     run = f"{name}-{rate:g}-seed{seed}-{steps}"
     metrics = folder / run / "metrics.jsonl"
     if not metrics.exists() or not (points := _points(metrics)) or points[-1][0] != steps:
         keys = OPTIMIZERS[name][1] | {"opt_type": name, "learning_rate": rate, "steps": steps}
         keys |= {"init_weights_seed": seed, "data_shuffle_seed": seed}
-        # A part of the held-out rows is a few files. It is enough to choose among rates.
+        # For tuning, a part of the held-out rows, a few files, is enough.
         keys |= {"eval_interval": EVAL_INTERVAL} if steps == STEPS else {"eval_interval": steps, "eval_steps": 8}
         keys |= {"enable_checkpointing": False, "prompt": ""}
         keys |= {"base_output_directory": folder, "run_name": run}
@@ -67,7 +67,7 @@ def _points(metrics: Path) -> list[tuple[int, float]]:
 
 
 def tune(folder: Path, name: str) -> dict[float, float]:
-    """The last evaluation loss by learning rate, of rates whose best one is not at an end."""
+    """Returns the last evaluation loss by learning rate. The best rate is not at an end of the rates."""
     lowest = OPTIMIZERS[name][0]
     losses: dict[float, float] = {}
     wanted = [lowest * 2**i for i in range(RATES)]
@@ -80,8 +80,8 @@ def tune(folder: Path, name: str) -> dict[float, float]:
 
 
 def steps_to(points: list[tuple[int, float]], loss: float) -> float:
-    """Updates until the evaluation loss is first at most `loss`, between two evaluations on a straight line; NaN if it
-    never is."""
+    """Returns the number of updates until the evaluation loss is first at most `loss`, interpolated linearly between
+    two evaluations; NaN if it never is."""
     for (a, before), (b, after) in itertools.pairwise(points):
         if after <= loss:
             return a + (b - a) * min(1.0, max(0.0, (before - loss) / (before - after)))
@@ -89,7 +89,7 @@ def steps_to(points: list[tuple[int, float]], loss: float) -> float:
 
 
 def step_ratios(rates: dict[str, float]) -> dict[str, list[float]]:
-    """CPU seconds of a whole training step over those of AdamW's, in each round."""
+    """Returns the CPU seconds of a whole training step relative to AdamW's, in each round."""
     runs = {name: built(opt_type=name, learning_rate=rates[name], **keys) for name, (_, keys) in OPTIMIZERS.items()}
     steps = {name: run.compile() for name, run in runs.items()}
     states = {name: run.init() for name, run in runs.items()}
@@ -107,9 +107,9 @@ def step_ratios(rates: dict[str, float]) -> dict[str, list[float]]:
 
 
 def tables(tuned, curves, ratios) -> None:
-    """Print the comparison, then the tuning, as Markdown.
+    """Prints the comparison, then the tuning, as Markdown.
 
-    What an optimizer needs is compared seed by seed: the same initial parameters and rows.
+    The steps and time to a loss are compared seed by seed, with the same initial parameters and rows.
     """
     heads = [f"steps to AdamW's after {steps} | time" for steps in REFERENCES]
     print(f"\n| `opt_type` | learning rate | final loss | CPU time of a step | {' | '.join(heads)} |")
@@ -137,7 +137,8 @@ def tables(tuned, curves, ratios) -> None:
 
 
 def plot(curves, ratios, file: str) -> None:
-    """Draw the evaluation loss against steps and against time: mean of the seeds, and a band from lowest to highest."""
+    """Draws the evaluation loss against steps and against time: mean of the seeds, and a band from lowest to
+    highest."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -161,7 +162,7 @@ def plot(curves, ratios, file: str) -> None:
 
 
 def main() -> None:
-    """Run what is missing in the folder, then report."""
+    """Makes the missing runs in the folder, then reports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--plot", metavar="FILE")
@@ -169,7 +170,7 @@ def main() -> None:
     tuned = {name: tune(given.folder, name) for name in OPTIMIZERS}
     rates = {name: min(losses, key=losses.__getitem__) for name, losses in tuned.items()}
     curves: dict[str, list] = {name: [] for name in OPTIMIZERS}
-    for seed in SEEDS:  # seed by seed, so that an interrupted comparison has as many of each
+    for seed in SEEDS:  # seed by seed, so that an interrupted comparison has equally many of each kind
         for name in OPTIMIZERS:
             curves[name].append(curve(given.folder, name, rates[name], seed, STEPS))
     measured = given.folder / "step_ratios.json"

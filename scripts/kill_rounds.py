@@ -1,12 +1,12 @@
-"""Kills a run at random moments, again and again, and compares what comes of it with a run that nobody disturbed.
+"""Kills a run at random moments, repeatedly, and compares its result with an undisturbed run.
 
     python scripts/kill_rounds.py --rounds 30 dataset_type=synthetic steps=60 checkpoint_period=5 eval_interval=20
 
-Every round starts the same command and ends it by SIGKILL, or now and then SIGTERM, at a moment drawn from one of its
-phases: starting, preparing data, restoring and compiling, training, as long as the undisturbed run had them. A run that
-comes to its end is compared: metrics.jsonl but for its timing fields, and every array of the last checkpoint, bit for
-bit. Then the next one begins from nothing, until all rounds are done. With dataset_type=stdlib each run prepares its
-data in a folder of its own, so that kills fall into that too.
+Every round starts the same command and ends it with SIGKILL, or sometimes SIGTERM, at a random moment of one of its
+phases: starting, preparing data, restoring and compiling, training. The durations of the phases come from the
+undisturbed run. When a run reaches its end, it is compared: metrics.jsonl without its timing fields, and every array of
+the last checkpoint, bit for bit. Then the next run starts from nothing, until all rounds are done. With
+dataset_type=stdlib, each run prepares its data in its own folder, so that kills also occur during preparation.
 """
 
 import argparse
@@ -24,17 +24,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SIGTERM_SHARE = 0.25
-# What the trainer says when a phase begins, in their order; all that comes before is starting.
+# The output that marks the beginning of each phase, in order. Everything before the first mark is starting.
 PHASES = ("", "preparing ", "\nrun  ", "completed step")
 
 
 class Ended(NamedTuple):
-    """How one process ended: its exit code (-9 for SIGKILL), the last thing that it said, and how long it took."""
+    """How a process ended: its exit code (-9 for SIGKILL), its last line of output, and its duration."""
 
     code: int
     words: str
     seconds: float
-    phases: dict[str, float]  # how long each of PHASES took
+    phases: dict[str, float]  # the duration of each of PHASES
 
 
 def run_once(
@@ -44,7 +44,8 @@ def run_once(
     how: signal.Signals = signal.SIGKILL,
     after: str = "",
 ) -> Ended:
-    """Runs the trainer in `folder` and sends it `how`, if it still runs, `limit` seconds after it has said `after`."""
+    """Runs the trainer in `folder`. Sends it the signal `how`, if it still runs, `limit` seconds after the text
+    `after`."""
     folder.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
     started = time.perf_counter()
@@ -70,7 +71,8 @@ def run_once(
 
 
 def outcome(folder: Path) -> tuple[list[dict], dict[str, bytes]]:
-    """Metrics without timing, and the bytes of every array of the newest checkpoint, of the only run in `folder`."""
+    """Returns the metrics without timing, and the bytes of every array in the newest checkpoint, of the run in
+    `folder`."""
     from trainer.checkpoint import newest
     from trainer.observe.metrics import METRICS_FILE, TIMING_FIELDS, read_rows
 
@@ -82,7 +84,7 @@ def outcome(folder: Path) -> tuple[list[dict], dict[str, bytes]]:
 
 
 def arrays_of(checkpoint: Path) -> dict[str, Any]:
-    """The arrays of a checkpoint by their names, whatever devices it was saved on."""
+    """Returns the arrays of a checkpoint by name, no matter on which devices it was saved."""
     import jax
     import numpy as np
     from orbax.checkpoint import v1 as ocp
@@ -90,7 +92,7 @@ def arrays_of(checkpoint: Path) -> dict[str, Any]:
     from trainer.ops.paths import by_name
 
     path, one = checkpoint.absolute(), jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax says that it cannot describe what lies beside the arrays
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns that it cannot describe the other items
     wanted = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one),
         ocp.checkpointables_metadata(path).metadata["state"],
@@ -100,7 +102,7 @@ def arrays_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def differences(left: tuple[list[dict], dict[str, bytes]], right: tuple[list[dict], dict[str, bytes]]) -> list[str]:
-    """What differs between two outcomes, one line each; [] for equal bits."""
+    """Returns the differences between two outcomes, one line each; [] for equal bits."""
     (rows, arrays), (other_rows, other_arrays) = left, right
     lines = [f"{len(rows)} and {len(other_rows)} rows of metrics"] if len(rows) != len(other_rows) else []
     lines += [f"{a} and {b}" for a, b in zip(rows, other_rows, strict=False) if json.dumps(a) != json.dumps(b)][:3]
@@ -109,10 +111,10 @@ def differences(left: tuple[list[dict], dict[str, bytes]], right: tuple[list[dic
 
 
 def rounds(words: list[str], count: int, seed: int, folder: Path, say=print) -> int:
-    """Disturbs runs `count` times; gives the number of runs that came to an end and were compared.
+    """Disturbs runs `count` times. Returns the number of runs that reached their end and were compared.
 
     Raises:
-      AssertionError: a process ended otherwise than by its signal, or a run differs from the undisturbed one.
+      AssertionError: a process did not end by its signal, or a run differs from the undisturbed one.
     """
     draw = random.Random(seed)
     whole = run_once(words, folder / "undisturbed")
@@ -132,7 +134,7 @@ def rounds(words: list[str], count: int, seed: int, folder: Path, say=print) -> 
                 done += 1
                 phases[" ".join(ended.words.partition(" /")[0].split()[:2])] += 1
                 say(f"round {done}: {how.name} after {ended.seconds:.1f} s, exit {ended.code}, at: {ended.words}")
-            if list(here.glob("runs/*/finished")):  # it may have been ended after that, in its last words
+            if list(here.glob("runs/*/finished")):  # the signal may have come after the run had finished
                 break
         found = differences(expected, outcome(here))
         assert not found, f"{here}: {found}"

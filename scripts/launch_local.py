@@ -1,12 +1,12 @@
-"""Starts a run as several processes on this machine, as a cluster would, over loopback.
+"""Starts a run as several processes on this machine, like on a cluster, over loopback.
 
     python scripts/launch_local.py -n 4 -- base.yml steps=100
     python scripts/launch_local.py -n 2 --devices 4 -- base.yml ici_fsdp_parallelism=8
 
-Everything behind -- goes to `python -m trainer.train`. Lines of process 0 are shown as they are, or with --all those of
-each, with its number before them; what another one says on stderr is always shown. --devices gives each of them that
-many CPU devices in place of what the machine has. When one ends with an error, it is named, the others are ended, and
-its code is the launcher's. SIGTERM and Ctrl-C go to all.
+Everything after -- is passed to `python -m trainer.train`. Output of process 0 is shown unchanged; with --all, output
+of every process is shown with its number. stderr of the other processes is always shown. --devices gives each process
+this many CPU devices instead of the machine's devices. When a process ends with an error, the launcher names it, ends
+the others, and exits with its code. SIGTERM and Ctrl-C are passed to all processes.
 """
 
 import argparse
@@ -20,14 +20,14 @@ import time
 from collections.abc import Sequence
 from typing import IO
 
-HEARTBEAT = 10  # seconds without a sign of life after which processes give each other up
-LEFT_TO_END = 20.0  # seconds that the others have to end by themselves, once one has ended with an error
+HEARTBEAT = 10  # seconds without a heartbeat after which processes count as dead
+LEFT_TO_END = 20.0  # seconds that the other processes have to end by themselves after one has ended with an error
 _POLL = 0.05
 _COUNT = "--xla_force_host_platform_device_count"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0 where all processes ended well, else that of the one that failed first."""
+    """Returns the exit code: 0 if all processes succeeded, otherwise that of the process that failed first."""
     options = _options(argv)
     environment = dict(os.environ)
     if options.devices:
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"jax_distributed_heartbeat_timeout_seconds={HEARTBEAT}",
             ],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True, errors="replace",
-            start_new_session=True,  # Ctrl-C reaches them from here, once
+            start_new_session=True,  # Ctrl-C reaches them once, through this launcher
         )
         for index in range(options.processes)
     ]  # fmt: skip
@@ -78,7 +78,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _wait(processes: Sequence[subprocess.Popen]) -> int:
-    """Waits for all; once one has failed, names it and ends those that do not follow it."""
+    """Waits for all processes. If one fails, names it and ends the processes that do not end by themselves."""
     failed, since = None, 0.0
     while any(process.poll() is None for process in processes):
         if failed is None:
@@ -95,8 +95,11 @@ def _wait(processes: Sequence[subprocess.Popen]) -> int:
 
 
 def _first_failure(processes: Sequence[subprocess.Popen]) -> int | None:
-    """The process that failed, named on stderr, unless it met a request. Of several the likeliest cause of the others:
-    they lose it, and end with code 1, or are aborted by JAX where it was the first process."""
+    """Returns the process that failed, and names it on stderr unless it obeyed a request to end.
+
+    If several failed, returns the likeliest cause: the others lose it and end with code 1, or JAX aborts them if it was
+    the first process.
+    """
     codes = {index: code for index, process in enumerate(processes) if (code := process.poll())}
     if not codes:
         return None
@@ -118,7 +121,7 @@ def _send(processes: Sequence[subprocess.Popen], number: int) -> None:
 
 def _copy(stream: IO[str], index: int, shown: IO[str] | None, prefixed: bool) -> None:
     for line in stream:
-        if shown is not None and not line.startswith("[Gloo] Rank"):  # what JAX's collectives say as they connect
+        if shown is not None and not line.startswith("[Gloo] Rank"):  # output of JAX's collectives when they connect
             shown.write(f"[{index}] {line}" if prefixed or index else line)
             shown.flush()
 

@@ -1,9 +1,9 @@
-"""Every mesh x combination x loop x accumulation trains and gives one device's losses: the full product, in pieces.
+"""Trains with every mesh x combination x loop x accumulation and compares with one device: the full product, in parts.
 
-    python scripts/matrix.py --part 1/4 --out matrix.jsonl     # and 2/4 ...; cases that the file holds are left out
+    python scripts/matrix.py --part 1/4 --out matrix.jsonl     # and 2/4, ...; skips cases that the file contains
     python scripts/matrix.py --table matrix.jsonl              # the table of docs/benchmarks/sharding.md
 
-Eight simulated devices, a tiny model, two SGD steps. The suite runs a pairwise covering set of more options.
+Eight simulated devices, a tiny model, two SGD steps. The test suite runs a pairwise covering set of more options.
 """
 
 import argparse
@@ -60,12 +60,12 @@ SIZES = {
     "warmup_steps_fraction": 0,
 }
 ROWS, STEPS = 16, 2
-# Losses in float32; a mesh adds them in another order.
+# Losses are float32, and a mesh adds them in another order.
 TOLERANCE = 1e-5
 
 
 def losses(combination: str, mesh: str, scan_layers: bool, microbatches: int) -> list[float]:
-    """Loss and gradient norm of each step."""
+    """Returns the loss and gradient norm of each step."""
     import jax
 
     from trainer.config import flags_of, load
@@ -79,11 +79,11 @@ def losses(combination: str, mesh: str, scan_layers: bool, microbatches: int) ->
     words = SIZES | flags_of(combination) | MESHES[mesh] | {"scan_layers": scan_layers}
     words |= {"gradient_accumulation_steps": microbatches, "per_device_batch_size": ROWS / len(devices) / microbatches}
     run = build(load([f"{key}={value}" for key, value in words.items()]).config, devices)
-    # Bits are not compared, and at this level a step compiles several times as fast.
+    # Bits are not compared, and at this optimization level a step compiles several times as fast.
     quick = {"xla_backend_optimization_level": 0}
     step = run.step.lower(*run.abstract_args()).compile(quick)
     source = SyntheticRows(run.config.max_target_length, run.config.vocab_size, seed=0)
-    # Not compiled: the same operations serve every case.
+    # Not jitted: all cases use the same operations.
     state, found = jax.device_put(run.codec.init(seed_key(0)), run.state_shardings), []
     for i in range(STEPS):
         batch = train_batch(source, i * ROWS, ROWS, seed=0, shuffle=False)
@@ -93,14 +93,14 @@ def losses(combination: str, mesh: str, scan_layers: bool, microbatches: int) ->
 
 
 def cases() -> list[tuple[str, str, bool, int]]:
-    """The full product; the first is what the others are compared with."""
+    """Returns the full product. All other cases are compared with the first one."""
     from trainer.backends.registry import MODELS
 
     return list(itertools.product(MODELS, MESHES, (True, False), (1, 2)))
 
 
 def run_part(part: int, parts: int, out: Path) -> None:
-    """Run every `parts`-th case, beginning with number `part`, and append what it gives to `out`."""
+    """Runs every `parts`-th case, starting with number `part`, and appends the results to `out`."""
     done = {tuple(row["case"]) for row in read(out)}
     for case in cases()[part - 1 :: parts]:
         if case in done:
@@ -113,15 +113,16 @@ def run_part(part: int, parts: int, out: Path) -> None:
 
 
 def read(path: Path) -> list[dict]:
-    """The rows that were written so far."""
+    """Returns the rows that were written so far."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown: a line a mesh, a column a combination; each cell the largest relative difference from one device.
+    """Returns a Markdown table: a row per mesh, a column per combination, each cell the largest relative difference
+    from one device.
 
     Raises:
-      SystemExit: a case is missing, or one differs by more than rounding.
+      SystemExit: a case is missing, or differs by more than rounding.
     """
     found = {tuple(row["case"]): row["losses"] for row in rows}
     missing = [case for case in cases() if case not in found]
@@ -148,7 +149,7 @@ def table(rows: list[dict]) -> str:
 
 
 def main() -> None:
-    """Run a part, or print the table."""
+    """Runs a part, or prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", default="1/1", help="i/n: every n-th case, beginning with the i-th")
     parser.add_argument("--out", type=Path, default=Path("matrix.jsonl"))

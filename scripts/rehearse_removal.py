@@ -1,15 +1,16 @@
-"""Removes Linen and then the three flags in a temporary copy of the checkout, and runs the tests of what they touch.
+"""Removes Linen and then the three flags in a temporary copy of the checkout, and runs the affected tests.
 
     python scripts/rehearse_removal.py [pytest's options]
 
-What one commit will delete: the folder src/trainer/linen, its tests in tests/unit/linen, its rows in the table of the
-flags (config/flags.py, base.yml, README.md) and in the registry of models, the README's command with a flag of Linen,
-and the contract that nothing imports it. A flag of Linen is then refused by name. What the next commit will delete: the
-flags themselves, from base.yml, config/flags.py and README.md, and tests/pins.py, which guards their defaults. The
-table of MaxText's keys then tolerates them at true.
+One commit will delete Linen: the folder src/trainer/linen, its tests in tests/unit/linen, its rows in the table of the
+flags (config/flags.py, base.yml, README.md) and in the registry of models, the README's command with a Linen flag, and
+the contract that nothing imports it. A Linen flag is then refused by name. The next commit will delete the flags: from
+base.yml, config/flags.py and README.md, and tests/pins.py, which guards their defaults. The table of MaxText's keys
+then accepts them if they are true.
 
-The tests: TOUCHED below, after the whole suite was collected, so that nothing imports what is gone, and after a search
-for the names of what is gone in all other tests. Options that name tests replace them. Ends with pytest's exit code.
+The script first collects the whole suite, which shows that nothing imports the deleted code, and searches all other
+tests for the deleted names. Then it runs the tests in TOUCHED below; options that name tests replace them. It exits
+with pytest's exit code.
 """
 
 import os
@@ -23,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 REGISTRY, TABLE = Path("src/trainer/backends/registry.py"), Path("src/trainer/config/flags.py")
-# Command lines and configurations that still set the flags to true go on working.
+# Command lines and configurations that still set the flags to true continue to work.
 TOLERATED = Path("src/trainer/config/maxtext_keys.yml")
 LEFT_OF_THE_FLAGS = """\
 - verdict: never
@@ -33,7 +34,7 @@ LEFT_OF_THE_FLAGS = """\
     pure_nnx_decoder: [true]
     pure_nnx: [true]
 """
-# What reads the flags, the registry, the combinations or a command line.
+# Tests that use the flags, the registry, the combinations or a command line.
 TOUCHED = (
     *("tests/unit/backends", "tests/unit/compare", "tests/unit/config", "tests/unit/docs", "tests/unit/state"),
     *("tests/unit/models/test_blocks.py", "tests/unit/models/test_family.py", "tests/unit/aot/test_executable.py"),
@@ -55,7 +56,7 @@ TOUCHED = (
 
 
 def copy_checkout(folder: Path) -> None:
-    """All files that git knows or would take, as they are now."""
+    """Copies all files that git tracks or would add, in their current state."""
     if shutil.which("git") is None:
         raise SystemExit("git is missing; it knows which files belong to the copy")
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -70,7 +71,7 @@ def copy_checkout(folder: Path) -> None:
 
 
 def edit(path: Path, pattern: str, count: int, *, replacement: str = "") -> None:
-    """Deletes or replaces the `count` matches of `pattern` in `path`; another number of them is an error."""
+    """Deletes or replaces the matches of `pattern` in `path`. Fails if there are not exactly `count` matches."""
     text, found = re.subn(pattern, replacement, path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     if found != count:
         raise SystemExit(f"{path}: {found} matches of {pattern!r}, expected {count}")
@@ -78,7 +79,7 @@ def edit(path: Path, pattern: str, count: int, *, replacement: str = "") -> None
 
 
 def remove_linen(folder: Path) -> list[str]:
-    """Deletes Linen from the checkout in `folder`; the names of the combinations that are gone."""
+    """Deletes Linen from the checkout in `folder`. Returns the names of the deleted combinations."""
     shutil.rmtree(folder / "src/trainer/linen")
     shutil.rmtree(folder / "tests/unit/linen")
     gone = re.findall(r'^    "(\w+)": "trainer\.linen\.', (folder / REGISTRY).read_text(encoding="utf-8"), re.MULTILINE)
@@ -112,7 +113,7 @@ def remove_flags(folder: Path) -> None:
 
 
 def check_names(folder: Path, gone: Sequence[str]) -> None:
-    """No test outside of TOUCHED writes out a combination that is gone: it would fail, and the rehearsal not run it."""
+    """Checks that no test outside of TOUCHED names a deleted combination: it would fail, but the rehearsal skips it."""
     named = re.compile(rf'"({"|".join(gone)})"')
     touched = tuple(name.partition("::")[0] for name in TOUCHED)
     names = {str(path.relative_to(folder)): path for path in sorted((folder / "tests").rglob("*.py"))}
@@ -124,7 +125,7 @@ def check_names(folder: Path, gone: Sequence[str]) -> None:
 
 
 def check_message(folder: Path, environment: dict[str, str], message: str) -> None:
-    """The flags of Linen are a configuration error that says what happened."""
+    """Checks that the flags of Linen are a configuration error whose message explains the removal."""
     command = [sys.executable, "-m", "trainer.train", "base.yml"]
     flags = ["enable_nnx=false", "pure_nnx_decoder=false", "pure_nnx=false"]
     done = subprocess.run([*command, *flags], cwd=folder, env=environment, capture_output=True, text=True)

@@ -1,9 +1,9 @@
-"""Runs the commands of a guide as a reader would: its fenced bash blocks, in order, from the root of the checkout.
+"""Runs the commands of a guide like a reader: its fenced bash blocks, in order, from the root of the checkout.
 
     python scripts/run_guide.py docs/guides/migrating.md
 
-A block must end with exit code 0, or with the one that a comment right before it says: `<!-- exit code: 1 -->`.
-The guide's runs begin from nothing, so those of an earlier reading must not be there.
+A block must end with exit code 0, or with the code in a comment directly before it: `<!-- exit code: 1 -->`. The runs
+of the guide start from nothing, so no runs from earlier must exist.
 """
 
 import os
@@ -28,7 +28,7 @@ def main(guide: str) -> None:
         raise SystemExit(
             f"{guide} begins runs that are there already: {', '.join(there)}; move them away or delete them"
         )
-    # `python` is the one that runs this script.
+    # `python` is the interpreter that runs this script.
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     for number, block in enumerate(blocks, 1):
         print(f"---- {guide}, {number} of {len(blocks)}\n{block['commands'].rstrip()}", flush=True)

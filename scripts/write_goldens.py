@@ -1,10 +1,10 @@
-"""Writes tests/goldens: tiny random models of Hugging Face's transformers, and what they compute.
+"""Writes tests/goldens: tiny random models of Hugging Face's transformers, and their results.
 
     pip install -e ".[goldens]" && python scripts/write_goldens.py [case ...]
 
-Each case is a directory as transformers' save_pretrained leaves it, with expected.npz beside it: two batches, their
-logits, and gradients of the mean cross entropy under transformers' names. "rows" is one document a row, masked by
-transformers itself; "packed" has several, with padding, under a mask that is written out here.
+Each case is a directory as saved by save_pretrained of transformers, with an additional file expected.npz: two batches,
+their logits, and gradients of the mean cross entropy under transformers' names. The batch "rows" has one document per
+row, masked by transformers itself. "packed" has several documents and padding, with a mask that this script makes.
 """
 
 import os
@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ["USE_HUB_KERNELS"] = "NO"  # transformers' own Python code, whatever else is installed
+os.environ["USE_HUB_KERNELS"] = "NO"  # use transformers' own Python code, even if kernels are installed
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ MISTRAL = (transformers.MistralConfig, transformers.MistralForCausalLM)
 MIXTRAL = (transformers.MixtralConfig, transformers.MixtralForCausalLM)
 QWEN3 = (transformers.Qwen3Config, transformers.Qwen3ForCausalLM)
 QWEN3_MOE = (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM)
-# Of RoPE's kinds only these gradients are kept: the others are those of the plain case.
+# For the kinds of RoPE only these gradients are stored; the others equal those of the plain case.
 TURNED = tuple(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qk")
 EXPERTS = {
     "head_dim": 8,
@@ -78,7 +78,7 @@ LATENT = {
 
 
 class Case(NamedTuple):
-    """A model, and which of its gradients are kept: those whose names these are, or all."""
+    """A model, and the names of the gradients to store; (): all."""
 
     family: tuple[type, type]
     config: dict[str, Any]
@@ -86,7 +86,7 @@ class Case(NamedTuple):
 
 
 def rope_case(**rope: Any) -> Case:
-    """Llama with another RoPE, whose 8 wavelengths are 6.3, 19.9, 62.8, 199, ... tokens."""
+    """Returns Llama with another RoPE, whose 8 wavelengths are 6.3, 19.9, 62.8, 199, ... tokens."""
     return Case(LLAMA, {"head_dim": 16, "rope_parameters": {"rope_theta": 10000.0, **rope}}, TURNED)
 
 
@@ -94,7 +94,7 @@ CASES = {
     "llama": Case(LLAMA, {"rms_norm_eps": 1e-5}),
     "llama-tied": Case(LLAMA, {"tie_word_embeddings": True}),
     "llama-linear": rope_case(rope_type="linear", factor=4.0),
-    # Short, mixed and long wavelengths occur for 64 tokens.
+    # With 64 tokens, there are short, mixed and long wavelengths.
     "llama-llama3": rope_case(
         rope_type="llama3",
         factor=8.0,
@@ -128,8 +128,8 @@ CASES = {
 
 
 def main() -> None:
-    """Writes the cases of the command line, or every case, and says what it wrote."""
-    torch.set_num_threads(1)  # one order of additions
+    """Writes the cases of the command line, or every case, and prints what it wrote."""
+    torch.set_num_threads(1)  # a fixed order of additions
     transformers.utils.logging.disable_progress_bar()
     print(f"torch {torch.__version__}, transformers {transformers.__version__}")
     for seed, (name, case) in enumerate(CASES.items()):
@@ -154,7 +154,8 @@ def main() -> None:
 
 
 def random_model(case: Case, seed: int) -> torch.nn.Module:
-    """A float32 model whose scores, activations and norms all matter: weights far from their usual small start."""
+    """Returns a float32 model in which scores, activations and norms all matter: its weights are far from initial
+    ones."""
     config, model = case.family
     model = model(config(**SIZES | case.config, dtype=torch.float32)).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -168,17 +169,18 @@ def random_model(case: Case, seed: int) -> torch.nn.Module:
 
 
 def rows(seed: int) -> dict[str, np.ndarray]:
-    """One document a row."""
+    """Returns a batch with one document per row."""
     return batch_of(np.ones((ROWS, LENGTH), np.int32), seed)
 
 
 def packed(seed: int) -> dict[str, np.ndarray]:
-    """Up to three documents a row, and padding."""
+    """Returns a batch with up to three documents per row, and padding."""
     return batch_of(np.array([[1] * 8 + [2] * 9 + [0] * 3, [1] * 1 + [2] * 12 + [3] * 7], np.int32), seed + 1000)
 
 
 def batch_of(segment: np.ndarray, seed: int) -> dict[str, np.ndarray]:
-    """Random tokens and targets under the names of the trainer's batches; a tenth of the targets do not count."""
+    """Returns random tokens and targets under the field names of the trainer's batches. A tenth of the targets bear no
+    loss."""
     rng = np.random.default_rng(seed)
     place = np.arange(segment.shape[1])
     first = np.diff(segment, axis=1, prepend=-1) != 0
@@ -194,7 +196,8 @@ def batch_of(segment: np.ndarray, seed: int) -> dict[str, np.ndarray]:
 
 
 def additive_mask(batch: dict[str, np.ndarray], window: int | None) -> torch.Tensor:
-    """0 where a query sees a key of its own segment, no later than itself and within the window; else very negative."""
+    """Returns 0 where a query sees a key of its own segment, not later than itself and within the window; otherwise a
+    large negative number."""
     segment, position = batch["inputs_segmentation"], batch["inputs_position"]
     distance = position[:, :, None] - position[:, None, :]
     seen = (segment[:, :, None] == segment[:, None, :]) & (distance >= 0)
@@ -204,7 +207,7 @@ def additive_mask(batch: dict[str, np.ndarray], window: int | None) -> torch.Ten
 
 
 def computed(model, batch: dict[str, np.ndarray], masked: bool) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Logits [rows, length, vocab], and the gradient of the mean cross entropy by each parameter."""
+    """Returns logits [rows, length, vocab], and the gradient of the mean cross entropy for each parameter."""
     tokens = {name: torch.tensor(array, dtype=torch.long) for name, array in batch.items()}
     packing: dict[str, torch.Tensor] = {}
     if masked:
@@ -219,7 +222,7 @@ def computed(model, batch: dict[str, np.ndarray], masked: bool) -> tuple[np.ndar
 
 @torch.no_grad()
 def gradients(model) -> dict[str, np.ndarray]:
-    """Gradients under the names of the file of weights: written as if they were the parameters."""
+    """Returns gradients under the names of the weight file, by writing them as if they were parameters."""
     values = [parameter.detach().clone() for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.copy_(parameter.grad)
@@ -233,7 +236,7 @@ def gradients(model) -> dict[str, np.ndarray]:
 
 @torch.no_grad()
 def check_mask(model, batch: dict[str, np.ndarray], logits: np.ndarray) -> None:
-    """Each packed document by itself, masked by transformers, gives the same logits."""
+    """Checks that each packed document by itself, masked by transformers, gives the same logits."""
     for tokens, segment, row in zip(batch["inputs"], batch["inputs_segmentation"], logits, strict=True):
         for number in set(segment) - {0}:
             here = segment == number
