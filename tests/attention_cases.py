@@ -1,4 +1,4 @@
-"""Inputs for attention ops, and what an op makes of them."""
+"""Inputs for attention ops, and functions that run and compare the ops."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,9 +21,9 @@ def inputs(
     dtype: Any = np.float32,
     seed: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Mask]:
-    """Queries, keys, values and the mask of rows with three segments each and padding (segment 0) behind them.
+    """Returns queries, keys, values and the mask of rows with three segments each, followed by padding (segment 0).
 
-    `value_width`: of the values, at most `width`, which it is by default.
+    `value_width`: the width of the values, at most `width`; by default `width`.
     """
     rng = np.random.default_rng(seed)
     query = rng.normal(size=(rows, length, heads, width))
@@ -38,7 +38,8 @@ def inputs(
 
 
 def value_and_grads(op: Callable[..., jax.Array], args: tuple, **how: Any) -> dict[str, np.ndarray]:
-    """The op's result, and the gradients of a weighted sum of it, in float32; padding has no weight and reads 0."""
+    """Returns the op's result and the gradients of a weighted sum of it, in float32. Padding has no weight and is set
+    to 0."""
     query, key, value, mask = args
     shape = (*query.shape[:3], value.shape[3])
     weight = np.random.default_rng(1).normal(size=shape) * (np.asarray(mask.query_segment) > 0)[..., None, None]
@@ -55,7 +56,7 @@ def value_and_grads(op: Callable[..., jax.Array], args: tuple, **how: Any) -> di
 
 
 def assert_close(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolerance: float) -> None:
-    """Each array differs by no more than `tolerance` of the other's largest entry."""
+    """Checks that each array differs by at most `tolerance` times the other array's largest entry."""
     for name, array in expected.items():
         assert array.any(), name
         np.testing.assert_allclose(actual[name], array, rtol=0, atol=tolerance * np.abs(array).max(), err_msg=name)

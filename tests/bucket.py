@@ -1,8 +1,8 @@
-"""A stand-in for gs://: what etils, Orbax and the trainer ask of a bucket, answered by a folder of this machine.
+"""A stand-in for gs://: answers the requests of etils, Orbax and the trainer to a bucket from a local folder.
 
-Below etils' table of backends and Orbax's specification for TensorStore everything is replaced; all that lies above is
-as it is for a real bucket: Orbax's commit by a last file, and paths that are no pathlib.Path. Like a bucket it has no
-folder without files, and it refuses to rename one.
+Everything below etils' table of backends and Orbax's specification for TensorStore is replaced. Everything above is the
+same as for a real bucket: Orbax commits with a last file, and paths are not pathlib.Path. Like a bucket, it has no
+empty folders and refuses to rename a folder.
 """
 
 import os
@@ -15,7 +15,7 @@ from orbax.checkpoint._src.path import gcs_utils
 
 
 class FolderBackend(backend._OsPathBackend):
-    """Files of gs://NAME/... are those of root/NAME/..."""
+    """Stores files of gs://NAME/... in root/NAME/..."""
 
     def __init__(self, root: Path):
         self._root = root
@@ -40,10 +40,10 @@ class FolderBackend(backend._OsPathBackend):
         return [name for name in os.listdir(self._here(path)) if self.exists(os.path.join(path, name))]
 
     def makedirs(self, path, *, exist_ok=False, mode=None):
-        """A bucket has no folders to make."""
+        """Does nothing, because a bucket has no folders to make."""
 
     def mkdir(self, path, *, exist_ok=False, mode=None):
-        """A bucket has no folders to make."""
+        """Does nothing, because a bucket has no folders to make."""
 
     def rmtree(self, path):
         shutil.rmtree(self._here(path))
@@ -65,12 +65,13 @@ class FolderBackend(backend._OsPathBackend):
 
 @pytest.fixture
 def bucket(tmp_path, monkeypatch):
-    """The folder that holds what gs://bucket holds; the local copies of its runs lie elsewhere."""
+    """The folder that holds the content of gs://bucket. The local copies of its runs are elsewhere."""
     root = tmp_path / "buckets"
     (root / "bucket").mkdir(parents=True)
 
     def where(path):
-        # TensorStore's driver for files tells a folder by the slash; that for buckets takes both as a prefix.
+        # TensorStore's driver for files recognizes a folder by the slash; its driver for buckets takes both as a
+        # prefix.
         return f"{root}/{path.removeprefix('gs://')}" + ("" if path.endswith("_sharding") else "/")
 
     monkeypatch.setitem(gpath._PREFIX_TO_BACKEND, "gs", FolderBackend(root))

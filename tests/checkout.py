@@ -1,8 +1,8 @@
-"""The suite tests the checkout that it lies in, whatever is installed: in its own process and in all that it starts.
+"""Makes the suite test its own checkout, not an installed package, in its own process and in all processes it starts.
 
 Loaded as a plugin before anything imports the package, it puts the checkout's src first on the path of this process
-and, by the environment, of every other. A test that starts a process with an environment of its own must begin with
-`os.environ`; else it fails here.
+and, through the environment, of every other process. A test that starts a process with other environment variables must
+begin with `os.environ`; otherwise it fails here.
 """
 
 import os
@@ -20,7 +20,7 @@ def _use() -> None:
     others = [entry for entry in os.environ.get(_VARIABLE, "").split(os.pathsep) if entry not in ("", str(SRC))]
     os.environ[_VARIABLE] = os.pathsep.join([str(SRC), *others])
     sys.path.insert(0, str(SRC))
-    subprocess.Popen = _Popen  # type: ignore[misc]  # run, call and check_output start their processes by it too
+    subprocess.Popen = _Popen  # type: ignore[misc]  # run, call and check_output start their processes with it, too
 
 
 class _Popen(subprocess.Popen):

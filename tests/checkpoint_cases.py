@@ -1,4 +1,5 @@
-"""Small checkpoints in the layouts of others, written by hand: what the trainer reads must not be written by it."""
+"""Small checkpoints in other formats, written by hand, so that the trainer's reader is not tested with its own
+writer."""
 
 import json
 from pathlib import Path
@@ -27,7 +28,7 @@ ROPES = {
     "yarn": {"rope_type": "yarn", "rope_factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0},
     "yarn_scaled": {"rope_type": "yarn", "rope_truncate": False, "rope_attention_scaling": True},
 }
-MODEL_TYPES = {"llama2": "llama"}  # of the others the name of the block
+MODEL_TYPES = {"llama2": "llama"}  # for other families, the name of the block
 SUFFIX = {
     "pre_self_attention_layer_norm/scale": "input_layernorm.weight",
     "self_attention/query/kernel": "self_attn.q_proj.weight",
@@ -54,12 +55,12 @@ SUFFIX_OF_EXPERT = {
 
 
 def words(**keys: Any) -> list[str]:
-    """Keys of a tiny model as words of a command line."""
+    """Returns keys of a tiny model as words of a command line."""
     return [f"{key}={value}" for key, value in (MODEL | keys).items()]
 
 
 def config_of(**keys: Any) -> Any:
-    """A tiny model's configuration, resolved."""
+    """Returns a tiny model's configuration, resolved."""
     loaded = load(["base.yml", "dataset_type=synthetic", *words(**keys | pinned(ALL_COMBINATIONS[0]))])
     return resolve(loaded.config, device_count=1, platform="cpu")
 
@@ -68,7 +69,7 @@ _SHAPES: dict[str, dict[str, tuple[int, ...]]] = {}
 
 
 def shapes_of(config: Any) -> dict[str, tuple[int, ...]]:
-    """`parameter_shapes`, which traces the model, once for each configuration."""
+    """Returns `parameter_shapes`, which traces the model, cached per configuration."""
     key = str(sorted((name, str(value)) for name, value in config.items()))
     if key not in _SHAPES:
         _SHAPES[key] = parameter_shapes(config)
@@ -76,19 +77,19 @@ def shapes_of(config: Any) -> dict[str, tuple[int, ...]]:
 
 
 def random_params(config: Any, dtype: Any = np.float32, seed: int = 0) -> dict[str, np.ndarray]:
-    """Parameters by canonical name, a head's entries turning as halves."""
+    """Returns parameters by canonical name. RoPE rotates a head's entries as halves."""
     rng = np.random.default_rng(seed)
     return {name: rng.normal(size=shape).astype(dtype) for name, shape in shapes_of(config).items()}
 
 
 def in_pairs(params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The same model with a head's entries turning as adjacent pairs."""
+    """Returns the same model, such that RoPE rotates a head's entries as adjacent pairs."""
     turned = ("query/kernel", "key/kernel", "query_norm/scale", "key_norm/scale")
     return {name: pairs(value) if name.endswith(turned) else value for name, value in params.items()}
 
 
 def pairs(x: np.ndarray) -> np.ndarray:
-    """Halves as adjacent pairs, entry by entry."""
+    """Reorders halves as adjacent pairs, entry by entry."""
     out, half = np.empty_like(x), x.shape[-1] // 2
     for i in range(half):
         out[..., 2 * i], out[..., 2 * i + 1] = x[..., i], x[..., half + i]
@@ -96,7 +97,7 @@ def pairs(x: np.ndarray) -> np.ndarray:
 
 
 def hf_tensors(params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Hugging Face's tensors of `params`."""
+    """Returns Hugging Face's tensors of `params`."""
     tensors = {"model.embed_tokens.weight": params["token_embedder/embedding"]}
     for suffix, name in SUFFIX.items():
         for i, value in enumerate(params.get(f"decoder/layers/{suffix}", ())):
@@ -115,7 +116,7 @@ def hf_tensors(params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def hf_config(config: Any, **changes: Any) -> dict[str, Any]:
-    """A config.json in the form of transformers 5; without the sizes that follow from others."""
+    """Returns a config.json in the form of transformers 5, without sizes that follow from others."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(config.rope_max_timescale)}
     if config.rope_linear_scaling_factor != 1:
         rope |= {"rope_type": "linear", "factor": config.rope_linear_scaling_factor}
@@ -155,7 +156,7 @@ def hf_config(config: Any, **changes: Any) -> dict[str, Any]:
 
 
 def write_hf(folder: Path, config: Any, tensors: dict[str, np.ndarray], *, shards: int = 1, **changes: Any) -> Path:
-    """A Hugging Face directory with a tokenizer.json."""
+    """Writes a Hugging Face directory with a tokenizer.json."""
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True)
@@ -175,7 +176,7 @@ def write_hf(folder: Path, config: Any, tensors: dict[str, np.ndarray], *, shard
 
 
 def maxtext_params(config: Any, params: dict[str, np.ndarray], *, scanned: bool) -> dict[str, np.ndarray]:
-    """The model of `params`, whose heads turn as halves, as MaxText stores it: names and values."""
+    """Returns names and values of `params` as MaxText stores them. RoPE rotates their heads as halves."""
     if config.rope_type != "default":
         params = in_pairs(params)
     stored = {}
@@ -193,7 +194,7 @@ def maxtext_params(config: Any, params: dict[str, np.ndarray], *, scanned: bool)
 
 
 def write_maxtext(items: Path, stored: dict[str, np.ndarray], **more: Any) -> Path:
-    """A checkpoint of MaxText's layout, by Orbax's old interface: parameters, moments and the step."""
+    """Writes a checkpoint in MaxText's format with Orbax's old interface: parameters, moments and the step."""
     import jax.numpy as jnp
     import orbax.checkpoint as orbax
 
@@ -206,12 +207,13 @@ def write_maxtext(items: Path, stored: dict[str, np.ndarray], **more: Any) -> Pa
 def maxtext_run(
     folder: Path, stored: dict[str, np.ndarray], *, nnx: bool = False, full: bool = True, scan: bool = True, **more: Any
 ) -> Path:
-    """A run's folder as MaxText saves it, by the same calls of Orbax, with two checkpoints of which the newer counts.
+    """Writes a run's folder as MaxText saves it, with the same Orbax calls: two checkpoints, of which the newer counts.
 
     Args:
       stored: see `maxtext_params`.
-      nnx: by its NNX path. A full state then has the state of random numbers besides; parameters alone lie at the root.
-      full: with the optimizer's state; otherwise as its tool writes parameters alone: step 0, without `scan` beside.
+      nnx: writes it like MaxText's NNX model. A full state then also has random-number state; a parameter-only
+        checkpoint has its parameters at the root.
+      full: includes the optimizer state; otherwise like MaxText's tool for parameters only: step 0, without `scan`.
       more: further items of each checkpoint, such as the position in the data.
     """
     import jax.numpy as jnp
@@ -246,14 +248,14 @@ def maxtext_run(
 
 
 def read_hf(folder: Path) -> dict[str, np.ndarray]:
-    """All tensors of a directory, by the library."""
+    """Reads all tensors of a directory with the safetensors library."""
     from safetensors.numpy import load_file
 
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
 def abstract_of(config: Any, dtype: Any = np.float32) -> dict[str, Any]:
-    """The canonical nested dict that is wanted of a load, on one device."""
+    """Returns the canonical nested dict that a load should return, on one device."""
     import jax
 
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -262,7 +264,7 @@ def abstract_of(config: Any, dtype: Any = np.float32) -> dict[str, Any]:
 
 
 def assert_same(found: Any, wanted: dict[str, np.ndarray]) -> None:
-    """A nested dict, or a flat one, has the names, dtypes and bits of `wanted`."""
+    """Checks that a nested or flat dict has the names, dtypes and bits of `wanted`."""
     found = names_of(found)
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():

@@ -1,8 +1,8 @@
-"""How XLA compiles what the suite runs: quickly.
+"""Compiler options of the suite: compile quickly.
 
-At the lowest level of optimization, with XLA's older code generation for fusions and in one piece, a program compiles
-in less than a third of the time. This changes little above code generation: not the HLO as JAX writes it, and so not
-whether two programs are equal. The README's commands run at XLA's defaults.
+At the lowest optimization level, with XLA's older code generation for fusions and in one piece, a program compiles in
+less than a third of the time. This changes little above code generation: it does not change the HLO that JAX writes,
+and therefore not whether two programs are equal. The README's commands run with XLA's defaults.
 """
 
 import contextlib
@@ -14,18 +14,19 @@ import pytest
 
 _LEVEL = "--xla_backend_optimization_level=0"
 _CPU = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-# Simulated devices wait for each other in a collective: on a busy machine for longer than XLA's 40 seconds, after which
-# it aborts the process.
+# Simulated devices wait for each other in a collective. On a busy machine they wait longer than XLA's 40 seconds, after
+# which it would abort the process.
 _CPU += " --xla_cpu_collective_call_terminate_timeout_seconds=200"
 
-# Options of `compile` where the bits of programs with another text are compared, or XLA's counts: the older code
-# generation rounds equal mathematics in another fusion differently, and expands a scatter to a loop before it.
+# Options of `compile` for tests that compare bits of programs with different texts, or XLA's counts. The older code
+# generation rounds equal math differently in different fusions, and first expands a scatter to a loop.
 EXACT = {"xla_cpu_use_fusion_emitters": True}
 
 
 @contextlib.contextmanager
 def exact() -> Iterator[None]:
-    """What is compiled ahead of its first call within, a command's training step say, is compiled with EXACT."""
+    """Compiles with EXACT everything that is compiled ahead of its first call inside, such as a command's training
+    step."""
     import jax
 
     compile_ = jax.stages.Lowered.compile
@@ -39,18 +40,18 @@ def exact() -> Iterator[None]:
 
 
 def start_xla(devices: int) -> None:
-    """Starts it in this process. It reads its flags once; libtpu, which ends the process at a flag that it lacks, reads
-    the variable when a test loads it."""
+    """Starts XLA in this process. XLA reads its flags only once. libtpu reads the variable when a test loads it, and
+    would end the process at a flag that it does not know."""
     import jax
 
     os.environ["XLA_FLAGS"] = xla_flags(devices)
-    os.environ["NPROC"] = str(4 * devices)  # as trainer.runtime.platforms sets it
+    os.environ["NPROC"] = str(4 * devices)  # the same value as in trainer.runtime.platforms
     jax.devices()
     os.environ["XLA_FLAGS"] = _shared(devices)
 
 
 def xla_flags(devices: int) -> str:
-    """XLA_FLAGS of a process with `devices` simulated ones, compiled as the suite's own programs are."""
+    """Returns XLA_FLAGS for a process with `devices` simulated devices, compiled like the suite's own programs."""
     return f"{_shared(devices)} {_CPU}"
 
 

@@ -1,4 +1,4 @@
-"""Configurations from command lines: files, notes and mistakes."""
+"""Configurations from command lines: files, notes and errors."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def write(name: str, text: str) -> str:
 
 
 def notes(*argv: str) -> list[str]:
-    """Without the one about the combination, which tests may change."""
+    """Returns the notes, without the note about the combination, which tests may change."""
     return [note for note in load(argv).notes if not note.startswith("combination")]
 
 

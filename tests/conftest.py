@@ -1,8 +1,8 @@
-"""The suite runs on eight simulated CPU devices, whatever the machine has. Set before anything imports JAX.
+"""The suite runs on eight simulated CPU devices on any machine. They are set up before anything imports JAX.
 
-compiler.py says how programs are compiled. Both workers and every process that a test starts share one cache of them:
-a program whose text is the same in several combinations, runs or processes is compiled once. It is that of
-JAX_COMPILATION_CACHE_DIR, or ends with the suite.
+compiler.py defines how programs are compiled. Both workers and every process that a test starts share one compilation
+cache, so a program whose text is the same in several combinations, runs or processes is compiled once. The cache is
+JAX_COMPILATION_CACHE_DIR, or a folder that is deleted when the suite ends.
 """
 
 import atexit
@@ -15,7 +15,7 @@ from compiler import start_xla
 from ml_collections import FrozenConfigDict
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Source lines in programs, which no test reads, take a quarter of the time of lowering.
+# Source lines in programs take a quarter of the lowering time, and no test reads them.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
 # Tracing makes many small objects and few cycles. At Python's threshold of 700 objects, garbage collection takes up to
@@ -24,9 +24,9 @@ gc.set_threshold(50_000, 20, 50)
 
 
 def _equal(self: FrozenConfigDict, other: object) -> bool:
-    """FrozenConfigDict's own equality without its copies of both sides, which take 5 ms.
+    """Compares like FrozenConfigDict, but without its copies of both sides, which take 5 ms.
 
-    JAX looks a trace up by comparing the model's configuration with those of all that the process has traced.
+    JAX looks a trace up by comparing the model's configuration with every configuration that the process has traced.
     """
     return self is other or (isinstance(other, FrozenConfigDict) and self.as_configdict() == other.as_configdict())
 
@@ -35,8 +35,8 @@ FrozenConfigDict.__eq__ = _equal
 
 pytest_plugins = ["checkout", "pins"]  # in this order: pins imports the package
 
-# Here and not in a hook: the conftest.py of a folder that is named on the command line is imported, with JAX, before
-# any hook runs. A worker of xdist inherits the environment of the process that started it.
+# This is here and not in a hook: pytest imports the conftest.py of a folder named on the command line, and with it JAX,
+# before any hook runs. A worker of xdist inherits the environment of the process that started it.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         folder = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="trainer-tests-programs-")

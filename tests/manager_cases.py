@@ -31,7 +31,7 @@ def abstract(tree):
 
 
 def saved(folder, updates=3, tree=None, **changes):
-    """The folder of a checkpoint in a new run's folder."""
+    """Returns the folder of a checkpoint in a new run's folder."""
     with CheckpointManager(folder, settings(**changes), say=print) as manager:
         manager.save(updates, small_tree() if tree is None else tree, SIDECAR, {})
         return manager.path(updates)

@@ -1,4 +1,4 @@
-"""A few updates of small parameters, which NumPy repeats in float64."""
+"""Several updates of small parameters, for comparison with NumPy in float64."""
 
 import jax
 import numpy as np
@@ -57,9 +57,9 @@ def names(params):
 
 
 def trained_params(config, options=None):
-    """Parameters after STEPS updates by `make_optimizer`, and its last state; `options` are the compiler's.
+    """Returns parameters after STEPS updates by `make_optimizer`, and its last state. `options` are compiler options.
 
-    The second gradient is below the clip.
+    The second gradient is below the clipping threshold.
     """
     params = tree(0)
     tx = make_optimizer(config, AXES)
@@ -81,6 +81,6 @@ def clipped(grads, threshold):
 
 
 def assert_close(actual, expected):
-    """Parameters are equal but for float32's rounding, which four updates of size 0.1 gather."""
+    """Checks that parameters are equal up to float32 rounding, accumulated over four updates of size 0.1."""
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)

@@ -1,4 +1,4 @@
-"""Optimizers and wrappers of every structure of state."""
+"""Optimizers and wrappers with every structure of state."""
 
 import jax
 import optax

@@ -1,4 +1,4 @@
-"""The command `trainer.parity` on a tiny model, in this process."""
+"""Runs the command `trainer.parity` on a tiny model, in this process."""
 
 from typing import Any
 
@@ -9,16 +9,16 @@ from support import TINY, pinned
 from trainer import parity
 from trainer.compare import programs
 
-# Few leaves on one device compile in little time.
+# A few leaves on one device, which compile quickly.
 SMALL = TINY | {"opt_type": "sgd", "gradient_clipping_threshold": 0, "per_device_batch_size": 8}
 SMALL |= {"base_num_decoder_layers": 3, "base_num_query_heads": 2, "base_num_kv_heads": 2, "ici_fsdp_parallelism": 1}
 
 
 def run(capsys: Any, *words: str, only_forward: bool = False, **keys: Any) -> tuple[int, str, str]:
-    """The exit code, stdout and stderr of the command; the flags are nnx's where `words` name no combination.
+    """Returns the exit code, stdout and stderr of the command. The flags are nnx's unless `words` name a combination.
 
-    What is compared is compiled alike on both sides, so it is compiled without optimizations. `only_forward` leaves out
-    gradients and update, for tests of what the forward pass shows.
+    Both sides are compiled without optimizations. `only_forward` leaves out gradients and update, for tests that need
+    only the forward pass.
     """
     settings = SMALL | pinned("nnx") | keys
     code = 0

@@ -1,9 +1,9 @@
 """Shows that no test takes its combination from base.yml by accident.
 
-The suite runs on a copy of base.yml in which the defaults of the three flags are flipped to a setting that no model
-serves. A test that pins its combination does not notice. A test that does not, and then runs a model, ends with
-`KeyError: 'taken from base.yml'`. Those that take the default on purpose carry the mark `default_combination` and run
-on base.yml as it is.
+The suite runs on a copy of base.yml in which the defaults of the three flags are changed to a setting that no model
+serves. A test that pins its combination is not affected. A test that does not, and then runs a model, ends with
+`KeyError: 'taken from base.yml'`. Tests that use the default on purpose have the mark `default_combination` and run on
+the real base.yml.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from trainer.config import flags
 from trainer.config.flags import COMBINATIONS, FLAGS
 
 MARK = "default_combination"
-# The tests that do, or their files.
+# The tests that use the default, or their files.
 TAKE_THE_DEFAULT = (
     "integration/test_readme.py::test_a_command_of_the_readme_runs",
     "unit/config/test_flags.py",
@@ -34,17 +34,17 @@ TAKE_THE_DEFAULT = (
 )
 UNPINNED = "taken from base.yml"
 FLIPPED = (False, True, True)  # none of the combinations
-# What runs a model on a command line.
+# Programs that run a model from a command line.
 ENTRIES = ("trainer.train", "trainer.train_compile", "trainer.parity", "trainer.shardings", "launch_local.py")
 
-_schema = importlib.import_module("trainer.config.schema")  # the package's name `schema` is the function
+_schema = importlib.import_module("trainer.config.schema")  # because the package's name `schema` is the function
 _readers = (_schema, importlib.import_module("trainer.config.files"))
 ORIGINAL = _schema.BASE_YML
 _popen = subprocess.Popen
 
 
 def flipped(text: str) -> str:
-    """`text`, base.yml, with other defaults of the flags."""
+    """Returns `text`, base.yml, with other defaults of the flags."""
     for flag, value in zip(FLAGS, FLIPPED, strict=True):
         text, found = re.subn(rf"^{flag}: (true|false)$", f"{flag}: {str(value).lower()}", text, flags=re.MULTILINE)
         assert found == 1, flag
@@ -52,14 +52,14 @@ def flipped(text: str) -> str:
 
 
 class _Copy(type(Path())):
-    """A copy of base.yml that counts as the same file as the one in the checkout, the current folder's perhaps."""
+    """A copy of base.yml that counts as the same file as the one in the checkout, which may be the current folder."""
 
     def stat(self, **options):
         return ORIGINAL.stat(**options)
 
 
 class _Popen(subprocess.Popen):
-    """Other processes read base.yml as it is: their command lines must write the flags out."""
+    """Other processes read the real base.yml, so their command lines must give the flags."""
 
     def __init__(self, args: Sequence[str] | str, *rest: object, **options: object):
         check_command(args if isinstance(args, str) else [str(word) for word in args])
@@ -71,7 +71,7 @@ def check_command(words: Sequence[str] | str) -> None:
     words = words.split() if isinstance(words, str) else words
     if any(word.endswith(ENTRIES) for word in words) and "--help" not in words:
         written = {word.rpartition(".")[2].partition("=")[0] for word in words if "=" in word}
-        for word in words:  # a resolved configuration
+        for word in words:  # each may be a resolved configuration
             if word.endswith("config.yml") and Path(word).is_file():
                 written |= {line.partition(":")[0] for line in Path(word).read_text(encoding="utf-8").splitlines()}
         assert written >= set(FLAGS) or {"left", "right"} <= written, f"pin the combination of {' '.join(words)}"
@@ -79,7 +79,7 @@ def check_command(words: Sequence[str] | str) -> None:
 
 @contextlib.contextmanager
 def flipped_defaults() -> Iterator[None]:
-    """base.yml with flipped defaults, in this process and wherever the configuration is read in it."""
+    """base.yml with changed defaults, in this process, for everything that reads the configuration."""
     with tempfile.TemporaryDirectory() as folder:
         copy = _Copy(folder, "base.yml")
         copy.write_text(flipped(ORIGINAL.read_text(encoding="utf-8")), encoding="utf-8")
@@ -92,7 +92,7 @@ def flipped_defaults() -> Iterator[None]:
 
 @contextlib.contextmanager
 def true_defaults() -> Iterator[None]:
-    """Within `flipped_defaults`: base.yml as it is."""
+    """Inside `flipped_defaults`: the real base.yml."""
     copy = _schema.BASE_YML
     _restore()
     try:
@@ -102,7 +102,7 @@ def true_defaults() -> Iterator[None]:
 
 
 def _flip(copy: Path) -> None:
-    # The table as flags.py sees it: whoever asks for all combinations by name gets those that there are.
+    # The table as flags.py sees it. Tests that iterate over all combinations still get only the real ones.
     flags.COMBINATIONS = COMBINATIONS | {UNPINNED: FLIPPED}
     _read_from(copy)
     subprocess.Popen = _Popen

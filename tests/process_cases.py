@@ -1,4 +1,4 @@
-"""Real processes under jax.distributed on this machine, for tests: started as a user starts them here."""
+"""Starts real processes under jax.distributed on this machine, like a user, for tests."""
 
 import contextlib
 import io
@@ -36,7 +36,7 @@ def words(**changes):
 
 @contextlib.contextmanager
 def launched(folder, processes, devices, **changes):
-    """Processes that train in `folder`, and the file of what they say."""
+    """Starts processes that train in `folder`. Yields them and the file of their output."""
     command = [sys.executable, LAUNCHER, "-n", str(processes), "--devices", str(devices), "--", *words(**changes)]
     environment = os.environ | {"XLA_FLAGS": xla_flags(devices)}
     with (folder / "log.txt").open("w") as log:
@@ -58,13 +58,13 @@ def wait_for(text, launcher, log):
 
 
 def process(launcher, index):
-    """The process id of one of the launcher's processes."""
+    """Returns the process id of one of the launcher's processes."""
     found = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     return next(int(pid) for pid in found if f"process_id={index}\0" in Path(f"/proc/{pid}/cmdline").read_text())
 
 
 def alone(folder, devices, **changes):
-    """What one process with `devices` devices says."""
+    """Returns the output of a single process with `devices` devices."""
     output, some = io.StringIO(), jax.devices()[:devices]
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
         patch.setattr(jax, "devices", lambda: some)

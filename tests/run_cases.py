@@ -1,4 +1,4 @@
-"""Runs of the command in a folder, for tests: begun in this process, and compared by what they leave."""
+"""Runs the command in a folder, in this process, and compares the files of runs."""
 
 import contextlib
 import importlib.util
@@ -34,14 +34,14 @@ RUN = Path("runs/run-0001")
 
 
 def train(folder, *words, devices=1, combination="nnx", **overrides):
-    """The exit code and all that is printed by a run of the command in `folder` on some of the devices."""
+    """Returns the exit code and the output of a run of the command in `folder` on some of the devices."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         return command(SETTINGS | pinned(combination) | overrides, *words, devices=devices)
 
 
 def command(settings, *words, devices=1):
-    """The same in the current folder, of a command that gives `settings` and then `words`."""
+    """Does the same in the current folder, with a command of `settings` followed by `words`."""
     found = jax.devices()[:devices]
     output, code = io.StringIO(), 0
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
@@ -54,7 +54,8 @@ def command(settings, *words, devices=1):
 
 
 def killed_at(updates, finished, folder):
-    """A copy in `folder` of the finished run, as a SIGKILL right after one of its checkpoints would have left it."""
+    """Returns a copy in `folder` of the finished run, in the state after a SIGKILL right after one of its
+    checkpoints."""
     run = folder / RUN
     shutil.copytree(finished, run)
     (run / "finished").unlink()
@@ -69,7 +70,7 @@ def rows_of(run):
 
 
 def assert_equal(run, other, updates=60):
-    """The metrics, and the last checkpoint in every bit."""
+    """Compares the metrics, and the last checkpoint bit by bit."""
     assert newest(run).name == str(updates)
     assert rows_of(run) == [row for row in rows_of(other) if row["step"] < updates]
     left, right = (arrays_of(x / f"checkpoints/{updates}") for x in (run, other))

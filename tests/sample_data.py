@@ -1,4 +1,4 @@
-"""Small corpora in every format, and how tests open them."""
+"""Small corpora in every format, and functions that open them."""
 
 import json
 import struct
@@ -14,7 +14,7 @@ LENGTH, VOCAB = 32, 300
 
 
 def document(i: int) -> str:
-    """The text of document i, 12 to 140 characters, some outside ASCII; tokenized some are longer than a row."""
+    """Returns the text of document i, 12 to 140 characters, some not ASCII. Some are longer than a row of tokens."""
     return f"document {i}: " + "".join(f"ä{i * k % 97} " for k in range(i * 7 % 29))
 
 
@@ -23,7 +23,7 @@ def say_nothing(line: str) -> None:
 
 
 def config_of(cache: Path, **keys: Any):
-    """A configuration as a command line gives it; keys that the tests of data share have small values."""
+    """Returns a configuration as from a command line. Keys that the tests of data share have small values."""
     shared = {"max_target_length": LENGTH, "vocab_size": VOCAB, "data_cache_directory": cache, "eval_interval": -1}
     words = [
         f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in (shared | keys).items()
@@ -32,12 +32,12 @@ def config_of(cache: Path, **keys: Any):
 
 
 def opened(cache: Path, **keys: Any) -> Dataset:
-    """The dataset of that configuration."""
+    """Returns the dataset of that configuration."""
     return open_dataset(config_of(cache, **keys), say_nothing)
 
 
 def example(**values: Any) -> bytes:
-    """A tf.train.Example of text and lists of integers, written by hand."""
+    """Returns a tf.train.Example of text and lists of integers, written by hand."""
 
     def varint(number: int) -> bytes:
         parts = []
@@ -61,7 +61,7 @@ def example(**values: Any) -> bytes:
 
 
 def write_records(path: Path, kind: str, rows: list[dict[str, Any]]) -> None:
-    """A file of `rows` in the format that grain_file_type calls `kind`."""
+    """Writes a file of `rows` in the format that grain_file_type calls `kind`."""
     if kind == "jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     elif kind == "parquet":
@@ -84,7 +84,7 @@ def write_records(path: Path, kind: str, rows: list[dict[str, Any]]) -> None:
 
 
 def write_corpus(folder: Path, kind: str, count: int = 30, files: int = 3) -> Path:
-    """`count` documents in `files` files of a new folder; a document a file where `kind` is text."""
+    """Writes `count` documents to `files` files in a new folder; one document per file if `kind` is text."""
     folder.mkdir(parents=True)
     if kind == "text":
         for i in range(count):
@@ -97,7 +97,7 @@ def write_corpus(folder: Path, kind: str, count: int = 30, files: int = 3) -> Pa
 
 
 def write_tfds(folder: Path, count: int = 20) -> None:
-    """A TFDS dataset `tiny/made:1.2.3` with the splits train and validation."""
+    """Writes a TFDS dataset `tiny/made:1.2.3` with the splits train and validation."""
     import tensorflow_datasets as tfds
 
     class Tiny(tfds.core.GeneratorBasedBuilder, skip_registration=True):

@@ -1,4 +1,4 @@
-"""The files of the package, for tests of what they promise."""
+"""The source files of the package, for tests of properties of the source."""
 
 import ast
 from pathlib import Path
@@ -10,7 +10,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 
 def imported(path: Path) -> set[str]:
-    """Dotted names of all that a file imports, at whatever depth."""
+    """Returns the dotted names of everything that a file imports, at any depth."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""Batches of a dataset, and whether two lists of them are the same."""
+"""Batches of a dataset, and a comparison of two lists of batches."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ WAYS = ("prepared", "streaming")
 
 
 def batches(dataset: Dataset, count: int, position=None, **place):
-    """The first `count` pairs of a stream."""
+    """Returns the first `count` pairs of a stream."""
     stream = dataset.train_stream(position, rows=ROWS, **place)
     try:
         return [next(stream) for _ in range(count)]

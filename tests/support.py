@@ -8,7 +8,7 @@ import numpy as np
 from trainer.backends.registry import MODELS
 from trainer.config import flags_of, load, resolve
 
-# Parametrized over, so that a removed combination takes its cases with it.
+# Tests are parametrized over this, so that removing a combination removes its cases.
 ALL_COMBINATIONS = tuple(MODELS)
 
 TINY = {
@@ -25,42 +25,42 @@ TINY = {
     "steps": 20,
     "eval_interval": -1,
     "per_device_batch_size": 4,
-    "enable_checkpointing": False,  # a run writes no more than it is tested for
+    "enable_checkpointing": False,  # a run writes only what is tested
 }
 
 
 def pinned(combination: str) -> dict[str, bool]:
-    """The three flags of a combination, written out: what base.yml says does not matter to the test."""
+    """Returns the three flags of a combination, written out, so that the test does not depend on base.yml."""
     return flags_of(combination)
 
 
 def arguments(combination: str, **overrides: Any) -> list[str]:
-    """A tiny configuration as command-line arguments, with its combination pinned."""
+    """Returns a tiny configuration as command-line arguments, with its combination pinned."""
     values = TINY | pinned(combination) | overrides
     return ["base.yml", *(f"{key}={value}" for key, value in values.items())]
 
 
 def tiny_config(combination: str, *, devices: int = 1, **overrides: Any):
-    """A resolved tiny configuration for `devices` CPU devices."""
+    """Returns a resolved tiny configuration for `devices` CPU devices."""
     return resolve(load(arguments(combination, **overrides)).config, device_count=devices, platform="cpu")
 
 
 @functools.cache
 def model_of(config: Any) -> Any:
-    """The model of `config`, traced once for all tests of a process. Not for blocks that a test patches."""
+    """Returns the model of `config`, traced once for all tests of a process. Not for blocks that a test patches."""
     from trainer.backends import make_model
 
     return make_model(config)
 
 
 def packed_batch(config, rows: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random rows of up to three segments and some padding: a batch as the data room makes it."""
+    """Returns random rows of up to three segments and some padding: a batch like those of trainer.data."""
     rng = np.random.default_rng(seed)
     length = config.max_target_length
     ends = np.sort(rng.integers(1, length + 1, (rows, 3)), axis=1)
     index = np.arange(length)
     segment = 1 + (index[None, :, None] >= ends[:, None, :]).sum(-1)
-    segment[segment > 3] = 0  # behind the last end lies padding
+    segment[segment > 3] = 0  # padding after the last segment
     first = np.concatenate([np.ones((rows, 1), bool), segment[:, 1:] != segment[:, :-1]], axis=1)
     position = index - np.maximum.accumulate(np.where(first, index, 0), axis=1)
     tokens = rng.integers(0, config.vocab_size, (2, rows, length))
@@ -76,28 +76,29 @@ def packed_batch(config, rows: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def compiled(fn: Any, *args: Any) -> Any:
-    """`fn` compiled for `args`."""
+    """Returns `fn`, compiled for `args`."""
     import jax
 
     return jax.jit(fn).lower(*args).compile()
 
 
 def state_from(run: Any, tree: Any) -> Any:
-    """The native train state of `run` with the leaves of the TrainTree `tree`: nothing is compiled to make it."""
+    """Returns the native train state of `run` with the leaves of the TrainTree `tree`, without compiling anything."""
     import jax
 
     return jax.device_put(run.codec.pack(tree), run.state_shardings)
 
 
 def copied(tree: Any) -> Any:
-    """The arrays of `tree` on the host. A plain device_get may be a view of a buffer that a later step overwrites."""
+    """Copies the arrays of `tree` to the host. A plain device_get may be a view of a buffer that a later step
+    overwrites."""
     import jax
 
     return jax.tree.map(lambda x: np.array(x, copy=True), tree)
 
 
 def assert_equal_bits(left: Any, right: Any) -> None:
-    """Two pytrees have the same structure and at every leaf the same dtype, shape and bits."""
+    """Checks that two pytrees have the same structure and, at every leaf, the same dtype, shape and bits."""
     import jax
 
     leaves, structure = jax.tree_util.tree_flatten_with_path(left)

@@ -1,4 +1,4 @@
-"""A family with two kinds of blocks in two stacks: what anybody can write without a change of the trainer."""
+"""A family with two kinds of blocks in two stacks, as a user can write it without changing the trainer."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -13,10 +13,10 @@ from trainer.ops.dropout import dropout
 
 
 class Shift(nnx.Module):
-    """x plus a product of the token before, plus a bias that is not learned. Its cache is the last token."""
+    """Computes x + a product of the previous token + a bias that is not learned. Its cache is the last token."""
 
     PARAMETER_NAMES = {"mix": "shift"}
-    logit_factors = None  # it does not attend
+    logit_factors = None  # it has no attention
 
     def __init__(self, config, rngs):
         dtypes = {"dtype": jnp.dtype(config.dtype), "weight_dtype": jnp.dtype(config.weight_dtype)}
@@ -39,7 +39,7 @@ class Shift(nnx.Module):
 
 
 def stacks(config):
-    """shifts, then pairs of a Llama block and a shift: (layers - 1) / 2 of them."""
+    """Returns shifts, followed by (layers - 1) / 2 pairs of a Llama block and a shift."""
     pairs = (config.base_num_decoder_layers - 1) // 2
     return [Stack("shift_layers", (Shift,), 1), Stack("layers", (llama2.Block, Shift), pairs)]
 

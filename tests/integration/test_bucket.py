@@ -1,4 +1,4 @@
-"""Runs whose base_output_directory is a bucket; see `bucket` for what stands in for one."""
+"""Runs whose base_output_directory is a bucket; `bucket` is a stand-in for one."""
 
 import contextlib
 import io
@@ -32,7 +32,7 @@ RUN = "gs://bucket/runs/run-0001"
 
 
 def train(*words, base="gs://bucket/runs", **changes):
-    """The exit code and all that is printed by a run on one device."""
+    """Returns the exit code and the output of a run on one device."""
     return command(SETTINGS | pinned("nnx") | {"base_output_directory": base} | changes, *words)
 
 
@@ -78,7 +78,7 @@ def test_a_run_in_a_bucket(bucket, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setattr(Console, "step", step)
     assert train(base=tmp_path / "runs")[0] == 0
 
-    # A machine that knows nothing of it goes on; a killed process left half a checkpoint.
+    # A machine without local files continues the run, although a killed process left half a checkpoint.
     shutil.rmtree(tmp_path / "cache" / "trainer")
     shutil.copytree(run / "checkpoints/8", run / "checkpoints/12")
     (run / "checkpoints/12/commit_success.txt").unlink()
@@ -92,7 +92,7 @@ def test_a_run_in_a_bucket(bucket, tmp_path, monkeypatch):  # noqa: F811
     assert (run / "finished").exists()
     assert f"{RUN} is finished: nothing to do" in train("run_name=run-0001")[1]
 
-    # Others begin with it, or convert it.
+    # Other runs start from it or convert it.
     code, output = train(load_full_state_path=RUN, steps=14, base=tmp_path / "runs")
     assert code == 0, output
     assert f"starting from {RUN}/checkpoints/12: 12 updates, its optimizer, its position in the data" in output
@@ -102,7 +102,7 @@ def test_a_run_in_a_bucket(bucket, tmp_path, monkeypatch):  # noqa: F811
         export([RUN, str(tmp_path / "out"), "format=params"])
     assert {"checkpoint", "config.yml", "tokenizer_config.json"} <= {path.name for path in (tmp_path / "out").iterdir()}
 
-    # The newest checkpoint is cut short, or gone.
+    # The newest checkpoint is truncated or missing.
     file = max((run / "checkpoints/12/state").rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)
     file.write_bytes(file.read_bytes()[:-1])
     name = file.relative_to(run / "checkpoints/12")
@@ -127,7 +127,7 @@ def test_an_earlier_run_without_checkpoints_is_kept_beside(bucket, tmp_path):  #
             run.begin("enable_checkpointing: false", {"step": 0}, resumed=False, say=print)
             (run.path / "metrics.jsonl").write_text(f'{{"step": {number}}}\n')
             run.upload()
-        shutil.rmtree(tmp_path / "cache" / "trainer")  # the next one is on another machine
+        shutil.rmtree(tmp_path / "cache" / "trainer")  # as on another machine
     rows = {path.name: path.read_text() for path in (bucket / "runs/mine").glob("metrics*")}
     names = ("metrics-1.jsonl", "metrics-2.jsonl", "metrics.jsonl")
     assert rows == {name: f'{{"step": {number}}}\n' for number, name in enumerate(names)}

@@ -1,4 +1,4 @@
-"""Every pair of choices of these options trains, with the losses of the plainest program of the same mathematics."""
+"""Every pair of choices of these options trains, with the losses of the simplest program for the same math."""
 
 import functools
 import itertools
@@ -28,7 +28,7 @@ MESHES = {
         "ici_tensor_sequence_parallelism": 2,
     },
 }
-# How the program is made; none of these changes what it computes.
+# Options for how the program is made. None of them changes what it computes.
 PROGRAM = {
     "mesh": tuple(MESHES),
     "scan_layers": (True, False),
@@ -38,7 +38,7 @@ PROGRAM = {
     "record_internal_nn_metrics": (0, 1),
     "num_vocab_tiling": (1, 4),
 }
-# What it computes.
+# Options for what it computes.
 MATHEMATICS = {
     "dropout": (0.0, 0.2),
     "logits_via_embedding": (True, False),
@@ -62,10 +62,10 @@ ROPE = {
     "yarn": {"rope_type": "yarn", "original_max_position_embeddings": 16, "rope_interleave": True},
 }
 OPTIONS = PROGRAM | MATHEMATICS
-# These take turns; as options of their own they would add cases. Optimizers take turns over the rows of MATHEMATICS.
-# What surrounds the update takes turns over the cases, and so do the combinations, whose updates are the same program
-# (test_five_combinations.py). Muon and Adafactor, which compile slowly, train on meshes in tests of Zero-1 and of host
-# memory.
+# These are assigned in turn, because as separate options they would add cases: optimizers to the rows of MATHEMATICS,
+# settings around the update and combinations to the cases. All combinations have the same update program
+# (test_five_combinations.py). Muon and Adafactor, which compile slowly, train on meshes in the tests of Zero-1 and of
+# host memory.
 TURNS = ("sgd", "adamw", "lion", "nadamw", "adam_pax")
 RATES = {"sgd": 0.1, "adamw": 1e-3, "lion": 1e-4, "nadamw": 1e-3, "adam_pax": 1e-3}
 AROUND = {"ema_decay": (0.0, 0.5), "skip_step_on_spikes": (False, True)}
@@ -74,9 +74,9 @@ ROWS, STEPS = 16, 2
 
 
 def covering_set():
-    """Choices of all options in which each pair of choices of two options occurs.
+    """Returns choices for all options such that each pair of choices of two options occurs.
 
-    All cases share a few rows of MATHEMATICS, so that the plainest program of each runs once for many others.
+    All cases share a few rows of MATHEMATICS, so that the simplest program of each row runs once for many cases.
     """
     rows, chosen = covering_rows(), []
     missing = {
@@ -91,7 +91,7 @@ def covering_set():
         return sum(frozenset(pair) in missing for pair in pairs)
 
     while missing:
-        # The order of a set changes from process to process; test workers must agree.
+        # The order of a set differs between processes, but test workers must agree.
         case: dict = dict(sorted(min(missing, key=lambda pair: sorted(map(str, pair)))))
         for name, values in PROGRAM.items():
             if name not in case:
@@ -102,13 +102,13 @@ def covering_set():
         case |= fitting[gains.index(max(gains))]
         missing -= {frozenset(pair) for pair in itertools.combinations(case.items(), 2)}
         chosen.append({name: case[name] for name in (*OPTIONS, "opt_type")})
-    random.Random(9).shuffle(chosen)  # so that each combination meets several meshes and policies
+    random.Random(9).shuffle(chosen)  # so that each combination gets several meshes and policies
     combinations = itertools.cycle(ALL_COMBINATIONS)
     return [{"combination": name} | case for name, case in zip(combinations, with_turns(chosen), strict=False)]
 
 
 def with_turns(cases):
-    """`cases` with choices of AROUND, each of which meets each choice of PROGRAM."""
+    """Returns `cases` with choices of AROUND such that each choice meets each choice of PROGRAM."""
     met, found = set(), []
     for case in cases:
         turns = [dict(zip(AROUND, values, strict=True)) for values in itertools.product(*AROUND.values())]
@@ -120,9 +120,9 @@ def with_turns(cases):
 
 
 def covering_rows():
-    """Choices of MATHEMATICS in which each pair of choices occurs: always the best of some random ones.
+    """Returns choices of MATHEMATICS such that each pair of choices occurs: repeatedly the best of some random ones.
 
-    Of seeds up to 120 this gives the fewest programs. Rows with few options come first: they compile in less time.
+    Of the seeds up to 120, this one gives the fewest programs. Rows with few options come first: they compile faster.
     """
     missing = {
         frozenset({(a, x), (b, y)})
@@ -142,17 +142,17 @@ def covering_rows():
 
 
 def prepared(case):
-    """The run of `case`."""
+    """Returns the run of `case`."""
     case = dict(case)
     combination, mesh, rate = case.pop("combination"), case.pop("mesh"), case.pop("dropout")
     devices = 8 if MESHES[mesh] else 1
     case |= ROPE[case.pop("rope")]
-    # It is refused with the other two; a third of the logits is above the threshold.
+    # QK-Clip is refused with the other two. A third of the logits is above the threshold.
     case["use_qk_clip"] &= not (case["use_qk_norm"] or case["attn_logits_soft_cap"])
     case["qk_clip_threshold"] = 0.5
     case["attention_type"] = "local_sliding" if case["sliding_window_size"] else "global"
     case |= {"dropout_rate": rate, "attention_dropout_rate": rate, **MESHES[mesh]}
-    case["sharding_tolerance"] = 0.05  # of so small a model norms are more than the default's 2 %
+    case["sharding_tolerance"] = 0.05  # in such a small model norms exceed the default of 2 %
     case |= {"learning_rate": RATES[case["opt_type"]], "lr_schedule_type": "constant", "warmup_steps_fraction": 0}
     case["per_device_batch_size"] = ROWS / devices / case["gradient_accumulation_steps"]
     run = build(load(arguments(combination, **case)).config, jax.devices()[:devices])
@@ -161,7 +161,7 @@ def prepared(case):
 
 
 def losses(run, tree):
-    """Loss and gradient norm of two steps from `tree`, of the plainest program, on the same rows."""
+    """Returns loss and gradient norm of two steps from `tree`, on the same rows."""
     rules = getattr(run.codec.unpack(run.abstract_state).opt_state, "rules", {})
     begun = tree.opt_state._replace(rules={name: tree.opt_state.rules[name] for name in rules})
     state, found = state_from(run, tree._replace(opt_state=begun if rules else begun.optimizer)), []
@@ -174,7 +174,7 @@ def losses(run, tree):
 
 @functools.cache
 def plainest(mathematics):
-    """The first state of the plainest program, as a tree of canonical names, and its losses."""
+    """Returns the initial state of the simplest program, as a tree of canonical names, and its losses."""
     run = prepared(PLAIN | {name: values[-1] for name, values in AROUND.items()} | dict(mathematics))
     tree = copied(run.codec.unpack(run.init()))
     return tree, losses(run, tree)
@@ -183,7 +183,7 @@ def plainest(mathematics):
 @pytest.mark.parametrize("case", covering_set(), ids=lambda case: "-".join(str(value) for value in case.values()))
 def test_gives_the_losses_of_the_plainest_program(case):
     tree, expected = plainest(tuple((name, case[name]) for name in (*MATHEMATICS, "opt_type")))
-    # bfloat16 rounds products, and a mesh or another order of sums rounds them elsewhere.
+    # bfloat16 rounds products, and another mesh or order of sums rounds them differently.
     tolerance = 1e-5 if {case["dtype"], case["weight_dtype"]} == {"float32"} else 1e-2
     np.testing.assert_allclose(losses(prepared(case), tree), expected, rtol=tolerance)
 

@@ -1,4 +1,4 @@
-"""Training on files of one's own, by both ways, as a person runs it."""
+"""Training on a user's own files, with both data pipelines."""
 
 import json
 from pathlib import Path

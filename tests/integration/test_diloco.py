@@ -1,4 +1,4 @@
-"""Runs of islands as a user starts them."""
+"""DiLoCo runs as a user starts them."""
 
 import json
 import os
@@ -72,7 +72,7 @@ def test_an_island_on_each_process_and_one_that_is_killed(tmp_path):
             "steps": 5000,
             "eval_interval": -1,
             "learning_rate_schedule_steps": 60,
-            "async_checkpointing": False,  # that of 3 updates is there after step 4
+            "async_checkpointing": False,  # so that the checkpoint of 3 updates exists after step 4
         }
     )
     with launched(tmp_path, islands, 1, **settings) as (launcher, log):

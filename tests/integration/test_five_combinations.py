@@ -82,7 +82,7 @@ def made(combination, setting):
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_update_is_the_same_program(setting):
-    """The same text over canonical trees, and so the same bits: XLA compiles it once for all."""
+    """The programs over canonical trees have the same text, and therefore the same bits. XLA compiles them once."""
 
     def text(combination):
         run = made(combination, setting)
@@ -97,7 +97,7 @@ def test_the_update_is_the_same_program(setting):
 
 @functools.cache
 def trained(combination):
-    """The canonical train state before and after 20 steps, and every step's metrics."""
+    """Returns the canonical train state before and after 20 steps, and every step's metrics."""
     run = made(combination, TRAINED)
     state = run.init()
     start = copied(run.codec.unpack(state))
@@ -111,7 +111,7 @@ def trained(combination):
 
 @pytest.mark.parametrize("combination", ALL_COMBINATIONS)
 def test_same_bits_after_20_steps(combination):
-    """Of the native train states, each of which is initialized, packed and compiled in its own way."""
+    """Compares native train states, which each combination initializes, packs and compiles in its own way."""
     reference = trained(ALL_COMBINATIONS[0])
     assert_equal_bits(trained(combination), reference)
     start, end, metrics = reference

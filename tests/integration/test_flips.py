@@ -1,4 +1,4 @@
-"""The flags may be flipped in the middle of a run: nothing is converted, and nothing changes, to the last bit."""
+"""The flags may change in the middle of a run: nothing is converted, and no bit changes."""
 
 import re
 
@@ -8,15 +8,15 @@ from support import ALL_COMBINATIONS
 from trainer.config.flags import FLAGS
 
 LEG = 5
-# Back to the first: each combination goes on from another's checkpoint, and another goes on from its own.
+# Ends with the first combination: each combination continues from another's checkpoint, and is continued by another.
 LEGS = (*ALL_COMBINATIONS, ALL_COMBINATIONS[0])
 STEPS = LEG * len(LEGS)
-# Its state has AdamW's two moments for some parameters and one for the others. States of the other optimizers are in
+# Its state has AdamW's two moments for some parameters and one moment for the others. States of other optimizers are in
 # tests/unit/backends/test_codec.py and tests/unit/checkpoint/test_manager.py.
 MUON = {"opt_type": "muon", "learning_rate": 0.01, "muon_consistent_rms": 0.2}
 RUNS = SETTINGS | MUON | {"learning_rate_schedule_steps": STEPS, "checkpoint_period": LEG, "eval_interval": -1}
 
-# What a checkpoint says in addition to its arrays; times of saving and random names of files are left out.
+# The files of a checkpoint other than arrays. Save times and random file names are left out.
 SAID = ("state/_METADATA", "state/_sharding", "run/data.json", "run/metrics.json", "run/config.yml")
 
 
@@ -29,14 +29,14 @@ def run(folder, combination, steps):
 
 
 def said(run, updates):
-    """Those files, by name, without the flags and the steps of the run that wrote the checkpoint."""
+    """Returns these files by name, without the flags and the steps of the run that wrote the checkpoint."""
     own = ("steps:", *(f"{flag}:" for flag in FLAGS))
     lines = {name: (run / f"checkpoints/{updates}" / name).read_text().splitlines() for name in SAID}
     return {name: [line for line in text if not line.startswith(own)] for name, text in lines.items()}
 
 
 def test_a_run_that_changes_its_combination_at_every_checkpoint(tmp_path):
-    """Its losses, parameters, optimizer, step and position in the data are those of a run that nobody flipped."""
+    """Its losses, parameters, optimizer, step and position in the data equal those of a run without changes."""
     straight = run(tmp_path / "straight", ALL_COMBINATIONS[0], STEPS)
     for leg, combination in enumerate(LEGS, 1):
         flipped = run(tmp_path / "flipped", combination, leg * LEG)

@@ -1,4 +1,4 @@
-"""Processes that are killed and interrupted, and go on."""
+"""Processes that are killed or interrupted, and resumed."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from support import pinned
 
 from trainer.checkpoint import newest
 
-# Real processes. What they do takes long enough to be disturbed, most of it in starting and compiling.
+# Real processes. They run long enough to be interrupted; most of the time is start-up and compilation.
 LONGER = {"steps": 300, "eval_interval": 100, "checkpoint_period": 50}
 WORDS = [f"{key}={value}" for key, value in (SETTINGS | pinned("nnx") | LONGER).items()]
 
@@ -27,14 +27,14 @@ def one_device():
 
 @pytest.fixture(scope="module")
 def killed(one_device, tmp_path_factory):
-    """A folder with the undisturbed run of WORDS, and what the driver said of those that it disturbed."""
+    """A folder with the undisturbed run of WORDS, and the driver's output about the runs that it disturbed."""
     folder, lines = tmp_path_factory.mktemp("rounds"), []
     compared = kill_rounds.rounds(WORDS, 1, 0, folder, lines.append)
     return folder, compared, lines
 
 
 def test_killed_at_a_random_moment(killed):
-    """More rounds are a script's: docs/benchmarks/checkpoints.md."""
+    """A script runs more rounds: docs/benchmarks/checkpoints.md."""
     _, compared, lines = killed
     assert compared >= 1
     assert sum("SIGKILL" in line or "SIGTERM" in line for line in lines) == 1
@@ -56,11 +56,11 @@ def begun(folder):
 
 
 def terminated(process, log):
-    """Sends SIGTERM and gives the output, all within seconds."""
+    """Sends SIGTERM and returns the output. The process must end within seconds."""
     started = time.monotonic()
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 143, log.read_text()
-    assert time.monotonic() - started < 20  # a second or two where the machine is quiet
+    assert time.monotonic() - started < 20  # a second or two on an idle machine
     assert "SIGTERM: saved; the same command continues from here (runs/run-0001)" in log.read_text()
 
 
@@ -69,7 +69,7 @@ def test_sigterm_in_training_and_in_an_evaluation(killed, tmp_path):
     process = begun(tmp_path)
     wait_for("completed step: 12,", log, process)
     code, output = train(tmp_path, "run_name=run-0001", **LONGER)
-    if process.poll() is None:  # it lived all the while
+    if process.poll() is None:  # it was alive all the time
         assert code == 2
         assert "run_name=run-0001: another process is running in runs/run-0001" in output
     terminated(process, log)
@@ -78,7 +78,7 @@ def test_sigterm_in_training_and_in_an_evaluation(killed, tmp_path):
     assert not (run / "finished").exists()
 
     process = begun(tmp_path)
-    wait_for("completed step: 99,", log, process)  # said right before the evaluation, which begins by compiling
+    wait_for("completed step: 99,", log, process)  # printed right before the evaluation, which starts by compiling
     terminated(process, log)
     assert newest(run).name == "100"
     assert not any("eval_loss" in row for row in rows_of(run)), "the signal came after the evaluation"

@@ -1,4 +1,4 @@
-"""The native types are no facade: our steps equal what their own update methods do, bit for bit."""
+"""The native types are real: our steps equal those of their own update methods, bit for bit."""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ FIELDS = ("inputs", "inputs_position", "inputs_segmentation", "row")
 
 
 def native_step(run, state):
-    """A step as the native train state's own library takes it."""
+    """Runs a step with the update method of the native train state's own library."""
     if isinstance(state, nnx.State):
         assert set(state.keys()) == {"model", "optimizer"}
 

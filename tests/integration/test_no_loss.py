@@ -1,4 +1,4 @@
-"""Batches without a token that bears loss, as a run meets them."""
+"""Runs with batches without a loss-bearing token."""
 
 import contextlib
 import json
@@ -37,7 +37,7 @@ SMALL = {
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """run(rows, **keys): the exit code and the output of a run on those rows."""
+    """run(rows, **keys): returns the exit code and the output of a run on those rows."""
     monkeypatch.chdir(tmp_path)
 
     def started(rows, **keys):
@@ -75,7 +75,7 @@ def test_a_batch_without_loss_is_left_out(run, tmp_path):
 
 @pytest.mark.parametrize("on_start", [False, True])
 def test_a_run_that_learned_nothing_stays_refused(run, tmp_path, on_start):
-    """The last rows alone bear loss, and the run ends before it comes to them."""
+    """Only the last rows bear loss, and the run ends before it reaches them."""
     rows, keys = [LONG] * 12 + [SHORT] * 2, {"data_pipeline": "streaming", "enable_checkpointing": True}
     keys["save_checkpoint_on_start"] = on_start
     for _ in range(2):
@@ -96,7 +96,8 @@ def test_a_run_that_learned_nothing_stays_refused(run, tmp_path, on_start):
     ],
 )
 def test_a_run_whose_batches_bear_no_loss_is_stopped(tokens, before, sigterm, stops, monkeypatch):
-    """Of a resumed run other batches may have. At SIGTERM nothing is wrong, and there is nothing to save."""
+    """A resumed run may have such batches, because earlier ones bore loss. After SIGTERM there is no error, and nothing
+    to save."""
     left, saves = iter(tokens), []
 
     def step(leaves, batch):

@@ -1,4 +1,4 @@
-"""trainer.parity as a user runs it: what is equal, where a planted difference is found, mistakes."""
+"""trainer.parity as a user runs it: equal programs, planted differences, errors."""
 
 import dataclasses
 import itertools
@@ -62,7 +62,7 @@ def test_a_planted_difference_is_found_in_its_layer(capsys, monkeypatch):
 
     class WrongMLP(llama2.MLP):
         def __call__(self, *args):
-            # Unrolled, a block is traced once for every layer.
+            # In an unrolled loop, a block is traced once for every layer.
             return super().__call__(*args) * (1.001 if next(layers) == 1 else 1.0)
 
     stacks = [Stack("layers", (Wrong,), 3)]
@@ -88,7 +88,7 @@ def test_a_clip_along_another_axis_is_found(capsys, monkeypatch):
     assert code == 0, out
 
     class Wrong:
-        """As many heads as a head has entries, so that the shapes fit."""
+        """A block with as many heads as a head has entries, so that the shapes fit."""
 
         def __init__(self, layer):
             self.heads, self._layer = layer.heads, layer
@@ -110,7 +110,7 @@ def test_a_clip_along_another_axis_is_found(capsys, monkeypatch):
 
 
 def planted_spikes(config):
-    """A bound without the mean."""
+    """Plants a bound without the mean."""
     rule = skip_spikes(config)
 
     def observe(state, seen):
@@ -121,12 +121,12 @@ def planted_spikes(config):
 
 
 def planted_average(config):
-    """An average with another decay."""
+    """Plants an average with another decay."""
     return averaging(SimpleNamespace(**{**config, "ema_decay": 0.5}))
 
 
-# Faults in an update: the keys of the run, where the fault is planted, and where it shows first. Those that
-# show in LATER do not show in a first update, from moments of zero, at all.
+# Faults in an update: the keys of the run, where the fault is planted, and where it appears first. Faults that appear
+# in LATER have no effect in a first update, whose moments are zero.
 LATER = measure.LATER[0]
 FAULTS = {
     "adamw": ({}, "adamw", {"adam_eps": 1e-4}, "updated parameters"),
@@ -143,7 +143,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_an_update_is_named(capsys, monkeypatch, name):
-    """The last side has the fault. That sides without one have equal bits is a test of its own."""
+    """The last side has the fault. Another test shows that sides without a fault have equal bits."""
     assert FAULTS.keys() >= OPTIMIZERS.keys()
     settings, place, fault, quantity = FAULTS[name]
     of_optimizer = place in OPTIMIZERS
@@ -158,7 +158,7 @@ def test_a_fault_in_an_update_is_named(capsys, monkeypatch, name):
         return (wrong if len(made) == 2 else right)(*args)
 
     def no_model(*args):
-        """Gradients that compile in no time."""
+        """Returns gradients that need almost no compilation."""
         return lambda tree, batch: Gradients(
             jnp.ones(()), {"lm_loss": jnp.ones(())}, jnp.ones((), jnp.int32), {}, jax.tree.map(jnp.sin, tree.params)
         )
@@ -181,7 +181,7 @@ def test_a_fault_in_an_update_is_named(capsys, monkeypatch, name):
     ("method", "first"), [("forward", "loss: lm_loss"), ("backward", "gradients: decoder/decoder_norm/scale")]
 )
 def test_a_lost_tile_is_found(capsys, monkeypatch, method, first):
-    """In the forward pass it changes the loss; in the backward pass gradients alone."""
+    """A fault in the forward pass changes the loss. A fault in the backward pass changes only gradients."""
     original = getattr(tiling._Tiled, f"_{method}")
 
     def losing(self, head, hidden, buffers, target, *grads):
@@ -200,7 +200,7 @@ def test_a_lost_tile_is_found(capsys, monkeypatch, method, first):
 
 
 def test_other_logical_axes_are_a_difference(capsys, monkeypatch):
-    """Between programs of one block; another block's author may have other names."""
+    """This holds between programs of the same block. Another block may have other names."""
     built = []
 
     def build(config, devices):

@@ -1,4 +1,4 @@
-"""Runs of several processes, which end in several ways and go on."""
+"""Runs of several processes, which end in several ways and are resumed."""
 
 import json
 import os
@@ -15,10 +15,10 @@ from trainer.checkpoint import inspect, newest
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
 def test_four_processes_then_two_then_one(tmp_path):
-    """Each goes on from the checkpoint of the one before, and all of it is what one process learns."""
+    """Each run resumes from the checkpoint of the previous one, and together they equal a run of one process."""
     with launched(tmp_path, 4, 1) as (launcher, log):
         wait_for("completed step: 5,", launcher, log)
-        os.kill(process(launcher, 3), signal.SIGTERM)  # a request to one of them is one to all
+        os.kill(process(launcher, 3), signal.SIGTERM)  # a request to one process is a request to all
         assert launcher.wait(60) == 143, log.read_text()
         said = log.read_text()
     assert "4 x cpu, 4 processes" in said
@@ -41,7 +41,7 @@ def test_four_processes_then_two_then_one(tmp_path):
     files[damaged].write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with launched(tmp_path, 2, 2) as (launcher, log):
         assert launcher.wait(60) == 2, log.read_text()
-        # Process 1, whose paths are absolute, names it if the file is in its share.
+        # Process 1, which has absolute paths, reports it if the file is in its share.
         expected = f"runs/run/checkpoints/{done} is damaged: {damaged} is not what was written"
         assert expected in log.read_text(), log.read_text()
     files[damaged].write_bytes(content)
@@ -49,7 +49,7 @@ def test_four_processes_then_two_then_one(tmp_path):
     with launched(tmp_path, 2, 2) as (launcher, log):
         wait_for(f"completed step: {done + 5},", launcher, log)
         until = time.monotonic() + 60
-        while int(newest(tmp_path / "runs/run").name) == done:  # a save goes on beside the steps
+        while int(newest(tmp_path / "runs/run").name) == done:  # a save continues while steps run
             assert time.monotonic() < until, log.read_text()
             time.sleep(0.05)
         started = time.monotonic()
@@ -69,7 +69,7 @@ def test_four_processes_then_two_then_one(tmp_path):
     found, expected = rows_of(tmp_path), rows_of(tmp_path / "straight")
     assert [(row["step"], row.keys()) for row in found] == [(row["step"], row.keys()) for row in expected]
     for name in ("loss", "eval_loss", "grad_norm"):
-        # Sums over processes are taken in another order than within one.
+        # Sums over processes have another order than within one process.
         left, right = ([row[name] for row in rows if name in row] for rows in (found, expected))
         np.testing.assert_allclose(left, right, rtol=1e-5)
     assert [row["tokens"] for row in found if "loss" in row] == [row["tokens"] for row in expected if "loss" in row]

@@ -1,4 +1,4 @@
-"""The README's commands work as they stand."""
+"""The README's commands work without changes."""
 
 import os
 import re
@@ -14,7 +14,7 @@ README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
 def commands():
-    """The lines in fenced blocks that run the trainer. Those of output are marked as text, those of minutes as bash."""
+    """The lines in fenced blocks that run the trainer. Blocks of output are marked text, long commands bash."""
     fence = None
     for line in README.splitlines():
         if line.startswith("```"):
@@ -33,11 +33,12 @@ def test_there_are_commands():
 @pytest.mark.default_combination
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_of_the_readme_runs(command, tmp_path):
-    """With one step on synthetic rows; the last of a key's values wins, so the command's own are checked too."""
+    """Runs with one step on synthetic rows. The last value of a key wins, so the command's own values are checked,
+    too."""
     environment, _, words = command.partition("python -m ")
     module, *args = shlex.split(words)
     variables = dict(word.split("=", 1) for word in shlex.split(environment))
-    # Compiled quickly; CI trains by the README's first command as it stands. Of a flag given twice the last holds.
+    # Compiled quickly. CI runs the README's first command unchanged. If a flag is given twice, the last one counts.
     variables["XLA_FLAGS"] = f"{xla_flags(1)} {variables.get('XLA_FLAGS', '')}"
     if "--help" not in args:
         args += ["dataset_type=synthetic", "steps=1", "eval_interval=-1", f"base_output_directory={tmp_path}"]

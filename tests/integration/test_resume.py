@@ -1,4 +1,4 @@
-"""Runs that are ended, and go on: the same command, or one that differs in what may differ."""
+"""Runs that end and resume, with the same command or with one that differs in allowed keys."""
 
 import itertools
 import json
@@ -22,8 +22,8 @@ from trainer.observe.metrics import METRICS_FILE
 
 
 def assert_close(run, other, updates, rtol):
-    """Sums in another order: the losses agree, and the parameters as far as Adam lets them (it turns the rounding of a
-    gradient near zero into a whole step)."""
+    """Allows sums in another order: losses agree, and parameters agree as far as Adam permits (it turns the rounding of
+    a gradient near zero into a full step)."""
     left, right = ([row["loss"] for row in rows_of(x) if "loss" in row][:updates] for x in (run, other))
     assert len(left) == updates
     np.testing.assert_allclose(left, right, rtol=rtol)
@@ -35,7 +35,7 @@ def assert_close(run, other, updates, rtol):
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """The folder of a run that nobody disturbed, all its checkpoints kept."""
+    """The folder of an undisturbed run with all its checkpoints."""
     folder = tmp_path_factory.mktemp("straight")
     code, output = train(folder)
     assert code == 0, output
@@ -50,7 +50,7 @@ def at(straight, tmp_path):
 def test_the_same_command_goes_on_by_itself(straight, at, tmp_path):
     run = at(30)
     with (run / METRICS_FILE).open("a") as file:
-        file.write('{"step": 60, "lo')  # as a process leaves it that is killed while it writes
+        file.write('{"step": 60, "lo')  # as left by a process that is killed while it writes
     code, output = train(tmp_path)  # run_name is empty
     assert code == 0
     assert f"{RUN} has this configuration and is unfinished: resuming it" in output
@@ -61,7 +61,7 @@ def test_the_same_command_goes_on_by_itself(straight, at, tmp_path):
 
 
 def test_sigterm_within_the_last_evaluation(straight, at, tmp_path, monkeypatch):
-    """All updates are done, and the run is not: the row of that evaluation is still to come."""
+    """All updates are done, but the run is not finished: the row of that evaluation is missing."""
     run = at(50)
 
     def interrupted(*args, **kwargs):
@@ -83,7 +83,7 @@ def test_sigterm_within_the_last_evaluation(straight, at, tmp_path, monkeypatch)
 
 @exact()
 def test_unrolled_layers_and_other_reports(at, tmp_path):
-    """What is compiled in another form, printed, evaluated and kept in other ways learns the same, to the bit."""
+    """A run that is compiled, printed, evaluated and kept differently gives the same bits."""
     run = at(50)
     code, output = train(tmp_path, "run_name=run-0001")
     assert code == 0, output
@@ -201,7 +201,7 @@ def test_without_checkpoints(tmp_path):
 
 
 def events_of(run_dir):
-    """The tags of each event of TensorBoard, sorted."""
+    """Returns the tags of each TensorBoard event, sorted."""
     with (run_dir / EVENTS_FILE).open("rb") as file:
         while head := file.read(12):
             event = Event.FromString(file.read(int.from_bytes(head[:8], "little")))
@@ -249,7 +249,7 @@ def test_a_run_on_one_batch_of_a_scaled_model_goes_on_with_its_metrics_file(tmp_
     assert [row["step"] for row in rows if "learning/loss" in row] == list(range(6))
     assert [row["step"] for row in rows if "eval/avg_loss" in row] == [3, 5]
     losses = [row["learning/loss"] for row in rows if "learning/loss" in row]
-    assert losses == sorted(losses, reverse=True)  # of one batch, without dropout
+    assert losses == sorted(losses, reverse=True)  # the same batch every time, without dropout
 
 
 def test_checkpoints_that_cannot_be_written_are_told_before_training(tmp_path):
@@ -264,7 +264,7 @@ def test_checkpoints_that_cannot_be_written_are_told_before_training(tmp_path):
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """Makes the loss of one step's batch wrong, by `wrong(loss)`."""
+    """Changes the loss of one step's batch by `wrong(loss)`."""
 
     def poison(step, wrong):
         from trainer.config import load
@@ -316,7 +316,7 @@ def test_a_step_that_is_not_finite(at, tmp_path, poisoned, key, other, value, wr
 
 
 def test_an_update_that_is_not_finite(tmp_path):
-    """Tokens that a batch lacks have moments of zero, of which Adam without epsilon makes 0 / 0."""
+    """Tokens that are not in a batch have moments of zero. Without epsilon, Adam computes 0 / 0 for them."""
     settings = {"adam_eps": 0, "logits_via_embedding": False, "steps": 3, "checkpoint_period": 1, "eval_interval": -1}
     code, output = train(tmp_path, **settings)
     assert code == 1

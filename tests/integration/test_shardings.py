@@ -1,4 +1,4 @@
-"""`python -m trainer.shardings`: the table, as text, as JSON and side by side; and that it tells the truth."""
+"""`python -m trainer.shardings`: the table as text, as JSON and side by side, and that it is correct."""
 
 import json
 from pathlib import Path
@@ -60,10 +60,10 @@ def test_rows_and_totals_are_the_arithmetic_of_the_mesh(capsys):
     assert rows["step"]["replicated"] == 1 - 1 / 8
     assert rows["params/decoder/layers/mlp/wo/kernel"]["spec"] == [[], ["tensor"], ["fsdp"]]
     totals = found["totals"]
-    # Attention, MLP and norms of two blocks, the table, the last norm.
+    # Attention, MLP and norms of two blocks, the embedding table, the final norm.
     assert totals["parameters"] == 2 * (2 * 16 * 8 * (4 + 2) + 3 * 16 * 32 + 2 * 16) + 64 * 16 + 16
     assert totals["parameters_bytes"] == totals["gradients_bytes"] == 4 * totals["parameters"]
-    assert totals["optimizer_bytes"] == 2 * totals["parameters_bytes"] + 2 * 4  # moments, and two counts
+    assert totals["optimizer_bytes"] == 2 * totals["parameters_bytes"] + 2 * 4  # moments and two counts
     assert all(type(value) is int for value in totals.values())
 
 
@@ -101,7 +101,7 @@ def test_two_configurations_beside_each_other(capsys):
         ["shard_optimizer_over_data", "false", "true"],
     ]
     assert any(line.startswith("opt_state/1/0/mu/") and line.endswith("absent") for line in lines)
-    assert lines[-1].startswith("1 of ")  # the step
+    assert lines[-1].startswith("1 of ")  # the step is equal
 
 
 def test_two_meshes_beside_each_other(capsys):
@@ -117,7 +117,7 @@ def test_two_meshes_beside_each_other(capsys):
 
 
 def test_nothing_is_allocated_or_compiled(capsys, monkeypatch):
-    """A model of terabytes, which fits no machine."""
+    """A model of terabytes, which fits on no machine."""
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *args, **options: pytest.fail("compiled"))
     sizes = {"base_emb_dim": 65536, "base_mlp_dim": 262144, "base_num_decoder_layers": 1000}
     out = printed(capsys, *arguments(ALL_COMBINATIONS[0], **MESH | sizes))
@@ -143,7 +143,7 @@ def test_a_layout_that_leaves_much_whole_is_refused():
 
 
 def test_a_kernel_and_a_bias_that_disagree_are_named(capsys, monkeypatch):
-    """Those of a block of one's own, whose kernels have names and whose biases have none; also under Zero-1."""
+    """A user's block whose kernels have axis names and whose biases have none; also under Zero-1."""
 
     def outputs(name, axis):
         return f"[{name}] are split by [{axis}], the bias [-] by [-]; give the bias the axis names of the outputs"

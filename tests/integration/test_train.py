@@ -1,4 +1,4 @@
-"""`python -m trainer.train` as a person runs it."""
+"""`python -m trainer.train` as a user runs it."""
 
 import gzip
 import importlib
@@ -45,7 +45,7 @@ MAXTEXT_LINE = re.compile(
     r"^completed step: \d+, seconds: \d+\.\d{3}, TFLOP/s/device: \d+\.\d{3}, Tokens/s/device: \d+\.\d{3}, "
     r"total_weights: \d+, loss: \d+\.\d{3}, lm_loss: \d+\.\d{3}, perplexity: \d+\.\d{3}(, |$)"
 )
-# A real run on text, small enough for the suite. CI trains on the sources of Python by the README's first command.
+# A real run on text, small enough for the suite. CI trains on the sources of Python with the README's first command.
 TEXT = (
     TINY
     | pinned("nnx")
@@ -66,7 +66,7 @@ TEXT = (
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """The keys of a text, sources of this project, and of where it is prepared."""
+    """The keys for a text, made of sources of this project, and for the folder of its prepared data."""
     folder = tmp_path_factory.mktemp("corpus")
     sources = sorted(SOURCES.glob("*.py"))
     write_records(folder / "sources.jsonl", "jsonl", [{"text": source.read_text()} for source in sources])
@@ -85,7 +85,7 @@ def rows_of(run_dir: Path) -> tuple[list[dict], list[dict]]:
 
 
 def steps_of_profile(run_dir: Path) -> list[int]:
-    """The steps that the run's only trace names; beside it is a profile of the memory, compressed."""
+    """Returns the steps in the run's only trace, which comes with a compressed memory profile."""
     (place,) = (run_dir / "tensorboard" / "plugins" / "profile").iterdir()
     assert gzip.decompress((place / "memory.prof").read_bytes())
     (trace,) = place.glob("*.xplane.pb")
@@ -117,16 +117,16 @@ def test_a_run_on_text_from_any_folder_without_a_yml(tmp_path, corpus):
     assert "bits per byte" in done.stdout
     assert "training a BPE" in done.stdout
 
-    # Beside the arrays of the last checkpoint lies what they are of.
+    # The last checkpoint has sidecar metadata next to its arrays.
     beside = run_dir / "checkpoints" / "12" / "run"
     assert (beside / "config.yml").read_text() == (run_dir / "config.yml").read_text()
     assert json.loads((beside / "tokenizer" / "tokenizer.json").read_text())["model"]["type"] == "BPE"
 
-    # The resolved configuration says everything; it runs again as it is, on the prepared data, with the same losses.
+    # The resolved configuration is complete: it runs again unchanged, on the prepared data, with the same losses.
     resolved = yaml.safe_load((run_dir / "config.yml").read_text())
     assert resolved["dtype"] == "float32"
     assert set(schema().keys) - set(resolved) == {"run_name", *PROCESSES}
-    # A profile of some steps changes nothing.
+    # Profiling some steps changes nothing.
     profiled = ["profiler=xplane", "skip_first_n_steps_for_profiler=2", "profiler_steps=3"]
     again = run_module(str(run_dir / "config.yml"), *profiled, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
@@ -192,7 +192,7 @@ def test_a_prompt_that_fills_the_row_is_refused_before_training(tmp_path, corpus
 
 
 class Recording:
-    """A configuration that remembers which keys were asked for."""
+    """A configuration that records which keys were read."""
 
     def __init__(self, config, seen):
         self.__dict__.update(_config=config, _seen=seen)
@@ -210,7 +210,7 @@ class Recording:
         return iter(self._config)
 
 
-# Keys that have done their work when a run begins.
+# Keys that are used only before a run begins.
 READ_BY_LOADING = {
     "model_name": "chooses a preset while the configuration is loaded",
     "global_parameter_scale": "applied while the configuration is loaded",
@@ -225,7 +225,7 @@ READ_BY_LOADING = {
 
 
 def other_sources(folder: Path) -> list[list[str]]:
-    """Command lines of the other kinds of data, with what they name."""
+    """Returns command lines for the other kinds of data, and makes the files that they name."""
     import datasets
 
     write_tfds(folder / "tfds")
@@ -250,7 +250,7 @@ def test_every_key_is_read(tmp_path, monkeypatch, corpus):
     resolve = module.resolve
     monkeypatch.setattr(module, "resolve", lambda *args, **kwargs: Recording(resolve(*args, **kwargs), seen))
     for user in ("trainer.train", "trainer.training.loop"):
-        monkeypatch.setattr(f"{user}.to_yaml", lambda config: "")  # writes every key out; that is not reading it
+        monkeypatch.setattr(f"{user}.to_yaml", lambda config: "")  # writing all keys does not count as reading them
     common = TEXT | pinned("nnx") | {"steps": 1, "per_device_batch_size": 1, "eval_interval": 1}
     common |= corpus | {"lr_schedule_type": "wsd"}
     common |= {"attention_type": "local_sliding", "sliding_window_size": 8, "use_qk_clip": True, "mtp_num_layers": 1}

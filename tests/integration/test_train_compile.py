@@ -1,4 +1,4 @@
-"""`python -m trainer.train_compile` as a person runs it, and `trainer.train` with what it made."""
+"""`python -m trainer.train_compile` as a user runs it, and `trainer.train` with its output."""
 
 import importlib.util
 import json
@@ -54,7 +54,7 @@ def losses(folder, *args):
 def test_train_takes_the_step_that_another_process_compiled(tmp_path, monkeypatch, capsys):
     step, report = tmp_path / "step", tmp_path / "below" / "report.json"
     written = {"compile_topology": "cpu-8", "compiled_trainstep_file": step, "compile_report_file": report}
-    # Compiled as this process compiles: the losses are compared in every bit.
+    # Compiled with this process's options, because losses are compared bit by bit.
     done = train_compile(*arguments("nnx", **STEPS, **written), cwd=tmp_path, flags=xla_flags(8))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("cpu-8: 8 x cpu, fsdp 8\n")
@@ -89,7 +89,7 @@ def test_a_step_that_does_not_fit_is_a_report(tmp_path):
     report = json.loads((tmp_path / "report.json").read_text())
     assert done.returncode == 3
     assert done.stderr.startswith("error: does not fit: it needs ")
-    assert len(done.stderr.splitlines()) == 1  # nothing of libtpu's
+    assert len(done.stderr.splitlines()) == 1  # no output of libtpu
     assert not report["fits"]
     assert report["missing_bytes"] == report["peak_bytes"] - report["hbm_bytes"] > 0
     assert report["largest_buffers"][0]["shape"].endswith("[4096,256,32000]")
@@ -101,7 +101,7 @@ def test_a_step_that_does_not_fit_is_a_report(tmp_path):
 @needs_libtpu
 @pytest.mark.parametrize("size", ["base_emb_dim", "base_mlp_dim", "vocab_size"])
 def test_a_step_out_of_all_proportion_is_not_compiled(size):
-    """libtpu would take minutes."""
+    """libtpu would take minutes to compile it."""
     sizes = {"base_emb_dim": 512, size: 2147483640}
     config = load(arguments("nnx", compile_topology="v5e-8", ici_fsdp_parallelism=8, **sizes)).config
     with pytest.raises(UserError, match=r"at least .* on each of 8 devices with 16\.9 GB"):
@@ -110,7 +110,7 @@ def test_a_step_out_of_all_proportion_is_not_compiled(size):
 
 @needs_libtpu
 def test_the_step_of_every_train_state_is_the_same_program_for_a_tpu():
-    """As on a CPU (test_five_combinations.py), with the fused kernel; so the tests below compile one."""
+    """As on a CPU (test_five_combinations.py), but with the fused kernel. So the tests below compile only one."""
 
     def text(combination):
         config = load(arguments(combination, **TPU)).config
@@ -124,13 +124,13 @@ def test_the_step_of_every_train_state_is_the_same_program_for_a_tpu():
         assert text(combination) == expected, combination
 
 
-# As many as no other array has.
+# A number that no other axis has.
 HEADS = {"base_num_query_heads": 6, "base_num_kv_heads": 3}
 
 
 @pytest.fixture(scope="module")
 def on_two_slices():
-    """The step on two slices of four chips: its run, the compiled step and the report."""
+    """Returns the step on two slices of four chips: its run, the compiled step and the report."""
     sizes = {"per_device_batch_size": 2, **HEADS}
     slices = {"compile_topology_num_slices": 2, "dcn_data_parallelism": 2}
     config = load(arguments("nnx", **TPU | sizes | slices)).config
@@ -139,7 +139,7 @@ def on_two_slices():
 
 @needs_libtpu
 def test_the_step_compiles_for_a_tpu(on_two_slices):
-    """A fused kernel, and no copy of all layers in bfloat16."""
+    """The program has a fused kernel, and no copy of all layers in bfloat16."""
     run, compiled, report = on_two_slices
     assert (run.config.dtype, run.config.attention) == ("bfloat16", "splash")
     assert (report.devices, dict(report.mesh), report.fits) == (8, {"data": 2, "fsdp": 4}, True)
@@ -147,31 +147,31 @@ def test_the_step_compiles_for_a_tpu(on_two_slices):
     assert report.estimate.dcn_seconds > 0
     memory = report.memory
     assert memory.peak == memory.arguments + memory.outputs - memory.aliased + memory.temporaries
-    # The names by which the report knows a copy of the state begin like those of the program's arguments.
+    # The report recognizes a copy of the state by the prefixes of the argument names.
     entry = compiled.as_text().partition("\nENTRY ")[2]
     named = re.findall(r" parameter\(\d+\),.*op_name=\"([^\"]*)\"", entry)
     assert sum(name.startswith(STATE) for name in named) == len(jax.tree.leaves(run.abstract_args()[0]))
-    assert report.gradients_reduced_in == ["bf16", "f32"]  # whatever grad_dtype is, and the report says so
+    assert report.gradients_reduced_in == ["bf16", "f32"]  # independent of grad_dtype, and the report says so
     reduced = [line.strip() for line in report_text(report).splitlines() if "gradients are reduced" in line]
     assert reduced == [
         "gradients are reduced in bf16 and f32; bf16 instead of grad_dtype=float32 where their operands are in bf16"
     ]
     assert "tpu_custom_call" in compiled.as_text()
-    assert "f32[3,64,512]" in compiled.as_text()  # wi_0 and wi_1 of all layers, as each device holds them
+    assert "f32[3,64,512]" in compiled.as_text()  # wi_0 and wi_1 of all layers, sharded
     assert "bf16[3,64,512]" not in compiled.as_text()
 
 
 @needs_libtpu
 def test_a_tpu_neither_pads_gradients_nor_copies_heads_into_another_order(on_two_slices):
-    """64 columns would be padded to 128: the gradients of wo, as the weights themselves, lie the other way around.
+    """64 columns would be padded to 128. So the gradients of wo, like the weights, are stored transposed.
 
-    What the kernel of attention reads and writes, heads first, is what products with weights read and write. But for
-    the gradient of queries, which the kernel gives in float32: the compiler turns that for the rotation.
+    The attention kernel reads and writes arrays with heads first, and products with weights use the same order. The
+    only exception is the query gradient, which the kernel returns in float32: the compiler transposes it for RoPE.
     """
     text = on_two_slices[1].as_text()
     assert "f32[3,512,64]{1,2,0" in text
     padded = re.findall(r"f32\[3,512,64\]\{2,1,0[^}]*", text)
-    assert [layout for layout in padded if "S(1)" not in layout] == []  # S(1): on the chip, not in its HBM
+    assert [layout for layout in padded if "S(1)" not in layout] == []  # S(1): in VMEM, not in HBM
     found = re.findall(r"= bf16\[([\d,]+)\]\S* copy\(", text)
     copies = [tuple(map(int, dims.split(","))) for dims in found]
     for count in HEADS.values():

@@ -1,4 +1,4 @@
-"""Zero-1 in the compiled step: what it holds on a device, what it sends, and that it learns the same."""
+"""Zero-1 in the compiled step: its memory per device, its collectives, and that it trains to the same values."""
 
 import functools
 import math
@@ -30,7 +30,7 @@ def compiled(combination=ALL_COMBINATIONS[0], **overrides):
 
 
 def state_bytes(run):
-    """(bytes on a device, bytes in all, names that lie whole) of parameters and optimizer."""
+    """Returns (bytes per device, total bytes, names of replicated arrays) of parameters and optimizer state."""
     trees = (tensors(run.model, run.abstract_state), run.abstract_state, run.state_shardings)
     here = total = 0
     whole = []
@@ -43,13 +43,14 @@ def state_bytes(run):
 
 
 def batch_bytes(run):
-    """Of what the step reads on a device; a row's index is for dropout, which is off here."""
+    """Returns the bytes of the batch that the step reads on a device. Row indices are for dropout, which is off
+    here."""
     args = [leaf for name, leaf in run.abstract_args()[1].items() if name != "row"]
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in args)
 
 
 def collectives(program, kind):
-    """(shape, or shapes where several are combined, and the computation) of every collective of a kind."""
+    """Returns (shape, or shapes if several are combined; the computation) of every collective of a kind."""
     found, computation = [], ""
     for line in program.as_text().splitlines():
         if line.startswith(("%", "ENTRY")):
@@ -63,11 +64,11 @@ def test_a_device_holds_its_part_of_parameters_and_optimizer():
     for overrides, parts in (({}, 1), ({"shard_optimizer_over_data": True}, 8)):
         run, program = compiled(**overrides)
         here, total, whole = state_bytes(run)
-        counts = ["step", "opt_state/1/0/count", "opt_state/1/2/count"]  # of steps, Adam's and the schedule's
+        counts = ["step", "opt_state/1/0/count", "opt_state/1/2/count"]  # of steps, of Adam and of the schedule
         held_whole = 4 * len(counts)
         assert here == (total - held_whole) // parts + held_whole
         assert (sorted(whole) == sorted(counts)) or parts == 1
-        # The program is given exactly that, and gives it back in the same place.
+        # The program takes exactly this as arguments and returns it in the same memory.
         memory = program.memory_analysis()
         assert memory.argument_size_in_bytes == here + batch_bytes(run)
         assert memory.alias_size_in_bytes >= here - held_whole
@@ -82,11 +83,11 @@ def test_parameters_are_gathered_once_outside_of_every_loop(microbatches):
     found = collectives(program, "all-gather")
     assert sorted(shape for shape, _ in found) == sorted(shapes)
     assert {computation for _, computation in found} == {"ENTRY"}
-    assert collectives(program, "all-reduce")  # of the gradients: the search finds what there is
+    assert collectives(program, "all-reduce")  # of gradients; shows that the search finds collectives
 
 
 def update_program(**overrides):
-    """The run, and the compiled update of its optimizer alone."""
+    """Returns the run, and the compiled update of only its optimizer."""
     run = build(load(arguments(ALL_COMBINATIONS[0], **DATA, **overrides)).config, jax.devices())
     tree = run.codec.unpack(run.abstract_args()[0])
 
@@ -102,7 +103,7 @@ def test_muons_matrices_stay_whole_on_a_device_and_are_not_gathered():
     zero1 = {"opt_type": "muon", "shard_optimizer_over_data": True}
     run, program = update_program(**zero1, base_num_decoder_layers=8)
     found = {(collective.kind, collective.size) for collective in analyze(program.as_text(), run.mesh).collectives}
-    assert found == {("all-reduce", 4)}  # scalars: the norm of all gradients
+    assert found == {("all-reduce", 4)}  # scalars: the global gradient norm
     _, _, whole = state_bytes(run)
     assert not [name for name in whole if name.endswith("kernel")]
 
@@ -117,7 +118,7 @@ def test_plain_data_parallelism_gathers_nothing():
 
 @functools.cache
 def trained(combination=ALL_COMBINATIONS[0], **overrides):
-    """Losses and gradient norms of three SGD steps, and the parameters after them."""
+    """Returns losses and gradient norms of three SGD steps, and the parameters after them."""
     run, program = compiled(combination, **SGD, **overrides)
     init = jax.jit(run.codec.init, out_shardings=run.state_shardings).lower(seed_key(0)).compile()
     state, rows = init(seed_key(0)), []
@@ -132,14 +133,14 @@ def test_it_learns_what_data_parallelism_learns(combination):
     rows, params = trained()
     split_rows, split_params = trained(combination, shard_optimizer_over_data=True)
     np.testing.assert_allclose(split_rows, rows, rtol=1e-6)
-    # Sums over devices in another order.
+    # Sums over devices have another order.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), split_params, params)
 
 
 def test_a_tpu_gathers_the_matrices_of_a_small_model_in_the_dtype_of_the_products(monkeypatch):
-    """Compiled ahead of time: the cast goes before the gather, which so sends half of what float32 would.
+    """Compiled ahead of time: the cast comes before the all-gather, which therefore sends half the bytes of float32.
 
-    The compiler decides that; larger matrices it gathers in float32 (docs/benchmarks/sharding.md).
+    The compiler decides this. It all-gathers larger matrices in float32 (docs/benchmarks/sharding.md).
     """
     pytest.importorskip("libtpu", reason="there is no libtpu but for Linux on x86-64")
     from jax.experimental import topologies
