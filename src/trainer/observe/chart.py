@@ -11,6 +11,7 @@ from trainer.observe.series import Point, Series
 
 _WIDTH, _HEIGHT = 560, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 12, 30
+_FEW = 30  # points of a line that are drawn as dots too
 COLOURS = 6  # the classes c0, c1, ... of the page's style
 
 
@@ -32,13 +33,12 @@ def line_chart(title: str, lines: Sequence[Line], unit: str = "", scale: float =
     drawn = [mark for number, line in enumerate(lines) for mark in _marked(axes, line.marks, f"c{number % COLOURS}")]
     for number, found in enumerate(parts):
         for part in found:
-            path = " ".join(f"{axes.x(x):.1f},{axes.y(y):.1f}" for x, y in part)
+            places = [(f"{axes.x(x):.1f}", f"{axes.y(y):.1f}") for x, y in part]
             colour = f"c{number % COLOURS}"
-            if len(part) == 1:
-                x, _, y = path.partition(",")
-                drawn.append(f'<circle class="{colour}" cx="{x}" cy="{y}" r="2.5"/>')
-            else:
-                drawn.append(f'<polyline class="{colour}" points="{path}"/>')
+            if len(part) > 1:
+                drawn.append(f'<polyline class="{colour}" points="{" ".join(map(",".join, places))}"/>')
+            if len(part) <= _FEW:
+                drawn += [f'<circle class="{colour}" cx="{x}" cy="{y}" r="2.5"/>' for x, y in places]
     values = sum(line.series.count for line in lines)
     thinned = [f"{len(points):,} of {values:,} points"] if any(line.series.thinned for line in lines) else []
     return _figure(title, ", ".join(filter(None, [unit, *thinned])), axes.drawn("step") + drawn)

@@ -50,20 +50,20 @@ _COMPUTED = "computed from the other keys and the devices"
 def report_html(runs: Sequence[Record]) -> str:
     """The page on `runs`, without links to other files."""
     title = " and ".join(run.name for run in runs)
-    heads = [_name(number, run) for number, run in enumerate(runs)]
+    alone, heads = len(runs) == 1, [_name(number, run) for number, run in enumerate(runs)]
     charts = [line_chart(name, _lines(runs, field), unit, scale) for name, field, unit, scale in _CHARTS]
     charts.append(histogram("Step time", [run.step_times for run in runs], "seconds"))
     parts = [
         f"<h1>{html.escape(title)}</h1>",
-        _table(["", *heads], _summary(runs)),
+        _table([] if alone else ["", *heads], _summary(runs)),
         '<h2>Training</h2><div class="charts">' + "".join(charts) + "</div>",
         *(
             _section(name, [line_chart(field, _lines(runs, field)) for field in found])
             for name, found in _grouped(runs).items()
         ),
         _notes(runs),
-        *(part(run, len(runs) == 1) for part in (_samples, _starts, _sharding) for run in runs),
-        _settings(runs, heads),
+        *(part(run, alone) for part in (_samples, _starts, _sharding) for run in runs),
+        _settings(runs, ["value"] if alone else heads),
     ]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -184,4 +184,5 @@ def _name(number: int, run: Record) -> str:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "wide") -> str:
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="{kind}"><table><tr>{"".join(f"<th>{cell}</th>" for cell in head)}</tr>{body}</table></div>'
+    first = f"<tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr>" if head else ""
+    return f'<div class="{kind}"><table>{first}{body}</table></div>'

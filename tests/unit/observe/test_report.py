@@ -111,7 +111,10 @@ def line(values, **more):
 
 def test_a_line_breaks_where_a_number_is_not_finite():
     (part,) = points(line_chart("x", [line([1.0, 2.0, math.nan, 2.0, math.inf])]))
-    assert len(part) == 2, "the other part is one point, a circle"
+    assert len(part) == 2, "the other part is one point"
+    svg = line_chart("x", [line([1.0, math.nan, 2.0, 3.0])])
+    assert len(re.findall(r'<circle class="c0" cx="[\d.]+" cy="[\d.]+"', svg)) == 3, "few points are dots too"
+    assert "<circle" not in line_chart("x", [line(range(31))])
     assert line_chart("x", [line([math.nan])]) == ""
 
 
