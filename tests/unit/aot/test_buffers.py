@@ -1,4 +1,4 @@
-"""What a compilation writes down, and who holds memory."""
+"""The files that a compilation dumps, and the buffers found in them."""
 
 import math
 
@@ -34,7 +34,7 @@ def test_one_device_needs_no_partitioning(tmp_path):
 
 
 def test_what_a_cache_holds_is_compiled_all_the_same(tmp_path):
-    """Of a program that comes from JAX's cache nobody says who holds memory."""
+    """For a program from JAX's cache the compiler dumps no buffers."""
 
     def texts(folder):
         jax.jit(lambda x: x * 3 + 1).lower(1.0).compile(compiler_options=dump.options(folder))
@@ -79,7 +79,7 @@ def test_kinds_of_temporaries(step, parameters):
     rows = step.run.rows // 8
     config = step.run.config
     inputs = config.base_num_decoder_layers * rows * config.max_target_length * config.base_emb_dim * 4
-    assert kinds[buffers.SAVED] >= inputs  # each block's input, for the backward pass to start from
+    assert kinds[buffers.SAVED] >= inputs  # each block's input, which the backward pass reads
     blocks = sum(leaf.bytes for leaf in parameters if len(leaf.dims) > 2)
     assert 0 < kinds[buffers.GRADIENTS] <= 2 * sum(leaf.bytes for leaf in parameters)
     assert blocks / 2 < kinds[buffers.GRADIENTS]
@@ -134,7 +134,7 @@ def test_kinds_are_told_by_what_made_a_buffer():
         "grad": (128, buffers.GRADIENTS),
         "work": (64, buffers.OTHER),
     }
-    # While the forward pass runs, its values are nothing special.
+    # During the forward pass, its values are of no special kind.
     forward = buffers.temporaries(texts._replace(live_range=LIVE_RANGE.replace("4:work", "4:saved")), [(4, 8)])
     assert {b.name: b.kind for b in forward}["saved"] == buffers.OTHER
 
@@ -147,9 +147,9 @@ def test_a_copy_of_the_state_is_one_in_nnx_and_in_linen(argument):
 
 
 def test_the_arguments_of_a_compiled_step_have_names_of_these_kinds():
-    """Of that combination whose state is furthest from the one above."""
+    """Tests the combination whose state differs most from the one above."""
     run = build(tiny_config(ALL_COMBINATIONS[-1], base_num_decoder_layers=1), jax.devices()[:1])
-    with dump.uncached():  # a cache gives the names of whichever combination compiled this program first
+    with dump.uncached():  # a cached program has the names of the combination that compiled it first
         module = parse(run.step.lower(*run.abstract_args()).compile().as_text())
     names = [made.op_name for made in module.computations[module.entry] if made.opcode == "parameter"]
     of_state = [name for name in names if name.startswith(buffers.STATE)]

@@ -32,7 +32,7 @@ def test_figures_are_in_a_plausible_range(name):
 
 
 # As published, in the publisher's units, per chip: TFLOP/s of bf16, of int8 (tpu7x: fp8), HBM in GB, GB/s of HBM, GB/s
-# of ICI in both directions together, and Gbit/s of the data center's network. The sources are in aot/chips.py.
+# of ICI in both directions together, and Gbit/s of the data center network. The sources are in aot/chips.py.
 PUBLISHED = {
     "v4": (275, 275, 32, 1200, 600, 50),
     "v5e": (197, 393, 16, 819, 400, 2 * 100 / 8),
@@ -54,7 +54,7 @@ def test_figures_are_the_published_ones(name):
     assert chip.dcn_bandwidth == network * 1e9 / 8
     assert chip.torus == TORI[name] == len(GENERATIONS[name].shapes[0].split("x"))
     assert chip.devices == GENERATIONS[name].devices_per_chip
-    # What libtpu hands out is up to 3 % less than is built in; a "GB" there is a GiB, and v5p's 95 are 96 less some.
+    # libtpu provides up to 3 % less than the physical memory; a published "GB" is a GiB, and v5p has 96 instead of 95.
     assert 0.97 * capacity < chip.hbm_bytes * chip.devices / GIB <= 1.01 * capacity
 
 
@@ -88,7 +88,7 @@ def test_devices_of_one_chip_share_it():
 
 
 def test_between_slices_each_device_sends_its_share():
-    """16 devices on 2 slices: 8 within each, which move 7/8 of the array; then an eighth goes to the other slice."""
+    """16 devices on 2 slices: 8 in each slice, which send 7/8 of the array; then an eighth goes to the other slice."""
     gather = estimate(cost(collectives=[collective(slices=2)]), V5E, devices=16, slices=2)
     assert gather.ici_seconds == pytest.approx(10 * 16_000 * 7 / 8 / 200e9)
     assert gather.dcn_seconds == pytest.approx(10 * 16_000 / 8 / 2 / 3.125e9)

@@ -1,4 +1,4 @@
-"""Collectives: groups in each of HLO's forms, mesh axes, counts under loops, bytes on a ring."""
+"""Collectives: groups in each of HLO's forms, mesh axes, counts in loops, bytes on a ring."""
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ def test_groups_in_each_form(text, groups):
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    """Three rounds of collectives on a mesh of 2 x 2 x 2, and one reduction after them."""
+    """A program with three rounds of collectives on a mesh of 2 x 2 x 2, and one reduction after them."""
     mesh = Mesh(np.array(jax.devices()).reshape(tuple(AXES.values())), tuple(AXES))
 
     def body(x, _):
@@ -114,7 +114,7 @@ def test_a_mapping_or_nothing_serves_as_a_mesh(program):
 
 
 def test_collectives_in_nested_loops_multiply(tmp_path):
-    """One at each depth of loops of 2, 3 and 5 rounds, counted before and after the compiler's optimizations."""
+    """One collective at each depth of loops of 2, 3 and 5 rounds, counted before and after XLA's optimizations."""
     mesh = Mesh(np.array(jax.devices()), ("fsdp",))
 
     def exchanged(x, places):
@@ -153,7 +153,7 @@ def test_of_equal_collectives_in_a_computation_one_is_counted():
 
 
 def test_collectives_of_a_step_are_the_same_before_and_after_optimization(step):
-    """On CPU, where the optimized module has each of them once."""
+    """On CPU, where the optimized module contains each of them once."""
 
     def sums(text):
         totals: dict[tuple[str, tuple[str, ...]], float] = {}

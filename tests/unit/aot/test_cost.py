@@ -1,4 +1,4 @@
-"""Counts of a step: against XLA's own where it counts the same, against closed forms, and on a TPU's program."""
+"""Counts of a step: compared with XLA's own where both count alike, with closed forms, and on a TPU program."""
 
 import json
 from pathlib import Path
@@ -62,7 +62,7 @@ VMEM = """ENTRY %main (a: f32[1024]) -> f32[1024] {
 
 
 def test_main_memory_is_touched_where_arrays_lie_in_it():
-    """Copied in: once there and once here. The sum: three times here. The result: read here, written there."""
+    """The copy in: one access on each side. The sum: three accesses here. The result: read here, written there."""
     cost = analyze(VMEM)
     assert cost.bytes_accessed == 7 * 4096
     assert cost.hbm_bytes == 2 * 4096
@@ -110,7 +110,7 @@ def test_the_rolled_counts_of_a_step_are_xlas(step):
 
 
 def test_a_step_multiplies_matrices_as_the_closed_form_says(step):
-    """Rematerialization adds the blocks' forward pass, but for the last product, which no backward pass reads."""
+    """Rematerialization adds the blocks' forward pass, except for the last product, which no backward pass reads."""
     config = step.run.config
     tokens = step.run.rows * config.max_target_length / 8
     head = 2 * config.base_emb_dim * config.vocab_size
@@ -130,7 +130,7 @@ def test_an_unrolled_step_multiplies_as_much_as_a_scanned_one(step):
 
 
 def test_a_tpus_program_with_its_kernels():
-    """data/write_v5e_scan.py: four rows on four devices, so one row on each."""
+    """The program of data/write_v5e_scan.py: four rows on four devices, one row on each."""
     layers, length, heads, head_dim, width = 3, 1024, 2, 128, 256
     product = 2 * length * width * heads * head_dim
     # Visited blocks: 1, 1, 2, 2 of 256 x 512; 2, 2, 1, 1 of 512 x 256; 1, 2 of 512 x 512. Products in a block: 2, 4, 3.
@@ -139,9 +139,9 @@ def test_a_tpus_program_with_its_kernels():
     cost = analyze((DATA / "v5e_scan.hlo").read_text(), mesh, (DATA / "v5e_scan_partitioned.hlo").read_text())
     assert cost.matmul_flops == {"bf16": layers * (6 * product + kernels)}
     assert cost.notes == ()
-    # XLA's analysis gave 809859072 for this program: one layer, and nothing for the kernels.
+    # XLA's analysis gives 809859072 for this program: one layer, and nothing for the kernels.
     assert cost.rolled_flops - kernels == pytest.approx(809859072, rel=0.001)
-    # Part of the arrays lie in the chip's VMEM.
+    # Some of the arrays are in the chip's VMEM.
     assert 0.2 * cost.bytes_accessed < cost.hbm_bytes < 0.8 * cost.bytes_accessed
     gathered = [c for c in cost.collectives if c.kind == "all-gather"]
     assert [(c.axes, c.dtype, c.size, c.count) for c in gathered] == [

@@ -1,4 +1,4 @@
-"""A compiled step in a file: what it was made of is compared before it runs."""
+"""A compiled step in a file: everything that it depends on is compared before it runs."""
 
 import ast
 import copy
@@ -20,7 +20,7 @@ from trainer.config.step_keys import step_keys
 from trainer.runtime.place import place
 from trainer.training import build
 
-# They make the configuration, whose values are in the key themselves.
+# These files make the configuration, and its values are part of the key.
 READS_BASE_YML = ("schema.py", "values.py")
 
 
@@ -70,7 +70,7 @@ def test_what_differs_is_named(step, file, origin):
     assert message.startswith(f"compiled_trainstep_file={file} contains a different step (file -> run):")
     assert "\n  scan_layers: true -> false\n  learning_rate: 0.006 -> 0.5\n  device number: 8 -> 4\n" in message
     assert f"\n  version jax: {jax.__version__} -> 0.0.1\ncompile again" in message
-    assert "argument" not in message  # they follow from the rest
+    assert "argument" not in message  # arguments follow from the rest
 
 
 def test_a_slice_of_another_shape_is_another_topology(step, file, origin):
@@ -117,7 +117,7 @@ def test_another_setting_of_jax_is_named(step, file, origin):
 
 
 def test_the_key_is_of_the_checkout_that_runs(monkeypatch, tmp_path):
-    """A changed file counts if the step is made of it, and no other."""
+    """A changed file matters only if the step depends on it."""
     copied = tmp_path / "trainer"
     shutil.copytree(SOURCE, copied, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(executable.trainer, "__file__", str(copied / "__init__.py"))
@@ -130,17 +130,17 @@ def test_the_key_is_of_the_checkout_that_runs(monkeypatch, tmp_path):
         (copied / name).write_text(text)
         return changed
 
-    # The registry names the second by a string; it goes when Linen does.
+    # The registry names the second file by a string. It is deleted with Linen.
     for name in ("training/step.py", *(["linen/stack.py"] if (copied / "linen").exists() else [])):
         assert after_a_change_of(name) != before, name
     for name in ("training/loop.py", "data/packing.py"):
         assert after_a_change_of(name) == before, name
 
 
-# The first and the last, so one of each module system.
+# The first and the last combination: one of each module system.
 @pytest.mark.parametrize("combination", sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]}))
 def test_whatever_runs_while_a_step_is_traced_is_in_the_key(combination):
-    """The imports, which the key is derived from, against the files that tracing really runs."""
+    """Compares the imports, from which the key is derived, with the files that tracing really runs."""
     config = tiny_config(combination, dropout_rate=0.1, gradient_accumulation_steps=2, record_internal_nn_metrics=1)
     ran = set()
 
@@ -160,7 +160,7 @@ def test_whatever_runs_while_a_step_is_traced_is_in_the_key(combination):
     assert ran - set(known) <= {SOURCE / "config" / name for name in READS_BASE_YML}
 
 
-# Of the keys that the code of the step reads, those that do not make it: what follows from them has keys of its own.
+# Keys that the code of the step reads although they do not affect it. Values derived from them have their own keys.
 READ_BESIDES = {
     "eval_interval",
     "eval_per_device_batch_size",
@@ -172,7 +172,7 @@ READ_BESIDES = {
 
 
 def test_every_key_that_the_code_of_the_step_reads_is_in_the_key():
-    """Read from the source: `config.NAME`, and NAME as a string."""
+    """Finds keys in the source: `config.NAME`, and NAME as a string."""
     known, read = set(schema().keys), set()
     for file in sources.source_files(SOURCE.parent, [executable._BUILDER], lambda top: top == "trainer"):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -187,7 +187,7 @@ def test_every_key_that_the_code_of_the_step_reads_is_in_the_key():
 
 
 def test_the_last_step_is_in_the_key_of_islands():
-    """All fragments synchronize after it."""
+    """All fragments synchronize after the last step."""
     islands = {"enable_diloco": True, "ici_diloco_parallelism": 2, "learning_rate_schedule_steps": 9}
     for given, differ in ((islands, True), ({"learning_rate_schedule_steps": 9}, False)):
         configs = (tiny_config(ALL_COMBINATIONS[0], devices=2, steps=steps, **given) for steps in (5, 6))

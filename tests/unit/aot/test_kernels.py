@@ -16,7 +16,7 @@ def call(name, text, results="bf16[1,4,2048,128]{3,2,1,0}"):
 
 
 def splash(kind, q, kv, steps, suffix="", turned="", **results):
-    """The cost of a splash kernel: 2048 tokens, 4 query and 2 key heads of 128; a grid as wide as `steps`."""
+    """Returns the cost of a splash kernel: 2048 tokens, 4 query and 2 key heads of 128; `steps` is the grid's width."""
     layouts = "".join(f', \\"{name}_layout\\": {2 if name in turned else 1}' for name in "qkv")
     blocks = f'"{{\\"block_q{suffix}\\": {q}, \\"block_kv{suffix}\\": {kv}{layouts}}}"'
     rows, columns = 2048 // q, 2048 // kv
@@ -28,7 +28,7 @@ def splash(kind, q, kv, steps, suffix="", turned="", **results):
 
 
 def visible(q, kv, window=2048):
-    """Blocks in which some query sees some key, by looking at every pair of blocks' corners."""
+    """Returns the number of blocks in which some query sees some key, by checking the corners of every block."""
     places = itertools.product(range(2048 // q), range(2048 // kv))
     return sum(j * kv <= i * q + q - 1 and (j + 1) * kv - 1 > i * q - window for i, j in places)
 
@@ -52,7 +52,7 @@ def test_a_window_makes_the_grid_narrow(kind, suffix):
 def test_the_fused_backward_kernel_gives_the_queries_gradient_too():
     gradients = "(bf16[1,2,2048,128]{3,2,1,0}, bf16[1,2,2048,128]{3,2,1,0})"
     plain = splash("dkv", 512, 512, 4, "_dkv", results=gradients)
-    # As JAX's kernel writes it: a part of the queries' gradient for each of the 4 blocks of keys.
+    # As JAX's kernel writes it: a partial query gradient for each of the 4 blocks of keys.
     fused = splash("dkv", 512, 512, 4, "_dkv", results=f"(bf16[1,4,4,2048,128]{{4,3,2,1,0}}, {gradients[1:]}")
     assert fused.flops / plain.flops == 5 / 4
     assert fused.bytes - plain.bytes == 4 * 4 * 2048 * 128 * 2
@@ -84,7 +84,7 @@ def test_other_kernels_are_unknown_and_markers_cost_nothing():
     assert not kernels.computes(marker)
 
 
-# What libtpu 0.0.51 says of tiles of 2048 x 2048 for a v5e, shortened.
+# The message of libtpu 0.0.51 about tiles of 2048 x 2048 for a v5e, shortened.
 OUT_OF_VMEM = """RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:
 Ran out of memory in memory space vmem while allocating on stack for %splash_mha_fwd_segmented_residuals.1 = (f32[2048,
 128]{1,0:T(8,128)}) custom-call(%get-tuple-element.5890), custom_call_target="tpu_custom_call", frontend_attributes={

@@ -1,4 +1,4 @@
-"""Convolutions' operations, counted without a table of all places."""
+"""Operations of convolutions, counted without a table of all positions."""
 
 import time
 from itertools import product
@@ -23,6 +23,6 @@ def test_places_that_meet_an_element(dilation):
 
 def test_two_million_rows_take_no_table_of_their_pairs():
     started = time.perf_counter()
-    rows = 2_097_151  # of an int64 table of all pairs: 32 TiB
+    rows = 2_097_151  # an int64 table of all pairs would take 32 TiB
     assert _valid_positions(rows, rows, rows, 1, rows - 1, 1, 1) == rows * (rows + 1) // 2
     assert time.perf_counter() - started < 5

@@ -73,7 +73,7 @@ def test_gradients_that_a_ring_sums_are_reduced_too(report):
 
 
 def test_the_peak_includes_all_temporaries(step):
-    """libtpu's own peak of small programs is less than their temporaries."""
+    """For small programs, libtpu's own peak is less than their temporaries."""
 
     class Stats:
         argument_size_in_bytes, output_size_in_bytes, alias_size_in_bytes = 100, 90, 80

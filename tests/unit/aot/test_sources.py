@@ -1,4 +1,4 @@
-"""From a module to the files that it imports, read from the source."""
+"""Finds the files that a module imports by reading the source."""
 
 import pytest
 
@@ -11,11 +11,11 @@ FILES = {
     "later.py": "x = 1\n",
     "registered.py": "from . import neighbour\nfrom .room.inner import y\n",
     "neighbour.py": "import other.package\n",
-    # Of what it offers, `near` is asked for and `far` is not.
+    # `near` is imported from this package, and `far` is not.
     "offers/__init__.py": "from pkg.offers.near import near\nfrom pkg.offers.far import far\n",
     "offers/near.py": "from pkg.room import inner\n",
     "offers/far.py": "",
-    # Asked for as a whole.
+    # Imported as a whole.
     "room/__init__.py": "from .inner import y\nfrom ..nephew import z\n",
     "room/inner.py": "",
     "nephew.py": "",

@@ -1,4 +1,4 @@
-"""What to try when a step does not fit."""
+"""Suggestions for a step that does not fit."""
 
 import pytest
 from support import tiny_config

@@ -1,4 +1,4 @@
-"""The codec is a bijection by path, whatever the optimizer and whatever the leaves."""
+"""The codec is a bijection by path, for any optimizer and any kind of leaf."""
 
 from typing import NamedTuple
 
@@ -41,13 +41,13 @@ def test_bijection_for_every_optimizer(config, model, name):
     ]
     tree = codec.unpack(native)
 
-    # optax's own structure over the dict, with the dtypes that optax gave.
+    # optax's own structure over the dict, with optax's dtypes.
     expected = jax.eval_shape(tx.init, tree.params)
     assert jax.tree.structure(tree.opt_state) == jax.tree.structure(expected)
     assert [x.dtype for x in jax.tree.leaves(tree.opt_state)] == [x.dtype for x in jax.tree.leaves(expected)]
     assert tree.step.dtype == jnp.int32
 
-    # Numbered leaves: every one arrives once, and comes back to its place.
+    # Leaves are numbered: each one arrives once, and returns to its place.
     leaves, structure = jax.tree.flatten(native)
     numbered = structure.unflatten(list(range(len(leaves))))
     unpacked = codec.unpack(numbered)
@@ -55,13 +55,13 @@ def test_bijection_for_every_optimizer(config, model, name):
     assert jax.tree.leaves(codec.pack(unpacked)) == list(range(len(leaves)))
     assert jax.tree.structure(codec.pack(unpacked)) == structure
 
-    # Each leaf stands where its shape belongs.
+    # Each leaf is at the place where its shape belongs.
     for kept, shape in zip(jax.tree.leaves(unpacked.params), jax.tree.leaves(tree.params), strict=True):
         assert leaves[kept].shape == shape.shape
 
 
 class Quantized(struct.PyTreeNode):
-    """Stands for a leaf that is itself a pytree."""
+    """A leaf that is itself a pytree."""
 
     value: object
     scale: object
@@ -112,7 +112,7 @@ def test_different_paths_are_named():
 
 
 def test_state_that_is_no_parameter_goes_to_rest():
-    """A model with a counter: the codec of each train state carries it, though no block of ours has one yet."""
+    """A model with a counter. The codec of each train state carries it, although none of our blocks has one yet."""
     from flax import nnx
 
     from trainer.backends.base import tree_mode

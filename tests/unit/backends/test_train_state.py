@@ -1,6 +1,6 @@
-"""TrainStateNNX.apply_gradients: what `nnx.Optimizer.update` does, with optax's extra arguments.
+"""TrainStateNNX.apply_gradients does what `nnx.Optimizer.update` does, with optax's extra arguments.
 
-integration/test_native_train_states.py shows that ten steps of it are those of the training step, bit for bit.
+integration/test_native_train_states.py shows that ten calls equal ten training steps, bit for bit.
 """
 
 import jax
@@ -41,7 +41,7 @@ def test_it_is_the_optimizers_update(graph):
 
 
 def scaled_by_an_argument():
-    """Plain gradient descent with a rate and a direction that each update is given."""
+    """Returns gradient descent with a rate and a direction that are arguments of each update."""
 
     def update(updates, state, params=None, *, rate, direction):
         assert jax.tree.structure(direction) == jax.tree.structure(updates) == jax.tree.structure(params)

@@ -1,9 +1,9 @@
-"""What tests of checkpoints share."""
+"""Fixtures that the tests of checkpoints share."""
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
 def loading_is_never_slow(monkeypatch):
-    """Says nothing of how long it took, however busy the machine is."""
+    """Never prints how long loading took, so that output is the same on a busy machine."""
     monkeypatch.setattr("trainer.checkpoint.load._SHORT", float("inf"))

@@ -1,4 +1,4 @@
-"""Weights of 8 bits with scales of blocks, as the published files of DeepSeek-V3 have them."""
+"""Block-scaled 8-bit weights, as in the published files of DeepSeek-V3."""
 
 import ml_dtypes
 import numpy as np
@@ -20,13 +20,13 @@ from trainer.checkpoint.safetensors_file import stored_tensors
 from trainer.config import UserError
 from trainer.models.huggingface_config import float8_block
 
-# Neither divides a matrix, whose last blocks are cut.
+# Neither divides the size of a matrix, so the last blocks are incomplete.
 ROWS, COLUMNS = 12, 20
 SAID = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [ROWS, COLUMNS]}
 
 
 def quantized(matrix):
-    """A matrix as float8 values and scales, and what they stand for, block by block."""
+    """Returns a matrix as float8 values and scales, and the values that they represent, block by block."""
     counts = [-(-size // part) for size, part in zip(matrix.shape, (ROWS, COLUMNS), strict=True)]
     scales = np.random.default_rng(matrix.size).uniform(0.01, 2, counts).astype(np.float32)
     values, meant = np.zeros(matrix.shape, ml_dtypes.float8_e4m3fn), np.zeros_like(matrix)
@@ -38,7 +38,8 @@ def quantized(matrix):
 
 
 def as_published(tensors):
-    """The tensors of a file and what they stand for: matrices of layers in 8 bits, the others as they are."""
+    """Returns the tensors of a file and the values that they represent: matrices of layers in 8 bits, others
+    unchanged."""
     stored, meant = dict(tensors), dict(tensors)
     for name, tensor in tensors.items():
         if tensor.ndim == 2 and ".layers." in name:
@@ -86,7 +87,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
 
     wrong = np.ones((1, 1), np.float32)
     assert f"{name}_scale_inv: found [1, 1], wanted [" in refusal("shape", {f"{name}_scale_inv": wrong})
-    # Without scales, 8 bits are no weights; and a scale of something else is no parameter.
+    # 8-bit values without scales are not weights, and scales of another tensor are not a parameter.
     alone = refusal("alone", {f"{name}_scale_inv": wrong.astype(np.int8)})
     assert f"{name}: stored as F8_E4M3" in alone
     assert f"{name}_scale_inv: the model has no such parameter" in alone

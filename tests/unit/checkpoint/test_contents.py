@@ -1,4 +1,4 @@
-"""trainer.inspect: what a checkpoint of each kind holds."""
+"""trainer.inspect shows the contents of each kind of checkpoint."""
 
 import math
 
@@ -56,7 +56,7 @@ def run(tmp_path_factory, config, params):
 
 
 def assert_norms(contents, params):
-    """By a second computation: each layer of a stack by itself."""
+    """Compares with a second computation: each layer of a stack by itself."""
     found = {tensor.name: tensor for tensor in contents.tensors if tensor.part == "params"}
     assert found.keys() == params.keys()
     for name, value in params.items():

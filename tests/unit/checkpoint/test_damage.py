@@ -1,4 +1,4 @@
-"""Damaged checkpoints: every file is covered by a sum, and the message names what is damaged."""
+"""Damaged checkpoints: every file has a checksum, and the message names the damaged file."""
 
 import json
 
@@ -53,7 +53,7 @@ def test_sums_that_cannot_be_read_are_damage(tmp_path, content):
 
 @pytest.mark.parametrize("gone", ["_CHECKPOINT_METADATA", "sums.json", "state/_METADATA", "run/data.json"])
 def test_a_damaged_newest_checkpoint_is_still_the_newest(tmp_path, gone):
-    """Going back to an older one is the user's decision."""
+    """Going back to an older checkpoint is the user's decision."""
     for updates in (1, 2):
         path = saved(tmp_path, updates)
     (path / gone).unlink()
@@ -64,7 +64,7 @@ def test_a_damaged_newest_checkpoint_is_still_the_newest(tmp_path, gone):
 
 
 def test_only_the_folder_that_is_saved_is_summed(tmp_path):
-    """Other processes would not come to the barriers of another."""
+    """Other processes would not reach the barriers of another folder."""
     with CheckpointManager(tmp_path, settings(), say=print) as manager:
         stray = manager.directory / "9.orbax-checkpoint-tmp"
         stray.mkdir()

@@ -22,7 +22,7 @@ from trainer.config import UserError
 
 
 def in_process_of_its_own(program, **names):
-    """What a process prints that runs `program`, in which each of `names` stands for its value."""
+    """Returns the output of a process that runs `program`, with each of `names` replaced by its value."""
     head = """
         import sys
         from pathlib import Path
@@ -40,7 +40,7 @@ def in_process_of_its_own(program, **names):
 
 
 def test_a_full_disk_is_one_message_and_the_last_checkpoint_stays(tmp_path):
-    """A process that may write no file beyond 1 MB stands for a full disk."""
+    """A process that may not write files above 1 MB simulates a full disk."""
     program = """
         import resource, signal
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -60,7 +60,7 @@ def test_a_full_disk_is_one_message_and_the_last_checkpoint_stays(tmp_path):
 
 
 def test_a_process_ends_after_a_save_for_which_no_folder_could_be_made(tmp_path):
-    """A thread of Orbax that waited for the folder would keep the process."""
+    """A thread of Orbax that waits for the folder would keep the process alive."""
     program = """
         for background in (True, False):
             run = Path("RUN") / str(background)
@@ -86,7 +86,7 @@ def test_a_process_ends_after_a_save_for_which_no_folder_could_be_made(tmp_path)
 
 
 def test_what_fails_after_a_part_of_a_save_failed_prints_nothing(tmp_path, monkeypatch, capfd):
-    """Orbax closes the event loop to which TensorStore's threads would report."""
+    """Orbax closes the event loop to which TensorStore's threads report."""
 
     async def write(self, directory):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -141,7 +141,7 @@ def test_what_a_killed_trial_left_is_cleared_away(tmp_path):
 def test_of_several_processes_the_one_whose_disk_fails_does_not_wait_for_the_others(tmp_path, monkeypatch):
     with CheckpointManager(tmp_path, settings(), say=print) as manager:
         monkeypatch.setattr(jax, "process_count", lambda: 2)
-        manager._ending = Future()  # never ends: the other process waits for this one
+        manager._ending = Future()  # never done: the other process waits for this one
         error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         logging.getLogger("absl").error("as a thread of Orbax does", exc_info=error)
         with pytest.raises(UserError, match=r"cannot write a checkpoint below .*: No space left on device"):
@@ -149,7 +149,7 @@ def test_of_several_processes_the_one_whose_disk_fails_does_not_wait_for_the_oth
 
 
 def test_of_several_processes_the_one_whose_save_fails_raises_what_failed(tmp_path, monkeypatch):
-    """An error of a bucket, which is none of the disk; the logger is also that of others, who may log theirs."""
+    """The error is a bucket's, not a disk error. Other libraries use the same logger and may log their own errors."""
     with CheckpointManager(tmp_path, settings(), say=print) as manager:
         monkeypatch.setattr(jax, "process_count", lambda: 2)
         manager._ending = Future()
@@ -175,7 +175,7 @@ def test_what_failed_in_a_save_is_raised_before_the_barrier_that_others_missed(t
 
 
 class Endless(Future):
-    """A save whose end is waited for until Ctrl-C comes a second time."""
+    """A save that never ends; waiting for it ends at a second Ctrl-C."""
 
     def result(self):
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""`load_parameters` from each kind of source, and what it refuses."""
+"""`load_parameters` from each kind of source, and the checkpoints that it refuses."""
 
 import gc
 import json
@@ -32,7 +32,7 @@ from trainer.training import build
 
 
 def silent(text):
-    """Short work says nothing."""
+    """Fails if anything is printed: short work prints nothing."""
     raise AssertionError(text)
 
 
@@ -87,7 +87,7 @@ def test_a_tied_model_may_hold_its_head(tmp_path):
     assert_same(loaded(write_hf(tmp_path / "same", config, same), config), params)
     same["lm_head.weight"][-1, -1] += 1
     assert "lm_head.weight is not model.embed" in refusal(write_hf(tmp_path / "other", config, same), config)
-    # Shapes come first: the tables of another model are not compared.
+    # Shapes are checked first: the tables of another model are not compared.
     path = write_hf(tmp_path / "misshaped", config, same | {"model.norm.weight": np.ones(3, np.float32)})
     assert "model.norm.weight: found [3]" in refusal(path, config)
 
@@ -115,14 +115,14 @@ def test_another_model_is_refused_with_all_that_differs(tmp_path):
     assert "vocab_size=65" in message
     assert "normalization_layer_epsilon=1.0e-06" in message
     assert "base_emb_dim" not in message
-    # What it says to give is what loads it.
+    # The keys in the message do load the checkpoint.
     keys = dict(word.split("=") for word in message.partition("give: ")[2].split())
     changed = config_of(decoder_block="llama2", **FAMILIES["llama2"] | keys)
     assert (changed.vocab_size, changed.normalization_layer_epsilon) == (65, 1e-6)
 
 
 def broken(names):
-    """Three mistakes in a dict of tensors: a missing, an extra and a misshaped one."""
+    """Makes three errors in a dict of tensors: a missing, an additional and a misshaped tensor."""
     missing, misshaped = names
     return lambda tensors: (
         {name: value for name, value in tensors.items() if name != missing}
@@ -196,7 +196,7 @@ def test_maxtext(tmp_path, block, rope):
         ("default", "yarn", True),
         ("llama3.1-8b", "llama3.1", True),
         ("llama3.1-8b", "default", True),
-        ("llama3.3-70b", "llama3.1", False),  # MaxText's preset says no rope_type
+        ("llama3.3-70b", "llama3.1", False),  # MaxText's preset sets no rope_type
         ("llama3.3-70b", "yarn", True),
         ("llama3-8b", "default", False),
         ("mistral-7b", "llama3.1", True),
@@ -213,7 +213,7 @@ def test_maxtexts_llama3_3_is_read_as_halves(tmp_path):
     config = resolve(config, device_count=1, platform="cpu")
     assert config.rope_type == "llama3.1"
     params = random_params(config)
-    # As its own preset has it: MaxText's layout of the default RoPE.
+    # As in its own preset: MaxText's layout of the default RoPE.
     plain = config_of(decoder_block="llama2", **FAMILIES["llama2"])
     items = write_maxtext(tmp_path / "items", maxtext_params(plain, params, scanned=True))
     lines = []
@@ -248,7 +248,7 @@ def test_each_layer_is_cast_from_its_own_dtype(tmp_path):
 
 
 def damage(what):
-    """A way to damage the Orbax tree in a folder."""
+    """Returns a function that damages the Orbax tree in a folder."""
 
     def apply(tree):
         for path in [tree, *tree.rglob("*")]:
@@ -284,7 +284,7 @@ def test_a_damaged_orbax_tree_is_one_message(tmp_path, kind):
         damage(what)(tree)
         with pytest.raises(UserError, match=rf"{tree}.*(damaged or incomplete|cannot be read|not a JSON object)"):
             loaded(tree.parent, config, say=print)
-    gc.collect()  # Orbax leaves futures behind that nobody asks for their error
+    gc.collect()  # Orbax leaves futures whose errors nobody retrieves
 
 
 def test_a_model_is_stretched_by_keys_that_were_given(tmp_path):

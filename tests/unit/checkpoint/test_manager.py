@@ -1,4 +1,4 @@
-"""Train states on disk: every optimizer's, in every combination."""
+"""Train states on disk, for every optimizer and every combination."""
 
 import asyncio
 
@@ -18,7 +18,7 @@ from trainer.config import UserError
 
 
 def random_like(tree, seed):
-    """Every array with random contents, so that no two could stand for each other."""
+    """Returns arrays with random contents, so that no two can be confused."""
     rng = np.random.default_rng(seed)
 
     def one(x):
@@ -33,7 +33,7 @@ def random_like(tree, seed):
 
 @pytest.mark.parametrize("index", range(len(OPTIMIZERS)), ids=list(OPTIMIZERS))
 def test_every_optimizers_state_comes_back(index, tmp_path):
-    """Each of them in one combination, and restored into the next one's native state."""
+    """Saves each in one combination, and restores it into the native state of the next combination."""
     one, other = (ALL_COMBINATIONS[(index + i) % len(ALL_COMBINATIONS)] for i in range(2))
     tx = list(OPTIMIZERS.values())[index]
     codec, into = (StateCodec(model_of(tiny_config(c, weight_dtype="bfloat16")), tx) for c in (one, other))
@@ -158,7 +158,7 @@ def test_each_process_has_a_position_of_its_own(tmp_path, monkeypatch):
 
 
 class Created:
-    """A folder as Orbax hands it to what is saved in it."""
+    """A folder as Orbax passes it to items that are saved in it."""
 
     def __init__(self, path):
         self.path = path

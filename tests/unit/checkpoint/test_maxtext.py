@@ -1,4 +1,4 @@
-"""Checkpoints as MaxText saves them, and what is written for MaxText to load."""
+"""Checkpoints as MaxText saves them, and checkpoints written for MaxText."""
 
 import gc
 import json
@@ -39,7 +39,7 @@ from trainer.checkpoint import write_maxtext as write
 from trainer.config import UserError, load, resolve
 from trainer.models.maxtext_config import maxtext_keys, maxtext_notes
 
-# The scale of queries is then a power of two: nothing is rounded.
+# The query scale is then a power of two, so nothing is rounded.
 KEYS = FAMILIES["llama2"] | {"head_dim": 16}
 
 
@@ -55,7 +55,7 @@ def refusal(path, config):
 
 
 def files(folder):
-    """What lies in a folder, without what Orbax names by chance."""
+    """Returns the files in a folder, without random names of Orbax."""
     names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return {re.sub(r"(?<=process_0)[0-9a-f]{32}|\b[0-9a-f]{32}$", "*", name) for name in names}
 
@@ -73,7 +73,7 @@ FILES = {
     "items/ocdbt.process_0/d/*",
     "items/ocdbt.process_0/manifest.ocdbt",
 }
-# Arrays of the host have no sharding, and each parameter comes with a database of its own.
+# Arrays on the host have no sharding, and each parameter gets its own database.
 WRITTEN = {name.replace("process_0", "process_0*") for name in FILES} - {
     "items/_sharding",
     "items/array_metadatas/process_0*",
@@ -100,7 +100,7 @@ def test_a_run(tmp_path, nnx, full, scanned):
     for path in (run / "checkpoints", newest, newest / "items"):
         source = open_source(str(path))
         assert (source.path, source.notes(config)) == (newest / "items", said)
-    # Handlers of MaxText's own are named there, which are not installed here.
+    # It names MaxText's own handlers, which are not installed here.
     metadata = newest / "_CHECKPOINT_METADATA"
     text = metadata.read_text()
     metadata.write_text(text.replace("orbax.checkpoint._src.handlers.json_checkpoint_handler", "maxtext.common"))
@@ -126,7 +126,7 @@ def test_a_run_that_is_damaged_is_one_message(tmp_path):
             loaded(run, config)
         file.write_bytes(whole)
     loaded(run, config)
-    gc.collect()  # Orbax leaves futures behind that nobody asks for their error
+    gc.collect()  # Orbax leaves futures whose errors nobody retrieves
 
 
 def on_axis(stored, axis):
@@ -137,7 +137,7 @@ def on_axis(stored, axis):
 
 
 def test_layers_on_another_axis_are_recognized_from_shapes(tmp_path):
-    # As many layers as the model is wide: not every shape tells.
+    # As many layers as the width of the model, so some shapes are ambiguous.
     config = config_of(decoder_block="llama2", **KEYS | {"base_num_decoder_layers": 16})
     params = random_params(config)
     stored = maxtext_params(config, params, scanned=True)
@@ -226,7 +226,7 @@ def test_in_a_bucket(bucket, tmp_path):  # noqa: F811
 
 
 def leaves_of(params):
-    """Leaves in one part each; those of layers in one part for each."""
+    """Returns leaves of one part each, and for stacked leaves one part per layer."""
     return {
         name: Leaf(value.shape, value.dtype, [lambda x=x: x for x in (value if "layers/" in name else [value])])
         for name, value in params.items()
@@ -251,7 +251,7 @@ def test_written_for_maxtext(tmp_path, block, rope, interleave, scan):
     out = tmp_path
     write(out, config, leaves_of(params), None, scan)
     wanted = maxtext_params(config, halves, scanned=scan)
-    # As MaxText reads it: the tree by itself, by Orbax's old interface; and its metadata beside.
+    # Read like MaxText does: the tree by itself, with Orbax's old interface, and the metadata next to it.
     tree = orbax.PyTreeCheckpointer().restore((out / "0/items").absolute())
     assert tree.keys() == tree["params"].keys() == {"params"}
     assert_same(jax.tree.map(np.asarray, tree["params"]["params"]), wanted)
@@ -328,5 +328,5 @@ def test_keys_for_maxtext():
         "rows longer than sliding_window_size=5"
         in maxtext_notes(config_of(decoder_block="mistral", **FAMILIES["mistral"]))[0]
     )
-    # Published figures stand in MaxText's code.
+    # MaxText's code contains the published values.
     assert maxtext_keys(load(["model_name=llama3.1-8b"]).config)["rope_type"] == "llama3.1"

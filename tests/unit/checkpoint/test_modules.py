@@ -1,4 +1,5 @@
-"""Modules of multi-token prediction in checkpoints: the published layout, MaxText's names, more or fewer modules."""
+"""Modules of multi-token prediction in checkpoints: the published layout, MaxText's names, different numbers of
+modules."""
 
 import json
 
@@ -29,7 +30,7 @@ from trainer.training import build
 from trainer.training.start import start
 
 LAYERS, BLOCK = 2, "transformer_layer"
-# As README_WEIGHTS.md of DeepSeek-V3 and its index name them, and ours.
+# Names in README_WEIGHTS.md of DeepSeek-V3 and in its index, and our names.
 PARTS = {
     "enorm.weight": "embedding_norm/scale",
     "hnorm.weight": "hidden_state_norm/scale",
@@ -43,7 +44,7 @@ def config(block="llama2", **keys):
 
 
 def published(params):
-    """Hugging Face's tensors of `params`, modules included."""
+    """Returns Hugging Face's tensors of `params`, including the modules."""
     model = {name: value for name, value in params.items() if not name.startswith("mtp_block/")}
     tensors = hf_tensors(model)
     for k in (1, 2):
@@ -54,7 +55,7 @@ def published(params):
         }
         for theirs, ours in PARTS.items():
             tensors[f"model.layers.{LAYERS + k - 1}.{theirs}"] = own[ours].T
-        # A block is a layer of a model of its own.
+        # A block is like a layer of a separate model.
         one = {f"decoder/layers/{name.removeprefix(f'{BLOCK}/')}": value[None] for name, value in own.items()}
         layer = hf_tensors(one | {name: model[name] for name in model if not name.startswith("decoder/layers/")})
         for name, value in layer.items():
@@ -132,7 +133,7 @@ def test_a_preset_says_nothing_of_modules(words):
 
 
 def test_new_modules_begin_as_drawn(tmp_path):
-    """As for a model that was trained without; by the run that starts from it."""
+    """Initial parameters equal those of a model that was trained without modules, for the run that starts from it."""
     keys = {"logits_via_embedding": False, "mtp_num_layers": 2}
     without = build(load(arguments("nnx", **keys | {"mtp_num_layers": 0})).config, jax.devices()[:1])
     params = random_params(without.config)
@@ -151,7 +152,7 @@ def test_maxtext(tmp_path, scanned):
     cfg = config()
     params = random_params(cfg)
     stored = maxtext_params(cfg, params, scanned=scanned)
-    # Its modules end with the model's norm.
+    # MaxText's modules end with the model's norm.
     stored = {name: value for name, value in stored.items() if "final_norm" not in name}
     lines = []
     wanted = {

@@ -1,4 +1,4 @@
-"""Which checkpoints stay."""
+"""Which checkpoints are kept."""
 
 import math
 
@@ -25,7 +25,7 @@ LOSSES = {2: 3.0, 4: 1.0, 6: None, 8: 2.0, 10: None}
         (1, 4, 0, [2, 6]),
         (1, 0, 1, [2, 6, 8]),
         (1, 0, 2, [2, 6]),
-        (1, 0, 9, [6]),  # of those that were not evaluated none is among the best
+        (1, 0, 9, [6]),  # checkpoints without an evaluation are never among the best
         (1, 8, 1, [2, 6]),
     ],
 )
@@ -62,7 +62,7 @@ def test_retention(tmp_path, changes, kept):
 
 
 def test_a_process_killed_while_it_deletes_leaves_nothing_that_looks_damaged(tmp_path, monkeypatch):
-    """The rename is the first thing that happens to a checkpoint that expired."""
+    """The first action on an expired checkpoint is to rename it."""
 
     class Killed(BaseException):
         pass

@@ -16,7 +16,7 @@ def config(**changes):
 
 
 class Manager:
-    """Remembers what it was given."""
+    """Records its arguments."""
 
     def __init__(self, events, latest=None):
         self.events, self.latest = events, latest
@@ -27,14 +27,14 @@ class Manager:
 
 
 class Codec:
-    """Its native state is the state's step."""
+    """A codec whose native state is the state's step."""
 
     def unpack(self, state):
         return TrainTree(np.int32(state), {}, (), {})
 
 
 def attempt(updates, *, settings=None, latest=None, manager=True, **when):
-    """What happens, in order, and what is returned."""
+    """Returns the recorded calls in order, and the return value."""
     events = []
 
     def before():
@@ -60,7 +60,7 @@ SAVED = ["before", ("save", 4, Codec().unpack(4), "sidecar", {"eval_loss": 1.0})
 @pytest.mark.parametrize(
     ("changes", "initial", "due"),
     [
-        # Number of updates from 0 to 10: which are due.
+        # Which numbers of updates from 0 to 10 are due.
         ({}, False, [0, 4, 8, 10]),
         ({"save_checkpoint_on_completion": False}, False, [0, 4, 8]),
         ({"checkpoint_period": 5}, False, [0, 5, 10]),
@@ -68,7 +68,7 @@ SAVED = ["before", ("save", 4, Codec().unpack(4), "sidecar", {"eval_loss": 1.0})
         ({"checkpoint_period": 100}, False, [0, 10]),
         ({"checkpoint_period": 100, "save_checkpoint_on_completion": False}, False, [0]),
         ({"checkpoint_period": 1}, False, list(range(11))),
-        ({}, True, []),  # the state that a run begins with, whatever its number
+        ({}, True, []),  # the state that a run begins with, for any number of updates
         ({"save_checkpoint_on_start": True}, True, list(range(11))),
     ],
 )

@@ -1,4 +1,4 @@
-"""Weights are read in slices: what a device holds of one layer, and bit for bit what the whole tensor gives."""
+"""Weights are read in slices: only what a device holds of one layer, with the same bits as the whole tensor."""
 
 import itertools
 
@@ -31,7 +31,7 @@ MESH = {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2, "per_device_batc
 
 
 def on_eight_devices(**keys):
-    """A configuration, and its parameters as they are wanted: sharded over eight devices."""
+    """Returns a configuration, and its parameters as abstract arrays that are sharded over eight devices."""
     run = build(load(arguments("nnx", **MESH, **keys)).config, jax.devices())
     return run.config, run.codec.unpack(run.abstract_args()[0]).params
 
@@ -64,7 +64,7 @@ def test_any_box_of_a_parameter_is_read_as_it_is(tmp_path, block, interleave):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """The bytes of each read of a tensor, and those of each read of a file."""
+    """Records the bytes of each read of a tensor, and of each read of a file."""
     slices, strips, read, fromfile = [], [], StoredTensor.read, np.fromfile
 
     def seen(tensor, box):
@@ -105,7 +105,7 @@ def test_maxtext_on_eight_devices(tmp_path, scanned):
     config, abstract = on_eight_devices(decoder_block="llama2", rope_interleave=True, logits_via_embedding=False)
     params = random_params(config)
     stored = maxtext_params(config, params, scanned=scanned)
-    # The factor sqrt(head_dim) of the query goes there and back in float32: taken from what is stored.
+    # The factor sqrt(head_dim) of the query is applied and removed in float32, starting from the stored values.
     query = "decoder/layers/self_attention/query/kernel"
     wanted = in_pairs(params)
     scale = np.float32(config.head_dim**0.5)

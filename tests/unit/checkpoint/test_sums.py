@@ -1,4 +1,4 @@
-"""The sums of a checkpoint's files, shared between processes, which threads stand for here."""
+"""Checksums of a checkpoint's files, shared between processes. Threads simulate the processes."""
 
 import json
 import threading
@@ -31,7 +31,7 @@ def folder(tmp_path):
 
 
 def as_processes(fn, count):
-    """Calls fn(process, processes, meet) as each of several processes."""
+    """Calls fn(process, processes, meet) like several processes."""
     barrier = threading.Barrier(count)
     with ThreadPoolExecutor(count) as pool:
         list(pool.map(lambda i: fn(i, count, lambda place: barrier.wait(60)), range(count)))
@@ -43,7 +43,7 @@ def summed(folder, count):
 
 
 def read_by(monkeypatch, fn):
-    """The files that `fn` reads, each as often as it does."""
+    """Returns the files that `fn` reads, once for each read."""
     read, crc = [], sums._crc
     with monkeypatch.context() as patch:
         patch.setattr(sums, "_crc", lambda path: read.append(path) or crc(path))

@@ -1,4 +1,4 @@
-"""Folders that a stranger made, or that are damaged: one message that names the file, and no code that they name."""
+"""Folders made by a stranger, or damaged: one message that names the file, and no code that they name is run."""
 
 import json
 import shutil
@@ -20,10 +20,10 @@ from trainer.models.huggingface_fields import neutral_keys
 GUIDES = Path(__file__).parents[3] / "docs" / "guides"
 INDEX = "model.safetensors.index.json"
 NAN, INF = float("nan"), float("inf")
-# What no field of config.json may be.
+# Values that no field of config.json may have.
 NEVER = [NAN, INF, -INF, 10**40, -1.5, "x" * 9000, "\ud800", [[["x"]]], [None]]
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-# Fields that are read, and what they may not be, either.
+# Fields that are read, with further values that they may not have.
 FIELDS = {
     **{size: [None, True, 0, 2**31, 0.5, {}] for size in SIZES},
     **{size: [True, 0, 2**31, 2**63] for size in ("num_key_value_heads", "head_dim")},
@@ -92,7 +92,7 @@ def test_rope_of_a_type_without_any_length_is_refused():
 def test_many_layers_are_not_counted_out():
     data = hf_config(config_of(decoder_block="mistral", **FAMILIES["mistral"])) | {"num_hidden_layers": 65536}
     assert model_keys(data, "config.json")["base_num_decoder_layers"] == 65536
-    data["num_hidden_layers"] = 2**31 - 1  # a list of as many kinds takes all memory
+    data["num_hidden_layers"] = 2**31 - 1  # a list with as many entries would take all memory
     assert "base_num_decoder_layers=2147483647: out of range" in refusal(model_keys, data, "config.json")
 
 
@@ -115,7 +115,7 @@ def test_json_that_is_none_or_nested_deeply(hugging_face, text):
 
 
 def test_json_that_python_can_read_but_not_show(hugging_face):
-    """Depths near the limit of recursion, of which the reader uses less than the writer of the message."""
+    """Depths near the recursion limit: the reader needs less depth than the writer of the message."""
     path = hugging_face / "config.json"
     for depth in (70, *range(850, 1000, 5)):
         path.write_text(f'{{"rms_norm_eps": {"[" * depth}{"]" * depth}}}')
@@ -227,7 +227,7 @@ def test_export_imports_no_module_that_only_the_folder_names(named_by_a_folder, 
     assert "code that a folder names runs only if you also name it" in error
     assert f"add {named_by_a_folder} to the command" in error
     assert "a_strangers_block" not in sys.modules
-    # Named by the person it is taken; the tensors then do not fit.
+    # It is accepted if the user names it. The tensors then do not fit.
     with pytest.raises(SystemExit):
         export.main([str(folder), str(tmp_path / "out"), "format=params", named_by_a_folder])
     assert "do not fit the configuration" in capsys.readouterr().err
@@ -261,10 +261,10 @@ def test_the_yml_of_the_folder_that_a_run_starts_from_is_data(tmp_path, monkeypa
         assert "compiled_trainstep_file=step.bin (theirs/config.yml:3)" in message
         load([theirs, f"{key}={path}", "decoder_block=a:B", "compiled_trainstep_file="])
         load([mine, f"{key}={path}"])
-    # Any folder may be called checkpoints; a run's has folders with numbers.
+    # Any folder may be named checkpoints; a run's checkpoints folder has folders with numbers.
     load([theirs, f"{key}=checkpoints/llama"])
     load([mine, f"{key}={tmp_path}/checkpoints/llama"])
-    # Through a parent it comes from there all the same.
+    # The setting still comes from that folder if a yml in between names it as parent.
     Path("child.yml").write_text(f"base_config: {theirs}\n")
     assert "code that a folder names" in refusal(load, ["child.yml", f"{key}=theirs"])
     load([theirs])

@@ -1,4 +1,4 @@
-"""What is written, from leaves that need no source."""
+"""Written checkpoints, from leaves that need no source."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ from trainer.models import llama2
 
 
 def leaves_of(params):
-    """Leaves in one part each; those of layers in one part for each."""
+    """Returns leaves of one part each, and for stacked leaves one part per layer."""
     return {
         name: Leaf(
             value.shape,
@@ -81,7 +81,7 @@ def test_a_cast_touches_floating_point_only():
 
 def test_integers_are_written_as_they_are(tmp_path):
     config = config_of(decoder_block="llama2", **FAMILIES["llama2"])
-    values = np.arange(-3, 3, dtype=np.int32) * 2**28 + 1  # bfloat16 would not hold them
+    values = np.arange(-3, 3, dtype=np.int32) * 2**28 + 1  # values that bfloat16 cannot represent
     odd = {"odd": values, "even": values.astype(np.float32)}
     write_params(tmp_path, config, leaves_of(odd), "bfloat16", {})
     tree = tmp_path / "checkpoint"
@@ -119,10 +119,10 @@ def test_parameters_alone(tmp_path):
     assert_same(read(tmp_path, config), {name: value.astype(np.float32) for name, value in params.items()})
     source = open_source(str(tmp_path))
     assert source.neutral == {"eos_token_id": 7}
-    # Nothing but parameters: no step, no optimizer.
+    # It contains only parameters: no step, no optimizer.
     headers = source._headers
     assert {name.removeprefix("params/") for name in headers} == params.keys()
-    # config.yml alone makes the model, and leaves data and mesh open.
+    # config.yml defines the model by itself, and leaves data and mesh open.
     again = load([str(tmp_path / "config.yml"), "dataset_type=synthetic"]).config
     assert (again.decoder_block, again.vocab_size, again.ici_fsdp_parallelism) == ("qwen3", config.vocab_size, -1)
 

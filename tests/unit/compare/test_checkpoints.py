@@ -1,4 +1,4 @@
-"""Two checkpoints, leaf by leaf."""
+"""Compares two checkpoints, leaf by leaf."""
 
 import json
 
@@ -27,7 +27,7 @@ SETTINGS = {
 
 
 def saved(folder, changes=(), *, updates=3, tx=None):
-    """A run's folder with one checkpoint; `changes` are (layer, value) of one parameter."""
+    """Returns a run's folder with one checkpoint. `changes` are (layer, value) of one parameter."""
     kernel = np.ones((4, 2, 2), np.float32)
     for layer, value in changes:
         kernel[layer, 0, 0] = value
@@ -55,7 +55,7 @@ def test_equal_checkpoints(tmp_path, capsys):
     assert (code, report["equal"]) == (0, True)
     assert {name: len(it["arrays"]) for name, it in quantities.items()} == {
         "parameters": 5,  # four layers and a norm
-        "optimizer state": 11,  # two moments of each, and a count
+        "optimizer state": 11,  # two moments for each, and a count
         "step": 1,
     }
 

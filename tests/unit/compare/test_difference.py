@@ -1,4 +1,4 @@
-"""How far two arrays lie apart, and what counts as equal."""
+"""The difference of two arrays, and when they count as equal."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What every side of a comparison begins with."""
+"""The common starting state of all sides of a comparison."""
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ def program(combination, **keys):
 
 
 def trained(program, updates=5):
-    """A state whose leaves are all distinct, as if it had seen updates."""
+    """Returns a state with distinct leaves, like after `updates` updates."""
     rng = np.random.default_rng(0)
     run = program.run
     tree = jax.tree.map(lambda x: rng.integers(1, 9, x.shape).astype(x.dtype), run.codec.unpack(run.abstract_state))

@@ -1,4 +1,4 @@
-"""The state of a run at its middle: what it shows of the spike rule."""
+"""The state in the middle of a run: which faults of the spike rule it reveals."""
 
 from types import SimpleNamespace
 

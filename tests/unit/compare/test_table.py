@@ -1,4 +1,4 @@
-"""The table, as a person reads it."""
+"""The table of a comparison."""
 
 from trainer.compare.difference import BITS, Difference, Tolerance
 from trainer.compare.report import Comparison, Quantity, Report

@@ -1,4 +1,4 @@
-"""Contradictions between settings, and settings without effect."""
+"""Contradictory settings, and settings without effect."""
 
 import pytest
 
@@ -117,7 +117,7 @@ def test_contradictions(words, message):
 @pytest.mark.parametrize("key", [keys[axis] for axis in UNUSED_AXES for keys in (ICI, DCN)])
 @pytest.mark.parametrize("main", [train.main, train_compile.main])
 def test_what_is_not_built_is_also_a_not_implemented_error(main, key, capsys):
-    """It still ends with code 2, beside the other mistakes."""
+    """It still ends with code 2, and is reported together with the other errors."""
     words = ["base.yml", f"{key}=2", "stps=3", "compile_topology=cpu-8"]
     with pytest.raises(NotImplementedError) as caught:
         main.__wrapped__(words)
@@ -149,7 +149,7 @@ def test_other_mistakes_are_not_called_unbuilt():
     "words",
     [
         "opt_type=adamw adam_eps=0",
-        "skip_step_on_spikes=true",  # with the default interval, which is MaxText's
+        "skip_step_on_spikes=true",  # with the default interval, which is also MaxText's
         "skip_step_on_spikes=true skip_step_interval=8",
         "warmup_steps_fraction=0.6 wsd_decay_steps_fraction=0.5",
         "lr_schedule_type=wsd warmup_steps_fraction=0.7 wsd_decay_steps_fraction=0.3",

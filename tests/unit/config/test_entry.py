@@ -1,4 +1,4 @@
-"""How a user's mistake ends a program, and that configuration loads nothing heavy."""
+"""How a user's error ends a program, and that the configuration imports nothing heavy."""
 
 import os
 import signal
@@ -71,12 +71,12 @@ AS_ON_A_TERMINAL = "import os, signal, sys; signal.signal(signal.SIGINT, signal.
 
 
 def test_ctrl_c_while_a_command_is_imported_is_the_systems():
-    as_a_command = "sys.argv = ['-m']; sys.orig_argv = ['python', '-m', '{}', 'base.yml']\n"  # as `python -m` has them
+    as_a_command = "sys.argv = ['-m']; sys.orig_argv = ['python', '-m', '{}', 'base.yml']\n"  # as set by `python -m`
     code = "import trainer; os.kill(os.getpid(), signal.SIGINT); print('not reached')"
     command = [sys.executable, "-c", AS_ON_A_TERMINAL + as_a_command.format("trainer.train") + code]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
-    for other in ("", as_a_command.format("mine.trainer")):  # whose package imports this one
+    for other in ("", as_a_command.format("mine.trainer")):  # a command of another package that imports this one
         done = subprocess.run([sys.executable, "-c", AS_ON_A_TERMINAL + other + code], capture_output=True, check=False)
         assert b"KeyboardInterrupt" in done.stderr, "a program that imports the package keeps Python's handler"
 

@@ -1,4 +1,4 @@
-"""Messages: what is suggested, and that none is longer than a screen."""
+"""Messages: suggestions, and that no message exceeds a screen."""
 
 import pytest
 
@@ -74,7 +74,7 @@ def test_only_the_mistakes_of_one_screen_get_a_suggestion(monkeypatch):
             load(words)
         assert str(caught.value).count("; nearest: steps") > 30
         assert len([word for word in seen if word]) == SCREEN_LINES
-        assert seen.count("") <= SCREEN_LINES + 1  # trials of what fits
+        assert seen.count("") <= SCREEN_LINES + 1  # the number of trials to find what fits
 
 
 def test_a_command_line_of_many_mistakes_fits_a_screen():

@@ -1,4 +1,4 @@
-"""The table from the three flags to a combination's name."""
+"""The table that maps the three flags to the name of a combination."""
 
 import itertools
 import re
@@ -10,7 +10,7 @@ from trainer.config import COMBINATIONS, UserError, combination, flags_of, load
 from trainer.config.flags import FLAGS, unsupported
 from trainer.config.schema import BASE_YML
 
-pytestmark = pytest.mark.default_combination  # the table itself is what is tested
+pytestmark = pytest.mark.default_combination  # tests the table itself
 
 
 def words(flags: dict[str, bool]) -> list[str]:

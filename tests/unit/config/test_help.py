@@ -133,7 +133,7 @@ def test_every_command_answers(module, capsys):
 
 @pytest.mark.parametrize("words", [["--help"], ["base.yml", "--explain", "steps"]])
 def test_the_command_loads_nothing_that_takes_time(words):
-    """Which keeps it below half a second of CPU."""
+    """So it needs less than half a second of CPU time."""
     code = f"import sys; from trainer.train import main\ntry: main({words!r})\nexcept SystemExit: pass\n"
     code += "sys.exit([name for name in ('jax', 'flax', 'numpy', 'optax', 'orbax') if name in sys.modules] or 0)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

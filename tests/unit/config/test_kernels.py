@@ -1,4 +1,4 @@
-"""The table of attention kernels: what `attention` becomes, and what is refused by name."""
+"""The table of attention kernels: which kernel `attention` selects, and which choices are refused by name."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from trainer.config.kernels import KERNELS, unsupported
 from trainer.layers.attention import KERNELS as RUN_PER_DEVICE
 from trainer.layers.attention import OPS
 
-# Written out, since the defaults of base.yml may change.
+# Written out, because the defaults of base.yml may change.
 SIZES = """
 dataset_type=synthetic vocab_size=4096 max_target_length=1024 per_device_batch_size=8 eval_per_device_batch_size=0
 base_emb_dim=192 base_num_query_heads=8 base_num_kv_heads=2 base_mlp_dim=512 base_num_decoder_layers=2 head_dim=64

@@ -1,4 +1,4 @@
-"""Stage 1: what wins over what, which files are found, and how mistakes are told."""
+"""Stage 1: precedence, how files are found, and how errors are reported."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from trainer.config.schema import BASE_YML
 
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path, monkeypatch):
-    """Each test runs in a folder of its own; write(name, text) puts files there."""
+    """Each test runs in its own folder. write(name, text) writes files into it."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -46,10 +46,10 @@ def test_precedence_is_base_preset_yml_command_line():
     write("my.yml", "base_config: parent.yml\nsteps: 2\nbase_mlp_dim: 300\n")
     loaded = load(["my.yml", "vocab_size=901"])
     config = loaded.config
-    assert config.base_emb_dim == 4096  # the preset over base.yml
-    assert (config.head_dim, config.base_mlp_dim) == (64, 300)  # the yml and its parent over the preset
-    assert config.steps == 2  # the yml over its parent
-    assert config.vocab_size == 901  # the command line over all
+    assert config.base_emb_dim == 4096  # the preset overrides base.yml
+    assert (config.head_dim, config.base_mlp_dim) == (64, 300)  # the yml and its parent override the preset
+    assert config.steps == 2  # the yml overrides its parent
+    assert config.vocab_size == 901  # the command line overrides all
     assert loaded.changed["vocab_size"] == "command line"
     assert loaded.changed["steps"] == "my.yml:2"
     assert loaded.changed["head_dim"] == "parent.yml:4"

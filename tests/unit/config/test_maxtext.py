@@ -1,4 +1,4 @@
-"""MaxText's keys and its defaults; its base.yml: test_maxtext_base.py."""
+"""MaxText's keys and its defaults. For its base.yml see test_maxtext_base.py."""
 
 import functools
 import subprocess
@@ -26,7 +26,7 @@ def empty_folder(tmp_path, monkeypatch):
 
 
 def test_no_key_of_base_yml_is_in_the_table():
-    """A key that base.yml gains leaves the table."""
+    """When base.yml gains a key, the key leaves the table."""
     assert not set(maxtext.verdicts()) & set(schema().keys)
 
 
@@ -35,7 +35,7 @@ def test_every_group_has_a_verdict_and_says_why():
         assert group["verdict"] in (maxtext.RENAMED, maxtext.NEEDLESS, maxtext.NOT_YET, maxtext.NEVER)
         assert group["why"] == group["why"].strip(" .")
         assert "\n" not in group["why"]
-        # Dependents are read only with one of the keys: a group without keys would accept them for no reason.
+        # MaxText reads dependents only with one of the keys. A group without keys would accept them for no reason.
         assert group["keys"]
         assert set(group) <= {"verdict", "why", "to", "keys", "dependents"}
         assert ("to" in group) == (group["verdict"] == maxtext.RENAMED)
@@ -48,7 +48,7 @@ def test_every_group_has_a_verdict_and_says_why():
 
 
 def test_neutral_values_are_read_back_as_neutral():
-    """Each as a person writes it on a command line."""
+    """Each value as a user writes it on a command line."""
     seen = 0
     for verdict in maxtext.verdicts().values():
         for value in verdict.neutral or ():
@@ -64,7 +64,7 @@ def test_former_defaults_are_values_of_known_keys():
     assert set(earlier) <= set(keys) | set(maxtext.verdicts())
     for name, rows in earlier.items():
         for value in (value for values in rows.values() for value in values):
-            # YAML reads 1e-5 as text, and 1.0e-5 as a number.
+            # YAML reads 1e-5 as text, but 1.0e-5 as a number.
             assert not isinstance(value, str) or name not in keys or keys[name].kind is str, (name, value)
 
 
@@ -82,7 +82,7 @@ def test_a_run_that_gives_none_of_these_keys_does_not_read_the_table():
     assert ran.stdout.strip() == "0"
 
 
-# ---- Its keys on a command line
+# ---- MaxText's keys on a command line
 
 
 def test_neutral_values_and_harmless_keys_are_one_line_each_kind():
@@ -131,7 +131,7 @@ def test_another_value_is_an_error_that_says_what_to_use(word, message):
 
 @pytest.mark.parametrize("verdict", [it for it in maxtext.verdicts().values() if it.kind == maxtext.RENAMED])
 def test_what_a_renamed_key_advises_loads(verdict):
-    """With a value that MaxText's base.yml once gave the old name."""
+    """Uses a value that an earlier MaxText base.yml gave the old name."""
     rows = yaml.safe_load(maxtext.TABLE.read_text())["earlier"].get(verdict.name, {})
     value = next((value for values in rows.values() for value in values), schema().keys[verdict.to].default)
     reader = Reader(schema())
@@ -184,7 +184,7 @@ def test_names_of_base_yml_are_nearer():
         assert mistakes(f"{word}=1")[0].endswith(f"; nearest: {name}")
 
 
-# ---- Data that nobody asked for
+# ---- Data keys without dataset_type
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_compiling_ahead_needs_no_data(kind):
     assert resolve(config, device_count=256, platform="tpu").max_target_length == 2048
 
 
-# ---- Defaults where a person of MaxText's would expect others
+# ---- Defaults, if a user of MaxText would expect others
 
 
 def test_a_preset_with_our_defaults_says_which_they_are():
@@ -286,10 +286,10 @@ def test_a_preset_with_our_defaults_says_which_they_are():
 def test_data_of_ones_own_say_which_defaults_differ():
     note = "\n".join(notes("dataset_type=hf", "hf_path=x"))
     assert "held_out_share=0.01 (0.0)" in note
-    assert "grain_worker_count" not in note  # data_pipeline=prepared has no such workers
+    assert "grain_worker_count" not in note  # data_pipeline=prepared does not use these workers
 
 
-# ---- Typical command lines, in our words
+# ---- Typical command lines, with our keys
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ def empty_folder(tmp_path, monkeypatch):
 
 
 def their_base(**changes) -> str:
-    """A file such as MaxText's base.yml: keys of ours at MaxText's defaults, and a good part of its own."""
+    """Returns a file like MaxText's base.yml: our keys at MaxText's defaults, and many of MaxText's own keys."""
     values = {
         name: key.default for name, key in schema().keys.items() if name not in ("held_out_share", "data_pipeline")
     }
@@ -25,7 +25,7 @@ def their_base(**changes) -> str:
     }
     values |= {"hardware": "tpu", "rope_factor": 40, "compile_topology_num_slices": -1, "kv_proj": "remat"}
     values |= {"mesh_axes": ["a", "b"], "logical_axis_rules": [["nobody_knows", ["model"]]]}
-    values |= {"data_sharding": [["a"]]}  # in no version that had scan_layers=false
+    values |= {"data_sharding": [["a"]]}  # not in any version that had scan_layers=false
     return yaml.safe_dump(values | changes, sort_keys=False)
 
 
@@ -50,7 +50,7 @@ def test_their_base_is_recognized_by_what_it_holds(path, tmp_path):
 
 @pytest.mark.parametrize("kind", ["a copy of ours", "a part"])
 def test_a_file_that_is_not_their_base_counts_in_full(kind):
-    """Whatever keys of MaxText's it gives: its values are not read as defaults."""
+    """No matter which MaxText keys it gives, its values do not count as defaults."""
     neutral = {name: it.neutral[0] for name, it in maxtext.verdicts().items() if it.neutral and "." not in name}
     theirs = dict(list(neutral.items())[:15]) | {"learning_rate": 3e-5, "base_emb_dim": 2048, "steps": 77}
     ours = {name: key.default for name, key in schema().keys.items()} if kind == "a copy of ours" else {}
@@ -67,7 +67,7 @@ def test_what_a_person_changed_in_their_base_counts():
     write("theirs.yml", their_base(base_emb_dim=64, learning_rate=1e-3, scan_layers=False, use_iota_embed=True))
     loaded = load(["theirs.yml", "model_name=llama2-7b"])
     assert (loaded.config.base_emb_dim, loaded.config.learning_rate, loaded.config.scan_layers) == (64, 1e-3, False)
-    assert loaded.config.base_mlp_dim == 11008  # of the preset
+    assert loaded.config.base_mlp_dim == 11008  # from the preset
     assert set(loaded.changed) == {"base_emb_dim", "learning_rate", "scan_layers", "model_name"}
 
 

@@ -1,4 +1,4 @@
-"""trainer.from_maxtext: the command that it prints does what trainer.train does with MaxText's."""
+"""trainer.from_maxtext: the printed command does what trainer.train does with MaxText's command."""
 
 import importlib.util
 import re
@@ -20,7 +20,7 @@ HF = (
     "dataset_type=hf hf_path=allenai/c4 hf_data_dir=en train_split=train tokenizer_type=huggingface tokenizer_path=$TOK"
 )
 GRAIN = "dataset_type=grain grain_train_files='/data/c4-train*,0.7;/data/code-train*,0.3' grain_worker_count=2"
-# What MaxText's users write, in the order of its guides and of its scripts for TPUs.
+# Commands of MaxText's users, in the order of its guides and of its scripts for TPUs.
 LINES = (
     f"{SYNTHETIC}base_output_directory=$OUT",
     f"{BEGIN}base_output_directory=$OUT steps=1000 {HF}",
@@ -56,7 +56,7 @@ def empty_folder(tmp_path, monkeypatch):
 
 
 def outcome(argv, environment):
-    """The configuration of a command line, or the lines of its error."""
+    """Returns the configuration of a command line, or the lines of its error."""
     try:
         return load(argv, environment=environment).config.to_dict()
     except UserError as error:
@@ -78,12 +78,12 @@ def test_the_printed_command_does_what_the_original_does(line):
     ours = outcome([printed.yml, *printed.words], printed.environment)
     renamed = [row for row in made.rows if row.kind == maxtext.RENAMED]
     assert made.runs == isinstance(ours, dict)
-    if renamed:  # the original is refused, with the key that is printed
+    if renamed:  # the original is refused, with a message that names the printed key
         refused = "\n".join(theirs)
         assert all(f"{row.word.partition('=')[0]}=" in refused for row in renamed)
         theirs = [it for it in theirs if not any(it.startswith(f"{row.given} ") for row in renamed)]
     assert ours == theirs or (renamed and not theirs)
-    # Each key has one verdict, and what stops the command is told.
+    # Each key has one verdict, and everything that stops the command is reported.
     told = {row.problem for row in made.rows} | set(made.problems)
     assert isinstance(ours, dict) or set(ours) <= told
     assert len(made.rows) == len(command.words) + sum(name.startswith("M_") for name in command.environment)
@@ -123,7 +123,7 @@ def test_the_parts_of_a_command():
     assert command.words == ["run_name=a-1", "prompt=I love", "base_output_directory=gs://b/$(date +%F '%H')"]
     assert as_text(command.words[:2]) == "run_name=a-1 'prompt=I love'"
     assert as_text(command.words[2:]) == "\"base_output_directory=gs://b/$(date +%F '%H')\""
-    # Wrapped by a launcher; as words; without a program; with a line's end that lost its newline.
+    # Wrapped by a launcher; as words; without a program; with a line end that lost its newline.
     assert parse(['xpk workload create --command "python3 -m MaxText.train base.yml steps=1"']).words == ["steps=1"]
     assert parse(["python", "-m", "MaxText.train", "steps=1"]) == ("MaxText.train", {}, "", ["steps=1"])
     assert parse(["M_A=b", "base.yml", "steps=1"]) == ("", {"M_A": "b"}, "base.yml", ["steps=1"])
@@ -224,7 +224,7 @@ def test_it_needs_no_jax_and_half_a_second():
     code = (
         f"import sys; from trainer.from_maxtext import main; main([{LINES[0]!r}]); "
         "assert not {'jax', 'flax'} & set(sys.modules); "
-        "import time; assert time.process_time() < 0.5"  # CPU time: the machine may be busy
+        "import time; assert time.process_time() < 0.5"  # CPU time, because the machine may be busy
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Limits of YAML: a small text makes no large value and no long message, wherever it stands."""
+"""Limits of YAML: a small text cannot produce a large value or a long message, no matter where it is."""
 
 import pytest
 
@@ -9,7 +9,7 @@ PARENT = "base_config: base.yml\n"
 
 
 def levels(first: str, line: str, count: int = 8) -> str:
-    """`count` lines, each of which repeats its predecessor ten times."""
+    """Returns `count` lines, each of which repeats the previous one ten times."""
     return first + "".join(line.format(i=i, ten=",".join([f"*x{i - 1}"] * 10)) for i in range(1, count))
 
 
@@ -60,7 +60,7 @@ def test_a_yml_beyond_a_limit_is_one_short_message(text, tmp_path, monkeypatch):
     (tmp_path / "my.yml").write_text(text if text.startswith("base_config") else PARENT + text)
     assert BOMBS[text] in message("my.yml")
     assert len(message("my.yml").splitlines()) == 2
-    # What goes beyond a limit may be YAML.
+    # A text that exceeds a limit may be valid YAML.
     assert ("not YAML" in message("my.yml")) == BOMBS[text].endswith(("not YAML", "not YAML: "))
     (tmp_path / "child.yml").write_text("base_config: my.yml\n")
     assert BOMBS[text] in message("child.yml")
@@ -134,7 +134,7 @@ def test_a_saved_config_may_have_keys_that_are_gone():
 
 
 def test_no_more_of_a_file_is_read_than_the_limit_allows(tmp_path):
-    """Bytes beyond it are not even decoded."""
+    """Bytes beyond the limit are not even decoded."""
     path = tmp_path / "large.yml"
     path.write_bytes(b"#" * 4 * MAX_LENGTH + b"\xff")
     with pytest.raises(Limit, match="more than 262144 characters"):

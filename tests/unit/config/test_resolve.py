@@ -1,4 +1,4 @@
-"""Stage 2: open values, the mesh, and what the mesh must divide; the derived sizes; the dump."""
+"""Stage 2: values to fill in, the mesh, and sizes that it must divide; derived sizes; the dump."""
 
 import pytest
 
@@ -16,7 +16,7 @@ from trainer.config import (
 from trainer.config.derived import DCN, ICI, MESH_AXES
 from trainer.config.dump import PROCESSES
 
-# Written out, since the defaults of base.yml may change.
+# Written out, because the defaults of base.yml may change.
 SIZES = """
 dataset_type=synthetic vocab_size=4096 max_target_length=128 per_device_batch_size=8 eval_per_device_batch_size=0
 base_emb_dim=192 base_num_query_heads=6 base_num_kv_heads=2 base_mlp_dim=512 base_num_decoder_layers=2 head_dim=32
@@ -269,7 +269,7 @@ def test_rows_of_a_batch(words, devices, rows):
     "words",
     [
         [],
-        [  # a value of base.yml against a preset
+        [  # a value of base.yml and a value of a preset
             "model_name=llama2-7b",
             f"base_emb_dim={schema().keys['base_emb_dim'].default}",
             "enable_dropout=true",
@@ -287,12 +287,12 @@ def test_rows_of_a_batch(words, devices, rows):
 @pytest.mark.parametrize("devices", [1, 8])
 def test_a_dump_loads_back_to_the_same_configuration(words, devices, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    # Over the axis data, which divides no width: those of base.yml may be any.
+    # Uses the axis data, which shards no width, because base.yml's widths may have any value.
     words = ["ici_data_parallelism=-1", "ici_fsdp_parallelism=1", *words]
     config = resolve(load(words).config, device_count=devices, platform="cpu")
     (tmp_path / "config.yml").write_text(to_yaml(config), encoding="utf-8")
     again = load(["config.yml"])
-    # One line a key but for run_name and those of processes, and base_config.
+    # One line per key, except run_name and the keys of processes, and base_config.
     assert to_yaml(config).count("\n") == len(config) - len(PROCESSES)
     assert resolve(again.config, device_count=devices, platform="cpu") == config
     assert to_yaml(again.config) == to_yaml(config)

@@ -1,4 +1,4 @@
-"""What may differ between a checkpoint and the command that goes on from it."""
+"""The differences allowed between a checkpoint and the command that resumes from it."""
 
 import itertools
 
@@ -12,7 +12,7 @@ from trainer.config.flags import FLAGS
 from trainer.config.resolve import frozen
 from trainer.config.resume import AROUND, BATCH, LAYOUT, LENGTH, MAY_CHANGE, UPDATE
 
-# With dataset_type, without which a key that names other data is an error, and modules, which evaluation may name.
+# Gives dataset_type, without which a key that names other data is an error, and modules, which evaluation may name.
 BASE = (
     "dataset_type=stdlib mtp_num_layers=2 steps=20 per_device_batch_size=8 eval_interval=5 "
     "logical_axis_rules=[[norm,[]]] " + " ".join(f"{flag}={value}" for flag, value in pinned("nnx").items())
@@ -25,7 +25,7 @@ def config(words="", devices=1):
 
 
 def saved(words="", devices=1):
-    """The configuration as it comes out of a checkpoint."""
+    """Returns the configuration as a checkpoint stores it."""
     return yaml.safe_load(to_yaml(config(words, devices)))
 
 
@@ -55,13 +55,13 @@ def test_each_key_is_in_one_group_and_there_are_no_others():
 
 
 def test_the_list_is_this_one():
-    """So that a key does not leave it, or come to it, by accident."""
+    """So that no key leaves or enters the list by accident."""
     assert set(BATCH) == {"per_device_batch_size", "gradient_accumulation_steps"}
     assert set(LENGTH) == {"steps", "learning_rate_schedule_steps"}
     assert {*FLAGS, "scan_layers", "logical_axis_rules"} <= set(LAYOUT)
     sections = {"Run and output", "Checkpoints", "Ahead-of-time compilation"}
     around = {name for name, key in schema().keys.items() if key.section in sections}
-    around -= {"load_parameters_path", "load_full_state_path"}  # what the run was begun with
+    around -= {"load_parameters_path", "load_full_state_path"}  # the sources that the run began with
     evaluation = {"eval_interval", "eval_steps", "eval_per_device_batch_size", "prompt", "decode_sampling_temperature"}
     evaluation |= {"eval_dataset_name", "eval_split", "eval_data_columns", "tokenize_eval_data", "grain_eval_files"}
     evaluation |= {"hf_eval_split", "hf_eval_files", "mtp_eval_target_module"}
@@ -72,7 +72,7 @@ def test_the_same_configuration_has_nothing_to_say():
     assert check("") == []
 
 
-# A value of each key other than in BASE, where not simply another one can be made up.
+# For keys whose other value cannot be derived automatically: a value that differs from BASE.
 OTHERS = {
     "compile_topology": "compile_topology=v5e-8",
     "eval_data_columns": "eval_data_columns=[other]",
@@ -84,7 +84,7 @@ OTHERS = {
     "per_device_batch_size": "per_device_batch_size=4 gradient_accumulation_steps=2",
     "gradient_accumulation_steps": "per_device_batch_size=2 gradient_accumulation_steps=4",
 }
-# These have tests of their own below; the flags in tests/unit/linen/test_flags.py.
+# Keys that have their own tests below; the flags are tested in tests/unit/linen/test_flags.py.
 BY_ITSELF = {"run_name", "model_name", "learning_rate_schedule_steps", *FLAGS} | {
     k for k in LAYOUT if k.startswith(("ici_", "dcn_"))
 }
@@ -118,7 +118,7 @@ def test_what_may_change(name):
         ("load_full_state_path=elsewhere", ['load_full_state_path: "" -> "elsewhere"']),
         (
             "learning_rate=1e-2 data_shuffle_seed=3 per_device_batch_size=4 eval_interval=7 adam_b2=0.9",
-            [  # in the order of base.yml, and what may change is not among them
+            [  # in the order of base.yml, without keys that may change
                 "data_shuffle_seed: 0 -> 3",
                 "learning_rate: 0.006 -> 0.01",
                 "adam_b2: 0.95 -> 0.9",
@@ -161,7 +161,7 @@ def test_an_optimizer_is_reset_once():
 
 
 def test_state_of_another_optimizer_is_refused_with_both_names():
-    """Even of one that keeps the same arrays."""
+    """Even if the other optimizer keeps the same arrays."""
     check_optimizer(saved("opt_type=nadamw"), config("opt_type=nadamw adam_b1=0.5"), "there")
     with pytest.raises(UserError) as error:
         check_optimizer(saved("opt_type=nadamw"), config(), "runs/x/checkpoints/5")

@@ -1,4 +1,4 @@
-"""global_parameter_scale: sizes that are scaled once, before anything reads them."""
+"""global_parameter_scale: sizes are scaled once, before anything reads them."""
 
 import re
 
@@ -20,7 +20,7 @@ def loaded(words, file="base.yml"):
     return load(f"{file} {words}".split())
 
 
-# MaxText's get_individual_scales (its commit e591f30), by hand.
+# Values of MaxText's get_individual_scales (its commit e591f30), computed by hand.
 @pytest.mark.parametrize(
     ("scale", "expected"),
     [
@@ -46,7 +46,7 @@ def test_the_model_has_about_that_many_times_the_parameters():
     def parameters(scale):
         return matmul_parameters(loaded(f"{WORDS} vocab_size=2 global_parameter_scale={scale}").config)
 
-    # head_dim stays, so attention's matrices grow with heads x width.
+    # head_dim stays the same, so attention's matrices grow with heads x width.
     assert parameters(8) / parameters(1) == pytest.approx(8, rel=0.01)
     assert parameters(1024) / parameters(1) == pytest.approx(1024, rel=0.01)
 

@@ -1,4 +1,4 @@
-"""base.yml is the schema: its comment forms, and what a malformed one does."""
+"""base.yml is the schema: the forms of its comments, and the errors for malformed ones."""
 
 import re
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_every_key_of_base_yml_is_parsed_with_a_section_and_a_doc():
         ("learning_rate_schedule_steps", int, -1, "an integer in [1, 2147483647] or -1"),
         ("dropout_rate", float, 0.0, "a number in [0, 1)"),
         ("normalization_layer_epsilon", float, 1e-5, "a number in [1e-37, 3.4e+38]"),
-        # Below, the factors of a large logit would underflow to 0 / 0.
+        # With a smaller threshold, the factors of a large logit would underflow to 0 / 0.
         ("qk_clip_threshold", float, 100.0, "a number in [1e-06, 3.4e+38]"),
         ("mu_dtype", str, "", '"", float32, bfloat16'),
         ("adamw_mask", list, None, "a list of str or none"),

@@ -1,4 +1,4 @@
-"""Two and more configurations from one command line."""
+"""Two or more configurations from one command line."""
 
 import pytest
 

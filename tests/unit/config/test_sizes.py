@@ -1,4 +1,4 @@
-"""Numbers at the extremes: one message, before anything is traced or allocated."""
+"""Extreme numbers: one message, before anything is traced or allocated."""
 
 import time
 
@@ -21,9 +21,9 @@ HUGE = [
     "-9" + "0" * 50,
 ]
 NUMBERS = [key.name for key in schema().keys.values() if key.kind in (int, float)]
-# Numbers of Python alone, of any size.
+# Numbers that only Python uses, of any size.
 UNBOUNDED = {"max_num_checkpoints_to_keep"}
-# Beyond 32 bits: seeds, as NumPy has them, and wavelengths, which are floats in the program.
+# Larger than 32 bits: seeds, as in NumPy, and wavelengths, which are floats in the program.
 WIDE = {"init_weights_seed", "data_shuffle_seed", "rope_max_timescale", "rope_min_timescale"}
 
 
@@ -58,7 +58,7 @@ def test_the_nearest_number_of_heads_is_found_at_once():
     message = refused("base_num_query_heads=2147483646", "base_num_kv_heads=1073741824")
     assert "nearest: base_num_kv_heads=1073741823" in message
     assert "nearest: base_num_kv_heads=1" in refused("base_num_query_heads=2147483647", "base_num_kv_heads=4")
-    assert time.perf_counter() - started < 2  # counting to 2**31 takes minutes
+    assert time.perf_counter() - started < 2  # counting to 2**31 would take minutes
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_the_scale_of_a_model_takes_no_size_out_of_its_range():
 def test_models_that_exist_are_far_from_the_bounds(name):
     words = ["dataset_type=synthetic", f"model_name={name}", "max_target_length=131072", "per_device_batch_size=1"]
     config = resolve(load(words).config, device_count=256, platform="tpu")
-    assert least_bytes(config) < 256 * 95e9  # it fits so many of the larger chips
+    assert least_bytes(config) < 256 * 95e9  # it fits the same number of the larger chips
     assert MAX_ENTRIES > 256 * 126 * 16384 * 53248
 
 
@@ -109,11 +109,11 @@ def test_the_least_that_training_takes():
     def least(*words):
         return least_bytes(resolve(load(["dataset_type=synthetic", *words]).config, device_count=2, platform="cpu"))
 
-    hidden = 16 * 128 * (192 * 4 + 5 * 4)  # and the batch
+    hidden = 16 * 128 * (192 * 4 + 5 * 4)  # including the batch
     parameters = (least() - hidden) // 12
     assert (
         1_500_000 < parameters < 1_967_040
-    )  # of base.yml's model; values and the second input of the MLP are left out
+    )  # for base.yml's model; values and the second input projection of the MLP are left out
     assert least("opt_type=sgd") == 4 * parameters + hidden
     assert least("optimizer_memory_host_offload=true") == 4 * parameters + hidden
     assert least("weight_dtype=bfloat16") == 6 * parameters + hidden

@@ -1,4 +1,4 @@
-"""Tiles of splash attention: what is chosen, what is refused before anything is compiled, and where they act."""
+"""Tiles of splash attention: the automatic choice, refusals before compilation, and where tiles have an effect."""
 
 import time
 
@@ -79,7 +79,7 @@ def test_what_the_kernel_does_not_accept_is_refused_with_the_nearest_sizes(words
 @pytest.mark.parametrize(
     "words",
     [
-        # MaxText's defaults, and what its files give.
+        # MaxText's defaults, and the values in its files.
         " ".join(f"{KEYS[name]}=512" for name in BLOCKS),
         "sa_block_q=2048 sa_block_kv=2048 sa_block_kv_compute=1024",
         "max_target_length=256 sa_block_q=512 sa_block_kv=512 sa_block_kv_compute=512",
@@ -117,4 +117,4 @@ def test_the_nearest_sizes_of_a_long_row_are_found_at_once():
     assert tiles._nearest(100, 2147483520) == "128"
     assert tiles._nearest(2147483519, 2147483520) == "715827840 or 2147483520"
     assert [tiles._nearest(size, 128 * 36) for size in (129, 128 * 5, 10**6)] == ["128 or 256", "512 or 768", "4608"]
-    assert time.perf_counter() - started < 1  # one by one they take seconds
+    assert time.perf_counter() - started < 1  # trying them one by one would take seconds

@@ -1,4 +1,4 @@
-"""Values are read by the type of the default, alike on the command line and in a yml."""
+"""Values are read by the type of the default, on the command line the same as in a yml."""
 
 import pytest
 import yaml

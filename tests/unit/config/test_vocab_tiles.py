@@ -1,4 +1,4 @@
-"""num_vocab_tiling: what is refused, and what -1 chooses and says."""
+"""num_vocab_tiling: refused values, and the choice and message of -1."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def mistakes(words, devices=1):
             1,
             ["num_vocab_tiling=5: 384 tokens per device in a microbatch are not a multiple of it; nearest: 4 or 6"],
         ),
-        # Two rows on each of four shards of the batch, whatever the number of microbatches.
+        # Two rows on each of four shards of the batch, for any number of microbatches.
         (
             f"num_vocab_tiling=9 per_device_batch_size=1 gradient_accumulation_steps=3 {MESH}",
             8,
@@ -43,7 +43,7 @@ def mistakes(words, devices=1):
             1,
             ["num_vocab_tiling=1000: 384 tokens per device in a microbatch are not a multiple of it; nearest: 384"],
         ),
-        # 4 and 3 rows: the nearest divide both batches.
+        # 4 and 3 rows: the suggested numbers divide both batches.
         (
             "num_vocab_tiling=128 eval_interval=10 eval_per_device_batch_size=3",
             1,
@@ -70,8 +70,8 @@ def test_other_values_are_refused(value):
 @pytest.mark.parametrize(
     ("words", "devices", "tiles"),
     [
-        ("per_device_batch_size=8", 1, 4),  # the logits take 1.5 heads of float32, and three tiles save just one
-        ("per_device_batch_size=6", 1, 1),  # 1.125 heads: only more than nine tiles would save one
+        ("per_device_batch_size=8", 1, 4),  # logits take 1.5 float32 heads; three tiles save just one
+        ("per_device_batch_size=6", 1, 1),  # 1.125 times: only more than nine tiles would save one head
         ("per_device_batch_size=32", 1, 12),
         ("per_device_batch_size=32 max_target_length=97", 1, 16),  # a divisor of 32 x 97
         ("per_device_batch_size=1 max_target_length=997", 1, 1),  # a prime number of tokens
@@ -91,7 +91,7 @@ def test_the_chosen_number(words, devices, tiles):
 
 
 def test_without_a_divisor_in_the_range_fewer_tiles_are_chosen():
-    """The tokens are 2 x 2 times a prime number: 1,021 tiles are too many, and four save three quarters."""
+    """The tokens are 2 x 2 times a prime number: 1,021 tiles are too many, and four tiles save three quarters."""
     config, said = resolved("num_vocab_tiling=-1 vocab_size=131072 base_emb_dim=128 max_target_length=1021")
     assert config.num_vocab_tiling == 4
     assert said[0].startswith("num_vocab_tiling=-1: 4 tiles of 1,021 tokens per device")
@@ -99,7 +99,7 @@ def test_without_a_divisor_in_the_range_fewer_tiles_are_chosen():
 
 def test_the_bytes_of_one_device():
     config, _ = resolved(f"num_vocab_tiling=-1 per_device_batch_size=8 {MESH}", 8)
-    # 16 rows of 96 tokens on each of four shards, half of the vocabulary; bfloat16 logits, the head in float32.
+    # 16 rows of 96 tokens on each of four shards, half of the vocabulary; bfloat16 logits, a float32 head.
     assert tile_bytes(config) == (16 * 96 * 2048 * 2, 2048 * 256 * 4)
 
 
@@ -115,7 +115,7 @@ def test_the_start_says_what_was_chosen():
         "num_vocab_tiling=-1: 1, no tiles: logits take 0.79 MB per device, and no number of tiles "
         "saves more than the 4.19 MB that the head's gradient would add"
     ]
-    # Nine tiles save just one head, and 12 would save more.
+    # Nine tiles save exactly one head, and 12 would save more.
     _, said = resolved("num_vocab_tiling=-1 per_device_batch_size=6")
     assert said == [
         "num_vocab_tiling=-1: 1, no tiles: logits take 4.72 MB per device, and no number of tiles up to 9 that divides "

@@ -9,7 +9,7 @@ from sample_data import write_corpus
 
 @pytest.fixture(scope="session")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 files of unequal length, some with bytes outside ASCII and Windows line ends, some below a folder."""
+    """A folder of 60 files of unequal length, some with non-ASCII bytes and Windows line ends, some in a subfolder."""
     root = tmp_path_factory.mktemp("corpus")
     (root / "sub").mkdir()
     for i in range(60):
@@ -21,7 +21,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """corpora(kind): a folder of 30 documents in that format."""
+    """corpora(kind): returns a folder of 30 documents in that format."""
     base = tmp_path_factory.mktemp("formats")
 
     def made(kind: str) -> Path:

@@ -1,4 +1,4 @@
-"""Batches as a function of their first row, whatever the number of processes."""
+"""Batches as a function of their first row, for any number of processes."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from trainer.data.batches import FIELDS, Batch, eval_batches, make_batch, positi
 
 
 class Numbered:
-    """Row i holds i + 1 everywhere."""
+    """A source whose row i holds i + 1 everywhere."""
 
     length = 4
 
@@ -21,7 +21,7 @@ class Numbered:
 
 
 def seen(source: Numbered, steps: int, rows: int, **settings) -> list[int]:
-    """The row numbers of `steps` batches."""
+    """Returns the row numbers of `steps` batches."""
     batches = [train_batch(source, step * rows, rows, **settings) for step in range(steps)]
     return np.concatenate([batch["inputs"][:, 0] - 1 for batch in batches]).tolist()
 

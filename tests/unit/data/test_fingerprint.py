@@ -1,4 +1,4 @@
-"""The fingerprint of data: what changes rows changes it, and where they lie does not."""
+"""The fingerprint of data: settings that change rows change it, and the location of files does not."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ COLUMNS = BYTES | {"train_data_columns": "[text,more]"}
 IDS = {"tokenize_train_data": False, "train_data_columns": "ids"}
 
 
-# A key, a value of it that is not the default, and other settings under which it changes the rows or their order.
+# A key, a value that is not the default, and other settings with which it changes the rows or their order.
 CHANGES = [
     ("add_bos", False, BYTES),
     ("add_eos", False, BYTES),
@@ -46,9 +46,9 @@ CHANGES = [
 ]
 
 
-# Other keys of the data: where documents come from, which the files' own fingerprint says, how many workers read them
-# (a position says it), how to evaluate, where things are kept, and how many rows a step takes (a resumed run may change
-# it).
+# Other data keys: where documents come from (covered by the files' own fingerprint), how many workers read them
+# (covered by a position), how to evaluate, where to store things, and how many rows a step takes (which may change on
+# resume).
 ELSEWHERE = re.compile(
     r"dataset_|eval_|grain_(train|eval)_|grain_file_type|grain_worker_count|hf_|train_split|data_cache_directory|"
     r"tokenizer_path|tokenize_eval_data|per_device_batch_size"

@@ -1,4 +1,4 @@
-"""Limits that the other tests' data do not reach, lowered or reached."""
+"""Limits that the other tests' data do not reach: lowered here, or reached with larger data."""
 
 import json
 from pathlib import Path
@@ -12,12 +12,12 @@ from trainer.data import prepare
 
 DOCUMENTS = 40
 TEXTS = [[f"{name}{i} " * 5 for i in range(DOCUMENTS)] for name in ("first", "second")]
-LARGE = 1 << 20  # bytes that are read at once where the lines before a mistake are counted
+LARGE = 1 << 20  # bytes read at once when counting the lines before an error
 
 
 @pytest.fixture
 def files(tmp_path) -> tuple[str, str]:
-    """Two files, a corpus each."""
+    """Two files, each a corpus."""
     for i, texts in enumerate(TEXTS):
         (tmp_path / f"{i}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return f"{tmp_path}/0.jsonl", f"{tmp_path}/1.jsonl"
@@ -31,7 +31,7 @@ def test_a_bpe_is_trained_on_no_more_than_the_limit_in_the_ratio_of_the_weights(
     train = prepare.train_bpe
 
     def trained_on(limit: int) -> list[str]:
-        """In one cache folder: the limit is in the tokenizer's key."""
+        """Uses one cache folder, because the limit is part of the tokenizer's key."""
         seen: list[str] = []
         monkeypatch.setattr(prepare, "train_bpe", lambda texts, size: (seen.extend(texts), train(texts, size))[1])
         monkeypatch.setattr(prepare, "BPE_BYTES", limit)
@@ -61,7 +61,7 @@ def test_rows_do_not_depend_on_how_many_documents_are_encoded_at_once(monkeypatc
 
 @pytest.mark.parametrize("lines", [1, 1000])
 def test_the_line_of_a_mistake_is_counted_through_a_large_file(tmp_path, lines):
-    """The lines before it take more than is read at once."""
+    """The lines before it take more than one read."""
     line = json.dumps({"text": "x" * (2 * LARGE // lines)}) + "\n"
     (tmp_path / "a.jsonl").write_text(line * lines + "broken\n")
     keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": tmp_path / "a.jsonl"}

@@ -1,4 +1,4 @@
-"""Loading ahead in one thread."""
+"""Loads ahead in one thread."""
 
 import itertools
 import threading
@@ -11,7 +11,7 @@ from trainer.data.loader import Loader
 
 
 def numbers(log: list[int] | None = None):
-    """0, 1, 2, ...; notes in `log` what was asked for, and -1 when it is closed."""
+    """Yields 0, 1, 2, ...; records in `log` what was requested, and -1 when it is closed."""
     try:
         for i in itertools.count():
             if log is not None:
@@ -72,7 +72,7 @@ def test_it_measures_the_time_waited_and_not_the_time_loaded():
     with Loader(slow()) as loader:
         next(loader)
         assert loader.waited >= 0.03
-        time.sleep(0.2)  # the next two are ready then
+        time.sleep(0.2)  # by then the next two are ready
         before = loader.waited
         next(loader)
         assert loader.waited - before < 0.03

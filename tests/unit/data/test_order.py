@@ -1,4 +1,4 @@
-"""The permutation of each epoch: a bijection, uniform, and without memory in the number of rows."""
+"""The permutation of each epoch: a bijection, uniform, and without memory proportional to the number of rows."""
 
 import math
 import tracemalloc
@@ -33,7 +33,7 @@ def test_rows_of_a_large_source_are_distinct_and_in_range(size: int):
     assert len(np.unique(images)) == 10**5
     assert images.min() >= 0
     assert images.max() < size
-    # The standard error of the mean of n draws is size / sqrt(12 n); five of them are as good as never.
+    # The standard error of the mean of n draws is size / sqrt(12 n). Five standard errors practically never occur.
     assert abs(images.mean() / size - 0.5) < 5 / math.sqrt(12 * len(images))
 
 
@@ -49,7 +49,8 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 
 
 def z_score(counts: np.ndarray, expected: float, freedom: int) -> float:
-    """How many standard deviations chi-square lies from its mean; seeds are fixed, so below 4 stays below 4."""
+    """Returns how many standard deviations chi-square is from its mean. Seeds are fixed, so a value below 4 stays
+    there."""
     return float((((counts - expected) ** 2 / expected).sum() - freedom) / math.sqrt(2 * freedom))
 
 
@@ -67,19 +68,19 @@ def test_every_row_comes_equally_often_at_every_place(size: int):
         counts[np.arange(size), images] += 1
         following[np.diff(images) % size] += 1
     assert abs(z_score(counts, 2000 / size, (size - 1) ** 2)) < 4
-    # How far a row lies behind the one before it: no distance is preferred.
+    # The distance between a row and the one before it: no distance is preferred.
     assert z_score(following[1:], following.sum() / (size - 1), size - 2) < 4
 
 
 class Tenfold(Numbered):
-    """More rows than memory would hold the numbers of."""
+    """A source with so many rows that their numbers would not fit in memory."""
 
     def rows(self, indices: np.ndarray) -> Batch:
         return super().rows(indices % 1000)
 
 
 def test_a_billion_rows_start_at_once():
-    train_batch(Tenfold(10**9), 0, 64, seed=0, shuffle=True)  # what is imported late
+    train_batch(Tenfold(10**9), 0, 64, seed=0, shuffle=True)  # triggers late imports
     tracemalloc.start()
     try:
         for first in (0, 10**9 - 32, 7 * 10**9):  # the second spans two epochs

@@ -1,4 +1,4 @@
-"""Documents to rows, and going on behind any row."""
+"""Packing documents into rows, and resuming after any row."""
 
 import itertools
 
@@ -23,7 +23,7 @@ KINDS = [
 
 
 def documents_of(*texts: list[int]) -> list[tuple[int, Document]]:
-    """Documents with the special token around them, each with its number as mark."""
+    """Returns documents between special tokens, each with its number as mark."""
     return [(i, Document(np.array([EOT, *text, EOT], np.int32), None)) for i, text in enumerate(texts)]
 
 
@@ -57,7 +57,7 @@ def test_first_fit_takes_the_first_row_with_room_and_best_fit_the_fullest():
     texts = [1], [2, 2, 2], [3, 3], [4]  # 2, 4, 3 and 2 pairs, in rows of 6
     first = packed(Packing(6, "first_fit"), *texts)
     assert first["segmentation"] == [[1, 1, 2, 2, 2, 2], [1, 1, 1, 2, 2, 0]]
-    texts = [1, 1, 1], [2, 2], [3, 3, 3], [4]  # 4, 3, 4 and 2 in rows of 6: the rows then hold 4, 3, 4
+    texts = [1, 1, 1], [2, 2], [3, 3, 3], [4]  # 4, 3, 4 and 2 pairs in rows of 6: the rows then hold 4, 3, 4
     first, best = (packed(Packing(6, kind), *texts) for kind in ("first_fit", "best_fit"))
     assert first["segmentation"] == [[1, 1, 1, 1, 2, 2], [1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0]]
     texts = [1, 1], [2, 2, 2], [3]  # 3, 4 and 2
@@ -140,7 +140,7 @@ def test_only_the_completion_bears_loss():
     assert document is not None
     assert document.tokens.tolist() == [256, 97, 98, 99, 100, 256]
     assert document.loss is not None
-    assert document.loss.tolist() == [False, False, True, True, True]  # of the targets a b c d and the end
+    assert document.loss.tolist() == [False, False, True, True, True]  # for the targets a b c d and the end
     (document,) = encoder(completion_only=False).encode([Record("here", ("ab", "cd"))], Counts())
     assert document is not None
     assert document.loss is None

@@ -1,4 +1,4 @@
-"""Prepared data: what they hold, and what is prepared anew; failures: test_prepare_failures.py."""
+"""Prepared data: their content, and when they are prepared again. For failures see test_prepare_failures.py."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from trainer.data.stdlib import read_files
 
 @pytest.fixture(scope="module")
 def prepared(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """Opened a second time, so that it comes from the cache."""
+    """A dataset that was opened a second time, so that it comes from the cache."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainer.data.stdlib.stdlib_folder", lambda: root)
@@ -27,16 +27,17 @@ def prepared(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 def train_rows(dataset: Dataset):
-    """The source of rows behind the stream of a prepared dataset."""
+    """Returns the source of rows of a prepared dataset's stream."""
     return dataset.train_stream(rows=1)._source  # type: ignore[attr-defined]
 
 
 def documents_of(source, tokenizer) -> list[bytes]:
-    """Bytes of each document that the targets of a split spell, in order, and a check that none crosses an end."""
+    """Returns the bytes of each document in the targets of a split, in order. Checks that no input crosses a
+    document."""
     batch = source.rows(np.arange(source.size))
     real = batch["targets_segmentation"] != 0
     inputs, targets, place = batch["inputs"][real], batch["targets"][real], batch["inputs_position"][real]
-    # A target that is not the end of a document is the next input.
+    # A target that is not the end of a document is also the next input.
     inside = targets[:-1] != tokenizer.eos
     assert (targets[:-1][inside] == inputs[1:][inside]).all()
     assert (inputs[1:][~inside] == tokenizer.bos).all()
@@ -98,7 +99,7 @@ def test_only_what_changed_is_prepared_anew(tmp_path: Path):
     with (tmp_path / "files" / "2.jsonl").open("a") as file:
         file.write('{"text": "more"}\n')
     opened(folder, **keys)
-    # A tokenizer is trained again and comes out the same, so the held-out rows are good still.
+    # The tokenizer is trained again with the same result, so the held-out rows are still valid.
     assert {name.rsplit("-", 2)[0] for name in folders(folder) - seen} == {"bpe", "train"}
 
 
@@ -153,7 +154,8 @@ def test_completions_bear_the_loss_in_prepared_rows(tmp_path: Path):
 
 @pytest.mark.parametrize("way", ["prepared", "streaming"])
 def test_rows_with_and_without_loss_on_the_prompt_lie_beside_each_other(tmp_path: Path, way: str):
-    """One cache folder, asked both ways twice: what bears loss is as asked, in training and in evaluation."""
+    """Uses one cache folder for both settings, twice. The loss covers the requested tokens in training and
+    evaluation."""
     (tmp_path / "a.jsonl").write_text('{"prompt": "ask", "completion": "say"}\n' * 8)
     keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": f"{tmp_path}/a.jsonl"}
     keys |= {"train_data_columns": "[prompt,completion]", "eval_data_columns": "[prompt,completion]"}
@@ -223,7 +225,7 @@ def test_synthetic_rows_are_opened(tmp_path: Path):
     assert (first["inputs"][0] != batch["inputs"][0]).any()
 
 
-# A hook that fails the run where TensorFlow, or what is not asked for, is imported; it can be found all the same.
+# A hook that fails the run if it imports TensorFlow or an unused package. The packages can still be found.
 HOOK = """
 import importlib.machinery, sys
 class Refuse:

@@ -1,4 +1,4 @@
-"""Preparing data when something is in the way: two at once, a process that dies, a full disk, damage."""
+"""Failures while preparing data: two processes at once, a process that dies, a full disk, damage."""
 
 import json
 import subprocess
@@ -38,7 +38,7 @@ def start(root: Path, folder: Path, limit: int = 0) -> subprocess.Popen:
 
 @pytest.fixture
 def stdlib(root: Path, monkeypatch: pytest.MonkeyPatch):
-    """stdlib(folder, **keys): the dataset of the generated corpus, prepared in that folder."""
+    """stdlib(folder, **keys): returns the dataset of the generated corpus, prepared in that folder."""
     monkeypatch.setattr("trainer.data.stdlib.stdlib_folder", lambda: root)
 
     def made(folder: Path, **keys) -> Dataset:
@@ -51,7 +51,7 @@ def test_two_first_runs_at_once_prepare_once_and_load_nothing_heavy(root: Path, 
     runs = [start(root, tmp_path) for _ in range(2)]
     outputs = [run.communicate(timeout=60) for run in runs]
     assert [run.returncode for run in runs] == [0, 0], outputs
-    reports = [json.loads(out) for out, _ in outputs]  # nothing else is printed
+    reports = [json.loads(out) for out, _ in outputs]  # there is no other output
     assert [error for _, error in outputs] == ["", ""]
     assert reports[0]["rows"] == reports[1]["rows"]
     lines = [line for report in reports for line in report["lines"]]
@@ -95,7 +95,7 @@ def test_a_run_that_dies_leaves_no_half_cache(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         cache.ensure(folder, fail, say_nothing)
     assert [path.name for path in tmp_path.iterdir()] == ["data.lock"]
-    # Killed, it could not tidy up: the next run does.
+    # A killed process could not clean up, so the next run does.
     (tmp_path / "data.tmp").mkdir()
     (tmp_path / "data.tmp" / "half").touch()
     cache.ensure(folder, lambda temporary: {"n": 1}, say_nothing)
@@ -112,7 +112,7 @@ def test_a_full_disk_is_named(root: Path, tmp_path: Path, limit: int):
     assert str(tmp_path) in last
     assert "data_cache_directory" in last
     assert "File too large" in last
-    # What was whole stays, nothing else does.
+    # Only complete folders remain.
     assert all(path.suffix == ".lock" or (path / "meta.json").is_file() for path in tmp_path.iterdir())
 
 
@@ -152,7 +152,7 @@ def edit_meta(change) -> object:
 def test_damage_is_named_with_the_remedy(
     stdlib, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, file: str, damage, message: str, hashed: int
 ):
-    """Also where the files are so large that only their sizes are compared."""
+    """Also if the files are so large that only their sizes are compared."""
     monkeypatch.setattr(cache, "HASHED", hashed)
     stdlib(tmp_path)
     (kept,) = (path for path in tmp_path.glob(f"{folder}-*") if path.is_dir())
@@ -167,7 +167,7 @@ def test_damage_is_named_with_the_remedy(
     ("old", "new"), [(b"NUMPY", b"MUMPY"), (b"'shape': (2", b"'shape': (9"), (b"'shape'", b"'shaqe'")]
 )
 def test_a_damaged_header_of_rows_is_named(tmp_path: Path, old: bytes, new: bytes):
-    """Where files are so large that only their sizes are compared, it comes to be read."""
+    """The files are so large that only their sizes are compared, so the header is read damaged."""
     names = ("inputs", "targets", "segmentation", "loss")
     rows.write(tmp_path, [dict.fromkeys(names, np.ones(8, int))] * 2, length=8, vocab_size=9, masked=False)
     content = (tmp_path / "rows.npy").read_bytes()
@@ -178,7 +178,7 @@ def test_a_damaged_header_of_rows_is_named(tmp_path: Path, old: bytes, new: byte
 
 
 def test_a_damaged_row_is_named_when_it_is_read(tmp_path: Path):
-    """Where files are so large that only their sizes are compared."""
+    """The files are so large that only their sizes are compared."""
     names = ("inputs", "targets", "segmentation", "loss")
     rows.write(tmp_path, [dict.fromkeys(names, np.ones(8, int))] * 3, length=8, vocab_size=9, masked=True)
     content = bytearray((tmp_path / "rows.npy").read_bytes())

@@ -1,4 +1,4 @@
-"""Sources by their keys: what they read, and what they say of files that are missing, empty or damaged."""
+"""Sources by their keys: what they read, and their messages about files that are missing, empty or damaged."""
 
 import json
 import sys
@@ -106,7 +106,7 @@ def test_tfds_in_both_formats_and_in_parts(tmp_path: Path):
 
 
 def to_tfrecord(folder: Path) -> None:
-    """Rewrites a dataset of TFDS as TFRecord files, which TFDS itself does with TensorFlow."""
+    """Rewrites a TFDS dataset as TFRecord files, which TFDS itself does with TensorFlow."""
     import struct
 
     from array_record.python.array_record_module import ArrayRecordReader

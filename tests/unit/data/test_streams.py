@@ -1,4 +1,4 @@
-"""Training batches by both ways: exact resume behind every batch, the same rows whoever asks, refusals."""
+"""Training batches of both pipelines: exact resume after every batch, the same rows for every caller, refusals."""
 
 import itertools
 import json
@@ -17,7 +17,7 @@ KINDS = ("arrayrecord", "jsonl", "parquet", "text", "tfrecord")
 
 
 def assert_resumes(open_again, count: int = 8) -> None:
-    """A stream opened at the position behind any batch goes on as the undisturbed one did, to its end."""
+    """Checks that a stream opened at the position after any batch continues exactly like the undisturbed stream."""
     whole = batches(open_again(), count)
     dataset = open_again()
     for i, (_, position) in enumerate(whole[:-1]):
@@ -42,7 +42,7 @@ SETTINGS = [
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_format_resumes_behind_every_batch_over_epochs(corpora, tmp_path: Path, kind: str, way: str):
     keys = {"dataset_type": "grain", "grain_file_type": kind, "grain_train_files": f"{corpora(kind)}/*"}
-    # A byte is a token, so the 30 documents are about 60 rows; 8 batches stay within the first epoch, 40 do not.
+    # A byte is a token, so the 30 documents are about 60 rows. 8 batches stay within the first epoch, 40 do not.
     keys |= {"tokenizer_type": "bytes", "data_pipeline": way}
     assert_resumes(lambda: opened(tmp_path, **keys))
     dataset = opened(tmp_path, **keys)
@@ -117,7 +117,7 @@ def test_workers_stream_and_resume(corpora, tmp_path: Path):
 def test_processes_stream_different_documents(
     corpora, tmp_path: Path, kind: str, processes: int, count: int, documents: int
 ):
-    """Two processes share the three files of JSONL, four share the records of all files."""
+    """Two processes share the three JSONL files; four processes share the records of all files."""
     keys = {"dataset_type": "grain", "grain_file_type": kind, "grain_train_files": f"{corpora(kind)}/*"}
     keys |= {"data_pipeline": "streaming", "tokenizer_type": "bytes", "enable_data_shuffling": False, "packing": False}
     dataset = opened(tmp_path, **keys, max_target_length=256)
@@ -202,7 +202,7 @@ def test_the_loader_hands_on_the_position_of_the_batch_consumed(corpora, tmp_pat
     dataset = opened(tmp_path, **keys, data_pipeline="streaming")
     whole = batches(dataset, 6)
     with Loader(dataset.train_stream(rows=ROWS), 6) as loader:
-        assert_same(list(itertools.islice(loader, 2)), whole[:2])  # and two more are loaded
+        assert_same(list(itertools.islice(loader, 2)), whole[:2])  # two more are loaded ahead
     with Loader(dataset.train_stream(whole[1][1], rows=ROWS), 4) as loader:
         assert_same(list(loader), whole[2:])
 
@@ -217,7 +217,7 @@ def test_no_record_for_a_process_is_an_error(tmp_path: Path):
 
 @pytest.mark.parametrize("kind", ["jsonl", "arrayrecord"])
 def test_a_share_without_text_is_an_error(tmp_path: Path, kind: str):
-    """Of two processes one gets every second record, all of which are empty."""
+    """One of two processes gets every second record, and all of these are empty."""
     write_records(tmp_path / f"a.{kind}", kind, [{"text": document(i) if i % 2 else ""} for i in range(40)])
     keys = {"dataset_type": "grain", "grain_file_type": kind, "grain_train_files": tmp_path / f"a.{kind}"}
     keys |= {"held_out_share": 0, "eval_interval": -1, "enable_data_shuffling": False, "tokenizer_type": "bytes"}
@@ -229,7 +229,8 @@ def test_a_share_without_text_is_an_error(tmp_path: Path, kind: str):
 
 @pytest.mark.parametrize(("count", "with_text", "shuffle"), [(40, 3, True), (9, 1, False)])
 def test_a_share_that_changes_is_searched_until_it_has_text(tmp_path: Path, count: int, with_text: int, shuffle: bool):
-    """Shuffled, each epoch has other shares; in order it does where processes do not divide the records."""
+    """If shuffled, shares differ between epochs. In order, they differ if the number of processes does not divide the
+    number of records."""
     records = [{"text": document(i) if i < with_text else ""} for i in range(count)]
     write_records(tmp_path / "a.arrayrecord", "arrayrecord", records)
     keys = {"dataset_type": "grain", "grain_file_type": "arrayrecord", "grain_train_files": tmp_path / "a.arrayrecord"}
@@ -282,7 +283,7 @@ def test_the_first_batch_is_repeated_and_so_it_is_on_resume(corpora, tmp_path: P
     for batch, position in repeated:
         assert batch["inputs"].tobytes() == first["inputs"].tobytes() != second["inputs"].tobytes()
         assert position != behind
-    # The position stays, on disk too.
+    # The position does not change, on disk either.
     assert_same(batches(reusing, 3, json.loads(json.dumps(repeated[2][1]))), repeated)
     assert reusing.fingerprint != plain.fingerprint
     assert "first batch only" in str(reusing)

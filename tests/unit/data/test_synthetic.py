@@ -35,7 +35,7 @@ def test_rows_exercise_packing(length: int, vocab_size: int):
     assert {values.dtype for values in batch.values()} == {np.dtype(np.int32)}
     assert batch["targets"].min() >= 0
     assert batch["targets"].max() < vocab_size
-    # Padding is at the end, ids count from 1 without gaps, and positions restart with them.
+    # Padding is at the end, ids count from 1 without gaps, and positions restart with each id.
     assert (real[:, :-1] >= real[:, 1:]).all()
     assert (segmentation[:, 0] == 1).all()
     assert set(np.diff(segmentation, axis=1)[real[:, 1:]].tolist()) == {0, 1}

@@ -1,4 +1,4 @@
-"""Text that is none: lone surrogates in every format and for every tokenizer, and other bytes than UTF-8."""
+"""Invalid text: lone surrogates in every format and for every tokenizer, and bytes that are not UTF-8."""
 
 import base64
 import json
@@ -18,7 +18,7 @@ from trainer.data.tokenizer import train_bpe
 from trainer.data.tokenizer_files import load_tokenizer
 from trainer.inference import prompt_tokens
 
-# A surrogate without its other half, one half of a pair twice, and a pair, which is a character.
+# A high surrogate without its pair, a low surrogate twice, and a pair, which is a character.
 BROKEN = "a\ud800 c \udc00\udc00 \ud83d\ude00" + "x" * 30
 WHOLE = "a\ufffd c \ufffd\ufffd \U0001f600" + "x" * 30
 NOTE = "lone surrogates are replaced by U+FFFD:"
@@ -26,7 +26,7 @@ WAYS = ("prepared", "streaming")
 
 
 def lines_of(cache: Path, **keys) -> tuple[Dataset, list[str]]:
-    """The dataset, and all that is said until two batches of it were read."""
+    """Returns the dataset, and all messages until two of its batches were read."""
     lines: list[str] = []
     shared = {"held_out_share": 0, "enable_data_shuffling": False, "tokenizer_type": "bytes"}
     dataset = open_dataset(config_of(cache, **shared | keys), lines.append)
@@ -55,11 +55,11 @@ def test_what_is_held_out_does_not_depend_on_how_a_surrogate_is_written():
     values = BROKEN, BROKEN.encode("utf-8", "surrogatepass"), WHOLE, WHOLE.encode()
     assert {canonical(value) for value in values} == {WHOLE.encode()}
     assert len({Record("", (value,)).key() for value in values}) == 1
-    assert canonical(b"\xed\xa0\x80\xff") == b"\xed\xa0\x80\xff"  # refused where its text is asked for
+    assert canonical(b"\xed\xa0\x80\xff") == b"\xed\xa0\x80\xff"  # refused when its text is requested
 
 
 def write_bytes(path: Path, kind: str, texts: list[bytes]) -> Path:
-    """A file of records with the column `text`, which need not be UTF-8; `kind` says how it is written."""
+    """Writes a file of records with the column `text`, which need not be UTF-8. `kind` is the format."""
     if kind in ("jsonl", "hf-json"):
         values = [text.decode("utf-8", "surrogatepass") for text in texts]
         path.write_text("".join(json.dumps({"text": value}) + "\n" for value in values))
@@ -101,7 +101,7 @@ def keys_of(kind: str, path: Path) -> dict:
     return {"dataset_type": "grain", "grain_file_type": name, "grain_train_files": path}
 
 
-FIRST = {  # how the place of the second record is called
+FIRST = {  # how messages name the place of the second record
     "jsonl": "a.data, line 2",
     "jsonl-raw": "a.data, line 2",
     "text": "a.data",
@@ -147,7 +147,7 @@ def test_lone_surrogates_of_tfds_are_replaced(tmp_path: Path, monkeypatch: pytes
 
 
 def tokenizer_keys(kind: str, folder: Path) -> dict:
-    """The keys of a tokenizer of that kind, whose files lie in `folder`."""
+    """Returns the keys of a tokenizer of that kind, whose files are in `folder`."""
     texts = [document(i) for i in range(50)]
     if kind in ("bytes", "auto"):
         return {"tokenizer_type": kind}
@@ -246,7 +246,7 @@ def test_white_space_of_any_length_is_tokenized(tmp_path: Path):
     text = "a" + " " * 60_000 + "b\n" + "\t" * 25_000 + "c" + " " * 25_001
     for texts in ([text], [text, "d"]):
         assert [tokenizer.decode(ids) for ids in tokenizer.encode_many(texts)] == texts
-    long = " " * 1_500_000  # overflowed a stack
+    long = " " * 1_500_000  # would overflow a stack
     assert tokenizer.decode(tokenizer.encode(long)) == long
 
 

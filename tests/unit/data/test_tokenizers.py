@@ -1,4 +1,4 @@
-"""Tokenizers: what is trained, and those that people have."""
+"""Tokenizers: trained ones, and users' own."""
 
 import base64
 import json
@@ -26,7 +26,7 @@ def bpe() -> JsonTokenizer:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file of ranks: every byte, and a few merges."""
     tokens = [bytes([i]) for i in range(256)] + [b"do", b"cu", b"docu", b" d"]
-    path = tmp_path_factory.mktemp("ranks") / "tokenizer.model"  # the name of Llama 3's own
+    path = tmp_path_factory.mktemp("ranks") / "tokenizer.model"  # the name of Llama 3's own file
     path.write_bytes(b"\n".join(base64.b64encode(token) + b" %d" % i for i, token in enumerate(tokens)) + b"\n")
     return path
 
@@ -110,7 +110,7 @@ def test_sentencepiece(piece: Path, tmp_path: Path):
     tokenizer = load_tokenizer(str(piece), "auto", **BOTH)
     assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eos) == (330, 1, 2)
     assert tokenizer.bytes_per_token is None
-    text = document(5).strip()  # this model strips it too
+    text = document(5).strip()  # stripped, because this model strips it, too
     ids = tokenizer.encode(text)
     assert tokenizer.decode([1, *ids, 2]) == text
     assert 1 not in tokenizer.encode("<s> is text")
@@ -122,7 +122,7 @@ def test_sentencepiece(piece: Path, tmp_path: Path):
 
 
 def json_tokenizer(folder: Path, special: list[str], normalizer=None, config: dict | None = None) -> str:
-    """A folder with a small tokenizer.json that has these special tokens."""
+    """Returns a folder with a small tokenizer.json that has these special tokens."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 

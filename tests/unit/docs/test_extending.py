@@ -21,7 +21,7 @@ from trainer.training import build
 
 @pytest.fixture
 def guides(monkeypatch):
-    """Imports docs.guides.NAME, as `python -m` does in the repository's folder."""
+    """Imports docs.guides.NAME, like `python -m` in the repository's folder."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3]))
     return lambda name: importlib.import_module(f"docs.guides.{name}")
 
@@ -29,7 +29,7 @@ def guides(monkeypatch):
 def test_the_family_is_the_same_program_in_nnx_and_in_linen(guides):
     guides("own_family")
     own = {"decoder_block": "docs.guides.own_family:FAMILY", "base_num_decoder_layers": 2, "dropout_rate": 0.1}
-    ends = (ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1])  # those between are made of the parts of these two
+    ends = (ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1])  # the other combinations consist of the parts of these two
     runs = [build(load(arguments(name, **own)).config, jax.devices()[:1]) for name in ends]
     texts = {
         jax.jit(run.update).lower(run.codec.unpack(run.abstract_state), run.abstract_batch(run.rows)).as_text()
@@ -104,7 +104,7 @@ def test_the_optimizer_by_its_formula(guides, monkeypatch):
         np.testing.assert_allclose(updates["w"], -rate * (np.sign(mean) + 0.5 * 2.0), rtol=1e-6)
         np.testing.assert_allclose(updates["scale"], -rate * np.sign(mean), rtol=1e-6)
 
-    # In the registry it is in the train state of every combination, with the shardings of its parameters.
+    # After registration it is in the train state of every combination, with the shardings of its parameters.
     monkeypatch.setitem(OPTIMIZERS, "sgd", lambda _, given: signum(keys, given))
     run = build(load(arguments(ALL_COMBINATIONS[0], opt_type="sgd", ici_fsdp_parallelism=2)).config, jax.devices()[:2])
     rows = {row["name"]: row["spec"] for row in run.table()["tensors"]}

@@ -1,4 +1,4 @@
-"""docs/from-maxtext-python.md names things that exist, with their arguments."""
+"""docs/from-maxtext-python.md names existing functions and classes, with their arguments."""
 
 import importlib
 import importlib.util
@@ -19,12 +19,12 @@ def rows():
 
 
 def names(cell):
-    """The names in backticks, with their arguments or ""."""
+    """Returns the names in backticks, with their arguments or ""."""
     return re.findall(r"`((?:python -m )?[\w./]+)(?:\((.*?)\))?`", cell)
 
 
 def found(name):
-    """The object `name`; the longest part of it that is a module is imported."""
+    """Returns the object `name`. The longest prefix that is a module is imported."""
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
         try:
@@ -47,7 +47,7 @@ def test_a_name_exists_with_its_arguments(name, given):
         assert importlib.util.find_spec(name.removeprefix("python -m "))
     else:
         value = found(name)
-        if inspect.ismodule(value):  # `trainer.training.start` is a module and a function of the package
+        if inspect.ismodule(value):  # `trainer.training.start` is both a module and a function of the package
             value = getattr(value, name.rpartition(".")[2])
         parameters = inspect.signature(value).parameters if given else {}
         for word in filter(None, given.split(", ")):

@@ -13,7 +13,7 @@ from flax import nnx
 GUIDES = Path(__file__).parents[3] / "docs" / "guides"
 
 
-# A block of Python and, where the reader is shown how it fails, the last lines of the traceback; ... is left out.
+# A block of Python and, if the guide shows how it fails, the last lines of the traceback; ... stands for left-out text.
 BLOCK = re.compile(
     r"^```python\n(.*?)^```\n(?:\n```text\n(\w+(?:Error|Exception): .*?)\n```\n)?", re.MULTILINE | re.DOTALL
 )
@@ -41,7 +41,7 @@ def test_a_failure_that_does_not_come_as_shown_is_found(monkeypatch, tmp_path):
 
     monkeypatch.setattr(sys.modules[__name__], "GUIDES", tmp_path)
     guide("[][1]", "IndexError: list index...range")
-    guide("x = 1", "what it gives")  # no failure is shown
+    guide("x = 1", "what it gives")  # without a failure in the guide
     for code, shown in (("[][1]", "IndexError: another"), ("[][1]", "KeyError: list index"), ("x = 1", "KeyError: x")):
         with pytest.raises((AssertionError, IndexError, pytest.fail.Exception)):
             guide(code, shown)
