@@ -1,4 +1,4 @@
-"""Sampling through the cache against full forward passes."""
+"""Compares sampling through the cache with full forward passes."""
 
 import functools
 
@@ -22,11 +22,11 @@ MODEL = {"max_target_length": LENGTH, "vocab_size": VOCABULARY, "logits_via_embe
 
 @functools.cache
 def small():
-    """A configuration, its model, and parameters whose likeliest token is far ahead of the next."""
+    """Returns a configuration, its model, and parameters whose most likely token is far ahead of the second."""
     config = tiny_config("nnx", **MODEL)
     model = make_model(config)
     params, _ = jax.jit(model.init)(jax.random.key(0))
-    # Off the diagonal, so that the tied head does not just repeat the last token.
+    # Changes the signs, so that the tied head does not just repeat the last token.
     params["decoder"]["decoder_norm"]["scale"] *= 8 * np.sign(np.random.default_rng(0).normal(size=16))
     return config, model, params
 
@@ -42,7 +42,7 @@ def drawn(temperature, seed=0, prompt=tuple(PROMPT)):
 
 
 def logits_after(tokens):
-    """The logits that follow each prefix of `tokens` [rows, length], from one forward pass without a cache."""
+    """Returns the logits that follow each prefix of `tokens` [rows, length], from one forward pass without a cache."""
     config, model, params = small()
     assert tokens.shape == (ROWS, LENGTH)
     return np.asarray(_forward(config, model)(params, tokens))
@@ -81,11 +81,11 @@ def test_one_seed_gives_one_text_and_another_another():
     drawn.cache_clear()
     np.testing.assert_array_equal(drawn(1.0), first)
     assert (other != first).any()
-    assert len({row.tobytes() for row in first}) > ROWS / 2  # each row draws for itself
+    assert len({row.tobytes() for row in first}) > ROWS / 2  # each row draws independently
 
 
 def test_the_temperature_divides_the_logits():
-    """A low temperature is close to the likeliest token; a high one is close to uniform."""
+    """A low temperature selects nearly the most likely token; a high one is nearly uniform."""
     np.testing.assert_array_equal(drawn(1e-4), drawn(0.0))
     free = drawn(1e6)[:, len(PROMPT) :]
     assert len(np.unique(free)) > VOCABULARY / 3
@@ -120,7 +120,7 @@ def test_on_eight_devices_it_draws_the_same_text():
     np.testing.assert_array_equal(jax.jit(draw)(params), drawn(0.0))
 
 
-# What a block's attention is told besides its inputs must reach it through the cache too.
+# Settings of a block's attention, other than its inputs, that must also apply through the cache.
 VARIANTS = {
     "all tokens": {},
     "window": {"attention_type": "local_sliding", "sliding_window_size": 4},
@@ -137,14 +137,15 @@ VARIANTS = {
 
 @functools.cache
 def logits_of(variant):
-    """Logits of one row, [length, vocab] twice: through the cache, three tokens and then one by one; and without it."""
+    """Returns logits of one row, [length, vocab], twice: through the cache, three tokens and then one by one; and
+    without a cache."""
     config = tiny_config("nnx", **MODEL, **{"attention": "dot_product"} | VARIANTS[variant])
     model = make_model(config)
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, (1, LENGTH)).astype(np.int32)
 
     def both(key):
         params, _ = model.init(key)
-        # Sharper scores, so that what a token sees makes a difference.
+        # Sharper scores, so that it matters which tokens are visible.
         attention = params["decoder"]["layers"]["self_attention"]
         attention["query"]["kernel"] *= 10
 
@@ -158,7 +159,7 @@ def logits_of(variant):
             token = jax.lax.dynamic_slice(tokens, (0, position), (1, 1))
             return logits(token, position[None, None], cache, jnp.ones_like(token))
 
-        # Padding claims the first place, as it does in a batch: it must not be written there.
+        # Padding has the first position, as in a batch. It must not be written to that place of the cache.
         real = jnp.arange(LENGTH)[None] < 3
         positions = jnp.where(real, jnp.arange(LENGTH)[None], 0)
         cache, first = logits(tokens, positions, init_cache(config, 1, LENGTH), real.astype(jnp.int32))
@@ -172,7 +173,7 @@ def logits_of(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_through_the_cache_the_logits_are_those_of_the_whole_row(variant):
     alone, together = logits_of(variant)
-    # The same sums in another order, in float32; logits are of the order of 1.
+    # The same sums in another order, in float32. Logits are of order 1.
     np.testing.assert_allclose(alone, together, atol=2e-5)
 
 

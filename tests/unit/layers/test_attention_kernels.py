@@ -1,4 +1,4 @@
-"""The attention layer with kernels that run per device: on a mesh, and in a notebook, as with the reference op."""
+"""The attention layer with kernels that run per device: on a mesh and without one, compared with the reference op."""
 
 import functools
 
@@ -17,7 +17,7 @@ from trainer.ops.cudnn import cudnn_attention
 from trainer.ops.rope import Rope
 from trainer.ops.splash import splash_attention
 
-# The same kernels on this CPU.
+# The same kernels, run on this CPU.
 HERE = {
     "splash": functools.partial(splash_attention, interpret=True),
     "cudnn_flash_jax": functools.partial(cudnn_attention, implementation="xla"),
@@ -25,7 +25,7 @@ HERE = {
 
 
 def run(op, dtype, mask, **how):
-    """The output, and the gradient of its weighted sum with respect to each parameter and the input."""
+    """Returns the output, and the gradient of its weighted sum with respect to each parameter and the input."""
     layer = attention.Attention(
         24, heads=4, kv_heads=2, head_dim=64, rope=Rope(1, 10000), op=op, window=50, **how,
         dtype=jnp.dtype(dtype), weight_dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0),

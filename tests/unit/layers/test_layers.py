@@ -1,4 +1,4 @@
-"""Single layers against their formulas in numpy."""
+"""Compares single layers with their formulas in NumPy."""
 
 import math
 import re
@@ -45,10 +45,10 @@ def test_dense_starts_with_variance_one_over_fan_in(in_shape, out_shape):
     assert kernel.shape == (*in_shape, *out_shape)
     assert kernel.get_metadata("out_sharding") == tuple(names)
     values = double(kernel[...])
-    # 32768 draws: the variance of a normal sample is known to 0.8 %.
+    # With 32768 draws, the variance of a normal sample is known to 0.8 %.
     np.testing.assert_allclose(values.var() * 64, 1, rtol=0.03)
     assert abs(values.mean()) < 4 / math.sqrt(64 * values.size)
-    # Truncated at two standard deviations of the normal, whose own deviation is 1 / 0.8796 of what is left.
+    # Truncated at two standard deviations of the normal distribution. Its deviation is 1 / 0.8796 of the remaining one.
     assert 2.1 < np.abs(values).max() * 8 < 2 / 0.8796 + 1e-3
 
 
@@ -135,7 +135,7 @@ def test_mlp_equals_numpy(activations):
 
 def test_mlp_drops_hidden_units_before_the_last_projection():
     layer = MLP(6, 10, ["silu", "linear"], dropout_rate=0.5, rngs=nnx.Rngs(0), **FLOAT32)
-    layer.wo.kernel[...] = jnp.ones((10, 6))  # every output is the sum of what is left of the hidden units
+    layer.wo.kernel[...] = jnp.ones((10, 6))  # every output is the sum of the remaining hidden units
     x, key, row = normal(2, 3, 6), jax.random.key(1), jnp.array([4, 9])
     hidden = FORMULAS["silu"](double(x) @ double(layer.wi_0.kernel[...])) * (double(x) @ double(layer.wi_1.kernel[...]))
     keep = np.stack([jax.random.bernoulli(jax.random.fold_in(key, r), 0.5, (3, 10)) for r in (4, 9)])
@@ -155,7 +155,7 @@ def test_embedding_takes_rows_and_attends_to_them():
 
 
 def test_a_frequent_token_loses_nothing_of_its_gradient():
-    """4096 gradients around one: a sum in bfloat16 would stop at 256."""
+    """4096 gradients around one: a bfloat16 sum would stop at 256."""
     layer = Embed(8, 16, dtype=jnp.bfloat16, weight_dtype=jnp.float32, rngs=nnx.Rngs(0))
     graph, state = nnx.split(layer)
     id_bt = jnp.zeros((2, 2048), jnp.int32).at[1, 0].set(5)
@@ -169,11 +169,12 @@ def test_a_frequent_token_loses_nothing_of_its_gradient():
 
 
 def test_ids_are_not_sorted_before_there_is_something_to_sum():
-    """What a TPU's compiler sorts for the sum depends on `id_bt` alone: it would sort first, and hold it for long."""
+    """A TPU's compiler sorts ids for the sum. They depend only on `id_bt`, so it would sort early and hold the
+    result."""
     layer = Embed(8, 16, rngs=nnx.Rngs(0), **FLOAT32)
     graph, state = nnx.split(layer)
     gradient = jax.grad(lambda state, ids: nnx.merge(graph, state)(ids).sum())
     before, _ = str(jax.make_jaxpr(gradient)(state, jnp.zeros(4, int))).split("scatter-add")
     held = re.search(r"(\w+):i32\[4\] \w+:f32\[4,16\] = optimization_barrier", before)
     assert held
-    assert f" {held[1]} " in before[held.end() :]  # what indexes the sum is made of what the barrier gave
+    assert f" {held[1]} " in before[held.end() :]  # the indices of the sum are computed from the result of the barrier

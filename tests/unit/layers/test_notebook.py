@@ -1,4 +1,4 @@
-"""A block works by itself: no mesh, no backend, no setting of NNX."""
+"""A block works by itself, without a mesh, a backend or NNX settings."""
 
 import jax.numpy as jnp
 import numpy as np

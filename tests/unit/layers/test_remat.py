@@ -1,4 +1,4 @@
-"""Each remat policy keeps and computes again what its name says, and the scanned training step's memory follows."""
+"""Each remat policy saves and recomputes what its name says, and the memory of the scanned training step follows."""
 
 import functools
 
@@ -21,7 +21,7 @@ from trainer.training import build
 QKV = {"query_proj", "key_proj", "value_proj"}
 ATTENTION = QKV | {"out_proj"}
 HIDDEN = {"mlpwi_0", "mlpwi_1"}
-# What each policy keeps of a gated block. mlpwo is never among it: the backward pass does not read it.
+# The tensors that each policy saves of a gated block. mlpwo is never saved: the backward pass does not read it.
 EXPECTED = {
     "full": set(),
     "minimal": ATTENTION | HIDDEN,
@@ -39,8 +39,8 @@ SAME = {
     "minimal_with_context_and_quantization": "minimal_with_context",
     "minimal_flash": "minimal_with_context",
 }
-# Policies that give programs of their own, and how many of a block's nine products (seven with weights, scores, sum of
-# values) they compute again. Nobody needs mlpwo again; the weights of the softmax are never kept.
+# Policies that give different programs, and how many of a block's nine products (seven with weights, scores, sum of
+# values) they recompute. mlpwo is never recomputed; the softmax weights are never saved.
 RECOMPUTED = {
     "full": 8,
     "save_out_proj": 7,
@@ -51,7 +51,7 @@ RECOMPUTED = {
     "minimal_with_context": 1,
     "none": 0,
 }
-# A step whose memory is that of its activations: many tokens, no optimizer state.
+# A step whose memory is dominated by activations: many tokens, no optimizer state.
 WIDE = {
     "base_emb_dim": 64,
     "base_mlp_dim": 192,
@@ -74,7 +74,7 @@ WIDTH = {
     "mlpwi_1": 192,
 }
 DEPTHS = (4, 6)
-# One combination of each decoder stack; that the others make the same programs is a test of its own.
+# One combination of each decoder stack. Another test shows that the others make the same programs.
 STACKS = tuple(dict.fromkeys((ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1])))
 
 
@@ -99,7 +99,7 @@ def test_the_warning_of_keys_without_effect_speaks_of_every_tensor():
 
 
 def loss_and_arguments(combination, **overrides):
-    """The summed loss as a function of the parameters, and the parameters' shapes."""
+    """Returns the summed loss as a function of the parameters, and the parameters' shapes."""
     config = tiny_config(combination, **{"attention": "dot_product"} | overrides)
     model = make_model(config)
     params, rest = model.abstract
@@ -108,7 +108,8 @@ def loss_and_arguments(combination, **overrides):
 
 
 def equations(jaxpr):
-    """All of `jaxpr` that its results depend on: Flax's bridge traces an initialization that nothing reads."""
+    """Yields the equations of `jaxpr` on which its results depend: Flax's bridge also traces an unused
+    initialization."""
     live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     for equation in live.eqns:
         yield equation
@@ -117,7 +118,7 @@ def equations(jaxpr):
 
 
 def kept(combination, **overrides):
-    """What the scan over layers hands to the backward pass of each layer: {name of the tensor: where it is kept}."""
+    """Returns what the scan over layers passes to each layer's backward pass: {name of the tensor: memory}."""
     loss, params = loss_and_arguments(combination, **overrides)
     jaxpr = jax.make_jaxpr(lambda params: jax.vjp(loss, params)[1])(params).jaxpr
     (scan,) = [equation for equation in equations(jaxpr) if equation.primitive.name == "scan"]
@@ -125,7 +126,7 @@ def kept(combination, **overrides):
     made_by = {variable: equation for equation in body.eqns for variable in equation.outvars}
 
     def name(variable):
-        """Of the tensor that `variable` is but for casts and copies."""
+        """Returns the name of the tensor behind `variable`, skipping casts and copies."""
         while variable in made_by:
             equation = made_by[variable]
             if equation.primitive.name == "name":
@@ -141,7 +142,7 @@ def kept(combination, **overrides):
     return found
 
 
-# Both stacks apply the same policy: of the Linen stack a few show it.
+# Both stacks apply the same policy. A few policies show this for the Linen stack.
 SOME = ("full", "save_dot_with_context_except_mlp", "minimal_offloaded")
 
 
@@ -156,7 +157,7 @@ def test_a_policy_keeps_what_its_name_says_where_it_says(combination, policy):
 
 @pytest.mark.parametrize("combination", STACKS)
 def test_angles_of_positions_are_made_once_a_step(combination):
-    """Not in each layer, and not again for its backward pass, though nothing else is kept."""
+    """They are not computed in each layer, and not again for its backward pass, even if nothing else is saved."""
     loss, params = loss_and_arguments(combination, remat_policy="full")
     found = list(equations(jax.make_jaxpr(jax.grad(loss))(params).jaxpr))
     scans = [equation for equation in found if equation.primitive.name == "scan"]
@@ -217,14 +218,14 @@ def products(function, params):
     [(STACKS[0], *it) for it in COUNTED] + [(name, *it) for name in STACKS[1:] for it in COUNTED_AGAIN],
 )
 def test_a_policy_computes_again_what_it_does_not_keep(combination, policy, scan):
-    """Products in the gradient: each twice backward for its once forward, and what is computed again.
+    """Counts products in the gradient: two backward for each forward product, and the recomputed ones.
 
-    A rolled loop has those of a layer once, in the body of the scan; an unrolled one those of both layers.
+    A rolled loop contains the products of one layer, in the body of the scan. An unrolled loop contains both layers'.
     """
     layers = 1 if scan else 2
     loss, params = loss_and_arguments(combination, remat_policy=policy, scan_layers=scan)
     forward = forward_products(combination, scan)
-    assert forward == 9 * layers + 1  # a block's nine, and the head
+    assert forward == 9 * layers + 1  # nine per block, and the head
     assert products(jax.grad(loss), params) == 3 * forward + layers * RECOMPUTED[policy]
 
 
@@ -250,13 +251,14 @@ def temporaries(policy, layers):
 
 
 def named_bytes(policy):
-    """What the tensors that `policy` keeps take per layer, in float32."""
+    """Returns the bytes per layer of the tensors that `policy` saves, in float32."""
     return 4 * TOKENS * sum(WIDTH[name] for name in EXPECTED[policy])
 
 
 @pytest.mark.parametrize("policy", ["save_dot_with_context_except_mlp", "minimal"])
 def test_a_layer_more_costs_the_bytes_that_its_policy_names(policy):
-    """Exactly, in the compiled step: the difference between two depths is free of what the step takes once."""
+    """Exactly, in the compiled step: the difference between two depths excludes memory that the step takes only
+    once."""
 
     def growth(policy):
         return temporaries(policy, DEPTHS[1]) - temporaries(policy, DEPTHS[0])
@@ -268,7 +270,7 @@ def test_a_layer_more_costs_the_bytes_that_its_policy_names(policy):
     ("policy", "kept_here"), [("qkv_proj_offloaded", "save_qkv_proj"), ("minimal_offloaded", "minimal")]
 )
 def test_on_cpu_offloading_saves_nothing(policy, kept_here):
-    """As base.yml says; docs/benchmarks/remat.md has what it saves on a TPU."""
+    """As base.yml says. docs/benchmarks/remat.md has the savings on a TPU."""
     assert temporaries(policy, DEPTHS[0]) == temporaries(kept_here, DEPTHS[0])
 
 
@@ -282,7 +284,7 @@ def test_compiled_memory_and_flops_order_as_the_policies_do():
 
 
 def test_loss_and_gradients_do_not_depend_on_the_policy():
-    """Those that offload run too, but host and device share their memory on this platform."""
+    """Policies that offload run too, but on this platform host and device share their memory."""
     run, _ = compiled("none", DEPTHS[0])
     state, batch = copied(run.init()), packed_batch(run.config, run.rows)
     losses, norms = set(), []

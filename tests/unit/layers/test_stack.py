@@ -1,4 +1,5 @@
-"""The stack of blocks: however the loop is compiled and whatever it recomputes, the same function of the same tree."""
+"""The stack of blocks: the same function of the same tree for any way of compiling the loop and any
+rematerialization."""
 
 import functools
 import warnings
@@ -22,14 +23,14 @@ from trainer.layers.remat import make_policy
 from trainer.layers.sown import Total, sow
 from trainer.layers.stack import Loop, Stack, cast_in_loop, make_stack, run_modules
 
-# One of each kind; tests/unit/layers/test_remat.py has them all.
+# One policy of each kind. tests/unit/layers/test_remat.py tests all.
 POLICIES = ("none", "full", "minimal", "minimal_offloaded")
 LAYERS, WIDTH, ROWS, LENGTH = 3, 8, 2, 4
 NAMES = ("activation_batch", "activation_length", "activation_embed")
 
 
 class Context(NamedTuple):
-    """A context with a field more, which the stack need not know."""
+    """A context with an additional field, which the stack need not know."""
 
     scale: jax.Array
     rows: jax.Array
@@ -39,11 +40,11 @@ class Context(NamedTuple):
 
 
 class Other(nnx.Variable):
-    """A sown type that nobody asks for."""
+    """A sown type that nobody captures."""
 
 
 class Block(nnx.Module):
-    """A block with everything a stack must carry: parameters, a cache, context, a key and sown values."""
+    """A block with everything that a stack must carry: parameters, a cache, context, a key and sown values."""
 
     def __init__(self, rngs):
         dtypes = {"dtype": jnp.float32, "weight_dtype": jnp.float32}
@@ -56,8 +57,8 @@ class Block(nnx.Module):
         x = x + context.scale * jnp.tanh(self.mix(x, NAMES))
         x = x + self.mlp(self.norm(x), context.rows, None)
         if context.key is not None:
-            # A stand-in for dropout, which compiles slowly. It has no product that the compiler could contract with the
-            # next layer's first sum where the loop is unrolled.
+            # A stand-in for dropout, which compiles slowly. It has no product that the compiler could fuse with the
+            # next layer's first sum if the loop is unrolled.
             x = jnp.where(jax.random.bernoulli(context.key, 0.5), x, -x)
         sow(self, Total, "total", x.sum())
         sow(self, Other, "other", x.sum())
@@ -103,7 +104,7 @@ def step_of(scan, remat_policy, types=(Total,), *, keep=True):
 @functools.cache
 def outputs_and_gradients(scan, remat_policy, types=(Total,)):
     run, args = step_of(scan, remat_policy, types)
-    # The default level: unoptimized code may round a product otherwise where it is recomputed next to others.
+    # The default optimization level: unoptimized code may round a product differently where it is recomputed.
     with tree_mode():
         return jax.device_get(jax.jit(run, compiler_options={"xla_backend_optimization_level": 3})(*args))
 
@@ -180,7 +181,7 @@ def test_sowing_for_nobody_leaves_no_trace():
 
 
 def test_a_policy_recomputes_what_it_says():
-    """Products in the scanned step: 4 projections forward, twice as many backward, and what is recomputed."""
+    """Counts products in the scanned step: 4 projections forward, twice as many backward, and the recomputed ones."""
     graphdef, params = nnx.split(blocks())
     x, _, scale, row = inputs()
 
@@ -194,7 +195,7 @@ def test_a_policy_recomputes_what_it_says():
 
     with tree_mode():
         counts = {policy: products(policy) for policy in ("none", "full", "minimal")}
-    # full computes all again but the last product, which nobody needs; minimal only mix, which has no name.
+    # full recomputes everything except the last product, which nothing reads; minimal only mix, which has no name.
     assert counts == {"none": 12, "full": 15, "minimal": 13}
 
 
@@ -221,7 +222,7 @@ def test_weights_are_cast_inside_of_the_loop():
         return x, cast_in_loop(weights, index, x.dtype)
 
     _, tied = jax.lax.scan(step, jnp.zeros(8, jnp.bfloat16), (jnp.arange(3), stacked))
-    assert_equal_bits(tied, stacked)  # even the sign of zero stays
+    assert_equal_bits(tied, stacked)  # even the sign of zero is kept
 
     def operations(dtype):
         return str(jax.make_jaxpr(lambda w, i: cast_in_loop(w, i, jnp.dtype(dtype)))(stacked, 1))
@@ -231,7 +232,7 @@ def test_weights_are_cast_inside_of_the_loop():
 
 
 class Keyed(nnx.Module):
-    """Sows the key that it is given."""
+    """Sows the key that it gets."""
 
     def __init__(self, rngs):
         self.weight = nnx.Param(jax.random.normal(rngs.params(), (WIDTH,)))

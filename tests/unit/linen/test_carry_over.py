@@ -1,4 +1,4 @@
-"""A run of a team's own Linen block goes on as a run of the NNX block that takes its place, without losing a step."""
+"""A run of a team's own Linen block continues as a run of the NNX block that replaces it, without losing a step."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from compiler import exact
 from run_cases import RUN, SETTINGS, arrays_of, rows_of, train
 
 GUIDES = Path(__file__).parents[3] / "docs" / "guides"
-# Without clipping: the norm of all gradients is summed in the order of their names, which change here.
+# Without clipping: the global norm is summed in the order of parameter names, which change here.
 KEYS = SETTINGS | {
     "learning_rate_schedule_steps": 20,
     "eval_interval": -1,
@@ -41,7 +41,7 @@ def test_parameters_optimizer_and_place_in_the_data_are_carried_over(tmp_path, m
         assert f"starting from {half}/checkpoints/10: 10 updates, " in output
     carried, fresh = (tmp_path / "runs" / name for name in ("False", "True"))
     assert losses_of(carried) == losses_of(whole)[10:]
-    assert losses_of(fresh)[0] == losses_of(whole)[10]  # the parameters and the batch
+    assert losses_of(fresh)[0] == losses_of(whole)[10]  # the same parameters and the same batch
     assert losses_of(fresh)[5] != losses_of(whole)[15]
 
     found, expected = (arrays_of(run / "checkpoints/20") for run in (carried, whole))

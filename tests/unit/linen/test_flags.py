@@ -1,4 +1,4 @@
-"""The flags while there is Linen: what they may be changed to, what is said of it."""
+"""The flags while Linen exists: the changes that they allow, and the notices about Linen."""
 
 import pytest
 from support import ALL_COMBINATIONS, arguments, pinned, tiny_config
@@ -6,7 +6,7 @@ from support import ALL_COMBINATIONS, arguments, pinned, tiny_config
 from trainer.config import COMBINATIONS, UserError, check_resume, combination, load
 from trainer.config.flags import FLAGS
 
-pytestmark = pytest.mark.default_combination  # the table itself is what is tested
+pytestmark = pytest.mark.default_combination  # tests the table itself
 
 
 @pytest.mark.parametrize(

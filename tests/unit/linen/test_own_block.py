@@ -1,4 +1,4 @@
-"""A block that a team wrote by hand in Linen, in the decoder stacks of Linen."""
+"""A block that a team wrote in Linen by hand, in the Linen decoder stacks."""
 
 import functools
 import sys
@@ -37,7 +37,7 @@ def model_of(combination, block, **keys):
 
 
 def value_and_grads(config, model, capture=()):
-    """((loss, sown), gradients) as a function of parameters and a dropout key or None."""
+    """Returns ((loss, sown), gradients) as a function of parameters and of a dropout key or None."""
     objective = NextToken(model.apply)
 
     def loss(params, key):
@@ -53,7 +53,7 @@ def initial(model):
 
 @functools.cache
 def lowered(combination, scan=True):
-    """The program of loss and gradients, initial parameters, and their axes."""
+    """Returns the program of loss and gradients, initial parameters, and their axes."""
     config, model = model_of(combination, LINEN, scan_layers=scan)
     params = initial(model)
     return jax.jit(value_and_grads(config, model)).lower(params, None), params, model.param_axes
@@ -89,7 +89,7 @@ def test_unrolled_it_starts_the_same_and_computes_the_same():
 
 
 def renamed(params):
-    """Parameters of the Linen block under the NNX block's names."""
+    """Returns parameters of the Linen block under the NNX block's names."""
     import team_block
 
     layers = params["decoder"]["layers"]
@@ -107,13 +107,13 @@ def test_the_nnx_block_that_takes_its_place_computes_the_same(combination):
 
 
 class Minimum(SownValue):
-    """A type of somebody's own."""
+    """A user's own type of sown values."""
 
     combine = staticmethod(jnp.min)
 
 
 class Sowing(linen.Module):
-    """Sows as a block of ours does, and drops out by Linen's own generators."""
+    """Sows like one of our blocks, and draws dropout from Linen's own generators."""
 
     config: object
 
@@ -163,7 +163,7 @@ def test_export_finds_its_parameters_under_flags_with_a_linen_stack():
 
 
 class Boxed(linen.Module):
-    """Names its axes by the older kind of box."""
+    """Names its axes with Linen's older kind of box."""
 
     config: object
 
@@ -203,7 +203,7 @@ def test_what_is_no_module_at_all():
 
 @functools.cache
 def with_modules(combination, block):
-    """The lowered loss and gradients of a model with a module, its abstract result, parameters and axes."""
+    """Returns the lowered loss and gradients of a model with a module, its abstract result, parameters and axes."""
     config = tiny_config(combination, decoder_block=block, mtp_num_layers=1, dropout_rate=0.5, remat_policy="full")
     model = make_model(config)
     params = initial(model)

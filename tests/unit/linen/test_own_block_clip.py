@@ -1,4 +1,4 @@
-"""A Linen block that states what QK-Clip does to its weights."""
+"""A Linen block that declares which weights QK-Clip scales."""
 
 import sys
 from types import SimpleNamespace

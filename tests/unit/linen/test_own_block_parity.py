@@ -1,4 +1,4 @@
-"""A block that a team wrote by hand in Linen against the NNX block that is to take its place, by `trainer.parity`."""
+"""Compares a team's hand-written Linen block with the NNX block that will replace it, by `trainer.parity`."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Promises about the Linen package: nobody else imports Linen, and it is small enough to be deleted in one commit."""
+"""The Linen package: no other code imports Linen, and it is small enough to delete in one commit."""
 
 from sources import FILES, SOURCE, imported
 

@@ -1,4 +1,4 @@
-"""A wrong shift in the modules of multi-token prediction under one combination, found by `trainer.parity`."""
+"""`trainer.parity` finds a wrong shift in the modules of multi-token prediction of one combination."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""config/rules.py knows the model's logical axes without building it; here the two are held together."""
+"""config/rules.py lists the model's logical axes without building it. These tests compare the two."""
 
 import jax
 import pytest
@@ -10,7 +10,7 @@ from trainer.config.rules import DENSE, EVERY_MODEL, TENSORS, tensors_of
 
 
 def model_axes(combination: str, tied: bool, **overrides) -> dict[str, tuple[str | None, ...]]:
-    """The logical axes of every parameter, by its name."""
+    """Returns the logical axes of every parameter, by its name."""
     model = make_model(tiny_config(combination, logits_via_embedding=tied, **overrides))
     leaves = jax.tree_util.tree_leaves_with_path(model.param_axes)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf) for path, leaf in leaves}
@@ -30,7 +30,7 @@ def test_the_table_has_the_axes_of_the_models_parameters(combination, tied):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("combination", ALL_COMBINATIONS)
 def test_the_table_leaves_out_no_parameter_whose_axes_could_meet(combination, tied):
-    """A parameter that the table does not name shares its axes with one that it does."""
+    """A parameter that is not in the table has the same axes as one that is."""
     missing = {
         name: axes
         for name, axes in model_axes(combination, tied, use_qk_norm=True).items()
@@ -40,7 +40,7 @@ def test_the_table_leaves_out_no_parameter_whose_axes_could_meet(combination, ti
 
 
 def axes_of_tensors(monkeypatch, decoder_block: str) -> tuple[dict[str, tuple], set[tuple]]:
-    """The logical axes of every parameter by its name, and those of the arrays that the forward pass constrains."""
+    """Returns the logical axes of every parameter by name, and of the arrays that the forward pass constrains."""
     config = tiny_config(ALL_COMBINATIONS[0], decoder_block=decoder_block, base_num_decoder_layers=3)
     parameters = model_axes(ALL_COMBINATIONS[0], tied=False, decoder_block=decoder_block, base_num_decoder_layers=3)
     activations, constrain = set(), sharding.constrain

@@ -1,4 +1,4 @@
-"""A block by import path."""
+"""A block named by import path."""
 
 import abc
 import functools
@@ -25,7 +25,7 @@ OWN = "team_block:NNXBlock"
 
 @pytest.fixture(autouse=True)
 def in_the_guides(monkeypatch):
-    """As `python -m` has the current folder on its path."""
+    """The current folder is on the path, as with `python -m`."""
     monkeypatch.syspath_prepend(str(GUIDES))
 
 
@@ -58,7 +58,7 @@ def test_unrolled():
     (value, grads), params, _ = gradients("nnx", False)
     (rolled_value, rolled_grads), rolled_params, _ = gradients("nnx", True)
     assert_equal_bits(params, rolled_params)
-    # A block that ends in a plain product is compiled to other sums where the loop is unrolled.
+    # If the loop is unrolled, the compiler changes the order of sums of a block that ends in a plain product.
     np.testing.assert_allclose(value, rolled_value, rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max()), grads, rolled_grads)
 
@@ -138,7 +138,7 @@ class WithAnotherCall(nnx.Module):
 
 
 class WithSixArguments(WithAnotherCall):
-    """The call of earlier versions."""
+    """A block with the call signature of earlier versions."""
 
     def __call__(self, x, cache, position, segment, row, key):
         return x, cache

@@ -1,4 +1,4 @@
-"""A family that lives outside of the trainer (tests/two_kinds.py) works like the built-in ones."""
+"""A family outside of the trainer (tests/two_kinds.py) works like the built-in ones."""
 
 import dataclasses
 import functools
@@ -74,7 +74,7 @@ def test_where_its_parameters_lie():
 
 
 def test_it_trains_by_the_same_program_in_every_combination():
-    """The training step over the canonical state."""
+    """Compares the training step over the canonical state."""
     assert len({measure._text(program(built(name))) for name in ALL_COMBINATIONS}) == 1
 
 
@@ -96,7 +96,7 @@ def test_so_does_a_pattern_whose_first_block_has_a_buffer(scan, monkeypatch):
 
 
 def products(**keys):
-    """The matrix products of a gradient."""
+    """Returns the number of matrix products in a gradient."""
     model = make_model(tiny_config("nnx", **OWN | keys))
     params, rest = model.abstract
     rows = jax.ShapeDtypeStruct((2, 16), jnp.int32)
@@ -109,7 +109,7 @@ def products(**keys):
 
 
 class Squared(Shift):
-    """x plus the square of a product, whose backward pass needs the product."""
+    """Computes x plus the square of a product, whose backward pass needs the product."""
 
     def __call__(self, x, cache, context):
         y = checkpoint_name(self.mix(x, INPUT), "shifted")
@@ -127,8 +127,8 @@ def test_a_custom_policy_keeps_what_it_names(monkeypatch):
 def test_policies_keep_what_it_names():
     counts = {policy: products(remat_policy=policy) for policy in ("none", "full", "minimal")}
     assert counts["none"] < counts["minimal"] < counts["full"]
-    # Two products that no policy but none keeps, scores and their sum; full also those of the weights, without the
-    # last of a layer, which nobody needs.
+    # All policies except none recompute two products, scores and their sum. full also recomputes the products with
+    # weights, except the last one of a layer, which nothing reads.
     assert counts["minimal"] - counts["none"] == 2
     assert counts["full"] - counts["none"] == 2 + 6
 
@@ -160,7 +160,7 @@ def test_its_own_tensors_can_be_offloaded():
 
 
 def test_early_checks_are_of_the_tensors_that_it_has(monkeypatch):
-    """No MLP: its sizes need not fit the mesh, and its rules may use a mesh axis twice."""
+    """It has no MLP, so MLP sizes need not fit the mesh, and MLP rules may use a mesh axis twice."""
     shifts = dataclasses.replace(
         two_kinds.family, stacks=lambda config: [Stack("layers", (Shift,), 2)], axes={"shifted": ("data",)}
     )
@@ -210,7 +210,7 @@ def test_it_trains_and_a_run_goes_on_from_its_checkpoint_in_another_combination(
     found = {step: arrays_of(tmp_path / f"runs/own/checkpoints/{step}") for step in (2, 4)}
     for name, array in found[2].items():
         part = name.partition("/")[0]
-        if part in ("params", "rest"):  # no gradient reaches a buffer
+        if part in ("params", "rest"):  # buffers receive no gradient
             assert (array.tobytes() != found[4][name].tobytes()) == (part == "params"), name
     assert "rest/decoder/layers/layers_1/bias" in found[4]
 

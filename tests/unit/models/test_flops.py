@@ -1,4 +1,4 @@
-"""Closed forms against sums by hand, the model itself and published sizes."""
+"""Closed forms, compared with sums by hand, with the model itself and with published sizes."""
 
 import subprocess
 import sys
@@ -53,7 +53,7 @@ def tiny(**changes):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_forward_flops(tied):
-    # Products with parameters, head included, then scores and values: 2 x 2 x 6 heads x 4 x 16 tokens, half of it.
+    # Products with parameters, head included, then scores and values: 2 x 2 x 6 heads x 4 x 16 tokens, counted half.
     expected = 2 * (3 * BLOCK + 8 * 11) + 3 * (2 * 2 * 6 * 4 * 16) / 2
     assert forward_flops_per_token(tiny(logits_via_embedding=tied)) == expected
 
@@ -78,7 +78,7 @@ def test_norms_of_heads_add_no_flops():
 
 @pytest.mark.parametrize("window", [1, 4, 15, 16, 40])
 def test_a_window_counts_the_keys_that_its_mask_shows(window):
-    """But for the convention that the diagonal counts half, where the row's beginning has cut the window."""
+    """Except for the convention that the diagonal counts half, where the beginning of the row cuts the window."""
     length = 16
     shown = sum(1 for query in range(length) for key in range(length) if 0 <= query - key < window) / length
     reach = min(window, length)
@@ -96,7 +96,7 @@ def test_an_op_that_computes_more_than_it_shows_is_counted_by_its_keys():
     assert whole - flops_per_token(tiny()) == 12 * 3 * 24 * 8
 
 
-# Wide enough that what the convention leaves out, norms and the like, is little.
+# Wide enough that norms and other operations that the convention leaves out are negligible.
 WIDE = {
     "base_emb_dim": 256,
     "base_num_query_heads": 4,
@@ -121,7 +121,7 @@ FAMILIES = {
         "sliding_window_size": 32,
     },
     "qwen3 with norms of heads": {"decoder_block": "qwen3", "use_qk_norm": True, "normalize_embedding_logits": False},
-    # Every expert of a token is chosen, because XLA's CPU backend computes every one.
+    # Every token chooses every expert, because XLA's CPU backend computes every one.
     "deepseek, with all experts": {
         "decoder_block": "deepseek",
         "attention_type": "mla",
@@ -141,7 +141,7 @@ FAMILIES = {
 
 
 def compiled_flops(config, gradients: bool) -> float:
-    """Per token, of the compiled loss and, if asked for, its gradients. Nothing is allocated."""
+    """Returns FLOPs per token of the compiled loss and optionally its gradients. Nothing is allocated."""
     model = make_model(config)
     params, rest = model.abstract
     objective, rows = NextToken(model.apply), 2
@@ -156,16 +156,17 @@ def compiled_flops(config, gradients: bool) -> float:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_flops_of_a_family(family):
-    """dot_product computes the whole square, window or not."""
+    """dot_product computes the whole square, with or without a window."""
     config = tiny_config("nnx", **WIDE | FAMILIES[family])
     expected = flops_per_token(config, keys=config.max_target_length)
     assert compiled_flops(config, gradients=True) == pytest.approx(expected, rel=0.02)
 
 
 def test_compiled_flops_of_blocks_under_a_window():
-    """A block of 256 queries reads its window's keys alone; of the two blocks the compiler counts the loop's body once.
+    """A block of 256 queries reads only the keys of its window. The compiler counts the body of the loop once for both
+    blocks.
 
-    Forward only: backward the op computes its scores again, which no convention of model FLOPs counts.
+    Forward only: in the backward pass the op recomputes its scores, which no convention of model FLOPs counts.
     """
     window = {"attention": "blockwise", "attention_type": "local_sliding", "sliding_window_size": 64}
     config = tiny_config("nnx", **WIDE | window | {"max_target_length": 512})

@@ -1,7 +1,7 @@
-"""Hugging Face's own models (tests/goldens, see scripts/write_goldens.py) against ours, from their files.
+"""Compares Hugging Face's own models (tests/goldens, see scripts/write_goldens.py) with ours, using their files.
 
-Parameters come in through the loader and gradients go out through the writer of checkpoints, so that no name and no
-layout is written down here.
+Parameters are read by the checkpoint loader and gradients are written by the checkpoint writer, so that these tests
+repeat no names and no layouts.
 """
 
 import functools
@@ -24,29 +24,29 @@ GOLDENS = Path(__file__).parents[2] / "goldens"
 CASES = sorted(folder.name for folder in GOLDENS.iterdir() if folder.is_dir())
 WITH_EXPERTS = ("deepseek-v2", "deepseek-v2-lite", "mixtral", "qwen3-moe")
 BATCHES = ("rows", "packed")
-# Shares of a tensor's largest entry. Rounding alone, in another order of additions: 2.8e-6 and 1.4e-5 were seen, where
-# transformers in float32 is 2.1e-6 and 5.1e-6 off from itself in float64.
+# Tolerances as shares of a tensor's largest entry. Rounding alone, with another order of additions, gave 2.8e-6 and
+# 1.4e-5. transformers in float32 differs from itself in float64 by 2.1e-6 and 5.1e-6.
 LOGITS, GRADIENTS = 1e-5, 5e-5
 
-# The five combinations are the same program (test_five_combinations), so that one stands for all.
+# The five combinations are the same program (test_five_combinations), so one represents all.
 COMBINATION = ALL_COMBINATIONS[0]
 
 
 def ways(number):
-    """Two (attention, rope_interleave) that differ in both. Two cases in turn meet all four."""
+    """Returns two (attention, rope_interleave) that differ in both. Two consecutive cases cover all four."""
     ops, layouts = ("dot_product", "blockwise"), ("false", "true")
     return [(ops[i], layouts[(number + i) % 2]) for i in range(2)]
 
 
 @pytest.fixture(autouse=True)
 def several_blocks(monkeypatch):
-    """The rows of the goldens are shorter than one of its usual blocks."""
+    """Makes blocks smaller, because rows of the goldens are shorter than a usual block."""
     monkeypatch.setitem(OPS, "blockwise", functools.partial(blockwise_attention, block=6))
 
 
 @functools.cache
 def expected(case):
-    """{batch: {name: array}} of a golden."""
+    """Returns {batch: {name: array}} of a golden."""
     arrays = np.load(GOLDENS / case / "expected.npz")
     return {
         batch: {name.removeprefix(f"{batch}/"): arrays[name] for name in arrays.files if name.startswith(f"{batch}/")}
@@ -55,7 +55,7 @@ def expected(case):
 
 
 def run_of(case, **overrides):
-    """The run whose model is what the golden's config.json says."""
+    """Returns the run of the model in the golden's config.json."""
     length = expected(case)["rows"]["inputs"].shape[1]
     keys = {"max_target_length": length, "dtype": "float32", "opt_type": "sgd", **pinned(COMBINATION), **overrides}
     words = [f"{key}={value}" for key, value in keys.items()]
@@ -80,7 +80,7 @@ def logits_of(run, params, rest, batch):
 
 
 def computed(case, run):
-    """{batch: (gradients as a canonical dict, logits)}, from the trainer's own objective."""
+    """Returns {batch: (gradients as a canonical dict, logits)}, from the trainer's own objective."""
     params, rest = parameters(case, run)
 
     @jax.jit
@@ -95,13 +95,13 @@ def computed(case, run):
 
         objective = NextToken(apply)
         sums = objective.sums(params, rest, batch, None).minimized
-        return sums["lm_loss"] / objective.weights(batch).tokens, outputs[-1]  # the head comes last
+        return sums["lm_loss"] / objective.weights(batch).tokens, outputs[-1]  # the head's output is last
 
     return {name: gradients_and_logits(params, inputs_of(batch)) for name, batch in expected(case).items()}
 
 
 def under_their_names(gradients, config, folder):
-    """A canonical dict of arrays as Hugging Face's tensors, through the writer of checkpoints."""
+    """Returns a canonical dict of arrays as Hugging Face's tensors, through the checkpoint writer."""
     arrays = {name: np.asarray(array) for name, array in names_of(gradients).items()}
     leaves = {name: Leaf(array.shape, array.dtype, [lambda array=array: array]) for name, array in arrays.items()}
     folder.mkdir()
@@ -110,16 +110,16 @@ def under_their_names(gradients, config, folder):
 
 
 def gradients_of(golden):
-    """The kept gradients, by tensor."""
+    """Returns the stored gradients by tensor."""
     return {name.removeprefix("gradient/"): golden[name] for name in golden if name.startswith("gradient/")}
 
 
 def differences(case, run, folder):
-    """(batch, "logits" or a tensor's name): the largest difference, and the largest entry of the golden's."""
+    """Returns, for (batch, "logits" or a tensor's name), the largest difference and the golden's largest entry."""
     found = {}
     for batch, (gradients, logits) in computed(case, run).items():
         golden = expected(case)[batch]
-        real = golden["inputs_segmentation"] != 0  # what a model says of padding is nobody's business
+        real = golden["inputs_segmentation"] != 0  # results for padding do not matter
         pairs = {"logits": (np.asarray(logits)[real], golden["logits"][real])}
         ours = under_their_names(gradients, run.config, folder / batch)
         pairs |= {name: (ours[name], gradient) for name, gradient in gradients_of(golden).items()}
@@ -131,7 +131,7 @@ def differences(case, run, folder):
 
 @pytest.mark.parametrize(
     ("case", "attention", "interleave"),
-    # Experts do not know how attention is computed.
+    # Experts do not depend on how attention is computed.
     [(case, *way) for i, case in enumerate(CASES) for way in ways(i)[: 1 if case in WITH_EXPERTS else 2]],
 )
 def test_logits_and_gradients_are_those_of_hugging_face(case, attention, interleave, tmp_path):

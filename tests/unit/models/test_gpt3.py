@@ -1,4 +1,4 @@
-"""GPT-3 against a second implementation, in NumPy and float64, and its own keys."""
+"""GPT-3, compared with a second implementation in NumPy and float64, and its own keys."""
 
 import dataclasses
 import functools
@@ -62,7 +62,7 @@ def made(combination=FIRST, **keys):
 
 @functools.cache
 def params_of(fused):
-    """Random entries everywhere: norms and biases begin as constants, so that one could stand for another."""
+    """Returns random entries everywhere, because initial norms and biases are constants that could be confused."""
     rng = np.random.default_rng(0)
     shapes = jax.eval_shape(made(fused_qkv=fused)[1].init, jax.random.key(0))[0]
     return jax.tree.map(lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(np.float32), shapes)
@@ -80,7 +80,7 @@ def normed(x, norm):
 
 
 def projected(attention, x):
-    """Queries, keys and values [t, heads, d]."""
+    """Returns queries, keys and values [t, heads, d]."""
     if "qkv_proj" in attention:
         both = attention["qkv_proj"]
         return (np.einsum("te,ehd->thd", x, both["kernel"][:, i]) + both["bias"][i] for i in range(3))
@@ -89,7 +89,7 @@ def projected(attention, x):
 
 
 def document(params, tokens):
-    """Logits of one document."""
+    """Returns the logits of one document."""
     decoder, table = params["decoder"], params["token_embedder"]["embedding"]
     x = table[tokens] + decoder["position_embedder"]["embedding"][: len(tokens)]
     for i in range(2):
@@ -178,7 +178,7 @@ def test_maxtexts_checkpoints_are_written_and_read(tmp_path, scan):
 
 
 def test_a_clip_scales_the_logits_of_a_head_by_its_factor():
-    """Of a fused matrix: queries and keys by the root each, values not at all."""
+    """In a fused matrix: queries and keys are each scaled by the square root, values not at all."""
     config, _ = made()
     layer = nnx.eval_shape(lambda: Block(config, nnx.Rngs(0)))
     attention = params_of(True)["decoder"]["layers"]["self_attention"]
@@ -199,7 +199,7 @@ def test_a_clip_scales_the_logits_of_a_head_by_its_factor():
         ("gpt3-52k", 52_464),
         ("gpt3-6b", 5_588_736_000),
         ("gpt3-22b", 22_049_107_968),
-        # The published 175 billion with MLPerf's tables: 50,304 tokens and 16,384 positions.
+        # The published 175 billion, with MLPerf's tables: 50,304 tokens and 16,384 positions.
         ("gpt3-175b", 174_780_997_632),
     ],
 )

@@ -1,4 +1,4 @@
-"""config.json in and out, and the arithmetic of layouts."""
+"""Reading and writing config.json, and the arithmetic of layouts."""
 
 import dataclasses
 import re
@@ -22,7 +22,7 @@ CASES = [(block, rope) for block in FAMILIES for rope in ROPES]
 def test_config_json_says_the_model(block, rope):
     config = config_of(decoder_block=block, **FAMILIES[block], **ROPES[rope])
     assert model_keys(hf_config(config), "") == described(config)
-    # What is written is read back, and says the same.
+    # The written file is read back with the same result.
     assert model_keys(config_json(config, "float32", {}), "") == described(config)
 
 

@@ -1,4 +1,4 @@
-"""A block's own names in the words of another."""
+"""Maps a block's own parameter names to another block's names."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Presets against the published models: the sizes of their config.json and the count of their parameters."""
+"""Compares presets with the published models: the sizes in their config.json and their numbers of parameters."""
 
 import jax
 import ml_collections
@@ -41,8 +41,8 @@ WITH_EXPERTS = {
     "qwen3-480b-a35b": (6144, 96, 8, 2560, 160, 8, 62, 151936, 1e-6, 10000000, 480_154_875_392),
 }
 GPT3 = ("gpt3-52k", "gpt3-6b", "gpt3-22b", "gpt3-175b")  # in test_gpt3.py
-# The same with n_shared_experts, first_k_dense_replace, intermediate_size, q_lora_rank, and the groups of experts: how
-# many, and of how many a token chooses.
+# The same with n_shared_experts, first_k_dense_replace, intermediate_size, q_lora_rank, the number of expert groups,
+# and the number of groups among which a token chooses.
 LATENT = {
     "deepseek2-16b": (2048, 16, 16, 1408, 64, 6, 27, 102400, 1e-6, 10000, 2, 1, 10944, 0, -1, -1, 15_706_484_224),
     "deepseek2-236b": (5120, 128, 128, 1536, 160, 6, 60, 102400, 1e-6, 10000, 2, 1, 12288, 1536, 8, 3, 235_741_434_880),
@@ -75,7 +75,7 @@ SIZES = (
 def preset(name: str, platform: str = "cpu") -> ml_collections.FrozenConfigDict:
     loaded = load([f"model_name={name}", "dataset_type=synthetic", *(f"{k}={v}" for k, v in pinned("nnx").items())])
     assert loaded.warnings == []
-    assert [note for note in loaded.notes if note.startswith("model_name=")] == []  # nothing of the preset is changed
+    assert [note for note in loaded.notes if note.startswith("model_name=")] == []  # no key of the preset is changed
     return resolve(loaded.config, device_count=1, platform=platform)
 
 
@@ -109,7 +109,7 @@ def test_rope_is_scaled_where_it_was_published_so(name):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_preset_has_as_many_parameters_as_the_published_model(name):
-    """By the sum of its config.json, and by the model itself, which is not allocated."""
+    """Computed from its config.json, and from the model itself, which is not allocated."""
     width, heads, kv_heads, hidden, layers, vocab, _, _, tied, published = PUBLISHED[name]
     query, key = heads * 128, kv_heads * 128
     block = width * query + 2 * width * key + query * width + 3 * width * hidden + 2 * width

@@ -1,4 +1,4 @@
-"""The model: its names, shapes and axes, and what it computes, in all five combinations."""
+"""The model: its names, shapes and axes, and its results, in all five combinations."""
 
 import dataclasses
 import functools
@@ -68,7 +68,7 @@ def flat(tree):
 
 
 def with_random_scales(params):
-    """The parameters, with scales of norms that differ: all start as ones, so that one norm could stand for another."""
+    """Returns the parameters with different norm scales: all start as ones, so that two norms could be confused."""
     rng = np.random.default_rng(0)
 
     def one(path, leaf):
@@ -80,7 +80,7 @@ def with_random_scales(params):
 
 @functools.cache
 def model(combination, name="tied, gated"):
-    """Configuration, initial parameters, and compiled functions of one model in one combination."""
+    """Returns configuration, initial parameters, and compiled functions of one model in one combination."""
     config = tiny_config(combination, max_target_length=LENGTH, **MODELS[name], **DROPOUT)
     made = make_model(config)
     init = jax.jit(lambda seed: made.init(jax.random.key(seed))[0])
@@ -107,7 +107,7 @@ def combination(request):
 
 
 def whole_rows(tokens):
-    """A batch in which each row of `tokens` [rows, length] is one document."""
+    """Returns a batch in which each row of `tokens` [rows, length] is one document."""
     positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
     fields = {"inputs": tokens, "inputs_position": positions, "inputs_segmentation": np.ones_like(tokens)}
     return {name: np.asarray(x, np.int32) for name, x in fields.items()} | {"row": np.arange(len(tokens))}
@@ -159,7 +159,7 @@ def test_llama2_7b_has_its_published_size(combination):
 def test_decoding_token_by_token_gives_the_logits_of_the_whole_row(combination):
     m, batch = model(combination), random_rows()
     whole = m.logits(batch)
-    cache = dataclasses.replace(init_cache(m.config, ROWS, LENGTH), filled=True)  # so that one program does for all
+    cache = dataclasses.replace(init_cache(m.config, ROWS, LENGTH), filled=True)  # so that one program is enough
     for t in range(LENGTH):
         token = {name: x if name == "row" else x[:, t : t + 1] for name, x in batch.items()}
         logits, cache = m.run(m.params, token, None, cache)
@@ -205,9 +205,9 @@ def test_without_a_key_there_is_no_dropout_and_with_one_every_key_gives_its_own(
 
 
 class Reference:
-    """The forward pass of one model, written a second time: numpy, float64, loops over layers, rows and heads.
+    """The forward pass of one model, written a second time: NumPy, float64, loops over layers, rows and heads.
 
-    With a key it draws every dropout mask from the key folded with layer, site and row, and keeps the masks.
+    With a key, it draws every dropout mask from the key folded with layer, site and row, and records the masks.
     """
 
     def __init__(self, config, params, key=None):
@@ -291,7 +291,7 @@ def reference(name):
     return Reference(m.config, m.params).logits(packed_batch(m.config, ROWS, seed=2))
 
 
-# That the other combinations have the bits of these two is shown in tests/integration.
+# tests/integration shows that the other combinations have the same bits as these two.
 @pytest.mark.parametrize("combination", sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]}))
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_equal_a_second_implementation(combination, name):
@@ -311,7 +311,7 @@ def test_the_soft_cap_bounds_the_logits_of_either_head(combination, head):
         return made.apply(params, {}, made.apply(params, {}, *inputs)[0], method="head")[0]
 
     capped = np.asarray(jax.jit(forward)(plain.params))
-    logits = reference(CAPPED[head])  # those of the tied head divided by sqrt(width) already
+    logits = reference(CAPPED[head])  # for the tied head already divided by sqrt(width)
     np.testing.assert_allclose(capped, CAP * np.tanh(logits / CAP), atol=1e-4)
     assert np.abs(logits).max() > 2 * CAP
 
@@ -319,7 +319,7 @@ def test_the_soft_cap_bounds_the_logits_of_either_head(combination, head):
 def test_soft_caps_worked_out_by_hand():
     settings = {"logits_via_embedding": True, "normalize_embedding_logits": True, "base_emb_dim": 16}
     config = tiny_config("nnx", final_logits_soft_cap=5, **settings)
-    # Divided by sqrt(16): 0, 5, -10; of them 5 tanh(0), 5 tanh(1), 5 tanh(-2).
+    # Divided by sqrt(16): 0, 5, -10; then 5 tanh(0), 5 tanh(1), 5 tanh(-2).
     found = finish_logits(config, jnp.array([0.0, 20.0, -40.0]))
     np.testing.assert_allclose(found, [0, 3.8079708, -4.8201379], rtol=1e-6)
 
@@ -338,6 +338,6 @@ def test_dropout_equals_a_second_implementation(combination):
 
 def test_every_step_layer_site_and_row_has_a_mask_of_its_own():
     masks = [mask for step in (0, 1) for mask in reference_with_dropout(step)[1].values()]
-    # Per step: the embedding and the head, and in each layer MLP hidden, block output, and 16 queries of attention.
+    # Per step: the embedding and the head; and in each layer MLP hidden units, block output, and 16 attention queries.
     assert len(masks) == 2 * ROWS * (2 + 2 * (2 + LENGTH))
     assert len({mask.tobytes() for mask in masks}) == len(masks)

@@ -1,6 +1,6 @@
-"""The loss in tiles of tokens against the loss of all tokens at once: values, gradients, collectives, memory.
+"""Compares the loss in tiles of tokens with the loss of all tokens at once: values, gradients, collectives, memory.
 
-That it is the same program in all combinations is shown by tests/integration/test_five_combinations.py, tied and not.
+tests/integration/test_five_combinations.py shows that it is the same program in all combinations, tied and untied.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ MESHES = {
 
 
 def built(**keys):
-    """A run whose loss is tiled, with every term, and its rows of packed documents and padding."""
+    """Returns a run with a tiled loss that has every term, and rows of packed documents and padding."""
     devices = 8 if any("parallelism" in key for key in keys) else 1
     keys = TERMS | FOUR | ({} if devices == 1 else {"per_device_batch_size": 1}) | keys
     run = build(load(arguments("nnx", **keys)).config, jax.devices()[:devices])
@@ -59,7 +59,7 @@ def built(**keys):
 
 
 def loss(run, tiled):
-    """`(params, hidden, batch) -> scaled loss, terms` from the hidden states on."""
+    """Returns `(params, hidden, batch) -> scaled loss, terms`, which starts at the hidden states."""
     objective = run.objective if tiled else dataclasses.replace(run.objective, tiling=None)
 
     def of(params, hidden, batch):
@@ -73,12 +73,12 @@ def loss(run, tiled):
 
 
 def inputs(run):
-    """Random parameters and hidden states, and a batch, placed."""
+    """Returns random parameters and hidden states, and a batch, on the devices."""
     config, rng = run.config, np.random.default_rng(0)
     params = jax.tree.map(lambda leaf: (0.25 * rng.normal(size=leaf.shape)).astype(leaf.dtype), run.model.abstract[0])
     params = jax.tree.map(jax.device_put, params, run.param_shardings.compute)
     batch = packed_batch(config, run.rows)
-    batch["targets_segmentation"][1, ::3] = 0  # prompts and ends of documents: real inputs, targets without loss
+    batch["targets_segmentation"][1, ::3] = 0  # prompts and ends of documents: real inputs whose targets bear no loss
     batch["targets_segmentation"][-1] = 0  # a row of padding
     batch = place(batch, run.batch_shardings)
     shape = (*batch["targets"].shape, config.base_emb_dim)
@@ -92,7 +92,7 @@ def compiled(run, tiled, *args):
 
 
 def both(run):
-    """The results of the tiled and of the plain loss, and which tokens have no loss, on the host."""
+    """Returns the results of the tiled and of the plain loss, and which tokens have no loss, on the host."""
     args = inputs(run)
     results = [jax.device_get(compiled(run, tiled, *args)(*args)) for tiled in (True, False)]
     return *results, jax.device_get(args[2]["targets_segmentation"]) == 0
@@ -112,10 +112,10 @@ def test_loss_and_gradients_equal_those_without_tiles(case):
     ((value, (terms, found)), grads), ((plain, (plain_terms, plain_found)), plain_grads), without_loss = both(run)
     low = run.config.dtype == "bfloat16"
     assert set(terms) == {"lm_loss", "z_loss", "label_smoothing_loss"}
-    # Each token is computed as without tiles; XLA sums a smaller product in another order.
+    # Each token is computed as without tiles, but XLA sums a smaller product in another order.
     assert_close((terms, found), (plain_terms, plain_found), 1e-2 if low and case in MESHES else 2e-6)
     np.testing.assert_allclose(value, plain, rtol=1e-5)
-    # In bfloat16 the gradient of each tile is rounded (2^-9), where the plain loss rounds that of all tokens.
+    # In bfloat16, the gradient of each tile is rounded (2^-9), while the plain loss rounds the gradient of all tokens.
     assert_close(grads, plain_grads, 2**-6 if low else 2e-6)
     matrix, hidden = grads[0], grads[1]
     for name in transformer.head_matrix(run.config):
@@ -126,7 +126,8 @@ def test_loss_and_gradients_equal_those_without_tiles(case):
 
 
 def test_a_product_with_parameters_gets_its_gradients(monkeypatch):
-    """They lie beside the head's matrix. The model's other parameters have no gradient, tiled or not."""
+    """The product's parameters are stored next to the head's matrix. No other parameters have a gradient, tiled or
+    not."""
 
     class Adapter(nnx.Module):
         def __init__(self, in_shape, out_shape, names, *, rngs):
@@ -149,7 +150,8 @@ def test_a_product_with_parameters_gets_its_gradients(monkeypatch):
 
 
 def test_the_head_is_gathered_and_its_gradient_reduced_once():
-    """Not in the loops over tiles; tensor parallelism adds up logits and hidden states there, as without tiles."""
+    """They are not in the loops over tiles. There, tensor parallelism adds logits and hidden states, as without
+    tiles."""
     for mesh, in_loops in (("fsdp", False), ("fsdp x tensor, tied", True)):
         run = built(**MESHES[mesh])
         program = compiled(run, True, *inputs(run))
@@ -158,14 +160,14 @@ def test_the_head_is_gathered_and_its_gradient_reduced_once():
         tensor = run.mesh.shape["tensor"]
         head = run.config.vocab_size * run.config.base_emb_dim * 4 // tensor
         assert sum(it.count for it in found if it.size >= head and it.kind == "all-reduce") == 1
-        assert sum(it.count for it in found if it.size >= head and it.kind == "all-gather") <= 2  # one each pass
+        assert sum(it.count for it in found if it.size >= head and it.kind == "all-gather") <= 2  # one in each pass
         repeated = [it for it in found if it.count >= run.config.num_vocab_tiling]
         assert bool(repeated) == in_loops
         assert all(it.axes == ("tensor",) and it.size < head for it in repeated)
 
 
 def test_compiled_memory_falls_to_the_logits_of_a_tile():
-    """What lives at a time, in float32: logits and their gradient, of all tokens or of a tile."""
+    """Compares the peak in float32: logits and their gradient, of all tokens or of one tile."""
     sizes = {"vocab_size": 4096, "base_emb_dim": 32, "max_target_length": 512, "logits_via_embedding": False}
     logits = 2 * 4 * 512 * 4096 * 4
     hidden_and_head = 2 * 4 * 512 * 32 * 4 + 2 * 32 * 4096 * 4

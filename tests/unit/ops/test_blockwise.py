@@ -1,4 +1,4 @@
-"""The blockwise op: the reference op's function and masks of dropout, at the memory and the cost that it promises."""
+"""The blockwise op: the reference op's function and dropout masks, with the promised memory and cost."""
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ def test_values_may_be_narrower_and_scores_scaled_otherwise(window):
 
 
 def test_gradients_of_keys_are_summed_in_float32():
-    """A key's gradient is a sum over blocks: in bfloat16 it would lose with each of them."""
+    """A key's gradient is a sum over blocks. A bfloat16 sum would lose precision with each block."""
     exact = value_and_grads(dot_product_attention, inputs(1, 256, 1, 1, 8))["value"]
     args = inputs(1, 256, 1, 1, 8, dtype=jnp.bfloat16)
 
@@ -78,11 +78,11 @@ def test_blockwise_op_never_holds_the_square_of_scores(window):
 @pytest.mark.parametrize("backward", [False, True])
 def test_the_cost_of_a_window_grows_with_the_window_and_not_with_the_length(backward, monkeypatch):
     scan = jax.lax.scan
-    # The analysis counts a loop's body once.
+    # The analysis counts the body of a loop only once.
     monkeypatch.setattr(jax.lax, "scan", lambda body, init, xs: scan(body, init, xs, unroll=len(xs[0])))
 
     def per_token(length, window):
-        """FLOPs as written, and as compiled."""
+        """Returns FLOPs as written, and as compiled."""
         program = lowered(blockwise_attention, length, backward, window=window, block=32)
         executable = program.compile()
         assert "while" not in executable.as_text()

@@ -1,4 +1,4 @@
-"""cuDNN's attention: the same call in XLA against the reference op, and its lowering for a GPU that is not here."""
+"""cuDNN's attention: the same call in XLA compared with the reference op, and its lowering for an absent GPU."""
 
 import functools
 
@@ -20,7 +20,7 @@ def test_the_call_equals_the_reference_op(heads, kv_heads, window):
     args = inputs(2, 24, heads, kv_heads, 8, dtype=jnp.bfloat16)
     actual = value_and_grads(in_xla, args, window=window)
     expected = value_and_grads(dot_product_attention, args, window=window)
-    if window == 1:  # one token alone has no gradient of its query and key
+    if window == 1:  # with a single visible token, query and key have no gradient
         actual, expected = ({name: arrays[name] for name in ("out", "value")} for arrays in (actual, expected))
     assert_close(actual, expected, 0.02)  # bfloat16 keeps 8 bits
 
@@ -38,7 +38,7 @@ def test_what_cudnn_does_not_support_is_refused():
 
 
 def test_the_call_lowers_to_cudnn_kernels(monkeypatch):
-    # Lowering asks for the version of the installed library, and there is none.
+    # Lowering asks for the version of the installed library, but none is installed.
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91100)
     query, key, value, mask = inputs(2, 256, 4, 2, 64, dtype=jnp.bfloat16)
 
@@ -49,7 +49,7 @@ def test_the_call_lowers_to_cudnn_kernels(monkeypatch):
         step = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
         return step.trace(query, key, value, mask).lower(lowering_platforms=("cuda",)).as_text()
 
-    # With the bias that carries the segments, forward and backward.
+    # With the bias that encodes the segments, forward and backward.
     for window in (0, 100):
         calls = [line for line in text(window).splitlines() if "custom_call @__cudnn$" in line]
         assert [line.partition("@")[2].partition("(")[0] for line in calls] == [

@@ -71,7 +71,7 @@ def test_gradients_equal_those_of_the_plain_formula(dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_mean_over_the_vocabulary_and_its_gradient(dtype):
-    """It adds an output and changes nothing in the others."""
+    """It adds an output and changes nothing in the other outputs."""
     logits, target = example()
     logits, target = jnp.asarray(logits, dtype), jnp.asarray(target)
     *others, mean = cross_entropy(logits, target, True)
@@ -79,7 +79,7 @@ def test_the_mean_over_the_vocabulary_and_its_gradient(dtype):
     np.testing.assert_allclose(mean, -jax.nn.log_softmax(logits.astype("float32")).mean(-1), rtol=1e-6)
 
     def smoothed(logits):
-        """The cross entropy with 0.7 x one-hot + 0.3 x uniform."""
+        """Returns the cross entropy with 0.7 x one-hot + 0.3 x uniform."""
         nll, _, mean = cross_entropy(logits, target, True)
         return jnp.sum((0.7 * nll + 0.3 * mean) * jnp.arange(5))
 
@@ -89,7 +89,7 @@ def test_the_mean_over_the_vocabulary_and_its_gradient(dtype):
 
     np.testing.assert_allclose(smoothed(logits), plain(logits), rtol=1e-5)
     actual, expected = (jax.grad(loss)(logits).astype("float32") for loss in (smoothed, plain))
-    tolerance = 1e-5 if dtype == "float32" else 2**-7  # a rounding to the dtype of the logits
+    tolerance = 1e-5 if dtype == "float32" else 2**-7  # one rounding to the dtype of the logits
     np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=1e-5)
 
 
@@ -103,7 +103,8 @@ def test_the_backward_pass_keeps_the_logits_as_they_came():
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="there is no libtpu but for Linux on x86-64")
 def test_a_tpu_holds_logits_once():
-    """Their gradient takes their place where libtpu writes it to memory, as for a ring that sums the head's."""
+    """The gradient of the logits reuses their memory if libtpu writes it to memory, as for a ring that sums the
+    head's."""
     mesh = Mesh(np.array(devices_of(find_topology("v5e-16"))), ("fsdp",), axis_types=(AxisType.Auto,))
     split = NamedSharding(mesh, PartitionSpec("fsdp"))
     rows, width, vocab = 4096, 256, 32768
@@ -115,8 +116,8 @@ def test_a_tpu_holds_logits_once():
         return jnp.sum(cross_entropy(logits, target)[0])
 
     gradients = jax.jit(jax.grad(loss, (0, 1)), out_shardings=(split, split))
-    with dump.uncached():  # a program of a TPU that is not here cannot be read back
+    with dump.uncached():  # a program for an absent TPU cannot be read back from the cache
         compiled = gradients.lower(*args).compile({"exec_time_optimization_effort": -1.0})
     logits, head = (2 * count * vocab for count in (rows, width))
-    assert "collective-permute" in compiled.as_text()  # a ring: without one this test would say nothing
+    assert "collective-permute" in compiled.as_text()  # a ring; without one this test would prove nothing
     assert logits + head <= compiled.memory_analysis().temp_size_in_bytes < 1.02 * (logits + head)

@@ -5,7 +5,7 @@ import pytest
 
 from trainer.ops.rope import Rope, attention_scale, frequencies, rope
 
-# The short, the mixed and the long wavelengths of a head of 16 entries (6.3, 19.9, 62.8, 199, ... tokens) all occur.
+# A head of 16 entries has short, mixed and long wavelengths (6.3, 19.9, 62.8, 199, ... tokens).
 KINDS = {
     "default": Rope(1, 10000),
     "linear": Rope(1, 10000, linear_scaling_factor=4.0),
@@ -22,7 +22,7 @@ both_layouts = pytest.mark.parametrize("interleave", [False, True], ids=["halves
 
 
 def turned_by_hand(x, position, frequency, scale=1.0):
-    """Halves turned as complex numbers, in float64."""
+    """Rotates halves as complex numbers, in float64."""
     half = x.shape[-1] // 2
     pairs = x[..., :half] + 1j * x[..., half:].astype(np.float64)
     turned = scale * pairs * np.exp(1j * position[..., None, None] * frequency)
@@ -34,7 +34,7 @@ def head(seed=0, shape=(2, 6, 3, WIDTH)):
 
 
 def halves_to_pairs(x):
-    """Columns of a head laid out in halves, in the order of adjacent pairs."""
+    """Reorders columns of a head from halves to adjacent pairs."""
     order = np.arange(x.shape[-1]).reshape(2, -1).T.reshape(-1)
     return x[..., order]
 
@@ -54,7 +54,7 @@ def test_linear_multiplies_every_wavelength():
 
 
 def test_llama31_by_hand():
-    """64 tokens: wavelengths below 16 stay, those above 64 grow eightfold, between them frequencies are mixed."""
+    """64 tokens: wavelengths below 16 stay, wavelengths above 64 grow eightfold, between them frequencies are mixed."""
     expected = []
     for wavelength in WAVELENGTHS:
         if wavelength < 64 / 4:
@@ -73,7 +73,7 @@ def test_llama31_by_hand():
 
 @pytest.mark.parametrize("truncate", [True, False])
 def test_yarn_by_hand(truncate):
-    """The number of turns, solved for the pair: 4 turns in 64 tokens at 0.81, half a turn at 2.62."""
+    """The number of turns, solved for the pair index: 4 turns in 64 tokens at 0.81, half a turn at 2.62."""
     low, high = (4 * np.log(64 / (2 * np.pi * turns)) / np.log(100) for turns in (4, 0.5))
     assert (round(low, 2), round(high, 2)) == (0.81, 2.62)
     if truncate:
@@ -88,9 +88,9 @@ def test_yarn_by_hand(truncate):
 def test_yarn_range_ends_within_the_head_and_is_never_empty():
     plain, stretched = frequencies(KINDS["default"], WIDTH), frequencies(KINDS["linear"], WIDTH)
     how = Rope(1, 10000, "yarn", factor=4.0)
-    # Even the shortest wavelength turns less than once: all but that one are stretched.
+    # Even the shortest wavelength turns less than once, so all others are stretched.
     np.testing.assert_allclose(frequencies(how._replace(original_length=6), WIDTH), [plain[0], *stretched[1:]])
-    # Even the longest turns more than beta_fast times.
+    # Even the longest wavelength turns more than beta_fast times.
     np.testing.assert_array_equal(frequencies(how._replace(original_length=10**12), WIDTH), plain)
     # From pair 4 to 16.4, which is cut to 15 as in the reference code.
     cut = frequencies(how._replace(original_length=10**9, beta_fast=1e6), WIDTH)

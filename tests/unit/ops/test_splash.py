@@ -1,4 +1,4 @@
-"""The splash kernel in Pallas' interpreter against the reference op, and its lowering for a TPU that is not here."""
+"""The splash kernel in Pallas's interpreter compared with the reference op, and its lowering for an absent TPU."""
 
 import functools
 
@@ -47,7 +47,7 @@ def test_splash_in_bfloat16_differs_by_its_rounding():
 
 @pytest.mark.parametrize("tiles", [Tiles(), Tiles(use_fused_bwd_kernel=True)], ids=["two kernels", "fused"])
 def test_values_may_be_narrower_and_scores_scaled_otherwise(tiles):
-    """As in multi-head latent attention, whose keys of 192 entries have values of 128."""
+    """As in multi-head latent attention, where keys have 192 entries and values 128."""
     args = inputs(1, 256, 2, 2, 192, value_width=128)
     expected = value_and_grads(dot_product_attention, args, scale=0.2)
     assert_close(value_and_grads(interpreted, args, scale=0.2, tiles=tiles), expected, 1e-5)
@@ -56,13 +56,13 @@ def test_values_may_be_narrower_and_scores_scaled_otherwise(tiles):
 
 def test_the_blocks_that_the_kernel_visits_grow_with_the_window_and_not_with_the_length():
     def visits(length, window):
-        """Per block of queries, in the forward pass and in both of the backward pass."""
+        """Returns visits per block of queries, in the forward pass and in both kernels of the backward pass."""
         kernel = splash_kernel(length, 1, window=window, soft_cap=0.0)
         infos = kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info
         return [int((np.asarray(info.block_mask) > 0).sum()) / (length // 512) for info in infos]
 
-    assert visits(4096, 0) == [4.5] * 3  # half of the square of 8 x 8 blocks, and half of its diagonal
-    # The first blocks of queries have less before them: as many blocks less, however long the row.
+    assert visits(4096, 0) == [4.5] * 3  # half of the square of 8 x 8 blocks, plus half of its diagonal
+    # The first blocks of queries have fewer keys before them: the same number of blocks less for any row length.
     assert visits(4096, 513) == [2 - 1 / 8] * 3
     assert visits(8192, 513) == [2 - 1 / 16] * 3
     assert visits(8192, 1537) == [4 - (1 + 2 + 3) / 16] * 3
@@ -77,7 +77,7 @@ def test_what_splash_does_not_support_is_refused():
 
 
 def kernels(op, args, **how):
-    """How many kernels a TPU runs for the op's gradients."""
+    """Returns the number of kernels that a TPU runs for the op's gradients."""
     query, key, value, mask = args
 
     def loss(query, key, value):
@@ -91,7 +91,7 @@ def kernels(op, args, **how):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_splash_lowers_to_tpu_kernels(dtype):
     args = inputs(2, 256, 4, 2, 64, dtype=dtype)
-    # The forward pass, the gradient of the queries, that of keys and values.
+    # The forward pass, the query gradient, the gradient of keys and values.
     assert kernels(splash_attention, args, window=100, soft_cap=2.0) == 3
 
 

@@ -1,4 +1,4 @@
-"""What a parameter is, by its logical axes."""
+"""Classification of parameters by their logical axes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Learning rates of groups, clipping by value, and frozen parameters, of every optimizer."""
+"""Learning rates of groups, clipping by value, and frozen parameters, for every optimizer."""
 
 import jax
 import numpy as np
@@ -23,7 +23,7 @@ def test_a_group_trains_with_a_rate_of_its_own(opt_type):
     double_rate, _ = trained_params(config_of(**keys, learning_rate=0.2), EXACT)
     groups = "['mlp/.*=2', embedding=1, decoder=2]"
     in_groups, state = trained_params(config_of(**keys, learning_rate_groups=groups), EXACT)
-    # Twice the rate is twice the update, bit for bit.
+    # Twice the rate gives twice the update, bit for bit.
     assert_equal_bits(in_groups["decoder"], double_rate["decoder"])
     assert_equal_bits(in_groups["token_embedder"], single_rate["token_embedder"])
     slow, fast = (params["decoder"]["decoder_norm"]["scale"] for params in (single_rate, double_rate))

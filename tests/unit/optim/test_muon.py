@@ -26,7 +26,7 @@ PARAMETERS = {
 FEW = ("out", "embedding", "norm")
 AXES = {name: Axes(names.split()) for name, (names, _, _) in PARAMETERS.items()}
 SETTINGS = {"opt_type": "muon", "muon_beta": 0.9, "muon_weight_decay": 0.2, "gradient_clipping_threshold": 0}
-DECAY = 0.3  # of AdamW: norms alone have none
+DECAY = 0.3  # of AdamW; only norms have none
 
 
 def drawn(seed, names=PARAMETERS):
@@ -46,7 +46,7 @@ def trained(config, names=PARAMETERS):
 
 
 def newton_schulz(x):
-    """Five iterations of Jordan's quintic polynomial on one matrix [inputs, outputs]."""
+    """Applies five iterations of Jordan's quintic polynomial to one matrix [inputs, outputs]."""
     x = x / (np.sqrt((x**2).sum()) + EPS)
     for _ in range(5):
         x = 3.4445 * x - 4.7750 * x @ x.T @ x + 2.0315 * x @ x.T @ x @ x.T @ x
@@ -58,7 +58,7 @@ def scale(rows, columns, consistent_rms):
 
 
 def one_by_one(array, name, inputs, function):
-    """`function` of every matrix that is stacked in `array`."""
+    """Applies `function` to every matrix that is stacked in `array`."""
     if name == "fused":
         parts = [one_by_one(array[:, :, i], "query", inputs, function) for i in range(3)]
         return np.stack(parts, 2)
@@ -97,12 +97,12 @@ def test_muon_equals_numpy(consistent_rms):
     params, _ = trained(config)
     for name, (_, _, inputs) in PARAMETERS.items():
         expected = nadamw(name, rates) if inputs is None else muon(name, inputs, rates, consistent_rms)
-        # Newton-Schulz multiplies a rounding error of float32 by 3.4 in each of five iterations: 500 x 6e-8.
+        # Newton-Schulz amplifies a float32 rounding error by 3.4 in each of five iterations: 500 x 6e-8.
         np.testing.assert_allclose(params[name], expected, rtol=0, atol=5e-5, err_msg=name)
 
 
 def test_it_is_that_of_optax():
-    """Where optax has all of its settings."""
+    """For settings that optax also has."""
     config = config_of(**SETTINGS | {"adam_weight_decay": 0, "muon_consistent_rms": 0.2})
     tx = optax.contrib.muon(
         make_schedule(config),
@@ -128,7 +128,7 @@ def test_it_is_that_of_optax():
 
 
 def products(config):
-    """The products of an update, as in the text of its program."""
+    """Returns the products of an update, from the text of its program."""
     tx = make_optimizer(config, {name: AXES[name] for name in FEW})
     params = drawn(0, FEW)
     text = jax.jit(tx.update).lower(drawn(1, FEW), tx.init(params), params).as_text()
@@ -161,5 +161,5 @@ def test_frozen_parameters_have_no_momentum():
     params, state = trained(config, FEW)
     assert [name for name in FEW if np.array_equal(params[name], drawn(0, FEW)[name])] == ["embedding"]
     arrays = sorted((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(state) if leaf.ndim)
-    # Momentum of the matrix, two moments of the norm.
+    # The momentum of the matrix, and two moments of the norm.
     assert arrays == sorted([((L, H, K, D), "bfloat16"), ((L, D), "bfloat16"), ((L, D), "float32")])

@@ -1,4 +1,4 @@
-"""Updates against numpy, and which parameters are decayed, clipped and trained."""
+"""Compares updates with NumPy, and tests which parameters are decayed, clipped and trained."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from trainer.optim import make_optimizer, make_schedule, trainable
 
 
 def adamw(config, decays=(False, True, True), trained=(True, True, True)):
-    """Algorithm 2 of Loshchilov and Hutter 2019, in float64; the decay is multiplied by the rate, as in optax."""
+    """Algorithm 2 of Loshchilov and Hutter 2019, in float64. The decay is multiplied by the rate, as in optax."""
     schedule = make_schedule(config)
     params = [p.astype(np.float64) for p in jax.tree.leaves(tree(0))]
     mean, square = [np.zeros_like(p) for p in params], [np.zeros_like(p) for p in params]
@@ -104,7 +104,7 @@ def test_sgd_equals_numpy(clip):
     ],
 )
 def test_dtypes_of_the_moments(weights, asked, first):
-    """The first is mu_dtype, by default that of the weights; the second always follows the weights."""
+    """The first moment has mu_dtype, by default the dtype of the weights; the second always has the latter."""
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf, weights), tree(0))
     state = jax.eval_shape(make_optimizer(config_of(weight_dtype=weights, mu_dtype=asked), AXES).init, params)
     assert {leaf.dtype for leaf in jax.tree.leaves(optax.tree.get(state, "mu"))} == {jnp.dtype(first)}
@@ -128,7 +128,7 @@ def test_frozen_parameters_stay_and_have_no_state_and_no_part_in_the_norm():
         ("[^scale]", (False, False, False)),
         ("['layers/mlp']", (False, True, False)),  # across the names of a path
         ("[scale$, 'w[io]']", (True, True, False)),  # any of several
-        ("['a|scale$', ^t]", (True, True, True)),  # each pattern stands for itself
+        ("['a|scale$', ^t]", (True, True, True)),  # each pattern is matched separately
     ],
 )
 def test_patterns_are_searched_in_the_whole_name(patterns, expected):

@@ -1,4 +1,4 @@
-"""Learning-rate schedules against closed forms of their docstring."""
+"""Compares learning-rate schedules with the closed forms of their docstring."""
 
 import math
 
@@ -13,7 +13,7 @@ LENGTH, WARMUP = 40, 8  # updates
 
 
 def rates(count=LENGTH, **overrides):
-    """The learning rates of the first `count` updates."""
+    """Returns the learning rates of the first `count` updates."""
     settings = {
         "learning_rate": PEAK,
         "learning_rate_final_fraction": FINAL / PEAK,
@@ -47,7 +47,7 @@ def test_warm_up_is_a_line_that_ends_at_the_peak(kind):
 @pytest.mark.parametrize("warmup", [0, WARMUP])
 def test_decay_ends_at_the_last_update_and_the_rate_stays(kind, shape, warmup):
     found = rates(LENGTH + 5, lr_schedule_type=kind, warmup_steps_fraction=warmup / LENGTH)
-    first, last = max(warmup - 1, 0), LENGTH - 1  # the update at the peak, and the one at the final rate
+    first, last = max(warmup - 1, 0), LENGTH - 1  # the update at the peak, and the update at the final rate
     close(found[first:LENGTH], [shape((i - first) / (last - first)) for i in range(first, LENGTH)])
     close(found[last:], [FINAL] * 6)
 
@@ -78,7 +78,7 @@ def test_wsd_without_a_stable_part():
 def test_a_warm_up_of_the_whole_schedule(kind):
     found = rates(LENGTH + 4, lr_schedule_type=kind, warmup_steps_fraction=1.0, wsd_decay_steps_fraction=0.0)
     close(found[:LENGTH], [PEAK * (i + 1) / LENGTH for i in range(LENGTH)])
-    close(found[LENGTH:], [PEAK] * 4)  # no update was left to fall
+    close(found[LENGTH:], [PEAK] * 4)  # no update was left for the decay
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear"])
@@ -108,7 +108,7 @@ def test_the_schedule_has_a_length_of_its_own(length):
 @pytest.mark.parametrize("length", [1, 2, 3])
 @pytest.mark.parametrize("warmup", [0.0, 0.34, 0.5, 1.0])
 def test_tiny_lengths(kind, length, warmup):
-    """Rates lie between 0 and the peak; then comes the final rate, or the peak where no update was left to fall."""
+    """Rates are between 0 and the peak. Then comes the final rate, or the peak if no update was left for the decay."""
     settings = {"lr_schedule_type": kind, "steps": length, "warmup_steps_fraction": warmup}
     found = rates(length + 3, **settings, wsd_decay_steps_fraction=1 - warmup)
     assert np.isfinite(found).all()

@@ -1,4 +1,4 @@
-"""Which steps are spikes, against NumPy."""
+"""Compares with NumPy which steps are spikes."""
 
 import itertools
 
@@ -15,7 +15,7 @@ INTERVAL, FACTOR = 16, 4.0
 
 
 def simulated(losses, norms, interval, factor):
-    """Which steps are taken, and the last of them since the statistics began, in float64."""
+    """Returns which steps are accepted, and the last accepted ones since the statistics began, in float64."""
     kept, taken, skipped = [], [], 0
     for pair in zip(losses, norms, strict=True):
         window = np.array(kept[-interval:], np.float64)
@@ -29,7 +29,7 @@ def simulated(losses, norms, interval, factor):
 
 
 def decided(losses, norms, first=0, interval=INTERVAL, factor=FACTOR):
-    """The same by the rule, in steps from `first` on."""
+    """Returns the same computed by the rule, in steps starting with `first`."""
     keys = {"skip_step_interval": interval, "skip_step_scaling_factor": factor, "skip_step_on_spikes": True}
     rule = skip_spikes(tiny_config("nnx", **keys))
     observe = jax.jit(rule.observe)
@@ -37,7 +37,7 @@ def decided(losses, norms, first=0, interval=INTERVAL, factor=FACTOR):
     for i, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
         new, reasons = observe(state, Seen(jnp.asarray(loss), jnp.asarray(norm), jnp.asarray(first + i)))
         taken.append(bool(np.isfinite(loss) and not any(reasons.values())))
-        state = new if taken[-1] else state  # what the step's select does
+        state = new if taken[-1] else state  # as the step's select does
     return taken, state
 
 
@@ -48,7 +48,7 @@ def noise(count, level=3.0, seed=0):
 
 
 def check(losses, norms, first=0):
-    """Decisions and statistics equal NumPy's; returns the steps that are skipped."""
+    """Checks that decisions and statistics equal NumPy's. Returns the skipped steps."""
     taken, state = decided(losses, norms, first)
     expected, kept = simulated(losses, norms, INTERVAL, FACTOR)
     assert taken == expected
@@ -62,9 +62,9 @@ def check(losses, norms, first=0):
 
 def test_decisions_and_statistics_equal_numpy():
     losses, norms = noise(200)
-    losses[[1, 50, 51, 120]] += 4  # the first while there are no statistics
+    losses[[1, 50, 51, 120]] += 4  # the first one before there are statistics
     norms[[30, 51, 160]] += 3
-    norms[10] = 2.1  # a little above the bound of the ten steps before, which are no whole interval
+    norms[10] = 2.1  # slightly above the bound of the ten steps before, which are less than an interval
     losses[90] = np.nan
     assert check(losses, norms) == [10, 30, 50, 51, 90, 120, 160]
 
@@ -73,13 +73,13 @@ def test_a_new_level_is_accepted_after_half_an_interval():
     (low, norms), (high, _) = noise(60), noise(60, level=8, seed=1)
     losses = np.concatenate([low, high])
     losses[110] += 4  # a spike on the new level
-    # The steps are those of a run that was reset: the window is empty, the step count is not 0.
+    # The steps equal those of a run whose optimizer was reset: the window is empty, the step count is not 0.
     assert check(losses, np.concatenate([norms, norms]), first=1000) == [*range(60, 60 + INTERVAL // 2), 110]
 
 
 @pytest.mark.parametrize("interval", [8, 9, 128])
 def test_no_run_stands_still(interval):
-    """However the loss goes, and with the smallest factor."""
+    """For any sequence of losses, and with the smallest factor."""
     count = 10 * interval
     rng = np.random.default_rng(0)
     losses = {

@@ -1,4 +1,4 @@
-"""Layers reach all their matrices through the product that they are given."""
+"""Layers multiply with all their matrices through the product that they are given."""
 
 import functools
 import sys
@@ -34,12 +34,12 @@ B, T, E = 2, 3, 8
 NAMES = {
     "attention": {("embed", "q_heads", "kv"), ("embed", "kv_heads", "kv_head_dim"), ("heads", "kv", "embed")},
     "mlp": {("embed", "mlp"), ("mlp", "embed")},
-    "embed": {("embed", "vocab")},  # as the head multiplies by the table
+    "embed": {("embed", "vocab")},  # the head multiplies with the table
 }
 
 
 class Recorded:
-    """A product that makes every kernel one of integers, and notes which it met."""
+    """A product that replaces every kernel by integers and records which kernels it gets."""
 
     def __init__(self):
         self.met = []
@@ -53,7 +53,7 @@ class Recorded:
 
 
 class Adapter(nnx.Module):
-    """A low-rank term of its own beside a plain product; it starts as nothing."""
+    """A low-rank term in addition to a plain product. It starts as zero."""
 
     def __init__(self, in_shape, out_shape, names, *, rngs):
         self.down = nnx.Param(jax.random.normal(rngs.params(), (*in_shape, 2)))
@@ -64,7 +64,7 @@ class Adapter(nnx.Module):
 
 
 def layer_of(name, make_product):
-    """A layer with matrices, and its call."""
+    """Returns a layer with matrices, and its call."""
     rngs = nnx.Rngs(0)
     heads = {"heads": 4, "kv_heads": 2, "head_dim": 4, "rope": Rope(1, 10_000)}
     how = {"make_product": make_product, "rngs": rngs, **DTYPES}
@@ -121,7 +121,7 @@ class Int8(NamedTuple):
 
 
 def quantized(in_shape, out_shape, names, *, rngs):
-    """A product with an `Int8`. It multiplies by the scale, one for each layer, afterwards."""
+    """Returns a product with an `Int8`. It multiplies by the scale, one per layer, afterwards."""
 
     def multiply(x, inputs, kernel, settle):
         if not isinstance(kernel, Int8):  # initial parameters
@@ -132,7 +132,8 @@ def quantized(in_shape, out_shape, names, *, rngs):
 
 
 def int8(path, leaf):
-    """`leaf` if it is no kernel, else quantized, by a power of two: its product by value x scale has the same bits."""
+    """Quantizes kernels by a power of two, so that the product with value x scale has the same bits. Returns other
+    leaves unchanged."""
     if path[-1].key != "kernel":
         return leaf
     axes = tuple(range(1, leaf.ndim)) if "layers" in str(path) else None
@@ -157,7 +158,8 @@ def quantized_family(monkeypatch):
 
 
 def of_model(combination, **keys):
-    """The model, and logits and the hidden states of a module of multi-token prediction as a function of parameters."""
+    """Returns the model, and logits and hidden states of a module of multi-token prediction as functions of
+    parameters."""
     config = tiny_config(combination, mtp_num_layers=1, **keys)
     model, batch = make_model(config), packed_batch(config, 2)
 
@@ -170,13 +172,13 @@ def of_model(combination, **keys):
 
 
 def test_a_model_of_int8_matrices_in_every_combination(quantized_family):
-    """Every matrix but the embedding table, which is looked up."""
+    """Every matrix is quantized except the embedding table, which is looked up."""
     untied = {"logits_via_embedding": False}
     _, model, plain_logits = of_model(ALL_COMBINATIONS[0], **untied)
     params = jax.device_get(compiled(model.init, seed_key(0))(seed_key(0))[0])
     small = jax.tree_util.tree_map_with_path(int8, params)
     matrices = [leaf for leaf in jax.tree.leaves(small) if leaf.dtype == np.int8]
-    assert len(matrices) == 7 + 1 + 7 + 1  # of the stack, the head, the module's block and its projection
+    assert len(matrices) == 7 + 1 + 7 + 1  # in the stack, the head, the module's block and its projection
     texts = set()
     for combination in ALL_COMBINATIONS:
         _, _, logits = of_model(combination, decoder_block=quantized_family, **untied)
