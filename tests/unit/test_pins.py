@@ -1,4 +1,4 @@
-"""Which tests take the combination of base.yml, and that no other can: see tests/pins.py."""
+"""Which tests use the combination of base.yml, and that no other test can; see tests/pins.py."""
 
 import subprocess
 import sys
@@ -71,6 +71,6 @@ def test_the_list_has_no_dead_entry():
     for entry in TAKE_THE_DEFAULT:
         file, _, name = entry.partition("::")
         path = TESTS / file
-        if path.is_file():  # those of Linen go with it
+        if path.is_file():  # tests of Linen are deleted with it
             assert MARK in path.read_text()
             assert f"def {name}" in path.read_text()

@@ -1,4 +1,4 @@
-"""Promises about the source itself: who knows the flags, what a package may import, how fast the package loads."""
+"""Properties of the source: which file names the flags, what a package may import, how fast the package loads."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from trainer.config.flags import FLAGS
 
 def test_one_file_names_the_flags():
     naming = [path.relative_to(SOURCE) for path in FILES if any(flag in path.read_text() for flag in FLAGS)]
-    assert naming == ([Path("config/flags.py")] if FLAGS else [])  # none once the flags are removed
+    assert naming == ([Path("config/flags.py")] if FLAGS else [])  # no file after the flags are removed
 
 
 def test_layers_models_and_ops_hold_no_mesh():

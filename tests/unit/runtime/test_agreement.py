@@ -1,4 +1,4 @@
-"""What two real processes agree on, and how they end."""
+"""Agreement between two real processes, and how they end."""
 
 import os
 import socket
@@ -78,7 +78,7 @@ def test_two_processes():
 def test_a_process_alone():
     assert is_first()
     assert gather("x") == ["x"]
-    value = object()  # which JSON could not say
+    value = object()  # which JSON cannot represent
     assert from_first(lambda: value) is agreed(lambda: value) is value
     check_same("it", "x")
 

@@ -1,4 +1,4 @@
-"""What launchers say of the processes that they start."""
+"""The environment variables of launchers."""
 
 from types import SimpleNamespace
 

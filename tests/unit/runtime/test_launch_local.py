@@ -1,4 +1,4 @@
-"""scripts/launch_local.py names the process that the others lost."""
+"""scripts/launch_local.py names the process that caused the failure."""
 
 import importlib.util
 from pathlib import Path
@@ -26,8 +26,8 @@ def launcher():
         ([1, 1, -9, 1], 2, "process 2 of 4 was ended by SIGKILL"),  # the others lost it
         ([-9, -6, -6, None], 0, "process 0 of 4 was ended by SIGKILL"),  # JAX aborts the others when the first is gone
         ([2, -6, -6], 0, "process 0 of 3 ended with code 2"),
-        ([1, 2], 1, "process 1 of 2 ended with code 2"),  # a user's mistake; the other lost it
-        ([143, 143], 0, ""),  # a request that was met
+        ([1, 2], 1, "process 1 of 2 ended with code 2"),  # a user error; the other process lost it
+        ([143, 143], 0, ""),  # a request that was obeyed
     ],
 )
 def test_the_first_to_fail(launcher, capsys, codes, first, said):

@@ -1,4 +1,4 @@
-"""Which platforms JAX starts where libtpu is installed and there is no TPU."""
+"""The platforms that JAX starts if libtpu is installed and there is no TPU."""
 
 import importlib.util
 import os
@@ -12,7 +12,7 @@ from trainer.runtime import platforms
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A machine with these packages, JAX plugins and hardware; what JAX_PLATFORMS becomes on it."""
+    """Returns the value of JAX_PLATFORMS on a machine with these packages, JAX plugins and hardware."""
 
     def platforms_on(libtpu=True, plugins=(), devices=(), tpu=False, before=None):
         monkeypatch.delenv("JAX_PLATFORMS", raising=False)
@@ -51,7 +51,7 @@ def test_variables_of_the_user_stay(monkeypatch):
     monkeypatch.setattr(os, "environ", os.environ | {"JAX_PLATFORMS": "tpu"})
     platforms.prepare_compile_only_tpu()
     assert (os.environ["TPU_WORKER_HOSTNAMES"], os.environ["TPU_WORKER_ID"]) == ("mine", "0")
-    assert os.environ["JAX_PLATFORMS"] == "cpu"  # nothing runs
+    assert os.environ["JAX_PLATFORMS"] == "cpu"  # nothing runs on a TPU
 
 
 @pytest.mark.parametrize(
@@ -73,6 +73,6 @@ def test_simulated_devices_have_threads_to_wait_in(monkeypatch, flags, before, t
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
 def test_xla_takes_the_number_of_its_threads_from_nproc():
-    """conftest.py starts XLA with as many as the function above."""
+    """conftest.py starts XLA with the same number as the function above."""
     jax.devices()
     assert len(os.listdir("/proc/self/task")) > platforms._THREADS_PER_DEVICE * 8

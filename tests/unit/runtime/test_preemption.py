@@ -1,4 +1,4 @@
-"""SIGTERM as a request."""
+"""SIGTERM as a request to end."""
 
 import contextlib
 import os
@@ -60,7 +60,7 @@ def test_the_exit_code_is_what_a_shell_reports():
 
 
 def test_a_signal_while_python_is_away_is_told_by_a_thread(monkeypatch, capsys):
-    """The main thread is in a compiler then, for which a wait stands here."""
+    """The main thread is then in a compiler; a wait simulates that."""
     ended, codes = threading.Event(), []
     monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), ended.set()))
     with ends_at_sigterm("ended while it compiled"):

@@ -1,4 +1,4 @@
-"""What each mesh axis splits by the default rules. A rule that is lost changes no result, only memory and speed."""
+"""What each mesh axis shards by the default rules. A lost rule changes no result, only memory and speed."""
 
 import jax
 import pytest
@@ -19,17 +19,17 @@ SPLITS = {
     "tensor": HEADS | WIDE | {"activation_embed"},
     "tensor_sequence": HEADS | WIDE | {"activation_norm_length"},
 }
-# Of the tensors that are as large as a layer's weights or its activations, the few that an axis may leave replicated.
-# Norms are small.
+# The tensors as large as a layer's weights or activations that an axis may leave replicated. Norms are small and not
+# checked.
 REPLICATED = {
-    "data": {tensor for tensor in TENSORS if "/" in tensor},  # parameters, that is
+    "data": {tensor for tensor in TENSORS if "/" in tensor},  # the parameters
     "tensor_sequence": {"inputs of attention and MLP"},
 }
 NORM = "pre_self_attention_layer_norm/scale"
 
 
 def test_every_mesh_axis_splits_what_it_is_there_for():
-    used = [axis for axis in MESH_AXES if axis not in (*UNUSED_AXES, "diloco")]  # no rule names that of islands
+    used = [axis for axis in MESH_AXES if axis not in (*UNUSED_AXES, "diloco")]  # no rule names the axis of islands
     assert {axis: {name for name in RULES if axis in RULES[name]} for axis in used} == SPLITS
     assert all(set(axes) <= set(used) for axes in RULES.values())
 
@@ -41,7 +41,7 @@ def test_no_large_tensor_is_left_replicated(axis):
 
 
 def test_the_outer_axis_of_a_dimension_is_the_same_for_weights_and_activations():
-    """Else a product would move one of them, whole, from device to device."""
+    """Otherwise a product would move one of them completely between devices."""
     tensor = tuple(axis for axis in MESH_AXES if axis.startswith("tensor"))
     assert {RULES[name] for name in HEADS} == {tensor}
     assert {RULES[name][:2] for name in WIDE} == {tensor}
@@ -53,7 +53,7 @@ SIZES = {"base_num_query_heads": 8, "base_num_kv_heads": 8, "logits_via_embeddin
 
 @pytest.mark.parametrize("axis", ["tensor", "tensor_sequence"])
 def test_the_inputs_that_blocks_save_are_split(axis):
-    """By an axis that splits no batch: with eight layers they are the largest of the temporaries."""
+    """By an axis that does not shard the batch. With eight layers they are the largest of the temporaries."""
     sizes = {"base_emb_dim": 128, "base_num_decoder_layers": 8, "max_target_length": 128, "remat_policy": "full"}
     mesh = {"ici_fsdp_parallelism": 2, f"ici_{axis}_parallelism": 4}
     temporaries = {}
@@ -69,7 +69,7 @@ def test_the_inputs_that_blocks_save_are_split(axis):
 
 @pytest.mark.parametrize("axis", ["fsdp", "fsdp_transpose", "tensor", "tensor_sequence"])
 def test_a_device_of_eight_holds_an_eighth_of_the_state(axis):
-    """But for the norms and three counts: parameters, Adam's moments and gradients."""
+    """Except for the norms and three counts: parameters, Adam's moments and gradients."""
     mesh = {"ici_fsdp_parallelism": 1, f"ici_{axis}_parallelism": 8}
     config = load(arguments(ALL_COMBINATIONS[0], **SIZES | mesh)).config
     table = build(config, jax.devices()).table()

@@ -44,7 +44,7 @@ def test_axes_have_the_sizes_of_the_configuration_the_outermost_first(axes, expe
     assert mesh.axis_names == MESH_AXES
     assert above_one(mesh) == expected
     assert mesh.axis_types == (AxisType.Auto,) * len(MESH_AXES)
-    # Row by row: neighbours along the innermost axis are neighbours in the list of devices.
+    # Row by row: neighbors along the innermost axis are neighbors in the list of devices.
     assert mesh.devices.ravel().tolist() == jax.devices()
 
 
@@ -54,7 +54,7 @@ def test_one_device():
 
 
 def test_slices_lie_outside_of_their_devices_on_every_axis():
-    """Devices that know of no slices are taken as slices in their order."""
+    """Devices without slice information are divided into slices in their order."""
     devices = jax.devices()
     assert slice_count(devices) is None
     mesh = mesh_of(8, {"fsdp": 2, "tensor": 2}, fsdp=2)
@@ -67,7 +67,7 @@ def test_slices_lie_outside_of_their_devices_on_every_axis():
 
 
 class Chip:
-    """What `_by_network` sees of a device of two slices whose list is shuffled."""
+    """The attributes that `_by_network` reads, for devices of two slices in a shuffled list."""
 
     device_kind, platform = "some accelerator", "gpu"
 

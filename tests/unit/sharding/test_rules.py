@@ -1,4 +1,4 @@
-"""From logical names to mesh axes, on one array."""
+"""Maps logical names to mesh axes, for one array."""
 
 import types
 
@@ -126,7 +126,7 @@ def test_on_a_mesh_they_place_their_result_and_only_inside_of_the_context():
         ((80, 64, 28672), (0, 1, 2)),
         ((80, 64, 128, 64), (0, 1, 3, 2)),
         ((80, 64, 64, 128), (0, 1, 2, 3)),
-        ((3, 8, 8), (0, 1, 2)),  # nothing helps
+        ((3, 8, 8), (0, 1, 2)),  # no order needs less memory
     ],
 )
 def test_the_order_in_which_a_tpu_pads_least(shape, order):

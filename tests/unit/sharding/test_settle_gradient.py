@@ -21,7 +21,7 @@ RULES = {"batch": ("data",), "embed": ("data",), "vocab": ()}
 
 
 def gradients(names):
-    """Of a product's sum of squares: by its input and its matrix, jitted anew."""
+    """Returns gradients of a product's sum of squares with respect to input and matrix, newly jitted."""
     rng = np.random.default_rng(0)
     x, matrix = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((16, 8), (8, 4)))
 
@@ -45,14 +45,14 @@ def test_the_gradients_stay_and_that_of_the_matrix_comes_first():
         np.testing.assert_array_equal(b, a)
         np.testing.assert_allclose(c, a, rtol=1e-5, atol=1e-5)  # sums over devices in another order
     assert settled[1].sharding.is_equivalent_to(NamedSharding(mesh, P("data", None)), 2)
-    # What the barrier takes are the input's gradient and the matrix' placed one; nothing passes it one by one.
+    # The barrier takes the input gradient and the resharded weight gradient; nothing bypasses it.
     before, _, after = text.partition("optimization_barrier")
     assert before.count("sharding_constraint") == 1
     assert "sharding_constraint" not in after
 
 
 def test_inside_of_shard_mapped_it_does_nothing():
-    """There a device's gradient is its own: a barrier would only keep it apart from the sum that it is added to."""
+    """Inside, each device has its own gradient: a barrier would only separate it from the sum that it is added to."""
     names = (Axes(("batch", None)), Axes((None, None)))
 
     def loss(x, matrix):
@@ -64,7 +64,7 @@ def test_inside_of_shard_mapped_it_does_nothing():
 
 
 def test_a_tpu_with_more_rows_than_a_matrix_gathers_it_once(monkeypatch):
-    """libtpu else holds the product twice."""
+    """Otherwise libtpu holds two copies of the product."""
     mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
 
     def program(rows):
@@ -78,11 +78,11 @@ def test_a_tpu_with_more_rows_than_a_matrix_gathers_it_once(monkeypatch):
             return fn(x, matrix), str(jax.make_jaxpr(fn)(x, matrix)).count("sharding_constraint[")
 
     expected, plain = program(128)
-    assert plain == 1  # not a TPU
+    assert plain == 1  # not on a TPU
     monkeypatch.setattr("trainer.sharding.context.on_tpu", lambda: True)
-    assert program(64)[1] == 1  # eight rows on a device
+    assert program(64)[1] == 1  # eight rows per device
     found, count = program(128)
-    assert count == 3  # the matrix, its gradient whole, its gradient as it is stored
+    assert count == 3  # the matrix, its all-gathered gradient, its gradient in storage sharding
     for a, b in zip(expected, found, strict=True):
         np.testing.assert_array_equal(b, a)
     assert found[1].sharding.is_equivalent_to(expected[1].sharding, 2)
@@ -90,7 +90,7 @@ def test_a_tpu_with_more_rows_than_a_matrix_gathers_it_once(monkeypatch):
 
 @pytest.mark.parametrize(("rows", "gathers"), [(128, False), (136, True)])
 def test_rows_are_compared_with_all_axes_that_multiply_them(monkeypatch, rows, gathers):
-    """A matrix [2, 8, 4] has inputs of 16 numbers, though the last axis of x is 8."""
+    """A matrix [2, 8, 4] has inputs of 16 entries, although the last axis of x has 8."""
     monkeypatch.setattr("trainer.sharding.context.on_tpu", lambda: True)
 
     def settled(x, matrix):
@@ -111,7 +111,7 @@ def test_its_names_obey_the_rules():
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="there is no libtpu but for Linux on x86-64")
 def test_a_tpu_with_more_rows_than_the_head_holds_the_logits_and_the_gathered_head():
-    """Without the gather libtpu makes a ring of the forward product, which holds the logits four times."""
+    """Without the all-gather, libtpu makes a ring of the forward product, which holds four copies of the logits."""
     mesh = Mesh(np.array(devices_of(find_topology("v5e-16"))).reshape(8, 2), ("fsdp", "tensor"), (AxisType.Auto,) * 2)
     rules = {"activation_batch": ("fsdp",), "activation_length": (), "activation_embed": ("tensor",)}
     rules |= {"activation_vocab": ("tensor",), "vocab": ("tensor",), "embed": ("fsdp",)}
@@ -133,12 +133,12 @@ def test_a_tpu_with_more_rows_than_the_head_holds_the_logits_and_the_gathered_he
     args = [
         jax.ShapeDtypeStruct(*shape, sharding=at) for shape, at in zip(shapes, (hidden, table, target), strict=True)
     ]
-    with on_mesh(mesh, rules), dump.uncached():  # a program of a TPU that is not here cannot be read back
+    with on_mesh(mesh, rules), dump.uncached():  # a program for an absent TPU cannot be read back from the cache
         lowered = jax.jit(jax.grad(loss, (0, 1)), out_shardings=(hidden, table)).lower(*args)
         compiled = lowered.compile({"exec_time_optimization_effort": -1.0})
     logits, gathered = (2 * count * vocab // 2 for count in (rows // 8 * tokens, width))
     text = compiled.as_text()
-    # The matrix may be partly in the chip's own memory.
+    # Part of the matrix may be in VMEM.
     assert logits <= compiled.memory_analysis().temp_size_in_bytes <= logits + gathered
     assert "windowed_dot_general" not in text
     assert text.count("calls=%all-reduce-scatter") == 1  # of the head's gradient

@@ -1,4 +1,4 @@
-"""shard_mapped: each device's part of arrays and of NNX modules, and the same results as without a mesh."""
+"""shard_mapped: each device's part of arrays and of NNX modules, with the same results as without a mesh."""
 
 import functools
 
@@ -40,7 +40,7 @@ def test_each_device_sees_its_part(mesh):
 
 @pytest.mark.parametrize("over", [None, ("batch",), ("batch", "width"), ("width",), ("depth",)])
 def test_a_collective_by_a_logical_name_is_right_over_any_axes(mesh, over):
-    """Where the axis is not manual, or there is no mesh, the sum is over no axes. The other helpers work inside."""
+    """If the axis is not manual, or without a mesh, the sum is over no axes. The other helpers work inside."""
     shapes = []
 
     def shares(x, table):
@@ -88,7 +88,7 @@ def test_gradients_equal_those_without_a_mesh(mesh):
 
 
 class Counter(nnx.Module):
-    """A matrix, and what it has seen."""
+    """A matrix, and a record of its inputs."""
 
     def __init__(self):
         kernel = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6)), jnp.float32)
@@ -109,7 +109,7 @@ def call(module, x):
 
 
 def names_of(module):
-    """The module with the logical names of each Variable in its place."""
+    """Returns the module with the logical names of each Variable in place of the Variable."""
     return jax.tree.map(lambda v: Axes(v.out_sharding), module, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
 
@@ -147,7 +147,7 @@ def test_a_value_that_is_not_equal_on_all_devices_is_found(mesh):
 
 
 class Seen(nnx.Module):
-    """Sums over all rows, those of the other devices too, into a Variable of its own or into new attributes."""
+    """Sums over the rows of all devices, into its own Variable or into new attributes."""
 
     def __init__(self):
         self.kernel = nnx.Param(jnp.arange(24.0).reshape(4, 6), out_sharding=("depth", "width"))
@@ -169,8 +169,8 @@ def tree_mode():
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_updates_of_variables_come_back_and_new_attributes_do_not(mesh, tree_mode, whole):
-    """The sum is over the devices of the batch, and `check` finds it equal on them. The names are plain `Axes`: of the
-    whole module, or in the place of each Variable."""
+    """The sum is over the devices of the batch, and `check` verifies that it is equal on them. The names are plain
+    `Axes`: for the whole module, or in place of each Variable."""
     module, x = Seen(), jnp.asarray(np.random.default_rng(2).integers(-4, 5, (8, 4)), jnp.float32)
     with on_mesh(mesh, RULES):
         for calls in (1, 2):
@@ -186,7 +186,7 @@ def test_updates_of_variables_come_back_and_new_attributes_do_not(mesh, tree_mod
 def test_an_update_that_is_not_equal_on_all_devices_is_found(mesh, tree_mode):
     class Local(Seen):
         def __call__(self, x):
-            self.total[...] += (x @ self.kernel[...]).sum(axis=0)  # of this device's rows
+            self.total[...] += (x @ self.kernel[...]).sum(axis=0)  # only this device's rows
             return x @ self.kernel[...]
 
     message = r"(?s)out_specs which require replication .*and not \{data,fsdp\}"
@@ -195,7 +195,7 @@ def test_an_update_that_is_not_equal_on_all_devices_is_found(mesh, tree_mode):
 
 
 def test_a_variable_in_two_places_is_refused(mesh, tree_mode):
-    """Of one module or of two: each place would get an update of its own."""
+    """In one module or in two: each place would get its own update."""
 
     class Tied(nnx.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""The gradient of a table that each device holds whole: exact sums, and one array of its size."""
+"""The gradient of a replicated table: exact sums, and only one array of its size."""
 
 import importlib.util
 
@@ -49,7 +49,7 @@ def test_each_device_sums_in_order_and_the_sums_are_the_same(monkeypatch):
 
 
 def test_the_backward_pass_is_that_of_the_forward_passs_mesh(monkeypatch):
-    """JAX traces it where somebody calls it: outside of the mesh, or of another one."""
+    """JAX traces the backward pass where it is called: outside of the mesh, or inside another one."""
     monkeypatch.setattr("trainer.sharding.context.on_tpu", lambda: True)
     table, ids, rows = jnp.ones((64, 8)), jnp.zeros((8, 32), int), jnp.ones((8, 32, 8))
     with on_mesh(make_mesh(jax.devices(), 8), RULES):
@@ -61,15 +61,15 @@ def test_the_backward_pass_is_that_of_the_forward_passs_mesh(monkeypatch):
 
 def test_only_where_devices_hold_the_whole_table(monkeypatch):
     data, both = make_mesh(jax.devices(), 8), make_mesh(jax.devices(), 4, 2)
-    assert "sort[" not in program(data)  # not a TPU
+    assert "sort[" not in program(data)  # not on a TPU
     monkeypatch.setattr("trainer.sharding.context.on_tpu", lambda: True)
     assert "sort[" in program(data)
-    assert "sort[" not in program(both)  # the table is split
-    assert "sort[" not in program(make_mesh(jax.devices()[:1], 1))  # nothing to reduce
+    assert "sort[" not in program(both)  # the table is sharded
+    assert "sort[" not in program(make_mesh(jax.devices()[:1], 1))  # nothing to reduce over devices
     assert "sort[" not in program(data, names=None)
     replicated = {"names": ("length", "length"), "out_names": ("batch", "length", "width")}
     assert "sort[" in program(data, **replicated)
-    assert "sort[" not in program(both, **replicated)  # the rows are split
+    assert "sort[" not in program(both, **replicated)  # the rows are sharded
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="there is no libtpu but for Linux on x86-64")
@@ -82,7 +82,7 @@ def test_a_tpu_holds_one_gradient_of_a_table():
     def update(table, ids, rows):
         return table - 0.5 * gradient(table, ids, rows)
 
-    with on_mesh(mesh, RULES), dump.uncached():  # a program of a TPU that is not here cannot be read back
+    with on_mesh(mesh, RULES), dump.uncached():  # a program for an absent TPU cannot be read back from the cache
         compiled = jax.jit(update, donate_argnums=0).lower(*args).compile()
     size = 32768 * 1024 * 4
     assert size <= compiled.memory_analysis().temp_size_in_bytes < 1.02 * size

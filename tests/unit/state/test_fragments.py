@@ -21,7 +21,8 @@ def made(count, **overrides):
 
 
 def numbered(config):
-    """A tree with the axes of parameters, each entry a number of its own, behind the path of an optimizer's state."""
+    """Returns a tree with the axes of parameters, every entry a distinct number, under the path of an optimizer
+    state."""
     numbers = iter(range(10**6))
 
     def leaf(*shape):
@@ -55,7 +56,7 @@ def test_each_parameter_is_in_one_fragment(count, family, sequential):
 
 
 def test_modules_within_others_may_be_called_as_the_stacks_are():
-    """They are not layers of the decoder: in a block, beside the stacks, or in multi-token prediction."""
+    """They are not layers of the decoder: they are in a block, outside of the stacks, or in multi-token prediction."""
     own = {
         "decoder": {"layers": {"w": np.arange(5, dtype=np.int32)}, "shift_layers": {"w": np.arange(5, dtype=np.int32)}}
     }

@@ -1,4 +1,5 @@
-"""Parts of the train state in the host's memory: CPU devices have such a memory, so all but the saving shows there."""
+"""Parts of the train state in host memory. CPU devices have such a memory, so everything except the saving is
+testable."""
 
 import jax
 import pytest
@@ -14,9 +15,9 @@ MESH = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "per_device_batch_
 
 
 def trained(combination, tree=None, **overrides):
-    """The run, its first state, that of `tree` if given, and the one after two steps of the kind that accumulates.
+    """Returns the run, its first state (that of `tree` if given), and the state after two steps with accumulation.
 
-    Without EXACT: programs that differ by copies to another memory alone have the same fusions.
+    Compiled without EXACT: programs that differ only by copies to another memory have the same fusions.
     """
     config = load(arguments(combination, gradient_accumulation_steps=2, **MESH, **overrides)).config
     run = build(config, jax.devices()[:4])

@@ -1,4 +1,4 @@
-"""From a state to the tree of its PartitionSpecs, by names and shapes."""
+"""Makes the tree of PartitionSpecs of a state, by names and shapes."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def flat(specs):
         ((), (), P()),
         ((16,), (), P("model")),
         ((4, 16), (), P(None, "model")),
-        ((4, 16), ("out", "kernel"), P(None, "model")),  # a linear layer that is called out
+        ((4, 16), ("out", "kernel"), P(None, "model")),  # a linear layer with the name out
         ((100, 16), ("embedder", "embedding"), P(None, "model")),
         ((3, 4, 16), (), P(None, None, "model")),
         ((3, 3, 4, 16), ("conv", "kernel"), P(None, None, None, "model")),
@@ -54,7 +54,7 @@ def test_a_tree_of_specs_has_the_structure_of_its_state():
 
 
 class Net(nnx.Module):
-    """One of each."""
+    """A module with one layer of each kind."""
 
     def __init__(self, rngs):
         self.embed = nnx.Embed(24, 16, rngs=rngs)
@@ -70,7 +70,7 @@ class Net(nnx.Module):
 
 
 def test_biases_go_with_their_kernels():
-    """That of attention's output is not split: its kernel's outputs, which lie behind the heads, are not."""
+    """The bias of attention's output is not sharded, because the outputs of its kernel come after the heads."""
     assert flat(state_layout(state_of(Net)))["attention/out/bias"] == P(None)
     assert flat(jax.tree.map(pick_spec, state_of(Net)))["attention/out/bias"] == P("model")
     specs = flat(state_layout(state_of(Net)))

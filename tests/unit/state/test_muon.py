@@ -1,4 +1,4 @@
-"""Muon's dimension numbers of a model, from everything that a user has of it."""
+"""Muon's dimension numbers of a model, from every representation that a user may have."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ EXPECTED = {
 
 
 class OwnBlock(nnx.Module):
-    """A block whose parameters the trainer does not know: with names, and without."""
+    """A block whose parameters the trainer does not know: some with axis names, some without."""
 
     def __init__(self, config, rngs):
         width = config.base_emb_dim
@@ -46,7 +46,7 @@ class OwnBlock(nnx.Module):
         return x, cache
 
 
-# One of each native state; that all combinations have the same axes is tested where models are made.
+# One of each native state. Tests of the models show that all combinations have the same axes.
 @pytest.mark.parametrize("combination", sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]}))
 def test_every_source_says_the_same(combination):
     config = tiny_config(combination, logits_via_embedding=False)
@@ -104,7 +104,8 @@ def test_arrays_alone_do_not_say_their_axes():
 
 
 def test_a_configuration_says_its_axes_on_any_devices():
-    """Also one that does not fit the device on which it is asked: each of these keys does not fit a single one."""
+    """This also works for a configuration that does not fit this device; each of these keys does not fit a single
+    one."""
     keys = {
         "eval_interval": 5,
         "ici_fsdp_parallelism": 4,

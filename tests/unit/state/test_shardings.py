@@ -1,4 +1,5 @@
-"""The shardings of a train state: its structure, moments beside their parameters, shards made where they live."""
+"""The shardings of a train state: its structure, moments sharded like their parameters, shards made on their
+devices."""
 
 import functools
 
@@ -47,7 +48,7 @@ def config(request):
 
 @functools.cache
 def sharded(config, tx):
-    """The codec, its abstract native state, and that state's shardings."""
+    """Returns the codec, its abstract native state, and the shardings of that state."""
     codec = StateCodec(model_of(config), tx)
     mesh = make_mesh(config, jax.devices())
     shardings = state_shardings(codec.model, codec.abstract, mesh, make_rules(config.logical_axis_rules))
@@ -64,7 +65,7 @@ def test_the_shardings_have_the_structure_of_the_state_and_fit_its_shapes(config
     _, state, shardings = sharded(config, OPTIMIZERS[name])
     assert jax.tree.structure(shardings) == jax.tree.structure(state)
     assert all(isinstance(leaf, NamedSharding) for leaf in jax.tree.leaves(shardings))
-    jax.tree.map(lambda leaf, sharding: sharding.shard_shape(leaf.shape), state, shardings)  # raises where it does not
+    jax.tree.map(lambda leaf, sharding: sharding.shard_shape(leaf.shape), state, shardings)  # raises if it does not fit
 
 
 HEADS = ("tensor", "tensor_sequence")
@@ -105,7 +106,8 @@ def test_moments_lie_where_their_parameters_lie_and_scalars_everywhere(config, n
 
 
 def test_factored_moments_keep_the_axes_that_are_not_summed(config):
-    """Adafactor sums an array over each of its two longest axes; an array that it does not factor has a place of 1."""
+    """Adafactor sums an array over each of its two longest axes. An array that is not factored has a dummy of size
+    1."""
     codec, state, shardings = sharded(config, OPTIMIZERS["adafactor"])
     kept = {path: tensor.axes for path, tensor in named(codec.unpack(tensors(codec.model, state)).opt_state).items()}
     specs = {path: sharding.spec for path, sharding in named(codec.unpack(shardings).opt_state).items()}
@@ -135,7 +137,7 @@ def test_of_axes_of_one_length_rows_lack_the_last_and_nothing_lacks_layers(layer
     assert found["v_col"] == ("layers", "embed")
 
 
-# The first and the last, so one of each native state: initializing takes seconds to compile.
+# The first and the last: one of each native state, because initialization takes seconds to compile.
 @pytest.mark.parametrize("combination", sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]}))
 def test_the_state_is_made_sharded_and_is_that_of_one_device(combination):
     config = tiny_config(combination, devices=8, **AXES, **MODEL)
@@ -153,7 +155,7 @@ def test_the_state_is_made_sharded_and_is_that_of_one_device(combination):
 
 @functools.cache
 def state_of_one_device():
-    """The canonical initial state, made without shardings."""
+    """Returns the canonical initial state, made without shardings."""
     config = tiny_config(ALL_COMBINATIONS[0], **MODEL)
     model = model_of(config)
     codec = StateCodec(model, make_optimizer(config, model.param_axes))

@@ -1,4 +1,4 @@
-"""sharding_tolerance: which parameters count as replicated over a mesh axis that could split them."""
+"""sharding_tolerance: which parameters count as replicated over a mesh axis that could shard them."""
 
 import jax
 import pytest
@@ -13,7 +13,7 @@ MESH = AbstractMesh((2, 8, 4, 1), ("data", "fsdp", "tensor", "stage"))
 
 
 def check(tolerance=0.0, **parameters):
-    """`check_tolerance` of parameters that are given as name=(shape, spec)."""
+    """Runs `check_tolerance` on parameters that are given as name=(shape, spec)."""
     tensors, abstract, shardings = {}, {}, {}
     for name, (shape, spec) in parameters.items():
         tensors[name] = Tensor(("params", name), Axes(("x",) * len(shape)), True)
@@ -23,7 +23,7 @@ def check(tolerance=0.0, **parameters):
 
 
 def replicated_over(**parameters):
-    """The mesh axes that are reported."""
+    """Returns the mesh axes that are reported."""
     try:
         check(**parameters)
     except UserError as error:
@@ -32,17 +32,18 @@ def replicated_over(**parameters):
 
 
 def test_a_dimension_counts_with_what_is_left_of_it_on_a_device():
-    """32 in 8 parts leave 4, which tensor=4 divides; 16 in 8 parts leave 2, which it does not, though it divides 16."""
+    """32 in 8 parts leave 4, which tensor=4 divides. 16 in 8 parts leave 2, which it does not divide, although it
+    divides 16."""
     assert replicated_over(w=((32, 3), P("fsdp"))) == {"tensor"}
     assert replicated_over(w=((16, 3), P("fsdp"))) == set()
     assert replicated_over(w=((8, 3), P("fsdp"))) == set()
-    assert replicated_over(w=((16, 4), P("fsdp"))) == {"tensor"}  # along the other dimension
+    assert replicated_over(w=((16, 4), P("fsdp"))) == {"tensor"}  # could be sharded along the other dimension
 
 
 def test_an_axis_that_splits_already_does_not_count_again():
     assert replicated_over(w=((64, 64), P(("fsdp", "tensor")))) == set()
     assert replicated_over(w=((64, 64), P("tensor", "fsdp"))) == set()
-    assert replicated_over(w=((64, 64), P())) == {"fsdp", "tensor"}  # not data, which replicates, nor one of size 1
+    assert replicated_over(w=((64, 64), P())) == {"fsdp", "tensor"}  # not data, nor axes of size 1
 
 
 def test_the_share_is_of_all_parameters():

@@ -1,4 +1,4 @@
-"""Zero-1's layout: the axis data on whatever belongs to a parameter, and only there."""
+"""Zero-1's layout: the axis data shards everything that belongs to a parameter, and nothing else."""
 
 import functools
 import math
@@ -31,7 +31,7 @@ from trainer.state.zero1 import over_data
 
 AXES = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
 REGISTERED = [f"opt_type={choice}" for choice in schema().keys["opt_type"].choices]
-# With these every optimizer keeps what it can keep.
+# With these keys, every optimizer keeps all state that it can keep.
 MOMENTA = {"sgd_momentum": 0.9, "adafactor_momentum": 0.9, "adafactor_min_dim_size_to_factor": 4}
 # One of each native state.
 BOTH = sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]})
@@ -42,10 +42,10 @@ BOTH = sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]})
     [
         (P(None, "fsdp", "tensor"), (4, 16, 6), P("data", "fsdp", "tensor")),
         (P(None, "fsdp", "tensor"), (3, 16, 6), P(None, ("fsdp", "data"), "tensor")),
-        (P(None, "fsdp", "tensor"), (3, 6, 8), P(None, "fsdp", "tensor")),  # 6 / 2 is odd, and the last is tensor's
+        (P(None, "fsdp", "tensor"), (3, 6, 8), P(None, "fsdp", "tensor")),  # 6 / 2 is odd, and tensor has the last axis
         (P(("tensor", "none"), "fsdp"), (8, 8), P(("tensor", "none"), ("fsdp", "data"))),
         (P(("none", "tensor"), None), (8, 8), P(("none", "tensor"), "data")),
-        (P("tensor_sequence"), (8,), P(("tensor_sequence", "data"))),  # of size 1, so it splits nothing
+        (P("tensor_sequence"), (8,), P(("tensor_sequence", "data"))),  # this axis has size 1 and shards nothing
         (P("fsdp"), (16, 3), P(("fsdp", "data"), None)),
         (P(), (5, 7), P()),
         (P(), (), P()),
@@ -66,7 +66,7 @@ def test_without_a_data_axis_nothing_changes():
 
 @functools.cache
 def laid_out(combination, name):
-    """Rows of (tensor, leaf, sharding between steps, sharding without Zero-1)."""
+    """Returns rows of (tensor, leaf, storage sharding, sharding without Zero-1)."""
     own = {"opt_type": name.partition("=")[2], **MOMENTA} if name in REGISTERED else {}
     config = tiny_config(combination, devices=8, **AXES, base_num_decoder_layers=3, **own)
     model = model_of(config)
@@ -84,9 +84,9 @@ def test_all_that_belongs_to_a_parameter_is_split_whatever_the_optimizer(combina
         per_device, before = split.shard_shape(leaf.shape), whole.shard_shape(leaf.shape)
         if tensor.path[0] == "step" or not tensor.of_parameter:
             assert split == whole, tensor.name
-            assert leaf.size <= 3, tensor.name  # counts, coefficients, a generator's key
+            assert leaf.size <= 3, tensor.name  # counts, coefficients, a random key
         elif per_device == before:
-            # Row and column sums, and the single zero that Adafactor keeps for what it does not factor.
+            # Row and column sums, and the single zero that Adafactor stores for arrays that it does not factor.
             axes = [*whole.spec, *[None] * leaf.ndim]
             free = [size for size, axis in zip(before, axes, strict=False) if "tensor" not in str(axis)]
             assert "adafactor" in name, tensor.name
@@ -112,7 +112,7 @@ def test_the_named_builders_keep_one_structure_on_every_native_state(combination
     offloading = FrozenConfigDict({**config, "optimizer_memory_host_offload": True})
     waiting = get_abstract_state_nnx(offloading, mesh, init).shardings
     kinds = {leaf.memory_kind for leaf in jax.tree.leaves(codec.unpack(waiting).opt_state)}
-    assert kinds == {"device", "pinned_host"}  # scalars stay
+    assert kinds == {"device", "pinned_host"}  # scalars stay on the device
     assert codec.unpack(waiting).params == codec.unpack(shardings).params
 
     _, _, whole = get_abstract_state_nnx(config, mesh, init, is_training=False)

@@ -1,4 +1,4 @@
-"""What surrounds the update, in whole steps: spikes, averages, groups of rates, metrics of parameters."""
+"""Features around the update, in whole steps: spikes, averages, rates of groups, parameter metrics."""
 
 import functools
 
@@ -29,10 +29,10 @@ KEYS = {
     "use_qk_clip": True,
     "qk_clip_threshold": 0.3,
 }
-# Steps whose targets are all one token, so that the gradients of their tokens add up: the first is too early to be
-# told, the others follow each other.
+# Steps whose targets are all one token, so that the gradients of their tokens add up. The first is too early to be
+# detected; the others are consecutive.
 PLANTED = (0, 9, 10)
-# One program of the others: another train state and loop, microbatches, a mesh, Zero-1, host memory.
+# A different program: another train state and loop, microbatches, a mesh, Zero-1, host memory.
 OTHER = {
     "gradient_accumulation_steps": 2,
     "scan_layers": False,
@@ -58,7 +58,7 @@ def batch_of(run, i):
 
 
 def trained(run, state, first=0):
-    """The trees before and after each step from `first` on, and their metrics."""
+    """Returns the trees before and after each step, starting with `first`, and their metrics."""
     compiled = run.compile()
     trees, metrics = [copied(run.codec.unpack(state))], []
     for i in range(first, STEPS):
@@ -75,7 +75,7 @@ def reference():
 
 
 def simulated(metrics):
-    """Which steps are taken, by the losses and norms that they report."""
+    """Returns which steps are accepted, computed from the losses and norms that they report."""
     kept, taken = [], []
     for row in metrics:
         window, pair = np.array(kept[-INTERVAL:], np.float64), [row["loss"], row["grad_norm"]]
@@ -99,7 +99,7 @@ def test_spikes_leave_no_trace_but_the_count():
             )
         else:
             assert_equal_bits(trees[i + 1]._replace(step=0), trees[i]._replace(step=0))
-    # The schedule waits too: the reported rate is the one that the update had.
+    # The schedule waits, too: the reported rate is the rate of the update.
     rates = np.array([row["learning_rate"] for row in metrics])
     assert rates[8] > rates[9] == rates[10] == rates[11]
     assert [[row[f"{name}_spike"] for name in ("loss", "grad_norm")] for row in metrics[9:11]] == [[0, 1]] * 2
@@ -147,7 +147,7 @@ def test_metrics_of_parameters_equal_numpy():
     for i in range(STEPS):
         row, kernel = metrics[i], trees[i].params["decoder"]["layers"]["mlp"]["wo"]["kernel"]
         if i % PERIOD:
-            assert not row[f"param_norm/{path}"].any()  # the loop leaves these out
+            assert not row[f"param_norm/{path}"].any()  # the loop does not report these
             continue
         norm = np.sqrt((kernel.astype(np.float64) ** 2).sum((1, 2)))
         np.testing.assert_allclose(row[f"param_norm/{path}"], norm, rtol=1e-5)
@@ -193,7 +193,7 @@ def test_another_program_goes_on_from_a_checkpoint_with_the_same_decisions(tmp_p
     later, found = trained(other, state, first)
     assert_equal_bits(later[0], trees[first])
     assert [row["skipped"] for row in found] == [row["skipped"] for row in metrics[first:]]
-    # Adam makes much of the rounding of small gradients.
+    # Adam amplifies the rounding of small gradients.
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-3), averaged(later[-1]), averaged(trees[-1])
     )

@@ -1,4 +1,4 @@
-"""What `build` makes of a configuration, and refuses once it sees the devices."""
+"""What `build` makes of a configuration, and what it refuses for the given devices."""
 
 import re
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""dump_hlo: XLA's text of the training step, also of one that the cache has."""
+"""dump_hlo: XLA's text of the training step, even if the step is in the cache."""
 
 import jax
 import pytest

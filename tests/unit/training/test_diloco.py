@@ -1,4 +1,4 @@
-"""DiLoCo: what the islands learn by themselves, and what a synchronization makes of it."""
+"""DiLoCo: what the islands learn independently, and the result of a synchronization."""
 
 import functools
 
@@ -16,7 +16,7 @@ from trainer.training import build
 from trainer.training.diloco import trained
 
 ISLANDS = {"enable_diloco": True, "ici_diloco_parallelism": 2, "diloco_sync_period": 3}
-# What a step can be made of.
+# All features that a step can have.
 EVERYTHING = {
     "opt_type": "muon",
     "gradient_accumulation_steps": 2,
@@ -45,7 +45,7 @@ def compiled(run):
 
 
 def batch_of(run, i, empty_from=None):
-    """Batch i; no token bears loss in the rows from `empty_from` on."""
+    """Returns batch i. In the rows from `empty_from` on, no token bears loss."""
     batch = packed_batch(run.config, run.rows, seed=i)
     if empty_from is not None:
         batch["targets_segmentation"][empty_from:] = 0
@@ -53,7 +53,7 @@ def batch_of(run, i, empty_from=None):
 
 
 def steps_of(run, step, batches):
-    """The canonical states and the metrics after each of `batches`."""
+    """Returns the canonical states and the metrics after each of `batches`."""
     state, found = run.init(), []
     for i, batch in enumerate(batches):
         state, metrics = step(state, place(batch, run.batch_shardings))
@@ -62,14 +62,14 @@ def steps_of(run, step, batches):
 
 
 def assert_close(left, right, rtol=2e-5):
-    """Leaves of one structure, up to the rounding of their largest number."""
+    """Compares leaves of equal structure, up to the rounding of their largest number."""
     for (path, a), (_, b) in zip(*map(jax.tree_util.tree_leaves_with_path, (left, right)), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         np.testing.assert_allclose(a, b, atol=rtol * np.abs(b).max(initial=1e-3), rtol=0, err_msg=str(path))
 
 
 def nesterov(config, params, velocity, islands):
-    """The outer update in float64: (parameters, velocity)."""
+    """Returns the outer update in float64: (parameters, velocity)."""
     lr, momentum = config.diloco_outer_lr, config.diloco_outer_momentum
 
     def one(param, velocity, *islands):
@@ -83,8 +83,8 @@ def nesterov(config, params, velocity, islands):
 
 @functools.cache
 def islands_and_plain_runs():
-    """Three steps of two islands, and of two plain runs on an island's rows each; the last batch has no loss on the
-    second island."""
+    """Runs three steps of two islands, and of two plain runs on one island's rows each. The last batch has no loss on
+    the second island."""
     together, alone = made(4, **EVERYTHING, **ISLANDS), made(2, **EVERYTHING)
     half = alone.rows
     assert together.rows == 2 * half
@@ -112,7 +112,7 @@ def test_the_synchronization_is_a_nesterov_step_and_moments_stay():
     zeros = jax.tree.map(np.zeros_like, before.params)
     params, velocity = nesterov(run.config, before.params, zeros, [tree.params for tree in last])
     assert_close(after.params, params)
-    assert_close(after.outer_opt_state[0].trace, velocity, rtol=1e-3)  # of differences of rounded numbers
+    assert_close(after.outer_opt_state[0].trace, velocity, rtol=1e-3)  # differences of rounded numbers
     for island, alone in enumerate(last):
         inner = jax.tree.map(lambda x, n=island: x[n], after.inner_state)
         assert_equal_bits(inner.params, after.params)
@@ -147,14 +147,14 @@ SGD = {"opt_type": "sgd", "gradient_clipping_threshold": 0, "lr_schedule_type": 
 
 @functools.cache
 def data_parallel_and_diloco():
-    """Two plain steps with data 2, and two of islands that synchronize after every step."""
+    """Runs two plain steps with data 2, and two steps of islands that synchronize after every step."""
     common = SGD | {"learning_rate": 0.1, "dropout_rate": 0.1, "ici_fsdp_parallelism": 2}
     every_step = {"diloco_sync_period": 1, "diloco_outer_lr": 1, "diloco_outer_momentum": 0}
     runs = made(4, **common, ici_data_parallelism=2), made(4, **common, **ISLANDS | every_step)
     texts, found = [], []
     for run in runs:
         batches = [batch_of(run, i) for i in range(2)]
-        for batch in batches:  # each island has as many tokens
+        for batch in batches:  # each island has the same number of tokens
             batch["targets_segmentation"][:] = 1
         step = compiled(run)
         texts.append(step.as_text())
@@ -170,7 +170,7 @@ def test_plain_averaging_after_every_step_is_data_parallelism():
 
 
 def test_only_a_synchronization_sends_between_islands():
-    """Bytes: the float32 gradient of the outer parameters, and numbers for the metrics."""
+    """Counts bytes: the float32 gradient of the outer parameters, and numbers for the metrics."""
     (_, run), (_, text), _ = data_parallel_and_diloco()
     found = analyze(text, run.mesh).collectives
     across = [it for it in found if "diloco" in it.axes]
@@ -188,7 +188,8 @@ def test_only_a_synchronization_sends_between_islands():
 
 
 def test_one_island_is_an_outer_nesterov_around_a_plain_run():
-    """Against the plain run's own step, which goes on from the outer parameters; the last step synchronizes too."""
+    """Compares with the plain run's own step, which continues from the outer parameters. The last step also
+    synchronizes."""
     settings = SGD | {"opt_type": "adamw", "steps": 5, "base_num_decoder_layers": 1}
     outer = {"diloco_sync_period": 2, "diloco_outer_lr": 0.7, "diloco_outer_momentum": 0.8}
     run, plain = made(1, **settings, **ISLANDS | outer | {"ici_diloco_parallelism": 1}), made(1, **settings)

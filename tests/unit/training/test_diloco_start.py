@@ -1,4 +1,4 @@
-"""From which states DiLoCo and plain runs begin."""
+"""The states from which DiLoCo and plain runs begin."""
 
 import functools
 import shutil
@@ -34,7 +34,7 @@ def made(combination="nnx", /, **overrides):
 
 
 def drawn(run, updates):
-    """A native state with contents of its own: no two arrays alike, the counts of `updates`."""
+    """Returns a native state with distinct contents: no two arrays are equal, and the counts are `updates`."""
     rng = np.random.default_rng(updates)
 
     def one(x):
@@ -51,18 +51,18 @@ def sidecar(run):
 
 
 def save(folder, run, updates):
-    """A run's folder with one checkpoint; gives its canonical state on the host."""
+    """Writes a run's folder with one checkpoint. Returns its canonical state on the host."""
     state = drawn(run, updates)
     with CheckpointManager(folder, run.config, print) as manager:
         assert maybe_save_checkpoint(
             manager, state, config=run.config, codec=run.codec, sidecar=lambda: sidecar(run), force=True
         )
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == [str(updates)]  # the outer state's own step
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == [str(updates)]  # the step of the outer state
     return copied(run.codec.unpack(state))
 
 
 def begin(run, folder=None, lines=None):
-    """The canonical state with which `run` begins, and how many updates it holds."""
+    """Returns the canonical state with which `run` begins, and the number of its updates."""
     dataset, say = open_dataset(run.config, print), [].append if lines is None else lines.append
     if folder is None:
         found = start(run, dataset, None, say, schedule_given=False)
@@ -75,7 +75,7 @@ def begin(run, folder=None, lines=None):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_the_whole_state_resumes_under_another_combination_and_mesh(tmp_path, streaming):
-    """Also at a step that is no synchronization: islands, momentum, step and what is in flight are saved."""
+    """Also at a step without a synchronization: islands, momentum, step and the fragment in flight are saved."""
     keys = ISLANDS | (STREAMING if streaming else {})
     saved = save(tmp_path, made(**keys), 6)
     assert ("in_flight" in {tensor.name for tensor in jax.tree.leaves(made(**keys).tensors)}) == streaming
@@ -123,7 +123,7 @@ def test_the_outer_parameters_start_a_plain_run(tmp_path):
     assert updates == found.step == 6
     assert_equal_bits(found.params, saved.params)
     counts = [leaf for leaf in jax.tree.leaves(found.opt_state) if leaf.ndim == 0]
-    assert 6 in counts  # the place on the schedule
+    assert 6 in counts  # the position on the schedule
     assert not any(leaf.any() for leaf in jax.tree.leaves(found.opt_state) if leaf.ndim)
     assert "the outer parameters, 6 updates, a fresh optimizer" in lines[-1]
     found, updates = begin(made(**PLAIN, load_parameters_path=tmp_path / "islands"))
@@ -132,7 +132,7 @@ def test_the_outer_parameters_start_a_plain_run(tmp_path):
 
 
 def test_a_fresh_optimizer_gets_the_buffers_of_the_first_island(tmp_path):
-    """With which the islands' run is evaluated; a plain run, and more islands than there were."""
+    """The islands' run is evaluated with these buffers. Tests a plain run, and more islands than before."""
     saved = save(tmp_path / "islands", made(**ISLANDS, **BUFFERS), 6)
     first = jax.tree.map(lambda x: x[0], saved.inner_state.rest)
     assert jax.tree.leaves(first)
@@ -173,7 +173,7 @@ def test_another_number_of_islands_is_refused(tmp_path, own):
     ],
 )
 def test_another_timetable_is_refused_where_a_fragment_may_be_in_flight(tmp_path, change, named):
-    """Islands would never take it."""
+    """Islands would never take the fragment over."""
     save(tmp_path, made(**ISLANDS, **STREAMING), 6)
     config = load(arguments("nnx", steps=20, load_full_state_path=tmp_path, **ISLANDS | STREAMING | TIMES | change))
     run = build(config.config, jax.devices()[:4])

@@ -1,4 +1,4 @@
-"""Loss on held-out rows: sums per batch, and what is made of them."""
+"""Loss on held-out rows: sums per batch, and the metrics computed from them."""
 
 import functools
 import math
@@ -17,7 +17,7 @@ from trainer.training import build
 from trainer.training.evaluate import make_evaluation, summarize
 
 ROWS = 5
-# Token 0 ends a document and stands for no byte.
+# Token 0 ends a document and has no bytes.
 BYTES = np.arange(64, dtype=np.int32) % 7
 
 
@@ -69,7 +69,7 @@ def test_evaluation_is_the_same_program_with_any_z_loss():
 
 
 def test_the_sums_hold_the_cross_entropy_alone():
-    """Also where an objective with other terms is evaluated."""
+    """Also if the evaluated objective has other terms."""
     config, codec, step, tree = evaluation()
     here = jax.tree.map(lambda leaf: leaf.sharding, tree.params)
     objective = NextToken(codec.model.apply, z_loss_multiplier=100.0, label_smoothing=0.5)
@@ -84,7 +84,7 @@ KEYS = {"enable_dropout": True, "dropout_rate": 0.5}
 
 @functools.cache
 def evaluation():
-    """The compiled evaluation, a state, and five rows of unequal numbers of real tokens."""
+    """Returns the compiled evaluation, a state, and five rows with different numbers of real tokens."""
     config = tiny_config(ALL_COMBINATIONS[0], **KEYS)
     model = make_model(config)
     codec = StateCodec(model, optax.sgd(0.1))
@@ -95,7 +95,7 @@ def evaluation():
 
 
 def batches(whole, rows):
-    """The rows of `whole` in batches of `rows`; what the last one lacks are rows of zeros."""
+    """Returns the rows of `whole` in batches of `rows`. The last batch is filled with rows of zeros."""
     count = -(-ROWS // rows)
     padded = {k: np.pad(v, [(0, count * rows - ROWS)] + [(0, 0)] * (v.ndim - 1)) for k, v in whole.items()}
     return [{k: v[i * rows : (i + 1) * rows] for k, v in padded.items()} for i in range(count)]
@@ -138,7 +138,7 @@ def test_sums_do_not_depend_on_the_batch_size_or_on_padding():
 def test_the_sums_are_those_of_the_loss_bearing_tokens():
     config, codec, step, tree = evaluation()
     batch = packed_batch(config, 2)
-    batch["targets_segmentation"][:, ::3] = 0  # targets without loss, though their inputs are real
+    batch["targets_segmentation"][:, ::3] = 0  # targets without loss, although their inputs are real
     params = tree.params
     inputs = [batch[name] for name in ("inputs", "inputs_position", "inputs_segmentation", "row")]
     hidden, _, _ = codec.model.apply(params, {}, *inputs)

@@ -1,4 +1,4 @@
-"""What is said of a step that is not finite."""
+"""Messages about a step that is not finite."""
 
 import math
 
@@ -18,7 +18,7 @@ KEYS = ("abort_on_nan_loss", "abort_on_inf_loss")
 
 
 def said(row, nan=True, inf=True, names=("params/a",)):
-    """The message, or None."""
+    """Returns the message, or None."""
     others = {"data_shuffle_seed": 0, "opt_type": "adamw"}
     config = ml_collections.ConfigDict(dict(zip(KEYS, (nan, inf), strict=True)) | others)
     try:

@@ -1,4 +1,4 @@
-"""The whole training step with the fused kernels, lowered on a CPU mesh for platforms that are not here."""
+"""The whole training step with the fused kernels, lowered on a CPU mesh for absent platforms."""
 
 import importlib
 import itertools
@@ -11,7 +11,7 @@ from support import ALL_COMBINATIONS, arguments
 
 from trainer.config import load, resolve
 
-# The package exports the function under the module's name.
+# The package exports a function with the same name as the module.
 building = importlib.import_module("trainer.training.build")
 
 SIZES = {
@@ -22,12 +22,12 @@ SIZES = {
     "ici_data_parallelism": 1,
     "ici_fsdp_parallelism": 4,
     "ici_tensor_parallelism": 2,
-    # Its optimizer calls no kernel.
+    # This optimizer calls no kernel.
     "opt_type": "sgd",
     "gradient_clipping_threshold": 0,
 }
 LOWERED_AS = {"tpu": "tpu", "gpu": "cuda"}
-# How a kernel's calls are named in the lowered program.
+# Patterns of the kernels' calls in the lowered program.
 CALL = {"tpu": r'kernel_name = "splash_mha_([a-z]+)_', "gpu": r"custom_call @__cudnn\$fmha(\w+)\("}
 FORWARD = {"tpu": ["fwd"], "gpu": ["ScaleBiasSoftmax"]}
 BACKWARD = {"tpu": ["dkv", "dq"], "gpu": ["ScaleBiasSoftmaxBackward"]}
@@ -35,8 +35,8 @@ BACKWARD = {"tpu": ["dkv", "dq"], "gpu": ["ScaleBiasSoftmaxBackward"]}
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """The calls of kernels in the lowered step of a combination, resolved for a platform and on eight devices."""
-    # Lowering for a GPU asks for the version of the installed library, and there is none.
+    """Returns the kernel calls in the lowered step of a combination, resolved for a platform with eight devices."""
+    # Lowering for a GPU asks for the version of the installed library, but none is installed.
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91100)
 
     def found(combination, platform, **overrides):
@@ -52,7 +52,7 @@ def kernels(monkeypatch):
     return found
 
 
-# Both platforms with a rolled and with an unrolled loop. The combinations take turns: all have the same program
+# Both platforms with a rolled and an unrolled loop, each with another combination, because all have the same program
 # (tests/integration/test_five_combinations.py).
 CASES = [
     (ALL_COMBINATIONS[i % len(ALL_COMBINATIONS)], platform, scan_layers)
@@ -71,7 +71,7 @@ def test_the_step_lowers_with_the_platforms_kernel(kernels, combination, platfor
     [
         ("tpu", "minimal", 2),
         ("tpu", "minimal_with_context", 1),
-        # cuDNN's own residuals have no name that a policy could keep (base.yml says so).
+        # cuDNN's own residuals have no name that a policy could save (base.yml says so).
         ("gpu", "minimal_with_context", 2),
         ("gpu", "none", 1),
     ],

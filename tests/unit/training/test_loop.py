@@ -22,7 +22,8 @@ STEP, EVALUATION = 1.0, 1000.0  # seconds on the clock below
 
 
 class Loop:
-    """`fit` of a tiny configuration. Every step takes STEP seconds, every batch of an evaluation EVALUATION."""
+    """Runs `fit` with a tiny configuration. Every step takes STEP seconds, every evaluation batch EVALUATION
+    seconds."""
 
     def __init__(self, monkeypatch, **keys):
         config = load(arguments("nnx", **keys)).config
@@ -38,7 +39,7 @@ class Loop:
         fit(self.run, self._step, Start([]), self.dataset, reports, source=source)
 
     def _now(self):
-        self.clock += 1e-3  # no two readings are equal
+        self.clock += 1e-3  # so that no two readings are equal
         return self.clock
 
     def _step(self, leaves, batch):

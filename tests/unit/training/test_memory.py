@@ -1,4 +1,4 @@
-"""What cannot fit is told before it is traced."""
+"""A configuration that cannot fit is refused before it is traced."""
 
 import types
 

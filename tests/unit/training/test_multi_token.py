@@ -1,4 +1,4 @@
-"""Multi-token prediction: its loss against a second implementation, its weights, its place in every combination."""
+"""Multi-token prediction: its loss compared with a second implementation, its weights, its use in every combination."""
 
 import functools
 import sys
@@ -30,7 +30,8 @@ KEYS = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3}
 
 
 def rows(config, count):
-    """Packed rows whose targets are the next tokens of their segments, some without a loss; the last row is padding."""
+    """Returns packed rows whose targets are the next tokens of their segments, some without loss. The last row is
+    padding."""
     batch = packed_batch(config, count)
     segment = batch["inputs_segmentation"]
     following = np.pad(segment[:, 1:], ((0, 0), (0, 1)))
@@ -44,14 +45,14 @@ def rows(config, count):
 
 @functools.cache
 def initial(combination, **keys):
-    """Parameters and what else a model holds: dropout, microbatches and the loop over layers do not change them."""
+    """Returns parameters and `rest`. They do not depend on dropout, microbatches or the loop over layers."""
     model = make_model(tiny_config(combination, **(KEYS | keys)))
     return compiled(model.init, jax.random.key(0))(jax.random.key(0))
 
 
 @functools.cache
 def program(combination, *, microbatches=1, capture=(), **keys):
-    """The configuration, `gradients` of a state and 8 rows, not compiled, and the initial state."""
+    """Returns the configuration, `gradients` of a state and 8 rows, not compiled, and the initial state."""
     config = tiny_config(combination, gradient_accumulation_steps=microbatches, **(KEYS | keys))
     model = make_model(config)
     params, rest = initial(combination, **{key: value for key, value in keys.items() if key == "mtp_num_layers"})
@@ -81,7 +82,7 @@ def norm(x, scale):
 
 
 def attention(p, x, config):
-    """Of one segment alone, so that no mask of segments is needed."""
+    """Computes attention of a single segment, so that no segment mask is needed."""
     length, (_, heads, width) = len(x), p["query"]["kernel"].shape
     q, k, v = (np.einsum("te,ehd->thd", x, p[name]["kernel"]) for name in ("query", "key", "value"))
     angle = np.arange(length)[:, None] / config.rope_max_timescale ** (np.arange(0, width, 2) / width)
@@ -115,9 +116,9 @@ def nats(params, config, h, targets):
 
 
 def second(params, batch, config):
-    """For each depth from 0, nats and the most likely token of all tokens with a loss, as a dict (row, t) -> pair.
+    """Returns, for each depth from 0, nats and the most likely token of all tokens with a loss: {(row, t): pair}.
 
-    Document by document, in NumPy, with the tokens and hidden states of that document alone.
+    Computed document by document, in NumPy, with the tokens and hidden states of only that document.
     """
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     found = [{} for _ in range(config.mtp_num_layers + 1)]
@@ -167,7 +168,7 @@ def test_the_loss_of_a_packed_batch_is_that_of_a_second_implementation():
 def test_the_acceptance_rate_is_that_of_a_second_implementation():
     config, _, tree = program(ALL_COMBINATIONS[0])
     params, batch, lengths = dict(tree.params), rows(config, 8), np.zeros(64, np.int32)
-    # A greedy module and a greedy model hardly ever agree before training: they do on a model with few tokens.
+    # Before training, a greedy module and a greedy model rarely agree. They do in a model with few tokens.
     table = params["token_embedder"]["embedding"]
     params["token_embedder"] = {"embedding": jnp.where(jnp.arange(64)[:, None] < 3, table * 9, table * 0.1)}
     config = tiny_config(ALL_COMBINATIONS[0], mtp_eval_target_module=2, **KEYS)
@@ -182,11 +183,11 @@ def test_the_acceptance_rate_is_that_of_a_second_implementation():
     assert found["eval_mtp_acceptance_rate"] == pytest.approx(np.mean(accepted))
     assert found["eval_loss"] == pytest.approx(
         np.mean([loss for loss, _ in main.values()]), rel=2e-6
-    )  # the next token's
+    )  # of the next token
 
 
 def test_terms_and_names():
-    """In one combination: tests/integration/test_five_combinations.py shows that all have the same program."""
+    """Uses one combination: tests/integration/test_five_combinations.py shows that all have the same program."""
     keys = {"z_loss_multiplier": 1e-3, "label_smoothing": 0.1, "mtp_num_layers": 1, "capture": (Total,)}
     config, fn, tree = program(ALL_COMBINATIONS[0], **keys)
     found = jax.eval_shape(fn, tree, rows(config, 8))
@@ -209,13 +210,13 @@ def test_how_it_is_computed_does_not_matter(keys):
 
 
 def close(found, expected):
-    """Up to sums in another order."""
+    """Compares, up to sums in another order."""
     for (name, a), b in zip(names_of(found).items(), names_of(expected).values(), strict=True):
         assert np.abs(a - b).max() <= 2e-5 * np.abs(b).max(), name
 
 
 def test_accumulation_gives_the_same_gradients_and_terms():
-    """The gradients of the modules' own parameters are those of their term alone."""
+    """The gradients of the modules' own parameters come only from their own term."""
     microbatches = 4
     whole, parts = gradients(), gradients(microbatches=microbatches)
     tokens = (rows(tiny_config("nnx"), 8)["targets_segmentation"] != 0).sum(1)
@@ -245,7 +246,7 @@ def test_a_module_without_tokens_adds_nothing():
 
 
 class Planted(llama2.Block):
-    """Sows what a generic collector would count: hidden states of the modules' own type, and an intermediate."""
+    """Sows values that a generic collector would count: hidden states of the modules' own type, and an intermediate."""
 
     def __call__(self, x, *args):
         x, cache = super().__call__(x, *args)
@@ -261,7 +262,7 @@ def test_what_else_a_block_sows_is_not_counted(monkeypatch):
     batch = rows(program(first)[0], 8)
 
     def lowered(combination, sown=True, **keys):
-        """The text of the gradients' program, with or without sown values, and its abstract results."""
+        """Returns the text of the gradients' program, with or without sown values, and its abstract results."""
         _, fn, tree = program(combination, **keys)
         made = jax.jit(lambda *args: fn(*args) if sown else fn(*args)._replace(sown={})).lower(tree, batch)
         return made.as_text(), made.out_info
@@ -275,8 +276,8 @@ def test_what_else_a_block_sows_is_not_counted(monkeypatch):
 
 @pytest.mark.parametrize("combination", ALL_COMBINATIONS)
 def test_hidden_states_are_sown_and_no_state(combination):
-    """They are neither parameters, nor state without gradients, nor in a train state, and a pop of Intermediate leaves
-    them; only who captures their type runs the modules."""
+    """They are not parameters, not state without gradients, and not in a train state, and a pop of Intermediate leaves
+    them. The modules run only if their type is captured."""
     config = tiny_config(combination, **KEYS)
     model = make_model(config)
     codec = StateCodec(model, make_optimizer(config, model.param_axes))

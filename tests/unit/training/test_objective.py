@@ -1,4 +1,4 @@
-"""An objective of somebody's own, with fields, weights and a measure, through the whole of a run."""
+"""A user's own objective, with fields, weights and a measured term, through a whole run."""
 
 import functools
 from contextlib import nullcontext
@@ -27,7 +27,7 @@ from trainer.training.loop import evaluate
 
 @dataclass(frozen=True)
 class Rewarded(NextToken):
-    """Minimizes minus the reward-weighted log-probability, by row; its cross entropy is only measured."""
+    """Minimizes minus the reward-weighted log-probability of each row. Its cross entropy is only measured."""
 
     fields = NextToken.fields | {"reward": Field(("rows",), "float32"), "mark": Field(("rows", "length", 3), "float32")}
 
@@ -52,7 +52,7 @@ def batch_of(config, rows):
 
 @functools.cache
 def initial():
-    """The first state of every run here."""
+    """Returns the first state of every run here."""
     config = load(arguments("nnx", opt_type="sgd", gradient_clipping_threshold=0)).config
     run, key = build(config, jax.devices()[:1]), jax.random.key(0)
     return copied(run.codec.unpack(compiled(run.codec.init, key)(key)))
@@ -72,7 +72,7 @@ def test_what_is_measured_is_reported_and_not_minimized(monkeypatch):
     monkeypatch.setattr("trainer.objectives.registry.NextToken", Rewarded)
     whole, accumulated = (metrics_of(n) for n in (1, 2))
     assert whole["loss"] == whole["policy_loss"] != whole["lm_loss"]
-    assert whole["lm_loss"] == pytest.approx(np.log(64), rel=0.2)  # of random parameters
+    assert whole["lm_loss"] == pytest.approx(np.log(64), rel=0.2)  # with random parameters
     for name in ("loss", "lm_loss", "grad_norm"):
         assert accumulated[name] == pytest.approx(whole[name], rel=1e-5)  # sums in another order
 
@@ -107,7 +107,7 @@ def test_log_probabilities_of_targets():
 
 @dataclass(frozen=True)
 class Preference:
-    """Minus the log-probability of preferring one text to another, by the difference of their log-probabilities. None
+    """Minus the log-probability of preferring one text to another, from the difference of their log-probabilities. None
     of its terms is a cross entropy, and its batches have no targets. Token 0 is padding."""
 
     apply: object
@@ -142,7 +142,7 @@ class Preference:
 
 
 class Pairs:
-    """A source of one batch of pairs, again and again, which looks at the state; see `training.BatchSource`."""
+    """A source that repeats one batch of pairs and reads the state; see `training.BatchSource`."""
 
     waited = 0.0
 
@@ -168,7 +168,7 @@ def preference_run(parts, **keys):
 def test_an_objective_without_a_cross_entropy_trains_and_evaluates():
     rng = np.random.default_rng(0)
     pairs = {name: rng.integers(1, 64, (4, 16)).astype(np.int32) for name in ("chosen", "rejected")}
-    pairs["rejected"][:, 9:] = pairs["chosen"][3] = pairs["rejected"][3] = 0  # the last row is no pair
+    pairs["rejected"][:, 9:] = pairs["chosen"][3] = pairs["rejected"][3] = 0  # the last row is not a pair
     pairs["row"] = np.arange(4, dtype=np.int32)
     rows, evaluations = {}, []
     for parts in (1, 2):
@@ -181,7 +181,7 @@ def test_an_objective_without_a_cross_entropy_trains_and_evaluates():
         start = Start(state_from(run, initial()))
         source = Pairs(pairs, lambda state, run=run: jax.device_get(run.codec.unpack(state).step))
         end = fit(run, step, start, dataset, reports, source=lambda *_, source=source: nullcontext(source))
-        assert source.seen == [0, 1, 2]  # that before each update
+        assert source.seen == [0, 1, 2]  # the state before each update
         if parts == 1:
             _, params, _, rest = run.codec.unpack(end.state)
             expected = preference(run.model, jax.device_get(params), rest, pairs)
@@ -224,7 +224,7 @@ def test_batches_without_the_fields_of_the_objective_are_refused_before_a_step()
 
 
 def preference(model, params, rest, pairs):
-    """For each pair the difference of log-probabilities, float64, from the logits of each text alone."""
+    """Returns the difference of log-probabilities for each pair, float64, from the logits of each text by itself."""
 
     @jax.jit
     def forward(params, ids):

@@ -1,4 +1,4 @@
-"""Which steps of the loop a profile has. test_train.py has one that JAX writes."""
+"""The steps of the loop that a profile covers. test_train.py has a profile that JAX writes."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ class Interrupted(Exception):
 
 @pytest.fixture
 def log(monkeypatch):
-    """What happens, in order: steps that are dispatched and reported, and the profiler's calls."""
+    """Records events in order: steps that are dispatched and reported, and the profiler's calls."""
     happened = []
 
     def stop():
@@ -39,7 +39,7 @@ def log(monkeypatch):
 
 
 def profiled(log, folder, *, first=0, interrupted=None, traces=True, **keys):
-    """Runs the loop from step `first` on, with a step that computes nothing; returns what the profiler says."""
+    """Runs the loop from step `first` on, with a step that computes nothing. Returns the profiler's messages."""
     config = load(arguments("nnx", profiler="xplane", **keys)).config
     run, said = build(config, jax.devices()[:1]), []
 
@@ -74,7 +74,7 @@ def test_the_device_is_idle_when_a_trace_starts_and_when_it_stops(log, tmp_path)
 
 
 def test_a_process_that_does_not_trace_waits_at_the_same_steps(log, tmp_path):
-    """Reading the metrics of islands is a program of all processes, so all must dispatch it at the same place."""
+    """Reading the islands' metrics is a program of all processes, so all must dispatch it at the same point."""
     keys = {"steps": 5, "skip_first_n_steps_for_profiler": 1, "profiler_steps": 2}
     assert not profiled(log, tmp_path, traces=False, **keys)
     other = shown(log)
@@ -110,7 +110,7 @@ def test_the_time_of_a_trace_is_not_that_of_a_step(log, tmp_path, monkeypatch):
     clock = [0.0]
 
     def now():
-        clock[0] += 1e-3  # no two readings are equal
+        clock[0] += 1e-3  # so that no two readings are equal
         return clock[0]
 
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=now))

@@ -52,7 +52,7 @@ def at(tree, path):
 
 
 def heated(params):
-    """`params` with large queries of one head of one layer, and small ones everywhere else."""
+    """Returns `params` with large queries in one head of one layer, and small ones everywhere else."""
     params = jax.tree.map(lambda leaf: leaf, params)
     attention = params["decoder"]["layers"]["self_attention"]
     kernel = attention["query"]["kernel"] * 0.1
@@ -67,7 +67,7 @@ def initial():
 
 
 def steps_of(combination, count=2, devices=1, **keys):
-    """The run, its step, and the host's copies of trees and metrics: `count` steps on the same rows."""
+    """Returns the run, its step, and host copies of trees and metrics: `count` steps on the same rows."""
     keys = KEYS | {"per_device_batch_size": ROWS / devices / keys.get("gradient_accumulation_steps", 1)} | keys
     run = build(load(arguments(combination, **keys)).config, jax.devices()[:devices])
     assert run.rows == ROWS
@@ -92,7 +92,7 @@ MAX_LOGIT = "decoder/layers/self_attention/max_logit"
 
 @functools.cache
 def sown(combination):
-    """A function of parameters: the largest logits [layers, heads] of the model."""
+    """Returns a function from parameters to the largest logits [layers, heads] of the model."""
     run, _, (tree, *_), _ = trained(combination)
     objective = NextToken(run.model.apply)
     batch = packed_batch(run.config, ROWS)
@@ -100,7 +100,7 @@ def sown(combination):
     return lambda params: np.asarray(found(params)["MaxLogit"][MAX_LOGIT])
 
 
-# tests/integration/test_five_combinations.py shows that the update is the same program in all.
+# tests/integration/test_five_combinations.py shows that the update is the same program in all combinations.
 @pytest.mark.parametrize("combination", sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]}))
 def test_a_hot_head_comes_down_to_the_threshold_and_no_other_changes(combination):
     _, _, trees, metrics = trained(combination)
@@ -108,12 +108,12 @@ def test_a_hot_head_comes_down_to_the_threshold_and_no_other_changes(combination
     before, after = (sown(combination)(tree.params) for tree in trees[:2])
     assert before[HOT] > 4 * TAU
     assert (np.delete(before.ravel(), np.ravel_multi_index(HOT, before.shape)) < TAU).all()
-    # What the first step measured, the clip brought down, and the second step no longer clips.
+    # The clip reduced the logit that the first step measured, and the second step no longer clips.
     np.testing.assert_allclose(metrics[0]["max_logit"], before.max(), rtol=1e-6)
     assert metrics[0]["clipped_heads"] == 1
     np.testing.assert_allclose(metrics[1]["max_logit"], TAU, rtol=1e-6)
     assert metrics[1]["max_logit"] == trees[2].opt_state.rules["qk_clip"]["max_logit"]
-    # Every other head computes what it did: those of its group too, whose key was scaled.
+    # Every other head computes the same as before, also the heads of its group, whose key was scaled.
     expected = before.copy()
     expected[HOT] = TAU
     np.testing.assert_allclose(after, expected, rtol=1e-6)
@@ -130,7 +130,7 @@ def test_a_hot_head_comes_down_to_the_threshold_and_no_other_changes(combination
     assert_equal_bits(*rest)
 
 
-# Other programs are in tests/integration/test_covering.py.
+# Other programs are tested in tests/integration/test_covering.py.
 MESH = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
 
 
@@ -147,12 +147,12 @@ def test_microbatches_devices_and_loops_clip_alike(keys):
     _, _, expected, expected_metrics = trained("nnx")
     assert metrics[0]["clipped_heads"] == 1
     np.testing.assert_allclose(metrics[0]["max_logit"], expected_metrics[0]["max_logit"], rtol=1e-5)
-    # Other orders of sums in the logits.
+    # Logits are summed in another order.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), trees[1].params, expected[1].params)
 
 
 def test_below_the_threshold_a_step_is_that_without_it():
-    """Its gradients are those of the same program, and no bit of what the optimizer made of them changes."""
+    """Its gradients come from the same program, and no bit of the optimizer's result changes."""
     run, _, (old, *_), _ = trained("nnx")
     (rule,) = make_rules(run.config, run.model)
 
@@ -189,12 +189,12 @@ def test_between_samples_nothing_is_measured_or_clipped():
     _, _, every, of_every = trained("nnx")
     assert_equal_bits(trees[1].params, every[1].params)
     assert metrics[0]["clipped_heads"] == 1
-    for skipping in (1, 2):  # their largest logit is of step 0, which measured
+    for skipping in (1, 2):  # their largest logit is from step 0, which measured
         assert metrics[skipping]["max_logit"] == metrics[0]["max_logit"] == of_every[0]["max_logit"]
         assert metrics[skipping]["clipped_heads"] == 0
         assert_equal_bits(trees[skipping + 1].params, trees[1].params)
     np.testing.assert_allclose(metrics[3]["max_logit"], TAU, rtol=1e-6)
-    assert step.as_text().count(" conditional(") == 1  # around the product, in the forward pass alone
+    assert step.as_text().count(" conditional(") == 1  # around the product, only in the forward pass
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_only_a_product_that_the_compiler_merges_is_a_single_tile(monkeypatch, o
 
 def test_a_skipped_step_clips_nothing():
     run, step, trees, _ = trained("nnx")
-    tree = copied(trees[0])  # the step deletes its argument
+    tree = copied(trees[0])  # the step donates its argument
     tree.params["decoder"]["decoder_norm"]["scale"] *= np.nan
     params = copied(tree.params)
     batch = place(packed_batch(run.config, ROWS), run.batch_shardings)
@@ -259,7 +259,7 @@ def test_every_heads_logits_scale_by_exactly_its_own_factor(heads, kv_heads, lea
 
 
 class Latent(nnx.Module):
-    """Attention whose heads share a rotated key, as in multi-head latent attention: its rule is another one."""
+    """Attention whose heads share a rotated key, as in multi-head latent attention, so its scaling rule differs."""
 
     NOPE, ROPE = 4, 2
 
@@ -296,7 +296,7 @@ def test_a_layer_states_its_own_rule(monkeypatch):
     step = run.step.lower(*run.abstract_args()).compile()
     batch = packed_batch(run.config, ROWS)
     state, first = step(run.init(), place(batch, run.batch_shardings))
-    # Once more, since the second layer's input depends on the first one's weights.
+    # Once more, because the second layer's input depends on the first layer's weights.
     state, _ = step(state, place(batch, run.batch_shardings))
     _, last = step(state, place(batch, run.batch_shardings))
     assert first["clipped_heads"] == LAYERS * HEADS

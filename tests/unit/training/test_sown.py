@@ -19,13 +19,13 @@ from trainer.training.step import make_gradients
 
 
 class Minimum(SownValue):
-    """A type of somebody's own."""
+    """A user's own type of sown values."""
 
     combine = staticmethod(jnp.min)
 
 
 class Block(llama2.Block):
-    """Sows a maximum and a minimum besides the family's totals."""
+    """Sows a maximum and a minimum in addition to the family's totals."""
 
     def __call__(self, x, *args):
         x, cache = super().__call__(x, *args)
@@ -70,7 +70,7 @@ def test_two_types_of_one_name_are_refused():
 
 @pytest.mark.parametrize("combination", sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]}))
 def test_other_types_are_refused(combination, monkeypatch):
-    """NNX would return them, Linen would not."""
+    """NNX would return them, and Linen would not."""
     monkeypatch.setitem(sys.modules, "sowing", SimpleNamespace(Block=Block))
     with pytest.raises(ValueError, match=r"Intermediate: not a sown type; derive it from .*SownValue"):
         sown(combination, 1, (Total, nnx.Intermediate))

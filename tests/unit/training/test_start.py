@@ -1,4 +1,4 @@
-"""The state that a run begins with."""
+"""The state with which a run begins."""
 
 import functools
 import shutil
@@ -22,7 +22,7 @@ def run(**overrides):
 
 
 def native(this, seed, updates):
-    """A native state with contents of its own: no two arrays alike, the schedule's place and the step at `updates`."""
+    """Returns a native state with distinct contents: no two arrays are equal; schedule and step are at `updates`."""
     rng = np.random.default_rng(seed)
 
     def one(x):
@@ -38,12 +38,13 @@ def dataset_of(this):
 
 
 def position_after(this, updates):
-    """Where the data stand behind the batch of the last of `updates`."""
+    """Returns the position in the data after the batch of the last of `updates`."""
     return {"identity": dataset_of(this).identity, "row": updates * this.rows}
 
 
 def save(folder, this, updates, fingerprint=None, documents=None):
-    """A run's folder with one checkpoint, of `documents` if not the run's own; gives the native state."""
+    """Writes a run's folder with one checkpoint, for `documents` if they are not the run's own. Returns the native
+    state."""
     state = native(this, updates, updates)
     position = position_after(this, updates)
     if documents:
@@ -55,7 +56,7 @@ def save(folder, this, updates, fingerprint=None, documents=None):
 
 
 def begin(this, folder=None, lines=None, schedule_given=False):
-    """`start` in a run's folder, or without checkpoints."""
+    """Calls `start` in a run's folder, or without checkpoints."""
     say = (lambda line: None) if lines is None else lines.append
     if folder is None:
         return start(this, dataset_of(this), None, say, schedule_given=schedule_given)
@@ -125,7 +126,7 @@ def test_another_configuration_and_other_data(tmp_path):
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory):
-    """A run's folder, and the states of its two checkpoints."""
+    """Returns a run's folder, and the states of its two checkpoints."""
     folder = tmp_path_factory.mktemp("other")
     return folder, {updates: copied(save(folder, run(), updates)) for updates in (5, 10)}
 
@@ -200,7 +201,7 @@ def test_a_fresh_optimizer_keeps_step_parameters_and_the_schedules_place(tmp_pat
     shards = [shard.data for leaf in jax.tree.leaves(begun.state) for shard in leaf.addressable_shards]
     places = [shard.unsafe_buffer_pointer() for shard in shards]
     assert len(set(places)) == len(places), "no buffer is donated twice"
-    # What jit makes of it is what it makes of any other state.
+    # jit treats it like any other state.
     jax.block_until_ready(this.step.lower(begun.state, this.abstract_batch(this.rows)))
 
 

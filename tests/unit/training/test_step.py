@@ -1,4 +1,4 @@
-"""The training step: accumulation, the trainable part, the mesh, what it compiles to."""
+"""The training step: accumulation, the trainable part, the mesh, and the compiled program."""
 
 import functools
 from types import SimpleNamespace
@@ -24,7 +24,8 @@ from trainer.training.step import make_gradients, make_update
 
 
 def gradients(devices=1, **overrides):
-    """One SGD step of rate 1 from the same parameters on the same 16 rows: the gradients, by the parameters' change."""
+    """Returns the gradients of an SGD step of rate 1 from the same parameters on the same 16 rows, computed from the
+    change of the parameters."""
     settings = {"opt_type": "sgd", "learning_rate": 1.0, "lr_schedule_type": "constant", "warmup_steps_fraction": 0}
     settings |= {"gradient_clipping_threshold": 0, "dropout_rate": 0.2, "attention_dropout_rate": 0.2}
     settings |= {"z_loss_multiplier": 0.1, "label_smoothing": 0.2}
@@ -42,20 +43,20 @@ def gradients(devices=1, **overrides):
 
 @functools.cache
 def initial():
-    """The first state of all these runs."""
+    """Returns the first state of all these runs."""
     run = build(load(arguments("nnx", opt_type="sgd", gradient_clipping_threshold=0)).config, jax.devices()[:1])
     return copied(run.codec.unpack(run.init()))
 
 
 @functools.cache
 def by_default():
-    """The run of TINY, whose step compiles once for several tests, and its first state."""
+    """Returns the run of TINY, whose step compiles once for several tests, and its first state."""
     run = build(load(arguments("nnx")).config, jax.devices()[:1])
     return run, copied(run.codec.unpack(run.init()))
 
 
 def update_of(config, tx, tree, loss):
-    """The update of a step whose loss is the sum of `loss` of all parameters, so that no model is compiled."""
+    """Returns the update of a step whose loss is the sum of `loss` of all parameters, so that no model is compiled."""
     one = jnp.ones((), jnp.int32)
     objective = SimpleNamespace(
         captures=(),
@@ -73,7 +74,7 @@ def reference():
 
 @pytest.mark.parametrize(("microbatches", "tiles"), [(4, 1), (1, 8), (2, 4)])
 def test_accumulation_gives_the_same_gradients(microbatches, tiles):
-    """And so do tiles of tokens."""
+    """Tiles of tokens give the same gradients, too."""
     tokens = (packed_batch(tiny_config("nnx"), 16)["targets_segmentation"] != 0).sum(1)
     parts = [tokens[j::microbatches].sum() for j in range(microbatches)]
     assert len(set(parts)) == microbatches, "the microbatches should hold unequal numbers of real tokens"
@@ -157,7 +158,7 @@ def test_loss_terms_and_statistics():
 
 
 def test_gradients_wait_in_grad_dtype():
-    """They are rounded after the sum over microbatches, and the update sees the rounded ones."""
+    """They are rounded after the sum over microbatches, and the update gets the rounded gradients."""
     settings = {"opt_type": "sgd", "learning_rate": 1.0, "lr_schedule_type": "constant", "warmup_steps_fraction": 0}
     settings |= {"gradient_clipping_threshold": 0, "gradient_accumulation_steps": 2, "grad_dtype": "bfloat16"}
     run = build(load(arguments("nnx", **settings)).config, jax.devices()[:1])
@@ -216,7 +217,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace_but_its_count(settings, broke
     state, metrics = run.step(state, batch)
     assert metrics["skipped"] == 0
     before = copied(run.codec.unpack(state))
-    # One parameter that is not finite makes the loss and all gradients so.
+    # One parameter that is not finite makes the loss and all gradients not finite.
     params = jax.tree.map(jnp.array, before.params)
     params["decoder"]["decoder_norm"]["scale"] = params["decoder"]["decoder_norm"]["scale"].at[0].set(float(broken))
     bad = run.codec.pack(before._replace(params=params))
@@ -230,7 +231,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace_but_its_count(settings, broke
     assert_equal_bits(after.opt_state, bad_before.opt_state)
 
 
-# Tokens that a batch lacks have moments of zero, of which Adam without epsilon makes 0 / 0.
+# Tokens that are not in a batch have moments of zero. Without epsilon, Adam computes 0 / 0 for them.
 ZERO_BY_ZERO = {"adam_eps": 0.0, "logits_via_embedding": False, "warmup_steps_fraction": 0.0}
 OVERFLOW = {"learning_rate": 1e38, "adam_weight_decay": 100.0, "warmup_steps_fraction": 0.0}
 
@@ -248,7 +249,7 @@ def test_an_update_that_is_not_finite_is_told_though_its_gradient_is(combination
 
 
 def test_optimizer_state_that_is_not_finite_is_told():
-    """Of an optimizer whose parameters would not show it."""
+    """For an optimizer whose parameters would not show it."""
 
     def update(grads, state, params):
         return jax.tree.map(jnp.zeros_like, grads), state / 0
@@ -263,7 +264,7 @@ def test_optimizer_state_that_is_not_finite_is_told():
 
 
 def test_finite_steps_are_those_of_the_optimizer_alone():
-    """Selecting between the new and the old state changes no bit of an accepted step."""
+    """The select between the new and the old state changes no bit of an accepted step."""
     run, tree = by_default()
     tree = jax.tree.map(jnp.asarray, tree)
     tx = make_optimizer(run.config, run.model.param_axes)
@@ -325,15 +326,16 @@ def test_the_gradient_of_the_head_is_settled(tied):
 
 
 def test_no_remat_recomputes_no_product():
-    """Nor does the step around the loss, whose products tests/unit/layers/test_remat.py counts for every policy."""
+    """Neither does the step around the loss. tests/unit/layers/test_remat.py counts the loss's products for every
+    policy."""
     run = build(load(arguments("nnx", remat_policy="none")).config, jax.devices()[:1])
-    # The loop's body has 7 projections and 2 products of attention, each with two products in the backward pass; the
-    # head has one and two.
+    # The loop's body has 7 projections and 2 products of attention, each with two products in the backward pass. The
+    # head has one forward and two backward.
     assert str(jax.make_jaxpr(run.step)(*run.abstract_args())).count("dot_general") == 3 * 9 + 3
 
 
 def test_the_learning_rate_in_the_metrics_is_that_of_the_step_itself():
-    """With gradients of 1 it is what SGD subtracts."""
+    """With gradients of 1, it is the amount that SGD subtracts."""
     config = tiny_config("nnx", opt_type="sgd", steps=8, warmup_steps_fraction=0.5, gradient_clipping_threshold=0)
     tree = jax.tree.map(jnp.asarray, initial())
     tx = make_optimizer(config, make_model(config).param_axes)

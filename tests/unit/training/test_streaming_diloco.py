@@ -1,4 +1,4 @@
-"""Streaming DiLoCo: fragments that synchronize in turn, late and in few bits."""
+"""Streaming DiLoCo: fragments that synchronize in turn, with a delay and in low precision."""
 
 import functools
 
@@ -40,7 +40,7 @@ def test_one_fragment_that_is_taken_at_once_is_plain_diloco():
 
 
 def of_fragment(number, path, leaf):
-    """Which entries of a parameter are in a fragment, of three."""
+    """Returns which entries of a parameter are in a fragment, out of three fragments."""
     if path_of(path)[:2] != ("decoder", "layers"):
         return np.full(leaf.shape, number == 0)
     mask = np.zeros(leaf.shape, bool)
@@ -50,7 +50,7 @@ def of_fragment(number, path, leaf):
 
 
 def where(number, new, old):
-    """`new` in a fragment, `old` elsewhere."""
+    """Returns `new` in a fragment, and `old` elsewhere."""
 
     def one(path, a, b):
         return np.where(of_fragment(number, path, np.asarray(b)), a, b)
@@ -59,7 +59,7 @@ def where(number, new, old):
 
 
 def simulation(config, params, velocity, islands, updates, in_flight):
-    """What follows update number `updates` in float64: (params, velocity, islands, in_flight)."""
+    """Returns the state after update number `updates`, in float64: (params, velocity, islands, in_flight)."""
     lr, momentum, alpha = config.diloco_outer_lr, config.diloco_outer_momentum, config.communication_overlapping_alpha
     ended = updates == config.steps
 
@@ -87,8 +87,8 @@ def assert_close(left, right, rtol=2e-5):
 
 
 def test_fragments_that_arrive_late_against_numpy():
-    """Two islands against two plain runs, which go on from what NumPy says. The last step is between a synchronization
-    and its arrival. An island skips its update where a fragment arrives, and one where another synchronizes."""
+    """Compares two islands with two plain runs that continue from NumPy's results. The last step is between a
+    synchronization and its arrival. An island skips its update where a fragment arrives, and where one synchronizes."""
     common = SGD | {"base_num_decoder_layers": 3, "steps": 10, "per_device_batch_size": 1}
     run, plain = made(2, **common, **ISLANDS, **LATE), made(1, **common)
     config, batches = run.config, [packed_batch(run.config, run.rows, seed=i) for i in range(10)]
@@ -116,7 +116,7 @@ def test_fragments_that_arrive_late_against_numpy():
             for tree, its in zip(trees, begun, strict=True)
         ]
         assert_close(found.params, params)
-        assert_close(found.outer_opt_state[0].trace, velocity, rtol=1e-3)  # of differences of rounded numbers
+        assert_close(found.outer_opt_state[0].trace, velocity, rtol=1e-3)  # differences of rounded numbers
         for island in (0, 1):
             assert_close(jax.tree.map(lambda x, n=island: x[n], found.inner_state.params), islands[island])
         assert found.in_flight == (in_flight[0] if in_flight else 0)
@@ -130,13 +130,13 @@ def test_fragments_that_arrive_late_against_numpy():
         assert_equal_bits(jax.tree.map(lambda x, n=island: x[n], found.inner_state.params), found.params)
 
 
-# Per number, an island's outer gradient is sent in: (dtype of the collective, its kind, bytes at the receiver).
+# For each dtype of an island's outer gradient: (dtype of the collective, its kind, bytes per number at the receiver).
 SENT = {"float32": ("f32", "all-reduce", 4), "bfloat16": ("u16", "all-gather", 2 * 2), "int8": ("s8", "all-gather", 2)}
 
 
 @pytest.mark.parametrize("dtype", SENT)
 def test_what_a_synchronization_sends_between_islands(dtype):
-    """Each parameter of a device once, in the dtype that was asked for; and nothing in other steps."""
+    """It sends each parameter of a device once, in the requested dtype, and nothing in other steps."""
     keys = SGD | ISLANDS | LATE | {"ici_fsdp_parallelism": 2, "base_num_decoder_layers": 3}
     run = made(4, **keys, diloco_outer_grad_dtype=dtype)
     found = [it for it in analyze(run.compile().as_text(), run.mesh).collectives if "diloco" in it.axes]
