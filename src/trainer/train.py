@@ -105,7 +105,7 @@ def _dry_run(loaded) -> None:
         compiled = loaded_step(run, console.say) or compiled_step(run, place, console.say)
         console.needs(needs_of(run, compiled), config.steps - begin.updates)
     metrics_files(config, Path(str(place)), place.name)
-    found = "nothing would run" if finished else "all that comes before the first step works"
+    found = "nothing would run" if finished else "everything before the first step works"
     console.say(f"dry run: {found}; nothing was written to {place}")
 
 

@@ -146,7 +146,7 @@ def test_a_kernel_and_a_bias_that_disagree_are_named(capsys, monkeypatch):
     """A user's block whose kernels have axis names and whose biases have none; also under Zero-1."""
 
     def outputs(name, axis):
-        return f"[{name}] are split by [{axis}], the bias [-] by [-]; give the bias the axis names of the outputs"
+        return f"[{name}] are sharded by [{axis}], the bias [-] by [-]; give the bias the axis names of the outputs"
 
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "docs" / "guides"))
     words = arguments(ALL_COMBINATIONS[0], **MESH, decoder_block="team_block:NNXBlock", sharding_tolerance=1)

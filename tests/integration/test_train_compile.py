@@ -66,7 +66,7 @@ def test_train_takes_the_step_that_another_process_compiled(tmp_path, monkeypatc
         patch.setattr(Run, "compile_on_leaves", lambda run: pytest.fail("compiled"))
         assert losses(tmp_path / "loaded", ("compiled_trainstep_file", step)) == expected
     assert [(number, bool(loss)) for number, loss, _ in expected].count((2, False)) == 1  # an evaluation
-    assert f"the training step is that of {step}, nothing is compiled" in capsys.readouterr().out
+    assert f"loaded the training step from {step}, nothing is compiled" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         losses(tmp_path / "other", ("compiled_trainstep_file", step), ("learning_rate", 0.5))
     assert "learning_rate: 0.006 -> 0.5" in capsys.readouterr().err

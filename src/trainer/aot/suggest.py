@@ -110,7 +110,7 @@ def _kept(config: Any) -> set[str]:
 def _offload(config: Any) -> Iterator[Candidate]:
     moves = "moves between device and host at every step"
     if _kept(config) >= set(PROJECTIONS) - {"mlpwi", "mlpwo"} and config.remat_policy not in OFFLOADED:
-        yield {"remat_policy": "minimal_offloaded"}, f"what remat_policy=minimal saves {moves}", False
+        yield {"remat_policy": "minimal_offloaded"}, f"everything that remat_policy=minimal saves {moves}", False
     choices = {key: config[key] for key in ("decoder_layer_input", *EVERYTHING)}
     if "decoder_layer_input" not in offloaded(config.remat_policy, choices):
         changes = {"remat_policy": "custom", "decoder_layer_input": "offload"}

@@ -24,9 +24,9 @@ def check_structure(path: Path, found: Mapping[str, Any], wanted: Mapping[str, A
     more = f", and {len(differing) - 1} more differ" if len(differing) > 1 else ""
     what, without = "model", ""
     if first.startswith("opt_state"):
-        what, without = "optimizer", ", or go on with its parameters and a fresh optimizer: reset_optimizer=true"
+        what, without = "optimizer", ", or continue with its parameters and a fresh optimizer: reset_optimizer=true"
     raise UserError(
-        f"checkpoint {path} is of another {what}: {first} is {there.get(first, 'absent')} there and "
+        f"checkpoint {path} has another {what}: {first} is {there.get(first, 'absent')} there and "
         f"{here.get(first, 'absent')} in this run{more}; give the configuration that it was saved under{without}"
     )
 

@@ -79,7 +79,7 @@ class MaxTextSource:
         if PAIRS not in self._said:
             order = "adjacent pairs" if in_pairs(config) else "halves"
             lines.append(
-                f"{self.path}: entries of a head are taken to turn as {order}, as MaxText has them with "
+                f"{self.path}: RoPE is assumed to rotate a head's entries as {order}, like MaxText with "
                 f"model_name={config.model_name} and rope_type={config.rope_type}"
             )
         scanned = any(place(stacks(config), name) for name in self._headers)
@@ -91,8 +91,8 @@ class MaxTextSource:
         if self.modules and config.mtp_num_layers:
             lines.append(
                 f"warning: {self.path}: MaxText's modules of multi-token prediction read hidden states before the "
-                "final norm and end with the model's norm; here they read them after it and end with a norm of their "
-                "own, which begins as a copy: their loss differs at first"
+                "final norm and end with the model's norm; here they read them after it and end with their own norm, "
+                "which starts as a copy: their loss differs at first"
             )
         if self.modules > config.mtp_num_layers:
             left = ", ".join(str(k) for k in range(config.mtp_num_layers + 1, self.modules + 1))

@@ -259,7 +259,7 @@ DATA_INERT: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("data_cache_directory",), lambda c: c.dataset_type == "synthetic", "dataset_type=synthetic stores nothing"),
     *((keys, _other_type(kind), f"dataset_type is not {kind}") for kind, keys in OWN_KEYS.items()),
     (("train_split",), lambda c: c.dataset_type not in ("tfds", "hf"), "dataset_type is neither tfds nor hf"),
-    (_COLUMNS, lambda c: c.dataset_type in ("stdlib", "synthetic"), "dataset_type has files of its own"),
+    (_COLUMNS, lambda c: c.dataset_type in ("stdlib", "synthetic"), "dataset_type has its own files"),
     (
         ("train_data_columns", "eval_data_columns"),
         lambda c: c.dataset_type == "grain" and c.grain_file_type == "text",
@@ -268,7 +268,7 @@ DATA_INERT: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (
         ("held_out_share",),
         lambda c: c.dataset_type in ("stdlib", "synthetic"),
-        "dataset_type has held-out rows of its own",
+        "dataset_type has its own held-out rows",
     ),
     (
         ("held_out_share",),
@@ -277,7 +277,7 @@ DATA_INERT: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
             or (c.dataset_type == "tfds" and c.eval_split)
             or (c.dataset_type == "hf" and (c.hf_eval_split or c.hf_eval_files))
         ),
-        "evaluation has documents of its own",
+        "evaluation has its own documents",
     ),
     (
         ("sft_train_on_completion_only",),

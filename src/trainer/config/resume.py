@@ -163,7 +163,7 @@ def check_resume(saved: Mapping[str, Any], config: Any, schedule_given: bool, wh
         raise UserError(
             f"{where} was saved with another configuration (old -> new):\n  {lines}\n"
             "use the old values, or choose another run_name for a new run"
-            + (f", or go on with {_RESET}" if resettable else "")
+            + (f", or continue with {_RESET}" if resettable else "")
         )
     return warnings
 
@@ -187,7 +187,7 @@ def check_islands(saved: Mapping[str, Any], config: Any, where: str) -> None:
     if late and changes:
         raise UserError(
             f"{where}: its islands may not have taken the last fragment yet, and would not under another timetable, "
-            f"{changes}: use the old values, or go on with {_RESET}"
+            f"{changes}: use the old values, or continue with {_RESET}"
         )
 
 
@@ -216,7 +216,7 @@ def check_optimizer(saved: Mapping[str, Any], config: Any, where: str) -> None:
     if theirs != config.opt_type:
         raise UserError(
             f"{where} holds the optimizer state of {theirs}, and this command has opt_type={config.opt_type}: give "
-            f"opt_type={theirs}, or go on with {_RESET}"
+            f"opt_type={theirs}, or continue with {_RESET}"
         )
 
 

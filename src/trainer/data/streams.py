@@ -14,7 +14,7 @@ from trainer.data.documents import Counts
 Position = dict[str, Any]
 # The name of each part of a stream's identity for messages.
 _NAMES = {
-    "format": "the version of what prepares the data",
+    "format": "the version of the data preparation",
     "way": "data_pipeline",
     "documents": "the training documents",
     "tokenizer": "the tokenizer",

@@ -71,7 +71,7 @@ def _inexpressible(config: Any) -> list[str]:
     if config.mtp_num_layers:
         refused.append(
             f"mtp_num_layers={config.mtp_num_layers}: its modules read hidden states before the final norm, and have "
-            "no norm of their own at the end; mtp_num_layers=0 writes the model without them"
+            "no final norm; mtp_num_layers=0 writes the model without them"
         )
     if config.use_qk_norm and not maxtext(config.decoder_block).norms_heads:
         refused.append("use_qk_norm=True: it has no such norm")
@@ -83,7 +83,7 @@ def _inexpressible(config: Any) -> list[str]:
         if config.n_routing_groups > 1:
             refused.append(f"n_routing_groups={config.n_routing_groups}: its groups are those of DeepSeek-V3")
     elif normalizes_by_key(config) and not config.norm_topk_prob:
-        refused.append("norm_topk_prob=False: it weights a token's experts by the softmax over them whatever it says")
+        refused.append("norm_topk_prob=False: it always weights experts by the softmax over a token's experts")
     if config.rope_type == "llama3.1":
         refused += [
             f"{name}={config[name]}: {value} is fixed in its code"

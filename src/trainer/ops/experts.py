@@ -1,9 +1,9 @@
-"""Three ways to bring tokens to their experts and back.
+"""Three ways to dispatch tokens to their experts and to combine the results.
 
 Each takes x_btw, its routing and `apply`, which runs the experts, and returns the weighted sums of the results of each
-token's experts, float32 [b, t, w]. Shapes: b rows, t tokens, w width, e experts, k chosen experts, c slots of an
-expert. `apply(rows, sizes)` returns an array of the shape of `rows`: with `sizes`, int32 [e], of rows [n, w] that lie
-in the order of their experts, with None of rows [e, n, w].
+token's experts, float32 [b, t, w]. Shapes: b rows, t tokens, w width, e experts, k chosen experts per token, c slots of
+an expert. `apply(rows, sizes)` returns an array with the shape of `rows`. With `sizes`, int32 [e], rows are [n, w],
+sorted by expert; with None, rows are [e, n, w].
 """
 
 import math
@@ -19,20 +19,20 @@ Apply = Callable[[jax.Array, jax.Array | None], jax.Array]
 
 
 class Dispatched(NamedTuple):
-    """Float32 [b, t, w], and how many choices of real tokens were dropped in each row, int32 [b]."""
+    """The result, float32 [b, t, w], and the number of dropped choices of real tokens in each row, int32 [b]."""
 
     out: jax.Array
     dropped: jax.Array
 
 
 def dropless(x_btw: jax.Array, routing: Routing, apply: Apply, experts: int) -> Dispatched:
-    """Tokens sorted by their experts, in groups of any size; padding too, whose result has no effect."""
+    """Sorts tokens by expert, in groups of any size. Padding is included, but its result has no effect."""
     rows, _, width = x_btw.shape
     choices = routing.expert.shape[-1]
     expert_n = routing.expert.reshape(-1)
     order = jnp.argsort(expert_n)  # stable
     size_e = jnp.zeros(experts, jnp.int32).at[expert_n].add(1)
-    # Each index occurs once, so that the gradients are permutations, and the k gradients of a token are added after.
+    # Each index occurs once, so the gradients are permutations, and the k gradients of a token are added afterwards.
     copies_nw = jnp.repeat(x_btw.reshape(-1, width), choices, axis=0)
     out_nw = apply(_permuted(copies_nw, order), size_e)
     out_btkw = _permuted(out_nw, jnp.argsort(order)).reshape(*routing.expert.shape, width)
@@ -48,7 +48,7 @@ def _weighted(out_btkw: jax.Array, weight_btk: jax.Array) -> jax.Array:
 
 
 def every_expert(x_btw: jax.Array, routing: Routing, apply: Apply, experts: int) -> Dispatched:
-    """All experts for all tokens: the reference of the others."""
+    """Runs all experts on all tokens. This is the reference for the other two."""
     rows, length, width = x_btw.shape
     one_hot = jax.nn.one_hot(routing.expert, experts, dtype=jnp.float32)
     weight_bte = jnp.einsum("btke,btk->bte", one_hot, routing.weight)
@@ -58,16 +58,20 @@ def every_expert(x_btw: jax.Array, routing: Routing, apply: Apply, experts: int)
 
 
 def slots(length: int, chosen: int, experts: int, factor: float) -> int:
-    """How many tokens of a row an expert takes, at least 1: MaxText's formula, ceil(length k / e) times `factor`. No
-    token chooses an expert twice, so that a row's length is always enough."""
+    """Returns how many tokens of a row an expert takes, at least 1: MaxText's formula, ceil(length k / e) times
+    `factor`.
+
+    No token chooses an expert twice, so the length of a row is always enough.
+    """
     return min(length, max(1, int(math.ceil(length * chosen / experts) * factor)))
 
 
 def within_capacity(
     x_btw: jax.Array, routing: Routing, apply: Apply, experts: int, *, real_bt: jax.Array, factor: float
 ) -> Dispatched:
-    """Each expert takes the first `slots` real tokens of each row that chose it, a token's better choices first. Other
-    choices are dropped: they add nothing, and the weights of a token's other experts stay."""
+    """Each expert takes the first `slots` real tokens of each row that chose it. Among a token's choices, better ones
+    come first. Other choices are dropped: they add nothing, and the weights of the token's other experts do not
+    change."""
     rows, length, width = x_btw.shape
     chosen = routing.expert.shape[-1]
     capacity = slots(length, chosen, experts, factor)
@@ -77,13 +81,13 @@ def within_capacity(
     place_bn = jnp.sum((jnp.cumsum(mine_bne, axis=1) - mine_bne) * mine_bne, axis=-1)
     kept_bn = real_bn & (place_bn < capacity)
     end = experts * capacity
-    slot_bn = jnp.where(kept_bn, expert_bn * capacity + place_bn, end)  # behind the end: none
+    slot_bn = jnp.where(kept_bn, expert_bn * capacity + place_bn, end)  # an index past the end means no slot
     token_n = jnp.repeat(jnp.arange(length), chosen)
 
     def fill(slot_n: jax.Array) -> jax.Array:
         return jnp.full(end, length).at[slot_n].set(token_n, mode="drop")
 
-    token_bs = jax.vmap(fill)(slot_bn)  # of each slot; an empty one has none
+    token_bs = jax.vmap(fill)(slot_bn)  # the token of each slot; an empty slot has none
     taken_bsw = jax.vmap(_rows_or_zero)(x_btw, token_bs)
     taken_enw = taken_bsw.reshape(rows, experts, capacity, width).swapaxes(0, 1).reshape(experts, -1, width)
     out_bsw = apply(taken_enw, None).reshape(experts, rows, capacity, width).swapaxes(0, 1).reshape(rows, end, width)
@@ -93,5 +97,5 @@ def within_capacity(
 
 
 def _rows_or_zero(table: jax.Array, index: jax.Array) -> jax.Array:
-    """Rows of `table`; zeros for an index behind its end."""
+    """Returns rows of `table`, and zeros for an index past its end."""
     return jnp.take(table, index, axis=0, mode="fill", fill_value=0)

@@ -1,4 +1,4 @@
-"""From logical axis names to mesh axes, for one array."""
+"""Maps logical axis names to mesh axes, for one array."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,18 +12,18 @@ Rules = Mapping[str, tuple[str, ...]]
 
 
 class Axes(tuple[str | None, ...]):
-    """The logical axis names of one array. A pytree leaf, where a plain tuple would be a node."""
+    """The logical axis names of one array. It is a pytree leaf, while a plain tuple would be a node."""
 
 
 def spec(
     names: Sequence[str | None], rules: Rules, what: str = "an array", shape: Sequence[int] | None = None
 ) -> PartitionSpec:
-    """The PartitionSpec of `what`, an array with logical axes `names`; None is an axis that is never sharded.
+    """Returns the PartitionSpec of `what`, an array with logical axes `names`; None is an axis that is never sharded.
 
     `shape` only makes messages clearer.
 
     Raises:
-      UserError: a name without a rule, or two axes of the array on one mesh axis.
+      UserError: a name has no rule, or two axes of the array map to the same mesh axis.
     """
     entries = []
     taken: dict[str, str] = {}
@@ -50,10 +50,10 @@ def named_sharding(
     rules: Rules,
     what: str = "an array",
 ) -> NamedSharding:
-    """The sharding on `mesh` of `what`, with this shape and axes called `names`.
+    """Returns the sharding on `mesh` of `what`, an array with this shape and axes called `names`.
 
     Raises:
-      UserError: see `spec`; or the sizes of an axis's mesh axes do not divide its size.
+      UserError: see `spec`; or the product of an axis's mesh axes does not divide its size.
     """
     found = spec(names, rules, what, shape)
     for name, size, axes in zip(names, shape, map(axes_of, found), strict=True):
@@ -65,10 +65,10 @@ def named_sharding(
 
 
 def memory_order(shape: Sequence[int]) -> tuple[int, ...]:
-    """The order of axes, outermost first, in which an array of `shape` takes the least memory on a TPU.
+    """Returns the order of axes, outermost first, in which an array of `shape` takes the least memory on a TPU.
 
-    A TPU stores the last two axes in tiles of 8 x 128 numbers and pads incomplete tiles. One axis may be moved to the
-    end; the given order wins a tie.
+    A TPU stores the last two axes in tiles of 8 x 128 numbers and pads incomplete tiles. At most one axis is moved to
+    the end. In a tie, the given order is kept.
     """
 
     def padded(order: tuple[int, ...]) -> int:
@@ -81,12 +81,12 @@ def memory_order(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The mesh axes of one entry of a PartitionSpec."""
+    """Returns the mesh axes of one entry of a PartitionSpec."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
 def entry(axes: Sequence[str]) -> str | tuple[str, ...] | None:
-    """The entry of a PartitionSpec for mesh axes: the inverse of `axes_of`."""
+    """Returns the entry of a PartitionSpec for mesh axes; the inverse of `axes_of`."""
     return axes[0] if len(axes) == 1 else tuple(axes) or None
 
 

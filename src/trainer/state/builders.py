@@ -128,7 +128,7 @@ def build_zero1_input_state_mesh_shardings(config: Any, state_mesh_shardings: An
 
     overlaid = jax.tree_util.tree_map_with_path(one, state_mesh_shardings)
     if unseen:
-        raise UserError(f"params_shardings holds what the state does not: {', '.join(map('/'.join, sorted(unseen)))}")
+        raise UserError(f"params_shardings has unknown parameters: {', '.join(map('/'.join, sorted(unseen)))}")
     return overlaid
 
 

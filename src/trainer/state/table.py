@@ -85,7 +85,7 @@ def disagreements(found: Iterable[Row]) -> list[str]:
         outputs = len(bias["shape"]) - stacked
         if outputs and kernel["spec"][-outputs:] != bias["spec"][-outputs:]:
             sentences.append(
-                f"{layer}: kernel and bias disagree: the kernel's outputs {_named(kernel, outputs)} are split by "
+                f"{layer}: kernel and bias disagree: the kernel's outputs {_named(kernel, outputs)} are sharded by "
                 f"{_cell(kernel['spec'][-outputs:])}, the bias {_named(bias, outputs)} by "
                 f"{_cell(bias['spec'][-outputs:])}; give the bias the axis names of the outputs"
             )

@@ -29,7 +29,7 @@ def loaded_step(run: Run, say: Say) -> Any:
     devices, args = list(run.mesh.devices.flat), run.abstract_args()
     step = agreed(lambda: executable.load(path, executable.origin_of(run.config, devices, args), args, devices))
     dumped = ", and no HLO is written" if run.config.dump_hlo else ""
-    say(f"the training step is that of {path}, nothing is compiled{dumped}")
+    say(f"loaded the training step from {path}, nothing is compiled{dumped}")
     return step
 
 

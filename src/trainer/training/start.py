@@ -90,7 +90,7 @@ def start(
             )
         for key in ("load_parameters_path", "load_full_state_path"):
             if config[key]:
-                say(f"{key} is ignored: the run has a checkpoint of its own")
+                say(f"{key} is ignored: the run has its own checkpoint")
         return Start(state, updates, sidecar.position, resumed=True)
     if config.load_full_state_path:
         begin = _other_run(run, dataset, say)

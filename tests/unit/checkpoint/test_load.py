@@ -178,7 +178,7 @@ def test_maxtext(tmp_path, block, rope):
         result = names_of(loaded(items.parent, config, say=lines.append))
         order = "halves" if rope == "default" else "adjacent pairs"
         assert lines == [
-            f"{items}: entries of a head are taken to turn as {order}, as MaxText has them with model_name=default and "
+            f"{items}: RoPE is assumed to rotate a head's entries as {order}, like MaxText with model_name=default and "
             f"rope_type={rope}"
         ]
         query = "decoder/layers/self_attention/query/kernel"

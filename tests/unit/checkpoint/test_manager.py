@@ -89,11 +89,11 @@ def test_arrays_may_be_donated_while_they_are_written(tmp_path):
     [
         (
             small_tree(width=5),
-            "of another model: params/layer/kernel is float32[4, 4] there and float32[5, 5] in",
+            "has another model: params/layer/kernel is float32[4, 4] there and float32[5, 5] in",
         ),
         (
             small_tree()._replace(opt_state=optax.sgd(0.1, momentum=0.9).init(small_tree().params)),
-            "of another optimizer: opt_state/0/trace/layer/kernel is absent there and float32[4, 4] in this run",
+            "has another optimizer: opt_state/0/trace/layer/kernel is absent there and float32[4, 4] in this run",
         ),
         (
             small_tree()._replace(params={"other": jnp.zeros(2)}),

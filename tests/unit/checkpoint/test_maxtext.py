@@ -96,7 +96,7 @@ def test_a_run(tmp_path, nnx, full, scanned):
     )
     said = []
     assert_same(loaded(run, config, said.append), params)
-    assert said[0].startswith(f"{newest / 'items'}: entries of a head are taken to turn as halves")
+    assert said[0].startswith(f"{newest / 'items'}: RoPE is assumed to rotate a head's entries as halves")
     for path in (run / "checkpoints", newest, newest / "items"):
         source = open_source(str(path))
         assert (source.path, source.notes(config)) == (newest / "items", said)

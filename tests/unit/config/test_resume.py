@@ -147,7 +147,7 @@ def test_a_fresh_optimizer_may_be_another():
     with pytest.raises(UserError, match=r"\n  init_weights_seed: 0 -> 1\nuse the old values, .* for a new run$"):
         check(f"{reset} opt_type=lion init_weights_seed=1")
     for name in UPDATE:
-        with pytest.raises(UserError, match=f"(?s){name}: .*or go on with its parameters and a fresh optimizer"):
+        with pytest.raises(UserError, match=f"(?s){name}: .*or continue with its parameters and a fresh optimizer"):
             check_resume(saved() | {name: "something else"}, config(), False, "there")
 
 
@@ -167,7 +167,7 @@ def test_state_of_another_optimizer_is_refused_with_both_names():
         check_optimizer(saved("opt_type=nadamw"), config(), "runs/x/checkpoints/5")
     assert str(error.value) == (
         "runs/x/checkpoints/5 holds the optimizer state of nadamw, and this command has opt_type=adamw: give "
-        "opt_type=nadamw, or go on with its parameters and a fresh optimizer: reset_optimizer=true"
+        "opt_type=nadamw, or continue with its parameters and a fresh optimizer: reset_optimizer=true"
     )
 
 

@@ -94,9 +94,9 @@ def row(name, axes, spec):
     [
         ([[], ["fsdp"], ["tensor"]], [[], ["tensor"]], None),
         ([[], ["fsdp"], []], [[], []], None),
-        ([[], ["fsdp"], ["tensor"]], [[], []], "outputs [mlp] are split by [tensor], the bias [-] by [-]"),
-        ([[], ["tensor"], ["fsdp"]], [[], ["tensor"]], "outputs [mlp] are split by [fsdp], the bias [-] by [tensor]"),
-        ([[], ["tensor"], []], [[], ["tensor"]], "outputs [mlp] are split by [-], the bias [-] by [tensor]"),
+        ([[], ["fsdp"], ["tensor"]], [[], []], "outputs [mlp] are sharded by [tensor], the bias [-] by [-]"),
+        ([[], ["tensor"], ["fsdp"]], [[], ["tensor"]], "outputs [mlp] are sharded by [fsdp], the bias [-] by [tensor]"),
+        ([[], ["tensor"], []], [[], ["tensor"]], "outputs [mlp] are sharded by [-], the bias [-] by [tensor]"),
     ],
 )
 def test_a_bias_that_is_split_otherwise_than_its_kernel_is_named(kernel, bias, said):
@@ -117,5 +117,5 @@ def test_heads_of_a_bias_are_compared_with_those_of_its_kernel():
     kernel = row("params/query/kernel", ["embed", "q_heads", "kv"], [["fsdp"], ["tensor"], []])
     agreeing = row("params/query/bias", ["q_heads", "kv"], [["tensor"], []])
     (named,) = table.disagreements([kernel, {**agreeing, "spec": [[], ["tensor"]]}])
-    assert "[q_heads, kv] are split by [tensor, -], the bias [q_heads, kv] by [-, tensor]" in named
+    assert "[q_heads, kv] are sharded by [tensor, -], the bias [q_heads, kv] by [-, tensor]" in named
     assert table.disagreements([kernel, agreeing]) == []

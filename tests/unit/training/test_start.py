@@ -93,7 +93,7 @@ def test_its_own_checkpoint_beats_the_sources_that_the_command_names(tmp_path):
     lines = []
     begun = begin(this, tmp_path / "mine", lines)
     assert begun[1:] == (7, position_after(this, 7), True)
-    assert lines[1:] == ["load_full_state_path is ignored: the run has a checkpoint of its own"]
+    assert lines[1:] == ["load_full_state_path is ignored: the run has its own checkpoint"]
     assert_equal(this, begun.state, state)
 
 
@@ -210,7 +210,7 @@ def test_without_a_fresh_optimizer_another_one_is_refused(tmp_path):
     path = str(tmp_path)
     with pytest.raises(UserError, match=r"/5 holds the optimizer state of adamw, and this command has opt_type=nadamw"):
         begin(run(load_full_state_path=path, opt_type="nadamw"))
-    with pytest.raises(UserError, match=r"is of another optimizer: opt_state/.* fresh optimizer: reset_optimizer=true"):
+    with pytest.raises(UserError, match=r"has another optimizer: opt_state/.* fresh optimizer: reset_optimizer=true"):
         begin(run(load_full_state_path=path, mu_dtype="bfloat16"))
 
 
@@ -229,9 +229,7 @@ def test_the_same_command_resumes_what_it_reset(tmp_path):
 
 def test_another_model_is_refused(tmp_path):
     save(tmp_path, run(), 5)
-    with pytest.raises(
-        UserError, match=r"is of another model: params/.* float32\[.*\] there and float32\[.*\] in this"
-    ):
+    with pytest.raises(UserError, match=r"has another model: params/.* float32\[.*\] there and float32\[.*\] in this"):
         begin(run(load_full_state_path=str(tmp_path), base_mlp_dim=48))
 
 
