@@ -90,7 +90,7 @@ def test_from_maxtext_with_the_models_keys(tmp_path, capsys):
     np.testing.assert_allclose(query, wanted, rtol=1e-6)
     result["decoder"]["layers"]["self_attention"].pop("query")
     assert_same(result, params)
-    assert "turn as adjacent pairs" in capsys.readouterr().out
+    assert "entries as adjacent pairs" in capsys.readouterr().out
     for more in ([], ["rope_interleave=true"]):
         message = failure(capsys, items, tmp_path / "no", "format=params", *more)
         assert "this checkpoint does not contain its model's keys; give model_name=... or its keys" in message

@@ -218,7 +218,7 @@ def test_maxtexts_llama3_3_is_read_as_halves(tmp_path):
     items = write_maxtext(tmp_path / "items", maxtext_params(plain, params, scanned=True))
     lines = []
     result = names_of(loaded(items, config, say=lines.append))
-    assert "turn as halves" in lines[0]
+    assert "entries as halves" in lines[0]
     key = "decoder/layers/self_attention/key/kernel"
     assert_same({key: result[key]}, {key: params[key]})
 

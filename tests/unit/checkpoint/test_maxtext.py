@@ -202,7 +202,7 @@ def test_a_run_does_not_go_on_from_maxtexts(tmp_path):
     unfinished.mkdir()
     settings = load(["keep_best_checkpoints=1", "eval_interval=100"]).config
     for attempt in (lambda: CheckpointManager(run, settings, print), lambda: inspect(run / "checkpoints/10")):
-        with pytest.raises(UserError, match=r"was written by MaxText, .* only the parameters .*load_parameters_path="):
+        with pytest.raises(UserError, match=r"was written by MaxText. Only the parameters .*load_parameters_path="):
             attempt()
     assert unfinished.is_dir(), "it is not ours to clear away"
 
@@ -305,7 +305,7 @@ def test_layers_on_axis_1_of_one_part(tmp_path):
         ({"decoder_block": "qwen3", **ROPES["yarn"], "rope_factor": 2.5}, "rope_factor=2.5: a whole number there"),
         (
             {"decoder_block": "qwen3_moe", **FAMILIES["qwen3_moe"], "norm_topk_prob": False},
-            "norm_topk_prob=False: it weights",
+            "norm_topk_prob=False: it always weights",
         ),
     ],
 )

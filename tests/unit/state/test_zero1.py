@@ -157,7 +157,7 @@ def test_parameters_that_are_missing_or_too_many_are_told():
     lacking = {"decoder": params["decoder"]}
     with pytest.raises(UserError, match="lacks the parameter token_embedder/embedding"):
         build_zero1_input_state_mesh_shardings(config, shardings, lacking)
-    with pytest.raises(UserError, match="what the state does not: odd"):
+    with pytest.raises(UserError, match="unknown parameters: odd"):
         build_zero1_input_state_mesh_shardings(
             config, shardings, params | {"odd": params["token_embedder"]["embedding"]}
         )
