@@ -16,22 +16,22 @@ from trainer.observe.text import clock, short_time, si
 
 
 def work_of(config: Any, flops_per_token: float, peak: float | None = None) -> Work:
-    """The work of one step of the resolved `config`; for the arguments see `Work`."""
+    """Returns the work of one step of the resolved `config`. For the arguments see `Work`."""
     tokens = global_batch_rows(config) * config.max_target_length
     return Work(math.prod(mesh_axes(config).values()), tokens, flops_per_token, peak)
 
 
 class Needs(NamedTuple):
-    """What the compiled step needs on one device, in bytes."""
+    """The memory that the compiled step needs on one device, in bytes."""
 
     peak: int
     arguments: int  # the train state and the batch
     temporaries: int
-    available: float | None  # of the device; None if it does not say
+    available: float | None  # memory of the device; None if it does not report it
 
 
 def needs_rows(work: Work, needs: Needs | None, steps_left: int) -> list[tuple[str, str]]:
-    """(label, text) rows on memory, FLOPs and time of the `steps_left` steps to come."""
+    """Returns (label, text) rows on memory, FLOPs and time of the remaining `steps_left` steps."""
     found = []
     if needs is not None:
         of = f" of {si(needs.available, 'B')}" if needs.available else ""
@@ -56,7 +56,7 @@ def banner_rows(
     dataset: str,
     run_dir: Path,
 ) -> list[tuple[str, str]]:
-    """(label, text) rows for the resolved `config`; for the arguments see `Console.banner`."""
+    """Returns (label, text) rows for the resolved `config`. For the arguments see `Console.banner`."""
     rows, length, tokens = global_batch_rows(config), config.max_target_length, work_of(config, 0.0).tokens
     barred = kernel_barred(config, mesh_axes(config), platform)
     batch = f"{counted(rows, 'row')} x {counted(length, 'token')} = {counted(tokens, 'token')} per step"
@@ -92,13 +92,13 @@ def _islands(config: Any) -> str:
 
 
 def devices_text(config: Any, device_kind: str, platform: str, process_count: int) -> str:
-    """The devices of the mesh, as in "8 x cpu, 1 process"; for the arguments see `Console.banner`."""
+    """Returns the devices of the mesh, as in "8 x cpu, 1 process". For the arguments see `Console.banner`."""
     kind = device_kind if device_kind.lower() == platform else f"{device_kind} ({platform})"
     return f"{math.prod(mesh_axes(config).values())} x {kind}, {counted(process_count, 'process', 'processes')}"
 
 
 def mesh_text(config: Any) -> str:
-    """The axes larger than 1, and how slices divide them."""
+    """Returns the axes larger than 1, and how slices divide them."""
 
     def product(sizes: dict[str, int]) -> str:
         return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)

@@ -1,25 +1,25 @@
-"""A line at the bottom of a terminal that shows how far a run is, below the lines that stay."""
+"""A progress line at the bottom of a terminal, below the lines that stay."""
 
 from typing import TextIO
 
 _WIDTH = 20  # characters
-_CLEAR = "\r\x1b[K"  # back to the first column, and erase to the end of the line
+_CLEAR = "\r\x1b[K"  # returns to the first column and erases to the end of the line
 
 
 def bar(done: int, total: int) -> str:
-    """`done` of `total` as a bar."""
+    """Returns `done` of `total` as a bar."""
     filled = _WIDTH * done // total if total else _WIDTH
     return f"[{'#' * filled}{'-' * (_WIDTH - filled)}]"
 
 
 class BottomLine:
-    """The last line of the terminal `stream`, which is written again and again."""
+    """The last line of the terminal `stream`, which is rewritten repeatedly."""
 
     def __init__(self, stream: TextIO):
         self._stream, self._line = stream, ""
 
     def show(self, line: str) -> None:
-        """`line`, shorter than the terminal is wide, replaces the bottom line."""
+        """Replaces the bottom line by `line`, which must be shorter than the terminal's width."""
         self._line = line
         self._stream.write(_CLEAR + line)
         self._stream.flush()

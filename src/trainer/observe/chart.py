@@ -1,4 +1,4 @@
-"""Line charts and histograms as inline SVG, for a page that is opened offline and follows the reader's colours."""
+"""Line charts and histograms as inline SVG, for a page that works offline and follows the reader's colours."""
 
 import html
 import math
@@ -11,12 +11,12 @@ from trainer.observe.series import Point, Series
 
 _WIDTH, _HEIGHT = 560, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 12, 30
-_FEW = 30  # points of a line that are drawn as dots too
+_FEW = 30  # up to this many points of a line are also drawn as dots
 COLOURS = 6  # the classes c0, c1, ... of the page's style
 
 
 class Line(NamedTuple):
-    """A named line, and the steps at which a dashed vertical one marks that its run was resumed."""
+    """A named line, and the steps at which its run was resumed, marked by a dashed vertical line."""
 
     name: str
     series: Series
@@ -24,7 +24,7 @@ class Line(NamedTuple):
 
 
 def line_chart(title: str, lines: Sequence[Line], unit: str = "", scale: float = 1.0) -> str:
-    """A chart of `lines` over steps, their values times `scale`; empty if no value is finite."""
+    """Returns a chart of `lines` over steps, with values multiplied by `scale`; empty if no value is finite."""
     parts = [[[(x, scale * y) for x, y in part] for part in line.series.parts()] for line in lines]
     points = [point for found in parts for part in found for point in part]
     if not points:
@@ -45,13 +45,13 @@ def line_chart(title: str, lines: Sequence[Line], unit: str = "", scale: float =
 
 
 def _marked(axes: "_Axes", steps: Collection[float], colour: str) -> list[str]:
-    """Dashed lines at those `steps` that are in the chart."""
+    """Returns dashed lines at those `steps` that are within the chart."""
     at = dict.fromkeys(f"{axes.x(step):.0f}" for step in steps if axes.holds(step))
     return [f'<line class="mark {colour}" x1="{x}" x2="{x}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>' for x in at]
 
 
 def histogram(title: str, values: Sequence[Sequence[float]], unit: str, bins: int = 40) -> str:
-    """How often each of the finite `values` occurs, up to their 99th percentile; empty without a value."""
+    """Returns a histogram of the finite `values` up to their 99th percentile; empty without a value."""
     arrays = [np.asarray(found, np.float64) for found in values]
     found = [array for array in arrays if array.size]
     if not found:
@@ -82,7 +82,7 @@ class _Axes:
         self._x, self._y = _span(xs), _span(ys)
 
     def holds(self, x: float) -> bool:
-        """Whether `x` is in the chart."""
+        """Returns whether `x` is within the chart."""
         return self._x[0] <= x <= self._x[1]
 
     def x(self, value: float) -> float:
@@ -115,7 +115,7 @@ def _span(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """About five multiples of 1, 2 or 5 times a power of ten."""
+    """Returns about five multiples of 1, 2 or 5 times a power of ten."""
     rough = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)

@@ -15,7 +15,7 @@ from trainer.observe.bar import BottomLine, bar
 from trainer.observe.lines import Pace, Work, evaluation_fields, evaluation_line, step_fields, step_line
 from trainer.observe.text import Field, clock, fit, short_time, si, visible
 
-LINES = 25  # steps of a run that stay on a terminal
+LINES = 25  # the number of step lines that stay on a terminal
 _STYLES = {"bold": "1", "dim": "2", "green": "32", "yellow": "33"}
 
 
@@ -23,8 +23,8 @@ class Console:
     """Writes a run's progress to `stream` (standard output) and flushes each line.
 
     On a terminal, a line has the fields that fit its width, in colour unless NO_COLOR is set. A bar at the bottom shows
-    the newest step, and about LINES steps stay; with TERM=dumb there is no bar, and every step stays. Elsewhere
-    lines are complete, and step and evaluation lines have MaxText's format, so that programs that parse MaxText's log
+    the newest step, and about LINES steps stay. With TERM=dumb there is no bar, and every step stays. Elsewhere lines
+    are complete, and lines of steps and evaluations have MaxText's format, so that programs that parse MaxText's log
     can parse this one.
     """
 
@@ -39,7 +39,7 @@ class Console:
         self._run_dir: Path | None = None
         self._first: Mapping[str, float] = {}
         self._last: Mapping[str, float] = {}
-        self._skipped: dict[str, int] = {}  # updates by reason
+        self._skipped: dict[str, int] = {}  # the number of skipped updates by reason
         self._without_loss = 0
         self._evaluated: Mapping[str, float] = {}
 
@@ -56,13 +56,13 @@ class Console:
         run_dir: Path,
         warnings: Sequence[str] = (),
     ) -> None:
-        """Print the summary of the run and each warning. Call it before the first `step`.
+        """Prints the summary of the run and each warning. Call it before the first `step`.
 
         Args:
           config: resolved.
-          device_kind, platform: of the mesh's devices, as JAX names them.
-          parameters: how many the model has.
-          work: of one step, from `work_of`.
+          device_kind, platform: of the mesh's devices, as named by JAX.
+          parameters: the number of parameters of the model.
+          work: the work of one step, from `work_of`.
           dataset: one line on the data.
         """
         self._work, self._run_dir = work, run_dir
@@ -81,22 +81,22 @@ class Console:
             self._warn(warning)
 
     def needs(self, needs: Needs | None, steps_left: int) -> None:
-        """Print what the compiled step needs, and `steps_left` steps; see `needs_rows`. Call it after `banner`."""
+        """Prints the needs of the compiled step and of `steps_left` steps; see `needs_rows`. Call it after `banner`."""
         assert self._work is not None, "call banner first"
         self._table(needs_rows(self._work, needs, steps_left))
 
     def end_bar(self) -> None:
-        """Removes the bar. Call it after the last step, also if the run fails."""
+        """Removes the bar. Call it after the last step, even if the run fails."""
         if self._bottom is not None:
             self._bottom.end()
 
     def say(self, text: str) -> None:
-        """Print a line of text."""
+        """Prints a line of text."""
         for line in self._wrapped(text):
             self._print(line)
 
     def step(self, row: Mapping[str, float], total_steps: int) -> None:
-        """Print a step's line. `row` is as in metrics.jsonl; the run ends after `total_steps`."""
+        """Prints a step's line. `row` is as in metrics.jsonl; the run ends after `total_steps`."""
         assert self._work is not None, "call banner first"
         self._pace.add(row)
         self._first, self._last = self._first or row, row
@@ -117,7 +117,7 @@ class Console:
                 self._warn(f"step {row['step']} has {values}: its update is skipped ({reason})")
 
     def evaluation(self, row: Mapping[str, float]) -> None:
-        """Print an evaluation's line. `row` is as in metrics.jsonl."""
+        """Prints an evaluation's line. `row` is as in metrics.jsonl."""
         self._evaluated = row
         if self._is_terminal:
             self._dense(evaluation_fields(row))
@@ -125,8 +125,8 @@ class Console:
             self._print(evaluation_line(row))
 
     def summary(self, wall_time: float, files: Mapping[str, str] | None = None) -> None:
-        """Print a summary of this process's steps and evaluations, after `wall_time` seconds, and `files`: paths by
-        what they hold."""
+        """Prints a summary of this process's steps and evaluations, after `wall_time` seconds, and `files`, which maps
+        descriptions to paths."""
         pace = self._pace
         steps = counted(pace.steps, "step")
         if self._first.get("step"):
@@ -149,7 +149,7 @@ class Console:
         self._table([*rows, *(files or {}).items()])
 
     def sample(self, prompt: str, text: str) -> None:
-        """Print text that the model generated between two delimiter lines; `text` begins with `prompt`."""
+        """Prints text that the model generated, between two delimiter lines. `text` begins with `prompt`."""
         prompt, text = visible(prompt), visible(text).rstrip("\n")
         self._print(self._styled(f"---- sample, continues {prompt!r} ----", "dim"))
         if text.startswith(prompt):
@@ -176,7 +176,7 @@ class Console:
         if self._bottom is None or row is self._first or done == total_steps or not done % max(1, total_steps // LINES):
             self._dense(fields)
         if self._bottom is not None and done < total_steps:
-            # One column less than the terminal has, which would else begin another line.
+            # One column less than the terminal's width, because a full line would start a new one.
             self._bottom.show(self._joined(fit([Field(bar(done, total_steps), drop=2), *fields], self._width() - 1)))
 
     def _dense(self, fields: Sequence[Field]) -> None:
@@ -186,7 +186,7 @@ class Console:
         return "  ".join(self._styled(text, style) for text, _, style in fields)
 
     def _wrapped(self, text: str, indent: str = "") -> list[str]:
-        """`text` wrapped to the terminal's width without breaking paths; one line if the stream is not a terminal."""
+        """Returns `text` wrapped to the terminal's width without breaking paths; one line if not on a terminal."""
         if not self._is_terminal:
             return [text]
         return textwrap.wrap(
@@ -210,7 +210,7 @@ class Console:
 
 
 def _reason(row: Mapping[str, Any]) -> str:
-    """Why the step of `row` was skipped."""
+    """Returns why the step of `row` was skipped."""
     words = {"loss": "loss", "grad_norm": "gradient norm"}
     if wrong := [word for name, word in words.items() if not math.isfinite(row[name])]:
         return f"{' and '.join(wrong)} not finite"

@@ -1,4 +1,4 @@
-"""events: the rows of metrics.jsonl as TensorBoard events, with MaxText's tags."""
+"""Writes the rows of metrics.jsonl as TensorBoard events, with MaxText's tags."""
 
 import os
 import struct
@@ -10,8 +10,8 @@ from typing import Any, Self
 
 from trainer.observe.metrics import disk_errors
 
-# TensorBoard reads every file whose name contains "tfevents"; its folder has the name that MaxText gives it. The name
-# is always the same, so that a resumed run continues the file, and a TensorBoard that reads it goes on.
+# TensorBoard reads every file whose name contains "tfevents". The folder has the name that MaxText gives it. The name
+# is always the same, so that a resumed run continues the file, and a TensorBoard that reads it continues to read it.
 EVENTS_FILE = "tensorboard/events.out.tfevents.trainer"
 # A record is its length (uint64), a checksum of the length, the event, and a checksum of the event (uint32 each),
 # little-endian: TensorFlow's TFRecord format.
@@ -19,13 +19,13 @@ _HEAD, _TAIL = struct.Struct("<QI"), 4
 
 
 class EventsWriter:
-    """Appends events to folder/tensorboard/ and hands each row to the system immediately; a context manager.
+    """Appends events to folder/tensorboard/ and flushes each row immediately. A context manager.
 
-    Importing this module does not import tensorboardX; making a writer does.
+    Importing this module does not import tensorboardX, but creating a writer does.
     """
 
     def __init__(self, folder: Path, step: int = 0, *, resumes: bool = True):
-        """Keeps earlier events of steps below `step`; removes later ones and a truncated last one.
+        """Keeps earlier events of steps below `step`. Removes later events and a truncated last one.
 
         `resumes`: see `MetricsWriter`.
 
@@ -38,13 +38,13 @@ class EventsWriter:
         with disk_errors(self._path, self._resumes):
             self._path.parent.mkdir(exist_ok=True)
             self._file = self._path.open("ab", buffering=0)
-            # Cut in place: the steps that are computed again have records of the same lengths.
+            # Truncated in place: the steps that are computed again have records of the same lengths.
             self._file.truncate(_end(self._path, step))
             if not self._file.seek(0, os.SEEK_END):
                 self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def write(self, row: Mapping[str, float | str]) -> None:
-        """Append an event with the numbers of `row`, which has MaxText's names (`maxtext_row`).
+        """Appends an event with the numbers of `row`, which has MaxText's names (`maxtext_row`).
 
         Raises:
           UserError: the disk is full.
@@ -72,12 +72,12 @@ class EventsWriter:
             record = record[self._file.write(record) :]
 
     def sync(self) -> None:
-        """Wait until all events are on disk. Raises UserError as `write` does."""
+        """Waits until all events are on disk. Raises UserError like `write`."""
         with disk_errors(self._path, self._resumes):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file; a second call does nothing."""
+        """Closes the file. A second call does nothing."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -90,7 +90,7 @@ class EventsWriter:
 
 
 def _end(path: Path, step: int) -> int:
-    """Where the events of steps below `step` end; in bytes from the start of the file."""
+    """Returns the offset in bytes at which the events of steps below `step` end."""
     end = 0
     for event, after in _events(path):
         if event.step >= step and not event.file_version:
@@ -100,7 +100,7 @@ def _end(path: Path, step: int) -> int:
 
 
 def _events(path: Path) -> Iterator[tuple[Any, int]]:
-    """The events of a file with the offset at which each ends, up to the first that is damaged."""
+    """Yields the events of a file, each with the offset of its end, up to the first damaged one."""
     from google.protobuf.message import DecodeError
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.record_writer import masked_crc32c
@@ -108,7 +108,7 @@ def _events(path: Path) -> Iterator[tuple[Any, int]]:
     with path.open("rb") as file:
         while len(head := file.read(_HEAD.size)) == _HEAD.size:
             length, checksum = _HEAD.unpack(head)
-            # A file whose end was lost in a power cut can end with zeros, which no checksum fits.
+            # After a power cut, a file can end with zeros, which match no checksum.
             if masked_crc32c(head[:8]) != checksum:
                 return
             data = file.read(length)

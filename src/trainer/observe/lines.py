@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from trainer.observe.text import Field, clock, perplexity, short_time, si
 
-# The first steps of a process are left out of timing: they wait for compilation and for the first batches.
+# The first steps of a process are not timed, because they wait for compilation and for the first batches.
 FIRST_STEPS = 2
 # Weight of the newest step in the smoothed step time.
 SMOOTHING = 0.05
@@ -20,18 +20,18 @@ class Work(NamedTuple):
     devices: int
     tokens: int  # rows x length
     flops_per_token: float  # model FLOPs; see `models.flops`
-    peak: float | None = None  # FLOP/s of one device; None if it is not known
+    peak: float | None = None  # FLOP/s of one device; None if unknown
 
     def tokens_per_second(self, step_time: float) -> float:
-        """Tokens per second and device."""
+        """Returns tokens per second and device."""
         return self.tokens / self.devices / step_time if step_time else math.inf
 
     def flops_per_second(self, step_time: float) -> float:
-        """Model FLOPs per second and device."""
+        """Returns model FLOPs per second and device."""
         return self.flops_per_token * self.tokens_per_second(step_time)
 
     def utilization(self, step_time: float) -> str | None:
-        """The share of the peak that model FLOPs reach (MFU), as a percentage; None without a peak."""
+        """Returns model FLOPs as a share of the peak (MFU), as a percentage; None without a peak."""
         return f"{self.flops_per_second(step_time) / self.peak:.1%}" if self.peak else None
 
 
@@ -45,7 +45,7 @@ class Pace:
         self._times, self._rates = array("d"), array("d")
 
     def add(self, row: Mapping[str, float]) -> None:
-        """Add a step's row."""
+        """Adds a step's row."""
         self.steps += 1
         self.tokens += int(row["tokens"])
         if self.steps == FIRST_STEPS + 1:
@@ -58,18 +58,19 @@ class Pace:
             self._smoothed += weight * (row["step_time"] - self._smoothed)
 
     def eta(self, steps_left: int) -> str:
-        """Time to the end as h:mm:ss; "?" during the first two steps."""
+        """Returns the time to the end as h:mm:ss; "?" during the first two steps."""
         if steps_left == 0:
             return clock(0)
         return clock(steps_left * self._smoothed) if self.steps > FIRST_STEPS else "?"
 
     def medians(self) -> tuple[float, float]:
-        """Median step time in seconds and median tokens per second; of the first two steps if there are no others."""
+        """Returns the median step time in seconds and the median tokens per second. Includes the first two steps only
+        if there are no others."""
         return statistics.median(self._times), statistics.median(self._rates)
 
 
 def step_fields(row: Mapping[str, float], total_steps: int, work: Work, eta: str) -> list[Field]:
-    """A step's fields for a terminal."""
+    """Returns a step's fields for a terminal."""
     digits = len(str(total_steps))
     flops = si(work.flops_per_second(row["step_time"]), "FLOP/s") + ("/device" if work.devices > 1 else "")
     if (share := work.utilization(row["step_time"])) is not None:
@@ -89,7 +90,7 @@ def step_fields(row: Mapping[str, float], total_steps: int, work: Work, eta: str
 
 
 def step_line(row: Mapping[str, float], total_steps: int, work: Work, eta: str) -> str:
-    """A step's line in MaxText's format, followed by additional fields."""
+    """Returns a step's line in MaxText's format, followed by additional fields."""
     step_time = row["step_time"]
     share, memory = work.utilization(step_time), row.get("memory")
     more = [
@@ -115,7 +116,7 @@ def step_line(row: Mapping[str, float], total_steps: int, work: Work, eta: str) 
 
 
 def evaluation_fields(row: Mapping[str, float]) -> list[Field]:
-    """An evaluation's fields for a terminal."""
+    """Returns an evaluation's fields for a terminal."""
     fields = [
         Field(f"evaluation at step {row['step']}", style="green"),
         Field(f"loss {row['eval_loss']:.3f}", style="bold"),
@@ -132,7 +133,7 @@ def evaluation_fields(row: Mapping[str, float]) -> list[Field]:
 
 
 def evaluation_line(row: Mapping[str, float]) -> str:
-    """An evaluation's line in MaxText's format, followed by additional fields."""
+    """Returns an evaluation's line in MaxText's format, followed by additional fields."""
     bits = f", bits_per_byte={row['eval_bits_per_byte']:.4f}" if "eval_bits_per_byte" in row else ""
     of_tokens = f"perplexity={row['eval_perplexity']:.3f}, " if "eval_perplexity" in row else ""
     return (

@@ -18,16 +18,16 @@ _LAST_STEP = 2**53  # a float holds every step up to it
 
 
 class MetricsWriter:
-    """Appends rows to folder/metrics.jsonl and flushes each; a context manager.
+    """Appends rows to folder/metrics.jsonl and flushes each. A context manager.
 
     Floats survive a round trip bit for bit. NaN and infinities are written as NaN, Infinity and -Infinity, which
     Python's json accepts and strict JSON parsers reject.
     """
 
     def __init__(self, folder: Path, step: int = 0, name: str = METRICS_FILE, *, resumes: bool = True):
-        """Keeps earlier rows with steps below `step`; removes later rows and a truncated last line.
+        """Keeps earlier rows with steps below `step`. Removes later rows and a truncated last line.
 
-        `resumes`: the run saves checkpoints, for the message about a full disk.
+        `resumes`: whether the run saves checkpoints, for the message about a full disk.
 
         Raises:
           UserError: the file cannot be written, or a line is not a valid row.
@@ -38,7 +38,7 @@ class MetricsWriter:
             self._file = self._path.open("ab", buffering=0)
 
     def write(self, row: Mapping[str, float | int | str | list[float]]) -> None:
-        """Append `row`; its values must be built-in Python numbers, strings and lists.
+        """Appends `row`. Its values must be built-in Python numbers, strings and lists.
 
         Raises:
           TypeError: a value is an array or a NumPy scalar; nothing is written.
@@ -50,12 +50,12 @@ class MetricsWriter:
                 line = line[self._file.write(line) :]
 
     def sync(self) -> None:
-        """Wait until all rows are on disk. Raises UserError as `write` does."""
+        """Waits until all rows are on disk. Raises UserError like `write`."""
         with disk_errors(self._path, self._resumes):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file; a second call does nothing."""
+        """Closes the file. A second call does nothing."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -69,7 +69,7 @@ class MetricsWriter:
 
 @contextlib.contextmanager
 def disk_errors(path: Path, resumes: bool) -> Iterator[None]:
-    """Turns an OSError of writing `path` into a UserError; for `resumes` see `MetricsWriter`."""
+    """Turns an OSError when writing `path` into a UserError. For `resumes` see `MetricsWriter`."""
     try:
         yield
     except OSError as error:
@@ -83,20 +83,20 @@ def disk_errors(path: Path, resumes: bool) -> Iterator[None]:
 
 
 class TokensSeen:
-    """Counts the tokens that bear loss in all steps of a run; those of skipped steps too."""
+    """Counts the loss-bearing tokens in all steps of a run, including skipped steps."""
 
     def __init__(self, kept: Iterable[Mapping[str, Any]] = ()):
-        """Continues the count of the rows `kept`."""
+        """Continues the count of the rows in `kept`."""
         self._count = sum(row.get("tokens", 0) for row in kept)
 
     def add(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The row of the next step with the field tokens_seen, its own tokens included."""
+        """Returns the row of the next step with the field tokens_seen, which includes the row's own tokens."""
         self._count += row["tokens"]
         return {**row, "tokens_seen": self._count}
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl, without a truncated last line.
+    """Returns the rows of a metrics.jsonl, without a truncated last line.
 
     Raises:
       UserError: another line is not a valid row.
@@ -117,7 +117,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _cut(path: Path, step: int) -> list[dict[str, Any]]:
-    """Atomically replaces the file by its rows with steps below `step`, and returns them."""
+    """Atomically replaces the file by its rows with steps below `step`, and returns these rows."""
     rows = [row for row in read_rows(path) if row["step"] < step]
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("w", encoding="utf-8") as file:

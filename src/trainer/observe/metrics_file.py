@@ -14,12 +14,13 @@ from trainer.runtime.storage import why_not_writable
 
 
 def maxtext_row(row: Mapping[str, Any], work: Work, clipping_threshold: float, run_name: str) -> dict[str, float | str]:
-    """A row of metrics.jsonl in the format of MaxText's `metrics_file`, with DiLoCo's `diloco/...`; numbers are floats.
+    """Returns a row of metrics.jsonl in the format of MaxText's `metrics_file`, with DiLoCo's `diloco/...` added.
+    Numbers are floats.
 
     Args:
-      row: of a step or of an evaluation.
-      work: of one step.
-      clipping_threshold: of the gradient norm; 0: off.
+      row: a row of a step or of an evaluation.
+      work: the work of one step.
+      clipping_threshold: the threshold for the gradient norm; 0: off.
     """
     ends: dict[str, float | str] = {"step": float(row["step"]), "run_name": run_name}
     if "eval_loss" in row:
@@ -56,7 +57,7 @@ def maxtext_row(row: Mapping[str, Any], work: Work, clipping_threshold: float, r
 
 
 def _of_islands(row: Mapping[str, Any]) -> dict[str, float]:
-    """What DiLoCo adds to a row, under names of our own: MaxText writes nothing of it."""
+    """Returns what DiLoCo adds to a row. The names are ours, because MaxText writes no such fields."""
     found = {f"diloco/{name}": row[name] for name in ("outer_grad_norm", "island_cosine") if name in row}
     for name, what in {"island_losses": "loss", "island_distance": "distance"}.items():
         found |= {f"diloco/island_{n}_{what}": value for n, value in enumerate(row.get(name, ()))}
@@ -74,10 +75,10 @@ class MetricsFile:
     """
 
     def __init__(self, path: str, run_dir: Path, run_name: str):
-        """Checks that the file can be written, and creates nothing.
+        """Checks that the file is writable, without creating anything.
 
         Raises:
-          UserError: it cannot be written, is one of the run's own files in `run_dir`, or holds something else.
+          UserError: it is not writable, is one of the run's own files in `run_dir`, or contains something else.
         """
         self.path, self._run_name = Path(os.path.realpath(os.path.expanduser(path))), run_name
         if self.path in [Path(os.path.realpath(run_dir / name)) for name in OWN_FILES]:
@@ -102,9 +103,9 @@ class MetricsFile:
         self._own = bool(rows) and all(row["run_name"] == run_name for row in rows)
 
     def open(self, updates: int, *, resumed: bool, say: Callable[[str], None], resumes: bool = True) -> MetricsWriter:
-        """A writer of rows from step `updates` on; reports to `say` what was moved.
+        """Returns a writer of rows from step `updates` on. Reports to `say` which file was moved.
 
-        `resumed`: the run is resumed, so rows with its name are its own. `resumes`: see `MetricsWriter`.
+        `resumed`: whether the run is resumed, so that rows with its name are its own. `resumes`: see `MetricsWriter`.
 
         Raises:
           UserError: its parent folders cannot be created.

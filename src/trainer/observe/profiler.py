@@ -7,29 +7,30 @@ from typing import Any, Self
 
 from trainer.config.words import counted
 
-# XProf and TensorBoard's plugin find profiles in plugins/profile/TIME/ below a folder of events.
+# XProf and TensorBoard's plugin find profiles in plugins/profile/TIME/ within a folder of events.
 TRACES, MEMORY = "tensorboard/plugins/profile", "memory.prof"
 
 
 class Profiler:
-    """Traces the steps of `config.profiler` into folder/tensorboard/plugins/profile/TIME/; a context manager.
+    """Traces the steps of `config.profiler` into folder/tensorboard/plugins/profile/TIME/. A context manager.
 
-    The device is idle when the trace starts and when it stops, so that it has these steps and no part of another.
-    Every process needs one: to wait for a step can be work of all processes together, in the same order.
+    The device is idle when the trace starts and stops, so that the trace contains complete steps. Every process needs a
+    Profiler, because waiting for a step can be work that all processes must do together, in the same order.
     """
 
     def __init__(self, config: Any, folder: Path, first_step: int, say: Callable[[str], None], *, traces: bool = True):
-        """Plans a trace of `profiler_steps` steps, after `skip_first_n_steps_for_profiler` of those from `first_step`
-        on. A line to `say` tells where it is, or that the run ends before. Without `traces` it only waits."""
+        """Plans a trace of `profiler_steps` steps, which skips the first `skip_first_n_steps_for_profiler` steps
+        counted from `first_step`. A line to `say` tells where the trace is, or that the run ends earlier. Without
+        `traces` it only waits."""
         self._folder, self._say, self._traces = folder, say, traces
         self._first = first_step + config.skip_first_n_steps_for_profiler
         self._last = min(self._first + config.profiler_steps, config.steps) - 1
-        self._inside = False  # the steps of the trace
+        self._inside = False  # whether the current step is part of the trace
         if self._first > self._last and first_step < config.steps:
             say(f"no step is profiled: the run ends at step {config.steps - 1}, before step {self._first}")
 
     def before(self, step: int, finish: Callable[[], None]) -> bool:
-        """Call it before `step` is dispatched; returns whether a trace starts. `finish()` waits for earlier steps."""
+        """Call it before `step` is dispatched. Returns whether a trace starts. `finish()` waits for earlier steps."""
         if step != self._first or step > self._last:
             return False
         import jax
@@ -44,7 +45,7 @@ class Profiler:
         return True
 
     def after(self, step: int, finish: Callable[[], None]) -> bool:
-        """Call it after `step` was dispatched; returns whether a trace stops. `finish()` waits for the step."""
+        """Call it after `step` was dispatched. Returns whether a trace stops. `finish()` waits for the step."""
         if step != self._last or not self._inside:
             return False
         finish()
@@ -72,5 +73,5 @@ class Profiler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._inside:  # the run was interrupted, or failed
+        if self._inside:  # the run was interrupted or failed
             self._stop()

@@ -1,4 +1,4 @@
-"""What a report shows of one run, gathered row by row."""
+"""The data that a report shows for one run, collected row by row."""
 
 import math
 from array import array
@@ -17,16 +17,16 @@ from trainer.observe.text import short_time, si
 
 
 class Record:
-    """A run. Its size does not grow with the number of steps, but for the 16 bytes of a step's time and speed.
+    """A run. Its size does not grow with the number of steps, except for 16 bytes per step for its time and speed.
 
     Attributes:
-      name: of the folder.
+      name: the name of the folder.
       config: the resolved configuration; empty if config.yml is missing.
-      starts: of its processes; see `starts.json`.
-      samples: rows of samples.jsonl.
+      starts: the starts of its processes; see `starts.json`.
+      samples: the rows of samples.jsonl.
       series: the values of each field of metrics.jsonl.
       step_times: in seconds.
-      sums: tokens that bear loss, and skipped updates.
+      sums: the number of loss-bearing tokens, and of skipped updates.
     """
 
     def __init__(self, name: str, config: Mapping[str, Any], starts: list[dict[str, Any]]):
@@ -36,12 +36,12 @@ class Record:
         self.step_times = array("d")
         self._rates = array("d")
         self.sums = {"tokens": 0.0, "skipped": 0.0}
-        self._last: Mapping[str, Any] = {}  # row of a step
-        self._evaluations: list[tuple[float, int]] = []  # the last one, and the best
+        self._last: Mapping[str, Any] = {}  # the last row of a step
+        self._evaluations: list[tuple[float, int]] = []  # the last and the best one
         self._unlike_loss: set[str] = set()
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Takes the next row of metrics.jsonl."""
+        """Adds the next row of metrics.jsonl."""
         step, loss = row["step"], row.get("loss")
         for field, value in row.items():
             if field == "step":
@@ -65,12 +65,12 @@ class Record:
             self._evaluations = [newest, *([min(best)] if best else [])]
 
     def is_loss(self, field: str) -> bool:
-        """Whether `field` equals the loss in every row, as the only term of the loss does."""
+        """Returns whether `field` equals the loss in every row, like the only term of the loss."""
         counts = [self.series[name].count if name in self.series else 0 for name in (field, "loss")]
         return counts[0] == counts[1] and field not in self._unlike_loss
 
     def facts(self) -> dict[str, str]:
-        """The summary of the run, by name."""
+        """Returns the summary of the run, by name."""
         total = self.config.get("steps")
         done = self._last["step"] + 1 if self._last else 0
         found = {"updates": f"{done:,}" + (f" of {total:,}" if isinstance(total, int) and total else "")}
@@ -92,15 +92,15 @@ class Record:
         return found
 
     def resumed_at(self) -> list[int]:
-        """The first steps of the processes after the first one."""
+        """Returns the first step of each process after the first process."""
         return [start["step"] for start in self.starts[1:]]
 
 
 def read_run(folder: Path) -> Record:
-    """The records of a run.
+    """Returns the record of a run.
 
     Raises:
-      UserError: the folder holds no metrics.jsonl, or one of its files is damaged.
+      UserError: the folder has no metrics.jsonl, or one of its files is damaged.
     """
     metrics = folder / METRICS_FILE
     if not metrics.is_file():
@@ -111,7 +111,7 @@ def read_run(folder: Path) -> Record:
 
 
 def begun(folder: Path, rows: Iterable[Mapping[str, Any]]) -> Record:
-    """The run in `folder` with `rows` and its other files. Raises UserError if one of them is damaged."""
+    """Returns the record of the run in `folder` with `rows`. Raises UserError if one of its other files is damaged."""
     config, samples = folder / CONFIG_FILE, folder / SAMPLES_FILE
     text = config.read_bytes().decode("utf-8", "replace") if config.is_file() else ""
     saved = read_saved(text, str(config)) if text else {}

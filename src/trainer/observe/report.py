@@ -1,4 +1,4 @@
-"""report: one self-contained HTML page on one run, or on several side by side."""
+"""Makes one self-contained HTML page on one run, or on several runs side by side."""
 
 import html
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _CHARTS = (
     ("Skipped updates", "skipped", "1: skipped", 1),
     ("Memory", "memory", "peak of the fullest device, GB", 1e-9),
 )
-# Sections of the measures that only some runs have, and the ends of the names of their fields.
+# Sections of measures that only some runs have, with the suffixes of their field names.
 _SECTIONS = {
     "Multi-token prediction": ("mtp_loss", "mtp_z_loss", "mtp_acceptance_rate"),
     "DiLoCo": ("outer_grad_norm", "island_losses", "island_distance", "island_cosine"),
@@ -37,18 +37,18 @@ _SECTIONS = {
         "dropped_tokens",
     ),
 }
-# Fields without a chart: those of the summary and the histogram, and what others say in another unit.
+# Fields without a chart: those in the summary and in the histogram, and those that repeat others in another unit.
 _NOT_DRAWN = ("step", "tokens", "tokens_seen", "step_time", "eval_tokens", "eval_time", "eval_perplexity")
-# In the order of their charts. A tensor of a stack has one number for each layer.
+# In the order of their charts. A tensor of a stack has one number per layer.
 _PERIODIC = ("grad_norm/", "param_norm/", "update_ratio/")  # `parameter_metrics_period`
 
-_FOLDED = 12  # a section of more charts is folded
-_SAMPLES = 3  # shown at most
+_FOLDED = 12  # a section with more charts is folded
+_SAMPLES = 3  # the maximum number of samples
 _COMPUTED = "computed from the other keys and the devices"
 
 
 def report_html(runs: Sequence[Record]) -> str:
-    """The page on `runs`, without links to other files."""
+    """Returns the page on `runs`, without links to other files."""
     title = " and ".join(run.name for run in runs)
     alone, heads = len(runs) == 1, [_name(number, run) for number, run in enumerate(runs)]
     charts = [line_chart(name, _lines(runs, field), unit, scale) for name, field, unit, scale in _CHARTS]
@@ -75,18 +75,18 @@ def report_html(runs: Sequence[Record]) -> str:
 
 
 def _lines(runs: Sequence[Record], field: str) -> list[Line]:
-    """The values of a field of metrics.jsonl: a line for each run."""
+    """Returns the values of a field of metrics.jsonl: a line for each run."""
     if field == "skipped" and not any(run.sums["skipped"] for run in runs):
         return []
     return [Line(run.name, run.series.get(field, Series()), run.resumed_at()) for run in runs]
 
 
 def _grouped(runs: Sequence[Record]) -> dict[str, list[str]]:
-    """The fields that have no chart of their own, by the titles of their sections."""
+    """Returns the fields that have no chart of their own, by the titles of their sections."""
     drawn = {field for _, field, *_ in _CHARTS} | set(_NOT_DRAWN)
     names = [name for name in dict.fromkeys(name for run in runs for name in run.series) if name not in drawn]
     periodic = [name for name in names if name.startswith(_PERIODIC)]
-    # The only term of the loss is the loss.
+    # If the loss has only one term, that term equals the loss.
     others = [name for name in names if name not in periodic and not all(run.is_loss(name) for run in runs)]
     found = {title: [name for name in others if name.endswith(ends)] for title, ends in _SECTIONS.items()}
     found["Further measures"] = [name for name in others if not any(name in group for group in found.values())]
@@ -104,7 +104,7 @@ def _section(title: str, charts: Sequence[str]) -> str:
 
 
 def _notes(runs: Sequence[Record]) -> str:
-    """What a reader has to know of the charts."""
+    """Returns notes that a reader needs to understand the charts."""
     notes = []
     if any(series.thinned for run in runs for series in run.series.values()):
         notes.append(
@@ -123,7 +123,7 @@ def _summary(runs: Sequence[Record]) -> list[list[str]]:
 
 
 def _samples(run: Record, alone: bool) -> str:
-    """The texts that the model generated, the newest first."""
+    """Returns the texts that the model generated, the newest first."""
     shown = []
     for row in run.samples[: -_SAMPLES - 1 : -1]:
         prompt, text = visible(str(row.get("prompt", ""))), visible(str(row.get("text", "")))
@@ -134,7 +134,7 @@ def _samples(run: Record, alone: bool) -> str:
 
 
 def _starts(run: Record, alone: bool) -> str:
-    """A table of the processes of a run that was resumed."""
+    """Returns a table of the processes of a run that was resumed."""
     if not run.resumed_at():
         return ""
     fields = ("step", "time", "devices", "mesh", "combination")
@@ -143,7 +143,7 @@ def _starts(run: Record, alone: bool) -> str:
 
 
 def _sharding(run: Record, alone: bool) -> str:
-    """How the last process shards its train state and gradients; folded."""
+    """Returns how the last process shards its train state and gradients, folded."""
     found = run.starts[-1].get("sharding") if run.starts else None
     if not isinstance(found, dict) or not isinstance(found.get("rows"), list):
         return ""
@@ -158,7 +158,7 @@ def _sharding(run: Record, alone: bool) -> str:
 
 
 def _settings(runs: Sequence[Record], heads: Sequence[str]) -> str:
-    """A table of the keys whose values are not the defaults; that of one run has their sources."""
+    """Returns a table of the keys whose values are not the defaults. For a single run, it includes their sources."""
     rows, alone = [], len(runs) == 1
     sources = runs[0].starts[-1].get("sources") if alone and runs[0].starts else None
     for name, key in schema().keys.items():

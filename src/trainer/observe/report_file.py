@@ -1,4 +1,4 @@
-"""report.html in the folder of a run that is going on."""
+"""report.html in the folder of a run in progress."""
 
 import contextlib
 import time
@@ -13,24 +13,24 @@ from trainer.observe.rundir import REPORT_FILE
 
 
 class ReportFile:
-    """Keeps what the page shows, so that writing it takes the same time after any number of steps.
+    """Keeps the data of the page, so that writing it takes the same time after any number of steps.
 
-    What prevents writing it is reported, once for each reason, and ends no run.
+    A failure to write the page is reported, once for each reason, and does not end the run.
     """
 
     def __init__(self, folder: Path, rows: Iterable[Mapping[str, Any]], say: Callable[[str], None]):
-        """`rows`: of the steps before."""
+        """`rows`: the rows of earlier steps."""
         self._folder, self._say, self._said = folder, say, ""
         self._next = 0.0
         self._record = self._begun(rows)
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Takes the next row of metrics.jsonl."""
+        """Adds the next row of metrics.jsonl."""
         if self._record is not None:
             self._record.add(row)
 
     def refresh(self) -> None:
-        """Writes the page if that takes at most a hundredth of the time since it was last written."""
+        """Writes the page if this takes at most a hundredth of the time since it was last written."""
         if time.monotonic() >= self._next:
             self.write()
 
@@ -46,7 +46,7 @@ class ReportFile:
             temporary.replace(path)
         except OSError as error:
             with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)  # a part of a page, on a disk that may be full
+                temporary.unlink(missing_ok=True)  # part of a page, on a disk that may be full
             self._warn(error)
         ended = time.monotonic()
         self._next = ended + 100 * (ended - began)

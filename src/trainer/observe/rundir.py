@@ -18,16 +18,16 @@ from trainer.runtime.lock import LOCK_FILE
 from trainer.runtime.storage import entries, files_below, is_remote, remedy
 
 CONFIG_FILE, REPORT_FILE, FINISHED_FILE, CHECKPOINTS = "config.yml", "report.html", "finished", "checkpoints"
-SAMPLES_FILE = "samples.jsonl"  # rows with the step, the prompt and the text of a sample
+SAMPLES_FILE = "samples.jsonl"  # one row per sample, with the step, the prompt and the text
 _FILES = (CONFIG_FILE, STARTS_FILE, METRICS_FILE, EVENTS_FILE, SAMPLES_FILE, REPORT_FILE, FINISHED_FILE)
-OWN_FILES = (*_FILES, LOCK_FILE)  # what a run writes into its folder, apart from checkpoints
+OWN_FILES = (*_FILES, LOCK_FILE)  # the files that a run writes into its folder, other than checkpoints
 STARTS_OVER = "{} has no checkpoint yet: starting over"
 
 
 class RunDir(NamedTuple):
-    """A run's folder, owned exclusively while `lock` is open; a context manager that closes it.
+    """A run's folder, owned exclusively while `lock` is open. A context manager that closes the lock.
 
-    When several processes train together, process 0 holds the lock for all of them and writes all files.
+    If several processes train together, process 0 holds the lock for all of them and writes all files.
 
     Attributes:
       path: where files are written.
@@ -53,18 +53,18 @@ class RunDir(NamedTuple):
 
     @property
     def place(self) -> Any:
-        """The run's folder as the user knows it, with its checkpoints: in the bucket if there is one."""
+        """The run's folder as the user knows it, with its checkpoints: in the bucket if the run is in one."""
         return self.path if self.remote is None else self.remote
 
     def upload(self) -> None:
-        """Copies what this process wrote to the bucket, for a run in a bucket. Raises UserError if that fails."""
+        """For a run in a bucket, copies the files of this process to the bucket. Raises UserError if that fails."""
         if self.remote is not None and self.lock is not None:
             with remote_errors(self.remote):
                 for name in _FILES:
                     if (self.path / name).exists():
                         (self.remote / name).parent.mkdir(parents=True, exist_ok=True)
                         (self.remote / name).write_bytes((self.path / name).read_bytes())
-                for name in files_below(self.path / TRACES):  # they are large, and written once
+                for name in files_below(self.path / TRACES):  # large files that are written once
                     copy = self.remote / TRACES / name
                     if not copy.exists():
                         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -95,11 +95,11 @@ class RunDir(NamedTuple):
         Args:
           config_yml: the resolved configuration.
           start: how this process begins, with its first `step`; see `training.start_entry`.
-          resumed: the run resumes from one of its own checkpoints.
+          resumed: whether the run resumes from one of its own checkpoints.
           say: receives a line about existing metrics that no checkpoint covers.
 
         Raises:
-          UserError: existing metrics are of a finished run whose checkpoints are gone; or the disk is full.
+          UserError: existing metrics belong to a finished run whose checkpoints are gone; or the disk is full.
         """
         from_first(lambda: self._begin(config_yml, start, resumed, say))
 
@@ -134,7 +134,7 @@ class RunDir(NamedTuple):
             say(STARTS_OVER.format(self.place))
 
     def _rename_earlier(self, say: Callable[[str], None]) -> None:
-        """Keeps what an earlier run wrote, but its report, under the next free number."""
+        """Keeps the files of an earlier run, except its report, under the next free number."""
         taken = {path.name for path in entries(self.place)}
         others = (CONFIG_FILE, EVENTS_FILE, STARTS_FILE, SAMPLES_FILE)
         kept = [METRICS_FILE, *(name for name in others if (self.path / name).is_file())]
@@ -159,7 +159,7 @@ class RunDir(NamedTuple):
         say(f"{self.place} holds an earlier run without checkpoints: its files are kept as {names_text}")
 
     def finish(self) -> None:
-        """Marks the run as finished: an empty run_name does not resume it."""
+        """Marks the run as finished, so that an empty run_name does not resume it."""
         from_first(self._finish)
         self.upload()
 
@@ -169,15 +169,15 @@ class RunDir(NamedTuple):
 
 
 def keeps_earlier(path: Any, place: Any, config_yml: str) -> bool:
-    """Whether a run that resumes nothing keeps the metrics in its folder under other names, rather than writing them
+    """Returns whether a run that resumes nothing keeps the existing metrics under other names, instead of writing them
     again.
 
     Args:
-      path: the folder with the metrics of an earlier process; `place`: the same as the user knows it.
-      config_yml: of the run that begins.
+      path: the folder with the metrics of an earlier process. `place`: the same folder as the user knows it.
+      config_yml: the configuration of the run that begins.
 
     Raises:
-      UserError: they are of a finished run whose checkpoints are gone.
+      UserError: the metrics belong to a finished run whose checkpoints are gone.
     """
     config = path / CONFIG_FILE
     earlier = config.read_bytes().decode("utf-8", "replace") if config.is_file() else ""

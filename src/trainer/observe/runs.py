@@ -1,4 +1,4 @@
-"""Which folder a run gets: the one of its name, an unfinished run's, or the next free number."""
+"""Selects the folder of a run: the folder with its name, an unfinished run's folder, or the next free number."""
 
 import contextlib
 import itertools
@@ -29,16 +29,16 @@ _NUMBERED = re.compile(r"run-(\d+)")
 def open_run(
     base_output_directory: str, run_name: str, config_yml: str, resumes: bool, say: Callable[[str], None]
 ) -> RunDir:
-    """Choose the run's folder, create it if it is new, and lock it. Process 0 does so for all processes.
+    """Chooses the run's folder, creates it if it is new, and locks it. Process 0 does this for all processes.
 
-    A given name means base_output_directory/run_name; parent folders are created too. An empty `run_name` resumes the
+    A given name means base_output_directory/run_name; parent folders are created, too. An empty `run_name` resumes the
     newest numbered run (run-0001, run-0002, ...) that has `config_yml` as its config.yml, is unfinished and is not
-    locked by a live process; otherwise it takes the next number. `say` receives a line if it resumes one.
+    locked by a live process. Otherwise it takes the next number. `say` receives a line if it resumes a run.
 
     Args:
-      config_yml: the resolved configuration, as it is to be written.
-      resumes: runs save checkpoints that they can resume from. If not, an empty name always takes the next number, and
-        a name whose folder holds checkpoints is refused.
+      config_yml: the resolved configuration, as it will be written.
+      resumes: whether runs save checkpoints from which they can resume. If not, an empty name always takes the next
+        number, and a name whose folder contains checkpoints is refused.
 
     Raises:
       UserError: the folder cannot be created or written, the name is outside `base_output_directory`, a live process
@@ -65,11 +65,11 @@ def open_run(
 
 
 def expected_run(base_output_directory: str, run_name: str, config_yml: str, resumes: bool) -> Any:
-    """The folder that `open_run` would choose with the same arguments. Nothing is created, and no lock is kept.
+    """Returns the folder that `open_run` would choose with the same arguments. Creates nothing and keeps no lock.
 
     Raises:
-      UserError: as `open_run` does; but whether a bucket can be written is not known, nor more of a local folder than
-        its permissions say.
+      UserError: like `open_run`. However, it does not test whether a bucket is writable, and of a local folder it
+        checks only the permissions.
     """
     base = folder(base_output_directory)
     if run_name:
@@ -90,7 +90,7 @@ def _check_writable(path: Any, base_output_directory: str) -> None:
 
 
 def check_earlier(place: Any, config_yml: str, resumed: bool, say: Callable[[str], None]) -> None:
-    """Says what `RunDir.begin` would do with the metrics of an earlier process in `place`, and raises what it would."""
+    """Reports what `RunDir.begin` would do with the metrics of an earlier process in `place`, and raises its errors."""
     if not resumed and (place / METRICS_FILE).exists():
         kept = keeps_earlier(place, place, config_yml)
         say(
@@ -101,7 +101,7 @@ def check_earlier(place: Any, config_yml: str, resumed: bool, say: Callable[[str
 
 
 def _in_use(path: Any) -> bool:
-    """Whether a live process holds the lock of the run in `path`."""
+    """Returns whether a live process holds the lock of the run in `path`."""
     return is_locked(mirror(path) if is_remote(path) else path)
 
 
@@ -122,7 +122,7 @@ def _open(
 
 
 def _locked(path: Any) -> RunDir | None:
-    """The locked run of the folder `path`; None if a live process holds the lock."""
+    """Locks the folder `path` and returns its run; None if a live process holds the lock."""
     if not is_remote(path):
         held = lock(path)
         return None if held is None else RunDir(path, held)
@@ -134,7 +134,7 @@ def _locked(path: Any) -> RunDir | None:
 
 def _unfinished(base: Any, config_yml: str, say: Callable[[str], None]) -> RunDir | None:
     for _, path in sorted(_numbers(base), reverse=True):
-        # Checked before locking, so as not to lock out a run's own process, and again once it is locked.
+        # Checked before locking, so as not to lock out a run's own process, and again after locking.
         if _fits(path, config_yml) and (run := _locked(path)):
             if _fits(path, config_yml):
                 if (path / CONFIG_FILE).exists():
@@ -145,7 +145,7 @@ def _unfinished(base: Any, config_yml: str, say: Callable[[str], None]) -> RunDi
 
 
 def _fits(path: Any, config_yml: str) -> bool:
-    """Whether a numbered run is unfinished and has this configuration, or ended before it wrote anything."""
+    """Returns whether a numbered run is unfinished and has this configuration, or ended before it wrote anything."""
     config = path / CONFIG_FILE
     if config.is_file():
         return config.read_bytes().decode("utf-8", "replace") == config_yml and not (path / FINISHED_FILE).exists()
@@ -160,7 +160,7 @@ def _numbered(base: Any) -> RunDir:
     number = max((number for number, _ in _numbers(base)), default=0) + 1
     while True:
         path = base / _name(number)
-        # If two processes race for a number, the loser finds the folder or its lock taken.
+        # If two processes race for a number, the loser finds that the folder exists or is locked.
         with contextlib.suppress(FileExistsError):
             if not is_remote(path):
                 path.mkdir()
@@ -174,7 +174,7 @@ def _name(number: int) -> str:
 
 
 def _place_of(base: Any, run_name: str, resumes: bool) -> Any:
-    """The folder of the run `run_name`; raises UserError if it may not be used."""
+    """Returns the folder of the run `run_name`. Raises UserError if it may not be used."""
     path = base / run_name
     if os.path.isabs(run_name) or os.path.normpath(run_name).split(os.sep)[0] in (".", ".."):
         raise UserError(

@@ -1,19 +1,19 @@
-"""The values of one measure over the steps of a run, in a size that does not grow with the number of steps."""
+"""The values of one measure over the steps of a run. Its size does not grow with the number of steps."""
 
 import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Self
 
-INTERVALS = 400  # at most; a screen shows no more
+INTERVALS = 400  # the maximum; a screen shows no more
 _LARGEST = 1e300  # differences of smaller numbers are finite
 
 Point = tuple[float, float]
 
 
 class _Interval(NamedTuple):
-    """The lowest and the highest point of some consecutive values; None if none of them is finite.
+    """The lowest and the highest point among consecutive values; None if none of them is finite.
 
-    `broken`: the line is interrupted after it, because one of its values is not finite.
+    `broken`: whether the line is interrupted after it, because one of its values is not finite.
     """
 
     low: Point | None
@@ -29,27 +29,27 @@ class _Interval(NamedTuple):
 
 
 class Series:
-    """Points (step, value) in the order of the steps, as at most INTERVALS intervals of equally many values.
+    """Points (step, value) in the order of the steps, stored as at most INTERVALS intervals of equally many values.
 
     An interval keeps its lowest and its highest point, so no spike is lost. Up to 2 * INTERVALS values are all kept.
     """
 
     def __init__(self) -> None:
-        self.count = 0  # values so far, also those that are not finite
+        self.count = 0  # the number of values so far, including those that are not finite
         self._intervals: list[_Interval] = []
-        self._size = 1  # values of an interval
-        self._filled = 1  # values of the last one
+        self._size = 1  # the number of values per interval
+        self._filled = 1  # the number of values in the last interval
 
     @classmethod
     def of(cls, points: Iterable[tuple[float, Any]]) -> Self:
-        """The series of `points`."""
+        """Returns the series of `points`."""
         made = cls()
         for step, value in points:
             made.add(step, value)
         return made
 
     def add(self, step: float, value: Any) -> None:
-        """Appends a point; a value that is no finite number interrupts the line. For lists see `number`."""
+        """Appends a point. A value that is not a finite number interrupts the line. For lists see `number`."""
         y = number(value)
         point = (float(step), y) if math.isfinite(y) else None
         self.count += 1
@@ -67,11 +67,11 @@ class Series:
 
     @property
     def thinned(self) -> bool:
-        """Whether some of the values are not kept."""
+        """Whether some of the values were dropped."""
         return self._size > 2
 
     def parts(self) -> list[list[Point]]:
-        """The kept points, divided where the line is interrupted."""
+        """Returns the kept points, divided where the line is interrupted."""
         parts: list[list[Point]] = [[]]
         for low, high, broken in self._intervals:
             if low is not None and high is not None:
@@ -82,12 +82,12 @@ class Series:
 
 
 def number(value: Any) -> float:
-    """A number of a row; of a list, such as one number for each layer, the largest. NaN for anything else: a file that
-    somebody edited prevents no chart."""
+    """Returns a number of a row. Of a list, such as one number per layer, returns the largest. Returns NaN for anything
+    else, so that a manually edited file does not prevent a chart."""
     if isinstance(value, list):
         return max((found for found in map(number, value) if math.isfinite(found)), default=math.nan)
     return float(value) if isinstance(value, int | float) and abs(value) < _LARGEST else math.nan
 
 
 def _height(point: Point) -> Point:
-    return point[1], point[0]  # of equal values the first is the lowest and the last the highest, so both ends are kept
+    return point[1], point[0]  # among equal values the first is lowest and the last highest, so both ends are kept

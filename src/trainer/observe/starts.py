@@ -10,9 +10,9 @@ _NEWEST_ONLY = ("sources", "sharding")  # so that the file of a run that is ofte
 
 
 def with_start(path: Path, start: Mapping[str, Any], *, resumed: bool) -> str:
-    """What `path` is to hold when another process begins with `start`; see `training.start_entry`.
+    """Returns the new content of `path` when another process begins with `start`; see `training.start_entry`.
 
-    `resumed`: the run has earlier starts, which stay without the fields _NEWEST_ONLY.
+    `resumed`: whether the run has earlier starts, which are kept without the fields _NEWEST_ONLY.
     """
     earlier = read_starts(path) if resumed else []
     kept = [{name: value for name, value in found.items() if name not in _NEWEST_ONLY} for found in earlier]
@@ -20,7 +20,7 @@ def with_start(path: Path, start: Mapping[str, Any], *, resumed: bool) -> str:
 
 
 def read_starts(path: Path) -> list[dict[str, Any]]:
-    """The starts of a run, the first one first; none if the file is missing or damaged."""
+    """Returns the starts of a run, the first one first; none if the file is missing or damaged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError):

@@ -9,7 +9,7 @@ _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
 def si(value: float, unit: str) -> str:
-    """`value` with three digits and a prefix of `unit`: si(10240, "tok/s") is "10.2 ktok/s"."""
+    """Returns `value` with three digits and a prefix of `unit`: si(10240, "tok/s") is "10.2 ktok/s"."""
     scale = 0
     while abs(value) >= 999.5 and scale < len(_PREFIXES) - 1:
         value, scale = value / 1000, scale + 1
@@ -18,18 +18,18 @@ def si(value: float, unit: str) -> str:
 
 
 def clock(seconds: float) -> str:
-    """`seconds` as h:mm:ss."""
+    """Returns `seconds` as h:mm:ss."""
     minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
 
 
 def short_time(seconds: float) -> str:
-    """`seconds` with three digits: "104 ms", "6.31 s"."""
+    """Returns `seconds` with three digits: "104 ms", "6.31 s"."""
     return f"{seconds * 1000:.0f} ms" if seconds < 0.9995 else si(seconds, "s")
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss); infinity on overflow."""
+    """Returns exp(loss); infinity on overflow."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -37,14 +37,15 @@ def perplexity(loss: float) -> float:
 
 
 def visible(text: str) -> str:
-    """`text` with control characters other than newline and tab escaped, so that it cannot control a terminal."""
+    """Returns `text` with control characters other than newline and tab escaped, so that it cannot control a
+    terminal."""
     return "".join(
         char if char in "\n\t" or unicodedata.category(char) != "Cc" else f"\\x{ord(char):02x}" for char in text
     )
 
 
 class Field(NamedTuple):
-    """A part of a line. Fields with the highest `drop` are dropped first from a line that is too long; 0 never is."""
+    """A part of a line. If a line is too long, fields with the highest `drop` are dropped first; 0 is never dropped."""
 
     text: str
     drop: int = 0
@@ -52,7 +53,7 @@ class Field(NamedTuple):
 
 
 def fit(fields: Sequence[Field], width: int, gap: str = "  ") -> list[Field]:
-    """The fields that fit in `width` characters when joined by `gap`, in order."""
+    """Returns the fields that fit in `width` characters when joined by `gap`, in order."""
     kept = list(fields)
     while len(gap.join(field.text for field in kept)) > width:
         last = max(kept, key=lambda field: field.drop)

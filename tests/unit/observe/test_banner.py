@@ -1,4 +1,4 @@
-"""The attention op at the start of a run, and what keeps it from being the platform's kernel."""
+"""The attention op in the banner of a run, and the reason if it is not the platform's kernel."""
 
 from pathlib import Path
 

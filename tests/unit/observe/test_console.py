@@ -1,4 +1,4 @@
-"""What the console writes, to the character."""
+"""The exact output of the console."""
 
 import io
 import math
@@ -34,7 +34,7 @@ EVALUATION = {
     "eval_tokens": 12345,
     "eval_time": 1.25,
 }
-# The form that monitors of MaxText's log read.
+# The format that programs which parse MaxText's log expect.
 MAXTEXT = re.compile(
     r"completed step: \d+, seconds: \d+\.\d{3}, TFLOP/s/device: \d+\.\d{3}, Tokens/s/device: \d+\.\d{3}, "
     r"total_weights: \d+, loss: \d+\.\d{3}, lm_loss: \d+\.\d{3}, perplexity: (\d+\.\d{3}|inf)"
@@ -48,7 +48,7 @@ def config(*words, devices=1, platform="cpu"):
 
 
 def begun(stream, *words, is_terminal=False, devices=1, **changes):
-    """A console after its banner."""
+    """Returns a console after its banner."""
     console = Console(stream, is_terminal)
     facts = {
         "device_kind": "cpu",
@@ -65,7 +65,7 @@ def begun(stream, *words, is_terminal=False, devices=1, **changes):
 
 
 def written(act, *words, **changes):
-    """What `act(console)` writes after the banner."""
+    """Returns what `act(console)` writes after the banner."""
     stream = io.StringIO()
     console = begun(stream, *words, **changes)
     start = stream.tell()
@@ -75,14 +75,14 @@ def written(act, *words, **changes):
 
 @pytest.fixture(autouse=True)
 def plain_terminal(monkeypatch):
-    """No colours, and no bar."""
+    """A terminal without colours and without a bar."""
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("COLUMNS", "120")
 
 
 def test_a_step_for_maxtexts_monitors():
     line = written(lambda console: console.step(ROW, 700))
-    # 1024 positions in 0.1 s, of which 1000 bear loss.
+    # 1024 positions in 0.1 s; 1000 of them bear loss.
     assert line == (
         "completed step: 12, seconds: 0.100, TFLOP/s/device: 0.102, Tokens/s/device: 10240.000, total_weights: 1000, "
         "loss: 4.821, lm_loss: 4.800, perplexity: 121.512, grad_norm: 1.235, learning_rate: 5.100e-03, "
@@ -148,7 +148,7 @@ def test_the_eta_leaves_out_the_first_two_steps():
     times = [50.0, 20.0, 2.0, 4.0]
     rows = [ROW | {"step": step, "step_time": time} for step, time in enumerate(times)]
     lines = written(lambda console: [console.step(row, 104) for row in rows]).splitlines()
-    # After step 2: 101 steps of 2 s are left; after step 3: 100 of 3 s.
+    # After step 2, 101 steps of 2 s remain; after step 3, 100 steps of 3 s.
     assert [line.rpartition("eta: ")[2] for line in lines] == ["?", "?", "0:03:22", "0:05:00"]
 
 
@@ -360,14 +360,14 @@ def test_standard_output_is_the_default(capsys):
 
 
 def on_terminal(monkeypatch, act, *, colour=False, **changes):
-    """What `act(console)` writes to a terminal that moves its cursor."""
+    """Returns what `act(console)` writes to a terminal that can move its cursor."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False) if colour else monkeypatch.setenv("NO_COLOR", "1")
     return written(act, is_terminal=True, **changes)
 
 
 def shown(text):
-    """The lines on a terminal that was sent `text`, and its bottom line."""
+    """Returns the lines on a terminal that received `text`, and its bottom line."""
     lines = [""]
     for part in re.split(r"(\r\x1b\[K|\n)", text):
         if part == "\n":
@@ -406,7 +406,7 @@ def test_a_bar_below_the_lines_that_stay(monkeypatch, columns):
         console.evaluation(EVALUATION)
 
     lines, bottom = shown(on_terminal(monkeypatch, act))
-    # One in 25 of 100 steps, and the first.
+    # One in 25 of 100 steps, and the first step.
     steps = [line.split("/")[0].strip() for line in lines if "/100" in line]
     assert steps == ["0", "3", "7", "11", "15", "19", "23"]
     assert "evaluation at step 350" in lines[-1]
@@ -420,7 +420,7 @@ def test_the_bar_is_gone_after_the_last_step_and_when_the_run_fails(monkeypatch)
     assert shown(on_terminal(monkeypatch, lambda console: [console.step(row, 3) for row in rows]))[1] == ""
     failed = on_terminal(monkeypatch, lambda console: (console.step(ROW, 700), console.end_bar()))
     assert shown(failed)[1] == ""
-    assert not failed.endswith("\n")  # what Python prints next begins in the first column
+    assert not failed.endswith("\n")  # Python's next output starts in the first column
     assert failed.endswith("\r\x1b[K")
 
 

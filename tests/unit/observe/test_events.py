@@ -1,4 +1,4 @@
-"""TensorBoard's events hold what metrics.jsonl holds, each step once."""
+"""TensorBoard's events contain the same as metrics.jsonl, each step once."""
 
 import io
 import math
@@ -15,7 +15,7 @@ from trainer.observe.events import EVENTS_FILE
 
 
 def records(data):
-    """The events of a TFRecord file, with checksums computed by the definition of CRC-32C."""
+    """Returns the events of a TFRecord file, whose checksums are computed by the definition of CRC-32C."""
 
     def masked(part):
         crc = 0xFFFFFFFF

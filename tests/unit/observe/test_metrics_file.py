@@ -1,4 +1,4 @@
-"""metrics_file: MaxText's fields, continued by the run that goes on, and nobody's rows lost."""
+"""metrics_file: MaxText's fields, continued by a resumed run, without losing rows of other runs."""
 
 import contextlib
 import json
@@ -92,7 +92,7 @@ def lines(path):
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes rows of some steps, as a process of a run does; returns what it says."""
+    """Writes rows of some steps, like a process of a run. Returns its messages."""
 
     def run(steps, name="mine", resumed=False, path=None):
         said = []
@@ -113,7 +113,7 @@ def test_a_run_that_goes_on_continues_its_rows(tmp_path, write):
     path = tmp_path / "metrics.txt"
     assert write(range(5)) == []
     with path.open("a") as file:
-        file.write('{"learning/lo')  # as a process leaves it that is killed while it writes
+        file.write('{"learning/lo')  # as left by a process that is killed while it writes
     assert write(range(3, 7), resumed=True) == []
     assert steps_of(path) == [("mine", step) for step in range(7)]
     assert sorted(os.listdir(tmp_path)) == ["metrics.txt"]

@@ -1,4 +1,4 @@
-"""Run folders: numbers, names, who goes on with which, and what is refused."""
+"""Run folders: numbers, names, which command resumes which run, and refusals."""
 
 import errno
 import os
@@ -33,7 +33,7 @@ def opened(base, name="", config=CONFIG, resumes=True, say=lambda line: None):
 
 
 def begun(base, name="", config=CONFIG, resumes=True):
-    """The folder of a run that a process began and was ended in."""
+    """Returns the folder of a run whose process began and was then ended."""
     run = opened(base, name, config, resumes)
     run.begin(config, START, resumed=False, say=lambda line: None)
     (run.path / "metrics.jsonl").write_text('{"step": 0}\n')
@@ -65,7 +65,7 @@ def test_the_number_after_the_highest(tmp_path):
 def test_a_number_taken_meanwhile_is_passed_over(tmp_path, monkeypatch):
     for name in ("run-0001", "run-0002"):
         (tmp_path / name).mkdir()
-    # Another process made them after this one had looked.
+    # Another process created them after this one had looked.
     monkeypatch.setattr(Path, "iterdir", lambda path: iter([]))
     assert opened(tmp_path).path == tmp_path / "run-0003"
 
@@ -122,7 +122,7 @@ def test_a_run_that_goes_on_is_unfinished_until_it_ends_again(tmp_path):
 def test_a_folder_in_which_nothing_began_is_taken(tmp_path):
     first = opened(tmp_path)
     assert first.path.name == "run-0001"
-    first.lock.close()  # the process ended before it had begun anything
+    first.lock.close()  # the process ended before it began anything
     lines = []
     assert opened(tmp_path, say=lines.append).path == first.path
     assert lines == []
@@ -187,7 +187,7 @@ def test_a_run_with_checkpoints_is_left_alone_where_runs_cannot_go_on(tmp_path):
         "it; choose another name or leave it empty for the next free number; nearest: mine-3"
     )
     assert not (tmp_path / "mine-3").exists()
-    (begun(tmp_path, "other") / "checkpoints/trial-0.expired").mkdir(parents=True)  # holds no state
+    (begun(tmp_path, "other") / "checkpoints/trial-0.expired").mkdir(parents=True)  # contains no state
     assert opened(tmp_path, "other", resumes=False).path == tmp_path / "other"
 
 
@@ -356,7 +356,7 @@ def test_a_base_that_cannot_be_made(tmp_path, run_name):
 
 
 def test_a_run_folder_without_permission(tmp_path, monkeypatch):
-    # Tests may run as root, whom no permission stops.
+    # Tests may run as root, which ignores permissions.
     def denied(path, *args, **kwargs):
         raise PermissionError(13, "Permission denied")
 
@@ -366,7 +366,7 @@ def test_a_run_folder_without_permission(tmp_path, monkeypatch):
 
 
 def test_a_profile_goes_to_the_bucket_once(tmp_path):
-    local, remote = tmp_path / "local", tmp_path / "remote"  # a folder in place of a bucket's
+    local, remote = tmp_path / "local", tmp_path / "remote"  # a folder simulates a bucket's
     name = "tensorboard/plugins/profile/2026/host.xplane.pb"
     (local / name).parent.mkdir(parents=True)
     (local / name).write_bytes(b"trace")
@@ -424,7 +424,7 @@ def test_a_dry_run_expects_the_folder_that_a_run_then_gets(tmp_path, prepare, na
 
 @pytest.mark.parametrize("at", ["", "new/newer"])
 def test_a_dry_run_sees_that_a_folder_is_not_writable(tmp_path, monkeypatch, at):
-    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write everywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # because root may write everywhere
     with pytest.raises(UserError, match=r"cannot write there \(Permission denied\); choose a writable folder"):
         expected_run(str(tmp_path / at), "mine", CONFIG, True)
 

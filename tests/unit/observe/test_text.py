@@ -1,4 +1,4 @@
-"""Numbers and durations in words."""
+"""Formatting of numbers and durations."""
 
 import math
 
