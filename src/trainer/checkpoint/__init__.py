@@ -1,7 +1,7 @@
 """Train states and parameters on disk: checkpoints of runs, of other software, and of `trainer.export`."""
 
 from trainer.checkpoint.contents import Contents, Tensor, contents_of
-from trainer.checkpoint.description import model_config
+from trainer.checkpoint.description import load_model_keys, model_config
 from trainer.checkpoint.huggingface_out import write_huggingface
 from trainer.checkpoint.load import load_parameters, open_source, parameter_shapes
 from trainer.checkpoint.manager import CheckpointManager, SavedCheckpoints, inspect, newest, restore
@@ -25,6 +25,7 @@ __all__ = [
     "copy_tokenizer",
     "inspect",
     "is_due",
+    "load_model_keys",
     "load_parameters",
     "maybe_save_checkpoint",
     "model_config",

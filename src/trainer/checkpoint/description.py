@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from trainer.config import COMBINATIONS, UserError, flags_of, load, read_saved, resolve
+from trainer.config import COMBINATIONS, Loaded, UserError, flags_of, load, read_saved, resolve
 from trainer.config.dump import to_flow
 from trainer.config.expert_keys import MIXED, OF_MIXED, has_experts, normalizes_by_key
 from trainer.config.files import COMMAND_LINE
@@ -120,7 +120,12 @@ def _text(value: Any) -> str:
 
 
 def model_config(keys: Mapping[str, Any], words: Sequence[str], where: str) -> Any:
-    """Returns the configuration of a checkpoint with `keys` and with the arguments `words`, resolved for one device.
+    """`load_model_keys`, resolved for one device."""
+    return resolve(load_model_keys(keys, words, where).config, device_count=1, platform="cpu")
+
+
+def load_model_keys(keys: Mapping[str, Any], words: Sequence[str], where: str) -> Loaded:
+    """The configuration of a checkpoint with `keys`, and with the arguments `words`.
 
     Parameters are the same in every combination, so a checkpoint has no combination. The first combination is used,
     unless `words` sets the flags.
@@ -142,7 +147,7 @@ def model_config(keys: Mapping[str, Any], words: Sequence[str], where: str) -> A
         check_same_model({name: value for name, value in keys.items() if name != MODULES}, _resolved(words), where)
     fixed = {name: value for name, value in keys.items() if name != MODULES or name not in given}
     check_same_model(fixed, config, where)
-    return config
+    return loaded
 
 
 def check_words(keys: Mapping[str, Any], words: Sequence[str], config: Any, where: str) -> None:

@@ -35,6 +35,7 @@ class HuggingFaceSource:
     """See `Source`."""
 
     kind = "Hugging Face"
+    averaged = False
 
     def __init__(self, path: Path, decoder_block: str = ""):
         """`decoder_block`: see `model_keys`.
@@ -46,6 +47,7 @@ class HuggingFaceSource:
         config = read_object(path / "config.json")
         self.keys: Mapping[str, Any] = model_keys(config, str(path / "config.json"), decoder_block)
         self.neutral: Mapping[str, Any] = neutral_keys(config, str(path / "config.json"))
+        self.length = config.get("max_position_embeddings")
         self._tensors: Mapping[str, StoredTensor | ScaledTensor] = _tensors(path)
         if block := float8_block(config):
             self._tensors = with_scales(self._tensors, block, path)

@@ -91,7 +91,13 @@ def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
 
 
 def load_parameters(
-    path: str, config: Any, abstract: Any, say: Callable[[str], Any], given: Collection[str] = ()
+    path: str,
+    config: Any,
+    abstract: Any,
+    say: Callable[[str], Any],
+    given: Collection[str] = (),
+    *,
+    average: bool = False,
 ) -> Any:
     """Loads the parameters at `path` onto the devices, without modules of multi-token prediction that `path` lacks.
 
@@ -105,13 +111,14 @@ def load_parameters(
       say: gets one line if loading takes long, and one for each allowed difference.
       given: keys of the command line, which may define another function than the checkpoint's; see
         `description.FREE`.
+      average: see `open_source`.
 
     Raises:
       UserError: there is no checkpoint, it has another model, or tensors are missing, unexpected or have a wrong shape.
         Raised before any values are read.
     """
     started = time.perf_counter()
-    source = open_source(path, config.decoder_block)
+    source = open_source(path, config.decoder_block, average=average)
     wanted = {name: leaf for name, leaf in names_of(abstract).items() if module_of(name) <= source.modules}
     check_same_model(source.keys, config, str(source.path), given, say)
     leaves = source.leaves(config, {name: leaf.shape for name, leaf in wanted.items()})

@@ -42,6 +42,8 @@ class MaxTextSource:
     kind = "MaxText"
     keys: Mapping[str, Any] = {}
     neutral: Mapping[str, Any] = {}
+    length: int | None = None
+    averaged = False
 
     def __init__(self, path: Path, tokenizer: Path):
         """`path`: the folder of the Orbax tree; `tokenizer`: a folder that may contain the tokenizer's files.

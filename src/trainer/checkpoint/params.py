@@ -56,13 +56,14 @@ class ParamsSource:
             self.neutral = {"max_position_embeddings": length} | self.neutral
         self._tree = path / tree
         self._headers = orbax.headers(self._tree)
-        self.modules = self.keys[MODULES]
+        self.modules, self.length = self.keys[MODULES], length
+        self.averaged = any(path.startswith(_AVERAGES) for path in self._headers)
         roots = (_AVERAGES, _ROOT) if average else (_ROOT,)
         # The path of each parameter in the tree. Frozen parameters have no average.
         self._paths = {
             path.removeprefix(root): path for root in reversed(roots) for path in self._headers if path.startswith(root)
         }
-        if average and not any(path.startswith(_AVERAGES) for path in self._headers):
+        if average and not self.averaged:
             raise UserError(f"{path}: contains no averaged parameters: it was trained with ema_decay=0")
 
     def notes(self, config: Any) -> Sequence[str]:

@@ -119,6 +119,8 @@ class Source(Protocol):
     keys: Mapping[str, Any]  # the model's keys that the checkpoint itself states, resolved; {} if it states none
     neutral: Mapping[str, Any]  # fields of its config.json that do not affect what the model computes
     modules: int  # the number of modules of multi-token prediction
+    length: int | None  # the longest text the model was trained for, if the checkpoint states it
+    averaged: bool  # whether it also has averages of its parameters (`ema_decay`)
 
     def notes(self, config: Any) -> Sequence[str]:
         """Returns one line for each assumption made when the checkpoint is read as a model of `config`."""

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+GENERATION = "generation_config.json"
 # Names in transformers and sentencepiece, and generation_config.json, which names the tokens that end a text.
 FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", GENERATION),
 )
 
 

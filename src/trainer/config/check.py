@@ -10,6 +10,7 @@ from typing import Any
 
 from trainer.config import flags, scale
 from trainer.config.data_keys import DATA_CHECKS, DATA_PATHS, LISTS_OF_FILES
+from trainer.config.decoding_keys import DECODING_CHECKS
 from trainer.config.derived import DCN, ICI, MESH_AXES, UNUSED_AXES
 from trainer.config.diloco_keys import DILOCO_CHECKS
 from trainer.config.dump import to_flow
@@ -333,6 +334,9 @@ CHECKS = (
     Check(("compile_topology", "compile_topology_num_slices"), _slices),
     *(
         Check(keys, problem)
-        for keys, problem in (*EXPERT_CHECKS, *GPT3_CHECKS, *LATENT_CHECKS, *MTP_CHECKS, *DILOCO_CHECKS, *DATA_CHECKS)
+        for keys, problem in (
+            *(*EXPERT_CHECKS, *GPT3_CHECKS, *LATENT_CHECKS, *MTP_CHECKS, *DILOCO_CHECKS, *DATA_CHECKS),
+            *DECODING_CHECKS,
+        )
     ),
 )

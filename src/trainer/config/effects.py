@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.data_keys import DATA_INERT
+from trainer.config.decoding_keys import DECODING_INERT
 from trainer.config.derived import FOLLOWS
 from trainer.config.dump import to_flow
 from trainer.config.expert_keys import KEYS as OF_EXPERTS
@@ -190,12 +191,7 @@ INERT = (
     ),
     Inert(("skip_first_n_steps_for_profiler", "profiler_steps"), lambda c: not c.profiler, "profiler is empty"),
     Inert(("dump_hlo_local_dir",), lambda c: not c.dump_hlo, "dump_hlo=false"),
-    Inert(("decode_sampling_temperature",), lambda c: not c.prompt, "prompt is empty"),
-    Inert(
-        ("prompt", "decode_sampling_temperature"),
-        lambda c: c.dataset_type == "synthetic" and bool(c.prompt),
-        "dataset_type=synthetic has no tokenizer",
-    ),
+    *(Inert(keys, when, reason) for keys, when, reason in DECODING_INERT),
     *(Inert(keys, when, reason) for keys, when, reason in DATA_INERT),
 )
 

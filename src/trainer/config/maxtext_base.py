@@ -19,7 +19,6 @@ _NOTED = (
     "Optimizer",
     "Loss",
 )  # sections of base.yml; the other defaults do not affect the training result
-_NOT_NOTED = ("prompt", "decode_sampling_temperature")
 
 
 @functools.cache
@@ -63,7 +62,7 @@ def differing(values: Mapping[str, Any], unset: Sequence[str]) -> list[str]:
     sections: dict[str, list[str]] = {}
     for name, theirs in defaults().items():
         section = keys[name].section
-        if name in unset and section in _NOTED and name not in _NOT_NOTED and values[name] != theirs:
+        if name in unset and section in _NOTED and values[name] != theirs:
             sections.setdefault(section, []).append(f"{name}={to_flow(values[name])} ({to_flow(theirs)})")
     return [
         f"{section}: defaults that differ from MaxText's (in parentheses): {', '.join(shown)}"

@@ -5,6 +5,7 @@ from typing import Any
 
 import ml_collections
 
+from trainer.config.decoding_keys import KEYS as DECODING
 from trainer.config.derived import DCN, ICI, global_batch_rows, islands
 from trainer.config.dump import PROCESSES, to_flow
 from trainer.config.errors import UserError
@@ -77,8 +78,7 @@ AROUND = (
     "hf_eval_split",
     "hf_eval_files",
     "data_cache_directory",
-    "prompt",
-    "decode_sampling_temperature",
+    *("prompt", *DECODING),
     "override_model_config",
     "compile_topology",
     "compile_topology_num_slices",

@@ -2,8 +2,15 @@
 
 from trainer.config.schema import schema
 
-# Sections of base.yml whose keys do not affect the step, and those of their keys that do.
-_OTHER_SECTIONS = {"Run and output", "Checkpoints", "Data", "Ahead-of-time compilation", "Several processes"}
+# Sections of base.yml whose keys do not affect the step, and the exceptions among them, which do.
+_OTHER_SECTIONS = {
+    "Run and output",
+    "Checkpoints",
+    "Data",
+    "Generation",
+    "Ahead-of-time compilation",
+    "Several processes",
+}
 _INCLUDED = {"record_internal_nn_metrics", "parameter_metrics_period", "max_target_length", "per_device_batch_size"}
 # Keys of the other sections that do not affect the step. The schedule reads learning_rate_schedule_steps, not steps;
 # only DiLoCo's step depends on steps, see `aot.executable.origin_of`.
@@ -13,8 +20,6 @@ _EXCLUDED = {
     "eval_steps",
     "eval_per_device_batch_size",
     "mtp_eval_target_module",
-    "prompt",
-    "decode_sampling_temperature",
     "debug_sharding",
     "sharding_tolerance",
 }

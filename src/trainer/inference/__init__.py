@@ -1,6 +1,24 @@
-"""Running a trained model."""
+"""Generating text with a trained model."""
 
-from trainer.inference.sample import sample
-from trainer.inference.text import prompt_tokens, sample_text
+from trainer.inference.engine import DecodeState, Engine, Packed, Prefix, Result
+from trainer.inference.max_engine import MaxEngine
+from trainer.inference.sample import prompt_tokens, sample_text
+from trainer.inference.sampling import Sampling
+from trainer.inference.scheduler import Event, Scheduler
+from trainer.inference.text import TextStream, tokens_of
 
-__all__ = ["prompt_tokens", "sample", "sample_text"]
+__all__ = [
+    "DecodeState",
+    "Engine",
+    "Event",
+    "MaxEngine",
+    "Packed",
+    "Prefix",
+    "Result",
+    "Sampling",
+    "Scheduler",
+    "TextStream",
+    "prompt_tokens",
+    "sample_text",
+    "tokens_of",
+]

@@ -1,53 +1,53 @@
-"""Sampling one token at a time, with the caches of the blocks."""
+"""A sample of text from the model of a training run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from trainer.backends import Model
-from trainer.backends.base import tree_mode
-from trainer.models.families import init_cache
-from trainer.ops.random import SAMPLING, seed_key
+from trainer.backends import make_model
+from trainer.data.tokenizer import Tokenizer
+from trainer.inference.engine import Engine
+from trainer.inference.scheduler import Scheduler
+from trainer.inference.served import Served, longest_prompt, without_drops
+from trainer.inference.text import tokens_of
+from trainer.models.families import takes_cache
 
 
-def sample(
-    config, model: Model, params: Any, rest: Any, prompt: Sequence[int], *, rows: int, temperature: float, seed: int
-) -> jax.Array:
-    """Continue `prompt` to `config.max_target_length` tokens, `rows` times: int32 [rows, length], prompt included.
-
-    Every token is drawn from softmax(logits / temperature); temperature 0 takes the most likely token. One pass over
-    the prompt fills the cache, with the attention op of training; a loop then draws token by token.
+def prompt_tokens(config, tokenizer: Tokenizer | None, say: Callable[[str], None]) -> list[int]:
+    """The tokens of the key `prompt`; [] if there is no sample.
 
     Raises:
-      ValueError: the prompt is empty or fills the whole length.
+      UserError: they leave no room in a row.
     """
-    length, given = config.max_target_length, len(prompt)
-    if not 0 < given < length:
-        raise ValueError(f"a prompt of {given} tokens leaves no room in a row of {length}")
-    row = jnp.arange(rows)
+    if tokenizer is None or not config.prompt:
+        return []
+    if not takes_cache(config):
+        say(f"decoder_block={config.decoder_block} has no init_cache: the model is trained and not sampled from")
+        return []
+    begin = [] if tokenizer.bos is None else [tokenizer.bos]
+    return tokens_of(config.prompt, tokenizer, begin, longest_prompt(config), say)
 
-    def draw(hidden: jax.Array, position: jax.Array | int) -> jax.Array:
-        """The tokens [rows] after `position`, from its hidden states [rows, 1, e]."""
-        logits = model.apply(params, rest, hidden, method="head")[0][:, 0].astype(jnp.float32)
-        if temperature == 0:
-            return jnp.argmax(logits, axis=-1)
-        key = jax.random.fold_in(seed_key(seed, SAMPLING), position)
-        return jax.random.categorical(key, logits / temperature, axis=-1)
 
-    def advance(carry: tuple[jax.Array, Any], position: jax.Array) -> tuple[tuple[jax.Array, Any], jax.Array]:
-        token, cache = carry
-        tokens, positions = token[:, None], jnp.full((rows, 1), position)
-        hidden, _, cache = model.apply(params, rest, tokens, positions, jnp.ones_like(tokens), row, cache=cache)
-        return (draw(hidden, position), cache), token
+def sample_text(run: Any, state: Any, tokenizer: Tokenizer, prompt: list[int]) -> str:
+    """The prompt and its continuation up to the end of the document.
 
-    positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
-    tokens = jnp.zeros_like(positions).at[:, :given].set(jnp.asarray(prompt))
-    segments = jnp.where(positions < given, 1, 0)
-    with tree_mode():
-        cache = init_cache(config, rows, length)
-    hidden, _, cache = model.apply(params, rest, tokens, positions, segments, row, cache=cache)
-    first = draw(hidden[:, given - 1 : given], given - 1)
-    drawn = jax.lax.scan(advance, (first, cache), jnp.arange(given, length))[1]
-    return jnp.concatenate([tokens[:, :given], drawn.T], axis=1)
+    Args:
+      run: a `training.Run`. Its parameters are those of `Run.trained`: averages with `ema_decay`.
+      state: its native train state, which is donated.
+    """
+
+    def variables(state: Any) -> Any:
+        params, rest = run.trained(run.codec.unpack(state))
+        return jax.lax.with_sharding_constraint(params, run.param_shardings.compute), rest
+
+    config = without_drops(run.config)
+    model = run.model if config is run.config else make_model(config)
+    slots = run.mesh.size  # one per device, so that any mesh can shard the batch
+    scheduler = Scheduler(
+        Engine(Served(config, run.mesh, run.rules, model, slots)),
+        jax.jit(run.sharded(variables), donate_argnums=0)(state),
+    )
+    scheduler.submit(prompt, stop=() if tokenizer.eos is None else (tokenizer.eos,))
+    drawn = [event.token for event in scheduler.run() if event.token is not None]
+    return tokenizer.decode([*prompt, *drawn])

@@ -1,53 +1,57 @@
-"""A sample of text from the model of a run."""
+"""Prompts to tokens, and tokens to text as they come."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
-
-import jax
 
 from trainer.config import UserError
 from trainer.data.text import mended
-from trainer.inference.sample import sample
-from trainer.models.families import takes_cache
+from trainer.data.tokenizer import Tokenizer
+
+_INCOMPLETE = "\ufffd"  # the text of bytes that are no complete character yet
 
 
-def prompt_tokens(config, tokenizer: Any, say: Callable[[str], None]) -> list[int]:
-    """The tokens of `prompt`; [] if the model cannot be sampled from.
+def tokens_of(prompt: str, tokenizer: Tokenizer, begin: Sequence[int], longest: int, say: Callable[[str], None]) -> Any:
+    """The tokens of `prompt` after those of `begin`.
 
     Raises:
-      UserError: they leave no room in a row.
+      UserError: there are none, or more than `longest`.
     """
-    if tokenizer is None or not config.prompt:
-        return []
-    if not takes_cache(config):
-        say(f"decoder_block={config.decoder_block} has no init_cache: the model is trained and not sampled from")
-        return []
-    begin = [] if tokenizer.bos is None else [tokenizer.bos]
-    prompt, replaced = mended(config.prompt)
+    text, replaced = mended(prompt)
     if replaced:
         say(f"prompt: lone surrogates are replaced by U+FFFD: {replaced}")
-    tokens = begin + tokenizer.encode(prompt)
-    if len(tokens) >= config.max_target_length:
+    tokens = [*begin, *tokenizer.encode(text)]
+    if not tokens:
+        raise UserError("the prompt is empty, and the tokenizer has no token for the beginning of a document")
+    if len(tokens) > longest:
         raise UserError(
-            f"prompt has {len(tokens)} tokens and leaves no room in a row of max_target_length="
-            f"{config.max_target_length}: shorten it, or set prompt= for no sample"
+            f"the prompt has {len(tokens)} tokens, at most {longest} are possible: max_prefill_predict_length, and "
+            "max_target_length for prompt and continuation together; shorten it, or increase them"
         )
     return tokens
 
 
-def sample_text(run: Any, state: Any, tokenizer: Any, prompt: list[int]) -> str:
-    """The prompt and its continuation by the model of `run` (`training.Run`) with the native train state `state`, up to
-    the end of the document. The parameters are those of `Run.trained`: averages with `ema_decay`."""
-    rows = run.mesh.size  # one per device, so that any mesh can shard the batch; the first is returned
-    temperature, seed = run.config.decode_sampling_temperature, run.config.init_weights_seed
+class TextStream:
+    """The text of a sequence of tokens, in parts: each as soon as its characters are complete."""
 
-    def draw(tree: Any) -> jax.Array:
-        params, rest = run.trained(tree)
-        params = jax.lax.with_sharding_constraint(params, run.param_shardings.compute)
-        return sample(run.config, run.model, params, rest, prompt, rows=rows, temperature=temperature, seed=seed)
+    def __init__(self, tokenizer: Tokenizer, tokens: Sequence[int] = ()):
+        """`tokens`: come before the text."""
+        self._decode, self._tokens = tokenizer.decode, list(tokens)
+        self._first, self._told = max(0, len(self._tokens) - 8), len(self._tokens)
 
-    drawn = jax.jit(run.sharded(draw, whole_rows=True), out_shardings=run.replicated)(run.codec.unpack(state))
-    tokens = jax.device_get(drawn)[0].tolist()
-    # The end token may be the same as the begin token.
-    end = tokens.index(tokenizer.eos, len(prompt)) if tokenizer.eos in tokens[len(prompt) :] else len(tokens)
-    return tokenizer.decode(tokens[:end])
+    def add(self, token: int) -> str:
+        """The text that `token` completes."""
+        self._tokens.append(token)
+        found = self._text()
+        if found.endswith(_INCOMPLETE):
+            return ""
+        # A token's text may depend on the tokens before it: a tokenizer removes a space at the beginning.
+        self._first, self._told = self._told, len(self._tokens)
+        return found
+
+    def end(self) -> str:
+        """The rest of the text, with incomplete characters."""
+        return self._text()
+
+    def _text(self) -> str:
+        before = self._decode(self._tokens[self._first : self._told])
+        return self._decode(self._tokens[self._first :])[len(before) :]

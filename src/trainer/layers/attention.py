@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from trainer import sharding
 from trainer.config import UserError
 from trainer.config.tiles import AUTOMATIC, Tiles
-from trainer.layers.cache import Cache
+from trainer.layers.cache import Cache, own_mask
 from trainer.layers.context import Context
 from trainer.layers.dense import INPUT, RESIDUAL, Dense
 from trainer.layers.norm import RMSNorm
@@ -77,14 +77,6 @@ class Scores(NamedTuple):
         # One tile of the reference op: the product is its own, but not one under a condition.
         block = queries.shape[1] if self.op == "dot_product" and context.sampled is None else BLOCK
         return max_logits(queries, keys, mask, window=self.window, scale=self.scale, block=block, when=context.sampled)
-
-
-def over_cache(context: Context, length: int) -> Mask:
-    """The mask of the tokens of `context` over a cache of `length` positions, where each row is one segment."""
-    rows, segment_bt = len(context.rows), context.segments
-    places = jnp.broadcast_to(jnp.arange(length), (rows, length))
-    segment = jnp.broadcast_to(segment_bt.max(axis=1, keepdims=True), places.shape)
-    return Mask(context.positions, places, segment_bt, segment)
 
 
 class KVCache(NamedTuple):
@@ -163,9 +155,14 @@ class Attention(nnx.Module):
         return {"query": (eta_kg / key_k1).reshape(-1, 1), "key": key_k1}
 
     def init_cache(self, rows: int, length: int) -> KVCache:
-        """An empty cache for `rows` rows of up to `length` positions."""
-        empty = jnp.zeros((rows, length, self.kv_heads, self.head_dim), self.dtype)
+        """An empty cache for `rows` rows of up to `length` positions: with a window, a ring of no more."""
+        places = min(length, self.scores.window) if self.scores.window else length
+        empty = jnp.zeros((rows, places, self.kv_heads, self.head_dim), self.dtype)
         return KVCache(empty, empty)
+
+    def cache_axes(self) -> KVCache:
+        """The logical axes of the arrays of `init_cache`."""
+        return KVCache(KEYS, KEYS)  # type: ignore[arg-type]  # in the places of arrays
 
     def _projected(self, x_bte: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [b, t, heads, d], keys and values [b, t, kv_heads, d]."""
@@ -193,7 +190,7 @@ class Attention(nnx.Module):
         With a cache, each row holds one segment, whose keys and values are written to their positions. If the cache is
         `filled`, queries attend to all positions up to their own.
         """
-        position_bt, segment_bt = context.positions, context.segments
+        position_bt = context.positions
         x_bte = sharding.constrain(x_bte, INPUT)
         queries, keys, values = self._projected(x_bte)
         if self.norms_heads:
@@ -201,16 +198,13 @@ class Attention(nnx.Module):
         if self.rope is not None:
             queries, keys = rope(queries, position_bt, self.rope), rope(keys, position_bt, self.rope)
 
-        scores = self.scores
-        mask = Mask(position_bt, position_bt, segment_bt, segment_bt)
+        scores, mask = self.scores, own_mask(context)
         if cache is None and captures(self, MaxLogit):
             sow(self, MaxLogit, "max_logit", scores.largest(queries, keys, mask, context))
         if cache is not None:
-            cache = cache.write(KVCache(keys, values), position_bt, segment_bt)
-        if cache is not None and cache.filled:
-            keys, values = cache.read()
-            mask = over_cache(context, keys.shape[1])
-            scores = scores._replace(op="dot_product")  # the others require keys and queries at the same positions
+            if cache.filled:
+                scores = scores._replace(op="dot_product")  # the others require keys and queries at the same positions
+            cache, (keys, values), mask = cache.extend(KVCache(keys, values), context, scores.window)
         attended = scores.attend(queries, keys, values, mask, context)
         out = self.out(attended, RESIDUAL)
         return checkpoint_name(out, "out_proj"), cache

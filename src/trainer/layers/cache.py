@@ -1,8 +1,11 @@
-"""Caches: what blocks keep of earlier positions during sampling.
+"""Caches: what blocks keep of earlier positions during generation.
 
-A block makes its own, `block.init_cache(rows, length)`: a pytree of arrays [b, length, ...] (or of other arrays whose
+A block makes its own, `block.init_cache(rows, length)`: a pytree of arrays [b, places, ...] (or of other arrays whose
 first axis is the rows). A stack holds those of all its layers stacked on axis 0, and gives each block a view.
-A write changes only the positions that are written, so that a loop over tokens updates its caches in place.
+A write changes only the places that are written, so that a loop over tokens updates its caches in place.
+
+A token at position p is at place p mod places. With a place for every position this is p; attention with a window
+needs no more places than the window has positions, and the cache is a ring.
 """
 
 import dataclasses
@@ -11,6 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from trainer.layers.context import Context
+from trainer.ops.attention import Mask
+
+_NOWHERE = -1  # the segment of a place that holds no token
 
 
 @jax.tree_util.register_dataclass
@@ -21,12 +29,15 @@ class Cache:
     Attributes:
       entries: arrays [layers, b, ...] of a stack; those of all stacks by name.
       layer: the index of the layer that this view belongs to.
+      rows: int [b, t], the row of the cache that each token is written to, if rows of tokens are packed; None: each
+        row of tokens is one segment, with a row of the cache.
       filled: it contains earlier positions. Otherwise a call sees only its own tokens, so attention runs as
         in training, with any op.
     """
 
     entries: Any
     layer: Any = None
+    rows: Any = None
     filled: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def read(self) -> Any:
@@ -41,14 +52,68 @@ class Cache:
 
         return dataclasses.replace(self, entries=jax.tree.map(update, self.entries, entries))
 
-    def write(self, entries: Any, place_bt: jax.Array, segment_bt: jax.Array) -> "Cache":
-        """The cache with `entries` [b, t, ...] at positions `place_bt` of this layer; padding (segment 0) is not
-        written."""
-
-        row_b1 = jnp.arange(place_bt.shape[0])[:, None]
+    def write(self, entries: Any, context: Context) -> "Cache":
+        """The cache with `entries` [b, t, ...] at the places of the tokens of `context`. Padding (segment 0) is not
+        written. Of more tokens than there are places, the last are kept."""
+        position_bt = context.positions
+        row_bt = self.rows
+        if row_bt is None:
+            row_bt = jnp.broadcast_to(jnp.arange(position_bt.shape[0])[:, None], position_bt.shape)
 
         def update(array: jax.Array, new: jax.Array) -> jax.Array:
-            places = jnp.where(segment_bt != 0, place_bt, array.shape[2])  # beyond the end: dropped
-            return array.at[self.layer, row_b1, places].set(new.astype(array.dtype), mode="drop")
+            rows, places = array.shape[1:3]
+            kept = context.segments != 0
+            if position_bt.shape[1] > places:
+                real = jnp.where(kept, position_bt, -1)
+                last = jax.ops.segment_max(real.ravel(), row_bt.ravel(), num_segments=rows)
+                kept &= position_bt > last[row_bt] - places
+            place_bt = jnp.where(kept, position_bt % places, places)  # beyond the end: dropped
+            return array.at[self.layer, row_bt, place_bt].set(new.astype(array.dtype), mode="drop")
 
         return dataclasses.replace(self, entries=jax.tree.map(update, self.entries, entries))
+
+    def extend(self, entries: Any, context: Context, window: int = 0) -> tuple["Cache", Any, Mask]:
+        """Adds the `entries` [b, t, ...] of the tokens of `context`, a contiguous part of a text in each row.
+
+        `window`: that of the attention, if it has one; there is a place for each of its positions, or for every
+        position of the text.
+
+        Returns:
+          the cache; the entries [b, s, ...] that the tokens can attend to; and the mask. If the cache is not filled,
+          these are the tokens' own entries; otherwise also those of earlier positions.
+        """
+        after = self.write(entries, context)
+        if not self.filled:
+            return after, entries, own_mask(context)
+        assert self.rows is None, "a filled cache has a row for each row of tokens"
+        real = context.segments != 0
+        if window and context.positions.shape[1] > 1:
+            # Later tokens may overwrite entries that earlier ones attend to.
+            before = self.read()
+            first = jnp.where(real, context.positions, jnp.iinfo(jnp.int32).max).min(axis=1)
+            earlier = _over_places(context, first - 1, _places(before))
+            joined = jax.tree.map(
+                lambda old, new: jnp.concatenate([old, new.astype(old.dtype)], axis=1), before, entries
+            )
+            keys = (jnp.concatenate(pair, axis=1) for pair in zip(earlier[1::2], own_mask(context)[1::2], strict=True))
+            key_position, key_segment = keys
+            return after, joined, Mask(context.positions, key_position, context.segments, key_segment)
+        found = after.read()
+        last = jnp.where(real, context.positions, -1).max(axis=1)
+        return after, found, _over_places(context, last, _places(found))
+
+
+def own_mask(context: Context) -> Mask:
+    """The mask of the tokens of `context` over each other."""
+    return Mask(context.positions, context.positions, context.segments, context.segments)
+
+
+def _places(entries: Any) -> int:
+    return jax.tree.leaves(entries)[0].shape[1]
+
+
+def _over_places(context: Context, last_b: jax.Array, places: int) -> Mask:
+    """The mask of the tokens of `context` over places that hold the positions up to `last_b` of each row."""
+    position = last_b[:, None] - (last_b[:, None] - jnp.arange(places)) % places
+    segment = jnp.where(position >= 0, context.segments.max(axis=1, keepdims=True), _NOWHERE)
+    return Mask(context.positions, position, context.segments, segment)

@@ -11,8 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 from trainer import sharding
 from trainer.config import UserError
 from trainer.config.tiles import AUTOMATIC, Tiles
-from trainer.layers.attention import KEYS, QUERIES, Scores, over_cache
-from trainer.layers.cache import Cache
+from trainer.layers.attention import KEY_ROWS, KEYS, QUERIES, Scores
+from trainer.layers.cache import Cache, own_mask
 from trainer.layers.context import Context
 from trainer.layers.dense import INPUT, RESIDUAL, ROWS, Dense
 from trainer.layers.norm import RMSNorm
@@ -24,6 +24,7 @@ from trainer.products import MakeProduct, plain
 # The names of its matrix products for rematerialization, in addition to those of `layers.attention`.
 PROJECTIONS = ("query_wa_proj", "kv_wa_proj")
 LATENT = sharding.Axes((*ROWS, None))
+CACHED = sharding.Axes((*KEY_ROWS, None))
 
 
 class LatentCache(NamedTuple):
@@ -110,25 +111,31 @@ class LatentAttention(nnx.Module):
         return {"wq_b" if self.q_rank else "query": query, "wkv_b": key}
 
     def init_cache(self, rows: int, length: int) -> LatentCache:
-        """An empty cache for `rows` rows of up to `length` positions."""
-        dtype = self.wkv_a.dtype
-        return LatentCache(*(jnp.zeros((rows, length, width), dtype) for width in (self.kv_rank, self.rope_dim)))
+        """An empty cache for `rows` rows of up to `length` positions: with a window, a ring of no more."""
+        dtype, window = self.wkv_a.dtype, self.scores.window
+        places = min(length, window) if window else length
+        return LatentCache(*(jnp.zeros((rows, places, width), dtype) for width in (self.kv_rank, self.rope_dim)))
+
+    def cache_axes(self) -> LatentCache:
+        """The logical axes of the arrays of `init_cache`."""
+        return LatentCache(CACHED, CACHED)  # type: ignore[arg-type]  # in the places of arrays
 
     def __call__(self, x_bte: jax.Array, cache: Cache | None, context: Context) -> tuple[jax.Array, Cache | None]:
         """Causal attention within each segment: [b, t, e], and the cache with these positions added. With a cache, see
         `layers.attention.Attention`."""
-        position_bt, segment_bt = context.positions, context.segments
+        position_bt = context.positions
         x_bte = sharding.constrain(x_bte, INPUT)
         query, query_rope = self._queries(x_bte, position_bt)
         latent, key_rope = self._latents(x_bte, position_bt)
+        seen, mask, filled = LatentCache(latent, key_rope), own_mask(context), False
         if cache is not None:
-            cache = cache.write(LatentCache(latent, key_rope), position_bt, segment_bt)
-        if cache is not None and cache.filled:
-            attended = self._over_cache(query, query_rope, cache.read(), context)
+            filled = cache.filled
+            cache, seen, mask = cache.extend(seen, context, self.scores.window)
+        if filled:
+            attended = self._over_cache(query, query_rope, seen, mask, context)
         else:
             queries = jnp.concatenate([query, query_rope], axis=-1)
             keys, values = self._keys_and_values(latent, key_rope)
-            mask = Mask(position_bt, position_bt, segment_bt, segment_bt)
             if cache is None and captures(self, MaxLogit):
                 sow(self, MaxLogit, "max_logit", self.scores.largest(queries, keys, mask, context))
             attended = self.scores.attend(queries, keys, values, mask, context)
@@ -156,9 +163,10 @@ class LatentAttention(nnx.Module):
         shared = jnp.broadcast_to(key_rope_bsd[:, :, None], (*key.shape[:3], self.rope_dim))
         return sharding.constrain(jnp.concatenate([key, shared], axis=-1), KEYS), values
 
-    def _over_cache(self, query: jax.Array, query_rope: jax.Array, cached: LatentCache, context: Context) -> jax.Array:
+    def _over_cache(
+        self, query: jax.Array, query_rope: jax.Array, cached: LatentCache, mask: Mask, context: Context
+    ) -> jax.Array:
         """The result for queries over all cached positions: [b, t, h, value]."""
-        mask = over_cache(context, cached.latent.shape[1])
         scores = self.scores._replace(op="dot_product")
         if not self.absorbs:
             keys, values = self._keys_and_values(*cached)

@@ -103,7 +103,7 @@ class Loop(NamedTuple):
       first: the number of the stack's first layer in the model.
       context: layer i of the model gets `context.at(i)`.
       types: sown types to capture.
-      filled: see `layers.cache`.
+      filled, cache_rows: see `layers.cache`.
     """
 
     stack: Stack
@@ -111,6 +111,7 @@ class Loop(NamedTuple):
     context: Context
     types: tuple[type[nnx.Variable], ...] = ()
     filled: bool = False
+    cache_rows: jax.Array | None = None
 
     def numbers(self) -> list[jax.Array]:
         """Returns, for each block of the pattern, the numbers [count] of its layers."""
@@ -125,7 +126,8 @@ class Loop(NamedTuple):
         x = checkpoint_name(x, LAYER_INPUT)
         cache = None
         if entries is not None:
-            cache = Cache(entries, (number - self.first) // len(self.stack.blocks), self.filled)
+            layer = (number - self.first) // len(self.stack.blocks)
+            cache = Cache(entries, layer, self.cache_rows, self.filled)
         (x, cache), sown = call(x, cache, self.context.at(number))
         return x, None if cache is None else cache.entries, with_output(sown, self.types, x)
 

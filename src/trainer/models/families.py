@@ -8,7 +8,7 @@ import importlib
 import inspect
 import math
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +24,7 @@ from trainer.layers.param import Buffer
 from trainer.layers.stack import MakeBlock, Stack
 from trainer.models.family import Family, MaxText
 from trainer.models.huggingface import HuggingFace
+from trainer.sharding import Axes
 
 # Maps decoder_block to its family.
 FAMILIES = {
@@ -197,12 +198,35 @@ def place(stacks: Sequence[Stack], name: str) -> Place | None:
 def init_cache(config: Any, rows: int, length: int) -> Cache:
     """Returns empty caches for all layers, for `rows` rows of up to `length` positions."""
 
-    def empty(block: MakeBlock, count: int) -> Any:
-        made: Any = nnx.eval_shape(lambda: block(config, nnx.Rngs(0)))
-        one = made.init_cache(rows, length)
+    def empty(block: Any, count: int) -> Any:
+        one = block.init_cache(rows, length)
         return jax.tree.map(lambda array: jnp.broadcast_to(array, (count, *array.shape)), one)
 
-    return Cache({stack.name: [empty(block, stack.count) for block in stack.blocks] for stack in stacks(config)})
+    return Cache(_of_blocks(config, empty))
+
+
+def cache_axes(config: Any) -> Any:
+    """The logical axes of the arrays of `init_cache`: an `Axes` at each leaf of its entries. A block names those of its
+    own with `cache_axes()`; without it, only the rows have a name."""
+
+    def named(block: Any, count: int) -> Any:
+        if hasattr(block, "cache_axes"):
+            axes = block.cache_axes()
+        else:
+            made = jax.eval_shape(lambda: block.init_cache(1, 1))
+            axes = jax.tree.map(lambda array: Axes(("activation_batch", *[None] * (array.ndim - 1))), made)
+        return jax.tree.map(lambda names: Axes((None, *names)), axes, is_leaf=lambda it: isinstance(it, Axes))
+
+    return _of_blocks(config, named)
+
+
+def _of_blocks(config: Any, value: Callable[[Any, int], Any]) -> dict[str, list[Any]]:
+    """`value(block, count)` of each stack's blocks, which are modules of shapes."""
+
+    def shapes(block: MakeBlock) -> Any:
+        return nnx.eval_shape(lambda: block(config, nnx.Rngs(0)))
+
+    return {stack.name: [value(shapes(block), stack.count) for block in stack.blocks] for stack in stacks(config)}
 
 
 def takes_cache(config: Any) -> bool:

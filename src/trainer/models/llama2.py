@@ -108,6 +108,10 @@ class Block(nnx.Module):
         """Returns an empty cache; see `layers.attention.Attention.init_cache`."""
         return self.self_attention.init_cache(rows, length)
 
+    def cache_axes(self) -> Any:
+        """The logical axes of its arrays."""
+        return self.self_attention.cache_axes()
+
     def __call__(self, x_bte: jax.Array, cache: Cache | None, context: Context) -> tuple[jax.Array, Cache | None]:
         """Runs one layer: [b, t, e] -> [b, t, e]. Also returns the cache with keys and values added; see
         `layers.attention`."""

@@ -1,0 +1,56 @@
+"""Keys of text generation: their checks, and settings without effect."""
+
+from typing import Any
+
+# The strategies that read a key.
+TOP_K, NUCLEUS = ("topk", "composite"), ("nucleus", "composite")
+KEYS = (
+    *("decode_sampling_strategy", "decode_sampling_temperature", "decode_sampling_top_k", "decode_sampling_nucleus_p"),
+    *("decode_sampling_seed", "max_prefill_predict_length", "use_chunked_prefill", "prefill_chunk_size"),
+    *("enable_prefix_caching", "prefix_caching_hbm_byte", "return_log_prob"),
+)
+
+
+def _top_k(config: Any) -> str | None:
+    if config.decode_sampling_strategy in TOP_K and config.decode_sampling_top_k < 1:
+        return "this strategy needs the number of tokens to choose from"
+    return None
+
+
+def _nucleus(config: Any) -> str | None:
+    if config.decode_sampling_strategy in NUCLEUS and not 0 < config.decode_sampling_nucleus_p <= 1:
+        return "this strategy needs the probability of the nucleus, in (0, 1]"
+    return None
+
+
+DECODING_CHECKS = (
+    (("decode_sampling_strategy", "decode_sampling_top_k"), _top_k),
+    (("decode_sampling_strategy", "decode_sampling_nucleus_p"), _nucleus),
+)
+
+
+def _without_nucleus(config: Any) -> bool:
+    return config.decode_sampling_strategy not in NUCLEUS
+
+
+DECODING_INERT = (
+    (("decode_sampling_top_k",), lambda c: c.decode_sampling_strategy not in TOP_K, "the strategy has no top k"),
+    (
+        ("decode_sampling_nucleus_p",),
+        lambda c: c.decode_sampling_strategy not in NUCLEUS,
+        "no nucleus",
+    ),
+    (
+        ("decode_sampling_temperature", "decode_sampling_seed"),
+        lambda c: c.decode_sampling_strategy == "greedy",
+        "decode_sampling_strategy=greedy",
+    ),
+    (("prefill_chunk_size",), lambda c: not c.use_chunked_prefill, "use_chunked_prefill=false"),
+    (("prefix_caching_hbm_byte",), lambda c: not c.enable_prefix_caching, "enable_prefix_caching=false"),
+    (KEYS, lambda c: not c.prompt, "prompt is empty"),
+    (
+        ("prompt", *KEYS),
+        lambda c: c.dataset_type == "synthetic" and bool(c.prompt),
+        "dataset_type=synthetic has no tokenizer",
+    ),
+)

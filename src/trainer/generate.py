@@ -1,0 +1,168 @@
+"""`python -m trainer.generate FROM [prompt=TEXT] [key=value ...]`: continue prompts with a trained model."""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from trainer.config import UserError, command_line, exit_on_user_error, load, schema, take_interrupts
+from trainer.config.errors import shortened
+from trainer.config.files import YML_ENDINGS
+from trainer.config.help import explanation, help_text, question
+from trainer.config.paths import local_path, path_problem
+from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu
+
+WEIGHTS = ("raw", "ema")
+_OWN = ("prompts", "weights")
+HELP = """\
+usage: python -m trainer.generate FROM [prompt=TEXT | prompts=FILE] [weights=raw|ema] [key=value ...]
+       python -m trainer.generate [base.yml] load_parameters_path=FROM model_name=... [prompt=TEXT] [key=value ...]
+
+FROM     a run's folder or one of its checkpoints/N, a Hugging Face model directory, or the output of trainer.export.
+         The model's keys come from it. A MaxText checkpoint does not contain them: use the second form.
+prompt   the text to continue; default: that of base.yml
+prompts  a file with one prompt in each line; - reads standard input
+weights  of a run with ema_decay: ema (default), the average of the parameters, or raw
+key      keys of base.yml: decode_sampling_* say how tokens are drawn, max_target_length is the length of prompt and
+         continuation together (default: that of the training, at most 2048), ici_*_parallelism is the mesh
+
+Standard output has the texts alone, each with its prompt; messages are on standard error. --help Generation lists the
+keys of generation, --explain KEY explains one."""
+_LONGEST = 2048  # default of max_target_length for a checkpoint of a model with longer texts
+
+
+@exit_on_user_error
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line `argv` (default: the process's own)."""
+    started = time.perf_counter()
+    words = command_line(argv)
+    if asked := question(words):
+        print(explanation(asked.key) if asked.key else help_text(asked.section) if asked.section else HELP)
+        return
+    place, options, keys = _read_words(words)
+    loaded = None if place else load(keys, environment=os.environ)
+    prompts = _prompts(options["prompts"]) if "prompts" in options else None
+    # Imports that load JAX come after the checks that do not need it.
+    leave_out_absent_tpu()
+    add_threads_for_simulated_devices()
+    take_interrupts()
+    average = options.get("weights") == "ema"
+    if loaded is None:
+        loaded, average = _of_checkpoint(place, keys, options.get("weights"))
+    for note in loaded.notes:
+        _say(note)
+    prompts = [loaded.config.prompt] if prompts is None else prompts
+    if not all(prompts):
+        raise UserError("prompt is empty: give prompt=TEXT, or prompts=FILE")
+    _generate(loaded, prompts, average, started)
+
+
+def _generate(loaded: Any, prompts: Sequence[str], average: bool, started: float) -> None:
+    from trainer.config.files import by_hand
+    from trainer.inference import MaxEngine, Scheduler, tokens_of
+
+    config = loaded.config
+    engine = MaxEngine(config, texts=len(prompts))
+    tokenizer = engine.get_tokenizer()
+    stop = engine.stop_tokens(tokenizer)
+    begin = engine.begin_tokens(tokenizer)
+    tokens = [tokens_of(prompt, tokenizer, begin, engine.max_prefill_length, _say) for prompt in prompts]
+    given = {key for key, where in loaded.changed.items() if by_hand(where)}
+    scheduler = Scheduler(engine, engine.load_params(say=_say, given=given, average=average))
+    loading = time.perf_counter() - started
+    numbers = [scheduler.submit(prompt, stop=stop) for prompt in tokens]
+    _print(scheduler, tokenizer, dict(zip(numbers, zip(prompts, tokens, strict=True), strict=True)), loading)
+
+
+def _print(scheduler: Any, tokenizer: Any, texts: dict[int, tuple[str, list[int]]], loading: float) -> None:
+    """Writes the texts in their order, each as it is made; later ones are kept until it is their turn."""
+    from trainer.inference import TextStream
+
+    streams = {number: TextStream(tokenizer, tokens) for number, (_, tokens) in texts.items()}
+    waiting = {number: prompt for number, (prompt, _) in texts.items()}
+    left, ended = list(texts), set()
+    count, began, first = 0, time.perf_counter(), 0.0
+
+    def write(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    write(waiting.pop(left[0]))
+    for event in scheduler.run():
+        if event.token is not None:
+            first = first or time.perf_counter() - began
+            count += 1
+        part = "" if event.token is None else streams[event.request].add(event.token)
+        if event.end is not None:
+            part += streams[event.request].end() + "\n"
+            ended.add(event.request)
+        if event.request == left[0]:
+            write(part)
+        else:
+            waiting[event.request] += part
+        while left and left[0] in ended:
+            left.pop(0)
+            if left:
+                write(waiting.pop(left[0]))
+    seconds = time.perf_counter() - began
+    speed = f"{(count - 1) / (seconds - first):.0f} tokens/s after that" if count > 1 else "no more tokens"
+    _say(f"{count} tokens; ready after {loading:.1f} s, the first token {first:.2f} s later, {speed}")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _read_words(words: Sequence[str]) -> tuple[str, dict[str, str], list[str]]:
+    """FROM or "", the options of this command, and the arguments for base.yml."""
+    names = {*_OWN, *schema().keys}
+    options = {name: value for name, _, value in (word.partition("=") for word in words) if name in _OWN}
+    keys = [word for word in words if word.partition("=")[0] not in _OWN]
+    place = ""
+    if keys and keys[0].partition("=")[0] not in names and not keys[0].endswith(YML_ENDINGS):
+        place, *keys = keys
+    mistakes = []
+    if place and (problem := path_problem(place)):
+        mistakes.append(f"{shortened(place)}: {problem}")
+    if not words:
+        mistakes.append("there is no model: give FROM, or load_parameters_path=... and the model's keys")
+    if options.get("weights", WEIGHTS[0]) not in WEIGHTS:
+        mistakes.append(f"weights={options['weights']}: allowed: {', '.join(WEIGHTS)}, or leave it out")
+    if mistakes:
+        raise UserError("\n  ".join(["cannot generate:", *mistakes, "see python -m trainer.generate --help"]))
+    return place, options, keys
+
+
+def _of_checkpoint(place: str, words: Sequence[str], weights: str | None) -> tuple[Any, bool]:
+    """The configuration for the model at `place`, and whether to load the average of its parameters."""
+    from trainer.checkpoint import load_model_keys, open_source
+
+    given = [word.partition("=")[0] for word in words]
+    block = dict(word.partition("=")[::2] for word in words).get("decoder_block", "")
+    source = open_source(place, block, average=weights == "ema")
+    if not source.keys and "model_name" not in given:
+        raise UserError(
+            f"{place}: this checkpoint does not contain its model's keys; use base.yml load_parameters_path={place} "
+            "with model_name=... or its keys"
+        )
+    own = [f"load_parameters_path={place}"]
+    if "max_target_length" not in given and source.length is not None:
+        own.append(f"max_target_length={min(source.length, _LONGEST)}")
+    loaded = load_model_keys(source.keys, [*own, *words], str(source.path))
+    return loaded, source.averaged if weights is None else weights == "ema"
+
+
+def _prompts(path: str) -> list[str]:
+    try:
+        text = sys.stdin.read() if path == "-" else local_path(path, "prompts=").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"prompts={path}: cannot be read: {error}") from error
+    found = [line for line in text.splitlines() if line.strip()]
+    if not found:
+        raise UserError(f"prompts={path}: there is no prompt in it; one stands in each line")
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,338 @@
+"""The engine that generates text: prefill of prompts, insertion into slots, and decode steps over all slots.
+
+A prompt is prefilled by itself, padded to one of a few lengths, and then inserted into a slot. A decode step adds one
+token to every slot in use. Prefill is compiled once for each padded length, and decoding once, whatever the lengths of
+the texts are. Caches are arguments and results: the engine holds compiled functions and no state.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trainer.backends.base import tree_mode
+from trainer.inference.sampling import Sampling, draw, sampling_key, sampling_of, wrapped
+from trainer.inference.served import Served, longest_prompt
+from trainer.layers.cache import Cache
+from trainer.models.families import cache_axes, init_cache
+from trainer.sharding import Axes
+
+_SMALLEST = 16  # of the lengths that prompts are padded to
+
+
+class Result(NamedTuple):
+    """A token of every slot, or of every prompt or sample of a prefill.
+
+    Attributes:
+      tokens: int32 [slots].
+      valid: bool [slots]; whether the slot is in use, so that its token counts.
+      lengths: int32 [slots]; how many tokens have been generated, this one included.
+      log_probs: float32 [slots], at temperature 1 and over all tokens; None with return_log_prob=false.
+    """
+
+    tokens: jax.Array
+    valid: jax.Array
+    lengths: jax.Array
+    log_probs: jax.Array | None
+
+
+class Texts(NamedTuple):
+    """The state of texts that are generated; each array is [texts].
+
+    Attributes:
+      tokens: int32; the last token of each text, which its cache does not contain yet.
+      positions: int32; the position of that token.
+      lengths: int32; how many tokens have been generated.
+      used: bool; false for a slot without a text.
+      keys: uint32 [texts, 2]; the key of each text's random numbers (`sampling.sampling_key`).
+      sampling: how each text draws its tokens.
+    """
+
+    tokens: jax.Array
+    positions: jax.Array
+    lengths: jax.Array
+    used: jax.Array
+    keys: jax.Array
+    sampling: Sampling
+
+
+class Prefix(NamedTuple):
+    """The result of a prefill: the cache of each prompt, and its text so far. Samples of one prompt share its cache."""
+
+    cache: Any
+    texts: Texts
+
+
+class DecodeState(NamedTuple):
+    """What a decode step transforms: the caches and the texts of all slots."""
+
+    cache: Any
+    texts: Texts
+
+
+class Packed(NamedTuple):
+    """Several prompts in one padded row: int32 [length] each; segments count from 1, padding is 0."""
+
+    tokens: jax.Array
+    positions: jax.Array
+    segments: jax.Array
+
+
+class Engine:
+    """Prefill, insert and generate for the model of `served`.
+
+    `params` is everywhere the pair (params, rest) of canonical variables.
+    """
+
+    def __init__(self, served: Served):
+        self.served, self.config = served, served.config
+        abstract = jax.eval_shape(self._no_texts)
+        replicated = jax.tree.map(lambda _: served.replicated, abstract)
+        self.state_shardings = replicated._replace(cache=self._shardings_of(abstract.cache))
+        self._start = jax.jit(self._no_texts, out_shardings=self.state_shardings)
+        self._prefill = jax.jit(served.on_mesh(self._prefilled, one_row=True), static_argnums=1)
+        self._continue = jax.jit(served.on_mesh(self._continued, one_row=True), donate_argnums=1)
+        self._pack = jax.jit(served.on_mesh(self._prefilled_packed, one_row=True))
+        self._insert = jax.jit(_inserted, donate_argnums=1, out_shardings=self.state_shardings)
+        self._release = jax.jit(_released, donate_argnums=0, out_shardings=self.state_shardings)
+        outputs = (self.state_shardings, served.replicated)
+        self._generate = jax.jit(served.on_mesh(self._generated), donate_argnums=1, out_shardings=outputs)
+
+    @property
+    def max_concurrent_decodes(self) -> int:
+        """The number of slots."""
+        return self.served.slots
+
+    @property
+    def max_prefill_length(self) -> int:
+        """The number of tokens of the longest prompt; every text has room for one token more."""
+        return longest_prompt(self.config)
+
+    @property
+    def use_chunked_prefill(self) -> bool:
+        """Whether long prompts are prefilled in chunks."""
+        return self.config.use_chunked_prefill
+
+    @property
+    def prefill_chunk_size(self) -> int:
+        """The number of tokens of a chunk."""
+        return self.config.prefill_chunk_size
+
+    @functools.cached_property
+    def buckets(self) -> list[int]:
+        """The lengths that prompts are padded to: powers of two, and that of the longest."""
+        found = [_SMALLEST]
+        while found[-1] < self.max_prefill_length:
+            found.append(2 * found[-1])
+        return [*found[:-1], self.max_prefill_length]
+
+    def padded(self, tokens: Sequence[int] | np.ndarray) -> jax.Array:
+        """`tokens`, padded to the next bucket: int32 [bucket].
+
+        Raises:
+          ValueError: there are none, or too many.
+        """
+        if not 0 < len(tokens) <= self.max_prefill_length:
+            raise ValueError(f"a prompt has 1 to {self.max_prefill_length} tokens; {len(tokens)} were given")
+        row = np.zeros(next(size for size in self.buckets if size >= len(tokens)), np.int32)
+        row[: len(tokens)] = tokens
+        return jnp.asarray(row)
+
+    def packed(self, prompts: Sequence[Sequence[int]]) -> Packed:
+        """Several prompts as one row, padded to the next bucket.
+
+        Raises:
+          ValueError: one has no tokens, or all together have too many.
+        """
+        if not all(map(len, prompts)):
+            raise ValueError("a prompt has at least one token")
+        tokens = self.padded([token for prompt in prompts for token in prompt])
+        positions, segments = np.zeros((2, tokens.size), np.int32)
+        positions[: sum(map(len, prompts))] = np.concatenate([np.arange(len(prompt)) for prompt in prompts])
+        segments[: sum(map(len, prompts))] = np.repeat(np.arange(len(prompts)) + 1, list(map(len, prompts)))
+        return Packed(tokens, jnp.asarray(positions), jnp.asarray(segments))
+
+    def init_decode_state(self) -> DecodeState:
+        """The state without texts."""
+        return self._start()
+
+    def prefill(
+        self,
+        params: Any,
+        padded_tokens: jax.Array,
+        true_length: int,
+        *,
+        existing_prefix: Prefix | None = None,
+        num_samples: int = 1,
+        sampling: Sampling | None = None,
+        seed: int | None = None,
+        room: int | None = None,
+    ) -> tuple[Prefix, Result]:
+        """Runs a prompt through the model and draws the token after it.
+
+        Args:
+          padded_tokens: int32 [t], the prompt or, with `existing_prefix`, its next part.
+          true_length: the number of tokens before the padding.
+          existing_prefix: the result for the earlier part of the prompt, which had `room`; its buffers are reused.
+          num_samples: the number of texts that continue the prompt, each with its own random numbers.
+          sampling, seed: see `sampling.Sampling` and `sampling_key`; default: those of the keys decode_sampling_*.
+          room: the number of positions of the cache, if further parts follow; default: t.
+        """
+        keys, sampling = self._drawing(num_samples, sampling, None if seed is None else [seed] * num_samples)
+        if existing_prefix is None:
+            return self._prefill(params, room or padded_tokens.size, padded_tokens, true_length, keys, sampling)
+        cache, before = existing_prefix.cache, existing_prefix.texts.positions[0]
+        return self._continue(params, cache, padded_tokens, true_length, before, keys, sampling)
+
+    def prefill_multisampling(
+        self, params: Any, padded_tokens: jax.Array, true_length: int, num_samples: int, **how: Any
+    ) -> tuple[Prefix, Result]:
+        """`prefill` with several samples: the tokens are those of as many requests with the same keys."""
+        return self.prefill(params, padded_tokens, true_length, num_samples=num_samples, **how)
+
+    def prefill_concat(
+        self,
+        params: Any,
+        packed: Packed,
+        num_prompts: int,
+        *,
+        sampling: Sampling | None = None,
+        seeds: Sequence[int] | None = None,
+    ) -> tuple[Prefix, Result]:
+        """`prefill` of all prompts of `packed` in one pass: prompt i is text i of the results. `bulk_insert` inserts
+        them. `sampling`: for all prompts, or arrays with that of each."""
+        keys, sampling = self._drawing(num_prompts, sampling, seeds)
+        return self._pack(params, packed, keys, sampling)
+
+    def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
+        """`decode_state`, which is donated, with the text of `prefix` in `slot`."""
+        return self.bulk_insert(prefix, decode_state, [slot])
+
+    def bulk_insert(self, prefix: Prefix, decode_state: DecodeState, slots: Sequence[int]) -> DecodeState:
+        """`decode_state`, which is donated, with text i of `prefix` in slot `slots[i]`.
+
+        Raises:
+          ValueError: there is not one slot for each text.
+        """
+        count = prefix.texts.tokens.size
+        valid = all(0 <= slot < self.max_concurrent_decodes for slot in slots)
+        if len(slots) != count or len(set(slots)) < count or not valid:
+            raise ValueError(
+                f"{count} texts need as many different slots below {self.max_concurrent_decodes}; given: {slots}"
+            )
+        return self._insert(prefix, decode_state, jnp.asarray(slots, jnp.int32))
+
+    def release(self, decode_state: DecodeState, slot: int) -> DecodeState:
+        """`decode_state`, which is donated, without the text in `slot`."""
+        return self._release(decode_state, slot)
+
+    def generate(self, params: Any, decode_state: DecodeState) -> tuple[DecodeState, Result]:
+        """Adds a token to the text of every slot in use, until it has max_target_length tokens. `decode_state` is
+        donated."""
+        return self._generate(params, decode_state)
+
+    def _drawing(
+        self, count: int, sampling: Sampling | None, seeds: Sequence[int] | None
+    ) -> tuple[jax.Array, Sampling]:
+        """Keys and settings of `count` texts."""
+        seeds = [self.config.decode_sampling_seed] * count if seeds is None else seeds
+        repeated = [list(seeds[:i]).count(seed) for i, seed in enumerate(seeds)]  # texts of one seed differ
+        keys = jnp.stack([jax.random.key_data(sampling_key(*it)) for it in zip(seeds, repeated, strict=True)])
+        given = sampling_of(self.config) if sampling is None else sampling
+        return keys, _settings(given, count)
+
+    def _no_texts(self) -> DecodeState:
+        slots = self.max_concurrent_decodes
+        zeros, sampling = jnp.zeros(slots, jnp.int32), _settings(Sampling(), slots)
+        texts = Texts(zeros, zeros, zeros, jnp.zeros(slots, bool), jnp.zeros((slots, 2), jnp.uint32), sampling)
+        return DecodeState(self._no_cache(slots, self.config.max_target_length).entries, texts)
+
+    def _no_cache(self, rows: int, length: int) -> Cache:
+        with tree_mode():
+            return init_cache(self.config, rows, length)
+
+    def _shardings_of(self, cache: Any) -> Any:
+        axes = jax.tree.leaves(cache_axes(self.config), is_leaf=lambda it: isinstance(it, Axes))
+        leaves, structure = jax.tree.flatten(cache)
+        found = [self.served.sharding(names, leaf.shape) for names, leaf in zip(axes, leaves, strict=True)]
+        return jax.tree.unflatten(structure, found)
+
+    def _hidden(self, params: Any, tokens: Any, positions: Any, segments: Any, cache: Cache) -> tuple[Any, Any]:
+        """Hidden states [b, t, e] and the entries of the cache."""
+        rows = jnp.arange(len(tokens))
+        hidden, _, cache = self.served.model.apply(*params, tokens, positions, segments, rows, cache=cache)
+        return hidden, cache.entries
+
+    def _result(self, params: Any, hidden_be: Any, texts: Texts) -> tuple[Texts, Result]:
+        """Draws the next token of every text in use from its last hidden state."""
+        logits = self.served.model.apply(*params, hidden_be[:, None], method="head")[0][:, 0]
+        step = texts.used.astype(jnp.int32)
+        drawn = draw(logits, texts.sampling, wrapped(texts.keys), texts.positions + 1)
+        tokens = jnp.where(texts.used, drawn.token, texts.tokens)
+        after = texts._replace(tokens=tokens, positions=texts.positions + step, lengths=texts.lengths + step)
+        log_probs = drawn.log_prob if self.config.return_log_prob else None
+        return after, Result(tokens, texts.used, after.lengths, log_probs)
+
+    def _begun(self, hidden_be: Any, last: Any, keys: Any, sampling: Sampling, params: Any) -> tuple[Texts, Result]:
+        """The texts after prompts whose last positions are `last`."""
+        count = len(keys)
+        last = jnp.broadcast_to(last, count).astype(jnp.int32)
+        zeros = jnp.zeros(count, jnp.int32)
+        texts = Texts(zeros, last, zeros, jnp.ones(count, bool), keys, sampling)
+        return self._result(params, jnp.broadcast_to(hidden_be, (count, hidden_be.shape[-1])), texts)
+
+    def _prefilled(self, params, room, tokens, true_length, keys, sampling):
+        return self._run_prompt(params, self._no_cache(1, room), tokens, true_length, 0, keys, sampling)
+
+    def _continued(self, params, entries, tokens, true_length, before, keys, sampling):
+        cache = Cache(entries, filled=True)
+        return self._run_prompt(params, cache, tokens, true_length, before, keys, sampling)
+
+    def _run_prompt(self, params, cache, tokens, true_length, before, keys, sampling):
+        index = jnp.arange(tokens.size)[None]
+        real = index < true_length
+        positions = jnp.where(real, before + index, 0)  # padding could lie beyond the last learned position
+        hidden, entries = self._hidden(params, tokens[None], positions, real.astype(jnp.int32), cache)
+        texts, result = self._begun(hidden[:, true_length - 1], before + true_length - 1, keys, sampling, params)
+        return Prefix(entries, texts), result
+
+    def _prefilled_packed(self, params, packed, keys, sampling):
+        rows = jnp.maximum(packed.segments - 1, 0)[None]
+        cache = dataclasses.replace(self._no_cache(len(keys), packed.tokens.size), rows=rows)
+        row = Packed(*(array[None] for array in packed))
+        hidden, entries = self._hidden(params, *row, cache)
+        ends = jnp.bincount(packed.segments, length=len(keys) + 1)[1:].cumsum() - 1
+        texts, result = self._begun(hidden[0, ends], packed.positions[ends], keys, sampling, params)
+        return Prefix(entries, texts), result
+
+    def _generated(self, params, state):
+        texts = state.texts
+        texts = texts._replace(used=texts.used & (texts.positions < self.config.max_target_length - 1))
+        cache, live = Cache(state.cache, filled=True), texts.used[:, None].astype(jnp.int32)
+        hidden, entries = self._hidden(params, texts.tokens[:, None], texts.positions[:, None], live, cache)
+        texts, result = self._result(params, hidden[:, 0], texts)
+        return DecodeState(entries, texts), result
+
+
+def _settings(sampling: Sampling, count: int) -> Sampling:
+    values = zip(sampling, (jnp.float32, jnp.int32, jnp.float32), strict=True)
+    return Sampling(*(jnp.broadcast_to(jnp.asarray(value, dtype), count) for value, dtype in values))
+
+
+def _inserted(prefix: Prefix, state: DecodeState, slots: jax.Array) -> DecodeState:
+    def insert(array: jax.Array, new: jax.Array) -> jax.Array:
+        for i in range(slots.size):
+            row = new[:, i % new.shape[1]][:, None]  # samples share the row of their prompt
+            array = jax.lax.dynamic_update_slice(array, row, (0, slots[i], *[0] * (array.ndim - 2)))
+        return array
+
+    texts = jax.tree.map(lambda array, new: array.at[slots].set(new), state.texts, prefix.texts)
+    return DecodeState(jax.tree.map(insert, state.cache, prefix.cache), texts)
+
+
+def _released(state: DecodeState, slot: jax.Array) -> DecodeState:
+    return state._replace(texts=state.texts._replace(used=state.texts.used.at[slot].set(False)))

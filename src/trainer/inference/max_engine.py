@@ -1,0 +1,114 @@
+"""`MaxEngine`: the engine for the checkpoint of a configuration, with the names that MaxText's users know."""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+
+from trainer.checkpoint import load_parameters, open_source
+from trainer.checkpoint.huggingface import HuggingFaceSource
+from trainer.checkpoint.tokenizer import GENERATION
+from trainer.config import UserError
+from trainer.config.json_files import read_object
+from trainer.config.paths import local_path
+from trainer.data.tokenizer import JsonTokenizer, Tokenizer
+from trainer.data.tokenizer_files import load_tokenizer
+from trainer.inference.engine import Engine
+from trainer.inference.served import serve
+from trainer.ops.random import seed_key
+
+_MODULES = "mtp_num_layers"
+
+
+class MaxEngine(Engine):
+    """See `Engine`. It has per_device_batch_size slots for each device."""
+
+    def __init__(self, config, devices: Sequence[jax.Device] | None = None, *, texts: int | None = None):
+        """
+        Args:
+          config: from `config.load`, resolved or not.
+          devices: default: all of JAX's.
+          texts: the number of slots that are needed, if it may be lower.
+
+        Raises:
+          UserError: the configuration does not fit the devices, or the model cannot generate text.
+        """
+        super().__init__(serve(config, jax.devices() if devices is None else devices, texts))
+
+    def load_params(
+        self,
+        params: Any = None,
+        *,
+        say: Callable[[str], Any] = print,
+        given: Collection[str] = (),
+        average: bool = False,
+    ) -> Any:
+        """The variables (params, rest) for all methods, sharded over the devices.
+
+        They are `params`, a canonical nested dict of parameters; without it, those of load_parameters_path; without
+        that key, initial ones, as init_weights_seed gives them.
+
+        Args:
+          say: see `checkpoint.load_parameters`.
+          given: keys that the user set; see there.
+          average: load the averages of a run with ema_decay.
+
+        Raises:
+          UserError: see `checkpoint.load_parameters`.
+        """
+        config, (abstract, rest) = self.config, self.served.abstract_variables
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, (abstract, rest))
+        path = config.load_parameters_path
+        if params is None and not path:
+            say("load_parameters_path is empty: the parameters are initial ones, drawn at random")
+            return jax.jit(self.served.model.init, out_shardings=shardings)(seed_key(config.init_weights_seed))
+        if params is None:
+            # Generation needs no modules of multi-token prediction.
+            params = load_parameters(path, config, abstract, say, {*given, _MODULES}, average=average)
+        else:
+            params = jax.tree.map(lambda leaf, it: jax.device_put(leaf, it.sharding).astype(it.dtype), params, abstract)
+        return params, jax.jit(lambda key: self.served.model.init(key)[1], out_shardings=shardings[1])(seed_key(0))
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer of tokenizer_path and tokenizer_type or, without them, the one next to the checkpoint.
+
+        Raises:
+          UserError: there is none.
+        """
+        config = self.config
+        path, settings = config.tokenizer_path, {"add_bos": config.add_bos, "add_eos": config.add_eos}
+        if not path and config.tokenizer_type != "bytes" and config.load_parameters_path:
+            path = str(open_source(config.load_parameters_path, config.decoder_block).tokenizer)
+        if not path and config.tokenizer_type != "bytes":
+            raise UserError("tokenizer_path is empty, and there is no checkpoint with a tokenizer")
+        tokenizer = load_tokenizer(path, config.tokenizer_type, **settings)
+        if tokenizer.vocab_size > config.vocab_size:
+            raise UserError(
+                f"vocab_size={config.vocab_size}, but the tokenizer {path} has {tokenizer.vocab_size} tokens"
+            )
+        return tokenizer
+
+    def begin_tokens(self, tokenizer: Tokenizer) -> list[int]:
+        """The tokens before a prompt: those that a Hugging Face directory's tokenizer.json puts there, otherwise the
+        one before each document."""
+        config = self.config
+        if tokenizer.bos is None:
+            return []
+        path = config.load_parameters_path
+        published = path and isinstance(open_source(path, config.decoder_block), HuggingFaceSource)
+        return tokenizer.template if published and isinstance(tokenizer, JsonTokenizer) else [tokenizer.bos]
+
+    def stop_tokens(self, tokenizer: Tokenizer) -> list[int]:
+        """The tokens that end a text: the tokenizer's, and those of a generation_config.json next to the checkpoint.
+
+        Raises:
+          UserError: that file is not valid.
+        """
+        found = [] if tokenizer.eos is None else [tokenizer.eos]
+        path = self.config.load_parameters_path
+        if path and "://" not in path and (file := local_path(path) / GENERATION).is_file():
+            named = read_object(file).get("eos_token_id")
+            found += named if isinstance(named, list) else [] if named is None else [named]
+            if not all(isinstance(token, int) for token in found):
+                raise UserError(f"{file}: eos_token_id={named}, not a token id, nor a list of them")
+        return list(dict.fromkeys(found))

@@ -1,0 +1,54 @@
+"""Prefilled prompts that later prompts may begin with."""
+
+from collections import OrderedDict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trainer.inference.engine import Prefix
+
+
+class PrefixCache:
+    """Prefixes of prompts, the most recently used ones, within `limit` bytes per process."""
+
+    def __init__(self, limit: int):
+        self._limit, self._size = limit, 0
+        self._found: OrderedDict[bytes, tuple[np.ndarray, Prefix, int]] = OrderedDict()
+
+    @property
+    def size(self) -> int:
+        """The bytes of all arrays."""
+        return self._size
+
+    def get(self, tokens: np.ndarray) -> tuple[Prefix | None, int]:
+        """A prefix that begins like `tokens` and may be donated, and how many tokens they share; (None, 0) without one.
+
+        At least one token is left to run, as its hidden state gives the next one. Later entries of a cache are
+        overwritten before they are attended to. In a ring of a window they have overwritten earlier ones, so that a
+        prefix longer than the ring is used only if all of it is shared.
+        """
+        best, shared = None, 0
+        for key, (known, prefix, _) in self._found.items():
+            size = min(known.size, tokens.size - 1)
+            different = np.flatnonzero(known[:size] != tokens[:size])
+            same = int(different[0]) if different.size else size
+            places = min(array.shape[2] for array in jax.tree.leaves(prefix.cache))
+            if same > shared and (same == known.size or known.size <= places):
+                best, shared = key, same
+        if best is None:
+            return None, 0
+        self._found.move_to_end(best)
+        prefix = jax.tree.map(jnp.copy, self._found[best][1])
+        return prefix._replace(texts=prefix.texts._replace(positions=jnp.full(1, shared, jnp.int32))), shared
+
+    def put(self, tokens: np.ndarray, prefix: Prefix) -> None:
+        """Keeps `prefix`, the result of the prefill of `tokens`, and drops those that were not used for longest."""
+        key, size = tokens.tobytes(), sum(array.nbytes for array in jax.tree.leaves(prefix))
+        if key in self._found:
+            self._found.move_to_end(key)
+            return
+        self._found[key] = tokens, prefix, size
+        self._size += size
+        while self._size > self._limit:
+            self._size -= self._found.popitem(last=False)[1][2]

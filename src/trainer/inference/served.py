@@ -1,0 +1,106 @@
+"""A model on devices, without an optimizer: what generates text."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import ml_collections
+from jax.sharding import Mesh, NamedSharding
+
+from trainer.backends import Model, make_model
+from trainer.config import UserError, resolve
+from trainer.config.expert_keys import drops
+from trainer.models.families import axis_rules, takes_cache
+from trainer.ops.paths import by_path
+from trainer.sharding import Rules, make_mesh, named_sharding, on_mesh, slice_count, spec
+
+# A row is not sharded: tokens are added to it one at a time.
+_LENGTHS = ("activation_length", "activation_norm_length", "activation_q_length", "activation_kv_length")
+_ROWS = "activation_batch"
+
+
+class Served(NamedTuple):
+    """A model and its mesh.
+
+    Attributes:
+      config: resolved.
+      rules: of a batch of rows that the mesh shards.
+      slots: the number of texts that are generated at once.
+    """
+
+    config: Any
+    mesh: Mesh
+    rules: Rules
+    model: Model
+    slots: int
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """The replicated sharding."""
+        return NamedSharding(self.mesh, spec([], self.rules))
+
+    def sharding(self, names: Sequence[str | None], shape: Sequence[int], *, one_row: bool = False) -> NamedSharding:
+        """The sharding of an array with axes called `names`; see `on_mesh`."""
+        return named_sharding(self.mesh, names, shape, self._rules(one_row))
+
+    @property
+    def abstract_variables(self) -> tuple[Any, Any]:
+        """The model's (params, rest), a ShapeDtypeStruct with a sharding at each leaf."""
+        params, rest = self.model.abstract
+        axes = by_path(self.model.param_axes)
+
+        def leaf(path: Any, it: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(it.shape, it.dtype, sharding=self.sharding(axes[path], it.shape))
+
+        params = jax.tree.unflatten(jax.tree.structure(params), [leaf(*item) for item in by_path(params).items()])
+        rest = jax.tree.map(lambda it: jax.ShapeDtypeStruct(it.shape, it.dtype, sharding=self.replicated), rest)
+        return params, rest
+
+    def on_mesh(self, fn: Callable[..., Any], *, one_row: bool = False) -> Callable[..., Any]:
+        """`fn`, whose layers shard their arrays over the mesh when it is traced; with `one_row`, not over rows."""
+
+        def traced(*args: Any) -> Any:
+            with on_mesh(self.mesh, self._rules(one_row)):
+                return fn(*args)
+
+        return traced
+
+    def _rules(self, one_row: bool) -> Rules:
+        return {**self.rules, **dict.fromkeys(_LENGTHS, ()), **({_ROWS: ()} if one_row else {})}
+
+
+def serve(config, devices: Sequence[jax.Device], texts: int | None = None) -> Served:
+    """The model of `config`, resolved or not, on `devices`. It has per_device_batch_size slots for each device, or
+    fewer if `texts` are enough.
+
+    Raises:
+      UserError: the configuration does not fit the devices, or the model cannot generate text.
+    """
+    slices = slice_count(devices)
+    # Modules of multi-token prediction are for training.
+    values = dict(config.items()) | {"mtp_num_layers": 0, "mtp_eval_target_module": 0}
+    config = resolve(values, device_count=len(devices), platform=devices[0].platform, num_slices=slices)
+    config = without_drops(config)
+    if not takes_cache(config):
+        raise UserError(f"decoder_block={config.decoder_block} has no init_cache: the model cannot generate text")
+    mesh, rules = make_mesh(config, devices), axis_rules(config)
+    slots = round(config.per_device_batch_size * mesh.size)
+    if texts is not None:
+        parts = math.prod(mesh.shape[axis] for axis in rules[_ROWS])
+        slots = min(slots, math.ceil(texts / parts) * parts)
+    return Served(config, mesh, rules, make_model(config), slots)
+
+
+def without_drops(config: Any) -> Any:
+    """`config`, resolved, with experts that drop no token: what they drop depends on the other tokens of a row, and a
+    text must not depend on its padding."""
+    if not drops(config):
+        return config
+    return ml_collections.FrozenConfigDict(dict(config.items()) | {"sparse_matmul": True, "capacity_factor": -1.0})
+
+
+def longest_prompt(config: Any) -> int:
+    """The number of tokens of the longest prompt; every text has room for one token more."""
+    longest, given = config.max_target_length - 1, config.max_prefill_predict_length
+    return longest if given < 0 else min(longest, given)
