@@ -45,7 +45,7 @@ class Dense(nnx.Module):
         of `out_shape`. `settles`: whether to reduce the kernel's gradient over devices immediately
         (`sharding.settle_gradient`)."""
         self.inputs = len(in_shape)
-        self.settled_names = tuple(names) if settles else None
+        self.names, self.settles = tuple(names), settles
         self.dtype = dtype
         init = jax.nn.initializers.lecun_normal()
         # The initializer takes fan-in from the second-to-last axis, so draw a matrix and reshape it.
@@ -57,11 +57,13 @@ class Dense(nnx.Module):
     def __call__(self, x: jax.Array, out_names: Sequence[str | None]) -> jax.Array:
         """Maps x [..., *in_shape] to [..., *out_shape], whose axes are called `out_names`."""
         settle: Settle | None = None
-        if self.settled_names is not None:
-            outputs = self.settled_names[self.inputs :]
+        inputs, outputs = self.names[: self.inputs], self.names[self.inputs :]
+        if self.settles:
             gathered, rows = (*[None] * self.inputs, *outputs), out_names[: -len(outputs)]
-            settle = functools.partial(sharding.settle_gradient, names=self.settled_names, gathered=gathered, rows=rows)
-        out = self.product(x.astype(self.dtype), self.inputs, self.kernel.get_value(), settle)
+            settle = functools.partial(sharding.settle_gradient, names=self.names, gathered=gathered, rows=rows)
+        rows = ROWS if x.ndim - self.inputs == 2 else out_names[: -len(outputs)]
+        x = sharding.for_product(x.astype(self.dtype), rows, inputs)
+        out = sharding.for_product(self.product(x, self.inputs, self.kernel.get_value(), settle), rows, outputs)
         if self.bias is not None:
             out = out + self.bias.get_value().astype(out.dtype)
         return sharding.constrain(out, out_names)
@@ -105,7 +107,8 @@ class Embed(nnx.Module):
             x_bte, table = sharding.settle_gradient(x_bte, turned_ev.T, TABLE, (TABLE[0], None), ROWS)
             return x_bte, table.T
 
-        logits = self.product(x_bte.astype(self.dtype), 1, self._table().T, settle)
+        x_bte = sharding.for_product(x_bte.astype(self.dtype), ROWS, TABLE[1:])
+        logits = sharding.for_product(self.product(x_bte, 1, self._table().T, settle), ROWS, TABLE[:1])
         return sharding.constrain(logits, (*ROWS, "activation_vocab"))
 
     def _table(self) -> Any:

@@ -4,6 +4,7 @@ from trainer.config import make_rules
 from trainer.sharding.context import (
     MAPPED,
     constrain,
+    for_product,
     mesh_axes,
     off_mesh,
     on_mesh,
@@ -23,6 +24,7 @@ __all__ = [
     "axes_of",
     "constrain",
     "entry",
+    "for_product",
     "get_mesh_from_config",
     "make_mesh",
     "make_rules",

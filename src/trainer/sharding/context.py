@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from trainer.sharding.rules import Axes, Rules, axes_of, named_sharding, spec
+from trainer.sharding.rules import Axes, Rules, axes_of, entry, named_sharding, spec
 
 # The rule of this name lists the mesh axes over which traced code is mapped by `jax.vmap(..., spmd_axis_name=...)`.
 MAPPED = "mapped"
@@ -70,6 +70,23 @@ def constrain(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
     """
     at = _sharding(names, x.shape)
     return x if at is None else jax.lax.with_sharding_constraint(x, at)
+
+
+def for_product(x: jax.Array, rows: Sequence[str | None], names: Sequence[str | None]) -> jax.Array:
+    """`x` [*rows, *axes], an input or the result of a product with a matrix whose axes on its side are called `names`:
+    sharded as these, but not over mesh axes that shard rows: over those the matrix is gathered.
+
+    Without it, XLA in jaxlib 0.10.2 returns wrong rows if data, fsdp and tensor are all above 1 and there are few
+    tokens (docs/decisions/0021). libtpu does not; its programs stay as they are.
+    """
+    current = _current.get()
+    if current is None or on_tpu() or jax.sharding.get_abstract_mesh().manual_axes:
+        return x
+    mesh, rules = current
+    taken = {axis for found in spec(rows, rules) for axis in axes_of(found)}
+    rest = [tuple(axis for axis in axes_of(found) if axis not in taken) for found in spec(names, rules)]
+    found = PartitionSpec(*spec(rows, rules), *map(entry, rest))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, found))
 
 
 def mesh_axes(name: str) -> tuple[str, ...]:
