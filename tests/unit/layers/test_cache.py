@@ -26,7 +26,8 @@ def test_a_write_changes_its_places_in_one_layer_and_padding_writes_nothing():
     entries = jnp.zeros((LAYERS, ROWS, LENGTH, 2))
     new = jnp.arange(1, 1 + ROWS * 3 * 2, dtype=jnp.float32).reshape(ROWS, 3, 2)
     places, segments = jnp.array([[0, 1, 0], [2, 3, 4]]), jnp.array([[1, 1, 0], [0, 4, 4]])
-    cache = Cache({"a": entries}, jnp.int32(1)).write({"a": new}, places, segments)
+    context = Context(places, segments, jnp.arange(ROWS), None)
+    cache = Cache({"a": entries}, jnp.int32(1)).write({"a": new}, context)
     expected = np.zeros(entries.shape, np.float32)
     expected[1, 0, [0, 1]] = new[0, :2]
     expected[1, 1, [3, 4]] = new[1, 1:]
@@ -34,6 +35,16 @@ def test_a_write_changes_its_places_in_one_layer_and_padding_writes_nothing():
     np.testing.assert_array_equal(cache.read()["a"], expected[1])
     replaced = cache.replace({"a": cache.read()["a"] + 1}).entries["a"]
     np.testing.assert_array_equal(replaced, expected + np.array([0, 1, 0])[:, None, None, None])
+
+
+def test_a_ring_keeps_the_last_positions_of_each_text_and_packed_texts_go_to_their_rows():
+    """Two texts of four and six positions in one row, in a cache of three places; padding in between."""
+    positions = jnp.array([[0, 1, 2, 3, 0, 0, 1, 2, 3, 4, 5]])
+    segments = jnp.array([[1, 1, 1, 1, 0, 2, 2, 2, 2, 2, 2]])
+    new = jnp.arange(11.0)[None, :, None]
+    empty = Cache({"a": jnp.full((1, 2, 3, 1), -1.0)}, 0, rows=jnp.maximum(segments - 1, 0))
+    cache = empty.write({"a": new}, Context(positions, segments, jnp.arange(1), None))
+    np.testing.assert_array_equal(cache.entries["a"][0, :, :, 0], [[3, 1, 2], [8, 9, 10]])
 
 
 @pytest.mark.parametrize("filled", [False, True])
@@ -53,7 +64,7 @@ def test_the_op_is_that_of_training_until_there_are_earlier_positions(filled, mo
     entries = jax.tree.map(lambda array: array[None], layer.init_cache(ROWS, LENGTH))
     position = jnp.tile(jnp.arange(3), (ROWS, 1))
     context = Context(position, jnp.ones_like(position), jnp.arange(ROWS), None)
-    _, cache = layer(jnp.ones((ROWS, 3, 8)), Cache(entries, 0, filled), context)
+    _, cache = layer(jnp.ones((ROWS, 3, 8)), Cache(entries, 0, filled=filled), context)
     assert calls == [("dot_product", LENGTH) if filled else ("blockwise", 3)]
     assert isinstance(cache.entries, KVCache)
     written = np.asarray(cache.entries.value).any(axis=(3, 4))

@@ -1,0 +1,295 @@
+"""The engine against full forward passes: prefill, chunks, packed prompts, samples, slots that are used again."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import tiny_config
+
+from trainer.config import UserError
+from trainer.inference import MaxEngine, Sampling, Scheduler
+from trainer.inference.sampling import sampling_key
+
+LENGTH, VOCABULARY, SLOTS = 40, 64, 3
+MODEL = {"max_target_length": LENGTH, "vocab_size": VOCABULARY, "logits_via_embedding": True, "return_log_prob": True}
+GREEDY = {"decode_sampling_strategy": "greedy"}
+KINDS = {
+    "all positions": {"decode_sampling_temperature": 1.0},
+    "window": {"attention_type": "local_sliding", "sliding_window_size": 7, "use_chunked_prefill": True}
+    | {"prefill_chunk_size": 5, **GREEDY},
+}
+PROMPT = [5, 0, 17]
+
+
+@functools.cache
+def made(kind="all positions"):
+    """An engine of three slots and its variables, whose likeliest token is far ahead of the next."""
+    engine = MaxEngine(tiny_config("nnx", per_device_batch_size=SLOTS, **MODEL, **KINDS[kind]), jax.devices()[:1])
+    params, rest = engine.load_params(say=lambda line: None)
+    # Off the diagonal, so that the tied head does not just repeat the last token.
+    params["decoder"]["decoder_norm"]["scale"] *= 8 * np.sign(np.random.default_rng(0).normal(size=16))
+    params["decoder"]["layers"]["self_attention"]["query"]["kernel"] *= 10  # what a token sees makes a difference
+    return engine, (params, rest)
+
+
+@functools.cache
+def _forward(kind):
+    engine, params = made(kind)
+
+    @jax.jit
+    def forward(tokens):
+        positions = jnp.arange(LENGTH)[None]
+        hidden = engine.served.model.apply(*params, tokens, positions, jnp.ones_like(positions), jnp.zeros(1, int))[0]
+        return jax.nn.log_softmax(engine.served.model.apply(*params, hidden, method="head")[0][0])
+
+    return forward
+
+
+def log_probs_after(tokens, kind="all positions"):
+    """The log-probabilities [v] of the token after `tokens`, from one forward pass of a whole row without a cache."""
+    row = np.zeros((1, LENGTH), np.int32)
+    row[0, : len(tokens)] = tokens
+    return np.asarray(_forward(kind)(row))[len(tokens) - 1]
+
+
+def texts_of(scheduler, **requests):
+    """The events of all requests run together: for each, its tokens and log-probabilities."""
+    found = {number: [] for number in requests.values()}
+    for event in scheduler.run():
+        if event.token is not None:
+            found[event.request].append((event.token, event.log_prob))
+    return {name: found[number] for name, number in requests.items()}
+
+
+def check_greedy(prompt, drawn, kind="all positions"):
+    """Every token is the likeliest after those before it, with its log-probability."""
+    tokens = list(prompt)
+    assert drawn
+    for token, log_prob in drawn:
+        expected = log_probs_after(tokens, kind)
+        assert token == expected.argmax()
+        # The same sums in another order, in float32.
+        assert log_prob == pytest.approx(expected[token], abs=2e-5)
+        tokens.append(token)
+
+
+PROMPTS = {"short": PROMPT, "long": list(range(1, 30)), "one": [9], "full": [3] * (LENGTH - 1), "bucket": [7, 8] * 8}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_requests_than_slots_get_the_tokens_of_full_forward_passes(kind):
+    """With a window: a ring shorter than the text, and prompts in chunks shorter than the ring."""
+    engine, params = made(kind)
+    assert engine.max_concurrent_decodes == SLOTS
+    scheduler = Scheduler(engine, params)
+    numbers = {name: scheduler.submit(prompt, sampling=Sampling(0.0)) for name, prompt in PROMPTS.items()}
+    texts = texts_of(scheduler, **numbers)
+    for name, prompt in PROMPTS.items():
+        assert len(texts[name]) == LENGTH - len(prompt)
+        check_greedy(prompt, texts[name], kind)
+    assert len({token for token, _ in texts["short"]}) > 4, "the continuation should not be one token over and over"
+    assert scheduler.free_slots == SLOTS
+    places = {leaf.shape[2] for leaf in jax.tree.leaves(engine.init_decode_state().cache)}
+    assert places == {KINDS[kind].get("sliding_window_size", LENGTH)}
+
+
+def test_what_the_window_hides_is_far_beyond_the_tolerance():
+    assert np.abs(log_probs_after(PROMPTS["long"]) - log_probs_after(PROMPTS["long"], "window")).max() > 1e-2
+
+
+def test_a_request_draws_the_same_tokens_alone_and_with_others():
+    engine, params = made()
+    sampled = {"sampling": Sampling(1.0, 20, 0.9), "seed": 7}
+    alone = Scheduler(engine, params)
+    expected = texts_of(alone, it=alone.submit(PROMPT, **sampled))["it"]
+    busy = Scheduler(engine, params)
+    others = {f"other {i}": busy.submit([i] * (1 + 3 * i), limit=4 + i, seed=i) for i in range(5)}
+    texts = texts_of(busy, it=busy.submit(PROMPT, **sampled), **others)
+    assert [token for token, _ in texts["it"]] == [token for token, _ in expected]
+    assert [len(texts[f"other {i}"]) for i in range(5)] == [4, 5, 6, 7, 8]
+    greedy = Scheduler(engine, params)
+    other = texts_of(greedy, it=greedy.submit(PROMPT, **sampled | {"seed": 8}))["it"]
+    assert [token for token, _ in other] != [token for token, _ in expected]
+
+
+def test_packed_prompts_are_those_given_alone():
+    engine, params = made()
+    prompts = [[5, 0, 17], [9], [4, 4, 8, 1, 60, 2, 33]]
+    prefix, result = engine.prefill_concat(params, engine.packed(prompts), 3, sampling=Sampling(0.0))
+    state = engine.bulk_insert(prefix, engine.init_decode_state(), [2, 0, 1])
+    drawn = {slot: [(int(result.tokens[i]), float(result.log_probs[i]))] for i, slot in enumerate([2, 0, 1])}
+    for _ in range(5):
+        state, result = engine.generate(params, state)
+        for slot, found in drawn.items():
+            found.append((int(result.tokens[slot]), float(result.log_probs[slot])))
+    assert result.valid.all()
+    assert result.lengths.tolist() == [6, 6, 6]
+    for slot, prompt in zip([2, 0, 1], prompts, strict=True):
+        check_greedy(prompt, drawn[slot])
+
+
+def test_several_samples_are_those_of_separate_requests_with_the_same_keys():
+    engine, params = made()
+    prefix, first = engine.prefill_multisampling(params, engine.padded(PROMPT), len(PROMPT), 3, seed=5)
+    assert {leaf.shape[1] for leaf in jax.tree.leaves(prefix.cache)} == {1}  # they share the prompt's cache
+    state = engine.bulk_insert(prefix, engine.init_decode_state(), [0, 1, 2])
+    together = [first.tokens]
+    for _ in range(6):
+        state, result = engine.generate(params, state)
+        together.append(result.tokens)
+    together = np.stack(together, axis=1)
+    assert len({row.tobytes() for row in together}) == 3
+    for i in range(3):
+        prefix, first = engine.prefill(params, engine.padded(PROMPT), len(PROMPT), seed=5)
+        key = jax.random.key_data(sampling_key(5, i))[None]
+        if i == 0:
+            np.testing.assert_array_equal(prefix.texts.keys, key)
+            assert int(first.tokens[0]) == together[0, 0]
+        # The first token as drawn together, and the key of sample i.
+        texts = prefix.texts._replace(keys=key, tokens=jnp.asarray(together[i, :1]))
+        state = engine.insert(prefix._replace(texts=texts), engine.init_decode_state(), 1)
+        for t in range(1, 7):
+            state, result = engine.generate(params, state)
+            assert int(result.tokens[1]) == together[i, t]
+            assert result.valid.tolist() == [False, True, False]
+
+
+def test_parts_of_a_prompt_give_what_the_prompt_gives():
+    engine, params = made()
+    prompt = PROMPTS["long"]
+    expected = engine.prefill(params, engine.padded(prompt), len(prompt), sampling=Sampling(0.0))[1]
+    prefix = None
+    for part in (prompt[:11], prompt[11:13], prompt[13:]):
+        padded = engine.padded(part)
+        prefix, result = engine.prefill(
+            params, padded, len(part), existing_prefix=prefix, sampling=Sampling(0.0), room=LENGTH
+        )
+    assert int(prefix.texts.positions[0]) == len(prompt)
+    np.testing.assert_array_equal(result.tokens, expected.tokens)
+    np.testing.assert_allclose(result.log_probs, expected.log_probs, atol=2e-5)
+
+
+def test_a_text_ends_with_its_row_and_a_released_slot_is_not_valid():
+    engine, params = made()
+    prompt = [1] * (LENGTH - 2)
+    prefix, _ = engine.prefill(params, engine.padded(prompt), len(prompt))
+    state = engine.insert(prefix, engine.init_decode_state(), 0)
+    valid = []
+    for _ in range(3):
+        state, result = engine.generate(params, state)
+        valid.append(bool(result.valid[0]))
+    assert valid == [True, False, False]
+    prefix, _ = engine.prefill(params, engine.padded(PROMPT), len(PROMPT))
+    state = engine.release(engine.insert(prefix, state, 0), 0)
+    assert not engine.generate(params, state)[1].valid.any()
+
+
+def test_requests_stop_at_their_tokens_and_are_cancelled_wherever_they_are():
+    engine, params = made()
+    scheduler = Scheduler(engine, params)
+    first = log_probs_after(PROMPT).argmax()
+    second = log_probs_after([*PROMPT, first]).argmax()
+    stopping = scheduler.submit(PROMPT, stop=[second], sampling=Sampling(0.0))
+    running, waiting = scheduler.submit([9]), [scheduler.submit([2]) for _ in range(4)]
+    events = [*scheduler.turn(), *scheduler.turn(), *scheduler.turn()]
+    assert scheduler.cancel(running) == [(running, None, None, "cancelled")]
+    assert scheduler.cancel(waiting[-1]) == [(waiting[-1], None, None, "cancelled")]
+    assert scheduler.cancel(running) == scheduler.cancel(99) == []
+    events += scheduler.run()
+    of = {number: [event for event in events if event.request == number] for number in (stopping, running, *waiting)}
+    assert [(event.token, event.end) for event in of[stopping]] == [(first, None), (None, "stop")]
+    assert of[waiting[-1]] == []
+    assert all(event.end is None for event in of[running])
+    assert all(it[-1].end == "length" and len(it) == LENGTH - 1 for it in map(of.get, waiting[:-1]))
+    assert scheduler.idle
+    assert scheduler.free_slots == SLOTS
+    assert scheduler.turn() == []
+
+
+def test_mistakes_of_a_caller():
+    engine, params = made()
+    scheduler = Scheduler(engine, params)
+    for prompt in ([], [1] * LENGTH):
+        with pytest.raises(ValueError, match=f"1 to {LENGTH - 1} tokens; {len(prompt)} were given"):
+            scheduler.submit(prompt)
+    with pytest.raises(ValueError, match="limit=0"):
+        scheduler.submit([1], limit=0)
+    with pytest.raises(ValueError, match="at least one token"):
+        engine.packed([[1], []])
+    prefix, _ = engine.prefill(params, engine.padded(PROMPT), len(PROMPT), num_samples=2)
+    for slots in ([0], [0, 0], [0, SLOTS], [-1, 0]):
+        with pytest.raises(ValueError, match="2 texts need as many different slots below 3"):
+            engine.bulk_insert(prefix, engine.init_decode_state(), slots)
+    with pytest.raises(UserError, match="tokenizer_path is empty"):
+        engine.get_tokenizer()
+
+
+def test_prompts_are_padded_to_few_lengths():
+    engine, _ = made()
+    assert engine.buckets == [16, 32, LENGTH - 1]
+    assert [engine.padded([1] * n).size for n in (1, 16, 17, 33)] == [16, 16, 32, LENGTH - 1]
+    shorter = MaxEngine(tiny_config("nnx", max_prefill_predict_length=20, **MODEL), jax.devices()[:1])
+    assert shorter.buckets == [16, 20]
+
+
+def test_a_kept_prefix_saves_its_tokens_and_changes_nothing():
+    engine, params = made()
+    scheduler = Scheduler(_with(engine, enable_prefix_caching=True, prefix_caching_hbm_byte=30_000), params)
+    known = scheduler._prefixes
+    calls = []
+    prefill = scheduler.engine.prefill
+    scheduler.engine.prefill = lambda params, tokens, size, **how: (
+        calls.append(size) or prefill(params, tokens, size, **how)
+    )
+    prompts = [PROMPTS["long"], [*PROMPTS["long"][:20], 50, 51], PROMPTS["long"], [60, *PROMPTS["long"]]]
+    for prompt in prompts:
+        drawn = texts_of(scheduler, it=scheduler.submit(prompt, limit=5, sampling=Sampling(0.0)))["it"]
+        check_greedy(prompt, drawn)
+    assert calls == [29, 2, 1, 30]
+    assert 0 < known.size <= 30_000
+    one = known.size // 3
+    assert known.size == 3 * one  # equal prompts are kept once
+    known._limit = 2 * one
+    texts_of(scheduler, it=scheduler.submit([7, 7], limit=1))
+    assert known.size == 2 * one  # the two that were used last
+    assert known.get(np.array([60, 1, 2, 9], np.int32))[1] == 3
+    assert known.get(np.array(PROMPTS["long"], np.int32)) == (None, 0)
+
+
+def _with(engine, **keys):
+    """The same engine under other keys that no compiled function reads."""
+    other = MaxEngine.__new__(MaxEngine)
+    other.__dict__ |= engine.__dict__ | {"config": type(engine.config)(dict(engine.config.items()) | keys)}
+    return other
+
+
+def test_a_longer_prefix_in_a_ring_is_used_only_whole():
+    engine, params = made("window")
+    scheduler = Scheduler(_with(engine, enable_prefix_caching=True), params)
+    scheduler.submit(PROMPTS["long"], limit=1)
+    list(scheduler.run())
+    prompt = np.array([*PROMPTS["long"][:20], 50], np.int32)
+    assert scheduler._prefixes.get(prompt) == (None, 0)
+    longer = [*PROMPTS["long"], 50, 51]
+    assert scheduler._prefixes.get(np.array(longer, np.int32))[1] == 29
+    drawn = texts_of(scheduler, it=scheduler.submit(longer, limit=5, sampling=Sampling(0.0)))["it"]
+    check_greedy(longer, drawn, "window")
+
+
+def test_on_eight_devices_it_draws_the_same_text():
+    axes = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
+    _, params = made()
+    config = tiny_config("nnx", devices=8, per_device_batch_size=1, **MODEL, **axes)
+    sharded = MaxEngine(config, jax.devices())
+    assert sharded.max_concurrent_decodes == 8
+    variables = sharded.load_params(params[0])
+    scheduler = Scheduler(sharded, variables)
+    numbers = {f"{i}": scheduler.submit([i, 3, 5, 9], sampling=Sampling(0.0), limit=12) for i in range(3)}
+    for name, drawn in texts_of(scheduler, **numbers).items():
+        check_greedy([int(name), 3, 5, 9], drawn)
+    specs = {leaf.sharding.spec for leaf in jax.tree.leaves(scheduler._state.cache)}
+    assert {str(spec) for spec in specs} == {str(next(iter(specs)))}
+    assert all(name in str(specs) for name in ("data", "fsdp", "tensor"))
+    assert MaxEngine(config, jax.devices(), texts=3).max_concurrent_decodes == 4  # data x fsdp

@@ -1,0 +1,74 @@
+"""Through the cache against full forward passes: what a block's attention is told other than its inputs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import tiny_config
+
+from trainer.backends import make_model
+from trainer.models.families import init_cache
+
+LENGTH, VOCABULARY = 12, 64
+MODEL = {"max_target_length": LENGTH, "vocab_size": VOCABULARY, "logits_via_embedding": True}
+
+VARIANTS = {
+    "all tokens": {},
+    "window": {"attention_type": "local_sliding", "sliding_window_size": 4},
+    "window, blockwise": {"attention_type": "local_sliding", "sliding_window_size": 5, "attention": "blockwise"},
+    "soft cap": {"attn_logits_soft_cap": 0.05},
+    "head norms and yarn": {
+        "use_qk_norm": True,
+        "rope_type": "yarn",
+        "original_max_position_embeddings": 4,
+        "rope_factor": 4.0,
+    },
+}
+
+
+@functools.cache
+def logits_of(variant):
+    """Logits of one row, [length, vocab] twice: through the cache, three tokens and then one by one; and without it."""
+    config = tiny_config("nnx", **MODEL, **{"attention": "dot_product"} | VARIANTS[variant])
+    model = make_model(config)
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (1, LENGTH)).astype(np.int32)
+
+    def both(key):
+        params, _ = model.init(key)
+        # Sharper scores, so that what a token sees makes a difference.
+        attention = params["decoder"]["layers"]["self_attention"]
+        attention["query"]["kernel"] *= 10
+
+        def logits(tokens, positions, cache, segments):
+            hidden, _, cache = model.apply(
+                params, {}, tokens, positions, segments, jnp.zeros(1, jnp.int32), cache=cache
+            )
+            return cache, model.apply(params, {}, hidden, method="head")[0][0]
+
+        def step(cache, position):
+            token = jax.lax.dynamic_slice(tokens, (0, position), (1, 1))
+            return logits(token, position[None, None], cache, jnp.ones_like(token))
+
+        # Padding claims the first place, as it does in a batch: it must not be written there.
+        real = jnp.arange(LENGTH)[None] < 3
+        positions = jnp.where(real, jnp.arange(LENGTH)[None], 0)
+        cache, first = logits(tokens, positions, init_cache(config, 1, LENGTH), real.astype(jnp.int32))
+        alone = jax.lax.scan(step, cache, jnp.arange(3, LENGTH))[1][:, 0]
+        together = logits(tokens, jnp.arange(LENGTH)[None], None, jnp.ones_like(tokens))[1]
+        return jnp.concatenate([first[:3], alone]), together
+
+    return jax.device_get(jax.jit(both)(jax.random.key(0)))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_through_the_cache_the_logits_are_those_of_the_whole_row(variant):
+    alone, together = logits_of(variant)
+    # The same sums in another order, in float32; logits are of the order of 1.
+    np.testing.assert_allclose(alone, together, atol=2e-5)
+
+
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant != "all tokens"])
+def test_what_these_variants_change_is_far_beyond_the_tolerance(variant):
+    assert np.abs(logits_of(variant)[1] - logits_of("all tokens")[1]).max() > 1e-2
