@@ -162,7 +162,7 @@ def test_programs_that_replace_one_of_maxtexts_exist():
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("python -m MaxText.decode base.yml", "not there yet: decoding"),
+        ("python -m MaxText.decode_multi base.yml", "there is no server"),
         ("python -m maxtext.trainers.post_train.sft.train_sft x.yml", r"train_data_columns=\[prompt,completion\]"),
         ("python -m MaxText.trian base.yml", "nearest: train;"),
         (

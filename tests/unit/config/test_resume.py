@@ -59,10 +59,10 @@ def test_the_list_is_this_one():
     assert set(BATCH) == {"per_device_batch_size", "gradient_accumulation_steps"}
     assert set(LENGTH) == {"steps", "learning_rate_schedule_steps"}
     assert {*FLAGS, "scan_layers", "logical_axis_rules"} <= set(LAYOUT)
-    sections = {"Run and output", "Checkpoints", "Ahead-of-time compilation"}
+    sections = {"Run and output", "Checkpoints", "Generation", "Ahead-of-time compilation"}
     around = {name for name, key in schema().keys.items() if key.section in sections}
     around -= {"load_parameters_path", "load_full_state_path"}  # the sources that the run began with
-    evaluation = {"eval_interval", "eval_steps", "eval_per_device_batch_size", "prompt", "decode_sampling_temperature"}
+    evaluation = {"eval_interval", "eval_steps", "eval_per_device_batch_size"}
     evaluation |= {"eval_dataset_name", "eval_split", "eval_data_columns", "tokenize_eval_data", "grain_eval_files"}
     evaluation |= {"hf_eval_split", "hf_eval_files", "mtp_eval_target_module"}
     assert set(AROUND) == around | evaluation | {"data_cache_directory", "skip_step_scaling_factor"}

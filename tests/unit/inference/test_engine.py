@@ -16,7 +16,7 @@ LENGTH, VOCABULARY, SLOTS = 40, 64, 3
 MODEL = {"max_target_length": LENGTH, "vocab_size": VOCABULARY, "logits_via_embedding": True, "return_log_prob": True}
 GREEDY = {"decode_sampling_strategy": "greedy"}
 KINDS = {
-    "all positions": {"decode_sampling_temperature": 1.0},
+    "all positions": {"decode_sampling_temperature": 3.0},
     "window": {"attention_type": "local_sliding", "sliding_window_size": 7, "use_chunked_prefill": True}
     | {"prefill_chunk_size": 5, **GREEDY},
 }
@@ -236,7 +236,7 @@ def test_prompts_are_padded_to_few_lengths():
 
 def test_a_kept_prefix_saves_its_tokens_and_changes_nothing():
     engine, params = made()
-    scheduler = Scheduler(_with(engine, enable_prefix_caching=True, prefix_caching_hbm_byte=30_000), params)
+    scheduler = Scheduler(_with(engine, enable_prefix_caching=True, prefix_caching_hbm_byte=31_000), params)
     known = scheduler._prefixes
     calls = []
     prefill = scheduler.engine.prefill
@@ -248,7 +248,7 @@ def test_a_kept_prefix_saves_its_tokens_and_changes_nothing():
         drawn = texts_of(scheduler, it=scheduler.submit(prompt, limit=5, sampling=Sampling(0.0)))["it"]
         check_greedy(prompt, drawn)
     assert calls == [29, 2, 1, 30]
-    assert 0 < known.size <= 30_000
+    assert 0 < known.size <= 31_000
     one = known.size // 3
     assert known.size == 3 * one  # equal prompts are kept once
     known._limit = 2 * one

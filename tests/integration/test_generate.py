@@ -1,0 +1,151 @@
+"""`python -m trainer.generate`: texts of a run, of exported weights and of prompts in a file."""
+
+import contextlib
+import io
+import json
+import re
+
+import jax
+import pytest
+from run_cases import RUN, train
+from support import pinned
+
+from trainer import export, generate
+
+PROMPT = "def f(x):"
+FLAGS = [f"{flag}={value}" for flag, value in pinned("nnx").items()]
+TEXT = {
+    "dataset_type": "grain",
+    "tokenizer_type": "bytes",
+    "vocab_size": 257,
+    "max_target_length": 48,
+    "steps": 12,
+    "learning_rate_schedule_steps": 12,
+    "eval_interval": -1,
+    "checkpoint_period": 12,
+    "ema_decay": 0.5,
+    "logits_via_embedding": False,
+    "grain_file_type": "text",
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of a few updates on bytes, and what it printed. Its sample is greedy."""
+    folder = tmp_path_factory.mktemp("generate")
+    text = "def f(x):\n    return x + 1\n" * 3000
+    (folder / "corpus.txt").write_text(text)
+    words = ["grain_train_files=corpus.txt", f"prompt={PROMPT}", "decode_sampling_strategy=greedy"]
+    code, printed = train(folder, *words, **TEXT)
+    assert code == 0, printed
+    return folder / RUN, printed
+
+
+def run_command(monkeypatch, *words, stdin=""):
+    """Exit code, standard output and standard error of the command on one device."""
+    output, errors, code = io.StringIO(), io.StringIO(), 0
+    found = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda: found)
+    monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        try:
+            generate.main(list(map(str, words)))
+        except SystemExit as exit_:
+            code = exit_.code
+    return code, output.getvalue(), errors.getvalue()
+
+
+def test_the_text_of_a_run_is_its_own_sample(run, monkeypatch):
+    """The average of the parameters by default, as in the sample; the raw parameters give another text."""
+    path, printed = run
+    code, text, said = run_command(monkeypatch, path, f"prompt={PROMPT}", "decode_sampling_strategy=greedy")
+    assert code == 0
+    assert text.startswith(PROMPT)
+    assert text.strip() in printed.replace("\r", "")
+    assert re.search(r"\d+ tokens; ready after .* s, the first token .* s later, \d+ tokens/s after that", said)
+    raw = run_command(monkeypatch, path, f"prompt={PROMPT}", "decode_sampling_strategy=greedy", "weights=raw")[1]
+    assert raw.startswith(PROMPT)
+
+
+def test_prompts_come_out_in_their_order_and_as_if_each_were_alone(run, monkeypatch, tmp_path):
+    path, _ = run
+    prompts = ["def f", "return x +", "x", "    ret"]
+    drawn = ["decode_sampling_temperature=1.5", "decode_sampling_seed=3", "max_target_length=20"]
+    alone = [run_command(monkeypatch, path, f"prompt={prompt}", *drawn)[1] for prompt in prompts[:2]]
+    given = "\n".join(["", *prompts, ""])
+    code, text, _ = run_command(monkeypatch, path, "prompts=-", *drawn, stdin=given)
+    assert code == 0
+    assert text.startswith("".join(alone))
+    file = tmp_path / "prompts.txt"
+    file.write_text(given)
+    # Fewer slots than prompts.
+    assert run_command(monkeypatch, path, f"prompts={file}", *drawn, "per_device_batch_size=1")[1] == text
+    assert all(prompt in text for prompt in prompts)
+
+
+def test_a_hugging_face_directory_and_a_command_line_of_maxtext_give_the_same_text(run, monkeypatch, tmp_path):
+    path, _ = run
+    greedy = ["decode_sampling_strategy=greedy", "max_target_length=30", f"prompt={PROMPT}"]
+    expected = run_command(monkeypatch, path, "weights=raw", *greedy)[1]
+    out = tmp_path / "hf"
+    with contextlib.redirect_stdout(io.StringIO()):
+        export.main([str(path), str(out), "format=hf"])
+    assert run_command(monkeypatch, out, "tokenizer_type=bytes", *greedy)[1] == expected
+    # A token that ends texts: the third one of the continuation.
+    (out / "generation_config.json").write_text(json.dumps({"eos_token_id": [ord(expected[len(PROMPT) + 2])]}))
+    assert run_command(monkeypatch, out, "tokenizer_type=bytes", *greedy)[1] in (
+        expected[: len(PROMPT) + i] + "\n" for i in range(3)
+    )
+    keys = json.loads((out / "config.json").read_text())
+    sizes = [
+        f"base_emb_dim={keys['hidden_size']}",
+        f"base_mlp_dim={keys['intermediate_size']}",
+        f"base_num_decoder_layers={keys['num_hidden_layers']}",
+        f"base_num_query_heads={keys['num_attention_heads']}",
+        f"base_num_kv_heads={keys['num_key_value_heads']}",
+        f"head_dim={keys['head_dim']}",
+        "vocab_size=257",
+        f"logits_via_embedding={keys['tie_word_embeddings']}",
+        *FLAGS,
+    ]
+    code, text, said = run_command(
+        monkeypatch, "base.yml", f"load_parameters_path={path}", "tokenizer_type=bytes", *sizes, *greedy
+    )
+    assert code == 0, said
+    assert text == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "there is no model"),
+        (["no/such/folder"], "there is no such folder"),
+        (["RUN", "weights=x"], "weights=x: allowed: raw, ema"),
+        (["RUN", "prompt="], "prompt is empty"),
+        (["RUN", "prompts=no/such/file"], "prompts=no/such/file: cannot be read"),
+        (["RUN", "prompts=-"], "there is no prompt in it"),
+        (["RUN", "max_target_length=8"], "has 10 tokens, at most 7"),
+        (["RUN", "max_prefill_predict_length=4"], "has 10 tokens, at most 4"),
+        (["RUN", "base_emb_dim=64"], "different model"),
+        (["RUN", "decode_sampling_strategy=topk"], "needs the number of tokens"),
+        (["RUN", "decode_sampling_strategy=nucleus"], "needs the probability of the nucleus"),
+        (["RUN", "decode_sampling_strategi=topk"], "nearest: decode_sampling_strategy"),
+        (["base.yml", "dataset_type=synthetic", *FLAGS], "tokenizer_path is empty"),
+    ],
+)
+def test_a_mistake_is_one_message_and_code_2(run, monkeypatch, words, said):
+    words = [run[0] if word == "RUN" else word for word in words]
+    if "prompt" not in str(words[1:]) and len(words) > 1:
+        words.append(f"prompt={PROMPT}")
+    code, text, errors = run_command(monkeypatch, *words)
+    assert code == 2
+    assert said in errors
+    assert "Traceback" not in errors
+    assert text == ""
+
+
+def test_help_says_what_the_command_takes(monkeypatch):
+    code, text, _ = run_command(monkeypatch, "--help")
+    assert code == 0
+    assert "python -m trainer.generate FROM" in text
+    assert "decode_sampling_nucleus_p" in run_command(monkeypatch, "--help", "Generation")[1]
