@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from trainer import export, parity
+from trainer import export, generate, parity
 from trainer.config import UserError, load, load_sides, resolve
 from trainer.config.maxtext_command import parse
 from trainer.config.topologies import Topology, find_topology
@@ -83,6 +83,9 @@ def accept(program, words, variables):
             load_sides(rest, variables)
     elif program == "trainer.export":
         export._read_words(words)
+    elif program == "trainer.generate":
+        *_, keys = generate._read_words(words)
+        check(load(keys, environment=variables).config, variables)
     elif program == "trainer.from_maxtext":
         assert parse(words)
     elif program.startswith("scripts/"):
