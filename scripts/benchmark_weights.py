@@ -41,7 +41,7 @@ def words(layers: int) -> list[str]:
 
 
 def make(folder: Path, layers: int) -> None:
-    """A Hugging Face directory of random weights, written by the trainer itself."""
+    """Makes a Hugging Face directory of random weights, written by the trainer itself."""
     import ml_dtypes
     import numpy as np
 

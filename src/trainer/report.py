@@ -12,7 +12,7 @@ from trainer.observe.rundir import REPORT_FILE
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line `argv` (default: the process's own)."""
+    """Runs the command line `argv` (default: the arguments of the process)."""
     words = command_line(argv)
     outs = [word.removeprefix("out=") for word in words if word.startswith("out=")]
     folders = [Path(local_path(word, "")) for word in words if not word.startswith("out=")]

@@ -111,7 +111,7 @@ class Computation:
         return sorted(found, key=lambda i: int(i.arguments))
 
     def users(self) -> dict[str, list[Instruction]]:
-        """For each instruction name, the instructions that read it."""
+        """Returns, for each instruction name, the instructions that read it."""
         users: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
         for instruction in self:
             for name in dict.fromkeys(instruction.operands):
@@ -166,7 +166,7 @@ def parse(text: str) -> Module:
 
 
 def _logical_lines(text: str) -> Iterator[str]:
-    """Lines, with the continuation lines of an instruction joined: attributes of kernels may contain newlines."""
+    """Yields lines. Joins the continuation lines of an instruction: attributes of kernels may contain newlines."""
     pending = ""
     for line in text.splitlines():
         starts = _INSTRUCTION.match(line)

@@ -78,7 +78,7 @@ class Report:
         return sorted({it.dtype for it in sums if any("transpose(" in source for source in it.sources)})
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the report as plain data for JSON."""
         memory = self.memory
         over = memory.peak - self.hbm_bytes if self.hbm_bytes is not None else None
         return {

@@ -18,7 +18,7 @@ class TrainStateNNX(nnx.Module):
         self.optimizer = optimizer
 
     def apply_gradients(self, grads: Any, **kwargs: Any) -> None:
-        """Update model and optimizer in place by one step.
+        """Updates model and optimizer in place by one step.
 
         Args:
           grads: gradients of the model's parameters, as `nnx.grad` returns them: an `nnx.State`, or a module in tree

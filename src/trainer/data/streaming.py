@@ -112,7 +112,7 @@ class _Files(grain.IterDataset):
         self._parts, self._seed, self._shares = parts, seed, shares
 
     def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
-        """Called in a worker process, with its share."""
+        """Sets the share of a worker process. grain calls it in that process."""
         self._shares = [*self._shares, (sl.start, sl.step)]
 
     def __iter__(self) -> "_FilesIterator":

@@ -41,7 +41,7 @@ def _construct(block: MakeBlock, config: Any, rngs: nnx.Rngs) -> nnx.Module:
 
 
 def check_layer(config: Any) -> None:
-    """`models.families.check_state` for both kinds of blocks."""
+    """Does the same as `models.families.check_state`, for both kinds of blocks."""
     check_state(config)
     for block in filter(is_linen, blocks(stacks(config))):
         _check_linen(config, block)
