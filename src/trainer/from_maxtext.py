@@ -71,7 +71,7 @@ def _train(converted: Conversion) -> None:
         for line in _table(kind, rows, wide):
             print(line)
     if converted.notes:
-        print("\nwhat it says at its start:")
+        print("\nnotes that it prints at its start:")
         for note in converted.notes:
             print(textwrap.fill(note, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False))
     if variables := unchecked(converted.words):
@@ -116,7 +116,7 @@ def _other(command: Command, template: str) -> None:
         print("\n".join(["\nnot needed for it:", *(f"  {line}" for line in shown)]))
     if lacking:
         sys.stdout.flush()
-        raise UserError(f"give {' and '.join(name.upper() for name in lacking)}, which the command does not say")
+        raise UserError(f"give {' and '.join(name.upper() for name in lacking)}, which the command does not contain")
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def _read_words(words: Sequence[str]) -> tuple[str, bool]:
     options = [word for word in words if word.startswith("norms=")]
     paths = [word for word in words if not word.startswith("norms=")]
     if len(paths) != 1 or paths[0].startswith("-"):
-        raise UserError("give one checkpoint: python -m trainer.inspect PATH [norms=false]; --help says what it may be")
+        raise UserError("give one checkpoint: python -m trainer.inspect PATH [norms=false]; see --help")
     try:
         return paths[0], read_text(schema().keys["enable_checkpointing"], options[-1][6:]) if options else True
     except ValueError as error:

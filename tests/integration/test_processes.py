@@ -42,7 +42,7 @@ def test_four_processes_then_two_then_one(tmp_path):
     with launched(tmp_path, 2, 2) as (launcher, log):
         assert launcher.wait(60) == 2, log.read_text()
         # Process 1, which has absolute paths, reports it if the file is in its share.
-        expected = f"runs/run/checkpoints/{done} is damaged: {damaged} is not what was written"
+        expected = f"runs/run/checkpoints/{done} is damaged: {damaged} has changed since it was written"
         assert expected in log.read_text(), log.read_text()
     files[damaged].write_bytes(content)
 

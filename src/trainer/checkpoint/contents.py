@@ -144,7 +144,7 @@ def _of_file(file: Path) -> Contents:
     ]
     if not tensors:
         raise UserError(f"{file}: there is no tensor in it")
-    notes = ["names as the file has them; it says no configuration"]
+    notes = ["names are as stored in the file; it has no configuration"]
     if (file.parent / "config.json").is_file():
         notes.append(f"{file.parent} has a config.json: inspect that folder for the model")
     return Contents(str(file), "a safetensors file", None, {}, tensors, notes=tuple(notes))
@@ -168,7 +168,7 @@ def _of_maxtext(source: MaxTextSource) -> Contents:
         tensors.append(_tensor(part, name, header, readers[path], stacked=False))
     steps = [tensor for tensor in tensors if tensor.part == "step" and not tensor.shape]
     step = int(next(iter(steps[0].read()))) if steps else None
-    notes = ("names, layers and their axis as MaxText stores them; it says no configuration",)
+    notes = ("names, layers and their axis are as MaxText stores them; there is no configuration",)
     return Contents(str(source.path), "a checkpoint of MaxText", step, {}, tensors, notes=notes)
 
 

@@ -88,7 +88,7 @@ class MaxTextSource:
         if self._said.get(SCAN, scanned) != scanned:
             layers = "stacked" if scanned else "stored one by one"
             lines.append(
-                f"{self.path}: its metadata say {SCAN}={not scanned}, but its layers are {layers}: read as such"
+                f"{self.path}: its metadata say {SCAN}={not scanned}, but its layers are {layers}, and are read so"
             )
         if self.modules and config.mtp_num_layers:
             lines.append(
@@ -207,7 +207,7 @@ def _not_maxtexts(headers: Mapping[str, Any]) -> str:
             "a part of a checkpoint of this trainer, not of MaxText; give the run's folder, its checkpoints/N, or the "
             "folder that trainer.export wrote"
         )
-    return f"an Orbax checkpoint without {ROOT}{_TABLE}, or {_TABLE} with or without {_VALUE}: not one of MaxText's"
+    return f"an Orbax checkpoint without {ROOT}{_TABLE}, or {_TABLE} with or without {_VALUE}: not a MaxText checkpoint"
 
 
 def _with_layers_on(axis: int, shape: tuple[int, ...]) -> tuple[int, ...]:

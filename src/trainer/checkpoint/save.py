@@ -59,7 +59,7 @@ def maybe_save_checkpoint(
         return False
     tree = codec.unpack(state)
     if _step_of(tree) != updates:
-        raise ValueError(f"a checkpoint of {updates} updates is due, and the state holds {_step_of(tree)}")
+        raise ValueError(f"a checkpoint of {updates} updates is due, but the state holds {_step_of(tree)}")
     metrics = before()
     manager.save(updates, tree, sidecar(), metrics)
     return True

@@ -79,7 +79,7 @@ def verify(folder: Any, process: int = 0, processes: int = 1) -> None:
         if found != length:
             raise damaged(folder, name, f"has {found} bytes of {length}")
         if other:
-            raise damaged(folder, name, "is not what was written")
+            raise damaged(folder, name, "has changed since it was written")
 
     # Sorted by size, so that the shares are about equal.
     names = sorted(sums, key=lambda name: sums[name][0], reverse=True)

@@ -170,7 +170,7 @@ def _how_to_use_them(yml: str, files: Sequence[YmlFile]) -> str:
     if yml == "base.yml" and not files:
         return "give maxtext.yml as the first argument"
     changed = ", and your changes in it as key=value" if files else ""
-    return f"give maxtext.yml in place of {shortened(yml)}{changed}"
+    return f"give maxtext.yml instead of {shortened(yml)}{changed}"
 
 
 def _not_known(names: Sequence[str]) -> list[str]:

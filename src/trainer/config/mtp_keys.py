@@ -7,7 +7,7 @@ def _modules(config: Any) -> str | None:
     longest = config.max_target_length - 1
     if config.mtp_num_layers <= longest:
         return None
-    return f"a module predicts from its own token on, so a row bears loss for at most {longest} modules"
+    return f"module k predicts the token k + 1 positions ahead, so a row has a loss for at most {longest} modules"
 
 
 def _target(config: Any) -> str | None:

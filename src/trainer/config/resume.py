@@ -186,8 +186,8 @@ def check_islands(saved: Mapping[str, Any], config: Any, where: str) -> None:
     changes = ", ".join(_change(before, config, name) for name in TIMETABLE if before[name] != config[name])
     if late and changes:
         raise UserError(
-            f"{where}: its islands may not have taken the last fragment yet, and would not under another timetable, "
-            f"{changes}: use the old values, or continue with {_RESET}"
+            f"{where}: its islands may not have taken over the last fragment yet, and with another schedule they "
+            f"never would, {changes}: use the old values, or continue with {_RESET}"
         )
 
 

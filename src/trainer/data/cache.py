@@ -70,7 +70,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
             raise damaged(folder, name, "cannot be read (it is gone)")
     for name, found in _describe(folder, files).items():
         if found != files[name]:
-            raise damaged(folder, name, "is not what was written")
+            raise damaged(folder, name, "has changed since it was written")
     return meta
 
 

@@ -198,7 +198,7 @@ class Encoder:
         if wrong.size:
             raise UserError(
                 f"{record.where}: column {name} holds token {wrong[0]} and vocab_size={self.vocab_size}: ids "
-                f"lie from 0 to {self.vocab_size - 1}; set vocab_size above the largest id"
+                f"must be from 0 to {self.vocab_size - 1}; set vocab_size above the largest id"
             )
         return array.astype(np.int32)
 

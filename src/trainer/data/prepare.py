@@ -104,7 +104,7 @@ def open_rows(
         raise cache.damaged(folder, cache.META, "lacks an entry ('rows')")
     rows = StoredRows(folder)
     if rows.size != meta["rows"]:
-        raise cache.damaged(folder, cache.META, f"says {meta['rows']} rows where there are {rows.size}")
+        raise cache.damaged(folder, cache.META, f"states {meta['rows']} rows, but there are {rows.size}")
     return rows, meta
 
 

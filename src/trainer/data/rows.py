@@ -44,7 +44,7 @@ def _mapped(folder: Path, name: str, axes: int) -> np.ndarray:
     except (OSError, ValueError) as error:
         raise damaged(folder, name, f"cannot be read ({type(error).__name__}: {error})") from error
     if array.ndim != axes:
-        raise damaged(folder, name, f"cannot be read (it has {array.ndim} axes where {axes} were written)")
+        raise damaged(folder, name, f"cannot be read (it has {array.ndim} axes instead of {axes})")
     return array
 
 

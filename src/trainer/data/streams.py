@@ -156,9 +156,9 @@ class StreamingStream:
         for key, now in self._place.items():
             if (then := position["place"][key]) != now:
                 raise UserError(
-                    f"the saved position in the data was taken with {key}={then}, and here it is {now}: a "
-                    "streamed corpus resumes exactly only as it was read; use the same value, or use "
-                    "data_pipeline=prepared, which resumes on any number of processes"
+                    f"the saved position in the data belongs to {key}={then}, but here it is {now}: a streamed corpus "
+                    "can resume only with the same value; use it, or use data_pipeline=prepared, which resumes on any "
+                    "number of processes"
                 )
 
 

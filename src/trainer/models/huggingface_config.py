@@ -283,8 +283,8 @@ def length_notes(config: Any, neutral: Mapping[str, Any]) -> list[str]:
     said, length = neutral.get("max_position_embeddings"), _context_length(config)
     if said is None and config.rope_type == "default":
         return [
-            f"max_position_embeddings={length} is written, the length of a row by default, because nothing says how "
-            "long a text the model is for; max_target_length=... sets it"
+            f"max_position_embeddings={length} is written, which is the row length, because the maximum text length of "
+            "the model is unknown; max_target_length=... sets it"
         ]
     if config.rope_type == "yarn" and said is not None and said != length:
         original = config.original_max_position_embeddings

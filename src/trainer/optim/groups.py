@@ -26,8 +26,8 @@ def factors(config: Any, names: Sequence[str]) -> dict[str, float]:
     for pattern, factor in groups_of(config.learning_rate_groups):
         matching = [name for name in names if re.search(pattern, name)]
         if not set(matching) - found.keys():
-            taken = ", which patterns before it match" if matching else ""
-            unused.append(f"learning_rate_groups={pattern}={factor:g}: found in no trained parameter's name{taken}")
+            taken = " that an earlier pattern does not match" if matching else ""
+            unused.append(f"learning_rate_groups={pattern}={factor:g}: matches no trained parameter{taken}")
         found = dict.fromkeys(matching, factor) | found
     if unused:
         raise UserError("\n  ".join([*unused, f"the trained parameters are: {', '.join(names)}"]))

@@ -64,7 +64,7 @@ def _check_masks(config, param_axes: Any) -> None:
     """Refuses a mask that matches no parameter, because it would silently have no effect."""
     names = list(by_name(param_axes))
     mistakes = [
-        f"{key}=[{','.join(config[key])}]: found in no parameter's name"
+        f"{key}=[{','.join(config[key])}]: matches no parameter"
         for key in ("adamw_mask", "trainable_parameters_mask")
         if config[key] and not any(re.search(pattern, name) for pattern in config[key] for name in names)
     ]

@@ -69,7 +69,7 @@ def check_batch(run: Run, batch: Batch, rows: int) -> None:
     wanted = run.abstract_batch(rows // parts)  # only shapes and dtypes are used, not the shardings
     problems = [f"no {name} ({_words(array)})" for name, array in wanted.items() if name not in batch]
     problems += [
-        f"{name} is {_words(batch[name])} in place of {_words(array)}"
+        f"{name} is {_words(batch[name])} instead of {_words(array)}"
         for name, array in wanted.items()
         if name in batch and (batch[name].shape, batch[name].dtype) != (array.shape, array.dtype)
     ]

@@ -146,7 +146,7 @@ def _other_run(run: Run, dataset: Dataset, say: Say) -> Start:
     if updates >= run.config.steps:
         raise UserError(
             f"steps={run.config.steps}: load_full_state_path={path} holds {counted(updates, 'update')} already, and "
-            "steps counts them too; give a larger steps"
+            "steps includes them; give a larger value of steps"
         )
     same_data = sidecar.fingerprint == dataset.fingerprint
     data = "its position in the data" if same_data else "the beginning of other data"

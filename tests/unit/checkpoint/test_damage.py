@@ -39,7 +39,7 @@ def test_damage_is_found_wherever_it_is_in_a_file(tmp_path, monkeypatch):
     assert len(content) > 4 * 16
     for i in (0, 16, len(content) // 2, len(content) - 1):
         (path / name).write_bytes(content[:i] + bytes([content[i] ^ 1]) + content[i + 1 :])
-        with pytest.raises(UserError, match=f"is damaged: {name} is not what was written"):
+        with pytest.raises(UserError, match=f"is damaged: {name} has changed since it was written"):
             inspect(path)
 
 

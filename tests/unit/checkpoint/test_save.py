@@ -127,6 +127,6 @@ def test_a_number_that_is_not_the_states_own_is_refused():
         "sidecar": lambda: "sidecar",
         "before": lambda: events.append("before"),
     }
-    with pytest.raises(ValueError, match="a checkpoint of 8 updates is due, and the state holds 7"):
+    with pytest.raises(ValueError, match="a checkpoint of 8 updates is due, but the state holds 7"):
         maybe_save_checkpoint(Manager(events), 7, 8, **given)
     assert events == []

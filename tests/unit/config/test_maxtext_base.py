@@ -45,7 +45,7 @@ def test_their_base_is_recognized_by_what_it_holds(path, tmp_path):
         assert listed in note
     assert " steps=" not in note
     assert "dataset_type=" not in note
-    assert f"maxtext.yml in place of {path}" in last
+    assert f"maxtext.yml instead of {path}" in last
 
 
 @pytest.mark.parametrize("kind", ["a copy of ours", "a part"])

@@ -137,8 +137,8 @@ def edit_meta(change) -> object:
         ("train", "meta.json", lambda path: path.write_text("{"), "cannot be read"),
         ("train", "meta.json", Path.unlink, "cannot be read"),
         ("train", "meta.json", edit_meta(lambda meta: meta.pop("rows")), "lacks an entry"),
-        ("train", "meta.json", edit_meta(lambda meta: meta.update(rows=7)), "rows where there are"),
-        ("bpe", "tokenizer.json", lambda path: path.write_text("{}"), "is not what was written"),
+        ("train", "meta.json", edit_meta(lambda meta: meta.update(rows=7)), "rows, but there are"),
+        ("bpe", "tokenizer.json", lambda path: path.write_text("{}"), "has changed since it was written"),
         ("bpe", "tokenizer.json", Path.unlink, "cannot be read"),
         (
             "held-out",

@@ -274,7 +274,7 @@ def test_token_ids_are_read_and_checked(corpora, tmp_path: Path):
         (first, *_) = Encoder(None, ("number",), False, False, 100).encode(records, Counts())
         assert first is not None
         assert first.tokens.tolist() == [0, 1]
-        with pytest.raises(UserError, match=rf"0.{kind}.* holds token 28 and vocab_size=28: ids lie from 0 to 27"):
+        with pytest.raises(UserError, match=rf"0.{kind}.* holds token 28 and vocab_size=28: ids must be from 0 to 27"):
             Encoder(None, ("number",), False, False, 28).encode(records, Counts())
     with pytest.raises(UserError, match=r"not a list of token ids"):
         Encoder(None, ("text",), False, False, 28).encode([records[0]._replace(values=("words",))], Counts())

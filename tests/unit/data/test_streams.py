@@ -127,7 +127,7 @@ def test_processes_stream_different_documents(
         assert all(len(batch["inputs"]) == ROWS // processes for batch, _ in parts)
         assert [batch["row"][0] for batch, _ in parts] == [i * ROWS // processes] * len(parts)
         seen.append({row.tobytes() for batch, _ in parts for row in batch["inputs"]})
-        with pytest.raises(UserError, match=rf"process_count={processes}, and here it is 1"):
+        with pytest.raises(UserError, match=rf"process_count={processes}, but here it is 1"):
             dataset.train_stream(parts[0][1], rows=ROWS)
     assert not set.intersection(*seen)
     assert len(set.union(*seen)) == documents

@@ -89,7 +89,7 @@ def test_a_step_that_the_state_does_not_have_is_not_saved(tmp_path):
     run = made(**ISLANDS)
     state = drawn(run, 6)
     what = {"config": run.config, "codec": run.codec, "sidecar": lambda: sidecar(run)}
-    disagreement = pytest.raises(ValueError, match="a checkpoint of 8 updates is due, and the state holds 6")
+    disagreement = pytest.raises(ValueError, match="a checkpoint of 8 updates is due, but the state holds 6")
     with CheckpointManager(tmp_path, run.config, print) as manager, disagreement:
         maybe_save_checkpoint(manager, state, 8, force=True, **what)
     assert not list((tmp_path / "checkpoints").iterdir())

@@ -218,7 +218,7 @@ def test_batches_without_the_fields_of_the_objective_are_refused_before_a_step()
     with pytest.raises(UserError, match=missing):
         evaluate(run, [], held_out_batches(run, dataset), None, 0)
     wrong = {"chosen": np.zeros((4, 8), np.int32), "rejected": np.zeros((4, 16)), "row": np.zeros(4, np.int32)}
-    is_wrong = r"chosen is int32\[4, 8\] in place of int32\[4, 16\]; rejected is float64\[4, 16\] in place of int32"
+    is_wrong = r"chosen is int32\[4, 8\] instead of int32\[4, 16\]; rejected is float64\[4, 16\] instead of int32"
     with pytest.raises(UserError, match=is_wrong):
         fit(run, print, Start([]), dataset, reports, source=lambda *_: nullcontext(Pairs(wrong)))
 
