@@ -106,7 +106,7 @@ def test_workers_stream_and_resume(corpora, tmp_path: Path):
     dataset = opened(tmp_path, **keys, grain_worker_count=2)
     whole = batches(dataset, 8)
     assert_same(batches(dataset, 4, json.loads(json.dumps(whole[3][1]))), whole[4:])
-    with pytest.raises(UserError, match=r"grain_worker_count=2, and here it is 0"):
+    with pytest.raises(UserError, match=r"grain_worker_count=2, but here it is 0"):
         opened(tmp_path, **keys).train_stream(whole[3][1], rows=ROWS)
 
 
