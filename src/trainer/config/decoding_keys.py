@@ -1,8 +1,8 @@
-"""Keys of text generation: their checks, and settings without effect."""
+"""Checks of the keys of text generation, and settings without effect."""
 
 from typing import Any
 
-# The strategies that read a key.
+# The strategies that read each key.
 TOP_K, NUCLEUS = ("topk", "composite"), ("nucleus", "composite")
 KEYS = (
     *("decode_sampling_strategy", "decode_sampling_temperature", "decode_sampling_top_k", "decode_sampling_nucleus_p"),

@@ -1,4 +1,4 @@
-"""`MaxEngine`: the engine for the checkpoint of a configuration, with the names that MaxText's users know."""
+"""`MaxEngine`: the engine for the checkpoint of a configuration, with method names that MaxText's users know."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -21,14 +21,14 @@ _MODULES = "mtp_num_layers"
 
 
 class MaxEngine(Engine):
-    """See `Engine`. It has per_device_batch_size slots for each device."""
+    """See `Engine`. It has per_device_batch_size slots per device."""
 
     def __init__(self, config, devices: Sequence[jax.Device] | None = None, *, texts: int | None = None):
         """
         Args:
           config: from `config.load`, resolved or not.
-          devices: default: all of JAX's.
-          texts: the number of slots that are needed, if it may be lower.
+          devices: default: all of JAX's devices.
+          texts: the number of slots that are needed; the engine may have fewer than per_device_batch_size per device.
 
         Raises:
           UserError: the configuration does not fit the devices, or the model cannot generate text.
@@ -43,15 +43,15 @@ class MaxEngine(Engine):
         given: Collection[str] = (),
         average: bool = False,
     ) -> Any:
-        """The variables (params, rest) for all methods, sharded over the devices.
+        """Returns the variables (params, rest) for all methods, sharded over the devices.
 
-        They are `params`, a canonical nested dict of parameters; without it, those of load_parameters_path; without
-        that key, initial ones, as init_weights_seed gives them.
+        They are `params`, a canonical nested dict of parameters. Without `params`, they come from load_parameters_path.
+        Without that key, they are initial ones, drawn from init_weights_seed.
 
         Args:
           say: see `checkpoint.load_parameters`.
-          given: keys that the user set; see there.
-          average: load the averages of a run with ema_decay.
+          given: the keys that the user set; see there.
+          average: whether to load the parameter average of a run with ema_decay.
 
         Raises:
           UserError: see `checkpoint.load_parameters`.
@@ -70,10 +70,10 @@ class MaxEngine(Engine):
         return params, jax.jit(lambda key: self.served.model.init(key)[1], out_shardings=shardings[1])(seed_key(0))
 
     def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer of tokenizer_path and tokenizer_type or, without them, the one next to the checkpoint.
+        """Returns the tokenizer of tokenizer_path and tokenizer_type or, without them, the one next to the checkpoint.
 
         Raises:
-          UserError: there is none.
+          UserError: there is no tokenizer.
         """
         config = self.config
         path, settings = config.tokenizer_path, {"add_bos": config.add_bos, "add_eos": config.add_eos}
@@ -89,8 +89,8 @@ class MaxEngine(Engine):
         return tokenizer
 
     def begin_tokens(self, tokenizer: Tokenizer) -> list[int]:
-        """The tokens before a prompt: those that a Hugging Face directory's tokenizer.json puts there, otherwise the
-        one before each document."""
+        """Returns the tokens before a prompt: those that the tokenizer.json of a Hugging Face directory adds, otherwise
+        the token before each document."""
         config = self.config
         if tokenizer.bos is None:
             return []
@@ -99,7 +99,8 @@ class MaxEngine(Engine):
         return tokenizer.template if published and isinstance(tokenizer, JsonTokenizer) else [tokenizer.bos]
 
     def stop_tokens(self, tokenizer: Tokenizer) -> list[int]:
-        """The tokens that end a text: the tokenizer's, and those of a generation_config.json next to the checkpoint.
+        """Returns the tokens that end a text: from the tokenizer, and from generation_config.json next to the
+        checkpoint.
 
         Raises:
           UserError: that file is not valid.

@@ -1,4 +1,4 @@
-"""Prefilled prompts that later prompts may begin with."""
+"""A cache of prefilled prompts with which later prompts may begin."""
 
 from collections import OrderedDict
 
@@ -10,7 +10,7 @@ from trainer.inference.engine import Prefix
 
 
 class PrefixCache:
-    """Prefixes of prompts, the most recently used ones, within `limit` bytes per process."""
+    """The most recently used prefixes of prompts, within `limit` bytes per process."""
 
     def __init__(self, limit: int):
         self._limit, self._size = limit, 0
@@ -22,10 +22,11 @@ class PrefixCache:
         return self._size
 
     def get(self, tokens: np.ndarray) -> tuple[Prefix | None, int]:
-        """A prefix that begins like `tokens` and may be donated, and how many tokens they share; (None, 0) without one.
+        """Returns a prefix that begins like `tokens` and may be donated, and how many tokens they share; else (None,
+        0).
 
-        At least one token is left to run, as its hidden state gives the next one. Later entries of a cache are
-        overwritten before they are attended to. In a ring of a window they have overwritten earlier ones, so that a
+        At least one token remains to run, because its hidden state gives the next token. Later entries of a cache are
+        overwritten before they are attended to. In the ring of a window they have overwritten earlier entries, so a
         prefix longer than the ring is used only if all of it is shared.
         """
         best, shared = None, 0
@@ -43,7 +44,7 @@ class PrefixCache:
         return prefix._replace(texts=prefix.texts._replace(positions=jnp.full(1, shared, jnp.int32))), shared
 
     def put(self, tokens: np.ndarray, prefix: Prefix) -> None:
-        """Keeps `prefix`, the result of the prefill of `tokens`, and drops those that were not used for longest."""
+        """Keeps `prefix`, the result of the prefill of `tokens`, and drops the least recently used ones."""
         key, size = tokens.tobytes(), sum(array.nbytes for array in jax.tree.leaves(prefix))
         if key in self._found:
             self._found.move_to_end(key)

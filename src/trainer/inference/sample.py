@@ -15,10 +15,10 @@ from trainer.models.families import takes_cache
 
 
 def prompt_tokens(config, tokenizer: Tokenizer | None, say: Callable[[str], None]) -> list[int]:
-    """The tokens of the key `prompt`; [] if there is no sample.
+    """Returns the tokens of the key `prompt`; [] if there is no sample.
 
     Raises:
-      UserError: they leave no room in a row.
+      UserError: the tokens leave no room in a row.
     """
     if tokenizer is None or not config.prompt:
         return []
@@ -30,7 +30,7 @@ def prompt_tokens(config, tokenizer: Tokenizer | None, say: Callable[[str], None
 
 
 def sample_text(run: Any, state: Any, tokenizer: Tokenizer, prompt: list[int]) -> str:
-    """The prompt and its continuation up to the end of the document.
+    """Returns the prompt and its continuation up to the end of the document.
 
     Args:
       run: a `training.Run`. Its parameters are those of `Run.trained`: averages with `ema_decay`.

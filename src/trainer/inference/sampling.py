@@ -13,9 +13,9 @@ STRATEGIES = ("greedy", "weighted", "nucleus", "topk", "composite")
 class Sampling(NamedTuple):
     """How rows draw tokens: scalars, or arrays [b] with the settings of each row.
 
-    Tokens outside of the `top_k` most likely ones are excluded; then those outside of the nucleus: the fewest most
-    likely tokens that together have a probability of at least `nucleus_p` (Holtzman et al. 2020, arXiv:1904.09751).
-    Both are taken at temperature 1. The token is drawn from softmax(logits / temperature) over the rest.
+    First, only the `top_k` most likely tokens are kept. Then only the nucleus is kept: the smallest set of most likely
+    tokens with a total probability of at least `nucleus_p` (Holtzman et al. 2020, arXiv:1904.09751). Both use
+    temperature 1. The token is drawn from softmax(logits / temperature) over the remaining tokens.
     """
 
     temperature: jax.Array | float = 1.0  # 0: the most likely token
@@ -31,7 +31,7 @@ class Draw(NamedTuple):
 
 
 def sampling_of(config) -> Sampling:
-    """The settings of the keys decode_sampling_*, checked by `config.decoding_keys`."""
+    """Returns the settings of the keys decode_sampling_*, checked by `config.decoding_keys`."""
     strategy = config.decode_sampling_strategy
     return Sampling(
         temperature=0.0 if strategy == "greedy" else config.decode_sampling_temperature,
@@ -41,13 +41,16 @@ def sampling_of(config) -> Sampling:
 
 
 def sampling_key(seed: int, sample: int = 0) -> jax.Array:
-    """The key of a request with `seed`, or of one of its samples. The token at a position is drawn with the key folded
-    with the position, so it depends on nothing else in the batch."""
+    """Returns the key of a request with `seed`, or of one of its samples.
+
+    The token at a position is drawn with this key folded with the position, so it does not depend on other texts in the
+    batch.
+    """
     return jax.random.fold_in(seed_key(seed, SAMPLING), sample)
 
 
 def wrapped(data: jax.Array) -> jax.Array:
-    """The keys [b] of key data, uint32 [b, 2]."""
+    """Returns the keys [b] for key data, uint32 [b, 2]."""
     return jax.random.wrap_key_data(data, impl="threefry2x32")
 
 
@@ -57,7 +60,7 @@ def draw(logits_bv: jax.Array, sampling: Sampling, keys_b: jax.Array, position_b
     Args:
       logits_bv: [b, v].
       sampling: arrays [b].
-      keys_b: one for each row, see `sampling_key`.
+      keys_b: one key per row, see `sampling_key`.
     """
     logits = logits_bv.astype(jnp.float32)
     top_k, nucleus_p = jnp.asarray(sampling.top_k), jnp.asarray(sampling.nucleus_p)
@@ -76,13 +79,13 @@ def draw(logits_bv: jax.Array, sampling: Sampling, keys_b: jax.Array, position_b
 
 
 def _kept(logits_bv: jax.Array, top_k_b: jax.Array, nucleus_p_b: jax.Array) -> jax.Array:
-    """Whether a token is neither outside of the top k nor of the nucleus: bool [b, v]. Of equally likely tokens, the
-    first come first."""
+    """Returns whether a token is in both the top k and the nucleus: bool [b, v]. Of equally likely tokens, the first
+    come first."""
     order = jnp.argsort(logits_bv, axis=-1, descending=True, stable=True)
     ranked = jnp.take_along_axis(logits_bv, order, axis=-1)
     rank = jnp.arange(logits_bv.shape[-1])
     within = (top_k_b[:, None] == 0) | (rank < top_k_b[:, None])
-    # The nucleus of the top k: their probabilities add up to 1.
+    # The nucleus is computed within the top k, whose probabilities add up to 1.
     probability = jax.nn.softmax(jnp.where(within, ranked, -jnp.inf), axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability
     within &= (nucleus_p_b[:, None] >= 1) | (before < nucleus_p_b[:, None])

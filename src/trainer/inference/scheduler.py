@@ -1,4 +1,4 @@
-"""Many requests over the slots of an engine: a queue, prefill between decode steps, and early ends."""
+"""Runs many requests on the slots of an engine: a queue, prefill between decode steps, and early ends."""
 
 import itertools
 from collections import deque
@@ -18,13 +18,13 @@ STOP, LENGTH, CANCELLED = "stop", "length", "cancelled"
 
 
 class Event(NamedTuple):
-    """What happened to a request: a new token, its end, or both.
+    """An event of a request: a new token, its end, or both.
 
     Attributes:
-      request: its number.
+      request: the number of the request.
       token: None if there is none: at a stop token and after `cancel`.
       log_prob: of the token; None with return_log_prob=false.
-      end: None while the request goes on; STOP (a stop token was drawn), LENGTH (its limit, or max_target_length) or
+      end: None while the request continues; STOP (a stop token was drawn), LENGTH (its limit, or max_target_length) or
         CANCELLED.
     """
 
@@ -38,11 +38,11 @@ class Event(NamedTuple):
 class _Request:
     number: int
     tokens: np.ndarray
-    limit: int  # of tokens to generate
+    limit: int  # the maximum number of tokens to generate
     stop: Collection[int]
     sampling: Sampling | None
     seed: int | None
-    done: int = 0  # tokens of the prompt that are prefilled
+    done: int = 0  # the number of tokens of the prompt that are prefilled
     prefix: Prefix | None = None
     generated: int = 0
     ended: bool = False
@@ -50,7 +50,7 @@ class _Request:
 
 @dataclass
 class _Step:
-    """A result that is not read yet, with the requests whose tokens it holds, by index."""
+    """A result that has not been read yet, with the requests whose tokens it holds, by index."""
 
     result: Result
     owners: dict[int, _Request] = field(default_factory=dict)
@@ -59,9 +59,9 @@ class _Step:
 class Scheduler:
     """Runs requests on the slots of `engine`.
 
-    Each turn prefills one prompt, or one chunk of it with use_chunked_prefill, if a slot is free; then it runs a decode
-    step. So a request that is generated never waits for more than one chunk. The results of a decode step are read
-    after the next one was started, so that the devices do not wait.
+    Each turn prefills one prompt, or one chunk of it with use_chunked_prefill, if a slot is free. Then it runs a decode
+    step. So a running request never waits for more than one chunk. The results of a decode step are read after the next
+    step was started, so that the devices do not wait.
     """
 
     def __init__(self, engine: Engine, params: Any):
@@ -95,11 +95,12 @@ class Scheduler:
         sampling: Sampling | None = None,
         seed: int | None = None,
     ) -> int:
-        """Adds a request to the queue; the result is its number.
+        """Adds a request to the queue and returns its number.
 
         Args:
           tokens: the prompt.
-          limit: of the tokens to generate; prompt and they are at most max_target_length in any case.
+          limit: the maximum number of tokens to generate. Prompt and generated tokens together never exceed
+            max_target_length.
           stop: tokens that end the text and do not belong to it.
           sampling, seed: see `Engine.prefill`.
 
@@ -117,7 +118,7 @@ class Scheduler:
         return request.number
 
     def cancel(self, number: int) -> list[Event]:
-        """Ends a request, wherever it is; [] if it has ended already."""
+        """Ends a request in any state, and returns the events; [] if it has ended already."""
         waiting = next((it for it in self._queue if it.number == number), None)
         if waiting is not None:
             self._queue.remove(waiting)
@@ -132,7 +133,7 @@ class Scheduler:
         return []
 
     def turn(self) -> list[Event]:
-        """One chunk of prefill and one decode step, as far as there is work; what happened, in order."""
+        """Runs one chunk of prefill and one decode step, if there is work. Returns the events in order."""
         unread, self._unread = self._unread, []
         if self._free and (self._prefilling or self._queue):
             self._prefill()
@@ -142,7 +143,7 @@ class Scheduler:
         return [event for step in unread for event in self._read(step)]
 
     def run(self) -> Iterator[Event]:
-        """Turns until nothing is left to do."""
+        """Runs turns until nothing is left to do. Yields the events."""
         while not self.idle:
             yield from self.turn()
 
@@ -175,7 +176,7 @@ class Scheduler:
         self._unread.append(_Step(result, {0: request}))
 
     def _begin(self, request: _Request) -> _Request:
-        """`request` with the longest known beginning of its prompt."""
+        """Returns `request` with the longest cached prefix of its prompt."""
         if self._prefixes is not None:
             request.prefix, request.done = self._prefixes.get(request.tokens)
         return request

@@ -1,4 +1,4 @@
-"""Prompts to tokens, and tokens to text as they come."""
+"""Converts prompts to tokens, and tokens to text as they arrive."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,14 +7,14 @@ from trainer.config import UserError
 from trainer.data.text import mended
 from trainer.data.tokenizer import Tokenizer
 
-_INCOMPLETE = "\ufffd"  # the text of bytes that are no complete character yet
+_INCOMPLETE = "\ufffd"  # the decoded form of bytes that are not a complete character yet
 
 
 def tokens_of(prompt: str, tokenizer: Tokenizer, begin: Sequence[int], longest: int, say: Callable[[str], None]) -> Any:
-    """The tokens of `prompt` after those of `begin`.
+    """Returns the tokens of `prompt` after the tokens `begin`.
 
     Raises:
-      UserError: there are none, or more than `longest`.
+      UserError: there are no tokens, or more than `longest`.
     """
     text, replaced = mended(prompt)
     if replaced:
@@ -31,25 +31,25 @@ def tokens_of(prompt: str, tokenizer: Tokenizer, begin: Sequence[int], longest: 
 
 
 class TextStream:
-    """The text of a sequence of tokens, in parts: each as soon as its characters are complete."""
+    """The text of a sequence of tokens, in parts. Each part is returned as soon as its characters are complete."""
 
     def __init__(self, tokenizer: Tokenizer, tokens: Sequence[int] = ()):
-        """`tokens`: come before the text."""
+        """`tokens` precede the text."""
         self._decode, self._tokens = tokenizer.decode, list(tokens)
         self._first, self._told = max(0, len(self._tokens) - 8), len(self._tokens)
 
     def add(self, token: int) -> str:
-        """The text that `token` completes."""
+        """Adds `token` and returns the text that it completes."""
         self._tokens.append(token)
         found = self._text()
         if found.endswith(_INCOMPLETE):
             return ""
-        # A token's text may depend on the tokens before it: a tokenizer removes a space at the beginning.
+        # A token's text may depend on the tokens before it, because a tokenizer removes a space at the beginning.
         self._first, self._told = self._told, len(self._tokens)
         return found
 
     def end(self) -> str:
-        """The rest of the text, with incomplete characters."""
+        """Returns the rest of the text, including incomplete characters."""
         return self._text()
 
     def _text(self) -> str:

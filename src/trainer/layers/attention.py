@@ -31,7 +31,7 @@ OPS = {
     "splash": splash_attention,
     "cudnn_flash_jax": cudnn_attention,
 }
-# Kernels that the compiler cannot split: each device runs them on its own rows and heads.
+# Kernels that the compiler cannot shard: each device runs them on its own rows and heads.
 KERNELS = ("splash", "cudnn_flash_jax")
 
 QUERY_ROWS = sharding.Axes(("activation_batch", "activation_q_length"))
@@ -45,7 +45,7 @@ MASK = Mask(QUERY_ROWS, KEY_ROWS, QUERY_ROWS, KEY_ROWS)  # type: ignore[arg-type
 class Scores(NamedTuple):
     """How a layer computes attention from queries, keys and values.
 
-    `op`: a name of OPS. `window`, `soft_cap`, `scale`: see `ops.attention`. `tiles`: of the op splash.
+    `op`: a name in OPS. `window`, `soft_cap`, `scale`: see `ops.attention`. `tiles`: for the op splash.
     """
 
     op: str
@@ -56,7 +56,7 @@ class Scores(NamedTuple):
     dropout_rate: float = 0.0
 
     def attend(self, queries: jax.Array, keys: jax.Array, values: jax.Array, mask: Mask, context: Context) -> jax.Array:
-        """The op's result, named "context"."""
+        """Returns the op's result, with the checkpoint name "context"."""
         drop = None
         if context.key is not None and self.dropout_rate:
             drop = Dropout(context.key, context.rows, self.dropout_rate)
@@ -73,21 +73,22 @@ class Scores(NamedTuple):
         return attended if self.op == "splash" else checkpoint_name(attended, "context")
 
     def largest(self, queries: jax.Array, keys: jax.Array, mask: Mask, context: Context) -> jax.Array:
-        """The largest logit of each head, for `layers.sown.MaxLogit`: see `ops.max_logits`."""
-        # One tile of the reference op: the product is its own, but not one under a condition.
+        """Returns the largest logit of each head, for `layers.sown.MaxLogit`; see `ops.max_logits`."""
+        # With one tile, the product equals that of the reference op and is shared with it, except under a condition.
         block = queries.shape[1] if self.op == "dot_product" and context.sampled is None else BLOCK
         return max_logits(queries, keys, mask, window=self.window, scale=self.scale, block=block, when=context.sampled)
 
 
 class KVCache(NamedTuple):
-    """Keys and values of the positions seen so far, each [b, s, k, d]: what `layers.cache` holds for each layer."""
+    """Keys and values of the positions so far, each [b, s, k, d]; the entries of `layers.cache` for one layer."""
 
     key: jax.Array
     value: jax.Array
 
 
 class Attention(nnx.Module):
-    """Multi-head self-attention. The scale 1 / sqrt(head_dim) is applied to the scores, not held in the weights."""
+    """Multi-head self-attention. The scale 1 / sqrt(head_dim) is applied to the scores and is not part of the
+    weights."""
 
     def __init__(
         self,
@@ -110,10 +111,10 @@ class Attention(nnx.Module):
         make_product: MakeProduct = plain,
         rngs: nnx.Rngs,
     ):
-        """`rope`: None for no rotation. `op`: a name of OPS. `window`, `soft_cap`: see `ops.attention`; 0 for none.
-        `tiles`: of the op splash. `qk_norm_epsilon`: of a norm of each head's queries and keys (Henry et al. 2020,
-        arXiv:2010.04245); None for none. `bias`: of all projections. `fused`: one matrix `qkv_proj` makes queries, keys
-        and values, of equally many heads."""
+        """`rope`: None for no rotation. `op`: a name in OPS. `window`, `soft_cap`: see `ops.attention`; 0 for none.
+        `tiles`: for the op splash. `qk_norm_epsilon`: epsilon of a norm of each head's queries and keys (Henry et al.
+        2020, arXiv:2010.04245); None for no norm. `bias`: whether all projections have a bias. `fused`: whether one
+        matrix `qkv_proj` computes queries, keys and values, with equal numbers of heads."""
         dense = functools.partial(
             Dense, dtype=dtype, weight_dtype=weight_dtype, bias=bias, make_product=make_product, rngs=rngs
         )
@@ -135,37 +136,39 @@ class Attention(nnx.Module):
             self.key_norm = norm(dtype=dtype, weight_dtype=weight_dtype)
 
     def logit_factors(self, eta_h: jax.Array) -> dict[str, jax.Array]:
-        """See `layers.clip.Clipped`. Heads that share a key scale it by the root of the smallest of their factors, and
-        each query by what is left: with the root of its own factor it would leave the others' logits too large or too
-        small.
+        """See `layers.clip.Clipped`.
+
+        Heads that share a key scale it by the square root of their smallest factor, and each query by the remaining
+        factor. With the square root of each head's own factor, the key could not fit the other heads' logits.
 
         Raises:
-          UserError: queries and keys are normed, or the logits capped: scaled weights do not scale such logits.
+          UserError: queries and keys are normalized, or the logits are capped: scaled weights do not scale such logits.
         """
         if self.norms_heads or self.scores.soft_cap:
             why = "their norms undo a scale of the weights" if self.norms_heads else "the soft cap bounds logits itself"
             raise UserError(f"use_qk_clip=true: attention heads cannot be clipped: {why}")
         if self.fused:
             root_h = jnp.sqrt(eta_h)
-            # [3, heads, 1]: of a kernel [embed, 3, heads, head_dim], and of a bias [3, heads, head_dim].
+            # [3, heads, 1], for a kernel [embed, 3, heads, head_dim] and for a bias [3, heads, head_dim].
             return {"qkv_proj": jnp.stack([root_h, root_h, jnp.ones_like(root_h)])[..., None]}
         eta_kg = eta_h.reshape(self.kv_heads, -1)
         key_k1 = jnp.sqrt(eta_kg.min(axis=1, keepdims=True))
-        # [heads, 1]: of a kernel [embed, heads, head_dim], and of a bias [heads, head_dim].
+        # [heads, 1], for a kernel [embed, heads, head_dim] and for a bias [heads, head_dim].
         return {"query": (eta_kg / key_k1).reshape(-1, 1), "key": key_k1}
 
     def init_cache(self, rows: int, length: int) -> KVCache:
-        """An empty cache for `rows` rows of up to `length` positions: with a window, a ring of no more."""
+        """Returns an empty cache for `rows` rows of up to `length` positions; with a window, a ring of at most its
+        size."""
         places = min(length, self.scores.window) if self.scores.window else length
         empty = jnp.zeros((rows, places, self.kv_heads, self.head_dim), self.dtype)
         return KVCache(empty, empty)
 
     def cache_axes(self) -> KVCache:
-        """The logical axes of the arrays of `init_cache`."""
+        """Returns the logical axes of the arrays of `init_cache`."""
         return KVCache(KEYS, KEYS)  # type: ignore[arg-type]  # in the places of arrays
 
     def _projected(self, x_bte: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries [b, t, heads, d], keys and values [b, t, kv_heads, d]."""
+        """Returns queries [b, t, heads, d], keys and values [b, t, kv_heads, d]."""
         if self.fused:
             qkv = self.qkv_proj(x_bte, QKV)
             queries, keys, values = (
@@ -185,7 +188,7 @@ class Attention(nnx.Module):
         cache: Cache | None,
         context: Context,
     ) -> tuple[jax.Array, Cache | None]:
-        """Causal attention within each segment: [b, t, e], and the cache with these positions added.
+        """Computes causal attention within each segment: [b, t, e]. Also returns the cache with these positions added.
 
         With a cache, each row holds one segment, whose keys and values are written to their positions. If the cache is
         `filled`, queries attend to all positions up to their own.
@@ -203,7 +206,7 @@ class Attention(nnx.Module):
             sow(self, MaxLogit, "max_logit", scores.largest(queries, keys, mask, context))
         if cache is not None:
             if cache.filled:
-                scores = scores._replace(op="dot_product")  # the others require keys and queries at the same positions
+                scores = scores._replace(op="dot_product")  # other ops need keys and queries at the same positions
             cache, (keys, values), mask = cache.extend(KVCache(keys, values), context, scores.window)
         attended = scores.attend(queries, keys, values, mask, context)
         out = self.out(attended, RESIDUAL)

@@ -1,11 +1,11 @@
-"""Caches: what blocks keep of earlier positions during generation.
+"""Caches: the data of earlier positions that blocks keep during generation.
 
-A block makes its own, `block.init_cache(rows, length)`: a pytree of arrays [b, places, ...] (or of other arrays whose
-first axis is the rows). A stack holds those of all its layers stacked on axis 0, and gives each block a view.
-A write changes only the places that are written, so that a loop over tokens updates its caches in place.
+A block makes its own cache, `block.init_cache(rows, length)`: a pytree of arrays [b, places, ...] (or of other arrays
+whose first axis is the rows). A stack holds the caches of all its layers, stacked on axis 0, and gives each block a
+view. A write changes only the places that are written, so a loop over tokens updates its caches in place.
 
-A token at position p is at place p mod places. With a place for every position this is p; attention with a window
-needs no more places than the window has positions, and the cache is a ring.
+A token at position p is at place p mod places. If there is a place for every position, this is p. Attention with a
+window needs only as many places as the window has positions, and its cache is a ring.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from trainer.layers.context import Context
 from trainer.ops.attention import Mask
 
-_NOWHERE = -1  # the segment of a place that holds no token
+_NOWHERE = -1  # the segment of a place without a token
 
 
 @jax.tree_util.register_dataclass
@@ -27,12 +27,12 @@ class Cache:
     """One layer's view of the caches of a stack, or of all stacks (`layer` is None then).
 
     Attributes:
-      entries: arrays [layers, b, ...] of a stack; those of all stacks by name.
+      entries: arrays [layers, b, ...] of a stack; or those of all stacks, by name.
       layer: the index of the layer that this view belongs to.
-      rows: int [b, t], the row of the cache that each token is written to, if rows of tokens are packed; None: each
-        row of tokens is one segment, with a row of the cache.
-      filled: it contains earlier positions. Otherwise a call sees only its own tokens, so attention runs as
-        in training, with any op.
+      rows: int [b, t], the row of the cache to which each token is written, if rows of tokens are packed. None: each
+        row of tokens is one segment and has its own row of the cache.
+      filled: whether it contains earlier positions. If not, a call sees only its own tokens, so attention runs as in
+        training, with any op.
     """
 
     entries: Any
@@ -41,11 +41,11 @@ class Cache:
     filled: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def read(self) -> Any:
-        """This layer's arrays, [b, ...] each."""
+        """Returns this layer's arrays, [b, ...] each."""
         return jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, self.layer, keepdims=False), self.entries)
 
     def replace(self, entries: Any) -> "Cache":
-        """The cache with `entries`, arrays [b, ...], for this layer."""
+        """Returns the cache with this layer's arrays replaced by `entries`, arrays [b, ...]."""
 
         def update(array: jax.Array, new: jax.Array) -> jax.Array:
             return jax.lax.dynamic_update_index_in_dim(array, new.astype(array.dtype), self.layer, 0)
@@ -53,8 +53,10 @@ class Cache:
         return dataclasses.replace(self, entries=jax.tree.map(update, self.entries, entries))
 
     def write(self, entries: Any, context: Context) -> "Cache":
-        """The cache with `entries` [b, t, ...] at the places of the tokens of `context`. Padding (segment 0) is not
-        written. Of more tokens than there are places, the last are kept."""
+        """Returns the cache with `entries` [b, t, ...] written to the places of the tokens of `context`.
+
+        Padding (segment 0) is not written. If there are more tokens than places, the last tokens are kept.
+        """
         position_bt = context.positions
         row_bt = self.rows
         if row_bt is None:
@@ -67,7 +69,7 @@ class Cache:
                 real = jnp.where(kept, position_bt, -1)
                 last = jax.ops.segment_max(real.ravel(), row_bt.ravel(), num_segments=rows)
                 kept &= position_bt > last[row_bt] - places
-            place_bt = jnp.where(kept, position_bt % places, places)  # beyond the end: dropped
+            place_bt = jnp.where(kept, position_bt % places, places)  # an index past the end is dropped
             return array.at[self.layer, row_bt, place_bt].set(new.astype(array.dtype), mode="drop")
 
         return dataclasses.replace(self, entries=jax.tree.map(update, self.entries, entries))
@@ -75,12 +77,12 @@ class Cache:
     def extend(self, entries: Any, context: Context, window: int = 0) -> tuple["Cache", Any, Mask]:
         """Adds the `entries` [b, t, ...] of the tokens of `context`, a contiguous part of a text in each row.
 
-        `window`: that of the attention, if it has one; there is a place for each of its positions, or for every
-        position of the text.
+        `window`: the window of the attention, 0 if it has none. The cache must have a place for each position of the
+        window, or for every position of the text.
 
         Returns:
-          the cache; the entries [b, s, ...] that the tokens can attend to; and the mask. If the cache is not filled,
-          these are the tokens' own entries; otherwise also those of earlier positions.
+          The cache; the entries [b, s, ...] that the tokens can attend to; and the mask. If the cache is not filled,
+          these are the tokens' own entries; otherwise they include entries of earlier positions.
         """
         after = self.write(entries, context)
         if not self.filled:
@@ -104,7 +106,7 @@ class Cache:
 
 
 def own_mask(context: Context) -> Mask:
-    """The mask of the tokens of `context` over each other."""
+    """Returns the mask of the tokens of `context` over each other."""
     return Mask(context.positions, context.positions, context.segments, context.segments)
 
 
@@ -113,7 +115,7 @@ def _places(entries: Any) -> int:
 
 
 def _over_places(context: Context, last_b: jax.Array, places: int) -> Mask:
-    """The mask of the tokens of `context` over places that hold the positions up to `last_b` of each row."""
+    """Returns the mask of the tokens of `context` over places that hold each row's positions up to `last_b`."""
     position = last_b[:, None] - (last_b[:, None] - jnp.arange(places)) % places
     segment = jnp.where(position >= 0, context.segments.max(axis=1, keepdims=True), _NOWHERE)
     return Mask(context.positions, position, context.segments, segment)

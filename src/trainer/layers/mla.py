@@ -28,24 +28,25 @@ CACHED = sharding.Axes((*KEY_ROWS, None))
 
 
 class LatentCache(NamedTuple):
-    """What is kept of the positions seen so far: what `layers.cache` holds for each layer."""
+    """The data of the positions so far; the entries of `layers.cache` for one layer."""
 
-    latent: jax.Array  # [b, s, r], normed
-    key: jax.Array  # [b, s, d], the rotated part that all heads share
+    latent: jax.Array  # [b, s, r], normalized
+    key: jax.Array  # [b, s, d], the rotated part, which all heads share
 
 
 class LatentAttention(nnx.Module):
-    """Self-attention whose keys and values are projections of one narrow latent of each token.
+    """Self-attention whose keys and values are projections of one narrow latent per token.
 
-    The first `nope` entries of a head's query and key carry no position; its last `rope` entries are rotated, and that
+    The first `nope` entries of a head's query and key carry no position. The last `rope` entries are rotated, and this
     part of the key is the same for all heads. Scores are scaled by 1 / sqrt(nope + rope) and, with YaRN, by
-    `ops.rope.score_scale`. A cache holds the latents and the rotated keys; queries on a cache are projected to the
-    width of the latents ("absorbed" projections), so that no cached key or value is made for each head.
+    `ops.rope.score_scale`. A cache holds the latents and the rotated keys. Queries on a cache are projected to the
+    width of the latents ("absorbed" projections), so that no cached key or value is computed per head.
 
     Parameters, with MaxText's names: query [width, heads, nope + rope], or wq_a [width, q_rank], q_norm and wq_b
     [q_rank, heads, nope + rope]; wkv_a [width, kv_rank + rope], kv_norm, wkv_b [kv_rank, heads, nope + value];
     out [heads, value, width]. A family with this layer declares the axes of latents (`models.family.Family.axes`):
-    q_lora_up_proj and kv_lora_up_proj, which its projections make, and q_lora and kv_lora, which they read.
+    q_lora_up_proj and kv_lora_up_proj are outputs of the projections to latents, q_lora and kv_lora are inputs of the
+    projections from latents.
     """
 
     def __init__(
@@ -71,16 +72,16 @@ class LatentAttention(nnx.Module):
         make_product: MakeProduct = plain,
         rngs: nnx.Rngs,
     ):
-        """`q_rank`: width of the latents of queries; 0: queries are projections of the input itself. `kv_rank`: width
-        of the latents of keys and values. `norm_epsilon`: of the norms of latents. `mscale`: see
-        `ops.rope.score_scale`. The others are those of `layers.attention.Attention`."""
+        """`q_rank`: width of the query latents; 0: queries are projections of the input itself. `kv_rank`: width of the
+        latents of keys and values. `norm_epsilon`: epsilon of the norms of latents. `mscale`: see
+        `ops.rope.score_scale`. For the others see `layers.attention.Attention`."""
         dense = functools.partial(Dense, dtype=dtype, weight_dtype=weight_dtype, make_product=make_product, rngs=rngs)
         norm = functools.partial(RMSNorm, epsilon=norm_epsilon, dtype=dtype, weight_dtype=weight_dtype)
         self.heads, self.q_rank, self.kv_rank, self.nope_dim, self.rope_dim = heads, q_rank, kv_rank, nope_dim, rope_dim
         self.rope = rope
         scale = (nope_dim + rope_dim) ** -0.5 * score_scale(rope, mscale)
         self.scores = Scores(op, window, soft_cap, scale, tiles, dropout_rate)
-        # Another product than the plain one may store its kernel in another form, or have parameters of its own.
+        # A product other than the plain one may store its kernel in another form, or have its own parameters.
         self.absorbs = make_product is plain
         if q_rank:
             self.wq_a = dense([width], [q_rank], ("embed", "q_lora_up_proj"))
@@ -94,9 +95,10 @@ class LatentAttention(nnx.Module):
         self.out = dense([heads, value_dim], [width], ("heads", "kv", "embed"))
 
     def logit_factors(self, eta_h: jax.Array) -> dict[str, jax.Array]:
-        """See `layers.clip.Clipped`. The unrotated parts of a head's query and key share its factor; of the rotated
-        part the query takes all of it, because the key is that of the other heads too (Kimi K2, arXiv:2507.20534,
-        section 2.1).
+        """See `layers.clip.Clipped`.
+
+        The unrotated parts of a head's query and key share its factor equally. In the rotated part, the query gets the
+        whole factor, because the key belongs to the other heads, too (Kimi K2, arXiv:2507.20534, section 2.1).
 
         Raises:
           UserError: the logits are capped: scaled weights do not scale such logits.
@@ -111,18 +113,21 @@ class LatentAttention(nnx.Module):
         return {"wq_b" if self.q_rank else "query": query, "wkv_b": key}
 
     def init_cache(self, rows: int, length: int) -> LatentCache:
-        """An empty cache for `rows` rows of up to `length` positions: with a window, a ring of no more."""
+        """Returns an empty cache for `rows` rows of up to `length` positions; with a window, a ring of at most its
+        size."""
         dtype, window = self.wkv_a.dtype, self.scores.window
         places = min(length, window) if window else length
         return LatentCache(*(jnp.zeros((rows, places, width), dtype) for width in (self.kv_rank, self.rope_dim)))
 
     def cache_axes(self) -> LatentCache:
-        """The logical axes of the arrays of `init_cache`."""
+        """Returns the logical axes of the arrays of `init_cache`."""
         return LatentCache(CACHED, CACHED)  # type: ignore[arg-type]  # in the places of arrays
 
     def __call__(self, x_bte: jax.Array, cache: Cache | None, context: Context) -> tuple[jax.Array, Cache | None]:
-        """Causal attention within each segment: [b, t, e], and the cache with these positions added. With a cache, see
-        `layers.attention.Attention`."""
+        """Computes causal attention within each segment: [b, t, e]. Also returns the cache with these positions added.
+
+        For calls with a cache see `layers.attention.Attention`.
+        """
         position_bt = context.positions
         x_bte = sharding.constrain(x_bte, INPUT)
         query, query_rope = self._queries(x_bte, position_bt)
@@ -142,7 +147,7 @@ class LatentAttention(nnx.Module):
         return checkpoint_name(self.out(attended, RESIDUAL), "out_proj"), cache
 
     def _queries(self, x_bte: jax.Array, position_bt: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The parts of queries without position [b, t, h, nope], and those rotated [b, t, h, rope]."""
+        """Returns the parts of queries without position [b, t, h, nope], and the rotated parts [b, t, h, rope]."""
         if self.q_rank:
             latent = checkpoint_name(self.wq_a(x_bte, LATENT), "query_wa_proj")
             queries = self.wq_b(self.q_norm(latent), QUERIES)
@@ -152,12 +157,12 @@ class LatentAttention(nnx.Module):
         return query, rope(query_rope, position_bt, self.rope)
 
     def _latents(self, x_bte: jax.Array, position_bt: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The normed latents [b, t, r], and the rotated keys [b, t, rope]."""
+        """Returns the normalized latents [b, t, r], and the rotated keys [b, t, rope]."""
         latent, key_rope = jnp.split(checkpoint_name(self.wkv_a(x_bte, LATENT), "kv_wa_proj"), [self.kv_rank], axis=-1)
         return self.kv_norm(latent), rope(key_rope[:, :, None], position_bt, self.rope)[:, :, 0]
 
     def _keys_and_values(self, latent_bsr: jax.Array, key_rope_bsd: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Each head's own: [b, s, h, nope + rope] and [b, s, h, value]."""
+        """Returns keys and values per head: [b, s, h, nope + rope] and [b, s, h, value]."""
         key, values = jnp.split(self.wkv_b(latent_bsr, KEYS), [self.nope_dim], axis=-1)
         key, values = checkpoint_name(key, "key_proj"), checkpoint_name(values, "value_proj")
         shared = jnp.broadcast_to(key_rope_bsd[:, :, None], (*key.shape[:3], self.rope_dim))
@@ -166,15 +171,15 @@ class LatentAttention(nnx.Module):
     def _over_cache(
         self, query: jax.Array, query_rope: jax.Array, cached: LatentCache, mask: Mask, context: Context
     ) -> jax.Array:
-        """The result for queries over all cached positions: [b, t, h, value]."""
+        """Returns the result for queries over all cached positions: [b, t, h, value]."""
         scores = self.scores._replace(op="dot_product")
         if not self.absorbs:
             keys, values = self._keys_and_values(*cached)
             return scores.attend(jnp.concatenate([query, query_rope], axis=-1), keys, values, mask, context)
         kernel = self.wkv_b.kernel.get_value().astype(query.dtype)
         to_key, to_value = jnp.split(kernel, [self.nope_dim], axis=-1)
-        # q (W c) = (q W) c, and the sum of W c over weights is W times the sum of c: one head of keys, which are the
-        # latents with the rotated keys behind them, and whose values are the latents.
+        # q (W c) = (q W) c, and the weighted sum of W c is W times the weighted sum of c. So there is one head of keys,
+        # which are the latents followed by the rotated keys, and its values are the latents.
         queries = jnp.concatenate([jnp.einsum("bthd,rhd->bthr", query, to_key), query_rope], axis=-1)
         keys, values = jnp.concatenate(cached, axis=-1)[:, :, None], cached.latent[:, :, None]
         return jnp.einsum("bthr,rhd->bthd", scores.attend(queries, keys, values, mask, context), to_value)
