@@ -217,7 +217,7 @@ def test_the_guide_shows_what_is_printed(capsys):
     asked, shown = re.findall(r"```(?:bash|text)\n(.*?)```", page, re.DOTALL)[:2]
     (command,) = re.findall("from_maxtext '(.*)'", asked, re.DOTALL)
     from_maxtext.main([command])
-    assert capsys.readouterr().out.partition("\nwhat it says")[0] == shown
+    assert capsys.readouterr().out.partition("\nnotes that it prints")[0] == shown
 
 
 def test_it_needs_no_jax_and_half_a_second():

@@ -144,7 +144,7 @@ def edit_meta(change) -> object:
             "held-out",
             "rows.npy",
             lambda path: path.write_bytes(path.read_bytes()[:-9]),
-            "is not what",
+            "has changed",
         ),
     ],
 )

@@ -251,7 +251,8 @@ def test_white_space_of_any_length_is_tokenized(tmp_path: Path):
 
 
 def test_a_prompt_is_text_too():
-    config = SimpleNamespace(prompt="a\ud800", decoder_block="llama2", base_num_decoder_layers=1, max_target_length=16)
+    sizes = {"base_num_decoder_layers": 1, "max_target_length": 16, "max_prefill_predict_length": -1}
+    config = SimpleNamespace(prompt="a\ud800", decoder_block="llama2", **sizes)
     lines: list[str] = []
     tokenizer = load_tokenizer("", "bytes", add_bos=True, add_eos=True)
     assert prompt_tokens(config, tokenizer, lines.append) == [256, *"a\ufffd".encode()]

@@ -177,7 +177,7 @@ def test_another_timetable_is_refused_where_a_fragment_may_be_in_flight(tmp_path
     save(tmp_path, made(**ISLANDS, **STREAMING), 6)
     config = load(arguments("nnx", steps=20, load_full_state_path=tmp_path, **ISLANDS | STREAMING | TIMES | change))
     run = build(config.config, jax.devices()[:4])
-    with pytest.raises(UserError, match=f"another timetable, {named}: .*reset_optimizer=true"):
+    with pytest.raises(UserError, match=f"another schedule they never would, {named}: .*reset_optimizer=true"):
         begin(run)
 
 
