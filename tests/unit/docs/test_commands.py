@@ -1,5 +1,6 @@
 """The programs accept every command of the README and the docs: they exist, keys and values are allowed, and the mesh
-fits the devices. Nothing runs here; `.ci/run` runs two guides, and tests/integration the README's commands."""
+fits the devices. Nothing runs here; `.ci/run` runs two guides, and tests/integration the README's commands. Links lead
+to files that exist."""
 
 import importlib.util
 import re
@@ -127,3 +128,14 @@ def test_modules_that_the_text_names_exist():
     names = {name for page in PAGES for name in re.findall(r"python3? -m (trainer\.\w+)", page.read_text())}
     assert len(names) >= 8
     assert [name for name in sorted(names) if importlib.util.find_spec(name) is None] == []
+
+
+def test_links_lead_to_files():
+    broken, count = [], 0
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
+            if not target.startswith(("http:", "https:")):
+                count += 1
+                broken += [] if (page.parent / target).exists() else [f"{page.relative_to(ROOT)}: {target}"]
+    assert count > 100
+    assert broken == []
