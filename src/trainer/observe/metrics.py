@@ -86,8 +86,9 @@ class TokensSeen:
     """Counts the loss-bearing tokens in all steps of a run, including skipped steps."""
 
     def __init__(self, kept: Iterable[Mapping[str, Any]] = ()):
-        """Continues the count of the rows in `kept`."""
-        self._count = sum(row.get("tokens", 0) for row in kept)
+        """Continues the count of the rows in `kept`. Values that are no counts, from an edited file, are left out."""
+        counts = (row.get("tokens", 0) for row in kept)
+        self._count = sum(count for count in counts if isinstance(count, int))
 
     def add(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the row of the next step with the field tokens_seen, which includes the row's own tokens."""

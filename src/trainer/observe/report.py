@@ -2,6 +2,7 @@
 
 import html
 from collections.abc import Sequence
+from typing import Any
 
 from trainer.config import schema
 from trainer.config.dump import to_flow
@@ -145,12 +146,12 @@ def _starts(run: Record, alone: bool) -> str:
 def _sharding(run: Record, alone: bool) -> str:
     """Returns how the last process shards its train state and gradients, folded."""
     found = run.starts[-1].get("sharding") if run.starts else None
-    if not isinstance(found, dict) or not isinstance(found.get("rows"), list):
+    rows = [_texts(row) for row in _list(found.get("rows"))] if isinstance(found, dict) else []
+    if not rows:
         return ""
-    rows = [[html.escape(str(cell)) for cell in row] for row in found["rows"] if isinstance(row, list)]
-    totals = "<br>".join(html.escape(str(line)) for line in found.get("totals") or ())
+    totals = "<br>".join(_texts(found.get("totals")))
     mesh = html.escape(str(run.starts[-1].get("mesh", "")))
-    table = _table([html.escape(str(cell)) for cell in found.get("columns") or ()], rows, "wide fixed")
+    table = _table(_texts(found.get("columns")), rows, "wide fixed")
     return (
         f"<h2>{_titled('Sharding', run, alone)}</h2><p>Mesh: {mesh}.</p><p>{totals}</p>"
         f"<details><summary>{len(rows)} tensors</summary>{table}</details>"
@@ -172,6 +173,15 @@ def _settings(runs: Sequence[Record], heads: Sequence[str]) -> str:
     return f"<h2>Configuration</h2><p>The keys whose values differ from base.yml{which}.</p>" + _table(
         ["key", *heads, "base.yml", *(["source"] if isinstance(sources, dict) else [])], rows
     )
+
+
+def _list(value: Any) -> list[Any]:
+    """Returns `value`, or an empty list for what a file that somebody edited has in place of a list."""
+    return value if isinstance(value, list) else []
+
+
+def _texts(value: Any) -> list[str]:
+    return [html.escape(str(item)) for item in _list(value)]
 
 
 def _titled(title: str, run: Record, alone: bool) -> str:

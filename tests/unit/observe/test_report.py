@@ -240,7 +240,15 @@ def test_starts_sources_shardings_and_samples(tmp_path):
     assert re.search(r"<td>10</td>.*<td>nnx</td>", text)
 
 
-@pytest.mark.parametrize("start", [{}, {"sharding": 1, "sources": 2}, {"sharding": {"rows": [1, [2]], "totals": [3]}}])
+@pytest.mark.parametrize(
+    "start",
+    [
+        {},
+        {"sharding": 1, "sources": 2},
+        {"sharding": {"rows": [1, [2]], "totals": [3]}},
+        {"sharding": {"rows": [[]], "totals": 3, "columns": 4}},
+    ],
+)
 def test_a_start_that_somebody_edited_prevents_no_page(tmp_path, start):
     run = make_run(tmp_path / "run", 0.5)
     (run / "starts.json").write_text(json.dumps([{"step": 0}, {"step": 1} | start]))
