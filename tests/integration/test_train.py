@@ -116,6 +116,12 @@ def test_a_run_on_text_from_any_folder_without_a_yml(tmp_path, corpus):
     assert "continues 'def '" in done.stdout
     assert "bits per byte" in done.stdout
     assert "training a BPE" in done.stdout
+    (sample,) = map(json.loads, (run_dir / "samples.jsonl").read_text().splitlines())
+    assert (sample["step"], sample["prompt"]) == (12, "def ")
+    assert sample["text"].startswith("def ")
+    page = (run_dir / "report.html").read_text()
+    assert "<p>After 12 updates:</p><pre><b>def </b>" in page
+    assert re.search(r"<td>steps</td><td>12</td><td>\d+</td><td>command line</td>", page)
 
     # The last checkpoint has sidecar metadata next to its arrays.
     beside = run_dir / "checkpoints" / "12" / "run"
@@ -133,6 +139,8 @@ def test_a_run_on_text_from_any_folder_without_a_yml(tmp_path, corpus):
     assert steps_of_profile(tmp_path / "runs" / "run-0002") == [2, 3, 4]
     assert "the profile of 3 steps from step 2 on is in runs/run-0002/tensorboard/plugins/profile/" in again.stdout
     assert "training a BPE" not in again.stdout
+    page = (tmp_path / "runs" / "run-0002" / "report.html").read_text()
+    assert re.search(r"<td>steps</td><td>12</td><td>\d+</td><td>[^<]*runs/run-0001/config.yml:\d+</td>", page)
     repeated, _ = rows_of(tmp_path / "runs" / "run-0002")
     for name in ("loss", "grad_norm"):  # the same command gives the same bits
         assert [row[name] for row in repeated] == [row[name] for row in steps]
