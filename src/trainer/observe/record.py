@@ -49,7 +49,7 @@ class Record:
             if field not in self.series:
                 self.series[field] = Series()
             self.series[field].add(step, value)
-            if "loss" not in row or not _same(value, loss):
+            if field not in self._unlike_loss and ("loss" not in row or not _same(value, loss)):
                 self._unlike_loss.add(field)
         for field, sums in self.sums.items():
             if math.isfinite(found := number(row.get(field))):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 INTERVALS = 400  # the maximum; a screen shows no more
 _LARGEST = 1e300  # differences of smaller numbers are finite
@@ -10,22 +10,35 @@ _LARGEST = 1e300  # differences of smaller numbers are finite
 Point = tuple[float, float]
 
 
-class _Interval(NamedTuple):
+class _Interval:
     """The lowest and the highest point among consecutive values; None if none of them is finite.
 
-    `broken`: whether the line is interrupted after it, because one of its values is not finite.
+    Among equal values the first is the lowest and the last the highest, so that both ends are kept.
+
+    Attributes:
+      broken: whether the line is interrupted after it, because one of its values is not finite.
     """
 
-    low: Point | None
-    high: Point | None
-    broken: bool
+    __slots__ = ("broken", "high", "low")
 
-    def joined(self, other: "_Interval") -> "_Interval":
-        lows = [point for point in (self.low, other.low) if point is not None]
-        highs = [point for point in (self.high, other.high) if point is not None]
-        return _Interval(
-            min(lows, key=_height, default=None), max(highs, key=_height, default=None), self.broken or other.broken
-        )
+    def __init__(self) -> None:
+        self.low: Point | None = None
+        self.high: Point | None = None
+        self.broken = False
+
+    def add(self, low: Point, high: Point) -> None:
+        """Takes the lowest and the highest point of later values."""
+        if self.low is None or low[1] < self.low[1]:
+            self.low = low
+        if self.high is None or high[1] >= self.high[1]:
+            self.high = high
+
+    def join(self, other: "_Interval") -> "_Interval":
+        """Takes the values of the next interval, and returns itself."""
+        if other.low is not None and other.high is not None:
+            self.add(other.low, other.high)
+        self.broken |= other.broken
+        return self
 
 
 class Series:
@@ -38,7 +51,7 @@ class Series:
         self.count = 0  # the number of values so far, including those that are not finite
         self._intervals: list[_Interval] = []
         self._size = 1  # the number of values per interval
-        self._filled = 1  # the number of values in the last interval
+        self._filled = 0  # the number of values in the last interval
 
     @classmethod
     def of(cls, points: Iterable[tuple[float, Any]]) -> Self:
@@ -50,20 +63,25 @@ class Series:
 
     def add(self, step: float, value: Any) -> None:
         """Appends a point. A value that is not a finite number interrupts the line. For lists see `number`."""
-        y = number(value)
-        point = (float(step), y) if math.isfinite(y) else None
         self.count += 1
-        new = _Interval(point, point, point is None)
-        if self._intervals and self._filled < self._size:
-            self._intervals[-1] = self._intervals[-1].joined(new)
-            self._filled += 1
-            return
+        if self._filled == self._size or not self._intervals:
+            self._next_interval()
+        self._filled += 1
+        y = number(value)
+        if math.isfinite(y):
+            point = (float(step), y)
+            self._intervals[-1].add(point, point)
+        else:
+            self._intervals[-1].broken = True
+
+    def _next_interval(self) -> None:
+        """Begins an interval. If there are INTERVALS of them, joins pairs first."""
         if len(self._intervals) == INTERVALS:
             pairs = zip(self._intervals[::2], self._intervals[1::2], strict=True)
-            self._intervals = [left.joined(right) for left, right in pairs]
+            self._intervals = [left.join(right) for left, right in pairs]
             self._size *= 2
-        self._intervals.append(new)
-        self._filled = 1
+        self._intervals.append(_Interval())
+        self._filled = 0
 
     @property
     def thinned(self) -> bool:
@@ -73,10 +91,10 @@ class Series:
     def parts(self) -> list[list[Point]]:
         """Returns the kept points, divided where the line is interrupted."""
         parts: list[list[Point]] = [[]]
-        for low, high, broken in self._intervals:
-            if low is not None and high is not None:
-                parts[-1] += sorted({low, high})
-            if broken and parts[-1]:
+        for interval in self._intervals:
+            if interval.low is not None and interval.high is not None:
+                parts[-1] += sorted({interval.low, interval.high})
+            if interval.broken and parts[-1]:
                 parts.append([])
         return [part for part in parts if part]
 
@@ -84,10 +102,8 @@ class Series:
 def number(value: Any) -> float:
     """Returns a number of a row. Of a list, such as one number per layer, returns the largest. Returns NaN for anything
     else, so that a manually edited file does not prevent a chart."""
+    if type(value) is float:  # most values are
+        return value if abs(value) < _LARGEST else math.nan
     if isinstance(value, list):
         return max((found for found in map(number, value) if math.isfinite(found)), default=math.nan)
     return float(value) if isinstance(value, int | float) and abs(value) < _LARGEST else math.nan
-
-
-def _height(point: Point) -> Point:
-    return point[1], point[0]  # among equal values the first is lowest and the last highest, so both ends are kept
