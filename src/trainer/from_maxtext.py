@@ -9,8 +9,7 @@ from trainer.config import UserError, command_line, exit_on_user_error, nearest
 from trainer.config.errors import shortened
 from trainer.config.maxtext_command import Command, as_text, parse
 from trainer.config.maxtext_convert import (
-    COMPILE,
-    TRAIN,
+    SAME_WORDS,
     Conversion,
     Row,
     by_kind,
@@ -53,11 +52,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         last = command.module.rpartition(".")[2]
         raise UserError(
             f"{shortened(command.module)}: no program of MaxText that is known here{nearest(last, programs())}; "
-            "trainer.train, train_compile, export, parity and shardings are the programs here"
+            "trainer.train, train_compile, generate, export, parity and shardings are the programs here"
         )
     if not found.runs:
         raise UserError(f"{command.module}: {found.why}")
-    if found.runs in (TRAIN, COMPILE):
+    if found.runs in SAME_WORDS:
         _train(convert(command, found.runs))
     else:
         _other(command, found.runs)

@@ -26,6 +26,7 @@ NO_EFFECT, REFUSED = "no effect", "refused"
 # The order in which verdicts are shown: what needs attention comes first.
 KINDS = (UNKNOWN, REFUSED, maxtext.NOT_YET, maxtext.NEVER, maxtext.RENAMED, DIFFERS, maxtext.NEEDLESS, NO_EFFECT, SAME)
 TRAIN, COMPILE = "trainer.train", "trainer.train_compile"
+SAME_WORDS = (TRAIN, COMPILE, "trainer.generate")  # programs that take MaxText's words, each with a verdict
 # Keys whose value restricts other keys. If the value is a shell variable, it cannot be checked.
 _DECIDING = ("model_name", "compile_topology", "decoder_block", "dataset_type")
 

@@ -47,6 +47,9 @@ LINES = (
     "model_name=llama3-8b dataset_type=synthetic enable_goodput_recording=False 2>&1 | tee log",
     f"{SYNTHETIC}nonsense=1 stepps=4 base_emb_dim=1.5 warmup_steps_fraction=2 --learning_rate=1 muon_beta=0.9",
     "M_STEPS=9 python3 -m MaxText.train base.yml steps=10 dataset_type=synthetic",
+    "python3 -m maxtext.inference.decode base.yml model_name=llama2-7b load_parameters_path=$CKPT/0/items "
+    "tokenizer_path=$TOK per_device_batch_size=1 max_prefill_predict_length=16 max_target_length=64 "
+    "prompt='I love to' decode_sampling_strategy=nucleus decode_sampling_nucleus_p=0.9",
 )
 
 
@@ -178,6 +181,14 @@ def test_what_stops_is_one_message_and_code_2(line, said, capsys):
         from_maxtext.main([line])
     assert ended.value.code == 2
     assert re.search(said, capsys.readouterr().err)
+
+
+def test_a_command_that_generates_keeps_its_words(capsys):
+    from_maxtext.main([LINES[-1]])
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith(
+        "python -m trainer.generate base.yml model_name=llama2-7b load_parameters_path=$CKPT/0/items"
+    )
 
 
 def test_a_tools_command_takes_the_values_of_its_keys(capsys):
