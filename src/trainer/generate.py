@@ -11,7 +11,7 @@ from trainer.config.errors import shortened
 from trainer.config.files import YML_ENDINGS
 from trainer.config.help import explanation, help_text, question
 from trainer.config.paths import local_path, path_problem
-from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu
+from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu, prepare_to_compile
 
 WEIGHTS = ("raw", "ema")
 _OWN = ("prompts", "weights")
@@ -25,7 +25,8 @@ prompt   the text to continue; default: that of base.yml
 prompts  a file with one prompt in each line; - reads standard input
 weights  of a run with ema_decay: ema (default), the average of the parameters, or raw
 key      keys of base.yml: decode_sampling_* say how tokens are drawn, max_target_length is the length of prompt and
-         continuation together (default: that of the training, at most 2048), ici_*_parallelism is the mesh
+         continuation together (default: that of the training, at most 2048), ici_*_parallelism is the mesh;
+         compile_topology=v5e-8 compiles a decode step for these devices and reports what it takes
 
 Standard output has the texts alone, each with its prompt; messages are on standard error. --help Generation lists the
 keys of generation, --explain KEY explains one."""
@@ -44,14 +45,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     loaded = None if place else load(keys, environment=os.environ)
     prompts = _prompts(options["prompts"]) if "prompts" in options else None
     # Imports that load JAX come after the checks that do not need it.
-    leave_out_absent_tpu()
-    add_threads_for_simulated_devices()
+    name = loaded.config.compile_topology if loaded else _last(keys, "compile_topology")
+    if name:
+        prepare_to_compile(name)
+    else:
+        leave_out_absent_tpu()
+        add_threads_for_simulated_devices()
     take_interrupts()
     average = options.get("weights") == "ema"
     if loaded is None:
         loaded, average = _of_checkpoint(place, keys, options.get("weights"))
     for note in loaded.notes:
         _say(note)
+    if loaded.config.compile_topology:
+        _compile(loaded.config)
+        return
     prompts = [loaded.config.prompt] if prompts is None else prompts
     if not all(prompts):
         raise UserError("prompt is empty: give prompt=TEXT, or prompts=FILE")
@@ -73,6 +81,21 @@ def _generate(loaded: Any, prompts: Sequence[str], average: bool, started: float
     loading = time.perf_counter() - started
     numbers = [scheduler.submit(prompt, stop=stop) for prompt in tokens]
     _print(scheduler, tokenizer, dict(zip(numbers, zip(prompts, tokens, strict=True), strict=True)), loading)
+
+
+def _compile(config: Any) -> None:
+    """Compiles a decode step for compile_topology and prints the report."""
+    from trainer.aot.report import DOES_NOT_FIT
+    from trainer.aot.text import report_text, verdict
+    from trainer.aot.topologies import devices_of, topology_of
+    from trainer.inference import MaxEngine
+
+    devices = devices_of(topology_of(config), config.compile_topology_num_slices)
+    _, report = MaxEngine(config, devices).aot_compile()
+    print(report_text(report))
+    if report.fits is False:
+        _say(f"error: {verdict(report)}")
+        raise SystemExit(DOES_NOT_FIT)
 
 
 def _print(scheduler: Any, tokenizer: Any, texts: dict[int, tuple[str, list[int]]], loading: float) -> None:
@@ -139,8 +162,7 @@ def _of_checkpoint(place: str, words: Sequence[str], weights: str | None) -> tup
     from trainer.checkpoint import load_model_keys, open_source
 
     given = [word.partition("=")[0] for word in words]
-    block = dict(word.partition("=")[::2] for word in words).get("decoder_block", "")
-    source = open_source(place, block, average=weights == "ema")
+    source = open_source(place, _last(words, "decoder_block"), average=weights == "ema")
     if not source.keys and "model_name" not in given:
         raise UserError(
             f"{place}: this checkpoint does not contain its model's keys; use base.yml load_parameters_path={place} "
@@ -151,6 +173,10 @@ def _of_checkpoint(place: str, words: Sequence[str], weights: str | None) -> tup
         own.append(f"max_target_length={min(source.length, _LONGEST)}")
     loaded = load_model_keys(source.keys, [*own, *words], str(source.path))
     return loaded, source.averaged if weights is None else weights == "ema"
+
+
+def _last(words: Sequence[str], key: str) -> str:
+    return dict(word.partition("=")[::2] for word in words).get(key, "")
 
 
 def _prompts(path: str) -> list[str]:

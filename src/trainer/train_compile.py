@@ -14,9 +14,8 @@ from trainer.config.effects import without_effect_here
 from trainer.config.paths import local_path
 from trainer.config.topologies import Topology, find_topology
 from trainer.config.vocab_tiles import chosen
-from trainer.runtime.platforms import prepare_compile_only_tpu, simulate_cpu_devices
+from trainer.runtime.platforms import prepare_to_compile
 
-DOES_NOT_FIT = 3  # exit code
 # A step that certainly needs more than this many times the devices' memory is not compiled, as libtpu would take
 # minutes.
 OUT_OF_PROPORTION = 64
@@ -34,12 +33,10 @@ class Compilation(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line `argv` (default: the arguments of the process)."""
     loaded = load(command_line(argv), environment=os.environ)
-    topology = find_topology(loaded.config.compile_topology)
-    prepare_compile_only_tpu()
-    if isinstance(topology, Topology) and topology.generation is None:
-        simulate_cpu_devices(topology.devices)
+    prepare_to_compile(loaded.config.compile_topology)
     # The command line has been checked by itself. What follows loads JAX.
     from trainer.aot import executable
+    from trainer.aot.report import DOES_NOT_FIT
     from trainer.aot.text import report_text, verdict
 
     for line in (*loaded.notes, *(f"warning: {warning}" for warning in loaded.warnings)):
@@ -76,42 +73,20 @@ def compile_for_topology(config: Any, compiler_options: Mapping[str, Any] | None
     Raises:
       UserError: the configuration does not fit the devices, or there is no compiler for them.
     """
-    import shutil
-    import tempfile
-    import time
-
-    from jax.errors import JaxRuntimeError
-
     from trainer.aot import dump
     from trainer.aot.chips import chip_of
-    from trainer.aot.kernels import tiles_fit
-    from trainer.aot.report import OUT_OF_MEMORY, make_report
+    from trainer.aot.compilation import compile_step
     from trainer.aot.topologies import devices_of, topology_of
     from trainer.training import build
     from trainer.training.memory import check_memory
 
-    kept = dump.given_folder(config) if config.dump_hlo else None
+    keep = dump.given_folder(config) if config.dump_hlo else None
     slices = config.compile_topology_num_slices
     devices = devices_of(topology_of(config), slices)
     chip = chip_of(devices[0].device_kind)
     check_memory(config, devices, chip.hbm_bytes if chip else None, margin=OUT_OF_PROPORTION)
     run = build(config, devices)
-    began = time.perf_counter()
-    lowered = run.step.lower(*run.abstract_args())
-    traced = time.perf_counter()
-    compiled, failure = None, ""
-    with tempfile.TemporaryDirectory() as folder, dump.uncached():
-        try:
-            with tiles_fit():
-                compiled = lowered.compile({**dump.options(folder), **(compiler_options or {})})
-        except JaxRuntimeError as error:
-            if not OUT_OF_MEMORY.search(str(error)):
-                raise
-            failure = str(error)
-        seconds = traced - began, time.perf_counter() - traced
-        if kept:
-            shutil.copytree(folder, kept, dirs_exist_ok=True)
-        report = make_report(run, compiled, failure, dump.read(folder), seconds, slices)
+    compiled, report = compile_step(run, lambda: run.step.lower(*run.abstract_args()), slices, compiler_options, keep)
     if report.fits is False:
         report = _with_suggestions(report, config, run)
     return Compilation(run, compiled, report)

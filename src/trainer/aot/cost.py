@@ -1,7 +1,8 @@
 """FLOPs and memory traffic of a step, from the HLO text of a compiled module.
 
 The rules are those of XLA's cost analysis (openxla/xla, xla/service/hlo_cost_analysis.cc), which `cost_analysis()` of a
-compiled function reports, except for loops: XLA counts the body of a loop once; here it counts once per iteration.
+compiled function reports, with two exceptions. XLA counts the body of a loop once; here it counts once per iteration.
+XLA counts all of the array into which a scatter within a fusion writes; here only the written part counts.
 - A multiplication and an addition are two operations, so a matrix product has 2 m n k.
 - An elementwise operation counts one operation per element of the result, for any dtype. exp, log, sqrt, tanh, power,
   sine and similar functions are counted separately, as transcendentals. A reduction counts one operation per element
@@ -23,6 +24,10 @@ from trainer.aot.hlo import Computation, Instruction, Module, Shape, parse
 from trainer.aot.opcodes import ELEMENTWISE, FREE, TRANSCENDENTAL
 
 MAIN_MEMORY = 0
+# Instructions that write only a part of their first operand, and which operand is that part. XLA counts all of the
+# operand for a scatter within a fusion; so do the rolled counts.
+_IN_PLACE = {"dynamic-update-slice": 1, "scatter": -1}
+_IN_PLACE_FOR_XLA = {"dynamic-update-slice": 1}
 
 
 @dataclass(slots=True)
@@ -127,6 +132,7 @@ class _Counter:
     def __init__(self, module: Module, rolled: bool):
         self.module = module
         self.rolled = rolled
+        self.in_place = _IN_PLACE_FOR_XLA if rolled else _IN_PLACE
         self.notes: list[str] = []
         self.known: dict[tuple[str, bool], Totals] = {}
 
@@ -252,8 +258,8 @@ class _Counter:
             for part, shape in zip(written, fusion.shapes, strict=True):
                 while part.opcode == "bitcast":
                     part = inside.operands(part)[0]
-                if part.opcode == "dynamic-update-slice":
-                    shape = inside.operands(part)[1].shape._replace(space=shape.space)
+                if part.opcode in self.in_place:
+                    shape = inside.operands(part)[self.in_place[part.opcode]].shape._replace(space=shape.space)
                 if part.opcode != "parameter" or root.opcode != "tuple":  # passed through, not copied
                     totals.access(shape)
         else:
@@ -286,7 +292,7 @@ class _Counter:
                 size += user.shape.bytes
             elif user.opcode in ("broadcast", "reshape"):
                 size += whole
-            elif not (user.opcode == "dynamic-update-slice" and user.operands[0] == parameter.name) and not shared:
+            elif not (user.opcode in self.in_place and user.operands[0] == parameter.name) and not shared:
                 shared = True
                 size += whole
         return size

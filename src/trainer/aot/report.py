@@ -4,16 +4,13 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import jax
+from typing import Any, Protocol
 
 from trainer.aot.buffers import Buffer, by_kind, leaves, temporaries
 from trainer.aot.chips import Chip, Estimate, chip_of, estimate
 from trainer.aot.cost import Cost, analyze
 from trainer.aot.dump import Dump
 from trainer.aot.suggest import Suggestion
-from trainer.state import table
 
 _TEMPORARIES = re.compile(r"^allocation \d+: size (\d+),(?: color 0,)? page \d+, preallocated-temp:", re.MULTILINE)
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -21,6 +18,7 @@ _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 OUT_OF_MEMORY = re.compile(
     r"(?:CompileTimeHbmOom|Ran out of memory in memory space hbm).*?([\d.]+)([KMGT]?)\b", re.DOTALL
 )
+DOES_NOT_FIT = 3  # the exit code of commands that compile a step which does not fit
 LARGEST = 12  # the number of buffers in a report
 
 
@@ -113,39 +111,50 @@ class Report:
         }
 
 
+class Step(Protocol):
+    """A step to report on: `training.Run`, or a decode step."""
+
+    @property
+    def config(self) -> Any:
+        """The resolved configuration."""
+
+    @property
+    def mesh(self) -> Any:
+        """The mesh of the devices."""
+
+    def parts(self) -> Mapping[str, Any]:
+        """The arguments of the step by name, trees of ShapeDtypeStructs with shardings; "parameters" are among them."""
+
+
 def make_report(
-    run: Any, compiled: Any | None, failure: str, dump: Dump, seconds: tuple[float, float], num_slices: int
+    step: Step, compiled: Any | None, failure: str, dump: Dump, seconds: tuple[float, float], num_slices: int
 ) -> Report:
     """Returns the report of a compilation.
 
     Args:
-      run: from `training.build`.
+      step: what was compiled.
       compiled: the compiled step; None if it did not fit.
       failure: the compiler's message in that case.
       dump: the compiler's dumps.
       seconds: the seconds of tracing and of compiling.
       num_slices: the number of slices of the devices.
     """
-    first = run.mesh.devices.flat[0]
+    first = step.mesh.devices.flat[0]
     chip = chip_of(first.device_kind)
-    args = run.abstract_args()
-    parts: dict[str, list[Any]] = {"parameters": [], "optimizer": [], "other": []}
-    for tensor, leaf in zip(*map(jax.tree.leaves, (run.tensors, args[0])), strict=True):
-        parts[table.kind(tensor.path)].append(leaf)
-    parts = {"other state" if name == "other" else name: part for name, part in parts.items()}
-    state = {name: sum(leaf.bytes for leaf in leaves(part)) for name, part in (parts | {"batch": args[1]}).items()}
+    parts = step.parts()
+    state = {name: sum(leaf.bytes for leaf in leaves(part)) for name, part in parts.items()}
     shapes = [shape for leaf in leaves(parts["parameters"]) for shape in (leaf.dims, leaf.global_dims)]
     memory = memory_of(compiled) if compiled is not None else _memory_of_failure(failure, dump, sum(state.values()))
     # Prefer the dumped text: jaxlib cannot print every program of a newer libtpu (llama3.1-70b on v5p with 0.0.51).
     text = dump.optimized or (compiled.as_text() if compiled is not None else "")
-    cost = analyze(text, run.mesh, dump.partitioned or None)
+    cost = analyze(text, step.mesh, dump.partitioned or None)
     rolled = compiled.cost_analysis() if compiled is not None else {}
     return Report(
-        topology=run.config.compile_topology,
+        topology=step.config.compile_topology,
         num_slices=num_slices,
         device_kind=first.device_kind,
-        devices=run.mesh.size,
-        mesh={axis: size for axis, size in run.mesh.shape.items() if size > 1},
+        devices=step.mesh.size,
+        mesh={axis: size for axis, size in step.mesh.shape.items() if size > 1},
         memory=memory,
         hbm_bytes=chip.hbm_bytes if chip else None,
         fits=_fits(compiled, memory, chip),
@@ -154,8 +163,8 @@ def make_report(
         cost=cost,
         rolled_flops=rolled.get("flops", cost.rolled_flops),
         rolled_bytes_accessed=rolled.get("bytes accessed", cost.rolled_bytes_accessed),
-        estimate=estimate(cost, chip, run.mesh.size, num_slices) if chip else None,
-        grad_dtype=run.config.grad_dtype,
+        estimate=estimate(cost, chip, step.mesh.size, num_slices) if chip else None,
+        grad_dtype=step.config.grad_dtype,
         trace_seconds=round(seconds[0], 2),
         compile_seconds=round(seconds[1], 2),
     )

@@ -7,13 +7,16 @@ the texts are. Caches are arguments and results: the engine holds compiled funct
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
+from trainer.aot.compilation import compile_step
+from trainer.aot.report import Report
 from trainer.backends.base import tree_mode
 from trainer.inference.sampling import Sampling, draw, sampling_key, sampling_of, wrapped
 from trainer.inference.served import Served, longest_prompt
@@ -234,6 +237,34 @@ class Engine:
         """Adds a token to the text of every slot in use, until it has max_target_length tokens. `decode_state` is
         donated."""
         return self._generate(params, decode_state)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh."""
+        return self.served.mesh
+
+    def parts(self) -> dict[str, Any]:
+        """Returns the arguments of `generate` by name, ShapeDtypeStructs with shardings, for `aot.report`."""
+        shapes = jax.eval_shape(self._no_texts)
+        state = jax.tree.map(
+            lambda it, at: jax.ShapeDtypeStruct(it.shape, it.dtype, sharding=at), shapes, self.state_shardings
+        )
+        return {"parameters": self.served.abstract_variables, "cache": state.cache, "texts": state.texts}
+
+    def aot_compile(self, options: Mapping[str, Any] | None = None) -> tuple[Any | None, Report]:
+        """Compiles `generate` without parameters and without a cache, also for devices that are not here.
+
+        Args:
+          options: further options of XLA.
+
+        Returns:
+          The executable, called as `executable(params, decode_state)`, None if it does not fit in the devices' memory;
+          and the report that `trainer.train_compile` gives for a training step.
+        """
+        parts = self.parts()
+        state = DecodeState(parts["cache"], parts["texts"])
+        slices = self.config.compile_topology_num_slices
+        return compile_step(self, lambda: self._generate.lower(parts["parameters"], state), slices, options)
 
     def _drawing(
         self, count: int, sampling: Sampling | None, seeds: Sequence[int] | None

@@ -7,6 +7,8 @@ import re
 from importlib import metadata
 from pathlib import Path
 
+from trainer.config.topologies import Topology, find_topology
+
 # Prefix of a JAX plugin's name -> (JAX's name of its platform, a device file that exists if the hardware is present).
 _GPUS = {"xla_cuda": ("cuda", "/dev/nvidiactl"), "xla_rocm": ("rocm", "/dev/kfd")}
 
@@ -48,6 +50,14 @@ def prepare_compile_only_tpu() -> None:
         ("TPU_WORKER_ID", "0"),
     ):
         os.environ.setdefault(name, value)
+
+
+def prepare_to_compile(topology: str) -> None:
+    """Prepares this process for compiling for the devices that compile_topology names: TPUs, or simulated devices."""
+    prepare_compile_only_tpu()
+    found = find_topology(topology)
+    if isinstance(found, Topology) and found.generation is None:
+        simulate_cpu_devices(found.devices)
 
 
 def simulate_cpu_devices(count: int) -> None:

@@ -66,6 +66,14 @@ class Run(NamedTuple):
         """Returns the arguments of `step` as shapes with shardings."""
         return set_named_sharding_nnx(self.abstract_state, self.state_shardings), self.abstract_batch(self.rows)
 
+    def parts(self) -> dict[str, Any]:
+        """Returns the arguments of `step` by kind, for `aot.report`."""
+        state, batch = self.abstract_args()
+        found: dict[str, list[Any]] = {"parameters": [], "optimizer": [], "other": []}
+        for tensor, leaf in zip(*map(jax.tree.leaves, (self.tensors, state)), strict=True):
+            found[table.kind(tensor.path)].append(leaf)
+        return {"other state" if name == "other" else name: part for name, part in found.items()} | {"batch": batch}
+
     def abstract_batch(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns a batch of `rows` rows as shapes with shardings."""
         sizes: dict[str | int, Any] = {"rows": rows, "length": self.config.max_target_length}

@@ -46,9 +46,11 @@ def test_without_loops_the_counts_are_xlas(name):
     theirs, ours = program.cost_analysis(), analyze(program.as_text())
     assert ours.flops == pytest.approx(theirs.get("flops", 0), rel=0.001)
     assert ours.transcendentals == pytest.approx(theirs.get("transcendentals", 0), rel=0.001)
-    assert ours.bytes_accessed == pytest.approx(theirs["bytes accessed"], rel=0.01)
+    assert ours.rolled_bytes_accessed == pytest.approx(theirs["bytes accessed"], rel=0.01)
     assert ours.hbm_bytes == ours.bytes_accessed
-    assert (ours.rolled_flops, ours.rolled_bytes_accessed) == (ours.flops, ours.bytes_accessed)
+    assert ours.rolled_flops == ours.flops
+    # XLA counts all of the array that a fused scatter writes to.
+    assert (ours.rolled_bytes_accessed > ours.bytes_accessed) == (name == "scatter")
 
 
 VMEM = """ENTRY %main (a: f32[1024]) -> f32[1024] {

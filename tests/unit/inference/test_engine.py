@@ -293,3 +293,24 @@ def test_on_eight_devices_it_draws_the_same_text():
     assert {str(spec) for spec in specs} == {str(next(iter(specs)))}
     assert all(name in str(specs) for name in ("data", "fsdp", "tensor"))
     assert MaxEngine(config, jax.devices(), texts=3).max_concurrent_decodes == 4  # data x fsdp
+
+
+def test_a_decode_step_is_compiled_ahead_of_time_with_its_memory():
+    """Exact bytes of weights and cache, no copy of the cache, and traffic close to one read of both."""
+    length = 4096  # so that a cache is larger than everything else
+    keys = MODEL | {"max_target_length": length, "base_num_decoder_layers": 4, **GREEDY}
+    engine = MaxEngine(tiny_config("nnx", per_device_batch_size=8, **keys), jax.devices()[:1])
+    compiled, report = engine.aot_compile()
+    sizes = {
+        name: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(part))
+        for name, part in engine.parts().items()
+    }
+    assert report.state == sizes
+    assert sizes["cache"] == 4 * 2 * 8 * length * 2 * 8 * 4  # layers, keys and values, slots, length, heads, width
+    assert report.memory.temporaries < sizes["cache"] / 2
+    assert report.memory.aliased >= sizes["cache"]
+    # On a CPU keys and values of a layer are sliced out before the product, which a TPU fuses.
+    assert sizes["cache"] < report.cost.bytes_accessed < 4 * sizes["cache"]
+    params = engine.load_params(say=lambda line: None)
+    state, result = compiled(params, engine.init_decode_state())
+    assert not result.valid.any()
