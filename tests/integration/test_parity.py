@@ -279,8 +279,8 @@ def test_keys_that_mean_nothing_to_it_are_named(capsys, monkeypatch):
     assert line.partition(" have")[0].split(", ") == [
         "enable_checkpointing",
         "eval_interval",
-        "prompt",
         "skip_jax_distributed_system",
+        "prompt",
         "compile_topology",
         "compiled_trainstep_file",
         "compile_report_file",

@@ -312,5 +312,5 @@ def test_a_decode_step_is_compiled_ahead_of_time_with_its_memory():
     # On a CPU keys and values of a layer are sliced out before the product, which a TPU fuses.
     assert sizes["cache"] < report.cost.bytes_accessed < 5 * sizes["cache"]
     params = engine.load_params(say=lambda line: None)
-    state, result = compiled(params, engine.init_decode_state())
+    _, result = compiled(params, engine.init_decode_state())
     assert not result.valid.any()

@@ -22,7 +22,7 @@ from trainer.checkpoint.huggingface import layouts_of, tensors_of
 from trainer.checkpoint.maxtext import layer_name
 from trainer.compare import measure
 from trainer.config import UserError, load
-from trainer.inference import sample
+from trainer.inference import MaxEngine, Scheduler
 from trainer.layers.dense import INPUT
 from trainer.layers.stack import Stack
 from trainer.models import llama2
@@ -32,7 +32,6 @@ from trainer.models.huggingface import Layout
 from trainer.models.names import names_of_blocks
 from trainer.models.remat import check_offload, remat_policy
 from trainer.models.transformer import Decoder
-from trainer.ops.random import seed_key
 from trainer.training import build
 
 OWN = {"decoder_block": "two_kinds:family", "base_num_decoder_layers": 3}
@@ -178,21 +177,19 @@ def test_early_checks_are_of_the_tensors_that_it_has(monkeypatch):
 
 
 def test_it_is_sampled_from_through_caches_of_both_kinds():
-    config = tiny_config("nnx", **OWN, max_target_length=6)
-    model = make_model(config)
-    params, rest = jax.jit(model.init)(seed_key(0))
-    prompt = [3, 1, 4]
-
-    def draw(params):
-        return sample(config, model, params, rest, prompt, rows=1, temperature=0.0, seed=0)
+    config = tiny_config("nnx", **OWN, max_target_length=6, decode_sampling_strategy="greedy")
+    engine = MaxEngine(config, jax.devices()[:1])
+    model, (params, rest) = engine.served.model, engine.load_params(say=lambda line: None)
+    params["decoder"]["decoder_norm"]["scale"] *= 8 * np.sign(np.random.default_rng(0).normal(size=16))
 
     def forward(params, tokens):
         positions = jnp.broadcast_to(jnp.arange(6), tokens.shape)
         hidden, _, _ = model.apply(params, rest, tokens, positions, jnp.ones_like(tokens), jnp.arange(1))
         return model.apply(params, rest, hidden, method="head")[0]
 
-    params["decoder"]["decoder_norm"]["scale"] *= 8 * np.sign(np.random.default_rng(0).normal(size=16))
-    tokens = np.asarray(jax.jit(draw)(params))
+    scheduler = Scheduler(engine, (params, rest))
+    scheduler.submit([3, 1, 4])
+    tokens = np.array([[3, 1, 4, *(event.token for event in scheduler.run())]])
     logits = np.asarray(jax.jit(forward)(params, tokens))
     np.testing.assert_array_equal(tokens[:, 3:], logits[:, 2:-1].argmax(-1))
     assert len(set(tokens[0, 3:].tolist())) > 2
