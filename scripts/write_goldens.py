@@ -5,6 +5,8 @@
 Each case is a directory as saved by save_pretrained of transformers, with an additional file expected.npz: two batches,
 their logits, and gradients of the mean cross entropy under transformers' names. The batch "rows" has one document per
 row, masked by transformers itself. "packed" has several documents and padding, with a mask that this script makes.
+"generated" has greedy continuations of the beginnings of those rows, by transformers' own generate, and how far the
+logit of each token was above the next.
 """
 
 import os
@@ -24,6 +26,7 @@ from torch.nn.functional import cross_entropy
 
 GOLDENS = Path(__file__).parent.parent / "tests" / "goldens"
 ROWS, LENGTH = 2, 20
+PROMPT, CONTINUED = 7, 40
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -148,7 +151,7 @@ def main() -> None:
                 check_mask(model, batch, logits)
             kept = {f"gradient/{n}": gradients[n] for n in case.gradients or gradients}
             arrays |= {f"{kind}/{n}": array for n, array in (batch | {"logits": logits} | kept).items()}
-        np.savez_compressed(folder / "expected.npz", **arrays)
+        np.savez_compressed(folder / "expected.npz", **arrays, **generated(model, rows(seed)["inputs"]))
         size = sum(file.stat().st_size for file in folder.iterdir())
         print(f"{name}: {sum(p.numel() for p in model.parameters())} parameters, {size / 1e3:.0f} kB")
 
@@ -193,6 +196,17 @@ def batch_of(segment: np.ndarray, seed: int) -> dict[str, np.ndarray]:
         "targets_segmentation": np.where(counts, segment, 0),
     }
     return {name: array.astype(np.int32) for name, array in batch.items()}
+
+
+def generated(model, inputs: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns greedy continuations of the first PROMPT tokens of each row: int [rows, CONTINUED], and the distance of
+    the two largest logits at each new token."""
+    prompt = torch.tensor(inputs[:, :PROMPT], dtype=torch.long)
+    how = {"do_sample": False, "max_length": CONTINUED, "attention_mask": torch.ones_like(prompt), "pad_token_id": 0}
+    out = model.generate(prompt, **how, eos_token_id=None, return_dict_in_generate=True, output_logits=True)
+    best = torch.stack(out.logits, dim=1).topk(2, dim=-1).values
+    margin = (best[..., 0] - best[..., 1]).numpy()
+    return {"generated/tokens": out.sequences.numpy().astype(np.int32), "generated/margin": margin}
 
 
 def additive_mask(batch: dict[str, np.ndarray], window: int | None) -> torch.Tensor:

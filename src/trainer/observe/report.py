@@ -145,8 +145,9 @@ def _starts(run: Record, alone: bool) -> str:
 
 def _sharding(run: Record, alone: bool) -> str:
     """Returns how the last process shards its train state and gradients, folded."""
-    found = run.starts[-1].get("sharding") if run.starts else None
-    rows = [_texts(row) for row in _list(found.get("rows"))] if isinstance(found, dict) else []
+    found: Any = run.starts[-1].get("sharding") if run.starts else None
+    found = found if isinstance(found, dict) else {}
+    rows = [_texts(row) for row in _list(found.get("rows"))]
     if not rows:
         return ""
     totals = "<br>".join(_texts(found.get("totals")))

@@ -1,0 +1,48 @@
+"""Greedy continuations against those of transformers' own generate, for every family (scripts/write_goldens.py)."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from trainer.checkpoint import load_model_keys, open_source
+from trainer.inference import MaxEngine, Scheduler
+
+GOLDENS = Path(__file__).parents[2] / "goldens"
+# One of each family, and those whose cache or positions differ: a window of 5 positions, latents, YaRN.
+CASES = ("llama-yarn-exact", "mistral", "qwen3-tied", "mixtral", "qwen3-moe", "deepseek-v2-lite", "deepseek-v2")
+PROMPT, LENGTH = 7, 40
+# Above the rounding of logits in float32: their differences are at most 1e-5 of the largest, which is about 10.
+TIE = 1e-3
+
+
+def expected(case):
+    """Returns the tokens [rows, LENGTH] and, for the new ones, the distance of the two largest logits."""
+    with np.load(GOLDENS / case / "expected.npz") as found:
+        return found["generated/tokens"], found["generated/margin"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_tokens_are_those_of_transformers(case):
+    tokens, margin = expected(case)
+    source = open_source(str(GOLDENS / case))
+    words = [f"load_parameters_path={GOLDENS / case}", f"max_target_length={LENGTH}", "dtype=float32"]
+    words += ["decode_sampling_strategy=greedy", f"per_device_batch_size={len(tokens)}"]
+    config = ConfigDict(load_model_keys(source.keys, words, case).config)
+    engine = MaxEngine(config, jax.devices()[:1])
+    scheduler = Scheduler(engine, engine.load_params(say=lambda line: None))
+    numbers = [scheduler.submit(row[:PROMPT].tolist()) for row in tokens]
+    found = {number: [] for number in numbers}
+    for event in scheduler.run():
+        found[event.request].append(event.token)
+    for number, row, apart in zip(numbers, tokens, margin, strict=True):
+        ties = np.flatnonzero(apart < TIE)
+        end = ties[0] if ties.size else apart.size
+        assert end > 10, "a case with early near ties proves little"
+        np.testing.assert_array_equal(found[number][:end], row[PROMPT:][:end])
+
+
+def test_a_near_tie_is_the_exception():
+    assert sum((expected(case)[1] < TIE).sum() for case in CASES) <= 3
