@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     source, out, options, keys = _read_words(words)
     # Imports that load JAX come after the checks that do not need it.
     leave_out_absent_tpu()
-    from trainer.checkpoint import copy_tokenizer, model_config, open_source, parameter_shapes
+    from trainer.checkpoint import check_carried, copy_tokenizer, model_config, open_source, parameter_shapes
     from trainer.checkpoint.description import check_words
 
     take_interrupts()
@@ -63,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     checkpoint = open_source(source, given.get("decoder_block", ""), average=options.get("weights") == "ema")
     config = model_config(checkpoint.keys, keys, str(checkpoint.path))
     check_words(checkpoint.keys, keys, config, str(checkpoint.path))
+    check_carried(config)
     leaves = checkpoint.leaves(config, parameter_shapes(config))
     neutral = dict(checkpoint.neutral)
     length = {"max_target_length": config.max_target_length} if _length_given(keys) else {}

@@ -3,7 +3,7 @@
 from trainer.checkpoint.contents import Contents, Tensor, contents_of
 from trainer.checkpoint.description import load_model_keys, model_config
 from trainer.checkpoint.huggingface_out import write_huggingface
-from trainer.checkpoint.load import load_parameters, open_source, parameter_shapes
+from trainer.checkpoint.load import check_carried, load_parameters, open_source, parameter_shapes
 from trainer.checkpoint.manager import CheckpointManager, SavedCheckpoints, inspect, newest, restore
 from trainer.checkpoint.maxtext_out import write_maxtext
 from trainer.checkpoint.params_out import write_params
@@ -21,6 +21,7 @@ __all__ = [
     "Sidecar",
     "Source",
     "Tensor",
+    "check_carried",
     "contents_of",
     "copy_tokenizer",
     "inspect",

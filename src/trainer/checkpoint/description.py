@@ -8,7 +8,7 @@ import yaml
 
 from trainer.config import COMBINATIONS, Loaded, UserError, flags_of, load, read_saved, resolve
 from trainer.config.dump import to_flow
-from trainer.config.expert_keys import MIXED, OF_MIXED, has_experts, normalizes_by_key
+from trainer.config.expert_keys import MIXED, OF_MIXED, SCORE, has_experts, normalizes_by_key
 from trainer.config.files import COMMAND_LINE
 from trainer.config.flags import FLAGS
 from trainer.config.latent_keys import KEYS as OF_LATENT
@@ -74,7 +74,10 @@ def described(config: Any) -> dict[str, Any]:
         names.append("sliding_window_size")
     if config.logits_via_embedding:
         names.append("normalize_embedding_logits")
-    return {name: tuple(config[name]) if name == "mlp_activations" else config[name] for name in names}
+    found = {name: tuple(config[name]) if name == "mlp_activations" else config[name] for name in names}
+    if found.get(SCORE) == "softmax":
+        found[SCORE] = ""  # the same
+    return found
 
 
 def check_same_model(

@@ -19,6 +19,7 @@ from trainer.checkpoint.sidecar import CONFIG as SIDECAR_CONFIG
 from trainer.checkpoint.sidecar import TOKENIZER
 from trainer.checkpoint.source import Leaf, Source, Tick, names_of, nested, progress, resharded
 from trainer.config import UserError
+from trainer.config.expert_keys import BIAS, has_bias
 from trainer.config.paths import local_path
 from trainer.models.mtp_names import module_of
 from trainer.observe.rundir import CHECKPOINTS
@@ -84,6 +85,19 @@ def _of_run(path: str, *, average: bool = False) -> Source:
     )
 
 
+def check_carried(config: Any) -> None:
+    """Checks that parameters alone are the whole model.
+
+    Raises:
+      UserError: its routers have a bias, which is no parameter.
+    """
+    if has_bias(config):
+        raise UserError(
+            f"{BIAS}=true: the biases of routers are not parameters, and weights without them are another model. Only "
+            "a run's own checkpoints contain them: resume the run, or give load_full_state_path=RUN"
+        )
+
+
 def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     """Returns the canonical parameter names of a model with their shapes. Nothing is allocated."""
     params, _ = make_model(config).abstract
@@ -118,6 +132,7 @@ def load_parameters(
         Raised before any values are read.
     """
     started = time.perf_counter()
+    check_carried(config)
     source = open_source(path, config.decoder_block, average=average)
     wanted = {name: leaf for name, leaf in names_of(abstract).items() if module_of(name) <= source.modules}
     check_same_model(source.keys, config, str(source.path), given, say)

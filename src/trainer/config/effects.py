@@ -8,8 +8,8 @@ from trainer.config.data_keys import DATA_INERT
 from trainer.config.decoding_keys import DECODING_INERT
 from trainer.config.derived import FOLLOWS
 from trainer.config.dump import to_flow
+from trainer.config.expert_keys import BIAS, BIAS_RATE, MIXED, OF_MIXED, has_experts, normalizes_by_key, only_experts
 from trainer.config.expert_keys import KEYS as OF_EXPERTS
-from trainer.config.expert_keys import MIXED, OF_MIXED, has_experts, normalizes_by_key, only_experts
 from trainer.config.files import by_hand
 from trainer.config.gpt3_keys import GPT3, ROPE
 from trainer.config.latent_keys import KEYS as OF_LATENT
@@ -64,6 +64,7 @@ INERT = (
         lambda c: c.decoder_block in MIXED and not c.first_num_dense_layers,
         "first_num_dense_layers=0, so every layer has experts",
     ),
+    Inert((BIAS_RATE,), lambda c: not c[BIAS], f"{BIAS}=false"),
     Inert(("topk_routing_group",), lambda c: c.n_routing_groups in (-1, 1), "there are no groups"),
     Inert(OF_LATENT, lambda c: not is_latent(c), "attention_type is not mla"),
     Inert(("head_dim",), is_latent, "attention_type=mla has qk_nope_head_dim, qk_rope_head_dim and v_head_dim"),

@@ -15,7 +15,9 @@ KEYS = (
 )
 OF_MIXED = (
     *("first_num_dense_layers", "shared_experts", "routed_scaling_factor", "n_routing_groups", "topk_routing_group"),
+    *("routed_score_func", "routed_bias"),
 )
+BIAS, BIAS_RATE, SCORE, SIGMOID = "routed_bias", "routed_bias_update_rate", "routed_score_func", "sigmoid"
 
 
 def has_experts(config: Any) -> bool:
@@ -36,6 +38,16 @@ def some_experts(config: Mapping[str, Any]) -> bool:
 def normalizes_by_key(config: Any) -> bool:
     """Whether the model is known to read norm_topk_prob."""
     return config.decoder_block in _NORMALIZING
+
+
+def scores_by_sigmoid(config: Any) -> bool:
+    """Whether the scores of experts are sigmoids; otherwise they are a softmax."""
+    return config[SCORE] == SIGMOID
+
+
+def has_bias(config: Any) -> bool:
+    """Whether a router adds a bias when it chooses experts."""
+    return has_experts(config) and config[BIAS]
 
 
 def drops(config: Any) -> bool:
@@ -91,11 +103,27 @@ def _routing_groups(config: Any) -> str | None:
         return f"of {groups} groups a token can choose 1 to {groups}"
     if kept * (experts // groups) < config.num_experts_per_tok:
         return f"{kept} groups have {kept * (experts // groups)} experts, and a token chooses more"
-    return (
-        "groups choose by softmax over all experts; norm_topk_prob=true is not supported with them"
-        if (config.norm_topk_prob)
-        else None
-    )
+    if scores_by_sigmoid(config):
+        return "a group counts as its two best experts and has only one" if experts == groups else None
+    if config.norm_topk_prob:
+        return "with softmax scores, groups do not support norm_topk_prob=true"
+    return None
+
+
+def _score(config: Any) -> str | None:
+    if scores_by_sigmoid(config) and only_experts(config):
+        return f"this family scores experts by a softmax; with sigmoids: {', '.join(MIXED)}"
+    return None
+
+
+def _bias(config: Any) -> str | None:
+    if not config[BIAS]:
+        return None
+    if config.decoder_block not in MIXED and ":" not in config.decoder_block:
+        return f"routers of this family have no bias; with one: {', '.join(MIXED)}"
+    if not scores_by_sigmoid(config) and config.decoder_block in MIXED:
+        return f"a bias is added to sigmoid scores: give {SCORE}={SIGMOID}"
+    return None
 
 
 EXPERT_CHECKS = (
@@ -103,6 +131,8 @@ EXPERT_CHECKS = (
     (("decoder_block", "shared_experts"), _shared),
     (("n_routing_groups", "topk_routing_group", "num_experts", "num_experts_per_tok"), _routing_groups),
     (("decoder_block", "num_experts"), _family),
+    (("decoder_block", SCORE), _score),
+    (("decoder_block", BIAS, SCORE), _bias),
     (("num_experts_per_tok", "num_experts"), _chosen),
     (("decoder_block", "base_moe_mlp_dim"), _width),
     (("decoder_block", "mlp_activations"), _activations),

@@ -54,6 +54,7 @@ AROUND = (
     "log_period",
     "record_internal_nn_metrics",
     "parameter_metrics_period",
+    "routed_bias_update_rate",  # DeepSeek-V3 sets it to 0 for the last part of its training
     "enable_checkpointing",
     "checkpoint_period",
     "save_checkpoint_on_start",

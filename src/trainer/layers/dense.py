@@ -51,7 +51,9 @@ class Dense(nnx.Module):
         # The initializer takes fan-in from the second-to-last axis, so draw a matrix and reshape it.
         kernel = init(rngs.params(), (prod(in_shape), prod(out_shape)), weight_dtype)
         self.kernel = param(kernel.reshape(*in_shape, *out_shape), names)
-        self.bias = param(jnp.zeros(out_shape, weight_dtype), names[len(in_shape) :]) if bias else None
+        if bias:
+            self.bias: nnx.Variable = param(jnp.zeros(out_shape, weight_dtype), names[len(in_shape) :])
+        self.adds_bias = bias
         self.product = make_product(in_shape, out_shape, names, rngs=rngs)
 
     def __call__(self, x: jax.Array, out_names: Sequence[str | None]) -> jax.Array:
@@ -64,7 +66,7 @@ class Dense(nnx.Module):
         rows = ROWS if x.ndim - self.inputs == 2 else out_names[: -len(outputs)]
         x = sharding.for_product(x.astype(self.dtype), rows, inputs)
         out = sharding.for_product(self.product(x, self.inputs, self.kernel.get_value(), settle), rows, outputs)
-        if self.bias is not None:
+        if self.adds_bias:
             out = out + self.bias.get_value().astype(out.dtype)
         return sharding.constrain(out, out_names)
 

@@ -13,7 +13,7 @@ from trainer import sharding
 from trainer.layers.context import Context
 from trainer.layers.dense import INPUT, RESIDUAL, ROWS, Dense
 from trainer.layers.mlp import ACTIVATIONS, MLP
-from trainer.layers.param import param
+from trainer.layers.param import Buffer, param
 from trainer.layers.sown import RouterCount, RouterLoss, captures, sow
 from trainer.ops.experts import Dispatched, dropless, every_expert, within_capacity
 from trainer.ops.routing import Score, entropy, load_balance, squared_log_z, tokens_per_expert
@@ -25,6 +25,7 @@ LOGITS = sharding.Axes((*ROWS, None))
 # from their shares adds up to the result.
 _TOKENS, _PER_TOKEN, _PER_ROW = LOGITS, ROWS, sharding.Axes(("activation_batch",))
 _IN, _OUT = sharding.Axes((None, None, "activation_mlp")), sharding.Axes((None, "activation_mlp", None))
+_BIAS = sharding.Axes((None,))
 _PARTS = sharding.Axes(("activation_mlp", *LOGITS))
 
 
@@ -34,6 +35,9 @@ class MoE(nnx.Module):
 
     The router is computed in float32. The experts' matrices are stacked: wi_0 and wi_1 [experts, width, hidden], wo
     [experts, hidden, width]. Initial weights are those of `Dense`.
+
+    With `routed_bias` the router has a bias for each expert, gate/bias, float32 and initially 0, which `score` adds
+    when it chooses. It is a buffer: it has no gradient, and an update rule moves it (`optim.router_bias`).
 
     It sows, for the tokens that are not padding,
     - as RouterLoss: `load_balance` and `z`, sums of `ops.routing.load_balance` and `ops.routing.squared_log_z`;
@@ -56,12 +60,16 @@ class MoE(nnx.Module):
         weight_dtype: jnp.dtype,
         make_product: MakeProduct = plain,
         make_grouped: MakeGrouped = plain_grouped,
+        routed_bias: bool = False,
+        by_sigmoid: bool = False,
         rngs: nnx.Rngs,
     ):
         """`chosen`: how many experts of a token. `sparse`: no token is dropped, by products of groups of tokens.
         Otherwise, with a `capacity_factor` above 0, an expert drops tokens beyond its capacity, and without one every
-        expert computes every token. `make_product`: of the router."""
+        expert computes every token. `make_product`: of the router. `by_sigmoid`: scores are sigmoids, which
+        the load-balance loss and the entropy divide by their sum."""
         self.experts, self.chosen, self.score = experts, chosen, score
+        self.by_sigmoid, self.routed_bias = by_sigmoid, routed_bias
         self.sparse, self.capacity_factor = sparse, capacity_factor
         self.activations, self.dtype = tuple(activations), dtype
         self.gate = Dense(
@@ -73,6 +81,8 @@ class MoE(nnx.Module):
             make_product=make_product,
             rngs=rngs,
         )
+        if routed_bias:
+            self.gate.bias = Buffer(jnp.zeros(experts, jnp.float32))  # MaxText's name
         init = jax.nn.initializers.lecun_normal(batch_axis=0)
         for name in self._projections():
             setattr(self, name, param(init(rngs.params(), (experts, width, hidden), weight_dtype), IN))
@@ -95,22 +105,23 @@ class MoE(nnx.Module):
         kernels = [
             sharding.constrain(getattr(self, name).get_value().astype(self.dtype), axes) for name, axes in names.items()
         ]
+        bias = [self.gate.bias.get_value()] if self.routed_bias else []
         run = sharding.shard_mapped(
             lambda *args: self._run(*args),  # not itself: flax takes no bound method
-            (_TOKENS, _TOKENS, _PER_TOKEN, *[_IN] * len(self.activations), _OUT),
+            (_TOKENS, _TOKENS, _PER_TOKEN, [_BIAS] * len(bias), *[_IN] * len(self.activations), _OUT),
             (_PARTS, _TOKENS, _PER_ROW),
             check=False,
         )
-        parts, expert_btk, dropped_b = run(x_bte.astype(self.dtype), logits, real_bt, *kernels)
+        parts, expert_btk, dropped_b = run(x_bte.astype(self.dtype), logits, real_bt, bias, *kernels)
         self._sow(logits, expert_btk, real_bt, dropped_b)
         return sharding.constrain(parts.sum(0), RESIDUAL)
 
     def _run(
-        self, x_btw: jax.Array, logits: jax.Array, real_bt: jax.Array, *kernels: jax.Array
+        self, x_btw: jax.Array, logits: jax.Array, real_bt: jax.Array, bias: list[jax.Array], *kernels: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """On one device, for its rows and its share of the hidden units: its part of the result with an axis of devices
         in front, and each token's experts."""
-        routing = self.score(logits, self.chosen)
+        routing = self.score(logits, self.chosen, *bias)
         apply = functools.partial(self._experts, kernels)
         found: Dispatched
         if self.sparse:
@@ -132,14 +143,16 @@ class MoE(nnx.Module):
         return checkpoint_name(self.product_out(hidden, kernels[-1], sizes), "moe_mlpwo")
 
     def _sow(self, logits: jax.Array, expert_btk: jax.Array, real_bt: jax.Array, dropped_b: jax.Array) -> None:
+        # Its softmax is the share of each expert in the scores of a token.
+        share = jax.nn.log_sigmoid(logits) if self.by_sigmoid else logits
         if captures(self, RouterLoss):
-            sow(self, RouterLoss, "load_balance", load_balance(logits, expert_btk, real_bt).sum())
+            sow(self, RouterLoss, "load_balance", load_balance(share, expert_btk, real_bt).sum())
             sow(self, RouterLoss, "z", squared_log_z(logits, real_bt).sum())
         if captures(self, RouterCount):
             count_be = tokens_per_expert(expert_btk, real_bt, self.experts)
             sow(self, RouterCount, "tokens_per_expert", count_be.sum(0))
             sow(self, RouterCount, "tokens", real_bt.sum(dtype=jnp.int32))
-            sow(self, RouterCount, "entropy", entropy(logits, real_bt).sum())
+            sow(self, RouterCount, "entropy", entropy(share, real_bt).sum())
             sow(self, RouterCount, "dropped", dropped_b.sum())
 
 

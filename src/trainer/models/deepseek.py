@@ -1,5 +1,5 @@
 """The DeepSeek family: multi-head latent attention, and experts of which some are shared (DeepSeek-V2,
-arXiv:2405.04434)."""
+arXiv:2405.04434); with sigmoid scores and a bias DeepSeek-V3 (arXiv:2412.19437)."""
 
 import functools
 from collections.abc import Mapping
@@ -7,6 +7,7 @@ from typing import Any
 
 from flax import nnx
 
+from trainer.config.expert_keys import scores_by_sigmoid
 from trainer.config.tiles import tiles_of
 from trainer.layers.mla import PROJECTIONS, LatentAttention
 from trainer.layers.mlp import MLP
@@ -17,7 +18,7 @@ from trainer.models.experts import ExpertBlock
 from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token
 from trainer.models.huggingface import EXPERT, HuggingFace, Layout
-from trainer.ops.routing import Score, chosen_of_softmax, softmax_of_chosen, times, within_groups
+from trainer.ops.routing import Score, by_sigmoid, chosen_of_softmax, softmax_of_chosen, times, within_groups
 from trainer.products import MakeProduct
 
 NAME, ROUTED, SHARED = "DeepSeekMoeBlock_0", "MoeBlock_0", "shared_experts"
@@ -57,10 +58,13 @@ class Block(DenseBlock, ExpertBlock):
 
     @staticmethod
     def score(config) -> Score:
-        """See `ExpertBlock.score`. Weights are probabilities, times `routed_scaling_factor`."""
+        """See `ExpertBlock.score`. All weights are multiplied by `routed_scaling_factor`."""
+        groups, kept = max(config.n_routing_groups, 1), max(config.topk_routing_group, 1)
         score: Score = softmax_of_chosen if config.norm_topk_prob else chosen_of_softmax
-        if config.n_routing_groups > 1:
-            score = functools.partial(within_groups, groups=config.n_routing_groups, kept=config.topk_routing_group)
+        if scores_by_sigmoid(config):
+            score = functools.partial(by_sigmoid, normalize=config.norm_topk_prob, groups=groups, kept=kept)
+        elif groups > 1:
+            score = functools.partial(within_groups, groups=groups, kept=kept)
         return times(score, config.routed_scaling_factor)
 
     def make_experts(self, config, rngs: nnx.Rngs, make_product: MakeProduct, dtypes: Mapping[str, Any]) -> Any:

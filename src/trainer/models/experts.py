@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx
 
+from trainer.config.expert_keys import has_bias, scores_by_sigmoid
 from trainer.layers.context import Context
 from trainer.layers.moe import MoE
 from trainer.models import llama2
@@ -54,6 +55,8 @@ class ExpertBlock(llama2.Block):
             capacity_factor=config.capacity_factor,
             make_product=make_product,
             make_grouped=self.make_grouped,
+            routed_bias=has_bias(config),
+            by_sigmoid=scores_by_sigmoid(config),
             rngs=rngs,
             **dtypes,
         )

@@ -6,6 +6,7 @@ from typing import Any
 
 from trainer.config import UserError, schema
 from trainer.config.errors import shortened
+from trainer.config.expert_keys import scores_by_sigmoid
 from trainer.config.json_files import shown
 from trainer.config.latent_keys import TYPE
 from trainer.config.values import check
@@ -132,6 +133,7 @@ def _latent_keys(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
     fields."""
     groups, method = said.get("n_group") or 1, said.get("topk_method") or "greedy"
     keys = {"q_lora_rank": said["q_lora_rank"] or 0, "n_routing_groups": -1}
+    keys |= {"routed_score_func": "", "routed_bias": False}
     if method == "group_limited_greedy" and groups > 1:
         keys |= {"n_routing_groups": groups, "topk_routing_group": said.get("topk_group") or 1}
     elif method not in _METHODS:
@@ -338,6 +340,7 @@ def _inexpressible(config: Any) -> list[str]:
         "mlp_activations": not gated,
         "normalize_embedding_logits": tied_scaled,
         "use_qk_norm": config.use_qk_norm != hf.qk_norm,
+        "routed_score_func": scores_by_sigmoid(config),
         "attention_type": config.attention_type == "local_sliding" and not hf.window,
         "normalization_layer_epsilon": config.normalization_layer_epsilon
         != hf.only.get("rms_norm_eps", config.normalization_layer_epsilon),

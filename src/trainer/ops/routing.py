@@ -4,7 +4,7 @@ Shapes: b rows, t tokens of a row, e experts, k chosen experts of a token. All n
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,8 @@ class Routing(NamedTuple):
     weight: jax.Array  # float32 [..., k]
 
 
-# (logits [..., e], k) -> the routing
-Score = Callable[[jax.Array, int], Routing]
+# (logits [..., e], k) -> the routing; of a router with a bias (logits, k, bias [e])
+Score = Callable[..., Routing]
 
 
 def softmax_of_chosen(logits: jax.Array, chosen: int) -> Routing:
@@ -37,19 +37,54 @@ def chosen_of_softmax(logits: jax.Array, chosen: int) -> Routing:
 def within_groups(logits: jax.Array, chosen: int, *, groups: int, kept: int) -> Routing:
     """`chosen_of_softmax` among the experts of `kept` of the `groups`: those whose best expert has the largest logits
     (DeepSeek-V2, arXiv:2405.04434, section 2.2.2). Experts lie in the order of their groups."""
-    by_group = logits.reshape(*logits.shape[:-1], groups, -1)
-    _, best = jax.lax.top_k(by_group.max(-1), kept)
-    allowed = jax.nn.one_hot(best, groups, dtype=jnp.bool_).any(-2)
-    reachable = jnp.where(allowed[..., None], by_group, -jnp.inf).reshape(logits.shape)
-    largest, expert = jax.lax.top_k(reachable, chosen)
+    largest, expert = jax.lax.top_k(_of_best_groups(logits, groups, kept, best=1), chosen)
     return Routing(expert, jnp.exp(largest - jax.nn.logsumexp(logits, axis=-1, keepdims=True)))
+
+
+def _of_best_groups(score: jax.Array, groups: int, kept: int, *, best: int) -> jax.Array:
+    """`score` [..., e], -inf for experts outside of the `kept` groups with the largest sum of their `best` scores."""
+    by_group = score.reshape(*score.shape[:-1], groups, -1)
+    of_group = by_group.max(-1) if best == 1 else jax.lax.top_k(by_group, best)[0].sum(-1)
+    _, taken = jax.lax.top_k(of_group, kept)
+    allowed = jax.nn.one_hot(taken, groups, dtype=jnp.bool_).any(-2)
+    return jnp.where(allowed[..., None], by_group, -jnp.inf).reshape(score.shape)
+
+
+def by_sigmoid(
+    logits: jax.Array,
+    chosen: int,
+    bias: jax.Array | None = None,
+    *,
+    normalize: bool,
+    groups: int = 1,
+    kept: int = 1,
+) -> Routing:
+    """The largest sums of sigmoid(logits) and `bias` [e], weighted by the sigmoids alone (DeepSeek-V3,
+    arXiv:2412.19437, section 2.1.2).
+
+    Only experts of `kept` of the `groups` can be chosen: of the groups whose two largest sums add up to most. The bias
+    gets no gradient.
+
+    Args:
+      normalize: divide the weights of a token by their sum.
+      groups: of at least two experts each, in the order of the experts.
+    """
+    score = jax.nn.sigmoid(logits)
+    biased = jax.lax.stop_gradient(score if bias is None else score + bias)
+    if groups > 1:
+        biased = _of_best_groups(biased, groups, kept, best=2)
+    _, expert = jax.lax.top_k(biased, chosen)
+    weight = jnp.take_along_axis(score, expert, axis=-1)
+    if normalize:
+        weight = weight / (weight.sum(-1, keepdims=True) + 1e-20)  # as published; all sigmoids may be 0
+    return Routing(expert, weight)
 
 
 def times(score: Score, factor: float) -> Score:
     """`score` with weights multiplied by `factor`."""
 
-    def scaled(logits: jax.Array, chosen: int) -> Routing:
-        routing = score(logits, chosen)
+    def scaled(*args: Any) -> Routing:
+        routing = score(*args)
         return Routing(routing.expert, routing.weight * factor)
 
     return scaled
@@ -65,8 +100,9 @@ def load_balance(logits_bte: jax.Array, expert_btk: jax.Array, real_bt: jax.Arra
     """The load-balance loss of each row, [b]: e times the sum over experts of the share of tokens that chose it times
     its mean probability (Fedus et al. 2021, arXiv:2101.03961), over the real tokens of the row; 0 for a row without.
 
-    The shares sum to k, as in MaxText: balanced experts give k, all tokens at the same k experts up to e. Gradients
-    flow through the probabilities.
+    Under sigmoid scores take log_sigmoid(logits): its softmax is the scores divided by their sum (DeepSeek-V3,
+    arXiv:2412.19437, equation 19). The shares sum to k, as in MaxText: balanced experts give k, all tokens at the same
+    k experts up to e. Gradients flow through the probabilities.
     """
     experts = logits_bte.shape[-1]
     tokens_b = jnp.maximum(real_bt.sum(-1), 1).astype(jnp.float32)
@@ -82,6 +118,7 @@ def squared_log_z(logits_bte: jax.Array, real_bt: jax.Array) -> jax.Array:
 
 
 def entropy(logits_bte: jax.Array, real_bt: jax.Array) -> jax.Array:
-    """The sum over the real tokens of a row of the entropy of the softmax over experts, in nats: [b]."""
+    """The sum over the real tokens of a row of the entropy of the softmax over experts, in nats: [b]. For sigmoid
+    scores see `load_balance`."""
     log_bte = jax.nn.log_softmax(logits_bte, axis=-1)
     return -jnp.sum(jnp.where(real_bt[..., None], jnp.exp(log_bte) * log_bte, 0), axis=(1, 2))

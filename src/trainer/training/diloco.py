@@ -86,11 +86,23 @@ def with_islands(run: Run) -> Run:
 
 
 def trained(tree: DiLoCoTrainState) -> tuple[Any, Any]:
-    """Returns the outer parameters, and `rest` of the first island.
+    """Returns the outer parameters, and the mean of the islands' `rest`."""
+    return tree.params, jax.tree.map(lambda leaf: leaf[0], _same_rest(tree.inner_state.rest))
 
-    No step changes `rest`, so it is equal on all islands. Averaging it would round it.
+
+def _same_rest(rest: Any) -> Any:
+    """Returns `rest` of the islands with the mean of all islands on each of them. Integers are those of the first.
+
+    Written in this form, nothing is rounded if all are equal.
     """
-    return tree.params, jax.tree.map(lambda leaf: leaf[0], tree.inner_state.rest)
+
+    def one(leaf: jax.Array) -> jax.Array:
+        first = leaf[:1]
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            first = first + jnp.mean(leaf - first, 0, keepdims=True)
+        return jnp.broadcast_to(first, leaf.shape)
+
+    return jax.tree.map(one, rest)
 
 
 def build_diloco_train_step(
@@ -117,9 +129,9 @@ def build_diloco_train_step(
         inner, metrics = on_islands(state.inner_state._replace(step=state.step), split)
         updates = state.step + 1
         # Nothing else changes: each island keeps its own moments and the state of its update rules.
-        changing = Averaged(inner.params, state.params, state.outer_opt_state)
+        changing = Averaged(inner.params, state.params, state.outer_opt_state, inner.rest)
         new, found = synchronize(changing, state.in_flight, updates)
-        inner = inner._replace(step=jnp.broadcast_to(updates, count), params=new.islands)
+        inner = inner._replace(step=jnp.broadcast_to(updates, count), params=new.islands, rest=new.rest)
         in_flight = _in_flight(plan, state.in_flight, updates)
         return DiLoCoTrainState(inner, new.params, new.opt_state, updates, in_flight), {ISLANDS: metrics, OUTER: found}
 
@@ -132,6 +144,7 @@ class Averaged(NamedTuple):
     islands: Any  # the islands' parameters
     params: Any  # the outer parameters
     opt_state: Any  # the state of the outer optimizer
+    rest: Any  # the islands' state without gradients, such as the bias of routers
 
 
 class Moved(NamedTuple):
@@ -185,7 +198,11 @@ def _outer_step(config: Any, fragment: Fragment, shardings: Any, old: Averaged) 
     grads = jax.lax.with_sharding_constraint(jax.tree.map(lambda delta: jnp.mean(delta, 0), deltas), stored)
     updates, opt_state = outer.update(grads, opt_state, params)
     params = optax.apply_updates(params, updates)
-    new = old._replace(params=fragment.put(old.params, params), opt_state=fragment.put(old.opt_state, opt_state))
+    new = old._replace(
+        params=fragment.put(old.params, params),
+        opt_state=fragment.put(old.opt_state, opt_state),
+        rest=_same_rest(old.rest),
+    )
     if not plan.delay:
         new = _take(fragment, plan.alpha, new)
     # Replicated here, so that the branch of the conditional sends them, and not the step.

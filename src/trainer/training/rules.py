@@ -8,6 +8,7 @@ from trainer.models.clipped import clipped_layers
 from trainer.optim import Rule
 from trainer.optim.average import averaging
 from trainer.optim.qk_clip import qk_clip
+from trainer.optim.router_bias import router_bias
 from trainer.optim.spikes import skip_spikes
 
 
@@ -26,4 +27,6 @@ def make_rules(config, model: Model, more: Sequence[Rule] = ()) -> list[Rule]:
         with tree_mode():
             layers = clipped_layers(config)
         rules.append(qk_clip(config, model.param_axes, layers))
+    if config.routed_bias and config.routed_bias_update_rate:
+        rules.append(router_bias(config, model.abstract[1]))
     return [*rules, *more, *([averaging(config)] if config.ema_decay else [])]

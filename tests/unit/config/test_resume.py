@@ -65,7 +65,11 @@ def test_the_list_is_this_one():
     evaluation = {"eval_interval", "eval_steps", "eval_per_device_batch_size"}
     evaluation |= {"eval_dataset_name", "eval_split", "eval_data_columns", "tokenize_eval_data", "grain_eval_files"}
     evaluation |= {"hf_eval_split", "hf_eval_files", "mtp_eval_target_module"}
-    assert set(AROUND) == around | evaluation | {"data_cache_directory", "skip_step_scaling_factor"}
+    assert set(AROUND) == around | evaluation | {
+        "data_cache_directory",
+        "skip_step_scaling_factor",
+        "routed_bias_update_rate",
+    }
 
 
 def test_the_same_configuration_has_nothing_to_say():
@@ -78,6 +82,7 @@ OTHERS = {
     "eval_data_columns": "eval_data_columns=[other]",
     "num_vocab_tiling": "num_vocab_tiling=2",
     "sharding_tolerance": "sharding_tolerance=0.5",
+    "routed_bias_update_rate": "routed_bias_update_rate=0.5",
     "logical_axis_rules": "logical_axis_rules=[[norm,[fsdp]]]",
     "keep_best_checkpoints": "keep_best_checkpoints=2 checkpoint_period=5",
     "steps": "steps=40 learning_rate_schedule_steps=20",

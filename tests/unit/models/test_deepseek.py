@@ -10,7 +10,7 @@ import pytest
 from checkpoint_cases import abstract_of, assert_same, config_of, random_params, read_hf, shapes_of
 from support import ALL_COMBINATIONS, arguments, pinned
 
-from trainer.checkpoint import Leaf, load_parameters, model_config, open_source, write_huggingface
+from trainer.checkpoint import Leaf, check_carried, load_parameters, model_config, open_source, write_huggingface
 from trainer.checkpoint.description import described
 from trainer.checkpoint.maxtext_out import write_maxtext
 from trainer.config import UserError, load
@@ -38,6 +38,14 @@ TINY = {
     "rope_type": "yarn",
     "logits_via_embedding": False,
     "normalization_layer_epsilon": 1e-6,
+}
+V3 = {
+    "routed_score_func": "sigmoid",
+    "routed_bias": True,
+    "routed_bias_update_rate": 0.01,
+    "norm_topk_prob": True,
+    "n_routing_groups": 2,
+    "topk_routing_group": 1,
 }
 
 
@@ -137,7 +145,12 @@ def test_groups_choose_by_their_best_expert():
         ({"n_routing_groups": 3, "topk_routing_group": 1}, "must be a multiple of the number of groups"),
         ({"n_routing_groups": 2, "topk_routing_group": 3}, "of 2 groups a token can choose 1 to 2"),
         ({"n_routing_groups": 4, "topk_routing_group": 1}, "a token chooses more"),
-        ({"n_routing_groups": 2, "topk_routing_group": 1, "norm_topk_prob": True}, "not supported with them"),
+        (
+            {"n_routing_groups": 2, "topk_routing_group": 1, "norm_topk_prob": True},
+            "groups do not support norm_topk",
+        ),
+        ({"routed_bias": True}, "a bias is added to sigmoid scores: give routed_score_func=sigmoid"),
+        ({"routed_score_func": "sigmoid", "n_routing_groups": 4, "topk_routing_group": 2}, "and has only one"),
     ],
 )
 def test_keys_that_do_not_fit_are_refused(keys, message):
@@ -153,12 +166,22 @@ def test_keys_without_effect_are_reported():
 
 
 def test_combinations_make_the_same_program():
-    """Two stacks, of different blocks, with QK-Clip and a router's losses. Those between the first and the last
-    combination are made of the same parts."""
-    keys = TINY | {"use_qk_clip": True, "load_balance_loss_weight": 0.1, "opt_type": "sgd"}
+    """Two stacks, of different blocks, with QK-Clip and a router's losses and bias. Those between the first and the
+    last combination are made of the same parts."""
+    keys = TINY | V3 | {"use_qk_clip": True, "load_balance_loss_weight": 0.1, "opt_type": "sgd"}
     texts = set()
     for combination in {ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]}:
         run = build(load(arguments(combination, **keys, per_device_batch_size=2)).config, jax.devices()[:1])
         tree = run.codec.unpack(run.abstract_args()[0])
         texts.add(jax.jit(run.update).lower(tree, run.abstract_batch(run.rows)).as_text())
     assert len(texts) == 1
+
+
+def test_what_weights_cannot_carry_yet_is_refused_by_name():
+    """A router's bias is no parameter, and DeepSeek-V2's config.json has no sigmoid scores."""
+    sigmoid = {"routed_score_func": "sigmoid"}
+    with pytest.raises(UserError, match="routed_score_func"):
+        config_json(config(**sigmoid), "float32", {})
+    with pytest.raises(UserError, match=r"routed_bias=true: the biases of routers are not parameters.*load_full_state"):
+        check_carried(config(**sigmoid, routed_bias=True))
+    check_carried(config(**sigmoid))

@@ -142,7 +142,8 @@ def test_parameters_and_flops_by_hand():
         ({"num_experts_per_tok": 5}, "a token cannot choose an expert twice"),
         ({"base_moe_mlp_dim": -1}, "the hidden width of an expert is missing"),
         ({"mlp_activations": "[gelu]"}, "an expert is gated"),
-        ({"routed_bias": True}, "routed_bias=True .*: not supported yet"),
+        ({"routed_bias": True}, "routers of this family have no bias; with one: deepseek"),
+        ({"routed_score_func": "sigmoid"}, "this family scores experts by a softmax; with sigmoids: deepseek"),
         ({"ici_expert_parallelism": 2}, "expert parallelism is not supported yet"),
     ],
 )

@@ -173,5 +173,5 @@ def test_rounded_gradients_are_near_the_exact_ones():
 
 def test_what_did_not_move_keeps_its_bits_when_it_is_mixed():
     param = np.random.default_rng(0).normal(size=1000).astype(np.float32)
-    mixed = _take(None, 0.3, Averaged({"w": np.stack([param, param])}, {"w": param}, None))
+    mixed = _take(None, 0.3, Averaged({"w": np.stack([param, param])}, {"w": param}, None, {}))
     assert_equal_bits(jax.tree.map(np.asarray, mixed.islands), {"w": np.stack([param, param])})

@@ -1,0 +1,56 @@
+"""The bias of routers, which balances the load of experts without a loss (Wang et al. 2024, arXiv:2408.15664)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from trainer.config import UserError
+from trainer.config.expert_keys import BIAS, BIAS_RATE
+from trainer.layers.sown import RouterCount
+from trainer.ops.paths import by_name, path_of
+from trainer.optim.rules import Rule
+
+NAME = "router_bias"
+# The paths of a router's count, which it sows, and of its bias in `rest`, without that of its layer (`layers.moe`).
+_COUNT, _BIAS = "tokens_per_expert", "gate/bias"
+
+
+def router_bias(config, rest: Any) -> Rule:
+    """Returns the rule that moves the bias of every expert towards the mean load.
+
+    In each accepted step it adds `routed_bias_update_rate` times the sign of (mean load - load), where the load is the
+    number of tokens of the whole batch that chose the expert. The rule has no state: the bias is in `rest`, a tree of
+    arrays or their shapes.
+
+    Raises:
+      UserError: no router of the model has a bias.
+    """
+    rate = config[BIAS_RATE]
+    if not any(_is_bias(name) for name in by_name(rest)):
+        raise UserError(f"{BIAS}=true: no layer has a bias at {_BIAS} (trainer.layers.moe)")
+
+    def update(state: Any, old: Any, new: Any, sown: Any) -> tuple[Any, Any]:
+        counts: Mapping[str, jax.Array] = sown[RouterCount.__name__]
+
+        def moved(path: Any, leaf: jax.Array) -> jax.Array:
+            name = "/".join(path_of(path))
+            count = counts.get(name.removesuffix(_BIAS) + _COUNT) if _is_bias(name) else None
+            return leaf if count is None else leaf + rate * direction(count).astype(leaf.dtype)
+
+        return state, new._replace(rest=jax.tree_util.tree_map_with_path(moved, new.rest))
+
+    return Rule(NAME, lambda params: {}, update, sown=(RouterCount,))
+
+
+def _is_bias(name: str) -> bool:
+    return name == _BIAS or name.endswith(f"/{_BIAS}")
+
+
+def direction(count: jax.Array) -> jax.Array:
+    """The sign of (mean - count) over the last axis, int32 as `count`, without rounding."""
+    total, experts = count.sum(-1, keepdims=True), count.shape[-1]
+    whole, remainder = total // experts, total % experts
+    below = (count < whole) | ((count == whole) & (remainder > 0))
+    return jnp.where(below, 1, jnp.where(count > whole, -1, 0))
