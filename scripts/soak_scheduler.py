@@ -39,7 +39,7 @@ def main() -> None:
     tokens = sum(map(len, answers.values()))
     print(f"{len(requests)} requests, {given.slots} slots: {tokens} tokens, {turns} turns, {seconds:.1f} s")
     print(f"cut off: {len(cut)}; slots free at the end: all {given.slots}")
-    print(f"live arrays after a tenth, half and all of the turns: {' '.join(f'{size / 1e6:.2f} MB' for size in arrays)}")
+    print(f"live arrays after 0.1, 0.5 and 1 of the turns: {' '.join(f'{size / 1e6:.2f} MB' for size in arrays)}")
 
     equal = ties = 0
     alone = Scheduler(engine, params)
