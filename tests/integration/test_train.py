@@ -273,6 +273,7 @@ def test_every_key_is_read(tmp_path, monkeypatch, corpus):
     gpt3 = {"decoder_block": "gpt3", "base_num_kv_heads": 4, "trainable_position_size": 16, "fused_qkv": True}
     latent = {"decoder_block": "deepseek", "attention_type": "mla", "base_num_kv_heads": 4, "num_experts": 4}
     latent |= {"base_moe_mlp_dim": 8, "shared_experts": 1, "n_routing_groups": 2, "topk_routing_group": 1}
+    latent |= {"routed_score_func": "sigmoid", "routed_bias": True, "routed_bias_update_rate": 0.01}
     for keys in (streaming, experts, gpt3, latent):
         run = build(load(arguments("nnx", **keys)).config, jax.devices()[:1])
         jax.eval_shape(run.update, run.codec.unpack(run.abstract_state), run.abstract_batch(run.rows))
