@@ -223,7 +223,7 @@ def test_starts_sources_shardings_and_samples(tmp_path):
     run = make_run(tmp_path / "run", 0.5)
     sharding = {"columns": ["name", "spec"], "rows": [["params/<w>", "[fsdp, -]"]], "totals": ["7 parameters"]}
     newest = {"step": 20, "devices": "8 x cpu", "mesh": "fsdp 8", "sources": {"steps": "a.yml:3"}, "sharding": sharding}
-    starts = [{"step": 0, "combination": "linen"}, {"step": 10, "combination": "nnx"}, newest]
+    starts = [{"step": 0, "combination": "other"}, {"step": 10, "combination": "nnx"}, newest]
     (run / "starts.json").write_text(json.dumps(starts))
     (run / "samples.jsonl").write_text('{"step": 30, "prompt": "def ", "text": "def <f>(\\u0007):"}\n')
     page_of(run)
