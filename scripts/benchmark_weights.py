@@ -45,7 +45,7 @@ def make(folder: Path, layers: int) -> None:
     import ml_dtypes
     import numpy as np
 
-    from trainer.checkpoint import Leaf, model_config, parameter_shapes, write_huggingface
+    from trainer.checkpoint import Leaf, model_config, weight_shapes, write_huggingface
 
     config = model_config({}, words(layers), "")
     random = np.random.default_rng(0)
@@ -60,7 +60,7 @@ def make(folder: Path, layers: int) -> None:
         return Leaf(shape, dtype, parts)
 
     folder.mkdir()
-    leaves = {name: leaf(name, shape) for name, shape in parameter_shapes(config).items()}
+    leaves = {name: leaf(name, shape) for name, shape in weight_shapes(config).items()}
     write_huggingface(folder, config, leaves, None, {})
 
 
@@ -97,10 +97,10 @@ def export(source: Path, target: Path, *options: str) -> dict[str, float]:
     import jax
 
     import trainer.checkpoint
-    from trainer.checkpoint import parameter_shapes
+    from trainer.checkpoint import weight_shapes
     from trainer.export import main
 
-    parameter_shapes(trainer.checkpoint.model_config({}, [], ""))
+    weight_shapes(trainer.checkpoint.model_config({}, [], ""))
     jax.devices()
     from orbax.checkpoint import v1  # noqa: F401
 

@@ -37,6 +37,7 @@ SIZES = {
     "max_position_embeddings": 256,
     "attn_implementation": "eager",
 }
+DEEPSEEK_V3 = (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM)
 DEEPSEEK_V2 = (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM)
 LLAMA = (transformers.LlamaConfig, transformers.LlamaForCausalLM)
 MISTRAL = (transformers.MistralConfig, transformers.MistralForCausalLM)
@@ -127,6 +128,12 @@ CASES = {
         | {"q_lora_rank": 10, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2}
         | {"routed_scaling_factor": 4.0},
     ),
+    "deepseek-v3": Case(
+        DEEPSEEK_V3,
+        LATENT
+        | {"q_lora_rank": 10, "n_group": 3, "topk_group": 2, "n_shared_experts": 1, "norm_topk_prob": True}
+        | {"routed_scaling_factor": 2.5},
+    ),
 }
 
 
@@ -168,6 +175,10 @@ def random_model(case: Case, seed: int) -> torch.nn.Module:
                 parameter.uniform_(0.5, 1.5, generator=generator)
             else:
                 parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5, generator=generator)
+        for name, buffer in model.named_buffers():
+            # Positive, because transformers gives experts of other groups the score 0, which a sum may fall below.
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(0.0, 0.5, generator=generator)
     return model
 
 
@@ -245,7 +256,8 @@ def gradients(model) -> dict[str, np.ndarray]:
         found = load_file(Path(folder) / "model.safetensors")
     for parameter, value in zip(model.parameters(), values, strict=True):
         parameter.copy_(value)
-    return found
+    buffers = dict(model.named_buffers())
+    return {name: gradient for name, gradient in found.items() if name not in buffers}
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 from support import ALL_COMBINATIONS, TINY, pinned
 
-from trainer.checkpoint import names_of, nested, parameter_shapes
+from trainer.checkpoint import names_of, nested, weight_shapes
 from trainer.config import load, resolve
 
 MODEL = {key: TINY[key] for key in TINY if key.startswith(("base_", "head_dim", "vocab_size"))}
@@ -69,10 +69,10 @@ _SHAPES: dict[str, dict[str, tuple[int, ...]]] = {}
 
 
 def shapes_of(config: Any) -> dict[str, tuple[int, ...]]:
-    """Returns `parameter_shapes`, which traces the model, cached per configuration."""
+    """Returns `weight_shapes`, which traces the model, cached per configuration."""
     key = str(sorted((name, str(value)) for name, value in config.items()))
     if key not in _SHAPES:
-        _SHAPES[key] = parameter_shapes(config)
+        _SHAPES[key] = weight_shapes(config)
     return _SHAPES[key]
 
 

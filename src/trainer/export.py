@@ -1,5 +1,6 @@
 """`python -m trainer.export FROM OUT format=hf|params|maxtext [key=value ...]`: converts parameters."""
 
+import dataclasses
 import os
 import shlex
 import shutil
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     source, out, options, keys = _read_words(words)
     # Imports that load JAX come after the checks that do not need it.
     leave_out_absent_tpu()
-    from trainer.checkpoint import check_carried, copy_tokenizer, model_config, open_source, parameter_shapes
+    from trainer.checkpoint import buffer_names, copy_tokenizer, model_config, open_source, weight_shapes
     from trainer.checkpoint.description import check_words
 
     take_interrupts()
@@ -63,8 +64,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     checkpoint = open_source(source, given.get("decoder_block", ""), average=options.get("weights") == "ema")
     config = model_config(checkpoint.keys, keys, str(checkpoint.path))
     check_words(checkpoint.keys, keys, config, str(checkpoint.path))
-    check_carried(config)
-    leaves = checkpoint.leaves(config, parameter_shapes(config))
+    leaves, buffers = checkpoint.leaves(config, weight_shapes(config)), buffer_names(config)
+    leaves = {name: dataclasses.replace(leaf, buffer=name in buffers) for name, leaf in leaves.items()}
     neutral = dict(checkpoint.neutral)
     length = {"max_target_length": config.max_target_length} if _length_given(keys) else {}
     if length:
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.rename(partial, out)  # OUT appears only when it is complete
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    _report(out, options, sum(leaf.size for leaf in leaves.values()))
+    _report(out, options, sum(leaf.size for leaf in leaves.values() if not leaf.buffer))
     if options["format"] == "maxtext":
         print(_maxtext_line(out, options, config, length))
 

@@ -74,7 +74,7 @@ class Codec(Protocol):
     model: Model
     abstract: Any  # the native train state, with a ShapeDtypeStruct at each leaf
 
-    def init(self, key: jax.Array, params: Any = None) -> Any:
+    def init(self, key: jax.Array, params: Any = None, rest: Any = None) -> Any:
         """Returns the native train state at step 0; see `StateCodec.init`."""
 
     def unpack(self, native: Any) -> Any:
@@ -100,14 +100,14 @@ class StateCodec:
         self.abstract = model.abstract_train_state(tx)
         self._leaves = Permutation(self.abstract, tree, model.canonical)
 
-    def init(self, key: jax.Array, params: Any = None) -> Any:
-        """Returns the native train state at step 0, with the canonical `params` if given, else with parameters drawn
-        from `key`.
+    def init(self, key: jax.Array, params: Any = None, rest: Any = None) -> Any:
+        """Returns the native train state at step 0, with the canonical `params` and `rest` if given. What is not given
+        has its initial value, drawn from `key`.
 
-        Call it under jit: an eager call computes initial parameters even if `params` are given.
+        Call it under jit: an eager call computes initial values even if they are given.
         """
-        drawn, rest = self.model.init(key)
-        params = drawn if params is None else params
+        drawn, initial = self.model.init(key)
+        params, rest = (drawn if params is None else params), (initial if rest is None else rest)
         return self.pack(TrainTree(jnp.zeros((), jnp.int32), params, self.tx.init(params), rest))
 
     def unpack(self, native: Any) -> TrainTree:

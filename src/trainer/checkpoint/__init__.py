@@ -3,13 +3,13 @@
 from trainer.checkpoint.contents import Contents, Tensor, contents_of
 from trainer.checkpoint.description import load_model_keys, model_config
 from trainer.checkpoint.huggingface_out import write_huggingface
-from trainer.checkpoint.load import check_carried, load_parameters, open_source, parameter_shapes
+from trainer.checkpoint.load import buffer_names, load_parameters, open_source, weight_shapes
 from trainer.checkpoint.manager import CheckpointManager, SavedCheckpoints, inspect, newest, restore
 from trainer.checkpoint.maxtext_out import write_maxtext
 from trainer.checkpoint.params_out import write_params
 from trainer.checkpoint.save import is_due, maybe_save_checkpoint
 from trainer.checkpoint.sidecar import Sidecar, saved_config
-from trainer.checkpoint.source import Leaf, Shapes, Source, names_of, nested
+from trainer.checkpoint.source import Leaf, Shapes, Source, joined, names_of, nested, parted
 from trainer.checkpoint.tokenizer import copy_tokenizer
 
 __all__ = [
@@ -21,11 +21,12 @@ __all__ = [
     "Sidecar",
     "Source",
     "Tensor",
-    "check_carried",
+    "buffer_names",
     "contents_of",
     "copy_tokenizer",
     "inspect",
     "is_due",
+    "joined",
     "load_model_keys",
     "load_parameters",
     "maybe_save_checkpoint",
@@ -34,9 +35,10 @@ __all__ = [
     "nested",
     "newest",
     "open_source",
-    "parameter_shapes",
+    "parted",
     "restore",
     "saved_config",
+    "weight_shapes",
     "write_huggingface",
     "write_maxtext",
     "write_params",

@@ -12,7 +12,7 @@ import numpy as np
 from trainer.checkpoint import orbax
 from trainer.checkpoint.description import model_config
 from trainer.checkpoint.huggingface import tensors_in
-from trainer.checkpoint.load import open_source, parameter_shapes
+from trainer.checkpoint.load import buffer_names, open_source, weight_shapes
 from trainer.checkpoint.manager import RUN, inspect, newest, written_by_maxtext
 from trainer.checkpoint.maxtext import MaxTextSource
 from trainer.checkpoint.params import TREE, ParamsSource
@@ -25,7 +25,7 @@ from trainer.models.families import in_stack
 from trainer.runtime import storage
 
 SAFETENSORS = ".safetensors"
-PARAMS, ISLANDS = "params", "inner_state"
+PARAMS, REST, ISLANDS = "params", "rest", "inner_state"
 _STRIP = 1 << 22  # the number of values that are squared at once
 
 
@@ -115,8 +115,9 @@ def contents_of(path: str, *, verify: bool = True) -> Contents:
         tensors = _in_tree(source.path / TREE)
         return Contents(str(source.path), "parameters only, of trainer.export", None, source.keys, tensors)
     config = model_config(source.keys, [], str(source.path))
-    leaves = source.leaves(config, parameter_shapes(config))
-    found = [_of_leaf(name, leaf) for name, leaf in leaves.items()]
+    leaves = source.leaves(config, weight_shapes(config))
+    buffers = buffer_names(config)
+    found = [_of_leaf(REST if name in buffers else PARAMS, name, leaf) for name, leaf in leaves.items()]
     return Contents(str(source.path), f"a {source.kind} directory", None, source.keys, found)
 
 
@@ -197,9 +198,9 @@ def _tensor(part: str, name: str, header: Any, read: Callable[[], np.ndarray], *
     )
 
 
-def _of_leaf(name: str, leaf: Leaf) -> Tensor:
+def _of_leaf(part: str, name: str, leaf: Leaf) -> Tensor:
     dtype = "+".join(leaf.mixed) or leaf.dtype.name
-    return Tensor(PARAMS, name, leaf.shape, dtype, leaf.nbytes, functools.partial(_parts, leaf), in_stack(name))
+    return Tensor(part, name, leaf.shape, dtype, leaf.nbytes, functools.partial(_parts, leaf), in_stack(name))
 
 
 def _parts(leaf: Leaf) -> Iterator[np.ndarray]:

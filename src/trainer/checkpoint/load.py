@@ -17,9 +17,8 @@ from trainer.checkpoint.maxtext import ITEMS, MaxTextSource
 from trainer.checkpoint.params import CONFIG, TREE, ParamsSource
 from trainer.checkpoint.sidecar import CONFIG as SIDECAR_CONFIG
 from trainer.checkpoint.sidecar import TOKENIZER
-from trainer.checkpoint.source import Leaf, Source, Tick, names_of, nested, progress, resharded
+from trainer.checkpoint.source import Leaf, Source, Tick, joined, names_of, nested, progress, resharded
 from trainer.config import UserError
-from trainer.config.expert_keys import BIAS, has_bias
 from trainer.config.paths import local_path
 from trainer.models.mtp_names import module_of
 from trainer.observe.rundir import CHECKPOINTS
@@ -85,23 +84,14 @@ def _of_run(path: str, *, average: bool = False) -> Source:
     )
 
 
-def check_carried(config: Any) -> None:
-    """Checks that parameters alone are the whole model.
-
-    Raises:
-      UserError: its routers have a bias, which is no parameter.
-    """
-    if has_bias(config):
-        raise UserError(
-            f"{BIAS}=true: the biases of routers are not parameters, and weights without them are another model. Only "
-            "a run's own checkpoints contain them: resume the run, or give load_full_state_path=RUN"
-        )
+def weight_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """Returns the canonical names of a model's weights (`source.joined`) with their shapes. Nothing is allocated."""
+    return {name: leaf.shape for name, leaf in names_of(joined(*make_model(config).abstract)).items()}
 
 
-def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Returns the canonical parameter names of a model with their shapes. Nothing is allocated."""
-    params, _ = make_model(config).abstract
-    return {name: leaf.shape for name, leaf in names_of(params).items()}
+def buffer_names(config: Any) -> frozenset[str]:
+    """Returns the canonical names of a model's weights that are not parameters: its state without gradient."""
+    return frozenset(names_of(make_model(config).abstract[1]))
 
 
 def load_parameters(
@@ -113,7 +103,7 @@ def load_parameters(
     *,
     average: bool = False,
 ) -> Any:
-    """Loads the parameters at `path` onto the devices, without modules of multi-token prediction that `path` lacks.
+    """Loads the weights at `path` onto the devices, without modules of multi-token prediction that `path` lacks.
 
     At any time, a host holds one device's slice of one layer of one parameter. For an Orbax tree it holds all chunks of
     one parameter that overlap its devices' slices.
@@ -121,7 +111,7 @@ def load_parameters(
     Args:
       path: see `open_source`.
       config: resolved; the checkpoint must hold the same model.
-      abstract: the parameters that the model needs: the canonical nested dict of ShapeDtypeStructs with shardings.
+      abstract: the weights that the model needs (`source.joined`), a ShapeDtypeStruct with a sharding at each leaf.
       say: gets one line if loading takes long, and one for each allowed difference.
       given: keys of the command line, which may define another function than the checkpoint's; see
         `description.FREE`.
@@ -132,7 +122,6 @@ def load_parameters(
         Raised before any values are read.
     """
     started = time.perf_counter()
-    check_carried(config)
     source = open_source(path, config.decoder_block, average=average)
     wanted = {name: leaf for name, leaf in names_of(abstract).items() if module_of(name) <= source.modules}
     check_same_model(source.keys, config, str(source.path), given, say)

@@ -20,7 +20,7 @@ import numpy as np
 from trainer.checkpoint import orbax
 from trainer.checkpoint.source import Leaf, Shapes, check_tensors, common_dtype, resharded
 from trainer.config import UserError
-from trainer.models.families import Place, family, maxtext, place, stacks
+from trainer.models.families import Place, family, hugging_face, maxtext, place, stacks
 from trainer.models.huggingface import halves_of_pairs, pairs_of_halves
 from trainer.models.mtp_names import decoder_name, is_final_norm, module_of
 
@@ -234,9 +234,9 @@ def in_pairs(config: Any) -> bool:
 
 def turns(config: Any, name: str, pairs: bool) -> bool:
     """Returns whether head entries of the canonical parameter `name` are in another order than with `pairs`."""
-    if (found := family(config.decoder_block).hugging_face) is None:
+    if not family(config.decoder_block).hugging_face:
         return False
-    layout = found.layouts.get(decoder_name(config, name))
+    layout = hugging_face(config).layouts.get(decoder_name(config, name))
     return layout is not None and layout.turned and pairs != config.rope_interleave
 
 

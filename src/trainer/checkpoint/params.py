@@ -1,7 +1,8 @@
 """Parameters in this trainer's own format: an Orbax tree, config.yml and the tokenizer's files.
 
 They are read from a run's checkpoint (see `manager`), or from a folder that `trainer.export` wrote, which holds
-  checkpoint/   an Orbax v1 checkpoint of {"params": canonical nested dict}; other items of a checkpoint are not read
+  checkpoint/   an Orbax v1 checkpoint of {"params": canonical nested dict} and, for a model with state without
+                gradient (biases of routers), "rest" of the same form; other items of a checkpoint are not read
   config.yml    the model's keys, see `description.model_yaml`
   huggingface.json    optional: further fields of the config.json of the original parameters, see `Source.neutral`
 """
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from trainer.checkpoint import orbax
@@ -24,11 +26,13 @@ from trainer.models.huggingface import Layout, halves_of_pairs, pairs_of_halves
 from trainer.models.huggingface_fields import neutral_keys
 from trainer.models.mtp_names import MODULES, hugging_face_layouts, module_of
 from trainer.optim.average import AVERAGE
+from trainer.state.diloco import mean_of_islands
 
 TREE = "checkpoint"
 CONFIG = "config.yml"
 NEUTRAL = "huggingface.json"
-_ROOT = "params/"
+ROOT, REST = "params/", "rest/"
+_ISLANDS = f"inner_state/{REST}"  # with DiLoCo: of all islands, on a first axis
 _AVERAGES = f"{AVERAGE}/"
 
 
@@ -58,8 +62,8 @@ class ParamsSource:
         self._headers = orbax.headers(self._tree)
         self.modules, self.length = self.keys[MODULES], length
         self.averaged = any(path.startswith(_AVERAGES) for path in self._headers)
-        roots = (_AVERAGES, _ROOT) if average else (_ROOT,)
-        # The path of each parameter in the tree. Frozen parameters have no average.
+        roots = (_AVERAGES, ROOT, REST, _ISLANDS) if average else (ROOT, REST, _ISLANDS)
+        # The path of each weight in the tree. Frozen parameters have no average.
         self._paths = {
             path.removeprefix(root): path for root in reversed(roots) for path in self._headers if path.startswith(root)
         }
@@ -74,7 +78,7 @@ class ParamsSource:
         """See `Source.leaves`."""
         headers = {name: self._headers[path] for name, path in self._paths.items()}
         found = {
-            name: (tuple(header.shape), np.dtype(header.dtype).name)
+            name: (tuple(header.shape)[self._of_islands(name) :], np.dtype(header.dtype).name)
             for name, header in headers.items()
             if module_of(name) <= config.mtp_num_layers
         }
@@ -86,17 +90,27 @@ class ParamsSource:
         return {name: self._leaf(name, shape, turn if name in turned else None) for name, shape in shapes.items()}
 
     def _layouts(self, config: Any) -> Mapping[str, Layout]:
-        if family(config.decoder_block).hugging_face is None:
+        if not family(config.decoder_block).hugging_face:
             raise UserError(
                 f"{self.path}: saved with {ORDER}={self.keys[ORDER]}, and {ORDER}={config[ORDER]} is given: "
                 f"decoder_block={config.decoder_block} declares no Layouts, so which parameters to reorder is unknown"
             )
         return hugging_face_layouts(config)
 
+    def _of_islands(self, name: str) -> bool:
+        """Whether `name` is stored for every island, on a first axis."""
+        return self._paths[name].startswith(_ISLANDS)
+
     def _leaf(self, name: str, shape: tuple[int, ...], turn: Any) -> Leaf:
         tree, path = self._tree, self._paths[name]
         dtype = np.dtype(self._headers[path].dtype)
-        read = functools.partial(orbax.read, tree, path, shape, dtype)
+        read = functools.partial(orbax.read, tree, path, tuple(self._headers[path].shape), dtype)
+        if self._of_islands(name):
+
+            def mean() -> np.ndarray:
+                return np.asarray(mean_of_islands(jnp.asarray(read())))
+
+            return Leaf(shape, dtype, [mean], [lambda abstract: jax.device_put(mean(), abstract.sharding)])
         place = functools.partial(orbax.place, tree, path)
         if turn is None:
             return Leaf(shape, dtype, [read], [place])

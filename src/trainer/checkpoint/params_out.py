@@ -9,7 +9,7 @@ import numpy as np
 
 from trainer.checkpoint import orbax
 from trainer.checkpoint.description import model_yaml
-from trainer.checkpoint.params import CONFIG, NEUTRAL, TREE
+from trainer.checkpoint.params import CONFIG, NEUTRAL, REST, ROOT, TREE
 from trainer.checkpoint.source import Leaf, progress
 from trainer.config import UserError
 
@@ -22,7 +22,8 @@ def write_params(
     Args:
       config: resolved; it determines the order of a head's entries.
       neutral: see `Source.neutral`.
-      dtype: the dtype to cast floating-point values to; None keeps each stored dtype. Other values are never cast.
+      dtype: the dtype to cast floating-point values to; None keeps each stored dtype. Other values and `Leaf.buffer`
+        are never cast.
 
     Raises:
       UserError: see `target_dtypes`.
@@ -31,7 +32,7 @@ def write_params(
     with orbax.writer(folder / TREE) as write, progress(leaves.values(), "writing") as tick:
         for name, leaf in leaves.items():
             # The value gets no name, which would keep this leaf in memory while the next one is read.
-            write({f"params/{name}": leaf.read(targets[name], tick)})
+            write({f"{REST if leaf.buffer else ROOT}{name}": leaf.read(targets[name], tick)})
     (folder / CONFIG).write_text(model_yaml(config), encoding="utf-8")
     if neutral:
         (folder / NEUTRAL).write_text(json.dumps(dict(neutral), indent=2) + "\n", encoding="utf-8")
@@ -46,7 +47,7 @@ def target_dtypes(leaves: Mapping[str, Leaf], dtype: str | None) -> dict[str, np
     if not dtype and (mixed := [f"{name}: {', '.join(leaf.mixed)}" for name, leaf in leaves.items() if leaf.mixed]):
         head = "layers are stored in several dtypes; give dtype=float32, which loses nothing, or dtype=bfloat16:"
         raise UserError("\n  ".join([head, *mixed]))
-    return {name: target_dtype(leaf.dtype, dtype) for name, leaf in leaves.items()}
+    return {name: leaf.dtype if leaf.buffer else target_dtype(leaf.dtype, dtype) for name, leaf in leaves.items()}
 
 
 def target_dtype(stored: np.dtype, dtype: str | None) -> np.dtype:

@@ -30,7 +30,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Leaf:
-    """One canonical parameter in a checkpoint. Its values have not been read yet.
+    """One canonical array of a model's weights in a checkpoint. Its values have not been read yet.
 
     Attributes:
       shape: canonical.
@@ -45,6 +45,7 @@ class Leaf:
     parts: Sequence[Callable[[], np.ndarray]]
     puts: Sequence[Callable[[jax.ShapeDtypeStruct], jax.Array]] = ()
     mixed: tuple[str, ...] = ()  # the names of the dtypes, if layers are stored in several
+    buffer: bool = False  # whether it belongs to `rest`, so that no export casts it
 
     @property
     def size(self) -> int:
@@ -126,7 +127,7 @@ class Source(Protocol):
         """Returns one line for each assumption made when the checkpoint is read as a model of `config`."""
 
     def leaves(self, config: Any, shapes: Shapes) -> dict[str, Leaf]:
-        """Returns the leaves that a model of `config`, resolved, with parameters of `shapes` needs, in that order.
+        """Returns the leaves that a model of `config`, resolved, with weights of `shapes` needs, in that order.
 
         Raises:
           UserError: lists all tensors that are missing, unexpected or have a wrong shape. The checkpoint may have more
@@ -202,3 +203,15 @@ def names_of(tree: Any) -> dict[str, Any]:
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the inverse of `names_of`."""
     return traverse_util.unflatten_dict(flat, sep="/")
+
+
+def joined(params: Any, rest: Any) -> dict[str, Any]:
+    """Returns a model's weights: its parameters and its state without gradient, in one nested dict."""
+    return nested(names_of(params) | names_of(rest))
+
+
+def parted(weights: Any, rest: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the inverse of `joined`: (parameters, state without gradient). `rest` has the names of the latter."""
+    flat, others = names_of(weights), names_of(rest).keys()
+    params = {name: leaf for name, leaf in flat.items() if name not in others}
+    return nested(params), nested({name: leaf for name, leaf in flat.items() if name in others})

@@ -194,9 +194,9 @@ def _llama_rope(config: Any) -> str | None:
 
 
 def _yarn(config: Any) -> str | None:
-    if config.rope_type != "yarn" or config.beta_slow < config.beta_fast:
+    if config.rope_type != "yarn" or config.beta_slow <= config.beta_fast:
         return None
-    return "with rope_type=yarn beta_slow must be less than beta_fast"
+    return "with rope_type=yarn beta_slow must not be greater than beta_fast"
 
 
 def _activations(config: Any) -> str | None:

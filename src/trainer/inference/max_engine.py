@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from trainer.checkpoint import load_parameters, open_source
+from trainer.checkpoint import joined, load_parameters, open_source, parted
 from trainer.checkpoint.huggingface import HuggingFaceSource
 from trainer.checkpoint.tokenizer import GENERATION
 from trainer.config import UserError
@@ -45,8 +45,9 @@ class MaxEngine(Engine):
     ) -> Any:
         """Returns the variables (params, rest) for all methods, sharded over the devices.
 
-        They are `params`, a canonical nested dict of parameters. Without `params`, they come from load_parameters_path.
-        Without that key, they are initial ones, drawn from init_weights_seed.
+        They are `params`, a canonical nested dict of all weights: parameters, and biases of routers (`joined`). Without
+        `params`, they come from load_parameters_path. Without that key, they are initial ones, drawn from
+        init_weights_seed.
 
         Args:
           say: see `checkpoint.load_parameters`.
@@ -56,18 +57,19 @@ class MaxEngine(Engine):
         Raises:
           UserError: see `checkpoint.load_parameters`.
         """
-        config, (abstract, rest) = self.config, self.served.abstract_variables
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, (abstract, rest))
+        config, variables = self.config, self.served.abstract_variables
+        abstract = joined(*variables)
         path = config.load_parameters_path
         if params is None and not path:
             say("load_parameters_path is empty: the parameters are initial ones, drawn at random")
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, variables)
             return jax.jit(self.served.model.init, out_shardings=shardings)(seed_key(config.init_weights_seed))
         if params is None:
             # Generation needs no modules of multi-token prediction.
             params = load_parameters(path, config, abstract, say, {*given, _MODULES}, average=average)
         else:
             params = jax.tree.map(lambda leaf, it: jax.device_put(leaf, it.sharding).astype(it.dtype), params, abstract)
-        return params, jax.jit(lambda key: self.served.model.init(key)[1], out_shardings=shardings[1])(seed_key(0))
+        return parted(params, variables[1])
 
     def get_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer of tokenizer_path and tokenizer_type or, without them, the one next to the checkpoint.

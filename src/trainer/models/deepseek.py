@@ -7,7 +7,7 @@ from typing import Any
 
 from flax import nnx
 
-from trainer.config.expert_keys import scores_by_sigmoid
+from trainer.config.expert_keys import SIGMOID, scores_by_sigmoid
 from trainer.config.tiles import tiles_of
 from trainer.layers.mla import PROJECTIONS, LatentAttention
 from trainer.layers.mlp import MLP
@@ -110,6 +110,7 @@ def _gated(own: str, there: str, end: str = "/kernel") -> dict[str, Layout]:
 
 _EXPERTS = {
     f"{NAME}/{ROUTED}/gate/kernel": Layout(_LAYER + "mlp.gate.weight", inputs=1),
+    f"{NAME}/{ROUTED}/gate/bias": Layout(_LAYER + "mlp.gate.e_score_correction_bias"),
     **_gated(f"{NAME}/{ROUTED}", f"mlp.experts.{EXPERT}", end=""),
     **_gated(f"{NAME}/{SHARED}", "mlp.shared_experts"),
 }
@@ -119,40 +120,65 @@ LAYOUTS = {
     **{f"decoder/{SPARSE}/{name}": it for name, it in (_ATTENTION | _EXPERTS).items()},
 }
 
+_SIZES = {
+    "base_mlp_dim": "intermediate_size",
+    "num_experts": "n_routed_experts",
+    "num_experts_per_tok": "num_experts_per_tok",
+    "base_moe_mlp_dim": "moe_intermediate_size",
+    "shared_experts": "n_shared_experts",
+    "routed_scaling_factor": "routed_scaling_factor",
+    "norm_topk_prob": "norm_topk_prob",
+    "first_num_dense_layers": "first_k_dense_replace",
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_nope_head_dim",
+    "qk_rope_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
+}
+# transformers gives the norms of latents this epsilon, whatever rms_norm_eps says.
+_ONLY = {"rms_norm_eps": 1e-6, "moe_layer_freq": 1}
+_V2 = HuggingFace(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    LAYOUTS,
+    defaults={
+        "first_k_dense_replace": 0,
+        "n_group": None,
+        "topk_group": None,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+    },
+    sizes=_SIZES,
+    only=_ONLY | {"scoring_func": "softmax", "norm_topk_prob": False},  # transformers ignores norm_topk_prob
+    implies={"routed_score_func": "", "routed_bias": False, "norm_topk_prob": False},
+    latent=True,
+    methods=("greedy", "group_limited_greedy"),
+)
+_V3 = HuggingFace(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    LAYOUTS,
+    defaults={
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "n_shared_experts": 1,
+    },
+    sizes=_SIZES,
+    only=_ONLY | {"scoring_func": SIGMOID, "rope_interleave": True},
+    implies={"routed_score_func": SIGMOID, "routed_bias": True},
+    aliases=("kimi_k2",),
+    latent=True,
+    methods=("noaux_tc", "noaux_tc"),
+)
+
 FAMILY = Family(
     stacks,
     forward_flops_per_token,
     projections=PROJECTIONS,
     axes={"q_lora_up_proj": (), "q_lora": "fsdp", "kv_lora_up_proj": (), "kv_lora": "fsdp"},
-    hugging_face=HuggingFace(
-        "deepseek_v2",
-        "DeepseekV2ForCausalLM",
-        LAYOUTS,
-        defaults={
-            "first_k_dense_replace": 0,
-            "n_group": None,
-            "topk_group": None,
-            "norm_topk_prob": False,
-            "routed_scaling_factor": 1.0,
-        },
-        sizes={
-            "base_mlp_dim": "intermediate_size",
-            "num_experts": "n_routed_experts",
-            "num_experts_per_tok": "num_experts_per_tok",
-            "base_moe_mlp_dim": "moe_intermediate_size",
-            "shared_experts": "n_shared_experts",
-            "routed_scaling_factor": "routed_scaling_factor",
-            "norm_topk_prob": "norm_topk_prob",
-            "first_num_dense_layers": "first_k_dense_replace",
-            "q_lora_rank": "q_lora_rank",
-            "kv_lora_rank": "kv_lora_rank",
-            "qk_nope_head_dim": "qk_nope_head_dim",
-            "qk_rope_head_dim": "qk_rope_head_dim",
-            "v_head_dim": "v_head_dim",
-        },
-        # transformers gives the norms of latents this epsilon, whatever rms_norm_eps says.
-        only={"rms_norm_eps": 1e-6, "moe_layer_freq": 1, "scoring_func": "softmax"},
-        latent=True,
-    ),
+    hugging_face=(_V3, _V2),
     maxtext=MaxText(),
 )

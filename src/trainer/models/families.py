@@ -64,18 +64,18 @@ def family(decoder_block: str) -> Family:
     return found
 
 
-def hugging_face(decoder_block: str) -> HuggingFace:
-    """Returns a family's declaration for Hugging Face.
+def hugging_face(config: Any) -> HuggingFace:
+    """Returns the declaration for Hugging Face that represents `config`, or is closest to it.
 
     Raises:
       UserError: the family declares none.
     """
-    if (found := family(decoder_block).hugging_face) is None:
+    if not (declared := family(config.decoder_block).hugging_face):
         raise UserError(
-            f"decoder_block={decoder_block} declares no parameter names of Hugging Face, so its checkpoints cannot be "
-            "read or written; a run's folder and format=params can"
+            f"decoder_block={config.decoder_block} declares no parameter names of Hugging Face, so its checkpoints "
+            "cannot be read or written; a run's folder and format=params can"
         )
-    return found
+    return min(declared, key=lambda hf: len(hf.contradicted(config)))  # the first of several
 
 
 def maxtext(decoder_block: str) -> MaxText:

@@ -48,8 +48,8 @@ class Family:
       make_product: makes the products of the matrices outside of the blocks: the output head, which may be the
         embedding table, and the projections of multi-token prediction. A block chooses the products of its own layers.
       norm: the class of the norms outside of the blocks, made as `norm(width, epsilon=, dtype=, weight_dtype=)`.
-      hugging_face: the family's parameters and keys in Hugging Face's format; None if its checkpoints cannot be read or
-        written.
+      hugging_face: the family's weights and keys in Hugging Face's format, one declaration per model type there; () if
+        its checkpoints cannot be read or written.
       maxtext: the family's parameters in MaxText's format; None if its checkpoints cannot be read or written.
     """
 
@@ -60,5 +60,5 @@ class Family:
     axes: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
     make_product: MakeProduct = plain
     norm: Callable[..., Any] = RMSNorm
-    hugging_face: HuggingFace | None = None
+    hugging_face: Sequence[HuggingFace] = ()
     maxtext: MaxText | None = None

@@ -4,12 +4,15 @@ The map of each family is in the family's file.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 EXPERT = "<expert>"  # stands for the number of the expert in the name of a tensor
+
+
+_SAME = {"softmax": ""}  # values of routed_score_func with the same meaning
 
 
 class Layout(NamedTuple):
@@ -80,6 +83,9 @@ class HuggingFace(NamedTuple):
       sizes: further keys of this trainer, each with the field of config.json that gives its value.
       latent: whether the attention is multi-head latent attention.
       only: fields that must be absent or have this value, because no other value can be represented.
+      implies: keys of this trainer that have this value in every model of this type.
+      aliases: other model types with the same fields and tensors.
+      methods: with `latent`, the values of topk_method for experts that are not grouped and for grouped ones.
     """
 
     model_type: str
@@ -92,6 +98,13 @@ class HuggingFace(NamedTuple):
     sizes: Mapping[str, str] = {}
     only: Mapping[str, Any] = {}
     latent: bool = False
+    implies: Mapping[str, Any] = {}
+    aliases: Sequence[str] = ()
+    methods: tuple[str, str] = ("", "")
+
+    def contradicted(self, config: Any) -> list[str]:
+        """Returns the keys of `implies` that have another value in `config`."""
+        return [key for key, value in self.implies.items() if _SAME.get(config[key], config[key]) != value]
 
 
 def transposed(matrix: np.ndarray) -> np.ndarray:

@@ -6,9 +6,8 @@ from typing import Any
 
 from trainer.config import UserError, schema
 from trainer.config.errors import shortened
-from trainer.config.expert_keys import scores_by_sigmoid
 from trainer.config.json_files import shown
-from trainer.config.latent_keys import TYPE
+from trainer.config.latent_keys import TYPE, is_latent
 from trainer.config.values import check
 from trainer.models.families import FAMILIES, family, hugging_face
 from trainer.models.huggingface import HuggingFace
@@ -25,7 +24,6 @@ ACTIVATIONS = {
     "sigmoid": "sigmoid",
     "linear": "linear",
 }
-_METHODS = ("greedy", "group_limited_greedy")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 ROPE_TYPES = {"default": "default", "linear": "default", "llama3": "llama3.1", "yarn": "yarn"}
 # The required and the optional fields of RoPE, by kind. original_max_position_embeddings is always optional.
@@ -51,13 +49,12 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
     if wrong := mistyped(data):
         raise UserError("\n  ".join([f"{where}: values that are not allowed in config.json:", *wrong]))
     own = [decoder_block] if ":" in decoder_block and family(decoder_block).hugging_face else []
-    families = {block: family(block).hugging_face for block in [*FAMILIES, *own]}
-    blocks = {found.model_type: block for block, found in families.items() if found is not None}
-    block = blocks.get(data.get("model_type", ""))
-    if block is None:
+    declared = [(block, hf) for block in [*FAMILIES, *own] for hf in family(block).hugging_face]
+    known = {name: (block, hf) for block, hf in declared for name in (hf.model_type, *hf.aliases)}
+    if data.get("model_type", "") not in known:
         given = shortened(data.get("model_type", "(absent)"))
-        raise UserError(f"{where}: model_type={given} is not known; known: {', '.join(blocks)}")
-    hf = hugging_face(block)
+        raise UserError(f"{where}: model_type={given} is not known; known: {', '.join(known)}")
+    block, hf = known[data["model_type"]]
     said = {"rms_norm_eps": 1e-6, "hidden_act": "silu", **hf.defaults, **data}
     sizes = _sizes(hf, said)
     if lacking := [name for name in sizes.values() if name not in said]:
@@ -69,7 +66,7 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
     ]
     refused += [f"{name}={shown(said[name])}" for name, only in hf.only.items() if said.get(name) not in (None, only)]
     keys = {ours: said[theirs] for ours, theirs in sizes.items()}
-    keys |= _latent_keys(said, refused) if hf.latent else {}
+    keys |= _latent_keys(hf, said, refused) if hf.latent else {}
     heads = said["num_attention_heads"]
     keys |= {
         "decoder_block": block,
@@ -128,16 +125,15 @@ def _sizes(hf: HuggingFace, said: Mapping[str, Any]) -> dict[str, str]:
     return {ours: theirs for theirs, ours in SIZES.items() if not own or ours != "base_mlp_dim"} | own
 
 
-def _latent_keys(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
+def _latent_keys(hf: HuggingFace, said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
     """Returns the keys of multi-head latent attention and of groups of experts whose values differ from their
     fields."""
-    groups, method = said.get("n_group") or 1, said.get("topk_method") or "greedy"
-    keys = {"q_lora_rank": said["q_lora_rank"] or 0, "n_routing_groups": -1}
-    keys |= {"routed_score_func": "", "routed_bias": False}
-    if method == "group_limited_greedy" and groups > 1:
+    groups, method = said.get("n_group") or 1, said.get("topk_method") or hf.methods[0]
+    keys = {"q_lora_rank": said["q_lora_rank"] or 0, "n_routing_groups": -1, **hf.implies}
+    if method == hf.methods[1] and groups > 1:
         keys |= {"n_routing_groups": groups, "topk_routing_group": said.get("topk_group") or 1}
-    elif method not in _METHODS:
-        refused.append(f"topk_method={shortened(method)} (known: {', '.join(_METHODS)})")
+    elif method not in hf.methods:
+        refused.append(f"topk_method={shortened(method)} (known: {', '.join(dict.fromkeys(hf.methods))})")
     return keys
 
 
@@ -240,7 +236,7 @@ def config_json(config: Any, dtype: str, neutral: Mapping[str, Any]) -> dict[str
     Raises:
       UserError: lists every key whose value cannot be represented in config.json.
     """
-    hf = hugging_face(config.decoder_block)
+    hf = hugging_face(config)
     if refused := _inexpressible(config):
         head = f"{hf.architecture} of Hugging Face cannot represent"
         raise UserError("\n  ".join([f"{head}:", *refused]))
@@ -253,7 +249,7 @@ def config_json(config: Any, dtype: str, neutral: Mapping[str, Any]) -> dict[str
         **{name: config[ours] for ours, name in hf.sizes.items()},
         **hf.only,
         "num_key_value_heads": config.base_num_kv_heads,
-        **(_latent_fields(config) if hf.latent else {"head_dim": config.head_dim}),
+        **(_latent_fields(hf, config) if hf.latent else {"head_dim": config.head_dim}),
         "hidden_act": theirs[config.mlp_activations[0]],
         "rms_norm_eps": config.normalization_layer_epsilon,
         "tie_word_embeddings": config.logits_via_embedding,
@@ -311,19 +307,19 @@ def _rope_scaling(config: Any) -> dict[str, Any] | None:
         low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
         return scaling | {"low_freq_factor": low, "high_freq_factor": high}
     scaling |= {"beta_fast": config.beta_fast, "beta_slow": config.beta_slow, "truncate": config.rope_truncate}
-    if hugging_face(config.decoder_block).latent and config.mscale:
+    if is_latent(config) and config.mscale:
         scaling |= {"mscale": config.mscale, "mscale_all_dim": config.mscale}
         if config.rope_attention_scaling:
             scaling["attention_factor"] = _yarn_scale(config.rope_factor)
     return scaling if config.rope_attention_scaling else scaling | {"attention_factor": 1.0}
 
 
-def _latent_fields(config: Any) -> dict[str, Any]:
+def _latent_fields(hf: HuggingFace, config: Any) -> dict[str, Any]:
     """Returns the inverse of `_latent_keys`."""
     grouped = config.n_routing_groups > 1
     return {
         "q_lora_rank": config.q_lora_rank or None,
-        "topk_method": _METHODS[grouped],
+        "topk_method": hf.methods[grouped],
         "n_group": config.n_routing_groups if grouped else 1,
         "topk_group": config.topk_routing_group if grouped else 1,
     }
@@ -331,7 +327,7 @@ def _latent_fields(config: Any) -> dict[str, Any]:
 
 def _inexpressible(config: Any) -> list[str]:
     """Returns `key=value` for each key that cannot be represented in config.json."""
-    hf, activations = hugging_face(config.decoder_block), config.mlp_activations
+    hf, activations = hugging_face(config), config.mlp_activations
     gated = len(activations) == 2 and activations[1] == "linear" and activations[0] in ACTIVATIONS.values()
     tied_scaled = config.logits_via_embedding and config.normalize_embedding_logits
     conditions = {
@@ -340,11 +336,11 @@ def _inexpressible(config: Any) -> list[str]:
         "mlp_activations": not gated,
         "normalize_embedding_logits": tied_scaled,
         "use_qk_norm": config.use_qk_norm != hf.qk_norm,
-        "routed_score_func": scores_by_sigmoid(config),
         "attention_type": config.attention_type == "local_sliding" and not hf.window,
         "normalization_layer_epsilon": config.normalization_layer_epsilon
         != hf.only.get("rms_norm_eps", config.normalization_layer_epsilon),
         "rope_min_timescale": config.rope_min_timescale != 1,
         "base_emb_dim": hf.whole_heads and config.base_emb_dim % config.base_num_query_heads != 0,
     }
+    conditions |= dict.fromkeys(hf.contradicted(config), True)
     return [f"{key}={config[key]}" for key, refused in conditions.items() if refused]

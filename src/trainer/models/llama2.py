@@ -160,6 +160,6 @@ def stacks(config) -> list[Stack]:
 FAMILY = Family(
     stacks,
     forward_flops_per_token,
-    hugging_face=HuggingFace("llama", "LlamaForCausalLM", LAYOUTS, defaults={}, whole_heads=True),
+    hugging_face=[HuggingFace("llama", "LlamaForCausalLM", LAYOUTS, defaults={}, whole_heads=True)],
     maxtext=dataclasses.replace(MAXTEXT, caps_scores=True),
 )

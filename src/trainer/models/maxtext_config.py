@@ -3,7 +3,15 @@
 from typing import Any
 
 from trainer.config import UserError
-from trainer.config.expert_keys import MIXED, has_experts, normalizes_by_key, only_experts
+from trainer.config.expert_keys import (
+    BIAS,
+    MIXED,
+    SCORE,
+    has_experts,
+    normalizes_by_key,
+    only_experts,
+    scores_by_sigmoid,
+)
 from trainer.config.latent_keys import KEYS as OF_LATENT
 from trainer.config.latent_keys import TYPE, is_latent
 from trainer.models.families import maxtext
@@ -18,12 +26,16 @@ _LLAMA31 = {
 }
 # Keys that are integers in MaxText: for RoPE of any type, and for YaRN.
 _WHOLE = ("rope_min_timescale", "rope_max_timescale")
+# A name by which its block routes as DeepSeek-V3 does; all of the preset's sizes are given as keys.
+_AS_V3 = {"model_name": "deepseek3-671b", "override_model_config": True}
 _OF_MIXED = ("first_num_dense_layers", "shared_experts", "routed_scaling_factor")
 _WHOLE_YARN = ("rope_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
 
 
 def maxtext_keys(config: Any) -> dict[str, Any]:
-    """Returns MaxText's keys for the model that `config`, resolved, describes. Its `model_name` stays the default.
+    """Returns MaxText's keys for the model that `config`, resolved, describes.
+
+    Its `model_name` stays the default, except for the routing of DeepSeek-V3, which its block derives from that name.
 
     Raises:
       UserError: lists every key whose value MaxText's block cannot compute.
@@ -40,7 +52,9 @@ def maxtext_keys(config: Any) -> dict[str, Any]:
         if only_experts(config):
             keys["base_mlp_dim"] = config.base_moe_mlp_dim
     if config.decoder_block in MIXED:
-        keys |= {name: config[name] for name in _OF_MIXED} | {"routed_score_func": "softmax"}
+        keys |= {name: config[name] for name in _OF_MIXED} | {SCORE: "softmax"}
+        if scores_by_sigmoid(config):
+            keys |= {name: config[name] for name in (SCORE, BIAS, "n_routing_groups", "topk_routing_group")} | _AS_V3
     if is_latent(config):
         keys |= {name: config[name] for name in OF_LATENT} | {"attention_type": TYPE, "mscale": config.mscale}
     if not config.logits_via_embedding:
@@ -78,9 +92,11 @@ def _inexpressible(config: Any) -> list[str]:
     if config.attn_logits_soft_cap and not maxtext(config.decoder_block).caps_scores:
         refused.append(f"attn_logits_soft_cap={config.attn_logits_soft_cap}: it does not read this key")
     if config.decoder_block in MIXED:
-        if config.norm_topk_prob:
+        if config.norm_topk_prob and not scores_by_sigmoid(config):
             refused.append("norm_topk_prob=True: it does not read this key in this block")
-        if config.n_routing_groups > 1:
+        if scores_by_sigmoid(config) and not config.norm_topk_prob:
+            refused.append("norm_topk_prob=False: it always divides sigmoid scores by their sum")
+        if config.n_routing_groups > 1 and not scores_by_sigmoid(config):
             refused.append(f"n_routing_groups={config.n_routing_groups}: its groups are those of DeepSeek-V3")
     elif normalizes_by_key(config) and not config.norm_topk_prob:
         refused.append("norm_topk_prob=False: it always weights experts by the softmax over a token's experts")

@@ -8,12 +8,14 @@ from trainer.models.llama2 import LAYOUTS, MAXTEXT, stacks
 FAMILY = Family(
     stacks,
     forward_flops_per_token,
-    hugging_face=HuggingFace(
-        "mistral",
-        "MistralForCausalLM",
-        LAYOUTS,
-        defaults={"sliding_window": 4096, "num_key_value_heads": 8},
-        window="given",
-    ),
+    hugging_face=[
+        HuggingFace(
+            "mistral",
+            "MistralForCausalLM",
+            LAYOUTS,
+            defaults={"sliding_window": 4096, "num_key_value_heads": 8},
+            window="given",
+        )
+    ],
     maxtext=MAXTEXT,
 )

@@ -32,30 +32,32 @@ _EXPERT = f"block_sparse_moe.experts.{EXPERT}."
 FAMILY = Family(
     stacks,
     forward_flops_per_token,
-    hugging_face=HuggingFace(
-        "mixtral",
-        "MixtralForCausalLM",
-        layouts(
-            NAME,
-            "block_sparse_moe.gate.weight",
-            f"{_EXPERT}w1.weight",
-            f"{_EXPERT}w3.weight",
-            f"{_EXPERT}w2.weight",
-        ),
-        defaults={
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1_000_000,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-        },
-        window="given",
-        sizes={
-            "num_experts": "num_local_experts",
-            "num_experts_per_tok": "num_experts_per_tok",
-            "base_moe_mlp_dim": "intermediate_size",
-        },
-        only={"router_jitter_noise": 0},
-    ),
+    hugging_face=[
+        HuggingFace(
+            "mixtral",
+            "MixtralForCausalLM",
+            layouts(
+                NAME,
+                "block_sparse_moe.gate.weight",
+                f"{_EXPERT}w1.weight",
+                f"{_EXPERT}w3.weight",
+                f"{_EXPERT}w2.weight",
+            ),
+            defaults={
+                "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 1_000_000,
+                "num_local_experts": 8,
+                "num_experts_per_tok": 2,
+            },
+            window="given",
+            sizes={
+                "num_experts": "num_local_experts",
+                "num_experts_per_tok": "num_experts_per_tok",
+                "base_moe_mlp_dim": "intermediate_size",
+            },
+            only={"router_jitter_noise": 0},
+        )
+    ],
     maxtext=MAXTEXT,
 )

@@ -52,7 +52,7 @@ def is_final_norm(name: str) -> bool:
 
 def hugging_face_layouts(config: Any) -> Mapping[str, Layout]:
     """Returns the layouts of the family and of the modules of `config`."""
-    layouts = dict(hugging_face(config.decoder_block).layouts)
+    layouts = dict(hugging_face(config).layouts)
     below = f"decoder/{last_block(config)[0]}/"
     block = {name.removeprefix(below): it for name, it in layouts.items() if name.startswith(below)}
     for k in depths(config):

@@ -12,13 +12,15 @@ NORMS = {
 FAMILY = Family(
     stacks,
     forward_flops_per_token,
-    hugging_face=HuggingFace(
-        "qwen3",
-        "Qwen3ForCausalLM",
-        LAYOUTS | NORMS,
-        defaults={"head_dim": 128, "num_key_value_heads": 32, "sliding_window": 4096},
-        qk_norm=True,
-        window="switched",
-    ),
+    hugging_face=[
+        HuggingFace(
+            "qwen3",
+            "Qwen3ForCausalLM",
+            LAYOUTS | NORMS,
+            defaults={"head_dim": 128, "num_key_value_heads": 32, "sliding_window": 4096},
+            qk_norm=True,
+            window="switched",
+        )
+    ],
     maxtext=MaxText(norms_heads=True),
 )

@@ -32,32 +32,34 @@ _EXPERT = f"mlp.experts.{EXPERT}."
 FAMILY = Family(
     stacks,
     forward_flops_per_token,
-    hugging_face=HuggingFace(
-        "qwen3_moe",
-        "Qwen3MoeForCausalLM",
-        layouts(
-            NAME,
-            "mlp.gate.weight",
-            f"{_EXPERT}gate_proj.weight",
-            f"{_EXPERT}up_proj.weight",
-            f"{_EXPERT}down_proj.weight",
+    hugging_face=[
+        HuggingFace(
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            layouts(
+                NAME,
+                "mlp.gate.weight",
+                f"{_EXPERT}gate_proj.weight",
+                f"{_EXPERT}up_proj.weight",
+                f"{_EXPERT}down_proj.weight",
+            )
+            | NORMS,
+            defaults={
+                "num_key_value_heads": 4,
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 768,
+                "norm_topk_prob": False,
+            },
+            qk_norm=True,
+            sizes={
+                "num_experts": "num_experts",
+                "num_experts_per_tok": "num_experts_per_tok",
+                "base_moe_mlp_dim": "moe_intermediate_size",
+                "norm_topk_prob": "norm_topk_prob",
+            },
+            only={"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
         )
-        | NORMS,
-        defaults={
-            "num_key_value_heads": 4,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-            "norm_topk_prob": False,
-        },
-        qk_norm=True,
-        sizes={
-            "num_experts": "num_experts",
-            "num_experts_per_tok": "num_experts_per_tok",
-            "base_moe_mlp_dim": "moe_intermediate_size",
-            "norm_topk_prob": "norm_topk_prob",
-        },
-        only={"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
-    ),
+    ],
     maxtext=MaxText(norms_heads=True),
 )

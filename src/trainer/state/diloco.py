@@ -42,6 +42,15 @@ class DiLoCoTrainState(NamedTuple):
     in_flight: Any = None
 
 
+def mean_of_islands(leaf: jax.Array) -> jax.Array:
+    """Returns the mean of an array of `rest` over the islands, its first axis. Integers are those of the first island.
+
+    Written in this form, nothing is rounded if all are equal.
+    """
+    first = leaf[0]
+    return first + jnp.mean(leaf - first, 0) if jnp.issubdtype(leaf.dtype, jnp.floating) else first
+
+
 class DiLoCoCodec:
     """Converts a `DiLoCoTrainState` between its native and its canonical form. Has the methods of a `StateCodec`.
 
@@ -56,9 +65,9 @@ class DiLoCoCodec:
         self._outer, self._count, self._delayed = outer, count, delayed
         self.abstract = jax.eval_shape(lambda tree: self.pack(self.broadcast(tree)), inner.unpack(inner.abstract))
 
-    def init(self, key: jax.Array, params: Any = None) -> DiLoCoTrainState:
+    def init(self, key: jax.Array, params: Any = None, rest: Any = None) -> DiLoCoTrainState:
         """See `StateCodec.init`. Every island starts from the outer parameters."""
-        return self.pack(self.broadcast(self.inner.unpack(self.inner.init(key, params))))
+        return self.pack(self.broadcast(self.inner.unpack(self.inner.init(key, params, rest))))
 
     def broadcast(self, tree: TrainTree) -> DiLoCoTrainState:
         """Returns the canonical state in which every island has the train state `tree`, with a new outer optimizer

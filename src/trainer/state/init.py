@@ -13,10 +13,10 @@ from trainer.state.host import Fetch
 def init_state_fn(
     codec: Codec, shardings: Any = None, seed: int = 0, fetch: Fetch = lambda tree: tree
 ) -> Callable[..., Any]:
-    """Returns `init(params=None)`, a function that returns the native train state at step 0 with its shardings.
+    """Returns `init(params=None, rest=None)`, a function that returns the native train state at step 0, sharded.
 
-    Each device computes its own shard. If `params` (canonical and sharded) are given, the state takes over their
-    buffers.
+    Each device computes its own shard. If `params` or `rest` (canonical and sharded) are given, the state takes over
+    their buffers.
 
     Args:
       codec: makes the native state.
@@ -25,10 +25,10 @@ def init_state_fn(
       fetch: moves parameters from host memory to the device (`state.host.fetcher`).
     """
 
-    def make(key: jax.Array, params: Any) -> Any:
+    def make(key: jax.Array, params: Any, rest: Any) -> Any:
         if params is not None:
             params = fetch(TrainTree(None, params, None, None)).params
-        return codec.init(key, params)
+        return codec.init(key, params, rest)
 
-    init = jax.jit(make, out_shardings=shardings, donate_argnums=1)
-    return lambda params=None: init(seed_key(seed), params)
+    init = jax.jit(make, out_shardings=shardings, donate_argnums=(1, 2))
+    return lambda params=None, rest=None: init(seed_key(seed), params, rest)

@@ -30,6 +30,7 @@ from trainer.state.diloco import (
     diloco_shardings,
     diloco_tensors,
     make_diloco_codec,
+    mean_of_islands,
 )
 from trainer.state.fragments import Fragment, fragments
 from trainer.state.host import fetcher
@@ -87,22 +88,12 @@ def with_islands(run: Run) -> Run:
 
 def trained(tree: DiLoCoTrainState) -> tuple[Any, Any]:
     """Returns the outer parameters, and the mean of the islands' `rest`."""
-    return tree.params, jax.tree.map(lambda leaf: leaf[0], _same_rest(tree.inner_state.rest))
+    return tree.params, jax.tree.map(mean_of_islands, tree.inner_state.rest)
 
 
 def _same_rest(rest: Any) -> Any:
-    """Returns `rest` of the islands with the mean of all islands on each of them. Integers are those of the first.
-
-    Written in this form, nothing is rounded if all are equal.
-    """
-
-    def one(leaf: jax.Array) -> jax.Array:
-        first = leaf[:1]
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
-            first = first + jnp.mean(leaf - first, 0, keepdims=True)
-        return jnp.broadcast_to(first, leaf.shape)
-
-    return jax.tree.map(one, rest)
+    """Returns `rest` of the islands with the mean of all islands on each of them."""
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(mean_of_islands(leaf), leaf.shape), rest)
 
 
 def build_diloco_train_step(

@@ -38,7 +38,7 @@ class Run(NamedTuple):
     state_shardings: Any  # storage shardings of the native train state, a tree with its structure
     param_shardings: ParamShardings
     batch_shardings: dict[str, NamedSharding]
-    init: Callable[..., Any]  # (params=None) -> native train state at step 0, sharded; see `init_state_fn`
+    init: Callable[..., Any]  # (params=None, rest=None) -> native train state at step 0, sharded; see `init_state_fn`
     fetch: Fetch  # under jit: moves the parts of a canonical train state that are in host memory to the device
     trained: Callable[[Any], tuple[Any, Any]]  # under jit: (params, rest) for evaluation and sampling
     update: Callable[..., Any]  # (tree, batch) -> (tree, metrics), not jitted; see `make_update`

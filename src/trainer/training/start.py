@@ -14,10 +14,12 @@ from trainer.checkpoint import (
     SavedCheckpoints,
     Sidecar,
     inspect,
+    joined,
     load_parameters,
     names_of,
     nested,
     newest,
+    parted,
     restore,
     saved_config,
 )
@@ -99,23 +101,27 @@ def start(
     if config.reset_optimizer:
         say("reset_optimizer has no effect: no state is loaded, the optimizer is fresh")
     if config.load_parameters_path:
-        params = load_parameters(config.load_parameters_path, config, _abstract(run).params, say, given)
-        state = run.init(_with_new_modules(run, params, say))
+        params, rest = _abstract(run).params, _abstract(run.island or run).rest
+        weights = load_parameters(config.load_parameters_path, config, joined(params, rest), say, given)
+        params, rest = parted(weights, rest)
+        state = run.init(*_with_new_modules(run, params, rest, say))
         _check_finite(run, state, f"load_parameters_path={config.load_parameters_path}")
         return Start(state)
     return Start(run.init())
 
 
-def _with_new_modules(run: Run, params: Any, say: Say) -> Any:
-    """Returns `params`, completed with initial parameters for missing modules of multi-token prediction."""
+def _with_new_modules(run: Run, params: Any, rest: Any, say: Say) -> tuple[Any, Any]:
+    """Returns `params` and `rest`, completed with initial values for missing modules of multi-token prediction."""
     given = names_of(params)
     if len(given) == len(names_of(_abstract(run).params)):
-        return params
-    drawn = names_of(run.codec.unpack(run.init()).params)
+        return params, rest
+    state = run.codec.unpack(run.init())
+    first = jax.tree.map(lambda leaf: leaf[0], state.inner_state.rest) if run.island else state.rest
+    drawn = names_of(state.params)
     new = sorted({module_of(name) for name in drawn.keys() - given.keys()})
     names = ", ".join(map(str, new))
     say(f"modules of multi-token prediction that the checkpoint lacks get initial parameters: {names}")
-    return nested({name: given.get(name, leaf) for name, leaf in drawn.items()})
+    return nested(drawn | given), nested(names_of(first) | names_of(rest))
 
 
 def _check_finite(run: Run, state: Any, loaded: str) -> None:
@@ -183,7 +189,7 @@ def _with_fresh_optimizer(run: Run, path: Any, sidecar: Sidecar) -> Any:
     """Returns a state with parameters, step and `rest` of the checkpoint and a new optimizer state.
 
     The learning-rate schedule continues from that step. All other state of the optimizer and the update rules is
-    initial. With DiLoCo, the parameters are the outer ones and `rest` comes from the first island.
+    initial. With DiLoCo, the parameters are the outer ones and `rest` is the mean of the islands.
     """
     plain = _abstract(run.island or run)
     wanted = plain._replace(params=_abstract(run).params, opt_state=None)
@@ -194,7 +200,7 @@ def _with_fresh_optimizer(run: Run, path: Any, sidecar: Sidecar) -> Any:
         tree = wanted._replace(step=found.step, params=params, rest=rest)
     else:
         tree = _tree_of(run, path, sidecar, wanted)
-    fresh = run.codec.unpack(run.init(tree.params))
+    fresh = run.codec.unpack(run.init(tree.params, tree.rest))
 
     def like(leaf: jax.Array, value: jax.Array) -> jax.Array:
         # Copied, because the training step donates all of these buffers. Each island has its own copy.
@@ -203,7 +209,6 @@ def _with_fresh_optimizer(run: Run, path: Any, sidecar: Sidecar) -> Any:
     def begun(fresh: TrainTree) -> TrainTree:
         return fresh._replace(
             step=like(fresh.step, tree.step),
-            rest=jax.tree.map(like, fresh.rest, tree.rest),
             opt_state=on_schedule(fresh.opt_state, lambda count: like(count, tree.step)),
         )
 

@@ -22,7 +22,7 @@ from checkpoint_cases import (
 from support import arguments
 
 from trainer import export
-from trainer.checkpoint import load_parameters, names_of, open_source, parameter_shapes, write_huggingface
+from trainer.checkpoint import load_parameters, names_of, open_source, weight_shapes, write_huggingface
 from trainer.checkpoint.description import described, model_config
 from trainer.config import UserError, load, resolve
 from trainer.models.maxtext_config import maxtext_keys
@@ -83,7 +83,7 @@ def test_the_published_layout(tmp_path, block, interleave):
 
     out = tmp_path / "ours"
     out.mkdir()
-    write_huggingface(out, cfg, open_source(str(path)).leaves(cfg, parameter_shapes(cfg)), None, {})
+    write_huggingface(out, cfg, open_source(str(path)).leaves(cfg, weight_shapes(cfg)), None, {})
     assert_same(read_hf(out), tensors)
     assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 2
 
@@ -108,7 +108,7 @@ def test_modules_are_left_out(tmp_path, modules):
     params = random_params(whole)
     path = write_hf(tmp_path / "theirs", whole, published(params))
     lines = []
-    wanted = {name: params[name] for name in parameter_shapes(cfg)}
+    wanted = {name: params[name] for name in weight_shapes(cfg)}
     assert_same(loaded(path, cfg, ["mtp_num_layers"], lines.append), wanted)
     assert lines == [f"{path} says mtp_num_layers=2; mtp_num_layers={modules} was given and takes precedence"]
     with pytest.raises(UserError, match="to load it, give: mtp_num_layers=2"):
@@ -165,7 +165,7 @@ def test_maxtext(tmp_path, scanned):
     for modules, left in {0: "1, 2", 1: "2"}.items():
         lines = []
         cfg_of_fewer = config(mtp_num_layers=modules)
-        kept = {name: wanted[name] for name in parameter_shapes(cfg_of_fewer)}
+        kept = {name: wanted[name] for name in weight_shapes(cfg_of_fewer)}
         assert_same(loaded(path, cfg_of_fewer, say=lines.append), kept)
         assert lines[-1] == (
             f"{path}: its modules of multi-token prediction are left out: {left}; mtp_num_layers=2 loads them"

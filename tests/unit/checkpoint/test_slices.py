@@ -51,7 +51,7 @@ def test_any_box_of_a_parameter_is_read_as_it_is(tmp_path, block, interleave):
     write_hf(tmp_path / "hf", config, hf_tensors(params))
     tensors = stored_tensors(tmp_path / "hf/model.safetensors")
     for name, value in (in_pairs(params) if interleave else params).items():
-        layout = hugging_face(block).layouts[name]
+        layout = hugging_face(config).layouts[name]
         ours, name_there = (value[1], layout.name.format(1)) if "{}" in layout.name else (value, layout.name)
         if layout.of_experts:
             ours, name_there = ours[2], name_there.replace(EXPERT, "2")

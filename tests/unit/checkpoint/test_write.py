@@ -141,7 +141,7 @@ def test_the_order_of_a_heads_entries_is_converted(tmp_path, written):
 
 def test_without_layouts_the_order_cannot_be_converted(tmp_path, monkeypatch):
     monkeypatch.setitem(
-        sys.modules, "mine", SimpleNamespace(family=dataclasses.replace(llama2.FAMILY, hugging_face=None))
+        sys.modules, "mine", SimpleNamespace(family=dataclasses.replace(llama2.FAMILY, hugging_face=()))
     )
     configs = [config_of(decoder_block="mine:family", **FAMILIES["llama2"], rope_interleave=it) for it in (False, True)]
     params = random_params(configs[0])
@@ -154,8 +154,8 @@ def test_without_layouts_the_order_cannot_be_converted(tmp_path, monkeypatch):
 
 def test_a_family_that_is_always_tied_needs_no_layout_of_a_head(tmp_path, monkeypatch):
     layouts = {name: layout for name, layout in llama2.LAYOUTS.items() if "logits_dense" not in name}
-    tables = llama2.FAMILY.hugging_face._replace(layouts=layouts)
-    own = SimpleNamespace(family=dataclasses.replace(llama2.FAMILY, hugging_face=tables))
+    tables = llama2.FAMILY.hugging_face[0]._replace(layouts=layouts)
+    own = SimpleNamespace(family=dataclasses.replace(llama2.FAMILY, hugging_face=[tables]))
     monkeypatch.setitem(sys.modules, "mine", own)
     config = config_of(
         decoder_block="mine:family",

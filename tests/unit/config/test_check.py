@@ -81,7 +81,7 @@ from trainer.config.derived import DCN, ICI, UNUSED_AXES
             "rope_type=llama3.1 rope_low_freq_factor=4",
             r"rope_low_freq_factor=4.0 \(command line\), rope_high_freq_factor=4.0 \(default\): .*must be less than",
         ),
-        ("rope_type=yarn beta_slow=32", "beta_slow must be less than beta_fast"),
+        ("rope_type=yarn beta_slow=33", "beta_slow must not be greater than beta_fast"),
         (
             "attention_type=local_sliding",
             r"sliding_window_size=0 \(default\): a sliding window needs at least one token",

@@ -12,7 +12,16 @@ from trainer.inference import MaxEngine, Scheduler
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 # One of each family, and those whose cache or positions differ: a window of 5 positions, latents, YaRN.
-CASES = ("llama-yarn-exact", "mistral", "qwen3-tied", "mixtral", "qwen3-moe", "deepseek-v2-lite", "deepseek-v2")
+CASES = (
+    "llama-yarn-exact",
+    "mistral",
+    "qwen3-tied",
+    "mixtral",
+    "qwen3-moe",
+    "deepseek-v2-lite",
+    "deepseek-v2",
+    "deepseek-v3",
+)
 PROMPT, LENGTH = 7, 40
 # Above the rounding of logits in float32: their differences are at most 1e-5 of the largest, which is about 10.
 TIE = 1e-3

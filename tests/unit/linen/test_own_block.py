@@ -14,7 +14,7 @@ from flax import linen
 from support import assert_equal_bits, compiled, copied, packed_batch, tiny_config
 
 from trainer.backends import make_model
-from trainer.checkpoint import model_config, parameter_shapes
+from trainer.checkpoint import model_config, weight_shapes
 from trainer.checkpoint.description import check_words
 from trainer.config import UserError
 from trainer.layers.sown import SownValue, Total
@@ -153,11 +153,11 @@ def test_an_nnx_stack_refuses_it_and_says_how_to_change(combination, change):
 def test_export_finds_its_parameters_under_flags_with_a_linen_stack():
     words = [f"decoder_block={LINEN}", "base_num_decoder_layers=2"]
     with pytest.raises(UserError, match="set pure_nnx_decoder=false"):
-        parameter_shapes(model_config({}, words, ""))
+        weight_shapes(model_config({}, words, ""))
     words.append("pure_nnx_decoder=false")
     config = model_config({}, words, "")
     check_words({}, words, config, "")
-    shapes = parameter_shapes(config)
+    shapes = weight_shapes(config)
     assert {name.rpartition("/")[0] for name in shapes} >= {"decoder/layers/c_attn", "decoder/layers/ln_1"}
     assert shapes["decoder/layers/c_attn/kernel"][0] == 2
 

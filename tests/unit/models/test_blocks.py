@@ -194,7 +194,7 @@ def test_a_module_that_cannot_be_imported(text, message, tmp_path, monkeypatch):
 
 def test_what_is_not_known_of_it():
     with pytest.raises(UserError, match="declares no parameter names of Hugging Face"):
-        hugging_face(OWN)
+        hugging_face(tiny_config("nnx", decoder_block=OWN))
     assert not takes_cache(tiny_config("nnx", decoder_block=OWN))
 
 

@@ -10,7 +10,17 @@ import pytest
 from checkpoint_cases import abstract_of, assert_same, config_of, random_params, read_hf, shapes_of
 from support import ALL_COMBINATIONS, arguments, pinned
 
-from trainer.checkpoint import Leaf, check_carried, load_parameters, model_config, open_source, write_huggingface
+from trainer import export
+from trainer.checkpoint import (
+    Leaf,
+    contents_of,
+    load_parameters,
+    model_config,
+    names_of,
+    open_source,
+    orbax,
+    write_huggingface,
+)
 from trainer.checkpoint.description import described
 from trainer.checkpoint.maxtext_out import write_maxtext
 from trainer.config import UserError, load
@@ -18,9 +28,10 @@ from trainer.models.huggingface_config import config_json, model_keys
 from trainer.models.maxtext_config import maxtext_keys
 from trainer.ops.routing import Routing, chosen_of_softmax, times, within_groups
 from trainer.training import build
+from trainer.training.start import start
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
-CASES = ("deepseek-v2-lite", "deepseek-v2")
+CASES = ("deepseek-v2-lite", "deepseek-v2", "deepseek-v3")
 TINY = {
     "decoder_block": "deepseek",
     "attention_type": "mla",
@@ -47,6 +58,9 @@ V3 = {
     "n_routing_groups": 2,
     "topk_routing_group": 1,
 }
+
+
+BIAS = "decoder/moe_layers/DeepSeekMoeBlock_0/MoeBlock_0/gate/bias"
 
 
 def config(**keys):
@@ -78,6 +92,8 @@ def test_hugging_faces_own_files_come_in_and_go_out_bit_for_bit(case, tmp_path):
         {"mscale": 0.0, "rope_attention_scaling": True},
         {"mscale": 0.5, "rope_attention_scaling": True},
         {"n_routing_groups": 2, "topk_routing_group": 1, "q_lora_rank": 5},
+        {**V3},
+        {**V3, "n_routing_groups": -1, "norm_topk_prob": False, "q_lora_rank": 5},
     ],
 )
 def test_config_json_says_the_model(keys):
@@ -108,6 +124,8 @@ def test_maxtexts_keys():
     assert (keys["first_num_dense_layers"], keys["shared_experts"], keys["routed_scaling_factor"]) == (1, 1, 2.0)
     with pytest.raises(UserError, match="n_routing_groups=2: its groups are those of DeepSeek-V3"):
         maxtext_keys(config(n_routing_groups=2, topk_routing_group=1))
+    with pytest.raises(UserError, match="norm_topk_prob=False: it always divides sigmoid scores by their sum"):
+        maxtext_keys(config(**V3 | {"norm_topk_prob": False}))
 
 
 def test_groups_choose_by_their_best_expert():
@@ -177,11 +195,80 @@ def test_combinations_make_the_same_program():
     assert len(texts) == 1
 
 
-def test_what_weights_cannot_carry_yet_is_refused_by_name():
-    """A router's bias is no parameter, and DeepSeek-V2's config.json has no sigmoid scores."""
+def test_what_config_json_cannot_represent_is_refused_by_name():
     sigmoid = {"routed_score_func": "sigmoid"}
-    with pytest.raises(UserError, match="routed_score_func"):
+    with pytest.raises(UserError, match=r"DeepseekV3ForCausalLM of Hugging Face cannot .*\n  routed_bias=False"):
         config_json(config(**sigmoid), "float32", {})
-    with pytest.raises(UserError, match=r"routed_bias=true: the biases of routers are not parameters.*load_full_state"):
-        check_carried(config(**sigmoid, routed_bias=True))
-    check_carried(config(**sigmoid))
+    with pytest.raises(UserError, match=r"DeepseekV2ForCausalLM of Hugging Face cannot .*\n  norm_topk_prob=True"):
+        config_json(config(norm_topk_prob=True), "float32", {})  # transformers' module ignores it
+    with pytest.raises(UserError, match="norm_topk_prob=true"):
+        model_keys(config_json(config(), "float32", {}) | {"norm_topk_prob": True}, "")
+    theirs = config_json(config(**V3), "float32", {})
+    with pytest.raises(UserError, match=r"topk_method=greedy \(known: noaux_tc\)"):
+        model_keys(theirs | {"topk_method": "greedy"}, "")
+    assert theirs["topk_method"] == "noaux_tc"
+    assert theirs["scoring_func"] == "sigmoid"
+    # As Kimi K2 calls it.
+    assert model_keys(theirs | {"model_type": "kimi_k2"}, "") == model_keys(theirs, "") == described(config(**V3))
+
+
+def test_biases_are_never_cast(tmp_path, capsys):
+    """Hugging Face -> params -> hf, in bfloat16: biases stay float32, and apart from the parameters."""
+    case = str(GOLDENS / "deepseek-v3")
+    biases = {name: value for name, value in read_hf(GOLDENS / "deepseek-v3").items() if name.endswith("_bias")}
+    assert [value.dtype for value in biases.values()] == [np.float32]
+    export.main([case, str(tmp_path / "params"), "format=params", "dtype=bfloat16"])
+    headers = orbax.headers(tmp_path / "params" / "checkpoint")
+    assert [name for name in headers if name.startswith("rest/")] == [f"rest/{BIAS}"]
+    export.main([str(tmp_path / "params"), str(tmp_path / "hf"), "format=hf", "dtype=bfloat16"])
+    found = read_hf(tmp_path / "hf")
+    for name, value in biases.items():
+        np.testing.assert_array_equal(found.pop(name), value)
+    assert {str(value.dtype) for value in found.values()} == {"bfloat16"}
+    assert sum(value.size for value in found.values()) == 23052
+    assert "23.1 k parameters" in capsys.readouterr().out
+    assert {tensor.part for tensor in contents_of(case).tensors if tensor.name == BIAS} == {"rest"}
+
+
+@pytest.mark.parametrize("scan", ["true", "false"])
+def test_maxtexts_command_line_says_deepseek_v3(scan, tmp_path, capsys):
+    case = str(GOLDENS / "deepseek-v3")
+    export.main([case, str(tmp_path / "out"), "format=maxtext", f"scan_layers={scan}"])
+    line = capsys.readouterr().out.splitlines()[-1]
+    for word in ("model_name=deepseek3-671b", "override_model_config=true", "routed_bias=true", "n_routing_groups=3"):
+        assert f" {word}" in line
+    folder = open_source(case)
+    found = model_config(folder.keys, [], case)
+    items = str(tmp_path / "out" / "0" / "items")
+    # MaxText stores the biases among its parameters.
+    assert any(path.endswith("gate/bias") and path.startswith("params/params/") for path in orbax.headers(Path(items)))
+    loaded = load_parameters(items, found, abstract_of(found), print)
+    leaves = folder.leaves(found, shapes_of(found))
+    assert_same(loaded, {name: leaf.read(leaf.dtype, lambda size: None) for name, leaf in leaves.items()})
+
+
+def test_modules_of_multi_token_prediction_have_biases(tmp_path):
+    """As in the published weights: module 1 of a model with 3 layers is layer 3, with experts and a bias."""
+    here = config(**V3, mtp_num_layers=1)
+    params = random_params(here)
+    write_huggingface(tmp_path, here, leaves_of(params), None, {})
+    found = read_hf(tmp_path)
+    name = "mtp_block/mtp_layer_1/mtp_1_transformer_layer/DeepSeekMoeBlock_0/MoeBlock_0/gate/bias"
+    np.testing.assert_array_equal(found["model.layers.3.mlp.gate.e_score_correction_bias"], params[name])
+    assert "model.layers.3.eh_proj.weight" in found
+    assert_same(load_parameters(str(tmp_path), here, abstract_of(here), print), params)
+
+
+def test_new_modules_begin_with_initial_biases(tmp_path):
+    keys = TINY | V3 | {"mtp_num_layers": 1}
+    without = config(**V3)
+    params = random_params(without)
+    write_huggingface(tmp_path, without, leaves_of(params), None, {})
+    words = [*arguments("nnx", **keys), f"load_parameters_path={tmp_path}"]
+    run = build(load(words).config, jax.devices()[:1])
+    tree = run.codec.unpack(start(run, None, None, print, schedule_given=False, given=["mtp_num_layers"]).state)
+    found = {name: np.asarray(leaf) for name, leaf in names_of(tree.rest).items()}
+    assert_same({BIAS: found.pop(BIAS)}, {BIAS: params[BIAS]})
+    ((new, value),) = found.items()
+    assert new.startswith("mtp_block/")
+    assert not value.any()

@@ -272,8 +272,8 @@ def test_a_mesh_axis_by_its_name_alone(monkeypatch):
 def test_an_incomplete_table_of_hugging_face(monkeypatch):
     layouts = llama2.LAYOUTS | {"decoder/layers/mlp/wo/kernel": Layout("down_proj")}
     del layouts["decoder/layers/mlp/wi_0/kernel"], layouts["decoder/logits_dense/kernel"]
-    tables = llama2.FAMILY.hugging_face._replace(layouts=layouts)
-    own = dataclasses.replace(llama2.FAMILY, hugging_face=tables)
+    tables = llama2.FAMILY.hugging_face[0]._replace(layouts=layouts)
+    own = dataclasses.replace(llama2.FAMILY, hugging_face=[tables])
     monkeypatch.setattr(two_kinds, "incomplete", own, raising=False)
     config = tiny_config("nnx", decoder_block="two_kinds:incomplete", logits_via_embedding=True)
     names = set(llama2.LAYOUTS) - {"decoder/logits_dense/kernel"}

@@ -8,6 +8,7 @@ from support import pinned
 
 from trainer.config import load, resolve
 from trainer.config.files import preset_names
+from trainer.layers.param import Buffer
 from trainer.models.transformer import Transformer
 
 # hidden_size, num_attention_heads, num_key_value_heads, intermediate_size, num_hidden_layers, vocab_size, rms_norm_eps,
@@ -46,7 +47,17 @@ GPT3 = ("gpt3-52k", "gpt3-6b", "gpt3-22b", "gpt3-175b")  # in test_gpt3.py
 LATENT = {
     "deepseek2-16b": (2048, 16, 16, 1408, 64, 6, 27, 102400, 1e-6, 10000, 2, 1, 10944, 0, -1, -1, 15_706_484_224),
     "deepseek2-236b": (5120, 128, 128, 1536, 160, 6, 60, 102400, 1e-6, 10000, 2, 1, 12288, 1536, 8, 3, 235_741_434_880),
+    "deepseek3-671b": (7168, 128, 128, 2048, 256, 8, 61, 129280, 1e-6, 10000, 1, 3, 18432, 1536, 8, 4, 671_026_419_200),
+    "kimi-k2-1t": (7168, 64, 64, 2048, 384, 8, 61, 163840, 1e-6, 50000, 1, 1, 18432, 1536, -1, -1, 1_026_408_232_448),
 }
+# routed_scaling_factor, mscale, and factor, beta_fast and beta_slow of YaRN.
+SCALES = {
+    "deepseek2-16b": (1, 0.707, 40, 32, 1),
+    "deepseek2-236b": (16, 0.707, 40, 32, 1),
+    "deepseek3-671b": (2.5, 1, 40, 32, 1),
+    "kimi-k2-1t": (2.827, 1, 32, 1, 1),
+}
+TINY = "deepseek3-tiny"  # MaxText's sizes; no published model
 SIZES_WITH_EXPERTS = (
     "base_emb_dim",
     "base_num_query_heads",
@@ -80,7 +91,7 @@ def preset(name: str, platform: str = "cpu") -> ml_collections.FrozenConfigDict:
 
 
 def test_every_preset_is_here():
-    assert preset_names() == ["default", *sorted([*PUBLISHED, *WITH_EXPERTS, *LATENT, *GPT3])]
+    assert preset_names() == ["default", *sorted([*PUBLISHED, *WITH_EXPERTS, *LATENT, TINY, *GPT3])]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -146,15 +157,27 @@ def test_a_preset_with_latent_attention_is_the_published_model(name):
     width, heads, _, hidden, experts, _, layers, vocab, _, _, shared, dense, mlp, q_rank, _, _ = sizes
     queries = width * q_rank + q_rank + q_rank * heads * 192 if q_rank else width * heads * 192
     attention = queries + width * (512 + 64) + 512 + 512 * heads * 256 + heads * 128 * width
-    sparse = width * experts + 3 * (experts + shared) * width * hidden
+    biased = not name.startswith("deepseek2")
+    sparse = width * experts + biased * experts + 3 * (experts + shared) * width * hidden
     blocks = layers * (attention + 2 * width) + dense * 3 * width * mlp + (layers - dense) * sparse
     assert 2 * vocab * width + blocks + width == published
-    assert (config.rope_type, config.rope_factor, config.mscale, config.remat_policy) == ("yarn", 40, 0.707, "full")
-    assert (config.original_max_position_embeddings, config.routed_scaling_factor) == (4096, 16 if q_rank else 1)
+    scales = ("routed_scaling_factor", "mscale", "rope_factor", "beta_fast", "beta_slow")
+    assert tuple(config[key] for key in scales) == SCALES[name]
+    assert (config.rope_type, config.original_max_position_embeddings, config.remat_policy) == ("yarn", 4096, "full")
+    assert (config.routed_score_func == "sigmoid") == config.routed_bias == config.norm_topk_prob == biased
     check_count(config, published)
+
+
+def test_the_tiny_preset_is_maxtexts():
+    config = preset(TINY)
+    attention = 64 * 32 + 32 + 32 * 4 * 192 + 64 * (16 + 64) + 16 + 16 * 4 * 256 + 4 * 128 * 64
+    blocks = 61 * (attention + 2 * 64) + 3 * 3 * 64 * 64 + 58 * (64 * 16 + 16 + 3 * 17 * 64 * 64)
+    assert config.num_experts_per_tok == 8
+    assert config.routed_score_func == "sigmoid"
+    check_count(config, 2 * 129280 * 64 + blocks + 64)
 
 
 def check_count(config: ml_collections.FrozenConfigDict, published: int) -> None:
     with nnx.use_eager_sharding(False):
-        params = nnx.eval_shape(lambda: nnx.state(Transformer(config, nnx.Rngs(0)), nnx.Param))
-    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == published
+        weights = nnx.eval_shape(lambda: nnx.state(Transformer(config, nnx.Rngs(0)), nnx.Any(nnx.Param, Buffer)))
+    assert sum(leaf.size for leaf in jax.tree.leaves(weights)) == published

@@ -12,6 +12,7 @@ from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied
 from trainer.checkpoint import CheckpointManager, Sidecar, maybe_save_checkpoint
 from trainer.config import UserError, load, to_yaml
 from trainer.data import open_dataset
+from trainer.state.diloco import mean_of_islands
 from trainer.training import build, start
 
 ISLANDS = {"enable_diloco": True, "ici_diloco_parallelism": 2, "per_device_batch_size": 1, "ici_fsdp_parallelism": 2}
@@ -148,6 +149,23 @@ def test_a_fresh_optimizer_gets_the_mean_of_the_islands_buffers(tmp_path):
     assert_equal_bits(found.params, saved.params)
     for n in range(4):
         assert_equal_bits(jax.tree.map(lambda x, n=n: x[n], found.inner_state.rest), expected)
+
+
+def test_loaded_weights_include_buffers(tmp_path):
+    """Of islands their mean, on one device and on more islands; of a plain run its own."""
+    saved = save(tmp_path / "islands", made(**ISLANDS, **BUFFERS), 6)
+    expected = jax.tree.map(lambda x: np.asarray(mean_of_islands(jnp.asarray(x))), saved.inner_state.rest)
+    other = BUFFERS | {"load_parameters_path": tmp_path / "islands"}
+    found, updates = begin(made(ALL_COMBINATIONS[-1], **PLAIN, **other))
+    assert updates == 0
+    assert_equal_bits((found.params, found.rest), (saved.params, expected))
+    found, _ = begin(made(**FOUR, **other))
+    assert_equal_bits(found.params, saved.params)
+    for n in range(4):
+        assert_equal_bits(jax.tree.map(lambda x, n=n: x[n], found.inner_state.rest), expected)
+    plain = save(tmp_path / "plain", made(**PLAIN, **BUFFERS), 5)
+    found, _ = begin(made(**PLAIN, **BUFFERS, load_parameters_path=tmp_path / "plain"))
+    assert_equal_bits((found.params, found.rest), (plain.params, plain.rest))
 
 
 def test_a_fresh_optimizer_begins_on_all_islands_at_the_outer_parameters(tmp_path):
