@@ -27,7 +27,6 @@ UNUSED_AXES = {
     "context": "context parallelism is not supported yet",
     "context_usp_ulysses": "context parallelism is not supported yet",
     "context_autoregressive": "context parallelism for inference is not supported yet",
-    "expert": "expert parallelism is not supported yet",
     "autoregressive": "inference on several devices is not supported yet",
 }
 

@@ -8,7 +8,16 @@ from trainer.config.data_keys import DATA_INERT
 from trainer.config.decoding_keys import DECODING_INERT
 from trainer.config.derived import FOLLOWS
 from trainer.config.dump import to_flow
-from trainer.config.expert_keys import BIAS, BIAS_RATE, MIXED, OF_MIXED, has_experts, normalizes_by_key, only_experts
+from trainer.config.expert_keys import (
+    BIAS,
+    BIAS_RATE,
+    MIXED,
+    OF_MIXED,
+    has_experts,
+    normalizes_by_key,
+    only_experts,
+    sends,
+)
 from trainer.config.expert_keys import KEYS as OF_EXPERTS
 from trainer.config.files import by_hand
 from trainer.config.gpt3_keys import GPT3, ROPE
@@ -82,6 +91,12 @@ INERT = (
         "every layer of this family has experts, whose width is base_moe_mlp_dim",
     ),
     Inert(TENSORS_OF_EXPERTS, lambda c: not has_experts(c), "num_experts=1"),
+    Inert(TENSORS_OF_EXPERTS, sends, "with expert parallelism, the backward pass computes these tensors again"),
+    Inert(
+        ("ragged_buffer_factor",),
+        lambda c: has_experts(c) and not sends(c),
+        "only expert parallelism with sparse_matmul=true has buffers",
+    ),
     Inert(
         ("mlpwi",),
         lambda c: c.remat_policy == "custom" and len(c.mlp_activations) == 2,

@@ -11,6 +11,7 @@ MIXED = ("deepseek",)
 _NORMALIZING = ("qwen3_moe", *MIXED)
 KEYS = (
     *("num_experts_per_tok", "base_moe_mlp_dim", "sparse_matmul", "capacity_factor", "norm_topk_prob"),
+    "ragged_buffer_factor",
     *("load_balance_loss_weight", "router_z_loss_weight"),
 )
 OF_MIXED = (
@@ -53,6 +54,12 @@ def has_bias(config: Any) -> bool:
 def drops(config: Any) -> bool:
     """Whether experts may drop tokens."""
     return has_experts(config) and not config.sparse_matmul and config.capacity_factor > 0
+
+
+def sends(config: Any) -> bool:
+    """Whether tokens are sorted by expert and sent to the devices of their experts. Axes may still have size -1."""
+    expert = config.ici_expert_parallelism, config.dcn_expert_parallelism
+    return has_experts(config) and config.sparse_matmul and expert != (1, 1)
 
 
 def _family(config: Any) -> str | None:

@@ -36,9 +36,9 @@ TENSORS: dict[str, tuple[str, ...]] = {
 _OF_MLP = ("mlp/wi_0/kernel", "mlp/wo/kernel")
 # Replaces the MLP's tensors if every layer has experts.
 _OF_EXPERTS: dict[str, tuple[str, ...]] = {
-    "gate/kernel": ("layers", "embed", "exp"),
-    "/wi_0": ("layers", "exp", "embed", "mlp"),
-    "/wo": ("layers", "exp", "mlp", "embed"),
+    "gate/kernel": ("layers", "embed_moe", "exp"),
+    "/wi_0": ("layers", "exp", "embed_moe", "mlp"),
+    "/wo": ("layers", "exp", "mlp", "embed_moe"),
 }
 
 # Replaces queries and keys in gpt3, where one matrix, three times as large, makes queries, keys and values.
@@ -49,6 +49,7 @@ _OWN = ("self_attention/query/kernel", "self_attention/key/kernel")
 DIMENSIONS = {
     "layers": "base_num_decoder_layers",
     "embed": "base_emb_dim",
+    "embed_moe": "base_emb_dim",
     "q_heads": "base_num_query_heads",
     "heads": "base_num_query_heads",
     "kv_heads": "base_num_kv_heads",

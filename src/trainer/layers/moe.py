@@ -15,16 +15,17 @@ from trainer.layers.dense import INPUT, RESIDUAL, ROWS, Dense
 from trainer.layers.mlp import ACTIVATIONS, MLP
 from trainer.layers.param import Buffer, param
 from trainer.layers.sown import RouterCount, RouterLoss, captures, sow
-from trainer.ops.experts import Dispatched, dropless, every_expert, within_capacity
+from trainer.ops import exchange
+from trainer.ops.experts import Apply, Dispatched, dropless, every_expert, within_capacity
 from trainer.ops.routing import Score, entropy, load_balance, squared_log_z, tokens_per_expert
 from trainer.products import MakeGrouped, MakeProduct, plain, plain_grouped
 
-IN, OUT = sharding.Axes(("exp", "embed", "mlp")), sharding.Axes(("exp", "mlp", "embed"))
+IN, OUT = sharding.Axes(("exp", "embed_moe", "mlp")), sharding.Axes(("exp", "mlp", "embed_moe"))
 LOGITS = sharding.Axes((*ROWS, None))
-# Inside of `shard_mapped`: complete rows and experts, and a device's share of the hidden units. What devices compute
-# from their shares adds up to the result.
+# Inside of `shard_mapped`: complete rows, a device's own experts, and its share of their hidden units. What devices
+# compute from their shares adds up to the result.
 _TOKENS, _PER_TOKEN, _PER_ROW = LOGITS, ROWS, sharding.Axes(("activation_batch",))
-_IN, _OUT = sharding.Axes((None, None, "activation_mlp")), sharding.Axes((None, "activation_mlp", None))
+_IN, _OUT = sharding.Axes(("exp", None, "activation_mlp")), sharding.Axes(("exp", "activation_mlp", None))
 _BIAS = sharding.Axes((None,))
 _PARTS = sharding.Axes(("activation_mlp", *LOGITS))
 
@@ -56,6 +57,7 @@ class MoE(nnx.Module):
         score: Score,
         sparse: bool,
         capacity_factor: float,
+        buffer: float = -1,
         dtype: jnp.dtype,
         weight_dtype: jnp.dtype,
         make_product: MakeProduct = plain,
@@ -66,16 +68,16 @@ class MoE(nnx.Module):
     ):
         """`chosen`: how many experts of a token. `sparse`: no token is dropped, by products of groups of tokens.
         Otherwise, with a `capacity_factor` above 0, an expert drops tokens beyond its capacity, and without one every
-        expert computes every token. `make_product`: of the router. `by_sigmoid`: scores are sigmoids, which
-        the load-balance loss and the entropy divide by their sum."""
+        expert computes every token. `buffer`: see `ops.exchange.places`. `make_product`: of the router. `by_sigmoid`:
+        scores are sigmoids, which the load-balance loss and the entropy divide by their sum."""
         self.experts, self.chosen, self.score = experts, chosen, score
         self.by_sigmoid, self.routed_bias = by_sigmoid, routed_bias
-        self.sparse, self.capacity_factor = sparse, capacity_factor
+        self.sparse, self.capacity_factor, self.buffer = sparse, capacity_factor, buffer
         self.activations, self.dtype = tuple(activations), dtype
         self.gate = Dense(
             [width],
             [experts],
-            ("embed", "exp"),
+            ("embed_moe", "exp"),
             dtype=jnp.dtype(jnp.float32),
             weight_dtype=weight_dtype,
             make_product=make_product,
@@ -122,9 +124,15 @@ class MoE(nnx.Module):
         """On one device, for its rows and its share of the hidden units: its part of the result with an axis of devices
         in front, and each token's experts."""
         routing = self.score(logits, self.chosen, *bias)
-        apply = functools.partial(self._experts, kernels)
+        apply: Apply = functools.partial(self._experts, kernels)
+        own, rows = sharding.mesh_axes("exp"), sharding.mesh_axes("activation_batch")
+        spread = exchange.Spread(own, tuple(dict.fromkeys((*rows, *own))), self.buffer)
+        if spread.devices > 1:
+            apply = exchange.on_owners(apply, spread)
         found: Dispatched
-        if self.sparse:
+        if self.sparse and spread.devices > 1:
+            found = exchange.dropless(x_btw, routing, self._experts, kernels, self.experts, spread)
+        elif self.sparse:
             found = dropless(x_btw, routing, apply, self.experts)
         elif self.capacity_factor <= 0:
             found = every_expert(x_btw, routing, apply, self.experts)

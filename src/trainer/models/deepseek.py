@@ -174,11 +174,13 @@ _V3 = HuggingFace(
     methods=("noaux_tc", "noaux_tc"),
 )
 
+_WIDTH = ("fsdp", "expert")  # as the rule of embed
+
 FAMILY = Family(
     stacks,
     forward_flops_per_token,
     projections=PROJECTIONS,
-    axes={"q_lora_up_proj": (), "q_lora": "fsdp", "kv_lora_up_proj": (), "kv_lora": "fsdp"},
+    axes={"q_lora_up_proj": (), "q_lora": _WIDTH, "kv_lora_up_proj": (), "kv_lora": _WIDTH},
     hugging_face=(_V3, _V2),
     maxtext=MaxText(),
 )

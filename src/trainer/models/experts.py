@@ -53,6 +53,7 @@ class ExpertBlock(llama2.Block):
             score=self.score(config),
             sparse=config.sparse_matmul,
             capacity_factor=config.capacity_factor,
+            buffer=config.ragged_buffer_factor,
             make_product=make_product,
             make_grouped=self.make_grouped,
             routed_bias=has_bias(config),

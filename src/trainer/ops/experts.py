@@ -28,18 +28,24 @@ class Dispatched(NamedTuple):
 def dropless(x_btw: jax.Array, routing: Routing, apply: Apply, experts: int) -> Dispatched:
     """Sorts tokens by expert, in groups of any size. Padding is included, but its result has no effect."""
     rows, _, width = x_btw.shape
-    choices = routing.expert.shape[-1]
+    x_nw, order, size_e = by_expert(x_btw, routing, experts)
+    out_btkw = permuted(apply(x_nw, size_e), jnp.argsort(order)).reshape(*routing.expert.shape, width)
+    return Dispatched(_weighted(out_btkw, routing.weight), jnp.zeros(rows, jnp.int32))
+
+
+def by_expert(x_btw: jax.Array, routing: Routing, experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the n = b t k choices sorted by expert: tokens [n, w]; their order [n], indices into [b, t, k]; and how
+    many there are for each expert, int32 [e]."""
     expert_n = routing.expert.reshape(-1)
     order = jnp.argsort(expert_n)  # stable
     size_e = jnp.zeros(experts, jnp.int32).at[expert_n].add(1)
     # Each index occurs once, so the gradients are permutations, and the k gradients of a token are added afterwards.
-    copies_nw = jnp.repeat(x_btw.reshape(-1, width), choices, axis=0)
-    out_nw = apply(_permuted(copies_nw, order), size_e)
-    out_btkw = _permuted(out_nw, jnp.argsort(order)).reshape(*routing.expert.shape, width)
-    return Dispatched(_weighted(out_btkw, routing.weight), jnp.zeros(rows, jnp.int32))
+    copies_nw = jnp.repeat(x_btw.reshape(-1, x_btw.shape[-1]), routing.expert.shape[-1], axis=0)
+    return permuted(copies_nw, order), order, size_e
 
 
-def _permuted(x: jax.Array, order: jax.Array) -> jax.Array:
+def permuted(x: jax.Array, order: jax.Array) -> jax.Array:
+    """Returns `x` [n, ...] in an order that has each index once."""
     return x.at[order].get(unique_indices=True, mode="promise_in_bounds")
 
 

@@ -75,8 +75,8 @@ class GroupedProduct(Protocol):
         is [groups, rows, in] and the result is [groups, rows, out].
 
         Args:
-          kernel: [groups, in, out], in any dtype. If several devices share a product, it is one device's part: all
-            groups, with only the inputs or the outputs with which this device computes.
+          kernel: [groups, in, out], in any dtype. If several devices share a product, it is one device's part: its
+            own groups, with only the inputs or the outputs with which this device computes.
         """
 
 

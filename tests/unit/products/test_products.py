@@ -231,6 +231,6 @@ def test_experts_reach_their_matrices_through_the_product_that_they_are_given():
     for sparse in (True, False):
         layer = MoE(E, 5, ("silu", "linear"), sparse=sparse, **how, rngs=nnx.Rngs(0))
         jax.eval_shape(layer, jnp.ones((B, T, E)), Context(ids, ids, rows=ids[:, 0], key=None))
-    assert recorded.met == [(("embed", "exp"), True)] * 2
-    names = {("exp", "embed", "mlp"), ("exp", "mlp", "embed")}
+    assert recorded.met == [(("embed_moe", "exp"), True)] * 2
+    names = {("exp", "embed_moe", "mlp"), ("exp", "mlp", "embed_moe")}
     assert met == {(axes, True, sparse) for axes in names for sparse in (True, False)}

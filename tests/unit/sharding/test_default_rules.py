@@ -14,8 +14,9 @@ HEADS = {"q_heads", "heads", "kv_heads", "activation_heads", "activation_kv_head
 WIDE = {"mlp", "vocab", "activation_mlp", "activation_vocab"}
 SPLITS = {
     "data": {"activation_batch"},
-    "fsdp": {"activation_batch", "embed"},
+    "fsdp": {"activation_batch", "embed", "embed_moe"},
     "fsdp_transpose": {"activation_batch", "kv", "kv_head_dim", "mlp", "vocab"},
+    "expert": {"activation_batch", "embed", "exp"},
     "tensor": HEADS | WIDE | {"activation_embed"},
     "tensor_sequence": HEADS | WIDE | {"activation_norm_length"},
 }
@@ -45,7 +46,7 @@ def test_the_outer_axis_of_a_dimension_is_the_same_for_weights_and_activations()
     tensor = tuple(axis for axis in MESH_AXES if axis.startswith("tensor"))
     assert {RULES[name] for name in HEADS} == {tensor}
     assert {RULES[name][:2] for name in WIDE} == {tensor}
-    assert RULES["activation_batch"] == ("data", "fsdp", "fsdp_transpose")
+    assert RULES["activation_batch"] == ("data", "fsdp", "fsdp_transpose", "expert")
 
 
 SIZES = {"base_num_query_heads": 8, "base_num_kv_heads": 8, "logits_via_embedding": False}
@@ -67,7 +68,7 @@ def test_the_inputs_that_blocks_save_are_split(axis):
     assert default + 0.7 * inputs < whole  # of 3/4
 
 
-@pytest.mark.parametrize("axis", ["fsdp", "fsdp_transpose", "tensor", "tensor_sequence"])
+@pytest.mark.parametrize("axis", ["fsdp", "fsdp_transpose", "expert", "tensor", "tensor_sequence"])
 def test_a_device_of_eight_holds_an_eighth_of_the_state(axis):
     """Except for the norms and three counts: parameters, Adam's moments and gradients."""
     mesh = {"ici_fsdp_parallelism": 1, f"ici_{axis}_parallelism": 8}

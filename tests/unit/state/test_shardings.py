@@ -70,18 +70,19 @@ def test_the_shardings_have_the_structure_of_the_state_and_fit_its_shapes(config
 
 HEADS = ("tensor", "tensor_sequence")
 WIDE = (*HEADS, "fsdp_transpose")
+WIDTH = ("fsdp", "expert")
 EXPECTED = {
-    "token_embedder/embedding": P(WIDE, "fsdp"),
+    "token_embedder/embedding": P(WIDE, WIDTH),
     "decoder/decoder_norm/scale": P(None),
     "decoder/layers/pre_self_attention_layer_norm/scale": P(None, None),
     "decoder/layers/post_self_attention_layer_norm/scale": P(None, None),
-    "decoder/layers/self_attention/query/kernel": P(None, "fsdp", HEADS, "fsdp_transpose"),
-    "decoder/layers/self_attention/key/kernel": P(None, "fsdp", HEADS, "fsdp_transpose"),
-    "decoder/layers/self_attention/value/kernel": P(None, "fsdp", HEADS, "fsdp_transpose"),
-    "decoder/layers/self_attention/out/kernel": P(None, HEADS, "fsdp_transpose", "fsdp"),
-    "decoder/layers/mlp/wi_0/kernel": P(None, "fsdp", WIDE),
-    "decoder/layers/mlp/wi_1/kernel": P(None, "fsdp", WIDE),
-    "decoder/layers/mlp/wo/kernel": P(None, WIDE, "fsdp"),
+    "decoder/layers/self_attention/query/kernel": P(None, WIDTH, HEADS, "fsdp_transpose"),
+    "decoder/layers/self_attention/key/kernel": P(None, WIDTH, HEADS, "fsdp_transpose"),
+    "decoder/layers/self_attention/value/kernel": P(None, WIDTH, HEADS, "fsdp_transpose"),
+    "decoder/layers/self_attention/out/kernel": P(None, HEADS, "fsdp_transpose", WIDTH),
+    "decoder/layers/mlp/wi_0/kernel": P(None, WIDTH, WIDE),
+    "decoder/layers/mlp/wi_1/kernel": P(None, WIDTH, WIDE),
+    "decoder/layers/mlp/wo/kernel": P(None, WIDE, WIDTH),
 }
 
 
@@ -116,12 +117,12 @@ def test_factored_moments_keep_the_axes_that_are_not_summed(config):
         (path,) = [path for path in kept if f"/{moment}/" in f"/{path}" and path.endswith(parameter)]
         return kept[path], specs[path]
 
-    assert of("v_row", "embedding") == (("embed",), P("fsdp"))
+    assert of("v_row", "embedding") == (("embed",), P(WIDTH))
     assert of("v_col", "embedding") == (("vocab",), P(WIDE))
     assert of("v", "embedding") == ((None,), P(None))
     # [layers, embed 16, q_heads 4, kv 8]
     assert of("v_row", "query/kernel") == (("layers", "q_heads", "kv"), P(None, HEADS, "fsdp_transpose"))
-    assert of("v_col", "query/kernel") == (("layers", "embed", "q_heads"), P(None, "fsdp", HEADS))
+    assert of("v_col", "query/kernel") == (("layers", "embed", "q_heads"), P(None, WIDTH, HEADS))
     assert of("v_row", "decoder_norm/scale") == ((None,), P(None))
     assert of("v", "decoder_norm/scale") == (("norm",), P(None))
 

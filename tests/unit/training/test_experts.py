@@ -1,12 +1,16 @@
 """Mixtures of experts in a training step: every combination, meshes, accumulation, islands, metrics, Muon."""
 
 import functools
+import math
 
 import jax
 import numpy as np
 import pytest
 from support import ALL_COMBINATIONS, arguments, copied, model_of, packed_batch, state_from, tiny_config
 
+from trainer.aot import dump
+from trainer.aot.collectives import collectives
+from trainer.aot.hlo import parse
 from trainer.config import UserError, load
 from trainer.models.flops import forward_flops_per_token
 from trainer.observe.lines import Work, step_line
@@ -51,22 +55,58 @@ def step_of(run, tree):
     return run.read(metrics, 0), copied(run.codec.unpack(state)).params
 
 
-def test_the_same_step_on_a_mesh_in_microbatches():
+MICROBATCHES = {"shard_optimizer_over_data": True, "gradient_accumulation_steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("ways", "mesh", "others"),
+    [
+        (CAPACITY, {"data": 2, "fsdp": 2, "tensor": 2}, MICROBATCHES),
+        (CAPACITY, {"data": 1, "fsdp": 2, "expert": 4}, {}),
+        ({}, {"fsdp": 2, "tensor": 2, "expert": 2}, {}),
+        (
+            {},
+            {"data": 2, "fsdp": 1, "expert": 2},
+            {"remat_policy": "full", "ragged_buffer_factor": 1.0, **MICROBATCHES},
+        ),
+    ],
+)
+def test_the_same_step_on_a_mesh_in_microbatches(ways, mesh, others):
     """Rows have different numbers of tokens, so that a mean of means would be another loss."""
-    keys = CAPACITY | LOSSES | {"record_internal_nn_metrics": 1}
+    keys = ways | LOSSES | {"record_internal_nn_metrics": 1}
     tree, (alone, params) = plain(**keys)
-    mesh = {f"ici_{axis}_parallelism": 2 for axis in ("data", "fsdp", "tensor")}
-    run = made(ALL_COMBINATIONS[-1], 8, **keys, **mesh, shard_optimizer_over_data=True, gradient_accumulation_steps=2)
-    found, others = step_of(run, tree)
+    axes = {f"ici_{axis}_parallelism": size for axis, size in mesh.items()}
+    run = made(ALL_COMBINATIONS[-1], math.prod(mesh.values()), **keys, **axes, **others)
+    found, new = step_of(run, tree)
     for name in ("loss", "moe_lb_loss", "router_z_loss", "router_entropy", "expert_load", "grad_norm"):
         np.testing.assert_allclose(found[name], alone[name], rtol=1e-5, err_msg=name)
     tokens = alone[f"{LAYER}/tokens_per_expert"]
     np.testing.assert_array_equal(found[f"{LAYER}/tokens_per_expert"], tokens)
     assert tokens.sum() == 2 * np.count_nonzero(packed_batch(run.config, ROWS)["inputs_segmentation"])
-    assert found["dropped_tokens"] == alone["dropped_tokens"] > 0
+    if ways:
+        assert found["dropped_tokens"] == alone["dropped_tokens"] > 0
     np.testing.assert_allclose(alone["loss"], alone["lm_loss"] + alone["moe_lb_loss"] + alone["router_z_loss"])
-    for one, other in zip(jax.tree.leaves(others), jax.tree.leaves(params), strict=True):
+    for one, other in zip(jax.tree.leaves(new), jax.tree.leaves(params), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def test_bytes_of_the_exchange(tmp_path):
+    """The formula of docs/decisions/0022: 5 exchanges in each layer, of which 3 send the weights of choices too."""
+    keys = {
+        "ici_fsdp_parallelism": 2,
+        "ici_expert_parallelism": 4,
+        "base_num_decoder_layers": 2,
+        "remat_policy": "full",
+    }
+    run = made(devices=8, **keys)
+    with dump.uncached():
+        run.step.lower(*run.abstract_args()).compile(compiler_options=dump.options(tmp_path))
+    found, notes = collectives(parse(dump.read(tmp_path).partitioned), run.mesh)
+    sent = [it for it in found if it.kind == "all-to-all" and it.axes == ("expert",) and it.dtype == "f32"]
+    places = 1.5 * (ROWS // 8) * run.config.max_target_length * EXPERTS["num_experts_per_tok"]
+    assert {it.size: it.count for it in sent} == {places * run.config.base_emb_dim * 4: 5 * 2, places * 4: 3 * 2}
+    assert sum(it.bytes for it in sent) == 2 * places * (5 * run.config.base_emb_dim + 3) * 4 * 3 / 4
+    assert set(notes) == {"collectives in the loop expert_exchange/while are counted once"}
 
 
 def test_the_losses_of_a_router_without_preference():
@@ -143,8 +183,8 @@ def test_parameters_and_flops_by_hand():
         ({"base_moe_mlp_dim": -1}, "the hidden width of an expert is missing"),
         ({"mlp_activations": "[gelu]"}, "an expert is gated"),
         ({"routed_bias": True}, "routers of this family have no bias; with one: deepseek"),
+        ({"ragged_buffer_factor": 0.5}, r"ragged_buffer_factor=0.5 .*allowed: a number in \[1, .* or -1"),
         ({"routed_score_func": "sigmoid"}, "this family scores experts by a softmax; with sigmoids: deepseek"),
-        ({"ici_expert_parallelism": 2}, "expert parallelism is not supported yet"),
     ],
 )
 def test_what_is_refused(keys, message):
@@ -152,9 +192,17 @@ def test_what_is_refused(keys, message):
         load(arguments(ALL_COMBINATIONS[0], **EXPERTS | keys))
 
 
+def test_an_axis_that_does_not_divide_the_experts_is_refused():
+    axes = {"ici_expert_parallelism": 3, "ici_fsdp_parallelism": 1, "base_emb_dim": 18}
+    with pytest.raises(UserError, match="num_experts=4: expert 3 by the rule of exp does not divide it"):
+        made(devices=3, **axes)
+
+
 def test_what_has_no_effect_is_told():
-    given = {"capacity_factor": 1.0, "norm_topk_prob": True, "base_mlp_dim": 48}
-    warned = load(arguments(ALL_COMBINATIONS[0], **EXPERTS | given)).warnings
-    for key in given:
-        assert any(line.startswith(f"{key}=") for line in warned), key
+    for given, others in (
+        ({"capacity_factor": 1.0, "norm_topk_prob": True, "base_mlp_dim": 48, "ragged_buffer_factor": 2.0}, {}),
+        ({"moe_mlpwo": "device", "base_mlp_dim": 48}, {"remat_policy": "custom", "ici_expert_parallelism": 4}),
+    ):
+        warned = load(arguments(ALL_COMBINATIONS[0], **EXPERTS | given | others)).warnings
+        assert {line.split("=")[0] for line in warned} - set(others) == set(given)
     assert any("num_experts=1" in line for line in load(arguments(ALL_COMBINATIONS[0], capacity_factor=1.0)).warnings)

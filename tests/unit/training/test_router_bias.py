@@ -97,11 +97,13 @@ def test_a_skipped_step_leaves_it():
 
 def test_it_is_equal_on_a_mesh_in_microbatches_and_in_another_combination():
     run, step, tree = plain()
-    alone, _ = after(run, step, tree, batch_of(run))
-    axes = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "gradient_accumulation_steps": 2}
-    other = made(ALL_COMBINATIONS[-1], 4, **axes, shard_optimizer_over_data=True)
-    found, _ = after(other, other.compile(), tree, batch_of(other))
+    alone, expected = after(run, step, tree, batch_of(run))
+    axes = {"ici_fsdp_parallelism": 2, "ici_expert_parallelism": 2, "gradient_accumulation_steps": 2}
+    other = made(ALL_COMBINATIONS[-1], 4, **axes)
+    found, metrics = after(other, other.compile(), tree, batch_of(other))
     assert_equal_bits(found.rest, alone.rest)
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-5)
 
 
 def test_without_a_rate_nothing_moves_it():
@@ -116,7 +118,7 @@ def test_without_a_rate_nothing_moves_it():
 
 def test_islands_have_their_own_until_they_synchronize():
     islands = {"enable_diloco": True, "ici_diloco_parallelism": 2, "diloco_sync_period": 2}
-    run = made(devices=2, **islands)
+    run = made(devices=4, **islands, ici_expert_parallelism=2)
     step, state = run.compile(), run.init()
     of_islands, outer = [], []
     for _ in range(2):
