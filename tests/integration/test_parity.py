@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -14,7 +15,7 @@ from support import ALL_COMBINATIONS
 from trainer import parity, training
 from trainer.compare import measure, programs
 from trainer.layers.stack import Stack
-from trainer.models import llama2, mistral
+from trainer.models import deepseek, llama2, mistral
 from trainer.objectives import tiling
 from trainer.optim.average import averaging
 from trainer.optim.qk_clip import qk_clip
@@ -77,6 +78,39 @@ def test_a_planted_difference_is_found_in_its_layer(capsys, monkeypatch):
     assert rows["layer 1"][3] == "apart"
     assert rows["layer 1"][-1] == "mlp_output"
     assert rows["layer 2"][3] == "apart"
+
+
+def test_a_fault_in_routing_is_named(capsys, monkeypatch):
+    """One side's router swaps two chosen experts of the first token, in its second layer with experts."""
+    calls = itertools.count()
+
+    class Wrong(deepseek.Block):
+        @staticmethod
+        def score(config):
+            right = deepseek.Block.score(config)
+
+            def wrong(*args):
+                found = right(*args)
+                if next(calls) != 1:  # in an unrolled loop, a block is traced once for every layer
+                    return found
+                return found._replace(expert=found.expert.at[0, 0].set(found.expert[0, 0, ::-1]))
+
+            return wrong
+
+    stacks = [Stack("moe_layers", (Wrong,), 3)]
+    own = SimpleNamespace(family=dataclasses.replace(deepseek.FAMILY, stacks=lambda config: stacks))
+    monkeypatch.setitem(sys.modules, "wrong_routing", own)
+    keys = {
+        **{"attention_type": "mla", "kv_lora_rank": 8, "qk_nope_head_dim": 8},
+        **{"qk_rope_head_dim": 4, "v_head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "base_num_kv_heads": 2},
+        **{"base_moe_mlp_dim": 8, "shared_experts": 1, "first_num_dense_layers": 0, "base_num_decoder_layers": 3},
+        **{"routed_score_func": "sigmoid", "routed_bias": True, "logits_via_embedding": False},
+    }
+    words = ("left.decoder_block=deepseek", "right.decoder_block=wrong_routing:family")
+    _, out, error = run(capsys, *words, only_forward=True, scan_layers=False, **keys)
+    assert out, error
+    name = "decoder/moe_layers/DeepSeekMoeBlock_0/MoeBlock_0/expert_weights"
+    assert out.splitlines()[-1] == f"left and right differ first in activations: {name}, layer 1"
 
 
 @pytest.mark.skipif(len(ALL_COMBINATIONS) == 1, reason="there is one combination")

@@ -53,12 +53,13 @@ class Difference(NamedTuple):
         return self.name if self.layer is None else f"{self.name}, layer {self.layer}"
 
 
-def forward_order(it: Difference) -> tuple[int, int, bool, str]:
+def forward_order(it: Difference) -> tuple[int, int, bool, str, str]:
     """Returns a sort key for the order of the forward pass: embedding, each layer with its output last, norm,
     logits."""
     if it.layer is not None:
-        return 1, it.layer, it.name.endswith("/output"), it.name
-    return 0 if "embedd" in it.name else 2, 0, False, it.name
+        # Within a layer by the last part of the name, since the order of sowing is not known.
+        return 1, it.layer, it.name.endswith("/output"), it.name.rpartition("/")[2], it.name
+    return 0 if "embedd" in it.name else 2, 0, False, it.name, it.name
 
 
 def differences(

@@ -14,10 +14,10 @@ from trainer.layers.context import Context
 from trainer.layers.dense import INPUT, RESIDUAL, ROWS, Dense
 from trainer.layers.mlp import ACTIVATIONS, MLP
 from trainer.layers.param import Buffer, param
-from trainer.layers.sown import RouterCount, RouterLoss, captures, sow
+from trainer.layers.sown import Activation, RouterCount, RouterLoss, captures, sow
 from trainer.ops import exchange
 from trainer.ops.experts import Apply, Dispatched, dropless, every_expert, within_capacity
-from trainer.ops.routing import Score, entropy, load_balance, squared_log_z, tokens_per_expert
+from trainer.ops.routing import Routing, Score, entropy, load_balance, squared_log_z, tokens_per_expert, weight_of_each
 from trainer.products import MakeGrouped, MakeProduct, plain, plain_grouped
 
 IN, OUT = sharding.Axes(("exp", "embed_moe", "mlp")), sharding.Axes(("exp", "mlp", "embed_moe"))
@@ -43,7 +43,8 @@ class MoE(nnx.Module):
     It sows, for the tokens that are not padding,
     - as RouterLoss: `load_balance` and `z`, sums of `ops.routing.load_balance` and `ops.routing.squared_log_z`;
     - as RouterCount: `tokens_per_expert`, int32 [experts]; `tokens`, int32; `entropy`, their sum in nats; `dropped`,
-      int32, the number of choices that found no place (`ops.experts.within_capacity`).
+      int32, the number of choices that found no place (`ops.experts.within_capacity`);
+    - as Activation, of all tokens: `expert_logits` and `expert_weights`, [b, t, experts], 0 for experts not chosen.
     """
 
     def __init__(
@@ -111,18 +112,18 @@ class MoE(nnx.Module):
         run = sharding.shard_mapped(
             lambda *args: self._run(*args),  # not itself: flax takes no bound method
             (_TOKENS, _TOKENS, _PER_TOKEN, [_BIAS] * len(bias), *[_IN] * len(self.activations), _OUT),
-            (_PARTS, _TOKENS, _PER_ROW),
+            (_PARTS, _TOKENS, _TOKENS, _PER_ROW),
             check=False,
         )
-        parts, expert_btk, dropped_b = run(x_bte.astype(self.dtype), logits, real_bt, bias, *kernels)
-        self._sow(logits, expert_btk, real_bt, dropped_b)
+        parts, expert_btk, weight_btk, dropped_b = run(x_bte.astype(self.dtype), logits, real_bt, bias, *kernels)
+        self._sow(logits, Routing(expert_btk, weight_btk), real_bt, dropped_b)
         return sharding.constrain(parts.sum(0), RESIDUAL)
 
     def _run(
         self, x_btw: jax.Array, logits: jax.Array, real_bt: jax.Array, bias: list[jax.Array], *kernels: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """On one device, for its rows and its share of the hidden units: its part of the result with an axis of devices
-        in front, and each token's experts."""
+        in front, the experts of each token and their weights, and how many choices it dropped in each row."""
         routing = self.score(logits, self.chosen, *bias)
         apply: Apply = functools.partial(self._experts, kernels)
         own, rows = sharding.mesh_axes("exp"), sharding.mesh_axes("activation_batch")
@@ -139,7 +140,7 @@ class MoE(nnx.Module):
         else:
             factor = self.capacity_factor
             found = within_capacity(x_btw, routing, apply, self.experts, real_bt=real_bt, factor=factor)
-        return found.out.astype(self.dtype)[None], routing.expert, found.dropped
+        return found.out.astype(self.dtype)[None], *routing, found.dropped
 
     def _experts(self, kernels: Sequence[jax.Array], rows: jax.Array, sizes: jax.Array | None) -> jax.Array:
         """See `ops.experts.Apply`."""
@@ -150,18 +151,21 @@ class MoE(nnx.Module):
         hidden = functools.reduce(operator.mul, factors)
         return checkpoint_name(self.product_out(hidden, kernels[-1], sizes), "moe_mlpwo")
 
-    def _sow(self, logits: jax.Array, expert_btk: jax.Array, real_bt: jax.Array, dropped_b: jax.Array) -> None:
+    def _sow(self, logits: jax.Array, routing: Routing, real_bt: jax.Array, dropped_b: jax.Array) -> None:
         # Its softmax is the share of each expert in the scores of a token.
         share = jax.nn.log_sigmoid(logits) if self.by_sigmoid else logits
         if captures(self, RouterLoss):
-            sow(self, RouterLoss, "load_balance", load_balance(share, expert_btk, real_bt).sum())
+            sow(self, RouterLoss, "load_balance", load_balance(share, routing.expert, real_bt).sum())
             sow(self, RouterLoss, "z", squared_log_z(logits, real_bt).sum())
         if captures(self, RouterCount):
-            count_be = tokens_per_expert(expert_btk, real_bt, self.experts)
+            count_be = tokens_per_expert(routing.expert, real_bt, self.experts)
             sow(self, RouterCount, "tokens_per_expert", count_be.sum(0))
             sow(self, RouterCount, "tokens", real_bt.sum(dtype=jnp.int32))
             sow(self, RouterCount, "entropy", entropy(share, real_bt).sum())
             sow(self, RouterCount, "dropped", dropped_b.sum())
+        if captures(self, Activation):
+            sow(self, Activation, "expert_logits", logits)
+            sow(self, Activation, "expert_weights", weight_of_each(routing, self.experts))
 
 
 class SharedMoE(nnx.Module):

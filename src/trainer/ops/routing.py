@@ -96,6 +96,12 @@ def tokens_per_expert(expert: jax.Array, real: jax.Array, experts: int) -> jax.A
     return jnp.sum(chose * real[..., None], axis=-2)
 
 
+def weight_of_each(routing: Routing, experts: int) -> jax.Array:
+    """The weight of each expert, 0 for those that a token did not choose: float32 [..., e]."""
+    chose = jax.nn.one_hot(routing.expert, experts, dtype=jnp.float32)
+    return jnp.sum(chose * routing.weight[..., None], axis=-2)
+
+
 def load_balance(logits_bte: jax.Array, expert_btk: jax.Array, real_bt: jax.Array) -> jax.Array:
     """The load-balance loss of each row, [b]: e times the sum over experts of the share of tokens that chose it times
     its mean probability (Fedus et al. 2021, arXiv:2101.03961), over the real tokens of the row; 0 for a row without.

@@ -1,12 +1,10 @@
 """The programs accept every command of the README and the docs: they exist, keys and values are allowed, and the mesh
-fits the devices. Nothing runs here; `.ci/run` runs two guides, and tests/integration the README's commands. Links lead
-to files that exist."""
+fits the devices. Nothing runs here: scripts/run_docs.py runs the commands, with fewer steps. Links lead to files that
+exist."""
 
 import importlib.util
 import re
-import shlex
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -15,49 +13,18 @@ from trainer.config import COMBINATIONS, UserError, load, load_sides, resolve
 from trainer.config.maxtext_command import parse
 from trainer.config.topologies import Topology, find_topology
 
-ROOT = Path(__file__).parents[3]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
-HEREDOC = re.compile(r"^cat > (\S+) <<'END'\n(.*?)^END\n", re.MULTILINE | re.DOTALL)
-SYNOPSIS = re.compile(r"\[key=value|\[SECTION\]|FROM OUT|RUN \[RUN")
-PYTHON = re.compile(r"\S*\bpython3?")
-NOT_OURS = ("pip", "pytest", "venv")
-
-
-class Documented(NamedTuple):
-    """A command, as it stands: its page, variables, program (a module, or a path of a script) and words."""
-
-    page: str
-    variables: dict[str, str]
-    program: str
-    words: list[str]
-
-
-def commands():
-    """The commands in the fenced blocks without a language or with bash."""
-    for page in PAGES:
-        for language, block in FENCE.findall(page.read_text(encoding="utf-8")):
-            if language not in ("", "bash"):
-                continue
-            for line in HEREDOC.sub("", block).replace("\\\n", " ").splitlines():
-                if not SYNOPSIS.search(line):
-                    yield from (found for part in line.split("&&") if (found := command(page, part)))
-
-
-def command(page, line):
-    """The command of a line; None if it runs no program of this project."""
-    words = shlex.split(line, comments=True) if PYTHON.search(line) else []
-    at = next((i for i, word in enumerate(words) if PYTHON.fullmatch(word)), None)
-    if at is None:
-        return None
-    program, *rest = words[at + 1 :] if words[at + 1] != "-m" else words[at + 2 :]
-    variables = dict(word.split("=", 1) for word in words[:at] if re.match(r"[A-Z_]+=", word))
-    return None if program in NOT_OURS else Documented(str(page.relative_to(ROOT)), variables, program, rest)
+_SCRIPT = Path(__file__).parents[3] / "scripts" / "documented_commands.py"
+_spec = importlib.util.spec_from_file_location("documented_commands", _SCRIPT)
+assert _spec
+assert _spec.loader
+documented = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(documented)
+ROOT, PAGES, HEREDOC = documented.ROOT, documented.PAGES, documented.HEREDOC
 
 
 # Without Linen, the pages for migrating still name what was removed.
 REMOVED = re.compile(r"enable_nnx=|pure_nnx|linen|bridged") if len(COMBINATIONS) == 1 else None
-COMMANDS = [found for found in commands() if REMOVED is None or not REMOVED.search(" ".join(found.words))]
+COMMANDS = [found for found in documented.commands() if REMOVED is None or not REMOVED.search(" ".join(found.words))]
 pytestmark = pytest.mark.default_combination
 
 

@@ -1,5 +1,6 @@
 """Closed forms, compared with sums by hand, with the model itself and with published sizes."""
 
+import math
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from support import packed_batch, tiny_config
 
 from trainer.backends import make_model
 from trainer.models.flops import flops_per_token, forward_flops_per_token, visible_keys
-from trainer.objectives import NextToken
+from trainer.objectives import NextToken, make_objective
 
 TINY = {
     "base_emb_dim": 8,
@@ -160,6 +161,58 @@ def test_compiled_flops_of_a_family(family):
     config = tiny_config("nnx", **WIDE | FAMILIES[family])
     expected = flops_per_token(config, keys=config.max_target_length)
     assert compiled_flops(config, gradients=True) == pytest.approx(expected, rel=0.02)
+
+
+SPARSE = {"num_experts": 8, "num_experts_per_tok": 3, "base_moe_mlp_dim": 128, "logits_via_embedding": False}
+WITH_EXPERTS = {
+    "mixtral": {"decoder_block": "mixtral"},
+    "qwen3_moe": {"decoder_block": "qwen3_moe", "use_qk_norm": True},
+    "deepseek": {
+        "decoder_block": "deepseek",
+        "attention_type": "mla",
+        "base_num_kv_heads": 4,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 64,
+        "shared_experts": 2,
+        "first_num_dense_layers": 1,
+        "routed_score_func": "sigmoid",
+        "routed_bias": True,
+        "scan_layers": True,
+        "mtp_num_layers": 1,
+    },
+}
+
+
+def traced_flops(jaxpr) -> int:
+    """Returns the FLOPs of the matrix products in a jaxpr. A grouped product of m rows counts as m x k x n."""
+    total = 0
+    for equation in jaxpr.eqns:
+        times = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda it: hasattr(it, "eqns")):
+            total += times * traced_flops(inner) if hasattr(inner, "eqns") else 0
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            sizes = [equation.invars[0].aval.shape[axis] for axis in contracted]
+            total += 2 * equation.outvars[0].aval.size * math.prod(sizes)
+        elif equation.primitive.name == "ragged_dot_general":
+            total += 2 * equation.invars[0].aval.size * equation.outvars[0].aval.shape[-1]
+    return total
+
+
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_only_the_experts_of_a_token_count(family):
+    """Counted over the jaxpr of the loss and its gradients, since XLA's CPU backend computes every expert."""
+    config = tiny_config("nnx", **WIDE | SPARSE | WITH_EXPERTS[family])
+    model = make_model(config)
+    params, rest = model.abstract
+    objective, rows = make_objective(config, model), 2
+
+    def loss(params, rest, batch):
+        return sum(term.sum() for term in objective.sums(params, rest, batch, None).minimized.values())
+
+    found = traced_flops(jax.make_jaxpr(jax.grad(loss))(params, rest, packed_batch(config, rows)).jaxpr)
+    expected = flops_per_token(config, keys=config.max_target_length)
+    assert found / (rows * config.max_target_length) == pytest.approx(expected, rel=0.02)
 
 
 def test_compiled_flops_of_blocks_under_a_window():

@@ -1,0 +1,66 @@
+"""The commands of the README and the docs, for scripts/run_docs.py and the tests."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# A fenced block, with the language and the comment directly before it.
+BLOCK = re.compile(
+    r"(?:^<!-- (?P<comment>[^\n]*) -->\n)?^ *```(?P<language>\w*)\n(?P<text>.*?)^ *```", re.MULTILINE | re.DOTALL
+)
+HEREDOC = re.compile(r"^cat > (\S+) <<'END'\n(.*?)^END\n", re.MULTILINE | re.DOTALL)
+_SYNOPSIS = re.compile(r"\[key=value|\[SECTION\]|FROM OUT|RUN \[RUN")
+_PYTHON = re.compile(r"\S*\bpython3?")
+_NOT_OURS = ("pip", "pytest", "venv")
+
+
+class Command(NamedTuple):
+    """A command of the project, as it is written.
+
+    Attributes:
+      page: its page, relative to the checkout.
+      variables: of the environment.
+      program: a module, or the path of a script.
+      code: the exit code that the page states in a comment directly before the block, `exit code: 1`.
+      named: the name in such a comment, `command: test`; .ci/run runs these itself.
+    """
+
+    page: str
+    variables: dict[str, str]
+    program: str
+    words: list[str]
+    code: int = 0
+    named: str = ""
+
+
+def commands() -> Iterator[Command]:
+    """Yields the commands in all fenced blocks without a language or with bash, without synopses."""
+    for page in PAGES:
+        for block in BLOCK.finditer(page.read_text(encoding="utf-8")):
+            if block["language"] not in ("", "bash"):
+                continue
+            kind, _, value = (block["comment"] or "").partition(": ")
+            for line in HEREDOC.sub("", block["text"]).replace("\\\n", " ").splitlines():
+                if _SYNOPSIS.search(line):
+                    continue
+                for part in line.split("&&"):
+                    if found := _command(page, part):
+                        code = int(value) if kind == "exit code" else 0
+                        yield found._replace(code=code, named=value if kind == "command" else "")
+
+
+def _command(page: Path, line: str) -> Command | None:
+    """Returns the command of a line; None if it runs no program of this project."""
+    words = shlex.split(line, comments=True) if _PYTHON.search(line) else []
+    at = next((i for i, word in enumerate(words) if _PYTHON.fullmatch(word)), None)
+    if at is None:
+        return None
+    program, *rest = words[at + 1 :] if words[at + 1] != "-m" else words[at + 2 :]
+    if program in _NOT_OURS:
+        return None
+    variables = dict(word.split("=", 1) for word in words[:at] if re.match(r"[A-Z_]+=", word))
+    return Command(str(page.relative_to(ROOT)), variables, program, rest[: rest.index(">")] if ">" in rest else rest)

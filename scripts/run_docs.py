@@ -1,0 +1,220 @@
+"""Runs the commands of the README and the docs like a reader, with their steps cut.
+
+    python scripts/run_docs.py [-n 2] [PAGE ...]
+
+Each page gets a folder of its own, where its commands run in order. A command must end with exit code 0, or with the
+code in a comment directly before its block: `<!-- exit code: 1 -->`. Blocks of the guides in AS_WRITTEN run without a
+change. In other pages
+- training takes 3 steps, or the number that is written if that is at most 20;
+- the reader's own files and runs (/data, /models, runs/first) are small ones that this script makes;
+- a command that stood on an earlier page is not run again, nor one in NOT_RUN. Both are listed at the end.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from documented_commands import BLOCK, HEREDOC, ROOT, Command, commands
+
+from trainer.checkpoint import open_source
+from trainer.checkpoint.description import as_words
+
+AS_WRITTEN = ("docs/guides/migrating.md", "docs/guides/diloco.md")
+# Commands that match are not run here, and why. tests/unit/docs resolves all of them as they are written.
+NOT_RUN = {
+    r"dataset_name=c4/": "needs C4, as TFDS prepares it",
+    r"benchmark_kernels": "measures an accelerator; tests/integration runs it with a tiny model",
+}
+TRAINING = ("trainer.train", "docs/guides/own_objective.py", "scripts/launch_local.py")
+STEPS, LONGEST = 3, 20
+SMALL = [
+    *("base_emb_dim=32", "base_num_query_heads=2", "base_num_kv_heads=2", "base_mlp_dim=64"),
+    "base_num_decoder_layers=1",
+]
+MY_YML = "\n".join(["base_config: base.yml", *(word.replace("=", ": ") for word in SMALL), ""])
+RUN = ["-m", "trainer.train", "base.yml", *SMALL, "dataset_type=synthetic", "eval_interval=-1", "steps=100"]
+# The runs that a page takes for granted.
+EARLIER = {
+    "docs/guides/parity.md": [[*RUN, "run_name=first"], [*RUN, "run_name=second"]],
+    "docs/guides/generation.md": [["-m", "trainer.train", "base.yml", f"steps={STEPS}", "eval_steps=1"]],
+    "docs/benchmarks/generation.md": [["-m", "trainer.train", "base.yml", f"steps={STEPS}", "eval_steps=1"]],
+    "docs/guides/weights.md": [["-m", "trainer.export", "/models/Mistral-7B", "maxtext-run", "format=maxtext"]],
+}
+# The folders in /models with the tiny models of tests/goldens that are in them; and presets that get the sizes of one.
+FOLDERS = {"Llama-3.1-8B": "llama-llama3", "Qwen3-8B": "qwen3", "Mistral-7B": "mistral"}
+SIZES_OF = {"llama3.1-8b": "Llama-3.1-8B", "mistral-7b": "Mistral-7B"}
+
+
+def main() -> int:
+    """Runs the pages of the command line, or all. Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pages", nargs="*", metavar="PAGE")
+    parser.add_argument("-n", type=int, default=1, help="how many pages run at once (default: 1)")
+    given = parser.parse_args()
+    found: dict[str, list[Command]] = {}
+    for command in commands():
+        found.setdefault(command.page, []).append(command)
+    if unknown := set(given.pages) - found.keys():
+        raise SystemExit(f"pages without commands: {', '.join(sorted(unknown))}; with: {', '.join(found)}")
+    skipped = list(_skipped(found))
+    pages = sorted(given.pages or found, key=lambda page: (page not in AS_WRITTEN, -len(found[page])))
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch, concurrent.futures.ThreadPoolExecutor(given.n) as pool:
+        files = reader_files(Path(scratch) / "reader")
+        jobs = [pool.submit(run_page, page, found[page], Path(scratch) / str(i), files) for i, page in enumerate(pages)]
+        failed = [page for page, job in zip(pages, jobs, strict=True) if not job.result()]
+    print("\nnot run:")
+    for command, why in skipped:
+        if command.page in pages:
+            print(f"  {command.page}: {shown(command)}: {why}")
+    minutes = (time.monotonic() - began) / 60
+    print(f"{len(pages)} pages in {minutes:.1f} minutes; failed: {', '.join(failed) or 'none'}")
+    return 1 if failed else 0
+
+
+def _skipped(found: dict[str, list[Command]]) -> Iterator[tuple[Command, str]]:
+    """Takes the commands that are not run out of `found`, and yields them with the reason."""
+    earlier: dict[str, str] = {}
+    for page, listed in found.items():
+        for command in list(listed) if page not in AS_WRITTEN else ():
+            text = " ".join([*command.variables.values(), command.program, *command.words])
+            why = next((why for pattern, why in NOT_RUN.items() if re.search(pattern, text)), "")
+            if command.named:
+                why = "a command of .ci/run"
+            elif text in earlier:
+                why = f"as in {earlier[text]}"
+            if why:
+                listed.remove(command)
+                yield command, why
+            earlier.setdefault(text, page)
+
+
+def reader_files(folder: Path) -> dict[str, Path]:
+    """Makes the files that the pages take for granted. Returns the folder in place of each absolute path."""
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in _sources()]
+    for name in ("a", "web/a", "code/a"):
+        file = folder / "data" / f"{name}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        _write_jsonl(file, texts)
+    for split in ("train", "test"):
+        (folder / "data" / "my_dataset").mkdir(exist_ok=True)
+        _write_jsonl(folder / "data" / "my_dataset" / f"{split}.jsonl", texts)
+    for i, text in enumerate(texts):
+        file = folder / "data" / "books" / str(i % 3) / f"{i}.txt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    for name, golden in FOLDERS.items():
+        shutil.copytree(ROOT / "tests/goldens" / golden, folder / "models" / name)
+    config = folder / "models" / "Llama-3.1-8B" / "config.json"
+    fields = json.loads(config.read_text(encoding="utf-8"))
+    fields["rope_parameters"]["original_max_position_embeddings"] = 8192  # MaxText knows no other length
+    config.write_text(json.dumps(fields), encoding="utf-8")
+    return {"/data/": folder / "data", "/models/": folder / "models"}
+
+
+def _sources() -> list[Path]:
+    return sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:60]
+
+
+def _write_jsonl(file: Path, texts: list[str]) -> None:
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+
+
+def run_page(page: str, listed: list[Command], folder: Path, files: dict[str, Path]) -> bool:
+    """Runs a page's commands in `folder`, a new one. Returns whether all ended as the page says."""
+    folder.mkdir()
+    for name in ("docs", "scripts"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "my.yml").write_text(MY_YML, encoding="utf-8")
+    text = (ROOT / page).read_text(encoding="utf-8")
+    # `python` is the interpreter that runs this script.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path}
+    if page in AS_WRITTEN:
+        for block in BLOCK.finditer(text):
+            if block["language"] == "bash":
+                kind, _, value = (block["comment"] or "").partition(": ")
+                code = int(value) if kind == "exit code" else 0
+                argv = ["bash", "-euo", "pipefail", "-c", block["text"]]
+                if not run(argv, code, f"{page}: {_short(block['text'])}", folder, environment):
+                    return False
+        return True
+    for name, content in HEREDOC.findall(text):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content, encoding="utf-8")
+    for words in EARLIER.get(page, ()):
+        argv = [sys.executable, *(_replaced(word, files, folder) for word in words)]
+        if not run(argv, 0, f"{page}: before it: {_short(' '.join(words))}", folder, environment):
+            return False
+    ended = []
+    for command in listed:
+        words = [_replaced(word, files, folder) for word in cut(command, files["/models/"])]
+        program = [command.program] if command.program.endswith(".py") else ["-m", command.program]
+        argv, variables = [sys.executable, *program, *words], environment | command.variables
+        ended.append(run(argv, command.code, f"{page}: {shown(command)}", folder, variables))
+    return all(ended)
+
+
+def cut(command: Command, models: Path) -> list[str]:
+    """Returns the words of `command` with its steps and rounds cut, and the sizes of a model in the folder `models`."""
+    words = list(command.words)
+    if command.program in TRAINING:
+        given = dict(word.partition("=")[::2] for word in words)
+        steps = int(given.get("steps", 650))
+        if steps > LONGEST:
+            schedule = given.get("learning_rate_schedule_steps", steps)
+            words += [f"steps={STEPS}", f"learning_rate_schedule_steps={schedule}"]
+        words += ["eval_steps=1"]
+    if command.program == "scripts/kill_rounds.py":
+        words[words.index("--rounds") + 1] = "1"
+    if command.program == "scripts/soak_scheduler.py":
+        words += ["--requests", "100"]
+    for name, folder in SIZES_OF.items():
+        if command.program in ("trainer.train", "trainer.export") and f"model_name={name}" in words:
+            words += as_words(open_source(str(models / folder)).keys)
+    return words
+
+
+def _replaced(word: str, files: dict[str, Path], folder: Path) -> str:
+    for prefix, place in {"/tmp/": folder, **files}.items():  # in this order: the folders may be in /tmp
+        word = word.replace(prefix, f"{place}/")
+    return word
+
+
+def run(argv: list[str], code: int, label: str, folder: Path, environment: dict[str, str]) -> bool:
+    """Runs a command, prints a line, and its output if it did not end with `code`. Returns whether it did."""
+    began = time.monotonic()
+    done = subprocess.run(
+        argv, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    seconds = time.monotonic() - began
+    if done.returncode == code:
+        print(f"{seconds:6.1f} s  {label}", flush=True)
+        return True
+    print(f"FAILED    {label}: exit code {done.returncode}, not {code}\n{done.stdout[-4000:]}", flush=True)
+    return False
+
+
+def shown(command: Command) -> str:
+    """Returns `command` on one line."""
+    variables = [f"{name}={value}" for name, value in command.variables.items()]
+    return _short(" ".join([*variables, command.program, *command.words]))
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 110 else f"{line[:107]}..."
+
+
+if __name__ == "__main__":
+    sys.exit(main())
