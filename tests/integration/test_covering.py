@@ -21,8 +21,9 @@ MESHES = {
         "ici_tensor_parallelism": 2,
         "shard_optimizer_over_data": True,
     },
-    "2 slices of fsdp_transpose 2 x tensor_sequence 2": {
-        "dcn_data_parallelism": 2,
+    "2 slices along expert, of fsdp_transpose 2 x tensor_sequence 2": {
+        "dcn_data_parallelism": 1,
+        "dcn_expert_parallelism": 2,
         "ici_fsdp_parallelism": 1,
         "ici_fsdp_transpose_parallelism": 2,
         "ici_tensor_sequence_parallelism": 2,

@@ -20,7 +20,7 @@ SETTINGS = {
         "gradient_clipping_threshold": 0.05,
         **DROPOUT,
     },
-    "scan with remat, accumulation over 2 microbatches, Muon, experts": {
+    "scan with remat, accumulation over 2 microbatches, Muon, experts along 2 devices, fsdp 4": {
         "decoder_block": "mixtral",
         "num_experts": 4,
         "num_experts_per_tok": 2,
@@ -36,6 +36,9 @@ SETTINGS = {
         "ema_decay": 0.9,
         "parameter_metrics_period": 2,
         "learning_rate_groups": "[embedding=0.5]",
+        "ici_fsdp_parallelism": 4,
+        "ici_expert_parallelism": 2,
+        "per_device_batch_size": 1,
         **DROPOUT,
     },
     "2 islands of fsdp 2 x tensor 2, Adafactor": {

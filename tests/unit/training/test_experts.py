@@ -106,6 +106,8 @@ def test_bytes_of_the_exchange(tmp_path):
     places = 1.5 * (ROWS // 8) * run.config.max_target_length * EXPERTS["num_experts_per_tok"]
     assert {it.size: it.count for it in sent} == {places * run.config.base_emb_dim * 4: 5 * 2, places * 4: 3 * 2}
     assert sum(it.bytes for it in sent) == 2 * places * (5 * run.config.base_emb_dim + 3) * 4 * 3 / 4
+    # The number of rounds is that of all devices which have other tokens.
+    assert any("pmax" in source for it in found if it.axes == ("fsdp", "expert") for source in it.sources)
     assert set(notes) == {"collectives in the loop expert_exchange/while are counted once"}
 
 
