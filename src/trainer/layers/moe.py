@@ -58,7 +58,7 @@ class MoE(nnx.Module):
         score: Score,
         sparse: bool,
         capacity_factor: float,
-        buffer: float = -1,
+        buffer: float = 1.5,
         dtype: jnp.dtype,
         weight_dtype: jnp.dtype,
         make_product: MakeProduct = plain,
