@@ -182,6 +182,7 @@ def cut(command: Command, models: Path) -> list[str]:
     for name, folder in SIZES_OF.items():
         if command.program in ("trainer.train", "trainer.export") and f"model_name={name}" in words:
             words += as_words(open_source(str(models / folder)).keys)
+            words += ["dataset_type=synthetic"] if command.program == "trainer.train" else []  # it has 64 tokens
     return words
 
 
