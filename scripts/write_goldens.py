@@ -134,6 +134,11 @@ CASES = {
         | {"q_lora_rank": 10, "n_group": 3, "topk_group": 2, "n_shared_experts": 1, "norm_topk_prob": True}
         | {"routed_scaling_factor": 2.5},
     ),
+    "qwen3-moe-interleaved": Case(
+        QWEN3_MOE,
+        EXPERTS | {"norm_topk_prob": True, "decoder_sparse_step": 2, "num_hidden_layers": 4},
+        ("model.layers.1.mlp.gate.weight", "model.layers.2.mlp.up_proj.weight"),
+    ),
 }
 
 

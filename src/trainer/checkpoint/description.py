@@ -8,7 +8,16 @@ import yaml
 
 from trainer.config import COMBINATIONS, Loaded, UserError, flags_of, load, read_saved, resolve
 from trainer.config.dump import to_flow
-from trainer.config.expert_keys import MIXED, OF_MIXED, SCORE, has_experts, normalizes_by_key
+from trainer.config.expert_keys import (
+    MIXED,
+    OF_MIXED,
+    SCORE,
+    STEP,
+    dense_layers,
+    has_experts,
+    normalizes_by_key,
+    some_experts,
+)
 from trainer.config.files import COMMAND_LINE
 from trainer.config.flags import FLAGS
 from trainer.config.latent_keys import KEYS as OF_LATENT
@@ -36,8 +45,9 @@ _OF_ROPE = {
 # The keys of the feed-forward layers: an MLP, or experts.
 _OF_MLP, _OF_EXPERTS = ("base_mlp_dim",), ("num_experts", "num_experts_per_tok", "base_moe_mlp_dim")
 _NORMALIZED = "norm_topk_prob"
-# Learned positions and fused projections, with the values for models without them.
-_GPT3 = {"trainable_position_size": -1, "fused_qkv": False}
+# Learned positions, fused projections and layers without experts between those with, with the values for models
+# without them.
+_SELDOM = {"trainable_position_size": -1, "fused_qkv": False, STEP: 1}
 _MSCALE, _OF_HEADS = "mscale", ("head_dim",)
 # Keys that have an effect only under one value of another key. If that other key differs, they are not compared.
 _BELOW = {
@@ -53,7 +63,7 @@ FREE = {
     *("attention_type", "rope_type", "rope_min_timescale", "rope_max_timescale", *_BELOW["rope_type"]),
     *("sliding_window_size", MODULES, _NORMALIZED, _MSCALE),
 }
-MODEL = {*_ALWAYS, *_OF_HEADS, *OF_LATENT, *_OF_MLP, *_OF_EXPERTS, *OF_MIXED, *_GPT3, *FREE, ORDER}
+MODEL = {*_ALWAYS, *_OF_HEADS, *OF_LATENT, *_OF_MLP, *_OF_EXPERTS, *OF_MIXED, *_SELDOM, *FREE, ORDER}
 # Further arguments of `trainer.export`: a preset of `MODEL`, and the sequence length for which the model is meant.
 _PRESET, LENGTH = "model_name", "max_target_length"
 
@@ -61,13 +71,14 @@ _PRESET, LENGTH = "model_name", "max_target_length"
 def described(config: Any) -> dict[str, Any]:
     """Returns the keys of `config`, resolved, that define what its parameters compute, without keys without effect."""
     names = [*_ALWAYS, *_OF_ROPE[config.rope_type], *(_OF_EXPERTS if has_experts(config) else _OF_MLP)]
-    names += [name for name in _GPT3 if config[name] != _GPT3[name]]
+    names += [name for name in _SELDOM if config[name] != _SELDOM[name]]
     names += OF_LATENT if is_latent(config) else _OF_HEADS
     if is_latent(config) and config.rope_type == "yarn":
         names.append(_MSCALE)
     if config.decoder_block in MIXED:
         names += [name for name in OF_MIXED if name != "topk_routing_group" or config.n_routing_groups > 1]
-        names += _OF_MLP if config.first_num_dense_layers else ()
+    if some_experts(config) and has_experts(config) and dense_layers(config):
+        names += _OF_MLP
     if normalizes_by_key(config):
         names.append(_NORMALIZED)
     if config.attention_type == "local_sliding":

@@ -13,10 +13,12 @@ from trainer.config.expert_keys import (
     BIAS_RATE,
     MIXED,
     OF_MIXED,
+    dense_layers,
     has_experts,
     normalizes_by_key,
     only_experts,
     sends,
+    some_experts,
 )
 from trainer.config.expert_keys import KEYS as OF_EXPERTS
 from trainer.config.files import by_hand
@@ -70,8 +72,8 @@ INERT = (
     ),
     Inert(
         ("base_mlp_dim",),
-        lambda c: c.decoder_block in MIXED and not c.first_num_dense_layers,
-        "first_num_dense_layers=0, so every layer has experts",
+        lambda c: some_experts(c) and not dense_layers(c),
+        "every layer has experts, whose width is base_moe_mlp_dim",
     ),
     Inert((BIAS_RATE,), lambda c: not c[BIAS], f"{BIAS}=false"),
     Inert(("topk_routing_group",), lambda c: c.n_routing_groups in (-1, 1), "there are no groups"),
@@ -82,13 +84,13 @@ INERT = (
     Inert(("capacity_factor",), lambda c: c.sparse_matmul, "sparse_matmul=true drops no token"),
     Inert(
         ("norm_topk_prob",),
-        lambda c: only_experts(c) and not normalizes_by_key(c),
+        lambda c: some_experts(c) and not normalizes_by_key(c),
         "this family divides the weights of a token's experts by their sum in any case",
     ),
     Inert(
-        ("base_mlp_dim", *TENSORS_OF_MLP),
+        TENSORS_OF_MLP,
         only_experts,
-        "every layer of this family has experts, whose width is base_moe_mlp_dim",
+        "every layer of this family has experts, whose tensors are moe_mlp*",
     ),
     Inert(TENSORS_OF_EXPERTS, lambda c: not has_experts(c), "num_experts=1"),
     Inert(TENSORS_OF_EXPERTS, sends, "with expert parallelism, the backward pass computes these tensors again"),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-# The families that have experts in every layer. Other families of this package have none.
+# The families that have experts in every layer, or in every n-th one. Other families of this package have none.
 WITH_EXPERTS = ("mixtral", "qwen3_moe")
 # Those with experts in all layers but the first.
 MIXED = ("deepseek",)
@@ -12,13 +12,14 @@ _NORMALIZING = ("qwen3_moe", *MIXED)
 KEYS = (
     *("num_experts_per_tok", "base_moe_mlp_dim", "sparse_matmul", "capacity_factor", "norm_topk_prob"),
     "ragged_buffer_factor",
-    *("load_balance_loss_weight", "router_z_loss_weight"),
+    *("load_balance_loss_weight", "router_z_loss_weight", "interleave_moe_layer_step"),
 )
 OF_MIXED = (
     *("first_num_dense_layers", "shared_experts", "routed_scaling_factor", "n_routing_groups", "topk_routing_group"),
     *("routed_score_func", "routed_bias"),
 )
 BIAS, BIAS_RATE, SCORE, SIGMOID = "routed_bias", "routed_bias_update_rate", "routed_score_func", "sigmoid"
+STEP = "interleave_moe_layer_step"
 
 
 def has_experts(config: Any) -> bool:
@@ -28,12 +29,19 @@ def has_experts(config: Any) -> bool:
 
 def only_experts(config: Mapping[str, Any]) -> bool:
     """Whether every feed-forward layer is known to have experts."""
-    return config["decoder_block"] in WITH_EXPERTS
+    return config["decoder_block"] in WITH_EXPERTS and config[STEP] == 1
 
 
 def some_experts(config: Mapping[str, Any]) -> bool:
     """Whether the family is known to have layers with experts."""
-    return only_experts(config) or config["decoder_block"] in MIXED
+    return config["decoder_block"] in (*WITH_EXPERTS, *MIXED)
+
+
+def dense_layers(config: Mapping[str, Any]) -> int:
+    """The number of layers without experts, of a family that has layers with experts."""
+    layers = config["base_num_decoder_layers"]
+    first = config["first_num_dense_layers"] if config["decoder_block"] in MIXED else 0
+    return layers - (layers - first) // config[STEP]
 
 
 def normalizes_by_key(config: Any) -> bool:
@@ -94,6 +102,16 @@ def _dense(config: Any) -> str | None:
     return None
 
 
+def _interleaved(config: Any) -> str | None:
+    if not some_experts(config) or not has_experts(config):
+        return None
+    first = config.first_num_dense_layers if config.decoder_block in MIXED else 0
+    if (config.base_num_decoder_layers - first) % config[STEP] == 0:
+        return None
+    after = f" after the first {first}" if first else ""
+    return f"the number of layers{after} must be a multiple of it: one of {config[STEP]} has experts"
+
+
 def _shared(config: Any) -> str | None:
     if config.decoder_block in MIXED and not config.shared_experts:
         return "this family has at least one shared expert"
@@ -118,7 +136,7 @@ def _routing_groups(config: Any) -> str | None:
 
 
 def _score(config: Any) -> str | None:
-    if scores_by_sigmoid(config) and only_experts(config):
+    if scores_by_sigmoid(config) and config.decoder_block in WITH_EXPERTS:
         return f"this family scores experts by a softmax; with sigmoids: {', '.join(MIXED)}"
     return None
 
@@ -135,6 +153,7 @@ def _bias(config: Any) -> str | None:
 
 EXPERT_CHECKS = (
     (("first_num_dense_layers", "base_num_decoder_layers"), _dense),
+    ((STEP, "base_num_decoder_layers"), _interleaved),
     (("decoder_block", "shared_experts"), _shared),
     (("n_routing_groups", "topk_routing_group", "num_experts", "num_experts_per_tok"), _routing_groups),
     (("decoder_block", "num_experts"), _family),

@@ -14,7 +14,7 @@ from trainer.layers.mlp import MLP
 from trainer.layers.moe import SharedMoE
 from trainer.layers.stack import Stack
 from trainer.models import llama2
-from trainer.models.experts import ExpertBlock
+from trainer.models.experts import ExpertBlock, stack_of
 from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token
 from trainer.models.huggingface import EXPERT, HuggingFace, Layout
@@ -83,9 +83,10 @@ class Block(DenseBlock, ExpertBlock):
 
 
 def stacks(config) -> list[Stack]:
-    """The first layers have an MLP, the others experts."""
+    """The first layers have an MLP, the others experts, or every n-th of them."""
     dense = config.first_num_dense_layers
-    return [Stack(DENSE, (DenseBlock,), dense), Stack(SPARSE, (Block,), config.base_num_decoder_layers - dense)]
+    others = stack_of(config, SPARSE, DenseBlock, Block, config.base_num_decoder_layers - dense)
+    return [Stack(DENSE, (DenseBlock,), dense), others]
 
 
 _LAYER = "model.layers.{}."

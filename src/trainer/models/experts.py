@@ -9,6 +9,7 @@ from flax import nnx
 from trainer.config.expert_keys import has_bias, scores_by_sigmoid
 from trainer.layers.context import Context
 from trainer.layers.moe import MoE
+from trainer.layers.stack import MakeBlock, Stack
 from trainer.models import llama2
 from trainer.models.huggingface import Layout
 from trainer.ops.routing import Score
@@ -67,16 +68,22 @@ class ExpertBlock(llama2.Block):
         return getattr(self, self.NAME)(x_bte, context)
 
 
+def stack_of(config, name: str, dense: MakeBlock, sparse: MakeBlock, layers: int) -> Stack:
+    """Returns the stack `name` of `layers` layers. Every `interleave_moe_layer_step`-th is `sparse`, the others are
+    `dense`; together they are a pattern (`layers.stack.Stack`)."""
+    step = config.interleave_moe_layer_step
+    return Stack(name, (dense,) * (step - 1) + (sparse,), layers // step)
+
+
 def layouts(name: str, router: str, gate: str, up: str, down: str) -> dict[str, Layout]:
-    """Llama's layouts, with those of the experts in the layer `name` in place of the MLP's.
+    """Llama's layouts, and those of the experts in the layer `name`.
 
     Args:
       router, gate, up, down: the names of the tensors in a layer of Hugging Face's, the last three with
         `models.huggingface.EXPERT`.
     """
-    dense = {path: it for path, it in llama2.LAYOUTS.items() if "/mlp/" not in path}
     own, there = f"decoder/layers/{name}", "model.layers.{}."
-    return dense | {
+    return llama2.LAYOUTS | {
         f"{own}/gate/kernel": Layout(there + router, inputs=1),
         f"{own}/wi_0": Layout(there + gate, inputs=1),
         f"{own}/wi_1": Layout(there + up, inputs=1),

@@ -15,7 +15,7 @@ Model FLOPs as MaxText reports them, after PaLM (Chowdhery et al. 2022, arXiv:22
 
 from typing import Any
 
-from trainer.config.expert_keys import MIXED, has_experts
+from trainer.config.expert_keys import MIXED, dense_layers, has_experts, some_experts
 from trainer.config.latent_keys import is_latent
 
 
@@ -31,7 +31,7 @@ def _sparse_blocks(config: Any) -> int:
 def _dense_blocks(config: Any) -> int:
     if not has_experts(config):
         return _blocks(config)
-    return config.first_num_dense_layers if config.decoder_block in MIXED else 0
+    return dense_layers(config) if some_experts(config) else 0
 
 
 def _expert(config: Any) -> int:

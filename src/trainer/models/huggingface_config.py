@@ -6,6 +6,7 @@ from typing import Any
 
 from trainer.config import UserError, schema
 from trainer.config.errors import shortened
+from trainer.config.expert_keys import STEP, dense_layers
 from trainer.config.json_files import shown
 from trainer.config.latent_keys import TYPE, is_latent
 from trainer.config.values import check
@@ -89,10 +90,12 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
     keys |= _window_keys(said, hf, refused) | _rope_keys(said, refused)
     if hf.latent:
         keys["attention_type"] = TYPE
-        if not keys["first_num_dense_layers"]:
-            del keys["base_mlp_dim"]  # no layer has an MLP
         if keys.get("rope_type") == "yarn":
             keys["mscale"] = float((said.get("rope_scaling") or said["rope_parameters"]).get("mscale_all_dim") or 0)
+    if hf.sizes and not dense_layers({"first_num_dense_layers": 0, STEP: 1, **keys}):
+        keys.pop("base_mlp_dim", None)  # no layer has an MLP
+    if keys.get(STEP) == 1:
+        del keys[STEP]
     refused += [
         f"{name}={keys[name]}: {problem}; allowed: {key.allowed}"
         for name, key in schema().keys.items()
@@ -246,7 +249,7 @@ def config_json(config: Any, dtype: str, neutral: Mapping[str, Any]) -> dict[str
         "model_type": hf.model_type,
         **{name: config[ours] for name, ours in SIZES.items()},
         **({"intermediate_size": config.base_moe_mlp_dim} if hf.sizes else {}),
-        **{name: config[ours] for ours, name in hf.sizes.items()},
+        **{name: config[ours] for ours, name in hf.sizes.items() if ours != "base_mlp_dim" or dense_layers(config)},
         **hf.only,
         "num_key_value_heads": config.base_num_kv_heads,
         **(_latent_fields(hf, config) if hf.latent else {"head_dim": config.head_dim}),
@@ -340,6 +343,7 @@ def _inexpressible(config: Any) -> list[str]:
         "normalization_layer_epsilon": config.normalization_layer_epsilon
         != hf.only.get("rms_norm_eps", config.normalization_layer_epsilon),
         "rope_min_timescale": config.rope_min_timescale != 1,
+        STEP: config[STEP] != 1 and STEP not in hf.sizes,
         "base_emb_dim": hf.whole_heads and config.base_emb_dim % config.base_num_query_heads != 0,
     }
     conditions |= dict.fromkeys(hf.contradicted(config), True)

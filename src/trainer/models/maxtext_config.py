@@ -7,6 +7,7 @@ from trainer.config.expert_keys import (
     BIAS,
     MIXED,
     SCORE,
+    STEP,
     has_experts,
     normalizes_by_key,
     only_experts,
@@ -100,6 +101,8 @@ def _inexpressible(config: Any) -> list[str]:
             refused.append(f"n_routing_groups={config.n_routing_groups}: its groups are those of DeepSeek-V3")
     elif normalizes_by_key(config) and not config.norm_topk_prob:
         refused.append("norm_topk_prob=False: it always weights experts by the softmax over a token's experts")
+    if has_experts(config) and config[STEP] != 1:
+        refused.append(f"{STEP}={config[STEP]}: it does not read this key in this block")
     if config.rope_type == "llama3.1":
         refused += [
             f"{name}={config[name]}: {value} is fixed in its code"

@@ -1,7 +1,8 @@
 """Mixtral (Jiang et al. 2024, arXiv:2401.04088): Mistral's block with a mixture of experts."""
 
 from trainer.layers.stack import Stack
-from trainer.models.experts import ExpertBlock, layouts
+from trainer.models import llama2
+from trainer.models.experts import ExpertBlock, layouts, stack_of
 from trainer.models.family import Family
 from trainer.models.flops import forward_flops_per_token
 from trainer.models.huggingface import EXPERT, HuggingFace
@@ -24,8 +25,8 @@ class Block(ExpertBlock):
 
 
 def stacks(config) -> list[Stack]:
-    """Returns one stack of equal blocks."""
-    return [Stack("layers", (Block,), config.base_num_decoder_layers)]
+    """Returns one stack."""
+    return [stack_of(config, "layers", llama2.Block, Block, config.base_num_decoder_layers)]
 
 
 _EXPERT = f"block_sparse_moe.experts.{EXPERT}."

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.models.families import hugging_face
+from trainer.models.families import hugging_face, stacks
 from trainer.models.huggingface import Layout
 from trainer.models.mtp import (
     BLOCK,
@@ -53,6 +53,11 @@ def is_final_norm(name: str) -> bool:
 def hugging_face_layouts(config: Any) -> Mapping[str, Layout]:
     """Returns the layouts of the family and of the modules of `config`."""
     layouts = dict(hugging_face(config).layouts)
+    for stack in (stack for stack in stacks(config) if len(stack.blocks) > 1):
+        # Each block of a pattern has the layouts of the stack, unless the family declares its own.
+        above = f"decoder/{stack.name}/"
+        each = {name.removeprefix(above): it for name, it in layouts.items() if name.startswith(above)}
+        layouts = {f"decoder/{path}/{name}": it for path in stack.paths for name, it in each.items()} | layouts
     below = f"decoder/{last_block(config)[0]}/"
     block = {name.removeprefix(below): it for name, it in layouts.items() if name.startswith(below)}
     for k in depths(config):

@@ -1,7 +1,8 @@
 """Qwen3 with experts (Qwen team 2025, arXiv:2505.09388): Qwen3's block with a mixture of experts."""
 
 from trainer.layers.stack import Stack
-from trainer.models.experts import ExpertBlock, layouts
+from trainer.models import llama2
+from trainer.models.experts import ExpertBlock, layouts, stack_of
 from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token
 from trainer.models.huggingface import EXPERT, HuggingFace
@@ -24,8 +25,8 @@ class Block(ExpertBlock):
 
 
 def stacks(config) -> list[Stack]:
-    """Returns one stack of equal blocks."""
-    return [Stack("layers", (Block,), config.base_num_decoder_layers)]
+    """Returns one stack."""
+    return [stack_of(config, "layers", llama2.Block, Block, config.base_num_decoder_layers)]
 
 
 _EXPERT = f"mlp.experts.{EXPERT}."
@@ -50,6 +51,7 @@ FAMILY = Family(
                 "num_experts_per_tok": 8,
                 "moe_intermediate_size": 768,
                 "norm_topk_prob": False,
+                "decoder_sparse_step": 1,
             },
             qk_norm=True,
             sizes={
@@ -57,8 +59,10 @@ FAMILY = Family(
                 "num_experts_per_tok": "num_experts_per_tok",
                 "base_moe_mlp_dim": "moe_intermediate_size",
                 "norm_topk_prob": "norm_topk_prob",
+                "base_mlp_dim": "intermediate_size",
+                "interleave_moe_layer_step": "decoder_sparse_step",
             },
-            only={"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
+            only={"mlp_only_layers": [], "use_sliding_window": False},
         )
     ],
     maxtext=MaxText(norms_heads=True),

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from trainer.config import combination, global_batch_rows, mesh_axes
 from trainer.config.derived import DCN, islands
 from trainer.config.diloco_keys import timetable
-from trainer.config.expert_keys import MIXED, has_experts
+from trainer.config.expert_keys import MIXED, dense_layers, has_experts, some_experts
 from trainer.config.kernels import kernel_barred
 from trainer.config.latent_keys import is_latent
 from trainer.config.words import counted
@@ -121,6 +121,6 @@ def _feed_forward(config: Any) -> str:
         return f"MLP {config.base_mlp_dim}"
     experts = f"{config.num_experts} experts of {config.base_moe_mlp_dim} ({config.num_experts_per_tok} of each token"
     if config.decoder_block in MIXED:
-        experts += f", and {config.shared_experts} shared), MLP {config.base_mlp_dim} in the first layers: "
-        return experts + str(config.first_num_dense_layers)
-    return experts + ")"
+        experts += f", and {config.shared_experts} shared"
+    dense = dense_layers(config) if some_experts(config) else 0
+    return f"{experts}), MLP {config.base_mlp_dim} in {counted(dense, 'layer')}" if dense else f"{experts})"

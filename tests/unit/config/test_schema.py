@@ -97,7 +97,7 @@ def test_names_that_code_and_base_yml_share_agree():
     assert set(FLAGS) <= set(keys)
     rules = {name for name, _ in keys["logical_axis_rules"].default}
     assert rules == {"activation_batch", *DIMENSIONS}
-    of_experts = tensors_of({"decoder_block": "mixtral"})
+    of_experts = tensors_of({"decoder_block": "mixtral", "interleave_moe_layer_step": 1})
     assert {name for names in (*TENSORS.values(), *of_experts.values()) for name in names} == rules
     assert set(DIMENSIONS.values()) <= set(keys)
 

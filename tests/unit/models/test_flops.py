@@ -166,7 +166,12 @@ def test_compiled_flops_of_a_family(family):
 SPARSE = {"num_experts": 8, "num_experts_per_tok": 3, "base_moe_mlp_dim": 128, "logits_via_embedding": False}
 WITH_EXPERTS = {
     "mixtral": {"decoder_block": "mixtral"},
-    "qwen3_moe": {"decoder_block": "qwen3_moe", "use_qk_norm": True},
+    "qwen3_moe": {
+        "decoder_block": "qwen3_moe",
+        "use_qk_norm": True,
+        "interleave_moe_layer_step": 2,
+        "base_num_decoder_layers": 4,
+    },
     "deepseek": {
         "decoder_block": "deepseek",
         "attention_type": "mla",
