@@ -2,11 +2,12 @@
 
     python scripts/launch_local.py -n 4 -- base.yml steps=100
     python scripts/launch_local.py -n 2 --devices 4 -- base.yml ici_fsdp_parallelism=8
+    python scripts/launch_local.py --module trainer.generate -- runs/run-0001 prompt="def "
 
-Everything after -- is passed to `python -m trainer.train`. Output of process 0 is shown unchanged; with --all, output
-of every process is shown with its number. stderr of the other processes is always shown. --devices gives each process
-this many CPU devices instead of the machine's devices. When a process ends with an error, the launcher names it, ends
-the others, and exits with its code. SIGTERM and Ctrl-C are passed to all processes.
+Everything after -- is passed to `python -m trainer.train`, or to the module of --module. Output of process 0 is shown
+unchanged; with --all, output of every process is shown with its number. stderr of the other processes is always shown.
+--devices gives each process this many CPU devices instead of the machine's devices. When a process ends with an error,
+the launcher names it, ends the others, and exits with its code. SIGTERM and Ctrl-C are passed to all processes.
 """
 
 import argparse
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     processes = [
         subprocess.Popen(
             [
-                sys.executable, "-m", "trainer.train", *options.words, f"coordinator_address={address}",
+                sys.executable, "-m", options.module, *options.words, f"coordinator_address={address}",
                 f"num_processes={options.processes}", f"process_id={index}",
                 f"jax_distributed_heartbeat_timeout_seconds={HEARTBEAT}",
             ],
@@ -69,8 +70,9 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-n", "--processes", type=int, default=2)
     parser.add_argument("--devices", type=int, help="CPU devices of each process")
+    parser.add_argument("--module", default="trainer.train", help="what runs; default: %(default)s")
     parser.add_argument("--all", action="store_true", help="show the output of every process")
-    parser.add_argument("words", nargs="*", metavar="-- base.yml key=value", help="the command line of trainer.train")
+    parser.add_argument("words", nargs="*", metavar="-- base.yml key=value", help="the command line of the module")
     options = parser.parse_args(argv)
     if options.processes < 1 or (options.devices is not None and options.devices < 1):
         parser.error("at least one process with at least one device")

@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from trainer.config import UserError, command_line, exit_on_user_error, load, schema, take_interrupts
@@ -15,6 +15,10 @@ from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_o
 
 WEIGHTS = ("raw", "ema")
 _OWN = ("prompts", "weights")
+_CONNECTION = (
+    *("skip_jax_distributed_system", "coordinator_address", "num_processes", "process_id"),
+    *("jax_distributed_initialization_timeout", "jax_distributed_heartbeat_timeout_seconds"),
+)
 HELP = """\
 usage: python -m trainer.generate FROM [prompt=TEXT | prompts=FILE] [weights=raw|ema] [key=value ...]
        python -m trainer.generate [base.yml] load_parameters_path=FROM model_name=... [prompt=TEXT] [key=value ...]
@@ -22,7 +26,7 @@ usage: python -m trainer.generate FROM [prompt=TEXT | prompts=FILE] [weights=raw
 FROM     a run's folder or one of its checkpoints/N, a Hugging Face model directory, or the output of trainer.export.
          The model's keys come from it. A MaxText checkpoint does not contain them: use the second form.
 prompt   the text to continue; default: that of base.yml
-prompts  a file with one prompt in each line; - reads standard input
+prompts  a file with one prompt in each line; - reads standard input; not together with prompt
 weights  of a run with ema_decay: ema (default), the average of the parameters, or raw
 key      keys of base.yml: decode_sampling_* say how tokens are drawn, max_target_length is the length of prompt and
          continuation together (default: that of the training, at most 2048), ici_*_parallelism is the mesh;
@@ -43,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     place, options, keys = _read_words(words)
     loaded = None if place else load(keys, environment=os.environ)
+    connection = loaded or load([word for word in keys if word.partition("=")[0] in _CONNECTION])
     prompts = _prompts(options["prompts"]) if "prompts" in options else None
     # Imports that load JAX come after the checks that do not need it.
     name = loaded.config.compile_topology if loaded else _last(keys, "compile_topology")
@@ -53,43 +58,59 @@ def main(argv: Sequence[str] | None = None) -> None:
         add_threads_for_simulated_devices()
     take_interrupts()
     average = options.get("weights") == "ema"
-    if loaded is None:
-        loaded, average = _of_checkpoint(place, keys, options.get("weights"))
-    for note in loaded.notes:
-        _say(note)
-    if loaded.config.compile_topology:
-        _compile(loaded.config)
+    if name:
+        _compile(loaded or _of_checkpoint(place, keys, options.get("weights"))[0])
         return
+    from trainer.runtime.agreement import agreed
+    from trainer.runtime.distributed import distributed
+
+    with distributed(connection.config):  # before a checkpoint is read, which may use devices
+        if loaded is None:
+            loaded, average = agreed(lambda: _of_checkpoint(place, keys, options.get("weights")))
+        _generate(loaded, prompts, average, started)
+
+
+def _generate(loaded: Any, prompts: list[str] | None, average: bool, started: float) -> None:
+    """Every process runs every step, and the first one writes."""
+    from trainer.config.files import by_hand
+    from trainer.inference import MaxEngine, Scheduler, tokens_of
+    from trainer.runtime.agreement import agreed, check_same, is_first
+
+    say, write = (_say, _write) if is_first() else (_nothing, _nothing)
+    for note in loaded.notes:
+        say(note)
     prompts = [loaded.config.prompt] if prompts is None else prompts
     if not all(prompts):
         raise UserError("prompt is empty: give prompt=TEXT, or prompts=FILE")
-    _generate(loaded, prompts, average, started)
 
+    def prepared():
+        engine = MaxEngine(loaded.config, texts=len(prompts))
+        tokenizer = engine.get_tokenizer()
+        begin, longest = engine.begin_tokens(tokenizer), engine.max_prefill_length
+        tokens = [tokens_of(prompt, tokenizer, begin, longest, say) for prompt in prompts]
+        return engine, tokenizer, engine.stop_tokens(tokenizer), tokens
 
-def _generate(loaded: Any, prompts: Sequence[str], average: bool, started: float) -> None:
-    from trainer.config.files import by_hand
-    from trainer.inference import MaxEngine, Scheduler, tokens_of
-
-    config = loaded.config
-    engine = MaxEngine(config, texts=len(prompts))
-    tokenizer = engine.get_tokenizer()
-    stop = engine.stop_tokens(tokenizer)
-    begin = engine.begin_tokens(tokenizer)
-    tokens = [tokens_of(prompt, tokenizer, begin, engine.max_prefill_length, _say) for prompt in prompts]
+    engine, tokenizer, stop, tokens = agreed(prepared)
+    # Other tokens would be another order of steps, for which processes would wait for ever.
+    check_same("the tokens of the prompts, and those that end a text,", "\n".join(map(str, [*tokens, stop])))
     given = {key for key, where in loaded.changed.items() if by_hand(where)}
-    scheduler = Scheduler(engine, engine.load_params(say=_say, given=given, average=average))
+    scheduler = Scheduler(engine, engine.load_params(say=say, given=given, average=average))
     loading = time.perf_counter() - started
     numbers = [scheduler.submit(prompt, stop=stop) for prompt in tokens]
-    _print(scheduler, tokenizer, dict(zip(numbers, zip(prompts, tokens, strict=True), strict=True)), loading)
+    texts = dict(zip(numbers, zip(prompts, tokens, strict=True), strict=True))
+    say(_print(scheduler, tokenizer, texts, loading, write))
 
 
-def _compile(config: Any) -> None:
+def _compile(loaded: Any) -> None:
     """Compiles a decode step for compile_topology and prints the report."""
     from trainer.aot.report import DOES_NOT_FIT
     from trainer.aot.text import report_text, verdict
     from trainer.aot.topologies import devices_of, topology_of
     from trainer.inference import MaxEngine
 
+    config = loaded.config
+    for note in loaded.notes:
+        _say(note)
     devices = devices_of(topology_of(config), config.compile_topology_num_slices)
     _, report = MaxEngine(config, devices).aot_compile()
     print(report_text(report))
@@ -98,19 +119,21 @@ def _compile(config: Any) -> None:
         raise SystemExit(DOES_NOT_FIT)
 
 
-def _print(scheduler: Any, tokenizer: Any, texts: dict[int, tuple[str, list[int]]], loading: float) -> None:
-    """Writes the texts in their order, each as it is made; later ones are kept until it is their turn."""
+def _print(
+    scheduler: Any,
+    tokenizer: Any,
+    texts: dict[int, tuple[str, list[int]]],
+    loading: float,
+    write: Callable[[str], None],
+) -> str:
+    """Writes the texts in their order, each as it is made; later ones are kept until it is their turn. Returns how long
+    that took."""
     from trainer.inference import TextStream
 
     streams = {number: TextStream(tokenizer, tokens) for number, (_, tokens) in texts.items()}
     waiting = {number: prompt for number, (prompt, _) in texts.items()}
     left, ended = list(texts), set()
     count, began, first = 0, time.perf_counter(), 0.0
-
-    def write(text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-
     write(waiting.pop(left[0]))
     for event in scheduler.run():
         if event.token is not None:
@@ -130,11 +153,20 @@ def _print(scheduler: Any, tokenizer: Any, texts: dict[int, tuple[str, list[int]
                 write(waiting.pop(left[0]))
     seconds = time.perf_counter() - began
     speed = f"{(count - 1) / (seconds - first):.0f} tokens/s after that" if count > 1 else "no more tokens"
-    _say(f"{count} tokens; ready after {loading:.1f} s, the first token {first:.2f} s later, {speed}")
+    return f"{count} tokens; ready after {loading:.1f} s, the first token {first:.2f} s later, {speed}"
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def _nothing(text: str) -> None:
+    """Of processes that do not write."""
 
 
 def _read_words(words: Sequence[str]) -> tuple[str, dict[str, str], list[str]]:
@@ -150,6 +182,8 @@ def _read_words(words: Sequence[str]) -> tuple[str, dict[str, str], list[str]]:
         mistakes.append(f"{shortened(place)}: {problem}")
     if not words:
         mistakes.append("there is no model: give FROM, or load_parameters_path=... and the model's keys")
+    if "prompts" in options and any(word.startswith("prompt=") for word in keys):
+        mistakes.append("prompt and prompts: give one of them")
     if options.get("weights", WEIGHTS[0]) not in WEIGHTS:
         mistakes.append(f"weights={options['weights']}: allowed: {', '.join(WEIGHTS)}, or leave it out")
     if mistakes:
@@ -184,7 +218,8 @@ def _prompts(path: str) -> list[str]:
         text = sys.stdin.read() if path == "-" else local_path(path, "prompts=").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"prompts={path}: cannot be read: {error}") from error
-    found = [line for line in text.splitlines() if line.strip()]
+    # Not splitlines, which also divides at a form feed and at some characters of Unicode.
+    found = [line for line in text.split("\n") if line.strip()]
     if not found:
         raise UserError(f"prompts={path}: there is no prompt in it; one stands in each line")
     return found

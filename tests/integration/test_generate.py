@@ -3,10 +3,15 @@
 import contextlib
 import io
 import json
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import pytest
+from compiler import xla_flags
+from process_cases import LAUNCHER
 from run_cases import RUN, train
 from support import pinned
 
@@ -69,7 +74,7 @@ def test_the_text_of_a_run_is_its_own_sample(run, monkeypatch):
 
 def test_prompts_come_out_in_their_order_and_as_if_each_were_alone(run, monkeypatch, tmp_path):
     path, _ = run
-    prompts = ["def f", "return x +", "x", "    ret"]
+    prompts = ["def f", "return x +", "x\f", "    ret"]
     drawn = ["decode_sampling_temperature=1.5", "decode_sampling_seed=3", "max_target_length=20"]
     alone = [run_command(monkeypatch, path, f"prompt={prompt}", *drawn)[1] for prompt in prompts[:2]]
     given = "\n".join(["", *prompts, ""])
@@ -115,6 +120,27 @@ def test_a_hugging_face_directory_and_a_command_line_of_maxtext_give_the_same_te
     assert text == expected
 
 
+def test_two_processes_print_one_text(run, monkeypatch, tmp_path):
+    """On a mesh of both, which is no mesh for the one device with which a checkpoint's keys are compared."""
+    path, _ = run
+    (tmp_path / "prompts.txt").write_text("def f\nx\n")
+    words = [path, f"prompts={tmp_path / 'prompts.txt'}", "decode_sampling_strategy=greedy", "max_target_length=20"]
+    expected = run_command(monkeypatch, *words)[1]
+    command = [sys.executable, LAUNCHER, "-n", "2", "--devices", "1", "--all", "--module", "trainer.generate"]
+    done = subprocess.run(
+        [*command, "--", *map(str, words), "ici_data_parallelism=2", *FLAGS],
+        env=os.environ | {"XLA_FLAGS": xla_flags(1)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    # Gloo, which connects processes on CPUs, writes its own lines to standard output.
+    text = re.sub(r"(\[\d\] )?\[Gloo\].*\n", "", done.stdout)
+    assert text.replace("[0] ", "") == expected
+    assert done.stderr.count("the first token") == 1
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -124,6 +150,7 @@ def test_a_hugging_face_directory_and_a_command_line_of_maxtext_give_the_same_te
         (["RUN", "prompt="], "prompt is empty"),
         (["RUN", "prompts=no/such/file"], "prompts=no/such/file: cannot be read"),
         (["RUN", "prompts=-"], "there is no prompt in it"),
+        (["RUN", "prompts=-", "prompt=x"], "prompt and prompts: give one of them"),
         (["RUN", "max_target_length=8"], "has 10 tokens, at most 7"),
         (["RUN", "max_prefill_predict_length=4"], "has 10 tokens, at most 4"),
         (["RUN", "base_emb_dim=64"], "different model"),

@@ -153,12 +153,14 @@ def load_model_keys(keys: Mapping[str, Any], words: Sequence[str], where: str) -
     flags = as_words(flags_of(next(iter(COMBINATIONS))))
     loaded = load(["base.yml", "dataset_type=synthetic", *flags, *as_words(keys), *words])
     given = [word.partition("=")[0] for word in words]
-    config = resolve(loaded.config, device_count=1, platform="cpu")
+    # The mesh and other arguments may need devices that this comparison does not have.
+    of_model = [word for word in words if word.partition("=")[0] in {*MODEL, _PRESET, LENGTH, *FLAGS}]
+    config = _resolved([*flags, *as_words(keys), *of_model])
     if code := code_of_checkpoint(keys, given, where):
         raise UserError("\n  ".join(code))
     if _PRESET in given:
         # A preset does not define modules of multi-token prediction. That does not mean that the checkpoint has none.
-        check_same_model({name: value for name, value in keys.items() if name != MODULES}, _resolved(words), where)
+        check_same_model({name: value for name, value in keys.items() if name != MODULES}, _resolved(of_model), where)
     fixed = {name: value for name, value in keys.items() if name != MODULES or name not in given}
     check_same_model(fixed, config, where)
     return loaded

@@ -15,7 +15,7 @@ from trainer.config.data_keys import OWN_KEYS, data_not_asked_for
 from trainer.config.dump import to_flow
 from trainer.config.effects import inert_keys, no_effect_of, without_effect
 from trainer.config.environment import variables
-from trainer.config.errors import nearest, on_one_screen, report, shortened
+from trainer.config.errors import Unbuilt, nearest, on_one_screen, report, shortened
 from trainer.config.files import (
     COMMAND_LINE,
     DEFAULT,
@@ -243,9 +243,10 @@ def malformed(reader: Reader, name: str, has_value: bool, text: str) -> str | No
 def _preset(reader: Reader, model_name: Setting) -> dict[str, Setting]:
     name = model_name.value
     if name not in preset_names():
-        allowed = f"{', '.join(preset_names())}{nearest(name, preset_names())}"
         shown = f"model_name={shortened(name)} ({model_name.where})"
-        reader.mistakes.append(f"{shown}: there is no such preset; allowed: {allowed}")
+        allowed = f"there is no such preset; allowed: {', '.join(preset_names())}{nearest(name, preset_names())}"
+        message = f"{shown}: {maxtext.on_preset(name) or allowed}"
+        reader.mistakes.append(Unbuilt(message) if "not supported yet" in message else message)
     if name == "default" or name not in preset_names():
         return {}
     entries, problem, _ = read_file(PRESETS / f"{name}.yml")

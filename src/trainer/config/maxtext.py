@@ -94,6 +94,11 @@ def is_base(names: Iterable[str]) -> bool:
     return len(given.intersection(base["gives"])) >= 0.8 * len(base["gives"]) and given.isdisjoint(base["lacks"])
 
 
+def on_preset(name: str) -> str | None:
+    """Returns what to do about MaxText's preset `name`, which base.yml lacks; None if MaxText has none of that name."""
+    return next((row["why"] for row in table()["presets"] if name in row["names"]), None)
+
+
 def nearest_name(word: str) -> str | None:
     """Returns the MaxText key that contains `word`, is similar to it, or starts with it."""
     names = list(verdicts())

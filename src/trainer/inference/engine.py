@@ -78,11 +78,23 @@ class DecodeState(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Several prompts in one padded row: int32 [length] each; segments count from 1, padding is 0."""
+    """Several prompts in one padded row: the arguments of `Engine.prefill_concat`, with MaxText's names.
 
-    tokens: jax.Array
-    positions: jax.Array
-    segments: jax.Array
+    Attributes:
+      padded_tokens: int32 [t].
+      decoder_positions: int32 [t]; the position of each token in its prompt.
+      decoder_segment_ids: int32 [t]; positive and different for each prompt, 0 for padding.
+      start_pos: int32 [prompts] or longer; where each prompt begins in the row.
+      true_lengths: int32, like `start_pos`; the number of tokens of each prompt.
+      num_prompts: the number of prompts.
+    """
+
+    padded_tokens: jax.Array
+    decoder_positions: jax.Array
+    decoder_segment_ids: jax.Array
+    start_pos: jax.Array
+    true_lengths: jax.Array
+    num_prompts: int
 
 
 class Engine:
@@ -154,10 +166,19 @@ class Engine:
         if not all(map(len, prompts)):
             raise ValueError("a prompt has at least one token")
         tokens = self.padded([token for prompt in prompts for token in prompt])
+        lengths = np.asarray(list(map(len, prompts)), np.int32)
+        starts = np.cumsum(lengths, dtype=np.int32) - lengths
         positions, segments = np.zeros((2, tokens.size), np.int32)
-        positions[: sum(map(len, prompts))] = np.concatenate([np.arange(len(prompt)) for prompt in prompts])
-        segments[: sum(map(len, prompts))] = np.repeat(np.arange(len(prompts)) + 1, list(map(len, prompts)))
-        return Packed(tokens, jnp.asarray(positions), jnp.asarray(segments))
+        positions[: lengths.sum()] = np.concatenate(list(map(np.arange, lengths)))
+        segments[: lengths.sum()] = np.repeat(np.arange(lengths.size) + 1, lengths)
+        return Packed(
+            padded_tokens=tokens,
+            decoder_positions=jnp.asarray(positions),
+            decoder_segment_ids=jnp.asarray(segments),
+            start_pos=jnp.asarray(starts),
+            true_lengths=jnp.asarray(lengths),
+            num_prompts=len(prompts),
+        )
 
     def init_decode_state(self) -> DecodeState:
         """The state without texts."""
@@ -200,16 +221,29 @@ class Engine:
     def prefill_concat(
         self,
         params: Any,
-        packed: Packed,
+        padded_tokens: jax.Array,
+        decoder_positions: jax.Array,
+        decoder_segment_ids: jax.Array,
+        start_pos: jax.Array,
+        true_lengths: jax.Array,
         num_prompts: int,
         *,
         sampling: Sampling | None = None,
         seeds: Sequence[int] | None = None,
     ) -> tuple[Prefix, Result]:
-        """`prefill` of all prompts of `packed` in one pass: prompt i is text i of the results. `bulk_insert` inserts
-        them. `sampling`: for all prompts, or arrays with that of each."""
+        """`prefill` of several prompts in one pass: prompt i is text i of the results. `bulk_insert` inserts them.
+
+        Args:
+          padded_tokens, decoder_positions, decoder_segment_ids, start_pos, true_lengths, num_prompts: see `Packed`;
+            `*packed(prompts)` are these.
+          sampling: for all prompts, or arrays with that of each.
+          seeds: of each prompt, see `sampling.sampling_key`; default: decode_sampling_seed for all.
+        """
         keys, sampling = self._drawing(num_prompts, sampling, seeds)
-        return self._pack(params, packed, keys, sampling)
+        starts, lengths = start_pos[:num_prompts], true_lengths[:num_prompts]
+        return self._pack(
+            params, padded_tokens, decoder_positions, decoder_segment_ids, starts, lengths, keys, sampling
+        )
 
     def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
         """`decode_state`, which is donated, with the text of `prefix` in `slot`."""
@@ -331,13 +365,13 @@ class Engine:
         texts, result = self._begun(hidden[:, true_length - 1], before + true_length - 1, keys, sampling, params)
         return Prefix(entries, texts), result
 
-    def _prefilled_packed(self, params, packed, keys, sampling):
-        rows = jnp.maximum(packed.segments - 1, 0)[None]
-        cache = dataclasses.replace(self._no_cache(len(keys), packed.tokens.size), rows=rows)
-        row = Packed(*(array[None] for array in packed))
-        hidden, entries = self._hidden(params, *row, cache)
-        ends = jnp.bincount(packed.segments, length=len(keys) + 1)[1:].cumsum() - 1
-        texts, result = self._begun(hidden[0, ends], packed.positions[ends], keys, sampling, params)
+    def _prefilled_packed(self, params, tokens, positions, segments, starts, lengths, keys, sampling):
+        ends = starts + lengths - 1
+        places = jnp.arange(tokens.size)[:, None]
+        rows = ((starts <= places) & (places <= ends)).argmax(axis=1)[None]  # padding is not written anyway
+        cache = dataclasses.replace(self._no_cache(len(keys), tokens.size), rows=rows)
+        hidden, entries = self._hidden(params, tokens[None], positions[None], segments[None], cache)
+        texts, result = self._begun(hidden[0, ends], positions[ends], keys, sampling, params)
         return Prefix(entries, texts), result
 
     def _generated(self, params, state):

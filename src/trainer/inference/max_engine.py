@@ -86,7 +86,8 @@ class MaxEngine(Engine):
         tokenizer = load_tokenizer(path, config.tokenizer_type, **settings)
         if tokenizer.vocab_size > config.vocab_size:
             raise UserError(
-                f"vocab_size={config.vocab_size}, but the tokenizer {path} has {tokenizer.vocab_size} tokens"
+                f"vocab_size={config.vocab_size}, but the tokenizer {path or 'of bytes'} has "
+                f"{tokenizer.vocab_size} tokens"
             )
         return tokenizer
 

@@ -1,6 +1,7 @@
 """MaxText's keys and its defaults. For its base.yml see test_maxtext_base.py."""
 
 import functools
+import re
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ from config_cases import mistakes, notes, write
 
 from trainer.config import load, maxtext, maxtext_base, resolve, schema
 from trainer.config.errors import NotBuilt
-from trainer.config.files import COMMAND_LINE
+from trainer.config.files import COMMAND_LINE, preset_names
 from trainer.config.reader import Reader
 from trainer.config.values import read_text
 
@@ -28,6 +29,17 @@ def empty_folder(tmp_path, monkeypatch):
 def test_no_key_of_base_yml_is_in_the_table():
     """When base.yml gains a key, the key leaves the table."""
     assert not set(maxtext.verdicts()) & set(schema().keys)
+
+
+def test_presets_that_are_not_here_say_what_to_use_and_that_loads():
+    for row in maxtext.table()["presets"]:
+        assert not set(row["names"]) & set(preset_names())
+        if words := re.findall(r"[^\s,;]+=[^\s,;]+", row["why"]):
+            load(["base.yml", *words])
+        else:
+            assert "not supported yet" in row["why"] or {name.removesuffix("-base") for name in row["names"]} <= {
+                *preset_names()
+            }
 
 
 def test_every_group_has_a_verdict_and_says_why():
