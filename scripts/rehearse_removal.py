@@ -41,7 +41,7 @@ TOUCHED = (
     "tests/unit/training/test_build.py",
     *("tests/unit/observe/test_banner.py", "tests/unit/test_source.py"),
     *("tests/integration/test_five_combinations.py", "tests/integration/test_native_train_states.py"),
-    *("tests/integration/test_readme.py", "tests/integration/test_train.py"),
+    "tests/integration/test_train.py",
     "tests/integration/test_train_compile.py",
     *(
         f"tests/integration/test_parity.py::{name}"

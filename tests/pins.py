@@ -22,7 +22,6 @@ from trainer.config.flags import COMBINATIONS, FLAGS
 MARK = "default_combination"
 # The tests that use the default, or their files.
 TAKE_THE_DEFAULT = (
-    "integration/test_readme.py::test_a_command_of_the_readme_runs",
     "unit/config/test_flags.py",
     "unit/config/test_load.py::test_the_packed_base_yml_needs_no_file",
     "unit/config/test_load.py::test_the_start_says_which_keys_of_the_preset_were_changed",

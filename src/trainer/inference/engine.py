@@ -137,6 +137,11 @@ class Engine:
         """The number of tokens of a chunk."""
         return self.config.prefill_chunk_size
 
+    @property
+    def _in_parts(self) -> bool:
+        """Whether more of a prompt may follow a prefill."""
+        return self.use_chunked_prefill or self.config.enable_prefix_caching
+
     @functools.cached_property
     def buckets(self) -> list[int]:
         """The lengths that prompts are padded to: powers of two, and that of the longest."""
@@ -204,11 +209,21 @@ class Engine:
           existing_prefix: the result for the earlier part of the prompt, which had `room`; its buffers are reused.
           num_samples: the number of texts that continue the prompt, each with its own random numbers.
           sampling, seed: see `sampling.Sampling` and `sampling_key`; default: those of the keys decode_sampling_*.
-          room: the number of positions of the cache, if further parts follow; default: t.
+          room: the number of positions of the cache, if further parts follow; default: max_prefill_length with
+            use_chunked_prefill or enable_prefix_caching, otherwise t.
+
+        Raises:
+          ValueError: the prompt has no tokens, or more than its cache has room for.
         """
         keys, sampling = self._drawing(num_samples, sampling, None if seed is None else [seed] * num_samples)
+        if not 1 <= true_length <= padded_tokens.size:
+            raise ValueError(f"true_length={true_length}: the prompt has 1 to {padded_tokens.size} tokens")
         if existing_prefix is None:
-            return self._prefill(params, room or padded_tokens.size, padded_tokens, true_length, keys, sampling)
+            room = room or (self.max_prefill_length if self._in_parts else padded_tokens.size)
+            if not true_length <= room <= self.config.max_target_length:
+                longest = self.config.max_target_length
+                raise ValueError(f"{true_length} tokens, room={room}, max_target_length={longest} must not decrease")
+            return self._prefill(params, room, padded_tokens, true_length, keys, sampling)
         cache, before = existing_prefix.cache, existing_prefix.texts.positions[0]
         return self._continue(params, cache, padded_tokens, true_length, before, keys, sampling)
 

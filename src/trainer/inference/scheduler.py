@@ -160,7 +160,6 @@ class Scheduler:
             existing_prefix=request.prefix,
             sampling=request.sampling,
             seed=request.seed,
-            room=engine.max_prefill_length if chunked or self._prefixes is not None else None,
         )
         request.done += part.size
         if request.done < request.tokens.size:

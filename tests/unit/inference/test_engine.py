@@ -183,6 +183,12 @@ def test_several_samples_are_those_of_separate_requests_with_the_same_keys():
             assert result.valid.tolist() == [False, True, False]
 
 
+def test_with_chunks_a_first_part_has_room_for_the_longest_prompt():
+    engine, params = made("gpt3")
+    prefix, _ = jax.eval_shape(lambda: engine.prefill(params, engine.padded(PROMPT), len(PROMPT)))
+    assert {array.shape[2] for array in jax.tree.leaves(prefix.cache)} == {engine.max_prefill_length}
+
+
 def test_parts_of_a_prompt_give_what_the_prompt_gives():
     engine, params = made()
     prompt = PROMPTS["long"]
@@ -241,6 +247,13 @@ def test_mistakes_of_a_caller():
     for prompt in ([], [1] * LENGTH):
         with pytest.raises(ValueError, match=f"1 to {LENGTH - 1} tokens; {len(prompt)} were given"):
             scheduler.submit(prompt)
+    padded = engine.padded(PROMPT)
+    for length in (0, padded.size + 1):
+        with pytest.raises(ValueError, match=f"true_length={length}: the prompt has 1 to {padded.size} tokens"):
+            engine.prefill(params, padded, length)
+    for room in (len(PROMPT) - 1, LENGTH + 1):
+        with pytest.raises(ValueError, match=f"room={room}, max_target_length={LENGTH}"):
+            engine.prefill(params, padded, len(PROMPT), room=room)
     with pytest.raises(ValueError, match="limit=0"):
         scheduler.submit([1], limit=0)
     with pytest.raises(ValueError, match="at least one token"):
