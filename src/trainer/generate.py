@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trainer.config import UserError, command_line, exit_on_user_error, load, schema, take_interrupts
+from trainer.config.dump import PROCESSES
 from trainer.config.errors import shortened
 from trainer.config.files import YML_ENDINGS
 from trainer.config.help import explanation, help_text, question
@@ -15,10 +16,6 @@ from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_o
 
 WEIGHTS = ("raw", "ema")
 _OWN = ("prompts", "weights")
-_CONNECTION = (
-    *("skip_jax_distributed_system", "coordinator_address", "num_processes", "process_id"),
-    *("jax_distributed_initialization_timeout", "jax_distributed_heartbeat_timeout_seconds"),
-)
 HELP = """\
 usage: python -m trainer.generate FROM [prompt=TEXT | prompts=FILE] [weights=raw|ema] [key=value ...]
        python -m trainer.generate [base.yml] load_parameters_path=FROM model_name=... [prompt=TEXT] [key=value ...]
@@ -47,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     place, options, keys = _read_words(words)
     loaded = None if place else load(keys, environment=os.environ)
-    connection = loaded or load([word for word in keys if word.partition("=")[0] in _CONNECTION])
+    connection = loaded or load([word for word in keys if word.partition("=")[0] in PROCESSES])
     prompts = _prompts(options["prompts"]) if "prompts" in options else None
     # Imports that load JAX come after the checks that do not need it.
     name = loaded.config.compile_topology if loaded else _last(keys, "compile_topology")

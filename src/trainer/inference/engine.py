@@ -106,6 +106,7 @@ class Engine:
     def __init__(self, served: Served):
         self.served, self.config = served, served.config
         abstract = jax.eval_shape(self._no_texts)
+        self._places = _places(abstract.cache)
         replicated = jax.tree.map(lambda _: served.replicated, abstract)
         self.state_shardings = replicated._replace(cache=self._shardings_of(abstract.cache))
         self._start = jax.jit(self._no_texts, out_shardings=self.state_shardings)
@@ -221,10 +222,14 @@ class Engine:
         if existing_prefix is None:
             room = room or (self.max_prefill_length if self._in_parts else padded_tokens.size)
             if not true_length <= room <= self.config.max_target_length:
-                longest = self.config.max_target_length
-                raise ValueError(f"{true_length} tokens, room={room}, max_target_length={longest} must not decrease")
+                raise ValueError(f"room={room}: allowed: {true_length} to {self.config.max_target_length}")
             return self._prefill(params, room, padded_tokens, true_length, keys, sampling)
         cache, before = existing_prefix.cache, existing_prefix.texts.positions[0]
+        places, needed = _places(cache), int(before) + true_length
+        if places < min(needed, self._places):  # a ring as long as the window has room for any text
+            raise ValueError(
+                f"the cache has room for {places} tokens, {needed} are given; give room= with the first part"
+            )
         return self._continue(params, cache, padded_tokens, true_length, before, keys, sampling)
 
     def prefill_multisampling(
@@ -396,6 +401,11 @@ class Engine:
         hidden, entries = self._hidden(params, texts.tokens[:, None], texts.positions[:, None], live, cache)
         texts, result = self._result(params, hidden[:, 0], texts)
         return DecodeState(entries, texts), result
+
+
+def _places(cache: Any) -> int:
+    """Returns the number of positions in the largest cache of a layer."""
+    return max(array.shape[2] for array in jax.tree.leaves(cache))
 
 
 def _settings(sampling: Sampling, count: int) -> Sampling:

@@ -184,8 +184,11 @@ def test_a_folder_or_bytes_for_a_yml(tmp_path):
             "model_name=llama2-7",
             "model_name=llama2-7 (command line): there is no such preset; allowed: default, deepseek2-16b",
         ),
-        ("model_name=gemma2-9b", "model_name=gemma2-9b (command line): not supported yet: the families of Gemma"),
-        ("model_name=qwen3-8b-base", "model_name=qwen3-8b-base (command line): it has the sizes of the preset without"),
+        ("model_name=gemma2-9b", "model_name=gemma2-9b (command line): not supported yet: the Gemma families"),
+        (
+            "model_name=qwen3-8b-base",
+            "model_name=qwen3-8b-base (command line): write the name without -base: the sizes",
+        ),
     ],
 )
 def test_mistakes_on_the_command_line(word, line):

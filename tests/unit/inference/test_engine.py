@@ -252,8 +252,11 @@ def test_mistakes_of_a_caller():
         with pytest.raises(ValueError, match=f"true_length={length}: the prompt has 1 to {padded.size} tokens"):
             engine.prefill(params, padded, length)
     for room in (len(PROMPT) - 1, LENGTH + 1):
-        with pytest.raises(ValueError, match=f"room={room}, max_target_length={LENGTH}"):
+        with pytest.raises(ValueError, match=f"room={room}: allowed: {len(PROMPT)} to {LENGTH}"):
             engine.prefill(params, padded, len(PROMPT), room=room)
+    prefix, _ = engine.prefill(params, padded, len(PROMPT), room=5)
+    with pytest.raises(ValueError, match="room for 5 tokens, 6 are given"):
+        engine.prefill(params, padded, len(PROMPT), existing_prefix=prefix)
     with pytest.raises(ValueError, match="limit=0"):
         scheduler.submit([1], limit=0)
     with pytest.raises(ValueError, match="at least one token"):
