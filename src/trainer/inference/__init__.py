@@ -1,10 +1,12 @@
 """Generating text with a trained model."""
 
-from trainer.inference.engine import DecodeState, Engine, Packed, Prefix, Result
+from trainer.inference.engine import Engine
 from trainer.inference.max_engine import MaxEngine
+from trainer.inference.prompts import Packed
 from trainer.inference.sample import prompt_tokens, sample_text
 from trainer.inference.sampling import Sampling
 from trainer.inference.scheduler import Event, Scheduler
+from trainer.inference.state import DecodeState, Prefix, Result
 from trainer.inference.text import TextStream, tokens_of
 
 __all__ = [

@@ -8,7 +8,7 @@ the texts are. Caches are arguments and results: the engine holds compiled funct
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,83 +18,13 @@ from jax.sharding import Mesh
 from trainer.aot.compilation import compile_step
 from trainer.aot.report import Report
 from trainer.backends.base import tree_mode
+from trainer.inference.prompts import Packed, Rows
 from trainer.inference.sampling import Sampling, draw, sampling_key, sampling_of, wrapped
 from trainer.inference.served import Served, longest_prompt
+from trainer.inference.state import DecodeState, Prefix, Result, Texts, cache_length, inserted, released, settings
 from trainer.layers.cache import Cache
 from trainer.models.families import cache_axes, init_cache
 from trainer.sharding import Axes
-
-_SMALLEST = 16  # of the lengths that prompts are padded to
-
-
-class Result(NamedTuple):
-    """A token of every slot, or of every prompt or sample of a prefill.
-
-    Attributes:
-      tokens: int32 [slots].
-      valid: bool [slots]; whether the slot is in use, so that its token counts.
-      lengths: int32 [slots]; how many tokens have been generated, this one included.
-      log_probs: float32 [slots], at temperature 1 and over all tokens; None with return_log_prob=false.
-    """
-
-    tokens: jax.Array
-    valid: jax.Array
-    lengths: jax.Array
-    log_probs: jax.Array | None
-
-
-class Texts(NamedTuple):
-    """The state of texts that are generated; each array is [texts].
-
-    Attributes:
-      tokens: int32; the last token of each text, which its cache does not contain yet.
-      positions: int32; the position of that token.
-      lengths: int32; how many tokens have been generated.
-      used: bool; false for a slot without a text.
-      keys: uint32 [texts, 2]; the key of each text's random numbers (`sampling.sampling_key`).
-      sampling: how each text draws its tokens.
-    """
-
-    tokens: jax.Array
-    positions: jax.Array
-    lengths: jax.Array
-    used: jax.Array
-    keys: jax.Array
-    sampling: Sampling
-
-
-class Prefix(NamedTuple):
-    """The result of a prefill: the cache of each prompt, and its text so far. Samples of one prompt share its cache."""
-
-    cache: Any
-    texts: Texts
-
-
-class DecodeState(NamedTuple):
-    """What a decode step transforms: the caches and the texts of all slots."""
-
-    cache: Any
-    texts: Texts
-
-
-class Packed(NamedTuple):
-    """Several prompts in one padded row: the arguments of `Engine.prefill_concat`, with MaxText's names.
-
-    Attributes:
-      padded_tokens: int32 [t].
-      decoder_positions: int32 [t]; the position of each token in its prompt.
-      decoder_segment_ids: int32 [t]; positive and different for each prompt, 0 for padding.
-      start_pos: int32 [prompts] or longer; where each prompt begins in the row.
-      true_lengths: int32, like `start_pos`; the number of tokens of each prompt.
-      num_prompts: the number of prompts.
-    """
-
-    padded_tokens: jax.Array
-    decoder_positions: jax.Array
-    decoder_segment_ids: jax.Array
-    start_pos: jax.Array
-    true_lengths: jax.Array
-    num_prompts: int
 
 
 class Engine:
@@ -106,15 +36,15 @@ class Engine:
     def __init__(self, served: Served):
         self.served, self.config = served, served.config
         abstract = jax.eval_shape(self._no_texts)
-        self._places = _places(abstract.cache)
+        self._cache_length = cache_length(abstract.cache)
         replicated = jax.tree.map(lambda _: served.replicated, abstract)
         self.state_shardings = replicated._replace(cache=self._shardings_of(abstract.cache))
         self._start = jax.jit(self._no_texts, out_shardings=self.state_shardings)
         self._prefill = jax.jit(served.on_mesh(self._prefilled, one_row=True), static_argnums=1)
         self._continue = jax.jit(served.on_mesh(self._continued, one_row=True), donate_argnums=1)
         self._pack = jax.jit(served.on_mesh(self._prefilled_packed, one_row=True))
-        self._insert = jax.jit(_inserted, donate_argnums=1, out_shardings=self.state_shardings)
-        self._release = jax.jit(_released, donate_argnums=0, out_shardings=self.state_shardings)
+        self._insert = jax.jit(inserted, donate_argnums=1, out_shardings=self.state_shardings)
+        self._release = jax.jit(released, donate_argnums=0, out_shardings=self.state_shardings)
         outputs = (self.state_shardings, served.replicated)
         self._generate = jax.jit(served.on_mesh(self._generated), donate_argnums=1, out_shardings=outputs)
 
@@ -144,47 +74,17 @@ class Engine:
         return self.use_chunked_prefill or self.config.enable_prefix_caching
 
     @functools.cached_property
-    def buckets(self) -> list[int]:
-        """The lengths that prompts are padded to: powers of two, and that of the longest."""
-        found = [_SMALLEST]
-        while found[-1] < self.max_prefill_length:
-            found.append(2 * found[-1])
-        return [*found[:-1], self.max_prefill_length]
+    def rows(self) -> Rows:
+        """Makes rows of prompts for `prefill` and `prefill_concat`."""
+        return Rows(self.max_prefill_length)
 
     def padded(self, tokens: Sequence[int] | np.ndarray) -> jax.Array:
-        """`tokens`, padded to the next bucket: int32 [bucket].
-
-        Raises:
-          ValueError: there are none, or too many.
-        """
-        if not 0 < len(tokens) <= self.max_prefill_length:
-            raise ValueError(f"a prompt has 1 to {self.max_prefill_length} tokens; {len(tokens)} were given")
-        row = np.zeros(next(size for size in self.buckets if size >= len(tokens)), np.int32)
-        row[: len(tokens)] = tokens
-        return jnp.asarray(row)
+        """`tokens`, padded to the next bucket: int32 [bucket]. See `Rows.padded`."""
+        return self.rows.padded(tokens)
 
     def packed(self, prompts: Sequence[Sequence[int]]) -> Packed:
-        """Several prompts as one row, padded to the next bucket.
-
-        Raises:
-          ValueError: one has no tokens, or all together have too many.
-        """
-        if not all(map(len, prompts)):
-            raise ValueError("a prompt has at least one token")
-        tokens = self.padded([token for prompt in prompts for token in prompt])
-        lengths = np.asarray(list(map(len, prompts)), np.int32)
-        starts = np.cumsum(lengths, dtype=np.int32) - lengths
-        positions, segments = np.zeros((2, tokens.size), np.int32)
-        positions[: lengths.sum()] = np.concatenate(list(map(np.arange, lengths)))
-        segments[: lengths.sum()] = np.repeat(np.arange(lengths.size) + 1, lengths)
-        return Packed(
-            padded_tokens=tokens,
-            decoder_positions=jnp.asarray(positions),
-            decoder_segment_ids=jnp.asarray(segments),
-            start_pos=jnp.asarray(starts),
-            true_lengths=jnp.asarray(lengths),
-            num_prompts=len(prompts),
-        )
+        """Several prompts as one row, padded to the next bucket. See `Rows.packed`."""
+        return self.rows.packed(prompts)
 
     def init_decode_state(self) -> DecodeState:
         """The state without texts."""
@@ -225,10 +125,10 @@ class Engine:
                 raise ValueError(f"room={room}: allowed: {true_length} to {self.config.max_target_length}")
             return self._prefill(params, room, padded_tokens, true_length, keys, sampling)
         cache, before = existing_prefix.cache, existing_prefix.texts.positions[0]
-        places, needed = _places(cache), int(before) + true_length
-        if places < min(needed, self._places):  # a ring as long as the window has room for any text
+        length, needed = cache_length(cache), int(before) + true_length
+        if length < min(needed, self._cache_length):  # a ring as long as the window has room for any text
             raise ValueError(
-                f"the cache has room for {places} tokens, {needed} are given; give room= with the first part"
+                f"the cache has room for {length} tokens, {needed} are given; give room= with the first part"
             )
         return self._continue(params, cache, padded_tokens, true_length, before, keys, sampling)
 
@@ -328,11 +228,11 @@ class Engine:
         repeated = [list(seeds[:i]).count(seed) for i, seed in enumerate(seeds)]  # texts of one seed differ
         keys = jnp.stack([jax.random.key_data(sampling_key(*it)) for it in zip(seeds, repeated, strict=True)])
         given = sampling_of(self.config) if sampling is None else sampling
-        return keys, _settings(given, count)
+        return keys, settings(given, count)
 
     def _no_texts(self) -> DecodeState:
         slots = self.max_concurrent_decodes
-        zeros, sampling = jnp.zeros(slots, jnp.int32), _settings(Sampling(), slots)
+        zeros, sampling = jnp.zeros(slots, jnp.int32), settings(Sampling(), slots)
         texts = Texts(zeros, zeros, zeros, jnp.zeros(slots, bool), jnp.zeros((slots, 2), jnp.uint32), sampling)
         return DecodeState(self._no_cache(slots, self.config.max_target_length).entries, texts)
 
@@ -401,28 +301,3 @@ class Engine:
         hidden, entries = self._hidden(params, texts.tokens[:, None], texts.positions[:, None], live, cache)
         texts, result = self._result(params, hidden[:, 0], texts)
         return DecodeState(entries, texts), result
-
-
-def _places(cache: Any) -> int:
-    """Returns the number of positions in the largest cache of a layer."""
-    return max(array.shape[2] for array in jax.tree.leaves(cache))
-
-
-def _settings(sampling: Sampling, count: int) -> Sampling:
-    values = zip(sampling, (jnp.float32, jnp.int32, jnp.float32), strict=True)
-    return Sampling(*(jnp.broadcast_to(jnp.asarray(value, dtype), count) for value, dtype in values))
-
-
-def _inserted(prefix: Prefix, state: DecodeState, slots: jax.Array) -> DecodeState:
-    def insert(array: jax.Array, new: jax.Array) -> jax.Array:
-        for i in range(slots.size):
-            row = new[:, i % new.shape[1]][:, None]  # samples share the row of their prompt
-            array = jax.lax.dynamic_update_slice(array, row, (0, slots[i], *[0] * (array.ndim - 2)))
-        return array
-
-    texts = jax.tree.map(lambda array, new: array.at[slots].set(new), state.texts, prefix.texts)
-    return DecodeState(jax.tree.map(insert, state.cache, prefix.cache), texts)
-
-
-def _released(state: DecodeState, slot: jax.Array) -> DecodeState:
-    return state._replace(texts=state.texts._replace(used=state.texts.used.at[slot].set(False)))

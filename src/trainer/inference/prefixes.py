@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trainer.inference.engine import Prefix
+from trainer.inference.state import Prefix
 
 
 class PrefixCache:

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trainer.inference.engine import Engine, Prefix, Result
+from trainer.inference.engine import Engine
 from trainer.inference.prefixes import PrefixCache
 from trainer.inference.sampling import Sampling
+from trainer.inference.state import Prefix, Result
 
 STOP, LENGTH, CANCELLED = "stop", "length", "cancelled"
 

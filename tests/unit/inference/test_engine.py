@@ -271,10 +271,10 @@ def test_mistakes_of_a_caller():
 
 def test_prompts_are_padded_to_few_lengths():
     engine, _ = made()
-    assert engine.buckets == [16, 32, LENGTH - 1]
+    assert engine.rows.buckets == [16, 32, LENGTH - 1]
     assert [engine.padded([1] * n).size for n in (1, 16, 17, 33)] == [16, 16, 32, LENGTH - 1]
     shorter = MaxEngine(tiny_config("nnx", max_prefill_predict_length=20, **MODEL), jax.devices()[:1])
-    assert shorter.buckets == [16, 20]
+    assert shorter.rows.buckets == [16, 20]
 
 
 def test_a_kept_prefix_saves_its_tokens_and_changes_nothing():

@@ -1,0 +1,79 @@
+"""Prompts as rows for a prefill: padded to one of a few lengths, alone or several in one row."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_SMALLEST = 16  # of the lengths that prompts are padded to
+
+
+class Packed(NamedTuple):
+    """Several prompts in one padded row: the arguments of `Engine.prefill_concat`, with MaxText's names.
+
+    Attributes:
+      padded_tokens: int32 [t].
+      decoder_positions: int32 [t]; the position of each token in its prompt.
+      decoder_segment_ids: int32 [t]; positive and different for each prompt, 0 for padding.
+      start_pos: int32 [prompts] or longer; where each prompt begins in the row.
+      true_lengths: int32, like `start_pos`; the number of tokens of each prompt.
+      num_prompts: the number of prompts.
+    """
+
+    padded_tokens: jax.Array
+    decoder_positions: jax.Array
+    decoder_segment_ids: jax.Array
+    start_pos: jax.Array
+    true_lengths: jax.Array
+    num_prompts: int
+
+
+class Rows:
+    """Makes rows of prompts with up to `longest` tokens.
+
+    Attributes:
+      buckets: the lengths of rows: powers of two, and `longest`.
+    """
+
+    def __init__(self, longest: int):
+        self.buckets = [_SMALLEST]
+        while self.buckets[-1] < longest:
+            self.buckets.append(2 * self.buckets[-1])
+        self.buckets[-1] = longest
+
+    def padded(self, tokens: Sequence[int] | np.ndarray) -> jax.Array:
+        """`tokens`, padded to the next bucket: int32 [bucket].
+
+        Raises:
+          ValueError: there are none, or too many.
+        """
+        if not 0 < len(tokens) <= self.buckets[-1]:
+            raise ValueError(f"a prompt has 1 to {self.buckets[-1]} tokens; {len(tokens)} were given")
+        row = np.zeros(next(size for size in self.buckets if size >= len(tokens)), np.int32)
+        row[: len(tokens)] = tokens
+        return jnp.asarray(row)
+
+    def packed(self, prompts: Sequence[Sequence[int]]) -> Packed:
+        """Several prompts as one row, padded to the next bucket.
+
+        Raises:
+          ValueError: one has no tokens, or all together have too many.
+        """
+        if not all(map(len, prompts)):
+            raise ValueError("a prompt has at least one token")
+        tokens = self.padded([token for prompt in prompts for token in prompt])
+        lengths = np.asarray(list(map(len, prompts)), np.int32)
+        starts = np.cumsum(lengths, dtype=np.int32) - lengths
+        positions, segments = np.zeros((2, tokens.size), np.int32)
+        positions[: lengths.sum()] = np.concatenate(list(map(np.arange, lengths)))
+        segments[: lengths.sum()] = np.repeat(np.arange(lengths.size) + 1, lengths)
+        return Packed(
+            padded_tokens=tokens,
+            decoder_positions=jnp.asarray(positions),
+            decoder_segment_ids=jnp.asarray(segments),
+            start_pos=jnp.asarray(starts),
+            true_lengths=jnp.asarray(lengths),
+            num_prompts=len(prompts),
+        )

@@ -1,0 +1,87 @@
+"""The state of texts that are generated: what prefill and decode steps take and return, and insertion into slots."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from trainer.inference.sampling import Sampling
+
+
+class Result(NamedTuple):
+    """A token of every slot, or of every prompt or sample of a prefill.
+
+    Attributes:
+      tokens: int32 [slots].
+      valid: bool [slots]; whether the slot is in use, so that its token counts.
+      lengths: int32 [slots]; how many tokens have been generated, this one included.
+      log_probs: float32 [slots], at temperature 1 and over all tokens; None with return_log_prob=false.
+    """
+
+    tokens: jax.Array
+    valid: jax.Array
+    lengths: jax.Array
+    log_probs: jax.Array | None
+
+
+class Texts(NamedTuple):
+    """The state of texts that are generated; each array is [texts].
+
+    Attributes:
+      tokens: int32; the last token of each text, which its cache does not contain yet.
+      positions: int32; the position of that token.
+      lengths: int32; how many tokens have been generated.
+      used: bool; false for a slot without a text.
+      keys: uint32 [texts, 2]; the key of each text's random numbers (`sampling.sampling_key`).
+      sampling: how each text draws its tokens.
+    """
+
+    tokens: jax.Array
+    positions: jax.Array
+    lengths: jax.Array
+    used: jax.Array
+    keys: jax.Array
+    sampling: Sampling
+
+
+class Prefix(NamedTuple):
+    """The result of a prefill: the cache of each prompt, and its text so far. Samples of one prompt share its cache."""
+
+    cache: Any
+    texts: Texts
+
+
+class DecodeState(NamedTuple):
+    """What a decode step transforms: the caches and the texts of all slots."""
+
+    cache: Any
+    texts: Texts
+
+
+def cache_length(cache: Any) -> int:
+    """Returns the number of positions in the largest cache of a layer."""
+    return max(array.shape[2] for array in jax.tree.leaves(cache))
+
+
+def settings(sampling: Sampling, count: int) -> Sampling:
+    """Returns `sampling` as arrays with one entry for each of `count` texts."""
+    values = zip(sampling, (jnp.float32, jnp.int32, jnp.float32), strict=True)
+    return Sampling(*(jnp.broadcast_to(jnp.asarray(value, dtype), count) for value, dtype in values))
+
+
+def inserted(prefix: Prefix, state: DecodeState, slots: jax.Array) -> DecodeState:
+    """Returns `state` with text i of `prefix` in slot `slots[i]`; `slots` is int32 [texts]."""
+
+    def insert(array: jax.Array, new: jax.Array) -> jax.Array:
+        for i in range(slots.size):
+            row = new[:, i % new.shape[1]][:, None]  # samples share the row of their prompt
+            array = jax.lax.dynamic_update_slice(array, row, (0, slots[i], *[0] * (array.ndim - 2)))
+        return array
+
+    texts = jax.tree.map(lambda array, new: array.at[slots].set(new), state.texts, prefix.texts)
+    return DecodeState(jax.tree.map(insert, state.cache, prefix.cache), texts)
+
+
+def released(state: DecodeState, slot: jax.Array) -> DecodeState:
+    """Returns `state` with `slot` free."""
+    return state._replace(texts=state.texts._replace(used=state.texts.used.at[slot].set(False)))
