@@ -5,72 +5,18 @@ import math
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from console_cases import EVALUATION, ROW, begun, written
 
-from trainer.config import flags_of, load, resolve
-from trainer.observe import Console, Needs, work_of
+from trainer.observe import Console, Needs
 from trainer.observe.lines import Pace
 
-FLOPS_PER_TOKEN = 1e7
-ROW = {
-    "step": 12,
-    "loss": 4.82134,
-    "lm_loss": 4.80001,
-    "grad_norm": 1.23456,
-    "skipped": 0,
-    "learning_rate": 5.1e-3,
-    "tokens": 1000,
-    "step_time": 0.1,
-    "tokens_per_second": 10000.0,
-    "data_wait": 0.0125,
-}
-EVALUATION = {
-    "step": 350,
-    "eval_loss": 3.21,
-    "eval_perplexity": 24.7791,
-    "eval_bits_per_byte": 1.95123,
-    "eval_tokens": 12345,
-    "eval_time": 1.25,
-}
 # The format that programs which parse MaxText's log expect.
 MAXTEXT = re.compile(
     r"completed step: \d+, seconds: \d+\.\d{3}, TFLOP/s/device: \d+\.\d{3}, Tokens/s/device: \d+\.\d{3}, "
     r"total_weights: \d+, loss: \d+\.\d{3}, lm_loss: \d+\.\d{3}, perplexity: (\d+\.\d{3}|inf)"
 )
-
-
-def config(*words, devices=1, platform="cpu"):
-    flags = [f"{name}={value}" for name, value in flags_of("nnx").items()]
-    sizes = ["max_target_length=128", "per_device_batch_size=8", "steps=700", *flags]
-    return resolve(load([*sizes, *words]).config, device_count=devices, platform=platform)
-
-
-def begun(stream, *words, is_terminal=False, devices=1, **changes):
-    """Returns a console after its banner."""
-    console = Console(stream, is_terminal)
-    facts = {
-        "device_kind": "cpu",
-        "platform": "cpu",
-        "process_count": 1,
-        "parameters": 1671104,
-        "dataset": "stdlib: 2,423,000 tokens",
-        "run_dir": Path("runs/run-0001"),
-    }
-    resolved = config(*words, devices=devices)
-    work = work_of(resolved, FLOPS_PER_TOKEN, changes.pop("peak", None))
-    console.banner(resolved, work=work, **facts | changes)
-    return console
-
-
-def written(act, *words, **changes):
-    """Returns what `act(console)` writes after the banner."""
-    stream = io.StringIO()
-    console = begun(stream, *words, **changes)
-    start = stream.tell()
-    act(console)
-    return stream.getvalue()[start:]
 
 
 @pytest.fixture(autouse=True)
@@ -357,71 +303,6 @@ def test_say_is_flushed():
 def test_standard_output_is_the_default(capsys):
     Console().say("hello")
     assert capsys.readouterr().out == "hello\n"
-
-
-def on_terminal(monkeypatch, act, *, colour=False, **changes):
-    """Returns what `act(console)` writes to a terminal that can move its cursor."""
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False) if colour else monkeypatch.setenv("NO_COLOR", "1")
-    return written(act, is_terminal=True, **changes)
-
-
-def shown(text):
-    """Returns the lines on a terminal that received `text`, and its bottom line."""
-    lines = [""]
-    for part in re.split(r"(\r\x1b\[K|\n)", text):
-        if part == "\n":
-            lines.append("")
-        elif part.startswith("\r"):
-            lines[-1] = ""
-        else:
-            lines[-1] += part
-    return lines[:-1], lines[-1]
-
-
-def test_colour_on_a_terminal_alone(monkeypatch):
-    def act(console):
-        console.step(ROW, 700)
-        console.end_bar()
-        console.sample("def ", "def f")
-
-    plain = on_terminal(monkeypatch, act)
-    coloured = on_terminal(monkeypatch, act, colour=True)
-    assert "\x1b[1mloss 4.821\x1b[0m" in coloured
-    assert "\x1b[1mdef \x1b[0mf\n" in coloured
-    assert re.sub(r"\x1b\[\d+m", "", coloured) == plain
-    assert not re.search(r"\x1b\[\d+m", plain)
-    assert "\x1b" not in written(act)
-    monkeypatch.setenv("TERM", "dumb")
-    assert written(act, is_terminal=True).splitlines() == shown(plain)[0]
-
-
-@pytest.mark.parametrize("columns", [30, 60, 80, 130])
-def test_a_bar_below_the_lines_that_stay(monkeypatch, columns):
-    monkeypatch.setenv("COLUMNS", str(columns))
-
-    def act(console):
-        for step in range(25):
-            console.step(ROW | {"step": step, "step_time": 2.0}, 100)
-        console.evaluation(EVALUATION)
-
-    lines, bottom = shown(on_terminal(monkeypatch, act))
-    # One in 25 of 100 steps, and the first step.
-    steps = [line.split("/")[0].strip() for line in lines if "/100" in line]
-    assert steps == ["0", "3", "7", "11", "15", "19", "23"]
-    assert "evaluation at step 350" in lines[-1]
-    assert " 24/100  loss 4.821" in bottom
-    assert len(bottom) < columns
-    assert bottom.startswith("[#####---------------]") == (columns >= 80)
-
-
-def test_the_bar_is_gone_after_the_last_step_and_when_the_run_fails(monkeypatch):
-    rows = [ROW | {"step": step} for step in range(3)]
-    assert shown(on_terminal(monkeypatch, lambda console: [console.step(row, 3) for row in rows]))[1] == ""
-    failed = on_terminal(monkeypatch, lambda console: (console.step(ROW, 700), console.end_bar()))
-    assert shown(failed)[1] == ""
-    assert not failed.endswith("\n")  # Python's next output starts in the first column
-    assert failed.endswith("\r\x1b[K")
 
 
 def test_what_the_step_needs():

@@ -1,0 +1,38 @@
+"""Run folders in the states that a command can find them in."""
+
+from trainer.observe import open_run
+
+CONFIG = "base_config: base.yml\nsteps: 20\nenable_checkpointing: true\n"
+START = {"step": 0}
+START_TEXT = '[{"step": 0}]\n'
+
+OPEN = []
+
+
+def close() -> None:
+    """Closes the runs that `opened` opened."""
+    while OPEN:
+        OPEN.pop().lock.close()
+
+
+def opened(base, name="", config=CONFIG, resumes=True, say=lambda line: None):
+    OPEN.append(open_run(str(base), name, config, resumes, say))
+    return OPEN[-1]
+
+
+def begun(base, name="", config=CONFIG, resumes=True):
+    """Returns the folder of a run whose process began and was then ended."""
+    run = opened(base, name, config, resumes)
+    run.begin(config, START, resumed=False, say=lambda line: None)
+    (run.path / "metrics.jsonl").write_text('{"step": 0}\n')
+    run.lock.close()
+    return run.path
+
+
+def finished(base, name="", config=CONFIG, resumes=True):
+    run = opened(base, name, config, resumes)
+    run.begin(config, START, resumed=False, say=lambda line: None)
+    (run.path / "metrics.jsonl").write_text('{"step": 0}\n')
+    run.finish()
+    run.lock.close()
+    return run.path
