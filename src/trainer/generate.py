@@ -16,6 +16,7 @@ from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_o
 
 WEIGHTS = ("raw", "ema")
 _OWN = ("prompts", "weights")
+_NO_MODEL = "there is no model: give FROM, or load_parameters_path=... and the model's keys"
 HELP = """\
 usage: python -m trainer.generate FROM [prompt=TEXT | prompts=FILE] [weights=raw|ema] [key=value ...]
        python -m trainer.generate [base.yml] load_parameters_path=FROM model_name=... [prompt=TEXT] [key=value ...]
@@ -46,8 +47,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     loaded = None if place else load(keys, environment=os.environ)
     connection = loaded or load([word for word in keys if word.partition("=")[0] in PROCESSES])
     prompts = _prompts(options["prompts"]) if "prompts" in options else None
-    # Imports that load JAX come after the checks that do not need it.
     name = loaded.config.compile_topology if loaded else _last(keys, "compile_topology")
+    if loaded and not (name or loaded.config.load_parameters_path):
+        raise UserError(f"cannot generate:\n  {_NO_MODEL}\n  see python -m trainer.generate --help")
+    # Imports that load JAX come after the checks that do not need it.
     if name:
         prepare_to_compile(name)
     else:
@@ -178,7 +181,7 @@ def _read_words(words: Sequence[str]) -> tuple[str, dict[str, str], list[str]]:
     if place and (problem := path_problem(place)):
         mistakes.append(f"{shortened(place)}: {problem}")
     if not words:
-        mistakes.append("there is no model: give FROM, or load_parameters_path=... and the model's keys")
+        mistakes.append(_NO_MODEL)
     if "prompts" in options and any(word.startswith("prompt=") for word in keys):
         mistakes.append("prompt and prompts: give one of them")
     if options.get("weights", WEIGHTS[0]) not in WEIGHTS:

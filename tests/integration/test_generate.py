@@ -157,7 +157,7 @@ def test_two_processes_print_one_text(run, monkeypatch, tmp_path):
         (["RUN", "decode_sampling_strategy=topk"], "needs the number of tokens"),
         (["RUN", "decode_sampling_strategy=nucleus"], "needs the probability of the nucleus"),
         (["RUN", "decode_sampling_strategi=topk"], "nearest: decode_sampling_strategy"),
-        (["base.yml", "dataset_type=synthetic", *FLAGS], "tokenizer_path is empty"),
+        (["base.yml", "dataset_type=synthetic", "tokenizer_type=bytes", *FLAGS], "there is no model"),
     ],
 )
 def test_a_mistake_is_one_message_and_code_2(run, monkeypatch, words, said):
