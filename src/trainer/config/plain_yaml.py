@@ -120,7 +120,7 @@ def _check_limits(text: str) -> None:
             raise _limit(f"nested deeper than {MAX_DEPTH}", mark)
         open_nodes[-1] = anchor, length, depth
 
-    for event in yaml.parse(text, Loader=LOADER):
+    for event in _events(text):
         mark = event.start_mark
         if isinstance(event, yaml.CollectionStartEvent):
             if len(open_nodes) >= MAX_DEPTH:
@@ -143,6 +143,16 @@ def _check_limits(text: str) -> None:
             if size is None:
                 raise _limit(f"the alias *{event.anchor} is inside its own anchor", mark)
             add(*size, mark)
+
+
+def _events(text: str) -> Iterator[yaml.Event]:
+    """Parses `text`. libyaml reads ahead, and since PyYAML 6.0.4 it has a limit of nesting, which it may meet first."""
+    try:
+        yield from yaml.parse(text, Loader=LOADER)
+    except yaml.MarkedYAMLError as error:
+        if "maximum nesting depth" in reason(error):
+            raise _limit(f"nested deeper than {MAX_DEPTH}", error.problem_mark) from None
+        raise
 
 
 def _limit(problem: str, mark: Any) -> Limit:
