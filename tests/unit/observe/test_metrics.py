@@ -120,7 +120,7 @@ def test_leaving_the_context_closes(tmp_path):
 
 
 def test_tokens_are_counted_from_the_rows_that_are_kept():
-    """More than 32 bits can hold. Evaluations have no training tokens, and a row that somebody edited ends no run."""
+    """The count exceeds 32 bits. Evaluations have no training tokens, and an edited row does not end the run."""
     edited = [{"step": 0, "tokens": odd} for odd in (None, "9", [9], 9.5)]
     seen = TokensSeen([*edited, {"step": 0, "tokens": 2**31}, {"step": 0, "eval_loss": 1.0}, {"step": 1, "tokens": 5}])
     assert [seen.add({"step": step, "tokens": 3})["tokens_seen"] for step in (2, 3)] == [2**31 + 8, 2**31 + 11]

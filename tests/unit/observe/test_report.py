@@ -194,7 +194,7 @@ def test_while_a_run_goes_on_the_page_takes_a_hundredth_of_its_time(tmp_path, mo
 
 
 def test_the_page_of_a_run_that_goes_on_is_that_of_its_files(tmp_path):
-    """Row by row or all at once; it reads no row again."""
+    """The report is the same whether rows are read one by one or all together. No row is read twice."""
     run, said = make_run(tmp_path / "run", 0.5, steps=1000), []
     rows = read_rows(run / "metrics.jsonl")
     page = ReportFile(run, rows[:7], said.append)
@@ -275,7 +275,7 @@ ODD = ["text", None, {}, [], ["text"], True, float("nan"), float("inf"), 1e308, 
     "field", ["loss", "eval_loss", "grad_norm", "step_time", "tokens", "skipped", "param_norm/head"]
 )
 def test_values_that_no_run_writes_prevent_no_page(tmp_path, field):
-    """A file that somebody edited: each of ODD in place of a number, beside others, alone, and the field missing."""
+    """Somebody edited the file, or values are extreme: the report is written all the same."""
     for number, values in enumerate(
         [ODD, *([odd] for odd in ODD), [5e-324, 1e-323], [1.0, 1.0 + 2e-16], [1e299, -1e299]]
     ):

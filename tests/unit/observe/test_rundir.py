@@ -166,7 +166,7 @@ WITHOUT = CONFIG.replace("true", "false")
 
 
 def test_a_run_without_checkpoints_given_again_keeps_the_earlier_ones(tmp_path):
-    """Each with its configuration; whether or not they ended, and whatever the new one does."""
+    """Earlier runs keep their configurations, finished or not, regardless of what the new run does."""
     path = begun(tmp_path, "mine", f"{WITHOUT}note: 1\n", resumes=False)
     (path / "metrics.jsonl").write_text('{"step": 1}\n')
     finished(tmp_path, "mine", f"{WITHOUT}note: 2\n", resumes=False)
@@ -211,7 +211,7 @@ def test_a_process_killed_while_it_keeps_the_earlier_run_loses_nothing(tmp_path,
 
 
 def test_metrics_that_no_checkpoint_covers(tmp_path):
-    """Those of a run that was killed before its first checkpoint come again, unless this one saves none."""
+    """Rows of a run that was killed before its first checkpoint are written again, if the new run saves checkpoints."""
     path = begun(tmp_path, "killed")
     lines = []
     run = opened(tmp_path, "killed")
