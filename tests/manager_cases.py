@@ -30,8 +30,8 @@ def abstract(tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
-def saved(folder, updates=3, tree=None, **changes):
+def saved(folder, updates=3, tree=None, sidecar=SIDECAR, **changes):
     """Returns the folder of a checkpoint in a new run's folder."""
     with CheckpointManager(folder, settings(**changes), say=print) as manager:
-        manager.save(updates, small_tree() if tree is None else tree, SIDECAR, {})
+        manager.save(updates, small_tree() if tree is None else tree, sidecar, {})
         return manager.path(updates)

@@ -10,17 +10,18 @@ from typing import Any
 
 from trainer.config import (
     UserError,
+    closed_at_interrupt,
     command_line,
     exit_on_user_error,
     explanation,
     help_text,
     question,
     schema,
-    take_interrupts,
 )
 from trainer.config.errors import shortened
 from trainer.config.paths import local_path, path_problem
 from trainer.config.values import read_text
+from trainer.config.words import visible
 from trainer.runtime.platforms import leave_out_absent_tpu
 
 FORMATS = ("hf", "params", "maxtext")
@@ -59,7 +60,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     from trainer.checkpoint import buffer_names, copy_tokenizer, model_config, open_source, weight_shapes
     from trainer.checkpoint.description import check_words
 
-    take_interrupts()
     given = dict(word.partition("=")[::2] for word in keys)
     checkpoint = open_source(source, given.get("decoder_block", ""), average=options.get("weights") == "ema")
     config = model_config(checkpoint.keys, keys, str(checkpoint.path))
@@ -71,18 +71,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     if length:
         neutral["max_position_embeddings"] = config.max_target_length
     partial = out.with_name(f"{out.name}.incomplete-{os.getpid()}")
-    try:
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(f"{partial}: cannot be created: {error.strerror}") from error
-    try:
+    with closed_at_interrupt(lambda: shutil.rmtree(partial, ignore_errors=True)):
+        try:
+            partial.mkdir(parents=True)
+        except OSError as error:
+            raise UserError(f"{partial}: cannot be created: {error.strerror}") from error
         for note in checkpoint.notes(config):
-            print(note)
+            print(visible(note))
         _write(partial, options, config, leaves, neutral)
         copy_tokenizer(checkpoint.tokenizer, partial)
         os.rename(partial, out)  # OUT appears only when it is complete
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     _report(out, options, sum(leaf.size for leaf in leaves.values() if not leaf.buffer))
     if options["format"] == "maxtext":
         print(_maxtext_line(out, options, config, length))

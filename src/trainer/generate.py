@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trainer.config import UserError, command_line, exit_on_user_error, load, schema, take_interrupts
+from trainer.config import UserError, command_line, exit_on_user_error, load, schema
 from trainer.config.dump import PROCESSES
 from trainer.config.errors import shortened
 from trainer.config.files import YML_ENDINGS
 from trainer.config.help import explanation, help_text, question
 from trainer.config.paths import local_path, path_problem
+from trainer.config.words import visible
 from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu, prepare_to_compile
 
 WEIGHTS = ("raw", "ema")
@@ -56,7 +57,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         leave_out_absent_tpu()
         add_threads_for_simulated_devices()
-    take_interrupts()
     average = options.get("weights") == "ema"
     if name:
         _compile(loaded or _of_checkpoint(place, keys, options.get("weights"))[0])
@@ -157,12 +157,13 @@ def _print(
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
+    # A file or a program gets the text as it is; control characters from a model do not control the terminal.
+    sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(visible(text), file=sys.stderr, flush=True)
 
 
 def _nothing(text: str) -> None:

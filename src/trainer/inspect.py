@@ -7,11 +7,11 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from trainer.config import UserError, command_line, exit_on_user_error, schema, take_interrupts
+from trainer.config import UserError, command_line, exit_on_user_error, schema
 from trainer.config.dump import to_flow
 from trainer.config.errors import shortened
 from trainer.config.values import read_text
-from trainer.config.words import counted
+from trainer.config.words import counted, visible
 from trainer.runtime.platforms import leave_out_absent_tpu
 
 HELP = """\
@@ -59,14 +59,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     leave_out_absent_tpu()
     from trainer.checkpoint import contents_of
 
-    take_interrupts()
     contents = contents_of(path, verify=norms)
-    for line in _head(contents):
-        print(line, flush=True)
-    for line in _parameters(contents, norms):
-        print(line)
-    for line in _others(contents):
-        print(line)
+    for lines in (_head(contents), _parameters(contents, norms), _others(contents)):
+        for line in lines:
+            print(visible(line), flush=True)
 
 
 def _read_words(words: Sequence[str]) -> tuple[str, bool]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainer.config import UserError, command_line, exit_on_user_error, load_sides, question
+from trainer.config.words import visible
 from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu
 
 HELP = """\
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         from trainer.compare.table import table
 
-        print(table(report))
+        print(visible(table(report)))
     if not report.equal:
         raise SystemExit(1)
 
@@ -102,7 +103,7 @@ def _compare(words: Sequence[str], given: dict[str, float]) -> Any:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr)
+    print(visible(line), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,11 @@ from pathlib import Path
 
 from trainer.config import UserError, command_line, exit_on_user_error
 from trainer.config.paths import local_path
+from trainer.config.words import visible
 from trainer.observe.record import read_run
 from trainer.observe.report import report_html
 from trainer.observe.rundir import REPORT_FILE
+from trainer.runtime.folders import replace_file
 
 
 @exit_on_user_error
@@ -23,10 +25,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     out = Path(local_path(outs[-1], "out=")) if outs else default
     page = report_html([read_run(folder) for folder in folders])
     try:
-        out.write_text(page, encoding="utf-8")
+        if any(out.parent.resolve().is_relative_to(folder.resolve()) for folder in folders):
+            replace_file(out, page)
+        else:  # the user's own place, which may be a link or a pipe
+            out.write_text(page, encoding="utf-8")
     except OSError as error:
         raise UserError(f"out={out}: cannot be written: {error.strerror or error}; choose another file") from error
-    print(f"wrote {out} ({len(page.encode()) / 1000:,.0f} kB)")
+    print(f"wrote {visible(str(out))} ({len(page.encode()) / 1000:,.0f} kB)")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import numpy as np
 
 from trainer.checkpoint import orbax
 from trainer.checkpoint.description import model_config
-from trainer.checkpoint.huggingface import tensors_in
+from trainer.checkpoint.huggingface import CONFIG, tensors_in
 from trainer.checkpoint.load import buffer_names, open_source, weight_shapes
 from trainer.checkpoint.manager import RUN, inspect, newest, written_by_maxtext
 from trainer.checkpoint.maxtext import MaxTextSource
@@ -146,7 +146,7 @@ def _of_file(file: Path) -> Contents:
     if not tensors:
         raise UserError(f"{file}: there is no tensor in it")
     notes = ["names are as stored in the file; it has no configuration"]
-    if (file.parent / "config.json").is_file():
+    if (file.parent / CONFIG).is_file():
         notes.append(f"{file.parent} has a config.json: inspect that folder for the model")
     return Contents(str(file), "a safetensors file", None, {}, tensors, notes=tuple(notes))
 

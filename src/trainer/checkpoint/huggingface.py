@@ -27,7 +27,7 @@ from trainer.models.mtp_names import (
     in_other_module,
 )
 
-INDEX = "model.safetensors.index.json"
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 _ROWS = 4096  # the number of rows of a table to compare at once
 
 
@@ -44,9 +44,9 @@ class HuggingFaceSource:
           UserError: config.json cannot be represented, or a file is missing or damaged.
         """
         self.path = self.tokenizer = path
-        config = read_object(path / "config.json")
-        self.keys: Mapping[str, Any] = model_keys(config, str(path / "config.json"), decoder_block)
-        self.neutral: Mapping[str, Any] = neutral_keys(config, str(path / "config.json"))
+        config = read_object(path / CONFIG)
+        self.keys: Mapping[str, Any] = model_keys(config, str(path / CONFIG), decoder_block)
+        self.neutral: Mapping[str, Any] = neutral_keys(config, str(path / CONFIG))
         self.length = config.get("max_position_embeddings")
         self._tensors: Mapping[str, StoredTensor | ScaledTensor] = _tensors(path)
         if block := float8_block(config):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.checkpoint.huggingface import INDEX, layouts_of, tensors_of
+from trainer.checkpoint.huggingface import CONFIG, INDEX, layouts_of, tensors_of
 from trainer.checkpoint.params_out import target_dtypes
 from trainer.checkpoint.safetensors_file import SafetensorsFile, Tensors
 from trainer.checkpoint.source import Leaf, Tick, progress
@@ -42,7 +42,7 @@ def write_huggingface(
     layouts = layouts_of(config, places)
     dtypes = target_dtypes(leaves, dtype)
     data = config_json(config, dtypes["token_embedder/embedding"].name, neutral)
-    (folder / "config.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    (folder / CONFIG).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
     names = {name: tensors_of(layouts[name], places[name], leaf.shape) for name, leaf in leaves.items()}
     shards = _shards(_in_order({name: (places[name], names[name], dtypes[name]) for name in leaves}), shard_bytes)

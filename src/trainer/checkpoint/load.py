@@ -11,18 +11,21 @@ import jax.numpy as jnp
 
 from trainer.backends import make_model
 from trainer.checkpoint.description import check_same_model
-from trainer.checkpoint.huggingface import HuggingFaceSource, weight_files
+from trainer.checkpoint.huggingface import CONFIG as HUGGING_FACE_CONFIG
+from trainer.checkpoint.huggingface import INDEX, HuggingFaceSource, weight_files
 from trainer.checkpoint.manager import RUN, committed, inspect, newest, written_by_maxtext
 from trainer.checkpoint.maxtext import ITEMS, MaxTextSource
-from trainer.checkpoint.params import CONFIG, TREE, ParamsSource
+from trainer.checkpoint.params import CONFIG, NEUTRAL, TREE, ParamsSource
 from trainer.checkpoint.sidecar import CONFIG as SIDECAR_CONFIG
 from trainer.checkpoint.sidecar import TOKENIZER
 from trainer.checkpoint.source import Leaf, Source, Tick, joined, names_of, nested, progress, resharded
+from trainer.checkpoint.tokenizer import FILES as TOKENIZER_FILES
 from trainer.config import UserError
 from trainer.config.paths import local_path
 from trainer.models.mtp_names import module_of
 from trainer.observe.rundir import CHECKPOINTS
 from trainer.runtime import storage
+from trainer.runtime.folders import check_folder
 
 _SHORT = 2.0  # seconds; loading that takes longer is reported
 
@@ -43,11 +46,15 @@ def open_source(path: str, decoder_block: str = "", *, average: bool = False) ->
     if "://" in path:
         return _of_run(path)
     folder = local_path(path)
-    if (folder / "config.json").is_file() and weight_files(folder):
+    check_folder(folder, (HUGGING_FACE_CONFIG, INDEX, CONFIG, NEUTRAL, *TOKENIZER_FILES))
+    if (folder / HUGGING_FACE_CONFIG).is_file() and (files := weight_files(folder)):
+        check_folder(folder, [file.name for file in files])
         return HuggingFaceSource(folder, decoder_block)
     if (folder / TREE).is_dir() and (folder / CONFIG).is_file():
+        check_folder(folder, [TREE])
         return ParamsSource(folder)
     if (tree := _maxtexts_tree(folder)) is not None:
+        check_folder(folder, [str((folder if tree == folder else tree.parent).relative_to(folder))])
         return MaxTextSource(tree, folder)
     if newest(folder) is not None:
         return _of_run(path)

@@ -38,6 +38,7 @@ from trainer.checkpoint.sums import damaged, verify, write_sums
 from trainer.config import UserError
 from trainer.observe.rundir import CHECKPOINTS
 from trainer.runtime.agreement import agreed, from_first, is_first
+from trainer.runtime.folders import check_folder
 from trainer.runtime.storage import COMMITTED, absolute, entries, is_remote, remove_tree
 
 T = TypeVar("T", bound=Any)  # a canonical train state, a NamedTuple
@@ -269,11 +270,19 @@ def _with_fields(tree: T, loaded: Mapping[str, Any]) -> T:
 
 
 def newest(path: Any) -> Any:
-    """Returns the newest committed checkpoint of a run's folder, or `path` itself if it is a checkpoint; else None."""
+    """Returns the newest committed checkpoint of a run's folder, or `path` itself if it is a checkpoint; else None.
+
+    Raises:
+      UserError: see `check_folder`.
+    """
     if (path / STATE).is_dir() and path not in _uncommitted(path.parent):
+        check_folder(path)
         return path
     found = committed(path if path.name == CHECKPOINTS else path / CHECKPOINTS)
-    return found[-1] if found else None
+    if not found:
+        return None
+    check_folder(path, [str(found[-1].relative_to(path))])
+    return found[-1]
 
 
 def committed(folder: Any) -> list[Any]:

@@ -4,8 +4,11 @@ import json
 from collections.abc import Awaitable, Mapping
 from typing import Any, NamedTuple
 
-from trainer.checkpoint.sums import damaged
+import yaml
+
+from trainer.checkpoint.sums import damaged, read_part
 from trainer.config import read_saved
+from trainer.config.plain_yaml import read_text
 from trainer.runtime.storage import entries
 
 CONFIG, DATA, METRICS, TOKENIZER = "config.yml", "data.json", "metrics.json", "tokenizer"
@@ -59,26 +62,15 @@ class SidecarFiles:
 def read_sidecar(folder: Any) -> Sidecar:
     """Reads checkpoints/N/run, with this process's own position in the data if it has one."""
     own = folder / _data_file(_process_index())
-    data = _object(folder, own.name if own.is_file() else DATA)
+    data = read_part(folder, own.name if own.is_file() else DATA)
     if not isinstance(data.get("fingerprint"), str):
         raise damaged(folder, DATA, "has no fingerprint of the data")
     tokenizer = {path.name: path.read_bytes() for path in entries(folder / TOKENIZER)}
     try:
-        config = (folder / CONFIG).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        config = read_text(folder / CONFIG)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise damaged(folder, CONFIG, f"cannot be read ({error})") from error
     return Sidecar(config, data.get("position"), data["fingerprint"], tokenizer)
-
-
-def _object(folder: Any, name: str) -> dict[str, Any]:
-    """Returns the JSON object in a file of the folder. Raises UserError if there is none."""
-    try:
-        found = json.loads((folder / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise damaged(folder, name, f"cannot be read ({type(error).__name__}: {error})") from error
-    if not isinstance(found, dict):
-        raise damaged(folder, name, "is not a JSON object")
-    return found
 
 
 def _data_file(process: int) -> str:
@@ -97,7 +89,7 @@ def _process_index() -> int:
 
 def read_metrics(folder: Any) -> dict[str, float]:
     """Reads the metrics in checkpoints/N/run that retention compares."""
-    return _object(folder, METRICS)
+    return read_part(folder, METRICS)
 
 
 def saved_config(sidecar: Sidecar, where: Any) -> dict[str, Any]:

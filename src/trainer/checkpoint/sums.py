@@ -15,14 +15,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from trainer.config import UserError
-from trainer.runtime.storage import absolute, files_below, is_remote, size
+from trainer.config.errors import shortened
+from trainer.config.json_files import read_object
+from trainer.runtime.storage import COMMITTED, absolute, files_below, is_remote, size
 
 T = TypeVar("T")
 
 SUMS = "sums.json"
 _PART = "sums-{}.json"  # one process's checksums, until they are joined
 _METADATA = "_CHECKPOINT_METADATA"  # JSON; Orbax adds the commit time to it after the checksums are computed
-_WITHOUT = re.compile(rf"sums(-\d+)?\.json|{_METADATA}")  # files without a checksum
+_WITHOUT = re.compile(rf"sums(-\d+)?\.json|{_METADATA}|{re.escape(COMMITTED)}")  # files without a checksum
 _WRITER = re.compile(r"(?:^|/)ocdbt\.process_(\d+)/")  # the number of the process that wrote the arrays in a file
 _CHUNK = 1 << 22  # bytes
 _THREADS = min(16, os.cpu_count() or 1)
@@ -59,17 +61,17 @@ def verify(folder: Any, process: int = 0, processes: int = 1) -> None:
       UserError: a file is missing or changed; the message names one.
     """
     try:
-        found = json.loads((folder / SUMS).read_text("utf-8"))
-        sums = {name: (int(length), crc) for name, (length, crc) in found.items()}
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        sums = {name: (int(length), crc) for name, (length, crc) in read_part(folder, SUMS).items()}
+    except (ValueError, TypeError) as error:
         raise damaged(folder, SUMS, f"cannot be read ({type(error).__name__}: {error})") from error
-    try:
-        json.loads((folder / _METADATA).read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise damaged(folder, _METADATA, f"cannot be read ({type(error).__name__}: {error})") from error
+    read_part(folder, _METADATA)
+    if process == 0 and (others := sorted(set(_files(folder)) - sums.keys())):
+        raise damaged(folder, others[0], f"has no checksum in {SUMS}")
 
     def compare(name: str) -> None:
         length, crc = sums[name]
+        if not {"", ".", ".."}.isdisjoint(name.split("/")):
+            raise damaged(folder, SUMS, f"names {shortened(name)}, which is not a file of the checkpoint")
         try:
             found = size(folder / name)
             other = found == length and crc is not None and _crc(folder / name) != crc
@@ -84,6 +86,15 @@ def verify(folder: Any, process: int = 0, processes: int = 1) -> None:
     # Sorted by size, so that the shares are about equal.
     names = sorted(sums, key=lambda name: sums[name][0], reverse=True)
     list(_in_threads(compare, names[process::processes]))
+
+
+def read_part(folder: Any, name: str) -> dict[str, Any]:
+    """Returns the JSON object in a file of a checkpoint. Raises UserError if there is none."""
+    try:
+        return read_object(folder / name)
+    except UserError as error:
+        reason = str(error).removeprefix(f"{folder / name}: ").removeprefix("cannot be read: ")
+        raise damaged(folder, name, f"cannot be read ({reason})") from error
 
 
 def damaged(folder: Any, name: str, what: str) -> UserError:

@@ -13,6 +13,7 @@ from trainer.compare.report import Comparison, Quantity, Report
 from trainer.config import UserError
 from trainer.models.families import in_stack
 from trainer.runtime import storage
+from trainer.runtime.folders import check_folder
 
 Readers = Mapping[str, Callable[[], np.ndarray]]
 
@@ -62,6 +63,7 @@ def _tree(given: str) -> Any:
     """Returns the Orbax tree of a folder that the user names; for a checkpoint, the folder itself."""
     folder = storage.folder(given)
     if (folder / TREE).is_dir() and (folder / CONFIG).is_file():
+        check_folder(folder, [TREE, CONFIG])
         return folder / TREE
     checkpoint = newest(folder)
     if checkpoint is None:

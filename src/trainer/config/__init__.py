@@ -7,10 +7,10 @@ from trainer.config.errors import (
     NotBuilt,
     RunStopped,
     UserError,
+    closed_at_interrupt,
     command_line,
     exit_on_user_error,
     nearest,
-    take_interrupts,
 )
 from trainer.config.flags import COMBINATIONS, combination, flags_of, linen_stack
 from trainer.config.help import explanation, help_text, question
@@ -34,6 +34,7 @@ __all__ = [
     "check_islands",
     "check_optimizer",
     "check_resume",
+    "closed_at_interrupt",
     "combination",
     "command_line",
     "differences",
@@ -57,6 +58,5 @@ __all__ = [
     "resets",
     "resolve",
     "schema",
-    "take_interrupts",
     "to_yaml",
 ]

@@ -9,10 +9,11 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType
 from typing import ParamSpec, TypeVar
 
-from trainer.config.words import counted
+from trainer.config.words import counted, visible
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -45,8 +46,8 @@ def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
     pipe (`| head`) with 141. Other exceptions pass through.
 
     If Ctrl-C has the system's default action (see `trainer/__init__.py`), it keeps this action until there is state to
-    close (`take_interrupts`, `runtime.preemption`), and gets it back when `main` ends. The process then ends without
-    waiting for threads.
+    close (`closed_at_interrupt`, `runtime.preemption`), and gets it back when `main` ends. The process then ends
+    without waiting for threads.
     """
 
     @functools.wraps(main)
@@ -55,10 +56,10 @@ def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
         try:
             return main(*args, **kwargs)
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {visible(str(error))}", file=sys.stderr)
             raise SystemExit(2) from None
         except RunStopped as error:
-            print(f"stopped: {error}", file=sys.stderr)
+            print(f"stopped: {visible(str(error))}", file=sys.stderr)
             raise SystemExit(1) from None
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
@@ -80,13 +81,28 @@ def _has_default_action() -> bool:
     return threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_DFL
 
 
-def take_interrupts() -> None:
-    """Makes Ctrl-C raise KeyboardInterrupt if it had the system's default action, because now there is state to close.
+@contextlib.contextmanager
+def closed_at_interrupt(close: Callable[[], object]) -> Iterator[None]:
+    """A context that calls `close` when it ends. If Ctrl-C has the system's default action, it calls `close` before.
 
-    Call it after JAX is imported, because the exception must not occur during that import.
+    Ctrl-C then raises no exception, which could be lost: Python drops an exception in a callback of its garbage
+    collector, and JAX has such a callback.
     """
-    if _has_default_action():
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        close()
+        print("interrupted", file=sys.stderr)
+        _end_as_interrupted()
+
+    default_action = _has_default_action()
+    if default_action:
+        signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        close()
+        if default_action:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _end_as_interrupted() -> None:

@@ -100,7 +100,7 @@ def load(argv: Sequence[str], place: str = COMMAND_LINE, environment: Mapping[st
     if "dataset_type" not in reader.broken:
         base = next((str(file.path) for file in files if file.is_maxtext), None)
         reader.mistakes += data_not_asked_for(config, where, changed, base)
-    reader.mistakes += foreign_code(reader.schema.keys, config, changed)
+    reader.mistakes += foreign_code(reader.schema.keys, config, changed, [file.path for file in reversed(files)])
     if reader.mistakes:
         raise report(reader.mistakes)
     notes += _other_defaults(yml, files, config, where, notes)

@@ -13,6 +13,7 @@ import yaml
 from trainer.config.dump import to_flow
 from trainer.config.errors import shortened
 from trainer.config.schema import LOADER, Key
+from trainer.config.values import NO_VALUE
 
 TABLE = Path(__file__).parent / "maxtext_keys.yml"
 RENAMED, NEEDLESS, NOT_YET, NEVER = "renamed", "needless", "not yet", "never"
@@ -92,6 +93,17 @@ def is_base(names: Iterable[str]) -> bool:
     defaults."""
     given, base = set(names), table()["base"]
     return len(given.intersection(base["gives"])) >= 0.8 * len(base["gives"]) and given.isdisjoint(base["lacks"])
+
+
+def means_empty(key: Key, text: str) -> bool:
+    """Returns whether `text` is no value, and MaxText takes it for `key`; see `empty_value`."""
+    no_value = NO_VALUE - ({"~"} if key.kind is str else set())  # of text it is the home folder
+    return text not in key.choices and text.strip().lower() in no_value and key.name in table()["empty"]
+
+
+def empty_value(name: str) -> Any:
+    """Returns what the key `name` of base.yml means without a value."""
+    return table()["empty"][name]
 
 
 def on_preset(name: str) -> str | None:

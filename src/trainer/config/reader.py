@@ -54,7 +54,7 @@ class Reader:
             return {}
         problems: list[str] = []
         try:
-            value = read(key)
+            value = maxtext.empty_value(name) if maxtext.means_empty(key, given) else read(key)
         except ValueError as error:
             problems = [f"{error}; allowed: {key.allowed}"]
         else:

@@ -11,7 +11,7 @@ from trainer.config.schema import Key
 
 _TRUE = {"true", "yes", "on", "y", "t", "1"}
 _FALSE = {"false", "no", "off", "n", "f", "0"}
-_NONE = {"", "none", "null", "~"}
+NO_VALUE = {"", "none", "null", "~"}
 _NULL_TAG = "tag:yaml.org,2002:null"
 
 
@@ -67,7 +67,7 @@ def check(key: Key, value: Any) -> str | None:
 
 def _scalar(key: Key, text: str) -> Any:
     word = text.strip().lower()
-    if key.optional and word in _NONE:
+    if key.optional and word in NO_VALUE:
         return None
     if key.kind is str:
         return text
@@ -94,7 +94,7 @@ def _number(kind: type, word: str) -> Any:
 
 
 def _list(key: Key, node: yaml.Node) -> list[Any] | None:
-    if key.optional and isinstance(node, yaml.ScalarNode) and not node.style and node.value.lower() in _NONE - {""}:
+    if key.optional and isinstance(node, yaml.ScalarNode) and not node.style and node.value.lower() in NO_VALUE - {""}:
         return None
     if isinstance(node, yaml.ScalarNode) and key.item is str:
         if node.tag == _NULL_TAG or not node.value:

@@ -1,6 +1,28 @@
 """Words for messages."""
 
+import unicodedata
+
 
 def counted(number: int, one: str, many: str = "") -> str:
     """Returns `number` with its noun: "1 step", "2,000 steps". `many` is the plural, if it is not `one` and an s."""
     return f"{number:,} {one if number == 1 else many or f'{one}s'}"
+
+
+def visible(text: str) -> str:
+    """Returns `text` with control characters other than newline and tab escaped, so that it cannot control a terminal:
+    the category Cc, and the marks that reverse the direction of the text after them.
+
+    https://www.unicode.org/reports/tr9/#Directional_Formatting_Characters
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(_escape(ord(char)) if _controls(char) else char for char in text)
+
+
+def _escape(code: int) -> str:
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+
+
+def _controls(char: str) -> bool:
+    reverses = unicodedata.bidirectional(char) in ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
+    return char not in "\n\t" and (reverses or unicodedata.category(char) == "Cc")

@@ -11,6 +11,7 @@ from trainer.config.paths import local_path
 from trainer.data.corpus import Corpus, file_fingerprint
 from trainer.data.hf_files import mended_table
 from trainer.data.readers import Columns, TablePart
+from trainer.runtime.folders import check_folder
 
 Say = Callable[[str], None]
 # The builders of `datasets` that read plain files. The keys hf_train_files and hf_eval_files name these files.
@@ -54,6 +55,7 @@ def _load(path: str, name: str, data_dir: str, cache: Path, say: Say, files: str
             f"download it first, for example with `hf download --repo-type dataset {path} --local-dir FOLDER`, "
             f"and set hf_path=FOLDER; or name a reader of plain files ({', '.join(BUILDERS)}) and hf_train_files"
         )
+    check_folder(folder)
     if path in BUILDERS and not folder.is_dir() and not files:
         raise UserError(f"hf_path={path} reads plain files: name them with hf_train_files or hf_eval_files")
     try:

@@ -26,6 +26,7 @@ from trainer.data.readers import (
     TextPart,
     TfrecordPart,
 )
+from trainer.runtime.folders import check_folder
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ def _tfds_split(data_dir: str, name: str, split: str, columns: Columns, key: str
     import tensorflow_datasets as tfds
 
     folder = tfds_folder(local_path(data_dir, "dataset_path="), name)
+    check_folder(folder)
     check_features(folder)
     try:
         builder = tfds.builder_from_directory(folder)

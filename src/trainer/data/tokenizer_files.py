@@ -15,6 +15,7 @@ from trainer.config.errors import UserError
 from trainer.config.json_files import read_object, shown
 from trainer.config.paths import local_path
 from trainer.data.tokenizer import CONFIG_FILE, JSON_FILE, ByteTokenizer, JsonTokenizer, Tokenizer
+from trainer.runtime.folders import check_folder
 
 _SENTENCEPIECE_FILE, _TIKTOKEN_FILE = "tokenizer.model", "tokenizer.tiktoken"
 _FILES = {"huggingface": JSON_FILE, "sentencepiece": _SENTENCEPIECE_FILE, "tiktoken": _TIKTOKEN_FILE}
@@ -181,12 +182,14 @@ def _file(path: Path, kind: str) -> Path:
     """Returns the tokenizer's file; `path` is the file or its folder."""
     names = [_FILES[kind]] if kind in _FILES else list(_FILES.values())
     if path.is_dir():
+        check_folder(path, [*names, CONFIG_FILE])
         for name in names:
             if (path / name).is_file():
                 return path / name
         if kind == "auto" and (path / CONFIG_FILE).is_file():
             return path / CONFIG_FILE
         raise UserError(f"tokenizer_path={path} holds no {' or '.join(names)}")
+    check_folder(path.parent, [CONFIG_FILE])  # read, too
     if not path.is_file():
         raise UserError(
             f"tokenizer_path={path}: there is no such file; give a {', '.join(_FILES.values())}, or a folder with one "

@@ -16,6 +16,7 @@ from trainer.data.tokenizer_files import load_tokenizer
 from trainer.inference.engine import Engine
 from trainer.inference.served import serve
 from trainer.ops.random import seed_key
+from trainer.runtime.folders import check_folder
 
 _MODULES = "mtp_num_layers"
 
@@ -111,6 +112,7 @@ class MaxEngine(Engine):
         found = [] if tokenizer.eos is None else [tokenizer.eos]
         path = self.config.load_parameters_path
         if path and "://" not in path and (file := local_path(path) / GENERATION).is_file():
+            check_folder(file.parent, [GENERATION])
             named = read_object(file).get("eos_token_id")
             found += named if isinstance(named, list) else [] if named is None else [named]
             if not all(isinstance(token, int) for token in found):

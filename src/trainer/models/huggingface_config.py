@@ -12,7 +12,7 @@ from trainer.config.latent_keys import TYPE, is_latent
 from trainer.config.values import check
 from trainer.models.families import FAMILIES, family, hugging_face
 from trainer.models.huggingface import HuggingFace
-from trainer.models.huggingface_fields import SIZES, mistyped
+from trainer.models.huggingface_fields import SIZES, as_typed, mistyped
 
 # Hugging Face's names of activations and ours. Its "gelu" is the exact GELU, which no key here can represent.
 ACTIVATIONS = {
@@ -57,7 +57,7 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
         raise UserError(f"{where}: model_type={given} is not known; known: {', '.join(known)}")
     block, hf = known[data["model_type"]]
     said = {"rms_norm_eps": 1e-6, "hidden_act": "silu", **hf.defaults, **data}
-    sizes = _sizes(hf, said)
+    sizes = _sizes(hf, said, data)
     if lacking := [name for name in sizes.values() if name not in said]:
         raise UserError(f"{where}: no number is given for {', '.join(lacking)}")
     refused = [
@@ -66,6 +66,9 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
         if said.get(name) and not (name == "quantization_config" and float8_block(said))
     ]
     refused += [f"{name}={shown(said[name])}" for name, only in hf.only.items() if said.get(name) not in (None, only)]
+    if not said.get("is_causal", True):
+        refused.append(f"is_causal={shown(said['is_causal'])}: attention to later positions")
+    refused += _contradicting_counts(hf, data)
     keys = {ours: said[theirs] for ours, theirs in sizes.items()}
     keys |= _latent_keys(hf, said, refused) if hf.latent else {}
     heads = said["num_attention_heads"]
@@ -77,7 +80,7 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
         "attn_logits_soft_cap": 0.0,
         "final_logits_soft_cap": 0.0,
         "use_qk_norm": hf.qk_norm,
-        "mtp_num_layers": said.get("num_nextn_predict_layers") or 0,
+        "mtp_num_layers": said.get("num_nextn_predict_layers") or said.get("num_mtp_layers") or 0,
     }
     if not hf.latent:
         keys["head_dim"] = said.get("head_dim") or said["hidden_size"] // heads
@@ -118,19 +121,29 @@ def float8_block(data: Mapping[str, Any]) -> tuple[int, int] | None:
     return None
 
 
-def _sizes(hf: HuggingFace, said: Mapping[str, Any]) -> dict[str, str]:
-    """Returns our keys of sizes, each with the field of config.json that gives it. With experts there is no other
-    MLP."""
+# Names of the number of experts. transformers reads each of them for every family, and versions write different ones.
+_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def _contradicting_counts(hf: HuggingFace, data: Mapping[str, Any]) -> list[str]:
+    given = {name: data[name] for name in _COUNTS if name in data and "num_experts" in hf.sizes}
+    return [] if len(set(given.values())) < 2 else [" and ".join(f"{name}={value}" for name, value in given.items())]
+
+
+def _sizes(hf: HuggingFace, said: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, str]:
+    """Returns our keys of sizes, each with the field of `said` that gives it: `data`, config.json, with its defaults.
+    With experts there is no other MLP."""
     own = dict(hf.sizes)
-    # transformers 5 writes the same name for all families, and reads both names.
-    if own.get("num_experts") == "num_experts" and "num_local_experts" in said:
-        own["num_experts"] = "num_local_experts"
+    if "num_experts" in own and own["num_experts"] not in data:
+        own["num_experts"] = next((name for name in _COUNTS if name in data), own["num_experts"])
     return {ours: theirs for theirs, ours in SIZES.items() if not own or ours != "base_mlp_dim"} | own
 
 
 def _latent_keys(hf: HuggingFace, said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
     """Returns the keys of multi-head latent attention and of groups of experts whose values differ from their
     fields."""
+    if said.get("head_dim") not in (None, said["qk_rope_head_dim"]):
+        refused.append(f"head_dim={said['head_dim']}, which is not qk_rope_head_dim={said['qk_rope_head_dim']}")
     groups, method = said.get("n_group") or 1, said.get("topk_method") or hf.methods[0]
     keys = {"q_lora_rank": said["q_lora_rank"] or 0, "n_routing_groups": -1, **hf.implies}
     if method == hf.methods[1] and groups > 1:
@@ -269,7 +282,7 @@ def config_json(config: Any, dtype: str, neutral: Mapping[str, Any]) -> dict[str
         data["max_window_layers"] = 0 if window else config.base_num_decoder_layers
     if config.mtp_num_layers:
         data["num_nextn_predict_layers"] = config.mtp_num_layers
-    return {**data, **neutral}
+    return as_typed({**data, **neutral})
 
 
 def _context_length(config: Any) -> int:

@@ -16,13 +16,14 @@ SIZES = {
 }
 _SIZE, _SWITCH = Field(int, low=1), Field(bool, null=True)
 _OPTIONAL_SIZE, _OPTIONAL_NUMBER = Field(int, low=1, null=True), Field(float, null=True)
-_TOKEN = Field(int, null=True, many=True)
+_TOKEN = Field(int, null=True)
 # The allowed values in config.json and in its RoPE object. All fields are optional.
 _FIELDS = {
     **dict.fromkeys(SIZES, _SIZE),
     **dict.fromkeys(("num_key_value_heads", "head_dim", "max_position_embeddings"), _OPTIONAL_SIZE),
     **{"sliding_window": Field(int, low=0, null=True), "max_window_layers": Field(int, low=0)},
-    **{"num_nextn_predict_layers": Field(int, low=0, null=True)},
+    **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), Field(int, low=0, null=True)),
+    **{"is_causal": Field(bool)},
     **{"rms_norm_eps": Field(float, low=1e-37), "initializer_range": Field(float, low=0, null=True)},
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"), _SIZE),
     **dict.fromkeys(("n_routed_experts", "n_shared_experts", "kv_lora_rank", "qk_nope_head_dim"), _SIZE),
@@ -34,7 +35,7 @@ _FIELDS = {
     **{"router_jitter_noise": Field(float, low=0, null=True), "norm_topk_prob": Field(bool)},
     **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias"), _SWITCH),
     **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), Field(dict, null=True)),
-    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _TOKEN),
+    **{"bos_token_id": _TOKEN, "eos_token_id": Field(int, null=True, many=True), "pad_token_id": _TOKEN},
     **{"model_type": Field(str), "hidden_act": Field(str), "layer_types": Field(list, null=True, item=str)},
 }
 _FIELDS_OF_ROPE = {
@@ -50,6 +51,7 @@ _FIELDS_OF_BOTH = {
     "partial_rotary_factor": _OPTIONAL_NUMBER,
     "original_max_position_embeddings": _OPTIONAL_SIZE,
 }
+_FLOATS = {name for name, field in (_FIELDS | _FIELDS_OF_BOTH).items() if field.kind is float}
 # Fields of config.json that do not affect what the model computes.
 NEUTRAL = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "max_position_embeddings")
 
@@ -64,6 +66,12 @@ def neutral_keys(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     if wrong := field_problems(found, _FIELDS):
         raise UserError("\n  ".join([f"{where}: values that are not allowed in config.json:", *wrong]))
     return found
+
+
+def as_typed(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `data`, a config.json, with whole numbers as floats where a field is a number: transformers 5.24 refuses
+    an integer there. tests/goldens/declarations.json has its types."""
+    return {name: float(value) if name in _FLOATS and isinstance(value, int) else value for name, value in data.items()}
 
 
 def mistyped(data: Mapping[str, Any]) -> list[str]:

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from trainer.config.words import counted
+from trainer.config.words import counted, visible
 from trainer.observe.banner import Needs, banner_rows, needs_rows
 from trainer.observe.bar import BottomLine, bar
 from trainer.observe.lines import Pace, Work, evaluation_fields, evaluation_line, step_fields, step_line
-from trainer.observe.text import Field, clock, fit, short_time, si, visible
+from trainer.observe.text import Field, clock, fit, short_time, si
 
 LINES = 25  # the number of step lines that stay on a terminal
 _STYLES = {"bold": "1", "dim": "2", "green": "32", "yellow": "33"}
@@ -92,7 +92,7 @@ class Console:
 
     def say(self, text: str) -> None:
         """Prints a line of text."""
-        for line in self._wrapped(text):
+        for line in self._wrapped(visible(text)):
             self._print(line)
 
     def step(self, row: Mapping[str, float], total_steps: int) -> None:
@@ -158,13 +158,13 @@ class Console:
         self._print(self._styled("---- end of sample ----", "dim"))
 
     def _warn(self, text: str) -> None:
-        for line in self._wrapped(f"warning: {text}", indent=" " * 9):
+        for line in self._wrapped(visible(f"warning: {text}"), indent=" " * 9):
             self._print(self._styled(line, "yellow"))
 
     def _table(self, rows: Iterable[tuple[str, str]]) -> None:
         margin = 13
         for label, text in rows:
-            first, *rest = self._wrapped(f"{label:<{margin}}{text}", indent=" " * margin)
+            first, *rest = self._wrapped(visible(f"{label:<{margin}}{text}"), indent=" " * margin)
             self._print(self._styled(first[:margin], "dim") + first[margin:])
             for line in rest:
                 self._print(line)

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from trainer.observe.metrics import disk_errors
+from trainer.runtime.folders import appended
 
 # TensorBoard reads every file whose name contains "tfevents". The folder has the name that MaxText gives it. The name
 # is always the same, so that a resumed run continues the file, and a TensorBoard that reads it continues to read it.
@@ -37,7 +38,7 @@ class EventsWriter:
         self._path, self._resumes = folder / EVENTS_FILE, resumes
         with disk_errors(self._path, self._resumes):
             self._path.parent.mkdir(exist_ok=True)
-            self._file = self._path.open("ab", buffering=0)
+            self._file = appended(self._path)
             # Truncated in place: the steps that are computed again have records of the same lengths.
             self._file.truncate(_end(self._path, step))
             if not self._file.seek(0, os.SEEK_END):

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from trainer.config import UserError
+from trainer.runtime.folders import appended, replace_file
 from trainer.runtime.storage import remedy
 
 METRICS_FILE = "metrics.jsonl"
@@ -35,7 +36,7 @@ class MetricsWriter:
         self._path, self._resumes = folder / name, resumes
         with disk_errors(self._path, self._resumes):
             self.kept = _cut(self._path, step) if self._path.exists() else []
-            self._file = self._path.open("ab", buffering=0)
+            self._file = appended(self._path)
 
     def write(self, row: Mapping[str, float | int | str | list[float]]) -> None:
         """Appends `row`. Its values must be built-in Python numbers, strings and lists.
@@ -120,10 +121,5 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def _cut(path: Path, step: int) -> list[dict[str, Any]]:
     """Atomically replaces the file by its rows with steps below `step`, and returns these rows."""
     rows = [row for row in read_rows(path) if row["step"] < step]
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(f"{json.dumps(row)}\n" for row in rows)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    replace_file(path, "".join(f"{json.dumps(row)}\n" for row in rows))
     return rows

@@ -14,6 +14,7 @@ from trainer.observe.rundir import CONFIG_FILE, SAMPLES_FILE
 from trainer.observe.series import Series, number
 from trainer.observe.starts import STARTS_FILE, read_starts
 from trainer.observe.text import short_time, si
+from trainer.runtime.folders import check_folder
 
 
 class Record:
@@ -103,6 +104,7 @@ def read_run(folder: Path) -> Record:
       UserError: the folder has no metrics.jsonl, or one of its files is damaged.
     """
     metrics = folder / METRICS_FILE
+    check_folder(folder, (METRICS_FILE, CONFIG_FILE, SAMPLES_FILE, STARTS_FILE))
     if not metrics.is_file():
         raise UserError(
             f"{folder} is not the folder of a run: it has no {METRICS_FILE}; give base_output_directory/run_name"

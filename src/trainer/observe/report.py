@@ -6,11 +6,11 @@ from typing import Any
 
 from trainer.config import schema
 from trainer.config.dump import to_flow
+from trainer.config.words import visible
 from trainer.observe.chart import COLOURS, Line, histogram, line_chart
 from trainer.observe.record import Record
 from trainer.observe.report_style import STYLE
 from trainer.observe.series import INTERVALS, Series
-from trainer.observe.text import visible
 
 # (title, field of a row, unit, scale to that unit)
 _CHARTS = (

@@ -1,6 +1,5 @@
 """report.html in the folder of a run in progress."""
 
-import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from trainer.config import UserError
 from trainer.observe.record import Record, begun
 from trainer.observe.report import report_html
 from trainer.observe.rundir import REPORT_FILE
+from trainer.runtime.folders import replace_file
 
 
 class ReportFile:
@@ -39,14 +39,9 @@ class ReportFile:
         if self._record is None:
             return
         began = time.monotonic()
-        path = self._folder / REPORT_FILE
-        temporary = path.with_name(f"{REPORT_FILE}.tmp")
         try:
-            temporary.write_text(report_html([self._record]), encoding="utf-8")
-            temporary.replace(path)
+            replace_file(self._folder / REPORT_FILE, report_html([self._record]))
         except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)  # part of a page, on a disk that may be full
             self._warn(error)
         ended = time.monotonic()
         self._next = ended + 100 * (ended - began)

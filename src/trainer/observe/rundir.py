@@ -14,6 +14,7 @@ from trainer.observe.metrics import METRICS_FILE
 from trainer.observe.profiler import TRACES
 from trainer.observe.starts import STARTS_FILE, with_start
 from trainer.runtime.agreement import from_first
+from trainer.runtime.folders import replace_file
 from trainer.runtime.lock import LOCK_FILE
 from trainer.runtime.storage import entries, files_below, is_remote, remedy
 
@@ -35,7 +36,7 @@ class RunDir(NamedTuple):
     """
 
     path: Path
-    lock: IO[str] | None
+    lock: IO[bytes] | None
     remote: Any = None
 
     def __enter__(self) -> Self:
@@ -115,10 +116,8 @@ class RunDir(NamedTuple):
                 (self.path / SAMPLES_FILE).unlink(missing_ok=True)
             starts = with_start(self.path / STARTS_FILE, start, resumed=resumed)
             (self.path / FINISHED_FILE).unlink(missing_ok=True)
-            for file, text in ((self.path / STARTS_FILE, starts), (config, config_yml)):
-                temporary = file.with_name(f"{file.name}.tmp")
-                temporary.write_text(text, encoding="utf-8")
-                temporary.replace(file)
+            replace_file(self.path / STARTS_FILE, starts)
+            replace_file(config, config_yml)
         if self.remote is not None:
             with remote_errors(self.remote):
                 (self.remote / FINISHED_FILE).unlink(missing_ok=True)

@@ -20,6 +20,7 @@ from trainer.observe.rundir import (
     remote_errors,
 )
 from trainer.runtime.agreement import agreed, from_first
+from trainer.runtime.folders import check_folder
 from trainer.runtime.lock import LOCK_FILE, is_locked, lock
 from trainer.runtime.storage import entries, folder, is_remote, mirror, why_not_writable
 
@@ -102,6 +103,7 @@ def check_earlier(place: Any, config_yml: str, resumed: bool, say: Callable[[str
 
 def _in_use(path: Any) -> bool:
     """Returns whether a live process holds the lock of the run in `path`."""
+    check_folder(path)
     return is_locked(mirror(path) if is_remote(path) else path)
 
 
@@ -124,6 +126,7 @@ def _open(
 def _locked(path: Any) -> RunDir | None:
     """Locks the folder `path` and returns its run; None if a live process holds the lock."""
     if not is_remote(path):
+        check_folder(path)
         held = lock(path)
         return None if held is None else RunDir(path, held)
     local = mirror(path)

@@ -1,7 +1,6 @@
 """Formatting of numbers and durations, and lines that fit a width."""
 
 import math
-import unicodedata
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -34,14 +33,6 @@ def perplexity(loss: float) -> float:
         return math.exp(loss)
     except OverflowError:
         return math.inf
-
-
-def visible(text: str) -> str:
-    """Returns `text` with control characters other than newline and tab escaped, so that it cannot control a
-    terminal."""
-    return "".join(
-        char if char in "\n\t" or unicodedata.category(char) != "Cc" else f"\\x{ord(char):02x}" for char in text
-    )
 
 
 class Field(NamedTuple):

@@ -4,15 +4,17 @@ import fcntl
 from pathlib import Path
 from typing import IO
 
+from trainer.runtime.folders import appended, not_through_a_link
+
 LOCK_FILE = ".lock"
 
 
-def lock(folder: Path) -> IO[str] | None:
+def lock(folder: Path) -> IO[bytes] | None:
     """Locks the folder for this process. The lock is held until the returned file is closed or the process ends.
 
     Returns None if another live process holds the lock. The lock file is never deleted.
     """
-    file = (folder / LOCK_FILE).open("a", encoding="utf-8")
+    file = appended(folder / LOCK_FILE)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -25,7 +27,7 @@ def is_locked(folder: Path) -> bool:
     """Returns whether a live process holds the lock on the folder. Changes nothing in the folder, which may not
     exist."""
     try:
-        with (folder / LOCK_FILE).open(encoding="utf-8") as file:
+        with open(folder / LOCK_FILE, encoding="utf-8", opener=not_through_a_link) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except (FileNotFoundError, NotADirectoryError):
         return False

@@ -273,8 +273,8 @@ def test_the_yml_of_the_folder_that_a_run_starts_from_is_data(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("data.json", "[]", "data.json is not a JSON object"),
-        ("data.json", "[" * 100_000, "data.json cannot be read (RecursionError"),
+        ("data.json", "[]", "data.json cannot be read (not a JSON object)"),
+        ("data.json", "[" * 100_000, "data.json cannot be read (nested deeper than 64)"),
         ("data.json", "{}", "data.json has no fingerprint"),
         ("data.json", '{"fingerprint": 3, "position": null}', "data.json has no fingerprint"),
         ("config.yml", b"\xff", "config.yml cannot be read"),
@@ -297,6 +297,9 @@ def test_what_lies_sidecar_a_checkpoint_is_of_its_types(tmp_path, name, content,
         ('{"a\\u0000b": [1, 2]}', "cannot be read"),
         ('{"a": 3}', "sums.json cannot be read"),
         ("[" * 100_000, "sums.json cannot be read"),
+        ('{"/dev/zero": [0, 1]}', "sums.json names /dev/zero, which is not a file of the checkpoint"),
+        ('{"../x": [0, 1]}', "sums.json names ../x, which"),
+        ('{"a//x": [0, 1]}', "sums.json names a//x, which"),
     ],
 )
 def test_sums_of_other_types(tmp_path, content, problem):

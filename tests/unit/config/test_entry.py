@@ -1,5 +1,7 @@
 """How a user's error ends a program, and that the configuration imports nothing heavy."""
 
+import contextlib
+import importlib
 import os
 import signal
 import subprocess
@@ -7,7 +9,7 @@ import sys
 
 import pytest
 
-from trainer.config import UserError, command_line, exit_on_user_error, take_interrupts
+from trainer.config import UserError, closed_at_interrupt, command_line, exit_on_user_error
 
 PROGRAM = """
 import atexit, sys
@@ -81,18 +83,30 @@ def test_ctrl_c_while_a_command_is_imported_is_the_systems():
         assert b"KeyboardInterrupt" in done.stderr, "a program that imports the package keeps Python's handler"
 
 
-def test_ctrl_c_in_a_command_ends_it_as_the_system_would():
-    code = (
-        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
-        "from trainer.config import exit_on_user_error, take_interrupts\n"
-        "@exit_on_user_error\n"
-        "def main():\n"
-        "    take_interrupts()\n"
-        "    try: os.kill(os.getpid(), signal.SIGINT); [None for _ in range(1000)]\n"
-        "    finally: print('closed')\n"
-        "main()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+IN_A_COMMAND = """
+import gc, os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+from trainer.config import closed_at_interrupt, exit_on_user_error
+def interrupt(*of_gc):
+    os.kill(os.getpid(), signal.SIGINT)
+    [None for _ in range(1000)]
+@exit_on_user_error
+def main():
+    with closed_at_interrupt(lambda: print('closed')):
+        {}
+        print('not reached')
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["interrupt()", "gc.callbacks.append(interrupt); gc.collect()"],  # JAX has such a callback
+    ids=["in the code", "in a callback of the garbage collector, which loses exceptions"],
+)
+def test_ctrl_c_in_a_command_closes_and_ends_it_as_the_system_would(where):
+    command = [sys.executable, "-c", IN_A_COMMAND.format(where)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "closed\n", "interrupted\n")
 
 
@@ -104,17 +118,34 @@ def left_to_the_system():
 
 
 @pytest.mark.usefixtures("left_to_the_system")
-def test_ctrl_c_is_an_exception_from_take_interrupts_on_until_the_end():
+def test_ctrl_c_is_handled_only_while_there_is_something_to_close():
+    closed = []
+
     @exit_on_user_error
     def main():
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-        take_interrupts()
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        with closed_at_interrupt(lambda: closed.append(1)):
+            assert callable(signal.getsignal(signal.SIGINT))
+            assert not closed
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
         raise UserError("x")
 
     with pytest.raises(SystemExit):
         main()
-    assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    assert closed == [1]
+
+
+@pytest.mark.usefixtures("left_to_the_system")
+@pytest.mark.parametrize("command", ["generate", "inspect", "parity", "report", "shardings", "train_compile"])
+def test_ctrl_c_ends_a_command_without_anything_to_close_at_once(command, monkeypatch):
+    """Whatever it does: an exception would be lost in a callback of the garbage collector."""
+    module = importlib.import_module(f"trainer.{command}")
+    seen = []
+    monkeypatch.setattr(module, "command_line", lambda argv: seen.append(signal.getsignal(signal.SIGINT)) or ["--help"])
+    with contextlib.suppress(SystemExit):
+        module.main([])
+    assert set(seen) == {signal.SIG_DFL}
+    assert not {"closed_at_interrupt", "signal"} & vars(module).keys()
 
 
 @pytest.fixture
@@ -126,7 +157,12 @@ def on_a_terminal():
 
 @pytest.mark.usefixtures("on_a_terminal")
 def test_ctrl_c_stays_with_a_program_that_calls_a_command():
-    take_interrupts()
+    closed = []
+
+    def interrupted():
+        with closed_at_interrupt(lambda: closed.append(1)):
+            signal.raise_signal(signal.SIGINT)
+
     with pytest.raises(SystemExit) as caught:
-        exit_on_user_error(lambda: signal.raise_signal(signal.SIGINT))()
-    assert caught.value.code == 130
+        exit_on_user_error(interrupted)()
+    assert (caught.value.code, closed) == (130, [1])

@@ -276,7 +276,7 @@ def test_a_full_disk(tmp_path, monkeypatch):
     def full(path, *args, **kwargs):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    for name in ("write_text", "touch"):
+    for name in ("open", "touch"):
         monkeypatch.setattr(Path, name, full)
     with pytest.raises(UserError, match=r"cannot write .*/mine/config\.yml: No space left on device; free disk space$"):
         run.begin(CONFIG, START, resumed=False, say=print)
@@ -331,7 +331,7 @@ def test_a_run_folder_without_permission(tmp_path, monkeypatch):
     def denied(path, *args, **kwargs):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "open", denied)
+    monkeypatch.setattr("trainer.runtime.lock.open", denied, raising=False)
     with pytest.raises(UserError, match=r"base_output_directory=.* cannot write there \(Permission denied\)"):
         opened(tmp_path, "mine")
 

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from trainer.observe.text import Field, clock, fit, perplexity, short_time, si, visible
+from trainer.config.words import visible
+from trainer.observe.text import Field, clock, fit, perplexity, short_time, si
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,9 @@ def test_perplexity():
 
 def test_control_characters_become_visible():
     assert visible("a\tb\n\x1b[31m\r\x85é") == "a\tb\n\\x1b[31m\\x0d\\x85é"
+    assert visible("a\u202eb\u2066") == "a\\u202eb\\u2066", "marks that reverse the direction of the text"
+    arabic, family = "\u0645\u0631\u200f", "\U0001f468\u200d\U0001f469"
+    assert visible(arabic + family) == arabic + family
 
 
 def test_fields_are_dropped_by_rank_until_they_fit():

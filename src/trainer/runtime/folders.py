@@ -1,0 +1,107 @@
+"""Folders that a command was given: they may come from someone else.
+
+A link in such a folder could make a command read, publish or overwrite any file of the user. A pipe or a device could
+make it wait forever. Checks come before the first read, and writes never go through a link.
+"""
+
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from trainer.config import UserError
+from trainer.runtime.storage import is_remote
+
+_TEMPORARY = ".tmp"
+
+
+def check_folder(folder: Any, names: Iterable[str] = (".",)) -> None:
+    """Checks that everything in `folder` is a regular file, a folder, or a link to one of these in `folder`.
+
+    In a snapshot of Hugging Face's cache (models--NAME/snapshots/REVISION), links may lead to the blobs beside it.
+
+    Args:
+      folder: a folder in a bucket passes, because a bucket has no links.
+      names: the paths in it to check, folders with all that they contain; absent ones pass.
+
+    Raises:
+      UserError: names the first link or file that is refused.
+    """
+    if is_remote(folder):
+        return
+    roots = _roots(folder)
+    pending = [folder / name for name in names]
+    visited = set()
+    while pending:
+        path = pending.pop()
+        if not os.path.lexists(path):
+            continue
+        real = Path(os.path.realpath(path))
+        if not any(real.is_relative_to(root) for root in roots):
+            raise UserError(
+                f"{path} leads out of {folder}, to {real}: links out "
+                "of a folder are not followed; if you trust it, replace the link with a copy"
+            )
+        try:
+            mode = real.lstat().st_mode
+        except OSError as error:
+            if not path.is_symlink():
+                continue  # removed meanwhile
+            raise UserError(f"{path} is a link that leads nowhere ({error.strerror})") from error
+        if stat.S_ISDIR(mode):
+            if real not in visited:
+                visited.add(real)
+                pending += _entries(path)
+        elif not stat.S_ISREG(mode):
+            raise UserError(f"{path}: neither a file nor a folder, but a pipe, a socket or a device")
+
+
+def _roots(folder: Path) -> list[Path]:
+    """Returns the folders to which links in `folder` may lead."""
+    real = Path(os.path.realpath(folder))
+    cached = real.parent.parent
+    blobs = cached / "blobs"
+    if (
+        real.parent.name == "snapshots"
+        and cached.name.startswith(("models--", "datasets--"))
+        and not blobs.is_symlink()
+    ):
+        return [real, blobs]
+    return [real]
+
+
+def _entries(path: Path) -> list[Path]:
+    try:
+        return sorted(path.iterdir())
+    except OSError:
+        return []  # whoever reads the folder says why
+
+
+def appended(path: Path) -> Any:
+    """Opens a file for appending bytes, unbuffered, and not through a link. Raises OSError if that is not possible."""
+    return os.fdopen(not_through_a_link(str(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0)
+
+
+def not_through_a_link(path: str, flags: int) -> int:
+    """The `opener` of an `open` that neither follows a link nor waits for a pipe."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+
+def replace_file(path: Path, data: str | bytes) -> None:
+    """Writes `data` beside `path` and renames it. A link at `path` is replaced. On an error nothing is left behind.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    temporary = path.with_name(f"{path.name[:60]}{_TEMPORARY}")  # a name of 255 bytes leaves no room for an ending
+    temporary.unlink(missing_ok=True)
+    try:
+        with temporary.open("xb") as file:  # x: not through a link
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
