@@ -7,14 +7,18 @@ their logits, and gradients of the mean cross entropy under transformers' names.
 row, masked by transformers itself. "packed" has several documents and padding, with a mask that this script makes.
 "generated" has greedy continuations of the beginnings of those rows, by transformers' own generate, and how far the
 logit of each token was above the next.
+
+declarations.json has the types that transformers declares for the fields of each case's configuration.
 """
 
+import dataclasses
+import json
 import os
 import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_origin, is_typeddict
 
 os.environ["USE_HUB_KERNELS"] = "NO"  # use transformers' own Python code, even if kernels are installed
 
@@ -147,6 +151,7 @@ def main() -> None:
     torch.set_num_threads(1)  # a fixed order of additions
     transformers.utils.logging.disable_progress_bar()
     print(f"torch {torch.__version__}, transformers {transformers.__version__}")
+    write_declarations()
     for seed, (name, case) in enumerate(CASES.items()):
         if name not in (sys.argv[1:] or CASES):
             continue
@@ -166,6 +171,26 @@ def main() -> None:
         np.savez_compressed(folder / "expected.npz", **arrays, **generated(model, rows(seed)["inputs"]))
         size = sum(file.stat().st_size for file in folder.iterdir())
         print(f"{name}: {sum(p.numel() for p in model.parameters())} parameters, {size / 1e3:.0f} kB")
+
+
+def write_declarations() -> None:
+    """Writes the declared types of the fields of config.json, by model type: names joined by " | "."""
+    found = {}
+    for config in sorted({case.family[0] for case in CASES.values()}, key=lambda it: it.model_type):
+        declared = {field.name: field.type for field in dataclasses.fields(config) if field.name in config().to_dict()}
+        found[config.model_type] = {name: type_name(kind) for name, kind in sorted(declared.items())}
+    (GOLDENS / "declarations.json").write_text(json.dumps(found, indent=0) + "\n")
+
+
+def type_name(kind: Any) -> str:
+    """Returns the name of a type. A RoPE object is a dict, and a Literal may be anything."""
+    if parts := [part for part in get_args(kind) if not isinstance(part, str)]:
+        if get_origin(kind) in (list, dict):
+            return "dict" if get_origin(kind) is dict else f"list[{type_name(parts[0])}]"
+        return " | ".join(dict.fromkeys(type_name(part) for part in parts))
+    if kind is type(None):
+        return "None"
+    return kind.__name__ if kind in (int, float, bool, str) else "dict" if is_typeddict(kind) or kind is dict else "any"
 
 
 def random_model(case: Case, seed: int) -> torch.nn.Module:

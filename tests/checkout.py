@@ -24,12 +24,15 @@ def _use() -> None:
 
 
 class _Popen(subprocess.Popen):
-    """Refuses to start a process that could import another copy of the package."""
+    """Refuses to start a Python process that could import another copy of the package."""
 
     def __init__(self, args, *rest, **options):
         environment = options.get("env")
-        entries = (os.environ if environment is None else environment).get(_VARIABLE, "").split(os.pathsep)
         words = [args] if isinstance(args, str) else [str(word) for word in args]
+        if not any("python" in Path(word).name for word in words):  # such as ldconfig, which torch starts
+            super().__init__(args, *rest, **options)
+            return
+        entries = (os.environ if environment is None else environment).get(_VARIABLE, "").split(os.pathsep)
         assert entries[0] == str(SRC), f"start it with os.environ | {{...}}, so that it imports this checkout: {words}"
         assert not {"-I", "-E"} & set(words[1:2]), f"-I and -E leave {_VARIABLE} out: {words}"
         super().__init__(args, *rest, **options)

@@ -18,6 +18,9 @@ _CPU = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_cou
 # which it would abort the process.
 _CPU += " --xla_cpu_collective_call_terminate_timeout_seconds=200"
 
+# Flags of whoever starts the suite, such as --xla_cpu_max_isa=AVX2: programs round differently on other processors.
+_GIVEN = " ".join(flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.startswith("--xla_cpu_max_isa"))
+
 # Options of `compile` for tests that compare bits of programs with different texts, or XLA's counts. The older code
 # generation rounds equal math differently in different fusions, and first expands a scatter to a loop.
 EXACT = {"xla_cpu_use_fusion_emitters": True}
@@ -56,4 +59,4 @@ def xla_flags(devices: int) -> str:
 
 
 def _shared(devices: int) -> str:
-    return f"--xla_force_host_platform_device_count={devices} {_LEVEL}"
+    return f"{_GIVEN} --xla_force_host_platform_device_count={devices} {_LEVEL}".lstrip()

@@ -43,6 +43,13 @@ def test_a_process_that_could_import_another_copy_is_not_started(start):
         start([sys.executable, "-I", "-c", SHOW])
 
 
+def test_a_process_without_python_may_have_any_environment():
+    """torch lists the system's libraries when it is imported."""
+    assert (
+        subprocess.run(["env"], env={"LC_ALL": "C"}, capture_output=True, text=True, check=True).stdout == "LC_ALL=C\n"
+    )
+
+
 def test_another_installed_copy_is_refused(monkeypatch):
     monkeypatch.setattr(trainer, "__file__", "/site-packages/trainer/__init__.py")
     with pytest.raises(pytest.UsageError, match="imported from /site-packages/trainer"):

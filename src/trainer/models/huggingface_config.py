@@ -164,6 +164,8 @@ def _window_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -
         kinds = set(given)
         if len(given) != layers:
             refused.append(f"layer_types of {len(given)} layers with num_hidden_layers={layers}")
+        if hf.window == "given" and window and kinds != {_SLIDING}:  # there transformers ignores layer_types
+            refused.append(f"layer_types of {shortened(' and '.join(sorted(kinds)))} with sliding_window={window}")
     else:
         kinds = {_SLIDING if window and layer >= full else _FULL for layer in (0, layers - 1)}
     if kinds == {_FULL}:
@@ -201,11 +203,10 @@ def _rope_keys(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
     }
     if ROPE_TYPES[kind] == "default":
         return keys | {"rope_linear_scaling_factor": float(rope.get("factor") or 1.0)}
-    lengths = (
-        *(said.get("original_max_position_embeddings"), rope.get("original_max_position_embeddings")),
-        said.get("max_position_embeddings"),
-    )
-    original = next((length for length in lengths if length), None)
+    own = [length for at in (rope, said) if (length := at.get("original_max_position_embeddings"))]
+    if len(set(own)) > 1:
+        refused.append(f"two values of original_max_position_embeddings, {own[0]} in RoPE and {own[1]}")
+    original = next(iter(own), None) or said.get("max_position_embeddings")
     if original is None:
         refused.append(f"RoPE of kind {kind} without original_max_position_embeddings or max_position_embeddings")
         return {}

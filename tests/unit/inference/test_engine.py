@@ -23,6 +23,9 @@ KINDS = {
     | {"trainable_position_size": LENGTH, "use_chunked_prefill": True, "prefill_chunk_size": 5, **GREEDY},
 }
 PROMPT = [5, 0, 17]
+# As a share of the largest log-probability: the same sums in another order, in float32, after scores that are sharpened
+# tenfold. On processors with AVX2 and with AVX-512, at most 2.4e-7 were seen.
+ROUNDING = 2e-6
 
 
 @functools.cache
@@ -79,8 +82,7 @@ def check_greedy(prompt, drawn, kind="all positions"):
     for token, log_prob in drawn:
         expected = log_probs_after(tokens, kind)
         assert token == expected.argmax()
-        # The same sums in another order, in float32.
-        assert log_prob == pytest.approx(expected[token], abs=1e-5)
+        assert log_prob == pytest.approx(expected[token], abs=ROUNDING * np.abs(expected).max())
         tokens.append(token)
 
 
@@ -154,7 +156,9 @@ def test_prompts_packed_as_maxtext_packs_them_give_the_same_tokens():
     for i, prompt in enumerate(prompts):
         for leaf, other in zip(jax.tree.leaves(found[0].cache), jax.tree.leaves(expected[0].cache), strict=True):
             # The same sums in another order, in float32.
-            np.testing.assert_allclose(leaf[:, i, : len(prompt)], other[:, i, : len(prompt)], atol=1e-5)
+            np.testing.assert_allclose(
+                leaf[:, i, : len(prompt)], other[:, i, : len(prompt)], atol=ROUNDING * np.abs(other).max()
+            )
 
 
 def test_several_samples_are_those_of_separate_requests_with_the_same_keys():
@@ -201,7 +205,7 @@ def test_parts_of_a_prompt_give_what_the_prompt_gives():
         )
     assert int(prefix.texts.positions[0]) == len(prompt)
     np.testing.assert_array_equal(result.tokens, expected.tokens)
-    np.testing.assert_allclose(result.log_probs, expected.log_probs, atol=1e-5)
+    np.testing.assert_allclose(result.log_probs, expected.log_probs, atol=ROUNDING * np.abs(expected.log_probs).max())
 
 
 def test_a_text_ends_with_its_row_and_a_released_slot_is_not_valid():

@@ -1,20 +1,23 @@
 """Reading and writing config.json, and the arithmetic of layouts."""
 
 import dataclasses
+import json
 import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from checkpoint_cases import FAMILIES, ROPES, config_of, hf_config, pairs
 
-from trainer.checkpoint.description import described
+from trainer.checkpoint.description import described, model_config
 from trainer.config import UserError
 from trainer.models import llama2
 from trainer.models.huggingface import Layout, halves_of_pairs, pairs_of_halves, transposed
 from trainer.models.huggingface_config import config_json, length_notes, model_keys
 
+GOLDENS = Path(__file__).parents[2] / "goldens"
 CASES = [(block, rope) for block in FAMILIES for rope in ROPES]
 
 
@@ -24,6 +27,46 @@ def test_config_json_says_the_model(block, rope):
     assert model_keys(hf_config(config), "") == described(config)
     # The written file is read back with the same result.
     assert model_keys(config_json(config, "float32", {}), "") == described(config)
+
+
+@pytest.mark.parametrize("case", sorted(path.parent.name for path in GOLDENS.glob("*/config.json")))
+def test_every_value_of_config_json_has_the_type_that_transformers_declares(case):
+    """transformers 5 refuses others. The values are whole numbers where floats are wanted."""
+    neutral = {"eos_token_id": [1, 2], "bos_token_id": 1, "initializer_range": 1, "max_position_embeddings": 64}
+    data = config_json(golden(case), "float32", neutral)
+    declared = json.loads((GOLDENS / "declarations.json").read_text())[data["model_type"]]
+    assert len(declared.keys() & data.keys()) > 10
+    for name, value in data.items():
+        kinds = declared.get(name, "any").split(" | ")
+        assert "any" in kinds or kind_of(value) in kinds, f"{name}={value!r}, declared as {declared[name]}"
+
+
+def golden(case):
+    """Returns the configuration of a golden."""
+    data = json.loads((GOLDENS / case / "config.json").read_text())
+    return model_config(model_keys(data, ""), [], "")
+
+
+def kind_of(value):
+    if isinstance(value, list):
+        return f"list[{type(value[0]).__name__ if value else 'int'}]"
+    return "None" if value is None else type(value).__name__
+
+
+def test_the_number_of_experts_under_each_of_its_names():
+    config = config_of(decoder_block="mixtral", **FAMILIES["mixtral"])
+    data = hf_config(config)
+    count = data.pop("num_local_experts")
+    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
+        assert model_keys(data | {name: count}, "")["num_experts"] == count
+
+
+def test_a_head_dim_of_latent_attention_is_that_of_rope():
+    config = golden("deepseek-v3")
+    data = config_json(config, "float32", {})
+    assert model_keys(data | {"head_dim": config.qk_rope_head_dim}, "") == described(config)
+    with pytest.raises(UserError, match="head_dim=99, which is not qk_rope_head_dim"):
+        model_keys(data | {"head_dim": 99}, "")
 
 
 def test_a_family_by_import_path_is_known_by_its_model_type(monkeypatch):
@@ -103,6 +146,20 @@ def test_windows_of_qwen3(changes, window):
         ({"num_attention_heads": True}, "num_attention_heads=true, not an integer in"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, 'rope_scaling: factor="2", not a number in'),
         ({"model_type": ["llama"]}, "model_type="),
+        # transformers then attends to later positions, too.
+        ({"is_causal": False}, "is_causal=false"),
+        ({"is_causal": None}, "is_causal=null"),
+        ({"model_type": "mixtral", "num_local_experts": 4, "num_experts": 8}, "num_local_experts=4 and num_experts=8"),
+        (
+            {"model_type": "mistral", "sliding_window": 5, "layer_types": ["full_attention"] * 2},
+            "layer_types of full_attention with sliding_window=5",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}}
+            | {"original_max_position_embeddings": 32},
+            "two values of original_max_position_embeddings, 16 in RoPE and 32",
+        ),
+        ({"bos_token_id": [1]}, "bos_token_id="),
     ],
 )
 def test_what_no_key_says_is_refused(changes, named):
