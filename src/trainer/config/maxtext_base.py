@@ -44,6 +44,8 @@ def changed_entries(entries: Sequence[Entry], schema: Schema) -> tuple[list[Entr
             continue
         read = functools.partial(read_node, node=entry.node)
         theirs = [*(former or ()), *([] if key is None else [defaults().get(key.name, key.default)])]
+        if key is not None and maxtext.means_empty(key, entry.given) and maxtext.empty_value(key.name) in theirs:
+            continue
         if not maxtext.same_as_any(entry.name, theirs, read) and not (verdict and verdict.accepts(read)):
             changed.append(entry)
     return changed, unknown

@@ -64,6 +64,22 @@ def test_several_processes_make_the_sums_of_one_and_each_reads_its_own_files(fol
     assert set(own) == {folder / name for name in FILES if "ocdbt.process_1/" in name}
 
 
+def test_a_file_without_a_checksum_is_damage(folder):
+    """sums.json that is empty or lacks a file says nothing about it."""
+    whole = summed(folder, 1)
+    (folder / "commit_success.txt").write_text("")  # Orbax writes it last, in a bucket
+    sums.verify(folder)
+    for kept in ({}, *({name: it for name, it in whole.items() if name != left} for left in whole)):
+        (folder / "sums.json").write_text(json.dumps(kept))
+        missing = min(whole.keys() - kept.keys())
+        with pytest.raises(UserError, match=rf"is damaged: {missing} has no checksum in sums\.json"):
+            sums.verify(folder)
+    (folder / "sums.json").write_text(json.dumps(whole))
+    (folder / "state/more").write_text("")
+    with pytest.raises(UserError, match=r"state/more has no checksum"):
+        sums.verify(folder)
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 20])
 def test_each_file_is_verified_once_and_damage_to_any_is_found_by_one(folder, monkeypatch, count):
     summed(folder, 2)

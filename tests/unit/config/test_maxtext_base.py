@@ -25,6 +25,7 @@ def their_base(**changes) -> str:
     }
     values |= {"hardware": "tpu", "rope_factor": 40, "compile_topology_num_slices": -1, "kv_proj": "remat"}
     values |= {"mesh_axes": ["a", "b"], "logical_axis_rules": [["nobody_knows", ["model"]]]}
+    values |= dict.fromkeys(set(maxtext.table()["empty"]) & values.keys() - {"remat_policy"})  # as in e591f30
     values |= {"data_sharding": [["a"]]}  # not in any version that had scan_layers=false
     return yaml.safe_dump(values | changes, sort_keys=False)
 
@@ -69,6 +70,22 @@ def test_what_a_person_changed_in_their_base_counts():
     assert (loaded.config.base_emb_dim, loaded.config.learning_rate, loaded.config.scan_layers) == (64, 1e-3, False)
     assert loaded.config.base_mlp_dim == 11008  # from the preset
     assert set(loaded.changed) == {"base_emb_dim", "learning_rate", "scan_layers", "model_name"}
+
+
+def test_a_key_without_a_value_has_their_default():
+    """In their base.yml, in a child of it, on a command line: wherever MaxText takes null or none."""
+    write("theirs.yml", their_base())
+    write("child.yml", "base_config: theirs.yml\nfinal_logits_soft_cap: ~\nmetrics_file: null\nsteps: 3\n")
+    loaded = load(["child.yml", "num_diloco_fragments=", "attn_logits_soft_cap=None", "remat_policy=null"])
+    config = loaded.config
+    assert (config.final_logits_soft_cap, config.attn_logits_soft_cap, config.num_diloco_fragments) == (0.0, 0.0, 1)
+    assert (config.metrics_file, config.hf_name, config.steps) == ("", "", 3)
+    assert config.remat_policy == "full", "without a policy MaxText recomputes everything"
+    assert load(["remat_policy=none"]).config.remat_policy == "none", "a choice of this trainer"
+    assert load(["tokenizer_path=~"]).config.tokenizer_path == "~", "the home folder"
+    for word in ("steps=", "steps=null", "learning_rate=none", "base_num_kv_heads="):  # MaxText refuses these, too
+        (line,) = mistakes(word)
+        assert "not an integer" in line or "not a number" in line
 
 
 def test_a_feature_turned_on_in_their_base_is_an_error_with_its_line():
