@@ -331,7 +331,7 @@ def test_a_run_folder_without_permission(tmp_path, monkeypatch):
     def denied(path, *args, **kwargs):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("trainer.runtime.lock.open", denied, raising=False)
+    monkeypatch.setattr("trainer.runtime.lock.appended", denied)
     with pytest.raises(UserError, match=r"base_output_directory=.* cannot write there \(Permission denied\)"):
         opened(tmp_path, "mine")
 
