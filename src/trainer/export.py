@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import (
+    Config,
     UserError,
     closed_at_interrupt,
     command_line,
@@ -135,7 +136,7 @@ def _not_a_new_folder(path: Path) -> str | None:
     return None if above.is_dir() else f"{above} is a file"
 
 
-def _write(folder: Path, options: dict[str, str], config: Any, leaves: Any, neutral: dict[str, Any]) -> None:
+def _write(folder: Path, options: dict[str, str], config: Config, leaves: Any, neutral: dict[str, Any]) -> None:
     from trainer.checkpoint import write_huggingface, write_maxtext, write_params
     from trainer.models.huggingface_config import length_notes
     from trainer.models.maxtext_config import maxtext_notes
@@ -164,7 +165,7 @@ def _report(out: Path, options: dict[str, str], parameters: int) -> None:
         print(f"  {path.name + ('/' if path.is_dir() else ''):<36}{size:>10}")
 
 
-def _maxtext_line(out: Path, options: dict[str, str], config: Any, length: dict[str, int]) -> str:
+def _maxtext_line(out: Path, options: dict[str, str], config: Config, length: dict[str, int]) -> str:
     """Returns the command line with which MaxText loads the output, because its checkpoints do not describe their
     model."""
     from trainer.checkpoint.description import as_words

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trainer.config import UserError, command_line, exit_on_user_error, load, schema
+from trainer.config import Loaded, UserError, command_line, exit_on_user_error, load, schema
 from trainer.config.dump import PROCESSES
 from trainer.config.errors import shortened
 from trainer.config.files import YML_ENDINGS
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         _generate(loaded, prompts, average, started)
 
 
-def _generate(loaded: Any, prompts: list[str] | None, average: bool, started: float) -> None:
+def _generate(loaded: Loaded, prompts: list[str] | None, average: bool, started: float) -> None:
     """Every process runs every step, and the first one writes."""
     from trainer.config.files import by_hand
     from trainer.inference import MaxEngine, Scheduler, tokens_of
@@ -101,7 +101,7 @@ def _generate(loaded: Any, prompts: list[str] | None, average: bool, started: fl
     say(_print(scheduler, tokenizer, texts, loading, write))
 
 
-def _compile(loaded: Any) -> None:
+def _compile(loaded: Loaded) -> None:
     """Compiles a decode step for compile_topology and prints the report."""
     from trainer.aot.report import DOES_NOT_FIT
     from trainer.aot.text import report_text, verdict

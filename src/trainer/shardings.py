@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from trainer.config import UserError, command_line, exit_on_user_error
+from trainer.config import Config, UserError, command_line, exit_on_user_error
 from trainer.config.sides import Side, differences, load_sides
 from trainer.config.topologies import Topology, find_topology
 from trainer.runtime.platforms import leave_out_absent_tpu, prepare_compile_only_tpu, simulate_cpu_devices
@@ -49,7 +49,7 @@ def _prepare(configs: Sequence[Any]) -> None:
         simulate_cpu_devices(max(simulated))
 
 
-def describe(config: Any, side: str = "") -> dict[str, Any]:
+def describe(config: Config, side: str = "") -> dict[str, Any]:
     """Returns the table of `config` as plain data: `mesh`, `tensors`, `totals` and `warnings`.
 
     The devices are those of `compile_topology` if it is given, otherwise this machine's. `side` is the name of a side

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.config import command_line, exit_on_user_error, load, to_yaml
+from trainer.config import Loaded, command_line, exit_on_user_error, load, to_yaml
 from trainer.config.effects import without_effect_here
 from trainer.config.files import by_hand
 from trainer.config.vocab_tiles import chosen
@@ -38,7 +38,7 @@ class _Silence(io.StringIO):
         return len(text)
 
 
-def _run(loaded, started: float) -> None:
+def _run(loaded: Loaded, started: float) -> None:
     from trainer.checkpoint import newest
     from trainer.observe import open_run
     from trainer.runtime.agreement import agreed
@@ -75,7 +75,7 @@ def _run(loaded, started: float) -> None:
             keep_sample(run_dir, run.config.steps, run.config.prompt, text, console.say)
 
 
-def _dry_run(loaded) -> None:
+def _dry_run(loaded: Loaded) -> None:
     """Does what `_run` does before the first step, except in the run's folder, where it writes nothing."""
     from trainer.checkpoint import SavedCheckpoints
     from trainer.config.dump import to_flow
@@ -109,7 +109,7 @@ def _dry_run(loaded) -> None:
     console.say(f"dry run: {found}; nothing was written to {place}")
 
 
-def _opened(loaded):
+def _opened(loaded: Loaded):
     """Returns the console, the run, its data, the tokens of its prompt, and its config.yml."""
     from trainer.observe import Console
     from trainer.runtime.agreement import agreed, check_same, is_first
@@ -128,7 +128,7 @@ def _opened(loaded):
     return console, run, dataset, prompt, config_yml
 
 
-def _prepare(loaded, console):
+def _prepare(loaded: Loaded, console):
     """Returns the run, the data that it reads, and the tokens of its prompt."""
     import jax
 
@@ -150,7 +150,7 @@ def _prepare(loaded, console):
     return run, dataset, prompt_tokens(run.config, dataset.tokenizer, console.say)
 
 
-def _train(loaded, run, dataset, run_dir, console):
+def _train(loaded: Loaded, run, dataset, run_dir, console):
     """Trains from the current state of the run to its end; see `training.fit`. Returns None if the run had finished."""
     from trainer.checkpoint import CheckpointManager
     from trainer.training import compiled_step, fit, loaded_step, metrics_files, needs_of, open_reports, start_entry
@@ -174,7 +174,7 @@ def _train(loaded, run, dataset, run_dir, console):
         return fit(run, compiled, begin, dataset, reports, manager)
 
 
-def _start(loaded, run, dataset, saved, console):
+def _start(loaded: Loaded, run, dataset, saved, console):
     """See `training.start`. `saved` are the checkpoints of the run."""
     from trainer.training import start
 
@@ -193,7 +193,7 @@ def _files(run_dir):
     return found | {"charts": str(run_dir.place / REPORT_FILE)}
 
 
-def _say_what_runs(console, loaded, run, dataset, place) -> None:
+def _say_what_runs(console, loaded: Loaded, run, dataset, place) -> None:
     import jax
 
     from trainer.state import table

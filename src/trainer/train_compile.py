@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.config import UserError, command_line, exit_on_user_error, load
+from trainer.config import Config, UserError, command_line, exit_on_user_error, load
 from trainer.config.effects import without_effect_here
 from trainer.config.paths import local_path
 from trainer.config.topologies import Topology, find_topology
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(DOES_NOT_FIT)
 
 
-def compile_for_topology(config: Any, compiler_options: Mapping[str, Any] | None = None) -> Compilation:
+def compile_for_topology(config: Config, compiler_options: Mapping[str, Any] | None = None) -> Compilation:
     """Compiles the step that `trainer.train` would run on the devices that `compile_topology` names.
 
     A step that does not fit is a result, not an error, unless it exceeds the memory by far.
@@ -92,7 +92,7 @@ def compile_for_topology(config: Any, compiler_options: Mapping[str, Any] | None
     return Compilation(run, compiled, report)
 
 
-def _with_suggestions(report: Any, config: Any, run: Any) -> Any:
+def _with_suggestions(report: Any, config: Config, run: Any) -> Any:
     import dataclasses
 
     from trainer.aot.suggest import suggest

@@ -12,12 +12,12 @@ The options apply to one compilation, so no environment variable must be set bef
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from trainer.config import UserError
+from trainer.config import Config, UserError
 from trainer.config.paths import local_path
 from trainer.runtime.storage import why_not_writable
 
@@ -46,7 +46,7 @@ def options(folder: str | Path) -> dict[str, str | bool]:
     }
 
 
-def given_folder(config: Any) -> Path:
+def given_folder(config: Config) -> Path:
     """Creates the folder of `dump_hlo_local_dir` and returns it. Raises UserError if it is not writable."""
     folder = local_path(config.dump_hlo_local_dir, "dump_hlo_local_dir=")
     why = why_not_writable(folder)

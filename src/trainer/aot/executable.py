@@ -13,6 +13,7 @@ import jax
 
 import trainer
 from trainer.aot import sources
+from trainer.config import Config
 from trainer.config.errors import UserError
 from trainer.config.step_keys import step_keys
 from trainer.models.families import block_class, blocks, stacks
@@ -34,7 +35,7 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax")
 Origin = dict[str, dict[str, Any]]
 
 
-def origin_of(config: Any, devices: Sequence[jax.Device], args: Any) -> Origin:
+def origin_of(config: Config, devices: Sequence[jax.Device], args: Any) -> Origin:
     """Returns everything that a compiled step depends on.
 
     Args:
@@ -166,7 +167,7 @@ def _machine() -> str:
     return hashlib.sha256(flags.encode()).hexdigest()[:12]
 
 
-def _source_of_block(config: Any) -> str:
+def _source_of_block(config: Config) -> str:
     """Returns digests of the files of a user's family and blocks, and of their imports from the same folder or
     package."""
     classes = map(block_class, blocks(stacks(config)))

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from trainer.config import Config
 from trainer.config.errors import UserError
 from trainer.config.optimizers import has_first_moment
 from trainer.config.remat import PROJECTIONS
@@ -22,7 +23,7 @@ class Suggestion(NamedTuple):
 
 
 def suggest(
-    config: Any,
+    config: Config,
     *,
     needed: int,
     available: int,
@@ -52,7 +53,7 @@ def suggest(
     return tuple(found)
 
 
-def _accepted(config: Any, changes: dict[str, Any], check: Callable[[dict[str, Any]], Any] | None) -> bool:
+def _accepted(config: Config, changes: dict[str, Any], check: Callable[[dict[str, Any]], Any] | None) -> bool:
     if any(key not in config for key in changes):
         return False
     if check is None:
@@ -68,21 +69,21 @@ def _accepted(config: Any, changes: dict[str, Any], check: Callable[[dict[str, A
 Candidate = tuple[dict[str, Any], str, bool]
 
 
-def _candidates(config: Any) -> Iterator[tuple[Suggestion, dict[str, Any]]]:
+def _candidates(config: Config) -> Iterator[tuple[Suggestion, dict[str, Any]]]:
     for kind in (_free, _recompute, _offload, _shard, _less):
         for changes, price, state in kind(config):
             words = {key: "true" if value is True else value for key, value in changes.items()}
             yield Suggestion(" ".join(f"{key}={word}" for key, word in words.items()), price, state), changes
 
 
-def _free(config: Any) -> Iterator[Candidate]:
+def _free(config: Config) -> Iterator[Candidate]:
     if not config.scan_layers:
         yield {"scan_layers": True}, "free: a rolled loop holds one layer's temporaries", False
     if config.attention == "dot_product":
         yield {"attention": "flash"}, "free: the kernel never materializes the score matrix", False
 
 
-def _recompute(config: Any) -> Iterator[Candidate]:
+def _recompute(config: Config) -> Iterator[Candidate]:
     if (tiles := worthwhile_tiles(config)) > config.num_vocab_tiling == 1:
         yield {"num_vocab_tiling": tiles}, "logits are recomputed: one more product with the head per token", False
     kept = _kept(config)
@@ -96,7 +97,7 @@ def _recompute(config: Any) -> Iterator[Candidate]:
             yield {"remat_policy": policy}, price, False
 
 
-def _kept(config: Any) -> set[str]:
+def _kept(config: Config) -> set[str]:
     """Returns the tensors that blocks save on the device in addition to their inputs. "everything" stands for tensors
     without a name."""
     if config.remat_policy == "none":
@@ -107,7 +108,7 @@ def _kept(config: Any) -> set[str]:
     return set(KEPT.get(config.remat_policy, ())) - {"mlpwo"}
 
 
-def _offload(config: Any) -> Iterator[Candidate]:
+def _offload(config: Config) -> Iterator[Candidate]:
     moves = "moves between device and host at every step"
     if _kept(config) >= set(PROJECTIONS) - {"mlpwi", "mlpwo"} and config.remat_policy not in OFFLOADED:
         yield {"remat_policy": "minimal_offloaded"}, f"everything that remat_policy=minimal saves {moves}", False
@@ -124,7 +125,7 @@ def _offload(config: Any) -> Iterator[Candidate]:
         yield {"parameter_memory_host_offload": True}, f"the stored copy of the parameters {moves}", True
 
 
-def _shard(config: Any) -> Iterator[Candidate]:
+def _shard(config: Config) -> Iterator[Candidate]:
     data, fsdp = config.ici_data_parallelism, config.ici_fsdp_parallelism
     if not config.get("shard_optimizer_over_data", True) and (data > 1 or config.get("dcn_data_parallelism", 1) > 1):
         yield {"shard_optimizer_over_data": True}, "parameters are all-gathered once after each update", True
@@ -137,7 +138,7 @@ def _shard(config: Any) -> Iterator[Candidate]:
         yield larger, "twice the devices", True
 
 
-def _less(config: Any) -> Iterator[Candidate]:
+def _less(config: Config) -> Iterator[Candidate]:
     half = config.per_device_batch_size / 2
     rows = int(half) if half == int(half) else half
     steps = config.gradient_accumulation_steps

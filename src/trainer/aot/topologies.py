@@ -1,10 +1,10 @@
 """Devices that this machine does not have, only for compilation."""
 
 import importlib.util
-from typing import Any
 
 import jax
 
+from trainer.config import Config
 from trainer.config.errors import UserError
 from trainer.config.topologies import Topology, find_topology
 from trainer.runtime.platforms import prepare_compile_only_tpu
@@ -12,7 +12,7 @@ from trainer.runtime.platforms import prepare_compile_only_tpu
 NO_LIBTPU = "needs libtpu, the TPU compiler, for Linux on x86-64: pip install 'trainer[tpu-aot]'"
 
 
-def topology_of(config: Any) -> Topology:
+def topology_of(config: Config) -> Topology:
     """Returns the topology that `compile_topology` names.
 
     Raises:

@@ -10,6 +10,7 @@ import optax
 from flax import nnx
 
 from trainer.backends.permutation import Path, Permutation
+from trainer.config import Config
 from trainer.layers.sown import Sown
 
 
@@ -29,7 +30,7 @@ class TrainTree(NamedTuple):
 class Model(Protocol):
     """The model of one combination, made from a resolved configuration."""
 
-    config: Any
+    config: Config
     param_axes: Any  # the tree of params, with a `sharding.Axes` at each leaf
     abstract: tuple[Any, Any]  # (params, rest) as `init` makes them, with a ShapeDtypeStruct at each leaf
 

@@ -9,6 +9,7 @@ from flax import nnx
 from trainer.backends.base import tree_mode
 from trainer.backends.permutation import Permutation
 from trainer.backends.train_state import TrainStateNNX, make_train_state
+from trainer.config import Config
 from trainer.layers import sown
 from trainer.layers.param import unnamed
 from trainer.models.families import check_state, in_stack
@@ -24,7 +25,7 @@ class NNXModel:
 
     decoder: type[Decoder] = Decoder
 
-    def __init__(self, config):
+    def __init__(self, config: Config):
         self.config = config
         with tree_mode():
             check_state(config)

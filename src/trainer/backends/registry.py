@@ -3,7 +3,7 @@
 import importlib
 
 from trainer.backends.base import Model
-from trainer.config import combination
+from trainer.config import Config, combination
 
 # Imported on use, so that one combination does not load the dependencies of another.
 MODELS = {
@@ -15,7 +15,7 @@ MODELS = {
 }
 
 
-def make_model(config) -> Model:
+def make_model(config: Config) -> Model:
     """Returns the model of the combination of a resolved configuration."""
     module, _, name = MODELS[combination(config)].partition(":")
     return getattr(importlib.import_module(module), name)(config)

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from trainer.config import COMBINATIONS, Loaded, UserError, flags_of, load, read_saved, resolve
+from trainer.config import COMBINATIONS, Config, Loaded, UserError, flags_of, load, read_saved, resolve
 from trainer.config.dump import to_flow
 from trainer.config.expert_keys import (
     MIXED,
@@ -68,7 +68,7 @@ MODEL = {*_ALWAYS, *_OF_HEADS, *OF_LATENT, *_OF_MLP, *_OF_EXPERTS, *OF_MIXED, *_
 _PRESET, LENGTH = "model_name", "max_target_length"
 
 
-def described(config: Any) -> dict[str, Any]:
+def described(config: Config) -> dict[str, Any]:
     """Returns the keys of `config`, resolved, that define what its parameters compute, without keys without effect."""
     names = [*_ALWAYS, *_OF_ROPE[config.rope_type], *(_OF_EXPERTS if has_experts(config) else _OF_MLP)]
     names += [name for name in _SELDOM if config[name] != _SELDOM[name]]
@@ -92,7 +92,7 @@ def described(config: Any) -> dict[str, Any]:
 
 
 def check_same_model(
-    keys: Mapping[str, Any], config: Any, where: str, given: Collection[str] = (), say: Callable[[str], Any] = print
+    keys: Mapping[str, Any], config: Config, where: str, given: Collection[str] = (), say: Callable[[str], Any] = print
 ) -> None:
     """Compares the description of a checkpoint's model with `config`, resolved.
 
@@ -166,7 +166,7 @@ def load_model_keys(keys: Mapping[str, Any], words: Sequence[str], where: str) -
     return loaded
 
 
-def check_words(keys: Mapping[str, Any], words: Sequence[str], config: Any, where: str) -> None:
+def check_words(keys: Mapping[str, Any], words: Sequence[str], config: Config, where: str) -> None:
     """Checks that each of `words`, from which `model_config` made `config`, has an effect, and that they define a
     model.
 
@@ -188,7 +188,7 @@ def check_words(keys: Mapping[str, Any], words: Sequence[str], config: Any, wher
         raise UserError(f"{where}: this checkpoint does not contain its model's keys; give model_name=... or its keys")
 
 
-def model_yaml(config: Any) -> str:
+def model_yaml(config: Config) -> str:
     """Returns a YAML file with the model's keys of `config`, resolved, and no other keys."""
     keys = described(config) | {ORDER: config[ORDER]}
     return "\n".join(["base_config: base.yml", *(f"{name}: {to_flow(value)}" for name, value in keys.items()), ""])

@@ -11,7 +11,7 @@ import numpy as np
 from trainer.checkpoint.block_scaled import ScaledTensor, with_scales
 from trainer.checkpoint.safetensors_file import DTYPES, Box, StoredTensor, stored_tensors
 from trainer.checkpoint.source import Leaf, Shapes, check_tensors, common_dtype, put_slices, whole, within
-from trainer.config import UserError
+from trainer.config import Config, UserError
 from trainer.config.errors import shortened
 from trainer.config.json_files import read_object, shown
 from trainer.config.paths import path_problem
@@ -54,14 +54,14 @@ class HuggingFaceSource:
         self.modules = hugging_face_modules(self.keys["base_num_decoder_layers"], self._tensors)
         self.keys = {**self.keys, MODULES: self.modules}  # transformers drops the modules but keeps the field
 
-    def notes(self, config: Any) -> Sequence[str]:
+    def notes(self, config: Config) -> Sequence[str]:
         """See `Source.notes`. Notes how block-scaled 8-bit weights are read."""
         scaled = sum(isinstance(tensor, ScaledTensor) for tensor in self._tensors.values())
         if not scaled:
             return ()
         return (f"{self.path}: {scaled} 8-bit tensors are multiplied by their scales and read as float32",)
 
-    def leaves(self, config: Any, shapes: Shapes) -> dict[str, Leaf]:
+    def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
         """See `Source.leaves`."""
         places = {name: place(stacks(config), name) for name in shapes}
         layouts = layouts_of(config, places)
@@ -146,7 +146,7 @@ def _read(
     return value[within(box, wide)]
 
 
-def layouts_of(config: Any, places: Mapping[str, Place | None]) -> Mapping[str, Layout]:
+def layouts_of(config: Config, places: Mapping[str, Place | None]) -> Mapping[str, Layout]:
     """Returns the family's layouts, after checking them for the parameters in `places`, by canonical name.
 
     Raises:

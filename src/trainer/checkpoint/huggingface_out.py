@@ -12,6 +12,7 @@ from trainer.checkpoint.huggingface import CONFIG, INDEX, layouts_of, tensors_of
 from trainer.checkpoint.params_out import target_dtypes
 from trainer.checkpoint.safetensors_file import SafetensorsFile, Tensors
 from trainer.checkpoint.source import Leaf, Tick, progress
+from trainer.config import Config
 from trainer.models.families import Place, place, stacks
 from trainer.models.huggingface import Layout
 from trainer.models.huggingface_config import config_json
@@ -21,7 +22,7 @@ SHARD_BYTES = 4_000_000_000
 
 def write_huggingface(
     folder: Path,
-    config: Any,
+    config: Config,
     leaves: Mapping[str, Leaf],
     dtype: str | None,
     neutral: Mapping[str, Any],

@@ -20,7 +20,7 @@ from trainer.checkpoint.sidecar import CONFIG as SIDECAR_CONFIG
 from trainer.checkpoint.sidecar import TOKENIZER
 from trainer.checkpoint.source import Leaf, Source, Tick, joined, names_of, nested, progress, resharded
 from trainer.checkpoint.tokenizer import FILES as TOKENIZER_FILES
-from trainer.config import UserError
+from trainer.config import Config, UserError
 from trainer.config.paths import local_path
 from trainer.models.mtp_names import module_of
 from trainer.observe.rundir import CHECKPOINTS
@@ -91,19 +91,19 @@ def _of_run(path: str, *, average: bool = False) -> Source:
     )
 
 
-def weight_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Returns the canonical names of a model's weights (`source.joined`) with their shapes. Nothing is allocated."""
     return {name: leaf.shape for name, leaf in names_of(joined(*make_model(config).abstract)).items()}
 
 
-def buffer_names(config: Any) -> frozenset[str]:
+def buffer_names(config: Config) -> frozenset[str]:
     """Returns the canonical names of a model's weights that are not parameters: its state without gradient."""
     return frozenset(names_of(make_model(config).abstract[1]))
 
 
 def load_parameters(
     path: str,
-    config: Any,
+    config: Config,
     abstract: Any,
     say: Callable[[str], Any],
     given: Collection[str] = (),

@@ -35,7 +35,7 @@ from trainer.checkpoint.maxtext import ITEMS
 from trainer.checkpoint.retention import expired
 from trainer.checkpoint.sidecar import METRICS, Sidecar, SidecarFiles, read_metrics, read_sidecar
 from trainer.checkpoint.sums import damaged, verify, write_sums
-from trainer.config import UserError
+from trainer.config import Config, UserError
 from trainer.observe.rundir import CHECKPOINTS
 from trainer.runtime.agreement import agreed, from_first, is_first
 from trainer.runtime.folders import check_folder
@@ -54,7 +54,7 @@ class CheckpointManager:
     """Saves and lists the checkpoints in a run's folder. A context manager that waits for the last save when it
     exits."""
 
-    def __init__(self, run_dir: Any, config: Any, say: Callable[[str], None]):
+    def __init__(self, run_dir: Any, config: Config, say: Callable[[str], None]):
         """Opens run_dir/checkpoints and removes uncommitted saves, with a line to `say` for each.
 
         `run_dir` is on this machine or in a bucket.

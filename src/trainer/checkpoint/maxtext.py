@@ -19,7 +19,7 @@ import numpy as np
 
 from trainer.checkpoint import orbax
 from trainer.checkpoint.source import Leaf, Shapes, check_tensors, common_dtype, resharded
-from trainer.config import UserError
+from trainer.config import Config, UserError
 from trainer.models.families import Place, family, hugging_face, maxtext, place, stacks
 from trainer.models.huggingface import halves_of_pairs, pairs_of_halves
 from trainer.models.mtp_names import decoder_name, is_final_norm, module_of
@@ -74,7 +74,7 @@ class MaxTextSource:
         """The path in the tree of each parameter, by its name without the tree's root. Layers are as stored."""
         return {name: path for name, (path, _) in self._headers.items()}
 
-    def notes(self, config: Any) -> Sequence[str]:
+    def notes(self, config: Config) -> Sequence[str]:
         """See `Source.notes`. Notes the assumed order of a head's entries, which MaxText does not record;
         contradictions between the metadata and the arrays; and modules that are left out."""
         lines = []
@@ -104,7 +104,7 @@ class MaxTextSource:
             )
         return lines
 
-    def leaves(self, config: Any, shapes: Shapes) -> dict[str, Leaf]:
+    def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
         """See `Source.leaves`."""
         places = {name: place(stacks(config), name) for name in shapes}
         axis = self._scan_axis({name: shape for name, shape in shapes.items() if places[name]})
@@ -154,7 +154,7 @@ class MaxTextSource:
             return {layer_name(where, i): shape[1:] for i in range(layers)}
         return {name: _with_layers_on(axis, shape)}
 
-    def _read(self, config: Any, name: str, axis: int, tensor: str, shape: tuple[int, ...]) -> np.ndarray:
+    def _read(self, config: Config, name: str, axis: int, tensor: str, shape: tuple[int, ...]) -> np.ndarray:
         stored, header = self._headers[tensor]
         value = orbax.read(self.path, stored, shape, np.dtype(header.dtype))
         if axis >= 0:
@@ -164,7 +164,7 @@ class MaxTextSource:
 
     def _put(
         self,
-        config: Any,
+        config: Config,
         name: str,
         axis: int,
         tensor: str,
@@ -185,7 +185,7 @@ class MaxTextSource:
         value = _to_ours(value, axis, self._turn(config, name), factor, abstract.dtype)
         return jax.device_put(value, abstract.sharding)
 
-    def _turn(self, config: Any, name: str) -> Callable[[Any], Any] | None:
+    def _turn(self, config: Config, name: str) -> Callable[[Any], Any] | None:
         """Returns a function that reorders a head's entries as `config` requires; None if nothing changes."""
         if not turns(config, name, self._said.get(PAIRS, in_pairs(config))):
             return None
@@ -219,7 +219,7 @@ def layer_name(where: Place, index: int) -> str:
     return f"decoder/{where.stack}_{where.layers[index] - where.first}/{where.path}"
 
 
-def in_pairs(config: Any) -> bool:
+def in_pairs(config: Config) -> bool:
     """Returns whether MaxText rotates a head's entries as adjacent pairs, not as halves.
 
     Its models llama3.1-* rotate pairs under every rope_type. Other models rotate pairs with rope_type=llama3.1 and, by
@@ -232,7 +232,7 @@ def in_pairs(config: Any) -> bool:
     )
 
 
-def turns(config: Any, name: str, pairs: bool) -> bool:
+def turns(config: Config, name: str, pairs: bool) -> bool:
     """Returns whether head entries of the canonical parameter `name` are in another order than with `pairs`."""
     if not family(config.decoder_block).hugging_face:
         return False
@@ -240,7 +240,7 @@ def turns(config: Any, name: str, pairs: bool) -> bool:
     return layout is not None and layout.turned and pairs != config.rope_interleave
 
 
-def query_scale(config: Any, name: str) -> float:
+def query_scale(config: Config, name: str) -> float:
     """Returns the factor from MaxText's parameter to the canonical parameter `name`."""
     scaled_there = maxtext(config.decoder_block).scaled_queries
     scales = decoder_name(config, name) in scaled_there and not config.use_qk_norm

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -11,6 +10,7 @@ from trainer.checkpoint import orbax
 from trainer.checkpoint.maxtext import ITEMS, PAIRS, ROOT, SCAN, layer_name, query_scale, scaled, turns
 from trainer.checkpoint.params_out import target_dtypes
 from trainer.checkpoint.source import Leaf, Tick, progress
+from trainer.config import Config
 from trainer.models.families import place, stacks
 from trainer.models.huggingface import halves_of_pairs, pairs_of_halves
 from trainer.models.maxtext_config import maxtext_keys
@@ -20,7 +20,7 @@ _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheck
 _COMMITTED = "commit_success.txt"
 
 
-def write_maxtext(folder: Path, config: Any, leaves: Mapping[str, Leaf], dtype: str | None, scan: bool) -> None:
+def write_maxtext(folder: Path, config: Config, leaves: Mapping[str, Leaf], dtype: str | None, scan: bool) -> None:
     """Writes `leaves`, one after the other, to `folder`/0/items. `folder` must exist and be empty.
 
     Args:
@@ -43,7 +43,7 @@ def write_maxtext(folder: Path, config: Any, leaves: Mapping[str, Leaf], dtype: 
 
 
 def _stored(
-    config: Any, name: str, leaf: Leaf, dtype: np.dtype, scan: bool, pairs: bool, tick: Tick
+    config: Config, name: str, leaf: Leaf, dtype: np.dtype, scan: bool, pairs: bool, tick: Tick
 ) -> dict[str, np.ndarray]:
     """Returns MaxText's arrays for one canonical parameter, by path."""
     turn = pairs_of_halves if pairs else halves_of_pairs

@@ -19,7 +19,7 @@ import numpy as np
 from trainer.checkpoint import orbax
 from trainer.checkpoint.description import ORDER, read_model_yaml
 from trainer.checkpoint.source import Leaf, Shapes, check_tensors
-from trainer.config import UserError
+from trainer.config import Config, UserError
 from trainer.config.json_files import read_object
 from trainer.models.families import family
 from trainer.models.huggingface import Layout, halves_of_pairs, pairs_of_halves
@@ -70,11 +70,11 @@ class ParamsSource:
         if average and not self.averaged:
             raise UserError(f"{path}: contains no averaged parameters: it was trained with ema_decay=0")
 
-    def notes(self, config: Any) -> Sequence[str]:
+    def notes(self, config: Config) -> Sequence[str]:
         """See `Source.notes`. There are none."""
         return ()
 
-    def leaves(self, config: Any, shapes: Shapes) -> dict[str, Leaf]:
+    def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
         """See `Source.leaves`."""
         headers = {name: self._headers[path] for name, path in self._paths.items()}
         found = {
@@ -89,7 +89,7 @@ class ParamsSource:
         turn = pairs_of_halves if config[ORDER] else halves_of_pairs
         return {name: self._leaf(name, shape, turn if name in turned else None) for name, shape in shapes.items()}
 
-    def _layouts(self, config: Any) -> Mapping[str, Layout]:
+    def _layouts(self, config: Config) -> Mapping[str, Layout]:
         if not family(config.decoder_block).hugging_face:
             raise UserError(
                 f"{self.path}: saved with {ORDER}={self.keys[ORDER]}, and {ORDER}={config[ORDER]} is given: "

@@ -11,11 +11,11 @@ from trainer.checkpoint import orbax
 from trainer.checkpoint.description import model_yaml
 from trainer.checkpoint.params import CONFIG, NEUTRAL, REST, ROOT, TREE
 from trainer.checkpoint.source import Leaf, progress
-from trainer.config import UserError
+from trainer.config import Config, UserError
 
 
 def write_params(
-    folder: Path, config: Any, leaves: Mapping[str, Leaf], dtype: str | None, neutral: Mapping[str, Any]
+    folder: Path, config: Config, leaves: Mapping[str, Leaf], dtype: str | None, neutral: Mapping[str, Any]
 ) -> None:
     """Writes `leaves`, one after the other, and config.yml into `folder`, which must exist and be empty.
 

@@ -1,10 +1,11 @@
 """Selects the checkpoints to keep."""
 
 from collections.abc import Mapping
-from typing import Any
+
+from trainer.config import Config
 
 
-def expired(losses: Mapping[int, float | None], config: Any) -> list[int]:
+def expired(losses: Mapping[int, float | None], config: Config) -> list[int]:
     """Returns the checkpoints that the configuration does not keep, the oldest first.
 
     Args:

@@ -8,9 +8,10 @@ import jax
 from trainer.backends import Codec
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.sidecar import Sidecar
+from trainer.config import Config
 
 
-def is_due(config: Any, updates: int, *, initial: bool = False) -> bool:
+def is_due(config: Config, updates: int, *, initial: bool = False) -> bool:
     """Returns whether a checkpoint of the state after `updates` updates is due.
 
     `initial`: whether the run begins with this state, even if another run made it.
@@ -25,7 +26,7 @@ def maybe_save_checkpoint(
     state: Any,
     updates: int | None = None,
     *,
-    config: Any,
+    config: Config,
     codec: Codec,
     sidecar: Callable[[], Sidecar],
     initial: bool = False,

@@ -15,7 +15,7 @@ from flax import traverse_util
 from tqdm import tqdm
 
 from trainer.checkpoint.safetensors_file import Box
-from trainer.config import UserError
+from trainer.config import Config, UserError
 from trainer.config.errors import shortened
 
 # Maps canonical names such as "decoder/layers/mlp/wi_0/kernel" to shapes, with the layers axis first.
@@ -123,10 +123,10 @@ class Source(Protocol):
     length: int | None  # the longest text the model was trained for, if the checkpoint states it
     averaged: bool  # whether it also has averages of its parameters (`ema_decay`)
 
-    def notes(self, config: Any) -> Sequence[str]:
+    def notes(self, config: Config) -> Sequence[str]:
         """Returns one line for each assumption made when the checkpoint is read as a model of `config`."""
 
-    def leaves(self, config: Any, shapes: Shapes) -> dict[str, Leaf]:
+    def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
         """Returns the leaves that a model of `config`, resolved, with weights of `shapes` needs, in that order.
 
         Raises:

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from trainer.config import Config
 from trainer.optim import spikes
 
 _WINDOWS = [f"opt_state/rules/{spikes.NAME}/{name}" for name in ("loss", "grad_norm")]
@@ -15,7 +16,7 @@ _ISLANDS = "inner_state/"  # the train states of DiLoCo's islands, each array wi
 _LEAST = 1e-4  # the smallest ratio of a window's deviation to its mean that float32 represents well
 
 
-def midway(first: Mapping[str, Any], config: Any) -> dict[str, np.ndarray]:
+def midway(first: Mapping[str, Any], config: Config) -> dict[str, np.ndarray]:
     """Returns step, optimizer state and `rest` as after half of the schedule. Some differences between programs have no
     effect in a first update, but have an effect in the update after this state.
 

@@ -14,6 +14,7 @@ from trainer.config.errors import (
 )
 from trainer.config.flags import COMBINATIONS, combination, flags_of, linen_stack
 from trainer.config.help import explanation, help_text, question
+from trainer.config.keys import Config
 from trainer.config.load import Loaded, load
 from trainer.config.resolve import resolve
 from trainer.config.resume import check_islands, check_optimizer, check_resume, islands_of, resets
@@ -24,6 +25,7 @@ from trainer.config.sides import Side, differences, load_sides
 
 __all__ = [
     "COMBINATIONS",
+    "Config",
     "Key",
     "Loaded",
     "NotBuilt",

@@ -17,6 +17,7 @@ from trainer.config.dump import to_flow
 from trainer.config.errors import Unbuilt, nearest, shortened
 from trainer.config.expert_keys import EXPERT_CHECKS
 from trainer.config.gpt3_keys import GPT3_CHECKS
+from trainer.config.keys import Config
 from trainer.config.latent_keys import LATENT_CHECKS
 from trainer.config.mtp_keys import MTP_CHECKS
 from trainer.config.optimizers import groups_of
@@ -37,7 +38,7 @@ class Check:
     problem: Callable[[Any], str | None]
 
 
-def contradictions(config: Any, where: Mapping[str, str], broken: set[str]) -> list[str]:
+def contradictions(config: Config, where: Mapping[str, str], broken: set[str]) -> list[str]:
     """Returns one message for each failed check: its keys, their values, where they come from (`where`), and the
     problem.
 
@@ -51,17 +52,17 @@ def contradictions(config: Any, where: Mapping[str, str], broken: set[str]) -> l
     return messages
 
 
-def _checkpoints_to_keep(config: Any) -> str | None:
+def _checkpoints_to_keep(config: Config) -> str | None:
     number = config.max_num_checkpoints_to_keep
     return "must be at least 1, or none to keep all" if number is not None and number < 1 else None
 
 
-def _consistent_rms(config: Any) -> str | None:
+def _consistent_rms(config: Config) -> str | None:
     number = config.muon_consistent_rms
     return None if number is None or 0 < number <= FLOAT32_MAX else f"must be a number in (0, {FLOAT32_MAX:g}], or none"
 
 
-def _muon_epsilon(config: Any) -> str | None:
+def _muon_epsilon(config: Config) -> str | None:
     if config.opt_type != "muon" or config.adam_eps:
         return None
     return (
@@ -70,7 +71,7 @@ def _muon_epsilon(config: Any) -> str | None:
     )
 
 
-def _best(config: Any) -> str | None:
+def _best(config: Config) -> str | None:
     if (
         not config.keep_best_checkpoints
         or config.eval_interval <= 0
@@ -80,12 +81,12 @@ def _best(config: Any) -> str | None:
     return "only states that are both evaluated and saved can be kept: checkpoint_period must divide eval_interval"
 
 
-def _sources(config: Any) -> str | None:
+def _sources(config: Config) -> str | None:
     return "give only one of them" if config.load_parameters_path and config.load_full_state_path else None
 
 
 def _path(key: str) -> Callable[[Any], str | None]:
-    def problem(config: Any) -> str | None:
+    def problem(config: Config) -> str | None:
         if "://" in config[key]:
             return None  # `_bucket` and `local` report unsupported ones
         separators = "[;,]" if key in LISTS_OF_FILES else "$^"
@@ -94,7 +95,7 @@ def _path(key: str) -> Callable[[Any], str | None]:
     return problem
 
 
-def _run_name(config: Any) -> str | None:
+def _run_name(config: Config) -> str | None:
     if problem := path_problem(f"a/{config.run_name}"):
         return problem
     if "/" in config.run_name or config.run_name in (".", "..") or not config.run_name.isprintable():
@@ -102,19 +103,19 @@ def _run_name(config: Any) -> str | None:
     return None
 
 
-def _output_directory(config: Any) -> str | None:
+def _output_directory(config: Config) -> str | None:
     return None if config.base_output_directory else "empty; use . for the current folder"
 
 
 def _bucket(key: str) -> Callable[[Any], str | None]:
-    def problem(config: Any) -> str | None:
+    def problem(config: Config) -> str | None:
         scheme, separator, _ = config[key].partition("://")
         return Unbuilt("only gs:// is supported for remote paths") if separator and scheme != "gs" else None
 
     return problem
 
 
-def _metrics_file(config: Any) -> str | None:
+def _metrics_file(config: Config) -> str | None:
     if "://" in config.metrics_file:
         return "must be a local file; a run in a bucket copies its metrics.jsonl there every log_period updates"
     if not (config.metrics_file or "x").isprintable():
@@ -128,7 +129,7 @@ def _metrics_file(config: Any) -> str | None:
     return f"{parent} is not a folder; give a file in a folder" if parent and not os.path.isdir(parent) else None
 
 
-def _processes(config: Any) -> str | None:
+def _processes(config: Config) -> str | None:
     given = [bool(config.coordinator_address), config.num_processes > 0, config.process_id >= 0]
     if not any(given):
         return None
@@ -141,7 +142,7 @@ def _processes(config: Any) -> str | None:
     return None
 
 
-def _heads(config: Any) -> str | None:
+def _heads(config: Config) -> str | None:
     heads, kv_heads = config.base_num_query_heads, config.base_num_kv_heads
     if heads % kv_heads == 0:
         return None
@@ -150,19 +151,19 @@ def _heads(config: Any) -> str | None:
     return f"the number of query heads must be a multiple of the key-value heads; nearest: base_num_kv_heads={best}"
 
 
-def _head_dim(config: Any) -> str | None:
+def _head_dim(config: Config) -> str | None:
     if config.head_dim % 2:
         return f"must be even, since RoPE rotates pairs; nearest: {config.head_dim - 1} or {config.head_dim + 1}"
     return None
 
 
-def _window(config: Any) -> str | None:
+def _window(config: Config) -> str | None:
     if config.attention_type == "local_sliding" and not config.sliding_window_size:
         return "a sliding window needs at least one token"
     return None
 
 
-def _clip_and_norm(config: Any) -> str | None:
+def _clip_and_norm(config: Config) -> str | None:
     if config.use_qk_clip and config.use_qk_norm:
         return (
             "norms of queries and keys undo a scale of their weights, and bound the logits already; use one of the two"
@@ -170,36 +171,36 @@ def _clip_and_norm(config: Any) -> str | None:
     return None
 
 
-def _clip_and_cap(config: Any) -> str | None:
+def _clip_and_cap(config: Config) -> str | None:
     if config.use_qk_clip and config.attn_logits_soft_cap:
         return "a soft cap bounds the logits already, and scaled weights do not scale capped logits; use one of the two"
     return None
 
 
-def _custom_tensors(config: Any) -> str | None:
+def _custom_tensors(config: Config) -> str | None:
     twice = [name for name in config.custom_device_tensors if name in config.custom_offload_tensors]
     return f"{shortened(twice[0])} is in both; keep it in one place" if twice else None
 
 
-def _rope(config: Any) -> str | None:
+def _rope(config: Config) -> str | None:
     if config.rope_min_timescale < config.rope_max_timescale:
         return None
     return "the shortest wavelength must be less than the longest"
 
 
-def _llama_rope(config: Any) -> str | None:
+def _llama_rope(config: Config) -> str | None:
     if config.rope_type != "llama3.1" or config.rope_low_freq_factor < config.rope_high_freq_factor:
         return None
     return "with rope_type=llama3.1 the low factor must be less than the high one"
 
 
-def _yarn(config: Any) -> str | None:
+def _yarn(config: Config) -> str | None:
     if config.rope_type != "yarn" or config.beta_slow <= config.beta_fast:
         return None
     return "with rope_type=yarn beta_slow must not be greater than beta_fast"
 
 
-def _activations(config: Any) -> str | None:
+def _activations(config: Config) -> str | None:
     if len(config.mlp_activations) not in (1, 2):
         return f"must have one, or two for a gated MLP; allowed: {', '.join(ACTIVATIONS)}"
     for name in config.mlp_activations:
@@ -209,27 +210,27 @@ def _activations(config: Any) -> str | None:
     return None
 
 
-def _schedule_shares(config: Any) -> str | None:
+def _schedule_shares(config: Config) -> str | None:
     total = config.warmup_steps_fraction + config.wsd_decay_steps_fraction
     if config.lr_schedule_type != "wsd" or total <= 1 + 1e-9:
         return None
     return f"with lr_schedule_type=wsd warm-up and decay are {total:g} of the schedule; the maximum is 1"
 
 
-def _steps(config: Any) -> str | None:
+def _steps(config: Config) -> str | None:
     if config.steps == -1 and config.learning_rate_schedule_steps == -1:
         return "each is set to follow the other; set one of them to a number"
     return None
 
 
-def _profiled(config: Any) -> str | None:
+def _profiled(config: Config) -> str | None:
     if not config.profiler or config.steps == -1 or config.skip_first_n_steps_for_profiler < config.steps:
         return None
     return "the run ends before the first step to profile; skip fewer steps"
 
 
 def _regexes(key: str) -> Callable[[Any], str | None]:
-    def problem(config: Any) -> str | None:
+    def problem(config: Config) -> str | None:
         for pattern in config[key] or ():
             try:
                 re.compile(pattern)
@@ -240,7 +241,7 @@ def _regexes(key: str) -> Callable[[Any], str | None]:
     return problem
 
 
-def _groups(config: Any) -> str | None:
+def _groups(config: Config) -> str | None:
     try:
         groups_of(config.learning_rate_groups)
     except ValueError as error:
@@ -249,7 +250,7 @@ def _groups(config: Any) -> str | None:
 
 
 def _open_axes(keys: Sequence[str]) -> Callable[[Any], str | None]:
-    def problem(config: Any) -> str | None:
+    def problem(config: Config) -> str | None:
         unknown = [key for key in keys if config[key] == -1]
         return "only one of them may be -1, which takes the remaining devices" if len(unknown) > 1 else None
 
@@ -260,17 +261,17 @@ def _unused_axis(key: str, reason: str) -> Callable[[Any], str | None]:
     return lambda config: None if config[key] == 1 else Unbuilt(f"{reason}; leave it at 1")
 
 
-def _rules(config: Any) -> str | None:
+def _rules(config: Config) -> str | None:
     found = collisions(config)
     return f"{'; '.join(found)}; move one of the two to another mesh axis or to []" if found else None
 
 
-def _topology(config: Any) -> str | None:
+def _topology(config: Config) -> str | None:
     found = find_topology(config.compile_topology) if config.compile_topology else None
     return found if isinstance(found, str) else None
 
 
-def _slices(config: Any) -> str | None:
+def _slices(config: Config) -> str | None:
     simulated = config.compile_topology.startswith("cpu-")
     return (
         "simulated CPU devices have no slices: give cpu-N with the total number"

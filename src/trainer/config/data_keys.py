@@ -9,6 +9,7 @@ from typing import Any
 from trainer.config.errors import Unbuilt, UserError, shortened
 from trainer.config.files import DEFAULT
 from trainer.config.json_files import read_object
+from trainer.config.keys import Config
 from trainer.config.paths import local_path
 from trainer.config.schema import schema
 
@@ -82,27 +83,27 @@ def _read_mixture(path: Path) -> list[tuple[str, str]]:
         ) from error
 
 
-def _pipeline(config: Any) -> str | None:
+def _pipeline(config: Config) -> str | None:
     if config.data_pipeline == "streaming" and config.dataset_type in ("stdlib", "synthetic"):
         why = "is prepared in seconds" if config.dataset_type == "stdlib" else "is generated row by row"
         return f"{config.dataset_type} {why}, so streaming is not needed; set data_pipeline=prepared"
     return None
 
 
-def _compiles(config: Any) -> bool:
+def _compiles(config: Config) -> bool:
     """Returns whether the configuration is for trainer.train_compile, which reads no data."""
     return bool(config.compile_topology)
 
 
 def _demands(kind: str, key: str, example: str) -> Problem:
-    def problem(config: Any) -> str | None:
+    def problem(config: Config) -> str | None:
         empty = config.dataset_type == kind and not config[key] and not _compiles(config)
         return f"dataset_type={kind} needs {key}, such as {key}={example}" if empty else None
 
     return problem
 
 
-def _grain_files(config: Any) -> str | None:
+def _grain_files(config: Config) -> str | None:
     if config.dataset_type != "grain":
         return None
     if not config.grain_train_files and not config.grain_train_mixture_config_path:
@@ -118,7 +119,7 @@ def _grain_files(config: Any) -> str | None:
     return None
 
 
-def _grain_eval_files(config: Any) -> str | None:
+def _grain_eval_files(config: Config) -> str | None:
     if config.dataset_type == "grain" and "," in config.grain_eval_files:
         braces = ", and braces are not expanded" if "{" in config.grain_eval_files else ""
         return f"evaluation reads all its files once, without weights{braces}; write glob;glob"
@@ -126,7 +127,7 @@ def _grain_eval_files(config: Any) -> str | None:
 
 
 def _columns(key: str) -> Problem:
-    def problem(config: Any) -> str | None:
+    def problem(config: Config) -> str | None:
         if len(config[key]) in (1, 2) and all(config[key]):
             return None
         return "must be one column, or two: a prompt and its completion"
@@ -134,7 +135,7 @@ def _columns(key: str) -> Problem:
     return problem
 
 
-def _tokenizer_path(config: Any) -> str | None:
+def _tokenizer_path(config: Config) -> str | None:
     kind = config.tokenizer_type
     if config.dataset_type == "synthetic" or _compiles(config):
         return None
@@ -145,7 +146,7 @@ def _tokenizer_path(config: Any) -> str | None:
     return None
 
 
-def _tokenize(config: Any) -> str | None:
+def _tokenize(config: Config) -> str | None:
     if config.dataset_type in ("stdlib", "synthetic") or config.tokenize_train_data:
         return None
     if config.dataset_type == "grain" and config.grain_file_type == "text":
@@ -156,14 +157,14 @@ def _tokenize(config: Any) -> str | None:
 
 
 def _stdlib(key: str, least: int, why: str) -> Problem:
-    def problem(config: Any) -> str | None:
+    def problem(config: Config) -> str | None:
         too_small = config.dataset_type == "stdlib" and config[key] < least
         return f"must be at least {least}: {why}" if too_small else None
 
     return problem
 
 
-def _trained_vocabulary(config: Any) -> str | None:
+def _trained_vocabulary(config: Config) -> str | None:
     if config.tokenizer_path or config.tokenizer_type == "bytes":
         return None
     return _stdlib("vocab_size", 257, "256 bytes and an end-of-document token")(config)
@@ -172,7 +173,7 @@ def _trained_vocabulary(config: Any) -> str | None:
 def local(key: str) -> Problem:
     """Rejects a remote path if the key has an effect."""
 
-    def problem(config: Any) -> str | None:
+    def problem(config: Config) -> str | None:
         if "://" not in config[key] or any(key in keys and when(config) for keys, when, _ in DATA_INERT):
             return None
         return Unbuilt("remote paths are not supported yet; give a local folder")
@@ -216,7 +217,7 @@ DATA_CHECKS: tuple[tuple[tuple[str, ...], Problem], ...] = (
 
 
 def data_not_asked_for(
-    config: Any, where: Mapping[str, str], changed: Mapping[str, str], maxtext_base: str | None
+    config: Config, where: Mapping[str, str], changed: Mapping[str, str], maxtext_base: str | None
 ) -> list[str]:
     """Returns one message for each dataset_type whose keys are given although dataset_type itself is not.
 

@@ -1,6 +1,6 @@
 """Checks of the keys of text generation, and settings without effect."""
 
-from typing import Any
+from trainer.config.keys import Config
 
 # The strategies that read each key.
 TOP_K, NUCLEUS = ("topk", "composite"), ("nucleus", "composite")
@@ -11,13 +11,13 @@ KEYS = (
 )
 
 
-def _top_k(config: Any) -> str | None:
+def _top_k(config: Config) -> str | None:
     if config.decode_sampling_strategy in TOP_K and config.decode_sampling_top_k < 1:
         return "this strategy needs the number of tokens to choose from"
     return None
 
 
-def _nucleus(config: Any) -> str | None:
+def _nucleus(config: Config) -> str | None:
     if config.decode_sampling_strategy in NUCLEUS and not 0 < config.decode_sampling_nucleus_p <= 1:
         return "this strategy needs the probability of the nucleus, in (0, 1]"
     return None
@@ -29,7 +29,7 @@ DECODING_CHECKS = (
 )
 
 
-def _without_nucleus(config: Any) -> bool:
+def _without_nucleus(config: Config) -> bool:
     return config.decode_sampling_strategy not in NUCLEUS
 
 

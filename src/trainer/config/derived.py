@@ -1,7 +1,10 @@
 """Values derived from a resolved configuration."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
+
+from trainer.config.keys import Config
 
 # The mesh axes, the outermost first.
 MESH_AXES = (
@@ -34,26 +37,26 @@ UNUSED_AXES = {
 FOLLOWS = {"mu_dtype": "weight_dtype", "eval_per_device_batch_size": "per_device_batch_size"}
 
 
-def mesh_axes(config: Any) -> dict[str, int]:
+def mesh_axes(config: Mapping[str, Any]) -> dict[str, int]:
     """Returns the sizes of the mesh axes over all slices, the outermost first."""
     return {axis: config[ICI[axis]] * config[DCN[axis]] for axis in MESH_AXES}
 
 
-def islands(config: Any) -> int:
+def islands(config: Config) -> int:
     """Returns the number of DiLoCo's islands; 1 without DiLoCo."""
     return mesh_axes(config)["diloco"]
 
 
-def microbatch_rows(config: Any) -> int:
+def microbatch_rows(config: Config) -> int:
     """Returns the number of rows of one microbatch over all devices."""
     return round(config.per_device_batch_size * math.prod(mesh_axes(config).values()))
 
 
-def global_batch_rows(config: Any) -> int:
+def global_batch_rows(config: Config) -> int:
     """Returns the number of rows of one update over all devices."""
     return microbatch_rows(config) * config.gradient_accumulation_steps
 
 
-def eval_batch_rows(config: Any) -> int:
+def eval_batch_rows(config: Config) -> int:
     """Returns the number of rows of one evaluation batch over all devices."""
     return round(config.eval_per_device_batch_size * math.prod(mesh_axes(config).values()))

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from trainer.config.derived import DCN, ICI
+from trainer.config.keys import Config
 from trainer.config.rules import make_rules
 from trainer.config.words import counted
 
@@ -44,7 +45,7 @@ class Schedule(NamedTuple):
         return its & ((updates == in_flight + self.delay) | (updates == self.steps))
 
 
-def schedule(config: Any) -> Schedule:
+def schedule(config: Config) -> Schedule:
     """Returns the schedule of `config`."""
     streaming = (config.num_diloco_fragments, config.num_communication_overlapping_steps)
     fragments, delay = streaming if config.enable_streaming_diloco else (1, 0)
@@ -52,7 +53,7 @@ def schedule(config: Any) -> Schedule:
     return Schedule(config.diloco_sync_period, fragments, delay, alpha, config.steps)
 
 
-def timetable(config: Any) -> str:
+def timetable(config: Config) -> str:
     """Returns the schedule of `config` in words."""
     plan = schedule(config)
     if plan.fragments == 1:
@@ -69,13 +70,13 @@ def timetable(config: Any) -> str:
     return when + late + end
 
 
-def _needs_diloco(config: Any) -> str | None:
+def _needs_diloco(config: Config) -> str | None:
     if config.enable_streaming_diloco and not config.enable_diloco:
         return "streaming is a kind of DiLoCo; set enable_diloco=true too"
     return None
 
 
-def _fragments(config: Any) -> str | None:
+def _fragments(config: Config) -> str | None:
     plan, layers = schedule(config), config.base_num_decoder_layers
     if plan.fragments > layers + 1:
         return (
@@ -90,7 +91,7 @@ def _fragments(config: Any) -> str | None:
     return None
 
 
-def _delay(config: Any) -> str | None:
+def _delay(config: Config) -> str | None:
     plan = schedule(config)
     if not plan.delay or plan.delay < plan.spacing:
         return None
@@ -101,13 +102,13 @@ def _delay(config: Any) -> str | None:
     )
 
 
-def _islands(config: Any) -> str | None:
+def _islands(config: Config) -> str | None:
     if config.enable_diloco or config[ICI["diloco"]] == config[DCN["diloco"]] == 1:
         return None
     return "only DiLoCo uses the mesh axis diloco; set enable_diloco=true, or leave both sizes at 1"
 
 
-def _rules_of_islands(config: Any) -> str | None:
+def _rules_of_islands(config: Config) -> str | None:
     found = [name for name, axes in make_rules(config.logical_axis_rules).items() if "diloco" in axes]
     return (
         f"the rule of {found[0]} names the mesh axis diloco, which separates the islands: every array of an island "
@@ -117,7 +118,7 @@ def _rules_of_islands(config: Any) -> str | None:
     )
 
 
-def _average_of_islands(config: Any) -> str | None:
+def _average_of_islands(config: Config) -> str | None:
     if config.enable_diloco and config.ema_decay:
         return "with DiLoCo evaluation and export use the outer parameters, an average of islands; set ema_decay=0"
     return None

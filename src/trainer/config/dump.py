@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from trainer.config.keys import Config
 from trainer.config.schema import schema
 
 # Keys for how processes connect and on what they run. None of them affects the training result.
@@ -21,7 +22,7 @@ PROCESSES = (
 )
 
 
-def to_yaml(config: Any) -> str:
+def to_yaml(config: Config) -> str:
     """Returns the keys of `config` as a yml that `load` reads back to the same values, in the order of base.yml.
 
     Leaves out `run_name`, so that a command with this yml starts a new run, and `PROCESSES`.

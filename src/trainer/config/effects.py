@@ -23,6 +23,7 @@ from trainer.config.expert_keys import (
 from trainer.config.expert_keys import KEYS as OF_EXPERTS
 from trainer.config.files import by_hand
 from trainer.config.gpt3_keys import GPT3, ROPE
+from trainer.config.keys import Config
 from trainer.config.latent_keys import KEYS as OF_LATENT
 from trainer.config.latent_keys import is_latent
 from trainer.config.optimizers import KEYS as OF_OPTIMIZERS
@@ -225,7 +226,7 @@ INERT_HERE = (
 )
 
 
-def without_effect(config: Any, changed: Mapping[str, str]) -> list[str]:
+def without_effect(config: Config, changed: Mapping[str, str]) -> list[str]:
     """Returns one line for each key that the user gives and that has no effect under the other settings.
 
     A yml may repeat a default without a warning, so that the config.yml of a run can be used again.
@@ -233,12 +234,12 @@ def without_effect(config: Any, changed: Mapping[str, str]) -> list[str]:
     return _lines(INERT, config, changed)
 
 
-def without_effect_here(config: Any, changed: Mapping[str, str]) -> list[str]:
+def without_effect_here(config: Config, changed: Mapping[str, str]) -> list[str]:
     """Does the same as `without_effect` for settings that depend on the devices. `config` is resolved."""
     return _lines(INERT_HERE, config, changed)
 
 
-def _lines(table: Sequence[Inert], config: Any, changed: Mapping[str, str]) -> list[str]:
+def _lines(table: Sequence[Inert], config: Config, changed: Mapping[str, str]) -> list[str]:
     lines: dict[str, str] = {}  # only the first reason for each key
     for inert in table:
         for key in inert.keys:
@@ -248,16 +249,16 @@ def _lines(table: Sequence[Inert], config: Any, changed: Mapping[str, str]) -> l
     return list(lines.values())
 
 
-def no_effect_of(config: Any, key: str) -> str | None:
+def no_effect_of(config: Config, key: str) -> str | None:
     """Returns the reason why `key` has no effect under the settings of `config`; None if it has one."""
     return next((inert.reason for inert in INERT if key in inert.keys and inert.when(config)), None)
 
 
-def inert_keys(config: Any) -> set[str]:
+def inert_keys(config: Config) -> set[str]:
     """Returns the keys that have no effect under the settings of `config`, given or not."""
     return {key for inert in INERT if inert.when(config) for key in inert.keys}
 
 
-def _repeats_default(config: Any, key: str) -> bool:
+def _repeats_default(config: Config, key: str) -> bool:
     default = schema().keys[key].default
     return config[key] == default or (key in FOLLOWS and config[key] == config[FOLLOWS[key]])

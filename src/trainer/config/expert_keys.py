@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from trainer.config.keys import Config
+
 # The families that have experts in every layer, or in every n-th one. Other families of this package have none.
 WITH_EXPERTS = ("mixtral", "qwen3_moe")
 # Those with experts in all layers but the first.
@@ -22,7 +24,7 @@ BIAS, BIAS_RATE, SCORE, SIGMOID = "routed_bias", "routed_bias_update_rate", "rou
 STEP = "interleave_moe_layer_step"
 
 
-def has_experts(config: Any) -> bool:
+def has_experts(config: Config) -> bool:
     """Whether the model has experts, also one of a user's own family that reads these keys."""
     return config.num_experts > 1
 
@@ -44,33 +46,33 @@ def dense_layers(config: Mapping[str, Any]) -> int:
     return layers - (layers - first) // config[STEP]
 
 
-def normalizes_by_key(config: Any) -> bool:
+def normalizes_by_key(config: Config) -> bool:
     """Whether the model is known to read norm_topk_prob."""
     return config.decoder_block in _NORMALIZING
 
 
-def scores_by_sigmoid(config: Any) -> bool:
+def scores_by_sigmoid(config: Config) -> bool:
     """Whether the scores of experts are sigmoids; otherwise they are a softmax."""
     return config[SCORE] == SIGMOID
 
 
-def has_bias(config: Any) -> bool:
+def has_bias(config: Config) -> bool:
     """Whether a router adds a bias when it chooses experts."""
     return has_experts(config) and config[BIAS]
 
 
-def drops(config: Any) -> bool:
+def drops(config: Config) -> bool:
     """Whether experts may drop tokens."""
     return has_experts(config) and not config.sparse_matmul and config.capacity_factor > 0
 
 
-def sends(config: Any) -> bool:
+def sends(config: Config) -> bool:
     """Whether tokens are sorted by expert and sent to the devices of their experts. Axes may still have size -1."""
     expert = config.ici_expert_parallelism, config.dcn_expert_parallelism
     return has_experts(config) and config.sparse_matmul and expert != (1, 1)
 
 
-def _family(config: Any) -> str | None:
+def _family(config: Config) -> str | None:
     if some_experts(config):
         return None if has_experts(config) else "this family has experts, at least 2 of them"
     if has_experts(config) and ":" not in config.decoder_block:
@@ -78,31 +80,31 @@ def _family(config: Any) -> str | None:
     return None
 
 
-def _chosen(config: Any) -> str | None:
+def _chosen(config: Config) -> str | None:
     if config.num_experts_per_tok <= config.num_experts:
         return None
     return "a token cannot choose an expert twice: there are fewer experts than it chooses"
 
 
-def _width(config: Any) -> str | None:
+def _width(config: Config) -> str | None:
     if some_experts(config) and config.base_moe_mlp_dim == -1:
         return "the hidden width of an expert is missing"
     return None
 
 
-def _activations(config: Any) -> str | None:
+def _activations(config: Config) -> str | None:
     if some_experts(config) and len(config.mlp_activations) == 1:
         return "the MLP of an expert is gated: give two activations, such as [silu, linear]"
     return None
 
 
-def _dense(config: Any) -> str | None:
+def _dense(config: Config) -> str | None:
     if config.decoder_block in MIXED and config.first_num_dense_layers >= config.base_num_decoder_layers:
         return "no layer with experts is left; reduce first_num_dense_layers"
     return None
 
 
-def _interleaved(config: Any) -> str | None:
+def _interleaved(config: Config) -> str | None:
     if not some_experts(config) or not has_experts(config):
         return None
     first = config.first_num_dense_layers if config.decoder_block in MIXED else 0
@@ -112,13 +114,13 @@ def _interleaved(config: Any) -> str | None:
     return f"the number of layers{after} must be a multiple of it: one of {config[STEP]} has experts"
 
 
-def _shared(config: Any) -> str | None:
+def _shared(config: Config) -> str | None:
     if config.decoder_block in MIXED and not config.shared_experts:
         return "this family has at least one shared expert"
     return None
 
 
-def _routing_groups(config: Any) -> str | None:
+def _routing_groups(config: Config) -> str | None:
     groups, kept, experts = config.n_routing_groups, config.topk_routing_group, config.num_experts
     if config.decoder_block not in MIXED or groups in (-1, 1):
         return None
@@ -135,13 +137,13 @@ def _routing_groups(config: Any) -> str | None:
     return None
 
 
-def _score(config: Any) -> str | None:
+def _score(config: Config) -> str | None:
     if scores_by_sigmoid(config) and config.decoder_block in WITH_EXPERTS:
         return f"this family scores experts by a softmax; with sigmoids: {', '.join(MIXED)}"
     return None
 
 
-def _bias(config: Any) -> str | None:
+def _bias(config: Config) -> str | None:
     if not config[BIAS]:
         return None
     if config.decoder_block not in MIXED and ":" not in config.decoder_block:

@@ -1,8 +1,10 @@
 """The table that maps the three flags to the combination's name. No other file of the package names the flags."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from trainer.config.errors import UserError
+from trainer.config.keys import Config
 
 FLAGS = ("enable_nnx", "pure_nnx_decoder", "pure_nnx")
 
@@ -16,7 +18,7 @@ COMBINATIONS: dict[str, tuple[bool, ...]] = {
 }
 
 
-def combination(config: Any) -> str:
+def combination(config: Mapping[str, Any]) -> str:
     """Returns the name of the combination that `config` selects.
 
     Raises:
@@ -32,7 +34,7 @@ def flags_of(name: str) -> dict[str, bool]:
     return dict(zip(FLAGS, COMBINATIONS[name], strict=True))
 
 
-def linen_stack(config: Any) -> str | None:
+def linen_stack(config: Config) -> str | None:
     """Returns how to get a Linen decoder stack if the flags of `config` give none; None if they give one."""
     linen = {name: flags for name, flags in COMBINATIONS.items() if flags[1:2] == (False,)}
     if combination(config) in linen:
@@ -44,7 +46,7 @@ def linen_stack(config: Any) -> str | None:
     return f"a Linen module needs a Linen decoder stack: set {' '.join(changes)} (combination {name})"
 
 
-def removal(config: Any) -> str | None:
+def removal(config: Config) -> str | None:
     """Returns the notice for combinations that use Linen; None for others."""
     if all(_flags(config)):
         return None
@@ -54,7 +56,7 @@ def removal(config: Any) -> str | None:
     )
 
 
-def unsupported(config: Any) -> str | None:
+def unsupported(config: Mapping[str, Any]) -> str | None:
     """Returns why the flags of `config` are not a combination, and which to change; None if they are one."""
     asked = _flags(config)
     if asked in COMBINATIONS.values():
@@ -68,7 +70,7 @@ def unsupported(config: Any) -> str | None:
     return f"{what}; nearest: {ways} (docs/guides/migrating.md)"
 
 
-def _flags(config: Any) -> tuple[bool, ...]:
+def _flags(config: Mapping[str, Any]) -> tuple[bool, ...]:
     return tuple(config[flag] for flag in FLAGS)
 
 

@@ -1,6 +1,6 @@
 """Checks of the keys for learned positions and fused projections."""
 
-from typing import Any
+from trainer.config.keys import Config
 
 GPT3 = "gpt3"
 ROPE = (
@@ -10,25 +10,25 @@ ROPE = (
 )
 
 
-def _length(config: Any) -> str | None:
+def _length(config: Config) -> str | None:
     if config.trainable_position_size == -1 or config.trainable_position_size >= config.max_target_length:
         return None
     return "a row has more positions than the table"
 
 
-def _positions(config: Any) -> str | None:
+def _positions(config: Config) -> str | None:
     if config.decoder_block != GPT3 or config.trainable_position_size > 0:
         return None
     return "this family has no rotary positions: give the number of learned ones, at least max_target_length"
 
 
-def _fused(config: Any) -> str | None:
+def _fused(config: Config) -> str | None:
     if not config.fused_qkv or config.decoder_block == GPT3 or ":" in config.decoder_block:
         return None
     return f"this family has separate matrices for queries, keys and values; only {GPT3} can fuse them into one"
 
 
-def _heads(config: Any) -> str | None:
+def _heads(config: Config) -> str | None:
     if config.decoder_block != GPT3 or not config.fused_qkv or config.base_num_query_heads == config.base_num_kv_heads:
         return None
     return "one fused matrix makes as many keys and values as queries; give equal numbers of heads, or fused_qkv=false"

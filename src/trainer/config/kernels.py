@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.config.keys import Config
 from trainer.config.rules import make_rules
 
 FLASH_LENGTH = 1024  # tokens; from this length on, attention=autoselected uses the platform's kernel
@@ -70,7 +71,7 @@ def choose_attention(values: Mapping[str, Any], mesh: Mapping[str, int], platfor
     ]
 
 
-def kernel_barred(config: Any, mesh: Mapping[str, int], platform: str) -> str:
+def kernel_barred(config: Config, mesh: Mapping[str, int], platform: str) -> str:
     """Returns why a resolved `config` with blockwise attention cannot use the platform's kernel; "" if it can."""
     name = FLASH[platform]
     if config["attention"] != "blockwise" or not (unmet := unsupported(KERNELS[name], config, mesh, platform)):

@@ -1,18 +1,18 @@
 """Checks of the keys of multi-head latent attention."""
 
-from typing import Any
+from trainer.config.keys import Config
 
 FAMILIES = ("deepseek",)  # the families with this attention
 KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 TYPE = "mla"
 
 
-def is_latent(config: Any) -> bool:
+def is_latent(config: Config) -> bool:
     """Returns whether attention is multi-head latent attention."""
     return config.attention_type == TYPE
 
 
-def _family(config: Any) -> str | None:
+def _family(config: Config) -> str | None:
     if config.decoder_block in FAMILIES and not is_latent(config):
         return f"attention of this family is multi-head latent attention; give attention_type={TYPE}"
     if is_latent(config) and config.decoder_block not in FAMILIES and ":" not in config.decoder_block:
@@ -20,19 +20,19 @@ def _family(config: Any) -> str | None:
     return None
 
 
-def _heads(config: Any) -> str | None:
+def _heads(config: Config) -> str | None:
     if is_latent(config) and config.base_num_query_heads != config.base_num_kv_heads:
         return "with attention_type=mla every head has its own keys and values; give both the same number"
     return None
 
 
-def _even(config: Any) -> str | None:
+def _even(config: Config) -> str | None:
     if is_latent(config) and config.qk_rope_head_dim % 2:
         return "must be even, since RoPE rotates pairs"
     return None
 
 
-def _norm(config: Any) -> str | None:
+def _norm(config: Config) -> str | None:
     if is_latent(config) and config.use_qk_norm:
         return "multi-head latent attention normalizes latents, not heads; leave use_qk_norm at false"
     return None

@@ -5,7 +5,6 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import ml_collections
 
@@ -31,6 +30,7 @@ from trainer.config.files import (
 )
 from trainer.config.flags import removal
 from trainer.config.help import Question, explanation, help_text, question
+from trainer.config.keys import Config
 from trainer.config.paths import is_file
 from trainer.config.reader import Reader, Setting, merge
 from trainer.config.scale import growth, scaled
@@ -53,7 +53,7 @@ class Loaded:
         preset.
     """
 
-    config: ml_collections.ConfigDict
+    config: Config
     changed: dict[str, str]
     sources: dict[str, str]
     warnings: list[str]
@@ -147,7 +147,7 @@ def _outgrown(schema: Schema, values: dict[str, Setting], sized: dict[str, Setti
 
 
 def _other_defaults(
-    yml: str, files: Sequence[YmlFile], config: Any, where: Mapping[str, str], notes: Sequence[str]
+    yml: str, files: Sequence[YmlFile], config: Config, where: Mapping[str, str], notes: Sequence[str]
 ) -> list[str]:
     """Returns notes on defaults that differ from MaxText's, if the user may expect MaxText's: with MaxText's base.yml,
     with a preset, or with the user's own data."""

@@ -1,16 +1,16 @@
 """Checks of the keys of multi-token prediction."""
 
-from typing import Any
+from trainer.config.keys import Config
 
 
-def _modules(config: Any) -> str | None:
+def _modules(config: Config) -> str | None:
     longest = config.max_target_length - 1
     if config.mtp_num_layers <= longest:
         return None
     return f"module k predicts the token k + 1 positions ahead, so a row has a loss for at most {longest} modules"
 
 
-def _target(config: Any) -> str | None:
+def _target(config: Config) -> str | None:
     if config.mtp_eval_target_module <= config.mtp_num_layers:
         return None
     return "there is no such module: they are counted from 1 to mtp_num_layers; 0 evaluates none"

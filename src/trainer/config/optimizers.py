@@ -3,7 +3,9 @@
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from trainer.config.keys import Config
 
 _ADAM = ("adam_b1", "adam_b2", "adam_eps", "adam_eps_root", "adam_weight_decay", "adamw_mask")
 
@@ -55,13 +57,13 @@ TRAITS: dict[str, Traits] = {
 KEYS = tuple(dict.fromkeys(key for traits in TRAITS.values() for key in traits.reads))
 
 
-def has_first_moment(config: Any) -> bool:
+def has_first_moment(config: Config) -> bool:
     """Returns whether the configured optimizer has an array in `mu_dtype` for each parameter that it updates."""
     traits = TRAITS[config["opt_type"]]
     return "mu_dtype" in traits.reads and (traits.momentum is None or config[traits.momentum] > 0)
 
 
-def moment_bytes(config: Any, bytes_of: dict[str, int]) -> int:
+def moment_bytes(config: Config, bytes_of: dict[str, int]) -> int:
     """Returns a lower bound on the bytes of optimizer state per trained parameter. `bytes_of` maps dtypes to bytes."""
     first = bytes_of[config["mu_dtype"]] if has_first_moment(config) else 0
     return first + TRAITS[config["opt_type"]].full * bytes_of[config["weight_dtype"]]

@@ -17,7 +17,7 @@ from trainer.config.vocab_tiles import choose_tiles
 
 
 def resolve(
-    config: Any, *, device_count: int, platform: str, num_slices: int | None = None
+    config: Mapping[str, Any], *, device_count: int, platform: str, num_slices: int | None = None
 ) -> ml_collections.FrozenConfigDict:
     """Returns the frozen configuration for `device_count` devices of `platform` (cpu, gpu or tpu).
 

@@ -10,6 +10,7 @@ from trainer.config.derived import DCN, ICI, global_batch_rows, islands
 from trainer.config.dump import PROCESSES, to_flow
 from trainer.config.errors import UserError
 from trainer.config.flags import FLAGS
+from trainer.config.keys import Config
 from trainer.config.optimizers import KEYS as OF_OPTIMIZERS
 from trainer.config.resolve import frozen
 from trainer.config.schema import schema
@@ -126,7 +127,7 @@ MAY_CHANGE = frozenset((*LAYOUT, *BATCH, *LENGTH, *AROUND))
 _RESET = "its parameters and a fresh optimizer: reset_optimizer=true"
 
 
-def check_resume(saved: Mapping[str, Any], config: Any, schedule_given: bool, where: str) -> list[str]:
+def check_resume(saved: Mapping[str, Any], config: Config, schedule_given: bool, where: str) -> list[str]:
     """Returns warnings about resuming under `config` from a checkpoint with the configuration `saved`.
 
     Args:
@@ -169,7 +170,7 @@ def check_resume(saved: Mapping[str, Any], config: Any, schedule_given: bool, wh
     return warnings
 
 
-def check_islands(saved: Mapping[str, Any], config: Any, where: str) -> None:
+def check_islands(saved: Mapping[str, Any], config: Config, where: str) -> None:
     """Refuses a checkpoint with another number of DiLoCo's islands. Also refuses another synchronization schedule if
     islands take over fragments late, because a fragment in flight would then never arrive.
 
@@ -198,14 +199,14 @@ def islands_of(saved: Mapping[str, Any]) -> int:
     return islands(before) if before.enable_diloco else 0
 
 
-def _other_islands(before: Any, config: Any) -> str:
+def _other_islands(before: Any, config: Config) -> str:
     return (
         f"the number of DiLoCo's islands must not change, {islands(before)} -> {islands(config)}: each has its own "
         "optimizer state; load_parameters_path begins a new run from the outer parameters"
     )
 
 
-def check_optimizer(saved: Mapping[str, Any], config: Any, where: str) -> None:
+def check_optimizer(saved: Mapping[str, Any], config: Config, where: str) -> None:
     """Refuses optimizer state of another `opt_type`, even if its arrays have the same names and shapes.
 
     Args: see `check_resume`.
@@ -221,7 +222,7 @@ def check_optimizer(saved: Mapping[str, Any], config: Any, where: str) -> None:
         )
 
 
-def resets(saved: Mapping[str, Any], config: Any) -> bool:
+def resets(saved: Mapping[str, Any], config: Config) -> bool:
     """Returns whether `reset_optimizer` applies to a run's own checkpoint with the configuration `saved`.
 
     It does not apply if the checkpoint was saved with that key and the same optimizer. So repeating the same command
@@ -238,6 +239,6 @@ def _with_defaults(saved: Mapping[str, Any]) -> Any:
     )
 
 
-def _change(before: Any, config: Any, name: str) -> str:
+def _change(before: Any, config: Config, name: str) -> str:
     changed = f"{name}: {to_flow(before[name])} -> {to_flow(config[name])}"
     return f"{changed} (the checkpoint has the optimizer state of {before[name]})" if name == "opt_type" else changed

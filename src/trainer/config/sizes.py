@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.config.derived import islands, mesh_axes
+from trainer.config.keys import Config
 from trainer.config.optimizers import moment_bytes
 from trainer.config.rules import BUILT_IN, dimension, tensors_of, with_lengths
 from trainer.config.schema import INT32_MAX
@@ -20,7 +21,7 @@ def too_large(values: Mapping[str, Any]) -> list[str]:
     return [*_too_many_tokens(values), *_too_many_entries(values)]
 
 
-def least_bytes(config: Any) -> int:
+def least_bytes(config: Config) -> int:
     """Returns a lower bound on the bytes that training takes on all devices together.
 
     Counts parameters, optimizer state, the batch of an update and the hidden states of one microbatch, as if nothing

@@ -50,7 +50,7 @@ KEYS = {name: f"sa_{name}" for name in Tiles._fields}
 OF_DQ = ("block_q_dq", "block_kv_dq")
 
 
-def tiles_of(config: Any) -> Tiles:
+def tiles_of(config: Mapping[str, Any]) -> Tiles:
     """Returns the tiles of a configuration."""
     return Tiles(**{name: config[key] for name, key in KEYS.items()})
 

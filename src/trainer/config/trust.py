@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.files import COMMAND_LINE, file_of
+from trainer.config.keys import Config
 from trainer.config.paths import path_problem
 from trainer.config.schema import Key, schema
 
@@ -16,7 +17,9 @@ def names_code(key: Key, value: Any) -> bool:
     return (key.importable and value not in key.choices) or (key.name == "compiled_trainstep_file" and value != "")
 
 
-def foreign_code(keys: Mapping[str, Key], config: Any, changed: Mapping[str, str], chain: Sequence[Path]) -> list[str]:
+def foreign_code(
+    keys: Mapping[str, Key], config: Config, changed: Mapping[str, str], chain: Sequence[Path]
+) -> list[str]:
     """Returns a message for each key that names code and is given by a yml in the folder that the run starts from, or
     by a parent of such a yml.
 

@@ -1,10 +1,11 @@
 """num_vocab_tiling: the number of tiles in which the loss is computed."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trainer.config.derived import mesh_axes
+from trainer.config.keys import Config
 from trainer.config.rules import make_rules
 
 KEY = "num_vocab_tiling"
@@ -29,7 +30,7 @@ def choose_tiles(values: dict[str, Any]) -> list[str]:
     ]
 
 
-def worthwhile_tiles(config: Any) -> int:
+def worthwhile_tiles(config: Mapping[str, Any]) -> int:
     """Returns the number of tiles that -1 selects; 1 if tiling does not save more than it costs.
 
     Tiling saves memory for logits and costs memory for a float32 gradient of the head. The result is the smallest
@@ -53,7 +54,7 @@ def _most(logits: int, waiting: int) -> int:
     return 8 * logits // waiting
 
 
-def tile_bytes(config: Any) -> tuple[int, int]:
+def tile_bytes(config: Mapping[str, Any]) -> tuple[int, int]:
     """Returns the bytes per device of the logits of a whole microbatch, and of the head's float32 gradient.
 
     Only tiling needs this gradient: a device sums it over its tiles. A TPU overwrites the logits with their gradient;
@@ -71,7 +72,7 @@ def tile_bytes(config: Any) -> tuple[int, int]:
     return logits, entries // parts({*rules["vocab"], *rules["embed"]} - over_tokens) * _SUM_BYTES
 
 
-def chosen(asked: Any, config: Any) -> list[str]:
+def chosen(asked: Any, config: Config) -> list[str]:
     """Returns a line on what -1 in `asked` means in the resolved `config`; nothing if `asked` has another number."""
     if asked[KEY] != AUTOMATIC:
         return []

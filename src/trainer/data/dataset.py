@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.config import Config
 from trainer.config.errors import UserError
 from trainer.data.batches import RowSource
 from trainer.data.streams import Position, RepeatedStream, Stream, fingerprint
@@ -72,7 +73,7 @@ class Dataset:
         return self.summary
 
 
-def open_dataset(config: Any, say: Say) -> Dataset:
+def open_dataset(config: Config, say: Say) -> Dataset:
     """Opens the data of `dataset_type`. Prepares them first if necessary, with progress lines to `say`.
 
     Raises UserError if keys, a file, the disk or an earlier prepared folder prevent it.
@@ -88,7 +89,7 @@ def open_dataset(config: Any, say: Say) -> Dataset:
     )
 
 
-def _of_documents(config: Any, say: Say) -> Dataset:
+def _of_documents(config: Config, say: Say) -> Dataset:
     # Imported late, because synthetic runs need no tokenizer.
     from trainer.data import prepare
     from trainer.data.cache import cache_root
@@ -137,7 +138,7 @@ def _of_documents(config: Any, say: Say) -> Dataset:
 _EVAL_KEYS = "the files or split of evaluation (grain_eval_files, eval_split, hf_eval_split, hf_eval_files)"
 
 
-def _synthetic(config: Any) -> Dataset:
+def _synthetic(config: Config) -> Dataset:
     from trainer.data.streams import PreparedStream
 
     seed, length, vocab_size = config.data_shuffle_seed, config.max_target_length, config.vocab_size
@@ -156,7 +157,7 @@ def _synthetic(config: Any) -> Dataset:
     return Dataset(evaluation, None, identity, f"synthetic rows, {EVAL_ROWS} held out", open_stream)
 
 
-def _order(config: Any) -> dict[str, Any]:
+def _order(config: Config) -> dict[str, Any]:
     """Returns the settings that determine the order of documents or rows, as arguments of the configured pipeline."""
     shuffle, seed, window = config.enable_data_shuffling, config.data_shuffle_seed, config.grain_shuffle_buffer_size
     if config.data_pipeline == "streaming":
@@ -165,7 +166,13 @@ def _order(config: Any) -> dict[str, Any]:
 
 
 def _prepared(
-    config: Any, source: "Source", encoder: "Encoder", packing: "Packing", order: dict[str, Any], root: Path, say: Say
+    config: Config,
+    source: "Source",
+    encoder: "Encoder",
+    packing: "Packing",
+    order: dict[str, Any],
+    root: Path,
+    say: Say,
 ) -> tuple[Callable[..., Stream], str]:
     from trainer.data import prepare
     from trainer.data.mixture import MixedRows
@@ -182,7 +189,13 @@ def _prepared(
 
 
 def _streamed(
-    config: Any, source: "Source", encoder: "Encoder", packing: "Packing", order: dict[str, Any], root: Path, say: Say
+    config: Config,
+    source: "Source",
+    encoder: "Encoder",
+    packing: "Packing",
+    order: dict[str, Any],
+    root: Path,
+    say: Say,
 ) -> tuple[Callable[..., Stream], str]:
     from trainer.data.prepare import check_trainable
     from trainer.data.streams import StreamingStream
@@ -194,7 +207,7 @@ def _streamed(
     def open_stream(*, process_index: int, process_count: int, **settings: Any) -> Stream:
         from trainer.data.streaming import streamed_rows
 
-        place = {"workers": workers, "process_index": process_index, "process_count": process_count}
+        place: dict[str, Any] = {"workers": workers, "process_index": process_index, "process_count": process_count}
         rows = streamed_rows(source.train, source.weights, encoder, packing, **order, **place)
         return StreamingStream(rows, say=say, **place, **settings)
 
@@ -206,7 +219,7 @@ def _facts(meta: dict[str, Any]) -> str:
 
 
 def _identity(
-    config: Any, source: "Source", encoder: "Encoder", packing: "Packing", order: dict[str, Any]
+    config: Config, source: "Source", encoder: "Encoder", packing: "Packing", order: dict[str, Any]
 ) -> dict[str, Any]:
     from trainer.data.order import VERSION as ORDER
     from trainer.data.prepare import FORMAT

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from trainer.config import Config
 from trainer.config.errors import UserError
 from trainer.data import cache
 from trainer.data.cache import Progress
@@ -29,7 +30,7 @@ _INTERVAL = 10.0  # seconds between two lines of progress if stderr is not a ter
 
 
 def open_tokenizer(
-    config: Any, train: Sequence[Corpus], weights: Sequence[int], root: Path, say: Progress
+    config: Config, train: Sequence[Corpus], weights: Sequence[int], root: Path, say: Progress
 ) -> Tokenizer | None:
     """Returns the tokenizer of tokenizer_path and tokenizer_type. Without these keys, trains a BPE on the first 64 MiB
     of the training documents and stores it in `root`. Returns None if all columns are token ids.

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.config import parse_mixture
+from trainer.config import Config, parse_mixture
 from trainer.config.errors import UserError, nearest, shortened
 from trainer.config.json_files import read_object
 from trainer.config.paths import local_path
@@ -39,7 +39,7 @@ class Source:
     evaluation: tuple[Corpus, ...]
 
 
-def open_source(config: Any, say: Progress = lambda line: None) -> Source:
+def open_source(config: Config, say: Progress = lambda line: None) -> Source:
     """Returns the source that the keys name. `say` gets lines on replaced text.
 
     Raises UserError if a file or column is missing, empty or damaged.
@@ -51,7 +51,7 @@ def open_source(config: Any, say: Progress = lambda line: None) -> Source:
     return replace(source, train=train, evaluation=tuple(replace(corpus, evaluates=True) for corpus in train))
 
 
-def _stdlib(config: Any, say: Progress) -> Source:
+def _stdlib(config: Config, say: Progress) -> Source:
     from trainer.data.stdlib import stdlib_corpora, stdlib_folder
 
     train, evaluation = stdlib_corpora(stdlib_folder())
@@ -64,7 +64,7 @@ def _python() -> str:
     return platform.python_version()
 
 
-def _grain(config: Any, say: Progress) -> Source:
+def _grain(config: Config, say: Progress) -> Source:
     mixture = parse_mixture(config.grain_train_files, config.grain_train_mixture_config_path)
     kind = config.grain_file_type
     train = [_files(pattern, kind, tuple(config.train_data_columns), "grain_train_files") for pattern, _ in mixture]
@@ -100,7 +100,7 @@ _FORMATS: dict[str, Callable[[Path, Columns], FilePart]] = {
 }
 
 
-def _tfds(config: Any, say: Progress) -> Source:
+def _tfds(config: Config, say: Progress) -> Source:
     columns, eval_columns = tuple(config.train_data_columns), tuple(config.eval_data_columns)
     train = _tfds_split(config.dataset_path, config.dataset_name, config.train_split, columns, "train_split")
     evaluation: tuple[Corpus, ...] = ()
@@ -214,7 +214,7 @@ def tfds_folder(data_dir: Path, dataset_name: str) -> Path:
     return folder / version
 
 
-def _hf(config: Any, say: Progress) -> Source:
+def _hf(config: Config, say: Progress) -> Source:
     from trainer.data.hf import hf_corpus
 
     cache = cache_root(config.data_cache_directory) / "huggingface"

@@ -8,7 +8,7 @@ import jax
 from trainer.checkpoint import joined, load_parameters, open_source, parted
 from trainer.checkpoint.huggingface import HuggingFaceSource
 from trainer.checkpoint.tokenizer import GENERATION
-from trainer.config import UserError
+from trainer.config import Config, UserError
 from trainer.config.json_files import read_object
 from trainer.config.paths import local_path
 from trainer.data.tokenizer import JsonTokenizer, Tokenizer
@@ -24,7 +24,7 @@ _MODULES = "mtp_num_layers"
 class MaxEngine(Engine):
     """See `Engine`. It has per_device_batch_size slots per device."""
 
-    def __init__(self, config, devices: Sequence[jax.Device] | None = None, *, texts: int | None = None):
+    def __init__(self, config: Config, devices: Sequence[jax.Device] | None = None, *, texts: int | None = None):
         """
         Args:
           config: from `config.load`, resolved or not.

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from trainer.backends import make_model
+from trainer.config import Config
 from trainer.data.tokenizer import Tokenizer
 from trainer.inference.engine import Engine
 from trainer.inference.scheduler import Scheduler
@@ -14,7 +15,7 @@ from trainer.inference.text import tokens_of
 from trainer.models.families import takes_cache
 
 
-def prompt_tokens(config, tokenizer: Tokenizer | None, say: Callable[[str], None]) -> list[int]:
+def prompt_tokens(config: Config, tokenizer: Tokenizer | None, say: Callable[[str], None]) -> list[int]:
     """Returns the tokens of the key `prompt`; [] if there is no sample.
 
     Raises:

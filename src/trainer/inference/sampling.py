@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from trainer.config import Config
 from trainer.ops.random import SAMPLING, seed_key
 
 STRATEGIES = ("greedy", "weighted", "nucleus", "topk", "composite")
@@ -30,7 +31,7 @@ class Draw(NamedTuple):
     log_prob: jax.Array
 
 
-def sampling_of(config) -> Sampling:
+def sampling_of(config: Config) -> Sampling:
     """Returns the settings of the keys decode_sampling_*, checked by `config.decoding_keys`."""
     strategy = config.decode_sampling_strategy
     return Sampling(

@@ -10,7 +10,7 @@ import ml_collections
 from jax.sharding import Mesh, NamedSharding
 
 from trainer.backends import Model, make_model
-from trainer.config import UserError, resolve
+from trainer.config import Config, UserError, resolve
 from trainer.config.expert_keys import drops
 from trainer.models.families import axis_rules, takes_cache
 from trainer.ops.paths import by_path
@@ -30,7 +30,7 @@ class Served(NamedTuple):
       slots: the number of texts that are generated at once.
     """
 
-    config: Any
+    config: Config
     mesh: Mesh
     rules: Rules
     model: Model
@@ -72,7 +72,7 @@ class Served(NamedTuple):
         return {**self.rules, **dict.fromkeys(_LENGTHS, ()), **({_ROWS: ()} if one_row else {})}
 
 
-def serve(config, devices: Sequence[jax.Device], texts: int | None = None) -> Served:
+def serve(config: Config, devices: Sequence[jax.Device], texts: int | None = None) -> Served:
     """The model of `config`, resolved or not, on `devices`. It has per_device_batch_size slots for each device, or
     fewer if `texts` are enough.
 
@@ -94,7 +94,7 @@ def serve(config, devices: Sequence[jax.Device], texts: int | None = None) -> Se
     return Served(config, mesh, rules, make_model(config), slots)
 
 
-def without_drops(config: Any) -> Any:
+def without_drops(config: Config) -> Any:
     """`config`, resolved, with experts that drop no token: what they drop depends on the other tokens of a row, and a
     text must not depend on its padding."""
     if not drops(config):
@@ -102,7 +102,7 @@ def without_drops(config: Any) -> Any:
     return ml_collections.FrozenConfigDict(dict(config.items()) | {"sparse_matmul": True, "capacity_factor": -1.0})
 
 
-def longest_prompt(config: Any) -> int:
+def longest_prompt(config: Config) -> int:
     """The number of tokens of the longest prompt; every text has room for one token more."""
     longest, given = config.max_target_length - 1, config.max_prefill_predict_length
     return longest if given < 0 else min(longest, given)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
+from trainer.config import Config
 from trainer.layers.context import Context
 from trainer.layers.param import REST, Buffer, param
 from trainer.layers.stack import MakeBlock, run_layer
@@ -36,7 +37,7 @@ class LinenStackDecoder(Decoder):
         return {name: nnx.data(part) for name, part in _held(variables, stacked=True).items()}
 
     @classmethod
-    def make_block(cls, config, block: MakeBlock, rngs: nnx.Rngs) -> Any:
+    def make_block(cls, config: Config, block: MakeBlock, rngs: nnx.Rngs) -> Any:
         """See `Decoder.make_block`. Returns the variables of a Linen block."""
         if not is_linen(block):
             return super().make_block(config, block, rngs)
@@ -61,7 +62,7 @@ class LinenStackDecoder(Decoder):
         return _stacks(self.config).apply(variables, x, cache, context, types, method="run_layers")
 
 
-def initial_decoder(config) -> type[Decoder]:
+def initial_decoder(config: Config) -> type[Decoder]:
     """Returns the decoder that draws initial parameters: `Decoder`, unless the blocks are Linen modules."""
     return LinenStackDecoder if any(map(is_linen, blocks(stacks(config)))) else Decoder
 
@@ -79,5 +80,5 @@ def _variables(held: dict[str, Any]) -> dict[str, Any]:
     return {"params": params} | ({REST: buffers} if buffers else {})
 
 
-def _stacks(config) -> Stacks:
+def _stacks(config: Config) -> Stacks:
     return Stacks(config, parent=None)  # never a child of a Linen module that is currently running

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import linen, nnx, traverse_util
 from flax.nnx import bridge
 
-from trainer.config import UserError
+from trainer.config import Config, UserError
 from trainer.layers.context import Context
 from trainer.layers.param import REST
 from trainer.layers.sown import Sown, capture, type_names
@@ -26,7 +26,7 @@ def is_linen(block: MakeBlock) -> bool:
     return not issubclass(block_class(block), nnx.Module)
 
 
-def make_layer(config: Any, block: MakeBlock, **fields: Any) -> linen.Module:
+def make_layer(config: Config, block: MakeBlock, **fields: Any) -> linen.Module:
     """Returns one block as a Linen module. `fields` are the fields of every Linen module: name, parent."""
     if not is_linen(block):
         return to_linen(_construct, block, config, **fields)
@@ -36,18 +36,18 @@ def make_layer(config: Any, block: MakeBlock, **fields: Any) -> linen.Module:
     return block(config, **fields)
 
 
-def _construct(block: MakeBlock, config: Any, rngs: nnx.Rngs) -> nnx.Module:
+def _construct(block: MakeBlock, config: Config, rngs: nnx.Rngs) -> nnx.Module:
     return block(config, rngs)  # the bridge passes rngs by keyword, a block takes it by position
 
 
-def check_layer(config: Any) -> None:
+def check_layer(config: Config) -> None:
     """Does the same as `models.families.check_state`, for both kinds of blocks."""
     check_state(config)
     for block in filter(is_linen, blocks(stacks(config))):
         _check_linen(config, block)
 
 
-def _check_linen(config: Any, block: MakeBlock) -> None:
+def _check_linen(config: Config, block: MakeBlock) -> None:
     x, ids = jnp.zeros((1, 1, config.base_emb_dim), config.dtype), jnp.zeros((1, 1), jnp.int32)
     # With generators of both kinds: a block that draws from one gets an error below, or draws from its given key.
     keys = {"params": seed_key(0), "dropout": seed_key(0)}

@@ -11,6 +11,7 @@ from flax.training import train_state
 from trainer.backends.base import tree_mode
 from trainer.backends.nnx_model import NNXModel
 from trainer.backends.permutation import Permutation
+from trainer.config import Config
 from trainer.layers.sown import Sown
 from trainer.linen.bridge import capturing, is_box, to_linen, unboxed
 from trainer.linen.decoder import LinenStackDecoder, initial_decoder
@@ -29,7 +30,7 @@ class NNXLinenDecoder(NNXModel):
 
     decoder = LinenStackDecoder
 
-    def __init__(self, config):
+    def __init__(self, config: Config):
         with tree_mode():
             check_layer(config)
         super().__init__(config)
@@ -47,7 +48,7 @@ class TrainState(train_state.TrainState):
 class Linen:
     """Linen model and Linen TrainState. See `backends.Model`."""
 
-    def __init__(self, config):
+    def __init__(self, config: Config):
         self.config = config
         with tree_mode():
             check_layer(config)
@@ -66,7 +67,7 @@ class Linen:
         merged = {"params": self._params, "rest": self.abstract[1]}
         self._variables = Permutation(variables, merged, _canonical_variable)
 
-    def _make_module(self, config) -> linen.Module:
+    def _make_module(self, config: Config) -> linen.Module:
         return Transformer(config)
 
     def init(self, key: jax.Array) -> tuple[Any, Any]:
@@ -115,7 +116,7 @@ class Bridged(Linen):
 
     decoder = transformer.Decoder
 
-    def _make_module(self, config) -> linen.Module:
+    def _make_module(self, config: Config) -> linen.Module:
         return to_linen(transformer.Transformer, config, kwargs={"decoder": self.decoder})
 
     def _head(self, variables, x):

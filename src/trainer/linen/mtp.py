@@ -5,6 +5,7 @@ from typing import Any
 
 from flax import linen
 
+from trainer.config import Config
 from trainer.layers.sown import Sown
 from trainer.layers.stack import run_layer
 from trainer.linen.bridge import to_linen
@@ -18,7 +19,7 @@ from trainer.models.remat import remat_policy
 class MtpLayer(linen.Module):
     """The parts of module `k`."""
 
-    config: Any
+    config: Config
     k: int
 
     def setup(self):
@@ -31,7 +32,7 @@ class MtpLayer(linen.Module):
 class MtpBlock(linen.Module):
     """All modules."""
 
-    config: Any
+    config: Config
 
     def setup(self):
         for k in mtp.depths(self.config):

@@ -8,6 +8,7 @@ import jax
 import ml_collections
 from flax import linen
 
+from trainer.config import Config
 from trainer.layers.cache import Cache
 from trainer.layers.context import Context
 from trainer.layers.param import LAYERS, REST
@@ -18,7 +19,7 @@ from trainer.models.remat import remat_policy
 from trainer.models.transformer import Types, casts_in_loop, run_stacks
 
 
-def initializing(config: Any) -> ml_collections.FrozenConfigDict:
+def initializing(config: Config) -> ml_collections.FrozenConfigDict:
     """Returns `config` for initialization, which Linen traces with one token.
 
     Parameters do not depend on the attention op, but kernels refuse this length. They do not depend on `scan_layers`
@@ -30,7 +31,7 @@ def initializing(config: Any) -> ml_collections.FrozenConfigDict:
 class Pattern(linen.Module):
     """See `layers.stack.Pattern`."""
 
-    config: Any
+    config: Config
     blocks: Sequence[MakeBlock]
 
     def setup(self):
@@ -41,7 +42,7 @@ class Pattern(linen.Module):
 class Stacks(linen.Module):
     """The stacks. Each stack's variables are stacked on axis 0, under its name, for both rolled and unrolled loops."""
 
-    config: Any
+    config: Config
 
     @linen.compact
     def run_layers(self, x, cache: Cache | None, context: Context, types: Types) -> tuple[jax.Array, Any, Sown]:

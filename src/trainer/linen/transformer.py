@@ -1,9 +1,8 @@
 """The transformer in Linen, with the structure and names of `models.transformer`."""
 
-from typing import Any
-
 from flax import linen
 
+from trainer.config import Config
 from trainer.layers.context import Context
 from trainer.layers.sown import Activation, MtpHidden
 from trainer.linen.bridge import to_linen
@@ -39,7 +38,7 @@ class Decoder(Stacks):
 class Transformer(linen.Module):
     """A decoder-only language model."""
 
-    config: Any
+    config: Config
 
     def setup(self):
         self.token_embedder = to_linen(transformer.make_embedder, self.config)

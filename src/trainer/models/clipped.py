@@ -4,7 +4,7 @@ from typing import Any
 
 from flax import nnx
 
-from trainer.config import UserError
+from trainer.config import Config, UserError
 from trainer.layers.clip import Clipped
 from trainer.layers.stack import MakeBlock
 from trainer.models.families import block_class, stacks
@@ -14,7 +14,7 @@ from trainer.models.transformer import Transformer
 STATEMENT = "logit_factors"
 
 
-def clipped_layers(config: Any) -> dict[str, Clipped]:
+def clipped_layers(config: Config) -> dict[str, Clipped]:
     """Returns the layers of the model that define `logit_factors`, by the canonical path of their parameters.
 
     Searches all blocks of the model. With Linen blocks, these are the blocks of the stacks and of the modules of
@@ -53,7 +53,7 @@ def clipped_layers(config: Any) -> dict[str, Clipped]:
     return found
 
 
-def _in_block(config: Any, block: MakeBlock, path: str) -> dict[str, Clipped]:
+def _in_block(config: Config, block: MakeBlock, path: str) -> dict[str, Clipped]:
     if issubclass(block_class(block), nnx.Module):
         return _stating(nnx.eval_shape(lambda: block(config, nnx.Rngs(params=0))), path)
     made = block(config)  # a module without parameters: a Linen block keeps them elsewhere

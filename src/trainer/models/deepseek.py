@@ -7,6 +7,7 @@ from typing import Any
 
 from flax import nnx
 
+from trainer.config import Config
 from trainer.config.expert_keys import SIGMOID, scores_by_sigmoid
 from trainer.config.tiles import tiles_of
 from trainer.layers.mla import PROJECTIONS, LatentAttention
@@ -28,7 +29,9 @@ DENSE, SPARSE = "dense_layers", "moe_layers"
 class DenseBlock(llama2.Block):
     """Llama's block with latent attention. Adjacent pairs of entries turn, as in the published weights."""
 
-    def make_attention(self, config, rngs: nnx.Rngs, make_product: MakeProduct, dtypes: Mapping[str, Any]) -> Any:
+    def make_attention(
+        self, config: Config, rngs: nnx.Rngs, make_product: MakeProduct, dtypes: Mapping[str, Any]
+    ) -> Any:
         """See `llama2.Block.make_attention`."""
         return LatentAttention(
             config.base_emb_dim,
@@ -57,7 +60,7 @@ class Block(DenseBlock, ExpertBlock):
     NAME = NAME
 
     @staticmethod
-    def score(config) -> Score:
+    def score(config: Config) -> Score:
         """See `ExpertBlock.score`. All weights are multiplied by `routed_scaling_factor`."""
         groups, kept = max(config.n_routing_groups, 1), max(config.topk_routing_group, 1)
         score: Score = softmax_of_chosen if config.norm_topk_prob else chosen_of_softmax
@@ -67,7 +70,7 @@ class Block(DenseBlock, ExpertBlock):
             score = functools.partial(within_groups, groups=groups, kept=kept)
         return times(score, config.routed_scaling_factor)
 
-    def make_experts(self, config, rngs: nnx.Rngs, make_product: MakeProduct, dtypes: Mapping[str, Any]) -> Any:
+    def make_experts(self, config: Config, rngs: nnx.Rngs, make_product: MakeProduct, dtypes: Mapping[str, Any]) -> Any:
         """See `ExpertBlock.make_experts`."""
         routed = super().make_experts(config, rngs, make_product, dtypes)
         shared = MLP(
@@ -82,7 +85,7 @@ class Block(DenseBlock, ExpertBlock):
         return SharedMoE(routed, shared)
 
 
-def stacks(config) -> list[Stack]:
+def stacks(config: Config) -> list[Stack]:
     """The first layers have an MLP, the others experts, or every n-th of them."""
     dense = config.first_num_dense_layers
     others = stack_of(config, SPARSE, DenseBlock, Block, config.base_num_decoder_layers - dense)

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx
 
+from trainer.config import Config
 from trainer.config.expert_keys import has_bias, scores_by_sigmoid
 from trainer.layers.context import Context
 from trainer.layers.moe import MoE
@@ -26,7 +27,7 @@ class ExpertBlock(llama2.Block):
 
     def __init__(
         self,
-        config,
+        config: Config,
         rngs: nnx.Rngs,
         make_product: MakeProduct = plain,
         make_grouped: MakeGrouped = plain_grouped,
@@ -35,15 +36,17 @@ class ExpertBlock(llama2.Block):
         super().__init__(config, rngs, make_product)
 
     @staticmethod
-    def score(config) -> Score:
+    def score(config: Config) -> Score:
         """How tokens choose experts."""
         raise NotImplementedError
 
-    def add_feed_forward(self, config, rngs: nnx.Rngs, make_product: MakeProduct, dtypes: Mapping[str, Any]) -> None:
+    def add_feed_forward(
+        self, config: Config, rngs: nnx.Rngs, make_product: MakeProduct, dtypes: Mapping[str, Any]
+    ) -> None:
         """See `llama2.Block.add_feed_forward`."""
         setattr(self, self.NAME, self.make_experts(config, rngs, make_product, dtypes))
 
-    def make_experts(self, config, rngs: nnx.Rngs, make_product: MakeProduct, dtypes: Mapping[str, Any]) -> Any:
+    def make_experts(self, config: Config, rngs: nnx.Rngs, make_product: MakeProduct, dtypes: Mapping[str, Any]) -> Any:
         """The layer, called as `layer(x, context)`."""
         return MoE(
             config.base_emb_dim,
@@ -68,7 +71,7 @@ class ExpertBlock(llama2.Block):
         return getattr(self, self.NAME)(x_bte, context)
 
 
-def stack_of(config, name: str, dense: MakeBlock, sparse: MakeBlock, layers: int) -> Stack:
+def stack_of(config: Config, name: str, dense: MakeBlock, sparse: MakeBlock, layers: int) -> Stack:
     """Returns the stack `name` of `layers` layers. Every `interleave_moe_layer_step`-th is `sparse`, the others are
     `dense`; together they are a pattern (`layers.stack.Stack`)."""
     step = config.interleave_moe_layer_step

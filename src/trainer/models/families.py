@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trainer.config import UserError, linen_stack, make_rules, nearest
+from trainer.config import Config, UserError, linen_stack, make_rules, nearest
 from trainer.config.errors import shortened
 from trainer.config.rules import read_rules
 from trainer.layers.cache import Cache
@@ -64,7 +64,7 @@ def family(decoder_block: str) -> Family:
     return found
 
 
-def hugging_face(config: Any) -> HuggingFace:
+def hugging_face(config: Config) -> HuggingFace:
     """Returns the declaration for Hugging Face that represents `config`, or is closest to it.
 
     Raises:
@@ -92,7 +92,7 @@ def maxtext(decoder_block: str) -> MaxText:
     return found
 
 
-def stacks(config: Any) -> tuple[Stack, ...]:
+def stacks(config: Config) -> tuple[Stack, ...]:
     """Returns the stacks of the decoder that `config`, resolved, describes, without empty stacks.
 
     Raises:
@@ -146,7 +146,7 @@ def block_class(block: MakeBlock) -> Any:
     return block_class(block.func) if isinstance(block, functools.partial) else block
 
 
-def axis_rules(config: Any) -> dict[str, tuple[str, ...]]:
+def axis_rules(config: Config) -> dict[str, tuple[str, ...]]:
     """Returns the mesh axes of each logical axis: the rules of the configuration and of the family's own axes.
 
     Raises:
@@ -195,7 +195,7 @@ def place(stacks: Sequence[Stack], name: str) -> Place | None:
     return None
 
 
-def init_cache(config: Any, rows: int, length: int) -> Cache:
+def init_cache(config: Config, rows: int, length: int) -> Cache:
     """Returns empty caches for all layers, for `rows` rows of up to `length` positions."""
 
     def empty(block: Any, count: int) -> Any:
@@ -205,7 +205,7 @@ def init_cache(config: Any, rows: int, length: int) -> Cache:
     return Cache(_of_blocks(config, empty))
 
 
-def cache_axes(config: Any) -> Any:
+def cache_axes(config: Config) -> Any:
     """The logical axes of the arrays of `init_cache`: an `Axes` at each leaf of its entries. A block names those of its
     own with `cache_axes()`; without it, only the rows have a name."""
 
@@ -220,7 +220,7 @@ def cache_axes(config: Any) -> Any:
     return _of_blocks(config, named)
 
 
-def _of_blocks(config: Any, value: Callable[[Any, int], Any]) -> dict[str, list[Any]]:
+def _of_blocks(config: Config, value: Callable[[Any, int], Any]) -> dict[str, list[Any]]:
     """`value(block, count)` of each stack's blocks, which are modules of shapes."""
 
     def shapes(block: MakeBlock) -> Any:
@@ -229,7 +229,7 @@ def _of_blocks(config: Any, value: Callable[[Any, int], Any]) -> dict[str, list[
     return {stack.name: [value(shapes(block), stack.count) for block in stack.blocks] for stack in stacks(config)}
 
 
-def takes_cache(config: Any) -> bool:
+def takes_cache(config: Config) -> bool:
     """Returns whether every block makes a cache, so that one can sample from the model. Linen blocks make none."""
     classes = map(block_class, blocks(stacks(config)))
     return all(issubclass(made, nnx.Module) and hasattr(made, "init_cache") for made in classes)
@@ -288,7 +288,7 @@ def _imported(name: str) -> Any:
     return getattr(imported, attribute)
 
 
-def check_state(config) -> None:
+def check_state(config: Config) -> None:
     """Checks that a user's NNX blocks have parameters, and no other state that a forward pass would update.
 
     Raises:
@@ -303,7 +303,7 @@ def check_state(config) -> None:
         refuse_state(config, bool(nnx.to_flat_state(params)), others)
 
 
-def refuse_state(config, has_parameters: bool, others: Sequence[str]) -> None:
+def refuse_state(config: Config, has_parameters: bool, others: Sequence[str]) -> None:
     """Raises UserError for a block without parameters, or with other state; `others` lists its paths."""
     if others:
         raise UserError(
@@ -315,7 +315,7 @@ def refuse_state(config, has_parameters: bool, others: Sequence[str]) -> None:
         raise UserError(f"decoder_block={config.decoder_block} has no parameters: there is nothing to train")
 
 
-def forward_flops_per_token(config: Any, params: Any) -> float:
+def forward_flops_per_token(config: Config, params: Any) -> float:
     """Returns the FLOPs of the forward pass for one token, as the family of `config` counts them.
 
     If the family does not count them, they are derived from `params` (canonical; arrays or shapes): every parameter of

@@ -13,36 +13,35 @@ Model FLOPs as MaxText reports them, after PaLM (Chowdhery et al. 2022, arXiv:22
   does not count.
 """
 
-from typing import Any
-
+from trainer.config import Config
 from trainer.config.expert_keys import MIXED, dense_layers, has_experts, some_experts
 from trainer.config.latent_keys import is_latent
 
 
-def _blocks(config: Any) -> int:
+def _blocks(config: Config) -> int:
     return config.base_num_decoder_layers + config.mtp_num_layers
 
 
-def _sparse_blocks(config: Any) -> int:
+def _sparse_blocks(config: Config) -> int:
     """Returns the number of blocks with experts. The modules of multi-token prediction are like the last layer."""
     return _blocks(config) - _dense_blocks(config)
 
 
-def _dense_blocks(config: Any) -> int:
+def _dense_blocks(config: Config) -> int:
     if not has_experts(config):
         return _blocks(config)
     return dense_layers(config) if some_experts(config) else 0
 
 
-def _expert(config: Any) -> int:
+def _expert(config: Config) -> int:
     return _gated(config, config.base_moe_mlp_dim)
 
 
-def _gated(config: Any, hidden: int) -> int:
+def _gated(config: Config, hidden: int) -> int:
     return (len(config.mlp_activations) + 1) * config.base_emb_dim * hidden
 
 
-def _feed_forward(config: Any) -> int:
+def _feed_forward(config: Config) -> int:
     """Returns the number of parameters in the feed-forward layers of all blocks that multiply one token."""
     dense = _dense_blocks(config) * _gated(config, config.base_mlp_dim)
     if not has_experts(config):
@@ -52,7 +51,7 @@ def _feed_forward(config: Any) -> int:
     return dense + _sparse_blocks(config) * sparse
 
 
-def _attention(config: Any) -> int:
+def _attention(config: Config) -> int:
     """Returns the number of a block's attention parameters in matrix products."""
     width, heads = config.base_emb_dim, config.base_num_query_heads
     if not is_latent(config):
@@ -66,7 +65,7 @@ def _attention(config: Any) -> int:
     )
 
 
-def matmul_parameters(config: Any) -> int:
+def matmul_parameters(config: Config) -> int:
     """Returns the number of parameters in matrix products with a token, counted once per product.
 
     These are the kernels of all blocks (of experts, only those of one token) and the output head, tied or not. With
@@ -77,7 +76,7 @@ def matmul_parameters(config: Any) -> int:
     return _blocks(config) * _attention(config) + _feed_forward(config) + outside
 
 
-def visible_keys(config: Any) -> float:
+def visible_keys(config: Config) -> float:
     """Returns the mean number of keys that a query sees over a row of `config.max_target_length` tokens, by the
     convention above."""
     length = config.max_target_length
@@ -85,7 +84,7 @@ def visible_keys(config: Any) -> float:
     return window - window**2 / (2 * length)
 
 
-def forward_flops_per_token(config: Any, keys: float | None = None) -> float:
+def forward_flops_per_token(config: Config, keys: float | None = None) -> float:
     """Returns the FLOPs of the forward pass for one token of a row of `config.max_target_length`.
 
     `keys`: the mean number of keys for which a query's scores are computed. None takes `visible_keys`, the convention
@@ -100,6 +99,6 @@ def forward_flops_per_token(config: Any, keys: float | None = None) -> float:
     return 2 * matmul_parameters(config) + attention
 
 
-def flops_per_token(config: Any, keys: float | None = None) -> float:
+def flops_per_token(config: Config, keys: float | None = None) -> float:
     """Returns the FLOPs of one training step for one token: three times `forward_flops_per_token`."""
     return 3 * forward_flops_per_token(config, keys)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from trainer.config import Config
 from trainer.config.tiles import tiles_of
 from trainer.layers.attention import Attention
 from trainer.layers.mlp import MLP
@@ -28,7 +29,7 @@ class Block(llama2.Block):
     With `fused_qkv`, one matrix computes queries, keys and values.
     """
 
-    def __init__(self, config, rngs: nnx.Rngs, make_product: MakeProduct = plain):
+    def __init__(self, config: Config, rngs: nnx.Rngs, make_product: MakeProduct = plain):
         dtypes = {"dtype": jnp.dtype(config.dtype), "weight_dtype": jnp.dtype(config.weight_dtype)}
         width, epsilon = config.base_emb_dim, config.normalization_layer_epsilon
         norm = functools.partial(LayerNorm, width, epsilon=epsilon, **dtypes)
@@ -75,7 +76,7 @@ class Block(llama2.Block):
         return x_bte
 
 
-def stacks(config) -> list[Stack]:
+def stacks(config: Config) -> list[Stack]:
     """Returns one stack of equal blocks."""
     return [Stack("layers", (Block,), config.base_num_decoder_layers)]
 

@@ -9,6 +9,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from trainer.config import Config
+
 EXPERT = "<expert>"  # stands for the number of the expert in the name of a tensor
 
 
@@ -102,7 +104,7 @@ class HuggingFace(NamedTuple):
     aliases: Sequence[str] = ()
     methods: tuple[str, str] = ("", "")
 
-    def contradicted(self, config: Any) -> list[str]:
+    def contradicted(self, config: Config) -> list[str]:
         """Returns the keys of `implies` that have another value in `config`."""
         return [key for key, value in self.implies.items() if _SAME.get(config[key], config[key]) != value]
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.config import UserError, schema
+from trainer.config import Config, UserError, schema
 from trainer.config.errors import shortened
 from trainer.config.expert_keys import STEP, dense_layers
 from trainer.config.json_files import shown
@@ -242,7 +242,7 @@ def _yarn_scale(factor: float, mscale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def config_json(config: Any, dtype: str, neutral: Mapping[str, Any]) -> dict[str, Any]:
+def config_json(config: Config, dtype: str, neutral: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the content of config.json for a resolved configuration whose tensors are written in `dtype`.
 
     RoPE is written as `rope_theta` and `rope_scaling`, which every version of transformers reads.
@@ -286,14 +286,14 @@ def config_json(config: Any, dtype: str, neutral: Mapping[str, Any]) -> dict[str
     return as_typed({**data, **neutral})
 
 
-def _context_length(config: Any) -> int:
+def _context_length(config: Config) -> int:
     """Returns the maximum text length of the model if its keys define it, otherwise the length of a row."""
     if config.rope_type == "default":
         return config.max_target_length
     return round(config.rope_factor * config.original_max_position_embeddings)
 
 
-def length_notes(config: Any, neutral: Mapping[str, Any]) -> list[str]:
+def length_notes(config: Config, neutral: Mapping[str, Any]) -> list[str]:
     """Returns a line if the max_position_embeddings that `config_json` writes is a guess or ambiguous."""
     said, length = neutral.get("max_position_embeddings"), _context_length(config)
     if said is None and config.rope_type == "default":
@@ -311,7 +311,7 @@ def length_notes(config: Any, neutral: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def _rope_scaling(config: Any) -> dict[str, Any] | None:
+def _rope_scaling(config: Config) -> dict[str, Any] | None:
     if config.rope_type == "default":
         factor = config.rope_linear_scaling_factor
         return None if factor == 1 else {"rope_type": "linear", "factor": factor}
@@ -331,7 +331,7 @@ def _rope_scaling(config: Any) -> dict[str, Any] | None:
     return scaling if config.rope_attention_scaling else scaling | {"attention_factor": 1.0}
 
 
-def _latent_fields(hf: HuggingFace, config: Any) -> dict[str, Any]:
+def _latent_fields(hf: HuggingFace, config: Config) -> dict[str, Any]:
     """Returns the inverse of `_latent_keys`."""
     grouped = config.n_routing_groups > 1
     return {
@@ -342,7 +342,7 @@ def _latent_fields(hf: HuggingFace, config: Any) -> dict[str, Any]:
     }
 
 
-def _inexpressible(config: Any) -> list[str]:
+def _inexpressible(config: Config) -> list[str]:
     """Returns `key=value` for each key that cannot be represented in config.json."""
     hf, activations = hugging_face(config), config.mlp_activations
     gated = len(activations) == 2 and activations[1] == "linear" and activations[0] in ACTIVATIONS.values()

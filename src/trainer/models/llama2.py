@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trainer import sharding
+from trainer.config import Config
 from trainer.config.tiles import tiles_of
 from trainer.layers.attention import Attention
 from trainer.layers.cache import Cache
@@ -29,7 +30,7 @@ from trainer.products import MakeProduct, plain
 ATTENTION, HIDDEN, OUTPUT = range(3)
 
 
-def make_rope(config) -> Rope:
+def make_rope(config: Config) -> Rope:
     """Returns the RoPE of a resolved configuration."""
     return Rope(
         min_timescale=config.rope_min_timescale,
@@ -51,7 +52,7 @@ def make_rope(config) -> Rope:
 class Block(nnx.Module):
     """Computes x + attention(norm(x)), then x + mlp(norm(x)), then dropout."""
 
-    def __init__(self, config, rngs: nnx.Rngs, make_product: MakeProduct = plain):
+    def __init__(self, config: Config, rngs: nnx.Rngs, make_product: MakeProduct = plain):
         dtypes = {"dtype": jnp.dtype(config.dtype), "weight_dtype": jnp.dtype(config.weight_dtype)}
         width, epsilon = config.base_emb_dim, config.normalization_layer_epsilon
         self.dropout_rate = config.dropout_rate if config.enable_dropout else 0.0
@@ -61,7 +62,9 @@ class Block(nnx.Module):
         self.post_self_attention_layer_norm = RMSNorm(width, epsilon=epsilon, **dtypes)
         self.add_feed_forward(config, rngs, make_product, dtypes)
 
-    def make_attention(self, config, rngs: nnx.Rngs, make_product: MakeProduct, dtypes: Mapping[str, Any]) -> Any:
+    def make_attention(
+        self, config: Config, rngs: nnx.Rngs, make_product: MakeProduct, dtypes: Mapping[str, Any]
+    ) -> Any:
         """Makes the attention layer."""
         return Attention(
             config.base_emb_dim,
@@ -80,7 +83,9 @@ class Block(nnx.Module):
             **dtypes,
         )
 
-    def add_feed_forward(self, config, rngs: nnx.Rngs, make_product: MakeProduct, dtypes: Mapping[str, Any]) -> None:
+    def add_feed_forward(
+        self, config: Config, rngs: nnx.Rngs, make_product: MakeProduct, dtypes: Mapping[str, Any]
+    ) -> None:
         """Makes the feed-forward layer as an attribute with the name of its parameters."""
         self.mlp = MLP(
             config.base_emb_dim,
@@ -152,7 +157,7 @@ LAYOUTS = {
 MAXTEXT = MaxText(scaled_queries=("decoder/layers/self_attention/query/kernel",))
 
 
-def stacks(config) -> list[Stack]:
+def stacks(config: Config) -> list[Stack]:
     """Returns one stack of equal blocks."""
     return [Stack("layers", (Block,), config.base_num_decoder_layers)]
 

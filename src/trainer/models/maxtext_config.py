@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from trainer.config import UserError
+from trainer.config import Config, UserError
 from trainer.config.expert_keys import (
     BIAS,
     MIXED,
@@ -33,7 +33,7 @@ _OF_MIXED = ("first_num_dense_layers", "shared_experts", "routed_scaling_factor"
 _WHOLE_YARN = ("rope_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
 
 
-def maxtext_keys(config: Any) -> dict[str, Any]:
+def maxtext_keys(config: Config) -> dict[str, Any]:
     """Returns MaxText's keys for the model that `config`, resolved, describes.
 
     Its `model_name` stays the default, except for the routing of DeepSeek-V3, which its block derives from that name.
@@ -71,7 +71,7 @@ def maxtext_keys(config: Any) -> dict[str, Any]:
     return keys
 
 
-def maxtext_notes(config: Any) -> list[str]:
+def maxtext_notes(config: Config) -> list[str]:
     """Returns a line if MaxText computes the same function only on short texts."""
     if config.attention_type != "local_sliding":
         return []
@@ -81,7 +81,7 @@ def maxtext_notes(config: Any) -> list[str]:
     ]
 
 
-def _inexpressible(config: Any) -> list[str]:
+def _inexpressible(config: Config) -> list[str]:
     refused = []
     if config.mtp_num_layers:
         refused.append(

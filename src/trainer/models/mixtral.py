@@ -1,5 +1,6 @@
 """Mixtral (Jiang et al. 2024, arXiv:2401.04088): Mistral's block with a mixture of experts."""
 
+from trainer.config import Config
 from trainer.layers.stack import Stack
 from trainer.models import llama2
 from trainer.models.experts import ExpertBlock, layouts, stack_of
@@ -18,13 +19,13 @@ class Block(ExpertBlock):
     NAME = NAME
 
     @staticmethod
-    def score(config) -> Score:
+    def score(config: Config) -> Score:
         """See `ExpertBlock.score`."""
         del config
         return softmax_of_chosen
 
 
-def stacks(config) -> list[Stack]:
+def stacks(config: Config) -> list[Stack]:
     """Returns one stack."""
     return [stack_of(config, "layers", llama2.Block, Block, config.base_num_decoder_layers)]
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trainer import sharding
+from trainer.config import Config
 from trainer.layers.context import Context
 from trainer.layers.dense import INPUT, RESIDUAL, Dense
 from trainer.layers.sown import Activation, MtpHidden, Sown
@@ -39,7 +40,7 @@ Types = tuple[type[nnx.Variable], ...]
 Parts = Callable[[int, str], Any]
 
 
-def depths(config: Any) -> range:
+def depths(config: Config) -> range:
     """Returns the numbers of the modules, starting with 1."""
     return range(1, config.mtp_num_layers + 1)
 
@@ -59,13 +60,13 @@ def hidden_path(k: int) -> str:
     return f"{MTP}/mtp_layer_{k}/output"
 
 
-def last_block(config: Any) -> tuple[str, MakeBlock]:
+def last_block(config: Config) -> tuple[str, MakeBlock]:
     """Returns the path of the last layer's parameters in the decoder, and the class or partial that makes its block."""
     last = stacks(config)[-1]
     return last.paths[-1], last.blocks[-1]
 
 
-def make_projection(config: Any, rngs: nnx.Rngs) -> Dense:
+def make_projection(config: Config, rngs: nnx.Rngs) -> Dense:
     """Returns the projection of a module. Its input has twice the width: first the embedding, then the hidden
     states."""
     return Dense(
@@ -82,7 +83,7 @@ def make_projection(config: Any, rngs: nnx.Rngs) -> Dense:
 class MtpLayer(nnx.Module):
     """The parts of module `k`. `make_block(block, rngs)` makes its block."""
 
-    def __init__(self, config: Any, k: int, make_block: Callable[..., Any], rngs: nnx.Rngs):
+    def __init__(self, config: Config, k: int, make_block: Callable[..., Any], rngs: nnx.Rngs):
         parts = {part: make_norm(config) for part in (EMBEDDING_NORM, HIDDEN_NORM, FINAL_NORM)}
         for part, made in parts.items():
             setattr(self, part_name(k, part), made)
@@ -93,7 +94,7 @@ class MtpLayer(nnx.Module):
 class MtpBlock(nnx.Module):
     """All modules."""
 
-    def __init__(self, config: Any, make_block: Callable[..., Any], rngs: nnx.Rngs):
+    def __init__(self, config: Config, make_block: Callable[..., Any], rngs: nnx.Rngs):
         for k in depths(config):
             setattr(self, f"mtp_layer_{k}", MtpLayer(config, k, make_block, rngs))
 
@@ -103,7 +104,7 @@ class MtpBlock(nnx.Module):
 
 
 def run_mtp(
-    config: Any,
+    config: Config,
     part: Parts,
     run_block: Callable[..., tuple[jax.Array, Sown]],
     x_bte: jax.Array,

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from trainer.config import Config
 from trainer.models.families import hugging_face, stacks
 from trainer.models.huggingface import Layout
 from trainer.models.mtp import (
@@ -39,7 +40,7 @@ def module_of(name: str) -> int:
     return int(found[1]) if found else 0
 
 
-def decoder_name(config: Any, name: str) -> str:
+def decoder_name(config: Config, name: str) -> str:
     """Returns the last layer's parameter that corresponds to `name` in a module's block; `name` itself elsewhere."""
     own = f"{part_path(module_of(name), BLOCK)}/"
     return f"decoder/{last_block(config)[0]}/{name.removeprefix(own)}" if name.startswith(own) else name
@@ -50,7 +51,7 @@ def is_final_norm(name: str) -> bool:
     return name.startswith(f"{part_path(module_of(name), FINAL_NORM)}/")
 
 
-def hugging_face_layouts(config: Any) -> Mapping[str, Layout]:
+def hugging_face_layouts(config: Config) -> Mapping[str, Layout]:
     """Returns the layouts of the family and of the modules of `config`."""
     layouts = dict(hugging_face(config).layouts)
     for stack in (stack for stack in stacks(config) if len(stack.blocks) > 1):
@@ -77,7 +78,7 @@ def hugging_face_modules(layers: int, tensors: Mapping[str, Any]) -> int:
     return count
 
 
-def hugging_face_copies(config: Any) -> dict[str, str]:
+def hugging_face_copies(config: Config) -> dict[str, str]:
     """Returns the tensors of the modules of `config` that may repeat a tensor of the model, each with the canonical
     name of the repeated parameter."""
     copies = {_layer(config, k) + name: of for k in depths(config) for name, of in _COPIES.items()}
@@ -85,11 +86,11 @@ def hugging_face_copies(config: Any) -> dict[str, str]:
     return dict.fromkeys(copies, table) if config.logits_via_embedding else copies
 
 
-def in_other_module(config: Any, tensor: str, modules: int) -> bool:
+def in_other_module(config: Config, tensor: str, modules: int) -> bool:
     """Returns whether a tensor belongs to one of a checkpoint's `modules` modules that `config` does not have."""
     own = config.mtp_num_layers
     return any(tensor.startswith(_layer(config, k)) for k in range(own + 1, modules + 1))
 
 
-def _layer(config: Any, k: int) -> str:
+def _layer(config: Config, k: int) -> str:
     return f"model.layers.{config.base_num_decoder_layers + k - 1}."

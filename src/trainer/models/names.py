@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 from flax import traverse_util
 
+from trainer.config import Config
 from trainer.layers.stack import MakeBlock
 from trainer.models.families import block_class, stacks
 from trainer.models.mtp import BLOCK, depths, last_block, part_path
@@ -72,7 +73,7 @@ def renamed(node: Any, names: Names) -> Any:
     return node
 
 
-def names_of_blocks(config: Any) -> Names:
+def names_of_blocks(config: Config) -> Names:
     """Returns the names in the blocks of `config`, from the optional `PARAMETER_NAMES` of their classes."""
     table: dict[str, str] = {}
     for stack in stacks(config):

@@ -5,10 +5,11 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
+from trainer.config import Config
 from trainer.models.families import family
 
 
-def make_norm(config: Any, rngs: nnx.Rngs | None = None) -> Any:
+def make_norm(config: Config, rngs: nnx.Rngs | None = None) -> Any:
     """Returns a norm of the residual stream, of the family's kind: the norm after the last block, or one of a module of
     multi-token prediction. It draws nothing from `rngs`."""
     del rngs

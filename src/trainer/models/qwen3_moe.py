@@ -1,5 +1,6 @@
 """Qwen3 with experts (Qwen team 2025, arXiv:2505.09388): Qwen3's block with a mixture of experts."""
 
+from trainer.config import Config
 from trainer.layers.stack import Stack
 from trainer.models import llama2
 from trainer.models.experts import ExpertBlock, layouts, stack_of
@@ -19,12 +20,12 @@ class Block(ExpertBlock):
     NAME = NAME
 
     @staticmethod
-    def score(config) -> Score:
+    def score(config: Config) -> Score:
         """See `ExpertBlock.score`."""
         return softmax_of_chosen if config.norm_topk_prob else chosen_of_softmax
 
 
-def stacks(config) -> list[Stack]:
+def stacks(config: Config) -> list[Stack]:
     """Returns one stack."""
     return [stack_of(config, "layers", llama2.Block, Block, config.base_num_decoder_layers)]
 

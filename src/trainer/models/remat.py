@@ -1,15 +1,15 @@
 """The rematerialization policy of a configuration."""
 
 from collections.abc import Iterable
-from typing import Any
 
+from trainer.config import Config
 from trainer.config.errors import UserError, nearest
 from trainer.config.remat import OWN_TENSORS, TENSORS
 from trainer.layers.remat import Policy, make_policy, offloaded
 from trainer.models.families import family
 
 
-def remat_policy(config: Any) -> Policy | None:
+def remat_policy(config: Config) -> Policy | None:
     """Returns the policy of what a checkpointed block saves, or None if no block is checkpointed.
 
     See `layers.remat.make_policy`.
@@ -20,7 +20,7 @@ def remat_policy(config: Any) -> Policy | None:
     return make_policy(config.remat_policy, _choices(config), family(config.decoder_block).projections)
 
 
-def check_offload(config: Any, memory_kinds: Iterable[str]) -> None:
+def check_offload(config: Config, memory_kinds: Iterable[str]) -> None:
     """Refuses offloading to pinned host memory if the devices have none.
 
     Args:
@@ -47,7 +47,7 @@ def check_offload(config: Any, memory_kinds: Iterable[str]) -> None:
     )
 
 
-def _choices(config: Any) -> dict[str, str]:
+def _choices(config: Config) -> dict[str, str]:
     """Returns what remat_policy=custom does with each tensor."""
     choices = {tensor: config[tensor] for tensor in TENSORS}
     if config.remat_policy != "custom":

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from trainer.config import Config
 from trainer.layers.cache import Cache
 from trainer.layers.context import Context
 from trainer.layers.dense import Dense, Embed, PositionEmbed
@@ -23,7 +24,7 @@ from trainer.ops.dropout import dropout
 EMBEDDING, BEFORE_HEAD = range(2)
 
 
-def make_logits_dense(config, rngs: nnx.Rngs) -> Dense:
+def make_logits_dense(config: Config, rngs: nnx.Rngs) -> Dense:
     """Makes the output head of a model whose head is not the embedding table."""
     return Dense(
         [config.base_emb_dim],
@@ -37,7 +38,7 @@ def make_logits_dense(config, rngs: nnx.Rngs) -> Dense:
     )
 
 
-def make_embedder(config, rngs: nnx.Rngs) -> Embed:
+def make_embedder(config: Config, rngs: nnx.Rngs) -> Embed:
     """Makes the embedding table."""
     return Embed(
         config.vocab_size,
@@ -49,7 +50,7 @@ def make_embedder(config, rngs: nnx.Rngs) -> Embed:
     )
 
 
-def make_position_embedder(config, rngs: nnx.Rngs) -> PositionEmbed:
+def make_position_embedder(config: Config, rngs: nnx.Rngs) -> PositionEmbed:
     """Makes the table of learned positions, for a model that has one (`learned_positions`)."""
     return PositionEmbed(
         config.trainable_position_size,
@@ -60,12 +61,12 @@ def make_position_embedder(config, rngs: nnx.Rngs) -> PositionEmbed:
     )
 
 
-def learned_positions(config) -> bool:
+def learned_positions(config: Config) -> bool:
     """Returns whether the decoder adds a learned position embedding to its input."""
     return config.trainable_position_size > 0
 
 
-def head_matrix(config) -> tuple[str, ...]:
+def head_matrix(config: Config) -> tuple[str, ...]:
     """Returns the canonical path of the matrix of the output head.
 
     The head reads this parameter and the parameters stored next to it, such as those of a product, and no others.
@@ -75,7 +76,7 @@ def head_matrix(config) -> tuple[str, ...]:
     return ("decoder", "logits_dense", "kernel")
 
 
-def casts_in_loop(config) -> bool:
+def casts_in_loop(config: Config) -> bool:
     """Returns whether the loop over layers casts its weights inside (`layers.stack.cast_in_loop`).
 
     Not under Zero-1: there the step all-gathers the weights before the loop, and casting them before the all-gather
@@ -84,13 +85,13 @@ def casts_in_loop(config) -> bool:
     return config.scan_layers and not config.shard_optimizer_over_data
 
 
-def outer_dropout(config, x_bte: jax.Array, context: Context, site: int) -> jax.Array:
+def outer_dropout(config: Config, x_bte: jax.Array, context: Context, site: int) -> jax.Array:
     """Applies dropout at a site outside of the blocks."""
     key = context.at(sum(stack.layers for stack in stacks(config))).at(site).key
     return dropout(x_bte, key, context.rows, config.dropout_rate if config.enable_dropout else 0.0)
 
 
-def first_input(config, x_bte: jax.Array, positions: Callable[[], Any], context: Context) -> jax.Array:
+def first_input(config: Config, x_bte: jax.Array, positions: Callable[[], Any], context: Context) -> jax.Array:
     """Returns the first block's input from embedded tokens. `positions()` returns the table of learned positions, if
     there is one."""
     if learned_positions(config):
@@ -98,7 +99,7 @@ def first_input(config, x_bte: jax.Array, positions: Callable[[], Any], context:
     return outer_dropout(config, x_bte, context, EMBEDDING)
 
 
-def finish_logits(config, logits_btv: jax.Array) -> jax.Array:
+def finish_logits(config: Config, logits_btv: jax.Array) -> jax.Array:
     """Returns logits from the products of the head: scaled for a tied head, and soft-capped if configured."""
     if config.logits_via_embedding and config.normalize_embedding_logits:
         logits_btv = logits_btv / config.base_emb_dim**0.5
@@ -110,7 +111,7 @@ def finish_logits(config, logits_btv: jax.Array) -> jax.Array:
 class Decoder(nnx.Module):
     """Learned positions (if any), the blocks, the final norm and, unless the embedding table is the head, the head."""
 
-    def __init__(self, config, rngs: nnx.Rngs):
+    def __init__(self, config: Config, rngs: nnx.Rngs):
         self.config = config
         for name, layers in self.make_layers(rngs).items():
             setattr(self, name, layers)
@@ -129,7 +130,7 @@ class Decoder(nnx.Module):
         }
 
     @classmethod
-    def make_block(cls, config, block: MakeBlock, rngs: nnx.Rngs) -> Any:
+    def make_block(cls, config: Config, block: MakeBlock, rngs: nnx.Rngs) -> Any:
         """Makes a block outside of the stacks."""
         return block(config, rngs)
 
@@ -158,7 +159,7 @@ class Decoder(nnx.Module):
 
 
 def run_stacks(
-    config: Any, run: Callable[..., Any], x: jax.Array, cache: Cache | None, context: Context, types: Types
+    config: Config, run: Callable[..., Any], x: jax.Array, cache: Cache | None, context: Context, types: Types
 ) -> tuple[jax.Array, Cache | None, Sown]:
     """Calls `run(loop, x, entries)`, see `layers.stack.run_stack`, for each stack of the decoder in order."""
     entries, first = {}, 0
@@ -181,7 +182,7 @@ def _sow_all(module: nnx.Module, types: Types, sown: Sown) -> None:
             sow(module, variable_type, path, value)
 
 
-def _maker(block: MakeBlock, config: Any) -> Callable[[nnx.Rngs], nnx.Module]:
+def _maker(block: MakeBlock, config: Config) -> Callable[[nnx.Rngs], nnx.Module]:
     return lambda rngs: block(config, rngs)
 
 
@@ -191,7 +192,7 @@ class Transformer(nnx.Module):
     `decoder` is the class of its decoder; a combination may use another class with the same parameters.
     """
 
-    def __init__(self, config, rngs: nnx.Rngs, decoder: type[Decoder] = Decoder):
+    def __init__(self, config: Config, rngs: nnx.Rngs, decoder: type[Decoder] = Decoder):
         self.config = config
         self.token_embedder = make_embedder(config, rngs)
         self.decoder = decoder(config, rngs)

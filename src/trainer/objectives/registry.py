@@ -4,6 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from trainer.config import Config
 from trainer.config.expert_keys import has_experts
 from trainer.models.transformer import head_matrix
 from trainer.objectives.base import Objective
@@ -13,7 +14,7 @@ from trainer.objectives.router import WithRouters
 from trainer.objectives.tiling import Tiling
 
 
-def make_objective(config, model: Any) -> Objective:
+def make_objective(config: Config, model: Any) -> Objective:
     """Returns the objective of `config`, resolved, for `model` (`backends.Model`)."""
     next_token = NextToken(model.apply, config.z_loss_multiplier, config.label_smoothing, make_tiling(config, model))
     objective: Objective = next_token
@@ -23,7 +24,7 @@ def make_objective(config, model: Any) -> Objective:
     return WithRouters(objective, balance, z) if has_experts(config) and (balance or z) else objective
 
 
-def make_tiling(config, model: Any) -> Tiling | None:
+def make_tiling(config: Config, model: Any) -> Tiling | None:
     """Returns the tiling of the loss; None for `num_vocab_tiling` 1."""
     if config.num_vocab_tiling == 1:
         return None

@@ -2,9 +2,9 @@
 
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from trainer.config import combination, global_batch_rows, mesh_axes
+from trainer.config import Config, combination, global_batch_rows, mesh_axes
 from trainer.config.derived import DCN, islands
 from trainer.config.diloco_keys import timetable
 from trainer.config.expert_keys import MIXED, dense_layers, has_experts, some_experts
@@ -15,7 +15,7 @@ from trainer.observe.lines import Work
 from trainer.observe.text import clock, short_time, si
 
 
-def work_of(config: Any, flops_per_token: float, peak: float | None = None) -> Work:
+def work_of(config: Config, flops_per_token: float, peak: float | None = None) -> Work:
     """Returns the work of one step of the resolved `config`. For the arguments see `Work`."""
     tokens = global_batch_rows(config) * config.max_target_length
     return Work(math.prod(mesh_axes(config).values()), tokens, flops_per_token, peak)
@@ -47,7 +47,7 @@ def needs_rows(work: Work, needs: Needs | None, steps_left: int) -> list[tuple[s
 
 
 def banner_rows(
-    config: Any,
+    config: Config,
     *,
     device_kind: str,
     platform: str,
@@ -84,20 +84,20 @@ def banner_rows(
     ]
 
 
-def _islands(config: Any) -> str:
+def _islands(config: Config) -> str:
     return (
         f"{islands(config)}, which synchronize {timetable(config)}; evaluation uses the outer parameters of the last "
         "synchronization"
     )
 
 
-def devices_text(config: Any, device_kind: str, platform: str, process_count: int) -> str:
+def devices_text(config: Config, device_kind: str, platform: str, process_count: int) -> str:
     """Returns the devices of the mesh, as in "8 x cpu, 1 process". For the arguments see `Console.banner`."""
     kind = device_kind if device_kind.lower() == platform else f"{device_kind} ({platform})"
     return f"{math.prod(mesh_axes(config).values())} x {kind}, {counted(process_count, 'process', 'processes')}"
 
 
-def mesh_text(config: Any) -> str:
+def mesh_text(config: Config) -> str:
     """Returns the axes larger than 1, and how slices divide them."""
 
     def product(sizes: dict[str, int]) -> str:
@@ -107,7 +107,7 @@ def mesh_text(config: Any) -> str:
     return (product(mesh_axes(config)) or "one device") + (f" (slices: {slices})" if slices else "")
 
 
-def _heads(config: Any) -> str:
+def _heads(config: Config) -> str:
     heads = config.base_num_query_heads
     if is_latent(config):
         ranks = f"latents of {config.kv_lora_rank}" + (f" and {config.q_lora_rank}" if config.q_lora_rank else "")
@@ -116,7 +116,7 @@ def _heads(config: Any) -> str:
     return f"{heads} heads of {config.head_dim} ({config.base_num_kv_heads} key-value)"
 
 
-def _feed_forward(config: Any) -> str:
+def _feed_forward(config: Config) -> str:
     if not has_experts(config):
         return f"MLP {config.base_mlp_dim}"
     experts = f"{config.num_experts} experts of {config.base_moe_mlp_dim} ({config.num_experts_per_tok} of each token"

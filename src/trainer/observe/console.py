@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from trainer.config import Config
 from trainer.config.words import counted, visible
 from trainer.observe.banner import Needs, banner_rows, needs_rows
 from trainer.observe.bar import BottomLine, bar
@@ -45,7 +46,7 @@ class Console:
 
     def banner(
         self,
-        config: Any,
+        config: Config,
         *,
         device_kind: str,
         platform: str,

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
+from trainer.config import Config
 from trainer.config.words import counted
 
 # XProf and TensorBoard's plugin find profiles in plugins/profile/TIME/ within a folder of events.
@@ -18,7 +19,9 @@ class Profiler:
     Profiler, because waiting for a step can be work that all processes must do together, in the same order.
     """
 
-    def __init__(self, config: Any, folder: Path, first_step: int, say: Callable[[str], None], *, traces: bool = True):
+    def __init__(
+        self, config: Config, folder: Path, first_step: int, say: Callable[[str], None], *, traces: bool = True
+    ):
         """Plans a trace of `profiler_steps` steps, which skips the first `skip_first_n_steps_for_profiler` steps
         counted from `first_step`. A line to `say` tells where the trace is, or that the run ends earlier. Without
         `traces` it only waits."""

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from trainer.config import Config
 from trainer.optim.optimizer import trainable
 from trainer.optim.rules import Rule, WithRules
 
@@ -21,7 +22,7 @@ class Average(NamedTuple):
     updates: jax.Array  # int32 [], the number of averaged updates
 
 
-def averaging(config: Any) -> Rule:
+def averaging(config: Config) -> Rule:
     """Returns the rule that averages the trained parameters after each update.
 
     With d = `ema_decay` and the parameters p_i after update i, the average after t updates is

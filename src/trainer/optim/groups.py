@@ -8,12 +8,12 @@ import jax
 import optax
 from jax.tree_util import tree_map_with_path
 
-from trainer.config import UserError
+from trainer.config import Config, UserError
 from trainer.config.optimizers import groups_of
 from trainer.ops.paths import name_of
 
 
-def factors(config: Any, names: Sequence[str]) -> dict[str, float]:
+def factors(config: Config, names: Sequence[str]) -> dict[str, float]:
     """Returns the learning-rate factor of every parameter in `names` that matches a pattern of `learning_rate_groups`.
 
     The first matching pattern counts.

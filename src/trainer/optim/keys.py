@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from trainer.config import Config
 from trainer.config.optimizers import TRAITS
 from trainer.ops.paths import name_of
 
@@ -22,7 +23,7 @@ class Given(NamedTuple):
     param_axes: Any  # the logical axes of every parameter, a nested dict of canonical names
 
 
-def keys_of(config) -> SimpleNamespace:
+def keys_of(config: Config) -> SimpleNamespace:
     """Returns the keys that the configured optimizer reads, and no other keys, as attributes."""
     return SimpleNamespace(**{key: config[key] for key in TRAITS[config.opt_type].reads})
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import optax
 
-from trainer.config import UserError
+from trainer.config import Config, UserError
 from trainer.ops.paths import by_name
 from trainer.optim.axes import is_matrix
 from trainer.optim.groups import factors, in_groups
@@ -16,7 +16,7 @@ from trainer.optim.registry import OPTIMIZERS
 from trainer.optim.schedule import make_schedule
 
 
-def make_optimizer(config, param_axes: Any) -> optax.GradientTransformation:
+def make_optimizer(config: Config, param_axes: Any) -> optax.GradientTransformation:
     """Returns clipping, then the optimizer `opt_type`, then the factors of `learning_rate_groups`, for the trained
     parameters.
 
@@ -35,7 +35,7 @@ def make_optimizer(config, param_axes: Any) -> optax.GradientTransformation:
     return _of_trained(config, in_groups(_clipped(config, tx), _factors(config, param_axes)))
 
 
-def _clipped(config, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+def _clipped(config: Config, tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """Returns `tx` after clipping: first each gradient element to the value, then the global norm to the threshold."""
     value, threshold = config.gradient_clipping_value, config.gradient_clipping_threshold
     first = [optax.clip(value)] if value else []
@@ -43,12 +43,12 @@ def _clipped(config, tx: optax.GradientTransformation) -> optax.GradientTransfor
     return optax.chain(*first, tx) if first else tx
 
 
-def _factors(config, param_axes: Any) -> dict[str, float]:
+def _factors(config: Config, param_axes: Any) -> dict[str, float]:
     is_trained = by_name(trainable(config)(param_axes))
     return factors(config, [name for name, trained in is_trained.items() if trained])
 
 
-def _of_trained(config, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+def _of_trained(config: Config, tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """Returns `tx` applied only to the trained parameters."""
     if not config.trainable_parameters_mask:
         return tx
@@ -60,7 +60,7 @@ def _of_trained(config, tx: optax.GradientTransformation) -> optax.GradientTrans
     return optax.partition({"train": tx, "freeze": optax.set_to_zero()}, labels)
 
 
-def _check_masks(config, param_axes: Any) -> None:
+def _check_masks(config: Config, param_axes: Any) -> None:
     """Refuses a mask that matches no parameter, because it would silently have no effect."""
     names = list(by_name(param_axes))
     mistakes = [
@@ -72,7 +72,7 @@ def _check_masks(config, param_axes: Any) -> None:
         raise UserError("\n  ".join([*mistakes, f"the parameters are: {', '.join(names)}"]))
 
 
-def decayed(config, param_axes: Any) -> Mask:
+def decayed(config: Config, param_axes: Any) -> Mask:
     """Returns a function that maps the tree of params to a tree of bools: True for parameters with weight decay.
 
     These are the matrices, by their logical axes (`optim.axes`), or the parameters that `adamw_mask` does not match.
@@ -83,7 +83,7 @@ def decayed(config, param_axes: Any) -> Mask:
     return _matching(config.adamw_mask, found=False)
 
 
-def trainable(config) -> Mask:
+def trainable(config: Config) -> Mask:
     """Returns a function that maps the tree of params to a tree of bools: True for trained parameters."""
     return _matching(config.trainable_parameters_mask or [""], found=True)
 

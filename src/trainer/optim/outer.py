@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from trainer.config import Config
 
-def make_outer_optimizer(config: Any) -> optax.GradientTransformation:
+
+def make_outer_optimizer(config: Config) -> optax.GradientTransformation:
     """Returns SGD with Nesterov momentum at a constant rate. Outer gradients and momentum are float32.
 
     With l = `diloco_outer_lr` and m = `diloco_outer_momentum`, an outer gradient g updates the momentum to v = m v + g

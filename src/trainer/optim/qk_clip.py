@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trainer.config import UserError
+from trainer.config import Config, UserError
 from trainer.layers.clip import Clipped
 from trainer.layers.sown import MaxLogit
 from trainer.optim.optimizer import trainable
@@ -16,7 +16,7 @@ from trainer.optim.rules import Rule
 NAME = "qk_clip"
 
 
-def qk_clip(config, param_axes: Any, layers: Mapping[str, Clipped]) -> Rule:
+def qk_clip(config: Config, param_axes: Any, layers: Mapping[str, Clipped]) -> Rule:
     """Returns the rule that, after an update, scales the logits of every head by eta = min(1, tau / its largest logit).
 
     tau is `qk_clip_threshold`. The rule acts in every `qk_clip_interval`-th step, starting with step 0.
@@ -106,7 +106,7 @@ def _check_sown(stating: set[str], sowing: set[str]) -> None:
         )
 
 
-def _not_frozen(config, param_axes: Any, layers: Mapping[str, Clipped]) -> dict[str, Clipped]:
+def _not_frozen(config: Config, param_axes: Any, layers: Mapping[str, Clipped]) -> dict[str, Clipped]:
     """Returns the layers whose weights QK-Clip may scale."""
     is_trained = trainable(config)(param_axes)
     kept, mistakes = {}, []

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trainer.config import UserError
+from trainer.config import Config, UserError
 from trainer.config.expert_keys import BIAS, BIAS_RATE
 from trainer.layers.sown import RouterCount
 from trainer.ops.paths import by_name, path_of
@@ -17,7 +17,7 @@ NAME = "router_bias"
 _COUNT, _BIAS = "tokens_per_expert", "gate/bias"
 
 
-def router_bias(config, rest: Any) -> Rule:
+def router_bias(config: Config, rest: Any) -> Rule:
     """Returns the rule that moves the bias of every expert towards the mean load.
 
     In each accepted step it adds `routed_bias_update_rate` times the sign of (mean load - load), where the load is the

@@ -6,8 +6,10 @@ from typing import Any
 import jax
 import optax
 
+from trainer.config import Config
 
-def make_schedule(config) -> optax.Schedule:
+
+def make_schedule(config: Config) -> optax.Schedule:
     """Returns the schedule: linear warm-up to `learning_rate`, then the shape of `lr_schedule_type`.
 
     The first w = N * `warmup_steps_fraction` of the N = `learning_rate_schedule_steps` updates warm up: update i,

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from trainer.config import Config
 from trainer.optim.rules import Rule, Seen
 
 NAME = "spikes"
@@ -19,7 +20,7 @@ class Window(NamedTuple):
     last: jax.Array  # int32 [], the step count of the last accepted step
 
 
-def skip_spikes(config: Any) -> Rule:
+def skip_spikes(config: Config) -> Rule:
     """Returns the rule that refuses steps with a spike in the loss or in the gradient norm.
 
     A step is refused if one of the two is above mean + `skip_step_scaling_factor` standard deviations of the last

@@ -2,9 +2,9 @@
 
 import importlib.util
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from trainer.config import UserError
+from trainer.config import Config, UserError
 from trainer.runtime.platforms import has_tpu
 
 # The port if the environment gives none. MaxText's launchers give a port only for GPUs.
@@ -22,7 +22,7 @@ class Cluster(NamedTuple):
     process: int | None = None
 
 
-def find_cluster(config: Any, environ: Mapping[str, str]) -> Cluster | None:
+def find_cluster(config: Config, environ: Mapping[str, str]) -> Cluster | None:
     """Returns the cluster that this process belongs to; None for a single process.
 
     Imports nothing and sends no requests. Takes the first that applies: skip_jax_distributed_system, the keys,

@@ -7,13 +7,13 @@ import traceback
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from trainer.config import RunStopped, UserError, exit_on_user_error
+from trainer.config import Config, RunStopped, UserError, exit_on_user_error
 from trainer.runtime.agreement import AgreedError
 from trainer.runtime.cluster import Cluster, find_cluster
 
 
 @contextlib.contextmanager
-def distributed(config: Any) -> Iterator[None]:
+def distributed(config: Config) -> Iterator[None]:
     """Runs the body within `jax.distributed` if this process is one of several. Enter before the first use of a device.
 
     Events that end all processes alike (the end of the run, SIGTERM, an `AgreedError`, `RunStopped`) pass through. Any
@@ -40,7 +40,7 @@ def distributed(config: Any) -> Iterator[None]:
     jax.distributed.shutdown()
 
 
-def _join(cluster: Cluster, config: Any) -> None:
+def _join(cluster: Cluster, config: Config) -> None:
     import jax
 
     try:

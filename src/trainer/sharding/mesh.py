@@ -8,11 +8,11 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from trainer.config import UserError, resolve
+from trainer.config import Config, UserError, resolve
 from trainer.config.derived import DCN, ICI, MESH_AXES
 
 
-def get_mesh_from_config(config, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def get_mesh_from_config(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Returns the mesh of `config`, resolved or not, over `devices`; None: all devices of all processes.
 
     Raises:
@@ -29,7 +29,7 @@ def slice_count(devices: Sequence[jax.Device]) -> int | None:
     return None if None in slices else len(slices)
 
 
-def side_devices(config, devices: Sequence[jax.Device]) -> Sequence[jax.Device]:
+def side_devices(config: Config, devices: Sequence[jax.Device]) -> Sequence[jax.Device]:
     """Returns the `devices` for one side of a comparison: as many as its mesh needs, or all if a mesh size is -1."""
     sizes = [config[key] for key in ICI.values()]
     if -1 in sizes or (slice_count(devices) or 1) > 1:  # with several slices, an axis of size -1 takes all devices
@@ -37,7 +37,7 @@ def side_devices(config, devices: Sequence[jax.Device]) -> Sequence[jax.Device]:
     return devices[: math.prod(sizes) * abs(math.prod(config[key] for key in DCN.values()))]
 
 
-def make_mesh(config, devices: Sequence[jax.Device]) -> Mesh:
+def make_mesh(config: Config, devices: Sequence[jax.Device]) -> Mesh:
     """Returns a mesh of `devices` with the axes and sizes of a resolved configuration, the outermost axis first.
 
     In an axis that spans both slices and devices within slices, slices are outermost. Devices without slices keep their

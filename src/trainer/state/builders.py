@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from trainer.backends import make_model
 from trainer.backends.base import tree_mode
-from trainer.config import UserError, resolve
+from trainer.config import Config, UserError, resolve
 from trainer.models.families import axis_rules
 from trainer.ops.paths import path_of
 from trainer.sharding import slice_count
@@ -30,7 +30,7 @@ class AbstractState(NamedTuple):
 
 
 def get_abstract_state_nnx(
-    config: Any, mesh: Mesh, init_fn: Callable[[], Any], is_training: bool = True
+    config: Config, mesh: Mesh, init_fn: Callable[[], Any], is_training: bool = True
 ) -> AbstractState:
     """Returns the abstract train state of `init_fn`, sharded over `mesh` by the rules of `config`.
 
@@ -95,7 +95,7 @@ def get_partition_spec_nnx(named_sharding: Any) -> Any:
     return jax.tree.map(lambda sharding: sharding.spec, named_sharding)
 
 
-def build_zero1_input_state_mesh_shardings(config: Any, state_mesh_shardings: Any, params_shardings: Any) -> Any:
+def build_zero1_input_state_mesh_shardings(config: Config, state_mesh_shardings: Any, params_shardings: Any) -> Any:
     """Returns the compute shardings of a Zero-1 step: parameters all-gathered over data, everything else as stored.
 
     Args:
@@ -132,6 +132,6 @@ def build_zero1_input_state_mesh_shardings(config: Any, state_mesh_shardings: An
     return overlaid
 
 
-def _resolved(config: Any, mesh: Mesh) -> Any:
+def _resolved(config: Config, mesh: Mesh) -> Any:
     devices = mesh.devices.ravel().tolist()
     return resolve(config, device_count=len(devices), platform=devices[0].platform, num_slices=slice_count(devices))

@@ -14,6 +14,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trainer.backends import StateCodec, TrainTree
+from trainer.config import Config
 from trainer.config.derived import islands
 from trainer.config.diloco_keys import schedule
 from trainer.models.families import axis_rules
@@ -98,13 +99,13 @@ class DiLoCoCodec:
         return tree._replace(inner_state=self.inner.pack(tree.inner_state))
 
 
-def make_diloco_codec(config: Any, inner: StateCodec) -> DiLoCoCodec:
+def make_diloco_codec(config: Config, inner: StateCodec) -> DiLoCoCodec:
     """Returns the codec for all islands of `config`, resolved. `inner` is the codec of one island's train state."""
     delayed = schedule(config).delay > 0
     return DiLoCoCodec(inner, make_outer_optimizer(config), islands(config), delayed=delayed)
 
 
-def build_diloco_state(config: Any, codec: StateCodec, state: Any) -> DiLoCoTrainState:
+def build_diloco_state(config: Config, codec: StateCodec, state: Any) -> DiLoCoTrainState:
     """Returns the native DiLoCo state in which every island of `config`, resolved, has the native train state `state`.
 
     `codec` is the codec of `state`. Call this under jit, with the shardings of `build_abstract_diloco_state` as
@@ -114,7 +115,7 @@ def build_diloco_state(config: Any, codec: StateCodec, state: Any) -> DiLoCoTrai
     return whole.pack(whole.broadcast(codec.unpack(state)))
 
 
-def build_abstract_diloco_state(config: Any, codec: StateCodec, mesh: Mesh) -> AbstractState:
+def build_abstract_diloco_state(config: Config, codec: StateCodec, mesh: Mesh) -> AbstractState:
     """Returns the abstract native DiLoCo state of `config`, resolved, its specs and its storage shardings.
 
     Nothing is allocated.

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey
 
-from trainer.config import UserError
+from trainer.config import Config, UserError
 from trainer.config.diloco_keys import schedule
 from trainer.config.words import counted
 from trainer.models.families import stacks
@@ -95,7 +95,7 @@ def _spread(leaf: jax.Array, new: jax.Array, chosen: range, axis: int) -> jax.Ar
     return jnp.where(mask, jax.lax.pad(new, jnp.zeros([], new.dtype), padding), leaf)
 
 
-def fragments(config: Any) -> list[Fragment]:
+def fragments(config: Config) -> list[Fragment]:
     """Returns the fragments of the parameters of `config`, in the order of their numbers.
 
     Fragment 0 holds the parameters outside of the stacks. The layers are counted through all stacks and divided among

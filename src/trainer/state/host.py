@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from trainer.backends import Model, TrainTree
-from trainer.config import UserError
+from trainer.config import Config, UserError
 from trainer.state.shardings import Tensor, tensors
 
 HOST = "pinned_host"
@@ -16,7 +16,7 @@ KEYS = {"params": "parameter_memory_host_offload", "opt_state": "optimizer_memor
 Fetch = Callable[[Any], Any]
 
 
-def storage_shardings(config: Any, model: Model, abstract: Any, shardings: Any) -> Any:
+def storage_shardings(config: Config, model: Model, abstract: Any, shardings: Any) -> Any:
     """Returns `shardings` of a native train state, with the parts that `config` offloads in host memory.
 
     Scalars stay on the device, because offloading them saves nothing.
@@ -29,7 +29,7 @@ def storage_shardings(config: Any, model: Model, abstract: Any, shardings: Any) 
     return jax.tree.map(moved, tensors(model, abstract), abstract, shardings)
 
 
-def fetcher(config: Any, shardings: TrainTree) -> Fetch:
+def fetcher(config: Config, shardings: TrainTree) -> Fetch:
     """Returns a function for use under jit that moves the parts of a TrainTree from host memory to the device.
 
     A part that is None stays None.
@@ -49,7 +49,7 @@ def fetcher(config: Any, shardings: TrainTree) -> Fetch:
     return fetch
 
 
-def check_host_memory(config: Any, memory_kinds: list[str]) -> None:
+def check_host_memory(config: Config, memory_kinds: list[str]) -> None:
     """Refuses the offloading keys if the devices have no pinned host memory.
 
     Raises:

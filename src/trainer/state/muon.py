@@ -10,7 +10,7 @@ from flax.core import meta, unfreeze
 
 from trainer.backends import make_model
 from trainer.backends.nnx_model import axes_of_params
-from trainer.config import UserError, resolve
+from trainer.config import Config, UserError, resolve
 from trainer.config.derived import DCN, ICI
 from trainer.layers.param import unnamed
 from trainer.models.families import in_stack
@@ -29,7 +29,7 @@ _ALONE = {
 }
 
 
-def get_muon_weight_dimension_numbers(source: Any, config: Any = None) -> Any:
+def get_muon_weight_dimension_numbers(source: Any, config: Config | None = None) -> Any:
     """Returns `MuonDimensionNumbers` for every matrix that Muon orthogonalizes, and None for all other parameters.
 
     They are derived from the logical axes of the parameters, never from their names (`optim.axes`), so a user's own
@@ -68,7 +68,7 @@ def _of_model(state: nnx.State) -> Any:
     return dimension_numbers(axes_of_params(nnx.filter_state(state, nnx.Param)))
 
 
-def _axes_of_dict(params: Mapping[str, Any], config: Any) -> Any:
+def _axes_of_dict(params: Mapping[str, Any], config: Config | None) -> Any:
     """Returns the logical axes of the parameters in a nested dict."""
     leaves = jax.tree.leaves(params, is_leaf=_is_box)
     known: dict[str, Axes] | None = None
@@ -92,7 +92,7 @@ def _axes_of_dict(params: Mapping[str, Any], config: Any) -> Any:
     return jax.tree_util.tree_map_with_path(one, params, is_leaf=_is_box)
 
 
-def _axes_of_model(config: Any) -> Any:
+def _axes_of_model(config: Config) -> Any:
     return make_model(resolve({**config, **_ALONE}, device_count=1, platform="cpu")).param_axes
 
 

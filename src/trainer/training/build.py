@@ -8,7 +8,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from trainer.backends import Model, StateCodec, TrainTree, make_model
-from trainer.config import resolve
+from trainer.config import Config, resolve
 from trainer.models.families import axis_rules
 from trainer.models.remat import check_offload
 from trainer.objectives import Objective
@@ -27,7 +27,7 @@ from trainer.training.step import make_update
 
 
 def build(
-    config,
+    config: Config,
     devices: Sequence[jax.Device],
     update_rules: Sequence[Rule] = (),
     make_objective: Callable[[Any, Model], Objective] = objective_of,
@@ -87,7 +87,7 @@ def build(
     return with_islands(run) if config.enable_diloco else with_steps(run)
 
 
-def _resolved(config: Any, devices: Sequence[jax.Device]) -> Any:
+def _resolved(config: Config, devices: Sequence[jax.Device]) -> Any:
     """Returns `config`, resolved and checked for `devices`."""
     platform, slices = devices[0].platform, slice_count(devices)
     config = resolve(config, device_count=len(devices), platform=platform, num_slices=slices)

@@ -19,6 +19,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from trainer.backends import StateCodec, TrainTree
+from trainer.config import Config
 from trainer.config.derived import islands
 from trainer.config.diloco_keys import Schedule, schedule
 from trainer.optim.outer import make_outer_optimizer, sent
@@ -97,7 +98,7 @@ def _same_rest(rest: Any) -> Any:
 
 
 def build_diloco_train_step(
-    config: Any, update: Callable[[TrainTree, Batch], tuple[TrainTree, dict[str, jax.Array]]], shardings: Any
+    config: Config, update: Callable[[TrainTree, Batch], tuple[TrainTree, dict[str, jax.Array]]], shardings: Any
 ) -> Callable[[DiLoCoTrainState, Batch], tuple[DiLoCoTrainState, Metrics]]:
     """Returns `step(state, batch) -> state, metrics` over the canonical state.
 
@@ -145,7 +146,7 @@ class Moved(NamedTuple):
     islands: jax.Array  # [islands], squared distance of each island from the outer parameters
 
 
-def _synchronization(config: Any, shardings: Any) -> Callable[..., tuple[Averaged, dict[str, jax.Array]]]:
+def _synchronization(config: Config, shardings: Any) -> Callable[..., tuple[Averaged, dict[str, jax.Array]]]:
     """Returns `synchronize(changing, in_flight, updates) -> changing, metrics` for all fragments; see `Schedule`."""
     plan, parts = schedule(config), fragments(config)
 
@@ -176,7 +177,7 @@ def _in_flight(plan: Schedule, before: Any, updates: jax.Array) -> Any:
     return jnp.where(updates == plan.steps, 0, jnp.where(synchronizes, updates, left))
 
 
-def _outer_step(config: Any, fragment: Fragment, shardings: Any, old: Averaged) -> tuple[Averaged, Moved]:
+def _outer_step(config: Config, fragment: Fragment, shardings: Any, old: Averaged) -> tuple[Averaged, Moved]:
     """Runs the outer update of `fragment`. Without a delay, islands take over the result immediately."""
     plan, outer = schedule(config), make_outer_optimizer(config)
     islands, params, opt_state = fragment.part(old.islands, 1), fragment.part(old.params), fragment.part(old.opt_state)
@@ -242,7 +243,7 @@ def _disagreement(moved: Moved) -> dict[str, jax.Array]:
     return metrics
 
 
-def _reader(config: Any, replicated: NamedSharding) -> Callable[[Metrics, int], dict[str, Any]]:
+def _reader(config: Config, replicated: NamedSharding) -> Callable[[Metrics, int], dict[str, Any]]:
     """Returns the function `Run.read`, which combines the metrics of the islands.
 
     Tokens are summed. A flag is set if it is set on any island (`finite`: on all islands). Any other number is the mean

@@ -6,14 +6,14 @@ from typing import Any
 
 import jax
 
-from trainer.config import RunStopped
+from trainer.config import Config, RunStopped
 from trainer.config.optimizers import TRAITS
 from trainer.ops.paths import by_name
 from trainer.training.run import Run
 from trainer.training.step import all_finite
 
 
-def check_finite(config: Any, row: Mapping[str, Any], batch: str, not_finite: Callable[[], Sequence[str]]) -> None:
+def check_finite(config: Config, row: Mapping[str, Any], batch: str, not_finite: Callable[[], Sequence[str]]) -> None:
     """Ends the run after a step that is not finite, if the configuration requires it or the state is lost.
 
     Args:

@@ -3,11 +3,10 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 
-from trainer.config import UserError, resolve
+from trainer.config import Config, UserError, resolve
 from trainer.config.sizes import least_bytes
 from trainer.config.words import counted
 from trainer.observe.text import si
@@ -17,7 +16,7 @@ from trainer.sharding import slice_count
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def check_memory(config: Any, devices: Sequence[jax.Device], memory: float | None, margin: float = 1) -> None:
+def check_memory(config: Config, devices: Sequence[jax.Device], memory: float | None, margin: float = 1) -> None:
     """Compares a lower bound of training's memory (`least_bytes`) with the memory of the devices.
 
     Refuses only configurations that exceed the memory by far; the exact memory of a step is known after compilation.

@@ -5,14 +5,15 @@ from typing import Any
 
 import jax
 
+from trainer.config import Config
 from trainer.training.parameter_metrics import is_due
 
 
-def read_metrics(config: Any, metrics: Mapping[str, jax.Array], step: int) -> dict[str, Any]:
+def read_metrics(config: Config, metrics: Mapping[str, jax.Array], step: int) -> dict[str, Any]:
     """Returns the metrics of step `step` as NumPy arrays, by name."""
     return jax.device_get(due(config, metrics, step))
 
 
-def due(config: Any, metrics: Mapping[str, jax.Array], step: int) -> dict[str, jax.Array]:
+def due(config: Config, metrics: Mapping[str, jax.Array], step: int) -> dict[str, jax.Array]:
     """Returns the entries of `metrics` that step `step` measures (`parameter_metrics_period`)."""
     return {name: value for name, value in metrics.items() if is_due(config.parameter_metrics_period, step, name)}

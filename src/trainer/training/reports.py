@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from trainer.aot.chips import chip_of
-from trainer.config import combination
+from trainer.config import Config, combination
 from trainer.observe import (
     Console,
     EventsWriter,
@@ -72,7 +72,7 @@ def keep_sample(run_dir: RunDir, updates: int, prompt: str, text: str, say: Call
     run_dir.upload()
 
 
-def metrics_files(config: Any, path: Path, name: str) -> list[MetricsFile]:
+def metrics_files(config: Config, path: Path, name: str) -> list[MetricsFile]:
     """Returns the file that the key metrics_file names: a list of one in the first process if the key is set, else [].
 
     Args:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from trainer.backends import Model
 from trainer.backends.base import tree_mode
+from trainer.config import Config
 from trainer.models.clipped import clipped_layers
 from trainer.optim import Rule
 from trainer.optim.average import averaging
@@ -12,7 +13,7 @@ from trainer.optim.router_bias import router_bias
 from trainer.optim.spikes import skip_spikes
 
 
-def make_rules(config, model: Model, more: Sequence[Rule] = ()) -> list[Rule]:
+def make_rules(config: Config, model: Model, more: Sequence[Rule] = ()) -> list[Rule]:
     """Returns the update rules of `config`, resolved, for `model`, and `more`.
 
     The parameter average comes last, so that it averages the final parameters of a step.

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from trainer.backends import Codec, Model
-from trainer.config import eval_batch_rows, global_batch_rows
+from trainer.config import Config, eval_batch_rows, global_batch_rows
 from trainer.models.families import forward_flops_per_token
 from trainer.objectives import Objective, batch_fields
 from trainer.ops.paths import by_name
@@ -28,7 +28,7 @@ _LENGTHS = ("activation_length", "activation_norm_length", "activation_q_length"
 class Run(NamedTuple):
     """Everything that a configuration runs on given devices. Functions are jitted; nothing is allocated or compiled."""
 
-    config: Any  # resolved and frozen
+    config: Config  # resolved and frozen
     mesh: Mesh
     rules: Rules
     codec: Codec

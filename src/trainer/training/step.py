@@ -11,6 +11,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding
 
 from trainer.backends import TrainTree
+from trainer.config import Config
 from trainer.config.expert_keys import drops, has_experts
 from trainer.layers.sown import RouterCount, Sown, Total, check_captured, combined
 from trainer.objectives import Objective
@@ -37,7 +38,7 @@ class Gradients(NamedTuple):
 
 
 def make_gradients(
-    config,
+    config: Config,
     objective: Objective,
     shardings: ParamShardings,
     capture: tuple[type, ...] = (),
@@ -88,7 +89,7 @@ def _mean(total: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.sum(parts) if parts.ndim else parts
 
 
-def dropout_key(config, step: jax.Array) -> jax.Array | None:
+def dropout_key(config: Config, step: jax.Array) -> jax.Array | None:
     """Returns the key of all dropout in update `step`; None without dropout."""
     if not config.enable_dropout or not (config.dropout_rate > 0 or config.attention_dropout_rate > 0):
         return None
@@ -96,7 +97,7 @@ def dropout_key(config, step: jax.Array) -> jax.Array | None:
 
 
 def make_update(
-    config,
+    config: Config,
     tx: optax.GradientTransformation,
     objective: Objective,
     shardings: ParamShardings,
