@@ -29,7 +29,9 @@ class _Popen(subprocess.Popen):
     def __init__(self, args, *rest, **options):
         environment = options.get("env")
         words = [args] if isinstance(args, str) else [str(word) for word in args]
-        if not any("python" in Path(word).name for word in words):  # such as ldconfig, which torch starts
+        shell = Path(words[0]).name in ("bash", "env", "sh") or isinstance(args, str)
+        if not any("python" in word for word in (words if shell else [Path(words[0]).name])):
+            # Such as ldconfig, which torch starts.
             super().__init__(args, *rest, **options)
             return
         entries = (os.environ if environment is None else environment).get(_VARIABLE, "").split(os.pathsep)

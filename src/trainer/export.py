@@ -1,5 +1,6 @@
 """`python -m trainer.export FROM OUT format=hf|params|maxtext [key=value ...]`: converts parameters."""
 
+import contextlib
 import dataclasses
 import os
 import shlex
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if length:
         neutral["max_position_embeddings"] = config.max_target_length
     partial = out.with_name(f"{out.name}.incomplete-{os.getpid()}")
-    with closed_at_interrupt(lambda: shutil.rmtree(partial, ignore_errors=True)):
+    with closed_at_interrupt(lambda: _discard(partial)):
         try:
             partial.mkdir(parents=True)
         except OSError as error:
@@ -85,6 +86,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     _report(out, options, sum(leaf.size for leaf in leaves.values() if not leaf.buffer))
     if options["format"] == "maxtext":
         print(_maxtext_line(out, options, config, length))
+
+
+def _discard(folder: Path) -> None:
+    """Removes `folder`, if it exists. Threads of Orbax may still write into it, until it has another name."""
+    other = folder.with_name(f"{folder.name}-removed")
+    for _ in range(3):
+        with contextlib.suppress(OSError):
+            folder.rename(other)
+        shutil.rmtree(other, ignore_errors=True)
 
 
 def _read_words(words: Sequence[str]) -> tuple[str, Path, dict[str, str], list[str]]:

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     contents = contents_of(path, verify=norms)
     for lines in (_head(contents), _parameters(contents, norms), _others(contents)):
         for line in lines:
-            print(visible(line), flush=True)
+            print(visible(line, keep=""), flush=True)
 
 
 def _read_words(words: Sequence[str]) -> tuple[str, bool]:
@@ -126,7 +126,8 @@ def _parameters(contents: Any, norms: bool) -> Iterator[str]:
     from trainer.checkpoint.source import progress
 
     tensors = [tensor for tensor in contents.tensors if tensor.part == "params"]
-    yield f"\nparameters: {_sizes(tensors)}"
+    yield ""
+    yield f"parameters: {_sizes(tensors)}"
     wide = max(len(tensor.name) for tensor in tensors)
     shapes = {tensor.name: f"[{', '.join(map(str, tensor.shape))}]" for tensor in tensors}
     room, kinds = max(map(len, shapes.values())), max(len(tensor.dtype) for tensor in tensors)
@@ -156,7 +157,8 @@ def _others(contents: Any) -> Iterator[str]:
             parts.setdefault(tensor.part, []).append(tensor)
     for part, tensors in parts.items():
         kind = f" of {contents.keys['opt_type']}" if part.endswith("opt_state") and "opt_type" in contents.keys else ""
-        yield f"\n{_WORDS.get(part, part)}{'' if part.startswith('outer') else kind}: {_sizes(tensors)}"
+        yield ""
+        yield f"{_WORDS.get(part, part)}{'' if part.startswith('outer') else kind}: {_sizes(tensors)}"
         slots: dict[str, list[Any]] = {}
         for tensor in tensors:
             name = next((name for name in names if tensor.name.endswith(f"/{name}")), "")
@@ -164,7 +166,8 @@ def _others(contents: Any) -> Iterator[str]:
         if part.endswith("opt_state"):
             wide = max(map(len, slots))
             yield from (f"  {slot:<{wide}}  {_sizes(those)}" for slot, those in slots.items())
-    yield f"\nin all: {_sizes(contents.tensors)}"
+    yield ""
+    yield f"in all: {_sizes(contents.tensors)}"
 
 
 def _sizes(tensors: Sequence[Any]) -> str:

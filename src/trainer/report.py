@@ -9,7 +9,7 @@ from trainer.config.words import visible
 from trainer.observe.record import read_run
 from trainer.observe.report import report_html
 from trainer.observe.rundir import REPORT_FILE
-from trainer.runtime.folders import replace_file
+from trainer.runtime.folders import check_folder, replace_file
 
 
 @exit_on_user_error
@@ -25,13 +25,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     out = Path(local_path(outs[-1], "out=")) if outs else default
     page = report_html([read_run(folder) for folder in folders])
     try:
-        if any(out.parent.resolve().is_relative_to(folder.resolve()) for folder in folders):
+        if not outs or any(_is_below(out.parent, folder) for folder in folders):
             replace_file(out, page)
         else:  # the user's own place, which may be a link or a pipe
             out.write_text(page, encoding="utf-8")
     except OSError as error:
         raise UserError(f"out={out}: cannot be written: {error.strerror or error}; choose another file") from error
     print(f"wrote {visible(str(out))} ({len(page.encode()) / 1000:,.0f} kB)")
+
+
+def _is_below(path: Path, folder: Path) -> bool:
+    """Returns whether `path` is in `folder`. Raises UserError if it leads out of it again."""
+    inside = path.absolute().is_relative_to(folder.absolute())
+    if inside and path != folder:
+        check_folder(folder, [str(path.absolute().relative_to(folder.absolute()))])
+    return inside or path.resolve().is_relative_to(folder.resolve())
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from trainer.checkpoint.huggingface import CONFIG as HUGGING_FACE_CONFIG
 from trainer.checkpoint.huggingface import INDEX, HuggingFaceSource, weight_files
 from trainer.checkpoint.manager import RUN, committed, inspect, newest, written_by_maxtext
 from trainer.checkpoint.maxtext import ITEMS, MaxTextSource
+from trainer.checkpoint.orbax import COMPOSITE
 from trainer.checkpoint.params import CONFIG, NEUTRAL, TREE, ParamsSource
 from trainer.checkpoint.sidecar import CONFIG as SIDECAR_CONFIG
 from trainer.checkpoint.sidecar import TOKENIZER
@@ -54,7 +55,11 @@ def open_source(path: str, decoder_block: str = "", *, average: bool = False) ->
         check_folder(folder, [TREE])
         return ParamsSource(folder)
     if (tree := _maxtexts_tree(folder)) is not None:
-        check_folder(folder, [str((folder if tree == folder else tree.parent).relative_to(folder))])
+        if tree == folder:
+            check_folder(folder)
+            check_folder(folder.parent, [COMPOSITE])  # read, too
+        else:
+            check_folder(folder, [str(tree.parent.relative_to(folder))])
         return MaxTextSource(tree, folder)
     if newest(folder) is not None:
         return _of_run(path)

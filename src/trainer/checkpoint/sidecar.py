@@ -9,6 +9,7 @@ import yaml
 from trainer.checkpoint.sums import damaged, read_part
 from trainer.config import read_saved
 from trainer.config.plain_yaml import read_text
+from trainer.runtime.folders import read_bounded
 from trainer.runtime.storage import entries
 
 CONFIG, DATA, METRICS, TOKENIZER = "config.yml", "data.json", "metrics.json", "tokenizer"
@@ -65,7 +66,7 @@ def read_sidecar(folder: Any) -> Sidecar:
     data = read_part(folder, own.name if own.is_file() else DATA)
     if not isinstance(data.get("fingerprint"), str):
         raise damaged(folder, DATA, "has no fingerprint of the data")
-    tokenizer = {path.name: path.read_bytes() for path in entries(folder / TOKENIZER)}
+    tokenizer = {path.name: read_bounded(path) for path in entries(folder / TOKENIZER) if path.name[0] != "."}
     try:
         config = read_text(folder / CONFIG)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -26,6 +26,8 @@ _PART = "sums-{}.json"  # one process's checksums, until they are joined
 _METADATA = "_CHECKPOINT_METADATA"  # JSON; Orbax adds the commit time to it after the checksums are computed
 _WITHOUT = re.compile(rf"sums(-\d+)?\.json|{_METADATA}|{re.escape(COMMITTED)}")  # files without a checksum
 _WRITER = re.compile(r"(?:^|/)ocdbt\.process_(\d+)/")  # the number of the process that wrote the arrays in a file
+# Files that are read. A file system or a program may add others, such as .nfs0001 and .DS_Store.
+_READ = re.compile(r"(state|run)/(.*/)?[^./][^/]*")
 _CHUNK = 1 << 22  # bytes
 _THREADS = min(16, os.cpu_count() or 1)
 
@@ -61,12 +63,15 @@ def verify(folder: Any, process: int = 0, processes: int = 1) -> None:
       UserError: a file is missing or changed; the message names one.
     """
     try:
-        sums = {name: (int(length), crc) for name, (length, crc) in read_part(folder, SUMS).items()}
+        sums = {name: (_integer(length), crc) for name, (length, crc) in read_part(folder, SUMS).items()}
     except (ValueError, TypeError) as error:
         raise damaged(folder, SUMS, f"cannot be read ({type(error).__name__}: {error})") from error
     read_part(folder, _METADATA)
-    if process == 0 and (others := sorted(set(_files(folder)) - sums.keys())):
-        raise damaged(folder, others[0], f"has no checksum in {SUMS}")
+    if process == 0 and (others := sorted(name for name in set(_files(folder)) - sums.keys() if _READ.match(name))):
+        raise UserError(
+            f"checkpoint {folder}: {others[0]} has no checksum in {SUMS}: it was added later, or {SUMS} was changed; "
+            "remove that file if it is not part of the checkpoint"
+        )
 
     def compare(name: str) -> None:
         length, crc = sums[name]
@@ -86,6 +91,12 @@ def verify(folder: Any, process: int = 0, processes: int = 1) -> None:
     # Sorted by size, so that the shares are about equal.
     names = sorted(sums, key=lambda name: sums[name][0], reverse=True)
     list(_in_threads(compare, names[process::processes]))
+
+
+def _integer(value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{shortened(str(value))} is not a number of bytes")
+    return value
 
 
 def read_part(folder: Any, name: str) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from trainer.runtime.folders import read_bounded
+
 GENERATION = "generation_config.json"
 # Names in transformers and sentencepiece, and generation_config.json, which names the tokens that end a text.
 FILES = (
@@ -14,4 +16,4 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     """Copies each of `FILES` that exists in `source`."""
     for name in FILES:
         if (source / name).is_file():
-            (target / name).write_bytes((source / name).read_bytes())
+            (target / name).write_bytes(read_bounded(source / name))

@@ -62,8 +62,9 @@ def compare_checkpoints(left: str, right: str, tolerance: Tolerance, say: Callab
 def _tree(given: str) -> Any:
     """Returns the Orbax tree of a folder that the user names; for a checkpoint, the folder itself."""
     folder = storage.folder(given)
+    check_folder(folder, [CONFIG])
     if (folder / TREE).is_dir() and (folder / CONFIG).is_file():
-        check_folder(folder, [TREE, CONFIG])
+        check_folder(folder, [TREE])
         return folder / TREE
     checkpoint = newest(folder)
     if checkpoint is None:

@@ -1,5 +1,6 @@
 """Code that a folder names runs only if the command line names it, too (docs/guides/weights.md: what is trusted)."""
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from trainer.config.keys import Config
 from trainer.config.paths import path_problem
 from trainer.config.schema import Key, schema
 
-_FOLDERS = ("load_parameters_path", "load_full_state_path")
+_STARTS = ("load_parameters_path", "load_full_state_path")
+_READ = ("tokenizer_path", "hf_path", "dataset_path")
 
 
 def names_code(key: Key, value: Any) -> bool:
@@ -20,46 +22,37 @@ def names_code(key: Key, value: Any) -> bool:
 def foreign_code(
     keys: Mapping[str, Key], config: Config, changed: Mapping[str, str], chain: Sequence[Path]
 ) -> list[str]:
-    """Returns a message for each key that names code and is given by a yml in the folder that the run starts from, or
-    by a parent of such a yml.
+    """Returns a message for each key that names code and is given by a yml of a folder that the command names, or by a
+    parent of such a yml.
 
-    Such a yml describes a checkpoint that may be someone else's. Any other yml is trusted, because the user named it.
+    Such a yml may be someone else's. Any other yml is trusted, because the user named it.
 
     Args:
-      chain: the yml of the command line and its parents, the topmost parent last.
       changed: the source of each given key.
+      chain: the yml of the command line and its parents, the topmost parent last.
     """
-    roots = [_root(config[name]) for name in _FOLDERS if config[name] and "://" not in config[name]]
+    given = {name: config[name] for name in (*_STARTS, *_READ) if config[name] and "://" not in config[name]}
+    paths = {name: Path(text).expanduser() for name, text in given.items() if not path_problem(text)}
     # Whatever such a yml names as its parent is the folder's choice, too.
-    first = next(
-        (i for i, yml in enumerate(chain) if any(root and _comes_from(yml, root) for root in roots)), len(chain)
-    )
-    named_by_folder = chain[first:]
+    first = next((i for i, yml in enumerate(chain) if any(_foreign(yml, *it) for it in paths.items())), len(chain))
     lines = []
     for name, where in changed.items():
-        if where == COMMAND_LINE or not names_code(keys[name], config[name]):
-            continue
-        yml = file_of(where)
-        if yml in named_by_folder:
+        if where != COMMAND_LINE and file_of(where) in chain[first:] and names_code(keys[name], config[name]):
             lines.append(_refusal(name, config[name], where))
     return lines
 
 
-def _comes_from(yml: Path, root: Path) -> bool:
-    """Returns whether `yml` is in the folder `root`, or is reached through a link in it."""
-
-    def below(path: Path) -> bool:
-        return any(it.resolve().is_relative_to(root) for it in (path, *path.parents))
-
-    at = Path(yml.absolute().anchor)
-    for part in yml.absolute().parts[1:]:
-        if part != "..":
-            at /= part
-        elif below(at) and not at.resolve().is_relative_to(root):
-            return True
-        else:
-            at = at.resolve().parent
-    return below(at)
+def _foreign(yml: Path, key: str, path: Path) -> bool:
+    """Returns whether `yml` is of the folder `path`, the value of `key`: in it, or beside what it holds."""
+    here = Path.cwd()
+    if key in _READ:  # a folder of data or of a tokenizer, unless it is the user's project
+        root = path.resolve()
+        return path.is_dir() and not here.is_relative_to(root) and _comes_from(yml, root)
+    # As it is written, and with its links resolved.
+    ends = [Path(os.path.normpath(path.absolute())), path.resolve()]
+    folders = {yml.absolute().parent, yml.resolve().parent}
+    around = any(end.is_relative_to(it) and not here.is_relative_to(it) for it in folders for end in ends)
+    return around or any(_comes_from(yml, root) for root in {_root(end).resolve() for end in ends})
 
 
 def code_of_checkpoint(values: Mapping[str, Any], given: Collection[str], where: str) -> list[str]:
@@ -84,13 +77,28 @@ def _refusal(name: str, value: Any, where: str) -> str:
     )
 
 
-def _root(text: str) -> Path | None:
-    """Returns the run's folder if `text` is its checkpoints folder, a numbered checkpoint, or anything inside these;
-    otherwise the folder itself."""
-    if path_problem(text):
-        return None
-    path = Path(text).expanduser().resolve()
-    if path.name == "checkpoints":
-        return path.parent
-    checkpoints = (it.parent for it in (path, *path.parents) if it.name.isdecimal() and it.parent.name == "checkpoints")
-    return next((it.parent for it in checkpoints), path)
+def _comes_from(yml: Path, root: Path) -> bool:
+    """Returns whether `yml` is in the folder `root`, or is reached through a link in it."""
+
+    def below(path: Path) -> bool:
+        return any(it.resolve().is_relative_to(root) for it in (path, *path.parents))
+
+    at = Path(yml.absolute().anchor)
+    for part in yml.absolute().parts[1:]:
+        if part != "..":
+            at /= part
+        elif below(at) and not at.resolve().is_relative_to(root):
+            return True
+        else:
+            at = at.resolve().parent
+    return below(at)
+
+
+def _root(path: Path) -> Path:
+    """Returns the folder of the run or the snapshot that `path` is part of; otherwise `path` itself."""
+    for it in (path, *path.parents):
+        if it.parent.name == "snapshots" or (it / "checkpoints") == path:
+            return it
+        if it.name.isdecimal() and it.parent.name == "checkpoints":
+            return it.parent.parent
+    return path.parents[1] if path.name == "items" and len(path.parts) > 2 else path

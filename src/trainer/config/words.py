@@ -8,15 +8,15 @@ def counted(number: int, one: str, many: str = "") -> str:
     return f"{number:,} {one if number == 1 else many or f'{one}s'}"
 
 
-def visible(text: str) -> str:
-    """Returns `text` with control characters other than newline and tab escaped, so that it cannot control a terminal:
-    the category Cc, and the marks that reverse the direction of the text after them.
+def visible(text: str, keep: str = "\n\t") -> str:
+    """Returns `text` with characters escaped that could control a terminal, or that it cannot show: the categories Cc
+    (other than `keep`) and Cs, separators of lines, and the marks that reverse the direction of the text after them.
 
     https://www.unicode.org/reports/tr9/#Directional_Formatting_Characters
     """
     if text.isascii() and text.isprintable():
         return text
-    return "".join(_escape(ord(char)) if _controls(char) else char for char in text)
+    return "".join(_escape(ord(char)) if char not in keep and _controls(char) else char for char in text)
 
 
 def _escape(code: int) -> str:
@@ -25,4 +25,4 @@ def _escape(code: int) -> str:
 
 def _controls(char: str) -> bool:
     reverses = unicodedata.bidirectional(char) in ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
-    return char not in "\n\t" and (reverses or unicodedata.category(char) == "Cc")
+    return reverses or unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp")

@@ -74,6 +74,8 @@ def _load(path: str, name: str, data_dir: str, cache: Path, say: Say, files: str
             "split": split or None,
             "cache_dir": str(cache),
         }
+        if folder.is_dir() and not files:
+            _check_files(datasets, folder, load)
         try:
             return datasets.load_dataset(**load)
         except datasets.exceptions.DatasetGenerationError:
@@ -85,6 +87,15 @@ def _load(path: str, name: str, data_dir: str, cache: Path, say: Say, files: str
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         text = ": ".join(" ".join(str(reason).split())[:300] for reason in _reasons(error))
         raise UserError(f"hf_path={path}, {key}={split}: the dataset cannot be loaded: {text}") from error
+
+
+def _check_files(datasets: Any, folder: Path, load: dict[str, Any]) -> None:
+    """Raises UserError if the folder's own README.md names a file that is not in it."""
+    builder = datasets.load_dataset_builder(**{name: value for name, value in load.items() if name != "split"})
+    for names in (builder.config.data_files or {}).values():
+        for name in names:
+            if "://" in str(name) or not Path(os.path.abspath(name)).is_relative_to(os.path.abspath(folder)):
+                raise UserError(f"hf_path={folder}: it names {name} as its data, which is not in it")
 
 
 def _reasons(error: BaseException) -> Iterator[BaseException]:

@@ -15,7 +15,7 @@ from trainer.config.errors import UserError
 from trainer.config.json_files import read_object, shown
 from trainer.config.paths import local_path
 from trainer.data.tokenizer import CONFIG_FILE, JSON_FILE, ByteTokenizer, JsonTokenizer, Tokenizer
-from trainer.runtime.folders import check_folder
+from trainer.runtime.folders import check_folder, read_bounded
 
 _SENTENCEPIECE_FILE, _TIKTOKEN_FILE = "tokenizer.model", "tokenizer.tiktoken"
 _FILES = {"huggingface": JSON_FILE, "sentencepiece": _SENTENCEPIECE_FILE, "tiktoken": _TIKTOKEN_FILE}
@@ -58,7 +58,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def __init__(self, file: Path, *, add_bos: bool, add_eos: bool):
         sentencepiece = _import("sentencepiece", "sentencepiece")
-        self._file, self._data = file, file.read_bytes()
+        self._file, self._data = file, read_bounded(file)
         self._inner = sentencepiece.SentencePieceProcessor()
         try:
             self._inner.LoadFromSerializedProto(self._data)
@@ -103,7 +103,7 @@ class TiktokenTokenizer(Tokenizer):
 
     @property
     def fingerprint(self) -> str:
-        return hashlib.sha256(f"{self.bos} {self.eos}".encode() + self._file.read_bytes()).hexdigest()
+        return hashlib.sha256(f"{self.bos} {self.eos}".encode() + read_bounded(self._file)).hexdigest()
 
     def encode_many(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         if any(map(_LONG_SPACE.search, texts)):
@@ -133,7 +133,7 @@ def _load_json(file: Path, *, add_bos: bool, add_eos: bool) -> JsonTokenizer:
     import tokenizers
 
     try:
-        inner = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        inner = tokenizers.Tokenizer.from_str(read_bounded(file).decode("utf-8"))
     except Exception as error:  # the package raises plain Exception
         if type(error) is not Exception and not isinstance(error, UnicodeDecodeError):
             raise
@@ -215,7 +215,7 @@ def _kind(file: Path) -> str:
 
 def _read_ranks(file: Path) -> dict[bytes, int]:
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+    for number, line in enumerate(read_bounded(file).splitlines(), 1):
         if not line.strip():
             continue
         try:

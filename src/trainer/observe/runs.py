@@ -104,7 +104,10 @@ def check_earlier(place: Any, config_yml: str, resumed: bool, say: Callable[[str
 def _in_use(path: Any) -> bool:
     """Returns whether a live process holds the lock of the run in `path`."""
     check_folder(path)
-    return is_locked(mirror(path) if is_remote(path) else path)
+    try:
+        return is_locked(mirror(path) if is_remote(path) else path)
+    except OSError as error:
+        raise UserError(f"{path / LOCK_FILE}: cannot be read: {error.strerror}; remove it") from error
 
 
 def _open(

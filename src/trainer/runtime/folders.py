@@ -13,7 +13,8 @@ from typing import Any
 from trainer.config import UserError
 from trainer.runtime.storage import is_remote
 
-_TEMPORARY = ".tmp"
+# For comparison: the largest tokenizer.json of a published model has 33 MB.
+MAX_BYTES = 1 << 28
 
 
 def check_folder(folder: Any, names: Iterable[str] = (".",)) -> None:
@@ -37,14 +38,14 @@ def check_folder(folder: Any, names: Iterable[str] = (".",)) -> None:
         path = pending.pop()
         if not os.path.lexists(path):
             continue
-        real = Path(os.path.realpath(path))
-        if not any(real.is_relative_to(root) for root in roots):
+        real = os.path.realpath(path)
+        if not any(Path(real).is_relative_to(root) for root in roots):
             raise UserError(
-                f"{path} leads out of {folder}, to {real}: links out "
-                "of a folder are not followed; if you trust it, replace the link with a copy"
+                f"{path} leads out of {folder}, to {real}: such a link is not followed; replace it by a copy of what "
+                "it leads to, or give that folder itself"
             )
         try:
-            mode = real.lstat().st_mode
+            mode = os.lstat(real).st_mode
         except OSError as error:
             if not path.is_symlink():
                 continue  # removed meanwhile
@@ -52,7 +53,7 @@ def check_folder(folder: Any, names: Iterable[str] = (".",)) -> None:
         if stat.S_ISDIR(mode):
             if real not in visited:
                 visited.add(real)
-                pending += _entries(path)
+                pending += _to_check(path)
         elif not stat.S_ISREG(mode):
             raise UserError(f"{path}: neither a file nor a folder, but a pipe, a socket or a device")
 
@@ -60,22 +61,34 @@ def check_folder(folder: Any, names: Iterable[str] = (".",)) -> None:
 def _roots(folder: Path) -> list[Path]:
     """Returns the folders to which links in `folder` may lead."""
     real = Path(os.path.realpath(folder))
-    cached = real.parent.parent
-    blobs = cached / "blobs"
-    if (
-        real.parent.name == "snapshots"
-        and cached.name.startswith(("models--", "datasets--"))
-        and not blobs.is_symlink()
-    ):
-        return [real, blobs]
+    for snapshot in (real, *real.parents):
+        cached = snapshot.parent.parent
+        if snapshot.parent.name == "snapshots" and cached.name.startswith(("models--", "datasets--")):
+            return [real, *([] if (cached / "blobs").is_symlink() else [cached / "blobs"])]
     return [real]
 
 
-def _entries(path: Path) -> list[Path]:
+def _to_check(path: Path) -> list[Path]:
+    """Returns the entries of a folder that are not plain files."""
     try:
-        return sorted(path.iterdir())
+        with os.scandir(path) as entries:
+            return sorted(path / entry.name for entry in entries if not entry.is_file(follow_symlinks=False))
     except OSError:
         return []  # whoever reads the folder says why
+
+
+def read_bounded(path: Any, most: int = MAX_BYTES) -> bytes:
+    """Returns the content of a file of at most `most` bytes. A file with holes can be small on disk and fill memory.
+
+    Raises:
+      UserError: it is larger.
+      OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise UserError(f"{path}: more than {most:,} bytes")
+    return data
 
 
 def appended(path: Path) -> Any:
@@ -94,8 +107,9 @@ def replace_file(path: Path, data: str | bytes) -> None:
     Raises:
       OSError: the file cannot be written.
     """
-    temporary = path.with_name(f"{path.name[:60]}{_TEMPORARY}")  # a name of 255 bytes leaves no room for an ending
-    temporary.unlink(missing_ok=True)
+    # Other processes may write the same file. A name of 255 bytes leaves no room for an ending.
+    temporary = path.with_name(f"{path.name[:60]}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)  # left by a process that had this number and was killed
     try:
         with temporary.open("xb") as file:  # x: not through a link
             file.write(data.encode() if isinstance(data, str) else data)

@@ -77,10 +77,11 @@ def test_whatever_file_is_a_pipe_or_a_device(theirs, tmp_path, capsys):
         file.rename(tmp_path / "kept")
         os.mkfifo(file)
         for command, words in ((export, [theirs, tmp_path / "out", "format=params"]), (inspect, [theirs])):
-            assert "error: " in error_of(capsys, command, *words), file
+            message = error_of(capsys, command, *words)
+            assert "a pipe, a socket or a device" in message or "is a checkpoint" in message, file
         file.unlink()
         file.symlink_to("/dev/zero")
-        assert "error: " in error_of(capsys, inspect, theirs)
+        assert "leads out of" in error_of(capsys, inspect, theirs)
         file.unlink()
         (tmp_path / "kept").rename(file)
 
@@ -103,6 +104,20 @@ def test_a_tokenizer_of_a_folder(tmp_path, secret):
     (tmp_path / "theirs/tokenizer_config.json").symlink_to(secret)
     with pytest.raises(UserError, match=r"tokenizer_config\.json leads out of"):
         load_tokenizer(str(tmp_path / "theirs/vocab"), "auto", add_bos=False, add_eos=False)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_the_file_beside_a_tree_of_maxtext(tmp_path, secret, kind, capsys):
+    (tmp_path / "0/items").mkdir(parents=True)
+    (tmp_path / "0/items/_METADATA").write_text("{}")
+    beside = tmp_path / "0/_CHECKPOINT_METADATA"
+    if kind == "pipe":
+        os.mkfifo(beside)
+    else:
+        beside.symlink_to(secret)
+    message = error_of(capsys, inspect, tmp_path / "0/items")
+    assert str(beside) in message
+    assert "leads out of" in message or "a pipe, a socket or a device" in message
 
 
 @pytest.mark.parametrize("theirs", KINDS[:2], indirect=True)
@@ -134,7 +149,7 @@ def run(tmp_path) -> Path:
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize("name", ["report.html", "report.html.tmp"])
+@pytest.mark.parametrize("name", ["report.html", f"report.html.{os.getpid()}.tmp"])
 @pytest.mark.parametrize("exists", [True, False])
 def test_a_report_overwrites_no_file_that_a_link_leads_to(run, tmp_path, name, exists):
     startup = tmp_path / "site-packages.pth"
@@ -145,7 +160,7 @@ def test_a_report_overwrites_no_file_that_a_link_leads_to(run, tmp_path, name, e
     assert startup.read_text() == "mine" if exists else not startup.exists()
     assert (run / "report.html").read_text().startswith("<!DOCTYPE html>")
     assert not (run / "report.html").is_symlink()
-    assert not (run / "report.html.tmp").exists()
+    assert not list(run.glob("*.tmp"))
 
 
 def test_a_report_reads_nothing_outside_of_the_run(run, tmp_path, secret, capsys):
@@ -160,6 +175,15 @@ def test_a_report_reads_nothing_outside_of_the_run(run, tmp_path, secret, capsys
     assert not (run / "report.html").exists()
 
 
+def test_the_page_on_several_runs_goes_through_no_link(run, tmp_path, monkeypatch):
+    """The current folder may be the stranger's."""
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "report.html").symlink_to("mine")
+    monkeypatch.chdir(tmp_path)
+    report.main(["run", "run"])
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
 def test_a_report_to_a_place_that_the_user_names(run, tmp_path, capsys):
     (tmp_path / "page").write_text("")
     (tmp_path / "link").symlink_to("page")
@@ -171,6 +195,9 @@ def test_a_report_to_a_place_that_the_user_names(run, tmp_path, capsys):
     for end in (reader, writer):
         os.close(end)
     (tmp_path / "page").write_text("mine")
+    (run / "linked").symlink_to(tmp_path)
+    assert "leads out of" in error_of(capsys, report, run, f"out={run}/linked/page")
+    assert (tmp_path / "page").read_text() == "mine"
     (run / "page").symlink_to(tmp_path / "page")
     report.main([str(run), f"out={run}/page"])
     assert (tmp_path / "page").read_text() == "mine"
@@ -222,7 +249,49 @@ def test_no_way_around_the_guard_against_foreign_code(tmp_path, monkeypatch, rea
         with pytest.raises(UserError, match="code that a folder names runs only if you also name it"):
             load([yml, f"{key}=theirs"])
         assert load([yml, f"{key}=theirs", "decoder_block=a:B"]).config.decoder_block == "a:B"
-        assert load([yml, f"{key}=theirs/another"]) if reach == "its parent is elsewhere" else True
+
+
+@pytest.mark.parametrize(
+    ("yml", "key", "value"),
+    [
+        ("theirs/c.yml", "load_parameters_path", "theirs/0/items"),  # as MaxText lays it out
+        ("theirs/c.yml", "load_parameters_path", "theirs/weights"),
+        ("theirs/c.yml", "load_parameters_path", "theirs/checkpoints/0/items"),
+        ("theirs/c.yml", "load_full_state_path", "theirs/latest"),  # a link out of the folder
+        ("theirs/latest/c.yml", "load_parameters_path", "theirs/latest"),
+        ("models--a--b/snapshots/r/c.yml", "load_parameters_path", "models--a--b/snapshots/r/sub"),
+        ("theirs/c.yml", "tokenizer_path", "theirs"),
+        ("theirs/c.yml", "hf_path", "theirs"),
+        ("theirs/c.yml", "dataset_path", "theirs"),
+    ],
+)
+def test_a_yml_beside_what_is_read_is_of_the_same_folder(tmp_path, monkeypatch, yml, key, value):
+    monkeypatch.chdir(tmp_path)
+    Path("elsewhere").mkdir()
+    Path("theirs").mkdir()
+    Path("theirs/latest").symlink_to(tmp_path / "elsewhere")
+    Path(yml).parent.mkdir(parents=True, exist_ok=True)
+    write(yml, "base_config: base.yml\ndecoder_block: a:B\n")
+    with pytest.raises(UserError, match="code that a folder names runs only if you also name it"):
+        load([yml, f"{key}={value}"])
+    load([yml, f"{key}={value}", "decoder_block=a:B"])
+
+
+def test_the_yml_of_ones_own_project_may_name_code(tmp_path, monkeypatch):
+    """The project holds weights, data and a tokenizer, and is the current folder."""
+    for folder in ("weights/llama", "data", "configs"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    for yml in ("mine.yml", "configs/mine.yml"):
+        write(yml, "base_config: base.yml\ndecoder_block: a:B\n")
+        for word in (
+            "load_parameters_path=weights/llama",
+            "tokenizer_path=.",
+            "tokenizer_path=tokenizer.json",
+            "hf_path=data",
+        ):
+            assert load([yml, word]).config.decoder_block == "a:B"
 
 
 def test_a_yml_of_ones_own_may_name_code(tmp_path, monkeypatch):
@@ -240,13 +309,15 @@ def test_a_yml_of_ones_own_may_name_code(tmp_path, monkeypatch):
 def test_inspect_prints_no_control_characters(theirs, capsys):
     checkpoint = theirs / "checkpoints/3"
     (checkpoint / "run/data.json").write_text(
-        json.dumps({"position": {"\x1b[2J": "\x9b"}, "fingerprint": "\x1b]0;x\x07"})
+        json.dumps({"position": {"\x1b[2J": "\x9b", "\ud800": 1}, "fingerprint": "\x1b]0;x\x07"})
     )
     (checkpoint / "run/tokenizer/\x1b[31m.json").write_text("{}")
+    (checkpoint / "run/tokenizer/a\nb").write_text("{}")
+    (checkpoint / "run/tokenizer" / os.fsdecode(b"\xff\x9b")).write_text("{}")
     inspect.main([str(theirs), "norms=false"])
     text = capsys.readouterr().out
     assert "\x1b" not in text
-    assert "\\x1b[31m.json" in text
+    assert "\\x1b[31m.json, a\\x0ab, \\udcff\\udc9b" in text
     assert "\\x1b]0;x\\x07" in text
 
 

@@ -190,6 +190,12 @@ def test_hf_reads_folders_files_and_splits(tmp_path: Path):
     write_records(tmp_path / "folder" / "train.parquet", "parquet", rows)
     folder = {"dataset_type": "hf", "hf_path": tmp_path / "folder"}
     assert len(texts(source_of(tmp_path, **folder, held_out_share=0).train[0])) == 12
+    (tmp_path / "outside.jsonl").write_text(json.dumps({"text": "a line of one's own"}) + "\n")
+    (tmp_path / "folder/README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files: ../outside.jsonl\n---\n"
+    )
+    with pytest.raises(UserError, match=r"outside\.jsonl as its data, which is not in it"):
+        source_of(tmp_path, **folder)
     with pytest.raises(UserError, match=r"hf_path=allenai/c4: there is no such folder .* not downloaded"):
         source_of(tmp_path, dataset_type="hf", hf_path="allenai/c4")
 

@@ -10,7 +10,7 @@ from trainer.observe.events import EventsWriter
 from trainer.observe.metrics import MetricsWriter
 from trainer.observe.report_file import ReportFile
 from trainer.observe.runs import expected_run, open_run
-from trainer.runtime.folders import check_folder, replace_file
+from trainer.runtime.folders import check_folder, read_bounded, replace_file
 from trainer.runtime.lock import is_locked, lock
 
 
@@ -88,10 +88,13 @@ def test_a_snapshot_of_hugging_faces_cache(tmp_path, kind):
         folder.mkdir(parents=True)
     (cached / "blobs/77").write_text("{}")
     (snapshot / "config.json").symlink_to("../../blobs/77")
+    (snapshot / "checkpoints/3").mkdir(parents=True)
+    (snapshot / "checkpoints/3/config.yml").symlink_to("../../../../blobs/77")
     if kind == "other":
         assert "leads out of" in refusal(snapshot)
         return
     check_folder(snapshot)
+    check_folder(snapshot / "checkpoints/3")
     (snapshot / "secret").symlink_to(cached / "secret")
     assert "leads out of" in refusal(snapshot)
     (snapshot / "secret").unlink()
@@ -102,7 +105,7 @@ def test_a_snapshot_of_hugging_faces_cache(tmp_path, kind):
 
 def test_a_file_is_replaced_and_no_link_is_written_through(tmp_path):
     (tmp_path / "mine").write_text("mine")
-    for name in ("page", "page.tmp"):
+    for name in ("page", f"page.{os.getpid()}.tmp"):
         (tmp_path / name).symlink_to("mine")
     replace_file(tmp_path / "page", "new")
     assert (tmp_path / "mine").read_text() == "mine"
@@ -148,6 +151,23 @@ def test_metrics_go_through_no_link(tmp_path):
     assert not (tmp_path / "gone").exists()
 
 
+def test_a_file_with_holes_does_not_fill_memory(tmp_path):
+    with (tmp_path / "file").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(UserError, match="file: more than 268,435,456 bytes"):
+        read_bounded(tmp_path / "file")
+
+
+def test_a_lock_that_is_a_link_within_the_run_is_an_error(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/other").touch()
+    (tmp_path / "run/.lock").symlink_to("other")
+    with pytest.raises(UserError, match=r"\.lock: cannot be read"):
+        expected_run(str(tmp_path), "run", "", True)
+    with pytest.raises(UserError, match="cannot write there"):
+        open_run(str(tmp_path), "run", "", True, print)
+
+
 def test_the_lock_of_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / ".lock")
     assert not is_locked(tmp_path)
@@ -157,7 +177,7 @@ def test_the_report_of_a_run_in_progress_goes_through_no_link(tmp_path):
     mine, run = tmp_path / "mine", tmp_path / "run"
     mine.write_text("mine")
     run.mkdir()
-    for name in ("report.html", "report.html.tmp"):
+    for name in ("report.html", f"report.html.{os.getpid()}.tmp"):
         (run / name).symlink_to(mine)
     ReportFile(run, [], print).write()
     assert mine.read_text() == "mine"
