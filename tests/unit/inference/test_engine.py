@@ -245,6 +245,26 @@ def test_requests_stop_at_their_tokens_and_are_cancelled_wherever_they_are():
     assert scheduler.turn() == []
 
 
+def test_the_slot_of_a_request_that_ended_is_not_valid():
+    """Whether its limit, a stop token or `cancel` ended it."""
+    engine, params = made()
+    scheduler = Scheduler(engine, params)
+    first = log_probs_after(PROMPT).argmax()
+    scheduler.submit(PROMPT, limit=2)
+    scheduler.submit(PROMPT, stop=[first], sampling=Sampling(0.0))
+    cancelled, running = scheduler.submit([9]), scheduler.submit([2])
+    used = []
+    for turn in range(5):
+        scheduler.turn()
+        if turn == 3:
+            scheduler.cancel(cancelled)
+        used.append(scheduler._state.texts.used.tolist())
+        assert used[-1] == [slot in scheduler._slots for slot in range(SLOTS)]
+    scheduler.turn()
+    assert [request.number for request in scheduler._slots.values()] == [running]
+    assert sum(scheduler._unread[-1].result.valid.tolist()) == 1
+
+
 def test_mistakes_of_a_caller():
     engine, params = made()
     scheduler = Scheduler(engine, params)

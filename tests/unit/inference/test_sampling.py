@@ -77,3 +77,13 @@ def test_keys_of_seeds_samples_and_positions_differ():
     tokens = draw(logits, Sampling(*map(jnp.full, [6] * 3, Sampling())), jnp.stack(keys), position).token.tolist()
     assert len(set(tokens)) == 5
     assert tokens[0] == tokens[5]
+
+
+def test_a_nucleus_ends_with_the_token_that_reaches_its_probability():
+    """Four equally likely tokens: their probabilities and sums are exact in float32."""
+    count = 64
+    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(0), jnp.arange(count))
+    for p, kept in ((0.25, 1), (0.375, 2), (0.5, 2), (0.75, 3), (0.875, 4)):
+        sampling = Sampling(jnp.ones(count), jnp.zeros(count, int), jnp.full(count, p))
+        tokens = draw(jnp.tile(jnp.array([0.0, 0, -jnp.inf, 0, 0]), (count, 1)), sampling, keys, jnp.zeros(count, int))
+        assert set(tokens.token.tolist()) == set([0, 1, 3, 4][:kept]), p

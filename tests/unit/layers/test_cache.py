@@ -47,6 +47,16 @@ def test_a_ring_keeps_the_last_positions_of_each_text_and_packed_texts_go_to_the
     np.testing.assert_array_equal(cache.entries["a"][0, :, :, 0], [[3, 1, 2], [8, 9, 10]])
 
 
+def test_no_place_of_a_ring_is_written_twice():
+    """Which of two writes to one place remains is undefined, so the order of the tokens must not matter."""
+    for order in (1, -1):
+        positions = jnp.arange(7)[None, ::order]
+        empty = Cache({"a": jnp.full((1, 1, 3, 1), -1.0)}, 0)
+        context = Context(positions, jnp.ones_like(positions), jnp.arange(1), None)
+        cache = empty.write({"a": positions[..., None].astype(jnp.float32)}, context)
+        np.testing.assert_array_equal(cache.entries["a"][0, 0, :, 0], [6, 4, 5])
+
+
 @pytest.mark.parametrize("filled", [False, True])
 def test_the_op_is_that_of_training_until_there_are_earlier_positions(filled, monkeypatch):
     """A kernel fills the cache; what reads it is the reference op, with keys that are not where their queries are."""
