@@ -324,6 +324,21 @@ def test_soft_caps_worked_out_by_hand():
     np.testing.assert_allclose(found, [0, 3.8079708, -4.8201379], rtol=1e-6)
 
 
+def test_the_gradient_of_the_soft_cap_is_that_of_finite_differences():
+    config = tiny_config("nnx", final_logits_soft_cap=5, logits_via_embedding=True, base_emb_dim=16)
+    rng, step = np.random.default_rng(0), 1e-4
+    products, weight = np.append(rng.normal(0, 20, 100), [0, 1e4, -1e4]), rng.normal(size=103)
+
+    def second(products):
+        return 5 * np.tanh(products / np.sqrt(16) / 5)
+
+    expected = weight * (second(products + step) - second(products - step)) / (2 * step)
+    found = jax.grad(lambda x: (weight * finish_logits(config, x)).sum())(jnp.float32(products))
+    # Float32 against differences in float64, whose own error is 1e-9.
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert np.abs(found[:100]).max() > 0.1
+
+
 @functools.cache
 def reference_with_dropout(step):
     m = model(ALL_COMBINATIONS[0])

@@ -1,19 +1,22 @@
 """DiLoCo: what the islands learn independently, and the result of a synchronization."""
 
 import functools
+from contextlib import nullcontext
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import arguments, assert_equal_bits, copied, packed_batch
 
 from trainer.aot.cost import analyze
 from trainer.backends import TrainTree
-from trainer.config import load
+from trainer.config import RunStopped, load
 from trainer.runtime.place import place
 from trainer.state import DiLoCoTrainState
 from trainer.training import build
 from trainer.training.diloco import trained
+from trainer.training.finite import check_finite
 
 ISLANDS = {"enable_diloco": True, "ici_diloco_parallelism": 2, "diloco_sync_period": 3}
 # All features that a step can have.
@@ -185,6 +188,18 @@ def test_only_a_synchronization_sends_between_islands():
     assert sum(it.size * it.count for it in across if it.dtype == "f32" and it.size > 64) == pytest.approx(
         4 * sum(map(np.prod, shards)), rel=0.02
     )
+
+
+def test_a_step_is_finite_only_if_it_is_on_every_island():
+    run = made(2, **ISLANDS | {"steps": 4}, per_device_batch_size=1)
+    for finite in ([1, 1], [0, 1], [1, 0], [0, 0]):
+        # The island that is not finite may have no token with a loss: then no mean includes it.
+        islands = {"finite": finite, "tokens": [5 * it for it in finite], "loss": [2.0, 3.0], "skipped": [0, 0]}
+        metrics = {"islands": jax.tree.map(jnp.asarray, islands, is_leaf=lambda x: isinstance(x, list)), "outer": {}}
+        row = {"step": 0, "grad_norm": 1.0, "learning_rate": 0.1} | run.read(metrics, 0)
+        assert row["finite"] == min(finite)
+        with nullcontext() if all(finite) else pytest.raises(RunStopped, match="the update with learning_rate"):
+            check_finite(run.config, row, "number 1", lambda: ["params/a"])
 
 
 def test_one_island_is_an_outer_nesterov_around_a_plain_run():

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from trainer.ops.paths import path_of
 from trainer.optim.outer import sent
 from trainer.runtime.place import place
 from trainer.training import build
-from trainer.training.diloco import Averaged, _take
+from trainer.training.diloco import Averaged, _synchronization, _take
 
 ISLANDS = {"enable_diloco": True, "ici_diloco_parallelism": 2, "diloco_sync_period": 9}
 SGD = {
@@ -175,3 +176,24 @@ def test_what_did_not_move_keeps_its_bits_when_it_is_mixed():
     param = np.random.default_rng(0).normal(size=1000).astype(np.float32)
     mixed = _take(None, 0.3, Averaged({"w": np.stack([param, param])}, {"w": param}, None, {}))
     assert_equal_bits(jax.tree.map(np.asarray, mixed.islands), {"w": np.stack([param, param])})
+
+
+def test_islands_that_take_at_once_mix_their_own_share_except_after_the_last_step():
+    keys = {"enable_streaming_diloco": True, "num_diloco_fragments": 1, "communication_overlapping_alpha": 0.25}
+    run = made(2, **SGD, **ISLANDS | {"diloco_sync_period": 3}, **keys, steps=9, per_device_batch_size=1)
+    tree = run.codec.unpack(run.abstract_args()[0])
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(leaf.dtype), tree.params)
+    islands = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(leaf.dtype), tree.inner_state.params)
+    velocity = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), tree.outer_opt_state)
+    synchronize = jax.jit(_synchronization(run.config, run.param_shardings.storage))
+    begin = Averaged(islands, params, velocity, tree.inner_state.rest)
+    for updates in (2, 3, 9):
+        new, _ = copied(synchronize(begin, None, jnp.int32(updates)))
+        if updates == 2:
+            assert_equal_bits(new.islands, islands)
+        elif updates == 3:
+            share = jax.tree.map(lambda own, outer: 0.25 * np.float64(own) + 0.75 * outer, islands, new.params)
+            assert_close(new.islands, share)
+        else:
+            assert_equal_bits(new.islands, jax.tree.map(lambda outer: np.stack([outer] * 2), new.params))
