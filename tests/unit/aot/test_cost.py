@@ -1,5 +1,6 @@
 """Counts of a step: compared with XLA's own where both count alike, with closed forms, and on a TPU program."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -102,6 +103,47 @@ def test_loops_count_as_often_as_they_run_and_nested_ones_multiply():
     assert cost.transcendentals == 15 * 32 * 32
     assert cost.rolled_flops < 2 * 2 * 32**3
     assert cost.notes == ()
+
+
+BRANCHES = """%dear (a: f32[1024]) -> f32[1024] {
+  %a = f32[1024]{0} parameter(0)
+  %twice = f32[1024]{0} add(%a, %a)
+  ROOT %more = f32[1024]{0} multiply(%twice, %a)
+}
+
+%cheap (b: f32[1024]) -> f32[1024] {
+  %b = f32[1024]{0} parameter(0)
+  ROOT %less = f32[1024]{0} negate(%b)
+}
+
+%wide (c: f32[1024]) -> f32[1024] {
+  %c = f32[1024]{0} parameter(0)
+  %once = f32[1024]{0} copy(%c)
+  %again = f32[1024]{0} copy(%once)
+  %and_again = f32[1024]{0} copy(%again)
+  ROOT %same = f32[1024]{0} negate(%and_again)
+}
+
+ENTRY %main (which: s32[], x: f32[1024]) -> f32[1024] {
+  %which = s32[] parameter(0)
+  %x = f32[1024]{0} parameter(1)
+  ROOT %out = f32[1024]{0} conditional(%which, TAKEN), branch_computations={BRANCHES}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("branches", "operations", "accesses"),
+    [
+        *((names, 2, 6) for names in itertools.permutations(["dear", "cheap", "wide"])),
+        # With equally many operations, the one with more traffic is dearer.
+        *((names, 1, 8) for names in itertools.permutations(["cheap", "wide"])),
+    ],
+)
+def test_a_conditional_costs_what_its_dearest_branch_costs(branches, operations, accesses):
+    names = ", ".join(f"%{name}" for name in branches)
+    cost = analyze(BRANCHES.replace("TAKEN", ", ".join(["%x"] * len(branches))).replace("{BRANCHES}", f"{{{names}}}"))
+    assert (cost.flops, cost.bytes_accessed) == (operations * 1024, accesses * 4096)
 
 
 def test_the_rolled_counts_of_a_step_are_xlas(step):

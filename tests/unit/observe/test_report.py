@@ -14,6 +14,7 @@ from trainer import report
 from trainer.observe import report_file
 from trainer.observe.chart import Line, histogram, line_chart
 from trainer.observe.metrics import read_rows
+from trainer.observe.record import Record
 from trainer.observe.report_file import ReportFile
 from trainer.observe.series import INTERVALS, Series
 
@@ -217,6 +218,36 @@ def test_what_is_damaged_prevents_the_page_and_not_the_run(tmp_path):
     page.write()
     assert len(said) == 1
     assert "config.yml" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("losses", "last", "best"),
+    [
+        ([5.0, 3.0, 4.0], "4.0000 after step 2", "3.0000 after step 1"),
+        ([3.0, 5.0, 4.0, 4.5], "4.5000 after step 3", "3.0000 after step 0"),
+        ([5.0, 4.0, 3.0], "3.0000 after step 2", "3.0000 after step 2"),
+        ([4.0, 3.0, 3.0], "3.0000 after step 2", "3.0000 after step 1"),
+        ([math.nan, 5.0, math.nan, 4.0, math.inf, 6.0], "6.0000 after step 5", "4.0000 after step 3"),
+        ([2.0, math.nan], "nan after step 1", "2.0000 after step 0"),
+        ([math.nan], "nan after step 0", None),
+    ],
+)
+def test_the_last_and_the_best_of_several_evaluations(losses, last, best):
+    run = Record("run", {}, [])
+    run.add({"step": 0, "loss": 1.0})
+    for step, loss in enumerate(losses):
+        run.add({"step": step, "eval_loss": loss})
+    assert run.facts()["last evaluation"] == last
+    assert run.facts().get("best evaluation") == best
+
+
+def test_the_newest_samples_come_first_and_no_more_than_three(tmp_path):
+    run = make_run(tmp_path / "run", 0.5)
+    samples = [{"step": step, "prompt": "", "text": f"text {step}"} for step in range(5)]
+    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
+    page_of(run)
+    text = (run / "report.html").read_text()
+    assert re.findall(r"After (\d+) updates:</p><pre><b></b>text (\d)<", text) == [("4", "4"), ("3", "3"), ("2", "2")]
 
 
 def test_starts_sources_shardings_and_samples(tmp_path):
