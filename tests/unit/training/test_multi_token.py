@@ -15,7 +15,7 @@ from trainer.backends import StateCodec, TrainTree, make_model
 from trainer.checkpoint import names_of
 from trainer.config import UserError, load
 from trainer.layers.context import Context
-from trainer.layers.sown import MtpHidden, Total, sow
+from trainer.layers.sown import MtpHidden, RouterCount, Total, sow
 from trainer.models import llama2
 from trainer.models.mtp import run_mtp
 from trainer.models.transformer import BEFORE_HEAD, EMBEDDING, outer_dropout
@@ -362,3 +362,26 @@ def test_evaluation_without_a_target_is_the_program_of_a_model_without_modules()
 def test_modules_that_cannot_be(word):
     with pytest.raises(UserError, match=word):
         load([*arguments("nnx"), word])
+
+
+def test_routers_of_modules_count_the_tokens_whose_successors_are_in_their_segment():
+    """Compares packed rows, with padding, with a count document by document."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 8, "base_num_decoder_layers": 1}
+    config = tiny_config(ALL_COMBINATIONS[0], decoder_block="mixtral", **experts, **KEYS)
+    model, batch = make_model(config), packed_batch(config, 4)
+    inputs = [batch[name] for name in ("inputs", "inputs_position", "inputs_segmentation", "row")]
+
+    def counts(key):
+        return model.apply(*model.init(key), *inputs, capture=(MtpHidden, RouterCount))[1]["RouterCount"]
+
+    found = jax.device_get(jax.jit(counts)(jax.random.key(0)))
+    documents = [
+        size for row in batch["inputs_segmentation"] for size in np.bincount(row, minlength=1)[1:].tolist() if size
+    ]
+    expected = [sum(max(size - k, 0) for size in documents) for k in range(3)]
+    assert len(set(expected)) == 3
+    for k, tokens in enumerate(expected):
+        start = f"mtp_block/mtp_layer_{k}/" if k else "decoder/"
+        of_block = {name.rpartition("/")[2]: value for name, value in found.items() if name.startswith(start)}
+        assert of_block["tokens"] == tokens
+        assert of_block["tokens_per_expert"].sum() == 2 * tokens
