@@ -97,6 +97,22 @@ def test_other_shapes_of_the_same_configuration_are_named(step, file, origin):
     assert f"argument {name}: float32[64, 16]" in refused(step, file, other)
 
 
+@pytest.mark.parametrize("part", [0, 1], ids=["state", "batch"])
+def test_another_sharding_of_an_argument_is_named(step, file, part):
+    """Its shape, its dtype and the mesh are those of the file."""
+    args = step.run.abstract_args()
+    leaves, structure = jax.tree.flatten(args)
+    changed = len(leaves) - 1 if part else next(i for i, leaf in enumerate(leaves) if any(leaf.sharding.spec))
+    before, whole = leaves[changed], jax.sharding.NamedSharding(step.run.mesh, jax.sharding.PartitionSpec())
+    leaves[changed] = jax.ShapeDtypeStruct(before.shape, before.dtype, sharding=whole)
+    other = executable.origin_of(step.run.config, list(step.run.mesh.devices.flat), structure.unflatten(leaves))
+    name = jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(args)[changed][0])
+    shape = f"{before.dtype}{list(before.shape)}"
+    message = refused(step, file, other)
+    assert f"file -> run):\n  argument {name}: {shape} P(" in message
+    assert f" -> {shape} {whole.spec}\ncompile again" in message
+
+
 def test_a_damaged_file_and_another_one_are_refused(step, file, origin, tmp_path):
     content = file.read_bytes()
     for damaged, message in (

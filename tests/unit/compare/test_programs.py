@@ -1,0 +1,42 @@
+"""Programs against each other: what is equal to itself, and that each side's own program is measured."""
+
+import jax
+import pytest
+from support import arguments
+
+from trainer.compare import BITS, compare_programs, measure, programs
+from trainer.config import Side, load
+
+
+def compared(measures, left, **rights):
+    """The comparisons of sides, given by the keys in which they differ from a tiny model, with the side `left`."""
+    small = {"base_num_decoder_layers": 1, "opt_type": "sgd", "gradient_clipping_threshold": 0}
+    sides = [Side(name, (), load(arguments("nnx", **small | keys))) for name, keys in {"left": left, **rights}.items()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "MEASURES", measures)
+        return compare_programs(sides, jax.devices()[:1], BITS, lambda line: None).comparisons
+
+
+def test_a_program_equals_itself():
+    """In all but the update, which tests/integration/test_parity.py compares."""
+    jax.config.update("jax_disable_most_optimizations", True)  # compiles quickly
+    try:
+        (found,) = compared(programs.MEASURES[:3], {}, same={})
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+    assert found.bits
+    assert found.first is None
+    assert [it.name for it in found.quantities] == ["parameters", "activations", "loss", "gradients"]
+    assert all(it.differences for it in found.quantities)
+
+
+def test_each_side_is_measured_with_its_own_program_and_compared_with_the_left_one():
+    sides = {"same": {}, "other": {"weight_dtype": "bfloat16"}, "again": {}}
+    same, other, again = compared((measure.parameters,), {}, **sides)
+    assert [it.right for it in (same, other, again)] == list(sides)
+    assert same.bits
+    assert again.bits
+    (parameters,) = other.quantities
+    assert not any(it.equal for it in parameters.differences)
+    assert {it.note for it in parameters.differences} == {"float32 against bfloat16"}
+    assert other.first == f"parameters: {parameters.differences[0].place}"
