@@ -103,7 +103,7 @@ def remove_flags(folder: Path) -> None:
     for path in (folder / "tests").rglob("test_*.py"):
         mark = r"^(@|pytestmark = )pytest\.mark\.default_combination.*\n"
         edit(path, mark, len(re.findall(mark, path.read_text(encoding="utf-8"), re.MULTILINE)))
-    edit(folder / "tests/conftest.py", r'(?<=^pytest_plugins = \["checkout"), "pins"(?=\])', 1)
+    edit(folder / "tests/conftest.py", r'(?<=^pytest_plugins = \["checkout"), "pins"(?=, )', 1)
     edit(folder / "base.yml", r"^# ---- Module system -+\n(?:.*\n)+?(?=^# ---- )", 1)
     edit(folder / "src/trainer/config/keys.pyi", r"^    (enable_nnx|pure_nnx_decoder|pure_nnx): .*\n", 3)
     edit(folder / TABLE, r"(?<=^FLAGS = \().*(?=\)$)", 1)

@@ -1,0 +1,111 @@
+"""Which tests a run of the whole suite leaves out, because others cover nearly the same.
+
+`python -m pytest -n 2` leaves them out and says how many, `--tests=rest` runs only them, `--tests=all` runs all. CI runs
+all. A run of tests that the command line names leaves nothing out.
+
+Left out are
+- cases of the three combinations between the first and the last one. In all five the update has the same text
+  (test_five_combinations.py), the initial parameters are equal, and the codec permutes leaves (test_codec.py), so two
+  of them represent all from end to end;
+- the tests below, each with what covers it in the other runs.
+"""
+
+import re
+
+import pytest
+from support import ALL_COMBINATIONS
+
+BETWEEN = ALL_COMBINATIONS[1:-1]
+# A pattern of names: what still runs.
+COVERED = {
+    r"integration/test_flips\.py": "a run goes on under another combination in test_multi_token.py and test_diloco.py",
+    r"integration/test_interrupted\.py::test_killed_at_a_random_moment": "SIGTERM, and a killed save in checkpoint/",
+    r"integration/test_diloco\.py::test_an_island_on_each_process": "islands in one process; test_processes.py",
+    r"integration/test_generate\.py::test_two_processes": "test_processes.py; generation in one process",
+    r"integration/test_generate\.py::test_a_hugging_face_directory_and": "inference/test_goldens.py",
+    r"integration/test_five_combinations\.py::test_the_update_is_the_same_program\[(separate|2 islands)": "two more",
+    r"integration/test_parity\.py::test_a_fault_in_an_update_is_named\[(ad\w+a|adam_|lion|muon|na|sgd)": "adamw",
+    r"integration/test_parity\.py::test_(another_mesh_on|a_fault_in_routing)": "adamw's fault, and sides of a program",
+    r"integration/test_train_compile\.py::test_islands_on_two_slices": "test_streaming_diloco.py counts their traffic",
+    r"integration/test_train_compile\.py::test_train_takes_the_step": "aot/test_executable.py",
+    r"integration/test_train_compile\.py::test_the_step_of_every_train_state": "the same program on CPU devices",
+    r"integration/test_resume\.py::test_(unrolled_layers|a_run_on_one|the_same_batch|without)": "8 devices to 1",
+    r"integration/test_zero1\.py::test_a_(run_goes_on_from|tpu_gathers)": "what a device holds; collectives on CPU",
+    r"integration/test_resume\.py::test_a\w+_that_is_not_finite": "training/test_step.py",
+    r"integration/test_parity\.py::test_a_clip_along": "adamw's fault, and a lost tile",
+    r"integration/test_zero1\.py::test_it_learns_what_data_parallelism_learns\[linen": "nnx; one program",
+    r"unit/aot/test_cost\.py::test_an_unrolled": "loops count as often as they run",
+    r"unit/checkpoint/test_modules\.py::test_maxtext\[False": "scanned layers; test_maxtext.py",
+    r"unit/data/test_streams\.py::test_a_share_that_changes\S*\[40": "the smaller share",
+    r"unit/layers/test_remat\.py::test_(a_layer_more|every_combination)": "order of memory and FLOPs; one program",
+    r"unit/layers/test_stack\.py::test_neither_recomputing\S*\[minimal-": "full, and minimal_offloaded",
+    r"unit/linen/test_own_block(\.py::test_modules_(of_multi|hold)|_parity)": "the block in a plain stack",
+    r"unit/models/test_(deepseek|interleaved)\.py::test_combinations_make": "test_five_combinations.py, with experts",
+    r"unit/models/test_deepseek\.py::test_maxtexts_\S*\[(False|true)": "the other layout",
+    r"unit/models/test_family\.py::test_it_trains_(by_the_same|and_a_run)": "its losses, by a second implementation",
+    r"unit/models/test_goldens\.py::test_logits\S*-blockwise-": "the reference op; ops/test_blockwise.py",
+    r"unit/models/test_gpt3\.py::test_every_combination": "the same program for llama2",
+    r"unit/products/test_products\.py::test_a_model_of_int8": "an int8 product by itself",
+    r"unit/sharding/test_(default_rules\.py::test_the_inputs\S*\[tensor_s|settle_gradient\.py::test_a_tpu_w)": "tensor",
+    r"unit/sharding/test_table_gradient\.py::test_a_tpu": "the same count on CPU devices",
+    r"unit/state/test_host\.py::test_the_same_bits\S*adafactor": "muon, for which more is offloaded",
+    r"unit/training/test_diloco\.py::test_an_island_trains": "one island against Nesterov; islands against numpy",
+    r"unit/training/test_experts\.py::test_the_same_step\S*\[ways[13]": "two other meshes",
+    r"unit/training/test_multi_token\.py::test_(one_seed|what_else|the_heads)": "its loss, by a second implementation",
+    r"unit/training/test_router_bias\.py::test_(islands_have|it_is_equal)": "a step moves it; test_diloco.py",
+    r"unit/training/test_streaming_diloco\.py::test_what_a_sync\S*\[(bfloat16|int8)": "float32; ops/test_exchange.py",
+}
+_COVERED = [re.compile(rf"(tests/)?{pattern}") for pattern in COVERED]
+
+
+def is_left_out(item: pytest.Item) -> bool:
+    """Returns whether a run of the whole suite leaves the test out."""
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    names = {value if isinstance(value, str) else value.get("combination") for value in values if _names(value)}
+    return not names.isdisjoint(BETWEEN) or any(pattern.match(item.nodeid) for pattern in _COVERED)
+
+
+def _names(value: object) -> bool:
+    return isinstance(value, str) or (isinstance(value, dict) and isinstance(value.get("combination"), str))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tests", choices=("usual", "rest", "all"), default="usual", help="see tests/whole.py")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # The workers of xdist get the options of the first process, and name tests/ on their command lines.
+    if not hasattr(config, "workerinput") and config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        config.option.tests = "all"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.tests == "all":
+        return
+    stale = [pattern.pattern for pattern in _COVERED if not any(pattern.match(item.nodeid) for item in items)]
+    if BETWEEN and stale:
+        raise pytest.UsageError(f"tests/whole.py: no test has the name {stale[0]}")
+    left = [item for item in items if is_left_out(item) is (config.option.tests == "usual")]
+    items[:] = [item for item in items if item not in set(left)]
+    config.hook.pytest_deselected(items=left)
+    config.stash[_LEFT] = len(left)
+
+
+_LEFT = pytest.StashKey[int]()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left"] = session.config.stash.get(_LEFT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object, error: object) -> None:
+    """Of xdist: each worker leaves out the same tests."""
+    node.config.stash[_LEFT] = getattr(node, "workeroutput", {}).get("left", 0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if left := config.stash.get(_LEFT, 0):
+        kind = "others" if config.option.tests == "rest" else "tests that others nearly cover; --tests=rest runs them"
+        terminalreporter.write_line(f"left out: {left} {kind}")
