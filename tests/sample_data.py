@@ -9,6 +9,7 @@ import numpy as np
 
 from trainer.config import load
 from trainer.data import Dataset, open_dataset
+from trainer.runtime.crc32c import masked_crc32c
 
 LENGTH, VOCAB = 32, 300
 
@@ -77,10 +78,18 @@ def write_records(path: Path, kind: str, rows: list[dict[str, Any]]) -> None:
             writer.write(example(**row))
         writer.close()
     elif kind == "tfrecord":
-        records = [example(**row) for row in rows]
-        path.write_bytes(b"".join(struct.pack("<QI", len(data), 0) + data + b"\0\0\0\0" for data in records))
+        write_tfrecords(path, [example(**row) for row in rows])
     else:
         raise AssertionError(kind)
+
+
+def write_tfrecords(path: Path, records: list[bytes]) -> None:
+    """Writes a TFRecord file."""
+
+    def summed(data: bytes) -> bytes:
+        return data + struct.pack("<I", masked_crc32c(data))
+
+    path.write_bytes(b"".join(summed(struct.pack("<Q", len(data))) + summed(data) for data in records))
 
 
 def write_corpus(folder: Path, kind: str, count: int = 30, files: int = 3) -> Path:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from trainer.config.errors import UserError
 from trainer.data.documents import Record
 from trainer.data.text import encoding_hint, strings_as_bytes
+from trainer.runtime.crc32c import masked_crc32c
 
 Columns = tuple[str, ...]
 _CHUNK = 256  # records to read at once
@@ -127,7 +128,7 @@ class ParquetPart(FilePart):
     def _open(self):
         import pyarrow.parquet
 
-        return pyarrow.parquet.ParquetFile(self.path)
+        return pyarrow.parquet.ParquetFile(self.path, page_checksum_verification=True)
 
     def _errors(self, pyarrow: Any):
         return damaged_file(self.path, (pyarrow.ArrowException, OSError))
@@ -201,7 +202,7 @@ class ArrayRecordPart(FilePart):
 
 
 class TfrecordPart(FilePart):
-    """A TFRecord file. Its lengths are checked, its checksums are not."""
+    """A TFRecord file. Its lengths and checksums are checked."""
 
     def __init__(self, path: Path, columns: Columns, parse: Callable[[bytes], Any]):
         super().__init__(path, columns)
@@ -217,8 +218,14 @@ class TfrecordPart(FilePart):
                     raise UserError(
                         f"{self.path}: the record at byte {cursor} is truncated or not a TFRecord; copy it again"
                     )
-                start, cursor = cursor, cursor + size + 16
-                record = parsed(self._parse, data[:size], self.columns, f"{self.name}, record at byte {start}")
+                (head_sum,), (data_sum,) = struct.unpack("<I", header[8:]), struct.unpack("<I", data[size:])
+                start, cursor, data = cursor, cursor + size + 16, data[:size]
+                if head_sum != masked_crc32c(header[:8]) or data_sum != masked_crc32c(data):
+                    raise UserError(
+                        f"{self.path}: the record at byte {start} does not match its checksum, so the file is damaged; "
+                        "copy it or write it again"
+                    )
+                record = parsed(self._parse, data, self.columns, f"{self.name}, record at byte {start}")
                 yield cursor, cursor / self.weight, record
 
 

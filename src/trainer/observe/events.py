@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from trainer.observe.metrics import disk_errors
+from trainer.runtime.crc32c import masked_crc32c
 from trainer.runtime.folders import appended
 
 # TensorBoard reads every file whose name contains "tfevents". The folder has the name that MaxText gives it. The name
@@ -62,8 +63,6 @@ class EventsWriter:
             self._append(Event(wall_time=time.time(), step=int(row["step"]), summary=Summary(value=values)))
 
     def _append(self, event: Any) -> None:
-        from tensorboardX.record_writer import masked_crc32c
-
         data = event.SerializeToString()
         length = struct.pack("<Q", len(data))
         record = b"".join(
@@ -104,7 +103,6 @@ def _events(path: Path) -> Iterator[tuple[Any, int]]:
     """Yields the events of a file, each with the offset of its end, up to the first damaged one."""
     from google.protobuf.message import DecodeError
     from tensorboardX.proto.event_pb2 import Event
-    from tensorboardX.record_writer import masked_crc32c
 
     with path.open("rb") as file:
         while len(head := file.read(_HEAD.size)) == _HEAD.size:

@@ -1,12 +1,13 @@
 """Sources by their keys: what they read, and their messages about files that are missing, empty or damaged."""
 
+import itertools
 import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from sample_data import config_of, document, example, opened, write_corpus, write_records, write_tfds
+from sample_data import config_of, document, example, opened, write_corpus, write_records, write_tfds, write_tfrecords
 
 from trainer.config import UserError
 from trainer.data.corpus import Corpus, file_fingerprint
@@ -107,14 +108,11 @@ def test_tfds_in_both_formats_and_in_parts(tmp_path: Path):
 
 def to_tfrecord(folder: Path) -> None:
     """Rewrites a TFDS dataset as TFRecord files, which TFDS itself does with TensorFlow."""
-    import struct
-
     from array_record.python.array_record_module import ArrayRecordReader
 
     for file in list(folder.glob("*.array_record-*")):
         records = ArrayRecordReader(str(file)).read_all()
-        data = b"".join(struct.pack("<QI", len(record), 0) + record + b"\0\0\0\0" for record in records)
-        (folder / file.name.replace("array_record", "tfrecord")).write_bytes(data)
+        write_tfrecords(folder / file.name.replace("array_record", "tfrecord"), records)
         file.unlink()
     info = folder / "dataset_info.json"
     info.write_text(info.read_text().replace("array_record", "tfrecord"))
@@ -233,6 +231,30 @@ def test_damaged_files_are_named(tmp_path: Path, kind: str, damage: str):
     path.write_bytes(data[: len(data) * 2 // 3] if damage == "cut" else bytes(range(256)) * 4)
     with pytest.raises(UserError, match=rf"0.{kind}.*(damaged|truncated)"):
         read_all(tmp_path, kind, path)
+
+
+@pytest.mark.parametrize("place", [8, 12 + 10, -1])  # in the checksum of the length, the record, and its checksum
+@pytest.mark.parametrize("way", ["prepared", "streaming"])
+def test_a_tfrecord_that_does_not_match_its_checksum_is_named(tmp_path: Path, way: str, place: int):
+    path = write_corpus(tmp_path / "files", "tfrecord", files=1) / "0.tfrecord"
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+    keys = grain_keys("tfrecord", path) | {"tokenizer_type": "bytes", "data_pipeline": way, "held_out_share": 0}
+    with pytest.raises(UserError, match=r"0.tfrecord: the record at byte \d+ does not match its checksum"):
+        list(itertools.islice(opened(tmp_path / "cache", **keys).train_stream(rows=20), 20))
+
+
+def test_a_parquet_page_that_does_not_match_its_checksum_is_named(tmp_path: Path):
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "a.parquet"
+    table = pyarrow.Table.from_pylist([{"text": document(i)} for i in range(30)])
+    pyarrow.parquet.write_table(table, path, compression="none", use_dictionary=False, write_page_checksum=True)
+    path.write_bytes(path.read_bytes().replace(b"document 7", b"document 8"))
+    with pytest.raises(UserError, match=r"a.parquet is damaged"):
+        read_all(tmp_path, "parquet", path)
 
 
 @pytest.mark.parametrize(

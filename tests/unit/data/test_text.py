@@ -2,13 +2,12 @@
 
 import base64
 import json
-import struct
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from sample_data import config_of, document, example, write_records, write_tfds
+from sample_data import config_of, document, example, write_records, write_tfds, write_tfrecords
 
 from trainer.config import UserError
 from trainer.data import Dataset, open_dataset
@@ -84,7 +83,7 @@ def write_bytes(path: Path, kind: str, texts: list[bytes]) -> Path:
 
 def write_examples(path: Path, kind: str, records: list[bytes]) -> None:
     if kind == "tfrecord":
-        path.write_bytes(b"".join(struct.pack("<QI", len(data), 0) + data + b"\0\0\0\0" for data in records))
+        write_tfrecords(path, records)
         return
     from array_record.python.array_record_module import ArrayRecordWriter
 
