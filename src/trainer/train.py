@@ -100,7 +100,7 @@ def _dry_run(loaded: Loaded) -> None:
     if finished:
         console.say(_FINISHED.format(place))
     else:
-        from_first(lambda: check_earlier(place, config_yml, begin.resumed, console.say))
+        from_first(lambda: check_earlier(place, config_yml, begin.updates, begin.resumed, console.say))
     if begin.updates < config.steps:
         compiled = loaded_step(run, console.say) or compiled_step(run, place, console.say)
         console.needs(needs_of(run, compiled), config.steps - begin.updates)

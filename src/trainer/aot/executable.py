@@ -15,6 +15,7 @@ import trainer
 from trainer.aot import sources
 from trainer.config import Config
 from trainer.config.errors import UserError
+from trainer.config.json_files import parsed
 from trainer.config.step_keys import step_keys
 from trainer.models.families import block_class, blocks, stacks
 
@@ -111,7 +112,7 @@ def load(path: Path, origin: Origin, args: Any, devices: Sequence[jax.Device]) -
     if not content.startswith(MAGIC):
         raise UserError(f"{named}: not a file that trainer.train_compile wrote")
     try:
-        head = json.loads(head_line)
+        head = parsed(head_line)
     except ValueError as error:
         raise UserError(f"{named}: damaged, its header is not JSON; compile again") from error
     if differences := _differences(head["origin"], json.loads(json.dumps(origin))):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.errors import UserError
+from trainer.config.json_files import parsed
 from trainer.config.paths import local_path
 from trainer.runtime.storage import user_cache
 
@@ -61,7 +62,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     In folders larger than 1 GiB, only the sizes of files are verified.
     """
     try:
-        meta = json.loads((folder / META).read_text(encoding="utf-8"))
+        meta = parsed((folder / META).read_text(encoding="utf-8"))
         files = dict(meta["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise damaged(folder, META, f"cannot be read ({type(error).__name__}: {error})") from error

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -60,7 +61,8 @@ def open_tokenizer(
     def build(temporary: Path) -> dict[str, Any]:
         texts = _texts(train, weights)
         say(f"training a BPE of {size} tokens on {sum(map(len, texts)) / 1e6:.1f} MB of text")
-        train_bpe(texts, size).save(temporary)
+        with _Bar(say, f"a BPE of {size} tokens"):
+            train_bpe(texts, size).save(temporary)
         return {"vocab_size": size}
 
     if not folder.exists():
@@ -193,9 +195,12 @@ def _documents(
 ) -> Iterator[Document]:
     """Yields the documents of all corpora in order. Encodes one chunk at a time."""
     for i, corpus in enumerate(corpora):
-        records = corpus.records(lambda share, i=i: track((i + share) / len(corpora)))  # type: ignore[misc]
+        read: list[float] = []
+        records = corpus.records(read.append)
         while chunk := list(itertools.islice(records, _CHUNK)):
             yield from (document for document in encoder.encode(chunk, counts) if document is not None)
+            track((i + read[-1]) / len(corpora))
+            read.clear()
 
 
 def _key(facts: Any) -> str:
@@ -203,25 +208,33 @@ def _key(facts: Any) -> str:
 
 
 class _Bar:
-    """Progress from 0 to 1, with an ETA: a bar if stderr is a terminal, otherwise a line from time to time."""
+    """Progress from 0 to 1, with an ETA: a bar if stderr is a terminal, otherwise a line from time to time. A thread
+    shows it, because a single document may take minutes."""
 
     def __init__(self, say: Progress, label: str):
-        self._say, self._label = say, label
+        self._say, self._label, self._share = say, label, 0.0
         self._bar = tqdm(total=100, desc=label[:40], unit="%", leave=False, disable=None, mininterval=0.2)
-        self._started = self._said = time.monotonic()
+        self._started, self._ended = time.monotonic(), threading.Event()
+        self._thread = threading.Thread(target=self._show, daemon=True)
 
     def __call__(self, share: float) -> None:
-        if not self._bar.disable:
-            self._bar.update(round(100 * share, 1) - self._bar.n)
-            return
-        now = time.monotonic()
-        if now - self._said > _INTERVAL and share > 0:
-            self._said = now
-            left = (now - self._started) * (1 - share) / share
-            self._say(f"{self._label}: {100 * share:.0f} %, {left:.0f} s left")
+        self._share = share
+
+    def _show(self) -> None:
+        while not self._ended.wait(_INTERVAL if self._bar.disable else 0.2):
+            share, seconds = self._share, time.monotonic() - self._started
+            if not self._bar.disable:
+                self._bar.n = round(100 * share, 1)
+                self._bar.refresh()
+            else:
+                left = f"{100 * share:.0f} %, {seconds * (1 - share) / share:.0f} s left" if share else ""
+                self._say(f"{self._label}: {left or f'{seconds:.0f} s so far'}")
 
     def __enter__(self) -> "_Bar":
+        self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
         self._bar.close()

@@ -5,15 +5,17 @@ A *cursor* is the position from which to resume: a byte offset in JSONL and TFRe
 """
 
 import codecs
+import gzip
 import json
 import struct
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from trainer.config.errors import UserError
 from trainer.data.documents import Record
-from trainer.data.text import encoding_hint, strings_as_bytes
+from trainer.data.text import GZIP, encoding_hint, strings_as_bytes
 from trainer.runtime.crc32c import masked_crc32c
 
 Columns = tuple[str, ...]
@@ -82,7 +84,7 @@ class Line(NamedTuple):
     start: int
 
     def __str__(self) -> str:
-        with self.path.open("rb") as file:
+        with opened(self.path) as file:
             number, left = 1, self.start
             while left > 0:
                 block = file.read(min(left, 1 << 20))
@@ -90,11 +92,18 @@ class Line(NamedTuple):
         return f"{self.path}, line {number}"
 
 
+def opened(path: Path) -> Any:
+    """Opens a file for reading its bytes; if it is compressed by gzip, its content's."""
+    with path.open("rb") as file:
+        compressed = file.read(len(GZIP)) == GZIP
+    return gzip.open(path) if compressed else path.open("rb")
+
+
 class JsonlPart(FilePart):
-    """One JSON object per line; blank lines are skipped."""
+    """One JSON object per line, perhaps compressed by gzip; blank lines are skipped."""
 
     def read(self, cursor: int = 0) -> Iterator[tuple[int, float, Record]]:
-        with self.path.open("rb") as file:
+        with damaged_file(self.path, (OSError, EOFError, zlib.error)), opened(self.path) as file:
             file.seek(cursor)
             for line in file:
                 where, cursor = Line(self.path, cursor), cursor + len(line)
@@ -109,7 +118,8 @@ class JsonlPart(FilePart):
                     ) from error
                 if not isinstance(values, dict):
                     raise UserError(f"{where}, is not a JSON object; fix or remove the line")
-                yield cursor, cursor / self.weight, self.pick(values, where)
+                read = file.fileobj.tell() if hasattr(file, "fileobj") else cursor
+                yield cursor, read / self.weight, self.pick(values, where)
 
 
 class ParquetPart(FilePart):

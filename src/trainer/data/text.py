@@ -8,6 +8,9 @@ REPLACEMENT = "\ufffd"
 # In bytes, a surrogate is what UTF-8 would make of its code point (WTF-8). No other character begins like that.
 _SURROGATE_BYTES = re.compile(rb"\xed[\xa0-\xbf]")
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+# Which of the first four bytes are 0, if UTF-16 or UTF-32 begins with two ASCII characters and has no mark.
+_ASCII_ZEROS = [(False, True) * 2, (True, False) * 2, (False, True, True, True), (True, True, True, False)]
+GZIP = b"\x1f\x8b\x08"  # how a compressed file begins
 
 
 def mended(text: str) -> tuple[str, int]:
@@ -47,9 +50,13 @@ def canonical(value: str | bytes) -> bytes:
 
 
 def encoding_hint(data: bytes) -> str:
-    """Returns the end of a message about `data` that is not UTF-8: the likely encoding, or ""."""
-    looks = data.startswith(_UTF_16) or b"\0" in data[:4]
-    return " (it looks like UTF-16 or UTF-32)" if looks else ""
+    """Returns the end of a message about `data` that is not text in UTF-8: what it probably is, or ""."""
+    zeros = tuple(byte == 0 for byte in data[:4])
+    if data.startswith(GZIP):
+        return " (it looks like gzip)"
+    if data.startswith(_UTF_16) or zeros in _ASCII_ZEROS:
+        return " (it looks like UTF-16 or UTF-32)"
+    return " (it has NUL bytes, as after a power cut)" if b"\0" in data else ""
 
 
 def strings_as_bytes(table: Any) -> Any:

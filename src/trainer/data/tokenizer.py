@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trainer.config.errors import UserError, shortened
+
 if TYPE_CHECKING:
     import tokenizers
 
@@ -78,9 +80,20 @@ class JsonTokenizer(Tokenizer):
         return hashlib.sha256(f"{self._names} {self._inner.to_str()}".encode()).hexdigest()
 
     def encode_many(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
-        if len(texts) == 1:
-            return [self._inner.encode(texts[0], add_special_tokens=False).ids]
-        return [encoding.ids for encoding in self._inner.encode_batch_fast(texts, add_special_tokens=False)]
+        try:
+            if len(texts) == 1 and len(texts[0]) < 1 << 20:  # `encode` lets no other thread run
+                return [self._inner.encode(texts[0], add_special_tokens=False).ids]
+            return [encoding.ids for encoding in self._inner.encode_batch_fast(texts, add_special_tokens=False)]
+        except Exception as error:  # the package raises plain Exception
+            if type(error) is not Exception:
+                raise
+            if len(texts) > 1:
+                return [ids for text in texts for ids in self.encode_many([text])]  # finds the text
+            raise UserError(
+                f"the tokenizer cannot encode the text {shortened(texts[0])!r} ({error}); a tokenizer without a token "
+                "for unknown text must have tokens for all text: take another tokenizer_path, or add the token to its "
+                "vocabulary"
+            ) from error
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._inner.decode(list(ids), skip_special_tokens=True)

@@ -3,14 +3,12 @@
 import os
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from trainer.observe.metrics import disk_errors
+from trainer.observe.appended import AppendedFile, disk_errors
 from trainer.runtime.crc32c import masked_crc32c
-from trainer.runtime.folders import appended
 
 # TensorBoard reads every file whose name contains "tfevents". The folder has the name that MaxText gives it. The name
 # is always the same, so that a resumed run continues the file, and a TensorBoard that reads it continues to read it.
@@ -20,26 +18,27 @@ EVENTS_FILE = "tensorboard/events.out.tfevents.trainer"
 _HEAD, _TAIL = struct.Struct("<QI"), 4
 
 
-class EventsWriter:
+class EventsWriter(AppendedFile):
     """Appends events to folder/tensorboard/ and flushes each row immediately. A context manager.
 
     Importing this module does not import tensorboardX, but creating a writer does.
     """
 
-    def __init__(self, folder: Path, step: int = 0, *, resumes: bool = True):
+    def __init__(self, folder: Path, step: int = 0, *, resumes: bool = True, say: Callable[[str], None] = print):
         """Keeps earlier events of steps below `step`. Removes later events and a truncated last one.
 
-        `resumes`: see `MetricsWriter`.
+        `resumes`, `say`: see `MetricsWriter`.
 
         Raises:
           UserError: the file cannot be written.
         """
         from tensorboardX.proto.event_pb2 import Event
 
-        self._path, self._resumes = folder / EVENTS_FILE, resumes
-        with disk_errors(self._path, self._resumes):
-            self._path.parent.mkdir(exist_ok=True)
-            self._file = appended(self._path)
+        path = folder / EVENTS_FILE
+        with disk_errors(path, resumes):
+            path.parent.mkdir(exist_ok=True)
+        super().__init__(path, resumes, say)
+        with disk_errors(path, resumes):
             # Truncated in place: the steps that are computed again have records of the same lengths.
             self._file.truncate(_end(self._path, step))
             if not self._file.seek(0, os.SEEK_END):
@@ -59,8 +58,7 @@ class EventsWriter:
             for name, value in row.items()
             if name != "step" and not isinstance(value, str)
         ]
-        with disk_errors(self._path, self._resumes):
-            self._append(Event(wall_time=time.time(), step=int(row["step"]), summary=Summary(value=values)))
+        self._append(Event(wall_time=time.time(), step=int(row["step"]), summary=Summary(value=values)))
 
     def _append(self, event: Any) -> None:
         data = event.SerializeToString()
@@ -68,25 +66,7 @@ class EventsWriter:
         record = b"".join(
             [length, struct.pack("<I", masked_crc32c(length)), data, struct.pack("<I", masked_crc32c(data))]
         )
-        while record:
-            record = record[self._file.write(record) :]
-
-    def sync(self) -> None:
-        """Waits until all events are on disk. Raises UserError like `write`."""
-        with disk_errors(self._path, self._resumes):
-            os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        """Closes the file. A second call does nothing."""
-        self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+        self.append(record)
 
 
 def _end(path: Path, step: int) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import UserError
+from trainer.observe.appended import set_aside
 from trainer.observe.lines import Work
 from trainer.observe.metrics import MetricsWriter, read_rows
 from trainer.observe.rundir import OWN_FILES
@@ -115,12 +116,8 @@ class MetricsFile:
         except OSError as error:
             raise _unwritable(str(self.path), error.strerror or str(error)) from error
         if self._begins and not (resumed and self._own):
-            number = 1
-            while (moved := self.path.with_name(f"{self.path.name}.{number}")).exists():
-                number += 1
-            self.path.rename(moved)
-            say(f"{self.path} held metrics of another run; moved to {moved}")
-        return MetricsWriter(self.path.parent, updates, self.path.name, resumes=resumes)
+            say(f"{self.path} held metrics of another run; moved to {set_aside(self.path)}")
+        return MetricsWriter(self.path.parent, updates, self.path.name, resumes=resumes, say=say)
 
 
 def _unwritable(path: str, why: str) -> UserError:

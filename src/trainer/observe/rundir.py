@@ -9,8 +9,9 @@ from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
 from trainer.config import UserError
+from trainer.config.words import counted
 from trainer.observe.events import EVENTS_FILE
-from trainer.observe.metrics import METRICS_FILE
+from trainer.observe.metrics import METRICS_FILE, read_rows
 from trainer.observe.profiler import TRACES
 from trainer.observe.starts import STARTS_FILE, with_start
 from trainer.runtime.agreement import from_first
@@ -107,13 +108,11 @@ class RunDir(NamedTuple):
     def _begin(self, config_yml: str, start: Mapping[str, Any], resumed: bool, say: Callable[[str], None]) -> None:
         config = self.path / CONFIG_FILE
         with _writing(config):
-            if not (self.path / METRICS_FILE).exists():
-                if resumed:
-                    say(f"{self.place / METRICS_FILE} is gone: the rows of earlier steps are missing in the new one")
-            elif not resumed:
-                self._keep_earlier(config_yml, say)
             if not resumed:
+                if (self.path / METRICS_FILE).exists():
+                    self._keep_earlier(config_yml, say)
                 (self.path / SAMPLES_FILE).unlink(missing_ok=True)
+            check_rows(self.path, self.place, start["step"], say)
             starts = with_start(self.path / STARTS_FILE, start, resumed=resumed)
             (self.path / FINISHED_FILE).unlink(missing_ok=True)
             replace_file(self.path / STARTS_FILE, starts)
@@ -165,6 +164,23 @@ class RunDir(NamedTuple):
     def _finish(self) -> None:
         with _writing(self.path / FINISHED_FILE):
             (self.path / FINISHED_FILE).touch()
+
+
+def check_rows(path: Any, place: Any, step: int, say: Callable[[str], None]) -> None:
+    """Reports how many rows are missing in the metrics of a run that resumes at `step`.
+
+    Args: see `keeps_earlier`.
+
+    Raises:
+      UserError: the metrics or the samples are damaged.
+    """
+    metrics, samples = path / METRICS_FILE, path / SAMPLES_FILE
+    rows = read_rows(metrics) if metrics.exists() else []
+    if samples.exists():
+        read_rows(samples)
+    if missing := step - len({row["step"] for row in rows if "loss" in row and row["step"] < step}):
+        what = "lacks" if metrics.exists() else "is gone: it lacks"
+        say(f"{place / METRICS_FILE} {what} the rows of {counted(missing, 'earlier step')}")
 
 
 def keeps_earlier(path: Any, place: Any, config_yml: str) -> bool:

@@ -16,6 +16,7 @@ from trainer.observe.rundir import (
     FINISHED_FILE,
     STARTS_OVER,
     RunDir,
+    check_rows,
     keeps_earlier,
     remote_errors,
 )
@@ -90,8 +91,9 @@ def _check_writable(path: Any, base_output_directory: str) -> None:
         raise _unwritable(base_output_directory, why)
 
 
-def check_earlier(place: Any, config_yml: str, resumed: bool, say: Callable[[str], None]) -> None:
+def check_earlier(place: Any, config_yml: str, step: int, resumed: bool, say: Callable[[str], None]) -> None:
     """Reports what `RunDir.begin` would do with the metrics of an earlier process in `place`, and raises its errors."""
+    kept = False
     if not resumed and (place / METRICS_FILE).exists():
         kept = keeps_earlier(place, place, config_yml)
         say(
@@ -99,6 +101,8 @@ def check_earlier(place: Any, config_yml: str, resumed: bool, say: Callable[[str
             if kept
             else STARTS_OVER.format(place)
         )
+    if not kept:
+        check_rows(place, place, step, say)
 
 
 def _in_use(path: Any) -> bool:

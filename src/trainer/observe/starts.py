@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainer.config.json_files import parsed
+
 STARTS_FILE = "starts.json"
 _NEWEST_ONLY = ("sources", "sharding")  # so that the file of a run that is often interrupted stays small
 
@@ -22,7 +24,7 @@ def with_start(path: Path, start: Mapping[str, Any], *, resumed: bool) -> str:
 def read_starts(path: Path) -> list[dict[str, Any]]:
     """Returns the starts of a run, the first one first; none if the file is missing or damaged."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        found = parsed(path.read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError):
         return []
     entries = found if isinstance(found, list) else []

@@ -108,14 +108,15 @@ def open_reports(
 
     def open_metrics() -> list[int]:
         resumes = config.enable_checkpointing
-        writers.append(stack.enter_context(MetricsWriter(run_dir.path, begin.updates, resumes=resumes)))
+        writer = MetricsWriter(run_dir.path, begin.updates, resumes=resumes, say=console.say)
+        writers.append(stack.enter_context(writer))
         pages.append(ReportFile(run_dir.path, writers[0].kept, console.say))
         stack.callback(pages[0].write)  # even if the run fails
         for file in files:
-            writer = file.open(begin.updates, resumed=begin.resumed, resumes=resumes, say=console.say)
-            maxtext_writers.append(stack.enter_context(writer))
+            copy = file.open(begin.updates, resumed=begin.resumed, resumes=resumes, say=console.say)
+            maxtext_writers.append(stack.enter_context(copy))
         if config.enable_tensorboard:
-            events = EventsWriter(run_dir.path, begin.updates, resumes=resumes)
+            events = EventsWriter(run_dir.path, begin.updates, resumes=resumes, say=console.say)
             maxtext_writers.append(stack.enter_context(events))
         return [row["step"] for row in writers[0].kept if "eval_loss" in row]
 

@@ -1,5 +1,6 @@
 """Sources by their keys: what they read, and their messages about files that are missing, empty or damaged."""
 
+import gzip
 import itertools
 import json
 import sys
@@ -270,6 +271,42 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str):
     (tmp_path / "a.jsonl").write_text(f'{{"text": "good"}}\n\n{line}\n')
     with pytest.raises(UserError, match=message):
         read_all(tmp_path, "jsonl", tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("data", "hint"),
+    [
+        ("hello".encode("utf-16-le"), "UTF-16"),
+        ("hello".encode("utf-32-be"), "UTF-16"),
+        (b"\0" * 50, "it has NUL bytes"),
+        (b'{"te' + b"\0" * 50, "it has NUL bytes"),
+    ],
+)
+def test_what_a_line_looks_like(tmp_path: Path, data: bytes, hint: str):
+    (tmp_path / "a.jsonl").write_bytes(data)
+    with pytest.raises(UserError, match=rf"a.jsonl, line 1, is not JSON .*{hint}"):
+        read_all(tmp_path, "jsonl", tmp_path / "a.jsonl")
+
+
+def test_compressed_lines_are_read_from_any_cursor(corpora, tmp_path: Path):
+    data = b"".join(path.read_bytes() for path in sorted(corpora("jsonl").iterdir()))
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(data))
+    (tmp_path / "a.jsonl").write_bytes(data)
+    part, plain = JsonlPart(path, ("text",)), JsonlPart(tmp_path / "a.jsonl", ("text",))
+    whole, expected = list(part.read()), list(plain.read())
+    assert [(cursor, record.values) for cursor, _, record in whole] == [(it[0], it[2].values) for it in expected]
+    assert whole[-1][1] == 1.0
+    for i, (cursor, *_) in enumerate(whole):
+        assert list(part.read(cursor)) == whole[i + 1 :]
+    assert str(whole[3][2].where) == f"{path}, line 4"
+    for damaged in (path.read_bytes()[:-9], path.read_bytes()[:40] + b"garbage" + path.read_bytes()[47:]):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"a.jsonl.gz is damaged"):
+            list(part.read())
+    (tmp_path / "a.txt").write_bytes(gzip.compress(data))
+    with pytest.raises(UserError, match=r"a.txt: column text is not UTF-8 .*it looks like gzip"):
+        read_all(tmp_path, "text", tmp_path / "a.txt")
 
 
 def test_bytes_that_are_no_utf8_are_named(tmp_path: Path):

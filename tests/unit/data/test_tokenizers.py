@@ -180,6 +180,22 @@ def test_what_is_no_tokenizer_is_named(tmp_path: Path):
         load_tokenizer(str(tmp_path), "auto", **BOTH)
 
 
+@pytest.mark.parametrize("kind", ["WordLevel", "WordPiece"])
+@pytest.mark.parametrize("others", [[], ["known"]])
+def test_text_that_a_tokenizer_without_an_unknown_token_cannot_encode(tmp_path: Path, kind: str, others: list[str]):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["known", "</s>"]
+    inner = Tokenizer(getattr(models, kind)({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.add_special_tokens(["</s>"])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path), "auto", **BOTH)
+    assert tokenizer.encode("known") == [0]
+    with pytest.raises(UserError, match=r"cannot encode the text 'known else'"):
+        tokenizer.encode_many([*others, "known else"])
+
+
 @pytest.mark.parametrize("package", ["sentencepiece", "tiktoken"])
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str):
     (tmp_path / "tokenizer.model").write_bytes(b"x")

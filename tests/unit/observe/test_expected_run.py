@@ -67,13 +67,18 @@ def test_a_dry_run_sees_that_a_folder_is_not_writable(tmp_path, monkeypatch, at)
 
 def test_a_dry_run_says_what_becomes_of_earlier_metrics(tmp_path):
     said = []
-    check_earlier(tmp_path, CONFIG, False, said.append)
-    check_earlier(begun(tmp_path, "mine"), CONFIG, True, said.append)
+    check_earlier(tmp_path, CONFIG, 0, False, said.append)
+    check_earlier(begun(tmp_path, "mine"), CONFIG, 0, True, said.append)
     assert said == []
-    check_earlier(tmp_path / "mine", CONFIG, False, said.append)
+    check_earlier(tmp_path / "mine", CONFIG, 0, False, said.append)
     assert said.pop() == f"{tmp_path / 'mine'} has no checkpoint yet: starting over"
+    check_earlier(tmp_path / "mine", CONFIG, 3, True, said.append)
+    assert said.pop() == f"{tmp_path / 'mine'}/metrics.jsonl lacks the rows of 3 earlier steps"
+    (tmp_path / "mine" / "samples.jsonl").write_text("garbage\n")
+    with pytest.raises(UserError, match=r"samples.jsonl is damaged: line 1"):
+        check_earlier(tmp_path / "mine", CONFIG, 3, True, said.append)
     with pytest.raises(UserError, match="whose checkpoints are gone"):
-        check_earlier(finished(tmp_path, "other"), CONFIG, False, said.append)
+        check_earlier(finished(tmp_path, "other"), CONFIG, 0, False, said.append)
     without = "enable_checkpointing: false\n"
-    check_earlier(finished(tmp_path, "third", without, False), without, False, said.append)
+    check_earlier(finished(tmp_path, "third", without, False), without, 0, False, said.append)
     assert said.pop() == f"{tmp_path / 'third'} holds an earlier run: its files would be kept under other names"

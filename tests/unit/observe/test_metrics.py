@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from trainer.config import UserError
-from trainer.observe import MetricsWriter, TokensSeen
+from trainer.observe import EventsWriter, MetricsWriter, TokensSeen
+from trainer.observe.events import EVENTS_FILE
 from trainer.observe.metrics import read_rows
 
 
@@ -52,7 +53,7 @@ def test_a_later_process_goes_on_behind_the_rows_that_its_checkpoint_covers(tmp_
         assert writer.kept == read(tmp_path) == []
 
 
-@pytest.mark.parametrize("torn", ['{"step": 1, "lo', '{"step": 1}', "{", "ä"[:1]])
+@pytest.mark.parametrize("torn", ['{"step": 1, "lo', '{"step": 1}', "{", "\0\0"])
 def test_a_line_that_was_cut_off_is_removed(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n' + torn, encoding="utf-8")
@@ -60,6 +61,37 @@ def test_a_line_that_was_cut_off_is_removed(tmp_path, torn):
     with MetricsWriter(tmp_path, 5) as writer:
         writer.write({"step": 5})
     assert read(tmp_path) == [{"step": 0}, {"step": 5}]
+
+
+@pytest.mark.parametrize("content", ["garbage", "\ufffd\ufffd", '{"step": 0}\ngarbage', "[" * 100_000])
+def test_garbage_is_no_line_that_was_cut_off(tmp_path, content):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match=r"is damaged: line [12] is not a row"):
+        MetricsWriter(tmp_path, 5)
+    assert path.read_text(encoding="utf-8") == content
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("name", ["metrics.jsonl", EVENTS_FILE])
+def test_a_file_that_is_removed_or_replaced_during_a_run_is_written_again(tmp_path, name, replaced):
+    said, path = [], tmp_path / name
+    with (MetricsWriter if name == "metrics.jsonl" else EventsWriter)(tmp_path, say=said.append) as writer:
+        writer.write({"step": 0})
+        before = path.read_bytes()
+        path.unlink()
+        if replaced:
+            path.write_bytes(b"mine")
+        writer.write({"step": 1})
+        writer.write({"step": 2})
+        writer.sync()
+    data = path.read_bytes()
+    assert data.startswith(before)
+    assert len(said) == 1
+    assert str(path) in said[0]
+    if name == "metrics.jsonl":
+        assert [row["step"] for row in read(tmp_path)] == [0, 1, 2]
+    assert [it.read_bytes() for it in path.parent.glob("*.1")] == [b"mine"] * replaced
 
 
 @pytest.mark.parametrize("line", ["", "{", "[]", '{"loss": 1}', "\0\0"])

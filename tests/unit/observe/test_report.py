@@ -174,6 +174,17 @@ def test_mistakes(tmp_path, monkeypatch, capsys, words, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "starts.json"])
+def test_a_file_that_is_nested_too_deep(tmp_path, capsys, name):
+    make_run(tmp_path / "run", 0.5)
+    (tmp_path / "run" / name).write_text('{"step": 0, "loss": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    if name == "starts.json":  # which is read as if it were absent, like a damaged one
+        return report.main([str(tmp_path / "run")])
+    with pytest.raises(SystemExit, match="2"):
+        report.main([str(tmp_path / "run")])
+    assert f"{name} is damaged: line 1" in capsys.readouterr().err
+
+
 def test_while_a_run_goes_on_the_page_takes_a_hundredth_of_its_time(tmp_path, monkeypatch):
     run, now, said = make_run(tmp_path / "run", 0.5), [0.0], []
 

@@ -235,14 +235,27 @@ def test_metrics_that_no_checkpoint_covers(tmp_path):
     assert not resumed.finished
 
 
-def test_metrics_that_were_removed_are_told_where_a_run_goes_on(tmp_path):
+def test_rows_that_are_missing_are_told_where_a_run_goes_on(tmp_path):
     path, lines = begun(tmp_path, "mine"), []
+    (path / "metrics.jsonl").write_text('{"step": 0, "loss": 1}\n{"step": 1, "eval_loss": 1}\n')
     run = opened(tmp_path, "mine")
-    run.begin(CONFIG, START, resumed=True, say=lines.append)
+    run.begin(CONFIG, {"step": 1}, resumed=True, say=lines.append)
     assert lines == []
+    run.begin(CONFIG, {"step": 3}, resumed=True, say=lines.append)
+    assert lines.pop() == f"{path}/metrics.jsonl lacks the rows of 2 earlier steps"
     (path / "metrics.jsonl").unlink()
-    run.begin(CONFIG, START, resumed=True, say=lines.append)
-    assert lines == [f"{path}/metrics.jsonl is gone: the rows of earlier steps are missing in the new one"]
+    run.begin(CONFIG, {"step": 3}, resumed=True, say=lines.append)
+    assert lines.pop() == f"{path}/metrics.jsonl is gone: it lacks the rows of 3 earlier steps"
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_garbage_in_the_metrics_is_found_before_the_run_begins(tmp_path, resumed):
+    path = begun(tmp_path, "mine")
+    (path / "metrics.jsonl").write_text('{"step": 0}\ngarbage\n{"step": 1}\n')
+    before = {it.name: it.read_bytes() for it in path.iterdir()}
+    with pytest.raises(UserError, match=r"metrics.jsonl is damaged: line 2 is not a row"):
+        opened(tmp_path, "mine").begin(CONFIG, START, resumed=resumed, say=lambda line: None)
+    assert {it.name: it.read_bytes() for it in path.iterdir()} == before
 
 
 def test_each_start_of_a_run_is_kept_and_the_newest_in_full(tmp_path):
