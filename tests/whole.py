@@ -1,7 +1,7 @@
 """Which tests a run of the whole suite leaves out, because others cover nearly the same.
 
-`python -m pytest -n 2` leaves them out and says how many, `--tests=rest` runs only them, `--tests=all` runs all. CI runs
-all. A run of tests that the command line names leaves nothing out.
+`python -m pytest -n 2` leaves them out and says how many, `--tests=rest` runs only them, `--tests=all` runs all. CI
+runs all. A run of tests that the command line names leaves nothing out.
 
 Left out are
 - cases of the three combinations between the first and the last one. In all five the update has the same text
@@ -74,9 +74,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # The workers of xdist get the options of the first process, and name tests/ on their command lines.
-    if not hasattr(config, "workerinput") and config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         config.option.tests = "all"
+    config.option.tests = getattr(config, "workerinput", {}).get("tests", config.option.tests)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: object) -> None:
+    """Of xdist: a worker leaves out what the first process would."""
+    node.workerinput["tests"] = node.config.option.tests
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

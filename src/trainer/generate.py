@@ -1,5 +1,6 @@
 """`python -m trainer.generate FROM [prompt=TEXT] [key=value ...]`: continue prompts with a trained model."""
 
+import json
 import os
 import sys
 import time
@@ -16,23 +17,27 @@ from trainer.config.words import visible
 from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu, prepare_to_compile
 
 WEIGHTS = ("raw", "ema")
-_OWN = ("prompts", "weights")
+FORMATS = ("text", "jsonl")
+_OWN = {"prompts": (), "weights": WEIGHTS, "format": FORMATS}  # with their values, if not any text
 _NO_MODEL = "there is no model: give FROM, or load_parameters_path=... and the model's keys"
 HELP = """\
-usage: python -m trainer.generate FROM [prompt=TEXT | prompts=FILE] [weights=raw|ema] [key=value ...]
+usage: python -m trainer.generate FROM [prompt=TEXT | prompts=FILE] [format=text|jsonl] [weights=raw|ema]
+                                       [key=value ...]
        python -m trainer.generate [base.yml] load_parameters_path=FROM model_name=... [prompt=TEXT] [key=value ...]
 
 FROM     a run's folder or one of its checkpoints/N, a Hugging Face model directory, or the output of trainer.export.
          The model's keys come from it. A MaxText checkpoint does not contain them: use the second form.
 prompt   the text to continue; default: that of base.yml
 prompts  a file with one prompt in each line; - reads standard input; not together with prompt
+format   text (default), or jsonl: a line of JSON for each prompt, with prompt, text (the continuation), tokens,
+         log_probs (of each token, at temperature 1) and end: stop (a token that ends texts) or length
 weights  of a run with ema_decay: ema (default), the average of the parameters, or raw
 key      keys of base.yml: decode_sampling_* say how tokens are drawn, max_target_length is the length of prompt and
          continuation together (default: that of the training, at most 2048), ici_*_parallelism is the mesh;
          compile_topology=v5e-8 compiles a decode step for these devices and reports what it takes
 
-Standard output has the texts alone, each with its prompt; messages are on standard error. --help Generation lists the
-keys of generation, --explain KEY explains one."""
+Standard output has the texts alone, each with its prompt, or the lines of JSON; messages are on standard error.
+--help Generation lists the keys of generation, --explain KEY explains one."""
 _LONGEST = 2048  # default of max_target_length for a checkpoint of a model with longer texts
 
 
@@ -45,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(explanation(asked.key) if asked.key else help_text(asked.section) if asked.section else HELP)
         return
     place, options, keys = _read_words(words)
+    as_json = options.get("format") == "jsonl"
+    if as_json and not any(word.startswith("return_log_prob=") for word in keys):
+        keys.append("return_log_prob=true")
     loaded = None if place else load(keys, environment=os.environ)
     connection = loaded or load([word for word in keys if word.partition("=")[0] in PROCESSES])
     prompts = _prompts(options["prompts"]) if "prompts" in options else None
@@ -67,10 +75,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     with distributed(connection.config):  # before a checkpoint is read, which may use devices
         if loaded is None:
             loaded, average = agreed(lambda: _of_checkpoint(place, keys, options.get("weights")))
-        _generate(loaded, prompts, average, started)
+        _generate(loaded, prompts, average, as_json, started)
 
 
-def _generate(loaded: Loaded, prompts: list[str] | None, average: bool, started: float) -> None:
+def _generate(loaded: Loaded, prompts: list[str] | None, average: bool, as_json: bool, started: float) -> None:
     """Every process runs every step, and the first one writes."""
     from trainer.config.files import by_hand
     from trainer.inference import MaxEngine, Scheduler, tokens_of
@@ -91,6 +99,8 @@ def _generate(loaded: Loaded, prompts: list[str] | None, average: bool, started:
         return engine, tokenizer, engine.stop_tokens(tokenizer), tokens
 
     engine, tokenizer, stop, tokens = agreed(prepared)
+    if tokenizer.chat_template:
+        say(f"{tokenizer.chat_template} has a chat template, which is not applied: prompts are continued as they are")
     # Other tokens would be another order of steps, for which processes would wait for ever.
     check_same("the tokens of the prompts, and those that end a text,", "\n".join(map(str, [*tokens, stop])))
     given = {key for key, where in loaded.changed.items() if by_hand(where)}
@@ -98,7 +108,7 @@ def _generate(loaded: Loaded, prompts: list[str] | None, average: bool, started:
     loading = time.perf_counter() - started
     numbers = [scheduler.submit(prompt, stop=stop) for prompt in tokens]
     texts = dict(zip(numbers, zip(prompts, tokens, strict=True), strict=True))
-    say(_print(scheduler, tokenizer, texts, loading, write))
+    say(_print(scheduler, tokenizer, texts, as_json, loading, write))
 
 
 def _compile(loaded: Loaded) -> None:
@@ -123,6 +133,7 @@ def _print(
     scheduler: Any,
     tokenizer: Any,
     texts: dict[int, tuple[str, list[int]]],
+    as_json: bool,
     loading: float,
     write: Callable[[str], None],
 ) -> str:
@@ -131,7 +142,10 @@ def _print(
     from trainer.inference import TextStream
 
     streams = {number: TextStream(tokenizer, tokens) for number, (_, tokens) in texts.items()}
-    waiting = {number: prompt for number, (prompt, _) in texts.items()}
+    waiting = {number: "" if as_json else prompt for number, (prompt, _) in texts.items()}
+    rows: dict[int, Any] = {
+        number: {"prompt": prompt, "text": "", "tokens": [], "log_probs": []} for number, (prompt, _) in texts.items()
+    }
     left, ended = list(texts), set()
     count, began, first = 0, time.perf_counter(), 0.0
     write(waiting.pop(left[0]))
@@ -139,10 +153,19 @@ def _print(
         if event.token is not None:
             first = first or time.perf_counter() - began
             count += 1
-        part = "" if event.token is None else streams[event.request].add(event.token)
+        row, part = rows[event.request], ""
+        if event.token is not None:
+            part = streams[event.request].add(event.token)
+            row["tokens"].append(event.token)
+            row["log_probs"].append(event.log_prob)
         if event.end is not None:
-            part += streams[event.request].end() + "\n"
+            part += streams[event.request].end()
             ended.add(event.request)
+        if as_json:
+            row["text"] += part
+            part = "" if event.end is None else json.dumps(row | {"end": event.end})
+        if event.end is not None:
+            part += "\n"
         if event.request == left[0]:
             write(part)
         else:
@@ -185,8 +208,9 @@ def _read_words(words: Sequence[str]) -> tuple[str, dict[str, str], list[str]]:
         mistakes.append(_NO_MODEL)
     if "prompts" in options and any(word.startswith("prompt=") for word in keys):
         mistakes.append("prompt and prompts: give one of them")
-    if options.get("weights", WEIGHTS[0]) not in WEIGHTS:
-        mistakes.append(f"weights={options['weights']}: allowed: {', '.join(WEIGHTS)}, or leave it out")
+    for name, value in options.items():
+        if _OWN[name] and value not in _OWN[name]:
+            mistakes.append(f"{name}={value}: allowed: {', '.join(_OWN[name])}, or leave it out")
     if mistakes:
         raise UserError("\n  ".join(["cannot generate:", *mistakes, "see python -m trainer.generate --help"]))
     return place, options, keys
@@ -220,7 +244,7 @@ def _prompts(path: str) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"prompts={path}: cannot be read: {error}") from error
     # Not splitlines, which also divides at a form feed and at some characters of Unicode.
-    found = [line for line in text.split("\n") if line.strip()]
+    found = [line for line in text.removeprefix("\ufeff").split("\n") if line.strip()]
     if not found:
         raise UserError(f"prompts={path}: there is no prompt in it; one stands in each line")
     return found

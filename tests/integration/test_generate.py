@@ -88,6 +88,43 @@ def test_prompts_come_out_in_their_order_and_as_if_each_were_alone(run, monkeypa
     assert all(prompt in text for prompt in prompts)
 
 
+def test_lines_of_json_keep_texts_with_newlines_apart(run, monkeypatch, tmp_path):
+    path, _ = run
+    greedy = ["decode_sampling_strategy=greedy", "max_target_length=20"]
+    prompts = [PROMPT, "return", "x + 1"]
+    given = "\ufeff" + "\n".join(prompts)
+    plain = run_command(monkeypatch, path, "prompts=-", *greedy, stdin=given)[1]
+    file = tmp_path / "prompts.txt"
+    file.write_text(given, encoding="utf-8")
+    code, text, said = run_command(monkeypatch, path, f"prompts={file}", "format=jsonl", *greedy)
+    assert code == 0, said
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert [row["prompt"] for row in rows] == prompts
+    assert "".join(row["prompt"] + row["text"] + "\n" for row in rows) == plain
+    for row in rows:
+        assert list(row) == ["prompt", "text", "tokens", "log_probs", "end"]
+        assert bytes(token for token in row["tokens"] if token < 256).decode(errors="replace") == row["text"]
+        assert len(row["log_probs"]) == len(row["tokens"])
+        assert all(log_prob <= 0 for log_prob in row["log_probs"])
+        assert row["end"] == ("length" if len(row["prompt"]) + 1 + len(row["tokens"]) == 20 else "stop")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("chat_template.jinja", "{{ x }}"), ("tokenizer_config.json", '{"chat_template": "{{ x }}"}')],
+)
+def test_a_chat_template_is_told(run, monkeypatch, tmp_path, name, content):
+    from trainer.data.tokenizer import train_bpe
+
+    train_bpe(["def f(x):"], 257).save(tmp_path)
+    (tmp_path / name).write_text(content)
+    words = [f"tokenizer_path={tmp_path}", "tokenizer_type=auto", f"prompt={PROMPT}", "max_target_length=14"]
+    code, text, said = run_command(monkeypatch, run[0], *words)
+    assert code == 0, said
+    assert text.startswith(PROMPT)
+    assert f"{tmp_path / name} has a chat template, which is not applied" in said
+
+
 def test_a_hugging_face_directory_and_a_command_line_of_maxtext_give_the_same_text(run, monkeypatch, tmp_path):
     path, _ = run
     greedy = ["decode_sampling_strategy=greedy", "max_target_length=30", f"prompt={PROMPT}"]
@@ -147,6 +184,7 @@ def test_two_processes_print_one_text(run, monkeypatch, tmp_path):
         ([], "there is no model"),
         (["no/such/folder"], "there is no such folder"),
         (["RUN", "weights=x"], "weights=x: allowed: raw, ema"),
+        (["RUN", "format=json"], "format=json: allowed: text, jsonl"),
         (["RUN", "prompt="], "prompt is empty"),
         (["RUN", "prompts=no/such/file"], "prompts=no/such/file: cannot be read"),
         (["RUN", "prompts=-"], "there is no prompt in it"),

@@ -47,6 +47,8 @@ def open_tokenizer(
                 f"vocab_size={size}, but the tokenizer {config.tokenizer_path or config.tokenizer_type} has "
                 f"{tokenizer.vocab_size} tokens; set vocab_size={tokenizer.vocab_size} or more"
             )
+        if tokenizer.chat_template and len(config.train_data_columns) > 1:
+            say(f"{tokenizer.chat_template} has a chat template, which is not applied: columns are joined as they are")
         return tokenizer
     if not config.tokenize_train_data:
         return None

@@ -27,12 +27,14 @@ class Tokenizer(abc.ABC):
       bos, eos: the tokens before and after each document; None if there is none.
       bytes_per_token: the bytes of text that each token stands for, int32 [vocab_size], 0 for special tokens; None if
         this is not exact, because the tokenizer changes the text.
+      chat_template: the file with its template for chats, which nothing here applies; "" if there is none.
     """
 
     vocab_size: int
     bos: int | None
     eos: int | None
     bytes_per_token: np.ndarray | None = None
+    chat_template: str = ""
 
     @property
     @abc.abstractmethod

@@ -5,7 +5,7 @@ import binascii
 import hashlib
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,23 @@ def load_tokenizer(path: str, kind: str, *, add_bos: bool, add_eos: bool) -> Tok
     kind = _kind(file) if kind == "auto" else kind
     if kind == "bytes":
         return ByteTokenizer(add_bos=add_bos, add_eos=add_eos)
-    if kind == "huggingface":
-        return _load_json(file, add_bos=add_bos, add_eos=add_eos)
-    loaded = {"sentencepiece": SentencePieceTokenizer, "tiktoken": TiktokenTokenizer}[kind]
-    return loaded(file, add_bos=add_bos, add_eos=add_eos)
+    loaders: dict[str, Callable[..., Tokenizer]] = {
+        "huggingface": _load_json,
+        "sentencepiece": SentencePieceTokenizer,
+        "tiktoken": TiktokenTokenizer,
+    }
+    tokenizer = loaders[kind](file, add_bos=add_bos, add_eos=add_eos)
+    tokenizer.chat_template = _chat_template(file)
+    return tokenizer
+
+
+def _chat_template(file: Path) -> str:
+    """Returns the file next to a tokenizer's file that has a template for chats, or ""."""
+    config = file.with_name(CONFIG_FILE)
+    if config.is_file() and read_object(config).get("chat_template"):
+        return str(config)
+    names = ("chat_template.jinja", "chat_template.json")
+    return next((str(path) for name in names if (path := file.with_name(name)).is_file()), "")
 
 
 class SentencePieceTokenizer(Tokenizer):

@@ -19,7 +19,7 @@ from trainer.aot.compilation import compile_step
 from trainer.aot.report import Report
 from trainer.backends.base import tree_mode
 from trainer.inference.prompts import Packed, Rows
-from trainer.inference.sampling import Sampling, draw, sampling_key, sampling_of, wrapped
+from trainer.inference.sampling import Sampling, check_drawing, draw, sampling_key, sampling_of, wrapped
 from trainer.inference.served import Served, longest_prompt
 from trainer.inference.state import DecodeState, Prefix, Result, Texts, cache_length, inserted, released, settings
 from trainer.layers.cache import Cache
@@ -76,7 +76,7 @@ class Engine:
     @functools.cached_property
     def rows(self) -> Rows:
         """Makes rows of prompts for `prefill` and `prefill_concat`."""
-        return Rows(self.max_prefill_length)
+        return Rows(self.max_prefill_length, self.config.vocab_size)
 
     def padded(self, tokens: Sequence[int] | np.ndarray) -> jax.Array:
         """`tokens`, padded to the next bucket: int32 [bucket]. See `Rows.padded`."""
@@ -223,11 +223,12 @@ class Engine:
     def _drawing(
         self, count: int, sampling: Sampling | None, seeds: Sequence[int] | None
     ) -> tuple[jax.Array, Sampling]:
-        """Keys and settings of `count` texts."""
+        """Keys and settings of `count` texts. Raises UserError for values that are not allowed."""
         seeds = [self.config.decode_sampling_seed] * count if seeds is None else seeds
+        given = sampling_of(self.config) if sampling is None else sampling
+        check_drawing(given, seeds)
         repeated = [list(seeds[:i]).count(seed) for i, seed in enumerate(seeds)]  # texts of one seed differ
         keys = jnp.stack([jax.random.key_data(sampling_key(*it)) for it in zip(seeds, repeated, strict=True)])
-        given = sampling_of(self.config) if sampling is None else sampling
         return keys, settings(given, count)
 
     def _no_texts(self) -> DecodeState:

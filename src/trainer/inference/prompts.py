@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trainer.config import UserError
+
 _SMALLEST = 16  # of the lengths that prompts are padded to
 
 
@@ -31,13 +33,14 @@ class Packed(NamedTuple):
 
 
 class Rows:
-    """Makes rows of prompts with up to `longest` tokens.
+    """Makes rows of prompts with up to `longest` tokens, which are below `vocab_size`.
 
     Attributes:
       buckets: the lengths of rows: powers of two, and `longest`.
     """
 
-    def __init__(self, longest: int):
+    def __init__(self, longest: int, vocab_size: int):
+        self._vocab_size = vocab_size
         self.buckets = [_SMALLEST]
         while self.buckets[-1] < longest:
             self.buckets.append(2 * self.buckets[-1])
@@ -48,11 +51,16 @@ class Rows:
 
         Raises:
           ValueError: there are none, or too many.
+          UserError: one is not an id of the vocabulary.
         """
         if not 0 < len(tokens) <= self.buckets[-1]:
             raise ValueError(f"a prompt has 1 to {self.buckets[-1]} tokens; {len(tokens)} were given")
+        ids = np.asarray(tokens)
+        wrong = ids[(ids < 0) | (ids >= self._vocab_size)] if ids.dtype.kind in "iu" else ids
+        if wrong.size:
+            raise UserError(f"the prompt has the token {wrong[0]}: allowed: integers from 0 to {self._vocab_size - 1}")
         row = np.zeros(next(size for size in self.buckets if size >= len(tokens)), np.int32)
-        row[: len(tokens)] = tokens
+        row[: len(tokens)] = ids
         return jnp.asarray(row)
 
     def packed(self, prompts: Sequence[Sequence[int]]) -> Packed:
@@ -60,6 +68,7 @@ class Rows:
 
         Raises:
           ValueError: one has no tokens, or all together have too many.
+          UserError: see `padded`.
         """
         if not all(map(len, prompts)):
             raise ValueError("a prompt has at least one token")

@@ -1,14 +1,18 @@
 """Drawing the next token from logits, with settings and a random key for each row of a batch."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from trainer.config import Config
+from trainer.config import Config, UserError
+from trainer.config.schema import INT32_MAX
 from trainer.ops.random import SAMPLING, seed_key
 
 STRATEGIES = ("greedy", "weighted", "nucleus", "topk", "composite")
+UINT32_MAX = 2**32 - 1
 
 
 class Sampling(NamedTuple):
@@ -39,6 +43,35 @@ def sampling_of(config: Config) -> Sampling:
         top_k=config.decode_sampling_top_k if strategy in ("topk", "composite") else 0,
         nucleus_p=config.decode_sampling_nucleus_p if strategy in ("nucleus", "composite") else 1.0,
     )
+
+
+def check_drawing(sampling: Sampling, seeds: Sequence[int] = ()) -> None:
+    """Checks settings of one or of several texts, and their seeds.
+
+    Raises:
+      UserError: names each value that is not allowed.
+    """
+    temperature, nucleus_p = (np.asarray(it, np.float32) for it in (sampling.temperature, sampling.nucleus_p))
+    top_k, seed = np.asarray(sampling.top_k), np.asarray(seeds)
+    checks = {
+        "temperature": (temperature, np.isfinite(temperature) & (temperature >= 0), "0 (greedy) or a positive number"),
+        "top_k": (top_k, _integers(top_k, INT32_MAX), "0 (all tokens) or a positive integer"),
+        "nucleus_p": (nucleus_p, (nucleus_p > 0) & (nucleus_p <= 1), "a number in (0, 1]; 1: all tokens"),
+        "seed": (seed, _integers(seed, UINT32_MAX), f"an integer in [0, {UINT32_MAX}]"),
+    }
+    wrong = [
+        f"{name}={np.extract(~good, found)[0]}: allowed: {text}"
+        for name, (found, good, text) in checks.items()
+        if not good.all()
+    ]
+    if wrong:
+        raise UserError("\n  ".join(["tokens cannot be drawn:", *wrong]))
+
+
+def _integers(values: np.ndarray, most: int) -> np.ndarray:
+    """Returns which `values` are integers in [0, most]."""
+    good = np.full(values.shape, not values.size or values.dtype.kind in "iu")
+    return good & (values >= 0) & (values <= most)
 
 
 def sampling_key(seed: int, sample: int = 0) -> jax.Array:

@@ -12,7 +12,7 @@ import numpy as np
 
 from trainer.inference.engine import Engine
 from trainer.inference.prefixes import PrefixCache
-from trainer.inference.sampling import Sampling
+from trainer.inference.sampling import Sampling, check_drawing
 from trainer.inference.state import Prefix, Result
 
 STOP, LENGTH, CANCELLED = "stop", "length", "cancelled"
@@ -107,8 +107,10 @@ class Scheduler:
 
         Raises:
           ValueError: the prompt is empty or too long, or the limit is not positive.
+          UserError: a token is not in the vocabulary, or a value of `sampling` or `seed` is not allowed.
         """
         self.engine.padded(tokens)
+        check_drawing(sampling or Sampling(), () if seed is None else (seed,))
         if limit is not None and limit < 1:
             raise ValueError(f"limit={limit}: at least one token is generated")
         room = self.engine.config.max_target_length - len(tokens)

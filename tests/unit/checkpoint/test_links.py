@@ -149,13 +149,13 @@ def run(tmp_path) -> Path:
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize("name", ["report.html", f"report.html.{os.getpid()}.tmp"])
+@pytest.mark.parametrize("name", ["report.html", "report.html.{pid}.tmp"])
 @pytest.mark.parametrize("exists", [True, False])
 def test_a_report_overwrites_no_file_that_a_link_leads_to(run, tmp_path, name, exists):
     startup = tmp_path / "site-packages.pth"
     if exists:
         startup.write_text("mine")
-    (run / name).symlink_to(startup)
+    (run / name.format(pid=os.getpid())).symlink_to(startup)
     report.main([str(run)])
     assert startup.read_text() == "mine" if exists else not startup.exists()
     assert (run / "report.html").read_text().startswith("<!DOCTYPE html>")
@@ -272,9 +272,10 @@ def test_a_yml_beside_what_is_read_is_of_the_same_folder(tmp_path, monkeypatch, 
     Path("theirs/latest").symlink_to(tmp_path / "elsewhere")
     Path(yml).parent.mkdir(parents=True, exist_ok=True)
     write(yml, "base_config: base.yml\ndecoder_block: a:B\n")
+    kind = {"hf_path": ["dataset_type=hf"], "dataset_path": ["dataset_type=tfds", "dataset_name=a"]}.get(key, [])
     with pytest.raises(UserError, match="code that a folder names runs only if you also name it"):
-        load([yml, f"{key}={value}"])
-    load([yml, f"{key}={value}", "decoder_block=a:B"])
+        load([yml, f"{key}={value}", *kind])
+    load([yml, f"{key}={value}", *kind, "decoder_block=a:B"])
 
 
 def test_the_yml_of_ones_own_project_may_name_code(tmp_path, monkeypatch):
@@ -285,13 +286,8 @@ def test_the_yml_of_ones_own_project_may_name_code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for yml in ("mine.yml", "configs/mine.yml"):
         write(yml, "base_config: base.yml\ndecoder_block: a:B\n")
-        for word in (
-            "load_parameters_path=weights/llama",
-            "tokenizer_path=.",
-            "tokenizer_path=tokenizer.json",
-            "hf_path=data",
-        ):
-            assert load([yml, word]).config.decoder_block == "a:B"
+        for words in ("load_parameters_path=weights/llama", "tokenizer_path=.", "dataset_type=hf hf_path=data"):
+            assert load([yml, *words.split()]).config.decoder_block == "a:B"
 
 
 def test_a_yml_of_ones_own_may_name_code(tmp_path, monkeypatch):
@@ -317,7 +313,7 @@ def test_inspect_prints_no_control_characters(theirs, capsys):
     inspect.main([str(theirs), "norms=false"])
     text = capsys.readouterr().out
     assert "\x1b" not in text
-    assert "\\x1b[31m.json, a\\x0ab, \\udcff\\udc9b" in text
+    assert "\\x1b[31m.json, a\\x0ab, tokenizer.json, \\udcff\\udc9b\n" in text
     assert "\\x1b]0;x\\x07" in text
 
 

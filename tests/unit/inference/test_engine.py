@@ -293,6 +293,39 @@ def test_mistakes_of_a_caller():
         engine.get_tokenizer()
 
 
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"sampling": Sampling(nucleus_p=0)}, r"nucleus_p=0.0: allowed: a number in \(0, 1\]"),
+        ({"sampling": Sampling(nucleus_p=1e-60)}, r"nucleus_p=0.0"),
+        ({"sampling": Sampling(nucleus_p=1.5)}, r"nucleus_p=1.5"),
+        ({"sampling": Sampling(temperature=-1)}, r"temperature=-1.0: allowed: 0 \(greedy\)"),
+        ({"sampling": Sampling(float("nan"), -5, float("nan"))}, r"(?s)temperature=nan.*top_k=-5.*nucleus_p=nan"),
+        ({"sampling": Sampling(temperature=float("inf"))}, r"temperature=inf"),
+        ({"sampling": Sampling(top_k=1.5)}, r"top_k=1.5: allowed: 0 \(all tokens\)"),
+        ({"sampling": Sampling(top_k=2**31)}, r"top_k=2147483648"),
+        ({"seed": -1}, r"seed=-1: allowed: an integer in \[0, 4294967295\]"),
+        ({"seed": 2**32}, r"seed=4294967296"),
+        ({"tokens": [1, -1]}, f"the prompt has the token -1: allowed: integers from 0 to {VOCABULARY - 1}"),
+        ({"tokens": [VOCABULARY]}, f"token {VOCABULARY}"),
+        ({"tokens": [2**40]}, f"token {2**40}"),
+        ({"tokens": [0.5]}, r"token (0.5|1.0): allowed: integers"),
+    ],
+)
+def test_what_no_text_can_be_drawn_with_is_refused(how, message):
+    engine, params = made()
+    scheduler = Scheduler(engine, params)
+    with pytest.raises(UserError, match=message):
+        scheduler.submit(**{"tokens": PROMPT} | how)
+    assert scheduler.idle
+    if "tokens" in how:
+        with pytest.raises(UserError, match=message):
+            engine.packed([[1], how["tokens"]])
+    else:
+        with pytest.raises(UserError, match=message):
+            engine.prefill(params, engine.padded(PROMPT), len(PROMPT), **how)
+
+
 def test_prompts_are_padded_to_few_lengths():
     engine, _ = made()
     assert engine.rows.buckets == [16, 32, LENGTH - 1]
