@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.config import Loaded, command_line, exit_on_user_error, load, to_yaml
+from trainer.config import Loaded, command_line, eval_batch_rows, exit_on_user_error, load, to_yaml
 from trainer.config.effects import without_effect_here
 from trainer.config.files import by_hand
 from trainer.config.vocab_tiles import chosen
@@ -146,7 +146,7 @@ def _prepare(loaded: Loaded, console):
         console.say(text) if index == 0 else print(f"process {index}: {text}", flush=True)
 
     dataset = open_dataset(run.config, say)
-    check_held_out(dataset.evaluation, run.eval_rows, run.config.eval_steps)
+    check_held_out(dataset.evaluation, eval_batch_rows(run.config), run.config.eval_steps)
     return run, dataset, prompt_tokens(run.config, dataset.tokenizer, console.say)
 
 

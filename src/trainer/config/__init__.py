@@ -1,7 +1,7 @@
 """Turns base.yml, presets and `key=value` into one frozen configuration. Importing it loads neither JAX nor Flax."""
 
 from trainer.config.data_keys import parse_mixture
-from trainer.config.derived import eval_batch_rows, global_batch_rows, mesh_axes, microbatch_rows
+from trainer.config.derived import eval_batch_rows, eval_parts, global_batch_rows, mesh_axes, microbatch_rows
 from trainer.config.dump import to_yaml
 from trainer.config.errors import (
     NotBuilt,
@@ -17,7 +17,7 @@ from trainer.config.help import explanation, help_text, question
 from trainer.config.keys import Config
 from trainer.config.load import Loaded, load
 from trainer.config.resolve import resolve
-from trainer.config.resume import check_islands, check_optimizer, check_resume, islands_of, resets
+from trainer.config.resume import another_program, check_islands, check_optimizer, check_resume, islands_of, resets
 from trainer.config.rules import make_rules
 from trainer.config.saved import read_saved
 from trainer.config.schema import Key, Schema, schema
@@ -33,6 +33,7 @@ __all__ = [
     "Schema",
     "Side",
     "UserError",
+    "another_program",
     "check_islands",
     "check_optimizer",
     "check_resume",
@@ -41,6 +42,7 @@ __all__ = [
     "command_line",
     "differences",
     "eval_batch_rows",
+    "eval_parts",
     "exit_on_user_error",
     "explanation",
     "flags_of",

@@ -1,7 +1,7 @@
 """Values derived from a resolved configuration."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainer.config.keys import Config
@@ -33,8 +33,12 @@ UNUSED_AXES = {
     "autoregressive": "nothing uses this axis; trainer.generate uses data, fsdp and tensor",
 }
 
-# If the first key is empty or 0, it takes the value of the second.
-FOLLOWS = {"mu_dtype": "weight_dtype", "eval_per_device_batch_size": "per_device_batch_size"}
+# If a key is empty or 0, it takes the value that follows from others.
+FOLLOWS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    "mu_dtype": lambda given: given["weight_dtype"],
+    # As many rows as an update, so that another split into microbatches evaluates on the same rows.
+    "eval_per_device_batch_size": lambda given: given["per_device_batch_size"] * given["gradient_accumulation_steps"],
+}
 
 
 def mesh_axes(config: Mapping[str, Any]) -> dict[str, int]:
@@ -60,3 +64,9 @@ def global_batch_rows(config: Config) -> int:
 def eval_batch_rows(config: Config) -> int:
     """Returns the number of rows of one evaluation batch over all devices."""
     return round(config.eval_per_device_batch_size * math.prod(mesh_axes(config).values()))
+
+
+def eval_parts(config: Config) -> int:
+    """Returns in how many parts an evaluation batch is computed: parts of a microbatch's rows, if these fit evenly."""
+    parts, left = divmod(eval_batch_rows(config), microbatch_rows(config))
+    return parts if parts and not left else 1

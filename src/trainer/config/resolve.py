@@ -58,8 +58,8 @@ def frozen(value: Any) -> Any:
 def _fill(values: dict[str, Any], platform: str) -> None:
     if values["dtype"] == "auto":
         values["dtype"] = "float32" if platform == "cpu" else "bfloat16"
-    for key, other in FOLLOWS.items():
-        values[key] = values[key] or values[other]
+    for key, followed in FOLLOWS.items():
+        values[key] = values[key] or followed(values)
     published = {"llama3.1": (8.0, 8192), "yarn": (40.0, 4096)}
     if values["rope_type"] in published:
         factor, length = published[values["rope_type"]]
@@ -99,7 +99,7 @@ def _indivisible(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str
 def _uneven_rows(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str]:
     """Returns one line for each batch size that does not give all shards of the batch the same whole number of rows."""
     keys = ["per_device_batch_size"]
-    if values["eval_interval"] > 0 and values["eval_per_device_batch_size"] != values["per_device_batch_size"]:
+    if values["eval_interval"] > 0 and values["eval_per_device_batch_size"] % values["per_device_batch_size"]:
         keys.append("eval_per_device_batch_size")
     # The rows of an island are sharded by the rule.
     axes = ("diloco", *make_rules(values["logical_axis_rules"])["activation_batch"])

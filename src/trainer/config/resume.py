@@ -35,6 +35,12 @@ LAYOUT = (
     TILES_OF_THE_LOSS,
     *PROCESSES,
 )
+# Of these, the keys that leave the program's arithmetic as it is.
+_SAME_BITS = (
+    *FLAGS,
+    *PROCESSES,
+    *("sharding_tolerance", "debug_sharding", "optimizer_memory_host_offload", "parameter_memory_host_offload"),
+)
 # The same global batch may be split differently.
 BATCH = ("per_device_batch_size", "gradient_accumulation_steps")
 # The length of the run. The schedule follows it unless its own length is given.
@@ -168,6 +174,15 @@ def check_resume(saved: Mapping[str, Any], config: Config, schedule_given: bool,
             + (f", or continue with {_RESET}" if resettable else "")
         )
     return warnings
+
+
+def another_program(saved: Mapping[str, Any], config: Config) -> str:
+    """Returns a line if a checkpoint with the configuration `saved` resumes in another program for the same math, which
+    may round differently; "" if the program is the same."""
+    before = _with_defaults(saved)
+    changed = [name for name in (*LAYOUT, *BATCH) if name not in _SAME_BITS and before[name] != frozen(config[name])]
+    changes = ", ".join(_change(before, config, name) for name in changed)
+    return changes and f"losses may differ in the last bits, because another program computes the same: {changes}"
 
 
 def check_islands(saved: Mapping[str, Any], config: Config, where: str) -> None:

@@ -97,7 +97,7 @@ def _tokens_per_device(values: Any) -> dict[str, int]:
     rows, lengths = (math.prod(mesh[axis] for axis in rules[name]) for name in _TOKENS)
     length = values["max_target_length"] // lengths
     keys = {"a microbatch": "per_device_batch_size"}
-    if values["eval_interval"] > 0:
+    if values["eval_interval"] > 0 and values["eval_per_device_batch_size"] % values["per_device_batch_size"]:
         keys["an evaluation batch"] = "eval_per_device_batch_size"
     devices = math.prod(mesh.values())
     return {what: round(values[key] * devices) // rows * length for what, key in keys.items()}

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from trainer.config import UserError
+from trainer.config import UserError, eval_parts
 from trainer.data import Batch, Dataset, Loader, Position, eval_batches
 from trainer.runtime.place import share_of_rows
 from trainer.training.run import Run
@@ -55,7 +55,9 @@ def held_out_batches(run: Run, dataset: Dataset) -> Iterable[Batch]:
     """Returns this process's part of the held-out rows; with `eval_steps` set, of their first `eval_steps` batches."""
     assert dataset.evaluation is not None, "eval_interval is above 0"
     share = share_of_rows(run.batch_shardings["row"], run.eval_rows)
-    return eval_batches(dataset.evaluation, run.eval_rows, run.config.eval_steps, **share)
+    steps = run.config.eval_steps
+    count = steps if steps < 0 else steps * eval_parts(run.config)
+    return eval_batches(dataset.evaluation, run.eval_rows, count, **share)
 
 
 def check_batch(run: Run, batch: Batch, rows: int) -> None:

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from trainer.backends import Codec, Model
-from trainer.config import Config, eval_batch_rows, global_batch_rows
+from trainer.config import Config, eval_batch_rows, eval_parts, global_batch_rows
 from trainer.models.families import forward_flops_per_token
 from trainer.objectives import Objective, batch_fields
 from trainer.ops.paths import by_name
@@ -91,8 +91,8 @@ class Run(NamedTuple):
 
     @property
     def eval_rows(self) -> int:
-        """Rows of an evaluation batch."""
-        return eval_batch_rows(self.config)
+        """Rows of an evaluation batch that are computed at once."""
+        return eval_batch_rows(self.config) // eval_parts(self.config)
 
     @property
     def parameters(self) -> int:

@@ -23,7 +23,7 @@ from trainer.checkpoint import (
     restore,
     saved_config,
 )
-from trainer.config import UserError, check_islands, check_optimizer, check_resume, islands_of, resets
+from trainer.config import UserError, another_program, check_islands, check_optimizer, check_resume, islands_of, resets
 from trainer.config.words import counted
 from trainer.data import Dataset
 from trainer.models.mtp_names import module_of
@@ -75,6 +75,8 @@ def start(
         saved = saved_config(sidecar, path)
         for warning in check_resume(saved, config, schedule_given, str(path)):
             say(f"warning: {warning}")
+        if line := another_program(saved, config):
+            say(line)
         agreed(lambda: _check_data(run, dataset, sidecar, path))
         fresh = resets(saved, config)
         state = _with_fresh_optimizer(run, path, sidecar) if fresh else _restored(run, path, sidecar)

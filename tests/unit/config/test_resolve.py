@@ -5,6 +5,7 @@ import pytest
 from trainer.config import (
     UserError,
     eval_batch_rows,
+    eval_parts,
     global_batch_rows,
     load,
     mesh_axes,
@@ -263,6 +264,16 @@ def test_all_mistakes_of_the_stage_are_told_at_once():
 def test_rows_of_a_batch(words, devices, rows):
     config = resolved(words, devices)
     assert (microbatch_rows(config), global_batch_rows(config), eval_batch_rows(config)) == rows
+
+
+def test_an_evaluation_reads_the_same_rows_however_an_update_is_split():
+    """As many as an update, or what its own key says; in parts no larger than a microbatch, if they fit evenly."""
+    for rows, parts in ((8, 1), (4, 2), (2, 4), (1, 8)):
+        config = resolved(f"per_device_batch_size={rows} gradient_accumulation_steps={parts}", 2)
+        assert (eval_batch_rows(config), eval_parts(config)) == (16, parts)
+        config = resolved(f"per_device_batch_size={rows} eval_per_device_batch_size=4", 2)
+        assert (eval_batch_rows(config), eval_parts(config)) == (8, max(1, 4 // rows))
+    assert eval_parts(resolved("per_device_batch_size=2 eval_per_device_batch_size=3", 2)) == 1
 
 
 @pytest.mark.parametrize(

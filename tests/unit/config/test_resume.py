@@ -10,7 +10,7 @@ from trainer.config import UserError, check_optimizer, check_resume, load, reset
 from trainer.config.dump import PROCESSES
 from trainer.config.flags import FLAGS
 from trainer.config.resolve import frozen
-from trainer.config.resume import AROUND, BATCH, LAYOUT, LENGTH, MAY_CHANGE, UPDATE
+from trainer.config.resume import AROUND, BATCH, LAYOUT, LENGTH, MAY_CHANGE, UPDATE, another_program
 
 # Gives dataset_type, without which a key that names other data is an error, and modules, which evaluation may name.
 BASE = (
@@ -27,6 +27,21 @@ def config(words="", devices=1):
 def saved(words="", devices=1):
     """Returns the configuration as a checkpoint stores it."""
     return yaml.safe_load(to_yaml(config(words, devices)))
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("", ""),
+        ("enable_nnx=false pure_nnx_decoder=false pure_nnx=false debug_sharding=true", ""),  # the same program
+        ("scan_layers=false", "scan_layers: true -> false"),
+        ("per_device_batch_size=4 gradient_accumulation_steps=2", "per_device_batch_size: 8.0 -> 4.0, gradient_acc"),
+    ],
+)
+def test_another_program_for_the_same_mathematics_is_told(words, line):
+    found = another_program(saved(), config(words))
+    assert found.startswith("losses may differ in the last bits") if line else not found
+    assert line in found
 
 
 def check(words, before="", devices=1, devices_before=1):
