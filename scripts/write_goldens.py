@@ -206,7 +206,8 @@ def random_model(case: Case, seed: int) -> torch.nn.Module:
             else:
                 parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5, generator=generator)
         for name, buffer in model.named_buffers():
-            # Positive, because transformers gives experts of other groups the score 0, which a sum may fall below.
+            # Positive, because transformers before 5.24 gives experts of other groups the score 0, which a sum may fall
+            # below.
             if name.endswith("e_score_correction_bias"):
                 buffer.uniform_(0.0, 0.5, generator=generator)
     return model

@@ -138,6 +138,12 @@ def load_parameters(
     wanted = {name: leaf for name, leaf in names_of(abstract).items() if module_of(name) <= source.modules}
     check_same_model(source.keys, config, str(source.path), given, say)
     leaves = source.leaves(config, {name: leaf.shape for name, leaf in wanted.items()})
+    stretched = 0 if config.rope_type == "default" else config.rope_factor * config.original_max_position_embeddings
+    if source.length and config.max_target_length > max(source.length, stretched):
+        say(
+            f"warning: max_target_length={config.max_target_length} is beyond the {source.length} positions that the "
+            f"model at {path} was trained for: caches and activations are as long, and text beyond them may be poor"
+        )
     for note in source.notes(config):
         say(note)
     loaded = {}

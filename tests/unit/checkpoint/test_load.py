@@ -57,6 +57,20 @@ def test_hugging_face(tmp_path, block, shards, interleave):
     assert_same(loaded(path, config, BFLOAT16), in_pairs(params) if interleave else params)
 
 
+def test_rows_beyond_the_positions_of_the_model_are_told_before_anything_is_read(tmp_path):
+    sizes = {"decoder_block": "llama2", **FAMILIES["llama2"]}
+    folder = write_hf(tmp_path / "hf", config_of(**sizes), hf_tensors(random_params(config_of(**sizes))))
+    for keys, told in (
+        ({"max_target_length": 333}, False),
+        ({"max_target_length": 334}, True),
+        ({"max_target_length": 334, "rope_type": "yarn", "original_max_position_embeddings": 333}, False),
+    ):
+        lines = []
+        config = config_of(**sizes | keys)
+        load_parameters(str(folder), config, abstract_of(config, np.float32), lines.append, given=keys)
+        assert any("max_target_length=334 is beyond the 333 positions" in line for line in lines) is told
+
+
 def test_one_layer(tmp_path):
     config = config_of(decoder_block="llama2", **FAMILIES["llama2"], base_num_decoder_layers=1)
     params = random_params(config)
