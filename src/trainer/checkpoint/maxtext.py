@@ -78,7 +78,7 @@ class MaxTextSource:
         """See `Source.notes`. Notes the assumed order of a head's entries, which MaxText does not record;
         contradictions between the metadata and the arrays; and modules that are left out."""
         lines = []
-        if PAIRS not in self._said:
+        if PAIRS not in self._said and _rotates(config):
             order = "adjacent pairs" if in_pairs(config) else "halves"
             lines.append(
                 f"{self.path}: RoPE is assumed to rotate a head's entries as {order}, like MaxText with "
@@ -238,6 +238,12 @@ def turns(config: Config, name: str, pairs: bool) -> bool:
         return False
     layout = hugging_face(config).layouts.get(decoder_name(config, name))
     return layout is not None and layout.turned and pairs != config.rope_interleave
+
+
+def _rotates(config: Config) -> bool:
+    """Returns whether `turns` can be true: gpt3, for example, has no RoPE."""
+    known = family(config.decoder_block).hugging_face
+    return bool(known) and any(layout.turned for layout in hugging_face(config).layouts.values())
 
 
 def query_scale(config: Config, name: str) -> float:

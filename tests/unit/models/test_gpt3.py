@@ -1,6 +1,7 @@
 """GPT-3, compared with a second implementation in NumPy and float64, and its own keys."""
 
 import dataclasses
+import json
 import functools
 
 import jax
@@ -175,6 +176,10 @@ def test_maxtexts_checkpoints_are_written_and_read(tmp_path, scan):
     found = open_source(str(tmp_path / "0" / "items")).leaves(config, {name: it.shape for name, it in arrays.items()})
     for name, array in arrays.items():
         np.testing.assert_array_equal(found[name].read(array.dtype, lambda *args: None), array)
+    # MaxText does not record how RoPE rotates. Here nothing has to be assumed: there is none.
+    metadata = tmp_path / "0" / "_CHECKPOINT_METADATA"
+    metadata.write_text(json.dumps(json.loads(metadata.read_text()) | {"custom_metadata": {}}))
+    assert not open_source(str(tmp_path / "0" / "items")).notes(config)
 
 
 def test_a_clip_scales_the_logits_of_a_head_by_its_factor():
