@@ -111,6 +111,8 @@ def _read_words(words: Sequence[str]) -> tuple[str, Path, dict[str, str], list[s
     else:
         problems = ((place, path_problem(place)) for place in places)
         mistakes += [f"{shortened(place)}: {problem}" for place, problem in problems if problem]
+    if not mistakes and "://" in places[1]:
+        mistakes.append(f"{shortened(places[1])}: only a local folder can be written; give one")
     if not mistakes and (problem := _not_a_new_folder(local_path(places[1]).absolute())):
         mistakes.append(f"{places[1]}: {problem}")
     if options.get("format") not in FORMATS:

@@ -183,6 +183,7 @@ def test_odd_places_to_write_to(tmp_path, capsys, monkeypatch):
         (tmp_path / "file" / "a" / "b", "file is a file"),
         (tmp_path / "link", "is a symbolic link"),
         ("~/full", "exists and is not an empty folder"),
+        ("gs://bucket/out", "only a local folder can be written"),
     ):
         assert reason in failure(capsys, tmp_path, out, "format=hf")
 
