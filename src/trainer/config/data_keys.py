@@ -19,6 +19,12 @@ OWN_KEYS = {
     "grain": ("grain_train_files", "grain_eval_files", "grain_train_mixture_config_path", "grain_file_type"),
     "hf": ("hf_path", "hf_name", "hf_data_dir", "hf_train_files", "hf_eval_split", "hf_eval_files"),
 }
+# What each of them cannot do without, with an example.
+_NEEDED = {
+    "tfds": {"dataset_path": "/data/tensorflow_datasets", "dataset_name": "c4/en:3.0.1"},
+    "grain": {"grain_train_files": "/data/*.arrayrecord"},
+    "hf": {"hf_path": "/data/a_dataset"},
+}
 _COLUMNS = ("train_data_columns", "eval_data_columns", "tokenize_train_data", "tokenize_eval_data")
 _TEXT = (
     "data_cache_directory",
@@ -95,7 +101,9 @@ def _compiles(config: Config) -> bool:
     return bool(config.compile_topology)
 
 
-def _demands(kind: str, key: str, example: str) -> Problem:
+def _demands(kind: str, key: str) -> Problem:
+    example = _NEEDED[kind][key]
+
     def problem(config: Config) -> str | None:
         empty = config.dataset_type == kind and not config[key] and not _compiles(config)
         return f"dataset_type={kind} needs {key}, such as {key}={example}" if empty else None
@@ -109,7 +117,7 @@ def _grain_files(config: Config) -> str | None:
     if not config.grain_train_files and not config.grain_train_mixture_config_path:
         if _compiles(config):
             return None
-        return "dataset_type=grain needs files, such as grain_train_files=/data/*.arrayrecord"
+        return f"dataset_type=grain needs files, such as grain_train_files={_NEEDED['grain']['grain_train_files']}"
     if config.grain_train_files and config.grain_train_mixture_config_path:
         return "both name the training files; give only one of them"
     try:
@@ -140,7 +148,8 @@ def _tokenizer_path(config: Config) -> str | None:
     if config.dataset_type == "synthetic" or _compiles(config):
         return None
     if kind in ("huggingface", "sentencepiece", "tiktoken") and not config.tokenizer_path:
-        return f"tokenizer_type={kind} needs a file; set tokenizer_path, or tokenizer_type=auto to train one"
+        example = {"sentencepiece": "tokenizer.model", "tiktoken": "tokenizer.tiktoken"}.get(kind, "tokenizer.json")
+        return f"tokenizer_type={kind} needs a file, such as tokenizer_path=/data/{example}; or tokenizer_type=auto"
     if kind == "bytes" and config.tokenizer_path:
         return "tokenizer_type=bytes takes no file; leave one of them out"
     return None
@@ -199,9 +208,9 @@ LISTS_OF_FILES = ("grain_train_files", "grain_eval_files", "hf_train_files", "hf
 DATA_CHECKS: tuple[tuple[tuple[str, ...], Problem], ...] = (
     *(((key,), local(key)) for key in DATA_PATHS),
     (("dataset_type", "data_pipeline"), _pipeline),
-    (("dataset_type", "dataset_path"), _demands("tfds", "dataset_path", "/data/tensorflow_datasets")),
-    (("dataset_type", "dataset_name"), _demands("tfds", "dataset_name", "c4/en:3.0.1")),
-    (("dataset_type", "hf_path"), _demands("hf", "hf_path", "/data/a_dataset")),
+    (("dataset_type", "dataset_path"), _demands("tfds", "dataset_path")),
+    (("dataset_type", "dataset_name"), _demands("tfds", "dataset_name")),
+    (("dataset_type", "hf_path"), _demands("hf", "hf_path")),
     (("dataset_type", "grain_train_files", "grain_train_mixture_config_path"), _grain_files),
     (("grain_eval_files",), _grain_eval_files),
     (("train_data_columns",), _columns("train_data_columns")),
@@ -235,6 +244,11 @@ def data_not_asked_for(
         own = [key for key in keys if key in changed and config[key] != schema().keys[key].default]
         return [f"{key}={shortened(str(config[key]))} ({where[key]})" for key in own]
 
+    def also(kind: str) -> str:
+        if kind == "grain" and config.grain_train_mixture_config_path:
+            return ""
+        return "".join(f" {key}={example}" for key, example in _NEEDED[kind].items() if not config[key])
+
     named = {kind: given(keys) for kind, keys in OWN_KEYS.items()}
     # Both tfds and hf read train_split.
     named[next((kind for kind in ("tfds", "hf", "grain") if named[kind]), "tfds")] += given(["train_split"])
@@ -245,7 +259,7 @@ def data_not_asked_for(
     ours = config.dataset_type
     return [
         f"{', '.join(keys)}: names data, but {missing}, and its default {ours} reads other data; "
-        f"add dataset_type={kind}{place}, or dataset_type={ours} to train on the default data"
+        f"add dataset_type={kind}{also(kind)}{place}, or dataset_type={ours} to train on the default data"
         for kind, keys in named.items()
         if keys
     ]

@@ -216,7 +216,8 @@ def test_names_of_base_yml_are_nearer():
 )
 def test_data_without_dataset_type_is_an_error(words, kind):
     (line,) = mistakes(*words.split(), "steps=100")
-    assert f"add dataset_type={kind}, or dataset_type=stdlib" in line
+    (advice,) = re.findall(f"add (dataset_type={kind}.*), or dataset_type=stdlib", line)
+    load([*words.split(), *advice.split()])  # what the message says leads to no second error
     write("my.yml", "base_config: base.yml\n" + words.split()[0].replace("=", ": '", 1) + "'\n")
     (line,) = mistakes("my.yml")
     assert "(my.yml:2)" in line
