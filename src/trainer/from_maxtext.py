@@ -7,18 +7,9 @@ from collections.abc import Sequence
 
 from trainer.config import UserError, command_line, exit_on_user_error, nearest
 from trainer.config.errors import shortened
-from trainer.config.maxtext_command import Command, as_text, parse
-from trainer.config.maxtext_convert import (
-    SAME_WORDS,
-    Conversion,
-    Row,
-    by_kind,
-    convert,
-    fill,
-    program,
-    programs,
-    unchecked,
-)
+from trainer.config.maxtext_command import as_text, parse
+from trainer.config.maxtext_convert import Conversion, Row, by_kind, program, programs, unchecked
+from trainer.config.maxtext_tools import converted
 from trainer.config.words import counted
 
 HELP = """\
@@ -34,7 +25,8 @@ Prints the command of this trainer for a MaxText command, and a verdict for each
 The text is read like a shell reads it, with quotes, line continuations and variables before the command. M_KEY=value is
 a key, too. Without quotes the words may follow directly. Values such as $STEPS are not known here and not checked.
 
-Exit code: 0 if trainer.train accepts the printed command, 2 if not."""
+Exit code: 0 if the printed command is valid and means the same as MaxText's, apart from the differences that are
+printed, 2 if not."""
 _WIDTH = 150
 _KIND, _GIVEN = 9, 48  # widths of columns
 
@@ -56,29 +48,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     if not found.runs:
         raise UserError(f"{command.module}: {found.why}")
-    if found.runs in SAME_WORDS:
-        _train(convert(command, found.runs))
-    else:
-        _other(command, found.runs)
+    _print(converted(command, found.runs))
 
 
-def _train(converted: Conversion) -> None:
-    print(as_text(converted.words))
-    wide = max((len(row.given) for row in converted.rows if row.text and len(row.given) <= _GIVEN), default=0)
-    for kind, rows in by_kind(converted.rows).items():
+def _print(made: Conversion) -> None:
+    print(as_text(made.words))
+    wide = max((len(row.given) for row in made.rows if row.text and len(row.given) <= _GIVEN), default=0)
+    for kind, rows in by_kind(made.rows).items():
         print()
         for line in _table(kind, rows, wide):
             print(line)
-    if converted.notes:
+    if made.notes:
         print("\nnotes that it prints at its start:")
-        for note in converted.notes:
+        for note in made.notes:
             print(textwrap.fill(note, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False))
-    if variables := unchecked(converted.words):
+    if variables := unchecked(made.words):
         print(f"\nnot checked, as a shell replaces the value: {', '.join(map(shortened, variables))}")
-    if not converted.runs:
+    if not made.runs:
         sys.stdout.flush()
-        stopping = [row for row in converted.rows if row.problem]
-        raise UserError(_stopped(stopping, converted.problems))
+        stopping = [row for row in made.rows if row.problem]
+        raise UserError(_stopped(stopping, made.problems))
 
 
 def _table(kind: str, rows: Sequence[Row], wide: int) -> list[str]:
@@ -105,17 +94,6 @@ def _stopped(rows: Sequence[Row], problems: Sequence[str]) -> str:
     ]
     count = counted(len(rows) + len(problems), "mistake")
     return "\n  ".join([f"{count} to settle before the printed command runs:", *wrapped])
-
-
-def _other(command: Command, template: str) -> None:
-    words, lacking, unused = fill(template, command)
-    print(as_text(["python", "-m", *words]))
-    if unused:
-        shown = textwrap.wrap(", ".join(map(shortened, unused)), _WIDTH, break_on_hyphens=False)
-        print("\n".join(["\nnot needed for it:", *(f"  {line}" for line in shown)]))
-    if lacking:
-        sys.stdout.flush()
-        raise UserError(f"give {' and '.join(name.upper() for name in lacking)}, which the command does not contain")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """Parses a MaxText command, as pasted from a shell or a script."""
 
+import ast
+import operator
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from trainer.config.environment import PREFIX
@@ -12,7 +14,13 @@ from trainer.config.files import YML_ENDINGS
 _OPERATORS = ";|&"
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 _REDIRECTION = re.compile(r"[0-9&]*[<>]")
-_SUBSTITUTION = re.compile(r"\$\([^()]*\)|`[^`]*`|\$\{[^{}]*\}")
+_SUBSTITUTION = re.compile(r"\$\(\((?:[^()]|\([^()]*\))*\)\)|\$\([^()]*\)|`[^`]*`|\$\{[^{}]*\}")
+_ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\([^()]*\)){1,200})\)\)")
+_OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+_ROUNDED = {ast.Div: operator.floordiv, ast.Mod: operator.mod}  # of negative numbers they differ from a shell's
+# A quoted command within another, as in `xpk workload create --command "python3 -m maxtext..."`, or CMD="python3 ...".
+_INNER = re.compile(r"python\S* +(-m )?\S*maxtext", re.IGNORECASE)
+_INNER_NAME = re.compile(r"-*([A-Za-z_][\w-]*)=(?=(?:\w+=\S+ +)*(?:\S*python|export |cd |set |source ))")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\??\})")
 _HELD = re.compile("\0([0-9]+)\0")
 _WIDTH = 116
@@ -40,23 +48,42 @@ def parse(arguments: Sequence[str]) -> Command:
     Raises:
       UserError: there is no command, or its quotes do not match.
     """
-    words = _shell_words(arguments[0]) if len(arguments) == 1 else list(arguments)
+    return _parsed(_shell_words(arguments[0]) if len(arguments) == 1 else list(arguments), {})
+
+
+def _parsed(words: Sequence[str], environment: dict[str, str]) -> Command:
     parts = _parts(words)
     if not any(parts):
         raise UserError("give a MaxText command: python -m trainer.from_maxtext 'python3 -m maxtext... key=value ...'")
-    environment: dict[str, str] = {}
-    for part in parts:
+    inner: list[str] = []
+    commands: dict[str, list[str]] = {}  # a variable's value, if that is a command
+    while parts:
+        part = [word for given in parts.pop(0) for word in commands.get(_variable(given), [given])]
         begin, module, rest = _at_module(part)
+        at = next((i for i, word in enumerate(part) if " " in word and _INNER.search(word)), None)
+        if at is not None and "maxtext" not in module.lower():
+            name = _INNER_NAME.match(part[at])
+            inner = _shell_words(part[at][name.end() if name else 0 :])
+            if name is None or part[at].startswith("-"):
+                break
+            commands[name.group(1)] = inner
+            begin = _assignments(part[:at])
+            parts = [rest for rest in (part[at + 1 :], *parts) if rest]
+        elif module:
+            inner = []
         environment |= dict(word.partition("=")[::2] for word in begin)
-        if module or part is parts[-1]:
+        if module and not inner:
             break
-    # A quoted command within another, as in `xpk workload create --command "python3 -m maxtext..."`.
-    inner = next((word for word in part if " " in word and re.search(r"python\S* +(-m )?\S*maxtext", word, re.I)), None)
-    if not module and inner:
-        return parse([inner])
+    if inner:
+        return _parsed(inner, environment)
     environment, rest = _expanded(environment, rest)
     has_yml = bool(rest) and rest[0].endswith(YML_ENDINGS) and "=" not in rest[0]
     return Command(module, environment, rest[0] if has_yml else "", rest[1:] if has_yml else rest)
+
+
+def _variable(word: str) -> str:
+    found = _VARIABLE.fullmatch(word)
+    return (found.group(1) or found.group(2)) if found else ""
 
 
 def as_text(words: Sequence[str]) -> str:
@@ -82,7 +109,7 @@ def _shell_words(text: str) -> list[str]:
         held.append(found.group())
         return f"\0{len(held) - 1}\0"
 
-    text = re.sub(r"(?m)^\s*#.*$", "", text)
+    text = re.sub(r"(?m)^\s*#.*$|(?<=\s)#[^'\"\n]*$", "", text)
     text = re.sub(r"\\[ \t]*\r?\n", "", text)
     while (shorter := _SUBSTITUTION.sub(hold, text)) != text:
         text = shorter
@@ -147,8 +174,41 @@ def _expanded(environment: dict[str, str], words: list[str]) -> tuple[dict[str, 
         used.add(name)
         return environment[name]
 
-    words = [_VARIABLE.sub(value, word) for word in words]
+    words = [
+        _ARITHMETIC.sub(_computed, _in_arithmetic(_VARIABLE.sub(value, word), environment, used)) for word in words
+    ]
     return {name: text for name, text in environment.items() if name not in used}, words
+
+
+def _in_arithmetic(word: str, environment: Mapping[str, str], used: set[str]) -> str:
+    """Returns `word` with the values of names within `$((...))`, which need no dollar sign there."""
+
+    def value(found: re.Match[str]) -> str:
+        used.update({found.group()} & environment.keys())
+        return environment.get(found.group(), found.group())
+
+    return _ARITHMETIC.sub(lambda found: re.sub(r"[A-Za-z_]\w*", value, found.group()), word)
+
+
+def _computed(found: re.Match[str]) -> str:
+    """Returns the value of `$((...))`, or the text if only a shell knows it."""
+    try:
+        return str(_number(ast.parse(found.group(1).strip(), mode="eval").body))
+    except (SyntaxError, ValueError, RecursionError, MemoryError, ZeroDivisionError):
+        return found.group()
+
+
+def _number(node: ast.expr) -> int:
+    match node:
+        case ast.Constant(value=int(value)) if type(value) is int:
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_number(operand)
+        case ast.BinOp(left=left, op=op, right=right):
+            a, b = _number(left), _number(right)
+            if type(op) in _OPERATIONS or (type(op) in _ROUNDED and min(a, b) >= 0):
+                return int((_OPERATIONS | _ROUNDED)[type(op)](a, b))
+    raise ValueError("a shell's arithmetic")
 
 
 def _assignments(words: Sequence[str]) -> list[str]:

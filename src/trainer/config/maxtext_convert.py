@@ -5,18 +5,18 @@
 
 import fnmatch
 import functools
-import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from trainer.config import maxtext
-from trainer.config.effects import no_effect_of
+from trainer.config import maxtext, maxtext_base
+from trainer.config.data_keys import OWN_KEYS
+from trainer.config.effects import inert_keys, no_effect_of
 from trainer.config.environment import PREFIX, variables
 from trainer.config.errors import UserError, shortened
-from trainer.config.files import COMMAND_LINE, ENVIRONMENT, is_maxtexts_base
+from trainer.config.files import COMMAND_LINE, DEFAULT, ENVIRONMENT, MAXTEXT_YML, is_maxtexts_base, read_chain
 from trainer.config.load import Loaded, load, malformed
-from trainer.config.maxtext_command import Command, has_variable
+from trainer.config.maxtext_command import Command, as_text, has_variable
 from trainer.config.reader import Reader
 from trainer.config.schema import schema
 from trainer.config.values import read_text
@@ -25,10 +25,19 @@ SAME, DIFFERS, UNKNOWN = "same", "differs", "unknown"
 NO_EFFECT, REFUSED = "no effect", "refused"
 # The order in which verdicts are shown: what needs attention comes first.
 KINDS = (UNKNOWN, REFUSED, maxtext.NOT_YET, maxtext.NEVER, maxtext.RENAMED, DIFFERS, maxtext.NEEDLESS, NO_EFFECT, SAME)
-TRAIN, COMPILE = "trainer.train", "trainer.train_compile"
-SAME_WORDS = (TRAIN, COMPILE, "trainer.generate")  # programs that take MaxText's words, each with a verdict
+STOPPING = (UNKNOWN, REFUSED, maxtext.NOT_YET, maxtext.NEVER)
+TRAIN, COMPILE, GENERATE, EXPORT = "trainer.train", "trainer.train_compile", "trainer.generate", "trainer.export"
+SAME_WORDS = (TRAIN, COMPILE, GENERATE)  # programs that take MaxText's words, each with a verdict
 # Keys whose value restricts other keys. If the value is a shell variable, it cannot be checked.
-_DECIDING = ("model_name", "compile_topology", "decoder_block", "dataset_type")
+DECIDING = ("model_name", "compile_topology", "decoder_block", "dataset_type")
+_NO_DATA = "dataset_type=synthetic"
+_OF_TEXT = ("tokenizer_path", "tokenizer_type", "add_bos", "add_eos")  # generation reads them, too
+_EXAMPLE = re.compile(r"needs (?:\w+|files|a file), such as (\w+=\S+?)(?:;|$)")
+# What a command of a program must say, with an example.
+_NEEDED = {
+    COMPILE: ("compile_topology=v5e-16",),
+    GENERATE: ("load_parameters_path=/models/checkpoint/0/items", "tokenizer_path=/models/tokenizer.model"),
+}
 
 
 class Row(NamedTuple):
@@ -64,12 +73,14 @@ class Conversion(NamedTuple):
       rows: the verdicts, in the order of the command.
       problems: problems of the whole command, not of one row.
       notes: what `trainer.train` says about the command at its start, without its verdicts.
+      loaded: the configuration; None if there are problems.
     """
 
     words: list[str]
     rows: list[Row]
     problems: list[str]
     notes: list[str]
+    loaded: Loaded | None = None
 
     @property
     def runs(self) -> bool:
@@ -93,58 +104,95 @@ def programs() -> list[str]:
     return [name for row in maxtext.table()["modules"] for name in row["names"]]
 
 
-def fill(template: str, command: Command) -> tuple[list[str], list[str], list[str]]:
-    """Fills the values of MaxText's keys into the command `template`.
-
-    Returns:
-      The words of the command; the keys that it lacks, whose places hold their names in capitals; the unused words.
-    """
-    given = {name.lstrip("-"): text for name, _, text in (word.partition("=") for word in command.words)}
-    # MaxText's tools also take options whose value is the next word.
-    given |= {name[2:]: text for name, text in itertools.pairwise(command.words) if re.fullmatch(r"--\w+", name)}
-    names = re.findall(r"{(\w+)}", template)
-    words = [
-        re.sub(r"{(\w+)}", lambda found: given.get(found.group(1)) or found.group(1).upper(), word)
-        for word in template.split()
-    ]
-    used = {given[name] for name in names if name in given}
-    unused = [word for word in command.words if word not in used and word.partition("=")[0].lstrip("-") not in names]
-    return words, [name for name in names if not given.get(name)], unused
-
-
 def convert(command: Command, runs: str) -> Conversion:
-    """Returns our command for `command`, which our program `runs` replaces."""
+    """Returns our command for `command`, which our program `runs` replaces: one of `SAME_WORDS`; or `EXPORT`, to check
+    the keys of a conversion."""
     environment, unknown = variables(command.environment)
     kept = [f"{name}={text}" for name, text in command.environment.items() if not name.startswith(PREFIX)]
     rows = [_verdict(name, text, f"{variable}={text}", variable) for name, (variable, text) in environment.items()]
     rows += [Row(line.partition(" in ")[0], UNKNOWN, line.partition(": ")[2], "") for line in unknown]
     rows += [_verdict(word.partition("=")[0], word.partition("=")[2], word) for word in command.words]
-    yml = command.yml
-    if not yml or is_maxtexts_base(yml) or (has_variable(yml) and yml.endswith("/base.yml")):
-        yml = "base.yml"
+    if runs in (GENERATE, EXPORT):
+        rows = [_without_data(row, runs) for row in rows]
+    yml = _yml(command.yml)
     written = [(row, row.word) for row in rows if row.word]
     assigned = [word for row, word in written if _in_environment(row)]
-    words = [word for row, word in written if not _in_environment(row)]
-    checked = [word for word in words if _is_known(word)]
+    given = {name: text for name, (_, text) in environment.items()}
+    given |= dict(word.partition("=")[::2] for _, word in written)
+    added = _implied(given, runs)
+    words = [*added, *(word for row, word in written if not _in_environment(row))]
+    checked = [word for word in words if _is_known(word) and not word.startswith("-")]  # no questions
+    if any(has_variable(given.get(name, "")) for name in ("dataset_type", "compile_topology")):
+        checked.append(_NO_DATA)
     problems: list[str] = []
     notes: list[str] = []
     loaded: Loaded | None = None
     try:
-        # Under the name that was given, `load` reports how MaxText's defaults differ.
-        first = command.yml if is_maxtexts_base(command.yml) else yml
         found = dict(word.partition("=")[::2] for word in assigned if _is_known(word))
-        loaded = load([first, *checked], environment=found)
-        if runs == COMPILE and not loaded.config.compile_topology and not unchecked(words):
-            raise UserError("compile_topology is empty: give the devices to compile for, such as v5e-16 or cpu-8")
+        loaded = load([yml, *checked], environment=found)
+        problems = _other_defaults(yml, loaded)
     except UserError as error:
         lines = str(error).split("\n  ")
-        rows = [_refused(row, lines) for row in rows]
+        rows = [_refused(row, [line for line in lines if not _EXAMPLE.search(line)]) for row in rows]
         own = {row.problem for row in rows}
         problems = [line for line in lines[1:] or lines if line not in own]
+    problems = _completed(problems, loaded.config.to_dict() if loaded else given, runs)
     if loaded is not None:
-        notes = [note for note in loaded.notes if not note.startswith(("MaxText's ", command.yml or "\0"))]
-        rows = [_with_effect(row, loaded) for row in rows]
-    return Conversion([*kept, *assigned, "python", "-m", runs, yml, *words], rows, problems, notes)
+        notes = [note for note in loaded.notes if not note.startswith(("MaxText's ", yml))]
+        rows = [_with_effect(row, loaded, runs) for row in rows]
+    return Conversion([*kept, *assigned, "python", "-m", runs, yml, *words], rows, problems, notes, loaded)
+
+
+def _yml(yml: str) -> str:
+    """Returns maxtext.yml if `yml`, which a command names, is MaxText's base.yml without a changed value."""
+    if not yml or is_maxtexts_base(yml) or (has_variable(yml) and yml.endswith("/base.yml")):
+        return MAXTEXT_YML.name
+    files, mistakes, _ = read_chain(yml, schema())
+    same = all(file.is_maxtext and not maxtext_base.changed_entries(file.entries, schema())[0] for file in files)
+    return MAXTEXT_YML.name if same and not mistakes else yml
+
+
+def _other_defaults(yml: str, loaded: Loaded) -> list[str]:
+    """Returns a problem if keys that the command does not give have values here that MaxText does not have."""
+    inert = inert_keys(loaded.config)
+    unset = [name for name, place in loaded.sources.items() if place == DEFAULT and name not in inert]
+    lines = maxtext_base.differing(loaded.config, unset)
+    advice = "write base_config: maxtext.yml in it; or give maxtext.yml instead, and its changes as key=value"
+    return [f"{yml}: {advice}. {'. '.join(lines)}"] if lines else []
+
+
+def _implied(given: Mapping[str, str], runs: str) -> list[str]:
+    """Returns words for what MaxText does without being told."""
+    if runs in (GENERATE, EXPORT):
+        added = [_NO_DATA]
+    else:
+        added = ["tokenizer_type=huggingface"] if given.get("dataset_type") == "hf" else []
+    if "tokenizer_llama3.tiktoken" in given.get("tokenizer_path", ""):
+        added.append("tokenizer_type=tiktoken")
+    return [word for word in added if word.partition("=")[0] not in given]
+
+
+def _completed(problems: Sequence[str], given: Mapping[str, object], runs: str) -> list[str]:
+    """Returns `problems`, with one for all that the command does not say: what MaxText has of its own."""
+    missing = [word for word in _NEEDED.get(runs, ()) if not given.get(word.partition("=")[0])]
+    found = [_EXAMPLE.search(line) for line in problems]
+    others = [line for line, it in zip(problems, found, strict=True) if it is None]
+    if runs != COMPILE or not missing:  # a compilation reads no data
+        missing += [it.group(1) for it in found if it]
+    if not missing:
+        return others
+    missing = list(dict.fromkeys(missing))
+    names = ", ".join(word.partition("=")[0] for word in missing)
+    instead = f", or {_NO_DATA} for data without files" if runs == TRAIN else ""
+    return [*others, f"the command does not contain {names}; with your own values add {as_text(missing)}{instead}"]
+
+
+def _without_data(row: Row, runs: str) -> Row:
+    """Returns `row`; as needless if it is about data, which the program `runs` does not read."""
+    name = row.given.partition("=")[0]
+    if name == "dataset_type" or any(name in keys for keys in OWN_KEYS.values()):
+        return Row(row.given, maxtext.NEEDLESS, f"{runs} reads no data", "")
+    return row
 
 
 def by_kind(rows: Iterable[Row]) -> dict[str, list[Row]]:
@@ -166,7 +214,7 @@ def _verdict(name: str, text: str, given: str, variable: str = "") -> Row:
     problem = reader.mistakes[0] if reader.mistakes else ""
     said = problem.partition(f" ({where}): ")[2]
     if name in schema().keys:
-        if has_variable(text) and (problem or name in _DECIDING):
+        if has_variable(text) and (problem or name in DECIDING):
             return Row(given, SAME, "", given)
         meaning = _meaning(name, text)
         return Row(given, REFUSED if problem else DIFFERS if meaning else SAME, said or meaning, given, problem)
@@ -179,6 +227,8 @@ def _verdict(name: str, text: str, given: str, variable: str = "") -> Row:
     if reader.accepted:
         why = verdict.why if verdict.neutral is None else "this value changes nothing here"
         return Row(given, maxtext.NEEDLESS, why, "")
+    if has_variable(text):
+        return Row(given, verdict.kind, f"not checked, as a shell replaces the value; {said}", given)
     return Row(given, verdict.kind, said, given, problem)
 
 
@@ -205,9 +255,11 @@ def _refused(row: Row, problems: Sequence[str]) -> Row:
     return row
 
 
-def _with_effect(row: Row, loaded: Loaded) -> Row:
+def _with_effect(row: Row, loaded: Loaded, runs: str) -> Row:
     """Returns `row`, or a row that says why a key has no effect in this configuration."""
     name = row.word.partition("=")[0]
+    if runs == GENERATE and name in _OF_TEXT:
+        return row
     reason = no_effect_of(loaded.config, name) if row.kind in (SAME, DIFFERS) and name in loaded.changed else None
     return row._replace(kind=NO_EFFECT, text=reason) if reason else row
 
@@ -218,7 +270,7 @@ def _in_environment(row: Row) -> bool:
 
 def _is_known(word: str) -> bool:
     name, _, text = word.partition("=")
-    return not has_variable(text) or (name not in _DECIDING and _is_text(name))
+    return not has_variable(text) or (name not in DECIDING and _is_text(name))
 
 
 def _is_text(name: str) -> bool:
@@ -228,4 +280,4 @@ def _is_text(name: str) -> bool:
 
 def unchecked(words: Sequence[str]) -> list[str]:
     """Returns the settings that were not checked because their values are shell variables."""
-    return [word for word in words if word.partition("=")[0] in schema().keys and not _is_known(word)]
+    return [word for word in words if "=" in word and not _is_known(word)]

@@ -5,6 +5,8 @@ import yaml
 from config_cases import mistakes, notes, write
 
 from trainer.config import load, maxtext, maxtext_base, schema
+from trainer.config.maxtext_command import parse
+from trainer.config.maxtext_convert import TRAIN, convert
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +101,7 @@ def test_a_data_path_for_their_base_needs_a_dataset_type():
     write("theirs.yml", their_base())
     (line,) = mistakes("theirs.yml", "dataset_path=DATA")
     assert "(the line in theirs.yml counts as a default)" in line
-    assert "add dataset_type=tfds on the command line" in line
+    assert "add dataset_type=tfds dataset_name=c4/en:3.0.1 on the command line" in line
 
 
 def test_an_older_base_is_at_its_own_defaults():
@@ -145,3 +147,15 @@ def test_a_path_of_theirs_that_is_not_there_is_the_packed_base(path):
     assert loaded.changed == {}
     assert loaded.notes[0] == f"{path} does not exist here: using the packaged base.yml"
     assert "base_emb_dim=192 (2048)" in loaded.notes[1]
+
+
+def test_a_command_with_their_base_is_converted_to_their_defaults():
+    """Values that the user changed are not dropped without a word."""
+    write("theirs.yml", their_base())
+    made = convert(parse(["python3 -m MaxText.train theirs.yml dataset_type=synthetic"]), TRAIN)
+    assert made.runs
+    assert made.words[3] == "maxtext.yml"
+    write("theirs.yml", their_base(steps=7))
+    made = convert(parse(["python3 -m MaxText.train theirs.yml dataset_type=synthetic"]), TRAIN)
+    assert not made.runs
+    assert "maxtext.yml" in made.problems[0]

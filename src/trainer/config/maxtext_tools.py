@@ -1,0 +1,107 @@
+"""Converts a command of one of MaxText's tools to a command with other words: `trainer.export`, `trainer.inspect`."""
+
+import fnmatch
+import itertools
+import re
+from collections.abc import Mapping
+
+from trainer.config import maxtext, maxtext_base
+from trainer.config.dump import to_flow
+from trainer.config.effects import no_effect_of
+from trainer.config.environment import variables
+from trainer.config.errors import shortened
+from trainer.config.maxtext_command import Command, has_variable
+from trainer.config.maxtext_convert import (
+    DECIDING,
+    DIFFERS,
+    EXPORT,
+    SAME,
+    SAME_WORDS,
+    STOPPING,
+    Conversion,
+    Row,
+    convert,
+    unchecked,
+)
+from trainer.config.scale import SCALE, factors
+from trainer.config.schema import schema
+
+# Keys of the section Model that say how a model is computed. The others say what its parameters are.
+_COMPUTED = (
+    *("sparse_matmul", "capacity_factor", "ragged_buffer_factor", "routed_bias_update_rate", "attention", "sa_*"),
+    *("*dropout*", "init_weights_seed", "dtype", "weight_dtype", "scan_layers", "remat_policy", "decoder_layer_input"),
+    *("context", "*_proj", "mlpw*", "moe_mlpw*", "custom_*_tensors", SCALE),
+)
+
+
+def converted(command: Command, runs: str) -> Conversion:
+    """Returns our command for `command`, which `runs` replaces: our program, or its whole command."""
+    return convert(command, runs) if runs in SAME_WORDS else _filled(command, runs)
+
+
+def _filled(command: Command, template: str) -> Conversion:
+    """Fills the values of MaxText's keys into the command `template`. Keys that the command lacks are in capitals."""
+    # trainer.export does not read the environment.
+    known, _ = variables(command.environment)
+    command = command._replace(words=[*command.words, *(f"{name}={text}" for name, (_, text) in known.items())])
+    given = {name.lstrip("-"): text for name, _, text in (word.partition("=") for word in command.words)}
+    # MaxText's tools also take options whose value is the next word.
+    given |= {name[2:]: text for name, text in itertools.pairwise(command.words) if re.fullmatch(r"--\w+", name)}
+    lacking: list[str] = []
+
+    def value(found: re.Match[str]) -> str:
+        names, _, default = found.group(1).partition(":")
+        text = next((given[name] for name in names.split("|") if given.get(name)), default)
+        if not text:
+            lacking.append(names.split("|")[-1].upper())
+        return text or lacking[-1]
+
+    words = [re.sub(r"{([^{}]+)}", value, word) for word in template.split()]
+    names = {name for found in re.findall(r"{([^:{}]+)", template) for name in found.split("|")}
+    rows: list[Row] = []
+    problems: list[str] = []
+    if words[0] == EXPORT:
+        own = [word for word in command.words if re.match(r"[^-]*=", word)]
+        own = [word for word in own if (name := word.partition("=")[0]) not in names or name in schema().keys]
+        made = convert(Command("", {}, "", own), EXPORT)
+        rows, problems = [row for row in made.rows if row.kind in STOPPING], [*made.problems]
+        if "load_parameters_path" in names:  # a checkpoint of MaxText, which does not describe its model
+            words += _model_words(made, "" if "model_name" in names else given.get("model_name", ""), given)
+        for word in words[3:]:
+            if word.startswith("dtype=") and word not in ("dtype=float32", "dtype=bfloat16") and not has_variable(word):
+                problems.append(f"{shortened(word)}: {EXPORT} writes float32 or bfloat16")
+        if "://" in words[2]:
+            problems.append(f"{shortened(words[2])}: {EXPORT} writes to a local folder; give one")
+    if lacking:
+        problems.append(f"give {' and '.join(lacking)}, which the command does not contain")
+    used = {*words, *(given[name] for name in names if name in given), *(row.given for row in rows)}
+    unused = [word for word in command.words if word not in used and word.partition("=")[0].lstrip("-") not in names]
+    hidden = [word for word in unchecked(unused) if word.startswith(DECIDING)]
+    why = "not checked, as a shell replaces the value"
+    rows += [Row(word, maxtext.NEEDLESS, why if word in hidden else "", "") for word in unused]
+    return Conversion(["python", "-m", *words], rows, problems, [])
+
+
+def _model_words(made: Conversion, preset: str, given: Mapping[str, str]) -> list[str]:
+    """Returns the words that describe the parameters of the model in the configuration `made`."""
+    said = {row.word.partition("=")[0]: row for row in made.rows if row.kind in (SAME, DIFFERS, maxtext.RENAMED)}
+    wanted = [name for name in said if of_parameters(name)]
+    sizes = factors(8) if given.get(SCALE, "1") != "1" else {}
+    if made.loaded is not None:
+        others = [*maxtext_base.defaults()] if given.get("model_name", "default") == "default" else []
+        wanted += [
+            key for key in [*others, *sizes] if of_parameters(key) and no_effect_of(made.loaded.config, key) is None
+        ]
+    words = [f"model_name={preset}"] if preset not in ("", "default") else []
+    for key in dict.fromkeys(wanted):
+        if made.loaded is None or (key in said and (key not in sizes or has_variable(said[key].word))):
+            words.append(said[key].word)
+        else:
+            words.append(f"{key}={to_flow(made.loaded.config[key])}")
+    return words
+
+
+def of_parameters(name: str) -> bool:
+    """Returns whether the key `name` says what the parameters of a model are, or what they mean."""
+    key = schema().keys.get(name)
+    return key is not None and key.section == "Model" and not any(fnmatch.fnmatchcase(name, it) for it in _COMPUTED)
