@@ -72,7 +72,9 @@ def _parsed(words: Sequence[str], environment: dict[str, str]) -> Command:
         elif module:
             inner = []
         environment |= dict(word.partition("=")[::2] for word in begin)
-        if module and not inner:
+        # Such as `python3 -m pip install ... && python3 -m maxtext...`.
+        later = "maxtext" not in module.lower() and any(_INNER.search(" ".join(part)) for part in parts)
+        if module and not inner and not later:
             break
     if inner:
         return _parsed(inner, environment)

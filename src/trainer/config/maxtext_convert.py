@@ -163,11 +163,14 @@ def _other_defaults(yml: str, loaded: Loaded) -> list[str]:
 
 def _implied(given: Mapping[str, str], runs: str) -> list[str]:
     """Returns words for what MaxText does without being told."""
-    if runs in (GENERATE, EXPORT):
-        added = [_NO_DATA]
-    else:
-        added = ["tokenizer_type=huggingface"] if given.get("dataset_type") == "hf" else []
-    if "tokenizer_llama3.tiktoken" in given.get("tokenizer_path", ""):
+    without_data = runs in (GENERATE, EXPORT)
+    kind = given.get("dataset_type")
+    added = [_NO_DATA] if without_data else []
+    if runs == EXPORT or (kind == "synthetic" and not without_data):
+        return added
+    if (kind == "hf" and not without_data) or re.fullmatch(r"qwen3-[\d.]+b", given.get("model_name", "")):
+        added.append("tokenizer_type=huggingface")  # of its pipeline, and in its presets
+    elif "tokenizer_llama3.tiktoken" in given.get("tokenizer_path", ""):
         added.append("tokenizer_type=tiktoken")
     return [word for word in added if word.partition("=")[0] not in given]
 

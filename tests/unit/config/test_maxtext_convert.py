@@ -115,6 +115,22 @@ def test_what_a_command_does_not_say_is_maxtexts(words, sizes):
     assert (config.per_device_batch_size, config.steps, config.learning_rate) == (12, 150001, 3e-5)
 
 
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("tokenizer_path=/t model_name=qwen3-8b", "huggingface"),
+        ("tokenizer_path=/t model_name=qwen3-30b-a3b", "sentencepiece"),
+        ("tokenizer_path=/t dataset_type=hf hf_path=/h", "huggingface"),
+        ("tokenizer_path=/t dataset_type=hf hf_path=/h tokenizer_type=sentencepiece", "sentencepiece"),
+        ("tokenizer_path=/t/tokenizer_llama3.tiktoken", "tiktoken"),
+    ],
+)
+def test_the_type_of_a_tokenizer_is_that_which_maxtext_chooses(words, kind):
+    _, made = converted(f"{BEGIN}dataset_path=/d {words}")
+    assert made.runs
+    assert load(made.words[3:]).config.tokenizer_type == kind
+
+
 MISSING = {
     f"{BEGIN}": "dataset_path tokenizer_path",
     f"{BEGIN}dataset_path=$DATA model_name=llama3-8b": "tokenizer_path",
@@ -208,6 +224,7 @@ def test_the_parts_of_a_command():
         ('CMD="python3 -m MaxText.train base.yml"\n$CMD model_name=llama2-7b', ["model_name=llama2-7b"]),
         ('python3 xpk.py create --command="python3 -m MaxText.train base.yml steps=1" --x', ["steps=1"]),
         ("python3 -m MaxText.train steps=1 # a note", ["steps=1"]),
+        ("python3 -m pip install x && python3 -m MaxText.train steps=1", ["steps=1"]),
     ],
 )
 def test_arithmetic_quoted_commands_and_comments(text, words):
