@@ -1,8 +1,8 @@
 """GPT-3, compared with a second implementation in NumPy and float64, and its own keys."""
 
 import dataclasses
-import json
 import functools
+import json
 
 import jax
 import numpy as np
