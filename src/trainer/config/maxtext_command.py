@@ -61,9 +61,11 @@ def _parsed(words: Sequence[str], environment: dict[str, str]) -> Command:
         part = [word for given in parts.pop(0) for word in commands.get(_variable(given), [given])]
         begin, module, rest = _at_module(part)
         at = next((i for i, word in enumerate(part) if " " in word and _INNER.search(word)), None)
-        if at is not None and "maxtext" not in module.lower():
-            name = _INNER_NAME.match(part[at])
-            inner = _shell_words(part[at][name.end() if name else 0 :])
+        name = _INNER_NAME.match(part[at]) if at is not None else None
+        quoted = _shell_words(part[at][name.end() if name else 0 :]) if at is not None else []
+        # `$(python3 -m maxtext...)` is one word, quoted or not.
+        if at is not None and len(quoted) > 1 and "maxtext" not in module.lower():
+            inner = quoted
             if name is None or part[at].startswith("-"):
                 break
             commands[name.group(1)] = inner

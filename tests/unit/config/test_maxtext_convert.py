@@ -205,6 +205,7 @@ def test_the_parts_of_a_command():
     assert parse(["python", "-m", "MaxText.train", "steps=1"]) == ("MaxText.train", {}, "", ["steps=1"])
     assert parse(["M_A=b", "base.yml", "steps=1"]) == ("", {"M_A": "b"}, "base.yml", ["steps=1"])
     assert parse(["python -m MaxText.train base.yml \\  steps=1"]).words == ["steps=1"]
+    assert parse(["A=$(python3 -m MaxText.train steps=1)"]).module == ""
     for bad in ([""], [], ["python -m MaxText.train 'a=b"]):
         with pytest.raises(UserError):
             parse(bad)
