@@ -83,7 +83,7 @@ def trainer(arguments: list[str]) -> dict[str, Any]:
     names = ("temp_bytes", "argument_bytes", "flops", "bytes_accessed", "rolled_flops", "rolled_bytes_accessed")
     return {name: report[name] for name in names} | {
         "sent_bytes": sum(collective["bytes"] for collective in report["collectives"]),
-        "serial_seconds": report["estimate"]["serial_seconds"],
+        "serial_seconds": report["estimate"] and report["estimate"]["serial_seconds"],
     }
 
 
@@ -171,7 +171,7 @@ def table(lines: list[dict[str, Any]]) -> None:
             f"{it['rolled_flops']:.2e}" + (f" ({its['rolled_flops']:.2e})" if its else ""),
             f"{it['bytes_accessed'] / 1e9:.0f}",
             f"{it['sent_bytes'] / 1e9:.1f}",
-            f"{it['serial_seconds']:.2f}",
+            "" if it["serial_seconds"] is None else f"{it['serial_seconds']:.2f}",
             " ".join([line["commit"], *line["settings"]]),
         ]
         print(f"| {' | '.join(cells)} |")

@@ -153,7 +153,12 @@ def estimate(cost: Cost, chip: Chip, devices: int, slices: int = 1) -> Estimate:
       chip: the chip of the devices.
       devices: the number of devices in the mesh.
       slices: the number of slices in the mesh.
+
+    Raises:
+      ValueError: the trip count of a loop is unknown.
     """
+    if cost.unknown_loops:
+        raise ValueError(f"no estimate: loops of unknown trip count: {', '.join(cost.unknown_loops)}")
     compute = sum(flops / chip.flops(dtype) for dtype, flops in cost.matmul_flops.items())
     memory = cost.hbm_bytes / (chip.hbm_bandwidth / chip.devices)
     ici = dcn = 0.0

@@ -74,7 +74,8 @@ class Collective:
 
 
 def collectives(module: Module, mesh: Any = None) -> tuple[tuple[Collective, ...], list[str]]:
-    """Returns the collectives of `module`, most bytes first, and notes on what could not be counted.
+    """Returns the collectives of `module`, most bytes first, and the loops with collectives whose trip count is
+    unknown; one iteration of these counts.
 
     Collectives of one computation with the same operands and groups count once: the partitioner emits an all-gather for
     each use, and the compiler merges them later.
@@ -86,8 +87,8 @@ def collectives(module: Module, mesh: Any = None) -> tuple[tuple[Collective, ...
     names, sizes = _axes(mesh)
     slices = _slices(mesh)
     merged: dict[tuple[Any, ...], list[tuple[int, str]]] = {}
-    notes: list[str] = []
-    for instruction, sums, dtype, size, times, conditional in _found(module, module.entry, 1, False, notes):
+    unknown: list[str] = []
+    for instruction, sums, dtype, size, times, conditional in _found(module, module.entry, 1, False, unknown):
         groups = replica_groups(instruction, math.prod(sizes))
         kind = instruction.opcode.removesuffix("-start")
         axes = _varying(groups, names, sizes) if names else ()
@@ -114,7 +115,7 @@ def collectives(module: Module, mesh: Any = None) -> tuple[tuple[Collective, ...
         )
         for (kind, sums, dtype, axes, devices, spread, size, conditional), runs in merged.items()
     ]
-    return tuple(sorted(found, key=lambda c: -c.bytes)), notes
+    return tuple(sorted(found, key=lambda c: -c.bytes)), unknown
 
 
 def moved(kind: str, size: int, devices: int) -> float:
@@ -125,7 +126,7 @@ def moved(kind: str, size: int, devices: int) -> float:
 
 
 def _found(
-    module: Module, name: str, times: int, conditional: bool, notes: list[str]
+    module: Module, name: str, times: int, conditional: bool, unknown: list[str]
 ) -> Iterator[tuple[Instruction, bool, str, int, int, bool]]:
     """Yields the collectives of a computation and of the computations that it calls, as (instruction, whether it sums,
     dtype, bytes, executions, whether it is in a branch). `conditional`: whether the computation is in a branch."""
@@ -141,14 +142,15 @@ def _found(
                 yield from ((instruction, sums, *part, times, conditional) for part in _parts(computation, instruction))
         elif instruction.opcode == "while":
             trips = loops.trips(module, computation, instruction)
-            if trips is None:
-                notes.append(f"collectives in the loop {instruction.op_name or instruction.name} are counted once")
-            for called in instruction.called:
-                yield from _found(module, called, times * (1 if trips is None else trips), conditional, notes)
+            repeated = times * (1 if trips is None else trips)
+            inside = [it for c in instruction.called for it in _found(module, c, repeated, conditional, unknown)]
+            if trips is None and inside:
+                unknown.append(instruction.op_name or instruction.name)
+            yield from inside
         elif instruction.opcode in ("call", "fusion", "async-start"):
-            yield from _found(module, instruction.called[0], times, conditional, notes)
+            yield from _found(module, instruction.called[0], times, conditional, unknown)
         elif instruction.opcode == "conditional":
-            branches = [list(_found(module, called, times, True, notes)) for called in instruction.called]
+            branches = [list(_found(module, called, times, True, unknown)) for called in instruction.called]
             yield from max(branches, key=lambda branch: sum(size * runs for *_, size, runs, _ in branch))
 
 

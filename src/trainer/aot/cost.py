@@ -75,6 +75,7 @@ class Cost:
       rolled_flops, rolled_bytes_accessed: the same with each loop's body counted once, as in `cost_analysis()`.
       collectives: grouped by kind, dtype, axes and size; see `aot.collectives`.
       notes: what could not be counted; empty if everything was counted.
+      unknown_loops: loops of unknown trip count, for example one that data determines. One iteration of each counts.
     """
 
     flops: float
@@ -86,6 +87,7 @@ class Cost:
     rolled_bytes_accessed: float
     collectives: tuple[Collective, ...]
     notes: tuple[str, ...]
+    unknown_loops: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain dicts, lists and numbers, for JSON."""
@@ -110,9 +112,11 @@ def analyze(hlo_text: str, mesh: Any = None, partitioned_text: str | None = None
     unrolled = _Counter(module, rolled=False)
     totals = unrolled.computation(module.entry)
     rolled = _Counter(module, rolled=True).computation(module.entry)
-    found, notes = collectives(parse(partitioned_text) if partitioned_text else module, mesh)
+    found, unknown = collectives(parse(partitioned_text) if partitioned_text else module, mesh)
     if not partitioned_text and '"AsyncCollectiveStart"' in hlo_text:
-        notes.append("collectives are counted in the optimized module, which repeats overlapped collectives")
+        unrolled.notes.append("collectives are counted in the optimized module, which repeats overlapped collectives")
+    unknown = list(dict.fromkeys([*unrolled.unknown, *unknown]))
+    notes = [f"the trip count of the loop {loop} is unknown: counted once" for loop in unknown]
     return Cost(
         flops=totals.flops,
         matmul_flops=totals.matmul_flops,
@@ -122,7 +126,8 @@ def analyze(hlo_text: str, mesh: Any = None, partitioned_text: str | None = None
         rolled_flops=rolled.flops,
         rolled_bytes_accessed=rolled.bytes,
         collectives=found,
-        notes=tuple(dict.fromkeys([*unrolled.notes, *notes])),
+        notes=tuple(dict.fromkeys([*notes, *unrolled.notes])),
+        unknown_loops=tuple(unknown),
     )
 
 
@@ -134,6 +139,7 @@ class _Counter:
         self.rolled = rolled
         self.in_place = _IN_PLACE_FOR_XLA if rolled else _IN_PLACE
         self.notes: list[str] = []
+        self.unknown: list[str] = []
         self.known: dict[tuple[str, bool], Totals] = {}
 
     def computation(self, name: str, fused: bool = False) -> Totals:
@@ -203,7 +209,7 @@ class _Counter:
             return 1
         trips = loops.trips(self.module, computation, loop)
         if trips is None:
-            self.notes.append(f"the trip count of the loop {loop.op_name or loop.name} is unknown: counted once")
+            self.unknown.append(loop.op_name or loop.name)
         return 1 if trips is None else trips
 
     def _custom_call(self, totals: Totals, computation: Computation, i: Instruction) -> None:

@@ -163,7 +163,7 @@ def make_report(
         cost=cost,
         rolled_flops=rolled.get("flops", cost.rolled_flops),
         rolled_bytes_accessed=rolled.get("bytes accessed", cost.rolled_bytes_accessed),
-        estimate=estimate(cost, chip, step.mesh.size, num_slices) if chip else None,
+        estimate=estimate(cost, chip, step.mesh.size, num_slices) if chip and not cost.unknown_loops else None,
         grad_dtype=step.config.grad_dtype,
         trace_seconds=round(seconds[0], 2),
         compile_seconds=round(seconds[1], 2),

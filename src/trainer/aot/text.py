@@ -70,7 +70,8 @@ def _buffers(report: Report) -> Iterator[str]:
 def _cost(report: Report) -> Iterator[str]:
     cost = report.cost
     yield ""
-    yield f"a step, per device: {si(cost.flops, 'FLOP')}, {si(cost.bytes_accessed, 'B')} accessed"
+    at_least = "at least " if cost.unknown_loops else ""
+    yield f"a step, per device: {at_least}{si(cost.flops, 'FLOP')}, {si(cost.bytes_accessed, 'B')} accessed"
     for collective in sorted(cost.collectives, key=lambda collective: -collective.bytes)[:_SHOWN]:
         along = ", ".join(collective.axes) or "no axis"
         count = f"{collective.count} x {si(collective.size, 'B')}"
@@ -93,6 +94,8 @@ def _cost(report: Report) -> Iterator[str]:
             f"estimate: at least {short_time(it.seconds)} per step, bound by {it.bound} ({shown}); "
             f"{short_time(it.serial_seconds)} if nothing overlaps"
         )
+    elif cost.unknown_loops:
+        yield f"no estimate of the step's time: the trip count of {len(cost.unknown_loops)} of its loops is unknown"
 
 
 def _missing(report: Report) -> Iterator[str]:

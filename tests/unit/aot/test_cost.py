@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from compiler import EXACT
 
+from trainer.aot.chips import CHIPS, estimate
 from trainer.aot.cost import analyze
 from trainer.config import resolve
 from trainer.models.flops import flops_per_token
@@ -204,6 +205,62 @@ def test_what_cannot_be_counted_is_said():
     overlapped = VMEM.replace("copy-done(%start)", 'custom-call(%start), custom_call_target="AsyncCollectiveStart"')
     assert [note for note in analyze(overlapped).notes if "repeats" in note]
     assert analyze(overlapped, None, VMEM).notes == ()
+
+
+ROUNDS = """%more (at: (s32[], s32[], f32[64])) -> pred[] {
+  %at = (s32[], s32[], f32[64]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%at), index=0
+  %rounds = s32[] get-tuple-element(%at), index=1
+  ROOT %less = pred[] compare(%i, %rounds), direction=LT
+}
+
+%round (at: (s32[], s32[], f32[64])) -> (s32[], s32[], f32[64]) {
+  %at = (s32[], s32[], f32[64]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%at), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %rounds = s32[] get-tuple-element(%at), index=1
+  %x = f32[64]{0} get-tuple-element(%at), index=2
+  %y = f32[64]{0} BODY
+  ROOT %out = (s32[], s32[], f32[64]{0}) tuple(%next, %rounds, %y)
+}
+
+ENTRY %main (n: s32[], x: f32[64]) -> (s32[], s32[], f32[64]) {
+  %n = s32[] parameter(0)
+  %x = f32[64]{0} parameter(1)
+  %zero = s32[] constant(0)
+  %five = s32[] constant(5)
+  %start = (s32[], s32[], f32[64]{0}) tuple(%zero, %n, %x)
+  ROOT %loop = (s32[], s32[], f32[64]{0}) while(%start), condition=%more, body=%round
+}
+"""
+SUM = ROUNDS.replace("BODY", "all-reduce(%x), channel_id=1, replica_groups=[1,2]<=[2], to_apply=%more")
+KNOWN = {
+    "constant": ("(%zero, %n,", "(%zero, %five,"),
+    "known": ("body=%round", 'body=%round, {"known_trip_count":{"n":"5"}}'),
+}
+
+
+def test_a_loop_of_unknown_length_leaves_no_estimate():
+    """Data determines the limit of the loop. One iteration counts, and no time is derived from it."""
+    cost = analyze(ROUNDS.replace("BODY", "negate(%x)"))
+    assert cost.flops == 64 + 2
+    assert (cost.unknown_loops, len(cost.notes)) == (("loop",), 1)
+    with pytest.raises(ValueError, match="unknown trip count: loop"):
+        estimate(cost, CHIPS["v5e"], devices=2)
+
+
+@pytest.mark.parametrize("known", KNOWN)
+def test_a_loop_of_known_length_leaves_an_estimate(known):
+    cost = analyze(SUM.replace(*KNOWN[known]), {"fsdp": 2})
+    assert (cost.unknown_loops, cost.notes, cost.collectives[0].count) == ((), (), 5)
+    assert estimate(cost, CHIPS["v5e"], devices=2).network_seconds > 0
+
+
+def test_the_partitioned_loops_count_if_they_have_collectives():
+    exact = ROUNDS.replace("BODY", "negate(%x)").replace(*KNOWN["known"])
+    assert analyze(exact, {"fsdp": 2}, SUM).unknown_loops == ("loop",)
+    assert analyze(exact, {"fsdp": 2}, ROUNDS.replace("BODY", "negate(%x)")).unknown_loops == ()
 
 
 def test_a_cost_is_json(step):

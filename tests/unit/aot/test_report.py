@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from trainer.aot.chips import CHIPS
 from trainer.aot.collectives import Collective
 from trainer.aot.dump import Dump
 from trainer.aot.report import make_report
@@ -86,6 +87,20 @@ def test_the_peak_includes_all_temporaries(step):
 
     memory = make_report(step.run, Compiled, "", step.texts, (0.0, 0.0), 1).memory
     assert memory.peak == 100 + (90 - 80) + 700
+
+
+def test_a_loop_of_unknown_length_is_said_instead_of_an_estimate(step, monkeypatch):
+    """In the scanned step every loop has a known length, until the text of one no longer says it."""
+    monkeypatch.setattr("trainer.aot.report.chip_of", lambda kind: CHIPS["v5e"])
+    known = make_report(step.run, step.compiled, "", step.texts, (0.0, 0.0), 1)
+    assert known.estimate is not None
+    hidden = step.texts.optimized.replace("known_trip_count", "hidden").replace("direction=LT", "direction=NE")
+    unknown = make_report(step.run, step.compiled, "", step.texts._replace(optimized=hidden), (0.0, 0.0), 1)
+    assert unknown.as_dict()["estimate"] is None
+    text = report_text(unknown)
+    assert "a step, per device: at least " in text
+    assert text.splitlines()[-1].startswith("no estimate of the step's time: the trip count of ")
+    assert "no estimate" not in report_text(known)
 
 
 def test_a_step_that_does_not_fit(step, monkeypatch):
