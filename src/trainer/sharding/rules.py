@@ -67,17 +67,25 @@ def named_sharding(
 def memory_order(shape: Sequence[int]) -> tuple[int, ...]:
     """Returns the order of axes, outermost first, in which an array of `shape` takes the least memory on a TPU.
 
-    A TPU stores the last two axes in tiles of 8 x 128 numbers and pads incomplete tiles. At most one axis is moved to
-    the end. In a tie, the given order is kept.
+    A TPU stores the last two axes in tiles of 8 x 128 numbers and pads incomplete tiles. One axis is moved to the end,
+    or two if that still pads. In a tie, the given order is kept.
     """
 
-    def padded(order: tuple[int, ...]) -> int:
+    def padded(order: tuple[int, ...], small: tuple[int, ...] = ()) -> int:
         *outer, rows, columns = (shape[axis] for axis in order)
-        return math.prod(outer) * math.ceil(rows / 8) * 8 * math.ceil(columns / 128) * 128
+        tile = rows if rows in small else 8
+        return math.prod(outer) * math.ceil(rows / tile) * tile * math.ceil(columns / 128) * 128
 
     axes = tuple(range(len(shape)))
-    orders = [(*axes[:last], *axes[last + 1 :], last) for last in reversed(axes)]
-    return min(orders, key=padded) if len(shape) > 1 else axes
+    if len(shape) < 2:
+        return axes
+    moved = [(*axes[:last], *axes[last + 1 :], last) for last in reversed(axes)]
+    one = min(moved, key=padded)
+    if padded(one) == math.prod(shape):
+        return one
+    both = [(*order[:i], *order[i + 1 : -1], order[i], order[-1]) for order in moved for i in reversed(axes[:-1])]
+    # There are tiles of 1, 2 and 4 rows, too.
+    return min([one, *both], key=lambda order: padded(order, small=(1, 2, 4)))
 
 
 def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
