@@ -95,7 +95,7 @@ def _cost(report: Report) -> Iterator[str]:
             f"{short_time(it.serial_seconds)} if nothing overlaps"
         )
     elif cost.unknown_loops:
-        yield f"no estimate of the step's time: the trip count of {len(cost.unknown_loops)} of its loops is unknown"
+        yield "no estimate of the step's time: the trip count of a loop is unknown"
 
 
 def _missing(report: Report) -> Iterator[str]:
