@@ -7,7 +7,7 @@
 Everything after -- is passed to `python -m trainer.train`, or to the module of --module. Output of process 0 is shown
 unchanged; with --all, output of every process is shown with its number. stderr of the other processes is always shown.
 --devices gives each process this many CPU devices instead of the machine's devices. When a process ends with an error,
-the launcher names it, ends the others, and exits with its code. SIGTERM and Ctrl-C are passed to all processes.
+the launcher names it, ends the others, and exits with its code. It also names a process that no longer answers. SIGTERM and Ctrl-C are passed to all processes.
 """
 
 import argparse
@@ -22,8 +22,11 @@ from collections.abc import Sequence
 from typing import IO
 
 HEARTBEAT = 10  # seconds without a heartbeat after which processes count as dead
+_GRACE = 5.0  # seconds in which JAX aborts all processes that lost the same other
 LEFT_TO_END = 20.0  # seconds that the other processes have to end by themselves after one has ended with an error
 _POLL = 0.05
+# Output of JAX's collectives when they connect, and the stack in C++ where JAX aborts a process that lost another.
+_NOISE = ("[Gloo] Rank", "*** Check failure stack trace", "    @     0x")
 _COUNT = "--xla_force_host_platform_device_count"
 
 
@@ -83,10 +86,11 @@ def _wait(processes: Sequence[subprocess.Popen]) -> int:
     """Waits for all processes. If one fails, names it and ends the processes that do not end by themselves."""
     failed, since = None, 0.0
     while any(process.poll() is None for process in processes):
-        if failed is None:
-            failed = _first_failure(processes)
-            since = time.monotonic()
-        elif time.monotonic() - since > LEFT_TO_END:
+        if failed is None and (codes := {code for process in processes if (code := process.poll())}):
+            since = since or time.monotonic()
+            if codes != {-signal.SIGABRT} or time.monotonic() - since > _GRACE:
+                failed = _first_failure(processes)
+        elif since and time.monotonic() - since > LEFT_TO_END:
             _send(processes, signal.SIGKILL)
         time.sleep(_POLL)
     failed = _first_failure(processes) if failed is None else failed
@@ -99,8 +103,8 @@ def _wait(processes: Sequence[subprocess.Popen]) -> int:
 def _first_failure(processes: Sequence[subprocess.Popen]) -> int | None:
     """Returns the process that failed, and names it on stderr unless it obeyed a request to end.
 
-    If several failed, returns the likeliest cause: the others lose it and end with code 1, or JAX aborts them if it was
-    the first process.
+    If several failed, returns the likeliest cause: the others lose it and end with code 1, or JAX aborts them. If JAX
+    aborted all that ended, the cause is a process that still runs.
     """
     codes = {index: code for index, process in enumerate(processes) if (code := process.poll())}
     if not codes:
@@ -108,6 +112,9 @@ def _first_failure(processes: Sequence[subprocess.Popen]) -> int | None:
     index = min(codes, key=lambda index: (codes[index] == -signal.SIGABRT, codes[index] > 0, -codes[index]))
     code = codes[index]
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    running = [index for index, process in enumerate(processes) if process.poll() is None]
+    if code == -signal.SIGABRT and running:
+        index, how = running[0], "does not answer: it is stopped, or it hangs"
     if code not in (128 + signal.SIGTERM, 128 + signal.SIGINT):
         print(
             f"launch_local: process {index} of {len(processes)} {how}; the others end too", file=sys.stderr, flush=True
@@ -123,7 +130,7 @@ def _send(processes: Sequence[subprocess.Popen], number: int) -> None:
 
 def _copy(stream: IO[str], index: int, shown: IO[str] | None, prefixed: bool) -> None:
     for line in stream:
-        if shown is not None and not line.startswith("[Gloo] Rank"):  # output of JAX's collectives when they connect
+        if shown is not None and not line.startswith(_NOISE):
             shown.write(f"[{index}] {line}" if prefixed or index else line)
             shown.flush()
 
