@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from trainer.checkpoint.source import names_of, nested
+from trainer.checkpoint.sums import gone
 from trainer.config import UserError
 from trainer.config.json_files import read_object
 from trainer.ops.paths import name_of
@@ -34,7 +35,7 @@ def headers(path: Path) -> dict[str, Any]:
             node = dict(enumerate(node))
         return {str(key): as_dict(child) for key, child in node.items()} if isinstance(node, Mapping) else node
 
-    with _undamaged(str(path)):
+    with _undamaged(path):
         for file in (path / _TREE, *(entry / _TREE for entry in entries(path))):
             if file.exists():
                 read_object(file)
@@ -74,12 +75,13 @@ def readers(path: Path) -> dict[str, Callable[[], np.ndarray]]:
     from orbax.checkpoint import v1 as ocp
 
     headers(path)  # reports damage
-    found, structure = _flattened(ocp.metadata(**_address(path)).metadata)
+    with _undamaged(path):
+        found, structure = _flattened(ocp.metadata(**_address(path)).metadata)
 
     def reader(i: int, name: str, leaf: Any) -> np.ndarray:
         wanted: list[Any] = [ocp.PLACEHOLDER] * len(found)
         wanted[i] = np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
-        with _undamaged(f"{path}: {name}"):
+        with _undamaged(path, name):
             return jax.tree.leaves(ocp.load(abstract_state=structure.unflatten(wanted), **_address(path)))[i]
 
     return {name: functools.partial(reader, i, name, leaf) for i, (name, leaf) in enumerate(found)}
@@ -109,7 +111,7 @@ def _load(path: Path, name: str, abstract: Any) -> Any:
 
     context = ocp.Context()
     context.pytree.loading.partial_load = True
-    with _undamaged(f"{path}: {name}"), context:
+    with _undamaged(path, name), context:
         return names_of(ocp.load(abstract_state=nested({name: abstract}), **_address(path)))[name]
 
 
@@ -130,7 +132,7 @@ def writer(path: Path, custom: Mapping[str, Any] | None = None) -> Iterator[Call
 
 
 @contextlib.contextmanager
-def _undamaged(where: str) -> Iterator[None]:
+def _undamaged(path: Path, name: str = "") -> Iterator[None]:
     """Turns errors of Orbax and TensorStore for missing, truncated or invalid files into a UserError."""
     # Orbax also logs tracebacks of the errors that it raises.
     logger = logging.getLogger("absl")
@@ -146,6 +148,7 @@ def _undamaged(where: str) -> Iterator[None]:
         if not isinstance(cause, OSError | ValueError | KeyError | RecursionError):
             raise
         reason = f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
-        raise UserError(f"{where}: the checkpoint is damaged or incomplete ({reason})") from error
+        where = f"{path}: {name}" if name else path
+        raise gone(path) or UserError(f"{where}: the checkpoint is damaged or incomplete ({reason})") from error
     finally:
         logger.setLevel(level)

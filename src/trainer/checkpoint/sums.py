@@ -110,8 +110,18 @@ def read_part(folder: Any, name: str) -> dict[str, Any]:
 
 def damaged(folder: Any, name: str, what: str) -> UserError:
     """Returns the error for file `name` of a checkpoint. `what` continues the sentence after the name."""
-    return UserError(
+    return gone(folder) or UserError(
         f"checkpoint {folder} is damaged: {name} {what}; to continue from the previous checkpoint, remove {folder}"
+    )
+
+
+def gone(folder: Any) -> UserError | None:
+    """Returns the error for a checkpoint, or a part of it, that was removed while it was read; None if it exists."""
+    if folder.exists():
+        return None
+    return UserError(
+        f"{folder} was removed while it was read, as a run removes its expired checkpoints: read a newer one, or let the "
+        "run keep more of them (max_num_checkpoints_to_keep)"
     )
 
 

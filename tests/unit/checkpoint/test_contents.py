@@ -1,6 +1,7 @@
 """trainer.inspect shows the contents of each kind of checkpoint."""
 
 import math
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -200,3 +201,18 @@ def test_a_strip_of_a_large_array_is_squared_at_a_time(monkeypatch, run, params)
 def test_every_parameter_of_the_model_is_there(run, config):
     names = {it.name for it in contents_of(str(run), verify=False).tensors if it.part == "params"}
     assert names == shapes_of(config).keys()
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_checkpoint_that_its_run_deletes_meanwhile_is_not_called_damaged(run, tmp_path, monkeypatch, verify):
+    """A run renames the folder and then deletes it, here after it was found, and after its headers were read."""
+    folder = shutil.copytree(run, tmp_path / "run")
+    checkpoint, aside = folder / "checkpoints/3", folder / "checkpoints/3.expired"
+    tensor = contents_of(str(folder), verify=verify).tensors[0]
+    checkpoint.rename(aside)
+    said = f"^{checkpoint}.* was removed while it was read, as a run removes its expired checkpoints: read a newer"
+    with pytest.raises(UserError, match=said):
+        tensor.norms()
+    monkeypatch.setattr("trainer.checkpoint.contents.newest", lambda path: checkpoint)
+    with pytest.raises(UserError, match=said):
+        contents_of(str(folder), verify=verify)
