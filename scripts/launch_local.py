@@ -7,7 +7,8 @@
 Everything after -- is passed to `python -m trainer.train`, or to the module of --module. Output of process 0 is shown
 unchanged; with --all, output of every process is shown with its number. stderr of the other processes is always shown.
 --devices gives each process this many CPU devices instead of the machine's devices. When a process ends with an error,
-the launcher names it, ends the others, and exits with its code. It also names a process that no longer answers. SIGTERM and Ctrl-C are passed to all processes.
+or no longer answers, the launcher names it, ends the others, and exits with its code. SIGTERM and Ctrl-C are passed to
+all processes.
 """
 
 import argparse

@@ -120,8 +120,8 @@ def gone(folder: Any) -> UserError | None:
     if folder.exists():
         return None
     return UserError(
-        f"{folder} was removed while it was read, as a run removes its expired checkpoints: read a newer one, or let the "
-        "run keep more of them (max_num_checkpoints_to_keep)"
+        f"{folder} was removed while it was read, as a run removes its expired checkpoints: read a newer one, or let "
+        "the run keep more of them (max_num_checkpoints_to_keep)"
     )
 
 
