@@ -14,6 +14,8 @@ from trainer.config.files import YML_ENDINGS
 from trainer.config.help import explanation, help_text, question
 from trainer.config.paths import local_path, path_problem
 from trainer.config.words import visible
+from trainer.runtime.agreement import agreed
+from trainer.runtime.distributed import distributed, told_to_others
 from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu, prepare_to_compile
 
 WEIGHTS = ("raw", "ema")
@@ -49,16 +51,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     if asked := question(words):
         print(explanation(asked.key) if asked.key else help_text(asked.section) if asked.section else HELP)
         return
-    place, options, keys = _read_words(words)
-    as_json = options.get("format") == "jsonl"
-    if as_json and not any(word.startswith("return_log_prob=") for word in keys):
-        keys.append("return_log_prob=true")
-    loaded = None if place else load(keys, environment=os.environ)
-    connection = loaded or load([word for word in keys if word.partition("=")[0] in PROCESSES])
-    prompts = _prompts(options["prompts"]) if "prompts" in options else None
-    name = loaded.config.compile_topology if loaded else _last(keys, "compile_topology")
-    if loaded and not (name or loaded.config.load_parameters_path):
-        raise UserError(f"cannot generate:\n  {_NO_MODEL}\n  see python -m trainer.generate --help")
+    with told_to_others(words):
+        place, options, keys = _read_words(words)
+        as_json = options.get("format") == "jsonl"
+        if as_json and not any(word.startswith("return_log_prob=") for word in keys):
+            keys.append("return_log_prob=true")
+        loaded = None if place else load(keys, environment=os.environ)
+        connection = loaded or load([word for word in keys if word.partition("=")[0] in PROCESSES])
+        prompts = _prompts(options["prompts"]) if "prompts" in options else None
+        name = loaded.config.compile_topology if loaded else _last(keys, "compile_topology")
+        if loaded and not (name or loaded.config.load_parameters_path):
+            raise UserError(f"cannot generate:\n  {_NO_MODEL}\n  see python -m trainer.generate --help")
     # Imports that load JAX come after the checks that do not need it.
     if name:
         prepare_to_compile(name)
@@ -69,9 +72,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if name:
         _compile(loaded or _of_checkpoint(place, keys, options.get("weights"))[0])
         return
-    from trainer.runtime.agreement import agreed
-    from trainer.runtime.distributed import distributed
-
     with distributed(connection.config):  # before a checkpoint is read, which may use devices
         if loaded is None:
             loaded, average = agreed(lambda: _of_checkpoint(place, keys, options.get("weights")))
@@ -82,16 +82,16 @@ def _generate(loaded: Loaded, prompts: list[str] | None, average: bool, as_json:
     """Every process runs every step, and the first one writes."""
     from trainer.config.files import by_hand
     from trainer.inference import MaxEngine, Scheduler, tokens_of
-    from trainer.runtime.agreement import agreed, check_same, is_first
+    from trainer.runtime.agreement import check_same, is_first
 
     say, write = (_say, _write) if is_first() else (_nothing, _nothing)
     for note in loaded.notes:
         say(note)
     prompts = [loaded.config.prompt] if prompts is None else prompts
-    if not all(prompts):
-        raise UserError("prompt is empty: give prompt=TEXT, or prompts=FILE")
 
     def prepared():
+        if not all(prompts):
+            raise UserError("prompt is empty: give prompt=TEXT, or prompts=FILE")
         engine = MaxEngine(loaded.config, texts=len(prompts))
         tokenizer = engine.get_tokenizer()
         begin, longest = engine.begin_tokens(tokenizer), engine.max_prefill_length

@@ -11,6 +11,7 @@ from trainer.config import Loaded, command_line, eval_batch_rows, exit_on_user_e
 from trainer.config.effects import without_effect_here
 from trainer.config.files import by_hand
 from trainer.config.vocab_tiles import chosen
+from trainer.runtime.distributed import distributed, told_to_others
 from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu
 from trainer.runtime.preemption import EXIT_CODE
 
@@ -23,11 +24,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line `argv` (default: the arguments of the process)."""
     started = time.perf_counter()
     words = command_line(argv)
-    loaded = load([word for word in words if word != DRY_RUN], environment=os.environ)
+    with told_to_others(words):
+        loaded = load([word for word in words if word != DRY_RUN], environment=os.environ)
     # The command line has been checked by itself. What follows loads JAX.
     leave_out_absent_tpu()
     add_threads_for_simulated_devices()
-    from trainer.runtime.distributed import distributed
 
     with distributed(loaded.config):
         _dry_run(loaded) if DRY_RUN in words else _run(loaded, started)

@@ -8,8 +8,6 @@ import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import numpy as np
-
 from trainer.config import UserError
 
 T = TypeVar("T")
@@ -89,6 +87,7 @@ def gather(text: str) -> list[str]:
     """Returns the texts of all processes, in process order."""
     if _count() == 1:
         return [text]
+    import numpy as np
     from jax.experimental.multihost_utils import process_allgather
 
     data = np.frombuffer(text.encode(), np.uint8)

@@ -1,15 +1,26 @@
 """Several processes as one run: how they connect, and how they end."""
 
 import contextlib
+import functools
 import os
 import sys
+import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from trainer.config import Config, RunStopped, UserError, exit_on_user_error
-from trainer.runtime.agreement import AgreedError
+from trainer.config import Config, RunStopped, UserError, exit_on_user_error, load
+from trainer.config.dump import PROCESSES
+from trainer.runtime.agreement import AgreedError, agreed
 from trainer.runtime.cluster import Cluster, find_cluster
+from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu
+
+_LATER = 60  # seconds by which JAX waits longer for the others than this process: JAX would abort
+_TELLING = "jax_distributed_initialization_timeout=60"  # of a process that ends with an error anyway
+_REMEDY = (
+    ": look for an error in the output of each, start all of them, and check that they can reach the address of "
+    "process 0; or set skip_jax_distributed_system=true to train with this process only"
+)
 
 
 @contextlib.contextmanager
@@ -40,26 +51,61 @@ def distributed(config: Config) -> Iterator[None]:
     jax.distributed.shutdown()
 
 
+@contextlib.contextmanager
+def told_to_others(words: Sequence[str]) -> Iterator[None]:
+    """Reads the command line `words`, before `distributed`. If that fails in one of several processes, all end with its
+    message.
+
+    The process connects to the others nevertheless, and they learn of the error in their first call of `agreed`, which
+    must be their first agreement.
+    """
+    try:
+        yield
+    except UserError as error:
+        try:
+            config = load([*(word for word in words if word.partition("=")[0] in PROCESSES), _TELLING]).config
+            cluster = find_cluster(config, os.environ)
+        except UserError:
+            cluster = None
+        if cluster is None:
+            raise
+        try:
+            _raise(error)  # now, because the others may not have started
+        except SystemExit as end:
+            leave_out_absent_tpu()
+            add_threads_for_simulated_devices()
+            with contextlib.suppress(AgreedError), distributed(config):
+                agreed(functools.partial(_fail, error))
+            raise end from None
+
+
+def _fail(error: UserError) -> NoReturn:
+    raise error
+
+
 def _join(cluster: Cluster, config: Config) -> None:
     import jax
 
+    timeout, where = config.jax_distributed_initialization_timeout, f"the processes given by {cluster.source}"
+    missing = UserError(f"{where} did not all connect to each other within {timeout} s{_REMEDY}")
+    late = threading.Timer(timeout, lambda: _end_alone(missing))
+    late.daemon = True
+    late.start()
     try:
         jax.distributed.initialize(
             cluster.address,
             cluster.processes,
             cluster.process,
             cluster_detection_method=cluster.method,
-            initialization_timeout=config.jax_distributed_initialization_timeout,
+            initialization_timeout=timeout + _LATER,
             heartbeat_timeout_seconds=config.jax_distributed_heartbeat_timeout_seconds,
             shutdown_timeout_seconds=config.jax_distributed_heartbeat_timeout_seconds,
         )
     except (ValueError, RuntimeError) as error:  # includes JaxRuntimeError
         reason = str(error).partition("\n")[0]
-        raise UserError(
-            f"the processes given by {cluster.source} could not connect to each other ({reason}); start all of them, "
-            "and check that they can reach the address of process 0; or set skip_jax_distributed_system=true to train "
-            "with this process only"
-        ) from error
+        raise UserError(f"{where} could not connect to each other ({reason}){_REMEDY}") from error
+    finally:
+        late.cancel()
 
 
 def _end_alone(error: BaseException) -> NoReturn:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from process_cases import words
 
 from trainer.config import UserError
 from trainer.runtime.agreement import agreed, check_same, from_first, gather, is_first
@@ -48,19 +49,28 @@ main()
 """
 
 
-def test_two_processes():
+def ended(command, ends=((), ())):
+    """Returns the return code, the output and the errors of two processes with a free address and their own `ends`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     environment = os.environ | {"XLA_FLAGS": ""}
-    command = [sys.executable, "-c", PROGRAM]
     processes = [
         subprocess.Popen(
-            [*command, str(index), address], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+            [sys.executable, *(word.format(index=index, address=address) for word in command), *ends[index]],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
-        for index in range(2)
+        for index in range(len(ends))
     ]
-    ends = [process.communicate(timeout=120) for process in processes]
+    said = [process.communicate(timeout=120) for process in processes]
+    return [process.returncode for process in processes], said
+
+
+def test_two_processes():
+    codes, ends = ended(["-c", PROGRAM.replace("{", "{{").replace("}", "}}"), "{index}", "{address}"])
     for index, (output, errors) in enumerate(ends):
         lines = [line for line in output.splitlines() if "Gloo" not in line]
         assert lines == [
@@ -70,9 +80,30 @@ def test_two_processes():
             "everybody's",
             "it must be the same in every process: 0 in process 0, 1 in process 1 None",
         ], errors
-    assert processes[1].returncode == 2
+    assert codes[1] == 2
     assert ends[1][1].splitlines()[-1] == "error: alone"
-    assert processes[0].returncode not in (0, 2), "it learned of the other's end, and did not wait for it"
+    assert codes[0] not in (0, 2), "it learned of the other's end, and did not wait for it"
+
+
+WHERE = ["process_id={index}", "num_processes=2", "coordinator_address={address}"]
+TRAIN = ["-m", "trainer.train", *words(dataset_type="synthetic", enable_checkpointing=False), *WHERE]
+
+
+def test_a_wrong_word_in_one_process_is_the_message_of_all():
+    """The word is found before the process connects. The others would wait for it until their time is over."""
+    codes, ends = ended(TRAIN, [[], ["stepz=3"]])
+    mistake = "1 mistake in the configuration:\n  stepz=3 (command line): there is no key stepz; nearest: steps\n"
+    assert [said for _, said in ends] == [f"error: process 1 of 2: {mistake}", f"error: {mistake}"]
+    assert codes == [2, 2]
+
+
+def test_a_process_that_never_comes_is_one_message():
+    """JAX itself would abort."""
+    codes, ends = ended(TRAIN, [["jax_distributed_initialization_timeout=1"]])
+    assert codes == [2]
+    assert ends[0][1].startswith("error: the processes given by coordinator_address did not all connect to each other")
+    assert "within 1 s: look for an error in the output of each, start all of them" in ends[0][1]
+    assert ends[0][1].count("\n") == 1
 
 
 def test_a_process_alone():
