@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainer.config import UserError
+from trainer.runtime.agreement import lost_process
 from trainer.runtime.storage import is_remote, remedy, remove_tree
 
 EXPIRED = ".expired"  # suffix of a folder that may be removed at any time
@@ -20,13 +21,13 @@ _BLOCK = 4096  # bytes; a full disk still accepts an empty file
 @contextlib.contextmanager
 def disk_errors(directory: Any) -> Iterator[None]:
     """Turns errors of a full or unwritable disk into a UserError. TensorStore raises them as ValueError with the
-    system's error code."""
+    system's error code. The error of a process that lost another one passes through."""
     try:
         yield
     except UserError:
         raise
     except (OSError, ValueError) as error:
-        if not _of_disk(error):
+        if not _of_disk(error) or lost_process(error):
             raise
         raise UserError(
             f"cannot write a checkpoint below {directory}: {_reason(error)}; the checkpoints that are committed there "

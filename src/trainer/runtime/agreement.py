@@ -5,12 +5,15 @@ thread.
 """
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from trainer.config import UserError
 
 T = TypeVar("T")
+
+_LOST = re.compile(r"Gloo|NCCL|heartbeat|[Bb]arrier|coordination service|Time(d )?out (while )?waiting")
 
 
 class AgreedError(UserError):
@@ -97,6 +100,16 @@ def gather(text: str) -> list[str]:
     padded[: len(data)] = data
     rows = process_allgather(padded)
     return [rows[i, :size].tobytes().decode() for i, size in enumerate(sizes)]
+
+
+def lost_process(error: BaseException | None) -> bool:
+    """Returns whether `error`, or an error before it, says that another process of this run ended or does not answer.
+
+    JAX and Orbax raise errors of several types for it; only the texts tell.
+    """
+    if error is None or _count() == 1:
+        return False
+    return bool(_LOST.search(str(error))) or lost_process(error.__cause__ or error.__context__)
 
 
 def _count() -> int:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from trainer.config import Config, RunStopped, UserError, exit_on_user_error, load
 from trainer.config.dump import PROCESSES
-from trainer.runtime.agreement import AgreedError, agreed
+from trainer.runtime.agreement import AgreedError, agreed, lost_process
 from trainer.runtime.cluster import Cluster, find_cluster
 from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu
 
@@ -20,6 +20,10 @@ _TELLING = "jax_distributed_initialization_timeout=60"  # of a process that ends
 _REMEDY = (
     ": look for an error in the output of each, start all of them, and check that they can reach the address of "
     "process 0; or set skip_jax_distributed_system=true to train with this process only"
+)
+_ENDED = (
+    "another process of this run ended or no longer answers: look for the cause in the output of the others; the same "
+    "command continues from the newest checkpoint ({})"
 )
 
 
@@ -111,6 +115,8 @@ def _join(cluster: Cluster, config: Config) -> None:
 def _end_alone(error: BaseException) -> NoReturn:
     code: Any = 1
     try:
+        if not isinstance(error, UserError) and lost_process(error):
+            error = RunStopped(_ENDED.format(str(error).partition("\n")[0]))
         _raise(error)
     except SystemExit as end:
         code = end.code

@@ -138,12 +138,18 @@ def test_what_a_killed_trial_left_is_cleared_away(tmp_path):
         assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
+def logged(error, file=ocp.__file__):
+    """Logs an error as a thread of Orbax does."""
+    logger = logging.getLogger("absl")
+    logger.handle(logger.makeRecord("absl", logging.ERROR, file, 1, "", (), (type(error), error, None)))
+
+
 def test_of_several_processes_the_one_whose_disk_fails_does_not_wait_for_the_others(tmp_path, monkeypatch):
     with CheckpointManager(tmp_path, settings(), say=print) as manager:
         monkeypatch.setattr(jax, "process_count", lambda: 2)
         manager._ending = Future()  # never done: the other process waits for this one
         error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        logging.getLogger("absl").error("as a thread of Orbax does", exc_info=error)
+        logged(error)
         with pytest.raises(UserError, match=r"cannot write a checkpoint below .*: No space left on device"):
             manager.wait()
 
@@ -154,10 +160,21 @@ def test_of_several_processes_the_one_whose_save_fails_raises_what_failed(tmp_pa
         monkeypatch.setattr(jax, "process_count", lambda: 2)
         manager._ending = Future()
         forget_failures()
-        logger = logging.getLogger("absl")
-        for file, error in (("/site/grain/a.py", ValueError("other")), (ocp.__file__, ValueError("no credentials"))):
-            logger.handle(logger.makeRecord("absl", logging.ERROR, file, 1, "", (), (ValueError, error, None)))
+        logged(ValueError("other"), "/site/grain/a.py")
+        logged(ValueError("no credentials"))
         with pytest.raises(ValueError, match="no credentials"):
+            manager.wait()
+
+
+def test_a_process_that_lost_another_in_a_save_does_not_blame_the_disk(tmp_path, monkeypatch):
+    """A TimeoutError is an OSError."""
+    with CheckpointManager(tmp_path, settings(), say=print) as manager:
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        manager._ending = Future()
+        forget_failures()
+        error = TimeoutError("Timeout waiting at barrier 'a'.")
+        logged(error)
+        with pytest.raises(TimeoutError):
             manager.wait()
 
 

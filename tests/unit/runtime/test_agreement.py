@@ -5,11 +5,12 @@ import socket
 import subprocess
 import sys
 
+import jax
 import pytest
 from process_cases import words
 
 from trainer.config import UserError
-from trainer.runtime.agreement import agreed, check_same, from_first, gather, is_first
+from trainer.runtime.agreement import agreed, check_same, from_first, gather, is_first, lost_process
 
 PROGRAM = """
 import sys
@@ -43,7 +44,10 @@ def main():
         print(told(lambda: check_same("it", str(index))), told(lambda: check_same("it", "")), flush=True)
         if index:
             fail("alone")  # while the other waits for this one
-        gather("")
+        try:
+            gather("")
+        finally:
+            raise OSError("what closes at the end fails, too")
 
 main()
 """
@@ -82,7 +86,9 @@ def test_two_processes():
         ], errors
     assert codes[1] == 2
     assert ends[1][1].splitlines()[-1] == "error: alone"
-    assert codes[0] not in (0, 2), "it learned of the other's end, and did not wait for it"
+    assert "Traceback" not in ends[0][1]
+    assert "stopped: another process of this run ended or no longer answers: look for the cause in" in ends[0][1]
+    assert codes[0] == 1, "it learned of the other's end, and did not wait for it"
 
 
 WHERE = ["process_id={index}", "num_processes=2", "coordinator_address={address}"]
@@ -104,6 +110,24 @@ def test_a_process_that_never_comes_is_one_message():
     assert ends[0][1].startswith("error: the processes given by coordinator_address did not all connect to each other")
     assert "within 1 s: look for an error in the output of each, start all of them" in ends[0][1]
     assert ends[0][1].count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Read error: Connection reset by peer"), True),
+        (jax.errors.JaxRuntimeError("INTERNAL: Barrier failed because: Task 1 heartbeat timeout."), True),
+        (TimeoutError("Timed out while waiting for async_commit_complete barrier."), True),
+        (TimeoutError("timed out"), False),
+        (OSError(28, "No space left on device"), False),
+    ],
+)
+def test_the_loss_of_another_process_is_told_by_its_text(monkeypatch, error, lost):
+    assert not lost_process(error), "a process alone"
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    after = ValueError("what was closed")
+    after.__context__ = error
+    assert lost_process(error) == lost_process(after) == lost
 
 
 def test_a_process_alone():
