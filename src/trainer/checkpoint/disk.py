@@ -19,20 +19,38 @@ _BLOCK = 4096  # bytes; a full disk still accepts an empty file
 
 
 @contextlib.contextmanager
-def disk_errors(directory: Any) -> Iterator[None]:
+def disk_errors(directory: Any, before: int | None = None) -> Iterator[None]:
     """Turns errors of a full or unwritable disk into a UserError. TensorStore raises them as ValueError with the
-    system's error code. The error of a process that lost another one passes through."""
+    system's error code. The error of a process that lost another one passes through.
+
+    If the folder is no longer `before`, its `identity` when the run began, any error is due to that.
+    """
     try:
         yield
     except UserError:
         raise
     except (OSError, ValueError) as error:
+        if before is not None and identity(directory) != before and not lost_process(error):
+            raise moved(directory) from error
         if not _of_disk(error) or lost_process(error):
             raise
         raise UserError(
             f"cannot write a checkpoint below {directory}: {_reason(error)}; the checkpoints that are committed there "
             f"are intact: {remedy(_code(error))} and run the same command again"
         ) from error
+
+
+def identity(directory: Any) -> int | None:
+    """Returns a number that a folder on this machine keeps when it is renamed; None if there is no such folder."""
+    return directory.stat().st_ino if not is_remote(directory) and directory.is_dir() else None
+
+
+def moved(directory: Any) -> UserError:
+    """Returns the error for a folder of checkpoints that is no longer where the run began to write them."""
+    return UserError(
+        f"{directory} was renamed, removed or replaced while the run wrote checkpoints there: give the run's folder "
+        "its name back, without what has appeared under that name since, and run the same command again"
+    )
 
 
 @contextlib.contextmanager

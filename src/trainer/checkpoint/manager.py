@@ -27,7 +27,9 @@ from trainer.checkpoint.disk import (
     check_writable,
     disk_errors,
     forget_failures,
+    identity,
     logged_failure,
+    moved,
     read_errors,
     silence_orbax,
 )
@@ -62,6 +64,7 @@ class CheckpointManager:
         self.directory = run_dir / CHECKPOINTS
         self._config = config
         agreed(lambda: check_writable(self.directory, jax.process_index()))
+        self._identity = identity(self.directory)
         self._losses: dict[int, float | None] = {int(name): loss for name, loss in from_first(lambda: self._found(say))}
         with disk_errors(self.directory):
             self._orbax = ocp.training.Checkpointer(
@@ -93,9 +96,11 @@ class CheckpointManager:
         """
         contents = {STATE: tree._asdict(), RUN: SidecarFiles(sidecar, metrics)}
         self.wait()
+        if self._identity is not None and not self.directory.exists():
+            raise moved(self.directory)  # Orbax would create it
         forget_failures()
         self._saving = _being_saved(self.path(updates))
-        with disk_errors(self.directory):
+        with disk_errors(self.directory, self._identity):
             saving = self._orbax.save_checkpointables_async(updates, contents, force=True)
         self._losses[updates] = metrics.get(_LOSS)
         self._ending = self._thread.submit(self._end, saving, updates)
@@ -107,7 +112,7 @@ class CheckpointManager:
         ending = self._ending
         if ending is None or self._lost:
             return
-        with disk_errors(self.directory):
+        with disk_errors(self.directory, self._identity):
             try:
                 self._watch(ending)
                 ending.result()
@@ -117,7 +122,7 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Waits like `wait`, and closes the manager."""
-        with disk_errors(self.directory):
+        with disk_errors(self.directory, self._identity):
             try:
                 self.wait()
             except KeyboardInterrupt:

@@ -107,9 +107,13 @@ def lost_process(error: BaseException | None) -> bool:
 
     JAX and Orbax raise errors of several types for it; only the texts tell.
     """
-    if error is None or _count() == 1:
-        return False
-    return bool(_LOST.search(str(error))) or lost_process(error.__cause__ or error.__context__)
+    seen: list[BaseException] = []  # the errors before an error may form a circle
+    while error is not None and error not in seen and _count() > 1:
+        if _LOST.search(str(error)):
+            return True
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _count() -> int:

@@ -77,10 +77,7 @@ def test_a_process_ends_after_a_save_for_which_no_folder_could_be_made(tmp_path)
     """
     done = in_process_of_its_own(program, RUN=tmp_path)
     for background in (True, False):
-        assert (
-            f"error: cannot write a checkpoint below {tmp_path}/{background}/checkpoints: Not a directory"
-            in done.stdout
-        )
+        assert f"error: {tmp_path}/{background}/checkpoints was renamed, removed or replaced while" in done.stdout
         assert inspect(tmp_path / f"{background}/moved/1") == SIDECAR
     assert done.stderr == ""
 
@@ -226,3 +223,21 @@ def test_a_folder_that_cannot_be_read_is_not_told_as_one_that_cannot_be_written(
         UserError, match=f"^cannot read the checkpoints below {tmp_path}/checkpoints: Permission denied"
     ):
         CheckpointManager(tmp_path, settings(), say=print)
+
+
+@pytest.mark.parametrize("error", [None, ValueError("No ArrayMetadata found"), FileNotFoundError(errno.ENOENT, "gone")])
+def test_a_run_folder_that_is_renamed_is_said_to_be(tmp_path, error):
+    """None: it is renamed between two saves. Otherwise during a save, which fails with an error of Orbax."""
+    run = tmp_path / "run"
+    with CheckpointManager(run, settings(), say=print) as manager:
+        manager.save(1, small_tree(), SIDECAR, {})
+        manager.wait()
+        run.rename(tmp_path / "other")
+        if error is not None:
+            manager.directory.mkdir(parents=True)  # as TensorStore does
+            manager._ending = Future()
+            manager._ending.set_exception(error)
+        with pytest.raises(UserError, match=f"^{run}/checkpoints was renamed, removed or replaced while the run wrote"):
+            manager.save(2, small_tree(), SIDECAR, {})
+    assert inspect(tmp_path / "other/checkpoints/1") == SIDECAR
+    assert run.exists() == (error is not None)
