@@ -41,6 +41,8 @@ def test_a_dry_run_says_what_the_run_then_does(tmp_path):
     more = {"enable_checkpointing": False, "metrics_file": tmp_path / "new" / "metrics.txt"}
     code, said = train(tmp_path, DRY, learning_rate=1e-3, **SHORT | more)
     assert said.endswith("nothing was written to runs/run-0002\n"), said
+    code, said = train(tmp_path, DRY, "run_name=run-0001", learning_rate=1e-3, **SHORT | more)
+    assert (code, "enable_checkpointing=false cannot resume it" in said) == (2, True), said
     with open_run(str(tmp_path / "runs"), "run-0001", "", True, print):
         before = contents(tmp_path)
         code, said = train(tmp_path, DRY, "run_name=run-0001", learning_rate=1e-3, **SHORT)

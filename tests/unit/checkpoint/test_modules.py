@@ -167,6 +167,7 @@ def test_maxtext(tmp_path, scanned):
         cfg_of_fewer = config(mtp_num_layers=modules)
         kept = {name: wanted[name] for name in weight_shapes(cfg_of_fewer)}
         assert_same(loaded(path, cfg_of_fewer, say=lines.append), kept)
+        assert any("before the final norm" in line for line in lines) == (modules > 0)
         assert lines[-1] == (
             f"{path}: its modules of multi-token prediction are left out: {left}; mtp_num_layers=2 loads them"
         )

@@ -270,6 +270,19 @@ def test_the_yml_of_the_folder_that_a_run_starts_from_is_data(tmp_path, monkeypa
     load([theirs])
 
 
+@pytest.mark.parametrize("words_", [["load_parameters_path=weights"], ["dataset_type=hf", "hf_path=."]])
+def test_a_yml_of_the_folder_that_one_works_in_may_name_code(tmp_path, monkeypatch, words_):
+    """Though the weights lie below it, or the folder is also the one that data are read from."""
+    project = tmp_path / "project"
+    (project / "weights").mkdir(parents=True)
+    (project / "mine.yml").write_text("base_config: base.yml\ndecoder_block: a:B\n")
+    monkeypatch.chdir(project)
+    load(["mine.yml", *words_])
+    monkeypatch.chdir(tmp_path)
+    words_ = [word.replace("=weights", "=project/weights").replace("=.", "=project") for word in words_]
+    assert "code that a folder names" in refusal(load, ["project/mine.yml", *words_])
+
+
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [

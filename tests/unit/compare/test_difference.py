@@ -76,3 +76,9 @@ def test_arrays_with_layers_are_compared_layer_by_layer_and_what_is_missing_is_n
         "gone": (False, "only on the left"),
         "new": (False, "only on the right"),
     }
+
+
+def test_a_number_that_a_stack_has_once_is_compared_as_it_is():
+    name = "decoder/layers/count"
+    (found,) = differences({name: np.float32(1)}, {name: np.float32(3)}, BITS, lambda name: range(2))
+    assert (found.layer, found.equal, found.absolute) == (None, False, 2.0)

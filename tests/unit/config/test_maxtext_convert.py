@@ -12,7 +12,7 @@ import pytest
 from trainer import from_maxtext
 from trainer.config import UserError, load, maxtext, maxtext_tools, schema
 from trainer.config.maxtext_command import as_text, parse
-from trainer.config.maxtext_convert import TRAIN, by_kind, convert, program, unchecked
+from trainer.config.maxtext_convert import DIFFERS, REFUSED, TRAIN, by_kind, convert, program, unchecked
 
 DOCS = Path(__file__).parents[3] / "docs"
 BEGIN = "python3 -m maxtext.trainers.pre_train.train src/maxtext/configs/base.yml run_name=$RUN "
@@ -186,6 +186,13 @@ def test_a_key_has_the_verdict_of_the_table():
                 assert bool(row.problem) == refused
                 assert row.kind == (verdict.kind if refused else maxtext.NEEDLESS)
                 assert row.word == (word if refused else "")
+
+
+def test_a_value_that_is_refused_is_told_before_what_differs_in_the_keys_meaning():
+    (row,) = convert(parse(["base.yml", "scan_layers=perhaps"]), TRAIN).rows
+    assert (row.kind, row.text) == (REFUSED, "not true or false; allowed: true or false")
+    (row,) = convert(parse(["base.yml", "scan_layers=false"]), TRAIN).rows
+    assert (row.kind, row.text) == (DIFFERS, maxtext.table()["meanings"]["scan_layers"])
 
 
 def test_the_parts_of_a_command():

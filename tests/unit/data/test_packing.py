@@ -165,3 +165,12 @@ def test_documents_without_text_are_skipped_and_counted():
     assert [document is None for document in encoder().encode(records, counts)] == [True, False, True]
     assert (counts.documents, counts.empty, counts.bytes) == (1, 2, 1)
     assert counts.notes() == ["2 of 3 documents have no text and are skipped"]
+
+
+def test_a_document_is_silent_if_no_row_holds_a_token_that_bears_loss():
+    """Concatenated documents are not cut off, whatever the key says."""
+    late = np.array([0, 0, 0, 0, 0, 1], bool)
+    for packing, silent in ((Packing(4, truncate=True), 0), (Packing(4, together=False, truncate=True), 1)):
+        counts = Counts()
+        list(packing.rows([(0, Document(np.arange(7, dtype=np.int32), late))], counts))
+        assert counts.silent == silent

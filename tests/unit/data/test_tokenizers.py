@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sample_data import document, opened
+from sample_data import config_of, document, opened
 
 from trainer.config import UserError
+from trainer.data.prepare import open_tokenizer
 from trainer.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, train_bpe
 from trainer.data.tokenizer_files import load_tokenizer
 
@@ -219,6 +220,16 @@ def test_every_tokenizer_trains(corpora, piece: Path, ranks: Path, bpe: JsonToke
         targets = batch["targets"][0][batch["targets_segmentation"][0] == 1].tolist()
         assert document(0).startswith(tokenizer.decode(targets)[:10])
         assert batch["inputs"][0][0] == tokenizer.bos
+
+
+def test_a_chat_template_is_told_only_if_columns_are_joined(bpe: JsonTokenizer, tmp_path: Path):
+    bpe.save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ x }}")
+    for columns, told in (("[prompt,completion]", True), ("[text]", False)):
+        lines: list[str] = []
+        keys = {"train_data_columns": columns, "eval_data_columns": columns, "tokenizer_path": tmp_path}
+        open_tokenizer(config_of(tmp_path, tokenizer_type="auto", **keys), [], [], tmp_path, lines.append)
+        assert any("has a chat template, which is not applied" in line for line in lines) == told
 
 
 def test_a_vocabulary_that_is_too_small_is_found_at_once(corpora, piece: Path, tmp_path: Path):

@@ -133,6 +133,13 @@ def test_mlp_equals_numpy(activations):
     np.testing.assert_allclose(layer(x, jnp.arange(2), None), expected, atol=5e-6)
 
 
+def test_mlp_has_biases_only_where_they_are_asked_for():
+    for given, names in (({}, ["kernel"]), ({"bias": True}, ["bias", "kernel"])):
+        layer = MLP(6, 10, ["silu", "linear"], dropout_rate=0.0, rngs=nnx.Rngs(0), **given, **FLOAT32)
+        params = nnx.to_pure_dict(nnx.state(layer, nnx.Param))
+        assert {name: sorted(own) for name, own in params.items()} == dict.fromkeys(("wi_0", "wi_1", "wo"), names)
+
+
 def test_mlp_drops_hidden_units_before_the_last_projection():
     layer = MLP(6, 10, ["silu", "linear"], dropout_rate=0.5, rngs=nnx.Rngs(0), **FLOAT32)
     layer.wo.kernel[...] = jnp.ones((10, 6))  # every output is the sum of the remaining hidden units

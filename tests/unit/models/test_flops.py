@@ -10,6 +10,7 @@ import pytest
 from support import packed_batch, tiny_config
 
 from trainer.backends import make_model
+from trainer.models import families
 from trainer.models.flops import flops_per_token, forward_flops_per_token, visible_keys
 from trainer.objectives import NextToken, make_objective
 
@@ -95,6 +96,12 @@ def test_a_window_says_nothing_under_global_attention():
 def test_an_op_that_computes_more_than_it_shows_is_counted_by_its_keys():
     whole = flops_per_token(tiny(), keys=16)
     assert whole - flops_per_token(tiny()) == 12 * 3 * 24 * 8
+
+
+@pytest.mark.parametrize("block", families.FAMILIES)
+def test_every_family_of_the_trainer_counts_attention(block):
+    """What is derived from the parameters of a user's block leaves attention out."""
+    assert families.family(block).forward_flops is forward_flops_per_token
 
 
 # Wide enough that norms and other operations that the convention leaves out are negligible.

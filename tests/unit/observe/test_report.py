@@ -119,6 +119,12 @@ def test_a_line_breaks_where_a_number_is_not_finite():
     assert line_chart("x", [line([math.nan])]) == ""
 
 
+def test_a_long_line_breaks_after_the_values_before_the_gap():
+    values = [math.nan if step == 5 else 0.0 for step in range(2 * INTERVALS)]  # two values in an interval
+    before, after = Series.of(enumerate(values)).parts()
+    assert (before[-1][0], after[0][0]) == (4, 6)
+
+
 @pytest.mark.parametrize("count", [2 * INTERVALS, 2 * INTERVALS + 1, 5000, 100_000])
 def test_a_long_line_keeps_every_spike_and_says_that_it_is_thinned(count):
     spikes = {count // 3: 1.0, count - 1: -1.0}

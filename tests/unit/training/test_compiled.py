@@ -5,7 +5,7 @@ import pytest
 from support import arguments
 
 from trainer.config import UserError, load
-from trainer.training import build, compiled_step
+from trainer.training import build, compiled_step, loaded_step
 
 
 def test_the_dump_has_the_step_and_changes_nothing(tmp_path):
@@ -20,6 +20,13 @@ def test_the_dump_has_the_step_and_changes_nothing(tmp_path):
     for ending in ("before_optimizations", "before_spmd-partitioning", "cpu_after_optimizations", "buffer-assignment"):
         (path,) = (tmp_path / "new" / "hlo").glob(f"*.jit_step.*{ending}.txt")
         assert path.stat().st_size > 1000
+
+
+def test_a_compiled_step_may_lie_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = build(load(arguments("nnx", compiled_trainstep_file="~/absent")).config, jax.devices()[:1])
+    with pytest.raises(UserError, match=f"compiled_trainstep_file={tmp_path}/absent"):
+        loaded_step(run, print)
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_compilation(tmp_path):

@@ -157,7 +157,10 @@ def test_dropped_tokens_are_on_the_line_of_a_step():
         "step_time": 1.0,
         "data_wait": 0,
     }
-    assert "dropped_tokens: 7, " in step_line(row | {"dropped_tokens": 7}, 2, Work(1, 8, 1.0), "0:00:00")
+    for count in (7, 0):
+        line = step_line(row | {"dropped_tokens": count}, 2, Work(1, 8, 1.0), "0:00:00")
+        assert f"dropped_tokens: {count}, " in line
+    assert "dropped_tokens" not in step_line(row, 2, Work(1, 8, 1.0), "0:00:00")
 
 
 def test_muon_orthogonalizes_each_expert_and_not_the_router():

@@ -182,6 +182,22 @@ def test_gradients_wait_in_grad_dtype():
     np.testing.assert_allclose(metrics["grad_norm"], norms[0], rtol=1e-6)
 
 
+@pytest.mark.parametrize(("stored", "held"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_the_optimizer_gets_gradients_in_the_dtype_of_the_parameters(stored, held):
+    seen = []
+
+    def update(grads, state, params):
+        seen.extend(leaf.dtype for leaf in jax.tree.leaves(grads))
+        return grads, state
+
+    config = tiny_config("nnx", weight_dtype=stored, grad_dtype=held)
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, stored), initial().params)
+    tree = initial()._replace(params=params, opt_state=optax.EmptyState())
+    tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    jax.eval_shape(update_of(config, tx, tree, jnp.sin), tree, packed_batch(config, 2))
+    assert set(seen) == {jnp.dtype(stored)}
+
+
 def test_only_trainable_parameters_move_and_have_moments():
     config = load(arguments("nnx", trainable_parameters_mask="[mlp/wo, decoder_norm]")).config
     run = build(config, jax.devices()[:1])
