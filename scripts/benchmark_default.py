@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -110,15 +109,9 @@ def seconds_to(marker: str | None, *args: str) -> float:
         return elapsed
 
 
-def count_lines(folder: Path) -> int:
-    """Returns the number of lines of Python in `folder`."""
-    return sum(len(path.read_text().splitlines()) for path in folder.rglob("*.py"))
-
-
 def main() -> None:
     """Prints the report."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
-    source = Path(__file__).parents[1] / "src" / "trainer"
     print("# The default run\n")
     print(f"`python scripts/benchmark_default.py`, commit {commit.strip()}, {time.strftime('%Y-%m-%d')}; ", end="")
     print(
@@ -154,9 +147,6 @@ def main() -> None:
         print(f"| {layers} | scanned | {lower:.2f} | {compiled:.2f} |")
     lower, compiled = compile_seconds(built(base_num_decoder_layers=8, scan_layers=False))
     print(f"| 8 | unrolled | {lower:.2f} | {compiled:.2f} |")
-
-    lines, linen = count_lines(source), count_lines(source / "linen")
-    print(f"\nLines of Python: {lines:,} in src/trainer, {linen} in src/trainer/linen.")
 
 
 if __name__ == "__main__":
