@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import yaml
-from support import pinned
+from support import ALL_COMBINATIONS, pinned
 
 from trainer.config import UserError, check_optimizer, check_resume, load, resets, resolve, schema, to_yaml
 from trainer.config.dump import PROCESSES
@@ -17,6 +17,9 @@ BASE = (
     "dataset_type=stdlib mtp_num_layers=2 steps=20 per_device_batch_size=8 eval_interval=5 "
     "logical_axis_rules=[[norm,[]]] " + " ".join(f"{flag}={value}" for flag, value in pinned("nnx").items())
 )
+
+
+OTHER_FLAGS = " ".join(f"{flag}={value}" for flag, value in pinned(ALL_COMBINATIONS[-1]).items())
 
 
 def config(words="", devices=1):
@@ -33,7 +36,7 @@ def saved(words="", devices=1):
     ("words", "line"),
     [
         ("", ""),
-        ("enable_nnx=false pure_nnx_decoder=false pure_nnx=false debug_sharding=true", ""),  # the same program
+        (f"{OTHER_FLAGS} debug_sharding=true", ""),  # the same program
         ("scan_layers=false", "scan_layers: true -> false"),
         ("per_device_batch_size=4 gradient_accumulation_steps=2", "per_device_batch_size: 8.0 -> 4.0, gradient_acc"),
     ],
