@@ -37,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _is_below(path: Path, folder: Path) -> bool:
     """Returns whether `path` is in `folder`. Raises UserError if it leads out of it again."""
     inside = path.absolute().is_relative_to(folder.absolute())
-    if inside and path != folder:
-        check_folder(folder, [str(path.absolute().relative_to(folder.absolute()))])
+    if inside and (part := path.absolute().relative_to(folder.absolute())).parts:
+        check_folder(folder, [str(part)])
     return inside or path.resolve().is_relative_to(folder.resolve())
 
 

@@ -142,7 +142,8 @@ def load_parameters(
     if source.length and config.max_target_length > max(source.length, stretched):
         say(
             f"warning: max_target_length={config.max_target_length} is beyond the {source.length} positions that the "
-            f"model at {path} was trained for: caches and activations are as long, and text beyond them may be poor"
+            f"model at {path} was trained for: caches and activations grow with it, and text at later positions may "
+            "be poor"
         )
     for note in source.notes(config):
         say(note)

@@ -241,7 +241,7 @@ def turns(config: Config, name: str, pairs: bool) -> bool:
 
 
 def _rotates(config: Config) -> bool:
-    """Returns whether `turns` can be true: gpt3, for example, has no RoPE."""
+    """Returns whether `turns` can be true: a family may have no RoPE."""
     known = family(config.decoder_block).hugging_face
     return bool(known) and any(layout.turned for layout in hugging_face(config).layouts.values())
 

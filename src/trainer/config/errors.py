@@ -83,7 +83,7 @@ def _has_default_action() -> bool:
 
 @contextlib.contextmanager
 def closed_at_interrupt(close: Callable[[], object]) -> Iterator[None]:
-    """A context that calls `close` when it ends. If Ctrl-C has the system's default action, it calls `close` before.
+    """Calls `close` when the context ends. At Ctrl-C with the system's default action, calls it and ends the process.
 
     Ctrl-C then raises no exception, which could be lost: Python drops an exception in a callback of its garbage
     collector, and JAX has such a callback.

@@ -182,7 +182,7 @@ def another_program(saved: Mapping[str, Any], config: Config) -> str:
     before = _with_defaults(saved)
     changed = [name for name in (*LAYOUT, *BATCH) if name not in _SAME_BITS and before[name] != frozen(config[name])]
     changes = ", ".join(_change(before, config, name) for name in changed)
-    return changes and f"losses may differ in the last bits, because another program computes the same: {changes}"
+    return changes and f"losses may differ in the last bits, because these keys change the compiled program: {changes}"
 
 
 def check_islands(saved: Mapping[str, Any], config: Config, where: str) -> None:

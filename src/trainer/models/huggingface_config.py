@@ -60,15 +60,7 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
     sizes = _sizes(hf, said, data)
     if lacking := [name for name in sizes.values() if name not in said]:
         raise UserError(f"{where}: no number is given for {', '.join(lacking)}")
-    refused = [
-        f"{name}={shown(said[name])}"
-        for name in ("attention_bias", "mlp_bias", "quantization_config")
-        if said.get(name) and not (name == "quantization_config" and float8_block(said))
-    ]
-    refused += [f"{name}={shown(said[name])}" for name, only in hf.only.items() if said.get(name) not in (None, only)]
-    if not said.get("is_causal", True):
-        refused.append(f"is_causal={shown(said['is_causal'])}: attention to later positions")
-    refused += _contradicting_counts(hf, data)
+    refused = _switched_on(hf, said) + _contradicting_counts(hf, data)
     keys = {ours: said[theirs] for ours, theirs in sizes.items()}
     keys |= _latent_keys(hf, said, refused) if hf.latent else {}
     heads = said["num_attention_heads"]
@@ -119,6 +111,15 @@ def float8_block(data: Mapping[str, Any]) -> tuple[int, int] | None:
         case [int(rows), int(columns)] if min(rows, columns) > 0:
             return rows, columns
     return None
+
+
+def _switched_on(hf: HuggingFace, said: Mapping[str, Any]) -> list[str]:
+    """Returns FIELD=VALUE for each field that switches on what no key of base.yml represents."""
+    names = [name for name in ("attention_bias", "mlp_bias") if said.get(name)]
+    names += ["quantization_config"] if said.get("quantization_config") and not float8_block(said) else []
+    names += [name for name, only in hf.only.items() if said.get(name) not in (None, only)]
+    names += [] if said.get("is_causal", True) else ["is_causal"]
+    return [f"{name}={shown(said[name])}" for name in names]
 
 
 # Names of the number of experts. transformers reads each of them for every family, and versions write different ones.
