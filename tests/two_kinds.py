@@ -7,8 +7,8 @@ from jax.ad_checkpoint import checkpoint_name
 from trainer.layers.dense import INPUT, Dense
 from trainer.layers.param import Buffer
 from trainer.layers.stack import Stack
-from trainer.models import llama2
 from trainer.models.family import Family
+from trainer.models.llama2 import block as llama2
 from trainer.ops.dropout import dropout
 
 

@@ -17,7 +17,7 @@ from trainer.layers.norm import RMSNorm
 from trainer.layers.stack import Stack
 from trainer.models.family import Family
 from trainer.models.flops import forward_flops_per_token
-from trainer.models.llama2 import make_rope
+from trainer.models.llama2.block import make_rope
 from trainer.ops.dropout import dropout
 
 # Dropout sites: each has its own mask.

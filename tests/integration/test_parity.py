@@ -15,7 +15,9 @@ from support import ALL_COMBINATIONS
 from trainer import parity, training
 from trainer.compare import measure, programs
 from trainer.layers.stack import Stack
-from trainer.models import deepseek, llama2, mistral
+from trainer.models.deepseek import family as deepseek
+from trainer.models.llama2 import block as llama2
+from trainer.models.mistral import family as mistral
 from trainer.objectives import tiling
 from trainer.optim.average import averaging
 from trainer.optim.qk_clip import qk_clip

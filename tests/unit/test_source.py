@@ -1,10 +1,13 @@
 """Properties of the source: which file names the flags, what a package may import, how fast the package loads."""
 
+import ast
+import re
 from pathlib import Path
 
 from sources import FILES, SOURCE, imported
 
 from trainer.config.flags import FLAGS
+from trainer.models import FAMILIES
 
 
 def test_one_file_names_the_flags():
@@ -25,3 +28,29 @@ def test_importing_the_package_and_the_configuration_loads_no_jax():
     code = "import sys, trainer, trainer.config, trainer.train; print('jax' in sys.modules, 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_only_models_names_a_family():
+    """In code; a docstring may cite the paper of a family."""
+    for path in FILES:
+        if path.relative_to(SOURCE).parts[0] != "models":
+            assert words_of(path).isdisjoint(FAMILIES), path
+
+
+def words_of(path: Path) -> set[str]:
+    """Returns the words of the names and the text in a file's code, without docstrings and comments."""
+    tree = ast.parse(path.read_text())
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    docstrings = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, documented) and is_text(node)}
+    text = [
+        str(value)
+        for node in ast.walk(tree)
+        if id(node) not in docstrings
+        for _, value in ast.iter_fields(node)
+        if isinstance(value, str)
+    ]
+    return {word.lower() for line in text for word in re.findall(r"\w+", line)}
+
+
+def is_text(node: ast.Module | ast.ClassDef | ast.FunctionDef) -> bool:
+    return bool(node.body) and isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant)

@@ -9,8 +9,6 @@ import yaml
 from trainer.config import COMBINATIONS, Config, Loaded, UserError, flags_of, load, read_saved, resolve
 from trainer.config.dump import to_flow
 from trainer.config.expert_keys import (
-    MIXED,
-    OF_MIXED,
     SCORE,
     STEP,
     dense_layers,
@@ -18,9 +16,9 @@ from trainer.config.expert_keys import (
     normalizes_by_key,
     some_experts,
 )
+from trainer.config.family import LATENT, OF_SOME, reads
 from trainer.config.files import COMMAND_LINE
 from trainer.config.flags import FLAGS
-from trainer.config.latent_keys import KEYS as OF_LATENT
 from trainer.config.latent_keys import is_latent
 from trainer.config.plain_yaml import describe, read_text
 from trainer.config.trust import code_of_checkpoint
@@ -63,7 +61,7 @@ FREE = {
     *("attention_type", "rope_type", "rope_min_timescale", "rope_max_timescale", *_BELOW["rope_type"]),
     *("sliding_window_size", MODULES, _NORMALIZED, _MSCALE),
 }
-MODEL = {*_ALWAYS, *_OF_HEADS, *OF_LATENT, *_OF_MLP, *_OF_EXPERTS, *OF_MIXED, *_SELDOM, *FREE, ORDER}
+MODEL = {*_ALWAYS, *_OF_HEADS, *LATENT, *_OF_MLP, *_OF_EXPERTS, *OF_SOME, *_SELDOM, *FREE, ORDER}
 # Further arguments of `trainer.export`: a preset of `MODEL`, and the sequence length for which the model is meant.
 _PRESET, LENGTH = "model_name", "max_target_length"
 
@@ -72,11 +70,12 @@ def described(config: Config) -> dict[str, Any]:
     """Returns the keys of `config`, resolved, that define what its parameters compute, without keys without effect."""
     names = [*_ALWAYS, *_OF_ROPE[config.rope_type], *(_OF_EXPERTS if has_experts(config) else _OF_MLP)]
     names += [name for name in _SELDOM if config[name] != _SELDOM[name]]
-    names += OF_LATENT if is_latent(config) else _OF_HEADS
+    names += LATENT if is_latent(config) else _OF_HEADS
     if is_latent(config) and config.rope_type == "yarn":
         names.append(_MSCALE)
-    if config.decoder_block in MIXED:
-        names += [name for name in OF_MIXED if name != "topk_routing_group" or config.n_routing_groups > 1]
+    names += [name for name in OF_SOME if reads(config, name)]
+    if config.n_routing_groups <= 1 and "topk_routing_group" in names:
+        names.remove("topk_routing_group")
     if some_experts(config) and has_experts(config) and dense_layers(config):
         names += _OF_MLP
     if normalizes_by_key(config):
@@ -151,13 +150,13 @@ def load_model_keys(keys: Mapping[str, Any], words: Sequence[str], where: str) -
     _resolved(as_words(keys), where)
     # The checkpoint's keys come first: some arguments are valid only together with them.
     flags = as_words(flags_of(next(iter(COMBINATIONS))))
-    loaded = load(["base.yml", "dataset_type=synthetic", *flags, *as_words(keys), *words])
     given = [word.partition("=")[0] for word in words]
+    if code := code_of_checkpoint(keys, given, where):
+        raise UserError("\n  ".join(code))
+    loaded = load(["base.yml", "dataset_type=synthetic", *flags, *as_words(keys), *words])
     # The mesh and other arguments may need devices that this comparison does not have.
     of_model = [word for word in words if word.partition("=")[0] in {*MODEL, _PRESET, LENGTH, *FLAGS}]
     config = _resolved([*flags, *as_words(keys), *of_model])
-    if code := code_of_checkpoint(keys, given, where):
-        raise UserError("\n  ".join(code))
     if _PRESET in given:
         # A preset does not define modules of multi-token prediction. That does not mean that the checkpoint has none.
         check_same_model({name: value for name, value in keys.items() if name != MODULES}, _resolved(of_model), where)
@@ -216,5 +215,5 @@ def read_model_yaml(path: Path) -> tuple[dict[str, Any], int | None]:
 
 
 def _resolved(words: Sequence[str], where: str = COMMAND_LINE) -> Any:
-    loaded = load(["base.yml", "dataset_type=synthetic", *words], where)
+    loaded = load(["base.yml", "dataset_type=synthetic", *words], where, imports=False)
     return resolve(loaded.config, device_count=1, platform="cpu")

@@ -4,7 +4,7 @@ A run of MaxText has the tree in checkpoints/N/items, next to it _CHECKPOINT_MET
 data. In the tree, the parameters are under params/params. If MaxText's NNX model wrote them, they are at the root, each
 as {"value": array}. These differences from our checkpoints are converted (docs/guides/weights.md):
 - scanned layers are stacked on axis 1 or, with param_scan_axis=0, on axis 0; other layers are in decoder/layers_0, ...;
-- the blocks llama2 and mistral fold 1 / sqrt(head_dim) into the query kernel, unless `use_qk_norm`;
+- some blocks fold 1 / sqrt(head_dim) into the query kernel, unless `use_qk_norm` (`MaxText.scaled_queries`);
 - RoPE rotates a head's entries as halves or as adjacent pairs, depending on the model's name and rope_type.
 """
 

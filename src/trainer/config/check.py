@@ -16,7 +16,7 @@ from trainer.config.diloco_keys import DILOCO_CHECKS
 from trainer.config.dump import to_flow
 from trainer.config.errors import Unbuilt, nearest, shortened
 from trainer.config.expert_keys import EXPERT_CHECKS
-from trainer.config.gpt3_keys import GPT3_CHECKS
+from trainer.config.family import facts_of, lacks, readers
 from trainer.config.keys import Config
 from trainer.config.latent_keys import LATENT_CHECKS
 from trainer.config.mtp_keys import MTP_CHECKS
@@ -45,7 +45,8 @@ def contradictions(config: Config, where: Mapping[str, str], broken: set[str]) -
     Skips checks of keys in `broken`, whose values could not be read.
     """
     messages = []
-    for check in CHECKS:
+    facts = None if "decoder_block" in broken else facts_of(config)
+    for check in (*CHECKS, *(Check(*one) for one in (facts.checks if facts else ()))):
         if broken.isdisjoint(check.keys) and (problem := check.problem(config)):
             shown = ", ".join(f"{key}={shortened(to_flow(config[key]))} ({where[key]})" for key in check.keys)
             messages.append(type(problem)(f"{shown}: {problem}"))  # an Unbuilt stays an Unbuilt
@@ -210,6 +211,18 @@ def _activations(config: Config) -> str | None:
     return None
 
 
+def _positions(config: Config) -> str | None:
+    if config.trainable_position_size == -1 or config.trainable_position_size >= config.max_target_length:
+        return None
+    return "a row has more positions than the table"
+
+
+def _fused(config: Config) -> str | None:
+    if not config.fused_qkv or not lacks(config, "fused_qkv"):
+        return None
+    return f"this family has separate matrices for queries, keys and values; only {readers('fused_qkv')} can fuse them"
+
+
 def _schedule_shares(config: Config) -> str | None:
     total = config.warmup_steps_fraction + config.wsd_decay_steps_fraction
     if config.lr_schedule_type != "wsd" or total <= 1 + 1e-9:
@@ -318,6 +331,8 @@ CHECKS = (
     Check(("use_qk_clip", "use_qk_norm"), _clip_and_norm),
     Check(("use_qk_clip", "attn_logits_soft_cap"), _clip_and_cap),
     Check(("mlp_activations",), _activations),
+    Check(("trainable_position_size", "max_target_length"), _positions),
+    Check(("decoder_block", "fused_qkv"), _fused),
     Check(("warmup_steps_fraction", "wsd_decay_steps_fraction"), _schedule_shares),
     Check(("steps", "learning_rate_schedule_steps"), _steps),
     Check(("profiler", "skip_first_n_steps_for_profiler", "steps"), _profiled),
@@ -336,7 +351,7 @@ CHECKS = (
     *(
         Check(keys, problem)
         for keys, problem in (
-            *(*EXPERT_CHECKS, *GPT3_CHECKS, *LATENT_CHECKS, *MTP_CHECKS, *DILOCO_CHECKS, *DATA_CHECKS),
+            *(*EXPERT_CHECKS, *LATENT_CHECKS, *MTP_CHECKS, *DILOCO_CHECKS, *DATA_CHECKS),
             *DECODING_CHECKS,
         )
     ),

@@ -11,8 +11,6 @@ from trainer.config.dump import to_flow
 from trainer.config.expert_keys import (
     BIAS,
     BIAS_RATE,
-    MIXED,
-    OF_MIXED,
     dense_layers,
     has_experts,
     normalizes_by_key,
@@ -21,10 +19,9 @@ from trainer.config.expert_keys import (
     some_experts,
 )
 from trainer.config.expert_keys import KEYS as OF_EXPERTS
+from trainer.config.family import LATENT, OF_SOME, facts_of, lacks, readers
 from trainer.config.files import by_hand
-from trainer.config.gpt3_keys import GPT3, ROPE
 from trainer.config.keys import Config
-from trainer.config.latent_keys import KEYS as OF_LATENT
 from trainer.config.latent_keys import is_latent
 from trainer.config.optimizers import KEYS as OF_OPTIMIZERS
 from trainer.config.optimizers import TRAITS, has_first_moment
@@ -67,18 +64,13 @@ INERT = (
     Inert((*TENSORS, *OWN_TENSORS), lambda c: c.remat_policy != "custom", "remat_policy is not custom"),
     Inert(OF_EXPERTS, lambda c: not has_experts(c), "num_experts=1"),
     Inert(
-        OF_MIXED,
-        lambda c: c.decoder_block not in MIXED and ":" not in c.decoder_block,
-        f"only {', '.join(MIXED)} reads it",
-    ),
-    Inert(
         ("base_mlp_dim",),
         lambda c: some_experts(c) and not dense_layers(c),
         "every layer has experts, whose width is base_moe_mlp_dim",
     ),
     Inert((BIAS_RATE,), lambda c: not c[BIAS], f"{BIAS}=false"),
     Inert(("topk_routing_group",), lambda c: c.n_routing_groups in (-1, 1), "there are no groups"),
-    Inert(OF_LATENT, lambda c: not is_latent(c), "attention_type is not mla"),
+    Inert(LATENT, lambda c: not is_latent(c), "attention_type is not mla"),
     Inert(("head_dim",), is_latent, "attention_type=mla has qk_nope_head_dim, qk_rope_head_dim and v_head_dim"),
     Inert(("mscale",), lambda c: not is_latent(c) or c.rope_type != "yarn", "it needs attention_type=mla and yarn"),
     Inert(("rope_interleave",), is_latent, "attention_type=mla always rotates adjacent pairs"),
@@ -139,7 +131,6 @@ INERT = (
         lambda c: not c.enable_streaming_diloco or c.num_diloco_fragments <= 2,
         "only streaming DiLoCo with more than two fragments divides the layers",
     ),
-    Inert(ROPE, lambda c: c.decoder_block == GPT3, f"decoder_block={GPT3} has no rotary positions"),
     Inert(("rope_linear_scaling_factor",), lambda c: c.rope_type != "default", "rope_type is not default"),
     Inert(
         ("rope_factor", "original_max_position_embeddings"),
@@ -226,12 +217,21 @@ INERT_HERE = (
 )
 
 
+def _table(config: Config) -> list[Inert]:
+    """Returns `INERT`, after the keys that the family of `config` does not read."""
+    facts = facts_of(config)
+    ignored = facts.ignores.items() if facts else ()
+    reasons = [(keys, f"decoder_block={config.decoder_block} {reason}") for reason, keys in ignored]
+    reasons += [((key,), f"only {readers(key)} reads it") for key in OF_SOME if lacks(config, key)]
+    return [*(Inert(keys, lambda c: True, reason) for keys, reason in reasons), *INERT]
+
+
 def without_effect(config: Config, changed: Mapping[str, str]) -> list[str]:
     """Returns one line for each key that the user gives and that has no effect under the other settings.
 
     A yml may repeat a default without a warning, so that the config.yml of a run can be used again.
     """
-    return _lines(INERT, config, changed)
+    return _lines(_table(config), config, changed)
 
 
 def without_effect_here(config: Config, changed: Mapping[str, str]) -> list[str]:
@@ -251,12 +251,12 @@ def _lines(table: Sequence[Inert], config: Config, changed: Mapping[str, str]) -
 
 def no_effect_of(config: Config, key: str) -> str | None:
     """Returns the reason why `key` has no effect under the settings of `config`; None if it has one."""
-    return next((inert.reason for inert in INERT if key in inert.keys and inert.when(config)), None)
+    return next((inert.reason for inert in _table(config) if key in inert.keys and inert.when(config)), None)
 
 
 def inert_keys(config: Config) -> set[str]:
     """Returns the keys that have no effect under the settings of `config`, given or not."""
-    return {key for inert in INERT if inert.when(config) for key in inert.keys}
+    return {key for inert in _table(config) if inert.when(config) for key in inert.keys}
 
 
 def _repeats_default(config: Config, key: str) -> bool:

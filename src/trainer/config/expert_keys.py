@@ -3,22 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
+from trainer.config.family import lacks, readers, reads
 from trainer.config.keys import Config
 
-# The families that have experts in every layer, or in every n-th one. Other families of this package have none.
-WITH_EXPERTS = ("mixtral", "qwen3_moe")
-# Those with experts in all layers but the first.
-MIXED = ("deepseek",)
-# Of both, the ones whose weights depend on norm_topk_prob.
-_NORMALIZING = ("qwen3_moe", *MIXED)
 KEYS = (
     *("num_experts_per_tok", "base_moe_mlp_dim", "sparse_matmul", "capacity_factor", "norm_topk_prob"),
     "ragged_buffer_factor",
     *("load_balance_loss_weight", "router_z_loss_weight", "interleave_moe_layer_step"),
-)
-OF_MIXED = (
-    *("first_num_dense_layers", "shared_experts", "routed_scaling_factor", "n_routing_groups", "topk_routing_group"),
-    *("routed_score_func", "routed_bias"),
 )
 BIAS, BIAS_RATE, SCORE, SIGMOID = "routed_bias", "routed_bias_update_rate", "routed_score_func", "sigmoid"
 STEP = "interleave_moe_layer_step"
@@ -30,25 +21,28 @@ def has_experts(config: Config) -> bool:
 
 
 def only_experts(config: Mapping[str, Any]) -> bool:
-    """Whether every feed-forward layer is known to have experts."""
-    return config["decoder_block"] in WITH_EXPERTS and config[STEP] == 1
+    """Whether every feed-forward layer is known to consist of routed experts."""
+    return some_experts(config) and lacks(config, "shared_experts") and config[STEP] == 1 and not _first_dense(config)
 
 
 def some_experts(config: Mapping[str, Any]) -> bool:
     """Whether the family is known to have layers with experts."""
-    return config["decoder_block"] in (*WITH_EXPERTS, *MIXED)
+    return reads(config, "num_experts")
 
 
 def dense_layers(config: Mapping[str, Any]) -> int:
     """The number of layers without experts, of a family that has layers with experts."""
-    layers = config["base_num_decoder_layers"]
-    first = config["first_num_dense_layers"] if config["decoder_block"] in MIXED else 0
+    layers, first = config["base_num_decoder_layers"], _first_dense(config)
     return layers - (layers - first) // config[STEP]
+
+
+def _first_dense(config: Mapping[str, Any]) -> int:
+    return config["first_num_dense_layers"] if reads(config, "first_num_dense_layers") else 0
 
 
 def normalizes_by_key(config: Config) -> bool:
     """Whether the model is known to read norm_topk_prob."""
-    return config.decoder_block in _NORMALIZING
+    return reads(config, "norm_topk_prob")
 
 
 def scores_by_sigmoid(config: Config) -> bool:
@@ -75,8 +69,8 @@ def sends(config: Config) -> bool:
 def _family(config: Config) -> str | None:
     if some_experts(config):
         return None if has_experts(config) else "this family has experts, at least 2 of them"
-    if has_experts(config) and ":" not in config.decoder_block:
-        return f"this family has no experts; families with experts: {', '.join((*WITH_EXPERTS, *MIXED))}"
+    if has_experts(config) and lacks(config, "num_experts"):
+        return f"this family has no experts; families with experts: {readers('num_experts')}"
     return None
 
 
@@ -99,7 +93,7 @@ def _activations(config: Config) -> str | None:
 
 
 def _dense(config: Config) -> str | None:
-    if config.decoder_block in MIXED and config.first_num_dense_layers >= config.base_num_decoder_layers:
+    if _first_dense(config) >= config.base_num_decoder_layers:
         return "no layer with experts is left; reduce first_num_dense_layers"
     return None
 
@@ -107,7 +101,7 @@ def _dense(config: Config) -> str | None:
 def _interleaved(config: Config) -> str | None:
     if not some_experts(config) or not has_experts(config):
         return None
-    first = config.first_num_dense_layers if config.decoder_block in MIXED else 0
+    first = _first_dense(config)
     if (config.base_num_decoder_layers - first) % config[STEP] == 0:
         return None
     after = f" after the first {first}" if first else ""
@@ -115,14 +109,14 @@ def _interleaved(config: Config) -> str | None:
 
 
 def _shared(config: Config) -> str | None:
-    if config.decoder_block in MIXED and not config.shared_experts:
+    if reads(config, "shared_experts") and not config.shared_experts:
         return "this family has at least one shared expert"
     return None
 
 
 def _routing_groups(config: Config) -> str | None:
     groups, kept, experts = config.n_routing_groups, config.topk_routing_group, config.num_experts
-    if config.decoder_block not in MIXED or groups in (-1, 1):
+    if not reads(config, "n_routing_groups") or groups in (-1, 1):
         return None
     if experts % groups:
         return f"num_experts={experts} must be a multiple of the number of groups"
@@ -138,17 +132,17 @@ def _routing_groups(config: Config) -> str | None:
 
 
 def _score(config: Config) -> str | None:
-    if scores_by_sigmoid(config) and config.decoder_block in WITH_EXPERTS:
-        return f"this family scores experts by a softmax; with sigmoids: {', '.join(MIXED)}"
+    if scores_by_sigmoid(config) and some_experts(config) and lacks(config, SCORE):
+        return f"this family scores experts by a softmax; with sigmoids: {readers(SCORE)}"
     return None
 
 
 def _bias(config: Config) -> str | None:
     if not config[BIAS]:
         return None
-    if config.decoder_block not in MIXED and ":" not in config.decoder_block:
-        return f"routers of this family have no bias; with one: {', '.join(MIXED)}"
-    if not scores_by_sigmoid(config) and config.decoder_block in MIXED:
+    if lacks(config, BIAS):
+        return f"routers of this family have no bias; with one: {readers(BIAS)}"
+    if not scores_by_sigmoid(config) and reads(config, BIAS):
         return f"a bias is added to sigmoid scores: give {SCORE}={SIGMOID}"
     return None
 

@@ -1,9 +1,8 @@
 """Checks of the keys of multi-head latent attention."""
 
+from trainer.config.family import lacks, readers
 from trainer.config.keys import Config
 
-FAMILIES = ("deepseek",)  # the families with this attention
-KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 TYPE = "mla"
 
 
@@ -13,10 +12,8 @@ def is_latent(config: Config) -> bool:
 
 
 def _family(config: Config) -> str | None:
-    if config.decoder_block in FAMILIES and not is_latent(config):
-        return f"attention of this family is multi-head latent attention; give attention_type={TYPE}"
-    if is_latent(config) and config.decoder_block not in FAMILIES and ":" not in config.decoder_block:
-        return f"only {', '.join(FAMILIES)} has multi-head latent attention"
+    if is_latent(config) and lacks(config, "kv_lora_rank"):
+        return f"only {readers('kv_lora_rank')} has multi-head latent attention"
     return None
 
 

@@ -15,6 +15,7 @@ from trainer.config.dump import to_flow
 from trainer.config.effects import inert_keys, no_effect_of, without_effect
 from trainer.config.environment import variables
 from trainer.config.errors import Unbuilt, nearest, on_one_screen, report, shortened
+from trainer.config.family import import_facts
 from trainer.config.files import (
     COMMAND_LINE,
     DEFAULT,
@@ -60,12 +61,19 @@ class Loaded:
     notes: list[str]
 
 
-def load(argv: Sequence[str], place: str = COMMAND_LINE, environment: Mapping[str, str] | None = None) -> Loaded:
+def load(
+    argv: Sequence[str],
+    place: str = COMMAND_LINE,
+    environment: Mapping[str, str] | None = None,
+    *,
+    imports: bool = True,
+) -> Loaded:
     """Returns the configuration of `argv`, the arguments after the module's name: stage 1.
 
     Precedence, lowest first: base.yml; maxtext.yml if it is the yml or one of its parents; the preset of model_name;
     the parents of the user's yml; that yml; the command line and, with equal rank, the variables M_KEY of
-    `environment`. `place` names the source of the words in messages.
+    `environment`. `place` names the source of the words in messages. `imports`: whether the facts of a family, named by
+    import path, may be imported: not if the words are those of a checkpoint.
 
     Raises:
       UserError: lists all errors of the stage, one line each.
@@ -96,11 +104,14 @@ def load(argv: Sequence[str], place: str = COMMAND_LINE, environment: Mapping[st
     changed = {name: setting.where for name, setting in given.items()}
     where = {name: setting.where for name, setting in sized.items()}
     reader.mistakes += _outgrown(reader.schema, values, sized)
+    if code := foreign_code(reader.schema.keys, config, changed, [file.path for file in reversed(files)]):
+        raise report([*reader.mistakes, *code])
+    if imports and "decoder_block" not in reader.broken:
+        import_facts(config.decoder_block)
     reader.mistakes += contradictions(config, where, reader.broken)
     if "dataset_type" not in reader.broken:
         base = next((str(file.path) for file in files if file.is_maxtext), None)
         reader.mistakes += data_not_asked_for(config, where, changed, base)
-    reader.mistakes += foreign_code(reader.schema.keys, config, changed, [file.path for file in reversed(files)])
     if reader.mistakes:
         raise report(reader.mistakes)
     notes += _other_defaults(yml, files, config, where, notes)

@@ -168,7 +168,7 @@ def _implied(given: Mapping[str, str], runs: str) -> list[str]:
     added = [_NO_DATA] if without_data else []
     if runs == EXPORT or (kind == "synthetic" and not without_data):
         return added
-    if (kind == "hf" and not without_data) or re.fullmatch(r"qwen3-[\d.]+b", given.get("model_name", "")):
+    if (kind == "hf" and not without_data) or given.get("model_name") in maxtext.table()["tokenizers"]:
         added.append("tokenizer_type=huggingface")  # of its pipeline, and in its presets
     elif "tokenizer_llama3.tiktoken" in given.get("tokenizer_path", ""):
         added.append("tokenizer_type=tiktoken")

@@ -10,8 +10,9 @@ from trainer.config.derived import FOLLOWS, mesh_axes
 from trainer.config.errors import report
 from trainer.config.kernels import choose_attention
 from trainer.config.mesh_sizes import fill_mesh
-from trainer.config.rules import DIMENSIONS, PROJECTED, dimension, make_rules, tensors_of, with_lengths
+from trainer.config.rules import make_rules, with_lengths
 from trainer.config.sizes import too_large
+from trainer.config.tensors import DIMENSIONS, PROJECTED, dimension, tensors_of
 from trainer.config.tiles import misfits
 from trainer.config.vocab_tiles import choose_tiles
 

@@ -7,8 +7,9 @@ from typing import Any
 from trainer.config.derived import islands, mesh_axes
 from trainer.config.keys import Config
 from trainer.config.optimizers import moment_bytes
-from trainer.config.rules import BUILT_IN, dimension, tensors_of, with_lengths
+from trainer.config.rules import with_lengths
 from trainer.config.schema import INT32_MAX
+from trainer.config.tensors import dimension, tensors_of
 
 # Elements of one array over all devices. The largest published models have 2^38 elements; XLA's byte sizes end at 2^63.
 MAX_ENTRIES = 2**46
@@ -25,7 +26,7 @@ def least_bytes(config: Config) -> int:
     """Returns a lower bound on the bytes that training takes on all devices together.
 
     Counts parameters, optimizer state, the batch of an update and the hidden states of one microbatch, as if nothing
-    were replicated. Leaves out host memory, and the blocks of a family that is not in `rules.BUILT_IN`.
+    were replicated. Leaves out host memory, and tensors that are not in `tensors_of`.
 
     Args:
       config: resolved.
@@ -61,8 +62,8 @@ def _too_many_tokens(values: Mapping[str, Any]) -> list[str]:
 
 
 def _too_many_entries(values: Mapping[str, Any]) -> list[str]:
-    arrays = tensors_of(values)
-    if values["decoder_block"] in BUILT_IN and values["attention"] == "dot_product":
+    arrays = dict(tensors_of(values))
+    if "queries" in arrays and values["attention"] == "dot_product":
         scores = ("activation_batch", "activation_heads", "activation_q_length", "activation_kv_length")
         arrays["scores of attention=dot_product"] = scores
     lines = []

@@ -1,1 +1,15 @@
-"""Turns a configuration into a model. Only this package does that; layers and ops take plain arguments."""
+"""Models: the transformer, and a folder for each family.
+
+`facts.py` of a folder says what the first stage asks, without JAX; `family.py` declares everything else.
+"""
+
+# Maps decoder_block to the facts of its family. Nothing outside of this package names a family.
+FAMILIES = {
+    "deepseek": "trainer.models.deepseek.facts:FACTS",
+    "gpt3": "trainer.models.gpt3.facts:FACTS",
+    "llama2": "trainer.models.llama2.facts:FACTS",
+    "mistral": "trainer.models.mistral.facts:FACTS",
+    "mixtral": "trainer.models.mixtral.facts:FACTS",
+    "qwen3": "trainer.models.qwen3.facts:FACTS",
+    "qwen3_moe": "trainer.models.qwen3_moe.facts:FACTS",
+}

@@ -11,8 +11,9 @@ from trainer.config.expert_keys import has_bias, scores_by_sigmoid
 from trainer.layers.context import Context
 from trainer.layers.moe import MoE
 from trainer.layers.stack import MakeBlock, Stack
-from trainer.models import llama2
 from trainer.models.huggingface import Layout
+from trainer.models.llama2 import block as llama2
+from trainer.models.llama2.family import LAYOUTS
 from trainer.ops.routing import Score
 from trainer.products import MakeGrouped, MakeProduct, plain, plain_grouped
 
@@ -86,7 +87,7 @@ def layouts(name: str, router: str, gate: str, up: str, down: str) -> dict[str, 
         `models.huggingface.EXPERT`.
     """
     own, there = f"decoder/layers/{name}", "model.layers.{}."
-    return llama2.LAYOUTS | {
+    return LAYOUTS | {
         f"{own}/gate/kernel": Layout(there + router, inputs=1),
         f"{own}/wi_0": Layout(there + gate, inputs=1),
         f"{own}/wi_1": Layout(there + up, inputs=1),

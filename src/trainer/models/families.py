@@ -1,13 +1,11 @@
 """Looks up model families: those in this package by name, others by import path.
 
-`decoder_block=package.module:name` names a `Family`, or a class that is a family's only block.
+`decoder_block=package.module:name` names a family's `Facts`, a `Family`, or a class that is a family's only block.
 """
 
 import functools
-import importlib
 import inspect
 import math
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,27 +13,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trainer.config import Config, UserError, linen_stack, make_rules, nearest
-from trainer.config.errors import shortened
+from trainer.config import Config, UserError, linen_stack, make_rules
+from trainer.config.family import Facts, imported
 from trainer.config.rules import read_rules
 from trainer.layers.cache import Cache
 from trainer.layers.context import Context
 from trainer.layers.param import Buffer
 from trainer.layers.stack import MakeBlock, Stack
+from trainer.models import FAMILIES
 from trainer.models.family import Family, MaxText
 from trainer.models.huggingface import HuggingFace
 from trainer.sharding import Axes
 
-# Maps decoder_block to its family.
-FAMILIES = {
-    "deepseek": "trainer.models.deepseek:FAMILY",
-    "gpt3": "trainer.models.gpt3:FAMILY",
-    "llama2": "trainer.models.llama2:FAMILY",
-    "mistral": "trainer.models.mistral:FAMILY",
-    "mixtral": "trainer.models.mixtral:FAMILY",
-    "qwen3": "trainer.models.qwen3:FAMILY",
-    "qwen3_moe": "trainer.models.qwen3_moe:FAMILY",
-}
 # The arguments of a block's call.
 _ARGUMENTS = ("x", "cache", "context")
 # The attributes of a decoder other than its stacks. No stack may have one of these names or of its methods' names.
@@ -56,11 +45,13 @@ def family(decoder_block: str) -> Family:
     Raises:
       UserError: there is no such family.
     """
-    found = _imported(FAMILIES.get(decoder_block, decoder_block))
+    found = imported(FAMILIES.get(decoder_block, decoder_block), decoder_block)
+    if isinstance(found, Facts):
+        found = imported(found.family, decoder_block)
     if isinstance(found, type):
         return Family(lambda config: [Stack("layers", (found,), config.base_num_decoder_layers)])
     if not isinstance(found, Family):
-        raise UserError(f"decoder_block={decoder_block}: this is neither a class nor a trainer.models.family.Family")
+        raise UserError(f"decoder_block={decoder_block}: this is neither a block class nor a Family, nor its Facts")
     return found
 
 
@@ -263,29 +254,6 @@ def check_calls(block: MakeBlock, made_of: Sequence[str], name: str) -> None:
                 f"decoder_block={name} is not a block: it cannot be called as {call} ({error}); "
                 "docs/guides/migrating.md has an example"
             ) from None
-
-
-def _imported(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    try:
-        imported = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        missing = error.name or str(error)
-        by = "" if f"{module}.".startswith(f"{missing}.") else f", which {module} imports"
-        raise UserError(
-            f"decoder_block={name}: there is no module {missing}{by}; Python searches the current folder, PYTHONPATH "
-            "and installed packages"
-        ) from None
-    except (Exception, SystemExit) as error:  # a user's module can raise anything
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        raise UserError(
-            f"decoder_block={name}: importing {module} fails: {type(error).__name__}: {shortened(str(error))} "
-            f"({at.filename}:{at.lineno})"
-        ) from error
-    if not hasattr(imported, attribute):
-        known = [key for key, value in vars(imported).items() if isinstance(value, type | Family)]
-        raise UserError(f"decoder_block={name}: {module} has no {attribute}{nearest(attribute, known)}")
-    return getattr(imported, attribute)
 
 
 def check_state(config: Config) -> None:

@@ -1,9 +1,10 @@
-"""The declaration of a model family. Each family is one `Family` in one file."""
+"""The declaration of a model family: with its `config.family.Facts`, everything that the trainer knows about it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.config import Config
 from trainer.layers.norm import RMSNorm
 from trainer.layers.stack import Stack
 from trainer.models.huggingface import HuggingFace
@@ -20,12 +21,16 @@ class MaxText:
       caps_scores: whether the block reads `attn_logits_soft_cap`.
       norms_heads: whether the block reads `use_qk_norm`.
       keys: further keys of this trainer that the block reads under the same name.
+      more: returns keys of MaxText that have another name or value there, for a resolved configuration.
+      refuses: returns `key=value: reason` for each of a configuration's values that the block cannot compute.
     """
 
     scaled_queries: Sequence[str] = ()
     caps_scores: bool = False
     norms_heads: bool = False
     keys: Sequence[str] = ()
+    more: Callable[[Config], Mapping[str, Any]] = lambda config: {}
+    refuses: Callable[[Config], Sequence[str]] = lambda config: ()
 
 
 @dataclass(frozen=True)

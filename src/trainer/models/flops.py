@@ -14,7 +14,8 @@ Model FLOPs as MaxText reports them, after PaLM (Chowdhery et al. 2022, arXiv:22
 """
 
 from trainer.config import Config
-from trainer.config.expert_keys import MIXED, dense_layers, has_experts, some_experts
+from trainer.config.expert_keys import dense_layers, has_experts, some_experts
+from trainer.config.family import reads
 from trainer.config.latent_keys import is_latent
 
 
@@ -46,7 +47,7 @@ def _feed_forward(config: Config) -> int:
     dense = _dense_blocks(config) * _gated(config, config.base_mlp_dim)
     if not has_experts(config):
         return dense
-    shared = config.shared_experts if config.decoder_block in MIXED else 0
+    shared = config.shared_experts if reads(config, "shared_experts") else 0
     sparse = config.base_emb_dim * config.num_experts + (config.num_experts_per_tok + shared) * _expert(config)
     return dense + _sparse_blocks(config) * sparse
 

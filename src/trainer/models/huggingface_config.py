@@ -10,7 +10,8 @@ from trainer.config.expert_keys import STEP, dense_layers
 from trainer.config.json_files import shown
 from trainer.config.latent_keys import TYPE, is_latent
 from trainer.config.values import check
-from trainer.models.families import FAMILIES, family, hugging_face
+from trainer.models import FAMILIES
+from trainer.models.families import family, hugging_face
 from trainer.models.huggingface import HuggingFace
 from trainer.models.huggingface_fields import SIZES, as_typed, mistyped
 

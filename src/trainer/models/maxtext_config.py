@@ -3,18 +3,7 @@
 from typing import Any
 
 from trainer.config import Config, UserError
-from trainer.config.expert_keys import (
-    BIAS,
-    MIXED,
-    SCORE,
-    STEP,
-    has_experts,
-    normalizes_by_key,
-    only_experts,
-    scores_by_sigmoid,
-)
-from trainer.config.latent_keys import KEYS as OF_LATENT
-from trainer.config.latent_keys import TYPE, is_latent
+from trainer.config.expert_keys import STEP, has_experts, only_experts
 from trainer.models.families import maxtext
 from trainer.models.huggingface_config import SIZES
 
@@ -27,16 +16,13 @@ _LLAMA31 = {
 }
 # Keys that are integers in MaxText: for RoPE of any type, and for YaRN.
 _WHOLE = ("rope_min_timescale", "rope_max_timescale")
-# A name by which its block routes as DeepSeek-V3 does; all of the preset's sizes are given as keys.
-_AS_V3 = {"model_name": "deepseek3-671b", "override_model_config": True}
-_OF_MIXED = ("first_num_dense_layers", "shared_experts", "routed_scaling_factor")
 _WHOLE_YARN = ("rope_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
 
 
 def maxtext_keys(config: Config) -> dict[str, Any]:
     """Returns MaxText's keys for the model that `config`, resolved, describes.
 
-    Its `model_name` stays the default, except for the routing of DeepSeek-V3, which its block derives from that name.
+    Its `model_name` stays the default, except where a family's block derives something from that name.
 
     Raises:
       UserError: lists every key whose value MaxText's block cannot compute.
@@ -52,12 +38,7 @@ def maxtext_keys(config: Config) -> dict[str, Any]:
         keys["norm_topk_prob"] = config.norm_topk_prob
         if only_experts(config):
             keys["base_mlp_dim"] = config.base_moe_mlp_dim
-    if config.decoder_block in MIXED:
-        keys |= {name: config[name] for name in _OF_MIXED} | {SCORE: "softmax"}
-        if scores_by_sigmoid(config):
-            keys |= {name: config[name] for name in (SCORE, BIAS, "n_routing_groups", "topk_routing_group")} | _AS_V3
-    if is_latent(config):
-        keys |= {name: config[name] for name in OF_LATENT} | {"attention_type": TYPE, "mscale": config.mscale}
+    keys |= maxtext(config.decoder_block).more(config)
     if not config.logits_via_embedding:
         del keys["normalize_embedding_logits"]
     if config.rope_type == "default":
@@ -92,15 +73,7 @@ def _inexpressible(config: Config) -> list[str]:
         refused.append("use_qk_norm=True: it has no such norm")
     if config.attn_logits_soft_cap and not maxtext(config.decoder_block).caps_scores:
         refused.append(f"attn_logits_soft_cap={config.attn_logits_soft_cap}: it does not read this key")
-    if config.decoder_block in MIXED:
-        if config.norm_topk_prob and not scores_by_sigmoid(config):
-            refused.append("norm_topk_prob=True: it does not read this key in this block")
-        if scores_by_sigmoid(config) and not config.norm_topk_prob:
-            refused.append("norm_topk_prob=False: it always divides sigmoid scores by their sum")
-        if config.n_routing_groups > 1 and not scores_by_sigmoid(config):
-            refused.append(f"n_routing_groups={config.n_routing_groups}: its groups are those of DeepSeek-V3")
-    elif normalizes_by_key(config) and not config.norm_topk_prob:
-        refused.append("norm_topk_prob=False: it always weights experts by the softmax over a token's experts")
+    refused += maxtext(config.decoder_block).refuses(config)
     if has_experts(config) and config[STEP] != 1:
         refused.append(f"{STEP}={config[STEP]}: it does not read this key in this block")
     if config.rope_type == "llama3.1":

@@ -7,7 +7,8 @@ from typing import NamedTuple
 from trainer.config import Config, combination, global_batch_rows, mesh_axes
 from trainer.config.derived import DCN, islands
 from trainer.config.diloco_keys import timetable
-from trainer.config.expert_keys import MIXED, dense_layers, has_experts, some_experts
+from trainer.config.expert_keys import dense_layers, has_experts, some_experts
+from trainer.config.family import reads
 from trainer.config.kernels import kernel_barred
 from trainer.config.latent_keys import is_latent
 from trainer.config.words import counted
@@ -120,7 +121,7 @@ def _feed_forward(config: Config) -> str:
     if not has_experts(config):
         return f"MLP {config.base_mlp_dim}"
     experts = f"{config.num_experts} experts of {config.base_moe_mlp_dim} ({config.num_experts_per_tok} of each token"
-    if config.decoder_block in MIXED:
+    if reads(config, "shared_experts"):
         experts += f", and {config.shared_experts} shared"
     dense = dense_layers(config) if some_experts(config) else 0
     return f"{experts}), MLP {config.base_mlp_dim} in {counted(dense, 'layer')}" if dense else f"{experts})"

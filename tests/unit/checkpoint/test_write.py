@@ -25,7 +25,7 @@ from trainer.checkpoint import Leaf, load_parameters, names_of, open_source, orb
 from trainer.checkpoint.huggingface import HuggingFaceSource
 from trainer.checkpoint.params_out import target_dtype
 from trainer.config import UserError, load
-from trainer.models import llama2
+from trainer.models.llama2 import family as llama2
 
 
 def leaves_of(params):

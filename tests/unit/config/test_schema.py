@@ -10,8 +10,8 @@ from trainer.config.check import ACTIVATIONS
 from trainer.config.dump import to_flow
 from trainer.config.flags import FLAGS
 from trainer.config.maxtext_base import defaults
-from trainer.config.rules import DIMENSIONS, TENSORS, tensors_of
 from trainer.config.schema import BASE_YML, parse
+from trainer.config.tensors import DIMENSIONS, TENSORS, tensors_of
 
 FROM_MAXTEXT = Path(__file__).parents[3] / "docs" / "from-maxtext.md"
 

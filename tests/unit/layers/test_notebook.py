@@ -6,7 +6,7 @@ from flax import nnx
 from support import tiny_config
 
 from trainer.layers.context import Context
-from trainer.models.llama2 import Block
+from trainer.models.llama2.block import Block
 
 
 def test_a_block_works_in_a_notebook():

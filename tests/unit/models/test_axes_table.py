@@ -1,4 +1,4 @@
-"""config/rules.py lists the model's logical axes without building it. These tests compare the two."""
+"""config/tensors.py lists the model's logical axes without building it. These tests compare the two."""
 
 import jax
 import pytest
@@ -6,7 +6,8 @@ from support import ALL_COMBINATIONS, packed_batch, tiny_config
 
 from trainer import sharding
 from trainer.backends import make_model
-from trainer.config.rules import DENSE, EVERY_MODEL, TENSORS, tensors_of
+from trainer.config.tensors import EVERY_MODEL, TENSORS, tensors_of
+from trainer.models import FAMILIES
 
 
 def model_axes(combination: str, tied: bool, **overrides) -> dict[str, tuple[str | None, ...]]:
@@ -59,6 +60,10 @@ def axes_of_tensors(monkeypatch, decoder_block: str) -> tuple[dict[str, tuple], 
 
     jax.eval_shape(logits, *model.abstract)
     return parameters, activations
+
+
+_KEYS = {"fused_qkv": True, "interleave_moe_layer_step": 1}
+DENSE = [name for name in FAMILIES if tensors_of({"decoder_block": name, **_KEYS}) == TENSORS]
 
 
 @pytest.mark.parametrize("decoder_block", DENSE)

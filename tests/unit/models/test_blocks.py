@@ -78,7 +78,7 @@ def test_its_size_is_counted_from_its_parameters():
         ("team_block:NNXblock", "team_block has no NNXblock; nearest: NNXBlock"),
         ("team_blocks:NNXBlock", "there is no module team_blocks; Python searches the current folder"),
         ("json.team_block:NNXBlock", "there is no module json.team_block"),
-        ("team_block:attend", "this is neither a class nor a trainer.models.family.Family"),
+        ("team_block:attend", "this is neither a block class nor a Family, nor its Facts"),
     ],
 )
 def test_a_path_that_leads_nowhere(name, message):
@@ -164,8 +164,8 @@ class WithMoreArguments(Called):
         (WithMoreArguments, "missing a required argument: 'width'"),
         (Abstract, "the class Abstract is abstract"),
         (dict, "dict is not an nnx.Module"),
-        (len, "this is neither a class nor"),
-        (nnx, "this is neither a class nor"),
+        (len, "this is neither a block class nor"),
+        (nnx, "this is neither a block class nor"),
     ],
 )
 def test_what_is_no_block_is_refused_before_it_is_built(block, message, monkeypatch):

@@ -25,10 +25,10 @@ from trainer.config import UserError, load
 from trainer.inference import MaxEngine, Scheduler
 from trainer.layers.dense import INPUT
 from trainer.layers.stack import Stack
-from trainer.models import llama2
 from trainer.models.families import RESERVED, axis_rules, place, stacks
 from trainer.models.family import Family
 from trainer.models.huggingface import Layout
+from trainer.models.llama2 import family as llama2
 from trainer.models.names import names_of_blocks
 from trainer.models.remat import check_offload, remat_policy
 from trainer.models.transformer import Decoder

@@ -10,7 +10,8 @@ import pytest
 from support import packed_batch, tiny_config
 
 from trainer.backends import make_model
-from trainer.models import families
+from trainer.models import FAMILIES as BLOCKS
+from trainer.models.families import family
 from trainer.models.flops import flops_per_token, forward_flops_per_token, visible_keys
 from trainer.objectives import NextToken, make_objective
 
@@ -98,10 +99,10 @@ def test_an_op_that_computes_more_than_it_shows_is_counted_by_its_keys():
     assert whole - flops_per_token(tiny()) == 12 * 3 * 24 * 8
 
 
-@pytest.mark.parametrize("block", families.FAMILIES)
+@pytest.mark.parametrize("block", BLOCKS)
 def test_every_family_of_the_trainer_counts_attention(block):
     """What is derived from the parameters of a user's block leaves attention out."""
-    assert families.family(block).forward_flops is forward_flops_per_token
+    assert family(block).forward_flops is forward_flops_per_token
 
 
 # Wide enough that norms and other operations that the convention leaves out are negligible.
@@ -162,10 +163,10 @@ def compiled_flops(config, gradients: bool) -> float:
     return compiled.cost_analysis()["flops"] / (rows * config.max_target_length)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_compiled_flops_of_a_family(family):
+@pytest.mark.parametrize("case", FAMILIES)
+def test_compiled_flops_of_a_family(case):
     """dot_product computes the whole square, with or without a window."""
-    config = tiny_config("nnx", **WIDE | FAMILIES[family])
+    config = tiny_config("nnx", **WIDE | FAMILIES[case])
     expected = flops_per_token(config, keys=config.max_target_length)
     assert compiled_flops(config, gradients=True) == pytest.approx(expected, rel=0.02)
 
@@ -211,10 +212,10 @@ def traced_flops(jaxpr) -> int:
     return total
 
 
-@pytest.mark.parametrize("family", WITH_EXPERTS)
-def test_only_the_experts_of_a_token_count(family):
+@pytest.mark.parametrize("case", WITH_EXPERTS)
+def test_only_the_experts_of_a_token_count(case):
     """Counted over the jaxpr of the loss and its gradients, since XLA's CPU backend computes every expert."""
-    config = tiny_config("nnx", **WIDE | SPARSE | WITH_EXPERTS[family])
+    config = tiny_config("nnx", **WIDE | SPARSE | WITH_EXPERTS[case])
     model = make_model(config)
     params, rest = model.abstract
     objective, rows = make_objective(config, model), 2

@@ -15,7 +15,7 @@ from trainer.checkpoint import Leaf, names_of, open_source, write_maxtext
 from trainer.checkpoint.description import described
 from trainer.config import UserError, load, resolve
 from trainer.models.families import init_cache
-from trainer.models.gpt3 import Block
+from trainer.models.gpt3.family import Block
 from trainer.optim.qk_clip import scaled
 
 FIRST = ALL_COMBINATIONS[0]

@@ -13,9 +13,9 @@ from checkpoint_cases import FAMILIES, ROPES, config_of, hf_config, pairs
 
 from trainer.checkpoint.description import described, model_config
 from trainer.config import UserError
-from trainer.models import llama2
 from trainer.models.huggingface import Layout, halves_of_pairs, pairs_of_halves, transposed
 from trainer.models.huggingface_config import config_json, length_notes, model_keys
+from trainer.models.llama2 import family as llama2
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 CASES = [(block, rope) for block in FAMILIES for rope in ROPES]

@@ -21,8 +21,8 @@ from trainer.layers.mlp import MLP
 from trainer.layers.moe import MoE
 from trainer.layers.sown import MtpHidden
 from trainer.layers.stack import Stack
-from trainer.models import llama2
 from trainer.models.family import Family
+from trainer.models.llama2 import block as llama2
 from trainer.objectives import make_objective
 from trainer.ops.random import seed_key
 from trainer.ops.rope import Rope

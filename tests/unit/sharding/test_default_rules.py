@@ -6,7 +6,7 @@ from support import ALL_COMBINATIONS, arguments
 
 from trainer.config import load, make_rules, schema
 from trainer.config.derived import MESH_AXES, UNUSED_AXES
-from trainer.config.rules import TENSORS
+from trainer.config.tensors import TENSORS
 from trainer.training import build
 
 RULES = make_rules(schema().keys["logical_axis_rules"].default)

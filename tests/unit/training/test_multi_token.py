@@ -16,7 +16,7 @@ from trainer.checkpoint import names_of
 from trainer.config import UserError, load
 from trainer.layers.context import Context
 from trainer.layers.sown import MtpHidden, RouterCount, Total, sow
-from trainer.models import llama2
+from trainer.models.llama2 import block as llama2
 from trainer.models.mtp import run_mtp
 from trainer.models.transformer import BEFORE_HEAD, EMBEDDING, outer_dropout
 from trainer.objectives import make_objective

@@ -19,8 +19,8 @@ from trainer.layers.attention import Attention
 from trainer.layers.context import Context
 from trainer.layers.dense import Dense
 from trainer.layers.sown import MaxLogit, capture
-from trainer.models import llama2
 from trainer.models.clipped import clipped_layers
+from trainer.models.llama2 import block as llama2
 from trainer.objectives import NextToken
 from trainer.ops.attention import Mask
 from trainer.ops.max_logits import max_logits

@@ -12,7 +12,7 @@ from support import ALL_COMBINATIONS, compiled, packed_batch, tiny_config
 
 from trainer.backends import TrainTree, make_model
 from trainer.layers.sown import Activation, Maximum, SownValue, Total, check_captured, sow
-from trainer.models import llama2
+from trainer.models.llama2 import block as llama2
 from trainer.objectives import NextToken
 from trainer.state import ParamShardings
 from trainer.training.step import make_gradients

@@ -2,12 +2,12 @@
 
 from trainer.config import Config
 from trainer.layers.stack import Stack
-from trainer.models import llama2
 from trainer.models.experts import ExpertBlock, layouts, stack_of
 from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token
 from trainer.models.huggingface import EXPERT, HuggingFace
-from trainer.models.qwen3 import NORMS
+from trainer.models.llama2.block import Block as DenseBlock
+from trainer.models.qwen3.family import NORMS
 from trainer.ops.routing import Score, chosen_of_softmax, softmax_of_chosen
 
 NAME = "moe_block"
@@ -27,7 +27,12 @@ class Block(ExpertBlock):
 
 def stacks(config: Config) -> list[Stack]:
     """Returns one stack."""
-    return [stack_of(config, "layers", llama2.Block, Block, config.base_num_decoder_layers)]
+    return [stack_of(config, "layers", DenseBlock, Block, config.base_num_decoder_layers)]
+
+
+def _maxtext_refuses(config: Config) -> list[str]:
+    weights = "norm_topk_prob=False: it always weights experts by the softmax over a token's experts"
+    return [] if config.norm_topk_prob else [weights]
 
 
 _EXPERT = f"mlp.experts.{EXPERT}."
@@ -66,5 +71,5 @@ FAMILY = Family(
             only={"mlp_only_layers": [], "use_sliding_window": False},
         )
     ],
-    maxtext=MaxText(norms_heads=True),
+    maxtext=MaxText(norms_heads=True, refuses=_maxtext_refuses),
 )

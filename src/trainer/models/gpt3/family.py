@@ -15,9 +15,9 @@ from trainer.layers.attention import Attention
 from trainer.layers.mlp import MLP
 from trainer.layers.norm import LayerNorm
 from trainer.layers.stack import Stack
-from trainer.models import llama2
 from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token
+from trainer.models.llama2 import block as llama2
 from trainer.products import MakeProduct, plain
 
 KEYS = ("trainable_position_size", "fused_qkv")

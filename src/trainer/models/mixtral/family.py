@@ -2,12 +2,12 @@
 
 from trainer.config import Config
 from trainer.layers.stack import Stack
-from trainer.models import llama2
 from trainer.models.experts import ExpertBlock, layouts, stack_of
 from trainer.models.family import Family
 from trainer.models.flops import forward_flops_per_token
 from trainer.models.huggingface import EXPERT, HuggingFace
-from trainer.models.llama2 import MAXTEXT
+from trainer.models.llama2.block import Block as DenseBlock
+from trainer.models.llama2.family import MAXTEXT
 from trainer.ops.routing import Score, softmax_of_chosen
 
 NAME = "MoeBlock_0"
@@ -27,7 +27,7 @@ class Block(ExpertBlock):
 
 def stacks(config: Config) -> list[Stack]:
     """Returns one stack."""
-    return [stack_of(config, "layers", llama2.Block, Block, config.base_num_decoder_layers)]
+    return [stack_of(config, "layers", DenseBlock, Block, config.base_num_decoder_layers)]
 
 
 _EXPERT = f"block_sparse_moe.experts.{EXPERT}."

@@ -1,88 +1,21 @@
 """The DeepSeek family: multi-head latent attention, and experts of which some are shared (DeepSeek-V2,
 arXiv:2405.04434); with sigmoid scores and a bias DeepSeek-V3 (arXiv:2412.19437)."""
 
-import functools
-from collections.abc import Mapping
 from typing import Any
 
-from flax import nnx
-
 from trainer.config import Config
-from trainer.config.expert_keys import SIGMOID, scores_by_sigmoid
-from trainer.config.tiles import tiles_of
-from trainer.layers.mla import PROJECTIONS, LatentAttention
-from trainer.layers.mlp import MLP
-from trainer.layers.moe import SharedMoE
+from trainer.config.expert_keys import BIAS, SCORE, SIGMOID, scores_by_sigmoid
+from trainer.config.family import LATENT
+from trainer.layers.mla import PROJECTIONS
 from trainer.layers.stack import Stack
-from trainer.models import llama2
-from trainer.models.experts import ExpertBlock, stack_of
+from trainer.models.deepseek.block import NAME, ROUTED, SHARED, Block, DenseBlock
+from trainer.models.experts import stack_of
 from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token
 from trainer.models.huggingface import EXPERT, HuggingFace, Layout
-from trainer.ops.routing import Score, by_sigmoid, chosen_of_softmax, softmax_of_chosen, times, within_groups
-from trainer.products import MakeProduct
+from trainer.models.llama2.family import LAYOUTS as OF_LLAMA
 
-NAME, ROUTED, SHARED = "DeepSeekMoeBlock_0", "MoeBlock_0", "shared_experts"
 DENSE, SPARSE = "dense_layers", "moe_layers"
-
-
-class DenseBlock(llama2.Block):
-    """Llama's block with latent attention. Adjacent pairs of entries turn, as in the published weights."""
-
-    def make_attention(
-        self, config: Config, rngs: nnx.Rngs, make_product: MakeProduct, dtypes: Mapping[str, Any]
-    ) -> Any:
-        """See `llama2.Block.make_attention`."""
-        return LatentAttention(
-            config.base_emb_dim,
-            heads=config.base_num_query_heads,
-            q_rank=config.q_lora_rank,
-            kv_rank=config.kv_lora_rank,
-            nope_dim=config.qk_nope_head_dim,
-            rope_dim=config.qk_rope_head_dim,
-            value_dim=config.v_head_dim,
-            rope=llama2.make_rope(config)._replace(interleave=True),
-            mscale=config.mscale,
-            norm_epsilon=config.normalization_layer_epsilon,
-            op=config.attention,
-            soft_cap=config.attn_logits_soft_cap,
-            tiles=tiles_of(config),
-            dropout_rate=config.attention_dropout_rate if config.enable_dropout else 0.0,
-            make_product=make_product,
-            rngs=rngs,
-            **dtypes,
-        )
-
-
-class Block(DenseBlock, ExpertBlock):
-    """The same with experts in place of the MLP: `num_experts` routed ones, and shared ones."""
-
-    NAME = NAME
-
-    @staticmethod
-    def score(config: Config) -> Score:
-        """See `ExpertBlock.score`. All weights are multiplied by `routed_scaling_factor`."""
-        groups, kept = max(config.n_routing_groups, 1), max(config.topk_routing_group, 1)
-        score: Score = softmax_of_chosen if config.norm_topk_prob else chosen_of_softmax
-        if scores_by_sigmoid(config):
-            score = functools.partial(by_sigmoid, normalize=config.norm_topk_prob, groups=groups, kept=kept)
-        elif groups > 1:
-            score = functools.partial(within_groups, groups=groups, kept=kept)
-        return times(score, config.routed_scaling_factor)
-
-    def make_experts(self, config: Config, rngs: nnx.Rngs, make_product: MakeProduct, dtypes: Mapping[str, Any]) -> Any:
-        """See `ExpertBlock.make_experts`."""
-        routed = super().make_experts(config, rngs, make_product, dtypes)
-        shared = MLP(
-            config.base_emb_dim,
-            config.shared_experts * config.base_moe_mlp_dim,
-            config.mlp_activations,
-            dropout_rate=0.0,
-            make_product=make_product,
-            rngs=rngs,
-            **dtypes,
-        )
-        return SharedMoE(routed, shared)
 
 
 def stacks(config: Config) -> list[Stack]:
@@ -119,7 +52,7 @@ _EXPERTS = {
     **_gated(f"{NAME}/{SHARED}", "mlp.shared_experts"),
 }
 LAYOUTS = {
-    **{name: it for name, it in llama2.LAYOUTS.items() if not name.startswith("decoder/layers/")},
+    **{name: it for name, it in OF_LLAMA.items() if not name.startswith("decoder/layers/")},
     **{f"decoder/{DENSE}/{name}": it for name, it in (_ATTENTION | _gated("mlp", "mlp")).items()},
     **{f"decoder/{SPARSE}/{name}": it for name, it in (_ATTENTION | _EXPERTS).items()},
 }
@@ -178,6 +111,30 @@ _V3 = HuggingFace(
     methods=("noaux_tc", "noaux_tc"),
 )
 
+# A name by which MaxText's block routes as DeepSeek-V3 does; all of the preset's sizes are given as keys.
+_AS_V3 = {"model_name": "deepseek3-671b", "override_model_config": True}
+
+
+def _maxtext_keys(config: Config) -> dict[str, Any]:
+    names = (*LATENT, "attention_type", "mscale", "first_num_dense_layers", "shared_experts", "routed_scaling_factor")
+    keys = {name: config[name] for name in names}
+    if not scores_by_sigmoid(config):
+        return keys | {SCORE: "softmax"}
+    return keys | {name: config[name] for name in (SCORE, BIAS, "n_routing_groups", "topk_routing_group")} | _AS_V3
+
+
+def _maxtext_refuses(config: Config) -> list[str]:
+    if scores_by_sigmoid(config):
+        divides = "norm_topk_prob=False: it always divides sigmoid scores by their sum"
+        return [] if config.norm_topk_prob else [divides]
+    refused = []
+    if config.norm_topk_prob:
+        refused.append("norm_topk_prob=True: it does not read this key in this block")
+    if config.n_routing_groups > 1:
+        refused.append(f"n_routing_groups={config.n_routing_groups}: its groups are those of DeepSeek-V3")
+    return refused
+
+
 _WIDTH = ("fsdp", "expert")  # as the rule of embed
 
 FAMILY = Family(
@@ -186,5 +143,5 @@ FAMILY = Family(
     projections=PROJECTIONS,
     axes={"q_lora_up_proj": (), "q_lora": _WIDTH, "kv_lora_up_proj": (), "kv_lora": _WIDTH},
     hugging_face=(_V3, _V2),
-    maxtext=MaxText(),
+    maxtext=MaxText(more=_maxtext_keys, refuses=_maxtext_refuses),
 )

@@ -1,6 +1,5 @@
-"""The Llama family (Touvron et al. 2023, arXiv:2302.13971 and arXiv:2307.09288)."""
+"""Llama's block (Touvron et al. 2023, arXiv:2302.13971 and arXiv:2307.09288). Most other families build on it."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,10 +17,6 @@ from trainer.layers.dense import RESIDUAL
 from trainer.layers.mlp import MLP
 from trainer.layers.norm import RMSNorm
 from trainer.layers.sown import Activation, Total, sow
-from trainer.layers.stack import Stack
-from trainer.models.family import Family, MaxText
-from trainer.models.flops import forward_flops_per_token
-from trainer.models.huggingface import HuggingFace, Layout
 from trainer.ops.dropout import dropout
 from trainer.ops.rope import Rope
 from trainer.products import MakeProduct, plain
@@ -136,35 +131,3 @@ class Block(nnx.Module):
         sow(self, Total, "output_square_sum", (x * x).sum())
         sow(self, Total, "output_zeros", (real & (x_bte == 0)).sum(dtype=jnp.float32))
         sow(self, Total, "output_count", real.sum(dtype=jnp.float32) * x.shape[-1])
-
-
-# The parameters in the order of the forward pass, with Hugging Face's names.
-_LAYER = "model.layers.{}."
-LAYOUTS = {
-    "token_embedder/embedding": Layout("model.embed_tokens.weight"),
-    "decoder/layers/pre_self_attention_layer_norm/scale": Layout(_LAYER + "input_layernorm.weight"),
-    "decoder/layers/self_attention/query/kernel": Layout(_LAYER + "self_attn.q_proj.weight", inputs=1, turned=True),
-    "decoder/layers/self_attention/key/kernel": Layout(_LAYER + "self_attn.k_proj.weight", inputs=1, turned=True),
-    "decoder/layers/self_attention/value/kernel": Layout(_LAYER + "self_attn.v_proj.weight", inputs=1),
-    "decoder/layers/self_attention/out/kernel": Layout(_LAYER + "self_attn.o_proj.weight", inputs=2),
-    "decoder/layers/post_self_attention_layer_norm/scale": Layout(_LAYER + "post_attention_layernorm.weight"),
-    "decoder/layers/mlp/wi_0/kernel": Layout(_LAYER + "mlp.gate_proj.weight", inputs=1),
-    "decoder/layers/mlp/wi_1/kernel": Layout(_LAYER + "mlp.up_proj.weight", inputs=1),
-    "decoder/layers/mlp/wo/kernel": Layout(_LAYER + "mlp.down_proj.weight", inputs=1),
-    "decoder/decoder_norm/scale": Layout("model.norm.weight"),
-    "decoder/logits_dense/kernel": Layout("lm_head.weight", inputs=1),
-}
-MAXTEXT = MaxText(scaled_queries=("decoder/layers/self_attention/query/kernel",))
-
-
-def stacks(config: Config) -> list[Stack]:
-    """Returns one stack of equal blocks."""
-    return [Stack("layers", (Block,), config.base_num_decoder_layers)]
-
-
-FAMILY = Family(
-    stacks,
-    forward_flops_per_token,
-    hugging_face=[HuggingFace("llama", "LlamaForCausalLM", LAYOUTS, defaults={}, whole_heads=True)],
-    maxtext=dataclasses.replace(MAXTEXT, caps_scores=True),
-)

@@ -3,7 +3,7 @@
 from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token
 from trainer.models.huggingface import HuggingFace, Layout
-from trainer.models.llama2 import LAYOUTS, stacks
+from trainer.models.llama2.family import LAYOUTS, stacks
 
 NORMS = {
     "decoder/layers/self_attention/query_norm/scale": Layout("model.layers.{}.self_attn.q_norm.weight", turned=True),

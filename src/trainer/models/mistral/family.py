@@ -3,7 +3,7 @@
 from trainer.models.family import Family
 from trainer.models.flops import forward_flops_per_token
 from trainer.models.huggingface import HuggingFace
-from trainer.models.llama2 import LAYOUTS, MAXTEXT, stacks
+from trainer.models.llama2.family import LAYOUTS, MAXTEXT, stacks
 
 FAMILY = Family(
     stacks,

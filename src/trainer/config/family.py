@@ -1,0 +1,128 @@
+"""What the first stage, without JAX, asks about a family of models."""
+
+import importlib
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.config.errors import UserError, nearest, shortened
+
+Axes = tuple[str, ...]
+LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+# Keys of some families with experts.
+OF_SOME = (
+    *("first_num_dense_layers", "shared_experts", "routed_scaling_factor", "n_routing_groups", "topk_routing_group"),
+    *("routed_score_func", "routed_bias"),
+)
+# The keys that a family may read or not.
+OPTIONAL = ("num_experts", "norm_topk_prob", *OF_SOME, *LATENT, "fused_qkv")
+ROPE = (
+    *("rope_min_timescale", "rope_max_timescale", "rope_type", "rope_linear_scaling_factor", "rope_factor"),
+    *("original_max_position_embeddings", "rope_low_freq_factor", "rope_high_freq_factor", "beta_fast", "beta_slow"),
+    *("rope_truncate", "rope_attention_scaling", "rope_interleave"),
+)
+_MODULE = "facts"  # the name of a module that the first stage may import
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts of a family, in a module called `facts` that imports only `trainer.config`.
+
+    Attributes:
+      family: the import path `module:NAME` of the rest: a `models.family.Family`, or a class that is its only block.
+      reads: the keys of `OPTIONAL` that its blocks read. The others have no effect, or are refused.
+      ignores: other keys that its blocks do not read, under the reason: "has no rotary positions".
+      checks: its own checks, each as keys and a function that returns what is wrong with their values, or None.
+      tensors: returns the tensors that the model of a configuration has for certain, with their logical axes; {} for
+        `tensors.EVERY_MODEL` alone. The first stage checks their sizes and rules; all others are checked when the model
+        is made.
+    """
+
+    family: str
+    reads: Sequence[str] = ()
+    ignores: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    checks: Sequence[tuple[Sequence[str], Callable[[Any], str | None]]] = ()
+    tensors: Callable[[Mapping[str, Any]], Mapping[str, Axes]] = lambda config: {}
+
+    def __post_init__(self) -> None:
+        if unknown := [key for key in self.reads if key not in OPTIONAL]:
+            raise UserError(
+                f"Facts.reads: {unknown[0]} is not one of {', '.join(OPTIONAL)}{nearest(unknown[0], OPTIONAL)}"
+            )
+
+
+def families() -> Mapping[str, str]:
+    """Returns the import path of each family's facts, by decoder_block. Named by string: models are above config."""
+    return importlib.import_module("trainer.models").FAMILIES
+
+
+def imported(path: str, decoder_block: str) -> Any:
+    """Returns what an import path `module:NAME` names. Messages begin with `decoder_block`.
+
+    Raises:
+      UserError: there is no such module or name, or importing the module fails.
+    """
+    module, _, attribute = path.partition(":")
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = error.name or str(error)
+        by = "" if f"{module}.".startswith(f"{missing}.") else f", which {module} imports"
+        raise UserError(
+            f"decoder_block={decoder_block}: there is no module {missing}{by}; Python searches the current folder, "
+            "PYTHONPATH and installed packages"
+        ) from None
+    except (Exception, SystemExit) as error:  # a user's module can raise anything
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(
+            f"decoder_block={decoder_block}: importing {module} fails: {type(error).__name__}: "
+            f"{shortened(str(error))} ({at.filename}:{at.lineno})"
+        ) from error
+    if not hasattr(found, attribute):
+        public = [name for name in vars(found) if not name.startswith("_")]
+        raise UserError(f"decoder_block={decoder_block}: {module} has no {attribute}{nearest(attribute, public)}")
+    return getattr(found, attribute)
+
+
+def import_facts(decoder_block: str) -> None:
+    """Imports a family's facts, if `decoder_block` is the import path of something in a module called `facts`. Other
+    modules may import JAX, so they are imported in the second stage.
+
+    Call this only for what a person has named: it runs the module's code.
+
+    Raises:
+      UserError: the module cannot be imported, or what is named is not `Facts`.
+    """
+    module = decoder_block.partition(":")[0]
+    if module.rpartition(".")[2] == _MODULE and not isinstance(imported(decoder_block, decoder_block), Facts):
+        raise UserError(f"decoder_block={decoder_block}: this is not a trainer.config.family.Facts")
+
+
+def facts_of(config: Mapping[str, Any]) -> Facts | None:
+    """Returns the facts of the family of `config`; None if they are not known: the family is named by the import path
+    of something else, or nothing has imported its facts."""
+    block = config["decoder_block"]
+    module, _, name = families().get(block, block).partition(":")
+    if block in families():
+        importlib.import_module(module)
+    found = getattr(sys.modules.get(module), name, None)
+    return found if isinstance(found, Facts) else None
+
+
+def reads(config: Mapping[str, Any], key: str) -> bool:
+    """Returns whether the family is known to read `key`, one of `OPTIONAL`."""
+    facts = facts_of(config)
+    return facts is not None and key in facts.reads
+
+
+def lacks(config: Mapping[str, Any], key: str) -> bool:
+    """Returns whether the family is known not to read `key`, one of `OPTIONAL`."""
+    facts = facts_of(config)
+    return facts is not None and key not in facts.reads
+
+
+def readers(key: str) -> str:
+    """Returns the families of this package that read `key`, as words."""
+    return ", ".join(name for name in families() if reads({"decoder_block": name}, key))

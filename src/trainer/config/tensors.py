@@ -1,0 +1,82 @@
+"""The tensors of a model, their logical axes and lengths, as far as they are known without JAX."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.config.expert_keys import only_experts, some_experts
+from trainer.config.family import Axes, facts_of
+
+# The tensors of a model whose blocks are like Llama's. A name with a slash is the end of a parameter's canonical name;
+# the others are activations. A mesh axis may shard only one axis of a tensor.
+TENSORS: dict[str, Axes] = {
+    "token_embedder/embedding": ("vocab", "embed"),
+    "self_attention/query/kernel": ("layers", "embed", "q_heads", "kv"),
+    "self_attention/key/kernel": ("layers", "embed", "kv_heads", "kv_head_dim"),
+    "self_attention/out/kernel": ("layers", "heads", "kv", "embed"),
+    "mlp/wi_0/kernel": ("layers", "embed", "mlp"),
+    "mlp/wo/kernel": ("layers", "mlp", "embed"),
+    "pre_self_attention_layer_norm/scale": ("layers", "norm"),
+    "decoder/logits_dense/kernel": ("embed", "vocab"),
+    "activations between blocks": ("activation_batch", "activation_norm_length", "activation_embed"),
+    "inputs of attention and MLP": ("activation_batch", "activation_length", "activation_embed"),
+    "queries": ("activation_batch", "activation_q_length", "activation_heads"),
+    "keys": ("activation_batch", "activation_kv_length", "activation_kv_heads"),
+    "activations of the MLP": ("activation_batch", "activation_length", "activation_mlp"),
+    "logits": ("activation_batch", "activation_length", "activation_vocab"),
+}
+EVERY_MODEL = ("token_embedder/embedding", "decoder/logits_dense/kernel", "activations between blocks", "logits")
+_OF_MLP = ("mlp/wi_0/kernel", "mlp/wo/kernel")
+# Replaces the MLP's tensors if every layer has experts.
+_OF_EXPERTS: dict[str, Axes] = {
+    "gate/kernel": ("layers", "embed_moe", "exp"),
+    "/wi_0": ("layers", "exp", "embed_moe", "mlp"),
+    "/wo": ("layers", "exp", "mlp", "embed_moe"),
+}
+
+# The key that sets the length of a logical axis.
+DIMENSIONS = {
+    "layers": "base_num_decoder_layers",
+    "embed": "base_emb_dim",
+    "embed_moe": "base_emb_dim",
+    "q_heads": "base_num_query_heads",
+    "heads": "base_num_query_heads",
+    "kv_heads": "base_num_kv_heads",
+    "kv": "head_dim",
+    "kv_head_dim": "head_dim",
+    "mlp": "base_mlp_dim",
+    "exp": "num_experts",
+    "vocab": "vocab_size",
+    "norm": "base_emb_dim",
+    "activation_length": "max_target_length",
+    "activation_norm_length": "max_target_length",
+    "activation_q_length": "max_target_length",
+    "activation_kv_length": "max_target_length",
+    "activation_embed": "base_emb_dim",
+    "activation_heads": "base_num_query_heads",
+    "activation_kv_heads": "base_num_kv_heads",
+    "activation_mlp": "base_mlp_dim",
+    "activation_vocab": "vocab_size",
+}
+# In the projection of a module of multi-token prediction, [embed, mlp], the second axis has another length.
+PROJECTED = ("mlp", "base_emb_dim")
+
+
+def of_blocks(config: Mapping[str, Any]) -> dict[str, Axes]:
+    """`Facts.tensors` of a family whose blocks are like Llama's, with an MLP, with experts, or with one in some layers
+    and the other in the rest."""
+    if not some_experts(config):
+        return TENSORS
+    outside = {name: axes for name, axes in TENSORS.items() if name not in _OF_MLP}
+    return outside | _OF_EXPERTS if only_experts(config) else outside
+
+
+def tensors_of(config: Mapping[str, Any]) -> Mapping[str, Axes]:
+    """Returns the logical axes of tensors that the model of `config` has for certain."""
+    facts = facts_of(config)
+    return (facts and facts.tensors(config)) or {name: TENSORS[name] for name in EVERY_MODEL}
+
+
+def dimension(name: str, config: Mapping[str, Any]) -> str:
+    """Returns the key that sets the length of the logical axis `name` in the model of `config`; "" if none does."""
+    of_experts = {"mlp": "base_moe_mlp_dim", "activation_mlp": "base_moe_mlp_dim"} if only_experts(config) else {}
+    return of_experts.get(name) or DIMENSIONS.get(name, "")

@@ -1,0 +1,18 @@
+"""What the first stage asks about DeepSeek."""
+
+from trainer.config.family import LATENT, OF_SOME, Facts
+from trainer.config.keys import Config
+from trainer.config.latent_keys import TYPE, is_latent
+
+
+def _latent(config: Config) -> str | None:
+    if is_latent(config):
+        return None
+    return f"attention of this family is multi-head latent attention; give attention_type={TYPE}"
+
+
+FACTS = Facts(
+    "trainer.models.deepseek.family:FAMILY",
+    reads=("num_experts", "norm_topk_prob", *OF_SOME, *LATENT),
+    checks=((("decoder_block", "attention_type"), _latent),),
+)

@@ -1,0 +1,1 @@
+"""The GPT-3 family."""

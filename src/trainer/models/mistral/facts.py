@@ -1,0 +1,6 @@
+"""What the first stage asks about Mistral."""
+
+from trainer.config.family import Facts
+from trainer.config.tensors import of_blocks
+
+FACTS = Facts("trainer.models.mistral.family:FAMILY", tensors=of_blocks)

@@ -1,0 +1,1 @@
+"""The Mixtral family."""

@@ -1,0 +1,6 @@
+"""What the first stage asks about Mixtral."""
+
+from trainer.config.family import Facts
+from trainer.config.tensors import of_blocks
+
+FACTS = Facts("trainer.models.mixtral.family:FAMILY", reads=("num_experts",), tensors=of_blocks)

@@ -1,0 +1,6 @@
+"""What the first stage asks about Qwen3 with experts."""
+
+from trainer.config.family import Facts
+from trainer.config.tensors import of_blocks
+
+FACTS = Facts("trainer.models.qwen3_moe.family:FAMILY", reads=("num_experts", "norm_topk_prob"), tensors=of_blocks)
