@@ -38,20 +38,23 @@ def inputs(
 
 
 def value_and_grads(op: Callable[..., jax.Array], args: tuple, **how: Any) -> dict[str, np.ndarray]:
-    """Returns the op's result and the gradients of a weighted sum of it, in float32. Padding has no weight and is set
-    to 0."""
+    """Returns the op's result and the gradients of a weighted sum of it, in float32, those of `how["sinks"]` included.
+    Padding has no weight and is set to 0."""
     query, key, value, mask = args
+    sinks = how.pop("sinks", None)
     shape = (*query.shape[:3], value.shape[3])
     weight = np.random.default_rng(1).normal(size=shape) * (np.asarray(mask.query_segment) > 0)[..., None, None]
 
-    def loss(query, key, value):
-        out = op(query, key, value, mask, **how)
+    def loss(query, key, value, sinks):
+        out = op(query, key, value, mask, **how, **({} if sinks is None else {"sinks": sinks}))
         return jnp.sum(out.astype(jnp.float32) * weight), out
 
-    (_, out), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(query, key, value)
+    (_, out), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(query, key, value, sinks)
     real = np.where(weight != 0, out.astype(jnp.float32), 0)
     return {"out": real} | {
-        name: np.asarray(grad.astype(jnp.float32)) for name, grad in zip(("query", "key", "value"), grads, strict=True)
+        name: np.asarray(grad.astype(jnp.float32))
+        for name, grad in zip(("query", "key", "value", "sinks"), grads, strict=True)
+        if grad is not None
     }
 
 

@@ -34,6 +34,7 @@ class Facts:
       family: the import path `module:NAME` of the rest: a `models.family.Family`, or a class that is its only block.
       reads: the keys of `OPTIONAL` that its blocks read. The others have no effect, or are refused.
       ignores: other keys that its blocks do not read, under the reason: "has no rotary positions".
+      sinks: whether its attention has sinks (`ops.attention`), which not every kernel supports.
       checks: its own checks, each as keys and a function that returns what is wrong with their values, or None.
       tensors: returns the tensors that the model of a configuration has for certain, with their logical axes; {} for
         `tensors.EVERY_MODEL` alone. The first stage checks their sizes and rules; all others are checked when the model
@@ -43,6 +44,7 @@ class Facts:
     family: str
     reads: Sequence[str] = ()
     ignores: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    sinks: bool = False
     checks: Sequence[tuple[Sequence[str], Callable[[Any], str | None]]] = ()
     tensors: Callable[[Mapping[str, Any]], Mapping[str, Axes]] = lambda config: {}
 
@@ -121,6 +123,12 @@ def lacks(config: Mapping[str, Any], key: str) -> bool:
     """Returns whether the family is known not to read `key`, one of `OPTIONAL`."""
     facts = facts_of(config)
     return facts is not None and key not in facts.reads
+
+
+def has_sinks(config: Mapping[str, Any]) -> bool:
+    """Returns whether the family's attention is known to have sinks."""
+    facts = facts_of(config)
+    return facts is not None and facts.sinks
 
 
 def readers(key: str) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.config.family import has_sinks
 from trainer.config.keys import Config
 from trainer.config.rules import make_rules
 
@@ -19,6 +20,7 @@ class Kernel:
     dropout: bool = True
     soft_cap: bool = True
     window: bool = True
+    sinks: bool = True  # a learned logit of each head beside those of the keys
     unequal_widths: bool = True  # values with a width other than the keys', as in multi-head latent attention
     segments: bool = True  # packed rows, whose documents do not attend to each other
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
@@ -39,6 +41,7 @@ KERNELS = {
         platforms=("gpu",),
         dropout=False,
         soft_cap=False,
+        sinks=False,
         unequal_widths=False,
         dtypes=("bfloat16",),
         length_multiple=2,
@@ -91,6 +94,7 @@ def unsupported(kernel: Kernel, values: Mapping[str, Any], mesh: Mapping[str, in
         (kernel.dropout or not dropout, f"attention_dropout_rate={dropout:g}"),
         (kernel.soft_cap or not soft_cap, f"attn_logits_soft_cap={soft_cap:g}"),
         (kernel.window or not window, "attention_type=local_sliding"),
+        (kernel.sinks or not has_sinks(values), f"the sinks of decoder_block={values['decoder_block']}"),
         (kernel.unequal_widths or values["attention_type"] != "mla", "attention_type=mla"),
         (kernel.segments, "packed documents"),
         (dtype in kernel.dtypes, f"dtype={dtype} (only {' and '.join(kernel.dtypes)})"),

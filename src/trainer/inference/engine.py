@@ -21,9 +21,9 @@ from trainer.backends.base import tree_mode
 from trainer.inference.prompts import Packed, Rows
 from trainer.inference.sampling import Sampling, check_drawing, draw, sampling_key, sampling_of, wrapped
 from trainer.inference.served import Served, longest_prompt
-from trainer.inference.state import DecodeState, Prefix, Result, Texts, cache_length, inserted, released, settings
+from trainer.inference.state import DecodeState, Prefix, Result, Texts, inserted, released, settings
 from trainer.layers.cache import Cache
-from trainer.models.families import cache_axes, init_cache
+from trainer.models.families import PLACES, cache_axes, init_cache
 from trainer.sharding import Axes
 
 
@@ -36,7 +36,8 @@ class Engine:
     def __init__(self, served: Served):
         self.served, self.config = served, served.config
         abstract = jax.eval_shape(self._no_texts)
-        self._cache_length = cache_length(abstract.cache)
+        self._cache_axes = jax.tree.leaves(cache_axes(self.config), is_leaf=lambda leaf: isinstance(leaf, Axes))
+        self._cache_length = max(self.places(abstract.cache))
         replicated = jax.tree.map(lambda _: served.replicated, abstract)
         self.state_shardings = replicated._replace(cache=self._shardings_of(abstract.cache))
         self._start = jax.jit(self._no_texts, out_shardings=self.state_shardings)
@@ -125,12 +126,18 @@ class Engine:
                 raise ValueError(f"room={room}: allowed: {true_length} to {self.config.max_target_length}")
             return self._prefill(params, room, padded_tokens, true_length, keys, sampling)
         cache, before = existing_prefix.cache, existing_prefix.texts.positions[0]
-        length, needed = cache_length(cache), int(before) + true_length
+        length, needed = max(self.places(cache)), int(before) + true_length
         if length < min(needed, self._cache_length):  # a ring as long as the window has room for any text
             raise ValueError(
                 f"the cache has room for {length} tokens, {needed} are given; give room= with the first part"
             )
         return self._continue(params, cache, padded_tokens, true_length, before, keys, sampling)
+
+    def places(self, cache: Any) -> list[int]:
+        """Returns for how many positions each array of `cache` has a place; 0 for state that has none, such as a sum
+        over all positions."""
+        pairs = zip(self._cache_axes, jax.tree.leaves(cache), strict=True)
+        return [leaf.shape[names.index(PLACES)] if PLACES in names else 0 for names, leaf in pairs]
 
     def prefill_multisampling(
         self, params: Any, padded_tokens: jax.Array, true_length: int, num_samples: int, **how: Any
@@ -242,10 +249,9 @@ class Engine:
             return init_cache(self.config, rows, length)
 
     def _shardings_of(self, cache: Any) -> Any:
-        axes = jax.tree.leaves(cache_axes(self.config), is_leaf=lambda it: isinstance(it, Axes))
         leaves, structure = jax.tree.flatten(cache)
-        found = [self.served.sharding(names, leaf.shape) for names, leaf in zip(axes, leaves, strict=True)]
-        return jax.tree.unflatten(structure, found)
+        pairs = zip(self._cache_axes, leaves, strict=True)
+        return jax.tree.unflatten(structure, [self.served.sharding(names, leaf.shape) for names, leaf in pairs])
 
     def _hidden(self, params: Any, tokens: Any, positions: Any, segments: Any, cache: Cache) -> tuple[Any, Any]:
         """Hidden states [b, t, e] and the entries of the cache."""

@@ -1,6 +1,8 @@
 """A cache of prefilled prompts with which later prompts may begin."""
 
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +12,10 @@ from trainer.inference.state import Prefix
 
 
 class PrefixCache:
-    """The most recently used prefixes of prompts, within `limit` bytes per process."""
+    """The most recently used prefixes of prompts, within `limit` bytes per process. `places`: see `Engine.places`."""
 
-    def __init__(self, limit: int):
-        self._limit, self._size = limit, 0
+    def __init__(self, limit: int, places: Callable[[Any], Sequence[int]]):
+        self._limit, self._size, self._places = limit, 0, places
         self._found: OrderedDict[bytes, tuple[np.ndarray, Prefix, int]] = OrderedDict()
 
     @property
@@ -27,14 +29,14 @@ class PrefixCache:
 
         At least one token remains to run, because its hidden state gives the next token. Later entries of a cache are
         overwritten before they are attended to. In the ring of a window they have overwritten earlier entries, so a
-        prefix longer than the ring is used only if all of it is shared.
+        prefix longer than the ring is used only if all of it is shared; the same holds for state without positions.
         """
         best, shared = None, 0
         for key, (known, prefix, _) in self._found.items():
             size = min(known.size, tokens.size - 1)
             different = np.flatnonzero(known[:size] != tokens[:size])
             same = int(different[0]) if different.size else size
-            places = min(array.shape[2] for array in jax.tree.leaves(prefix.cache))
+            places = min(self._places(prefix.cache))
             if same > shared and (same == known.size or known.size <= places):
                 best, shared = key, same
         if best is None:

@@ -75,7 +75,8 @@ class Scheduler:
         self._slots: dict[int, _Request] = {}
         self._free = deque(range(engine.max_concurrent_decodes))
         self._unread: list[_Step] = []
-        self._prefixes = PrefixCache(config.prefix_caching_hbm_byte) if config.enable_prefix_caching else None
+        limit = config.prefix_caching_hbm_byte
+        self._prefixes = PrefixCache(limit, engine.places) if config.enable_prefix_caching else None
 
     @property
     def idle(self) -> bool:

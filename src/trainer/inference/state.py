@@ -58,11 +58,6 @@ class DecodeState(NamedTuple):
     texts: Texts
 
 
-def cache_length(cache: Any) -> int:
-    """Returns the number of positions in the largest cache of a layer."""
-    return max(array.shape[2] for array in jax.tree.leaves(cache))
-
-
 def settings(sampling: Sampling, count: int) -> Sampling:
     """Returns `sampling` as arrays with one entry for each of `count` texts."""
     values = zip(sampling, (jnp.float32, jnp.int32, jnp.float32), strict=True)

@@ -1,8 +1,8 @@
 """Self-attention with grouped queries, RoPE or learned positions, packed segments and a key-value cache."""
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from trainer import sharding
 from trainer.config import UserError
+from trainer.config.kernels import KERNELS as SUPPORT
 from trainer.config.tiles import AUTOMATIC, Tiles
 from trainer.layers.cache import Cache, own_mask
 from trainer.layers.context import Context
 from trainer.layers.dense import INPUT, RESIDUAL, Dense
 from trainer.layers.norm import RMSNorm
+from trainer.layers.param import param
 from trainer.layers.sown import MaxLogit, captures, sow
 from trainer.ops.attention import Dropout, Mask, dot_product_attention
 from trainer.ops.blockwise import blockwise_attention
@@ -39,6 +41,7 @@ KEY_ROWS = sharding.Axes(("activation_batch", "activation_kv_length"))
 QUERIES = sharding.Axes((*QUERY_ROWS, "activation_heads", None))
 KEYS = sharding.Axes((*KEY_ROWS, "activation_kv_heads", None))
 QKV = sharding.Axes((*QUERY_ROWS, None, "activation_heads", None))
+SINKS = sharding.Axes(("activation_heads",))
 MASK = Mask(QUERY_ROWS, KEY_ROWS, QUERY_ROWS, KEY_ROWS)  # type: ignore[arg-type]  # in the places of arrays
 
 
@@ -55,8 +58,16 @@ class Scores(NamedTuple):
     tiles: Tiles = AUTOMATIC
     dropout_rate: float = 0.0
 
-    def attend(self, queries: jax.Array, keys: jax.Array, values: jax.Array, mask: Mask, context: Context) -> jax.Array:
-        """Returns the op's result, with the checkpoint name "context"."""
+    def attend(
+        self,
+        queries: jax.Array,
+        keys: jax.Array,
+        values: jax.Array,
+        mask: Mask,
+        context: Context,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns the op's result, with the checkpoint name "context". `sinks`: see `ops.attention`."""
         drop = None
         if context.key is not None and self.dropout_rate:
             drop = Dropout(context.key, context.rows, self.dropout_rate)
@@ -66,9 +77,17 @@ class Scores(NamedTuple):
         )
         if self.op == "splash":
             attend = functools.partial(attend, tiles=self.tiles)
+        arrays: list[Any] = [queries, keys, values, mask]
+        names: list[Any] = [QUERIES, KEYS, KEYS, MASK]
+        if sinks is not None:
+            arrays, names = [*arrays, sinks], [*names, SINKS]
+
+        def run(*arrays: Any) -> jax.Array:
+            return attend(*arrays[:4], sinks=arrays[4] if len(arrays) > 4 else None)
+
         if self.op in KERNELS:
-            attend = sharding.shard_mapped(attend, (QUERIES, KEYS, KEYS, MASK), QUERIES, check=False)
-        attended = attend(queries, keys, values, mask)
+            run = sharding.shard_mapped(run, tuple(names), QUERIES, check=False)
+        attended = run(*arrays)
         # splash names it itself, with the other residuals of its backward pass
         return attended if self.op == "splash" else checkpoint_name(attended, "context")
 
@@ -101,34 +120,50 @@ class Attention(nnx.Module):
         op: str = "dot_product",
         window: int = 0,
         soft_cap: float = 0.0,
+        scale: float | None = None,
+        sinks: bool = False,
         tiles: Tiles = AUTOMATIC,
         qk_norm_epsilon: float | None = None,
         dropout_rate: float = 0.0,
         dtype: jnp.dtype,
         weight_dtype: jnp.dtype,
-        bias: bool = False,
+        bias: bool | Collection[str] = False,
         fused: bool = False,
         make_product: MakeProduct = plain,
         rngs: nnx.Rngs,
     ):
         """`rope`: None for no rotation. `op`: a name in OPS. `window`, `soft_cap`: see `ops.attention`; 0 for none.
-        `tiles`: for the op splash. `qk_norm_epsilon`: epsilon of a norm of each head's queries and keys (Henry et al.
-        2020, arXiv:2010.04245); None for no norm. `bias`: whether all projections have a bias. `fused`: whether one
-        matrix `qkv_proj` computes queries, keys and values, with equal numbers of heads."""
-        dense = functools.partial(
-            Dense, dtype=dtype, weight_dtype=weight_dtype, bias=bias, make_product=make_product, rngs=rngs
-        )
+        `scale`: the factor on the scores; None for 1 / sqrt(head_dim). `sinks`: whether each head has a learned sink
+        (`ops.attention`), initially 0. `tiles`: for the op splash. `qk_norm_epsilon`: epsilon of a norm of each head's
+        queries and keys (Henry et al. 2020, arXiv:2010.04245); None for no norm. `bias`: whether all projections have a
+        bias, or the names of those that have one. `fused`: whether one matrix `qkv_proj` computes queries, keys and
+        values, with equal numbers of heads.
+
+        Raises:
+          UserError: the op does not support sinks.
+        """
+        if sinks and not SUPPORT[op].sinks:
+            raise UserError(f"attention={op}: it does not support sinks; choose attention=blockwise")
+
+        def dense(name: str, in_shape: Sequence[int], out_shape: Sequence[int], names: Sequence[str]) -> Dense:
+            biased = bias if isinstance(bias, bool) else name in bias
+            settings: dict[str, Any] = {"dtype": dtype, "weight_dtype": weight_dtype, "make_product": make_product}
+            return Dense(in_shape, out_shape, names, bias=biased, rngs=rngs, **settings)
+
         self.heads, self.kv_heads, self.head_dim, self.dtype, self.fused = heads, kv_heads, head_dim, dtype, fused
         self.rope = rope
-        self.scores = Scores(op, window, soft_cap, tiles=tiles, dropout_rate=dropout_rate)
+        self.scores = Scores(op, window, soft_cap, scale, tiles, dropout_rate)
         if fused:
             assert heads == kv_heads, (heads, kv_heads)
-            self.qkv_proj = dense([width], [3, heads, head_dim], ("embed", "qkv", "q_heads", "kv"))
+            self.qkv_proj = dense("qkv_proj", [width], [3, heads, head_dim], ("embed", "qkv", "q_heads", "kv"))
         else:
-            self.query = dense([width], [heads, head_dim], ("embed", "q_heads", "kv"))
-            self.key = dense([width], [kv_heads, head_dim], ("embed", "kv_heads", "kv_head_dim"))
-            self.value = dense([width], [kv_heads, head_dim], ("embed", "kv_heads", "kv_head_dim"))
-        self.out = dense([heads, head_dim], [width], ("heads", "kv", "embed"))
+            self.query = dense("query", [width], [heads, head_dim], ("embed", "q_heads", "kv"))
+            self.key = dense("key", [width], [kv_heads, head_dim], ("embed", "kv_heads", "kv_head_dim"))
+            self.value = dense("value", [width], [kv_heads, head_dim], ("embed", "kv_heads", "kv_head_dim"))
+        self.out = dense("out", [heads, head_dim], [width], ("heads", "kv", "embed"))
+        self.has_sinks = sinks
+        if sinks:
+            self.sinks: nnx.Variable = param(jnp.zeros(heads, weight_dtype), ("q_heads",))
         self.norms_heads = qk_norm_epsilon is not None
         if qk_norm_epsilon is not None:
             norm = functools.partial(RMSNorm, head_dim, epsilon=qk_norm_epsilon)
@@ -208,6 +243,7 @@ class Attention(nnx.Module):
             if cache.filled:
                 scores = scores._replace(op="dot_product")  # other ops need keys and queries at the same positions
             cache, (keys, values), mask = cache.extend(KVCache(keys, values), context, scores.window)
-        attended = scores.attend(queries, keys, values, mask, context)
+        sinks = self.sinks.get_value() if self.has_sinks else None
+        attended = scores.attend(queries, keys, values, mask, context, sinks)
         out = self.out(attended, RESIDUAL)
         return checkpoint_name(out, "out_proj"), cache

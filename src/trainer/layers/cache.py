@@ -52,6 +52,15 @@ class Cache:
 
         return dataclasses.replace(self, entries=jax.tree.map(update, self.entries, entries))
 
+    def part(self, name: str) -> "Cache":
+        """Returns the view of `entries[name]`, for a layer whose entries are a dict: keys and values, and other state
+        that has no place for each position."""
+        return dataclasses.replace(self, entries=self.entries[name])
+
+    def with_part(self, name: str, part: "Cache") -> "Cache":
+        """Returns the cache with `entries[name]` replaced by those of `part`."""
+        return dataclasses.replace(self, entries={**self.entries, name: part.entries})
+
     def write(self, entries: Any, context: Context) -> "Cache":
         """Returns the cache with `entries` [b, t, ...] written to the places of the tokens of `context`.
 

@@ -88,18 +88,21 @@ class Embed(nnx.Module):
         *,
         dtype: jnp.dtype,
         weight_dtype: jnp.dtype,
+        scale: float = 1.0,
         make_product: MakeProduct = plain,
         rngs: nnx.Rngs,
     ):
-        """`make_product` makes the product of the head, if the table is also the head (`attend`)."""
-        self.dtype = dtype
+        """`scale`: the factor on the rows that are looked up. `make_product` makes the product of the head, if the
+        table is also the head (`attend`)."""
+        self.dtype, self.scale = dtype, scale
         table = jax.random.normal(rngs.params(), (vocab, width), weight_dtype)
         self.embedding = param(table, TABLE)
         self.product = make_product([width], [vocab], TABLE[::-1], rngs=rngs)
 
     def __call__(self, id_bt: jax.Array) -> jax.Array:
-        """Returns the rows of the table for `id_bt`: [b, t, e]."""
-        return sharding.take(self._table(), id_bt, RESIDUAL, self.dtype, TABLE)
+        """Returns the rows of the table for `id_bt`, times `scale` in their dtype: [b, t, e]."""
+        rows = sharding.take(self._table(), id_bt, RESIDUAL, self.dtype, TABLE)
+        return rows if self.scale == 1 else rows * jnp.asarray(self.scale, self.dtype)
 
     def attend(self, x_bte: jax.Array) -> jax.Array:
         """Returns logits [b, t, v]: products of `x_bte` with every row of the table."""

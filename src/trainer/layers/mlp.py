@@ -2,7 +2,8 @@
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,18 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "sigmoid": jax.nn.sigmoid,
     "linear": lambda x: x,
 }
+
+# Computes the hidden units from the results of the input projections, one argument each.
+Combine = Callable[..., jax.Array]
+
+
+def hidden_units(projected: Sequence[jax.Array], activations: Sequence[str], combine: Combine | None) -> jax.Array:
+    """Returns `combine(*projected)`; without `combine`, the product of each projection's activation."""
+    if combine is not None:
+        return combine(*projected)
+    factors = [ACTIVATIONS[name](x) for name, x in zip(activations, projected, strict=True)]
+    return functools.reduce(operator.mul, factors)
+
 
 HIDDEN = sharding.Axes((*ROWS, "activation_mlp"))
 
@@ -45,21 +58,27 @@ class MLP(nnx.Module):
         dropout_rate: float,
         dtype: jnp.dtype,
         weight_dtype: jnp.dtype,
-        bias: bool = False,
+        bias: bool | Collection[str] = False,
         norm: nnx.Module | None = None,
+        combine: Combine | None = None,
         make_product: MakeProduct = plain,
         rngs: nnx.Rngs,
     ):
-        """`bias`: whether projections have a bias. `norm`: makes the norm of the input."""
-        dense = functools.partial(
-            Dense, dtype=dtype, weight_dtype=weight_dtype, bias=bias, make_product=make_product, rngs=rngs
-        )
+        """`bias`: whether all projections have a bias, or the names of those that have one. `norm`: the norm of the
+        input. `combine`: computes the hidden units in place of `activations`, which then only count the projections."""
+
+        def dense(name: str, in_shape: Sequence[int], out_shape: Sequence[int], names: Sequence[str]) -> Dense:
+            biased = bias if isinstance(bias, bool) else name in bias
+            settings: dict[str, Any] = {"dtype": dtype, "weight_dtype": weight_dtype, "make_product": make_product}
+            return Dense(in_shape, out_shape, names, bias=biased, rngs=rngs, **settings)
+
+        self.combine = combine
         self.mlp_layer_norm = norm
         self.activations = tuple(activations)
         self.dropout_rate = dropout_rate
         for name in self._projections():
-            setattr(self, name, dense([width], [hidden], ("embed", "mlp")))
-        self.wo = dense([hidden], [width], ("mlp", "embed"))
+            setattr(self, name, dense(name, [width], [hidden], ("embed", "mlp")))
+        self.wo = dense("wo", [hidden], [width], ("mlp", "embed"))
 
     def _projections(self) -> list[str]:
         return ["wi"] if len(self.activations) == 1 else [f"wi_{i}" for i in range(len(self.activations))]
@@ -68,9 +87,8 @@ class MLP(nnx.Module):
         if self.mlp_layer_norm is not None:
             x_bte = self.mlp_layer_norm(x_bte)
         x_bte = sharding.constrain(x_bte, INPUT)
-        factors = []
-        for name, activation in zip(self._projections(), self.activations, strict=True):
-            projected = checkpoint_name(getattr(self, name)(x_bte, HIDDEN), f"mlp{name}")
-            factors.append(ACTIVATIONS[activation](projected))
-        hidden = dropout(functools.reduce(operator.mul, factors), key, row_b, self.dropout_rate)
+        names = self._projections()
+        projected = [checkpoint_name(getattr(self, name)(x_bte, HIDDEN), f"mlp{name}") for name in names]
+        hidden = hidden_units(projected, self.activations, self.combine)
+        hidden = dropout(hidden, key, row_b, self.dropout_rate)
         return checkpoint_name(self.wo(hidden, RESIDUAL), "mlpwo")

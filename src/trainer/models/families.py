@@ -30,6 +30,7 @@ _ARGUMENTS = ("x", "cache", "context")
 # The attributes of a decoder other than its stacks. No stack may have one of these names or of its methods' names.
 NOT_STACKS = ("config", "position_embedder", "decoder_norm", "logits_dense")
 _METHODS = ("head", "make_layers", "run_layers", "make_block", "run_block")
+PLACES = "activation_kv_length"  # the axis of a cache with a place for each position
 RESERVED = frozenset({*dir(nnx.Module), *NOT_STACKS, *_METHODS})
 
 
@@ -197,18 +198,28 @@ def init_cache(config: Config, rows: int, length: int) -> Cache:
 
 
 def cache_axes(config: Config) -> Any:
-    """The logical axes of the arrays of `init_cache`: an `Axes` at each leaf of its entries. A block names those of its
-    own with `cache_axes()`; without it, only the rows have a name."""
+    """Returns the logical axes of the arrays of `init_cache`: an `Axes` at each leaf of its entries.
+
+    A block names those of its own with `cache_axes()`. Without it, only the rows have a name, and the positions: the
+    second axis is `PLACES` if its size depends on the length.
+    """
 
     def named(block: Any, count: int) -> Any:
         if hasattr(block, "cache_axes"):
             axes = block.cache_axes()
         else:
-            made = jax.eval_shape(lambda: block.init_cache(1, 1))
-            axes = jax.tree.map(lambda array: Axes(("activation_batch", *[None] * (array.ndim - 1))), made)
+            made, longer = (jax.eval_shape(functools.partial(block.init_cache, 1, length)) for length in (1, 2))
+            axes = jax.tree.map(_cache_names, made, longer)
         return jax.tree.map(lambda names: Axes((None, *names)), axes, is_leaf=lambda it: isinstance(it, Axes))
 
     return _of_blocks(config, named)
+
+
+def _cache_names(array: jax.ShapeDtypeStruct, longer: jax.ShapeDtypeStruct) -> Axes:
+    after_rows: list[str | None] = [None] * (array.ndim - 1)
+    if array.shape[1:2] != longer.shape[1:2]:
+        after_rows[0] = PLACES
+    return Axes(("activation_batch", *after_rows))
 
 
 def _of_blocks(config: Config, value: Callable[[Any, int], Any]) -> dict[str, list[Any]]:

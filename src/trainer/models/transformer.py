@@ -40,11 +40,13 @@ def make_logits_dense(config: Config, rngs: nnx.Rngs) -> Dense:
 
 def make_embedder(config: Config, rngs: nnx.Rngs) -> Embed:
     """Makes the embedding table."""
+    scale = family(config.decoder_block).embedding_scale
     return Embed(
         config.vocab_size,
         config.base_emb_dim,
         dtype=jnp.dtype(config.dtype),
         weight_dtype=jnp.dtype(config.weight_dtype),
+        scale=scale(config) if scale else 1.0,
         make_product=family(config.decoder_block).make_product,
         rngs=rngs,
     )

@@ -7,6 +7,9 @@ result has the queries' dtype. An op raises ValueError for anything it does not 
 
 `scale`: the factor on the products of queries and keys; None: 1 / sqrt(d).
 
+`sinks`: float32 [h], the logit of one more key of each head, which every query attends to and whose value is zero
+(gpt-oss, arXiv:2508.10925); None for none.
+
 `window` > 0: a query sees its own position and the window - 1 positions before it. `soft_cap` > 0: before the mask,
 scores are bounded by soft_cap * tanh(scores / soft_cap) (Gemma 2, arXiv:2408.00118).
 """
@@ -46,6 +49,7 @@ def dot_product_attention(
     window: int = 0,
     soft_cap: float = 0.0,
     scale: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Computes attention: [b, t, h, d]. The reference op, which materializes all scores [b, h, t, s]."""
     keep, rate = None, 0.0
@@ -53,7 +57,7 @@ def dot_product_attention(
         rate = dropout.rate
         index = jnp.arange(query.shape[1])
         keep = attention_keep(dropout.key, dropout.row, index, query.shape[2], key.shape[1], rate)
-    return attend(query, key, value, mask, keep, rate, window, soft_cap, scale)
+    return attend(query, key, value, mask, keep, rate, window, soft_cap, scale, sinks)
 
 
 def attend(
@@ -66,6 +70,7 @@ def attend(
     window: int,
     soft_cap: float,
     scale: float | None,
+    sinks: jax.Array | None,
 ) -> jax.Array:
     """Computes attention: [b, t, h, d]. Keeps the weights in `keep_bhts` (None: all) and scales them by 1 / (1 -
     rate)."""
@@ -78,7 +83,12 @@ def attend(
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     # A finite number, so that a fully masked query (padding of a block) gives no NaN.
     scores = jnp.where(visible(mask, window)[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(kv_heads, -1, 1, 1)
+        scores = jnp.concatenate([scores, jnp.broadcast_to(sink, (*scores.shape[:-1], 1))], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)
+    if sinks is not None:
+        weights = weights[..., :-1]
     if keep_bhts is not None:
         weights = jnp.where(keep_bhts.reshape(weights.shape), weights / (1 - rate), 0.0)
     out = jnp.einsum("bkgts,bskd->btkgd", weights.astype(value.dtype), value)

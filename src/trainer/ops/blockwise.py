@@ -5,7 +5,7 @@ to the slice of keys that the block read. Autodiff of a loop over slices would a
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,7 @@ def blockwise_attention(
     window: int = 0,
     soft_cap: float = 0.0,
     scale: float | None = None,
+    sinks: jax.Array | None = None,
     block: int = 256,
 ) -> jax.Array:
     """Computes `dot_product_attention`, one block of queries at a time. Scores take [b, h, block, s].
@@ -86,7 +87,7 @@ def blockwise_attention(
         dropout.key if dropout else None,
         dropout.row if dropout else None,
     )
-    out = _all_blocks(static, blocks(query), key, value, context)
+    out = _all_blocks(static, blocks(query), key, value, sinks, context)
     return out.swapaxes(0, 1).reshape(rows, count * block, *out.shape[3:])[:, :length]
 
 
@@ -95,7 +96,15 @@ def _part(static: _Static, x: jax.Array, i: jax.Array, axis: int = 1) -> jax.Arr
     return jax.lax.dynamic_slice_in_dim(x, i * static.stride, static.reach, axis) if static.stride else x
 
 
-def _one_block(static: _Static, context: _Context, i: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array):
+def _one_block(
+    static: _Static,
+    context: _Context,
+    i: jax.Array,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    sinks: jax.Array | None,
+) -> jax.Array:
     """Returns block i of the output, [b, t, h, d], from its queries and the keys and values that it reads."""
     mask = Mask(
         context.query_position[i],
@@ -112,26 +121,28 @@ def _one_block(static: _Static, context: _Context, i: jax.Array, query: jax.Arra
         if static.stride:
             after = context.key_position.shape[1] - static.length - (static.window - 1)
             keep = _part(static, jnp.pad(keep, ((0, 0), (0, 0), (0, 0), (static.window - 1, after))), i, axis=3)
-    return attend(query, key, value, mask, keep, static.rate, static.window, static.soft_cap, static.scale)
+    return attend(query, key, value, mask, keep, static.rate, static.window, static.soft_cap, static.scale, sinks)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _all_blocks(static: _Static, query: jax.Array, key: jax.Array, value: jax.Array, context: _Context) -> jax.Array:
+def _all_blocks(
+    static: _Static, query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array | None, context: _Context
+) -> jax.Array:
     """Maps queries [n, b, t, h, d], keys and values [b, s, k, d] to [n, b, t, h, d], with the width of the values."""
 
     def step(_, xs):
         i, query = xs
-        return None, _one_block(static, context, i, query, _part(static, key, i), _part(static, value, i))
+        return None, _one_block(static, context, i, query, _part(static, key, i), _part(static, value, i), sinks)
 
     return jax.lax.scan(step, None, (jnp.arange(len(query)), query))[1]
 
 
-def _forward(static: _Static, query: jax.Array, key: jax.Array, value: jax.Array, context: _Context):
-    return _all_blocks(static, query, key, value, context), (query, key, value, context)
+def _forward(static: _Static, *inputs: Any) -> tuple[jax.Array, Any]:
+    return _all_blocks(static, *inputs), inputs
 
 
-def _backward(static: _Static, inputs: tuple[jax.Array, jax.Array, jax.Array, _Context], out_grad: jax.Array):
-    query, key, value, context = inputs
+def _backward(static: _Static, inputs: Any, out_grad: jax.Array) -> Any:
+    query, key, value, sinks, context = inputs
 
     def add(total: jax.Array, part: jax.Array, i: jax.Array) -> jax.Array:
         if not static.stride:
@@ -141,13 +152,16 @@ def _backward(static: _Static, inputs: tuple[jax.Array, jax.Array, jax.Array, _C
     def step(totals, xs):
         i, query, out_grad = xs
         block = functools.partial(_one_block, static, context, i)
-        query_grad, *grads = jax.vjp(block, query, _part(static, key, i), _part(static, value, i))[1](out_grad)
-        return tuple(add(total, grad, i) for total, grad in zip(totals, grads, strict=True)), query_grad
+        arrays = query, _part(static, key, i), _part(static, value, i), sinks
+        query_grad, key_grad, value_grad, sink_grad = jax.vjp(block, *arrays)[1](out_grad)
+        keys, values, of_sinks = totals
+        of_sinks = jax.tree.map(jnp.add, of_sinks, sink_grad)
+        return (add(keys, key_grad, i), add(values, value_grad, i), of_sinks), query_grad
 
     # float32, because a key's gradient is a sum over many blocks.
-    totals = jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32)
-    (key_grad, value_grad), query_grad = jax.lax.scan(step, totals, (jnp.arange(len(query)), query, out_grad))
-    return query_grad, key_grad.astype(key.dtype), value_grad.astype(value.dtype), None
+    totals = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (key, value, sinks))
+    totals, query_grad = jax.lax.scan(step, totals, (jnp.arange(len(query)), query, out_grad))
+    return query_grad, *jax.tree.map(lambda total, x: total.astype(x.dtype), totals, (key, value, sinks)), None
 
 
 _all_blocks.defvjp(_forward, _backward)

@@ -17,9 +17,10 @@ def cudnn_attention(
     window: int = 0,
     soft_cap: float = 0.0,
     scale: float | None = None,
+    sinks: jax.Array | None = None,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> jax.Array:
-    """Computes `dot_product_attention` without dropout or soft cap, in bfloat16: [b, t, h, d].
+    """Computes `dot_product_attention` without dropout, soft cap or sinks, in bfloat16: [b, t, h, d].
 
     The kernel applies the causal mask and the window by index in the row, not by the positions of `mask`: key i must
     belong to query i, and positions must grow by one along a segment. JAX can pass segments to cuDNN only as a bias on
@@ -30,10 +31,10 @@ def cudnn_attention(
     same call on any platform.
 
     Raises:
-      ValueError: dropout, a soft cap, values with a width other than the keys', or another dtype.
+      ValueError: dropout, a soft cap, sinks, values with a width other than the keys', or another dtype.
     """
-    if dropout is not None or soft_cap:
-        raise ValueError("cudnn_attention supports neither dropout of attention weights nor a soft cap")
+    if dropout is not None or soft_cap or sinks is not None:
+        raise ValueError("cudnn_attention supports neither dropout of attention weights nor a soft cap nor sinks")
     if value.shape[-1] != key.shape[-1]:
         raise ValueError(
             f"cudnn_attention takes values of the keys' width, not {value.shape[-1]} with keys of {key.shape[-1]}"

@@ -17,6 +17,7 @@ def splash_attention(
     window: int = 0,
     soft_cap: float = 0.0,
     scale: float | None = None,
+    sinks: jax.Array | None = None,
     tiles: Tiles = AUTOMATIC,
     interpret: bool = False,
 ) -> jax.Array:
@@ -41,7 +42,8 @@ def splash_attention(
     # The kernel itself does not scale the scores.
     query = (query.astype(jnp.float32) * scale_of(scale, query.shape[-1])).astype(query.dtype)
     heads_first = (x.swapaxes(1, 2) for x in (query, key, value))
-    out = jax.vmap(kernel)(*heads_first, SegmentIds(mask.query_segment, mask.key_segment))
+    segments = SegmentIds(mask.query_segment, mask.key_segment)
+    out = jax.vmap(kernel, in_axes=(0, 0, 0, 0, None))(*heads_first, segments, sinks)
     return out.swapaxes(1, 2)
 
 

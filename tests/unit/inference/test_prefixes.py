@@ -18,13 +18,17 @@ def prefix(*places, mark=0.0):
     return Prefix([jnp.full((1, 1, count, 2), mark) for count in places], texts)
 
 
+def places_of(cache):
+    return [array.shape[2] for array in cache]
+
+
 def row(*tokens):
     return np.array(tokens, np.int32)
 
 
 def test_a_prefix_is_used_in_part_only_if_its_smallest_ring_holds_all_of_it():
     for places in ((PLACES,), (9, PLACES), (PLACES, 9)):
-        fits, longer = PrefixCache(10**6), PrefixCache(10**6)
+        fits, longer = (PrefixCache(10**6, places_of) for _ in range(2))
         fits.put(row(*range(PLACES)), prefix(*places))
         longer.put(row(*range(PLACES + 1)), prefix(*places))
         assert fits.get(row(0, 1, 2, 9, 9))[1] == 3
@@ -36,7 +40,7 @@ def test_a_prefix_is_used_in_part_only_if_its_smallest_ring_holds_all_of_it():
 
 def test_a_prefix_that_was_used_is_dropped_last():
     size = sum(array.nbytes for array in jax.tree.leaves(prefix(PLACES)))
-    cache = PrefixCache(3 * size)
+    cache = PrefixCache(3 * size, places_of)
     for first in (10, 20, 30):
         cache.put(row(first, 1), prefix(PLACES, mark=first))
     cache.get(row(10, 1, 2))

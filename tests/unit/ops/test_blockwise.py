@@ -39,6 +39,15 @@ def test_values_may_be_narrower_and_scores_scaled_otherwise(window):
     assert_close(value_and_grads(blockwise_attention, args, window=window, scale=0.5, block=7), expected, 2e-6)
 
 
+@pytest.mark.parametrize(("window", "block"), [(0, 7), (5, 7), (0, 64)])
+def test_heads_may_have_sinks(window, block):
+    args, sinks = inputs(2, 24, 4, 2, 8), jnp.array([-1.0, 0.0, 0.5, 2.0])
+    expected = value_and_grads(dot_product_attention, args, window=window, sinks=sinks)
+    assert_close(value_and_grads(blockwise_attention, args, window=window, sinks=sinks, block=block), expected, 2e-6)
+    without = value_and_grads(dot_product_attention, args, window=window)
+    assert np.abs(expected["out"] - without["out"]).max() > 0.1
+
+
 def test_gradients_of_keys_are_summed_in_float32():
     """A key's gradient is a sum over blocks. A bfloat16 sum would lose precision with each block."""
     exact = value_and_grads(dot_product_attention, inputs(1, 256, 1, 1, 8))["value"]

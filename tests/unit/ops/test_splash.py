@@ -54,6 +54,12 @@ def test_values_may_be_narrower_and_scores_scaled_otherwise(tiles):
     assert kernels(splash_attention, args, scale=0.2, tiles=tiles) == (2 if tiles.use_fused_bwd_kernel else 3)
 
 
+def test_heads_may_have_sinks():
+    args, sinks = inputs(2, 256, 4, 2, 64), jnp.array([-1.0, 0.0, 0.5, 2.0])
+    expected = value_and_grads(dot_product_attention, args, window=100, sinks=sinks)
+    assert_close(value_and_grads(interpreted, args, window=100, sinks=sinks), expected, 1e-5)
+
+
 def test_the_blocks_that_the_kernel_visits_grow_with_the_window_and_not_with_the_length():
     def visits(length, window):
         """Returns visits per block of queries, in the forward pass and in both kernels of the backward pass."""

@@ -4,6 +4,7 @@ Attention is dense in every layer. The stored scale of a norm is added to 1, as 
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ class Block(llama2.Block):
     """
 
     def __init__(self, config: Config, rngs: nnx.Rngs, make_product: MakeProduct = plain):
-        dtypes = {"dtype": jnp.dtype(config.dtype), "weight_dtype": jnp.dtype(config.weight_dtype)}
+        dtypes: dict[str, Any] = {"dtype": jnp.dtype(config.dtype), "weight_dtype": jnp.dtype(config.weight_dtype)}
         width, epsilon = config.base_emb_dim, config.normalization_layer_epsilon
         norm = functools.partial(LayerNorm, width, epsilon=epsilon, **dtypes)
         on = config.enable_dropout

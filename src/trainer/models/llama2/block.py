@@ -48,7 +48,7 @@ class Block(nnx.Module):
     """Computes x + attention(norm(x)), then x + mlp(norm(x)), then dropout."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs, make_product: MakeProduct = plain):
-        dtypes = {"dtype": jnp.dtype(config.dtype), "weight_dtype": jnp.dtype(config.weight_dtype)}
+        dtypes: dict[str, Any] = {"dtype": jnp.dtype(config.dtype), "weight_dtype": jnp.dtype(config.weight_dtype)}
         width, epsilon = config.base_emb_dim, config.normalization_layer_epsilon
         self.dropout_rate = config.dropout_rate if config.enable_dropout else 0.0
 

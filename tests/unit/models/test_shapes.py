@@ -1,0 +1,136 @@
+"""Blocks of other shapes than Llama's (tests/other_shapes.py), which the layers and both stacks carry."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from other_shapes import EMBEDDING_SCALE, LIMIT, SCALE
+from support import ALL_COMBINATIONS, arguments, tiny_config
+
+from trainer.checkpoint import names_of
+from trainer.compare import measure
+from trainer.config import UserError, load, resolve
+from trainer.inference import MaxEngine, Scheduler
+from trainer.layers.attention import Attention
+from trainer.models.llama2 import facts
+from trainer.models.llama2.block import make_rope
+from trainer.models.names import names_of_blocks
+from trainer.ops.rope import rope
+from trainer.training import build
+
+OWN = {"decoder_block": "other_shapes:FAMILY", "rope_interleave": False}
+LENGTH, VOCABULARY = 24, 64
+
+
+@functools.cache
+def program(combination):
+    run = build(load(arguments(combination, **OWN, opt_type="sgd")).config, jax.devices()[:1])
+    return measure.Program("", run, names_of_blocks(run.config))
+
+
+def test_it_trains_by_the_same_program_in_every_combination():
+    assert len({measure._text(program(name)) for name in ALL_COMBINATIONS}) == 1
+
+
+def test_single_projections_have_a_bias_and_heads_have_sinks():
+    run = program("nnx").run
+    tree = run.codec.unpack(run.abstract_state).params
+    names = {name.removeprefix("decoder/layers/") for name in names_of(tree) if "bias" in name or "sinks" in name}
+    assert names == {*(f"self_attention/{it}/bias" for it in ("query", "key", "value")), "mlp/wo/bias"} | {
+        "self_attention/sinks"
+    }
+    assert run.model.param_axes["decoder"]["layers"]["self_attention"]["sinks"] == ("layers", "q_heads")
+
+
+def test_the_forward_pass_is_that_of_its_formulas():
+    """In NumPy, for one row of one segment and one layer, with every parameter drawn at random."""
+    keys = {"attention": "blockwise", "base_num_decoder_layers": 1, "max_target_length": LENGTH}
+    config = tiny_config("nnx", **OWN | keys)
+    engine = MaxEngine(config, jax.devices()[:1])
+    model, rng = engine.served.model, np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(np.float32), model.abstract[0])
+    tokens = rng.integers(0, config.vocab_size, (1, LENGTH))
+    positions = np.arange(LENGTH)[None]
+    hidden = model.apply(params, {}, tokens, positions, np.ones_like(positions), np.zeros(1, int))[0]
+    np.testing.assert_allclose(hidden[0], by_hand(config, params, tokens[0]), atol=2e-5)
+
+
+def by_hand(config, params, tokens):
+    layer = jax.tree.map(lambda leaf: leaf[0], params["decoder"]["layers"])
+    attention, mlp = layer["self_attention"], layer["mlp"]
+    x = params["token_embedder"]["embedding"][tokens] * EMBEDDING_SCALE
+    h = normed(config, x, layer["norm"]["scale"])
+
+    def projected(name):
+        return np.einsum("te,ehd->thd", h, attention[name]["kernel"]) + attention[name]["bias"]
+
+    positions = np.arange(len(tokens))[None]
+    query, key = (np.asarray(rope(projected(it)[None], positions, make_rope(config))[0]) for it in ("query", "key"))
+    repeat = config.base_num_query_heads // config.base_num_kv_heads
+    key, value = (np.repeat(array, repeat, axis=1) for array in (key, projected("value")))
+    scores = np.einsum("thd,shd->hts", query, key) * SCALE
+    weights = np.where(np.tri(len(tokens), dtype=bool), np.exp(scores), 0)
+    weights = weights / (weights.sum(-1, keepdims=True) + np.exp(attention["sinks"])[:, None, None])
+    x = x + np.einsum("hts,shd,hde->te", weights, value, attention["out"]["kernel"])
+    x = x + (np.cumsum(h, axis=0) / np.arange(1, len(tokens) + 1)[:, None]) @ layer["mix"]["kernel"]
+    gate, up = np.minimum(x @ mlp["wi_0"]["kernel"], LIMIT), np.clip(x @ mlp["wi_1"]["kernel"], -LIMIT, LIMIT)
+    hidden = gate / (1 + np.exp(-1.7 * gate)) * (up + 1)
+    x = x + hidden @ mlp["wo"]["kernel"] + mlp["wo"]["bias"]
+    return normed(config, x, params["decoder"]["decoder_norm"]["scale"])
+
+
+def normed(config, x, scale):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + config.normalization_layer_epsilon) * scale
+
+
+def test_generation_carries_state_that_has_no_place_for_each_position():
+    """A prompt that begins like an earlier one, but goes on otherwise, must not begin with that one's sum."""
+    keys = {"max_target_length": LENGTH, "vocab_size": VOCABULARY, "logits_via_embedding": False}
+    keys |= {"per_device_batch_size": 2, "enable_prefix_caching": True, "prefix_caching_hbm_byte": 10**8}
+    keys |= {"use_chunked_prefill": True, "prefill_chunk_size": 4, "decode_sampling_strategy": "greedy"}
+    engine = MaxEngine(tiny_config("nnx", **OWN | keys), jax.devices()[:1])
+    params, rest = engine.load_params(say=lambda line: None)
+    params["decoder"]["layers"]["mix"]["kernel"] *= 20  # so that the mean decides
+    assert sorted(set(engine.places(engine.init_decode_state().cache))) == [0, LENGTH]
+
+    @jax.jit
+    def next_tokens(tokens):
+        positions = jnp.arange(LENGTH)[None]
+        hidden = engine.served.model.apply(params, rest, tokens, positions, jnp.ones_like(positions), jnp.zeros(1, int))
+        return engine.served.model.apply(params, rest, hidden[0], method="head")[0][0].argmax(-1)
+
+    scheduler = Scheduler(engine, (params, rest))
+    prompts = [[5, 0, 17, 3, 9, 1], [5, 0, 17, 44], [5, 0, 17, 3, 9, 1, 30], [5, 0, 17, 3, 9, 1]]
+    for prompt in prompts:  # one after the other, so that each may begin with an earlier one
+        number = scheduler.submit(prompt, limit=6)
+        drawn = [event.token for event in scheduler.run() if event.request == number and event.token is not None]
+        row = list(prompt)
+        for _ in range(6):
+            padded = np.zeros((1, LENGTH), np.int32)
+            padded[0, : len(row)] = row
+            row.append(int(next_tokens(padded)[len(row) - 1]))
+        assert drawn == row[len(prompt) :], prompt
+
+
+@pytest.mark.parametrize("attention", ["dot_product", "blockwise"])
+def test_every_op_of_this_platform_runs_it(attention):
+    config = load(arguments("nnx", **OWN, attention=attention)).config
+    assert build(config, jax.devices()[:1]).config.attention == attention
+
+
+def test_a_kernel_without_sinks_is_not_chosen_and_not_run(monkeypatch):
+    words = ["base.yml", "dataset_type=synthetic", "attention=autoselected", "max_target_length=1024", "head_dim=64"]
+    chosen = {"device_count": 1, "platform": "gpu"}
+    assert resolve(load(words).config, **chosen).attention == "cudnn_flash_jax"
+    monkeypatch.setattr(facts, "FACTS", dataclasses.replace(facts.FACTS, sinks=True))
+    assert resolve(load(words).config, **chosen).attention == "blockwise"
+    with pytest.raises(UserError, match="does not support the sinks of decoder_block=llama2"):
+        resolve(load([*words, "attention=flash"]).config, **chosen)
+    keys = {"heads": 2, "kv_heads": 1, "head_dim": 8, "rope": None, "rngs": nnx.Rngs(0)}
+    dtypes = dict.fromkeys(("dtype", "weight_dtype"), jnp.dtype("bfloat16"))
+    with pytest.raises(UserError, match="cudnn_flash_jax: it does not support sinks; choose attention=blockwise"):
+        Attention(16, op="cudnn_flash_jax", sinks=True, **keys, **dtypes)
