@@ -181,7 +181,9 @@ READ_BESIDES = {
     "eval_interval",
     "eval_per_device_batch_size",
     "hardware",
+    "model_name",  # MaxText's key of this name, in what a family says about MaxText
     "mtp_eval_target_module",
+    "override_model_config",  # as model_name
     "sharding_tolerance",
     "steps",
 }
