@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from trainer import sharding
 from trainer.config import UserError
-from trainer.config.kernels import KERNELS as SUPPORT
+from trainer.config.kernels import KERNELS
 from trainer.config.tiles import AUTOMATIC, Tiles
 from trainer.layers.cache import Cache, own_mask
 from trainer.layers.context import Context
@@ -33,8 +33,6 @@ OPS = {
     "splash": splash_attention,
     "cudnn_flash_jax": cudnn_attention,
 }
-# Kernels that the compiler cannot shard: each device runs them on its own rows and heads.
-KERNELS = ("splash", "cudnn_flash_jax")
 
 QUERY_ROWS = sharding.Axes(("activation_batch", "activation_q_length"))
 KEY_ROWS = sharding.Axes(("activation_batch", "activation_kv_length"))
@@ -85,7 +83,7 @@ class Scores(NamedTuple):
         def run(*arrays: Any) -> jax.Array:
             return attend(*arrays[:4], sinks=arrays[4] if len(arrays) > 4 else None)
 
-        if self.op in KERNELS:
+        if KERNELS[self.op].per_device:  # the compiler cannot shard it
             run = sharding.shard_mapped(run, tuple(names), QUERIES, check=False)
         attended = run(*arrays)
         # splash names it itself, with the other residuals of its backward pass
@@ -142,7 +140,7 @@ class Attention(nnx.Module):
         Raises:
           UserError: the op does not support sinks.
         """
-        if sinks and not SUPPORT[op].sinks:
+        if sinks and not KERNELS[op].sinks:
             raise UserError(f"attention={op}: it does not support sinks; choose attention=blockwise")
 
         def dense(name: str, in_shape: Sequence[int], out_shape: Sequence[int], names: Sequence[str]) -> Dense:

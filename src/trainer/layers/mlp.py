@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -11,24 +11,20 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from trainer import sharding
+from trainer.config.check import ACTIVATIONS as NAMES
 from trainer.layers.dense import INPUT, RESIDUAL, ROWS, Dense
 from trainer.ops.dropout import dropout
 from trainer.products import MakeProduct, plain
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=True),
-    "relu": jax.nn.relu,
-    "tanh": jnp.tanh,
-    "sigmoid": jax.nn.sigmoid,
-    "linear": lambda x: x,
+    name: (lambda x: x) if name == "linear" else getattr(jax.nn, name) for name in NAMES
 }
 
 # Computes the hidden units from the results of the input projections, one argument each.
 Combine = Callable[..., jax.Array]
 
 
-def hidden_units(projected: Sequence[jax.Array], activations: Sequence[str], combine: Combine | None) -> jax.Array:
+def hidden_units(projected: Iterable[jax.Array], activations: Sequence[str], combine: Combine | None) -> jax.Array:
     """Returns `combine(*projected)`; without `combine`, the product of each projection's activation."""
     if combine is not None:
         return combine(*projected)
@@ -88,7 +84,7 @@ class MLP(nnx.Module):
             x_bte = self.mlp_layer_norm(x_bte)
         x_bte = sharding.constrain(x_bte, INPUT)
         names = self._projections()
-        projected = [checkpoint_name(getattr(self, name)(x_bte, HIDDEN), f"mlp{name}") for name in names]
+        projected = (checkpoint_name(getattr(self, name)(x_bte, HIDDEN), f"mlp{name}") for name in names)
         hidden = hidden_units(projected, self.activations, self.combine)
         hidden = dropout(hidden, key, row_b, self.dropout_rate)
         return checkpoint_name(self.wo(hidden, RESIDUAL), "mlpwo")
