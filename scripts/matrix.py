@@ -84,7 +84,7 @@ def losses(combination: str, mesh: str, scan_layers: bool, microbatches: int) ->
     step = run.step.lower(*run.abstract_args()).compile(quick)
     source = SyntheticRows(run.config.max_target_length, run.config.vocab_size, seed=0)
     # Not jitted: all cases use the same operations.
-    state, found = jax.device_put(run.codec.init(seed_key(0)), run.state_shardings), []
+    state, found = jax.device_put(run.codec.init(seed_key(0)), run.states.shardings), []
     for i in range(STEPS):
         batch = train_batch(source, i * ROWS, ROWS, seed=0, shuffle=False)
         state, metrics = step(state, place(batch, run.batch_shardings))

@@ -86,7 +86,15 @@ def state_from(run: Any, tree: Any) -> Any:
     """Returns the native train state of `run` with the leaves of the TrainTree `tree`, without compiling anything."""
     import jax
 
-    return jax.device_put(run.codec.pack(tree), run.state_shardings)
+    return jax.device_put(run.codec.pack(tree), run.states.shardings)
+
+
+def lowered_update(run: Any) -> Any:
+    """Lowers the update of the canonical train state. Its text is the same in all combinations."""
+    import jax
+
+    state, *others = run.abstract_args()
+    return jax.jit(run.computation.update).lower(run.codec.unpack(state), *others)
 
 
 def copied(tree: Any) -> Any:

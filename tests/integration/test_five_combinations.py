@@ -4,7 +4,7 @@ import functools
 
 import jax
 import pytest
-from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, packed_batch
+from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, lowered_update, packed_batch
 
 from trainer.config import load
 from trainer.runtime.place import place
@@ -89,8 +89,7 @@ def test_the_update_is_the_same_program(setting):
 
     def text(combination):
         run = made(combination, setting)
-        state, batch = run.abstract_args()
-        return jax.jit(run.update).lower(run.codec.unpack(state), batch).as_text()
+        return lowered_update(run).as_text()
 
     expected = text(ALL_COMBINATIONS[0])
     assert "stablehlo.dot_general" in expected
@@ -108,7 +107,7 @@ def trained(combination):
     metrics = []
     for i in range(STEPS):
         state, row = step(state, place(packed_batch(run.config, run.rows, seed=i), run.batch_shardings))
-        metrics.append(run.read(row, i))
+        metrics.append(run.computation.read(row, i))
     return start, copied(run.codec.unpack(state)), metrics
 
 

@@ -32,7 +32,7 @@ def test_the_table_is_that_of_the_state_and_the_same_for_all_combinations(capsys
     run = building(load(arguments(combination, **MESH)).config, jax.devices())
     state = run.abstract_state
     if combination == ALL_COMBINATIONS[0]:
-        init = jax.jit(run.codec.init, out_shardings=run.state_shardings)
+        init = jax.jit(run.codec.init, out_shardings=run.states.shardings)
         state = init(seed_key(0))
     leaves = jax.tree.leaves(state)
     assert len(found["tensors"]) == len(leaves)

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from compiler import xla_flags
 from sample_data import document, write_corpus, write_records, write_tfds
-from support import TINY, arguments, pinned
+from support import TINY, arguments, lowered_update, pinned
 
 from trainer.aot.dump import given_folder
 from trainer.config import load, schema
@@ -275,8 +275,7 @@ def test_every_key_is_read(tmp_path, monkeypatch, corpus):
     latent |= {"base_moe_mlp_dim": 8, "shared_experts": 1, "n_routing_groups": 2, "topk_routing_group": 1}
     latent |= {"routed_score_func": "sigmoid", "routed_bias": True, "routed_bias_update_rate": 0.01}
     for keys in (streaming, experts, gpt3, latent):
-        run = build(load(arguments("nnx", **keys)).config, jax.devices()[:1])
-        jax.eval_shape(run.update, run.codec.unpack(run.abstract_state), run.abstract_batch(run.rows))
+        lowered_update(build(load(arguments("nnx", **keys)).config, jax.devices()[:1]))
     Profiler(Recording(load(["profiler=xplane"]).config, seen), tmp_path, 0, print)
     given_folder(Recording(load([f"dump_hlo_local_dir={tmp_path}"]).config, seen))
     for words in other_sources(tmp_path):

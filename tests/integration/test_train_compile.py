@@ -11,7 +11,7 @@ import sys
 import jax
 import pytest
 from compiler import xla_flags
-from support import ALL_COMBINATIONS, arguments
+from support import ALL_COMBINATIONS, arguments, lowered_update
 
 from trainer.aot.buffers import STATE
 from trainer.aot.text import report_text
@@ -115,8 +115,7 @@ def test_the_step_of_every_train_state_is_the_same_program_for_a_tpu():
     def text(combination):
         config = load(arguments(combination, **TPU)).config
         run = build(config, devices_of(topology_of(config)))
-        state, batch = run.abstract_args()
-        return jax.jit(run.update).lower(run.codec.unpack(state), batch).as_text()
+        return lowered_update(run).as_text()
 
     expected = text(ALL_COMBINATIONS[0])
     assert "tpu_custom_call" in expected

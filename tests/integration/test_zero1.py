@@ -31,7 +31,7 @@ def compiled(combination=ALL_COMBINATIONS[0], **overrides):
 
 def state_bytes(run):
     """Returns (bytes per device, total bytes, names of replicated arrays) of parameters and optimizer state."""
-    trees = (tensors(run.model, run.abstract_state), run.abstract_state, run.state_shardings)
+    trees = (tensors(run.model, run.abstract_state), run.abstract_state, run.states.shardings)
     here = total = 0
     whole = []
     for tensor, leaf, sharding in zip(*map(jax.tree.leaves, trees), strict=True):
@@ -120,7 +120,7 @@ def test_plain_data_parallelism_gathers_nothing():
 def trained(combination=ALL_COMBINATIONS[0], **overrides):
     """Returns losses and gradient norms of three SGD steps, and the parameters after them."""
     run, program = compiled(combination, **SGD, **overrides)
-    init = jax.jit(run.codec.init, out_shardings=run.state_shardings).lower(seed_key(0)).compile()
+    init = jax.jit(run.codec.init, out_shardings=run.states.shardings).lower(seed_key(0)).compile()
     state, rows = init(seed_key(0)), []
     for i in range(3):
         state, metrics = program(state, place(packed_batch(run.config, ROWS, seed=i), run.batch_shardings))

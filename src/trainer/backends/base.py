@@ -12,6 +12,7 @@ from flax import nnx
 from trainer.backends.permutation import Path, Permutation
 from trainer.config import Config
 from trainer.layers.sown import Sown
+from trainer.optim import on_schedule
 
 
 class TrainTree(NamedTuple):
@@ -75,8 +76,8 @@ class Codec(Protocol):
     model: Model
     abstract: Any  # the native train state, with a ShapeDtypeStruct at each leaf
 
-    def init(self, key: jax.Array, params: Any = None, rest: Any = None) -> Any:
-        """Returns the native train state at step 0; see `StateCodec.init`."""
+    def init(self, key: jax.Array, params: Any = None, rest: Any = None, step: Any = None) -> Any:
+        """Returns a native train state with a new optimizer state; see `StateCodec.init`."""
 
     def unpack(self, native: Any) -> Any:
         """Returns the canonical form of a native train state: a permutation of its leaves."""
@@ -101,15 +102,19 @@ class StateCodec:
         self.abstract = model.abstract_train_state(tx)
         self._leaves = Permutation(self.abstract, tree, model.canonical)
 
-    def init(self, key: jax.Array, params: Any = None, rest: Any = None) -> Any:
-        """Returns the native train state at step 0, with the canonical `params` and `rest` if given. What is not given
-        has its initial value, drawn from `key`.
+    def init(self, key: jax.Array, params: Any = None, rest: Any = None, step: Any = None) -> Any:
+        """Returns a native train state with a new optimizer state, and with the canonical `params` and `rest` if given.
+        What is not given has its initial value, drawn from `key`. With `step`, the state continues there, and so does
+        the learning-rate schedule; all else of the optimizer and of the update rules is initial.
 
         Call it under jit: an eager call computes initial values even if they are given.
         """
         drawn, initial = self.model.init(key)
         params, rest = (drawn if params is None else params), (initial if rest is None else rest)
-        return self.pack(TrainTree(jnp.zeros((), jnp.int32), params, self.tx.init(params), rest))
+        opt_state = self.tx.init(params)
+        if step is not None:
+            opt_state = on_schedule(opt_state, lambda count: step)
+        return self.pack(TrainTree(jnp.zeros((), jnp.int32) if step is None else step, params, opt_state, rest))
 
     def unpack(self, native: Any) -> TrainTree:
         """Returns the canonical form of a native train state: a permutation of its leaves."""

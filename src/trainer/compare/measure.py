@@ -28,7 +28,6 @@ from trainer.objectives import hidden_states
 from trainer.ops.ahead import still_inside
 from trainer.ops.paths import by_name
 from trainer.runtime.place import place
-from trainer.state import DiLoCoTrainState
 from trainer.training import Run, Start
 from trainer.training.step import dropout_key, make_gradients
 
@@ -183,10 +182,7 @@ def activations(program: Program, snapshot: Snapshot, batch: Batch, known: Share
 def _forward(run: Run, native: Any) -> TrainTree:
     """Returns the parts of a native train state that a forward pass reads. With DiLoCo these are the outer parameters
     and the `rest` of the first island."""
-    tree = run.codec.unpack(native)
-    if isinstance(tree, DiLoCoTrainState):
-        return TrainTree(tree.step, tree.params, None, jax.tree.map(lambda leaf: leaf[0], tree.inner_state.rest))
-    return tree._replace(opt_state=None)
+    return run.states.first(run.codec.unpack(native))
 
 
 def _without_padding(x: jax.Array, real_bt: jax.Array, stacked: bool) -> jax.Array:
@@ -239,7 +235,7 @@ def _text(program: Program) -> str:
     effect."""
     run, tree = program.run, program.abstract
     stored = jax.tree.map(lambda leaf: leaf.sharding, tree)
-    jitted = jax.jit(run.update, out_shardings=(stored, run.metric_shardings), donate_argnums=0)
+    jitted = jax.jit(run.computation.update, out_shardings=(stored, run.computation.metric_shardings), donate_argnums=0)
     return jitted.lower(tree, run.abstract_batch(run.rows)).as_text()
 
 

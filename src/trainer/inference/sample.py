@@ -34,12 +34,12 @@ def sample_text(run: Any, state: Any, tokenizer: Tokenizer, prompt: list[int]) -
     """Returns the prompt and its continuation up to the end of the document.
 
     Args:
-      run: a `training.Run`. Its parameters are those of `Run.trained`: averages with `ema_decay`.
+      run: a `training.Run`. Its parameters are those of `Computation.trained`: averages with `ema_decay`.
       state: its native train state, which is donated.
     """
 
     def variables(state: Any) -> Any:
-        params, rest = run.trained(run.codec.unpack(state))
+        params, rest = run.computation.trained(run.codec.unpack(state))
         return jax.lax.with_sharding_constraint(params, run.param_shardings.compute), rest
 
     config = without_drops(run.config)

@@ -1,6 +1,5 @@
 """A model on devices, without an optimizer: what generates text."""
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -60,13 +59,7 @@ class Served(NamedTuple):
 
     def on_mesh(self, fn: Callable[..., Any], *, one_row: bool = False) -> Callable[..., Any]:
         """`fn`, whose layers shard their arrays over the mesh when it is traced; with `one_row`, not over rows."""
-
-        @functools.wraps(fn)
-        def traced(*args: Any) -> Any:
-            with on_mesh(self.mesh, self._rules(one_row)):
-                return fn(*args)
-
-        return traced
+        return on_mesh(self.mesh, self._rules(one_row))(fn)
 
     def _rules(self, one_row: bool) -> Rules:
         return {**self.rules, **dict.fromkeys(_LENGTHS, ()), **({_ROWS: ()} if one_row else {})}

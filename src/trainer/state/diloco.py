@@ -52,6 +52,26 @@ def mean_of_islands(leaf: jax.Array) -> jax.Array:
     return first + jnp.mean(leaf - first, 0) if jnp.issubdtype(leaf.dtype, jnp.floating) else first
 
 
+def without_islands(tree: DiLoCoTrainState) -> tuple[Any, Any]:
+    """Returns the parameters and the `rest` of a canonical state: the outer parameters, and the mean of the islands."""
+    return tree.params, jax.tree.map(mean_of_islands, tree.inner_state.rest)
+
+
+def like_islands(count: int, tree: TrainTree) -> DiLoCoTrainState:
+    """Returns the parameters, step and `rest` of `count` islands: shapes with shardings, like those of `tree`.
+
+    The `rest` of all islands is on all devices that hold the `rest` of `tree`.
+    """
+
+    def of_each(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        assert isinstance(leaf.sharding, NamedSharding)
+        sharding = leaf.sharding.update(spec=PartitionSpec(None, *leaf.sharding.spec))
+        return jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype, sharding=sharding)
+
+    inner = TrainTree(None, None, None, jax.tree.map(of_each, tree.rest))
+    return DiLoCoTrainState(inner, tree.params, None, tree.step)
+
+
 class DiLoCoCodec:
     """Converts a `DiLoCoTrainState` between its native and its canonical form. Has the methods of a `StateCodec`.
 
@@ -66,9 +86,9 @@ class DiLoCoCodec:
         self._outer, self._count, self._delayed = outer, count, delayed
         self.abstract = jax.eval_shape(lambda tree: self.pack(self.broadcast(tree)), inner.unpack(inner.abstract))
 
-    def init(self, key: jax.Array, params: Any = None, rest: Any = None) -> DiLoCoTrainState:
+    def init(self, key: jax.Array, params: Any = None, rest: Any = None, step: Any = None) -> DiLoCoTrainState:
         """See `StateCodec.init`. Every island starts from the outer parameters."""
-        return self.pack(self.broadcast(self.inner.unpack(self.inner.init(key, params, rest))))
+        return self.pack(self.broadcast(self.inner.unpack(self.inner.init(key, params, rest, step))))
 
     def broadcast(self, tree: TrainTree) -> DiLoCoTrainState:
         """Returns the canonical state in which every island has the train state `tree`, with a new outer optimizer

@@ -13,10 +13,10 @@ from trainer.state.host import Fetch
 def init_state_fn(
     codec: Codec, shardings: Any = None, seed: int = 0, fetch: Fetch = lambda tree: tree
 ) -> Callable[..., Any]:
-    """Returns `init(params=None, rest=None)`, a function that returns the native train state at step 0, sharded.
+    """Returns `init(params=None, rest=None, step=None)`, a function that returns a native train state, sharded.
 
-    Each device computes its own shard. If `params` or `rest` (canonical and sharded) are given, the state takes over
-    their buffers.
+    Its optimizer state is new. Each device computes its own shard. If `params` or `rest` (canonical and sharded) are
+    given, the state takes over their buffers. `step`: see `StateCodec.init`.
 
     Args:
       codec: makes the native state.
@@ -25,10 +25,10 @@ def init_state_fn(
       fetch: moves parameters from host memory to the device (`state.host.fetcher`).
     """
 
-    def make(key: jax.Array, params: Any, rest: Any) -> Any:
+    def make(key: jax.Array, params: Any, rest: Any, step: Any) -> Any:
         if params is not None:
             params = fetch(TrainTree(None, params, None, None)).params
-        return codec.init(key, params, rest)
+        return codec.init(key, params, rest, step)
 
     init = jax.jit(make, out_shardings=shardings, donate_argnums=(1, 2))
-    return lambda params=None, rest=None: init(seed_key(seed), params, rest)
+    return lambda params=None, rest=None, step=None: init(seed_key(seed), params, rest, step)

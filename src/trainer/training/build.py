@@ -15,14 +15,20 @@ from trainer.objectives import Objective
 from trainer.objectives import make_objective as objective_of
 from trainer.optim import Rule, make_optimizer, with_rules
 from trainer.optim.average import averaged
-from trainer.sharding import MAPPED, make_mesh, slice_count, spec
-from trainer.state import ParamShardings, check_tolerance, init_state_fn, state_shardings, tensors
-from trainer.state.diloco import AXIS
+from trainer.sharding import make_mesh, on_mesh, slice_count, spec
+from trainer.state import (
+    ParamShardings,
+    check_tolerance,
+    init_state_fn,
+    set_named_sharding_nnx,
+    state_shardings,
+    tensors,
+)
 from trainer.state.host import check_host_memory, fetcher, storage_shardings
-from trainer.training.diloco import with_islands
+from trainer.training.diloco import rules_of_islands, with_islands
 from trainer.training.metrics import read_metrics
 from trainer.training.rules import make_rules
-from trainer.training.run import Run, batch_shardings, on_this_mesh, with_steps
+from trainer.training.run import Computation, Run, States, batch_shardings, with_steps
 from trainer.training.step import make_update
 
 
@@ -44,9 +50,8 @@ def build(
       UserError: the configuration does not fit the devices. Reports all mistakes at once.
     """
     config = _resolved(config, devices)
-    mesh, rules = make_mesh(config, devices), axis_rules(config)
-    if config.enable_diloco:
-        rules = rules | {MAPPED: (AXIS,)}
+    mesh, own = make_mesh(config, devices), axis_rules(config)
+    inside, rules = rules_of_islands(own) if config.enable_diloco else (own, own)
     model = make_model(config)
     update_rules = make_rules(config, model, update_rules)
     codec = StateCodec(model, with_rules(make_optimizer(config, model.param_axes), update_rules))
@@ -66,25 +71,26 @@ def build(
         tree = fetch(tree if config.ema_decay else tree._replace(opt_state=None))
         return averaged(tree), tree.rest
 
-    run = Run(
-        config=config,
-        mesh=mesh,
-        rules=rules,
+    states = States(
         codec=codec,
-        island=None,
         tensors=named,
-        objective=objective,
-        state_shardings=stored,
-        param_shardings=params,
-        batch_shardings=batch_shardings(objective, mesh, rules),
+        shardings=stored,
         init=init_state_fn(codec, stored, config.init_weights_seed, fetch),
         fetch=fetch,
+        one=codec.unpack(set_named_sharding_nnx(abstract, stored)),
+        from_one=codec.pack,
+        first=lambda tree: tree._replace(opt_state=None),
+    )
+    computation = Computation(
+        update=on_mesh(mesh, inside)(update),
         trained=trained,
-        update=on_this_mesh(update, mesh, rules),
         metric_shardings=NamedSharding(mesh, spec([], rules)),
         read=functools.partial(read_metrics, config),
     )
-    return with_islands(run) if config.enable_diloco else with_steps(run)
+    if config.enable_diloco:
+        states, computation = with_islands(config, mesh, params.storage, states, computation)
+    batches = batch_shardings(objective, mesh, rules)
+    return with_steps(Run(config, mesh, rules, objective, params, batches, states, computation))
 
 
 def _resolved(config: Config, devices: Sequence[jax.Device]) -> Any:

@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trainer.backends import StateCodec, TrainTree
 from trainer.config import Config
 from trainer.config.derived import islands
 from trainer.config.diloco_keys import Schedule, schedule
 from trainer.optim.outer import make_outer_optimizer, sent
-from trainer.sharding import MAPPED
+from trainer.sharding import MAPPED, Rules
 from trainer.state import init_state_fn
 from trainer.state.diloco import (
     AXIS,
@@ -32,12 +32,13 @@ from trainer.state.diloco import (
     diloco_tensors,
     make_diloco_codec,
     mean_of_islands,
+    without_islands,
 )
 from trainer.state.fragments import Fragment, fragments
 from trainer.state.host import fetcher
 from trainer.training.metrics import due
 from trainer.training.router_metrics import DROPPED, TOKENS
-from trainer.training.run import Run, batch_shardings, with_steps
+from trainer.training.run import Computation, States
 
 Batch = Mapping[str, jax.Array]
 Metrics = dict[str, dict[str, jax.Array]]
@@ -53,43 +54,53 @@ _COMBINED: dict[str, Callable[..., Any]] = {
 }
 
 
-def with_islands(run: Run) -> Run:
-    """Returns `run`, the run of one island, extended to all islands of its configuration.
+def rules_of_islands(rules: Rules) -> tuple[Rules, Rules]:
+    """Returns the rules inside an island, and the rules of a global batch, which has the rows of all islands."""
+    batch = {MAPPED: (), "activation_batch": (AXIS, *rules["activation_batch"])}
+    return {**rules, MAPPED: (AXIS,)}, {**rules, **batch}
 
-    A global batch has the rows of all islands. Evaluation and sampling use the outer parameters and all devices.
+
+def with_islands(
+    config: Config, mesh: Mesh, params: Any, island: States, computation: Computation
+) -> tuple[States, Computation]:
+    """Returns the states and the computation of all islands of `config`, resolved.
+
+    Evaluation and sampling use the outer parameters and all devices.
+
+    Args:
+      params: the shardings of the outer parameters.
+      island: the states of one island.
+      computation: that of one island.
     """
-    config, mesh = run.config, run.mesh
-    assert isinstance(run.codec, StateCodec)
-    codec = make_diloco_codec(config, run.codec)
-    stored = diloco_shardings(codec.abstract, run.state_shardings, run.param_shardings.storage)
+    assert isinstance(island.codec, StateCodec)
+    codec = make_diloco_codec(config, island.codec)
+    stored = diloco_shardings(codec.abstract, island.shardings, params)
     on_device = jax.tree.map(lambda sharding: sharding.with_memory_kind("device"), stored.inner_state)
     fetch_islands = fetcher(config, codec.inner.unpack(on_device))
+    replicated = NamedSharding(mesh, PartitionSpec())
 
     def fetch(tree: DiLoCoTrainState) -> DiLoCoTrainState:
         return tree._replace(inner_state=fetch_islands(tree.inner_state))
 
-    rules = {**run.rules, MAPPED: (), "activation_batch": (AXIS, *run.rules["activation_batch"])}
-    update = build_diloco_train_step(config, run.update, run.param_shardings.storage)
-    outer = run._replace(
-        rules=rules,
+    def first(tree: DiLoCoTrainState) -> TrainTree:
+        return TrainTree(tree.step, tree.params, None, jax.tree.map(lambda leaf: leaf[0], tree.inner_state.rest))
+
+    states = States(
         codec=codec,
-        island=run,
         tensors=diloco_tensors(codec),
-        state_shardings=stored,
-        batch_shardings=batch_shardings(run.objective, mesh, rules),
+        shardings=stored,
         init=init_state_fn(codec, stored, config.init_weights_seed),
         fetch=fetch,
-        trained=trained,
-        update=update,
-        metric_shardings={ISLANDS: NamedSharding(mesh, PartitionSpec(AXIS)), OUTER: run.replicated},
-        read=_reader(config, run.replicated),
+        one=island.one,
+        from_one=jax.jit(lambda tree: codec.pack(codec.broadcast(tree)), out_shardings=stored),
+        first=first,
     )
-    return with_steps(outer)
-
-
-def trained(tree: DiLoCoTrainState) -> tuple[Any, Any]:
-    """Returns the outer parameters, and the mean of the islands' `rest`."""
-    return tree.params, jax.tree.map(mean_of_islands, tree.inner_state.rest)
+    return states, Computation(
+        update=build_diloco_train_step(config, computation.update, params),
+        trained=without_islands,
+        metric_shardings={ISLANDS: NamedSharding(mesh, PartitionSpec(AXIS)), OUTER: replicated},
+        read=_reader(config, replicated),
+    )
 
 
 def _same_rest(rest: Any) -> Any:
@@ -244,7 +255,7 @@ def _disagreement(moved: Moved) -> dict[str, jax.Array]:
 
 
 def _reader(config: Config, replicated: NamedSharding) -> Callable[[Metrics, int], dict[str, Any]]:
-    """Returns the function `Run.read`, which combines the metrics of the islands.
+    """Returns the function `Computation.read`, which combines the metrics of the islands.
 
     Tokens are summed. A flag is set if it is set on any island (`finite`: on all islands). Any other number is the mean
     over the islands that have loss-bearing tokens. `island_losses` holds the loss of each island. Metrics of a

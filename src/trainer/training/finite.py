@@ -61,7 +61,7 @@ def names_not_finite(run: Run, state: Any) -> list[str]:
     tree = run.codec.unpack(state)
 
     def finite(tree: Any) -> dict[str, jax.Array]:
-        return {name: all_finite(leaf) for name, leaf in by_name(run.fetch(tree)).items()}
+        return {name: all_finite(leaf) for name, leaf in by_name(run.states.fetch(tree)).items()}
 
     found = jax.device_get(jax.jit(run.sharded(finite), out_shardings=run.replicated)(tree))
     return [name for name, is_finite in found.items() if not is_finite]

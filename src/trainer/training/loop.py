@@ -121,7 +121,7 @@ class _Loop:
         self.done, self._position = start.updates, start.position
         self.evaluated = True  # False if a due evaluation was interrupted
         devices = list(run.mesh.devices.flat)
-        self.reader = _Reader(reports.step, self._check_finite, run.read, lambda: memory_in_use(devices))
+        self.reader = _Reader(reports.step, self._check_finite, run.computation.read, lambda: memory_in_use(devices))
         self._run, self._dataset, self._reports, self._manager = run, dataset, reports, manager
         self._batches, self._preemption = batches, preemption
         self._last_evaluation: Row = {}
@@ -261,7 +261,7 @@ class _Reader:
         read: Callable[[Any, int], dict[str, Any]],
         memory: Callable[[], int | None],
     ):
-        """Passes every row to `report` and then to `check`. `read`: see `Run.read`; `memory`: see `memory_in_use`."""
+        """Passes every row to `report` and then to `check`. `read`: `Computation.read`; `memory`: `memory_in_use`."""
         self._report, self._check, self._read, self._memory = report, check, read, memory
         self._waiting: tuple[int, Any] | None = None
         self._waited = 0.0

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from trainer.backends import Codec, Model
+from trainer.backends import Codec, Model, TrainTree
 from trainer.config import Config, eval_batch_rows, eval_parts, global_batch_rows
 from trainer.models.families import forward_flops_per_token
 from trainer.objectives import Objective, batch_fields
@@ -22,7 +22,27 @@ from trainer.training.evaluate import make_evaluation
 # The logical axes of the sizes of a batch's arrays (`objectives.Field`).
 _AXES: dict[str | int, str] = {"rows": "activation_batch", "length": "activation_length"}
 
-_LENGTHS = ("activation_length", "activation_norm_length", "activation_q_length", "activation_kv_length")
+
+class States(NamedTuple):
+    """The train states of a run: their form, their storage, and their beginning. DiLoCo replaces all of it."""
+
+    codec: Codec
+    tensors: Any  # a `state.Tensor` for every leaf of the native train state
+    shardings: Any  # storage shardings of the native train state, a tree with its structure
+    init: Callable[..., Any]  # (params, rest, step), all optional -> native train state, sharded; see `init_state_fn`
+    fetch: Fetch  # under jit: moves the parts of a canonical train state that are in host memory to the device
+    one: TrainTree  # the train state of one model, with DiLoCo of one island: canonical, as shapes with shardings
+    from_one: Callable[[TrainTree], Any]  # the native train state that continues from the train state of one model
+    first: Callable[[Any], TrainTree]  # of a canonical train state, a model of its parameters; no optimizer state
+
+
+class Computation(NamedTuple):
+    """What a run computes over canonical train states. The functions are for use under jit, except `read`."""
+
+    update: Callable[..., Any]  # (tree, batch) -> (tree, metrics); see `make_update`
+    trained: Callable[[Any], tuple[Any, Any]]  # the (params, rest) for evaluation and sampling
+    metric_shardings: Any  # shardings of the metrics of an update, a prefix of their tree
+    read: Callable[[Any, int], dict[str, Any]]  # (metrics, step) -> the metrics of that step on the host
 
 
 class Run(NamedTuple):
@@ -31,26 +51,28 @@ class Run(NamedTuple):
     config: Config  # resolved and frozen
     mesh: Mesh
     rules: Rules
-    codec: Codec
-    island: Any  # with DiLoCo the Run of one island, without steps; else None
-    tensors: Any  # a `state.Tensor` for every leaf of the native train state
     objective: Objective
-    state_shardings: Any  # storage shardings of the native train state, a tree with its structure
     param_shardings: ParamShardings
     batch_shardings: dict[str, NamedSharding]
-    init: Callable[..., Any]  # (params=None, rest=None) -> native train state at step 0, sharded; see `init_state_fn`
-    fetch: Fetch  # under jit: moves the parts of a canonical train state that are in host memory to the device
-    trained: Callable[[Any], tuple[Any, Any]]  # under jit: (params, rest) for evaluation and sampling
-    update: Callable[..., Any]  # (tree, batch) -> (tree, metrics), not jitted; see `make_update`
-    metric_shardings: Any  # shardings of the metrics of an update, a prefix of their tree
-    read: Callable[[Any, int], dict[str, Any]]  # (metrics, step) -> the metrics of that step on the host
-    step: Any = None  # jitted (state, batch) -> (state, metrics): `update` of a native train state, which is donated
+    states: States
+    computation: Computation
+    step: Any = None  # jitted (state, batch) -> (state, metrics): the update of a native train state, which is donated
     eval_step: Any = None  # jitted (state, batch, bytes per token [vocab]) -> sums
+
+    @property
+    def codec(self) -> Codec:
+        """The codec of the train states."""
+        return self.states.codec
 
     @property
     def model(self) -> Model:
         """The model."""
         return self.codec.model
+
+    @property
+    def init(self) -> Callable[..., Any]:
+        """See `States.init`."""
+        return self.states.init
 
     @property
     def abstract_state(self) -> Any:
@@ -64,13 +86,13 @@ class Run(NamedTuple):
 
     def abstract_args(self) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
         """Returns the arguments of `step` as shapes with shardings."""
-        return set_named_sharding_nnx(self.abstract_state, self.state_shardings), self.abstract_batch(self.rows)
+        return set_named_sharding_nnx(self.abstract_state, self.states.shardings), self.abstract_batch(self.rows)
 
     def parts(self) -> dict[str, Any]:
         """Returns the arguments of `step` by kind, for `aot.report`."""
         state, batch = self.abstract_args()
         found: dict[str, list[Any]] = {"parameters": [], "optimizer": [], "other": []}
-        for tensor, leaf in zip(*map(jax.tree.leaves, (self.tensors, state)), strict=True):
+        for tensor, leaf in zip(*map(jax.tree.leaves, (self.states.tensors, state)), strict=True):
             found[table.kind(tensor.path)].append(leaf)
         return {"other state" if name == "other" else name: part for name, part in found.items()} | {"batch": batch}
 
@@ -110,7 +132,7 @@ class Run(NamedTuple):
 
     def table(self) -> dict[str, Any]:
         """Returns the shardings of the train state as plain data: mesh axes larger than 1, rows, totals, warnings."""
-        trees = self.tensors, self.abstract_state, self.state_shardings
+        trees = self.states.tensors, self.abstract_state, self.states.shardings
         rows = table.rows(*trees)
         named, abstract, _ = (self.codec.unpack(tree).params for tree in trees)
         computing = table.rows(named, abstract, self.param_shardings.compute)
@@ -136,38 +158,35 @@ class Run(NamedTuple):
             state, metrics = step(structure.unflatten(leaves), batch)
             return jax.tree.leaves(state), metrics
 
-        return _jitted(on_leaves, jax.tree.leaves(self.state_shardings), self.batch_shardings, self.metric_shardings)
+        return _jitted(self, on_leaves, jax.tree.leaves(self.states.shardings))
 
     def compile_on_leaves(self, options: Mapping[str, Any] | None = None) -> Any:
         """Compiles `step_on_leaves`. `options` are compiler options of XLA."""
         state, batch = self.abstract_args()
         return self.step_on_leaves.lower(jax.tree.leaves(state), batch).compile(options)
 
-    def sharded(self, fn: Callable[..., Any], *, whole_rows: bool = False) -> Callable[..., Any]:
-        """Returns `fn` such that its layers shard their arrays over this run's mesh when it is traced.
-
-        With `whole_rows`, no mesh axis shards the length of a row, as token-by-token sampling requires.
-        """
-        whole = dict.fromkeys(_LENGTHS, ()) if whole_rows else {}
-        return on_this_mesh(fn, self.mesh, {**self.rules, **whole})
+    def sharded(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `fn` such that its layers shard their arrays over this run's mesh when it is traced."""
+        return on_mesh(self.mesh, self.rules)(fn)
 
 
 def with_steps(run: Run) -> Run:
     """Returns `run` with `step` and `eval_step`, made from its other fields."""
-    codec, fetch, update = run.codec, run.fetch, run.update
-    evaluation = on_this_mesh(make_evaluation(run.objective, run.param_shardings), run.mesh, run.rules)
+    codec, fetch, update, trained = run.codec, run.states.fetch, run.computation.update, run.computation.trained
+    evaluation = run.sharded(make_evaluation(run.objective, run.param_shardings))
 
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
         tree, metrics = update(fetch(codec.unpack(state)), batch)
         return codec.pack(tree), metrics
 
     def eval_step(state: Any, *args: Any) -> Any:
-        return evaluation(*run.trained(codec.unpack(state)), *args)
+        return evaluation(*trained(codec.unpack(state)), *args)
 
-    stored, batch = run.state_shardings, run.batch_shardings
+    stored = run.states.shardings
+    evaluated = (stored, run.batch_shardings, run.replicated)
     return run._replace(
-        step=_jitted(step, stored, batch, run.metric_shardings),
-        eval_step=jax.jit(eval_step, in_shardings=(stored, batch, run.replicated), out_shardings=run.replicated),
+        step=_jitted(run, step, stored),
+        eval_step=jax.jit(eval_step, in_shardings=evaluated, out_shardings=run.replicated),
     )
 
 
@@ -179,16 +198,6 @@ def batch_shardings(objective: Objective, mesh: Mesh, rules: Rules) -> dict[str,
     }
 
 
-def on_this_mesh(fn: Callable[..., Any], mesh: Mesh, rules: Rules) -> Callable[..., Any]:
-    """Returns `fn` such that its layers shard their arrays over `mesh` by `rules` when it is traced."""
-
-    @functools.wraps(fn)
-    def traced_there(*args: Any) -> Any:
-        with on_mesh(mesh, rules):
-            return fn(*args)
-
-    return traced_there
-
-
-def _jitted(step: Callable[..., Any], state: Any, batch: Any, metrics: Any) -> Any:
-    return jax.jit(step, in_shardings=(state, batch), out_shardings=(state, metrics), donate_argnums=0)
+def _jitted(run: Run, step: Callable[..., Any], stored: Any) -> Any:
+    outputs = stored, run.computation.metric_shardings
+    return jax.jit(step, in_shardings=(stored, run.batch_shardings), out_shardings=outputs, donate_argnums=0)

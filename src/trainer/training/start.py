@@ -1,14 +1,8 @@
 """The state a run begins with: its own newest checkpoint, another run's state, given parameters, or initial ones."""
 
-import functools
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
-
-from trainer.backends import TrainTree
 from trainer.checkpoint import (
     CheckpointManager,
     SavedCheckpoints,
@@ -28,12 +22,10 @@ from trainer.config.words import counted
 from trainer.data import Dataset
 from trainer.models.mtp_names import module_of
 from trainer.models.names import names_of_blocks, renamed
-from trainer.optim import on_schedule
 from trainer.runtime.agreement import agreed, from_first
 from trainer.runtime.place import share_of_rows
 from trainer.runtime.storage import folder
-from trainer.state import DiLoCoTrainState, build_diloco_state
-from trainer.training.diloco import trained
+from trainer.state.diloco import like_islands, without_islands
 from trainer.training.finite import names_not_finite
 from trainer.training.run import Run
 
@@ -103,7 +95,7 @@ def start(
     if config.reset_optimizer:
         say("reset_optimizer has no effect: no state is loaded, the optimizer is fresh")
     if config.load_parameters_path:
-        params, rest = _abstract(run).params, _abstract(run.island or run).rest
+        params, rest = _abstract(run).params, run.states.one.rest
         weights = load_parameters(config.load_parameters_path, config, joined(params, rest), say, given)
         params, rest = parted(weights, rest)
         state = run.init(*_with_new_modules(run, params, rest, say))
@@ -117,13 +109,12 @@ def _with_new_modules(run: Run, params: Any, rest: Any, say: Say) -> tuple[Any, 
     given = names_of(params)
     if len(given) == len(names_of(_abstract(run).params)):
         return params, rest
-    state = run.codec.unpack(run.init())
-    first = jax.tree.map(lambda leaf: leaf[0], state.inner_state.rest) if run.island else state.rest
-    drawn = names_of(state.params)
+    initial = run.states.first(run.codec.unpack(run.init()))
+    drawn = names_of(initial.params)
     new = sorted({module_of(name) for name in drawn.keys() - given.keys()})
     names = ", ".join(map(str, new))
     say(f"modules of multi-token prediction that the checkpoint lacks get initial parameters: {names}")
-    return nested(drawn | given), nested(names_of(first) | names_of(rest))
+    return nested(drawn | given), nested(names_of(initial.rest) | names_of(rest))
 
 
 def _check_finite(run: Run, state: Any, loaded: str) -> None:
@@ -167,12 +158,9 @@ def _other_run(run: Run, dataset: Dataset, say: Say) -> Start:
 
 
 def _restored(run: Run, path: Any, sidecar: Sidecar) -> Any:
-    if run.config.enable_diloco and not islands_of(saved_config(sidecar, path)):
-        config, codec = run.config, run.island.codec
-        tree = codec.pack(_tree_of(run, path, sidecar, _abstract(run.island)))
-        islands = jax.jit(functools.partial(build_diloco_state, config, codec), out_shardings=run.state_shardings)
-        return islands(tree)
-    return run.codec.pack(_tree_of(run, path, sidecar, _abstract(run)))
+    if islands_of(saved_config(sidecar, path)):
+        return run.codec.pack(_tree_of(run, path, sidecar, _abstract(run)))
+    return run.states.from_one(_tree_of(run, path, sidecar, run.states.one))
 
 
 def _tree_of(run: Run, path: Any, sidecar: Sidecar, wanted: Any) -> Any:
@@ -193,37 +181,12 @@ def _with_fresh_optimizer(run: Run, path: Any, sidecar: Sidecar) -> Any:
     The learning-rate schedule continues from that step. All other state of the optimizer and the update rules is
     initial. With DiLoCo, the parameters are the outer ones and `rest` is the mean of the islands.
     """
-    plain = _abstract(run.island or run)
-    wanted = plain._replace(params=_abstract(run).params, opt_state=None)
+    wanted = run.states.one._replace(params=_abstract(run).params, opt_state=None)
     if count := islands_of(saved_config(sidecar, path)):
-        inner = TrainTree(None, None, None, jax.tree.map(functools.partial(_of_each, count), plain.rest))
-        found = _tree_of(run, path, sidecar, DiLoCoTrainState(inner, wanted.params, None, wanted.step))
-        params, rest = trained(found)
-        tree = wanted._replace(step=found.step, params=params, rest=rest)
-    else:
-        tree = _tree_of(run, path, sidecar, wanted)
-    fresh = run.codec.unpack(run.init(tree.params, tree.rest))
-
-    def like(leaf: jax.Array, value: jax.Array) -> jax.Array:
-        # Copied, because the training step donates all of these buffers. Each island has its own copy.
-        return jax.device_put(jnp.copy(jnp.broadcast_to(value, leaf.shape)), leaf.sharding)
-
-    def begun(fresh: TrainTree) -> TrainTree:
-        return fresh._replace(
-            step=like(fresh.step, tree.step),
-            opt_state=on_schedule(fresh.opt_state, lambda count: like(count, tree.step)),
-        )
-
-    if run.island is None:
-        return run.codec.pack(begun(fresh))
-    return run.codec.pack(fresh._replace(step=like(fresh.step, tree.step), inner_state=begun(fresh.inner_state)))
-
-
-def _of_each(count: int, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns an array like `leaf` for each of `count` islands, on all devices that hold `leaf`."""
-    assert isinstance(leaf.sharding, NamedSharding)
-    sharding = leaf.sharding.update(spec=PartitionSpec(None, *leaf.sharding.spec))
-    return jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype, sharding=sharding)
+        tree = _tree_of(run, path, sidecar, like_islands(count, wanted))
+        return run.init(*without_islands(tree), tree.step)
+    tree = _tree_of(run, path, sidecar, wanted)
+    return run.init(tree.params, tree.rest, tree.step)
 
 
 def _abstract(run: Run) -> Any:

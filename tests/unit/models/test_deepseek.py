@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_cases import abstract_of, assert_same, config_of, random_params, read_hf, shapes_of
-from support import ALL_COMBINATIONS, arguments, pinned
+from support import ALL_COMBINATIONS, arguments, lowered_update, pinned
 
 from trainer import export
 from trainer.checkpoint import (
@@ -190,8 +190,7 @@ def test_combinations_make_the_same_program():
     texts = set()
     for combination in {ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]}:
         run = build(load(arguments(combination, **keys, per_device_batch_size=2)).config, jax.devices()[:1])
-        tree = run.codec.unpack(run.abstract_args()[0])
-        texts.add(jax.jit(run.update).lower(tree, run.abstract_batch(run.rows)).as_text())
+        texts.add(lowered_update(run).as_text())
     assert len(texts) == 1
 
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from checkpoint_cases import EXPERTS, config_of, read_hf, shapes_of
-from support import ALL_COMBINATIONS, arguments
+from support import ALL_COMBINATIONS, arguments, lowered_update
 
 from trainer.checkpoint import model_config, open_source, write_huggingface
 from trainer.config import UserError, load
@@ -55,8 +55,7 @@ def test_combinations_make_the_same_program():
     texts = set()
     for combination in {ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]}:
         run = build(load(arguments(combination, **keys)).config, jax.devices()[:1])
-        tree = run.codec.unpack(run.abstract_args()[0])
-        texts.add(jax.jit(run.update).lower(tree, run.abstract_batch(run.rows)).as_text())
+        texts.add(lowered_update(run).as_text())
     assert len(texts) == 1
 
 

@@ -28,19 +28,20 @@ def made(combination, **overrides):
 @pytest.mark.parametrize("combination", ALL_COMBINATIONS)
 def test_every_island_has_the_state_of_a_plain_run(combination):
     run = made(combination)
-    island, native = run.island.codec, run.abstract_state
+    island, native = run.codec.inner, run.abstract_state
     assert isinstance(native, DiLoCoTrainState)
     assert type(native.inner_state) is type(island.abstract)
     abstract, specs, shardings = build_abstract_diloco_state(run.config, island, run.mesh)
-    assert jax.tree.structure(shardings) == jax.tree.structure(run.state_shardings) == jax.tree.structure(native)
-    assert jax.tree.leaves(shardings) == jax.tree.leaves(run.state_shardings)
-    plain = zip(*map(jax.tree.leaves, (island.abstract, run.island.state_shardings)), strict=True)
+    assert jax.tree.structure(shardings) == jax.tree.structure(run.states.shardings) == jax.tree.structure(native)
+    assert jax.tree.leaves(shardings) == jax.tree.leaves(run.states.shardings)
+    of_one = jax.tree.map(lambda leaf: leaf.sharding, run.states.one)
+    plain = zip(*map(jax.tree.leaves, (island.abstract, island.pack(of_one))), strict=True)
     inner = zip(*map(jax.tree.leaves, (abstract.inner_state, specs.inner_state)), strict=True)
     for (leaf, sharding), (found, spec) in zip(plain, inner, strict=True):
         assert (found.shape, found.dtype) == ((2, *leaf.shape), leaf.dtype)
         assert spec == PartitionSpec("diloco", *sharding.spec)
-    outer = run.codec.unpack(run.state_shardings)
-    stored = island.unpack(run.island.state_shardings).params
+    outer = run.codec.unpack(run.states.shardings)
+    stored = of_one.params
     assert outer.params == stored == outer.outer_opt_state[0].trace
     assert any("data" in sharding.spec for sharding in jax.tree.leaves(stored))  # Zero-1
 
@@ -62,7 +63,7 @@ def test_both_forms_hold_the_same_leaves_and_neither_is_taken_for_the_other(comb
 
 def test_islands_begin_with_one_state():
     run = made("nnx", base_num_decoder_layers=1)
-    island = run.island.codec
+    island = run.codec.inner
     plain = jax.tree.map(lambda leaf: np.full(leaf.shape, 3, leaf.dtype), island.abstract)
     tree = run.codec.unpack(build_diloco_state(run.config, island, plain))
     for n in (0, 1):

@@ -131,7 +131,7 @@ def test_evaluation_takes_the_average():
     evaluate = run.eval_step.lower(*run.abstract_args(), lengths).compile()
 
     def nats(tree):
-        state = jax.device_put(run.codec.pack(tree), run.state_shardings)
+        state = jax.device_put(run.codec.pack(tree), run.states.shardings)
         return evaluate(state, batch_of(run, 1), lengths)["means"].loss.total
 
     last = trees[-1]

@@ -14,8 +14,8 @@ from trainer.backends import TrainTree
 from trainer.config import RunStopped, load
 from trainer.runtime.place import place
 from trainer.state import DiLoCoTrainState
+from trainer.state.diloco import without_islands
 from trainer.training import build
-from trainer.training.diloco import trained
 from trainer.training.finite import check_finite
 
 ISLANDS = {"enable_diloco": True, "ici_diloco_parallelism": 2, "diloco_sync_period": 3}
@@ -60,7 +60,7 @@ def steps_of(run, step, batches):
     state, found = run.init(), []
     for i, batch in enumerate(batches):
         state, metrics = step(state, place(batch, run.batch_shardings))
-        found.append((copied(run.codec.unpack(state)), run.read(metrics, i)))
+        found.append((copied(run.codec.unpack(state)), run.computation.read(metrics, i)))
     return found
 
 
@@ -196,7 +196,7 @@ def test_a_step_is_finite_only_if_it_is_on_every_island():
         # The island that is not finite may have no token with a loss: then no mean includes it.
         islands = {"finite": finite, "tokens": [5 * it for it in finite], "loss": [2.0, 3.0], "skipped": [0, 0]}
         metrics = {"islands": jax.tree.map(jnp.asarray, islands, is_leaf=lambda x: isinstance(x, list)), "outer": {}}
-        row = {"step": 0, "grad_norm": 1.0, "learning_rate": 0.1} | run.read(metrics, 0)
+        row = {"step": 0, "grad_norm": 1.0, "learning_rate": 0.1} | run.computation.read(metrics, 0)
         assert row["finite"] == min(finite)
         with nullcontext() if all(finite) else pytest.raises(RunStopped, match="the update with learning_rate"):
             check_finite(run.config, row, "number 1", lambda: ["params/a"])
@@ -219,7 +219,7 @@ def test_one_island_is_an_outer_nesterov_around_a_plain_run():
         if i in (1, 3, 4):
             params, velocity = nesterov(run.config, params, velocity, [copied(tree.params)])
             begun = jax.tree.map(lambda new, old: np.asarray(new, old.dtype), params, tree.params)
-            state = jax.device_put(plain.codec.pack(tree._replace(params=begun)), plain.state_shardings)
+            state = jax.device_put(plain.codec.pack(tree._replace(params=begun)), plain.states.shardings)
         assert_close(found[i][0].params, params)
         assert ("island_distance" in found[i][1]) == (i in (1, 3, 4))
         assert "island_cosine" not in found[i][1]
@@ -228,5 +228,5 @@ def test_one_island_is_an_outer_nesterov_around_a_plain_run():
 def test_what_has_no_gradient_is_evaluated_in_every_bit():
     rest = {"key": np.uint32([2**24 + 1, 2**32 - 1]), "scale": np.float32([0.1, 0.7]), "mask": np.array([True, False])}
     islands = jax.tree.map(lambda leaf: np.stack([leaf] * 3), rest)
-    _, found = jax.jit(trained)(DiLoCoTrainState(TrainTree(0, {}, None, islands), {}, None, 0))
+    _, found = jax.jit(without_islands)(DiLoCoTrainState(TrainTree(0, {}, None, islands), {}, None, 0))
     assert_equal_bits(jax.tree.map(np.asarray, found), rest)

@@ -43,7 +43,7 @@ def drawn(run, updates):
         return np.asarray(np.full(x.shape, updates) if is_count else rng.normal(size=x.shape)).astype(x.dtype)
 
     tree = jax.tree.map(one, run.codec.unpack(run.abstract_state))
-    return jax.device_put(run.codec.pack(tree), run.state_shardings)
+    return jax.device_put(run.codec.pack(tree), run.states.shardings)
 
 
 def sidecar(run):
@@ -70,7 +70,7 @@ def begin(run, folder=None, lines=None):
     else:
         with CheckpointManager(folder, run.config, say) as manager:
             found = start(run, dataset, manager, say, schedule_given=False)
-    assert jax.tree.map(lambda x: x.sharding, found.state) == run.state_shardings
+    assert jax.tree.map(lambda x: x.sharding, found.state) == run.states.shardings
     return copied(run.codec.unpack(found.state)), found.updates
 
 
@@ -79,7 +79,7 @@ def test_the_whole_state_resumes_under_another_combination_and_mesh(tmp_path, st
     """Also at a step without a synchronization: islands, momentum, step and the fragment in flight are saved."""
     keys = ISLANDS | (STREAMING if streaming else {})
     saved = save(tmp_path, made(**keys), 6)
-    assert ("in_flight" in {tensor.name for tensor in jax.tree.leaves(made(**keys).tensors)}) == streaming
+    assert ("in_flight" in {tensor.name for tensor in jax.tree.leaves(made(**keys).states.tensors)}) == streaming
     other = keys | {"ici_fsdp_parallelism": 1, "ici_tensor_parallelism": 2}
     found, updates = begin(made(ALL_COMBINATIONS[-1], **other), tmp_path)
     assert updates == 6

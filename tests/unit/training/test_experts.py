@@ -52,7 +52,7 @@ def plain(**keys):
 
 def step_of(run, tree):
     state, metrics = run.compile()(state_from(run, tree), place(packed_batch(run.config, ROWS), run.batch_shardings))
-    return run.read(metrics, 0), copied(run.codec.unpack(state)).params
+    return run.computation.read(metrics, 0), copied(run.codec.unpack(state)).params
 
 
 MICROBATCHES = {"shard_optimizer_over_data": True, "gradient_accumulation_steps": 2}

@@ -81,7 +81,7 @@ def test_names_of_arrays():
     tree = copied(run.codec.unpack(run.init()))
     tree.params["decoder"]["layers"]["mlp"]["wo"]["kernel"][1, 2, 3] = np.inf
     tree.opt_state[1][0].nu["token_embedder"]["embedding"][5] = np.nan
-    state = jax.device_put(run.codec.pack(tree), run.state_shardings)
+    state = jax.device_put(run.codec.pack(tree), run.states.shardings)
     with jax.transfer_guard("disallow"):
         found = names_not_finite(run, state)
     assert found == ["opt_state/1/0/nu/token_embedder/embedding", "params/decoder/layers/mlp/wo/kernel"]

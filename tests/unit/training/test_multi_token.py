@@ -9,7 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import ALL_COMBINATIONS, arguments, assert_equal_bits, compiled, copied, packed_batch, tiny_config
+from support import (
+    ALL_COMBINATIONS,
+    arguments,
+    assert_equal_bits,
+    compiled,
+    copied,
+    lowered_update,
+    packed_batch,
+    tiny_config,
+)
 
 from trainer.backends import StateCodec, TrainTree, make_model
 from trainer.checkpoint import names_of
@@ -335,7 +344,7 @@ def test_the_heads_of_modules_are_clipped_too():
 
     def lowered(combination):
         run = build(load(arguments(combination, **keys)).config, jax.devices()[:1])
-        return run, jax.jit(run.update).lower(run.codec.unpack(run.abstract_args()[0]), run.abstract_args()[1])
+        return run, lowered_update(run)
 
     run, update = lowered(ALL_COMBINATIONS[0])
     assert lowered(ALL_COMBINATIONS[-1])[1].as_text() == update.as_text()

@@ -5,14 +5,14 @@ import functools
 import jax
 import numpy as np
 import pytest
-from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, packed_batch, state_from
+from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, lowered_update, packed_batch, state_from
 
 from trainer.config import UserError, load
 from trainer.ops.paths import by_name
 from trainer.optim.router_bias import direction, router_bias
 from trainer.runtime.place import place
+from trainer.state.diloco import without_islands
 from trainer.training import build
-from trainer.training.diloco import trained
 
 RATE = 0.125
 KEYS = {
@@ -63,7 +63,7 @@ def batch_of(run, padding=False):
 
 def after(run, step, tree, batch):
     state, metrics = step(state_from(run, tree), place(batch, run.batch_shardings))
-    return copied(run.codec.unpack(state)), run.read(metrics, 0)
+    return copied(run.codec.unpack(state)), run.computation.read(metrics, 0)
 
 
 def test_the_sign_is_that_of_the_mean_minus_the_load():
@@ -109,8 +109,7 @@ def test_it_is_equal_on_a_mesh_in_microbatches_and_in_another_combination():
 def test_without_a_rate_nothing_moves_it():
     tree = plain()[2]
     run = made(routed_bias_update_rate=0.0)
-    text = jax.jit(run.update).lower(run.codec.unpack(run.abstract_args()[0]), run.abstract_batch(run.rows)).as_text()
-    assert "sign" not in text
+    assert "sign" not in lowered_update(run).as_text()
     assert list(by_name(tree.rest)) == list(by_name(run.model.abstract[1]))
     with pytest.raises(UserError, match="no layer has a bias at gate/bias"):
         router_bias(run.config, {})
@@ -125,7 +124,7 @@ def test_islands_have_their_own_until_they_synchronize():
         state, _ = step(state, place(batch_of(run), run.batch_shardings))
         tree = copied(run.codec.unpack(state))
         of_islands.append(by_name(tree.inner_state.rest)[BIAS])
-        outer.append(by_name(trained(tree)[1])[BIAS])
+        outer.append(by_name(without_islands(tree)[1])[BIAS])
     assert (of_islands[0][0] != of_islands[0][1]).any(), "each island counts its own tokens"
     np.testing.assert_allclose(outer[0], of_islands[0].mean(0), atol=1e-6)
     np.testing.assert_array_equal(of_islands[1][0], of_islands[1][1])

@@ -30,7 +30,7 @@ def native(this, seed, updates):
         return np.asarray(updates if is_count else rng.normal(size=x.shape)).astype(x.dtype)
 
     tree = jax.tree.map(one, this.codec.unpack(this.abstract_state))
-    return jax.device_put(this.codec.pack(tree), this.state_shardings)
+    return jax.device_put(this.codec.pack(tree), this.states.shardings)
 
 
 def dataset_of(this):

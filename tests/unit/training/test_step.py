@@ -238,7 +238,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace_but_its_count(settings, broke
     params["decoder"]["decoder_norm"]["scale"] = params["decoder"]["decoder_norm"]["scale"].at[0].set(float(broken))
     bad = run.codec.pack(before._replace(params=params))
     bad_before = copied(run.codec.unpack(bad))
-    state, metrics = run.step(jax.device_put(bad, run.state_shardings), batch)
+    state, metrics = run.step(jax.device_put(bad, run.states.shardings), batch)
     after = copied(run.codec.unpack(state))
     assert metrics["skipped"] == 1
     assert not np.isfinite(metrics["loss"])

@@ -113,7 +113,7 @@ def test_fragments_that_arrive_late_against_numpy():
             jax.tree.map(lambda new, old: np.asarray(new, old.dtype), *it) for it in zip(islands, moved, strict=True)
         ]
         parts = [
-            jax.device_put(plain.codec.pack(tree._replace(params=its)), plain.state_shardings)
+            jax.device_put(plain.codec.pack(tree._replace(params=its)), plain.states.shardings)
             for tree, its in zip(trees, begun, strict=True)
         ]
         assert_close(found.params, params)
@@ -121,12 +121,12 @@ def test_fragments_that_arrive_late_against_numpy():
         for island in (0, 1):
             assert_close(jax.tree.map(lambda x, n=island: x[n], found.inner_state.params), islands[island])
         assert found.in_flight == (in_flight[0] if in_flight else 0)
-        row = run.read(metrics, i)
+        row = run.computation.read(metrics, i)
         assert row["skipped"] == (i + 1 in (5, 6))
         assert ("outer_grad_norm" in row) == (i + 1 in (3, 6, 9, 10))
     grads = jax.tree.map(lambda new, old: new - config.diloco_outer_momentum * old, velocity, before)
     norm = np.sqrt(sum((grad**2).sum() for grad in jax.tree.leaves(grads)))
-    np.testing.assert_allclose(run.read(metrics, 9)["outer_grad_norm"], norm, rtol=1e-3)  # of all fragments
+    np.testing.assert_allclose(run.computation.read(metrics, 9)["outer_grad_norm"], norm, rtol=1e-3)  # of all fragments
     for island in (0, 1):
         assert_equal_bits(jax.tree.map(lambda x, n=island: x[n], found.inner_state.params), found.params)
 
