@@ -63,7 +63,7 @@ def step_and_peak() -> tuple[float, float, float]:
     for _ in range(ROUNDS):
         for _ in range(STEPS):
             started = time.perf_counter()
-            state, metrics = step(state, batch)
+            state, metrics = step(state, batch, ())
             jax.block_until_ready(metrics)
             seconds.append(time.perf_counter() - started)
         for _ in range(5):
@@ -84,7 +84,7 @@ def host_seconds(name: str) -> float:
     seconds = []
     for _ in range(500):
         started = time.perf_counter()
-        state, metrics = step(state, batch)
+        state, metrics = step(state, batch, ())
         jax.device_get(metrics)
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds)

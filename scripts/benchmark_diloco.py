@@ -48,7 +48,7 @@ def main() -> None:
             for name, run in runs.items():  # alternately, so that a slower machine slows all of them
                 placed = jax.block_until_ready(place(batch, run.batch_shardings, run.rows))
                 began = time.process_time()
-                states[name], metrics = steps[name](states[name], placed)
+                states[name], metrics = steps[name](states[name], placed, ())
                 jax.block_until_ready((states[name], metrics))
                 seconds[name].append(time.process_time() - began)
     plain = np.array(seconds["data parallelism"][FIRST:])

@@ -93,7 +93,7 @@ def row(machine: Machine, name: str, devices: int, overrides: dict[str, object])
     for _ in range(ROUNDS + 1):
         machine.measure()
         started = time.perf_counter()
-        state, metrics = step(state, batch)
+        state, metrics = step(state, batch, ())
         jax.block_until_ready(metrics)
         taken.append(time.perf_counter() - started)
     real = statistics.median(taken[1:])

@@ -164,7 +164,7 @@ def training(sizes: Sizes, measure: Callable[[], float], op: str) -> None:
     for i in range(ROUNDS + 1):
         started = time.perf_counter()
         for _ in range(sizes.steps):
-            leaves, metrics = step(leaves, batch)
+            leaves, metrics = step(leaves, batch, ())
         jax.block_until_ready((leaves, metrics))
         elapsed = (time.perf_counter() - started) / sizes.steps
         if i:  # the first round warms up

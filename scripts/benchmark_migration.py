@@ -62,7 +62,7 @@ class Measured:
         run = build(load([f"{key}={value}" for key, value in keys.items()]).config, jax.devices())
         self.leaves, self.structure = jax.tree.flatten(run.init())
         started = time.perf_counter()
-        lowered = run.step_on_leaves.lower(self.leaves, run.abstract_args()[1])
+        lowered = run.step_on_leaves.lower(self.leaves, *run.abstract_args()[1:])
         self.trace = time.perf_counter() - started
         started = time.perf_counter()
         # Code that is not timed is compiled quickly.
@@ -79,7 +79,7 @@ class Measured:
         unflattening."""
         for _ in range(STEPS):
             started = time.perf_counter()
-            self.leaves, metrics = self.compiled(self.leaves, self.batch)
+            self.leaves, metrics = self.compiled(self.leaves, self.batch, ())
             jax.block_until_ready((self.leaves, metrics))
             self.seconds.append(time.perf_counter() - started)
             state = self.structure.unflatten(self.leaves)

@@ -40,7 +40,7 @@ def report_cost() -> None:
         for modules, (step, state, batch, _, _) in runs.items():
             for _ in range(STEPS):
                 started = time.process_time()
-                state[0], metrics = step(state[0], batch)
+                state[0], metrics = step(state[0], batch, ())
                 jax.block_until_ready((state[0], metrics))
                 seconds[modules].append(time.process_time() - started)
     print("| modules | parameters | model FLOPs of a step | ratio | processor time of a step, ms | ratio |")

@@ -38,7 +38,7 @@ def cpu_seconds(op: str, length: int, rows: int) -> dict[str, list[float]]:
         for name, step in steps.items():
             started = time.process_time()
             for _ in range(STEPS):
-                states[name], metrics = step(states[name], batches[name])
+                states[name], metrics = step(states[name], batches[name], ())
                 jax.block_until_ready(metrics)
             if i:  # the first round warms up; its first step also measures in the program that measures every 10th step
                 seconds[name].append((time.process_time() - started) / STEPS)

@@ -99,7 +99,7 @@ def step_ratios(rates: dict[str, float]) -> dict[str, list[float]]:
         for name, step in steps.items():
             started = time.process_time()
             for _ in range(TIMED_STEPS):
-                states[name], metrics = step(states[name], batch)
+                states[name], metrics = step(states[name], batch, ())
                 jax.block_until_ready(metrics)
             if i:  # the first round warms up
                 seconds[name].append(time.process_time() - started)

@@ -87,7 +87,7 @@ def losses(combination: str, mesh: str, scan_layers: bool, microbatches: int) ->
     state, found = jax.device_put(run.codec.init(seed_key(0)), run.states.shardings), []
     for i in range(STEPS):
         batch = train_batch(source, i * ROWS, ROWS, seed=0, shuffle=False)
-        state, metrics = step(state, place(batch, run.batch_shardings))
+        state, metrics = step(state, place(batch, run.batch_shardings), ())
         found += [float(metrics["loss"]), float(metrics["grad_norm"])]
     return found
 

@@ -168,7 +168,7 @@ def losses(run, tree):
     state, found = state_from(run, tree._replace(opt_state=begun if rules else begun.optimizer)), []
     step = run.step.lower(*run.abstract_args()).compile()
     for i in range(STEPS):
-        state, metrics = step(state, place(packed_batch(run.config, ROWS, seed=i), run.batch_shardings))
+        state, metrics = step(state, place(packed_batch(run.config, ROWS, seed=i), run.batch_shardings), ())
         found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
     return np.array(found)
 

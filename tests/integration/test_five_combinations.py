@@ -106,7 +106,7 @@ def trained(combination):
     step = run.step.lower(*run.abstract_args()).compile()
     metrics = []
     for i in range(STEPS):
-        state, row = step(state, place(packed_batch(run.config, run.rows, seed=i), run.batch_shardings))
+        state, row = step(state, place(packed_batch(run.config, run.rows, seed=i), run.batch_shardings), ())
         metrics.append(run.computation.read(row, i))
     return start, copied(run.codec.unpack(state)), metrics
 

@@ -22,7 +22,7 @@ def runs(combination, **overrides):
     ours, native = run.init(), run.init()
     step = run.step.lower(*run.abstract_args()).compile(EXACT)
     for batch in batches:
-        ours, _ = step(ours, batch)
+        ours, _ = step(ours, batch, ())
     return run, native, ours, batches
 
 

@@ -100,7 +100,7 @@ def test_a_run_whose_batches_bear_no_loss_is_stopped(tokens, before, sigterm, st
     to save."""
     left, saves = iter(tokens), []
 
-    def step(leaves, batch):
+    def step(leaves, batch, frozen):
         count = next(left)
         if sigterm:
             signal.raise_signal(signal.SIGTERM)

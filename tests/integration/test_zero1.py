@@ -123,7 +123,7 @@ def trained(combination=ALL_COMBINATIONS[0], **overrides):
     init = jax.jit(run.codec.init, out_shardings=run.states.shardings).lower(seed_key(0)).compile()
     state, rows = init(seed_key(0)), []
     for i in range(3):
-        state, metrics = program(state, place(packed_batch(run.config, ROWS, seed=i), run.batch_shardings))
+        state, metrics = program(state, place(packed_batch(run.config, ROWS, seed=i), run.batch_shardings), ())
         rows.append([float(metrics["loss"]), float(metrics["grad_norm"])])
     return rows, copied(run.codec.unpack(state).params)
 

@@ -69,7 +69,7 @@ def origin_of(config: Config, devices: Sequence[jax.Device], args: Any) -> Origi
 
 
 def save(path: Path, compiled: Any, origin: Origin) -> None:
-    """Writes `compiled`, a step `(state, batch) -> (state, metrics)`. The file appears only when it is complete.
+    """Writes `compiled`, a step `(state, batch, frozen) -> (state, metrics)`. The file appears when it is complete.
 
     Raises:
       UserError: the path cannot be written.
@@ -89,10 +89,10 @@ def save(path: Path, compiled: Any, origin: Origin) -> None:
 
 
 def load(path: Path, origin: Origin, args: Any, devices: Sequence[jax.Device]) -> Any:
-    """Returns the compiled step in the file. It runs on `devices` and takes a list of the leaves of a state, and a
-    batch.
+    """Returns the compiled step in the file. It runs on `devices` and takes a list of the leaves of a state, a batch,
+    and what the objective reads beside the state.
 
-    `args` are the abstract state and batch.
+    `args` are the abstract arguments of the step.
 
     The file contains executable code: load only files that you trust.
 
@@ -123,7 +123,7 @@ def load(path: Path, origin: Origin, args: Any, devices: Sequence[jax.Device]) -
     if hashlib.sha256(payload).hexdigest() != head["sha256"]:
         raise UserError(f"{named}: damaged, its checksum does not match; compile again")
     leaves = jax.tree.leaves(args[0])
-    in_tree = jax.tree.structure(((leaves, args[1]), {}))
+    in_tree = jax.tree.structure(((leaves, *args[1:]), {}))
     out_tree = jax.tree.structure((leaves, dict.fromkeys(head["metrics"], 0)))
     return serialize_executable.deserialize_and_load(
         payload, in_tree, out_tree, backend=devices[0].client, execution_devices=devices

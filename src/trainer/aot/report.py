@@ -27,7 +27,7 @@ class Memory:
     """Bytes on one device.
 
     Attributes:
-      arguments: the train state and the batch.
+      arguments: the train state, what is frozen, and the batch.
       outputs: the new state and the metrics.
       aliased: the part of the outputs that reuses the memory of arguments.
       temporaries: the size of their allocation, including fragmentation.

@@ -198,8 +198,8 @@ def gradients(program: Program, snapshot: Snapshot, batch: Batch, known: Shared)
     run = program.run
     tree = _forward(run, state(program, snapshot))
     fn = make_gradients(run.config, run.objective, run.param_shardings)
-    on_devices = place(batch, run.batch_shardings)
-    found = _compiled(known, run.sharded(fn), tree, on_devices)(tree, on_devices)
+    args = tree, place(batch, run.batch_shardings), run.frozen.make()
+    found = _compiled(known, run.sharded(fn), *args)(*args)
     return Measured({"loss": {"loss": found.loss, **found.means}, "gradients": program.names.of(by_name(found.grads))})
 
 
@@ -211,10 +211,10 @@ def update(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) ->
     """
     run = program.run
     text = _text(program)
-    compiled = run.compile()
+    compiled, frozen = run.compile(), run.frozen.make()
 
     def after(begin: Snapshot) -> tuple[Arrays, Arrays]:
-        native, _ = compiled(state(program, begin), place(batch, run.batch_shardings))
+        native, _ = compiled(state(program, begin), place(batch, run.batch_shardings), frozen)
         tree = run.codec.unpack(native)
         return program.names.of(names_of(tree.params)), program.names.of(by_name(tree._replace(params=None)))
 
@@ -236,7 +236,7 @@ def _text(program: Program) -> str:
     run, tree = program.run, program.abstract
     stored = jax.tree.map(lambda leaf: leaf.sharding, tree)
     jitted = jax.jit(run.computation.update, out_shardings=(stored, run.computation.metric_shardings), donate_argnums=0)
-    return jitted.lower(tree, run.abstract_batch(run.rows)).as_text()
+    return jitted.lower(tree, run.abstract_batch(run.rows), run.frozen.abstract).as_text()
 
 
 def _cost(compiled: Any) -> dict[str, Any]:

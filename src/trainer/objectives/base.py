@@ -1,6 +1,6 @@
 """The interface of an objective."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -72,6 +72,21 @@ class Sums(NamedTuple):
     sown: Sown
 
 
+class Frozen(NamedTuple):
+    """Arrays that an objective reads and no step changes, such as the parameters of a reference model.
+
+    Attributes:
+      abstract: a pytree with a ShapeDtypeStruct at each leaf.
+      axes: the same tree with a `sharding.Axes` at each leaf.
+      make: returns the arrays, given `abstract` with a sharding at each leaf. No checkpoint has them, so it is called
+        at the beginning of every process, and must return the same arrays in a run that resumes.
+    """
+
+    abstract: Any
+    axes: Any
+    make: Callable[[Any], Any]
+
+
 class Objective(Protocol):
     """A training objective.
 
@@ -80,6 +95,9 @@ class Objective(Protocol):
 
     One term name has a meaning: `lm_loss` is the cross entropy of the next token in nats, weighted by the number of
     loss-bearing tokens. Perplexity is reported if this term exists. The term is optional.
+
+    An objective that reads arrays beside the train state has an attribute `frozen`, a `Frozen`. Its methods `sums` and
+    `evaluation` then receive these arrays as the keyword argument `frozen`.
     """
 
     @property
@@ -108,6 +126,16 @@ class Objective(Protocol):
 
     def evaluation(self, params: Any, rest: Any, batch: Batch) -> Evaluation:
         """Returns the values that evaluation reports for `batch`, without dropout."""
+
+
+def frozen_of(objective: Objective) -> Frozen | None:
+    """Returns the arrays that `objective` reads beside the train state; None if there are none."""
+    return getattr(objective, "frozen", None)
+
+
+def frozen_argument(objective: Objective, frozen: Any) -> dict[str, Any]:
+    """Returns the keyword argument `frozen` of the methods of `objective`; {} if it declares no such arrays."""
+    return {} if frozen_of(objective) is None else {"frozen": frozen}
 
 
 def batch_fields(objective: Objective) -> dict[str, Field]:

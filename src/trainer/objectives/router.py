@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from trainer.config import UserError
 from trainer.layers.sown import RouterLoss
-from trainer.objectives.base import Batch, Evaluation, Field, Objective, Sums, Weights
+from trainer.objectives.base import Batch, Evaluation, Field, Frozen, Objective, Sums, Weights, frozen_of
 
 # The name of a term, and the last part of the path of the values that a layer sows for it.
 BALANCE, Z = ("moe_lb_loss", "load_balance"), ("router_z_loss", "z")
@@ -40,6 +40,11 @@ class WithRouters:
         """See `Objective.captures`."""
         return (*self.objective.captures, RouterLoss)
 
+    @property
+    def frozen(self) -> Frozen | None:
+        """See `Objective`."""
+        return frozen_of(self.objective)
+
     def weights(self, batch: Batch) -> Weights:
         """See `Objective.weights`."""
         real_bt = batch["inputs_segmentation"] != 0
@@ -56,9 +61,11 @@ class WithRouters:
         key: jax.Array | None,
         capture: Any = (),
         sampled: jax.Array | None = None,
+        **frozen: Any,
     ) -> Sums:
         """See `Objective.sums`."""
-        inner = self.objective.sums(params, rest, batch, key, tuple(dict.fromkeys((*capture, RouterLoss))), sampled)
+        types = tuple(dict.fromkeys((*capture, RouterLoss)))
+        inner = self.objective.sums(params, rest, batch, key, types, sampled, **frozen)
         sown = inner.sown[RouterLoss.__name__]
         own = {}
         for (term, name), weight in ((BALANCE, self.balance), (Z, self.z)):
@@ -73,6 +80,6 @@ class WithRouters:
         asked = {kind.__name__: inner.sown[kind.__name__] for kind in capture}
         return Sums(inner.minimized | own, inner.measured, asked)
 
-    def evaluation(self, params: Any, rest: Any, batch: Batch) -> Evaluation:
+    def evaluation(self, params: Any, rest: Any, batch: Batch, **frozen: Any) -> Evaluation:
         """See `Objective.evaluation`."""
-        return self.objective.evaluation(params, rest, batch)
+        return self.objective.evaluation(params, rest, batch, **frozen)

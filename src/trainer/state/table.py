@@ -21,6 +21,7 @@ KINDS = {
     "rest": "other",
     "step": "other",
     "in_flight": "other",
+    "frozen": "frozen",  # what the objective reads beside the train state
 }
 _ISLANDS = "inner_state"  # the train states of DiLoCo's islands
 

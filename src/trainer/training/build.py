@@ -26,6 +26,7 @@ from trainer.state import (
 )
 from trainer.state.host import check_host_memory, fetcher, storage_shardings
 from trainer.training.diloco import rules_of_islands, with_islands
+from trainer.training.frozen import frozen_arrays
 from trainer.training.metrics import read_metrics
 from trainer.training.rules import make_rules
 from trainer.training.run import Computation, Run, States, batch_shardings, with_steps
@@ -89,8 +90,8 @@ def build(
     )
     if config.enable_diloco:
         states, computation = with_islands(config, mesh, params.storage, states, computation)
-    batches = batch_shardings(objective, mesh, rules)
-    return with_steps(Run(config, mesh, rules, objective, params, batches, states, computation))
+    batches, frozen = batch_shardings(objective, mesh, rules), frozen_arrays(objective, mesh, rules)
+    return with_steps(Run(config, mesh, rules, objective, params, batches, frozen, states, computation))
 
 
 def _resolved(config: Config, devices: Sequence[jax.Device]) -> Any:

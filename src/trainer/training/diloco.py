@@ -109,9 +109,9 @@ def _same_rest(rest: Any) -> Any:
 
 
 def build_diloco_train_step(
-    config: Config, update: Callable[[TrainTree, Batch], tuple[TrainTree, dict[str, jax.Array]]], shardings: Any
-) -> Callable[[DiLoCoTrainState, Batch], tuple[DiLoCoTrainState, Metrics]]:
-    """Returns `step(state, batch) -> state, metrics` over the canonical state.
+    config: Config, update: Callable[[TrainTree, Batch, Any], tuple[TrainTree, dict[str, jax.Array]]], shardings: Any
+) -> Callable[[DiLoCoTrainState, Batch, Any], tuple[DiLoCoTrainState, Metrics]]:
+    """Returns `step(state, batch, frozen) -> state, metrics` over the canonical state. All islands read one `frozen`.
 
     The step runs `update` on every island, then synchronizes the fragments that are due
     (`config.diloco_keys.Schedule`). A synchronization is a conditional: in all other steps nothing is sent between
@@ -125,11 +125,11 @@ def build_diloco_train_step(
     count, plan, synchronize = islands(config), schedule(config), _synchronization(config, shardings)
     # All islands have the same step count. It is one scalar, so that a conditional on it remains a conditional.
     state_axes: Any = TrainTree(step=None, params=0, opt_state=0, rest=0)
-    on_islands = jax.vmap(update, in_axes=(state_axes, 0), out_axes=(state_axes, 0), spmd_axis_name=AXIS)
+    on_islands = jax.vmap(update, in_axes=(state_axes, 0, None), out_axes=(state_axes, 0), spmd_axis_name=AXIS)
 
-    def step(state: DiLoCoTrainState, batch: Batch) -> tuple[DiLoCoTrainState, Metrics]:
+    def step(state: DiLoCoTrainState, batch: Batch, frozen: Any) -> tuple[DiLoCoTrainState, Metrics]:
         split = {name: x.reshape(count, -1, *x.shape[1:]) for name, x in batch.items()}
-        inner, metrics = on_islands(state.inner_state._replace(step=state.step), split)
+        inner, metrics = on_islands(state.inner_state._replace(step=state.step), split, frozen)
         updates = state.step + 1
         # Nothing else changes: each island keeps its own moments and the state of its update rules.
         changing = Averaged(inner.params, state.params, state.outer_opt_state, inner.rest)

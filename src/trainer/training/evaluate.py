@@ -12,23 +12,23 @@ import numpy as np
 from trainer.config import RunStopped, UserError
 from trainer.config.words import counted
 from trainer.data import RowSource, eval_batches
-from trainer.objectives import Mean, Objective
+from trainer.objectives import Mean, Objective, frozen_argument
 from trainer.observe import perplexity
 from trainer.state import ParamShardings
 
 
 def make_evaluation(objective: Objective, shardings: ParamShardings) -> Callable[..., dict[str, Any]]:
-    """Returns `evaluation(params, rest, batch, bytes_per_token [vocab]) -> sums`.
+    """Returns `evaluation(params, rest, batch, frozen, bytes_per_token [vocab]) -> sums`.
 
     The sums over `batch` are `means`, an `objectives.Evaluation`, and `bytes`, the number of bytes of text in the
     targets (0 without a cross entropy).
     """
 
     def evaluation(
-        params: Any, rest: Any, batch: Mapping[str, jax.Array], bytes_per_token: jax.Array
+        params: Any, rest: Any, batch: Mapping[str, jax.Array], frozen: Any, bytes_per_token: jax.Array
     ) -> dict[str, Any]:
         params = jax.lax.with_sharding_constraint(params, shardings.compute)
-        means = objective.evaluation(params, rest, batch)
+        means = objective.evaluation(params, rest, batch, **frozen_argument(objective, frozen))
         lengths = jnp.zeros((), bytes_per_token.dtype)
         if means.cross_entropy is not None:
             lengths = jnp.where(batch["targets_segmentation"] != 0, bytes_per_token[batch["targets"]], 0)

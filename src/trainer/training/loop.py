@@ -141,7 +141,7 @@ class _Loop:
             self.reader.restart_clock()
         with jax.profiler.StepTraceAnnotation("train", step_num=self.done):
             placed = place(batch, self._run.batch_shardings, self._run.rows)
-            self._leaves, metrics = compiled_step(self._leaves, placed)
+            self._leaves, metrics = compiled_step(self._leaves, placed, self._start.frozen)
         self._position = position
         self.reader.push(self.done, metrics, waited)
         if profiler is not None and profiler.after(self.done, self.reader.flush):
@@ -160,7 +160,7 @@ class _Loop:
             return
         self.reader.flush()
         batches, tokenizer = self._batches.held_out(), self._dataset.tokenizer
-        row = evaluate(self._run, self.state, batches, tokenizer, step, self._preemption)
+        row = evaluate(self._run, self.state, batches, tokenizer, step, self._preemption, self._start.frozen)
         self.evaluated = row is not None
         if row is not None:
             self._last_evaluation = row
@@ -210,10 +210,11 @@ def evaluate(
     tokenizer: Tokenizer | None,
     step: int,
     preemption: Preemption | None = None,
+    frozen: Any = (),
 ) -> Row | None:
     """Returns a row of metrics over `batches`, of which this process has its part; None if preempted.
 
-    `tokenizer` gives the number of bytes of each token.
+    `tokenizer` gives the number of bytes of each token; `frozen`: see `Start`.
     """
     started = time.perf_counter()
     lengths = np.zeros(run.config.vocab_size, np.int32)  # without a tokenizer, bytes are not counted
@@ -228,7 +229,7 @@ def evaluate(
                 return
             if not count:
                 check_batch(run, batch, run.eval_rows)
-            current = run.eval_step(state, place(batch, run.batch_shardings, run.eval_rows), table)
+            current = run.eval_step(state, place(batch, run.batch_shardings, run.eval_rows), frozen, table)
             if waiting is not None:
                 yield jax.device_get(waiting)
             waiting = current

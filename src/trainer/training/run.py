@@ -18,6 +18,7 @@ from trainer.sharding import Rules, on_mesh, spec
 from trainer.state import ParamShardings, set_named_sharding_nnx, table
 from trainer.state.host import Fetch
 from trainer.training.evaluate import make_evaluation
+from trainer.training.frozen import FrozenArrays
 
 # The logical axes of the sizes of a batch's arrays (`objectives.Field`).
 _AXES: dict[str | int, str] = {"rows": "activation_batch", "length": "activation_length"}
@@ -39,7 +40,7 @@ class States(NamedTuple):
 class Computation(NamedTuple):
     """What a run computes over canonical train states. The functions are for use under jit, except `read`."""
 
-    update: Callable[..., Any]  # (tree, batch) -> (tree, metrics); see `make_update`
+    update: Callable[..., Any]  # (tree, batch, frozen) -> (tree, metrics); see `make_update`
     trained: Callable[[Any], tuple[Any, Any]]  # the (params, rest) for evaluation and sampling
     metric_shardings: Any  # shardings of the metrics of an update, a prefix of their tree
     read: Callable[[Any, int], dict[str, Any]]  # (metrics, step) -> the metrics of that step on the host
@@ -54,10 +55,11 @@ class Run(NamedTuple):
     objective: Objective
     param_shardings: ParamShardings
     batch_shardings: dict[str, NamedSharding]
+    frozen: FrozenArrays
     states: States
     computation: Computation
-    step: Any = None  # jitted (state, batch) -> (state, metrics): the update of a native train state, which is donated
-    eval_step: Any = None  # jitted (state, batch, bytes per token [vocab]) -> sums
+    step: Any = None  # jitted (state, batch, frozen) -> (state, metrics) of a native train state, which is donated
+    eval_step: Any = None  # jitted (state, batch, frozen, bytes per token [vocab]) -> sums
 
     @property
     def codec(self) -> Codec:
@@ -84,17 +86,19 @@ class Run(NamedTuple):
         """The replicated sharding."""
         return NamedSharding(self.mesh, spec([], self.rules))
 
-    def abstract_args(self) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
+    def abstract_args(self) -> tuple[Any, dict[str, jax.ShapeDtypeStruct], Any]:
         """Returns the arguments of `step` as shapes with shardings."""
-        return set_named_sharding_nnx(self.abstract_state, self.states.shardings), self.abstract_batch(self.rows)
+        state = set_named_sharding_nnx(self.abstract_state, self.states.shardings)
+        return state, self.abstract_batch(self.rows), self.frozen.abstract
 
     def parts(self) -> dict[str, Any]:
         """Returns the arguments of `step` by kind, for `aot.report`."""
-        state, batch = self.abstract_args()
+        state, batch, frozen = self.abstract_args()
         found: dict[str, list[Any]] = {"parameters": [], "optimizer": [], "other": []}
         for tensor, leaf in zip(*map(jax.tree.leaves, (self.states.tensors, state)), strict=True):
             found[table.kind(tensor.path)].append(leaf)
-        return {"other state" if name == "other" else name: part for name, part in found.items()} | {"batch": batch}
+        kinds = {"other state" if name == "other" else name: part for name, part in found.items()}
+        return kinds | {"frozen": frozen, "batch": batch}
 
     def abstract_batch(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns a batch of `rows` rows as shapes with shardings."""
@@ -131,9 +135,11 @@ class Run(NamedTuple):
         return self.codec.unpack(self.abstract_state).params
 
     def table(self) -> dict[str, Any]:
-        """Returns the shardings of the train state as plain data: mesh axes larger than 1, rows, totals, warnings."""
+        """Returns the shardings of the train state and of `frozen` as plain data: mesh axes larger than 1, rows,
+        totals, warnings."""
         trees = self.states.tensors, self.abstract_state, self.states.shardings
-        rows = table.rows(*trees)
+        frozen = self.frozen.abstract, jax.tree.map(lambda leaf: leaf.sharding, self.frozen.abstract)
+        rows = [*table.rows(*trees), *table.rows(self.frozen.tensors, *frozen)]
         named, abstract, _ = (self.codec.unpack(tree).params for tree in trees)
         computing = table.rows(named, abstract, self.param_shardings.compute)
         is_trained = by_name(trainable(self.config)(self._params))
@@ -154,16 +160,16 @@ class Run(NamedTuple):
         step = self.step.__wrapped__
 
         @functools.wraps(step)
-        def on_leaves(leaves: list[Any], batch: Any) -> Any:
-            state, metrics = step(structure.unflatten(leaves), batch)
+        def on_leaves(leaves: list[Any], batch: Any, frozen: Any) -> Any:
+            state, metrics = step(structure.unflatten(leaves), batch, frozen)
             return jax.tree.leaves(state), metrics
 
         return _jitted(self, on_leaves, jax.tree.leaves(self.states.shardings))
 
     def compile_on_leaves(self, options: Mapping[str, Any] | None = None) -> Any:
         """Compiles `step_on_leaves`. `options` are compiler options of XLA."""
-        state, batch = self.abstract_args()
-        return self.step_on_leaves.lower(jax.tree.leaves(state), batch).compile(options)
+        state, *others = self.abstract_args()
+        return self.step_on_leaves.lower(jax.tree.leaves(state), *others).compile(options)
 
     def sharded(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `fn` such that its layers shard their arrays over this run's mesh when it is traced."""
@@ -175,17 +181,16 @@ def with_steps(run: Run) -> Run:
     codec, fetch, update, trained = run.codec, run.states.fetch, run.computation.update, run.computation.trained
     evaluation = run.sharded(make_evaluation(run.objective, run.param_shardings))
 
-    def step(state: Any, batch: Any) -> tuple[Any, Any]:
-        tree, metrics = update(fetch(codec.unpack(state)), batch)
+    def step(state: Any, batch: Any, frozen: Any) -> tuple[Any, Any]:
+        tree, metrics = update(fetch(codec.unpack(state)), batch, frozen)
         return codec.pack(tree), metrics
 
     def eval_step(state: Any, *args: Any) -> Any:
         return evaluation(*trained(codec.unpack(state)), *args)
 
-    stored = run.states.shardings
-    evaluated = (stored, run.batch_shardings, run.replicated)
+    evaluated = *_inputs(run, run.states.shardings), run.replicated
     return run._replace(
-        step=_jitted(run, step, stored),
+        step=_jitted(run, step, run.states.shardings),
         eval_step=jax.jit(eval_step, in_shardings=evaluated, out_shardings=run.replicated),
     )
 
@@ -200,4 +205,8 @@ def batch_shardings(objective: Objective, mesh: Mesh, rules: Rules) -> dict[str,
 
 def _jitted(run: Run, step: Callable[..., Any], stored: Any) -> Any:
     outputs = stored, run.computation.metric_shardings
-    return jax.jit(step, in_shardings=(stored, run.batch_shardings), out_shardings=outputs, donate_argnums=0)
+    return jax.jit(step, in_shardings=_inputs(run, stored), out_shardings=outputs, donate_argnums=0)
+
+
+def _inputs(run: Run, stored: Any) -> tuple[Any, Any, Any]:
+    return stored, run.batch_shardings, jax.tree.map(lambda leaf: leaf.sharding, run.frozen.abstract)

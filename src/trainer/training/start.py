@@ -39,6 +39,7 @@ class Start(NamedTuple):
     updates: int = 0  # updates in the state
     position: Any = None  # position in the data; None is the beginning
     resumed: bool = False  # whether an earlier process began this run
+    frozen: Any = ()  # what the objective reads beside the state; see `FrozenArrays`
 
 
 def start(
@@ -50,7 +51,8 @@ def start(
     schedule_given: bool,
     given: Collection[str] = (),
 ) -> Start:
-    """Returns the state that the run begins with. Lines passed to `say` name its source.
+    """Returns the state that the run begins with, and what its objective reads beside it. Lines passed to `say` name
+    the source of the state.
 
     Args:
       manager: the run's own checkpoints, which take precedence over every other source; None if there are none.
@@ -60,6 +62,19 @@ def start(
     Raises:
       UserError: the requested state does not exist, is damaged, or does not fit the configuration.
     """
+    begin = _begin(run, dataset, manager, say, schedule_given=schedule_given, given=given)
+    return begin._replace(frozen=run.frozen.make())
+
+
+def _begin(
+    run: Run,
+    dataset: Dataset,
+    manager: CheckpointManager | SavedCheckpoints | None,
+    say: Say,
+    *,
+    schedule_given: bool,
+    given: Collection[str],
+) -> Start:
     config = run.config
     if manager is not None and manager.latest is not None:
         path = manager.path(manager.latest)

@@ -14,7 +14,7 @@ from trainer.backends import TrainTree
 from trainer.config import Config
 from trainer.config.expert_keys import drops, has_experts
 from trainer.layers.sown import RouterCount, Sown, Total, check_captured, combined
-from trainer.objectives import Objective
+from trainer.objectives import Objective, frozen_argument
 from trainer.ops.paths import by_name
 from trainer.ops.random import DROPOUT, seed_key
 from trainer.optim import Rule, Seen, any_due, apply_rules, make_schedule, observed, place_on_schedule, trainable
@@ -43,8 +43,8 @@ def make_gradients(
     shardings: ParamShardings,
     capture: tuple[type, ...] = (),
     rules: Sequence[Rule] = (),
-) -> Callable[[TrainTree, Batch], Gradients]:
-    """Returns `gradients(tree, batch)`, the first half of a training step.
+) -> Callable[..., Gradients]:
+    """Returns `gradients(tree, batch, frozen=())`, the first half of a training step.
 
     It runs microbatch by microbatch and captures sown values of the types `capture`.
 
@@ -55,16 +55,17 @@ def make_gradients(
     is_trained = trainable(config)
     check_captured(capture, objective.captures)
 
-    def gradients(tree: TrainTree, batch: Batch) -> Gradients:
+    def gradients(tree: TrainTree, batch: Batch, frozen: Any = ()) -> Gradients:
         key = dropout_key(config, tree.step)
         sampled = any_due(rules, tree.step)
         weights, tokens = objective.weights(batch)
         mask = is_trained(tree.params)
-        trained, frozen = _partition(mask, jax.lax.with_sharding_constraint(tree.params, shardings.compute))
+        trained, untrained = _partition(mask, jax.lax.with_sharding_constraint(tree.params, shardings.compute))
         storage, _ = _partition(mask, shardings.storage)
 
         def loss(trained: Any, batch: Batch) -> tuple[jax.Array, tuple[dict[str, jax.Array], Sown]]:
-            sums = objective.sums(_combine(trained, frozen), tree.rest, batch, key, capture, sampled)
+            params = _combine(trained, untrained)
+            sums = objective.sums(params, tree.rest, batch, key, capture, sampled, **frozen_argument(objective, frozen))
             # If the weight is 0, the mean is NaN and the step is skipped.
             minimized, measured = (
                 {name: _mean(total, weights[name]) for name, total in part.items()}
@@ -103,10 +104,11 @@ def make_update(
     shardings: ParamShardings,
     rules: Sequence[Rule],
     axes: Any,
-) -> Callable[[TrainTree, Batch], tuple[TrainTree, dict[str, jax.Array]]]:
-    """Returns `update(tree, batch) -> tree, metrics`: one training step.
+) -> Callable[..., tuple[TrainTree, dict[str, jax.Array]]]:
+    """Returns `update(tree, batch, frozen=()) -> tree, metrics`: one training step.
 
-    `batch` holds the fields of the objective; its rows are the global batch. The metrics are
+    `batch` holds the fields of the objective; its rows are the global batch. `frozen` is what the objective reads
+    beside the train state (`objectives.Frozen`), or (). The metrics are
     - float32 means over the whole batch, the norm of the gradient and the learning rate;
     - int32 `tokens`; `skipped`, 1 if the update is skipped because loss or gradients are not finite (also if there are
       no loss-bearing tokens) or a rule has a reason to skip; each rule's reasons, 0 or 1; `finite`, 1 if the state is
@@ -130,13 +132,13 @@ def make_update(
     capture = tuple(dict.fromkeys((*recorded, *routers, *(kind for rule in rules for kind in rule.sown))))
     gradients = make_gradients(config, objective, shardings, capture, rules)
 
-    def update(tree: TrainTree, batch: Batch) -> tuple[TrainTree, dict[str, jax.Array]]:
-        total, means, tokens, sown, grads = gradients(tree, batch)
+    def update(tree: TrainTree, batch: Batch, frozen: Any = ()) -> tuple[TrainTree, dict[str, jax.Array]]:
+        total, means, tokens, sown, grads = gradients(tree, batch, frozen)
         grad_norm = optax.tree.norm(jax.tree.map(lambda grad: grad.astype(jnp.float32), grads))
         raw, mask = grads, is_trained(tree.params)
-        trained, frozen = _partition(mask, tree.params)
+        trained, untrained = _partition(mask, tree.params)
         grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, trained)
-        grads = _combine(grads, jax.tree.map(jnp.zeros_like, frozen))
+        grads = _combine(grads, jax.tree.map(jnp.zeros_like, untrained))
         updates, opt_state = tx.update(grads, tree.opt_state, tree.params)
         new = tree._replace(params=optax.apply_updates(tree.params, updates), opt_state=opt_state)
         new, reasons = observed(rules, new, Seen(total, grad_norm, tree.step))

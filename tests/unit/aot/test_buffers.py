@@ -13,7 +13,7 @@ from trainer.training import build
 
 @pytest.fixture(scope="module")
 def parameters(step):
-    state, _ = step.run.abstract_args()
+    state, *_ = step.run.abstract_args()
     return buffers.leaves(step.run.codec.unpack(state).params)
 
 
@@ -56,8 +56,8 @@ def test_a_small_program_in_the_same_folder_is_not_taken_for_it(tmp_path):
 
 
 def test_leaves_are_what_one_device_holds(step, parameters):
-    state, batch = step.run.abstract_args()
-    total = sum(leaf.bytes for leaf in buffers.leaves((state, batch)))
+    args = step.run.abstract_args()
+    total = sum(leaf.bytes for leaf in buffers.leaves(args))
     assert total == pytest.approx(step.compiled.memory_analysis().argument_size_in_bytes, rel=0.01)
     embedding = next(leaf for leaf in parameters if leaf.global_dims == (64, 16))
     assert (embedding.dims, embedding.bytes) == ((64, 4), 64 * 4 * 4)

@@ -45,7 +45,7 @@ def test_the_loaded_step_does_what_the_saved_one_does(step, file, origin):
     batch = packed_batch(run.config, run.rows)
 
     def after(compiled, state):
-        state, metrics = compiled(state, place(batch, run.batch_shardings))
+        state, metrics = compiled(state, place(batch, run.batch_shardings), ())
         return copied(jax.tree.leaves(state)), jax.device_get(metrics)
 
     result = after(load(step, file, origin), jax.tree.leaves(run.init()))

@@ -290,7 +290,7 @@ def test_loss_and_gradients_do_not_depend_on_the_policy():
     losses, norms = set(), []
     for policy in (*RECOMPUTED, *OFFLOADED):
         run, step = compiled(policy, DEPTHS[0])
-        _, metrics = step(jax.device_put(state, run.states.shardings), place(batch, run.batch_shardings))
+        _, metrics = step(jax.device_put(state, run.states.shardings), place(batch, run.batch_shardings), ())
         losses.add(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
     assert len(losses) == 1

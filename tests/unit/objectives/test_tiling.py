@@ -173,7 +173,7 @@ def test_compiled_memory_falls_to_the_logits_of_a_tile():
     hidden_and_head = 2 * 4 * 512 * 32 * 4 + 2 * 32 * 4096 * 4
     for tiles in (1, 8, 32):
         run = built(num_vocab_tiling=max(tiles, 2), **sizes)
-        state, batch = run.abstract_args()
+        state, batch, _ = run.abstract_args()
         hidden = jax.ShapeDtypeStruct((*batch["targets"].shape, 32), "float32")
         args = run.codec.unpack(state).params, hidden, batch
         memory = compiled(run, tiles > 1, *args).memory_analysis().temp_size_in_bytes

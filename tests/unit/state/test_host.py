@@ -25,7 +25,7 @@ def trained(combination, tree=None, **overrides):
     state = state_from(run, tree) if tree else run.init()
     first = copied(run.codec.unpack(state))
     for i in range(2):
-        state, _ = step(state, place(packed_batch(run.config, run.rows, seed=i), run.batch_shardings))
+        state, _ = step(state, place(packed_batch(run.config, run.rows, seed=i), run.batch_shardings), ())
     return run, first, state
 
 
@@ -56,7 +56,7 @@ def test_the_same_bits_and_the_state_waits_on_the_host(combination, zero1, opt_t
 def test_one_part_alone(opt_type):
     config = load(arguments("nnx", optimizer_memory_host_offload=True, opt_type=opt_type)).config
     run = build(config, jax.devices()[:1])
-    state, _ = run.abstract_args()
+    state, *_ = run.abstract_args()
     tree = run.codec.unpack(state)
     assert (kinds(tree.params), kinds(tree.opt_state)) == ({"device"}, {"pinned_host"})
 

@@ -62,7 +62,7 @@ def trained(run, state, first=0):
     compiled = run.compile()
     trees, metrics = [copied(run.codec.unpack(state))], []
     for i in range(first, STEPS):
-        state, found = compiled(state, batch_of(run, i))
+        state, found = compiled(state, batch_of(run, i), ())
         trees.append(copied(run.codec.unpack(state)))
         metrics.append(copied(found))
     return trees, metrics
@@ -132,7 +132,7 @@ def test_evaluation_takes_the_average():
 
     def nats(tree):
         state = jax.device_put(run.codec.pack(tree), run.states.shardings)
-        return evaluate(state, batch_of(run, 1), lengths)["means"].loss.total
+        return evaluate(state, batch_of(run, 1), (), lengths)["means"].loss.total
 
     last = trees[-1]
     rule = last.opt_state.rules["ema"]

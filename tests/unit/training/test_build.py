@@ -21,7 +21,7 @@ def test_offloading_needs_pinned_host_memory():
 @pytest.mark.parametrize("combination", ALL_COMBINATIONS)
 def test_the_step_on_leaves_is_the_same_program(combination):
     run = build(load(arguments(combination)).config, jax.devices()[:1])
-    state, batch = run.abstract_args()
-    lowered = run.step_on_leaves.lower(jax.tree.leaves(state), batch), run.step.lower(state, batch)
+    state, *others = run.abstract_args()
+    lowered = run.step_on_leaves.lower(jax.tree.leaves(state), *others), run.step.lower(state, *others)
     ours, native = (re.sub('jax.result_info = "[^"]*"', "", program.as_text()) for program in lowered)
     assert ours == native

@@ -59,7 +59,7 @@ def steps_of(run, step, batches):
     """Returns the canonical states and the metrics after each of `batches`."""
     state, found = run.init(), []
     for i, batch in enumerate(batches):
-        state, metrics = step(state, place(batch, run.batch_shardings))
+        state, metrics = step(state, place(batch, run.batch_shardings), ())
         found.append((copied(run.codec.unpack(state)), run.computation.read(metrics, i)))
     return found
 
@@ -214,7 +214,7 @@ def test_one_island_is_an_outer_nesterov_around_a_plain_run():
     params = copied(plain.codec.unpack(state).params)
     velocity = jax.tree.map(np.zeros_like, params)
     for i, batch in enumerate(batches):
-        state, _ = step(state, place(batch, plain.batch_shardings))
+        state, _ = step(state, place(batch, plain.batch_shardings), ())
         tree = plain.codec.unpack(state)
         if i in (1, 3, 4):
             params, velocity = nesterov(run.config, params, velocity, [copied(tree.params)])

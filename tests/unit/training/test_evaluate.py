@@ -62,9 +62,9 @@ def test_evaluation_is_the_same_program_with_any_z_loss():
     programs = []
     for multiplier in (0.0, 1e-4, 100.0):
         run = build(load(arguments("nnx", z_loss_multiplier=multiplier)).config, jax.devices()[:1])
-        state, _ = run.abstract_args()
+        state, _, frozen = run.abstract_args()
         lengths = jax.ShapeDtypeStruct((run.config.vocab_size,), "int32", sharding=run.replicated)
-        programs.append(run.eval_step.lower(state, run.abstract_batch(run.eval_rows), lengths).as_text())
+        programs.append(run.eval_step.lower(state, run.abstract_batch(run.eval_rows), frozen, lengths).as_text())
     assert programs[0] == programs[1] == programs[2]
 
 

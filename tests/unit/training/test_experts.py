@@ -51,7 +51,9 @@ def plain(**keys):
 
 
 def step_of(run, tree):
-    state, metrics = run.compile()(state_from(run, tree), place(packed_batch(run.config, ROWS), run.batch_shardings))
+    state, metrics = run.compile()(
+        state_from(run, tree), place(packed_batch(run.config, ROWS), run.batch_shardings), ()
+    )
     return run.computation.read(metrics, 0), copied(run.codec.unpack(state)).params
 
 

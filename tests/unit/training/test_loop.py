@@ -42,12 +42,12 @@ class Loop:
         self.clock += 1e-3  # so that no two readings are equal
         return self.clock
 
-    def _step(self, leaves, batch):
+    def _step(self, leaves, batch, frozen):
         self.clock += STEP
         values = {"loss": 1.0, "grad_norm": 1.0, "skipped": 0, "finite": 1, "tokens": 8, "learning_rate": 0.1}
         return leaves, {name: np.asarray(value) for name, value in values.items()}
 
-    def _eval_step(self, state, batch, table):
+    def _eval_step(self, state, batch, frozen, table):
         self.clock += EVALUATION
         self.batches += 1
         mean = Mean(np.asarray(float(next(self.losses))), np.asarray(1))

@@ -350,7 +350,7 @@ def test_the_heads_of_modules_are_clipped_too():
     assert lowered(ALL_COMBINATIONS[-1])[1].as_text() == update.as_text()
     params, rest = initial(ALL_COMBINATIONS[0])
     tree = TrainTree(jnp.zeros((), jnp.int32), params, compiled(run.codec.tx.init, params)(params), rest)
-    after, metrics = update.compile()(tree, rows(run.config, 4))
+    after, metrics = update.compile()(tree, rows(run.config, 4), ())
     assert metrics["clipped_heads"] == 4 * (2 + 2)
     for k in (1, 2):
         name = f"mtp_block/mtp_layer_{k}/mtp_{k}_transformer_layer/self_attention/query/kernel"
@@ -362,7 +362,7 @@ def test_evaluation_without_a_target_is_the_program_of_a_model_without_modules()
     for name, keys in {"plain": {}, "modules": KEYS, "evaluated": KEYS | {"mtp_eval_target_module": 1}}.items():
         run = build(load(arguments("nnx", **keys)).config, jax.devices()[:1])
         lengths = jax.ShapeDtypeStruct((run.config.vocab_size,), "int32", sharding=run.replicated)
-        lowered = run.eval_step.lower(run.abstract_args()[0], run.abstract_batch(run.eval_rows), lengths)
+        lowered = run.eval_step.lower(run.abstract_args()[0], run.abstract_batch(run.eval_rows), (), lengths)
         counts[name] = lowered.as_text().count("dot_general")
     assert counts["plain"] == counts["modules"] < counts["evaluated"]
 

@@ -64,7 +64,7 @@ def metrics_of(microbatches):
     run = build(load(arguments("nnx", **keys)).config, jax.devices()[:1])
     step = run.step.lower(*run.abstract_args()).compile()
     state = state_from(run, initial())
-    _, metrics = step(state, place(batch_of(run.config, run.rows), run.batch_shardings))
+    _, metrics = step(state, place(batch_of(run.config, run.rows), run.batch_shardings), ())
     return jax.device_get(metrics)
 
 
@@ -176,8 +176,8 @@ def test_an_objective_without_a_cross_entropy_trains_and_evaluates():
         run, dataset = preference_run(parts, learning_rate_schedule_steps=20, **evaluated)
         rows[parts] = []
         reports = Reports(rows[parts].append, evaluations.append, lambda: None)
-        state, batch = run.abstract_args()
-        step = run.step_on_leaves.lower(jax.tree.leaves(state), batch).compile()
+        state, *others = run.abstract_args()
+        step = run.step_on_leaves.lower(jax.tree.leaves(state), *others).compile()
         start = Start(state_from(run, initial()))
         source = Pairs(pairs, lambda state, run=run: jax.device_get(run.codec.unpack(state).step))
         end = fit(run, step, start, dataset, reports, source=lambda *_, source=source: nullcontext(source))

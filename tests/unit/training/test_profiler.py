@@ -43,7 +43,7 @@ def profiled(log, folder, *, first=0, interrupted=None, traces=True, **keys):
     config = load(arguments("nnx", profiler="xplane", **keys)).config
     run, said = build(config, jax.devices()[:1]), []
 
-    def step(leaves, batch):
+    def step(leaves, batch, frozen):
         log.append(f"step {sum(str(each).startswith('step') for each in log) + first}")
         if log[-1] == f"step {interrupted}":
             raise Interrupted
@@ -126,7 +126,7 @@ def test_the_time_of_a_trace_is_not_that_of_a_step(log, tmp_path, monkeypatch):
     config = load(arguments("nnx", profiler="xplane", steps=4, profiler_steps=2)).config
     run = build(config, jax.devices()[:1])
 
-    def step(leaves, batch):
+    def step(leaves, batch, frozen):
         clock[0] += 1
         return leaves, {name: np.asarray(value) for name, value in VALUES.items()}
 

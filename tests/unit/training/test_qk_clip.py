@@ -76,7 +76,7 @@ def steps_of(combination, count=2, devices=1, **keys):
     state = state_from(run, TrainTree(jnp.zeros((), jnp.int32), params, run.codec.tx.init(params), rest))
     trees, metrics = [copied(run.codec.unpack(state))], []
     for _ in range(count):
-        state, found = step(state, place(packed_batch(run.config, ROWS), run.batch_shardings))
+        state, found = step(state, place(packed_batch(run.config, ROWS), run.batch_shardings), ())
         trees.append(copied(run.codec.unpack(state)))
         metrics.append(copied(found))
     return run, step, trees, metrics
@@ -295,10 +295,10 @@ def test_a_layer_states_its_own_rule(monkeypatch):
     run = build(load(arguments("nnx", **keys)).config, jax.devices()[:1])
     step = run.step.lower(*run.abstract_args()).compile()
     batch = packed_batch(run.config, ROWS)
-    state, first = step(run.init(), place(batch, run.batch_shardings))
+    state, first = step(run.init(), place(batch, run.batch_shardings), ())
     # Once more, because the second layer's input depends on the first layer's weights.
-    state, _ = step(state, place(batch, run.batch_shardings))
-    _, last = step(state, place(batch, run.batch_shardings))
+    state, _ = step(state, place(batch, run.batch_shardings), ())
+    _, last = step(state, place(batch, run.batch_shardings), ())
     assert first["clipped_heads"] == LAYERS * HEADS
     assert first["max_logit"] > 1
     np.testing.assert_allclose(last["max_logit"], 0.01, rtol=1e-3)

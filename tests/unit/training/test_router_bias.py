@@ -62,7 +62,7 @@ def batch_of(run, padding=False):
 
 
 def after(run, step, tree, batch):
-    state, metrics = step(state_from(run, tree), place(batch, run.batch_shardings))
+    state, metrics = step(state_from(run, tree), place(batch, run.batch_shardings), ())
     return copied(run.codec.unpack(state)), run.computation.read(metrics, 0)
 
 
@@ -121,7 +121,7 @@ def test_islands_have_their_own_until_they_synchronize():
     step, state = run.compile(), run.init()
     of_islands, outer = [], []
     for _ in range(2):
-        state, _ = step(state, place(batch_of(run), run.batch_shardings))
+        state, _ = step(state, place(batch_of(run), run.batch_shardings), ())
         tree = copied(run.codec.unpack(state))
         of_islands.append(by_name(tree.inner_state.rest)[BIAS])
         outer.append(by_name(without_islands(tree)[1])[BIAS])

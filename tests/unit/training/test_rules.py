@@ -74,7 +74,7 @@ def trained():
     state = state_from(run, initial())
     trees = [copied(run.codec.unpack(state))]
     for i in range(3):
-        state, _ = step(state, place(packed_batch(run.config, run.rows, seed=i), run.batch_shardings))
+        state, _ = step(state, place(packed_batch(run.config, run.rows, seed=i), run.batch_shardings), ())
         trees.append(copied(run.codec.unpack(state)))
     return run, step, trees
 
@@ -114,7 +114,7 @@ def test_the_state_of_rules_is_part_of_every_train_state(combination, tmp_path):
     state = run.codec.pack(restored)
     assert_equal_bits(copied(run.codec.unpack(state)), trees[2])
     if own:
-        state, _ = step(state, place(packed_batch(run.config, run.rows, seed=2), run.batch_shardings))
+        state, _ = step(state, place(packed_batch(run.config, run.rows, seed=2), run.batch_shardings), ())
         assert_equal_bits(copied(run.codec.unpack(state)), trees[3])
 
 

@@ -34,7 +34,7 @@ def gradients(devices=1, **overrides):
     state = state_from(run, initial())
     before = initial().params
     step = run.step.lower(*run.abstract_args()).compile()
-    state, metrics = step(state, place(packed_batch(run.config, 16), run.batch_shardings))
+    state, metrics = step(state, place(packed_batch(run.config, 16), run.batch_shardings), ())
     after = copied(run.codec.unpack(state).params)
     change = jax.tree.map(lambda a, b: a - b, before, after)
     assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(change))
@@ -140,7 +140,7 @@ def test_loss_terms_and_statistics():
     real = batch["targets_segmentation"] != 0
     log_z = np.log(np.exp(logits).sum(-1))
     nll = log_z - np.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
-    _, metrics = run.step(state, batch)
+    _, metrics = run.step(state, batch, ())
     np.testing.assert_allclose(metrics["tokens"], real.sum())
     np.testing.assert_allclose(metrics["lm_loss"], nll[real].mean(), rtol=1e-5)
     np.testing.assert_allclose(metrics["z_loss"], 0.1 * (log_z[real] ** 2).mean(), rtol=1e-5)
@@ -172,7 +172,7 @@ def test_gradients_wait_in_grad_dtype():
     assert {leaf.dtype for leaf in jax.tree.leaves(waiting)} == {jnp.dtype("bfloat16")}
     grads = copied(jax.jit(gradients("float32"))(initial(), batch).grads)
     rounded = jax.tree.map(lambda grad: grad.astype(jnp.bfloat16).astype(np.float32), grads)
-    state, metrics = run.step(state_from(run, initial()), batch)
+    state, metrics = run.step(state_from(run, initial()), batch, ())
     updated = copied(run.codec.unpack(state).params)
     assert_equal_bits(updated, jax.tree.map(lambda p, grad: p - grad, initial().params, rounded))
     norms = [
@@ -203,7 +203,7 @@ def test_only_trainable_parameters_move_and_have_moments():
     run = build(config, jax.devices()[:1])
     state = run.init()
     before = copied(run.codec.unpack(state))
-    state, metrics = run.step(state, packed_batch(run.config, run.rows))
+    state, metrics = run.step(state, packed_batch(run.config, run.rows), ())
     after = copied(run.codec.unpack(state))
     moved = {
         jax.tree_util.keystr(path, simple=True, separator="/")
@@ -230,7 +230,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace_but_its_count(settings, broke
     if settings:
         run, tree = build(load(arguments("nnx", **settings)).config, jax.devices()[:1]), initial()
     state, batch = state_from(run, tree), place(packed_batch(run.config, run.rows), run.batch_shardings)
-    state, metrics = run.step(state, batch)
+    state, metrics = run.step(state, batch, ())
     assert metrics["skipped"] == 0
     before = copied(run.codec.unpack(state))
     # One parameter that is not finite makes the loss and all gradients not finite.
@@ -238,7 +238,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace_but_its_count(settings, broke
     params["decoder"]["decoder_norm"]["scale"] = params["decoder"]["decoder_norm"]["scale"].at[0].set(float(broken))
     bad = run.codec.pack(before._replace(params=params))
     bad_before = copied(run.codec.unpack(bad))
-    state, metrics = run.step(jax.device_put(bad, run.states.shardings), batch)
+    state, metrics = run.step(jax.device_put(bad, run.states.shardings), batch, ())
     after = copied(run.codec.unpack(state))
     assert metrics["skipped"] == 1
     assert not np.isfinite(metrics["loss"])
@@ -258,7 +258,7 @@ OVERFLOW = {"learning_rate": 1e38, "adam_weight_decay": 100.0, "warmup_steps_fra
 def test_an_update_that_is_not_finite_is_told_though_its_gradient_is(combination, settings):
     run = build(load(arguments(combination, **settings)).config, jax.devices()[:1])
     state, batch = run.init(), place(packed_batch(run.config, run.rows), run.batch_shardings)
-    state, metrics = run.step.lower(*run.abstract_args()).compile()(state, batch)
+    state, metrics = run.step.lower(*run.abstract_args()).compile()(state, batch, ())
     assert np.isfinite([metrics["loss"], metrics["grad_norm"], metrics["learning_rate"]]).all()
     assert (metrics["skipped"], metrics["finite"]) == (0, 0)
     assert names_not_finite(run, state)
@@ -301,7 +301,7 @@ def test_compiled_once_and_donated():
     run, tree = by_default()
     state = first = state_from(run, tree)
     for i in range(3):
-        state, _ = run.step(state, place(packed_batch(run.config, run.rows, seed=i), run.batch_shardings))
+        state, _ = run.step(state, place(packed_batch(run.config, run.rows, seed=i), run.batch_shardings), ())
     assert run.step._cache_size() == 1
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first))
 

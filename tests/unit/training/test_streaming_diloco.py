@@ -100,12 +100,12 @@ def test_fragments_that_arrive_late_against_numpy():
     params = copied(plain.codec.unpack(parts[0]).params)
     velocity, in_flight = jax.tree.map(np.zeros_like, params), None
     for i, batch in enumerate(batches):
-        state, metrics = together(state, place(batch, run.batch_shardings))
+        state, metrics = together(state, place(batch, run.batch_shardings), ())
         found = copied(run.codec.unpack(state))
         trees = []
         for island, part in enumerate(parts):
             own = {name: x[island : island + 1] for name, x in batch.items()}
-            trees.append(plain.codec.unpack(alone(part, place(own, plain.batch_shardings))[0]))
+            trees.append(plain.codec.unpack(alone(part, place(own, plain.batch_shardings), ())[0]))
         moved = [copied(tree.params) for tree in trees]
         before = velocity
         params, velocity, islands, in_flight = simulation(config, params, velocity, moved, i + 1, in_flight)

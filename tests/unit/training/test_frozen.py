@@ -1,0 +1,207 @@
+"""`step(state, batch, frozen)`: an objective with a reference model, which no step changes."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, lowered_update, packed_batch
+
+from trainer.aot import executable
+from trainer.aot.compilation import compile_step
+from trainer.aot.text import report_text
+from trainer.checkpoint import CheckpointManager, Sidecar, maybe_save_checkpoint
+from trainer.checkpoint.contents import contents_of
+from trainer.config import load, to_yaml
+from trainer.data import open_dataset
+from trainer.objectives import Evaluation, Frozen, Mean, NextToken, Sums, Weights, hidden_states
+from trainer.objectives.router import WithRouters
+from trainer.ops.random import seed_key
+from trainer.runtime.place import place
+from trainer.training import Reports, build, fit, start
+
+SGD = {
+    "base_num_decoder_layers": 1,
+    "opt_type": "sgd",
+    "learning_rate": 0.5,
+    "gradient_clipping_threshold": 0,
+    "warmup_steps_fraction": 0,
+}
+MESH = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "shard_optimizer_over_data": True}
+ISLANDS = {"enable_diloco": True, "ici_diloco_parallelism": 2, "diloco_sync_period": 3}
+TWO = {"ici_fsdp_parallelism": 1, "per_device_batch_size": 2}
+ACCUMULATED = {"gradient_accumulation_steps": 2, "per_device_batch_size": 2}
+
+
+@dataclass(frozen=True)
+class Anchored(NextToken):
+    """The next-token loss, and the KL divergence from the initial model."""
+
+    model: Any = None
+    seed: int = 0
+
+    @property
+    def frozen(self):
+        def make(abstract):
+            at = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+            return jax.jit(lambda key: self.model.init(key)[0], out_shardings=at)(seed_key(self.seed))
+
+        return Frozen(self.model.abstract[0], self.model.param_axes, make)
+
+    def weights(self, batch):
+        terms, tokens = super().weights(batch)
+        return Weights(terms | {"kl": tokens}, tokens)
+
+    def sums(self, params, rest, batch, key, capture=(), sampled=None, *, frozen):
+        own = super().sums(params, rest, batch, key, capture, sampled)
+
+        def log_probs(params):
+            hidden, _ = hidden_states(self.apply, params, rest, batch, None, ())
+            return jax.nn.log_softmax(self.apply(params, rest, hidden, method="head")[0])
+
+        ours, theirs = log_probs(params), log_probs(frozen)
+        kl = jnp.sum(jnp.exp(ours) * (ours - theirs), -1)
+        total = jnp.sum(jnp.where(batch["targets_segmentation"] != 0, kl, 0))
+        return own._replace(minimized=own.minimized | {"kl": total})
+
+    def evaluation(self, params, rest, batch, *, frozen):
+        sums, tokens = self.sums(params, rest, batch, None, frozen=frozen), self.weights(batch).tokens
+        nats, kl = (Mean(sums.minimized[name], tokens) for name in ("lm_loss", "kl"))
+        return Evaluation(tokens, nats, nats, {"kl": kl})
+
+
+def made(combination="nnx", devices=1, **keys):
+    config = load(arguments(combination, **SGD | keys)).config
+    return build(
+        config,
+        jax.devices()[:devices],
+        make_objective=lambda config, model: Anchored(model.apply, model=model, seed=config.init_weights_seed),
+    )
+
+
+def trained(run, batches):
+    """Returns the metrics of a step on each batch, and the arrays `frozen` before the first and after the last."""
+    step, state, frozen = run.compile(), run.init(), run.frozen.make()
+    rows, before = [], copied(frozen)
+    for i, batch in enumerate(batches):
+        old = state
+        state, metrics = step(state, place(batch, run.batch_shardings), frozen)
+        rows.append(run.computation.read(metrics, i))
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(run.codec.unpack(old).params))
+    return rows, before, frozen
+
+
+@functools.cache
+def plain():
+    run = made()
+    return trained(run, [packed_batch(run.config, 4, seed=i) for i in range(3)])
+
+
+def test_all_combinations_have_the_same_program_and_losses():
+    texts = {lowered_update(made(name, 4, **MESH, **ACCUMULATED)).as_text() for name in ALL_COMBINATIONS}
+    assert len(texts) == 1
+    run = made(ALL_COMBINATIONS[-1])
+    rows, expected = trained(run, [packed_batch(run.config, 4, seed=i) for i in range(3)])[0], plain()[0]
+    for row, other in zip(rows, expected, strict=True):
+        assert_equal_bits(row, other)
+        assert row["loss"] == pytest.approx(row["lm_loss"] + row["kl"])
+    assert abs(expected[0]["kl"]) < 1e-6 < min(expected[1]["kl"], expected[2]["kl"])  # 0 up to rounding
+
+
+def repeated(batch, times):
+    return {name: np.concatenate([x] * times) for name, x in batch.items()}
+
+
+def test_meshes_accumulation_and_islands_read_the_same_arrays():
+    """Both islands get the rows of the plain run, so before they synchronize each trains like it."""
+    expected, reference, _ = plain()
+    for devices, keys in ((4, MESH | {"per_device_batch_size": 1}), (1, ACCUMULATED), (4, ISLANDS | MESH | TWO)):
+        run = made("nnx", devices, **keys)
+        rows, before, _ = trained(run, [repeated(packed_batch(run.config, 4, i), run.rows // 4) for i in (0, 1)])
+        assert_equal_bits(before, reference)
+        for row, other in zip(rows, expected, strict=False):
+            losses = row.get("island_losses", row["loss"])
+            np.testing.assert_allclose(losses, other["loss"], rtol=1e-5)  # sums in another order
+            np.testing.assert_allclose(row["kl"], other["kl"], rtol=1e-3, atol=1e-6)
+    for leaf in jax.tree.leaves(run.frozen.abstract):
+        assert "diloco" not in jax.tree.leaves(tuple(leaf.sharding.spec))
+
+
+def test_a_skipped_step_and_donation_leave_it_alone():
+    run = made()
+    batches = [packed_batch(run.config, 4, seed=i) for i in range(2)]
+    batches[1]["targets_segmentation"][:] = 0
+    rows, before, frozen = trained(run, batches)
+    assert [row["skipped"] for row in rows] == [0, 1]
+    assert_equal_bits(frozen, before)
+
+
+def test_a_run_that_resumes_makes_it_again(tmp_path):
+    keys = {"enable_checkpointing": True, "steps": 3, "eval_interval": 3, "eval_steps": 1}
+    run = made(**keys)
+    dataset, rows, evaluations = open_dataset(run.config, print), [], []
+    reports = Reports(rows.append, evaluations.append, lambda: None)
+    first = start(run, dataset, None, print, schedule_given=False)
+    reference = copied(first.frozen)
+    end = fit(run, run.compile_on_leaves(), first, dataset, reports)
+    assert abs(rows[0]["kl"]) < 1e-6 < rows[-1]["kl"]
+    assert evaluations[0]["eval_kl"] > 0
+    with CheckpointManager(tmp_path, run.config, print) as manager:
+        side = Sidecar(to_yaml(run.config), {"identity": dataset.identity, "row": 0}, dataset.fingerprint, {})
+        what = {"config": run.config, "codec": run.codec, "sidecar": lambda: side}
+        assert maybe_save_checkpoint(manager, end.state, 3, force=True, **what)
+        manager.wait()
+        found = start(run, dataset, manager, print, schedule_given=False)
+    assert found.updates == 3
+    assert_equal_bits(found.frozen, reference)
+    names = {tensor.name for tensor in contents_of(str(tmp_path / "checkpoints" / "3")).tensors}
+    assert len(names) == len(jax.tree.leaves(run.abstract_state))
+
+
+def test_the_reports_and_the_executable_have_it(tmp_path):
+    run = made("nnx", 2, ici_fsdp_parallelism=2)
+    compiled, report = compile_step(run, lambda: run.step.lower(*run.abstract_args()), 1)
+    found = run.table()
+    of_params = [(row["name"], row["spec"]) for row in found["tensors"] if row["name"].startswith("params/")]
+    of_frozen = [(row["name"], row["spec"]) for row in found["tensors"] if row["name"].startswith("frozen/")]
+    assert [(name.removeprefix("params/"), at) for name, at in of_params] == [
+        (name.removeprefix("frozen/"), at) for name, at in of_frozen
+    ]
+    assert found["totals"]["frozen_bytes"] == found["totals"]["parameters_bytes"]
+    assert report.state["frozen"] == report.state["parameters"] == found["totals"]["frozen_bytes_per_device"]
+    assert sum(report.state.values()) == pytest.approx(report.memory.arguments, rel=0.01)
+    assert "  frozen" in report_text(report)
+
+    path, devices, args = tmp_path / "step", list(run.mesh.devices.flat), run.abstract_args()
+    origin = executable.origin_of(run.config, devices, args)
+    executable.save(path, compiled, origin)
+    loaded = executable.load(path, origin, args, devices)
+    batch, leaves = place(packed_batch(run.config, run.rows), run.batch_shardings), jax.tree.leaves(run.init())
+    _, metrics = loaded(leaves, batch, run.frozen.make())
+    assert_equal_bits(metrics, compiled(run.init(), batch, run.frozen.make())[1])
+
+
+def test_without_a_declaration_there_is_nothing():
+    run = build(load(arguments("nnx")).config, jax.devices()[:1])
+    assert (run.frozen.abstract, run.frozen.make(), run.abstract_args()[2]) == ((), (), ())
+    assert not [row for row in run.table()["tensors"] if row["name"].startswith("frozen")]
+
+
+def test_router_losses_pass_it_on():
+    class Inner:
+        frozen = Frozen((), (), lambda abstract: ())
+        captures = ()
+
+        def sums(self, *args, frozen):
+            return Sums({"frozen": frozen}, {}, {"RouterLoss": {}})
+
+        def evaluation(self, *args, frozen):
+            return frozen
+
+    both = WithRouters(Inner(), 0.0, 0.0)
+    assert both.frozen is Inner.frozen
+    assert both.sums(None, None, {}, None, frozen=3).minimized == {"frozen": 3}
+    assert both.evaluation(None, None, {}, frozen=4) == 4
