@@ -17,7 +17,7 @@ class BatchSource(Protocol):
     """The batches of a run: one per update, and the batches of its evaluations.
 
     Each batch has the fields of the objective and `row` (`objectives.batch_fields`). With several processes, each
-    process gets its part (`runtime.place.share_of_rows`).
+    process gets its part (`runtime.place.share_of_rows`). A source may compute on the devices.
     """
 
     waited: float  # total seconds that calls of `take` have waited so far

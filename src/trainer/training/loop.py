@@ -84,15 +84,14 @@ def fit(
             loop.evaluate_if_due()  # the previous process may have ended during this evaluation
         else:
             loop.save(initial=True)
-        with jax.transfer_guard("disallow"):
-            while loop.done < steps:
-                batch, position = batches.take(lambda: loop.state)
-                if preemption.check(loop.done):
-                    break
-                loop.update(compiled_step, batch, position, batches.waited)
-                loop.evaluate_if_due()
-                loop.save()
-            loop.reader.flush()
+        while loop.done < steps:
+            batch, position = batches.take(lambda: loop.state)
+            if preemption.check(loop.done):
+                break
+            loop.update(compiled_step, batch, position, batches.waited)
+            loop.evaluate_if_due()
+            loop.save()
+        loop.reader.flush()
         if not preemption.check(loop.done):
             loop.check_tokens()
         elif not loop.untrained:
@@ -141,7 +140,8 @@ class _Loop:
             self.reader.restart_clock()
         with jax.profiler.StepTraceAnnotation("train", step_num=self.done):
             placed = place(batch, self._run.batch_shardings, self._run.rows)
-            self._leaves, metrics = compiled_step(self._leaves, placed, self._start.frozen)
+            with jax.transfer_guard("disallow"):
+                self._leaves, metrics = compiled_step(self._leaves, placed, self._start.frozen)
         self._position = position
         self.reader.push(self.done, metrics, waited)
         if profiler is not None and profiler.after(self.done, self.reader.flush):
@@ -229,7 +229,9 @@ def evaluate(
                 return
             if not count:
                 check_batch(run, batch, run.eval_rows)
-            current = run.eval_step(state, place(batch, run.batch_shardings, run.eval_rows), frozen, table)
+            placed = place(batch, run.batch_shardings, run.eval_rows)
+            with jax.transfer_guard("disallow"):
+                current = run.eval_step(state, placed, frozen, table)
             if waiting is not None:
                 yield jax.device_get(waiting)
             waiting = current

@@ -5,6 +5,7 @@ import itertools
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import arguments
@@ -15,7 +16,7 @@ from trainer.data import open_dataset
 from trainer.objectives import Evaluation, Mean
 from trainer.training import Reports, Start, build, fit
 from trainer.training import loop as module
-from trainer.training.batches import held_out_batches
+from trainer.training.batches import LoadedAhead, held_out_batches
 from trainer.training.loop import evaluate
 
 STEP, EVALUATION = 1.0, 1000.0  # seconds on the clock below
@@ -104,3 +105,38 @@ def test_batches_may_come_from_a_source_that_looks_at_the_state(monkeypatch):
     loop.fit(lambda *args: contextlib.nullcontext(Source(*args)))
     assert taken == [0, 0, 1, 2]
     assert len(loop.steps) == 4
+
+
+class OnDevices(LoadedAhead):
+    """A source that computes on devices with values of the host, for training and for evaluation."""
+
+    def take(self, state):
+        batch, position = super().take(state)
+        return self.computed(batch), position
+
+    def held_out(self):
+        return map(self.computed, super().held_out())
+
+    def computed(self, batch):
+        return {name: np.asarray(jnp.asarray(x) + np.int32(0)) for name, x in batch.items()}
+
+
+def test_a_source_may_compute_on_devices(monkeypatch):
+    loop = Loop(monkeypatch, steps=2, eval_interval=2, eval_steps=1)
+    loop.fit(OnDevices)
+    assert (len(loop.steps), len(loop.evaluations)) == (2, 1)
+
+
+@pytest.mark.parametrize("part", ["_step", "_eval_step"])
+def test_a_step_that_transfers_implicitly_fails(monkeypatch, part):
+    """A value that the step takes from the host is a mistake that would only make every step slower."""
+    step = getattr(Loop, part)
+
+    def transferring(self, *args):
+        jnp.zeros(3) + np.ones(3, np.float32)
+        return step(self, *args)
+
+    monkeypatch.setattr(Loop, part, transferring)
+    loop = Loop(monkeypatch, steps=2, eval_interval=2, eval_steps=1)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed host-to-device transfer"):
+        loop.fit(OnDevices)
