@@ -29,17 +29,9 @@ DECODING_CHECKS = (
 )
 
 
-def _without_nucleus(config: Config) -> bool:
-    return config.decode_sampling_strategy not in NUCLEUS
-
-
 DECODING_INERT = (
     (("decode_sampling_top_k",), lambda c: c.decode_sampling_strategy not in TOP_K, "the strategy has no top k"),
-    (
-        ("decode_sampling_nucleus_p",),
-        lambda c: c.decode_sampling_strategy not in NUCLEUS,
-        "no nucleus",
-    ),
+    (("decode_sampling_nucleus_p",), lambda c: c.decode_sampling_strategy not in NUCLEUS, "no nucleus"),
     (
         ("decode_sampling_temperature", "decode_sampling_seed"),
         lambda c: c.decode_sampling_strategy == "greedy",

@@ -1,7 +1,6 @@
 """Folders of prepared data. One process commits a folder atomically while others wait; it is verified when read."""
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import shutil
@@ -12,6 +11,7 @@ from typing import Any
 from trainer.config.errors import UserError
 from trainer.config.json_files import parsed
 from trainer.config.paths import local_path
+from trainer.runtime.lock import lock_file
 from trainer.runtime.storage import user_cache
 
 Progress = Callable[[str], None]
@@ -82,13 +82,12 @@ def damaged(folder: Path, name: str, what: str) -> UserError:
 
 @contextlib.contextmanager
 def _locked(path: Path, progress: Progress) -> Iterator[None]:
-    """Holds an exclusive lock on the file `path`. The file is never removed, as that would let two processes in."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            progress(f"another run is preparing {path.with_suffix('')}: waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
+    file = lock_file(path)
+    if file is None:
+        progress(f"another run is preparing {path.with_suffix('')}: waiting for it")
+        file = lock_file(path, wait=True)
+    assert file is not None
+    with file:
         yield
 
 

@@ -1,4 +1,4 @@
-"""A lock that only one process can hold on a folder."""
+"""A lock that only one process can hold on a folder, by a file in it or beside it."""
 
 import fcntl
 from pathlib import Path
@@ -10,13 +10,19 @@ LOCK_FILE = ".lock"
 
 
 def lock(folder: Path) -> IO[bytes] | None:
-    """Locks the folder for this process. The lock is held until the returned file is closed or the process ends.
+    """Locks the folder for this process by a file in it; see `lock_file`."""
+    return lock_file(folder / LOCK_FILE)
 
-    Returns None if another live process holds the lock. The lock file is never deleted.
+
+def lock_file(path: Path, *, wait: bool = False) -> IO[bytes] | None:
+    """Locks the file for this process. The lock is held until the returned file is closed or the process ends.
+
+    Returns None if another live process holds the lock; with `wait`, waits for it. The file is never deleted, as that
+    would let two processes in.
     """
-    file = appended(folder / LOCK_FILE)
+    file = appended(path)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         file.close()
         return None
