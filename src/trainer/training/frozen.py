@@ -7,8 +7,8 @@ import jax
 from jax.sharding import Mesh
 
 from trainer.objectives import Objective, frozen_of
-from trainer.ops.paths import by_path
-from trainer.sharding import Axes, Rules, named_sharding
+from trainer.ops.paths import path_of
+from trainer.sharding import Rules, named_sharding
 from trainer.state import Tensor
 
 
@@ -17,7 +17,7 @@ class FrozenArrays(NamedTuple):
     or saved. It is () unless the objective declares it."""
 
     abstract: Any = ()  # shapes with shardings
-    tensors: tuple[Tensor, ...] = ()  # of its leaves
+    tensors: Any = ()  # a `state.Tensor` for every leaf
     make: Callable[[], Any] = tuple  # returns the arrays; called once at the beginning of each process
 
 
@@ -30,15 +30,13 @@ def frozen_arrays(objective: Objective, mesh: Mesh, rules: Rules) -> FrozenArray
     declared = frozen_of(objective)
     if declared is None:
         return FrozenArrays()
-    axes = jax.tree.leaves(jax.tree.map(lambda leaf, names: Axes(names), declared.abstract, declared.axes))
-    tensors = tuple(
-        Tensor(("frozen", *path), names, False) for path, names in zip(by_path(declared.abstract), axes, strict=True)
+    tensors = jax.tree_util.tree_map_with_path(
+        lambda path, leaf, names: Tensor(("frozen", *path_of(path)), names, False), declared.abstract, declared.axes
     )
 
     def placed(leaf: jax.ShapeDtypeStruct, tensor: Tensor) -> jax.ShapeDtypeStruct:
         sharding = named_sharding(mesh, tensor.axes, leaf.shape, rules, tensor.name)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    leaves, structure = jax.tree.flatten(declared.abstract)
-    abstract = jax.tree.unflatten(structure, map(placed, leaves, tensors))
+    abstract = jax.tree.map(placed, declared.abstract, tensors)
     return FrozenArrays(abstract, tensors, lambda: declared.make(abstract))

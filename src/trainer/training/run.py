@@ -94,11 +94,11 @@ class Run(NamedTuple):
     def parts(self) -> dict[str, Any]:
         """Returns the arguments of `step` by kind, for `aot.report`."""
         state, batch, frozen = self.abstract_args()
-        found: dict[str, list[Any]] = {"parameters": [], "optimizer": [], "other": []}
+        found: dict[str, Any] = {"parameters": [], "optimizer": [], "other": []}
         for tensor, leaf in zip(*map(jax.tree.leaves, (self.states.tensors, state)), strict=True):
             found[table.kind(tensor.path)].append(leaf)
-        kinds = {"other state" if name == "other" else name: part for name, part in found.items()}
-        return kinds | {"frozen": frozen, "batch": batch}
+        other = found.pop("other")
+        return found | {"other state": other, "frozen": frozen, "batch": batch}
 
     def abstract_batch(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns a batch of `rows` rows as shapes with shardings."""

@@ -62,51 +62,46 @@ def start(
     Raises:
       UserError: the requested state does not exist, is damaged, or does not fit the configuration.
     """
-    begin = _begin(run, dataset, manager, say, schedule_given=schedule_given, given=given)
+    config = run.config
+    if manager is not None and manager.latest is not None:
+        begin = _continued(run, dataset, manager.path(manager.latest), say, schedule_given)
+    elif config.load_full_state_path:
+        begin = _other_run(run, dataset, say)
+        _check_finite(run, begin.state, f"load_full_state_path={config.load_full_state_path}")
+    else:
+        begin = Start(_new(run, say, given))
     return begin._replace(frozen=run.frozen.make())
 
 
-def _begin(
-    run: Run,
-    dataset: Dataset,
-    manager: CheckpointManager | SavedCheckpoints | None,
-    say: Say,
-    *,
-    schedule_given: bool,
-    given: Collection[str],
-) -> Start:
+def _continued(run: Run, dataset: Dataset, path: Any, say: Say, schedule_given: bool) -> Start:
     config = run.config
-    if manager is not None and manager.latest is not None:
-        path = manager.path(manager.latest)
-        sidecar = inspect(path)
-        saved = saved_config(sidecar, path)
-        for warning in check_resume(saved, config, schedule_given, str(path)):
-            say(f"warning: {warning}")
-        if line := another_program(saved, config):
-            say(line)
-        agreed(lambda: _check_data(run, dataset, sidecar, path))
-        fresh = resets(saved, config)
-        state = _with_fresh_optimizer(run, path, sidecar) if fresh else _restored(run, path, sidecar)
-        updates = int(run.codec.unpack(state).step)
-        if updates > config.steps:
-            raise UserError(
-                f"steps={config.steps}: {path} holds {counted(updates, 'update')} already; give steps={updates} or "
-                "more, or another run_name for a new run"
-            )
-        done = f"{updates:,} of {counted(config.steps, 'update')} {'is' if updates == 1 else 'are'} done"
-        say(f"{path}: {done}{', a fresh optimizer' if fresh else ''}")
-        if config.reset_optimizer and not fresh:
-            say(
-                "reset_optimizer=true was already applied in this run: the optimizer state of the checkpoint is resumed"
-            )
-        for key in ("load_parameters_path", "load_full_state_path"):
-            if config[key]:
-                say(f"{key} is ignored: the run has its own checkpoint")
-        return Start(state, updates, sidecar.position, resumed=True)
-    if config.load_full_state_path:
-        begin = _other_run(run, dataset, say)
-        _check_finite(run, begin.state, f"load_full_state_path={config.load_full_state_path}")
-        return begin
+    sidecar = inspect(path)
+    saved = saved_config(sidecar, path)
+    for warning in check_resume(saved, config, schedule_given, str(path)):
+        say(f"warning: {warning}")
+    if line := another_program(saved, config):
+        say(line)
+    agreed(lambda: _check_data(run, dataset, sidecar, path))
+    fresh = resets(saved, config)
+    state = _with_fresh_optimizer(run, path, sidecar) if fresh else _restored(run, path, sidecar)
+    updates = int(run.codec.unpack(state).step)
+    if updates > config.steps:
+        raise UserError(
+            f"steps={config.steps}: {path} holds {counted(updates, 'update')} already; give steps={updates} or "
+            "more, or another run_name for a new run"
+        )
+    done = f"{updates:,} of {counted(config.steps, 'update')} {'is' if updates == 1 else 'are'} done"
+    say(f"{path}: {done}{', a fresh optimizer' if fresh else ''}")
+    if config.reset_optimizer and not fresh:
+        say("reset_optimizer=true was already applied in this run: the optimizer state of the checkpoint is resumed")
+    for key in ("load_parameters_path", "load_full_state_path"):
+        if config[key]:
+            say(f"{key} is ignored: the run has its own checkpoint")
+    return Start(state, updates, sidecar.position, resumed=True)
+
+
+def _new(run: Run, say: Say, given: Collection[str]) -> Any:
+    config = run.config
     if config.reset_optimizer:
         say("reset_optimizer has no effect: no state is loaded, the optimizer is fresh")
     if config.load_parameters_path:
@@ -115,8 +110,8 @@ def _begin(
         params, rest = parted(weights, rest)
         state = run.init(*_with_new_modules(run, params, rest, say))
         _check_finite(run, state, f"load_parameters_path={config.load_parameters_path}")
-        return Start(state)
-    return Start(run.init())
+        return state
+    return run.init()
 
 
 def _with_new_modules(run: Run, params: Any, rest: Any, say: Say) -> tuple[Any, Any]:

@@ -125,21 +125,16 @@ def make_update(
       rules: applied after the optimizer, in order.
       axes: the logical axes of every parameter, for `parameter_metrics_period`.
     """
-    schedule, is_trained = make_schedule(config), trainable(config)
-    period = config.parameter_metrics_period
-    recorded: tuple[type, ...] = (Total,) if config.record_internal_nn_metrics else ()
-    routers: tuple[type, ...] = (RouterCount,) if has_experts(config) else ()
-    capture = tuple(dict.fromkeys((*recorded, *routers, *(kind for rule in rules for kind in rule.sown))))
+    schedule, is_trained, period = make_schedule(config), trainable(config), config.parameter_metrics_period
+    measured, sown_metrics = _sown_metrics(config)
+    capture = tuple(dict.fromkeys((*measured, *(kind for rule in rules for kind in rule.sown))))
     gradients = make_gradients(config, objective, shardings, capture, rules)
 
     def update(tree: TrainTree, batch: Batch, frozen: Any = ()) -> tuple[TrainTree, dict[str, jax.Array]]:
         total, means, tokens, sown, grads = gradients(tree, batch, frozen)
         grad_norm = optax.tree.norm(jax.tree.map(lambda grad: grad.astype(jnp.float32), grads))
-        raw, mask = grads, is_trained(tree.params)
-        trained, untrained = _partition(mask, tree.params)
-        grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, trained)
-        grads = _combine(grads, jax.tree.map(jnp.zeros_like, untrained))
-        updates, opt_state = tx.update(grads, tree.opt_state, tree.params)
+        whole = _of_all(grads, is_trained(tree.params), tree.params)
+        updates, opt_state = tx.update(whole, tree.opt_state, tree.params)
         new = tree._replace(params=optax.apply_updates(tree.params, updates), opt_state=opt_state)
         new, reasons = observed(rules, new, Seen(total, grad_norm, tree.step))
         new = apply_rules(rules, tree, new, sown)
@@ -159,13 +154,33 @@ def make_update(
             "learning_rate": jnp.asarray(schedule(place_on_schedule(tree.opt_state, tree.step)), jnp.float32),
             "tokens": tokens,
             **{name: value for rule in rules for name, value in rule.metrics(new.opt_state.rules[rule.name]).items()},
-            **(_activation_statistics(sown[Total.__name__]) if recorded else {}),
-            **(router_metrics(sown[RouterCount.__name__], drops(config), bool(recorded)) if routers else {}),
-            **(_every(period, tree.step, axes, raw, trained, _partition(mask, updates)[0]) if period else {}),
+            **sown_metrics(sown),
+            **(_every(period, tree.step, axes, grads, tree.params, updates) if period else {}),
         }
         return new._replace(step=tree.step + 1), metrics
 
     return update
+
+
+def _of_all(grads: Any, mask: Any, params: Any) -> Any:
+    """Returns the gradients in the dtypes of their parameters, and zeros for the parameters that are not trained."""
+    trained, others = _partition(mask, params)
+    grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, trained)
+    return _combine(grads, jax.tree.map(jnp.zeros_like, others))
+
+
+def _sown_metrics(config: Config) -> tuple[tuple[type, ...], Callable[[Sown], dict[str, jax.Array]]]:
+    """Returns the types of sown values that are metrics, and the function that makes the metrics from their sums."""
+    recorded: tuple[type, ...] = (Total,) if config.record_internal_nn_metrics else ()
+    routers: tuple[type, ...] = (RouterCount,) if has_experts(config) else ()
+
+    def metrics(sown: Sown) -> dict[str, jax.Array]:
+        return {
+            **(_activation_statistics(sown[Total.__name__]) if recorded else {}),
+            **(router_metrics(sown[RouterCount.__name__], drops(config), bool(recorded)) if routers else {}),
+        }
+
+    return (*recorded, *routers), metrics
 
 
 def _accumulated(
@@ -212,9 +227,11 @@ def all_finite(tree: Any) -> jax.Array:
     return functools.reduce(jnp.logical_and, [jnp.isfinite(leaf).all() for leaf in leaves], jnp.asarray(True))
 
 
-def _every(period: int, step: jax.Array, axes: Any, grads: Any, trained: Any, updates: Any) -> dict[str, jax.Array]:
-    """Returns `parameter_metrics` in every step that is a multiple of `period`, otherwise zeros at almost no cost."""
-    names, *trees = (by_name(tree) for tree in (axes, grads, trained, updates))
+def _every(period: int, step: jax.Array, axes: Any, grads: Any, *others: Any) -> dict[str, jax.Array]:
+    """Returns `parameter_metrics` of the parameters that have a gradient, in every step that is a multiple of `period`,
+    otherwise zeros at almost no cost. `others`: the parameters and their updates."""
+    names, trained = by_name(axes), by_name(grads)
+    trees = trained, *({name: leaf for name, leaf in by_name(tree).items() if name in trained} for tree in others)
 
     def measured(*trees: Any) -> dict[str, jax.Array]:
         return parameter_metrics(names, *trees)

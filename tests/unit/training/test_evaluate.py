@@ -75,7 +75,7 @@ def test_the_sums_hold_the_cross_entropy_alone():
     objective = NextToken(codec.model.apply, z_loss_multiplier=100.0, label_smoothing=0.5)
     batch = packed_batch(config, 2)
     fn = make_evaluation(objective, ParamShardings(here, here))
-    with_terms = jax.jit(fn)(tree.params, tree.rest, batch, BYTES)
+    with_terms = jax.jit(fn)(tree.params, tree.rest, batch, (), BYTES)
     assert jax.device_get(with_terms) == step(batch)
 
 
@@ -91,7 +91,7 @@ def evaluation():
     tree = codec.unpack(jax.jit(lambda: codec.init(jax.random.key(0)))())
     here = jax.tree.map(lambda leaf: leaf.sharding, tree.params)
     fn = jax.jit(make_evaluation(NextToken(model.apply), ParamShardings(here, here)))
-    return config, codec, lambda batch: jax.device_get(fn(tree.params, tree.rest, batch, BYTES)), tree
+    return config, codec, lambda batch: jax.device_get(fn(tree.params, tree.rest, batch, (), BYTES)), tree
 
 
 def batches(whole, rows):
@@ -118,7 +118,7 @@ def test_every_combination_evaluates_by_the_same_program():
         params, rest = model.abstract
         at = jax.tree.map(lambda leaf: here, params)
         fn = make_evaluation(NextToken(model.apply), ParamShardings(at, at))
-        return jax.jit(fn).lower(params, rest, packed_batch(config, ROWS), BYTES).as_text()
+        return jax.jit(fn).lower(params, rest, packed_batch(config, ROWS), (), BYTES).as_text()
 
     assert len({text(combination) for combination in ALL_COMBINATIONS}) == 1
 

@@ -182,7 +182,7 @@ def test_the_acceptance_rate_is_that_of_a_second_implementation():
     params["token_embedder"] = {"embedding": jnp.where(jnp.arange(64)[:, None] < 3, table * 9, table * 0.1)}
     config = tiny_config(ALL_COMBINATIONS[0], mtp_eval_target_module=2, **KEYS)
     fn = make_evaluation(make_objective(config, make_model(config)), shardings(params))
-    args = params, tree.rest, batch, lengths
+    args = params, tree.rest, batch, (), lengths
     found = summarize([jax.device_get(compiled(fn, *args)(*args))])
 
     main, _, deepest = second(copied(params), batch, config)
