@@ -230,7 +230,8 @@ def _of_checkpoint(place: str, words: Sequence[str], weights: str | None) -> tup
     own = [f"load_parameters_path={place}"]
     if "max_target_length" not in given and source.length is not None:
         own.append(f"max_target_length={min(source.length, _LONGEST)}")
-    loaded = load_model_keys(source.keys, [*own, *words], str(source.path))
+    # Loading the parameters prints the same lines.
+    loaded = load_model_keys(source.keys, [*own, *words], str(source.path), say=lambda line: None)
     return loaded, source.averaged if weights is None else weights == "ema"
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from trainer.config import COMBINATIONS, Config, Loaded, UserError, flags_of, load, read_saved, resolve
+from trainer.config import COMBINATIONS, Config, Loaded, UserError, flags_of, load, read_saved, resolve, schema
 from trainer.config.dump import to_flow
 from trainer.config.expert_keys import (
     SCORE,
@@ -22,10 +22,13 @@ from trainer.config.flags import FLAGS
 from trainer.config.latent_keys import is_latent
 from trainer.config.plain_yaml import describe, read_text
 from trainer.config.trust import code_of_checkpoint
+from trainer.models import FAMILIES
+from trainer.models.families import loads_from
 from trainer.models.mtp_names import MODULES
 
+_BLOCK = "decoder_block"
 _ALWAYS = (
-    *("decoder_block", "base_emb_dim", "base_num_query_heads", "base_num_kv_heads"),
+    *(_BLOCK, "base_emb_dim", "base_num_query_heads", "base_num_kv_heads"),
     *("base_num_decoder_layers", "vocab_size", "mlp_activations", "logits_via_embedding"),
     *("normalization_layer_epsilon", "attn_logits_soft_cap", "final_logits_soft_cap", "use_qk_norm"),
     *("attention_type", "rope_type", "rope_min_timescale", "rope_max_timescale", MODULES),
@@ -84,10 +87,13 @@ def described(config: Config) -> dict[str, Any]:
         names.append("sliding_window_size")
     if config.logits_via_embedding:
         names.append("normalize_embedding_logits")
-    found = {name: tuple(config[name]) if name == "mlp_activations" else config[name] for name in names}
-    if found.get(SCORE) == "softmax":
-        found[SCORE] = ""  # the same
-    return found
+    return {name: _value(config, name) for name in names}
+
+
+def _value(config: Config, name: str) -> Any:
+    if name == SCORE and config[name] == "softmax":
+        return ""  # the same
+    return tuple(config[name]) if name == "mlp_activations" else config[name]
 
 
 def check_same_model(
@@ -97,11 +103,16 @@ def check_same_model(
 
     Keys in both `given` and `FREE` may differ; `say` gets a line for each. With rope_type=yarn, for example, a user
     extends the context of a model that was trained without it. Keys that depend on such a key are not compared.
+    `decoder_block` may differ if the family of `config` loads parameters of the other one (`families.loads_from`), and
+    each key that either of them is known to read has one value; `say` gets a line for it.
 
     Raises:
       UserError: lists every other key that differs, with the checkpoint's value.
     """
     ours = described(config)
+    block, trained = config[_BLOCK], keys.get(_BLOCK, config[_BLOCK])
+    if other := trained != block and loads_from(block, trained):
+        ours |= {name: _value(config, name) for name in keys.keys() - ours.keys()} | {_BLOCK: trained}
     free = FREE.intersection(given)
     counting = [name for name in _BELOW if name in free and name in keys and ours[name] != keys[name]]
     settled = {below for name in counting for below in _BELOW[name]} | {ORDER}
@@ -114,11 +125,24 @@ def check_same_model(
         else:
             differing.append(name)
     if differing:
-        have = ", ".join(f"{name}={_text(config[name])}" for name in differing)
+        have = ", ".join(
+            f"{name}={_text(config[name])}{', whose blocks may compute something else' if name == _BLOCK else ''}"
+            for name in differing
+        )
         raise UserError(
             f"{where} contains a different model than the configuration ({have}); "
             f"to load it, give: {' '.join(as_words(keys, differing))}"
         )
+    unread = ours.keys() - keys.keys() - settled - {MODULES}
+    unread -= {name for name in OF_SOME if config[name] == schema().keys[name].default}  # as if it were not read
+    if other and unread:
+        raise UserError(
+            f"{where} contains parameters of {_BLOCK}={trained}, which does not read "
+            f"{', '.join(as_words(ours, sorted(unread)))}; to load it with {_BLOCK}={block}, leave that out"
+        )
+    if other:
+        same = "computes the same" if block in FAMILIES else "has to compute the same: this is not checked"
+        say(f"{where} contains parameters of {_BLOCK}={trained}; they are loaded with {_BLOCK}={block}, which {same}")
 
 
 def as_words(keys: Mapping[str, Any], names: Sequence[str] | None = None) -> list[str]:
@@ -137,11 +161,13 @@ def model_config(keys: Mapping[str, Any], words: Sequence[str], where: str) -> A
     return resolve(load_model_keys(keys, words, where).config, device_count=1, platform="cpu")
 
 
-def load_model_keys(keys: Mapping[str, Any], words: Sequence[str], where: str) -> Loaded:
+def load_model_keys(
+    keys: Mapping[str, Any], words: Sequence[str], where: str, say: Callable[[str], Any] = print
+) -> Loaded:
     """The configuration of a checkpoint with `keys`, and with the arguments `words`.
 
     Parameters are the same in every combination, so a checkpoint has no combination. The first combination is used,
-    unless `words` sets the flags.
+    unless `words` sets the flags. `say`: see `check_same_model`.
 
     Raises:
       UserError: `keys` contradict each other, or refer to code that no argument names; or an argument, or its preset,
@@ -159,9 +185,10 @@ def load_model_keys(keys: Mapping[str, Any], words: Sequence[str], where: str) -
     config = _resolved([*flags, *as_words(keys), *of_model])
     if _PRESET in given:
         # A preset does not define modules of multi-token prediction. That does not mean that the checkpoint has none.
-        check_same_model({name: value for name, value in keys.items() if name != MODULES}, _resolved(of_model), where)
+        of_preset = {name: value for name, value in keys.items() if name != MODULES}
+        check_same_model(of_preset, _resolved(of_model), where, say=lambda line: None)
     fixed = {name: value for name, value in keys.items() if name != MODULES or name not in given}
-    check_same_model(fixed, config, where)
+    check_same_model(fixed, config, where, say=say)
     return loaded
 
 

@@ -1,7 +1,7 @@
 """Hugging Face directories: config.json and safetensors, in one file or in shards."""
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +61,20 @@ class HuggingFaceSource:
             return ()
         return (f"{self.path}: {scaled} 8-bit tensors are multiplied by their scales and read as float32",)
 
+    def held(self, config: Config, shapes: Shapes) -> Collection[str]:
+        """See `Source.held`."""
+        layouts = hugging_face_layouts(config, self.keys["decoder_block"])
+        tensors = {
+            name: tensors_of(layouts[name], place(stacks(config), name), shape)
+            for name, shape in shapes.items()
+            if name in layouts
+        }
+        return [name for name, each in tensors.items() if any(tensor in self._tensors for tensor, _ in each)]
+
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
         """See `Source.leaves`."""
         places = {name: place(stacks(config), name) for name in shapes}
-        layouts = layouts_of(config, places)
+        layouts = layouts_of(config, places, self.keys["decoder_block"])
         layers = config.base_num_decoder_layers
         if layers * config.num_experts > len(self._tensors):  # checked before so many names are generated
             experts = f" and {config.num_experts} experts" if config.num_experts > 1 else ""
@@ -146,19 +156,22 @@ def _read(
     return value[within(box, wide)]
 
 
-def layouts_of(config: Config, places: Mapping[str, Place | None]) -> Mapping[str, Layout]:
-    """Returns the family's layouts, after checking them for the parameters in `places`, by canonical name.
+def layouts_of(config: Config, places: Mapping[str, Place | None], decoder_block: str = "") -> Mapping[str, Layout]:
+    """Returns a family's layouts, after checking them for the parameters in `places`, by canonical name.
+
+    Args:
+      decoder_block: the family; by default that of `config`.
 
     Raises:
       UserError: lists the parameters that have no layout, or whose layout has an invalid tensor name.
     """
-    layouts = hugging_face_layouts(config)
+    layouts = hugging_face_layouts(config, decoder_block)
     problems = [f"{name}: no Layout" for name in places if name not in layouts]
     for name in places.keys() & layouts.keys():
         if "{}" not in layouts[name].name and places[name] is not None:
             problems.append(f"{name}: {layouts[name].name} has no {{}} for the number of the layer")
     if problems:
-        head = f"decoder_block={config.decoder_block}: Hugging Face layouts:"
+        head = f"decoder_block={decoder_block or config.decoder_block}: Hugging Face layouts:"
         raise UserError("\n  ".join([head, *sorted(problems)]))
     return layouts
 

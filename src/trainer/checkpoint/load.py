@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,14 @@ from trainer.checkpoint.source import Leaf, Source, Tick, joined, names_of, nest
 from trainer.checkpoint.tokenizer import FILES as TOKENIZER_FILES
 from trainer.config import Config, UserError
 from trainer.config.paths import local_path
-from trainer.models.mtp_names import module_of
+from trainer.models.optional import lacking
 from trainer.observe.rundir import CHECKPOINTS
+from trainer.ops.random import seed_key
 from trainer.runtime import storage
 from trainer.runtime.folders import check_folder
 
 _SHORT = 2.0  # seconds; loading that takes longer is reported
+_MOST_PATHS = 12  # of a line
 
 
 def open_source(path: str, decoder_block: str = "", *, average: bool = False) -> Source:
@@ -115,7 +117,8 @@ def load_parameters(
     *,
     average: bool = False,
 ) -> Any:
-    """Loads the weights at `path` onto the devices, without modules of multi-token prediction that `path` lacks.
+    """Loads the weights at `path` onto the devices. Weights that `path` may lack (`models.optional`) and does lack get
+    their initial values, drawn from `init_weights_seed`.
 
     At any time, a host holds one device's slice of one layer of one parameter. For an Orbax tree it holds all chunks of
     one parameter that overlap its devices' slices.
@@ -124,7 +127,7 @@ def load_parameters(
       path: see `open_source`.
       config: resolved; the checkpoint must hold the same model.
       abstract: the weights that the model needs (`source.joined`), a ShapeDtypeStruct with a sharding at each leaf.
-      say: gets one line if loading takes long, and one for each allowed difference.
+      say: gets one line if loading takes long, one for each allowed difference, and two if weights are lacking.
       given: keys of the command line, which may define another function than the checkpoint's; see
         `description.FREE`.
       average: see `open_source`.
@@ -135,9 +138,12 @@ def load_parameters(
     """
     started = time.perf_counter()
     source = open_source(path, config.decoder_block, average=average)
-    wanted = {name: leaf for name, leaf in names_of(abstract).items() if module_of(name) <= source.modules}
+    wanted = names_of(abstract)
     check_same_model(source.keys, config, str(source.path), given, say)
-    leaves = source.leaves(config, {name: leaf.shape for name, leaf in wanted.items()})
+    shapes = {name: leaf.shape for name, leaf in wanted.items()}
+    groups = lacking(config, shapes, lambda names: source.held(config, {name: shapes[name] for name in names}))
+    new = [name for names in groups.values() for name in names]
+    leaves = source.leaves(config, {name: shape for name, shape in shapes.items() if name not in new})
     stretched = 0 if config.rope_type == "default" else config.rope_factor * config.original_max_position_embeddings
     if source.length and config.max_target_length > max(source.length, stretched):
         say(
@@ -147,7 +153,10 @@ def load_parameters(
         )
     for note in source.notes(config):
         say(note)
-    loaded = {}
+    if groups:
+        say(f"{source.path}: loaded: {_listed(dict.fromkeys('/'.join(name.split('/')[:2]) for name in leaves))}")
+        say(f"{source.path}: absent, with initial values: {_listed(groups)}")
+    loaded = _initial(config, {name: wanted[name] for name in new})
     with progress(leaves.values(), "loading", say) as tick:
         for name, leaf in leaves.items():
             loaded[name] = _place(leaf, wanted[name], tick)
@@ -155,6 +164,24 @@ def load_parameters(
     if seconds > _SHORT:
         say(f"loaded {size / 1e9:.2f} GB of parameters from {path} ({source.kind}) in {seconds:.0f} s")
     return nested(loaded)
+
+
+def _listed(paths: Collection[str]) -> str:
+    more = f" and {len(paths) - _MOST_PATHS} more" if len(paths) > _MOST_PATHS else ""
+    return ", ".join([*paths][:_MOST_PATHS]) + more
+
+
+def _initial(config: Config, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Returns the initial values of these weights, as a run without a checkpoint draws them."""
+    if not wanted:
+        return {}
+
+    def drawn(key: jax.Array) -> dict[str, jax.Array]:
+        weights = names_of(joined(*make_model(config).init(key)))
+        return {name: weights[name] for name in wanted}
+
+    shardings = {name: leaf.sharding for name, leaf in wanted.items()}
+    return jax.jit(drawn, out_shardings=shardings)(seed_key(config.init_weights_seed))
 
 
 def _place(leaf: Leaf, abstract: jax.ShapeDtypeStruct, tick: Tick) -> jax.Array:

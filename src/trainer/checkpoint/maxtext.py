@@ -9,7 +9,7 @@ as {"value": array}. These differences from our checkpoints are converted (docs/
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,15 @@ class MaxTextSource:
                 f"mtp_num_layers={self.modules} loads them"
             )
         return lines
+
+    def held(self, config: Config, shapes: Shapes) -> Collection[str]:
+        """See `Source.held`. The final norm of a module is the model's, so it does not count."""
+        stored = {name: self._stored(name, shape, place(stacks(config), name), 1) for name, shape in shapes.items()}
+        return [
+            name
+            for name, tensors in stored.items()
+            if not is_final_norm(name) and not tensors.keys().isdisjoint(self._headers)
+        ]
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
         """See `Source.leaves`."""

@@ -8,7 +8,7 @@ They are read from a run's checkpoint (see `manager`), or from a folder that `tr
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,11 @@ from trainer.checkpoint.description import ORDER, read_model_yaml
 from trainer.checkpoint.source import Leaf, Shapes, check_tensors
 from trainer.config import Config, UserError
 from trainer.config.json_files import read_object
+from trainer.models import FAMILIES
 from trainer.models.families import family
 from trainer.models.huggingface import Layout, halves_of_pairs, pairs_of_halves
 from trainer.models.huggingface_fields import neutral_keys
-from trainer.models.mtp_names import MODULES, hugging_face_layouts, module_of
+from trainer.models.mtp_names import hugging_face_layouts, module_of
 from trainer.optim.average import AVERAGE
 from trainer.state.diloco import mean_of_islands
 
@@ -60,7 +61,7 @@ class ParamsSource:
             self.neutral = {"max_position_embeddings": length} | self.neutral
         self._tree = path / tree
         self._headers = orbax.headers(self._tree)
-        self.modules, self.length = self.keys[MODULES], length
+        self.length = length
         self.averaged = any(path.startswith(_AVERAGES) for path in self._headers)
         roots = (_AVERAGES, ROOT, REST, _ISLANDS) if average else (ROOT, REST, _ISLANDS)
         # The path of each weight in the tree. Frozen parameters have no average.
@@ -73,6 +74,10 @@ class ParamsSource:
     def notes(self, config: Config) -> Sequence[str]:
         """See `Source.notes`. There are none."""
         return ()
+
+    def held(self, config: Config, shapes: Shapes) -> Collection[str]:
+        """See `Source.held`."""
+        return shapes.keys() & self._paths.keys()
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
         """See `Source.leaves`."""
@@ -90,12 +95,14 @@ class ParamsSource:
         return {name: self._leaf(name, shape, turn if name in turned else None) for name, shape in shapes.items()}
 
     def _layouts(self, config: Config) -> Mapping[str, Layout]:
-        if not family(config.decoder_block).hugging_face:
+        trained = self.keys["decoder_block"]
+        block = trained if trained in FAMILIES else config.decoder_block
+        if not family(block).hugging_face:
             raise UserError(
                 f"{self.path}: saved with {ORDER}={self.keys[ORDER]}, and {ORDER}={config[ORDER]} is given: "
-                f"decoder_block={config.decoder_block} declares no Layouts, so which parameters to reorder is unknown"
+                f"decoder_block={block} declares no Layouts, so which parameters to reorder is unknown"
             )
-        return hugging_face_layouts(config)
+        return hugging_face_layouts(config, block)
 
     def _of_islands(self, name: str) -> bool:
         """Whether `name` is stored for every island, on a first axis."""

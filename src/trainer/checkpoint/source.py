@@ -119,12 +119,14 @@ class Source(Protocol):
     kind: str  # a description in words
     keys: Mapping[str, Any]  # the model's keys that the checkpoint itself states, resolved; {} if it states none
     neutral: Mapping[str, Any]  # fields of its config.json that do not affect what the model computes
-    modules: int  # the number of modules of multi-token prediction
     length: int | None  # the longest text the model was trained for, if the checkpoint states it
     averaged: bool  # whether it also has averages of its parameters (`ema_decay`)
 
     def notes(self, config: Config) -> Sequence[str]:
         """Returns one line for each assumption made when the checkpoint is read as a model of `config`."""
+
+    def held(self, config: Config, shapes: Shapes) -> Collection[str]:
+        """Returns which of these weights of a model of `config` the checkpoint has, at least in part."""
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
         """Returns the leaves that a model of `config`, resolved, with weights of `shapes` needs, in that order.

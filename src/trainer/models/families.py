@@ -56,15 +56,33 @@ def family(decoder_block: str) -> Family:
     return found
 
 
-def hugging_face(config: Config) -> HuggingFace:
+def loads_from(decoder_block: str, trained: str) -> bool:
+    """Returns whether a family loads parameters that were trained under the family `trained`, which is not imported.
+
+    A family of this package does if both declare the same stacks, norm, product and embedding scale: then both compute
+    the same function of the same keys. A family by import path does, because the user named it.
+    """
+    if not {decoder_block, trained} <= FAMILIES.keys():
+        return decoder_block not in FAMILIES
+    one, other = family(decoder_block), family(trained)
+    return all(
+        getattr(one, name) == getattr(other, name) for name in ("stacks", "norm", "make_product", "embedding_scale")
+    )
+
+
+def hugging_face(config: Config, decoder_block: str = "") -> HuggingFace:
     """Returns the declaration for Hugging Face that represents `config`, or is closest to it.
+
+    Args:
+      decoder_block: the family whose declaration it is; by default that of `config`.
 
     Raises:
       UserError: the family declares none.
     """
-    if not (declared := family(config.decoder_block).hugging_face):
+    block = decoder_block or config.decoder_block
+    if not (declared := family(block).hugging_face):
         raise UserError(
-            f"decoder_block={config.decoder_block} declares no parameter names of Hugging Face, so its checkpoints "
+            f"decoder_block={block} declares no parameter names of Hugging Face, so its checkpoints "
             "cannot be read or written; a run's folder and format=params can"
         )
     return min(declared, key=lambda hf: len(hf.contradicted(config)))  # the first of several

@@ -53,6 +53,8 @@ class Family:
       make_product: makes the products of the matrices outside of the blocks: the output head, which may be the
         embedding table, and the projections of multi-token prediction. A block chooses the products of its own layers.
       embedding_scale: returns the factor on the embedded tokens; the head does not use it. None: 1.
+      optional: canonical names of parameters, or common prefixes of several, that a checkpoint may lack, as in
+        ["decoder/layers/gate"]; see `models.optional`.
       norm: the class of the norms outside of the blocks, made as `norm(width, epsilon=, dtype=, weight_dtype=)`.
       hugging_face: the family's weights and keys in Hugging Face's format, one declaration per model type there; () if
         its checkpoints cannot be read or written.
@@ -66,6 +68,7 @@ class Family:
     axes: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
     make_product: MakeProduct = plain
     embedding_scale: Callable[[Config], float] | None = None
+    optional: Sequence[str] = ()
     norm: Callable[..., Any] = RMSNorm
     hugging_face: Sequence[HuggingFace] = ()
     maxtext: MaxText | None = None

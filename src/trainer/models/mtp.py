@@ -50,14 +50,19 @@ def part_name(k: int, part: str) -> str:
     return f"mtp_{k}_{part}"
 
 
+def module_path(k: int) -> str:
+    """Returns the path of module `k` in the model."""
+    return f"{MTP}/mtp_layer_{k}"
+
+
 def part_path(k: int, part: str) -> str:
     """Returns the path of a part of module `k` in the model."""
-    return f"{MTP}/mtp_layer_{k}/{part_name(k, part)}"
+    return f"{module_path(k)}/{part_name(k, part)}"
 
 
 def hidden_path(k: int) -> str:
     """Returns the path of h_k, a sown `MtpHidden`."""
-    return f"{MTP}/mtp_layer_{k}/output"
+    return f"{module_path(k)}/output"
 
 
 def last_block(config: Config) -> tuple[str, MakeBlock]:

@@ -51,9 +51,9 @@ def is_final_norm(name: str) -> bool:
     return name.startswith(f"{part_path(module_of(name), FINAL_NORM)}/")
 
 
-def hugging_face_layouts(config: Config) -> Mapping[str, Layout]:
-    """Returns the layouts of the family and of the modules of `config`."""
-    layouts = dict(hugging_face(config).layouts)
+def hugging_face_layouts(config: Config, decoder_block: str = "") -> Mapping[str, Layout]:
+    """Returns the layouts of the modules of `config` and of a family, by default that of `config`."""
+    layouts = dict(hugging_face(config, decoder_block).layouts)
     for stack in (stack for stack in stacks(config) if len(stack.blocks) > 1):
         # Each block of a pattern has the layouts of the stack, unless the family declares its own.
         above = f"decoder/{stack.name}/"

@@ -80,7 +80,6 @@ def build(
         fetch=fetch,
         one=codec.unpack(set_named_sharding_nnx(abstract, stored)),
         from_one=codec.pack,
-        first=lambda tree: tree._replace(opt_state=None),
     )
     computation = Computation(
         update=on_mesh(mesh, inside)(update),

@@ -10,8 +10,6 @@ from trainer.checkpoint import (
     inspect,
     joined,
     load_parameters,
-    names_of,
-    nested,
     newest,
     parted,
     restore,
@@ -20,7 +18,6 @@ from trainer.checkpoint import (
 from trainer.config import UserError, another_program, check_islands, check_optimizer, check_resume, islands_of, resets
 from trainer.config.words import counted
 from trainer.data import Dataset
-from trainer.models.mtp_names import module_of
 from trainer.models.names import names_of_blocks, renamed
 from trainer.runtime.agreement import agreed, from_first
 from trainer.runtime.place import share_of_rows
@@ -107,24 +104,10 @@ def _new(run: Run, say: Say, given: Collection[str]) -> Any:
     if config.load_parameters_path:
         params, rest = _abstract(run).params, run.states.one.rest
         weights = load_parameters(config.load_parameters_path, config, joined(params, rest), say, given)
-        params, rest = parted(weights, rest)
-        state = run.init(*_with_new_modules(run, params, rest, say))
+        state = run.init(*parted(weights, rest))
         _check_finite(run, state, f"load_parameters_path={config.load_parameters_path}")
         return state
     return run.init()
-
-
-def _with_new_modules(run: Run, params: Any, rest: Any, say: Say) -> tuple[Any, Any]:
-    """Returns `params` and `rest`, completed with initial values for missing modules of multi-token prediction."""
-    given = names_of(params)
-    if len(given) == len(names_of(_abstract(run).params)):
-        return params, rest
-    initial = run.states.first(run.codec.unpack(run.init()))
-    drawn = names_of(initial.params)
-    new = sorted({module_of(name) for name in drawn.keys() - given.keys()})
-    names = ", ".join(map(str, new))
-    say(f"modules of multi-token prediction that the checkpoint lacks get initial parameters: {names}")
-    return nested(drawn | given), nested(names_of(initial.rest) | names_of(rest))
 
 
 def _check_finite(run: Run, state: Any, loaded: str) -> None:

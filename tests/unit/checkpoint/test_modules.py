@@ -144,7 +144,8 @@ def test_new_modules_begin_as_drawn(tmp_path):
     found = names_of(run.codec.unpack(begin.state).params)
     drawn = names_of(run.codec.unpack(run.init()).params)
     assert_same(found, {name: params.get(name, np.asarray(leaf)) for name, leaf in drawn.items()})
-    assert lines[-1] == "modules of multi-token prediction that the checkpoint lacks get initial parameters: 1, 2"
+    new = "mtp_block/mtp_layer_1, mtp_block/mtp_layer_2"
+    assert lines[-1] == f"{path}: absent, with initial values: {new}"
 
 
 @pytest.mark.parametrize("scanned", [True, False])

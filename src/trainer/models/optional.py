@@ -1,0 +1,46 @@
+"""The parameters that a checkpoint may lack. They start from their initial values."""
+
+from collections.abc import Callable, Collection, Iterable
+
+from trainer.config import Config
+from trainer.models.families import family
+from trainer.models.mtp import module_path
+from trainer.models.mtp_names import decoder_name, module_of
+
+_PRODUCT = "/product/"  # the part of the names of a product's own parameters (`products.MakeProduct`)
+
+
+def optional_group(config: Config, name: str) -> str:
+    """Returns the path of the group of the canonical parameter `name`, or "" if no checkpoint may lack it.
+
+    A checkpoint has all parameters of a group or none. The groups are
+    - below each path that the family declares (`Family.optional`), also in a block of multi-token prediction;
+    - the own parameters of one product, such as an adapter;
+    - a module of multi-token prediction.
+    """
+    in_decoder = decoder_name(config, name)
+    for path in family(config.decoder_block).optional:
+        if f"{in_decoder}/".startswith(f"{path}/"):
+            return name.removesuffix(in_decoder.removeprefix(path))
+    if _PRODUCT in name:
+        return name[: name.rindex(_PRODUCT)] + _PRODUCT.rstrip("/")
+    return module_path(module_of(name)) if module_of(name) else ""
+
+
+def lacking(
+    config: Config, names: Iterable[str], held: Callable[[Collection[str]], Collection[str]]
+) -> dict[str, list[str]]:
+    """Returns the names of each group of parameters that a checkpoint lacks, by the group's path.
+
+    A group of which the checkpoint has a part is not among them: what is missing from it is an error.
+
+    Args:
+      names: the canonical names of the model's parameters.
+      held: returns which of some names the checkpoint has, at least in part.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        if group := optional_group(config, name):
+            groups.setdefault(group, []).append(name)
+    found = set(held([name for each in groups.values() for name in each]))
+    return {group: each for group, each in groups.items() if found.isdisjoint(each)}
