@@ -32,7 +32,7 @@ class Model(Protocol):
     """The model of one combination, made from a resolved configuration."""
 
     config: Config
-    param_axes: Any  # the tree of params, with a `sharding.Axes` at each leaf
+    param_axes: Any  # the tree of params, with a `sharding.Axes` for each array: a parameter may be a pytree
     abstract: tuple[Any, Any]  # (params, rest) as `init` makes them, with a ShapeDtypeStruct at each leaf
 
     def init(self, key: jax.Array) -> tuple[Any, Any]:

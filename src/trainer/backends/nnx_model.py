@@ -17,7 +17,7 @@ from trainer.models.init import init_variables
 from trainer.models.transformer import Decoder, Transformer
 from trainer.ops.paths import Path, name_of
 from trainer.ops.random import seed_key
-from trainer.sharding import Axes
+from trainer.sharding import Axes, axes_of_parts
 
 
 class NNXModel:
@@ -80,18 +80,22 @@ def canonical(path: Path, param_paths: set[Path]) -> Path:
 
     `param_paths`: the paths of the model's parameters.
     """
-    root, *names = path[:-1]  # the last entry is the Variable's value
+    root, *names = path
     if root == "optimizer":
-        return tuple(names)  # opt_state/... and step
-    return ("params" if tuple(names) in param_paths else "rest", *names)
+        return tuple(names[:-1])  # opt_state/... and step; the last entry is the Variable's value
+    for end in range(len(names)):
+        if tuple(names[:end]) in param_paths:
+            return ("params", *names[:end], *names[end + 1 :])  # after the value are the parts of a pytree
+    return ("rest", *names[:-1])
 
 
 def axes_of_params(params: nnx.State) -> dict:
-    """Returns the logical axis names of each Param of a model, with the tree structure of params."""
+    """Returns the logical axis names of each array in the Params of a model, with the tree structure of params."""
 
-    def names(path: tuple[Any, ...], variable: nnx.Variable) -> Axes:
-        given = variable.get_metadata().get("out_sharding")
-        return Axes(given or unnamed(variable.get_value().ndim, in_stack(name_of(path))))
+    def names(path: tuple[Any, ...], variable: nnx.Variable) -> Any:
+        given, value, name = variable.get_metadata().get("out_sharding"), variable.get_value(), name_of(path)
+        ndim = max(part.ndim for part in jax.tree.leaves(value))
+        return axes_of_parts(Axes(given or unnamed(ndim, in_stack(name))), value, name)
 
     return jax.tree_util.tree_map_with_path(
         names,

@@ -12,7 +12,6 @@ from trainer.backends import Model, make_model
 from trainer.config import Config, UserError, resolve
 from trainer.config.expert_keys import drops
 from trainer.models.families import axis_rules, takes_cache
-from trainer.ops.paths import by_path
 from trainer.sharding import Rules, make_mesh, named_sharding, on_mesh, slice_count, spec
 
 # A row is not sharded: tokens are added to it one at a time.
@@ -48,14 +47,12 @@ class Served(NamedTuple):
     def abstract_variables(self) -> tuple[Any, Any]:
         """The model's (params, rest), a ShapeDtypeStruct with a sharding at each leaf."""
         params, rest = self.model.abstract
-        axes = by_path(self.model.param_axes)
+        shardings = jax.tree.map(lambda it, names: self.sharding(names, it.shape), params, self.model.param_axes)
 
-        def leaf(path: Any, it: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(it.shape, it.dtype, sharding=self.sharding(axes[path], it.shape))
+        def array(it: jax.ShapeDtypeStruct, sharding: NamedSharding = self.replicated) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(it.shape, it.dtype, sharding=sharding)
 
-        params = jax.tree.unflatten(jax.tree.structure(params), [leaf(*item) for item in by_path(params).items()])
-        rest = jax.tree.map(lambda it: jax.ShapeDtypeStruct(it.shape, it.dtype, sharding=self.replicated), rest)
-        return params, rest
+        return jax.tree.map(array, params, shardings), jax.tree.map(array, rest)
 
     def on_mesh(self, fn: Callable[..., Any], *, one_row: bool = False) -> Callable[..., Any]:
         """`fn`, whose layers shard their arrays over the mesh when it is traced; with `one_row`, not over rows."""

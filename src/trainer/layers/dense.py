@@ -13,7 +13,7 @@ from flax import nnx
 from trainer import sharding
 from trainer.config import UserError
 from trainer.layers.param import param
-from trainer.products import MakeProduct, Settle, plain
+from trainer.products import MakeProduct, Settle, plain, stored
 
 ROWS = sharding.Axes(("activation_batch", "activation_length"))
 # The axes of the input of layers with weights, with complete rows, and of the residual stream between layers.
@@ -50,11 +50,11 @@ class Dense(nnx.Module):
         init = jax.nn.initializers.lecun_normal()
         # The initializer takes fan-in from the second-to-last axis, so draw a matrix and reshape it.
         kernel = init(rngs.params(), (prod(in_shape), prod(out_shape)), weight_dtype)
-        self.kernel = param(kernel.reshape(*in_shape, *out_shape), names)
         if bias:
             self.bias: nnx.Variable = param(jnp.zeros(out_shape, weight_dtype), names[len(in_shape) :])
         self.adds_bias = bias
         self.product = make_product(in_shape, out_shape, names, rngs=rngs)
+        self.kernel = param(stored(self.product, kernel.reshape(*in_shape, *out_shape)), names)
 
     def __call__(self, x: jax.Array, out_names: Sequence[str | None]) -> jax.Array:
         """Maps x [..., *in_shape] to [..., *out_shape], whose axes are called `out_names`."""
@@ -78,7 +78,7 @@ class Embed(nnx.Module):
     """The embedding table [vocab, embed]. Initial entries are standard normal.
 
     The table must be an array, because a lookup is no product and cannot read a quantized container. The product of a
-    tied head (`attend`) can quantize the table when it multiplies.
+    tied head (`attend`) gets what it would store for the table, computed when it multiplies.
     """
 
     def __init__(
@@ -113,7 +113,8 @@ class Embed(nnx.Module):
             return x_bte, table.T
 
         x_bte = sharding.for_product(x_bte.astype(self.dtype), ROWS, TABLE[1:])
-        logits = sharding.for_product(self.product(x_bte, 1, self._table().T, settle), ROWS, TABLE[:1])
+        kernel = stored(self.product, self._table().T)
+        logits = sharding.for_product(self.product(x_bte, 1, kernel, settle), ROWS, TABLE[:1])
         return sharding.constrain(logits, (*ROWS, "activation_vocab"))
 
     def _table(self) -> Any:

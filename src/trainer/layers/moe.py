@@ -3,6 +3,7 @@
 import functools
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from trainer.layers.sown import Activation, RouterCount, RouterLoss, captures, s
 from trainer.ops import exchange
 from trainer.ops.experts import Apply, Dispatched, dropless, every_expert, within_capacity
 from trainer.ops.routing import Routing, Score, entropy, load_balance, squared_log_z, tokens_per_expert, weight_of_each
-from trainer.products import MakeGrouped, MakeProduct, plain, plain_grouped
+from trainer.products import MakeGrouped, MakeProduct, in_dtype, plain, plain_grouped, stored
 
 IN, OUT = sharding.Axes(("exp", "embed_moe", "mlp")), sharding.Axes(("exp", "mlp", "embed_moe"))
 LOGITS = sharding.Axes((*ROWS, None))
@@ -87,11 +88,13 @@ class MoE(nnx.Module):
         if routed_bias:
             self.gate.bias = Buffer(jnp.zeros(experts, jnp.float32))  # MaxText's name
         init = jax.nn.initializers.lecun_normal(batch_axis=0)
-        for name in self._projections():
-            setattr(self, name, param(init(rngs.params(), (experts, width, hidden), weight_dtype), IN))
-        self.wo = param(init(rngs.params(), (experts, hidden, width), weight_dtype), OUT)
         self.product_in = make_grouped(experts, width, hidden, IN)
         self.product_out = make_grouped(experts, hidden, width, OUT)
+        for name in self._projections():
+            kernel = init(rngs.params(), (experts, width, hidden), weight_dtype)
+            setattr(self, name, param(stored(self.product_in, kernel), IN))
+        kernel = init(rngs.params(), (experts, hidden, width), weight_dtype)
+        self.wo = param(stored(self.product_out, kernel), OUT)
 
     def _projections(self) -> list[str]:
         return [f"wi_{i}" for i in range(len(self.activations))]
@@ -103,15 +106,17 @@ class MoE(nnx.Module):
         with jax.default_matmul_precision("float32"):
             logits = self.gate(x_bte, LOGITS)
         real_bt = context.segments != 0
-        names = {**dict.fromkeys(self._projections(), IN), "wo": OUT}
         # Cast before devices gather them: without the constraint, the cast would follow the gather.
-        kernels = [
-            sharding.constrain(getattr(self, name).get_value().astype(self.dtype), axes) for name, axes in names.items()
-        ]
+        kernels = [in_dtype(getattr(self, name).get_value(), self.dtype) for name in (*self._projections(), "wo")]
+        outside, inside = (
+            [sharding.axes_of_parts(axes, kernel) for axes, kernel in zip(sides, kernels, strict=True)]
+            for sides in (([IN] * len(self.activations) + [OUT]), ([_IN] * len(self.activations) + [_OUT]))
+        )
+        kernels = jax.tree.map(sharding.constrain, kernels, outside)
         bias = [self.gate.bias.get_value()] if self.routed_bias else []
         run = sharding.shard_mapped(
             lambda *args: self._run(*args),  # not itself: flax takes no bound method
-            (_TOKENS, _TOKENS, _PER_TOKEN, [_BIAS] * len(bias), *[_IN] * len(self.activations), _OUT),
+            (_TOKENS, _TOKENS, _PER_TOKEN, [_BIAS] * len(bias), *inside),
             (_PARTS, _TOKENS, _TOKENS, _PER_ROW),
             check=False,
         )
@@ -120,7 +125,7 @@ class MoE(nnx.Module):
         return sharding.constrain(parts.sum(0), RESIDUAL)
 
     def _run(
-        self, x_btw: jax.Array, logits: jax.Array, real_bt: jax.Array, bias: list[jax.Array], *kernels: jax.Array
+        self, x_btw: jax.Array, logits: jax.Array, real_bt: jax.Array, bias: list[jax.Array], *kernels: Any
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """On one device, for its rows and its share of the hidden units: its part of the result with an axis of devices
         in front, the experts of each token and their weights, and how many choices it dropped in each row."""
@@ -142,7 +147,7 @@ class MoE(nnx.Module):
             found = within_capacity(x_btw, routing, apply, self.experts, real_bt=real_bt, factor=factor)
         return found.out.astype(self.dtype)[None], *routing, found.dropped
 
-    def _experts(self, kernels: Sequence[jax.Array], rows: jax.Array, sizes: jax.Array | None) -> jax.Array:
+    def _experts(self, kernels: Sequence[Any], rows: jax.Array, sizes: jax.Array | None) -> jax.Array:
         """See `ops.experts.Apply`."""
         factors = []
         for name, activation, kernel in zip(self._projections(), self.activations, kernels[:-1], strict=True):

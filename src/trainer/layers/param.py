@@ -1,15 +1,18 @@
 """Parameters and buffers."""
 
 from collections.abc import Sequence
+from typing import Any
 
-import jax
 from flax import nnx
 
-LAYERS = "layers"  # the logical axis that stacks the layers of a stack: the first axis of its parameters
+from trainer.sharding import LAYERS
 
 
-def param(value: jax.Array, names: Sequence[str | None]) -> nnx.Param:
-    """Returns a parameter whose axes have the logical `names`, which `sharding/` reads. It needs no mesh."""
+def param(value: Any, names: Sequence[str | None]) -> nnx.Param:
+    """Returns a parameter whose axes have the logical `names`, which `sharding/` reads. It needs no mesh.
+
+    `value` is an array, or a pytree of its parts (`sharding.axes_of_parts`).
+    """
     return nnx.Param(value, out_sharding=tuple(names), eager_sharding=False)
 
 

@@ -1,5 +1,6 @@
 """NNX modules inside Linen."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,16 @@ from trainer.sharding import Axes
 def to_linen(make: Callable[..., nnx.Module], *args: Any, **fields: Any) -> linen.Module:
     """Returns the NNX module `make(*args, rngs=...)` as a Linen module with the same parameter names and logical
     axes."""
-    return bridge.ToLinen(make, args=args, metadata_fn=_box, **fields)
+    return _ToLinen(make, args=args, metadata_fn=_box, **fields)
+
+
+class _ToLinen(bridge.ToLinen):
+    @linen.compact
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with warnings.catch_warnings():
+            # In Linen the parts of a parameter that is a pytree look like parameters of their own.
+            warnings.filterwarnings("ignore", "Found unknown module paths")
+            return super().__call__(*args, **kwargs)
 
 
 def capturing(types: tuple[type[nnx.Variable], ...], method: str = "__call__") -> Callable[..., tuple[Any, Sown]]:

@@ -11,12 +11,13 @@ from flax import linen
 from trainer.config import Config
 from trainer.layers.cache import Cache
 from trainer.layers.context import Context
-from trainer.layers.param import LAYERS, REST
+from trainer.layers.param import REST
 from trainer.layers.sown import Sown
 from trainer.layers.stack import Loop, MakeBlock, run_stack
 from trainer.linen.layer import COLLECTIONS, apply_layer, call_layer, make_layer
 from trainer.models.remat import remat_policy
 from trainer.models.transformer import Types, casts_in_loop, run_stacks
+from trainer.sharding import LAYERS
 
 
 def initializing(config: Config) -> ml_collections.FrozenConfigDict:

@@ -9,11 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from trainer import sharding
-from trainer.config import UserError
 from trainer.layers.dense import INPUT, ROWS
+from trainer.ops.inexact import inexact
+from trainer.products import in_dtype
 
 Path = tuple[str, ...]
 PerToken = Callable[[Any, Any, jax.Array, jax.Array], Any]
@@ -47,16 +47,8 @@ def in_tiles(fn: PerToken, tiling: Tiling, params: Any, rest: Any, hidden_bte: j
     saves only these two, and its backward pass calls `fn` again for each tile. Each device sums the head's gradient
     over its tiles in float32. One all-reduce after the last tile adds the sums of the devices. Supports reverse mode
     only.
-
-    Raises:
-      UserError: the head's matrix is a pytree, as in a quantized product, and not an array.
     """
-    path, matrix = tiling.matrix[:-1], tiling.matrix[-1]
-    if not isinstance(found := _at(params, path)[matrix], jax.Array | np.ndarray):
-        raise UserError(
-            f"num_vocab_tiling={tiling.tiles}: {'/'.join(tiling.matrix)} is stored as {type(found).__name__}; tiles of "
-            "the loss need an array, so set num_vocab_tiling=1"
-        )
+    path = tiling.matrix[:-1]
     tiled = _Tiled(fn, tiling, _abstract(params), _abstract(rest))
 
     @jax.custom_vjp
@@ -97,15 +89,15 @@ class _Tiled:
             run = sharding.shard_mapped(
                 self._backward, (_SAME, INPUT, _SAME, ROWS, ROWS), (_SAME, INPUT), over=_OVER, check=False
             )
-            sums, hidden_grad = run(self._in_dtype(head), *others, _inexact(grads))
+            sums, hidden_grad = run(self._in_dtype(head), *others, inexact(grads)[0])
             # Without the barrier the compiler reduces over devices late: the sums stay in memory through the backward
             # pass.
             sums, hidden_grad = jax.lax.optimization_barrier((self._constrained(sums), hidden_grad))
-        return jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), sums, head), hidden_grad
+        return jax.tree.map(lambda leaf, total: _if_any(lambda x: x.astype(leaf.dtype), total), head, sums), hidden_grad
 
     def _in_dtype(self, head: Any) -> Any:
         # Cast before the all-gather, which halves the bytes of a float32 matrix under bfloat16.
-        return head | {self.matrix: head[self.matrix].astype(self.tiling.dtype)}
+        return head | {self.matrix: in_dtype(head[self.matrix], self.tiling.dtype)}
 
     def _forward(self, head: Any, hidden_bte: jax.Array, buffers: Any, target_bt: jax.Array) -> Any:
         """Runs on one device, for its tokens."""
@@ -115,19 +107,20 @@ class _Tiled:
 
     def _backward(self, head: Any, hidden_bte: jax.Array, buffers: Any, target_bt: jax.Array, grads: Any) -> Any:
         """Runs on one device, for its tokens. Then adds the head's gradient over devices."""
-        head = self._constrained(head)
+        trained, join = inexact(self._constrained(head))
 
         def add(sums: Any, tile: Any) -> tuple[Any, jax.Array]:
             hidden_ce, target_c, grads = tile
 
-            def values(head: Any, hidden_ce: jax.Array) -> Any:
-                return _inexact(self._values(head, buffers, hidden_ce, target_c))
+            def values(trained: Any, hidden_ce: jax.Array) -> Any:
+                return inexact(self._values(join(trained), buffers, hidden_ce, target_c))[0]
 
-            _, pull = jax.vjp(values, head, hidden_ce)
+            _, pull = jax.vjp(values, trained, hidden_ce)
             head_grad, hidden_grad = pull(grads)
+            head_grad = join(head_grad, None)
             return jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), sums, head_grad), hidden_grad
 
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), head)
+        zeros = join([jnp.zeros(leaf.shape, jnp.float32) for leaf in trained], None)
         tiles = (*self._cut(hidden_bte, target_bt), self._cut_all(grads))
         sums, hidden_grad = jax.lax.scan(add, self._constrained(zeros), tiles)
         axes = tuple(dict.fromkeys(axis for name in _OVER for axis in sharding.mesh_axes(name)))
@@ -139,7 +132,7 @@ class _Tiled:
         return jax.tree.map(lambda value: value[0], self.fn(params, rest, hidden_ce[None], target_c[None]))
 
     def _constrained(self, head: Any) -> Any:
-        return jax.tree.map(lambda names, leaf: sharding.constrain(leaf, names), self.names, head)
+        return jax.tree.map(lambda names, leaf: _if_any(sharding.constrain, leaf, names), self.names, head)
 
     def _cut(self, hidden_bte: jax.Array, target_bt: jax.Array) -> tuple[jax.Array, jax.Array]:
         return self._cut_all((sharding.constrain(hidden_bte, INPUT), target_bt))
@@ -150,9 +143,9 @@ class _Tiled:
         return jax.tree.map(lambda x: x.reshape(tiles, x.shape[0] * x.shape[1] // tiles, *x.shape[2:]), arrays)
 
 
-def _inexact(tree: Any) -> list[jax.Array]:
-    """Returns the leaves that have gradients."""
-    return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+def _if_any(fn: Callable[..., jax.Array], leaf: jax.Array | None, *args: Any) -> jax.Array | None:
+    """Returns `fn(leaf, *args)`; None for None, the gradient of integers."""
+    return None if leaf is None else fn(leaf, *args)
 
 
 def _abstract(tree: Any) -> Any:

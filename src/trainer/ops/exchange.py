@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from trainer.ops.experts import Apply, Dispatched, by_expert, permuted
+from trainer.ops.inexact import inexact
 from trainer.ops.routing import Routing
 
 # `experts.Apply` with the matrices of a device's own experts, a pytree, in front
@@ -119,17 +120,22 @@ def _rounds_forward(apply: Experts, spread: Spread, *args: Any) -> Any:
 
 def _rounds_backward(apply: Experts, spread: Spread, kept: Any, cotangent_mw: jax.Array) -> Any:
     kernels, x_mw, weight_m, plan = kept
+    trained, join = inexact(kernels)
 
     def body(at: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         number, (of_kernels, of_x, of_weight) = at
         index_dc, size_dl = _round(plan, number, spread, len(x_mw))
-        run = functools.partial(_there_and_back, apply, spread, size_dl=size_dl)
-        _, pull = jax.vjp(run, kernels, _at(x_mw, index_dc), _at(weight_m, index_dc))
+
+        def run(trained: Any, x_dcw: jax.Array, weight_dc: jax.Array) -> jax.Array:
+            return _there_and_back(apply, spread, join(trained), x_dcw, weight_dc, size_dl)
+
+        _, pull = jax.vjp(run, trained, _at(x_mw, index_dc), _at(weight_m, index_dc))
         more, of_sent, of_weights = pull(_at(cotangent_mw, index_dc))
         of_kernels = jax.tree.map(jnp.add, of_kernels, more)
         return number + 1, (of_kernels, _put(of_x, index_dc, of_sent), _put(of_weight, index_dc, of_weights))
 
-    return *_while(plan, body, jax.tree.map(jnp.zeros_like, (kernels, x_mw, weight_m))), None
+    of_kernels, *others = _while(plan, body, jax.tree.map(jnp.zeros_like, (trained, x_mw, weight_m)))
+    return join(of_kernels, None), *others, None
 
 
 _rounds.defvjp(_rounds_forward, _rounds_backward)

@@ -7,7 +7,7 @@ two sides, with its inputs first.
 
 from collections.abc import Sequence
 
-from trainer.layers.param import LAYERS
+from trainer.sharding import LAYERS
 
 # Axes that stack independent matrices: layers, and projections fused into one array.
 STACKED = frozenset((LAYERS, "qkv", "num_activations"))

@@ -7,8 +7,8 @@ import jax
 import optax
 from jax.tree_util import tree_map_with_path
 
-from trainer.layers.param import LAYERS
 from trainer.ops.paths import by_name, name_of
+from trainer.sharding import LAYERS
 
 
 def by_layer(tx: optax.GradientTransformation, param_axes: Any) -> optax.GradientTransformation:

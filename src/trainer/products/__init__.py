@@ -12,9 +12,11 @@ from trainer.products.plain import (
     Product,
     Settle,
     grouped_product,
+    in_dtype,
     plain,
     plain_grouped,
     product,
+    stored,
 )
 
 __all__ = [
@@ -24,7 +26,9 @@ __all__ = [
     "Product",
     "Settle",
     "grouped_product",
+    "in_dtype",
     "plain",
     "plain_grouped",
     "product",
+    "stored",
 ]

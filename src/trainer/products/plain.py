@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from trainer import sharding
@@ -16,17 +17,32 @@ Settle = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 class Product(Protocol):
-    """Multiplies `x` with a kernel: [..., *in] and [*in, *out] -> [..., *out], in the dtype of `x`."""
+    """Multiplies `x` with a kernel: [..., *in] and [*in, *out] -> [..., *out], in the dtype of `x`.
+
+    It may have a method `store(kernel)`, which returns what the layer stores in place of the initial kernel: an array
+    or a pytree whose parts have the kernel's shape, lack some of its axes, or have length 1 in them
+    (`sharding.axes_of_parts`). A grouped product may have it, too.
+    """
 
     def __call__(self, x: jax.Array, inputs: int, kernel: Any, settle: Settle | None) -> jax.Array:
         """See above.
 
         Args:
           inputs: the number of axes of `in`.
-          kernel: the parameter as stored, in its own dtype. It may be a pytree, such as integers with their scales.
+          kernel: the parameter as stored, in its own dtype. It may be a pytree, see above.
           settle: None, or a function to apply to the two operands just before they are multiplied, in their dtype. It
             affects only the gradient of the kernel; a product whose kernel has no gradient ignores it.
         """
+
+
+def stored(product: Any, kernel: jax.Array) -> Any:
+    """Returns what a layer stores for the initial `kernel` of a product."""
+    return product.store(kernel) if hasattr(product, "store") else kernel
+
+
+def in_dtype(kernel: Any, dtype: jnp.dtype) -> Any:
+    """Returns a kernel that is an array in `dtype`, before devices gather it. Other kernels are gathered as stored."""
+    return kernel.astype(dtype) if isinstance(kernel, jax.Array | np.ndarray) else kernel
 
 
 class MakeProduct(Protocol):
@@ -75,8 +91,9 @@ class GroupedProduct(Protocol):
         is [groups, rows, in] and the result is [groups, rows, out].
 
         Args:
-          kernel: [groups, in, out], in any dtype. If several devices share a product, it is one device's part: its
-            own groups, with only the inputs or the outputs with which this device computes.
+          kernel: [groups, in, out], in any dtype, or the pytree that is stored for it. If several devices share a
+            product, it is one device's part: its own groups, with only the inputs or the outputs with which this device
+            computes.
         """
 
 

@@ -15,17 +15,21 @@ from trainer.sharding.context import (
     take,
 )
 from trainer.sharding.mesh import get_mesh_from_config, make_mesh, side_devices, slice_count
+from trainer.sharding.parts import LAYERS, axes_of_parts, kept_axes
 from trainer.sharding.rules import Axes, Rules, axes_of, entry, memory_order, named_sharding, spec
 
 __all__ = [
+    "LAYERS",
     "MAPPED",
     "Axes",
     "Rules",
     "axes_of",
+    "axes_of_parts",
     "constrain",
     "entry",
     "for_product",
     "get_mesh_from_config",
+    "kept_axes",
     "make_mesh",
     "make_rules",
     "memory_order",

@@ -15,7 +15,7 @@ from trainer.backends import make_model
 from trainer.backends.base import tree_mode
 from trainer.config import Config, UserError, resolve
 from trainer.models.families import axis_rules
-from trainer.ops.paths import path_of
+from trainer.ops.paths import by_path, path_of
 from trainer.sharding import slice_count
 from trainer.state.host import storage_shardings
 from trainer.state.shardings import state_shardings
@@ -112,9 +112,9 @@ def build_zero1_input_state_mesh_shardings(config: Config, state_mesh_shardings:
     """
     mesh = jax.tree.leaves(state_mesh_shardings)[0].mesh
     model = make_model(_resolved(config, mesh))
-    is_state = isinstance(params_shardings, nnx.State)
-    leaves = jax.tree_util.tree_leaves_with_path(params_shardings)
-    given = {path_of(keypath)[: -1 if is_state else None]: leaf for keypath, leaf in leaves}
+    given = by_path(params_shardings)
+    if isinstance(params_shardings, nnx.State):
+        given = {model.canonical(("model", *path))[1:]: leaf for path, leaf in given.items()}
     unseen = set(given)
 
     def one(keypath: Any, sharding: Any) -> Any:

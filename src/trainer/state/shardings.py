@@ -7,9 +7,8 @@ import jax
 from jax.sharding import Mesh
 
 from trainer.backends import Model
-from trainer.layers.param import LAYERS
 from trainer.ops.paths import Path, by_path
-from trainer.sharding import Axes, Rules, named_sharding
+from trainer.sharding import Axes, Rules, kept_axes, named_sharding
 from trainer.state.zero1 import over_data
 
 Shape = tuple[int, ...]
@@ -33,9 +32,9 @@ def tensors(model: Model, native: Any) -> Any:
     """Returns a `Tensor` for every leaf of `native`, a native train state of arrays or ShapeDtypeStructs.
 
     A leaf of the optimizer state belongs to the parameter whose path is a suffix of the leaf's path; optax stores
-    moments this way inside any wrapper. A leaf with the shape of its parameter has the parameter's axes. A leaf with
-    that shape minus one axis, a factored second moment of row or column sums, has the remaining axes. Other leaves have
-    no axis names.
+    moments this way inside any wrapper. A leaf with the shape of its parameter has the parameter's axes; a leaf that
+    lacks some of its axes, such as a factored second moment of row or column sums, has the remaining axes
+    (`sharding.kept_axes`). Other leaves have no axis names.
     """
     axes_of = by_path(model.param_axes)
     leaves = [(model.canonical(path), leaf) for path, leaf in by_path(native).items()]
@@ -45,24 +44,19 @@ def tensors(model: Model, native: Any) -> Any:
         if path[0] in ("params", "opt_state"):
             for start in range(1, len(path)):
                 if (owner := path[start:]) in axes_of:
-                    return Tensor(path, _kept_axes(axes_of[owner], shapes.get(owner), leaf.shape, path), True)
+                    return Tensor(path, _of_moment(axes_of[owner], shapes.get(owner), leaf.shape, path), True)
         return Tensor(path, Axes((None,) * leaf.ndim), False)
 
     return jax.tree.unflatten(jax.tree.structure(native), [tensor(path, leaf) for path, leaf in leaves])
 
 
-def _kept_axes(axes: Axes, whole: Shape | None, kept: Shape, path: Path) -> Axes:
-    """Returns the axes of an array of shape `kept` at `path`, derived from a parameter of shape `whole` with `axes`."""
-    if kept == whole:
-        return axes
-    # The layers axis is never summed over: each layer is optimized as a separate array (`optim.by_layer`).
-    axes_of = [i for i, name in enumerate(axes) if name != LAYERS]
-    summed = [i for i in axes_of if whole and whole[:i] + whole[i + 1 :] == kept]
-    if not summed:
-        return Axes((None,) * len(kept))
+def _of_moment(axes: Axes, whole: Shape | None, shape: Shape, path: Path) -> Axes:
+    """Returns the axes of an array of `shape` at `path` that belongs to a parameter of shape `whole` with `axes`."""
+    found = kept_axes(axes, whole, shape) if whole is not None else []
+    if not found:
+        return Axes((None,) * len(shape))
     # If two axes have equal length: optax sums rows over the last axis and columns over the second to last.
-    axis = summed[0] if "v_col" in path else summed[-1]
-    return Axes(axes[:axis] + axes[axis + 1 :])
+    return found[-1 if "v_col" in path else 0]
 
 
 def state_shardings(model: Model, abstract: Any, mesh: Mesh, rules: Rules, *, zero1: bool = False) -> Any:

@@ -7,9 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trainer.layers.param import LAYERS
 from trainer.ops.paths import Path
-from trainer.sharding import axes_of
+from trainer.sharding import LAYERS, axes_of
 
 Row = dict[str, Any]
 COLUMNS = ("name", "axes", "spec", "shape", "per_device_shape", "bytes_per_device", "replicated")

@@ -8,12 +8,14 @@ import jax
 from jax.sharding import NamedSharding
 
 from trainer.backends import Model, StateCodec, TrainTree, make_model
-from trainer.config import Config, resolve
+from trainer.config import Config, UserError, resolve
 from trainer.models.families import axis_rules
 from trainer.models.remat import check_offload
 from trainer.objectives import Objective
 from trainer.objectives import make_objective as objective_of
-from trainer.optim import Rule, make_optimizer, with_rules
+from trainer.ops.inexact import inexact
+from trainer.ops.paths import by_name
+from trainer.optim import Rule, make_optimizer, trainable, with_rules
 from trainer.optim.average import averaged
 from trainer.sharding import make_mesh, on_mesh, slice_count, spec
 from trainer.state import (
@@ -55,6 +57,7 @@ def build(
     inside, rules = rules_of_islands(own) if config.enable_diloco else (own, own)
     model = make_model(config)
     update_rules = make_rules(config, model, update_rules)
+    _check_trained(config, model.abstract[0])
     codec = StateCodec(model, with_rules(make_optimizer(config, model.param_axes), update_rules))
     objective = make_objective(config, model)
 
@@ -91,6 +94,12 @@ def build(
         states, computation = with_islands(config, mesh, params.storage, states, computation)
     batches, frozen = batch_shardings(objective, mesh, rules), frozen_arrays(objective, mesh, rules)
     return with_steps(Run(config, mesh, rules, objective, params, batches, frozen, states, computation))
+
+
+def _check_trained(config: Config, params: Any) -> None:
+    kinds, is_trained = by_name(params), by_name(trainable(config)(params))
+    if names := [name for name, leaf in kinds.items() if is_trained[name] and not inexact(leaf)[0]]:
+        raise UserError(f"{', '.join(names)}: integers cannot be trained: trainable_parameters_mask must not match")
 
 
 def _resolved(config: Config, devices: Sequence[jax.Device]) -> Any:

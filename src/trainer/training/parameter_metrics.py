@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trainer.layers.param import LAYERS
+from trainer.sharding import LAYERS
 
 GRAD_NORM, PARAM_NORM, UPDATE_RATIO = "grad_norm/", "param_norm/", "update_ratio/"
 

@@ -1,0 +1,61 @@
+"""The logical axes of arrays that are made from a parameter: its parts, and sums over some of its axes."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from trainer.config import UserError
+from trainer.sharding.rules import Axes
+
+LAYERS = "layers"  # the logical axis that stacks the layers of a stack: the first axis of its parameters
+
+
+def axes_of_parts(axes: Axes, parameter: Any, name: str = "a parameter") -> Any:
+    """Returns the axes of each array of a parameter, in a tree of its structure.
+
+    The parameter is an array with `axes`, or a pytree of parts such as integers and their scales. The shape of the
+    parameter is the smallest that contains all parts with an axis for each of `axes`. A part has this shape, or lacks
+    some axes, or has length 1 in them.
+
+    Raises:
+      UserError: a part has another shape, or may lack one axis or another of the same length.
+    """
+    if jax.tree_util.all_leaves([parameter]):
+        return axes
+    shapes = [part.shape for part in jax.tree.leaves(parameter)]
+    whole = tuple(map(max, zip(*(shape for shape in shapes if len(shape) == len(axes)), strict=True)))
+
+    def one(path: Any, part: Any) -> Axes:
+        found = kept_axes(axes, whole, part.shape)
+        if len(found) == 1:
+            return found[0]
+        title = f"{name} [{', '.join(map(str, axes))}] of shape {list(whole)}: its part"
+        title += f" {jax.tree_util.keystr(path, simple=True, separator='/')} of shape {list(part.shape)}"
+        if not found:
+            raise UserError(f"{title} does not fit: a part may only lack axes, except layers, or have length 1 in them")
+        raise UserError(f"{title} may lack one axis or another; give it length 1 in the axes that it lacks")
+
+    return jax.tree_util.tree_map_with_path(one, parameter)
+
+
+def kept_axes(axes: Axes, whole: Sequence[int], shape: Sequence[int]) -> list[Axes]:
+    """Returns the possible axes of an array of `shape`, made from an array of shape `whole` with `axes`; [] if it does
+    not fit.
+
+    The array may lack axes, except LAYERS, or have length 1 in them, and then the axis has no name. It keeps the other
+    axes. If axes have equal lengths there are several possibilities. Those that lack the last axes come first.
+    """
+    if len(whole) != len(axes):
+        return []
+    if tuple(shape) == tuple(whole):
+        return [axes]
+    stacked = {i for i, name in enumerate(axes) if name == LAYERS}
+    found: dict[tuple[str | None, ...], Axes] = {}
+    for kept in itertools.combinations(range(len(axes)), len(shape)):
+        if stacked <= set(kept) and all(size in (1, whole[i]) for size, i in zip(shape, kept, strict=True)):
+            names = Axes(axes[i] if size == whole[i] else None for size, i in zip(shape, kept, strict=True))
+            # An axis of length 1 is not sharded, whatever its name.
+            found.setdefault(tuple(name if size > 1 else None for name, size in zip(names, shape, strict=True)), names)
+    return list(found.values())

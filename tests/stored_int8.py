@@ -1,0 +1,61 @@
+"""Families whose matrices are stored as int8 with their scales, as a user can write them: `dense` and `experts`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from trainer.layers.stack import Stack
+from trainer.models.family import Family
+from trainer.models.llama2 import block as llama2
+from trainer.models.mixtral.family import Block
+from trainer.products import grouped_product, product
+
+
+def dequantized(kernel, dtype):
+    return kernel["q"].astype(dtype) * kernel["scale"].astype(dtype)
+
+
+class Int8:
+    """A product whose kernel is stored as {"q": int8 [*in, *out], "scale": float32, with length 1 in the inputs}."""
+
+    def __init__(self, *inputs):
+        self.inputs = inputs  # the axes of the inputs
+
+    def store(self, kernel):
+        scale = jnp.abs(kernel).max(self.inputs, keepdims=True).astype(jnp.float32) / 127
+        return {"q": jnp.round(kernel / scale).astype(jnp.int8), "scale": scale}
+
+    def __call__(self, x, inputs, kernel, settle):
+        return product(x, inputs, dequantized(kernel, x.dtype))
+
+
+class GroupedInt8(Int8):
+    def __call__(self, x, kernel, sizes):
+        return grouped_product(x, dequantized(kernel, x.dtype), sizes)
+
+
+def make_product(in_shape, out_shape, names, *, rngs):
+    return Int8(*range(len(in_shape)))
+
+
+def make_grouped(groups, in_size, out_size, names):
+    return GroupedInt8(1)
+
+
+def of_block(block):
+    return Family(lambda config: [Stack("layers", (block,), config.base_num_decoder_layers)], make_product=make_product)
+
+
+dense = of_block(functools.partial(llama2.Block, make_product=make_product))
+experts = of_block(functools.partial(Block, make_product=make_product, make_grouped=make_grouped))
+FROZEN = {"trainable_parameters_mask": "[scale$,embedding]"}  # everything but the integers
+
+
+def as_floats(params):
+    """Returns parameters with each kernel as one array."""
+    return jax.tree.map(
+        lambda leaf: dequantized(leaf, jnp.float32) if isinstance(leaf, dict) else leaf,
+        params,
+        is_leaf=lambda leaf: isinstance(leaf, dict) and "q" in leaf,
+    )
