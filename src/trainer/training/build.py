@@ -82,6 +82,7 @@ def build(
         init=init_state_fn(codec, stored, config.init_weights_seed, fetch),
         fetch=fetch,
         one=codec.unpack(set_named_sharding_nnx(abstract, stored)),
+        first=lambda tree: tree._replace(opt_state=None),
         from_one=codec.pack,
     )
     computation = Computation(

@@ -82,6 +82,9 @@ def with_islands(
     def fetch(tree: DiLoCoTrainState) -> DiLoCoTrainState:
         return tree._replace(inner_state=fetch_islands(tree.inner_state))
 
+    def first(tree: DiLoCoTrainState) -> TrainTree:
+        return TrainTree(tree.step, tree.params, None, jax.tree.map(lambda leaf: leaf[0], tree.inner_state.rest))
+
     states = States(
         codec=codec,
         tensors=diloco_tensors(codec),
@@ -90,6 +93,7 @@ def with_islands(
         fetch=fetch,
         one=island.one,
         from_one=jax.jit(lambda tree: codec.pack(codec.broadcast(tree)), out_shardings=stored),
+        first=first,
     )
     return states, Computation(
         update=build_diloco_train_step(config, computation.update, params),

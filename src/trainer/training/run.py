@@ -34,6 +34,7 @@ class States(NamedTuple):
     fetch: Fetch  # under jit: moves the parts of a canonical train state that are in host memory to the device
     one: TrainTree  # the train state of one model, with DiLoCo of one island: canonical, as shapes with shardings
     from_one: Callable[[TrainTree], Any]  # the native train state that continues from the train state of one model
+    first: Callable[[Any], TrainTree]  # of a canonical train state, a model of its parameters; no optimizer state
 
 
 class Computation(NamedTuple):
