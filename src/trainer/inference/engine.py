@@ -28,7 +28,7 @@ from trainer.sharding import Axes
 
 
 class Engine:
-    """Prefill, insert and generate for the model of `served`.
+    """Prefills prompts, inserts them into slots and generates, with the model of `served`.
 
     `params` is everywhere the pair (params, rest) of canonical variables.
     """
@@ -70,7 +70,7 @@ class Engine:
 
     @property
     def _in_parts(self) -> bool:
-        """Whether more of a prompt may follow a prefill."""
+        """Returns whether more of a prompt may follow a prefill."""
         return self.use_chunked_prefill or self.config.enable_prefix_caching
 
     @functools.cached_property
@@ -79,15 +79,15 @@ class Engine:
         return Rows(self.max_prefill_length, self.config.vocab_size)
 
     def padded(self, tokens: Sequence[int] | np.ndarray) -> jax.Array:
-        """`tokens`, padded to the next bucket: int32 [bucket]. See `Rows.padded`."""
+        """Returns `tokens`, padded to the next bucket: int32 [bucket]. See `Rows.padded`."""
         return self.rows.padded(tokens)
 
     def packed(self, prompts: Sequence[Sequence[int]]) -> Packed:
-        """Several prompts as one row, padded to the next bucket. See `Rows.packed`."""
+        """Returns several prompts as one row, padded to the next bucket. See `Rows.packed`."""
         return self.rows.packed(prompts)
 
     def init_decode_state(self) -> DecodeState:
-        """The state without texts."""
+        """Returns the state with no slot in use."""
         return self._start()
 
     def prefill(
@@ -135,7 +135,7 @@ class Engine:
     def prefill_multisampling(
         self, params: Any, padded_tokens: jax.Array, true_length: int, num_samples: int, **how: Any
     ) -> tuple[Prefix, Result]:
-        """`prefill` with several samples: the tokens are those of as many requests with the same keys."""
+        """Runs `prefill` with several samples. Their tokens are those of as many requests with the same keys."""
         return self.prefill(params, padded_tokens, true_length, num_samples=num_samples, **how)
 
     def prefill_concat(
@@ -151,7 +151,7 @@ class Engine:
         sampling: Sampling | None = None,
         seeds: Sequence[int] | None = None,
     ) -> tuple[Prefix, Result]:
-        """`prefill` of several prompts in one pass: prompt i is text i of the results. `bulk_insert` inserts them.
+        """Prefills several prompts in one pass: prompt i is text i of the results. `bulk_insert` inserts them.
 
         Args:
           padded_tokens, decoder_positions, decoder_segment_ids, start_pos, true_lengths, num_prompts: see `Packed`;
@@ -166,11 +166,11 @@ class Engine:
         )
 
     def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
-        """`decode_state`, which is donated, with the text of `prefix` in `slot`."""
+        """Returns `decode_state`, which is donated, with the text of `prefix` in `slot`."""
         return self.bulk_insert(prefix, decode_state, [slot])
 
     def bulk_insert(self, prefix: Prefix, decode_state: DecodeState, slots: Sequence[int]) -> DecodeState:
-        """`decode_state`, which is donated, with text i of `prefix` in slot `slots[i]`.
+        """Returns `decode_state`, which is donated, with text i of `prefix` in slot `slots[i]`.
 
         Raises:
           ValueError: there is not one slot for each text.
@@ -184,7 +184,7 @@ class Engine:
         return self._insert(prefix, decode_state, jnp.asarray(slots, jnp.int32))
 
     def release(self, decode_state: DecodeState, slot: int) -> DecodeState:
-        """`decode_state`, which is donated, without the text in `slot`."""
+        """Frees `slot`: returns `decode_state`, which is donated, without the text in it."""
         return self._release(decode_state, slot)
 
     def generate(self, params: Any, decode_state: DecodeState) -> tuple[DecodeState, Result]:
@@ -223,7 +223,7 @@ class Engine:
     def _drawing(
         self, count: int, sampling: Sampling | None, seeds: Sequence[int] | None
     ) -> tuple[jax.Array, Sampling]:
-        """Keys and settings of `count` texts. Raises UserError for values that are not allowed."""
+        """Returns the keys and settings of `count` texts. Raises UserError for values that are not allowed."""
         seeds = [self.config.decode_sampling_seed] * count if seeds is None else seeds
         given = sampling_of(self.config) if sampling is None else sampling
         check_drawing(given, seeds)
@@ -248,7 +248,7 @@ class Engine:
         return jax.tree.unflatten(structure, found)
 
     def _hidden(self, params: Any, tokens: Any, positions: Any, segments: Any, cache: Cache) -> tuple[Any, Any]:
-        """Hidden states [b, t, e] and the entries of the cache."""
+        """Returns the hidden states [b, t, e] and the new entries of the cache."""
         rows = jnp.arange(len(tokens))
         hidden, _, cache = self.served.model.apply(*params, tokens, positions, segments, rows, cache=cache)
         return hidden, cache.entries
@@ -264,7 +264,7 @@ class Engine:
         return after, Result(tokens, texts.used, after.lengths, log_probs)
 
     def _begun(self, hidden_be: Any, last: Any, keys: Any, sampling: Sampling, params: Any) -> tuple[Texts, Result]:
-        """The texts after prompts whose last positions are `last`."""
+        """Returns the texts after prompts whose last positions are `last`."""
         count = len(keys)
         last = jnp.broadcast_to(last, count).astype(jnp.int32)
         zeros = jnp.zeros(count, jnp.int32)

@@ -42,7 +42,7 @@ class Served(NamedTuple):
         return NamedSharding(self.mesh, spec([], self.rules))
 
     def sharding(self, names: Sequence[str | None], shape: Sequence[int], *, one_row: bool = False) -> NamedSharding:
-        """The sharding of an array with axes called `names`; see `on_mesh`."""
+        """Returns the sharding of an array with axes called `names`; see `on_mesh`."""
         return named_sharding(self.mesh, names, shape, self._rules(one_row))
 
     @property
@@ -59,7 +59,7 @@ class Served(NamedTuple):
         return params, rest
 
     def on_mesh(self, fn: Callable[..., Any], *, one_row: bool = False) -> Callable[..., Any]:
-        """`fn`, whose layers shard their arrays over the mesh when it is traced; with `one_row`, not over rows."""
+        """Returns `fn`. While it is traced, layers shard arrays over the mesh; with `one_row`, not over rows."""
 
         @functools.wraps(fn)
         def traced(*args: Any) -> Any:
@@ -73,8 +73,8 @@ class Served(NamedTuple):
 
 
 def serve(config: Config, devices: Sequence[jax.Device], texts: int | None = None) -> Served:
-    """The model of `config`, resolved or not, on `devices`. It has per_device_batch_size slots for each device, or
-    fewer if `texts` are enough.
+    """Returns the model of `config`, resolved or not, on `devices`. It has per_device_batch_size slots for each device,
+    or fewer if `texts` are enough.
 
     Raises:
       UserError: the configuration does not fit the devices, or the model cannot generate text.
@@ -95,14 +95,16 @@ def serve(config: Config, devices: Sequence[jax.Device], texts: int | None = Non
 
 
 def without_drops(config: Config) -> Any:
-    """`config`, resolved, with experts that drop no token: what they drop depends on the other tokens of a row, and a
-    text must not depend on its padding."""
+    """Returns `config`, resolved, with experts that drop no token.
+
+    What they drop depends on the other tokens of a row, and a text must not depend on its padding.
+    """
     if not drops(config):
         return config
     return ml_collections.FrozenConfigDict(dict(config.items()) | {"sparse_matmul": True, "capacity_factor": -1.0})
 
 
 def longest_prompt(config: Config) -> int:
-    """The number of tokens of the longest prompt; every text has room for one token more."""
+    """Returns the number of tokens of the longest prompt. Every text has room for one token more."""
     longest, given = config.max_target_length - 1, config.max_prefill_predict_length
     return longest if given < 0 else min(longest, given)

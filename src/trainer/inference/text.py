@@ -31,7 +31,7 @@ def tokens_of(prompt: str, tokenizer: Tokenizer, begin: Sequence[int], longest: 
 
 
 class TextStream:
-    """The text of a sequence of tokens, in parts. Each part is returned as soon as its characters are complete."""
+    """Converts a sequence of tokens to text, in parts. Each part is returned as soon as its characters are complete."""
 
     def __init__(self, tokenizer: Tokenizer, tokens: Sequence[int] = ()):
         """`tokens` precede the text."""
