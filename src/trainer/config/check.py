@@ -262,13 +262,13 @@ def _unused_axis(key: str, reason: str) -> Callable[[Any], str | None]:
 
 
 def _rules(config: Config) -> str | None:
-    found = collisions(config)
-    return f"{'; '.join(found)}; move one of the two to another mesh axis or to []" if found else None
+    clashes = collisions(config)
+    return f"{'; '.join(clashes)}; move one of the two to another mesh axis or to []" if clashes else None
 
 
 def _topology(config: Config) -> str | None:
-    found = find_topology(config.compile_topology) if config.compile_topology else None
-    return found if isinstance(found, str) else None
+    topology = find_topology(config.compile_topology) if config.compile_topology else None
+    return topology if isinstance(topology, str) else None
 
 
 def _slices(config: Config) -> str | None:
