@@ -244,10 +244,10 @@ def _prompts(path: str) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"prompts={path}: cannot be read: {error}") from error
     # Not splitlines, which also divides at a form feed and at some characters of Unicode.
-    found = [line for line in text.removeprefix("\ufeff").split("\n") if line.strip()]
-    if not found:
+    prompts = [line for line in text.removeprefix("\ufeff").split("\n") if line.strip()]
+    if not prompts:
         raise UserError(f"prompts={path}: there is no prompt in it; one stands in each line")
-    return found
+    return prompts
 
 
 if __name__ == "__main__":

@@ -53,8 +53,8 @@ def _run(loaded: Loaded, started: float) -> None:
             end = _train(loaded, run, dataset, run_dir, console)
         except KeyboardInterrupt:
             if run.config.enable_checkpointing:
-                found = newest(run_dir.place)
-                then = f"continues from {found}" if found else f"starts over: {run_dir.place} has no checkpoint yet"
+                last = newest(run_dir.place)
+                then = f"continues from {last}" if last else f"starts over: {run_dir.place} has no checkpoint yet"
                 console.say(f"Ctrl-C: the same command {then}")
             raise
         if end is None:
@@ -106,8 +106,8 @@ def _dry_run(loaded: Loaded) -> None:
         compiled = loaded_step(run, console.say) or compiled_step(run, place, console.say)
         console.needs(needs_of(run, compiled), config.steps - begin.updates)
     metrics_files(config, Path(str(place)), place.name)
-    found = "nothing would run" if finished else "everything before the first step works"
-    console.say(f"dry run: {found}; nothing was written to {place}")
+    result = "nothing would run" if finished else "everything before the first step works"
+    console.say(f"dry run: {result}; nothing was written to {place}")
 
 
 def _opened(loaded: Loaded):
@@ -190,8 +190,8 @@ def _files(run_dir):
     from trainer.observe.rundir import REPORT_FILE
 
     checkpoint = newest(run_dir.place)
-    found = {} if checkpoint is None else {"checkpoint": str(checkpoint)}
-    return found | {"charts": str(run_dir.place / REPORT_FILE)}
+    named = {} if checkpoint is None else {"checkpoint": str(checkpoint)}
+    return named | {"charts": str(run_dir.place / REPORT_FILE)}
 
 
 def _say_what_runs(console, loaded: Loaded, run, dataset, place) -> None:
@@ -217,8 +217,8 @@ def _say_what_runs(console, loaded: Loaded, run, dataset, place) -> None:
     if run.config.shard_optimizer_over_data and run.mesh.shape["data"] == 1:
         console.say("warning: shard_optimizer_over_data=true has no effect: the mesh axis data has size 1")
     if run.config.debug_sharding:
-        found = run.table()
-        console.say(table.text(found["tensors"], found["totals"], found["warnings"]))
+        shardings = run.table()
+        console.say(table.text(shardings["tensors"], shardings["totals"], shardings["warnings"]))
     if run.config.log_config:
         console.say(to_yaml(run.config))
 
