@@ -92,7 +92,7 @@ def _generate(loaded: Loaded, prompts: list[str] | None, average: bool, as_json:
     def prepared():
         if not all(prompts):
             raise UserError("prompt is empty: give prompt=TEXT, or prompts=FILE")
-        engine = MaxEngine(loaded.config, texts=len(prompts))
+        engine = MaxEngine(loaded.config, sequences=len(prompts))
         tokenizer = engine.get_tokenizer()
         begin, longest = engine.begin_tokens(tokenizer), engine.max_prefill_length
         tokens = [tokens_of(prompt, tokenizer, begin, longest, say) for prompt in prompts]

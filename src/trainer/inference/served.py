@@ -27,7 +27,7 @@ class Served(NamedTuple):
     Attributes:
       config: resolved.
       rules: of a batch of rows that the mesh shards.
-      slots: the number of texts that are generated at once.
+      slots: the number of sequences that are generated at once.
     """
 
     config: Config
@@ -72,9 +72,9 @@ class Served(NamedTuple):
         return {**self.rules, **dict.fromkeys(_LENGTHS, ()), **({_ROWS: ()} if one_row else {})}
 
 
-def serve(config: Config, devices: Sequence[jax.Device], texts: int | None = None) -> Served:
+def serve(config: Config, devices: Sequence[jax.Device], sequences: int | None = None) -> Served:
     """Returns the model of `config`, resolved or not, on `devices`. It has per_device_batch_size slots for each device,
-    or fewer if `texts` are enough.
+    or fewer if `sequences` are enough.
 
     Raises:
       UserError: the configuration does not fit the devices, or the model cannot generate text.
@@ -88,16 +88,16 @@ def serve(config: Config, devices: Sequence[jax.Device], texts: int | None = Non
         raise UserError(f"decoder_block={config.decoder_block} has no init_cache: the model cannot generate text")
     mesh, rules = make_mesh(config, devices), axis_rules(config)
     slots = round(config.per_device_batch_size * mesh.size)
-    if texts is not None:
+    if sequences is not None:
         parts = math.prod(mesh.shape[axis] for axis in rules[_ROWS])
-        slots = min(slots, math.ceil(texts / parts) * parts)
+        slots = min(slots, math.ceil(sequences / parts) * parts)
     return Served(config, mesh, rules, make_model(config), slots)
 
 
 def without_drops(config: Config) -> Any:
     """Returns `config`, resolved, with experts that drop no token.
 
-    What they drop depends on the other tokens of a row, and a text must not depend on its padding.
+    What they drop depends on the other tokens of a row, and a sequence must not depend on its padding.
     """
     if not drops(config):
         return config
@@ -105,6 +105,6 @@ def without_drops(config: Config) -> Any:
 
 
 def longest_prompt(config: Config) -> int:
-    """Returns the number of tokens of the longest prompt. Every text has room for one token more."""
+    """Returns the number of tokens of the longest prompt. Every sequence has room for one token more."""
     longest, given = config.max_target_length - 1, config.max_prefill_predict_length
     return longest if given < 0 else min(longest, given)
