@@ -100,9 +100,9 @@ class Cache:
             keys = (jnp.concatenate(pair, axis=1) for pair in zip(earlier[1::2], own_mask(context)[1::2], strict=True))
             key_position, key_segment = keys
             return after, joined, Mask(context.positions, key_position, context.segments, key_segment)
-        found = after.read()
+        stored = after.read()
         last = jnp.where(real, context.positions, -1).max(axis=1)
-        return after, found, _over_places(context, last, _places(found))
+        return after, stored, _over_places(context, last, _places(stored))
 
 
 def own_mask(context: Context) -> Mask:
