@@ -48,7 +48,7 @@ class Difference(NamedTuple):
     note: str = ""
 
     @property
-    def place(self) -> str:
+    def where(self) -> str:
         """The name and the layer, in words."""
         return self.name if self.layer is None else f"{self.name}, layer {self.layer}"
 

@@ -51,7 +51,7 @@ class Quantity:
         if not apart:
             return None
         missing = f" ({apart[0].note})" if math.isinf(apart[0].absolute) and apart[0].note else ""
-        return apart[0].place + missing
+        return apart[0].where + missing
 
 
 @dataclass(frozen=True)

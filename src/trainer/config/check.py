@@ -179,7 +179,7 @@ def _clip_and_cap(config: Config) -> str | None:
 
 def _custom_tensors(config: Config) -> str | None:
     twice = [name for name in config.custom_device_tensors if name in config.custom_offload_tensors]
-    return f"{shortened(twice[0])} is in both; keep it in one place" if twice else None
+    return f"{shortened(twice[0])} is in both; keep it in one of them" if twice else None
 
 
 def _rope(config: Config) -> str | None:

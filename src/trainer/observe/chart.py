@@ -33,12 +33,12 @@ def line_chart(title: str, lines: Sequence[Line], unit: str = "", scale: float =
     drawn = [mark for number, line in enumerate(lines) for mark in _marked(axes, line.marks, f"c{number % COLOURS}")]
     for number, series in enumerate(parts):
         for part in series:
-            places = [(f"{axes.x(x):.1f}", f"{axes.y(y):.1f}") for x, y in part]
+            corners = [(f"{axes.x(x):.1f}", f"{axes.y(y):.1f}") for x, y in part]
             colour = f"c{number % COLOURS}"
             if len(part) > 1:
-                drawn.append(f'<polyline class="{colour}" points="{" ".join(map(",".join, places))}"/>')
+                drawn.append(f'<polyline class="{colour}" points="{" ".join(map(",".join, corners))}"/>')
             if len(part) <= _FEW:
-                drawn += [f'<circle class="{colour}" cx="{x}" cy="{y}" r="2.5"/>' for x, y in places]
+                drawn += [f'<circle class="{colour}" cx="{x}" cy="{y}" r="2.5"/>' for x, y in corners]
     values = sum(line.series.count for line in lines)
     thinned = [f"{len(points):,} of {values:,} points"] if any(line.series.thinned for line in lines) else []
     return _figure(title, ", ".join(filter(None, [unit, *thinned])), axes.drawn("step") + drawn)
