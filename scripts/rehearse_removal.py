@@ -3,10 +3,10 @@
     python scripts/rehearse_removal.py [pytest's options]
 
 One commit will delete Linen: the folder src/trainer/linen, its tests in tests/unit/linen, its rows in the table of the
-flags (config/flags.py, base.yml, README.md) and in the registry of models, the README's command with a Linen flag, and
-the contract that nothing imports it. A Linen flag is then refused by name. The next commit will delete the flags: from
-base.yml, config/flags.py and README.md, and tests/pins.py, which guards their defaults. The table of MaxText's keys
-then accepts them if they are true.
+flags (config/flags.py, base.yml) and in the registry of models, the README's command with a Linen flag, and the
+contract that nothing imports it. A Linen flag is then refused by name. The next commit will delete the flags: from
+base.yml and config/flags.py, the README's section about them, and tests/pins.py, which guards their defaults. The table
+of MaxText's keys then accepts them if they are true.
 
 The script first collects the whole suite, which shows that nothing imports the deleted code, and searches all other
 tests for the deleted names. Then it runs the tests in TOUCHED below; options that name tests replace them. It exits
@@ -87,9 +87,7 @@ def remove_linen(folder: Path) -> list[str]:
     edit(folder / REGISTRY, rf'^    "({names})": .*\n', len(gone))
     edit(folder / TABLE, rf'^    "({names})": .*\n', len(gone))
     edit(folder / "base.yml", r"^#   (?=.*\bfalse\b)(true|false) +(true|false) +(true|false) .*\n", len(gone))
-    flag = r"(enable_nnx|pure_nnx|pure_nnx_decoder)=false"
-    edit(folder / "README.md", rf"^python -m trainer\.train .*\b{flag}\b.*\n", 1)
-    edit(folder / "README.md", rf"^\| `({names})` \| .*\n", len(gone))
+    edit(folder / "README.md", r"^python -m trainer\.train .*\b(enable_nnx|pure_nnx|pure_nnx_decoder)=false\b.*\n", 1)
     contract = r"\[\[tool\.importlinter\.contracts\]\]\nname = .Nothing imports the Linen package"
     edit(folder / "pyproject.toml", rf"^{contract}(.*\n)+?forbidden_modules .*\n", 1)
     return gone
@@ -110,7 +108,7 @@ def remove_flags(folder: Path) -> None:
     edit(folder / TABLE, r'(?<=^    "nnx": \().*(?=\),$)', 1)
     edit(folder / TABLE, r"(?<=^FLAGS) (?== \(\))", 1, replacement=": tuple[str, ...] ")
     edit(folder / TOLERATED, "^groups:\n", 1, replacement=f"groups:\n{LEFT_OF_THE_FLAGS}")
-    edit(folder / "README.md", r"^## From Linen to NNX\n(?:.*\n)+?(?=^## )", 1)
+    edit(folder / "README.md", r"^## Flip a flag, change nothing\n(?:.*\n)+?(?=^## )", 1)
 
 
 def check_names(folder: Path, gone: Sequence[str]) -> None:

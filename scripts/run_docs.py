@@ -3,7 +3,7 @@
     python scripts/run_docs.py [-n 2] [PAGE ...]
 
 Each page gets a folder of its own, where its commands run in order. A command must end with exit code 0, or with the
-code in a comment directly before its block: `<!-- exit code: 1 -->`. Blocks of the guides in AS_WRITTEN run without a
+code in a comment directly before its block: `<!-- exit code: 1 -->`. Blocks of the pages in AS_WRITTEN run without a
 change. In other pages
 - training takes 3 steps, or the number that is written if that is at most 20;
 - the reader's own files and runs (/data, /models, runs/first) are small ones that this script makes;
@@ -29,7 +29,7 @@ from documented_commands import BLOCK, HEREDOC, ROOT, Command, commands
 from trainer.checkpoint import open_source
 from trainer.checkpoint.description import as_words
 
-AS_WRITTEN = ("docs/guides/migrating.md", "docs/guides/diloco.md")
+AS_WRITTEN = ("docs/tutorial.md", "docs/guides/migrating.md", "docs/guides/diloco.md")
 # Commands that match are not run here, and why. tests/unit/docs resolves all of them as they are written.
 NOT_RUN = {
     r"dataset_name=c4/": "needs C4, as TFDS prepares it",

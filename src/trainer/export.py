@@ -99,22 +99,22 @@ def _discard(folder: Path) -> None:
 
 def _read_words(words: Sequence[str]) -> tuple[str, Path, dict[str, str], list[str]]:
     """Returns FROM, OUT, the options of this command, and the `key=value` arguments for base.yml."""
-    places, rest = words[:2], words[2:]
+    paths, rest = words[:2], words[2:]
     named = {"format", "dtype", "weights", *schema().keys}
     own: tuple[str, ...] = ("format=", "dtype=", "weights=")
     if "format=maxtext" in rest:
         own += ("scan_layers=",)
     options = dict(word.split("=", 1) for word in rest if word.startswith(own))
     mistakes = []
-    if len(places) != 2 or any("=" in place and place.partition("=")[0] in named for place in places):
+    if len(paths) != 2 or any("=" in path and path.partition("=")[0] in named for path in paths):
         mistakes.append("the first two arguments are FROM and OUT")
     else:
-        problems = ((place, path_problem(place)) for place in places)
-        mistakes += [f"{shortened(place)}: {problem}" for place, problem in problems if problem]
-    if not mistakes and "://" in places[1]:
-        mistakes.append(f"{shortened(places[1])}: only a local folder can be written; give one")
-    if not mistakes and (problem := _not_a_new_folder(local_path(places[1]).absolute())):
-        mistakes.append(f"{places[1]}: {problem}")
+        problems = ((path, path_problem(path)) for path in paths)
+        mistakes += [f"{shortened(path)}: {problem}" for path, problem in problems if problem]
+    if not mistakes and "://" in paths[1]:
+        mistakes.append(f"{shortened(paths[1])}: only a local folder can be written; give one")
+    if not mistakes and (problem := _not_a_new_folder(local_path(paths[1]).absolute())):
+        mistakes.append(f"{paths[1]}: {problem}")
     if options.get("format") not in FORMATS:
         mistakes.append(f"format={options.get('format', '')}: allowed: {', '.join(FORMATS)}")
     if options.get("dtype", DTYPES[0]) not in DTYPES:
@@ -128,7 +128,7 @@ def _read_words(words: Sequence[str]) -> tuple[str, Path, dict[str, str], list[s
     if mistakes:
         raise UserError("\n  ".join(["cannot export:", *mistakes, "see python -m trainer.export --help"]))
     keys = [word for word in rest if not word.startswith(own)]
-    return places[0], local_path(places[1]).absolute(), options, keys
+    return paths[0], local_path(paths[1]).absolute(), options, keys
 
 
 def _scans(options: dict[str, str]) -> bool:

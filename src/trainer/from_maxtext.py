@@ -39,16 +39,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(HELP)
         return
     command = parse(words)
-    found = program(command.module)
-    if found is None:
+    replacement = program(command.module)
+    if replacement is None:
         last = command.module.rpartition(".")[2]
         raise UserError(
             f"{shortened(command.module)}: no program of MaxText that is known here{nearest(last, programs())}; "
             "trainer.train, train_compile, generate, export, parity and shardings are the programs here"
         )
-    if not found.runs:
-        raise UserError(f"{command.module}: {found.why}")
-    _print(converted(command, found.runs))
+    if not replacement.runs:
+        raise UserError(f"{command.module}: {replacement.why}")
+    _print(converted(command, replacement.runs))
 
 
 def _print(made: Conversion) -> None:

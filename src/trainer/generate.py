@@ -52,11 +52,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(explanation(asked.key) if asked.key else help_text(asked.section) if asked.section else HELP)
         return
     with told_to_others(words):
-        place, options, keys = _read_words(words)
+        model_path, options, keys = _read_words(words)
         as_json = options.get("format") == "jsonl"
         if as_json and not any(word.startswith("return_log_prob=") for word in keys):
             keys.append("return_log_prob=true")
-        loaded = None if place else load(keys, environment=os.environ)
+        loaded = None if model_path else load(keys, environment=os.environ)
         connection = loaded or load([word for word in keys if word.partition("=")[0] in PROCESSES])
         prompts = _prompts(options["prompts"]) if "prompts" in options else None
         name = loaded.config.compile_topology if loaded else _last(keys, "compile_topology")
@@ -70,11 +70,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         add_threads_for_simulated_devices()
     average = options.get("weights") == "ema"
     if name:
-        _compile(loaded or _of_checkpoint(place, keys, options.get("weights"))[0])
+        _compile(loaded or _of_checkpoint(model_path, keys, options.get("weights"))[0])
         return
     with distributed(connection.config):  # before a checkpoint is read, which may use devices
         if loaded is None:
-            loaded, average = agreed(lambda: _of_checkpoint(place, keys, options.get("weights")))
+            loaded, average = agreed(lambda: _of_checkpoint(model_path, keys, options.get("weights")))
         _generate(loaded, prompts, average, as_json, started)
 
 
@@ -92,7 +92,7 @@ def _generate(loaded: Loaded, prompts: list[str] | None, average: bool, as_json:
     def prepared():
         if not all(prompts):
             raise UserError("prompt is empty: give prompt=TEXT, or prompts=FILE")
-        engine = MaxEngine(loaded.config, texts=len(prompts))
+        engine = MaxEngine(loaded.config, sequences=len(prompts))
         tokenizer = engine.get_tokenizer()
         begin, longest = engine.begin_tokens(tokenizer), engine.max_prefill_length
         tokens = [tokens_of(prompt, tokenizer, begin, longest, say) for prompt in prompts]
@@ -198,12 +198,12 @@ def _read_words(words: Sequence[str]) -> tuple[str, dict[str, str], list[str]]:
     names = {*_OWN, *schema().keys}
     options = {name: value for name, _, value in (word.partition("=") for word in words) if name in _OWN}
     keys = [word for word in words if word.partition("=")[0] not in _OWN]
-    place = ""
+    model_path = ""
     if keys and keys[0].partition("=")[0] not in names and not keys[0].endswith(YML_ENDINGS):
-        place, *keys = keys
+        model_path, *keys = keys
     mistakes = []
-    if place and (problem := path_problem(place)):
-        mistakes.append(f"{shortened(place)}: {problem}")
+    if model_path and (problem := path_problem(model_path)):
+        mistakes.append(f"{shortened(model_path)}: {problem}")
     if not words:
         mistakes.append(_NO_MODEL)
     if "prompts" in options and any(word.startswith("prompt=") for word in keys):
@@ -213,21 +213,21 @@ def _read_words(words: Sequence[str]) -> tuple[str, dict[str, str], list[str]]:
             mistakes.append(f"{name}={value}: allowed: {', '.join(_OWN[name])}, or leave it out")
     if mistakes:
         raise UserError("\n  ".join(["cannot generate:", *mistakes, "see python -m trainer.generate --help"]))
-    return place, options, keys
+    return model_path, options, keys
 
 
-def _of_checkpoint(place: str, words: Sequence[str], weights: str | None) -> tuple[Any, bool]:
-    """The configuration for the model at `place`, and whether to load the average of its parameters."""
+def _of_checkpoint(model_path: str, words: Sequence[str], weights: str | None) -> tuple[Any, bool]:
+    """The configuration for the model at `model_path`, and whether to load the average of its parameters."""
     from trainer.checkpoint import load_model_keys, open_source
 
     given = [word.partition("=")[0] for word in words]
-    source = open_source(place, _last(words, "decoder_block"), average=weights == "ema")
+    source = open_source(model_path, _last(words, "decoder_block"), average=weights == "ema")
     if not source.keys and "model_name" not in given:
         raise UserError(
-            f"{place}: this checkpoint does not contain its model's keys; use base.yml load_parameters_path={place} "
-            "with model_name=... or its keys"
+            f"{model_path}: this checkpoint does not contain its model's keys; use base.yml "
+            f"load_parameters_path={model_path} with model_name=... or its keys"
         )
-    own = [f"load_parameters_path={place}"]
+    own = [f"load_parameters_path={model_path}"]
     if "max_target_length" not in given and source.length is not None:
         own.append(f"max_target_length={min(source.length, _LONGEST)}")
     # Loading the parameters prints the same lines.
@@ -245,10 +245,10 @@ def _prompts(path: str) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"prompts={path}: cannot be read: {error}") from error
     # Not splitlines, which also divides at a form feed and at some characters of Unicode.
-    found = [line for line in text.removeprefix("\ufeff").split("\n") if line.strip()]
-    if not found:
+    prompts = [line for line in text.removeprefix("\ufeff").split("\n") if line.strip()]
+    if not prompts:
         raise UserError(f"prompts={path}: there is no prompt in it; one stands in each line")
-    return found
+    return prompts
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def _differing(keys: Mapping[str, Any]) -> list[str]:
 def _flat(position: Any) -> str:
     """Returns JSON on one line, an object without its outer braces."""
     if isinstance(position, dict):
-        return ", ".join(f"{key}: {json.dumps(it)}" for key, it in position.items())
+        return ", ".join(f"{key}: {json.dumps(value)}" for key, value in position.items())
     return json.dumps(position)
 
 
@@ -136,12 +136,12 @@ def _parameters(contents: Any, norms: bool) -> Iterator[str]:
         for tensor in tensors:
             line = f"  {tensor.name:<{wide}}  {shapes[tensor.name]:<{room}}  {tensor.dtype:<{kinds}}"
             if norms:
-                found = tensor.norms()
-                total = math.sqrt(sum(it * it for it in found))
+                of_layers = tensor.norms()
+                total = math.sqrt(sum(norm * norm for norm in of_layers))
                 squares += total * total
                 line += f"  norm {total:<10.4g}"
-                if len(found) > 1:
-                    line += f" layers {min(found):.4g} to {max(found):.4g}"
+                if len(of_layers) > 1:
+                    line += f" layers {min(of_layers):.4g} to {max(of_layers):.4g}"
                 tick(tensor.nbytes)
             yield line.rstrip()
     if norms:
@@ -150,7 +150,7 @@ def _parameters(contents: Any, norms: bool) -> Iterator[str]:
 
 def _others(contents: Any) -> Iterator[str]:
     """Yields a line for each part of the state other than parameters, and for each part of an optimizer state."""
-    names = [it.name for it in contents.tensors if it.part == "params"]
+    names = [param.name for param in contents.tensors if param.part == "params"]
     parts: dict[str, list[Any]] = {}
     for tensor in contents.tensors:
         if tensor.part.rpartition("/")[2] not in ("params", "step") or tensor.part == "inner_state/params":

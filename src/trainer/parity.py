@@ -74,13 +74,13 @@ def _number(word: str, text: str) -> float:
 
 
 def _compare(words: Sequence[str], given: dict[str, float]) -> Any:
-    places = [word for word in words if "=" not in word and not word.startswith("-")]
-    if len(places) == 2 and len(words) == 2:
+    checkpoints = [word for word in words if "=" not in word and not word.startswith("-")]
+    if len(checkpoints) == 2 and len(words) == 2:
         # Imports that load JAX come after the checks that do not need it.
         leave_out_absent_tpu()
         from trainer.compare import Tolerance, compare_checkpoints
 
-        return compare_checkpoints(places[0], places[1], Tolerance(**given), _say)
+        return compare_checkpoints(checkpoints[0], checkpoints[1], Tolerance(**given), _say)
     sides = load_sides(words, os.environ)
     if len(sides) == 1:
         raise UserError(

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if not outs or any(_is_below(out.parent, folder) for folder in folders):
             replace_file(out, page)
-        else:  # the user's own place, which may be a link or a pipe
+        else:  # the user's own file, which may be a link or a pipe
             out.write_text(page, encoding="utf-8")
     except OSError as error:
         raise UserError(f"out={out}: cannot be written: {error.strerror or error}; choose another file") from error

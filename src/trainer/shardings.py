@@ -25,16 +25,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         for line in (*side.loaded.notes, *side.loaded.warnings):
             print(f"{side.name}: {line}" if side.name else line, file=sys.stderr)
     _prepare([side.loaded.config for side in sides])
-    found = {side.name: describe(side.loaded.config, side.name) for side in sides}
+    by_side = {side.name: describe(side.loaded.config, side.name) for side in sides}
     if as_json:
-        print(json.dumps(found if len(sides) > 1 else found[sides[0].name], indent=1))
+        print(json.dumps(by_side if len(sides) > 1 else by_side[sides[0].name], indent=1))
     elif len(sides) == 1:
         from trainer.state import table
 
-        (only,) = found.values()
+        (only,) = by_side.values()
         print(table.text(only["tensors"], only["totals"], only["warnings"]))
     else:
-        print(_side_by_side(sides, found))
+        print(_side_by_side(sides, by_side))
 
 
 def _prepare(configs: Sequence[Any]) -> None:
@@ -44,7 +44,7 @@ def _prepare(configs: Sequence[Any]) -> None:
         leave_out_absent_tpu()
         return
     prepare_compile_only_tpu()
-    simulated = [found.devices for found in topologies if isinstance(found, Topology) and found.generation is None]
+    simulated = [known.devices for known in topologies if isinstance(known, Topology) and known.generation is None]
     if simulated:
         simulate_cpu_devices(max(simulated))
 
@@ -75,18 +75,19 @@ def describe(config: Config, side: str = "") -> dict[str, Any]:
         raise type(error)(f"{side}: {error}" if side else str(error)) from None
 
 
-def _side_by_side(sides: Sequence[Side], found: dict[str, Any]) -> str:
+def _side_by_side(sides: Sequence[Side], by_side: dict[str, Any]) -> str:
     """Returns the differences between the sides: settings, tensors, totals."""
     from trainer.state import table
 
     head = ["", *(side.name for side in sides)]
     settings = [[key, *texts] for key, texts in differences(sides).items()]
-    by_name = [{row["name"]: row for row in it["tensors"]} for it in found.values()]
+    by_name = [{row["name"]: row for row in described["tensors"]} for described in by_side.values()]
     names = dict.fromkeys(name for rows in by_name for name in rows)
     tensors = [[name, *(_sharding(rows.get(name)) for rows in by_name)] for name in names]
     differing = [line for line in tensors if len(set(line[1:])) > 1]
-    sums = [[key, *(f"{it['totals'][key]:,}" for it in found.values())] for key in next(iter(found.values()))["totals"]]
-    warnings = [f"warning: {name}: {warning}" for name, it in found.items() for warning in it["warnings"]]
+    totals = [described["totals"] for described in by_side.values()]
+    sums = [[key, *(f"{each[key]:,}" for each in totals)] for key in totals[0]]
+    warnings = [f"warning: {name}: {line}" for name, described in by_side.items() for line in described["warnings"]]
     same = f"{len(tensors) - len(differing)} of {len(tensors)} tensors are sharded alike on all sides"
     lines = table.aligned([head, *settings, *differing, *sums])
     return "\n".join([*lines, *warnings, same])

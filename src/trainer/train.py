@@ -48,22 +48,22 @@ def _run(loaded: Loaded, started: float) -> None:
     with open_run(
         run.config.base_output_directory, run.config.run_name, config_yml, run.config.enable_checkpointing, console.say
     ) as run_dir:
-        _say_what_runs(console, loaded, run, dataset, run_dir.place)
+        _say_what_runs(console, loaded, run, dataset, run_dir.folder)
         try:
             end = _train(loaded, run, dataset, run_dir, console)
         except KeyboardInterrupt:
             if run.config.enable_checkpointing:
-                found = newest(run_dir.place)
-                then = f"continues from {found}" if found else f"starts over: {run_dir.place} has no checkpoint yet"
+                last = newest(run_dir.folder)
+                then = f"continues from {last}" if last else f"starts over: {run_dir.folder} has no checkpoint yet"
                 console.say(f"Ctrl-C: the same command {then}")
             raise
         if end is None:
-            console.say(_FINISHED.format(run_dir.place))
+            console.say(_FINISHED.format(run_dir.folder))
             return
         run_dir.upload()
         if end.preempted:
             saved = "saved; the same command continues from here"
-            console.say(f"SIGTERM: {saved if run.config.enable_checkpointing else 'stopped'} ({run_dir.place})")
+            console.say(f"SIGTERM: {saved if run.config.enable_checkpointing else 'stopped'} ({run_dir.folder})")
             raise SystemExit(EXIT_CODE)
         run_dir.finish()
         console.summary(time.perf_counter() - started, agreed(lambda: _files(run_dir)))
@@ -88,26 +88,26 @@ def _dry_run(loaded: Loaded) -> None:
 
     console, run, dataset, _, config_yml = _opened(loaded)
     config, resumes = run.config, run.config.enable_checkpointing
-    place = folder(
+    run_folder = folder(
         from_first(lambda: str(expected_run(config.base_output_directory, config.run_name, config_yml, resumes)))
     )
-    _say_what_runs(console, loaded, run, dataset, place)
+    _say_what_runs(console, loaded, run, dataset, run_folder)
     console.say("keys set outside base.yml:")
     for name, source in loaded.sources.items():
         if source != "default":
             console.say(f"{name}={to_flow(config[name])} ({source})")
-    begin = _start(loaded, run, dataset, SavedCheckpoints(place) if resumes else None, console)
-    finished = begin.updates == config.steps and from_first((place / FINISHED_FILE).exists)
+    begin = _start(loaded, run, dataset, SavedCheckpoints(run_folder) if resumes else None, console)
+    finished = begin.updates == config.steps and from_first((run_folder / FINISHED_FILE).exists)
     if finished:
-        console.say(_FINISHED.format(place))
+        console.say(_FINISHED.format(run_folder))
     else:
-        from_first(lambda: check_earlier(place, config_yml, begin.updates, begin.resumed, console.say))
+        from_first(lambda: check_earlier(run_folder, config_yml, begin.updates, begin.resumed, console.say))
     if begin.updates < config.steps:
-        compiled = loaded_step(run, console.say) or compiled_step(run, place, console.say)
+        compiled = loaded_step(run, console.say) or compiled_step(run, run_folder, console.say)
         console.needs(needs_of(run, compiled), config.steps - begin.updates)
-    metrics_files(config, Path(str(place)), place.name)
-    found = "nothing would run" if finished else "everything before the first step works"
-    console.say(f"dry run: {found}; nothing was written to {place}")
+    metrics_files(config, Path(str(run_folder)), run_folder.name)
+    result = "nothing would run" if finished else "everything before the first step works"
+    console.say(f"dry run: {result}; nothing was written to {run_folder}")
 
 
 def _opened(loaded: Loaded):
@@ -159,17 +159,17 @@ def _train(loaded: Loaded, run, dataset, run_dir, console):
     with contextlib.ExitStack() as stack:
         manager = None
         if run.config.enable_checkpointing:
-            manager = stack.enter_context(CheckpointManager(run_dir.place, run.config, console.say))
+            manager = stack.enter_context(CheckpointManager(run_dir.folder, run.config, console.say))
         begin = _start(loaded, run, dataset, manager, console)
         if begin.updates == run.config.steps and run_dir.finished:
             return None
         compiled = loaded_step(run, console.say)
-        files = metrics_files(run.config, run_dir.path, run_dir.place.name)
+        files = metrics_files(run.config, run_dir.path, run_dir.folder.name)
         # All possible errors in the command have been reported, so the run may now write to its folder.
         entry = start_entry(run, begin, loaded.sources)
         run_dir.begin(to_yaml(run.config), entry, resumed=begin.resumed, say=console.say)
         if begin.updates < run.config.steps:
-            compiled = compiled or compiled_step(run, run_dir.place, console.say)
+            compiled = compiled or compiled_step(run, run_dir.folder, console.say)
             console.needs(needs_of(run, compiled), run.config.steps - begin.updates)
         reports = open_reports(run, run_dir, begin, files, console, stack)
         return fit(run, compiled, begin, dataset, reports, manager)
@@ -189,12 +189,12 @@ def _files(run_dir):
     from trainer.checkpoint import newest
     from trainer.observe.rundir import REPORT_FILE
 
-    checkpoint = newest(run_dir.place)
-    found = {} if checkpoint is None else {"checkpoint": str(checkpoint)}
-    return found | {"charts": str(run_dir.place / REPORT_FILE)}
+    checkpoint = newest(run_dir.folder)
+    named = {} if checkpoint is None else {"checkpoint": str(checkpoint)}
+    return named | {"charts": str(run_dir.folder / REPORT_FILE)}
 
 
-def _say_what_runs(console, loaded: Loaded, run, dataset, place) -> None:
+def _say_what_runs(console, loaded: Loaded, run, dataset, run_folder) -> None:
     import jax
 
     from trainer.state import table
@@ -209,7 +209,7 @@ def _say_what_runs(console, loaded: Loaded, run, dataset, place) -> None:
         parameters=run.parameters,
         work=run_work(run),
         dataset=str(dataset),
-        run_dir=place,
+        run_dir=run_folder,
         warnings=[*loaded.warnings, *without_effect_here(run.config, loaded.changed)],
     )
     for line in chosen(loaded.config, run.config):
@@ -217,8 +217,8 @@ def _say_what_runs(console, loaded: Loaded, run, dataset, place) -> None:
     if run.config.shard_optimizer_over_data and run.mesh.shape["data"] == 1:
         console.say("warning: shard_optimizer_over_data=true has no effect: the mesh axis data has size 1")
     if run.config.debug_sharding:
-        found = run.table()
-        console.say(table.text(found["tensors"], found["totals"], found["warnings"]))
+        shardings = run.table()
+        console.say(table.text(shardings["tensors"], shardings["totals"], shardings["warnings"]))
     if run.config.log_config:
         console.say(to_yaml(run.config))
 

@@ -106,14 +106,14 @@ def _with_suggestions(report: Any, config: Config, run: Any) -> Any:
         resolve(values, device_count=topology.devices * slices, platform=topology.platform, num_slices=slices)
 
     assert report.hbm_bytes is not None  # a simulated device has no size to exceed
-    found = suggest(
+    suggestions = suggest(
         run.config,
         needed=max(report.memory.peak, report.hbm_bytes + 1),
         available=report.hbm_bytes,
         arguments=report.memory.arguments,
         check=check,
     )
-    return dataclasses.replace(report, suggestions=found)
+    return dataclasses.replace(report, suggestions=suggestions)
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:

@@ -75,10 +75,10 @@ def temporaries(dump: Dump, parameters: Collection[tuple[int, ...]] = ()) -> tup
         if first <= moment <= last and size > by_offset.get(offset, (0, "", ""))[0]:
             by_offset[offset] = (size, name, shape)
     shapes = {tuple(sorted(dims)) for dims in parameters}
-    found = [_buffer(origins, size, name, shape, shapes) for size, name, shape in by_offset.values()]
+    buffers = [_buffer(origins, size, name, shape, shapes) for size, name, shape in by_offset.values()]
     if "transpose(" not in origins.op_name(_running(dump.live_range, moment)):
-        found = [buffer._replace(kind=OTHER) if buffer.kind == SAVED else buffer for buffer in found]
-    return tuple(sorted(found, key=lambda buffer: -buffer.size))
+        buffers = [buffer._replace(kind=OTHER) if buffer.kind == SAVED else buffer for buffer in buffers]
+    return tuple(sorted(buffers, key=lambda buffer: -buffer.size))
 
 
 def by_kind(buffers: Iterable[Buffer]) -> dict[str, int]:
@@ -96,12 +96,12 @@ def leaves(tree: Any) -> list[Leaf]:
     """
     import jax
 
-    found = []
+    described = []
     for leaf in jax.tree.leaves(tree):
         if leaf.sharding.memory_kind in (None, "device", "unpinned_host"):
             dims = leaf.sharding.shard_shape(leaf.shape)
-            found.append(Leaf(tuple(dims), tuple(leaf.shape), math.prod(dims) * leaf.dtype.itemsize))
-    return found
+            described.append(Leaf(tuple(dims), tuple(leaf.shape), math.prod(dims) * leaf.dtype.itemsize))
+    return described
 
 
 def _temporary_values(assignment: str) -> dict[Key, tuple[int, int, str]]:
@@ -118,7 +118,7 @@ def _temporary_values(assignment: str) -> dict[Key, tuple[int, int, str]]:
 
 
 def _ranges(live_range: str) -> list[tuple[str, str, str, str]]:
-    return [found.groups() for line in live_range.splitlines() if (found := _RANGE.match(line))]  # type: ignore[misc]
+    return [match.groups() for line in live_range.splitlines() if (match := _RANGE.match(line))]  # type: ignore[misc]
 
 
 def _peak(values: dict[tuple[str, str], tuple[int, int, str]], ranges: dict[tuple[str, str], tuple[int, int]]) -> int:
@@ -147,8 +147,8 @@ def _peak(values: dict[tuple[str, str], tuple[int, int, str]], ranges: dict[tupl
 
 def _running(live_range: str, moment: int) -> str:
     """Returns the instruction that runs at a time of the schedule."""
-    found = re.search(rf"^    {moment}:(\S+)$", live_range, re.MULTILINE)
-    return found[1] if found else ""
+    match = re.search(rf"^    {moment}:(\S+)$", live_range, re.MULTILINE)
+    return match[1] if match else ""
 
 
 class _Origins:
@@ -172,8 +172,8 @@ class _Origins:
 
     def op_name(self, name: str) -> str:
         """Returns the traced operation behind an instruction, or ""."""
-        found = self.named(name)
-        return found.op_name if found else ""
+        instruction = self.named(name)
+        return instruction.op_name if instruction else ""
 
 
 def _buffer(origins: _Origins, size: int, name: str, shape: str, parameters: set[tuple[int, ...]]) -> Buffer:

@@ -99,7 +99,7 @@ def collectives(module: Module, mesh: Any = None) -> tuple[tuple[Collective, ...
         if devices > 1:
             key = kind, sums, dtype, axes, devices, spread, size, conditional
             merged.setdefault(key, []).append((times, instruction.op_name))
-    found = [
+    transfers = [
         Collective(
             kind,
             sums,
@@ -115,7 +115,7 @@ def collectives(module: Module, mesh: Any = None) -> tuple[tuple[Collective, ...
         )
         for (kind, sums, dtype, axes, devices, spread, size, conditional), runs in merged.items()
     ]
-    return tuple(sorted(found, key=lambda c: -c.bytes)), unknown
+    return tuple(sorted(transfers, key=lambda c: -c.bytes)), unknown
 
 
 def moved(kind: str, size: int, devices: int) -> float:
@@ -143,7 +143,9 @@ def _found(
         elif instruction.opcode == "while":
             trips = loops.trips(module, computation, instruction)
             repeated = times * (1 if trips is None else trips)
-            inside = [it for c in instruction.called for it in _found(module, c, repeated, conditional, unknown)]
+            inside = [
+                transfer for c in instruction.called for transfer in _found(module, c, repeated, conditional, unknown)
+            ]
             if trips is None and inside:
                 unknown.append(instruction.op_name or instruction.name)
             yield from inside
@@ -187,8 +189,8 @@ def replica_groups(instruction: Instruction, devices: int) -> list[list[int]]:
 
 
 def _groups_text(instruction: Instruction) -> str:
-    found = _GROUPS.search(instruction.text)
-    return found[1] if found else "{}"
+    match = _GROUPS.search(instruction.text)
+    return match[1] if match else "{}"
 
 
 def _mesh_groups(axes: str, order: str | None, transposed: str | None, chosen: str) -> list[list[int]]:

@@ -112,7 +112,7 @@ def analyze(hlo_text: str, mesh: Any = None, partitioned_text: str | None = None
     unrolled = _Counter(module, rolled=False)
     totals = unrolled.computation(module.entry)
     rolled = _Counter(module, rolled=True).computation(module.entry)
-    found, unknown = collectives(parse(partitioned_text) if partitioned_text else module, mesh)
+    transfers, unknown = collectives(parse(partitioned_text) if partitioned_text else module, mesh)
     if not partitioned_text and '"AsyncCollectiveStart"' in hlo_text:
         unrolled.notes.append("collectives are counted in the optimized module, which repeats overlapped collectives")
     unknown = list(dict.fromkeys([*unrolled.unknown, *unknown]))
@@ -125,7 +125,7 @@ def analyze(hlo_text: str, mesh: Any = None, partitioned_text: str | None = None
         hbm_bytes=totals.main_bytes,
         rolled_flops=rolled.flops,
         rolled_bytes_accessed=rolled.bytes,
-        collectives=found,
+        collectives=transfers,
         notes=tuple(dict.fromkeys([*notes, *unrolled.notes])),
         unknown_loops=tuple(unknown),
     )

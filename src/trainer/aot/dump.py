@@ -84,7 +84,7 @@ def read(folder: str | Path) -> Dump:
         # There may be small programs for a chip's other cores. Among those about as large as the step, take the last
         # one, because the compiler may retry with other options.
         sizes = {path: path.stat().st_size for path in files if path.match(f"*{pattern}")}
-        found = [path for path, size in sizes.items() if 2 * size >= max(sizes.values())]
-        return found[-1].read_text() if found else ""
+        largest = [path for path, size in sizes.items() if 2 * size >= max(sizes.values())]
+        return largest[-1].read_text() if largest else ""
 
     return Dump(text(_PARTITIONED), text(_OPTIMIZED), text(_ASSIGNMENT), text(_LIVE_RANGE))

@@ -172,7 +172,7 @@ def _source_of_block(config: Config) -> str:
     """Returns digests of the files of a user's family and blocks, and of their imports from the same folder or
     package."""
     classes = map(block_class, blocks(stacks(config)))
-    modules = {config.decoder_block.partition(":")[0], *(it.__module__ for it in classes)}
+    modules = {config.decoder_block.partition(":")[0], *(cls.__module__ for cls in classes)}
     return " ".join(map(_source_of_module, sorted(modules)))
 
 

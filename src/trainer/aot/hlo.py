@@ -45,9 +45,9 @@ def bits(dtype: str) -> int:
     """Bits of an element of HLO's `dtype`, such as f32, s4 or f8e4m3fn."""
     if dtype in BITS:
         return BITS[dtype]
-    found = re.match(r"[fsu](\d+)", dtype)
-    assert found, f"unknown element type {dtype}"
-    return int(found[1])
+    match = re.match(r"[fsu](\d+)", dtype)
+    assert match, f"unknown element type {dtype}"
+    return int(match[1])
 
 
 @dataclass(slots=True)
@@ -74,8 +74,8 @@ class Instruction:
 
     def attribute(self, name: str) -> str:
         """Returns the text of an attribute `name=%value`, `name={...}` or `name=word`; "" if it is absent."""
-        found = re.search(rf"\b{name}=(\{{[^{{}}]*\}}|%?[^\s,]+)", self.text)
-        return found[1].lstrip("%") if found else ""
+        match = re.search(rf"\b{name}=(\{{[^{{}}]*\}}|%?[^\s,]+)", self.text)
+        return match[1].lstrip("%") if match else ""
 
     def numbers(self, name: str) -> tuple[int, ...]:
         """Returns the numbers of an attribute such as `dimensions={0,2}`."""
@@ -85,8 +85,8 @@ class Instruction:
     def op_name(self) -> str:
         """The traced operation, such as `jit(step)/while/body/dot_general`; "" if the compiler added the
         instruction."""
-        found = re.search(r'op_name="([^"]*)"', self.text)
-        return found[1] if found else ""
+        match = re.search(r'op_name="([^"]*)"', self.text)
+        return match[1] if match else ""
 
 
 @dataclass(slots=True)
@@ -107,8 +107,8 @@ class Computation:
     @property
     def parameters(self) -> list[Instruction]:
         """The parameters by number."""
-        found = [i for i in self if i.opcode == "parameter"]
-        return sorted(found, key=lambda i: int(i.arguments))
+        arguments = [i for i in self if i.opcode == "parameter"]
+        return sorted(arguments, key=lambda i: int(i.arguments))
 
     def users(self) -> dict[str, list[Instruction]]:
         """Returns, for each instruction name, the instructions that read it."""
@@ -155,11 +155,11 @@ def parse(text: str) -> Module:
         elif _END.match(line):
             current = None
         else:
-            found = _INSTRUCTION.match(line)
-            if found:
-                instruction = _instruction(found[2], line[found.end() :])
+            match = _INSTRUCTION.match(line)
+            if match:
+                instruction = _instruction(match[2], line[match.end() :])
                 current.instructions[instruction.name] = instruction
-                current.root = instruction.name if found[1] else current.root
+                current.root = instruction.name if match[1] else current.root
     if not entry:
         raise ValueError("not an HLO module: it has no ENTRY computation")
     return Module(computations, entry, _frames(text))
@@ -227,8 +227,8 @@ def _frames(text: str) -> dict[int, tuple[str, int]]:
             rows = tables[line] = {}
         elif line.startswith(("%", "ENTRY")):
             break
-        elif found := re.match(r"(\d+) (.*)", line):
-            rows[int(found[1])] = found[2]
+        elif match := re.match(r"(\d+) (.*)", line):
+            rows[int(match[1])] = match[2]
 
     def source(frame: int) -> tuple[str, int]:
         location = tables["FileLocations"].get(_number(tables["StackFrames"][frame], "file_location_id"), "")
@@ -243,10 +243,10 @@ def _frames(text: str) -> dict[int, tuple[str, int]]:
                 break
             chain.append(parent)
         stack = [source(number) for number in chain]
-        frames[frame] = next((found for found in stack if "site-packages" not in found[0]), stack[0])
+        frames[frame] = next((source for source in stack if "site-packages" not in source[0]), stack[0])
     return frames
 
 
 def _number(row: str, name: str) -> int:
-    found = re.search(rf"\b{name}=(\d+)", row)
-    return int(found[1]) if found else -1
+    match = re.search(rf"\b{name}=(\d+)", row)
+    return int(match[1]) if match else -1

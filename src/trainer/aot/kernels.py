@@ -42,10 +42,10 @@ def tiles_fit() -> Iterator[None]:
     try:
         yield
     except JaxRuntimeError as error:
-        if not (found := _OUT_OF_VMEM.search(str(error))):
+        if not (match := _OUT_OF_VMEM.search(str(error))):
             raise
         raise UserError(
-            f"sa_block_*: {found[1]} needs {found[2]} of the chip's vector memory, but a kernel may use {found[3]}; "
+            f"sa_block_*: {match[1]} needs {match[2]} of the chip's vector memory, but a kernel may use {match[3]}; "
             "choose smaller tiles, or leave these keys at 0"
         ) from None
 

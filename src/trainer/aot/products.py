@@ -16,8 +16,8 @@ def dot(product: Instruction, left: Shape) -> float:
 
 def window(i: Instruction, name: str) -> list[str]:
     """Returns one part of `window={size=2x3 pad=0_1x0_0 stride=1x1}`, as a text per dimension."""
-    found = i.attribute("window").partition(f"{name}=")[2].split(" ")[0].rstrip("}")
-    return found.split("x") if found else []
+    sizes = i.attribute("window").partition(f"{name}=")[2].split(" ")[0].rstrip("}")
+    return sizes.split("x") if sizes else []
 
 
 def convolution(i: Instruction, left: Shape, right: Shape) -> float:

@@ -72,8 +72,10 @@ class Report:
     def gradients_reduced_in(self) -> list[str]:
         """Returns the dtypes, in HLO's spelling, in which gradients are all-reduced, reduce-scattered or summed in a
         ring."""
-        sums = [it for it in self.cost.collectives if it.sums and it.size > 1024]
-        return sorted({it.dtype for it in sums if any("transpose(" in source for source in it.sources)})
+        sums = [transfer for transfer in self.cost.collectives if transfer.sums and transfer.size > 1024]
+        return sorted(
+            {transfer.dtype for transfer in sums if any("transpose(" in source for source in transfer.sources)}
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the report as plain data for JSON."""
@@ -195,9 +197,9 @@ def memory_of(compiled: Any) -> Memory:
 
 def _memory_of_failure(failure: str, dump: Dump, arguments: int) -> Memory:
     """Returns the memory of a step that did not fit. Its temporaries come from the buffer assignment or the message."""
-    found = _TEMPORARIES.findall(dump.assignment)
-    if found:
-        temporary = max(map(int, found))
+    sizes = _TEMPORARIES.findall(dump.assignment)
+    if sizes:
+        temporary = max(map(int, sizes))
     else:
         said = OUT_OF_MEMORY.search(failure)
         assert said is not None, failure

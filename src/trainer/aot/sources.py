@@ -29,10 +29,10 @@ def source_files(root: Path, modules: Iterable[str], belongs: Callable[[str], bo
       modules: dotted names.
       belongs: whether to follow imports of a top-level name; false for third-party packages.
     """
-    found = _Imports(root, belongs)
+    imports = _Imports(root, belongs)
     for module in modules:
-        found.module(module)
-    return sorted(found.files)
+        imports.module(module)
+    return sorted(imports.files)
 
 
 class _Imports:

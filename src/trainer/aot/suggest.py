@@ -46,11 +46,11 @@ def suggest(
     """
     if needed <= available:
         return ()
-    found = []
+    suggestions = []
     for suggestion, changes in _candidates(config):
         if (arguments <= available or suggestion.state) and _accepted(config, changes, check):
-            found.append(suggestion)
-    return tuple(found)
+            suggestions.append(suggestion)
+    return tuple(suggestions)
 
 
 def _accepted(config: Config, changes: dict[str, Any], check: Callable[[dict[str, Any]], Any] | None) -> bool:

@@ -81,18 +81,18 @@ def _cost(report: Report) -> Iterator[str]:
         yield f"{si(collective.bytes, 'B'):>12}  {what}"
     if report.gradients_reduced_in:
         dtypes = " and ".join(report.gradients_reduced_in)
-        others = " and ".join(it for it in report.gradients_reduced_in if it != _HLO_DTYPES[report.grad_dtype])
+        others = " and ".join(dtype for dtype in report.gradients_reduced_in if dtype != _HLO_DTYPES[report.grad_dtype])
         why = f"; {others} instead of grad_dtype={report.grad_dtype} where their operands are in {others}"
         yield f"  gradients are reduced in {dtypes}{why if others else ''}"
     for note in cost.notes:
         yield f"  not counted: {note}"
     if report.estimate:
-        it = report.estimate
-        parts = (("compute", it.compute_seconds), ("memory", it.memory_seconds), ("network", it.network_seconds))
+        time = report.estimate
+        parts = (("compute", time.compute_seconds), ("memory", time.memory_seconds), ("network", time.network_seconds))
         shown = ", ".join(f"{name} {short_time(seconds)}" for name, seconds in parts)
         yield (
-            f"estimate: at least {short_time(it.seconds)} per step, bound by {it.bound} ({shown}); "
-            f"{short_time(it.serial_seconds)} if nothing overlaps"
+            f"estimate: at least {short_time(time.seconds)} per step, bound by {time.bound} ({shown}); "
+            f"{short_time(time.serial_seconds)} if nothing overlaps"
         )
     elif cost.unknown_loops:
         yield "no estimate of the step's time: the trip count of a loop is unknown"

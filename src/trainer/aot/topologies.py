@@ -20,9 +20,9 @@ def topology_of(config: Config) -> Topology:
     """
     if not config.compile_topology:
         raise UserError("compile_topology is empty: give the devices to compile for, such as v5e-16, v5p-8 or cpu-8")
-    found = find_topology(config.compile_topology)
-    assert isinstance(found, Topology), found  # the configuration was checked
-    return found
+    topology = find_topology(config.compile_topology)
+    assert isinstance(topology, Topology), topology  # the configuration was checked
+    return topology
 
 
 def devices_of(topology: Topology, num_slices: int = 1) -> list[jax.Device]:
@@ -32,13 +32,13 @@ def devices_of(topology: Topology, num_slices: int = 1) -> list[jax.Device]:
       UserError: libtpu is not installed, or the process has fewer CPU devices.
     """
     if topology.generation is None:
-        found = jax.devices("cpu")
-        if len(found) < topology.devices:
+        devices = jax.devices("cpu")
+        if len(devices) < topology.devices:
             raise UserError(
-                f"compile_topology={topology.name}: this process has {len(found)} CPU devices; start it with "
+                f"compile_topology={topology.name}: this process has {len(devices)} CPU devices; start it with "
                 f"XLA_FLAGS=--xla_force_host_platform_device_count={topology.devices}"
             )
-        return found[: topology.devices]
+        return devices[: topology.devices]
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(f"compile_topology={topology.name} {NO_LIBTPU}")
     prepare_compile_only_tpu()

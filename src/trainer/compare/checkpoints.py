@@ -45,7 +45,7 @@ def compare_checkpoints(left: str, right: str, tolerance: Tolerance, say: Callab
     """
     trees = [_tree(left), _tree(right)]
     readers = [orbax.readers(tree) for tree in trees]
-    parts = [{name.partition("/")[0] for name in found} for found in readers]
+    parts = [{name.partition("/")[0] for name in reader} for reader in readers]
     # A side with only parameters is valid. It does not count as a side without optimizer state.
     both = parts[0] & parts[1] if {"params"} in parts else parts[0] | parts[1]
     quantities = []
@@ -80,9 +80,9 @@ def _tree(given: str) -> Any:
 def _differences(part: str, readers: Sequence[Readers], tolerance: Tolerance) -> list[Difference]:
     """Returns the differences of the leaves of `part`. Reads one pair of leaves at a time."""
     apart: list[Difference] = []
-    for name in dict.fromkeys(name for found in readers for name in found if name.partition("/")[0] == part):
+    for name in dict.fromkeys(name for reader in readers for name in reader if name.partition("/")[0] == part):
         short = name.removeprefix(f"{part}/")
-        left, right = ({short: found[name]()} if name in found else {} for found in readers)
+        left, right = ({short: reader[name]()} if name in reader else {} for reader in readers)
         # The first axis of the islands' arrays is the axis of islands, not layers.
         apart += differences(left, right, tolerance, _layers if part != _ISLANDS else lambda name: None)
     return sorted(apart, key=forward_order)

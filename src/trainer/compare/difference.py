@@ -48,18 +48,18 @@ class Difference(NamedTuple):
     note: str = ""
 
     @property
-    def place(self) -> str:
+    def where(self) -> str:
         """The name and the layer, in words."""
         return self.name if self.layer is None else f"{self.name}, layer {self.layer}"
 
 
-def forward_order(it: Difference) -> tuple[int, int, bool, str, str]:
+def forward_order(entry: Difference) -> tuple[int, int, bool, str, str]:
     """Returns a sort key for the order of the forward pass: embedding, each layer with its output last, norm,
     logits."""
-    if it.layer is not None:
+    if entry.layer is not None:
         # Within a layer by the last part of the name, since the order of sowing is not known.
-        return 1, it.layer, it.name.endswith("/output"), it.name.rpartition("/")[2], it.name
-    return 0 if "embedd" in it.name else 2, 0, False, it.name, it.name
+        return 1, entry.layer, entry.name.endswith("/output"), entry.name.rpartition("/")[2], entry.name
+    return 0 if "embedd" in entry.name else 2, 0, False, entry.name, entry.name
 
 
 def differences(
@@ -70,14 +70,14 @@ def differences(
     They are in the order of the left side, followed by arrays that only the right side has. Arrays may be on devices:
     they are copied to the host one at a time.
     """
-    found: list[Difference] = []
+    different: list[Difference] = []
     for name in dict.fromkeys([*left, *right]):
         if name not in left or name not in right:
             side = "left" if name in left else "right"
-            found.append(Difference(name, None, False, False, math.inf, math.inf, f"only on the {side}"))
+            different.append(Difference(name, None, False, False, math.inf, math.inf, f"only on the {side}"))
             continue
-        found += _of_array(name, np.asarray(left[name]), np.asarray(right[name]), tolerance, layers(name))
-    return found
+        different += _of_array(name, np.asarray(left[name]), np.asarray(right[name]), tolerance, layers(name))
+    return different
 
 
 def _of_array(
@@ -108,7 +108,7 @@ def difference(
     apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, apart)  # equal infinities are also equal
     absolute = float(apart.max(initial=0.0))
     relative = absolute / scale if scale else absolute
-    rounded = all(jnp.issubdtype(it.dtype, jnp.inexact) for it in (left, right))  # NumPy does not know bfloat16
+    rounded = all(jnp.issubdtype(array.dtype, jnp.inexact) for array in (left, right))  # NumPy does not know bfloat16
     tolerates = rounded and tolerance != BITS and (absolute <= tolerance.atol or relative <= tolerance.rtol)
     return Difference(name, layer, False, tolerates, absolute, relative, note)
 

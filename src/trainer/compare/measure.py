@@ -63,8 +63,8 @@ class Program:
 
     def layers(self, name: str) -> range | None:
         """Returns the indices of the layers in an array with that canonical name; None if it is not in a stack."""
-        found = families.place(families.stacks(self.config), name)
-        return None if found is None else found.layers
+        stack = families.place(families.stacks(self.config), name)
+        return None if stack is None else stack.layers
 
     @property
     def abstract(self) -> Any:
@@ -112,7 +112,7 @@ def state(program: Program, snapshot: Snapshot) -> Any:
     run = program.run
     wanted = names_of(program.abstract.params)
     given = {name: snapshot.params.get(program.names.common(name)) for name in wanted}
-    fits = {name: it for name, it in given.items() if it is not None and it.size == wanted[name].size}
+    fits = {name: x for name, x in given.items() if x is not None and x.size == wanted[name].size}
     params = {} if len(fits) == len(wanted) else names_of(run.codec.unpack(run.init()).params)
     for name, array in fits.items():
         leaf = wanted[name]
@@ -168,12 +168,12 @@ def activations(program: Program, snapshot: Snapshot, batch: Batch, known: Share
         types: tuple[type[nnx.Variable], ...] = (Activation, *run.objective.captures)
         hidden, sown = hidden_states(run.model.apply, params, tree.rest, batch, key, types)
         logits, _, _ = run.model.apply(params, tree.rest, hidden, method="head")
-        found = {name: value for kind in types for name, value in sown[kind.__name__].items()}
-        found |= {"final_norm": hidden, "logits": logits}
+        values = {name: value for kind in types for name, value in sown[kind.__name__].items()}
+        values |= {"final_norm": hidden, "logits": logits}
         real = batch["inputs_segmentation"]
         ahead = functools.reduce(lambda segment, _: still_inside(segment), depths(run.config), real)
-        masks = {name: (ahead if name.startswith(f"{MTP}/") else real) != 0 for name in found}
-        return {name: _without_padding(x, masks[name], program.layers(name) is not None) for name, x in found.items()}
+        masks = {name: (ahead if name.startswith(f"{MTP}/") else real) != 0 for name in values}
+        return {name: _without_padding(x, masks[name], program.layers(name) is not None) for name, x in values.items()}
 
     on_devices = place(batch, run.batch_shardings)
     return Measured({"activations": _compiled(known, run.sharded(forward), tree, on_devices)(tree, on_devices)})
@@ -199,8 +199,9 @@ def gradients(program: Program, snapshot: Snapshot, batch: Batch, known: Shared)
     tree = _forward(run, state(program, snapshot))
     fn = make_gradients(run.config, run.objective, run.param_shardings)
     args = tree, place(batch, run.batch_shardings), run.frozen.make()
-    found = _compiled(known, run.sharded(fn), *args)(*args)
-    return Measured({"loss": {"loss": found.loss, **found.means}, "gradients": program.names.of(by_name(found.grads))})
+    result = _compiled(known, run.sharded(fn), *args)(*args)
+    loss = {"loss": result.loss, **result.means}
+    return Measured({"loss": loss, "gradients": program.names.of(by_name(result.grads))})
 
 
 def update(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) -> Measured:

@@ -93,10 +93,10 @@ def compare_programs(sides: Sequence[Side], devices: Sequence[jax.Device], toler
         expected = step(left, snapshot, part, known).on_host()
         for program in rights:
             say(f"{program.name}: {step.__name__}")
-            found = step(program, snapshot, part, known)
-            quantities[program.name] += _quantities(left, program, expected, found, tolerance)
-            facts[program.name] |= _facts(expected.facts, found.facts)
-    comparisons = [Comparison(it.name, quantities[it.name], facts[it.name]) for it in rights]
+            measured = step(program, snapshot, part, known)
+            quantities[program.name] += _quantities(left, program, expected, measured, tolerance)
+            facts[program.name] |= _facts(expected.facts, measured.facts)
+    comparisons = [Comparison(right.name, quantities[right.name], facts[right.name]) for right in rights]
     return Report(left.name, tolerance, _head(sides, programs, dataset), comparisons)
 
 
@@ -171,20 +171,20 @@ def _begin(side: Side, left: Program, dataset: Dataset, say: Say) -> tuple[Snaps
 
 def _activation_rows(programs: Sequence[Program]) -> int:
     """Returns the smallest number of rows that each side can shard like its microbatches."""
-    return math.lcm(*(it.run.rows // it.config.gradient_accumulation_steps for it in programs))
+    return math.lcm(*(program.run.rows // program.config.gradient_accumulation_steps for program in programs))
 
 
-def _quantities(left: Program, right: Program, expected: Measured, found: Measured, tolerance: Tolerance) -> list:
+def _quantities(left: Program, right: Program, expected: Measured, measured: Measured, tolerance: Tolerance) -> list:
     quantities = []
     for name, arrays in expected.arrays.items():
-        others, notes, remarks = right.names.shaped(found.arrays[name], arrays), [], []
+        others, notes, remarks = right.names.shaped(measured.arrays[name], arrays), [], []
         if name == "parameters":
             notes = _other_axes(left, right)
             if left.config.decoder_block != right.config.decoder_block:
                 notes, remarks = [], notes  # each block chooses its own axis names
         elif name == "activations":
             # Each block chooses which activations it sows.
-            remarks = [f"{it}: sown on one side only" for it in sorted(arrays.keys() ^ others.keys())]
+            remarks = [f"{path}: sown on one side only" for path in sorted(arrays.keys() ^ others.keys())]
             arrays = {key: array for key, array in arrays.items() if key in others}
             others = {key: others[key] for key in arrays}
         # The backward pass runs in reverse order.
@@ -196,7 +196,7 @@ def _quantities(left: Program, right: Program, expected: Measured, found: Measur
 
 def _other_axes(left: Program, right: Program) -> list[str]:
     """Returns a message if common parameters have different logical axes."""
-    here, there = (it.names.of(names_of(it.run.model.param_axes)) for it in (left, right))
+    here, there = (program.names.of(names_of(program.run.model.param_axes)) for program in (left, right))
     names = [name for name, axes in here.items() if name in there and axes != there[name]]
     if not names:
         return []
@@ -221,14 +221,14 @@ def same_text(left: str, right: str) -> str:
 def _head(sides: Sequence[Side], programs: Sequence[Program], dataset: Dataset) -> list[tuple[str, str]]:
     """Returns a description of the comparison: what the sides have in common, and the keys in which they differ."""
     rows: list[dict[str, str]] = []
-    for it in programs:
-        device = it.run.mesh.devices.flat[0]
+    for program in programs:
+        device = program.run.mesh.devices.flat[0]
         banner = banner_rows(
-            it.config,
+            program.config,
             device_kind=device.device_kind,
             platform=device.platform,
             process_count=1,
-            parameters=it.run.parameters,
+            parameters=program.run.parameters,
             dataset=str(dataset).partition("; ")[0],  # without the part on held-out data
             run_dir=Path(),
         )
@@ -243,5 +243,7 @@ def _head(sides: Sequence[Side], programs: Sequence[Program], dataset: Dataset) 
     for key in differing_keys(sides):
         if not (named and key in FLAGS):
             values = [program.config[key] for program in programs]
-            head.append((key, " | ".join(it if isinstance(it, str) and it else to_flow(it) for it in values)))
+            head.append(
+                (key, " | ".join(value if isinstance(value, str) and value else to_flow(value) for value in values))
+            )
     return head

@@ -23,22 +23,22 @@ class Quantity:
     @property
     def bits(self) -> bool:
         """Whether all arrays have equal bits and nothing else differs."""
-        return not self.notes and all(it.bits for it in self.differences)
+        return not self.notes and all(difference.bits for difference in self.differences)
 
     @property
     def equal(self) -> bool:
         """Whether all arrays are bit-identical or within the tolerance and nothing else differs."""
-        return not self.notes and all(it.equal for it in self.differences)
+        return not self.notes and all(difference.equal for difference in self.differences)
 
     @property
     def absolute(self) -> float:
         """The largest absolute difference."""
-        return max((it.absolute for it in self.differences), default=0.0)
+        return max((difference.absolute for difference in self.differences), default=0.0)
 
     @property
     def relative(self) -> float:
         """The largest relative difference."""
-        return max((it.relative for it in self.differences), default=0.0)
+        return max((difference.relative for difference in self.differences), default=0.0)
 
     @property
     def first(self) -> str | None:
@@ -46,11 +46,12 @@ class Quantity:
         none."""
         if self.notes:
             return self.notes[0]
-        apart = [it for it in self.differences if not it.equal] or [it for it in self.differences if not it.bits]
+        unequal = [difference for difference in self.differences if not difference.equal]
+        apart = unequal or [difference for difference in self.differences if not difference.bits]
         if not apart:
             return None
         missing = f" ({apart[0].note})" if math.isinf(apart[0].absolute) and apart[0].note else ""
-        return apart[0].place + missing
+        return apart[0].where + missing
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Comparison:
     @property
     def first(self) -> str | None:
         """The first difference that makes the sides unequal, with its quantity."""
-        return next((f"{it.name}: {it.first}" for it in self.quantities if not it.equal), None)
+        return next((f"{quantity.name}: {quantity.first}" for quantity in self.quantities if not quantity.equal), None)
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class Report:
             "left": self.left,
             "tolerance": self.tolerance._asdict(),
             "compared": [list(row) for row in self.head],
-            "comparisons": [_comparison(it) for it in self.comparisons],
+            "comparisons": [_comparison(comparison) for comparison in self.comparisons],
         }
 
 
@@ -111,7 +112,7 @@ def _comparison(comparison: Comparison) -> dict[str, Any]:
         "equal": comparison.equal,
         "bits": comparison.bits,
         "first": comparison.first,
-        "quantities": {it.name: _quantity(it) for it in comparison.quantities},
+        "quantities": {quantity.name: _quantity(quantity) for quantity in comparison.quantities},
         "facts": {name: fact if isinstance(fact, str) else list(fact) for name, fact in comparison.facts.items()},
     }
 
@@ -126,8 +127,8 @@ def _quantity(quantity: Quantity) -> dict[str, Any]:
         "notes": list(quantity.notes),
         "remarks": list(quantity.remarks),
         "arrays": [
-            it._asdict() | {"absolute": _number(it.absolute), "relative": _number(it.relative)}
-            for it in quantity.differences
+            difference._asdict() | {"absolute": _number(difference.absolute), "relative": _number(difference.relative)}
+            for difference in quantity.differences
         ],
     }
 

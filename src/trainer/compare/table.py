@@ -31,29 +31,29 @@ def table(report: Report) -> str:
 
 
 def _verdict(report: Report) -> str:
-    apart = [it for it in report.comparisons if not it.equal]
+    apart = [comparison for comparison in report.comparisons if not comparison.equal]
     if apart:
-        return "\n".join(f"{report.left} and {it.right} differ first in {it.first}" for it in apart)
-    sides = ", ".join([report.left, *(it.right for it in report.comparisons[:-1])])
+        return "\n".join(f"{report.left} and {other.right} differ first in {other.first}" for other in apart)
+    sides = ", ".join([report.left, *(comparison.right for comparison in report.comparisons[:-1])])
     sides = f"{sides} and {report.comparisons[-1].right} are equal"
-    if all(it.bits for it in report.comparisons):
+    if all(comparison.bits for comparison in report.comparisons):
         return f"{sides} in every bit"
     return f"{sides} within {' and '.join(f'{n}={v:g}' for n, v in report.tolerance._asdict().items() if v)}"
 
 
 def _side_by_side(comparisons: Sequence[Comparison], left: str) -> list[str]:
     """Returns a table with a column for each right side; [] if it is too wide."""
-    rows = [[f"against {left}", *(it.right for it in comparisons)]]
-    for quantities in zip(*(it.quantities for it in comparisons), strict=True):
+    rows = [[f"against {left}", *(comparison.right for comparison in comparisons)]]
+    for quantities in zip(*(comparison.quantities for comparison in comparisons), strict=True):
         rows.append([f"{quantities[0].name}, {_arrays(quantities[0])}", *map(_cell, quantities)])
     for name in comparisons[0].facts:
-        rows.append([f"step: {name}", *(_fact(it.facts[name]) for it in comparisons)])
+        rows.append([f"step: {name}", *(_fact(comparison.facts[name]) for comparison in comparisons)])
     lines = _columns(rows)
     return lines if max(map(len, lines)) <= WIDTH else []
 
 
 def _arrays(quantity: Quantity) -> str:
-    return counted(len({it.name for it in quantity.differences}), "array")
+    return counted(len({difference.name for difference in quantity.differences}), "array")
 
 
 def _cell(quantity: Quantity) -> str:
@@ -91,7 +91,7 @@ def _details(comparison: Comparison, left: str) -> list[str]:
 
 
 def _row(name: str, quantity: Quantity, short: bool = False) -> list[str]:
-    arrays = f"{len({it.name for it in quantity.differences})}"
+    arrays = f"{len({difference.name for difference in quantity.differences})}"
     if quantity.bits:
         return [name, arrays, _BITS]
     state = "within" if quantity.equal else "apart"
@@ -116,19 +116,19 @@ def _stage_rows(quantity: Quantity) -> list[list[str]]:
 def _stages(quantity: Quantity) -> list[tuple[str, Quantity]]:
     """Returns the activations by stage. Consecutive layers with equal bits are merged."""
     stages = [(name, Quantity(name, list(group))) for name, group in itertools.groupby(quantity.differences, _stage)]
-    found: list[tuple[str, Quantity]] = []
-    for same, group in itertools.groupby(stages, lambda it: it[1].bits and it[0].startswith("layer ")):
+    rows: list[tuple[str, Quantity]] = []
+    for same, group in itertools.groupby(stages, lambda item: item[1].bits and item[0].startswith("layer ")):
         run = list(group)
         if same and len(run) > 1:
-            merged = [it for _, part in run for it in part.differences]
-            found.append((f"layers {run[0][0].split()[1]} to {run[-1][0].split()[1]}", Quantity("", merged)))
+            merged = [difference for _, part in run for difference in part.differences]
+            rows.append((f"layers {run[0][0].split()[1]} to {run[-1][0].split()[1]}", Quantity("", merged)))
         else:
-            found += run
-    return found
+            rows += run
+    return rows
 
 
-def _stage(it: Difference) -> str:
-    return f"layer {it.layer}" if it.layer is not None else it.name.replace("_", " ")
+def _stage(difference: Difference) -> str:
+    return f"layer {difference.layer}" if difference.layer is not None else difference.name.replace("_", " ")
 
 
 def _columns(rows: Sequence[Sequence[str]], rights: Sequence[int] = ()) -> list[str]:

@@ -180,7 +180,7 @@ def _clip_and_cap(config: Config) -> str | None:
 
 def _custom_tensors(config: Config) -> str | None:
     twice = [name for name in config.custom_device_tensors if name in config.custom_offload_tensors]
-    return f"{shortened(twice[0])} is in both; keep it in one place" if twice else None
+    return f"{shortened(twice[0])} is in both; keep it in one of them" if twice else None
 
 
 def _rope(config: Config) -> str | None:
@@ -275,13 +275,13 @@ def _unused_axis(key: str, reason: str) -> Callable[[Any], str | None]:
 
 
 def _rules(config: Config) -> str | None:
-    found = collisions(config)
-    return f"{'; '.join(found)}; move one of the two to another mesh axis or to []" if found else None
+    clashes = collisions(config)
+    return f"{'; '.join(clashes)}; move one of the two to another mesh axis or to []" if clashes else None
 
 
 def _topology(config: Config) -> str | None:
-    found = find_topology(config.compile_topology) if config.compile_topology else None
-    return found if isinstance(found, str) else None
+    topology = find_topology(config.compile_topology) if config.compile_topology else None
+    return topology if isinstance(topology, str) else None
 
 
 def _slices(config: Config) -> str | None:

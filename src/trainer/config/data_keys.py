@@ -230,7 +230,7 @@ def data_not_asked_for(
 ) -> list[str]:
     """Returns one message for each dataset_type whose keys are given although dataset_type itself is not.
 
-    MaxText's default is tfds. This trainer must not silently train on its own default data instead.
+    MaxText's default is tfds. This trainer must not train on its own default data instead, without a word.
 
     Args:
       where: the source of each key's value.
@@ -252,14 +252,14 @@ def data_not_asked_for(
     named = {kind: given(keys) for kind, keys in OWN_KEYS.items()}
     # Both tfds and hf read train_split.
     named[next((kind for kind in ("tfds", "hf", "grain") if named[kind]), "tfds")] += given(["train_split"])
-    missing, place = "dataset_type is not given", ""
+    missing, scope = "dataset_type is not given", ""
     if maxtext_base:
         missing = f"dataset_type is not given (the line in {maxtext_base} counts as a default)"
-        place = " on the command line"
+        scope = " on the command line"
     ours = config.dataset_type
     return [
         f"{', '.join(keys)}: names data, but {missing}, and its default {ours} reads other data; "
-        f"add dataset_type={kind}{also(kind)}{place}, or dataset_type={ours} to train on the default data"
+        f"add dataset_type={kind}{also(kind)}{scope}, or dataset_type={ours} to train on the default data"
         for kind, keys in named.items()
         if keys
     ]

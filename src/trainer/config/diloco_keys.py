@@ -60,8 +60,8 @@ def timetable(config: Config) -> str:
         when, end = f"every {counted(plan.period, 'step')}", " and at the end"
     else:
         order = [*range(1, plan.fragments), 0]
-        places = [plan.offset(fragment) or plan.period for fragment in order]
-        shown = [f"fragment {fragment} after step {place}" for fragment, place in zip(order, places, strict=True)]
+        steps = [plan.offset(fragment) or plan.period for fragment in order]
+        shown = [f"fragment {fragment} after step {step}" for fragment, step in zip(order, steps, strict=True)]
         if len(shown) > 6:
             shown[3:-1] = ["..."]
         when = f"in {plan.fragments} fragments, of every {counted(plan.period, 'step')} {', '.join(shown)}"
@@ -109,11 +109,11 @@ def _islands(config: Config) -> str | None:
 
 
 def _rules_of_islands(config: Config) -> str | None:
-    found = [name for name, axes in make_rules(config.logical_axis_rules).items() if "diloco" in axes]
+    crossing = [name for name, axes in make_rules(config.logical_axis_rules).items() if "diloco" in axes]
     return (
-        f"the rule of {found[0]} names the mesh axis diloco, which separates the islands: every array of an island "
+        f"the rule of {crossing[0]} names the mesh axis diloco, which separates the islands: every array of an island "
         "already has this axis, so no rule may name it; leave it out"
-        if found
+        if crossing
         else None
     )
 

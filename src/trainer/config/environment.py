@@ -15,12 +15,12 @@ def variables(environment: Mapping[str, str]) -> tuple[dict[str, tuple[str, str]
     if not given:
         return {}, []
     keys = {name.upper(): name for name in (*maxtext.verdicts(), *schema().keys)}
-    found, unknown = {}, []
+    known, unknown = {}, []
     for variable, text in sorted(given.items()):
         name = variable.removeprefix(PREFIX)
         if name in keys:
-            found[keys[name]] = variable, text
+            known[keys[name]] = variable, text
         else:
             near = nearest(name.lower(), schema().keys)
             unknown.append(f"{variable} in the environment is ignored: there is no key {name.lower()}{near}")
-    return found, unknown
+    return known, unknown

@@ -142,14 +142,14 @@ def _entries(path: Path, text: str, node: yaml.MappingNode, repeated: list[str],
         for key, lines in repeated_keys(node).items()
     ]
     flatten(node)
-    found: list[Entry] = []
+    entries: list[Entry] = []
     for key, value in node.value:
         entry = _entry(path, text, key, value)
         if isinstance(value, yaml.MappingNode) and not prefix and _is_group(entry.name):
-            found += _entries(path, text, value, repeated, f"{entry.name}.")
+            entries += _entries(path, text, value, repeated, f"{entry.name}.")
         else:
-            found.append(dataclasses.replace(entry, name=prefix + entry.name))
-    return found
+            entries.append(dataclasses.replace(entry, name=prefix + entry.name))
+    return entries
 
 
 def _is_group(name: str) -> bool:
@@ -191,8 +191,8 @@ def _find(wanted: str, folder: Path, visited: Iterable[Path]) -> Path | None:
 def _why_not_found(wanted: str, folder: Path) -> str:
     if problem := path_problem(wanted):
         return problem
-    found = "this is a folder" if (folder / wanted).is_dir() else "there is no such file"
-    return f"{found}; the packaged files are base.yml and maxtext.yml"
+    why = "this is a folder" if (folder / wanted).is_dir() else "there is no such file"
+    return f"{why}; the packaged files are base.yml and maxtext.yml"
 
 
 def _is_maxtext(entries: Sequence[Entry], schema: Schema) -> bool:

@@ -108,10 +108,10 @@ def explanation(name: str) -> str:
 
 
 def _sections() -> dict[str, list[Key]]:
-    found: dict[str, list[Key]] = {}
+    sections: dict[str, list[Key]] = {}
     for key in schema().keys.values():
-        found.setdefault(key.section, []).append(key)
-    return found
+        sections.setdefault(key.section, []).append(key)
+    return sections
 
 
 def _index() -> list[str]:
@@ -129,9 +129,9 @@ def _section(asked: str) -> str:
     holding = [name for name in names if word in name.lower().split()]
     lower = {name.lower(): name for name in names}
     firsts = {name.lower().split()[0]: name for name in names}
-    close = [(lower | firsts)[it] for it in difflib.get_close_matches(word, lower | firsts, n=1, cutoff=0.7)]
-    if found := [*starting, *holding, *close]:
-        return found[0]
+    close = [(lower | firsts)[known] for known in difflib.get_close_matches(word, lower | firsts, n=1, cutoff=0.7)]
+    if matching := [*starting, *holding, *close]:
+        return matching[0]
     key = f"; {asked} is a key: --explain {asked}" if asked in schema().keys else ""
     raise UserError(f"--help {shortened(asked)}: there is no such section; the sections: {', '.join(names)}{key}")
 

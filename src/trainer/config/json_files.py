@@ -79,24 +79,24 @@ def read_object(path: Path) -> dict[str, Any]:
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
             raise ValueError(f"more than {MAX_BYTES} bytes")
-        found = parsed(data.decode("utf-8"))
+        content = parsed(data.decode("utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
     except ValueError as error:
         raise UserError(f"{path}: cannot be read: {shortened(str(error))}") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise UserError(f"{path}: not a JSON object")
-    return found
+    return content
 
 
 def parsed(text: str | bytes) -> Any:
     """Returns `json.loads(text)`. Raises ValueError if it is not JSON, or nested deeper than MAX_DEPTH."""
     try:
-        found = json.loads(text)
-        _check_depth(found)
+        value = json.loads(text)
+        _check_depth(value)
     except RecursionError:
         raise ValueError(f"nested deeper than {MAX_DEPTH}") from None
-    return found
+    return value
 
 
 def field_problems(data: Mapping[str, Any], fields: Mapping[str, Field]) -> list[str]:

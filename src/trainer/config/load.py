@@ -63,7 +63,7 @@ class Loaded:
 
 def load(
     argv: Sequence[str],
-    place: str = COMMAND_LINE,
+    source: str = COMMAND_LINE,
     environment: Mapping[str, str] | None = None,
     *,
     imports: bool = True,
@@ -72,15 +72,15 @@ def load(
 
     Precedence, lowest first: base.yml; maxtext.yml if it is the yml or one of its parents; the preset of model_name;
     the parents of the user's yml; that yml; the command line and, with equal rank, the variables M_KEY of
-    `environment`. `place` names the source of the words in messages. `imports`: whether the facts of a family, named by
-    import path, may be imported: not if the words are those of a checkpoint.
+    `environment`. `source` names the source of the words in messages. `imports`: whether the facts of a family that is
+    named by import path may be imported; false for the words of a checkpoint.
 
     Raises:
       UserError: lists all errors of the stage, one line each.
       SystemExit: with code 0, after the answer to --help or --explain; see `help`.
     """
     if asked := question(argv):
-        answer(asked, lambda words: {"": load(words, place, environment)})
+        answer(asked, lambda words: {"": load(words, source, environment)})
         raise SystemExit(0)
     reader = Reader(schema())
     yml, words = _split(argv)
@@ -91,10 +91,10 @@ def load(
     for file in files:
         settings = reader.file(file)
         if file.path == MAXTEXT_YML:
-            values |= {name: Setting(it.value, MAXTEXT_YML.name) for name, it in settings.items()}
+            values |= {name: Setting(own.value, MAXTEXT_YML.name) for name, own in settings.items()}
         else:
             given = merge(given, settings)
-    by_hand, not_keys = _by_hand(reader, words, place, environment or {})
+    by_hand, not_keys = _by_hand(reader, words, source, environment or {})
     given = merge(given, by_hand)
     preset = _preset(reader, (values | given)["model_name"])
     values = merge(merge(values, preset), given)
@@ -120,7 +120,7 @@ def load(
         notes.append(notice)
     warnings = [*(line for file in files for line in file.repeated), *_not_known(reader.unknown), *not_keys]
     warnings += without_effect(config, changed)
-    sources = {name: source_name(place) for name, place in where.items()}
+    sources = {name: source_name(source) for name, source in where.items()}
     return Loaded(config, changed, sources, on_one_screen(warnings), on_one_screen(notes))
 
 
@@ -148,12 +148,12 @@ def answer(asked: Question, load_sides: Callable[[Sequence[str]], Mapping[str, L
 
 def _outgrown(schema: Schema, values: dict[str, Setting], sized: dict[str, Setting]) -> list[str]:
     """Returns one line for each size that is out of range after global_parameter_scale."""
-    grown = {name: it for name, it in sized.items() if it.value != values[name].value}
-    checked = ((name, it, schema.keys[name]) for name, it in grown.items())
+    grown = {name: setting for name, setting in sized.items() if setting.value != values[name].value}
+    checked = ((name, setting, schema.keys[name]) for name, setting in grown.items())
     return [
-        f"{name}={it.value} ({it.where}): out of range; allowed: {key.allowed}"
-        for name, it, key in checked
-        if not key.accepts(it.value)
+        f"{name}={setting.value} ({setting.where}): out of range; allowed: {key.allowed}"
+        for name, setting, key in checked
+        if not key.accepts(setting.value)
     ]
 
 
@@ -167,7 +167,7 @@ def _other_defaults(
     if not (base or notes or own):
         return []
     inert = inert_keys(config)
-    unset = [name for name, place in where.items() if place == DEFAULT and name not in inert]
+    unset = [name for name, source in where.items() if source == DEFAULT and name not in inert]
     differing = maxtext_base.differing(config, unset)
     used = "is MaxText's base.yml: changes in it are used, all other keys have this trainer's defaults"
     begin = [f"{file.path} {used}{maxtext_base.tables(file.entries)}" for file in base]
@@ -201,34 +201,34 @@ def _split(argv: Sequence[str]) -> tuple[str, Sequence[str]]:
     return "base.yml", argv
 
 
-def _command_line(reader: Reader, words: Sequence[str], place: str) -> dict[str, Setting]:
+def _command_line(reader: Reader, words: Sequence[str], source: str) -> dict[str, Setting]:
     settings: dict[str, Setting] = {}
     for word in words:
         name, equals, text = word.partition("=")
         problem = malformed(reader, name, bool(equals), text)
         if problem:
-            reader.mistakes.append(f"{shortened(word)} ({place}): {problem}")
+            reader.mistakes.append(f"{shortened(word)} ({source}): {problem}")
         else:
-            settings |= reader.setting(name, text, place, functools.partial(read_text, text=text))
+            settings |= reader.setting(name, text, source, functools.partial(read_text, text=text))
     return settings
 
 
 def _by_hand(
-    reader: Reader, words: Sequence[str], place: str, environment: Mapping[str, str]
+    reader: Reader, words: Sequence[str], source: str, environment: Mapping[str, str]
 ) -> tuple[dict[str, Setting], list[str]]:
     """Returns the settings of the command line and of the environment, and warnings about variables without a key."""
-    settings = _command_line(reader, words, place)
+    settings = _command_line(reader, words, source)
     texts = dict(word.partition("=")[::2] for word in words)
-    found, unknown = variables(environment)
-    for name, (variable, text) in found.items():
+    given, unknown = variables(environment)
+    for name, (variable, text) in given.items():
         read = functools.partial(read_text, text=text)
         ours = reader.setting(name, text, ENVIRONMENT + variable, read)
         both_read = name in settings and name in ours
         differ = settings[name].value != ours[name].value if both_read else text != texts.get(name, text)
         if differ:
             reader.mistakes.append(
-                f"{name}={shortened(texts[name])} ({place}) and {variable}={shortened(text)} (environment): two values "
-                "for one key; give one of them"
+                f"{name}={shortened(texts[name])} ({source}) and {variable}={shortened(text)} (environment): two "
+                "values for one key; give one of them"
             )
         settings = ours | settings
     return settings, unknown

@@ -67,14 +67,14 @@ def find(name: str) -> Verdict | None:
 @functools.cache
 def verdicts() -> Mapping[str, Verdict]:
     """Returns all verdicts by name."""
-    found = {}
+    by_key = {}
     for group in table()["groups"]:
         kind, why, to = group["verdict"], group["why"], group.get("to", "")
         for name, values in group["keys"].items():
-            found[name] = Verdict(name, kind, why, None if values == ANY else tuple(values), to)
+            by_key[name] = Verdict(name, kind, why, None if values == ANY else tuple(values), to)
         for name in group.get("dependents", ()):
-            found[name] = Verdict(name, kind, f"MaxText reads it only with {_list(list(group['keys']), 3)}", None)
-    return found
+            by_key[name] = Verdict(name, kind, f"MaxText reads it only with {_list(list(group['keys']), 3)}", None)
+    return by_key
 
 
 def former_defaults(name: str, present: Iterable[str]) -> list[Any] | None:
@@ -128,15 +128,15 @@ def is_prefix(name: str) -> bool:
 def notes_of(accepted: Sequence[Accepted]) -> list[str]:
     """Returns notes on accepted keys: one line for keys at neutral values, and one line for each reason."""
     lines = []
-    neutral = {it.verdict.name: it.given for it in accepted if it.verdict.neutral is not None}
+    neutral = {row.verdict.name: row.given for row in accepted if row.verdict.neutral is not None}
     if neutral:
         shown = _list([f"{name}={given}" for name, given in neutral.items()])
         lines.append(f"MaxText's keys with values that change nothing here: {shown}")
     reasons: dict[str, list[str]] = {}
-    for it in accepted:
+    for row in accepted:
         # Do not print the value, which may be a secret such as hf_access_token.
-        if it.verdict.neutral is None and it.verdict.name not in (names := reasons.setdefault(it.verdict.why, [])):
-            names.append(it.verdict.name)
+        if row.verdict.neutral is None and row.verdict.name not in (names := reasons.setdefault(row.verdict.why, [])):
+            names.append(row.verdict.name)
     return lines + [f"MaxText's {_list(names)} {_verb(names)} nothing here: {why}" for why, names in reasons.items()]
 
 
@@ -170,10 +170,10 @@ def _same(name: str, value: Any, read: Callable[[Key], Any]) -> bool:
     kind = str if value is None else float if type(value) is int else type(value)
     key = Key(name, value, kind, item=object if kind is list else None, optional=kind is str)
     try:
-        found = read(key)
+        in_ours = read(key)
     except ValueError:
         return False
-    return _text(found) == _text(value) if kind is str else bool(found == value)
+    return _text(in_ours) == _text(value) if kind is str else bool(in_ours == value)
 
 
 def _text(value: Any) -> str:

@@ -86,8 +86,8 @@ def _parsed(words: Sequence[str], environment: dict[str, str]) -> Command:
 
 
 def _variable(word: str) -> str:
-    found = _VARIABLE.fullmatch(word)
-    return (found.group(1) or found.group(2)) if found else ""
+    match = _VARIABLE.fullmatch(word)
+    return (match.group(1) or match.group(2)) if match else ""
 
 
 def as_text(words: Sequence[str]) -> str:
@@ -109,8 +109,8 @@ def _shell_words(text: str) -> list[str]:
     # Substitutions may contain spaces, quotes and operators. They are taken out while the words are split.
     held: list[str] = []
 
-    def hold(found: re.Match[str]) -> str:
-        held.append(found.group())
+    def hold(match: re.Match[str]) -> str:
+        held.append(match.group())
         return f"\0{len(held) - 1}\0"
 
     text = re.sub(r"(?m)^\s*#.*$|(?<=\s)#[^'\"\n]*$", "", text)
@@ -125,8 +125,8 @@ def _shell_words(text: str) -> list[str]:
     except ValueError as error:
         raise UserError(f"{shortened(text)}: not a command of a shell: {str(error).lower()}") from error
     for i in range(len(words)):
-        while found := _HELD.search(words[i]):
-            words[i] = words[i].replace(found.group(), held[int(found.group(1))])
+        while match := _HELD.search(words[i]):
+            words[i] = words[i].replace(match.group(), held[int(match.group(1))])
     # A line break that was pasted as a backslash and a space leaves white space in front of the next word.
     return [word.lstrip() for word in words if word.strip()]
 
@@ -171,10 +171,10 @@ def _expanded(environment: dict[str, str], words: list[str]) -> tuple[dict[str, 
     """Returns `words` with assigned variables replaced by their values, and the other variables."""
     used: set[str] = set()
 
-    def value(found: re.Match[str]) -> str:
-        name = found.group(1) or found.group(2)
+    def value(match: re.Match[str]) -> str:
+        name = match.group(1) or match.group(2)
         if name not in environment:
-            return found.group()
+            return match.group()
         used.add(name)
         return environment[name]
 
@@ -187,19 +187,19 @@ def _expanded(environment: dict[str, str], words: list[str]) -> tuple[dict[str, 
 def _in_arithmetic(word: str, environment: Mapping[str, str], used: set[str]) -> str:
     """Returns `word` with the values of names within `$((...))`, which need no dollar sign there."""
 
-    def value(found: re.Match[str]) -> str:
-        used.update({found.group()} & environment.keys())
-        return environment.get(found.group(), found.group())
+    def value(match: re.Match[str]) -> str:
+        used.update({match.group()} & environment.keys())
+        return environment.get(match.group(), match.group())
 
-    return _ARITHMETIC.sub(lambda found: re.sub(r"[A-Za-z_]\w*", value, found.group()), word)
+    return _ARITHMETIC.sub(lambda match: re.sub(r"[A-Za-z_]\w*", value, match.group()), word)
 
 
-def _computed(found: re.Match[str]) -> str:
+def _computed(match: re.Match[str]) -> str:
     """Returns the value of `$((...))`, or the text if only a shell knows it."""
     try:
-        return str(_number(ast.parse(found.group(1).strip(), mode="eval").body))
+        return str(_number(ast.parse(match.group(1).strip(), mode="eval").body))
     except (SyntaxError, ValueError, RecursionError, MemoryError, ZeroDivisionError):
-        return found.group()
+        return match.group()
 
 
 def _number(node: ast.expr) -> int:

@@ -128,8 +128,8 @@ def convert(command: Command, runs: str) -> Conversion:
     notes: list[str] = []
     loaded: Loaded | None = None
     try:
-        found = dict(word.partition("=")[::2] for word in assigned if _is_known(word))
-        loaded = load([yml, *checked], environment=found)
+        assigned_variables = dict(word.partition("=")[::2] for word in assigned if _is_known(word))
+        loaded = load([yml, *checked], environment=assigned_variables)
         problems = _other_defaults(yml, loaded)
     except UserError as error:
         lines = str(error).split("\n  ")
@@ -155,7 +155,7 @@ def _yml(yml: str) -> str:
 def _other_defaults(yml: str, loaded: Loaded) -> list[str]:
     """Returns a problem if keys that the command does not give have values here that MaxText does not have."""
     inert = inert_keys(loaded.config)
-    unset = [name for name, place in loaded.sources.items() if place == DEFAULT and name not in inert]
+    unset = [name for name, source in loaded.sources.items() if source == DEFAULT and name not in inert]
     lines = maxtext_base.differing(loaded.config, unset)
     advice = "write base_config: maxtext.yml in it; or give maxtext.yml instead, and its changes as key=value"
     return [f"{yml}: {advice}. {'. '.join(lines)}"] if lines else []
@@ -178,10 +178,10 @@ def _implied(given: Mapping[str, str], runs: str) -> list[str]:
 def _completed(problems: Sequence[str], given: Mapping[str, object], runs: str) -> list[str]:
     """Returns `problems`, with one for all that the command does not say: what MaxText has of its own."""
     missing = [word for word in _NEEDED.get(runs, ()) if not given.get(word.partition("=")[0])]
-    found = [_EXAMPLE.search(line) for line in problems]
-    others = [line for line, it in zip(problems, found, strict=True) if it is None]
+    examples = [_EXAMPLE.search(line) for line in problems]
+    others = [line for line, example in zip(problems, examples, strict=True) if example is None]
     if runs != COMPILE or not missing:  # a compilation reads no data
-        missing += [it.group(1) for it in found if it]
+        missing += [example.group(1) for example in examples if example]
     if not missing:
         return others
     missing = list(dict.fromkeys(missing))
@@ -200,8 +200,8 @@ def _without_data(row: Row, runs: str) -> Row:
 
 def by_kind(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Returns the rows of each kind, in the order of `KINDS`."""
-    found = {kind: [row for row in rows if row.kind == kind] for kind in KINDS}
-    return {kind: those for kind, those in found.items() if those}
+    grouped = {kind: [row for row in rows if row.kind == kind] for kind in KINDS}
+    return {kind: those for kind, those in grouped.items() if those}
 
 
 def _verdict(name: str, text: str, given: str, variable: str = "") -> Row:

@@ -49,15 +49,15 @@ def _filled(command: Command, template: str) -> Conversion:
     given |= {name[2:]: text for name, text in itertools.pairwise(command.words) if re.fullmatch(r"--\w+", name)}
     lacking: list[str] = []
 
-    def value(found: re.Match[str]) -> str:
-        names, _, default = found.group(1).partition(":")
+    def value(match: re.Match[str]) -> str:
+        names, _, default = match.group(1).partition(":")
         text = next((given[name] for name in names.split("|") if given.get(name)), default)
         if not text:
             lacking.append(names.split("|")[-1].upper())
         return text or lacking[-1]
 
     words = [re.sub(r"{([^{}]+)}", value, word) for word in template.split()]
-    names = {name for found in re.findall(r"{([^:{}]+)", template) for name in found.split("|")}
+    names = {name for choice in re.findall(r"{([^:{}]+)", template) for name in choice.split("|")}
     rows: list[Row] = []
     problems: list[str] = []
     if words[0] == EXPORT:
@@ -104,4 +104,4 @@ def _model_words(made: Conversion, preset: str, given: Mapping[str, str]) -> lis
 def of_parameters(name: str) -> bool:
     """Returns whether the key `name` says what the parameters of a model are, or what they mean."""
     key = schema().keys.get(name)
-    return key is not None and key.section == "Model" and not any(fnmatch.fnmatchcase(name, it) for it in _COMPUTED)
+    return key is not None and key.section == "Model" and not any(fnmatch.fnmatchcase(name, glob) for glob in _COMPUTED)

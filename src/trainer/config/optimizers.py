@@ -75,7 +75,7 @@ def groups_of(value: Sequence[str]) -> list[tuple[str, float]]:
     Raises:
       ValueError: an item is not pattern=factor, with a regular expression and a number above 0.
     """
-    found = []
+    groups = []
     for item in value:
         pattern, equals, text = item.rpartition("=")
         try:
@@ -88,5 +88,5 @@ def groups_of(value: Sequence[str]) -> list[tuple[str, float]]:
         if not (equals and pattern) or not 0 < factor < math.inf:
             hint = "; trainable_parameters_mask freezes parameters" if factor == 0 else ""
             raise ValueError(f"{item!r} is not pattern=factor with a factor above 0, such as embedding=0.1{hint}")
-        found.append((pattern, factor))
-    return found
+        groups.append((pattern, factor))
+    return groups

@@ -101,7 +101,7 @@ def repeated_keys(node: yaml.MappingNode) -> dict[str, list[int]]:
     for key, _ in node.value:
         if isinstance(key, yaml.ScalarNode):
             lines.setdefault(key.value, []).append(key.start_mark.line + 1)
-    return {key: found for key, found in lines.items() if len(found) > 1}
+    return {key: numbers for key, numbers in lines.items() if len(numbers) > 1}
 
 
 def _check_limits(text: str) -> None:

@@ -84,7 +84,7 @@ class Reader:
             settings |= self.entry(entry)
         if not file.is_root or file.is_maxtext:
             return settings
-        return {name: it for name, it in settings.items() if it.value != self.schema.keys[name].default}
+        return {name: setting for name, setting in settings.items() if setting.value != self.schema.keys[name].default}
 
     def _foreign(self, name: str, given: str, shown: str, read: Callable[[Key], Any]) -> None:
         """Handles a key that is not in base.yml: one of MaxText's, or an unknown one."""

@@ -13,7 +13,7 @@ from trainer.config.mesh_sizes import fill_mesh
 from trainer.config.rules import make_rules, with_lengths
 from trainer.config.sizes import too_large
 from trainer.config.tensors import DIMENSIONS, PROJECTED, dimension, tensors_of
-from trainer.config.tiles import misfits
+from trainer.config.tiles import wrong_tiles
 from trainer.config.vocab_tiles import choose_tiles
 
 
@@ -34,12 +34,12 @@ def resolve(
     mistakes += mesh_problems
     mesh = {} if mesh_problems else mesh_axes(values)
     if mesh:
-        misfitting = [*_indivisible(values, mesh), *_uneven_rows(values, mesh)]
-        mistakes += misfitting or choose_tiles(values)
+        indivisible = [*_indivisible(values, mesh), *_uneven_rows(values, mesh)]
+        mistakes += indivisible or choose_tiles(values)
     values["attention"], unsupported = choose_attention(values, mesh, platform)
     if mesh:
         mistakes += too_large(values)
-    mistakes += unsupported or (misfits(values) if values["attention"] == "splash" else [])
+    mistakes += unsupported or (wrong_tiles(values) if values["attention"] == "splash" else [])
     if mistakes:
         raise report(mistakes)
     return ml_collections.FrozenConfigDict(values)
@@ -74,7 +74,7 @@ def _fill(values: dict[str, Any], platform: str) -> None:
 
 def _indivisible(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str]:
     """Returns one line for each length that is not divisible by the mesh axes of its rules."""
-    found: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    blocked: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     rules = make_rules(values["logical_axis_rules"])
     tensors = tensors_of(values)
     named = {name for names in tensors.values() for name in names}
@@ -83,9 +83,9 @@ def _indivisible(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str
         sized.append(PROJECTED)
     for name, key in sized:
         if values[key] % _product(mesh, rules[name]):
-            found.setdefault((key, rules[name]), []).append(name)
+            blocked.setdefault((key, rules[name]), []).append(name)
     lines = []
-    for (key, axes), names in found.items():
+    for (key, axes), names in blocked.items():
         size, parts = values[key], _product(mesh, axes)
         fitting = " or ".join(str(n) for n in (size // parts * parts, (size // parts + 1) * parts) if n)
         if (names[0], key) == PROJECTED:

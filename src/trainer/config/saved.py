@@ -28,15 +28,15 @@ def read_saved(text: str, where: str) -> dict[str, Any]:
         raise UserError(describe(error, where)) from None
     if not isinstance(node, yaml.MappingNode):
         raise UserError(f"{where}: not a mapping of `key: value` lines")
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     mistakes = []
     for name_node, value_node in node.value:
         key = schema().keys.get(name_node.value) if isinstance(name_node, yaml.ScalarNode) else None
         if key is None:
             continue
         try:
-            found[key.name] = read_node(key, value_node)
-            problem = check(key, found[key.name])
+            values[key.name] = read_node(key, value_node)
+            problem = check(key, values[key.name])
         except ValueError as error:
             problem = str(error)
         if problem:
@@ -45,4 +45,4 @@ def read_saved(text: str, where: str) -> dict[str, Any]:
     if mistakes:
         more = [f"and {len(mistakes) - _MOST_LINES} more"] if len(mistakes) > _MOST_LINES else []
         raise UserError("\n  ".join([f"{where}: values that are not allowed:", *mistakes[:_MOST_LINES], *more]))
-    return found
+    return values

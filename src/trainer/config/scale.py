@@ -47,9 +47,9 @@ def growth(values: dict[str, Setting], sized: dict[str, Setting]) -> list[str]:
     if sized is values:
         return []
     sizes = [
-        f"{name} {values[name].value} -> {it.value}"
-        for name, it in sized.items()
-        if name != SCALE and it.value != values[name].value
+        f"{name} {values[name].value} -> {setting.value}"
+        for name, setting in sized.items()
+        if name != SCALE and setting.value != values[name].value
     ]
     return [f"{SCALE}={values[SCALE].value}: {', '.join(sizes)}"]
 

@@ -52,13 +52,13 @@ def load_sides(argv: Sequence[str], environment: Mapping[str, str] | None = None
         rights = [name for name in COMBINATIONS if name != own]
     asked = [(LEFT, lefts[0], left), *((RIGHT, name, right) for name in rights)]
     loaded = [_load(side, [*shared, *_flag_words(name), *words], environment) for side, name, words in asked]
-    labels = [combination(it.config) for it in loaded]
+    labels = [combination(result.config) for result in loaded]
     if len(set(labels)) < len(labels):
         # The combinations are not unique, so name the sides left and right.
         labels = [side if len(rights) == 1 or side == LEFT else f"{side}={name}" for side, name, _ in asked]
     return [
-        Side(label, (*_flag_words(name), *words), it)
-        for label, (_, name, words), it in zip(labels, asked, loaded, strict=True)
+        Side(label, (*_flag_words(name), *words), result)
+        for label, (_, name, words), result in zip(labels, asked, loaded, strict=True)
     ]
 
 

@@ -77,10 +77,10 @@ def _too_many_entries(values: Mapping[str, Any]) -> list[str]:
 
 
 def _parameters(values: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    found = {name: axes for name, axes in tensors_of(values).items() if "/" in name}
+    tensors = {name: axes for name, axes in tensors_of(values).items() if "/" in name}
     if values["logits_via_embedding"]:
-        del found["decoder/logits_dense/kernel"]
-    return found
+        del tensors["decoder/logits_dense/kernel"]
+    return tensors
 
 
 def _lengths(values: Mapping[str, Any], names: tuple[str, ...]) -> list[int]:

@@ -55,7 +55,7 @@ def tiles_of(config: Mapping[str, Any]) -> Tiles:
     return Tiles(**{name: config[key] for name, key in KEYS.items()})
 
 
-def misfits(values: Mapping[str, Any]) -> list[str]:
+def wrong_tiles(values: Mapping[str, Any]) -> list[str]:
     """Returns one line for each size that the kernel rejects for rows of max_target_length, a multiple of 128."""
     length = values["max_target_length"]
     given = tiles_of(values)

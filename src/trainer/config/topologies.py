@@ -89,14 +89,14 @@ class Topology:
 
 def topologies() -> Mapping[str, Topology]:
     """Returns all TPU slices by name."""
-    found = {}
+    by_name = {}
     for kind, generation in GENERATIONS.items():
         for text in generation.shapes:
             shape = tuple(int(side) for side in text.split("x"))
             chips = math.prod(shape)
             name = f"{kind}-{chips * generation.counted_per_chip}"
-            found[name] = Topology(name, generation, shape, chips * generation.devices_per_chip)
-    return found
+            by_name[name] = Topology(name, generation, shape, chips * generation.devices_per_chip)
+    return by_name
 
 
 def find_topology(name: str) -> Topology | str:

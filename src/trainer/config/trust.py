@@ -34,7 +34,9 @@ def foreign_code(
     given = {name: config[name] for name in (*_STARTS, *_READ) if config[name] and "://" not in config[name]}
     paths = {name: Path(text).expanduser() for name, text in given.items() if not path_problem(text)}
     # Whatever such a yml names as its parent is the folder's choice, too.
-    first = next((i for i, yml in enumerate(chain) if any(_foreign(yml, *it) for it in paths.items())), len(chain))
+    first = next(
+        (i for i, yml in enumerate(chain) if any(_foreign(yml, *named) for named in paths.items())), len(chain)
+    )
     lines = []
     for name, where in changed.items():
         if where != COMMAND_LINE and file_of(where) in chain[first:] and names_code(keys[name], config[name]):
@@ -51,7 +53,7 @@ def _foreign(yml: Path, key: str, path: Path) -> bool:
     # As it is written, and with its links resolved.
     ends = [Path(os.path.normpath(path.absolute())), path.resolve()]
     folders = {yml.absolute().parent, yml.resolve().parent}
-    around = any(end.is_relative_to(it) and not here.is_relative_to(it) for it in folders for end in ends)
+    around = any(end.is_relative_to(folder) and not here.is_relative_to(folder) for folder in folders for end in ends)
     return around or any(_comes_from(yml, root) for root in {_root(end).resolve() for end in ends})
 
 
@@ -81,7 +83,7 @@ def _comes_from(yml: Path, root: Path) -> bool:
     """Returns whether `yml` is in the folder `root`, or is reached through a link in it."""
 
     def below(path: Path) -> bool:
-        return any(it.resolve().is_relative_to(root) for it in (path, *path.parents))
+        return any(parent.resolve().is_relative_to(root) for parent in (path, *path.parents))
 
     at = Path(yml.absolute().anchor)
     for part in yml.absolute().parts[1:]:
@@ -96,9 +98,9 @@ def _comes_from(yml: Path, root: Path) -> bool:
 
 def _root(path: Path) -> Path:
     """Returns the folder of the run or the snapshot that `path` is part of; otherwise `path` itself."""
-    for it in (path, *path.parents):
-        if it.parent.name == "snapshots" or (it / "checkpoints") == path:
-            return it
-        if it.name.isdecimal() and it.parent.name == "checkpoints":
-            return it.parent.parent
+    for folder in (path, *path.parents):
+        if folder.parent.name == "snapshots" or (folder / "checkpoints") == path:
+            return folder
+        if folder.name.isdecimal() and folder.parent.name == "checkpoints":
+            return folder.parent.parent
     return path.parents[1] if path.name == "items" and len(path.parts) > 2 else path

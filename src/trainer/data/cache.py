@@ -69,8 +69,8 @@ def read_meta(folder: Path) -> dict[str, Any]:
     for name in files:
         if not (folder / name).is_file():
             raise damaged(folder, name, "cannot be read (it is gone)")
-    for name, found in _describe(folder, files).items():
-        if found != files[name]:
+    for name, described in _describe(folder, files).items():
+        if described != files[name]:
             raise damaged(folder, name, "has changed since it was written")
     return meta
 

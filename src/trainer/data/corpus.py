@@ -1,4 +1,4 @@
-"""A corpus: documents of one kind, in any format and place."""
+"""A corpus: documents of one kind, in any format, in one or more files."""
 
 import hashlib
 import os
@@ -66,7 +66,7 @@ def file_fingerprint(paths: Sequence[Path], also: str = "") -> str:
     """Returns the sha256, in hexadecimal, of the files' names and contents and of `also`.
 
     If the files have more than 256 MiB in total, it reads only the sizes and the first and last 64 KiB of each. So a
-    copy at another place is the same data. Formats with an index at their end change there whenever a record changes.
+    copy in another folder is the same data. Formats with an index at their end change there whenever a record changes.
     """
     digest = hashlib.sha256(also.encode())
     sizes = [path.stat().st_size for path in paths]

@@ -207,9 +207,9 @@ def _streamed(
     def open_stream(*, process_index: int, process_count: int, **settings: Any) -> Stream:
         from trainer.data.streaming import streamed_rows
 
-        place: dict[str, Any] = {"workers": workers, "process_index": process_index, "process_count": process_count}
-        rows = streamed_rows(source.train, source.weights, encoder, packing, **order, **place)
-        return StreamingStream(rows, say=say, **place, **settings)
+        part: dict[str, Any] = {"workers": workers, "process_index": process_index, "process_count": process_count}
+        rows = streamed_rows(source.train, source.weights, encoder, packing, **order, **part)
+        return StreamingStream(rows, say=say, **part, **settings)
 
     return open_stream, "tokenized and packed while it trains"
 

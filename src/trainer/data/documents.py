@@ -13,7 +13,7 @@ from trainer.data.tokenizer import Tokenizer
 
 
 class Record(NamedTuple):
-    """A record of a source: its place, printable with `str`, and the values of its columns: text, bytes or ids."""
+    """A record of a source: where it is, printable with `str`, and the values of its columns: text, bytes or ids."""
 
     where: Any
     values: tuple[Any, ...]
@@ -45,8 +45,8 @@ class Counts:
     split: int = 0  # documents longer than (the rest of) a row, continued in another row
     cut: int = 0  # documents truncated by use_truncation, and the tokens lost
     cut_tokens: int = 0
-    silent: int = 0  # documents without a loss-bearing token in any row
-    mended: int = 0  # documents with lone surrogates, the number of surrogates, and the place of the first document
+    without_loss: int = 0  # documents without a loss-bearing token in any row
+    mended: int = 0  # documents with lone surrogates, the number of surrogates, and where the first one is
     mended_characters: int = 0
     mended_first: str = ""
 
@@ -78,9 +78,9 @@ class Counts:
                 f"{self.cut:,} of {self.documents:,} documents are longer than a row and lose {self.cut_tokens:,} "
                 "tokens (use_truncation=true)"
             )
-        if self.silent:
-            notes["silent"] = (
-                f"{self.silent:,} of {self.documents:,} documents have no token that contributes to the loss: "
+        if self.without_loss:
+            notes["without_loss"] = (
+                f"{self.without_loss:,} of {self.documents:,} documents have no token that contributes to the loss: "
                 "their completion is empty, or starts after the end of the row"
             )
         if self.mended:
@@ -160,13 +160,13 @@ class Encoder:
     def texts(self, record: Record, counts: Counts | None = None) -> list[str]:
         """Returns the text of each column of a record. Replaces and counts lone surrogates. Errors are as in
         `encode`."""
-        found = [_text(value, name, record) for value, name in self._named(record)]
-        replaced = sum(number for _, number in found)
+        pairs = [_text(value, name, record) for value, name in self._named(record)]
+        replaced = sum(number for _, number in pairs)
         if counts is not None and replaced:
             counts.mended_first = counts.mended_first or mended(str(record.where))[0]
             counts.mended += 1
             counts.mended_characters += replaced
-        return [text for text, _ in found]
+        return [text for text, _ in pairs]
 
     def _named(self, record: Record) -> Iterable[tuple[Any, str]]:
         return zip(record.values, self.columns, strict=True)

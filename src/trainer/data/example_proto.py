@@ -34,5 +34,5 @@ def _values(feature: Any) -> Any:
         return np.array(feature.int64_list.value, np.int64)
     if not feature.HasField("bytes_list"):
         return b""
-    found = list(feature.bytes_list.value)
-    return found[0] if len(found) == 1 else found
+    values = list(feature.bytes_list.value)
+    return values[0] if len(values) == 1 else values

@@ -47,12 +47,12 @@ def mended_table(datasets: Any, load: Mapping[str, Any], folder: Path, say: Call
         return {}
 
     facts = [kind, *((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)]
-    place = folder / f"mended-{hashlib.sha256(repr(facts).encode()).hexdigest()[:12]}"
-    cache.ensure(place, build, say)
+    copied = folder / f"mended-{hashlib.sha256(repr(facts).encode()).hexdigest()[:12]}"
+    cache.ensure(copied, build, say)
     where = next(where for count, where in counts if count)
     say(f"lone surrogates are replaced by U+FFFD: {total:,} in {len(files):,} files, the first in {where}")
     numbers = itertools.count()
-    copies = {name: [str(place / str(next(numbers))) for _ in some] for name, some in splits.items()}
+    copies = {name: [str(copied / str(next(numbers))) for _ in some] for name, some in splits.items()}
     settings = {"split": load["split"], "cache_dir": load["cache_dir"], **_settings(datasets, config)}
     return datasets.load_dataset(kind, data_files=copies, **settings)
 
@@ -65,7 +65,7 @@ def _settings(datasets: Any, config: Any) -> dict[str, Any]:
 
 
 def _lone_surrogates(file: Path, kind: str) -> tuple[int, str]:
-    """Returns the number of lone surrogates and the place of the first one."""
+    """Returns the number of lone surrogates and where the first one is."""
     total, first = 0, ""
     for number, (_, count) in enumerate(_lines(file, kind), 1):
         first = first or (f"{file}, line {number}" if count else "")

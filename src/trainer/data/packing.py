@@ -57,7 +57,7 @@ class Packing:
         """Yields `documents`, and counts documents without a loss-bearing token in any row."""
         kept = self.length if self.truncate and not self._concatenates else None
         for mark, document in documents:
-            counts.silent += document.loss is not None and not document.loss[:kept].any()
+            counts.without_loss += document.loss is not None and not document.loss[:kept].any()
             yield mark, document
 
 

@@ -80,8 +80,8 @@ def _texts(train: Sequence[Corpus], weights: Sequence[int]) -> list[str]:
         left = BPE_BYTES * weight // sum(weights)
         encoder = Encoder(None, corpus.columns, True, False, 0)
         for record in corpus.records():
-            texts += (found := encoder.texts(record))
-            left -= sum(len(text.encode()) for text in found)
+            texts += (added := encoder.texts(record))
+            left -= sum(len(text.encode()) for text in added)
             if left <= 0:
                 break
     return texts

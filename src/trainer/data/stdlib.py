@@ -77,7 +77,7 @@ def read_files(root: Path) -> list[SourceFile]:
 
     Line ends are kept, so that a document's text encodes to exactly the bytes of its file.
     """
-    found = []
+    sources = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in EXCLUDED_FOLDERS]
         for name in files:
@@ -90,8 +90,8 @@ def read_files(root: Path) -> list[SourceFile]:
             except UnicodeDecodeError:
                 continue
             if text:
-                found.append(SourceFile(path.relative_to(root).as_posix(), text, len(data)))
-    return sorted(found, key=lambda file: file.path)
+                sources.append(SourceFile(path.relative_to(root).as_posix(), text, len(data)))
+    return sorted(sources, key=lambda file: file.path)
 
 
 def fingerprint(files: tuple[SourceFile, ...]) -> str:

@@ -145,16 +145,16 @@ class _FilesIterator(grain.DatasetIterator):
     def __next__(self) -> tuple[int, Record]:
         ended = 0
         while True:
-            place = self._open[self._turn]
-            if place is None and self._next % len(self._parts) == 0 and any(self._open):
+            opened = self._open[self._turn]
+            if opened is None and self._next % len(self._parts) == 0 and any(self._open):
                 self._turn = (self._turn + 1) % len(self._open)
                 continue
-            if place is None:
-                place = self._open[self._turn] = [self._next, 0, 0]
+            if opened is None:
+                opened = self._open[self._turn] = [self._next, 0, 0]
                 self._readers[self._turn] = self._part(self._next).read()
                 self._next += 1
-            found = next(self._readers[self._turn], None)
-            if found is None:
+            following = next(self._readers[self._turn], None)
+            if following is None:
                 self._open[self._turn] = None
                 ended += 1
                 if ended > 2 * len(self._parts) + len(self._open):
@@ -163,11 +163,11 @@ class _FilesIterator(grain.DatasetIterator):
                         "worker to get one; use fewer, or data_pipeline=prepared"
                     )
                 continue
-            place[1], _, record = found
-            place[2] += 1
-            if (place[2] - 1) % self._count == self._index:
+            opened[1], _, record = following
+            opened[2] += 1
+            if (opened[2] - 1) % self._count == self._index:
                 self._turn = (self._turn + 1) % len(self._open)
-                return place[0] // len(self._parts), record
+                return opened[0] // len(self._parts), record
 
     def _part(self, number: int) -> Part:
         epoch, i = divmod(number, len(self._parts))
@@ -176,12 +176,12 @@ class _FilesIterator(grain.DatasetIterator):
         return self._parts[i]
 
     def get_state(self) -> dict[str, Any]:
-        places, epoch = [place and list(place) for place in self._open], self._next // len(self._parts)
-        return {"open": places, "next": self._next, "turn": self._turn, "epoch": epoch}
+        open_files, epoch = [opened and list(opened) for opened in self._open], self._next // len(self._parts)
+        return {"open": open_files, "next": self._next, "turn": self._turn, "epoch": epoch}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        self._open = [place and list(place) for place in state["open"]]
-        self._readers = [iter(()) if place is None else self._part(place[0]).read(place[1]) for place in self._open]
+        self._open = [opened and list(opened) for opened in state["open"]]
+        self._readers = [iter(()) if opened is None else self._part(opened[0]).read(opened[1]) for opened in self._open]
         self._next, self._turn = state["next"], state["turn"]
 
 
@@ -218,20 +218,20 @@ class _ShuffledIterator(grain.DatasetIterator):
 
     def _fill(self) -> None:
         epoch, record = self._ahead or next(self._parent)
-        found = [record]
+        window = [record]
         while True:
             self._end = self._parent.get_state()
             self._ahead = None
-            if len(found) == self._size:
+            if len(window) == self._size:
                 break
             self._ahead = next(self._parent)
             if self._ahead[0] != epoch:
                 break
-            found.append(self._ahead[1])
-        self._records = found
+            window.append(self._ahead[1])
+        self._records = window
         if self._seed is not None:
-            order = permuted(np.arange(len(found)), len(found), seed=self._seed + _WINDOWS, epoch=self._number)
-            self._records = [found[i] for i in order]
+            order = permuted(np.arange(len(window)), len(window), seed=self._seed + _WINDOWS, epoch=self._number)
+            self._records = [window[i] for i in order]
 
     def get_state(self) -> dict[str, Any]:
         return {"files": self._begin, "window": self._number, "given": self._given}

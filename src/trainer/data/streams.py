@@ -107,7 +107,7 @@ class StreamingStream:
     ):
         import grain
 
-        self._place = {
+        self._layout = {
             "process_count": process_count,
             "process_index": process_index,
             "grain_worker_count": workers,
@@ -115,7 +115,7 @@ class StreamingStream:
         }
         check_identity(identity, position)
         if position is not None:
-            self._check_place(position)
+            self._check_layout(position)
         self._identity, self._say, self._counts, self._said = dict(identity), say, Counts(), set[str]()
         self._row = local_rows(rows, process_index, process_count).astype(np.int32)
         self._iterator = dataset.__iter__()
@@ -137,7 +137,7 @@ class StreamingStream:
         """Returns the state of the iterator, this process's index and the number of processes."""
         # Converted to JSON and back, which makes a copy and fails here if the state cannot be stored.
         state = json.loads(json.dumps(self._iterator.get_state()))
-        return {"identity": self._identity, "place": self._place, "state": state}
+        return {"identity": self._identity, "place": self._layout, "state": state}
 
     def close(self) -> None:
         """Stops worker processes, and reports skipped and truncated documents."""
@@ -152,8 +152,8 @@ class StreamingStream:
                 self._said.add(kind)
                 self._say(f"streaming, so far: {note}")
 
-    def _check_place(self, position: Position) -> None:
-        for key, now in self._place.items():
+    def _check_layout(self, position: Position) -> None:
+        for key, now in self._layout.items():
             if (then := position["place"][key]) != now:
                 raise UserError(
                     f"the saved position in the data belongs to {key}={then}, but here it is {now}: a streamed corpus "

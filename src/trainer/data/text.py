@@ -22,8 +22,8 @@ def mended(text: str) -> tuple[str, int]:
     try:
         text.encode()
     except UnicodeEncodeError:
-        found = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-        return found, found.count(REPLACEMENT) - text.count(REPLACEMENT)
+        replaced = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        return replaced, replaced.count(REPLACEMENT) - text.count(REPLACEMENT)
     return text, 0
 
 

@@ -103,8 +103,8 @@ class JsonTokenizer(Tokenizer):
     @property
     def template(self) -> list[int]:
         """The special tokens that the tokenizer.json itself puts before a text."""
-        found = self._inner.encode("", add_special_tokens=True).ids
-        return [token for token in found if token != self._inner.token_to_id(self._names[1] or "") or token == self.bos]
+        ids = self._inner.encode("", add_special_tokens=True).ids
+        return [token for token in ids if token != self._inner.token_to_id(self._names[1] or "") or token == self.bos]
 
     def save(self, directory: Path) -> None:
         (directory / JSON_FILE).write_text(self._inner.to_str(pretty=True), encoding="utf-8")

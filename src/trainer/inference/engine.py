@@ -2,7 +2,7 @@
 
 A prompt is prefilled by itself, padded to one of a few lengths, and then inserted into a slot. A decode step adds one
 token to every slot in use. Prefill is compiled once for each padded length, and decoding once, whatever the lengths of
-the texts are. Caches are arguments and results: the engine holds compiled functions and no state.
+the sequences are. Caches are arguments and results: the engine holds compiled functions and no state.
 """
 
 import dataclasses
@@ -21,26 +21,26 @@ from trainer.backends.base import tree_mode
 from trainer.inference.prompts import Packed, Rows
 from trainer.inference.sampling import Sampling, check_drawing, draw, sampling_key, sampling_of, wrapped
 from trainer.inference.served import Served, longest_prompt
-from trainer.inference.state import DecodeState, Prefix, Result, Texts, inserted, released, settings
+from trainer.inference.state import DecodeState, Prefix, Result, Sequences, inserted, released, settings
 from trainer.layers.cache import Cache
 from trainer.models.families import PLACES, cache_axes, init_cache
 from trainer.sharding import Axes
 
 
 class Engine:
-    """Prefill, insert and generate for the model of `served`.
+    """Prefills prompts, inserts them into slots and generates, with the model of `served`.
 
     `params` is everywhere the pair (params, rest) of canonical variables.
     """
 
     def __init__(self, served: Served):
         self.served, self.config = served, served.config
-        abstract = jax.eval_shape(self._no_texts)
+        abstract = jax.eval_shape(self._empty)
         self._cache_axes = jax.tree.leaves(cache_axes(self.config), is_leaf=lambda leaf: isinstance(leaf, Axes))
         self._cache_length = max(self.places(abstract.cache))
         replicated = jax.tree.map(lambda _: served.replicated, abstract)
         self.state_shardings = replicated._replace(cache=self._shardings_of(abstract.cache))
-        self._start = jax.jit(self._no_texts, out_shardings=self.state_shardings)
+        self._start = jax.jit(self._empty, out_shardings=self.state_shardings)
         self._prefill = jax.jit(served.on_mesh(self._prefilled, one_row=True), static_argnums=1)
         self._continue = jax.jit(served.on_mesh(self._continued, one_row=True), donate_argnums=1)
         self._pack = jax.jit(served.on_mesh(self._prefilled_packed, one_row=True))
@@ -56,7 +56,7 @@ class Engine:
 
     @property
     def max_prefill_length(self) -> int:
-        """The number of tokens of the longest prompt; every text has room for one token more."""
+        """The number of tokens of the longest prompt; every sequence has room for one token more."""
         return longest_prompt(self.config)
 
     @property
@@ -71,7 +71,7 @@ class Engine:
 
     @property
     def _in_parts(self) -> bool:
-        """Whether more of a prompt may follow a prefill."""
+        """Returns whether more of a prompt may follow a prefill."""
         return self.use_chunked_prefill or self.config.enable_prefix_caching
 
     @functools.cached_property
@@ -80,15 +80,15 @@ class Engine:
         return Rows(self.max_prefill_length, self.config.vocab_size)
 
     def padded(self, tokens: Sequence[int] | np.ndarray) -> jax.Array:
-        """`tokens`, padded to the next bucket: int32 [bucket]. See `Rows.padded`."""
+        """Returns `tokens`, padded to the next bucket: int32 [bucket]. See `Rows.padded`."""
         return self.rows.padded(tokens)
 
     def packed(self, prompts: Sequence[Sequence[int]]) -> Packed:
-        """Several prompts as one row, padded to the next bucket. See `Rows.packed`."""
+        """Returns several prompts as one row, padded to the next bucket. See `Rows.packed`."""
         return self.rows.packed(prompts)
 
     def init_decode_state(self) -> DecodeState:
-        """The state without texts."""
+        """Returns the state with no slot in use."""
         return self._start()
 
     def prefill(
@@ -109,7 +109,7 @@ class Engine:
           padded_tokens: int32 [t], the prompt or, with `existing_prefix`, its next part.
           true_length: the number of tokens before the padding.
           existing_prefix: the result for the earlier part of the prompt, which had `room`; its buffers are reused.
-          num_samples: the number of texts that continue the prompt, each with its own random numbers.
+          num_samples: the number of sequences that continue the prompt, each with its own random numbers.
           sampling, seed: see `sampling.Sampling` and `sampling_key`; default: those of the keys decode_sampling_*.
           room: the number of positions of the cache, if further parts follow; default: max_prefill_length with
             use_chunked_prefill or enable_prefix_caching, otherwise t.
@@ -125,9 +125,9 @@ class Engine:
             if not true_length <= room <= self.config.max_target_length:
                 raise ValueError(f"room={room}: allowed: {true_length} to {self.config.max_target_length}")
             return self._prefill(params, room, padded_tokens, true_length, keys, sampling)
-        cache, before = existing_prefix.cache, existing_prefix.texts.positions[0]
+        cache, before = existing_prefix.cache, existing_prefix.sequences.positions[0]
         length, needed = max(self.places(cache)), int(before) + true_length
-        if length < min(needed, self._cache_length):  # a ring as long as the window has room for any text
+        if length < min(needed, self._cache_length):  # a ring as long as the window has room for any sequence
             raise ValueError(
                 f"the cache has room for {length} tokens, {needed} are given; give room= with the first part"
             )
@@ -142,7 +142,7 @@ class Engine:
     def prefill_multisampling(
         self, params: Any, padded_tokens: jax.Array, true_length: int, num_samples: int, **how: Any
     ) -> tuple[Prefix, Result]:
-        """`prefill` with several samples: the tokens are those of as many requests with the same keys."""
+        """Runs `prefill` with several samples. Their tokens are those of as many requests with the same keys."""
         return self.prefill(params, padded_tokens, true_length, num_samples=num_samples, **how)
 
     def prefill_concat(
@@ -158,7 +158,7 @@ class Engine:
         sampling: Sampling | None = None,
         seeds: Sequence[int] | None = None,
     ) -> tuple[Prefix, Result]:
-        """`prefill` of several prompts in one pass: prompt i is text i of the results. `bulk_insert` inserts them.
+        """Prefills several prompts in one pass: prompt i is sequence i of the results. `bulk_insert` inserts them.
 
         Args:
           padded_tokens, decoder_positions, decoder_segment_ids, start_pos, true_lengths, num_prompts: see `Packed`;
@@ -173,29 +173,29 @@ class Engine:
         )
 
     def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
-        """`decode_state`, which is donated, with the text of `prefix` in `slot`."""
+        """Returns `decode_state`, which is donated, with the sequence of `prefix` in `slot`."""
         return self.bulk_insert(prefix, decode_state, [slot])
 
     def bulk_insert(self, prefix: Prefix, decode_state: DecodeState, slots: Sequence[int]) -> DecodeState:
-        """`decode_state`, which is donated, with text i of `prefix` in slot `slots[i]`.
+        """Returns `decode_state`, which is donated, with sequence i of `prefix` in slot `slots[i]`.
 
         Raises:
-          ValueError: there is not one slot for each text.
+          ValueError: there is not one slot for each sequence.
         """
-        count = prefix.texts.tokens.size
+        count = prefix.sequences.tokens.size
         valid = all(0 <= slot < self.max_concurrent_decodes for slot in slots)
         if len(slots) != count or len(set(slots)) < count or not valid:
             raise ValueError(
-                f"{count} texts need as many different slots below {self.max_concurrent_decodes}; given: {slots}"
+                f"{count} sequences need as many different slots below {self.max_concurrent_decodes}; given: {slots}"
             )
         return self._insert(prefix, decode_state, jnp.asarray(slots, jnp.int32))
 
     def release(self, decode_state: DecodeState, slot: int) -> DecodeState:
-        """`decode_state`, which is donated, without the text in `slot`."""
+        """Frees `slot`: returns `decode_state`, which is donated, without the sequence in it."""
         return self._release(decode_state, slot)
 
     def generate(self, params: Any, decode_state: DecodeState) -> tuple[DecodeState, Result]:
-        """Adds a token to the text of every slot in use, until it has max_target_length tokens. `decode_state` is
+        """Adds a token to the sequence of every slot in use, until it has max_target_length tokens. `decode_state` is
         donated."""
         return self._generate(params, decode_state)
 
@@ -206,11 +206,11 @@ class Engine:
 
     def parts(self) -> dict[str, Any]:
         """Returns the arguments of `generate` by name, ShapeDtypeStructs with shardings, for `aot.report`."""
-        shapes = jax.eval_shape(self._no_texts)
+        shapes = jax.eval_shape(self._empty)
         state = jax.tree.map(
-            lambda it, at: jax.ShapeDtypeStruct(it.shape, it.dtype, sharding=at), shapes, self.state_shardings
+            lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes, self.state_shardings
         )
-        return {"parameters": self.served.abstract_variables, "cache": state.cache, "texts": state.texts}
+        return {"parameters": self.served.abstract_variables, "cache": state.cache, "sequences": state.sequences}
 
     def aot_compile(self, options: Mapping[str, Any] | None = None) -> tuple[Any | None, Report]:
         """Compiles `generate` without parameters and without a cache, also for devices that are not here.
@@ -223,26 +223,26 @@ class Engine:
           and the report that `trainer.train_compile` gives for a training step.
         """
         parts = self.parts()
-        state = DecodeState(parts["cache"], parts["texts"])
+        state = DecodeState(parts["cache"], parts["sequences"])
         slices = self.config.compile_topology_num_slices
         return compile_step(self, lambda: self._generate.lower(parts["parameters"], state), slices, options)
 
     def _drawing(
         self, count: int, sampling: Sampling | None, seeds: Sequence[int] | None
     ) -> tuple[jax.Array, Sampling]:
-        """Keys and settings of `count` texts. Raises UserError for values that are not allowed."""
+        """Returns the keys and settings of `count` sequences. Raises UserError for values that are not allowed."""
         seeds = [self.config.decode_sampling_seed] * count if seeds is None else seeds
         given = sampling_of(self.config) if sampling is None else sampling
         check_drawing(given, seeds)
-        repeated = [list(seeds[:i]).count(seed) for i, seed in enumerate(seeds)]  # texts of one seed differ
-        keys = jnp.stack([jax.random.key_data(sampling_key(*it)) for it in zip(seeds, repeated, strict=True)])
+        repeated = [list(seeds[:i]).count(seed) for i, seed in enumerate(seeds)]  # sequences of one seed differ
+        keys = jnp.stack([jax.random.key_data(sampling_key(*request)) for request in zip(seeds, repeated, strict=True)])
         return keys, settings(given, count)
 
-    def _no_texts(self) -> DecodeState:
+    def _empty(self) -> DecodeState:
         slots = self.max_concurrent_decodes
         zeros, sampling = jnp.zeros(slots, jnp.int32), settings(Sampling(), slots)
-        texts = Texts(zeros, zeros, zeros, jnp.zeros(slots, bool), jnp.zeros((slots, 2), jnp.uint32), sampling)
-        return DecodeState(self._no_cache(slots, self.config.max_target_length).entries, texts)
+        sequences = Sequences(zeros, zeros, zeros, jnp.zeros(slots, bool), jnp.zeros((slots, 2), jnp.uint32), sampling)
+        return DecodeState(self._no_cache(slots, self.config.max_target_length).entries, sequences)
 
     def _no_cache(self, rows: int, length: int) -> Cache:
         with tree_mode():
@@ -254,28 +254,30 @@ class Engine:
         return jax.tree.unflatten(structure, [self.served.sharding(names, leaf.shape) for names, leaf in pairs])
 
     def _hidden(self, params: Any, tokens: Any, positions: Any, segments: Any, cache: Cache) -> tuple[Any, Any]:
-        """Hidden states [b, t, e] and the entries of the cache."""
+        """Returns the hidden states [b, t, e] and the new entries of the cache."""
         rows = jnp.arange(len(tokens))
         hidden, _, cache = self.served.model.apply(*params, tokens, positions, segments, rows, cache=cache)
         return hidden, cache.entries
 
-    def _result(self, params: Any, hidden_be: Any, texts: Texts) -> tuple[Texts, Result]:
-        """Draws the next token of every text in use from its last hidden state."""
+    def _result(self, params: Any, hidden_be: Any, sequences: Sequences) -> tuple[Sequences, Result]:
+        """Draws the next token of every sequence in use from its last hidden state."""
         logits = self.served.model.apply(*params, hidden_be[:, None], method="head")[0][:, 0]
-        step = texts.used.astype(jnp.int32)
-        drawn = draw(logits, texts.sampling, wrapped(texts.keys), texts.positions + 1)
-        tokens = jnp.where(texts.used, drawn.token, texts.tokens)
-        after = texts._replace(tokens=tokens, positions=texts.positions + step, lengths=texts.lengths + step)
+        step = sequences.used.astype(jnp.int32)
+        drawn = draw(logits, sequences.sampling, wrapped(sequences.keys), sequences.positions + 1)
+        tokens = jnp.where(sequences.used, drawn.token, sequences.tokens)
+        after = sequences._replace(
+            tokens=tokens, positions=sequences.positions + step, lengths=sequences.lengths + step
+        )
         log_probs = drawn.log_prob if self.config.return_log_prob else None
-        return after, Result(tokens, texts.used, after.lengths, log_probs)
+        return after, Result(tokens, sequences.used, after.lengths, log_probs)
 
-    def _begun(self, hidden_be: Any, last: Any, keys: Any, sampling: Sampling, params: Any) -> tuple[Texts, Result]:
-        """The texts after prompts whose last positions are `last`."""
+    def _begun(self, hidden_be: Any, last: Any, keys: Any, sampling: Sampling, params: Any) -> tuple[Sequences, Result]:
+        """Returns the sequences after prompts whose last positions are `last`."""
         count = len(keys)
         last = jnp.broadcast_to(last, count).astype(jnp.int32)
         zeros = jnp.zeros(count, jnp.int32)
-        texts = Texts(zeros, last, zeros, jnp.ones(count, bool), keys, sampling)
-        return self._result(params, jnp.broadcast_to(hidden_be, (count, hidden_be.shape[-1])), texts)
+        sequences = Sequences(zeros, last, zeros, jnp.ones(count, bool), keys, sampling)
+        return self._result(params, jnp.broadcast_to(hidden_be, (count, hidden_be.shape[-1])), sequences)
 
     def _prefilled(self, params, room, tokens, true_length, keys, sampling):
         return self._run_prompt(params, self._no_cache(1, room), tokens, true_length, 0, keys, sampling)
@@ -289,22 +291,22 @@ class Engine:
         real = index < true_length
         positions = jnp.where(real, before + index, 0)  # padding could lie beyond the last learned position
         hidden, entries = self._hidden(params, tokens[None], positions, real.astype(jnp.int32), cache)
-        texts, result = self._begun(hidden[:, true_length - 1], before + true_length - 1, keys, sampling, params)
-        return Prefix(entries, texts), result
+        sequences, result = self._begun(hidden[:, true_length - 1], before + true_length - 1, keys, sampling, params)
+        return Prefix(entries, sequences), result
 
     def _prefilled_packed(self, params, tokens, positions, segments, starts, lengths, keys, sampling):
         ends = starts + lengths - 1
-        places = jnp.arange(tokens.size)[:, None]
-        rows = ((starts <= places) & (places <= ends)).argmax(axis=1)[None]  # padding is not written anyway
+        indices = jnp.arange(tokens.size)[:, None]
+        rows = ((starts <= indices) & (indices <= ends)).argmax(axis=1)[None]  # padding is not written anyway
         cache = dataclasses.replace(self._no_cache(len(keys), tokens.size), rows=rows)
         hidden, entries = self._hidden(params, tokens[None], positions[None], segments[None], cache)
-        texts, result = self._begun(hidden[0, ends], positions[ends], keys, sampling, params)
-        return Prefix(entries, texts), result
+        sequences, result = self._begun(hidden[0, ends], positions[ends], keys, sampling, params)
+        return Prefix(entries, sequences), result
 
     def _generated(self, params, state):
-        texts = state.texts
-        texts = texts._replace(used=texts.used & (texts.positions < self.config.max_target_length - 1))
-        cache, live = Cache(state.cache, filled=True), texts.used[:, None].astype(jnp.int32)
-        hidden, entries = self._hidden(params, texts.tokens[:, None], texts.positions[:, None], live, cache)
-        texts, result = self._result(params, hidden[:, 0], texts)
-        return DecodeState(entries, texts), result
+        sequences = state.sequences
+        sequences = sequences._replace(used=sequences.used & (sequences.positions < self.config.max_target_length - 1))
+        cache, live = Cache(state.cache, filled=True), sequences.used[:, None].astype(jnp.int32)
+        hidden, entries = self._hidden(params, sequences.tokens[:, None], sequences.positions[:, None], live, cache)
+        sequences, result = self._result(params, hidden[:, 0], sequences)
+        return DecodeState(entries, sequences), result

@@ -24,17 +24,17 @@ _MODULES = "mtp_num_layers"
 class MaxEngine(Engine):
     """See `Engine`. It has per_device_batch_size slots per device."""
 
-    def __init__(self, config: Config, devices: Sequence[jax.Device] | None = None, *, texts: int | None = None):
+    def __init__(self, config: Config, devices: Sequence[jax.Device] | None = None, *, sequences: int | None = None):
         """
         Args:
           config: from `config.load`, resolved or not.
           devices: default: all of JAX's devices.
-          texts: the number of slots that are needed; the engine may have fewer than per_device_batch_size per device.
+          sequences: the number of slots needed; the engine may have fewer than per_device_batch_size per device.
 
         Raises:
           UserError: the configuration does not fit the devices, or the model cannot generate text.
         """
-        super().__init__(serve(config, jax.devices() if devices is None else devices, texts))
+        super().__init__(serve(config, jax.devices() if devices is None else devices, sequences))
 
     def load_params(
         self,
@@ -69,7 +69,9 @@ class MaxEngine(Engine):
             # Generation needs no modules of multi-token prediction.
             params = load_parameters(path, config, abstract, say, {*given, _MODULES}, average=average)
         else:
-            params = jax.tree.map(lambda leaf, it: jax.device_put(leaf, it.sharding).astype(it.dtype), params, abstract)
+            params = jax.tree.map(
+                lambda leaf, target: jax.device_put(leaf, target.sharding).astype(target.dtype), params, abstract
+            )
         return parted(params, variables[1])
 
     def get_tokenizer(self) -> Tokenizer:
@@ -103,18 +105,18 @@ class MaxEngine(Engine):
         return tokenizer.template if published and isinstance(tokenizer, JsonTokenizer) else [tokenizer.bos]
 
     def stop_tokens(self, tokenizer: Tokenizer) -> list[int]:
-        """Returns the tokens that end a text: from the tokenizer, and from generation_config.json next to the
+        """Returns the tokens that end a sequence: from the tokenizer, and from generation_config.json next to the
         checkpoint.
 
         Raises:
           UserError: that file is not valid.
         """
-        found = [] if tokenizer.eos is None else [tokenizer.eos]
+        tokens = [] if tokenizer.eos is None else [tokenizer.eos]
         path = self.config.load_parameters_path
         if path and "://" not in path and (file := local_path(path) / GENERATION).is_file():
             check_folder(file.parent, [GENERATION])
             named = read_object(file).get("eos_token_id")
-            found += named if isinstance(named, list) else [] if named is None else [named]
-            if not all(isinstance(token, int) for token in found):
+            tokens += named if isinstance(named, list) else [] if named is None else [named]
+            if not all(isinstance(token, int) for token in tokens):
                 raise UserError(f"{file}: eos_token_id={named}, not a token id, nor a list of them")
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(tokens))

@@ -36,14 +36,14 @@ class PrefixCache:
             size = min(known.size, tokens.size - 1)
             different = np.flatnonzero(known[:size] != tokens[:size])
             same = int(different[0]) if different.size else size
-            places = min(self._places(prefix.cache))
-            if same > shared and (same == known.size or known.size <= places):
+            capacity = min(self._places(prefix.cache))
+            if same > shared and (same == known.size or known.size <= capacity):
                 best, shared = key, same
         if best is None:
             return None, 0
         self._found.move_to_end(best)
         prefix = jax.tree.map(jnp.copy, self._found[best][1])
-        return prefix._replace(texts=prefix.texts._replace(positions=jnp.full(1, shared, jnp.int32))), shared
+        return prefix._replace(sequences=prefix.sequences._replace(positions=jnp.full(1, shared, jnp.int32))), shared
 
     def put(self, tokens: np.ndarray, prefix: Prefix) -> None:
         """Keeps `prefix`, the result of the prefill of `tokens`, and drops the least recently used ones."""

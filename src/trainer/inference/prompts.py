@@ -47,7 +47,7 @@ class Rows:
         self.buckets[-1] = longest
 
     def padded(self, tokens: Sequence[int] | np.ndarray) -> jax.Array:
-        """`tokens`, padded to the next bucket: int32 [bucket].
+        """Returns `tokens`, padded to the next bucket: int32 [bucket].
 
         Raises:
           ValueError: there are none, or too many.
@@ -64,7 +64,7 @@ class Rows:
         return jnp.asarray(row)
 
     def packed(self, prompts: Sequence[Sequence[int]]) -> Packed:
-        """Several prompts as one row, padded to the next bucket.
+        """Returns several prompts as one row, padded to the next bucket.
 
         Raises:
           ValueError: one has no tokens, or all together have too many.

@@ -46,12 +46,12 @@ def sampling_of(config: Config) -> Sampling:
 
 
 def check_drawing(sampling: Sampling, seeds: Sequence[int] = ()) -> None:
-    """Checks settings of one or of several texts, and their seeds.
+    """Checks settings of one or of several sequences, and their seeds.
 
     Raises:
       UserError: names each value that is not allowed.
     """
-    temperature, nucleus_p = (np.asarray(it, np.float32) for it in (sampling.temperature, sampling.nucleus_p))
+    temperature, nucleus_p = (np.asarray(setting, np.float32) for setting in (sampling.temperature, sampling.nucleus_p))
     top_k, seed = np.asarray(sampling.top_k), np.asarray(seeds)
     checks = {
         "temperature": (temperature, np.isfinite(temperature) & (temperature >= 0), "0 (greedy) or a positive number"),
@@ -60,8 +60,8 @@ def check_drawing(sampling: Sampling, seeds: Sequence[int] = ()) -> None:
         "seed": (seed, _integers(seed, UINT32_MAX), f"an integer in [0, {UINT32_MAX}]"),
     }
     wrong = [
-        f"{name}={np.extract(~good, found)[0]}: allowed: {text}"
-        for name, (found, good, text) in checks.items()
+        f"{name}={np.extract(~good, values)[0]}: allowed: {text}"
+        for name, (values, good, text) in checks.items()
         if not good.all()
     ]
     if wrong:
@@ -77,8 +77,7 @@ def _integers(values: np.ndarray, most: int) -> np.ndarray:
 def sampling_key(seed: int, sample: int = 0) -> jax.Array:
     """Returns the key of a request with `seed`, or of one of its samples.
 
-    The token at a position is drawn with this key folded with the position, so it does not depend on other texts in the
-    batch.
+    The token at a position is drawn with this key folded with the position, so it does not depend on other rows.
     """
     return jax.random.fold_in(seed_key(seed, SAMPLING), sample)
 

@@ -103,7 +103,7 @@ class Scheduler:
           tokens: the prompt.
           limit: the maximum number of tokens to generate. Prompt and generated tokens together never exceed
             max_target_length.
-          stop: tokens that end the text and do not belong to it.
+          stop: tokens that end the sequence and do not belong to it.
           sampling, seed: see `Engine.prefill`.
 
         Raises:
@@ -123,7 +123,7 @@ class Scheduler:
 
     def cancel(self, number: int) -> list[Event]:
         """Ends a request in any state, and returns the events; [] if it has ended already."""
-        waiting = next((it for it in self._queue if it.number == number), None)
+        waiting = next((queued for queued in self._queue if queued.number == number), None)
         if waiting is not None:
             self._queue.remove(waiting)
             return [Event(number, None, end=CANCELLED)]

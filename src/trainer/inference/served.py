@@ -25,7 +25,7 @@ class Served(NamedTuple):
     Attributes:
       config: resolved.
       rules: of a batch of rows that the mesh shards.
-      slots: the number of texts that are generated at once.
+      slots: the number of sequences that are generated at once.
     """
 
     config: Config
@@ -40,7 +40,7 @@ class Served(NamedTuple):
         return NamedSharding(self.mesh, spec([], self.rules))
 
     def sharding(self, names: Sequence[str | None], shape: Sequence[int], *, one_row: bool = False) -> NamedSharding:
-        """The sharding of an array with axes called `names`; see `on_mesh`."""
+        """Returns the sharding of an array with axes called `names`; see `on_mesh`."""
         return named_sharding(self.mesh, names, shape, self._rules(one_row))
 
     @property
@@ -55,16 +55,16 @@ class Served(NamedTuple):
         return jax.tree.map(array, params, shardings), jax.tree.map(array, rest)
 
     def on_mesh(self, fn: Callable[..., Any], *, one_row: bool = False) -> Callable[..., Any]:
-        """`fn`, whose layers shard their arrays over the mesh when it is traced; with `one_row`, not over rows."""
+        """Returns `fn`. While it is traced, layers shard arrays over the mesh; with `one_row`, not over rows."""
         return on_mesh(self.mesh, self._rules(one_row))(fn)
 
     def _rules(self, one_row: bool) -> Rules:
         return {**self.rules, **dict.fromkeys(_LENGTHS, ()), **({_ROWS: ()} if one_row else {})}
 
 
-def serve(config: Config, devices: Sequence[jax.Device], texts: int | None = None) -> Served:
-    """The model of `config`, resolved or not, on `devices`. It has per_device_batch_size slots for each device, or
-    fewer if `texts` are enough.
+def serve(config: Config, devices: Sequence[jax.Device], sequences: int | None = None) -> Served:
+    """Returns the model of `config`, resolved or not, on `devices`. It has per_device_batch_size slots for each device,
+    or fewer if `sequences` are enough.
 
     Raises:
       UserError: the configuration does not fit the devices, or the model cannot generate text.
@@ -78,21 +78,23 @@ def serve(config: Config, devices: Sequence[jax.Device], texts: int | None = Non
         raise UserError(f"decoder_block={config.decoder_block} has no init_cache: the model cannot generate text")
     mesh, rules = make_mesh(config, devices), axis_rules(config)
     slots = round(config.per_device_batch_size * mesh.size)
-    if texts is not None:
+    if sequences is not None:
         parts = math.prod(mesh.shape[axis] for axis in rules[_ROWS])
-        slots = min(slots, math.ceil(texts / parts) * parts)
+        slots = min(slots, math.ceil(sequences / parts) * parts)
     return Served(config, mesh, rules, make_model(config), slots)
 
 
 def without_drops(config: Config) -> Any:
-    """`config`, resolved, with experts that drop no token: what they drop depends on the other tokens of a row, and a
-    text must not depend on its padding."""
+    """Returns `config`, resolved, with experts that drop no token.
+
+    What they drop depends on the other tokens of a row, and a sequence must not depend on its padding.
+    """
     if not drops(config):
         return config
     return ml_collections.FrozenConfigDict(dict(config.items()) | {"sparse_matmul": True, "capacity_factor": -1.0})
 
 
 def longest_prompt(config: Config) -> int:
-    """The number of tokens of the longest prompt; every text has room for one token more."""
+    """Returns the number of tokens of the longest prompt. Every sequence has room for one token more."""
     longest, given = config.max_target_length - 1, config.max_prefill_predict_length
     return longest if given < 0 else min(longest, given)

@@ -1,4 +1,4 @@
-"""The state of texts that are generated: what prefill and decode steps take and return, and insertion into slots."""
+"""The state of generated sequences: what prefill and decode steps take and return, and insertion into slots."""
 
 from typing import Any, NamedTuple
 
@@ -24,16 +24,16 @@ class Result(NamedTuple):
     log_probs: jax.Array | None
 
 
-class Texts(NamedTuple):
-    """The state of texts that are generated; each array is [texts].
+class Sequences(NamedTuple):
+    """The state of generated sequences; each array is [sequences].
 
     Attributes:
-      tokens: int32; the last token of each text, which its cache does not contain yet.
+      tokens: int32; the last token of each sequence, which its cache does not contain yet.
       positions: int32; the position of that token.
       lengths: int32; how many tokens have been generated.
-      used: bool; false for a slot without a text.
-      keys: uint32 [texts, 2]; the key of each text's random numbers (`sampling.sampling_key`).
-      sampling: how each text draws its tokens.
+      used: bool; false for a slot without a sequence.
+      keys: uint32 [sequences, 2]; the key of each sequence's random numbers (`sampling.sampling_key`).
+      sampling: how each sequence draws its tokens.
     """
 
     tokens: jax.Array
@@ -45,27 +45,27 @@ class Texts(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """The result of a prefill: the cache of each prompt, and its text so far. Samples of one prompt share its cache."""
+    """The result of a prefill: the cache and the sequence of each prompt. Samples of one prompt share its cache."""
 
     cache: Any
-    texts: Texts
+    sequences: Sequences
 
 
 class DecodeState(NamedTuple):
-    """What a decode step transforms: the caches and the texts of all slots."""
+    """What a decode step transforms: the caches and the sequences of all slots."""
 
     cache: Any
-    texts: Texts
+    sequences: Sequences
 
 
 def settings(sampling: Sampling, count: int) -> Sampling:
-    """Returns `sampling` as arrays with one entry for each of `count` texts."""
+    """Returns `sampling` as arrays with one entry for each of `count` sequences."""
     values = zip(sampling, (jnp.float32, jnp.int32, jnp.float32), strict=True)
     return Sampling(*(jnp.broadcast_to(jnp.asarray(value, dtype), count) for value, dtype in values))
 
 
 def inserted(prefix: Prefix, state: DecodeState, slots: jax.Array) -> DecodeState:
-    """Returns `state` with text i of `prefix` in slot `slots[i]`; `slots` is int32 [texts]."""
+    """Returns `state` with sequence i of `prefix` in slot `slots[i]`; `slots` is int32 [sequences]."""
 
     def insert(array: jax.Array, new: jax.Array) -> jax.Array:
         for i in range(slots.size):
@@ -73,10 +73,10 @@ def inserted(prefix: Prefix, state: DecodeState, slots: jax.Array) -> DecodeStat
             array = jax.lax.dynamic_update_slice(array, row, (0, slots[i], *[0] * (array.ndim - 2)))
         return array
 
-    texts = jax.tree.map(lambda array, new: array.at[slots].set(new), state.texts, prefix.texts)
-    return DecodeState(jax.tree.map(insert, state.cache, prefix.cache), texts)
+    sequences = jax.tree.map(lambda array, new: array.at[slots].set(new), state.sequences, prefix.sequences)
+    return DecodeState(jax.tree.map(insert, state.cache, prefix.cache), sequences)
 
 
 def released(state: DecodeState, slot: jax.Array) -> DecodeState:
     """Returns `state` with `slot` free."""
-    return state._replace(texts=state.texts._replace(used=state.texts.used.at[slot].set(False)))
+    return state._replace(sequences=state.sequences._replace(used=state.sequences.used.at[slot].set(False)))

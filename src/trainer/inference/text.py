@@ -31,7 +31,7 @@ def tokens_of(prompt: str, tokenizer: Tokenizer, begin: Sequence[int], longest: 
 
 
 class TextStream:
-    """The text of a sequence of tokens, in parts. Each part is returned as soon as its characters are complete."""
+    """Converts a sequence of tokens to text, in parts. Each part is returned as soon as its characters are complete."""
 
     def __init__(self, tokenizer: Tokenizer, tokens: Sequence[int] = ()):
         """`tokens` precede the text."""
@@ -41,12 +41,12 @@ class TextStream:
     def add(self, token: int) -> str:
         """Adds `token` and returns the text that it completes."""
         self._tokens.append(token)
-        found = self._text()
-        if found.endswith(_INCOMPLETE):
+        complete = self._text()
+        if complete.endswith(_INCOMPLETE):
             return ""
         # A token's text may depend on the tokens before it, because a tokenizer removes a space at the beginning.
         self._first, self._told = self._told, len(self._tokens)
-        return found
+        return complete
 
     def end(self) -> str:
         """Returns the rest of the text, including incomplete characters."""

@@ -40,7 +40,7 @@ QUERIES = sharding.Axes((*QUERY_ROWS, "activation_heads", None))
 KEYS = sharding.Axes((*KEY_ROWS, "activation_kv_heads", None))
 QKV = sharding.Axes((*QUERY_ROWS, None, "activation_heads", None))
 SINKS = sharding.Axes(("activation_heads",))
-MASK = Mask(QUERY_ROWS, KEY_ROWS, QUERY_ROWS, KEY_ROWS)  # type: ignore[arg-type]  # in the places of arrays
+MASK = Mask(QUERY_ROWS, KEY_ROWS, QUERY_ROWS, KEY_ROWS)  # type: ignore[arg-type]  # in place of arrays
 
 
 class Scores(NamedTuple):
@@ -192,13 +192,13 @@ class Attention(nnx.Module):
     def init_cache(self, rows: int, length: int) -> KVCache:
         """Returns an empty cache for `rows` rows of up to `length` positions; with a window, a ring of at most its
         size."""
-        places = min(length, self.scores.window) if self.scores.window else length
-        empty = jnp.zeros((rows, places, self.kv_heads, self.head_dim), self.dtype)
+        size = min(length, self.scores.window) if self.scores.window else length
+        empty = jnp.zeros((rows, size, self.kv_heads, self.head_dim), self.dtype)
         return KVCache(empty, empty)
 
     def cache_axes(self) -> KVCache:
         """Returns the logical axes of the arrays of `init_cache`."""
-        return KVCache(KEYS, KEYS)  # type: ignore[arg-type]  # in the places of arrays
+        return KVCache(KEYS, KEYS)  # type: ignore[arg-type]  # in place of arrays
 
     def _projected(self, x_bte: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns queries [b, t, heads, d], keys and values [b, t, kv_heads, d]."""

@@ -1,11 +1,11 @@
 """Caches: the data of earlier positions that blocks keep during generation.
 
-A block makes its own cache, `block.init_cache(rows, length)`: a pytree of arrays [b, places, ...] (or of other arrays
+A block makes its own cache, `block.init_cache(rows, length)`: a pytree of arrays [b, length, ...] (or of other arrays
 whose first axis is the rows). A stack holds the caches of all its layers, stacked on axis 0, and gives each block a
-view. A write changes only the places that are written, so a loop over tokens updates its caches in place.
+view. A write changes only the entries that are written, so a loop over tokens updates its caches in place.
 
-A token at position p is at place p mod places. If there is a place for every position, this is p. Attention with a
-window needs only as many places as the window has positions, and its cache is a ring.
+The entry of position p has index p mod length. If the cache is as long as the sequence, this is p. Attention with a
+window needs only a cache as long as the window, which is a ring.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from trainer.layers.context import Context
 from trainer.ops.attention import Mask
 
-_NOWHERE = -1  # the segment of a place without a token
+_NOWHERE = -1  # the segment of an entry without a token
 
 
 @jax.tree_util.register_dataclass
@@ -62,9 +62,9 @@ class Cache:
         return dataclasses.replace(self, entries={**self.entries, name: part.entries})
 
     def write(self, entries: Any, context: Context) -> "Cache":
-        """Returns the cache with `entries` [b, t, ...] written to the places of the tokens of `context`.
+        """Returns the cache with `entries` [b, t, ...] written to the indices of the tokens of `context`.
 
-        Padding (segment 0) is not written. If there are more tokens than places, the last tokens are kept.
+        Padding (segment 0) is not written. If there are more tokens than the cache is long, the last tokens are kept.
         """
         position_bt = context.positions
         row_bt = self.rows
@@ -72,22 +72,22 @@ class Cache:
             row_bt = jnp.broadcast_to(jnp.arange(position_bt.shape[0])[:, None], position_bt.shape)
 
         def update(array: jax.Array, new: jax.Array) -> jax.Array:
-            rows, places = array.shape[1:3]
+            rows, length = array.shape[1:3]
             kept = context.segments != 0
-            if position_bt.shape[1] > places:
+            if position_bt.shape[1] > length:
                 real = jnp.where(kept, position_bt, -1)
                 last = jax.ops.segment_max(real.ravel(), row_bt.ravel(), num_segments=rows)
-                kept &= position_bt > last[row_bt] - places
-            place_bt = jnp.where(kept, position_bt % places, places)  # an index past the end is dropped
-            return array.at[self.layer, row_bt, place_bt].set(new.astype(array.dtype), mode="drop")
+                kept &= position_bt > last[row_bt] - length
+            index_bt = jnp.where(kept, position_bt % length, length)  # an index past the end is dropped
+            return array.at[self.layer, row_bt, index_bt].set(new.astype(array.dtype), mode="drop")
 
         return dataclasses.replace(self, entries=jax.tree.map(update, self.entries, entries))
 
     def extend(self, entries: Any, context: Context, window: int = 0) -> tuple["Cache", Any, Mask]:
-        """Adds the `entries` [b, t, ...] of the tokens of `context`, a contiguous part of a text in each row.
+        """Adds the `entries` [b, t, ...] of the tokens of `context`, a contiguous part of a sequence in each row.
 
-        `window`: the window of the attention, 0 if it has none. The cache must have a place for each position of the
-        window, or for every position of the text.
+        `window`: the window of the attention, 0 if it has none. The cache must be as long as the window, or
+        as the sequence.
 
         Returns:
           The cache; the entries [b, s, ...] that the tokens can attend to; and the mask. If the cache is not filled,
@@ -102,16 +102,16 @@ class Cache:
             # Later tokens may overwrite entries that earlier ones attend to.
             before = self.read()
             first = jnp.where(real, context.positions, jnp.iinfo(jnp.int32).max).min(axis=1)
-            earlier = _over_places(context, first - 1, _places(before))
+            earlier = _over_cache(context, first - 1, _length(before))
             joined = jax.tree.map(
                 lambda old, new: jnp.concatenate([old, new.astype(old.dtype)], axis=1), before, entries
             )
             keys = (jnp.concatenate(pair, axis=1) for pair in zip(earlier[1::2], own_mask(context)[1::2], strict=True))
             key_position, key_segment = keys
             return after, joined, Mask(context.positions, key_position, context.segments, key_segment)
-        found = after.read()
+        stored = after.read()
         last = jnp.where(real, context.positions, -1).max(axis=1)
-        return after, found, _over_places(context, last, _places(found))
+        return after, stored, _over_cache(context, last, _length(stored))
 
 
 def own_mask(context: Context) -> Mask:
@@ -119,12 +119,12 @@ def own_mask(context: Context) -> Mask:
     return Mask(context.positions, context.positions, context.segments, context.segments)
 
 
-def _places(entries: Any) -> int:
+def _length(entries: Any) -> int:
     return jax.tree.leaves(entries)[0].shape[1]
 
 
-def _over_places(context: Context, last_b: jax.Array, places: int) -> Mask:
-    """Returns the mask of the tokens of `context` over places that hold each row's positions up to `last_b`."""
-    position = last_b[:, None] - (last_b[:, None] - jnp.arange(places)) % places
+def _over_cache(context: Context, last_b: jax.Array, length: int) -> Mask:
+    """Returns the mask of the tokens of `context` over a cache that holds each row's positions up to `last_b`."""
+    position = last_b[:, None] - (last_b[:, None] - jnp.arange(length)) % length
     segment = jnp.where(position >= 0, context.segments.max(axis=1, keepdims=True), _NOWHERE)
     return Mask(context.positions, position, context.segments, segment)

@@ -116,12 +116,12 @@ class LatentAttention(nnx.Module):
         """Returns an empty cache for `rows` rows of up to `length` positions; with a window, a ring of at most its
         size."""
         dtype, window = self.wkv_a.dtype, self.scores.window
-        places = min(length, window) if window else length
-        return LatentCache(*(jnp.zeros((rows, places, width), dtype) for width in (self.kv_rank, self.rope_dim)))
+        size = min(length, window) if window else length
+        return LatentCache(*(jnp.zeros((rows, size, width), dtype) for width in (self.kv_rank, self.rope_dim)))
 
     def cache_axes(self) -> LatentCache:
         """Returns the logical axes of the arrays of `init_cache`."""
-        return LatentCache(CACHED, CACHED)  # type: ignore[arg-type]  # in the places of arrays
+        return LatentCache(CACHED, CACHED)  # type: ignore[arg-type]  # in place of arrays
 
     def __call__(self, x_bte: jax.Array, cache: Cache | None, context: Context) -> tuple[jax.Array, Cache | None]:
         """Computes causal attention within each segment: [b, t, e]. Also returns the cache with these positions added.

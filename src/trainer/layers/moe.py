@@ -44,7 +44,7 @@ class MoE(nnx.Module):
     It sows, for the tokens that are not padding,
     - as RouterLoss: `load_balance` and `z`, sums of `ops.routing.load_balance` and `ops.routing.squared_log_z`;
     - as RouterCount: `tokens_per_expert`, int32 [experts]; `tokens`, int32; `entropy`, their sum in nats; `dropped`,
-      int32, the number of choices that found no place (`ops.experts.within_capacity`);
+      int32, the number of choices that were dropped (`ops.experts.within_capacity`);
     - as Activation, of all tokens: `expert_logits` and `expert_weights`, [b, t, experts], 0 for experts not chosen.
     """
 
@@ -70,8 +70,8 @@ class MoE(nnx.Module):
     ):
         """`chosen`: how many experts of a token. `sparse`: no token is dropped, by products of groups of tokens.
         Otherwise, with a `capacity_factor` above 0, an expert drops tokens beyond its capacity, and without one every
-        expert computes every token. `buffer`: see `ops.exchange.places`. `make_product`: of the router. `by_sigmoid`:
-        scores are sigmoids, which the load-balance loss and the entropy divide by their sum."""
+        expert computes every token. `buffer`: see `ops.exchange.round_size`. `make_product`: of the router.
+        `by_sigmoid`: scores are sigmoids, which the load-balance loss and the entropy divide by their sum."""
         self.experts, self.chosen, self.score = experts, chosen, score
         self.by_sigmoid, self.routed_bias = by_sigmoid, routed_bias
         self.sparse, self.capacity_factor, self.buffer = sparse, capacity_factor, buffer

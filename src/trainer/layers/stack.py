@@ -138,11 +138,11 @@ class Loop(NamedTuple):
         """
         x, entries = carry
         after: list[Any] = []
-        sown: dict[str, dict[str, jax.Array]] = {it.__name__: {} for it in self.types}
+        sown: dict[str, dict[str, jax.Array]] = {kind.__name__: {} for kind in self.types}
         for layer, block, cache, number in zip(layers, self.stack.paths, entries, numbers, strict=True):
-            x, cache, found = layer(x, cache, number)
+            x, cache, sown_values = layer(x, cache, number)
             after.append(cache)
-            for name, values in found.items():
+            for name, values in sown_values.items():
                 sown[name] |= {f"{block}/{path}": value for path, value in values.items()}
         return (x, after), sown
 
@@ -240,4 +240,4 @@ def run_modules(loop: Loop, module: nnx.Module, x: jax.Array, entries: Sequence[
     def bound(graphdef: Any) -> Callable[..., Any]:
         return lambda params, rest, *args: capture(nnx.merge(graphdef, params, rest), loop.types)(*args)
 
-    return run_stack(loop, [bound(it) for it in graphdefs], variables, x, entries, **how)
+    return run_stack(loop, [bound(graph) for graph in graphdefs], variables, x, entries, **how)

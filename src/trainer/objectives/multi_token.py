@@ -87,11 +87,11 @@ class MultiToken:
             best = shift_left(best)
         target, segment = list(self._targets(batch))[self.evaluated - 1]
         bears_loss = segment != 0
-        _, found = greatest(self._hidden(sown)[self.evaluated - 1], target)
+        _, greedy = greatest(self._hidden(sown)[self.evaluated - 1], target)
         total = jnp.sum(jnp.where(batch["targets_segmentation"] != 0, terms["lm_loss"], 0))
         tokens = self.next_token.weights(batch).tokens
         nats = Mean(total, tokens)
-        accepted = jnp.sum(bears_loss & (found.best == best), dtype=jnp.int32)
+        accepted = jnp.sum(bears_loss & (greedy.best == best), dtype=jnp.int32)
         rate = Mean(accepted, jnp.sum(bears_loss, dtype=jnp.int32))
         return Evaluation(tokens, nats, nats, {"mtp_acceptance_rate": rate})
 

@@ -48,13 +48,15 @@ class NextToken:
         """Returns the terms of each token, float32 [b, t], given its hidden states, and the log-probabilities behind
         them. A term whose multiplier is 0 is left out. `best`: see `target_log_probs`."""
         smoothed = self.label_smoothing != 0
-        found = target_log_probs(self.apply, params, rest, hidden_bte, target_bt, self.tiling, mean=smoothed, best=best)
-        terms = {"lm_loss": -found.target}
+        result = target_log_probs(
+            self.apply, params, rest, hidden_bte, target_bt, self.tiling, mean=smoothed, best=best
+        )
+        terms = {"lm_loss": -result.target}
         if self.z_loss_multiplier:
-            terms["z_loss"] = self.z_loss_multiplier * found.log_z**2
-        if found.mean is not None:
-            terms["label_smoothing_loss"] = self.label_smoothing * (found.target - found.mean)
-        return terms, found
+            terms["z_loss"] = self.z_loss_multiplier * result.log_z**2
+        if result.mean is not None:
+            terms["label_smoothing_loss"] = self.label_smoothing * (result.target - result.mean)
+        return terms, result
 
     def sums(
         self,

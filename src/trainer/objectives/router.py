@@ -71,12 +71,12 @@ class WithRouters:
         for (term, name), weight in ((BALANCE, self.balance), (Z, self.z)):
             if weight:
                 # Values of one layer, or of all layers of a stack.
-                found = [value.reshape(-1) for path, value in sown.items() if path.rpartition("/")[2] == name]
-                if not found:
+                values = [value.reshape(-1) for path, value in sown.items() if path.rpartition("/")[2] == name]
+                if not values:
                     raise UserError(
                         f"{KEYS[term]}={weight}: no layer sows a RouterLoss named {name} (trainer.layers.moe)"
                     )
-                own[term] = weight * jnp.concatenate(found).mean()
+                own[term] = weight * jnp.concatenate(values).mean()
         asked = {kind.__name__: inner.sown[kind.__name__] for kind in capture}
         return Sums(inner.minimized | own, inner.measured, asked)
 

@@ -26,19 +26,19 @@ class Line(NamedTuple):
 def line_chart(title: str, lines: Sequence[Line], unit: str = "", scale: float = 1.0) -> str:
     """Returns a chart of `lines` over steps, with values multiplied by `scale`; empty if no value is finite."""
     parts = [[[(x, scale * y) for x, y in part] for part in line.series.parts()] for line in lines]
-    points = [point for found in parts for part in found for point in part]
+    points = [point for series in parts for part in series for point in part]
     if not points:
         return ""
     axes = _Axes([x for x, _ in points], [y for _, y in points])
     drawn = [mark for number, line in enumerate(lines) for mark in _marked(axes, line.marks, f"c{number % COLOURS}")]
-    for number, found in enumerate(parts):
-        for part in found:
-            places = [(f"{axes.x(x):.1f}", f"{axes.y(y):.1f}") for x, y in part]
+    for number, series in enumerate(parts):
+        for part in series:
+            corners = [(f"{axes.x(x):.1f}", f"{axes.y(y):.1f}") for x, y in part]
             colour = f"c{number % COLOURS}"
             if len(part) > 1:
-                drawn.append(f'<polyline class="{colour}" points="{" ".join(map(",".join, places))}"/>')
+                drawn.append(f'<polyline class="{colour}" points="{" ".join(map(",".join, corners))}"/>')
             if len(part) <= _FEW:
-                drawn += [f'<circle class="{colour}" cx="{x}" cy="{y}" r="2.5"/>' for x, y in places]
+                drawn += [f'<circle class="{colour}" cx="{x}" cy="{y}" r="2.5"/>' for x, y in corners]
     values = sum(line.series.count for line in lines)
     thinned = [f"{len(points):,} of {values:,} points"] if any(line.series.thinned for line in lines) else []
     return _figure(title, ", ".join(filter(None, [unit, *thinned])), axes.drawn("step") + drawn)
@@ -52,13 +52,13 @@ def _marked(axes: "_Axes", steps: Collection[float], colour: str) -> list[str]:
 
 def histogram(title: str, values: Sequence[Sequence[float]], unit: str, bins: int = 40) -> str:
     """Returns a histogram of the finite `values` up to their 99th percentile; empty without a value."""
-    arrays = [np.asarray(found, np.float64) for found in values]
-    found = [array for array in arrays if array.size]
-    if not found:
+    arrays = [np.asarray(filled, np.float64) for filled in values]
+    filled = [array for array in arrays if array.size]
+    if not filled:
         return ""
-    low = float(min(map(np.min, found)))
+    low = float(min(map(np.min, filled)))
     # The step after a compilation or an evaluation can be a hundred times as long as any other.
-    high = float(max(np.percentile(array, 99, method="lower") for array in found))
+    high = float(max(np.percentile(array, 99, method="lower") for array in filled))
     width = (high - low) / bins or 1.0
     counts = [
         np.bincount(np.minimum((array[array <= high] - low) / width, bins - 1).astype(int), minlength=bins)

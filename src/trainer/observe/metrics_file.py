@@ -59,10 +59,10 @@ def maxtext_row(row: Mapping[str, Any], work: Work, clipping_threshold: float, r
 
 def _of_islands(row: Mapping[str, Any]) -> dict[str, float]:
     """Returns what DiLoCo adds to a row. The names are ours, because MaxText writes no such fields."""
-    found = {f"diloco/{name}": row[name] for name in ("outer_grad_norm", "island_cosine") if name in row}
+    values = {f"diloco/{name}": row[name] for name in ("outer_grad_norm", "island_cosine") if name in row}
     for name, what in {"island_losses": "loss", "island_distance": "distance"}.items():
-        found |= {f"diloco/island_{n}_{what}": value for n, value in enumerate(row.get(name, ()))}
-    return found
+        values |= {f"diloco/island_{n}_{what}": value for n, value in enumerate(row.get(name, ()))}
+    return values
 
 
 def _given(name: str, value: float | None, scale: float = 1) -> dict[str, float]:

@@ -62,13 +62,13 @@ class Profiler:
         if not self._traces:
             return
         jax.profiler.stop_trace()
-        place = max((self._folder / TRACES).iterdir())  # named by time
-        jax.profiler.save_device_memory_profile(str(place / MEMORY))
+        traces = max((self._folder / TRACES).iterdir())  # named by time
+        jax.profiler.save_device_memory_profile(str(traces / MEMORY))
         if last is None:
-            self._say(f"the profile of the run's last steps is in {place}")
+            self._say(f"the profile of the run's last steps is in {traces}")
         else:
             steps = counted(last - self._first + 1, "step")
-            self._say(f"the profile of {steps} from step {self._first} on is in {place}")
+            self._say(f"the profile of {steps} from step {self._first} on is in {traces}")
 
     def __enter__(self) -> Self:
         return self

@@ -53,16 +53,16 @@ class Record:
             if field not in self._unlike_loss and ("loss" not in row or not _same(value, loss)):
                 self._unlike_loss.add(field)
         for field, sums in self.sums.items():
-            if math.isfinite(found := number(row.get(field))):
-                self.sums[field] = sums + found
+            if math.isfinite(latest := number(row.get(field))):
+                self.sums[field] = sums + latest
         for field, values in (("step_time", self.step_times), ("tokens_per_second", self._rates)):
-            if math.isfinite(found := number(row.get(field))):
-                values.append(found)
+            if math.isfinite(latest := number(row.get(field))):
+                values.append(latest)
         if "loss" in row:
             self._last = row
         if "eval_loss" in row:
             newest = number(row["eval_loss"]), step
-            best = [it for it in (*self._evaluations[1:], newest) if math.isfinite(it[0])]
+            best = [evaluation for evaluation in (*self._evaluations[1:], newest) if math.isfinite(evaluation[0])]
             self._evaluations = [newest, *([min(best)] if best else [])]
 
     def is_loss(self, field: str) -> bool:
@@ -74,23 +74,23 @@ class Record:
         """Returns the summary of the run, by name."""
         total = self.config.get("steps")
         done = self._last["step"] + 1 if self._last else 0
-        found = {"updates": f"{done:,}" + (f" of {total:,}" if isinstance(total, int) and total else "")}
+        lines = {"updates": f"{done:,}" + (f" of {total:,}" if isinstance(total, int) and total else "")}
         if not self._last:
-            return found
-        found["tokens"] = f"{self.sums['tokens']:,.0f}"
+            return lines
+        lines["tokens"] = f"{self.sums['tokens']:,.0f}"
         if self.step_times and self._rates:
             speed, each = float(np.median(self._rates)), float(np.median(self.step_times))
-            found["speed"] = f"{si(speed, 'tok/s')}, {short_time(each)} per step (medians)"
-        found["last loss"] = f"{number(self._last['loss']):.4f}"
+            lines["speed"] = f"{si(speed, 'tok/s')}, {short_time(each)} per step (medians)"
+        lines["last loss"] = f"{number(self._last['loss']):.4f}"
         if self.sums["skipped"]:
-            found["skipped updates"] = f"{self.sums['skipped']:,.0f}"
+            lines["skipped updates"] = f"{self.sums['skipped']:,.0f}"
         for name, (loss, step) in zip(("last evaluation", "best evaluation"), self._evaluations, strict=False):
-            found[name] = f"{loss:.4f} after step {step}"
+            lines[name] = f"{loss:.4f} after step {step}"
         if resumed := self.resumed_at():
             shown = ", ".join(f"{step:,}" for step in resumed[-5:])
-            found["resumed"] = f"{len(resumed)} times, " if len(resumed) > 1 else ""
-            found["resumed"] += f"{'last ' if len(resumed) > 5 else ''}before step {shown}"
-        return found
+            lines["resumed"] = f"{len(resumed)} times, " if len(resumed) > 1 else ""
+            lines["resumed"] += f"{'last ' if len(resumed) > 5 else ''}before step {shown}"
+        return lines
 
     def resumed_at(self) -> list[int]:
         """Returns the first step of each process after the first process."""

@@ -59,8 +59,8 @@ def report_html(runs: Sequence[Record]) -> str:
         _table([] if alone else ["", *heads], _summary(runs)),
         '<h2>Training</h2><div class="charts">' + "".join(charts) + "</div>",
         *(
-            _section(name, [line_chart(field, _lines(runs, field)) for field in found])
-            for name, found in _grouped(runs).items()
+            _section(name, [line_chart(field, _lines(runs, field)) for field in names])
+            for name, names in _grouped(runs).items()
         ),
         _notes(runs),
         *(part(run, alone) for part in (_samples, _starts, _sharding) for run in runs),
@@ -89,9 +89,9 @@ def _grouped(runs: Sequence[Record]) -> dict[str, list[str]]:
     periodic = [name for name in names if name.startswith(_PERIODIC)]
     # If the loss has only one term, that term equals the loss.
     others = [name for name in names if name not in periodic and not all(run.is_loss(name) for run in runs)]
-    found = {title: [name for name in others if name.endswith(ends)] for title, ends in _SECTIONS.items()}
-    found["Further measures"] = [name for name in others if not any(name in group for group in found.values())]
-    return found | {"Parameters": periodic}
+    groups = {title: [name for name in others if name.endswith(ends)] for title, ends in _SECTIONS.items()}
+    groups["Further measures"] = [name for name in others if not any(name in group for group in groups.values())]
+    return groups | {"Parameters": periodic}
 
 
 def _section(title: str, charts: Sequence[str]) -> str:
@@ -145,14 +145,14 @@ def _starts(run: Record, alone: bool) -> str:
 
 def _sharding(run: Record, alone: bool) -> str:
     """Returns how the last process shards its train state and gradients, folded."""
-    found: Any = run.starts[-1].get("sharding") if run.starts else None
-    found = found if isinstance(found, dict) else {}
-    rows = [_texts(row) for row in _list(found.get("rows"))]
+    shardings: Any = run.starts[-1].get("sharding") if run.starts else None
+    shardings = shardings if isinstance(shardings, dict) else {}
+    rows = [_texts(row) for row in _list(shardings.get("rows"))]
     if not rows:
         return ""
-    totals = "<br>".join(_texts(found.get("totals")))
+    totals = "<br>".join(_texts(shardings.get("totals")))
     mesh = html.escape(str(run.starts[-1].get("mesh", "")))
-    table = _table(_texts(found.get("columns")), rows, "wide fixed")
+    table = _table(_texts(shardings.get("columns")), rows, "wide fixed")
     return (
         f"<h2>{_titled('Sharding', run, alone)}</h2><p>Mesh: {mesh}.</p><p>{totals}</p>"
         f"<details><summary>{len(rows)} tensors</summary>{table}</details>"

@@ -54,7 +54,7 @@ class RunDir(NamedTuple):
             self.lock.close()
 
     @property
-    def place(self) -> Any:
+    def folder(self) -> Any:
         """The run's folder as the user knows it, with its checkpoints: in the bucket if the run is in one."""
         return self.path if self.remote is None else self.remote
 
@@ -112,7 +112,7 @@ class RunDir(NamedTuple):
                 if (self.path / METRICS_FILE).exists():
                     self._keep_earlier(config_yml, say)
                 (self.path / SAMPLES_FILE).unlink(missing_ok=True)
-            check_rows(self.path, self.place, start["step"], say)
+            check_rows(self.path, self.folder, start["step"], say)
             starts = with_start(self.path / STARTS_FILE, start, resumed=resumed)
             (self.path / FINISHED_FILE).unlink(missing_ok=True)
             replace_file(self.path / STARTS_FILE, starts)
@@ -126,14 +126,14 @@ class RunDir(NamedTuple):
 
     def _keep_earlier(self, config_yml: str, say: Callable[[str], None]) -> None:
         """Keeps the metrics of an earlier run, unless this run will write them again."""
-        if keeps_earlier(self.path, self.place, config_yml):
+        if keeps_earlier(self.path, self.folder, config_yml):
             self._rename_earlier(say)
         else:
-            say(STARTS_OVER.format(self.place))
+            say(STARTS_OVER.format(self.folder))
 
     def _rename_earlier(self, say: Callable[[str], None]) -> None:
         """Keeps the files of an earlier run, except its report, under the next free number."""
-        taken = {path.name for path in entries(self.place)}
+        taken = {path.name for path in entries(self.folder)}
         others = (CONFIG_FILE, EVENTS_FILE, STARTS_FILE, SAMPLES_FILE)
         kept = [METRICS_FILE, *(name for name in others if (self.path / name).is_file())]
         number = next(
@@ -154,7 +154,7 @@ class RunDir(NamedTuple):
         (self.path / METRICS_FILE).rename(self.path / _numbered_file(METRICS_FILE, number))
         *names, last = (_numbered_file(name, number) for name in kept)
         names_text = f"{', '.join(names)} and {last}" if names else last
-        say(f"{self.place} holds an earlier run without checkpoints: its files are kept as {names_text}")
+        say(f"{self.folder} holds an earlier run without checkpoints: its files are kept as {names_text}")
 
     def finish(self) -> None:
         """Marks the run as finished, so that an empty run_name does not resume it."""
@@ -166,7 +166,7 @@ class RunDir(NamedTuple):
             (self.path / FINISHED_FILE).touch()
 
 
-def check_rows(path: Any, place: Any, step: int, say: Callable[[str], None]) -> None:
+def check_rows(path: Any, run_folder: Any, step: int, say: Callable[[str], None]) -> None:
     """Reports how many rows are missing in the metrics of a run that resumes at `step`.
 
     Args: see `keeps_earlier`.
@@ -180,15 +180,15 @@ def check_rows(path: Any, place: Any, step: int, say: Callable[[str], None]) -> 
         read_rows(samples)
     if missing := step - len({row["step"] for row in rows if "loss" in row and row["step"] < step}):
         what = "lacks" if metrics.exists() else "is gone: it lacks"
-        say(f"{place / METRICS_FILE} {what} the rows of {counted(missing, 'earlier step')}")
+        say(f"{run_folder / METRICS_FILE} {what} the rows of {counted(missing, 'earlier step')}")
 
 
-def keeps_earlier(path: Any, place: Any, config_yml: str) -> bool:
+def keeps_earlier(path: Any, run_folder: Any, config_yml: str) -> bool:
     """Returns whether a run that resumes nothing keeps the existing metrics under other names, instead of writing them
     again.
 
     Args:
-      path: the folder with the metrics of an earlier process. `place`: the same folder as the user knows it.
+      path: the folder with the metrics of an earlier process. `run_folder`: the same folder as the user knows it.
       config_yml: the configuration of the run that begins.
 
     Raises:
@@ -200,7 +200,7 @@ def keeps_earlier(path: Any, place: Any, config_yml: str) -> bool:
         return True
     if (path / FINISHED_FILE).exists():
         raise UserError(
-            f"{place} holds the metrics of a finished run whose checkpoints are gone; choose another "
+            f"{run_folder} holds the metrics of a finished run whose checkpoints are gone; choose another "
             "run_name, or remove the folder"
         )
     return False

@@ -50,20 +50,20 @@ def open_run(
 
     def choose() -> list[str]:
         opened.append(_open(base_output_directory, run_name, config_yml, resumes, say))
-        path, place = str(opened[0].path.absolute()), str(opened[0].place)
-        return [path, place if is_remote(opened[0].place) else path]
+        path, run_folder = str(opened[0].path.absolute()), str(opened[0].folder)
+        return [path, run_folder if is_remote(opened[0].folder) else path]
 
-    path, place = from_first(choose)
+    path, run_folder = from_first(choose)
 
     def check_shared() -> None:
-        if place == path and not Path(path, LOCK_FILE).exists():
+        if run_folder == path and not Path(path, LOCK_FILE).exists():
             raise UserError(
                 f"process 0 created {path}, but this process cannot see it: base_output_directory must be a folder "
                 "that all processes share, or a bucket"
             )
 
     agreed(check_shared)
-    return opened[0] if opened else RunDir(Path(path), None, None if place == path else folder(place))
+    return opened[0] if opened else RunDir(Path(path), None, None if run_folder == path else folder(run_folder))
 
 
 def expected_run(base_output_directory: str, run_name: str, config_yml: str, resumes: bool) -> Any:
@@ -91,18 +91,18 @@ def _check_writable(path: Any, base_output_directory: str) -> None:
         raise _unwritable(base_output_directory, why)
 
 
-def check_earlier(place: Any, config_yml: str, step: int, resumed: bool, say: Callable[[str], None]) -> None:
-    """Reports what `RunDir.begin` would do with the metrics of an earlier process in `place`, and raises its errors."""
+def check_earlier(run_folder: Any, config_yml: str, step: int, resumed: bool, say: Callable[[str], None]) -> None:
+    """Reports what `RunDir.begin` would do with the metrics of an earlier process, and raises its errors."""
     kept = False
-    if not resumed and (place / METRICS_FILE).exists():
-        kept = keeps_earlier(place, place, config_yml)
+    if not resumed and (run_folder / METRICS_FILE).exists():
+        kept = keeps_earlier(run_folder, run_folder, config_yml)
         say(
-            f"{place} holds an earlier run: its files would be kept under other names"
+            f"{run_folder} holds an earlier run: its files would be kept under other names"
             if kept
-            else STARTS_OVER.format(place)
+            else STARTS_OVER.format(run_folder)
         )
     if not kept:
-        check_rows(place, place, step, say)
+        check_rows(run_folder, run_folder, step, say)
 
 
 def _in_use(path: Any) -> bool:

@@ -105,5 +105,5 @@ def number(value: Any) -> float:
     if type(value) is float:  # most values are
         return value if abs(value) < _LARGEST else math.nan
     if isinstance(value, list):
-        return max((found for found in map(number, value) if math.isfinite(found)), default=math.nan)
+        return max((finite for finite in map(number, value) if math.isfinite(finite)), default=math.nan)
     return float(value) if isinstance(value, int | float) and abs(value) < _LARGEST else math.nan

@@ -17,15 +17,15 @@ def with_start(path: Path, start: Mapping[str, Any], *, resumed: bool) -> str:
     `resumed`: whether the run has earlier starts, which are kept without the fields _NEWEST_ONLY.
     """
     earlier = read_starts(path) if resumed else []
-    kept = [{name: value for name, value in found.items() if name not in _NEWEST_ONLY} for found in earlier]
+    kept = [{name: value for name, value in entry.items() if name not in _NEWEST_ONLY} for entry in earlier]
     return json.dumps([*kept, dict(start)]) + "\n"
 
 
 def read_starts(path: Path) -> list[dict[str, Any]]:
     """Returns the starts of a run, the first one first; none if the file is missing or damaged."""
     try:
-        found = parsed(path.read_text(encoding="utf-8", errors="replace"))
+        content = parsed(path.read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError):
         return []
-    entries = found if isinstance(found, list) else []
+    entries = content if isinstance(content, list) else []
     return [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("step"), int)]

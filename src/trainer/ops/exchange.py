@@ -27,7 +27,7 @@ class Spread(NamedTuple):
     Attributes:
       axes: the mesh axes over which experts are spread; () or axes of size 1 if each device holds all of them.
       peers: all mesh axes whose devices have other tokens. They make the same number of rounds.
-      buffer: the size of a round, see `places`.
+      buffer: the size of a round, see `round_size`.
     """
 
     axes: tuple[str, ...]
@@ -40,7 +40,7 @@ class Spread(NamedTuple):
         return jax.lax.axis_size(self.axes) if self.axes else 1
 
 
-def places(choices: int, devices: int, buffer: float) -> int:
+def round_size(choices: int, devices: int, buffer: float) -> int:
     """Returns c: `buffer` times an equal share of a device's choices; with -1 all of them, so that one round is always
     enough."""
     return choices if buffer < 0 else min(choices, math.ceil(buffer * choices / devices))
@@ -60,7 +60,7 @@ def on_owners(apply: Apply, spread: Spread) -> Apply:
 def dropless(
     x_btw: jax.Array, routing: Routing, apply: Experts, kernels: Any, experts: int, spread: Spread
 ) -> Dispatched:
-    """`experts.dropless`. A device sends at most `places` choices to another one in a round; there are as many
+    """`experts.dropless`. A device sends at most `round_size` choices to another one in a round; there are as many
     rounds as the fullest pair of devices needs.
 
     A result is multiplied by its weight where it is computed, and sent back in the dtype of `x_btw`. The backward pass
@@ -94,7 +94,7 @@ def _plan(size_e: jax.Array, spread: Spread, choices: int) -> _Plan:
     count_d = size_dl.sum(1)
     arriving_dl = jax.lax.all_to_all(size_dl, spread.axes, split_axis=0, concat_axis=0, tiled=True)
     # A loop has the same number of rounds on all devices, so that none leaves it while others communicate.
-    rounds = jax.lax.pmax(-(-count_d.max() // places(choices, spread.devices, spread.buffer)), spread.peers)
+    rounds = jax.lax.pmax(-(-count_d.max() // round_size(choices, spread.devices, spread.buffer)), spread.peers)
     return _Plan(jnp.cumsum(count_d) - count_d, count_d, arriving_dl, rounds)
 
 
@@ -149,8 +149,8 @@ def _while(plan: _Plan, body: Callable[[Any], Any], start: Any) -> Any:
 def _round(plan: _Plan, number: jax.Array, spread: Spread, choices: int) -> tuple[jax.Array, jax.Array]:
     """Returns the choices that a device sends in a round, [d, c], and how many come for each of its experts, [d, l].
 
-    An empty place has an index past the end, a different one for each."""
-    size = places(choices, spread.devices, spread.buffer)
+    An empty slot has an index past the end, a different one for each."""
+    size = round_size(choices, spread.devices, spread.buffer)
     begin = number * size
     slot_c = begin + jnp.arange(size)
     index_dc = plan.start_d[:, None] + slot_c
@@ -177,7 +177,7 @@ def _there_and_back(
     swap = functools.partial(jax.lax.all_to_all, axis_name=spread.axes, split_axis=0, concat_axis=0, tiled=True)
     x_dcw, weight_dc = swap(x_dcw), swap(weight_dc)
     place_c = jnp.arange(x_dcw.shape[1])
-    # The number of experts that end before a place. An empty place has number l and is sorted to the end.
+    # The number of experts that end before a slot. An empty slot has number l and is sorted to the end.
     expert_dc = jnp.sum(place_c[:, None] >= jnp.cumsum(size_dl, axis=1)[:, None, :], axis=-1)
     order = jnp.argsort(expert_dc.reshape(-1))
     out = apply(kernels, permuted(x_dcw.reshape(-1, x_dcw.shape[-1]), order), size_dl.sum(0))

@@ -25,15 +25,15 @@ Side = tuple[int, ...]  # the positions of the axes of the side
 
 def sides(names: Sequence[str | None]) -> list[Side]:
     """Returns the sides of a parameter with the logical axes `names`, in their order."""
-    found: list[Side] = []
+    groups: list[Side] = []
     for i, name in enumerate(names):
-        if name in STACKED or (name == EXPERTS and not found):
+        if name in STACKED or (name == EXPERTS and not groups):
             continue
-        if found and name in HEADS and names[i - 1] in HEADS:
-            found[-1] += (i,)
+        if groups and name in HEADS and names[i - 1] in HEADS:
+            groups[-1] += (i,)
         else:
-            found.append((i,))
-    return found
+            groups.append((i,))
+    return groups
 
 
 def is_matrix(names: Sequence[str | None]) -> bool:
@@ -48,12 +48,12 @@ def matrix_axes(names: Sequence[str | None]) -> tuple[Side, Side] | None:
     if the names do not distinguish inputs from outputs: with more than two sides, unless the residual stream is the
     first or the last.
     """
-    found = sides(names)
-    flat = [names[i] for side in found for i in side]
-    if len(found) < 2 or VOCAB in flat or EXPERTS in flat:
+    parts = sides(names)
+    flat = [names[i] for side in parts for i in side]
+    if len(parts) < 2 or VOCAB in flat or EXPERTS in flat:
         return None
-    if len(found) == 2:
-        return found[0], found[1]
+    if len(parts) == 2:
+        return parts[0], parts[1]
     if flat[0] == WIDTH:
-        return found[0], sum(found[1:], ())
-    return (sum(found[:-1], ()), found[-1]) if flat[-1] == WIDTH else None
+        return parts[0], sum(parts[1:], ())
+    return (sum(parts[:-1], ()), parts[-1]) if flat[-1] == WIDTH else None

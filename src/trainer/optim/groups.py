@@ -21,25 +21,25 @@ def factors(config: Config, names: Sequence[str]) -> dict[str, float]:
     Raises:
       UserError: a pattern determines the factor of no parameter.
     """
-    found: dict[str, float] = {}
+    factor_of: dict[str, float] = {}
     unused = []
     for pattern, factor in groups_of(config.learning_rate_groups):
         matching = [name for name in names if re.search(pattern, name)]
-        if not set(matching) - found.keys():
+        if not set(matching) - factor_of.keys():
             taken = " that an earlier pattern does not match" if matching else ""
             unused.append(f"learning_rate_groups={pattern}={factor:g}: matches no trained parameter{taken}")
-        found = dict.fromkeys(matching, factor) | found
+        factor_of = dict.fromkeys(matching, factor) | factor_of
     if unused:
         raise UserError("\n  ".join([*unused, f"the trained parameters are: {', '.join(names)}"]))
-    return found
+    return factor_of
 
 
-def in_groups(tx: optax.GradientTransformation, found: dict[str, float]) -> optax.GradientTransformation:
+def in_groups(tx: optax.GradientTransformation, factor_of: dict[str, float]) -> optax.GradientTransformation:
     """Returns `tx` with each update multiplied by the factor of its parameter. The state is the state of `tx`.
 
     If the last stage of an optimizer multiplies by the learning rate, the factor scales the learning rate.
     """
-    if not found:
+    if not factor_of:
         return tx
     inner = optax.with_extra_args_support(tx)
 
@@ -49,6 +49,6 @@ def in_groups(tx: optax.GradientTransformation, found: dict[str, float]) -> opta
 
     def scaled(path: Any, leaf: jax.Array) -> jax.Array:
         name = name_of(path)
-        return leaf * found[name] if name in found else leaf
+        return leaf * factor_of[name] if name in factor_of else leaf
 
     return optax.GradientTransformationExtraArgs(inner.init, update)

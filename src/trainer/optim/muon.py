@@ -27,8 +27,8 @@ def muon(keys: Any, given: Given) -> optax.GradientTransformation:
     MaxText, uses Nesterov momentum for both groups. Both groups have the same learning rate. Unlike optax, this
     function lets one choose the dtype of the iterations, and has weight decay masks for both groups.
     """
-    found = by_name(dimension_numbers(given.param_axes), is_leaf=_is_dims)
-    dims = from_names(found.__getitem__)
+    dims_of = by_name(dimension_numbers(given.param_axes), is_leaf=_is_dims)
+    dims = from_names(dims_of.__getitem__)
     matrices = optax.chain(
         bias_corrected_nesterov(keys.muon_beta, jnp.dtype(keys.mu_dtype)),
         orthogonalized(dims, jnp.dtype(keys.muon_newton_schulz_dtype), keys.adam_eps),
@@ -36,7 +36,7 @@ def muon(keys: Any, given: Given) -> optax.GradientTransformation:
         optax.add_decayed_weights(keys.muon_weight_decay, given.decayed),
         optax.scale_by_learning_rate(given.schedule),
     )
-    labels = from_names(lambda name: "nadamw" if found[name] is None else "muon")
+    labels = from_names(lambda name: "nadamw" if dims_of[name] is None else "muon")
     return optax.partition({"muon": matrices, "nadamw": nadamw(keys, given)}, labels)
 
 
@@ -51,8 +51,8 @@ def dimension_numbers(param_axes: Any) -> Any:
     """
 
     def one(names: Any) -> MuonDimensionNumbers | None:
-        found = matrix_axes(names)
-        return None if found is None else MuonDimensionNumbers(*found)
+        pair = matrix_axes(names)
+        return None if pair is None else MuonDimensionNumbers(*pair)
 
     return jax.tree.map(one, param_axes)
 

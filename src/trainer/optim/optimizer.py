@@ -61,7 +61,7 @@ def _of_trained(config: Config, tx: optax.GradientTransformation) -> optax.Gradi
 
 
 def _check_masks(config: Config, param_axes: Any) -> None:
-    """Refuses a mask that matches no parameter, because it would silently have no effect."""
+    """Refuses a mask that matches no parameter, because it would have no effect."""
     names = list(by_name(param_axes))
     mistakes = [
         f"{key}=[{','.join(config[key])}]: matches no parameter"
@@ -78,17 +78,17 @@ def decayed(config: Config, param_axes: Any) -> Mask:
     These are the matrices, by their logical axes (`optim.axes`), or the parameters that `adamw_mask` does not match.
     """
     if config.adamw_mask is None:
-        found = {name: is_matrix(axes) for name, axes in by_name(param_axes).items()}
-        return from_names(found.__getitem__)
-    return _matching(config.adamw_mask, found=False)
+        decays = {name: is_matrix(axes) for name, axes in by_name(param_axes).items()}
+        return from_names(decays.__getitem__)
+    return _matching(config.adamw_mask, if_matched=False)
 
 
 def trainable(config: Config) -> Mask:
     """Returns a function that maps the tree of params to a tree of bools: True for trained parameters."""
-    return _matching(config.trainable_parameters_mask or [""], found=True)
+    return _matching(config.trainable_parameters_mask or [""], if_matched=True)
 
 
-def _matching(patterns: Sequence[str], *, found: bool) -> Mask:
-    """Returns a function that maps a tree to a tree of bools: `found` if a leaf's name a/b/c matches a pattern."""
+def _matching(patterns: Sequence[str], *, if_matched: bool) -> Mask:
+    """Returns a function that maps a tree to a tree of bools: `if_matched` if a leaf's name a/b/c matches a pattern."""
     searches = [re.compile(pattern).search for pattern in patterns]
-    return from_names(lambda name: any(search(name) for search in searches) == found)
+    return from_names(lambda name: any(search(name) for search in searches) == if_matched)

@@ -44,16 +44,16 @@ def qk_clip(config: Config, param_axes: Any, layers: Mapping[str, Clipped]) -> R
 
     def update(state: Any, old: Any, new: Any, sown: Any) -> tuple[Any, Any]:
         sampled = None if due is None else due(old.step)
-        found = sown[MaxLogit.__name__]
-        _check_sown(stating, {path.removesuffix("/max_logit") for path in found})
+        of_layers = sown[MaxLogit.__name__]
+        _check_sown(stating, {path.removesuffix("/max_logit") for path in of_layers})
         params, clipped = new.params, jnp.zeros((), jnp.int32)
         for path, layer in layers.items():
-            largest = found[f"{path}/max_logit"]  # [..., heads]; the leading axes stack layers
+            largest = of_layers[f"{path}/max_logit"]  # [..., heads]; the leading axes stack layers
             over = largest > tau if sampled is None else sampled & (largest > tau)
             clipped += over.sum(dtype=jnp.int32)
             eta = jnp.where(over, tau / largest, 1.0)
             params = _replaced(params, path.split("/"), functools.partial(scaled, factors=layer.logit_factors, eta=eta))
-        largest = jnp.stack([array.max() for array in found.values()]).max()
+        largest = jnp.stack([array.max() for array in of_layers.values()]).max()
         if sampled is not None:
             largest = jnp.where(sampled, largest, state["max_logit"])
         return {"max_logit": largest, "clipped_heads": clipped}, new._replace(params=params)

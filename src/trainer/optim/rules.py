@@ -81,9 +81,9 @@ def any_due(rules: Sequence[Rule], step: jax.Array) -> jax.Array | None:
     Returns None if no rule reads any, or if some rule reads them in every step. One answer covers all types: the step
     measures whenever one rule is due, and rules with different `due` each find their values.
     """
-    found = [rule.due for rule in rules if rule.sown]
-    flags = [due(step) for due in found if due is not None]
-    return functools.reduce(jnp.logical_or, flags) if flags and len(flags) == len(found) else None
+    conditions = [rule.due for rule in rules if rule.sown]
+    flags = [due(step) for due in conditions if due is not None]
+    return functools.reduce(jnp.logical_or, flags) if flags and len(flags) == len(conditions) else None
 
 
 def observed(rules: Sequence[Rule], tree: Any, seen: Seen) -> tuple[Any, dict[str, jax.Array]]:
@@ -92,11 +92,11 @@ def observed(rules: Sequence[Rule], tree: Any, seen: Seen) -> tuple[Any, dict[st
     reasons: dict[str, jax.Array] = {}
     for rule in rules:
         if rule.observe is not None:
-            state, found = rule.observe(tree.opt_state.rules[rule.name], seen)
+            state, own_reasons = rule.observe(tree.opt_state.rules[rule.name], seen)
             tree = _with_state(tree, rule, state)
-            if taken := sorted(reasons.keys() & found.keys()):
+            if taken := sorted(reasons.keys() & own_reasons.keys()):
                 raise ValueError(f"two update rules have the reason {', '.join(taken)}")
-            reasons |= found
+            reasons |= own_reasons
     return tree, reasons
 
 

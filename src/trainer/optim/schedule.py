@@ -43,8 +43,8 @@ def place_on_schedule(opt_state: Any, otherwise: jax.Array) -> jax.Array:
     Skipped steps do not count. If an optimizer has several schedules, this is the count of the first; all counts are
     equal. `otherwise` is returned for an optimizer without a schedule.
     """
-    found = [node.count for node in jax.tree.leaves(opt_state, is_leaf=_counts) if _counts(node)]
-    return found[0] if found else otherwise
+    counts = [node.count for node in jax.tree.leaves(opt_state, is_leaf=_counts) if _counts(node)]
+    return counts[0] if counts else otherwise
 
 
 def on_schedule(opt_state: Any, change: Callable[[jax.Array], jax.Array]) -> Any:

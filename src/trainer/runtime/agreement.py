@@ -72,7 +72,7 @@ def agreed(fn: Callable[[], T]) -> T:
 def check_same(what: str, value: str) -> None:
     """Raises UserError if `value` differs between processes; `what` names it in the message."""
     values = gather(value)
-    other = next((i for i, found in enumerate(values) if found != values[0]), None)
+    other = next((i for i, other_value in enumerate(values) if other_value != values[0]), None)
     if other is not None:
         first, second = _differing(values[0], values[other]), _differing(values[other], values[0])
         raise AgreedError(

@@ -39,7 +39,7 @@ def find_cluster(config: Config, environ: Mapping[str, str]) -> Cluster | None:
     # On a Slurm cluster, mpirun starts its ranks within a Slurm step, and they inherit the variables of the step.
     under_mpirun = (_mpi, _slurm) if environ.get("OMPI_COMM_WORLD_SIZE") else (_slurm, _mpi)
     finders = (_maxtext_gpu, _maxtext_cpu, *under_mpirun, _tpu, _kubernetes)
-    return next((found for find in finders if (found := find(environ))), None)
+    return next((cluster for find in finders if (cluster := find(environ))), None)
 
 
 def _maxtext_gpu(environ: Mapping[str, str]) -> Cluster | None:

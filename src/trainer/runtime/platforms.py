@@ -27,10 +27,10 @@ def leave_out_absent_tpu() -> None:
         return
     gpus = []
     for plugin in _plugins():
-        found = next((gpu for prefix, gpu in _GPUS.items() if plugin.startswith(prefix)), None)
-        if found is None:
+        gpu_platform = next((gpu for prefix, gpu in _GPUS.items() if plugin.startswith(prefix)), None)
+        if gpu_platform is None:
             return
-        platform, device = found
+        platform, device = gpu_platform
         if Path(device).exists():
             gpus.append(platform)
     os.environ["JAX_PLATFORMS"] = ",".join([*gpus, "cpu"])
@@ -55,9 +55,9 @@ def prepare_compile_only_tpu() -> None:
 def prepare_to_compile(topology: str) -> None:
     """Prepares this process for compiling for the devices that compile_topology names: TPUs, or simulated devices."""
     prepare_compile_only_tpu()
-    found = find_topology(topology)
-    if isinstance(found, Topology) and found.generation is None:
-        simulate_cpu_devices(found.devices)
+    known = find_topology(topology)
+    if isinstance(known, Topology) and known.generation is None:
+        simulate_cpu_devices(known.devices)
 
 
 def simulate_cpu_devices(count: int) -> None:
@@ -75,8 +75,8 @@ def add_threads_for_simulated_devices() -> None:
     threads, and another device, for which both wait, gets no thread. XLA takes the number of threads from NPROC; a
     number that is already set is kept. See docs/decisions/0019-threads.md.
     """
-    if found := _SIMULATED.findall(os.environ.get("XLA_FLAGS", "")):
-        os.environ.setdefault("NPROC", str(max(_THREADS_PER_DEVICE * int(found[-1]), os.cpu_count() or 1)))
+    if counts := _SIMULATED.findall(os.environ.get("XLA_FLAGS", "")):
+        os.environ.setdefault("NPROC", str(max(_THREADS_PER_DEVICE * int(counts[-1]), os.cpu_count() or 1)))
 
 
 def _plugins() -> set[str]:

@@ -54,10 +54,10 @@ def entries(path: Any) -> list[Any]:
 
 def files_below(path: Any) -> list[str]:
     """Returns all files below a folder, as paths relative to it."""
-    found = []
+    names = []
     for entry in entries(path):
-        found += [f"{entry.name}/{name}" for name in files_below(entry)] if entry.is_dir() else [entry.name]
-    return found
+        names += [f"{entry.name}/{name}" for name in files_below(entry)] if entry.is_dir() else [entry.name]
+    return names
 
 
 def size(path: Any) -> int:

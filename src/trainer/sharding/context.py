@@ -83,10 +83,10 @@ def for_product(x: jax.Array, rows: Sequence[str | None], names: Sequence[str | 
     if current is None or on_tpu() or jax.sharding.get_abstract_mesh().manual_axes:
         return x
     mesh, rules = current
-    taken = {axis for found in spec(rows, rules) for axis in axes_of(found)}
-    rest = [tuple(axis for axis in axes_of(found) if axis not in taken) for found in spec(names, rules)]
-    found = PartitionSpec(*spec(rows, rules), *map(entry, rest))
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, found))
+    taken = {axis for of_name in spec(rows, rules) for axis in axes_of(of_name)}
+    rest = [tuple(axis for axis in axes_of(of_name) if axis not in taken) for of_name in spec(names, rules)]
+    partition = PartitionSpec(*spec(rows, rules), *map(entry, rest))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, partition))
 
 
 def mesh_axes(name: str) -> tuple[str, ...]:
@@ -164,7 +164,7 @@ def _parts(names: Sequence[str | None]) -> int:
     current = _current.get()
     assert current is not None
     mesh, rules = current
-    return math.prod(mesh.shape[axis] for found in spec(names, rules) for axis in axes_of(found))
+    return math.prod(mesh.shape[axis] for of_name in spec(names, rules) for axis in axes_of(of_name))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -55,13 +55,13 @@ def named_sharding(
     Raises:
       UserError: see `spec`; or the product of an axis's mesh axes does not divide its size.
     """
-    found = spec(names, rules, what, shape)
-    for name, size, axes in zip(names, shape, map(axes_of, found), strict=True):
+    partition = spec(names, rules, what, shape)
+    for name, size, axes in zip(names, shape, map(axes_of, partition), strict=True):
         parts = math.prod(mesh.shape[axis] for axis in axes)
         if size % parts:
             split = " x ".join(f"{axis} {mesh.shape[axis]}" for axis in axes)
             raise UserError(f"{_title(what, names, shape)}: {split} by the rule of {name} does not divide {size}")
-    return NamedSharding(mesh, found)
+    return NamedSharding(mesh, partition)
 
 
 def memory_order(shape: Sequence[int]) -> tuple[int, ...]:

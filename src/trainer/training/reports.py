@@ -133,7 +133,7 @@ def open_reports(
         for page in pages:
             page.add(row)
         for maxtext_writer in maxtext_writers:
-            maxtext_writer.write(maxtext_row(row, work, config.gradient_clipping_threshold, run_dir.place.name))
+            maxtext_writer.write(maxtext_row(row, work, config.gradient_clipping_threshold, run_dir.folder.name))
 
     def sync() -> None:
         for writer in (*writers, *maxtext_writers):

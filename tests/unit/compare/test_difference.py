@@ -67,7 +67,7 @@ def test_infinities_of_one_sign_are_equal_and_do_not_count_as_magnitudes():
 def test_arrays_with_layers_are_compared_layer_by_layer_and_what_is_missing_is_named():
     left = {"decoder/layers/w": np.zeros((3, 2)), "norm": np.zeros(4), "gone": np.zeros(1)}
     right = {"norm": np.zeros(5), "decoder/layers/w": np.array([[0, 0], [0, 1], [0, 0]]) * 1.0, "new": np.zeros(1)}
-    found = {it.place: (it.equal, it.note) for it in differences(left, right, BITS, {"decoder/layers/w": range(3)}.get)}
+    found = {it.where: (it.equal, it.note) for it in differences(left, right, BITS, {"decoder/layers/w": range(3)}.get)}
     assert found == {
         "decoder/layers/w, layer 0": (True, ""),
         "decoder/layers/w, layer 1": (False, ""),

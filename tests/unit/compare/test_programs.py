@@ -39,4 +39,4 @@ def test_each_side_is_measured_with_its_own_program_and_compared_with_the_left_o
     (parameters,) = other.quantities
     assert not any(it.equal for it in parameters.differences)
     assert {it.note for it in parameters.differences} == {"float32 against bfloat16"}
-    assert other.first == f"parameters: {parameters.differences[0].place}"
+    assert other.first == f"parameters: {parameters.differences[0].where}"

@@ -167,10 +167,10 @@ def test_documents_without_text_are_skipped_and_counted():
     assert counts.notes() == ["2 of 3 documents have no text and are skipped"]
 
 
-def test_a_document_is_silent_if_no_row_holds_a_token_that_bears_loss():
+def test_a_document_is_without_loss_if_no_row_holds_a_token_that_bears_loss():
     """Concatenated documents are not cut off, whatever the key says."""
     late = np.array([0, 0, 0, 0, 0, 1], bool)
-    for packing, silent in ((Packing(4, truncate=True), 0), (Packing(4, together=False, truncate=True), 1)):
+    for packing, expected in ((Packing(4, truncate=True), 0), (Packing(4, together=False, truncate=True), 1)):
         counts = Counts()
         list(packing.rows([(0, Document(np.arange(7, dtype=np.int32), late))], counts))
-        assert counts.silent == silent
+        assert counts.without_loss == expected

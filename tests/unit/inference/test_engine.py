@@ -152,7 +152,7 @@ def test_prompts_packed_as_maxtext_packs_them_give_the_same_tokens():
     row = {name: jnp.array(values) for name, values in row.items()}
     found = engine.prefill_concat(params=params, num_prompts=2, **row, sampling=Sampling(0.0))
     np.testing.assert_array_equal(found[1].tokens, expected[1].tokens)
-    np.testing.assert_array_equal(found[0].texts.positions, [3, 2])  # of the drawn tokens
+    np.testing.assert_array_equal(found[0].sequences.positions, [3, 2])  # of the drawn tokens
     for i, prompt in enumerate(prompts):
         for leaf, other in zip(jax.tree.leaves(found[0].cache), jax.tree.leaves(expected[0].cache), strict=True):
             # The same sums in another order, in float32.
@@ -176,11 +176,11 @@ def test_several_samples_are_those_of_separate_requests_with_the_same_keys():
         prefix, first = engine.prefill(params, engine.padded(PROMPT), len(PROMPT), seed=5)
         key = jax.random.key_data(sampling_key(5, i))[None]
         if i == 0:
-            np.testing.assert_array_equal(prefix.texts.keys, key)
+            np.testing.assert_array_equal(prefix.sequences.keys, key)
             assert int(first.tokens[0]) == together[0, 0]
         # The first token as drawn together, and the key of sample i.
-        texts = prefix.texts._replace(keys=key, tokens=jnp.asarray(together[i, :1]))
-        state = engine.insert(prefix._replace(texts=texts), engine.init_decode_state(), 1)
+        sequences = prefix.sequences._replace(keys=key, tokens=jnp.asarray(together[i, :1]))
+        state = engine.insert(prefix._replace(sequences=sequences), engine.init_decode_state(), 1)
         for t in range(1, 7):
             state, result = engine.generate(params, state)
             assert int(result.tokens[1]) == together[i, t]
@@ -203,7 +203,7 @@ def test_parts_of_a_prompt_give_what_the_prompt_gives():
         prefix, result = engine.prefill(
             params, padded, len(part), existing_prefix=prefix, sampling=Sampling(0.0), room=LENGTH
         )
-    assert int(prefix.texts.positions[0]) == len(prompt)
+    assert int(prefix.sequences.positions[0]) == len(prompt)
     np.testing.assert_array_equal(result.tokens, expected.tokens)
     np.testing.assert_allclose(result.log_probs, expected.log_probs, atol=ROUNDING * np.abs(expected.log_probs).max())
 
@@ -258,7 +258,7 @@ def test_the_slot_of_a_request_that_ended_is_not_valid():
         scheduler.turn()
         if turn == 3:
             scheduler.cancel(cancelled)
-        used.append(scheduler._state.texts.used.tolist())
+        used.append(scheduler._state.sequences.used.tolist())
         assert used[-1] == [slot in scheduler._slots for slot in range(SLOTS)]
     scheduler.turn()
     assert [request.number for request in scheduler._slots.values()] == [running]
@@ -287,7 +287,7 @@ def test_mistakes_of_a_caller():
         engine.packed([[1], []])
     prefix, _ = engine.prefill(params, engine.padded(PROMPT), len(PROMPT), num_samples=2)
     for slots in ([0], [0, 0], [0, SLOTS], [-1, 0]):
-        with pytest.raises(ValueError, match="2 texts need as many different slots below 3"):
+        with pytest.raises(ValueError, match="2 sequences need as many different slots below 3"):
             engine.bulk_insert(prefix, engine.init_decode_state(), slots)
     with pytest.raises(UserError, match="tokenizer_path is empty"):
         engine.get_tokenizer()
@@ -392,7 +392,7 @@ def test_on_eight_devices_it_draws_the_same_text():
     specs = {leaf.sharding.spec for leaf in jax.tree.leaves(scheduler._state.cache)}
     assert {str(spec) for spec in specs} == {str(next(iter(specs)))}
     assert all(name in str(specs) for name in ("data", "fsdp", "tensor"))
-    assert MaxEngine(config, jax.devices(), texts=3).max_concurrent_decodes == 4  # data x fsdp
+    assert MaxEngine(config, jax.devices(), sequences=3).max_concurrent_decodes == 4  # data x fsdp
 
 
 def test_a_decode_step_is_compiled_ahead_of_time_with_its_memory():

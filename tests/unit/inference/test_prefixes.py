@@ -6,7 +6,7 @@ import numpy as np
 
 from trainer.inference.prefixes import PrefixCache
 from trainer.inference.sampling import Sampling
-from trainer.inference.state import Prefix, Texts, settings
+from trainer.inference.state import Prefix, Sequences, settings
 
 PLACES = 4
 
@@ -14,8 +14,8 @@ PLACES = 4
 def prefix(*places, mark=0.0):
     """A prefix whose layers have caches of so many places, filled with `mark`."""
     one = jnp.zeros(1, jnp.int32)
-    texts = Texts(one, one, one, one == 0, jnp.zeros((1, 2), jnp.uint32), settings(Sampling(), 1))
-    return Prefix([jnp.full((1, 1, count, 2), mark) for count in places], texts)
+    sequences = Sequences(one, one, one, one == 0, jnp.zeros((1, 2), jnp.uint32), settings(Sampling(), 1))
+    return Prefix([jnp.full((1, 1, count, 2), mark) for count in places], sequences)
 
 
 def places_of(cache):
@@ -35,7 +35,7 @@ def test_a_prefix_is_used_in_part_only_if_its_smallest_ring_holds_all_of_it():
         assert longer.get(row(0, 1, 2, 9, 9)) == (None, 0), places
         assert longer.get(row(*range(PLACES + 1)))[1] == 0, "its last token runs again, so not all is shared"
         found, shared = longer.get(row(*range(PLACES + 1), 9))
-        assert shared == found.texts.positions[0] == PLACES + 1
+        assert shared == found.sequences.positions[0] == PLACES + 1
 
 
 def test_a_prefix_that_was_used_is_dropped_last():

@@ -82,5 +82,5 @@ def test_results_and_gradients_are_those_of_one_device(capacity, buffer):
 
 
 def test_places_of_a_round():
-    sizes = [exchange.places(choices, 4, buffer) for choices, buffer in ((64, 1), (64, 1.5), (10, 1.26), (64, -1))]
-    assert [*sizes, exchange.places(64, 4, 100)] == [16, 24, 4, 64, 64]
+    sizes = [exchange.round_size(choices, 4, buffer) for choices, buffer in ((64, 1), (64, 1.5), (10, 1.26), (64, -1))]
+    assert [*sizes, exchange.round_size(64, 4, 100)] == [16, 24, 4, 64, 64]
