@@ -141,37 +141,19 @@ def report(mistakes: Sequence[str]) -> UserError:
 
 
 def on_one_screen(lines: Sequence[str]) -> list[str]:
-    """Returns `lines`. If they exceed a screen, returns the first lines of each kind and the number of further lines.
+    """Returns `lines`. If they exceed a screen, returns those that fit, in order, and the number of the others.
 
-    Lines are of the same kind if they say the same about different keys. A line that is too long is cut in the middle.
+    The first line of each kind comes before further ones. Lines are of the same kind if they say the same about
+    different keys. A line that is too long is cut in the middle.
     """
     clipped = [_clip(line) for line in lines]
     if _height(clipped) < SCREEN_LINES:
         return clipped
-    kinds: dict[str, list[str]] = {}
-    for line in clipped:
-        kinds.setdefault(_kind(line), []).append(line)
-    groups = list(kinds.values())
-    # First as many kinds as fit, then as many lines of each kind. Later trials are never shorter.
-    trials = itertools.chain(
-        (_counted(groups[:count], groups[count:], 1) for count in range(1, len(groups) + 1)),
-        (_counted(groups, [], each) for each in range(2, SCREEN_LINES)),
-    )
-    fitting = itertools.takewhile(lambda trial: _height(trial) < SCREEN_LINES, trials)
-    return list(fitting)[-1]
-
-
-def _counted(groups: Sequence[Sequence[str]], others: Sequence[Sequence[str]], each: int) -> list[str]:
-    """Returns at most `each` lines of each group and the number of its further lines, then the number of lines in
-    `others`."""
-    shown: list[str] = []
-    for lines in groups:
-        shown += lines[:each]
-        if left := len(lines[each:]):
-            shown.append(f"and {left} more like {'these' if each > 1 else 'this'}")
-    if others:
-        shown.append(f"and {sum(map(len, others))} more of other kinds")
-    return shown
+    kinds = [_kind(line) for line in clipped]
+    order = sorted(range(len(clipped)), key=lambda i: (kinds.index(kinds[i]) < i, i))
+    heights = itertools.accumulate(_height([clipped[i]]) for i in order)
+    fitting = sorted(i for i, height in zip(order, heights, strict=True) if height < SCREEN_LINES - 1)
+    return [*(clipped[i] for i in fitting), f"and {len(clipped) - len(fitting)} more"]
 
 
 def _height(lines: Iterable[str]) -> int:
