@@ -180,7 +180,7 @@ def test_a_checkpoint_of_one_combination_goes_on_in_another(tmp_path):
     other, step, _, _ = trained(ALL_COMBINATIONS[-1])
     restored = restore(tmp_path / "checkpoints" / "1", other.codec.unpack(other.abstract_args()[0]))
     batch = place(packed_batch(other.config, ROWS), other.batch_shardings)
-    state, found = step(other.codec.pack(restored), batch)
+    state, found = step(other.codec.pack(restored), batch, ())
     assert_equal_bits(copied((other.codec.unpack(state), found)), (trees[2], metrics[1]))
 
 
@@ -219,7 +219,7 @@ def test_a_skipped_step_clips_nothing():
     tree.params["decoder"]["decoder_norm"]["scale"] *= np.nan
     params = copied(tree.params)
     batch = place(packed_batch(run.config, ROWS), run.batch_shardings)
-    state, metrics = step(run.codec.pack(jax.tree.map(jnp.array, tree)), batch)
+    state, metrics = step(run.codec.pack(jax.tree.map(jnp.array, tree)), batch, ())
     assert (metrics["skipped"], metrics["clipped_heads"]) == (1, 0)
     assert_equal_bits(copied(run.codec.unpack(state).params), params)
 

@@ -71,7 +71,7 @@ def assert_equal(this, left, right):
 def test_a_new_run_has_the_initial_state(tmp_path):
     for folder in (None, tmp_path):
         begun = begin(run(), folder)
-        assert begun[1:] == (0, None, False)
+        assert begun[1:4] == (0, None, False)
         assert_equal(run(), begun.state, run().init())
 
 
@@ -80,7 +80,7 @@ def test_its_own_newest_checkpoint(tmp_path):
     state = save(tmp_path, run(), 10)
     lines = []
     begun = begin(run(), tmp_path, lines)
-    assert begun[1:] == (10, position_after(run(), 10), True)
+    assert begun[1:4] == (10, position_after(run(), 10), True)
     assert_equal(run(), begun.state, state)
     assert lines == [f"{tmp_path}/checkpoints/10: 10 of 20 updates are done"]
 
@@ -92,7 +92,7 @@ def test_its_own_checkpoint_beats_the_sources_that_the_command_names(tmp_path):
     state = save(tmp_path / "mine", this, 7)
     lines = []
     begun = begin(this, tmp_path / "mine", lines)
-    assert begun[1:] == (7, position_after(this, 7), True)
+    assert begun[1:4] == (7, position_after(this, 7), True)
     assert lines[1:] == ["load_full_state_path is ignored: the run has its own checkpoint"]
     assert_equal(this, begun.state, state)
 
@@ -138,7 +138,7 @@ def test_the_full_state_of_another_run(tmp_path, below, other):
     lines = []
     this = run(load_full_state_path=str(folder / below))
     begun = begin(this, tmp_path / "mine", lines)
-    assert begun[1:] == (updates, position_after(this, updates), False)
+    assert begun[1:4] == (updates, position_after(this, updates), False)
     assert_equal(this, begun.state, states[updates])
     path = folder / f"checkpoints/{updates}"
     assert lines == [f"starting from {path}: {updates} updates, its optimizer, its position in the data"]
@@ -169,7 +169,7 @@ def test_other_data_begin_at_their_start(tmp_path):
     save(tmp_path, run(), 5, fingerprint="of other data")
     lines = []
     begun = begin(run(load_full_state_path=str(tmp_path)), lines=lines)
-    assert begun[1:] == (5, None, False)
+    assert begun[1:4] == (5, None, False)
     assert lines[0].endswith("5 updates, its optimizer, the beginning of other data")
 
 
@@ -181,7 +181,7 @@ def test_a_fresh_optimizer_keeps_step_parameters_and_the_schedules_place(tmp_pat
     lines = []
     begun = begin(this, tmp_path if own else None, lines=lines)
     tree, fresh = (this.codec.unpack(x) for x in (begun.state, this.init()))
-    assert begun[1:] == (5, position_after(this, 5), own)
+    assert begun[1:4] == (5, position_after(this, 5), own)
     assert tree.step == 5
     assert_equal_bits(copied(tree.params), copied(state.params))
     assert "a fresh optimizer" in lines[0]
@@ -202,7 +202,7 @@ def test_a_fresh_optimizer_keeps_step_parameters_and_the_schedules_place(tmp_pat
     places = [shard.unsafe_buffer_pointer() for shard in shards]
     assert len(set(places)) == len(places), "no buffer is donated twice"
     # jit treats it like any other state.
-    jax.block_until_ready(this.step.lower(begun.state, this.abstract_batch(this.rows)))
+    jax.block_until_ready(this.step.lower(begun.state, *this.abstract_args()[1:]))
 
 
 def test_without_a_fresh_optimizer_another_one_is_refused(tmp_path):
