@@ -1,18 +1,6 @@
 """Objectives: the losses that training minimizes, and other sums that it reports."""
 
-from trainer.objectives.base import (
-    Batch,
-    Evaluation,
-    Field,
-    Frozen,
-    Mean,
-    Objective,
-    Sums,
-    Weights,
-    batch_fields,
-    frozen_argument,
-    frozen_of,
-)
+from trainer.objectives.base import Batch, Evaluation, Field, Frozen, Mean, Objective, Sums, Weights, batch_fields
 from trainer.objectives.forward import TokenLogProbs, hidden_states, target_log_probs
 from trainer.objectives.multi_token import MultiToken
 from trainer.objectives.next_token import NextToken
@@ -31,8 +19,6 @@ __all__ = [
     "TokenLogProbs",
     "Weights",
     "batch_fields",
-    "frozen_argument",
-    "frozen_of",
     "hidden_states",
     "make_objective",
     "target_log_probs",

@@ -63,14 +63,9 @@ def rules_of_islands(rules: Rules) -> tuple[Rules, Rules]:
 def with_islands(
     config: Config, mesh: Mesh, params: Any, island: States, computation: Computation
 ) -> tuple[States, Computation]:
-    """Returns the states and the computation of all islands of `config`, resolved.
+    """Returns the states and the computation of all islands of `config`, resolved, from those of one island.
 
-    Evaluation and sampling use the outer parameters and all devices.
-
-    Args:
-      params: the shardings of the outer parameters.
-      island: the states of one island.
-      computation: that of one island.
+    Evaluation and sampling use the outer parameters, whose shardings are `params`, and all devices.
     """
     assert isinstance(island.codec, StateCodec)
     codec = make_diloco_codec(config, island.codec)

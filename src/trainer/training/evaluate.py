@@ -12,7 +12,8 @@ import numpy as np
 from trainer.config import RunStopped, UserError
 from trainer.config.words import counted
 from trainer.data import RowSource, eval_batches
-from trainer.objectives import Mean, Objective, frozen_argument
+from trainer.objectives import Mean, Objective
+from trainer.objectives.base import frozen_argument
 from trainer.observe import perplexity
 from trainer.state import ParamShardings
 

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from trainer.objectives import Objective, frozen_of
+from trainer.objectives import Objective
+from trainer.objectives.base import frozen_of
 from trainer.ops.paths import path_of
 from trainer.sharding import Rules, named_sharding
 from trainer.state import Tensor

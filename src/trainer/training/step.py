@@ -14,7 +14,8 @@ from trainer.backends import TrainTree
 from trainer.config import Config
 from trainer.config.expert_keys import drops, has_experts
 from trainer.layers.sown import RouterCount, Sown, Total, check_captured, combined
-from trainer.objectives import Objective, frozen_argument
+from trainer.objectives import Objective
+from trainer.objectives.base import frozen_argument
 from trainer.ops.paths import by_name
 from trainer.ops.random import DROPOUT, seed_key
 from trainer.optim import Rule, Seen, any_due, apply_rules, make_schedule, observed, place_on_schedule, trainable
