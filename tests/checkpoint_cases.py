@@ -84,8 +84,8 @@ def random_params(config: Any, dtype: Any = np.float32, seed: int = 0) -> dict[s
 
 def in_pairs(params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns the same model, such that RoPE rotates a head's entries as adjacent pairs."""
-    turned = ("query/kernel", "key/kernel", "query_norm/scale", "key_norm/scale")
-    return {name: pairs(value) if name.endswith(turned) else value for name, value in params.items()}
+    rotated = ("query/kernel", "key/kernel", "query_norm/scale", "key_norm/scale")
+    return {name: pairs(value) if name.endswith(rotated) else value for name, value in params.items()}
 
 
 def pairs(x: np.ndarray) -> np.ndarray:

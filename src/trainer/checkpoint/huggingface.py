@@ -111,11 +111,11 @@ class HuggingFaceSource:
         for name, of in copies.items():
             self._check_copy(name, of, f"modules of multi-token prediction share {of}, but {name} differs")
         return {
-            name: self._leaf(layouts[name], places[name], shape, config.rope_interleave)
+            name: self._leaf(layouts[name], places[name], shape, head_to_reorder(config, layouts[name], shape))
             for name, shape in shapes.items()
         }
 
-    def _leaf(self, layout: Layout, where: Place | None, shape: tuple[int, ...], interleave: bool) -> Leaf:
+    def _leaf(self, layout: Layout, where: Place | None, shape: tuple[int, ...], head: int) -> Leaf:
         tensors = [self._tensors[name] for name, _ in tensors_of(layout, where, shape)]
         stored, mixed = common_dtype([tensor.dtype for tensor in tensors])
         part_shape = shape if where is None else shape[1:]
@@ -124,8 +124,8 @@ class HuggingFaceSource:
 
         def read_box(layer: Sequence[StoredTensor | ScaledTensor], box: Box) -> np.ndarray:
             if not layout.of_experts:
-                return _read(layer[0], layout, part_shape, box, interleave)
-            return np.stack([_read(it, layout, part_shape[1:], box[1:], interleave) for it in layer[box[0]]])
+                return _read(layer[0], layout, part_shape, box, head)
+            return np.stack([_read(it, layout, part_shape[1:], box[1:], head) for it in layer[box[0]]])
 
         def put(layer: Sequence[StoredTensor | ScaledTensor], abstract: jax.ShapeDtypeStruct) -> jax.Array:
             def part(box: Box) -> np.ndarray:
@@ -147,12 +147,12 @@ class HuggingFaceSource:
 
 
 def _read(
-    tensor: StoredTensor | ScaledTensor, layout: Layout, shape: tuple[int, ...], box: Box, interleave: bool
+    tensor: StoredTensor | ScaledTensor, layout: Layout, shape: tuple[int, ...], box: Box, head: int
 ) -> np.ndarray:
     """Reads `box` of our parameter with `shape` from `tensor`."""
-    wide = layout.widened(shape, box)
+    wide = layout.widened(shape, box, head)
     sizes = tuple(cut.stop - cut.start for cut in wide)
-    value = layout.to_ours(tensor.read(layout.box(shape, wide)), sizes, interleave)
+    value = layout.to_ours(tensor.read(layout.box(shape, wide)), sizes, head)
     return value[within(box, wide)]
 
 
@@ -174,6 +174,12 @@ def layouts_of(config: Config, places: Mapping[str, Place | None], decoder_block
         head = f"decoder_block={decoder_block or config.decoder_block}: Hugging Face layouts:"
         raise UserError("\n  ".join([head, *sorted(problems)]))
     return layouts
+
+
+def head_to_reorder(config: Config, layout: Layout, shape: tuple[int, ...]) -> int:
+    """Returns the number of entries of a head whose order differs between the tensor and our parameter with `shape`; 0
+    if the order is the same."""
+    return layout.head(config, shape) if config.rope_interleave else 0
 
 
 def tensors_of(layout: Layout, where: Place | None, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:

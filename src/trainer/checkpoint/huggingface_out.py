@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.checkpoint.huggingface import CONFIG, INDEX, layouts_of, tensors_of
+from trainer.checkpoint.huggingface import CONFIG, INDEX, head_to_reorder, layouts_of, tensors_of
 from trainer.checkpoint.params_out import target_dtypes
 from trainer.checkpoint.safetensors_file import SafetensorsFile, Tensors
 from trainer.checkpoint.source import Leaf, Tick, progress
@@ -53,7 +53,8 @@ def write_huggingface(
         tick = stack.enter_context(progress(leaves.values(), "writing"))
         for name, leaf in leaves.items():
             targets = [(file_of[tensor], tensor) for tensor, _ in names[name]]
-            _write_leaf(leaf, layouts[name], dtypes[name], config.rope_interleave, targets, tick)
+            head = head_to_reorder(config, layouts[name], leaf.shape)
+            _write_leaf(leaf, layouts[name], dtypes[name], head, targets, tick)
     if len(shards) > 1:
         _write_index(folder / INDEX, shards)
 
@@ -62,7 +63,7 @@ def _write_leaf(
     leaf: Leaf,
     layout: Layout,
     dtype: np.dtype,
-    interleave: bool,
+    head: int,
     targets: Sequence[tuple[SafetensorsFile, str]],
     tick: Tick,
 ) -> None:
@@ -70,7 +71,7 @@ def _write_leaf(
     layers = leaf.layers(tick) if "{}" in layout.name else [leaf.read(leaf.dtype, tick)]
     values = (value for layer in layers for value in (layer if layout.of_experts else [layer]))
     for (file, tensor), value in zip(targets, values, strict=True):
-        file.write(tensor, layout.to_theirs(value, interleave).astype(dtype, copy=False))
+        file.write(tensor, layout.to_theirs(value, head).astype(dtype, copy=False))
 
 
 def _in_order(kinds: Mapping[str, tuple[Place | None, list[tuple[str, tuple[int, ...]]], np.dtype]]) -> Tensors:

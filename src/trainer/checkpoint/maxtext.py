@@ -9,7 +9,7 @@ as {"value": array}. These differences from our checkpoints are converted (docs/
 """
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from trainer.checkpoint import orbax
+from trainer.checkpoint.description import ORDER
 from trainer.checkpoint.source import Leaf, Shapes, check_tensors, common_dtype, resharded
 from trainer.config import Config, UserError
-from trainer.models.families import Place, family, hugging_face, maxtext, place, stacks
-from trainer.models.huggingface import halves_of_pairs, pairs_of_halves
-from trainer.models.mtp_names import decoder_name, is_final_norm, module_of
+from trainer.config.effects import no_effect_of
+from trainer.models.families import Place, maxtext, place, stacks
+from trainer.models.huggingface import reordered
+from trainer.models.mtp_names import decoder_name, is_final_norm, module_of, rotated_heads
 
 ITEMS = "items"  # the name of the tree in checkpoints/N
 # Keys of the custom metadata: MaxText's own key, and a key that this trainer adds: whether RoPE rotates adjacent pairs.
@@ -34,6 +36,9 @@ _FINAL_NORM = "decoder/decoder_norm/"
 _ROOTS = (ROOT, "", "model/", "base/", "model_params/")
 _VALUE = "/value"
 _RANDOM = {"rngs", "dropout"}  # state at these locations that is not parameters
+# How a tensor becomes ours: the axis of its layers, or -1 if it holds one layer; the number of entries of heads that
+# are reordered, and whether to pairs (`reordered`); a factor.
+_How = tuple[int, int, bool, float]
 
 
 class MaxTextSource:
@@ -78,7 +83,7 @@ class MaxTextSource:
         """See `Source.notes`. Notes the assumed order of a head's entries, which MaxText does not record;
         contradictions between the metadata and the arrays; and modules that are left out."""
         lines = []
-        if PAIRS not in self._said and _rotates(config):
+        if PAIRS not in self._said and not no_effect_of(config, ORDER):
             order = "adjacent pairs" if in_pairs(config) else "halves"
             lines.append(
                 f"{self.path}: RoPE is assumed to rotate a head's entries as {order}, like MaxText with "
@@ -125,13 +130,15 @@ class MaxTextSource:
         }
         wanted = {name: shape for tensors in stored.values() for name, shape in tensors.items()}
         check_tensors(found, wanted, str(self.path))
+        heads = heads_to_reorder(config, shapes, self._said.get(PAIRS, in_pairs(config)), str(self.path))
         leaves = {}
         for name, tensors in stored.items():
             dtype, mixed = common_dtype([np.dtype(self._headers[tensor][1].dtype) for tensor in tensors])
             # The axis of the layers; -1 if a tensor holds a single layer.
             on = 0 if places[name] is None else axis if name in tensors else -1
-            parts = [functools.partial(self._read, config, name, on, *tensor) for tensor in tensors.items()]
-            puts = [functools.partial(self._put, config, name, on, *tensor) for tensor in tensors.items()]
+            how = (on, heads.get(name, 0), config[ORDER], query_scale(config, name))
+            parts = [functools.partial(self._read, how, *tensor) for tensor in tensors.items()]
+            puts = [functools.partial(self._put, how, *tensor) for tensor in tensors.items()]
             leaves[name] = Leaf(shapes[name], dtype, parts, puts, mixed)
         return leaves
 
@@ -163,49 +170,34 @@ class MaxTextSource:
             return {layer_name(where, i): shape[1:] for i in range(layers)}
         return {name: _with_layers_on(axis, shape)}
 
-    def _read(self, config: Config, name: str, axis: int, tensor: str, shape: tuple[int, ...]) -> np.ndarray:
+    def _read(self, how: _How, tensor: str, shape: tuple[int, ...]) -> np.ndarray:
+        axis, head, pairs, factor = how
         stored, header = self._headers[tensor]
         value = orbax.read(self.path, stored, shape, np.dtype(header.dtype))
         if axis >= 0:
             value = np.moveaxis(value, axis, 0)
-        turn = self._turn(config, name)
-        return scaled(turn(value) if turn else value, np.multiply, query_scale(config, name))
+        return scaled(reordered(value, head, pairs=pairs), np.multiply, factor)
 
-    def _put(
-        self,
-        config: Config,
-        name: str,
-        axis: int,
-        tensor: str,
-        shape: tuple[int, ...],
-        abstract: jax.ShapeDtypeStruct,
-    ) -> jax.Array:
+    def _put(self, how: _How, tensor: str, shape: tuple[int, ...], abstract: jax.ShapeDtypeStruct) -> jax.Array:
         """Does the same as `_read` on devices, which also convert the tensor. Each process reads its devices'
         slices."""
+        axis, _, _, factor = how
         stored, header = self._headers[tensor]
 
         def theirs(ours: list[Any]) -> list[Any]:
             return ours[1:] if axis < 0 else list(_with_layers_on(axis, tuple(ours)))
 
         sharding = resharded(abstract.sharding, len(abstract.shape), theirs)
-        factor = query_scale(config, name)
         dtype = abstract.dtype if factor == 1 else np.dtype(header.dtype)  # scaled before it is rounded
         value = orbax.place(self.path, stored, jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
-        value = _to_ours(value, axis, self._turn(config, name), factor, abstract.dtype)
-        return jax.device_put(value, abstract.sharding)
-
-    def _turn(self, config: Config, name: str) -> Callable[[Any], Any] | None:
-        """Returns a function that reorders a head's entries as `config` requires; None if nothing changes."""
-        if not turns(config, name, self._said.get(PAIRS, in_pairs(config))):
-            return None
-        return pairs_of_halves if config.rope_interleave else halves_of_pairs
+        return jax.device_put(_to_ours(value, how, abstract.dtype), abstract.sharding)
 
 
-@functools.partial(jax.jit, static_argnames=("axis", "turn", "factor", "dtype"))
-def _to_ours(value: jax.Array, axis: int, turn: Callable[[Any], Any] | None, factor: float, dtype: Any) -> jax.Array:
-    """Converts a tensor to ours. Its layers are on `axis`; -1: it holds one layer and has no such axis."""
+@functools.partial(jax.jit, static_argnames=("how", "dtype"))
+def _to_ours(value: jax.Array, how: _How, dtype: Any) -> jax.Array:
+    axis, head, pairs, factor = how
     value = value[None] if axis < 0 else jnp.moveaxis(value, axis, 0)
-    value = turn(value) if turn else value
+    value = reordered(value, head, pairs=pairs)
     return (value if factor == 1 else value.astype(jnp.float32) * factor).astype(dtype)
 
 
@@ -241,18 +233,17 @@ def in_pairs(config: Config) -> bool:
     )
 
 
-def turns(config: Config, name: str, pairs: bool) -> bool:
-    """Returns whether head entries of the canonical parameter `name` are in another order than with `pairs`."""
-    if not family(config.decoder_block).hugging_face:
-        return False
-    layout = hugging_face(config).layouts.get(decoder_name(config, name))
-    return layout is not None and layout.turned and pairs != config.rope_interleave
+def heads_to_reorder(config: Config, shapes: Shapes, pairs: bool, where: str) -> Mapping[str, int]:
+    """Returns the parameters of `shapes` whose heads are in another order if MaxText rotates `pairs`, with the sizes of
+    a head.
 
-
-def _rotates(config: Config) -> bool:
-    """Returns whether `turns` can be true: a family may have no RoPE."""
-    known = family(config.decoder_block).hugging_face
-    return bool(known) and any(layout.turned for layout in hugging_face(config).layouts.values())
+    Raises:
+      UserError: the family does not say which these are.
+    """
+    if pairs == config[ORDER]:
+        return {}
+    why = f"{where}: MaxText rotates {'adjacent pairs' if pairs else 'halves'}, and {ORDER}={config[ORDER]} is set"
+    return rotated_heads(config, shapes, why)
 
 
 def query_scale(config: Config, name: str) -> float:

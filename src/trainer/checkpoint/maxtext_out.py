@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 
 from trainer.checkpoint import orbax
-from trainer.checkpoint.maxtext import ITEMS, PAIRS, ROOT, SCAN, layer_name, query_scale, scaled, turns
+from trainer.checkpoint.maxtext import ITEMS, PAIRS, ROOT, SCAN, heads_to_reorder, layer_name, query_scale, scaled
 from trainer.checkpoint.params_out import target_dtypes
 from trainer.checkpoint.source import Leaf, Tick, progress
 from trainer.config import Config
 from trainer.models.families import place, stacks
-from trainer.models.huggingface import halves_of_pairs, pairs_of_halves
+from trainer.models.huggingface import reordered
 from trainer.models.maxtext_config import maxtext_keys
 
 STEP = "0"  # the folder name of the only checkpoint that is written
@@ -35,22 +35,22 @@ def write_maxtext(folder: Path, config: Config, leaves: Mapping[str, Leaf], dtyp
     targets = target_dtypes(leaves, dtype)
     # The files fit the keys of `maxtext_keys`. These contain no model name, so rope_type alone determines the order.
     pairs = config.rope_type != "default"
+    heads = heads_to_reorder(config, {name: leaf.shape for name, leaf in leaves.items()}, pairs, "format=maxtext")
     step = folder / STEP
     with orbax.writer(step, {SCAN: scan, PAIRS: pairs}) as write, progress(leaves.values(), "writing") as tick:
         for name, leaf in leaves.items():
-            write(_stored(config, name, leaf, targets[name], scan, pairs, tick))
+            write(_stored(config, name, leaf, targets[name], scan, heads.get(name, 0), tick))
     _as_maxtext_has_it(step)
 
 
 def _stored(
-    config: Config, name: str, leaf: Leaf, dtype: np.dtype, scan: bool, pairs: bool, tick: Tick
+    config: Config, name: str, leaf: Leaf, dtype: np.dtype, scan: bool, head: int, tick: Tick
 ) -> dict[str, np.ndarray]:
     """Returns MaxText's arrays for one canonical parameter, by path."""
-    turn = pairs_of_halves if pairs else halves_of_pairs
     factor = query_scale(config, name)
 
     def theirs(value: np.ndarray) -> np.ndarray:
-        value = turn(value) if turns(config, name, pairs) else value
+        value = reordered(value, head, pairs=not config.rope_interleave)
         return scaled(value, np.divide, factor).astype(dtype, copy=False)
 
     if (where := place(stacks(config), name)) is None:

@@ -22,10 +22,9 @@ from trainer.checkpoint.source import Leaf, Shapes, check_tensors
 from trainer.config import Config, UserError
 from trainer.config.json_files import read_object
 from trainer.models import FAMILIES
-from trainer.models.families import family
-from trainer.models.huggingface import Layout, halves_of_pairs, pairs_of_halves
+from trainer.models.huggingface import reordered
 from trainer.models.huggingface_fields import neutral_keys
-from trainer.models.mtp_names import hugging_face_layouts, module_of
+from trainer.models.mtp_names import module_of, rotated_heads
 from trainer.optim.average import AVERAGE
 from trainer.state.diloco import mean_of_islands
 
@@ -88,27 +87,18 @@ class ParamsSource:
             if module_of(name) <= config.mtp_num_layers
         }
         check_tensors(found, shapes, str(self.path))
-        turned: set[str] = set()
+        heads: Mapping[str, int] = {}
         if self.keys[ORDER] != config[ORDER]:
-            turned = {name for name, layout in self._layouts(config).items() if layout.turned}
-        turn = pairs_of_halves if config[ORDER] else halves_of_pairs
-        return {name: self._leaf(name, shape, turn if name in turned else None) for name, shape in shapes.items()}
-
-    def _layouts(self, config: Config) -> Mapping[str, Layout]:
-        trained = self.keys["decoder_block"]
-        block = trained if trained in FAMILIES else config.decoder_block
-        if not family(block).hugging_face:
-            raise UserError(
-                f"{self.path}: saved with {ORDER}={self.keys[ORDER]}, and {ORDER}={config[ORDER]} is given: "
-                f"decoder_block={block} declares no Layouts, so which parameters to reorder is unknown"
-            )
-        return hugging_face_layouts(config, block)
+            why = f"{self.path}: saved with {ORDER}={self.keys[ORDER]}, and {ORDER}={config[ORDER]} is given"
+            trained = self.keys["decoder_block"]
+            heads = rotated_heads(config, shapes, why, trained if trained in FAMILIES else "")
+        return {name: self._leaf(name, shape, heads.get(name, 0), config[ORDER]) for name, shape in shapes.items()}
 
     def _of_islands(self, name: str) -> bool:
         """Whether `name` is stored for every island, on a first axis."""
         return self._paths[name].startswith(_ISLANDS)
 
-    def _leaf(self, name: str, shape: tuple[int, ...], turn: Any) -> Leaf:
+    def _leaf(self, name: str, shape: tuple[int, ...], head: int, pairs: bool) -> Leaf:
         tree, path = self._tree, self._paths[name]
         dtype = np.dtype(self._headers[path].dtype)
         read = functools.partial(orbax.read, tree, path, tuple(self._headers[path].shape), dtype)
@@ -119,12 +109,13 @@ class ParamsSource:
 
             return Leaf(shape, dtype, [mean], [lambda abstract: jax.device_put(mean(), abstract.sharding)])
         place = functools.partial(orbax.place, tree, path)
-        if turn is None:
+        if not head:
             return Leaf(shape, dtype, [read], [place])
-        turned = jax.jit(turn)
+        convert = functools.partial(reordered, head=head, pairs=pairs)
+        converted = jax.jit(convert)
         return Leaf(
             shape,
             dtype,
-            [lambda: turn(read())],
-            [lambda abstract: jax.device_put(turned(place(abstract)), abstract.sharding)],
+            [lambda: convert(read())],
+            [lambda abstract: jax.device_put(converted(place(abstract)), abstract.sharding)],
         )

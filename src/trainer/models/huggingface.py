@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from trainer.config import Config
+from trainer.config import Config, UserError
 
 EXPERT = "<expert>"  # stands for the number of the expert in the name of a tensor
 
@@ -24,15 +24,18 @@ class Layout(NamedTuple):
       name: the name of the tensor, with {} for the number of the layer. If it contains `EXPERT`, each expert has its
         own tensor, and the first axis of our parameter of one layer is experts. All other attributes then describe the
         parameter of one expert.
-      inputs: 0 if the tensor has our shape. Otherwise the tensor is a matrix [out, in], and the first `inputs` axes of
-        our kernel are its inputs.
-      turned: whether RoPE rotates the entries of the last axis. Hugging Face stores them as two halves; this trainer
-        stores adjacent pairs if `rope_interleave` is set.
+      inputs: 0 if the tensor has our shape or is `flat`. Otherwise the tensor is a matrix [out, in], and the first
+        `inputs` axes of our kernel are its inputs.
+      rotated: "" if RoPE rotates no entries. Otherwise the last axis of our parameter is a head, or several heads one
+        after the other, and this is the key for the number of entries of a head: "head_dim". Hugging Face stores each
+        head as two halves; this trainer stores it as adjacent pairs if `rope_interleave` is set.
+      flat: whether the tensor has a single axis, into which all of our axes are merged.
     """
 
     name: str
     inputs: int = 0
-    turned: bool = False
+    rotated: str = ""
+    flat: bool = False
 
     @property
     def of_experts(self) -> bool:
@@ -41,34 +44,55 @@ class Layout(NamedTuple):
 
     def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of the tensor of one layer, given our shape of one layer."""
+        if self.flat:
+            return (math.prod(ours),)
         return (math.prod(ours[self.inputs :]), math.prod(ours[: self.inputs])) if self.inputs else ours
 
-    def widened(self, shape: tuple[int, ...], box: tuple[slice, ...]) -> tuple[slice, ...]:
-        """Returns `box`, a box of one layer of our `shape`, enlarged such that the tensor's box contains complete
-        rotated axes."""
-        outer = {0, self.inputs} if self.inputs else set(range(len(shape)))
-        if self.turned:
-            outer -= {len(shape) - 1}
-        return tuple(cut if axis in outer else slice(0, shape[axis]) for axis, cut in enumerate(box))
+    def head(self, config: Config, shape: tuple[int, ...]) -> int:
+        """Returns the number of entries of a head on the last axis of our `shape`; 0 if RoPE rotates none.
+
+        Raises:
+          UserError: the axis does not consist of heads.
+        """
+        head = config[self.rotated] if self.rotated else 0
+        if head and shape[-1] % head:
+            raise UserError(
+                f"{self.name}: its Layout says that RoPE rotates heads of {self.rotated}={head} entries, but our "
+                f"parameter has {shape[-1]} entries on its last axis"
+            )
+        return head
+
+    def widened(self, shape: tuple[int, ...], box: tuple[slice, ...], head: int) -> tuple[slice, ...]:
+        """Returns `box`, a box of one layer of our `shape`, enlarged such that it is one box of the tensor and contains
+        complete heads of `head` entries on its last axis; 0: no heads."""
+        outer = {0, self.inputs} if self.inputs or self.flat else set(range(len(shape)))
+        wide = [cut if axis in outer else slice(0, shape[axis]) for axis, cut in enumerate(box)]
+        if head:
+            wide[-1] = slice(wide[-1].start // head * head, -(-wide[-1].stop // head) * head)
+        return tuple(wide)
 
     def box(self, shape: tuple[int, ...], box: tuple[slice, ...]) -> tuple[slice, ...]:
         """Returns the box of the tensor that holds `box`, a widened box of our `shape`."""
+        if self.flat:
+            rows = math.prod(shape[1:])
+            return (slice(box[0].start * rows, box[0].stop * rows),)
         if not self.inputs:
             return box
         rows, columns = math.prod(shape[self.inputs + 1 :]), math.prod(shape[1 : self.inputs])
         out, into = box[self.inputs], box[0]
         return slice(out.start * rows, out.stop * rows), slice(into.start * columns, into.stop * columns)
 
-    def to_ours(self, theirs: np.ndarray, shape: tuple[int, ...], interleave: bool) -> np.ndarray:
-        """Returns our parameter of one layer, or a widened box of it, with `shape`."""
-        ours = transposed(theirs).reshape(shape) if self.inputs else theirs
-        return pairs_of_halves(ours) if self.turned and interleave else ours
+    def to_ours(self, theirs: np.ndarray, shape: tuple[int, ...], head: int) -> np.ndarray:
+        """Returns our parameter of one layer, or a widened box of it, with `shape`. `head`: the number of entries of
+        heads to store as pairs; 0: none."""
+        return reordered((transposed(theirs) if self.inputs else theirs).reshape(shape), head, pairs=True)
 
-    def to_theirs(self, ours: np.ndarray, interleave: bool) -> np.ndarray:
+    def to_theirs(self, ours: np.ndarray, head: int) -> np.ndarray:
         """Returns the tensor of one layer; the inverse of `to_ours`."""
-        if self.turned and interleave:
-            ours = halves_of_pairs(ours)
-        return transposed(ours.reshape(math.prod(ours.shape[: self.inputs]), -1)) if self.inputs else ours
+        ours = reordered(ours, head, pairs=False)
+        if self.inputs:
+            return transposed(ours.reshape(math.prod(ours.shape[: self.inputs]), -1))
+        return ours.reshape(-1) if self.flat else ours
 
 
 class HuggingFace(NamedTuple):
@@ -122,11 +146,12 @@ def transposed(matrix: np.ndarray) -> np.ndarray:
     return result
 
 
-def pairs_of_halves(x: np.ndarray) -> np.ndarray:
-    """Reorders the last axis from (a_0 ... a_n, b_0 ... b_n) to (a_0, b_0, ... a_n, b_n)."""
-    return x.reshape(*x.shape[:-1], 2, -1).swapaxes(-1, -2).reshape(x.shape)
+def reordered(x: Any, head: int, *, pairs: bool) -> Any:
+    """Reorders the entries of heads, of a NumPy or JAX array. The last axis has heads of `head` entries; 0: no heads.
 
-
-def halves_of_pairs(x: np.ndarray) -> np.ndarray:
-    """Reorders the last axis back; the inverse of `pairs_of_halves`."""
-    return x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape)
+    With `pairs`, a head (a_0 ... a_n, b_0 ... b_n) becomes (a_0, b_0, ... a_n, b_n), otherwise the other way round.
+    """
+    if not head:
+        return x
+    halves = (2, head // 2) if pairs else (head // 2, 2)
+    return x.reshape(*x.shape[:-1], -1, *halves).swapaxes(-1, -2).reshape(x.shape)

@@ -7,8 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.config import Config
-from trainer.models.families import hugging_face, stacks
+from trainer.config import Config, UserError
+from trainer.config.effects import no_effect_of
+from trainer.models.families import family, hugging_face, stacks
 from trainer.models.huggingface import Layout
 from trainer.models.mtp import (
     BLOCK,
@@ -68,6 +69,28 @@ def hugging_face_layouts(config: Config, decoder_block: str = "") -> Mapping[str
         own = part_path(k, BLOCK)
         layouts |= {f"{own}/{part}": it._replace(name=it.name.format(number)) for part, it in block.items()}
     return layouts
+
+
+def rotated_heads(
+    config: Config, shapes: Mapping[str, tuple[int, ...]], why: str, decoder_block: str = ""
+) -> dict[str, int]:
+    """Returns the parameters of `shapes` whose entries RoPE rotates, with the number of entries of a head.
+
+    Args:
+      why: the reason why their order has to be changed, for messages.
+      decoder_block: the family whose layouts say it, by default that of `config`.
+
+    Raises:
+      UserError: the family declares no layouts.
+    """
+    if no_effect_of(config, "rope_interleave"):
+        return {}
+    block = decoder_block or config.decoder_block
+    if not family(block).hugging_face:
+        raise UserError(f"{why}: decoder_block={block} declares no Layouts, so which parameters to reorder is unknown")
+    layouts = hugging_face_layouts(config, block)
+    heads = {name: layouts[name].head(config, shape) for name, shape in shapes.items() if name in layouts}
+    return {name: head for name, head in heads.items() if head}
 
 
 def hugging_face_modules(layers: int, tensors: Mapping[str, Any]) -> int:

@@ -1,6 +1,7 @@
 """Reading and writing config.json, and the arithmetic of layouts."""
 
 import dataclasses
+import itertools
 import json
 import re
 import sys
@@ -12,8 +13,9 @@ import pytest
 from checkpoint_cases import FAMILIES, ROPES, config_of, hf_config, pairs
 
 from trainer.checkpoint.description import described, model_config
+from trainer.checkpoint.source import within
 from trainer.config import UserError
-from trainer.models.huggingface import Layout, halves_of_pairs, pairs_of_halves, transposed
+from trainer.models.huggingface import Layout, reordered, transposed
 from trainer.models.huggingface_config import config_json, length_notes, model_keys
 from trainer.models.llama2 import family as llama2
 
@@ -226,15 +228,53 @@ def test_transposed(shape, dtype):
 
 def test_pairs_and_halves():
     x = np.arange(24).reshape(3, 8)
-    np.testing.assert_array_equal(pairs_of_halves(x), pairs(x))
-    np.testing.assert_array_equal(halves_of_pairs(pairs(x)), x)
+    np.testing.assert_array_equal(reordered(x, 8, pairs=True), pairs(x))
+    np.testing.assert_array_equal(reordered(pairs(x), 8, pairs=False), x)
+    # Several heads on the last axis.
+    merged = pairs(x.reshape(3, 2, 4)).reshape(3, 8)
+    np.testing.assert_array_equal(reordered(x, 4, pairs=True), merged)
+    np.testing.assert_array_equal(reordered(merged, 4, pairs=False), x)
+    assert reordered(x, 0, pairs=True) is x
 
 
-@pytest.mark.parametrize("interleave", [False, True])
-@pytest.mark.parametrize(("inputs", "shape"), [(0, (8,)), (1, (6, 3, 4)), (2, (3, 4, 6))])
-def test_a_layout_and_its_inverse(inputs, shape, interleave):
-    layout = Layout("x", inputs, turned=True)
+# Layout and shape of a parameter, and the shape of its tensor.
+LAYOUTS = [
+    ({}, (8,), (8,)),
+    ({}, (3, 4), (3, 4)),
+    ({"inputs": 1}, (6, 3, 4), (12, 6)),
+    ({"inputs": 1}, (6, 12), (12, 6)),  # heads merged into one axis
+    ({"inputs": 2}, (3, 4, 8), (8, 12)),
+    ({"flat": True}, (12,), (12,)),  # a norm over all heads
+    ({"flat": True}, (3, 4), (12,)),  # the same, or a bias
+]
+
+
+@pytest.mark.parametrize("head", [0, 4])
+@pytest.mark.parametrize(("how", "shape", "theirs"), LAYOUTS)
+def test_a_layout_and_its_inverse(how, shape, theirs, head):
+    layout = Layout("x", rotated="head_dim", **how)
+    assert layout.head({"head_dim": 4}, shape) == 4
     ours = np.random.default_rng(0).normal(size=shape)
-    theirs = layout.to_theirs(ours, interleave)
-    assert theirs.shape == layout.shape(shape)
-    np.testing.assert_array_equal(layout.to_ours(theirs, shape, interleave), ours)
+    tensor = layout.to_theirs(ours, head)
+    assert tensor.shape == layout.shape(shape) == theirs
+    np.testing.assert_array_equal(layout.to_ours(tensor, shape, head), ours)
+    # By hand: heads first go back to halves.
+    halves = ours.copy().reshape(-1, 4)
+    if head:
+        halves = halves[:, [0, 2, 1, 3]]
+    halves = halves.reshape(shape)
+    inputs = how.get("inputs", 0)
+    by_hand = halves.reshape(np.prod(shape[:inputs], dtype=int), -1).T if inputs else halves.reshape(theirs)
+    np.testing.assert_array_equal(tensor, by_hand)
+    # Any box.
+    for ends in itertools.product(*[[(0, n), (0, n // 2), (n // 2, n), (n - 1, n)] for n in shape]):
+        box = tuple(slice(*pair) for pair in ends)
+        wide = layout.widened(shape, box, head)
+        found = layout.to_ours(tensor[layout.box(shape, wide)], tuple(cut.stop - cut.start for cut in wide), head)
+        np.testing.assert_array_equal(found[within(box, wide)], ours[box])
+
+
+def test_an_axis_that_does_not_consist_of_heads():
+    with pytest.raises(UserError, match=r"x: .* heads of head_dim=4 entries, but our parameter has 6 entries"):
+        Layout("x", rotated="head_dim").head({"head_dim": 4}, (3, 6))
+    assert Layout("x").head({"head_dim": 4}, (3, 6)) == 0

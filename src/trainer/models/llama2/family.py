@@ -14,8 +14,12 @@ _LAYER = "model.layers.{}."
 LAYOUTS = {
     "token_embedder/embedding": Layout("model.embed_tokens.weight"),
     "decoder/layers/pre_self_attention_layer_norm/scale": Layout(_LAYER + "input_layernorm.weight"),
-    "decoder/layers/self_attention/query/kernel": Layout(_LAYER + "self_attn.q_proj.weight", inputs=1, turned=True),
-    "decoder/layers/self_attention/key/kernel": Layout(_LAYER + "self_attn.k_proj.weight", inputs=1, turned=True),
+    "decoder/layers/self_attention/query/kernel": Layout(
+        _LAYER + "self_attn.q_proj.weight", inputs=1, rotated="head_dim"
+    ),
+    "decoder/layers/self_attention/key/kernel": Layout(
+        _LAYER + "self_attn.k_proj.weight", inputs=1, rotated="head_dim"
+    ),
     "decoder/layers/self_attention/value/kernel": Layout(_LAYER + "self_attn.v_proj.weight", inputs=1),
     "decoder/layers/self_attention/out/kernel": Layout(_LAYER + "self_attn.o_proj.weight", inputs=2),
     "decoder/layers/post_self_attention_layer_norm/scale": Layout(_LAYER + "post_attention_layernorm.weight"),

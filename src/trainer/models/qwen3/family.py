@@ -5,9 +5,10 @@ from trainer.models.flops import forward_flops_per_token
 from trainer.models.huggingface import HuggingFace, Layout
 from trainer.models.llama2.family import LAYOUTS, stacks
 
+_ATTENTION = "model.layers.{}.self_attn."
 NORMS = {
-    "decoder/layers/self_attention/query_norm/scale": Layout("model.layers.{}.self_attn.q_norm.weight", turned=True),
-    "decoder/layers/self_attention/key_norm/scale": Layout("model.layers.{}.self_attn.k_norm.weight", turned=True),
+    "decoder/layers/self_attention/query_norm/scale": Layout(_ATTENTION + "q_norm.weight", rotated="head_dim"),
+    "decoder/layers/self_attention/key_norm/scale": Layout(_ATTENTION + "k_norm.weight", rotated="head_dim"),
 }
 FAMILY = Family(
     stacks,
