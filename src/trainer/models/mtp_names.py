@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.config import Config, UserError
 from trainer.config.effects import no_effect_of
-from trainer.models.families import family, hugging_face, stacks
+from trainer.models.families import family, hugging_face, in_stack, stacks
 from trainer.models.huggingface import Layout
 from trainer.models.mtp import (
     BLOCK,
@@ -81,14 +81,17 @@ def rotated_heads(
       decoder_block: the family whose layouts say it, by default that of `config`.
 
     Raises:
-      UserError: the family declares no layouts.
+      UserError: the family declares no layouts, or none of a parameter in a block, such as that of an adapter.
     """
     if no_effect_of(config, "rope_interleave"):
         return {}
     block = decoder_block or config.decoder_block
-    if not family(block).hugging_face:
-        raise UserError(f"{why}: decoder_block={block} declares no Layouts, so which parameters to reorder is unknown")
-    layouts = hugging_face_layouts(config, block)
+    layouts = hugging_face_layouts(config, block) if family(block).hugging_face else {}
+    if unknown := [name for name in shapes if name not in layouts and (in_stack(name) or module_of(name))]:
+        raise UserError(
+            f"{why}: decoder_block={block} declares no Layouts of {len(unknown)} parameters, so whether to reorder "
+            f"them is unknown: {', '.join(unknown[:3])}{', ...' if unknown[3:] else ''}"
+        )
     heads = {name: layouts[name].head(config, shape) for name, shape in shapes.items() if name in layouts}
     return {name: head for name, head in heads.items() if head}
 

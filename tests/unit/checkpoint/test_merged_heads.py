@@ -194,6 +194,16 @@ def test_maxtext_without_layouts_is_refused_if_the_order_differs(tmp_path, monke
         write_maxtext(tmp_path / "out", config("bare:FAMILY", False, rope_type="yarn"), leaves_of(params), None, True)
 
 
+def test_norms_of_a_family_that_declares_none_are_not_left_as_they_are(tmp_path):
+    """Llama's layouts have no norms of heads, which `use_qk_norm` adds."""
+    configs = {order: config("llama2", order, use_qk_norm=True) for order in ORDERS}
+    params = random_params(configs[False])
+    write_params(tmp_path, configs[False], leaves_of(params), None, {})
+    assert_same(loaded(tmp_path, configs[False]), params)
+    with pytest.raises(UserError, match=rf"no Layouts of 2 parameters, .*: {ATTENTION}key_norm.*query_norm/scale$"):
+        loaded(tmp_path, configs[True])
+
+
 def test_an_axis_that_is_not_made_of_heads_is_refused(tmp_path, monkeypatch):
     """The scale of the norm after attention has 32 entries, and a head 12."""
     tables = MERGED.hugging_face[0]

@@ -150,6 +150,10 @@ def test_a_base_under_adapters_and_a_new_matrix(tmp_path, kind):
     params = random_params(config, seed=1)
     assert_same(loaded(write_ours(tmp_path / "whole", config, params), config, lines), params)
     assert lines == []
+    # Nothing says whether RoPE rotates the output of an adapter.
+    other = config_of(**ADAPTED, head_dim=16, rope_interleave=kind == "maxtext")
+    with pytest.raises(UserError, match="declares no Layouts of"):
+        loaded(tmp_path / "whole", other)
 
 
 def test_a_group_is_absent_as_a_whole_or_an_error(tmp_path, monkeypatch):
