@@ -26,7 +26,7 @@ class Int8:
         scale = jnp.abs(kernel).max(self.inputs, keepdims=True).astype(jnp.float32) / 127
         return {"q": jnp.round(kernel / scale).astype(jnp.int8), "scale": scale}
 
-    def __call__(self, x, inputs, kernel, settle):
+    def __call__(self, x, inputs, kernel, reduce_early):
         return product(x, inputs, dequantized(kernel, x.dtype))
 
 

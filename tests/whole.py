@@ -46,7 +46,7 @@ COVERED = {
     r"unit/models/test_goldens\.py::test_logits\S*-blockwise-": "the reference op; ops/test_blockwise.py",
     r"unit/models/test_gpt3\.py::test_every_combination": "the same program for llama2",
     r"unit/products/test_stored\.py::test_a_model_of_integers": "an int8 product by itself",
-    r"unit/sharding/test_(default_rules\.py::test_the_inputs\S*\[tensor_s|settle_gradient\.py::test_a_tpu_w)": "tensor",
+    r"unit/sharding/test_(default_rules\.py::test_the_inputs\S*\[tensor_s|early_reduction\.py::test_a_tpu_w)": "tensor",
     r"unit/sharding/test_table_gradient\.py::test_a_tpu": "the same count on CPU devices",
     r"unit/state/test_host\.py::test_the_same_bits\S*adafactor": "muon, for which more is offloaded",
     r"unit/training/test_diloco\.py::test_an_island_trains": "one island against Nesterov; islands against numpy",

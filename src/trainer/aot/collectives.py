@@ -143,9 +143,7 @@ def _found(
         elif instruction.opcode == "while":
             trips = loops.trips(module, computation, instruction)
             repeated = times * (1 if trips is None else trips)
-            inside = [
-                transfer for c in instruction.called for transfer in _found(module, c, repeated, conditional, unknown)
-            ]
+            inside = [each for c in instruction.called for each in _found(module, c, repeated, conditional, unknown)]
             if trips is None and inside:
                 unknown.append(instruction.op_name or instruction.name)
             yield from inside

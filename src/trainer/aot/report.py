@@ -72,10 +72,8 @@ class Report:
     def gradients_reduced_in(self) -> list[str]:
         """Returns the dtypes, in HLO's spelling, in which gradients are all-reduced, reduce-scattered or summed in a
         ring."""
-        sums = [transfer for transfer in self.cost.collectives if transfer.sums and transfer.size > 1024]
-        return sorted(
-            {transfer.dtype for transfer in sums if any("transpose(" in source for source in transfer.sources)}
-        )
+        sums = [each for each in self.cost.collectives if each.sums and each.size > 1024]
+        return sorted({each.dtype for each in sums if any("transpose(" in source for source in each.sources)})
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the report as plain data for JSON."""

@@ -199,9 +199,8 @@ def gradients(program: Program, snapshot: Snapshot, batch: Batch, known: Shared)
     tree = _forward(run, state(program, snapshot))
     fn = make_gradients(run.config, run.objective, run.param_shardings)
     args = tree, place(batch, run.batch_shardings), run.frozen.make()
-    result = _compiled(known, run.sharded(fn), *args)(*args)
-    loss = {"loss": result.loss, **result.means}
-    return Measured({"loss": loss, "gradients": program.names.of(by_name(result.grads))})
+    got = _compiled(known, run.sharded(fn), *args)(*args)
+    return Measured({"loss": {"loss": got.loss, **got.means}, "gradients": program.names.of(by_name(got.grads))})
 
 
 def update(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) -> Measured:

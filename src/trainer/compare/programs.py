@@ -243,7 +243,5 @@ def _head(sides: Sequence[Side], programs: Sequence[Program], dataset: Dataset) 
     for key in differing_keys(sides):
         if not (named and key in FLAGS):
             values = [program.config[key] for program in programs]
-            head.append(
-                (key, " | ".join(value if isinstance(value, str) and value else to_flow(value) for value in values))
-            )
+            head.append((key, " | ".join(text if isinstance(text, str) and text else to_flow(text) for text in values)))
     return head

@@ -46,8 +46,7 @@ class Quantity:
         none."""
         if self.notes:
             return self.notes[0]
-        unequal = [difference for difference in self.differences if not difference.equal]
-        apart = unequal or [difference for difference in self.differences if not difference.bits]
+        apart = [d for d in self.differences if not d.equal] or [d for d in self.differences if not d.bits]
         if not apart:
             return None
         missing = f" ({apart[0].note})" if math.isinf(apart[0].absolute) and apart[0].note else ""

@@ -74,7 +74,7 @@ def choose_attention(values: Mapping[str, Any], mesh: Mapping[str, int], platfor
     ]
 
 
-def kernel_barred(config: Config, mesh: Mapping[str, int], platform: str) -> str:
+def why_no_kernel(config: Config, mesh: Mapping[str, int], platform: str) -> str:
     """Returns why a resolved `config` with blockwise attention cannot use the platform's kernel; "" if it can."""
     name = FLASH[platform]
     if config["attention"] != "blockwise" or not (unmet := unsupported(KERNELS[name], config, mesh, platform)):

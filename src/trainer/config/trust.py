@@ -34,9 +34,7 @@ def foreign_code(
     given = {name: config[name] for name in (*_STARTS, *_READ) if config[name] and "://" not in config[name]}
     paths = {name: Path(text).expanduser() for name, text in given.items() if not path_problem(text)}
     # Whatever such a yml names as its parent is the folder's choice, too.
-    first = next(
-        (i for i, yml in enumerate(chain) if any(_foreign(yml, *named) for named in paths.items())), len(chain)
-    )
+    first = next((i for i, yml in enumerate(chain) if any(_foreign(yml, *key) for key in paths.items())), len(chain))
     lines = []
     for name, where in changed.items():
         if where != COMMAND_LINE and file_of(where) in chain[first:] and names_code(keys[name], config[name]):

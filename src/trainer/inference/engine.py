@@ -265,9 +265,8 @@ class Engine:
         step = sequences.used.astype(jnp.int32)
         drawn = draw(logits, sequences.sampling, wrapped(sequences.keys), sequences.positions + 1)
         tokens = jnp.where(sequences.used, drawn.token, sequences.tokens)
-        after = sequences._replace(
-            tokens=tokens, positions=sequences.positions + step, lengths=sequences.lengths + step
-        )
+        positions, lengths = sequences.positions + step, sequences.lengths + step
+        after = sequences._replace(tokens=tokens, positions=positions, lengths=lengths)
         log_probs = drawn.log_prob if self.config.return_log_prob else None
         return after, Result(tokens, sequences.used, after.lengths, log_probs)
 

@@ -69,9 +69,7 @@ class MaxEngine(Engine):
             # Generation needs no modules of multi-token prediction.
             params = load_parameters(path, config, abstract, say, {*given, _MODULES}, average=average)
         else:
-            params = jax.tree.map(
-                lambda leaf, target: jax.device_put(leaf, target.sharding).astype(target.dtype), params, abstract
-            )
+            params = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding).astype(like.dtype), params, abstract)
         return parted(params, variables[1])
 
     def get_tokenizer(self) -> Tokenizer:

@@ -13,7 +13,7 @@ from flax import nnx
 from trainer import sharding
 from trainer.config import UserError
 from trainer.layers.param import param
-from trainer.products import MakeProduct, Settle, plain, stored
+from trainer.products import EarlyReduction, MakeProduct, plain, stored
 
 ROWS = sharding.Axes(("activation_batch", "activation_length"))
 # The axes of the input of layers with weights, with complete rows, and of the residual stream between layers.
@@ -37,15 +37,15 @@ class Dense(nnx.Module):
         dtype: jnp.dtype,
         weight_dtype: jnp.dtype,
         bias: bool = False,
-        settles: bool = False,
+        reduces_early: bool = False,
         make_product: MakeProduct = plain,
         rngs: nnx.Rngs,
     ):
         """`names`: the logical name of each axis of the kernel, inputs before outputs. `bias`: whether to add a bias,
-        of `out_shape`. `settles`: whether to reduce the kernel's gradient over devices immediately
-        (`sharding.settle_gradient`)."""
+        of `out_shape`. `reduces_early`: whether to reduce the kernel's gradient over devices immediately
+        (`sharding.reduce_gradient_early`)."""
         self.inputs = len(in_shape)
-        self.names, self.settles = tuple(names), settles
+        self.names, self.reduces_early = tuple(names), reduces_early
         self.dtype = dtype
         init = jax.nn.initializers.lecun_normal()
         # The initializer takes fan-in from the second-to-last axis, so draw a matrix and reshape it.
@@ -58,14 +58,14 @@ class Dense(nnx.Module):
 
     def __call__(self, x: jax.Array, out_names: Sequence[str | None]) -> jax.Array:
         """Maps x [..., *in_shape] to [..., *out_shape], whose axes are called `out_names`."""
-        settle: Settle | None = None
+        early: EarlyReduction | None = None
         inputs, outputs = self.names[: self.inputs], self.names[self.inputs :]
-        if self.settles:
+        if self.reduces_early:
             gathered, rows = (*[None] * self.inputs, *outputs), out_names[: -len(outputs)]
-            settle = functools.partial(sharding.settle_gradient, names=self.names, gathered=gathered, rows=rows)
+            early = functools.partial(sharding.reduce_gradient_early, names=self.names, gathered=gathered, rows=rows)
         rows = ROWS if x.ndim - self.inputs == 2 else out_names[: -len(outputs)]
         x = sharding.for_product(x.astype(self.dtype), rows, inputs)
-        out = sharding.for_product(self.product(x, self.inputs, self.kernel.get_value(), settle), rows, outputs)
+        out = sharding.for_product(self.product(x, self.inputs, self.kernel.get_value(), early), rows, outputs)
         if self.adds_bias:
             out = out + self.bias.get_value().astype(out.dtype)
         return sharding.constrain(out, out_names)
@@ -107,14 +107,14 @@ class Embed(nnx.Module):
     def attend(self, x_bte: jax.Array) -> jax.Array:
         """Returns logits [b, t, v]: products of `x_bte` with every row of the table."""
 
-        def settle(x_bte: jax.Array, turned_ev: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def reduce_early(x_bte: jax.Array, turned_ev: jax.Array) -> tuple[jax.Array, jax.Array]:
             # The table as stored. With the gradient of its transpose, a step on v5e-4 accesses 18 % more bytes.
-            x_bte, table = sharding.settle_gradient(x_bte, turned_ev.T, TABLE, (TABLE[0], None), ROWS)
+            x_bte, table = sharding.reduce_gradient_early(x_bte, turned_ev.T, TABLE, (TABLE[0], None), ROWS)
             return x_bte, table.T
 
         x_bte = sharding.for_product(x_bte.astype(self.dtype), ROWS, TABLE[1:])
         kernel = stored(self.product, self._table().T)
-        logits = sharding.for_product(self.product(x_bte, 1, kernel, settle), ROWS, TABLE[:1])
+        logits = sharding.for_product(self.product(x_bte, 1, kernel, reduce_early), ROWS, TABLE[:1])
         return sharding.constrain(logits, (*ROWS, "activation_vocab"))
 
     def _table(self) -> Any:

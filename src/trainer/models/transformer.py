@@ -32,7 +32,7 @@ def make_logits_dense(config: Config, rngs: nnx.Rngs) -> Dense:
         ("embed", "vocab"),
         dtype=jnp.dtype(config.dtype),
         weight_dtype=jnp.dtype(config.weight_dtype),
-        settles=True,
+        reduces_early=True,
         make_product=family(config.decoder_block).make_product,
         rngs=rngs,
     )

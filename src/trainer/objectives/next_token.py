@@ -48,15 +48,13 @@ class NextToken:
         """Returns the terms of each token, float32 [b, t], given its hidden states, and the log-probabilities behind
         them. A term whose multiplier is 0 is left out. `best`: see `target_log_probs`."""
         smoothed = self.label_smoothing != 0
-        result = target_log_probs(
-            self.apply, params, rest, hidden_bte, target_bt, self.tiling, mean=smoothed, best=best
-        )
-        terms = {"lm_loss": -result.target}
+        logs = target_log_probs(self.apply, params, rest, hidden_bte, target_bt, self.tiling, mean=smoothed, best=best)
+        terms = {"lm_loss": -logs.target}
         if self.z_loss_multiplier:
-            terms["z_loss"] = self.z_loss_multiplier * result.log_z**2
-        if result.mean is not None:
-            terms["label_smoothing_loss"] = self.label_smoothing * (result.target - result.mean)
-        return terms, result
+            terms["z_loss"] = self.z_loss_multiplier * logs.log_z**2
+        if logs.mean is not None:
+            terms["label_smoothing_loss"] = self.label_smoothing * (logs.target - logs.mean)
+        return terms, logs
 
     def sums(
         self,

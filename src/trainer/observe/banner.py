@@ -9,7 +9,7 @@ from trainer.config.derived import DCN, islands
 from trainer.config.diloco_keys import timetable
 from trainer.config.expert_keys import dense_layers, has_experts, some_experts
 from trainer.config.family import reads
-from trainer.config.kernels import kernel_barred
+from trainer.config.kernels import why_no_kernel
 from trainer.config.latent_keys import is_latent
 from trainer.config.words import counted
 from trainer.observe.lines import Work
@@ -59,7 +59,7 @@ def banner_rows(
 ) -> list[tuple[str, str]]:
     """Returns (label, text) rows for the resolved `config`. For the arguments see `Console.banner`."""
     rows, length, tokens = global_batch_rows(config), config.max_target_length, work_of(config, 0.0).tokens
-    barred = kernel_barred(config, mesh_axes(config), platform)
+    reason = why_no_kernel(config, mesh_axes(config), platform)
     batch = f"{counted(rows, 'row')} x {counted(length, 'token')} = {counted(tokens, 'token')} per step"
     if config.gradient_accumulation_steps > 1:
         batch += f", in {config.gradient_accumulation_steps} microbatches"
@@ -74,7 +74,7 @@ def banner_rows(
             f"{_feed_forward(config)}, vocabulary {config.vocab_size}, "
             f"{'tied' if config.logits_via_embedding else 'separate'} head; {parameters:,} parameters",
         ),
-        ("attention", f"{config.attention} ({barred})" if barred else config.attention),
+        ("attention", f"{config.attention} ({reason})" if reason else config.attention),
         ("dtype", f"{config.dtype}, weights {config.weight_dtype}"),
         ("batch", batch),
         *([("loss", f"in {config.num_vocab_tiling} tiles of tokens")] if config.num_vocab_tiling > 1 else []),

@@ -6,11 +6,11 @@ of experts have products of groups of rows (`MakeGrouped`), which have no parame
 """
 
 from trainer.products.plain import (
+    EarlyReduction,
     GroupedProduct,
     MakeGrouped,
     MakeProduct,
     Product,
-    Settle,
     grouped_product,
     in_dtype,
     plain,
@@ -20,11 +20,11 @@ from trainer.products.plain import (
 )
 
 __all__ = [
+    "EarlyReduction",
     "GroupedProduct",
     "MakeGrouped",
     "MakeProduct",
     "Product",
-    "Settle",
     "grouped_product",
     "in_dtype",
     "plain",

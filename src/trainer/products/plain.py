@@ -12,8 +12,8 @@ from flax import nnx
 from trainer import sharding
 from trainer.ops.grouped import grouped_matmul
 
-# (x, kernel) -> (x, kernel): `sharding.settle_gradient` for the matrix of the output head
-Settle = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+# (x, kernel) -> (x, kernel): `sharding.reduce_gradient_early` for the matrix of the output head
+EarlyReduction = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 class Product(Protocol):
@@ -24,14 +24,14 @@ class Product(Protocol):
     (`sharding.axes_of_parts`). A grouped product may have it, too.
     """
 
-    def __call__(self, x: jax.Array, inputs: int, kernel: Any, settle: Settle | None) -> jax.Array:
+    def __call__(self, x: jax.Array, inputs: int, kernel: Any, reduce_early: EarlyReduction | None) -> jax.Array:
         """See above.
 
         Args:
           inputs: the number of axes of `in`.
           kernel: the parameter as stored, in its own dtype. It may be a pytree, see above.
-          settle: None, or a function to apply to the two operands just before they are multiplied, in their dtype. It
-            affects only the gradient of the kernel; a product whose kernel has no gradient ignores it.
+          reduce_early: None, or a function to apply to the two operands just before they are multiplied, in their
+            dtype. It affects only the gradient of the kernel; a product whose kernel has no gradient ignores it.
         """
 
 
@@ -65,15 +65,15 @@ def plain(in_shape: Sequence[int], out_shape: Sequence[int], names: Sequence[str
     return product
 
 
-def product(x: jax.Array, inputs: int, kernel: jax.Array, settle: Settle | None = None) -> jax.Array:
+def product(x: jax.Array, inputs: int, kernel: jax.Array, reduce_early: EarlyReduction | None = None) -> jax.Array:
     """See `Product`. The kernel is cast to the dtype of `x`.
 
     Except on a TPU, this is one product of two matrices, so that XLA's CPU backend does not transpose a copy of the
     operands for the weight gradient. On a TPU, merged axes would need a copy into a common order (docs/decisions/0004).
     """
     kernel = kernel.astype(x.dtype)
-    if settle is not None:
-        x, kernel = settle(x, kernel)
+    if reduce_early is not None:
+        x, kernel = reduce_early(x, kernel)
     if sharding.on_tpu():
         return jnp.tensordot(x, kernel, inputs)
     leading, out_shape = x.shape[: x.ndim - inputs], kernel.shape[inputs:]

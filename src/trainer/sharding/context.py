@@ -123,7 +123,7 @@ def _sharding(names: Sequence[str | None], shape: Sequence[int]) -> NamedShardin
     return named_sharding(inside, names, shape, free)
 
 
-def settle_gradient(
+def reduce_gradient_early(
     x: jax.Array,
     matrix: jax.Array,
     names: Sequence[str | None],
@@ -150,13 +150,13 @@ def settle_gradient(
     if at is None or jax.sharding.get_abstract_mesh().manual_axes:
         return x, matrix
     if gathered is None or not on_tpu():
-        return _settled(x, matrix, at, at)
+        return _reduced(x, matrix, at, at)
     inputs = math.prod(size for size, name in zip(matrix.shape, gathered, strict=True) if name is None)
     if x.size // inputs // _parts(rows) <= inputs:
-        return _settled(x, matrix, at, at)
+        return _reduced(x, matrix, at, at)
     inside = _sharding(gathered, matrix.shape)
     assert inside is not None
-    return _settled(x, matrix, at, inside)
+    return _reduced(x, matrix, at, inside)
 
 
 def _parts(names: Sequence[str | None]) -> int:
@@ -168,15 +168,15 @@ def _parts(names: Sequence[str | None]) -> int:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _settled(x: jax.Array, matrix: jax.Array, at: NamedSharding, inside: NamedSharding) -> tuple[jax.Array, jax.Array]:
+def _reduced(x: jax.Array, matrix: jax.Array, at: NamedSharding, inside: NamedSharding) -> tuple[jax.Array, jax.Array]:
     return x, matrix if inside == at else jax.lax.with_sharding_constraint(matrix, inside)
 
 
-def _settled_forward(x: jax.Array, matrix: jax.Array, at: NamedSharding, inside: NamedSharding) -> Any:
-    return _settled(x, matrix, at, inside), None
+def _reduced_forward(x: jax.Array, matrix: jax.Array, at: NamedSharding, inside: NamedSharding) -> Any:
+    return _reduced(x, matrix, at, inside), None
 
 
-def _settled_backward(
+def _reduced_backward(
     at: NamedSharding, inside: NamedSharding, _: None, cotangents: tuple[jax.Array, jax.Array]
 ) -> Any:
     input_gradient, weight_gradient = cotangents
@@ -185,7 +185,7 @@ def _settled_backward(
     return jax.lax.optimization_barrier((input_gradient, jax.lax.with_sharding_constraint(weight_gradient, at)))
 
 
-_settled.defvjp(_settled_forward, _settled_backward)
+_reduced.defvjp(_reduced_forward, _reduced_backward)
 
 
 def take(

@@ -53,8 +53,8 @@ class Adapter(nnx.Module):
         self.down = nnx.Param(jax.random.normal(rngs.params(), (*in_shape, 2)))
         self.up = nnx.Param(jax.random.normal(rngs.params(), (2, *out_shape)))
 
-    def __call__(self, x, inputs, kernel, settle):
-        return product(x, inputs, kernel, settle) + product(product(x, inputs, self.down[...]), 1, self.up[...])
+    def __call__(self, x, inputs, kernel, reduce_early):
+        return product(x, inputs, kernel, reduce_early) + product(product(x, inputs, self.down[...]), 1, self.up[...])
 
 
 class Gated(Block):

@@ -134,7 +134,7 @@ def test_a_product_with_parameters_gets_its_gradients(monkeypatch):
             self.down = nnx.Param(jax.random.normal(rngs.params(), (*in_shape, 2)), out_sharding=("embed", None))
             self.up = nnx.Param(jax.random.normal(rngs.params(), (2, *out_shape)), out_sharding=(None, "vocab"))
 
-        def __call__(self, x, inputs, kernel, settle):
+        def __call__(self, x, inputs, kernel, reduce_early):
             low = product(product(x, inputs, self.down[...]), 1, self.up[...])
             return product(x, inputs, jnp.round(8 * kernel) + kernel - jax.lax.stop_gradient(kernel)) + low
 

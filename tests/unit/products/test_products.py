@@ -32,9 +32,9 @@ class Recorded:
         self.met = []
 
     def __call__(self, in_shape, out_shape, names, *, rngs):
-        def rounded(x, inputs, kernel, settle):
+        def rounded(x, inputs, kernel, reduce_early):
             self.met.append((tuple(names), (*in_shape, *out_shape) == kernel.shape))
-            return product(x, inputs, jnp.round(4 * kernel), settle)
+            return product(x, inputs, jnp.round(4 * kernel), reduce_early)
 
         return rounded
 
@@ -46,8 +46,8 @@ class Adapter(nnx.Module):
         self.down = nnx.Param(jax.random.normal(rngs.params(), (*in_shape, 2)))
         self.up = nnx.Param(jnp.zeros((2, *out_shape)))
 
-    def __call__(self, x, inputs, kernel, settle):
-        return product(x, inputs, kernel, settle) + product(product(x, inputs, self.down[...]), 1, self.up[...])
+    def __call__(self, x, inputs, kernel, reduce_early):
+        return product(x, inputs, kernel, reduce_early) + product(product(x, inputs, self.down[...]), 1, self.up[...])
 
 
 def layer_of(name, make_product):

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh
 
-from trainer.sharding import Axes, constrain, mesh_axes, on_mesh, settle_gradient, shard_mapped, take
+from trainer.sharding import Axes, constrain, mesh_axes, on_mesh, reduce_gradient_early, shard_mapped, take
 
 RULES = {"batch": ("data", "fsdp"), "width": ("tensor",), "depth": ()}
 ROWS = Axes(("batch", "depth"))
@@ -49,7 +49,7 @@ def test_a_collective_by_a_logical_name_is_right_over_any_axes(mesh, over):
         return x / jax.lax.psum(x.sum(axis=0), mesh_axes("batch"))
 
     def looked_up(x, table):
-        x, table = settle_gradient(x, table, ("depth", "width"))
+        x, table = reduce_gradient_early(x, table, ("depth", "width"))
         return shares(take(x, jnp.arange(x.shape[0]), ("batch", "depth")), table)
 
     def run(x, table, fn=shares):

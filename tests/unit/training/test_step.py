@@ -333,7 +333,7 @@ def test_initialized_sharded_and_never_whole_on_one_device():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_gradient_of_the_head_is_settled(tied):
+def test_the_gradient_of_the_head_is_reduced_early(tied):
     run = build(load(arguments("nnx", logits_via_embedding=tied)).config, jax.devices())
     text = str(jax.make_jaxpr(run.step)(*run.abstract_args()))
     head = f"f32[{'64,16' if tied else '16,64'}]"

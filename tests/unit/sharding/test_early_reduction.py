@@ -15,7 +15,7 @@ from trainer.config import UserError
 from trainer.config.topologies import find_topology
 from trainer.layers.dense import Embed
 from trainer.ops.losses import cross_entropy
-from trainer.sharding import Axes, constrain, on_mesh, settle_gradient, shard_mapped
+from trainer.sharding import Axes, constrain, on_mesh, reduce_gradient_early, shard_mapped
 
 RULES = {"batch": ("data",), "embed": ("data",), "vocab": ()}
 
@@ -27,7 +27,7 @@ def gradients(names):
 
     def loss(x, matrix):
         if names is not None:
-            x, matrix = settle_gradient(x, matrix, names)
+            x, matrix = reduce_gradient_early(x, matrix, names)
         return jnp.sum((x @ matrix) ** 2)
 
     fn = jax.jit(jax.grad(loss, argnums=(0, 1)))
@@ -40,11 +40,11 @@ def test_the_gradients_stay_and_that_of_the_matrix_comes_first():
     assert "optimization_barrier" not in plain + text
     mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
     with on_mesh(mesh, RULES):
-        settled, text = gradients(("embed", "vocab"))
-    for a, b, c in zip(expected, off_mesh, settled, strict=True):
+        early, text = gradients(("embed", "vocab"))
+    for a, b, c in zip(expected, off_mesh, early, strict=True):
         np.testing.assert_array_equal(b, a)
         np.testing.assert_allclose(c, a, rtol=1e-5, atol=1e-5)  # sums over devices in another order
-    assert settled[1].sharding.is_equivalent_to(NamedSharding(mesh, P("data", None)), 2)
+    assert early[1].sharding.is_equivalent_to(NamedSharding(mesh, P("data", None)), 2)
     # The barrier takes the input gradient and the resharded weight gradient; nothing bypasses it.
     before, _, after = text.partition("optimization_barrier")
     assert before.count("sharding_constraint") == 1
@@ -56,7 +56,7 @@ def test_inside_of_shard_mapped_it_does_nothing():
     names = (Axes(("batch", None)), Axes((None, None)))
 
     def loss(x, matrix):
-        return jnp.sum(jnp.matmul(*settle_gradient(x, matrix, ("embed", "vocab"))))[None]
+        return jnp.sum(jnp.matmul(*reduce_gradient_early(x, matrix, ("embed", "vocab"))))[None]
 
     with on_mesh(jax.make_mesh((8,), ("data",), (AxisType.Auto,)), RULES):
         mapped = shard_mapped(jax.grad(lambda *args: loss(*args)[0]), names, names[0], check=False)
@@ -69,7 +69,7 @@ def test_a_tpu_with_more_rows_than_a_matrix_gathers_it_once(monkeypatch):
 
     def program(rows):
         def loss(x, matrix):
-            x, matrix = settle_gradient(x, matrix, ("embed", "vocab"), (None, "vocab"), ("batch",))
+            x, matrix = reduce_gradient_early(x, matrix, ("embed", "vocab"), (None, "vocab"), ("batch",))
             return jnp.sum((x @ matrix) ** 2)
 
         x, matrix = jnp.ones((rows, 8)), jnp.arange(32.0).reshape(8, 4)
@@ -93,11 +93,11 @@ def test_rows_are_compared_with_all_axes_that_multiply_them(monkeypatch, rows, g
     """A matrix [2, 8, 4] has inputs of 16 entries, although the last axis of x has 8."""
     monkeypatch.setattr("trainer.sharding.context.on_tpu", lambda: True)
 
-    def settled(x, matrix):
-        return settle_gradient(x, matrix, ("heads", "embed", "vocab"), (None, None, "vocab"), ("batch",))
+    def early(x, matrix):
+        return reduce_gradient_early(x, matrix, ("heads", "embed", "vocab"), (None, None, "vocab"), ("batch",))
 
     with on_mesh(jax.make_mesh((8,), ("data",), (AxisType.Auto,)), RULES | {"heads": ()}):
-        text = str(jax.make_jaxpr(settled)(jnp.ones((rows, 2, 8)), jnp.ones((2, 8, 4))))
+        text = str(jax.make_jaxpr(early)(jnp.ones((rows, 2, 8)), jnp.ones((2, 8, 4))))
     assert ("sharding_constraint[" in text) == gathers
 
 
