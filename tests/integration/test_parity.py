@@ -195,7 +195,7 @@ def test_a_fault_in_an_update_is_named(capsys, monkeypatch, name):
 
     def no_model(*args):
         """Returns gradients that need almost no compilation."""
-        return lambda tree, batch: Gradients(
+        return lambda tree, batch, frozen: Gradients(
             jnp.ones(()), {"lm_loss": jnp.ones(())}, jnp.ones((), jnp.int32), {}, jax.tree.map(jnp.sin, tree.params)
         )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import flags, scale
+from trainer.config.activations import ACTIVATIONS
 from trainer.config.data_keys import DATA_CHECKS, DATA_PATHS, LISTS_OF_FILES
 from trainer.config.decoding_keys import DECODING_CHECKS
 from trainer.config.derived import DCN, ICI, MESH_AXES, UNUSED_AXES
@@ -25,9 +26,6 @@ from trainer.config.paths import path_problem
 from trainer.config.rules import collisions
 from trainer.config.schema import FLOAT32_MAX
 from trainer.config.topologies import find_topology
-
-# Functions of jax.nn, gelu by its tanh approximation; "linear" changes nothing.
-ACTIVATIONS = ("silu", "gelu", "relu", "tanh", "sigmoid", "linear")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trainer.config import schema
-from trainer.config.check import ACTIVATIONS
+from trainer.config.activations import ACTIVATIONS
 from trainer.config.dump import to_flow
 from trainer.config.flags import FLAGS
 from trainer.config.maxtext_base import defaults

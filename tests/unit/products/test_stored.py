@@ -35,7 +35,7 @@ def stepped(run, tree, steps=1):
     """Returns the losses and the canonical state after steps from the canonical state `tree`."""
     state, step, losses = state_from(run, tree), run.compile(), []
     for i in range(steps):
-        state, metrics = step(state, place(packed_batch(run.config, ROWS, seed=i), run.batch_shardings))
+        state, metrics = step(state, place(packed_batch(run.config, ROWS, seed=i), run.batch_shardings), ())
         losses.append(run.read(metrics, i)["loss"])
     return losses, copied(run.codec.unpack(state))
 
@@ -94,7 +94,7 @@ def test_the_parts_of_a_parameter_are_sharded_like_it(combination):
     storage = by_name(run.param_shardings.storage)
     assert "data" in str(storage["decoder/layers/mlp/wo/kernel/q"].spec)
     assert "data" in str(storage["decoder/layers/mlp/wi_0/kernel/scale"].spec)
-    found = {tensor.name: tensor for tensor in jax.tree.leaves(run.tensors)}
+    found = {tensor.name: tensor for tensor in jax.tree.leaves(run.states.tensors)}
     assert found["params/decoder/layers/mlp/wi_0/kernel/q"].axes == ("layers", "embed", "mlp")
     assert found["params/decoder/layers/mlp/wi_0/kernel/q"].of_parameter
     assert found["params/decoder/layers/self_attention/out/kernel/scale"].axes == ("layers", None, None, "embed")
