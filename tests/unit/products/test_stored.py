@@ -36,7 +36,7 @@ def stepped(run, tree, steps=1):
     state, step, losses = state_from(run, tree), run.compile(), []
     for i in range(steps):
         state, metrics = step(state, place(packed_batch(run.config, ROWS, seed=i), run.batch_shardings), ())
-        losses.append(run.read(metrics, i)["loss"])
+        losses.append(run.computation.read(metrics, i)["loss"])
     return losses, copied(run.codec.unpack(state))
 
 
