@@ -11,15 +11,24 @@ from trainer.observe.report import report_html
 from trainer.observe.rundir import REPORT_FILE
 from trainer.runtime.folders import check_folder, replace_file
 
+HELP = """usage: python -m trainer.report RUN [RUN ...] [out=FILE]
+
+Writes a page with the charts and the configuration of a run, or of several runs side by side.
+RUN   the folder of a run, base_output_directory/run_name
+out   the page; default: report.html in the folder of one run, or in the current folder for several"""
+
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line `argv` (default: the arguments of the process)."""
     words = command_line(argv)
+    if words and words[0] in ("--help", "-h", "help"):
+        print(HELP)
+        return
     outs = [word.removeprefix("out=") for word in words if word.startswith("out=")]
     folders = [Path(local_path(word, "")) for word in words if not word.startswith("out=")]
     if not folders:
-        raise UserError("give the folder of a run: python -m trainer.report RUN [RUN ...] [out=FILE]")
+        raise UserError("give the folder of a run: python -m trainer.report RUN [RUN ...] [out=FILE]; see --help")
     # On several runs, the page belongs to none of them.
     default = folders[0] / REPORT_FILE if len(folders) == 1 else Path(REPORT_FILE)
     out = Path(local_path(outs[-1], "out=")) if outs else default

@@ -1,9 +1,12 @@
 """Properties of the source: which file names the flags, what a package may import, how fast the package loads."""
 
 import ast
+import contextlib
+import importlib
 import re
 from pathlib import Path
 
+import pytest
 from sources import FILES, SOURCE, imported
 
 from trainer.config.flags import FLAGS
@@ -54,3 +57,13 @@ def words_of(path: Path) -> set[str]:
 
 def is_text(node: ast.Module | ast.ClassDef | ast.FunctionDef) -> bool:
     return bool(node.body) and isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(path for path in SOURCE.glob("*.py") if path.stem != "__init__"), ids=lambda path: path.stem
+)
+def test_every_program_answers_help(path, capsys):
+    program = importlib.import_module(f"trainer.{path.stem}")
+    with contextlib.suppress(SystemExit):
+        program.main(["--help"])
+    assert capsys.readouterr().out.startswith("usage: python -m trainer.")
