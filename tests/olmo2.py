@@ -38,8 +38,8 @@ class NormedAttention(Attention):
             norm.scale = param(jnp.ones(shape, dtypes["weight_dtype"]), names)
             setattr(self, name, norm)
 
-    def _projected(self, x_bte):
-        queries, keys, values = super()._projected(x_bte)
+    def _projected(self, x_bte, context):
+        queries, keys, values = super()._projected(x_bte, context)
         return self._normed(queries, self.query_norm), self._normed(keys, self.key_norm), values
 
     def _normed(self, x_bthd, norm):
@@ -60,7 +60,7 @@ class Olmo2Block(Block):
         norm = functools.partial(RMSNorm, config.base_emb_dim, epsilon=config.normalization_layer_epsilon, **dtypes)
         self.attention_norm, self.mlp_norm = norm(), norm()
 
-    def make_attention(self, config, rngs, make_product, dtypes):
+    def make_attention(self, config, rngs, dtypes):
         return NormedAttention(config, rngs, dtypes, merged=self.merged)
 
     def __call__(self, x, cache, context):

@@ -71,7 +71,7 @@ class Block(nnx.Module):
             cache = cache.with_part("attention", attention)
             cache = cache.with_part("sum", cache.part("sum").replace(total[:, -1]))
         x = x + attended + self.mix(mean, INPUT)
-        return x + self.mlp(x, context.rows, context.at(HIDDEN).key), cache
+        return x + self.mlp(x, context.at(HIDDEN)), cache
 
 
 FAMILY = Family(

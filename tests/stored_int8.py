@@ -1,7 +1,5 @@
 """Families whose matrices are stored as int8 with their scales, as a user can write them: `dense` and `experts`."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -26,29 +24,25 @@ class Int8:
         scale = jnp.abs(kernel).max(self.inputs, keepdims=True).astype(jnp.float32) / 127
         return {"q": jnp.round(kernel / scale).astype(jnp.int8), "scale": scale}
 
-    def __call__(self, x, inputs, kernel, reduce_early):
+    def __call__(self, x, inputs, kernel, reduce_early, context):
         return product(x, inputs, dequantized(kernel, x.dtype))
 
 
 class GroupedInt8(Int8):
-    def __call__(self, x, kernel, sizes):
+    def __call__(self, x, kernel, sizes, context):
         return grouped_product(x, dequantized(kernel, x.dtype), sizes)
 
 
-def make_product(in_shape, out_shape, names, *, rngs):
-    return Int8(*range(len(in_shape)))
+def make(kernel, *, rngs):
+    return GroupedInt8(1) if kernel.groups else Int8(*range(len(kernel.in_shape)))
 
 
-def make_grouped(groups, in_size, out_size, names):
-    return GroupedInt8(1)
+def of_block(block, names):
+    stacks = lambda config: [Stack("layers", (block,), config.base_num_decoder_layers)]  # noqa: E731
+    return Family(stacks, products=lambda config: [(names, make)])
 
 
-def of_block(block):
-    return Family(lambda config: [Stack("layers", (block,), config.base_num_decoder_layers)], make_product=make_product)
-
-
-dense = of_block(functools.partial(llama2.Block, make_product=make_product))
-experts = of_block(functools.partial(Block, make_product=make_product, make_grouped=make_grouped))
+dense, experts = of_block(llama2.Block, "kernel$"), of_block(Block, "kernel$|MoeBlock_0/w")
 FROZEN = {"trainable_parameters_mask": "[scale$,embedding]"}  # everything but the integers
 
 

@@ -59,7 +59,7 @@ class ParallelBlock(nnx.Module):
         """One layer: [b, t, e] -> [b, t, e], and the cache with keys and values added."""
         h = self.norm(x_bte)
         attended, cache = self.self_attention(h, cache, context.at(ATTENTION))
-        h = attended + self.mlp(h, context.rows, context.at(HIDDEN).key)
+        h = attended + self.mlp(h, context.at(HIDDEN))
         out = dropout(x_bte + h, context.at(OUTPUT).key, context.rows, self.dropout_rate)
         return sharding.constrain(out, RESIDUAL), cache
 

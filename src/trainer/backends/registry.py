@@ -4,6 +4,8 @@ import importlib
 
 from trainer.backends.base import Model
 from trainer.config import Config, combination
+from trainer.models.families import check_products
+from trainer.ops.paths import by_name
 
 # Imported on use, so that one combination does not load the dependencies of another.
 MODELS = {
@@ -16,6 +18,12 @@ MODELS = {
 
 
 def make_model(config: Config) -> Model:
-    """Returns the model of the combination of a resolved configuration."""
+    """Returns the model of the combination of a resolved configuration.
+
+    Raises:
+      UserError: a block or the family's rules for products are invalid.
+    """
     module, _, name = MODELS[combination(config)].partition(":")
-    return getattr(importlib.import_module(module), name)(config)
+    model: Model = getattr(importlib.import_module(module), name)(config)
+    check_products(config, list(by_name(model.abstract[0])))
+    return model

@@ -14,7 +14,6 @@ from trainer.config import UserError
 from trainer.config.kernels import KERNELS
 from trainer.config.tiles import AUTOMATIC, Tiles
 from trainer.layers.cache import Cache, own_mask
-from trainer.layers.context import Context
 from trainer.layers.dense import INPUT, RESIDUAL, Dense
 from trainer.layers.norm import RMSNorm
 from trainer.layers.param import param
@@ -25,7 +24,7 @@ from trainer.ops.cudnn import cudnn_attention
 from trainer.ops.max_logits import BLOCK, max_logits
 from trainer.ops.rope import Rope, rope
 from trainer.ops.splash import splash_attention
-from trainer.products import MakeProduct, plain
+from trainer.products import Context
 
 OPS = {
     "dot_product": dot_product_attention,
@@ -127,7 +126,6 @@ class Attention(nnx.Module):
         weight_dtype: jnp.dtype,
         bias: bool | Collection[str] = False,
         fused: bool = False,
-        make_product: MakeProduct = plain,
         rngs: nnx.Rngs,
     ):
         """`rope`: None for no rotation. `op`: a name in OPS. `window`, `soft_cap`: see `ops.attention`; 0 for none.
@@ -145,7 +143,7 @@ class Attention(nnx.Module):
 
         def dense(name: str, in_shape: Sequence[int], out_shape: Sequence[int], names: Sequence[str]) -> Dense:
             biased = bias if isinstance(bias, bool) else name in bias
-            settings: dict[str, Any] = {"dtype": dtype, "weight_dtype": weight_dtype, "make_product": make_product}
+            settings: dict[str, Any] = {"dtype": dtype, "weight_dtype": weight_dtype}
             return Dense(in_shape, out_shape, names, bias=biased, rngs=rngs, **settings)
 
         self.heads, self.kv_heads, self.head_dim, self.dtype, self.fused = heads, kv_heads, head_dim, dtype, fused
@@ -200,15 +198,16 @@ class Attention(nnx.Module):
         """Returns the logical axes of the arrays of `init_cache`."""
         return KVCache(KEYS, KEYS)  # type: ignore[arg-type]  # in place of arrays
 
-    def _projected(self, x_bte: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _projected(self, x_bte: jax.Array, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns queries [b, t, heads, d], keys and values [b, t, kv_heads, d]."""
         if self.fused:
-            qkv = self.qkv_proj(x_bte, QKV)
+            qkv = self.qkv_proj(x_bte, QKV, context)
             queries, keys, values = (
                 sharding.constrain(qkv[:, :, i], names) for i, names in enumerate((QUERIES, KEYS, KEYS))
             )
         else:
-            queries, keys, values = self.query(x_bte, QUERIES), self.key(x_bte, KEYS), self.value(x_bte, KEYS)
+            queries = self.query(x_bte, QUERIES, context)
+            keys, values = self.key(x_bte, KEYS, context), self.value(x_bte, KEYS, context)
         return (
             checkpoint_name(queries, "query_proj"),
             checkpoint_name(keys, "key_proj"),
@@ -228,7 +227,7 @@ class Attention(nnx.Module):
         """
         position_bt = context.positions
         x_bte = sharding.constrain(x_bte, INPUT)
-        queries, keys, values = self._projected(x_bte)
+        queries, keys, values = self._projected(x_bte, context)
         if self.norms_heads:
             queries, keys = self.query_norm(queries), self.key_norm(keys)
         if self.rope is not None:
@@ -243,5 +242,5 @@ class Attention(nnx.Module):
             cache, (keys, values), mask = cache.extend(KVCache(keys, values), context, scores.window)
         sinks = self.sinks.get_value() if self.has_sinks else None
         attended = scores.attend(queries, keys, values, mask, context, sinks)
-        out = self.out(attended, RESIDUAL)
+        out = self.out(attended, RESIDUAL, context)
         return checkpoint_name(out, "out_proj"), cache

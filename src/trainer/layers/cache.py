@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trainer.layers.context import Context
 from trainer.ops.attention import Mask
+from trainer.products import Context
 
 _NOWHERE = -1  # the segment of an entry without a token
 

@@ -12,8 +12,9 @@ from flax import nnx
 
 from trainer import sharding
 from trainer.config import UserError
+from trainer.layers.matrices import WithMatrices
 from trainer.layers.param import param
-from trainer.products import EarlyReduction, MakeProduct, plain, stored
+from trainer.products import Context, EarlyReduction, Kernel, Product, product, stored
 
 ROWS = sharding.Axes(("activation_batch", "activation_length"))
 # The axes of the input of layers with weights, with complete rows, and of the residual stream between layers.
@@ -21,7 +22,7 @@ INPUT = sharding.Axes((*ROWS, "activation_embed"))
 RESIDUAL = sharding.Axes(("activation_batch", "activation_norm_length", "activation_embed"))
 
 
-class Dense(nnx.Module):
+class Dense(WithMatrices):
     """A linear map from the last `len(in_shape)` axes of its input to `out_shape`.
 
     Initial weights: normal, truncated at two standard deviations, variance 1 / fan-in (LeCun et al. 1998). An initial
@@ -38,7 +39,6 @@ class Dense(nnx.Module):
         weight_dtype: jnp.dtype,
         bias: bool = False,
         reduces_early: bool = False,
-        make_product: MakeProduct = plain,
         rngs: nnx.Rngs,
     ):
         """`names`: the logical name of each axis of the kernel, inputs before outputs. `bias`: whether to add a bias,
@@ -50,14 +50,25 @@ class Dense(nnx.Module):
         init = jax.nn.initializers.lecun_normal()
         # The initializer takes fan-in from the second-to-last axis, so draw a matrix and reshape it.
         kernel = init(rngs.params(), (prod(in_shape), prod(out_shape)), weight_dtype)
+        self.kernel = param(kernel.reshape(*in_shape, *out_shape), names)
         if bias:
             self.bias: nnx.Variable = param(jnp.zeros(out_shape, weight_dtype), names[len(in_shape) :])
         self.adds_bias = bias
-        self.product = make_product(in_shape, out_shape, names, rngs=rngs)
-        self.kernel = param(stored(self.product, kernel.reshape(*in_shape, *out_shape)), names)
+        self.product: Product = product
 
-    def __call__(self, x: jax.Array, out_names: Sequence[str | None]) -> jax.Array:
-        """Maps x [..., *in_shape] to [..., *out_shape], whose axes are called `out_names`."""
+    def kernels(self) -> dict[str, Kernel]:
+        """See `WithMatrices`."""
+        shape = self.kernel.get_value().shape
+        return {"kernel": Kernel(shape[: self.inputs], shape[self.inputs :], self.names)}
+
+    def use(self, name: str, product: Any) -> None:
+        """See `WithMatrices`."""
+        self.product = product
+        self.kernel.set_value(stored(product, self.kernel.get_value()))
+
+    def __call__(self, x: jax.Array, out_names: Sequence[str | None], context: Context | None = None) -> jax.Array:
+        """Maps x [..., *in_shape] to [..., *out_shape], whose axes are called `out_names`. `context`: for the
+        product."""
         early: EarlyReduction | None = None
         inputs, outputs = self.names[: self.inputs], self.names[self.inputs :]
         if self.reduces_early:
@@ -65,7 +76,8 @@ class Dense(nnx.Module):
             early = functools.partial(sharding.reduce_gradient_early, names=self.names, gathered=gathered, rows=rows)
         rows = ROWS if x.ndim - self.inputs == 2 else out_names[: -len(outputs)]
         x = sharding.for_product(x.astype(self.dtype), rows, inputs)
-        out = sharding.for_product(self.product(x, self.inputs, self.kernel.get_value(), early), rows, outputs)
+        out = self.product(x, self.inputs, self.kernel.get_value(), early, context)
+        out = sharding.for_product(out, rows, outputs)
         if self.adds_bias:
             out = out + self.bias.get_value().astype(out.dtype)
         return sharding.constrain(out, out_names)
@@ -74,7 +86,7 @@ class Dense(nnx.Module):
 TABLE = sharding.Axes(("vocab", "embed"))
 
 
-class Embed(nnx.Module):
+class Embed(WithMatrices):
     """The embedding table [vocab, embed]. Initial entries are standard normal.
 
     The table must be an array, because a lookup is no product and cannot read a quantized container. The product of a
@@ -89,15 +101,22 @@ class Embed(nnx.Module):
         dtype: jnp.dtype,
         weight_dtype: jnp.dtype,
         scale: float = 1.0,
-        make_product: MakeProduct = plain,
         rngs: nnx.Rngs,
     ):
-        """`scale`: the factor on the rows that are looked up. `make_product` makes the product of the head, if the
-        table is also the head (`attend`)."""
+        """`scale`: the factor on the rows that are looked up."""
         self.dtype, self.scale = dtype, scale
         table = jax.random.normal(rngs.params(), (vocab, width), weight_dtype)
         self.embedding = param(table, TABLE)
-        self.product = make_product([width], [vocab], TABLE[::-1], rngs=rngs)
+        self.product: Product = product  # of the head, if the table is also the head (`attend`)
+
+    def kernels(self) -> dict[str, Kernel]:
+        """See `WithMatrices`."""
+        vocab, width = self.embedding.get_value().shape
+        return {"embedding": Kernel((width,), (vocab,), TABLE[::-1])}
+
+    def use(self, name: str, product: Any) -> None:
+        """See `WithMatrices`. The table stays an array."""
+        self.product = product
 
     def __call__(self, id_bt: jax.Array) -> jax.Array:
         """Returns the rows of the table for `id_bt`, times `scale` in their dtype: [b, t, e]."""
@@ -114,7 +133,7 @@ class Embed(nnx.Module):
 
         x_bte = sharding.for_product(x_bte.astype(self.dtype), ROWS, TABLE[1:])
         kernel = stored(self.product, self._table().T)
-        logits = sharding.for_product(self.product(x_bte, 1, kernel, reduce_early), ROWS, TABLE[:1])
+        logits = sharding.for_product(self.product(x_bte, 1, kernel, reduce_early, None), ROWS, TABLE[:1])
         return sharding.constrain(logits, (*ROWS, "activation_vocab"))
 
     def _table(self) -> Any:

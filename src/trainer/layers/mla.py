@@ -13,13 +13,12 @@ from trainer.config import UserError
 from trainer.config.tiles import AUTOMATIC, Tiles
 from trainer.layers.attention import KEY_ROWS, KEYS, QUERIES, Scores
 from trainer.layers.cache import Cache, own_mask
-from trainer.layers.context import Context
 from trainer.layers.dense import INPUT, RESIDUAL, ROWS, Dense
 from trainer.layers.norm import RMSNorm
 from trainer.layers.sown import MaxLogit, captures, sow
 from trainer.ops.attention import Mask
 from trainer.ops.rope import Rope, rope, score_scale
-from trainer.products import MakeProduct, plain
+from trainer.products import Context, product
 
 # The names of its matrix products for rematerialization, in addition to those of `layers.attention`.
 PROJECTIONS = ("query_wa_proj", "kv_wa_proj")
@@ -69,20 +68,17 @@ class LatentAttention(nnx.Module):
         dropout_rate: float = 0.0,
         dtype: jnp.dtype,
         weight_dtype: jnp.dtype,
-        make_product: MakeProduct = plain,
         rngs: nnx.Rngs,
     ):
         """`q_rank`: width of the query latents; 0: queries are projections of the input itself. `kv_rank`: width of the
         latents of keys and values. `norm_epsilon`: epsilon of the norms of latents. `mscale`: see
         `ops.rope.score_scale`. For the others see `layers.attention.Attention`."""
-        dense = functools.partial(Dense, dtype=dtype, weight_dtype=weight_dtype, make_product=make_product, rngs=rngs)
+        dense = functools.partial(Dense, dtype=dtype, weight_dtype=weight_dtype, rngs=rngs)
         norm = functools.partial(RMSNorm, epsilon=norm_epsilon, dtype=dtype, weight_dtype=weight_dtype)
         self.heads, self.q_rank, self.kv_rank, self.nope_dim, self.rope_dim = heads, q_rank, kv_rank, nope_dim, rope_dim
         self.rope = rope
         scale = (nope_dim + rope_dim) ** -0.5 * score_scale(rope, mscale)
         self.scores = Scores(op, window, soft_cap, scale, tiles, dropout_rate)
-        # A product other than the plain one may store its kernel in another form, or have its own parameters.
-        self.absorbs = make_product is plain
         if q_rank:
             self.wq_a = dense([width], [q_rank], ("embed", "q_lora_up_proj"))
             self.q_norm = norm(q_rank)
@@ -128,10 +124,9 @@ class LatentAttention(nnx.Module):
 
         For calls with a cache see `layers.attention.Attention`.
         """
-        position_bt = context.positions
         x_bte = sharding.constrain(x_bte, INPUT)
-        query, query_rope = self._queries(x_bte, position_bt)
-        latent, key_rope = self._latents(x_bte, position_bt)
+        query, query_rope = self._queries(x_bte, context)
+        latent, key_rope = self._latents(x_bte, context)
         seen, mask, filled = LatentCache(latent, key_rope), own_mask(context), False
         if cache is not None:
             filled = cache.filled
@@ -140,30 +135,33 @@ class LatentAttention(nnx.Module):
             attended = self._over_cache(query, query_rope, seen, mask, context)
         else:
             queries = jnp.concatenate([query, query_rope], axis=-1)
-            keys, values = self._keys_and_values(latent, key_rope)
+            keys, values = self._keys_and_values(latent, key_rope, context)
             if cache is None and captures(self, MaxLogit):
                 sow(self, MaxLogit, "max_logit", self.scores.largest(queries, keys, mask, context))
             attended = self.scores.attend(queries, keys, values, mask, context)
-        return checkpoint_name(self.out(attended, RESIDUAL), "out_proj"), cache
+        return checkpoint_name(self.out(attended, RESIDUAL, context), "out_proj"), cache
 
-    def _queries(self, x_bte: jax.Array, position_bt: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _queries(self, x_bte: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
         """Returns the parts of queries without position [b, t, h, nope], and the rotated parts [b, t, h, rope]."""
         if self.q_rank:
-            latent = checkpoint_name(self.wq_a(x_bte, LATENT), "query_wa_proj")
-            queries = self.wq_b(self.q_norm(latent), QUERIES)
+            latent = checkpoint_name(self.wq_a(x_bte, LATENT, context), "query_wa_proj")
+            queries = self.wq_b(self.q_norm(latent), QUERIES, context)
         else:
-            queries = self.query(x_bte, QUERIES)
+            queries = self.query(x_bte, QUERIES, context)
         query, query_rope = jnp.split(checkpoint_name(queries, "query_proj"), [self.nope_dim], axis=-1)
-        return query, rope(query_rope, position_bt, self.rope)
+        return query, rope(query_rope, context.positions, self.rope)
 
-    def _latents(self, x_bte: jax.Array, position_bt: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _latents(self, x_bte: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
         """Returns the normalized latents [b, t, r], and the rotated keys [b, t, rope]."""
-        latent, key_rope = jnp.split(checkpoint_name(self.wkv_a(x_bte, LATENT), "kv_wa_proj"), [self.kv_rank], axis=-1)
-        return self.kv_norm(latent), rope(key_rope[:, :, None], position_bt, self.rope)[:, :, 0]
+        projected = checkpoint_name(self.wkv_a(x_bte, LATENT, context), "kv_wa_proj")
+        latent, key_rope = jnp.split(projected, [self.kv_rank], axis=-1)
+        return self.kv_norm(latent), rope(key_rope[:, :, None], context.positions, self.rope)[:, :, 0]
 
-    def _keys_and_values(self, latent_bsr: jax.Array, key_rope_bsd: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _keys_and_values(
+        self, latent_bsr: jax.Array, key_rope_bsd: jax.Array, context: Context
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns keys and values per head: [b, s, h, nope + rope] and [b, s, h, value]."""
-        key, values = jnp.split(self.wkv_b(latent_bsr, KEYS), [self.nope_dim], axis=-1)
+        key, values = jnp.split(self.wkv_b(latent_bsr, KEYS, context), [self.nope_dim], axis=-1)
         key, values = checkpoint_name(key, "key_proj"), checkpoint_name(values, "value_proj")
         shared = jnp.broadcast_to(key_rope_bsd[:, :, None], (*key.shape[:3], self.rope_dim))
         return sharding.constrain(jnp.concatenate([key, shared], axis=-1), KEYS), values
@@ -173,8 +171,9 @@ class LatentAttention(nnx.Module):
     ) -> jax.Array:
         """Returns the result for queries over all cached positions: [b, t, h, value]."""
         scores = self.scores._replace(op="dot_product")
-        if not self.absorbs:
-            keys, values = self._keys_and_values(*cached)
+        # A product other than the plain one may store its kernel in another form, or have its own parameters.
+        if self.wkv_b.product is not product:
+            keys, values = self._keys_and_values(*cached, context)
             return scores.attend(jnp.concatenate([query, query_rope], axis=-1), keys, values, mask, context)
         kernel = self.wkv_b.kernel.get_value().astype(query.dtype)
         to_key, to_value = jnp.split(kernel, [self.nope_dim], axis=-1)

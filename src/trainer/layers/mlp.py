@@ -14,7 +14,7 @@ from trainer import sharding
 from trainer.config.activations import ACTIVATIONS as NAMES
 from trainer.layers.dense import INPUT, RESIDUAL, ROWS, Dense
 from trainer.ops.dropout import dropout
-from trainer.products import MakeProduct, plain
+from trainer.products import Context
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     name: (lambda x: x) if name == "linear" else getattr(jax.nn, name) for name in NAMES
@@ -57,7 +57,6 @@ class MLP(nnx.Module):
         bias: bool | Collection[str] = False,
         norm: nnx.Module | None = None,
         combine: Combine | None = None,
-        make_product: MakeProduct = plain,
         rngs: nnx.Rngs,
     ):
         """`bias`: whether all projections have a bias, or the names of those that have one. `norm`: the norm of the
@@ -65,7 +64,7 @@ class MLP(nnx.Module):
 
         def dense(name: str, in_shape: Sequence[int], out_shape: Sequence[int], names: Sequence[str]) -> Dense:
             biased = bias if isinstance(bias, bool) else name in bias
-            settings: dict[str, Any] = {"dtype": dtype, "weight_dtype": weight_dtype, "make_product": make_product}
+            settings: dict[str, Any] = {"dtype": dtype, "weight_dtype": weight_dtype}
             return Dense(in_shape, out_shape, names, bias=biased, rngs=rngs, **settings)
 
         self.combine = combine
@@ -79,12 +78,12 @@ class MLP(nnx.Module):
     def _projections(self) -> list[str]:
         return ["wi"] if len(self.activations) == 1 else [f"wi_{i}" for i in range(len(self.activations))]
 
-    def __call__(self, x_bte: jax.Array, row_b: jax.Array, key: jax.Array | None) -> jax.Array:
+    def __call__(self, x_bte: jax.Array, context: Context) -> jax.Array:
         if self.mlp_layer_norm is not None:
             x_bte = self.mlp_layer_norm(x_bte)
         x_bte = sharding.constrain(x_bte, INPUT)
         names = self._projections()
-        projected = (checkpoint_name(getattr(self, name)(x_bte, HIDDEN), f"mlp{name}") for name in names)
+        projected = (checkpoint_name(getattr(self, name)(x_bte, HIDDEN, context), f"mlp{name}") for name in names)
         hidden = hidden_units(projected, self.activations, self.combine)
-        hidden = dropout(hidden, key, row_b, self.dropout_rate)
-        return checkpoint_name(self.wo(hidden, RESIDUAL), "mlpwo")
+        hidden = dropout(hidden, context.key, context.rows, self.dropout_rate)
+        return checkpoint_name(self.wo(hidden, RESIDUAL, context), "mlpwo")

@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,27 +11,27 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from trainer import sharding
-from trainer.layers.context import Context
 from trainer.layers.dense import INPUT, RESIDUAL, ROWS, Dense
+from trainer.layers.matrices import WithMatrices
 from trainer.layers.mlp import ACTIVATIONS, MLP
 from trainer.layers.param import Buffer, param
 from trainer.layers.sown import Activation, RouterCount, RouterLoss, captures, sow
 from trainer.ops import exchange
 from trainer.ops.experts import Apply, Dispatched, dropless, every_expert, within_capacity
 from trainer.ops.routing import Routing, Score, entropy, load_balance, squared_log_z, tokens_per_expert, weight_of_each
-from trainer.products import MakeGrouped, MakeProduct, in_dtype, plain, plain_grouped, stored
+from trainer.products import Context, Kernel, grouped_product, in_dtype, stored
 
 IN, OUT = sharding.Axes(("exp", "embed_moe", "mlp")), sharding.Axes(("exp", "mlp", "embed_moe"))
 LOGITS = sharding.Axes((*ROWS, None))
 # Inside of `shard_mapped`: complete rows, a device's own experts, and its share of their hidden units. What devices
 # compute from their shares adds up to the result.
 _TOKENS, _PER_TOKEN, _PER_ROW = LOGITS, ROWS, sharding.Axes(("activation_batch",))
-_IN, _OUT = sharding.Axes(("exp", None, "activation_mlp")), sharding.Axes(("exp", "activation_mlp", None))
+_SHARES = {"exp": "exp", "mlp": "activation_mlp"}  # other axes of matrices are complete
 _BIAS = sharding.Axes((None,))
 _PARTS = sharding.Axes(("activation_mlp", *LOGITS))
 
 
-class MoE(nnx.Module):
+class MoE(WithMatrices):
     """The weighted sum of the results of each token's chosen experts, each a gated MLP (Shazeer et al. 2017,
     arXiv:1701.06538): the product of `activations`, each of a projection of its own, projected back.
 
@@ -62,16 +62,14 @@ class MoE(nnx.Module):
         buffer: float = 1.5,
         dtype: jnp.dtype,
         weight_dtype: jnp.dtype,
-        make_product: MakeProduct = plain,
-        make_grouped: MakeGrouped = plain_grouped,
         routed_bias: bool = False,
         by_sigmoid: bool = False,
         rngs: nnx.Rngs,
     ):
         """`chosen`: how many experts of a token. `sparse`: no token is dropped, by products of groups of tokens.
         Otherwise, with a `capacity_factor` above 0, an expert drops tokens beyond its capacity, and without one every
-        expert computes every token. `buffer`: see `ops.exchange.round_size`. `make_product`: of the router.
-        `by_sigmoid`: scores are sigmoids, which the load-balance loss and the entropy divide by their sum."""
+        expert computes every token. `buffer`: see `ops.exchange.round_size`. `by_sigmoid`: scores are sigmoids, which
+        the load-balance loss and the entropy divide by their sum."""
         self.experts, self.chosen, self.score = experts, chosen, score
         self.by_sigmoid, self.routed_bias = by_sigmoid, routed_bias
         self.sparse, self.capacity_factor, self.buffer = sparse, capacity_factor, buffer
@@ -82,62 +80,88 @@ class MoE(nnx.Module):
             ("embed_moe", "exp"),
             dtype=jnp.dtype(jnp.float32),
             weight_dtype=weight_dtype,
-            make_product=make_product,
             rngs=rngs,
         )
         if routed_bias:
             self.gate.bias = Buffer(jnp.zeros(experts, jnp.float32))  # MaxText's name
         init = jax.nn.initializers.lecun_normal(batch_axis=0)
-        self.product_in = make_grouped(experts, width, hidden, IN)
-        self.product_out = make_grouped(experts, hidden, width, OUT)
         for name in self._projections():
-            kernel = init(rngs.params(), (experts, width, hidden), weight_dtype)
-            setattr(self, name, param(stored(self.product_in, kernel), IN))
-        kernel = init(rngs.params(), (experts, hidden, width), weight_dtype)
-        self.wo = param(stored(self.product_out, kernel), OUT)
+            setattr(self, name, param(init(rngs.params(), (experts, width, hidden), weight_dtype), IN))
+        self.wo = param(init(rngs.params(), (experts, hidden, width), weight_dtype), OUT)
+        self.product = _Products(self._matrices())
 
     def _projections(self) -> list[str]:
         return [f"wi_{i}" for i in range(len(self.activations))]
+
+    def _matrices(self) -> list[str]:
+        return [*self._projections(), "wo"]
+
+    def kernels(self) -> dict[str, Kernel]:
+        """See `WithMatrices`."""
+        shapes = {name: getattr(self, name).get_value().shape[1:] for name in self._matrices()}
+        return {
+            name: Kernel((inputs,), (outputs,), _axes_of(name), self.experts)
+            for name, (inputs, outputs) in shapes.items()
+        }
+
+    def use(self, name: str, product: Any) -> None:
+        """See `WithMatrices`. The parameters of a product are under product/NAME."""
+        setattr(self.product, name, product)
+        kernel = getattr(self, name)
+        kernel.set_value(stored(product, kernel.get_value()))
 
     def __call__(self, x_bte: jax.Array, context: Context) -> jax.Array:
         """[b, t, width] -> [b, t, width]."""
         x_bte = sharding.constrain(x_bte, INPUT)
         # By default a TPU multiplies float32 as bfloat16, and a GPU as TF32.
         with jax.default_matmul_precision("float32"):
-            logits = self.gate(x_bte, LOGITS)
+            logits = self.gate(x_bte, LOGITS, context)
         real_bt = context.segments != 0
         # Cast before devices gather them: without the constraint, the cast would follow the gather.
-        kernels = [in_dtype(getattr(self, name).get_value(), self.dtype) for name in (*self._projections(), "wo")]
-        outside, inside = (
-            [sharding.axes_of_parts(axes, kernel) for axes, kernel in zip(sides, kernels, strict=True)]
-            for sides in (([IN] * len(self.activations) + [OUT]), ([_IN] * len(self.activations) + [_OUT]))
-        )
-        kernels = jax.tree.map(sharding.constrain, kernels, outside)
+        kernels = {name: in_dtype(getattr(self, name).get_value(), self.dtype) for name in self._matrices()}
+        values, axes, merged = self.product.split()
+        held = kernels, values
+        names = jax.tree.map(sharding.axes_of_parts, ({name: _axes_of(name) for name in kernels}, axes), held)
+        held = jax.tree.map(lambda axes, part: sharding.constrain(part, axes), names, held)
+        inside = jax.tree.map(lambda axes: sharding.Axes(map(_SHARES.get, axes)), names)
+        seen = None if self.product.plain() else context
+        seen_inside = jax.tree.map(lambda x: sharding.Axes(ROWS[: x.ndim]), seen)
         bias = [self.gate.bias.get_value()] if self.routed_bias else []
+
+        def experts(held: Any, rows: jax.Array, sizes: jax.Array | None) -> jax.Array:
+            (kernels, values), context = held
+            return self._experts(merged(values), kernels, context, rows, sizes)
+
         run = sharding.shard_mapped(
-            lambda *args: self._run(*args),  # not itself: flax takes no bound method
-            (_TOKENS, _TOKENS, _PER_TOKEN, [_BIAS] * len(bias), *inside),
+            lambda *args: self._run(experts, *args),
+            (_TOKENS, _TOKENS, _PER_TOKEN, [_BIAS] * len(bias), (inside, seen_inside)),
             (_PARTS, _TOKENS, _TOKENS, _PER_ROW),
             check=False,
         )
-        parts, expert_btk, weight_btk, dropped_b = run(x_bte.astype(self.dtype), logits, real_bt, bias, *kernels)
+        parts, expert_btk, weight_btk, dropped_b = run(x_bte.astype(self.dtype), logits, real_bt, bias, (held, seen))
         self._sow(logits, Routing(expert_btk, weight_btk), real_bt, dropped_b)
         return sharding.constrain(parts.sum(0), RESIDUAL)
 
     def _run(
-        self, x_btw: jax.Array, logits: jax.Array, real_bt: jax.Array, bias: list[jax.Array], *kernels: Any
+        self,
+        experts: exchange.Experts,
+        x_btw: jax.Array,
+        logits: jax.Array,
+        real_bt: jax.Array,
+        bias: list[jax.Array],
+        held: Any,
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """On one device, for its rows and its share of the hidden units: its part of the result with an axis of devices
         in front, the experts of each token and their weights, and how many choices it dropped in each row."""
         routing = self.score(logits, self.chosen, *bias)
-        apply: Apply = functools.partial(self._experts, kernels)
+        apply: Apply = functools.partial(experts, held)
         own, rows = sharding.mesh_axes("exp"), sharding.mesh_axes("activation_batch")
         spread = exchange.Spread(own, tuple(dict.fromkeys((*rows, *own))), self.buffer)
         if spread.devices > 1:
             apply = exchange.on_owners(apply, spread)
         found: Dispatched
         if self.sparse and spread.devices > 1:
-            found = exchange.dropless(x_btw, routing, self._experts, kernels, self.experts, spread)
+            found = exchange.dropless(x_btw, routing, experts, held, self.experts, spread)
         elif self.sparse:
             found = dropless(x_btw, routing, apply, self.experts)
         elif self.capacity_factor <= 0:
@@ -147,14 +171,16 @@ class MoE(nnx.Module):
             found = within_capacity(x_btw, routing, apply, self.experts, real_bt=real_bt, factor=factor)
         return found.out.astype(self.dtype)[None], *routing, found.dropped
 
-    def _experts(self, kernels: Sequence[Any], rows: jax.Array, sizes: jax.Array | None) -> jax.Array:
+    def _experts(
+        self, products: Any, kernels: Any, context: Context | None, rows: jax.Array, sizes: jax.Array | None
+    ) -> jax.Array:
         """See `ops.experts.Apply`."""
         factors = []
-        for name, activation, kernel in zip(self._projections(), self.activations, kernels[:-1], strict=True):
-            projected = checkpoint_name(self.product_in(rows, kernel, sizes), f"moe_mlp{name}")
+        for name, activation in zip(self._projections(), self.activations, strict=True):
+            projected = checkpoint_name(getattr(products, name)(rows, kernels[name], sizes, context), f"moe_mlp{name}")
             factors.append(ACTIVATIONS[activation](projected))
         hidden = functools.reduce(operator.mul, factors)
-        return checkpoint_name(self.product_out(hidden, kernels[-1], sizes), "moe_mlpwo")
+        return checkpoint_name(products.wo(hidden, kernels["wo"], sizes, context), "moe_mlpwo")
 
     def _sow(self, logits: jax.Array, routing: Routing, real_bt: jax.Array, dropped_b: jax.Array) -> None:
         # Its softmax is the share of each expert in the scores of a token.
@@ -173,6 +199,41 @@ class MoE(nnx.Module):
             sow(self, Activation, "expert_weights", weight_of_each(routing, self.experts))
 
 
+class _Products(nnx.Module):
+    """The products of experts, by the names of their matrices."""
+
+    def __init__(self, names: Sequence[str]):
+        self.names = tuple(names)
+        for name in names:
+            setattr(self, name, grouped_product)
+
+    def plain(self) -> bool:
+        """Returns whether all are the plain product."""
+        return all(getattr(self, name) is grouped_product for name in self.names)
+
+    def split(self) -> tuple[list[Any], list[sharding.Axes], Callable[[list[Any]], Any]]:
+        """Returns the parameters of products, their axes, and a function from parameters to the products with them."""
+        graphdef, *states = nnx.split(self, (nnx.Param, Buffer), ...)
+        own = nnx.to_flat_state(states[0])
+
+        def merged(values: list[Any]) -> Any:
+            replaced = [(path, variable.replace(value)) for (path, variable), value in zip(own, values, strict=True)]
+            return nnx.merge(graphdef, nnx.from_flat_state(replaced), *states[1:])
+
+        return [variable.get_value() for _, variable in own], [_own_axes(variable) for _, variable in own], merged
+
+
+def _axes_of(name: str) -> sharding.Axes:
+    return OUT if name == "wo" else IN
+
+
+def _own_axes(variable: nnx.Variable) -> sharding.Axes:
+    """Returns the axes of a parameter of a product in one layer: without layers, which its metadata may have."""
+    ndim = max(part.ndim for part in jax.tree.leaves(variable.get_value()))
+    names = variable.get_metadata().get("out_sharding") or (None,) * ndim
+    return sharding.Axes(names[len(names) - ndim :])
+
+
 class SharedMoE(nnx.Module):
     """A mixture of experts, and experts that every token goes to (DeepSeekMoE, arXiv:2401.06066): their sum. The shared
     ones are one gated MLP, as wide as all of them together."""
@@ -182,4 +243,4 @@ class SharedMoE(nnx.Module):
 
     def __call__(self, x_bte: jax.Array, context: Context) -> jax.Array:
         """[b, t, width] -> [b, t, width]."""
-        return self.MoeBlock_0(x_bte, context) + self.shared_experts(x_bte, context.rows, None)
+        return self.MoeBlock_0(x_bte, context) + self.shared_experts(x_bte, context)

@@ -17,9 +17,9 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from trainer.config.remat import LAYER_INPUT
 from trainer.layers.cache import Cache
-from trainer.layers.context import Context
 from trainer.layers.remat import Policy
 from trainer.layers.sown import Sown, capture, with_output
+from trainer.products import Context
 from trainer.sharding import LAYERS
 
 # Makes a block: a class, or a `functools.partial` of one.

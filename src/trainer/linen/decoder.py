@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from flax import linen, nnx
 
 from trainer.config import Config
-from trainer.layers.context import Context
 from trainer.layers.param import REST, Buffer, param
 from trainer.layers.stack import MakeBlock, run_layer
 from trainer.linen.bridge import is_box, unboxed
@@ -19,6 +18,7 @@ from trainer.models.families import blocks, stacks
 from trainer.models.mtp import last_block
 from trainer.models.remat import remat_policy
 from trainer.models.transformer import Decoder
+from trainer.products import Context
 from trainer.sharding import off_mesh
 
 
@@ -37,22 +37,22 @@ class LinenStackDecoder(Decoder):
         return {name: nnx.data(part) for name, part in _held(variables, stacked=True).items()}
 
     @classmethod
-    def make_block(cls, config: Config, block: MakeBlock, rngs: nnx.Rngs) -> Any:
+    def make_block(cls, config: Config, block: MakeBlock, path: str, rngs: nnx.Rngs) -> Any:
         """See `Decoder.make_block`. Returns the variables of a Linen block."""
         if not is_linen(block):
-            return super().make_block(config, block, rngs)
+            return super().make_block(config, block, path, rngs)
         x = jnp.zeros((1, 1, config.base_emb_dim), config.dtype)
         ids = jnp.zeros((1, 1), jnp.int32)
         context = Context(ids, ids, rows=ids[0], key=None)
         with off_mesh():
-            layer = make_layer(initializing(config), block, parent=None)
+            layer = make_layer(initializing(config), block, path, parent=None)
             return nnx.data(_held(dict(layer.init(rngs.params(), x, None, context)), stacked=False))
 
     def run_block(self, held, x, context, types):
         """See `Decoder.run_block`."""
         if isinstance(held, nnx.Module):
             return super().run_block(held, x, context, types)
-        layer = make_layer(self.config, last_block(self.config)[1], parent=None)
+        layer = make_layer(self.config, last_block(self.config)[1], "", parent=None)  # a Linen block has no products
         call = functools.partial(apply_layer, layer, types)
         return run_layer(call, _variables(held), x, context, types, remat_policy(self.config))
 

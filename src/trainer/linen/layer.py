@@ -8,14 +8,14 @@ from flax import linen, nnx, traverse_util
 from flax.nnx import bridge
 
 from trainer.config import Config, UserError
-from trainer.layers.context import Context
 from trainer.layers.param import REST
 from trainer.layers.sown import Sown, capture, type_names
 from trainer.layers.stack import MakeBlock, cast_in_loop
 from trainer.linen.bridge import capturing, to_linen
-from trainer.models.families import block_class, blocks, check_calls, check_state, refuse_state, stacks
+from trainer.models.families import block_class, blocks, check_calls, check_state, refuse_state, stacks, with_products
 from trainer.models.transformer import Types
 from trainer.ops.random import seed_key
+from trainer.products import Context
 
 # The Linen collections that a block may have, each stacked.
 COLLECTIONS = ("params", REST)
@@ -26,18 +26,20 @@ def is_linen(block: MakeBlock) -> bool:
     return not issubclass(block_class(block), nnx.Module)
 
 
-def make_layer(config: Config, block: MakeBlock, **fields: Any) -> linen.Module:
-    """Returns one block as a Linen module. `fields` are the fields of every Linen module: name, parent."""
+def make_layer(config: Config, block: MakeBlock, path: str, **fields: Any) -> linen.Module:
+    """Returns one block, whose canonical name is `path`, as a Linen module. `fields` are the fields of every Linen
+    module: name, parent."""
     if not is_linen(block):
-        return to_linen(_construct, block, config, **fields)
+        return to_linen(_construct, block, config, path, **fields)
     if not issubclass(block_class(block), linen.Module):
         raise UserError(f"decoder_block={config.decoder_block}: this is neither an nnx.Module nor a linen.Module")
     check_calls(block, ("config",), config.decoder_block)
     return block(config, **fields)
 
 
-def _construct(block: MakeBlock, config: Config, rngs: nnx.Rngs) -> nnx.Module:
-    return block(config, rngs)  # the bridge passes rngs by keyword, a block takes it by position
+def _construct(block: MakeBlock, config: Config, path: str, rngs: nnx.Rngs) -> nnx.Module:
+    # The bridge passes rngs by keyword, a block takes it by position.
+    return with_products(config, path, block(config, rngs), rngs)
 
 
 def check_layer(config: Config) -> None:
@@ -52,7 +54,7 @@ def _check_linen(config: Config, block: MakeBlock) -> None:
     # With generators of both kinds: a block that draws from one gets an error below, or draws from its given key.
     keys = {"params": seed_key(0), "dropout": seed_key(0)}
     args = x, None, Context(ids, ids, rows=ids[0], key=None)
-    variables = dict(jax.eval_shape(lambda: make_layer(config, block, parent=None).init(keys, *args)))
+    variables = dict(jax.eval_shape(lambda: make_layer(config, block, "", parent=None).init(keys, *args)))
     params = variables.pop("params", {})
     known = {REST, "intermediates", *type_names()}
     refuse_state(config, bool(params), sorted(set(variables) - known))

@@ -25,8 +25,9 @@ class MtpLayer(linen.Module):
     def setup(self):
         for part in (mtp.EMBEDDING_NORM, mtp.HIDDEN_NORM, mtp.FINAL_NORM):
             setattr(self, part_name(self.k, part), to_linen(make_norm, self.config))
-        setattr(self, part_name(self.k, mtp.PROJECTION), to_linen(mtp.make_projection, self.config))
-        setattr(self, part_name(self.k, mtp.BLOCK), make_layer(self.config, mtp.last_block(self.config)[1]))
+        setattr(self, part_name(self.k, mtp.PROJECTION), to_linen(mtp.make_projection, self.config, self.k))
+        block, path = mtp.last_block(self.config)[1], mtp.part_path(self.k, mtp.BLOCK)
+        setattr(self, part_name(self.k, mtp.BLOCK), make_layer(self.config, block, path))
 
 
 class MtpBlock(linen.Module):

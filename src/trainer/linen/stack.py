@@ -10,13 +10,13 @@ from flax import linen
 
 from trainer.config import Config
 from trainer.layers.cache import Cache
-from trainer.layers.context import Context
 from trainer.layers.param import REST
 from trainer.layers.sown import Sown
 from trainer.layers.stack import Loop, MakeBlock, run_stack
 from trainer.linen.layer import COLLECTIONS, apply_layer, call_layer, make_layer
 from trainer.models.remat import remat_policy
 from trainer.models.transformer import Types, casts_in_loop, run_stacks
+from trainer.products import Context
 from trainer.sharding import LAYERS
 
 
@@ -34,10 +34,11 @@ class Pattern(linen.Module):
 
     config: Config
     blocks: Sequence[MakeBlock]
+    paths: Sequence[str]
 
     def setup(self):
-        for i, block in enumerate(self.blocks):
-            setattr(self, f"layers_{i}", make_layer(self.config, block))
+        for i, (block, path) in enumerate(zip(self.blocks, self.paths, strict=True)):
+            setattr(self, f"layers_{i}", make_layer(self.config, block, f"decoder/{path}"))
 
 
 class Stacks(linen.Module):
@@ -72,9 +73,9 @@ class Stacks(linen.Module):
             metadata_params={linen.PARTITION_NAME: LAYERS},
         )
         if len(stack.blocks) == 1:
-            module = make_layer(self.config, stack.blocks[0], name=stack.name)
+            module = make_layer(self.config, stack.blocks[0], f"decoder/{stack.name}", name=stack.name)
         else:
-            module = Pattern(self.config, stack.blocks, name=stack.name)
+            module = Pattern(self.config, stack.blocks, stack.paths, name=stack.name)
         (x, entries), sown = scan(module, (x, list(entries)), loop.numbers())
         return x, entries, sown
 
@@ -82,7 +83,8 @@ class Stacks(linen.Module):
         # The loop of the NNX stack, over the variables that linen.scan makes.
         stack, held = loop.stack, linen.unbox(self.variables)
         variables = [[_at(held.get(name, {}), path) for path in stack.paths] for name in COLLECTIONS]
-        layers = [make_layer(self.config, block, parent=None) for block in stack.blocks]
+        made = zip(stack.blocks, stack.paths, strict=True)
+        layers = [make_layer(self.config, block, f"decoder/{path}", parent=None) for block, path in made]
         apply = [functools.partial(_apply, layer, loop.types) for layer in layers]
         return run_stack(loop, apply, variables, x, entries, scan=False, remat=remat_policy(self.config))
 

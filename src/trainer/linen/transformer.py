@@ -3,7 +3,6 @@
 from flax import linen
 
 from trainer.config import Config
-from trainer.layers.context import Context
 from trainer.layers.sown import Activation, MtpHidden
 from trainer.linen.bridge import to_linen
 from trainer.linen.mtp import MtpBlock
@@ -11,6 +10,7 @@ from trainer.linen.stack import Stacks
 from trainer.models import transformer
 from trainer.models.norms import make_norm
 from trainer.models.transformer import Types, finish_logits, first_input, learned_positions, outer_dropout
+from trainer.products import Context
 
 
 class Decoder(Stacks):

@@ -8,14 +8,13 @@ from flax import nnx
 
 from trainer.config import Config
 from trainer.config.expert_keys import has_bias, scores_by_sigmoid
-from trainer.layers.context import Context
 from trainer.layers.moe import MoE
 from trainer.layers.stack import MakeBlock, Stack
 from trainer.models.huggingface import Layout
 from trainer.models.llama2 import block as llama2
 from trainer.models.llama2.family import LAYOUTS
 from trainer.ops.routing import Score
-from trainer.products import MakeGrouped, MakeProduct, plain, plain_grouped
+from trainer.products import Context
 
 
 class ExpertBlock(llama2.Block):
@@ -26,28 +25,16 @@ class ExpertBlock(llama2.Block):
 
     NAME: ClassVar[str]  # of the layer, and so of its parameters: MaxText's
 
-    def __init__(
-        self,
-        config: Config,
-        rngs: nnx.Rngs,
-        make_product: MakeProduct = plain,
-        make_grouped: MakeGrouped = plain_grouped,
-    ):
-        self.make_grouped = make_grouped
-        super().__init__(config, rngs, make_product)
-
     @staticmethod
     def score(config: Config) -> Score:
         """How tokens choose experts."""
         raise NotImplementedError
 
-    def add_feed_forward(
-        self, config: Config, rngs: nnx.Rngs, make_product: MakeProduct, dtypes: Mapping[str, Any]
-    ) -> None:
+    def add_feed_forward(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any]) -> None:
         """See `llama2.Block.add_feed_forward`."""
-        setattr(self, self.NAME, self.make_experts(config, rngs, make_product, dtypes))
+        setattr(self, self.NAME, self.make_experts(config, rngs, dtypes))
 
-    def make_experts(self, config: Config, rngs: nnx.Rngs, make_product: MakeProduct, dtypes: Mapping[str, Any]) -> Any:
+    def make_experts(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any]) -> Any:
         """The layer, called as `layer(x, context)`."""
         return MoE(
             config.base_emb_dim,
@@ -59,8 +46,6 @@ class ExpertBlock(llama2.Block):
             sparse=config.sparse_matmul,
             capacity_factor=config.capacity_factor,
             buffer=config.ragged_buffer_factor,
-            make_product=make_product,
-            make_grouped=self.make_grouped,
             routed_bias=has_bias(config),
             by_sigmoid=scores_by_sigmoid(config),
             rngs=rngs,

@@ -5,7 +5,9 @@
 
 import functools
 import inspect
+import itertools
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,12 +19,13 @@ from trainer.config import Config, UserError, linen_stack, make_rules
 from trainer.config.family import Facts, imported
 from trainer.config.rules import read_rules
 from trainer.layers.cache import Cache
-from trainer.layers.context import Context
+from trainer.layers.matrices import choose_products
 from trainer.layers.param import Buffer
 from trainer.layers.stack import MakeBlock, Stack
 from trainer.models import FAMILIES
 from trainer.models.family import Family, MaxText
 from trainer.models.huggingface import HuggingFace
+from trainer.products import Context
 from trainer.sharding import Axes
 
 # The arguments of a block's call.
@@ -59,15 +62,33 @@ def family(decoder_block: str) -> Family:
 def loads_from(decoder_block: str, trained: str) -> bool:
     """Returns whether a family loads parameters that were trained under the family `trained`, which is not imported.
 
-    A family of this package does if both declare the same stacks, norm, product and embedding scale: then both compute
+    A family of this package does if both declare the same stacks, norm, products and embedding scale: then both compute
     the same function of the same keys. A family by import path does, because the user named it.
     """
     if not {decoder_block, trained} <= FAMILIES.keys():
         return decoder_block not in FAMILIES
     one, other = family(decoder_block), family(trained)
-    return all(
-        getattr(one, name) == getattr(other, name) for name in ("stacks", "norm", "make_product", "embedding_scale")
-    )
+    return all(getattr(one, name) == getattr(other, name) for name in ("stacks", "norm", "products", "embedding_scale"))
+
+
+def with_products(config: Config, path: str, module: Any, rngs: nnx.Rngs) -> Any:
+    """Returns `module`, whose canonical name is `path`, with the products that its family chooses."""
+    return choose_products(module, path, family(config.decoder_block).products(config), rngs)
+
+
+def check_products(config: Config, names: Sequence[str]) -> None:
+    """Refuses a rule for products that matches no parameter in `names`, of arrays: a parameter may be a pytree.
+
+    Raises:
+      UserError: names the rules.
+    """
+    rules = family(config.decoder_block).products(config)
+    whole = {path for name in names for path in itertools.accumulate(name.split("/"), "{}/{}".format)}
+    if unused := [pattern for pattern, _ in rules if not any(re.search(pattern, path) for path in whole)]:
+        raise UserError(
+            f"decoder_block={config.decoder_block}: its rules for products {', '.join(unused)} match no parameter; the "
+            f"parameters are: {', '.join(names)}"
+        )
 
 
 def hugging_face(config: Config, decoder_block: str = "") -> HuggingFace:

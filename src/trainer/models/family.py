@@ -8,7 +8,7 @@ from trainer.config import Config
 from trainer.layers.norm import RMSNorm
 from trainer.layers.stack import Stack
 from trainer.models.huggingface import HuggingFace
-from trainer.products import MakeProduct, plain
+from trainer.products import Rules
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Family:
 
     Attributes:
       stacks: maps a resolved configuration to the stacks of the decoder, in the order of the forward pass. A block is
-        called as `block(x, cache, context) -> x, cache` (`layers.context`, `layers.cache`) and constructed as
+        called as `block(x, cache, context) -> x, cache` (`products.Context`, `layers.cache`) and constructed as
         `block(config, rngs)`, a Linen block as `block(config)`. Sampling requires `init_cache(rows, length)`.
       forward_flops: maps `(config, keys)` to the FLOPs of the forward pass for one token, including modules of
         multi-token prediction, like `models.flops.forward_flops_per_token`. None: two FLOPs for each entry of a matrix;
@@ -50,8 +50,8 @@ class Family:
         custom_offload_tensors select from these and from `projections`.
       axes: logical axes that base.yml's logical_axis_rules lack, each with its mesh axis or axes. They are fixed here:
         logical_axis_rules cannot change them.
-      make_product: makes the products of the matrices outside of the blocks: the output head, which may be the
-        embedding table, and the projections of multi-token prediction. A block chooses the products of its own layers.
+      products: maps a resolved configuration to the rules that choose the products of all matrices by their canonical
+        names. The matrix of the output head may be the embedding table.
       embedding_scale: returns the factor on the embedded tokens; the head does not use it. None: 1.
       optional: canonical names of parameters, or common prefixes of several, that a checkpoint may lack, as in
         ["decoder/layers/gate"]; see `models.optional`.
@@ -66,7 +66,7 @@ class Family:
     projections: Sequence[str] = ()
     tensors: Sequence[str] = ()
     axes: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
-    make_product: MakeProduct = plain
+    products: Callable[[Any], Rules] = lambda config: ()
     embedding_scale: Callable[[Config], float] | None = None
     optional: Sequence[str] = ()
     norm: Callable[..., Any] = RMSNorm

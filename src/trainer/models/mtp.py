@@ -19,14 +19,14 @@ from flax import nnx
 
 from trainer import sharding
 from trainer.config import Config
-from trainer.layers.context import Context
 from trainer.layers.dense import INPUT, RESIDUAL, Dense
 from trainer.layers.sown import Activation, MtpHidden, Sown
 from trainer.layers.stack import MakeBlock
-from trainer.models.families import family, stacks
+from trainer.models.families import stacks, with_products
 from trainer.models.norms import make_norm
 from trainer.ops.ahead import shift_left, still_inside
 from trainer.ops.dropout import dropout
+from trainer.products import Context
 
 MTP = "mtp_block"  # the first part of all paths of the modules
 # The parts of a module in the order of its forward pass. Names are without the module's prefix.
@@ -71,29 +71,29 @@ def last_block(config: Config) -> tuple[str, MakeBlock]:
     return last.paths[-1], last.blocks[-1]
 
 
-def make_projection(config: Config, rngs: nnx.Rngs) -> Dense:
-    """Returns the projection of a module. Its input has twice the width: first the embedding, then the hidden
+def make_projection(config: Config, k: int, rngs: nnx.Rngs) -> Dense:
+    """Returns the projection of module `k`. Its input has twice the width: first the embedding, then the hidden
     states."""
-    return Dense(
+    dense = Dense(
         [2 * config.base_emb_dim],
         [config.base_emb_dim],
         ("embed", "mlp"),  # the tensor axes shard it, as they shard the residuals that it makes
         dtype=jnp.dtype(config.dtype),
         weight_dtype=jnp.dtype(config.weight_dtype),
-        make_product=family(config.decoder_block).make_product,
         rngs=rngs,
     )
+    return with_products(config, part_path(k, PROJECTION), dense, rngs)
 
 
 class MtpLayer(nnx.Module):
-    """The parts of module `k`. `make_block(block, rngs)` makes its block."""
+    """The parts of module `k`. `make_block(block, path, rngs)` makes its block."""
 
     def __init__(self, config: Config, k: int, make_block: Callable[..., Any], rngs: nnx.Rngs):
         parts = {part: make_norm(config) for part in (EMBEDDING_NORM, HIDDEN_NORM, FINAL_NORM)}
         for part, made in parts.items():
             setattr(self, part_name(k, part), made)
-        setattr(self, part_name(k, PROJECTION), make_projection(config, rngs))
-        setattr(self, part_name(k, BLOCK), make_block(last_block(config)[1], rngs))
+        setattr(self, part_name(k, PROJECTION), make_projection(config, k, rngs))
+        setattr(self, part_name(k, BLOCK), make_block(last_block(config)[1], part_path(k, BLOCK), rngs))
 
 
 class MtpBlock(nnx.Module):
@@ -140,7 +140,7 @@ def run_mtp(
         embedding = jnp.where((context.segments != 0)[..., None], x_bte, 0)
         embedding = dropout(embedding, outside.at(EMBEDDING).key, context.rows, rate)
         joined = jnp.concatenate([part(k, EMBEDDING_NORM)(embedding), part(k, HIDDEN_NORM)(hidden_bte)], axis=-1)
-        projected = part(k, PROJECTION)(sharding.constrain(joined, INPUT), RESIDUAL)
+        projected = part(k, PROJECTION)(sharding.constrain(joined, INPUT), RESIDUAL, outside)
         y, found = run_block(part(k, BLOCK), projected, context.at(layers + k), types)
         hidden_bte = dropout(part(k, FINAL_NORM)(y), outside.at(BEFORE_HEAD).key, context.rows, rate)
         for name, values in found.items():

@@ -10,15 +10,15 @@ from flax import nnx
 
 from trainer.config import Config
 from trainer.layers.cache import Cache
-from trainer.layers.context import Context
 from trainer.layers.dense import Dense, Embed, PositionEmbed
 from trainer.layers.sown import Activation, MtpHidden, Sown, sow
 from trainer.layers.stack import Loop, MakeBlock, make_stack, run_module, run_modules
-from trainer.models.families import family, stacks
+from trainer.models.families import family, stacks, with_products
 from trainer.models.mtp import MtpBlock, Types, run_mtp
 from trainer.models.norms import make_norm
 from trainer.models.remat import remat_policy
 from trainer.ops.dropout import dropout
+from trainer.products import Context
 
 # Dropout sites outside of the blocks. Their keys are derived as for one more layer after the last.
 EMBEDDING, BEFORE_HEAD = range(2)
@@ -26,30 +26,30 @@ EMBEDDING, BEFORE_HEAD = range(2)
 
 def make_logits_dense(config: Config, rngs: nnx.Rngs) -> Dense:
     """Makes the output head of a model whose head is not the embedding table."""
-    return Dense(
+    dense = Dense(
         [config.base_emb_dim],
         [config.vocab_size],
         ("embed", "vocab"),
         dtype=jnp.dtype(config.dtype),
         weight_dtype=jnp.dtype(config.weight_dtype),
         reduces_early=True,
-        make_product=family(config.decoder_block).make_product,
         rngs=rngs,
     )
+    return with_products(config, "decoder/logits_dense", dense, rngs)
 
 
 def make_embedder(config: Config, rngs: nnx.Rngs) -> Embed:
-    """Makes the embedding table."""
+    """Makes the embedding table, which may be the head."""
     scale = family(config.decoder_block).embedding_scale
-    return Embed(
+    embed = Embed(
         config.vocab_size,
         config.base_emb_dim,
         dtype=jnp.dtype(config.dtype),
         weight_dtype=jnp.dtype(config.weight_dtype),
         scale=scale(config) if scale else 1.0,
-        make_product=family(config.decoder_block).make_product,
         rngs=rngs,
     )
+    return with_products(config, "token_embedder", embed, rngs) if config.logits_via_embedding else embed
 
 
 def make_position_embedder(config: Config, rngs: nnx.Rngs) -> PositionEmbed:
@@ -125,16 +125,18 @@ class Decoder(nnx.Module):
 
     def make_layers(self, rngs: nnx.Rngs) -> dict[str, Any]:
         """Returns the stacks by name. The name is also the attribute that holds a stack's parameters."""
-        config = self.config
         return {
-            stack.name: make_stack([_maker(block, config) for block in stack.blocks], stack.count, rngs)
-            for stack in stacks(config)
+            stack.name: make_stack(list(map(self._maker, stack.blocks, stack.paths)), stack.count, rngs)
+            for stack in stacks(self.config)
         }
 
+    def _maker(self, block: MakeBlock, path: str) -> Callable[[nnx.Rngs], nnx.Module]:
+        return lambda rngs: with_products(self.config, f"decoder/{path}", block(self.config, rngs), rngs)
+
     @classmethod
-    def make_block(cls, config: Config, block: MakeBlock, rngs: nnx.Rngs) -> Any:
-        """Makes a block outside of the stacks."""
-        return block(config, rngs)
+    def make_block(cls, config: Config, block: MakeBlock, path: str, rngs: nnx.Rngs) -> Any:
+        """Makes a block outside of the stacks, whose canonical name is `path`."""
+        return with_products(config, path, block(config, rngs), rngs)
 
     def run_block(self, held: Any, x: jax.Array, context: Context, types: Types) -> tuple[jax.Array, Sown]:
         """Runs a block that `make_block` made; see `layers.stack.run_layer`."""
@@ -184,10 +186,6 @@ def _sow_all(module: nnx.Module, types: Types, sown: Sown) -> None:
             sow(module, variable_type, path, value)
 
 
-def _maker(block: MakeBlock, config: Config) -> Callable[[nnx.Rngs], nnx.Module]:
-    return lambda rngs: block(config, rngs)
-
-
 class Transformer(nnx.Module):
     """A decoder-only language model.
 
@@ -220,7 +218,7 @@ class Transformer(nnx.Module):
           cache: holds earlier positions (`models.families.init_cache`), or None.
           key: dropout key of this step, or None for no dropout.
           types: sown types that the caller captures. With `MtpHidden` the modules of multi-token prediction run.
-          sampled: see `layers.context`.
+          sampled: see `products.Context`.
         """
         x = self.token_embedder(inputs)
         sow(self, Activation, "embedding", x)

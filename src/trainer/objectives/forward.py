@@ -26,7 +26,7 @@ def hidden_states(
 ) -> tuple[jax.Array, Sown]:
     """Returns the hidden states [b, t, e] of the inputs of `batch`, and the sown values of `capture`.
 
-    `key` is for dropout. `sampled`: whether rules read sown values in this step (`layers.context`).
+    `key` is for dropout. `sampled`: whether rules read sown values in this step (`products.Context`).
     """
     inputs = (batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"], batch["row"])
     hidden, sown, _ = apply(params, rest, *inputs, capture=capture, key=key, sampled=sampled)

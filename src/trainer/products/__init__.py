@@ -1,34 +1,36 @@
 """Products with weights: all products with parameter matrices are computed here.
 
-A layer takes a `MakeProduct` and makes one product for each of its matrices. `plain` is the default; a quantized
-product casts or scales its operands, and one with an adapter is an `nnx.Module` with its own parameters. The matrices
-of experts have products of groups of rows (`MakeGrouped`), which have no parameters of their own.
+`Rules` over canonical names choose the product of each kernel (`layers.matrices.choose_products`). The default is the
+plain product; a quantized product casts or scales its operands, and one with an adapter is an `nnx.Module` with
+its own parameters. The matrices of experts have products of groups of rows.
 """
 
+from trainer.products.context import Context
 from trainer.products.plain import (
     EarlyReduction,
     GroupedProduct,
-    MakeGrouped,
+    Kernel,
     MakeProduct,
     Product,
+    Rules,
     grouped_product,
     in_dtype,
-    plain,
-    plain_grouped,
+    maker,
     product,
     stored,
 )
 
 __all__ = [
+    "Context",
     "EarlyReduction",
     "GroupedProduct",
-    "MakeGrouped",
+    "Kernel",
     "MakeProduct",
     "Product",
+    "Rules",
     "grouped_product",
     "in_dtype",
-    "plain",
-    "plain_grouped",
+    "maker",
     "product",
     "stored",
 ]

@@ -1,8 +1,9 @@
 """The product of activations with a parameter matrix."""
 
+import re
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from flax import nnx
 
 from trainer import sharding
 from trainer.ops.grouped import grouped_matmul
+from trainer.products.context import Context
 
 # (x, kernel) -> (x, kernel): `sharding.reduce_gradient_early` for the matrix of the output head
 EarlyReduction = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
@@ -24,7 +26,9 @@ class Product(Protocol):
     (`sharding.axes_of_parts`). A grouped product may have it, too.
     """
 
-    def __call__(self, x: jax.Array, inputs: int, kernel: Any, reduce_early: EarlyReduction | None) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, inputs: int, kernel: Any, reduce_early: EarlyReduction | None, context: Context | None
+    ) -> jax.Array:
         """See above.
 
         Args:
@@ -32,6 +36,8 @@ class Product(Protocol):
           kernel: the parameter as stored, in its own dtype. It may be a pytree, see above.
           reduce_early: None, or a function to apply to the two operands just before they are multiplied, in their
             dtype. It affects only the gradient of the kernel; a product whose kernel has no gradient ignores it.
+          context: the context of the layer, whose rows are the first axis of `x`; None in the output head. Its key is
+            also that of the layer's dropout: fold it with a number of your own.
         """
 
 
@@ -45,32 +51,50 @@ def in_dtype(kernel: Any, dtype: jnp.dtype) -> Any:
     return kernel.astype(dtype) if isinstance(kernel, jax.Array | np.ndarray) else kernel
 
 
+class Kernel(NamedTuple):
+    """A matrix of a layer, for which a product is made."""
+
+    in_shape: tuple[int, ...]
+    out_shape: tuple[int, ...]
+    names: tuple[str | None, ...]  # the logical name of each axis of the kernel
+    groups: int = 0  # 0: the kernel is [*in_shape, *out_shape]; else there are several: [groups, *in_shape, *out_shape]
+
+
 class MakeProduct(Protocol):
     """Makes the product of one kernel."""
 
-    def __call__(
-        self, in_shape: Sequence[int], out_shape: Sequence[int], names: Sequence[str | None], *, rngs: nnx.Rngs
-    ) -> Product:
-        """Returns the product of one kernel. `names`: the logical name of each axis of the kernel
-        [*in_shape, *out_shape].
+    def __call__(self, kernel: Kernel, *, rngs: nnx.Rngs) -> "Product | GroupedProduct":
+        """Returns a `Product`, or a `GroupedProduct` for a kernel with groups.
 
-        The product may be an `nnx.Module`. Its parameters then belong to the model, under the name "product" next to
-        the kernel.
+        It may be an `nnx.Module`. Its parameters then belong to the model, under the name "product" next to the kernel.
+        For a grouped product, their logical names determine which part of them a device gets: "exp" and "mlp" are
+        sharded as in the kernel.
         """
 
 
-def plain(in_shape: Sequence[int], out_shape: Sequence[int], names: Sequence[str | None], *, rngs: nnx.Rngs) -> Product:
-    """Returns `product`, for every kernel."""
-    del in_shape, out_shape, names, rngs
-    return product
+# Pairs of a regular expression and what makes the products of the kernels whose canonical name it matches, such as
+# decoder/layers/mlp/wo/kernel. The first match counts. Other kernels have the plain product.
+Rules = Sequence[tuple[str, MakeProduct]]
 
 
-def product(x: jax.Array, inputs: int, kernel: jax.Array, reduce_early: EarlyReduction | None = None) -> jax.Array:
+def maker(rules: Rules, name: str) -> MakeProduct | None:
+    """Returns what makes the product of the kernel `name`; None for the plain product."""
+    return next((make for pattern, make in rules if re.search(pattern, name)), None)
+
+
+def product(
+    x: jax.Array,
+    inputs: int,
+    kernel: jax.Array,
+    reduce_early: EarlyReduction | None = None,
+    context: Context | None = None,
+) -> jax.Array:
     """See `Product`. The kernel is cast to the dtype of `x`.
 
     Except on a TPU, this is one product of two matrices, so that XLA's CPU backend does not transpose a copy of the
     operands for the weight gradient. On a TPU, merged axes would need a copy into a common order (docs/decisions/0004).
     """
+    del context
     kernel = kernel.astype(x.dtype)
     if reduce_early is not None:
         x, kernel = reduce_early(x, kernel)
@@ -84,7 +108,7 @@ def product(x: jax.Array, inputs: int, kernel: jax.Array, reduce_early: EarlyRed
 class GroupedProduct(Protocol):
     """Multiplies each group of rows with its own matrix, such as an expert's."""
 
-    def __call__(self, x: jax.Array, kernel: jax.Array, sizes: jax.Array | None) -> jax.Array:
+    def __call__(self, x: jax.Array, kernel: Any, sizes: jax.Array | None, context: Context | None) -> jax.Array:
         """Returns the product in the dtype of `x`.
 
         With `sizes`, int32 [groups], `x` is [rows, in], sorted by group, and the result is [rows, out]. With None, `x`
@@ -94,22 +118,15 @@ class GroupedProduct(Protocol):
           kernel: [groups, in, out], in any dtype, or the pytree that is stored for it. If several devices share a
             product, it is one device's part: its own groups, with only the inputs or the outputs with which this device
             computes.
+          context: the context of the layer, with the device's rows of the batch. They are not the rows of `x`, which
+            are sorted by group and may come from other devices.
         """
 
 
-class MakeGrouped(Protocol):
-    """Makes the product of one kernel [groups, in_size, out_size], whose axes have the logical `names`."""
-
-    def __call__(self, groups: int, in_size: int, out_size: int, names: Sequence[str | None]) -> GroupedProduct: ...
-
-
-def plain_grouped(groups: int, in_size: int, out_size: int, names: Sequence[str | None]) -> GroupedProduct:
-    """Returns `grouped_product`, for every kernel."""
-    del groups, in_size, out_size, names
-    return grouped_product
-
-
-def grouped_product(x: jax.Array, kernel: jax.Array, sizes: jax.Array | None) -> jax.Array:
+def grouped_product(
+    x: jax.Array, kernel: jax.Array, sizes: jax.Array | None, context: Context | None = None
+) -> jax.Array:
     """See `GroupedProduct`."""
+    del context
     kernel = kernel.astype(x.dtype)
     return jnp.einsum("gmk,gkn->gmn", x, kernel) if sizes is None else grouped_matmul(x, kernel, sizes)

@@ -1,4 +1,4 @@
-"""The examples of docs/guides/extending.md: a family, an objective and an optimizer, each in one file."""
+"""The examples of docs/guides/extending.md: a family, a product, an objective and an optimizer, each in one file."""
 
 import importlib
 from pathlib import Path
@@ -9,13 +9,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import ALL_COMBINATIONS, arguments, lowered_update, packed_batch, tiny_config
+from support import (
+    ALL_COMBINATIONS,
+    arguments,
+    assert_equal_bits,
+    copied,
+    lowered_update,
+    packed_batch,
+    state_from,
+    tiny_config,
+)
 
 from trainer.checkpoint import names_of
 from trainer.config import load
-from trainer.layers.context import Context
 from trainer.optim.keys import Given
 from trainer.optim.registry import OPTIMIZERS
+from trainer.products import Context
+from trainer.runtime.place import place
 from trainer.training import build
 
 
@@ -34,6 +44,44 @@ def test_the_family_is_the_same_program_in_nnx_and_in_linen(guides):
     assert len({lowered_update(run).as_text() for run in runs}) == 1
     names = {name for name in names_of(runs[0].codec.unpack(runs[0].abstract_state).params) if "norm" in name}
     assert names == {"decoder/layers/norm/scale", "decoder/decoder_norm/scale"}
+
+
+def test_adapters_for_queries_and_experts_train_alike_in_nnx_and_linen(guides):
+    """Also on devices with their own experts. The base has the initial values that it has without them."""
+    guides("own_product")
+    keys = {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 16, "base_num_decoder_layers": 1}
+    keys |= {"learning_rate": 1e-2, "sharding_tolerance": 1, "per_device_batch_size": 8}
+    own = keys | {"decoder_block": "docs.guides.own_product:FAMILY", "trainable_parameters_mask": "[product]"}
+    mesh = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "ici_expert_parallelism": 2}
+
+    def run_of(combination, devices=1, **keys):
+        return build(load(arguments(combination, **keys)).config, jax.devices()[:devices])
+
+    def trained(run, tree):
+        state, step, losses = state_from(run, tree), run.compile(), []
+        for i in range(3):
+            state, metrics = step(state, place(packed_batch(run.config, 8), run.batch_shardings), ())
+            losses.append(float(run.computation.read(metrics, i)["loss"]))
+        return losses, names_of(copied(run.codec.unpack(state).params))
+
+    first, last = (run_of(name, **own) for name in (ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]))
+    tree = copied(first.codec.unpack(first.init()))
+    (losses, params), (others, other) = (trained(run, tree) for run in (first, last))
+    assert losses == others
+    assert_equal_bits(params, other)
+    assert losses[2] < losses[1] < losses[0]
+    before = names_of(tree.params)
+    assert {name for name in before if "product" in name} == {
+        f"decoder/layers/{layer}/{side}"
+        for layer in ("self_attention/query/product", "MoeBlock_0/product/wi_0")
+        for side in ("down", "up")
+    }
+    assert all((params[name] == before[name]).all() == ("product" not in name) for name in before)
+    plain = run_of(ALL_COMBINATIONS[0], decoder_block="mixtral", **keys)
+    base = names_of(copied(plain.codec.unpack(plain.init()).params))
+    assert_equal_bits(base, {name: before[name] for name in base})
+    spread = run_of(ALL_COMBINATIONS[0], 8, **own | mesh | {"per_device_batch_size": 1})
+    np.testing.assert_allclose(trained(spread, tree)[0], losses, rtol=1e-5)
 
 
 def test_both_branches_of_the_family_read_the_same_norm(guides):

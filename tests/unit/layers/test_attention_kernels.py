@@ -12,10 +12,10 @@ from flax import nnx
 from trainer import sharding
 from trainer.config import load, make_rules, schema
 from trainer.layers import attention
-from trainer.layers.context import Context
 from trainer.ops.cudnn import cudnn_attention
 from trainer.ops.rope import Rope
 from trainer.ops.splash import splash_attention
+from trainer.products import Context
 
 # The same kernels, run on this CPU.
 HERE = {

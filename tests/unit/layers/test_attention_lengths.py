@@ -8,8 +8,8 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh
 
 from trainer.layers.attention import Attention
-from trainer.layers.context import Context
 from trainer.ops.rope import Rope
+from trainer.products import Context
 from trainer.sharding import on_mesh
 
 B, T, E = 2, 16, 8

@@ -14,9 +14,9 @@ from support import tiny_config
 from trainer.backends import make_model
 from trainer.layers.attention import OPS, Attention, KVCache
 from trainer.layers.cache import Cache
-from trainer.layers.context import Context
 from trainer.models.families import init_cache
 from trainer.ops.rope import Rope
+from trainer.products import Context
 
 LAYERS, ROWS, LENGTH = 3, 2, 5
 LONG = 1000  # so that one cache is larger than all other temporaries

@@ -14,6 +14,7 @@ from trainer.config.activations import ACTIVATIONS as CHECKED
 from trainer.layers.dense import Dense, Embed
 from trainer.layers.mlp import ACTIVATIONS, MLP
 from trainer.layers.norm import RMSNorm
+from trainer.products import Context
 
 FLOAT32 = {"dtype": jnp.float32, "weight_dtype": jnp.float32}
 
@@ -130,7 +131,12 @@ def test_mlp_equals_numpy(activations):
     for name, activation in zip(projections, activations, strict=True):
         hidden = hidden * FORMULAS[activation](double(x) @ double(getattr(layer, name).kernel[...]))
     expected = hidden @ double(layer.wo.kernel[...])
-    np.testing.assert_allclose(layer(x, jnp.arange(2), None), expected, atol=5e-6)
+    np.testing.assert_allclose(layer(x, context_of(jnp.arange(2))), expected, atol=5e-6)
+
+
+def context_of(row_b, key=None):
+    ids = jnp.zeros((len(row_b), 3), jnp.int32)
+    return Context(ids, ids, row_b, key)
 
 
 def test_mlp_has_biases_only_where_they_are_asked_for():
@@ -147,7 +153,7 @@ def test_mlp_drops_hidden_units_before_the_last_projection():
     hidden = FORMULAS["silu"](double(x) @ double(layer.wi_0.kernel[...])) * (double(x) @ double(layer.wi_1.kernel[...]))
     keep = np.stack([jax.random.bernoulli(jax.random.fold_in(key, r), 0.5, (3, 10)) for r in (4, 9)])
     expected = np.repeat((hidden * keep * 2).sum(-1, keepdims=True), 6, axis=-1)
-    np.testing.assert_allclose(layer(x, row, key), expected, atol=5e-6)
+    np.testing.assert_allclose(layer(x, context_of(row, key)), expected, atol=5e-6)
 
 
 def test_embedding_takes_rows_and_attends_to_them():

@@ -5,8 +5,8 @@ import numpy as np
 from flax import nnx
 from support import tiny_config
 
-from trainer.layers.context import Context
 from trainer.models.llama2.block import Block
+from trainer.products import Context
 
 
 def test_a_block_works_in_a_notebook():

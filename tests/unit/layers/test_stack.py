@@ -14,7 +14,6 @@ from support import assert_equal_bits
 
 from trainer.backends.base import tree_mode
 from trainer.config.remat import PROJECTIONS
-from trainer.layers import context
 from trainer.layers.cache import Cache
 from trainer.layers.dense import Dense
 from trainer.layers.mlp import MLP
@@ -22,6 +21,7 @@ from trainer.layers.norm import RMSNorm
 from trainer.layers.remat import make_policy
 from trainer.layers.sown import Total, sow
 from trainer.layers.stack import Loop, Stack, cast_in_loop, make_stack, run_modules
+from trainer.products import context
 
 # One policy of each kind. tests/unit/layers/test_remat.py tests all.
 POLICIES = ("none", "full", "minimal", "minimal_offloaded")
@@ -55,7 +55,7 @@ class Block(nnx.Module):
     def __call__(self, x, cache, context):
         cache = None if cache is None else cache.replace(cache.read() + x.sum(axis=(1, 2)))
         x = x + context.scale * jnp.tanh(self.mix(x, NAMES))
-        x = x + self.mlp(self.norm(x), context.rows, None)
+        x = x + self.mlp(self.norm(x), context._replace(key=None))
         if context.key is not None:
             # A stand-in for dropout, which compiles slowly. It has no product that the compiler could fuse with the
             # next layer's first sum if the loop is unrolled.

@@ -16,8 +16,9 @@ from support import arguments, packed_batch
 from trainer.aot.collectives import collectives
 from trainer.aot.hlo import parse
 from trainer.config import load
-from trainer.layers.dense import Dense
+from trainer.layers.param import param
 from trainer.models import transformer
+from trainer.models.llama2 import family as llama2
 from trainer.products import product
 from trainer.runtime.place import place
 from trainer.training import build
@@ -130,15 +131,16 @@ def test_a_product_with_parameters_gets_its_gradients(monkeypatch):
     not."""
 
     class Adapter(nnx.Module):
-        def __init__(self, in_shape, out_shape, names, *, rngs):
-            self.down = nnx.Param(jax.random.normal(rngs.params(), (*in_shape, 2)), out_sharding=("embed", None))
-            self.up = nnx.Param(jax.random.normal(rngs.params(), (2, *out_shape)), out_sharding=(None, "vocab"))
+        def __init__(self, kernel, *, rngs):
+            self.down = param(jax.random.normal(rngs.params(), (*kernel.in_shape, 2)), ("embed", None))
+            self.up = param(jax.random.normal(rngs.params(), (2, *kernel.out_shape)), (None, "vocab"))
 
-        def __call__(self, x, inputs, kernel, reduce_early):
+        def __call__(self, x, inputs, kernel, reduce_early, context):
             low = product(product(x, inputs, self.down[...]), 1, self.up[...])
             return product(x, inputs, jnp.round(8 * kernel) + kernel - jax.lax.stop_gradient(kernel)) + low
 
-    monkeypatch.setattr(transformer, "Dense", lambda *args, **how: Dense(*args, **how | {"make_product": Adapter}))
+    family = dataclasses.replace(llama2.FAMILY, products=lambda config: [("logits_dense", Adapter)])
+    monkeypatch.setattr(llama2, "FAMILY", family)
     mesh = {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2, "sharding_tolerance": 1}
     run = built(logits_via_embedding=False, **mesh)
     (tiled, grads), (plain, plain_grads), _ = both(run)

@@ -8,13 +8,13 @@ from flax import nnx
 
 from trainer.config import UserError
 from trainer.layers.attention import Attention
-from trainer.layers.context import Context
 from trainer.layers.dense import Embed
+from trainer.layers.matrices import choose_products
 from trainer.layers.mlp import MLP
 from trainer.layers.moe import MoE
 from trainer.ops.rope import Rope
 from trainer.ops.routing import softmax_of_chosen
-from trainer.products import grouped_product, plain, product
+from trainer.products import Context, grouped_product, product
 
 DTYPES = {"dtype": jnp.float32, "weight_dtype": jnp.float32}
 B, T, E = 2, 3, 8
@@ -31,10 +31,10 @@ class Recorded:
     def __init__(self):
         self.met = []
 
-    def __call__(self, in_shape, out_shape, names, *, rngs):
-        def rounded(x, inputs, kernel, reduce_early):
-            self.met.append((tuple(names), (*in_shape, *out_shape) == kernel.shape))
-            return product(x, inputs, jnp.round(4 * kernel), reduce_early)
+    def __call__(self, kernel, *, rngs):
+        def rounded(x, inputs, value, reduce_early, context):
+            self.met.append((kernel.names, (*kernel.in_shape, *kernel.out_shape) == value.shape))
+            return product(x, inputs, jnp.round(4 * value), reduce_early)
 
         return rounded
 
@@ -42,27 +42,29 @@ class Recorded:
 class Adapter(nnx.Module):
     """A low-rank term in addition to a plain product. It starts as zero."""
 
-    def __init__(self, in_shape, out_shape, names, *, rngs):
-        self.down = nnx.Param(jax.random.normal(rngs.params(), (*in_shape, 2)))
-        self.up = nnx.Param(jnp.zeros((2, *out_shape)))
+    def __init__(self, kernel, *, rngs):
+        self.down = nnx.Param(jax.random.normal(rngs.params(), (*kernel.in_shape, 2)))
+        self.up = nnx.Param(jnp.zeros((2, *kernel.out_shape)))
 
-    def __call__(self, x, inputs, kernel, reduce_early):
+    def __call__(self, x, inputs, kernel, reduce_early, context):
         return product(x, inputs, kernel, reduce_early) + product(product(x, inputs, self.down[...]), 1, self.up[...])
 
 
-def layer_of(name, make_product):
+def layer_of(name, make_product=None):
     """Returns a layer with matrices, and its call."""
     rngs = nnx.Rngs(0)
     heads = {"heads": 4, "kv_heads": 2, "head_dim": 4, "rope": Rope(1, 10_000)}
-    how = {"make_product": make_product, "rngs": rngs, **DTYPES}
+    how = {"rngs": rngs, **DTYPES}
     x = jnp.asarray(np.random.default_rng(0).normal(size=(B, T, E)), jnp.float32)
     position, segment = jnp.broadcast_to(jnp.arange(T), (B, T)), jnp.ones((B, T), jnp.int32)
-    if name == "attention":
-        context = Context(position, segment, jnp.arange(B), None)
-        return Attention(E, **heads, **how), lambda m: m(x, None, context)[0]
-    if name == "mlp":
-        return MLP(E, 12, ["silu", "linear"], dropout_rate=0.0, **how), lambda m: m(x, jnp.arange(B), None)
-    return Embed(16, E, **how), lambda m: m.attend(x)
+    context = Context(position, segment, jnp.arange(B), None)
+    layers = {
+        "attention": (lambda: Attention(E, **heads, **how), lambda m: m(x, None, context)[0]),
+        "mlp": (lambda: MLP(E, 12, ["silu", "linear"], dropout_rate=0.0, **how), lambda m: m(x, context)),
+        "embed": (lambda: Embed(16, E, **how), lambda m: m.attend(x)),
+    }
+    make, call = layers[name]
+    return choose_products(make(), "", [("", make_product)] if make_product else [], rngs), call
 
 
 @pytest.mark.parametrize("name", ["attention", "mlp", "embed"])
@@ -74,7 +76,7 @@ def test_another_product_is_used_for_every_matrix(name):
     assert len(make.met) == len(matrices)
     assert all(fits for _, fits in make.met)
     assert {names for names, _ in make.met} == NAMES[name]
-    layer, call = layer_of(name, plain)
+    layer, call = layer_of(name)
     rounded = jax.tree.map(lambda v: jnp.round(4 * v), nnx.state(layer, nnx.Param))
     nnx.update(layer, rounded)
     np.testing.assert_array_equal(out, call(layer))
@@ -83,7 +85,7 @@ def test_another_product_is_used_for_every_matrix(name):
 @pytest.mark.parametrize("name", ["attention", "mlp", "embed"])
 def test_a_product_with_parameters_brings_them_into_the_model(name):
     layer, call = layer_of(name, Adapter)
-    base, base_call = layer_of(name, plain)
+    base, base_call = layer_of(name)
     params = nnx.to_flat_state(nnx.state(layer, nnx.Param))
     kernels = {path for path, _ in params if "product" not in path}
     own = {path[:-2] for path, _ in params if "product" in path}
@@ -109,21 +111,22 @@ def test_the_embedding_table_must_be_an_array():
         table(jnp.zeros((B, T), jnp.int32))
 
 
-def test_experts_reach_their_matrices_through_the_product_that_they_are_given():
+def test_experts_reach_their_matrices_through_the_products_that_are_chosen():
     met = set()
 
-    def make_grouped(groups, in_size, out_size, names):
-        def noted(x, kernel, sizes):
-            met.add((tuple(names), kernel.shape == (groups, in_size, out_size), sizes is not None))
-            return grouped_product(x, kernel, sizes)
+    def make_grouped(kernel, *, rngs):
+        def noted(x, value, sizes, context):
+            whole = (kernel.groups, *kernel.in_shape, *kernel.out_shape) == value.shape
+            met.add((kernel.names, whole, sizes is not None))
+            return grouped_product(x, value, sizes)
 
         return noted
 
     recorded, ids = Recorded(), jnp.ones((B, T), jnp.int32)
     how = {"experts": 3, "chosen": 2, "score": softmax_of_chosen, "capacity_factor": -1.0, **DTYPES}
-    how |= {"make_product": recorded, "make_grouped": make_grouped}
     for sparse in (True, False):
         layer = MoE(E, 5, ("silu", "linear"), sparse=sparse, **how, rngs=nnx.Rngs(0))
+        choose_products(layer, "", [("^gate/kernel$", recorded), ("^w", make_grouped)], nnx.Rngs(0))
         jax.eval_shape(layer, jnp.ones((B, T, E)), Context(ids, ids, rows=ids[:, 0], key=None))
     assert recorded.met == [(("embed_moe", "exp"), True)] * 2
     names = {("exp", "embed_moe", "mlp"), ("exp", "mlp", "embed_moe")}

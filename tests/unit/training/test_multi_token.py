@@ -23,13 +23,13 @@ from support import (
 from trainer.backends import StateCodec, TrainTree, make_model
 from trainer.checkpoint import names_of
 from trainer.config import UserError, load
-from trainer.layers.context import Context
 from trainer.layers.sown import MtpHidden, RouterCount, Total, sow
 from trainer.models.llama2 import block as llama2
 from trainer.models.mtp import run_mtp
 from trainer.models.transformer import BEFORE_HEAD, EMBEDDING, outer_dropout
 from trainer.objectives import make_objective
 from trainer.optim import make_optimizer
+from trainer.products import Context
 from trainer.state import ParamShardings
 from trainer.training import build
 from trainer.training.evaluate import make_evaluation, summarize

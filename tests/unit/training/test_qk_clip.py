@@ -16,7 +16,6 @@ from trainer.backends.base import tree_mode
 from trainer.checkpoint import CheckpointManager, Sidecar, restore
 from trainer.config import UserError, load
 from trainer.layers.attention import Attention
-from trainer.layers.context import Context
 from trainer.layers.dense import Dense
 from trainer.layers.sown import MaxLogit, capture
 from trainer.models.clipped import clipped_layers
@@ -27,6 +26,7 @@ from trainer.ops.max_logits import max_logits
 from trainer.ops.random import seed_key
 from trainer.ops.rope import Rope
 from trainer.optim.qk_clip import scaled
+from trainer.products import Context
 from trainer.runtime.place import place
 from trainer.training import build
 from trainer.training.rules import make_rules

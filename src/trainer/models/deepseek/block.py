@@ -15,7 +15,6 @@ from trainer.layers.moe import SharedMoE
 from trainer.models.experts import ExpertBlock
 from trainer.models.llama2 import block as llama2
 from trainer.ops.routing import Score, by_sigmoid, chosen_of_softmax, softmax_of_chosen, times, within_groups
-from trainer.products import MakeProduct
 
 NAME, ROUTED, SHARED = "DeepSeekMoeBlock_0", "MoeBlock_0", "shared_experts"
 
@@ -23,9 +22,7 @@ NAME, ROUTED, SHARED = "DeepSeekMoeBlock_0", "MoeBlock_0", "shared_experts"
 class DenseBlock(llama2.Block):
     """Llama's block with latent attention. Adjacent pairs of entries turn, as in the published weights."""
 
-    def make_attention(
-        self, config: Config, rngs: nnx.Rngs, make_product: MakeProduct, dtypes: Mapping[str, Any]
-    ) -> Any:
+    def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any]) -> Any:
         """See `llama2.Block.make_attention`."""
         return LatentAttention(
             config.base_emb_dim,
@@ -42,7 +39,6 @@ class DenseBlock(llama2.Block):
             soft_cap=config.attn_logits_soft_cap,
             tiles=tiles_of(config),
             dropout_rate=config.attention_dropout_rate if config.enable_dropout else 0.0,
-            make_product=make_product,
             rngs=rngs,
             **dtypes,
         )
@@ -64,15 +60,14 @@ class Block(DenseBlock, ExpertBlock):
             score = functools.partial(within_groups, groups=groups, kept=kept)
         return times(score, config.routed_scaling_factor)
 
-    def make_experts(self, config: Config, rngs: nnx.Rngs, make_product: MakeProduct, dtypes: Mapping[str, Any]) -> Any:
+    def make_experts(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any]) -> Any:
         """See `ExpertBlock.make_experts`."""
-        routed = super().make_experts(config, rngs, make_product, dtypes)
+        routed = super().make_experts(config, rngs, dtypes)
         shared = MLP(
             config.base_emb_dim,
             config.shared_experts * config.base_moe_mlp_dim,
             config.mlp_activations,
             dropout_rate=0.0,
-            make_product=make_product,
             rngs=rngs,
             **dtypes,
         )

@@ -19,7 +19,6 @@ from trainer.layers.stack import Stack
 from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token
 from trainer.models.llama2 import block as llama2
-from trainer.products import MakeProduct, plain
 
 KEYS = ("trainable_position_size", "fused_qkv")
 
@@ -30,7 +29,7 @@ class Block(llama2.Block):
     With `fused_qkv`, one matrix computes queries, keys and values.
     """
 
-    def __init__(self, config: Config, rngs: nnx.Rngs, make_product: MakeProduct = plain):
+    def __init__(self, config: Config, rngs: nnx.Rngs):
         dtypes: dict[str, Any] = {"dtype": jnp.dtype(config.dtype), "weight_dtype": jnp.dtype(config.weight_dtype)}
         width, epsilon = config.base_emb_dim, config.normalization_layer_epsilon
         norm = functools.partial(LayerNorm, width, epsilon=epsilon, **dtypes)
@@ -52,7 +51,6 @@ class Block(llama2.Block):
             dropout_rate=config.attention_dropout_rate if on else 0.0,
             bias=True,
             fused=config.fused_qkv,
-            make_product=make_product,
             rngs=rngs,
             **dtypes,
         )
@@ -63,7 +61,6 @@ class Block(llama2.Block):
             dropout_rate=self.dropout_rate,
             bias=True,
             norm=norm(),
-            make_product=make_product,
             rngs=rngs,
             **dtypes,
         )

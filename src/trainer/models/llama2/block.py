@@ -12,14 +12,13 @@ from trainer.config import Config
 from trainer.config.tiles import tiles_of
 from trainer.layers.attention import Attention
 from trainer.layers.cache import Cache
-from trainer.layers.context import Context
 from trainer.layers.dense import RESIDUAL
 from trainer.layers.mlp import MLP
 from trainer.layers.norm import RMSNorm
 from trainer.layers.sown import Activation, Total, sow
 from trainer.ops.dropout import dropout
 from trainer.ops.rope import Rope
-from trainer.products import MakeProduct, plain
+from trainer.products import Context
 
 # Dropout sites of a block.
 ATTENTION, HIDDEN, OUTPUT = range(3)
@@ -47,19 +46,17 @@ def make_rope(config: Config) -> Rope:
 class Block(nnx.Module):
     """Computes x + attention(norm(x)), then x + mlp(norm(x)), then dropout."""
 
-    def __init__(self, config: Config, rngs: nnx.Rngs, make_product: MakeProduct = plain):
+    def __init__(self, config: Config, rngs: nnx.Rngs):
         dtypes: dict[str, Any] = {"dtype": jnp.dtype(config.dtype), "weight_dtype": jnp.dtype(config.weight_dtype)}
         width, epsilon = config.base_emb_dim, config.normalization_layer_epsilon
         self.dropout_rate = config.dropout_rate if config.enable_dropout else 0.0
 
         self.pre_self_attention_layer_norm = RMSNorm(width, epsilon=epsilon, **dtypes)
-        self.self_attention = self.make_attention(config, rngs, make_product, dtypes)
+        self.self_attention = self.make_attention(config, rngs, dtypes)
         self.post_self_attention_layer_norm = RMSNorm(width, epsilon=epsilon, **dtypes)
-        self.add_feed_forward(config, rngs, make_product, dtypes)
+        self.add_feed_forward(config, rngs, dtypes)
 
-    def make_attention(
-        self, config: Config, rngs: nnx.Rngs, make_product: MakeProduct, dtypes: Mapping[str, Any]
-    ) -> Any:
+    def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any]) -> Any:
         """Makes the attention layer."""
         return Attention(
             config.base_emb_dim,
@@ -73,21 +70,17 @@ class Block(nnx.Module):
             tiles=tiles_of(config),
             qk_norm_epsilon=config.normalization_layer_epsilon if config.use_qk_norm else None,
             dropout_rate=config.attention_dropout_rate if config.enable_dropout else 0.0,
-            make_product=make_product,
             rngs=rngs,
             **dtypes,
         )
 
-    def add_feed_forward(
-        self, config: Config, rngs: nnx.Rngs, make_product: MakeProduct, dtypes: Mapping[str, Any]
-    ) -> None:
+    def add_feed_forward(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any]) -> None:
         """Makes the feed-forward layer as an attribute with the name of its parameters."""
         self.mlp = MLP(
             config.base_emb_dim,
             config.base_mlp_dim,
             config.mlp_activations,
             dropout_rate=self.dropout_rate,
-            make_product=make_product,
             rngs=rngs,
             **dtypes,
         )
@@ -102,7 +95,7 @@ class Block(nnx.Module):
 
     def feed_forward(self, x_bte: jax.Array, context: Context) -> jax.Array:
         """Runs the feed-forward layer: [b, t, e] -> [b, t, e]."""
-        return self.mlp(x_bte, context.rows, context.at(HIDDEN).key)
+        return self.mlp(x_bte, context.at(HIDDEN))
 
     def init_cache(self, rows: int, length: int) -> Any:
         """Returns an empty cache; see `layers.attention.Attention.init_cache`."""

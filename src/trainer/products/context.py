@@ -1,4 +1,4 @@
-"""The arguments that every block of a stack takes in addition to its input and its cache."""
+"""What every block of a stack takes in addition to its input and its cache, and every product of its layers."""
 
 from typing import NamedTuple
 

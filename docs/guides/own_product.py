@@ -1,0 +1,49 @@
+"""A product of your own: low-rank adapters (Hu et al. 2021, arXiv:2106.09685) for queries and for experts of Mixtral.
+
+    python -m trainer.train base.yml decoder_block=docs.guides.own_product:FAMILY num_experts=4 \
+        trainable_parameters_mask=[product] dataset_type=synthetic steps=20
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from trainer.layers.param import param
+from trainer.models.mixtral.family import FAMILY as MIXTRAL
+from trainer.products import Kernel, grouped_product, product
+
+RANK = 4
+
+
+class Adapter(nnx.Module):
+    """The plain product, and a low-rank product that starts as zero."""
+
+    def __init__(self, kernel: Kernel, *, rngs: nnx.Rngs):
+        groups = (kernel.groups,) if kernel.groups else ()
+        first = len(groups) + len(kernel.in_shape)  # the first axis of the outputs
+        inputs, outputs = (*groups, *kernel.in_shape, RANK), (*groups, RANK, *kernel.out_shape)
+        down = 0.02 * jax.random.normal(rngs.params(), inputs)
+        self.down = param(down, (*kernel.names[:first], None))
+        self.up = param(jnp.zeros(outputs), (*kernel.names[: len(groups)], None, *kernel.names[first:]))
+
+    def __call__(self, x, inputs, kernel, reduce_early, context):
+        low = product(x, inputs, self.down.get_value())
+        return product(x, inputs, kernel, reduce_early) + product(low, 1, self.up.get_value())
+
+
+class GroupedAdapter(Adapter):
+    """The same for matrices of experts."""
+
+    def __call__(self, x, kernel, sizes, context):
+        low = grouped_product(x, self.down.get_value(), sizes)
+        return grouped_product(x, kernel, sizes) + grouped_product(low, self.up.get_value(), sizes)
+
+
+def products(config):
+    """Returns the rules: the first pattern that matches the canonical name of a matrix counts."""
+    return [("self_attention/query/kernel", Adapter), ("MoeBlock_0/wi_0", GroupedAdapter)]
+
+
+FAMILY = dataclasses.replace(MIXTRAL, products=products)
