@@ -1,7 +1,6 @@
 """Mixture of experts: a router chooses a few feed-forward layers for each token."""
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from trainer import sharding
 from trainer.layers.dense import INPUT, RESIDUAL, ROWS, Dense
 from trainer.layers.matrices import WithMatrices
-from trainer.layers.mlp import ACTIVATIONS, MLP
+from trainer.layers.mlp import MLP, Combine, hidden_units
 from trainer.layers.param import Buffer, param
 from trainer.layers.sown import Activation, RouterCount, RouterLoss, captures, sow
 from trainer.ops import exchange
@@ -64,12 +63,14 @@ class MoE(WithMatrices):
         weight_dtype: jnp.dtype,
         routed_bias: bool = False,
         by_sigmoid: bool = False,
+        combine: Combine | None = None,
         rngs: nnx.Rngs,
     ):
         """`chosen`: how many experts of a token. `sparse`: no token is dropped, by products of groups of tokens.
         Otherwise, with a `capacity_factor` above 0, an expert drops tokens beyond its capacity, and without one every
         expert computes every token. `buffer`: see `ops.exchange.round_size`. `by_sigmoid`: scores are sigmoids, which
-        the load-balance loss and the entropy divide by their sum."""
+        the load-balance loss and the entropy divide by their sum. `combine`: see `MLP`."""
+        self.combine = combine
         self.experts, self.chosen, self.score = experts, chosen, score
         self.by_sigmoid, self.routed_bias = by_sigmoid, routed_bias
         self.sparse, self.capacity_factor, self.buffer = sparse, capacity_factor, buffer
@@ -175,11 +176,11 @@ class MoE(WithMatrices):
         self, products: Any, kernels: Any, context: Context | None, rows: jax.Array, sizes: jax.Array | None
     ) -> jax.Array:
         """See `ops.experts.Apply`."""
-        factors = []
-        for name, activation in zip(self._projections(), self.activations, strict=True):
-            projected = checkpoint_name(getattr(products, name)(rows, kernels[name], sizes, context), f"moe_mlp{name}")
-            factors.append(ACTIVATIONS[activation](projected))
-        hidden = functools.reduce(operator.mul, factors)
+        projected = (
+            checkpoint_name(getattr(products, name)(rows, kernels[name], sizes, context), f"moe_mlp{name}")
+            for name in self._projections()
+        )
+        hidden = hidden_units(projected, self.activations, self.combine)
         return checkpoint_name(products.wo(hidden, kernels["wo"], sizes, context), "moe_mlpwo")
 
     def _sow(self, logits: jax.Array, routing: Routing, real_bt: jax.Array, dropped_b: jax.Array) -> None:

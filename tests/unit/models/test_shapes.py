@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from other_shapes import EMBEDDING_SCALE, LIMIT, SCALE
+from other_shapes import EMBEDDING_SCALE, LIMIT, SCALE, clipped_gate
 from support import ALL_COMBINATIONS, arguments, tiny_config
 
 from trainer.checkpoint import names_of
@@ -16,10 +16,13 @@ from trainer.compare import measure
 from trainer.config import UserError, load, resolve
 from trainer.inference import MaxEngine, Scheduler
 from trainer.layers.attention import Attention
+from trainer.layers.moe import MoE
 from trainer.models.llama2 import facts
 from trainer.models.llama2.block import make_rope
 from trainer.models.names import names_of_blocks
 from trainer.ops.rope import rope
+from trainer.ops.routing import softmax_of_chosen
+from trainer.products import Context
 from trainer.training import build
 
 OWN = {"decoder_block": "other_shapes:FAMILY", "rope_interleave": False}
@@ -134,3 +137,16 @@ def test_a_kernel_without_sinks_is_not_chosen_and_not_run(monkeypatch):
     dtypes = dict.fromkeys(("dtype", "weight_dtype"), jnp.dtype("bfloat16"))
     with pytest.raises(UserError, match="cudnn_flash_jax: it does not support sinks; choose attention=blockwise"):
         Attention(16, op="cudnn_flash_jax", sinks=True, **keys, **dtypes)
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_experts_may_have_such_a_gate(sparse):
+    dtypes = dict.fromkeys(("dtype", "weight_dtype"), jnp.dtype("float32"))
+    how = {"experts": 3, "chosen": 1, "score": softmax_of_chosen, "sparse": sparse, "capacity_factor": -1.0}
+    layer = MoE(16, 8, ("linear", "linear"), **how, combine=clipped_gate, rngs=nnx.Rngs(0), **dtypes)
+    x, ids = jax.random.normal(jax.random.key(1), (2, 5, 16)), jnp.zeros((2, 5), jnp.int32)
+    out = layer(x, Context(ids, ids + 1, ids[:, 0], None))
+    expert = np.asarray(layer.gate(x, (None,) * 3)).argmax(-1)  # whose weight is 1
+    wi_0, wi_1, wo = (np.asarray(getattr(layer, name)[...])[expert] for name in ("wi_0", "wi_1", "wo"))
+    hidden = clipped_gate(*(np.einsum("bte,bteh->bth", x, matrix) for matrix in (wi_0, wi_1)))
+    np.testing.assert_allclose(out, np.einsum("bth,bthe->bte", hidden, wo), atol=1e-5)
