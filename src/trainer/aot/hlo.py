@@ -2,6 +2,8 @@
 
 The grammar is XLA's (openxla/xla, xla/hlo/parser). This parses the long form with `%` before names, as in
 `compiled.as_text()` and the compiler's dumps. Shapes of a partitioned module are those of one device.
+Newer compilers (jaxlib 0.12) print an element of a tuple as an operand `%name#index`, without an
+instruction `get-tuple-element`. The parser adds that instruction, so a module is the same in both spellings.
 """
 
 import functools
@@ -18,7 +20,7 @@ _LEAF = re.compile(r"(\w+)\[([\d,<= ]*)\](\{[^{}]*\})?")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([^\s=]+) = ")
 _COMPUTATION = re.compile(r"^(ENTRY )?%([^\s(]+) \(.*-> .*\{$")
 _END = re.compile(r"^\}($| //|, execution_thread)")
-_NAME = re.compile(r"%([\w.\-]+)")
+_NAME = re.compile(r"%([\w.\-]+(?:#\d+)*)")
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|select|scatter|true_computation|false_computation)=%([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
@@ -145,6 +147,7 @@ def parse(text: str) -> Module:
     """
     computations: dict[str, Computation] = {}
     current: Computation | None = None
+    types: dict[str, str] = {}  # the text of each instruction's shape in the current computation
     entry = ""
     for line in _logical_lines(text):
         if current is None:
@@ -158,6 +161,9 @@ def parse(text: str) -> Module:
             match = _INSTRUCTION.match(line)
             if match:
                 instruction = _instruction(match[2], line[match.end() :])
+                types[instruction.name] = line[match.end() :]
+                for name in instruction.operands:
+                    _add_element(current, types, name)
                 current.instructions[instruction.name] = instruction
                 current.root = instruction.name if match[1] else current.root
     if not entry:
@@ -191,6 +197,33 @@ def _instruction(name: str, rest: str) -> Instruction:
     arguments = rest[opening + 1 : closing - 1]
     operands = () if opcode in ("constant", "parameter") else tuple(_NAME.findall(arguments))
     return Instruction(name, opcode, shapes_of(rest[:end]), operands, arguments, rest[closing:])
+
+
+def _add_element(computation: Computation, types: dict[str, str], name: str) -> None:
+    """Adds the get-tuple-element that the operand `tuple#index` stands for, unless it is there.
+
+    `types` has, for each instruction name of the computation, text that begins with its shape.
+    """
+    source, _, index = name.rpartition("#")
+    if not source or name in computation.instructions:
+        return
+    _add_element(computation, types, source)
+    types[name] = _element(types[source], int(index))
+    computation.instructions[name] = Instruction(
+        name, "get-tuple-element", shapes_of(types[name]), (source,), f"%{source}", f", index={index}"
+    )
+
+
+def _element(shape: str, index: int) -> str:
+    """Returns the text of element `index` of a tuple's shape."""
+    depth, begins = 0, [1]
+    for match in re.finditer(r"[(\[{]|[)\]}]|,", shape):
+        depth += {"(": 1, "[": 1, "{": 1, ",": 0}.get(match[0], -1)
+        if depth == (1 if match[0] == "," else 0):
+            begins.append(match.end())
+        if depth == 0:
+            break
+    return re.sub(r"/\*.*?\*/", "", shape[begins[index] : begins[index + 1] - 1]).strip()
 
 
 def _closing(text: str, opening: int) -> int:

@@ -130,6 +130,65 @@ def test_the_limit_of_a_loop_may_be_carried_along():
     assert trips(module, main, main.instructions["loop"]) == 9
 
 
+# The first product in README.md's example, with fewer elements in its carry, as libtpu 0.0.51 under jax 0.10.2 and libtpu
+# 0.0.52 under jax 0.12.0.1 print it.
+RING = """HloModule ring
+
+%ring_body (p: (bf16[1,256], u32[], (u32[], s32[2]))) -> (bf16[1,256], u32[], (u32[], s32[2])) {
+  %p = (bf16[1,256]{1,0:T(8,128)(2,1)S(1)}, u32[]{:T(128)}, /*index=2*/(u32[]{:T(128)}, s32[2]{0:T(128)})) parameter(0)
+ELEMENTS
+  %one = u32[]{:T(128)} constant(1)
+  %next = u32[]{:T(128)} add(COUNTER, %one), metadata={op_name="jit(step)/dot_general"}
+  %sent = bf16[1,256]{1,0:T(8,128)(2,1)S(1)} collective-permute(ROWS), source_target_pairs={{0,1},{1,0}}
+  ROOT %out = (bf16[1,256]{1,0}, u32[], /*index=2*/(u32[], s32[2]{0})) tuple(%sent, %next, PAIR)
+}
+
+%ring_cond (q: (bf16[1,256], u32[], (u32[], s32[2]))) -> pred[] {
+  %q = (bf16[1,256]{1,0:T(8,128)(2,1)S(1)}, u32[]{:T(128)}, /*index=2*/(u32[]{:T(128)}, s32[2]{0:T(128)})) parameter(0)
+  %limit = u32[]{:T(128)} constant(8), metadata={op_name="jit(step)/dot_general" stack_frame_id=148}
+LEFT
+  ROOT %less = pred[]{:T(512)} compare(LIMITED, %limit), direction=LT, backend_config={"flag_configs":[]}
+}
+
+ENTRY %main (a: bf16[1,256], b: (u32[], s32[2])) -> bf16[1,256] {
+  %a = bf16[1,256]{1,0} parameter(0)
+  %b = (u32[], s32[2]{0}) parameter(1)
+  %zero = u32[] constant(0)
+  %start = (bf16[1,256]{1,0}, u32[], (u32[], s32[2]{0})) tuple(%a, %zero, %b)
+  %loop = (bf16[1,256]{1,0}, u32[], (u32[], s32[2]{0})) while(%start), condition=%ring_cond, body=%ring_body
+  ROOT %result = bf16[1,256]{1,0} get-tuple-element(%loop), index=0
+}
+"""
+OLDER = {
+    "ELEMENTS": """  %rows = bf16[1,256]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%p), index=0
+  %counter = u32[]{:T(128)} get-tuple-element(%p), index=1
+  %pair = (u32[]{:T(128)}, s32[2]{0:T(128)}) get-tuple-element(%p), index=2""",
+    "LEFT": "  %limited = u32[]{:T(128)} get-tuple-element(%q), index=1",
+    "COUNTER": "%counter",
+    "ROWS": "%rows",
+    "PAIR": "%pair",
+    "LIMITED": "%limited",
+}
+NEWER = {"ELEMENTS\n": "", "LEFT\n": "", "COUNTER": "%p#1", "ROWS": "%p#0", "PAIR": "%p#2", "LIMITED": "%q#1"}
+
+
+def test_elements_of_tuples_in_both_spellings():
+    older, newer = (hlo.parse(_replaced(RING, how)) for how in (OLDER, NEWER))
+    for module in (older, newer):
+        main = module.computations["main"]
+        assert trips(module, main, main.instructions["loop"]) == 8
+    for left, right in zip(older.computations.values(), newer.computations.values(), strict=True):
+        for part in ("opcode", "shapes"):
+            assert sorted(getattr(i, part) for i in left) == sorted(getattr(i, part) for i in right)
+
+
+def _replaced(text, how):
+    for old, new in how.items():
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
 def test_other_text_is_refused():
     with pytest.raises(ValueError, match="ENTRY"):
         hlo.parse("func.func @main() {}")
