@@ -18,6 +18,7 @@ from trainer.config.errors import UserError
 from trainer.config.json_files import parsed
 from trainer.config.step_keys import step_keys
 from trainer.models.families import block_class, blocks, stacks
+from trainer.runtime.versions import installed
 
 MAGIC = b"trainer-executable 1\n"
 # The module that builds the step. This module and its imports are the step's source code.
@@ -30,7 +31,6 @@ _SETTINGS = (
     "jax_numpy_dtype_promotion",
     "jax_threefry_partitionable",
 )
-_PACKAGES = ("jax", "jaxlib", "flax", "optax")
 
 # Everything that a step depends on: group -> name -> value, all JSON.
 Origin = dict[str, dict[str, Any]]
@@ -46,7 +46,7 @@ def origin_of(config: Config, devices: Sequence[jax.Device], args: Any) -> Origi
     """
     leaves = jax.tree_util.tree_leaves_with_path(args)
     first = devices[0]
-    packages = (*_PACKAGES, "libtpu") if first.platform == "tpu" else _PACKAGES
+    compiler = {"libtpu": metadata.version("libtpu")} if first.platform == "tpu" else {}
     # With DiLoCo, the last step synchronizes the islands.
     keys = [*step_keys(), *(["steps"] if config.enable_diloco else [])]
     return {
@@ -58,7 +58,7 @@ def origin_of(config: Config, devices: Sequence[jax.Device], args: Any) -> Origi
             "extent": _extent(devices),
         }
         | ({"machine": _machine()} if first.platform == "cpu" else {}),
-        "versions": {name: metadata.version(name) for name in packages}
+        "versions": {**installed(), **compiler}
         | {"source of trainer": _source()}
         | ({"source of decoder_block": _source_of_block(config)} if ":" in config.decoder_block else {}),
         "settings": {name: str(getattr(jax.config, name)) for name in _SETTINGS},

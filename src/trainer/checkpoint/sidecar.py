@@ -11,6 +11,7 @@ from trainer.config import read_saved
 from trainer.config.plain_yaml import read_text
 from trainer.runtime.folders import read_bounded
 from trainer.runtime.storage import entries
+from trainer.runtime.versions import installed
 
 CONFIG, DATA, METRICS, TOKENIZER = "config.yml", "data.json", "metrics.json", "tokenizer"
 
@@ -22,6 +23,7 @@ class Sidecar(NamedTuple):
     position: Any  # the position in the data after the last batch that went into the state; JSON
     fingerprint: str  # the fingerprint of the data and the tokenizer to which `position` refers
     tokenizer: Mapping[str, bytes]  # the tokenizer's files by name
+    versions: Mapping[str, str] = installed()  # see `runtime.versions`; empty in checkpoints that do not tell
 
 
 class SidecarFiles:
@@ -46,7 +48,7 @@ class SidecarFiles:
     async def _write(self, directory: Any) -> None:
         folder = await directory.await_creation()
         sidecar, index = self.read(), _process_index()
-        data = {"position": sidecar.position, "fingerprint": sidecar.fingerprint}
+        data = {"position": sidecar.position, "fingerprint": sidecar.fingerprint, "versions": dict(sidecar.versions)}
         (folder / _data_file(index)).write_text(json.dumps(data) + "\n", encoding="utf-8")
         if index != 0:
             return
@@ -66,12 +68,15 @@ def read_sidecar(folder: Any) -> Sidecar:
     data = read_part(folder, own.name if own.is_file() else DATA)
     if not isinstance(data.get("fingerprint"), str):
         raise damaged(folder, DATA, "has no fingerprint of the data")
+    versions = data.get("versions", {})
+    if not isinstance(versions, dict) or not all(isinstance(version, str) for version in versions.values()):
+        raise damaged(folder, DATA, "has versions that are not strings by name")
     tokenizer = {path.name: read_bounded(path) for path in entries(folder / TOKENIZER) if path.name[0] != "."}
     try:
         config = read_text(folder / CONFIG)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise damaged(folder, CONFIG, f"cannot be read ({error})") from error
-    return Sidecar(config, data.get("position"), data["fingerprint"], tokenizer)
+    return Sidecar(config, data.get("position"), data["fingerprint"], tokenizer, versions)
 
 
 def _data_file(process: int) -> str:

@@ -22,6 +22,7 @@ from trainer.models.names import names_of_blocks, renamed
 from trainer.runtime.agreement import agreed, from_first
 from trainer.runtime.place import share_of_rows
 from trainer.runtime.storage import folder
+from trainer.runtime.versions import other_versions
 from trainer.state.diloco import like_islands, without_islands
 from trainer.training.finite import names_not_finite
 from trainer.training.run import Run
@@ -76,7 +77,7 @@ def _continued(run: Run, dataset: Dataset, path: Any, say: Say, schedule_given: 
     saved = saved_config(sidecar, path)
     for warning in check_resume(saved, config, schedule_given, str(path)):
         say(f"warning: {warning}")
-    if line := another_program(saved, config):
+    for line in filter(None, (another_program(saved, config), other_versions(sidecar.versions))):
         say(line)
     agreed(lambda: _check_data(run, dataset, sidecar, path))
     fresh = resets(saved, config)

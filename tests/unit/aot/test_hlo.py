@@ -130,8 +130,7 @@ def test_the_limit_of_a_loop_may_be_carried_along():
     assert trips(module, main, main.instructions["loop"]) == 9
 
 
-# The first product in README.md's example, with fewer elements in its carry, as libtpu 0.0.51 under jax 0.10.2 and libtpu
-# 0.0.52 under jax 0.12.0.1 print it.
+# Modelled on the first product in README.md's example, as jax 0.10.2 and jax 0.12.0.1 print it.
 RING = """HloModule ring
 
 %ring_body (p: (bf16[1,256], u32[], (u32[], s32[2]))) -> (bf16[1,256], u32[], (u32[], s32[2])) {

@@ -1,0 +1,25 @@
+"""The installed versions of what a compiled step depends on."""
+
+import functools
+from collections.abc import Mapping
+from importlib import metadata
+
+from trainer.config.words import visible
+
+# The packages that write a step's program, and the one that compiles it.
+PACKAGES = ("jax", "jaxlib", "flax", "optax")
+
+
+@functools.cache
+def installed() -> Mapping[str, str]:
+    """Returns the version of each of `PACKAGES`."""
+    return {name: metadata.version(name) for name in PACKAGES}
+
+
+def other_versions(before: Mapping[str, str]) -> str:
+    """Returns a line if a checkpoint that was saved with the versions `before` resumes with others; "" if they are the
+    same, or if the checkpoint does not tell (`before` is empty)."""
+    now = installed()
+    changed = [name for name in now if name in before and before[name] != now[name]]
+    changes = ", ".join(f"{name} {visible(before[name], keep='')} -> {now[name]}" for name in changed)
+    return changes and f"losses may differ in the last bits, because versions changed: {changes}"
