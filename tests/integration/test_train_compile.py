@@ -10,7 +10,7 @@ import sys
 
 import jax
 import pytest
-from compiler import xla_flags
+from compiler import TPU_QUICKLY, xla_flags
 from support import ALL_COMBINATIONS, arguments, lowered_update
 
 from trainer.aot.buffers import STATE
@@ -133,7 +133,7 @@ def on_two_slices():
     sizes = {"per_device_batch_size": 2, **HEADS}
     slices = {"compile_topology_num_slices": 2, "dcn_data_parallelism": 2}
     config = load(arguments("nnx", **TPU | sizes | slices)).config
-    return compile_for_topology(config, {"exec_time_optimization_effort": -1.0})
+    return compile_for_topology(config, TPU_QUICKLY)
 
 
 @needs_libtpu
@@ -183,7 +183,7 @@ def test_islands_on_two_slices_send_between_them_only_to_synchronize():
     sizes = {"base_num_decoder_layers": 1, "attention": "dot_product", "per_device_batch_size": 1, "vocab_size": 128}
     slices = {"compile_topology_num_slices": 2, "enable_diloco": True, "dcn_diloco_parallelism": 2}
     config = load(arguments("nnx", **TPU | sizes | slices)).config
-    run, _, report = compile_for_topology(config, {"exec_time_optimization_effort": -1.0})
+    run, _, report = compile_for_topology(config, TPU_QUICKLY)
     assert dict(report.mesh) == {"diloco": 2, "fsdp": 4}
     across = [it for it in report.cost.collectives if it.slices == 2]
     assert across

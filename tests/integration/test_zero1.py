@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from compiler import TPU_QUICKLY
 from run_cases import RUN, assert_equal, killed_at, rows_of, train
 from support import ALL_COMBINATIONS, arguments, copied, packed_batch
 
@@ -152,7 +153,7 @@ def test_a_tpu_gathers_the_matrices_of_a_small_model_in_the_dtype_of_the_product
     sizes = {"base_emb_dim": 128, "base_mlp_dim": 256, "head_dim": 32, "vocab_size": 512, "max_target_length": 128}
     words = arguments(ALL_COMBINATIONS[0], **DATA, **sizes, shard_optimizer_over_data=True, remat_policy="full")
     run = build(load(words).config, devices)
-    program = run.step.lower(*run.abstract_args()).compile({"exec_time_optimization_effort": -1.0})
+    program = run.step.lower(*run.abstract_args()).compile(TPU_QUICKLY)
     found = {shape for shape, _ in collectives(program, "all-gather")}
     matrices = [leaf.shape for leaf in jax.tree.leaves(params_of(run)) if leaf.size > 1024]
     assert len(matrices) == 8

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compiler import TPU_QUICKLY
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from trainer.aot import dump
@@ -117,7 +118,7 @@ def test_a_tpu_holds_logits_once():
 
     gradients = jax.jit(jax.grad(loss, (0, 1)), out_shardings=(split, split))
     with dump.uncached():  # a program for an absent TPU cannot be read back from the cache
-        compiled = gradients.lower(*args).compile({"exec_time_optimization_effort": -1.0})
+        compiled = gradients.lower(*args).compile(TPU_QUICKLY)
     logits, head = (2 * count * vocab for count in (rows, width))
     assert "collective-permute" in compiled.as_text()  # a ring; without one this test would prove nothing
     assert logits + head <= compiled.memory_analysis().temp_size_in_bytes < 1.02 * (logits + head)

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiler import TPU_QUICKLY
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -135,7 +136,7 @@ def test_a_tpu_with_more_rows_than_the_head_holds_the_logits_and_the_gathered_he
     ]
     with on_mesh(mesh, rules), dump.uncached():  # a program for an absent TPU cannot be read back from the cache
         lowered = jax.jit(jax.grad(loss, (0, 1)), out_shardings=(hidden, table)).lower(*args)
-        compiled = lowered.compile({"exec_time_optimization_effort": -1.0})
+        compiled = lowered.compile(TPU_QUICKLY)
     logits, gathered = (2 * count * vocab // 2 for count in (rows // 8 * tokens, width))
     text = compiled.as_text()
     # Part of the matrix may be in VMEM.
