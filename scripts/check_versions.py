@@ -3,7 +3,7 @@
     python scripts/check_versions.py [--python PATH] [--environment FOLDER] [--suite] [--measure]
 
 Python 3.11 gets the oldest JAX that pyproject.toml accepts, a later Python the newest. The script makes an environment
-from `--python` (default: the newest Python from 3.12 on that it finds) and runs there: the five combinations side by
+from `--python` (default: the first Python from 3.12 on that it finds) and runs there: the five combinations side by
 side, a run with a checkpoint and its resume, generation, and one ahead-of-time compilation for a TPU. `--environment`
 keeps the environment, or uses it if it is there. `--suite` runs the whole suite instead, `--measure` prints one row of
 the table in docs/benchmarks/versions.md. Without a Python of 3.12 or later it says so and exits with 0.
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--suite", action="store_true")
     parser.add_argument("--measure", action="store_true")
     given = parser.parse_args(argv)
-    source = given.python or newest_python()
+    source = given.python or first_python()
     if source is None:
         print("not checked with the newest dependencies: no Python of 3.12 or later was found (--python PATH)")
         return
@@ -79,15 +79,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"checked with the newest dependencies in {time.monotonic() - began:.0f} s")
 
 
-def newest_python() -> Path | None:
-    """Returns the newest Python from 3.12 on: on the path, or of pyenv."""
+def first_python() -> Path | None:
+    """Returns the first Python from 3.12 on: on the path, or of pyenv. Of a later one, wheels may be missing."""
     pythons: dict[int, Path] = {}
     for found in sorted((Path.home() / ".pyenv" / "versions").glob("3.*/bin/python")):
         pythons[int(found.parts[-3].split(".")[1])] = found
     for minor in range(12, 20):
         if on_path := shutil.which(f"python3.{minor}"):
             pythons[minor] = Path(on_path)
-    for minor in sorted(pythons, reverse=True):
+    for minor in sorted(pythons):
         working = subprocess.run([pythons[minor], "-c", "import venv, ssl"], capture_output=True, check=False)
         if minor >= 12 and working.returncode == 0:
             return pythons[minor]
@@ -117,14 +117,7 @@ def run(python: str, words: Sequence[str], cwd: Path, env: dict[str, str], name:
 def measure(python: str, scratch: Path, env: dict[str, str]) -> None:
     """Prints a row of the table of versions."""
     print(run(python, ("-c", MEASURE), scratch, env, "compile").splitlines()[-1])
-    words = (
-        "base.yml",
-        "dataset_type=synthetic",
-        "steps=20",
-        "eval_interval=-1",
-        "prompt=",
-        "enable_checkpointing=false",
-    )
+    words = ("base.yml", "dataset_type=synthetic", "steps=20", "eval_interval=-1", "prompt=")
     run(python, ("-m", "trainer.train", *words), scratch, env)
     rows = (scratch / "runs" / "run-0001" / "metrics.jsonl").read_text().splitlines()
     print("loss of the last step:", [row["loss"] for row in map(json.loads, rows) if "loss" in row][-1])
