@@ -81,16 +81,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def first_python() -> Path | None:
     """Returns the first Python from 3.12 on: on the path, or of pyenv. Of a later one, wheels may be missing."""
-    pythons: dict[int, Path] = {}
-    for found in sorted((Path.home() / ".pyenv" / "versions").glob("3.*/bin/python")):
-        pythons[int(found.parts[-3].split(".")[1])] = found
-    for minor in range(12, 20):
-        if on_path := shutil.which(f"python3.{minor}"):
-            pythons[minor] = Path(on_path)
-    for minor in sorted(pythons):
-        working = subprocess.run([pythons[minor], "-c", "import venv, ssl"], capture_output=True, check=False)
-        if minor >= 12 and working.returncode == 0:
-            return pythons[minor]
+    pyenv = (Path.home() / ".pyenv" / "versions").glob("3.*/bin/python")
+    found = [(int(path.parts[-3].split(".")[1]), path) for path in pyenv]
+    on_path = {minor: shutil.which(f"python3.{minor}") for minor in range(12, 20)}
+    found += [(minor, Path(path)) for minor, path in on_path.items() if path]
+    for minor, path in sorted(found):
+        # A shim of pyenv may be on the path and not work.
+        if minor >= 12 and not subprocess.run([path, "-c", "import venv, ssl"], capture_output=True).returncode:
+            return path
     return None
 
 

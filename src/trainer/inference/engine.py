@@ -23,7 +23,7 @@ from trainer.inference.sampling import Sampling, check_drawing, draw, sampling_k
 from trainer.inference.served import Served, longest_prompt
 from trainer.inference.state import DecodeState, Prefix, Result, Sequences, inserted, released, settings
 from trainer.layers.cache import Cache
-from trainer.models.families import PLACES, cache_axes, init_cache
+from trainer.models.caches import PLACES, cache_axes, init_cache
 from trainer.sharding import Axes
 
 

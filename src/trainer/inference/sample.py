@@ -12,7 +12,7 @@ from trainer.inference.engine import Engine
 from trainer.inference.scheduler import Scheduler
 from trainer.inference.served import Served, longest_prompt, without_drops
 from trainer.inference.text import tokens_of
-from trainer.models.families import takes_cache
+from trainer.models.caches import takes_cache
 
 
 def prompt_tokens(config: Config, tokenizer: Tokenizer | None, say: Callable[[str], None]) -> list[int]:

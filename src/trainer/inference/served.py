@@ -11,7 +11,8 @@ from jax.sharding import Mesh, NamedSharding
 from trainer.backends import Model, make_model
 from trainer.config import Config, UserError, resolve
 from trainer.config.expert_keys import drops
-from trainer.models.families import axis_rules, takes_cache
+from trainer.models.caches import takes_cache
+from trainer.models.families import axis_rules
 from trainer.sharding import Rules, make_mesh, named_sharding, on_mesh, slice_count, spec
 
 # A row is not sharded: tokens are added to it one at a time.

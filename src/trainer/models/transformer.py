@@ -215,7 +215,7 @@ class Transformer(nnx.Module):
         Args:
           inputs, inputs_position, inputs_segmentation: int [b, t]; the names are the fields of a batch.
           row: int [b], each row's index in the global batch.
-          cache: holds earlier positions (`models.families.init_cache`), or None.
+          cache: holds earlier positions (`models.caches.init_cache`), or None.
           key: dropout key of this step, or None for no dropout.
           types: sown types that the caller captures. With `MtpHidden` the modules of multi-token prediction run.
           sampled: see `products.Context`.

@@ -9,7 +9,7 @@ import pytest
 from support import tiny_config
 
 from trainer.backends import make_model
-from trainer.models.families import init_cache
+from trainer.models.caches import init_cache
 
 LENGTH, VOCABULARY = 12, 64
 MODEL = {"max_target_length": LENGTH, "vocab_size": VOCABULARY, "logits_via_embedding": True}

@@ -14,7 +14,7 @@ from support import tiny_config
 from trainer.backends import make_model
 from trainer.layers.attention import OPS, Attention, KVCache
 from trainer.layers.cache import Cache
-from trainer.models.families import init_cache
+from trainer.models.caches import init_cache
 from trainer.ops.rope import Rope
 from trainer.products import Context
 

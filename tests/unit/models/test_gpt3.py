@@ -14,7 +14,7 @@ from trainer.backends import make_model
 from trainer.checkpoint import Leaf, names_of, open_source, write_maxtext
 from trainer.checkpoint.description import described
 from trainer.config import UserError, load, resolve
-from trainer.models.families import init_cache
+from trainer.models.caches import init_cache
 from trainer.models.gpt3.family import Block
 from trainer.optim.qk_clip import scaled
 

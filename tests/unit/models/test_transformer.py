@@ -13,7 +13,7 @@ from support import ALL_COMBINATIONS, assert_equal_bits, copied, packed_batch, p
 
 from trainer.backends import make_model
 from trainer.config import load, resolve
-from trainer.models.families import init_cache
+from trainer.models.caches import init_cache
 from trainer.models.transformer import finish_logits
 
 ROWS, LENGTH = 2, 16
