@@ -22,6 +22,7 @@ from trainer.checkpoint.sidecar import TOKENIZER
 from trainer.checkpoint.source import Leaf, Source, Tick, joined, names_of, nested, progress, resharded
 from trainer.checkpoint.tokenizer import FILES as TOKENIZER_FILES
 from trainer.config import Config, UserError
+from trainer.config.family import import_facts
 from trainer.config.paths import local_path
 from trainer.models.optional import lacking
 from trainer.observe.rundir import CHECKPOINTS
@@ -38,12 +39,14 @@ def open_source(path: str, decoder_block: str = "", *, average: bool = False) ->
 
     Args:
       path: a path on this machine, or of a run in a bucket.
-      decoder_block: the configured family, if there is one.
+      decoder_block: the family that the user names, if there is one. Its facts are imported: they say which keys of the
+        checkpoint its parameters depend on.
       average: whether to read the parameter average (`ema_decay`), which only checkpoints of runs have.
 
     Raises:
       UserError: there is no checkpoint, it is damaged, or it has no average.
     """
+    import_facts(decoder_block)
     if average:
         return _of_run(path, average=True)
     if "://" in path:

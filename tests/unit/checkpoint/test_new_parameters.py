@@ -293,3 +293,20 @@ def test_a_family_of_the_same_stacks_with_another_norm_is_another_function(monke
     other = dataclasses.replace(LLAMA2, norm=nnx.LayerNorm)
     monkeypatch.setattr("trainer.models.mistral.family.FAMILY", other)
     assert not loads_from("llama2", "mistral")
+
+
+def test_a_family_that_the_user_names_says_which_keys_of_a_checkpoint_count(tmp_path, monkeypatch):
+    folder, block = tmp_path / "told", "told.facts:FACTS"
+    folder.mkdir()
+    text = 'FACTS = Facts("trainer.models.llama2.family:FAMILY", reads=["routed_scaling_factor"])'
+    (folder / "facts.py").write_text(f"from trainer.config.family import Facts\n{text}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    base = config_of(**LLAMA)
+    path = write_ours(tmp_path / "ours", base, random_params(base))
+    yml = (path / "config.yml").read_text().replace("llama2", block)
+    (path / "config.yml").write_text(f"{yml}routed_scaling_factor: 2.5\n")
+    open_source(str(path))
+    assert "told.facts" not in sys.modules
+    keys = open_source(str(path), block).keys
+    assert model_config(keys, [f"decoder_block={block}"], str(path)).routed_scaling_factor == 2.5
+    del sys.modules["told.facts"], sys.modules["told"]
