@@ -165,7 +165,12 @@ class Engine:
             `*packed(prompts)` are these.
           sampling: for all prompts, or arrays with that of each.
           seeds: of each prompt, see `sampling.sampling_key`; default: decode_sampling_seed for all.
+
+        Raises:
+          ValueError: the model has state without positions, of which a row holds that of one prompt.
         """
+        if not all(PLACES in names for names in self._cache_axes):
+            raise ValueError("the model has state without positions, so prompts cannot share a row; prefill each")
         keys, sampling = self._drawing(num_prompts, sampling, seeds)
         starts, lengths = start_pos[:num_prompts], true_lengths[:num_prompts]
         return self._pack(

@@ -119,6 +119,12 @@ def test_generation_carries_state_that_has_no_place_for_each_position():
         assert drawn == row[len(prompt) :], prompt
 
 
+def test_prompts_do_not_share_a_row_if_there_is_state_without_positions():
+    engine = MaxEngine(tiny_config("nnx", **OWN, max_target_length=LENGTH), jax.devices()[:1])
+    with pytest.raises(ValueError, match="state without positions, so prompts cannot share a row"):
+        engine.prefill_concat(engine.load_params(say=lambda line: None), *engine.packed([[5, 0], [1, 2, 3]]))
+
+
 @pytest.mark.parametrize("attention", ["dot_product", "blockwise"])
 def test_every_op_of_this_platform_runs_it(attention):
     config = load(arguments("nnx", **OWN, attention=attention)).config
