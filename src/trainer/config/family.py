@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.config.errors import UserError, nearest, shortened
+from trainer.config.schema import schema
 
 Axes = tuple[str, ...]
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -53,6 +54,9 @@ class Facts:
             raise UserError(
                 f"Facts.reads: {unknown[0]} is not one of {', '.join(OPTIONAL)}{nearest(unknown[0], OPTIONAL)}"
             )
+        named, keys = (*self.ignores.values(), *(of_check for of_check, _ in self.checks)), schema().keys
+        if unknown := [key for each in named for key in each if key not in keys]:
+            raise UserError(f"Facts.ignores, checks: there is no key {unknown[0]}{nearest(unknown[0], keys)}")
 
 
 def families() -> Mapping[str, str]:

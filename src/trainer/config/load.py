@@ -14,7 +14,7 @@ from trainer.config.data_keys import OWN_KEYS, data_not_asked_for
 from trainer.config.dump import to_flow
 from trainer.config.effects import inert_keys, no_effect_of, without_effect
 from trainer.config.environment import variables
-from trainer.config.errors import Unbuilt, nearest, on_one_screen, report, shortened
+from trainer.config.errors import Unbuilt, UserError, nearest, on_one_screen, report, shortened
 from trainer.config.family import import_facts
 from trainer.config.files import (
     COMMAND_LINE,
@@ -107,7 +107,10 @@ def load(
     if code := foreign_code(reader.schema.keys, config, changed, [file.path for file in reversed(files)]):
         raise report([*reader.mistakes, *code])
     if imports and "decoder_block" not in reader.broken:
-        import_facts(config.decoder_block)
+        try:
+            import_facts(config.decoder_block)
+        except UserError as error:
+            reader.mistakes.append(str(error))
     reader.mistakes += contradictions(config, where, reader.broken)
     if "dataset_type" not in reader.broken:
         base = next((str(file.path) for file in files if file.is_maxtext), None)

@@ -129,7 +129,7 @@ def convert(command: Command, runs: str) -> Conversion:
     loaded: Loaded | None = None
     try:
         assigned_variables = dict(word.partition("=")[::2] for word in assigned if _is_known(word))
-        loaded = load([yml, *checked], environment=assigned_variables)
+        loaded = load([yml, *checked], environment=assigned_variables, imports=False)  # only translated
         problems = _other_defaults(yml, loaded)
     except UserError as error:
         lines = str(error).split("\n  ")

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from trainer.config.errors import UserError, nearest
 from trainer.config.expert_keys import only_experts, some_experts
 from trainer.config.family import Axes, facts_of
 
@@ -73,7 +74,13 @@ def of_blocks(config: Mapping[str, Any]) -> dict[str, Axes]:
 def tensors_of(config: Mapping[str, Any]) -> Mapping[str, Axes]:
     """Returns the logical axes of tensors that the model of `config` has for certain."""
     facts = facts_of(config)
-    return (facts and facts.tensors(config)) or {name: TENSORS[name] for name in EVERY_MODEL}
+    tensors = (facts and facts.tensors(config)) or {name: TENSORS[name] for name in EVERY_MODEL}
+    if unknown := [name for axes in tensors.values() for name in axes if name not in (*DIMENSIONS, "activation_batch")]:
+        raise UserError(
+            f"decoder_block={config['decoder_block']}: Facts.tensors: the length of the axis {unknown[0]} is not known "
+            f"without JAX{nearest(unknown[0], DIMENSIONS)}; leave out tensors with such an axis"
+        )
+    return tensors
 
 
 def dimension(name: str, config: Mapping[str, Any]) -> str:

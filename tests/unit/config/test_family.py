@@ -8,6 +8,8 @@ import pytest
 
 from trainer.config import UserError, load
 from trainer.config.family import Facts, facts_of, families, lacks, reads
+from trainer.config.maxtext_command import parse
+from trainer.config.maxtext_convert import TRAIN, convert
 from trainer.models.families import family
 
 OWN = """
@@ -88,12 +90,29 @@ def test_a_yml_of_a_folder_does_not_import_facts(tmp_path):
         ("1 / 0", "importing a_family.facts fails: ZeroDivisionError"),
         ("FACT = 1", "a_family.facts has no FACTS; nearest: FACT"),
         (OWN.replace('"fused_qkv"', '"fused_kqv"'), "Facts.reads: fused_kqv is not one of num_experts"),
+        (
+            OWN.replace("rope_max_timescale", "rope_max_timescales"),
+            "there is no key rope_max_timescales; nearest: rope",
+        ),
+        (OWN.replace('("attention_type",)', '("attention_typ",)'), "there is no key attention_typ; nearest: attention"),
+        (OWN.replace("checks=", 'tensors=lambda config: {"w": ("embd",)}, checks='), "axis embd is not known"),
     ],
 )
 def test_facts_that_cannot_be_read_are_an_error_of_the_first_stage(own_family, text, message):
     (own_family / "facts.py").write_text(text)
     with pytest.raises(UserError, match=message):
         load(WORDS)
+
+
+def test_they_are_reported_with_the_other_mistakes(own_family):
+    (own_family / "facts.py").write_text("1 / 0")
+    with pytest.raises(UserError, match=r"no key learing_rate(.|\n)*importing a_family.facts fails"):
+        load([*WORDS, "learing_rate=1"])
+
+
+def test_a_command_that_is_only_translated_does_not_import_facts():
+    convert(parse([f"python -m MaxText.train base.yml decoder_block={BLOCK}"]), TRAIN)
+    assert "a_family" not in sys.modules
 
 
 def test_unknown_families_may_read_everything():
