@@ -8,14 +8,7 @@ import yaml
 
 from trainer.config import COMBINATIONS, Config, Loaded, UserError, flags_of, load, read_saved, resolve, schema
 from trainer.config.dump import to_flow
-from trainer.config.expert_keys import (
-    SCORE,
-    STEP,
-    dense_layers,
-    has_experts,
-    normalizes_by_key,
-    some_experts,
-)
+from trainer.config.expert_keys import SCORE, STEP, dense_layers, has_experts, some_experts
 from trainer.config.family import LATENT, OF_SOME, reads
 from trainer.config.files import COMMAND_LINE
 from trainer.config.flags import FLAGS
@@ -81,7 +74,7 @@ def described(config: Config) -> dict[str, Any]:
         names.remove("topk_routing_group")
     if some_experts(config) and has_experts(config) and dense_layers(config):
         names += _OF_MLP
-    if normalizes_by_key(config):
+    if reads(config, _NORMALIZED):
         names.append(_NORMALIZED)
     if config.attention_type == "local_sliding":
         names.append("sliding_window_size")

@@ -8,18 +8,9 @@ from trainer.config.data_keys import DATA_INERT
 from trainer.config.decoding_keys import DECODING_INERT
 from trainer.config.derived import FOLLOWS
 from trainer.config.dump import to_flow
-from trainer.config.expert_keys import (
-    BIAS,
-    BIAS_RATE,
-    dense_layers,
-    has_experts,
-    normalizes_by_key,
-    only_experts,
-    sends,
-    some_experts,
-)
+from trainer.config.expert_keys import BIAS, BIAS_RATE, dense_layers, has_experts, only_experts, sends, some_experts
 from trainer.config.expert_keys import KEYS as OF_EXPERTS
-from trainer.config.family import LATENT, OF_SOME, facts_of, lacks, readers
+from trainer.config.family import LATENT, OF_SOME, facts_of, lacks, readers, reads
 from trainer.config.files import by_hand
 from trainer.config.keys import Config
 from trainer.config.latent_keys import is_latent
@@ -77,7 +68,7 @@ INERT = (
     Inert(("capacity_factor",), lambda c: c.sparse_matmul, "sparse_matmul=true drops no token"),
     Inert(
         ("norm_topk_prob",),
-        lambda c: some_experts(c) and not normalizes_by_key(c),
+        lambda c: some_experts(c) and not reads(c, "norm_topk_prob"),
         "this family divides the weights of a token's experts by their sum in any case",
     ),
     Inert(

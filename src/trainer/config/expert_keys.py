@@ -40,11 +40,6 @@ def _first_dense(config: Mapping[str, Any]) -> int:
     return config["first_num_dense_layers"] if reads(config, "first_num_dense_layers") else 0
 
 
-def normalizes_by_key(config: Config) -> bool:
-    """Whether the model is known to read norm_topk_prob."""
-    return reads(config, "norm_topk_prob")
-
-
 def scores_by_sigmoid(config: Config) -> bool:
     """Whether the scores of experts are sigmoids; otherwise they are a softmax."""
     return config[SCORE] == SIGMOID

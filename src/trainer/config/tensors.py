@@ -76,10 +76,8 @@ def tensors_of(config: Mapping[str, Any]) -> Mapping[str, Axes]:
     facts = facts_of(config)
     tensors = (facts and facts.tensors(config)) or {name: TENSORS[name] for name in EVERY_MODEL}
     if unknown := [name for axes in tensors.values() for name in axes if name not in (*DIMENSIONS, "activation_batch")]:
-        raise UserError(
-            f"decoder_block={config['decoder_block']}: Facts.tensors: the length of the axis {unknown[0]} is not known "
-            f"without JAX{nearest(unknown[0], DIMENSIONS)}; leave out tensors with such an axis"
-        )
+        why = f"the length of the axis {unknown[0]} is not known without JAX{nearest(unknown[0], DIMENSIONS)}"
+        raise UserError(f"decoder_block={config['decoder_block']}: Facts.tensors: {why}; leave out tensors with it")
     return tensors
 
 

@@ -11,7 +11,6 @@ from trainer.config import Config, UserError
 from trainer.config.schema import INT32_MAX
 from trainer.ops.random import SAMPLING, seed_key
 
-STRATEGIES = ("greedy", "weighted", "nucleus", "topk", "composite")
 UINT32_MAX = 2**32 - 1
 
 
