@@ -9,7 +9,7 @@ import yaml
 from trainer.config import COMBINATIONS, Config, Loaded, UserError, flags_of, load, read_saved, resolve, schema
 from trainer.config.dump import to_flow
 from trainer.config.expert_keys import SCORE, STEP, dense_layers, has_experts, some_experts
-from trainer.config.family import LATENT, OF_SOME, reads
+from trainer.config.family import LATENT, OF_SOME, facts_of, reads
 from trainer.config.files import COMMAND_LINE
 from trainer.config.flags import FLAGS
 from trainer.config.latent_keys import is_latent
@@ -70,6 +70,8 @@ def described(config: Config) -> dict[str, Any]:
     if is_latent(config) and config.rope_type == "yarn":
         names.append(_MSCALE)
     names += [name for name in OF_SOME if reads(config, name)]
+    if has_experts(config) and facts_of(config) is None:  # its blocks may read all of them
+        names += [name for name in (*OF_SOME, _NORMALIZED) if config[name] != schema().keys[name].default]
     if config.n_routing_groups <= 1 and "topk_routing_group" in names:
         names.remove("topk_routing_group")
     if some_experts(config) and has_experts(config) and dense_layers(config):

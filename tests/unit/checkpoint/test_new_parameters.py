@@ -310,3 +310,10 @@ def test_a_family_that_the_user_names_says_which_keys_of_a_checkpoint_count(tmp_
     keys = open_source(str(path), block).keys
     assert model_config(keys, [f"decoder_block={block}"], str(path)).routed_scaling_factor == 2.5
     del sys.modules["told.facts"], sys.modules["told"]
+
+
+def test_a_family_without_facts_may_read_every_key_of_experts():
+    keys = {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 8}
+    config = config_of(**PLAIN, **keys, routed_scaling_factor=2.5, norm_topk_prob=True)
+    again = model_config(described(config), ["decoder_block=grown:plain"], "here")
+    assert (again.routed_scaling_factor, again.norm_topk_prob) == (2.5, True)
