@@ -93,7 +93,7 @@ def _stopped(rows: Sequence[Row], problems: Sequence[str]) -> str:
         textwrap.fill(line, _WIDTH, subsequent_indent="    ", break_on_hyphens=False) for line in (*lines, *problems)
     ]
     count = counted(len(rows) + len(problems), "mistake")
-    return "\n  ".join([f"{count} to settle before the printed command runs:", *wrapped])
+    return "\n  ".join([f"{count} to answer before the printed command runs:", *wrapped])
 
 
 if __name__ == "__main__":

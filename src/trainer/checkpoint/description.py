@@ -110,10 +110,10 @@ def check_same_model(
         ours |= {name: _value(config, name) for name in keys.keys() - ours.keys()} | {_BLOCK: trained}
     free = FREE.intersection(given)
     counting = [name for name in _BELOW if name in free and name in keys and ours[name] != keys[name]]
-    settled = {below for name in counting for below in _BELOW[name]} | {ORDER}
+    decided = {below for name in counting for below in _BELOW[name]} | {ORDER}
     differing = []
     for name in keys:
-        if name in settled or ours.get(name) == keys[name]:
+        if name in decided or ours.get(name) == keys[name]:
             continue
         if name in free:
             say(f"{where} says {name}={_text(keys[name])}; {name}={_text(config[name])} was given and takes precedence")
@@ -128,7 +128,7 @@ def check_same_model(
             f"{where} contains a different model than the configuration ({have}); "
             f"to load it, give: {' '.join(as_words(keys, differing))}"
         )
-    unread = ours.keys() - keys.keys() - settled - {MODULES}
+    unread = ours.keys() - keys.keys() - decided - {MODULES}
     unread -= {name for name in OF_SOME if config[name] == schema().keys[name].default}  # as if it were not read
     if other and unread:
         raise UserError(

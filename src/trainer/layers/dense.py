@@ -126,9 +126,9 @@ class Embed(WithMatrices):
     def attend(self, x_bte: jax.Array) -> jax.Array:
         """Returns logits [b, t, v]: products of `x_bte` with every row of the table."""
 
-        def reduce_early(x_bte: jax.Array, turned_ev: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def reduce_early(x_bte: jax.Array, transposed_ev: jax.Array) -> tuple[jax.Array, jax.Array]:
             # The table as stored. With the gradient of its transpose, a step on v5e-4 accesses 18 % more bytes.
-            x_bte, table = sharding.reduce_gradient_early(x_bte, turned_ev.T, TABLE, (TABLE[0], None), ROWS)
+            x_bte, table = sharding.reduce_gradient_early(x_bte, transposed_ev.T, TABLE, (TABLE[0], None), ROWS)
             return x_bte, table.T
 
         x_bte = sharding.for_product(x_bte.astype(self.dtype), ROWS, TABLE[1:])
