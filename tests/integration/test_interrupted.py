@@ -18,25 +18,15 @@ LONGER = {"steps": 300, "eval_interval": 100, "checkpoint_period": 50}
 WORDS = [f"{key}={value}" for key, value in (SETTINGS | pinned("nnx") | LONGER).items()]
 
 
-@pytest.fixture(scope="module")
-def one_device():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XLA_FLAGS", xla_flags(1))
-        yield
+@pytest.fixture
+def one_device(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", xla_flags(1))
 
 
-@pytest.fixture(scope="module")
-def killed(one_device, tmp_path_factory):
-    """A folder with the undisturbed run of WORDS, and the driver's output about the runs that it disturbed."""
-    folder, lines = tmp_path_factory.mktemp("rounds"), []
-    compared = kill_rounds.rounds(WORDS, 1, 0, folder, lines.append)
-    return folder, compared, lines
-
-
-def test_killed_at_a_random_moment(killed):
+def test_killed_at_a_random_moment(one_device, tmp_path):
     """A script runs more rounds: docs/benchmarks/checkpoints.md."""
-    _, compared, lines = killed
-    assert compared >= 1
+    lines = []
+    assert kill_rounds.rounds(WORDS, 1, 0, tmp_path, lines.append) >= 1
     assert sum("SIGKILL" in line or "SIGTERM" in line for line in lines) == 1
     assert any("equal in every bit" in line for line in lines)
 
@@ -64,7 +54,7 @@ def terminated(process, log):
     assert "SIGTERM: saved; the same command continues from here (runs/run-0001)" in log.read_text()
 
 
-def test_sigterm_in_training_and_in_an_evaluation(killed, tmp_path):
+def test_sigterm_in_training_and_in_an_evaluation(one_device, tmp_path):
     log, run = tmp_path / "log.txt", tmp_path / RUN
     process = begun(tmp_path)
     wait_for("completed step: 12,", log, process)
@@ -86,5 +76,8 @@ def test_sigterm_in_training_and_in_an_evaluation(killed, tmp_path):
     process = begun(tmp_path)
     assert process.wait(120) == 0
     assert "checkpoints/100: 100 of 300 updates are done" in log.read_text()
-    undisturbed = kill_rounds.outcome(killed[0] / "undisturbed")
-    assert kill_rounds.differences(undisturbed, kill_rounds.outcome(tmp_path)) == []
+    (tmp_path / "undisturbed").mkdir()
+    code, output = train(tmp_path / "undisturbed", **LONGER)
+    assert code == 0, output
+    outcomes = [kill_rounds.outcome(folder) for folder in (tmp_path / "undisturbed", tmp_path)]
+    assert kill_rounds.differences(*outcomes) == []

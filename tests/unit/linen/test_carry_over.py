@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from compiler import exact
-from run_cases import RUN, SETTINGS, arrays_of, rows_of, train
+from run_cases import RUN, SETTINGS, arrays_of, killed_at, rows_of, train
 
 GUIDES = Path(__file__).parents[3] / "docs" / "guides"
 # Without clipping: the global norm is summed in the order of parameter names, which change here.
@@ -15,15 +15,6 @@ KEYS = SETTINGS | {
 }
 
 
-def linen_run(folder, steps):
-    folder.mkdir()
-    code, output = train(
-        folder, combination="linen", **KEYS | {"decoder_block": "team_block:LinenBlock", "steps": steps}
-    )
-    assert code == 0, output
-    return folder / RUN
-
-
 def losses_of(run):
     return [row["loss"] for row in rows_of(run)]
 
@@ -33,8 +24,12 @@ def test_parameters_optimizer_and_place_in_the_data_are_carried_over(tmp_path, m
     monkeypatch.syspath_prepend(str(GUIDES))
     from team_block import NNXBlock
 
-    whole, half = linen_run(tmp_path / "whole", 20), linen_run(tmp_path / "half", 10)
-    keys = KEYS | {"decoder_block": "team_block:NNXBlock", "steps": 20, "load_full_state_path": half}
+    whole, keys = tmp_path / "whole" / RUN, KEYS | {"steps": 20}
+    (tmp_path / "whole").mkdir()
+    code, output = train(tmp_path / "whole", combination="linen", **keys | {"decoder_block": "team_block:LinenBlock"})
+    assert code == 0, output
+    half = killed_at(10, whole, tmp_path / "half")
+    keys |= {"decoder_block": "team_block:NNXBlock", "load_full_state_path": half}
     for reset in (False, True):
         code, output = train(tmp_path, f"run_name={reset}", combination="nnx", **keys | {"reset_optimizer": reset})
         assert code == 0, output
