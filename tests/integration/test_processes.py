@@ -14,14 +14,15 @@ from trainer.checkpoint import inspect, newest
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
-def test_four_processes_then_two_then_one(tmp_path):
+@pytest.mark.parametrize("processes", [4, 2])
+def test_some_processes_then_two_then_one(tmp_path, processes):
     """Each run resumes from the checkpoint of the previous one, and together they equal a run of one process."""
-    with launched(tmp_path, 4, 1) as (launcher, log):
+    with launched(tmp_path, processes, 4 // processes) as (launcher, log):
         wait_for("completed step: 5,", launcher, log)
-        os.kill(process(launcher, 3), signal.SIGTERM)  # a request to one process is a request to all
+        os.kill(process(launcher, processes - 1), signal.SIGTERM)  # a request to one process is a request to all
         assert launcher.wait(60) == 143, log.read_text()
         said = log.read_text()
-    assert "4 x cpu, 4 processes" in said
+    assert f"4 x cpu, {processes} processes" in said
     assert said.count("compiling the training step") == 1, "the first process speaks for all"
     assert "SIGTERM: saved; the same command continues from here (runs/run)" in said
     assert "launch_local" not in said
@@ -29,13 +30,13 @@ def test_four_processes_then_two_then_one(tmp_path):
     done = int(first.name)
     assert done > 5
     positions = {path.name: path.read_text() for path in (first / "run").glob("data*.json")}
-    assert len(positions) == 4
+    assert len(positions) == processes
     assert len(set(positions.values())) == 1, "prepared data stand at one place"
     assert inspect(first).position["row"] == 8 * done
     files = {path.relative_to(first).as_posix(): path for path in first.rglob("*") if path.is_file()}
     sums = json.loads(files["sums.json"].read_text())
     assert files.keys() - sums <= {"sums.json", "commit_success.txt", "_CHECKPOINT_METADATA"}
-    damaged = next(name for name in sums if "ocdbt.process_3/d/" in name)
+    damaged = next(name for name in sums if f"ocdbt.process_{processes - 1}/d/" in name)
     content = files[damaged].read_bytes()
 
     files[damaged].write_bytes(content[:-1] + bytes([content[-1] ^ 1]))

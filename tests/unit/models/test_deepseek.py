@@ -22,8 +22,10 @@ from trainer.checkpoint import (
     write_huggingface,
 )
 from trainer.checkpoint.description import described
+from trainer.checkpoint.maxtext import layer_name
 from trainer.checkpoint.maxtext_out import write_maxtext
 from trainer.config import UserError, load
+from trainer.models.families import place, stacks
 from trainer.models.huggingface_config import config_json, model_keys
 from trainer.models.maxtext_config import maxtext_keys
 from trainer.ops.routing import Routing, chosen_of_softmax, times, within_groups
@@ -109,8 +111,10 @@ def test_maxtexts_checkpoints_come_in_and_go_out(scan, tmp_path):
     stored = open_source(str(tmp_path / "0" / "items")).stored
     # As checkpoint_conversion names them there.
     experts = "DeepSeekMoeBlock_0/MoeBlock_0/wi_0"
-    assert (f"decoder/moe_layers/{experts}" if scan else f"decoder/moe_layers_1/{experts}") in stored
+    assert (f"decoder/moe_layers/{experts}" if scan else f"decoder/moe_layers_0/{experts}") in stored
     assert ("decoder/dense_layers/mlp/wo/kernel" if scan else "decoder/dense_layers_0/mlp/wo/kernel") in stored
+    name = layer_name(place(stacks(here), f"decoder/moe_layers/{experts}"), 0)
+    assert name == f"decoder/moe_layers_0/{experts}", "each stack counts its own layers"
 
 
 def test_maxtexts_keys():

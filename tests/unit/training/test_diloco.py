@@ -7,15 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import arguments, assert_equal_bits, copied, packed_batch
+from support import arguments, assert_equal_bits, copied, packed_batch, tiny_config
 
 from trainer.aot.cost import analyze
 from trainer.backends import TrainTree
 from trainer.config import RunStopped, load
+from trainer.optim.outer import make_outer_optimizer
 from trainer.runtime.place import place
+from trainer.sharding import get_mesh_from_config
 from trainer.state import DiLoCoTrainState
 from trainer.state.diloco import without_islands
 from trainer.training import build
+from trainer.training.diloco import build_diloco_train_step
 from trainer.training.finite import check_finite
 
 ISLANDS = {"enable_diloco": True, "ici_diloco_parallelism": 2, "diloco_sync_period": 3}
@@ -37,6 +40,9 @@ EVERYTHING = {
     "per_device_batch_size": 1,
     "warmup_steps_fraction": 0,
 }
+# Few of them, which compile in a third of the time.
+FEW = {name: EVERYTHING[name] for name in ("parameter_metrics_period", "dropout_rate", "warmup_steps_fraction")}
+FEATURES = {"few": FEW | {"per_device_batch_size": 2, "base_num_decoder_layers": 1}, "everything": EVERYTHING}
 
 
 def made(devices, **overrides):
@@ -85,10 +91,12 @@ def nesterov(config, params, velocity, islands):
 
 
 @functools.cache
-def islands_and_plain_runs():
+def islands_and_plain_runs(features):
     """Runs three steps of two islands, and of two plain runs on one island's rows each. The last batch has no loss on
     the second island."""
-    together, alone = made(4, **EVERYTHING, **ISLANDS), made(2, **EVERYTHING)
+    keys = FEATURES[features]
+    devices = keys.get("ici_data_parallelism", 1)
+    together, alone = made(2 * devices, **keys, **ISLANDS), made(devices, **keys)
     half = alone.rows
     assert together.rows == 2 * half
     batches = [batch_of(together, i, half if i == 2 else None) for i in range(3)]
@@ -97,8 +105,9 @@ def islands_and_plain_runs():
     return together, steps_of(together, compiled(together), batches), [steps_of(alone, step, part) for part in parts]
 
 
-def test_an_island_trains_as_a_run_of_its_own():
-    _, found, runs = islands_and_plain_runs()
+@pytest.mark.parametrize("features", FEATURES)
+def test_an_island_trains_as_a_run_of_its_own(features):
+    _, found, runs = islands_and_plain_runs(features)
     for i in (0, 1):
         inner = found[i][0].inner_state
         for island, alone in enumerate(runs):
@@ -108,8 +117,9 @@ def test_an_island_trains_as_a_run_of_its_own():
         assert any((a != b).any() for a, b in zip(left, right, strict=True))
 
 
-def test_the_synchronization_is_a_nesterov_step_and_moments_stay():
-    run, found, runs = islands_and_plain_runs()
+@pytest.mark.parametrize("features", FEATURES)
+def test_the_synchronization_is_a_nesterov_step_and_moments_stay(features):
+    run, found, runs = islands_and_plain_runs(features)
     before, after = found[1][0], found[2][0]
     last = [alone[2][0] for alone in runs]
     zeros = jax.tree.map(np.zeros_like, before.params)
@@ -123,8 +133,9 @@ def test_the_synchronization_is_a_nesterov_step_and_moments_stay():
         assert inner.step == after.step == 3
 
 
-def test_the_metrics_of_islands():
-    _, found, runs = islands_and_plain_runs()
+@pytest.mark.parametrize("features", FEATURES)
+def test_the_metrics_of_islands(features):
+    _, found, runs = islands_and_plain_runs(features)
     for i, (_, row) in enumerate(found):
         alone = [rows[i][1] for rows in runs]
         np.testing.assert_allclose(row["island_losses"], [it["loss"] for it in alone], rtol=1e-5)
@@ -230,3 +241,23 @@ def test_what_has_no_gradient_is_evaluated_in_every_bit():
     islands = jax.tree.map(lambda leaf: np.stack([leaf] * 3), rest)
     _, found = jax.jit(without_islands)(DiLoCoTrainState(TrainTree(0, {}, None, islands), {}, None, 0))
     assert_equal_bits(jax.tree.map(np.asarray, found), rest)
+
+
+def test_a_synchronization_averages_what_has_no_gradient():
+    """The update adds the number of its first row. Each island has two rows."""
+    config = tiny_config("nnx", devices=2, **ISLANDS | {"diloco_sync_period": 2})
+    replicated = jax.sharding.NamedSharding(
+        get_mesh_from_config(config, jax.devices()[:2]), jax.sharding.PartitionSpec()
+    )
+
+    def update(tree, batch, frozen):
+        return tree._replace(rest=jax.tree.map(lambda leaf: leaf + batch["row"][0], tree.rest)), {}
+
+    params = {"w": jnp.zeros(3)}
+    island = TrainTree(jnp.int32([0, 0]), {"w": jnp.zeros((2, 3))}, (), {"bias": jnp.zeros(2)})
+    state = DiLoCoTrainState(island, params, make_outer_optimizer(config).init(params), jnp.int32(0), None)
+    step, found = jax.jit(build_diloco_train_step(config, update, {"w": replicated})), []
+    for _ in range(2):
+        state, _ = step(state, {"row": jnp.arange(4)}, ())
+        found.append(state.inner_state.rest["bias"].tolist())
+    assert found == [[0, 2], [2, 2]]

@@ -156,10 +156,14 @@ def test_rounded_gradients_are_near_the_exact_ones():
     grads = np.random.default_rng(0).normal(size=(2, 4, 3, 16)) * 10.0 ** np.arange(-3, 0)[:, None]
     grads = grads.astype(np.float32)
     grads[1, 2] = 0
-    rounded = {
-        dtype: np.asarray(jax.jit(functools.partial(sent, dtype, shardings=sharding))(grads))
-        for dtype in ("float32", "bfloat16", "int8")
+    programs = {
+        dtype: jax.jit(functools.partial(sent, dtype, shardings=sharding)).lower(grads).compile() for dtype in SENT
     }
+    for dtype in ("bfloat16", "int8"):
+        shape, kind, _ = SENT[dtype]
+        found = analyze(programs[dtype].as_text(), mesh).collectives
+        assert (shape, kind) in {(it.dtype, it.kind) for it in found}, "sent in another dtype"
+    rounded = {dtype: np.asarray(program(grads)) for dtype, program in programs.items()}
     np.testing.assert_array_equal(rounded["float32"], grads)
     np.testing.assert_array_equal(rounded["bfloat16"], grads.astype(ml_dtypes.bfloat16).astype(np.float32))
     error = np.abs(rounded["int8"] - grads)
@@ -167,7 +171,7 @@ def test_rounded_gradients_are_near_the_exact_ones():
     assert (error <= largest / 127 * 0.5001).all()
     assert (error > 0).any()
     grads[0, 1, 0, 3] = np.nan
-    broken = np.asarray(jax.jit(functools.partial(sent, "int8", shardings=sharding))(grads))
+    broken = np.asarray(programs["int8"](grads))
     np.testing.assert_array_equal(np.isnan(broken).all(-1), np.isnan(grads).any(-1))
     assert np.isnan(broken).sum() == 16
 
