@@ -14,7 +14,8 @@ from support import ALL_COMBINATIONS, arguments, assert_equal_bits, compiled, co
 
 from trainer.backends import make_model
 from trainer.config import UserError, load
-from trainer.models.families import hugging_face, stacks, takes_cache
+from trainer.models.caches import takes_cache
+from trainer.models.families import hugging_face, stacks
 from trainer.objectives import NextToken
 from trainer.ops.random import seed_key
 from trainer.training import build
