@@ -49,7 +49,6 @@ COVERED = {
     r"unit/models/test_family\.py::test_it_trains_(by_the_same|and_a_run)": "its losses, by a second implementation",
     r"unit/models/test_goldens\.py::test_logits\S*-blockwise-": "the reference op; ops/test_blockwise.py",
     r"unit/models/test_goldens\.py::test_the_goldens_notice": "nothing: it tests the goldens",
-    r"unit/models/test_gpt3\.py::test_every_combination": "the same program for llama2",
     r"unit/optim/test_groups\.py::test_a_group\S*\[(ad\w+a|adam_|lion|na|sgd)": "adamw and muon",
     r"unit/products/test_stored\.py::test_a_model_of_integers": "an int8 product by itself",
     r"unit/sharding/test_(default_rules\.py::test_the_inputs\S*\[tensor_s|early_reduction\.py::test_a_tpu_w)": "tensor",
