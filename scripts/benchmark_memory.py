@@ -1,8 +1,11 @@
 """Compares memory of compiled steps with MaxText's: the tables of docs/benchmarks/ahead-of-time.md.
 
-    python scripts/benchmark_memory.py --out memory.jsonl --maxtext DIR    # DIR/env: environment, DIR/src: sources
+    python scripts/benchmark_memory.py --out memory.jsonl --maxtext DIR --only main
     python scripts/benchmark_memory.py --out memory.jsonl --only "tensor 4" --set "logical_axis_rules=[[norm,[fsdp]]]"
     python scripts/benchmark_memory.py --table memory.jsonl
+
+DIR/env is MaxText's environment. DIR/src has its sources; without them the environment has the installed package, and
+the file DIR/base_yml names its base.yml.
 
 Each case runs in its own process, one at a time. It needs libtpu, and takes one to two minutes on two idle cores. A
 case that the file already contains is not measured again: MaxText's counts once, this project's once per commit and
@@ -23,6 +26,18 @@ ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = "dataset_type=synthetic max_target_length=2048 remat_policy=full attention=flash"
 # model, topology, slices, mesh, rows per device
 CASES = {
+    "main": (
+        ("llama2-7b", "v5e-16", 1, "fsdp 16", 1),
+        ("deepseek2-16b", "v5p-16", 1, "fsdp 8", 1),
+        ("qwen3-8b", "v6e-16", 1, "fsdp 16", 2),
+        ("llama3.1-70b", "v5p-128", 1, "fsdp 16, tensor 4", 1),
+        ("mixtral-8x7b", "v5p-64", 1, "fsdp 32", 1),
+        ("mistral-7b", "v5e-16", 1, "fsdp 16", 1),
+        ("llama2-7b", "v5e-16", 1, "fsdp 4, tensor 4", 1),
+        ("llama3.1-8b", "v5p-8", 1, "data 2, fsdp 2", 1),
+        ("qwen3-0.6b", "v5e-16", 1, "data 16", 1),
+        ("llama2-13b", "v5e-16", 2, "dcn_data 2, fsdp 16", 1),
+    ),
     "tensor": (
         ("llama3.1-8b", "v5e-64", 1, "fsdp 16, tensor 4", 1),
         ("mistral-7b", "v5p-16", 1, "fsdp 4, tensor 2", 2),
@@ -89,13 +104,11 @@ def trainer(arguments: list[str]) -> dict[str, Any]:
 
 def maxtext(folder: Path, arguments: list[str]) -> dict[str, Any]:
     """Returns bytes and FLOPs of MaxText's step, from the output of its train_compile."""
-    module = [
-        "-m",
-        "maxtext.trainers.pre_train.train_compile",
-        "maxtext/configs/base.yml",
-        "enable_checkpointing=false",
-    ]
-    said = run([str(folder / "env/bin/python"), *module, "run_name=memory", *arguments], folder / "src", {})
+    sources, installed = folder / "src", folder / "base_yml"
+    base = "maxtext/configs/base.yml" if sources.exists() else installed.read_text().strip()
+    module = ["-m", "maxtext.trainers.pre_train.train_compile", base, "enable_checkpointing=false"]
+    where = sources if sources.exists() else folder
+    said = run([str(folder / "env/bin/python"), *module, "run_name=memory", *arguments], where, {})
     sizes = {name: int(size) for name, size in re.findall(r"(\w+)_size_in_bytes=(\d+)", said)}
     costs = {name: float(value) for name, value in re.findall(r"'(flops|bytes accessed)': ([\d.e+]+)", said)}
     return {
