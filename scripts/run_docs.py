@@ -35,7 +35,7 @@ NOT_RUN = {
     r"dataset_name=c4/": "needs C4, as TFDS prepares it",
     r"train_compile .*model_name=(mixtral-8x7b|deepseek3-671b)": "compiles for minutes; the page has its dated result",
     r"benchmark_generate": "needs transformers and torch, which the tests do without",
-    r"benchmark_kernels": "measures an accelerator; tests/integration runs it with a tiny model",
+    r"check_accelerator": "needs an accelerator; tests/integration runs it with tiny sizes",
 }
 TRAINING = ("trainer.train", "docs/guides/own_objective.py", "scripts/launch_local.py")
 STEPS, LONGEST = 3, 20

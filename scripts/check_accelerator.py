@@ -1,0 +1,409 @@
+"""Checks this project on an accelerator, in one process and without a network, and prints a Markdown table.
+
+    python scripts/check_accelerator.py            # on a GPU or a TPU; takes less than ten minutes
+    python scripts/check_accelerator.py --small    # tiny sizes, on any platform: shows that the script works
+
+- Attention ops and grouped products: results and gradients beside those of the plain op in float32. The largest
+  difference is a share of the array's largest entry.
+- The five combinations: losses, parameters and optimizer state have equal bits after a few steps. The first combination
+  runs twice, which shows whether the devices repeat their own results.
+- A checkpoint on a CPU and back: equal bits, and nearly the same next loss.
+- A training step of 1.1 B parameters: its MFU, and its time beside the estimate of `aot`, whose lower bound must hold.
+- Tokens/s of decode steps with every slot in use.
+
+MFU follows the convention of models/flops.py (6 operations per parameter of a matrix product and token, half of the
+square of causal attention, nothing for rematerialization), relative to the published dense bfloat16 peak. The share of
+the rate of a large product needs no data sheet; product and steps run in turns, at the same clock rates.
+
+Exit code: 0, 1 if something failed, 2 without an accelerator.
+"""
+
+# ruff: noqa: E402
+
+import argparse
+import functools
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.runtime.platforms import leave_out_absent_tpu
+
+leave_out_absent_tpu()  # before JAX is imported
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trainer.aot.chips import chip_of
+from trainer.aot.compilation import compile_step
+from trainer.backends.registry import MODELS
+from trainer.checkpoint import CheckpointManager, Sidecar, inspect, restore
+from trainer.config import flags_of, load
+from trainer.config.kernels import KERNELS
+from trainer.data import train_batch
+from trainer.data.synthetic import SyntheticRows
+from trainer.inference import MaxEngine, Sampling
+from trainer.layers.attention import OPS
+from trainer.ops.attention import Mask
+from trainer.ops.grouped import grouped_matmul, grouped_matmul_reference
+from trainer.ops.paths import by_name
+from trainer.runtime.place import place
+from trainer.sharding import slice_count
+from trainer.training import Run, build
+
+PLAIN = "dot_product"
+ROUNDS = 5
+STEPS = 5  # of each combination
+FIXED = ["dataset_type=synthetic", "eval_interval=-1", "steps=1000", "attention=flash", "opt_type=adamw"]
+# Attention: the number of segments in a row, whether there is a window, and whether there are sinks.
+VARIANTS = {"causal": (1, 0, 0), "segments": (3, 0, 0), "window": (3, 1, 0), "sinks": (3, 0, 1)}
+# FLOP/s of dense bfloat16 products, from NVIDIA's data sheets. `aot.chips` has those of TPUs.
+GPUS = {
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+}
+
+
+class Sizes(NamedTuple):
+    """The sizes of the checks. `states`, `model` and `decoding` are keys of configurations."""
+
+    dtype: str
+    tolerance: float  # of kernels: a share of the largest entry
+    attention: tuple[int, int, int, int, int]  # rows, tokens, heads, key-value heads, width of a head
+    window: int
+    grouped: tuple[int, int, int, int]  # rows, groups, inputs, outputs
+    matrix: tuple[int, int]  # side of the matrices of the product, products in one program
+    steps: int  # training or decode steps in a round
+    states: str
+    model: str
+    decoding: str
+
+
+LARGE = (
+    "decoder_block=llama2 base_emb_dim=2048 base_num_decoder_layers=16 base_num_query_heads=16 base_num_kv_heads=8 "
+    "head_dim=128 base_mlp_dim=8192 vocab_size=32768 dtype=bfloat16"
+)
+MEDIUM = f"{LARGE} base_emb_dim=512 base_num_decoder_layers=4 base_num_query_heads=4 base_num_kv_heads=2"
+TINY = (
+    "decoder_block=llama2 base_emb_dim=32 base_num_decoder_layers=1 base_num_query_heads=4 base_num_kv_heads=2 "
+    "head_dim=8 base_mlp_dim=64 vocab_size=64 dtype=float32 per_device_batch_size=2"
+)
+ACCELERATOR = Sizes(
+    dtype="bfloat16",
+    tolerance=0.02,  # bfloat16 keeps 8 bits
+    attention=(2, 2048, 16, 8, 128),
+    window=256,
+    grouped=(8192, 8, 1024, 2048),
+    matrix=(8192, 20),
+    steps=10,
+    states=f"{MEDIUM} max_target_length=1024 per_device_batch_size=2",
+    model=f"{LARGE} max_target_length=4096 per_device_batch_size=4 remat_policy=full",
+    decoding=f"{LARGE} max_target_length=1024 per_device_batch_size=8 weight_dtype=bfloat16",
+)
+SMALL = Sizes(
+    dtype="float32",
+    tolerance=1e-4,  # float32 sums in another order
+    attention=(1, 384, 2, 1, 16),  # longer than a block of the op blockwise
+    window=16,
+    grouped=(64, 4, 16, 32),
+    matrix=(128, 4),
+    steps=2,
+    states=f"{TINY} max_target_length=32",
+    model=f"{TINY} max_target_length=64 remat_policy=full",
+    decoding=f"{TINY} max_target_length=64",
+)
+Checks = Iterator[tuple[str, Callable[[], str]]]  # what is checked, and a function that returns its figure
+
+
+class Failed(Exception):
+    """A check found a wrong result."""
+
+
+class LeftOut(Exception):
+    """A check does not apply to these devices."""
+
+
+def expect(right: bool, figure: str) -> str:
+    """Returns `figure`. Raises Failed with it if the result is not right."""
+    if not right:
+        raise Failed(figure)
+    return figure
+
+
+def seconds(fn: Callable[..., Any], *args: Any) -> float:
+    """Returns the seconds until the result of `fn` is available."""
+    started = time.perf_counter()
+    jax.block_until_ready(fn(*args))
+    return time.perf_counter() - started
+
+
+def with_gradients(op: Callable[..., jax.Array]) -> Callable[..., Any]:
+    """Returns a jitted function of the op's inputs that returns its result and gradients."""
+
+    @jax.jit
+    def both(*inputs: jax.Array) -> Any:
+        out, pull = jax.vjp(op, *inputs)
+        return out, pull(jax.random.normal(jax.random.key(1), out.shape, jnp.float32).astype(out.dtype))
+
+    return both
+
+
+def in_float32(plain: Callable[..., jax.Array], inputs: Sequence[jax.Array]) -> Callable[[], Any]:
+    """Returns a function that returns the result and the gradients of the plain op in float32; computed once."""
+
+    @functools.cache
+    def right() -> Any:
+        with jax.default_matmul_precision("highest"):
+            return with_gradients(plain)(*(x.astype(jnp.float32) for x in inputs))
+
+    return right
+
+
+def beside(op: Callable[..., jax.Array], right: Callable[[], Any], inputs: Sequence[jax.Array], most: float) -> str:
+    """Compares an op with what `right` returns, and times it. Differences are `most` at most."""
+    forward, both = jax.jit(op), with_gradients(op)
+    (out, grads), (right_out, right_grads) = both(*inputs), right()
+    far = [furthest((forward(*inputs), out), (right_out, right_out)), furthest(grads, right_grads)]
+    times = [1e3 * statistics.median(seconds(fn, *inputs) for _ in range(ROUNDS)) for fn in (forward, both)]
+    figure = f"differs by {far[0]:.1e}, gradients by {far[1]:.1e}; {times[0]:.2f} ms, with them {times[1]:.2f} ms"
+    return expect(all(each <= most for each in far), figure)  # NaN is not
+
+
+def furthest(found: Any, right: Any) -> float:
+    """Returns the largest difference of arrays, as a share of the largest entry of each."""
+    pairs = [[np.asarray(x, np.float32) for x in pair] for pair in zip(found, right, strict=True)]
+    return float(np.max([np.max(np.abs(a - b)) / np.max(np.abs(b)) for a, b in pairs]))
+
+
+def kernels(sizes: Sizes, platform: str) -> Checks:
+    """Checks attention ops and grouped products."""
+    rows, length, heads, kv_heads, width = sizes.attention
+    keys = jax.random.split(jax.random.key(0), 6)
+    shapes = [(rows, length, heads, width), *[(rows, length, kv_heads, width)] * 2]
+    inputs = [jax.random.normal(key, shape, sizes.dtype) for key, shape in zip(keys, shapes, strict=False)]
+    sinks = jax.random.normal(keys[3], (heads,), jnp.float32)
+    for variant, (segments, windowed, has_sinks) in VARIANTS.items():
+        size = length // segments + 1
+        ids = [jnp.broadcast_to(x, (rows, length)) for x in (jnp.arange(length) % size, jnp.arange(length) // size)]
+        mask, window = Mask(ids[0], ids[0], ids[1], ids[1]), sizes.window * windowed
+
+        def of(op: str, mask: Mask = mask, window: int = window) -> Callable[..., jax.Array]:
+            return lambda q, k, v, sinks=None: OPS[op](q, k, v, mask, window=window, sinks=sinks)
+
+        args = [*inputs, sinks] if has_sinks else inputs
+        right = in_float32(of(PLAIN), args)
+        for name, kernel in KERNELS.items():
+            own = sizes.dtype == "float32" and name == PLAIN  # beside itself
+            if platform in kernel.platforms and (kernel.sinks or not has_sinks) and not own:
+                yield f"attention {name}, {variant}", functools.partial(beside, of(name), right, args, sizes.tolerance)
+    count, groups, k, n = sizes.grouped
+    size_g = jnp.array([0, *[count // groups] * (groups - 2), count - count // groups * (groups - 2)])  # one is empty
+    args = [
+        jax.random.normal(key, shape, sizes.dtype) for key, shape in ((keys[4], (count, k)), (keys[5], (groups, k, n)))
+    ]
+    right = in_float32(lambda x, matrix: grouped_matmul_reference(x, matrix, size_g), args)
+    grouped = functools.partial(grouped_matmul, size_g=size_g)
+    yield "grouped products", functools.partial(beside, grouped, right, args, sizes.tolerance)
+
+
+def config_of(keys: str, name: str = next(iter(MODELS))) -> Any:
+    """Returns the configuration of a combination."""
+    return load([*FIXED, *keys.split(), *(f"{key}={value}" for key, value in flags_of(name).items())]).config
+
+
+def batch_of(run: Run, step: int) -> Any:
+    """Returns the batch of a step on the devices of `run`."""
+    source = SyntheticRows(run.config.max_target_length, run.config.vocab_size, seed=0)
+    batch = train_batch(source, step * run.rows, run.rows, seed=0, shuffle=False)
+    return place(batch, run.batch_shardings, run.rows)
+
+
+def trained(run: Run, step: Any) -> tuple[Any, dict[str, bytes]]:
+    """Runs a compiled step, STEPS times. Returns the canonical train state, and the bits of all metrics and of it."""
+    leaves, bits = jax.tree.leaves(run.init()), {}
+    for i in range(STEPS):
+        leaves, metrics = step(leaves, batch_of(run, i), run.frozen.make())
+        bits |= {f"{name} of step {i}": leaf for name, leaf in bits_of(metrics).items()}
+    tree = run.codec.unpack(jax.tree.unflatten(jax.tree.structure(run.abstract_state), leaves))
+    return tree, bits | bits_of(tree)
+
+
+def bits_of(tree: Any) -> dict[str, bytes]:
+    """Returns the bits of each leaf by path."""
+    return {name: np.asarray(leaf).tobytes() for name, leaf in by_name(tree).items()}
+
+
+def same(found: dict[str, bytes], right: dict[str, bytes]) -> str:
+    """Returns how many arrays have equal bits. Raises Failed with the first that differs."""
+    if differing := [name for name in {**right, **found} if found.get(name) != right.get(name)]:
+        raise Failed(f"{len(differing)} of {len(right)} arrays differ, the first is {differing[0]}")
+    return f"equal bits in {len(right)} arrays"
+
+
+def states(sizes: Sizes, devices: Sequence[jax.Device]) -> Checks:
+    """Checks the combinations, and a checkpoint on the way to a CPU and back."""
+    first, *others = MODELS
+
+    @functools.cache
+    def base() -> tuple[Run, Any, Any, dict[str, bytes]]:
+        """Returns the first combination's run, its compiled step, and what `trained` returns."""
+        run = build(config_of(sizes.states), devices)
+        step = run.compile_on_leaves()
+        return run, step, *trained(run, step)
+
+    def again() -> str:
+        run, step, _, bits = base()
+        return same(trained(run, step)[1], bits)
+
+    def combination(name: str) -> str:
+        run = build(config_of(sizes.states, name), devices)
+        return same(trained(run, run.compile_on_leaves())[1], base()[-1])
+
+    def there_and_back() -> str:
+        run, step, tree, _ = base()
+        elsewhere = build(config_of(f"{sizes.states} attention={PLAIN}"), jax.local_devices(backend="cpu")[-1:])
+        with tempfile.TemporaryDirectory() as folder:
+            on_cpu = passed(run, tree, elsewhere, Path(folder) / "there")
+            back = passed(elsewhere, on_cpu, run, Path(folder) / "back")
+        same(bits_of(on_cpu), bits_of(tree))
+        figure = same(bits_of(back), bits_of(tree))
+        ours, its = next_loss(run, step, back), next_loss(elsewhere, elsewhere.compile_on_leaves(), on_cpu)
+        return expect(abs(ours - its) < 0.01 * its, f"{figure}; the next loss is {ours:.5f}, on the CPU {its:.5f}")
+
+    yield f"{first} twice, {STEPS} steps", again
+    for name in others:
+        yield f"{name} beside {first}", functools.partial(combination, name)
+    yield "a checkpoint to a CPU and back", there_and_back
+
+
+def passed(run: Run, tree: Any, other: Run, folder: Path) -> Any:
+    """Returns the canonical train state of `run`, saved in `folder` and restored on the devices of `other`."""
+    with CheckpointManager(folder, run.config, print) as manager:
+        manager.save(STEPS, tree, Sidecar("", 0, "", {}), {})
+    inspect(manager.path(STEPS))
+    return restore(manager.path(STEPS), other.states.one)
+
+
+def next_loss(run: Run, step: Any, tree: Any) -> float:
+    """Returns the loss of the compiled step after a canonical train state, which is donated."""
+    return float(step(jax.tree.leaves(run.codec.pack(tree)), batch_of(run, STEPS), run.frozen.make())[1]["loss"])
+
+
+def speed(sizes: Sizes, devices: Sequence[jax.Device]) -> Checks:
+    """Measures a training step, and compares its time with the estimate."""
+
+    @functools.cache
+    def measured() -> tuple[Run, float, float]:
+        """Returns the run, the seconds of its step, and the FLOP/s of a large matrix product."""
+        run = build(config_of(sizes.model), devices)
+        step, leaves, batch = run.compile_on_leaves(), jax.tree.leaves(run.init()), batch_of(run, 0)
+        product, times, rates = product_rate(sizes), [], []
+        for _ in range(ROUNDS + 1):
+            started = time.perf_counter()
+            for _ in range(sizes.steps):
+                leaves, metrics = step(leaves, batch, ())
+            jax.block_until_ready((leaves, metrics))
+            times.append((time.perf_counter() - started) / sizes.steps)
+            rates.append(product())
+        return run, statistics.median(times[1:]), statistics.median(rates[1:])  # the first round warms up
+
+    def mfu() -> str:
+        run, step, product = measured()
+        tokens = run.rows * run.config.max_target_length / step
+        flops, chip = tokens * run.flops_per_token / len(devices), chip_of(devices[0].device_kind)
+        peak = chip.flops("bf16") if chip else GPUS.get(devices[0].device_kind)
+        share = f"MFU {flops / peak:.1%} of {peak / 1e12:.0f}" if peak else "no published peak in the tables"
+        return (
+            f"{share}; {run.parameters / 1e9:.2f} B parameters, {1e3 * step:.1f} ms, {tokens:,.0f} tokens/s, "
+            f"{flops / 1e12:.3f} TFLOP/s for a device; {flops / product:.1%} of a product's {product / 1e12:.3f}"
+        )
+
+    def estimated() -> str:
+        run, step, _ = measured()
+        state, *others = run.abstract_args()
+        _, report = compile_step(
+            run, lambda: run.step_on_leaves.lower(jax.tree.leaves(state), *others), slice_count(devices) or 1
+        )
+        expect(not report.cost.unknown_loops, f"unknown trip counts: {', '.join(report.cost.unknown_loops)}")
+        if report.estimate is None:
+            raise LeftOut(f"{devices[0].device_kind} is not in aot/chips.py; {report.cost.flops / 1e12:.4g} TFLOP")
+        least, most = report.estimate.seconds, report.estimate.serial_seconds
+        figure = f"{1e3 * step:.1f} ms; estimated {1e3 * least:.1f} at least, {1e3 * most:.1f} without overlap"
+        return expect(step >= least, figure)
+
+    yield "a training step", mfu
+    yield "its time beside the estimate", estimated
+
+
+def product_rate(sizes: Sizes) -> Callable[[], float]:
+    """Returns a function that measures the FLOP/s of a chain of matrix products on the first device."""
+    side, chain = sizes.matrix
+    ones = jnp.full((side, side), 1 / side, sizes.dtype)
+    run = jax.jit(lambda x: jax.lax.fori_loop(0, chain, lambda _, y: y @ ones, x))
+    seconds(run, ones)
+    return lambda: 2 * side**3 * chain / seconds(run, ones)
+
+
+def decoding(sizes: Sizes, devices: Sequence[jax.Device]) -> str:
+    """Measures decode steps. Every slot continues the same prompt greedily, so all must give the same tokens."""
+    engine = MaxEngine(config_of(sizes.decoding), devices)
+    params, slots = engine.load_params(say=lambda line: None), engine.max_concurrent_decodes
+    prefix, _ = engine.prefill(params, engine.padded([1, 2, 3]), 3, sampling=Sampling(0.0))
+    state, speeds, same = engine.init_decode_state(), [], True
+    for slot in range(slots):
+        state = engine.insert(prefix, state, slot)
+    for _ in range(ROUNDS + 1):
+        started, results = time.perf_counter(), []
+        for _ in range(sizes.steps):
+            state, result = engine.generate(params, state)
+            results.append(result.tokens)
+        jax.block_until_ready(results)
+        speeds.append(slots * sizes.steps / (time.perf_counter() - started))
+        same = same and all(len(set(np.asarray(tokens).tolist())) == 1 for tokens in results)
+    figure = f"{statistics.median(speeds[1:]):,.0f} tokens/s in {slots} slots"
+    return expect(same, f"{figure}{'' if same else '; slots with the same prompt differ'}")
+
+
+def main(argv: Sequence[str] | None = None, devices: Sequence[jax.Device] | None = None) -> int:
+    """Prints the table and returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="tiny sizes, on any platform")
+    sizes = SMALL if parser.parse_args(argv).small else ACCELERATOR
+    devices, started = devices or jax.devices(), time.perf_counter()
+    kind, platform = devices[0].device_kind, devices[0].platform
+    if sizes is ACCELERATOR and platform == "cpu":
+        print("error: there is no accelerator; --small tries the script on a CPU", file=sys.stderr)
+        return 2
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    print(f"{len(devices)} x {kind} ({platform}), JAX {jax.__version__}, commit {commit or 'unknown'}, ", end="")
+    print(f"{time.strftime('%Y-%m-%d')}{', tiny sizes' if sizes is SMALL else ''}\n")
+    print("| what | result | figure |\n|---|---|---|", flush=True)
+    failed = []
+    parts = kernels(sizes, platform), states(sizes, devices), speed(sizes, devices)
+    last = ("decode steps", lambda: decoding(sizes, devices))
+    for what, check in (check for part in (*parts, [last]) for check in part):
+        try:
+            result, figure = "ok", check()
+        except LeftOut as why:
+            result, figure = "left out", str(why)
+        except Exception as error:  # of any kind: a check that fails must not hide the others
+            result, figure = "FAILED", str(error) if isinstance(error, Failed) else f"{type(error).__name__}: {error}"
+            if "RESOURCE_EXHAUSTED" in figure:
+                result, figure = "left out", "does not fit into the memory"
+            else:
+                failed.append(what)
+        print(f"| {what} | {result} | {' '.join(figure.split())[:300].replace('|', '/')} |", flush=True)
+    print(f"\n{time.perf_counter() - started:.0f} s; failed: {'; '.join(failed) or 'nothing'}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""scripts/check_accelerator.py with tiny sizes on a CPU: it finds a wrong kernel, and goes on."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import jax
+
+from trainer.layers.attention import OPS
+
+_FILE = Path(__file__).parents[2] / "scripts" / "check_accelerator.py"
+_spec = importlib.util.spec_from_file_location("check_accelerator", _FILE)
+check_accelerator = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(check_accelerator)
+
+
+def test_a_wrong_kernel_is_named_and_the_rest_passes(monkeypatch, capsys):
+    blockwise = OPS["blockwise"]
+
+    def wrong(*args, window=0, **how):
+        return blockwise(*args, window=window and window + 1, **how)  # one key too many
+
+    monkeypatch.setitem(OPS, "blockwise", wrong)
+    code = check_accelerator.main(["--small"], jax.devices()[:1])
+    said = capsys.readouterr().out
+    results = dict(re.findall(r"^\| ([^|]+) \| (ok|FAILED|left out) \| [^|]+ \|$", said, re.MULTILINE))
+    assert code == 1
+    assert said.endswith("failed: attention blockwise, window\n")
+    others = {what: result for what, result in results.items() if what != "attention blockwise, window"}
+    # The table of chips has no CPU.
+    assert [what for what, result in others.items() if result != "ok"] == ["its time beside the estimate"], said
+    ops = [f"attention blockwise, {variant}" for variant in check_accelerator.VARIANTS]
+    combinations = [what for what in results if what.endswith(" beside nnx")]
+    assert {*ops, "grouped products", "a checkpoint to a CPU and back", "a training step", "decode steps"} <= {*results}
+    assert len(combinations) == len(check_accelerator.MODELS) - 1
+    assert all("equal bits" in line for line in said.splitlines() if " beside nnx " in line)
+
+
+def test_without_an_accelerator_it_says_so(capsys):
+    assert check_accelerator.main([], jax.devices("cpu")[:1]) == 2
+    assert "no accelerator" in capsys.readouterr().err
