@@ -140,7 +140,8 @@ def measure(out: Path, folder: Path | None, only: str, settings: list[str]) -> N
     """Appends missing cases to `out`: those of the group `only`, or those whose name contains it."""
     commit = run(["git", "describe", "--always", "--dirty"], ROOT, {}).strip()
     have = [{**line, "figures": None} for line in read(out)]
-    for case in CASES.get(only) or [case for cases in CASES.values() for case in cases if only in name_of(case)]:
+    named = dict.fromkeys(case for cases in CASES.values() for case in cases if only in name_of(case))
+    for case in CASES.get(only) or named:
         mine = {"program": "trainer", "case": name_of(case), "commit": commit, "settings": settings, "figures": None}
         its = {"program": "maxtext", "case": name_of(case), "figures": None}
         if mine not in have:
