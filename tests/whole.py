@@ -18,6 +18,7 @@ from support import ALL_COMBINATIONS
 BETWEEN = ALL_COMBINATIONS[1:-1]
 # A pattern of names: what still runs.
 COVERED = {
+    r"integration/test_check_accelerator\.py": "its parts: ops, combinations, checkpoints, the engine",
     r"integration/test_flips\.py": "a run goes on under another combination in test_multi_token.py and test_diloco.py",
     r"integration/test_interrupted\.py::test_killed_at_a_random_moment": "SIGTERM, and a killed save in checkpoint/",
     r"integration/test_diloco\.py::test_an_island_on_each_process": "islands in one process; test_processes.py",
