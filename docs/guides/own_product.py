@@ -1,7 +1,7 @@
 """A product of your own: low-rank adapters (Hu et al. 2021, arXiv:2106.09685) for queries and for experts of Mixtral.
 
     python -m trainer.train base.yml decoder_block=docs.guides.own_product:FAMILY num_experts=4 \
-        trainable_parameters_mask=[product] dataset_type=synthetic steps=20
+        base_moe_mlp_dim=256 trainable_parameters_mask=[product] dataset_type=synthetic steps=20
 """
 
 import dataclasses

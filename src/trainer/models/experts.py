@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx
 
-from trainer.config import Config
+from trainer.config import Config, UserError
 from trainer.config.expert_keys import has_bias, scores_by_sigmoid
 from trainer.layers.moe import MoE
 from trainer.layers.stack import MakeBlock, Stack
@@ -35,7 +35,13 @@ class ExpertBlock(llama2.Block):
         setattr(self, self.NAME, self.make_experts(config, rngs, dtypes))
 
     def make_experts(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any]) -> Any:
-        """The layer, called as `layer(x, context)`."""
+        """The layer, called as `layer(x, context)`.
+
+        Raises:
+          UserError: the width of an expert is missing, which the facts of a family report earlier.
+        """
+        if config.base_moe_mlp_dim == -1:
+            raise UserError("base_moe_mlp_dim=-1: the hidden width of an expert is missing")
         return MoE(
             config.base_emb_dim,
             config.base_moe_mlp_dim,

@@ -21,7 +21,7 @@ from support import (
 )
 
 from trainer.checkpoint import names_of
-from trainer.config import load
+from trainer.config import UserError, load
 from trainer.optim.keys import Given
 from trainer.optim.registry import OPTIMIZERS
 from trainer.products import Context
@@ -154,3 +154,10 @@ def test_the_optimizer_by_its_formula(guides, monkeypatch):
     rows = {row["name"]: row["spec"] for row in run.table()["tensors"]}
     means = {name.partition("/ema/")[2]: at for name, at in rows.items() if "/ema/" in name}
     assert means == {name.removeprefix("params/"): at for name, at in rows.items() if name.startswith("params/")}
+
+
+def test_an_own_family_with_experts_needs_their_width(guides):
+    guides("own_product")
+    words = arguments("nnx", decoder_block="docs.guides.own_product:FAMILY", num_experts=4)
+    with pytest.raises(UserError, match="base_moe_mlp_dim=-1: the hidden width of an expert is missing"):
+        build(load(words).config, jax.devices()[:1])
