@@ -104,13 +104,11 @@ def load(
     changed = {name: setting.where for name, setting in given.items()}
     where = {name: setting.where for name, setting in sized.items()}
     reader.mistakes += _outgrown(reader.schema, values, sized)
-    if code := foreign_code(reader.schema.keys, config, changed, [file.path for file in reversed(files)]):
+    chain = [file.path for file in reversed(files)]
+    if code := foreign_code(reader.schema.keys, config, changed, chain):  # before any of it is imported
         raise report([*reader.mistakes, *code])
-    if imports and "decoder_block" not in reader.broken:
-        try:
-            import_facts(config.decoder_block)
-        except UserError as error:
-            reader.mistakes.append(str(error))
+    if imports:
+        _import_facts(reader, config)
     reader.mistakes += contradictions(config, where, reader.broken)
     if "dataset_type" not in reader.broken:
         base = next((str(file.path) for file in files if file.is_maxtext), None)
@@ -125,6 +123,16 @@ def load(
     warnings += without_effect(config, changed)
     sources = {name: source_name(source) for name, source in where.items()}
     return Loaded(config, changed, sources, on_one_screen(warnings), on_one_screen(notes))
+
+
+def _import_facts(reader: Reader, config: Config) -> None:
+    """Imports the facts of a family that is named by import path. A failure is one of the reader's mistakes."""
+    if "decoder_block" in reader.broken:
+        return
+    try:
+        import_facts(config.decoder_block)
+    except UserError as error:
+        reader.mistakes.append(str(error))
 
 
 def answer(asked: Question, load_sides: Callable[[Sequence[str]], Mapping[str, Loaded]]) -> None:

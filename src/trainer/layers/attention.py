@@ -1,7 +1,7 @@
 """Self-attention with grouped queries, RoPE or learned positions, packed segments and a key-value cache."""
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ from trainer.config import UserError
 from trainer.config.kernels import KERNELS
 from trainer.config.tiles import AUTOMATIC, Tiles
 from trainer.layers.cache import Cache, own_mask
-from trainer.layers.dense import INPUT, RESIDUAL, Dense
+from trainer.layers.dense import INPUT, RESIDUAL, dense_maker
 from trainer.layers.norm import RMSNorm
 from trainer.layers.param import param
 from trainer.layers.sown import MaxLogit, captures, sow
@@ -141,11 +141,7 @@ class Attention(nnx.Module):
         if sinks and not KERNELS[op].sinks:
             raise UserError(f"attention={op}: it does not support sinks; choose attention=blockwise")
 
-        def dense(name: str, in_shape: Sequence[int], out_shape: Sequence[int], names: Sequence[str]) -> Dense:
-            biased = bias if isinstance(bias, bool) else name in bias
-            settings: dict[str, Any] = {"dtype": dtype, "weight_dtype": weight_dtype}
-            return Dense(in_shape, out_shape, names, bias=biased, rngs=rngs, **settings)
-
+        dense = dense_maker(bias, dtype=dtype, weight_dtype=weight_dtype, rngs=rngs)
         self.heads, self.kv_heads, self.head_dim, self.dtype, self.fused = heads, kv_heads, head_dim, dtype, fused
         self.rope = rope
         self.scores = Scores(op, window, soft_cap, scale, tiles, dropout_rate)

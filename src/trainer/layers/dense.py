@@ -1,7 +1,7 @@
 """Linear maps and the embedding table."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from math import prod
 from typing import Any
 
@@ -81,6 +81,18 @@ class Dense(WithMatrices):
         if self.adds_bias:
             out = out + self.bias.get_value().astype(out.dtype)
         return sharding.constrain(out, out_names)
+
+
+def dense_maker(bias: bool | Collection[str], **settings: Any) -> Callable[..., Dense]:
+    """Returns `make(name, in_shape, out_shape, names)`, which makes a projection with the given `settings`.
+
+    `bias`: whether all projections have a bias, or the names of those that have one.
+    """
+
+    def make(name: str, in_shape: Sequence[int], out_shape: Sequence[int], names: Sequence[str]) -> Dense:
+        return Dense(in_shape, out_shape, names, bias=bias if isinstance(bias, bool) else name in bias, **settings)
+
+    return make
 
 
 TABLE = sharding.Axes(("vocab", "embed"))

@@ -3,7 +3,6 @@
 import functools
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from trainer import sharding
 from trainer.config.activations import ACTIVATIONS as NAMES
-from trainer.layers.dense import INPUT, RESIDUAL, ROWS, Dense
+from trainer.layers.dense import INPUT, RESIDUAL, ROWS, dense_maker
 from trainer.ops.dropout import dropout
 from trainer.products import Context
 
@@ -62,11 +61,7 @@ class MLP(nnx.Module):
         """`bias`: whether all projections have a bias, or the names of those that have one. `norm`: the norm of the
         input. `combine`: computes the hidden units in place of `activations`, which then only count the projections."""
 
-        def dense(name: str, in_shape: Sequence[int], out_shape: Sequence[int], names: Sequence[str]) -> Dense:
-            biased = bias if isinstance(bias, bool) else name in bias
-            settings: dict[str, Any] = {"dtype": dtype, "weight_dtype": weight_dtype}
-            return Dense(in_shape, out_shape, names, bias=biased, rngs=rngs, **settings)
-
+        dense = dense_maker(bias, dtype=dtype, weight_dtype=weight_dtype, rngs=rngs)
         self.combine = combine
         self.mlp_layer_norm = norm
         self.activations = tuple(activations)
