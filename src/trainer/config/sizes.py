@@ -13,7 +13,7 @@ from trainer.config.tensors import dimension, tensors_of
 
 # Elements of one array over all devices. The largest published models have 2^38 elements; XLA's byte sizes end at 2^63.
 MAX_ENTRIES = 2**46
-_BYTES = {"float32": 4, "bfloat16": 2}
+BYTES = {"float32": 4, "bfloat16": 2}
 _BYTES_OF_TOKEN = 5 * 4  # in a batch: the int32 arrays [rows, length] that every objective needs
 
 
@@ -32,15 +32,15 @@ def least_bytes(config: Config) -> int:
       config: resolved.
     """
     parameters = sum(math.prod(_lengths(config, names)) for names in _parameters(config).values())
-    each = 0 if config["parameter_memory_host_offload"] else _BYTES[config["weight_dtype"]]
+    each = 0 if config["parameter_memory_host_offload"] else BYTES[config["weight_dtype"]]
     if not config["trainable_parameters_mask"] and not config["optimizer_memory_host_offload"]:
-        each += moment_bytes(config, _BYTES) + (_BYTES["float32"] if config["ema_decay"] else 0)
+        each += moment_bytes(config, BYTES) + (BYTES["float32"] if config["ema_decay"] else 0)
     each *= islands(config)
     if config["enable_diloco"]:
-        each += _BYTES[config["weight_dtype"]] + (_BYTES["float32"] if config["diloco_outer_momentum"] else 0)
+        each += BYTES[config["weight_dtype"]] + (BYTES["float32"] if config["diloco_outer_momentum"] else 0)
     tokens = _microbatch_rows(config) * config["max_target_length"]
     batch = tokens * config["gradient_accumulation_steps"] * _BYTES_OF_TOKEN
-    return parameters * each + batch + tokens * config["base_emb_dim"] * _BYTES[config["dtype"]]
+    return parameters * each + batch + tokens * config["base_emb_dim"] * BYTES[config["dtype"]]
 
 
 def _too_many_tokens(values: Mapping[str, Any]) -> list[str]:

@@ -7,10 +7,10 @@ from typing import Any
 from trainer.config.derived import mesh_axes
 from trainer.config.keys import Config
 from trainer.config.rules import make_rules
+from trainer.config.sizes import BYTES
 
 KEY = "num_vocab_tiling"
 AUTOMATIC = -1
-_BYTES = {"float32": 4, "bfloat16": 2}
 _SUM_BYTES = 4  # bytes per entry of the head's gradient, which is summed over tiles in float32
 _TOKENS = ("activation_batch", "activation_length")
 
@@ -67,7 +67,7 @@ def tile_bytes(config: Mapping[str, Any]) -> tuple[int, int]:
     def parts(axes: Iterable[str]) -> int:
         return math.prod(mesh[axis] for axis in axes)
 
-    logits = tokens * config["vocab_size"] // parts(rules["activation_vocab"]) * _BYTES[config["dtype"]]
+    logits = tokens * config["vocab_size"] // parts(rules["activation_vocab"]) * BYTES[config["dtype"]]
     entries = config["vocab_size"] * config["base_emb_dim"]
     return logits, entries // parts({*rules["vocab"], *rules["embed"]} - over_tokens) * _SUM_BYTES
 
