@@ -3,15 +3,29 @@
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from trainer.config import UserError, command_line, exit_on_user_error, load_sides, question
+from trainer.config import (
+    COMBINATIONS,
+    Side,
+    UserError,
+    command_line,
+    exit_on_user_error,
+    load_against,
+    load_sides,
+    question,
+)
+from trainer.config.paths import local_path
+from trainer.config.sides import LEFT
 from trainer.config.words import visible
 from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu
 
 HELP = """\
 usage: python -m trainer.parity [FILE.yml] [key=value ...] left.KEY=VALUE right.KEY=VALUE [rtol=X] [atol=X] [--json]
+       python -m trainer.parity [FILE.yml] [key=value ...] record=FILE.safetensors [arrays=true]
+       python -m trainer.parity left=FILE.safetensors [key=value ...] [right=NAME] [rtol=X] [atol=X] [--json]
        python -m trainer.parity CHECKPOINT CHECKPOINT [rtol=X] [atol=X] [--json]
 
 Builds a program for each side from the shared keys and the side's own keys, starts both from the left side's
@@ -21,6 +35,10 @@ update, and an update of the same parameters with an optimizer state that is dra
 left.KEY=VALUE   a key of base.yml on one side: flags, attention, remat_policy, dtype, the mesh, ...
 right.KEY=VALUE  The keys for sources of parameters and batches cannot differ: both sides use the left side's.
 left=NAME        a combination of the three flags by name, also right=NAME; right=NAME,NAME and right=all: several
+record=FILE      writes a record of the left side: its configuration, batch, state and checksums of all that is compared
+arrays=true      The record also holds the arrays, so that a comparison with it gives the sizes of differences.
+left=FILE        compares with a record, in another process, commit, version of JAX or machine; the configuration is the
+                 record's, key=value changes it
 CHECKPOINT       a run's folder, one of its checkpoints/N, or the output of trainer.export format=params
 rtol, atol       tolerances: two arrays are equal if their elements differ by at most atol, or by at most rtol times the
                  largest magnitude in both; without them, and for integers, only equal bits are equal
@@ -38,9 +56,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if (asked := question(words)) and asked.section == "":
         print(HELP)
         return
-    tolerance, as_json, rest = _options(words)
-    report = _compare(rest, tolerance)
-    if as_json:
+    options, rest = _options(words)
+    if "record" in options:
+        _record(rest, options)
+        return
+    report = _compare(rest, options)
+    if "--json" in words:
         print(json.dumps(report.to_json(), indent=1))
     else:
         from trainer.compare.table import table
@@ -50,17 +71,31 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(1)
 
 
-def _options(words: Sequence[str]) -> tuple[dict[str, float], bool, list[str]]:
-    """Returns the tolerances, whether to print JSON, and the remaining words."""
-    tolerance: dict[str, float] = {}
+def _options(words: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Returns the options that are not keys of base.yml, and the remaining words."""
+    options: dict[str, Any] = {}
     rest = []
     for word in words:
         name, equals, text = word.partition("=")
         if equals and name in ("rtol", "atol"):
-            tolerance[name] = _number(word, text)
+            options[name] = _number(word, text)
+        elif equals and name == "arrays":
+            if text not in ("true", "false"):
+                raise UserError(f"{word}: allowed: true, false")
+            options[name] = text == "true"
+        elif equals and (name == "record" or (name == LEFT and text not in COMBINATIONS and _names_file(text))):
+            options[name] = local_path(text)
         elif word != "--json":
             rest.append(word)
-    return tolerance, "--json" in words, rest
+    if "arrays" in options and "record" not in options:
+        raise UserError("arrays: only a record has arrays; add record=FILE.safetensors")
+    if "record" in options and (other := options.keys() & {"rtol", "atol", LEFT} or {"--json"}.intersection(words)):
+        raise UserError(f"record: a record is of one side, without a comparison; leave out {', '.join(sorted(other))}")
+    return options, rest
+
+
+def _names_file(text: str) -> bool:
+    return text.endswith(".safetensors") or "/" in text or Path(text).is_file()
 
 
 def _number(word: str, text: str) -> float:
@@ -73,7 +108,24 @@ def _number(word: str, text: str) -> float:
     return value
 
 
-def _compare(words: Sequence[str], given: dict[str, float]) -> Any:
+def _record(words: Sequence[str], options: Mapping[str, Any]) -> None:
+    """Writes a record of the left side."""
+    left, *rights = load_sides(words, os.environ)
+    if rights and {"right"}.intersection(word.partition("=")[0].partition(".")[0] for word in words):
+        raise UserError("record: a record is of the left side; leave out the words of the right side")
+    _before([left])
+    import jax
+
+    from trainer.compare import record_program
+    from trainer.observe.text import si
+
+    path = options["record"]
+    record_program(left, jax.devices(), path, _say, arrays=options.get("arrays", False))
+    print(visible(f"{path}: {si(path.stat().st_size, 'B')}; python -m trainer.parity left={path} compares with it"))
+
+
+def _compare(words: Sequence[str], options: Mapping[str, Any]) -> Any:
+    given = {name: value for name, value in options.items() if name in ("rtol", "atol")}
     checkpoints = [word for word in words if "=" not in word and not word.startswith("-")]
     if len(checkpoints) == 2 and len(words) == 2:
         # Imports that load JAX come after the checks that do not need it.
@@ -81,12 +133,40 @@ def _compare(words: Sequence[str], given: dict[str, float]) -> Any:
         from trainer.compare import Tolerance, compare_checkpoints
 
         return compare_checkpoints(checkpoints[0], checkpoints[1], Tolerance(**given), _say)
-    sides = load_sides(words, os.environ)
+    record = None
+    if LEFT in options:
+        leave_out_absent_tpu()
+        from trainer.compare import Record
+
+        record = Record(options[LEFT])
+        if record.unknown:
+            _say(f"keys of the record that are unknown here, and left out: {', '.join(record.unknown)}")
+        if given and not record.has_arrays:
+            raise UserError(
+                f"{', '.join(given)}: {record.path} has checksums instead of arrays; record with arrays=true"
+            )
+        sides = load_against(record.side(), record.given, words, os.environ)
+    else:
+        sides = load_sides(words, os.environ)
     if len(sides) == 1:
         raise UserError(
-            "nothing to compare: give left.KEY=VALUE or right.KEY=VALUE, left=NAME or right=NAME, or two checkpoints; "
-            "see python -m trainer.parity --help"
+            "nothing to compare: give left.KEY=VALUE or right.KEY=VALUE, left=NAME or right=NAME, left=RECORD, or two "
+            "checkpoints; see python -m trainer.parity --help"
         )
+    _before(sides)
+    import jax
+
+    from trainer.compare import Tolerance, compare_programs
+
+    return compare_programs(sides, jax.devices(), Tolerance(**given), _say, record)
+
+
+def _before(sides: Sequence[Side]) -> None:
+    """Prints notes on the sides, and prepares this process for JAX.
+
+    Raises:
+      UserError: a side needs several processes.
+    """
     for line in dict.fromkeys(line for side in sides for line in (*side.loaded.notes, *side.loaded.warnings)):
         _say(line)
     if any(side.loaded.config.num_processes > 0 for side in sides):
@@ -95,11 +175,6 @@ def _compare(words: Sequence[str], given: dict[str, float]) -> Any:
         )
     leave_out_absent_tpu()
     add_threads_for_simulated_devices()
-    import jax
-
-    from trainer.compare import Tolerance, compare_programs
-
-    return compare_programs(sides, jax.devices(), Tolerance(**given), _say)
 
 
 def _say(line: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from trainer.config import COMBINATIONS, Config, Loaded, UserError, flags_of, load, read_saved, resolve, schema
-from trainer.config.dump import to_flow
+from trainer.config.dump import as_words, to_flow
 from trainer.config.expert_keys import SCORE, STEP, dense_layers, has_experts, some_experts
 from trainer.config.family import LATENT, OF_SOME, facts_of, reads
 from trainer.config.files import COMMAND_LINE
@@ -116,12 +116,13 @@ def check_same_model(
         if name in decided or ours.get(name) == keys[name]:
             continue
         if name in free:
-            say(f"{where} says {name}={_text(keys[name])}; {name}={_text(config[name])} was given and takes precedence")
+            (theirs,), (given,) = as_words(keys, [name]), as_words(config, [name])
+            say(f"{where} says {theirs}; {given} was given and takes precedence")
         else:
             differing.append(name)
     if differing:
         have = ", ".join(
-            f"{name}={_text(config[name])}{', whose blocks may compute something else' if name == _BLOCK else ''}"
+            f"{as_words(config, [name])[0]}{', whose blocks may compute something else' if name == _BLOCK else ''}"
             for name in differing
         )
         raise UserError(
@@ -138,17 +139,6 @@ def check_same_model(
     if other:
         same = "computes the same" if block in FAMILIES else "has to compute the same: this is not checked"
         say(f"{where} contains parameters of {_BLOCK}={trained}; they are loaded with {_BLOCK}={block}, which {same}")
-
-
-def as_words(keys: Mapping[str, Any], names: Sequence[str] | None = None) -> list[str]:
-    """Returns `key=value` for `names` (default: all), in the syntax of a command line."""
-    return [f"{name}={_text(keys[name])}" for name in (keys if names is None else names)]
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(str, value))}]"
-    return value if isinstance(value, str) else to_flow(value)
 
 
 def model_config(keys: Mapping[str, Any], words: Sequence[str], where: str) -> Any:

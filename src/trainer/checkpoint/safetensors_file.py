@@ -7,6 +7,7 @@ The format: the header's length as 8 bytes, little-endian; the header, JSON; the
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -28,7 +29,7 @@ _SHOWN = {
     "BOOL": np.dtype(np.bool_),
     **{f"{kind}{bits}": np.dtype(f"{kind.lower()}{bits // 8}") for kind in "IU" for bits in (8, 16, 32, 64)},
 }
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES = {dtype: name for name, dtype in _SHOWN.items()}
 
 _STRIP = 1 << 25  # bytes to read at once
 
@@ -88,6 +89,26 @@ class StoredTensor(NamedTuple):
         return found.view(dtype).reshape(self.shape)
 
 
+def file_metadata(path: Path) -> dict[str, str]:
+    """Returns the texts in a file's header by name. Raises what `stored_tensors` raises."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="np") as file:
+        return file.metadata() or {}
+
+
+def header(tensors: Tensors, metadata: Mapping[str, str]) -> bytes:
+    """Returns the beginning of a file. The bytes of `tensors` follow it in their order, with nothing between them."""
+    parts: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, (shape, dtype) in tensors.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        parts[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(parts, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """Returns the tensors of a file by name, without reading them.
 
@@ -116,25 +137,21 @@ class SafetensorsFile:
     """A safetensors file whose tensors can be written in any order."""
 
     def __init__(self, path: Path, tensors: Tensors):
+        begin = header(tensors, {"format": "pt"})
         self._offsets: dict[str, tuple[int, int]] = {}
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
+        end = len(begin)
         for name, (shape, dtype) in tensors.items():
-            start, end = end, end + int(np.prod(shape)) * dtype.itemsize
+            start, end = end, end + math.prod(shape) * dtype.itemsize
             self._offsets[name] = (start, end)
-            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self._start = 8 + len(text)
         self._file = path.open("wb")
-        self._file.write(len(text).to_bytes(8, "little") + text)
-        self._file.truncate(self._start + end)
+        self._file.write(begin)
+        self._file.truncate(end)
 
     def write(self, name: str, value: np.ndarray) -> None:
         """Writes one tensor, which must have the shape and dtype that the header states."""
         start, end = self._offsets[name]
         assert value.nbytes == end - start, name
-        self._file.seek(self._start + start)
+        self._file.seek(start)
         self._file.write(np.ascontiguousarray(value).view(np.uint8).data)
 
     def __enter__(self) -> Self:

@@ -1,17 +1,18 @@
-"""Compares programs of several configurations with the first one, on the same parameters and batch."""
+"""Compares programs of several configurations with the first one, or with a record of it, on the same parameters and
+batch."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import ml_collections
 
-from trainer.checkpoint import names_of
 from trainer.compare import measure
 from trainer.compare.difference import Tolerance, differences, forward_order
-from trainer.compare.measure import Measured, Program, Snapshot
+from trainer.compare.measure import Measured, Program
+from trainer.compare.record import Record, Writer
+from trainer.compare.reference import Reference, Say, Step, axes_of, build_side, head_of, microbatch_rows, reference
 from trainer.compare.report import Comparison, Quantity, Report
 from trainer.config import Side, UserError, combination, schema
 from trainer.config import differences as differing_keys
@@ -19,15 +20,8 @@ from trainer.config.dump import PROCESSES, to_flow
 from trainer.config.files import by_hand
 from trainer.config.flags import FLAGS
 from trainer.config.resume import AROUND, MAY_CHANGE
-from trainer.data import Batch, Dataset, open_dataset
-from trainer.models.names import names_of_blocks
-from trainer.observe.banner import banner_rows
-from trainer.sharding import side_devices
+from trainer.data import Batch
 from trainer.state.host import KEYS
-from trainer.training import build, start
-from trainer.training.memory import check_memory, device_memory
-
-Say = Callable[[str], None]
 
 # Keys for the sources of parameters and tokens, which all sides take from the left one.
 _COMMON = (
@@ -53,12 +47,12 @@ _USED = {
 }
 _IDLE = frozenset((*AROUND, *PROCESSES, "debug_sharding")) - _USED
 # In the order of a training step.
-MEASURES = (measure.parameters, measure.activations, measure.gradients, measure.update)
-# Rows of the banner that also describe a comparison.
-_HEAD = ("devices", "model", "attention", "dtype", "batch", "data")
+MEASURES: tuple[Step, ...] = (measure.parameters, measure.activations, measure.gradients, measure.update)
 
 
-def compare_programs(sides: Sequence[Side], devices: Sequence[jax.Device], tolerance: Tolerance, say: Say) -> Report:
+def compare_programs(
+    sides: Sequence[Side], devices: Sequence[jax.Device], tolerance: Tolerance, say: Say, record: Record | None = None
+) -> Report:
     """Builds each side's programs, runs them on the left side's parameters and batch, and compares the results.
 
     The devices hold the state and one program of one side at a time; the left side's results are on the host.
@@ -68,36 +62,57 @@ def compare_programs(sides: Sequence[Side], devices: Sequence[jax.Device], toler
       devices: all devices. A side whose mesh sizes are all given takes as many as it needs; other sides take all.
       tolerance: applies to every array of every quantity.
       say: receives progress messages.
+      record: what the left side computed earlier. The left side is then not built.
 
     Raises:
-      UserError: a side does not fit the devices, or cannot take the left side's batch.
+      UserError: a side does not fit the devices, or cannot take the left side's batch; or the record is damaged.
     """
-    programs = [_program(side, devices) for side in sides]
-    left, *rights = programs
-    _check_common(left, rights)
+    built = [build_side(side, devices) for side in (sides[1:] if record else sides)]
+    _check_common(sides, record.rows if record else built[0].run.rows, built)
     if idle := _idle(sides):
         say(
             f"{', '.join(idle)} have no effect here: a single process compares on its own devices, and nothing is "
             "written, evaluated or sampled"
         )
-    dataset = open_dataset(ml_collections.FrozenConfigDict({**left.config, "eval_interval": -1}), say)
-    snapshot, batch = _begin(sides[0], left, dataset, say)
-
-    quantities: dict[str, list[Quantity]] = {program.name: [] for program in rights}
-    facts: dict[str, dict[str, Any]] = {program.name: {} for program in rights}
+    left = record.reference() if record else reference(sides[0], built.pop(0), say)
+    rows = _activation_rows(left, built)
+    for right in built:
+        _check_batch(left, right)
+    quantities: dict[str, list[Quantity]] = {program.name: [] for program in built}
+    facts: dict[str, dict[str, Any]] = {program.name: {} for program in built}
     for step in MEASURES:
-        rows = _activation_rows(programs) if step is measure.activations else left.run.rows
-        part = {name: array[:rows] for name, array in batch.items()}
-        known = measure.Shared()
+        part, known = _batch_of(step, left, rows), measure.Shared()
         say(f"{left.name}: {step.__name__}")
-        expected = step(left, snapshot, part, known).on_host()
-        for program in rights:
+        expected = left.measured(step, part, known)
+        for program in built:
             say(f"{program.name}: {step.__name__}")
-            measured = step(program, snapshot, part, known)
+            measured = step(program, left.snapshot, part, known)
             quantities[program.name] += _quantities(left, program, expected, measured, tolerance)
             facts[program.name] |= _facts(expected.facts, measured.facts)
-    comparisons = [Comparison(right.name, quantities[right.name], facts[right.name]) for right in rights]
-    return Report(left.name, tolerance, _head(sides, programs, dataset), comparisons)
+    comparisons = [Comparison(right.name, quantities[right.name], facts[right.name]) for right in built]
+    return Report(left.name, tolerance, [*(record.head if record else []), *_head(left, sides, built)], comparisons)
+
+
+def record_program(side: Side, devices: Sequence[jax.Device], path: Path, say: Say, *, arrays: bool) -> None:
+    """Builds the side's program, measures it, and writes a record of it to `path`; see `record`.
+
+    Raises:
+      UserError: the side does not fit the devices, or the file exists or cannot be written.
+    """
+    with Writer(path, _IDLE, arrays=arrays) as writer:
+        program = build_side(side, devices)
+        _check_common([side], program.run.rows, [program])
+        left = reference(side, program, say)
+        writer.begin(left, side)
+        for step in MEASURES:
+            known = measure.Shared()
+            say(f"{left.name}: {step.__name__}")
+            writer.add(left, step, left.measured(step, _batch_of(step, left, left.microbatch), known), known)
+
+
+def _batch_of(step: Step, left: Reference, activation_rows: int) -> Batch:
+    rows = activation_rows if step is measure.activations else left.rows
+    return {name: array[:rows] for name, array in left.batch.items()}
 
 
 def _idle(sides: Sequence[Side]) -> list[str]:
@@ -110,71 +125,61 @@ def _idle(sides: Sequence[Side]) -> list[str]:
     return [key for key in schema().keys if key in idle]
 
 
-def _program(side: Side, devices: Sequence[jax.Device]) -> Program:
-    config = side.loaded.config
-    try:
-        used = side_devices(config, devices)
-        check_memory(config, used, device_memory(used))
-        run = build(config, used)
-        program = Program(side.name, run, names_of_blocks(run.config))
-        if unused := program.names.unused(names_of(program.abstract.params)):
-            raise UserError(
-                f"PARAMETER_NAMES of decoder_block={run.config.decoder_block} names {unused[0]}, but the block has no "
-                "such parameter"
-            )
-        return program
-    except UserError as error:
-        hint = ""
-        if devices[0].platform == "cpu" and len(devices) == 1:
-            hint = "\n  XLA_FLAGS=--xla_force_host_platform_device_count=8 makes 8 devices of this machine's CPU"
-        raise UserError(f"{side.name}: {error}{hint}") from None
-
-
-def _check_common(left: Program, rights: Sequence[Program]) -> None:
-    """Rejects sides that cannot start from the left side's parameters and batch."""
+def _check_common(sides: Sequence[Side], rows: int, built: Sequence[Program]) -> None:
+    """Rejects sides that cannot start from the left side's parameters and batch, which has `rows` rows."""
     data = [key.name for key in schema().keys.values() if key.section == "Data" and key.name not in MAY_CHANGE]
     mistakes = [
         f"{program.name}: {key}=true: comparisons need the state on the device; leave the key out"
-        for program in (left, *rights)
+        for program in built
         for key in KEYS.values()
         if program.config[key]
     ]
-    for right in rights:
-        other = [key for key in (*data, *_COMMON) if left.config[key] != right.config[key]]
+    left, *rights = sides
+    for side, right in zip(rights, built[-len(rights) :], strict=True) if rights else ():
+        other = differing_keys([left, side]).keys() & {*data, *_COMMON}
         if other:
             mistakes.append(
-                f"{', '.join(other)}: different in {left.name} and {right.name}, but both get the same parameters and "
-                "batch; give them without left. and right."
+                f"{', '.join(key for key in (*data, *_COMMON) if key in other)}: different in {left.name} and "
+                f"{right.name}, but both get the same parameters and batch; give them without left. and right."
             )
-        elif left.run.rows != right.run.rows:
-            fitting = right.config.per_device_batch_size * left.run.rows / right.run.rows
+        elif rows != right.run.rows:
+            fitting = right.config.per_device_batch_size * rows / right.run.rows
             mistakes.append(
-                f"{left.name} has {left.run.rows} rows in its batch and {right.name} has {right.run.rows}, but both "
+                f"{left.name} has {rows} rows in its batch and {right.name} has {right.run.rows}, but both "
                 f"get the same batch; nearest for {right.name}: per_device_batch_size={fitting:.12g}"
             )
     if mistakes:
         raise UserError("\n  ".join(["these sides cannot be compared:", *mistakes]))
 
 
-def _begin(side: Side, left: Program, dataset: Dataset, say: Say) -> tuple[Snapshot, Batch]:
-    """Returns the common start: the left side's state on the host, and its next batch."""
-    given = {key for key, where in side.loaded.changed.items() if by_hand(where)}
-    scheduled = side.loaded.config.learning_rate_schedule_steps != -1
-    begin = start(left.run, dataset, None, say, schedule_given=scheduled, given=given)
-    stream = dataset.train_stream(begin.position, rows=left.run.rows)
-    try:
-        batch, _ = next(stream)
-    finally:
-        stream.close()
-    return measure.take(left, begin), batch
+def _activation_rows(left: Reference, built: Sequence[Program]) -> int:
+    """Returns the smallest number of rows that each side can shard like its microbatches; if the left side is recorded,
+    the rows of the record."""
+    needed = math.lcm(left.microbatch, *map(microbatch_rows, built))
+    if left.recorded and needed != left.microbatch:
+        raise UserError(
+            f"{left.name} has the activations of {left.microbatch} rows, and a microbatch of another side has other "
+            "rows; record the side with gradient_accumulation_steps=1, and compare the others with it"
+        )
+    return needed
 
 
-def _activation_rows(programs: Sequence[Program]) -> int:
-    """Returns the smallest number of rows that each side can shard like its microbatches."""
-    return math.lcm(*(program.run.rows // program.config.gradient_accumulation_steps for program in programs))
+def _check_batch(left: Reference, right: Program) -> None:
+    """Rejects a recorded batch that is not one of the right side's."""
+    wanted = {name: (leaf.shape, leaf.dtype) for name, leaf in right.run.abstract_batch(left.rows).items()}
+    got = {name: (array.shape, array.dtype) for name, array in left.batch.items()}
+    if wanted != got:
+        texts = [
+            ", ".join(f"{name} {dtype}{list(shape)}" for name, (shape, dtype) in sorted(it.items()))
+            for it in (got, wanted)
+        ]
+        raise UserError(f"the batch of {left.name} is {texts[0]}; {right.name} takes {texts[1]}")
+    for name in ("inputs", "targets"):
+        if left.batch[name].min() < 0 or left.batch[name].max() >= right.config.vocab_size:
+            raise UserError(f"the batch of {left.name} has tokens outside of vocab_size={right.config.vocab_size}")
 
 
-def _quantities(left: Program, right: Program, expected: Measured, measured: Measured, tolerance: Tolerance) -> list:
+def _quantities(left: Reference, right: Program, expected: Measured, measured: Measured, tolerance: Tolerance) -> list:
     quantities = []
     for name, arrays in expected.arrays.items():
         others, notes, remarks = right.names.shaped(measured.arrays[name], arrays), [], []
@@ -194,10 +199,10 @@ def _quantities(left: Program, right: Program, expected: Measured, measured: Mea
     return quantities
 
 
-def _other_axes(left: Program, right: Program) -> list[str]:
+def _other_axes(left: Reference, right: Program) -> list[str]:
     """Returns a message if common parameters have different logical axes."""
-    here, there = (program.names.of(names_of(program.run.model.param_axes)) for program in (left, right))
-    names = [name for name, axes in here.items() if name in there and axes != there[name]]
+    here, there = left.axes, axes_of(right)
+    names = [name for name, axes in here.items() if name in there and tuple(axes) != tuple(there[name])]
     if not names:
         return []
     first = " against ".join(f"[{', '.join(map(str, side[names[0]]))}]" for side in (here, there))
@@ -218,30 +223,20 @@ def same_text(left: str, right: str) -> str:
     return f"another text from line {first + 1} of {len(here):,} on, against {len(there):,}"
 
 
-def _head(sides: Sequence[Side], programs: Sequence[Program], dataset: Dataset) -> list[tuple[str, str]]:
+def _head(left: Reference, sides: Sequence[Side], built: Sequence[Program]) -> list[tuple[str, str]]:
     """Returns a description of the comparison: what the sides have in common, and the keys in which they differ."""
-    rows: list[dict[str, str]] = []
-    for program in programs:
-        device = program.run.mesh.devices.flat[0]
-        banner = banner_rows(
-            program.config,
-            device_kind=device.device_kind,
-            platform=device.platform,
-            process_count=1,
-            parameters=program.run.parameters,
-            dataset=str(dataset).partition("; ")[0],  # without the part on held-out data
-            run_dir=Path(),
-        )
-        rows.append({label: text for label, text in banner if label in _HEAD})
+    rows = [dict(left.head), *(head_of(program, left.head.get("data", "")) for program in built)]
     if len({row["model"] for row in rows}) > 1:
         for row in rows:
             row["model"] = row["model"].partition(": ")[2]  # decoder_block then has its own line
-    head = [(label, text) for label, text in rows[0].items() if all(other[label] == text for other in rows)]
+    head = [(label, text) for label, text in rows[0].items() if all(other.get(label) == text for other in rows)]
     if "devices" not in dict(head):
-        head.insert(0, ("devices", " | ".join(row["devices"] for row in rows)))
-    named = all(side.name == combination(program.config) for side, program in zip(sides, programs, strict=True))
+        head.insert(0, ("devices", " | ".join(row.get("devices", "") for row in rows)))
+    configs = [left.config, *(program.config for program in built)]
+    named = all(side.name == combination(config) for side, config in zip(sides[1:], configs[1:], strict=True))
+    named &= left.recorded or sides[0].name == combination(left.config)
     for key in differing_keys(sides):
         if not (named and key in FLAGS):
-            values = [program.config[key] for program in programs]
+            values = [config[key] for config in configs]
             head.append((key, " | ".join(text if isinstance(text, str) and text else to_flow(text) for text in values)))
     return head

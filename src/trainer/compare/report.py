@@ -46,11 +46,17 @@ class Quantity:
         none."""
         if self.notes:
             return self.notes[0]
-        apart = [d for d in self.differences if not d.equal] or [d for d in self.differences if not d.bits]
-        if not apart:
+        entry = self.entry
+        if entry is None:
             return None
-        missing = f" ({apart[0].note})" if math.isinf(apart[0].absolute) and apart[0].note else ""
-        return apart[0].where + missing
+        missing = f" ({entry.note})" if math.isinf(entry.absolute) and entry.note else ""
+        return entry.where + missing
+
+    @property
+    def entry(self) -> Difference | None:
+        """The first unequal array, otherwise the first with different bits; None if there is none."""
+        apart = [d for d in self.differences if not d.equal] or [d for d in self.differences if not d.bits]
+        return apart[0] if apart else None
 
 
 @dataclass(frozen=True)

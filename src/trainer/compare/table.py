@@ -33,12 +33,21 @@ def table(report: Report) -> str:
 def _verdict(report: Report) -> str:
     apart = [comparison for comparison in report.comparisons if not comparison.equal]
     if apart:
-        return "\n".join(f"{report.left} and {other.right} differ first in {other.first}" for other in apart)
+        lines = [f"{report.left} and {other.right} differ first in {other.first}{_numbers(other)}" for other in apart]
+        if any(map(_numbers, apart)):
+            lines.append(f"{report.left} has checksums; record with arrays=true to get the sizes of differences")
+        return "\n".join(lines)
     sides = ", ".join([report.left, *(comparison.right for comparison in report.comparisons[:-1])])
     sides = f"{sides} and {report.comparisons[-1].right} are equal"
     if all(comparison.bits for comparison in report.comparisons):
         return f"{sides} in every bit"
     return f"{sides} within {' and '.join(f'{n}={v:g}' for n, v in report.tolerance._asdict().items() if v)}"
+
+
+def _numbers(comparison: Comparison) -> str:
+    """Returns what a record without arrays tells about the first difference."""
+    first = next(quantity for quantity in comparison.quantities if not quantity.equal)
+    return f": {first.entry.summaries}" if first.entry and first.entry.summaries and not first.notes else ""
 
 
 def _side_by_side(comparisons: Sequence[Comparison], left: str) -> list[str]:
@@ -59,7 +68,9 @@ def _arrays(quantity: Quantity) -> str:
 def _cell(quantity: Quantity) -> str:
     if quantity.bits:
         return _BITS
-    return _WITHIN if quantity.equal else f"apart by {_size(quantity.absolute)}"
+    if quantity.equal:
+        return _WITHIN
+    return f"apart by {_size(quantity.absolute)}" if math.isfinite(quantity.absolute) else "apart"
 
 
 def _fact(fact: tuple[float, float] | str) -> str:

@@ -21,7 +21,7 @@ from trainer.config.resume import another_program, check_islands, check_optimize
 from trainer.config.rules import make_rules
 from trainer.config.saved import read_saved
 from trainer.config.schema import Key, Schema, schema
-from trainer.config.sides import Side, differences, load_sides
+from trainer.config.sides import Side, differences, load_against, load_sides
 
 __all__ = [
     "COMBINATIONS",
@@ -51,6 +51,7 @@ __all__ = [
     "islands_of",
     "linen_stack",
     "load",
+    "load_against",
     "load_sides",
     "make_rules",
     "mesh_axes",

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -42,3 +42,14 @@ def to_flow(value: Any) -> str:
     style = '"' if isinstance(value, str) else None
     dumped = yaml.safe_dump([value], default_flow_style=True, default_style=style, width=math.inf, allow_unicode=True)
     return dumped.strip()[1:-1]
+
+
+def as_words(keys: Mapping[str, Any], names: Sequence[str] | None = None) -> list[str]:
+    """Returns `key=value` for `names` (default: all), in the syntax of a command line."""
+    return [f"{name}={_text(keys[name])}" for name in (keys if names is None else names)]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(str, value))}]"
+    return value if isinstance(value, str) else to_flow(value)

@@ -7,13 +7,15 @@ left side.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from trainer.config.dump import to_flow
+from trainer.config.dump import as_words, to_flow
 from trainer.config.errors import UserError, nearest
 from trainer.config.flags import COMBINATIONS, combination, flags_of
 from trainer.config.help import question
 from trainer.config.load import Loaded, answer, load
 from trainer.config.schema import schema
+from trainer.config.trust import code_of_checkpoint
 
 LEFT, RIGHT, ALL = "left", "right", "all"
 
@@ -60,6 +62,36 @@ def load_sides(argv: Sequence[str], environment: Mapping[str, str] | None = None
         Side(label, (*_flag_words(name), *words), result)
         for label, (_, name, words), result in zip(labels, asked, loaded, strict=True)
     ]
+
+
+def load_against(
+    left: Side, given: Mapping[str, Any], argv: Sequence[str], environment: Mapping[str, str] | None = None
+) -> list[Side]:
+    """Returns the recorded side `left`, then the right sides of the command line. Each of these begins with the keys
+    that were given for the recorded side, `given`.
+
+    Raises:
+      UserError: the errors of the first side that has any; words for the left side; another yml than base.yml; or code
+        that only the record names.
+    """
+    shared, lefts, right, names = _split(argv)
+    yml, shared = (shared[0], shared[1:]) if shared and "=" not in shared[0] else ("base.yml", shared)
+    if lefts or LEFT in names:
+        raise UserError(
+            f"{left.name} is the left side, as it was recorded; give other keys to the right: right.KEY=VALUE"
+        )
+    if yml != "base.yml":
+        raise UserError(f"{left.name} has a configuration of its own; give what differs as key=value instead of {yml}")
+    if code := code_of_checkpoint(given, [word.partition("=")[0] for word in (*shared, *right)], left.name):
+        raise UserError("\n  ".join(code))
+    rights = names.get(RIGHT, [""])
+    rights = list(COMBINATIONS) if rights == [ALL] else rights
+    loaded = [
+        _load(RIGHT, [yml, *as_words(given), *shared, *_flag_words(name), *right], environment) for name in rights
+    ]
+    labels = [combination(result.config) for result in loaded]
+    sides = [Side(label, tuple(right), result) for label, result in zip(labels, loaded, strict=True)]
+    return [left, *sides]
 
 
 def differences(sides: Sequence[Side]) -> dict[str, list[str]]:

@@ -1,0 +1,271 @@
+"""A record: what the left side of a comparison began with and computed, in one safetensors file.
+
+The tensors are the batch, the starting parameters and state, the midway state and the program's text; with
+`arrays=true`, also every measured array. The metadata are two texts: `record`, JSON with the configuration, the machine
+and a summary of every measured array, and `digest`, the SHA-256 of that JSON. The JSON has a checksum of every tensor,
+so a change of any byte is noticed. A record may come from a stranger: nothing in it is run.
+"""
+
+import datetime
+import functools
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from safetensors import SafetensorError
+
+from trainer.checkpoint.safetensors_file import NAMES, Tensors, file_metadata, header, stored_tensors
+from trainer.compare import measure
+from trainer.compare.measure import Measured, Shared, Snapshot
+from trainer.compare.reference import Reference, Step
+from trainer.compare.summary import Part, Summary, digest, summarize
+from trainer.config import Config, Loaded, Side, UserError, combination, load, read_saved, schema
+from trainer.config.dump import to_flow
+from trainer.data import Batch
+from trainer.runtime.versions import machine
+
+ENDING = ".safetensors"
+_FORMAT = 1
+# The tensors' names: these, and the canonical name.
+_BATCH, _PARAMS, _LATER, _MIDWAY, _ARRAYS = "batch/", "start parameters/", "start state/", "midway state/", "measured/"
+_TEXT = "program text"
+
+
+class Writer:
+    """Writes a record. The file appears when the record is complete.
+
+    A safetensors file begins with its header, but the checksums in it are known last. So the arrays go to a temporary
+    file first.
+    """
+
+    def __init__(self, path: Path, idle: Collection[str], *, arrays: bool):
+        """`idle`: the keys that a comparison does not use. `arrays`: whether to keep the measured arrays.
+
+        Raises:
+          UserError: the file exists, or its folder does not.
+        """
+        if path.exists():
+            raise UserError(f"record={path}: this file exists; remove it, or give another name")
+        if not path.absolute().parent.is_dir():
+            raise UserError(f"record={path}: there is no folder {path.absolute().parent}")
+        self._path, self._idle, self._arrays = path, idle, arrays
+        self._spool = tempfile.TemporaryFile(dir=path.absolute().parent)  # noqa: SIM115
+        self._tensors: Tensors = {}
+        self._about: dict[str, Any] = {"format": _FORMAT, "tensors": {}, "measures": {}}
+
+    def begin(self, left: Reference, side: Side) -> None:
+        """Adds what the comparison begins with."""
+        config = side.loaded.config
+        # On another platform, `auto` may be another dtype.
+        values = {name: config[name] for name in schema().keys if name not in self._idle} | {"dtype": left.config.dtype}
+        self._about |= {
+            "date": datetime.date.today().isoformat(),
+            "machine": machine(),
+            "config": "".join(f"{name}: {to_flow(value)}\n" for name, value in values.items()),
+            "given": sorted(_given(side.loaded).intersection(values) | {"dtype"}),
+            "rows": left.rows,
+            "microbatch": left.microbatch,
+            "head": dict(left.head),
+            "axes": {name: list(axes) for name, axes in left.axes.items()},
+            "trained": left.snapshot.later is not None,
+        }
+        self._keep(_BATCH, left.batch)
+        self._keep(_PARAMS, left.snapshot.params)
+        self._keep(_LATER, left.snapshot.later or {})
+
+    def add(self, left: Reference, step: Step, measured: Measured, known: Shared) -> None:
+        """Adds the results of a measurement."""
+        facts = dict(measured.facts)
+        self._about["measures"][step.__name__] = {
+            "quantities": {
+                quantity: {name: _to_json(summarize(array, left.layers(name))) for name, array in arrays.items()}
+                for quantity, arrays in measured.arrays.items()
+            },
+            "facts": facts,
+        }
+        if text := facts.pop(measure.TEXT, ""):
+            self._keep("", {_TEXT: np.frombuffer(text.encode(), np.uint8)})
+        self._keep(_MIDWAY, known.midway or {})
+        if self._arrays:
+            for quantity, arrays in measured.arrays.items():
+                self._keep(f"{_ARRAYS}{quantity}/", arrays)
+
+    def _keep(self, prefix: str, arrays: Mapping[str, np.ndarray]) -> None:
+        for name, array in arrays.items():
+            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            self._spool.write(data.data)
+            # The format does not have every dtype.
+            shape, dtype = (array.shape, array.dtype) if array.dtype in NAMES else (data.shape, data.dtype)
+            self._tensors[prefix + name] = shape, dtype
+            self._about["tensors"][prefix + name] = digest(array), str(array.dtype), array.shape
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """Writes the file if there was no error."""
+        with self._spool:
+            if kind is None:
+                self._finish()
+
+    def _finish(self) -> None:
+        about = json.dumps(self._about)
+        begin = header(self._tensors, {"record": about, "digest": _digest(about)})
+        partial = self._path.with_name(f"{self._path.name}.partial")
+        try:
+            with partial.open("wb") as file:
+                file.write(begin)
+                self._spool.seek(0)
+                shutil.copyfileobj(self._spool, file, 1 << 24)
+            partial.replace(self._path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+class Record:
+    """A record that was read. Tensors are read when they are needed, and their checksums compared."""
+
+    def __init__(self, path: Path):
+        """Raises UserError if the file is missing, not a record, or damaged."""
+        self.path = path
+        try:
+            metadata = file_metadata(path)
+            self._tensors = stored_tensors(path)
+        except (OSError, SafetensorError, ValueError) as error:
+            raise UserError(f"{path}: cannot be read as a record: {error}") from error
+        about = metadata.get("record", "")
+        if not about:
+            raise UserError(f"{path} is not a record; python -m trainer.parity ... record=FILE{ENDING} writes one")
+        if metadata.get("digest") != _digest(about):
+            raise self._damaged("its description")
+        self._about = self._checked(lambda: json.loads(about))
+        if self._checked(lambda: self._about["format"]) != _FORMAT:
+            raise UserError(f"{path}: a record of another version of the trainer; record again with this version")
+        values = read_saved(self._checked(lambda: str(self._about["config"])), str(path))
+        defaults = {key.name: key.default for key in schema().keys.values()}
+        self._config = Config({**defaults, **values})
+        given = self._checked(lambda: set(self._about["given"]))
+        self.unknown = sorted(given - values.keys())  # keys that this version of the trainer does not have
+        self.given = {name: value for name, value in values.items() if name in given}  # see `load_against`
+
+    @property
+    def rows(self) -> int:
+        """The rows of the batch."""
+        return self._checked(lambda: int(self._about["rows"]))
+
+    @property
+    def has_arrays(self) -> bool:
+        """Whether it was written with `arrays=true`."""
+        return any(name.startswith(_ARRAYS) for name in self._tensors)
+
+    def side(self) -> Side:
+        """Returns the recorded side."""
+        return Side(self.path.name, (), Loaded(self._config, {}, {}, [], []))
+
+    @property
+    def head(self) -> list[tuple[str, str]]:
+        """What was recorded where, and the machine here if it differs."""
+        about, here = self._about, machine()
+        there = self._checked(lambda: {str(name): str(value) for name, value in about["machine"].items()})
+        rows = [("recorded", f"{about.get('date')}, {combination(self._config)}, {_machine(there)}")]
+        if other := {name: value for name, value in here.items() if there.get(name) != value}:
+            rows.append(("here", _machine(other)))
+        return rows
+
+    def reference(self) -> Reference:
+        """Returns the reference with the recorded values.
+
+        Raises:
+          UserError: the record is damaged.
+        """
+        about = self._about
+        return self._checked(
+            lambda: Reference(
+                name=self.path.name,
+                config=self._config,
+                rows=self.rows,
+                microbatch=int(about["microbatch"]),
+                head={str(label): str(text) for label, text in about["head"].items()},
+                axes={name: tuple(axes) for name, axes in about["axes"].items()},
+                snapshot=self._snapshot(),
+                batch=self._arrays(_BATCH),
+                layers=lambda name: None,  # each summary has its own
+                measured=self._measured,
+                recorded=True,
+            )
+        )
+
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(self._arrays(_PARAMS), self._arrays(_LATER) if self._about["trained"] else None)
+
+    def _measured(self, step: Step, part: Batch, known: Shared) -> Measured:
+        del part
+        return self._checked(lambda: self._recorded(step, known))
+
+    def _recorded(self, step: Step, known: Shared) -> Measured:
+        measured = self._about["measures"][step.__name__]
+        arrays = {
+            quantity: {name: self._summary(f"{_ARRAYS}{quantity}/{name}", entry) for name, entry in entries.items()}
+            for quantity, entries in measured["quantities"].items()
+        }
+        facts: dict[str, Any] = {name: float(fact) for name, fact in measured["facts"].items()}
+        if step is measure.update:
+            known.midway = None if self._about["trained"] else self._arrays(_MIDWAY)
+            facts = {measure.TEXT: self._read(_TEXT).tobytes().decode(), **facts}
+        return Measured(arrays, facts)
+
+    def _summary(self, tensor: str, entry: Mapping[str, Any]) -> Summary:
+        parts = tuple(Part(str(digest), float(most), float(rms), int(odd)) for digest, most, rms, odd in entry["parts"])
+        layers = None if entry["layers"] is None else tuple(map(int, entry["layers"]))
+        if len(parts) != (1 if layers is None else len(layers)):
+            raise ValueError("layers")
+        read = functools.partial(self._read, tensor) if tensor in self._tensors else None
+        return Summary(tuple(map(int, entry["shape"])), str(entry["dtype"]), layers, parts, read)
+
+    def _arrays(self, prefix: str) -> dict[str, np.ndarray]:
+        return {name.removeprefix(prefix): self._read(name) for name in self._tensors if name.startswith(prefix)}
+
+    def _read(self, name: str) -> np.ndarray:
+        expected, dtype, shape = self._about["tensors"][name]
+        if np.dtype(dtype).hasobject:
+            raise ValueError(dtype)
+        array = self._tensors[name].all_values().reshape(-1).view(np.dtype(dtype)).reshape(shape)
+        if digest(array) != expected:
+            raise self._damaged(name)
+        return array
+
+    def _checked(self, read: Callable[[], Any]) -> Any:
+        """Calls `read`. An error of a description with missing or wrong entries becomes a UserError."""
+        try:
+            return read()
+        except UserError:  # which is a ValueError
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+            raise self._damaged(f"its description ({type(error).__name__}: {error})") from error
+
+    def _damaged(self, what: str) -> UserError:
+        return UserError(f"{self.path}: this record is damaged: {what}; copy it again, or record again")
+
+
+def _given(loaded: Loaded) -> set[str]:
+    """Returns the keys that the recorded command or its yml gives, directly or as MaxText's defaults."""
+    config = loaded.config
+    plain = load(["base.yml", f"model_name={config.model_name}"], imports=False).config
+    return {name for name in schema().keys if name in loaded.changed or config[name] != plain[name]}
+
+
+def _to_json(summary: Summary) -> dict[str, Any]:
+    return {"shape": summary.shape, "dtype": summary.dtype, "layers": summary.layers, "parts": summary.parts}
+
+
+def _machine(facts: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {value or 'not set'}" for name, value in facts.items() if value or name != "XLA_FLAGS")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

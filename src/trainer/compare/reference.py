@@ -1,0 +1,138 @@
+"""What all sides of a comparison begin with and are compared with: the left side, or a record of it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_collections
+
+from trainer.checkpoint import names_of
+from trainer.compare import measure
+from trainer.compare.difference import Layers
+from trainer.compare.measure import Measured, Program, Shared, Snapshot
+from trainer.config import Config, Side, UserError
+from trainer.config.files import by_hand
+from trainer.data import Batch, open_dataset
+from trainer.models.names import names_of_blocks
+from trainer.observe.banner import banner_rows
+from trainer.sharding import side_devices
+from trainer.training import build, start
+from trainer.training.memory import check_memory, device_memory
+
+Say = Callable[[str], None]
+Step = Callable[[Program, Snapshot, Batch, Shared], Measured]
+
+# Rows of the banner that also describe a comparison.
+_HEAD = ("devices", "model", "attention", "dtype", "batch", "data")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The left side.
+
+    Attributes:
+      config: resolved if the side is built here, otherwise as recorded.
+      rows: of its batch.
+      microbatch: rows of its microbatches. If it is recorded, the rows of its recorded activations.
+      head: labels and texts that describe it.
+      axes: the logical axes of its parameters by common name.
+      batch: its next batch.
+      layers: see `Program.layers`.
+      measured: runs a measurement, or returns what was recorded.
+    """
+
+    name: str
+    config: Config
+    rows: int
+    microbatch: int
+    head: Mapping[str, str]
+    axes: Mapping[str, Sequence[str | None]]
+    snapshot: Snapshot
+    batch: Batch
+    layers: Layers
+    measured: Callable[[Step, Batch, Shared], Measured]
+    recorded: bool = False
+
+
+def build_side(side: Side, devices: Sequence[jax.Device]) -> Program:
+    """Returns the program of a side.
+
+    Raises:
+      UserError: the side does not fit the devices, or its block has wrong names.
+    """
+    config = side.loaded.config
+    try:
+        used = side_devices(config, devices)
+        check_memory(config, used, device_memory(used))
+        run = build(config, used)
+        program = Program(side.name, run, names_of_blocks(run.config))
+        if unused := program.names.unused(names_of(program.abstract.params)):
+            raise UserError(
+                f"PARAMETER_NAMES of decoder_block={run.config.decoder_block} names {unused[0]}, but the block has no "
+                "such parameter"
+            )
+        return program
+    except UserError as error:
+        hint = ""
+        if devices[0].platform == "cpu" and len(devices) == 1:
+            hint = "\n  XLA_FLAGS=--xla_force_host_platform_device_count=8 makes 8 devices of this machine's CPU"
+        raise UserError(f"{side.name}: {error}{hint}") from None
+
+
+def reference(side: Side, program: Program, say: Say) -> Reference:
+    """Returns the reference of a side that is built here. Its state and batch are those that training begins with."""
+    run = program.run
+    dataset = open_dataset(ml_collections.FrozenConfigDict({**run.config, "eval_interval": -1}), say)
+    given = {key for key, where in side.loaded.changed.items() if by_hand(where)}
+    scheduled = side.loaded.config.learning_rate_schedule_steps != -1
+    begin = start(run, dataset, None, say, schedule_given=scheduled, given=given)
+    stream = dataset.train_stream(begin.position, rows=run.rows)
+    try:
+        batch, _ = next(stream)
+    finally:
+        stream.close()
+
+    def measured(step: Step, part: Batch, known: Shared) -> Measured:
+        return step(program, snapshot, part, known).on_host()
+
+    snapshot = measure.take(program, begin)
+    data = str(dataset).partition("; ")[0]  # without the part on held-out data
+    return Reference(
+        program.name,
+        run.config,
+        run.rows,
+        microbatch_rows(program),
+        head_of(program, data),
+        axes_of(program),
+        snapshot,
+        batch,
+        program.layers,
+        measured,
+    )
+
+
+def microbatch_rows(program: Program) -> int:
+    """Returns the rows of a microbatch of all devices."""
+    return program.run.rows // program.config.gradient_accumulation_steps
+
+
+def axes_of(program: Program) -> dict[str, Sequence[str | None]]:
+    """Returns the logical axes of the parameters by common name."""
+    return program.names.of(names_of(program.run.model.param_axes))
+
+
+def head_of(program: Program, data: str) -> dict[str, str]:
+    """Returns labels and texts that describe a program, and `data`, which describes its batch."""
+    device = program.run.mesh.devices.flat[0]
+    rows: list[tuple[str, Any]] = banner_rows(
+        program.config,
+        device_kind=device.device_kind,
+        platform=device.platform,
+        process_count=1,
+        parameters=program.run.parameters,
+        dataset=data,
+        run_dir=Path(),
+    )
+    return {label: text for label, text in rows if label in _HEAD}

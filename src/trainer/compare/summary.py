@@ -1,0 +1,74 @@
+"""What a record keeps of an array instead of its values: a checksum and a few numbers for each layer."""
+
+import hashlib
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Part(NamedTuple):
+    """One layer of an array, or the complete array.
+
+    Attributes:
+      digest: of its bytes; see `digest`.
+      largest: the largest magnitude of its finite elements.
+      rms: the root of the mean square of its finite elements.
+      odd: the number of elements that are not finite.
+    """
+
+    digest: str
+    largest: float
+    rms: float
+    odd: int
+
+    def __str__(self) -> str:
+        odd = f", {self.odd} not finite" if self.odd else ""
+        return f"rms {self.rms:.6g}, largest {self.largest:.6g}{odd}"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """An array of a record. `layers` are the numbers of the layers along its first axis; None: it is not stacked.
+    `read` returns the values; None if the record has none."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    layers: tuple[int, ...] | None
+    parts: tuple[Part, ...]
+    read: Callable[[], np.ndarray] | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+
+def summarize(array: np.ndarray, layers: Iterable[int] | None) -> Summary:
+    """Returns the summary of an array on the host."""
+    numbers = None if layers is None or not array.ndim else tuple(itertools.islice(layers, len(array)))
+    return Summary(array.shape, str(array.dtype), numbers, tuple(map(part, cut(array, numbers))))
+
+
+def cut(array: np.ndarray, layers: tuple[int, ...] | None) -> Iterable[np.ndarray]:
+    """Returns the parts of an array that have a checksum each."""
+    return (array,) if layers is None else array[: len(layers)]
+
+
+def part(array: np.ndarray) -> Part:
+    """Returns the checksum and the numbers of an array."""
+    values = np.abs(np.asarray(array).astype(np.float64))
+    finite = np.isfinite(values)
+    kept = values if finite.all() else values[finite]
+    rms = math.sqrt(float(np.mean(np.square(kept)))) if kept.size else 0.0
+    return Part(digest(array), float(kept.max(initial=0.0)), rms, int(values.size - kept.size))
+
+
+def digest(array: np.ndarray) -> str:
+    """Returns the first 128 bits of the SHA-256 of an array's bytes in C order, in hexadecimal."""
+    # A view, because Python's buffers do not know bfloat16.
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return hashlib.sha256(flat.data).hexdigest()[:32]
