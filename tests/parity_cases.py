@@ -21,13 +21,19 @@ def run(capsys: Any, *words: str, only_forward: bool = False, **keys: Any) -> tu
     only the forward pass.
     """
     settings = SMALL | pinned("nnx") | keys
+    argv = ["base.yml", *(f"{key}={value}" for key, value in settings.items()), *words]
+    return command(capsys, *argv, only_forward=only_forward)
+
+
+def command(capsys: Any, *argv: str, only_forward: bool = False) -> tuple[int, str, str]:
+    """Like `run`, with the complete command line `argv`."""
     code = 0
     jax.config.update("jax_disable_most_optimizations", True)
     with pytest.MonkeyPatch.context() as patch:
         if only_forward:
             patch.setattr(programs, "MEASURES", programs.MEASURES[:2])
         try:
-            parity.main(["base.yml", *(f"{key}={value}" for key, value in settings.items()), *words])
+            parity.main(list(argv))
         except SystemExit as ended:
             code = int(str(ended.code))
         finally:

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from trainer.config import (
     COMBINATIONS,
     Side,
     UserError,
+    combination,
     command_line,
     exit_on_user_error,
     load_against,
@@ -113,6 +115,7 @@ def _record(words: Sequence[str], options: Mapping[str, Any]) -> None:
     left, *rights = load_sides(words, os.environ)
     if rights and {"right"}.intersection(word.partition("=")[0].partition(".")[0] for word in words):
         raise UserError("record: a record is of the left side; leave out the words of the right side")
+    left = replace(left, name=combination(left.loaded.config))
     _before([left])
     import jax
 

@@ -6,13 +6,14 @@ and a summary of every measured array, and `digest`, the SHA-256 of that JSON. T
 so a change of any byte is noticed. A record may come from a stranger: nothing in it is run.
 """
 
+import contextlib
 import datetime
 import functools
 import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -54,7 +55,8 @@ class Writer:
         if not path.absolute().parent.is_dir():
             raise UserError(f"record={path}: there is no folder {path.absolute().parent}")
         self._path, self._idle, self._arrays = path, idle, arrays
-        self._spool = tempfile.TemporaryFile(dir=path.absolute().parent)  # noqa: SIM115
+        with self._disk():
+            self._spool = tempfile.TemporaryFile(dir=path.absolute().parent)  # noqa: SIM115
         self._tensors: Tensors = {}
         self._about: dict[str, Any] = {"format": _FORMAT, "tensors": {}, "measures": {}}
 
@@ -98,7 +100,8 @@ class Writer:
     def _keep(self, prefix: str, arrays: Mapping[str, np.ndarray]) -> None:
         for name, array in arrays.items():
             data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            self._spool.write(data.data)
+            with self._disk():
+                self._spool.write(data.data)
             # The format does not have every dtype.
             shape, dtype = (array.shape, array.dtype) if array.dtype in NAMES else (data.shape, data.dtype)
             self._tensors[prefix + name] = shape, dtype
@@ -117,14 +120,22 @@ class Writer:
         about = json.dumps(self._about)
         begin = header(self._tensors, {"record": about, "digest": _digest(about)})
         partial = self._path.with_name(f"{self._path.name}.partial")
+        with self._disk():
+            try:
+                with partial.open("wb") as file:
+                    file.write(begin)
+                    self._spool.seek(0)
+                    shutil.copyfileobj(self._spool, file, 1 << 24)
+                partial.replace(self._path)
+            finally:
+                partial.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _disk(self) -> Iterator[None]:
         try:
-            with partial.open("wb") as file:
-                file.write(begin)
-                self._spool.seek(0)
-                shutil.copyfileobj(self._spool, file, 1 << 24)
-            partial.replace(self._path)
-        finally:
-            partial.unlink(missing_ok=True)
+            yield
+        except OSError as error:
+            raise UserError(f"record={self._path}: cannot be written: {error.strerror or error}") from error
 
 
 class Record:
