@@ -1,8 +1,9 @@
 """An objective of one's own, and a program that trains with it: focal loss (Lin et al. 2017, arXiv:1708.02002).
 
-The example of docs/guides/extending.md. It takes the words of a command:
+The example of docs/guides/extending.md. It takes the words of a command, of training or of trainer.parity:
 
     python docs/guides/own_objective.py base.yml dataset_type=synthetic steps=20
+    python docs/guides/own_objective.py parity base.yml left=nnx right=linen
 """
 
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from trainer import parity
 from trainer.config import exit_on_user_error, load
 from trainer.data import open_dataset
 from trainer.objectives import NextToken, Sums, Weights, hidden_states, target_log_probs
@@ -62,4 +64,7 @@ def main(words: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if sys.argv[1:2] == ["parity"]:
+        parity.main(sys.argv[2:], make_objective=make_objective)
+    else:
+        main(sys.argv[1:])

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +53,18 @@ A side whose mesh sizes are all given as numbers takes that many devices; other 
 
 
 @exit_on_user_error
-def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line `argv` (default: the arguments of the process)."""
+def main(argv: Sequence[str] | None = None, **own: Any) -> None:
+    """Runs the command line `argv` (default: the arguments of the process). `own`: arguments of `training.build`, such
+    as `make_objective`, with which each side is built."""
     words = command_line(argv)
     if (asked := question(words)) and asked.section == "":
         print(HELP)
         return
     options, rest = _options(words)
     if "record" in options:
-        _record(rest, options)
+        _record(rest, options, own)
         return
-    report = _compare(rest, options)
+    report = _compare(rest, options, own)
     if "--json" in words:
         print(json.dumps(report.to_json(), indent=1))
     else:
@@ -110,7 +112,7 @@ def _number(word: str, text: str) -> float:
     return value
 
 
-def _record(words: Sequence[str], options: Mapping[str, Any]) -> None:
+def _record(words: Sequence[str], options: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Writes a record of the left side."""
     left, *rights = load_sides(words, os.environ)
     if rights and {"right"}.intersection(word.partition("=")[0].partition(".")[0] for word in words):
@@ -121,13 +123,15 @@ def _record(words: Sequence[str], options: Mapping[str, Any]) -> None:
 
     from trainer.compare import record_program
     from trainer.observe.text import si
+    from trainer.training import build
 
     path = options["record"]
-    record_program(left, jax.devices(), path, _say, arrays=options.get("arrays", False))
+    arrays = options.get("arrays", False)
+    record_program(left, jax.devices(), path, _say, arrays=arrays, build=partial(build, **own))
     print(visible(f"{path}: {si(path.stat().st_size, 'B')}; python -m trainer.parity left={path} compares with it"))
 
 
-def _compare(words: Sequence[str], options: Mapping[str, Any]) -> Any:
+def _compare(words: Sequence[str], options: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
     given = {name: value for name, value in options.items() if name in ("rtol", "atol")}
     checkpoints = [word for word in words if "=" not in word and not word.startswith("-")]
     if len(checkpoints) == 2 and len(words) == 2:
@@ -160,8 +164,9 @@ def _compare(words: Sequence[str], options: Mapping[str, Any]) -> Any:
     import jax
 
     from trainer.compare import Tolerance, compare_programs
+    from trainer.training import build
 
-    return compare_programs(sides, jax.devices(), Tolerance(**given), _say, record)
+    return compare_programs(sides, jax.devices(), Tolerance(**given), _say, record, partial(build, **own))
 
 
 def _before(sides: Sequence[Side]) -> None:

@@ -12,7 +12,17 @@ from trainer.compare import measure
 from trainer.compare.difference import Tolerance, differences, forward_order
 from trainer.compare.measure import Measured, Program
 from trainer.compare.record import Record, Writer
-from trainer.compare.reference import Reference, Say, Step, axes_of, build_side, head_of, microbatch_rows, reference
+from trainer.compare.reference import (
+    Build,
+    Reference,
+    Say,
+    Step,
+    axes_of,
+    build_side,
+    head_of,
+    microbatch_rows,
+    reference,
+)
 from trainer.compare.report import Comparison, Quantity, Report
 from trainer.config import Side, UserError, combination, schema
 from trainer.config import differences as differing_keys
@@ -22,6 +32,7 @@ from trainer.config.flags import FLAGS
 from trainer.config.resume import AROUND, MAY_CHANGE
 from trainer.data import Batch
 from trainer.state.host import KEYS
+from trainer.training import build
 
 # Keys for the sources of parameters and tokens, which all sides take from the left one.
 _COMMON = (
@@ -51,7 +62,12 @@ MEASURES: tuple[Step, ...] = (measure.parameters, measure.activations, measure.g
 
 
 def compare_programs(
-    sides: Sequence[Side], devices: Sequence[jax.Device], tolerance: Tolerance, say: Say, record: Record | None = None
+    sides: Sequence[Side],
+    devices: Sequence[jax.Device],
+    tolerance: Tolerance,
+    say: Say,
+    record: Record | None = None,
+    build: Build = build,
 ) -> Report:
     """Builds each side's programs, runs them on the left side's parameters and batch, and compares the results.
 
@@ -63,11 +79,12 @@ def compare_programs(
       tolerance: applies to every array of every quantity.
       say: receives progress messages.
       record: what the left side computed earlier. The left side is then not built.
+      build: makes the run of a side from its configuration and its devices.
 
     Raises:
       UserError: a side does not fit the devices, or cannot take the left side's batch; or the record is damaged.
     """
-    built = [build_side(side, devices) for side in (sides[1:] if record else sides)]
+    built = [build_side(side, devices, build) for side in (sides[1:] if record else sides)]
     _check_common(sides, record.rows if record else built[0].run.rows, built)
     if idle := _idle(sides):
         say(
@@ -93,14 +110,16 @@ def compare_programs(
     return Report(left.name, tolerance, [*(record.head if record else []), *_head(left, sides, built)], comparisons)
 
 
-def record_program(side: Side, devices: Sequence[jax.Device], path: Path, say: Say, *, arrays: bool) -> None:
-    """Builds the side's program, measures it, and writes a record of it to `path`; see `record`.
+def record_program(
+    side: Side, devices: Sequence[jax.Device], path: Path, say: Say, *, arrays: bool, build: Build = build
+) -> None:
+    """Builds the side's program, measures it, and writes a record of it to `path`; see `record` and `compare_programs`.
 
     Raises:
       UserError: the side does not fit the devices, or the file exists or cannot be written.
     """
     with Writer(path, _IDLE, arrays=arrays) as writer:
-        program = build_side(side, devices)
+        program = build_side(side, devices, build)
         _check_common([side], program.run.rows, [program])
         left = reference(side, program, say)
         writer.begin(left, side)

@@ -18,10 +18,12 @@ from trainer.data import Batch, open_dataset
 from trainer.models.names import names_of_blocks
 from trainer.observe.banner import banner_rows
 from trainer.sharding import side_devices
-from trainer.training import build, start
+from trainer.training import Run, start
 from trainer.training.memory import check_memory, device_memory
 
 Say = Callable[[str], None]
+# `training.build`, or it with an objective or update rules of one's own.
+Build = Callable[[Config, Sequence[jax.Device]], Run]
 Step = Callable[[Program, Snapshot, Batch, Shared], Measured]
 
 # Rows of the banner that also describe a comparison.
@@ -56,7 +58,7 @@ class Reference:
     recorded: bool = False
 
 
-def build_side(side: Side, devices: Sequence[jax.Device]) -> Program:
+def build_side(side: Side, devices: Sequence[jax.Device], build: Build) -> Program:
     """Returns the program of a side.
 
     Raises:
