@@ -44,7 +44,7 @@ def _construct(block: MakeBlock, config: Config, path: str, rngs: nnx.Rngs) -> n
 
 def check_layer(config: Config) -> None:
     """Does the same as `models.families.check_state`, for both kinds of blocks."""
-    check_state(config)
+    check_state(config, subclasses=False)
     for block in filter(is_linen, blocks(stacks(config))):
         _check_linen(config, block)
 

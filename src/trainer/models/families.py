@@ -252,8 +252,11 @@ def check_calls(block: MakeBlock, made_of: Sequence[str], name: str) -> None:
             ) from None
 
 
-def check_state(config: Config) -> None:
+def check_state(config: Config, subclasses: bool = True) -> None:
     """Checks that a user's NNX blocks have parameters, and no other state that a forward pass would update.
+
+    `subclasses`: whether subclasses of `nnx.Param` and of `Buffer` are parameters and buffers. Linen keeps each type of
+    variable in a collection of its own, and its scan would drop those.
 
     Raises:
       UserError: a block has no parameters, or has other state such as running statistics or random number generators.
@@ -262,7 +265,14 @@ def check_state(config: Config) -> None:
         if not issubclass(block_class(block), nnx.Module):
             continue
         made = nnx.eval_shape(lambda block=block: block(config, nnx.Rngs(0)))
-        params, _, rest = nnx.state(made, nnx.Param, Buffer, ...)
+        params, buffers, rest = nnx.state(made, nnx.Param, Buffer, ...)
+        for path, variable in (*nnx.to_flat_state(params), *nnx.to_flat_state(buffers)):
+            if not subclasses and type(variable) not in (nnx.Param, Buffer):
+                raise UserError(
+                    f"decoder_block={config.decoder_block}: {'/'.join(map(str, path))} is a {type(variable).__name__}. "
+                    "With Linen a variable must be of type nnx.Param or Buffer, not of a subclass; use that type, or "
+                    "enable_nnx=true pure_nnx_decoder=true pure_nnx=true"
+                )
         others = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(rest)]
         refuse_state(config, bool(nnx.to_flat_state(params)), others)
 

@@ -1,0 +1,164 @@
+"""What broke in MaxText when NNX became its default, in every combination. The numbers are its issues and pull
+requests. Weights that nothing maps (#4566) are in tests/unit/checkpoint; scanned against unrolled layers (#4369) are in
+test_covering.py."""
+
+import sys
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from support import ALL_COMBINATIONS, arguments, copied, packed_batch, state_from, tiny_config
+
+from trainer.backends import make_model
+from trainer.checkpoint import names_of
+from trainer.config import UserError, load
+from trainer.models import families
+from trainer.ops.paths import by_name
+from trainer.runtime.place import place
+from trainer.training import build
+from trainer.training.step import make_gradients
+
+EXPERTS = {
+    **{"decoder_block": "deepseek", "attention_type": "mla", "kv_lora_rank": 8, "qk_nope_head_dim": 8},
+    **{"qk_rope_head_dim": 4, "v_head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "base_num_kv_heads": 4},
+    **{"base_moe_mlp_dim": 8, "shared_experts": 1, "first_num_dense_layers": 1, "base_num_decoder_layers": 3},
+    **{"load_balance_loss_weight": 0.1, "router_z_loss_weight": 0.01, "logits_via_embedding": False},
+}
+ADAPTER = {"decoder_block": "docs.guides.own_product:FAMILY", "num_experts": 4, "base_moe_mlp_dim": 8}
+CASES = {"experts": EXPERTS | {"mtp_num_layers": 1}, "adapter": ADAPTER}
+
+
+@pytest.mark.parametrize("combination", ALL_COMBINATIONS)
+def test_losses_gradients_and_norm_of_a_step_that_freezes_parameters(combination):
+    """Losses of routers (#4829) and of multi-token prediction (#4525) that are silently 0; two compilations in place of
+    one (#4174); a gradient norm that counts frozen parameters (#5290)."""
+    keys = EXPERTS | {"mtp_num_layers": 1, "trainable_parameters_mask": "[mtp_block,gate]", "opt_type": "sgd"}
+    run = build(load(arguments(combination, **keys, per_device_batch_size=2)).config, jax.devices()[:1])
+    tree = copied(run.codec.unpack(run.init()))
+    batch = place(packed_batch(run.config, 2), run.batch_shardings)
+    found = jax.jit(run.sharded(make_gradients(run.config, run.objective, run.param_shardings)))(tree, batch, ())
+    state, metrics = run.step(state_from(run, tree), batch, ())
+    first, after = run.computation.read(metrics, 0), copied(run.codec.unpack(state)).params
+    run.step(state, batch, ())
+    assert run.step._cache_size() == 1
+
+    for name in ("moe_lb_loss", "router_z_loss", "mtp_loss"):
+        assert first[name] > 0, name
+    total = first["lm_loss"] + first["moe_lb_loss"] + first["router_z_loss"] + first["mtp_loss"]
+    np.testing.assert_allclose(first["loss"], total, rtol=1e-6)
+    grads = {name: np.asarray(leaf, np.float64) for name, leaf in by_name(found.grads).items()}
+    assert grads
+    assert all(np.any(leaf) for leaf in grads.values())
+    norm = np.sqrt(sum(np.sum(leaf**2) for leaf in grads.values()))
+    np.testing.assert_allclose(first["grad_norm"], norm, rtol=1e-5)
+    before = names_of(tree.params)
+    changed = {name for name, leaf in names_of(after).items() if not np.array_equal(leaf, before[name])}
+    assert changed == grads.keys()
+
+
+def forward_of(combination, keys):
+    """A model, and its forward pass as a function of (params, rest)."""
+    config = tiny_config(combination, **keys)
+    batch = packed_batch(config, 2)
+    inputs = [batch[name] for name in ("inputs", "inputs_position", "inputs_segmentation", "row")]
+    model = make_model(config)
+    return model, lambda params, rest: model.apply(params, rest, *inputs)[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("combination", ALL_COMBINATIONS)
+def test_no_loop_over_layers_returns_parameters(combination, name):
+    """#4405, and with adapters #5129: the layers' parameters came out of the scan once more."""
+    model, forward = forward_of(combination, CASES[name])
+    stacked = {leaf.shape for name, leaf in names_of(model.abstract[0]).items() if families.in_stack(name)}
+    scans = list(loops(jax.make_jaxpr(forward)(*model.abstract).jaxpr))
+    assert scans
+    for scan in scans:
+        outputs = {out.aval.shape for out in scan.outvars}
+        assert not outputs & stacked, outputs & stacked
+
+
+def loops(jaxpr):
+    """The scans of a program over the layers of a stack of two. Not those without an effect, which lowering leaves out:
+    a bridged Linen decoder draws initial parameters again."""
+    live = set(jaxpr.outvars)
+    for equation in reversed(jaxpr.eqns):
+        if live.isdisjoint(equation.outvars):
+            continue
+        live.update(var for var in equation.invars if not hasattr(var, "val"))
+        if equation.primitive.name == "scan" and equation.params["length"] == 2:
+            yield equation
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from loops(inner)
+
+
+class Scale(nnx.Param):
+    """A parameter by another name."""
+
+
+class Statistic(nnx.Variable):
+    """Not a parameter."""
+
+
+class Block(nnx.Module):
+    """x + x * scale, with a parameter of a subclass."""
+
+    kind = Scale
+
+    def __init__(self, config, rngs):
+        self.scale = self.kind(jnp.ones(config.base_emb_dim), out_sharding=("norm",), eager_sharding=False)
+
+    def __call__(self, x, cache, context):
+        """One layer."""
+        return x + x * self.scale, cache
+
+
+class BlockWithStatistic(Block):
+    """With a variable that would receive no gradient."""
+
+    kind = nnx.Param
+
+    def __init__(self, config, rngs):
+        super().__init__(config, rngs)
+        self.statistic = Statistic(jnp.zeros(config.base_emb_dim))
+
+
+class LinenBlockWithStatistic(linen.Module):
+    """The same in Linen."""
+
+    config: object
+
+    @linen.compact
+    def __call__(self, x, cache, context):
+        """One layer."""
+        scale = self.param("scale", linen.initializers.ones, x.shape[-1:])
+        self.variable("statistics", "mean", jnp.zeros, x.shape[-1:])
+        return x + x * scale, cache
+
+
+@pytest.mark.parametrize("combination", ALL_COMBINATIONS)
+def test_a_subclass_of_param_is_trained_and_other_variables_are_refused(combination, monkeypatch):
+    """A subclass of Variable that silently receives no gradient."""
+    blocks = (Block, BlockWithStatistic, LinenBlockWithStatistic)
+    own = SimpleNamespace(**{block.__name__: block for block in blocks})
+    monkeypatch.setitem(sys.modules, "own_blocks", own)
+    config = tiny_config(combination, decoder_block="own_blocks:Block")
+    if combination == ALL_COMBINATIONS[0]:
+        model = make_model(config)
+        params = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), model.abstract[0])
+        batch = packed_batch(config, 1)
+        inputs = [batch[name] for name in ("inputs", "inputs_position", "inputs_segmentation", "row")]
+        grads = names_of(jax.grad(lambda params: jnp.sum(model.apply(params, {}, *inputs)[0]))(params))
+        assert np.all(grads["decoder/layers/scale"] != 0)
+    else:
+        with pytest.raises(UserError, match=r"scale is a Scale.* type nnx.Param or Buffer, not of a subclass"):
+            make_model(config)
+    for block in (BlockWithStatistic, LinenBlockWithStatistic):
+        if block is BlockWithStatistic or combination != ALL_COMBINATIONS[0]:
+            with pytest.raises(UserError, match="state that a forward pass would update|needs a Linen decoder stack"):
+                make_model(tiny_config(combination, decoder_block=f"own_blocks:{block.__name__}"))
