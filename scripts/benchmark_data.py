@@ -9,6 +9,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -16,6 +17,9 @@ from pathlib import Path
 from trainer.config import load
 from trainer.data import Dataset, open_dataset
 from trainer.data.stdlib import read_files, stdlib_folder
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from megatron_files import write_indexed
 
 LENGTH, ROWS, SECONDS, REPEATS = 2048, 8, 3.0, 3
 KINDS = ("jsonl", "parquet", "arrayrecord", "text")
@@ -56,6 +60,17 @@ def write_files(folder: Path, kind: str) -> int:
                 writer.write(example.SerializeToString())
             writer.close()
     return sum(file.size for file in files)
+
+
+def write_tokens(folder: Path) -> None:
+    """Writes the tokens of the same documents as 8 indexed data sets of Megatron-LM."""
+    tokenizer = open_files(folder, "jsonl", folder, data_pipeline="streaming")[0].tokenizer
+    assert tokenizer is not None
+    (folder / "mmap").mkdir()
+    files = read_files(stdlib_folder())
+    for i in range(8):
+        documents = tokenizer.encode_many([file.text for file in files[i::8]])
+        write_indexed(folder / "mmap" / str(i), [[[*ids, tokenizer.eos]] for ids in documents], "u2")
 
 
 def open_files(folder: Path, kind: str, cache: Path, **keys: object) -> tuple[Dataset, float]:
@@ -119,6 +134,10 @@ def main() -> None:
             streaming, _, resumed = rate(open_files(folder, kind, folder, data_pipeline="streaming", **keys)[0])
             cells = [f"{size / seconds / 1e6:.1f}", f"{prepared:.1f}", f"{streaming:.2f}", f"{resumed:.2f}"]
             print(f"| {kind} | {packing} | {' | '.join(cells)} | {100 * used:.1f} % |", flush=True)
+        write_tokens(folder)
+        dataset, seconds = open_files(folder, "mmap", folder)
+        read, used, resumed = rate(dataset)
+        print(f"| mmap | none | {seconds:.2f} s to open | {read:.1f} | | {resumed:.2f} | {100 * used:.1f} % |")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,9 @@ from pathlib import Path
 
 from documented_commands import BLOCK, HEREDOC, ROOT, Command, commands
 
+sys.path.insert(0, str(ROOT / "tests"))
+from megatron_files import write_indexed
+
 from trainer.checkpoint import open_source
 from trainer.checkpoint.description import as_words
 
@@ -115,6 +118,9 @@ def reader_files(folder: Path) -> dict[str, Path]:
         file = folder / "data" / "books" / str(i % 3) / f"{i}.txt"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
+    for name in ("web", "code"):
+        documents = [[[*text.encode()[:2000], 50256]] for text in texts]
+        write_indexed(folder / "data" / f"{name}_text_document", documents, "u2")
     for name, golden in FOLDERS.items():
         shutil.copytree(ROOT / "tests/goldens" / golden, folder / "models" / name)
     config = folder / "models" / "Llama-3.1-8B" / "config.json"

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from megatron_files import documents_of, write_indexed
 from run_cases import command
 from sample_data import write_corpus, write_records, write_tfds
 from support import TINY, pinned
@@ -61,6 +62,50 @@ def test_mistakes_end_with_a_message_and_code_2(tmp_path: Path, keys: dict, mess
     (tmp_path / "a.jsonl").write_text('{"text": "good"}\nbad\n')
     kind = {"dataset_type": "grain", "grain_file_type": "jsonl", "data_pipeline": way}
     code, output = run(tmp_path, **kind, eval_interval=-1, **keys)
+    assert code == 2, output
+    (error,) = (line for line in output.splitlines() if line.startswith("error: "))
+    assert message in output[output.index(error) :]
+    assert "Traceback" not in output
+
+
+def mmap_keys(folder: Path) -> dict:
+    """Writes two data sets of Megatron-LM, and returns the keys of a mixture of them."""
+    for i, name in enumerate("ab"):
+        write_indexed(folder / name, [[document] for document in documents_of(60, seed=i)], "u2")
+    keys = {"dataset_type": "grain", "grain_file_type": "mmap", "grain_train_files": f"{folder}/a,0.7;{folder}/b,0.3"}
+    return keys | {"mmap_eod_id": 0, "eod_mask_loss": True, "held_out_share": 0.2, "prompt": "", "dropout_rate": 0.1}
+
+
+def test_a_run_on_files_of_megatron_goes_on_with_the_same_batches(tmp_path: Path):
+    folders = [tmp_path / "straight", tmp_path / "stopped"]
+    keys = mmap_keys(tmp_path) | {"steps": 6, "learning_rate_schedule_steps": 6, "eval_interval": 3}
+    keys |= {"enable_checkpointing": True, "checkpoint_period": 3}
+    for folder, ends in zip(folders, ((6,), (3, 6)), strict=True):
+        folder.mkdir()
+        for end in ends:
+            code, output = run(folder, **keys | {"steps": end})
+            assert code == 0, output
+    assert "3 of 6 updates are done" in output
+    straight, stopped = (
+        [(row["step"], row.get("loss"), row.get("eval_loss"), row.get("tokens")) for row in rows_of(folder)]
+        for folder in folders
+    )
+    assert len(straight) == len(stopped) == 8
+    assert straight == stopped
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "a.bin").write_bytes(b"\1\0"), "a.bin has 2 bytes, but"),
+        (lambda folder: (folder / "b.idx").write_bytes(b"no index"), "b.idx is not an index of Megatron-LM"),
+        (lambda folder: write_indexed(folder / "b", [[[299, 300, 0]] * 9]), "b.bin, document 0, holds token 300"),
+    ],
+)
+def test_damaged_files_of_megatron_end_with_a_message_and_code_2(tmp_path: Path, damage, message: str):
+    keys = mmap_keys(tmp_path)
+    damage(tmp_path)
+    code, output = run(tmp_path, **keys | {"eval_interval": -1})
     assert code == 2, output
     (error,) = (line for line in output.splitlines() if line.startswith("error: "))
     assert message in output[output.index(error) :]

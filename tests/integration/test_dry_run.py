@@ -57,6 +57,7 @@ def test_a_dry_run_says_what_the_run_then_does(tmp_path):
         "load_full_state_path=absent",
         "compiled_trainstep_file=absent",
         "dataset_type=grain grain_file_type=jsonl grain_train_files=absent.jsonl",
+        "dataset_type=grain grain_file_type=mmap grain_train_files=absent",
         "stepz=3",
     ],
 )

@@ -14,6 +14,7 @@ import jax
 import pytest
 import yaml
 from compiler import xla_flags
+from megatron_files import write_indexed
 from sample_data import document, write_corpus, write_records, write_tfds
 from support import TINY, arguments, lowered_update, pinned
 
@@ -238,6 +239,7 @@ def other_sources(folder: Path) -> list[list[str]]:
 
     write_tfds(folder / "tfds")
     write_corpus(folder / "jsonl", "jsonl")
+    write_indexed(folder / "mmap", [[[i + 1] * 9] for i in range(50)])
     rows = [{"text": document(i)} for i in range(9)]
     datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name in ("train", "test")}).save_to_disk(
         folder / "hf"
@@ -246,6 +248,7 @@ def other_sources(folder: Path) -> list[list[str]]:
     kinds = (
         ["tfds", f"dataset_path={folder}/tfds", "dataset_name=tiny/made", "eval_dataset_name=tiny/made:1.2.3"],
         ["grain", "grain_file_type=jsonl", f"grain_train_files={folder}/jsonl/*", "data_pipeline=streaming"],
+        ["grain", "grain_file_type=mmap_npy", f"grain_train_files={folder}/mmap", "mmap_npy_split=4,1"],
         ["hf", f"hf_path={folder}/hf", "hf_eval_split=test"],
     )
     return [[f"dataset_type={kind}", *words, *shared, "held_out_share=0.2"] for kind, *words in kinds]

@@ -22,6 +22,7 @@ from trainer.config.rules import make_rules
 from trainer.config.saved import read_saved
 from trainer.config.schema import Key, Schema, schema
 from trainer.config.sides import Side, differences, load_against, load_sides
+from trainer.config.token_keys import split_ratios, token_files
 
 __all__ = [
     "COMBINATIONS",
@@ -63,5 +64,7 @@ __all__ = [
     "resets",
     "resolve",
     "schema",
+    "split_ratios",
     "to_yaml",
+    "token_files",
 ]

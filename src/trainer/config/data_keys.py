@@ -12,6 +12,7 @@ from trainer.config.json_files import read_object
 from trainer.config.keys import Config
 from trainer.config.paths import local_path
 from trainer.config.schema import schema
+from trainer.config.token_keys import TOKEN_CHECKS, TOKEN_INERT, token_files
 
 # The keys that only one dataset_type reads.
 OWN_KEYS = {
@@ -147,7 +148,8 @@ def _tokenizer_path(config: Config) -> str | None:
     kind = config.tokenizer_type
     if config.dataset_type == "synthetic" or _compiles(config):
         return None
-    if kind in ("huggingface", "sentencepiece", "tiktoken") and not config.tokenizer_path:
+    given = config.tokenizer_path or token_files(config)
+    if kind in ("huggingface", "sentencepiece", "tiktoken") and not given:
         example = {"sentencepiece": "tokenizer.model", "tiktoken": "tokenizer.tiktoken"}.get(kind, "tokenizer.json")
         return f"tokenizer_type={kind} needs a file, such as tokenizer_path=/data/{example}; or tokenizer_type=auto"
     if kind == "bytes" and config.tokenizer_path:
@@ -156,7 +158,7 @@ def _tokenizer_path(config: Config) -> str | None:
 
 
 def _tokenize(config: Config) -> str | None:
-    if config.dataset_type in ("stdlib", "synthetic") or config.tokenize_train_data:
+    if config.dataset_type in ("stdlib", "synthetic") or token_files(config) or config.tokenize_train_data:
         return None
     if config.dataset_type == "grain" and config.grain_file_type == "text":
         return "text files do not hold token ids; set tokenize_train_data=true"
@@ -208,6 +210,7 @@ LISTS_OF_FILES = ("grain_train_files", "grain_eval_files", "hf_train_files", "hf
 DATA_CHECKS: tuple[tuple[tuple[str, ...], Problem], ...] = (
     *(((key,), local(key)) for key in DATA_PATHS),
     (("dataset_type", "data_pipeline"), _pipeline),
+    *TOKEN_CHECKS,
     (("dataset_type", "dataset_path"), _demands("tfds", "dataset_path")),
     (("dataset_type", "dataset_name"), _demands("tfds", "dataset_name")),
     (("dataset_type", "hf_path"), _demands("hf", "hf_path")),
@@ -280,6 +283,7 @@ DATA_INERT: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         lambda c: c.dataset_type == "grain" and c.grain_file_type == "text",
         "grain_file_type=text has no columns",
     ),
+    *TOKEN_INERT,
     (
         ("held_out_share",),
         lambda c: c.dataset_type in ("stdlib", "synthetic"),

@@ -97,6 +97,7 @@ class Config(Mapping[str, Any]):
     enable_prefix_caching: bool
     enable_streaming_diloco: bool
     enable_tensorboard: bool
+    eod_mask_loss: bool
     eval_data_columns: tuple[str, ...]
     eval_dataset_name: str
     eval_interval: int
@@ -172,6 +173,8 @@ class Config(Mapping[str, Any]):
     mlpwi_0: str
     mlpwi_1: str
     mlpwo: str
+    mmap_eod_id: int
+    mmap_npy_split: str
     model_name: str
     moe_mlpwi_0: str
     moe_mlpwi_1: str
@@ -201,6 +204,7 @@ class Config(Mapping[str, Any]):
     out_proj: str
     override_model_config: bool
     packing: bool
+    packing_max_segments_per_sample: int
     parameter_memory_host_offload: bool
     parameter_metrics_period: int
     per_device_batch_size: float
@@ -221,6 +225,7 @@ class Config(Mapping[str, Any]):
     ragged_buffer_factor: float
     record_internal_nn_metrics: int
     remat_policy: str
+    reset_attention_mask: bool
     reset_optimizer: bool
     return_log_prob: bool
     reuse_example_batch: int

@@ -4,11 +4,11 @@ import dataclasses
 import functools
 import hashlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.config import Config
+from trainer.config import Config, token_files
 from trainer.config.errors import UserError
 from trainer.data.batches import RowSource
 from trainer.data.streams import Position, RepeatedStream, Stream, fingerprint
@@ -78,7 +78,8 @@ def open_dataset(config: Config, say: Say) -> Dataset:
 
     Raises UserError if keys, a file, the disk or an earlier prepared folder prevent it.
     """
-    dataset = _synthetic(config) if config.dataset_type == "synthetic" else _of_documents(config, say)
+    way = _of_tokens if token_files(config) else _of_documents
+    dataset = _synthetic(config) if config.dataset_type == "synthetic" else way(config, say)
     if not config.reuse_example_batch:
         return dataset
     return dataclasses.replace(
@@ -114,10 +115,7 @@ def _of_documents(config: Config, say: Say) -> Dataset:
     evaluation, held_out = None, "no evaluation"
     if config.eval_interval > 0:
         if not source.evaluation:
-            raise UserError(
-                f"eval_interval={config.eval_interval}, but the data have nothing to evaluate on: set {_EVAL_KEYS}, a "
-                "held_out_share, or eval_interval=-1"
-            )
+            raise _no_evaluation(config)
         first = source.evaluation[0]
         encode = encoder(first, config.tokenize_train_data if first.evaluates else config.tokenize_eval_data)
         evaluation, meta = prepare.open_rows(source.evaluation, encode, packing, "held-out", root, say)
@@ -135,7 +133,38 @@ def _of_documents(config: Config, say: Say) -> Dataset:
     )
 
 
-_EVAL_KEYS = "the files or split of evaluation (grain_eval_files, eval_split, hf_eval_split, hf_eval_files)"
+def _of_tokens(config: Config, say: Say) -> Dataset:
+    """Returns rows that are read directly from files of token ids."""
+    from trainer.data import megatron, prepare
+    from trainer.data.cache import cache_root
+    from trainer.data.mixture import whole_weights
+
+    root = cache_root(config.data_cache_directory)
+    tokenizer = prepare.open_tokenizer(config, (), (), root, say)
+    train, fractions, evaluation, documents = megatron.open_files(config, say)
+    if config.eval_interval > 0 and evaluation is None:
+        raise _no_evaluation(config)
+    weights, order = whole_weights(fractions), _order(config)
+    facts = [_facts(vars(rows)) for rows in train]
+    held_out = f"held out {_facts(vars(evaluation))}" if evaluation else "no evaluation"
+    identity = {
+        "format": prepare.FORMAT,
+        "way": config.data_pipeline,
+        "documents": f"{_short([documents, config.vocab_size])}, weights {':'.join(map(str, weights))}",
+        "tokenizer": _short(tokenizer.fingerprint) if tokenizer else None,
+        "length": config.max_target_length,
+        "packing": _words(megatron.boundaries(config)),
+        "order": _order_words(config, order),
+    }
+    summary = f"{config.grain_file_type} files {config.grain_train_files}: {' + '.join(facts)}; {held_out}"
+    return Dataset(evaluation, tokenizer, identity, summary, _stream_of_rows(train, weights, order))
+
+
+def _no_evaluation(config: Config) -> UserError:
+    return UserError(
+        f"eval_interval={config.eval_interval}, but the data have nothing to evaluate on: set the files or split of "
+        "evaluation (grain_eval_files, eval_split, hf_eval_split, hf_eval_files), a held_out_share, or eval_interval=-1"
+    )
 
 
 def _synthetic(config: Config) -> Dataset:
@@ -175,17 +204,24 @@ def _prepared(
     say: Say,
 ) -> tuple[Callable[..., Stream], str]:
     from trainer.data import prepare
+
+    opened = [prepare.open_rows([corpus], encoder, packing, "train", root, say) for corpus in source.train]
+    facts = " + ".join(_facts(meta) for _, meta in opened)
+    return _stream_of_rows([rows for rows, _ in opened], source.weights, order), facts
+
+
+def _stream_of_rows(
+    sources: Sequence[RowSource], weights: Sequence[int], order: dict[str, Any]
+) -> Callable[..., Stream]:
     from trainer.data.mixture import MixedRows
     from trainer.data.streams import PreparedStream
 
-    opened = [prepare.open_rows([corpus], encoder, packing, "train", root, say) for corpus in source.train]
-    rows = opened[0][0] if len(opened) == 1 else MixedRows([rows for rows, _ in opened], source.weights, **order)
-    facts = " + ".join(_facts(meta) for _, meta in opened)
+    rows = sources[0] if len(sources) == 1 else MixedRows(sources, weights, **order)
 
     def open_stream(**settings: Any) -> Stream:
         return PreparedStream(rows, **order, **settings)
 
-    return open_stream, facts
+    return open_stream
 
 
 def _streamed(
@@ -221,7 +257,6 @@ def _facts(meta: dict[str, Any]) -> str:
 def _identity(
     config: Config, source: "Source", encoder: "Encoder", packing: "Packing", order: dict[str, Any]
 ) -> dict[str, Any]:
-    from trainer.data.order import VERSION as ORDER
     from trainer.data.prepare import FORMAT
 
     facts = [[corpus.identity for corpus in source.train], encoder.identity | {"tokenizer": None}]
@@ -233,8 +268,14 @@ def _identity(
         "length": packing.length,
         # Both contain every setting, so that none is missed.
         "packing": _words(dataclasses.asdict(packing)),
-        "order": _words(order | ({"version": ORDER} if config.enable_data_shuffling else {})),
+        "order": _order_words(config, order),
     }
+
+
+def _order_words(config: Config, order: dict[str, Any]) -> str:
+    from trainer.data.order import VERSION
+
+    return _words(order | ({"version": VERSION} if config.enable_data_shuffling else {}))
 
 
 def _words(settings: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from trainer.config import Config
+from trainer.config import Config, token_files
 from trainer.config.errors import UserError
 from trainer.data import cache
 from trainer.data.cache import Progress
@@ -50,7 +50,7 @@ def open_tokenizer(
         if tokenizer.chat_template and len(config.train_data_columns) > 1:
             say(f"{tokenizer.chat_template} has a chat template, which is not applied: columns are joined as they are")
         return tokenizer
-    if not config.tokenize_train_data:
+    if not config.tokenize_train_data or token_files(config):
         return None
     if size < MIN_VOCAB_SIZE:
         raise UserError(

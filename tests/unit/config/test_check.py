@@ -6,6 +6,8 @@ from trainer import train, train_compile
 from trainer.config import NotBuilt, UserError, load, resolve, schema
 from trainer.config.derived import DCN, ICI, UNUSED_AXES
 
+MMAP = "dataset_type=grain grain_train_files=x grain_file_type=mmap"
+
 
 @pytest.mark.parametrize(
     ("words", "message"),
@@ -28,6 +30,12 @@ from trainer.config.derived import DCN, ICI, UNUSED_AXES
         ("coordinator_address=a:1 num_processes=2 process_id=2", "start at 0; the largest is process_id=1"),
         ("data_pipeline=streaming", "stdlib is prepared .* set data_pipeline=prepared"),
         ("dataset_type=synthetic data_pipeline=streaming", "synthetic is generated row by row"),
+        (f"{MMAP} data_pipeline=streaming", "memory-mapped files"),
+        (f"{MMAP}_npy packing=false", "set packing=true"),
+        (f"{MMAP} tokenizer_type=bytes tokenizer_path=x", "no file"),
+        (f"{MMAP}_npy mmap_npy_split=99", "such as 99,1"),
+        (f"{MMAP}_npy mmap_npy_split=99,0", "such as 99,1"),
+        (f"{MMAP}_npy mmap_npy_split=1,-1", "such as 99,1"),
         ("dataset_type=tfds dataset_path=x", "dataset_type=tfds needs dataset_name, such as dataset_name=c4"),
         ("dataset_type=tfds dataset_name=x", "dataset_type=tfds needs dataset_path, such as dataset_path="),
         ("dataset_type=hf", "dataset_type=hf needs hf_path, such as hf_path="),
@@ -206,6 +214,17 @@ def test_neighbours_of_contradictions_pass(words):
         ("dataset_type=stdlib dataset_path=x", "dataset_path", "dataset_type is not tfds"),
         ("dataset_type=stdlib hf_train_files=x", "hf_train_files", "dataset_type is not hf"),
         ("dataset_type=stdlib grain_file_type=text", "grain_file_type", "dataset_type is not grain"),
+        ("eod_mask_loss=true", "eod_mask_loss", "neither mmap nor mmap_npy"),
+        (f"{MMAP} mmap_npy_split=9,1", "mmap_npy_split", "grain_file_type is not mmap_npy"),
+        (f"{MMAP} tokenize_train_data=false", "tokenize_train_data", "hold token ids"),
+        (f"{MMAP} grain_packing_type=first_fit", "grain_packing_type", "hold token ids"),
+        (f"{MMAP} reset_attention_mask=false mmap_eod_id=1", "mmap_eod_id", "eod_mask_loss=false"),
+        (
+            f"{MMAP} reset_attention_mask=false packing_max_segments_per_sample=9",
+            "packing_max_segments_per_sample",
+            "reset_attention_mask=false",
+        ),
+        (f"{MMAP}_npy mmap_npy_split=9,1 held_out_share=0.1", "held_out_share", "mmap_npy_split divides"),
         ("dataset_type=stdlib train_split=x", "train_split", "neither tfds nor hf"),
         ("train_data_columns=x", "train_data_columns", "has its own files"),
         ("held_out_share=0.1", "held_out_share", "its own held-out rows"),

@@ -1,0 +1,86 @@
+"""Checks of the keys for files of token ids, Megatron-LM's: grain_file_type=mmap and mmap_npy."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from trainer.config.errors import UserError, shortened
+from trainer.config.keys import Config
+
+_RATIO = re.compile(r"[0-9]{0,9}\.?[0-9]{1,9}")
+_KEYS = (
+    "mmap_eod_id",
+    "reset_attention_mask",
+    "eod_mask_loss",
+    "packing_max_segments_per_sample",
+    "mmap_npy_split",
+)
+_OF_TEXT = (
+    "train_data_columns",
+    "eval_data_columns",
+    "tokenize_train_data",
+    "tokenize_eval_data",
+    "add_bos",
+    "add_eos",
+    "grain_packing_type",
+    "max_segments_per_seq",
+    "use_truncation",
+    "sft_train_on_completion_only",
+)
+
+
+def token_files(config: Config) -> bool:
+    """Returns whether the files hold token ids, which rows take as they are."""
+    return config.dataset_type == "grain" and config.grain_file_type in ("mmap", "mmap_npy")
+
+
+def split_ratios(text: str) -> tuple[float, ...]:
+    """Returns the ratios of mmap_npy_split, `train,evaluation` or more; () if it is empty. Raises UserError if it is
+    malformed."""
+    parts = [part.strip() for part in text.split(",")] if text else []
+    if text and (len(parts) < 2 or not all(map(_RATIO.fullmatch, parts)) or not all(map(float, parts[:2]))):
+        raise UserError(f"{shortened(text)!r} is not a list of ratios, the first two above 0, such as 99,1")
+    return tuple(map(float, parts))
+
+
+def _split(config: Config) -> str | None:
+    try:
+        split_ratios(config.mmap_npy_split)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _packing(config: Config) -> str | None:
+    if config.packing or not token_files(config):
+        return None
+    return "the documents of mmap files are one stream of tokens, which is cut into rows; set packing=true"
+
+
+def _pipeline(config: Config) -> str | None:
+    if config.data_pipeline == "prepared" or not token_files(config):
+        return None
+    return "rows are read from the memory-mapped files, so streaming is not needed; set data_pipeline=prepared"
+
+
+TOKEN_CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any], str | None]], ...] = (
+    (("mmap_npy_split",), _split),
+    (("grain_file_type", "packing"), _packing),
+    (("grain_file_type", "data_pipeline"), _pipeline),
+)
+TOKEN_INERT: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (_KEYS, lambda c: not token_files(c), "grain_file_type is neither mmap nor mmap_npy"),
+    (_OF_TEXT, token_files, "mmap files hold token ids, which are cut into rows as they are"),
+    (("mmap_npy_split",), lambda c: c.grain_file_type != "mmap_npy", "grain_file_type is not mmap_npy"),
+    (
+        ("mmap_eod_id",),
+        lambda c: not c.reset_attention_mask and not c.eod_mask_loss,
+        "reset_attention_mask=false and eod_mask_loss=false",
+    ),
+    (("packing_max_segments_per_sample",), lambda c: not c.reset_attention_mask, "reset_attention_mask=false"),
+    (
+        ("held_out_share",),
+        lambda c: token_files(c) and c.grain_file_type == "mmap_npy" and bool(c.mmap_npy_split),
+        "mmap_npy_split divides the documents",
+    ),
+)

@@ -1,0 +1,282 @@
+"""Megatron-LM's indexed data sets, PREFIX.bin with PREFIX.idx: rows are read directly from the memory-mapped files.
+
+PREFIX.bin holds the token ids of all sequences. PREFIX.idx holds, in little-endian order: MAGIC, the version (u8), the
+code of the ids' type (u1), the numbers of sequences and of entries in the document index (both u8); then the length of
+each sequence (i4), its first byte in PREFIX.bin (i8), and the document index (i8): the number of the first sequence of
+each document, and the number of sequences. Some writers count documents instead of entries.
+"""
+
+import glob
+import struct
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.config import Config, parse_mixture, split_ratios
+from trainer.config.errors import UserError
+from trainer.config.paths import local_path
+from trainer.data.batches import Batch, make_batch
+from trainer.data.cache import Progress
+from trainer.data.corpus import file_fingerprint
+
+MAGIC, VERSION = b"MMIDIDX\0\0", 1
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+_LOOK = 20  # documents that are searched for mmap_eod_id
+
+
+class IndexedFile:
+    """One PREFIX.bin and its index.
+
+    Attributes:
+      paths: both files.
+      offsets: the first token of each document, and the number of all tokens: int64 [documents + 1].
+
+    Raises UserError if a file is missing or damaged, or if the two do not belong together. Nothing outside of the files
+    is ever read, because the constructor compares every length and position of the index with the files' sizes.
+    """
+
+    def __init__(self, prefix: str):
+        index, self.path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+        self.paths = (index, self.path)
+        data = _mapped(index, "u1")
+        if len(data) < _HEADER.size or data[: len(MAGIC)].tobytes() != MAGIC:
+            raise UserError(f"{index} is not an index of Megatron-LM: it does not begin with {MAGIC!r}")
+        _, version, code, sequences, documents = _HEADER.unpack(data[: _HEADER.size].tobytes())
+        if version != VERSION:
+            raise UserError(f"{index} has version {version}; only version {VERSION} is known")
+        dtype = np.dtype(_DTYPES.get(code, "V"))
+        if dtype.kind not in "iu":
+            raise UserError(f"{index} has type code {code}, which is not a type of token ids; codes are 1 to 5 and 8")
+        rest = len(data) - _HEADER.size - 12 * sequences - 8 * documents
+        if rest and rest == sequences:
+            raise UserError(f"{index} also has a mode for each sequence: multimodal data sets are not supported")
+        if rest not in (0, 8):
+            raise _damaged(index, f"{sequences} sequences and {documents} documents do not fit its {len(data)} bytes")
+        at = _HEADER.size
+        sizes = np.frombuffer(data, "<i4", sequences, at)
+        starts = np.frombuffer(data, "<i8", sequences, at + 4 * sequences)
+        first = np.frombuffer(data, "<i8", documents + rest // 8, at + 12 * sequences)
+        ends = np.cumsum(np.append(0, sizes), dtype=np.int64)
+        if (sizes < 0).any() or (starts != ends[:-1] * dtype.itemsize).any():
+            raise _damaged(index, "the positions of sequences do not follow from their lengths")
+        if len(first) < 1 or first[0] != 0 or first[-1] != sequences or (first[1:] < first[:-1]).any():
+            raise _damaged(index, f"its document index does not divide {sequences} sequences")
+        try:
+            size = self.path.stat().st_size
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be read: {error.strerror or error}") from error
+        if size != ends[-1] * dtype.itemsize:
+            raise UserError(
+                f"{self.path} has {size} bytes, but {index} describes {ends[-1]} tokens of {dtype.itemsize} bytes: it "
+                "is truncated, or the two files do not belong together; copy both again"
+            )
+        self._ids = _mapped(self.path, dtype) if size else np.zeros(0, dtype)
+        self.offsets = ends[first]
+
+    def read(self, start: int, stop: int, vocab_size: int, eod: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns tokens [start, stop), int32, and whether each of them ends a document: is `eod`, or with `eod` -1 is
+        the last token of a document of the index.
+
+        Raises UserError if a token is not in [0, vocab_size).
+        """
+        ids = self._ids[start:stop]
+        wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+        if wrong.size:
+            at = start + int(wrong[0])
+            document = int(np.searchsorted(self.offsets, at, side="right")) - 1
+            raise UserError(
+                f"{self.path}, document {document}, holds token {self._ids[at]} and vocab_size={vocab_size}: ids must "
+                f"be from 0 to {vocab_size - 1}; set vocab_size above the largest id"
+            )
+        if eod >= 0:
+            return ids.astype(np.int32), ids == eod
+        ends = np.zeros(len(ids), bool)
+        ends[self.offsets[slice(*np.searchsorted(self.offsets, (start, stop), side="right"))] - start - 1] = True
+        return ids.astype(np.int32), ends
+
+    def last_tokens(self) -> list[int]:
+        """Returns the last token of each of the first documents."""
+        offsets = self.offsets[: _LOOK + 1]
+        return self._ids[offsets[1:][np.diff(offsets) > 0] - 1].tolist()
+
+
+class TokenRows:
+    """Rows of Megatron-LM's samples: the chosen documents of all files are one stream of tokens, row i has its tokens
+    [i * length, (i + 1) * length) as inputs, and their successors as targets. The last row is padded.
+
+    Args:
+      files: each with the documents to take from it, bool [documents].
+      reset: whether a segment ends where a document ends; otherwise a row is one segment.
+      mask: whether the target after the end of a document bears no loss.
+      shortest: with `reset`, a segment ends only if it has more tokens than this.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[tuple[IndexedFile, np.ndarray]],
+        length: int,
+        vocab_size: int,
+        *,
+        eod: int,
+        reset: bool,
+        mask: bool,
+        shortest: int,
+    ):
+        self._files, self.length, self._vocab_size = [file for file, _ in files], length, vocab_size
+        self._eod, self._reset, self._mask, self._shortest = eod, reset, mask, shortest
+        runs = [_runs(file, chosen) for file, chosen in files]
+        self._file = np.repeat(np.arange(len(runs)), [len(run) for run in runs])  # of each run of documents
+        self._begin = np.concatenate([run[:, 0] for run in runs])  # its first token in the file
+        self._end = np.cumsum(np.concatenate([run[:, 1] - run[:, 0] for run in runs]))  # its end in the stream
+        self.documents = sum(int(chosen.sum()) for _, chosen in files)
+        self.tokens = int(self._end[-1]) if len(self._end) else 0
+        self.size = -(-(self.tokens - 1) // length)  # without a second token there is no row
+
+    def rows(self, indices: np.ndarray) -> Batch:
+        """Returns the rows at `indices` [n], a batch without `row`."""
+        return make_batch(*np.stack([self._row(int(index) * self.length) for index in indices], axis=1))
+
+    def _row(self, first: int) -> np.ndarray:
+        """Returns inputs, targets, segmentation and loss of the row that begins at a token: [4, length]."""
+        tokens, ends = self._read(first, min(first + self.length + 1, self.tokens))
+        inputs, ends = tokens[:-1], ends[:-1]
+        row = np.zeros((4, self.length), np.int32)
+        row[:, : len(inputs)] = inputs, tokens[1:], self._segments(ends), ~ends if self._mask else ends | True
+        return row
+
+    def _segments(self, ends: np.ndarray) -> np.ndarray:
+        begins = np.append(True, ends[:-1] & self._reset)
+        last = 0  # the beginning of the last segment that is long enough
+        for begin in np.flatnonzero(begins)[1:] if self._shortest else ():
+            begins[begin] = begin - last > self._shortest
+            last = begin if begins[begin] else last
+        return np.cumsum(begins)
+
+    def _read(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns tokens [first, stop) of the stream, and whether each of them ends a document."""
+        pieces, run = [], int(np.searchsorted(self._end, first, side="right"))
+        while first < stop:
+            left = int(self._end[run]) - first
+            file, take = self._files[self._file[run]], min(left, stop - first)
+            start = int(self._begin[run]) + (self._length(run) - left)
+            pieces.append(file.read(start, start + take, self._vocab_size, self._eod))
+            first, run = first + take, run + 1
+        tokens, ends = zip(*pieces, strict=True)
+        return np.concatenate(tokens), np.concatenate(ends)
+
+    def _length(self, run: int) -> int:
+        return int(self._end[run]) - (int(self._end[run - 1]) if run else 0)
+
+
+def open_files(config: Config, say: Progress) -> tuple[list[TokenRows], list[Fraction], TokenRows | None, str]:
+    """Returns the rows of each component of grain_train_files, their weights, the rows for evaluation, and a text that
+    identifies the training documents. Without anything to evaluate on, the rows for evaluation are None.
+
+    Raises UserError if a file is missing or damaged, or if no document remains.
+    """
+    mixture = parse_mixture(config.grain_train_files, config.grain_train_mixture_config_path)
+    train = [_component(config, pattern, "grain_train_files", say) for pattern, _ in mixture]
+    held = [pattern for pattern, _ in parse_mixture(config.grain_eval_files, "")] if config.grain_eval_files else []
+    own = [_component(config, pattern, "grain_eval_files", say) for pattern in held]
+    split = split_ratios(config.mmap_npy_split) if config.grain_file_type == "mmap_npy" else ()
+    share = 0 if own else config.held_out_share
+    whole = bool(own) and not split  # evaluation reads all documents of its own files
+
+    def rows(components: list[list[IndexedFile]], name: str, which: int) -> TokenRows:
+        files = [pair for files in components for pair in _choose(files, split, share, which)]
+        made = TokenRows(files, config.max_target_length, config.vocab_size, **boundaries(config))
+        if made.size < 1:
+            hint = "mmap_npy_split" if split else "held_out_share"
+            raise UserError(
+                f"{name}: no two tokens {'are held out' if which else 'remain'}; change {hint}, or the files"
+            )
+        return made
+
+    evaluation = None
+    if config.eval_interval > 0 and (own or split or share):
+        name = config.grain_eval_files or f"held out of {config.grain_train_files}"
+        evaluation = rows(own or train, name, 0 if whole else 1)
+    paths = [[path for file in files for path in file.paths] for files in train]
+    identity = "".join(file_fingerprint(some, f"{split} {share}") for some in paths)
+    made = [rows([files], pattern, 0) for files, (pattern, _) in zip(train, mixture, strict=True)]
+    return made, [weight for _, weight in mixture], evaluation, identity
+
+
+def boundaries(config: Config) -> dict[str, Any]:
+    """Returns the arguments of TokenRows that say where documents end and what that means."""
+    most, reset = config.packing_max_segments_per_sample, config.reset_attention_mask
+    shortest = config.max_target_length // most if most > 0 and reset else 0
+    # MaxText, too, ignores a threshold of 1.
+    shortest = shortest if shortest > 1 else 0
+    return {"eod": config.mmap_eod_id, "reset": reset, "mask": config.eod_mask_loss, "shortest": shortest}
+
+
+def _component(config: Config, pattern: str, key: str, say: Progress) -> list[IndexedFile]:
+    """Returns the files of a component: `prefix`, a folder, a glob of both; for mmap_npy also
+    `folder|prefix:prefix`."""
+    names = [pattern]
+    if config.grain_file_type == "mmap_npy":
+        folder, bar, rest = pattern.rpartition("|")
+        names = rest.split(":")
+        if bar:
+            say(f"{key}: the index in {folder} is not read: data_shuffle_seed gives the order of the rows")
+    files = [IndexedFile(prefix) for prefix in sorted(prefix for name in names for prefix in _prefixes(name, key))]
+    eod = config.mmap_eod_id
+    if eod >= 0 and (config.reset_attention_mask or config.eod_mask_loss):
+        last = files[0].last_tokens()
+        if last and eod not in last:
+            raise UserError(
+                f"mmap_eod_id={eod}, but none of the first {len(last)} documents of {files[0].path} ends with it; the "
+                f"first ends with {last[0]}: set mmap_eod_id to the token that ends a document, or to -1 without one"
+            )
+    return files
+
+
+def _prefixes(name: str, key: str) -> list[str]:
+    stem = str(local_path(name.strip())).removesuffix(".idx").removesuffix(".bin")
+    found = glob.glob(f"{stem}.idx", recursive=True) or glob.glob(f"{stem}/*.idx", recursive=True)
+    if not found:
+        raise UserError(
+            f"{key}: there is no {stem}.idx, and no folder {stem} with such files; give the path without .idx"
+        )
+    return [path.removesuffix(".idx") for path in found]
+
+
+def _choose(
+    files: Sequence[IndexedFile], split: Sequence[float], share: float, which: int
+) -> list[tuple[IndexedFile, np.ndarray]]:
+    """Returns the files of a component, each with its documents for training (`which` 0) or evaluation (1).
+
+    `split` divides the documents in their order, rounded as in Megatron-LM. Without it, `share` of them, rounded up and
+    evenly spaced, is for evaluation.
+    """
+    bounds = np.cumsum([0, *(len(file.offsets) - 1 for file in files)])
+    count = int(bounds[-1])
+    if split:
+        first, last = (round(sum(split[:i]) / sum(split) * count) for i in (which, which + 1))
+        chosen = (np.arange(count) >= first) & (np.arange(count) < last)
+    else:
+        chosen = (np.diff(np.ceil(np.arange(count + 1) * share)) > 0) == bool(which)
+    return [(file, chosen[a:b]) for file, a, b in zip(files, bounds[:-1], bounds[1:], strict=True)]
+
+
+def _runs(file: IndexedFile, chosen: np.ndarray) -> np.ndarray:
+    """Returns the first token and the end of each run of chosen documents: int64 [runs, 2]."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], chosen, [False]])))
+    runs = file.offsets[edges].reshape(-1, 2)
+    return runs[runs[:, 1] > runs[:, 0]]
+
+
+def _mapped(path: Path, dtype: Any) -> np.ndarray:
+    try:
+        return np.memmap(path, dtype, mode="r")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _damaged(path: Path, what: str) -> UserError:
+    return UserError(f"{path} is damaged: {what}; copy it or write it again")
