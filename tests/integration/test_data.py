@@ -99,7 +99,7 @@ def test_a_run_on_files_of_megatron_goes_on_with_the_same_batches(tmp_path: Path
     [
         (lambda folder: (folder / "a.bin").write_bytes(b"\1\0"), "a.bin has 2 bytes, but"),
         (lambda folder: (folder / "b.idx").write_bytes(b"no index"), "b.idx is not an index of Megatron-LM"),
-        (lambda folder: write_indexed(folder / "b", [[[299, 300, 0]] * 9]), "b.bin, document 0, holds token 300"),
+        (lambda folder: write_indexed(folder / "b", [[[299, 300, 0]]] * 9), "holds token 300 and vocab_size=300"),
     ],
 )
 def test_damaged_files_of_megatron_end_with_a_message_and_code_2(tmp_path: Path, damage, message: str):

@@ -273,7 +273,7 @@ def _other_type(kind: str) -> Callable[[Any], bool]:
 
 
 # (keys, a function that tells whether they have no effect, the reason), for config/effects.py.
-DATA_INERT: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+DATA_INERT: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
     (("data_cache_directory",), lambda c: c.dataset_type == "synthetic", "dataset_type=synthetic stores nothing"),
     *((keys, _other_type(kind), f"dataset_type is not {kind}") for kind, keys in OWN_KEYS.items()),
     (("train_split",), lambda c: c.dataset_type not in ("tfds", "hf"), "dataset_type is neither tfds nor hf"),

@@ -1,31 +1,17 @@
 """Checks of the keys for files of token ids, Megatron-LM's: grain_file_type=mmap and mmap_npy."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from trainer.config.errors import UserError, shortened
+from trainer.config.errors import shortened
 from trainer.config.keys import Config
 
-_RATIO = re.compile(r"[0-9]{0,9}\.?[0-9]{1,9}")
-_KEYS = (
-    "mmap_eod_id",
-    "reset_attention_mask",
-    "eod_mask_loss",
-    "packing_max_segments_per_sample",
-    "mmap_npy_split",
-)
+_RATIO = r"\s*[0-9]{0,9}\.?[0-9]{1,9}\s*"
+_KEYS = "mmap_eod_id reset_attention_mask eod_mask_loss packing_max_segments_per_sample mmap_npy_split"
 _OF_TEXT = (
-    "train_data_columns",
-    "eval_data_columns",
-    "tokenize_train_data",
-    "tokenize_eval_data",
-    "add_bos",
-    "add_eos",
-    "grain_packing_type",
-    "max_segments_per_seq",
-    "use_truncation",
-    "sft_train_on_completion_only",
+    "train_data_columns eval_data_columns tokenize_train_data tokenize_eval_data add_bos add_eos grain_packing_type "
+    "max_segments_per_seq use_truncation sft_train_on_completion_only"
 )
 
 
@@ -34,21 +20,17 @@ def token_files(config: Config) -> bool:
     return config.dataset_type == "grain" and config.grain_file_type in ("mmap", "mmap_npy")
 
 
-def split_ratios(text: str) -> tuple[float, ...]:
-    """Returns the ratios of mmap_npy_split, `train,evaluation` or more; () if it is empty. Raises UserError if it is
-    malformed."""
-    parts = [part.strip() for part in text.split(",")] if text else []
-    if text and (len(parts) < 2 or not all(map(_RATIO.fullmatch, parts)) or not all(map(float, parts[:2]))):
-        raise UserError(f"{shortened(text)!r} is not a list of ratios, the first two above 0, such as 99,1")
-    return tuple(map(float, parts))
+def split_ratios(config: Config) -> list[float]:
+    """Returns the ratios of mmap_npy_split: training, evaluation, others. Without effect or empty: []."""
+    text = config.mmap_npy_split if token_files(config) and config.grain_file_type == "mmap_npy" else ""
+    return [float(ratio) for ratio in text.split(",")] if text else []
 
 
 def _split(config: Config) -> str | None:
-    try:
-        split_ratios(config.mmap_npy_split)
-    except UserError as error:
-        return str(error)
-    return None
+    text = config.mmap_npy_split
+    if not text or (re.fullmatch(f"{_RATIO}(,{_RATIO}){{1,9}}", text) and all(map(float, text.split(",")[:2]))):
+        return None
+    return f"{shortened(text)!r} is not a list of ratios, the first two above 0, such as 99,1"
 
 
 def _packing(config: Config) -> str | None:
@@ -68,9 +50,9 @@ TOKEN_CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any], str | None]], ...] = 
     (("grain_file_type", "packing"), _packing),
     (("grain_file_type", "data_pipeline"), _pipeline),
 )
-TOKEN_INERT: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    (_KEYS, lambda c: not token_files(c), "grain_file_type is neither mmap nor mmap_npy"),
-    (_OF_TEXT, token_files, "mmap files hold token ids, which are cut into rows as they are"),
+TOKEN_INERT: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
+    (_KEYS.split(), lambda c: not token_files(c), "grain_file_type is neither mmap nor mmap_npy"),
+    (_OF_TEXT.split(), token_files, "mmap files hold token ids, which are cut into rows as they are"),
     (("mmap_npy_split",), lambda c: c.grain_file_type != "mmap_npy", "grain_file_type is not mmap_npy"),
     (
         ("mmap_eod_id",),
@@ -78,9 +60,10 @@ TOKEN_INERT: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         "reset_attention_mask=false and eod_mask_loss=false",
     ),
     (("packing_max_segments_per_sample",), lambda c: not c.reset_attention_mask, "reset_attention_mask=false"),
+    (("held_out_share",), lambda c: bool(split_ratios(c)), "mmap_npy_split divides the documents"),
     (
-        ("held_out_share",),
-        lambda c: token_files(c) and c.grain_file_type == "mmap_npy" and bool(c.mmap_npy_split),
-        "mmap_npy_split divides the documents",
+        ("tokenizer_type",),
+        lambda c: token_files(c) and not c.tokenizer_path and c.tokenizer_type != "bytes",
+        "mmap files hold token ids, and without a tokenizer_path there is no sample",
     ),
 )

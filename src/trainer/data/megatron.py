@@ -84,9 +84,8 @@ class IndexedFile:
         Raises UserError if a token is not in [0, vocab_size).
         """
         ids = self._ids[start:stop]
-        wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
-        if wrong.size:
-            at = start + int(wrong[0])
+        if not 0 <= ids.min() <= ids.max() < vocab_size:
+            at = start + int(np.argmax((ids < 0) | (ids >= vocab_size)))
             document = int(np.searchsorted(self.offsets, at, side="right")) - 1
             raise UserError(
                 f"{self.path}, document {document}, holds token {self._ids[at]} and vocab_size={vocab_size}: ids must "
@@ -130,8 +129,9 @@ class TokenRows:
         self._eod, self._reset, self._mask, self._shortest = eod, reset, mask, shortest
         runs = [_runs(file, chosen) for file, chosen in files]
         self._file = np.repeat(np.arange(len(runs)), [len(run) for run in runs])  # of each run of documents
-        self._begin = np.concatenate([run[:, 0] for run in runs])  # its first token in the file
-        self._end = np.cumsum(np.concatenate([run[:, 1] - run[:, 0] for run in runs]))  # its end in the stream
+        begins, ends = np.concatenate(runs).T
+        self._end = np.cumsum(ends - begins)  # its end in the stream
+        self._shift = ends - self._end  # from a position in the stream to one in the file
         self.documents = sum(int(chosen.sum()) for _, chosen in files)
         self.tokens = int(self._end[-1]) if len(self._end) else 0
         self.size = -(-(self.tokens - 1) // length)  # without a second token there is no row
@@ -160,16 +160,11 @@ class TokenRows:
         """Returns tokens [first, stop) of the stream, and whether each of them ends a document."""
         pieces, run = [], int(np.searchsorted(self._end, first, side="right"))
         while first < stop:
-            left = int(self._end[run]) - first
-            file, take = self._files[self._file[run]], min(left, stop - first)
-            start = int(self._begin[run]) + (self._length(run) - left)
-            pieces.append(file.read(start, start + take, self._vocab_size, self._eod))
-            first, run = first + take, run + 1
+            end, shift = min(stop, int(self._end[run])), int(self._shift[run])
+            pieces.append(self._files[self._file[run]].read(first + shift, end + shift, self._vocab_size, self._eod))
+            first, run = end, run + 1
         tokens, ends = zip(*pieces, strict=True)
         return np.concatenate(tokens), np.concatenate(ends)
-
-    def _length(self, run: int) -> int:
-        return int(self._end[run]) - (int(self._end[run - 1]) if run else 0)
 
 
 def open_files(config: Config, say: Progress) -> tuple[list[TokenRows], list[Fraction], TokenRows | None, str]:
@@ -182,9 +177,7 @@ def open_files(config: Config, say: Progress) -> tuple[list[TokenRows], list[Fra
     train = [_component(config, pattern, "grain_train_files", say) for pattern, _ in mixture]
     held = [pattern for pattern, _ in parse_mixture(config.grain_eval_files, "")] if config.grain_eval_files else []
     own = [_component(config, pattern, "grain_eval_files", say) for pattern in held]
-    split = split_ratios(config.mmap_npy_split) if config.grain_file_type == "mmap_npy" else ()
-    share = 0 if own else config.held_out_share
-    whole = bool(own) and not split  # evaluation reads all documents of its own files
+    split, share = split_ratios(config), 0 if own else config.held_out_share
 
     def rows(components: list[list[IndexedFile]], name: str, which: int) -> TokenRows:
         files = [pair for files in components for pair in _choose(files, split, share, which)]
@@ -199,7 +192,7 @@ def open_files(config: Config, say: Progress) -> tuple[list[TokenRows], list[Fra
     evaluation = None
     if config.eval_interval > 0 and (own or split or share):
         name = config.grain_eval_files or f"held out of {config.grain_train_files}"
-        evaluation = rows(own or train, name, 0 if whole else 1)
+        evaluation = rows(own or train, name, 0 if own and not split else 1)
     paths = [[path for file in files for path in file.paths] for files in train]
     identity = "".join(file_fingerprint(some, f"{split} {share}") for some in paths)
     made = [rows([files], pattern, 0) for files, (pattern, _) in zip(train, mixture, strict=True)]
@@ -210,8 +203,7 @@ def boundaries(config: Config) -> dict[str, Any]:
     """Returns the arguments of TokenRows that say where documents end and what that means."""
     most, reset = config.packing_max_segments_per_sample, config.reset_attention_mask
     shortest = config.max_target_length // most if most > 0 and reset else 0
-    # MaxText, too, ignores a threshold of 1.
-    shortest = shortest if shortest > 1 else 0
+    shortest *= shortest > 1  # MaxText, too, ignores a threshold of 1
     return {"eod": config.mmap_eod_id, "reset": reset, "mask": config.eod_mask_loss, "shortest": shortest}
 
 

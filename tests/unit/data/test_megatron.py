@@ -80,6 +80,20 @@ def test_rows_are_those_of_a_plain_reading(tmp_path: Path, tokens, reset: bool, 
             assert found[name][i].tolist() == row[name], (i, name)
 
 
+@pytest.mark.parametrize("eod", [EOD, -1])
+def test_rows_go_on_over_files_and_held_out_documents(tmp_path: Path, tokens, eod: int):
+    documents = documents_of(60, longest=9)
+    for i in range(3):
+        write(tmp_path / f"{i}", documents[20 * i : 20 * i + 20])
+    keys = PLAIN | {"grain_train_files": tmp_path, "mmap_eod_id": eod, "held_out_share": 0.25, "eval_interval": 5}
+    dataset = tokens(**keys, eod_mask_loss=True)
+    kept = [document for i, document in enumerate(documents) if i % 4]
+    for found, chosen in ((dataset.evaluation, documents[::4]), (None, kept)):
+        wanted = expected(chosen, reset=True, mask=True, eod=eod)
+        batch = found.rows(np.arange(found.size)) if found else rows_of(dataset, len(wanted))
+        assert all(batch[name].tolist() == [row[name] for row in wanted] for name in FIELDS)
+
+
 @pytest.mark.parametrize("dtype", ["u1", "i1", "i2", "u2", "i4", "i8"])
 @pytest.mark.parametrize("counts_documents", [False, True])
 @pytest.mark.parametrize("parts", [1, 3])
@@ -116,6 +130,15 @@ def put(path: Path, at: int, kind: str, value: int):
     path.write_bytes(data)
 
 
+def backwards(idx: Path):
+    """Gives the index a sequence that is far too long and one of negative length, with pointers to match."""
+    sizes = np.frombuffer(idx.read_bytes(), "<i4", 20, SIZES).copy()
+    sizes[3:5] += [5000, -5000]
+    for i, start in enumerate(np.cumsum(np.append(0, sizes))[:-1] * 4):
+        put(idx, SIZES + 4 * i, "<i", sizes[i])
+        put(idx, STARTS + 8 * i, "<q", start)
+
+
 SIZES, STARTS, FIRST = 34, 34 + 4 * 20, 34 + 12 * 20
 DAMAGE = {
     "magic": (lambda idx, bin_: header(idx, magic=b"MMIDIDY\0\0"), "a.idx is not an index of Megatron-LM"),
@@ -129,6 +152,7 @@ DAMAGE = {
     "too many documents": (lambda idx, bin_: header(idx, entries=1 << 63), "a.idx is damaged"),
     "modes": (lambda idx, bin_: idx.write_bytes(idx.read_bytes() + bytes(20)), "multimodal"),
     "negative size": (lambda idx, bin_: put(idx, SIZES, "<i", -1), "a.idx is damaged: the positions"),
+    "size and pointers that agree": (lambda idx, bin_: backwards(idx), "a.idx is damaged: the positions"),
     "larger size": (lambda idx, bin_: put(idx, SIZES + 76, "<i", 1 << 30), "do not belong together"),
     "pointer out of range": (lambda idx, bin_: put(idx, STARTS + 8, "<q", 1 << 40), "a.idx is damaged: the positions"),
     "negative pointer": (lambda idx, bin_: put(idx, STARTS + 80, "<q", -8), "a.idx is damaged: the positions"),
