@@ -88,7 +88,7 @@ def _path(key: str) -> Callable[[Any], str | None]:
     def problem(config: Config) -> str | None:
         if "://" in config[key]:
             return None  # `_bucket` and `local` report unsupported ones
-        separators = "[;,]" if key in LISTS_OF_FILES else "$^"
+        separators = "[;,|:]" if key in LISTS_OF_FILES else "$^"
         return next(filter(None, map(path_problem, re.split(separators, config[key]))), None)
 
     return problem

@@ -249,7 +249,8 @@ def _choose(
     bounds = np.cumsum([0, *(len(file.offsets) - 1 for file in files)])
     count = int(bounds[-1])
     if split:
-        first, last = (round(sum(split[:i]) / sum(split) * count) for i in (which, which + 1))
+        ends = np.cumsum([0, *(ratio / sum(split) for ratio in split)]).tolist()
+        first, last = (round(end * count) for end in ends[which : which + 2])
         chosen = (np.arange(count) >= first) & (np.arange(count) < last)
     else:
         chosen = (np.diff(np.ceil(np.arange(count + 1) * share)) > 0) == bool(which)

@@ -364,3 +364,5 @@ def test_globs_of_a_mixture_are_paths_each():
     with pytest.raises(UserError, match="there is no home folder ~nobody-of-that-name"):
         load(["dataset_type=grain", "grain_train_files=a/*.jsonl,1;~nobody-of-that-name/*.jsonl,2"])
     load(["dataset_type=grain", f"grain_train_files={';'.join(f'{n:0200}/*.jsonl,1' for n in range(40))}"])
+    spec = f"grain_train_files=/index|{':'.join(f'/data/{n:0200}/tokens' for n in range(40))}"
+    assert load([*MMAP.split(), "grain_file_type=mmap_npy", spec]).config.grain_train_files
