@@ -52,7 +52,7 @@ class IndexedFile:
         if dtype.kind not in "iu":
             raise UserError(f"{index} has type code {code}, which is not a type of token ids; codes are 1 to 5 and 8")
         rest = len(data) - _HEADER.size - 12 * sequences - 8 * documents
-        if rest and rest == sequences:
+        if rest not in (0, 8) and rest == sequences:
             raise UserError(f"{index} also has a mode for each sequence: multimodal data sets are not supported")
         if rest not in (0, 8):
             raise _damaged(index, f"{sequences} sequences and {documents} documents do not fit its {len(data)} bytes")

@@ -356,3 +356,10 @@ def test_nothing_to_train_or_to_evaluate_on_is_an_error(tmp_path: Path, tokens):
     for name in ("one", "none"):
         with pytest.raises(UserError, match=f"{name}: no two tokens remain"):
             tokens(name, held_out_share=0)
+
+
+def test_eight_documents_whose_number_is_in_the_header_are_no_multimodal_set(tmp_path: Path, tokens):
+    """The last entry of the document index then has as many bytes as the modes of eight sequences would have."""
+    documents = [[[i + 1, i + 2, i + 3]] for i in range(8)]
+    write_indexed(tmp_path / "a", documents, counts_documents=True)
+    assert tokens("a", held_out_share=0.0, eval_interval=-1)
