@@ -92,7 +92,8 @@ def compare(tree: Path | None, names: Sequence[str], scratch: Path) -> dict[str,
     said: dict[str, tuple[int, str]] = {}
     compared: list[str] = []
     if tree:
-        recorded = run(tree, [("base.yml", *CASES[name], f"record={path}") for name, path in paths.items()], scratch)
+        words = {name: ("base.yml", *CASES[name], f"record={path}", "arrays=true") for name, path in paths.items()}
+        recorded = run(tree, list(words.values()), scratch)
         for name, (code, text) in zip(names, recorded, strict=True):
             if code:
                 said[name] = -1, f"the base cannot record it: {text}"

@@ -53,6 +53,10 @@ EARLIER = {
     "docs/guides/parity.md": [[*RUN, "run_name=first"], [*RUN, "run_name=second"]],
     "docs/guides/generation.md": [["-m", "trainer.train", "base.yml", f"steps={STEPS}", "eval_steps=1"]],
     "docs/benchmarks/generation.md": [["-m", "trainer.train", "base.yml", f"steps={STEPS}", "eval_steps=1"]],
+    "docs/guides/crossing.md": [
+        ["-m", "trainer.export", "/models/Mistral-7B", folder, "format=maxtext"]
+        for folder in ("linen-run", "maxtext-0.2.5-run")
+    ],
     "docs/guides/weights.md": [["-m", "trainer.export", "/models/Mistral-7B", "maxtext-run", "format=maxtext"]],
 }
 # The folders in /models with the tiny models of tests/goldens that are in them; and presets that get the sizes of one.
@@ -188,9 +192,9 @@ def cut(command: Command, models: Path) -> list[str]:
     if command.program == "scripts/soak_scheduler.py":
         words += ["--requests", "100"]
     for name, folder in SIZES_OF.items():
-        if command.program in ("trainer.train", "trainer.export") and f"model_name={name}" in words:
+        if command.program in ("trainer.train", "trainer.export", "trainer.parity") and f"model_name={name}" in words:
             words += as_words(open_source(str(models / folder)).keys)
-            words += ["dataset_type=synthetic"] if command.program == "trainer.train" else []  # it has 64 tokens
+            words += ["dataset_type=synthetic"] if command.program != "trainer.export" else []  # it has 64 tokens
     return words
 
 
