@@ -1,6 +1,6 @@
 """Converts every MaxText command that a checkout of MaxText documents, and counts the verdicts and their reasons.
 
-    python scripts/maxtext_corpus.py CHECKOUT [--list VERDICT]
+    python scripts/maxtext_corpus.py CHECKOUT [--maxtext VERSION] [--list VERDICT]
 
 CHECKOUT is a checkout or an unpacked source tree of MaxText. A command is text in a page, a script or a docstring that
 runs a module or a file of MaxText with python. A command with quotes or backslashes goes on in the next lines. The
@@ -20,6 +20,7 @@ from trainer.config import UserError
 from trainer.config.maxtext_command import as_text, parse
 from trainer.config.maxtext_convert import UNKNOWN, Row, program
 from trainer.config.maxtext_tools import converted
+from trainer.config.maxtext_version import versions
 
 ENDINGS = (".md", ".rst", ".sh", ".py", ".ipynb", ".yml", ".yaml", ".txt")
 _START = re.compile(r"python3?\S* +(-m +)?[\"']?\S*maxtext[\w$/{}]*[./]", re.IGNORECASE)
@@ -36,13 +37,13 @@ class Outcome(NamedTuple):
     text: str = ""
 
 
-def outcome(command: str) -> Outcome:
-    """Converts one command."""
+def outcome(command: str, version: str = "") -> Outcome:
+    """Converts one command of MaxText's `version`, "" if its keys have to tell it."""
     read = parse([command])
     found = program(read.module)
     if found is None or not found.runs:
         return Outcome("no program here", (found.why if found else "a program that is not known",))
-    made = converted(read, found.runs)
+    made = converted(read, found.runs, version)
     text = as_text(made.words)
     if made.runs:
         return Outcome("converted", (), text)
@@ -123,10 +124,11 @@ def _complete(line: str) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("checkout", type=Path)
+    parser.add_argument("--maxtext", default="", choices=versions(), help="the version of MaxText")
     parser.add_argument("--list", default="", metavar="VERDICT", help="print the commands of one verdict")
     options = parser.parse_args()
     found = list(commands(options.checkout))
-    made = [outcome(command) for _, command in found]
+    made = [outcome(command, options.maxtext) for _, command in found]
     for (path, command), it in zip(found, made, strict=True):
         if it.verdict == options.list:
             print(f"{path}: {command}\n  -> {it.text}  {'; '.join(it.reasons)}\n")

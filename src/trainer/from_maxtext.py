@@ -10,10 +10,11 @@ from trainer.config.errors import shortened
 from trainer.config.maxtext_command import as_text, parse
 from trainer.config.maxtext_convert import Conversion, Row, by_kind, program, programs, unchecked
 from trainer.config.maxtext_tools import converted
+from trainer.config.maxtext_version import versions
 from trainer.config.words import counted
 
 HELP = """\
-usage: python -m trainer.from_maxtext 'python3 -m maxtext.trainers.pre_train.train base.yml key=value ...'
+usage: python -m trainer.from_maxtext [--maxtext=VERSION] 'python3 -m maxtext...train base.yml key=value ...'
 
 Prints the command of this trainer for a MaxText command, and a verdict for each of its keys:
   same       the key has the same meaning here
@@ -23,7 +24,9 @@ Prints the command of this trainer for a MaxText command, and a verdict for each
   renamed    the key to write instead
   refused, not yet, never, unknown   the command stops at this key; what to do
 The text is read like a shell reads it, with quotes, line continuations and variables before the command. M_KEY=value is
-a key, too. Without quotes the words may follow directly. Values such as $STEPS are not known here and not checked.
+a key, too. Without quotes the words may follow directly. VERSION is 0.2.5, or 0.2.4 for it and those before; without
+it the keys tell the version, if only one has them. What 0.2.5 changed: it has no flags and is nnx, and its default
+dataset_type is synthetic, no longer tfds. Values such as $STEPS are not known here and not checked.
 
 Exit code: 0 if the printed command is valid and means the same as MaxText's, apart from the differences that are
 printed, 2 if not."""
@@ -38,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if words in (["--help"], ["-h"], ["help"]):
         print(HELP)
         return
+    version, words = _version(words)
     command = parse(words)
     replacement = program(command.module)
     if replacement is None:
@@ -48,11 +52,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     if not replacement.runs:
         raise UserError(f"{command.module}: {replacement.why}")
-    _print(converted(command, replacement.runs))
+    _print(converted(command, replacement.runs, version))
+
+
+def _version(words: list[str]) -> tuple[str, list[str]]:
+    """Returns the version of MaxText that the first word gives, or "", and the other words."""
+    option, _, version = words[0].partition("=") if words else ("", "", "")
+    if option != "--maxtext":
+        return "", words
+    if version not in versions():
+        raise UserError(f"{shortened(words[0])}: the versions are {' and '.join(versions())}")
+    return version, words[1:]
 
 
 def _print(made: Conversion) -> None:
     print(as_text(made.words))
+    if made.version:
+        print(f"\n{textwrap.fill(made.version, _WIDTH, break_on_hyphens=False)}")
     wide = max((len(row.given) for row in made.rows if row.text and len(row.given) <= _GIVEN), default=0)
     for kind, rows in by_kind(made.rows).items():
         print()

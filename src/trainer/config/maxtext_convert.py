@@ -14,9 +14,10 @@ from trainer.config.data_keys import OWN_KEYS
 from trainer.config.effects import inert_keys, no_effect_of
 from trainer.config.environment import PREFIX, variables
 from trainer.config.errors import UserError, shortened
-from trainer.config.files import COMMAND_LINE, DEFAULT, ENVIRONMENT, MAXTEXT_YML, is_maxtexts_base, read_chain
+from trainer.config.files import COMMAND_LINE, DEFAULT, ENVIRONMENT, MAXTEXT_YML
 from trainer.config.load import Loaded, load, malformed
 from trainer.config.maxtext_command import Command, as_text, has_variable
+from trainer.config.maxtext_version import NO_DATA, WITHOUT_LINEN, version_line, version_of, without_linen, yml_of
 from trainer.config.reader import Reader
 from trainer.config.schema import schema
 from trainer.config.values import read_text
@@ -30,7 +31,7 @@ TRAIN, COMPILE, GENERATE, EXPORT = "trainer.train", "trainer.train_compile", "tr
 SAME_WORDS = (TRAIN, COMPILE, GENERATE)  # programs that take MaxText's words, each with a verdict
 # Keys whose value restricts other keys. If the value is a shell variable, it cannot be checked.
 DECIDING = ("model_name", "compile_topology", "decoder_block", "dataset_type")
-_NO_DATA = "dataset_type=synthetic"
+_OF_DATA = (TRAIN, COMPILE)
 _OF_TEXT = ("tokenizer_path", "tokenizer_type", "add_bos", "add_eos")  # generation reads them, too
 _EXAMPLE = re.compile(r"needs (?:\w+|files|a file), such as (\w+=\S+?)(?:;|$)")
 # What a command of a program must say, with an example.
@@ -74,6 +75,7 @@ class Conversion(NamedTuple):
       problems: problems of the whole command, not of one row.
       notes: what `trainer.train` says about the command at its start, without its verdicts.
       loaded: the configuration; None if there are problems.
+      version: what MaxText's version means for the command.
     """
 
     words: list[str]
@@ -81,6 +83,7 @@ class Conversion(NamedTuple):
     problems: list[str]
     notes: list[str]
     loaded: Loaded | None = None
+    version: str = ""
 
     @property
     def runs(self) -> bool:
@@ -104,9 +107,9 @@ def programs() -> list[str]:
     return [name for row in maxtext.table()["modules"] for name in row["names"]]
 
 
-def convert(command: Command, runs: str) -> Conversion:
+def convert(command: Command, runs: str, version: str = "") -> Conversion:
     """Returns our command for `command`, which our program `runs` replaces: one of `SAME_WORDS`; or `EXPORT`, to check
-    the keys of a conversion."""
+    the keys of a conversion. `version` is one of `maxtext_version.versions()`; "" if the keys have to tell it."""
     environment, unknown = variables(command.environment)
     kept = [f"{name}={text}" for name, text in command.environment.items() if not name.startswith(PREFIX)]
     rows = [_verdict(name, text, f"{variable}={text}", variable) for name, (variable, text) in environment.items()]
@@ -114,16 +117,21 @@ def convert(command: Command, runs: str) -> Conversion:
     rows += [_verdict(word.partition("=")[0], word.partition("=")[2], word) for word in command.words]
     if runs in (GENERATE, EXPORT):
         rows = [_without_data(row, runs) for row in rows]
-    yml = _yml(command.yml)
+    yml, in_yml = yml_of(command.yml)
     written = [(row, row.word) for row in rows if row.word]
     assigned = [word for row, word in written if _in_environment(row)]
     given = {name: text for name, (_, text) in environment.items()}
     given |= dict(word.partition("=")[::2] for _, word in written)
-    added = _implied(given, runs)
+    names = [*in_yml, *environment, *(word.partition("=")[0] for word in command.words)]
+    version = version or version_of(names)
+    says_data = runs not in _OF_DATA or "dataset_type" in given
+    says_data |= "dataset_type" in in_yml and yml != MAXTEXT_YML.name
+    added = without_linen([*in_yml, *given], says_data) if version == WITHOUT_LINEN and runs in SAME_WORDS else []
+    added += _implied(given | dict(word.split("=") for word in added), runs)
     words = [*added, *(word for row, word in written if not _in_environment(row))]
     checked = [word for word in words if _is_known(word) and not word.startswith("-")]  # no questions
     if any(has_variable(given.get(name, "")) for name in ("dataset_type", "compile_topology")):
-        checked.append(_NO_DATA)
+        checked.append(NO_DATA)
     problems: list[str] = []
     notes: list[str] = []
     loaded: Loaded | None = None
@@ -140,16 +148,8 @@ def convert(command: Command, runs: str) -> Conversion:
     if loaded is not None:
         notes = [note for note in loaded.notes if not note.startswith(("MaxText's ", yml))]
         rows = [_with_effect(row, loaded, runs) for row in rows]
-    return Conversion([*kept, *assigned, "python", "-m", runs, yml, *words], rows, problems, notes, loaded)
-
-
-def _yml(yml: str) -> str:
-    """Returns maxtext.yml if `yml`, which a command names, is MaxText's base.yml without a changed value."""
-    if not yml or is_maxtexts_base(yml) or (has_variable(yml) and yml.endswith("/base.yml")):
-        return MAXTEXT_YML.name
-    files, mistakes, _ = read_chain(yml, schema())
-    same = all(file.is_maxtext and not maxtext_base.changed_entries(file.entries, schema())[0] for file in files)
-    return MAXTEXT_YML.name if same and not mistakes else yml
+    about = version_line(version, says_data, loaded) if runs in SAME_WORDS else ""
+    return Conversion([*kept, *assigned, "python", "-m", runs, yml, *words], rows, problems, notes, loaded, about)
 
 
 def _other_defaults(yml: str, loaded: Loaded) -> list[str]:
@@ -165,7 +165,7 @@ def _implied(given: Mapping[str, str], runs: str) -> list[str]:
     """Returns words for what MaxText does without being told."""
     without_data = runs in (GENERATE, EXPORT)
     kind = given.get("dataset_type")
-    added = [_NO_DATA] if without_data else []
+    added = [NO_DATA] if without_data else []
     if runs == EXPORT or (kind == "synthetic" and not without_data):
         return added
     if (kind == "hf" and not without_data) or given.get("model_name") in maxtext.table()["tokenizers"]:
@@ -186,7 +186,7 @@ def _completed(problems: Sequence[str], given: Mapping[str, object], runs: str) 
         return others
     missing = list(dict.fromkeys(missing))
     names = ", ".join(word.partition("=")[0] for word in missing)
-    instead = f", or {_NO_DATA} for data without files" if runs == TRAIN else ""
+    instead = f", or {NO_DATA} for data without files" if runs == TRAIN else ""
     return [*others, f"the command does not contain {names}; with your own values add {as_text(missing)}{instead}"]
 
 

@@ -34,9 +34,10 @@ _COMPUTED = (
 )
 
 
-def converted(command: Command, runs: str) -> Conversion:
-    """Returns our command for `command`, which `runs` replaces: our program, or its whole command."""
-    return convert(command, runs) if runs in SAME_WORDS else _filled(command, runs)
+def converted(command: Command, runs: str, version: str = "") -> Conversion:
+    """Returns our command for `command`, which `runs` replaces: our program, or its whole command. For `version` see
+    `convert`."""
+    return convert(command, runs, version) if runs in SAME_WORDS else _filled(command, runs)
 
 
 def _filled(command: Command, template: str) -> Conversion:

@@ -2,9 +2,9 @@
 
 import pytest
 import yaml
-from config_cases import mistakes, notes, write
+from config_cases import mistakes, notes, their_base, write
 
-from trainer.config import load, maxtext, maxtext_base, schema
+from trainer.config import load, maxtext, schema
 from trainer.config.maxtext_command import parse
 from trainer.config.maxtext_convert import TRAIN, convert
 
@@ -12,24 +12,6 @@ from trainer.config.maxtext_convert import TRAIN, convert
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-
-def their_base(**changes) -> str:
-    """Returns a file like MaxText's base.yml: our keys at MaxText's defaults, and many of MaxText's own keys."""
-    values = {
-        name: key.default for name, key in schema().keys.items() if name not in ("held_out_share", "data_pipeline")
-    }
-    values |= {name: value for name, value in maxtext_base.defaults().items() if name in values}
-    values |= {
-        name: it.neutral[0]
-        for name, it in list(maxtext.verdicts().items())[::3]
-        if it.neutral and "." not in name and name not in maxtext_base.TABLES
-    }
-    values |= {"hardware": "tpu", "rope_factor": 40, "compile_topology_num_slices": -1, "kv_proj": "remat"}
-    values |= {"mesh_axes": ["a", "b"], "logical_axis_rules": [["nobody_knows", ["model"]]]}
-    values |= dict.fromkeys(set(maxtext.table()["empty"]) & values.keys() - {"remat_policy"})  # as in e591f30
-    values |= {"data_sharding": [["a"]]}  # not in any version that had scan_layers=false
-    return yaml.safe_dump(values | changes, sort_keys=False)
 
 
 @pytest.mark.parametrize("path", ["src/maxtext/configs/base.yml", "MaxText/configs/base.yml", "theirs.yml"])

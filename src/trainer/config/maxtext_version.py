@@ -1,0 +1,69 @@
+"""Which version of MaxText a command is of, and what that means for it.
+
+MaxText 0.2.5 removed Linen and the three flags, and its default dataset_type is synthetic, no longer tfds.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from trainer.config import maxtext, maxtext_base
+from trainer.config.dump import to_flow
+from trainer.config.files import MAXTEXT_YML, Entry, is_maxtexts_base, read_chain
+from trainer.config.flags import COMBINATIONS, combination, flags_of
+from trainer.config.load import Loaded
+from trainer.config.maxtext_command import has_variable
+from trainer.config.schema import schema
+
+WITHOUT_LINEN = "0.2.5"
+NO_DATA = "dataset_type=synthetic"  # the default of that version
+
+
+def versions() -> list[str]:
+    """Returns the versions of MaxText whose commands differ."""
+    return list(maxtext.table()["versions"])
+
+
+def version_of(names: Iterable[str]) -> str:
+    """Returns MaxText's version that has the keys `names`: 0.2.5, or 0.2.4 for that and earlier ones; "" if both do."""
+    given = set(names)
+    return next((version for version, keys in maxtext.table()["versions"].items() if not given.isdisjoint(keys)), "")
+
+
+def yml_of(yml: str) -> tuple[str, list[str]]:
+    """Returns maxtext.yml if `yml`, which a command names, is MaxText's base.yml without a changed value; and the keys
+    that the file and its parents give."""
+    if not yml or is_maxtexts_base(yml) or (has_variable(yml) and yml.endswith("/base.yml")):
+        return MAXTEXT_YML.name, []
+    files, mistakes, _ = read_chain(yml, schema())
+    names = [entry.name for file in files if file.path != MAXTEXT_YML for entry in file.entries]
+    same = all(file.is_maxtext and not _changes(file.entries) for file in files)
+    return MAXTEXT_YML.name if same and not mistakes else yml, names
+
+
+def _changes(entries: Sequence[Entry]) -> list[Entry]:
+    """Returns the entries of a MaxText base.yml that the user changed. The dataset_type of 0.2.5 is not one."""
+    newest = version_of(entry.name for entry in entries) == WITHOUT_LINEN
+    changed, _ = maxtext_base.changed_entries(entries, schema())
+    return [entry for entry in changed if not (newest and f"{entry.name}={entry.given}" == NO_DATA)]
+
+
+def without_linen(names: Sequence[str], says_data: bool) -> list[str]:
+    """Returns words for what a command of 0.2.5 means without saying it, unless it is the default here. `names` are the
+    keys that it gives."""
+    flags = flags_of(next(iter(COMBINATIONS)))
+    unlike = [name for name, value in flags.items() if name not in names and schema().keys[name].default != value]
+    return [*([] if says_data else [NO_DATA]), *(f"{name}={to_flow(flags[name])}" for name in unlike)]
+
+
+def version_line(version: str, says_data: bool, loaded: Loaded | None) -> str:
+    """Returns what MaxText's version means for a command; "" if nothing. `says_data`: whether it has a dataset_type."""
+    if version == WITHOUT_LINEN:
+        nnx = next(iter(COMBINATIONS))
+        name = combination(loaded.config) if loaded else nnx
+        runs = f"it runs as {nnx}, with all three true" if name == nnx else f"those given here make it {name}"
+        return f"read as a command of MaxText {version}, which has no flags: {runs}"
+    if version or says_data:
+        return ""
+    return (
+        f"read as a command of MaxText before {WITHOUT_LINEN}, where dataset_type is tfds by default; in "
+        f"{WITHOUT_LINEN} it is synthetic: for that write --maxtext={WITHOUT_LINEN} before the command"
+    )
