@@ -30,6 +30,10 @@ ITEMS = "items"  # the name of the tree in checkpoints/N
 # Keys of the custom metadata: MaxText's own key, and a key that this trainer adds: whether RoPE rotates adjacent pairs.
 SCAN, PAIRS = "scan_layers", "rotary_pairs"
 ROOT = "params/params/"
+# Where MaxText 0.2.5 has the biases of routers, which are not parameters there: in a state, and in parameters alone.
+# Their layers are stacked on axis 0, whatever param_scan_axis is.
+_BIASES_OF_STATE, BIASES = "nnx_aux/model/", "params/MoEBiasVar/"
+BIAS = "gate/bias"
 _TABLE = "token_embedder/embedding"
 _FINAL_NORM = "decoder/decoder_norm/"
 # Other locations of parameters: MaxText's NNX model writes them with or without its whole state, or post-training does.
@@ -69,6 +73,14 @@ class MaxTextSource:
             for name, header in headers.items()
             if name.startswith(root) and name.endswith(end) and not _RANDOM.intersection(name.split("/"))
         }
+        biases = {
+            name.removeprefix(root): (name, header)
+            for root in (_BIASES_OF_STATE, BIASES)
+            for name, header in headers.items()
+            if name.startswith(root) and name.endswith(BIAS)
+        }
+        self._biases = biases.keys() - self._headers.keys()
+        self._headers = biases | self._headers
         self._said = {
             key: value for key, value in orbax.custom_metadata(path).items() if key in (SCAN, PAIRS) and value in (0, 1)
         }
@@ -135,7 +147,7 @@ class MaxTextSource:
         for name, tensors in stored.items():
             dtype, mixed = common_dtype([np.dtype(self._headers[tensor][1].dtype) for tensor in tensors])
             # The axis of the layers; -1 if a tensor holds a single layer.
-            on = 0 if places[name] is None else axis if name in tensors else -1
+            on = 0 if places[name] is None else self._axis(name, axis) if name in tensors else -1
             how = (on, heads.get(name, 0), config[ORDER], query_scale(config, name))
             parts = [functools.partial(self._read, how, *tensor) for tensor in tensors.items()]
             puts = [functools.partial(self._put, how, *tensor) for tensor in tensors.items()]
@@ -148,7 +160,7 @@ class MaxTextSource:
         Raises:
           UserError: every array has the same shape for either axis.
         """
-        stacked = {name: shape for name, shape in shapes.items() if name in self._headers}
+        stacked = {name: shape for name, shape in shapes.items() if name in self._headers.keys() - self._biases}
         fits = [
             sum(tuple(self._headers[name][1].shape) == _with_layers_on(axis, shape) for name, shape in stacked.items())
             for axis in (0, 1)
@@ -160,6 +172,9 @@ class MaxTextSource:
             )
         return 0 if fits[0] > fits[1] else 1
 
+    def _axis(self, name: str, axis: int) -> int:
+        return 0 if name in self._biases else axis
+
     def _stored(self, name: str, shape: tuple[int, ...], where: Place | None, axis: int) -> dict[str, tuple[int, ...]]:
         """Returns name and shape of the tensors of a canonical parameter."""
         if where is None:
@@ -168,7 +183,7 @@ class MaxTextSource:
             # If there are more layers than tensors, one is missing. It can be found without generating that many names.
             layers = min(shape[0], len(self._headers) + 1)
             return {layer_name(where, i): shape[1:] for i in range(layers)}
-        return {name: _with_layers_on(axis, shape)}
+        return {name: _with_layers_on(self._axis(name, axis), shape)}
 
     def _read(self, how: _How, tensor: str, shape: tuple[int, ...]) -> np.ndarray:
         axis, head, pairs, factor = how

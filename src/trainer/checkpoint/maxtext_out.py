@@ -7,7 +7,18 @@ from pathlib import Path
 import numpy as np
 
 from trainer.checkpoint import orbax
-from trainer.checkpoint.maxtext import ITEMS, PAIRS, ROOT, SCAN, heads_to_reorder, layer_name, query_scale, scaled
+from trainer.checkpoint.maxtext import (
+    BIAS,
+    BIASES,
+    ITEMS,
+    PAIRS,
+    ROOT,
+    SCAN,
+    heads_to_reorder,
+    layer_name,
+    query_scale,
+    scaled,
+)
 from trainer.checkpoint.params_out import target_dtypes
 from trainer.checkpoint.source import Leaf, Tick, progress
 from trainer.config import Config
@@ -60,7 +71,9 @@ def _stored(
     stacked = np.empty((leaf.shape[1], leaf.shape[0], *leaf.shape[2:]), dtype)
     for i, layer in enumerate(leaf.layers(tick)):
         stacked[:, i] = theirs(layer)
-    return {ROOT + name: stacked}
+    # MaxText 0.2.5 has the biases of routers in another collection, with their layers on axis 0.
+    more = {BIASES + name: np.moveaxis(stacked, 1, 0)} if name.endswith(BIAS) else {}
+    return {ROOT + name: stacked} | more
 
 
 def _as_maxtext_has_it(step: Path) -> None:

@@ -126,6 +126,8 @@ def test_maxtexts_keys():
         "routed_score_func": "softmax",
     }
     assert (keys["first_num_dense_layers"], keys["shared_experts"], keys["routed_scaling_factor"]) == (1, 1, 2.0)
+    assert keys["rope_factor"] == config().rope_factor
+    assert maxtext_keys(config(rope_type="default"))["rope_factor"] == 1, "it scales the scores there"
     with pytest.raises(UserError, match="n_routing_groups=2: its groups are those of DeepSeek-V3"):
         maxtext_keys(config(n_routing_groups=2, topk_routing_group=1))
     with pytest.raises(UserError, match="norm_topk_prob=False: it always divides sigmoid scores by their sum"):

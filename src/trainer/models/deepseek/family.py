@@ -118,6 +118,8 @@ _AS_V3 = {"model_name": "deepseek3-671b", "override_model_config": True}
 def _maxtext_keys(config: Config) -> dict[str, Any]:
     names = (*LATENT, "attention_type", "mscale", "first_num_dense_layers", "shared_experts", "routed_scaling_factor")
     keys = {name: config[name] for name in names}
+    if config.rope_type != "yarn":
+        keys["rope_factor"] = 1  # MaxText scales the scores of MLA by it under every rope_type
     if not scores_by_sigmoid(config):
         return keys | {SCORE: "softmax"}
     return keys | {name: config[name] for name in (SCORE, BIAS, "n_routing_groups", "topk_routing_group")} | _AS_V3

@@ -1,0 +1,304 @@
+"""Writes small checkpoints with MaxText 0.2.5 itself, and compares logits both ways.
+
+    python scripts/maxtext_folders.py write OUT [NAME ...]    in an environment with MaxText on CPU
+    python scripts/maxtext_folders.py check PYTHON            here; PYTHON is that of the other environment
+
+`write` trains the models of CASES for two steps with MaxText's train and its own save. OUT/NAME.zip has the run's
+folder, the keys of the model (keys.json), and tokens with the float32 logits of MaxText (expected.npz). These are
+tests/maxtext-0.2.5, which the tests load here. `check` loads each of them here and exports it for MaxText,
+which loads it by the command that `trainer.export` prints, as its training and as its decoding do. It prints the
+largest differences of the logits, and the exit code is 1 if one is above TOLERANCE. docs/guides/weights.md has a dated
+result.
+"""
+
+import contextlib
+import io
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+FOLDERS = Path(__file__).parents[1] / "tests" / "maxtext-0.2.5"
+TOLERANCE = 1e-5  # float32 logits of up to 5; both sides sum the same products in other orders
+TINY = {
+    "base_emb_dim": 16,
+    "base_num_query_heads": 2,
+    "base_num_kv_heads": 1,
+    "head_dim": 16,
+    "base_mlp_dim": 24,
+    "base_num_decoder_layers": 2,
+    "vocab_size": 64,
+    "decoder_block": "llama2",
+}
+EXPERTS = {"decoder_block": "mixtral", "num_experts": 3, "num_experts_per_tok": 2, "base_moe_mlp_dim": 24}
+# By this name MaxText's block weights experts by the scores without their bias.
+AS_V3 = {"model_name": "deepseek3-671b", "override_model_config": True}
+DEEPSEEK = AS_V3 | {
+    "normalization_layer_epsilon": 1e-6,
+    "rope_type": "yarn",
+    "rope_factor": 4,
+    "original_max_position_embeddings": 16,
+    "max_position_embeddings": 64,
+    "rope_interleave": True,
+    "decoder_block": "deepseek",
+    "attention_type": "mla",
+    "base_num_kv_heads": 2,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "shared_experts": 1,
+    "base_moe_mlp_dim": 16,
+    "first_num_dense_layers": 1,
+    "base_num_decoder_layers": 3,
+    "routed_score_func": "sigmoid",
+    "routed_bias": True,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
+QWEN3 = {
+    "decoder_block": "qwen3",
+    "use_qk_norm": True,
+    "logits_via_embedding": True,
+    "normalize_embedding_logits": False,
+}
+SCANNED, UNSCANNED = {"scan_layers": True}, {"scan_layers": False}
+# The keys of each model, and how MaxText stores its layers.
+CASES = {
+    "dense": TINY | SCANNED,
+    "dense_unscanned": TINY | UNSCANNED,
+    "dense_tied": TINY | QWEN3 | SCANNED,
+    "experts": TINY | EXPERTS | SCANNED,
+    "experts_unscanned": TINY | EXPERTS | UNSCANNED,
+    "deepseek": TINY | DEEPSEEK | SCANNED,
+    "deepseek_unscanned": TINY | DEEPSEEK | UNSCANNED,
+    "params": TINY | SCANNED,
+    "params_unscanned": TINY | UNSCANNED,
+}
+PARAMS_ONLY = ("params", "params_unscanned")  # written by MaxText's tool for parameters alone, in bfloat16
+LOADS = ("load_parameters_path", "from_pretrained")  # how MaxText loads parameters
+# How it is computed: nothing is rounded, and no token of an expert is dropped.
+COMPUTED = {
+    "dtype": "float32",
+    "weight_dtype": "float32",
+    "matmul_precision": "highest",
+    "attention": "dot_product",
+    "megablox": False,
+    "sparse_matmul": False,
+    "capacity_factor": -1.0,
+    "enable_dropout": False,
+    "max_target_length": 8,
+    "per_device_batch_size": 2,
+    "dataset_type": "synthetic",
+    "skip_jax_distributed_system": True,
+    "run_name": "run",
+}
+RUN = {
+    "learning_rate": 0.05,
+    "routed_bias_update_rate": 0.1,
+    "steps": 2,
+    "checkpoint_period": 1,
+    "max_num_checkpoints_to_keep": 1,
+    "async_checkpointing": False,
+    "enable_tensorboard": False,
+}
+
+
+# ---- With MaxText
+
+
+def arguments(keys: dict[str, Any]) -> list[str]:
+    """Returns the arguments of one of MaxText's programs."""
+    from maxtext.configs import pyconfig
+
+    base = Path(pyconfig.__file__).parent / "base.yml"
+    return ["maxtext", str(base), *(f"{name}={value}" for name, value in (COMPUTED | keys).items())]
+
+
+def train(out: Path, keys: dict[str, Any]) -> Path:
+    """Trains a model with MaxText, and returns the folder of its newest checkpoint."""
+    from maxtext.trainers.pre_train import train as maxtext_train
+
+    # Adam's moments would take two thirds of the file; one case has them.
+    optimizer = {"opt_type": "adamw" if out.name in ("dense", *PARAMS_ONLY) else "sgd"}
+    maxtext_train.main(arguments(keys | RUN | optimizer | {"base_output_directory": out}))
+    return newest(out / "run")
+
+
+def params_only(folder: Path, out: Path, keys: dict[str, Any]) -> Path:
+    """Writes the parameters of a checkpoint alone with MaxText's tool."""
+    from maxtext.utils import generate_param_only_checkpoint
+
+    # The tool builds the optimizer of the run and unrolls layers if it is told to.
+    said = {"opt_type": "adamw", "load_full_state_path": folder / "items", "base_output_directory": out}
+    generate_param_only_checkpoint.main(arguments(keys | {"force_unroll": not keys["scan_layers"]} | SCANNED | said))
+    return newest(out / "run")
+
+
+def newest(run: Path) -> Path:
+    return max((run / "checkpoints").iterdir(), key=lambda folder: int(folder.name))
+
+
+def logits(folder: Path, keys: dict[str, Any], how: str) -> dict[str, np.ndarray]:
+    """Returns tokens and the logits of MaxText's model with the parameters in `folder`.
+
+    `how` MaxText loads it: load_full_state_path or load_parameters_path, as its training does, or from_pretrained, as
+    its decoding and post-training do.
+    """
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+    from maxtext.configs import pyconfig
+    from maxtext.utils import generate_param_only_checkpoint, maxtext_utils, maxtext_utils_nnx, model_creation_utils
+
+    key = "load_parameters_path" if how == "from_pretrained" else how
+    optimizer = {"opt_type": "sgd"} if not (folder / "items" / "_METADATA").read_text().count("'mu'") else {}
+    config = pyconfig.initialize(arguments(keys | optimizer | {key: folder / "items"}))
+    mesh = maxtext_utils.get_mesh_from_config(config)
+    if how == "from_pretrained":
+        model = model_creation_utils.from_pretrained(config, mesh=mesh)
+    else:
+        state, _ = generate_param_only_checkpoint._read_train_checkpoint(config, None, mesh)
+        rngs = maxtext_utils_nnx.create_nnx_rngs(config, rng_key=jax.random.PRNGKey(0))
+        model = model_creation_utils.from_config(config, mesh=mesh, rngs=rngs)
+        nnx.update(model, state.model)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, config.max_target_length), np.int32)
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    with mesh:
+        found = model(
+            decoder_input_tokens=jnp.asarray(tokens),
+            decoder_positions=jnp.asarray(positions),
+            decoder_segment_ids=jnp.ones_like(tokens),
+            enable_dropout=False,
+        )
+    return {"tokens": tokens, "logits": np.asarray(found, np.float32)}
+
+
+def write(out: Path, names: list[str]) -> None:
+    """Writes the cases `names`, or all."""
+    for name, keys in CASES.items():
+        if names and name not in names:
+            continue
+        with tempfile.TemporaryDirectory() as temporary:
+            work = Path(temporary) / name
+            trained = train(work, keys | (SCANNED if name in PARAMS_ONLY else {}))
+            folder = params_only(trained, Path(temporary) / "alone", keys) if name in PARAMS_ONLY else trained
+            # MaxText's training does not read what its own tool for parameters writes.
+            how = "from_pretrained" if name in PARAMS_ONLY else "load_full_state_path"
+            np.savez(work / "expected.npz", **logits(folder, keys, how))
+            (work / "keys.json").write_text(json.dumps(keys))
+            with zipfile.ZipFile(out / f"{name}.zip", "w", zipfile.ZIP_DEFLATED) as file:
+                file.write(work / "expected.npz", "expected.npz")
+                file.write(work / "keys.json", "keys.json")
+                for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+                    file.write(path, Path("run", "checkpoints", folder.name, path.relative_to(folder)))
+        print(f"{name}: {(out / f'{name}.zip').stat().st_size} bytes", flush=True)
+
+
+# ---- Here
+
+
+def configured(keys: dict[str, Any]) -> Any:
+    """Returns the resolved configuration for a model of MaxText's keys, in float32."""
+    from trainer.config import load, resolve
+    from trainer.config.flags import flags_of
+
+    words = [f"{name}={value}" for name, value in keys.items() if name not in (*AS_V3, "scan_layers")]
+    words += ["dataset_type=synthetic", "dtype=float32", "weight_dtype=float32", "max_target_length=8"]
+    words += [f"{name}={value}" for name, value in flags_of("nnx").items()]
+    return resolve(load(["maxtext.yml", *words]).config, device_count=1, platform="cpu")
+
+
+def our_logits(folder: Path, keys: dict[str, Any], tokens: np.ndarray, *, as_maxtext: bool = True) -> np.ndarray:
+    """Returns the logits of this trainer's model with the parameters in `folder`.
+
+    `as_maxtext` rounds the table of a tied head to bfloat16, as MaxText does in float32 runs, too.
+    """
+    import jax
+
+    from trainer.backends import make_model
+    from trainer.checkpoint import joined, load_parameters, parted
+
+    config = configured(keys)
+    model = make_model(config)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = jax.tree.map(
+        lambda it: jax.ShapeDtypeStruct(it.shape, it.dtype, sharding=sharding), joined(*model.abstract)
+    )
+    params, rest = parted(load_parameters(str(folder), config, abstract, print), model.abstract[1])
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    rows = np.arange(len(tokens), dtype=np.int32)
+    hidden, _, _ = model.apply(params, rest, tokens, positions, np.ones_like(tokens), rows)
+    if as_maxtext and config.logits_via_embedding:
+        table = params["token_embedder"]["embedding"]
+        params = params | {"token_embedder": {"embedding": table.astype("bfloat16").astype(table.dtype)}}
+    return np.asarray(model.apply(params, rest, hidden, method="head")[0], np.float32)
+
+
+def exported(folder: Path, out: Path, keys: dict[str, Any]) -> list[str]:
+    """Exports the checkpoint for MaxText, and returns the keys with which MaxText loads it."""
+    from trainer import export
+    from trainer.config.dump import to_flow
+    from trainer.config.effects import no_effect_of
+
+    config = configured(keys)
+    scan = f"scan_layers={str(keys['scan_layers']).lower()}"
+    said = io.StringIO()
+    given = [name for name in keys if name in config and name not in (*AS_V3, "scan_layers")]
+    given = [name for name in given if no_effect_of(config, name) is None]
+    model = [f"{name}={to_flow(config[name])}" for name in given]
+    with contextlib.redirect_stdout(said):
+        export.main([str(folder), str(out), "format=maxtext", scan, *model])
+    return [word for word in shlex.split(said.getvalue().splitlines()[-1]) if "=" in word]
+
+
+def check(python: str) -> int:
+    """Compares logits both ways, for each case."""
+    largest = 0.0
+    for path in sorted(FOLDERS.glob("*.zip")):
+        with tempfile.TemporaryDirectory() as temporary:
+            work = Path(temporary)
+            zipfile.ZipFile(path).extractall(work)
+            keys, expected = json.loads((work / "keys.json").read_text()), np.load(work / "expected.npz")
+            ours = our_logits(work / "run", keys, expected["tokens"])
+            words = exported(work / "run", work / "out", keys)
+            command = [python, __file__, "logits", str(work / "out" / "0"), str(work / "theirs.npz"), *words]
+            if subprocess.run(command, capture_output=True).returncode:
+                raise SystemExit(f"MaxText does not load {path.stem}: {shlex.join(command)}")
+            theirs = dict(np.load(work / "theirs.npz"))
+        inward = np.abs(ours - expected["logits"]).max()
+        outward = max(np.abs(ours - it).max() for it in theirs.values())
+        print(f"{path.stem:<20} {np.abs(ours).max():.2f}  read here {inward:.1e}  read there {outward:.1e}", flush=True)
+        largest = max(largest, inward, outward)
+    return int(largest > TOLERANCE)
+
+
+def main(words: list[str]) -> int:
+    """Runs one of the commands in the description above."""
+    match words:
+        case ["write", out, *names]:
+            write(Path(out), names)
+        case ["check", python]:
+            return check(python)
+        case ["logits", folder, out, *keys]:
+            given = dict(word.split("=", 1) for word in keys if not word.startswith("load_parameters_path="))
+            np.savez(out, **{how: logits(Path(folder), given, how)["logits"] for how in LOADS})
+        case _:
+            print(__doc__)
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
