@@ -17,7 +17,6 @@ from trainer.config.values import NO_VALUE
 
 TABLE = Path(__file__).parent / "maxtext_keys.yml"
 RENAMED, NEEDLESS, NOT_YET, NEVER = "renamed", "needless", "not yet", "never"
-ANY = "any"  # stands for: every value is neutral
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,9 @@ def verdicts() -> Mapping[str, Verdict]:
     by_key = {}
     for group in table()["groups"]:
         kind, why, to = group["verdict"], group["why"], group.get("to", "")
-        for name, values in group["keys"].items():
-            by_key[name] = Verdict(name, kind, why, None if values == ANY else tuple(values), to)
+        keys = dict.fromkeys(group["keys"]) if kind == NEEDLESS else group["keys"]
+        for name, values in keys.items():
+            by_key[name] = Verdict(name, kind, why, None if values is None else tuple(values), to)
         for name in group.get("dependents", ()):
             by_key[name] = Verdict(name, kind, f"MaxText reads it only with {_list(list(group['keys']), 3)}", None)
     return by_key

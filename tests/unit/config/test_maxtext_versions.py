@@ -206,6 +206,10 @@ def test_a_dataset_type_and_flags_that_are_given_win():
     write("own.yml", "base_config: maxtext.yml\ndataset_type: hf\nhf_path: json\nhf_train_files: x.json\n")
     made = converted(LINE.replace("run_name", "own.yml run_name"), "0.2.5")
     assert not [word for word in made.words if word.startswith("dataset_type")]
+    write("own.yml", "base_config: maxtext.yml\n" + "".join(f"{word.replace('=', ': ')}\n" for word in flags.split()))
+    made = converted(LINE.replace("run_name", "own.yml run_name"), "0.2.5")
+    assert combination(made.loaded.config) == "linen"
+    assert made.words[3:] == ["own.yml", "dataset_type=synthetic", "run_name=x"]
 
 
 def test_the_option(capsys):
