@@ -22,6 +22,7 @@ from trainer.checkpoint.description import ORDER
 from trainer.checkpoint.source import Leaf, Shapes, check_tensors, common_dtype, resharded
 from trainer.config import Config, UserError
 from trainer.config.effects import no_effect_of
+from trainer.config.latent_keys import is_latent
 from trainer.models.families import Place, maxtext, place, stacks
 from trainer.models.huggingface import reordered
 from trainer.models.mtp_names import decoder_name, is_final_norm, module_of, rotated_heads
@@ -142,6 +143,11 @@ class MaxTextSource:
         }
         wanted = {name: shape for tensors in stored.values() for name, shape in tensors.items()}
         check_tensors(found, wanted, str(self.path))
+        if PAIRS not in self._said and is_latent(config) and not in_pairs(config):
+            raise UserError(
+                f"{self.path}: MaxText's MLA rotates halves with rope_type={config.rope_type}, and scales scores by "
+                "rope_factor; here it rotates adjacent pairs, as MaxText does with rope_type=yarn: another model"
+            )
         heads = heads_to_reorder(config, shapes, self._said.get(PAIRS, in_pairs(config)), str(self.path))
         leaves = {}
         for name, tensors in stored.items():

@@ -22,6 +22,7 @@ from trainer.checkpoint.maxtext import (
 from trainer.checkpoint.params_out import target_dtypes
 from trainer.checkpoint.source import Leaf, Tick, progress
 from trainer.config import Config
+from trainer.config.latent_keys import is_latent
 from trainer.models.families import place, stacks
 from trainer.models.huggingface import reordered
 from trainer.models.maxtext_config import maxtext_keys
@@ -45,7 +46,7 @@ def write_maxtext(folder: Path, config: Config, leaves: Mapping[str, Leaf], dtyp
     maxtext_keys(config)
     targets = target_dtypes(leaves, dtype)
     # The files fit the keys of `maxtext_keys`. These contain no model name, so rope_type alone determines the order.
-    pairs = config.rope_type != "default"
+    pairs = config.rope_type != "default" or is_latent(config)
     heads = heads_to_reorder(config, {name: leaf.shape for name, leaf in leaves.items()}, pairs, "format=maxtext")
     step = folder / STEP
     with orbax.writer(step, {SCAN: scan, PAIRS: pairs}) as write, progress(leaves.values(), "writing") as tick:

@@ -11,6 +11,7 @@ from checkpoint_cases import assert_same
 
 from trainer.checkpoint import orbax
 from trainer.checkpoint.maxtext import BIAS
+from trainer.config import UserError
 
 ROOT = Path(__file__).parents[3]
 spec = importlib.util.spec_from_file_location("maxtext_folders", ROOT / "scripts" / "maxtext_folders.py")
@@ -67,3 +68,13 @@ def stored(items):
         for name, header in orbax.headers(items).items()
         if name.startswith("params/") or (name.startswith("nnx_aux/") and name.endswith(BIAS))
     }
+
+
+@pytest.mark.parametrize("case", ["deepseek"], indirect=True)
+def test_latent_attention_without_yarn_is_another_function_there(case):
+    folder, keys = case
+    plain = {name: value for name, value in keys.items() if "position_embeddings" not in name and name != "rope_factor"}
+    plain |= {"rope_type": "default"}
+    tokens = np.load(folder / "expected.npz")["tokens"]
+    with pytest.raises(UserError, match="MaxText's MLA rotates halves with rope_type=default"):
+        script.our_logits(folder / "run", plain, tokens)

@@ -127,7 +127,13 @@ def test_maxtexts_keys():
     }
     assert (keys["first_num_dense_layers"], keys["shared_experts"], keys["routed_scaling_factor"]) == (1, 1, 2.0)
     assert keys["rope_factor"] == config().rope_factor
-    assert maxtext_keys(config(rope_type="default"))["rope_factor"] == 1, "it scales the scores there"
+    plain = maxtext_keys(config(rope_type="default"))
+    wanted = {"rope_type": "yarn", "rope_factor": 1, "rope_interleave": True}
+    assert {name: plain[name] for name in wanted} == wanted, (
+        "rope_type=default would rotate halves and scale the scores"
+    )
+    with pytest.raises(UserError, match="rope_linear_scaling_factor=2.0: it rotates halves"):
+        maxtext_keys(config(rope_type="default", rope_linear_scaling_factor=2.0))
     with pytest.raises(UserError, match="n_routing_groups=2: its groups are those of DeepSeek-V3"):
         maxtext_keys(config(n_routing_groups=2, topk_routing_group=1))
     with pytest.raises(UserError, match="norm_topk_prob=False: it always divides sigmoid scores by their sum"):

@@ -120,16 +120,20 @@ def _maxtext_keys(config: Config) -> dict[str, Any]:
     keys = {name: config[name] for name in names}
     if config.rope_type != "yarn":
         keys["rope_factor"] = 1  # MaxText scales the scores of MLA by it under every rope_type
+    if config.rope_type == "default":  # there it rotates halves; YaRN by the factor 1 rotates pairs and changes nothing
+        keys |= {"rope_type": "yarn", "rope_interleave": True}
     if not scores_by_sigmoid(config):
         return keys | {SCORE: "softmax"}
     return keys | {name: config[name] for name in (SCORE, BIAS, "n_routing_groups", "topk_routing_group")} | _AS_V3
 
 
 def _maxtext_refuses(config: Config) -> list[str]:
+    refused = []
+    if config.rope_type == "default" and config.rope_linear_scaling_factor != 1:
+        refused.append(f"rope_linear_scaling_factor={config.rope_linear_scaling_factor}: it rotates halves then")
     if scores_by_sigmoid(config):
         divides = "norm_topk_prob=False: it always divides sigmoid scores by their sum"
-        return [] if config.norm_topk_prob else [divides]
-    refused = []
+        return refused if config.norm_topk_prob else [*refused, divides]
     if config.norm_topk_prob:
         refused.append("norm_topk_prob=True: it does not read this key in this block")
     if config.n_routing_groups > 1:
