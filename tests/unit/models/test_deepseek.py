@@ -132,7 +132,7 @@ def test_maxtexts_keys():
     assert {name: plain[name] for name in wanted} == wanted, (
         "rope_type=default would rotate halves and scale the scores"
     )
-    with pytest.raises(UserError, match="rope_linear_scaling_factor=2.0: it rotates halves"):
+    with pytest.raises(UserError, match=r"rope_linear_scaling_factor=2\.0: it rotates halves"):
         maxtext_keys(config(rope_type="default", rope_linear_scaling_factor=2.0))
     with pytest.raises(UserError, match="n_routing_groups=2: its groups are those of DeepSeek-V3"):
         maxtext_keys(config(n_routing_groups=2, topk_routing_group=1))
