@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import jax
@@ -91,7 +92,9 @@ def steps_of_profile(run_dir: Path) -> list[int]:
     assert gzip.decompress((place / "memory.prof").read_bytes())
     (trace,) = place.glob("*.xplane.pb")
     lines = [line for plane in jax.profiler.ProfileData.from_file(str(trace)).planes for line in plane.lines]
-    stats = [dict(event.stats) for line in lines for event in line.events if event.name == "train"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # jaxlib 0.12's own; as an error it ends the process
+        stats = [dict(event.stats) for line in lines for event in line.events if event.name == "train"]
     return sorted(each["step_num"] for each in stats)
 
 

@@ -117,12 +117,19 @@ def equations(jaxpr):
             yield from equations(inner)
 
 
+def alike(outside, inside):
+    return sum(a.aval.shape == b.aval.shape for a, b in zip(outside, inside, strict=True))
+
+
 def kept(combination, **overrides):
     """Returns what the scan over layers passes to each layer's backward pass: {name of the tensor: memory}."""
     loss, params = loss_and_arguments(combination, **overrides)
     jaxpr = jax.make_jaxpr(lambda params: jax.vjp(loss, params)[1])(params).jaxpr
     (scan,) = [equation for equation in equations(jaxpr) if equation.primitive.name == "scan"]
     body = scan.params["jaxpr"].jaxpr
+    # Constants and the carry have the same shape outside of the body. What is scanned has an axis more there.
+    carried = alike(scan.outvars, body.outvars)
+    constants = alike(scan.invars, body.invars) - carried
     made_by = {variable: equation for equation in body.eqns for variable in equation.outvars}
 
     def name(variable):
@@ -133,10 +140,10 @@ def kept(combination, **overrides):
                 return equation.params["name"]
             assert equation.primitive.name in ("reduce_precision", "device_put"), equation
             (variable,) = [v for v in equation.invars if not isinstance(v, Literal)]
-        assert variable is body.invars[scan.params["num_consts"]], "not the block's input"
+        assert variable is body.invars[constants], "not the block's input"
         return "input"
 
-    residuals = body.outvars[scan.params["num_carry"] :]
+    residuals = body.outvars[carried:]
     found = {name(variable): variable.aval.memory_space.name.lower() for variable in residuals}
     assert len(found) == len(residuals), "something is kept twice"
     return found
