@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import pickle
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
@@ -125,9 +126,13 @@ def load(path: Path, origin: Origin, args: Any, devices: Sequence[jax.Device]) -
     leaves = jax.tree.leaves(args[0])
     in_tree = jax.tree.structure(((leaves, *args[1:]), {}))
     out_tree = jax.tree.structure((leaves, dict.fromkeys(head["metrics"], 0)))
-    return serialize_executable.deserialize_and_load(
-        payload, in_tree, out_tree, backend=devices[0].client, execution_devices=devices
-    )
+    try:
+        return serialize_executable.deserialize_and_load(
+            payload, in_tree, out_tree, backend=devices[0].client, execution_devices=devices
+        )
+    except (jax.errors.JaxRuntimeError, pickle.UnpicklingError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"{named}: this JAX cannot load it: {reason}; compile again, or leave the key out") from error
 
 
 def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:

@@ -135,6 +135,8 @@ def _other_run(run: Run, dataset: Dataset, say: Say) -> Start:
         check_optimizer(saved, run.config, str(path))
         check_islands(saved, run.config, str(path))
         state = _restored(run, path, sidecar)
+    if changed := other_versions(sidecar.versions):
+        say(changed)
     updates = int(run.codec.unpack(state).step)
     if updates >= run.config.steps:
         raise UserError(

@@ -2,7 +2,11 @@
 
 import ast
 import copy
+import hashlib
+import io
 import itertools
+import json
+import pickle
 import shutil
 import sys
 from pathlib import Path
@@ -124,6 +128,28 @@ def test_a_damaged_file_and_another_one_are_refused(step, file, origin, tmp_path
         path.write_bytes(damaged)
         assert message in refused(step, path, origin)
     assert "cannot be read: No such file" in refused(step, tmp_path / "none", origin)
+
+
+class _Exec:
+    """What pickles like an executable that this XLA cannot read."""
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj):
+        return ("exec", b"of another XLA") if isinstance(obj, _Exec) else None
+
+
+def test_a_whole_file_that_this_jax_cannot_load_is_refused(step, file, origin, tmp_path):
+    """The header names the same versions and the checksum matches."""
+    of_another_xla = io.BytesIO()
+    _Pickler(of_another_xla).dump((_Exec(), [], True))
+    head, _, _ = file.read_bytes().removeprefix(executable.MAGIC).partition(b"\n")
+    for payload in (of_another_xla.getvalue(), b"no pickle"):
+        changed = json.loads(head) | {"sha256": hashlib.sha256(payload).hexdigest()}
+        (tmp_path / "step").write_bytes(executable.MAGIC + json.dumps(changed).encode() + b"\n" + payload)
+        message = refused(step, tmp_path / "step", origin)
+        assert message.startswith(f"compiled_trainstep_file={tmp_path}/step: this JAX cannot load it: ")
+        assert message.endswith("; compile again, or leave the key out")
 
 
 def test_another_setting_of_jax_is_named(step, file, origin):
