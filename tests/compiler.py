@@ -28,8 +28,9 @@ _GIVEN = " ".join(flag for flag in os.environ.get("XLA_FLAGS", "").split() if fl
 # generation rounds equal math differently in different fusions, and first expands a scatter to a loop.
 EXACT = {"xla_cpu_use_fusion_emitters": True} if _HAS_OLDER else {}
 
-# Options of `compile` with which a TPU's program compiles sooner.
-TPU_QUICKLY = {"exec_time_optimization_effort": -1.0} if _HAS_OLDER else {"optimization_level": "O1"}
+# Options of `compile` with which a TPU's program compiles sooner. The option of later versions, optimization_level=O1,
+# writes programs that all-gather in float32 and take more memory than a user's.
+TPU_QUICKLY = {"exec_time_optimization_effort": -1.0} if _HAS_OLDER else {}
 
 
 @contextlib.contextmanager
