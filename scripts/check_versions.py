@@ -5,7 +5,7 @@
 Python 3.11 gets the oldest JAX that pyproject.toml accepts, a later Python the newest. The script makes an environment
 from `--python` (default: the first Python from 3.12 on that it finds) and runs there: the five combinations side by
 side, a run with a checkpoint and its resume, generation, and one ahead-of-time compilation for a TPU. `--environment`
-keeps the environment, or uses it if it is there. `--suite` runs the whole suite instead, `--measure` prints one row of
+keeps the environment, or uses it if it is there. `--suite` runs every test instead, `--measure` prints one row of
 the table in docs/benchmarks/versions.md. Without a Python of 3.12 or later it says so and exits with 0.
 """
 
@@ -68,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
         clean |= {"PYTHONPATH": str(ROOT / "src"), "XDG_CACHE_HOME": f"{scratch}/cache"}
         if given.suite:
-            raise SystemExit(subprocess.call([python, "-m", "pytest", "-n", "2"], cwd=ROOT, env=clean))
+            suite = [python, "-m", "pytest", "-n", "2", "--tests=all"]
+            raise SystemExit(subprocess.call(suite, cwd=ROOT, env=clean))
         if given.measure:
             measure(python, Path(scratch), clean)
             return

@@ -160,5 +160,5 @@ def test_a_subclass_of_param_is_trained_and_other_variables_are_refused(combinat
             make_model(config)
     for block in (BlockWithStatistic, LinenBlockWithStatistic):
         if block is BlockWithStatistic or combination != ALL_COMBINATIONS[0]:
-            with pytest.raises(UserError, match="state that a forward pass would update|needs a Linen decoder stack"):
+            with pytest.raises(UserError, match=r"state that a forward pass would update|needs a Linen decoder stack"):
                 make_model(tiny_config(combination, decoder_block=f"own_blocks:{block.__name__}"))
