@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from trainer.compare.summary import Summary, cut, digest, part
+from trainer.compare.summary import Summary, cut, digest, numbered, part
 
 # Maps the name of an array to the numbers of the layers along its first axis; None: it is not stacked.
 Layers = Callable[[str], Iterable[int] | None]
@@ -113,11 +113,11 @@ def _of_array(
     if left.shape != right.shape:
         note = f"shape {list(left.shape)} against {list(right.shape)}"
         yield Difference(name, None, False, False, math.inf, math.inf, note)
-    elif layers is not None and left.ndim:
-        for layer, a, b in zip(layers, left, right, strict=False):
-            yield difference(name, a, b, tolerance, layer=layer)
     else:
-        yield difference(name, left, right, tolerance)
+        numbers = numbered(left, layers)
+        parts = zip(numbers or [None], cut(left, numbers), cut(right, numbers), strict=True)
+        for layer, a, b in parts:
+            yield difference(name, a, b, tolerance, layer=layer)
 
 
 def difference(

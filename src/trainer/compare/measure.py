@@ -17,7 +17,7 @@ from flax import nnx
 from trainer.aot.cost import analyze
 from trainer.backends import TrainTree
 from trainer.checkpoint import names_of, nested
-from trainer.compare.midway import midway
+from trainer.compare.midway import ISLANDS, midway
 from trainer.config import UserError
 from trainer.data import Batch
 from trainer.layers.sown import Activation
@@ -64,7 +64,7 @@ class Program:
     def layers(self, name: str) -> range | None:
         """Returns the indices of the layers in an array with that canonical name; None if it is not in a stack."""
         stack = families.place(families.stacks(self.config), name)
-        return None if stack is None else stack.layers
+        return None if stack is None or name.startswith(ISLANDS) else stack.layers
 
     @property
     def abstract(self) -> Any:

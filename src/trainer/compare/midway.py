@@ -12,7 +12,7 @@ from trainer.optim import spikes
 
 _WINDOWS = [f"opt_state/rules/{spikes.NAME}/{name}" for name in ("loss", "grad_norm")]
 _ACCEPTED = f"opt_state/rules/{spikes.NAME}/accepted"
-_ISLANDS = "inner_state/"  # the train states of DiLoCo's islands, each array with a leading axis
+ISLANDS = "inner_state/"  # the train states of DiLoCo's islands, each array with a leading axis
 _LEAST = 1e-4  # the smallest ratio of a window's deviation to its mean that float32 represents well
 
 
@@ -33,8 +33,8 @@ def midway(first: Mapping[str, Any], config: Config) -> dict[str, np.ndarray]:
     updates = max(1, config.learning_rate_schedule_steps // 2)
 
     def one(name: str, array: np.ndarray) -> np.ndarray:
-        if name.startswith(_ISLANDS):
-            return np.stack([one(name.removeprefix(_ISLANDS), island) for island in array])
+        if name.startswith(ISLANDS):
+            return np.stack([one(name.removeprefix(ISLANDS), island) for island in array])
         # Only DiLoCo's islands have parameters here. They keep them.
         if name.startswith(("rest/", "params/")) or name == "in_flight":
             return array

@@ -49,13 +49,19 @@ class Summary:
 
 def summarize(array: np.ndarray, layers: Iterable[int] | None) -> Summary:
     """Returns the summary of an array on the host."""
-    numbers = None if layers is None or not array.ndim else tuple(itertools.islice(layers, len(array)))
+    numbers = numbered(array, layers)
     return Summary(array.shape, str(array.dtype), numbers, tuple(map(part, cut(array, numbers))))
 
 
+def numbered(array: np.ndarray, layers: Iterable[int] | None) -> tuple[int, ...] | None:
+    """Returns the numbers of the layers along the first axis; None if that axis is not one of `layers`."""
+    numbers = tuple(itertools.islice(layers, len(array))) if layers is not None and array.ndim else ()
+    return numbers if numbers and len(numbers) == len(array) else None
+
+
 def cut(array: np.ndarray, layers: tuple[int, ...] | None) -> Iterable[np.ndarray]:
-    """Returns the parts of an array that have a checksum each."""
-    return (array,) if layers is None else array[: len(layers)]
+    """Returns the parts of an array that are compared separately: its layers, or the array."""
+    return (array,) if layers is None else array
 
 
 def part(array: np.ndarray) -> Part:

@@ -82,3 +82,12 @@ def test_a_number_that_a_stack_has_once_is_compared_as_it_is():
     name = "decoder/layers/count"
     (found,) = differences({name: np.float32(1)}, {name: np.float32(3)}, BITS, lambda name: range(2))
     assert (found.layer, found.equal, found.absolute) == (None, False, 2.0)
+
+
+def test_an_axis_that_is_longer_than_the_stack_is_compared_whole():
+    """Such as four islands of a model with two layers."""
+    left, right = np.zeros((4, 3)), np.zeros((4, 3))
+    right[3] = 1
+    (found,) = differences({"x": left}, {"x": right}, BITS, lambda name: range(2))
+    assert not found.equal
+    assert found.layer is None
