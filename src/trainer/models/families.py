@@ -270,8 +270,8 @@ def check_state(config: Config, subclasses: bool = True) -> None:
             if not subclasses and type(variable) not in (nnx.Param, Buffer):
                 raise UserError(
                     f"decoder_block={config.decoder_block}: {'/'.join(map(str, path))} is a {type(variable).__name__}. "
-                    "With Linen a variable must be of type nnx.Param or Buffer, not of a subclass; use that type, or the "
-                    "combination nnx"
+                    "With Linen a variable must be of type nnx.Param or Buffer, not of a subclass; use that type, or "
+                    "the combination nnx"
                 )
         others = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(rest)]
         refuse_state(config, bool(nnx.to_flat_state(params)), others)
