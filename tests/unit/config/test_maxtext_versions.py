@@ -6,7 +6,7 @@ from config_cases import mistakes, their_base, write
 
 from trainer import from_maxtext
 from trainer.config import load, maxtext, schema
-from trainer.config.flags import FLAGS, combination, flags_of
+from trainer.config.flags import COMBINATIONS, FLAGS, combination, flags_of
 from trainer.config.maxtext_command import parse
 from trainer.config.maxtext_convert import GENERATE, TRAIN, convert
 from trainer.config.maxtext_version import version_of
@@ -144,7 +144,9 @@ def test_every_key_has_a_verdict_and_its_default_changes_nothing():
         text = "none" if value is None else str(value)
         assert not any(line.startswith(name) for line in mistakes("stepps=1", f"{name}={text}")), name
     assert set(maxtext.table()["versions"]["0.2.5"]) == ADDED.keys() - IN_CLASSES
-    assert tuple(maxtext.table()["versions"]["0.2.4"]) == FLAGS
+    named = maxtext.table()["versions"]["0.2.4"]
+    assert len(named) == 3
+    assert set(FLAGS) <= set(named)  # there are none here when Linen is gone
     (line,) = mistakes("muon_type=maxtext_muon")
     assert '(only "optax_muon" or "optax" is accepted)' in line
 
@@ -195,20 +197,22 @@ def test_an_earlier_command_reads_tfds():
     assert converted("python3 -m maxtext.inference.decode prompt=x", runs=GENERATE).version == ""
 
 
+@pytest.mark.skipif(len(COMBINATIONS) == 1, reason="there is one combination")
 def test_a_dataset_type_and_flags_that_are_given_win():
-    flags = " ".join(f"{name}={value}" for name, value in flags_of("linen").items())
+    last = list(COMBINATIONS)[-1]
+    flags = " ".join(f"{name}={value}" for name, value in flags_of(last).items())
     made = converted(f"{LINE} dataset_type=hf hf_path=json {flags}", "0.2.5")
     assert "dataset_type=synthetic" not in made.words
     assert "tokenizer_type=huggingface" in made.words
     made = converted(f"{LINE} {flags}", "0.2.5")
-    assert combination(made.loaded.config) == "linen"
-    assert made.version.endswith("those given here make it linen")
+    assert combination(made.loaded.config) == last
+    assert made.version.endswith(f"those given here make it {last}")
     write("own.yml", "base_config: maxtext.yml\ndataset_type: hf\nhf_path: json\nhf_train_files: x.json\n")
     made = converted(LINE.replace("run_name", "own.yml run_name"), "0.2.5")
     assert not [word for word in made.words if word.startswith("dataset_type")]
     write("own.yml", "base_config: maxtext.yml\n" + "".join(f"{word.replace('=', ': ')}\n" for word in flags.split()))
     made = converted(LINE.replace("run_name", "own.yml run_name"), "0.2.5")
-    assert combination(made.loaded.config) == "linen"
+    assert combination(made.loaded.config) == last
     assert made.words[3:] == ["own.yml", "dataset_type=synthetic", "run_name=x"]
 
 
