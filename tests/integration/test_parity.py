@@ -237,16 +237,16 @@ def test_a_lost_tile_is_found(capsys, monkeypatch, method, first):
 
 def test_other_logical_axes_are_a_difference(capsys, monkeypatch):
     """This holds between programs of the same block. Another block may have other names."""
-    built = []
+    built, original = [], training.build
 
     def build(config, devices):
-        run = training.build(config, devices)
+        run = original(config, devices)
         if built:
             run.model.param_axes["decoder"]["layers"]["mlp"]["wo"]["kernel"] = Axes(("layers", "mlp", "norm"))
         built.append(run)
         return run
 
-    monkeypatch.setattr(programs, "build", build)
+    monkeypatch.setattr(training, "build", build)
     said = "logical axes of decoder/layers/mlp/wo/kernel: [layers, mlp, embed] against [layers, mlp, norm]"
     for word, expected in (("right.scan_layers=false", 1), ("right.decoder_block=mistral", 0)):
         built.clear()
