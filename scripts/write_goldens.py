@@ -48,6 +48,25 @@ MISTRAL = (transformers.MistralConfig, transformers.MistralForCausalLM)
 MIXTRAL = (transformers.MixtralConfig, transformers.MixtralForCausalLM)
 QWEN3 = (transformers.Qwen3Config, transformers.Qwen3ForCausalLM)
 QWEN3_MOE = (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM)
+QWEN2 = (transformers.Qwen2Config, transformers.Qwen2ForCausalLM)
+GEMMA = (transformers.GemmaConfig, transformers.GemmaForCausalLM)
+GEMMA2 = (transformers.Gemma2Config, transformers.Gemma2ForCausalLM)
+GEMMA3 = (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM)
+OLMO2 = (transformers.Olmo2Config, transformers.Olmo2ForCausalLM)
+OLMO3 = (transformers.Olmo3Config, transformers.Olmo3ForCausalLM)
+SMOLLM3 = (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM)
+# Of models with many layers, so that a golden stays below 100 kB.
+SMALL = {
+    "hidden_size": 16,
+    "intermediate_size": 12,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "pad_token_id": None,
+}
+OF_OLMO = {name: size for name, size in SMALL.items() if name != "head_dim"}
+OF_OLMO |= {"num_key_value_heads": 2, "eos_token_id": None}
+FULL, SLIDING = "full_attention", "sliding_attention"
 # For the kinds of RoPE only these gradients are stored; the others equal those of the plain case.
 TURNED = tuple(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qk")
 EXPERTS = {
@@ -86,11 +105,19 @@ LATENT = {
 
 
 class Case(NamedTuple):
-    """A model, and the names of the gradients to store; (): all."""
+    """A model, the beginnings of the names of the gradients to store; (): all; the spread of its matrices, and
+    the range of its scales and biases. A deep model with wide spreads multiplies every rounding by 100."""
 
     family: tuple[type, type]
     config: dict[str, Any]
     gradients: tuple[str, ...] = ()
+    spread: float = 1.5
+    scales: tuple[float, float] = (0.5, 1.5)
+
+
+def some(*attention: int) -> tuple[str, ...]:
+    """Returns the beginnings of the names of the first layer, and of the queries of other layers."""
+    return ("model.layers.0.", *(f"model.layers.{i}.self_attn.q_" for i in attention))
 
 
 def rope_case(**rope: Any) -> Case:
@@ -143,6 +170,48 @@ CASES = {
         EXPERTS | {"norm_topk_prob": True, "decoder_sparse_step": 2, "num_hidden_layers": 4},
         ("model.layers.1.mlp.gate.weight", "model.layers.2.mlp.up_proj.weight"),
     ),
+    "qwen2": Case(QWEN2, SMALL | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}),
+    "gemma": Case(GEMMA, SMALL | {"head_dim": 12}),
+    # With these caps, scores and logits are clearly bounded.
+    "gemma2": Case(
+        GEMMA2,
+        SMALL
+        | {"num_hidden_layers": 3, "sliding_window": 5, "query_pre_attn_scalar": 12}
+        | {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 8.0},
+        some(1, 2),
+    ),
+    # Six layers are a period, and one is left.
+    "gemma3": Case(
+        GEMMA3,
+        SMALL
+        | {"num_hidden_layers": 7, "sliding_window": 5, "query_pre_attn_scalar": 12, "intermediate_size": 8}
+        | {
+            "rope_parameters": {
+                FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+                SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+            }
+        },
+        some(5, 6),
+        spread=0.9,
+        scales=(-0.5, 0.5),  # its norms add 1
+    ),
+    "olmo2": Case(OLMO2, OF_OLMO | {"num_attention_heads": 4}),
+    "olmo3": Case(
+        OLMO3,
+        OF_OLMO
+        | {"num_hidden_layers": 5, "sliding_window": 5}
+        | {
+            "rope_parameters": {
+                FULL: {
+                    **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+                    **{"rope_theta": 10000.0, "beta_fast": 4.0, "beta_slow": 1.0},
+                },
+                SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+            }
+        },
+        some(3, 4),
+    ),
+    "smollm3": Case(SMOLLM3, SMALL | {"num_hidden_layers": 5}, some(3, 4), spread=0.9),
 }
 
 
@@ -166,7 +235,7 @@ def main() -> None:
             logits, gradients = computed(model, batch, masked=kind == "packed")
             if kind == "packed":
                 check_mask(model, batch, logits)
-            kept = {f"gradient/{n}": gradients[n] for n in case.gradients or gradients}
+            kept = {f"gradient/{n}": gradients[n] for n in gradients if n.startswith(case.gradients or "")}
             arrays |= {f"{kind}/{n}": array for n, array in (batch | {"logits": logits} | kept).items()}
         np.savez_compressed(folder / "expected.npz", **arrays, **generated(model, rows(seed)["inputs"]))
         size = sum(file.stat().st_size for file in folder.iterdir())
@@ -202,9 +271,9 @@ def random_model(case: Case, seed: int) -> torch.nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
-                parameter.uniform_(0.5, 1.5, generator=generator)
+                parameter.uniform_(*case.scales, generator=generator)
             else:
-                parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5, generator=generator)
+                parameter.normal_(std=case.spread * parameter.shape[-1] ** -0.5, generator=generator)
         for name, buffer in model.named_buffers():
             # Positive, because transformers before 5.24 gives experts of other groups the score 0, which a sum may fall
             # below.
@@ -267,7 +336,10 @@ def computed(model, batch: dict[str, np.ndarray], masked: bool) -> tuple[np.ndar
     tokens = {name: torch.tensor(array, dtype=torch.long) for name, array in batch.items()}
     packing: dict[str, torch.Tensor] = {}
     if masked:
-        packing["attention_mask"] = additive_mask(batch, getattr(model.config, "sliding_window", None))
+        window = getattr(model.config, "sliding_window", None)
+        kinds = {SLIDING: additive_mask(batch, window), FULL: additive_mask(batch, None)}
+        alternates = window is not None and len(set(getattr(model.config, "layer_types", None) or ())) > 1
+        packing["attention_mask"] = kinds if alternates else kinds[SLIDING]
         packing["position_ids"] = tokens["inputs_position"]
     model.zero_grad()
     logits = model(input_ids=tokens["inputs"], use_cache=False, **packing).logits

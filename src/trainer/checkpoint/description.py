@@ -9,12 +9,13 @@ import yaml
 from trainer.config import COMBINATIONS, Config, Loaded, UserError, flags_of, load, read_saved, resolve, schema
 from trainer.config.dump import as_words, to_flow
 from trainer.config.expert_keys import SCORE, STEP, dense_layers, has_experts, some_experts
-from trainer.config.family import LATENT, OF_SOME, facts_of, reads
+from trainer.config.family import LATENT, OF_ATTENTION, OF_SOME, facts_of, reads
 from trainer.config.files import COMMAND_LINE
 from trainer.config.flags import FLAGS
 from trainer.config.latent_keys import is_latent
 from trainer.config.plain_yaml import describe, read_text
 from trainer.config.trust import code_of_checkpoint
+from trainer.config.windows import has_window
 from trainer.models import FAMILIES
 from trainer.models.families import loads_from
 from trainer.models.mtp_names import MODULES
@@ -39,9 +40,12 @@ _OF_ROPE = {
 # The keys of the feed-forward layers: an MLP, or experts.
 _OF_MLP, _OF_EXPERTS = ("base_mlp_dim",), ("num_experts", "num_experts_per_tok", "base_moe_mlp_dim")
 _NORMALIZED = "norm_topk_prob"
-# Learned positions, fused projections and layers without experts between those with, with the values for models
-# without them.
-_SELDOM = {"trainable_position_size": -1, "fused_qkv": False, STEP: 1}
+# Learned positions, fused projections, layers without experts between those with, and what changes scores, with the
+# values for models without them.
+_SELDOM = {
+    **{"trainable_position_size": -1, "fused_qkv": False, STEP: 1},
+    **{"query_pre_attn_scalar": 0.0, "local_rope_max_timescale": -1},
+}
 _MSCALE, _OF_HEADS = "mscale", ("head_dim",)
 # Keys that have an effect only under one value of another key. If that other key differs, they are not compared.
 _BELOW = {
@@ -55,9 +59,9 @@ ORDER = "rope_interleave"
 FREE = {
     *("normalization_layer_epsilon", "attn_logits_soft_cap", "final_logits_soft_cap", "normalize_embedding_logits"),
     *("attention_type", "rope_type", "rope_min_timescale", "rope_max_timescale", *_BELOW["rope_type"]),
-    *("sliding_window_size", MODULES, _NORMALIZED, _MSCALE),
+    *("sliding_window_size", MODULES, _NORMALIZED, _MSCALE, "query_pre_attn_scalar", "local_rope_max_timescale"),
 }
-MODEL = {*_ALWAYS, *_OF_HEADS, *LATENT, *_OF_MLP, *_OF_EXPERTS, *OF_SOME, *_SELDOM, *FREE, ORDER}
+MODEL = {*_ALWAYS, *_OF_HEADS, *LATENT, *_OF_MLP, *_OF_EXPERTS, *OF_SOME, *OF_ATTENTION, *_SELDOM, *FREE, ORDER}
 # Further arguments of `trainer.export`: a preset of `MODEL`, and the sequence length for which the model is meant.
 _PRESET, LENGTH = "model_name", "max_target_length"
 
@@ -78,7 +82,13 @@ def described(config: Config) -> dict[str, Any]:
         names += _OF_MLP
     if reads(config, _NORMALIZED):
         names.append(_NORMALIZED)
-    if config.attention_type == "local_sliding":
+    unknown = facts_of(config) is None  # a family that may read them
+    names += [
+        name
+        for name in OF_ATTENTION
+        if reads(config, name) or (unknown and config[name] != schema().keys[name].default)
+    ]
+    if has_window(config):
         names.append("sliding_window_size")
     if config.logits_via_embedding:
         names.append("normalize_embedding_logits")

@@ -10,6 +10,7 @@ from typing import Any
 
 from trainer.config import flags, scale
 from trainer.config.activations import ACTIVATIONS
+from trainer.config.attention_keys import ATTENTION_CHECKS
 from trainer.config.data_keys import DATA_CHECKS, DATA_PATHS, LISTS_OF_FILES
 from trainer.config.decoding_keys import DECODING_CHECKS
 from trainer.config.derived import DCN, ICI, MESH_AXES, UNUSED_AXES
@@ -153,12 +154,6 @@ def _heads(config: Config) -> str | None:
 def _head_dim(config: Config) -> str | None:
     if config.head_dim % 2:
         return f"must be even, since RoPE rotates pairs; nearest: {config.head_dim - 1} or {config.head_dim + 1}"
-    return None
-
-
-def _window(config: Config) -> str | None:
-    if config.attention_type == "local_sliding" and not config.sliding_window_size:
-        return "a sliding window needs at least one token"
     return None
 
 
@@ -325,7 +320,6 @@ CHECKS = (
     Check(("rope_min_timescale", "rope_max_timescale"), _rope),
     Check(("rope_low_freq_factor", "rope_high_freq_factor"), _llama_rope),
     Check(("beta_slow", "beta_fast"), _yarn),
-    Check(("attention_type", "sliding_window_size"), _window),
     Check(("use_qk_clip", "use_qk_norm"), _clip_and_norm),
     Check(("use_qk_clip", "attn_logits_soft_cap"), _clip_and_cap),
     Check(("mlp_activations",), _activations),
@@ -349,7 +343,7 @@ CHECKS = (
     *(
         Check(keys, problem)
         for keys, problem in (
-            *(*EXPERT_CHECKS, *LATENT_CHECKS, *MTP_CHECKS, *DILOCO_CHECKS, *DATA_CHECKS),
+            *(*ATTENTION_CHECKS, *EXPERT_CHECKS, *LATENT_CHECKS, *MTP_CHECKS, *DILOCO_CHECKS, *DATA_CHECKS),
             *DECODING_CHECKS,
         )
     ),

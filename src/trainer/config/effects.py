@@ -10,7 +10,7 @@ from trainer.config.derived import FOLLOWS
 from trainer.config.dump import to_flow
 from trainer.config.expert_keys import BIAS, BIAS_RATE, dense_layers, has_experts, only_experts, sends, some_experts
 from trainer.config.expert_keys import KEYS as OF_EXPERTS
-from trainer.config.family import LATENT, OF_SOME, facts_of, lacks, readers, reads
+from trainer.config.family import LATENT, OF_SOME, facts_of, fixed, lacks, readers, reads
 from trainer.config.files import by_hand
 from trainer.config.keys import Config
 from trainer.config.latent_keys import is_latent
@@ -21,6 +21,7 @@ from trainer.config.remat import OF_MLP as TENSORS_OF_MLP
 from trainer.config.remat import OWN_TENSORS, TENSORS
 from trainer.config.schema import schema
 from trainer.config.tiles import KEYS, OF_DQ
+from trainer.config.windows import needs_window
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,8 @@ INERT = (
         lambda c: c.remat_policy == "custom" and c.mlpwo != "remat",
         "the backward pass does not read it, so it is neither saved nor recomputed",
     ),
-    Inert(
-        ("sliding_window_size",), lambda c: c.attention_type != "local_sliding", "attention_type is not local_sliding"
-    ),
+    Inert(("sliding_window_size", "local_rope_max_timescale"), lambda c: not needs_window(c), "no layer has a window"),
+    Inert(("query_pre_attn_scalar", "local_rope_max_timescale"), is_latent, "attention_type=mla does not read it"),
     Inert(("qk_clip_threshold", "qk_clip_interval"), lambda c: not c.use_qk_clip, "use_qk_clip=false"),
     Inert(
         ("skip_step_interval", "skip_step_scaling_factor"),
@@ -213,6 +213,8 @@ def _table(config: Config) -> list[Inert]:
     facts = facts_of(config)
     ignored = facts.ignores.items() if facts else ()
     reasons = [(keys, f"decoder_block={config.decoder_block} {reason}") for reason, keys in ignored]
+    others = {key: value for key, value in fixed(config).items() if config[key] != value}
+    reasons += [((key,), f"decoder_block={config.decoder_block} always has {value}") for key, value in others.items()]
     reasons += [((key,), f"only {readers(key)} reads it") for key in OF_SOME if lacks(config, key)]
     return [*(Inert(keys, lambda c: True, reason) for keys, reason in reasons), *INERT]
 

@@ -17,12 +17,14 @@ OF_SOME = (
     *("first_num_dense_layers", "shared_experts", "routed_scaling_factor", "n_routing_groups", "topk_routing_group"),
     *("routed_score_func", "routed_bias"),
 )
+# Keys of the attention of some families. What they set cannot be left out without a word.
+OF_ATTENTION = ("attention_bias", "sliding_window_pattern", "nope_layer_interval")
 # The keys that a family may read or not.
-OPTIONAL = ("num_experts", "norm_topk_prob", *OF_SOME, *LATENT, "fused_qkv")
+OPTIONAL = ("num_experts", "norm_topk_prob", *OF_SOME, *LATENT, "fused_qkv", *OF_ATTENTION)
 ROPE = (
     *("rope_min_timescale", "rope_max_timescale", "rope_type", "rope_linear_scaling_factor", "rope_factor"),
     *("original_max_position_embeddings", "rope_low_freq_factor", "rope_high_freq_factor", "beta_fast", "beta_slow"),
-    *("rope_truncate", "rope_attention_scaling", "rope_interleave"),
+    *("rope_truncate", "rope_attention_scaling", "rope_interleave", "local_rope_max_timescale"),
 )
 _MODULE = "facts"  # the name of a module that the first stage may import
 
@@ -35,7 +37,10 @@ class Facts:
       family: the import path `module:NAME` of the rest: a `models.family.Family`, or a class that is its only block.
       reads: the keys of `OPTIONAL` that its blocks read. The others have no effect, or are refused.
       ignores: other keys that its blocks do not read, under the reason: "has no rotary positions".
+      fixes: keys that have one value in this family, whatever the configuration says, each with that value.
       sinks: whether its attention has sinks (`ops.attention`), which not every kernel supports.
+      period: n if every n-th layer attends to the whole document, and the others within `sliding_window_size`; another
+        `sliding_window_pattern` takes its place. 0: `attention_type` is that of every layer.
       checks: its own checks, each as keys and a function that returns what is wrong with their values, or None.
       tensors: returns the tensors that the model of a configuration has for certain, with their logical axes; {} for
         `tensors.EVERY_MODEL` alone. The first stage checks their sizes and rules; all others are checked when the model
@@ -45,7 +50,9 @@ class Facts:
     family: str
     reads: Sequence[str] = ()
     ignores: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    fixes: Mapping[str, Any] = field(default_factory=dict)
     sinks: bool = False
+    period: int = 0
     checks: Sequence[tuple[Sequence[str], Callable[[Any], str | None]]] = ()
     tensors: Callable[[Mapping[str, Any]], Mapping[str, Axes]] = lambda config: {}
 
@@ -54,9 +61,9 @@ class Facts:
             raise UserError(
                 f"Facts.reads: {unknown[0]} is not one of {', '.join(OPTIONAL)}{nearest(unknown[0], OPTIONAL)}"
             )
-        named, keys = (*self.ignores.values(), *(of_check for of_check, _ in self.checks)), schema().keys
+        named, keys = (*self.ignores.values(), self.fixes, *(of_check for of_check, _ in self.checks)), schema().keys
         if unknown := [key for each in named for key in each if key not in keys]:
-            raise UserError(f"Facts.ignores, checks: there is no key {unknown[0]}{nearest(unknown[0], keys)}")
+            raise UserError(f"Facts.ignores, fixes, checks: there is no key {unknown[0]}{nearest(unknown[0], keys)}")
 
 
 def families() -> Mapping[str, str]:
@@ -127,6 +134,12 @@ def lacks(config: Mapping[str, Any], key: str) -> bool:
     """Returns whether the family is known not to read `key`, one of `OPTIONAL`."""
     facts = facts_of(config)
     return facts is not None and key not in facts.reads
+
+
+def fixed(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the keys that have one value in the family, as far as it is known."""
+    facts = facts_of(config)
+    return facts.fixes if facts else {}
 
 
 def has_sinks(config: Mapping[str, Any]) -> bool:

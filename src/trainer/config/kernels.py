@@ -7,6 +7,7 @@ from typing import Any
 from trainer.config.family import has_sinks
 from trainer.config.keys import Config
 from trainer.config.rules import make_rules
+from trainer.config.windows import has_window
 
 FLASH_LENGTH = 1024  # tokens; from this length on, attention=autoselected uses the platform's kernel
 ANY = ("cpu", "gpu", "tpu")
@@ -87,13 +88,13 @@ def unsupported(kernel: Kernel, values: Mapping[str, Any], mesh: Mapping[str, in
     length, head_dim, dtype = values["max_target_length"], values["head_dim"], values["dtype"]
     dropout = values["attention_dropout_rate"] if values["enable_dropout"] else 0
     soft_cap = values["attn_logits_soft_cap"]
-    window = values["attention_type"] == "local_sliding"
+    window = has_window(values)
     step, multiple, most = kernel.length_multiple, kernel.head_dim_multiple, kernel.head_dim_most
     checks = (
         (platform in kernel.platforms, f"the platform {platform} (only {' and '.join(kernel.platforms)})"),
         (kernel.dropout or not dropout, f"attention_dropout_rate={dropout:g}"),
         (kernel.soft_cap or not soft_cap, f"attn_logits_soft_cap={soft_cap:g}"),
-        (kernel.window or not window, "attention_type=local_sliding"),
+        (kernel.window or not window, f"sliding_window_size={values['sliding_window_size']}"),
         (kernel.sinks or not has_sinks(values), f"the sinks of decoder_block={values['decoder_block']}"),
         (kernel.unequal_widths or values["attention_type"] != "mla", "attention_type=mla"),
         (kernel.segments, "packed documents"),

@@ -30,6 +30,7 @@ class Config(Mapping[str, Any]):
     allow_split_physical_axes: bool
     async_checkpointing: bool
     attention: str
+    attention_bias: bool
     attention_dropout_rate: float
     attention_type: str
     attn_logits_soft_cap: float
@@ -158,6 +159,7 @@ class Config(Mapping[str, Any]):
     load_balance_loss_weight: float
     load_full_state_path: str
     load_parameters_path: str
+    local_rope_max_timescale: int
     log_config: bool
     log_period: int
     logical_axis_rules: tuple[Any, ...]
@@ -189,6 +191,7 @@ class Config(Mapping[str, Any]):
     muon_newton_schulz_dtype: str
     muon_weight_decay: float
     n_routing_groups: int
+    nope_layer_interval: int
     norm_topk_prob: bool
     normalization_layer_epsilon: float
     normalize_embedding_logits: bool
@@ -221,6 +224,7 @@ class Config(Mapping[str, Any]):
     qk_clip_threshold: float
     qk_nope_head_dim: int
     qk_rope_head_dim: int
+    query_pre_attn_scalar: float
     query_proj: str
     ragged_buffer_factor: float
     record_internal_nn_metrics: int
@@ -270,6 +274,7 @@ class Config(Mapping[str, Any]):
     skip_step_interval: int
     skip_step_on_spikes: bool
     skip_step_scaling_factor: float
+    sliding_window_pattern: int
     sliding_window_size: int
     sparse_matmul: bool
     steps: int

@@ -8,6 +8,7 @@ import ml_collections
 
 from trainer.config.derived import FOLLOWS, mesh_axes
 from trainer.config.errors import report
+from trainer.config.family import fixed
 from trainer.config.kernels import choose_attention
 from trainer.config.mesh_sizes import fill_mesh
 from trainer.config.rules import make_rules, with_lengths
@@ -15,6 +16,7 @@ from trainer.config.sizes import too_large
 from trainer.config.tensors import DIMENSIONS, PROJECTED, dimension, tensors_of
 from trainer.config.tiles import wrong_tiles
 from trainer.config.vocab_tiles import choose_tiles
+from trainer.config.windows import period
 
 
 def resolve(
@@ -61,6 +63,8 @@ def _fill(values: dict[str, Any], platform: str) -> None:
         values["dtype"] = "float32" if platform == "cpu" else "bfloat16"
     for key, followed in FOLLOWS.items():
         values[key] = values[key] or followed(values)
+    values |= fixed(values)
+    values["sliding_window_pattern"] = period(values) or values["sliding_window_pattern"]
     published = {"llama3.1": (8.0, 8192), "yarn": (40.0, 4096)}
     if values["rope_type"] in published:
         factor, length = published[values["rope_type"]]

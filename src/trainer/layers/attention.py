@@ -121,6 +121,8 @@ class Attention(nnx.Module):
         sinks: bool = False,
         tiles: Tiles = AUTOMATIC,
         qk_norm_epsilon: float | None = None,
+        qk_norm_offset: float = 0.0,
+        qk_norm_over_heads: bool = False,
         dropout_rate: float = 0.0,
         dtype: jnp.dtype,
         weight_dtype: jnp.dtype,
@@ -131,9 +133,11 @@ class Attention(nnx.Module):
         """`rope`: None for no rotation. `op`: a name in OPS. `window`, `soft_cap`: see `ops.attention`; 0 for none.
         `scale`: the factor on the scores; None for 1 / sqrt(head_dim). `sinks`: whether each head has a learned sink
         (`ops.attention`), initially 0. `tiles`: for the op splash. `qk_norm_epsilon`: epsilon of a norm of each head's
-        queries and keys (Henry et al. 2020, arXiv:2010.04245); None for no norm. `bias`: whether all projections have a
-        bias, or the names of those that have one. `fused`: whether one matrix `qkv_proj` computes queries, keys and
-        values, with equal numbers of heads.
+        queries and keys (Henry et al. 2020, arXiv:2010.04245); None for no norm. `qk_norm_offset`: see `RMSNorm`.
+        `qk_norm_over_heads`: one norm over all heads of a token's queries, and one over those of its keys (OLMo 2,
+        arXiv:2501.00656), in place of one for each head. `bias`: whether all projections have a bias, or the names of
+        those that have one. `fused`: whether one matrix `qkv_proj` computes queries, keys and values, with equal numbers
+        of heads.
 
         Raises:
           UserError: the op does not support sinks.
@@ -156,11 +160,13 @@ class Attention(nnx.Module):
         self.has_sinks = sinks
         if sinks:
             self.sinks: nnx.Variable = param(jnp.zeros(heads, weight_dtype), ("q_heads",))
-        self.norms_heads = qk_norm_epsilon is not None
+        self.norms_heads, self.over_heads = qk_norm_epsilon is not None, qk_norm_over_heads
         if qk_norm_epsilon is not None:
-            norm = functools.partial(RMSNorm, head_dim, epsilon=qk_norm_epsilon)
-            self.query_norm = norm(dtype=dtype, weight_dtype=weight_dtype)
-            self.key_norm = norm(dtype=dtype, weight_dtype=weight_dtype)
+            norm = functools.partial(
+                RMSNorm, epsilon=qk_norm_epsilon, offset=qk_norm_offset, dtype=dtype, weight_dtype=weight_dtype
+            )
+            self.query_norm = norm(head_dim * heads if qk_norm_over_heads else head_dim)
+            self.key_norm = norm(head_dim * kv_heads if qk_norm_over_heads else head_dim)
 
     def logit_factors(self, eta_h: jax.Array) -> dict[str, jax.Array]:
         """See `layers.clip.Clipped`.
@@ -210,6 +216,11 @@ class Attention(nnx.Module):
             checkpoint_name(values, "value_proj"),
         )
 
+    def _normed(self, norm: RMSNorm, x_bthd: jax.Array) -> jax.Array:
+        if not self.over_heads:
+            return norm(x_bthd)
+        return norm(x_bthd.reshape(*x_bthd.shape[:2], -1)).reshape(x_bthd.shape)
+
     def __call__(
         self,
         x_bte: jax.Array,
@@ -225,7 +236,7 @@ class Attention(nnx.Module):
         x_bte = sharding.constrain(x_bte, INPUT)
         queries, keys, values = self._projected(x_bte, context)
         if self.norms_heads:
-            queries, keys = self.query_norm(queries), self.key_norm(keys)
+            queries, keys = self._normed(self.query_norm, queries), self._normed(self.key_norm, keys)
         if self.rope is not None:
             queries, keys = rope(queries, position_bt, self.rope), rope(keys, position_bt, self.rope)
 

@@ -99,7 +99,7 @@ TABLE = sharding.Axes(("vocab", "embed"))
 
 
 class Embed(WithMatrices):
-    """The embedding table [vocab, embed]. Initial entries are standard normal.
+    """The embedding table [vocab, embed]. The rows that are looked up are standard normal initially.
 
     The table must be an array, because a lookup is no product and cannot read a quantized container. The product of a
     tied head (`attend`) gets what it would store for the table, computed when it multiplies.
@@ -118,7 +118,7 @@ class Embed(WithMatrices):
         """`scale`: the factor on the rows that are looked up."""
         self.dtype, self.scale = dtype, scale
         table = jax.random.normal(rngs.params(), (vocab, width), weight_dtype)
-        self.embedding = param(table, TABLE)
+        self.embedding = param(table if scale == 1 else table / scale, TABLE)
         self.product: Product = product  # of the head, if the table is also the head (`attend`)
 
     def kernels(self) -> dict[str, Kernel]:

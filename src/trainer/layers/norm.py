@@ -8,18 +8,25 @@ from trainer.layers.param import param
 
 
 class RMSNorm(nnx.Module):
-    """Divides by the root mean square over the last axis and multiplies by a learned scale (Zhang and Sennrich 2019,
-    arXiv:1910.07467). Computed in float32, returned in `dtype`."""
+    """Divides by the root mean square over the last axis and multiplies by offset + scale (Zhang and Sennrich 2019,
+    arXiv:1910.07467).
 
-    def __init__(self, width: int, *, epsilon: float, dtype: jnp.dtype, weight_dtype: jnp.dtype):
-        self.epsilon = epsilon
+    The scale is learned, and offset + scale is 1 initially. Computed in float32, returned in `dtype`.
+    """
+
+    def __init__(
+        self, width: int, *, epsilon: float, dtype: jnp.dtype, weight_dtype: jnp.dtype, offset: float = 0.0
+    ):
+        """`offset`: 1 in Gemma, so that weight decay moves the factor towards 1."""
+        self.epsilon, self.offset = epsilon, offset
         self.dtype = dtype
-        self.scale = param(jnp.ones(width, weight_dtype), ("norm",))
+        self.scale = param(jnp.full(width, 1 - offset, weight_dtype), ("norm",))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x.astype(jnp.float32)
         x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
-        return (x * self.scale[...].astype(jnp.float32)).astype(self.dtype)
+        scale = self.scale[...].astype(jnp.float32)
+        return (x * (self.offset + scale if self.offset else scale)).astype(self.dtype)
 
 
 class LayerNorm(nnx.Module):

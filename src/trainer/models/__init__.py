@@ -6,10 +6,17 @@
 # Maps decoder_block to the facts of its family. Nothing outside of this package names a family.
 FAMILIES = {
     "deepseek": "trainer.models.deepseek.facts:FACTS",
+    "gemma": "trainer.models.gemma.facts:FACTS",
+    "gemma2": "trainer.models.gemma2.facts:FACTS",
+    "gemma3": "trainer.models.gemma3.facts:FACTS",
     "gpt3": "trainer.models.gpt3.facts:FACTS",
     "llama2": "trainer.models.llama2.facts:FACTS",
     "mistral": "trainer.models.mistral.facts:FACTS",
     "mixtral": "trainer.models.mixtral.facts:FACTS",
+    "olmo2": "trainer.models.olmo2.facts:FACTS",
+    "olmo3": "trainer.models.olmo3.facts:FACTS",
+    "qwen2": "trainer.models.qwen2.facts:FACTS",
     "qwen3": "trainer.models.qwen3.facts:FACTS",
     "qwen3_moe": "trainer.models.qwen3_moe.facts:FACTS",
+    "smollm3": "trainer.models.smollm3.facts:FACTS",
 }

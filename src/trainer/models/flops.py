@@ -17,6 +17,7 @@ from trainer.config import Config
 from trainer.config.expert_keys import dense_layers, has_experts, some_experts
 from trainer.config.family import reads
 from trainer.config.latent_keys import is_latent
+from trainer.config.windows import windows
 
 
 def _blocks(config: Config) -> int:
@@ -78,11 +79,13 @@ def matmul_parameters(config: Config) -> int:
 
 
 def visible_keys(config: Config) -> float:
-    """Returns the mean number of keys that a query sees over a row of `config.max_target_length` tokens, by the
-    convention above."""
-    length = config.max_target_length
-    window = min(config.sliding_window_size, length) if config.attention_type == "local_sliding" else length
-    return window - window**2 / (2 * length)
+    """Returns the number of keys that a query sees, by the convention above: the mean over a row of
+    `config.max_target_length` tokens and over the blocks."""
+    length, layers = config.max_target_length, config.base_num_decoder_layers
+    pattern = windows(config)
+    of_layers = [pattern[i % len(pattern)] for i in range(layers)]
+    reaches = [min(window or length, length) for window in of_layers + of_layers[-1:] * config.mtp_num_layers]
+    return sum(reach - reach**2 / (2 * length) for reach in reaches) / len(reaches)
 
 
 def forward_flops_per_token(config: Config, keys: float | None = None) -> float:

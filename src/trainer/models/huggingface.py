@@ -4,7 +4,7 @@ The map of each family is in the family's file.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -104,11 +104,20 @@ class HuggingFace(NamedTuple):
       defaults: values of absent fields of config.json.
       qk_norm: whether the family normalizes queries and keys.
       window: "": no sliding window; "given": in every layer, unless sliding_window is null; "switched": in the layers
-        from max_window_layers on, if use_sliding_window is true.
+        from max_window_layers on, if use_sliding_window is true; "alternating": in all but every n-th layer, as
+        layer_types or else sliding_window_pattern says, whose default is in `defaults`.
+      local_rope: "" if all layers rotate alike. Otherwise layers with a window rotate without scaling, by the base in
+        this field of config.json.
+      activation: the field with the activation of the gate. `activations`: its further values, with our names.
       whole_heads: whether hidden_size must be a multiple of the number of heads.
-      sizes: further keys of this trainer, each with the field of config.json that gives its value.
+      sizes: further keys of this trainer, each with the field of config.json that gives its value; null: the key's
+        default.
       latent: whether the attention is multi-head latent attention.
       only: fields that must be absent or have this value, because no other value can be represented.
+      off: fields that must be absent, null, false or 0, and are not written.
+      ignored: fields that transformers does not read in this family.
+      read: returns further keys of this trainer, given config.json with `defaults`, and appends to the list what cannot
+        be represented. `fields`: the fields that it reads. `write`: returns these for a resolved configuration.
       implies: keys of this trainer that have this value in every model of this type.
       aliases: other model types with the same fields and tensors.
       methods: with `latent`, the values of topk_method for experts that are not grouped and for grouped ones.
@@ -119,10 +128,18 @@ class HuggingFace(NamedTuple):
     layouts: Mapping[str, Layout]
     defaults: Mapping[str, Any]
     qk_norm: bool = False
-    window: Literal["", "given", "switched"] = ""
+    window: Literal["", "given", "switched", "alternating"] = ""
+    local_rope: str = ""
+    activation: str = "hidden_act"
+    activations: Mapping[str, str] = {}
     whole_heads: bool = False
     sizes: Mapping[str, str] = {}
     only: Mapping[str, Any] = {}
+    off: Sequence[str] = ()
+    ignored: Sequence[str] = ()
+    read: Callable[[Mapping[str, Any], list[str]], Mapping[str, Any]] = lambda said, refused: {}
+    fields: Sequence[str] = ()
+    write: Callable[[Config], Mapping[str, Any]] = lambda config: {}
     latent: bool = False
     implies: Mapping[str, Any] = {}
     aliases: Sequence[str] = ()

@@ -10,10 +10,11 @@ from trainer.config.expert_keys import STEP, dense_layers
 from trainer.config.json_files import shown
 from trainer.config.latent_keys import TYPE, is_latent
 from trainer.config.values import check
+from trainer.config.windows import has_window, period
 from trainer.models import FAMILIES
 from trainer.models.families import family, hugging_face
 from trainer.models.huggingface import HuggingFace
-from trainer.models.huggingface_fields import SIZES, as_typed, mistyped
+from trainer.models.huggingface_fields import COUNTS, KINDS_OF_LAYERS, SIZES, as_typed, mistyped, unknown_fields
 
 # Hugging Face's names of activations and ours. Its "gelu" is the exact GELU, which no key here can represent.
 ACTIVATIONS = {
@@ -26,7 +27,8 @@ ACTIVATIONS = {
     "sigmoid": "sigmoid",
     "linear": "linear",
 }
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING = KINDS_OF_LAYERS
+SCALAR, LOCAL = "query_pre_attn_scalar", "local_rope_max_timescale"
 ROPE_TYPES = {"default": "default", "linear": "default", "llama3": "llama3.1", "yarn": "yarn"}
 # The required and the optional fields of RoPE, by kind. original_max_position_embeddings is always optional.
 _ROPE_WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -57,12 +59,13 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
         given = shortened(data.get("model_type", "(absent)"))
         raise UserError(f"{where}: model_type={given} is not known; known: {', '.join(known)}")
     block, hf = known[data["model_type"]]
-    said = {"rms_norm_eps": 1e-6, "hidden_act": "silu", **hf.defaults, **data}
+    said = {"rms_norm_eps": 1e-6, hf.activation: "silu", **hf.defaults, **data}
     sizes = _sizes(hf, said, data)
     if lacking := [name for name in sizes.values() if name not in said]:
         raise UserError(f"{where}: no number is given for {', '.join(lacking)}")
-    refused = _switched_on(hf, said) + _contradicting_counts(hf, data)
-    keys = {ours: said[theirs] for ours, theirs in sizes.items()}
+    refused = _switched_on(hf, said) + _contradicting_counts(hf, data) + unknown_fields(hf, data)
+    keys = {ours: _or_default(ours, said[theirs]) for ours, theirs in sizes.items()}
+    keys |= hf.implies
     keys |= _latent_keys(hf, said, refused) if hf.latent else {}
     heads = said["num_attention_heads"]
     keys |= {
@@ -70,8 +73,7 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
         "base_num_kv_heads": said.get("num_key_value_heads") or heads,
         "logits_via_embedding": bool(said.get("tie_word_embeddings", False)),
         "normalization_layer_epsilon": float(said["rms_norm_eps"]),
-        "attn_logits_soft_cap": 0.0,
-        "final_logits_soft_cap": 0.0,
+        **{name: 0.0 for name in ("attn_logits_soft_cap", "final_logits_soft_cap") if name not in sizes},
         "use_qk_norm": hf.qk_norm,
         "mtp_num_layers": said.get("num_nextn_predict_layers") or said.get("num_mtp_layers") or 0,
     }
@@ -79,16 +81,19 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
         keys["head_dim"] = said.get("head_dim") or said["hidden_size"] // heads
     if keys["logits_via_embedding"]:
         keys["normalize_embedding_logits"] = False
-    if said["hidden_act"] in ACTIVATIONS:
-        keys["mlp_activations"] = (ACTIVATIONS[said["hidden_act"]], "linear")
+    known, activation = ACTIVATIONS | hf.activations, said[hf.activation]
+    if activation in known:
+        keys["mlp_activations"] = (known[activation], "linear")
     else:
-        refused.append(f"hidden_act={shortened(said['hidden_act'])} (known: {', '.join(ACTIVATIONS)})")
-    keys |= _window_keys(said, hf, refused) | _rope_keys(said, refused)
+        refused.append(f"{hf.activation}={shortened(activation)} (known: {', '.join(known)})")
+    keys |= _window_keys(said, hf, refused) | _rope_keys(said, hf, refused) | hf.read(said, refused)
+    if keys.get(SCALAR) == keys.get("head_dim"):
+        keys.pop(SCALAR, None)
     if hf.latent:
         keys["attention_type"] = TYPE
         if keys.get("rope_type") == "yarn":
             keys["mscale"] = float((said.get("rope_scaling") or said["rope_parameters"]).get("mscale_all_dim") or 0)
-    if hf.sizes and not dense_layers({"first_num_dense_layers": 0, STEP: 1, **keys}):
+    if "num_experts" in hf.sizes and not dense_layers({"first_num_dense_layers": 0, STEP: 1, **keys}):
         keys.pop("base_mlp_dim", None)  # no layer has an MLP
     if keys.get(STEP) == 1:
         del keys[STEP]
@@ -119,16 +124,13 @@ def _switched_on(hf: HuggingFace, said: Mapping[str, Any]) -> list[str]:
     names = [name for name in ("attention_bias", "mlp_bias") if said.get(name)]
     names += ["quantization_config"] if said.get("quantization_config") and not float8_block(said) else []
     names += [name for name, only in hf.only.items() if said.get(name) not in (None, only)]
+    names += [name for name in hf.off if said.get(name)]
     names += [] if said.get("is_causal", True) else ["is_causal"]
     return [f"{name}={shown(said[name])}" for name in names]
 
 
-# Names of the number of experts. transformers reads each of them for every family, and versions write different ones.
-_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
-
-
 def _contradicting_counts(hf: HuggingFace, data: Mapping[str, Any]) -> list[str]:
-    given = {name: data[name] for name in _COUNTS if name in data and "num_experts" in hf.sizes}
+    given = {name: data[name] for name in COUNTS if name in data and "num_experts" in hf.sizes}
     return [] if len(set(given.values())) < 2 else [" and ".join(f"{name}={value}" for name, value in given.items())]
 
 
@@ -137,8 +139,15 @@ def _sizes(hf: HuggingFace, said: Mapping[str, Any], data: Mapping[str, Any]) ->
     With experts there is no other MLP."""
     own = dict(hf.sizes)
     if "num_experts" in own and own["num_experts"] not in data:
-        own["num_experts"] = next((name for name in _COUNTS if name in data), own["num_experts"])
-    return {ours: theirs for theirs, ours in SIZES.items() if not own or ours != "base_mlp_dim"} | own
+        own["num_experts"] = next((name for name in COUNTS if name in data), own["num_experts"])
+    experts = "num_experts" in own
+    return {ours: theirs for theirs, ours in SIZES.items() if not experts or ours != "base_mlp_dim"} | own
+
+
+def _or_default(key: str, value: Any) -> Any:
+    """Returns `value`; without one, the default of our key, with its type."""
+    default = schema().keys[key].default
+    return default if value is None else float(value) if isinstance(default, float) else value
 
 
 def _latent_keys(hf: HuggingFace, said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
@@ -147,7 +156,7 @@ def _latent_keys(hf: HuggingFace, said: Mapping[str, Any], refused: list[str]) -
     if said.get("head_dim") not in (None, said["qk_rope_head_dim"]):
         refused.append(f"head_dim={said['head_dim']}, which is not qk_rope_head_dim={said['qk_rope_head_dim']}")
     groups, method = said.get("n_group") or 1, said.get("topk_method") or hf.methods[0]
-    keys = {"q_lora_rank": said["q_lora_rank"] or 0, "n_routing_groups": -1, **hf.implies}
+    keys = {"q_lora_rank": said["q_lora_rank"] or 0, "n_routing_groups": -1}
     if method == hf.methods[1] and groups > 1:
         keys |= {"n_routing_groups": groups, "topk_routing_group": said.get("topk_group") or 1}
     elif method not in hf.methods:
@@ -162,10 +171,13 @@ def _window_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -
         window = window if said.get("use_sliding_window") else 0
         full = said.get("max_window_layers", 28)
     layers = said["num_hidden_layers"]
-    if given := said.get("layer_types"):
+    given = said.get("layer_types")
+    if given and len(given) != layers:
+        refused.append(f"layer_types of {len(given)} layers with num_hidden_layers={layers}")
+    if hf.window == "alternating":
+        return _alternating(said, refused)
+    if given:
         kinds = set(given)
-        if len(given) != layers:
-            refused.append(f"layer_types of {len(given)} layers with num_hidden_layers={layers}")
         if hf.window == "given" and window and kinds != {_SLIDING}:  # there transformers ignores layer_types
             refused.append(f"layer_types of {shortened(' and '.join(sorted(kinds)))} with sliding_window={window}")
     else:
@@ -180,7 +192,48 @@ def _window_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -
     return {}
 
 
-def _rope_keys(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
+def _alternating(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
+    layers, usual, given = said["num_hidden_layers"], said["sliding_window_pattern"], said.get("layer_types")
+    every = usual
+    if given and _FULL in given:
+        every = given.index(_FULL) + 1
+    elif given:
+        every = max(usual, layers + 1)
+    if given and list(given) != [_FULL if (i + 1) % every == 0 else _SLIDING for i in range(layers)]:
+        refused.append(f"layer_types={shortened(str(given))} (known: every n-th is {_FULL}, the others {_SLIDING})")
+    window = said.get("sliding_window")
+    if every > 1 and not window:
+        refused.append(f"sliding_window={window} with layers of kind {_SLIDING}")
+    return {"attention_type": "global", "sliding_window_pattern": every, **({"sliding_window_size": window} if every > 1 and window else {})}
+
+
+def _rope_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> dict[str, Any]:
+    """Returns the keys of RoPE. transformers 5 writes one object for each kind of layers, if these rotate
+    differently."""
+    each = said.get("rope_parameters") or {}
+    if not {_FULL, _SLIDING}.intersection(each):
+        keys = _rope_of(said, refused)
+        local = said.get(hf.local_rope) if hf.local_rope else None
+    else:
+        outside = {name: value for name, value in said.items() if name not in ("rope_parameters", "rope_theta")}
+        theta = said.get("rope_theta") or 10000
+        keys = _rope_of({"rope_theta": theta, **outside, "rope_parameters": each.get(_FULL) or {}}, refused)
+        inner = each.get(_SLIDING) or {}
+        local = inner.get("rope_theta") or said.get(hf.local_rope or "rope_theta")
+        if inner.get("rope_type", "default") != "default" or inner.keys() - {"rope_type", "rope_theta"}:
+            refused.append(f"rope_parameters.{_SLIDING}={shortened(str(inner))} (known: rope_theta, without scaling)")
+        if not hf.local_rope and each.get(_FULL) != inner:
+            refused.append("rope_parameters that differ between kinds of layers")
+            local = None
+    if local is None or not keys:
+        return keys
+    if local != int(local):
+        refused.append(f"the RoPE of layers with a window has the base {local} (local_rope_max_timescale is an integer)")
+    scaled = keys["rope_type"] != "default" or keys["rope_linear_scaling_factor"] != 1
+    return keys | ({LOCAL: int(local)} if scaled or local != keys["rope_max_timescale"] else {})
+
+
+def _rope_of(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
     rope = dict(said.get("rope_scaling") or said.get("rope_parameters") or {})
     kind = rope.pop("rope_type", None) or rope.get("type") or "default"
     rope.pop("type", None)
@@ -264,22 +317,30 @@ def config_json(config: Config, dtype: str, neutral: Mapping[str, Any]) -> dict[
         "architectures": [hf.architecture],
         "model_type": hf.model_type,
         **{name: config[ours] for name, ours in SIZES.items()},
-        **({"intermediate_size": config.base_moe_mlp_dim} if hf.sizes else {}),
-        **{name: config[ours] for ours, name in hf.sizes.items() if ours != "base_mlp_dim" or dense_layers(config)},
+        **({"intermediate_size": config.base_moe_mlp_dim} if "num_experts" in hf.sizes else {}),
+        **{
+            name: _their_size(config, ours)
+            for ours, name in hf.sizes.items()
+            if ours != "base_mlp_dim" or dense_layers(config)
+        },
         **hf.only,
+        **hf.write(config),
         "num_key_value_heads": config.base_num_kv_heads,
         **(_latent_fields(hf, config) if hf.latent else {"head_dim": config.head_dim}),
-        "hidden_act": theirs[config.mlp_activations[0]],
+        hf.activation: theirs[config.mlp_activations[0]],
         "rms_norm_eps": config.normalization_layer_epsilon,
         "tie_word_embeddings": config.logits_via_embedding,
-        "rope_theta": float(config.rope_max_timescale),
-        "rope_scaling": _rope_scaling(config),
+        **_rope_fields(hf, config),
         "max_position_embeddings": _context_length(config),
         "torch_dtype": dtype,
     }
-    window = config.sliding_window_size if config.attention_type == "local_sliding" else None
+    window = config.sliding_window_size if has_window(config) else None
     if hf.window:
         data["sliding_window"] = window
+    if hf.window == "alternating":
+        every = period(config)
+        kinds = [_FULL if (i + 1) % every == 0 else _SLIDING for i in range(config.base_num_decoder_layers)]
+        data |= {"sliding_window_pattern": every, "layer_types": kinds}
     if hf.window == "switched":
         data["use_sliding_window"] = window is not None
         data["max_window_layers"] = 0 if window else config.base_num_decoder_layers
@@ -311,6 +372,28 @@ def length_notes(config: Config, neutral: Mapping[str, Any]) -> list[str]:
             "agree"
         ]
     return []
+
+
+# Keys of which 0 means none, for which config.json has null.
+_NONE = ("attn_logits_soft_cap", "final_logits_soft_cap")
+
+
+def _their_size(config: Config, key: str) -> Any:
+    value = config[key]
+    if key == SCALAR:
+        return int(value or config.head_dim)
+    return None if key in _NONE and not value else value
+
+
+def _rope_fields(hf: HuggingFace, config: Config) -> dict[str, Any]:
+    theta, scaling = float(config.rope_max_timescale), _rope_scaling(config)
+    fields = {"rope_theta": theta, "rope_scaling": scaling}
+    if not hf.local_rope:
+        return fields
+    local = float(config[LOCAL] if config[LOCAL] > 0 else theta)
+    full = {"rope_type": "default", "rope_theta": theta, **(scaling or {})}
+    each = {_FULL: full, _SLIDING: {"rope_type": "default", "rope_theta": local}}
+    return {**fields, hf.local_rope: local, "rope_parameters": each}
 
 
 def _rope_scaling(config: Config) -> dict[str, Any] | None:
@@ -350,8 +433,9 @@ def _inexpressible(config: Config) -> list[str]:
     gated = len(activations) == 2 and activations[1] == "linear" and activations[0] in ACTIVATIONS.values()
     tied_scaled = config.logits_via_embedding and config.normalize_embedding_logits
     conditions = {
-        "attn_logits_soft_cap": config.attn_logits_soft_cap != 0,
-        "final_logits_soft_cap": config.final_logits_soft_cap != 0,
+        **{name: config[name] != 0 and name not in hf.sizes for name in _NONE},
+        SCALAR: config[SCALAR] not in (0, config.head_dim) and (SCALAR not in hf.sizes or config[SCALAR] % 1 != 0),
+        LOCAL: not _can_rotate(hf, config),
         "mlp_activations": not gated,
         "normalize_embedding_logits": tied_scaled,
         "use_qk_norm": config.use_qk_norm != hf.qk_norm,
@@ -364,3 +448,14 @@ def _inexpressible(config: Config) -> list[str]:
     }
     conditions |= dict.fromkeys(hf.contradicted(config), True)
     return [f"{key}={config[key]}" for key, refused in conditions.items() if refused]
+
+
+def _can_rotate(hf: HuggingFace, config: Config) -> bool:
+    """Returns whether config.json can say how layers with a window rotate."""
+    if not has_window(config):
+        return True
+    local, theta = config[LOCAL], config.rope_max_timescale
+    plain = config.rope_type == "default" and config.rope_linear_scaling_factor == 1
+    if not hf.local_rope:
+        return local == -1 or (plain and local == theta)
+    return (plain if local == -1 else True) and (hf.local_rope != "rope_theta" or local in (-1, theta))

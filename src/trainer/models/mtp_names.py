@@ -22,6 +22,7 @@ from trainer.models.mtp import (
     last_block,
     part_path,
 )
+from trainer.models.patterns import LAYERS, REMAINDER
 
 MODULES = "mtp_num_layers"  # the configuration key
 _MODULE = re.compile(rf"(?:.*/)?{MTP}/mtp_layer_([0-9]+)/")
@@ -55,9 +56,9 @@ def is_final_norm(name: str) -> bool:
 def hugging_face_layouts(config: Config, decoder_block: str = "") -> Mapping[str, Layout]:
     """Returns the layouts of the modules of `config` and of a family, by default that of `config`."""
     layouts = dict(hugging_face(config, decoder_block).layouts)
-    for stack in (stack for stack in stacks(config) if len(stack.blocks) > 1):
+    for stack in stacks(config):
         # Each block of a pattern has the layouts of the stack, unless the family declares its own.
-        above = f"decoder/{stack.name}/"
+        above = f"decoder/{LAYERS if stack.name == REMAINDER else stack.name}/"
         each = {name.removeprefix(above): it for name, it in layouts.items() if name.startswith(above)}
         layouts = {f"decoder/{path}/{name}": it for path in stack.paths for name, it in each.items()} | layouts
     below = f"decoder/{last_block(config)[0]}/"

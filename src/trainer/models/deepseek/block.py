@@ -22,7 +22,7 @@ NAME, ROUTED, SHARED = "DeepSeekMoeBlock_0", "MoeBlock_0", "shared_experts"
 class DenseBlock(llama2.Block):
     """Llama's block with latent attention. Adjacent pairs of entries turn, as in the published weights."""
 
-    def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any]) -> Any:
+    def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
         """See `llama2.Block.make_attention`."""
         return LatentAttention(
             config.base_emb_dim,
@@ -41,6 +41,7 @@ class DenseBlock(llama2.Block):
             dropout_rate=config.attention_dropout_rate if config.enable_dropout else 0.0,
             rngs=rngs,
             **dtypes,
+            **given,
         )
 
 

@@ -3,16 +3,13 @@
 Attention is dense in every layer. The stored scale of a norm is added to 1, as in MaxText.
 """
 
-import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from trainer.config import Config
-from trainer.config.tiles import tiles_of
-from trainer.layers.attention import Attention
 from trainer.layers.mlp import MLP
 from trainer.layers.norm import LayerNorm
 from trainer.layers.stack import Stack
@@ -29,38 +26,29 @@ class Block(llama2.Block):
     With `fused_qkv`, one matrix computes queries, keys and values.
     """
 
-    def __init__(self, config: Config, rngs: nnx.Rngs):
-        dtypes: dict[str, Any] = {"dtype": jnp.dtype(config.dtype), "weight_dtype": jnp.dtype(config.weight_dtype)}
-        width, epsilon = config.base_emb_dim, config.normalization_layer_epsilon
-        norm = functools.partial(LayerNorm, width, epsilon=epsilon, **dtypes)
-        on = config.enable_dropout
-        self.dropout_rate = config.dropout_rate if on else 0.0
+    @staticmethod
+    def make_norm(width: int, epsilon: float, dtypes: Mapping[str, Any]) -> Any:
+        """See `llama2.Block.make_norm`."""
+        return LayerNorm(width, epsilon=epsilon, **dtypes)
 
+    def add_norms(self, norm: Callable[[], Any]) -> None:
+        """See `llama2.Block.add_norms`."""
         self.pre_self_attention_norm = norm()
-        self.self_attention = Attention(
-            width,
-            heads=config.base_num_query_heads,
-            kv_heads=config.base_num_kv_heads,
-            head_dim=config.head_dim,
-            rope=None,
-            op=config.attention,
-            window=config.sliding_window_size if config.attention_type == "local_sliding" else 0,
-            soft_cap=config.attn_logits_soft_cap,
-            tiles=tiles_of(config),
-            qk_norm_epsilon=epsilon if config.use_qk_norm else None,
-            dropout_rate=config.attention_dropout_rate if on else 0.0,
-            bias=True,
-            fused=config.fused_qkv,
-            rngs=rngs,
-            **dtypes,
-        )
+
+    def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
+        """See `llama2.Block.make_attention`."""
+        own = {"rope": None, "bias": True, "fused": config.fused_qkv}
+        return super().make_attention(config, rngs, dtypes, **{**given, **own})
+
+    def add_feed_forward(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any]) -> None:
+        """See `llama2.Block.add_feed_forward`."""
         self.mlp = MLP(
-            width,
+            config.base_emb_dim,
             config.base_mlp_dim,
             config.mlp_activations,
             dropout_rate=self.dropout_rate,
             bias=True,
-            norm=norm(),
+            norm=self.make_norm(config.base_emb_dim, config.normalization_layer_epsilon, dtypes),
             rngs=rngs,
             **dtypes,
         )

@@ -1,7 +1,8 @@
 """Llama's block (Touvron et al. 2023, arXiv:2302.13971 and arXiv:2307.09288). Most other families build on it."""
 
-from collections.abc import Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +25,11 @@ from trainer.products import Context
 ATTENTION, HIDDEN, OUTPUT = range(3)
 
 
-def make_rope(config: Config) -> Rope:
-    """Returns the RoPE of a resolved configuration."""
+def make_rope(config: Config, window: int = 0) -> Rope:
+    """Returns the RoPE of the layers with that window (0: none), for a resolved configuration."""
+    if window and config.local_rope_max_timescale > 0:
+        longest = config.local_rope_max_timescale
+        return Rope(config.rope_min_timescale, longest, interleave=config.rope_interleave)
     return Rope(
         min_timescale=config.rope_min_timescale,
         max_timescale=config.rope_max_timescale,
@@ -44,35 +48,50 @@ def make_rope(config: Config) -> Rope:
 
 
 class Block(nnx.Module):
-    """Computes x + attention(norm(x)), then x + mlp(norm(x)), then dropout."""
+    """Computes x + attention(norm(x)), then x + mlp(norm(x)), then dropout.
 
-    def __init__(self, config: Config, rngs: nnx.Rngs):
+    A family replaces the methods in which its block differs.
+    """
+
+    ATTENTION: ClassVar[str] = "self_attention"  # the attribute of the attention layer, and so of its parameters
+
+    def __init__(self, config: Config, rngs: nnx.Rngs, window: int | None = None):
+        """`window`: that of this layer in a pattern of layers (0: none); None: as `attention_type` says."""
         dtypes: dict[str, Any] = {"dtype": jnp.dtype(config.dtype), "weight_dtype": jnp.dtype(config.weight_dtype)}
-        width, epsilon = config.base_emb_dim, config.normalization_layer_epsilon
         self.dropout_rate = config.dropout_rate if config.enable_dropout else 0.0
-
-        self.pre_self_attention_layer_norm = RMSNorm(width, epsilon=epsilon, **dtypes)
-        self.self_attention = self.make_attention(config, rngs, dtypes)
-        self.post_self_attention_layer_norm = RMSNorm(width, epsilon=epsilon, **dtypes)
+        norm = functools.partial(self.make_norm, config.base_emb_dim, config.normalization_layer_epsilon, dtypes)
+        self.add_norms(norm)
+        given = {} if window is None else {"window": window, "rope": make_rope(config, window)}
+        setattr(self, self.ATTENTION, self.make_attention(config, rngs, dtypes, **given))
         self.add_feed_forward(config, rngs, dtypes)
 
-    def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any]) -> Any:
-        """Makes the attention layer."""
-        return Attention(
-            config.base_emb_dim,
-            heads=config.base_num_query_heads,
-            kv_heads=config.base_num_kv_heads,
-            head_dim=config.head_dim,
-            rope=make_rope(config),
-            op=config.attention,
-            window=config.sliding_window_size if config.attention_type == "local_sliding" else 0,
-            soft_cap=config.attn_logits_soft_cap,
-            tiles=tiles_of(config),
-            qk_norm_epsilon=config.normalization_layer_epsilon if config.use_qk_norm else None,
-            dropout_rate=config.attention_dropout_rate if config.enable_dropout else 0.0,
-            rngs=rngs,
-            **dtypes,
-        )
+    @staticmethod
+    def make_norm(width: int, epsilon: float, dtypes: Mapping[str, Any]) -> Any:
+        """Makes a norm of the residual stream."""
+        return RMSNorm(width, epsilon=epsilon, **dtypes)
+
+    def add_norms(self, norm: Callable[[], Any]) -> None:
+        """Makes the norms of the residual stream, by `norm()`, as attributes with the names of their parameters."""
+        self.pre_self_attention_layer_norm, self.post_self_attention_layer_norm = norm(), norm()
+
+    def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
+        """Makes the attention layer. `given`: arguments of `Attention` that `config` does not determine."""
+        window = config.sliding_window_size if config.attention_type == "local_sliding" else 0
+        settings: dict[str, Any] = {
+            "heads": config.base_num_query_heads,
+            "kv_heads": config.base_num_kv_heads,
+            "head_dim": config.head_dim,
+            "rope": make_rope(config, window),
+            "op": config.attention,
+            "window": window,
+            "soft_cap": config.attn_logits_soft_cap,
+            "scale": config.query_pre_attn_scalar**-0.5 if config.query_pre_attn_scalar else None,
+            "tiles": tiles_of(config),
+            "qk_norm_epsilon": config.normalization_layer_epsilon if config.use_qk_norm else None,
+            "dropout_rate": config.attention_dropout_rate if config.enable_dropout else 0.0,
+            "rngs": rngs,
+        }
+        return Attention(config.base_emb_dim, **{**settings, **dtypes, **given})
 
     def add_feed_forward(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any]) -> None:
         """Makes the feed-forward layer as an attribute with the name of its parameters."""
@@ -89,6 +108,10 @@ class Block(nnx.Module):
         """Returns the normalized residual stream: [b, t, e] -> [b, t, e]."""
         return self.pre_self_attention_layer_norm(x_bte)
 
+    def attention_output(self, h_bte: jax.Array) -> jax.Array:
+        """Returns what the attention layer's result adds to the residual stream: [b, t, e] -> [b, t, e]."""
+        return h_bte
+
     def feed_forward_input(self, x_bte: jax.Array) -> jax.Array:
         """Returns the normalized residual stream: [b, t, e] -> [b, t, e]."""
         return self.post_self_attention_layer_norm(x_bte)
@@ -97,21 +120,27 @@ class Block(nnx.Module):
         """Runs the feed-forward layer: [b, t, e] -> [b, t, e]."""
         return self.mlp(x_bte, context.at(HIDDEN))
 
+    def feed_forward_output(self, h_bte: jax.Array) -> jax.Array:
+        """Returns what the feed-forward layer's result adds to the residual stream: [b, t, e] -> [b, t, e]."""
+        return h_bte
+
     def init_cache(self, rows: int, length: int) -> Any:
         """Returns an empty cache; see `layers.attention.Attention.init_cache`."""
-        return self.self_attention.init_cache(rows, length)
+        return getattr(self, self.ATTENTION).init_cache(rows, length)
 
     def cache_axes(self) -> Any:
         """The logical axes of its arrays."""
-        return self.self_attention.cache_axes()
+        return getattr(self, self.ATTENTION).cache_axes()
 
     def __call__(self, x_bte: jax.Array, cache: Cache | None, context: Context) -> tuple[jax.Array, Cache | None]:
         """Runs one layer: [b, t, e] -> [b, t, e]. Also returns the cache with keys and values added; see
         `layers.attention`."""
-        h, cache = self.self_attention(self.attention_input(x_bte), cache, context.at(ATTENTION))
+        attention = getattr(self, self.ATTENTION)
+        h, cache = attention(self.attention_input(x_bte), cache, context.at(ATTENTION))
+        h = self.attention_output(h)
         sow(self, Activation, "attention_output", h)
         x = sharding.constrain(x_bte + h, RESIDUAL)
-        h = self.feed_forward(self.feed_forward_input(x), context)
+        h = self.feed_forward_output(self.feed_forward(self.feed_forward_input(x), context))
         sow(self, Activation, "mlp_output", h)
         x = sharding.constrain(dropout(x + h, context.at(OUTPUT).key, context.rows, self.dropout_rate), RESIDUAL)
         self._sow_statistics(x, context.segments)

@@ -1,0 +1,31 @@
+"""The window of each layer's attention."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.config.family import facts_of
+
+
+def windows(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns the windows of the layers in tokens, 0 for the whole document, as far as they are not a repetition."""
+    size, facts = config["sliding_window_size"], facts_of(config)
+    if facts and facts.period:
+        return (size,) * (period(config) - 1) + (0,)
+    return (size if config["attention_type"] == "local_sliding" else 0,)
+
+
+def period(config: Mapping[str, Any]) -> int:
+    """Returns n if every n-th layer has no window and the others have one; 0 if the layers do not alternate."""
+    facts = facts_of(config)
+    return (config["sliding_window_pattern"] or facts.period) if facts and facts.period else 0
+
+
+def has_window(config: Mapping[str, Any]) -> bool:
+    """Returns whether the attention of some layer has a window."""
+    layers = config["base_num_decoder_layers"]
+    return any(windows(config)[:layers])
+
+
+def needs_window(config: Mapping[str, Any]) -> bool:
+    """Returns whether some layer should have a window, even if `sliding_window_size` is 0."""
+    return period(config) > 1 or (not period(config) and config["attention_type"] == "local_sliding")

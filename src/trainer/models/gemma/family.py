@@ -1,0 +1,76 @@
+"""Gemma (Google DeepMind 2024, arXiv:2403.08295): Llama's block with a gate of GELU and norms that multiply by 1 + scale,
+after embeddings that are multiplied by sqrt(width)."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trainer.config import Config
+from trainer.layers.norm import RMSNorm
+from trainer.layers.stack import Stack
+from trainer.models.family import Family, MaxText
+from trainer.models.flops import forward_flops_per_token
+from trainer.models.huggingface import HuggingFace, Layout
+from trainer.models.llama2 import block as llama2
+from trainer.models.llama2.family import LAYOUTS as OF_LLAMA
+
+OFFSET = 1.0
+Norm = functools.partial(RMSNorm, offset=OFFSET)
+
+
+class Block(llama2.Block):
+    """Computes x + attention(norm(x)), then x + mlp(norm(x)), then dropout."""
+
+    @staticmethod
+    def make_norm(width: int, epsilon: float, dtypes: Mapping[str, Any]) -> Any:
+        """See `llama2.Block.make_norm`."""
+        return Norm(width, epsilon=epsilon, **dtypes)
+
+    def add_norms(self, norm: Callable[[], Any]) -> None:
+        """See `llama2.Block.add_norms`."""
+        self.pre_self_attention_norm, self.pre_ffw_norm = norm(), norm()
+
+    def attention_input(self, x_bte: Any) -> Any:
+        """See `llama2.Block.attention_input`."""
+        return self.pre_self_attention_norm(x_bte)
+
+    def feed_forward_input(self, x_bte: Any) -> Any:
+        """See `llama2.Block.feed_forward_input`."""
+        return self.pre_ffw_norm(x_bte)
+
+
+def stacks(config: Config) -> list[Stack]:
+    """Returns one stack of equal blocks."""
+    return [Stack("layers", (Block,), config.base_num_decoder_layers)]
+
+
+def embedding_scale(config: Config) -> float:
+    """Returns the factor on embeddings."""
+    return float(config.base_emb_dim**0.5)
+
+
+_NORM, _LAYER = "decoder/layers/{}/scale", "model.layers.{}."
+UNNORMED = {name: layout for name, layout in OF_LLAMA.items() if "_layer_norm/" not in name}
+LAYOUTS = UNNORMED | {
+    _NORM.format("pre_self_attention_norm"): Layout(_LAYER + "input_layernorm.weight"),
+    _NORM.format("pre_ffw_norm"): Layout(_LAYER + "post_attention_layernorm.weight"),
+}
+FAMILY = Family(
+    stacks,
+    forward_flops_per_token,
+    embedding_scale=embedding_scale,
+    norm=Norm,
+    hugging_face=[
+        HuggingFace(
+            "gemma",
+            "GemmaForCausalLM",
+            LAYOUTS,
+            defaults={"head_dim": 256, "num_key_value_heads": 16, "tie_word_embeddings": True},
+            # Before its activation had a name of its own: the published files of 2024 say gelu, and mean its tanh form.
+            activations={"gelu": "gelu"},
+            ignored=("hidden_activation",),
+            off=("use_bidirectional_attention",),
+        )
+    ],
+    maxtext=MaxText(),
+)

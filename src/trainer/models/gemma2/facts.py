@@ -1,0 +1,16 @@
+"""What the first stage asks about Gemma 2."""
+
+from trainer.config.family import Facts
+from trainer.config.tensors import of_blocks
+from trainer.models.gemma.facts import FIXES
+
+ALTERNATES = {"has layers with and without a window, whatever it is": ("attention_type",)}
+GLOBAL = {"attention_type": "global"}  # stated in a description of the model
+FACTS = Facts(
+    "trainer.models.gemma2.family:FAMILY",
+    reads=("sliding_window_pattern",),
+    ignores=ALTERNATES,
+    fixes={**FIXES, **GLOBAL},
+    period=2,
+    tensors=of_blocks,
+)

@@ -1,0 +1,75 @@
+"""Gemma 2 (Google DeepMind 2024, arXiv:2408.00118): Gemma's block with norms after attention and MLP, too. Every other
+layer attends within a window. Scores and logits have soft caps."""
+
+from collections.abc import Callable
+from typing import Any
+
+from trainer.config import Config
+from trainer.layers.stack import Stack
+from trainer.models.family import Family, MaxText
+from trainer.models.flops import forward_flops_per_token
+from trainer.models.gemma import family as gemma
+from trainer.models.huggingface import HuggingFace, Layout
+from trainer.models.patterns import alternating
+
+
+class Block(gemma.Block):
+    """Computes x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), then dropout."""
+
+    def add_norms(self, norm: Callable[[], Any]) -> None:
+        """See `llama2.Block.add_norms`."""
+        super().add_norms(norm)
+        self.post_self_attention_norm, self.post_ffw_norm = norm(), norm()
+
+    def attention_output(self, h_bte: Any) -> Any:
+        """See `llama2.Block.attention_output`."""
+        return self.post_self_attention_norm(h_bte)
+
+    def feed_forward_output(self, h_bte: Any) -> Any:
+        """See `llama2.Block.feed_forward_output`."""
+        return self.post_ffw_norm(h_bte)
+
+
+def stacks(config: Config) -> list[Stack]:
+    """Returns the layers with and without a window, in turn."""
+    return alternating(Block, config)
+
+
+_NORM, _LAYER = "decoder/layers/{}/scale", "model.layers.{}."
+LAYOUTS = gemma.UNNORMED | {
+    _NORM.format("pre_self_attention_norm"): Layout(_LAYER + "input_layernorm.weight"),
+    _NORM.format("post_self_attention_norm"): Layout(_LAYER + "post_attention_layernorm.weight"),
+    _NORM.format("pre_ffw_norm"): Layout(_LAYER + "pre_feedforward_layernorm.weight"),
+    _NORM.format("post_ffw_norm"): Layout(_LAYER + "post_feedforward_layernorm.weight"),
+}
+DEFAULTS = {
+    **{"head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings": True, "sliding_window": 4096},
+    **{"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256},
+}
+FAMILY = Family(
+    stacks,
+    forward_flops_per_token,
+    embedding_scale=gemma.embedding_scale,
+    norm=gemma.Norm,
+    hugging_face=[
+        HuggingFace(
+            "gemma2",
+            "Gemma2ForCausalLM",
+            LAYOUTS,
+            defaults={
+                **DEFAULTS,
+                **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window_pattern": 2},
+            },
+            activation="hidden_activation",
+            window="alternating",
+            sizes={
+                "query_pre_attn_scalar": "query_pre_attn_scalar",
+                "attn_logits_soft_cap": "attn_logit_softcapping",
+                "final_logits_soft_cap": "final_logit_softcapping",
+            },
+            ignored=("hidden_act", "sliding_window_size"),
+            off=("use_bidirectional_attention",),
+        )
+    ],
+    maxtext=MaxText(caps_scores=True, keys=("sliding_window_size",)),
+)

@@ -1,0 +1,15 @@
+"""What the first stage asks about Gemma 3."""
+
+from trainer.config.family import Facts
+from trainer.config.tensors import of_blocks
+from trainer.models.gemma.facts import FIXES
+from trainer.models.gemma2.facts import ALTERNATES, GLOBAL
+
+FACTS = Facts(
+    "trainer.models.gemma3.family:FAMILY",
+    reads=("sliding_window_pattern",),
+    ignores=ALTERNATES,
+    fixes={**FIXES, **GLOBAL, "use_qk_norm": True},
+    period=6,
+    tensors=of_blocks,
+)

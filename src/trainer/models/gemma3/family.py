@@ -1,0 +1,60 @@
+"""Gemma 3, its text model (Google DeepMind 2025, arXiv:2503.19786): Gemma 2's block with norms of queries and keys, five
+layers with a window for each without, and a RoPE of their own in layers with a window."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from flax import nnx
+
+from trainer.config import Config
+from trainer.layers.stack import Stack
+from trainer.models.family import Family, MaxText
+from trainer.models.flops import forward_flops_per_token
+from trainer.models.gemma import family as gemma
+from trainer.models.gemma2 import family as gemma2
+from trainer.models.huggingface import HuggingFace
+from trainer.models.patterns import alternating
+from trainer.models.qwen3.family import NORMS
+
+
+class Block(gemma2.Block):
+    """Gemma 2's block with norms of each head's queries and keys."""
+
+    def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
+        """See `llama2.Block.make_attention`."""
+        return super().make_attention(config, rngs, dtypes, qk_norm_offset=gemma.OFFSET, **given)
+
+
+def stacks(config: Config) -> list[Stack]:
+    """Returns the layers with and without a window, in their pattern."""
+    return alternating(Block, config)
+
+
+FAMILY = Family(
+    stacks,
+    forward_flops_per_token,
+    embedding_scale=gemma.embedding_scale,
+    norm=gemma.Norm,
+    hugging_face=[
+        HuggingFace(
+            "gemma3_text",
+            "Gemma3ForCausalLM",
+            gemma2.LAYOUTS | NORMS,
+            defaults={
+                **gemma2.DEFAULTS,
+                **{"rope_theta": 1_000_000, "rope_local_base_freq": 10_000, "sliding_window_pattern": 6},
+            },
+            activation="hidden_activation",
+            qk_norm=True,
+            window="alternating",
+            local_rope="rope_local_base_freq",
+            sizes={
+                "query_pre_attn_scalar": "query_pre_attn_scalar",
+                "final_logits_soft_cap": "final_logit_softcapping",
+            },
+            ignored=("hidden_act", "_sliding_window_pattern"),
+            off=("use_bidirectional_attention", "attn_logit_softcapping"),
+        )
+    ],
+    maxtext=MaxText(caps_scores=True, norms_heads=True, keys=("sliding_window_size", "local_rope_max_timescale")),
+)

@@ -1,0 +1,1 @@
+"""The OLMo 2 family."""

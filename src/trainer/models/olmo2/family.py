@@ -1,0 +1,70 @@
+"""OLMo 2 (Ai2 2024, arXiv:2501.00656): norms after attention and MLP and not before them, and norms of all queries of a
+token and of all its keys."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+from trainer.config import Config
+from trainer.layers.stack import Stack
+from trainer.models.family import Family
+from trainer.models.flops import forward_flops_per_token
+from trainer.models.huggingface import HuggingFace, Layout
+from trainer.models.llama2 import block as llama2
+from trainer.models.llama2.family import LAYOUTS as OF_LLAMA
+
+
+class Block(llama2.Block):
+    """Computes x + norm(attention(x)), then x + norm(mlp(x)), then dropout. With `use_qk_norm`, queries and keys are
+    normalized over all heads."""
+
+    ATTENTION = "attention"
+
+    def add_norms(self, norm: Callable[[], Any]) -> None:
+        """See `llama2.Block.add_norms`."""
+        self.post_self_attention_layer_norm, self.post_mlp_layer_norm = norm(), norm()
+
+    def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
+        """See `llama2.Block.make_attention`."""
+        return super().make_attention(config, rngs, dtypes, qk_norm_over_heads=True, **given)
+
+    def attention_input(self, x_bte: jax.Array) -> jax.Array:
+        """Returns the residual stream."""
+        return x_bte
+
+    def attention_output(self, h_bte: jax.Array) -> jax.Array:
+        """See `llama2.Block.attention_output`."""
+        return self.post_self_attention_layer_norm(h_bte)
+
+    def feed_forward_input(self, x_bte: jax.Array) -> jax.Array:
+        """Returns the residual stream."""
+        return x_bte
+
+    def feed_forward_output(self, h_bte: jax.Array) -> jax.Array:
+        """See `llama2.Block.feed_forward_output`."""
+        return self.post_mlp_layer_norm(h_bte)
+
+
+def stacks(config: Config) -> list[Stack]:
+    """Returns one stack of equal blocks."""
+    return [Stack("layers", (Block,), config.base_num_decoder_layers)]
+
+
+_LAYER, _NORM = "decoder/layers/", "_layer_norm/"
+LAYOUTS = {
+    name.replace("/self_attention/", "/attention/"): layout for name, layout in OF_LLAMA.items() if _NORM not in name
+} | {
+    f"{_LAYER}attention/query_norm/scale": Layout("model.layers.{}.self_attn.q_norm.weight", rotated="head_dim"),
+    f"{_LAYER}attention/key_norm/scale": Layout("model.layers.{}.self_attn.k_norm.weight", rotated="head_dim"),
+    f"{_LAYER}post_self_attention_layer_norm/scale": Layout("model.layers.{}.post_attention_layernorm.weight"),
+    f"{_LAYER}post_mlp_layer_norm/scale": Layout("model.layers.{}.post_feedforward_layernorm.weight"),
+}
+FAMILY = Family(
+    stacks,
+    forward_flops_per_token,
+    hugging_face=[
+        HuggingFace("olmo2", "Olmo2ForCausalLM", LAYOUTS, defaults={"rms_norm_eps": 1e-5}, qk_norm=True)
+    ],
+)

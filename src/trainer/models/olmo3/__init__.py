@@ -1,0 +1,1 @@
+"""The OLMo 3 family."""

@@ -1,0 +1,22 @@
+"""Stacks of layers of several kinds, which repeat."""
+
+import functools
+from collections.abc import Sequence
+
+from trainer.config import Config
+from trainer.config.windows import windows
+from trainer.layers.stack import MakeBlock, Stack
+
+LAYERS, REMAINDER = "layers", "layers_remainder"
+
+
+def repeated(blocks: Sequence[MakeBlock], layers: int) -> list[Stack]:
+    """Returns the stacks of `layers` layers, which are `blocks` again and again: whole repetitions, then the rest."""
+    count, rest = divmod(layers, len(blocks))
+    return [Stack(LAYERS, tuple(blocks), count), Stack(REMAINDER, tuple(blocks[:rest]), 1)]
+
+
+def alternating(block: MakeBlock, config: Config) -> list[Stack]:
+    """Returns the stacks of layers that differ in their windows; `block` takes `window`, see `llama2.block.Block`."""
+    blocks = [functools.partial(block, window=window) for window in windows(config)]
+    return repeated(blocks, config.base_num_decoder_layers)

@@ -1,0 +1,6 @@
+"""What the first stage asks about Qwen2."""
+
+from trainer.config.family import Facts
+from trainer.config.tensors import of_blocks
+
+FACTS = Facts("trainer.models.qwen2.family:FAMILY", reads=("attention_bias",), tensors=of_blocks)

@@ -1,0 +1,1 @@
+"""The SmolLM3 family."""

@@ -1,0 +1,74 @@
+"""SmolLM3 (Hugging Face 2025): Llama's block; every fourth layer has no rotary positions (arXiv:2501.18795)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from flax import nnx
+
+from trainer.config import Config
+from trainer.config.errors import shortened
+from trainer.layers.stack import Stack
+from trainer.models.family import Family
+from trainer.models.flops import forward_flops_per_token
+from trainer.models.huggingface import HuggingFace
+from trainer.models.llama2 import block as llama2
+from trainer.models.llama2.family import LAYOUTS
+from trainer.models.patterns import repeated
+
+
+class Unrotated(llama2.Block):
+    """Llama's block without rotary positions."""
+
+    def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
+        """See `llama2.Block.make_attention`."""
+        return super().make_attention(config, rngs, dtypes, **{**given, "rope": None})
+
+
+def stacks(config: Config) -> list[Stack]:
+    """Returns the layers with and without rotary positions, in their pattern."""
+    every = config.nope_layer_interval
+    blocks = [llama2.Block] if every == -1 else [*[llama2.Block] * (every - 1), Unrotated]
+    return repeated(blocks, config.base_num_decoder_layers)
+
+
+def _read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
+    """Returns `nope_layer_interval`. The list of layers takes precedence over the interval, as in transformers."""
+    every, given = said["no_rope_layer_interval"], said.get("no_rope_layers")
+    if given is None:
+        return {"nope_layer_interval": every}
+    every = given.index(0) + 1 if 0 in given else -1
+    if given != _rotated(every, said["num_hidden_layers"]):
+        refused.append(f"no_rope_layers={shortened(str(given))} (known: a 1 for each layer, and a 0 for every n-th)")
+    return {"nope_layer_interval": every}
+
+
+def _write(config: Config) -> dict[str, Any]:
+    every, layers = config.nope_layer_interval, config.base_num_decoder_layers
+    interval = {} if every == -1 else {"no_rope_layer_interval": every}
+    return {"no_rope_layers": _rotated(every, layers), **interval}
+
+
+def _rotated(every: int, layers: int) -> list[int]:
+    return [int(every == -1 or (i + 1) % every != 0) for i in range(layers)]
+
+
+FAMILY = Family(
+    stacks,
+    forward_flops_per_token,
+    hugging_face=[
+        HuggingFace(
+            "smollm3",
+            "SmolLM3ForCausalLM",
+            LAYOUTS,
+            defaults={
+                **{"num_key_value_heads": 4, "rope_theta": 2_000_000, "tie_word_embeddings": True},
+                **{"no_rope_layer_interval": 4},
+            },
+            only={"use_sliding_window": False},
+            fields=("no_rope_layers", "no_rope_layer_interval"),
+            ignored=("sliding_window",),  # without use_sliding_window
+            read=_read,
+            write=_write,
+        )
+    ],
+)
