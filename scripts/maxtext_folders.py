@@ -73,6 +73,33 @@ QWEN3 = {
     "logits_via_embedding": True,
     "normalize_embedding_logits": False,
 }
+POST_NORMS = {"use_post_attn_norm": True, "use_post_ffw_norm": True}
+GEMMA = {
+    "decoder_block": "gemma",
+    "mlp_activations": "[gelu,linear]",
+    "normalization_layer_epsilon": 1e-6,
+    "logits_via_embedding": True,
+}
+GEMMA2 = GEMMA | POST_NORMS
+GEMMA2 |= {"decoder_block": "gemma2", "sliding_window_size": 3, "attn_logits_soft_cap": 4.0, "final_logits_soft_cap": 8.0}
+# The name sets the factor on scores; seven layers are a period and one more.
+GEMMA3 = GEMMA | POST_NORMS | {"model_name": "gemma3-27b", "override_model_config": True, "rope_max_timescale": 1000}
+GEMMA3 |= {"decoder_block": "gemma3", "sliding_window_size": 3, "local_rope_max_timescale": 100}
+GEMMA3 |= {"rope_linear_scaling_factor": 8.0, "base_num_decoder_layers": 7}
+QWEN2 = {"decoder_block": "qwen2", "attention_bias": True}
+# By this name norms of queries and keys are over all heads.
+OLMO3 = {"model_name": "olmo3-7b", "override_model_config": True, "inhomogeneous_layer_cycle_interval": 4}
+OLMO3 |= {"decoder_block": "olmo3", "sliding_window_size": 3, "base_num_decoder_layers": 4, "base_num_kv_heads": 2}
+OLMO3 |= {"use_qk_norm": True, "rope_type": "default", "rope_max_timescale": 1000, "normalization_layer_epsilon": 1e-6}
+OF_YARN = {"rope_type": "yarn", "rope_factor": 4, "original_max_position_embeddings": 16, "max_position_embeddings": 64}
+# As in its presets. YaRN is that of all layers there.
+OLMO3_LONG = OLMO3 | OF_YARN | {"rope_interleave": False, "rope_attention_scaling": True}
+# What our keys say in place of these.
+OURS = {
+    "gemma2": {"base_num_decoder_layers": 4},  # MaxText's layers are pairs of layers
+    "gemma3": {"query_pre_attn_scalar": 8},  # base_emb_dim // base_num_query_heads
+}
+NOT_OURS = (*AS_V3, *POST_NORMS, "inhomogeneous_layer_cycle_interval", "scan_layers")
 SCANNED, UNSCANNED = {"scan_layers": True}, {"scan_layers": False}
 # The keys of each model, and how MaxText stores its layers.
 CASES = {
@@ -83,6 +110,14 @@ CASES = {
     "experts_unscanned": TINY | EXPERTS | UNSCANNED,
     "deepseek": TINY | DEEPSEEK | SCANNED,
     "deepseek_unscanned": TINY | DEEPSEEK | UNSCANNED,
+    "gemma": TINY | GEMMA | SCANNED,
+    "gemma2": TINY | GEMMA2 | SCANNED,
+    "gemma2_unscanned": TINY | GEMMA2 | UNSCANNED,
+    "gemma3": TINY | GEMMA3 | SCANNED,
+    "gemma3_unscanned": TINY | GEMMA3 | UNSCANNED,
+    "qwen2": TINY | QWEN2 | SCANNED,
+    "olmo3": TINY | OLMO3 | SCANNED,
+    "olmo3_unscanned": TINY | OLMO3_LONG | UNSCANNED,
     "params": TINY | SCANNED,
     "params_unscanned": TINY | UNSCANNED,
 }
@@ -214,7 +249,8 @@ def configured(keys: dict[str, Any]) -> Any:
     from trainer.config import load, resolve
     from trainer.config.flags import flags_of
 
-    words = [f"{name}={value}" for name, value in keys.items() if name not in (*AS_V3, "scan_layers")]
+    keys = keys | OURS.get(keys["decoder_block"], {})
+    words = [f"{name}={value}" for name, value in keys.items() if name not in NOT_OURS]
     words += ["dataset_type=synthetic", "dtype=float32", "weight_dtype=float32", "max_target_length=8"]
     words += [f"{name}={value}" for name, value in flags_of("nnx").items()]
     return resolve(load(["maxtext.yml", *words]).config, device_count=1, platform="cpu")
@@ -255,7 +291,7 @@ def exported(folder: Path, out: Path, keys: dict[str, Any]) -> list[str]:
     config = configured(keys)
     scan = f"scan_layers={str(keys['scan_layers']).lower()}"
     said = io.StringIO()
-    given = [name for name in keys if name in config and name not in (*AS_V3, "scan_layers")]
+    given = [name for name in keys | OURS.get(keys["decoder_block"], {}) if name in config and name not in NOT_OURS]
     given = [name for name in given if no_effect_of(config, name) is None]
     model = [f"{name}={to_flow(config[name])}" for name in given]
     with contextlib.redirect_stdout(said):

@@ -280,7 +280,9 @@ def test_every_key_is_read(tmp_path, monkeypatch, corpus):
     latent = {"decoder_block": "deepseek", "attention_type": "mla", "base_num_kv_heads": 4, "num_experts": 4}
     latent |= {"base_moe_mlp_dim": 8, "shared_experts": 1, "n_routing_groups": 2, "topk_routing_group": 1}
     latent |= {"routed_score_func": "sigmoid", "routed_bias": True, "routed_bias_update_rate": 0.01}
-    for keys in (streaming, experts, gpt3, latent):
+    alternating = {"decoder_block": "gemma2", "sliding_window_size": 8, "sliding_window_pattern": 2}
+    others = {"decoder_block": "qwen2", "attention_bias": True}, {"decoder_block": "smollm3", "nope_layer_interval": 2}
+    for keys in (streaming, experts, gpt3, latent, alternating, *others):
         lowered_update(build(load(arguments("nnx", **keys)).config, jax.devices()[:1]))
     Profiler(Recording(load(["profiler=xplane"]).config, seen), tmp_path, 0, print)
     given_folder(Recording(load([f"dump_hlo_local_dir={tmp_path}"]).config, seen))

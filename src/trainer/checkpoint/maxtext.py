@@ -3,12 +3,15 @@
 A run of MaxText has the tree in checkpoints/N/items, next to it _CHECKPOINT_METADATA, and sometimes the position in the
 data. In the tree, the parameters are under params/params. If MaxText's NNX model wrote them, they are at the root, each
 as {"value": array}. These differences from our checkpoints are converted (docs/guides/weights.md):
-- scanned layers are stacked on axis 1 or, with param_scan_axis=0, on axis 0; other layers are in decoder/layers_0, ...;
-- some blocks fold 1 / sqrt(head_dim) into the query kernel, unless `use_qk_norm` (`MaxText.scaled_queries`);
+- scanned layers are stacked on axis 1 or, with param_scan_axis=0, on axis 0; other layers are in decoder/layers_0, ...,
+  and those that are left after whole repetitions of a pattern in decoder/layers_remainder/layers_0, ...;
+- some blocks fold the factor on scores into the query kernel, unless `use_qk_norm` (`MaxText.scaled_queries`), store
+  other parameters multiplied or shifted (`MaxText.stored`), or name layers in another way (`MaxText.names`);
 - RoPE rotates a head's entries as halves or as adjacent pairs, depending on the model's name and rope_type.
 """
 
 import functools
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from trainer.config.latent_keys import is_latent
 from trainer.models.families import Place, maxtext, place, stacks
 from trainer.models.huggingface import reordered
 from trainer.models.mtp_names import decoder_name, is_final_norm, module_of, rotated_heads
+from trainer.models.patterns import LAYERS, REMAINDER
 
 ITEMS = "items"  # the name of the tree in checkpoints/N
 # Keys of the custom metadata: MaxText's own key, and a key that this trainer adds: whether RoPE rotates adjacent pairs.
@@ -41,9 +45,11 @@ _FINAL_NORM = "decoder/decoder_norm/"
 _ROOTS = (ROOT, "", "model/", "base/", "model_params/")
 _VALUE = "/value"
 _RANDOM = {"rngs", "dropout"}  # state at these locations that is not parameters
+_ONE_LAYER = re.compile(r"decoder/[a-z_]+_[0-9]+/")  # the beginning of a name in a layer that is not scanned
+UNCHANGED = (1.0, 0.0)
 # How a tensor becomes ours: the axis of its layers, or -1 if it holds one layer; the number of entries of heads that
-# are reordered, and whether to pairs (`reordered`); a factor.
-_How = tuple[int, int, bool, float]
+# are reordered, and whether to pairs (`reordered`); factor and offset, see `conversion`.
+_How = tuple[int, int, bool, tuple[float, float]]
 
 
 class MaxTextSource:
@@ -102,7 +108,7 @@ class MaxTextSource:
                 f"{self.path}: RoPE is assumed to rotate a head's entries as {order}, like MaxText with "
                 f"model_name={config.model_name} and rope_type={config.rope_type}"
             )
-        scanned = any(place(stacks(config), name) for name in self._headers)
+        scanned = not any(_ONE_LAYER.match(name) for name in self._headers)
         if self._said.get(SCAN, scanned) != scanned:
             layers = "stacked" if scanned else "stored one by one"
             lines.append(
@@ -124,7 +130,8 @@ class MaxTextSource:
 
     def held(self, config: Config, shapes: Shapes) -> Collection[str]:
         """See `Source.held`. The final norm of a module is the model's, so it does not count."""
-        stored = {name: self._stored(name, shape, place(stacks(config), name), 1) for name, shape in shapes.items()}
+        of = {name: place(stacks(config), name) for name in shapes}
+        stored = {name: self._stored(config, name, shape, of[name], 1) for name, shape in shapes.items()}
         return [
             name
             for name, tensors in stored.items()
@@ -134,8 +141,10 @@ class MaxTextSource:
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
         """See `Source.leaves`."""
         places = {name: place(stacks(config), name) for name in shapes}
-        axis = self._scan_axis({name: shape for name, shape in shapes.items() if places[name]})
-        stored = {name: self._stored(name, shape, places[name], axis) for name, shape in shapes.items()}
+        axis = self._scan_axis(
+            {names_of(config, name, where)[0]: shapes[name] for name, where in places.items() if where and not left_over(where)}
+        )
+        stored = {name: self._stored(config, name, shape, places[name], axis) for name, shape in shapes.items()}
         found = {
             name: (tuple(it.shape), np.dtype(it.dtype).name)
             for name, (_, it) in self._headers.items()
@@ -152,9 +161,11 @@ class MaxTextSource:
         leaves = {}
         for name, tensors in stored.items():
             dtype, mixed = common_dtype([np.dtype(self._headers[tensor][1].dtype) for tensor in tensors])
+            where = places[name]
             # The axis of the layers; -1 if a tensor holds a single layer.
-            on = 0 if places[name] is None else self._axis(name, axis) if name in tensors else -1
-            how = (on, heads.get(name, 0), config[ORDER], query_scale(config, name))
+            stacked = where is not None and not left_over(where) and names_of(config, name, where)[0] in tensors
+            on = self._axis(name, axis) if stacked else 0 if where is None else -1
+            how = (on, heads.get(name, 0), config[ORDER], conversion(config, name))
             parts = [functools.partial(self._read, how, *tensor) for tensor in tensors.items()]
             puts = [functools.partial(self._put, how, *tensor) for tensor in tensors.items()]
             leaves[name] = Leaf(shapes[name], dtype, parts, puts, mixed)
@@ -181,45 +192,51 @@ class MaxTextSource:
     def _axis(self, name: str, axis: int) -> int:
         return 0 if name in self._biases else axis
 
-    def _stored(self, name: str, shape: tuple[int, ...], where: Place | None, axis: int) -> dict[str, tuple[int, ...]]:
+    def _stored(
+        self, config: Config, name: str, shape: tuple[int, ...], where: Place | None, axis: int
+    ) -> dict[str, tuple[int, ...]]:
         """Returns name and shape of the tensors of a canonical parameter."""
         if where is None:
             return {_FINAL_NORM + name.rpartition("/")[2] if is_final_norm(name) else name: shape}
-        if layer_name(where, 0) in self._headers:
-            # If there are more layers than tensors, one is missing. It can be found without generating that many names.
-            layers = min(shape[0], len(self._headers) + 1)
-            return {layer_name(where, i): shape[1:] for i in range(layers)}
-        return {name: _with_layers_on(self._axis(name, axis), shape)}
+        # If there are more layers than tensors, one is missing. It can be found without generating that many names.
+        few = where._replace(layers=where.layers[: len(self._headers) + 1])
+        stacked, each = names_of(config, name, few)
+        if each[0] in self._headers or left_over(where):
+            return dict.fromkeys(each if each[0] in self._headers else [stacked], shape[1:])
+        return {stacked: _with_layers_on(self._axis(name, axis), shape)}
 
     def _read(self, how: _How, tensor: str, shape: tuple[int, ...]) -> np.ndarray:
-        axis, head, pairs, factor = how
+        axis, head, pairs, (factor, offset) = how
         stored, header = self._headers[tensor]
         value = orbax.read(self.path, stored, shape, np.dtype(header.dtype))
         if axis >= 0:
             value = np.moveaxis(value, axis, 0)
-        return scaled(reordered(value, head, pairs=pairs), np.multiply, factor)
+        value = reordered(value, head, pairs=pairs)
+        if (factor, offset) == UNCHANGED:
+            return value
+        return (value.astype(np.float32) - np.float32(offset)) * np.float32(factor)
 
     def _put(self, how: _How, tensor: str, shape: tuple[int, ...], abstract: jax.ShapeDtypeStruct) -> jax.Array:
         """Does the same as `_read` on devices, which also convert the tensor. Each process reads its devices'
         slices."""
-        axis, _, _, factor = how
+        axis, _, _, changed = how
         stored, header = self._headers[tensor]
 
         def theirs(ours: list[Any]) -> list[Any]:
             return ours[1:] if axis < 0 else list(_with_layers_on(axis, tuple(ours)))
 
         sharding = resharded(abstract.sharding, len(abstract.shape), theirs)
-        dtype = abstract.dtype if factor == 1 else np.dtype(header.dtype)  # scaled before it is rounded
+        dtype = abstract.dtype if changed == UNCHANGED else np.dtype(header.dtype)  # converted before it is rounded
         value = orbax.place(self.path, stored, jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
         return jax.device_put(_to_ours(value, how, abstract.dtype), abstract.sharding)
 
 
 @functools.partial(jax.jit, static_argnames=("how", "dtype"))
 def _to_ours(value: jax.Array, how: _How, dtype: Any) -> jax.Array:
-    axis, head, pairs, factor = how
+    axis, head, pairs, (factor, offset) = how
     value = value[None] if axis < 0 else jnp.moveaxis(value, axis, 0)
     value = reordered(value, head, pairs=pairs)
-    return (value if factor == 1 else value.astype(jnp.float32) * factor).astype(dtype)
+    return (value if (factor, offset) == UNCHANGED else (value.astype(jnp.float32) - offset) * factor).astype(dtype)
 
 
 def _not_maxtexts(headers: Mapping[str, Any]) -> str:
@@ -236,8 +253,24 @@ def _with_layers_on(axis: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[1 : axis + 1], shape[0], *shape[axis + 1 :])
 
 
+def left_over(where: Place) -> bool:
+    """Returns whether the layers are those after whole repetitions of a pattern, which MaxText does not stack."""
+    return where.stack == REMAINDER
+
+
+def names_of(config: Config, name: str, where: Place) -> tuple[str, list[str]]:
+    """Returns MaxText's name of the stacked array of a canonical parameter, and of each layer if they are not
+    scanned."""
+    if own := maxtext(config.decoder_block).names:
+        return own(name, where)
+    each = [layer_name(where, i) for i in range(len(where.layers))]
+    return f"decoder/{REMAINDER}/layers_{where.layers[0] - where.first}/{where.path}" if left_over(where) else name, each
+
+
 def layer_name(where: Place, index: int) -> str:
     """Returns MaxText's name for layer number `index` of a parameter if layers are not scanned."""
+    if left_over(where):
+        return f"decoder/{LAYERS}_{where.layers[index]}/{where.path}"
     return f"decoder/{where.stack}_{where.layers[index] - where.first}/{where.path}"
 
 
@@ -249,7 +282,7 @@ def in_pairs(config: Config) -> bool:
     """
     if config.model_name.startswith("llama3.1"):
         return True
-    return config.rope_type == "yarn" or (
+    return (config.rope_type == "yarn" and maxtext(config.decoder_block).interleaves) or (
         config.rope_type == "llama3.1" and not config.model_name.startswith("llama3.3")
     )
 
@@ -267,14 +300,9 @@ def heads_to_reorder(config: Config, shapes: Shapes, pairs: bool, where: str) ->
     return rotated_heads(config, shapes, why)
 
 
-def query_scale(config: Config, name: str) -> float:
-    """Returns the factor from MaxText's parameter to the canonical parameter `name`."""
-    scaled_there = maxtext(config.decoder_block).scaled_queries
-    scales = decoder_name(config, name) in scaled_there and not config.use_qk_norm
-    return config.head_dim**0.5 if scales else 1.0
-
-
-def scaled(value: np.ndarray, operation: np.ufunc, factor: float) -> np.ndarray:
-    """Returns `value` multiplied or divided by `factor` (`operation`), in float32, so that only the caller's cast
-    rounds."""
-    return value if factor == 1 else operation(value, np.float32(factor), dtype=np.float32)
+def conversion(config: Config, name: str) -> tuple[float, float]:
+    """Returns (factor, offset): MaxText stores the canonical parameter `name` as parameter / factor + offset."""
+    there, name = maxtext(config.decoder_block), decoder_name(config, name)
+    if there.scaled_queries and name.endswith(there.scaled_queries) and not config.use_qk_norm:
+        return (config.query_pre_attn_scalar or config.head_dim) ** 0.5, 0.0
+    return there.stored(config, name)

@@ -14,10 +14,11 @@ from trainer.checkpoint.maxtext import (
     PAIRS,
     ROOT,
     SCAN,
+    UNCHANGED,
+    conversion,
     heads_to_reorder,
-    layer_name,
-    query_scale,
-    scaled,
+    left_over,
+    names_of,
 )
 from trainer.checkpoint.params_out import target_dtypes
 from trainer.checkpoint.source import Leaf, Tick, progress
@@ -59,22 +60,26 @@ def _stored(
     config: Config, name: str, leaf: Leaf, dtype: np.dtype, scan: bool, head: int, tick: Tick
 ) -> dict[str, np.ndarray]:
     """Returns MaxText's arrays for one canonical parameter, by path."""
-    factor = query_scale(config, name)
+    factor, offset = conversion(config, name)
 
     def theirs(value: np.ndarray) -> np.ndarray:
         value = reordered(value, head, pairs=not config.rope_interleave)
-        return scaled(value, np.divide, factor).astype(dtype, copy=False)
+        if (factor, offset) != UNCHANGED:
+            value = value.astype(np.float32) / np.float32(factor) + np.float32(offset)
+        return value.astype(dtype, copy=False)
 
     if (where := place(stacks(config), name)) is None:
-        return {ROOT + name: leaf.read(dtype, tick)}
-    if not scan:
-        return {ROOT + layer_name(where, i): theirs(layer) for i, layer in enumerate(leaf.layers(tick))}
+        return {ROOT + name: theirs(leaf.read(leaf.dtype, tick))}
+    stacked_name, each = names_of(config, name, where)
+    if not scan or left_over(where):
+        names = each if not scan else [stacked_name]
+        return {ROOT + there: theirs(layer) for there, layer in zip(names, leaf.layers(tick), strict=True)}
     stacked = np.empty((leaf.shape[1], leaf.shape[0], *leaf.shape[2:]), dtype)
     for i, layer in enumerate(leaf.layers(tick)):
         stacked[:, i] = theirs(layer)
     # MaxText 0.2.5 has the biases of routers in another collection, with their layers on axis 0.
     more = {BIASES + name: np.moveaxis(stacked, 1, 0)} if name.endswith(BIAS) else {}
-    return {ROOT + name: stacked} | more
+    return {ROOT + stacked_name: stacked} | more
 
 
 def _as_maxtext_has_it(step: Path) -> None:

@@ -157,6 +157,8 @@ class Record:
         self._about = self._checked(lambda: json.loads(about))
         if self._checked(lambda: self._about["format"]) != _FORMAT:
             raise UserError(f"{path}: a record of another version of the trainer; record again with this version")
+        if self._checked(lambda: self._about["tensors"].keys()) != self._tensors.keys():
+            raise self._damaged("the names of its tensors")
         values = read_saved(self._checked(lambda: str(self._about["config"])), str(path))
         defaults = {key.name: key.default for key in schema().keys.values()}
         self._config = Config({**defaults, **values})

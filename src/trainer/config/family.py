@@ -63,7 +63,7 @@ class Facts:
             )
         named, keys = (*self.ignores.values(), self.fixes, *(of_check for of_check, _ in self.checks)), schema().keys
         if unknown := [key for each in named for key in each if key not in keys]:
-            raise UserError(f"Facts.ignores, fixes, checks: there is no key {unknown[0]}{nearest(unknown[0], keys)}")
+            raise UserError(f"Facts: there is no key {unknown[0]}{nearest(unknown[0], keys)}")
 
 
 def families() -> Mapping[str, str]:

@@ -71,6 +71,11 @@ def of_blocks(config: Mapping[str, Any]) -> dict[str, Axes]:
     return outside | _OF_EXPERTS if only_experts(config) else outside
 
 
+def renamed(tensors: Mapping[str, Axes], names: Mapping[str, str]) -> dict[str, Axes]:
+    """Returns `tensors`, those in `names` under their new names."""
+    return {names.get(name, name): axes for name, axes in tensors.items()}
+
+
 def tensors_of(config: Mapping[str, Any]) -> Mapping[str, Axes]:
     """Returns the logical axes of tensors that the model of `config` has for certain."""
     facts = facts_of(config)

@@ -16,8 +16,13 @@ class MaxText:
     """Properties of MaxText's block of the same name.
 
     Attributes:
-      scaled_queries: canonical names of query kernels that MaxText stores multiplied by 1 / sqrt(head_dim), unless
-        `use_qk_norm`.
+      scaled_queries: the end of the canonical names of query kernels that MaxText stores multiplied by the factor on
+        scores, unless `use_qk_norm`; "": it multiplies scores by 1 / sqrt(head_dim).
+      own_scale: whether MaxText's factor on scores is neither of these; `refuses` then checks it.
+      stored: maps `(config, canonical name)` to (factor, offset): MaxText stores parameter / factor + offset.
+      names: maps the canonical name of a stack's parameter and its `families.Place` to MaxText's name of the stacked
+        array, and to those of each layer if layers are not scanned; None: as `checkpoint.maxtext` says.
+      interleaves: whether MaxText's presets of the family leave rope_interleave at true.
       caps_scores: whether the block reads `attn_logits_soft_cap`.
       norms_heads: whether the block reads `use_qk_norm`.
       keys: further keys of this trainer that the block reads under the same name.
@@ -25,7 +30,11 @@ class MaxText:
       refuses: returns `key=value: reason` for each of a configuration's values that the block cannot compute.
     """
 
-    scaled_queries: Sequence[str] = ()
+    scaled_queries: str = ""
+    own_scale: bool = False
+    stored: Callable[[Config, str], tuple[float, float]] = lambda config, name: (1.0, 0.0)
+    names: Callable[[str, Any], tuple[str, list[str]]] | None = None
+    interleaves: bool = True
     caps_scores: bool = False
     norms_heads: bool = False
     keys: Sequence[str] = ()

@@ -5,6 +5,7 @@ from typing import Any
 
 from trainer.config import Config, UserError
 from trainer.config.expert_keys import STEP, has_experts, only_experts
+from trainer.config.windows import has_window
 from trainer.models.families import maxtext
 from trainer.models.huggingface_config import SIZES
 
@@ -15,6 +16,7 @@ _LLAMA31 = {
     "rope_high_freq_factor": 4,
     "original_max_position_embeddings": 8192,
 }
+_SCALAR, _LOCAL = "query_pre_attn_scalar", "local_rope_max_timescale"
 # Keys that are integers in MaxText: for RoPE of any type, and for YaRN.
 _WHOLE = ("rope_min_timescale", "rope_max_timescale")
 _WHOLE_YARN = ("rope_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
@@ -33,6 +35,7 @@ def maxtext_keys(config: Config) -> dict[str, Any]:
     names = ("decoder_block", *SIZES.values(), "base_num_kv_heads", "head_dim", "mlp_activations")
     names += ("normalization_layer_epsilon", "logits_via_embedding", "normalize_embedding_logits", "use_qk_norm")
     names += ("attn_logits_soft_cap", "final_logits_soft_cap", "rope_type", *maxtext(config.decoder_block).keys)
+    names += (_LOCAL,) if has_window(config) and config[_LOCAL] != -1 else ()
     keys = {name: config[name] for name in names} | {name: int(config[name]) for name in _WHOLE}
     if has_experts(config):
         keys |= {name: config[name] for name in ("num_experts", "num_experts_per_tok", "base_moe_mlp_dim")}
@@ -64,17 +67,21 @@ def maxtext_notes(config: Config) -> list[str]:
 
 
 def _inexpressible(config: Config) -> list[str]:
-    refused = []
+    refused, there = [], maxtext(config.decoder_block)
     if config.mtp_num_layers:
         refused.append(
             f"mtp_num_layers={config.mtp_num_layers}: its modules read hidden states before the final norm, and have "
             "no final norm; mtp_num_layers=0 writes the model without them"
         )
-    if config.use_qk_norm and not maxtext(config.decoder_block).norms_heads:
+    if config.use_qk_norm and not there.norms_heads:
         refused.append("use_qk_norm=True: it has no such norm")
-    if config.attn_logits_soft_cap and not maxtext(config.decoder_block).caps_scores:
+    if config.attn_logits_soft_cap and not there.caps_scores:
         refused.append(f"attn_logits_soft_cap={config.attn_logits_soft_cap}: it does not read this key")
-    refused += maxtext(config.decoder_block).refuses(config)
+    if config[_SCALAR] not in (0, config.head_dim) and not (there.scaled_queries or there.own_scale):
+        refused.append(f"{_SCALAR}={config[_SCALAR]}: it always divides scores by the square root of head_dim")
+    if has_window(config) and config[_LOCAL] != -1 and config.rope_type != "default":
+        refused.append(f"{_LOCAL}={config[_LOCAL]}: with rope_type={config.rope_type} all of its layers rotate alike")
+    refused += there.refuses(config)
     if has_experts(config) and config[STEP] != 1:
         refused.append(f"{STEP}={config[STEP]}: it does not read this key in this block")
     if config.rope_type == "llama3.1":

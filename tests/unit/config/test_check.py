@@ -247,7 +247,7 @@ def test_neighbours_of_contradictions_pass(words):
         ("remat_policy=custom mlpwi=device", "mlpwi", "mlpwi_0 and mlpwi_1"),
         ("remat_policy=custom mlp_activations=gelu mlpwi_1=device", "mlpwi_1", "projection is mlpwi"),
         ("remat_policy=custom mlpwo=offload", "mlpwo", "does not read it"),
-        ("sliding_window_size=4", "sliding_window_size", "attention_type is not local_sliding"),
+        ("sliding_window_size=4", "sliding_window_size", "no layer has a window"),
         ("rope_type=yarn rope_linear_scaling_factor=2", "rope_linear_scaling_factor", "rope_type is not default"),
         ("rope_factor=8", "rope_factor", "rope_type=default"),
         ("original_max_position_embeddings=8192", "original_max_position_embeddings", "rope_type=default"),

@@ -133,7 +133,7 @@ def test_the_kernel_is_told_with_the_other_mistakes_of_the_stage():
 
 @pytest.mark.parametrize(
     ("declared", "words", "found"),
-    [("segments", "", ["packed documents"]), ("window", WINDOW, ["attention_type=local_sliding"]), ("window", "", [])],
+    [("segments", "", ["packed documents"]), ("window", WINDOW, ["sliding_window_size=100"]), ("window", "", [])],
 )
 def test_a_kernel_without_segments_or_windows_is_not_taken(declared, words, found):
     kernel = dataclasses.replace(KERNELS["splash"], **{declared: False})

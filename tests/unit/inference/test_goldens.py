@@ -11,7 +11,7 @@ from trainer.checkpoint import load_model_keys, open_source
 from trainer.inference import MaxEngine, Scheduler
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
-# One of each family, and those whose cache or positions differ: a window of 5 positions, latents, YaRN.
+# One of each family, and those whose cache or positions differ: windows of 5 positions, latents, YaRN.
 CASES = (
     "llama-yarn-exact",
     "mistral",
@@ -21,6 +21,13 @@ CASES = (
     "deepseek-v2-lite",
     "deepseek-v2",
     "deepseek-v3",
+    "qwen2",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "olmo3",
+    "smollm3",
 )
 PROMPT, LENGTH = 7, 40
 # Above the rounding of logits in float32: their differences are at most 1e-5 of the largest, which is about 10.

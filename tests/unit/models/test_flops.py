@@ -3,10 +3,10 @@
 import math
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import jax
 import pytest
+from ml_collections import ConfigDict
 from support import packed_batch, tiny_config
 
 from trainer.backends import make_model
@@ -16,6 +16,7 @@ from trainer.models.flops import flops_per_token, forward_flops_per_token, visib
 from trainer.objectives import NextToken, make_objective
 
 TINY = {
+    "decoder_block": "llama2",
     "base_emb_dim": 8,
     "base_num_query_heads": 6,
     "base_num_kv_heads": 2,
@@ -51,7 +52,7 @@ BLOCK = 192 + 64 + 64 + 192 + 80 + 80 + 80
 
 
 def tiny(**changes):
-    return SimpleNamespace(**TINY | changes)
+    return ConfigDict(TINY | changes)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -68,7 +69,7 @@ def test_training_is_three_forward_passes():
 def test_llama2_7b_flops():
     # 6 x (all parameters - embedding table - norms) + 6 x 32 layers x 4096 x 4096 tokens
     expected = 6 * (6738415616 - 32000 * 4096 - 65 * 4096) + 6 * 32 * 4096 * 4096
-    assert flops_per_token(SimpleNamespace(**LLAMA2_7B)) == expected
+    assert flops_per_token(ConfigDict(LLAMA2_7B)) == expected
 
 
 def test_an_ungated_mlp_has_one_input_projection():
@@ -145,6 +146,22 @@ FAMILIES = {
         "sparse_matmul": False,
         "logits_via_embedding": False,
     },
+    "qwen2 with biases": {"decoder_block": "qwen2", "attention_bias": True, "logits_via_embedding": False},
+    "gemma2, tied": {
+        "decoder_block": "gemma2",
+        "sliding_window_size": 32,
+        "attn_logits_soft_cap": 50.0,
+        "final_logits_soft_cap": 30.0,
+        "logits_via_embedding": True,
+    },
+    "gemma3 with a rest": {
+        "decoder_block": "gemma3",
+        "sliding_window_pattern": 2,
+        "sliding_window_size": 32,
+        "base_num_decoder_layers": 3,
+        "logits_via_embedding": True,
+    },
+    "olmo3": {"decoder_block": "olmo3", "sliding_window_size": 32, "use_qk_norm": True, "logits_via_embedding": False},
     "qwen3, untied": {"decoder_block": "qwen3", "use_qk_norm": True, "logits_via_embedding": False},
 }
 

@@ -32,6 +32,7 @@ from trainer.training import build
 GOLDENS = Path(__file__).parents[2] / "goldens"
 CASES = sorted(folder.name for folder in GOLDENS.iterdir() if folder.is_dir())
 WITH_EXPERTS = ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "mixtral", "qwen3-moe")
+WHOLE = ("qwen2", "gemma", "olmo2")
 INTERLEAVED = "qwen3-moe-interleaved"  # with the gradients of two tensors
 BATCHES = ("rows", "packed")
 # Tolerances as shares of a tensor's largest entry. Rounding alone, with another order of additions, gave 2.8e-6 and
@@ -156,7 +157,7 @@ def test_logits_and_gradients_are_those_of_hugging_face(case, attention, interle
         assert off <= largest * (LOGITS if name == "logits" else GRADIENTS), (batch, name, off, largest)
 
 
-@pytest.mark.parametrize("case", ["llama", "llama-tied", "mistral", "qwen3", "qwen3-tied", *WITH_EXPERTS])
+@pytest.mark.parametrize("case", ["llama", "llama-tied", "mistral", "qwen3", "qwen3-tied", *WITH_EXPERTS, *WHOLE])
 def test_these_goldens_have_the_gradient_of_every_tensor(case):
     tensors = load_file(GOLDENS / case / "model.safetensors").keys()
     tensors -= {name for name in tensors if name.endswith("e_score_correction_bias")}  # no parameter
@@ -184,6 +185,18 @@ def test_these_goldens_have_the_gradient_of_every_tensor(case):
         ("deepseek-v2", "topk_routing_group", 3),
         ("deepseek-v3", "topk_routing_group", 3),
         ("deepseek-v3", "norm_topk_prob", False),
+        ("gemma", "normalization_layer_epsilon", 1e-3),
+        ("gemma2", "sliding_window_size", 6),
+        ("gemma2", "attn_logits_soft_cap", 0.0),
+        ("gemma2", "final_logits_soft_cap", 9.0),
+        ("gemma2", "query_pre_attn_scalar", 0.0),
+        ("gemma3", "sliding_window_size", 6),
+        ("gemma3", "query_pre_attn_scalar", 0.0),
+        ("gemma3", "local_rope_max_timescale", -1),
+        ("gemma3", "rope_linear_scaling_factor", 1.0),
+        ("olmo3", "sliding_window_size", 4),
+        ("olmo3", "local_rope_max_timescale", -1),
+        ("olmo3", "rope_factor", 3.0),
     ],
 )
 def test_the_goldens_notice_a_key_that_is_off(case, key, value):

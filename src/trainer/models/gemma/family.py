@@ -13,6 +13,7 @@ from trainer.models.flops import forward_flops_per_token
 from trainer.models.huggingface import HuggingFace, Layout
 from trainer.models.llama2 import block as llama2
 from trainer.models.llama2.family import LAYOUTS as OF_LLAMA
+from trainer.models.llama2.family import QUERIES
 
 OFFSET = 1.0
 Norm = functools.partial(RMSNorm, offset=OFFSET)
@@ -49,6 +50,25 @@ def embedding_scale(config: Config) -> float:
     return float(config.base_emb_dim**0.5)
 
 
+def stored(config: Config, name: str) -> tuple[float, float]:
+    """See `MaxText.stored`: MaxText adds 1 to the scales of norms, and multiplies the embedding table by sqrt(width)."""
+    if name.endswith("/scale"):
+        return 1.0, OFFSET
+    return (1 / embedding_scale(config) if name == "token_embedder/embedding" else 1.0), 0.0
+
+
+def maxtext_keys(config: Config) -> dict[str, Any]:
+    """See `MaxText.more`: it divides the logits by sqrt(width), because the table of a tied head is multiplied."""
+    del config
+    return {"normalize_embedding_logits": True}
+
+
+def refuses(config: Config) -> list[str]:
+    """See `MaxText.refuses`."""
+    epsilon = config.normalization_layer_epsilon
+    return [] if epsilon == 1e-6 else [f"normalization_layer_epsilon={epsilon}: 1e-6 is fixed in its code"]
+
+
 _NORM, _LAYER = "decoder/layers/{}/scale", "model.layers.{}."
 UNNORMED = {name: layout for name, layout in OF_LLAMA.items() if "_layer_norm/" not in name}
 LAYOUTS = UNNORMED | {
@@ -72,5 +92,5 @@ FAMILY = Family(
             off=("use_bidirectional_attention",),
         )
     ],
-    maxtext=MaxText(),
+    maxtext=MaxText(scaled_queries=QUERIES, stored=stored, more=maxtext_keys, refuses=refuses),
 )

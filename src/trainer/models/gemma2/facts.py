@@ -1,8 +1,7 @@
 """What the first stage asks about Gemma 2."""
 
 from trainer.config.family import Facts
-from trainer.config.tensors import of_blocks
-from trainer.models.gemma.facts import FIXES
+from trainer.models.gemma.facts import FIXES, tensors
 
 ALTERNATES = {"has layers with and without a window, whatever it is": ("attention_type",)}
 GLOBAL = {"attention_type": "global"}  # stated in a description of the model
@@ -12,5 +11,5 @@ FACTS = Facts(
     ignores=ALTERNATES,
     fixes={**FIXES, **GLOBAL},
     period=2,
-    tensors=of_blocks,
+    tensors=tensors,
 )

@@ -6,10 +6,12 @@ from typing import Any
 
 from trainer.config import Config
 from trainer.layers.stack import Stack
+from trainer.models.families import Place
 from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token
 from trainer.models.gemma import family as gemma
 from trainer.models.huggingface import HuggingFace, Layout
+from trainer.models.llama2.family import QUERIES
 from trainer.models.patterns import alternating
 
 
@@ -46,6 +48,38 @@ DEFAULTS = {
     **{"head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings": True, "sliding_window": 4096},
     **{"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256},
 }
+
+
+def post_norms(config: Config) -> dict[str, Any]:
+    """See `MaxText.more`."""
+    return {**gemma.maxtext_keys(config), "use_post_attn_norm": True, "use_post_ffw_norm": True}
+
+
+def other_period(config: Config, period: int) -> list[str]:
+    """Returns why MaxText cannot compute another pattern of layers than one without a window in `period`."""
+    every = config.sliding_window_pattern
+    return [] if every == period else [f"sliding_window_pattern={every}: {period} is fixed in its code"]
+
+
+def _maxtext_keys(config: Config) -> dict[str, Any]:
+    """MaxText's layers are pairs of ours."""
+    return {**post_norms(config), "base_num_decoder_layers": config.base_num_decoder_layers // 2}
+
+
+def _maxtext_names(name: str, where: Place) -> tuple[str, list[str]]:
+    """A pair is one layer there, which has the parts of both under other names."""
+    del name
+    part, _, rest = where.path.partition("/")
+    path = f"{part}_{('local', 'global')[where.layers[0] % 2]}/{rest}"
+    return f"decoder/layers/{path}", [f"decoder/layers_{number // 2}/{path}" for number in where.layers]
+
+
+def _refuses(config: Config) -> list[str]:
+    layers = config.base_num_decoder_layers
+    odd = [f"base_num_decoder_layers={layers}: its layers are pairs of layers"] if layers % 2 else []
+    return [*gemma.refuses(config), *other_period(config, 2), *odd]
+
+
 FAMILY = Family(
     stacks,
     forward_flops_per_token,
@@ -71,5 +105,13 @@ FAMILY = Family(
             off=("use_bidirectional_attention",),
         )
     ],
-    maxtext=MaxText(caps_scores=True, keys=("sliding_window_size",)),
+    maxtext=MaxText(
+        scaled_queries=QUERIES,
+        stored=gemma.stored,
+        names=_maxtext_names,
+        caps_scores=True,
+        keys=("sliding_window_size",),
+        more=_maxtext_keys,
+        refuses=_refuses,
+    ),
 )

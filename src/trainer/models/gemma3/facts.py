@@ -1,8 +1,7 @@
 """What the first stage asks about Gemma 3."""
 
 from trainer.config.family import Facts
-from trainer.config.tensors import of_blocks
-from trainer.models.gemma.facts import FIXES
+from trainer.models.gemma.facts import FIXES, tensors
 from trainer.models.gemma2.facts import ALTERNATES, GLOBAL
 
 FACTS = Facts(
@@ -11,5 +10,5 @@ FACTS = Facts(
     ignores=ALTERNATES,
     fixes={**FIXES, **GLOBAL, "use_qk_norm": True},
     period=6,
-    tensors=of_blocks,
+    tensors=tensors,
 )

@@ -30,6 +30,28 @@ def stacks(config: Config) -> list[Stack]:
     return alternating(Block, config)
 
 
+def _named(config: Config) -> str:
+    """Returns a name of MaxText's by which its block has the same factor on scores; "" if there is none."""
+    scalar, head_dim = config.query_pre_attn_scalar, config.head_dim
+    if scalar in (0, head_dim):
+        return "gemma3-4b"
+    return "gemma3-27b" if scalar == config.base_emb_dim // config.base_num_query_heads else ""
+
+
+def _maxtext_keys(config: Config) -> dict[str, Any]:
+    return {**gemma2.post_norms(config), "model_name": _named(config), "override_model_config": True}
+
+
+def _refuses(config: Config) -> list[str]:
+    refused = [*gemma.refuses(config), *gemma2.other_period(config, 6)]
+    if not _named(config):
+        scalar = f"query_pre_attn_scalar={config.query_pre_attn_scalar}"
+        refused.append(f"{scalar}: only head_dim, or base_emb_dim // base_num_query_heads")
+    if config.local_rope_max_timescale == -1 and config.rope_linear_scaling_factor != 1:
+        refused.append("local_rope_max_timescale=-1: it never scales RoPE in layers with a window")
+    return refused
+
+
 FAMILY = Family(
     stacks,
     forward_flops_per_token,
@@ -56,5 +78,13 @@ FAMILY = Family(
             off=("use_bidirectional_attention", "attn_logit_softcapping"),
         )
     ],
-    maxtext=MaxText(caps_scores=True, norms_heads=True, keys=("sliding_window_size", "local_rope_max_timescale")),
+    maxtext=MaxText(
+        own_scale=True,
+        stored=gemma.stored,
+        caps_scores=True,
+        norms_heads=True,
+        keys=("sliding_window_size",),
+        more=_maxtext_keys,
+        refuses=_refuses,
+    ),
 )

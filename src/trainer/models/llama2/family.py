@@ -29,7 +29,8 @@ LAYOUTS = {
     "decoder/decoder_norm/scale": Layout("model.norm.weight"),
     "decoder/logits_dense/kernel": Layout("lm_head.weight", inputs=1),
 }
-MAXTEXT = MaxText(scaled_queries=("decoder/layers/self_attention/query/kernel",))
+QUERIES = "/self_attention/query/kernel"
+MAXTEXT = MaxText(scaled_queries=QUERIES)
 
 
 def stacks(config: Config) -> list[Stack]:

@@ -1,17 +1,34 @@
 """OLMo 3 (Ai2 2025, arXiv:2512.13961): OLMo 2's block, three layers with a window for each without."""
 
+from typing import Any
+
 from trainer.config import Config
 from trainer.layers.stack import Stack
 from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token
+from trainer.models.gemma2.family import other_period
 from trainer.models.huggingface import HuggingFace
 from trainer.models.olmo2.family import LAYOUTS, Block
 from trainer.models.patterns import alternating
+
+PERIOD = 4
 
 
 def stacks(config: Config) -> list[Stack]:
     """Returns the layers with and without a window, in their pattern."""
     return alternating(Block, config)
+
+
+def _maxtext_keys(config: Config) -> dict[str, Any]:
+    """By this name its norms of queries and keys are over all heads."""
+    named = {"model_name": "olmo3-7b", "override_model_config": True} if config.use_qk_norm else {}
+    return {**named, "inhomogeneous_layer_cycle_interval": PERIOD}
+
+
+def _refuses(config: Config) -> list[str]:
+    layers = config.base_num_decoder_layers
+    uneven = f"base_num_decoder_layers={layers}: a multiple of {PERIOD} there"
+    return [*other_period(config, PERIOD), *([uneven] if layers % PERIOD else [])]
 
 
 FAMILY = Family(
@@ -31,5 +48,11 @@ FAMILY = Family(
             local_rope="rope_theta",
         )
     ],
-    maxtext=MaxText(norms_heads=True, keys=("sliding_window_size",)),
+    maxtext=MaxText(
+        norms_heads=True,
+        interleaves=False,
+        keys=("sliding_window_size",),
+        more=_maxtext_keys,
+        refuses=_refuses,
+    ),
 )
