@@ -60,6 +60,10 @@ CASES = {
         ("llama2-7b", "v5e-16", 2, "dcn_data 2, fsdp 16", 1),
         ("llama2-7b", "v5e-16", 2, "dcn_diloco 2, fsdp 16", 1),
     ),
+    "families": (
+        ("gemma3-27b", "v5p-64", 1, "fsdp 32", 1),
+        ("qwen2.5-14b", "v5e-64", 1, "fsdp 64", 1),
+    ),
     "other": (
         ("qwen3-4b", "v5e-16", 1, "fsdp 4, tensor 4", 1),
         ("llama3.1-8b", "v5p-8", 1, "data 2, fsdp 2", 1),

@@ -81,7 +81,12 @@ GEMMA = {
     "logits_via_embedding": True,
 }
 GEMMA2 = GEMMA | POST_NORMS
-GEMMA2 |= {"decoder_block": "gemma2", "sliding_window_size": 3, "attn_logits_soft_cap": 4.0, "final_logits_soft_cap": 8.0}
+GEMMA2 |= {
+    "decoder_block": "gemma2",
+    "sliding_window_size": 3,
+    "attn_logits_soft_cap": 4.0,
+    "final_logits_soft_cap": 8.0,
+}
 # The name sets the factor on scores; seven layers are a period and one more.
 GEMMA3 = GEMMA | POST_NORMS | {"model_name": "gemma3-27b", "override_model_config": True, "rope_max_timescale": 1000}
 GEMMA3 |= {"decoder_block": "gemma3", "sliding_window_size": 3, "local_rope_max_timescale": 100}

@@ -142,7 +142,11 @@ class MaxTextSource:
         """See `Source.leaves`."""
         places = {name: place(stacks(config), name) for name in shapes}
         axis = self._scan_axis(
-            {names_of(config, name, where)[0]: shapes[name] for name, where in places.items() if where and not left_over(where)}
+            {
+                names_of(config, name, where)[0]: shapes[name]
+                for name, where in places.items()
+                if where and not left_over(where)
+            }
         )
         stored = {name: self._stored(config, name, shape, places[name], axis) for name, shape in shapes.items()}
         found = {
@@ -264,7 +268,9 @@ def names_of(config: Config, name: str, where: Place) -> tuple[str, list[str]]:
     if own := maxtext(config.decoder_block).names:
         return own(name, where)
     each = [layer_name(where, i) for i in range(len(where.layers))]
-    return f"decoder/{REMAINDER}/layers_{where.layers[0] - where.first}/{where.path}" if left_over(where) else name, each
+    return f"decoder/{REMAINDER}/layers_{where.layers[0] - where.first}/{where.path}" if left_over(
+        where
+    ) else name, each
 
 
 def layer_name(where: Place, index: int) -> str:

@@ -14,9 +14,7 @@ class RMSNorm(nnx.Module):
     The scale is learned, and offset + scale is 1 initially. Computed in float32, returned in `dtype`.
     """
 
-    def __init__(
-        self, width: int, *, epsilon: float, dtype: jnp.dtype, weight_dtype: jnp.dtype, offset: float = 0.0
-    ):
+    def __init__(self, width: int, *, epsilon: float, dtype: jnp.dtype, weight_dtype: jnp.dtype, offset: float = 0.0):
         """`offset`: 1 in Gemma, so that weight decay moves the factor towards 1."""
         self.epsilon, self.offset = epsilon, offset
         self.dtype = dtype

@@ -81,12 +81,12 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
         keys["head_dim"] = said.get("head_dim") or said["hidden_size"] // heads
     if keys["logits_via_embedding"]:
         keys["normalize_embedding_logits"] = False
-    known, activation = ACTIVATIONS | hf.activations, said[hf.activation]
-    if activation in known:
-        keys["mlp_activations"] = (known[activation], "linear")
+    activations, activation = {**ACTIVATIONS, **hf.activations}, said[hf.activation]
+    if activation in activations:
+        keys["mlp_activations"] = (activations[activation], "linear")
     else:
-        refused.append(f"{hf.activation}={shortened(activation)} (known: {', '.join(known)})")
-    keys |= _window_keys(said, hf, refused) | _rope_keys(said, hf, refused) | hf.read(said, refused)
+        refused.append(f"{hf.activation}={shortened(activation)} (known: {', '.join(activations)})")
+    keys |= {**_window_keys(said, hf, refused), **_rope_keys(said, hf, refused), **hf.read(said, refused)}
     if keys.get(SCALAR) == keys.get("head_dim"):
         keys.pop(SCALAR, None)
     if hf.latent:
@@ -125,6 +125,7 @@ def _switched_on(hf: HuggingFace, said: Mapping[str, Any]) -> list[str]:
     names += ["quantization_config"] if said.get("quantization_config") and not float8_block(said) else []
     names += [name for name, only in hf.only.items() if said.get(name) not in (None, only)]
     names += [name for name in hf.off if said.get(name)]
+    names += ["use_sliding_window"] if said.get("use_sliding_window") and not (hf.window or hf.only) else []
     names += [] if said.get("is_causal", True) else ["is_causal"]
     return [f"{name}={shown(said[name])}" for name in names]
 
@@ -204,7 +205,11 @@ def _alternating(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
     window = said.get("sliding_window")
     if every > 1 and not window:
         refused.append(f"sliding_window={window} with layers of kind {_SLIDING}")
-    return {"attention_type": "global", "sliding_window_pattern": every, **({"sliding_window_size": window} if every > 1 and window else {})}
+    return {
+        "attention_type": "global",
+        "sliding_window_pattern": every,
+        **({"sliding_window_size": window} if every > 1 and window else {}),
+    }
 
 
 def _rope_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> dict[str, Any]:
@@ -228,7 +233,9 @@ def _rope_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> 
     if local is None or not keys:
         return keys
     if local != int(local):
-        refused.append(f"the RoPE of layers with a window has the base {local} (local_rope_max_timescale is an integer)")
+        refused.append(
+            f"the RoPE of layers with a window has the base {local} (local_rope_max_timescale is an integer)"
+        )
     scaled = keys["rope_type"] != "default" or keys["rope_linear_scaling_factor"] != 1
     return keys | ({LOCAL: int(local)} if scaled or local != keys["rope_max_timescale"] else {})
 

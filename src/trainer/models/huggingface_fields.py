@@ -84,23 +84,27 @@ _WINDOW = {
 }
 # Fields that do not change the function of a text model in evaluation: settings of training, of generation, of the
 # output, and of the library. Old versions of transformers write all of them.
+# fmt: off
 _OF_LIBRARY = frozenset(
-    """
-    architectures auto_map _name_or_path name_or_path transformers_version _commit_hash torch_dtype dtype use_bfloat16
-    attn_implementation _attn_implementation _attn_implementation_autoset _attn_implementation_internal
-    experts_implementation torchscript tf_legacy_loss pruned_heads chunk_size_feed_forward use_cache
-    cache_implementation return_dict output_hidden_states output_attentions output_scores output_router_logits
-    return_dict_in_generate use_return_dict is_encoder_decoder is_decoder add_cross_attention
-    cross_attention_hidden_size tie_encoder_decoder finetuning_task id2label label2id num_labels problem_type
-    task_specific_params tokenizer_class prefix sep_token_id decoder_start_token_id max_length min_length max_new_tokens
-    do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p
-    repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
-    num_return_sequences forced_bos_token_id forced_eos_token_id remove_invalid_values
-    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens attention_dropout hidden_dropout
-    resid_pdrop embd_pdrop router_aux_loss_coef aux_loss_alpha seq_aux ep_size pretraining_tp gradient_checkpointing
-    unsloth_version unsloth_fixed model_name
-    """.split()
+    (
+        "architectures", "auto_map", "_name_or_path", "name_or_path", "transformers_version", "_commit_hash",
+        "torch_dtype", "dtype", "use_bfloat16", "attn_implementation", "_attn_implementation",
+        "_attn_implementation_autoset", "_attn_implementation_internal", "experts_implementation", "torchscript",
+        "tf_legacy_loss", "pruned_heads", "chunk_size_feed_forward", "use_cache", "cache_implementation",
+        "return_dict", "output_hidden_states", "output_attentions", "output_scores", "output_router_logits",
+        "return_dict_in_generate", "use_return_dict", "is_encoder_decoder", "is_decoder", "add_cross_attention",
+        "cross_attention_hidden_size", "tie_encoder_decoder", "finetuning_task", "id2label", "label2id", "num_labels",
+        "problem_type", "task_specific_params", "tokenizer_class", "prefix", "sep_token_id", "decoder_start_token_id",
+        "max_length", "min_length", "max_new_tokens", "do_sample", "early_stopping", "num_beams", "num_beam_groups",
+        "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty",
+        "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences",
+        "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty",
+        "suppress_tokens", "begin_suppress_tokens", "attention_dropout", "hidden_dropout", "resid_pdrop",
+        "embd_pdrop", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp",
+        "gradient_checkpointing", "unsloth_version", "unsloth_fixed",
+    )
 )
+# fmt: on
 
 
 def unknown_fields(hf: HuggingFace, data: Mapping[str, Any]) -> list[str]:

@@ -24,7 +24,13 @@ NUMBERS = [key.name for key in schema().keys.values() if key.kind in (int, float
 # Numbers that only Python uses, of any size.
 UNBOUNDED = {"max_num_checkpoints_to_keep"}
 # Larger than 32 bits: seeds, as in NumPy, and wavelengths, which are floats in the program.
-WIDE = {"init_weights_seed", "data_shuffle_seed", "rope_max_timescale", "rope_min_timescale", "local_rope_max_timescale"}
+WIDE = {
+    "init_weights_seed",
+    "data_shuffle_seed",
+    "rope_max_timescale",
+    "rope_min_timescale",
+    "local_rope_max_timescale",
+}
 WIDE |= {"decode_sampling_seed", "prefix_caching_hbm_byte"}
 
 

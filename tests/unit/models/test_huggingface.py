@@ -137,7 +137,10 @@ def test_windows_of_qwen3(changes, window):
         ({"rope_parameters": {"rope_theta": 0.5}}, "rope_theta=0.5"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}, "full_attention and sliding"),
-        ({"model_type": "gpt2"}, "known: deepseek_v3, kimi_k2, deepseek_v2, gemma, gemma2, gemma3_text, llama, mistral"),
+        (
+            {"model_type": "gpt2"},
+            "known: deepseek_v3, kimi_k2, deepseek_v2, gemma, gemma2, gemma3_text, llama, mistral",
+        ),
         # Fields of another family, and of none.
         ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping=30.0"),
         ({"residual_multiplier": 0.5}, "residual_multiplier=0.5"),

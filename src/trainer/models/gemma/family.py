@@ -1,5 +1,5 @@
-"""Gemma (Google DeepMind 2024, arXiv:2403.08295): Llama's block with a gate of GELU and norms that multiply by 1 + scale,
-after embeddings that are multiplied by sqrt(width)."""
+"""Gemma (Google DeepMind 2024, arXiv:2403.08295): Llama's block with norms that multiply by 1 + scale, after embeddings
+that are multiplied by sqrt(width)."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -51,7 +51,7 @@ def embedding_scale(config: Config) -> float:
 
 
 def stored(config: Config, name: str) -> tuple[float, float]:
-    """See `MaxText.stored`: MaxText adds 1 to the scales of norms, and multiplies the embedding table by sqrt(width)."""
+    """See `MaxText.stored`: it adds 1 to the scales of norms, and multiplies the embedding table by sqrt(width)."""
     if name.endswith("/scale"):
         return 1.0, OFFSET
     return (1 / embedding_scale(config) if name == "token_embedder/embedding" else 1.0), 0.0

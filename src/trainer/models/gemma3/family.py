@@ -1,5 +1,5 @@
-"""Gemma 3, its text model (Google DeepMind 2025, arXiv:2503.19786): Gemma 2's block with norms of queries and keys, five
-layers with a window for each without, and a RoPE of their own in layers with a window."""
+"""Gemma 3, its text model (Google DeepMind 2025, arXiv:2503.19786): Gemma 2's block with norms of queries and keys;
+five layers with a window, which have a RoPE of their own, for each without."""
 
 from collections.abc import Mapping
 from typing import Any

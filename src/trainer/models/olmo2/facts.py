@@ -6,7 +6,6 @@ from typing import Any
 from trainer.config.family import Axes, Facts
 from trainer.config.tensors import TENSORS, renamed
 
-
 _NAMES = {name: name.replace("self_attention/", "attention/") for name in TENSORS if "self_attention/" in name}
 _NAMES |= {"pre_self_attention_layer_norm/scale": "post_self_attention_layer_norm/scale"}
 

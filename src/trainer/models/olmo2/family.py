@@ -64,7 +64,5 @@ LAYOUTS = {
 FAMILY = Family(
     stacks,
     forward_flops_per_token,
-    hugging_face=[
-        HuggingFace("olmo2", "Olmo2ForCausalLM", LAYOUTS, defaults={"rms_norm_eps": 1e-5}, qk_norm=True)
-    ],
+    hugging_face=[HuggingFace("olmo2", "Olmo2ForCausalLM", LAYOUTS, defaults={"rms_norm_eps": 1e-5}, qk_norm=True)],
 )

@@ -1,0 +1,191 @@
+"""Families with windows that alternate, biases, norms after the layers: combinations, meshes, costs, early checks.
+
+Their numbers are proved in test_goldens.py.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import ALL_COMBINATIONS, arguments, copied, lowered_update, packed_batch, tiny_config
+
+from trainer.config import UserError, load
+from trainer.config.windows import windows
+from trainer.models.families import stacks
+from trainer.models.patterns import repeated
+from trainer.ops.blockwise import blockwise_attention
+from trainer.ops.splash import splash_kernel
+from trainer.runtime.place import place
+from trainer.training import build
+
+GATED = {"mlp_activations": "[gelu,linear]"}
+# One of each kind of block; together a pattern with and without a rest, and a stack without one.
+FAMILIES = {
+    "qwen2": {"attention_bias": True},
+    "gemma": GATED,
+    "gemma2": GATED | {"sliding_window_size": 5, "attn_logits_soft_cap": 4.0, "final_logits_soft_cap": 8.0},
+    "gemma3": GATED | {"sliding_window_size": 5, "local_rope_max_timescale": 100, "base_num_decoder_layers": 7},
+    "olmo2": {"use_qk_norm": True, "logits_via_embedding": False},
+    "olmo3": {"use_qk_norm": True, "sliding_window_size": 5, "base_num_decoder_layers": 4, "logits_via_embedding": False},
+    "smollm3": {"nope_layer_interval": 2, "base_num_decoder_layers": 3, "normalize_embedding_logits": False},
+}
+
+
+def keys_of(family, **more):
+    return FAMILIES[family] | {"decoder_block": family} | more
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_program_is_the_same_in_every_combination(family):
+    """In all five for the family that has everything; the others differ in less than the two ends do."""
+    combinations = ALL_COMBINATIONS if family == "gemma3" else (ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1])
+    how = {"dropout_rate": 0.1, "attention_dropout_rate": 0.1, "remat_policy": "full"}
+
+    def text(combination):
+        words = arguments(combination, **keys_of(family, scan_layers=family != "gemma2", **how))
+        return lowered_update(build(load(words).config, jax.devices()[:1])).as_text()
+
+    expected = text(combinations[0])
+    assert "stablehlo.dot_general" in expected
+    assert [text(combination) == expected for combination in combinations[1:]] == [True] * (len(combinations) - 1)
+
+
+def losses(family, devices, **more):
+    words = arguments(ALL_COMBINATIONS[0], **keys_of(family, opt_type="sgd", learning_rate=0.1, **more))
+    run = build(load(words).config, jax.devices()[:devices])
+    state, found = run.init(), []
+    for i in range(2):
+        state, row = run.step(state, place(packed_batch(run.config, 16, seed=i), run.batch_shardings), ())
+        found.append(run.computation.read(row, i)["loss"])
+    return found, copied(run.codec.unpack(state).params)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3", "olmo3"])
+def test_eight_devices_and_other_loops_compute_what_one_device_does(family):
+    """Norms over all heads, biases and the rest of a pattern under tensor parallelism and Zero-1."""
+    one, params = losses(family, 1, per_device_batch_size=16)
+    mesh = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "sharding_tolerance": 1.0}
+    how = {"shard_optimizer_over_data": True, "gradient_accumulation_steps": 2, "scan_layers": False}
+    many, others = losses(family, 8, per_device_batch_size=1, attention="blockwise", **mesh, **how)
+    np.testing.assert_allclose(many, one, rtol=2e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), others, params)
+
+
+def test_the_biases_of_qwen2_are_sharded_like_their_kernels():
+    mesh = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 4, "sharding_tolerance": 1.0, "base_num_kv_heads": 4}
+    words = arguments(ALL_COMBINATIONS[0], **keys_of("qwen2", per_device_batch_size=1, **mesh))
+    table = build(load(words).config, jax.devices()[:8]).table()
+    bias = next(row for row in table["tensors"] if row["name"].endswith("query/bias"))
+    assert (bias["spec"], table["warnings"]) == ([[], ["tensor"], []], [])
+    # The rule of the kernel's inputs takes the mesh axis first, so only the bias can have it.
+    taken = "override_logical_axis_rules=false logical_axis_rules=[[embed,[fsdp]],[q_heads,[fsdp]],[heads,[]]]"
+    with pytest.raises(UserError, match="q_heads"):
+        build(load([*words, *taken.split()]).config, jax.devices()[:8]).table()
+
+
+# ---- The cost of a window
+
+
+def body_flops(window, length):
+    """Returns the compiled FLOPs of one block of queries, forward and backward: the compiler counts a loop's body
+    once."""
+    shape = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32)
+    index = jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+    def loss(query, key, value, position, segment):
+        from trainer.ops.attention import Mask
+
+        mask = Mask(position, position, segment, segment)
+        return blockwise_attention(query, key, value, mask, window=window).sum()
+
+    lowered = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(shape, shape, shape, index, index)
+    return lowered.compile().cost_analysis()["flops"]
+
+
+def test_the_cost_of_a_window_does_not_grow_with_the_length():
+    """A row of n tokens has n / 256 blocks. What remains is linear in the row: its padding and its sums."""
+    products = 6 * 2 * 2 * 16 * 256 * (256 + 128 - 1)  # two forward, recomputed, and four backward
+    short, long = body_flops(128, 1024), body_flops(128, 4096)
+    assert short > products / 2
+    assert (long - short) / short < 0.05
+    assert body_flops(0, 4096) > 3.5 * body_flops(0, 1024)
+
+
+def test_splash_visits_blocks_in_proportion_to_the_window():
+    def visited(length, window):
+        kernel = splash_kernel(length, 1, window=window, soft_cap=0.0)
+        return int((np.asarray(kernel.fwd_mask_info.block_mask) != 0).sum()) / (length / 512)
+
+    assert visited(8192, 512) == pytest.approx(visited(2048, 512), rel=0.2)
+    assert visited(8192, 0) > 3 * visited(2048, 0)
+
+
+# ---- Patterns
+
+
+@pytest.mark.parametrize(
+    ("layers", "sizes"), [(1, [(1, 1)]), (6, [(6, 1)]), (7, [(6, 1), (1, 1)]), (14, [(6, 2), (2, 1)]), (5, [(5, 1)])]
+)
+def test_the_rest_of_a_pattern_is_a_stack_of_its_own(layers, sizes):
+    declared = [stack for stack in repeated([object] * 6, layers) if stack.layers]
+    assert [(len(stack.blocks), stack.count) for stack in declared] == sizes
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "expected"),
+    [
+        ("gemma2", {}, (5, 0)),
+        ("gemma3", {}, (5, 5, 5, 5, 5, 0)),
+        ("gemma3", {"sliding_window_pattern": 2}, (5, 0)),
+        ("gemma3", {"sliding_window_pattern": 1}, (0,)),
+        ("olmo3", {}, (5, 5, 5, 0)),
+        ("qwen2", {}, (0,)),
+        ("qwen2", {"attention_type": "local_sliding", "sliding_window_size": 3}, (3,)),
+    ],
+)
+def test_windows(family, more, expected):
+    config = tiny_config(ALL_COMBINATIONS[0], **keys_of(family, **more))
+    assert windows(config) == expected
+    made = [block.keywords["window"] for stack in stacks(config) for block in stack.blocks if hasattr(block, "keywords")]
+    layers = config.base_num_decoder_layers
+    if len(expected) > 1:
+        assert made[: len(expected)] == list(expected)[:layers]
+
+
+# ---- Early checks
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("decoder_block=gemma2", "a sliding window needs at least one token"),
+        ("attention_bias=true", "this family does not read it; only qwen2 can have it"),
+        ("sliding_window_pattern=2", "only gemma2, gemma3, olmo3 can have it"),
+        ("decoder_block=qwen3 nope_layer_interval=4", "only smollm3 can have it"),
+        (
+            "decoder_block=gemma3 sliding_window_size=4 local_rope_max_timescale=2 rope_min_timescale=3",
+            "the shortest wavelength must be less than the longest",
+        ),
+        ("decoder_block=gemma3 sliding_window_size=4 use_qk_clip=true use_qk_norm=true", "use one of the two"),
+    ],
+)
+def test_a_mistake_of_the_first_stage(words, message):
+    with pytest.raises(UserError, match=message):
+        load(["dataset_type=synthetic", *words.split()])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("decoder_block=gemma normalize_embedding_logits=true", "decoder_block=gemma always has False"),
+        (
+            "decoder_block=gemma2 sliding_window_size=4 attention_type=local_sliding",
+            "decoder_block=gemma2 has layers with and without a window, whatever it is",
+        ),
+        ("local_rope_max_timescale=100", "no layer has a window"),
+        ("decoder_block=gemma3 sliding_window_pattern=1 sliding_window_size=4", "no layer has a window"),
+    ],
+)
+def test_a_key_without_effect(words, said):
+    (line,) = load(["dataset_type=synthetic", *words.split()]).warnings
+    assert f"has no effect: {said}" in line
