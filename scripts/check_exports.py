@@ -100,7 +100,7 @@ def random_weights(model: object) -> dict[str, np.ndarray]:
     """Returns weights with which scores, activations and norms all matter."""
     rng = np.random.default_rng(0)
     return {
-        name: rng.uniform(0.5, 1.5, leaf.shape).astype(leaf.dtype)
+        name: rng.uniform(0.25, 1.0, leaf.shape).astype(leaf.dtype)
         if leaf.ndim <= 1 or name.endswith(("scale", "bias"))
         else rng.normal(size=leaf.shape, scale=0.3).astype(leaf.dtype)
         for name, leaf in names_of(joined(*model.abstract)).items()

@@ -54,6 +54,7 @@ GEMMA2 = (transformers.Gemma2Config, transformers.Gemma2ForCausalLM)
 GEMMA3 = (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM)
 OLMO2 = (transformers.Olmo2Config, transformers.Olmo2ForCausalLM)
 OLMO3 = (transformers.Olmo3Config, transformers.Olmo3ForCausalLM)
+EXAONE4 = (transformers.Exaone4Config, transformers.Exaone4ForCausalLM)
 SMOLLM3 = (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM)
 # Of models with many layers, so that a golden stays below 100 kB.
 SMALL = {
@@ -212,6 +213,10 @@ CASES = {
         some(3, 4),
     ),
     "smollm3": Case(SMOLLM3, SMALL | {"num_hidden_layers": 5}, some(3, 4), spread=0.9),
+    # The family of docs/guides/extending.md.
+    "exaone4": Case(
+        EXAONE4, SMALL | {"num_hidden_layers": 5, "sliding_window": 5, "num_key_value_heads": 1}, some(3, 4), spread=0.9
+    ),
 }
 
 

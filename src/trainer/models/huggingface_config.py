@@ -57,6 +57,12 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
     known = {name: (block, hf) for block, hf in declared for name in (hf.model_type, *hf.aliases)}
     if data.get("model_type", "") not in known:
         given = shortened(data.get("model_type", "(absent)"))
+        if isinstance(data.get("text_config"), Mapping):
+            others = [name for name in data if name.endswith("_config") and name != "text_config"]
+            raise UserError(
+                f"{where}: model_type={given} is more than a model of text: it has {shortened(', '.join(others))}. Only "
+                "the text model can be read; docs/guides/weights.md shows how transformers writes it alone"
+            )
         raise UserError(f"{where}: model_type={given} is not known; known: {', '.join(known)}")
     block, hf = known[data["model_type"]]
     said = {"rms_norm_eps": 1e-6, hf.activation: "silu", **hf.defaults, **data}
@@ -176,7 +182,7 @@ def _window_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -
     if given and len(given) != layers:
         refused.append(f"layer_types of {len(given)} layers with num_hidden_layers={layers}")
     if hf.window == "alternating":
-        return _alternating(said, refused)
+        return _alternating(said, hf, refused)
     if given:
         kinds = set(given)
         if hf.window == "given" and window and kinds != {_SLIDING}:  # there transformers ignores layer_types
@@ -193,13 +199,16 @@ def _window_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -
     return {}
 
 
-def _alternating(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
-    layers, usual, given = said["num_hidden_layers"], said["sliding_window_pattern"], said.get("layer_types")
-    every = usual
+def _alternating(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> dict[str, Any]:
+    """Returns the keys of layers of which every n-th has no window. layer_types take precedence, as in transformers."""
+    layers, given, every = said["num_hidden_layers"], said.get("layer_types"), said["sliding_window_pattern"]
     if given and _FULL in given:
         every = given.index(_FULL) + 1
-    elif given:
-        every = max(usual, layers + 1)
+    elif given:  # the beginning of a period
+        every = max(hf.defaults["sliding_window_pattern"], layers + 1)
+    elif isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        refused.append(f"sliding_window_pattern={shown(every)} without layer_types")
+        return {}
     if given and list(given) != [_FULL if (i + 1) % every == 0 else _SLIDING for i in range(layers)]:
         refused.append(f"layer_types={shortened(str(given))} (known: every n-th is {_FULL}, the others {_SLIDING})")
     window = said.get("sliding_window")

@@ -44,7 +44,7 @@ _FIELDS = {
     **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), Field(dict, null=True)),
     **{"bos_token_id": _TOKEN, "eos_token_id": Field(int, null=True, many=True), "pad_token_id": _TOKEN},
     **{"model_type": Field(str), "hidden_act": Field(str), "layer_types": Field(list, null=True, item=str)},
-    **{"hidden_activation": Field(str, null=True), "sliding_window_pattern": Field(int, low=1)},
+    "hidden_activation": Field(str, null=True),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), Field(float, low=0, null=True)),
     **{"query_pre_attn_scalar": Field(float, low=1e-37), "rope_local_base_freq": Field(float, low=1, high=1e15)},
     **{"no_rope_layers": Field(list, null=True, item=int), "no_rope_layer_interval": Field(int, low=1)},

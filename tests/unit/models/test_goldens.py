@@ -34,6 +34,7 @@ CASES = sorted(folder.name for folder in GOLDENS.iterdir() if folder.is_dir())
 WITH_EXPERTS = ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "mixtral", "qwen3-moe")
 WHOLE = ("qwen2", "gemma", "olmo2")
 INTERLEAVED = "qwen3-moe-interleaved"  # with the gradients of two tensors
+OF_A_GUIDE = {"exaone4": "docs.guides.exaone4.facts:FACTS"}  # docs/guides/extending.md
 BATCHES = ("rows", "packed")
 # Tolerances as shares of a tensor's largest entry. Rounding alone, with another order of additions, gave 2.8e-6 and
 # 1.4e-5. transformers in float32 differs from itself in float64 by 2.1e-6 and 5.1e-6.
@@ -51,7 +52,8 @@ def ways(number):
 
 @pytest.fixture(autouse=True)
 def several_blocks(monkeypatch):
-    """Makes blocks smaller, because rows of the goldens are shorter than a usual block."""
+    """Makes blocks smaller, because rows of the goldens are shorter than a usual block; and finds docs.guides."""
+    monkeypatch.syspath_prepend(str(GOLDENS.parents[1]))
     monkeypatch.setitem(OPS, "blockwise", functools.partial(blockwise_attention, block=6))
 
 
@@ -70,7 +72,9 @@ def run_of(case, **overrides):
     length = expected(case)["rows"]["inputs"].shape[1]
     keys = {"max_target_length": length, "dtype": "float32", "opt_type": "sgd", **pinned(COMBINATION), **overrides}
     words = [f"{key}={value}" for key, value in keys.items()]
-    source = open_source(str(GOLDENS / case))
+    block = OF_A_GUIDE.get(case, "")
+    source = open_source(str(GOLDENS / case), block)
+    words += [f"decoder_block={block}"] if block else []
     return build(model_config(source.keys, words, case), jax.devices()[:1])
 
 

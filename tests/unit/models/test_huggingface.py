@@ -15,11 +15,13 @@ from checkpoint_cases import FAMILIES, ROPES, config_of, hf_config, pairs
 from trainer.checkpoint.description import described, model_config
 from trainer.checkpoint.source import within
 from trainer.config import UserError
+from trainer.config.family import import_facts
 from trainer.models.huggingface import Layout, reordered, transposed
 from trainer.models.huggingface_config import config_json, length_notes, model_keys
 from trainer.models.llama2 import family as llama2
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
+OF_A_GUIDE = {"exaone4": "docs.guides.exaone4.facts:FACTS"}
 CASES = [(block, rope) for block in FAMILIES for rope in ROPES]
 
 
@@ -46,7 +48,10 @@ def test_every_value_of_config_json_has_the_type_that_transformers_declares(case
 def golden(case):
     """Returns the configuration of a golden."""
     data = json.loads((GOLDENS / case / "config.json").read_text())
-    return model_config(model_keys(data, ""), [], "")
+    block = OF_A_GUIDE.get(case, "")
+    import_facts(block)
+    words = [f"decoder_block={block}"] if block else []
+    return model_config(model_keys(data, "", block), words, "")
 
 
 def kind_of(value):

@@ -96,6 +96,7 @@ FAMILY = Family(
             },
             activation="hidden_activation",
             window="alternating",
+            whole_heads=True,
             sizes={
                 "query_pre_attn_scalar": "query_pre_attn_scalar",
                 "attn_logits_soft_cap": "attn_logit_softcapping",

@@ -69,6 +69,7 @@ FAMILY = Family(
             activation="hidden_activation",
             qk_norm=True,
             window="alternating",
+            whole_heads=True,
             local_rope="rope_local_base_freq",
             sizes={
                 "query_pre_attn_scalar": "query_pre_attn_scalar",

@@ -45,7 +45,9 @@ def _read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
 def _write(config: Config) -> dict[str, Any]:
     every, layers = config.nope_layer_interval, config.base_num_decoder_layers
     interval = {} if every == -1 else {"no_rope_layer_interval": every}
-    return {"no_rope_layers": _rotated(every, layers), **interval}
+    # Without these fields, transformers takes the tokens of the published vocabulary.
+    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    return {"no_rope_layers": _rotated(every, layers), **interval, **tokens}
 
 
 def _rotated(every: int, layers: int) -> list[int]:

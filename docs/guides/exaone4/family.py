@@ -1,0 +1,71 @@
+"""EXAONE 4.0 (LG AI Research 2025, arXiv:2507.11407), the example of docs/guides/extending.md.
+
+Norms after attention and MLP and not before them, norms of each head's queries and keys. Three layers with a window and
+RoPE for each layer with neither; a model without windows has RoPE in every layer.
+"""
+
+import functools
+
+from trainer.config.windows import windows
+from trainer.models.family import Family
+from trainer.models.flops import forward_flops_per_token
+from trainer.models.huggingface import HuggingFace, Layout
+from trainer.models.llama2 import block as llama2
+from trainer.models.llama2.family import LAYOUTS
+from trainer.models.patterns import repeated
+from trainer.models.qwen3.family import NORMS
+
+
+class Block(llama2.Block):
+    """Computes x + norm(attention(x)), then x + norm(mlp(x)), then dropout."""
+
+    def __init__(self, config, rngs, *, window, rotates):
+        self.rotates = rotates
+        super().__init__(config, rngs, window)
+
+    def add_norms(self, norm):
+        self.post_self_attention_layer_norm, self.post_mlp_layer_norm = norm(), norm()
+
+    def make_attention(self, config, rngs, dtypes, **given):
+        given |= {} if self.rotates else {"rope": None}
+        return super().make_attention(config, rngs, dtypes, **given)
+
+    def attention_input(self, x):
+        return x
+
+    def attention_output(self, h):
+        return self.post_self_attention_layer_norm(h)
+
+    def feed_forward_input(self, x):
+        return x
+
+    def feed_forward_output(self, h):
+        return self.post_mlp_layer_norm(h)
+
+
+def stacks(config):
+    """The blocks of one period, and how often it is repeated."""
+    pattern = windows(config)
+    blocks = [functools.partial(Block, window=window, rotates=bool(window) or len(pattern) == 1) for window in pattern]
+    return repeated(blocks, config.base_num_decoder_layers)
+
+
+LAYER = "model.layers.{}."
+OWN = {
+    "decoder/layers/post_self_attention_layer_norm/scale": Layout(LAYER + "post_attention_layernorm.weight"),
+    "decoder/layers/post_mlp_layer_norm/scale": Layout(LAYER + "post_feedforward_layernorm.weight"),
+}
+FAMILY = Family(
+    stacks,
+    forward_flops_per_token,
+    hugging_face=[
+        HuggingFace(
+            "exaone4",
+            "Exaone4ForCausalLM",
+            {name: layout for name, layout in LAYOUTS.items() if "layer_norm" not in name} | NORMS | OWN,
+            defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
+            qk_norm=True,
+            window="alternating",
+        )
+    ],
+)
