@@ -12,6 +12,7 @@ from trainer.config import load, resolve
 from trainer.config.files import preset_names
 from trainer.config.load import Loaded
 from trainer.layers.param import Buffer
+from trainer.models.huggingface_config import model_keys
 from trainer.models.transformer import Transformer
 from trainer.training import build
 
@@ -121,6 +122,18 @@ OWN_OF_PRESETS = {
     "gemma3-1b": SMALL_GEMMA3,
     "gemma3-27b": {**OWN["gemma3"], "query_pre_attn_scalar": 168},
     "olmo3-7b-pt": {"use_qk_norm": True, "sliding_window_size": 4096},
+}
+# config.json as published.
+SMOLLM3 = {
+    **{"architectures": ["SmolLM3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0},
+    **{"bos_token_id": 128000, "eos_token_id": 128012, "hidden_act": "silu", "hidden_size": 2048},
+    **{"initializer_range": 0.02, "intermediate_size": 11008, "layer_types": ["full_attention"] * 36},
+    **{"max_position_embeddings": 65536, "max_window_layers": 28, "mlp_bias": False, "model_type": "smollm3"},
+    **{"no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9, "num_attention_heads": 16},
+    **{"num_hidden_layers": 36, "num_key_value_heads": 4, "pad_token_id": 128004, "pretraining_tp": 2},
+    **{"rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 5000000.0, "sliding_window": None},
+    **{"torch_dtype": "bfloat16", "transformers_version": "4.54.0.dev0", "use_cache": False},
+    **{"use_sliding_window": False, "vocab_size": 128256},
 }
 LARGEST = ("qwen2.5-72b", "gemma-7b", "gemma2-27b", "gemma3-27b", "olmo2-32b", "olmo3-32b", "smollm3-3b")
 GPT3 = ("gpt3-52k", "gpt3-6b", "gpt3-22b", "gpt3-175b")  # in test_gpt3.py
@@ -299,6 +312,12 @@ def test_the_largest_preset_of_a_family_can_be_trained(name):
     state, metrics = run.step.trace(*run.abstract_args()).out_info
     assert shapes_of(state) == shapes_of(run.abstract_state)
     assert metrics["loss"].shape == ()
+
+
+def test_the_published_config_json_of_smollm3_is_its_preset():
+    keys = model_keys(SMOLLM3, "config.json")
+    config = preset("smollm3-3b")
+    assert {key: config[key] for key in keys} == keys | {"mlp_activations": ("silu", "linear")}
 
 
 def test_every_newer_family_has_a_preset_whose_step_is_traced():
