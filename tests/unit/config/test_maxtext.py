@@ -133,7 +133,7 @@ def test_neutral_values_and_harmless_keys_are_one_line_each_kind():
         ("mesh_axes=[data]", "instead: ici_* and dcn_* keys"),
         ("save_period=30", "an earlier name in MaxText; write checkpoint_period=30"),
         ("emb_dim=3", "MaxText computes it from base_emb_dim; write base_emb_dim=3"),
-        ("nope_layer_interval=many", "not supported yet"),
+        ("moba=true", "not supported yet"),
     ],
 )
 def test_another_value_is_an_error_that_says_what_to_use(word, message):

@@ -346,8 +346,8 @@ def test_a_conversion_has_the_model_and_the_dtype_of_its_command(line, printed):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (f"{HF}model_name=gemma3-4b", "the Gemma families"),
-        (f"{MT}model_name=gemma3-4b", "the Gemma families"),
+        (f"{HF}model_name=gemma4-31b", "the family gemma4"),
+        (f"{MT}model_name=gemma4-31b", "the family gemma4"),
         (f"{HF}model_name=llama9-1b", "no such preset"),
         (f"{HF}model_name=llama2-7b lora.lora_restore_path=/l", "merge the adapter"),
         (f"{MT}model_name=llama2-7b hf_lora_adapter_path=/l", "merge the adapter"),

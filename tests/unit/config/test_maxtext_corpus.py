@@ -20,7 +20,7 @@ python3 -m pytest; xpk workload create --command "python3 -m MaxText.train base.
 """
 SCRIPT_OF_THEIRS = """#!/bin/bash
 # python3 -m maxtext.inference.vllm_decode base.yml
-MODEL_NAME=gemma3-4b
+MODEL_NAME=gemma4-31b
 python3 -m maxtext.checkpoint_conversion.to_huggingface model_name=$MODEL_NAME \\
   load_parameters_path=/c base_output_directory=gs://b/o
 """
@@ -58,7 +58,7 @@ def test_commands_of_pages_scripts_and_notebooks(corpus, tmp_path, monkeypatch, 
         "run_name=$PLACEHOLDER",
     ]
     assert found[3][1].reasons == ("enable_wandb: not yet",)
-    assert found[5][1].reasons == ("a local folder as OUT", "model_name: not supported yet: the Gemma families")
+    assert found[5][1].reasons == ("a local folder as OUT", "model_name: not supported yet: the family gemma4")
     monkeypatch.setattr(sys, "argv", ["maxtext_corpus.py", str(root)])
     assert corpus.main() == 0
     said = capsys.readouterr().out.splitlines()

@@ -1,5 +1,7 @@
 """Compares presets with the published models: the sizes in their config.json and their numbers of parameters."""
 
+from typing import Any
+
 import jax
 import ml_collections
 import pytest
@@ -8,8 +10,11 @@ from support import pinned
 
 from trainer.config import load, resolve
 from trainer.config.files import preset_names
+from trainer.config.load import Loaded
 from trainer.layers.param import Buffer
+from trainer.models.huggingface_config import model_keys
 from trainer.models.transformer import Transformer
+from trainer.training import build
 
 # hidden_size, num_attention_heads, num_key_value_heads, intermediate_size, num_hidden_layers, vocab_size, rms_norm_eps,
 # rope_theta, tie_word_embeddings of each model's config.json, and the parameters of its published weights (a tied
@@ -41,6 +46,96 @@ WITH_EXPERTS = {
     "qwen3-235b-a22b": (4096, 64, 4, 1536, 128, 8, 94, 151936, 1e-6, 5000000, 235_093_634_560),
     "qwen3-480b-a35b": (6144, 96, 8, 2560, 160, 8, 62, 151936, 1e-6, 10000000, 480_154_875_392),
 }
+# decoder_block, hidden_size, num_attention_heads, num_key_value_heads, head_dim, intermediate_size, num_hidden_layers,
+# vocab_size, rms_norm_eps, rope_theta, tie_word_embeddings of each model's config.json; and the parameters of its
+# published weights, a tied table once. A family's sources are above its rows. Where base and instruct models differ,
+# these are the base model's: the instruct models of qwen2-72b, qwen2.5-14b, -32b and -72b have an epsilon of 1e-6.
+FAMILIES = {
+    # Parameters: the Hub's metadata of the safetensors files.
+    "qwen2-0.5b": ("qwen2", 896, 14, 2, 64, 4864, 24, 151936, 1e-6, 1000000, True, 494_032_768),
+    "qwen2-1.5b": ("qwen2", 1536, 12, 2, 128, 8960, 28, 151936, 1e-6, 1000000, True, 1_543_714_304),
+    "qwen2-7b": ("qwen2", 3584, 28, 4, 128, 18944, 28, 152064, 1e-6, 1000000, False, 7_615_616_512),
+    "qwen2-72b": ("qwen2", 8192, 64, 8, 128, 29568, 80, 152064, 1e-5, 1000000, False, 72_706_203_648),
+    "qwen2.5-0.5b": ("qwen2", 896, 14, 2, 64, 4864, 24, 151936, 1e-6, 1000000, True, 494_032_768),
+    "qwen2.5-1.5b": ("qwen2", 1536, 12, 2, 128, 8960, 28, 151936, 1e-6, 1000000, True, 1_543_714_304),
+    "qwen2.5-3b": ("qwen2", 2048, 16, 2, 128, 11008, 36, 151936, 1e-6, 1000000, True, 3_085_938_688),
+    "qwen2.5-7b": ("qwen2", 3584, 28, 4, 128, 18944, 28, 152064, 1e-6, 1000000, False, 7_615_616_512),
+    "qwen2.5-14b": ("qwen2", 5120, 40, 8, 128, 13824, 48, 152064, 1e-5, 1000000, False, 14_770_033_664),
+    "qwen2.5-32b": ("qwen2", 5120, 40, 8, 128, 27648, 64, 152064, 1e-5, 1000000, False, 32_763_876_352),
+    "qwen2.5-72b": ("qwen2", 8192, 64, 8, 128, 29568, 80, 152064, 1e-5, 1000000, False, 72_706_203_648),
+    # The Hub's metadata, and Keras Hub's presets of the same files. The reports have other tables, see REPORTED.
+    "gemma-2b": ("gemma", 2048, 8, 1, 256, 16384, 18, 256000, 1e-6, 10000, True, 2_506_172_416),
+    "gemma-7b": ("gemma", 3072, 16, 16, 256, 24576, 28, 256000, 1e-6, 10000, True, 8_537_680_896),
+    "gemma2-2b": ("gemma2", 2304, 8, 4, 256, 9216, 26, 256000, 1e-6, 10000, True, 2_614_341_888),
+    "gemma2-9b": ("gemma2", 3584, 16, 8, 256, 14336, 42, 256000, 1e-6, 10000, True, 9_241_705_984),
+    "gemma2-27b": ("gemma2", 4608, 32, 16, 128, 36864, 46, 256000, 1e-6, 10000, True, 27_227_128_320),
+    "gemma3-270m": ("gemma3", 640, 4, 1, 256, 2048, 18, 262144, 1e-6, 1000000, True, 268_098_176),
+    "gemma3-1b": ("gemma3", 1152, 4, 1, 256, 6912, 26, 262144, 1e-6, 1000000, True, 999_885_952),
+    # The metadata's numbers are those of text and vision together, see WITH_VISION.
+    "gemma3-4b": ("gemma3", 2560, 8, 4, 256, 10240, 34, 262208, 1e-6, 1000000, True, 3_880_263_168),
+    "gemma3-12b": ("gemma3", 3840, 16, 8, 256, 15360, 48, 262208, 1e-6, 1000000, True, 11_766_034_176),
+    "gemma3-27b": ("gemma3", 5376, 32, 16, 128, 21504, 62, 262208, 1e-6, 1000000, True, 27_009_346_304),
+    # The Hub's metadata.
+    "olmo2-1b": ("olmo2", 2048, 16, 16, 128, 8192, 16, 100352, 1e-6, 500000, False, 1_484_916_736),
+    "olmo2-7b": ("olmo2", 4096, 32, 32, 128, 11008, 32, 100352, 1e-6, 500000, False, 7_298_617_344),
+    "olmo2-13b": ("olmo2", 5120, 40, 40, 128, 13824, 40, 100352, 1e-6, 500000, False, 13_716_198_400),
+    "olmo2-32b": ("olmo2", 5120, 40, 8, 128, 27648, 64, 100352, 1e-6, 500000, False, 32_234_279_936),
+    "olmo3-7b": ("olmo3", 4096, 32, 32, 128, 11008, 32, 100278, 1e-6, 500000, False, 7_298_011_136),
+    "olmo3-7b-pt": ("olmo3", 4096, 32, 32, 128, 11008, 32, 100278, 1e-6, 500000, False, 7_298_011_136),
+    "olmo3-32b": ("olmo3", 5120, 40, 8, 128, 27648, 64, 100278, 1e-6, 500000, False, 32_233_522_176),
+    "smollm3-3b": ("smollm3", 2048, 16, 4, 128, 11008, 36, 128256, 1e-6, 5000000, True, 3_075_098_624),
+}
+# Embedding and other parameters in tables 2 of the reports of Gemma and Gemma 2. Their embedding has 256128 rows.
+REPORTED = {
+    "gemma-2b": (524_550_144, 1_981_884_416),
+    "gemma-7b": (786_825_216, 7_751_248_896),
+    "gemma2-2b": (590_118_912, 2_024_517_888),
+    "gemma2-9b": (917_962_752, 8_324_201_984),
+    "gemma2-27b": (1_180_237_824, 26_047_480_320),
+}
+# Millions of parameters that are not of the embedding, in table 1 of the report of Gemma 3; and all parameters of the
+# published weights by the Hub's metadata, with the vision encoder (SigLIP) and the projection of its output.
+WITH_VISION = {
+    "gemma3-1b": (698, 999_885_952),
+    "gemma3-4b": (3_209, 4_300_079_472),
+    "gemma3-12b": (10_759, 12_187_325_040),
+    "gemma3-27b": (25_600, 27_432_406_640),
+}
+# Other keys than those in SIZES_OF_FAMILIES that presets of a family set, with their values.
+OWN = {
+    "qwen2": {"attention_bias": True},
+    "gemma": {},
+    "gemma2": {"sliding_window_size": 4096, "attn_logits_soft_cap": 50, "final_logits_soft_cap": 30},
+    "gemma3": {"sliding_window_size": 1024, "local_rope_max_timescale": 10000, "rope_linear_scaling_factor": 8},
+    "olmo2": {"use_qk_norm": True},
+    "olmo3": {
+        **{"use_qk_norm": True, "sliding_window_size": 4096, "local_rope_max_timescale": 500000},
+        **{"rope_type": "yarn", "rope_factor": 8, "original_max_position_embeddings": 8192},
+        **{"rope_attention_scaling": True},
+    },
+    "smollm3": {"nope_layer_interval": 4},
+}
+SMALL_GEMMA3 = {"sliding_window_size": 512, "local_rope_max_timescale": 10000}
+OWN_OF_PRESETS = {
+    "gemma2-27b": {**OWN["gemma2"], "query_pre_attn_scalar": 144},
+    "gemma3-270m": SMALL_GEMMA3,
+    "gemma3-1b": SMALL_GEMMA3,
+    "gemma3-27b": {**OWN["gemma3"], "query_pre_attn_scalar": 168},
+    "olmo3-7b-pt": {"use_qk_norm": True, "sliding_window_size": 4096},
+}
+# config.json as published.
+SMOLLM3 = {
+    **{"architectures": ["SmolLM3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0},
+    **{"bos_token_id": 128000, "eos_token_id": 128012, "hidden_act": "silu", "hidden_size": 2048},
+    **{"initializer_range": 0.02, "intermediate_size": 11008, "layer_types": ["full_attention"] * 36},
+    **{"max_position_embeddings": 65536, "max_window_layers": 28, "mlp_bias": False, "model_type": "smollm3"},
+    **{"no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9, "num_attention_heads": 16},
+    **{"num_hidden_layers": 36, "num_key_value_heads": 4, "pad_token_id": 128004, "pretraining_tp": 2},
+    **{"rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 5000000.0, "sliding_window": None},
+    **{"torch_dtype": "bfloat16", "transformers_version": "4.54.0.dev0", "use_cache": False},
+    **{"use_sliding_window": False, "vocab_size": 128256},
+}
+LARGEST = ("qwen2.5-72b", "gemma-7b", "gemma2-27b", "gemma3-27b", "olmo2-32b", "olmo3-32b", "smollm3-3b")
 GPT3 = ("gpt3-52k", "gpt3-6b", "gpt3-22b", "gpt3-175b")  # in test_gpt3.py
 # The same with n_shared_experts, first_k_dense_replace, intermediate_size, q_lora_rank, the number of expert groups,
 # and the number of groups among which a token chooses.
@@ -81,17 +176,24 @@ SIZES = (
     "rope_max_timescale",
     "logits_via_embedding",
 )
+# The same, in the order of FAMILIES.
+SIZES_OF_FAMILIES = ("decoder_block", *SIZES[:3], "head_dim", *SIZES[3:])
+
+
+def loaded_preset(name: str, *words: str) -> Loaded:
+    given = [f"{key}={value}" for key, value in pinned("nnx").items()]
+    return load([f"model_name={name}", "dataset_type=synthetic", *given, *words])
 
 
 def preset(name: str, platform: str = "cpu") -> ml_collections.FrozenConfigDict:
-    loaded = load([f"model_name={name}", "dataset_type=synthetic", *(f"{k}={v}" for k, v in pinned("nnx").items())])
+    loaded = loaded_preset(name)
     assert loaded.warnings == []
     assert [note for note in loaded.notes if note.startswith("model_name=")] == []  # no key of the preset is changed
     return resolve(loaded.config, device_count=1, platform=platform)
 
 
 def test_every_preset_is_here():
-    assert preset_names() == ["default", *sorted([*PUBLISHED, *WITH_EXPERTS, *LATENT, TINY, *GPT3])]
+    assert preset_names() == ["default", *sorted([*PUBLISHED, *WITH_EXPERTS, *LATENT, TINY, *GPT3, *FAMILIES])]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -168,6 +270,60 @@ def test_a_preset_with_latent_attention_is_the_published_model(name):
     check_count(config, published)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_preset_of_a_newer_family_is_the_published_model(name):
+    config = preset(name)
+    *sizes, published = FAMILIES[name]
+    assert [config[key] for key in SIZES_OF_FAMILIES] == sizes
+    family, tied = sizes[0], sizes[-1]
+    own = OWN_OF_PRESETS.get(name, OWN[family]) | ({"normalize_embedding_logits": False} if tied else {})
+    own |= {"enable_dropout": False, "remat_policy": "full"}
+    own["mlp_activations"] = ("gelu" if family.startswith("gemma") else "silu", "linear")
+    assert {key: config[key] for key in own} == own
+    # It sets no other key. The base of RoPE in Gemma 1 and 2 is the default.
+    given = {key for key, source in loaded_preset(name).sources.items() if source.startswith("preset")}
+    assert given | {"rope_max_timescale"} == {*SIZES_OF_FAMILIES, *own}
+    assert table(name) + not_embedded(name) == published
+    check_count(config, published)
+
+
+@pytest.mark.parametrize("name", REPORTED)
+def test_parameters_are_those_of_the_reports_of_gemma(name):
+    embedding, others = REPORTED[name]
+    assert (256128 * FAMILIES[name][1], not_embedded(name)) == (embedding, others)
+
+
+@pytest.mark.parametrize("name", WITH_VISION)
+def test_parameters_are_those_of_the_report_and_the_files_of_gemma_3(name):
+    millions, published = WITH_VISION[name]
+    assert round(not_embedded(name) / 1e6) == millions
+    # SigLIP, So400m: a layer has four matrices with biases, an MLP with biases, and two norms.
+    layer = 4 * (1152 * 1152 + 1152) + 2 * 1152 * 4304 + 4304 + 1152 + 4 * 1152
+    encoder = 14 * 14 * 3 * 1152 + 1152 + 4096 * 1152 + 27 * layer + 2 * 1152
+    vision = 0 if name == "gemma3-1b" else encoder + 1152 * FAMILIES[name][1] + 1152
+    assert table(name) + not_embedded(name) + vision == published
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_the_largest_preset_of_a_family_can_be_trained(name):
+    """A training step is traced, and nothing is allocated."""
+    config = resolve(loaded_preset(name, "max_target_length=64").config, device_count=1, platform="cpu")
+    run = build(config, jax.devices()[:1])
+    state, metrics = run.step.trace(*run.abstract_args()).out_info
+    assert shapes_of(state) == shapes_of(run.abstract_state)
+    assert metrics["loss"].shape == ()
+
+
+def test_the_published_config_json_of_smollm3_is_its_preset():
+    keys = model_keys(SMOLLM3, "config.json")
+    config = preset("smollm3-3b")
+    assert {key: config[key] for key in keys} == keys | {"mlp_activations": ("silu", "linear")}
+
+
+def test_every_newer_family_has_a_preset_whose_step_is_traced():
+    assert sorted(FAMILIES[name][0] for name in LARGEST) == sorted(OWN) == sorted({row[0] for row in FAMILIES.values()})
+
+
 def test_the_tiny_preset_is_maxtexts():
     config = preset(TINY)
     attention = 64 * 32 + 32 + 32 * 4 * 192 + 64 * (16 + 64) + 16 + 16 * 4 * 256 + 4 * 128 * 64
@@ -175,6 +331,26 @@ def test_the_tiny_preset_is_maxtexts():
     assert config.num_experts_per_tok == 8
     assert config.routed_score_func == "sigmoid"
     check_count(config, 2 * 129280 * 64 + blocks + 64)
+
+
+def shapes_of(tree: Any) -> list[tuple[int, ...]]:
+    return [leaf.shape for leaf in jax.tree.leaves(tree)]
+
+
+def table(name: str) -> int:
+    """Returns the parameters of the embedding table, and of the output head if it has its own."""
+    _, width, *_, vocab, _, _, tied, _ = FAMILIES[name]
+    return vocab * width * (1 if tied else 2)
+
+
+def not_embedded(name: str) -> int:
+    """Returns the parameters of the blocks and of the final norm, from the sizes in config.json."""
+    family, width, heads, kv_heads, head_dim, hidden, layers, *_ = FAMILIES[name]
+    query, key = heads * head_dim, kv_heads * head_dim
+    biases = query + 2 * key if family == "qwen2" else 0
+    norms = (4 if family in ("gemma2", "gemma3") else 2) * width
+    norms += {"gemma3": 2 * head_dim, "olmo2": query + key, "olmo3": query + key}.get(family, 0)
+    return layers * (2 * width * (query + key) + biases + 3 * width * hidden + norms) + width
 
 
 def check_count(config: ml_collections.FrozenConfigDict, published: int) -> None:

@@ -68,7 +68,7 @@ FAMILY = Family(
             },
             only={"use_sliding_window": False},
             fields=("no_rope_layers", "no_rope_layer_interval"),
-            ignored=("sliding_window",),  # without use_sliding_window
+            ignored=("sliding_window", "max_window_layers"),  # without use_sliding_window
             read=_read,
             write=_write,
         )
