@@ -63,7 +63,12 @@ FAMILY = Family(
             "exaone4",
             "Exaone4ForCausalLM",
             {name: layout for name, layout in LAYOUTS.items() if "layer_norm" not in name} | NORMS | OWN,
-            defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
+            defaults={
+                "num_key_value_heads": 32,
+                "rms_norm_eps": 1e-5,
+                "sliding_window": 4096,
+                "sliding_window_pattern": 4,
+            },
             qk_norm=True,
             window="alternating",
         )

@@ -26,7 +26,12 @@ FAMILIES = {
     "gemma2": GATED | {"sliding_window_size": 5, "attn_logits_soft_cap": 4.0, "final_logits_soft_cap": 8.0},
     "gemma3": GATED | {"sliding_window_size": 5, "local_rope_max_timescale": 100, "base_num_decoder_layers": 7},
     "olmo2": {"use_qk_norm": True, "logits_via_embedding": False},
-    "olmo3": {"use_qk_norm": True, "sliding_window_size": 5, "base_num_decoder_layers": 4, "logits_via_embedding": False},
+    "olmo3": {
+        "use_qk_norm": True,
+        "sliding_window_size": 5,
+        "base_num_decoder_layers": 4,
+        "logits_via_embedding": False,
+    },
     "smollm3": {"nope_layer_interval": 2, "base_num_decoder_layers": 3, "normalize_embedding_logits": False},
 }
 
@@ -64,7 +69,12 @@ def losses(family, devices, **more):
 def test_eight_devices_and_other_loops_compute_what_one_device_does(family):
     """Norms over all heads, biases and the rest of a pattern under tensor parallelism and Zero-1."""
     one, params = losses(family, 1, per_device_batch_size=16)
-    mesh = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "sharding_tolerance": 1.0}
+    mesh = {
+        "ici_data_parallelism": 2,
+        "ici_fsdp_parallelism": 2,
+        "ici_tensor_parallelism": 2,
+        "sharding_tolerance": 1.0,
+    }
     how = {"shard_optimizer_over_data": True, "gradient_accumulation_steps": 2, "scan_layers": False}
     many, others = losses(family, 8, per_device_batch_size=1, attention="blockwise", **mesh, **how)
     np.testing.assert_allclose(many, one, rtol=2e-6)
@@ -146,7 +156,9 @@ def test_the_rest_of_a_pattern_is_a_stack_of_its_own(layers, sizes):
 def test_windows(family, more, expected):
     config = tiny_config(ALL_COMBINATIONS[0], **keys_of(family, **more))
     assert windows(config) == expected
-    made = [block.keywords["window"] for stack in stacks(config) for block in stack.blocks if hasattr(block, "keywords")]
+    made = [
+        block.keywords["window"] for stack in stacks(config) for block in stack.blocks if hasattr(block, "keywords")
+    ]
     layers = config.base_num_decoder_layers
     if len(expected) > 1:
         assert made[: len(expected)] == list(expected)[:layers]
