@@ -104,7 +104,7 @@ OURS = {
     "gemma2": {"base_num_decoder_layers": 4},  # MaxText's layers are pairs of layers
     "gemma3": {"query_pre_attn_scalar": 8},  # base_emb_dim // base_num_query_heads
 }
-NOT_OURS = (*AS_V3, *POST_NORMS, "inhomogeneous_layer_cycle_interval", "scan_layers")
+NOT_OURS = (*AS_V3, "inhomogeneous_layer_cycle_interval", "scan_layers")
 SCANNED, UNSCANNED = {"scan_layers": True}, {"scan_layers": False}
 # The keys of each model, and how MaxText stores its layers.
 CASES = {

@@ -281,6 +281,7 @@ def test_every_key_is_read(tmp_path, monkeypatch, corpus):
     latent |= {"base_moe_mlp_dim": 8, "shared_experts": 1, "n_routing_groups": 2, "topk_routing_group": 1}
     latent |= {"routed_score_func": "sigmoid", "routed_bias": True, "routed_bias_update_rate": 0.01}
     alternating = {"decoder_block": "gemma2", "sliding_window_size": 8, "sliding_window_pattern": 2}
+    alternating |= {"use_post_attn_norm": True, "use_post_ffw_norm": True}
     others = {"decoder_block": "qwen2", "attention_bias": True}, {"decoder_block": "smollm3", "nope_layer_interval": 2}
     for keys in (streaming, experts, gpt3, latent, alternating, *others):
         lowered_update(build(load(arguments("nnx", **keys)).config, jax.devices()[:1]))

@@ -1,4 +1,4 @@
-"""What the first stage asks about EXAONE 4.0. Imports no JAX, so that mistakes in its keys are found before JAX loads."""
+"""What the first stage asks about EXAONE 4.0. Without JAX, so that mistakes in its keys are found before JAX loads."""
 
 from trainer.config.family import Facts
 from trainer.config.tensors import TENSORS, renamed

@@ -23,7 +23,7 @@ class Block(llama2.Block):
         self.rotates = rotates
         super().__init__(config, rngs, window)
 
-    def add_norms(self, norm):
+    def add_norms(self, config, norm):
         self.post_self_attention_layer_norm, self.post_mlp_layer_norm = norm(), norm()
 
     def make_attention(self, config, rngs, dtypes, **given):

@@ -9,7 +9,7 @@ import yaml
 from trainer.config import COMBINATIONS, Config, Loaded, UserError, flags_of, load, read_saved, resolve, schema
 from trainer.config.dump import as_words, to_flow
 from trainer.config.expert_keys import SCORE, STEP, dense_layers, has_experts, some_experts
-from trainer.config.family import LATENT, OF_ATTENTION, OF_SOME, facts_of, reads
+from trainer.config.family import LATENT, OF_BLOCKS, OF_SOME, facts_of, reads
 from trainer.config.files import COMMAND_LINE
 from trainer.config.flags import FLAGS
 from trainer.config.latent_keys import is_latent
@@ -61,7 +61,7 @@ FREE = {
     *("attention_type", "rope_type", "rope_min_timescale", "rope_max_timescale", *_BELOW["rope_type"]),
     *("sliding_window_size", MODULES, _NORMALIZED, _MSCALE, "query_pre_attn_scalar", "local_rope_max_timescale"),
 }
-MODEL = {*_ALWAYS, *_OF_HEADS, *LATENT, *_OF_MLP, *_OF_EXPERTS, *OF_SOME, *OF_ATTENTION, *_SELDOM, *FREE, ORDER}
+MODEL = {*_ALWAYS, *_OF_HEADS, *LATENT, *_OF_MLP, *_OF_EXPERTS, *OF_SOME, *OF_BLOCKS, *_SELDOM, *FREE, ORDER}
 # Further arguments of `trainer.export`: a preset of `MODEL`, and the sequence length for which the model is meant.
 _PRESET, LENGTH = "model_name", "max_target_length"
 
@@ -84,9 +84,7 @@ def described(config: Config) -> dict[str, Any]:
         names.append(_NORMALIZED)
     unknown = facts_of(config) is None  # a family that may read them
     names += [
-        name
-        for name in OF_ATTENTION
-        if reads(config, name) or (unknown and config[name] != schema().keys[name].default)
+        name for name in OF_BLOCKS if reads(config, name) or (unknown and config[name] != schema().keys[name].default)
     ]
     if has_window(config):
         names.append("sliding_window_size")

@@ -17,10 +17,12 @@ OF_SOME = (
     *("first_num_dense_layers", "shared_experts", "routed_scaling_factor", "n_routing_groups", "topk_routing_group"),
     *("routed_score_func", "routed_bias"),
 )
-# Keys of the attention of some families. What they set cannot be left out without a word.
-OF_ATTENTION = ("attention_bias", "sliding_window_pattern", "nope_layer_interval")
+# Keys of the blocks of some families. In the others they are refused, because they would change the function.
+OF_BLOCKS = (
+    *("attention_bias", "sliding_window_pattern", "nope_layer_interval", "use_post_attn_norm", "use_post_ffw_norm"),
+)
 # The keys that a family may read or not.
-OPTIONAL = ("num_experts", "norm_topk_prob", *OF_SOME, *LATENT, "fused_qkv", *OF_ATTENTION)
+OPTIONAL = ("num_experts", "norm_topk_prob", *OF_SOME, *LATENT, "fused_qkv", *OF_BLOCKS)
 ROPE = (
     *("rope_min_timescale", "rope_max_timescale", "rope_type", "rope_linear_scaling_factor", "rope_factor"),
     *("original_max_position_embeddings", "rope_low_freq_factor", "rope_high_freq_factor", "beta_fast", "beta_slow"),
@@ -39,6 +41,7 @@ class Facts:
       ignores: other keys that its blocks do not read, under the reason: "has no rotary positions".
       fixes: keys that have one value in this family, whatever the configuration says, each with that value.
       sinks: whether its attention has sinks (`ops.attention`), which not every kernel supports.
+      maxtext_layers: the number of layers that MaxText counts as one.
       period: n if every n-th layer attends to the whole document, and the others within `sliding_window_size`; another
         `sliding_window_pattern` takes its place. 0: `attention_type` is that of every layer.
       checks: its own checks, each as keys and a function that returns what is wrong with their values, or None.
@@ -53,6 +56,7 @@ class Facts:
     fixes: Mapping[str, Any] = field(default_factory=dict)
     sinks: bool = False
     period: int = 0
+    maxtext_layers: int = 1
     checks: Sequence[tuple[Sequence[str], Callable[[Any], str | None]]] = ()
     tensors: Callable[[Mapping[str, Any]], Mapping[str, Axes]] = lambda config: {}
 

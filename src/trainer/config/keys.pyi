@@ -288,6 +288,8 @@ class Config(Mapping[str, Any]):
     trainable_parameters_mask: tuple[str, ...]
     trainable_position_size: int
     use_chunked_prefill: bool
+    use_post_attn_norm: bool
+    use_post_ffw_norm: bool
     use_qk_clip: bool
     use_qk_norm: bool
     use_sequential_layers: bool

@@ -14,6 +14,7 @@ from trainer.config.data_keys import OWN_KEYS
 from trainer.config.effects import inert_keys, no_effect_of
 from trainer.config.environment import PREFIX, variables
 from trainer.config.errors import UserError, shortened
+from trainer.config.family import facts_of
 from trainer.config.files import COMMAND_LINE, DEFAULT, ENVIRONMENT, MAXTEXT_YML
 from trainer.config.load import Loaded, load, malformed
 from trainer.config.maxtext_command import Command, as_text, has_variable
@@ -32,6 +33,7 @@ SAME_WORDS = (TRAIN, COMPILE, GENERATE)  # programs that take MaxText's words, e
 # Keys whose value restricts other keys. If the value is a shell variable, it cannot be checked.
 DECIDING = ("model_name", "compile_topology", "decoder_block", "dataset_type")
 _OF_DATA = (TRAIN, COMPILE)
+_LAYERS = "base_num_decoder_layers"
 _OF_TEXT = ("tokenizer_path", "tokenizer_type", "add_bos", "add_eos")  # generation reads them, too
 _EXAMPLE = re.compile(r"needs (?:\w+|files|a file), such as (\w+=\S+?)(?:;|$)")
 # What a command of a program must say, with an example.
@@ -110,6 +112,24 @@ def programs() -> list[str]:
 def convert(command: Command, runs: str, version: str = "") -> Conversion:
     """Returns our command for `command`, which our program `runs` replaces: one of `SAME_WORDS`; or `EXPORT`, to check
     the keys of a conversion. `version` is one of `maxtext_version.versions()`; "" if the keys have to tell it."""
+    found = _convert(command, runs, version)
+    facts = facts_of(found.loaded.config) if found.loaded else None
+    times, begin = facts.maxtext_layers if facts else 1, f"{_LAYERS}="
+    given = [word for word in command.words if word.startswith(begin) and word.removeprefix(begin).isdecimal()]
+    if times == 1 or not given:
+        return found
+    ours = {word: f"{begin}{times * int(word.removeprefix(begin))}" for word in given}
+    found = _convert(command._replace(words=[ours.get(word, word) for word in command.words]), runs, version)
+    said = f"layers; MaxText counts {times} of them as one"
+    theirs = {our: word for word, our in ours.items()}
+    rows = [
+        row._replace(given=theirs[row.given], kind=DIFFERS, text=f"{row.word}: {said}") if row.given in theirs else row
+        for row in found.rows
+    ]
+    return found._replace(rows=rows)
+
+
+def _convert(command: Command, runs: str, version: str) -> Conversion:
     environment, unknown = variables(command.environment)
     kept = [f"{name}={text}" for name, text in command.environment.items() if not name.startswith(PREFIX)]
     rows = [_verdict(name, text, f"{variable}={text}", variable) for name, (variable, text) in environment.items()]

@@ -60,8 +60,8 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
         if isinstance(data.get("text_config"), Mapping):
             others = [name for name in data if name.endswith("_config") and name != "text_config"]
             raise UserError(
-                f"{where}: model_type={given} is more than a model of text: it has {shortened(', '.join(others))}. Only "
-                "the text model can be read; docs/guides/weights.md shows how transformers writes it alone"
+                f"{where}: model_type={given} is more than a model of text: it has {shortened(', '.join(others))}. "
+                "Only the text model can be read; docs/guides/weights.md shows how transformers writes it alone"
             )
         raise UserError(f"{where}: model_type={given} is not known; known: {', '.join(known)}")
     block, hf = known[data["model_type"]]

@@ -7,11 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from support import ALL_COMBINATIONS, arguments, copied, lowered_update, packed_batch, tiny_config
 
 from trainer.config import UserError, load
+from trainer.config.maxtext_command import parse
+from trainer.config.maxtext_convert import TRAIN, convert
 from trainer.config.windows import windows
 from trainer.models.families import stacks
+from trainer.models.huggingface_config import config_json
 from trainer.models.patterns import repeated
 from trainer.ops.blockwise import blockwise_attention
 from trainer.ops.splash import splash_kernel
@@ -19,12 +23,17 @@ from trainer.runtime.place import place
 from trainer.training import build
 
 GATED = {"mlp_activations": "[gelu,linear]"}
+POST_NORMS = {"use_post_attn_norm": True, "use_post_ffw_norm": True}
 # One of each kind of block; together a pattern with and without a rest, and a stack without one.
 FAMILIES = {
     "qwen2": {"attention_bias": True},
     "gemma": GATED,
-    "gemma2": GATED | {"sliding_window_size": 5, "attn_logits_soft_cap": 4.0, "final_logits_soft_cap": 8.0},
-    "gemma3": GATED | {"sliding_window_size": 5, "local_rope_max_timescale": 100, "base_num_decoder_layers": 7},
+    "gemma2": GATED
+    | POST_NORMS
+    | {"sliding_window_size": 5, "attn_logits_soft_cap": 4.0, "final_logits_soft_cap": 8.0},
+    "gemma3": GATED
+    | POST_NORMS
+    | {"sliding_window_size": 5, "local_rope_max_timescale": 100, "base_num_decoder_layers": 7},
     "olmo2": {"use_qk_norm": True, "logits_via_embedding": False},
     "olmo3": {
         "use_qk_norm": True,
@@ -201,3 +210,23 @@ def test_a_mistake_of_the_first_stage(words, message):
 def test_a_key_without_effect(words, said):
     (line,) = load(["dataset_type=synthetic", *words.split()]).warnings
     assert f"has no effect: {said}" in line
+
+
+@pytest.mark.parametrize("missing", ["use_post_attn_norm", "use_post_ffw_norm"])
+def test_a_block_of_gemma_may_lack_an_outer_norm(missing):
+    """As in MaxText; Hugging Face's models have both."""
+    config = tiny_config(ALL_COMBINATIONS[0], **keys_of("gemma2", **{missing: False}))
+    block = stacks(config)[0].blocks[0](config, nnx.Rngs(0))
+    norms = [getattr(block, name) is not None for name in ("post_self_attention_norm", "post_ffw_norm")]
+    assert norms == [missing != "use_post_attn_norm", missing != "use_post_ffw_norm"]
+    with pytest.raises(UserError, match=f"{missing}=False"):
+        config_json(config, "float32", {})
+
+
+def test_the_converter_doubles_the_layers_of_gemma2():
+    line = "python3 -m maxtext.trainers.pre_train.train base.yml decoder_block=gemma2 base_num_decoder_layers=13 "
+    line += "sliding_window_size=4096 run_name=x dataset_type=synthetic"
+    found = convert(parse([line]), TRAIN)
+    assert "base_num_decoder_layers=26" in found.words
+    (row,) = [row for row in found.rows if row.given == "base_num_decoder_layers=13"]
+    assert row.text == "base_num_decoder_layers=26: layers; MaxText counts 2 of them as one"

@@ -149,6 +149,8 @@ FAMILIES = {
     "qwen2 with biases": {"decoder_block": "qwen2", "attention_bias": True, "logits_via_embedding": False},
     "gemma2, tied": {
         "decoder_block": "gemma2",
+        "use_post_attn_norm": True,
+        "use_post_ffw_norm": True,
         "sliding_window_size": 32,
         "attn_logits_soft_cap": 50.0,
         "final_logits_soft_cap": 30.0,
@@ -156,6 +158,8 @@ FAMILIES = {
     },
     "gemma3 with a rest": {
         "decoder_block": "gemma3",
+        "use_post_attn_norm": True,
+        "use_post_ffw_norm": True,
         "sliding_window_pattern": 2,
         "sliding_window_size": 32,
         "base_num_decoder_layers": 3,

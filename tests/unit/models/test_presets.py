@@ -102,11 +102,17 @@ WITH_VISION = {
     "gemma3-27b": (25_600, 27_432_406_640),
 }
 # Other keys than those in SIZES_OF_FAMILIES that presets of a family set, with their values.
+POST_NORMS = {"use_post_attn_norm": True, "use_post_ffw_norm": True}
 OWN = {
     "qwen2": {"attention_bias": True},
     "gemma": {},
-    "gemma2": {"sliding_window_size": 4096, "attn_logits_soft_cap": 50, "final_logits_soft_cap": 30},
-    "gemma3": {"sliding_window_size": 1024, "local_rope_max_timescale": 10000, "rope_linear_scaling_factor": 8},
+    "gemma2": {**POST_NORMS, "sliding_window_size": 4096, "attn_logits_soft_cap": 50, "final_logits_soft_cap": 30},
+    "gemma3": {
+        **POST_NORMS,
+        "sliding_window_size": 1024,
+        "local_rope_max_timescale": 10000,
+        "rope_linear_scaling_factor": 8,
+    },
     "olmo2": {"use_qk_norm": True},
     "olmo3": {
         **{"use_qk_norm": True, "sliding_window_size": 4096, "local_rope_max_timescale": 500000},
@@ -115,7 +121,7 @@ OWN = {
     },
     "smollm3": {"nope_layer_interval": 4},
 }
-SMALL_GEMMA3 = {"sliding_window_size": 512, "local_rope_max_timescale": 10000}
+SMALL_GEMMA3 = {**POST_NORMS, "sliding_window_size": 512, "local_rope_max_timescale": 10000}
 OWN_OF_PRESETS = {
     "gemma2-27b": {**OWN["gemma2"], "query_pre_attn_scalar": 144},
     "gemma3-270m": SMALL_GEMMA3,

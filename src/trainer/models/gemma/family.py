@@ -27,8 +27,9 @@ class Block(llama2.Block):
         """See `llama2.Block.make_norm`."""
         return Norm(width, epsilon=epsilon, **dtypes)
 
-    def add_norms(self, norm: Callable[[], Any]) -> None:
+    def add_norms(self, config: Config, norm: Callable[[], Any]) -> None:
         """See `llama2.Block.add_norms`."""
+        del config
         self.pre_self_attention_norm, self.pre_ffw_norm = norm(), norm()
 
     def attention_input(self, x_bte: Any) -> Any:

@@ -14,22 +14,26 @@ from trainer.models.huggingface import HuggingFace, Layout
 from trainer.models.llama2.family import QUERIES
 from trainer.models.patterns import alternating
 
+POST_NORMS = ("use_post_attn_norm", "use_post_ffw_norm")
+
 
 class Block(gemma.Block):
-    """Computes x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), then dropout."""
+    """Computes x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), then dropout. The outer norms are there with
+    `use_post_attn_norm` and `use_post_ffw_norm`."""
 
-    def add_norms(self, norm: Callable[[], Any]) -> None:
+    def add_norms(self, config: Config, norm: Callable[[], Any]) -> None:
         """See `llama2.Block.add_norms`."""
-        super().add_norms(norm)
-        self.post_self_attention_norm, self.post_ffw_norm = norm(), norm()
+        super().add_norms(config, norm)
+        self.post_self_attention_norm = norm() if config.use_post_attn_norm else None
+        self.post_ffw_norm = norm() if config.use_post_ffw_norm else None
 
     def attention_output(self, h_bte: Any) -> Any:
         """See `llama2.Block.attention_output`."""
-        return self.post_self_attention_norm(h_bte)
+        return h_bte if self.post_self_attention_norm is None else self.post_self_attention_norm(h_bte)
 
     def feed_forward_output(self, h_bte: Any) -> Any:
         """See `llama2.Block.feed_forward_output`."""
-        return self.post_ffw_norm(h_bte)
+        return h_bte if self.post_ffw_norm is None else self.post_ffw_norm(h_bte)
 
 
 def stacks(config: Config) -> list[Stack]:
@@ -50,11 +54,6 @@ DEFAULTS = {
 }
 
 
-def post_norms(config: Config) -> dict[str, Any]:
-    """See `MaxText.more`."""
-    return {**gemma.maxtext_keys(config), "use_post_attn_norm": True, "use_post_ffw_norm": True}
-
-
 def other_period(config: Config, period: int) -> list[str]:
     """Returns why MaxText cannot compute another pattern of layers than one without a window in `period`."""
     every = config.sliding_window_pattern
@@ -63,7 +62,7 @@ def other_period(config: Config, period: int) -> list[str]:
 
 def _maxtext_keys(config: Config) -> dict[str, Any]:
     """MaxText's layers are pairs of ours."""
-    return {**post_norms(config), "base_num_decoder_layers": config.base_num_decoder_layers // 2}
+    return {**gemma.maxtext_keys(config), "base_num_decoder_layers": config.base_num_decoder_layers // 2}
 
 
 def _maxtext_names(name: str, where: Place) -> tuple[str, list[str]]:
@@ -104,6 +103,7 @@ FAMILY = Family(
             },
             ignored=("hidden_act", "sliding_window_size"),
             off=("use_bidirectional_attention",),
+            implies=dict.fromkeys(POST_NORMS, True),
         )
     ],
     maxtext=MaxText(
@@ -111,7 +111,7 @@ FAMILY = Family(
         stored=gemma.stored,
         names=_maxtext_names,
         caps_scores=True,
-        keys=("sliding_window_size",),
+        keys=("sliding_window_size", *POST_NORMS),
         more=_maxtext_keys,
         refuses=_refuses,
     ),

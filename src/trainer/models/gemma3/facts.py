@@ -6,7 +6,7 @@ from trainer.models.gemma2.facts import ALTERNATES, GLOBAL
 
 FACTS = Facts(
     "trainer.models.gemma3.family:FAMILY",
-    reads=("sliding_window_pattern",),
+    reads=("sliding_window_pattern", "use_post_attn_norm", "use_post_ffw_norm"),
     ignores=ALTERNATES,
     fixes={**FIXES, **GLOBAL, "use_qk_norm": True},
     period=6,

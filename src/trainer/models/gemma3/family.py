@@ -39,7 +39,7 @@ def _named(config: Config) -> str:
 
 
 def _maxtext_keys(config: Config) -> dict[str, Any]:
-    return {**gemma2.post_norms(config), "model_name": _named(config), "override_model_config": True}
+    return {**gemma.maxtext_keys(config), "model_name": _named(config), "override_model_config": True}
 
 
 def _refuses(config: Config) -> list[str]:
@@ -77,6 +77,7 @@ FAMILY = Family(
             },
             ignored=("hidden_act", "_sliding_window_pattern"),
             off=("use_bidirectional_attention", "attn_logit_softcapping"),
+            implies=dict.fromkeys(gemma2.POST_NORMS, True),
         )
     ],
     maxtext=MaxText(
@@ -84,7 +85,7 @@ FAMILY = Family(
         stored=gemma.stored,
         caps_scores=True,
         norms_heads=True,
-        keys=("sliding_window_size",),
+        keys=("sliding_window_size", *gemma2.POST_NORMS),
         more=_maxtext_keys,
         refuses=_refuses,
     ),

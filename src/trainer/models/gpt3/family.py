@@ -31,8 +31,9 @@ class Block(llama2.Block):
         """See `llama2.Block.make_norm`."""
         return LayerNorm(width, epsilon=epsilon, **dtypes)
 
-    def add_norms(self, norm: Callable[[], Any]) -> None:
+    def add_norms(self, config: Config, norm: Callable[[], Any]) -> None:
         """See `llama2.Block.add_norms`."""
+        del config
         self.pre_self_attention_norm = norm()
 
     def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:

@@ -60,7 +60,7 @@ class Block(nnx.Module):
         dtypes: dict[str, Any] = {"dtype": jnp.dtype(config.dtype), "weight_dtype": jnp.dtype(config.weight_dtype)}
         self.dropout_rate = config.dropout_rate if config.enable_dropout else 0.0
         norm = functools.partial(self.make_norm, config.base_emb_dim, config.normalization_layer_epsilon, dtypes)
-        self.add_norms(norm)
+        self.add_norms(config, norm)
         given = {} if window is None else {"window": window, "rope": make_rope(config, window)}
         setattr(self, self.ATTENTION, self.make_attention(config, rngs, dtypes, **given))
         self.add_feed_forward(config, rngs, dtypes)
@@ -70,8 +70,9 @@ class Block(nnx.Module):
         """Makes a norm of the residual stream."""
         return RMSNorm(width, epsilon=epsilon, **dtypes)
 
-    def add_norms(self, norm: Callable[[], Any]) -> None:
+    def add_norms(self, config: Config, norm: Callable[[], Any]) -> None:
         """Makes the norms of the residual stream, by `norm()`, as attributes with the names of their parameters."""
+        del config
         self.pre_self_attention_layer_norm, self.post_self_attention_layer_norm = norm(), norm()
 
     def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:

@@ -22,8 +22,9 @@ class Block(llama2.Block):
 
     ATTENTION = "attention"
 
-    def add_norms(self, norm: Callable[[], Any]) -> None:
+    def add_norms(self, config: Config, norm: Callable[[], Any]) -> None:
         """See `llama2.Block.add_norms`."""
+        del config
         self.post_self_attention_layer_norm, self.post_mlp_layer_norm = norm(), norm()
 
     def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
