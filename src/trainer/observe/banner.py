@@ -11,6 +11,7 @@ from trainer.config.expert_keys import dense_layers, has_experts, some_experts
 from trainer.config.family import reads
 from trainer.config.kernels import why_no_kernel
 from trainer.config.latent_keys import is_latent
+from trainer.config.windows import has_window, period
 from trainer.config.words import counted
 from trainer.observe.lines import Work
 from trainer.observe.text import clock, short_time, si
@@ -74,7 +75,7 @@ def banner_rows(
             f"{_feed_forward(config)}, vocabulary {config.vocab_size}, "
             f"{'tied' if config.logits_via_embedding else 'separate'} head; {parameters:,} parameters",
         ),
-        ("attention", f"{config.attention} ({reason})" if reason else config.attention),
+        ("attention", config.attention + _windows(config) + (f" ({reason})" if reason else "")),
         ("dtype", f"{config.dtype}, weights {config.weight_dtype}"),
         ("batch", batch),
         *([("loss", f"in {config.num_vocab_tiling} tiles of tokens")] if config.num_vocab_tiling > 1 else []),
@@ -115,6 +116,14 @@ def _heads(config: Config) -> str:
         parts = f"{config.qk_nope_head_dim} + {config.qk_rope_head_dim} and {config.v_head_dim}"
         return f"{heads} heads of {parts} on {ranks}"
     return f"{heads} heads of {config.head_dim} ({config.base_num_kv_heads} key-value)"
+
+
+def _windows(config: Config) -> str:
+    if not has_window(config):
+        return ""
+    every = period(config)
+    which = f", in 1 of {every} layers without" if 1 < every <= config.base_num_decoder_layers else ""
+    return f" within {counted(config.sliding_window_size, 'token')}{which}"
 
 
 def _feed_forward(config: Config) -> str:

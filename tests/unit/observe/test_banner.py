@@ -65,3 +65,19 @@ def test_the_tiles_of_the_loss():
 )
 def test_the_start_names_the_attention_op_and_what_bars_the_kernel(platform, overrides, text):
     assert attention(platform, **overrides) == text
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({}, "dot_product"),
+        ({"attention_type": "local_sliding", "sliding_window_size": 5}, "dot_product within 5 tokens"),
+        (
+            {"decoder_block": "gemma2", "sliding_window_size": 5},
+            "dot_product within 5 tokens, in 1 of 2 layers without",
+        ),
+        ({"decoder_block": "gemma3", "sliding_window_size": 5}, "dot_product within 5 tokens"),  # the model has two layers
+    ],
+)
+def test_the_window(keys, said):
+    assert attention("cpu", attention="dot_product", **keys) == said
