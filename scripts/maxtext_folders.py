@@ -249,19 +249,21 @@ def write(out: Path, names: list[str]) -> None:
 # ---- Here
 
 
-def configured(keys: dict[str, Any]) -> Any:
-    """Returns the resolved configuration for a model of MaxText's keys, in float32."""
+def configured(keys: dict[str, Any], **more: Any) -> Any:
+    """Returns the resolved configuration for a model of MaxText's keys, and `more` of ours, in float32."""
     from trainer.config import load, resolve
     from trainer.config.flags import flags_of
 
-    keys = keys | OURS.get(keys["decoder_block"], {})
+    keys = keys | OURS.get(keys["decoder_block"], {}) | more
     words = [f"{name}={value}" for name, value in keys.items() if name not in NOT_OURS]
     words += ["dataset_type=synthetic", "dtype=float32", "weight_dtype=float32", "max_target_length=8"]
     words += [f"{name}={value}" for name, value in flags_of("nnx").items()]
     return resolve(load(["maxtext.yml", *words]).config, device_count=1, platform="cpu")
 
 
-def our_logits(folder: Path, keys: dict[str, Any], tokens: np.ndarray, *, as_maxtext: bool = True) -> np.ndarray:
+def our_logits(
+    folder: Path, keys: dict[str, Any], tokens: np.ndarray, *, as_maxtext: bool = True, **more: Any
+) -> np.ndarray:
     """Returns the logits of this trainer's model with the parameters in `folder`.
 
     `as_maxtext` rounds the table of a tied head to bfloat16, as MaxText does in float32 runs, too.
@@ -271,7 +273,7 @@ def our_logits(folder: Path, keys: dict[str, Any], tokens: np.ndarray, *, as_max
     from trainer.backends import make_model
     from trainer.checkpoint import joined, load_parameters, parted
 
-    config = configured(keys)
+    config = configured(keys, **more)
     model = make_model(config)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(

@@ -2,6 +2,7 @@
 
 from trainer.config.family import Facts
 from trainer.config.tensors import TENSORS, renamed
+from trainer.config.windows import ALTERNATING
 
 _NORM = {"pre_self_attention_layer_norm/scale": "post_self_attention_layer_norm/scale"}
 
@@ -14,8 +15,7 @@ def _gated(config):
 FACTS = Facts(
     "docs.guides.exaone4.family:FAMILY",
     reads=("sliding_window_pattern",),
-    ignores={"has layers with and without a window, whatever it is": ("attention_type",)},
-    fixes={"use_qk_norm": True, "attention_type": "global"},
+    fixes={"use_qk_norm": True, **ALTERNATING},
     period=4,
     checks=((("decoder_block", "mlp_activations"), _gated),),
     tensors=lambda config: renamed(TENSORS, _NORM),

@@ -55,6 +55,15 @@ OWN = {
     "decoder/layers/post_self_attention_layer_norm/scale": Layout(LAYER + "post_attention_layernorm.weight"),
     "decoder/layers/post_mlp_layer_norm/scale": Layout(LAYER + "post_feedforward_layernorm.weight"),
 }
+
+
+def _read(said, refused):
+    """In transformers, layers without a window rotate only if the model has no `sliding_window`."""
+    if said["sliding_window"] and set(said.get("layer_types") or ()) == {"full_attention"}:
+        refused.append(f"sliding_window={said['sliding_window']} without a layer of kind sliding_attention")
+    return {}
+
+
 FAMILY = Family(
     stacks,
     forward_flops_per_token,
@@ -63,14 +72,12 @@ FAMILY = Family(
             "exaone4",
             "Exaone4ForCausalLM",
             {name: layout for name, layout in LAYOUTS.items() if "layer_norm" not in name} | NORMS | OWN,
-            defaults={
-                "num_key_value_heads": 32,
-                "rms_norm_eps": 1e-5,
-                "sliding_window": 4096,
-                "sliding_window_pattern": 4,
-            },
+            defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096},
             qk_norm=True,
             window="alternating",
+            period=4,
+            period_field="sliding_window_pattern",
+            read=_read,
         )
     ],
 )

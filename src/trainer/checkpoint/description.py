@@ -9,7 +9,7 @@ import yaml
 from trainer.config import COMBINATIONS, Config, Loaded, UserError, flags_of, load, read_saved, resolve, schema
 from trainer.config.dump import as_words, to_flow
 from trainer.config.expert_keys import SCORE, STEP, dense_layers, has_experts, some_experts
-from trainer.config.family import LATENT, OF_BLOCKS, OF_SOME, facts_of, reads
+from trainer.config.family import BLOCK_KEYS, LATENT, OF_SOME, facts_of, reads
 from trainer.config.files import COMMAND_LINE
 from trainer.config.flags import FLAGS
 from trainer.config.latent_keys import is_latent
@@ -47,6 +47,8 @@ _SELDOM = {
     **{"query_pre_attn_scalar": 0.0, "local_rope_max_timescale": -1},
 }
 _MSCALE, _OF_HEADS = "mscale", ("head_dim",)
+_SCALAR = "query_pre_attn_scalar"
+_SCORES = (_SCALAR, "local_rope_max_timescale")  # they change what the same parameters compute
 # Keys that have an effect only under one value of another key. If that other key differs, they are not compared.
 _BELOW = {
     "rope_type": {name for names in _OF_ROPE.values() for name in names},
@@ -59,9 +61,9 @@ ORDER = "rope_interleave"
 FREE = {
     *("normalization_layer_epsilon", "attn_logits_soft_cap", "final_logits_soft_cap", "normalize_embedding_logits"),
     *("attention_type", "rope_type", "rope_min_timescale", "rope_max_timescale", *_BELOW["rope_type"]),
-    *("sliding_window_size", MODULES, _NORMALIZED, _MSCALE, "query_pre_attn_scalar", "local_rope_max_timescale"),
+    *("sliding_window_size", MODULES, _NORMALIZED, _MSCALE, *_SCORES),
 }
-MODEL = {*_ALWAYS, *_OF_HEADS, *LATENT, *_OF_MLP, *_OF_EXPERTS, *OF_SOME, *OF_BLOCKS, *_SELDOM, *FREE, ORDER}
+MODEL = {*_ALWAYS, *_OF_HEADS, *LATENT, *_OF_MLP, *_OF_EXPERTS, *OF_SOME, *BLOCK_KEYS, *_SELDOM, *FREE, ORDER}
 # Further arguments of `trainer.export`: a preset of `MODEL`, and the sequence length for which the model is meant.
 _PRESET, LENGTH = "model_name", "max_target_length"
 
@@ -69,7 +71,7 @@ _PRESET, LENGTH = "model_name", "max_target_length"
 def described(config: Config) -> dict[str, Any]:
     """Returns the keys of `config`, resolved, that define what its parameters compute, without keys without effect."""
     names = [*_ALWAYS, *_OF_ROPE[config.rope_type], *(_OF_EXPERTS if has_experts(config) else _OF_MLP)]
-    names += [name for name in _SELDOM if config[name] != _SELDOM[name]]
+    names += [name for name in _SELDOM if _value(config, name) != _SELDOM[name]]
     names += LATENT if is_latent(config) else _OF_HEADS
     if is_latent(config) and config.rope_type == "yarn":
         names.append(_MSCALE)
@@ -84,7 +86,7 @@ def described(config: Config) -> dict[str, Any]:
         names.append(_NORMALIZED)
     unknown = facts_of(config) is None  # a family that may read them
     names += [
-        name for name in OF_BLOCKS if reads(config, name) or (unknown and config[name] != schema().keys[name].default)
+        name for name in BLOCK_KEYS if reads(config, name) or (unknown and config[name] != schema().keys[name].default)
     ]
     if has_window(config):
         names.append("sliding_window_size")
@@ -96,6 +98,8 @@ def described(config: Config) -> dict[str, Any]:
 def _value(config: Config, name: str) -> Any:
     if name == SCORE and config[name] == "softmax":
         return ""  # the same
+    if name == _SCALAR and config[name] == config.head_dim:
+        return 0.0  # the same
     return tuple(config[name]) if name == "mlp_activations" else config[name]
 
 
@@ -117,6 +121,8 @@ def check_same_model(
     if other := trained != block and loads_from(block, trained):
         ours |= {name: _value(config, name) for name in keys.keys() - ours.keys()} | {_BLOCK: trained}
     free = FREE.intersection(given)
+    if keys and not other:  # a description leaves these out where they have these values
+        keys = {name: _SELDOM[name] for name in _SCORES if name in ours} | dict(keys)
     counting = [name for name in _BELOW if name in free and name in keys and ours[name] != keys[name]]
     decided = {below for name in counting for below in _BELOW[name]} | {ORDER}
     differing = []

@@ -114,6 +114,8 @@ class MaxTextSource:
             lines.append(
                 f"{self.path}: its metadata say {SCAN}={not scanned}, but its layers are {layers}, and are read so"
             )
+        if refused := maxtext(config.decoder_block).refuses(config):
+            lines.append(f"warning: {self.path}: MaxText's block computes something else: {'; '.join(refused)}")
         if self.modules and config.mtp_num_layers:
             lines.append(
                 f"warning: {self.path}: MaxText's modules of multi-token prediction read hidden states before the "
@@ -155,6 +157,11 @@ class MaxTextSource:
             if module_of(name) <= config.mtp_num_layers
         }
         wanted = {name: shape for tensors in stored.values() for name, shape in tensors.items()}
+        if len(wanted) < sum(map(len, stored.values())):
+            raise UserError(
+                f"{self.path}: MaxText's block {config.decoder_block} has another pattern of layers: two layers of "
+                "this configuration would be read from the same tensors"
+            )
         check_tensors(found, wanted, str(self.path))
         if PAIRS not in self._said and is_latent(config) and not in_pairs(config):
             raise UserError(
@@ -268,9 +275,9 @@ def names_of(config: Config, name: str, where: Place) -> tuple[str, list[str]]:
     if own := maxtext(config.decoder_block).names:
         return own(name, where)
     each = [layer_name(where, i) for i in range(len(where.layers))]
-    return f"decoder/{REMAINDER}/layers_{where.layers[0] - where.first}/{where.path}" if left_over(
-        where
-    ) else name, each
+    if left_over(where):
+        name = f"decoder/{REMAINDER}/layers_{where.layers[0] - where.first}/{where.path}"
+    return name, each
 
 
 def layer_name(where: Place, index: int) -> str:

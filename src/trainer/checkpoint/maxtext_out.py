@@ -24,7 +24,7 @@ from trainer.checkpoint.params_out import target_dtypes
 from trainer.checkpoint.source import Leaf, Tick, progress
 from trainer.config import Config
 from trainer.config.latent_keys import is_latent
-from trainer.models.families import place, stacks
+from trainer.models.families import maxtext, place, stacks
 from trainer.models.huggingface import reordered
 from trainer.models.maxtext_config import maxtext_keys
 
@@ -46,8 +46,9 @@ def write_maxtext(folder: Path, config: Config, leaves: Mapping[str, Leaf], dtyp
     """
     maxtext_keys(config)
     targets = target_dtypes(leaves, dtype)
-    # The files fit the keys of `maxtext_keys`. These contain no model name, so rope_type alone determines the order.
+    # The files fit the keys of `maxtext_keys`, whose rope_type and rope_interleave determine the order.
     pairs = config.rope_type != "default" or is_latent(config)
+    pairs &= config.rope_type != "yarn" or maxtext(config.decoder_block).interleaves
     heads = heads_to_reorder(config, {name: leaf.shape for name, leaf in leaves.items()}, pairs, "format=maxtext")
     step = folder / STEP
     with orbax.writer(step, {SCAN: scan, PAIRS: pairs}) as write, progress(leaves.values(), "writing") as tick:

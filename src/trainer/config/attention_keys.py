@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from trainer.config.family import OF_BLOCKS, lacks, readers
+from trainer.config.family import BLOCK_KEYS, lacks, readers
 from trainer.config.keys import Config
 from trainer.config.schema import schema
 from trainer.config.windows import needs_window
@@ -33,5 +33,5 @@ def _local_rope(config: Config) -> str | None:
 ATTENTION_CHECKS = (
     (("decoder_block", "attention_type", "sliding_window_pattern", "sliding_window_size"), _window),
     (("rope_min_timescale", "local_rope_max_timescale"), _local_rope),
-    *((("decoder_block", key), _only_some(key)) for key in OF_BLOCKS),
+    *((("decoder_block", key), _only_some(key)) for key in BLOCK_KEYS),
 )

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from trainer.config import flags, scale
 from trainer.config.activations import ACTIVATIONS
 from trainer.config.attention_keys import ATTENTION_CHECKS
@@ -45,6 +47,9 @@ def contradictions(config: Config, where: Mapping[str, str], broken: set[str]) -
     """
     messages = []
     facts = None if "decoder_block" in broken else facts_of(config)
+    if facts and facts.fixes:
+        where = {**where, **dict.fromkeys(facts.fixes, f"always so with decoder_block={config.decoder_block}")}
+        config = ConfigDict({**config, **facts.fixes})
     for check in (*CHECKS, *(Check(*one) for one in (facts.checks if facts else ()))):
         if broken.isdisjoint(check.keys) and (problem := check.problem(config)):
             shown = ", ".join(f"{key}={shortened(to_flow(config[key]))} ({where[key]})" for key in check.keys)

@@ -214,7 +214,8 @@ def _table(config: Config) -> list[Inert]:
     ignored = facts.ignores.items() if facts else ()
     reasons = [(keys, f"decoder_block={config.decoder_block} {reason}") for reason, keys in ignored]
     others = {key: value for key, value in fixed(config).items() if config[key] != value}
-    reasons += [((key,), f"decoder_block={config.decoder_block} always has {value}") for key, value in others.items()]
+    always = f"decoder_block={config.decoder_block} always has"
+    reasons += [((key,), f"{always} {key}={to_flow(value)}") for key, value in others.items()]
     reasons += [((key,), f"only {readers(key)} reads it") for key in OF_SOME if lacks(config, key)]
     return [*(Inert(keys, lambda c: True, reason) for keys, reason in reasons), *INERT]
 

@@ -18,11 +18,11 @@ OF_SOME = (
     *("routed_score_func", "routed_bias"),
 )
 # Keys of the blocks of some families. In the others they are refused, because they would change the function.
-OF_BLOCKS = (
+BLOCK_KEYS = (
     *("attention_bias", "sliding_window_pattern", "nope_layer_interval", "use_post_attn_norm", "use_post_ffw_norm"),
 )
 # The keys that a family may read or not.
-OPTIONAL = ("num_experts", "norm_topk_prob", *OF_SOME, *LATENT, "fused_qkv", *OF_BLOCKS)
+OPTIONAL = ("num_experts", "norm_topk_prob", *OF_SOME, *LATENT, "fused_qkv", *BLOCK_KEYS)
 ROPE = (
     *("rope_min_timescale", "rope_max_timescale", "rope_type", "rope_linear_scaling_factor", "rope_factor"),
     *("original_max_position_embeddings", "rope_low_freq_factor", "rope_high_freq_factor", "beta_fast", "beta_slow"),

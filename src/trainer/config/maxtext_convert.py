@@ -15,7 +15,7 @@ from trainer.config.effects import inert_keys, no_effect_of
 from trainer.config.environment import PREFIX, variables
 from trainer.config.errors import UserError, shortened
 from trainer.config.family import facts_of
-from trainer.config.files import COMMAND_LINE, DEFAULT, ENVIRONMENT, MAXTEXT_YML
+from trainer.config.files import COMMAND_LINE, DEFAULT, ENVIRONMENT, MAXTEXT_YML, file_of
 from trainer.config.load import Loaded, load, malformed
 from trainer.config.maxtext_command import Command, as_text, has_variable
 from trainer.config.maxtext_version import NO_DATA, WITHOUT_LINEN, version_line, version_of, without_linen, yml_of
@@ -114,18 +114,30 @@ def convert(command: Command, runs: str, version: str = "") -> Conversion:
     the keys of a conversion. `version` is one of `maxtext_version.versions()`; "" if the keys have to tell it."""
     found = _convert(command, runs, version)
     facts = facts_of(found.loaded.config) if found.loaded else None
-    times, begin = facts.maxtext_layers if facts else 1, f"{_LAYERS}="
-    given = [word for word in command.words if word.startswith(begin) and word.removeprefix(begin).isdecimal()]
-    if times == 1 or not given:
+    if found.loaded is None or facts is None or facts.maxtext_layers == 1:
         return found
-    ours = {word: f"{begin}{times * int(word.removeprefix(begin))}" for word in given}
-    found = _convert(command._replace(words=[ours.get(word, word) for word in command.words]), runs, version)
-    said = f"layers; MaxText counts {times} of them as one"
-    theirs = {our: word for word, our in ours.items()}
-    rows = [
-        row._replace(given=theirs[row.given], kind=DIFFERS, text=f"{row.word}: {said}") if row.given in theirs else row
-        for row in found.rows
-    ]
+    return _with_our_layers(found, found.loaded, facts.maxtext_layers, command, runs, version)
+
+
+def _with_our_layers(
+    found: Conversion, loaded: Loaded, times: int, command: Command, runs: str, version: str
+) -> Conversion:
+    """Returns `found` with our number of layers, of a model of which MaxText counts `times` as one."""
+    said, source = f"layers; MaxText counts {times} of them as one", loaded.sources[_LAYERS]
+    given = [word for word in command.words if word.startswith(f"{_LAYERS}=")]
+    if source.startswith("preset ") and not given:
+        return found
+    if any(has_variable(word) for word in given):
+        return found._replace(problems=[*found.problems, f"{given[-1]}: the number of {said}: give {times} times it"])
+    if file_of(source) not in (None, MAXTEXT_YML):
+        problem = f"{source}: {_LAYERS} is the number of {said}: give {times} times it on the command line"
+        return found._replace(problems=[*found.problems, problem])
+    ours = f"{_LAYERS}={times * loaded.config[_LAYERS]}"
+    variables_left = {name: text for name, text in command.environment.items() if name != f"{PREFIX}{_LAYERS.upper()}"}
+    words = [word for word in command.words if word not in given]
+    found = _convert(command._replace(words=[*words, ours], environment=variables_left), runs, version)
+    theirs = given[-1] if given else f"{_LAYERS}={loaded.config[_LAYERS]}"
+    rows = [Row(theirs, DIFFERS, f"{ours}: {said}", ours) if row.given == ours else row for row in found.rows]
     return found._replace(rows=rows)
 
 
@@ -186,6 +198,9 @@ def _implied(given: Mapping[str, str], runs: str) -> list[str]:
     without_data = runs in (GENERATE, EXPORT)
     kind = given.get("dataset_type")
     added = [NO_DATA] if without_data else []
+    for pattern, words in maxtext.table()["of_presets"].items():
+        if fnmatch.fnmatchcase(given.get("model_name", ""), pattern):
+            added += [word for word in words if word.partition("=")[0] not in given]
     if runs == EXPORT or (kind == "synthetic" and not without_data):
         return added
     if (kind == "hf" and not without_data) or given.get("model_name") in maxtext.table()["tokenizers"]:

@@ -5,9 +5,12 @@ from typing import Any
 
 from trainer.config.family import facts_of
 
+# What a family whose layers alternate fixes (`Facts.fixes`): its windows are those of its period.
+ALTERNATING = {"attention_type": "global"}
+
 
 def windows(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns the windows of the layers in tokens, 0 for the whole document, as far as they are not a repetition."""
+    """Returns the windows of one period of layers, in tokens; 0: the whole document."""
     size, facts = config["sliding_window_size"], facts_of(config)
     if facts and facts.period:
         return (size,) * (period(config) - 1) + (0,)
@@ -22,8 +25,7 @@ def period(config: Mapping[str, Any]) -> int:
 
 def has_window(config: Mapping[str, Any]) -> bool:
     """Returns whether the attention of some layer has a window."""
-    layers = config["base_num_decoder_layers"]
-    return any(windows(config)[:layers])
+    return any(windows(config))
 
 
 def needs_window(config: Mapping[str, Any]) -> bool:

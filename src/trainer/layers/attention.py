@@ -136,8 +136,8 @@ class Attention(nnx.Module):
         queries and keys (Henry et al. 2020, arXiv:2010.04245); None for no norm. `qk_norm_offset`: see `RMSNorm`.
         `qk_norm_over_heads`: one norm over all heads of a token's queries, and one over those of its keys (OLMo 2,
         arXiv:2501.00656), in place of one for each head. `bias`: whether all projections have a bias, or the names of
-        those that have one. `fused`: whether one matrix `qkv_proj` computes queries, keys and values, with as many of
-        each.
+        those that have one. `fused`: whether one matrix `qkv_proj` computes queries, keys and values, with equal
+        numbers of heads.
 
         Raises:
           UserError: the op does not support sinks.

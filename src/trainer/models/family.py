@@ -22,7 +22,8 @@ class MaxText:
       stored: maps `(config, canonical name)` to (factor, offset): MaxText stores parameter / factor + offset.
       names: maps the canonical name of a stack's parameter and its `families.Place` to MaxText's name of the stacked
         array, and to those of each layer if layers are not scanned; None: as `checkpoint.maxtext` says.
-      interleaves: whether MaxText's presets of the family leave rope_interleave at true.
+      interleaves: whether YaRN rotates adjacent pairs in MaxText's presets of the family, as by its default.
+      scales_windows: whether rope_linear_scaling_factor scales RoPE in layers with a window, too.
       caps_scores: whether the block reads `attn_logits_soft_cap`.
       norms_heads: whether the block reads `use_qk_norm`.
       keys: further keys of this trainer that the block reads under the same name.
@@ -35,6 +36,7 @@ class MaxText:
     stored: Callable[[Config, str], tuple[float, float]] = lambda config, name: (1.0, 0.0)
     names: Callable[[str, Any], tuple[str, list[str]]] | None = None
     interleaves: bool = True
+    scales_windows: bool = True
     caps_scores: bool = False
     norms_heads: bool = False
     keys: Sequence[str] = ()

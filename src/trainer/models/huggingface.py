@@ -105,7 +105,8 @@ class HuggingFace(NamedTuple):
       qk_norm: whether the family normalizes queries and keys.
       window: "": no sliding window; "given": in every layer, unless sliding_window is null; "switched": in the layers
         from max_window_layers on, if use_sliding_window is true; "alternating": in all but every n-th layer, as
-        layer_types or else sliding_window_pattern says, whose default is in `defaults`.
+        layer_types says.
+      period: the n of "alternating" without layer_types. `period_field`: the field that may give another.
       local_rope: "" if all layers rotate alike. Otherwise layers with a window rotate without scaling, by the base in
         this field of config.json.
       activation: the field with the activation of the gate. `activations`: its further values, with our names.
@@ -129,6 +130,8 @@ class HuggingFace(NamedTuple):
     defaults: Mapping[str, Any]
     qk_norm: bool = False
     window: Literal["", "given", "switched", "alternating"] = ""
+    period: int = 0
+    period_field: str = ""
     local_rope: str = ""
     activation: str = "hidden_act"
     activations: Mapping[str, str] = {}

@@ -58,7 +58,7 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
     if data.get("model_type", "") not in known:
         given = shortened(data.get("model_type", "(absent)"))
         if isinstance(data.get("text_config"), Mapping):
-            others = [name for name in data if name.endswith("_config") and name != "text_config"]
+            others = [name for name in data if name.endswith("_config")]
             raise UserError(
                 f"{where}: model_type={given} is more than a model of text: it has {shortened(', '.join(others))}. "
                 "Only the text model can be read; docs/guides/weights.md shows how transformers writes it alone"
@@ -91,7 +91,7 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
     if activation in activations:
         keys["mlp_activations"] = (activations[activation], "linear")
     else:
-        refused.append(f"{hf.activation}={shortened(activation)} (known: {', '.join(activations)})")
+        refused.append(f"{hf.activation}={shortened(str(activation))} (known: {', '.join(activations)})")
     keys |= {**_window_keys(said, hf, refused), **_rope_keys(said, hf, refused), **hf.read(said, refused)}
     if keys.get(SCALAR) == keys.get("head_dim"):
         keys.pop(SCALAR, None)
@@ -181,6 +181,7 @@ def _window_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -
     given = said.get("layer_types")
     if given and len(given) != layers:
         refused.append(f"layer_types of {len(given)} layers with num_hidden_layers={layers}")
+        return {}
     if hf.window == "alternating":
         return _alternating(said, hf, refused)
     if given:
@@ -201,13 +202,14 @@ def _window_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -
 
 def _alternating(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> dict[str, Any]:
     """Returns the keys of layers of which every n-th has no window. layer_types take precedence, as in transformers."""
-    layers, given, every = said["num_hidden_layers"], said.get("layer_types"), said["sliding_window_pattern"]
+    layers, given = said["num_hidden_layers"], said.get("layer_types")
+    every = said.get(hf.period_field, hf.period)
     if given and _FULL in given:
         every = given.index(_FULL) + 1
     elif given:  # the beginning of a period
-        every = max(hf.defaults["sliding_window_pattern"], layers + 1)
+        every = max(hf.period, layers + 1)
     elif isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        refused.append(f"sliding_window_pattern={shown(every)} without layer_types")
+        refused.append(f"{hf.period_field}={shown(every)} without layer_types")
         return {}
     if given and list(given) != [_FULL if (i + 1) % every == 0 else _SLIDING for i in range(layers)]:
         refused.append(f"layer_types={shortened(str(given))} (known: every n-th is {_FULL}, the others {_SLIDING})")
@@ -356,7 +358,7 @@ def config_json(config: Config, dtype: str, neutral: Mapping[str, Any]) -> dict[
     if hf.window == "alternating":
         every = period(config)
         kinds = [_FULL if (i + 1) % every == 0 else _SLIDING for i in range(config.base_num_decoder_layers)]
-        data |= {"sliding_window_pattern": every, "layer_types": kinds}
+        data |= {"layer_types": kinds, **({hf.period_field: every} if hf.period_field else {})}
     if hf.window == "switched":
         data["use_sliding_window"] = window is not None
         data["max_window_layers"] = 0 if window else config.base_num_decoder_layers
@@ -463,7 +465,10 @@ def _inexpressible(config: Config) -> list[str]:
         "base_emb_dim": hf.whole_heads and config.base_emb_dim % config.base_num_query_heads != 0,
     }
     conditions |= dict.fromkeys(hf.contradicted(config), True)
-    return [f"{key}={config[key]}" for key, refused in conditions.items() if refused]
+    why = {
+        LOCAL: ": there RoPE in layers with a window is never scaled, and has a base of its own in some families only"
+    }
+    return [f"{key}={config[key]}{why.get(key, '')}" for key, refused in conditions.items() if refused]
 
 
 def _can_rotate(hf: HuggingFace, config: Config) -> bool:

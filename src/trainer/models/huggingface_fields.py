@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.config import UserError
+from trainer.config.errors import shortened
 from trainer.config.json_files import Field, field_problems, shown
 from trainer.models.huggingface import HuggingFace
 
@@ -80,7 +81,7 @@ _WINDOW = {
     "": ("use_sliding_window",),
     "given": ("sliding_window",),
     "switched": ("sliding_window", "use_sliding_window", "max_window_layers"),
-    "alternating": ("sliding_window", "sliding_window_pattern"),
+    "alternating": ("sliding_window",),
 }
 # Fields that do not change the function of a text model in evaluation: settings of training, of generation, of the
 # output, and of the library. Old versions of transformers write all of them.
@@ -101,7 +102,7 @@ _OF_LIBRARY = frozenset(
         "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty",
         "suppress_tokens", "begin_suppress_tokens", "attention_dropout", "hidden_dropout", "resid_pdrop",
         "embd_pdrop", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp",
-        "gradient_checkpointing", "unsloth_version", "unsloth_fixed",
+        "gradient_checkpointing", "max_sequence_length", "neftune_noise_alpha", "unsloth_version", "unsloth_fixed",
     )
 )
 # fmt: on
@@ -111,10 +112,13 @@ def unknown_fields(hf: HuggingFace, data: Mapping[str, Any]) -> list[str]:
     """Returns FIELD=VALUE for each field of config.json that has a value and that is not known to be harmless: it may
     change the function."""
     known = {*_READ, *SIZES, *NEUTRAL, *hf.sizes.values(), *hf.only, *hf.off, *hf.ignored, *hf.fields}
-    known |= {hf.activation, hf.local_rope, *_WINDOW[hf.window], *_OF_LIBRARY}
+    known |= {hf.activation, hf.local_rope, hf.period_field, *_WINDOW[hf.window], *_OF_LIBRARY}
     known |= {*COUNTS} if "num_experts" in hf.sizes else set()
     known |= {*_LATENT} if hf.latent else set()
-    return [f"{name}={shown(value)}" for name, value in data.items() if name not in known and value is not None]
+    unknown = {name: value for name, value in data.items() if name not in known and value is not None}
+    return [
+        f"{shortened(name)}={shown(value)}: not known, so it may change the function" for name, value in unknown.items()
+    ]
 
 
 def neutral_keys(data: Mapping[str, Any], where: str) -> dict[str, Any]:

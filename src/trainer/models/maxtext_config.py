@@ -5,8 +5,9 @@ from typing import Any
 
 from trainer.config import Config, UserError
 from trainer.config.expert_keys import STEP, has_experts, only_experts
-from trainer.config.windows import has_window
+from trainer.config.windows import has_window, period
 from trainer.models.families import maxtext
+from trainer.models.family import MaxText
 from trainer.models.huggingface_config import SIZES
 
 # RoPE constants of type llama3.1 in MaxText's code.
@@ -35,7 +36,7 @@ def maxtext_keys(config: Config) -> dict[str, Any]:
     names = ("decoder_block", *SIZES.values(), "base_num_kv_heads", "head_dim", "mlp_activations")
     names += ("normalization_layer_epsilon", "logits_via_embedding", "normalize_embedding_logits", "use_qk_norm")
     names += ("attn_logits_soft_cap", "final_logits_soft_cap", "rope_type", *maxtext(config.decoder_block).keys)
-    names += (_LOCAL,) if has_window(config) and config[_LOCAL] != -1 else ()
+    names += (_LOCAL,) if period(config) and config[_LOCAL] != -1 else ()
     keys = {name: config[name] for name in names} | {name: int(config[name]) for name in _WHOLE}
     if has_experts(config):
         keys |= {name: config[name] for name in ("num_experts", "num_experts_per_tok", "base_moe_mlp_dim")}
@@ -52,7 +53,7 @@ def maxtext_keys(config: Config) -> dict[str, Any]:
         keys |= {"rope_truncate": config.rope_truncate, "rope_attention_scaling": config.rope_attention_scaling}
         # Adjacent pairs, see `checkpoint.maxtext.in_pairs`; and the length of MaxText's cos/sin table.
         length = keys["rope_factor"] * keys["original_max_position_embeddings"]
-        keys |= {"rope_interleave": True, "max_position_embeddings": length}
+        keys |= {"rope_interleave": maxtext(config.decoder_block).interleaves, "max_position_embeddings": length}
     return keys
 
 
@@ -64,6 +65,19 @@ def maxtext_notes(config: Config) -> list[str]:
         f"warning: MaxText's block {config.decoder_block} ignores attention_type and attends to the whole row: results "
         f"differ for rows longer than sliding_window_size={config.sliding_window_size}"
     ]
+
+
+def _other_rotation(config: Config, there: MaxText) -> list[str]:
+    """Returns why layers with a window rotate in another way there."""
+    if not period(config):
+        return ["its block has no layers with a window"]
+    if config.rope_type != "default":
+        return [f"with rope_type={config.rope_type} all of its layers rotate alike"]
+    if there.scales_windows and config.rope_linear_scaling_factor != 1:
+        return [
+            f"it scales RoPE by rope_linear_scaling_factor={config.rope_linear_scaling_factor} in these layers, too"
+        ]
+    return []
 
 
 def _inexpressible(config: Config) -> list[str]:
@@ -79,8 +93,8 @@ def _inexpressible(config: Config) -> list[str]:
         refused.append(f"attn_logits_soft_cap={config.attn_logits_soft_cap}: it does not read this key")
     if config[_SCALAR] not in (0, config.head_dim) and not (there.scaled_queries or there.own_scale):
         refused.append(f"{_SCALAR}={config[_SCALAR]}: it always divides scores by the square root of head_dim")
-    if has_window(config) and config[_LOCAL] != -1 and config.rope_type != "default":
-        refused.append(f"{_LOCAL}={config[_LOCAL]}: with rope_type={config.rope_type} all of its layers rotate alike")
+    if has_window(config) and config[_LOCAL] != -1:
+        refused += [f"{_LOCAL}={config[_LOCAL]}: {why}" for why in _other_rotation(config, there)]
     refused += there.refuses(config)
     if has_experts(config) and config[STEP] != 1:
         refused.append(f"{STEP}={config[STEP]}: it does not read this key in this block")

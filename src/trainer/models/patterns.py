@@ -20,3 +20,9 @@ def alternating(block: MakeBlock, config: Config) -> list[Stack]:
     """Returns the stacks of layers that differ in their windows; `block` takes `window`, see `llama2.block.Block`."""
     blocks = [functools.partial(block, window=window) for window in windows(config)]
     return repeated(blocks, config.base_num_decoder_layers)
+
+
+def other_period(config: Config, period: int) -> list[str]:
+    """Returns why MaxText cannot compute another pattern of layers than one without a window in `period`."""
+    every = config.sliding_window_pattern
+    return [] if every == period else [f"sliding_window_pattern={every}: {period} is fixed in its code"]

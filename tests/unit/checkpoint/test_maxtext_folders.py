@@ -5,11 +5,12 @@ import json
 import zipfile
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
-from checkpoint_cases import assert_same
+from checkpoint_cases import assert_same, shapes_of
 
-from trainer.checkpoint import orbax
+from trainer.checkpoint import load_parameters, names_of, nested, orbax
 from trainer.checkpoint.maxtext import BIAS
 from trainer.config import UserError
 
@@ -42,6 +43,49 @@ def test_logits_are_those_of_maxtext(case):
     if keys.get("logits_via_embedding"):
         exact = script.our_logits(folder / "run", keys, expected["tokens"], as_maxtext=False)
         assert np.abs(exact - expected["logits"]).max() > 1e-3, "MaxText rounds no longer: mend the guides"
+
+
+@pytest.mark.parametrize("case", ["gemma2", "gemma2_unscanned"], indirect=True)
+def test_layers_that_would_be_read_twice_are_an_error(case):
+    folder, keys = case
+    tokens = np.load(folder / "expected.npz")["tokens"]
+    with pytest.raises(UserError, match="another pattern of layers"):
+        script.our_logits(folder / "run", keys, tokens, sliding_window_pattern=3, base_num_decoder_layers=6)
+
+
+@pytest.mark.parametrize("case", ["gemma2"], indirect=True)
+def test_the_scale_of_scores_is_in_maxtexts_queries(case):
+    """Whatever our factor is: the product of queries and keys is MaxText's."""
+    folder, keys = case
+    expected = np.load(folder / "expected.npz")
+    ours = script.our_logits(folder / "run", keys, expected["tokens"], query_pre_attn_scalar=3)
+    np.testing.assert_allclose(ours, expected["logits"], rtol=0, atol=script.TOLERANCE)
+
+
+@pytest.mark.parametrize("case", ["gemma3_unscanned"], indirect=True)
+def test_a_pattern_that_maxtext_does_not_have_is_noted(case, capsys):
+    folder, keys = case
+    script.our_logits(folder / "run", keys, np.load(folder / "expected.npz")["tokens"], sliding_window_pattern=3)
+    assert "MaxText's block computes something else: sliding_window_pattern=3: 6 is fixed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("case", ["gemma"], indirect=True)
+def test_values_are_converted_before_they_are_rounded(case):
+    folder, keys = case
+    config = script.configured(keys)
+    exact, rounded = (load_names(folder / "run", config, dtype) for dtype in ("float32", "bfloat16"))
+    assert exact["decoder/layers/pre_ffw_norm/scale"].any()
+    for name, value in exact.items():
+        np.testing.assert_array_equal(rounded[name], value.astype("bfloat16"), err_msg=name)
+
+
+def load_names(folder, config, dtype):
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, shape in shapes_of(config).items()
+    }
+    loaded = load_parameters(str(folder), config, nested(abstract), print)
+    return {name: np.asarray(value) for name, value in names_of(loaded).items()}
 
 
 @pytest.mark.parametrize("case", ["dense", "experts_unscanned", "deepseek", "deepseek_unscanned"], indirect=True)

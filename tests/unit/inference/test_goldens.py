@@ -28,6 +28,7 @@ CASES = (
     "olmo2",
     "olmo3",
     "smollm3",
+    "exaone4",
 )
 PROMPT, LENGTH = 7, 40
 # Above the rounding of logits in float32: their differences are at most 1e-5 of the largest, which is about 10.
@@ -41,10 +42,13 @@ def expected(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_greedy_tokens_are_those_of_transformers(case):
+def test_greedy_tokens_are_those_of_transformers(case, monkeypatch):
+    monkeypatch.syspath_prepend(str(GOLDENS.parents[1]))
     tokens, margin = expected(case)
-    source = open_source(str(GOLDENS / case))
+    block = "docs.guides.exaone4.facts:FACTS" if case == "exaone4" else ""
+    source = open_source(str(GOLDENS / case), block)
     words = [f"load_parameters_path={GOLDENS / case}", f"max_target_length={LENGTH}", "dtype=float32"]
+    words += [f"decoder_block={block}"] if block else []
     words += ["decode_sampling_strategy=greedy", f"per_device_batch_size={len(tokens)}"]
     config = ConfigDict(load_model_keys(source.keys, words, case).config)
     engine = MaxEngine(config, jax.devices()[:1])

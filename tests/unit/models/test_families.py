@@ -14,9 +14,14 @@ from trainer.config import UserError, load
 from trainer.config.maxtext_command import parse
 from trainer.config.maxtext_convert import TRAIN, convert
 from trainer.config.windows import windows
+from trainer.layers.dense import Embed
+from trainer.layers.norm import RMSNorm
 from trainer.models.families import stacks
+from trainer.models.flops import visible_keys
 from trainer.models.huggingface_config import config_json
+from trainer.models.maxtext_config import maxtext_keys
 from trainer.models.patterns import repeated
+from trainer.ops.attention import Mask
 from trainer.ops.blockwise import blockwise_attention
 from trainer.ops.splash import splash_kernel
 from trainer.runtime.place import place
@@ -112,8 +117,6 @@ def body_flops(window, length):
     index = jax.ShapeDtypeStruct((1, length), jnp.int32)
 
     def loss(query, key, value, position, segment):
-        from trainer.ops.attention import Mask
-
         mask = Mask(position, position, segment, segment)
         return blockwise_attention(query, key, value, mask, window=window).sum()
 
@@ -187,7 +190,7 @@ def test_windows(family, more, expected):
             "decoder_block=gemma3 sliding_window_size=4 local_rope_max_timescale=2 rope_min_timescale=3",
             "the shortest wavelength must be less than the longest",
         ),
-        ("decoder_block=gemma3 sliding_window_size=4 use_qk_clip=true use_qk_norm=true", "use one of the two"),
+        ("decoder_block=gemma3 sliding_window_size=4 use_qk_clip=true", "use one of the two"),
     ],
 )
 def test_a_mistake_of_the_first_stage(words, message):
@@ -198,10 +201,13 @@ def test_a_mistake_of_the_first_stage(words, message):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("decoder_block=gemma normalize_embedding_logits=true", "decoder_block=gemma always has False"),
+        (
+            "decoder_block=gemma normalize_embedding_logits=true",
+            "decoder_block=gemma always has normalize_embedding_logits=false",
+        ),
         (
             "decoder_block=gemma2 sliding_window_size=4 attention_type=local_sliding",
-            "decoder_block=gemma2 has layers with and without a window, whatever it is",
+            'decoder_block=gemma2 always has attention_type="global"',
         ),
         ("local_rope_max_timescale=100", "no layer has a window"),
         ("decoder_block=gemma3 sliding_window_pattern=1 sliding_window_size=4", "no layer has a window"),
@@ -223,10 +229,102 @@ def test_a_block_of_gemma_may_lack_an_outer_norm(missing):
         config_json(config, "float32", {})
 
 
-def test_the_converter_doubles_the_layers_of_gemma2():
-    line = "python3 -m maxtext.trainers.pre_train.train base.yml decoder_block=gemma2 base_num_decoder_layers=13 "
-    line += "sliding_window_size=4096 run_name=x dataset_type=synthetic"
+TRAINED = "base.yml decoder_block=gemma2 sliding_window_size=4096 run_name=x dataset_type=synthetic "
+PROGRAM = "python3 -m maxtext.trainers.pre_train.train "
+
+
+@pytest.mark.parametrize(
+    ("line", "layers"),
+    [
+        (f"{PROGRAM}{TRAINED} base_num_decoder_layers=13", 26),
+        (f"{PROGRAM}{TRAINED} base_num_decoder_layers=1e1", 20),
+        (f"M_BASE_NUM_DECODER_LAYERS=13 {PROGRAM}{TRAINED}", 26),
+        (f"{PROGRAM}{TRAINED}", 32),  # MaxText's default
+        (f"{PROGRAM}base.yml model_name=gemma2-2b run_name=x dataset_type=synthetic", 26),
+    ],
+)
+def test_the_converter_doubles_the_layers_of_gemma2(line, layers):
     found = convert(parse([line]), TRAIN)
-    assert "base_num_decoder_layers=26" in found.words
-    (row,) = [row for row in found.rows if row.given == "base_num_decoder_layers=13"]
-    assert row.text == "base_num_decoder_layers=26: layers; MaxText counts 2 of them as one"
+    assert found.runs
+    assert found.loaded.config.base_num_decoder_layers == layers
+    assert sum(word.startswith("base_num_decoder_layers=") for word in found.words) == ("model_name" not in line)
+
+
+def test_the_converter_does_not_guess_the_layers_of_gemma2(tmp_path):
+    (tmp_path / "own.yml").write_text("base_config: maxtext.yml\ndecoder_block: gemma2\nbase_num_decoder_layers: 13\n")
+    own = f"{PROGRAM}{tmp_path / 'own.yml'} sliding_window_size=4096 run_name=x dataset_type=synthetic"
+    for line in (own, f"{PROGRAM}{TRAINED} base_num_decoder_layers=$N"):
+        found = convert(parse([line]), TRAIN)
+        assert not found.runs
+        assert "MaxText counts 2 of them as one: give 2 times it" in found.problems[-1]
+
+
+@pytest.mark.parametrize(
+    ("model", "word"),
+    [
+        ("gemma3-4b", "vocab_size=262144"),
+        ("gemma-2b", "vocab_size=256128"),
+        ("olmo3-7b", "local_rope_max_timescale=-1"),
+        ("qwen2.5-14b", "normalization_layer_epsilon=1.0e-6"),
+    ],
+)
+def test_the_converter_adds_what_maxtexts_preset_has(model, word):
+    line = f"{PROGRAM}base.yml model_name={model} run_name=x dataset_type=synthetic"
+    assert word in convert(parse([line]), TRAIN).words
+    own = f"{word.partition('=')[0]}=100"
+    assert word not in convert(parse([f"{line} {own}"]), TRAIN).words
+
+
+# ---- MaxText
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "named"),
+    [
+        ("gemma", {}, "normalization_layer_epsilon=1e-05: 1e-6 is fixed"),
+        ("gemma2", {"base_num_decoder_layers": 3}, "its layers are pairs"),
+        ("gemma2", {"sliding_window_pattern": 4}, "2 is fixed in its code"),
+        ("gemma2", {"local_rope_max_timescale": 100, "rope_linear_scaling_factor": 2}, "in these layers, too"),
+        ("gemma3", {"sliding_window_pattern": 3}, "6 is fixed in its code"),
+        ("gemma3", {"query_pre_attn_scalar": 5}, "only head_dim, or base_emb_dim"),
+        ("gemma3", {"local_rope_max_timescale": -1, "rope_linear_scaling_factor": 2}, "it never scales RoPE"),
+        ("gemma3", {"rope_type": "yarn"}, "all of its layers rotate alike"),
+        ("olmo3", {"sliding_window_pattern": 2}, "4 is fixed in its code"),
+        ("olmo3", {"base_num_decoder_layers": 5}, "a multiple of 4 there"),
+        ("qwen2", {"query_pre_attn_scalar": 5}, "it always divides scores"),
+        (
+            "qwen2",
+            {"attention_type": "local_sliding", "sliding_window_size": 3, "local_rope_max_timescale": 9},
+            "its block has no layers with a window",
+        ),
+    ],
+)
+def test_what_maxtexts_block_cannot_compute(family, more, named):
+    with pytest.raises(UserError, match=named):
+        maxtext_keys(tiny_config(ALL_COMBINATIONS[0], **keys_of(family, **more)))
+
+
+# ---- Initial values, FLOPs
+
+
+def test_norms_are_the_identity_and_embeddings_are_standard_at_first():
+    dtypes = {"dtype": jnp.float32, "weight_dtype": jnp.float32}
+    x = jax.random.normal(jax.random.key(0), (4, 64))
+    plain, shifted = (RMSNorm(64, epsilon=1e-6, offset=offset, **dtypes)(x) for offset in (0.0, 1.0))
+    np.testing.assert_array_equal(plain, shifted)
+    embed = Embed(500, 16, scale=4.0, rngs=nnx.Rngs(0), **dtypes)
+    assert float(embed(jnp.arange(500)[None]).std()) == pytest.approx(1, rel=0.05)
+    assert float(embed.embedding[...].std()) == pytest.approx(1 / 4, rel=0.05)
+
+
+def test_a_module_of_multi_token_prediction_has_the_window_of_the_last_layer():
+    keys = {"max_target_length": 16, "mtp_num_layers": 1}
+    config = tiny_config(ALL_COMBINATIONS[0], **keys_of("gemma3", base_num_decoder_layers=6, **keys))
+    local, whole = 5 - 25 / 32, 8.0
+    assert visible_keys(config) == pytest.approx((5 * local + 2 * whole) / 7)
+
+
+def test_latent_attention_does_not_read_the_scalar():
+    keys = {"decoder_block": "deepseek", "attention_type": "mla", "base_num_kv_heads": 4, "num_experts": 2}
+    words = arguments(ALL_COMBINATIONS[0], query_pre_attn_scalar=3, base_moe_mlp_dim=8, shared_experts=1, **keys)
+    assert any("query_pre_attn_scalar=3.0" in line for line in load(words).warnings)

@@ -1,6 +1,7 @@
 """config.json and tensors of families with windows that alternate, biases, and layers without RoPE."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -8,9 +9,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from trainer import export
-from trainer.checkpoint import open_source
+from trainer.checkpoint import model_config, open_source
 from trainer.config import UserError
-from trainer.models.huggingface_config import model_keys
+from trainer.models.huggingface_config import config_json, model_keys
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 CASES = ("qwen2", "gemma", "gemma2", "gemma3", "olmo2", "olmo3", "smollm3")
@@ -82,6 +83,9 @@ def test_the_old_form_says_the_same(case, old):
         ("smollm3", {"no_rope_layers": [1, 1, 1, 1, 1]}, {"nope_layer_interval": -1}),
         ("smollm3", {"no_rope_layers": [1, 0, 1, 0, 1]}, {"nope_layer_interval": 2}),
         ("qwen2", {"use_mrope": False}, {"attention_bias": True}),
+        # transformers reads this field in Gemma 3 only.
+        ("gemma2", {"layer_types": "absent", "sliding_window_pattern": 3}, {"sliding_window_pattern": 2}),
+        ("olmo3", {"layer_types": "absent", "sliding_window_pattern": 2}, {"sliding_window_pattern": 4}),
     ],
 )
 def test_what_a_field_says(case, changes, expected):
@@ -115,16 +119,54 @@ def test_what_a_field_says(case, changes, expected):
         ("qwen2", {"use_mrope": True}, "use_mrope=true"),
         ("qwen2", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
         ("olmo2", {"attention_bias": True}, "attention_bias=true"),
+        ("gemma2", {"hidden_activation": None}, "hidden_activation=None"),
+        ("smollm3", {"num_hidden_layers": 2**31 - 1, "layer_types": "absent"}, "no_rope_layers="),
+        ("gemma3", {"num_hidden_layers": 2**31 - 1}, "layer_types of 7 layers"),
+        ("qwen2", {"x" * 20_000: 1}, r"^.{0,500}$"),
     ],
 )
 def test_what_no_key_says_is_refused(case, changes, named):
-    with pytest.raises(UserError, match=named):
+    with pytest.raises(UserError) as error:
         keys_of(case, **changes)
+    assert re.search(named, str(error.value).replace("\n", " ")), error.value
+
+
+@pytest.mark.parametrize(
+    ("case", "words", "named"),
+    [
+        ("olmo3", "local_rope_max_timescale=-1", "local_rope_max_timescale=-1: there RoPE in layers with a window"),
+        ("olmo3", "local_rope_max_timescale=300", "local_rope_max_timescale=300"),
+        ("gemma2", "local_rope_max_timescale=300", "local_rope_max_timescale=300"),
+        ("gemma3", "local_rope_max_timescale=-1", "local_rope_max_timescale=-1"),
+        ("gemma3", "query_pre_attn_scalar=9.5", "query_pre_attn_scalar=9.5"),
+        ("olmo2", "query_pre_attn_scalar=9", "query_pre_attn_scalar=9"),
+    ],
+)
+def test_what_config_json_cannot_say_is_refused(case, words, named):
+    config = model_config(keys_of(case), words.split(), "")
+    with pytest.raises(UserError, match=named):
+        config_json(config, "float32", {})
+
+
+def test_tokens_of_the_published_vocabulary_are_not_implied():
+    written = config_json(model_config(keys_of("smollm3"), [], ""), "float32", {"eos_token_id": 5})
+    assert [written[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [None, 5, None]
+
+
+@pytest.mark.parametrize("case", ["olmo2", "qwen2", "gemma"])
+def test_a_key_of_scores_that_config_json_leaves_out_is_compared(case, tmp_path, capsys):
+    """It changes what the same parameters compute, so a line says so."""
+    export.main([str(GOLDENS / case), str(tmp_path / "out"), "format=params", "query_pre_attn_scalar=9"])
+    assert "query_pre_attn_scalar=9" in capsys.readouterr().out
+    head_dim = keys_of(case)["head_dim"]
+    again = str(tmp_path / "again")
+    export.main([str(GOLDENS / case), again, "format=params", f"query_pre_attn_scalar={head_dim}"][:3])
+    assert open_source(again).keys.get("query_pre_attn_scalar") is None
 
 
 def test_a_model_with_images_is_refused_by_the_name_of_what_it_has():
     data = {"model_type": "gemma3", "text_config": data_of("gemma3"), "vision_config": {"hidden_size": 4}}
-    with pytest.raises(UserError, match=r"more than a model of text: it has vision_config.*weights\.md"):
+    with pytest.raises(UserError, match=r"more than a model of text: it has text_config, vision_config.*weights\.md"):
         model_keys(data, "config.json")
 
 

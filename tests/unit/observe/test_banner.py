@@ -76,7 +76,10 @@ def test_the_start_names_the_attention_op_and_what_bars_the_kernel(platform, ove
             {"decoder_block": "gemma2", "sliding_window_size": 5},
             "dot_product within 5 tokens, in 1 of 2 layers without",
         ),
-        ({"decoder_block": "gemma3", "sliding_window_size": 5}, "dot_product within 5 tokens"),  # the model has two layers
+        (
+            {"decoder_block": "gemma3", "sliding_window_size": 5},
+            "dot_product within 5 tokens",
+        ),  # the model has two layers
     ],
 )
 def test_the_window(keys, said):

@@ -12,7 +12,7 @@ from trainer.models.flops import forward_flops_per_token
 from trainer.models.gemma import family as gemma
 from trainer.models.huggingface import HuggingFace, Layout
 from trainer.models.llama2.family import QUERIES
-from trainer.models.patterns import alternating
+from trainer.models.patterns import alternating, other_period
 
 POST_NORMS = ("use_post_attn_norm", "use_post_ffw_norm")
 
@@ -54,12 +54,6 @@ DEFAULTS = {
 }
 
 
-def other_period(config: Config, period: int) -> list[str]:
-    """Returns why MaxText cannot compute another pattern of layers than one without a window in `period`."""
-    every = config.sliding_window_pattern
-    return [] if every == period else [f"sliding_window_pattern={every}: {period} is fixed in its code"]
-
-
 def _maxtext_keys(config: Config) -> dict[str, Any]:
     """MaxText's layers are pairs of ours."""
     return {**gemma.maxtext_keys(config), "base_num_decoder_layers": config.base_num_decoder_layers // 2}
@@ -91,17 +85,18 @@ FAMILY = Family(
             LAYOUTS,
             defaults={
                 **DEFAULTS,
-                **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window_pattern": 2},
+                **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
             },
             activation="hidden_activation",
             window="alternating",
+            period=2,
             whole_heads=True,
             sizes={
                 "query_pre_attn_scalar": "query_pre_attn_scalar",
                 "attn_logits_soft_cap": "attn_logit_softcapping",
                 "final_logits_soft_cap": "final_logit_softcapping",
             },
-            ignored=("hidden_act", "sliding_window_size"),
+            ignored=("hidden_act", "sliding_window_size", "sliding_window_pattern"),
             off=("use_bidirectional_attention",),
             implies=dict.fromkeys(POST_NORMS, True),
         )

@@ -1,14 +1,13 @@
 """What the first stage asks about Gemma 3."""
 
 from trainer.config.family import Facts
+from trainer.config.windows import ALTERNATING
 from trainer.models.gemma.facts import FIXES, tensors
-from trainer.models.gemma2.facts import ALTERNATES, GLOBAL
 
 FACTS = Facts(
     "trainer.models.gemma3.family:FAMILY",
     reads=("sliding_window_pattern", "use_post_attn_norm", "use_post_ffw_norm"),
-    ignores=ALTERNATES,
-    fixes={**FIXES, **GLOBAL, "use_qk_norm": True},
+    fixes={**FIXES, **ALTERNATING, "use_qk_norm": True},
     period=6,
     tensors=tensors,
 )

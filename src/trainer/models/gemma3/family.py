@@ -13,7 +13,7 @@ from trainer.models.flops import forward_flops_per_token
 from trainer.models.gemma import family as gemma
 from trainer.models.gemma2 import family as gemma2
 from trainer.models.huggingface import HuggingFace
-from trainer.models.patterns import alternating
+from trainer.models.patterns import alternating, other_period
 from trainer.models.qwen3.family import NORMS
 
 
@@ -43,7 +43,7 @@ def _maxtext_keys(config: Config) -> dict[str, Any]:
 
 
 def _refuses(config: Config) -> list[str]:
-    refused = [*gemma.refuses(config), *gemma2.other_period(config, 6)]
+    refused = [*gemma.refuses(config), *other_period(config, 6)]
     if not _named(config):
         scalar = f"query_pre_attn_scalar={config.query_pre_attn_scalar}"
         refused.append(f"{scalar}: only head_dim, or base_emb_dim // base_num_query_heads")
@@ -64,11 +64,13 @@ FAMILY = Family(
             gemma2.LAYOUTS | NORMS,
             defaults={
                 **gemma2.DEFAULTS,
-                **{"rope_theta": 1_000_000, "rope_local_base_freq": 10_000, "sliding_window_pattern": 6},
+                **{"rope_theta": 1_000_000, "rope_local_base_freq": 10_000},
             },
             activation="hidden_activation",
             qk_norm=True,
             window="alternating",
+            period=6,
+            period_field="sliding_window_pattern",
             whole_heads=True,
             local_rope="rope_local_base_freq",
             sizes={
@@ -82,6 +84,7 @@ FAMILY = Family(
     ],
     maxtext=MaxText(
         own_scale=True,
+        scales_windows=False,
         stored=gemma.stored,
         caps_scores=True,
         norms_heads=True,

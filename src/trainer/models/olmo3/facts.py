@@ -1,14 +1,13 @@
 """What the first stage asks about OLMo 3."""
 
 from trainer.config.family import Facts
-from trainer.models.gemma2.facts import ALTERNATES, GLOBAL
+from trainer.config.windows import ALTERNATING
 from trainer.models.olmo2.facts import tensors
 
 FACTS = Facts(
     "trainer.models.olmo3.family:FAMILY",
     reads=("sliding_window_pattern",),
-    ignores=ALTERNATES,
-    fixes=GLOBAL,
+    fixes=ALTERNATING,
     period=4,
     tensors=tensors,
 )

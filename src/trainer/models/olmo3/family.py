@@ -6,10 +6,9 @@ from trainer.config import Config
 from trainer.layers.stack import Stack
 from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token
-from trainer.models.gemma2.family import other_period
 from trainer.models.huggingface import HuggingFace
 from trainer.models.olmo2.family import LAYOUTS, Block
-from trainer.models.patterns import alternating
+from trainer.models.patterns import alternating, other_period
 
 PERIOD = 4
 
@@ -41,11 +40,13 @@ FAMILY = Family(
             LAYOUTS,
             defaults={
                 **{"rms_norm_eps": 1e-5, "rope_theta": 500_000},
-                **{"sliding_window": 4096, "sliding_window_pattern": 4},
+                **{"sliding_window": 4096},
             },
             qk_norm=True,
             window="alternating",
+            period=4,
             local_rope="rope_theta",
+            ignored=("sliding_window_pattern",),
         )
     ],
     maxtext=MaxText(

@@ -37,7 +37,7 @@ def _read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
     if given is None:
         return {"nope_layer_interval": every}
     every = given.index(0) + 1 if 0 in given else -1
-    if given != _rotated(every, said["num_hidden_layers"]):
+    if len(given) != said["num_hidden_layers"] or given != _rotated(every, len(given)):
         refused.append(f"no_rope_layers={shortened(str(given))} (known: a 1 for each layer, and a 0 for every n-th)")
     return {"nope_layer_interval": every}
 
