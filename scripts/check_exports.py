@@ -81,7 +81,9 @@ def cases() -> dict[str, dict[str, object]]:
             keys |= {"n_routing_groups": 3, "topk_routing_group": 2} if preset.n_routing_groups > 1 else {}
         keys |= {"q_lora_rank": 7} if preset.q_lora_rank else {}
         keys |= {"original_max_position_embeddings": 16} if preset.rope_type != "default" else {}
-        keys |= {"sliding_window_size": 5} if preset.attention_type == "local_sliding" else {}
+        keys |= {"sliding_window_size": 5} if preset.sliding_window_size else {}
+        keys |= {"base_num_decoder_layers": 7} if preset.sliding_window_size else {}
+        keys |= {"query_pre_attn_scalar": 9} if preset.query_pre_attn_scalar else {}
         found[name] = keys
         # The first preset of an architecture stands for it.
         kind = hugging_face(configured(keys)).model_type

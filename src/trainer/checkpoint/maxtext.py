@@ -157,7 +157,8 @@ class MaxTextSource:
             if module_of(name) <= config.mtp_num_layers
         }
         wanted = {name: shape for tensors in stored.values() for name, shape in tensors.items()}
-        if len(wanted) < sum(map(len, stored.values())):
+        in_stacks = [tensor for name, tensors in stored.items() if places[name] for tensor in tensors]
+        if len(set(in_stacks)) < len(in_stacks):
             raise UserError(
                 f"{self.path}: MaxText's block {config.decoder_block} has another pattern of layers: two layers of "
                 "this configuration would be read from the same tensors"

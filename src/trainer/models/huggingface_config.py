@@ -29,6 +29,7 @@ ACTIVATIONS = {
 }
 _FULL, _SLIDING = KINDS_OF_LAYERS
 SCALAR, LOCAL = "query_pre_attn_scalar", "local_rope_max_timescale"
+_THETA = "rope_theta"
 ROPE_TYPES = {"default": "default", "linear": "default", "llama3": "llama3.1", "yarn": "yarn"}
 # The required and the optional fields of RoPE, by kind. original_max_position_embeddings is always optional.
 _ROPE_WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -65,7 +66,10 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
             )
         raise UserError(f"{where}: model_type={given} is not known; known: {', '.join(known)}")
     block, hf = known[data["model_type"]]
-    said = {"rms_norm_eps": 1e-6, hf.activation: "silu", **hf.defaults, **data}
+    # A base of RoPE that is null is as good as absent.
+    bases = (_THETA, hf.local_rope)
+    stated = {name: value for name, value in data.items() if value is not None or name not in bases}
+    said = {"rms_norm_eps": 1e-6, hf.activation: "silu", **hf.defaults, **stated}
     sizes = _sizes(hf, said, data)
     if lacking := [name for name in sizes.values() if name not in said]:
         raise UserError(f"{where}: no number is given for {', '.join(lacking)}")
@@ -91,7 +95,7 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
     if activation in activations:
         keys["mlp_activations"] = (activations[activation], "linear")
     else:
-        refused.append(f"{hf.activation}={shortened(str(activation))} (known: {', '.join(activations)})")
+        refused.append(f"{hf.activation}={shortened(activation or 'null')} (known: {', '.join(activations)})")
     keys |= {**_window_keys(said, hf, refused), **_rope_keys(said, hf, refused), **hf.read(said, refused)}
     if keys.get(SCALAR) == keys.get("head_dim"):
         keys.pop(SCALAR, None)
@@ -230,6 +234,8 @@ def _rope_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> 
     if not {_FULL, _SLIDING}.intersection(each):
         keys = _rope_of(said, refused)
         local = said.get(hf.local_rope) if hf.local_rope else None
+        if hf.local_rope and each and not said.get("rope_scaling"):  # transformers 5.24 would ignore it
+            refused.append(f"rope_parameters without {_FULL} and {_SLIDING}")
     else:
         outside = {name: value for name, value in said.items() if name not in ("rope_parameters", "rope_theta")}
         theta = said.get("rope_theta") or 10000
@@ -243,6 +249,8 @@ def _rope_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> 
             local = None
     if local is None or not keys:
         return keys
+    if not keys.get("rope_truncate", True):  # transformers 5.24 does not read it in the RoPE of one kind of layers
+        refused.append("truncate=false in RoPE of kind yarn")
     if local != int(local):
         refused.append(
             f"the RoPE of layers with a window has the base {local} (local_rope_max_timescale is an integer)"
@@ -356,6 +364,8 @@ def config_json(config: Config, dtype: str, neutral: Mapping[str, Any]) -> dict[
     if hf.window:
         data["sliding_window"] = window
     if hf.window == "alternating":
+        # transformers makes a mask with this window even if no layer uses it
+        data["sliding_window"] = window or hf.defaults["sliding_window"]
         every = period(config)
         kinds = [_FULL if (i + 1) % every == 0 else _SLIDING for i in range(config.base_num_decoder_layers)]
         data |= {"layer_types": kinds, **({hf.period_field: every} if hf.period_field else {})}
@@ -454,6 +464,7 @@ def _inexpressible(config: Config) -> list[str]:
         **{name: config[name] != 0 and name not in hf.sizes for name in _NONE},
         SCALAR: config[SCALAR] not in (0, config.head_dim) and (SCALAR not in hf.sizes or config[SCALAR] % 1 != 0),
         LOCAL: not _can_rotate(hf, config),
+        "rope_truncate": bool(hf.local_rope) and config.rope_type == "yarn" and not config.rope_truncate,
         "mlp_activations": not gated,
         "normalize_embedding_logits": tied_scaled,
         "use_qk_norm": config.use_qk_norm != hf.qk_norm,

@@ -103,6 +103,7 @@ _OF_LIBRARY = frozenset(
         "suppress_tokens", "begin_suppress_tokens", "attention_dropout", "hidden_dropout", "resid_pdrop",
         "embd_pdrop", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp",
         "gradient_checkpointing", "max_sequence_length", "neftune_noise_alpha", "unsloth_version", "unsloth_fixed",
+        "transformers.js_config",
     )
 )
 # fmt: on

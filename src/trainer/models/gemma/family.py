@@ -86,7 +86,10 @@ FAMILY = Family(
             "gemma",
             "GemmaForCausalLM",
             LAYOUTS,
-            defaults={"head_dim": 256, "num_key_value_heads": 16, "tie_word_embeddings": True},
+            defaults={
+                **{"head_dim": 256, "num_key_value_heads": 16, "tie_word_embeddings": True},
+                "hidden_act": "gelu_pytorch_tanh",
+            },
             # Before its activation had a name of its own: the published files of 2024 say gelu, and mean its tanh form.
             activations={"gelu": "gelu"},
             ignored=("hidden_activation",),

@@ -64,7 +64,7 @@ FAMILY = Family(
             gemma2.LAYOUTS | NORMS,
             defaults={
                 **gemma2.DEFAULTS,
-                **{"rope_theta": 1_000_000, "rope_local_base_freq": 10_000},
+                **{"rope_theta": 1_000_000, "rope_local_base_freq": 10_000, "final_logit_softcapping": None},
             },
             activation="hidden_activation",
             qk_norm=True,

@@ -41,6 +41,16 @@ def stacks(config: Config) -> list[Stack]:
 FAMILY = Family(
     stacks,
     forward_flops_per_token,
-    hugging_face=[HuggingFace("llama", "LlamaForCausalLM", LAYOUTS, defaults={}, whole_heads=True)],
+    hugging_face=[
+        HuggingFace(
+            "llama",
+            "LlamaForCausalLM",
+            LAYOUTS,
+            defaults={},
+            whole_heads=True,
+            off=("rope_interleaved",),  # SmolLM, which was trained with nanotron
+            ignored=("is_llama_config", "max_sequence_length", "activation"),  # SmolLM, the first Llama, Falcon3
+        )
+    ],
     maxtext=dataclasses.replace(MAXTEXT, caps_scores=True),
 )

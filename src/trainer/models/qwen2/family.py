@@ -48,6 +48,8 @@ FAMILY = Family(
             window="switched",
             implies={"attention_bias": True},
             off=("use_mrope",),
+            # CodeQwen1.5; and what only other libraries read, for texts above 262,144 tokens.
+            ignored=("seq_length", "rotary_emb_base", "dual_chunk_attention_config"),
         )
     ],
     maxtext=MaxText(norms_heads=True, keys=("attention_bias",)),

@@ -69,6 +69,8 @@ FAMILY = Family(
                 "interleave_moe_layer_step": "decoder_sparse_step",
             },
             only={"mlp_only_layers": [], "use_sliding_window": False},
+            off=("qkv_bias", "shared_expert_intermediate_size"),  # of Qwen2 with experts; false and 0 in Qwen3-Coder
+            ignored=("sliding_window", "max_window_layers", "use_qk_norm"),  # the windows: without use_sliding_window
         )
     ],
     maxtext=MaxText(norms_heads=True, refuses=_maxtext_refuses),
