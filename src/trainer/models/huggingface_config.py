@@ -1,6 +1,5 @@
 """Reads and writes config.json. Checked against transformers 5.23; 4.x reads and writes the same files."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,13 +7,14 @@ from trainer.config import Config, UserError, schema
 from trainer.config.errors import shortened
 from trainer.config.expert_keys import STEP, dense_layers
 from trainer.config.json_files import shown
-from trainer.config.latent_keys import TYPE, is_latent
+from trainer.config.latent_keys import TYPE
 from trainer.config.values import check
 from trainer.config.windows import has_window, period
 from trainer.models import FAMILIES
 from trainer.models.families import family, hugging_face
 from trainer.models.huggingface import HuggingFace
 from trainer.models.huggingface_fields import COUNTS, KINDS_OF_LAYERS, SIZES, as_typed, mistyped, unknown_fields
+from trainer.models.huggingface_rope import LOCAL, THETA, can_rotate, rope_fields, rope_keys
 
 # Hugging Face's names of activations and ours. Its "gelu" is the exact GELU, which no key here can represent.
 ACTIVATIONS = {
@@ -28,16 +28,7 @@ ACTIVATIONS = {
     "linear": "linear",
 }
 _FULL, _SLIDING = KINDS_OF_LAYERS
-SCALAR, LOCAL = "query_pre_attn_scalar", "local_rope_max_timescale"
-_THETA = "rope_theta"
-ROPE_TYPES = {"default": "default", "linear": "default", "llama3": "llama3.1", "yarn": "yarn"}
-# The required and the optional fields of RoPE, by kind. original_max_position_embeddings is always optional.
-_ROPE_WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "default": ((), ()),
-    "linear": (("factor",), ()),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
-    "yarn": (("factor",), ("attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim")),
-}
+SCALAR = "query_pre_attn_scalar"
 
 
 def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> dict[str, Any]:
@@ -67,7 +58,7 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
         raise UserError(f"{where}: model_type={given} is not known; known: {', '.join(known)}")
     block, hf = known[data["model_type"]]
     # A base of RoPE that is null is as good as absent.
-    bases = (_THETA, hf.local_rope)
+    bases = (THETA, hf.local_rope)
     stated = {name: value for name, value in data.items() if value is not None or name not in bases}
     said = {"rms_norm_eps": 1e-6, hf.activation: "silu", **hf.defaults, **stated}
     sizes = _sizes(hf, said, data)
@@ -96,7 +87,7 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
         keys["mlp_activations"] = (activations[activation], "linear")
     else:
         refused.append(f"{hf.activation}={shortened(activation or 'null')} (known: {', '.join(activations)})")
-    keys |= {**_window_keys(said, hf, refused), **_rope_keys(said, hf, refused), **hf.read(said, refused)}
+    keys |= {**_window_keys(said, hf, refused), **rope_keys(said, hf, refused), **hf.read(said, refused)}
     if keys.get(SCALAR) == keys.get("head_dim"):
         keys.pop(SCALAR, None)
     if hf.latent:
@@ -227,102 +218,6 @@ def _alternating(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -
     }
 
 
-def _rope_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> dict[str, Any]:
-    """Returns the keys of RoPE. transformers 5 writes one object for each kind of layers, if these rotate
-    differently."""
-    each = said.get("rope_parameters") or {}
-    if not {_FULL, _SLIDING}.intersection(each):
-        keys = _rope_of(said, refused)
-        local = said.get(hf.local_rope) if hf.local_rope else None
-        if hf.local_rope and each and not said.get("rope_scaling"):  # transformers 5.24 would ignore it
-            refused.append(f"rope_parameters without {_FULL} and {_SLIDING}")
-    else:
-        outside = {name: value for name, value in said.items() if name not in ("rope_parameters", "rope_theta")}
-        theta = said.get("rope_theta") or 10000
-        keys = _rope_of({"rope_theta": theta, **outside, "rope_parameters": each.get(_FULL) or {}}, refused)
-        inner = each.get(_SLIDING) or {}
-        local = inner.get("rope_theta") or said.get(hf.local_rope or "rope_theta")
-        if inner.get("rope_type", "default") != "default" or inner.keys() - {"rope_type", "rope_theta"}:
-            refused.append(f"rope_parameters.{_SLIDING}={shortened(str(inner))} (known: rope_theta, without scaling)")
-        if not hf.local_rope and each.get(_FULL) != inner:
-            refused.append("rope_parameters that differ between kinds of layers")
-            local = None
-    if local is None or not keys:
-        return keys
-    if not keys.get("rope_truncate", True):  # transformers 5.24 does not read it in the RoPE of one kind of layers
-        refused.append("truncate=false in RoPE of kind yarn")
-    if local != int(local):
-        refused.append(
-            f"the RoPE of layers with a window has the base {local} (local_rope_max_timescale is an integer)"
-        )
-    scaled = keys["rope_type"] != "default" or keys["rope_linear_scaling_factor"] != 1
-    return keys | ({LOCAL: int(local)} if scaled or local != keys["rope_max_timescale"] else {})
-
-
-def _rope_of(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
-    rope = dict(said.get("rope_scaling") or said.get("rope_parameters") or {})
-    kind = rope.pop("rope_type", None) or rope.get("type") or "default"
-    rope.pop("type", None)
-    theta = rope.pop("rope_theta", None) or said.get("rope_theta") or 10000
-    if kind not in ROPE_TYPES:
-        refused.append(f"rope_type={shortened(kind)} (known: {', '.join(ROPE_TYPES)})")
-        return {}
-    if theta != int(theta):
-        refused.append(f"rope_theta={theta} (rope_max_timescale is an integer)")
-    if {rope.pop("partial_rotary_factor", None), said.get("partial_rotary_factor")} - {None, 1}:
-        refused.append("partial_rotary_factor other than 1")
-    needed, allowed = _ROPE_WORDS[kind]
-    if unknown := sorted(rope.keys() - {*needed, *allowed, "original_max_position_embeddings"}):
-        refused.append(f"{shortened(', '.join(unknown))} in RoPE of kind {kind}")
-    if lacking := [name for name in needed if rope.get(name) is None]:
-        refused.append(f"RoPE of kind {kind} without {', '.join(lacking)}")
-        return {}
-    keys: dict[str, Any] = {
-        "rope_type": ROPE_TYPES[kind],
-        "rope_min_timescale": 1,
-        "rope_max_timescale": int(theta),
-    }
-    if ROPE_TYPES[kind] == "default":
-        return keys | {"rope_linear_scaling_factor": float(rope.get("factor") or 1.0)}
-    own = [length for at in (rope, said) if (length := at.get("original_max_position_embeddings"))]
-    if len(set(own)) > 1:
-        refused.append(f"two values of original_max_position_embeddings, {own[0]} in RoPE and {own[1]}")
-    original = next(iter(own), None) or said.get("max_position_embeddings")
-    if original is None:
-        refused.append(f"RoPE of kind {kind} without original_max_position_embeddings or max_position_embeddings")
-        return {}
-    keys |= {"rope_factor": float(rope["factor"]), "original_max_position_embeddings": original}
-    if kind == "llama3":
-        low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
-        return keys | {"rope_low_freq_factor": low, "rope_high_freq_factor": high}
-    return keys | {
-        "beta_fast": float(rope.get("beta_fast") or 32),
-        "beta_slow": float(rope.get("beta_slow") or 1),
-        "rope_truncate": bool(rope.get("truncate", True)),
-        "rope_attention_scaling": _scales_attention(rope, refused),
-    }
-
-
-def _scales_attention(rope: Mapping[str, Any], refused: list[str]) -> bool:
-    """Returns whether YaRN scales queries and keys by the paper's factor (Peng et al. 2023, arXiv:2309.00071) and not
-    by 1."""
-    usual = _yarn_scale(rope["factor"])
-    factor = rope.get("attention_factor")
-    if factor is None and rope.get("mscale") and rope.get("mscale_all_dim"):
-        factor = _yarn_scale(rope["factor"], rope["mscale"]) / _yarn_scale(rope["factor"], rope["mscale_all_dim"])
-    elif factor is None:
-        factor = usual
-    if factor == 1:
-        return False
-    if not math.isclose(factor, usual, rel_tol=1e-6):
-        refused.append(f"YaRN's attention_factor={factor:.6g} (known: 1, and {usual:.6g} of its factor)")
-    return True
-
-
-def _yarn_scale(factor: float, mscale: float = 1.0) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-
 def config_json(config: Config, dtype: str, neutral: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the content of config.json for a resolved configuration whose tensors are written in `dtype`.
 
@@ -356,7 +251,7 @@ def config_json(config: Config, dtype: str, neutral: Mapping[str, Any]) -> dict[
         hf.activation: theirs[config.mlp_activations[0]],
         "rms_norm_eps": config.normalization_layer_epsilon,
         "tie_word_embeddings": config.logits_via_embedding,
-        **_rope_fields(hf, config),
+        **rope_fields(hf, config),
         "max_position_embeddings": _context_length(config),
         "torch_dtype": dtype,
     }
@@ -413,37 +308,6 @@ def _their_size(config: Config, key: str) -> Any:
     return None if key in _NONE and not value else value
 
 
-def _rope_fields(hf: HuggingFace, config: Config) -> dict[str, Any]:
-    theta, scaling = float(config.rope_max_timescale), _rope_scaling(config)
-    fields = {"rope_theta": theta, "rope_scaling": scaling}
-    if not hf.local_rope:
-        return fields
-    local = float(config[LOCAL] if config[LOCAL] > 0 else theta)
-    full = {"rope_type": "default", "rope_theta": theta, **(scaling or {})}
-    each = {_FULL: full, _SLIDING: {"rope_type": "default", "rope_theta": local}}
-    return {**fields, hf.local_rope: local, "rope_parameters": each}
-
-
-def _rope_scaling(config: Config) -> dict[str, Any] | None:
-    if config.rope_type == "default":
-        factor = config.rope_linear_scaling_factor
-        return None if factor == 1 else {"rope_type": "linear", "factor": factor}
-    scaling = {
-        "rope_type": {ours: name for name, ours in ROPE_TYPES.items()}[config.rope_type],
-        "factor": config.rope_factor,
-        "original_max_position_embeddings": config.original_max_position_embeddings,
-    }
-    if config.rope_type == "llama3.1":
-        low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-        return scaling | {"low_freq_factor": low, "high_freq_factor": high}
-    scaling |= {"beta_fast": config.beta_fast, "beta_slow": config.beta_slow, "truncate": config.rope_truncate}
-    if is_latent(config) and config.mscale:
-        scaling |= {"mscale": config.mscale, "mscale_all_dim": config.mscale}
-        if config.rope_attention_scaling:
-            scaling["attention_factor"] = _yarn_scale(config.rope_factor)
-    return scaling if config.rope_attention_scaling else scaling | {"attention_factor": 1.0}
-
-
 def _latent_fields(hf: HuggingFace, config: Config) -> dict[str, Any]:
     """Returns the inverse of `_latent_keys`."""
     grouped = config.n_routing_groups > 1
@@ -463,7 +327,7 @@ def _inexpressible(config: Config) -> list[str]:
     conditions = {
         **{name: config[name] != 0 and name not in hf.sizes for name in _NONE},
         SCALAR: config[SCALAR] not in (0, config.head_dim) and (SCALAR not in hf.sizes or config[SCALAR] % 1 != 0),
-        LOCAL: not _can_rotate(hf, config),
+        LOCAL: not can_rotate(hf, config),
         "rope_truncate": bool(hf.local_rope) and config.rope_type == "yarn" and not config.rope_truncate,
         "mlp_activations": not gated,
         "normalize_embedding_logits": tied_scaled,
@@ -480,14 +344,3 @@ def _inexpressible(config: Config) -> list[str]:
         LOCAL: ": there RoPE in layers with a window is never scaled, and has a base of its own in some families only"
     }
     return [f"{key}={config[key]}{why.get(key, '')}" for key, refused in conditions.items() if refused]
-
-
-def _can_rotate(hf: HuggingFace, config: Config) -> bool:
-    """Returns whether config.json can say how layers with a window rotate."""
-    if not has_window(config):
-        return True
-    local, theta = config[LOCAL], config.rope_max_timescale
-    plain = config.rope_type == "default" and config.rope_linear_scaling_factor == 1
-    if not hf.local_rope:
-        return local == -1 or (plain and local == theta)
-    return (plain if local == -1 else True) and (hf.local_rope != "rope_theta" or local in (-1, theta))
