@@ -11,7 +11,6 @@ as {"value": array}. These differences from our checkpoints are converted (docs/
 """
 
 import functools
-import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,6 @@ _FINAL_NORM = "decoder/decoder_norm/"
 _ROOTS = (ROOT, "", "model/", "base/", "model_params/")
 _VALUE = "/value"
 _RANDOM = {"rngs", "dropout"}  # state at these locations that is not parameters
-_ONE_LAYER = re.compile(r"decoder/[a-z_]+_[0-9]+/")  # the beginning of a name in a layer that is not scanned
 UNCHANGED = (1.0, 0.0)
 # How a tensor becomes ours: the axis of its layers, or -1 if it holds one layer; the number of entries of heads that
 # are reordered, and whether to pairs (`reordered`); factor and offset, see `conversion`.
@@ -108,7 +106,8 @@ class MaxTextSource:
                 f"{self.path}: RoPE is assumed to rotate a head's entries as {order}, like MaxText with "
                 f"model_name={config.model_name} and rope_type={config.rope_type}"
             )
-        scanned = not any(_ONE_LAYER.match(name) for name in self._headers)
+        single = tuple(f"decoder/{LAYERS if it.name == REMAINDER else it.name}_0/" for it in stacks(config))
+        scanned = not any(name.startswith(single) for name in self._headers)
         if self._said.get(SCAN, scanned) != scanned:
             layers = "stacked" if scanned else "stored one by one"
             lines.append(

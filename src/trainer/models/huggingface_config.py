@@ -44,19 +44,7 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
     """
     if wrong := mistyped(data):
         raise UserError("\n  ".join([f"{where}: values that are not allowed in config.json:", *wrong]))
-    own = [decoder_block] if ":" in decoder_block and family(decoder_block).hugging_face else []
-    declared = [(block, hf) for block in [*FAMILIES, *own] for hf in family(block).hugging_face]
-    known = {name: (block, hf) for block, hf in declared for name in (hf.model_type, *hf.aliases)}
-    if data.get("model_type", "") not in known:
-        given = shortened(data.get("model_type", "(absent)"))
-        if isinstance(data.get("text_config"), Mapping):
-            others = [name for name in data if name.endswith("_config")]
-            raise UserError(
-                f"{where}: model_type={given} is more than a model of text: it has {shortened(', '.join(others))}. "
-                "Only the text model can be read; docs/guides/weights.md shows how transformers writes it alone"
-            )
-        raise UserError(f"{where}: model_type={given} is not known; known: {', '.join(known)}")
-    block, hf = known[data["model_type"]]
+    block, hf = _declaration(data, where, decoder_block)
     # A base of RoPE that is null is as good as absent.
     bases = (THETA, hf.local_rope)
     stated = {name: value for name, value in data.items() if value is not None or name not in bases}
@@ -108,6 +96,27 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
     return keys
 
 
+def _declaration(data: Mapping[str, Any], where: str, decoder_block: str) -> tuple[str, HuggingFace]:
+    """Returns the family of the model type of `data`, and its declaration. For the arguments see `model_keys`.
+
+    Raises:
+      UserError: no family declares it.
+    """
+    own = [decoder_block] if ":" in decoder_block and family(decoder_block).hugging_face else []
+    declared = [(block, hf) for block in [*FAMILIES, *own] for hf in family(block).hugging_face]
+    known = {name: (block, hf) for block, hf in declared for name in (hf.model_type, *hf.aliases)}
+    if data.get("model_type", "") not in known:
+        given = shortened(data.get("model_type", "(absent)"))
+        if isinstance(data.get("text_config"), Mapping):
+            others = [name for name in data if name.endswith("_config")]
+            raise UserError(
+                f"{where}: model_type={given} is more than a model of text: it has {shortened(', '.join(others))}. "
+                "Only the text model can be read; docs/guides/weights.md shows how transformers writes it alone"
+            )
+        raise UserError(f"{where}: model_type={given} is not known; known: {', '.join(known)}")
+    return known[data["model_type"]]
+
+
 def float8_block(data: Mapping[str, Any]) -> tuple[int, int] | None:
     """Returns the rows and columns of a weight that share a scale, if config.json declares block-scaled weights: float8
     e4m3 with one scale per block (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). Otherwise returns None."""
@@ -126,9 +135,9 @@ def _switched_on(hf: HuggingFace, said: Mapping[str, Any]) -> list[str]:
     names += ["quantization_config"] if said.get("quantization_config") and not float8_block(said) else []
     names += [name for name, only in hf.only.items() if said.get(name) not in (None, only)]
     names += [name for name in hf.off if said.get(name)]
-    names += ["use_sliding_window"] if said.get("use_sliding_window") and not (hf.window or hf.only) else []
+    names += ["use_sliding_window"] if said.get("use_sliding_window") and hf.window != "switched" else []
     names += [] if said.get("is_causal", True) else ["is_causal"]
-    return [f"{name}={shown(said[name])}" for name in names]
+    return [f"{name}={shown(said[name])}" for name in dict.fromkeys(names)]
 
 
 def _contradicting_counts(hf: HuggingFace, data: Mapping[str, Any]) -> list[str]:

@@ -76,11 +76,12 @@ _READ = (
     *("model_type", "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "layer_types"),
     *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings"),
     *("attention_bias", "mlp_bias", "is_causal", "quantization_config", "num_nextn_predict_layers", "num_mtp_layers"),
+    "use_sliding_window",
 )
 _WINDOW = {
-    "": ("use_sliding_window",),
+    "": (),
     "given": ("sliding_window",),
-    "switched": ("sliding_window", "use_sliding_window", "max_window_layers"),
+    "switched": ("sliding_window", "max_window_layers"),
     "alternating": ("sliding_window",),
 }
 # Fields that do not change the function of a text model in evaluation: settings of training, of generation, of the

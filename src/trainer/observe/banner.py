@@ -122,8 +122,8 @@ def _windows(config: Config) -> str:
     if not has_window(config):
         return ""
     every = period(config)
-    which = f", in 1 of {every} layers without" if 1 < every <= config.base_num_decoder_layers else ""
-    return f" within {counted(config.sliding_window_size, 'token')}{which}"
+    whole = f"; 1 layer in {every} attends to the whole document" if 1 < every <= config.base_num_decoder_layers else ""
+    return f", sliding window of {counted(config.sliding_window_size, 'token')}{whole}"
 
 
 def _feed_forward(config: Config) -> str:

@@ -166,6 +166,9 @@ FAMILIES = {
         "logits_via_embedding": True,
     },
     "olmo3": {"decoder_block": "olmo3", "sliding_window_size": 32, "use_qk_norm": True, "logits_via_embedding": False},
+    "gemma, tied": {"decoder_block": "gemma", "logits_via_embedding": True},
+    "olmo2": {"decoder_block": "olmo2", "use_qk_norm": True, "logits_via_embedding": False},
+    "smollm3": {"decoder_block": "smollm3", "nope_layer_interval": 2, "logits_via_embedding": False},
     "qwen3, untied": {"decoder_block": "qwen3", "use_qk_norm": True, "logits_via_embedding": False},
 }
 

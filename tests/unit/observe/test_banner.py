@@ -71,14 +71,14 @@ def test_the_start_names_the_attention_op_and_what_bars_the_kernel(platform, ove
     ("keys", "said"),
     [
         ({}, "dot_product"),
-        ({"attention_type": "local_sliding", "sliding_window_size": 5}, "dot_product within 5 tokens"),
+        ({"attention_type": "local_sliding", "sliding_window_size": 5}, "dot_product, sliding window of 5 tokens"),
         (
             {"decoder_block": "gemma2", "sliding_window_size": 5},
-            "dot_product within 5 tokens, in 1 of 2 layers without",
+            "dot_product, sliding window of 5 tokens; 1 layer in 2 attends to the whole document",
         ),
         (
             {"decoder_block": "gemma3", "sliding_window_size": 5},
-            "dot_product within 5 tokens",
+            "dot_product, sliding window of 5 tokens",
         ),  # the model has two layers
     ],
 )

@@ -5,6 +5,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+
 from trainer.config import Config
 from trainer.layers.norm import RMSNorm
 from trainer.layers.stack import Stack
@@ -32,11 +34,11 @@ class Block(llama2.Block):
         del config
         self.pre_self_attention_norm, self.pre_ffw_norm = norm(), norm()
 
-    def attention_input(self, x_bte: Any) -> Any:
+    def attention_input(self, x_bte: jax.Array) -> jax.Array:
         """See `llama2.Block.attention_input`."""
         return self.pre_self_attention_norm(x_bte)
 
-    def feed_forward_input(self, x_bte: Any) -> Any:
+    def feed_forward_input(self, x_bte: jax.Array) -> jax.Array:
         """See `llama2.Block.feed_forward_input`."""
         return self.pre_ffw_norm(x_bte)
 

@@ -4,6 +4,8 @@ layer attends within a window. Scores and logits have soft caps."""
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from trainer.config import Config
 from trainer.layers.stack import Stack
 from trainer.models.families import Place
@@ -27,11 +29,11 @@ class Block(gemma.Block):
         self.post_self_attention_norm = norm() if config.use_post_attn_norm else None
         self.post_ffw_norm = norm() if config.use_post_ffw_norm else None
 
-    def attention_output(self, h_bte: Any) -> Any:
+    def attention_output(self, h_bte: jax.Array) -> jax.Array:
         """See `llama2.Block.attention_output`."""
         return h_bte if self.post_self_attention_norm is None else self.post_self_attention_norm(h_bte)
 
-    def feed_forward_output(self, h_bte: Any) -> Any:
+    def feed_forward_output(self, h_bte: jax.Array) -> jax.Array:
         """See `llama2.Block.feed_forward_output`."""
         return h_bte if self.post_ffw_norm is None else self.post_ffw_norm(h_bte)
 
@@ -83,10 +85,7 @@ FAMILY = Family(
             "gemma2",
             "Gemma2ForCausalLM",
             LAYOUTS,
-            defaults={
-                **DEFAULTS,
-                **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-            },
+            defaults={**DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
             activation="hidden_activation",
             window="alternating",
             period=2,

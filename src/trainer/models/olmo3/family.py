@@ -38,13 +38,10 @@ FAMILY = Family(
             "olmo3",
             "Olmo3ForCausalLM",
             LAYOUTS,
-            defaults={
-                **{"rms_norm_eps": 1e-5, "rope_theta": 500_000},
-                **{"sliding_window": 4096},
-            },
+            defaults={"rms_norm_eps": 1e-5, "rope_theta": 500_000, "sliding_window": 4096},
             qk_norm=True,
             window="alternating",
-            period=4,
+            period=PERIOD,
             local_rope="rope_theta",
             ignored=("sliding_window_pattern",),
         )
