@@ -197,6 +197,8 @@ def _files(run_dir):
 def _say_what_runs(console, loaded: Loaded, run, dataset, run_folder) -> None:
     import jax
 
+    from trainer.backends import quantized_and_float
+    from trainer.observe import product_rows
     from trainer.state import table
     from trainer.training import run_work
 
@@ -210,6 +212,7 @@ def _say_what_runs(console, loaded: Loaded, run, dataset, run_folder) -> None:
         work=run_work(run),
         dataset=str(dataset),
         run_dir=run_folder,
+        products=product_rows(run.config, *quantized_and_float(run.model)),
         warnings=[*loaded.warnings, *without_effect_here(run.config, loaded.changed)],
     )
     for line in chosen(loaded.config, run.config):

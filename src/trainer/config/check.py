@@ -26,6 +26,7 @@ from trainer.config.latent_keys import LATENT_CHECKS
 from trainer.config.mtp_keys import MTP_CHECKS
 from trainer.config.optimizers import groups_of
 from trainer.config.paths import path_problem
+from trainer.config.quantization_keys import QUANTIZATION_CHECKS, UNQUANTIZED
 from trainer.config.rules import collisions
 from trainer.config.schema import FLOAT32_MAX
 from trainer.config.topologies import find_topology
@@ -335,6 +336,7 @@ CHECKS = (
     Check(("profiler", "skip_first_n_steps_for_profiler", "steps"), _profiled),
     Check(("adamw_mask",), _regexes("adamw_mask")),
     Check(("trainable_parameters_mask",), _regexes("trainable_parameters_mask")),
+    Check((UNQUANTIZED,), _regexes(UNQUANTIZED)),
     Check(("learning_rate_groups",), _groups),
     *(Check(keys, _open_axes(keys)) for keys in _SIZES),
     *(
@@ -350,6 +352,7 @@ CHECKS = (
         for keys, problem in (
             *(*ATTENTION_CHECKS, *EXPERT_CHECKS, *LATENT_CHECKS, *MTP_CHECKS, *DILOCO_CHECKS, *DATA_CHECKS),
             *DECODING_CHECKS,
+            *QUANTIZATION_CHECKS,
         )
     ),
 )

@@ -16,6 +16,7 @@ from trainer.config.keys import Config
 from trainer.config.latent_keys import is_latent
 from trainer.config.optimizers import KEYS as OF_OPTIMIZERS
 from trainer.config.optimizers import TRAITS, has_first_moment
+from trainer.config.quantization_keys import QUANTIZATION_INERT
 from trainer.config.remat import OF_EXPERTS as TENSORS_OF_EXPERTS
 from trainer.config.remat import OF_MLP as TENSORS_OF_MLP
 from trainer.config.remat import OWN_TENSORS, TENSORS
@@ -194,6 +195,7 @@ INERT = (
     Inert(("dump_hlo_local_dir",), lambda c: not c.dump_hlo, "dump_hlo=false"),
     *(Inert(keys, when, reason) for keys, when, reason in DECODING_INERT),
     *(Inert(keys, when, reason) for keys, when, reason in DATA_INERT),
+    *(Inert(keys, when, reason) for keys, when, reason in QUANTIZATION_INERT),
 )
 
 

@@ -13,6 +13,7 @@ class Config(Mapping[str, Any]):
     def as_configdict(self) -> ml_collections.ConfigDict: ...
     abort_on_inf_loss: bool
     abort_on_nan_loss: bool
+    act_quantization_calibration_method: str
     adafactor_clipping_threshold: float
     adafactor_decay_rate: float
     adafactor_min_dim_size_to_factor: int
@@ -43,6 +44,8 @@ class Config(Mapping[str, Any]):
     base_output_directory: str
     beta_fast: float
     beta_slow: float
+    bwd_quantization_calibration_method: str
+    bwd_stochastic_rounding: str
     capacity_factor: float
     checkpoint_keep_period: int
     checkpoint_period: int
@@ -85,6 +88,7 @@ class Config(Mapping[str, Any]):
     diloco_outer_lr: float
     diloco_outer_momentum: float
     diloco_sync_period: int
+    drhs_grad_quantization_calibration_method: str
     dropout_rate: float
     dtype: str
     dump_hlo: bool
@@ -163,6 +167,7 @@ class Config(Mapping[str, Any]):
     log_config: bool
     log_period: int
     logical_axis_rules: tuple[Any, ...]
+    logits_proj_quant_calibration_method: str
     logits_via_embedding: bool
     lr_schedule_type: str
     max_num_checkpoints_to_keep: int | None
@@ -224,6 +229,11 @@ class Config(Mapping[str, Any]):
     qk_clip_threshold: float
     qk_nope_head_dim: int
     qk_rope_head_dim: int
+    quantization: str
+    quantization_local_shard_count: int
+    quantize_logits_proj: bool
+    quantize_mtp: bool
+    quantize_router_proj: bool
     query_pre_attn_scalar: float
     query_proj: str
     ragged_buffer_factor: float
@@ -287,6 +297,7 @@ class Config(Mapping[str, Any]):
     train_split: str
     trainable_parameters_mask: tuple[str, ...]
     trainable_position_size: int
+    unquantized_modules: tuple[str, ...]
     use_chunked_prefill: bool
     use_post_attn_norm: bool
     use_post_ffw_norm: bool
@@ -299,6 +310,7 @@ class Config(Mapping[str, Any]):
     vocab_size: int
     warmup_steps_fraction: float
     weight_dtype: str
+    weight_quantization_calibration_method: str
     wsd_decay_steps_fraction: float
     wsd_decay_style: str
     z_loss_multiplier: float

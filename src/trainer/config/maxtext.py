@@ -3,6 +3,7 @@ given."""
 
 import difflib
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +105,13 @@ def means_empty(key: Key, text: str) -> bool:
 def empty_value(name: str) -> Any:
     """Returns what the key `name` of base.yml means without a value."""
     return table()["empty"][name]
+
+
+def why_refused(name: str, value: str) -> str:
+    """Returns what to use instead of a `value` of MaxText that the key `name` of base.yml does not accept; "" if it is
+    none of MaxText's."""
+    rows = table()["refused"].get(name, {})
+    return next((why for pattern, why in rows.items() if re.fullmatch(pattern, value)), "")
 
 
 def on_preset(name: str) -> str | None:

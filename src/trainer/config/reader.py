@@ -59,7 +59,9 @@ class Reader:
             problems = [f"{error}; allowed: {key.allowed}"]
         else:
             if problem := check(key, value):
-                problems = [f"{problem}; allowed: {key.allowed}{nearest(given, map(str, key.choices))}"]
+                known = maxtext.why_refused(name, given)
+                hint = f"; {known}" if known else nearest(given, map(str, key.choices))
+                problems = [f"{problem}; allowed: {key.allowed}{hint}"]
             elif name == _RULES:
                 value, problems = read_rules(value, [rule[0] for rule in key.default])
         if problems:

@@ -10,6 +10,7 @@ ATTENTION = (*QKV, "out_proj")
 OF_MLP = ("mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo")
 OF_EXPERTS = ("moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo")
 PROJECTIONS = (*ATTENTION, *OF_MLP, *OF_EXPERTS)
+QUANTIZED = "quantization"  # MaxText's name for the quantized operands of products
 LAYER_INPUT = "decoder_layer_input"
 TENSORS = (LAYER_INPUT, "context", *PROJECTIONS)
 # The keys that list a family's own tensors, each with what remat_policy=custom does with these tensors.

@@ -29,10 +29,19 @@ def choose_products(module: M, path: str, rules: Rules, rngs: nnx.Rngs) -> M:
       rngs: for the parameters of products. It is used after `module` is made, so `module` draws what it draws without
         rules.
     """
-    for below, layer in list(nnx.iter_modules(module)) if rules else ():
-        if isinstance(layer, WithMatrices):
-            for name, kernel in layer.kernels().items():
-                if make := maker(rules, "/".join([*filter(None, [path]), *map(str, below), name])):
-                    product = make(kernel, rngs=rngs)
-                    layer.use(name, nnx.data(product) if isinstance(product, nnx.Module) else product)
+    for layer, name, kernel in matrices(module, path) if rules else ():
+        if make := maker(rules, kernel.name):
+            product = make(kernel, rngs=rngs)
+            layer.use(name, nnx.data(product) if isinstance(product, nnx.Module) else product)
     return module
+
+
+def matrices(module: nnx.Module, path: str) -> list[tuple[WithMatrices, str, Kernel]]:
+    """Returns the matrices of `module`, each with its layer and the layer's name for it. `path`: see
+    `choose_products`."""
+    return [
+        (layer, name, kernel._replace(name="/".join([*filter(None, [path]), *map(str, below), name])))
+        for below, layer in list(nnx.iter_modules(module))
+        if isinstance(layer, WithMatrices)
+        for name, kernel in layer.kernels().items()
+    ]

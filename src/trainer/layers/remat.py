@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from trainer.config.remat import ATTENTION, LAYER_INPUT, PROJECTIONS, QKV
+from trainer.config.remat import ATTENTION, LAYER_INPUT, PROJECTIONS, QKV, QUANTIZED
 from trainer.ops.rope import ROTATION
 
 # The second argument of jax.checkpoint.
@@ -21,9 +21,9 @@ Policy = Callable[..., Any]
 KEPT: dict[str, tuple[str, ...]] = {
     "full": (),
     "minimal": PROJECTIONS,
-    "minimal_with_quantization": PROJECTIONS,
+    "minimal_with_quantization": (*PROJECTIONS, QUANTIZED),
     "minimal_with_context": (*PROJECTIONS, "context"),
-    "minimal_with_context_and_quantization": (*PROJECTIONS, "context"),
+    "minimal_with_context_and_quantization": (*PROJECTIONS, "context", QUANTIZED),
     "minimal_flash": (*PROJECTIONS, "context"),
     "save_dot_with_context_except_mlp": (*ATTENTION, "context"),
     "save_dot_except_mlpwi": (*ATTENTION, "mlpwo"),

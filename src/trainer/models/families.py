@@ -23,7 +23,8 @@ from trainer.layers.stack import MakeBlock, Stack
 from trainer.models import FAMILIES
 from trainer.models.family import Family, MaxText
 from trainer.models.huggingface import HuggingFace
-from trainer.products import Context
+from trainer.models.quantization import quantization_rules
+from trainer.products import Context, Rules
 
 # The arguments of a block's call.
 _ARGUMENTS = ("x", "cache", "context")
@@ -68,12 +69,17 @@ def loads_from(decoder_block: str, trained: str) -> bool:
 
 
 def with_products(config: Config, path: str, module: Any, rngs: nnx.Rngs) -> Any:
-    """Returns `module`, whose canonical name is `path`, with the products that its family chooses."""
-    return choose_products(module, path, family(config.decoder_block).products(config), rngs)
+    """Returns `module`, whose canonical name is `path`, with the products that its family or the keys choose."""
+    return choose_products(module, path, product_rules(config), rngs)
+
+
+def product_rules(config: Config) -> Rules:
+    """Returns the rules for products: the family's, then those of quantization."""
+    return [*family(config.decoder_block).products(config), *quantization_rules(config)]
 
 
 def check_products(config: Config, names: Sequence[str]) -> None:
-    """Refuses a rule for products that matches no parameter in `names`, of arrays: a parameter may be a pytree.
+    """Refuses a rule of the family for products that matches no parameter in `names`, of arrays: a parameter may be a pytree.
 
     Raises:
       UserError: names the rules.

@@ -1,6 +1,6 @@
 """The output of a run: the console, the run directory, the metrics files. Importing it does not load JAX."""
 
-from trainer.observe.banner import Needs, work_of
+from trainer.observe.banner import Needs, product_rows, work_of
 from trainer.observe.console import Console
 from trainer.observe.events import EventsWriter
 from trainer.observe.metrics import MetricsWriter, TokensSeen
@@ -26,5 +26,6 @@ __all__ = [
     "maxtext_row",
     "open_run",
     "perplexity",
+    "product_rows",
     "work_of",
 ]

@@ -1,6 +1,8 @@
 """The summary printed at the start of a run: devices, model, batch, data."""
 
+import itertools
 import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,6 +59,7 @@ def banner_rows(
     parameters: int,
     dataset: str,
     run_dir: Path,
+    products: Sequence[tuple[str, str]] = (),
 ) -> list[tuple[str, str]]:
     """Returns (label, text) rows for the resolved `config`. For the arguments see `Console.banner`."""
     rows, length, tokens = global_batch_rows(config), config.max_target_length, work_of(config, 0.0).tokens
@@ -77,6 +80,7 @@ def banner_rows(
         ),
         ("attention", config.attention + _windows(config) + (f" ({reason})" if reason else "")),
         ("dtype", f"{config.dtype}, weights {config.weight_dtype}"),
+        *products,
         ("batch", batch),
         *([("loss", f"in {config.num_vocab_tiling} tiles of tokens")] if config.num_vocab_tiling > 1 else []),
         ("steps", f"{config.steps:,}"),
@@ -84,6 +88,24 @@ def banner_rows(
         ("data", dataset),
         ("run", str(run_dir)),
     ]
+
+
+def product_rows(config: Config, quantized: Iterable[str], left: Iterable[str]) -> list[tuple[str, str]]:
+    """Returns (label, text) rows on what is quantized: the canonical names of matrices that are, and of those `left`
+    float."""
+    if not config.quantization:
+        return []
+    return [("quantized", f"{config.quantization}: {_by_stack(quantized)}"), ("float", _by_stack(left) or "no matrix")]
+
+
+def _by_stack(names: Iterable[str]) -> str:
+    """Returns names, grouped by their first two parts, as in "decoder/layers (mlp/wi_0, mlp/wo)"."""
+    parts = [name.removesuffix("/kernel").split("/") for name in names]
+    found = []
+    for first, group in itertools.groupby(sorted(parts), lambda path: path[:2]):
+        below = ["/".join(path[2:]) for path in group]
+        found.append("/".join(first) + (f" ({', '.join(below)})" if any(below) else ""))
+    return ", ".join(found)
 
 
 def _islands(config: Config) -> str:

@@ -55,6 +55,7 @@ class Console:
         work: Work,
         dataset: str,
         run_dir: Path,
+        products: Sequence[tuple[str, str]] = (),
         warnings: Sequence[str] = (),
     ) -> None:
         """Prints the summary of the run and each warning. Call it before the first `step`.
@@ -65,6 +66,7 @@ class Console:
           parameters: the number of parameters of the model.
           work: the work of one step, from `work_of`.
           dataset: one line on the data.
+          products: rows on what is quantized (`product_rows`).
         """
         self._work, self._run_dir = work, run_dir
         self._table(
@@ -76,6 +78,7 @@ class Console:
                 parameters=parameters,
                 dataset=dataset,
                 run_dir=run_dir,
+                products=products,
             )
         )
         for warning in warnings:

@@ -10,13 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-_OF_ROWS = jax.lax.RaggedDotDimensionNumbers(
+# x @ matrix, gradient @ matrix^T, and x^T @ gradient.
+OF_ROWS = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (1,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
 )
-_OF_OUTPUTS = jax.lax.RaggedDotDimensionNumbers(
+OF_OUTPUTS = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
 )
-_OVER_ROWS = jax.lax.RaggedDotDimensionNumbers(
+OVER_ROWS = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
 )
 
@@ -29,7 +30,7 @@ def grouped_matmul(x_mk: jax.Array, matrix_gkn: jax.Array, size_g: jax.Array) ->
     maps this primitive over an axis only if all operands have that axis. Under `jax.vmap`, for example over DiLoCo's
     islands, JAX's own derivative fails if an operand lacks it.
     """
-    return _ragged(_OF_ROWS)(x_mk, matrix_gkn, size_g)
+    return _ragged(OF_ROWS)(x_mk, matrix_gkn, size_g)
 
 
 def _forward(x_mk: jax.Array, matrix_gkn: jax.Array, size_g: jax.Array) -> Any:
@@ -39,8 +40,8 @@ def _forward(x_mk: jax.Array, matrix_gkn: jax.Array, size_g: jax.Array) -> Any:
 def _backward(kept: Any, gradient_mn: jax.Array) -> Any:
     x_mk, matrix_gkn, size_g = kept
     return (
-        _ragged(_OF_OUTPUTS)(gradient_mn, matrix_gkn, size_g),
-        _ragged(_OVER_ROWS)(x_mk, gradient_mn, size_g),
+        _ragged(OF_OUTPUTS)(gradient_mn, matrix_gkn, size_g),
+        _ragged(OVER_ROWS)(x_mk, gradient_mn, size_g),
         None,
     )
 

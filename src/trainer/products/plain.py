@@ -58,6 +58,7 @@ class Kernel(NamedTuple):
     out_shape: tuple[int, ...]
     names: tuple[str | None, ...]  # the logical name of each axis of the kernel
     groups: int = 0  # 0: the kernel is [*in_shape, *out_shape]; else there are several: [groups, *in_shape, *out_shape]
+    name: str = ""  # canonical, such as decoder/layers/mlp/wo/kernel; "" for a layer outside of a model
 
 
 class MakeProduct(Protocol):

@@ -12,6 +12,7 @@ from trainer.sharding.context import (
     reduce_gradient_early,
     same_mesh,
     shard_mapped,
+    shards,
     take,
 )
 from trainer.sharding.mesh import get_mesh_from_config, make_mesh, side_devices, slice_count
@@ -41,6 +42,7 @@ __all__ = [
     "reduce_gradient_early",
     "same_mesh",
     "shard_mapped",
+    "shards",
     "side_devices",
     "slice_count",
     "spec",

@@ -105,6 +105,19 @@ def mesh_axes(name: str) -> tuple[str, ...]:
     return tuple(axis for axis in axes_of(spec([name], current[1])[0]) if axis in manual)
 
 
+def shards(names: Sequence[str | None]) -> int:
+    """Returns the number of parts into which the compiler shards an array with axes `names`; 1 outside of `on_mesh`.
+
+    Inside `shard_mapped`, manual mesh axes do not count.
+    """
+    current = _current.get()
+    if current is None:
+        return 1
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    found = {axis for of_name in spec(names, current[1]) for axis in axes_of(of_name)}
+    return math.prod(current[0].shape[axis] for axis in found if axis not in manual)
+
+
 def _sharding(names: Sequence[str | None], shape: Sequence[int]) -> NamedSharding | None:
     """Returns the sharding of an array of `shape` with axes called `names`; None outside of a mesh.
 

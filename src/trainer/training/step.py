@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from trainer.backends import TrainTree
 from trainer.config import Config
 from trainer.config.expert_keys import drops, has_experts
+from trainer.config.quantization_keys import rounds
 from trainer.layers.sown import RouterCount, Sown, Total, check_captured, combined
 from trainer.objectives import Objective
 from trainer.objectives.base import frozen_argument
@@ -92,8 +93,9 @@ def _mean(total: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def dropout_key(config: Config, step: jax.Array) -> jax.Array | None:
-    """Returns the key of all dropout in update `step`; None without dropout."""
-    if not config.enable_dropout or not (config.dropout_rate > 0 or config.attention_dropout_rate > 0):
+    """Returns the key of all dropout and stochastic rounding in update `step`; None without both."""
+    drops = config.enable_dropout and (config.dropout_rate > 0 or config.attention_dropout_rate > 0)
+    if not drops and not rounds(config):
         return None
     return jax.random.fold_in(seed_key(config.init_weights_seed, DROPOUT), step)
 

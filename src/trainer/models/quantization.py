@@ -1,0 +1,68 @@
+"""Which products of a model are quantized, and how (the keys of quantized training)."""
+
+import functools
+import re
+from collections.abc import Sequence
+
+from trainer.config import Config, UserError
+from trainer.config.quantization_keys import PER_TENSOR, RECIPES, UNQUANTIZED
+from trainer.products import GroupedProduct, Kernel, MakeProduct, Product, Rules, grouped_product, product
+from trainer.products.quantized import Calibration, Recipe, quantized
+
+_ROUTER, _HEAD, _MTP = r"(^|/)gate/kernel$", r"^(decoder/logits_dense/kernel|token_embedder/embedding)$", "^mtp_block/"
+
+
+def quantization_rules(config: Config) -> Rules:
+    """Returns the rules for the matrices of a model; () if nothing is quantized."""
+    if not config.quantization:
+        return ()
+    layers, head = _recipes(config)
+    kept = [_named(pattern) for pattern in config[UNQUANTIZED]]
+    kept += [] if config.quantize_router_proj else [_ROUTER]
+    kept += [] if config.quantize_mtp else [_MTP]
+    kept += [] if config.quantize_logits_proj else [_HEAD]
+    return [*((pattern, _plain) for pattern in kept), (_HEAD, _made(head)), ("", _made(layers))]
+
+
+def _recipes(config: Config) -> tuple[Recipe, Recipe]:
+    """Returns the recipe of the layers, and that of the output head."""
+    name, backward = config.quantization, config.bwd_quantization_calibration_method
+    of_weight = config.drhs_grad_quantization_calibration_method or backward
+    methods = config.act_quantization_calibration_method, config.weight_quantization_calibration_method
+    own = config.logits_proj_quant_calibration_method
+    of_head = (own, own) if own else methods
+    of_layers, in_head = (Calibration(*both, backward, of_weight) for both in (methods, of_head))
+    parts = config.quantization_local_shard_count
+    layers = Recipe(*RECIPES[name], of_layers, name not in PER_TENSOR, config.bwd_stochastic_rounding, parts)
+    return layers, Recipe(
+        *RECIPES[name], in_head, layers.per_channel, parts=parts if config.num_vocab_tiling == 1 else 1
+    )
+
+
+def _made(recipe: Recipe) -> MakeProduct:
+    return functools.partial(quantized, recipe)
+
+
+def is_quantized(make: MakeProduct | None) -> bool:
+    """Returns whether `make`, of a rule, makes quantized products."""
+    return isinstance(make, functools.partial) and make.func is quantized
+
+
+def _plain(kernel: Kernel, *, rngs: object) -> Product | GroupedProduct:
+    return grouped_product if kernel.groups else product
+
+
+def _named(pattern: str) -> str:
+    """Returns a pattern that finds `pattern` among the parts of a name, as in mlp/wo."""
+    return f"(^|/)(?:{pattern})(/|$)"
+
+
+def check_unquantized(config: Config, names: Sequence[str]) -> None:
+    """Refuses patterns of unquantized_modules that match none of the matrices `names`.
+
+    Raises:
+      UserError: names the patterns.
+    """
+    patterns = config[UNQUANTIZED] if config.quantization else ()
+    if unused := [pattern for pattern in patterns if not any(re.search(_named(pattern), name) for name in names)]:
+        raise UserError(f"{UNQUANTIZED}: {', '.join(unused)} matches no matrix; the matrices are: {', '.join(names)}")

@@ -1,0 +1,353 @@
+"""Products of quantized operands, in the forward and in the backward pass. Qwix quantizes and multiplies.
+
+This is the only module that knows Qwix's classes. Its products have a backward pass of their own (docs/decisions/0025).
+"""
+
+import functools
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import qwix
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from qwix._src.core import qarray, stochastic_rounding
+
+from trainer import sharding
+from trainer.config import UserError
+from trainer.config.remat import QUANTIZED
+from trainer.ops.grouped import OF_OUTPUTS, OF_ROWS, OVER_ROWS
+from trainer.products.context import Context
+from trainer.products.plain import EarlyReduction, GroupedProduct, Kernel, Product
+
+LEAST_PER_SCALE = 128  # with fewer values per scale, Qwix multiplies floating-point numbers
+_ROWS = sharding.Axes(("activation_batch", "activation_length"))
+DEVICES = -1  # `Recipe.parts`: as many as devices share the rows
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How the range of each operand is found: Qwix's methods, such as "absmax", "absmax,0.9", "rms,3" or "fixed,-1,1".
+
+    Attributes:
+      activation, weight: of the forward pass.
+      gradient: of the output's gradient in the product that computes the gradient of activations.
+      weight_gradient: of the output's gradient in the product that computes the gradient of the weight.
+    """
+
+    activation: str = "absmax"
+    weight: str = "absmax"
+    gradient: str = "absmax"
+    weight_gradient: str = "absmax"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a product is quantized.
+
+    Attributes:
+      forward: dtype of activations and weights, such as "int8" or "float8_e4m3fn".
+      backward: dtype of the output's gradient.
+      per_channel: one scale for each row of activations and each output of the weight; otherwise one for each operand.
+      rounding: "" to the nearest; "uniform" or "low_bit_uniform": gradients are rounded stochastically, with Qwix's
+        noise of that name. Only for integers.
+      parts: the number of parts of the rows of a batch in which the output's gradient has its own scales, when the
+        gradient of the weight is computed.
+    """
+
+    forward: str
+    backward: str
+    calibration: Calibration = Calibration()
+    per_channel: bool = True
+    rounding: str = ""
+    parts: int = 1
+
+
+def quantized(recipe: Recipe, kernel: Kernel, *, rngs: nnx.Rngs) -> Product | GroupedProduct:
+    """Returns the product of `kernel` by `recipe`; with `functools.partial`, a `MakeProduct`."""
+    del rngs
+    return _Grouped(recipe, kernel) if kernel.groups else _Dense(recipe, kernel)
+
+
+@dataclass(frozen=True)
+class _Dense:
+    """A `Product`."""
+
+    recipe: Recipe
+    kernel: Kernel
+
+    def __call__(
+        self,
+        x: jax.Array,
+        inputs: int,
+        kernel: jax.Array,
+        reduce_early: EarlyReduction | None = None,
+        context: Context | None = None,
+    ) -> jax.Array:
+        kernel = kernel.astype(x.dtype)
+        if reduce_early is not None:
+            x, kernel = reduce_early(x, kernel)
+        rows = x.ndim - inputs
+        how = _How(self.recipe, rows, inputs, parts=_parts(self.recipe, prod(x.shape[:rows])), on_tpu=sharding.on_tpu())
+        return _multiply(how, x, kernel, None, _noise_keys(self.recipe, self.kernel, context))
+
+
+@dataclass(frozen=True)
+class _Grouped:
+    """A `GroupedProduct`. Scales of the weight's gradient are over the rows of one product: of a device."""
+
+    recipe: Recipe
+    kernel: Kernel
+
+    def __call__(
+        self, x: jax.Array, kernel: jax.Array, sizes: jax.Array | None, context: Context | None = None
+    ) -> jax.Array:
+        keys = _noise_keys(self.recipe, self.kernel, context)
+        how = _How(
+            self.recipe,
+            rows=1,
+            grouped=True,
+            # A scale over an axis of which each device has a part is over all parts.
+            shared_inputs=_parts_of(self.kernel.names[1]),
+            shared_outputs=_parts_of(self.kernel.names[2]),
+            on_tpu=sharding.on_tpu(),
+        )
+        return _multiply(how, x, kernel.astype(x.dtype), sizes, None if keys is None else keys[:1])
+
+
+def _parts_of(name: str | None) -> tuple[str, ...]:
+    """Returns the mesh axes over which the experts' axis `name` is split inside of `shard_mapped`."""
+    return sharding.mesh_axes("activation_mlp") if name == "mlp" else ()
+
+
+def _parts(recipe: Recipe, tokens: int) -> int:
+    if recipe.parts != DEVICES:
+        return recipe.parts
+    devices = sharding.shards(_ROWS)
+    return devices if tokens // devices >= LEAST_PER_SCALE else 1
+
+
+def _noise_keys(recipe: Recipe, kernel: Kernel, context: Context | None) -> jax.Array | None:
+    """Returns a key for each row of the batch; None: gradients are rounded to the nearest."""
+    if not recipe.rounding or context is None or context.key is None:
+        return None
+    own = jax.random.fold_in(context.key, zlib.crc32(f"rounding/{kernel.name}".encode()))
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(own, context.rows)
+
+
+@dataclass(frozen=True)
+class _How:
+    """What the backward pass needs to know, which is traced later.
+
+    Shapes: x [*rows, *in], kernel [*in, *out]; of groups, kernel [g, in, out], and x [g, rows, in] or, sorted by group,
+    [rows, in].
+
+    Attributes:
+      rows, inputs: the numbers of axes of rows, without that of groups, and of `in`.
+      grouped: whether the kernel has groups.
+      shared_inputs, shared_outputs: the mesh axes of devices that have parts of `in` and `out`.
+      parts: see `Recipe`; here always a number.
+      on_tpu: whether the product runs on a TPU.
+    """
+
+    recipe: Recipe
+    rows: int
+    inputs: int = 1
+    grouped: bool = False
+    shared_inputs: tuple[str, ...] = ()
+    shared_outputs: tuple[str, ...] = ()
+    parts: int = 1
+    on_tpu: bool = False
+
+    def quantize(
+        self,
+        x: jax.Array,
+        dtype: str,
+        method: str,
+        over: Sequence[int],
+        shared: tuple[str, ...] = (),
+        noise: jax.Array | None = None,
+        tiles: dict[int, int] | None = None,
+    ) -> tuple[qarray.QArray, Any]:
+        """Returns `x`, quantized with scales over the axes `over`, and its calibration.
+
+        Args:
+          shared: the mesh axes of devices that have parts of `over`.
+          noise: is added before rounding; it lacks the last axes of `x`.
+          tiles: the number of entries of an axis that share a scale.
+        """
+        channels = [axis for axis in range(x.ndim) if axis not in over]
+        of_groups = [0] if self.grouped and x.ndim == 3 else []
+        how = qarray.HowToQuantize(
+            qtype=jnp.dtype(dtype),
+            channelwise_axes=channels if self.recipe.per_channel else of_groups,
+            tiled_axes=tiles or {},
+            calibration_method=method,
+        )
+        found = qarray.calibrate(x, how)
+        if shared:
+            found = _of_all(found, method, shared)
+        scale, zero_point = qarray.compute_scale_zero_point(found, how.qtype)
+        add = None if noise is None else lambda shape: noise.reshape(*noise.shape, *[1] * (len(shape) - noise.ndim))
+        return qarray.quantize_with_scale_zero_point(x, how.qtype, scale, zero_point, add), found
+
+    def multiply(self, left: Any, right: Any, dimensions: Any, sizes: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+        """Returns the product in `dtype`. `dimensions`: those of `jax.lax.dot_general`, or with `sizes` of
+        `ragged_dot_general`."""
+        left, right = self._supported(left), self._supported(right)
+        if sizes is None:
+            return qwix.dot_general(left, right, dimensions, preferred_element_type=dtype)
+
+        @jax.custom_batching.sequential_vmap
+        def product(left: Any, right: Any, sizes: jax.Array) -> jax.Array:  # see `ops.grouped.grouped_matmul`
+            return qwix.ragged_dot_general(left, right, sizes, dimensions, preferred_element_type=dtype)
+
+        return product(left, right, sizes)
+
+    def _supported(self, x: Any) -> Any:
+        """Returns int4 as int8 except on a TPU: other compilers of XLA fail on many products of int4. The result is the
+        same."""
+        if self.on_tpu:
+            return x
+        return jax.tree.map(lambda part: part.astype(jnp.int8) if part.dtype == jnp.int4 else part, x)
+
+
+def _of_all(found: Any, method: str, axes: tuple[str, ...]) -> Any:
+    """Returns the calibration over the parts of all devices along mesh `axes`."""
+    if method.startswith("rms"):
+        return jax.tree.map(lambda rms: jnp.sqrt(jax.lax.pmean(rms**2, axes)), found)
+    return jax.lax.pmax(found, axes)
+
+
+class _Kept(NamedTuple):
+    """What the forward pass keeps of an operand: quantized; if its method clips, also as it was, and its range."""
+
+    value: qarray.QArray
+    clipped: tuple[jax.Array, Any] | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _multiply(
+    how: _How, x: jax.Array, kernel: jax.Array, sizes: jax.Array | None, noise_keys: jax.Array | None
+) -> jax.Array:
+    """Returns the product of the quantized operands in the dtype of `x`. The backward pass quantizes the gradient of
+    the result twice, for its products with the quantized kernel and with the quantized `x`. Rounding has the gradient
+    of the identity; clipping to a range has gradient 0 outside of it."""
+    return _forward(how, x, kernel, sizes, noise_keys)[0]
+
+
+def _forward(how: _How, x: jax.Array, kernel: jax.Array, sizes: Any, noise_keys: Any) -> tuple[jax.Array, Any]:
+    recipe, first = how.recipe, int(how.grouped)
+    in_x, in_kernel = range(x.ndim - how.inputs, x.ndim), range(first, first + how.inputs)
+    methods = recipe.calibration
+    kept_x, kept_kernel = (
+        _keep(how, value, method, over)
+        for value, method, over in ((x, methods.activation, in_x), (kernel, methods.weight, in_kernel))
+    )
+    dims = OF_ROWS if sizes is not None else ((tuple(in_x), tuple(in_kernel)), _batch(how, sizes))
+    out = how.multiply(kept_x.value, kept_kernel.value, dims, sizes, x.dtype)
+    return out, (kept_x, kept_kernel, sizes, noise_keys)
+
+
+def _keep(how: _How, x: jax.Array, method: str, over: Sequence[int]) -> _Kept:
+    value, found = how.quantize(x, how.recipe.forward, method, over, how.shared_inputs)
+    value = jax.tree.map(lambda part: checkpoint_name(part, QUANTIZED), value)
+    return _Kept(value, (x, found) if clips(method) else None)
+
+
+def clips(method: str) -> bool:
+    """Returns whether values may be outside of the range that a calibration method finds."""
+    name, *factor = method.split(",")
+    return name != "absmax" or bool(factor and float(factor[0]) < 1)
+
+
+def _batch(how: _How, sizes: jax.Array | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return ((0,), (0,)) if how.grouped and sizes is None else ((), ())
+
+
+def _backward(how: _How, kept: Any, gradient: jax.Array) -> tuple[Any, ...]:
+    kept_x, kept_kernel, sizes, noise_keys = kept
+    x_grad = _x_gradient(how, kept_kernel.value, gradient, sizes, noise_keys)
+    kernel_grad = _kernel_gradient(how, kept_x.value, gradient, sizes, noise_keys)
+    methods = how.recipe.calibration
+    return (
+        _inside(x_grad, kept_x.clipped, methods.activation),
+        _inside(kernel_grad, kept_kernel.clipped, methods.weight),
+        None,
+        None,
+    )
+
+
+_multiply.defvjp(_forward, _backward)
+
+
+def _inside(gradient: jax.Array, clipped: tuple[jax.Array, Any] | None, method: str) -> jax.Array:
+    return gradient if clipped is None else qarray.clip_gradient_to_calibration(gradient, *clipped, method)
+
+
+def _x_gradient(how: _How, kernel: qarray.QArray, gradient: jax.Array, sizes: Any, noise_keys: Any) -> jax.Array:
+    """The scales of the kernel's outputs belong to the axis that is contracted here, so they go into the gradient."""
+    first, ndim = int(how.grouped), gradient.ndim
+    outputs = kernel.ndim - first - how.inputs
+    out, out_kernel = range(ndim - outputs, ndim), range(first + how.inputs, kernel.ndim)
+    scaled = gradient * _scale_of_outputs(how, kernel.scale, gradient, sizes)
+    noise = _noise(how, noise_keys, 0, gradient.shape)
+    methods = how.recipe.calibration
+    value, _ = how.quantize(scaled, how.recipe.backward, methods.gradient, out, how.shared_outputs, noise)
+    dims = OF_OUTPUTS if sizes is not None else ((tuple(out), tuple(out_kernel)), _batch(how, sizes))
+    return how.multiply(value, kernel.qvalue, dims, sizes, gradient.dtype)
+
+
+def _scale_of_outputs(how: _How, scale: jax.Array, gradient: jax.Array, sizes: jax.Array | None) -> jax.Array:
+    if not how.grouped:
+        return scale.reshape((1,) * how.rows + scale.shape[how.inputs :])
+    if sizes is None:
+        return scale  # [g, 1, out]
+    of_row = jax.custom_batching.sequential_vmap(lambda *args: jax.lax.ragged_dot_general(*args, OF_ROWS))
+    return of_row(jnp.ones((gradient.shape[0], 1), scale.dtype), scale, sizes)
+
+
+def _kernel_gradient(how: _How, x: qarray.QArray, gradient: jax.Array, sizes: Any, noise_keys: Any) -> jax.Array:
+    """The scales of rows belong to the axis that is contracted here, so they go into the gradient."""
+    first = int(how.grouped and sizes is None)
+    rows = range(first, first + how.rows)
+    scale = x.scale.reshape(x.scale.shape[: first + how.rows] + (1,) * (gradient.ndim - first - how.rows))
+    value, scaled, noise = x.qvalue, gradient * scale, _noise(how, noise_keys, 1, gradient.shape)
+    tiles = {}
+    if how.parts > 1:  # then the rows are one axis
+        value, scaled = (a.reshape(-1, *a.shape[how.rows :]) for a in (value, scaled))
+        rows, tiles = range(1), {0: _per_part(len(scaled), how.parts)}
+        noise = None if noise is None else noise.reshape(-1)
+    methods = how.recipe.calibration
+    scaled, _ = how.quantize(scaled, how.recipe.backward, methods.weight_gradient, rows, noise=noise, tiles=tiles)
+    dims = OVER_ROWS if sizes is not None else ((tuple(rows), tuple(rows)), _batch(how, sizes))
+    return how.multiply(value, scaled, dims, sizes, gradient.dtype)
+
+
+def _per_part(tokens: int, parts: int) -> int:
+    """Returns the number of tokens of a part.
+
+    Raises:
+      UserError: parts would be unequal, or too small.
+    """
+    if tokens % parts or tokens // parts < LEAST_PER_SCALE:
+        raise UserError(
+            f"quantization_local_shard_count={parts}: a microbatch has {tokens} tokens; it must have a multiple of "
+            f"{parts} tokens, and at least {LEAST_PER_SCALE} in each part"
+        )
+    return tokens // parts
+
+
+def _noise(how: _How, keys: jax.Array | None, number: int, shape: Sequence[int]) -> jax.Array | None:
+    """Returns noise for each row of a gradient of `shape`; None without keys."""
+    if keys is None:
+        return None
+    draw = getattr(stochastic_rounding, f"{how.recipe.rounding}_noise")
+    one = lambda key, shape: draw(jax.random.fold_in(key, number), tuple(shape))  # noqa: E731
+    if how.grouped:
+        return one(keys[0], shape[:-1])
+    return jax.vmap(lambda key: one(key, shape[1 : how.rows]))(keys)
