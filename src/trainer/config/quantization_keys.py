@@ -1,6 +1,7 @@
 """Keys of quantized training: the recipes, what is quantized, and their checks."""
 
 import math
+from collections.abc import Callable
 
 from trainer.config.expert_keys import has_experts
 from trainer.config.keys import Config
@@ -46,7 +47,7 @@ def rounds(config: Config) -> bool:
     return bool(config.quantization and config[ROUNDING])
 
 
-def _method(key: str) -> tuple[tuple[str, ...], object]:
+def _method(key: str) -> tuple[tuple[str, ...], Callable[[Config], str | None]]:
     def problem(config: Config) -> str | None:
         text = config[key]
         if not text and key in MAY_BE_EMPTY:

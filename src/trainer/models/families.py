@@ -79,7 +79,8 @@ def product_rules(config: Config) -> Rules:
 
 
 def check_products(config: Config, names: Sequence[str]) -> None:
-    """Refuses a rule of the family for products that matches no parameter in `names`, of arrays: a parameter may be a pytree.
+    """Refuses a rule for products, of the family, that matches no parameter in `names`, of arrays: a parameter may be a
+    pytree.
 
     Raises:
       UserError: names the rules.

@@ -25,8 +25,8 @@ def matrix_names(config: Config) -> list[str]:
     def add(path: str, block: Any) -> None:
         if not issubclass(block_class(block), nnx.Module):
             raise UserError(
-                f"quantization={config.quantization}: {block_class(block).__name__} is a Linen module, which multiplies "
-                "itself; only the products of NNX layers are quantized"
+                f"quantization={config.quantization}: {block_class(block).__name__} is a Linen module, which has its "
+                "own products; only those of NNX layers are quantized"
             )
         jax.eval_shape(lambda: found.extend(kernel.name for *_, kernel in matrices(block(config, nnx.Rngs(0)), path)))
 

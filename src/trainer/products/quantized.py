@@ -307,8 +307,14 @@ def _scale_of_outputs(how: _How, scale: jax.Array, gradient: jax.Array, sizes: j
         return scale.reshape((1,) * how.rows + scale.shape[how.inputs :])
     if sizes is None:
         return scale  # [g, 1, out]
-    of_row = jax.custom_batching.sequential_vmap(lambda *args: jax.lax.ragged_dot_general(*args, OF_ROWS))
-    return of_row(jnp.ones((gradient.shape[0], 1), scale.dtype), scale, sizes)
+    if len(scale) == 1:  # of a fixed range
+        return scale[0]
+
+    @jax.custom_batching.sequential_vmap
+    def of_rows(ones: jax.Array, scale: jax.Array, sizes: jax.Array) -> jax.Array:
+        return jax.lax.ragged_dot_general(ones, scale, sizes, OF_ROWS)
+
+    return of_rows(jnp.ones((gradient.shape[0], 1), scale.dtype), scale, sizes)
 
 
 def _kernel_gradient(how: _How, x: qarray.QArray, gradient: jax.Array, sizes: Any, noise_keys: Any) -> jax.Array:

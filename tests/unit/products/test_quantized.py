@@ -1,0 +1,231 @@
+"""Quantized products: against Qwix, NumPy's integers, formulas written out, and experts against dense layers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from qwix._src.core import dot_general_qt
+
+from trainer.config import UserError
+from trainer.products import Context, Kernel
+from trainer.products.quantized import DEVICES, Calibration, Recipe, quantized
+
+RECIPES = {
+    "int8": Recipe("int8", "int8"),
+    "int4": Recipe("int4", "int4"),
+    "fp8": Recipe("float8_e4m3fn", "float8_e5m2"),
+    "fp8 of AMD": Recipe("float8_e4m3fnuz", "float8_e5m2fnuz"),
+    "per tensor": Recipe("float8_e4m3fn", "float8_e5m2", per_channel=False),
+    "clipped": Recipe("int8", "int8", Calibration("absmax,0.7", "fixed,-1,1", "rms,2", "fixed,0.05")),
+}
+DENSE = Kernel((32,), (3, 16), (None, None, None), name="decoder/layers/self_attention/query/kernel")
+EXPERTS = Kernel((32,), (16,), ("exp", None, None), 4)
+SIZES = np.array([10, 0, 25, 15], np.int32)
+
+
+def draw(*shape, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+X, KERNEL = draw(4, 64, 32), draw(32, 3, 16, seed=1) / 5
+
+
+def made(recipe, kernel=DENSE):
+    return quantized(recipe, kernel, rngs=None)
+
+
+def value_and_grads(fn, *args):
+    """Of a function that is not linear in the product, so that each output has a gradient of its own."""
+    return jax.jit(jax.value_and_grad(lambda *args: jnp.sum(jnp.sin(3 * fn(*args))), tuple(range(len(args)))))(*args)
+
+
+def dense(recipe, x=X, kernel=KERNEL, context=None):
+    product = made(recipe)
+    return value_and_grads(lambda x, kernel: product(x, 1, kernel, None, context), x, kernel)
+
+
+def by_qwix(recipe, x=X, kernel=KERNEL):
+    methods, whole = recipe.calibration, not recipe.per_channel
+    config = dot_general_qt.DotGeneralQtConfig(
+        lhs_qtype=jnp.dtype(recipe.forward),
+        rhs_qtype=jnp.dtype(recipe.forward),
+        dlhs_grad_qtype=jnp.dtype(recipe.backward),
+        drhs_grad_qtype=jnp.dtype(recipe.backward),
+        lhs_calibration_method=methods.activation,
+        rhs_calibration_method=methods.weight,
+        dlhs_grad_calibration_method=methods.gradient,
+        drhs_grad_calibration_method=methods.weight_gradient,
+        lhs_disable_channelwise_axes=whole,
+        rhs_disable_channelwise_axes=whole,
+        dlhs_grad_disable_channelwise_axes=whole,
+        drhs_grad_disable_channelwise_axes=whole,
+    )
+    dims = (((x.ndim - 1,), (0,)), ((), ()))
+    return value_and_grads(lambda x, kernel: dot_general_qt.dot_general_qt(x, kernel, dims, config), x, kernel)
+
+
+def assert_same_bits(left, right):
+    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        np.testing.assert_array_equal(a, b, strict=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_dense_product_has_the_bits_of_qwix(name, dtype):
+    """Result and gradients equal those of its product for training, which cannot serve experts (decision 25)."""
+    x, kernel = X.astype(dtype), KERNEL.astype(dtype)
+    assert_same_bits(dense(RECIPES[name], x, kernel), by_qwix(RECIPES[name], x, kernel))
+
+
+def test_int8_is_the_arithmetic_of_integers():
+    """The result is NumPy's product of integers times the scales, exactly; only integers are multiplied."""
+    rng = np.random.default_rng(0)
+    integers = [rng.integers(-127, 128, shape) for shape in ((4, 64, 32), (32, 3, 16))]
+    scales = 2.0 ** -rng.integers(0, 5, (4, 64, 1)), 2.0 ** -rng.integers(0, 5, (1, 3, 16))
+    x, kernel = ((value * scale).astype(np.float32) for value, scale in zip(integers, scales, strict=True))
+    x[..., :1], kernel[:1] = (
+        127.5 * scales[0],
+        127.5 * scales[1],
+    )  # the largest values give the scales, and round to 127
+    integers[0][..., 0], integers[1][0] = 127, 127
+    expected = np.tensordot(*integers, 1) * scales[0][..., None] * scales[1]
+    product = made(RECIPES["int8"])
+    np.testing.assert_array_equal(product(jnp.array(x), 1, jnp.array(kernel)), expected)
+    text = jax.jit(lambda x, kernel: product(x, 1, kernel)).lower(x, kernel).as_text()
+    assert text.count("stablehlo.dot_general") == 1
+    assert "(tensor<4x64x32xi8>, tensor<32x3x16xi8>) -> tensor<4x64x3x16xi32>" in text
+
+
+def rounded(x, axes):
+    """Returns x with its scale over `axes` divided out, as integers, and the scale."""
+    scale = np.abs(x).max(axes, keepdims=True) / 127.5
+    return np.clip(np.round(x / scale), -128, 127), scale
+
+
+def close(found, expected):
+    """In float32, some values round to the neighbouring integer."""
+    return np.linalg.norm(np.reshape(found, expected.shape) - expected) < 5e-3 * np.linalg.norm(expected)
+
+
+def pulled(fn, *args, seed=2):
+    """Returns a random gradient of the result, and the gradients of the arguments."""
+    out, pull = jax.vjp(jax.jit(fn), *args)
+    gradient = draw(*out.shape, seed=seed).astype(out.dtype)
+    return gradient, pull(gradient)
+
+
+def test_gradients_are_straight_through_and_by_hand():
+    """Rounding counts as the identity: each gradient is the product of the quantized gradient with a quantized operand.
+    Before it is quantized, the gradient takes the scales of the axis that is summed."""
+    product = made(RECIPES["int8"])
+    gradient, found = pulled(lambda x, kernel: product(x, 1, kernel), X, KERNEL)
+    x, kernel, gradient = (
+        np.reshape(np.float64(a), shape) for a, shape in ((X, (256, 32)), (KERNEL, (32, 48)), (gradient, (256, 48)))
+    )
+    (qx, sx), (qk, sk) = rounded(x, 1), rounded(kernel, 0)
+    (to_x, scale_x), (to_kernel, scale_kernel) = rounded(gradient * sk, 1), rounded(gradient * sx, 0)
+    assert close(found[0], to_x @ qk.T * scale_x)
+    assert close(found[1], qx.T @ to_kernel * scale_kernel)
+    assert not close(found[0], gradient @ kernel.T)
+    assert not close(found[1], x.T @ gradient)
+
+
+def test_a_value_outside_of_its_range_has_no_gradient():
+    recipe = Recipe("int8", "int8", Calibration("fixed,1", "fixed,0.2"))
+    _, (to_x, to_kernel) = dense(recipe)
+    np.testing.assert_array_equal(np.abs(X) > 1, to_x == 0)
+    np.testing.assert_array_equal(np.abs(KERNEL) > 0.2, to_kernel == 0)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8", "per tensor", "clipped"])
+def test_experts_multiply_as_dense_layers(name):
+    """Each expert's rows, in both forms of the product: with the same number of rows, and sorted by expert."""
+    recipe = RECIPES[name]
+    x, kernel, product = draw(50, 32), draw(4, 32, 16, seed=1) / 5, made(recipe, EXPERTS)
+    alone = made(recipe, Kernel((32,), (16,), (None, None)))
+
+    def of_expert(rows, expert, gradient):
+        out, pull = jax.vjp(lambda x, kernel: alone(x, 1, kernel), rows, kernel[expert])
+        return out, *pull(gradient)
+
+    batch = x[:48].reshape(4, 12, 32)
+    gradient, grads = pulled(lambda x, kernel: product(x, kernel, None), batch, kernel)
+    each = [of_expert(batch[i], i, gradient[i]) for i in range(4)]
+    expected = [jnp.stack(parts) for parts in zip(*each, strict=True)]
+    if recipe.per_channel:
+        np.testing.assert_allclose(product(batch, kernel, None), expected[0], rtol=1e-6)
+        assert_same_bits(grads, expected[1:])
+    gradient, (to_x, to_kernel) = pulled(lambda x, kernel: product(x, kernel, SIZES), x, kernel)
+    ends = np.cumsum(SIZES)
+    rows = [slice(end - size, end) for end, size in zip(ends, SIZES, strict=True)]
+    each = [of_expert(x[those], i, gradient[those]) for i, those in enumerate(rows) if SIZES[i]]
+    assert not to_kernel[1].any()  # an expert without rows
+    if recipe.per_channel:
+        np.testing.assert_allclose(product(x, kernel, SIZES), jnp.concatenate([out for out, *_ in each]), rtol=1e-6)
+        assert_same_bits(to_x, jnp.concatenate([one for _, one, _ in each]))
+    if name == "int8":  # the scales of the kernel's gradient are over the rows of all experts
+        (qx, sx) = rounded(np.float64(x), 1)
+        integers, scale = rounded(np.float64(gradient) * sx, 0)
+        assert close(to_kernel, np.stack([qx[those].T @ integers[those] for those in rows]) * scale)
+
+
+@pytest.mark.parametrize("sizes", [None, SIZES], ids=["batch", "sorted"])
+def test_experts_are_mapped_over_islands(sizes):
+    """`jax.vmap` over inputs, with and without an axis of the kernel."""
+    x = draw(2, 4, 12, 32) if sizes is None else draw(2, 50, 32)
+    kernel, product = draw(4, 32, 16, seed=1), made(RECIPES["int8"], EXPERTS)
+    grads = jax.grad(lambda x, kernel: jnp.sum(jnp.sin(product(x, kernel, sizes))), (0, 1))
+    each = [grads(one, kernel) for one in x]
+    assert_same_bits(jax.vmap(grads, (0, None))(x, kernel), jax.tree.map(lambda *parts: jnp.stack(parts), *each))
+    both = jnp.stack([kernel, 2 * kernel])
+    each = [grads(*pair) for pair in zip(x, both, strict=True)]
+    assert_same_bits(jax.vmap(grads)(x, both), jax.tree.map(lambda *parts: jnp.stack(parts), *each))
+
+
+def test_parts_of_the_rows_have_scales_of_their_own():
+    """With a part for each row, the gradient of the kernel is the sum over rows, however they are batched."""
+    x = draw(4, 128, 32)
+    parted = functools.partial(dense, Recipe("int8", "int8", parts=4))
+    _, (_, whole) = parted(x)
+    each = [dense(RECIPES["int8"], x[i : i + 1])[1][1] for i in range(4)]
+    np.testing.assert_allclose(whole, sum(each), rtol=1e-4, atol=1e-5)
+    assert not np.allclose(whole, dense(RECIPES["int8"], x)[1][1], rtol=1e-3)
+    # On one device there is one part; and all parts are products of integers.
+    assert_same_bits(dense(Recipe("int8", "int8", parts=DEVICES), x), dense(RECIPES["int8"], x))
+    product = made(Recipe("int8", "int8", parts=4))
+    text = jax.jit(jax.grad(lambda kernel: product(x, 1, kernel).sum())).lower(KERNEL).as_text()
+    assert "tensor<4x128x32xi8>, tensor<4x128x3x16xi8>" in text
+    with pytest.raises(UserError, match=r"shard_count=8: a microbatch has 512 tokens.* at least 128"):
+        dense(Recipe("int8", "int8", parts=8), x)
+
+
+@pytest.mark.parametrize("noise", ["uniform", "low_bit_uniform"])
+def test_stochastic_rounding_has_the_right_mean_and_follows_the_row(noise):
+    recipe = Recipe("int4", "int4", rounding=noise)
+    zeros = jnp.zeros((4, 64), jnp.int32)
+    product = made(recipe)
+
+    def grads(key, rows):
+        context = Context(zeros[rows], zeros[rows], rows, key)
+        pull = jax.vjp(lambda x, kernel: product(x, 1, kernel, None, context), X[rows], KERNEL)[1]
+        return pull(draw(4, 64, 3, 16, seed=3)[rows])
+
+    every = jnp.arange(4)
+    to_x, to_kernel = jax.jit(jax.vmap(grads, (0, None)))(jax.random.split(jax.random.key(5), 60), every)
+    assert not (to_x[0] == to_x[1]).all()
+    nearest = jax.vjp(lambda x, kernel: product(x, 1, kernel), X, KERNEL)[1](draw(4, 64, 3, 16, seed=3))
+    exact = jax.vjp(lambda x, kernel: made(Recipe("int4", "int8"))(x, 1, kernel), X, KERNEL)[1]
+    exact = exact(draw(4, 64, 3, 16, seed=3))
+    for mean, one, goal in zip((to_x.mean(0), to_kernel.mean(0)), nearest, exact, strict=True):
+        assert jnp.linalg.norm(mean - goal) < 0.3 * jnp.linalg.norm(one - goal)
+    # A row's noise depends on its index only, so a batch may be split.
+    key = jax.random.key(6)
+    whole, half = grads(key, every)[0], grads(key, every[2:])[0]
+    np.testing.assert_array_equal(whole[2:], half)
+    # Two matrices of a layer have noise of their own.
+    other = quantized(recipe, DENSE._replace(name="another"), rngs=None)
+    context = Context(zeros, zeros, every, key)
+    pull = jax.vjp(lambda x: other(x, 1, KERNEL, None, context), X)[1]
+    assert not (pull(draw(4, 64, 3, 16, seed=3))[0] == whole).all()
