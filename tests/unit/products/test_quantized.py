@@ -1,16 +1,22 @@
 """Quantized products: against Qwix, NumPy's integers, formulas written out, and experts against dense layers."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from qwix._src.core import dot_general_qt
+from support import ALL_COMBINATIONS, tiny_config
 
+from trainer import sharding
 from trainer.config import UserError
+from trainer.layers.dense import INPUT
+from trainer.models.families import axis_rules
 from trainer.products import Context, Kernel
 from trainer.products.quantized import DEVICES, Calibration, Recipe, quantized
+from trainer.sharding import make_mesh, on_mesh
 
 RECIPES = {
     "int8": Recipe("int8", "int8"),
@@ -199,6 +205,40 @@ def test_parts_of_the_rows_have_scales_of_their_own():
     assert "tensor<4x128x32xi8>, tensor<4x128x3x16xi8>" in text
     with pytest.raises(UserError, match=r"shard_count=8: a microbatch has 512 tokens.* at least 128"):
         dense(Recipe("int8", "int8", parts=8), x)
+
+
+@pytest.mark.parametrize("parts", [1, DEVICES], ids=["whole", "of devices"])
+def test_a_scale_is_over_the_whole_axis_or_of_a_device(parts):
+    """On 8 devices, whose rows are shared by 4 and inputs or outputs by 2, as on one with as many parts."""
+    config = tiny_config(ALL_COMBINATIONS[0], devices=8, ici_data_parallelism=4, ici_tensor_parallelism=2)
+    x, gradient = draw(8, 128, 32), draw(8, 128, 64, seed=2)
+    rows = INPUT[:2]
+
+    def of(name):
+        return name and f"activation_{name}"
+
+    def made_on(parts, inputs, outputs):
+        product = made(Recipe("int8", "int8", parts=parts))
+
+        def fn(x, values, gradient):
+            x, values = sharding.constrain(x, (*rows, of(inputs))), sharding.constrain(values, (inputs, outputs))
+            out, pull = jax.vjp(lambda x, values: product(x, 1, values), x, values)
+            return out, *pull(sharding.constrain(gradient, (*rows, of(outputs))))
+
+        return jax.jit(fn)
+
+    for inputs, outputs in ((None, "mlp"), ("mlp", None)):
+        args = x, draw(32, 64, seed=1), gradient
+        with on_mesh(make_mesh(config, jax.devices()[:8]), axis_rules(config)):
+            compiled = made_on(parts, inputs, outputs).lower(*args).compile()
+        found, whole, parted = compiled(*args), *(made_on(count, inputs, outputs)(*args) for count in (1, 4))
+        expected, other = (whole, parted) if parts == 1 else (parted, whole)
+        for a, b in zip(found, expected, strict=True):
+            assert close(a, b)
+        assert np.linalg.norm(found[2] - other[2]) > 3 * np.linalg.norm(found[2] - expected[2])
+        # With one scale, and only then, the devices exchange ranges over rows: one for each of a device's outputs.
+        ranges = re.findall(r"f32\[(?:1,)*([0-9]+)\]\S* all-reduce", compiled.as_text())
+        assert inputs or ("32" in ranges) == (parts == 1), ranges
 
 
 @pytest.mark.parametrize("noise", ["uniform", "low_bit_uniform"])

@@ -1,0 +1,244 @@
+"""Training with quantized products: what is quantized, in every combination, on meshes, in runs."""
+
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from run_cases import train
+from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, packed_batch, state_from, tiny_config
+
+from trainer.backends import make_model, quantized_and_float
+from trainer.config import UserError, load
+from trainer.config.quantization_keys import RECIPES
+from trainer.runtime.place import place
+from trainer.training import build
+
+FIRST, LAST = ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]
+# One layer with attention, a router, experts and a shared expert, after one with an MLP; and a module.
+ALL_KINDS = {
+    "decoder_block": "deepseek",
+    "attention_type": "mla",
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "base_num_kv_heads": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "base_moe_mlp_dim": 16,
+    "shared_experts": 1,
+    "first_num_dense_layers": 1,
+    "mtp_num_layers": 1,
+    "logits_via_embedding": False,
+}
+EXPERTS = {"decoder_block": "mixtral", "num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 32}
+EVERYTHING = {"quantize_logits_proj": True, "quantize_mtp": True}
+ROWS, LENGTH = 4, 128
+
+
+def gradient_of(config):
+    """Returns a function whose program has all products of a training step, forward and backward, and its argument."""
+    model = make_model(config)
+    batch = packed_batch(config, 2)
+    inputs = [batch[name] for name in ("inputs", "inputs_position", "inputs_segmentation", "row")]
+    params, rest = model.abstract
+
+    def loss(params, rest):
+        from trainer.layers.sown import MtpHidden
+
+        hidden, sown, _ = model.apply(params, rest, *inputs, capture=(MtpHidden,), key=jax.random.key(0))
+        hiddens = [hidden, *jax.tree.leaves(sown)]
+        return sum(jnp.sin(model.apply(params, rest, x, method="head")[0]).sum() for x in hiddens)
+
+    return jax.grad(loss), (params, rest)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_program_is_the_same_in_all_combinations(recipe):
+    rounding = {"bwd_stochastic_rounding": "uniform"} if recipe.startswith("int") else {}
+
+    def text(combination):
+        keys = EXPERTS | {"base_num_decoder_layers": 1, "quantization": recipe, **rounding}
+        fn, args = gradient_of(tiny_config(combination, **keys))
+        return jax.jit(fn).lower(*args).as_text()
+
+    expected = text(FIRST)
+    kind = {"int8": "xi8>", "int4": "xi8>"}.get(recipe, "xf8E")  # int4 is multiplied as int8 on a CPU
+    assert re.search(rf"dot_general .*{kind}", expected)
+    for combination in ALL_COMBINATIONS[1:]:
+        assert text(combination) == expected, combination
+
+
+def products_in(jaxpr):
+    """Returns how many products a program has, by the dtypes of their operands. The body of a loop counts once."""
+    found = Counter()
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in ("dot_general", "ragged_dot_general"):
+            found[tuple(variable.aval.dtype.name for variable in equation.invars[:2])] += 1
+        for value in jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr)):
+            if isinstance(value, ClosedJaxpr | Jaxpr):
+                found += products_in(getattr(value, "jaxpr", value))
+    return found
+
+
+DISPATCH = {"sorted": {}, "all": {"sparse_matmul": False, "capacity_factor": -1}}
+
+
+@pytest.mark.parametrize("dispatch", DISPATCH)
+def test_no_product_with_a_matrix_is_missing(dispatch):
+    """Each matrix has three products: of the forward pass, and for the gradients of activations and of the matrix."""
+
+    def found(**keys):
+        config = tiny_config(FIRST, base_num_decoder_layers=2, **ALL_KINDS | DISPATCH[dispatch] | keys)
+        fn, args = gradient_of(config)
+        quantized, left = quantized_and_float(make_model(config))
+        return products_in(jax.make_jaxpr(fn)(*args).jaxpr), quantized, left
+
+    plain, none, _ = found()
+    assert none == []
+    float_products = plain.total()
+    for keys in ({}, EVERYTHING, {"unquantized_modules": "[gate,self_attention/out]"}):
+        counts, quantized, left = found(quantization="int8", **keys)
+        heads = 2 if "decoder/logits_dense/kernel" in quantized else 0  # the head is used for the module, too
+        experts = sum("/MoeBlock_0/w" in name for name in quantized) if dispatch == "sorted" else 0
+        of_integers = 3 * (len(quantized) + max(heads - 1, 0))
+        assert counts["int8", "int8"] == of_integers
+        # Sorted rows of experts take the scales of their expert by a product, forward and backward.
+        assert counts.total() == float_products + 2 * experts
+        assert sorted(quantized) == sorted({*quantized} - {*left})
+    assert "decoder/moe_layers/DeepSeekMoeBlock_0/MoeBlock_0/gate/kernel" in left
+    assert "decoder/dense_layers/self_attention/out/kernel" in left
+    assert "token_embedder/embedding" in left
+
+
+def test_what_stays_float():
+    def names(**keys):
+        return quantized_and_float(make_model(tiny_config(FIRST, quantization="int8", **keys)))
+
+    quantized, left = names()
+    layer = "decoder/layers/"
+    attention = [f"{layer}self_attention/{name}/kernel" for name in ("query", "key", "value", "out")]
+    assert sorted(quantized) == sorted([*attention, *(f"{layer}mlp/{name}/kernel" for name in ("wi_0", "wi_1", "wo"))])
+    assert left == ["token_embedder/embedding"]
+    assert names(quantize_logits_proj=True)[1] == []  # a tied head: the table is looked up as float
+    assert names(**EXPERTS, quantize_router_proj=False)[1] == [
+        f"{layer}MoeBlock_0/gate/kernel",
+        "token_embedder/embedding",
+    ]
+    with pytest.raises(UserError, match=r"unquantized_modules: wi_2 matches no matrix; .*mlp/wi_0"):
+        names(unquantized_modules="[wi_2]")
+
+
+def losses(steps=2, devices=1, combination=FIRST, start=None, **keys):
+    keys = {"max_target_length": LENGTH, "opt_type": "sgd", "learning_rate": 0.1, "base_num_decoder_layers": 1} | keys
+    keys = {"per_device_batch_size": ROWS * 2 / devices, "quantization": "int8"} | keys
+    run = build(load(arguments(combination, **keys)).config, jax.devices()[:devices])
+    state, found = run.init() if start is None else state_from(run, start), []
+    start = copied(run.codec.unpack(state))
+    step = run.compile()
+    for i in range(steps):
+        batch = place(packed_batch(run.config, run.rows, seed=i), run.batch_shardings)
+        state, metrics = step(state, batch, ())
+        found.append(run.computation.read(metrics, i)["loss"])
+    return found, start, copied(run.codec.unpack(state))
+
+
+MESH = {
+    "ici_data_parallelism": 2,
+    "ici_fsdp_parallelism": 2,
+    "ici_tensor_parallelism": 2,
+    "shard_optimizer_over_data": True,
+}
+
+
+# A difference in the last bit may round to the neighbouring integer, here or there.
+ROUNDED = {"rtol": 2e-4}
+
+
+def test_a_mesh_computes_what_one_device_computes():
+    """Scales over the whole microbatch, or of each device's rows, as quantization_local_shard_count says. The exact
+    comparison is that of a product (tests/unit/products/test_quantized.py)."""
+    alone, start, _ = losses(quantization_local_shard_count=1)
+    spread, *_ = losses(devices=8, start=start, quantization_local_shard_count=1, **MESH)
+    np.testing.assert_allclose(spread, alone, **ROUNDED)
+    parted, *_ = losses(quantization_local_shard_count=4, start=start)  # the mesh shares rows among 4 devices
+    own, *_ = losses(devices=8, start=start, **MESH)
+    np.testing.assert_allclose(own, parted, **ROUNDED)
+
+
+def test_accumulation_changes_nothing_if_each_row_has_its_scale():
+    """The scales of weight gradients are over the tokens of a part; all others are of a token."""
+    rows = ROWS * 2
+    one, start, _ = losses(quantization_local_shard_count=rows)
+    halves = {"gradient_accumulation_steps": 2, "per_device_batch_size": ROWS}
+    two, *_ = losses(quantization_local_shard_count=rows // 2, start=start, **halves)
+    np.testing.assert_allclose(two[0], one[0], rtol=1e-6)
+    np.testing.assert_allclose(two, one, **ROUNDED)
+
+
+def test_experts_on_their_devices_compute_what_one_device_computes():
+    """A scale over hidden units, of which each device has a share, is over all of them."""
+    mesh = {"ici_expert_parallelism": 2, "ici_tensor_parallelism": 2, "ici_fsdp_parallelism": 2}
+    alone, start, _ = losses(**EXPERTS, quantize_router_proj=False)
+    spread, *_ = losses(devices=8, start=start, **EXPERTS, **mesh, quantize_router_proj=False)
+    np.testing.assert_allclose(spread[0], alone[0], **ROUNDED)
+    np.testing.assert_allclose(spread, alone, rtol=1e-3)  # after an update, whose scales are over a device's rows
+
+
+@pytest.mark.parametrize("keys", [EXPERTS, {"bwd_stochastic_rounding": "low_bit_uniform"}], ids=["experts", "rounding"])
+def test_islands(keys):
+    """Two islands of equal rows stay one model."""
+    islands = {"enable_diloco": True, "ici_diloco_parallelism": 2, "diloco_sync_period": 2, "ici_fsdp_parallelism": 1}
+    found, *_ = losses(steps=3, devices=2, **islands, **keys)
+    assert np.isfinite(found).all()
+    assert found[-1] < found[0]
+
+
+def test_recomputing_and_keeping_quantized_operands_change_no_bit():
+    keys = {"base_num_decoder_layers": 2, "bwd_stochastic_rounding": "uniform", "mtp_num_layers": 1, **EVERYTHING}
+    keys |= {"bwd_stochastic_rounding": "uniform", "quantize_logits_proj": False}
+    one, start, end = losses(steps=1, **keys)
+    for policy in ("minimal_with_quantization", "full"):
+        other, _, there = losses(steps=1, start=start, remat_policy=policy, **keys)
+        assert other == one
+        assert_equal_bits(there.params, end.params)
+
+
+def test_a_tiled_head_and_modules():
+    keys = {"mtp_num_layers": 1, "quantization": "fp8_full", **EVERYTHING}
+    one, start, _ = losses(**keys)
+    tiled, *_ = losses(start=start, num_vocab_tiling=4, **keys)
+    np.testing.assert_allclose(tiled[0], one[0], rtol=1e-6)
+    np.testing.assert_allclose(tiled, one, rtol=1e-3)
+
+
+@pytest.mark.parametrize("combination", [FIRST, LAST])
+def test_a_run_from_end_to_end(tmp_path, combination):
+    """It says what is quantized, evaluates, stops and continues; a float run's parameters are loaded; a resume under
+    another recipe is refused."""
+    keys = {"combination": combination, "steps": 4, "checkpoint_period": 2, "eval_interval": 2, "run_name": "a"}
+    keys |= {"learning_rate_schedule_steps": 4}
+    code, output = train(tmp_path, quantization="fp8_full", **keys)
+    assert code == 0, output
+    assert re.search(
+        r"^quantized +fp8_full: decoder/layers \(mlp/wi_0, mlp/wi_1, mlp/wo, self_attention/key", output, re.M
+    )
+    assert re.search(r"^float +token_embedder/embedding$", output, re.M)
+    code, output = train(tmp_path, quantization="int8", **keys | {"steps": 6})
+    assert code == 2
+    assert 'quantization: "fp8_full" -> "int8"' in output
+    code, output = train(tmp_path, quantization="int8", load_parameters_path="runs/a", **keys | {"run_name": "b"})
+    assert code == 0, output
+
+
+def test_all_combinations_train_the_same_bits():
+    keys = {"quantization": "int8", "bwd_stochastic_rounding": "uniform", **EXPERTS}
+    found, start, end = losses(**keys)
+    for combination in ALL_COMBINATIONS[1:]:
+        others, _, there = losses(combination=combination, start=start, **keys)
+        assert others == found
+        assert_equal_bits(there, end)
