@@ -17,6 +17,7 @@ from trainer.aot.buffers import STATE
 from trainer.aot.text import report_text
 from trainer.aot.topologies import devices_of, topology_of
 from trainer.config import UserError, load
+from trainer.ops.paths import by_name
 from trainer.train import main
 from trainer.train_compile import compile_for_topology
 from trainer.training import Run, build
@@ -194,3 +195,17 @@ def test_islands_on_two_slices_send_between_them_only_to_synchronize():
         for leaf in jax.tree.leaves(run.codec.unpack(run.abstract_args()[0]).params)
     )
     assert sum(it.size * it.count for it in across if it.size > 64) == pytest.approx(4 * parameters, rel=0.02)
+
+
+@needs_libtpu
+def test_a_tpu_multiplies_the_integers_that_it_gathers():
+    """Products of all layers have int8 operands, and devices gather the weights as int8."""
+    keys = {"base_num_decoder_layers": 2, "remat_policy": "none", "quantization": "int8"}
+    config = load(arguments("nnx", **TPU | keys)).config
+    run, _, report = compile_for_topology(config, TPU_QUICKLY)
+    # Three products of each matrix of the layers, for the tokens of a device.
+    layers = [leaf.size for name, leaf in by_name(run.model.abstract[0]).items() if name.endswith("kernel")]
+    tokens = config.max_target_length
+    assert report.cost.matmul_flops["s8"] == pytest.approx(3 * 2 * tokens * sum(layers), rel=0.01)
+    gathered = {each.dtype for each in report.cost.collectives if each.kind in ("all-gather", "collective-permute")}
+    assert "s8" in gathered
