@@ -37,7 +37,7 @@ def make(kernel, *, rngs):
     return GroupedInt8(1) if kernel.groups else Int8(*range(len(kernel.in_shape)))
 
 
-def of_block(block, names):
+def of_block(block, names, make=make):
     stacks = lambda config: [Stack("layers", (block,), config.base_num_decoder_layers)]  # noqa: E731
     return Family(stacks, products=lambda config: [(names, make)])
 

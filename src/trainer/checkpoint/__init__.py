@@ -9,7 +9,7 @@ from trainer.checkpoint.maxtext_out import write_maxtext
 from trainer.checkpoint.params_out import write_params
 from trainer.checkpoint.save import is_due, maybe_save_checkpoint
 from trainer.checkpoint.sidecar import Sidecar, saved_config
-from trainer.checkpoint.source import Leaf, Shapes, Source, joined, names_of, nested, parted
+from trainer.checkpoint.source import Leaf, Shapes, Source, filled, joined, names_of, nested, parted
 from trainer.checkpoint.tokenizer import copy_tokenizer
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "buffer_names",
     "contents_of",
     "copy_tokenizer",
+    "filled",
     "inspect",
     "is_due",
     "joined",

@@ -19,7 +19,7 @@ from trainer.checkpoint.orbax import COMPOSITE
 from trainer.checkpoint.params import CONFIG, NEUTRAL, TREE, ParamsSource
 from trainer.checkpoint.sidecar import CONFIG as SIDECAR_CONFIG
 from trainer.checkpoint.sidecar import TOKENIZER
-from trainer.checkpoint.source import Leaf, Source, Tick, joined, names_of, nested, progress, resharded
+from trainer.checkpoint.source import Leaf, Source, Tick, filled, joined, names_of, progress, resharded
 from trainer.checkpoint.tokenizer import FILES as TOKENIZER_FILES
 from trainer.config import Config, UserError
 from trainer.config.family import import_facts
@@ -166,7 +166,7 @@ def load_parameters(
     seconds, size = time.perf_counter() - started, sum(leaf.nbytes for leaf in leaves.values())
     if seconds > _SHORT:
         say(f"loaded {size / 1e9:.2f} GB of parameters from {path} ({source.kind}) in {seconds:.0f} s")
-    return nested(loaded)
+    return filled(abstract, loaded)
 
 
 def _listed(paths: Collection[str]) -> str:

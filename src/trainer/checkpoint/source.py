@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -17,6 +17,9 @@ from tqdm import tqdm
 from trainer.checkpoint.safetensors_file import Box
 from trainer.config import Config, UserError
 from trainer.config.errors import shortened
+from trainer.ops.paths import by_name, name_of
+
+T = TypeVar("T")
 
 # Maps canonical names such as "decoder/layers/mlp/wi_0/kernel" to shapes, with the layers axis first.
 Shapes = Mapping[str, tuple[int, ...]]
@@ -198,22 +201,33 @@ def progress(leaves: Iterable[Leaf], label: str, say: Callable[[str], Any] = pri
 
 
 def names_of(tree: Any) -> dict[str, Any]:
-    """Returns the leaves of a nested dict by canonical name, in the order of the dict."""
-    return traverse_util.flatten_dict(tree, sep="/")
+    """Returns the leaves of a nested dict by canonical name, in the order of the dict. A value of the dict that is a
+    pytree has a name for each of its leaves."""
+    parts = {name: by_name(value) for name, value in _flat(tree).items()}
+    return {f"{name}/{part}".rstrip("/"): leaf for name, found in parts.items() for part, leaf in found.items()}
+
+
+def filled(tree: T, flat: Mapping[str, Any]) -> T:
+    """Returns `tree` with the leaves `flat`, which have the names of its leaves (`names_of`)."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: flat[name_of(path)], tree)
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the inverse of `names_of`."""
+    """Returns a nested dict of leaves with canonical names. Every part of a name is a key."""
     return traverse_util.unflatten_dict(flat, sep="/")
+
+
+def _flat(tree: Any) -> dict[str, Any]:
+    return traverse_util.flatten_dict(tree, sep="/")
 
 
 def joined(params: Any, rest: Any) -> dict[str, Any]:
     """Returns a model's weights: its parameters and its state without gradient, in one nested dict."""
-    return nested(names_of(params) | names_of(rest))
+    return nested(_flat(params) | _flat(rest))
 
 
 def parted(weights: Any, rest: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the inverse of `joined`: (parameters, state without gradient). `rest` has the names of the latter."""
-    flat, others = names_of(weights), names_of(rest).keys()
+    flat, others = _flat(weights), _flat(rest).keys()
     params = {name: leaf for name, leaf in flat.items() if name not in others}
     return nested(params), nested({name: leaf for name, leaf in flat.items() if name in others})

@@ -16,7 +16,7 @@ from flax import nnx
 
 from trainer.aot.cost import analyze
 from trainer.backends import TrainTree
-from trainer.checkpoint import names_of, nested
+from trainer.checkpoint import filled, names_of
 from trainer.compare.midway import ISLANDS, midway
 from trainer.config import UserError
 from trainer.data import Batch
@@ -117,7 +117,7 @@ def state(program: Program, snapshot: Snapshot) -> Any:
     for name, array in fits.items():
         leaf = wanted[name]
         params[name] = jax.device_put(array.reshape(leaf.shape).astype(leaf.dtype), leaf.sharding)
-    native = run.init(nested({name: params[name] for name in wanted}))
+    native = run.init(filled(program.abstract.params, params))
     return native if snapshot.later is None else _with_later(program, native, snapshot.later)
 
 

@@ -1,6 +1,7 @@
 """The logical axes of arrays that are made from a parameter: its parts, and sums over some of its axes."""
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,9 @@ def axes_of_parts(axes: Axes, parameter: Any, name: str = "a parameter") -> Any:
 
     The parameter is an array with `axes`, or a pytree of parts such as integers and their scales. The shape of the
     parameter is the smallest that contains all parts with an axis for each of `axes`. A part has this shape, or lacks
-    some axes, or has length 1 in them.
+    some axes, or has length 1 in them. A part with an axis for each of `axes` may also have one entry for each tile of
+    an axis, such as a scale for each group of inputs. It keeps the name of that axis if all tiles have equal lengths:
+    then a device holds the entries of its own tiles. If the last tile is shorter, the axis of the part has no name.
 
     Raises:
       UserError: a part has another shape, or may lack one axis or another of the same length.
@@ -28,13 +31,16 @@ def axes_of_parts(axes: Axes, parameter: Any, name: str = "a parameter") -> Any:
     whole = tuple(map(max, zip(*(shape for shape in shapes if len(shape) == len(axes)), strict=True)))
 
     def one(path: Any, part: Any) -> Axes:
-        found = kept_axes(axes, whole, part.shape)
+        found = kept_axes(axes, whole, part.shape) or _tiled_axes(axes, whole, part.shape)
         if len(found) == 1:
             return found[0]
         title = f"{name} [{', '.join(map(str, axes))}] of shape {list(whole)}: its part"
         title += f" {jax.tree_util.keystr(path, simple=True, separator='/')} of shape {list(part.shape)}"
         if not found:
-            raise UserError(f"{title} does not fit: a part may only lack axes, except layers, or have length 1 in them")
+            raise UserError(
+                f"{title} does not fit: a part may only lack axes, except layers, or have length 1 in them, or have an "
+                "entry for each tile of an axis"
+            )
         raise UserError(f"{title} may lack one axis or another; give it length 1 in the axes that it lacks")
 
     return jax.tree_util.tree_map_with_path(one, parameter)
@@ -59,3 +65,16 @@ def kept_axes(axes: Axes, whole: Sequence[int], shape: Sequence[int]) -> list[Ax
             # An axis of length 1 is not sharded, whatever its name.
             found.setdefault(tuple(name if size > 1 else None for name, size in zip(names, shape, strict=True)), names)
     return list(found.values())
+
+
+def _tiled_axes(axes: Axes, whole: Sequence[int], shape: Sequence[int]) -> list[Axes]:
+    """Returns the axes of a part that has one entry for each tile of some axes; [] if it does not fit."""
+    if len(shape) != len(axes):
+        return []
+    names = []
+    for name, length, count in zip(axes, whole, shape, strict=True):
+        tile = math.ceil(length / max(count, 1))
+        if math.ceil(length / tile) != count or (name == LAYERS and count != length):
+            return []
+        names.append(name if length % count == 0 and count > 1 else None)
+    return [Axes(names)]

@@ -1,0 +1,119 @@
+"""Families whose matrices are stored as each of Qwix's types, by a product that dequantizes. As a user can write it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from qwix import QArray, dequantize
+from qwix._src.core.qarray import HowToQuantize, quantize
+from qwix._src.providers.ptq import WithAux
+from qwix.contrib import padded_ptq
+from qwix.contrib.awq import WithAwqScale
+from qwix.contrib.smooth_quant import WithSqScale
+from stored_int8 import of_block
+
+from trainer.models.llama2 import block as llama2
+from trainer.models.mixtral.family import Block
+from trainer.products import grouped_product, product
+
+MATRICES = r"mlp/.*kernel$|self_attention/query/kernel$"  # [inputs, ...]: one axis of inputs
+TILE = 4  # inputs that share a scale
+PADDED = 6  # divides neither 16 nor 32
+
+
+def how(kernel, qtype=jnp.int8, inputs=0, tile=TILE):
+    outputs = tuple(axis for axis in range(kernel.ndim) if axis != inputs)
+    return HowToQuantize(qtype=qtype, channelwise_axes=outputs, tiled_axes={inputs: tile})
+
+
+def asymmetric(kernel):
+    """A QArray with zero points."""
+    return quantize(kernel, dataclasses.replace(how(kernel), calibration_method="minmax"))
+
+
+def padded(kernel):
+    return padded_ptq.quantize(kernel, how(kernel, tile=PADDED))
+
+
+def with_aux(kernel):
+    return WithAux(array=quantize(kernel, how(kernel)), how=how(kernel))
+
+
+def _of_inputs(kernel):
+    """A scale for each input, and the kernel times this scale."""
+    scale = 1 + jnp.arange(kernel.shape[0], dtype=jnp.float32) / 8
+    return scale, kernel * jax.lax.broadcast_in_dim(scale, kernel.shape, (0,))
+
+
+def with_awq(kernel):
+    scale, scaled = _of_inputs(kernel)
+    return WithAwqScale(array=quantize(scaled, how(kernel)), how=how(kernel), awq_scale=scale, contracting_axis=0)
+
+
+def with_sq(kernel):
+    scale, scaled = _of_inputs(kernel)
+    inverse = 1 / scale
+    return WithSqScale(array=quantize(scaled, how(kernel)), how=how(kernel), inv_sq_scale=inverse, contracting_axis=0)
+
+
+STORES = {
+    "qarray": lambda kernel: quantize(kernel, how(kernel)),
+    "asymmetric": asymmetric,
+    "padded": padded,
+    "with_aux": with_aux,
+    "with_awq": with_awq,
+    "with_sq": with_sq,
+    "int4": lambda kernel: quantize(kernel, how(kernel, jnp.int4)),
+    "nf4": lambda kernel: quantize(kernel, how(kernel, "nf4")),
+    "fp8": lambda kernel: quantize(kernel, how(kernel, jnp.float8_e4m3fn)),
+}
+
+
+def dequantized(stored, dtype):
+    """Returns the values of any of the types. The static parts say how."""
+    match stored:
+        case padded_ptq.PaddedQArray():
+            # qwix.contrib.padded_ptq.dequantize refuses integers without padding if a tile is incomplete.
+            whole = padded_ptq.pad_to_shape(stored.qvalue, stored.padded_shape)
+            values = dequantize(dataclasses.replace(stored, qvalue=whole)).astype(dtype)
+            return values[tuple(map(slice, stored.original_shape))]
+        case QArray():
+            return dequantize(stored).astype(dtype)
+        case WithAwqScale():
+            factor = 1 / stored.awq_scale
+        case WithSqScale():
+            factor = stored.inv_sq_scale
+        case WithAux():
+            return dequantized(stored.array, dtype)
+    values = dequantized(stored.array, dtype)
+    return values * jax.lax.broadcast_in_dim(factor.astype(dtype), values.shape, (stored.contracting_axis,))
+
+
+class Dequantizing:
+    """A product whose kernel is stored by one of STORES."""
+
+    def __init__(self, store):
+        self.store = store
+
+    def __call__(self, x, inputs, kernel, reduce_early, context):
+        return product(x, inputs, dequantized(kernel, x.dtype))
+
+
+class GroupedDequantizing:
+    """The same for experts: [groups, in, out], with a scale for each group, tile of inputs and output."""
+
+    def store(self, kernel):
+        return quantize(kernel, how(kernel, inputs=1))
+
+    def __call__(self, x, kernel, sizes, context):
+        return grouped_product(x, dequantized(kernel, x.dtype), sizes)
+
+
+def dense(store):
+    return of_block(llama2.Block, MATRICES, lambda kernel, *, rngs: Dequantizing(store))
+
+
+FAMILIES = {name: dense(store) for name, store in STORES.items()}
+globals().update(FAMILIES)  # decoder_block=stored_qwix:NAME
+experts = of_block(Block, "MoeBlock_0/w", lambda kernel, *, rngs: GroupedDequantizing())
+FROZEN = {"trainable_parameters_mask": "[scale$,embedding,norm]"}  # everything but the integers
