@@ -37,12 +37,12 @@ def make(kernel, *, rngs):
     return GroupedInt8(1) if kernel.groups else Int8(*range(len(kernel.in_shape)))
 
 
-def of_block(block, names, make=make):
+def of_block(block, *rules):
     stacks = lambda config: [Stack("layers", (block,), config.base_num_decoder_layers)]  # noqa: E731
-    return Family(stacks, products=lambda config: [(names, make)])
+    return Family(stacks, products=lambda config: rules)
 
 
-dense, experts = of_block(llama2.Block, "kernel$"), of_block(Block, "kernel$|MoeBlock_0/w")
+dense, experts = of_block(llama2.Block, ("kernel$", make)), of_block(Block, ("kernel$|MoeBlock_0/w", make))
 FROZEN = {"trainable_parameters_mask": "[scale$,embedding]"}  # everything but the integers
 
 

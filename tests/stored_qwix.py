@@ -1,6 +1,7 @@
 """Families whose matrices are stored as each of Qwix's types, by a product that dequantizes. As a user can write it."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,10 @@ from stored_int8 import of_block
 
 from trainer.models.llama2 import block as llama2
 from trainer.models.mixtral.family import Block
+from trainer.ops.paths import name_of
 from trainer.products import grouped_product, product
 
-MATRICES = r"mlp/.*kernel$|self_attention/query/kernel$"  # [inputs, ...]: one axis of inputs
+MATRICES = r"mlp/.*/kernel$|self_attention/(query|key|value)/kernel$"  # those with one axis of inputs
 TILE = 4  # inputs that share a scale
 PADDED = 6  # divides neither 16 nor 32
 
@@ -92,28 +94,59 @@ def dequantized(stored, dtype):
 class Dequantizing:
     """A product whose kernel is stored by one of STORES."""
 
-    def __init__(self, store):
-        self.store = store
+    def __init__(self, store, read=dequantized):
+        self.store, self.read = store, read
 
     def __call__(self, x, inputs, kernel, reduce_early, context):
-        return product(x, inputs, dequantized(kernel, x.dtype))
+        return product(x, inputs, self.read(kernel, x.dtype))
 
 
-class GroupedDequantizing:
-    """The same for experts: [groups, in, out], with a scale for each group, tile of inputs and output."""
-
-    def store(self, kernel):
-        return quantize(kernel, how(kernel, inputs=1))
+class GroupedDequantizing(Dequantizing):
+    """The same for experts: [groups, in, out]."""
 
     def __call__(self, x, kernel, sizes, context):
-        return grouped_product(x, dequantized(kernel, x.dtype), sizes)
+        return grouped_product(x, self.read(kernel, x.dtype), sizes)
 
 
-def dense(store):
-    return of_block(llama2.Block, MATRICES, lambda kernel, *, rngs: Dequantizing(store))
+def rule(names, store, read=dequantized):
+    return names, lambda kernel, *, rngs: (GroupedDequantizing if kernel.groups else Dequantizing)(store, read)
 
 
-FAMILIES = {name: dense(store) for name, store in STORES.items()}
-globals().update(FAMILIES)  # decoder_block=stored_qwix:NAME
-experts = of_block(Block, "MoeBlock_0/w", lambda kernel, *, rngs: GroupedDequantizing())
+def with_doubled_gradient(stored, dtype):
+    """The same values; the gradient of the scale is twice what it is."""
+    return dequantized(dataclasses.replace(stored, scale=2 * stored.scale - jax.lax.stop_gradient(stored.scale)), dtype)
+
+
+globals().update({name: of_block(llama2.Block, rule(MATRICES, store)) for name, store in STORES.items()})
+# Every type in one model.
+MIXED = {"wi_0": "qarray", "wi_1": "padded", "wo": "with_awq", "query": "with_sq", "key": "with_aux", "value": "asymmetric"}
+mixed = of_block(llama2.Block, *(rule(f"/{name}/kernel$", STORES[store]) for name, store in MIXED.items()))
+planted = of_block(
+    llama2.Block, rule("mlp/wo/kernel", STORES["qarray"], with_doubled_gradient), rule(MATRICES, STORES["qarray"])
+)
+experts = of_block(Block, rule("MoeBlock_0/w", lambda kernel: quantize(kernel, how(kernel, inputs=1))))
 FROZEN = {"trainable_parameters_mask": "[scale$,embedding,norm]"}  # everything but the integers
+
+
+def stored_by(name, params):
+    """Returns the canonical `params` of a plain model as the model of the family `name` has them."""
+
+    def one(path, kernel):
+        if not re.search(MATRICES, name_of(path)):
+            return kernel
+        return jax.vmap(STORES[MIXED[path[-2].key] if name == "mixed" else name])(kernel)
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def as_floats(params):
+    """Returns canonical parameters with each kernel as one array."""
+
+    def one(value):
+        return jax.vmap(lambda kernel: dequantized(kernel, jnp.float32))(value) if is_stored(value) else value
+
+    return jax.tree.map(one, params, is_leaf=is_stored)
+
+
+def is_stored(value):
+    return isinstance(value, QArray | WithAux)

@@ -37,7 +37,24 @@ def test_a_part_keeps_the_axes_that_it_has(shape, expected):
     assert all(isinstance(axes, Axes) for axes in found.values())
 
 
-@pytest.mark.parametrize("shape", [(2, 4, 3, 8), (4, 6, 8), (), (2, 8, 6), (2, 4, 6, 8, 1)])
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((2, 4, 3, 8), KERNEL),
+        ((2, 4, 2, 4), KERNEL),
+        ((2, 4, 3, 1), ("layers", "exp", "embed", None)),
+        ((2, 1, 2, 8), ("layers", None, "embed", "mlp")),
+        ((2, 4, 6, 3), ("layers", "exp", "embed", None)),  # tiles of 3, 3 and 2: devices share one
+    ],
+)
+def test_a_part_with_an_entry_for_each_tile_keeps_the_axes_that_it_divides_evenly(shape, expected):
+    assert axes_of_parts(KERNEL, parts(q=SHAPE, scale=shape)) == {"q": KERNEL, "scale": expected}
+
+
+# 4 tiles of 6 do not exist, neither do tiles of layers; a part of tiles may not lack axes: [4, 3, 8] could be of others.
+@pytest.mark.parametrize(
+    "shape", [(2, 4, 4, 8), (1, 4, 3, 8), (2, 4, 3), (4, 6, 8), (), (2, 8, 6), (2, 4, 6, 8, 1), (2, 4, 0, 8)]
+)
 def test_a_part_that_does_not_fit_is_refused(shape):
     with pytest.raises(UserError, match=r"w \[layers, exp, embed, mlp\] of shape \[2, 4, 6, 8\]: its part scale of "):
         axes_of_parts(KERNEL, parts(q=SHAPE, scale=shape), "w")

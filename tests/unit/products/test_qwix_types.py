@@ -1,0 +1,236 @@
+"""Qwix's types as values of parameters: in NNX, in the codec and shardings, in a step and in checkpoints."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx, struct
+from manager_cases import saved
+from stored_qwix import FROZEN, STORES, as_floats, stored_by
+from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, lowered_update, packed_batch, state_from
+
+from trainer.checkpoint import restore
+from trainer.config import load
+from trainer.ops.paths import by_name
+from trainer.runtime.place import place
+from trainer.state import get_abstract_state_nnx, init_state_fn
+from trainer.training import build
+
+TYPES = ("qarray", "asymmetric", "padded", "with_aux", "with_awq", "with_sq")
+MESH = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "per_device_batch_size": 1}
+ZERO1 = MESH | {"shard_optimizer_over_data": True}
+ENDS = sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]})
+ROWS = 8
+
+
+def made(name="", combination=ALL_COMBINATIONS[0], **keys):
+    """A run whose kernels are stored as the type `name`; "" for the plain model."""
+    if name:
+        keys = FROZEN | {"decoder_block": f"stored_qwix:{name}"} | keys
+    keys = {"per_device_batch_size": ROWS, "sharding_tolerance": 1, "opt_type": "sgd", "learning_rate": 0.1} | keys
+    devices = 8 if any("parallelism" in key for key in keys) else 1
+    return build(load(arguments(combination, **keys)).config, jax.devices()[:devices])
+
+
+@functools.cache
+def plain_params():
+    run = made()
+    return copied(jax.jit(run.model.init)(jax.random.key(0))[0])
+
+
+def tree_of(name, run):
+    """The canonical state before the first step; its optimizer state has no arrays but counters."""
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), run.codec.unpack(run.codec.abstract))
+    return zeros._replace(params=copied(stored_by(name, plain_params())))
+
+
+class Holder(nnx.Module):
+    def __init__(self, value):
+        self.kernel = value
+
+
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize("name", TYPES)
+def test_nnx_functions_keep_the_arrays_and_the_static_parts(name, graph):
+    kernel = jnp.asarray(plain_params()["decoder"]["layers"]["mlp"]["wo"]["kernel"])
+    first, second = map(STORES[name], kernel)
+    assert jax.tree.structure(first) == jax.tree.structure(second)  # with the static parts
+    with nnx.set_graph_mode(graph), nnx.set_graph_updates(graph), nnx.use_eager_sharding(False):
+        module = Holder(nnx.Param(first))
+        graphdef, state = nnx.split(module)
+        assert all(path[:1] == ("kernel",) and len(path) == 1 for path, _ in nnx.to_flat_state(state))
+        found = [nnx.merge(graphdef, state), nnx.graph.unflatten(*nnx.graph.flatten(module)), nnx.state(module)]
+        found.append(jax.jit(lambda state: nnx.state(nnx.merge(graphdef, state)))(state))
+        values = [it["kernel"] if isinstance(it, nnx.State) else it.kernel for it in found]
+        for value in values:
+            assert type(value.get_value()) is type(first)
+            assert_equal_bits(value.get_value(), first)
+        nnx.update(module, nnx.state(Holder(nnx.Param(second))))
+        assert_equal_bits(module.kernel.get_value(), second)
+
+
+def test_static_parts_take_part_in_the_comparison_of_structures():
+    """Otherwise the tests here would not notice that one is lost."""
+    kernel = jnp.ones((16, 8))
+    value = STORES["with_awq"](kernel)
+    others = [
+        dataclasses.replace(value, contracting_axis=1),
+        dataclasses.replace(value, how=dataclasses.replace(value.how, tiled_axes={0: 8})),
+        dataclasses.replace(value, array=dataclasses.replace(value.array, qtype=jnp.int4)),
+    ]
+    for other in others:
+        assert jax.tree.structure(value) != jax.tree.structure(other)
+    padded = STORES["padded"](kernel)
+    assert jax.tree.structure(padded) != jax.tree.structure(dataclasses.replace(padded, original_shape=(15, 8)))
+
+
+@struct.dataclass
+class Unknown:
+    """A pytree for JAX, unknown to NNX."""
+
+    q: jax.Array
+
+
+class Plain:
+    """No pytree."""
+
+    def __init__(self):
+        self.table = jnp.ones(3)
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_nnx_refuses_an_unregistered_pytree_and_overlooks_a_plain_object(graph):
+    """As docs/guides/extending.md says."""
+    with nnx.set_graph_mode(graph), nnx.set_graph_updates(graph), nnx.use_eager_sharding(False):
+        with pytest.raises(ValueError, match="Found data on value of type .*Unknown.* assigned to static attribute"):
+            Holder(Unknown(jnp.ones(3)))
+        for module in (Holder(nnx.Param(Unknown(jnp.ones(3)))), Holder(nnx.data(Unknown(jnp.ones(3))))):
+            assert [leaf.shape for leaf in jax.tree.leaves(nnx.state(module))] == [(3,)]
+        graphdef, state = nnx.split(Holder(Plain()))
+        assert not jax.tree.leaves(state)
+        assert nnx.merge(graphdef, state).kernel.table.shape == (3,)
+
+
+@functools.cache
+def plain_run(**keys):
+    return made(**keys)
+
+
+@pytest.mark.parametrize("combination", ALL_COMBINATIONS)
+@pytest.mark.parametrize("name", TYPES)
+def test_codec_builders_and_shardings_follow_the_kernel(name, combination):
+    """With Zero-1. The plain model says how the whole kernel is sharded."""
+    run, plain = made(name, combination, **ZERO1), plain_run(**ZERO1)
+    leaves, structure = jax.tree.flatten(run.codec.abstract)
+    numbered = structure.unflatten(range(len(leaves)))
+    tree = run.codec.unpack(numbered)
+    assert run.codec.pack(tree) == numbered
+    expected = jax.eval_shape(functools.partial(stored_by, name), plain_params())
+    assert jax.tree.structure(tree.params) == jax.tree.structure(expected)
+
+    axes, whole_axes = by_name(run.model.param_axes), by_name(plain.model.param_axes)
+    shapes, whole_shapes = (
+        {name: leaf.shape for name, leaf in by_name(it.model.abstract[0]).items()} for it in (run, plain)
+    )
+    assert axes.keys() == shapes.keys()
+    parts = {}  # the owner of each part, and which axes of the owner the part has
+    for part, shape in shapes.items():
+        owner = next(owner for owner in whole_axes if f"{part}/".startswith(f"{owner}/"))
+        # A part lacks the last axes at most.
+        parts[part] = owner, [n > 1 and size % n == 0 for size, n in zip(whole_shapes[owner], shape, strict=False)]
+    for part, (owner, has) in parts.items():
+        assert list(axes[part]) == [axis if it else None for axis, it in zip(whole_axes[owner], has, strict=False)]
+    assert sum(not all(has) for _, has in parts.values()) == 6 * (name == "padded")
+    for kind in ("compute", "storage"):
+        specs, whole_specs = (by_name(getattr(it.param_shardings, kind)) for it in (run, plain))
+        for part, (owner, has) in parts.items():
+            spec = [axis if it else None for axis, it in zip(whole_specs[owner].spec, has, strict=False)]
+            assert list(specs[part].spec) == spec, (kind, part)
+            assert ("data" in str(spec)) == (kind == "storage"), (kind, part)
+
+    built = get_abstract_state_nnx(run.config, run.mesh, init_state_fn(run.codec))
+    assert built.shardings == run.states.shardings
+    assert jax.tree.structure(built.state) == structure
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_the_step_is_the_same_program_in_all_combinations(scan):
+    runs = [made("mixed", combination, scan_layers=scan) for combination in ALL_COMBINATIONS]
+    assert len({lowered_update(run).as_text() for run in runs}) == 1
+
+
+def test_a_model_of_all_types_is_the_plain_model_of_their_values():
+    run, plain = made("mixed"), plain_run()
+    batch = packed_batch(run.config, 2)
+    inputs = [batch[field] for field in ("inputs", "inputs_position", "inputs_segmentation", "row")]
+
+    def hidden(run):
+        return jax.jit(lambda params: run.model.apply(params, {}, *inputs)[0])
+
+    params = stored_by("mixed", plain_params())
+    values = as_floats(params)
+    kernel = values["decoder"]["layers"]["mlp"]["wi_1"]["kernel"]
+    np.testing.assert_allclose(kernel, plain_params()["decoder"]["layers"]["mlp"]["wi_1"]["kernel"], atol=0.02)
+    np.testing.assert_allclose(hidden(run)(params), hidden(plain)(values), atol=1e-6)
+
+
+def stepped(run, tree, steps=1):
+    """Returns the losses and the canonical state after steps from the canonical state `tree`."""
+    state, step, losses = state_from(run, tree), run.compile(), []
+    for i in range(steps):
+        state, metrics = step(state, place(packed_batch(run.config, ROWS, seed=i), run.batch_shardings), ())
+        losses.append(run.computation.read(metrics, i)["loss"])
+    return losses, copied(run.codec.unpack(state))
+
+
+def test_training_around_the_frozen_integers_of_all_types():
+    """In NNX and Linen, with an optimizer that has state; a step on a mesh under Zero-1 gives the same loss."""
+    keys = {"opt_type": "adamw", "learning_rate": 1e-3}
+    tree = tree_of("mixed", made("mixed", **keys))
+    (losses, trained), (others, other) = (stepped(made("mixed", it, **keys), tree, 2) for it in ENDS)
+    assert losses == others
+    assert_equal_bits(trained, other)
+    assert jax.tree.structure(trained.params) == jax.tree.structure(tree.params)  # with the static parts
+    before = by_name(tree.params)
+    for name, leaf in by_name(trained.params).items():
+        assert (leaf == before[name]).all() == name.endswith(("/qvalue", "/zero_point", "out/kernel")), name
+    assert not any("qvalue" in name for name in by_name(trained.opt_state))
+    assert any(name.endswith("mlp/wo/kernel/awq_scale") for name in by_name(trained.opt_state))
+    on_mesh = stepped(made("mixed", **keys | ZERO1), tree, 2)
+    np.testing.assert_allclose(on_mesh[0], losses, rtol=1e-5)
+
+
+def test_experts_that_are_stored_as_qarrays():
+    """On devices with their own experts, their own tiles of inputs and their share of hidden units."""
+    keys = {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 32, "base_num_decoder_layers": 1}
+    alone = made("experts", **keys)
+    tree = copied(alone.codec.unpack(alone.init()))
+    losses, trained = stepped(alone, tree)
+    mesh = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "ici_expert_parallelism": 2}
+    run = made("experts", **keys, **mesh, per_device_batch_size=1)
+    specs = {name: list(sharding.spec) for name, sharding in by_name(run.param_shardings.compute).items()}
+    for name in ("wi_0", "wo"):
+        kernel = f"decoder/layers/MoeBlock_0/{name}"
+        assert specs[f"{kernel}/scale"] == specs[f"{kernel}/qvalue"]
+        assert None not in specs[f"{kernel}/scale"][1:]
+    on_mesh, spread = stepped(run, tree)
+    np.testing.assert_allclose(on_mesh, losses, rtol=1e-5)
+    before = by_name(tree.params)
+    for name, leaf in by_name(spread.params).items():
+        change = by_name(trained.params)[name].astype(float) - before[name]
+        np.testing.assert_allclose(leaf - before[name], change, atol=2e-5 * np.abs(change).max() + 1e-9, err_msg=name)
+        assert change.any() == name.endswith(("scale", "embedding")), name
+
+
+@pytest.mark.parametrize("name", [*TYPES, "int4", "fp8"])
+def test_a_checkpoint_keeps_arrays_static_parts_and_shardings(tmp_path, name):
+    run = made(name, **ZERO1)
+    tree = tree_of(name, run)
+    state = run.codec.unpack(state_from(run, tree))
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+    restored = restore(saved(tmp_path, tree=state), abstract)
+    assert_equal_bits(copied(restored), tree)
+    assert {leaf.sharding for leaf in jax.tree.leaves(restored)} == {it.sharding for it in jax.tree.leaves(abstract)}
