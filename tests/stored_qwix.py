@@ -120,10 +120,9 @@ def with_doubled_gradient(stored, dtype):
 globals().update({name: of_block(llama2.Block, rule(MATRICES, store)) for name, store in STORES.items()})
 # Every type in one model.
 MIXED = {"wi_0": "qarray", "wi_1": "padded", "wo": "with_awq", "query": "with_sq", "key": "with_aux", "value": "asymmetric"}
-mixed = of_block(llama2.Block, *(rule(f"/{name}/kernel$", STORES[store]) for name, store in MIXED.items()))
-planted = of_block(
-    llama2.Block, rule("mlp/wo/kernel", STORES["qarray"], with_doubled_gradient), rule(MATRICES, STORES["qarray"])
-)
+_rules = [rule(f"/{name}/kernel$", STORES[store]) for name, store in MIXED.items()]
+mixed = of_block(llama2.Block, *_rules)
+planted = of_block(llama2.Block, rule("/wi_0/kernel$", STORES["qarray"], with_doubled_gradient), *_rules)
 experts = of_block(Block, rule("MoeBlock_0/w", lambda kernel: quantize(kernel, how(kernel, inputs=1))))
 FROZEN = {"trainable_parameters_mask": "[scale$,embedding,norm]"}  # everything but the integers
 

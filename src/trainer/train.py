@@ -133,6 +133,7 @@ def _prepare(loaded: Loaded, console):
     """Returns the run, the data that it reads, and the tokens of its prompt."""
     import jax
 
+    from trainer.checkpoint import check_dtypes
     from trainer.data import open_dataset
     from trainer.inference import prompt_tokens
     from trainer.training import build, check_held_out
@@ -140,6 +141,8 @@ def _prepare(loaded: Loaded, console):
 
     check_memory(loaded.config, jax.devices(), device_memory(jax.devices()))
     run = build(loaded.config, jax.devices())
+    if run.config.enable_checkpointing:
+        check_dtypes(run.codec.unpack(run.abstract_state))
     index = jax.process_index()
 
     def say(text: str) -> None:

@@ -1,5 +1,6 @@
 """Train states and parameters on disk: checkpoints of runs, of other software, and of `trainer.export`."""
 
+from trainer.checkpoint.compare import check_dtypes
 from trainer.checkpoint.contents import Contents, Tensor, contents_of
 from trainer.checkpoint.description import load_model_keys, model_config
 from trainer.checkpoint.huggingface_out import write_huggingface
@@ -22,6 +23,7 @@ __all__ = [
     "Source",
     "Tensor",
     "buffer_names",
+    "check_dtypes",
     "contents_of",
     "copy_tokenizer",
     "filled",

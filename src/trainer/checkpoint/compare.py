@@ -1,4 +1,4 @@
-"""Checks by names, shapes and dtypes that a checkpoint fits a run, before any array is read."""
+"""Checks by names, shapes and dtypes that a checkpoint fits a run, before any array is read or written."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,6 +8,23 @@ import jax
 
 from trainer.config import UserError
 from trainer.ops.paths import by_name
+
+_UNSAVED = ("uint4", "uint2")  # dtypes that TensorStore, with which Orbax writes, does not have
+
+
+def check_dtypes(tree: Any) -> None:
+    """Refuses a train state that cannot be saved, before the run that would save it.
+
+    Raises:
+      UserError: names the first array with a dtype that no checkpoint can hold.
+    """
+    if names := [name for name, leaf in by_name(tree).items() if str(leaf.dtype) in _UNSAVED]:
+        dtype = by_name(tree)[names[0]].dtype
+        more = f", and so are {len(names) - 1} more" if len(names) > 1 else ""
+        raise UserError(
+            f"{names[0]} is {dtype}{more}: Orbax cannot save this dtype; store another one such as int4 or int8, or give "
+            "enable_checkpointing=false"
+        )
 
 
 def check_structure(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

@@ -76,5 +76,5 @@ def _tiled_axes(axes: Axes, whole: Sequence[int], shape: Sequence[int]) -> list[
         tile = math.ceil(length / max(count, 1))
         if math.ceil(length / tile) != count or (name == LAYERS and count != length):
             return []
-        names.append(name if length % count == 0 and count > 1 else None)
+        names.append(name if count == length or (count > 1 and length % count == 0) else None)
     return [Axes(names)]

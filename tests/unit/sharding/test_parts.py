@@ -51,6 +51,10 @@ def test_a_part_with_an_entry_for_each_tile_keeps_the_axes_that_it_divides_evenl
     assert axes_of_parts(KERNEL, parts(q=SHAPE, scale=shape)) == {"q": KERNEL, "scale": expected}
 
 
+def test_a_stack_of_one_layer_keeps_its_name():
+    assert axes_of_parts(KERNEL, parts(q=(1, 4, 6, 8), scale=(1, 4, 3, 8)))["scale"] == KERNEL
+
+
 # 4 tiles of 6 do not exist, neither do tiles of layers; a part of tiles may not lack axes: [4, 3, 8] could be of others.
 @pytest.mark.parametrize(
     "shape", [(2, 4, 4, 8), (1, 4, 3, 8), (2, 4, 3), (4, 6, 8), (), (2, 8, 6), (2, 4, 6, 8, 1), (2, 4, 0, 8)]
