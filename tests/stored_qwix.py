@@ -10,6 +10,7 @@ from qwix._src.core.qarray import HowToQuantize, quantize
 from qwix._src.providers.ptq import WithAux
 from qwix.contrib import padded_ptq
 from qwix.contrib.awq import WithAwqScale
+from qwix.contrib.padded_ptq import PaddedQArray
 from qwix.contrib.smooth_quant import WithSqScale
 from stored_int8 import of_block
 
@@ -74,7 +75,7 @@ STORES = {
 def dequantized(stored, dtype):
     """Returns the values of any of the types. The static parts say how."""
     match stored:
-        case padded_ptq.PaddedQArray():
+        case PaddedQArray():
             # qwix.contrib.padded_ptq.dequantize refuses integers without padding if a tile is incomplete.
             whole = padded_ptq.pad_to_shape(stored.qvalue, stored.padded_shape)
             values = dequantize(dataclasses.replace(stored, qvalue=whole)).astype(dtype)
@@ -119,9 +120,17 @@ def with_doubled_gradient(stored, dtype):
 
 globals().update({name: of_block(llama2.Block, rule(MATRICES, store)) for name, store in STORES.items()})
 # Every type in one model.
-MIXED = {"wi_0": "qarray", "wi_1": "padded", "wo": "with_awq", "query": "with_sq", "key": "with_aux", "value": "asymmetric"}
+MIXED = {
+    "wi_0": "qarray",
+    "wi_1": "padded",
+    "wo": "with_awq",
+    "query": "with_sq",
+    "key": "with_aux",
+    "value": "asymmetric",
+}
 _rules = [rule(f"/{name}/kernel$", STORES[store]) for name, store in MIXED.items()]
 mixed = of_block(llama2.Block, *_rules)
+narrower = of_block(llama2.Block, rule("/wi_0/kernel$", STORES["int4"]), *_rules)  # one matrix as int4 instead of int8
 planted = of_block(llama2.Block, rule("/wi_0/kernel$", STORES["qarray"], with_doubled_gradient), *_rules)
 experts = of_block(Block, rule("MoeBlock_0/w", lambda kernel: quantize(kernel, how(kernel, inputs=1))))
 FROZEN = {"trainable_parameters_mask": "[scale$,embedding,norm]"}  # everything but the integers

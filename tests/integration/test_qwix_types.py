@@ -3,22 +3,26 @@
 import json
 import re
 
+import jax
 import pytest
 from parity_cases import command
 from parity_cases import run as compared
 from run_cases import RUN as RUNS
 from run_cases import arrays_of, killed_at, train
-from stored_qwix import FROZEN
-from support import ALL_COMBINATIONS, arguments
+from stored_qwix import FROZEN, PaddedQArray
+from support import ALL_COMBINATIONS, arguments, copied
 
 from trainer import inspect, shardings
+from trainer.config import UserError, load
+from trainer.inference import MaxEngine
+from trainer.ops.paths import by_name
 
 KEYS = {"decoder_block": "stored_qwix:mixed", **FROZEN}
 LAST = ALL_COMBINATIONS[-1]
 RUN = KEYS | {"checkpoint_period": 2, "eval_interval": -1, "steps": 4, "run_name": "run-0001"}
 
 
-def test_a_run_resumes_in_another_combination_and_inspect_shows_the_parts(tmp_path, capsys):
+def test_a_run_resumes_in_another_combination_and_its_parameters_are_shown_and_loaded(tmp_path, capsys):
     whole, half = tmp_path / "whole", tmp_path / "half"
     for folder, combination in ((whole, ALL_COMBINATIONS[0]), (half, LAST)):
         folder.mkdir()
@@ -39,11 +43,21 @@ def test_a_run_resumes_in_another_combination_and_inspect_shows_the_parts(tmp_pa
     assert re.search(r"mlp/wi_1/kernel/scale +\[2, 3, 32\] +float32 ", lines)
     assert re.search(r"mlp/wo/kernel/awq_scale +\[2, 32\] +float32 ", lines)
 
+    def engine(name):
+        keys = KEYS | {"decoder_block": f"stored_qwix:{name}", "load_parameters_path": half / RUNS}
+        return MaxEngine(load(arguments(LAST, **keys)).config, jax.devices()[:1])
 
-def test_a_dtype_that_no_checkpoint_holds_is_refused_before_training(tmp_path):
+    params, _ = engine("mixed").load_params(say=print)
+    assert isinstance(params["decoder"]["layers"]["mlp"]["wi_1"]["kernel"], PaddedQArray)
+    assert all(leaf.tobytes() == left[f"params/{name}"].tobytes() for name, leaf in by_name(copied(params)).items())
+    with pytest.raises(UserError, match="wi_0/kernel/qvalue: stored as int8, wanted int4: only floats can be cast"):
+        engine("narrower").load_params(say=print)
+
+
+def test_a_dtype_that_no_checkpoint_can_have_is_refused_before_training(tmp_path):
     code, out = train(tmp_path, **RUN | {"decoder_block": "stored_qwix:nf4"})
     assert code == 2
-    assert "wi_0/kernel/qvalue is uint4, and so are 5 more: Orbax cannot save this dtype" in out
+    assert "wi_0/kernel/qvalue is uint4, and 5 more arrays are: Orbax cannot save this dtype" in out
 
 
 def test_the_table_of_shardings_has_the_parts(capsys):

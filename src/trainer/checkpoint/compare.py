@@ -16,13 +16,13 @@ def check_dtypes(tree: Any) -> None:
     """Refuses a train state that cannot be saved, before the run that would save it.
 
     Raises:
-      UserError: names the first array with a dtype that no checkpoint can hold.
+      UserError: names the first array with a dtype that no checkpoint can have.
     """
-    if names := [name for name, leaf in by_name(tree).items() if str(leaf.dtype) in _UNSAVED]:
-        dtype = by_name(tree)[names[0]].dtype
-        more = f", and so are {len(names) - 1} more" if len(names) > 1 else ""
+    if odd := {name: leaf.dtype for name, leaf in by_name(tree).items() if str(leaf.dtype) in _UNSAVED}:
+        name, dtype = next(iter(odd.items()))
+        more = f", and {len(odd) - 1} more arrays are" if len(odd) > 1 else ""
         raise UserError(
-            f"{names[0]} is {dtype}{more}: Orbax cannot save this dtype; store another one such as int4 or int8, or give "
+            f"{name} is {dtype}{more}: Orbax cannot save this dtype; store another one, such as int4 or int8, or give "
             "enable_checkpointing=false"
         )
 

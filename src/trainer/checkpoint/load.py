@@ -19,7 +19,7 @@ from trainer.checkpoint.orbax import COMPOSITE
 from trainer.checkpoint.params import CONFIG, NEUTRAL, TREE, ParamsSource
 from trainer.checkpoint.sidecar import CONFIG as SIDECAR_CONFIG
 from trainer.checkpoint.sidecar import TOKENIZER
-from trainer.checkpoint.source import Leaf, Source, Tick, filled, joined, names_of, progress, resharded
+from trainer.checkpoint.source import DTYPES, Leaf, Source, Tick, filled, joined, names_of, progress, resharded
 from trainer.checkpoint.tokenizer import FILES as TOKENIZER_FILES
 from trainer.config import Config, UserError
 from trainer.config.family import import_facts
@@ -147,6 +147,10 @@ def load_parameters(
     groups = lacking(config, shapes, lambda names: source.held(config, {name: shapes[name] for name in names}))
     new = [name for names in groups.values() for name in names]
     leaves = source.leaves(config, {name: shape for name, shape in shapes.items() if name not in new})
+    for name, leaf in leaves.items():
+        stored, needed = leaf.dtype.name, wanted[name].dtype.name
+        if stored != needed and not {stored, needed} <= {*DTYPES}:
+            raise UserError(f"{source.path}: {name}: stored as {stored}, wanted {needed}: only floats can be cast")
     stretched = 0 if config.rope_type == "default" else config.rope_factor * config.original_max_position_embeddings
     if source.length and config.max_target_length > max(source.length, stretched):
         say(

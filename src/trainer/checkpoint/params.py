@@ -86,7 +86,8 @@ class ParamsSource:
             for name, header in headers.items()
             if module_of(name) <= config.mtp_num_layers
         }
-        check_tensors(found, shapes, str(self.path))
+        # Parts of a parameter have dtypes of their own, which `load_parameters` compares.
+        check_tensors(found, shapes, str(self.path), {dtype for _, dtype in found.values()})
         heads: Mapping[str, int] = {}
         if self.keys[ORDER] != config[ORDER]:
             why = f"{self.path}: saved with {ORDER}={self.keys[ORDER]}, and {ORDER}={config[ORDER]} is given"

@@ -141,9 +141,12 @@ class Source(Protocol):
 
 
 def check_tensors(
-    found: Mapping[str, tuple[tuple[int, ...], str]], wanted: Mapping[str, tuple[int, ...]], where: str
+    found: Mapping[str, tuple[tuple[int, ...], str]],
+    wanted: Mapping[str, tuple[int, ...]],
+    where: str,
+    dtypes: Collection[str] = DTYPES,
 ) -> None:
-    """Compares the shape and dtype of each tensor found with the wanted shape.
+    """Compares the shape of each tensor found with the wanted shape, and its dtype with `dtypes`.
 
     Raises:
       UserError: lists all differences, one per line.
@@ -152,8 +155,8 @@ def check_tensors(
     for name, (shape, dtype) in found.items():
         if name in wanted and shape != wanted[name]:
             lines.append(f"{name}: found {_shape(shape)}, wanted {_shape(wanted[name])}")
-        elif name in wanted and dtype not in DTYPES:
-            lines.append(f"{name}: stored as {dtype}, known: {', '.join(DTYPES)}")
+        elif name in wanted and dtype not in dtypes:
+            lines.append(f"{name}: stored as {dtype}, known: {', '.join(dtypes)}")
     lines += [f"{name}: missing, wanted {_shape(shape)}" for name, shape in wanted.items() if name not in found]
     lines += [
         f"{shortened(name)}: the model has no such parameter, found {_shape(shape)}"

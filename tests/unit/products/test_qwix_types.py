@@ -105,7 +105,7 @@ class Plain:
 def test_nnx_refuses_an_unregistered_pytree_and_overlooks_a_plain_object(graph):
     """As docs/guides/extending.md says."""
     with nnx.set_graph_mode(graph), nnx.set_graph_updates(graph), nnx.use_eager_sharding(False):
-        with pytest.raises(ValueError, match="Found data on value of type .*Unknown.* assigned to static attribute"):
+        with pytest.raises(ValueError, match=r"Found data on value of type .*Unknown.* assigned to static attribute"):
             Holder(Unknown(jnp.ones(3)))
         for module in (Holder(nnx.Param(Unknown(jnp.ones(3)))), Holder(nnx.data(Unknown(jnp.ones(3))))):
             assert [leaf.shape for leaf in jax.tree.leaves(nnx.state(module))] == [(3,)]

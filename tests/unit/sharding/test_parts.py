@@ -55,7 +55,7 @@ def test_a_stack_of_one_layer_keeps_its_name():
     assert axes_of_parts(KERNEL, parts(q=(1, 4, 6, 8), scale=(1, 4, 3, 8)))["scale"] == KERNEL
 
 
-# 4 tiles of 6 do not exist, neither do tiles of layers; a part of tiles may not lack axes: [4, 3, 8] could be of others.
+# An axis of 6 cannot have 4 tiles, layers have none, and a part with an entry for each tile may not lack axes.
 @pytest.mark.parametrize(
     "shape", [(2, 4, 4, 8), (1, 4, 3, 8), (2, 4, 3), (4, 6, 8), (), (2, 8, 6), (2, 4, 6, 8, 1), (2, 4, 0, 8)]
 )
